@@ -26,6 +26,7 @@ MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time
 RETRY = 0.03  # seconds until memory that was refused is asked for again
 PART = 512 << 20  # bytes of blocks in one order: what is backed serves before the rest is
+SPARE = 8  # of the allowed blocks, this part at most is kept ready
 FIT = 0.1  # seconds between two looks at what pages that blocks share take
 
 
@@ -96,7 +97,8 @@ class Keeper:
     least : int
         Blocks that one request of the greatest length needs. As many always circulate.
     low : int
-        Blocks that one step may take, of which twice as many are kept ready if the limit allows it.
+        Blocks that one step may take. Twice as many are kept ready, or a part of those that are allowed (`SPARE`) if
+        that is less.
     ranks : int
         Workers.
     """
@@ -104,11 +106,11 @@ class Keeper:
     def __init__(self, manager: Any, page: Page, block_bytes: int, least: int, low: int, ranks: int) -> None:
         self.manager, self.pool, self.page = manager, manager.block_pool, page
         self.block_bytes, self.ranks = block_bytes, ranks
-        self.total = self.pool.num_gpu_blocks - 1  # without the null block
+        self.total: int = self.pool.num_gpu_blocks - 1  # without the null block
         self._all_bytes = self.total * block_bytes
         self.least, self.low = min(least, self.total), low
         self._watermark = manager.watermark_blocks / max(self.total, 1)
-        self._allowed = self.total  # what the manager's watermark is for
+        self._allowed: int = self.total  # what the manager's watermark is for
         queue = self.pool.free_block_queue
         _grow(queue, CountedQueue)
         queue.front = {b.block_id for b in queue.get_all_free_blocks()}
@@ -202,10 +204,15 @@ class Keeper:
 
     # ---- before and after vLLM's schedule() ---------------------------------------------------------------------
 
-    def before(self, first: int | None = None) -> None:
+    def ready(self, need: int = 0) -> int:
+        """Blocks that are kept ready: free, and without contents. need: what the next step takes."""
+        ready = min(2 * self.low, self._allowed // SPARE)
+        return max(ready, need)
+
+    def before(self, need: int = 0, first: bool = False) -> None:
         """A step is about to be scheduled: blocks that are backed by now enter, and blocks above the limit leave.
 
-        first : the most blocks to order now, if few are wanted soon.
+        need : blocks that it takes at most, as far as known. first: whether to order no more than these now.
         """
         self._enter()
         self.fit()
@@ -217,10 +224,11 @@ class Keeper:
         if beyond > 0:
             self.leave(beyond)
         elif len(self._coming) < MOST_ORDERS:
-            wanted = 2 * self.low - self.spare - self._n_coming
-            if first is not None:
-                self._want(min(wanted, first, -beyond))
-            elif 2 * wanted > self.low:  # not a few in each step: every call of the driver disturbs the device
+            ready = self.ready(need)
+            wanted = ready - self.spare - self._n_coming
+            if first:
+                self._want(min(wanted, need, -beyond))
+            elif 4 * wanted > ready or self.spare < need:  # not a few in each step: a driver's calls disturb the device
                 self._want(min(wanted, -beyond))
 
     def grows(self) -> bool:

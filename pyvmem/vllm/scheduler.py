@@ -22,7 +22,7 @@ BUSY = 0.2  # and while steps run, which look themselves: a thread that wakes up
 IDLE = 0.3  # seconds without requests after which spare blocks lose their pages
 LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory that is lent
 AWAIT = 0.2  # seconds that a step waits for blocks that are being backed rather than to evict or preempt
-KEEP = 64 << 20  # bytes of spare blocks that an idle engine keeps for the next request
+KEEP = 64 << 20  # bytes of spare blocks at most that an idle engine keeps for the next request
 
 
 def _groups_need(vllm_config: Any, config: Any) -> int:
@@ -34,12 +34,16 @@ def _groups_need(vllm_config: Any, config: Any) -> int:
     return need
 
 
+def drafts_of(vllm_config: Any) -> int:
+    """Tokens that a request may have in a step beyond the one that it decodes."""
+    return int(getattr(vllm_config, "num_speculative_tokens", 0) or 0)
+
+
 def least_of(vllm_config: Any, config: Any) -> int:
     """Blocks that the greatest request may need at one time: then it can run alone, and nothing waits for ever."""
     groups = len(config.kv_cache_groups)
-    drafts = int(getattr(vllm_config, "num_speculative_tokens", 0) or 0)
     smallest = min(g.kv_cache_spec.block_size for g in config.kv_cache_groups)
-    return int(_groups_need(vllm_config, config) + groups * (1 + -(-drafts // smallest)))
+    return int(_groups_need(vllm_config, config) + groups * (1 + -(-drafts_of(vllm_config) // smallest)))
 
 
 def low_of(vllm_config: Any, config: Any) -> int:
@@ -81,6 +85,8 @@ class SchedulerMemory:
                              low_of(vllm_config, config), ranks)  # fmt: skip
         self._sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
         self._tokens = 0  # of a step, while the scheduler is told to schedule none
+        self._drafts = drafts_of(vllm_config)
+        self._decodes = False  # whether the last step had no prompt
         self._busy = time.monotonic()
         self._stop = threading.Event()
         threading.Thread(target=self._tend, name="vmem-keeper", daemon=True).start()
@@ -95,13 +101,14 @@ class SchedulerMemory:
         self._obey()
         if self.keeper.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
-        need = self._need() if self.keeper.spare < self.keeper.low and self.keeper.grows() else 0
+        waiting, running = self._scheduler.waiting, self._scheduler.running
+        most = self.keeper.low if waiting or not self._decodes else self._one_each
+        need = self._need() if self.keeper.spare < most and self.keeper.grows() else 0
         if need > self.keeper.spare:
             self.keeper.await_blocks(need, AWAIT)
-        few = not self._scheduler.running and (need > self.keeper.spare or not self._scheduler.waiting)
-        self.keeper.before(need if few else None)
+        self.keeper.before(need, not running and (need > self.keeper.spare or not waiting))
         if self._in_slots:
-            self.keeper.evict_ahead(self.keeper.low)
+            self.keeper.evict_ahead(min(self.keeper.low, self.keeper.ready()))
         if self.keeper.lacks(need):
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
             self._tokens, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, 0
@@ -111,12 +118,18 @@ class SchedulerMemory:
         scheduler = self._scheduler
         need, left = 0, scheduler.max_num_scheduled_tokens
         for request in itertools.chain(scheduler.running, itertools.islice(scheduler.waiting, lease.MOST_WAITING)):
-            tokens = min(max(request.num_tokens - request.num_computed_tokens, 1), left)
-            need += sum(-(-tokens // size) for size in self._sizes)
+            done = request.num_computed_tokens
+            tokens = min(max(request.num_tokens - done, 1), left)
+            need += sum(-(-(done + tokens) // size) - -(-done // size) for size in self._sizes)
             left -= tokens
             if not left:
                 break
         return min(need, self.keeper.low)
+
+    @property
+    def _one_each(self) -> int:
+        """Blocks that the running requests take if each begins one in each group."""
+        return len(self._scheduler.running) * len(self._sizes)
 
     def scheduled(self) -> None:
         """vLLM has scheduled, or failed to."""
@@ -129,6 +142,8 @@ class SchedulerMemory:
         gone, ahead, order = keeper.take()
         if output.preempted_req_ids:
             keeper.page[control.PREEMPTED] += len(output.preempted_req_ids)
+        steps = len(output.num_scheduled_tokens)
+        self._decodes = output.total_num_scheduled_tokens <= steps * (1 + self._drafts)
         output.vmem = StepOrders(keeper.step, self.page[control.POSITION], gone, ahead, order, keeper.take_evicted())
         self._publish()
 
@@ -142,7 +157,7 @@ class SchedulerMemory:
             most = keeper.allowed() - keeper.circulating
             wanted = lease.lacking(self._scheduler, keeper.coming, most)
             if keeper.refused_lately():  # others may have budget that they do not use, and it goes to who asks
-                wanted = max(wanted, min(self._need() - keeper.spare, most))
+                wanted = max(wanted, min(max(self._need(), self._one_each) - keeper.spare, most))
         self._short = wanted > 0 and not self._scheduler.running
         keeper.publish(wanted, self._neighbours.yields())
 
@@ -180,7 +195,7 @@ class SchedulerMemory:
                     self._obey()
                     idle = not self._scheduler.has_unfinished_requests()
                     idle = idle and time.monotonic() - self._busy >= IDLE
-                    self.keeper.between(idle, KEEP // self.keeper.block_bytes)
+                    self.keeper.between(idle, min(KEEP // self.keeper.block_bytes, self.keeper.ready()))
                     self._publish()
             except Exception as error:
                 if str(error) != failure:  # the next step does what was not done

@@ -168,6 +168,18 @@ def test_below_the_limit_nothing_is_evicted_or_preempted_for_memory_that_comes_l
     assert not evicted and not e.preempted
 
 
+@pytest.mark.parametrize("blocks, limit, ready", [(1000, 100, 12), (1000, None, 124), (12_000, None, 1048)])
+def test_blocks_that_are_kept_ready_are_a_part_of_those_that_are_allowed(engine, blocks, limit, ready):
+    e = engine(blocks=blocks, batch=4096)  # a step may take 524 blocks
+    assert e.keeper.low == 524
+    set_limit(e, limit)
+    for requests in (1, 1, 12):
+        e.run(requests, abort=0)
+        assert e.keeper.spare <= ready + 30  # what requests had, too
+        assert e.keeper.spare >= ready * 3 / 4 or e.keeper.circulating == limit
+    assert maps_in_steps(e) == 0 and e.preempted == 0
+
+
 def test_idle_memory_is_what_is_cached(engine):
     e = engine()
     e.run(30)
