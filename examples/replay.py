@@ -24,8 +24,8 @@ import torch
 from pyvmem import KVCache
 from pyvmem.bench import argtypes
 from pyvmem.bench.traces import HASHED_TOKENS, read_trace, synthetic_trace
-from pyvmem.kv.blocks import BlockNames
 from pyvmem.kv.cache import TensorSpec
+from pyvmem.kv.hashes import BlockHashes
 
 
 @dataclass(eq=False)
@@ -182,9 +182,8 @@ class Memory:
         self.block = block or self.page_tokens
         self.block_pages = len(specs) * (self.block * row_bytes // self.kv.page_size)
         self.pages = budget // self.kv.page_size // len(specs)  # as `Ideal` counts them
-        self.names = BlockNames(self.kv, len(specs) * self.pages // self.block_pages, self.block)
-        self.free_names = list(range(self.names.blocks))
-        self.cached, self.name = Cached(), {}  # key -> name
+        self.held = BlockHashes(self.kv, self.block, automatic=False)  # only `step` decides what goes
+        self.cached = Cached()
         self.slot, self.keys, self.begun = {}, {}, set()
         self.device, self.check_every = torch.device(device), check_every
         self.event = event  # recorded behind an iteration's kernels; None: they have ended when `run` returns
@@ -205,7 +204,7 @@ class Memory:
             self.cached.leave(keys)
             return -1
         if keys:
-            self.names.attach(slot, [self.name[key] for key in keys])
+            self.held.attach(slot, keys)
             self.begun.add(request)
         self.slot[request], self.keys[request] = slot, keys
         self.blocks[slot, : len(request.keys)] = self.to_device(request.keys)
@@ -223,9 +222,7 @@ class Memory:
                 self.drain()
             elif self.cached.unused:
                 count = min(-(-self.kv.shortage.missing_pages // self.block_pages), len(self.cached.unused))
-                names = [self.name.pop(self.cached.evict()) for _ in range(count)]
-                self.names.drop(names)
-                self.free_names += names
+                self.held.drop([self.cached.evict() for _ in range(count)])
             else:
                 return False
         return True
@@ -244,7 +241,7 @@ class Memory:
 
     def run(self, batch):
         """What the model would do: write the new rows, read all; then cache the blocks that became full."""
-        write, read, bind = [], [], []
+        write, read, full = [], [], []
         for request, n in batch:
             slot, begin, end = self.slot[request], request.done, request.done + n
             write.append((slot, begin, end))
@@ -252,16 +249,14 @@ class Memory:
             if first or end == request.end or begin // self.check_every < end // self.check_every:
                 self.begun.discard(request)
                 read.append((slot, 0, end))
-            for i in range(begin // self.block, end // self.block):
-                key = request.keys[i]
-                if self.cached.insert(key):
-                    self.keys[request].append(key)
-                    self.name[key] = self.free_names.pop()
-                    bind.append((slot, i, self.name[key]))
+            at = begin // self.block
+            keys = request.keys[at : end // self.block]
+            self.keys[request] += [key for key in keys if self.cached.insert(key)]
+            full += [(slot, keys, at)] if keys else []
         self.write(write)
         self.read(read)
-        if bind:
-            self.names.bind(*zip(*bind))
+        for slot, keys, at in full:
+            self.held.add(slot, keys, at)
         self.launched()
         if self.event is None:
             self.kv.retire()

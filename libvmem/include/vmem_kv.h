@@ -59,7 +59,7 @@ struct vmem_kv_tensor {
 #define VMEM_KV_SAME_SLOTS 0x20u
 #define VMEM_KV_CHECK 0x40u // verify the kernel rule and the bookkeeping at every operation (slow)
 #define VMEM_KV_LAZY 0x80u  // take device memory when pages are needed, not the whole budget at creation
-// Requests share no pages: saving a prefix and naming blocks return -EOPNOTSUPP. On a GPU, the tensors then have no
+// Requests share no pages: vmem_kv_share returns -EOPNOTSUPP. On a GPU, the tensors then have no
 // backdrop, which makes calls to the driver cheaper: no kernel may read past whole tiles, or from a slot without a
 // request. The cuda backend creates, maps and unmaps a prompt's pages together, up to 32 MiB, as fast as a single page.
 // Other backends always map consecutive pages at once.
@@ -126,7 +126,7 @@ struct vmem_kv_alloc_options {
 // the defaults, which are all 0. -ENOSPC: all slots are taken. -EBUSY: the slot in the options is taken.
 int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot);
 // Announces the requests that will be allocated next, in this order, by the tokens of their first step. The first
-// prefix_tokens[i] rows of a request come from a prefix or from blocks (NULL: of no request). The call replaces what was
+// prefix_tokens[i] rows of a request come from runs (NULL: of no request). The call replaces what was
 // announced before. While memory is plentiful, the background thread backs a free slot for each of the first
 // VMEM_KV_EXPECT requests, from the row after its prefix.
 #define VMEM_KV_EXPECT 64
@@ -193,7 +193,7 @@ int vmem_kv_wait(vmem_kv *kv);
 
 struct vmem_kv_request {
     uint32_t tokens;        // of its first step, those of a prefix included; 1 to max_tokens
-    uint32_t prefix_tokens; // of these, so many come from runs or from named blocks; 0: none
+    uint32_t prefix_tokens; // of these, so many come from runs; 0: none
     // Or the runs that it begins with, as far as vmem_kv_attach finds them. prefix_tokens must then be 0.
     const uint64_t *runs;
     uint64_t n_runs;
@@ -251,7 +251,8 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out);
 // evicted: those of the lowest priority first, and of one priority the least recently used, the end of a sequence before
 // its beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry calls, vmem_kv_room, vmem_kv_fit).
 // The manager never calls the engine back to ask what to evict. A prefix that the engine holds itself is a run to be
-// kept. An engine with hashes of blocks has a table from hashes to runs, and looks into vmem_kv_evicted.
+// kept. An engine with hashes of blocks has a table from hashes to runs, and looks into vmem_kv_evicted. An engine that
+// decides itself what to evict (vLLM) has a table from its blocks to runs to be kept, and drops them.
 
 #define VMEM_KV_RUN_PRIORITY 50u // what most runs have. Priorities are 0 to 100
 #define VMEM_KV_RUN_KEEP 101u    // of a run that is not evicted
@@ -265,16 +266,17 @@ struct vmem_kv_run {
 };
 #define VMEM_KV_RUN_REPORT 0x1u // name the runs in vmem_kv_evicted when they are evicted
 #define VMEM_KV_RUN_MANUAL 0x2u // only vmem_kv_drop evicts. Holds for all runs of a cache that are not to be kept
-// Shares rows: all runs or none. The rows are not written again, but kernels in flight may still be writing them, if those
-// that read them elsewhere run after them. In a tensor with a window, a run holds what kernels in flight and the next
-// token read. -ENOMEM: the system has no memory for the lists; no page is needed.
+// Shares rows: all runs or none. The rows need not be written yet: kernels that read them elsewhere must run after those
+// that write them, and after that they are not written again. In a tensor with a window, a run holds what kernels in
+// flight and the next token read. -ENOMEM: the system has no memory for the lists; no page is needed.
 int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
 #define VMEM_KV_LOOK 0x10u // dry, and without regard to memory
 // Starts a newly allocated slot, which no kernel accesses, with runs that follow each other from row 0, whichever slots
 // wrote them: with as many as are still there, at most `most` tokens. *tokens receives the slot's length, 0 if no run is
 // there, or if windows have passed rows that the next token reads. That token must be computed, so leave a row of the
-// prompt out. Rows in a last, partial page are copied by this call and must have been written. -ENOMEM: there is no
-// memory for the copy. flags: VMEM_KV_DRY or VMEM_KV_LOOK; the slot need not be allocated yet, and is ignored.
+// prompt out. A run's first page may also have rows before the run: these must be what its writer has there. Rows in a
+// last, partial page are copied by this call and must have been written. -ENOMEM: there is no memory for the copy. flags:
+// VMEM_KV_DRY or VMEM_KV_LOOK; the slot need not be allocated yet, and is ignored.
 int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
                    uint32_t *tokens);
 #define VMEM_KV_UNUSED 0x4u // skip runs that requests pin and runs to be kept; those that go count as evicted
@@ -302,29 +304,6 @@ struct vmem_kv_run_info {
 // -EINVAL: the run is gone.
 int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
 
-// ---- blocks -------------------------------------------------------------------------------------------------
-//
-// For engines that account in blocks (vLLM). A block number names the pages behind `block_tokens` rows of a slot, in
-// all tensors. Named pages stay until the name is dropped, even after the slot is freed, and a new request can start
-// with them at other addresses: the engine's block table becomes the GPU's page table. Only names hold these pages, so
-// the engine decides which ones to evict.
-
-// Creates the names 0 to n_blocks - 1, once. block_tokens rows must fill whole pages in every tensor. Tensors with
-// windows are not supported (-EOPNOTSUPP).
-int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens);
-// Names the pages at block index[i] of slots[i], rows from index[i] * block_tokens onward, as ids[i]. The slot's last
-// step must have covered them. All or nothing; if bad is not NULL, *bad receives the index of the element at fault.
-// -EEXIST: the name is taken. The rows need not be written yet. Until another slot attaches them, the slot's request may
-// also write them again, after a step back or a truncation: drop the name if that happens.
-int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index, const uint32_t *ids, size_t n,
-                       size_t *bad);
-// Starts a newly allocated slot, which no kernel accesses, with the named pages in this order. They are mapped there a
-// second time, and the slot's length becomes n * block_tokens. Pages further back in the slot stay. Kernels that write
-// the rows may be in flight, if those that read them here run after them. -ENODATA: a name has no pages.
-int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad);
-// Drops names; those that are not taken are skipped. Pages without another holder are released.
-int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n);
-
 // ---- swapping -----------------------------------------------------------------------------------------------
 
 // Copies the slot's rows to host (pinned memory is faster), which has at least slot_info.swap_bytes bytes, and releases
@@ -351,7 +330,7 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
 #define VMEM_KV_KEPT 0x1u    // pages of free slots, and pages backed ahead of need
 #define VMEM_KV_RUNS 0x2u    // runs that no request pins, in the order of eviction
-#define VMEM_KV_COMPACT 0x4u // bring pages that only named blocks hold closer together
+#define VMEM_KV_COMPACT 0x4u // bring pages that only runs hold closer together
 // Releases pages of these kinds, at least `bytes` if there are so many, and returns unused device memory to the system.
 // Fewer are released where the system has no mappings left to cut pages off (host: vm.max_map_count). If freed is not NULL, *freed receives the bytes of pages released; with
 // COMPACT, the bytes of device memory returned.
@@ -370,7 +349,7 @@ struct vmem_kv_stats {
     uint64_t kept_pages;   // of free slots, for reuse
     uint64_t ahead_pages;  // of active and ending requests, mapped ahead of need
     uint64_t shared_pages; // mapped or held more than once
-    uint64_t prefix_pages; // held by runs or names and by no slot
+    uint64_t prefix_pages; // held by runs and by no slot
     uint64_t free_pages;   // what a step could get: the budget less what cannot be taken back
     uint64_t live_bytes;   // of the rows that active requests have
     uint64_t active_slots, swapped_slots, slots, prefixes; // swapped: or being swapped out
@@ -412,7 +391,7 @@ struct vmem_kv_shortage {
     uint32_t size;            // sizeof(struct vmem_kv_shortage), set by the caller
     uint32_t reason;          // enum vmem_kv_reason
     uint64_t missing_pages;   // must become free before the call can succeed
-    uint64_t prefix_pages;    // what dropping all runs that are to be kept, and all names, would free
+    uint64_t prefix_pages;    // what dropping all runs that are to be kept would free
     uint64_t requests;        // that hold pages
     uint64_t ending_pages;    // of requests that end, or are swapped out, when kernels have: retire steps, or make them
     uint64_t watermark_pages; // of the missing ones, those that only the watermark asks for (vmem_kv_fit)

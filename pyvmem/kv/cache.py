@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 import numpy.typing as npt
 import torch
 
-from pyvmem._checks import elements, one_of, shown, uint, uint32s
+from pyvmem._checks import elements, flag, one_of, shown, uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, VmemError, _check, structure
@@ -488,7 +488,7 @@ class KVCache(_Owned):
         Parameters
         ----------
         requests : sequence of int, (int, int) or (int, hashes)
-            Tokens of the first step, at least 1; or these, and how many of them a prefix or named blocks provide; or
+            Tokens of the first step, at least 1; or these, and how many of them a prefix or blocks provide; or
             the hashes of the blocks that a request begins with as far as they are known
             (`pyvmem.kv.hashes.BlockHashes`). As in `BlockHashes.alloc`, the last token always remains to be computed.
         """
@@ -722,13 +722,16 @@ class KVCache(_Owned):
         """
         _check(lib.vmem_kv_set_budget(self._ready(), uint("bytes", bytes)))
 
-    def reclaim(self, bytes: SupportsIndex | None = None) -> int:
+    def reclaim(self, bytes: SupportsIndex | None = None, *, compact: bool = False) -> int:
         """Release kept pages and return unused device memory; returns the bytes of pages released.
 
-        Releases at least `bytes` if that much is kept; by default, releases all kept pages.
+        Releases at least `bytes` if that much is kept; by default, releases all kept pages. With `compact`, pages that
+        only prefixes and blocks hold are then moved closer together where that returns more memory to the system, and
+        the result is the device memory returned. Do so at idle times: it takes long.
         """
         freed, least = ffi.new("uint64_t *"), 2**64 - 1 if bytes is None else uint("bytes", bytes)
-        _check(lib.vmem_kv_reclaim(self._ready(), least, lib.VMEM_KV_KEPT, freed))
+        what = lib.VMEM_KV_KEPT | (lib.VMEM_KV_COMPACT if flag("compact", compact) else 0)
+        _check(lib.vmem_kv_reclaim(self._ready(), least, what, freed))
         return int(freed[0])
 
     # ---- metrics ---------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class KVCacheOptions:
         Steps whose kernels may still be running when `KVCache.step` is called, 1 to 16. An engine that schedules ahead
         needs 2 or more.
     sharing : bool or None
-        Requests may share pages, through prefixes and block names. False refuses both. The cuda backend then creates,
+        Requests may share pages, through prefixes and blocks. False refuses both. The cuda backend then creates,
         maps and unmaps a prompt's pages together, up to 32 MiB, with a sixteenth of the calls. On a GPU, unbacked rows
         then have no backdrop: kernels must not read past whole tiles (`tile_rows`), nor free slots. None: False on the
         cuda backend, True on the others; `KVCache.sharing` says which.

@@ -4,7 +4,7 @@ The parts of a cache's budget, in the order in which they are drawn:
 
     used     for the lengths of requests, in pages of their own
     shared   for the lengths of requests or prefixes, mapped or held more than once
-    cached   held by prefixes or block names and by no request
+    cached   held by prefixes or blocks and by no request
     ahead    mapped behind a request's length, for its next tokens
     kept     of free slots, for the next request
     unused   not allocated

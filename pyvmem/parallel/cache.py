@@ -123,9 +123,9 @@ class TensorParallelKVCache:
     def __getattr__(self, name: str) -> Any:
         if name in _LOCAL:
             return getattr(self.cache, name)
-        if name == "_use":  # of BlockNames, BlockHashes and KVPool, which each rank would decide on by itself
+        if name == "_use":  # of BlockHashes and KVPool, which each rank would decide on by itself
             raise TypeError(
-                "blocks, hashes and pools need a KVCache, not a TensorParallelKVCache, whose ranks would diverge "
+                "hashes and pools need a KVCache, not a TensorParallelKVCache, whose ranks would diverge "
                 "(pyvmem.parallel.hashes has hashes for all ranks)"
             )
         text = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -536,10 +536,10 @@ class TensorParallelKVCache:
         before = stats.budget_pages * stats.page_size
         self._vote("set_budget", self.cache.set_budget, bytes, undo=lambda _: self.cache.set_budget(before))
 
-    def reclaim(self, bytes: SupportsIndex | None = None) -> int:
+    def reclaim(self, bytes: SupportsIndex | None = None, *, compact: bool = False) -> int:
         """As `KVCache.reclaim`, for this rank's cache; returns what this rank released."""
         self._pledge.clear()
-        return self.cache.reclaim(bytes)
+        return self.cache.reclaim(bytes, compact=compact)
 
     def drop_prefix(self, prefix: Prefix) -> None:
         """As `KVCache.drop_prefix`."""

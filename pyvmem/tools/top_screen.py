@@ -32,7 +32,7 @@ _STYLES = {
 _MEANING = {
     "used": "for the lengths of requests, in pages of their own",
     "shared": "mapped or held more than once",
-    "cached": "held by prefixes or block names, and by no request",
+    "cached": "held by prefixes or blocks, and by no request",
     "ahead": "mapped behind a request's length, for its next tokens",
     "kept": "of free slots, for the next request",
     "unused": "of the budget, not allocated",

@@ -1,8 +1,8 @@
 """Requests in slots: where the blocks of each of vLLM's requests lie in a KV cache.
 
 This module does not import vLLM. While a request runs, it has a slot of the cache, in which its rows follow each other.
-vLLM's scheduler names the blocks of each request. A new block is bound to the pages at its place in the slot. Blocks
-of the prefix cache are mapped at the slot as well.
+vLLM's scheduler numbers the blocks of each request. The rows of a new block are shared under its number (`BlockRuns`).
+Blocks of the prefix cache are mapped at the slot as well.
 
 Steps and fences: vLLM prepares step k on the CPU while the GPU computes step k - 1. `begin` marks fence k behind all
 kernels enqueued so far, and waits for fence k - 1, which has long been passed if vLLM runs one step ahead. A slot whose
@@ -25,12 +25,12 @@ from typing import Protocol
 import numpy as np
 
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv.blocks import BlockNames
 from pyvmem.kv.cache import KVCache
+from pyvmem.vllm.runs import BlockRuns
 
 WAIT = 30.0  # seconds that a step waits for memory that another process uses before it fails
 
-# (slot, first block, names of the blocks, how many of them exist already)
+# (slot, first block, numbers of the blocks, how many of them exist already)
 Operation = tuple[int, int, Sequence[int], int]
 
 
@@ -62,16 +62,16 @@ class Fences(Protocol):
 
 @dataclass
 class Writer:
-    """A request as the one that wrote blocks: how many, and how many of these still have a name."""
+    """A request as the one that wrote blocks: how many, and how many of these are still known."""
 
     slot: int
     wrote: int = 0
-    named: int = 0
+    known: int = 0
 
     @property
     def forgotten(self) -> bool:
-        """Whether most of its blocks have no name any more."""
-        return 2 * self.named <= self.wrote
+        """Whether most of its blocks are not known any more."""
+        return 2 * self.known <= self.wrote
 
 
 class Requests:
@@ -83,17 +83,15 @@ class Requests:
         Has more slots than requests run, because slots of ended requests wait for their fence.
     tokens : int
         Tokens of a block.
-    names : int
-        How many blocks the scheduler has.
     most : int
         The most requests.
     fences : Fences
     """
 
-    def __init__(self, cache: KVCache, tokens: int, names: int, most: int, fences: Fences) -> None:
+    def __init__(self, cache: KVCache, tokens: int, most: int, fences: Fences) -> None:
         self.cache, self.tokens, self._fences = cache, tokens, fences
         self.blocks_per_slot = cache.layout(0)[3] // tokens
-        self._names = BlockNames(cache, names, tokens)
+        self._runs = BlockRuns(cache, tokens)
         self._slots: dict[str, int] = {}
         self._blocks: dict[str, int] = {}  # of each request
         self._lengths = np.zeros(cache.slots, np.int32)
@@ -101,7 +99,7 @@ class Requests:
         self._retiring: collections.deque[tuple[int, int]] = collections.deque()  # (fence, slot)
         self._lingering: dict[int, Writer] = {}  # slots of ended requests, the first to end first
         self._writers = [Writer(slot) for slot in range(cache.slots)]  # the slots' last requests
-        self._named: dict[int, Writer] = {}  # blocks whose names have pages
+        self._known: dict[int, Writer] = {}  # blocks that have pages
         self._most_lingering = (cache.slots - most) // 2
         self._now = 0
         # Steps without requests, and entries that a graph does not use, read block 0: slot 0 is theirs.
@@ -120,13 +118,13 @@ class Requests:
 
     def forget(self, ids: Iterable[int]) -> None:
         """The scheduler has given up these blocks. Pages that no slot has are released."""
-        gone = [i for i in ids if i in self._named]
+        gone = [i for i in ids if i in self._known]
         if not gone:
             return
-        self._names.drop(np.array(gone, np.uint32))
+        self._runs.drop(gone)
         for i in gone:
-            writer = self._named.pop(i)
-            writer.named -= 1
+            writer = self._known.pop(i)
+            writer.known -= 1
             if writer.forgotten and self._lingering.get(writer.slot) is writer:
                 self._free(writer.slot)
 
@@ -159,7 +157,7 @@ class Requests:
         """Back everything that the step's kernels access. Returns how many times the driver mapped pages for it."""
         if not self._ops and self._now % 64:
             return 0
-        # Reassigned names are dropped before anything is backed, because the scheduler counts on their pages.
+        # Reassigned numbers are dropped before anything is backed, because the scheduler counts on their pages.
         ops, self._ops = self._ops, []
         before = self.cache.step_maps
         self.forget([i for _, _, ids, hits in ops for i in ids[hits:]])
@@ -176,18 +174,17 @@ class Requests:
         return not self._slots and not self._retiring
 
     def shrink(self) -> None:
-        """Give back what only ended requests have, but for named blocks."""
+        """Give back what only ended requests have, but for blocks that are known."""
         while self._lingering:
             self._free(next(iter(self._lingering)))
         self.cache.expect(())
         self.cache.wait()  # otherwise the background thread could still back the next slot
-        self.cache.reclaim()
-        self._names.compact()
+        self.cache.reclaim(compact=True)
 
     def reset(self) -> None:
-        """Discard all requests and names. No kernel may be running."""
+        """Discard all requests and blocks. No kernel may be running."""
         self.finish_all()
-        self.forget(list(self._named))
+        self.forget(list(self._known))
         self._reap()
         self.shrink()
 
@@ -201,25 +198,19 @@ class Requests:
         return list(range(start, start + len(ids)))
 
     def _back(self, group: list[Operation]) -> None:
-        slots: list[int] = []
-        index: list[int] = []
-        ids: list[int] = []
         for slot, first, blocks, hits in group:
             if hits:
-                self._names.attach(slot, blocks[:hits])
-            n = len(blocks)
-            self._lengths[slot] = (first + n) * self.tokens
-            slots += [slot] * (n - hits)
-            index += range(first + hits, first + n)
-            ids += blocks[hits:]
+                self._runs.attach(slot, blocks[:hits])
+            self._lengths[slot] = (first + len(blocks)) * self.tokens
         self._step()
-        if ids:
-            self._names.bind(*np.array((slots, index, ids), np.uint32))
-            for slot, _, blocks, hits in group:
-                writer, new = self._writers[slot], blocks[hits:]
-                self._named.update(dict.fromkeys(new, writer))
+        new_blocks = [(slot, first + hits, blocks[hits:]) for slot, first, blocks, hits in group if len(blocks) > hits]
+        if new_blocks:
+            self._runs.share(new_blocks)
+            for slot, _, new in new_blocks:
+                writer = self._writers[slot]
+                self._known.update(dict.fromkeys(new, writer))
                 writer.wrote += len(new)
-                writer.named += len(new)
+                writer.known += len(new)
 
     def _free(self, slot: int) -> None:
         """Free a slot that no kernel accesses."""

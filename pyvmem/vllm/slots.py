@@ -165,7 +165,7 @@ class SlotsMemory(WorkerMemory):
         )  # fmt: skip
         self._context, self._most = context, budget // cache.page_size * cache.page_size
         self._budget = self._most
-        self._requests = Requests(cache, tokens, config.num_blocks, most, self._fences())
+        self._requests = Requests(cache, tokens, most, self._fences())
         places = self._requests.blocks_per_slot * slots
         tensors = [dataclasses.replace(t, size=places * block) for t in config.kv_cache_tensors]
         logger.info(

@@ -51,6 +51,15 @@ __attribute__((unused)) static int k_member(vmem_kv_pool *pool, uint32_t i, stru
     return rc;
 }
 
+// Rows of a slot as a run to be kept.
+__attribute__((unused)) static int k_hold(vmem_kv *kv, uint32_t slot, uint32_t first, uint32_t tokens, uint64_t *run)
+{
+    struct vmem_kv_run r = {.slot = slot, .first = first, .tokens = tokens, .priority = VMEM_KV_RUN_KEEP};
+    int rc = vmem_kv_share(kv, &r, 1, 0);
+    *run = r.id;
+    return rc;
+}
+
 // A prefix: the first rows of a slot, as a run to be kept. -ENODATA: its windows have passed what the next token reads.
 __attribute__((unused)) static int k_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *prefix)
 {

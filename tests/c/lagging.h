@@ -5,32 +5,36 @@
 #include "stop_worker.h"
 
 #define PREFIXES 4
-#define NAMES 24
+#define BLOCKS 24
 
 struct request {
     uint32_t tokens;
     bool taken, swapped; // swapped out, or about to be
-    uint64_t serial;
-    uint64_t part; // the last step that it took part in, or whose kernels write the rows that it was attached
+    uint64_t part;       // the last step that it took part in, or whose kernels write the rows that it was attached
     uint64_t origin[K_TOKENS];
     char *host;
     uint64_t host_bytes;
 };
-struct prefix { // or a name of a block
+struct prefix { // or a block
     uint64_t id, origin[K_TOKENS];
     uint32_t tokens;
-    uint64_t ready;         // when kernels up to this step have ended, all rows are written
-    uint64_t serial, index; // of a name: the request that wrote the block, and which of its blocks it is
+    uint64_t ready; // when kernels up to this step have ended, all rows are written
+    uint64_t index; // of a block: its place
 };
 struct shape {
     const char *name;
     struct vmem_kv_tensor tensors[K_TENSORS];
-    uint32_t n, tile_rows, pages, block_tokens; // block_tokens: for pages of 64 KiB; 0: no blocks
+    uint32_t n, tile_rows, pages, block_tokens; // block_tokens: for pages of 64 KiB
 };
 static const struct shape shapes[] = {
     {"two alike", {{.row_bytes = 2048}, {.row_bytes = 2048}}, 2, 1, 40, 32},
-    {"window beside full", {{.row_bytes = 8192}, {.row_bytes = 8192, .window = 40}, {.row_bytes = 1024}}, 3, 1, 120, 0},
-    {"tiles, odd rows", {{.row_bytes = 1152}, {.row_bytes = 656, .kind = 1}}, 2, 16, 24, 0},
+    {"window beside full",
+     {{.row_bytes = 8192}, {.row_bytes = 8192, .window = 40}, {.row_bytes = 1024}},
+     3,
+     1,
+     120,
+     24},
+    {"tiles, odd rows", {{.row_bytes = 1152}, {.row_bytes = 656, .kind = 1}}, 2, 16, 24, 20},
     {"wide rows", {{.row_bytes = 32768}, {.row_bytes = 16384}}, 2, 1, 260, 4},
 };
 
@@ -39,7 +43,7 @@ static vmem_kv *kv;
 static const struct shape *shape;
 static struct kernel_tensor tensors[K_TENSORS];
 static struct request requests[K_SLOTS];
-static struct prefix prefixes[PREFIXES], names[NAMES];
+static struct prefix prefixes[PREFIXES], blocks[BLOCKS];
 static uint64_t seed, page_size, budget, steps, landed, block_tokens, n_failed, n_kernels, n_swapped, n_cancelled;
 static uint32_t in_flight, flags;
 static char *abandoned; // host memory of a copy that was ended: nothing may be written there any more

@@ -1,6 +1,6 @@
-// Random requests of an engine with blocks, against a shadow that knows what every block's rows hold: names are given,
-// moved and dropped, requests start with other requests' blocks and end in any order. The manager checks itself
-// (VMEM_KV_CHECK) throughout.
+// Random requests of an engine that accounts in blocks and decides itself which ones stay (as vLLM does), against a shadow
+// that knows what every block's rows hold: each block is a run to be kept; runs are made and dropped, requests start with
+// blocks that several others wrote, and end in any order. The manager checks itself (VMEM_KV_CHECK) throughout.
 //
 // SPDX-License-Identifier: MIT
 #include "kv.h"
@@ -36,7 +36,8 @@ static struct {
     bool written[PLACES];   // by this slot: nobody shares it
 } slots[SLOTS];
 static struct {
-    bool bound;
+    uint64_t run; // 0: none
+    uint32_t place;
     uint64_t value;
 } blocks[BLOCKS];
 
@@ -68,13 +69,13 @@ static void verify(void)
     for (uint32_t s = 0; s < SLOTS; s++)
         for (uint32_t p = 0; slots[s].taken && p < slots[s].n; p++)
             move_block(s, p, &slots[s].value[p], false);
-    // Pages that only names hold: of blocks that stand in no slot.
+    // Pages that only runs hold: of blocks that stand in no slot.
     for (uint32_t b = 0; b < BLOCKS; b++) {
         bool stands = false;
         for (uint32_t s = 0; s < SLOTS; s++)
             for (uint32_t p = 0; slots[s].taken && p < slots[s].n; p++)
                 stands |= slots[s].value[p] == blocks[b].value;
-        shadow += blocks[b].bound && !stands;
+        shadow += blocks[b].run && !stands;
     }
     OK(vmem_kv_get_stats(kv, &st));
     pages = st.prefix_pages;
@@ -84,38 +85,33 @@ static void verify(void)
 
 static void do_start(void)
 {
-    uint32_t slot, ids[PLACES], hits = below(PLACES - 1), n = 0;
-    size_t bad = 99;
+    uint64_t runs[PLACES + 1];
+    uint32_t slot, got, hits = below(PLACES - 1), n = 0;
+    const uint32_t from = below(BLOCKS);
     if (k_alloc(kv, 0, &slot))
         return;
     slots[slot].taken = true;
     slots[slot].n = 0;
     lengths[slot] = 0;
-    for (uint32_t tries = 0; tries < 60 && n < hits; tries++) {
-        uint32_t b = below(BLOCKS);
-        bool twice = !blocks[b].bound;
-        for (uint32_t i = 0; i < n; i++)
-            twice |= ids[i] == b;
-        if (!twice)
-            ids[n++] = b;
+    for (uint32_t i = 0; i < 2 * BLOCKS && n < hits; i++) {
+        const uint32_t b = (from + i) % BLOCKS;
+        if (!blocks[b].run || blocks[b].place != n)
+            continue;
+        slots[slot].value[n] = blocks[b].value;
+        slots[slot].written[n] = false;
+        runs[n++] = blocks[b].run;
     }
-    if (!n)
-        return;
-    uint32_t twice[2] = {ids[0], ids[0]};
-    ERR_AT(vmem_kv_block_attach(kv, slot, twice, 2, &bad), bad, 1, EINVAL, "named twice");
-    uint32_t unbound = below(BLOCKS);
-    if (!blocks[unbound].bound) { // refused as a whole
-        uint32_t with[2] = {ids[0], unbound};
-        ERR_AT(vmem_kv_block_attach(kv, slot, with, 2, &bad), bad, 1, ENODATA, "has no pages");
-    }
-    OK(vmem_kv_block_attach(kv, slot, ids, n, NULL));
-    ERR(vmem_kv_block_attach(kv, slot, ids, n, NULL), EINVAL, "not newly allocated");
+    // Behind them, one that does not follow, or that is gone.
+    const uint32_t other = below(BLOCKS);
+    runs[n] = blocks[other].place == n ? 0 : blocks[other].run;
+    OK(vmem_kv_attach(kv, slot, runs, n + 1, UINT32_MAX, VMEM_KV_LOOK, &got));
+    CHECK_EQ(got, n * TOKENS);
+    OK(vmem_kv_attach(kv, slot, runs, n + 1, UINT32_MAX, 0, &got));
+    CHECK_EQ(got, n * TOKENS);
+    if (n)
+        ERR(vmem_kv_attach(kv, slot, runs, n, UINT32_MAX, 0, &got), EINVAL, "not newly allocated");
     slots[slot].n = n;
     lengths[slot] = (int32_t)(n * TOKENS);
-    for (uint32_t i = 0; i < n; i++) {
-        slots[slot].value[i] = blocks[ids[i]].value;
-        slots[slot].written[i] = false;
-    }
 }
 
 static void do_grow(void)
@@ -123,7 +119,8 @@ static void do_grow(void)
     uint32_t s = below(SLOTS);
     if (!slots[s].taken || slots[s].n == PLACES)
         return;
-    uint32_t more = 1 + below(PLACES - slots[s].n), ids[PLACES], where[PLACES], index[PLACES], n = 0;
+    uint32_t more = 1 + below(PLACES - slots[s].n), ids[PLACES], n = 0;
+    struct vmem_kv_run runs[PLACES + 1];
     lengths[s] += (int32_t)(more * TOKENS);
     int rc = vmem_kv_step(kv, lengths, SLOTS, 0);
     if (rc) {
@@ -131,43 +128,45 @@ static void do_grow(void)
         lengths[s] -= (int32_t)(more * TOKENS);
         return;
     }
+    const bool early = below(2); // the rows are written when they are shared already
     for (uint32_t i = 0; i < more; i++) {
         uint32_t place = slots[s].n++;
         slots[s].value[place] = rnd(&seed) << 16;
         slots[s].written[place] = true;
-        move_block(s, place, &slots[s].value[place], true);
+        if (!early)
+            move_block(s, place, &slots[s].value[place], true);
         uint32_t b = below(BLOCKS);
-        bool fresh = !blocks[b].bound;
+        bool fresh = !blocks[b].run;
         for (uint32_t k = 0; k < n; k++)
             fresh &= ids[k] != b;
         if (!fresh)
             continue;
-        where[n] = s;
-        index[n] = place;
-        ids[n++] = b;
+        ids[n] = b;
+        runs[n++] =
+            (struct vmem_kv_run){.slot = s, .first = place * TOKENS, .tokens = TOKENS, .priority = VMEM_KV_RUN_KEEP};
     }
-    if (n && n < PLACES) { // with a name that is taken at the end: nothing is bound
-        size_t bad;
-        where[n] = s;
-        index[n] = index[0];
-        ids[n] = ids[0];
-        ERR_AT(vmem_kv_block_bind(kv, where, index, ids, n + 1, &bad), bad, n, EEXIST, "has pages already");
-    }
-    OK(vmem_kv_block_bind(kv, where, index, ids, n, NULL));
+    // With rows that the slot does not have at the end, nothing is shared.
+    runs[n] = (struct vmem_kv_run){.slot = s, .first = slots[s].n * TOKENS, .tokens = 1, .priority = VMEM_KV_RUN_KEEP};
+    ERR(vmem_kv_share(kv, runs, n + 1, 0), EINVAL, "tokens");
+    OK(vmem_kv_share(kv, runs, n, 0));
     for (uint32_t i = 0; i < n; i++) {
-        blocks[ids[i]].bound = true;
-        blocks[ids[i]].value = slots[s].value[index[i]];
+        blocks[ids[i]].run = runs[i].id;
+        blocks[ids[i]].place = runs[i].first / TOKENS;
+        blocks[ids[i]].value = slots[s].value[runs[i].first / TOKENS];
     }
+    for (uint32_t place = slots[s].n - more; early && place < slots[s].n; place++)
+        move_block(s, place, &slots[s].value[place], true);
 }
 
 static void do_drop(void)
 {
-    uint32_t ids[4];
-    for (uint32_t i = 0; i < 4; i++) { // unbound ones and the same twice are fine
-        ids[i] = below(BLOCKS);
-        blocks[ids[i]].bound = false;
+    uint64_t runs[4];
+    for (uint32_t i = 0; i < 4; i++) { // those that are gone are fine
+        const uint32_t b = below(BLOCKS);
+        runs[i] = blocks[b].run;
+        blocks[b].run = 0;
     }
-    OK(vmem_kv_block_drop(kv, ids, 4));
+    OK(vmem_kv_drop(kv, runs, 4, UINT64_MAX, 0, NULL));
 }
 
 static void do_free(void)
@@ -195,9 +194,6 @@ static void run(uint32_t flags)
         .eager_tokens = TOKENS,
     };
     OK(vmem_kv_create(ctx, &config, &kv));
-    ERR(vmem_kv_blocks_init(kv, BLOCKS, TOKENS + 1), EINVAL, "whole pages");
-    OK(vmem_kv_blocks_init(kv, BLOCKS, TOKENS));
-    ERR(vmem_kv_blocks_init(kv, BLOCKS, TOKENS), EINVAL, "already");
     for (uint32_t t = 0; t < shape->n; t++) {
         layouts[t].size = sizeof layouts[t];
         OK(vmem_kv_get_layout(kv, t, &layouts[t]));
@@ -220,7 +216,7 @@ static void run(uint32_t flags)
             verify();
     }
     verify();
-    vmem_kv_destroy(kv, 0); // with names and slots taken
+    vmem_kv_destroy(kv, 0); // with runs and slots taken
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).mapped, 0);
 }

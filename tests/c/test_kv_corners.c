@@ -78,25 +78,33 @@ static void test_zero_where_one_tensor_kept_pages(void)
     end();
 }
 
-// What kernels of another request read is not written: neither by stepping back nor by a truncation behind a fence.
-static void test_blocks_of_others_are_not_written(void)
+// Shared rows are not written: neither by stepping back nor by a truncation behind a fence.
+static void test_shared_rows_are_not_written(void)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 16};
-    const uint32_t slots[] = {0, 0, 0}, index[] = {0, 1, 1}, ids[] = {0, 1, 2};
     int32_t back[SLOTS] = {20, 0};
-    uint64_t last;
-    size_t bad;
+    uint64_t last, runs[3];
+    uint32_t tokens;
+    struct vmem_kv_slot_info info = {.size = sizeof info};
     make(0, &tensor, 1, 40);
-    OK(vmem_kv_blocks_init(kv, 1 << 20, 16));
     alloc(0);
     step(40, 0);
     put_word(ctx, row(0, 0, 30), 30);
-    OK(vmem_kv_block_bind(kv, slots, index, ids, 3, NULL));
-    OK(vmem_kv_step(kv, back, SLOTS, 0)); // nobody else reads these rows
+    OK(vmem_kv_step(kv, back, SLOTS, 0)); // nobody has asked to share these rows
     step(40, 0);
+    for (uint32_t i = 0; i < 3; i++) // the last two are of the same rows
+        OK(k_hold(kv, 0, i ? 16 : 0, 16, &runs[i]));
     alloc(1);
-    ERR_AT(vmem_kv_block_attach(kv, 1, ids + 1, 2, &bad), bad, 1, EINVAL, "named twice");
-    OK(vmem_kv_block_attach(kv, 1, ids, 2, NULL));
+    ERR(vmem_kv_step(kv, back, SLOTS, 0), EINVAL, "truncate the slot first");
+    OK(vmem_kv_drop(kv, runs + 1, 2, UINT64_MAX, 0, NULL));
+    OK(vmem_kv_get_slot(kv, 0, &info));
+    CHECK_EQ(info.shared_tokens, 16);
+    OK(vmem_kv_step(kv, back, SLOTS, 0)); // only the rows before these are shared now
+    step(40, 0);
+    OK(k_hold(kv, 0, 16, 16, &runs[1]));
+    OK(vmem_kv_attach(kv, 1, runs, 2, UINT32_MAX, 0, &tokens));
+    CHECK_EQ(tokens, 32);
+    OK(vmem_kv_drop(kv, runs, 2, UINT64_MAX, 0, NULL)); // the other request has them
     ERR(vmem_kv_step(kv, back, SLOTS, 0), EINVAL, "truncate the slot first");
     ERR(vmem_kv_grow(kv, 0, 20), EINVAL, "truncate the slot first");
     OK(vmem_kv_last_step(kv, &last));
@@ -105,7 +113,6 @@ static void test_blocks_of_others_are_not_written(void)
     OK(vmem_kv_truncate(kv, 0, 32, last, VMEM_KV_DRY));
     OK(vmem_kv_truncate(kv, 0, 20, 0, VMEM_KV_DRY));
     ERR(vmem_kv_truncate(kv, 0, 20, 0, VMEM_KV_DRY << 1), EINVAL, "unknown bits");
-    struct vmem_kv_slot_info info = {.size = sizeof info};
     OK(vmem_kv_get_slot(kv, 0, &info));
     CHECK_EQ(info.tokens, 40);
     OK(vmem_kv_truncate(kv, 0, 32, last, 0));
@@ -116,36 +123,26 @@ static void test_blocks_of_others_are_not_written(void)
     end();
 }
 
-// What names hold of a request that went back is not counted as free: check and step agree.
-static void test_named_pages_behind_a_request_are_not_free(void)
+// What runs hold of a request that went back is not counted as free: check and step agree.
+static void test_runs_behind_a_request_are_not_free(void)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 16};
-    const uint32_t slots[] = {0, 0, 0, 0, 0}, index[] = {5, 6, 7, 8, 9}, ids[] = {0, 1, 2, 3, 4};
-    uint64_t missing;
+    uint64_t missing, runs[5];
     make(0, &tensor, 1, 12);
-    OK(vmem_kv_blocks_init(kv, 16, 16));
     alloc(0);
     alloc(1);
     step(160, 1);
-    OK(vmem_kv_block_bind(kv, slots, index, ids, 5, NULL));
+    for (uint32_t i = 0; i < 5; i++)
+        OK(k_hold(kv, 0, (5 + i) * 16, 16, &runs[i]));
+    OK(vmem_kv_truncate(kv, 0, 80, 0, 0));
     step(80, 1);
     step(80, 1);
     CHECK_EQ(k_missing(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, VMEM_KV_DRY), &missing), -ENOMEM);
     CHECK_EQ(missing, 2);
     CHECK_EQ(k_missing(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, 0), &missing), -ENOMEM);
     CHECK_EQ(missing, 2);
-    OK(vmem_kv_block_drop(kv, ids, 2));
+    OK(vmem_kv_drop(kv, runs, 2, UINT64_MAX, 0, NULL));
     OK(k_missing(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, 0), &missing));
-    end();
-}
-
-// Names beyond all need are refused where their table does not fit into memory; else they cost none.
-static void test_a_table_of_names_takes_no_memory(void)
-{
-    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 16};
-    make(0, &tensor, 1, 4);
-    if (vmem_kv_blocks_init(kv, INT32_MAX, 16 * 60))
-        ERR(vmem_kv_blocks_init(kv, INT32_MAX, 16 * 60), ENOMEM, "n_blocks 2147483647: no memory");
     end();
 }
 
@@ -475,9 +472,8 @@ int main(int argc, char **argv)
     test_zero_where_one_tensor_kept_pages();
     test_a_shortage_names_the_step_to_wait_for();
     test_an_alloc_is_no_longer_than_a_slot();
-    test_blocks_of_others_are_not_written();
-    test_named_pages_behind_a_request_are_not_free();
-    test_a_table_of_names_takes_no_memory();
+    test_shared_rows_are_not_written();
+    test_runs_behind_a_request_are_not_free();
     test_attach_on_a_full_device();
     test_truncate_on_a_full_device();
     test_truncate_on_a_full_budget();

@@ -53,8 +53,7 @@ static bool alloc(uint32_t *slot, uint32_t prefix_tokens)
     if (vmem_kv_alloc(kv, &o, slot))
         return false;
     CHECK(!requests[*slot].taken);
-    static uint64_t serial;
-    requests[*slot] = (struct request){.taken = true, .serial = ++serial};
+    requests[*slot] = (struct request){.taken = true};
     return true;
 }
 
@@ -96,25 +95,12 @@ static void do_swap(uint32_t s)
         below(2) ? do_swap(s) : do_free(s);
 }
 
-// The request is about to write rows from `tokens` on again, which changes the pages that names have: an engine drops
-// them.
-static void drop_names(const struct request *r, uint32_t tokens)
-{
-    for (uint32_t id = 0; id < NAMES; id++)
-        if (names[id].id && names[id].serial == r->serial && (names[id].index + 1) * block_tokens > tokens) {
-            names[id].id = below(2) ? 2 : 0; // it holds its pages, whatever they say
-            if (!names[id].id)
-                OK(vmem_kv_block_drop(kv, &id, 1));
-        }
-}
-
 static void do_truncate(uint32_t s)
 {
     struct request *r = &requests[s];
     if (r->swapped || !r->tokens)
         return;
     const uint32_t tokens = r->tokens - (uint32_t)below(r->tokens < 20 ? r->tokens : 20);
-    drop_names(r, tokens);
     int rc = quiet(s) && below(2) ? -EBUSY : vmem_kv_truncate(kv, s, tokens, fence_of(s), 0);
     if (rc == -EBUSY) {
         land(r->part);
@@ -190,51 +176,62 @@ static void do_prefix(uint32_t s)
     }
 }
 
-static void attach_names(void)
+// Begins a request with blocks that follow each other, whoever wrote them. Some may have been evicted.
+static void attach_blocks(void)
 {
-    uint32_t ids[K_TOKENS], slot, n = 0, most = 1 + (uint32_t)below(K_TOKENS / block_tokens);
-    size_t bad;
-    for (uint32_t i = 0; i < NAMES && n < most; i++)
-        if (names[i].id == 1 && below(2))
-            ids[n++] = i;
+    const struct prefix *chosen[K_TOKENS];
+    uint64_t runs[K_TOKENS], ready = 0;
+    uint32_t slot, tokens, n = 0;
+    const uint64_t bytes = block_tokens * sizeof(uint64_t);
+    for (uint32_t i = 0, from = (uint32_t)below(BLOCKS); i < 3 * BLOCKS && n < K_TOKENS / block_tokens; i++) {
+        const struct prefix *b = &blocks[(from + i) % BLOCKS];
+        if (!b->id || b->index != n || !below(4))
+            continue;
+        if (!whole_pages((uint32_t)block_tokens) && n && memcmp(b->origin, chosen[n - 1]->origin, bytes * n))
+            continue; // its first page also has rows of the block before it
+        chosen[n] = b;
+        ready = b->ready > ready ? b->ready : ready;
+        runs[n++] = b->id;
+    }
     if (!n || !alloc(&slot, n * (uint32_t)block_tokens))
         return;
-    const int rc = vmem_kv_block_attach(kv, slot, ids, n, &bad);
-    if (rc) { // two names of one block
-        CHECK(rc == -EINVAL && strstr(vmem_last_error(), "named twice"));
+    if (!whole_pages((uint32_t)block_tokens)) // the rows of a last, partial page are copied
+        land(ready);
+    const int rc = vmem_kv_attach(kv, slot, runs, n, UINT32_MAX, 0, &tokens);
+    if (rc || !tokens) {
+        CHECK(!rc || rc == -ENOMEM);
         do_free(slot);
         return;
     }
-    requests[slot].tokens = n * (uint32_t)block_tokens;
-    for (uint32_t i = 0; i < n; i++) {
-        const struct prefix *name = &names[ids[i]];
-        requests[slot].part = requests[slot].part > name->ready ? requests[slot].part : name->ready;
-        memcpy(&requests[slot].origin[i * block_tokens], name->origin, block_tokens * sizeof(uint64_t));
-    }
+    CHECK(tokens % block_tokens == 0 && tokens <= n * block_tokens);
+    requests[slot].tokens = tokens;
+    requests[slot].part = ready;
+    for (uint32_t i = 0; i < tokens / block_tokens; i++)
+        memcpy(&requests[slot].origin[i * block_tokens], &chosen[i]->origin[i * block_tokens], bytes);
 }
 
-static void do_names(uint32_t s)
+static void do_blocks(uint32_t s)
 {
     const struct request *r = &requests[s];
-    uint32_t id = (uint32_t)below(NAMES), index;
-    if (!block_tokens)
-        return;
+    struct prefix *b = &blocks[below(BLOCKS)];
     switch (below(4)) {
     case 0:
-        OK(vmem_kv_block_drop(kv, &id, 1));
-        names[id].id = 0;
+        OK(k_drop(kv, b->id));
+        b->id = 0;
         return;
-    case 1: attach_names(); return;
+    case 1: attach_blocks(); return;
     default:
-        if (names[id].id || !r->taken || r->swapped || r->tokens < block_tokens)
+        if (b->id || !r->taken || r->swapped || r->tokens < block_tokens)
             return;
-        index = (uint32_t)below(r->tokens / block_tokens);
-        OK(vmem_kv_block_bind(kv, &s, &index, &id, 1, NULL));
-        names[id].id = 1;
-        names[id].ready = r->part;
-        names[id].serial = r->serial;
-        names[id].index = index;
-        memcpy(names[id].origin, &r->origin[index * block_tokens], block_tokens * sizeof(uint64_t));
+        b->index = below(r->tokens / block_tokens);
+        struct vmem_kv_run run = {.slot = s,
+                                  .first = (uint32_t)(b->index * block_tokens),
+                                  .tokens = (uint32_t)block_tokens,
+                                  .priority = below(2) ? VMEM_KV_RUN_KEEP : (uint32_t)below(101)};
+        OK(vmem_kv_share(kv, &run, 1, 0));
+        b->id = run.id; // 0: windows have passed its rows
+        b->ready = r->part;
+        memcpy(b->origin, r->origin, sizeof b->origin);
     }
 }
 
@@ -338,7 +335,6 @@ static void do_step(bool back)
         lengths[s] = (int32_t)(r->tokens + more > K_TOKENS ? K_TOKENS : r->tokens + more);
         if (back && r->tokens > 20 && below(4) == 0)
             lengths[s] = (int32_t)(r->tokens - below(20));
-        drop_names(r, (uint32_t)lengths[s]);
     }
     land_for_step();
     if (steps > in_flight) // what the step finds out itself, so that both answers are of one moment
@@ -409,7 +405,7 @@ static void iterate(void)
     case 7:
     case 8: do_prefix(s); break;
     case 9:
-    case 10: do_names(s); break;
+    case 10: do_blocks(s); break;
     case 11:
         if (below(3) == 0)
             do_budget();
@@ -452,8 +448,6 @@ static void create(void)
         OK(vmem_kv_get_layout(kv, t, &l));
         tensors[t] = (struct kernel_tensor){l.addr, l.slot_stride, l.row_bytes, shape->tensors[t].window, K_TOKENS};
     }
-    if (block_tokens)
-        OK(vmem_kv_blocks_init(kv, NAMES, (uint32_t)block_tokens));
 }
 
 // The end of a cache whose kernels are running: nobody waits, and nothing is left.
@@ -489,12 +483,12 @@ static void run(const struct shape *sh, uint32_t with, uint32_t steps_in_flight,
     seed = start;
     in_flight = steps_in_flight;
     page_size = page;
-    block_tokens = sh->block_tokens * scale <= K_TOKENS ? sh->block_tokens * scale : 0;
+    block_tokens = sh->block_tokens * scale <= K_TOKENS ? sh->block_tokens * scale : sh->block_tokens;
     budget = (sh->pages / scale > 24 ? sh->pages / scale : 24) * page;
     steps = landed = 0;
     memset(requests, 0, sizeof requests);
     memset(prefixes, 0, sizeof prefixes);
-    memset(names, 0, sizeof names);
+    memset(blocks, 0, sizeof blocks);
     create();
     kernels_start(tensors, sh->n);
     stop(true);

@@ -234,7 +234,7 @@ int main(int argc, char **argv)
     uint32_t slot = request(4);
     uint64_t prefix;
     ERR(k_save(kv, slot, 4, &prefix), EOPNOTSUPP, "VMEM_KV_UNSHARED");
-    ERR(vmem_kv_blocks_init(kv, 10, 1), EOPNOTSUPP, "VMEM_KV_UNSHARED");
+    ERR(k_hold(kv, slot, 1, 1, &prefix), EOPNOTSUPP, "VMEM_KV_UNSHARED");
     no_backdrop(slot);
     done(slot);
     vmem_kv_destroy(kv, 0);

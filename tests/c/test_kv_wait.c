@@ -102,15 +102,14 @@ static void growth_waits_for_nothing(struct vmem_kv_config cfg)
     vmem_kv_destroy(kv, 0);
 }
 
-// Names are bookkeeping: they are given and dropped beside the background thread's maps and unmaps, which release the
-// pages.
-static void names_wait_for_nothing(struct vmem_kv_config cfg)
+// Runs are bookkeeping: they are made and dropped beside the background thread's maps and unmaps, which release the pages.
+static void runs_wait_for_nothing(struct vmem_kv_config cfg)
 {
-    const uint32_t index[] = {0, 1, 2}, ids[] = {4, 5, 6};
+    struct vmem_kv_run of_a = {.tokens = 60, .priority = VMEM_KV_RUN_KEEP};
+    uint64_t runs[3], freed;
     uint32_t a, b;
     cfg.flags |= VMEM_KV_LAZY | VMEM_KV_DEFER;
     OK(vmem_kv_create(ctx, &cfg, &kv));
-    OK(vmem_kv_blocks_init(kv, 20, 32));
     OK(k_alloc(kv, 0, &a));
     OK(k_alloc(kv, 0, &b));
     step(40, 96);
@@ -119,18 +118,21 @@ static void names_wait_for_nothing(struct vmem_kv_config cfg)
     step(62, 96);
     checked_held(); // at slot a
     vmem__kv_hook = may_not_wait;
-    OK(vmem_kv_block_bind(kv, (uint32_t[]){a, a}, index, (uint32_t[]){1, 2}, 2, NULL));
+    of_a.slot = a;
+    OK(vmem_kv_share(kv, &of_a, 1, 0));
     vmem__kv_hook = NULL;
     checked_resume();
-    OK(vmem_kv_block_bind(kv, (uint32_t[]){b, b, b}, index, ids, 3, NULL));
+    for (uint32_t i = 0; i < 3; i++)
+        OK(k_hold(kv, b, i * 32, 32, &runs[i]));
     OK(vmem_kv_wait(kv));
     const uint64_t held = stats().held_pages;
     checked_hold();
     OK(vmem_kv_free(kv, b, 0));
     checked_held(); // unmapping what the slot shared
     vmem__kv_hook = may_not_wait;
-    OK(vmem_kv_block_drop(kv, ids, 3));
+    OK(vmem_kv_drop(kv, runs, 3, UINT64_MAX, 0, &freed));
     vmem__kv_hook = NULL;
+    CHECK_EQ(freed, 3);
     CHECK_EQ(stats().held_pages, held);
     CHECK_EQ(stats().free_pages, 60 - 2); // a step may take them: they are released first
     checked_resume();
@@ -157,7 +159,7 @@ int main(int argc, char **argv)
                                  .budget = 60 * page};
     the_thread_leaves_the_core_to_a_step(cfg);
     growth_waits_for_nothing(cfg);
-    names_wait_for_nothing(cfg);
+    runs_wait_for_nothing(cfg);
     OK(vmem_kv_create(ctx, &cfg, &kv));
     uint32_t a, b;
     OK(k_alloc(kv, 0, &a));

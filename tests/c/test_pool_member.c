@@ -13,7 +13,7 @@
 
 static vmem_context *ctx;
 
-// Its pages are numbers. It needs `fixed` of them. Others could be freed by its owner, as names of blocks that nobody reads.
+// Its pages are numbers. It needs `fixed` of them. Others could be freed by its owner, as blocks that nobody reads.
 struct holder {
     const struct vmem__lender *lender;
     struct vmem__member *member;

@@ -22,7 +22,6 @@ import torch.distributed as dist
 import pyvmem
 from pyvmem import paper
 from pyvmem.kv import view as kv_view
-from pyvmem.kv.blocks import BlockNames
 from pyvmem.kv.cache import KVCache
 from pyvmem.kv.hashes import BlockHashes
 from pyvmem.kv.prefix import PrefixCache
@@ -89,8 +88,7 @@ def part_ways(tp, device, rank):
     refused(lambda: tp.step([0] * SLOTS if first else ["x"] * SLOTS), (RuntimeError, TypeError), "")
     refused(lambda: tp.swap_out(3 if first else None), (RuntimeError, TypeError, pyvmem.VmemError), "")
     refused(lambda: tp.set_budget(tp.stats().budget_pages * tp.page_size if first else 1), pyvmem.VmemError, "")
-    for local in (lambda: BlockNames(tp, 1, 64), lambda: BlockHashes(tp, 64)):
-        refused(local, TypeError, "need a KVCache")
+    refused(lambda: BlockHashes(tp, 64), TypeError, "need a KVCache")
     slot = tp.alloc(10)
     refused(lambda: tp.free(slot, after=torch.cuda.Event), TypeError, "after must be an integer")
     assert tp.step([10 if s == slot else 0 for s in range(SLOTS)])

@@ -15,7 +15,6 @@ from kv_caches import grouped, make, start
 
 import pyvmem
 from pyvmem import KVCacheOptions, VmemError
-from pyvmem.kv.blocks import BlockNames
 from pyvmem.kv.cache import KVCache, Spare, model_specs
 from pyvmem.kv.hashes import BlockHashes
 
@@ -81,10 +80,6 @@ def test_numbers_of_blocks_are_named_as_in_python():
     with KVCache.for_model(1, 2, 64, **SMALL, backend="host", name=None) as cache:
         with pytest.raises(pyvmem.InvalidArgument, match="^tokens 101 is not between 1 and max_tokens, 100"):
             BlockHashes(cache, 101)
-        with pytest.raises(pyvmem.InvalidArgument, match="^tokens 7: rows of 256 bytes"):
-            BlockNames(cache, 10, 7)
-        with pytest.raises(pyvmem.InvalidArgument, match="^blocks 0 is not between 1 and"):
-            BlockNames(cache, 0, 100)
 
 
 def test_a_cache_without_sharing_refuses_it(backend):

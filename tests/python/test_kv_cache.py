@@ -18,7 +18,6 @@ from kv_caches import PAGE_TOKENS, Event, make, start, view_dim
 
 import pyvmem
 from pyvmem.errors import InvalidArgument
-from pyvmem.kv.blocks import BlockNames
 from pyvmem.kv.cache import _GONE, KVCache, Spare, TensorSpec
 
 MIB = 1 << 20
@@ -618,19 +617,18 @@ def test_expected_requests_are_backed_behind_their_prefix():
     specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
     with KVCache(specs, 6, 512, 200 * page, backend="host", page_size=page, lazy=True, name=None,
                  spare=Spare(eager=False, generous=False), check=True, idle_seconds=math.inf) as cache:  # fmt: skip
-        names = BlockNames(cache, 16, 16)
         first = cache.alloc(64)
         assert cache.step([64 if s == first else 0 for s in range(6)])
-        names.bind([first] * 4, range(4), range(4))
+        prefix = cache.save_prefix(first, 64)
         cache.expect([100, 90, 80], [64, 0, 64])
         cache.wait()
         assert cache.stats().eager_pages == 3 + 6 + 1
         before = cache.stats()
         lengths = [0] * 6
-        for tokens, prefix in ((100, 64), (90, 0), (80, 64)):
-            slot = cache.alloc(tokens, prefix_tokens=prefix)
-            if prefix:
-                names.attach(slot, range(4))
+        for tokens, begins in ((100, 64), (90, 0), (80, 64)):
+            slot = cache.alloc(tokens, prefix_tokens=begins)
+            if begins:
+                assert cache.attach_prefix(prefix, slot)
             lengths[slot] = tokens
         assert cache.step(lengths)
         after = cache.stats()
@@ -659,3 +657,21 @@ def test_expecting_more_than_fits_is_refused():
         with pytest.raises(InvalidArgument, match="prefix_tokens has 1 elements: it must have as many as tokens, 2"):
             cache.expect([32, 32], [16])
         cache.expect([64] * 1000)
+
+
+@pytest.mark.parametrize("plenty", [True, False])
+def test_the_background_thread_backs_a_growing_request_seldom(plenty):
+    """Whole stretches at a time, even where a page is only some tokens."""
+    page = 2 << 20
+    spare = Spare(eager=False, ahead_tokens=64, ahead_min=64, reclaim_percent=10 if plenty else 50)
+    with KVCache([TensorSpec("kv", (page // 16,), torch.uint8)], 2, 512, 128 * page, backend="host", page_size=page,
+                 lazy=True, name=None, spare=spare) as cache:  # fmt: skip
+        slot = cache.alloc()
+        lengths = [0, 0]
+        for tokens in range(1, 401):
+            lengths[slot] = tokens
+            assert cache.step(lengths)
+            cache.wait()
+        stats = cache.stats()
+    assert stats.step_maps == 1
+    assert stats.ahead_jobs <= 400 // 64 + 1

@@ -18,9 +18,9 @@ from kv_caches import Event
 from kv_draws import NUMBERS, pick, when
 
 import pyvmem
-from pyvmem.kv.blocks import BlockNames
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.kv.hashes import BlockHashes
+from pyvmem.vllm.runs import BlockRuns
 
 SLOTS, TOKENS, BLOCK = 5, 300, 32
 SHAPES = {
@@ -48,7 +48,7 @@ class Engine(RuleBasedStateMachine):
             spare=Spare(overlap=overlap, defer=defer), lazy=lazy, zero=zero, idle_seconds=idle, steps_in_flight=flights,
             check=True, name=None, page_size=1 << 16,
         )  # fmt: skip
-        self.names = BlockNames(self.cache, 12, BLOCK) if shape == "k and v" else None
+        self.runs = BlockRuns(self.cache, BLOCK) if shape == "k and v" else None
         self.hashes = BlockHashes(self.cache, hashed, most, automatic=automatic, events=True)
         self.known = {}  # hash -> numbers up to the end of its block, of what was ever added
         self.sequences = []  # numbers of requests whose blocks were added
@@ -58,7 +58,7 @@ class Engine(RuleBasedStateMachine):
         self.running = []  # (step, {slot: numbers that its kernels read}), the oldest first
         self.ending = {}  # slot -> (step, event or None)
         self.events = []  # (step, event), as they were given
-        self.prefixes, self.named = [], {}  # (prefix, numbers); name -> numbers
+        self.prefixes, self.held = [], {}  # (prefix, numbers); block -> (its place, numbers up to its end)
         self.next = 1
 
     def teardown(self):
@@ -70,8 +70,8 @@ class Engine(RuleBasedStateMachine):
             self.cache.free(slot)
         for prefix, _ in self.prefixes:
             self.cache.drop_prefix(prefix)
-        if self.names:
-            self.names.drop(sorted(self.named))
+        if self.runs:
+            self.runs.drop(list(self.held))
         self.hashes.clear()
         assert len(self.hashes) == 0
         self.cache.wait()
@@ -392,47 +392,52 @@ class Engine(RuleBasedStateMachine):
         self.cache.drop_prefix(prefix)
 
     @rule(data=NUMBERS)
-    @when(lambda self: self.names and any(len(self.rows[s]) >= BLOCK for s in self.active))
-    def bind(self, data):
+    @when(lambda self: self.runs and any(len(self.rows[s]) >= BLOCK for s in self.active))
+    def share(self, data):
         slot = pick(data, [s for s in self.active if len(self.rows[s]) >= BLOCK])
-        index = pick(data, range(len(self.rows[slot]) // BLOCK))
-        name = pick(data, range(12))
-        if name in self.named:
-            with pytest.raises(pyvmem.VmemError):
-                self.names.bind([slot], [index], [name])
+        place = pick(data, range(len(self.rows[slot]) // BLOCK))
+        block = pick(data, range(12))
+        if block in self.held:
+            with pytest.raises(ValueError, match="is held"):
+                self.runs.share([(slot, place, [block])])
         else:
-            self.names.bind([slot], [index], [name])
-            self.named[name] = self.rows[slot][index * BLOCK : (index + 1) * BLOCK]
+            self.runs.share([(slot, place, [block])])
+            self.held[block] = place, self.rows[slot][place * BLOCK : (place + 1) * BLOCK]
 
     @rule(data=NUMBERS)
-    @when(lambda self: self.names and self.named)
-    def attach_names(self, data):
+    @when(lambda self: self.runs and self.held)
+    def attach_blocks(self, data):
+        """Blocks of several writers; perhaps the last one does not belong there."""
         self.polled()
-        some = [pick(data, sorted(self.named)) for _ in range(pick(data, range(1, 6)))]
+        some = []
+        for place in range(pick(data, range(1, 6))):
+            if len(some) == place:
+                some += [block for block in sorted(self.held) if self.held[block][0] == place][:1]
+        some += [pick(data, sorted(self.held))] if pick(data, range(3)) == 0 else []
         slot = self.cache.alloc(len(some) * BLOCK, prefix_tokens=len(some) * BLOCK)
-        if slot is not None:
-            numbers = [number for name in some for number in self.named[name]]
-            if len(set(numbers)) == len(numbers):
-                self.names.attach(slot, some)
-                self.begin(slot, numbers)
-            else:  # a page would be there twice
-                with pytest.raises(ValueError):
-                    self.names.attach(slot, some)
-                self.begin(slot, [])
+        if slot is None:
+            return
+        if some and all(self.held[block][0] == place for place, block in enumerate(some)):
+            self.runs.attach(slot, some)
+        elif some:
+            with pytest.raises(ValueError, match="is not held as block"):
+                self.runs.attach(slot, some)
+            some = some[:-1]
+        self.begin(slot, [number for block in some for number in self.held[block][1]])
 
     @rule(data=NUMBERS)
-    @when(lambda self: self.names and self.named)
-    def drop_names(self, data):
-        some = [pick(data, range(12)) for _ in range(pick(data, range(5)))]
-        self.names.drop(some)
-        for name in some:
-            self.named.pop(name, None)
+    @when(lambda self: self.runs and self.held)
+    def drop_blocks(self, data):
+        some = sorted({pick(data, range(12)) for _ in range(pick(data, range(5)))})
+        self.runs.drop(some)
+        for block in some:
+            self.held.pop(block, None)
 
     @rule()
-    @when(lambda self: self.names)
+    @when(lambda self: self.runs)
     def compact(self):
         self.quiet()
-        self.names.compact()
+        self.cache.reclaim(0, compact=True)
 
     def hashes_of(self, numbers):
         """A hash of each whole block, as a number; it covers all before it."""

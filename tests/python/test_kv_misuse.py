@@ -13,7 +13,6 @@ from kv_caches import Event
 
 import pyvmem
 from pyvmem.errors import InvalidArgument, OutOfMemory
-from pyvmem.kv.blocks import BlockNames
 from pyvmem.kv.cache import KVCache, TensorSpec
 from pyvmem.kv.hashes import BlockHashes
 from pyvmem.kv.prefix import PrefixCache
@@ -41,7 +40,7 @@ def test_what_is_no_number_is_named(cache, wrong):
         "slots": lambda: cache.tokens([wrong]),
         "slot": lambda: cache.swap_in(wrong),
         "pages": lambda: PrefixCache(cache).evict(wrong),
-        "ids": lambda: BlockNames(cache, 16, 128).drop([wrong]),
+        "tokens": lambda: cache.expect([wrong]),
     }
     for name, call in calls.items():
         with pytest.raises(TypeError, match=f"{name} must be an integer"):
@@ -95,10 +94,7 @@ def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
 
 
 def test_numbers_out_of_range_are_named(cache):
-    names = BlockNames(cache, 16, 128)
     for wrong in (-1, 2**32, np.array([2**32 + 1]), np.array([-1])):
-        with pytest.raises(InvalidArgument, match="ids"):
-            names.drop(wrong)
         with pytest.raises(InvalidArgument, match="tokens"):
             cache.expect(wrong)
     with pytest.raises(InvalidArgument, match="tokens 2147483648 is over max_tokens, 1024"):
@@ -107,18 +103,10 @@ def test_numbers_out_of_range_are_named(cache):
         KVCache([TensorSpec("x", (2**40, 2**40), torch.int8)], 1, 10, MIB, backend="host", name=None)
 
 
-def test_block_names_are_not_rounded(cache):
-    names = BlockNames(cache, 16, 128)
-    slot = cache.alloc()
-    cache.step([256 if s == slot else 0 for s in range(4)])
-    names.bind([slot, slot], [0, 1], [1, 2])
+def test_numbers_are_not_rounded(cache):
     for wrong in ([1.5], np.array([1.0]), "1"):
-        with pytest.raises(TypeError, match="ids must be an integer"):
-            names.drop(wrong)
         with pytest.raises(TypeError, match="tokens must be an integer"):
             cache.expect(wrong)
-    with pytest.raises(pyvmem.VmemError, match="block 1 has pages already"):
-        names.bind([slot], [0], [1])
 
 
 def test_what_is_no_prefix_or_specification_is_named(cache):

@@ -79,8 +79,6 @@ uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group);
 // How many rows of a span's fixed part are fixed for this slot alone. Slots looked at since vmem_kv.mark was raised count
 // as gone.
 uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group);
-// Whether another slot has a page of rows from `tokens` on, which must not be written then.
-bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens);
 // The entry of a slot's row, made if there was none; NULL: out of memory.
 struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page);
 // A new entry, of one slot.

@@ -153,21 +153,6 @@ void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t fr
         s->fix_lo = KV_MIN(to, s->fix_hi);
 }
 
-bool vmem__kv_others_read(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        const struct kv_span *s = kv_span(kv, slot, i);
-        uint64_t from = (KV_MIN(tokens, g->max_tokens) * g->row_bytes) >> kv->page_shift;
-        for (uint32_t p = (uint32_t)KV_MAX(from, s->lo); p < KV_MIN(s->shared_hi, s->hi); p++) {
-            const struct kv_ref *ref = kv_row(kv, slot, i, p);
-            if (ref && ref->slots > 1)
-                return true;
-        }
-    }
-    return false;
-}
-
 uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);

@@ -120,7 +120,7 @@ struct kv_run {
 // that several slots have mapped.
 struct kv_ref {
     vmem_page page;           // of the group's first tensor; 0: empty
-    uint32_t slots, prefixes; // prefixes: runs and named blocks
+    uint32_t slots, prefixes; // prefixes: runs
     uint32_t n;               // pages
     uint32_t users;           // of the slots, those that need it: it is in the part of their span that is fixed
     uint32_t cached;          // of the prefixes, runs that can be evicted
@@ -245,13 +245,7 @@ struct kv_runs {
     bool manual;  // only vmem_kv_drop evicts them
 };
 
-// Named blocks.
-struct kv_blocks {
-    vmem_page *pages; // `each` of a name, group after group, tensor after tensor; 0: not taken
-    uint32_t n, tokens, each, n_taken;
-};
-
-// Pages without a name or a slot, which the worker releases.
+// Pages without a run or a slot, which the worker releases.
 struct kv_doomed {
     vmem_page *pages;
     uint64_t n, cap;
@@ -345,7 +339,6 @@ struct vmem_kv {
     struct kv_grow grow; // of public calls
     struct kv_cut cut;
     struct kv_copies copy;
-    struct kv_blocks blocks;
     struct kv_doomed doomed;
     struct kv_runs runs;
     struct kv_lend lend;

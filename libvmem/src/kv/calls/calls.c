@@ -87,7 +87,7 @@ int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, s
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_fit(kv, requests, n, fit));
 }
 
-// ---- runs and blocks -------------------------------------------------------------------------------------------------
+// ---- runs ------------------------------------------------------------------------------------------------------------
 
 int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags)
 {
@@ -129,31 +129,6 @@ int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
 {
     int rc = vmem__kv_enter(kv);
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_get_run(kv, run, out));
-}
-
-int vmem_kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_blocks_init(kv, n_blocks, block_tokens));
-}
-
-int vmem_kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index, const uint32_t *ids, size_t n,
-                       size_t *bad)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_block_bind(kv, slots, index, ids, n, bad));
-}
-
-int vmem_kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_block_attach(kv, slot, ids, n, bad));
-}
-
-int vmem_kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_block_drop(kv, ids, n));
 }
 
 // ---- memory ----------------------------------------------------------------------------------------------------------

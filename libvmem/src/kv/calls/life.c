@@ -147,7 +147,7 @@ static void release(vmem_kv *kv)
         vmem__kv_cut_slot(kv, s);
     }
     vmem__kv_drop_all_runs(kv);
-    vmem__kv_blocks_destroy(kv);
+    vmem__kv_release_doomed(kv);
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
             vmem_unreserve(kv->ctx, kv->addrs[i]);
@@ -201,6 +201,7 @@ static void destroy(vmem_kv *kv)
     free_cut(&kv->cut);
     free_cut(&kv->worker.cut);
     vmem__kv_runs_free(kv);
+    free(kv->doomed.pages);
     free(kv->refs.entries);
     free(kv->plan.changed);
     free(kv->slots);

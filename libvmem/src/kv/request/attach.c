@@ -91,14 +91,14 @@ static void commit_attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, u
 }
 
 // The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is of
-// use, the rest goes. gap: also where pages between them are still to be backed.
-static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens, bool gap)
+// use, the rest goes.
+static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     int rc = vmem__kv_stale_now(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
         struct split s = split(kv, &kv->groups[i], tokens);
-        uint32_t hi = sp->lo > (gap ? s.hi : s.full) ? sp->lo : sp->coarse_hi > s.full ? s.hi : sp->hi;
+        uint32_t hi = sp->lo > s.hi ? sp->lo : sp->coarse_hi > s.full ? s.hi : sp->hi;
         rc = vmem__kv_cut_now(kv, slot, i, s.full, hi);
     }
     if (!rc && kv->slots[slot].dirty)
@@ -133,7 +133,7 @@ static int attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t 
 {
     struct kv_grow *l = &kv->grow;
     vmem__kv_wait_cut(kv);
-    int rc = keep_tail(kv, slot, tokens, true);
+    int rc = keep_tail(kv, slot, tokens);
     if (rc)
         return rc;
     fix_tail(kv, slot, tokens);
@@ -178,8 +178,6 @@ static int attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t 
     commit_attach(kv, p, slot, tokens);
     return 0;
 }
-
-// ---- runs ------------------------------------------------------------------------------------------------------------
 
 // Starts the slot with so many tokens of the runs found.
 static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
@@ -245,91 +243,6 @@ int vmem__kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, 
     *tokens = rc ? 0 : *tokens;
     kv->stats.hit_tokens += kv->runs.list[kv->runs.found[0]].report ? *tokens : 0;
     return rc;
-}
-
-// ---- named blocks ----------------------------------------------------------------------------------------------------
-
-// Maps the named pages at the beginning of the slot, which has no pages there.
-static int map_named(vmem_kv *kv, uint32_t slot, const uint32_t *ids, uint32_t n)
-{
-    struct kv_grow *l = &kv->grow;
-    uint64_t total = (uint64_t)n * kv->blocks.each, at = 0;
-    int rc = vmem__kv_room_for(&l->fine, &l->cap_fine, total, sizeof(*l->fine));
-    if (rc)
-        return rc;
-    uint32_t offset = 0;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        uint32_t each = kv_block_pages(kv, g);
-        for (uint32_t t = 0; t < g->n; t++, offset += each)
-            for (uint32_t p = 0; p < n * each; p++)
-                l->fine[at++] =
-                    (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, p),
-                                         .page = vmem__kv_block_named(kv, ids[p / each])[offset + p % each]};
-    }
-    return vMemMapBatch(kv->ctx, l->fine, at, VMEM_MAP_FINE, NULL);
-}
-
-static void commit_named(vmem_kv *kv, uint32_t slot, uint32_t n)
-{
-    struct kv_slot *sl = &kv->slots[slot];
-    const struct vmem_map_op *op = kv->grow.fine;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        struct kv_span *sp = kv_span(kv, slot, i);
-        uint32_t hi = n * kv_block_pages(kv, g);
-        for (uint32_t t = 0; t < g->n; t++) {
-            vmem_page *to = kv_table(kv, g, slot, t);
-            for (uint32_t p = 0; p < hi; p++, op++)
-                to[p] = op->page;
-        }
-        kv->stats.attached_pages += (uint64_t)hi * g->n;
-        *sp = (struct kv_span){.hi = KV_MAX(sp->hi, hi),
-                               .need_hi = hi,
-                               .keep_hi = hi,
-                               .shared_hi = hi,
-                               .coarse_hi = sp->coarse_hi > hi ? sp->coarse_hi : 0};
-        vmem__kv_rows_join(kv, slot, i, hi);
-    }
-    sl->tokens = sl->shared_tokens = kv->idle[slot].named = n * kv->blocks.tokens;
-    vmem__kv_set_backed(kv, slot);
-    vmem__kv_book(kv, slot);
-    vmem__kv_restage(kv, slot);
-}
-
-int vmem__kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad)
-{
-    int rc = vmem__kv_get_new(kv, slot);
-    if (rc)
-        return rc;
-    if (!n || !ids)
-        return vmem__error(-EINVAL, "ids must have at least one element");
-    if (!kv->blocks.pages || n > kv->max_tokens / kv->blocks.tokens)
-        return vmem__error(-EINVAL, "n %zu: max_tokens allows %u blocks", n,
-                           kv->blocks.pages ? kv->max_tokens / kv->blocks.tokens : 0);
-    kv->mark++;
-    for (size_t i = 0; i < n && !rc; i++) {
-        rc = vmem__kv_block_check(kv, ids[i]);
-        if (!rc && !*vmem__kv_block_named(kv, ids[i]))
-            rc = vmem__error(-ENODATA, "block %u has no pages", ids[i]);
-        // A slot must not contain a page twice. Comparing first pages suffices. Two names may refer to one block.
-        struct kv_ref *first = rc ? NULL : vmem__kv_ref_find(&kv->refs, *vmem__kv_block_named(kv, ids[i]));
-        if (!rc && first->mark == kv->mark)
-            rc = vmem__error(-EINVAL, "block %u is named twice, perhaps by another name", ids[i]);
-        if (!rc)
-            first->mark = kv->mark;
-        if (rc && bad)
-            *bad = i;
-    }
-    vmem__kv_wait_cut(kv);
-    if (!rc)
-        rc = keep_tail(kv, slot, (uint32_t)n * kv->blocks.tokens, false);
-    if (!rc)
-        rc = map_named(kv, slot, ids, (uint32_t)n);
-    if (rc)
-        return rc;
-    commit_named(kv, slot, (uint32_t)n);
-    return 0;
 }
 
 // ---- copy before write -----------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-// Compaction: moves pages that only names hold close together, so that the memory between them can return to the
+// Compaction: moves pages that only runs hold close together, so that the memory between them can return to the
 // system.
 //
 // The library takes device memory in arenas, and an arena returns to the system as a whole. After a busy time, a few
-// named pages are spread over many arenas. Compaction moves them to arenas that they fill. It moves a portion at a time,
+// such pages are spread over many arenas. Compaction moves them to arenas that they fill. It moves a portion at a time,
 // those in the emptiest arenas first, so that little memory is needed beside what there is, and calls that arrive go
 // first.
 //
@@ -15,9 +15,9 @@
 #define CHUNK 32                      // pages copied at once where the backend has to map them
 #define PORTION (UINT64_C(256) << 20) // bytes that are moved at once
 
-// A row of pages that exactly one name holds, and nothing else.
+// A row of pages that exactly one run holds, and nothing else.
 struct row {
-    vmem_page *name; // the table's entry of the first page
+    vmem_page *held; // the first page in the run's list
     uint32_t stride; // entries from one page to the next
     uint32_t n;      // pages
     uint32_t used;   // of its arena
@@ -46,18 +46,18 @@ static int find(vmem_kv *kv, struct row **rows, uint64_t *n)
     *rows = calloc(most ? most : 1, sizeof(**rows));
     if (!*rows)
         return vmem__error(-ENOMEM, "no memory to list %llu pages", (unsigned long long)most);
-    for (uint32_t id = 0; id < kv->blocks.n && *n < most; id++) {
-        vmem_page *row = kv->blocks.pages + (uint64_t)id * kv->blocks.each;
-        for (uint32_t i = 0; i < kv->n_groups && row[0]; i++) {
-            const struct kv_group *g = &kv->groups[i];
-            const uint32_t each = kv_block_pages(kv, g);
+    for (uint32_t r = 0; r < kv->runs.used && *n < most; r++) {
+        const struct kv_rows *held = kv->runs.list[r].rows;
+        for (uint32_t i = 0; i < kv->n_groups && held; i++) {
+            vmem_page *pages = vmem__kv_rows_pages(kv, held, i);
+            const uint32_t each = held->rows[i].hi - held->rows[i].lo, tensors = kv->groups[i].n;
             for (uint32_t k = 0; k < each; k++) {
-                const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, row[k]);
-                const uint32_t used = ref->slots || ref->prefixes != 1 ? UINT32_MAX : vmem__arena_used(kv->ctx, row[k]);
+                const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
+                const bool alone = !ref->slots && ref->prefixes == 1;
+                const uint32_t used = alone ? vmem__arena_used(kv->ctx, pages[k]) : UINT32_MAX;
                 if (used != UINT32_MAX)
-                    (*rows)[(*n)++] = (struct row){.name = &row[k], .stride = each, .n = g->n, .used = used};
+                    (*rows)[(*n)++] = (struct row){.held = &pages[k], .stride = each, .n = tensors, .used = used};
             }
-            row += g->n * each;
         }
     }
     qsort(*rows, *n, sizeof(**rows), by_use);
@@ -100,14 +100,19 @@ static int copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to, uint64_
     return rc;
 }
 
-// Makes the names hold the new pages. Needs no memory, because the table of references keeps its size.
+// Makes the runs hold the new pages. Needs no memory, because the table of references keeps its size.
 static void commit(vmem_kv *kv, const struct row *rows, uint64_t n, const vmem_page *to)
 {
     for (uint64_t i = 0; i < n; i++) {
-        vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, *rows[i].name), 0, -1);
-        vmem__kv_ref_hold(kv, vmem__kv_ref_new(&kv->refs, *to, rows[i].n), -1, 1);
+        struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, *rows[i].held);
+        const int evictable = (int)ref->cached;
+        vmem__kv_ref_keep(kv, ref, evictable);
+        vmem__kv_ref_hold(kv, ref, 0, -1);
+        ref = vmem__kv_ref_new(&kv->refs, *to, rows[i].n);
+        vmem__kv_ref_hold(kv, ref, -1, 1);
+        vmem__kv_ref_keep(kv, ref, -evictable);
         for (uint32_t t = 0; t < rows[i].n; t++)
-            rows[i].name[(uint64_t)t * rows[i].stride] = *to++;
+            rows[i].held[(uint64_t)t * rows[i].stride] = *to++;
     }
 }
 
@@ -125,7 +130,7 @@ static int move(vmem_kv *kv, const struct row *rows, uint64_t n, uint64_t *moved
         uint64_t pages = 0;
         for (used = 0; used < n && pages + rows[used].n <= most; used++)
             for (uint32_t t = 0; t < rows[used].n; t++)
-                from[pages++] = rows[used].name[(uint64_t)t * rows[used].stride];
+                from[pages++] = rows[used].held[(uint64_t)t * rows[used].stride];
         if (!pages)
             break;
         rc = vmem__create_apart(kv->ctx, kv->page_size, pages, to);

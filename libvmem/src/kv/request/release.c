@@ -215,7 +215,7 @@ static int truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after,
         return rc;
     const struct kv_slot *s = &kv->slots[slot];
     // Even if the slot is fresh, kernels may still be writing the shared rows attached to it.
-    const bool shared = tokens < s->shared_tokens || vmem__kv_others_read(kv, slot, tokens);
+    const bool shared = tokens < s->shared_tokens;
     if (!after || after <= vmem__kv_ended(kv) || (s->fresh && !shared))
         return flags ? would_truncate(kv, slot, tokens) : truncate_now(kv, slot, tokens);
     if (shared)

@@ -61,7 +61,6 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
 
 int vmem__kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
                     uint32_t *tokens);
-int vmem__kv_block_attach(vmem_kv *kv, uint32_t slot, const uint32_t *ids, size_t n, size_t *bad);
 // Called before rows from `tokens` on are written again: the slot releases shared pages there, and keeps a copy of the
 // rows before them.
 int vmem__kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens);

@@ -2,22 +2,25 @@
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>
+#include <string.h>
 
 #include "kv/run/run.h"
 
 void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot)
 {
-    bool some = false;
+    uint64_t shared = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const uint64_t row_bytes = kv->groups[i].row_bytes;
         struct kv_span *sp = kv_span(kv, slot, i);
         if (!sp->shared_hi)
             continue;
         while (sp->shared_hi > sp->lo && !kv_row(kv, slot, i, sp->shared_hi - 1))
             sp->shared_hi--;
         sp->shared_hi = sp->shared_hi > sp->lo ? sp->shared_hi : 0;
-        some |= sp->shared_hi;
+        shared = KV_MAX(shared, (((uint64_t)sp->shared_hi << kv->page_shift) + row_bytes - 1) / row_bytes);
     }
-    kv->slots[slot].shared_tokens *= some;
+    uint32_t *tokens = &kv->slots[slot].shared_tokens;
+    *tokens = (uint32_t)KV_MIN(*tokens, shared);
 }
 
 // Whether dropping the run, and the runs that share a page with it, frees a page.
@@ -64,11 +67,16 @@ static int drop(vmem_kv *kv, struct kv_cut *c, uint32_t i)
     return 0;
 }
 
+static void begin_list(vmem_kv *kv)
+{
+    kv->cut.n_pages = 0;
+    kv->runs.unmark = false;
+}
+
 static void begin_drop(vmem_kv *kv)
 {
     vmem__kv_wait_cut(kv);
-    kv->cut.n_pages = 0;
-    kv->runs.unmark = false;
+    begin_list(kv);
 }
 
 static void unmark(vmem_kv *kv)
@@ -83,6 +91,20 @@ static uint64_t end_drop(vmem_kv *kv)
     kv->ledger.held -= freed;
     unmark(kv);
     return freed;
+}
+
+// Gives the pages that were dropped to the worker. Returns false if there is no memory for its list.
+static bool doom(vmem_kv *kv)
+{
+    struct kv_doomed *d = &kv->doomed;
+    if (vmem__kv_room_for(&d->pages, &d->cap, d->n + kv->cut.n_pages, sizeof(*d->pages)))
+        return false;
+    if (kv->cut.n_pages)
+        memcpy(d->pages + d->n, kv->cut.pages, kv->cut.n_pages * sizeof(*d->pages));
+    d->n += kv->cut.n_pages;
+    unmark(kv);
+    vmem__kv_worker_wake(kv);
+    return true;
 }
 
 uint64_t vmem__kv_evictable(const vmem_kv *kv) { return kv->runs.manual ? 0 : kv->refs.evictable; }
@@ -149,7 +171,12 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
         *freed = evict(kv, n, most_pages);
         return 0;
     }
-    begin_drop(kv);
+    // Slots that were freed may still map the pages. The worker unmaps each slot at once, and then releases the pages. To
+    // release them here would unmap page by page, and the next step would wait for it.
+    const bool later = !flags && kv->turn.has_worker && (kv->turn.unmapping || vmem__kv_any_stale(kv));
+    if (!later || !kv->turn.unmapping) // no reference changes while the worker unmaps
+        vmem__kv_wait_cut(kv);
+    begin_list(kv);
     for (size_t k = 0; k < n && !rc && kv->cut.n_pages < most_pages; k++) {
         const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);
         if (i == KV_NO_RUN)
@@ -160,6 +187,10 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
         else if (!r->pins && !kv_keeps(r))
             rc = evict_one(kv, &kv->cut, i);
     }
+    *freed = kv->cut.n_pages;
+    if (later && doom(kv))
+        return rc;
+    vmem__kv_wait_cut(kv);
     *freed = end_drop(kv);
     return rc;
 }

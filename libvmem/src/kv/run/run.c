@@ -161,8 +161,11 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
 {
     const bool manual = flags & VMEM_KV_RUN_MANUAL;
     int rc = n && !runs ? vmem__error(-EINVAL, "runs must not be NULL") : 0;
-    for (size_t i = 0; i < n && !rc; i++)
-        rc = vmem__kv_get(kv, runs[i].slot, 1u << VMEM_KV_ACTIVE);
+    for (size_t i = 0; i < n && !rc; i++) {
+        if (kv->turn.cutting && runs[i].slot < kv->n_slots)
+            vmem__kv_wait_slot(kv, runs[i].slot); // the end of the cut restores the span if it failed
+        rc = vmem__kv_get_beside(kv, runs[i].slot, 1u << VMEM_KV_ACTIVE);
+    }
     if (!rc)
         rc = vmem__kv_check_sharing(kv);
     if (!rc && flags & ~(VMEM_KV_RUN_REPORT | VMEM_KV_RUN_MANUAL))

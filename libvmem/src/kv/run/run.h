@@ -1,4 +1,4 @@
-// Rows that are held beyond the slot that wrote them: runs, and named blocks.
+// Rows that are held beyond the slot that wrote them.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_RUN_H
@@ -59,21 +59,6 @@ struct kv_rows *vmem__kv_gather(const vmem_kv *kv, uint32_t tokens);
 void vmem__kv_rows_hold(vmem_kv *kv, const struct kv_rows *r);
 int vmem__kv_rows_let_go(vmem_kv *kv, const struct kv_rows *r);
 
-// ---- block.c
-
-// Pages of a block in each tensor of the group.
-static inline uint32_t kv_block_pages(const vmem_kv *kv, const struct kv_group *g)
-{
-    return (uint32_t)((kv->blocks.tokens * g->row_bytes) >> kv->page_shift);
-}
-vmem_page *vmem__kv_block_named(const vmem_kv *kv, uint32_t id); // its entries in the table
-int vmem__kv_block_check(const vmem_kv *kv, uint32_t id);
-int vmem__kv_blocks_init(vmem_kv *kv, uint32_t n_blocks, uint32_t block_tokens);
-int vmem__kv_block_bind(vmem_kv *kv, const uint32_t *slots, const uint32_t *index, const uint32_t *ids, size_t n,
-                        size_t *bad);
-int vmem__kv_block_drop(vmem_kv *kv, const uint32_t *ids, size_t n);
-void vmem__kv_blocks_destroy(vmem_kv *kv); // drops all names
-int vmem__kv_check_blocks(const vmem_kv *kv);
 // Makes rows at the end of the shared ones the slot's own if they have no other holder now.
 void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot);
 
