@@ -91,10 +91,15 @@ class WorkerDoor:
             self._vmem.sleep()
         super().sleep(level)  # type: ignore[misc]
 
+    def discard(self, tags: tuple[str, ...]) -> None:
+        super().discard(tags)  # type: ignore[misc]
+        if self._vmem is not None and "kv_cache" in tags:
+            self._vmem.sleep()
+
     def wake_up(self, tags: list[str] | None = None) -> None:
-        super().wake_up(tags)  # type: ignore[misc]
         if self._vmem is not None and (tags is None or "kv_cache" in tags):
-            self._vmem.wake()
+            self._vmem.wake()  # first: it wakes all or nothing, so that it can be tried again
+        super().wake_up(tags)  # type: ignore[misc]
 
     def shutdown(self) -> None:
         super().shutdown()  # type: ignore[misc]

@@ -47,8 +47,8 @@ def _diffusion(vllm_config: Any) -> str | None:
 def install(vllm_config: Any) -> None:
     """Put the doors into a configuration, once. Raises `refuse.Refused`."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
-    if doors.engine_of(_qualname(parallel.worker_cls)) is not None:
-        return  # vLLM makes its configuration several times
+    if any(doors.engine_of(_qualname(chosen)) for chosen in (parallel.worker_cls, scheduler.scheduler_cls) if chosen):
+        return  # vLLM makes its configuration several times, for a draft model with another parallel_config
     if vllm_config.model_config is None or parallel.worker_cls == "auto":
         return  # a configuration without an engine
     asked = settings.read()

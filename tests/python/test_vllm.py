@@ -117,6 +117,40 @@ def test_names_of_classes_carry_the_engine():
             doors.name_of("Worker", "abc", wrong)
 
 
+@pytest.fixture
+def worker():
+    """A worker behind the door, whose base class and memory write down what they are told."""
+    told = []
+
+    def write(what):
+        return lambda *args: told.append((what, *args))
+
+    names = ("sleep", "discard", "wake_up")
+    base = type("Base", (), {name: (lambda self, *args, n=name: told.append((n, *args))) for name in names})
+    made = type("Worker", (doors.WorkerDoor, base), {})()
+    made._vmem = types.SimpleNamespace(sleep=write("pages go"), wake=write("pages come"))
+    return made, told
+
+
+def test_sleep_and_discard_give_up_the_kv_cache(worker):
+    made, told = worker
+    made.sleep(1)
+    made.wake_up(["weights"])
+    made.wake_up(["kv_cache"])
+    made.discard(("weights",))
+    made.discard(("kv_cache",))
+    assert told == [("pages go",), ("sleep", 1), ("wake_up", ["weights"]), ("pages come",), ("wake_up", ["kv_cache"]),
+                    ("discard", ("weights",)), ("discard", ("kv_cache",)), ("pages go",)]  # fmt: skip
+
+
+def test_a_worker_without_memory_for_its_blocks_does_not_wake_by_half(worker):
+    made, told = worker
+    made._vmem.wake = lambda: (_ for _ in ()).throw(MemoryError("none"))
+    with pytest.raises(MemoryError):
+        made.wake_up(None)
+    assert told == []
+
+
 def config(**changes):
     parallel = types.SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1,
                                      enable_elastic_ep=False)  # fmt: skip

@@ -14,6 +14,7 @@ EXPERTS = dict(moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, 
 MODELS = {
     "llama": dict(BASE, **HEADS, model_type="llama", intermediate_size=512),
     "qwen3": dict(BASE, **HEADS, model_type="qwen3", intermediate_size=512),
+    "mimo": dict(BASE, model_type="qwen2", num_key_value_heads=2, intermediate_size=512),  # see write_mtp
     "gemma3": dict(BASE, **HEADS, model_type="gemma3_text", num_hidden_layers=6, intermediate_size=512,
                    sliding_window=256, sliding_window_pattern=6, query_pre_attn_scalar=64,
                    layer_types=["sliding_attention"] * 5 + ["full_attention"]),
@@ -43,6 +44,42 @@ def write(name, folder):
         config = AutoConfig.for_model(about.pop("model_type"), **about)
         AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).save_pretrained(folder)
         write_tokenizer(folder)
+        if name == "mimo":
+            write_mtp(folder)
+    return folder
+
+
+def write_mtp(folder):
+    """Make a Qwen2 a MiMo: the same with one layer that drafts the next token."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    config.update(architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights, mtp, first = load_file(folder / "model.safetensors"), "model.mtp_layers.0", "model.layers.0"
+    weights.update({name.replace(first, mtp): w.clone() for name, w in weights.items() if name.startswith(f"{first}.")})
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"{mtp}.{name}.weight"] = torch.ones(256)
+    weights[f"{mtp}.input_proj.weight"] = torch.randn(256, 512) * 0.08
+    save_file(weights, folder / "model.safetensors")
+
+
+def write_eagle(folder):
+    """Write an EAGLE head of "llama": one layer of it behind the target's last."""
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    about = dict(MODELS["llama"], num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(about.pop("model_type"), **about))
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(dict(config, architectures=["LlamaForCausalLM"])))
+    layers = {name: w for name, w in model.state_dict().items() if name.startswith("model.layers.")}
+    weights = {
+        name.removeprefix("model."): w.contiguous() for name, w in layers.items() if "input_layernorm" not in name
+    }
+    save_file(weights | {"fc.weight": torch.randn(256, 512) * 0.08}, folder / "model.safetensors")
     return folder
 
 

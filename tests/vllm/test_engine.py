@@ -3,6 +3,7 @@
 import threading
 import time
 import uuid
+from functools import partial
 
 import engines
 import models
@@ -16,7 +17,8 @@ def model(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
 
     def write(name):
-        engines.in_child(lambda: str(models.write(name, root / name)), vmem=False)  # no threads of torch's here
+        made = models.write_eagle if name == "eagle" else partial(models.write, name)
+        engines.in_child(lambda: str(made(root / name)), vmem=False)  # no threads of torch's here
         return root / name
 
     return write
@@ -58,15 +60,27 @@ CASES = {
     "qwen3": dict(),
     "gemma3": dict(),
     "no prefix cache": dict(model="llama", options=dict(enable_prefix_caching=False)),
-    "n-grams": dict(model="llama", options=dict(speculative_config=dict(
-        method="ngram", num_speculative_tokens=3, prompt_lookup_max=3))),
-}  # fmt: skip
+    "n-grams": dict(model="llama", drafts=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)),
+    "eagle": dict(model="llama", drafts=dict(method="eagle", model="eagle", num_speculative_tokens=3)),
+    "draft model": dict(model="llama", drafts=dict(method="draft_model", model="llama", num_speculative_tokens=3)),
+    "mtp": dict(model="mimo", drafts=dict(method="mtp", num_speculative_tokens=2)),
+}
+
+
+def chosen_of(model, case):
+    """The folder of a case's model, and what `serve` takes."""
+    chosen = dict(case)
+    drafts = chosen.pop("drafts", None)
+    if drafts:
+        named = dict(drafts, model=str(model(drafts["model"]))) if "model" in drafts else drafts
+        chosen["options"] = dict(speculative_config=named)
+    return model(chosen.pop("model")), chosen
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_vllms_while_limits_move(model, case):
-    chosen = dict(CASES[case])
-    own, on = both(model(chosen.pop("model", case)), limits=(1, 2, 4, 20), **chosen)
+    folder, chosen = chosen_of(model, dict(dict(model=case), **CASES[case]))
+    own, on = both(folder, limits=(1, 2, 4, 20), **chosen)
     assert on["tokens"] == own["tokens"]
     assert on["idle"]["step_maps"] == 0
     check_idle(on)
@@ -77,7 +91,8 @@ IN_SLOTS = {
     "llama": dict(),
     "qwen3": dict(),
     "no prefix cache": dict(model="llama", options=dict(enable_prefix_caching=False)),
-    "n-grams": CASES["n-grams"],
+    "chunks off": dict(model="llama", options=dict(enable_chunked_prefill=False, max_num_batched_tokens=1024)),
+    **{case: CASES[case] for case in ("n-grams", "eagle", "draft model", "mtp")},
 }
 
 
@@ -89,8 +104,7 @@ def serve_in_slots(*args, **kwargs):
 
 @pytest.mark.parametrize("case", IN_SLOTS)
 def test_tokens_are_vllms_in_slots_while_limits_move(model, case):
-    chosen = dict(IN_SLOTS[case])
-    folder = model(chosen.pop("model", case))
+    folder, chosen = chosen_of(model, dict(dict(model=case), **IN_SLOTS[case]))
     own = engines.in_child(engines.serve, folder, vmem=False, **chosen)
     on = engines.in_child(serve_in_slots, folder, vmem=True, environ=SLOTS, limits=(1, 2, 4, 20), **chosen)
     assert on["slots"]
