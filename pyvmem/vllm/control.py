@@ -37,9 +37,10 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
  PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED) = range(16, 37)  # fmt: skip
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
+# NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
 IN_BLOCKS, IN_SLOTS = 1, 2
 (ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES,
- NULL) = range(64, 64 + 8 * RANKS, RANKS)  # fmt: skip
+ NULL, SPAN) = range(64, 64 + 9 * RANKS, RANKS)  # fmt: skip
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
 BOARD_WORDS, ANSWERS = 264, 256
 DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, BUDGET, SHRINK_TO, _FIRST_ANSWER = range(9)

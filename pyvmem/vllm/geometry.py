@@ -61,6 +61,11 @@ def page_size(ranges: Sequence[BlockRange], sizes: Collection[int]) -> int:
     return max((size for size in sizes if parts % size == 0), default=min(sizes))
 
 
+def span(ranges: Sequence[BlockRange], page: int, block: int) -> int:
+    """Bytes of the blocks, each of `block` bytes, that share a page of `page` bytes, or a page of each layer."""
+    return page * block // min(r.stride for r in ranges)
+
+
 def bytes_of(config: Any) -> int:
     """Bytes of the allocation that holds every block."""
     return int(config.kv_cache_tensors[0].size) if config.kv_cache_tensors else 0

@@ -16,11 +16,11 @@ from __future__ import annotations
 import collections
 import heapq
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from pyvmem.vllm import control
 from pyvmem.vllm.control import Page
+from pyvmem.vllm.out import Out
 
 MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time
@@ -115,7 +115,9 @@ class Keeper:
         _grow(queue, CountedQueue)
         queue.front = {b.block_id for b in queue.get_all_free_blocks()}
         self._queue = queue
-        self._out = sorted(b.block_id for b in self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
+        self.pool.get_new_blocks(self.pool.get_num_free_blocks())
+        self._out = Out(self.total, block_bytes, 0)
+        self._span = 0  # as the first worker says
         self._gone: list[int] = []  # for the workers
         self._evicted: list[int] = []
         self._order: list[int] = []
@@ -163,17 +165,29 @@ class Keeper:
         if self.lent:
             return 0
         most = min(max(self._most_bytes() // self.block_bytes - self._less, self.least), self.total)
-        if self.page[control.POOL]:
-            boards = self.page.boards(self.ranks)
-            for rank in boards[:, control.SHRINK_TO].nonzero()[0]:  # others of the pool ask
-                left = int(boards[rank, control.SHRINK_TO]) - self.page[control.NULL + int(rank)]
-                most = min(most, max(left // self.block_bytes, 0))
-        return int(most)
+        return int(min(most, self._left_bytes() // self.block_bytes))
 
     def _most_bytes(self) -> int:
-        """The most that blocks may take: the smaller of limit and maximum."""
+        """The most that blocks may take: the smaller of limit and maximum, in whole pages."""
         limit, most = self.page[control.LIMIT], self.page[control.MAX]
-        return min(limit, most) if most else limit
+        most = min(limit, most) if most else limit
+        return most - most % self._out.span
+
+    def _left_bytes(self) -> int:
+        """What others of the pool that ask leave to blocks, in whole pages."""
+        most = control.NO_LIMIT
+        if self.page[control.POOL]:
+            boards = self.page.boards(self.ranks)
+            for rank in boards[:, control.SHRINK_TO].nonzero()[0]:
+                most = min(most, int(boards[rank, control.SHRINK_TO]) - self.page[control.NULL + int(rank)])
+        return max(most - most % self._out.span, 0)
+
+    def _pages_beyond(self) -> int:
+        """Pages that must go because of a limit: if blocks are scattered, their pages may be too many, not they."""
+        if not self._out.shared:
+            return 0
+        most = self._left_bytes() if self.circulating <= self.least else min(self._most_bytes(), self._left_bytes())
+        return max(self._out.pages - most // self._out.span, 0)
 
     def fit(self) -> None:
         """Where blocks share pages, scattered blocks hold more bytes than their own: then fewer may circulate."""
@@ -214,6 +228,7 @@ class Keeper:
 
         need : blocks that it takes at most, as far as known. first: whether to order no more than these now.
         """
+        self._learn_pages()
         self._enter()
         self.fit()
         allowed = self.allowed()
@@ -221,8 +236,8 @@ class Keeper:
             self._allowed = allowed
             self.manager.watermark_blocks = int(self._watermark * allowed)
         beyond = self.circulating + self._n_coming - allowed
-        if beyond > 0:
-            self.leave(beyond)
+        if beyond > 0 or self._pages_beyond():
+            self._shrink(beyond, MOST_LEAVING)
         elif len(self._coming) < MOST_ORDERS:
             ready = self.ready(need)
             wanted = ready - self.spare - self._n_coming
@@ -292,17 +307,48 @@ class Keeper:
         if n > 0:
             ids = [b.block_id for b in self.pool.get_new_blocks(n)]
             self._gone += ids
-            self._put_out(ids)
+            self._out.put(ids)
         return max(n, 0)
 
-    def _put_out(self, ids: Iterable[int]) -> None:
-        for i in ids:
-            heapq.heappush(self._out, i)
+    def _learn_pages(self) -> None:
+        """Workers know which blocks share pages when they have their memory."""
+        if self.page[control.SPAN] != self._span:
+            self._span = self.page[control.SPAN]
+            out = set(self._out)
+            self._out = Out(self.total, self.block_bytes, self._span)
+            self._out.take(self.total, self.total)
+            self._out.put(out)
+
+    def _shrink(self, beyond: int, most: int) -> None:
+        """So many blocks leave, and then others while pages are too many, but at most `most` in all.
+
+        The first are spare ones that free a page, with the highest numbers. The others leave in vLLM's own order.
+        """
+        beyond = min(beyond, most)
+        if beyond > 0 and self._out.shared:
+            blocks = [self.pool.blocks[i] for i in heapq.nlargest(beyond, self._freeing())]
+            for block in blocks:
+                self._queue.remove(block)
+            self._queue.prepend_n(blocks)
+        # A block frees one page at most.
+        while most > 0 and (n := self.leave(min(beyond if beyond > 0 else self._pages_beyond(), most))):
+            beyond, most = beyond - n, most - n
+
+    def _freeing(self) -> list[int]:
+        """Spare blocks whose pages have spare blocks only."""
+        if not self._out.shared:
+            return list(self._queue.front)
+        spare = collections.Counter(map(self._out.page_of, self._queue.front))
+        return [i for i in self._queue.front if spare[page := self._out.page_of(i)] == self._out.inside(page)]
 
     def _want(self, n: int) -> None:
         if n > 0 and self._out and time.monotonic() >= self._retry:
-            n = min(n, len(self._out), self._most_order)
-            self._order += [heapq.heappop(self._out) for _ in range(n)]
+            n, pages = min(n, self._most_order), self.total
+            if self._out.shared:
+                pages = min(self._most_bytes(), self._left_bytes()) // self._out.span - self._out.pages
+                short = self.least - self.circulating - self._n_coming
+                n, pages = min(n, short) if pages < 0 else n, max(pages, short)
+            self._order += self._out.take(n, pages)
 
     def _enter(self) -> None:
         while self._coming:
@@ -319,7 +365,7 @@ class Keeper:
                 self._retry = time.monotonic() + RETRY
                 self._most_order = max(len(ids) // 2, 1)
                 self._gone += ids  # other workers may have backed them
-                self._put_out(ids)
+                self._out.put(ids)
             else:
                 # The lowest number first in the queue, so that blocks in use stay close together.
                 self.pool.free_blocks(self.pool.blocks[i] for i in ids)
@@ -329,13 +375,13 @@ class Keeper:
 
     def between(self, idle: bool, keep: int = 0) -> None:
         """Blocks above the limit leave, and if `idle`, spare ones but `keep`. Workers learn it by the ring."""
+        self._learn_pages()
         self._enter()
         self.fit()
         beyond = self.circulating + self._n_coming - self.allowed()
-        if idle:
-            beyond = max(beyond, self.spare - keep)
-        while beyond > 0 and (n := self.leave(beyond)):
-            beyond -= n
+        if idle and self.spare > keep:
+            beyond = max(beyond, min(self.spare - keep, len(self._freeing())))  # others would give back nothing
+        self._shrink(beyond, self.total)
         self.tell()
 
     def tell(self) -> None:

@@ -122,6 +122,8 @@ class WorkerMemory:
         self._blocks.back(0)
         alone, block = self._blocks.stats().held, tensor.nbytes / config.num_blocks
         self._page[control.NULL + self._rank] = alone
+        span = geometry.span(ranges, tensor.page_size, tensor.nbytes // config.num_blocks)
+        self._page[control.SPAN + self._rank] = span
         self._join(tensor.context)
         self._attach()
         logger.info(

@@ -205,6 +205,55 @@ def test_a_limit_that_falls_while_idle_takes_cached_blocks(engine):
     e.run(20)
 
 
+def bytes_held(e):
+    """Of pages, without that of the null block."""
+    return int(e.page.boards(1)[0, control.HELD]) - e.page[control.NULL]
+
+
+def bytes_of_pages(e, ids):
+    """What pages of 2 MiB behind blocks have, without that of the null block."""
+    return len({i * e.keeper.block_bytes >> 21 for i in ids} - {0}) << 21
+
+
+def test_idle_blocks_leave_whose_pages_go(engine):
+    e = engine(blocks=1200, pages=2 << 20)
+    e.run(30)
+    pool = e.scheduler.kv_cache_manager.block_pool
+    assert e.keeper.spare > 40
+    e.idle()
+    cached = [b.block_id for b in pool.blocks if b.block_hash]
+    assert len(cached) > 50
+    assert bytes_held(e) == bytes_of_pages(e, cached)
+    assert e.keeper.spare > 0  # beside cached blocks, where they take no memory
+    orders = e.page.boards(1)[0, control.DONE]
+    e.keeper.before()
+    assert set(map(e.keeper._out.page_of, e.keeper._order[:10])) <= set(map(e.keeper._out.page_of, cached)) | {0}
+    assert e.scheduler.reset_prefix_cache()
+    e.idle()
+    assert bytes_held(e) == 0
+    e.run(20)  # and it grows again
+    assert e.page.boards(1)[0, control.DONE] > orders and maps_in_steps(e) == 0
+
+
+def test_scattered_blocks_leave_until_their_pages_fit(engine):
+    e = engine(blocks=1200, pages=2 << 20)
+    e.run(60)
+    e.idle()
+    pool = e.scheduler.kv_cache_manager.block_pool
+    cached = [b.block_id for b in pool.blocks if b.block_hash]
+    pool.evict_blocks(set(e.random.sample(cached, len(cached) * 2 // 3)))  # scattered
+    before = bytes_held(e)
+    e.limit(before // e.keeper.block_bytes // 2)
+    assert e.keeper.allowed() < e.keeper.circulating
+    e.idle()
+    kept = [b.block_id for b in pool.blocks if b.block_hash]
+    assert kept and bytes_of_pages(e, kept) == bytes_held(e) <= before // 2
+    e.run(60)
+    most = max(before // 2, e.keeper.least * e.keeper.block_bytes) + (4 << 20)  # and the null block's page, and a part
+    assert max(e.workers[0].resident[-20:]) <= most
+    assert maps_in_steps(e) == 0
+
+
 def test_a_limit_counts_the_bytes_of_pages_that_blocks_share(engine, monkeypatch):
     monkeypatch.setattr(keeper, "FIT", 0)
     e = engine(page=16 * 4384)
