@@ -118,7 +118,7 @@ def test_names_of_classes_carry_the_engine():
 
 
 @pytest.fixture
-def worker():
+def behind_door():
     """A worker behind the door, whose base class and memory write down what they are told."""
     told = []
 
@@ -132,8 +132,8 @@ def worker():
     return made, told
 
 
-def test_sleep_and_discard_give_up_the_kv_cache(worker):
-    made, told = worker
+def test_sleep_and_discard_give_up_the_kv_cache(behind_door):
+    made, told = behind_door
     made.sleep(1)
     made.wake_up(["weights"])
     made.wake_up(["kv_cache"])
@@ -143,8 +143,8 @@ def test_sleep_and_discard_give_up_the_kv_cache(worker):
                     ("discard", ("weights",)), ("discard", ("kv_cache",)), ("pages go",)]  # fmt: skip
 
 
-def test_a_worker_without_memory_for_its_blocks_does_not_wake_by_half(worker):
-    made, told = worker
+def test_a_worker_without_memory_for_its_blocks_does_not_wake_by_half(behind_door):
+    made, told = behind_door
     made._vmem.wake = lambda: (_ for _ in ()).throw(MemoryError("none"))
     with pytest.raises(MemoryError):
         made.wake_up(None)
