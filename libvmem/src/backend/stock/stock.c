@@ -178,31 +178,59 @@ static int unmap_run(struct stock *s, const struct vmem__run *run, bool undo)
                 : vmem__stock_put(s, run->reservation->priv, run->addr, run->length, nothing, page, false);
 }
 
-// Applies `run` to all runs or to none.
-static int for_runs(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad,
-                    int (*run)(struct stock *, const struct vmem__run *, bool undo))
+// Maps all runs or none.
+static int stock_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
     for (size_t i = 0; i < n; i++) {
-        int rc = run(b->priv, &runs[i], false);
+        int rc = map_run(b->priv, &runs[i], false);
 
         if (rc) {
             *bad = i;
             while (i-- > 0)
-                run(b->priv, &runs[i], true);
+                map_run(b->priv, &runs[i], true);
             return rc;
         }
     }
     return 0;
 }
 
-static int stock_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
+// How many runs, from the first on, are whole blocks that follow each other. *length: their bytes.
+static size_t whole_blocks(const struct vmem__run *runs, size_t n, uint64_t *length)
 {
-    return for_runs(b, runs, n, bad, map_run);
+    size_t i = 0;
+
+    *length = 0;
+    while (i < n && (runs[i].addr | runs[i].length) % STOCK_BLOCK == 0 && runs[i].reservation == runs->reservation &&
+           runs[i].addr == runs->addr + *length)
+        *length += runs[i++].length;
+    return i;
 }
 
+// Unmaps all runs or none. Whole blocks that follow each other go together, whichever arenas their pages are of.
 static int stock_unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
-    return for_runs(b, runs, n, bad, unmap_run);
+    const struct stock_slice nothing = {0};
+    uint64_t length;
+
+    for (size_t i = 0, together; i < n; i += together) {
+        int rc;
+
+        together = whole_blocks(runs + i, n - i, &length);
+        if (together > 1) {
+            rc = vmem__stock_put(b->priv, runs[i].reservation->priv, runs[i].addr, length, nothing, nothing, false);
+        } else {
+            together = 1;
+            rc = unmap_run(b->priv, &runs[i], false);
+        }
+        if (rc) {
+            *bad = i;
+            i += together > 1 ? together : 0; // of these, any may be unmapped
+            while (i-- > 0)
+                unmap_run(b->priv, &runs[i], true);
+            return rc;
+        }
+    }
+    return 0;
 }
 
 // ---- opening ------------------------------------------------------------------------------------------------
