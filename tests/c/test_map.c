@@ -301,7 +301,7 @@ static void calls_beside_a_backdrop(vmem_context *ctx)
         OK(vMemUnmap(ctx, first, 32 * MIB));
         CHECK(test_stats(ctx).syscalls - before <= BESIDE + 2);
     }
-    if (!strcmp(test_info.backend, "stock")) { // pages that do not follow each other in memory are unmapped together, too
+    if (!strcmp(test_info.backend, "stock")) { // pages that do not follow each other in memory go together, too
         for (uint64_t i = 0; i < N; i++)
             ops[i] = (struct vmem_map_op){at + i * VMEM_PAGE_2M, pages[N - 1 - i]};
         OK(vMemMapBatch(ctx, ops, N, 0, NULL));
