@@ -132,7 +132,7 @@ int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint
 #define VMEM_KV_EXPECT 64
 int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
 // Ends a request. The pages of its slot are kept for the next one (VMEM_KV_DEFER) or released; shared pages are dropped.
-// With `after`, the slot is VMEM_KV_ENDING until the kernels up to that step have ended: no call may name it, and the
+// With `after`, the slot cannot be had until the kernels up to that step have ended: no call may name it, and the
 // pages that these kernels access stay in use. A slot that no step has accessed is free at once. For a slot that is, or is
 // being, swapped out, the swap's `after` counts in place of this one. If the call fails, the rows are lost anyway; call it
 // again.
@@ -152,7 +152,7 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step);
 // that the slot takes no part and keeps what it holds. n must be the number of slots. -ENOMEM: pages are missing; free
 // or swap out a request and try again.
 //
-// VMEM_KV_DRY: changes nothing but a budget that another process requested. Requests that are VMEM_KV_ENDING count as
+// VMEM_KV_DRY: changes nothing but a budget that another process requested. Requests that end count as
 // running: after -ENOMEM, the step may still find that they have ended. After 0, the step may find that others have
 // taken device memory that the cache has not taken ahead (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), or the free
 // budget of a pool. The same holds for every dry call.
@@ -202,7 +202,7 @@ struct vmem_kv_request {
 // its prefix, and took part in the next step together with everything that vmem_kv_grow has staged. *fit (NULL is
 // allowed) receives the number. Returns 0 if all n fit. Otherwise it returns what the first request that does not fit
 // lacks: -ENOMEM for memory, -ENOSPC for a slot. Changes nothing, but a member of a pool takes and asks for what all n
-// need. Requests that are VMEM_KV_ENDING count as running. The step may find that they have ended.
+// need. Requests that end count as running. The step may find that they have ended.
 int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit);
 // Sets the watermark: the memory that new requests must leave free for the growth of running ones. vmem_kv_fit and
 // vmem_kv_room (slot -1) take it into account. It is `bytes` or `percent` of the budget (at most 100), whichever is
@@ -227,7 +227,7 @@ struct vmem_kv_group_info {
 // Groups are numbered from 0 in the order of their first tensors. -EINVAL: there is no such group.
 int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *out);
 
-enum vmem_kv_slot_state { VMEM_KV_FREE, VMEM_KV_ACTIVE, VMEM_KV_SWAPPED, VMEM_KV_ENDING, VMEM_KV_SWAPPING };
+enum vmem_kv_slot_state { VMEM_KV_FREE, VMEM_KV_ACTIVE, VMEM_KV_SWAPPED };
 struct vmem_kv_slot_info {
     uint32_t size;          // sizeof(struct vmem_kv_slot_info), set by the caller
     uint32_t state;         // enum vmem_kv_slot_state
@@ -238,7 +238,10 @@ struct vmem_kv_slot_info {
     uint64_t needed_pages;  // of these, what the length asks for; the rest can be taken back at any time
     uint32_t absent_steps;  // active: steps since it took part in one, was allocated or was swapped in
     uint32_t pad;           // 0
-    uint64_t swap_bytes;    // of CPU memory that vmem_kv_swap_out needs for it; 0: free or ending
+    uint64_t swap_bytes;    // of CPU memory that vmem_kv_swap_out needs for it; 0: free
+    // The step whose kernels must have ended before a free slot can be had, or a swapped one is copied. 0: none.
+    uint64_t after;
+    uint64_t copy_left; // swapped: bytes of its rows that are not in CPU memory yet
 };
 int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out);
 
@@ -307,18 +310,17 @@ int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
 // ---- swapping -----------------------------------------------------------------------------------------------
 
 // Copies the slot's rows to host (pinned memory is faster), which has at least slot_info.swap_bytes bytes, and releases
-// its pages. The slot stays taken. after 0: the rows are copied when the call returns, and the slot is VMEM_KV_SWAPPED.
+// its pages. The slot stays taken, as VMEM_KV_SWAPPED. after 0: the rows are copied when the call returns.
 //
 // Otherwise they are copied once the kernels of all steps up to `after` have ended: by the background thread, or, without
-// OVERLAP or if the slot shares rows, by the step or vmem_kv_retire that finds the kernels ended. The slot is
-// VMEM_KV_SWAPPING until host has all rows (vmem_kv_get_slot; vmem_kv_wait waits for the thread). host must stay valid
-// until then, or until vmem_kv_swap_in or vmem_kv_free of the slot, or vmem_kv_destroy, returns, which ends the copying.
-// Once the kernels have ended, the pages count as free: a step that finds no others copies the rest itself. A copy that
-// fails loses nothing: the slot stays SWAPPING and is tried again at the next step; a step that needs its pages returns
-// the error.
+// OVERLAP or if the slot shares rows, by the step or vmem_kv_retire that finds the kernels ended. host has all rows when slot_info.copy_left is 0 (vmem_kv_wait waits for the thread). host
+// must stay valid until then, or until vmem_kv_swap_in or vmem_kv_free of the slot, or vmem_kv_destroy, returns, which
+// ends the copying. Once the kernels have ended, the pages count as free: a step that finds no others copies the rest
+// itself. A copy that fails loses nothing: it is tried again at the next step; a step that needs its pages returns the
+// error.
 int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after);
-// Copies the rows back to the addresses they had. Shared pages come back as copies. A slot that is still
-// VMEM_KV_SWAPPING goes on as if it had not been swapped out: host is not read. flags: VMEM_KV_DRY; host is ignored.
+// Copies the rows back to the addresses they had. Shared pages come back as copies. A slot that is not copied yet goes on
+// as if it had not been swapped out: host is not read. flags: VMEM_KV_DRY; host is ignored.
 int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags);
 
 // ---- memory -------------------------------------------------------------------------------------------------

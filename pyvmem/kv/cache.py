@@ -429,9 +429,11 @@ class KVCache(_Owned):
         """Return the `SlotInfo` of a slot."""
         raw = structure("vmem_kv_slot_info")
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
-        state = ("free", "active", "swapped", "ending", "swapping")[raw.state]
+        state = ("free", "active", "swapped")[raw.state]
         pages = (raw.pages, raw.shared_pages, raw.needed_pages)
-        return SlotInfo(state, raw.tokens, raw.shared_tokens, *pages, raw.absent_steps)
+        return SlotInfo(
+            state, raw.tokens, raw.shared_tokens, *pages, raw.absent_steps, int(raw.after), int(raw.copy_left)
+        )
 
     def tokens(self, slots: Iterable[int]) -> list[int]:
         """Return, for each of the slots, the rows that kernels may read: 0 for slots that are free or swapped out."""
@@ -636,8 +638,8 @@ class KVCache(_Owned):
         """Return the bytes of CPU memory that `swap_out` needs for the slot as it is now."""
         raw = structure("vmem_kv_slot_info")
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
-        if raw.state in (lib.VMEM_KV_FREE, lib.VMEM_KV_ENDING):
-            state = "free" if raw.state == lib.VMEM_KV_FREE else "being given up"
+        if raw.state == lib.VMEM_KV_FREE:
+            state = "being given up" if raw.after else "free"
             raise InvalidArgument(errno.EINVAL, f"slot {slot} is {state}")
         return int(raw.swap_bytes)
 
@@ -671,8 +673,8 @@ class KVCache(_Owned):
         Quiet, unless `after` is given, as in `free`. The call then returns at once, and the rows are copied when the
         kernels up to that point have ended, by the background thread if the cache has one (`Spare.overlap`). Rows of a
         slot that shares some with others are copied by the call that finds the kernels ended. Until all rows are
-        copied, the slot's state is "swapping", and `swap_in` takes it back without a copy. Once the
-        kernels have ended, the pages count as free: a step that finds no others copies the rest itself.
+        copied, `SlotInfo.copy_left` is not 0, and `swap_in` takes the slot back without a copy. Once the kernels have
+        ended, the pages count as free: a step that finds no others copies the rest itself.
 
         The CPU memory is allocated, pinned for a cache on a GPU, which may take milliseconds. `host` avoids that: a
         contiguous CPU tensor of `swap_size` bytes or more, which must be pinned for a cache on a GPU. The cache keeps a

@@ -119,9 +119,10 @@ def svg(stats: Mapping[str, int], slots: Sequence[tuple[int, SlotInfo]] = (), ti
     for slot, info in slots:
         needed = min(info.needed_pages, info.pages)
         shared = min(info.shared_pages, needed)
-        spare = "kept" if info.state == "free" else "ahead"
+        state = "being given up" if info.state == "free" and info.after else info.state
+        spare = "kept" if state == "free" else "ahead"
         owned = {"used": needed - shared, "shared": shared, spare: info.pages - needed}
-        draw(f"slot {slot}", y, owned, scale, f"{info.state}, {info.tokens} tokens")
+        draw(f"slot {slot}", y, owned, scale, f"{state}, {info.tokens} tokens")
         y += row
     y += 8
     at = 0.0

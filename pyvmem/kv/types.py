@@ -165,9 +165,11 @@ class KVStats:
 
 @dataclass(frozen=True)
 class SlotInfo:
-    """One slot: its state (free, active, swapped, swapping or ending), length, and pages over all tensors together.
+    """One slot: its state (free, active or swapped), length, and pages over all tensors together.
 
-    absent_steps: for an active slot, the steps since it last took part in one or was allocated.
+    absent_steps: for an active slot, the steps since it last took part in one or was allocated. after: the step whose
+    kernels must have ended before a free slot can be had, or the rows of a swapped one are copied; 0: none. copy_left:
+    bytes of a swapped slot's rows that are not in CPU memory yet.
     """
 
     state: str
@@ -177,6 +179,8 @@ class SlotInfo:
     shared_pages: int
     needed_pages: int
     absent_steps: int = 0
+    after: int = 0
+    copy_left: int = 0
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,20 @@ __attribute__((unused)) static int k_member(vmem_kv_pool *pool, uint32_t i, stru
     return rc;
 }
 
+// A slot's state, told apart by what it waits for.
+enum { K_ENDING = VMEM_KV_SWAPPED + 1, K_SWAPPING };
+__attribute__((unused)) static uint32_t k_state(vmem_kv *kv, uint32_t slot)
+{
+    struct vmem_kv_slot_info info = {.size = sizeof info};
+    OK(vmem_kv_get_slot(kv, slot, &info));
+    CHECK(info.state <= VMEM_KV_SWAPPED);
+    CHECK(!info.after || info.state != VMEM_KV_ACTIVE);
+    CHECK(info.copy_left <= info.swap_bytes && (!info.copy_left || info.state == VMEM_KV_SWAPPED));
+    if (info.state == VMEM_KV_FREE && info.after)
+        return K_ENDING;
+    return info.state == VMEM_KV_SWAPPED && (info.after || info.copy_left) ? K_SWAPPING : info.state;
+}
+
 // Rows of a slot as a run to be kept.
 __attribute__((unused)) static int k_hold(vmem_kv *kv, uint32_t slot, uint32_t first, uint32_t tokens, uint64_t *run)
 {

@@ -51,7 +51,7 @@ static void test_swapped_in(void)
         step(0, 0, 0);
         if (copied)
             OK(vmem_kv_retire(kv, last));
-        CHECK_EQ(slot_of(slot).state, copied ? VMEM_KV_SWAPPED : VMEM_KV_SWAPPING);
+        CHECK_EQ(k_state(kv, slot), copied ? VMEM_KV_SWAPPED : K_SWAPPING);
         OK(vmem_kv_swap_in(kv, slot, rows, bytes, 0));
         CHECK_EQ(slot_of(slot).absent_steps, 0);
         free(rows);

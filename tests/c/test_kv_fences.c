@@ -38,12 +38,7 @@ static void abandon(struct request *r)
     r->swapped = false;
 }
 
-static uint32_t state_of(uint32_t s)
-{
-    struct vmem_kv_slot_info info = {.size = sizeof info};
-    OK(vmem_kv_get_slot(kv, s, &info));
-    return info.state;
-}
+static uint32_t state_of(uint32_t s) { return k_state(kv, s); }
 
 static bool alloc(uint32_t *slot, uint32_t prefix_tokens)
 {
@@ -371,7 +366,7 @@ static void do_misuse(uint32_t s)
     }
     const uint32_t state = state_of(s);
     none[s] = 1;
-    if (state == VMEM_KV_ENDING || state == VMEM_KV_FREE) {
+    if (state == K_ENDING || state == VMEM_KV_FREE) {
         ERR(vmem_kv_free(kv, s, 0), EINVAL, " is ");
         ERR(vmem_kv_free(kv, s, 0), EINVAL, " is ");
         ERR(vmem_kv_swap_out(kv, s, word, 8, steps), EINVAL, " is ");

@@ -20,12 +20,7 @@ static uint64_t row(uint32_t slot, uint32_t r)
     return l.addr + slot * l.slot_stride + r * l.row_bytes;
 }
 
-static uint32_t state(uint32_t slot)
-{
-    struct vmem_kv_slot_info info = {.size = sizeof info};
-    OK(vmem_kv_get_slot(kv, slot, &info));
-    return info.state;
-}
+static uint32_t state(uint32_t slot) { return k_state(kv, slot); }
 
 static struct vmem_kv_stats stats(void)
 {
@@ -94,7 +89,7 @@ static void test_rows_go_after_the_kernels(uint32_t flags)
     begin(flags, tokens, 1024);
     OK(vmem_kv_swap_out(kv, slots[0], host, bytes, last()));
     OK(vmem_kv_wait(kv));
-    CHECK_EQ(state(slots[0]), VMEM_KV_SWAPPING);
+    CHECK_EQ(state(slots[0]), K_SWAPPING);
     CHECK_EQ(stats().swapped_slots, 1);
     CHECK_EQ(*(uint64_t *)host, 0);
     put_word(ctx, row(slots[0], tokens - 1), 4711); // a kernel does
@@ -122,7 +117,7 @@ static void test_steps_retire(void)
     OK(step(0, 3, NULL)); // 3
     OK(step(0, 4, NULL)); // 4: kernels of 2 and 3 may run
     OK(vmem_kv_wait(kv));
-    CHECK_EQ(state(slots[0]), VMEM_KV_SWAPPING);
+    CHECK_EQ(state(slots[0]), K_SWAPPING);
     OK(step(0, 5, NULL)); // 5: those of 3 and 4
     OK(vmem_kv_wait(kv));
     CHECK_EQ(state(slots[0]), VMEM_KV_SWAPPED);
@@ -150,7 +145,7 @@ static void test_before_the_copy(void)
 
     OK(vmem_kv_swap_out(kv, slots[0], host, bytes + 2 * row_bytes, last()));
     OK(vmem_kv_free(kv, slots[0], 1)); // the fence of the swap counts, too
-    CHECK_EQ(state(slots[0]), VMEM_KV_ENDING);
+    CHECK_EQ(state(slots[0]), K_ENDING);
     OK(vmem_kv_retire(kv, last()));
     CHECK_EQ(state(slots[0]), VMEM_KV_FREE);
     OK(vmem_kv_wait(kv));
@@ -202,7 +197,7 @@ static void test_the_end_of_a_due_slot(uint32_t flags)
     OK(step(0, 2, NULL));
     OK(vmem_kv_swap_out(kv, slots[0], host, bytes, 1));
     OK(vmem_kv_free(kv, slots[0], 2));
-    CHECK_EQ(state(slots[0]), VMEM_KV_ENDING);
+    CHECK_EQ(state(slots[0]), K_ENDING);
     OK(vmem_kv_retire(kv, 1));
     CHECK_EQ(state(slots[0]), VMEM_KV_FREE);
     end();
@@ -220,7 +215,7 @@ static void test_a_copy_that_fails(uint32_t flags)
     else
         ERR(vmem_kv_retire(kv, last()), EFAULT, "nothing is mapped");
     OK(vmem_kv_wait(kv));
-    CHECK_EQ(state(slots[0]), VMEM_KV_SWAPPING);
+    CHECK_EQ(state(slots[0]), K_SWAPPING);
     ERR(step(0, 250, &missing), EFAULT, "nothing is mapped");
     if (flags & VMEM_KV_OVERLAP)
         CHECK(stats().worker_errors > 0);
@@ -249,7 +244,7 @@ static void test_misuse(void)
     ERR(vmem_kv_swap_out(kv, slots[0], host, bytes, 1), EINVAL, "is being given up");
     ERR(step(11, 0, NULL), EINVAL, "is being given up");
     ERR(step(0, -1, NULL), EINVAL, "lengths");
-    CHECK_EQ(state(slots[0]), VMEM_KV_ENDING); // what is no step ends nothing
+    CHECK_EQ(state(slots[0]), K_ENDING); // what is no step ends nothing
     ERR(vmem_kv_commit(kv), EINVAL, "no growth is staged");
     end();
 }

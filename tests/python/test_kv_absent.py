@@ -52,9 +52,9 @@ def test_a_length_of_zero_ends_a_request(backend):
         assert ends(cache, lengths_of(cache, {a: 100, b: 100, c: 100}))
         cache.swap_out(c)
         assert ends(cache, lengths_of(cache, {a: 101}))
-        assert [cache.slot(s).state for s in (a, b, c)] == ["active", "ending", "swapped"]
-        assert ends(cache, lengths_of(cache, {a: 102})) and cache.slot(b).state == "ending"
-        assert ends(cache, lengths_of(cache, {a: 103})) and cache.slot(b).state == "free"
+        assert [cache.slot(s).state for s in (a, b, c)] == ["active", "free", "swapped"] and cache.slot(b).after
+        assert ends(cache, lengths_of(cache, {a: 102})) and cache.slot(b).after
+        assert ends(cache, lengths_of(cache, {a: 103})) and cache.slot(b).state == "free" and not cache.slot(b).after
         with pytest.raises(ValueError, match="the slot is free"):
             ends(cache, lengths_of(cache, {b: 1}))
         assert cache.slot(a).state == "active"  # a step that is refused ends nothing
@@ -76,7 +76,7 @@ def test_what_ends_makes_room_once_its_kernels_have_ended(backend):
         assert cache.slot(b).state == "free"
         b = cache.alloc()
         assert not ends(cache, lengths_of(cache, {b: 1280}))  # kernels may still read what a had
-        assert cache.slot(a).state == "ending" and cache.shortage.ending_pages == 40
+        assert cache.slot(a).after and cache.shortage.ending_pages == 40
         cache.retire()
         assert ends(cache, lengths_of(cache, {b: 1280}))
 

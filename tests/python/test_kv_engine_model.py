@@ -96,7 +96,7 @@ class Engine(RuleBasedStateMachine):
     def taken(self):
         """Slots that cannot be had. One that was given up is free only when no kernel touches it any more."""
         for slot, (fence, _) in list(self.ending.items()):
-            if self.cache.slot(slot).state != "ending":
+            if not self.cache.slot(slot).after:
                 assert not any(slot in read for k, read in self.running if k <= fence), "freed below its kernels"
                 del self.ending[slot]
         return set(self.rows) | set(self.ending)
@@ -288,7 +288,7 @@ class Engine(RuleBasedStateMachine):
             touched = [k for k, read in self.running if slot in read]
             fence = max(touched, default=0) if how == "older" else last
             self.cache.free(slot, after=fence)
-        assert self.cache.slot(slot).state in ("free", "ending")
+        assert self.cache.slot(slot).state == "free"
         self.ending[slot] = (fence, event)
         del self.rows[slot]
         self.taken()

@@ -46,7 +46,9 @@ def test_a_request_is_swapped_out_after_its_kernels(context, overlap, kind):
         event = Event()
         cache.swap_out(slot, after=event if kind == "event" else cache.last_step)
         cache.wait()
-        assert cache.slot(slot).state == "swapping" and cache.stats().swapped_slots == 1
+        info = cache.slot(slot)
+        assert (info.state, info.after, info.copy_left) == ("swapped", cache.last_step, cache.swap_size(slot))
+        assert cache.stats().swapped_slots == 1
         write(cache, slot, 60)  # the kernel does
         assert not cache.step([0, 70])
         assert cache.shortage.ending_pages >= 60
@@ -58,7 +60,8 @@ def test_a_request_is_swapped_out_after_its_kernels(context, overlap, kind):
         lengths[other] = 70
         assert cache.step(lengths)
         cache.wait()
-        assert cache.slot(slot).state == "swapped"
+        info = cache.slot(slot)
+        assert (info.state, info.after, info.copy_left) == ("swapped", 0, 0)
         cache.free(other, after=cache.last_step)
         cache.retire()
         assert cache.swap_in(slot)
@@ -192,9 +195,9 @@ def test_a_slot_that_is_being_given_up_is_left_alone(context):
         ):
             with pytest.raises(InvalidArgument, match="is being given up"):
                 call()
-        assert cache.slot(slot).state == "ending"
+        assert cache.slot(slot).state == "free" and cache.slot(slot).after
         cache.retire()
-        assert cache.slot(slot).state == "free"
+        assert cache.slot(slot).state == "free" and not cache.slot(slot).after
 
 
 def close_threads():

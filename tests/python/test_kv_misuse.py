@@ -200,7 +200,7 @@ def test_two_threads_do_not_take_each_others_events():
         slow, late = Slow(), Event()
         thread = threading.Thread(target=cache.step, args=([0] * 3,), kwargs={"dry": True})
         cache.free(slots[0], after=slow)
-        assert cache.slot(slots[0]).state == "ending"
+        assert cache.slot(slots[0]).after
         cache._events.append((late, cache.last_step))
         thread.start()
         assert asked.wait(60)

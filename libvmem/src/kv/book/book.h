@@ -135,13 +135,13 @@ void vmem__kv_unstage(vmem_kv *kv, uint32_t slot);
 // Whether the slot is being swapped out and its kernels have ended: its pages count as free.
 static inline bool kv_swap_due(const vmem_kv *kv, uint32_t slot)
 {
-    return kv->slots[slot].state == VMEM_KV_SWAPPING && kv->idle[slot].ends <= kv->fence.retired;
+    return kv->slots[slot].state == KV_SWAPPING && kv->idle[slot].ends <= kv->fence.retired;
 }
 // Whether the slot keeps what kernels access until they have ended.
 static inline bool kv_waits(const vmem_kv *kv, uint32_t slot)
 {
     const uint8_t state = kv->slots[slot].state;
-    return state == VMEM_KV_ENDING || (state == VMEM_KV_SWAPPING && !kv_swap_due(kv, slot));
+    return state == KV_ENDING || (state == KV_SWAPPING && !kv_swap_due(kv, slot));
 }
 // Steps since the slot took part in one, or was allocated.
 static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot)

@@ -34,6 +34,10 @@ struct kv_group {
     uint64_t joined; // index in vmem_kv.joined of (slot 0, page 0)
 };
 
+// States beside those of enum vmem_kv_slot_state. For callers, such slots are free or swapped out: see
+// struct vmem_kv_slot_info, after.
+enum { KV_ENDING = VMEM_KV_SWAPPED + 1, KV_SWAPPING, KV_STATES };
+
 // Always lo <= keep_lo <= need_lo <= need_hi <= keep_hi <= hi.
 struct kv_span {
     uint32_t lo, hi;
@@ -52,7 +56,7 @@ struct kv_slot {
     uint32_t backed; // tokens up to which a step has nothing to map
     uint32_t steady; // a step to `tokens` or more, up to this, needs the same pages as the last; 0: not known
     uint32_t took;   // the last step that it took part in, or before which it was allocated
-    uint8_t state;   // enum vmem_kv_slot_state. Written by vmem__kv_set_state alone
+    uint8_t state;   // written by vmem__kv_set_state alone
     bool fresh;      // no step since it was allocated or swapped in, so no kernel can access it: steady is 0
     bool skip;       // the worker failed here, and does not try again before the next step
     bool stuck;      // it failed to unmap here, and passes the slot over until it has nothing else to do
@@ -65,8 +69,8 @@ struct kv_idle {
     uint32_t from;   // how many of these were shared; no page is in their place
     uint32_t named;  // of the request that is in the slot now: how many of its rows calls have asked to share
     uint64_t parked; // when it was freed
-    uint64_t ends;   // VMEM_KV_ENDING, VMEM_KV_SWAPPING: after the kernels of this step
-    // VMEM_KV_SWAPPING: where the rows go, how many bytes of them have gone, and how many there are.
+    uint64_t ends;   // KV_ENDING, KV_SWAPPING: after the kernels of this step
+    // KV_SWAPPING: where the rows go, how many bytes of them have gone, and how many there are.
     void *host;
     uint64_t copied, size;
 };
@@ -322,9 +326,9 @@ struct vmem_kv {
     uint64_t joined_bytes;
 
     struct kv_slot *slots;
-    uint32_t in_state[5];  // how many slots are in each enum vmem_kv_slot_state
-    struct kv_idle *idle;  // [slot]
-    struct kv_span *spans; // [slot][group]
+    uint32_t in_state[KV_STATES]; // how many slots are in each
+    struct kv_idle *idle;         // [slot]
+    struct kv_span *spans;        // [slot][group]
     struct kv_past
         *stale;     // [slot][group]: mappings of shared pages, before lo, that the slot released when it was freed
     uint64_t clock; // counts the slots that are freed
@@ -397,10 +401,7 @@ static inline bool kv_accessed(const vmem_kv *kv, uint32_t slot)
 }
 
 // Slots that wait for kernels to end.
-static inline uint32_t kv_waiting(const vmem_kv *kv)
-{
-    return kv->in_state[VMEM_KV_ENDING] + kv->in_state[VMEM_KV_SWAPPING];
-}
+static inline uint32_t kv_waiting(const vmem_kv *kv) { return kv->in_state[KV_ENDING] + kv->in_state[KV_SWAPPING]; }
 
 // Pages that could be added without reclaiming any.
 static inline uint64_t kv_unused(const vmem_kv *kv) { return kv_less(kv->ledger.budget, kv->ledger.held); }

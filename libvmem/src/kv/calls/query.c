@@ -69,9 +69,13 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
     if (rc)
         return vmem__kv_leave(kv, rc);
     const struct kv_slot *s = &kv->slots[slot];
-    struct vmem_kv_slot_info info = {.state = s->state, .tokens = s->tokens, .shared_tokens = s->shared_tokens};
+    const bool ending = s->state == KV_ENDING, swapping = s->state == KV_SWAPPING;
+    struct vmem_kv_slot_info info = {.tokens = s->tokens, .shared_tokens = s->shared_tokens};
+    info.state = ending ? VMEM_KV_FREE : swapping ? VMEM_KV_SWAPPED : s->state;
+    info.after = kv_waits(kv, slot) ? kv->idle[slot].ends : 0;
+    info.copy_left = swapping ? kv->idle[slot].size - kv->idle[slot].copied : 0;
     info.absent_steps = s->state == VMEM_KV_ACTIVE ? kv_absent(kv, slot) : 0;
-    info.swap_bytes = s->state == VMEM_KV_FREE || s->state == VMEM_KV_ENDING ? 0 : vmem__kv_swap_size(kv, slot);
+    info.swap_bytes = info.state == VMEM_KV_FREE ? 0 : vmem__kv_swap_size(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         const struct kv_span *sp = kv_span(kv, slot, i);

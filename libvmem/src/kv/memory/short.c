@@ -27,7 +27,7 @@ static uint64_t next_end(const vmem_kv *kv, uint64_t after, bool ends)
 {
     uint64_t next = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        if (kv_waits(kv, s) && (!ends || kv->slots[s].state == VMEM_KV_ENDING) && kv->idle[s].ends > after &&
+        if (kv_waits(kv, s) && (!ends || kv->slots[s].state == KV_ENDING) && kv->idle[s].ends > after &&
             (!next || kv->idle[s].ends < next))
             next = kv->idle[s].ends;
     return next;

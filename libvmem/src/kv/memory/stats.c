@@ -20,8 +20,8 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->held_pages = kv->ledger.held;
     st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
     st->active_slots = kv->in_state[VMEM_KV_ACTIVE];
-    st->swapped_slots = kv->in_state[VMEM_KV_SWAPPED] + kv->in_state[VMEM_KV_SWAPPING];
-    st->ending_slots = kv->in_state[VMEM_KV_ENDING];
+    st->swapped_slots = kv->in_state[VMEM_KV_SWAPPED] + kv->in_state[KV_SWAPPING];
+    st->ending_slots = kv->in_state[KV_ENDING];
     st->absent_slots = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];

@@ -136,7 +136,7 @@ void vmem__kv_swap_portion_end(vmem_kv *kv, uint32_t slot)
 int vmem__kv_swap_rest(vmem_kv *kv, uint32_t slot)
 {
     int rc = 0;
-    while (!rc && kv->slots[slot].state == VMEM_KV_SWAPPING) {
+    while (!rc && kv->slots[slot].state == KV_SWAPPING) {
         rc = vmem__kv_swap_portion(kv, slot);
         if (!rc)
             vmem__kv_swap_portion_end(kv, slot);

@@ -56,18 +56,18 @@ static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
     // count on them. Nor may it matter how far the copy has come.
     const uint8_t state = kv->slots[slot].state;
     if (state != VMEM_KV_ACTIVE)
-        step = state == VMEM_KV_SWAPPING ? kv->idle[slot].ends : 0;
+        step = state == KV_SWAPPING ? kv->idle[slot].ends : 0;
     if (step <= vmem__kv_ended(kv) || kv->slots[slot].fresh)
         return end_now(kv, slot);
     vmem__kv_unstage(kv, slot);
     kv->idle[slot].ends = step;
-    vmem__kv_set_state(kv, slot, VMEM_KV_ENDING);
+    vmem__kv_set_state(kv, slot, KV_ENDING);
     return 0;
 }
 
 int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot, uint64_t after)
 {
-    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
+    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << KV_SWAPPING);
     if (!rc)
         rc = vmem__kv_check_fence(kv, after);
     if (!rc)
@@ -100,7 +100,7 @@ int vmem__kv_end_requests(vmem_kv *kv)
     int rc = 0;
     for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++) {
         int failed = 0;
-        if (kv->slots[s].state == VMEM_KV_ENDING && kv->idle[s].ends <= kv->fence.retired) {
+        if (kv->slots[s].state == KV_ENDING && kv->idle[s].ends <= kv->fence.retired) {
             vmem__kv_wait_slot(kv, s);
             failed = end_now(kv, s);
         } else if (kv_swap_due(kv, s) && kv->turn.has_worker && !shares_rows(kv, s)) {

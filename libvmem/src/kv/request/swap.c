@@ -71,7 +71,7 @@ int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, ui
     idle->copied = 0;
     idle->size = vmem__kv_swap_ops(kv, slot, 0, true, 0, 0, NULL, &n);
     idle->ends = after; // fresh slots, too: kernels may still write the attached rows
-    vmem__kv_set_state(kv, slot, VMEM_KV_SWAPPING);
+    vmem__kv_set_state(kv, slot, KV_SWAPPING);
     vmem__kv_retired(kv, vmem__kv_ended(kv));
     vmem__kv_end_requests(kv); // the slot may be due already; on failure, the next step tries again
     vmem__kv_keep_budget(kv);
@@ -81,7 +81,7 @@ int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, ui
 static int would_swap_in(vmem_kv *kv, uint32_t slot)
 {
     uint64_t pages = 0;
-    bool there = kv->slots[slot].state == VMEM_KV_SWAPPING;
+    bool there = kv->slots[slot].state == KV_SWAPPING;
     if (there && kv->flags & VMEM_KV_SAME_SLOTS)
         there = !kv_swap_due(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups && !there; i++) {
@@ -97,7 +97,7 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
     int rc = vmem__kv_check_dry(flags);
     vmem__kv_enough();
     if (!rc)
-        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << VMEM_KV_SWAPPING);
+        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << KV_SWAPPING);
     if (!rc && flags)
         return would_swap_in(kv, slot);
     if (!rc)
@@ -109,7 +109,7 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
         vmem__kv_worker_release(kv);
     }
     struct kv_slot *s = &kv->slots[rc ? 0 : slot];
-    if (!rc && s->state == VMEM_KV_SWAPPING) { // no row has been given up yet
+    if (!rc && s->state == KV_SWAPPING) { // no row has been given up yet
         vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
         s->took = (uint32_t)kv->fence.step; // as if the rows had come back
         return 0;
