@@ -95,7 +95,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kernels",
         action="store_true",
-        help="one more turn of each workload, which adds the times of the GPU's kernels to --raw",
+        help="one more turn of each workload, which adds the times of the GPU's kernels and of its pauses to --raw",
     )
     group.add_argument("--raw", type=argtypes.output_file, metavar="FILE", help="write every turn as JSON")
 

@@ -312,7 +312,8 @@ def main() -> None:
                 else:
                     with Kernels() if load.get("kernels") else contextlib.nullcontext() as kernels:
                         answer = run(llm, load, profile)
-                    say(**answer, kernels=kernels.take() if kernels else None)
+                    watched = dict(kernels=kernels.take(), pauses=kernels.pauses()) if kernels else dict(kernels=None)
+                    say(**answer, **watched)
             except Exception as error:  # the parent reports it; the engine may still work
                 say(error=f"{type(error).__name__}: {error}")
 

@@ -75,8 +75,26 @@ class Profile:
         return found
 
 
+def pauses(events: list[tuple[int, int, str]], most: int = 30) -> dict[str, Any]:
+    """When a GPU did nothing, between which kernels. events: of each kernel or copy, begin and end in ns, and its name.
+
+    {names of the kernels before and after: times, ms in all, us of one: median, most}, of those that took longest.
+    """
+    found, end, last = collections.defaultdict(list), 0, ""
+    for begins, ends, name in sorted(events):
+        if last and begins > end:
+            found[f"{last[:80]} > {name[:80]}"].append((begins - end) / 1e3)
+        if ends >= end:
+            end, last = ends, name
+    longest = sorted(found, key=lambda name: -sum(found[name]))[:most]
+    return {
+        name: dict(times=len(us), ms=sum(us) / 1e3, median=float(np.median(us)), most=max(us))
+        for name, us in ((n, found[n]) for n in longest)
+    }
+
+
 class Kernels:
-    """The GPU's kernels while it is entered: how often each ran, and for how long."""
+    """The GPU's kernels while it is entered: how often each ran, for how long, and the pauses between them."""
 
     def __enter__(self) -> "Kernels":
         from torch.profiler import ProfilerActivity, profile
@@ -88,13 +106,23 @@ class Kernels:
     def __exit__(self, *_: Any) -> None:
         self._profile.__exit__(None, None, None)
 
+    def _events(self) -> list[tuple[int, int, str]]:
+        profiler: Any = self._profile.profiler
+        return [
+            (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+            for event in profiler.kineto_results.events()
+            if event.device_type().name == "CUDA"
+        ]
+
+    def pauses(self) -> dict[str, Any]:
+        """See `pauses`."""
+        return pauses(self._events())
+
     def take(self, most: int = 30) -> dict[str, Any]:
         """{name: calls, ms in all, us of a call: median, 99th percentile}, of those that took longest."""
         found = collections.defaultdict(list)
-        profiler: Any = self._profile.profiler
-        for event in profiler.kineto_results.events():
-            if event.device_type().name == "CUDA":
-                found[event.name()[:160]].append(event.duration_ns() / 1e3)
+        for begins, ends, name in self._events():
+            found[name[:160]].append((ends - begins) / 1e3)
         longest = sorted(found, key=lambda name: -sum(found[name]))[:most]
         return {
             name: dict(calls=len(us), ms=sum(us) / 1e3, median=float(np.median(us)), p99=float(np.percentile(us, 99)))

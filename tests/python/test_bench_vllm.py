@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from pyvmem.bench import Benchmark, vllm, vllm_bursts, vllm_engine, vllm_pair, vllm_plots
+from pyvmem.bench import Benchmark, vllm, vllm_bursts, vllm_engine, vllm_pair, vllm_plots, vllm_profile
 from pyvmem.bench.records import Record
 from pyvmem.tools import cli
 
@@ -190,6 +190,15 @@ def test_kernels_are_watched_in_a_turn_of_their_own(monkeypatch):
     engines.measure({"decode": dict(kind="fixed", batch=8)})
     for engine in engines.engines.values():
         assert [load.get("kernels", False) for load in engine.asked] == [False, False, True]
+
+
+def test_pauses_are_where_no_kernel_of_any_stream_runs():
+    events = [(9_000, 10_000, "c"), (0, 5_000, "a"), (1_000, 2_000, "copy"), (5_000, 6_000, "b"), (12_000, 13_000, "a"),
+              (16_000, 18_000, "b"), (21_000, 22_000, "c")]  # fmt: skip
+    found = vllm_profile.pauses(events)
+    assert list(found) == ["b > c", "a > b", "c > a"]
+    assert found["b > c"] == dict(times=2, ms=0.006, median=3.0, most=3.0)
+    assert list(vllm_profile.pauses(events, most=1)) == ["b > c"] and vllm_profile.pauses([]) == {}
 
 
 def test_the_figure_has_a_bar_for_each_engine_and_workload():
