@@ -91,11 +91,22 @@ static void changes_of(const struct kv_span *s, struct kv_past to, struct change
     out[3] = (struct change){KV_MAX(to.lo, s->fix_hi), to.hi, 1};
 }
 
+// Whether only the end changes, among pages that nobody else has, as it does in most steps.
+static bool at_own_end(const struct kv_span *s, struct kv_past to, uint32_t shared_hi)
+{
+    return to.lo == s->fix_lo && KV_MIN(to.hi, s->fix_hi) >= shared_hi;
+}
+
 // Pages from shared_hi on have no other holder.
 static void weigh(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to, uint32_t shared_hi)
 {
     struct change changes[4];
-    changes_of(kv_span(kv, slot, group), to, changes);
+    const struct kv_span *s = kv_span(kv, slot, group);
+    if (at_own_end(s, to, shared_hi)) {
+        kv->ledger.fixed += (uint64_t)(((int64_t)to.hi - s->fix_hi) * kv->groups[group].n);
+        return;
+    }
+    changes_of(s, to, changes);
     for (const struct change *c = changes; c < changes + 4; c++) {
         int64_t own = c->lo < c->hi ? c->hi - c->lo : 0;
         for (uint32_t p = c->lo; p < KV_MIN(c->hi, shared_hi); p++) {
@@ -114,6 +125,8 @@ int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, str
     const struct kv_span *s = kv_span(kv, slot, group);
     struct change changes[4];
     int64_t delta = 0;
+    if (at_own_end(s, to, s->shared_hi))
+        return ((int64_t)to.hi - s->fix_hi) * kv->groups[group].n;
     changes_of(s, to, changes);
     for (const struct change *c = changes; c < changes + 4; c++) {
         delta += c->lo < c->hi ? ((int64_t)c->hi - c->lo) * c->by : 0;

@@ -54,7 +54,8 @@ int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_
         w->touched = vmem__kv_in_flight(kv, slot, i, w->lo, w->hi);
         w->extends = extends(s, tokens);
         const uint64_t missing = w->extends ? (uint64_t)lacks(kv, slot, i, w->lo, w->hi) * g->n : 0;
-        const uint32_t hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), vmem__kv_serves(kv, slot, i, w->hi));
+        const uint32_t serves = s->fresh ? vmem__kv_serves(kv, slot, i, w->hi) : sp->hi;
+        const uint32_t hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), serves);
         w->fix =
             (struct kv_past){KV_MIN(KV_MAX(w->touched.lo, sp->lo), hi), vmem__kv_end_of(kv, slot, i, hi, !s->fresh)};
         plan->missing += missing;
