@@ -338,7 +338,7 @@ def run(session: Session) -> list[Record]:
         kind = Engines
     import torch
 
-    log = os.environ.get("VMEM_VLLM_LOG", os.devnull)
+    log = os.environ.get("VMEM_BENCH_LOG", os.devnull)
     device = torch.cuda.get_device_name(args.device) if torch.cuda.is_available() else "CPU"
     with open(log, "a", encoding="utf-8") as file:
         turns = kind(args, device, file)

@@ -38,8 +38,11 @@ def _change(body: bytes) -> None:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(asked, dict):
         raise ValueError("the body must be a JSON object")
-    rank = asked.pop("rank", None)
-    pages = [page for engine, page in _mine() if rank is None or engine.rank == rank]
+    rank, mine = asked.pop("rank", None), _mine()
+    if not mine:
+        raise ValueError("no engine of this server is on vMem: VMEM_VLLM must be 1, and VLLM_PLUGINS, where it is set, "
+                         "must include vmem")  # fmt: skip
+    pages = [page for engine, page in mine if rank is None or engine.rank == rank]
     if not pages:
         raise ValueError(f"rank {json.dumps(rank)} is not here: GET {PATH} lists the engines")
     for page in pages:

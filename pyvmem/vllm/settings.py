@@ -11,6 +11,7 @@ from typing import Any
 
 LAYOUTS = ("auto", "vllm", "slots")
 MOST = 10**15 - 1
+MOST_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def _wrong(name: str, text: str, must: str) -> ValueError:
 
 
 def _whole(name: str, text: str) -> int:
-    if not text.isdecimal() or len(text) > len(str(MOST)):  # int() may refuse long texts in words of its own
+    if not re.fullmatch(f"[0-9]{{1,{len(str(MOST))}}}", text):  # int() may refuse long texts in words of its own
         raise _wrong(name, text, f"a whole number from 0 to {MOST}")
     return int(text)
 
@@ -48,7 +49,10 @@ def _bytes(name: str, text: str) -> int:
     size = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) *([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
     if size is None:
         raise _wrong(name, text, "a size in bytes, such as 16G")
-    return int(float(size[1]) * (1 << 10 * " KMGT".index(size[2].upper() or " ")))
+    given = int(float(size[1]) * (1 << 10 * " KMGT".index(size[2].upper() or " ")))
+    if given > MOST_BYTES:
+        raise _wrong(name, text, f"at most {MOST_BYTES >> 40}T")
+    return given
 
 
 def _page(name: str, text: str) -> int:
@@ -76,6 +80,19 @@ def _layout(name: str, text: str) -> str:
     return text
 
 
+_FIELDS = (
+    ("VMEM_VLLM_STRICT", "strict", _flag),
+    ("VMEM_VLLM_LAYOUT", "layout", _layout),
+    ("VMEM_VLLM_PAGE_SIZE", "page_size", _page),
+    ("VMEM_VLLM_LIMIT", "limit", _bytes),
+    ("VMEM_VLLM_MIN", "minimum", _bytes),
+    ("VMEM_VLLM_MAX", "maximum", _bytes),
+    ("VMEM_VLLM_PRIORITY", "priority", _whole),
+    ("VMEM_VLLM_POOL", "pool", _name),
+    ("VMEM_VLLM_POOL_SIZE", "pool_size", _bytes),
+)
+
+
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """The `Settings` of an environment; the defaults where VMEM_VLLM is off, whatever else is set.
 
@@ -83,24 +100,21 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """
     if not _flag("VMEM_VLLM", _text(environ, "VMEM_VLLM")):
         return Settings()
+    known = ["VMEM_VLLM", *(name for name, _, _ in _FIELDS)]
+    for name in environ:
+        if name.startswith("VMEM_VLLM_") and name not in known:
+            raise ValueError(f"{name} is not a setting of vMem's: these are {', '.join(known)}")
     given: dict[str, Any] = {"on": True}
-    for name, field, parse in (
-        ("VMEM_VLLM_STRICT", "strict", _flag),
-        ("VMEM_VLLM_LAYOUT", "layout", _layout),
-        ("VMEM_VLLM_PAGE_SIZE", "page_size", _page),
-        ("VMEM_VLLM_LIMIT", "limit", _bytes),
-        ("VMEM_VLLM_MIN", "minimum", _bytes),
-        ("VMEM_VLLM_MAX", "maximum", _bytes),
-        ("VMEM_VLLM_PRIORITY", "priority", _whole),
-        ("VMEM_VLLM_POOL", "pool", _name),
-        ("VMEM_VLLM_POOL_SIZE", "pool_size", _bytes),
-    ):
+    for name, field, parse in _FIELDS:
         if text := _text(environ, name):
             given[field] = parse(name, text)
     made = Settings(**given)
     if made.maximum and made.minimum > made.maximum:
         raise _wrong("VMEM_VLLM_MIN", _text(environ, "VMEM_VLLM_MIN"),
                      f"at most VMEM_VLLM_MAX={_text(environ, 'VMEM_VLLM_MAX')}")  # fmt: skip
+    if made.pool_size and made.minimum > made.pool_size:
+        raise _wrong("VMEM_VLLM_MIN", _text(environ, "VMEM_VLLM_MIN"),
+                     f"at most VMEM_VLLM_POOL_SIZE={_text(environ, 'VMEM_VLLM_POOL_SIZE')}")  # fmt: skip
     if made.pool_size and not made.pool:
         raise ValueError("VMEM_VLLM_POOL_SIZE is set, but VMEM_VLLM_POOL names no pool")
     return made

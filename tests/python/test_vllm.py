@@ -45,7 +45,9 @@ def test_sizes():
         ("VMEM_VLLM", "yes", "0 or 1"),
         ("VMEM_VLLM_LIMIT", "-1", "a size in bytes, such as 16G"),
         ("VMEM_VLLM_MIN", "1G2", "a size in bytes, such as 16G"),
+        ("VMEM_VLLM_LIMIT", "999999999999T", "at most 1048576T"),
         ("VMEM_VLLM_PRIORITY", "1" * 40, f"a whole number from 0 to {settings.MOST}"),
+        ("VMEM_VLLM_PRIORITY", "\u0663", f"a whole number from 0 to {settings.MOST}"),
         ("VMEM_VLLM_LAYOUT", "token", "one of auto, vllm, slots"),
         ("VMEM_VLLM_STRICT", "2", "0 or 1"),
         ("VMEM_VLLM_PAGE_SIZE", "3M", "a power of two, such as 256K"),
@@ -61,11 +63,19 @@ def test_wrong_settings_name_the_variable(name, text, must):
 @pytest.mark.parametrize("given, told", [
     (dict(VMEM_VLLM_MIN="2G", VMEM_VLLM_MAX="1G"), "VMEM_VLLM_MIN=2G must be at most VMEM_VLLM_MAX=1G"),
     (dict(VMEM_VLLM_POOL_SIZE="2G"), "VMEM_VLLM_POOL names no pool"),
+    (dict(VMEM_VLLM_POOL="a", VMEM_VLLM_POOL_SIZE="1G", VMEM_VLLM_MIN="2G"),
+     "VMEM_VLLM_MIN=2G must be at most VMEM_VLLM_POOL_SIZE=1G"),
 ])  # fmt: skip
 def test_settings_that_contradict_each_other(given, told):
     with pytest.raises(ValueError, match=told):
         settings.read(dict(given, VMEM_VLLM="1"))
-    settings.read(dict(given, VMEM_VLLM="1", VMEM_VLLM_MAX="2G", VMEM_VLLM_POOL="a"))
+    settings.read(dict(given, VMEM_VLLM="1", VMEM_VLLM_MAX="2G", VMEM_VLLM_POOL="a", VMEM_VLLM_POOL_SIZE="2G"))
+
+
+def test_a_name_that_is_no_setting_is_not_ignored():
+    with pytest.raises(ValueError, match="^VMEM_VLLM_LIMITS is not a setting of vMem's: .* VMEM_VLLM_LIMIT,"):
+        settings.read({"VMEM_VLLM": "1", "VMEM_VLLM_LIMITS": "16G"})
+    settings.read({"VMEM_VLLM": "0", "VMEM_VLLM_LIMITS": "16G"})
 
 
 # ---- the plugin -----------------------------------------------------------------------------------------------------
@@ -578,6 +588,12 @@ def test_wrong_settings_over_http_change_nothing(body, says):
     assert status == 400 and says in told["error"]
     assert page[control.LIMIT] == control.NO_LIMIT and page[control.MIN] == page[control.MAX] == 0
     assert ask("DELETE")[0] == 405
+
+
+def test_a_server_that_is_not_on_vmem_says_so(folder):
+    assert ask("GET") == (200, {"engines": []})
+    status, told = ask("POST", b'{"limit": 5}')
+    assert status == 400 and "VLLM_PLUGINS, where it is set, must include vmem" in told["error"]
 
 
 # ---- leases ---------------------------------------------------------------------------------------------------------
