@@ -123,6 +123,26 @@ static void test_shared_rows_are_not_written(void)
     end();
 }
 
+// Nor are rows of a partial page that the request has copied, whatever is dropped elsewhere.
+static void test_a_copied_row_stays_shared(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 16};
+    struct vmem_kv_slot_info info = {.size = sizeof info};
+    uint64_t runs[2];
+    make(0, &tensor, 1, 40);
+    alloc(0);
+    alloc(1);
+    step(40, 0);
+    OK(k_hold(kv, 0, 0, 36, &runs[0]));
+    OK(k_attach(kv, runs[0], 1, 36, 0));
+    OK(k_hold(kv, 0, 36, 4, &runs[1]));
+    OK(vmem_kv_drop(kv, &runs[1], 1, UINT64_MAX, 0, NULL));
+    OK(vmem_kv_get_slot(kv, 1, &info));
+    CHECK_EQ(info.shared_tokens, 36);
+    ERR(vmem_kv_step(kv, (int32_t[SLOTS]){0, 34}, SLOTS, 0), EINVAL, "rows below 36 are shared");
+    end();
+}
+
 // What runs hold of a request that went back is not counted as free: check and step agree.
 static void test_runs_behind_a_request_are_not_free(void)
 {
@@ -473,6 +493,7 @@ int main(int argc, char **argv)
     test_a_shortage_names_the_step_to_wait_for();
     test_an_alloc_is_no_longer_than_a_slot();
     test_shared_rows_are_not_written();
+    test_a_copied_row_stays_shared();
     test_runs_behind_a_request_are_not_free();
     test_attach_on_a_full_device();
     test_truncate_on_a_full_device();

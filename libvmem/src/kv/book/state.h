@@ -387,8 +387,6 @@ static inline bool kv_joined(const vmem_kv *kv, uint32_t slot, uint32_t group, u
 
 static inline uint64_t kv_less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
-static inline uint64_t kv_floor_pages(uint64_t bytes, const vmem_kv *kv) { return bytes >> kv->page_shift; }
-
 static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
 {
     return (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0);

@@ -6,21 +6,25 @@
 
 #include "kv/run/run.h"
 
-void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot)
+// Makes rows at the end of the shared ones the slot's own if they have no other holder now.
+static void unmark_shared(vmem_kv *kv, uint32_t slot)
 {
     uint64_t shared = 0;
+    bool fell = false; // else a copy of a last, partial page stays counted, whatever is dropped elsewhere
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const uint64_t row_bytes = kv->groups[i].row_bytes;
         struct kv_span *sp = kv_span(kv, slot, i);
-        if (!sp->shared_hi)
+        const uint32_t before = sp->shared_hi;
+        if (!before)
             continue;
         while (sp->shared_hi > sp->lo && !kv_row(kv, slot, i, sp->shared_hi - 1))
             sp->shared_hi--;
         sp->shared_hi = sp->shared_hi > sp->lo ? sp->shared_hi : 0;
+        fell |= sp->shared_hi < before;
         shared = KV_MAX(shared, (((uint64_t)sp->shared_hi << kv->page_shift) + row_bytes - 1) / row_bytes);
     }
     uint32_t *tokens = &kv->slots[slot].shared_tokens;
-    *tokens = (uint32_t)KV_MIN(*tokens, shared);
+    *tokens = fell ? (uint32_t)KV_MIN(*tokens, shared) : *tokens;
 }
 
 // Whether dropping the run, and the runs that share a page with it, frees a page.
@@ -35,28 +39,35 @@ static bool frees(const vmem_kv *kv, const struct kv_run *r)
     return false;
 }
 
-// Removes the run, and appends pages without another holder to the list. Changes nothing on -ENOMEM.
-static int drop(vmem_kv *kv, struct kv_cut *c, uint32_t i)
+// Lets go of pages, and appends those without another holder to the list. Changes nothing on -ENOMEM.
+static int let_go(vmem_kv *kv, struct kv_cut *c, const struct kv_rows *r, bool kept)
 {
-    struct kv_runs *all = &kv->runs;
-    struct kv_run *r = &all->list[i];
-    int rc = vmem__kv_room_for(&c->pages, &c->cap_pages, c->n_pages + r->rows->n_pages, sizeof(*c->pages));
-    if (rc)
-        return rc;
-    for (uint32_t j = 0; j < kv->n_groups; j++) {
-        const vmem_page *pages = vmem__kv_rows_pages(kv, r->rows, j);
-        const uint32_t n = r->rows->rows[j].hi - r->rows->rows[j].lo;
+    int rc = vmem__kv_room_for(&c->pages, &c->cap_pages, c->n_pages + r->n_pages, sizeof(*c->pages));
+    for (uint32_t j = 0; j < kv->n_groups && !rc; j++) {
+        const vmem_page *pages = vmem__kv_rows_pages(kv, r, j);
+        const uint32_t n = r->rows[j].hi - r->rows[j].lo;
         for (uint32_t k = 0; k < n; k++) {
             struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
-            all->unmark |= ref->slots != 0;
+            kv->runs.unmark |= ref->slots != 0;
             for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->prefixes == 1; t++)
                 c->pages[c->n_pages++] = pages[(uint64_t)t * n + k];
-            if (kv_keeps(r))
+            if (kept)
                 vmem__kv_ref_hold(kv, ref, 0, -1);
             else
                 vmem__kv_ref_cache(kv, ref, -1);
         }
     }
+    return rc;
+}
+
+// Removes the run. As let_go.
+static int drop(vmem_kv *kv, struct kv_cut *c, uint32_t i)
+{
+    struct kv_runs *all = &kv->runs;
+    struct kv_run *r = &all->list[i];
+    int rc = let_go(kv, c, r->rows, kv_keeps(r));
+    if (rc)
+        return rc;
     if (!r->pins)
         vmem__kv_run_unlink(all, i);
     all->n--;
@@ -82,7 +93,7 @@ static void begin_drop(vmem_kv *kv)
 static void unmark(vmem_kv *kv)
 {
     for (uint32_t s = 0; s < kv->n_slots && kv->runs.unmark; s++)
-        vmem__kv_unmark_shared(kv, s);
+        unmark_shared(kv, s);
 }
 
 static uint64_t end_drop(vmem_kv *kv)
@@ -192,6 +203,22 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
         return rc;
     vmem__kv_wait_cut(kv);
     *freed = end_drop(kv);
+    return rc;
+}
+
+void vmem__kv_rows_hold(vmem_kv *kv, const struct kv_rows *r)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        for (uint32_t k = 0; k < r->rows[i].hi - r->rows[i].lo; k++)
+            vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r, i)[k]), 0, 1);
+}
+
+int vmem__kv_rows_let_go(vmem_kv *kv, const struct kv_rows *r)
+{
+    begin_drop(kv);
+    int rc = let_go(kv, &kv->cut, r, true);
+    kv->runs.unmark = false; // what the slots share, they share with others
+    end_drop(kv);
     return rc;
 }
 

@@ -121,32 +121,3 @@ struct kv_rows *vmem__kv_gather(const vmem_kv *kv, uint32_t tokens)
     free(rows);
     return all;
 }
-
-void vmem__kv_rows_hold(vmem_kv *kv, const struct kv_rows *r)
-{
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        for (uint32_t k = 0; k < r->rows[i].hi - r->rows[i].lo; k++)
-            vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r, i)[k]), 0, 1);
-}
-
-int vmem__kv_rows_let_go(vmem_kv *kv, const struct kv_rows *r)
-{
-    vmem__kv_wait_cut(kv);
-    struct kv_grow *l = &kv->grow; // only its page list is used
-    int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, r->n_pages, sizeof(*l->pages));
-    if (rc)
-        return rc;
-    uint64_t n = 0;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const vmem_page *pages = vmem__kv_rows_pages(kv, r, i);
-        const uint32_t rows = r->rows[i].hi - r->rows[i].lo;
-        for (uint32_t k = 0; k < rows; k++) {
-            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
-            for (uint32_t t = 0; t < kv->groups[i].n && !ref->slots && ref->prefixes == 1; t++)
-                l->pages[n++] = pages[(uint64_t)t * rows + k];
-            vmem__kv_ref_hold(kv, ref, 0, -1);
-        }
-    }
-    kv->ledger.held -= vmem__kv_release(kv, l->pages, n);
-    return 0;
-}

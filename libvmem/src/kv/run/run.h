@@ -45,6 +45,9 @@ void vmem__kv_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages);
 // Pages that eviction can free when memory is short.
 uint64_t vmem__kv_evictable(const vmem_kv *kv);
 void vmem__kv_drop_all_runs(vmem_kv *kv);
+// Holds these pages, which others hold, or lets go of them, releasing those without another holder.
+void vmem__kv_rows_hold(vmem_kv *kv, const struct kv_rows *r);
+int vmem__kv_rows_let_go(vmem_kv *kv, const struct kv_rows *r);
 
 // ---- found.c
 
@@ -55,11 +58,5 @@ int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most,
 uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied);
 // Gathers the pages of the first tokens of the runs found, as if one slot had written them; NULL: no memory.
 struct kv_rows *vmem__kv_gather(const vmem_kv *kv, uint32_t tokens);
-// Holds these pages, which others hold, or lets go of them, releasing those without another holder.
-void vmem__kv_rows_hold(vmem_kv *kv, const struct kv_rows *r);
-int vmem__kv_rows_let_go(vmem_kv *kv, const struct kv_rows *r);
-
-// Makes rows at the end of the shared ones the slot's own if they have no other holder now.
-void vmem__kv_unmark_shared(vmem_kv *kv, uint32_t slot);
 
 #endif
