@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from pyvmem.kv.view import _started, view_folder
 
-MAGIC, VERSION = 0x6D656D76_6C6C6D00, 2
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 3
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
@@ -35,12 +35,12 @@ RING = 1 << 15  # words
 _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 # What the scheduler publishes. Blocks, unless it says otherwise.
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
- PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED) = range(16, 37)  # fmt: skip
+ PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED) = range(16, 38)  # fmt: skip
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
 IN_BLOCKS, IN_SLOTS = 1, 2
-(ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES,
- NULL, SPAN) = range(64, 64 + 9 * RANKS, RANKS)  # fmt: skip
+(ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES, NULL, SPAN, POOL_BYTES,
+ POOL_FREE) = range(64, 64 + 11 * RANKS, RANKS)  # fmt: skip
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
 BOARD_WORDS, ANSWERS = 264, 256
 DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, BUDGET, SHRINK_TO, _FIRST_ANSWER = range(9)

@@ -109,8 +109,10 @@ class Keeper:
         self.total: int = self.pool.num_gpu_blocks - 1  # without the null block
         self._all_bytes = self.total * block_bytes
         self.least, self.low = min(least, self.total), low
-        self._watermark = manager.watermark_blocks / max(self.total, 1)
+        self.watermark: int = manager.watermark_blocks
+        self._watermark = self.watermark / max(self.total, 1)
         self._allowed: int = self.total  # what the manager's watermark is for
+        self._full = False
         queue = self.pool.free_block_queue
         _grow(queue, CountedQueue)
         queue.front = {b.block_id for b in queue.get_all_free_blocks()}
@@ -131,6 +133,8 @@ class Keeper:
         self._less, self._fitted, self._most = 0, 0.0, 0
         self.step = 0
         self.lent = False
+        self.share: int | None = None  # of the pool's blocks, while another engine lacks some; None: no other does
+        self.soon = 0  # blocks that running requests take in the next steps
         self.pool.vmem = self
         _grow(self.pool, KeptPool)
         page[control.BLOCKS], page[control.BLOCK_BYTES] = self.total, block_bytes
@@ -156,16 +160,28 @@ class Keeper:
         return count
 
     @property
+    def used(self) -> int:
+        """Blocks in use."""
+        return self.circulating - int(self.pool.get_num_free_blocks())
+
+    @property
     def coming(self) -> int:
         """Blocks that workers are backing."""
         return self._n_coming
+
+    @property
+    def most(self) -> int:
+        """Blocks that may circulate, whatever other engines have."""
+        return int(min(max(self._most_bytes() // self.block_bytes - self._less, self.least), self.total))
 
     def allowed(self) -> int:
         """Blocks that may circulate now."""
         if self.lent:
             return 0
-        most = min(max(self._most_bytes() // self.block_bytes - self._less, self.least), self.total)
-        return int(min(most, self._left_bytes() // self.block_bytes))
+        most = min(self.most, self._left_bytes() // self.block_bytes)
+        if self.share is not None:  # nobody grows beyond it
+            most = min(most, max(self.share, self.circulating + self._n_coming))
+        return int(most)
 
     def _most_bytes(self) -> int:
         """The most that blocks may take: the smaller of limit and maximum, in whole pages."""
@@ -232,19 +248,29 @@ class Keeper:
         self._enter()
         self.fit()
         allowed = self.allowed()
-        if allowed != self._allowed:
-            self._allowed = allowed
-            self.manager.watermark_blocks = int(self._watermark * allowed)
+        full = self.share is not None and self.used >= self.share  # then no request begins
+        if (allowed, full) != (self._allowed, self._full):
+            self._allowed, self._full = allowed, full
+            self.watermark = int(self._watermark * allowed)
+            self.manager.watermark_blocks = self.total if full else self.watermark
         beyond = self.circulating + self._n_coming - allowed
         if beyond > 0 or self._pages_beyond():
             self._shrink(beyond, MOST_LEAVING)
         elif len(self._coming) < MOST_ORDERS:
             ready = self.ready(need)
             wanted = ready - self.spare - self._n_coming
+            if self.page[control.POOL]:  # others give memory for requests, not for what is kept ready
+                wanted = min(wanted, max(self._room(), need - self.spare - self._n_coming))
             if first:
                 self._want(min(wanted, need, -beyond))
             elif 4 * wanted > ready or self.spare < need:  # not a few in each step: a driver's calls disturb the device
                 self._want(min(wanted, -beyond))
+
+    def _room(self) -> int:
+        """Blocks for which the pool has memory that nobody uses."""
+        free = self.page.words[control.POOL_FREE : control.POOL_FREE + self.ranks]
+        boards = self.page.boards(self.ranks)
+        return int((free + boards[:, control.BUDGET] - boards[:, control.HELD]).min()) // self.block_bytes
 
     def grows(self) -> bool:
         """Whether blocks are on their way or may be ordered."""
@@ -398,10 +424,11 @@ class Keeper:
         """vLLM has forgotten the prefix cache: no free block has contents."""
         self._queue.front.update(b.block_id for b in self._queue.get_all_free_blocks())
 
-    def publish(self, wanted: int = 0, yields: bool = False) -> None:
+    def publish(self, wanted: int = 0, yields: bool = False, keeps: int = 0) -> None:
         """Write the numbers of the control page.
 
-        wanted : blocks that requests lack. yields: whether requests give way to another engine's.
+        wanted : blocks that requests lack. yields: whether requests give way to another engine's. keeps: free blocks
+        that requests take next, which are not for others unless this engine has more than its share.
         """
         page, free, spare, circulating = self.page.cells, self.pool.get_num_free_blocks(), self.spare, self.circulating
         page[control.ALLOWED], page[control.OUT] = self.allowed(), len(self._out)
@@ -409,4 +436,7 @@ class Keeper:
         page[control.USED], page[control.WANTED], page[control.LENT] = circulating - free, wanted, self.lent
         minimum = -(-page[control.MIN] // self.block_bytes)
         # Without `yields`, others get what no request uses; with it, vLLM preempts requests for them.
-        page[control.OFFERED] = max(min(circulating if yields else free, circulating - minimum), 0)
+        offered = circulating if yields else free - keeps
+        if self.share is not None and not yields:
+            offered = max(offered, min(circulating - self.share, free - self.soon))
+        page[control.OFFERED] = max(min(offered, circulating - minimum), 0)

@@ -16,8 +16,9 @@ from typing import Any
 
 from pyvmem.vllm import control
 
-LOOK = 0.05  # seconds between looks at the other engines' pages
+LOOK = 0.02  # seconds between looks at the other engines' pages
 FIND = 1.0  # and between searches for engines
+HANGS = 1.0  # seconds without a step, after which nobody waits for a starved engine
 MOST_WAITING = 64  # requests that are looked at
 
 
@@ -26,8 +27,10 @@ def number_of(pool: str) -> int:
     return zlib.crc32(pool.encode()) | 1 << 32 if pool else 0
 
 
-def lacking(scheduler: Any, coming: int, most: int) -> int:
+def lacking(scheduler: Any, coming: int, most: int, watermark: int = 0) -> int:
     """Blocks that the requests of a scheduler of vLLM's lack, at most `most`.
+
+    coming: what workers are backing. watermark: what vLLM leaves free when a request begins.
 
     Running requests want a block each in each group, waiting ones their rows as far as they are known.
     """
@@ -37,24 +40,45 @@ def lacking(scheduler: Any, coming: int, most: int) -> int:
     for request in itertools.islice(scheduler.waiting, MOST_WAITING):
         need += sum(request.num_tokens // size + 1 for size in sizes)
     if scheduler.waiting:
-        need += manager.watermark_blocks
+        need += watermark
     return int(min(max(need - manager.block_pool.get_num_free_blocks() - coming, 0), max(most, 0)))
 
 
+def oldest(scheduler: Any) -> int:
+    """When the oldest request came that a scheduler looks at first, in microseconds; at least 1."""
+    requests = itertools.chain(scheduler.running, itertools.islice(scheduler.waiting, 1))
+    return max(int(min((r.arrival_time for r in requests), default=0) * 1e6), 1)
+
+
 class Neighbours:
-    """The other engines in the pool of one engine."""
+    """The other engines in the pool of one engine.
+
+    Attributes
+    ----------
+    yields : bool
+        Whether one of a higher priority lacks memory.
+    share : int
+        Bytes of a worker's pool for each engine that has requests, this one among them. At least its minimum.
+    pressed : bool
+        Whether one lacks memory that has less than that, and no lower priority.
+    first, behind : bool
+        Among the engines that are starved, the one whose request is oldest comes first: whether that is this one, or
+        another. So requests that need more than a share are served one after another.
+    """
 
     def __init__(self, page: control.Page) -> None:
         self._page = page
         self._pages: list[control.Page] = []
         self._found = self._looked = 0.0
-        self._yields = False
+        self._steps: dict[int, tuple[int, float]] = {}  # of each process, and since when
+        self.yields = self.pressed = self.first = self.behind = False
+        self.share = 0
 
-    def yields(self) -> bool:
-        """Whether an engine of a higher priority lacks memory."""
+    def look(self) -> None:
+        """Read what the others publish, at most every `LOOK` seconds."""
         now, page = time.monotonic(), self._page
         if not page[control.POOL]:
-            return False
+            return
         if now >= self._found + FIND:
             self._found = now
             self._pages = [
@@ -63,7 +87,27 @@ class Neighbours:
             ]  # fmt: skip
         if now >= self._looked + LOOK:
             self._looked = now
-            self._yields = any(
-                o[control.WANTED] and o[control.PRIORITY] > page[control.PRIORITY] for o in self._pages
+            active = [o for o in self._pages if o[control.USED] or o[control.WANTED]]
+            self.share = max(page[control.POOL_BYTES] // (1 + len(active)), page[control.MIN])
+            lacking = [o for o in active if o[control.WANTED]]
+            self.yields = any(o[control.PRIORITY] > page[control.PRIORITY] for o in lacking)
+            first = min((key for o in (page, *self._pages) if (key := self._starved(o, now))), default=None)
+            self.first = first is not None and first[1] == page[control.PID]
+            self.behind = first is not None and not self.first
+            self.pressed = any(
+                _bytes(o) < self.share and o[control.PRIORITY] >= page[control.PRIORITY] for o in lacking
             )  # fmt: skip
-        return self._yields
+
+    def _starved(self, page: control.Page, now: float) -> tuple[int, int] | None:
+        """When the oldest request of a starved engine came, and the engine's process; None if it is not, or hangs."""
+        pid, step = page[control.PID], page[control.STEP]
+        if not page[control.STARVED]:
+            return None
+        if self._steps.get(pid, (-1, 0.0))[0] != step:
+            self._steps[pid] = step, now
+        return (page[control.STARVED], pid) if now < self._steps[pid][1] + HANGS else None
+
+
+def _bytes(page: control.Page) -> int:
+    """Bytes of the blocks that circulate in an engine."""
+    return (page[control.USED] + page[control.CACHED] + page[control.SPARE]) * page[control.BLOCK_BYTES]

@@ -21,6 +21,7 @@ LOOK = 0.05  # seconds between looks at the control page while no step runs
 BUSY = 0.2  # and while steps run, which look themselves: a thread that wakes up delays them
 IDLE = 0.3  # seconds without requests after which spare blocks lose their pages
 LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory that is lent
+GROWTH = 4  # blocks of each group that a request which runs may take before others get what is free
 AWAIT = 0.2  # seconds that a step waits for blocks that are being backed rather than to evict or preempt
 KEEP = 64 << 20  # bytes of spare blocks at most that an idle engine keeps for the next request
 
@@ -99,6 +100,7 @@ class SchedulerMemory:
         """A step is about to be scheduled."""
         self._busy = time.monotonic()
         self._obey()
+        self._look_around()
         if self.keeper.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
         waiting, running = self._scheduler.waiting, self._scheduler.running
@@ -152,14 +154,31 @@ class SchedulerMemory:
         return self.page[control.ATTACHED] == control.IN_SLOTS
 
     def _publish(self) -> None:
-        keeper, wanted = self.keeper, 0
-        if self.page[control.POOL] and not keeper.lent:
+        keeper, page, wanted, lacks, starved = self.keeper, self.page, 0, 0, 0
+        if page[control.POOL] and not keeper.lent:
+            lacks = lease.lacking(self._scheduler, keeper.coming, keeper.most - keeper.circulating, keeper.watermark)
             most = keeper.allowed() - keeper.circulating
-            wanted = lease.lacking(self._scheduler, keeper.coming, most)
             if keeper.refused_lately():  # others may have budget that they do not use, and it goes to who asks
-                wanted = max(wanted, min(max(self._need(), self._one_each) - keeper.spare, most))
-        self._short = wanted > 0 and not self._scheduler.running
-        keeper.publish(wanted, self._neighbours.yields())
+                wanted = min(max(self._need(), self._one_each) - keeper.spare, most)
+            wanted = max(wanted, min(lacks, most), 0)
+            if lacks and len(self._scheduler.running) <= 1:
+                starved = lease.oldest(self._scheduler)
+        page[control.STARVED] = starved
+        self._short = lacks > 0 and not self._scheduler.running
+        keeper.publish(wanted, self._neighbours.yields, self._soon() if page[control.POOL] else 0)
+
+    def _soon(self) -> int:
+        """Blocks that requests take in the next steps."""
+        return self.keeper.soon + (self._need() if self._scheduler.waiting else 0)
+
+    def _look_around(self) -> None:
+        """See what the other engines of the pool have and lack."""
+        if self.page[control.POOL]:
+            near = self._neighbours
+            near.look()
+            share = near.share // self.keeper.block_bytes if near.pressed and not near.first else None
+            self.keeper.share = 0 if near.behind else share
+            self.keeper.soon = GROWTH * self._one_each
 
     def _obey(self) -> None:
         """Lend everything, or stop to, as the owner says."""
@@ -193,6 +212,7 @@ class SchedulerMemory:
                     continue
                 with self.lock:
                     self._obey()
+                    self._look_around()
                     idle = not self._scheduler.has_unfinished_requests()
                     idle = idle and time.monotonic() - self._busy >= IDLE
                     self.keeper.between(idle, min(KEEP // self.keeper.block_bytes, self.keeper.ready()))

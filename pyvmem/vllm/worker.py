@@ -163,6 +163,7 @@ class WorkerMemory:
             self._share = share
             blocks.set_share(*share)
         blocks.offer(page[control.OFFERED] * page[control.BLOCK_BYTES])
+        page[control.POOL_BYTES + self._rank], page[control.POOL_FREE + self._rank] = self._pool_size, self._pool.free
         most = min(page[control.MAX] or self._pool_size, self._pool_size)
         held = int(self._board[control.HELD])
         wanted = min(page[control.WANTED] * page[control.BLOCK_BYTES], most - held)

@@ -633,10 +633,42 @@ def test_an_engine_yields_to_one_of_its_pool_with_a_higher_priority_that_lacks_m
     monkeypatch.setattr(lease, "FIND", 0)
     mine, other = engine(POOL=5), engine("def", POOL=5, PRIORITY=1)
     neighbours = lease.Neighbours(mine)
-    assert not neighbours.yields()  # it lacks nothing
+
+    def yields(seen=neighbours):
+        seen.look()
+        return seen.yields
+
+    assert not yields()  # it lacks nothing
     other[control.WANTED] = 3
-    assert neighbours.yields() and not lease.Neighbours(other).yields()
+    assert yields() and not yields(lease.Neighbours(other))
     other[control.POOL] = 6
-    assert not neighbours.yields()
+    assert not yields()
     other[control.POOL], mine[control.PRIORITY] = 5, 1
-    assert not neighbours.yields()
+    assert not yields()
+
+
+def test_an_engine_keeps_to_its_share_while_another_lacks_some_of_its_own(monkeypatch):
+    monkeypatch.setattr(lease, "LOOK", 0)
+    monkeypatch.setattr(lease, "FIND", 0)
+    mine, other, idle = (
+        engine(POOL=5, POOL_BYTES=60 << 20),
+        engine("def", POOL=5, USED=20),
+        engine("ghi", POOL=5, CACHED=9),
+    )
+    neighbours = lease.Neighbours(mine)
+
+    def pressed():
+        neighbours.look()
+        return neighbours.pressed
+
+    assert not pressed() and neighbours.share == 30 << 20  # the idle one counts for nothing
+    other[control.WANTED] = 1
+    assert pressed()
+    other[control.CACHED] = 10
+    assert not pressed()  # it has its share
+    other[control.CACHED], mine[control.PRIORITY] = 0, 1
+    assert not pressed()  # it is less important
+    mine[control.PRIORITY], idle[control.WANTED] = 0, 1
+    assert pressed() and neighbours.share == 20 << 20
+    mine[control.MIN] = 50 << 20
+    assert pressed() and neighbours.share == 50 << 20

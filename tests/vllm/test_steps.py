@@ -1,6 +1,7 @@
 """The keeper and the pages on vLLM's own scheduler: every row that attention can read is read back, in every step."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -252,6 +253,61 @@ def test_scattered_blocks_leave_until_their_pages_fit(engine):
     most = max(before // 2, e.keeper.least * e.keeper.block_bytes) + (4 << 20)  # and the null block's page, and a part
     assert max(e.workers[0].resident[-20:]) <= most
     assert maps_in_steps(e) == 0
+
+
+def test_in_a_pool_an_engine_keeps_to_its_share(engine):
+    e = engine()
+    e.run(30)
+    e.page[control.POOL] = 1
+    blocks, most = e.scheduler.kv_cache_manager.block_pool, e.keeper.allowed()
+    circulating, free = e.keeper.circulating, blocks.get_num_free_blocks()
+
+    def offered(share, **more):
+        e.keeper.share = share
+        e.keeper.publish(**more)
+        return e.page[control.OFFERED]
+
+    assert offered(None) == free and offered(None, keeps=10) == free - 10
+    assert offered(circulating - 20, keeps=free) == 20 and offered(circulating + 1, keeps=free) == 0
+    e.keeper.soon = free - 5  # of running requests
+    assert offered(0, keeps=free) == 5 and offered(0, keeps=free, yields=True) == circulating
+    e.keeper.soon, e.keeper.share = 0, 20
+    assert e.keeper.allowed() == circulating + e.keeper.coming
+    e.keeper.share = most + 9
+    assert e.keeper.allowed() == most
+    e.every = lambda: setattr(e.keeper, "share", e.random.choice([None, 10, 60, 200]))
+    e.run(60)
+    assert maps_in_steps(e) == 0
+
+
+def test_in_a_pool_what_is_kept_ready_takes_no_memory_of_others(engine):
+    e = engine(blocks=1000, batch=4096)
+    e.page[control.POOL] = 1
+    e.keeper._room = lambda: 0
+    e.run(12)
+    assert e.keeper.spare < 60 and maps_in_steps(e) == 0  # the requests' own
+    e.keeper._room = lambda: 200
+    e.run(1)
+    assert e.keeper.spare > 90
+
+
+def test_engines_of_a_pool_serve_at_one_time_what_it_holds_once(engine, monkeypatch):
+    for name, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=f"steps-{os.getpid()}", VMEM_VLLM_POOL_SIZE="8M").items():
+        monkeypatch.setenv(name, text)
+    one, two = engine(kinds=("full",)), engine(kinds=("full",))  # 128 blocks
+    one.every = two.every = lambda: [w.finish() for w in one.workers + two.workers]  # fences pass
+    for _ in range(2):
+        one.run(30)  # its prefix cache fills the pool
+        one.idle()
+        two.run(10)
+        assert two.preempted == 0 and one.resident()[0] + two.resident()[0] <= 126
+    both = [threading.Thread(target=e.run, args=(60,)) for e in (one, two)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert not one.scheduler.has_unfinished_requests() and not two.scheduler.has_unfinished_requests()
+    assert maps_in_steps(one) == maps_in_steps(two) == 0 and min(one.read, two.read) > 1000
 
 
 def test_a_limit_counts_the_bytes_of_pages_that_blocks_share(engine, monkeypatch):
