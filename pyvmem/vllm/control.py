@@ -36,6 +36,7 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 # What the scheduler publishes. Blocks, unless it says otherwise.
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
  PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED) = range(16, 38)  # fmt: skip
+_MAKER, _MAKER_STARTED = 62, 63  # the process that made the page, which may be a worker
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
 IN_BLOCKS, IN_SLOTS = 1, 2
@@ -150,7 +151,9 @@ def open_page(engine: str, rank: int) -> Page:
     if words is None:
         mine = path.with_suffix(f".{os.getpid()}")
         try:
-            _fresh().tofile(mine)
+            fresh = _fresh()
+            fresh[_MAKER], fresh[_MAKER_STARTED] = os.getpid(), int(_started("self") or 0)
+            fresh.tofile(mine)
             with contextlib.suppress(FileExistsError):
                 os.link(mine, path)  # whole, and once
         except OSError:
@@ -168,11 +171,14 @@ def _fresh() -> Words:
 
 
 def sweep() -> None:
-    """Remove the pages of engines that ended without removing them."""
+    """Remove the pages of engines that ended without removing them, some of them before they had a scheduler."""
     folder = view_folder()
     for path in folder.glob("*.vllm") if folder else ():
         words = _map(path)
-        if words is not None and words[PID] and _started(str(words[PID])) != str(words[STARTED]):
+        if words is None:
+            continue
+        pid, started = words[PID : STARTED + 1] if words[PID] else words[_MAKER : _MAKER_STARTED + 1]
+        if pid and _started(str(pid)) != str(started):
             with contextlib.suppress(OSError):
                 path.unlink()
 

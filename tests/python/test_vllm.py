@@ -267,6 +267,16 @@ def test_pages_of_dead_engines_are_swept(folder):
     assert not control.path_of("dead", 0).exists() and control.path_of("alive", 0).exists()
 
 
+def test_pages_of_engines_that_died_at_their_start_are_swept(folder):
+    control.open_page("starts", 0)  # by a worker, ahead of the scheduler
+    process = multiprocessing.get_context("spawn").Process(target=control.open_page, args=("died", 0))
+    process.start()
+    process.join()
+    assert control.path_of("died", 0).exists()
+    control.sweep()
+    assert not control.path_of("died", 0).exists() and control.path_of("starts", 0).exists()
+
+
 def test_files_that_are_no_pages_are_left_out(folder):
     control.claim(control.open_page("alive", 0))
     path = control.path_of("alive", 0)
