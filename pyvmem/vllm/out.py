@@ -31,10 +31,13 @@ class Out:
     """
 
     def __init__(self, total: int, block_bytes: int, span: int) -> None:
-        self.span, self._bytes, self._total = max(span, block_bytes), block_bytes, total
+        self.span, self._bytes = max(span, block_bytes), block_bytes
         self._n, self.pages = total, 0
         self._is_out = bytearray(b"\0" + b"\1" * total)
-        self._size = [len(self._blocks(page)) for page in range(self.page_of(total) + 1)]
+        pages = range(self.page_of(total) + 1)
+        self._first = [-(-page * self.span // block_bytes) for page in pages]  # the first block of each page
+        self._first.append(total + 1)
+        self._size = [self._first[page + 1] - self._first[page] for page in pages]
         self._of = [self._size[0] - 1, *self._size[1:]]  # the blocks of each page that are out
         self._part = [0]  # a heap of pages that are there and have blocks that are out; some no longer do
         self._whole = list(range(1, len(self._size)))  # a heap of pages whose blocks are all out
@@ -60,40 +63,44 @@ class Out:
 
     def put(self, ids: Iterable[int]) -> None:
         """These blocks are out now."""
+        size, span, out, of, whole = self._bytes, self.span, self._is_out, self._of, self._size
         for i in ids:
-            page = i * self._bytes // self.span
-            self._is_out[i] = 1
+            page = i * size // span
+            out[i] = 1
+            of[page] += 1
             self._n += 1
-            self._of[page] += 1
-            if self._of[page] == self._size[page]:
+            if of[page] == whole[page]:
                 self.pages -= 1
                 heapq.heappush(self._whole, page)
-            elif self._of[page] == 1:
+            elif of[page] == 1:
                 heapq.heappush(self._part, page)
 
     def take(self, n: int, pages: int) -> list[int]:
         """Take up to `n` blocks that need at most `pages` pages more."""
         taken: list[int] = []
-        while len(taken) < n:
-            if self._part:
-                page = heapq.heappop(self._part)
-                if self._of[page] == self._size[page]:
+        out, of, first, part, whole = self._is_out, self._of, self._first, self._part, self._whole
+        if not self.shared:  # a block is a page
+            taken = [heapq.heappop(whole) for _ in range(min(n, pages, len(whole)))]
+            for i in taken:
+                out[i] = of[i] = 0
+            self.pages += len(taken)
+        while self.shared and (left := n - len(taken)) > 0:
+            if part:
+                page = heapq.heappop(part)
+                if of[page] == self._size[page]:
                     continue  # it has left, and is among the whole ones
-            elif self._whole and pages > 0:
-                page = heapq.heappop(self._whole)
+            elif whole and pages > 0:
+                page = heapq.heappop(whole)
                 self.pages, pages = self.pages + 1, pages - 1
             else:
                 break
-            for i in self._blocks(page):
-                if self._is_out[i] and len(taken) < n:
-                    self._is_out[i] = 0
-                    self._of[page] -= 1
-                    taken.append(i)
-            if self._of[page]:
-                heapq.heappush(self._part, page)
+            i, end = first[page], first[page + 1]
+            for _ in range(min(of[page], left)):
+                i = out.index(1, i, end)
+                out[i] = 0
+                taken.append(i)
+            of[page] -= min(of[page], left)
+            if of[page]:
+                heapq.heappush(part, page)
         self._n -= len(taken)
         return taken
-
-    def _blocks(self, page: int) -> range:
-        first, end = (-(-p * self.span // self._bytes) for p in (page, page + 1))
-        return range(first, min(end, self._total + 1))
