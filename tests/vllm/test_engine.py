@@ -30,6 +30,7 @@ def imported():
     import os
 
     os.environ["VMEM_VLLM"] = "1"
+    os.environ["VMEM_VLLM_PAGE_SIZE"] = "64K"  # bytes are counted to the block
     import vllm.v1.engine.core  # noqa: F401
     import vllm.v1.engine.llm_engine  # noqa: F401
     from vllm import LLM, SamplingParams  # noqa: F401
