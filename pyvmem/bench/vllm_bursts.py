@@ -1,7 +1,8 @@
 """Three engines on vMem on one GPU under bursts that alternate and overlap (``pyvmem bench vllm --bursts``).
 
 Each engine gets its workload's requests in `ROUNDS` bursts: within a burst, requests arrive as a Poisson process. In
-even rounds the engines' bursts follow each other; in odd rounds they come together. The same arrivals meet three
+even rounds the engines' bursts follow each other; in odd rounds they come together. Within a burst, requests arrive at
+half of the rate that one engine serves alone, so that memory, not the GPU, makes them wait. The same arrivals meet three
 settings: each engine alone with all the KV memory of --kv-memory, the three in static thirds of it, and the three in
 one pool, which lend each other what they do not need. A request waits from its arrival, wherever it waits.
 
@@ -18,6 +19,7 @@ from pyvmem.bench.vllm import Engine, Engines
 
 NAMES = ("first on vMem", "second on vMem", "third on vMem")
 ROUNDS = 6
+PART = 0.5  # of the rate that one engine serves alone
 AHEAD = 1.0  # seconds between the order and the first arrival
 
 
@@ -49,7 +51,7 @@ class Bursts(Engines):
 
     def _measure(self, name: str, load: Any) -> None:
         whole, rate = self._args.kv_memory, self._rate(load)
-        burst = load["batch"] / ROUNDS / rate
+        burst = load["batch"] / ROUNDS / (PART * rate)
         settings = (("alone", whole, 1), ("static thirds", whole // 3, 3), ("a pool", whole, 3))
         found: dict[str, list[Any]] = {how: [] for how, *_ in settings}
         for turn in range(self._args.turns):
@@ -69,7 +71,7 @@ class Bursts(Engines):
             self._note(f"{name}, {how}", answers_of)
 
     def _rate(self, load: Any) -> float:
-        """Requests a second that one engine serves alone, all given at once: what a burst is to bring. It warms up."""
+        """Requests a second that one engine serves alone, all given at once. It warms up."""
         for engine in self.engines.values():
             engine.ask(dict(limit=self._args.kv_memory))
             answer = engine.ask(dict(load, tokens=False))
