@@ -2,9 +2,9 @@
 
 Each engine gets its workload's requests in `ROUNDS` bursts: within a burst, requests arrive as a Poisson process. In
 even rounds the engines' bursts follow each other; in odd rounds they come together. Within a burst, requests arrive at
-half of the rate that one engine serves alone, so that memory, not the GPU, makes them wait. The same arrivals meet three
-settings: each engine alone with all the KV memory of --kv-memory, the three in static thirds of it, and the three in
-one pool, which lend each other what they do not need. A request waits from its arrival, wherever it waits.
+half of the rate that one engine serves alone, so that memory, not the GPU, makes them wait. The same arrivals meet
+three settings: each engine alone with all the KV memory of --kv-memory, the three in static thirds of it, and the
+three in one pool, which lend each other what they do not need. A request waits from its arrival, wherever it waits.
 
 SPDX-License-Identifier: MIT
 """
