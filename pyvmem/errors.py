@@ -73,7 +73,6 @@ _NAMES = {
     "VMEM_KV_SAME_SLOTS": "same_slots=True",
     "opts->": "",
     "cfg->": "",
-    "n_blocks": "blocks",
 }
 
 
