@@ -18,7 +18,7 @@ from pyvmem.vllm import control
 
 LOOK = 0.02  # seconds between looks at the other engines' pages
 FIND = 1.0  # and between searches for engines
-HANGS = 1.0  # seconds without a step, after which nobody waits for a starved engine
+PATIENCE, AGAIN = 1.0, 3.0  # seconds that others wait for a starved engine which gets nothing, and until they do again
 MOST_WAITING = 64  # requests that are looked at
 
 
@@ -63,14 +63,15 @@ class Neighbours:
         Whether one lacks memory that has less than that, and no lower priority.
     first, behind : bool
         Among the engines that are starved, the one whose request is oldest comes first: whether that is this one, or
-        another. So requests that need more than a share are served one after another.
+        another. So requests that need more than a share are served one after another. An engine that gets nothing
+        although others wait (it hangs, or something else holds the memory) is passed over most of the time.
     """
 
     def __init__(self, page: control.Page) -> None:
         self._page = page
         self._pages: list[control.Page] = []
         self._found = self._looked = 0.0
-        self._steps: dict[int, tuple[int, float]] = {}  # of each process, and since when
+        self._had: dict[int, tuple[int, float]] = {}  # bytes of each process, and since when
         self.yields = self.pressed = self.first = self.behind = False
         self.share = 0
 
@@ -99,13 +100,14 @@ class Neighbours:
             )  # fmt: skip
 
     def _starved(self, page: control.Page, now: float) -> tuple[int, int] | None:
-        """When the oldest request of a starved engine came, and the engine's process; None if it is not, or hangs."""
-        pid, step = page[control.PID], page[control.STEP]
+        """When the oldest request of a starved engine came, and the engine's process; None if it is passed over."""
+        pid, has = page[control.PID], _bytes(page)
         if not page[control.STARVED]:
+            self._had.pop(pid, None)
             return None
-        if self._steps.get(pid, (-1, 0.0))[0] != step:
-            self._steps[pid] = step, now
-        return (page[control.STARVED], pid) if now < self._steps[pid][1] + HANGS else None
+        if self._had.get(pid, (-1, 0.0))[0] != has:
+            self._had[pid] = has, now
+        return (page[control.STARVED], pid) if (now - self._had[pid][1]) % AGAIN < PATIENCE else None
 
 
 def _bytes(page: control.Page) -> int:

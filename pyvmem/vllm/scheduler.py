@@ -176,8 +176,10 @@ class SchedulerMemory:
         if self.page[control.POOL]:
             near = self._neighbours
             near.look()
-            share = near.share // self.keeper.block_bytes if near.pressed and not near.first else None
-            self.keeper.share = 0 if near.behind else share
+            share = near.share if near.pressed and not near.first else None
+            if near.behind:
+                share = self.page[control.MIN]
+            self.keeper.share = None if share is None else share // self.keeper.block_bytes
             self.keeper.soon = GROWTH * self._one_each
 
     def _obey(self) -> None:

@@ -682,3 +682,46 @@ def test_an_engine_keeps_to_its_share_while_another_lacks_some_of_its_own(monkey
     assert pressed() and neighbours.share == 20 << 20
     mine[control.MIN] = 50 << 20
     assert pressed() and neighbours.share == 50 << 20
+
+
+def test_of_starved_engines_the_one_whose_request_is_oldest_comes_first(monkeypatch):
+    monkeypatch.setattr(lease, "LOOK", 0)
+    monkeypatch.setattr(lease, "FIND", 0)
+    now = [100.0]
+    monkeypatch.setattr(lease.time, "monotonic", lambda: now[0])
+    mine, other = engine(POOL=5, POOL_BYTES=60 << 20), engine("def", POOL=5, USED=9, WANTED=3)
+    other[control.PID] = os.getppid()
+    other[control.STARTED] = int(control._started(str(os.getppid())))
+    neighbours = lease.Neighbours(mine)
+
+    def order():
+        neighbours.look()
+        return neighbours.first, neighbours.behind
+
+    assert order() == (False, False)
+    other[control.STARVED] = 1000
+    assert order() == (False, True)
+    mine[control.STARVED] = 900
+    assert order() == (True, False)
+    mine[control.STARVED] = 1100
+    assert order() == (False, True)
+    now[0] += lease.PATIENCE + 0.1  # it gets nothing, nor does this one
+    assert order() == (False, False)
+    mine[control.SPARE] = 1  # this one does
+    assert order() == (True, False)
+    now[0] += lease.AGAIN - lease.PATIENCE
+    assert order() == (False, True)
+    other[control.STARVED] = 0
+    now[0] += 1.2
+    assert order() == (True, False)
+
+
+def test_the_oldest_request_of_a_scheduler():
+    def request(arrived):
+        return types.SimpleNamespace(arrival_time=arrived)
+
+    def scheduler(running, waiting):
+        return types.SimpleNamespace(running=[request(a) for a in running], waiting=[request(a) for a in waiting])
+
+    assert lease.oldest(scheduler([], [])) == lease.oldest(scheduler([], [0.0])) == 1
+    assert lease.oldest(scheduler([7.5], [7.25, 1.0])) == 7250000
