@@ -138,6 +138,8 @@ int main(int argc, char **argv)
         if (i % 8 == 0)
             come_back();
         admit();
+        if (i % 64 == 0) // the thread gets time to map ahead, also on a busy machine
+            OK(vmem_kv_wait(kv));
     }
     struct vmem_kv_stats st = {.size = sizeof st};
     for (uint32_t s = 0; s < SLOTS; s++)
