@@ -104,29 +104,42 @@ class SchedulerMemory:
         if self.keeper.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
         waiting, running = self._scheduler.waiting, self._scheduler.running
-        most = self.keeper.low if waiting or not self._decodes else self._one_each
-        need = self._need() if self.keeper.spare < most and self.keeper.grows() else 0
+        most = self.keeper.low if not self._decodes else self._one_each
+        need = whole = 0
+        if (waiting or self.keeper.spare < most) and self.keeper.grows():
+            need, whole = self._need()
+            if not running or whole <= self.keeper.low:
+                need = max(need, whole)  # else the running ones go on meanwhile
         if need > self.keeper.spare:
             self.keeper.await_blocks(need, AWAIT)
-        self.keeper.before(need, not running and (need > self.keeper.spare or not waiting))
+        self.keeper.before(max(need, whole), not running and (need > self.keeper.spare or not waiting))
         if self._in_slots:
             self.keeper.evict_ahead(min(self.keeper.low, self.keeper.ready()))
         if self.keeper.lacks(need):
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
             self._tokens, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, 0
 
-    def _need(self) -> int:
-        """Blocks that the next step may take at most, as far as its requests are known."""
+    def _need(self) -> tuple[int, int]:
+        """Blocks that the next step may take at most, and those that must be free for all requests that it may begin.
+
+        vLLM begins a request only if all its tokens fit, however many of them the step computes.
+        """
         scheduler = self._scheduler
-        need, left = 0, scheduler.max_num_scheduled_tokens
-        for request in itertools.chain(scheduler.running, itertools.islice(scheduler.waiting, lease.MOST_WAITING)):
+        need, whole, left = 0, 0, scheduler.max_num_scheduled_tokens
+        running = len(scheduler.running)
+        for i, request in enumerate(
+            itertools.chain(scheduler.running, itertools.islice(scheduler.waiting, lease.MOST_WAITING))
+        ):
             done = request.num_computed_tokens
             tokens = min(max(request.num_tokens - done, 1), left)
+            if i >= running:
+                fits = min(sum(-(-request.num_tokens // size) for size in self._sizes), self.keeper.least)
+                whole = max(whole, need + fits + self.keeper.watermark)
             need += sum(-(-(done + tokens) // size) - -(-done // size) for size in self._sizes)
             left -= tokens
             if not left:
                 break
-        return min(need, self.keeper.low)
+        return min(need, self.keeper.low), whole
 
     @property
     def _one_each(self) -> int:
@@ -159,7 +172,7 @@ class SchedulerMemory:
             lacks = lease.lacking(self._scheduler, keeper.coming, keeper.most - keeper.circulating, keeper.watermark)
             most = keeper.allowed() - keeper.circulating
             if keeper.refused_lately():  # others may have budget that they do not use, and it goes to who asks
-                wanted = min(max(self._need(), self._one_each) - keeper.spare, most)
+                wanted = min(max(*self._need(), self._one_each) - keeper.spare, most)
             wanted = max(wanted, min(lacks, most), 0)
             if lacks and len(self._scheduler.running) <= 1:
                 starved = lease.oldest(self._scheduler)
@@ -169,7 +182,7 @@ class SchedulerMemory:
 
     def _soon(self) -> int:
         """Blocks that requests take in the next steps."""
-        return self.keeper.soon + (self._need() if self._scheduler.waiting else 0)
+        return self.keeper.soon + (max(self._need()) if self._scheduler.waiting else 0)
 
     def _look_around(self) -> None:
         """See what the other engines of the pool have and lack."""

@@ -254,6 +254,7 @@ class Engine:
                                pages) for r in range(ranks)]  # fmt: skip
         self.preempted = self.steps = 0
         self.every = lambda: None  # called before each step
+        self.prompts = 1, 100  # tokens of prompts that begin anew
 
     @property
     def read(self):
@@ -343,7 +344,7 @@ class Engine:
         prefixes = [[draw(3, 900) for _ in range(80)] for _ in range(3)]
         made = []
         for i in range(n):
-            prompt = [draw(3, 900) for _ in range(draw(1, 100))]
+            prompt = [draw(3, 900) for _ in range(draw(*self.prompts))]
             if self.random.random() < 0.5:
                 prompt = self.random.choice(prefixes) + prompt[:50]
             params = SamplingParams(max_tokens=draw(1, 60), ignore_eos=True, temperature=0)
