@@ -229,8 +229,7 @@ class Keeper:
     def usage(self) -> float:
         """The part of the allowed blocks that requests use."""
         allowed = self.allowed()
-        used = self.circulating - int(self.pool.get_num_free_blocks())
-        return min(used / allowed, 1.0) if allowed else 0.0
+        return min(self.used / allowed, 1.0) if allowed else 0.0
 
     # ---- before and after vLLM's schedule() ---------------------------------------------------------------------
 

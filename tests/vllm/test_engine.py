@@ -331,7 +331,7 @@ def test_a_neighbour_borrows_what_no_request_needs(model):
         engine.go()
         engine.wait()
     cached = page[control.CACHED]
-    time.sleep(0.5)  # an engine says within 0.2 s that its requests have ended
+    soon(lambda: page[control.OFFERED] == page[control.CACHED] + page[control.SPARE])  # no request needs any
     held, together = engines.in_child(borrow, POOL // 2 >> 10, vmem=True, environ=common)
     assert held >= POOL // 2 and together <= POOL
     assert 0 < page[control.CACHED] < cached

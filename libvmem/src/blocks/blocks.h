@@ -12,8 +12,7 @@
 #ifndef VMEM_BLOCKS_STATE_H
 #define VMEM_BLOCKS_STATE_H
 
-#include <time.h>
-
+#include "core/clock.h"
 #include "core/core.h"
 #include "lend.h"
 #include "vmem_blocks.h"
@@ -115,13 +114,6 @@ struct vmem_blocks {
     int answers[VMEM_BLOCKS_ANSWERS]; // of order s at [s % VMEM_BLOCKS_ANSWERS]
     struct vmem_blocks_stats stats;   // counts
 };
-
-static inline uint64_t blocks_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
-}
 
 // pages.c. With the lock held, which they drop for a while.
 //

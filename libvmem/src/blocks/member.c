@@ -61,7 +61,7 @@ static void evict(void *blocks, uint64_t pages)
     // Blocks may have left since the pool decided by what was reported: it does not want as many of what remains.
     const uint64_t to = less(b->reported, pages);
     b->shrink_to = to ? to : 1;
-    b->shrink_until = blocks_now() + LAPSE_NS;
+    b->shrink_until = vmem__now() + LAPSE_NS;
     vmem__blocks_show(b);
     pthread_mutex_unlock(&b->lock);
 }
@@ -120,7 +120,7 @@ int vmem_blocks_offer(vmem_blocks *b, uint64_t bytes)
         return no_member(b);
     const uint64_t before = b->offer;
     b->offer = bytes >> b->page_shift;
-    if (b->shrink_to != UINT64_MAX && blocks_now() > b->shrink_until) {
+    if (b->shrink_to != UINT64_MAX && vmem__now() > b->shrink_until) {
         b->shrink_to = UINT64_MAX;
         vmem__blocks_show(b);
     }

@@ -160,19 +160,15 @@ static void give_memory(vmem_blocks *b)
     pthread_mutex_lock(&b->lock);
 }
 
-static void wait_ns(vmem_blocks *b, pthread_cond_t *on, long ns)
+static void wait_ns(vmem_blocks *b, pthread_cond_t *on, uint64_t ns)
 {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += ns;
-    until.tv_sec += until.tv_nsec / 1000000000;
-    until.tv_nsec %= 1000000000;
+    const struct timespec until = vmem__in_ns(ns);
     pthread_cond_timedwait(on, &b->lock, &until);
 }
 
 bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until)
 {
-    const uint64_t now = blocks_now();
+    const uint64_t now = vmem__now();
     uint32_t why;
     *until = *until ? *until : now + BORROW_NS;
     if (!b->lender || !pages || b->stop || now >= *until || !b->lender->ask(b->member, b->held, pages, &why))

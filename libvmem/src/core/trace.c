@@ -9,8 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
+
+#include "core/clock.h"
 
 #define LINE 512
 
@@ -40,14 +41,7 @@ bool vmem__tracing(void)
     return file >= 0;
 }
 
-static uint64_t now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
-uint64_t vmem__trace_start(void) { return file >= 0 ? now() : 0; }
+uint64_t vmem__trace_start(void) { return file >= 0 ? vmem__now() : 0; }
 
 static void name_thread(pid_t process, pid_t thread)
 {
@@ -67,7 +61,7 @@ void vmem__trace_end(const char *name, uint64_t start, const char *fmt, ...)
     if (!start)
         return;
     const int error = errno;
-    const uint64_t took = now() - start;
+    const uint64_t took = vmem__now() - start;
     const pid_t process = getpid(), thread = (pid_t)syscall(SYS_gettid);
     char line[LINE];
     va_list args;

@@ -21,7 +21,7 @@ _Atomic uint64_t vmem__pool_ask_ns = 250000000;
 // With the pool's lock held: asks the other members. What may still come, in bytes.
 static uint64_t ask(struct vmem__member *m, uint64_t bytes)
 {
-    const uint64_t t = pool_now(), room = pool_less(m->row.max, m->row.has);
+    const uint64_t t = vmem__now(), room = pool_less(m->row.max, m->row.has);
     if (bytes > room) {
         vmem__pool_answer(m, VMEM_KV_REFUSED, VMEM_KV_AT_MAXIMUM);
         m->row.needs = 0;
@@ -48,7 +48,7 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
     const uint64_t coming_already = m->prepares ? m->granted : 0, room = pool_less(m->row.max, m->row.has);
     const uint64_t exact = pool_less(pages << m->page_shift, coming_already);
     if (!exact && coming_already) {
-        m->asked_at = pool_now();
+        m->asked_at = vmem__now();
         *refusal = 0;
         pthread_mutex_unlock(&m->pool->lock);
         return pages;
@@ -101,7 +101,7 @@ uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t wa
             vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
     m->foreseen = want;
-    m->foreseen_at = pool_now();
+    m->foreseen_at = vmem__now();
     pool_ring(m->pool);
     pthread_mutex_unlock(&m->pool->lock);
     return grown;
@@ -122,7 +122,7 @@ static void forget(struct vmem__member *m)
 void vmem__pool_look_ahead(struct vmem__member *m, uint64_t used)
 {
     pthread_mutex_lock(&m->pool->lock);
-    const bool asked = m->waiting || pool_now() - m->foreseen_at < vmem__pool_ask_ns;
+    const bool asked = m->waiting || vmem__now() - m->foreseen_at < vmem__pool_ask_ns;
     const bool waits = m->foreseen && (!asked || used >= m->foreseen);
     pthread_mutex_unlock(&m->pool->lock);
     if (waits)

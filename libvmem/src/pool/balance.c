@@ -79,7 +79,7 @@ static uint64_t stayed(const struct vmem__member *m, uint64_t fall)
 static void stop_wanting(struct vmem__member *m)
 {
     pthread_mutex_lock(&m->pool->lock);
-    if (!m->waiting && !m->foreseen && pool_now() - m->asked_at > vmem__pool_ask_ns)
+    if (!m->waiting && !m->foreseen && vmem__now() - m->asked_at > vmem__pool_ask_ns)
         vmem__pool_want(m, 0);
     pthread_mutex_unlock(&m->pool->lock);
 }
@@ -141,7 +141,7 @@ static bool look(struct vmem__member *m)
     m->row.giving = pool_less(m->row.has - m->granted, s.after << m->page_shift);
     // Publish free budget at once. Other changes may be published some milliseconds late, but are not forgotten.
     m->changed |= m->row.has != before.has || (!m->row.giving && before.giving);
-    if (memcmp(&m->written, &m->row, sizeof m->row) && pool_now() - m->written_at > POLL_MS * UINT64_C(1000000))
+    if (memcmp(&m->written, &m->row, sizeof m->row) && vmem__now() - m->written_at > POLL_MS * UINT64_C(1000000))
         m->changed = true;
     pthread_mutex_unlock(&pool->lock);
     ops->unlock(m->self);
@@ -163,7 +163,7 @@ static void listen(vmem_kv_pool *pool, uint64_t t)
 }
 
 // A process may be stopped, or wait in its driver for ever. Nobody else must wait for it.
-static bool silent(const vmem_kv_pool *pool, uint32_t place) { return pool_now() - pool->seen[place].at > SILENT_NS; }
+static bool silent(const vmem_kv_pool *pool, uint32_t place) { return vmem__now() - pool->seen[place].at > SILENT_NS; }
 
 // The needs that neither free budget nor budget being given back covers.
 static uint64_t unmet(const vmem_kv_pool *pool)
@@ -186,12 +186,12 @@ static void grant(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
         r->needs = 0;
     else if (r->has < r->min && r->needs < r->min - r->has) { // a member gets its minimum without asking
         r->needs = r->min - r->has;
-        m->asked_at = pool_now();
+        m->asked_at = vmem__now();
         m->changed = true;
     }
     if (!r->needs)
         return;
-    if (!m->waiting && pool_now() - m->asked_at > vmem__pool_ask_ns) {
+    if (!m->waiting && vmem__now() - m->asked_at > vmem__pool_ask_ns) {
         r->needs = 0;
         vmem__pool_answer(m, VMEM_KV_UNASKED, 0);
         m->changed = true;
@@ -279,7 +279,7 @@ static bool give(vmem_kv_pool *pool, struct vmem__member *m)
 
 static void refuse(struct vmem__member *m, uint32_t why)
 {
-    m->refused_at = pool_now();
+    m->refused_at = vmem__now();
     vmem__pool_answer(m, VMEM_KV_REFUSED, why);
 }
 
@@ -309,7 +309,7 @@ static bool decide(vmem_kv_pool *pool)
 {
     bool head = false, again = false;
     const int rc = vmem__table_wait(pool, POOL_WAIT_US);
-    const uint64_t t = pool_now();
+    const uint64_t t = vmem__now();
     pool->locked_at = rc != -EAGAIN || !pool->locked_at ? t : pool->locked_at;
     const bool locked = t - pool->locked_at > SILENT_NS;
     for (struct vmem__member *m = pool->members; m && (rc == -EBADMSG || locked); m = m->next)

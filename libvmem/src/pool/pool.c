@@ -211,7 +211,7 @@ static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held
     if (has < m->row.min) {
         m->row.needs = m->row.min - has;
         m->row.answer = VMEM_KV_DEFERRED;
-        m->asked_at = pool_now();
+        m->asked_at = vmem__now();
     }
     m->changed = *head = true;
     m->next = pool->members;
@@ -309,18 +309,13 @@ static void left(struct vmem__member *m)
 
 uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
 {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += ms / 1000;
-    until.tv_nsec += (long)(ms % 1000) * 1000000;
-    until.tv_sec += until.tv_nsec / 1000000000;
-    until.tv_nsec %= 1000000000;
+    const struct timespec until = vmem__in_ns(ms * UINT64_C(1000000));
     m->waiting++;
     while (m->row.answer == VMEM_KV_DEFERRED)
         if (pthread_cond_timedwait(&m->pool->news, &m->pool->lock, &until) == ETIMEDOUT)
             break;
     m->waiting--;
-    m->asked_at = pool_now();
+    m->asked_at = vmem__now();
     return m->row.answer;
 }
 

@@ -14,9 +14,9 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sys/types.h>
-#include <time.h>
 #include <unistd.h>
 
+#include "core/clock.h"
 #include "core/core.h"
 #include "lend.h"
 
@@ -190,13 +190,6 @@ static inline void pool_ring(const vmem_kv_pool *pool)
 {
     const uint64_t one = 1;
     (void)!write(pool->bell, &one, sizeof one); // should it be full, the thread has not looked yet
-}
-
-static inline uint64_t pool_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
 static inline uint64_t pool_less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }

@@ -36,9 +36,9 @@ static int lock_byte(int fd, short type, off_t at, int command, short *found)
 static int lock_table(int fd, unsigned most_us, pthread_mutex_t *mutex)
 {
     const struct timespec pause = {.tv_nsec = 100000};
-    const uint64_t until = pool_now() + most_us * UINT64_C(1000);
+    const uint64_t until = vmem__now() + most_us * UINT64_C(1000);
     int rc = lock_byte(fd, F_WRLCK, 0, F_OFD_SETLK, NULL);
-    while (rc == -EAGAIN && pool_now() < until) {
+    while (rc == -EAGAIN && vmem__now() < until) {
         if (mutex)
             pthread_mutex_unlock(mutex);
         nanosleep(&pause, NULL);
@@ -136,7 +136,7 @@ void vmem__table_end(vmem_kv_pool *pool, bool head)
             continue;
         }
         m->written = m->row;
-        m->written_at = pool_now();
+        m->written_at = vmem__now();
         m->changed = false;
     }
     if (pool->fd >= 0)

@@ -17,6 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/clock.h"
 #include "core/error.h"
 #include "core/struct.h"
 #include "kv/calls/member.h"
@@ -80,13 +81,6 @@ struct lease {
 static struct lease leases[VMEM_TORCH_PLACES] = {
     [0 ... VMEM_TORCH_PLACES - 1] = {.lock = PTHREAD_MUTEX_INITIALIZER, .moved = PTHREAD_COND_INITIALIZER}};
 static pthread_mutex_t places = PTHREAD_MUTEX_INITIALIZER; // taken before a lease's lock
-
-static uint64_t now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
-}
 
 // ---- the cache: every call of it, with the lease's lock held but where it says otherwise ------------------------------
 
@@ -345,7 +339,7 @@ static void sweep(struct lease *l)
 // gives in portions, and finds more to give when it looks again. It is after three in which nothing more has come.
 static int back(struct lease *l, const struct slot *only, uint32_t ms)
 {
-    const uint64_t until = now_ms() + ms;
+    const uint64_t until = vmem__now() + ms * UINT64_C(1000000);
     uint64_t least = UINT64_MAX;
     for (unsigned vain = 0;;) {
         for (uint32_t i = 0; i < l->n_slots; i++) {
@@ -358,10 +352,10 @@ static int back(struct lease *l, const struct slot *only, uint32_t ms)
         enum next next;
         const int rc = cache_step(l, &next);
         memset(l->lengths, 0, l->n_slots * sizeof(*l->lengths));
-        const uint64_t t = now_ms();
+        const uint64_t t = vmem__now();
         if (rc != -ENOMEM || next == GIVE_UP || t >= until)
             return rc;
-        if (next == WAIT && cache_wait(l, (uint32_t)(until - t)))
+        if (next == WAIT && cache_wait(l, (uint32_t)((until - t) / 1000000 + 1)))
             continue;
         vain = l->stats.short_bytes < least ? 0 : vain + 1;
         if (vain == 2 || l->closing)

@@ -7,17 +7,10 @@
 #define VMEM_KV_BOOK_H
 
 #include <errno.h>
-#include <time.h>
 
+#include "core/clock.h"
 #include "core/error.h"
 #include "kv/book/state.h"
-
-static inline uint64_t kv_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
 
 // ---- list.c
 

@@ -119,14 +119,14 @@ static int device_free(const vmem_kv *kv, uint64_t age, uint64_t *bytes)
     vmem__lock(kv->ctx);
     const uint64_t taken = kv->ctx->committed;
     *bytes = last->bytes + last->committed > taken ? last->bytes + last->committed - taken : 0;
-    const bool known = last->at && kv_now() - last->at < age;
+    const bool known = last->at && vmem__now() - last->at < age;
     vmem__unlock(kv->ctx);
     if (known)
         return 0;
     int rc = kv->ctx->b.ops->memory(&kv->ctx->b, &total, bytes);
     vmem__lock(kv->ctx);
     if (!rc)
-        *last = (struct vmem__device_free){.bytes = *bytes, .committed = taken, .at = kv_now()};
+        *last = (struct vmem__device_free){.bytes = *bytes, .committed = taken, .at = vmem__now()};
     vmem__unlock(kv->ctx);
     return rc;
 }
@@ -148,7 +148,7 @@ bool vmem__kv_device_due(const vmem_kv *kv)
     vmem__lock(kv->ctx);
     const uint64_t at = kv->ctx->device_free.at;
     vmem__unlock(kv->ctx);
-    return !at || kv_now() - at >= DEVICE_NS;
+    return !at || vmem__now() - at >= DEVICE_NS;
 }
 
 // Pages that there can be without asking the device. Those that the worker makes or releases may count twice: as held, and

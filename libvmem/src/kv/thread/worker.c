@@ -216,16 +216,14 @@ static bool give_one(vmem_kv *kv)
     // parts are left takes more calls to back again. Where each page is unmapped, or is a handle, portions adapt.
     const bool by_call = !kv->ctx->b.ops->populate && kv->ctx->b.arena_max > KV_BLOCK;
     struct kv_victim v;
-    struct timespec start, end;
     if (kv->ledger.held <= kv->lend.give_to)
         return false;
     const uint64_t want = by_call ? kv->lend.portion : KV_MIN(kv->ledger.held - kv->lend.give_to, kv->lend.portion);
     if (!vmem__kv_victim(kv, want, true, false, &v))
         return false;
-    clock_gettime(CLOCK_MONOTONIC, &start);
+    const uint64_t start = vmem__now();
     bool did = cut(kv, &v, &kv->stats.reclaimed_pages);
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    const int64_t ns = (end.tv_sec - start.tv_sec) * INT64_C(1000000000) + end.tv_nsec - start.tv_nsec;
+    const uint64_t ns = vmem__now() - start;
     if (ns > GIVE_NS && !by_call)
         kv->lend.portion = KV_MAX(kv->lend.portion / 2, kv->block);
     else if (ns < GIVE_NS / 3 && !by_call)
@@ -367,11 +365,7 @@ static void wait_for_work(vmem_kv *kv)
         return;
     }
     const uint64_t calls = kv->gate.calls;
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    const uint64_t ns = (uint64_t)until.tv_nsec + kv->worker.idle_ms * UINT64_C(500000);
-    until.tv_sec += (time_t)(ns / 1000000000);
-    until.tv_nsec = (long)(ns % 1000000000);
+    const struct timespec until = vmem__in_ns(kv->worker.idle_ms * UINT64_C(500000));
     if (pthread_cond_timedwait(&kv->turn.work, &kv->gate.state, &until) != ETIMEDOUT || kv->turn.stop ||
         kv->turn.hold || kv->turn.due)
         return;
