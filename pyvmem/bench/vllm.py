@@ -47,8 +47,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         default="llama-3-8b",
-        metavar="SHAPE|PATH",
-        help=f"{', '.join(SHAPES)}, with random weights, or a model's path (llama-3-8b)",
+        metavar="SHAPE[:LAYERS]|PATH",
+        help=f"{', '.join(SHAPES)}, with random weights and all or some layers, or a model's path (llama-3-8b)",
     )
     group.add_argument(
         "--kv-memory", type=argtypes.size, default=40 << 30, metavar="SIZE", help="KV memory of each engine (40G)"
@@ -75,8 +75,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--load",
         action="append",
         metavar="NAME",
-        help="equal, equal-hot, azure, code, offline, mooncake, decode, decode-short, decode-long, hot or idle, also "
-        "with a number of requests (azure:256); repeat for more (default: all that are possible)",
+        help="equal, equal-hot, azure, code, offline, mooncake, decode, decode-short, decode-long, cold, hot or idle, "
+        "also with a number of requests (azure:256); repeat for more (default: all that are possible)",
     )
     argtypes.trace(group)
     for name, what in TRACES.items():
@@ -124,12 +124,14 @@ def loads(args: argparse.Namespace) -> Any:
         if path:
             kind = "mooncake" if name == "mooncake" else "trace"
             made[name] = dict(kind=kind, path=path, batch=n, longest=longest, most_output=most)
+    made["cold"] = dict(kind="hot", batch=args.requests or 160, prefixes=1, prefix=1, suffix=1, ratio=0,
+                        cold=[longest // 8, 3 * longest // 8], output=[longest // 128, longest // 32], seed=3)  # fmt: skip
     kvcached = dict(kind="hot", prefixes=16, prefix=128, suffix=64, ratio=0.3, cold=[192, 1024], output=[16, 256],
                     seed=1234)  # fmt: skip
     made["hot"] = dict(kvcached, batch=args.requests or 2500)
     # kvcached's workload for the memory of an idle engine.
     made["idle"] = dict(kvcached, batch=args.requests or 2500, concurrency=96, reset=True)
-    wanted = args.load or [name for name in made if name not in ("hot", "idle") or args.prefix_caching]
+    wanted = args.load or [name for name in made if name not in ("cold", "hot", "idle") or args.prefix_caching]
     found = {}
     for entry in wanted:
         name, _, number = entry.partition(":")

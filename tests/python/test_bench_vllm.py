@@ -283,3 +283,9 @@ def test_shapes_are_configurations(tmp_path, shape):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["max_position_embeddings"] == 4096
     assert config["hidden_size"] and config["architectures"]
+
+
+def test_a_shape_may_have_fewer_layers(tmp_path):
+    vllm_engine.write_config(tmp_path, "llama-3-8b:16", 4096)
+    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 16
+    assert vllm_engine.known("llama-3-8b:16") and not vllm_engine.known("models/llama-3-8b")
