@@ -59,13 +59,13 @@ static uint64_t ask(uint64_t pages)
 {
     struct pool_table t = table();
     t.head.revision++;
-    t.rows[OTHER] = (struct pool_row){.number = 99,
-                                      .max = t.head.budget,
-                                      .needs = pages * test_page,
-                                      .asked = t.head.revision,
-                                      .looked = t.head.revision,
-                                      .answer = VMEM_KV_DEFERRED,
-                                      .name = "b"};
+    t.rows[OTHER] = (struct vmem_kv_pool_member){.size = sizeof t.rows[OTHER],
+                                                 .max = t.head.budget,
+                                                 .needs = pages * test_page,
+                                                 .asked = t.head.revision,
+                                                 .looked = t.head.revision,
+                                                 .answer = VMEM_KV_DEFERRED,
+                                                 .name = "b"};
     CHECK(pwrite(file, &t.head, sizeof t.head, 0) == sizeof t.head);
     CHECK(pwrite(file, &t.rows[OTHER], sizeof t.rows[OTHER],
                  (off_t)(offsetof(struct pool_table, rows) + sizeof(t.rows[OTHER]))) == sizeof t.rows[OTHER]);
@@ -104,7 +104,7 @@ static void test_an_old_look_refuses_no_question(void)
         usleep(1000); // enough on most machines for the thread to be at the file's lock; too little hides a fault
         OK(vmem_kv_free(kv, slot, 0));
         const uint64_t question = ask(PAGES);
-        struct pool_row row;
+        struct vmem_kv_pool_member row;
         lock(F_UNLCK, 0);
         do { // without a pause: the next round gives another reply
             pthread_mutex_lock(&pool->lock);

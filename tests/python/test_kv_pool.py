@@ -223,13 +223,13 @@ def test_what_a_killed_process_had_is_free(tmp_path):
 
 
 def _has(path):
-    """What the members have, by the number of their join, read at one moment: under the table's lock."""
+    """What the members have, by their place, read at one moment: under the table's lock."""
     with open(path, "r+b") as file:
         fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0))
         data = file.read()
     row, head = _sizes(data)
-    numbers = [struct.unpack_from("4Q", data, head + i * row) for i in range(32)]
-    return {number: has for number, _, _, has in numbers if number}
+    rows = [struct.unpack_from("2I3Q", data, head + i * row) for i in range(32)]
+    return {i: has for i, (size, _, _, _, has) in enumerate(rows) if size}
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -474,7 +474,7 @@ def test_rows_that_nobody_stands_behind_count_for_nothing(tmp_path):
 def _sizes(data):
     rows = struct.unpack_from("I", data, 12)[0]
     assert rows == 32
-    head = 72
+    head = 64
     return (len(data) - head) // rows, head
 
 

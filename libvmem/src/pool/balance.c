@@ -131,7 +131,7 @@ static bool look(struct vmem__member *m)
     const uint64_t least = least_pages(m, &s), has = MAX(s.budget, s.held);
     pthread_mutex_lock(&pool->lock);
     const uint64_t min = ceil_pages(m->row.min, m);
-    const struct pool_row before = m->row;
+    const struct vmem_kv_pool_member before = m->row;
     // A claim may have taken back part of the budget meanwhile.
     m->row.has = MIN(m->row.has, (MAX(has, gone_to) << m->page_shift) + m->granted);
     m->spare = trim && !stale ? stayed(m, before.has - m->row.has) : 0;
@@ -152,7 +152,7 @@ static bool look(struct vmem__member *m)
 static void listen(vmem_kv_pool *pool, uint64_t t)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct pool_row *r = &pool->table.rows[i];
+        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
         struct pool_seen *seen = &pool->seen[i];
         const bool owes = r->giving || r->looked < pool->table.head.revision;
         if (owes && !pool_owns(pool, i) && !memcmp(r, &seen->row, sizeof(*r)))
@@ -170,8 +170,8 @@ static uint64_t unmet(const vmem_kv_pool *pool)
 {
     uint64_t needs = 0, coming = vmem__pool_free(pool, NULL);
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct pool_row *r = &pool->table.rows[i];
-        if (!r->number || silent(pool, i))
+        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
+        if (!r->size || silent(pool, i))
             continue;
         needs = pool_add(needs, r->needs);
         coming = pool_add(coming, r->giving);
@@ -181,7 +181,7 @@ static uint64_t unmet(const vmem_kv_pool *pool)
 
 static void grant(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
 {
-    struct pool_row *r = &m->row;
+    struct vmem_kv_pool_member *r = &m->row;
     if (m->leaving)
         r->needs = 0;
     else if (r->has < r->min && r->needs < r->min - r->has) { // a member gets its minimum without asking
@@ -221,7 +221,7 @@ static void grant(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
 static bool hand_over(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
 {
     uint64_t left = m->spare;
-    struct pool_row *r = &m->row;
+    struct vmem_kv_pool_member *r = &m->row;
     if (!left)
         return false;
     r->has -= left;
@@ -246,7 +246,7 @@ static bool hand_over(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
 // cache, because requests may have begun or ended since. Returns true if a younger one waits for another look.
 static bool give(vmem_kv_pool *pool, struct vmem__member *m)
 {
-    struct pool_row *r = &m->row;
+    struct vmem_kv_pool_member *r = &m->row;
     const uint64_t wanted = pool_less(unmet(pool), r->needs);
     // A member that waits for memory itself gives none. A refused member gives: it may have stopped trying.
     const bool waits = r->needs && r->answer != VMEM_KV_REFUSED;
@@ -290,8 +290,8 @@ static void judge(const vmem_kv_pool *pool, struct vmem__member *m)
     if (!m->row.needs || m->granted || m->row.answer != VMEM_KV_DEFERRED)
         return;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct pool_row *r = &pool->table.rows[i];
-        if (!r->number || i == m->place)
+        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
+        if (!r->size || i == m->place)
             continue;
         const bool owes = r->looked < m->row.asked || r->giving;
         if (owes && !silent(pool, i))

@@ -11,8 +11,8 @@ uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m)
 {
     uint64_t taken = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct pool_row *r = &pool->table.rows[i];
-        if (r->number)
+        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
+        if (r->size)
             taken = pool_add(taken, m && m->place == i ? m->row.has : MAX(r->has, r->min));
     }
     return pool_less(pool->table.head.budget, taken);
@@ -118,7 +118,7 @@ static int check_minimums(const vmem_kv_pool *pool, uint32_t place, uint64_t min
 {
     uint64_t all = min;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        if (pool->table.rows[i].number && i != place)
+        if (pool->table.rows[i].size && i != place)
             all = pool_add(all, pool->table.rows[i].min);
     if (all > pool->table.head.budget)
         return vmem__error(-ENOMEM,

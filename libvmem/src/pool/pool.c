@@ -158,7 +158,7 @@ static int check_device(vmem_kv_pool *pool, const struct vmem_info *info, bool *
     struct pool_head *h = &pool->table.head;
     bool alone = true;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        alone &= !pool->table.rows[i].number;
+        alone &= !pool->table.rows[i].size;
     if (alone) {
         memcpy(h->device, info->device_uuid, sizeof(h->device));
         memset(h->backend, 0, sizeof(h->backend));
@@ -175,7 +175,7 @@ static int check_device(vmem_kv_pool *pool, const struct vmem_info *info, bool *
 static int find_place(vmem_kv_pool *pool, uint32_t *place)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        if (!pool->table.rows[i].number && !pool_owns(pool, i) && !vmem__table_take(pool, i)) {
+        if (!pool->table.rows[i].size && !pool_owns(pool, i) && !vmem__table_take(pool, i)) {
             *place = i;
             return 0;
         }
@@ -198,9 +198,7 @@ static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held
         rc = find_place(pool, &m->place);
     if (rc)
         return rc;
-    m->row.number = ++pool->table.head.joins;
-    if (!m->row.number) // somebody overwrote the head
-        m->row.number = ++pool->table.head.joins;
+    m->row.size = sizeof(m->row);
     m->row.pid = (uint32_t)pool->pid;
     // Grant as much of the minimum as is free. The rest of the minimum is due later.
     uint64_t has = MAX(MIN(m->row.min, vmem__pool_free(pool, NULL)), held);
@@ -349,8 +347,8 @@ int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
         return rc;
     uint64_t taken = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        info.members += pool->table.rows[i].number != 0;
-        taken = pool_add(taken, pool->table.rows[i].number ? pool->table.rows[i].has : 0);
+        info.members += pool->table.rows[i].size != 0;
+        taken = pool_add(taken, pool->table.rows[i].size ? pool->table.rows[i].has : 0);
     }
     info.budget = pool->table.head.budget;
     info.free = pool_less(info.budget, taken);
@@ -359,30 +357,10 @@ int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
     return vmem__struct_give(out, &info, sizeof info, "out");
 }
 
-static void show(const struct pool_row *r, struct vmem_kv_pool_member *out)
-{
-    *out = (struct vmem_kv_pool_member){.size = sizeof(*out),
-                                        .pid = r->pid,
-                                        .min = r->min,
-                                        .max = r->max,
-                                        .has = r->has,
-                                        .held = r->held,
-                                        .needs = r->needs,
-                                        .could_give = r->could_give,
-                                        .giving = r->giving,
-                                        .asked = r->asked,
-                                        .looked = r->looked,
-                                        .answer = r->answer,
-                                        .reason = r->reason,
-                                        .reply = r->reply,
-                                        .why = r->why};
-    memcpy(out->name, r->name, sizeof(out->name));
-}
-
 static void show_member(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256])
 {
     pthread_mutex_lock(&m->pool->lock);
-    show(&m->row, out);
+    *out = m->row;
     pthread_mutex_unlock(&m->pool->lock);
     if (path[0] || !m->pool->path)
         return;
@@ -392,8 +370,7 @@ static void show_member(struct vmem__member *m, struct vmem_kv_pool_member *out,
 
 int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found)
 {
-    struct pool_row rows[VMEM_KV_POOL_MEMBERS];
-    struct vmem_kv_pool_member m;
+    struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS];
     if (!out || !found)
         return vmem__error(-EINVAL, "out and found must not be NULL");
     int rc = refresh(pool);
@@ -402,12 +379,9 @@ int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *con
     memcpy(rows, pool->table.rows, sizeof rows);
     pthread_mutex_unlock(&pool->lock);
     uint32_t n = 0;
-    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS && !rc; i++) {
-        if (!rows[i].number)
-            continue;
-        show(&rows[i], &m);
-        rc = vmem__struct_give(out[n++], &m, sizeof m, "out");
-    }
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS && !rc; i++)
+        if (rows[i].size)
+            rc = vmem__struct_give(out[n++], &rows[i], sizeof rows[i], "out");
     *found = rc ? 0 : n;
     return rc;
 }

@@ -23,29 +23,19 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-// A member, as others see it. Written by its own process alone, except that anybody empties the row of a dead one.
-struct pool_row {
-    uint64_t number; // of the join; 0: nobody
-    uint64_t min, max, has, held, needs, could_give, giving;
-    uint64_t asked, looked;
-    uint32_t answer, reason, reply, why;
-    uint32_t pid, pad;
-    char name[64];
-};
-
 struct pool_head {
     uint64_t magic;
     uint32_t size, rows; // sizeof(struct pool_table), VMEM_KV_POOL_MEMBERS
     uint64_t budget;
-    uint64_t revision; // of the last question
-    uint64_t joins;
+    uint64_t revision;  // of the last question
     uint8_t device[16]; // uuid; zero on the host
     char backend[16];   // of the host, "host"; else "gpu", as pages of every backend come out of the same memory
 };
 
+// A member's row is written by its own process alone, except that anybody empties the row of a dead one. Size 0: nobody.
 struct pool_table {
     struct pool_head head;
-    struct pool_row rows[VMEM_KV_POOL_MEMBERS];
+    struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS];
 };
 
 // A question for budget lapses after this time, unless repeated or waited for: 250 ms. Tests change it, so that they do
@@ -62,19 +52,19 @@ struct vmem__member {
     void *self;
     vmem_context *ctx;
     uint32_t page_shift;
-    bool whole;                   // as in struct vmem__member_terms
-    uint32_t place;               // in the table
-    bool busy;                    // the pool's thread is at it, without the pool's lock
-    bool leaving;                 // it is being destroyed: the thread leaves it alone
-    bool changed;                 // the row is to be written
-    struct pool_row row, written; // as it is, and as it was last put into the table
-    uint64_t written_at;          // ns
-    uint32_t waiting;             // calls that wait for an answer
-    uint64_t asked_at;            // ns
-    uint64_t refused_at;          // ns
-    uint64_t granted;             // bytes in row.has that the member's budget does not have yet
-    uint64_t foreseen;            // the pages there will be with the requests that wait; 0: not known
-    uint64_t foreseen_at;         // ns
+    bool whole;                              // as in struct vmem__member_terms
+    uint32_t place;                          // in the table
+    bool busy;                               // the pool's thread is at it, without the pool's lock
+    bool leaving;                            // it is being destroyed: the thread leaves it alone
+    bool changed;                            // the row is to be written
+    struct vmem_kv_pool_member row, written; // as it is, and as it was last put into the table
+    uint64_t written_at;                     // ns
+    uint32_t waiting;                        // calls that wait for an answer
+    uint64_t asked_at;                       // ns
+    uint64_t refused_at;                     // ns
+    uint64_t granted;                        // bytes in row.has that the member's budget does not have yet
+    uint64_t foreseen;                       // the pages there will be with the requests that wait; 0: not known
+    uint64_t foreseen_at;                    // ns
     bool prepares;    // the budget gets of them only what is ready, and no call takes free budget of the pool
     uint64_t ready;   // bytes that the budget can grow by without asking the device for memory
     uint64_t to_give; // bytes that the member is to give back
@@ -98,7 +88,7 @@ struct vmem_kv_pool {
     struct pool_table table;
     // The rows as they were when a member last did what the others expect of it, and when that was (ns).
     struct pool_seen {
-        struct pool_row row;
+        struct vmem_kv_pool_member row;
         uint64_t at;
     } seen[VMEM_KV_POOL_MEMBERS];
     _Atomic uint64_t free; // bytes, as the table was last seen
@@ -207,8 +197,8 @@ static inline uint64_t pool_needs_of_others(const vmem_kv_pool *pool, const stru
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct pool_row *r = &pool->table.rows[i];
-        if (r->number && i != m->place && r->answer == VMEM_KV_DEFERRED)
+        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
+        if (r->size && i != m->place && r->answer == VMEM_KV_DEFERRED)
             bytes = pool_add(bytes, r->needs);
     }
     return bytes;

@@ -80,7 +80,7 @@ static bool write_at(int fd, const void *data, size_t size, off_t at)
 
 static bool write_row(const vmem_kv_pool *pool, uint32_t place)
 {
-    const struct pool_row *row = &pool->table.rows[place];
+    const struct vmem_kv_pool_member *row = &pool->table.rows[place];
     return write_at(pool->fd, row, sizeof(*row), (off_t)(offsetof(struct pool_table, rows) + place * sizeof(*row)));
 }
 
@@ -94,7 +94,7 @@ static int begin(vmem_kv_pool *pool, unsigned most_us)
         return vmem__error(-EBADMSG, "path %s: the file no longer holds a pool", pool->path);
     }
     for (struct vmem__member *m = pool->members; m; m = m->next) {
-        struct pool_row *row = &pool->table.rows[m->place];
+        struct vmem_kv_pool_member *row = &pool->table.rows[m->place];
         m->changed |= memcmp(row, &m->written, sizeof(*row)) != 0; // somebody else wrote there
         *row = m->row;                                             // our own rows in memory are authoritative
     }
@@ -155,7 +155,7 @@ int vmem__table_take(vmem_kv_pool *pool, uint32_t place)
 
 static void empty_row(vmem_kv_pool *pool, uint32_t place)
 {
-    pool->table.rows[place] = (struct pool_row){0};
+    pool->table.rows[place] = (struct vmem_kv_pool_member){0};
     if (pool->fd >= 0)
         (void)!write_row(pool, place);
 }
@@ -171,7 +171,7 @@ void vmem__table_give(vmem_kv_pool *pool, uint32_t place, bool damaged)
 void vmem__table_bury(vmem_kv_pool *pool)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS && pool->fd >= 0; i++)
-        if (pool->table.rows[i].number && !lives(pool, i))
+        if (pool->table.rows[i].size && !lives(pool, i))
             empty_row(pool, i);
 }
 
