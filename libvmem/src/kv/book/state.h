@@ -257,7 +257,6 @@ struct kv_doomed {
 
 struct kv_copies {
     uint64_t scratch;              // a reservation with a page per tensor, to access pages that no slot has mapped
-    struct vmem_copy_op *ops;      // of the portion that is being swapped out; from the first swap_out with `after`
     _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
 };
 

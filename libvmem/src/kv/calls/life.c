@@ -211,7 +211,6 @@ static void destroy(vmem_kv *kv)
     free(kv->plan.wants);
     free(kv->fence.past);
     free(kv->staged.lengths);
-    free(kv->copy.ops);
     free(kv->staged.reserve);
     free(kv->groups);
     free(kv->order);

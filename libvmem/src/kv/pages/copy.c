@@ -54,9 +54,10 @@ int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *
 
 // ---- swapping ---------------------------------------------------------------------------------------------------
 
-// Lists the copies of the rows that the next token can read. Returns their total size in bytes.
-uint64_t vmem__kv_swap_ops(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to,
-                           struct vmem_copy_op *ops, uint64_t *n)
+// Lists the copies of bytes [from, to) of the rows that the next token can read, tensor after tensor. Returns how many
+// bytes there are in all.
+static uint64_t list_copies(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to,
+                            struct vmem_copy_op *ops, uint64_t *n)
 {
     uint64_t size = 0;
     *n = 0;
@@ -77,16 +78,14 @@ uint64_t vmem__kv_swap_ops(const vmem_kv *kv, uint32_t slot, uint64_t host, bool
     return size;
 }
 
-int vmem__kv_swap_copy(vmem_kv *kv, uint32_t slot, uint64_t host, bool out)
+int vmem__kv_swap_copy(vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to)
 {
     uint64_t n;
     struct vmem_copy_op *ops = calloc(kv->n_tensors, sizeof(*ops));
     if (!ops)
         return vmem__error(-ENOMEM, "no memory to copy %u tensors", kv->n_tensors);
-    uint64_t size = vmem__kv_swap_ops(kv, slot, host, out, 0, UINT64_MAX, ops, &n);
+    list_copies(kv, slot, host, out, from, to, ops, &n);
     int rc = vmem_copy_batch(kv->ctx, ops, n);
-    if (!rc)
-        *(out ? &kv->stats.swap_out_bytes : &kv->stats.swap_in_bytes) += size;
     free(ops);
     return rc;
 }
@@ -94,7 +93,7 @@ int vmem__kv_swap_copy(vmem_kv *kv, uint32_t slot, uint64_t host, bool out)
 uint64_t vmem__kv_swap_size(const vmem_kv *kv, uint32_t slot)
 {
     uint64_t n;
-    return vmem__kv_swap_ops(kv, slot, 0, true, 0, 0, NULL, &n);
+    return list_copies(kv, slot, 0, true, 0, 0, NULL, &n);
 }
 
 #define PORTION (UINT64_C(32) << 20) // bytes copied before the thread takes the lock again: about 1 ms over PCIe
@@ -111,9 +110,7 @@ int vmem__kv_swap_portion(vmem_kv *kv, uint32_t slot)
 {
     struct kv_idle *idle = &kv->idle[slot];
     const uint64_t to = KV_MIN(idle->copied + PORTION, idle->size);
-    uint64_t n;
-    vmem__kv_swap_ops(kv, slot, (uintptr_t)idle->host, true, idle->copied, to, kv->copy.ops, &n);
-    int rc = vmem_copy_batch(kv->ctx, kv->copy.ops, n);
+    int rc = vmem__kv_swap_copy(kv, slot, (uintptr_t)idle->host, true, idle->copied, to);
     if (!rc)
         idle->copied = to;
     return rc;

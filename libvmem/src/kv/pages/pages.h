@@ -60,12 +60,8 @@ int vmem__kv_clear_slot(vmem_kv *kv, uint32_t slot);
 // anywhere.
 int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pages, uint64_t stride, bool to_scratch,
                         uint32_t slot, uint32_t page, uint64_t bytes);
-// Lists the copies that move bytes [from, to) of a slot's rows, tensor after tensor, out to host or back in; returns
-// how many bytes there are in all.
-uint64_t vmem__kv_swap_ops(const vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to,
-                           struct vmem_copy_op *ops, uint64_t *n);
-// Copies all rows of a slot; and how many bytes that are.
-int vmem__kv_swap_copy(vmem_kv *kv, uint32_t slot, uint64_t host, bool out);
+// Copies bytes [from, to) of a slot's rows, tensor after tensor, out to host or back in; and how many bytes there are.
+int vmem__kv_swap_copy(vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to);
 uint64_t vmem__kv_swap_size(const vmem_kv *kv, uint32_t slot);
 uint32_t vmem__kv_swap_next(const vmem_kv *kv); // a slot that is due, or UINT32_MAX
 // Copies a portion; needs no lock. Then swap_portion_end with it: the last portion makes the slot VMEM_KV_SWAPPED,

@@ -85,7 +85,7 @@ static bool shares_rows(const vmem_kv *kv, uint32_t slot)
     return false;
 }
 
-static int swap_now(vmem_kv *kv, uint32_t slot)
+int vmem__kv_swap_now(vmem_kv *kv, uint32_t slot)
 {
     vmem__kv_worker_hold(kv);
     int rc = kv_swap_due(kv, slot) ? vmem__kv_swap_rest(kv, slot) : 0;
@@ -107,7 +107,7 @@ int vmem__kv_end_requests(vmem_kv *kv)
             kv->slots[s].skip = kv->slots[s].stuck = false;
             vmem__kv_worker_wake(kv);
         } else if (kv_swap_due(kv, s)) {
-            failed = swap_now(kv, s); // when shared rows become free must not depend on the worker's progress
+            failed = vmem__kv_swap_now(kv, s); // when shared rows become free must not depend on the worker's progress
         }
         rc = rc ? rc : failed;
     }

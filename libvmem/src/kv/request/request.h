@@ -43,6 +43,8 @@ int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot, uint64_t after);
 int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // Ends the requests whose kernels have ended, up to kv->fence.retired, and has those copied that are to be swapped out.
 int vmem__kv_end_requests(vmem_kv *kv);
+// Copies what a slot that is due still has, and gives up its pages.
+int vmem__kv_swap_now(vmem_kv *kv, uint32_t slot);
 int vmem__kv_retire_to(vmem_kv *kv, uint64_t step);
 int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags);
 

@@ -2,7 +2,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
-#include <stdlib.h>
 
 #include "kv/request/request.h"
 
@@ -26,52 +25,27 @@ static int check_out(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
     return rc;
 }
 
-static int swap_out_now(vmem_kv *kv, uint32_t slot, void *host)
-{
-    int rc = vmem__kv_swap_copy(kv, slot, (uintptr_t)host, true);
-    if (rc)
-        return rc;
-    struct kv_slot *s = &kv->slots[slot];
-    s->fresh = true; // the caller guarantees that no kernel accesses the slot
-    s->steady = 0;
-    vmem__kv_forget(kv, slot);
-    bool gone = false;
-    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-        bool some = kv_span(kv, slot, i)->hi;
-        rc = vmem__kv_cut_now(kv, slot, i, 0, 0);
-        gone |= some && !rc;
-    }
-    if (rc && !gone) {
-        vmem__kv_book(kv, slot);
-        return rc;
-    }
-    // Once the first page is gone, only the copy is valid. Pages whose unmap failed are unmapped when the request is
-    // swapped in.
-    vmem__kv_set_state(kv, slot, VMEM_KV_SWAPPED);
-    s->shared_tokens = kv->idle[slot].named = 0;
-    vmem__kv_worker_wake(kv);
-    return 0;
-}
-
 int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after)
 {
     int rc = check_out(kv, slot, host, bytes);
     if (!rc)
         rc = vmem__kv_check_fence(kv, after);
-    if (!rc && !after)
-        return swap_out_now(kv, slot, host);
-    if (!rc && !kv->copy.ops && !(kv->copy.ops = calloc(kv->n_tensors, sizeof(*kv->copy.ops))))
-        rc = vmem__error(-ENOMEM, "no memory to copy %u tensors", kv->n_tensors);
     if (rc)
         return rc;
     struct kv_idle *idle = &kv->idle[slot];
-    uint64_t n;
-    vmem__kv_unstage(kv, slot);
     idle->host = host;
     idle->copied = 0;
-    idle->size = vmem__kv_swap_ops(kv, slot, 0, true, 0, 0, NULL, &n);
+    idle->size = vmem__kv_swap_size(kv, slot);
     idle->ends = after; // fresh slots, too: kernels may still write the attached rows
     vmem__kv_set_state(kv, slot, KV_SWAPPING);
+    if (!after) {
+        rc = vmem__kv_swap_now(kv, slot);
+        if (kv->slots[slot].state == VMEM_KV_SWAPPED) // only the copy is valid: what was not unmapped, others take back
+            return 0;
+        vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
+        return rc;
+    }
+    vmem__kv_unstage(kv, slot);
     vmem__kv_retired(kv, vmem__kv_ended(kv));
     vmem__kv_end_requests(kv); // the slot may be due already; on failure, the next step tries again
     vmem__kv_keep_budget(kv);
@@ -130,7 +104,7 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
         vmem__kv_count_shortage(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_swap_copy(kv, slot, (uintptr_t)host, false);
+    rc = vmem__kv_swap_copy(kv, slot, (uintptr_t)host, false, 0, UINT64_MAX);
     if (rc) {
         vmem__kv_cut_slot(kv, slot);
         return rc;
@@ -140,6 +114,7 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
         sp->need_lo = sp->keep_lo = sp->lo;
         sp->need_hi = sp->keep_hi = sp->hi;
     }
+    kv->stats.swap_in_bytes += vmem__kv_swap_size(kv, slot);
     s->fresh = true;
     vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
     s->took = (uint32_t)kv->fence.step;
