@@ -152,16 +152,16 @@ int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
 int vmem__kv_get_new(vmem_kv *kv, uint32_t slot);
 // As vmem__kv_get, without waiting for the worker's work on the slot.
 int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states);
-// The free slot for a request of that many tokens, of which so many come from a prefix, or UINT32_MAX.
-uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
-// Whether a slot backed for `fit` tokens suits a request of `tokens` better than one backed for `best`.
-bool vmem__kv_fits_better(uint32_t fit, uint32_t best, uint32_t tokens);
+// The free slot, but for the n taken ones, for a request of that many tokens, of which so many come from a prefix;
+// UINT32_MAX: none.
+uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken, uint32_t n);
 
 // ---- expect.c
 
 // Takes the list of the requests that come next.
 int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
-// The free slot that is to be backed next for a request that is expected, and which that is; UINT32_MAX: none.
+// The free slot that is to be backed next for a request that is expected, and which that is; UINT32_MAX: none. It is the
+// slot that the request will get if those expected before it have got theirs.
 uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
 
 // ---- turn.c

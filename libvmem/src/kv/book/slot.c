@@ -5,7 +5,7 @@
 
 // Whether kept pages for `fit` tokens suit a request of `tokens` tokens better than kept pages for `best` tokens. The
 // best fit is the smallest that is large enough, or otherwise the largest.
-bool vmem__kv_fits_better(uint32_t fit, uint32_t best, uint32_t tokens)
+static bool fits_better(uint32_t fit, uint32_t best, uint32_t tokens)
 {
     return fit >= tokens ? best < tokens || fit < best : best < tokens && fit > best;
 }
@@ -25,7 +25,14 @@ static bool delays(const vmem_kv *kv, uint32_t slot)
     return !(kv->flags & VMEM_KV_SAME_SLOTS) && (kv->slots[slot].busy || kv->slots[slot].stale);
 }
 
-uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
+static bool among(const uint32_t *slots, uint32_t n, uint32_t slot)
+{
+    while (n && slots[n - 1] != slot)
+        n--;
+    return n;
+}
+
+uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken, uint32_t n)
 {
     uint32_t best = UINT32_MAX, best_fit = 0;
     if (!tokens)
@@ -33,7 +40,7 @@ uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
     int64_t best_gain = INT64_MIN;
     for (uint32_t i = 0; i < kv->n_slots; i++) {
         const struct kv_idle *s = &kv->idle[i];
-        if (kv->slots[i].state != VMEM_KV_FREE)
+        if (kv->slots[i].state != VMEM_KV_FREE || among(taken, n, i))
             continue;
         uint32_t fit = kv->flags & VMEM_KV_SAME_SLOTS ? s->fit : kv->slots[i].backed;
         int64_t gain = prefix_tokens ? gain_of(s, fit, tokens, prefix_tokens) : 0;
@@ -42,7 +49,7 @@ uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
         else if (s->from) // the pages begin after the first row: count the usable ones
             fit = s->from < KV_MIN(tokens, fit) ? KV_MIN(tokens, fit) - s->from : 0;
         const bool alike = best != UINT32_MAX && gain == best_gain && fit == best_fit;
-        if (best == UINT32_MAX || gain > best_gain || vmem__kv_fits_better(fit, best_fit, tokens) ||
+        if (best == UINT32_MAX || gain > best_gain || fits_better(fit, best_fit, tokens) ||
             (alike && (delays(kv, i) == delays(kv, best) ? s->from < kv->idle[best].from : delays(kv, best)))) {
             best = i;
             best_fit = fit;

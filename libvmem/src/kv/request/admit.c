@@ -66,7 +66,7 @@ int vmem__kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     if (rc)
         return rc;
     *tokens = 0;
-    if (slot < 0 && vmem__kv_choose(kv, 0, 0) == UINT32_MAX)
+    if (slot < 0 && vmem__kv_choose(kv, 0, 0, NULL, 0) == UINT32_MAX)
         return 0;
     const uint32_t has = slot < 0 ? 0 : kv->slots[slot].tokens;
     *tokens = most_tokens(kv, slot, vmem__kv_reach_lately(kv));
@@ -178,7 +178,7 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
         rc = vmem__error(-EBUSY, "slot %u is taken", o.slot);
     if (rc)
         return rc;
-    uint32_t chosen = wanted ? o.slot : vmem__kv_choose(kv, o.tokens, o.prefix_tokens);
+    uint32_t chosen = wanted ? o.slot : vmem__kv_choose(kv, o.tokens, o.prefix_tokens, NULL, 0);
     if (chosen == UINT32_MAX) {
         kv->stats.short_slots++;
         return vmem__kv_short_of_slots(kv);

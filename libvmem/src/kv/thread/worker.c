@@ -282,12 +282,15 @@ static bool eager_one(vmem_kv *kv)
 {
     if (!kv_plentiful(kv))
         return false;
-    struct kv_expected request = {.tokens = kv->eager_tokens};
+    struct kv_expected request;
     uint32_t slot = vmem__kv_expected_slot(kv, &request);
-    if (slot == UINT32_MAX && kv->flags & VMEM_KV_EAGER)
-        slot = vmem__kv_choose(kv, 0, 0);
+    if (slot == UINT32_MAX && kv->flags & VMEM_KV_EAGER) {
+        request = (struct kv_expected){.tokens = kv->eager_tokens};
+        slot = vmem__kv_choose(kv, 0, 0, NULL, 0);
+    }
     if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
         return false;
+    const bool empty = !vmem__kv_has_pages(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         // Skip the page that the prefix ends in: the attach makes a copy of it when the request arrives.
         const uint32_t from =
@@ -304,7 +307,7 @@ static bool eager_one(vmem_kv *kv)
     if (!grow(kv, slot, kv_low(kv)))
         return false;
     kv->stats.eager_pages += kv->slots[slot].skip ? 0 : total;
-    if (!kv->slots[slot].skip && !(kv->flags & VMEM_KV_SAME_SLOTS))
+    if (empty && !kv->slots[slot].skip && !(kv->flags & VMEM_KV_SAME_SLOTS))
         kv->idle[slot].from = request.prefix;
     return true;
 }
