@@ -144,12 +144,15 @@ struct kv_refs {
 // Parts of spans to back, and the lists for that.
 struct kv_part {
     uint32_t slot, group, from, to;
-    bool joins;         // the page before also belongs to the slot
-    uint32_t coarse_hi; // 2 MiB entries may map the blocks that end up to here
+    bool joins;              // the page before also belongs to the slot
+    uint32_t coarse_hi;      // 2 MiB entries may map the blocks that end up to here
+    const vmem_page *others; // pages that exist, of the first tensor; NULL: they are to be created
+    uint32_t stride;         // of these, from one tensor to the next
 };
 struct kv_grow {
     struct kv_part *parts;
-    uint64_t n_parts, cap_parts, total; // total: pages
+    uint64_t n_parts, cap_parts;
+    uint64_t total, others; // pages to be created, and that exist
     vmem_page *pages;
     uint64_t n_pages, cap_pages;
     struct vmem__stretch *stretches;

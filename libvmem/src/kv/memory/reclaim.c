@@ -121,12 +121,12 @@ int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l)
         rc = run(kv, l);
     for (int tries = 2; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
         bool create = l->at == KV_GROW_CREATE;
-        rc = create ? vmem__kv_make_device_room(kv, l->total) : vmem__kv_make_mappings(kv, l->total);
+        rc = create ? vmem__kv_make_device_room(kv, l->total) : vmem__kv_make_mappings(kv, l->total + l->others);
         if (rc)
             break;
         rc = run(kv, l);
         if (rc == -ENOMEM && tries == 1)
-            rc = create ? vmem__kv_short_of_device(kv, l->total) : vmem__kv_short_of_mappings(kv, l->total);
+            rc = create ? vmem__kv_short_of_device(kv, l->total) : vmem__kv_short_of_mappings(kv, l->total + l->others);
     }
     return rc;
 }

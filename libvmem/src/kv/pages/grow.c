@@ -46,7 +46,24 @@ int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gro
     return rc ? rc : vmem__kv_grow_add(kv, l, slot, group, s->hi, to, coarse_hi);
 }
 
-void vmem__kv_grow_reset(struct kv_grow *l) { l->n_parts = l->total = l->n_pages = l->n_fine = l->n_coarse = 0; }
+int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+                        const vmem_page *pages, uint32_t stride)
+{
+    const uint64_t before = l->total;
+    int rc = vmem__kv_grow_add(kv, l, slot, group, from, to, 0);
+    if (rc || l->total == before)
+        return rc;
+    l->parts[l->n_parts - 1].others = pages;
+    l->parts[l->n_parts - 1].stride = stride;
+    l->others += l->total - before;
+    l->total = before;
+    return 0;
+}
+
+void vmem__kv_grow_reset(struct kv_grow *l)
+{
+    l->n_parts = l->total = l->others = l->n_pages = l->n_fine = l->n_coarse = 0;
+}
 
 uint64_t vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
 {
@@ -121,6 +138,8 @@ static int create(vmem_kv *kv, struct kv_grow *l)
         const struct kv_part *p = &l->parts[i];
         const struct kv_group *g = &kv->groups[p->group];
         struct piece pieces[3];
+        if (p->others)
+            continue;
         const uint64_t parts = kv->whole ? (p->to - p->from) / kv->whole + 32 : 2;
         int rc = vmem__kv_room_for(&l->stretches, &l->cap_stretches, n + parts * g->n + 3, sizeof(*l->stretches));
         if (rc)
@@ -160,11 +179,13 @@ static void place(vmem_kv *kv, struct kv_grow *l)
             const bool coarse = pieces[k].coarse && !kv->whole; // use one call, so that a failure leaves nothing mapped
             uint64_t *n_ops = coarse ? &l->n_coarse : &l->n_fine;
             struct vmem_map_op *op = (coarse ? l->coarse : l->fine) + *n_ops;
-            for (uint32_t t = 0; t < g->n; t++, pages += n) {
+            for (uint32_t t = 0; t < g->n; t++) {
                 uint64_t addr = kv_addr(kv, g, p->slot, t, from);
-                memcpy(kv_table(kv, g, p->slot, t) + from, pages, n * sizeof(*pages));
+                const vmem_page *now = p->others ? p->others + (uint64_t)t * p->stride + (from - p->from) : pages;
+                pages += p->others ? 0 : n;
+                memcpy(kv_table(kv, g, p->slot, t) + from, now, n * sizeof(*now));
                 for (uint32_t c = 0; c < n; c++, addr += kv->page_size)
-                    *op++ = (struct vmem_map_op){.addr = addr, .page = pages[c]};
+                    *op++ = (struct vmem_map_op){.addr = addr, .page = now[c]};
             }
             *n_ops += (uint64_t)n * g->n;
         }
@@ -175,12 +196,12 @@ int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l)
 {
     int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, l->total, sizeof(*l->pages));
     if (!rc)
-        rc = vmem__kv_room_for(&l->fine, &l->cap_fine, l->total, sizeof(*l->fine));
+        rc = vmem__kv_room_for(&l->fine, &l->cap_fine, l->total + l->others, sizeof(*l->fine));
     if (!rc)
         rc = vmem__kv_room_for(&l->coarse, &l->cap_coarse, l->total, sizeof(*l->coarse));
     l->n_pages = l->n_fine = l->n_coarse = 0;
     l->at = rc ? KV_GROW_LISTS : KV_GROW_CREATE;
-    if (!rc)
+    if (!rc && l->total)
         rc = create(kv, l);
     if (!rc)
         place(kv, l);

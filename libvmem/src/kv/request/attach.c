@@ -2,7 +2,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>
-#include <string.h>
 
 #include "kv/request/request.h"
 
@@ -24,25 +23,6 @@ static struct split split(const vmem_kv *kv, const struct kv_group *g, uint32_t 
     return s;
 }
 
-static int map_shared(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t tokens, uint64_t *n_ops)
-{
-    struct kv_grow *l = &kv->grow;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        struct split s = split(kv, g, tokens);
-        int rc = vmem__kv_room_for(&l->fine, &l->cap_fine, *n_ops + (uint64_t)(s.full - s.lo) * g->n, sizeof(*l->fine));
-        if (rc)
-            return rc;
-        for (uint32_t t = 0; t < g->n; t++) {
-            const vmem_page *from = vmem__kv_rows_pages(kv, p, i) + (uint64_t)t * (p->rows[i].hi - p->rows[i].lo);
-            for (uint32_t k = s.lo; k < s.full; k++)
-                l->fine[(*n_ops)++] =
-                    (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, k), .page = from[k - p->rows[i].lo]};
-        }
-    }
-    return *n_ops ? vMemMapBatch(kv->ctx, l->fine, *n_ops, VMEM_MAP_FINE, NULL) : 0;
-}
-
 static void unmap_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -53,7 +33,7 @@ static void unmap_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     }
 }
 
-static void commit_attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t tokens)
+static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *sl = &kv->slots[slot];
     vmem__kv_grow_commit(kv, &kv->grow);
@@ -74,11 +54,6 @@ static void commit_attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, u
                                .fix_hi = s.lo,
                                .shared_hi = s.full > s.lo ? s.full : 0,
                                .coarse_hi = sp->coarse_hi};
-        for (uint32_t t = 0; t < g->n; t++)
-            memcpy(kv_table(kv, g, slot, t) + s.lo,
-                   vmem__kv_rows_pages(kv, p, i) + (uint64_t)t * (p->rows[i].hi - p->rows[i].lo) +
-                       (s.lo - p->rows[i].lo),
-                   (s.full - s.lo) * sizeof(vmem_page));
         vmem__kv_rows_join(kv, slot, i, s.full);
         kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
         if (s.full > s.lo)
@@ -140,34 +115,28 @@ static int attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t 
     vmem__kv_grow_reset(l);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
+        const struct kv_past *has = &p->rows[i];
         rc = vmem__kv_grow_to(kv, l, slot, i, s.full, s.hi, 0);
+        if (!rc)
+            rc = vmem__kv_grow_share(kv, l, slot, i, s.lo, s.full, vmem__kv_rows_pages(kv, p, i) + (s.lo - has->lo),
+                                     has->hi - has->lo);
     }
-    uint64_t total = l->total, n_shared = 0;
-    if (!rc && total)
-        rc = vmem__kv_make_room(kv, total);
-    if (!rc && total)
+    if (!rc)
+        rc = vmem__kv_make_room(kv, l->total);
+    if (!rc)
         rc = vmem__kv_grow_make(kv, l);
-    if (!rc) {
-        rc = map_shared(kv, p, slot, tokens, &n_shared);
-        if (rc == -ENOMEM && !(rc = vmem__kv_make_mappings(kv, n_shared))) {
-            n_shared = 0;
-            rc = map_shared(kv, p, slot, tokens, &n_shared);
-            rc = rc == -ENOMEM ? vmem__kv_short_of_mappings(kv, n_shared) : rc;
-        }
-        bool mapped = !rc;
-        for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-            struct split s = split(kv, &kv->groups[i], tokens);
-            uint32_t n = p->rows[i].hi - p->rows[i].lo;
-            if (s.part && s.full < s.hi)
-                rc = vmem__kv_copy_pages(kv, &kv->groups[i], vmem__kv_rows_pages(kv, p, i) + (s.full - p->rows[i].lo),
-                                         n, false, slot, s.full, s.part);
-        }
-        if (rc && mapped)
-            unmap_shared(kv, slot, tokens);
-        if (rc && total) {
-            vmem__kv_grow_undo(kv, l);
-            kv->ledger.held -= total;
-        }
+    const bool mapped = !rc;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        struct split s = split(kv, &kv->groups[i], tokens);
+        const struct kv_past *has = &p->rows[i];
+        if (s.part && s.full < s.hi)
+            rc = vmem__kv_copy_pages(kv, &kv->groups[i], vmem__kv_rows_pages(kv, p, i) + (s.full - has->lo),
+                                     has->hi - has->lo, false, slot, s.full, s.part);
+    }
+    if (rc && mapped) {
+        unmap_shared(kv, slot, tokens);
+        vmem__kv_grow_undo(kv, l);
+        kv->ledger.held -= l->total;
     }
     if (rc) {
         kv->slots[slot].dirty |= (kv->flags & VMEM_KV_ZERO) != 0; // a kept page may already contain rows of the prefix
@@ -175,7 +144,7 @@ static int attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t 
         vmem__kv_grow_reset(l);
         return rc;
     }
-    commit_attach(kv, p, slot, tokens);
+    commit_attach(kv, slot, tokens);
     return 0;
 }
 
