@@ -102,7 +102,7 @@ struct kv_expected {
     uint32_t tokens, prefix;
 };
 
-// Pages of a slot, or of several as if one had written them.
+// Pages of a slot.
 struct kv_rows {
     uint64_t n_pages;
     vmem_page *pages;      // group after group, tensor after tensor
@@ -117,6 +117,7 @@ struct kv_run {
     uint32_t next;         // of those not in use
     uint32_t priority;
     bool report; // vmem_kv_evicted names it
+    bool held;   // it is being attached
     struct kv_rows *rows;
 };
 

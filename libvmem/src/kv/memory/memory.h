@@ -110,8 +110,8 @@ bool vmem__kv_keeps_staged(vmem_kv *kv);
 int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got);
 // Whether there is room for `pages` more without reclaiming any.
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
-// Makes room for `pages` more, which are to be fixed: 0, or -ENOMEM with what is missing.
-int vmem__kv_make_room(vmem_kv *kv, uint64_t pages);
+// Makes room for `pages` more, with which `fixed` will grow by delta: 0, or -ENOMEM with what is missing.
+int vmem__kv_make_room(vmem_kv *kv, int64_t delta, uint64_t pages);
 // The same after vmem__kv_lacks has said that there is, and what is to go is fixed no more.
 int vmem__kv_take_room(vmem_kv *kv, uint64_t pages);
 // The device has refused pages: reclaims as many as it lacks, if there are that many.

@@ -45,11 +45,11 @@ bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages)
     return !pages || (pages <= kv_unused(kv) && vmem__kv_leaves_others(kv, pages));
 }
 
-int vmem__kv_make_room(vmem_kv *kv, uint64_t pages)
+int vmem__kv_make_room(vmem_kv *kv, int64_t delta, uint64_t pages)
 {
     if (vmem__kv_has_room(kv, pages))
         return 0;
-    int rc = vmem__kv_lacks(kv, (int64_t)pages, pages);
+    int rc = vmem__kv_lacks(kv, delta, pages);
     return rc ? rc : vmem__kv_take_room(kv, pages);
 }
 

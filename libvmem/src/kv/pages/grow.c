@@ -46,17 +46,23 @@ int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gro
     return rc ? rc : vmem__kv_grow_add(kv, l, slot, group, s->hi, to, coarse_hi);
 }
 
-int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t row,
                         const vmem_page *pages, uint32_t stride)
 {
-    const uint64_t before = l->total;
-    int rc = vmem__kv_grow_add(kv, l, slot, group, from, to, 0);
-    if (rc || l->total == before)
+    const uint32_t n = kv->groups[group].n;
+    struct kv_part *last = l->n_parts ? &l->parts[l->n_parts - 1] : NULL;
+    l->others += n;
+    if (last && last->others && last->group == group && last->to == row && last->stride == stride &&
+        last->others + (row - last->from) == pages) {
+        last->to++;
+        return 0;
+    }
+    int rc = vmem__kv_grow_add(kv, l, slot, group, row, row + 1, 0);
+    if (rc)
         return rc;
+    l->total -= n;
     l->parts[l->n_parts - 1].others = pages;
     l->parts[l->n_parts - 1].stride = stride;
-    l->others += l->total - before;
-    l->total = before;
     return 0;
 }
 
@@ -220,6 +226,8 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
     for (uint64_t i = 0; i < l->n_parts; i++) {
         const struct kv_part *p = &l->parts[i];
         struct kv_span *s = kv_span(kv, p->slot, p->group);
+        if (p->others)
+            continue;
         if (s->lo == s->hi) // the span begins with this part
             *s = (struct kv_span){.lo = p->from,
                                   .need_lo = p->from,

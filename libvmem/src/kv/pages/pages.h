@@ -19,9 +19,9 @@ int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gr
 // Plans to back pages [from, to) of a span as far as they are not. What the span has must begin at `to` at the latest.
 int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
                      uint32_t coarse_hi);
-// Plans to map rows [from, to) that others hold there; pages: those of the first tensor, and `stride` further on those of
-// the next one.
-int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+// Plans to map a row there that others hold; pages: of the first tensor, and `stride` further on of the next one. The
+// caller adds the row to the span.
+int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t row,
                         const vmem_page *pages, uint32_t stride);
 // Creates and maps, all or nothing; needs no lock. Before it the caller adds l->total to kv->ledger.held.
 int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l);

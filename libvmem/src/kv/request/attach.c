@@ -1,8 +1,6 @@
 // Attaching: a request begins with pages of others. It copies what it is about to write.
 //
 // SPDX-License-Identifier: MIT
-#include <stdlib.h>
-
 #include "kv/request/request.h"
 
 // How the pages of a group are divided. Pages [lo, full) are shared, and pages [full, hi) are the slot's own. The first
@@ -103,10 +101,20 @@ static uint64_t copies_of(const vmem_kv *kv, uint32_t tokens)
     return pages;
 }
 
-// Starts a newly allocated slot with the first rows of the prefix.
-static int attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t tokens)
+// By how many pages `fixed` grows when a slot which makes so many copies begins with the runs found.
+static int64_t delta_of(vmem_kv *kv, uint32_t tokens, uint64_t copies)
+{
+    uint64_t copied;
+    kv->mark++;
+    const uint64_t taken = vmem__kv_taken(kv, tokens, &copied);
+    return (int64_t)(copies + taken + copied);
+}
+
+// Starts a newly allocated slot with so many tokens of the runs found.
+static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_grow *l = &kv->grow;
+    uint32_t stride;
     vmem__kv_wait_cut(kv);
     int rc = keep_tail(kv, slot, tokens);
     if (rc)
@@ -115,23 +123,23 @@ static int attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t 
     vmem__kv_grow_reset(l);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
-        const struct kv_past *has = &p->rows[i];
         rc = vmem__kv_grow_to(kv, l, slot, i, s.full, s.hi, 0);
-        if (!rc)
-            rc = vmem__kv_grow_share(kv, l, slot, i, s.lo, s.full, vmem__kv_rows_pages(kv, p, i) + (s.lo - has->lo),
-                                     has->hi - has->lo);
+        for (uint32_t k = s.lo; k < s.full && !rc; k++) {
+            const vmem_page *pages = vmem__kv_found_page(kv, i, tokens, k, &stride);
+            rc = vmem__kv_grow_share(kv, l, slot, i, k, pages, stride);
+        }
     }
     if (!rc)
-        rc = vmem__kv_make_room(kv, l->total);
+        rc = vmem__kv_make_room(kv, delta_of(kv, tokens, l->total), l->total);
     if (!rc)
         rc = vmem__kv_grow_make(kv, l);
     const bool mapped = !rc;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         struct split s = split(kv, &kv->groups[i], tokens);
-        const struct kv_past *has = &p->rows[i];
-        if (s.part && s.full < s.hi)
-            rc = vmem__kv_copy_pages(kv, &kv->groups[i], vmem__kv_rows_pages(kv, p, i) + (s.full - has->lo),
-                                     has->hi - has->lo, false, slot, s.full, s.part);
+        if (!s.part || s.full >= s.hi)
+            continue;
+        const vmem_page *pages = vmem__kv_found_page(kv, i, tokens, s.full, &stride);
+        rc = vmem__kv_copy_pages(kv, &kv->groups[i], pages, stride, false, slot, s.full, s.part);
     }
     if (rc && mapped) {
         unmap_shared(kv, slot, tokens);
@@ -148,27 +156,16 @@ static int attach(vmem_kv *kv, const struct kv_rows *p, uint32_t slot, uint32_t 
     return 0;
 }
 
-// Starts the slot with so many tokens of the runs found.
+// The same; the slot's request uses the runs from then on.
 static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    const struct kv_runs *all = &kv->runs;
-    bool evictable = false;
     int rc = 0;
-    struct kv_rows *rows = vmem__kv_gather(kv, tokens);
-    if (!rows)
-        return -ENOMEM;                                  // the error text is set
-    for (uint32_t k = 0; k < all->n_found && !rc; k++) { // so that making room evicts others
-        evictable |= !kv_keeps(&all->list[all->found[k]]);
-        rc = vmem__kv_pin(kv, slot, all->found[k]);
-    }
-    if (!rc && evictable)
-        vmem__kv_rows_hold(kv, rows);
-    if (!rc) {
-        rc = attach(kv, rows, slot, tokens);
-        const int kept = evictable ? vmem__kv_rows_let_go(kv, rows) : 0;
-        rc = rc ? rc : kept;
-    }
-    free(rows);
+    for (uint32_t k = 0; k < kv->runs.n_found && !rc; k++)
+        rc = vmem__kv_pin(kv, slot, kv->runs.found[k]);
+    vmem__kv_hold_found(kv, true); // so that making room evicts others
+    if (!rc)
+        rc = attach(kv, slot, tokens);
+    vmem__kv_hold_found(kv, false);
     if (rc)
         vmem__kv_unpin(kv, slot);
     return rc;
@@ -177,12 +174,9 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 // Whether attaching so many tokens of the runs found would find memory.
 static int would_attach(vmem_kv *kv, uint32_t tokens)
 {
-    uint64_t copies = copies_of(kv, tokens), copied;
-    if (!copies) // attaching only maps pages that are there
-        return 0;
-    kv->mark++;
-    copies += vmem__kv_taken(kv, tokens, &copied) + copied;
-    return vmem__kv_would_fit(kv, (int64_t)copies, copies);
+    const uint64_t copies = copies_of(kv, tokens);
+    // Otherwise attaching only maps pages that are there.
+    return copies ? vmem__kv_would_fit(kv, delta_of(kv, tokens, copies), copies) : 0;
 }
 
 int vmem__kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,

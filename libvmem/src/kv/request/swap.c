@@ -97,7 +97,7 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
                                vmem__kv_need_hi(kv, g, s->tokens), vmem__kv_need_hi(kv, g, s->tokens));
     }
     if (!rc)
-        rc = vmem__kv_make_room(kv, kv->grow.total);
+        rc = vmem__kv_make_room(kv, (int64_t)kv->grow.total, kv->grow.total);
     if (!rc)
         rc = vmem__kv_grow_all(kv, &kv->grow);
     if (rc == -ENOMEM)

@@ -150,7 +150,7 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
     }
     // A run that a running request pins can hold pages that the request no longer has or never had.
     for (uint32_t i = 0; i < all->used && !rc && !counted && kv->cut.n_pages < pages && kv->refs.evictable; i++)
-        if (all->list[i].id && !kv_keeps(&all->list[i]) && frees(kv, &all->list[i]))
+        if (all->list[i].id && !kv_keeps(&all->list[i]) && !all->list[i].held && frees(kv, &all->list[i]))
             rc = evict_one(kv, &kv->cut, i);
     return end_drop(kv);
 }
@@ -203,22 +203,6 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
         return rc;
     vmem__kv_wait_cut(kv);
     *freed = end_drop(kv);
-    return rc;
-}
-
-void vmem__kv_rows_hold(vmem_kv *kv, const struct kv_rows *r)
-{
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        for (uint32_t k = 0; k < r->rows[i].hi - r->rows[i].lo; k++)
-            vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r, i)[k]), 0, 1);
-}
-
-int vmem__kv_rows_let_go(vmem_kv *kv, const struct kv_rows *r)
-{
-    begin_drop(kv);
-    int rc = let_go(kv, &kv->cut, r, true);
-    kv->runs.unmark = false; // what the slots share, they share with others
-    end_drop(kv);
     return rc;
 }
 

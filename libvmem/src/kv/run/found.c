@@ -1,8 +1,6 @@
 // Runs that follow each other, for a request that begins with them.
 //
 // SPDX-License-Identifier: MIT
-#include <stdlib.h>
-
 #include "kv/run/run.h"
 
 // The pages of a group that contain the rows that the next token of a request of `tokens` tokens reads.
@@ -74,7 +72,8 @@ int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most,
     return rc;
 }
 
-static const vmem_page *page_of(const vmem_kv *kv, uint32_t group, uint32_t tokens, uint32_t page, uint32_t *stride)
+const vmem_page *vmem__kv_found_page(const vmem_kv *kv, uint32_t group, uint32_t tokens, uint32_t page,
+                                     uint32_t *stride)
 {
     const struct kv_rows *r = run_of(kv, &kv->groups[group], tokens, page)->rows;
     *stride = r->rows[group].hi - r->rows[group].lo;
@@ -91,7 +90,7 @@ uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied)
         const uint64_t full = KV_MIN(tokens, g->max_tokens) * g->row_bytes >> kv->page_shift;
         uint32_t stride;
         for (uint32_t p = rows.lo; p < rows.hi; p++) {
-            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, *page_of(kv, i, tokens, p, &stride));
+            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, *vmem__kv_found_page(kv, i, tokens, p, &stride));
             if (ref->slots || ref->cached != ref->prefixes || ref->mark == kv->mark)
                 continue;
             *(p < full ? &pages : copied) += g->n;
@@ -102,22 +101,8 @@ uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied)
     return pages;
 }
 
-struct kv_rows *vmem__kv_gather(const vmem_kv *kv, uint32_t tokens)
+void vmem__kv_hold_found(vmem_kv *kv, bool on)
 {
-    struct kv_past *rows = calloc(kv->n_groups, sizeof(*rows));
-    for (uint32_t i = 0; i < kv->n_groups && rows; i++)
-        rows[i] = rows_read(kv, &kv->groups[i], tokens);
-    struct kv_rows *all = rows ? vmem__kv_rows_new(kv, rows) : NULL;
-    for (uint32_t i = 0; i < kv->n_groups && all; i++) {
-        vmem_page *pages = vmem__kv_rows_pages(kv, all, i);
-        const uint32_t n = rows[i].hi - rows[i].lo;
-        for (uint32_t k = 0; k < n; k++) {
-            uint32_t stride;
-            const vmem_page *from = page_of(kv, i, tokens, rows[i].lo + k, &stride);
-            for (uint32_t t = 0; t < kv->groups[i].n; t++)
-                pages[(uint64_t)t * n + k] = from[(uint64_t)t * stride];
-        }
-    }
-    free(rows);
-    return all;
+    for (uint32_t k = 0; k < kv->runs.n_found; k++)
+        kv->runs.list[kv->runs.found[k]].held = on;
 }

@@ -12,7 +12,8 @@
 #include "core/struct.h"
 #include "kv/run/run.h"
 
-struct kv_rows *vmem__kv_rows_new(const vmem_kv *kv, const struct kv_past *rows)
+// A list of pages for these rows, all 0; NULL: no memory.
+static struct kv_rows *rows_new(const vmem_kv *kv, const struct kv_past *rows)
 {
     uint64_t n_pages = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++)
@@ -99,7 +100,7 @@ static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct
         }
         if (!some) // windows have passed all its rows
             continue;
-        made[i] = vmem__kv_rows_new(kv, rows);
+        made[i] = rows_new(kv, rows);
         if (!made[i])
             rc = -ENOMEM;
         else

@@ -24,8 +24,6 @@ void vmem__kv_unpin(vmem_kv *kv, uint32_t slot); // the slot's request has ended
 
 // ---- run.c
 
-// A list of pages for these rows, all 0; NULL: no memory.
-struct kv_rows *vmem__kv_rows_new(const vmem_kv *kv, const struct kv_past *rows);
 // The pages of the group's first tensor; the others follow, hi - lo pages each.
 vmem_page *vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *r, uint32_t group);
 int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
@@ -45,9 +43,6 @@ void vmem__kv_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages);
 // Pages that eviction can free when memory is short.
 uint64_t vmem__kv_evictable(const vmem_kv *kv);
 void vmem__kv_drop_all_runs(vmem_kv *kv);
-// Holds these pages, which others hold, or lets go of them, releasing those without another holder.
-void vmem__kv_rows_hold(vmem_kv *kv, const struct kv_rows *r);
-int vmem__kv_rows_let_go(vmem_kv *kv, const struct kv_rows *r);
 
 // ---- found.c
 
@@ -56,7 +51,11 @@ int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most,
 // Pages that a request which begins with the runs found last takes from those that can be evicted. Marked ones do not
 // count. *copied: of the page that it copies, which it takes for as long as that lasts.
 uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied);
-// Gathers the pages of the first tokens of the runs found, as if one slot had written them; NULL: no memory.
-struct kv_rows *vmem__kv_gather(const vmem_kv *kv, uint32_t tokens);
+// That page of the group's first tensor, of a request that begins with so many tokens of the runs found; `stride` further
+// on, that of the next tensor.
+const vmem_page *vmem__kv_found_page(const vmem_kv *kv, uint32_t group, uint32_t tokens, uint32_t page,
+                                     uint32_t *stride);
+// The runs found are not evicted (on), or can be again.
+void vmem__kv_hold_found(vmem_kv *kv, bool on);
 
 #endif
