@@ -124,8 +124,8 @@ def loads(args: argparse.Namespace) -> Any:
         if path:
             kind = "mooncake" if name == "mooncake" else "trace"
             made[name] = dict(kind=kind, path=path, batch=n, longest=longest, most_output=most)
-    made["cold"] = dict(kind="hot", batch=args.requests or 160, prefixes=1, prefix=1, suffix=1, ratio=0,
-                        cold=[longest // 8, 3 * longest // 8], output=[longest // 128, longest // 32], seed=3)  # fmt: skip
+    made["cold"] = dict(kind="hot", batch=args.requests or 160, prefixes=1, prefix=1, suffix=1, ratio=0, seed=3,
+                        cold=[longest // 8, 3 * longest // 8], output=[longest // 128, longest // 32])  # fmt: skip
     kvcached = dict(kind="hot", prefixes=16, prefix=128, suffix=64, ratio=0.3, cold=[192, 1024], output=[16, 256],
                     seed=1234)  # fmt: skip
     made["hot"] = dict(kvcached, batch=args.requests or 2500)
