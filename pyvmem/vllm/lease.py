@@ -15,11 +15,11 @@ import zlib
 from typing import Any
 
 from pyvmem.vllm import control
+from pyvmem.vllm.waiting import waiting
 
 LOOK = 0.02  # seconds between looks at the other engines' pages
 FIND = 1.0  # and between searches for engines
 PATIENCE, AGAIN = 1.0, 3.0  # seconds that others wait for a starved engine which gets nothing, and until they do again
-MOST_WAITING = 64  # requests that are looked at
 
 
 def number_of(pool: str) -> int:
@@ -36,17 +36,18 @@ def lacking(scheduler: Any, coming: int, most: int, watermark: int = 0) -> int:
     """
     manager = scheduler.kv_cache_manager
     sizes = [g.kv_cache_spec.block_size for g in scheduler.kv_cache_config.kv_cache_groups]
-    need = len(scheduler.running) * len(sizes)
-    for request in itertools.islice(scheduler.waiting, MOST_WAITING):
-        need += sum(request.num_tokens // size + 1 for size in sizes)
-    if scheduler.waiting:
+    need, wait = len(scheduler.running) * len(sizes), waiting(scheduler)
+    for request in wait:
+        done = request.num_computed_tokens
+        need += sum(request.num_tokens // size + 1 - -(-done // size) for size in sizes)
+    if wait:
         need += watermark
     return int(min(max(need - manager.block_pool.get_num_free_blocks() - coming, 0), max(most, 0)))
 
 
 def oldest(scheduler: Any) -> int:
     """When the oldest request came that a scheduler looks at first, in microseconds; at least 1."""
-    requests = itertools.chain(scheduler.running, itertools.islice(scheduler.waiting, 1))
+    requests = itertools.chain(scheduler.running, waiting(scheduler)[:1])
     return max(int(min((r.arrival_time for r in requests), default=0) * 1e6), 1)
 
 

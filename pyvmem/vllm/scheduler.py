@@ -14,6 +14,7 @@ from typing import Any
 from pyvmem.vllm import check, control, geometry, lease, settings
 from pyvmem.vllm.keeper import Keeper
 from pyvmem.vllm.orders import StepOrders
+from pyvmem.vllm.waiting import waiting
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -103,23 +104,23 @@ class SchedulerMemory:
         self._look_around()
         if self.keeper.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
-        waiting, running = self._scheduler.waiting, self._scheduler.running
+        wait, running = waiting(self._scheduler), self._scheduler.running
         most = self.keeper.low if not self._decodes else self._one_each
         need = whole = 0
-        if (waiting or self.keeper.spare < most) and self.keeper.grows():
-            need, whole = self._need()
+        if (wait or self.keeper.spare < most) and self.keeper.grows():
+            need, whole = self._need(wait)
             if not running or whole <= self.keeper.low:
                 need = max(need, whole)  # else the running ones go on meanwhile
         if need > self.keeper.spare:
             self.keeper.await_blocks(need, AWAIT)
-        self.keeper.before(max(need, whole), not running and (need > self.keeper.spare or not waiting))
+        self.keeper.before(max(need, whole), not running and (need > self.keeper.spare or not wait))
         if self._in_slots:
             self.keeper.evict_ahead(min(self.keeper.low, self.keeper.ready()))
         if self.keeper.lacks(need):
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
             self._tokens, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, 0
 
-    def _need(self) -> tuple[int, int]:
+    def _need(self, wait: list[Any]) -> tuple[int, int]:
         """Blocks that the next step may take at most, and those that must be free for all requests that it may begin.
 
         vLLM begins a request only if all its tokens fit, however many of them the step computes.
@@ -127,13 +128,12 @@ class SchedulerMemory:
         scheduler = self._scheduler
         need, whole, left = 0, 0, scheduler.max_num_scheduled_tokens
         running = len(scheduler.running)
-        for i, request in enumerate(
-            itertools.chain(scheduler.running, itertools.islice(scheduler.waiting, lease.MOST_WAITING))
-        ):
+        for i, request in enumerate(itertools.chain(scheduler.running, wait)):
             done = request.num_computed_tokens
             tokens = min(max(request.num_tokens - done, 1), left)
             if i >= running:
-                fits = min(sum(-(-request.num_tokens // size) for size in self._sizes), self.keeper.least)
+                fits = sum(-(-request.num_tokens // size) - -(-done // size) for size in self._sizes)
+                fits = min(fits, self.keeper.least)
                 whole = max(whole, need + fits + self.keeper.watermark)
             need += sum(-(-(done + tokens) // size) - -(-done // size) for size in self._sizes)
             left -= tokens
@@ -172,7 +172,7 @@ class SchedulerMemory:
             lacks = lease.lacking(self._scheduler, keeper.coming, keeper.most - keeper.circulating, keeper.watermark)
             most = keeper.allowed() - keeper.circulating
             if keeper.refused_lately():  # others may have budget that they do not use, and it goes to who asks
-                wanted = min(max(*self._need(), self._one_each) - keeper.spare, most)
+                wanted = min(max(*self._need(waiting(self._scheduler)), self._one_each) - keeper.spare, most)
             wanted = max(wanted, min(lacks, most), 0)
             if lacks and len(self._scheduler.running) <= 1:
                 starved = lease.oldest(self._scheduler)
@@ -182,7 +182,8 @@ class SchedulerMemory:
 
     def _soon(self) -> int:
         """Blocks that requests take in the next steps."""
-        return self.keeper.soon + (max(self._need()) if self._scheduler.waiting else 0)
+        wait = waiting(self._scheduler)
+        return self.keeper.soon + (max(self._need(wait)) if wait else 0)
 
     def _look_around(self) -> None:
         """See what the other engines of the pool have and lack."""

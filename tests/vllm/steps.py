@@ -294,13 +294,35 @@ class Engine:
             if self.scheduler.running and self.random.random() < abort:
                 victim = self.random.choice(self.scheduler.running).request_id
                 self.scheduler.finish_requests([victim], RequestStatus.FINISHED_ABORTED)
-            output, sampled = self.step()
-            if output.total_num_scheduled_tokens:
-                flight.append((output, sampled))
-            if len(flight) == self.queue or (flight and not output.total_num_scheduled_tokens):
-                self.update(*flight.popleft())
-            assert self.steps < 8000, "requests wait for ever"
+            self._turn(flight)
         self.settle()
+
+    def answer(self, requests):
+        """Serve requests that come at once, up to the last answer."""
+        flight = collections.deque()
+        for request in requests:
+            self.scheduler.add_request(request)
+        while self.scheduler.has_unfinished_requests() or flight:
+            self._turn(flight)
+
+    def converse(self, inputs):
+        """One streaming session: an input of so many tokens, its answer, and idleness, again and again."""
+        draw, name = self.random.randrange, f"r{next(_numbers)}"
+        for n in inputs:
+            self.answer([self._request(name, [draw(3, 900) for _ in range(n)], 5, resumable=True)])
+            self.settle()
+            self.idle()
+        self.scheduler.add_request(self._request(name, [0], 1))
+        self.settle()
+
+    def _turn(self, flight):
+        """One step, and the answer of the oldest in flight if the queue is full or nothing was scheduled."""
+        output, sampled = self.step()
+        if output.total_num_scheduled_tokens:
+            flight.append((output, sampled))
+        if len(flight) == self.queue or (flight and not output.total_num_scheduled_tokens):
+            self.update(*flight.popleft())
+        assert self.steps < 8000, "requests wait for ever"
 
     def settle(self):
         """vLLM's last, empty steps, and the time after them."""
@@ -308,13 +330,11 @@ class Engine:
             self.step()
         for worker in self.workers:
             worker.finish()
-            if worker.memory._blocks:
-                worker.memory._blocks.flush()
+        self._flush()
 
     def idle(self):
         """The engine has been without requests for a while."""
-        for worker in self.workers:
-            worker.memory._blocks.flush()  # orders on their way
+        self._flush()  # orders on their way
         with self.scheduler._vmem.lock:
             self.keeper.between(True)
         for worker in self.workers:
@@ -322,8 +342,14 @@ class Engine:
             with worker.memory._lock:
                 worker.memory._ring(self.page[control.POSITION])
             worker.finish()  # the device has passed the last of its events
-            worker.memory._blocks.flush()
+        self._flush()
+        for worker in self.workers:
             worker.memory.publish()
+
+    def _flush(self):
+        for worker in self.workers:
+            if worker.memory._blocks:
+                worker.memory._blocks.flush()
 
     def cached(self):
         return sum(b.block_hash is not None for b in self.scheduler.kv_cache_manager.block_pool.blocks)
@@ -333,13 +359,6 @@ class Engine:
         return [w.memory._tensor.resident_bytes // self.keeper.block_bytes - 1 for w in self.workers]
 
     def requests(self, n):
-        from vllm import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
-
-        init_none_hash(sha256)
-        hasher = get_request_block_hasher(TOKENS, sha256)
         draw = self.random.randrange
         prefixes = [[draw(3, 900) for _ in range(80)] for _ in range(3)]
         made = []
@@ -347,10 +366,19 @@ class Engine:
             prompt = [draw(3, 900) for _ in range(draw(*self.prompts))]
             if self.random.random() < 0.5:
                 prompt = self.random.choice(prefixes) + prompt[:50]
-            params = SamplingParams(max_tokens=draw(1, 60), ignore_eos=True, temperature=0)
-            made.append(Request(request_id=f"r{next(_numbers)}", prompt_token_ids=prompt, sampling_params=params,
-                                pooling_params=None, block_hasher=hasher, arrival_time=0.0))  # fmt: skip
+            made.append(self._request(f"r{next(_numbers)}", prompt, draw(1, 60)))
         return made
+
+    def _request(self, name, prompt, out, **options):
+        from vllm import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request
+
+        init_none_hash(sha256)
+        params = SamplingParams(max_tokens=out, ignore_eos=True, temperature=0)
+        return Request(request_id=name, prompt_token_ids=prompt, sampling_params=params, pooling_params=None,
+                       block_hasher=get_request_block_hasher(TOKENS, sha256), arrival_time=0.0, **options)  # fmt: skip
 
     def close(self):
         self.scheduler._vmem.close()

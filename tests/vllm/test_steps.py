@@ -192,6 +192,14 @@ def test_prompts_begin_that_need_more_than_is_kept_ready(engine, requests):
     assert maps_in_steps(e) == 0
 
 
+@pytest.mark.parametrize("case", [dict(), dict(kinds=("full",)), dict(queue=1, asynchronous=False), dict(slots=10)])
+def test_a_session_goes_on_whose_next_input_needs_more_than_is_kept_ready(engine, case):
+    e = engine(**(dict(SLOTS["plenty"], **case) if "slots" in case else dict(case, blocks=60)))
+    e.converse([10, 20, 100, 60])
+    assert e.read > 100
+    assert maps_in_steps(e) == 0 or "slots" in case
+
+
 def test_idle_memory_is_what_is_cached(engine):
     e = engine()
     e.run(30)
