@@ -137,7 +137,9 @@ class SchedulerDoor:
         if self._vmem is None:
             return super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         with self._vmem.lock:
-            return super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+            outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+            self._vmem.ended()
+        return outputs
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:
         if self._vmem is None:
@@ -149,7 +151,9 @@ class SchedulerDoor:
         if self._vmem is None:
             return super().finish_requests(*args, **kwargs)  # type: ignore[misc]
         with self._vmem.lock:
-            return super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+            ended = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+            self._vmem.ended()
+        return ended
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         if self._vmem is None:

@@ -90,7 +90,7 @@ class SchedulerMemory:
         self._drafts = drafts_of(vllm_config)
         self._decodes = False  # whether the last step had no prompt
         self._busy = time.monotonic()
-        self._stop = threading.Event()
+        self._stop, self._wake = False, threading.Event()
         threading.Thread(target=self._tend, name="vmem-keeper", daemon=True).start()
         logger.info(
             "vMem: engine %s, %d blocks of %.1f KiB, %d of them always, %d ready for a step", engine,
@@ -162,6 +162,12 @@ class SchedulerMemory:
         output.vmem = StepOrders(keeper.step, self.page[control.POSITION], gone, ahead, order, keeper.take_evicted())
         self._publish()
 
+    def ended(self) -> None:
+        """Requests have ended. If no other is there, no step may follow, and neighbours must not wait to learn it."""
+        if not self._scheduler.has_unfinished_requests():
+            self._publish()
+            self._wake.set()
+
     @property
     def _in_slots(self) -> bool:
         return self.page[control.ATTACHED] == control.IN_SLOTS
@@ -221,10 +227,15 @@ class SchedulerMemory:
 
     def _tend(self) -> None:
         failure, pause = "", LOOK
-        while not self._stop.wait(pause):
+        while True:
+            self._wake.wait(pause)
+            self._wake.clear()
+            if self._stop:
+                return
             try:
-                pause = BUSY if time.monotonic() - self._busy < LOOK else LOOK
-                if pause == BUSY:
+                steps = time.monotonic() - self._busy < LOOK and self._scheduler.has_unfinished_requests()
+                pause = BUSY if steps else LOOK
+                if steps:
                     continue
                 with self.lock:
                     self._obey()
@@ -240,5 +251,6 @@ class SchedulerMemory:
 
     def close(self) -> None:
         """The engine ends."""
-        self._stop.set()
+        self._stop = True
+        self._wake.set()
         self.page.unlink()

@@ -314,8 +314,9 @@ def borrow(tokens):
         2, 2, 64, 1, tokens, POOL, pool=pool, context=context, name=None
     ) as cache:  # fmt: skip
         cache.alloc(tokens)
-        while not cache.step([tokens]):
-            assert pool.wait(cache, 60) != "refused", cache.shortage
+        end = time.monotonic() + 60
+        while not cache.step([tokens]):  # refused: the engine's worker has not seen yet that requests have ended
+            assert pool.wait(cache, 60) != "refused" or time.monotonic() < end, cache.shortage
         return cache.stats().held_pages * cache.page_size, sum(member.has for member in pool.members())
 
 
@@ -331,7 +332,6 @@ def test_a_neighbour_borrows_what_no_request_needs(model):
         engine.go()
         engine.wait()
     cached = page[control.CACHED]
-    soon(lambda: page[control.OFFERED] == page[control.CACHED] + page[control.SPARE])  # no request needs any
     held, together = engines.in_child(borrow, POOL // 2 >> 10, vmem=True, environ=common)
     assert held >= POOL // 2 and together <= POOL
     assert 0 < page[control.CACHED] < cached

@@ -200,6 +200,20 @@ def test_a_session_goes_on_whose_next_input_needs_more_than_is_kept_ready(engine
     assert maps_in_steps(e) == 0 or "slots" in case
 
 
+@pytest.mark.parametrize("options", [dict(), dict(queue=1, asynchronous=False)])
+def test_an_engine_says_with_its_last_answer_that_it_is_idle(engine, options):
+    e = engine(**options)
+    e.answer(e.requests(6))
+    assert e.page[control.USED] == 0
+    e.scheduler.add_request(e.requests(1)[0])
+    e.step()
+    assert e.page[control.USED] > 0
+    from vllm.v1.request import RequestStatus
+
+    e.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert e.page[control.USED] == 0
+
+
 def test_idle_memory_is_what_is_cached(engine):
     e = engine()
     e.run(30)
