@@ -432,7 +432,8 @@ class Keeper:
         page, free, spare, circulating = self.page.cells, self.pool.get_num_free_blocks(), self.spare, self.circulating
         page[control.ALLOWED], page[control.OUT] = self.allowed(), len(self._out)
         page[control.COMING], page[control.SPARE], page[control.CACHED] = self._n_coming, spare, free - spare
-        page[control.USED], page[control.WANTED], page[control.LENT] = circulating - free, wanted, self.lent
+        page[control.USED], page[control.WANTED] = circulating - free, wanted
+        page[control.LENT] = self.lent and not circulating
         minimum = -(-page[control.MIN] // self.block_bytes)
         # Without `yields`, others get what no request uses; with it, vLLM preempts requests for them.
         offered = circulating if yields else free - keeps

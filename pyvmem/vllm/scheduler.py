@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -209,21 +210,18 @@ class SchedulerMemory:
         elif not self.page[control.LEND] and self.keeper.lent:
             self.keeper.lent = False  # the next step orders memory
 
-    def lend(self) -> bool:
+    def lend(self) -> None:
         """Give up every block; running requests go back to the waiting ones, and later compute their rows again.
 
-        It must come between steps. Returns False if blocks are still in use.
+        It must come between steps. What a streaming session holds that waits for input leaves when the session ends,
+        because vLLM cannot compute its rows again.
         """
         with self.lock:
-            try:
-                if not self._scheduler.reset_prefix_cache(reset_running_requests=bool(self._scheduler.running)):
-                    return False
-            except RuntimeError:  # vLLM's word for blocks that something else uses
-                return False
+            with contextlib.suppress(RuntimeError):  # vLLM's word for blocks that are still in use
+                self._scheduler.reset_prefix_cache(reset_running_requests=bool(self._scheduler.running))
             self.keeper.lent = True
             self.keeper.between(True)
             self._publish()
-        return True
 
     def _tend(self) -> None:
         failure, pause = "", LOOK

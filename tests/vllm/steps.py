@@ -294,7 +294,7 @@ class Engine:
             if self.scheduler.running and self.random.random() < abort:
                 victim = self.random.choice(self.scheduler.running).request_id
                 self.scheduler.finish_requests([victim], RequestStatus.FINISHED_ABORTED)
-            self._turn(flight)
+            self.turn(flight)
         self.settle()
 
     def answer(self, requests):
@@ -303,19 +303,23 @@ class Engine:
         for request in requests:
             self.scheduler.add_request(request)
         while self.scheduler.has_unfinished_requests() or flight:
-            self._turn(flight)
+            self.turn(flight)
 
     def converse(self, inputs):
         """One streaming session: an input of so many tokens, its answer, and idleness, again and again."""
         draw, name = self.random.randrange, f"r{next(_numbers)}"
         for n in inputs:
-            self.answer([self._request(name, [draw(3, 900) for _ in range(n)], 5, resumable=True)])
+            self.answer([self.session(name, [draw(3, 900) for _ in range(n)])])
             self.settle()
             self.idle()
-        self.scheduler.add_request(self._request(name, [0], 1))
+        self.scheduler.add_request(self.session(name, [0], False))
         self.settle()
 
-    def _turn(self, flight):
+    def session(self, name, prompt, more=True):
+        """An input of a streaming session, or its end."""
+        return self._request(name, prompt, 5, resumable=more)
+
+    def turn(self, flight):
         """One step, and the answer of the oldest in flight if the queue is full or nothing was scheduled."""
         output, sampled = self.step()
         if output.total_num_scheduled_tokens:

@@ -1,5 +1,6 @@
 """The keeper and the pages on vLLM's own scheduler: every row that attention can read is read back, in every step."""
 
+import collections
 import itertools
 import os
 import threading
@@ -454,7 +455,8 @@ def test_all_memory_is_lent_and_requests_go_on(engine):
             return
         lent.append(len(e.scheduler.running))
         e.page[control.LEND] = 1
-        assert memory.keeper.lent or memory.lend()  # the keeper's thread may have been first
+        memory.lend()
+        assert e.page[control.LENT]
         e.idle()
         assert e.resident() == [0] and not e.scheduler.running
         for worker in e.workers:
@@ -470,6 +472,30 @@ def test_all_memory_is_lent_and_requests_go_on(engine):
     e.every = lend
     e.run(60)
     assert len(lent) == 2 and min(lent) > 0
+    assert maps_in_steps(e) == 0
+
+
+def test_all_is_lent_but_what_a_session_holds_that_waits_for_input(engine):
+    e = engine()
+    draw, flight = e.random.randrange, collections.deque()
+    first, last = (e.session("s", [draw(3, 900) for _ in range(40)], more) for more in (True, False))
+    e.answer([first])
+    used = e.keeper.used
+    for request in e.requests(4):
+        e.scheduler.add_request(request)
+    for _ in range(4):
+        e.turn(flight)
+    e.page[control.LEND] = 1
+    for _ in range(10):
+        e.turn(flight)
+    assert not e.scheduler.running and e.keeper.circulating == e.keeper.used == used > 0
+    assert not e.page[control.LENT]
+    e.scheduler.add_request(last)
+    e.turn(flight)
+    assert e.page[control.LENT] and not e.keeper.circulating
+    e.page[control.LEND] = 0
+    while e.scheduler.has_unfinished_requests() or flight:
+        e.turn(flight)
     assert maps_in_steps(e) == 0
 
 
