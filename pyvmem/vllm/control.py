@@ -275,8 +275,8 @@ def engines() -> list[tuple[Engine, Page]]:
     return found
 
 
-def change(page: Page, **settings: int | bool | None) -> None:
-    """Set what an engine's owner may set, all or nothing.
+def change(*pages: Page, **settings: int | bool | None) -> None:
+    """Set what the owner of one or more engines may set, all or nothing.
 
     limit : bytes that the blocks of a worker may take now; None for no limit. What one request of the greatest length
         needs is always allowed.
@@ -300,8 +300,10 @@ def change(page: Page, **settings: int | bool | None) -> None:
         if not 0 <= value <= NO_LIMIT:
             raise ValueError(f"{name} {value} must be 0 to {NO_LIMIT}")
         values[name] = int(value)
-    least, most = values.get("min", page[MIN]), values.get("max", page[MAX])
-    if most and least > most:
-        raise ValueError(f"min {least} is over max {most}")
-    for name, value in values.items():
-        page[words[name]] = value
+    for page in pages:
+        least, most = values.get("min", page[MIN]), values.get("max", page[MAX])
+        if most and least > most:
+            raise ValueError(f"min {least} is over max {most}")
+    for page in pages:
+        for name, value in values.items():
+            page[words[name]] = value

@@ -34,7 +34,7 @@ def _mine() -> list[tuple[control.Engine, control.Page]]:
 def _change(body: bytes) -> None:
     try:
         asked = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(asked, dict):
         raise ValueError("the body must be a JSON object")
@@ -42,11 +42,10 @@ def _change(body: bytes) -> None:
     if not mine:
         raise ValueError("no engine of this server is on vMem: VMEM_VLLM must be 1, and VLLM_PLUGINS, where it is set, "
                          "must include vmem")  # fmt: skip
-    pages = [page for engine, page in mine if rank is None or engine.rank == rank]
-    if not pages:
+    chosen = [page for engine, page in mine if rank is None or (type(rank) is int and engine.rank == rank)]
+    if not chosen:
         raise ValueError(f"rank {json.dumps(rank)} is not here: GET {PATH} lists the engines")
-    for page in pages:
-        control.change(page, **asked)
+    control.change(*chosen, **asked)
 
 
 async def _answer(send: Send, status: int, body: bytes, kind: bytes) -> None:
@@ -74,6 +73,8 @@ class Limits:
             body, more = b"", True
             while more and len(body) <= MOST_BODY:
                 message = await receive()
+                if message["type"] == "http.disconnect":
+                    return  # what came may be a part
                 body, more = body + message.get("body", b""), message.get("more_body", False)
             try:
                 if len(body) > MOST_BODY:

@@ -549,12 +549,14 @@ def test_layouts():
 # ---- HTTP -----------------------------------------------------------------------------------------------------------
 
 
-def ask(method, body=b"", path="/vmem/limit"):
+def ask(method, body=b"", path="/vmem/limit", whole=True):
     async def passed_on(scope, receive, send):
         await send({"passed": scope["path"]})
 
+    messages = [{"type": "http.request", "body": body, "more_body": not whole}, {"type": "http.disconnect"}]
+
     async def receive():
-        return {"body": body}
+        return messages.pop(0)
 
     sent = []
 
@@ -562,7 +564,7 @@ def ask(method, body=b"", path="/vmem/limit"):
         sent.append(message)
 
     asyncio.run(http.Limits(passed_on)({"type": "http", "path": path, "method": method}, receive, send))
-    return sent[0] if len(sent) == 1 else (sent[0]["status"], json.loads(sent[1]["body"]))
+    return (sent[0]["status"], json.loads(sent[1]["body"])) if len(sent) == 2 else sent[0] if sent else None
 
 
 def test_limits_over_http():
@@ -581,7 +583,9 @@ def test_limits_over_http():
     "body, says",
     [
         (b"{", "not JSON"),
+        (b"[" * 60_000, "not JSON"),
         (b"[1]", "must be a JSON object"),
+        (b'{"pages": 1}', "unknown setting pages"),
         (b'{"limits": 1}', "unknown setting limits"),
         (b'{"limit": "16G"}', "limit '16G' must be a whole number"),
         (b'{"limit": true}', "limit True must be a whole number"),
@@ -589,6 +593,7 @@ def test_limits_over_http():
         (b'{"min": -1}', "min -1 must be 0 to"),
         (b'{"limit": 5, "min": 9, "max": 8}', "min 9 is over max 8"),
         (b'{"rank": 7, "limit": 5}', "rank 7 is not here"),
+        (b'{"rank": false, "limit": 5}', "rank false is not here"),
         (b" " * (1 << 17), "may have 65536 bytes"),
     ],
 )
@@ -598,6 +603,19 @@ def test_wrong_settings_over_http_change_nothing(body, says):
     assert status == 400 and says in told["error"]
     assert page[control.LIMIT] == control.NO_LIMIT and page[control.MIN] == page[control.MAX] == 0
     assert ask("DELETE")[0] == 405
+
+
+def test_settings_over_http_change_all_ranks_or_none():
+    first, second = engine(), engine("def", MIN=9)
+    status, told = ask("POST", b'{"limit": 5, "max": 8}')
+    assert status == 400 and "min 9 is over max 8" in told["error"]
+    assert first[control.MAX] == 0 and first[control.LIMIT] == second[control.LIMIT] == control.NO_LIMIT
+
+
+def test_a_client_that_goes_away_within_its_body_changes_nothing():
+    page = engine()
+    assert ask("POST", b'{"limit": 5}', whole=False) is None
+    assert page[control.LIMIT] == control.NO_LIMIT
 
 
 def test_a_server_that_is_not_on_vmem_says_so(folder):
