@@ -307,6 +307,7 @@ MUTANTS = [
          "    if (pool->fd >= 0)\n        lock_byte", "test_kv_pool"),
         ("a run that a request pins is evicted", "kv/run/order.c", "    if (!r->pins++)\n        vmem__kv_run_unlink(runs, run);",
          "    r->pins++;", "test_kv_runs test_kv_model"),
+        ("a run is evicted while it is attached", "kv/run/evict.c", "!all->list[i].held && ", "", "test_kv_failures"),
         ("an evicted run is not reported", "kv/run/evict.c", "    if (report)\n", "    if (!report)\n", "test_kv_runs"),
         ("kept runs are evicted", "kv/run/order.c", "p < VMEM_KV_RUN_KEEP; p++", "p <= VMEM_KV_RUN_KEEP; p++", "test_kv_runs"),
         ("a known run is shared twice", "kv/run/run.c", "if (rc || vmem__kv_run_find(all, runs[i].id) != KV_NO_RUN)",

@@ -78,6 +78,21 @@ static void saved(void)
     running();
     OK(k_save(kv, 0, 100, &prefix));
 }
+static void shared(void) // by ended requests, and no memory but what can be evicted
+{
+    struct vmem_kv_run runs[] = {{.slot = 0, .tokens = 100, .priority = VMEM_KV_RUN_PRIORITY},
+                                 {.slot = 3, .tokens = 150, .priority = VMEM_KV_RUN_PRIORITY}};
+    running();
+    start(150);
+    OK(vmem_kv_share(kv, runs, 2, 0));
+    prefix = runs[0].id;
+    OK(vmem_kv_free(kv, 0, 0)); // first: it is the next to be evicted
+    OK(vmem_kv_free(kv, 3, 0));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, NULL));
+    struct vmem_kv_stats st = {.size = sizeof st};
+    OK(vmem_kv_get_stats(kv, &st));
+    OK(vmem_kv_set_budget(kv, st.held_pages * test_page));
+}
 static void swapped(void)
 {
     running();
@@ -129,6 +144,7 @@ static const struct {
     {"free", saved, do_free, {-3, -1, -1, -1}, 0},
     {"prefix_save", running, do_save, {-1, -1, -1, -1}, 2},
     {"prefix_attach", saved, do_attach, {-1, 99, -1, -1}, 5},
+    {"attach with little memory", shared, do_attach, {-1, 99, -1, -1}, 5},
     {"prefix_drop", saved, do_drop, {-1, -1, -1, -1}, 0},
     {"truncate", saved, do_truncate, {91, -1, -1, -1}, 4},
     {"swap_out", running, do_out, {-2, -1, -1, -1}, 2},
