@@ -77,11 +77,12 @@ struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint
 // A new entry, of one slot.
 struct kv_ref *vmem__kv_ref_new(struct kv_refs *r, vmem_page page, uint32_t n);
 int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` of these do not fail
-// Adds holders. The entry goes when no prefix and at most one slot holds the row: it is that slot's own then.
-void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, int slots, int prefixes);
-void vmem__kv_ref_cache(vmem_kv *kv, struct kv_ref *ref, int blocks); // hashed ones, which can be evicted
-void vmem__kv_ref_keep(vmem_kv *kv, struct kv_ref *ref, int blocks);  // of these, so many no longer can
-void vmem__kv_ref_use(vmem_kv *kv, struct kv_ref *ref, int slots);    // slots that need the row
+// Adds holders, counted as in struct kv_ref. The entry goes when no prefix and at most one slot holds the row: it is that
+// slot's own then.
+struct kv_holders {
+    int slots, users, prefixes, cached;
+};
+void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, struct kv_holders by);
 // A slot maps rows that others hold, from the end of its fixed part on up to page `to`. They become part of that.
 void vmem__kv_rows_join(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t to);
 // A slot loses rows: those in front of the fixed part or behind it, or both its front and as much of the part.

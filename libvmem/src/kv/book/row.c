@@ -102,15 +102,15 @@ struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint
     return ref;
 }
 
-static void hold(vmem_kv *kv, struct kv_ref *ref, int slots, int users, int prefixes, int cached)
+void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, struct kv_holders by)
 {
     struct kv_refs *r = &kv->refs;
     const bool fixed = kv_row_fixed(r, ref);
     count(r, ref, false);
-    ref->slots += (uint32_t)slots;
-    ref->users += (uint32_t)users;
-    ref->prefixes += (uint32_t)prefixes;
-    ref->cached += (uint32_t)cached;
+    ref->slots += (uint32_t)by.slots;
+    ref->users += (uint32_t)by.users;
+    ref->prefixes += (uint32_t)by.prefixes;
+    ref->cached += (uint32_t)by.cached;
     kv->ledger.fixed += (uint64_t)((kv_row_fixed(r, ref) - fixed) * (int64_t)ref->n);
     if (ref->prefixes || ref->slots > 1) {
         count(r, ref, true);
@@ -120,22 +120,11 @@ static void hold(vmem_kv *kv, struct kv_ref *ref, int slots, int users, int pref
     remove_entry(r, ref);
 }
 
-void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, int slots, int prefixes)
-{
-    hold(kv, ref, slots, 0, prefixes, 0);
-}
-
-void vmem__kv_ref_cache(vmem_kv *kv, struct kv_ref *ref, int blocks) { hold(kv, ref, 0, 0, blocks, blocks); }
-
-void vmem__kv_ref_keep(vmem_kv *kv, struct kv_ref *ref, int blocks) { hold(kv, ref, 0, 0, 0, -blocks); }
-
-void vmem__kv_ref_use(vmem_kv *kv, struct kv_ref *ref, int slots) { hold(kv, ref, 0, slots, 0, 0); }
-
 void vmem__kv_rows_join(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t to)
 {
     struct kv_span *s = kv_span(kv, slot, group);
     for (; s->fix_hi < to; s->fix_hi++)
-        hold(kv, kv_row(kv, slot, group, s->fix_hi), 1, 1, 0, 0);
+        vmem__kv_ref_hold(kv, kv_row(kv, slot, group, s->fix_hi), (struct kv_holders){.slots = 1, .users = 1});
 }
 
 void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
@@ -145,7 +134,7 @@ void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t fr
         const bool needed = in_fixed_part(s, p);
         struct kv_ref *ref = kv_row(kv, slot, group, p);
         if (ref)
-            hold(kv, ref, -1, -(int)needed, 0, 0);
+            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.slots = -1, .users = -(int)needed});
         else
             kv->ledger.fixed -= needed ? kv->groups[group].n : 0;
     }

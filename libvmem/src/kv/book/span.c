@@ -113,7 +113,7 @@ static void weigh(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to,
             struct kv_ref *ref = kv_row(kv, slot, group, p);
             if (!ref)
                 continue;
-            vmem__kv_ref_use(kv, ref, c->by);
+            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.users = c->by});
             own--;
         }
         kv->ledger.fixed += (uint64_t)(own * c->by * kv->groups[group].n);

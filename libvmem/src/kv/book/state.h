@@ -259,8 +259,9 @@ struct kv_doomed {
     uint64_t n, cap;
 };
 
+#define KV_SCRATCH 64u // pages
 struct kv_copies {
-    uint64_t scratch;              // a reservation with a page per tensor, to access pages that no slot has mapped
+    uint64_t scratch;              // a reservation to access pages that no slot has mapped: a page per tensor, or more
     _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
 };
 

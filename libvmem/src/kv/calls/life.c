@@ -70,7 +70,8 @@ static int reserve(vmem_kv *kv)
                 return rc;
         }
     }
-    return vMemReserve(kv->ctx, kv->n_tensors * kv->page_size, backdrop ? VMEM_RESERVE_BACKDROP : 0, &kv->copy.scratch);
+    return vMemReserve(kv->ctx, KV_MAX(kv->n_tensors, KV_SCRATCH) * kv->page_size, backdrop ? VMEM_RESERVE_BACKDROP : 0,
+                       &kv->copy.scratch);
 }
 
 static int init(vmem_kv *kv, const struct vmem_kv_config *c)
@@ -119,7 +120,8 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->fence.past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->fence.past));
     kv->runs.pins = calloc(kv->n_slots, sizeof(*kv->runs.pins));
     kv->runs.unused = KV_NO_RUN;
-    vmem__kv_run_no_order(&kv->runs);
+    for (uint32_t p = 0; p < KV_PRIORITIES; p++)
+        kv->runs.order[p] = (struct kv_use){KV_NO_RUN, KV_NO_RUN};
     kv->staged.lengths = calloc(kv->n_slots, sizeof(*kv->staged.lengths));
     kv->staged.reserve = calloc(kv->n_slots, sizeof(*kv->staged.reserve));
     if (!kv->slots || !kv->idle || !kv->spans || !kv->stale || !kv->plan.wants || !kv->plan.changed ||

@@ -243,7 +243,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     const struct kv_past fixed = {sp->fix_lo, sp->fix_hi};
     kv->ledger.held += g->n;
     vmem__kv_fix(kv, slot, group, (struct kv_past){sp->lo, sp->lo});
-    vmem__kv_ref_hold(kv, row, -1, 0);
+    vmem__kv_ref_hold(kv, row, (struct kv_holders){.slots = -1});
     for (uint32_t t = 0; t < g->n; t++)
         kv_table(kv, g, slot, t)[page] = l->pages[t];
     vmem__kv_fix(kv, slot, group, fixed);

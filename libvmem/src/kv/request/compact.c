@@ -12,7 +12,7 @@
 #include "core/memory.h"
 #include "kv/request/request.h"
 
-#define CHUNK 32                      // pages copied at once where the backend has to map them
+#define CHUNK (KV_SCRATCH / 2)        // pages copied at once where the backend has to map them
 #define PORTION (UINT64_C(256) << 20) // bytes that are moved at once
 
 // A row of pages that exactly one run holds, and nothing else.
@@ -64,10 +64,11 @@ static int find(vmem_kv *kv, struct row **rows, uint64_t *n)
     return 0;
 }
 
-static int map_and_copy(vmem_kv *kv, uint64_t scratch, const vmem_page *from, const vmem_page *to, uint64_t n)
+static int map_and_copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to, uint64_t n)
 {
     struct vmem_map_op maps[2 * CHUNK];
     struct vmem_copy_op copies[CHUNK];
+    const uint64_t scratch = kv->copy.scratch;
     for (uint64_t i = 0; i < n; i++) {
         uint64_t at = scratch + i * kv->page_size, into = at + CHUNK * kv->page_size;
         maps[2 * i] = (struct vmem_map_op){.addr = at, .page = from[i]};
@@ -83,20 +84,12 @@ static int map_and_copy(vmem_kv *kv, uint64_t scratch, const vmem_page *from, co
 
 static int copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to, uint64_t n)
 {
-    struct vmem_info info = {.size = sizeof info};
-    uint64_t scratch;
     int rc = vmem__copy_pages(kv->ctx, from, to, n, kv->page_size);
     if (rc != -EOPNOTSUPP)
         return rc;
-    rc = vmem_context_info(kv->ctx, &info);
-    if (!rc)
-        rc = vMemReserve(kv->ctx, 2 * CHUNK * kv->page_size, info.caps & VMEM_CAP_BACKDROP ? VMEM_RESERVE_BACKDROP : 0,
-                         &scratch);
-    if (rc)
-        return rc;
+    rc = 0;
     for (uint64_t i = 0; i < n && !rc; i += CHUNK)
-        rc = map_and_copy(kv, scratch, from + i, to + i, KV_MIN(n - i, CHUNK));
-    vmem_unreserve(kv->ctx, scratch); // cannot fail here
+        rc = map_and_copy(kv, from + i, to + i, KV_MIN(n - i, CHUNK));
     return rc;
 }
 
@@ -106,11 +99,9 @@ static void commit(vmem_kv *kv, const struct row *rows, uint64_t n, const vmem_p
     for (uint64_t i = 0; i < n; i++) {
         struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, *rows[i].held);
         const int evictable = (int)ref->cached;
-        vmem__kv_ref_keep(kv, ref, evictable);
-        vmem__kv_ref_hold(kv, ref, 0, -1);
+        vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = -1, .cached = -evictable});
         ref = vmem__kv_ref_new(&kv->refs, *to, rows[i].n);
-        vmem__kv_ref_hold(kv, ref, -1, 1);
-        vmem__kv_ref_keep(kv, ref, -evictable);
+        vmem__kv_ref_hold(kv, ref, (struct kv_holders){.slots = -1, .prefixes = 1, .cached = evictable});
         for (uint32_t t = 0; t < rows[i].n; t++)
             rows[i].held[(uint64_t)t * rows[i].stride] = *to++;
     }

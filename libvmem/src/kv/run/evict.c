@@ -51,10 +51,7 @@ static int let_go(vmem_kv *kv, struct kv_cut *c, const struct kv_rows *r, bool k
             kv->runs.unmark |= ref->slots != 0;
             for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->prefixes == 1; t++)
                 c->pages[c->n_pages++] = pages[(uint64_t)t * n + k];
-            if (kept)
-                vmem__kv_ref_hold(kv, ref, 0, -1);
-            else
-                vmem__kv_ref_cache(kv, ref, -1);
+            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = -1, .cached = kept ? 0 : -1});
         }
     }
     return rc;
@@ -134,20 +131,25 @@ static int evict_one(vmem_kv *kv, struct kv_cut *c, uint32_t i)
     return 0;
 }
 
-// The next n runs, until so many pages are freed.
-static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
+// The next n runs, until the list has so many pages. counted: runs go whether or not that frees a page.
+static int evict_next(vmem_kv *kv, struct kv_cut *c, size_t n, uint64_t pages, bool counted)
 {
-    struct kv_runs *all = &kv->runs;
-    const bool counted = pages == UINT64_MAX; // runs go whether or not that frees a page
     int rc = 0;
-    uint32_t victim;
-    begin_drop(kv);
-    for (; n && !rc && kv->cut.n_pages < pages && (counted || kv->refs.evictable); n--) {
-        victim = vmem__kv_run_victim(all);
+    for (; n && !rc && c->n_pages < pages && (counted || kv->refs.evictable); n--) {
+        const uint32_t victim = vmem__kv_run_victim(&kv->runs);
         if (victim == KV_NO_RUN)
             break;
-        rc = evict_one(kv, &kv->cut, victim);
+        rc = evict_one(kv, c, victim);
     }
+    return rc;
+}
+
+static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
+{
+    const struct kv_runs *all = &kv->runs;
+    const bool counted = pages == UINT64_MAX;
+    begin_drop(kv);
+    int rc = evict_next(kv, &kv->cut, n, pages, counted);
     // A run that a running request pins can hold pages that the request no longer has or never had.
     for (uint32_t i = 0; i < all->used && !rc && !counted && kv->cut.n_pages < pages && kv->refs.evictable; i++)
         if (all->list[i].id && !kv_keeps(&all->list[i]) && !all->list[i].held && frees(kv, &all->list[i]))
@@ -159,13 +161,10 @@ uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages) { return evict(kv, SIZE_MAX
 
 void vmem__kv_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages)
 {
-    int rc = 0;
     c->n_pages = c->n_ops = 0;
     c->before = (struct kv_span){0}; // no span is cut
     kv->runs.unmark = false;
-    uint32_t victim;
-    while (!rc && c->n_pages < pages && kv->refs.evictable && (victim = vmem__kv_run_victim(&kv->runs)) != KV_NO_RUN)
-        rc = evict_one(kv, c, victim);
+    evict_next(kv, c, SIZE_MAX, pages, false);
     unmark(kv);
 }
 

@@ -15,12 +15,6 @@ uint32_t vmem__kv_run_find(const struct kv_runs *runs, uint64_t id)
     return id && i < runs->used && runs->list[i].id == id ? (uint32_t)i : KV_NO_RUN;
 }
 
-void vmem__kv_run_no_order(struct kv_runs *runs)
-{
-    for (uint32_t p = 0; p < KV_PRIORITIES; p++)
-        runs->order[p] = (struct kv_use){KV_NO_RUN, KV_NO_RUN};
-}
-
 void vmem__kv_run_unlink(struct kv_runs *runs, uint32_t run)
 {
     const struct kv_run *r = &runs->list[run];

@@ -146,10 +146,7 @@ static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows 
             memcpy(pages + (uint64_t)t * n, kv_table(kv, g, run->slot, t) + at.lo, n * sizeof(*pages));
         for (uint32_t k = 0; k < n; k++) {
             struct kv_ref *ref = vmem__kv_row_get(kv, run->slot, j, at.lo + k);
-            if (kv_keeps(r))
-                vmem__kv_ref_hold(kv, ref, 0, 1);
-            else
-                vmem__kv_ref_cache(kv, ref, 1);
+            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = 1, .cached = !kv_keeps(r)});
         }
         if (n)
             sp->shared_hi = KV_MAX(sp->shared_hi, at.hi);
@@ -210,7 +207,8 @@ static void set_priority(vmem_kv *kv, uint32_t i, uint32_t priority)
     const int kept = (priority == VMEM_KV_RUN_KEEP) - kv_keeps(r);
     for (uint32_t j = 0; j < kv->n_groups && kept; j++)
         for (uint32_t k = 0; k < r->rows->rows[j].hi - r->rows->rows[j].lo; k++)
-            vmem__kv_ref_keep(kv, vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r->rows, j)[k]), kept);
+            vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r->rows, j)[k]),
+                              (struct kv_holders){.cached = -kept});
     if (!r->pins)
         vmem__kv_run_unlink(&kv->runs, i);
     r->priority = priority;
@@ -249,22 +247,19 @@ int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got)
 // The smallest number of tokens for which the run has all rows that the next token reads.
 static uint32_t least_tokens(const vmem_kv *kv, const struct kv_run *r)
 {
-    uint32_t least = r->first;
+    const uint64_t none = (uint64_t)r->first + r->tokens + 1;
+    uint64_t least = r->first;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        uint32_t lo = least, hi = r->first + r->tokens + 1;
-        const struct kv_past rows = r->rows->rows[i];
-        const uint64_t end = KV_MIN((uint64_t)r->first + r->tokens, kv->groups[i].max_tokens) * kv->groups[i].row_bytes;
-        const uint64_t from = rows.lo < rows.hi ? rows.lo : (end + kv->page_size - 1) >> kv->page_shift;
-        while (lo < hi) {
-            uint32_t middle = lo + (hi - lo) / 2;
-            if (vmem__kv_need_lo(kv, &kv->groups[i], middle) >= from)
-                hi = middle;
-            else
-                lo = middle + 1;
-        }
-        least = lo;
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_past has = r->rows->rows[i];
+        const uint64_t bytes = KV_MIN((uint64_t)r->first + r->tokens, g->max_tokens) * g->row_bytes;
+        const uint64_t from =
+            has.lo < has.hi ? (uint64_t)has.lo << kv->page_shift : kv_ceil_pages(bytes, kv) << kv->page_shift;
+        const uint64_t tiles = (from + g->row_bytes * kv->tile_rows - 1) / (g->row_bytes * kv->tile_rows);
+        const uint64_t tokens = from ? tiles * kv->tile_rows + g->window : 0;
+        least = KV_MAX(least, from && (!g->window || tokens > g->max_tokens) ? none : tokens);
     }
-    return least;
+    return (uint32_t)KV_MIN(least, none);
 }
 
 int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)

@@ -12,8 +12,7 @@
 
 static inline bool kv_keeps(const struct kv_run *r) { return r->priority == VMEM_KV_RUN_KEEP; }
 uint32_t vmem__kv_run_find(const struct kv_runs *runs, uint64_t id); // KV_NO_RUN: there is none (any more)
-void vmem__kv_run_no_order(struct kv_runs *runs);
-void vmem__kv_run_link(struct kv_runs *runs, uint32_t run); // as the newest of its priority
+void vmem__kv_run_link(struct kv_runs *runs, uint32_t run);          // as the newest of its priority
 void vmem__kv_run_unlink(struct kv_runs *runs, uint32_t run);
 // The run that is to be evicted next, which nobody pins; KV_NO_RUN: there is none.
 uint32_t vmem__kv_run_victim(const struct kv_runs *runs);
