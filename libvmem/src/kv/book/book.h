@@ -22,14 +22,20 @@ int vmem__kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
 // The pages that an iteration accesses when it extends a slot from `before` tokens to `tokens`.
 uint32_t vmem__kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before);
 uint32_t vmem__kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens);
+// The rows, in whole tiles, whose pages end before page `hi`; UINT32_MAX: all rows of a slot.
+static inline uint32_t kv_rows_before(const vmem_kv *kv, const struct kv_group *g, uint32_t hi)
+{
+    uint64_t rows = ((uint64_t)hi << kv->page_shift) / g->row_bytes;
+    if (kv->tile_rows > 1)
+        rows -= rows % kv->tile_rows;
+    return rows < g->max_tokens ? (uint32_t)rows : UINT32_MAX;
+}
 // Divides the tensors into groups, and makes the tables of their pages.
 int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c);
 int vmem__kv_check_sharing(const vmem_kv *kv); // -EOPNOTSUPP with VMEM_KV_UNSHARED
 
 // ---- span.c
 
-// The most tokens that a step of the slot can have with the same pages as now; 0 if steps to fewer may need others.
-uint32_t vmem__kv_steady(const vmem_kv *kv, uint32_t slot);
 // Sets slot->backed from its spans.
 void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot);
 // Where the part of a span ends that serves a step up to page `hi`. In a slot without rows, pages that go together go
@@ -44,7 +50,14 @@ static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp-
 struct kv_past vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group);
 // Where the pages end that go with those before `hi`. running: while kernels run, a block mapped by a 2 MiB entry goes as
 // a whole.
-uint32_t vmem__kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running);
+static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    hi = running ? KV_MAX(hi, s->coarse_hi) : hi;
+    while (hi < s->hi && kv_joined(kv, slot, group, hi))
+        hi++;
+    return KV_MIN(hi, s->hi);
+}
 // The first page, at or after `from`, of the part that can be cut off the end of a span.
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from);
 // Makes this the fixed part, and moves the ledger's `fixed` by the pages that enter or leave it. These are in the slot's
@@ -53,6 +66,27 @@ void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
 // By how many pages that would raise `fixed`. Shared rows that leave count as if they stayed: other slots may leave them,
 // too, and only then is it known what goes.
 int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to);
+// The same two for steps: in most, only the end changes, among pages that nobody else has.
+static inline bool kv_at_own_end(const struct kv_span *s, struct kv_past to)
+{
+    return to.lo == s->fix_lo && KV_MIN(to.hi, s->fix_hi) >= s->shared_hi;
+}
+static inline void kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
+{
+    struct kv_span *s = kv_span(kv, slot, group);
+    if (!kv_at_own_end(s, to)) {
+        vmem__kv_fix(kv, slot, group, to);
+        return;
+    }
+    kv->ledger.fixed += (uint64_t)(((int64_t)to.hi - s->fix_hi) * kv->groups[group].n);
+    s->fix_hi = to.hi;
+}
+static inline int64_t kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    return kv_at_own_end(s, to) ? ((int64_t)to.hi - s->fix_hi) * kv->groups[group].n
+                                : vmem__kv_fix_delta(kv, slot, group, to);
+}
 // Changes a span, and with it its fixed part.
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now);
 // After a change of what kernels access, or of the slot's state: brings the fixed parts up to date.
@@ -110,8 +144,23 @@ static inline bool kv_row_fixed(const struct kv_refs *r, const struct kv_ref *re
 
 // ---- fence.c
 
-// What kernels in flight access of a span when a step needs [lo, hi).
-struct kv_past vmem__kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
+static inline struct kv_past *kv_past_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    return kv->fence.past + ((uint64_t)slot * kv->n_groups + group) * (kv->steps_in_flight - 1);
+}
+static inline struct kv_past kv_both(struct kv_past a, struct kv_past b)
+{
+    return b.lo == b.hi ? a : (struct kv_past){KV_MIN(a.lo, b.lo), KV_MAX(a.hi, b.hi)};
+}
+// What kernels in flight access of a span when a step needs `now`.
+static inline struct kv_past kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past now)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    now = kv_both(now, (struct kv_past){s->need_lo, s->need_hi});
+    for (uint32_t i = 0; i + 1 < kv->steps_in_flight; i++)
+        now = kv_both(now, kv_past_of(kv, slot, group)[i]);
+    return now;
+}
 void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before the span's need changes
 // No kernel accesses the slot, so its earlier steps no longer count.
 void vmem__kv_forget(vmem_kv *kv, uint32_t slot);
@@ -121,7 +170,13 @@ uint64_t vmem__kv_ended(const vmem_kv *kv);
 void vmem__kv_retired(vmem_kv *kv, uint64_t step);
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step);
 // Stages a length for the next step (0: none), which will raise `fixed` by so many pages for it.
-void vmem__kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, int64_t reserve);
+static inline void kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, int64_t reserve)
+{
+    kv->staged.n += (tokens != 0) - (kv->staged.lengths[slot] != 0);
+    kv->ledger.reserved += reserve - kv->staged.reserve[slot];
+    kv->staged.lengths[slot] = tokens;
+    kv->staged.reserve[slot] = reserve;
+}
 // -EINVAL: the step that is staged for the slot would write some of its first rows again, which are about to be shared.
 int vmem__kv_check_staged(const vmem_kv *kv, uint32_t slot, uint32_t rows);
 // Removes a slot's staged growth.

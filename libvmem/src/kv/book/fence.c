@@ -5,28 +5,10 @@
 
 #include "kv/book/book.h"
 
-static struct kv_past *past_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
-{
-    return kv->fence.past + ((uint64_t)slot * kv->n_groups + group) * (kv->steps_in_flight - 1);
-}
-
-struct kv_past vmem__kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
-{
-    const struct kv_span *s = kv_span(kv, slot, group);
-    const struct kv_past *past = past_of(kv, slot, group);
-    struct kv_past all = {lo, hi};
-    if (s->need_lo != s->need_hi)
-        all = (struct kv_past){KV_MIN(lo, s->need_lo), KV_MAX(hi, s->need_hi)};
-    for (uint32_t i = 0; i + 1 < kv->steps_in_flight; i++)
-        if (past[i].lo != past[i].hi)
-            all = (struct kv_past){KV_MIN(all.lo, past[i].lo), KV_MAX(all.hi, past[i].hi)};
-    return all;
-}
-
 void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    struct kv_past *past = past_of(kv, slot, group);
+    struct kv_past *past = kv_past_of(kv, slot, group);
     for (uint32_t i = kv->steps_in_flight - 1; i-- > 1;)
         past[i] = past[i - 1];
     if (kv->steps_in_flight > 1)
@@ -56,14 +38,6 @@ int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)
     return 0;
 }
 
-void vmem__kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, int64_t reserve)
-{
-    kv->staged.n += (tokens != 0) - (kv->staged.lengths[slot] != 0);
-    kv->ledger.reserved += reserve - kv->staged.reserve[slot];
-    kv->staged.lengths[slot] = tokens;
-    kv->staged.reserve[slot] = reserve;
-}
-
 int vmem__kv_check_staged(const vmem_kv *kv, uint32_t slot, uint32_t rows)
 {
     const int32_t tokens = kv->staged.lengths[slot];
@@ -78,7 +52,7 @@ int vmem__kv_check_staged(const vmem_kv *kv, uint32_t slot, uint32_t rows)
 void vmem__kv_unstage(vmem_kv *kv, uint32_t slot)
 {
     if (kv->staged.n)
-        vmem__kv_stage(kv, slot, 0, 0);
+        kv_stage(kv, slot, 0, 0);
 }
 
 void vmem__kv_forget(vmem_kv *kv, uint32_t slot)
@@ -86,5 +60,5 @@ void vmem__kv_forget(vmem_kv *kv, uint32_t slot)
     vmem__kv_unstage(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k + 1 < kv->steps_in_flight; k++)
-            past_of(kv, slot, i)[k] = (struct kv_past){0};
+            kv_past_of(kv, slot, i)[k] = (struct kv_past){0};
 }

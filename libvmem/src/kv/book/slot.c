@@ -71,6 +71,7 @@ void vmem__kv_set_state(vmem_kv *kv, uint32_t slot, uint8_t state)
     kv->in_state[s->state]--;
     kv->in_state[state]++;
     s->state = state;
+    s->steady = 0;
     vmem__kv_book(kv, slot);
 }
 

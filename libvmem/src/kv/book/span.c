@@ -3,22 +3,6 @@
 // SPDX-License-Identifier: MIT
 #include "kv/book/book.h"
 
-uint32_t vmem__kv_steady(const vmem_kv *kv, uint32_t slot)
-{
-    uint64_t steady = kv->windows ? 0 : kv->max_tokens;
-    for (uint32_t i = 0; i < kv->n_groups && steady; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        const struct kv_span *s = kv_span(kv, slot, i);
-        uint64_t rows = ((uint64_t)s->need_hi << kv->page_shift) / g->row_bytes;
-        if (s->keep_lo != s->need_lo || s->keep_hi != s->need_hi)
-            return 0;
-        rows -= rows % kv->tile_rows;
-        if (rows < g->max_tokens)
-            steady = KV_MIN(steady, rows);
-    }
-    return (uint32_t)steady;
-}
-
 uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi)
 {
     const struct kv_slot *s = &kv->slots[slot];
@@ -33,16 +17,13 @@ uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint3
 void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot)
 {
     kv->slots[slot].steady = 0;
-    uint64_t backed = kv->max_tokens;
+    uint32_t backed = kv->max_tokens;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
         const struct kv_span *s = kv_span(kv, slot, i);
-        uint64_t rows = s->lo < s->hi || !s->hi ? ((uint64_t)s->hi << kv->page_shift) / g->row_bytes : 0;
-        rows -= rows % kv->tile_rows;
-        if (rows < g->max_tokens)
-            backed = KV_MIN(backed, rows);
+        const uint32_t rows = s->lo < s->hi ? kv_rows_before(kv, &kv->groups[i], s->hi) : 0;
+        backed = KV_MIN(backed, rows);
     }
-    kv->slots[slot].backed = (uint32_t)backed;
+    kv->slots[slot].backed = backed;
 }
 
 bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot)
@@ -55,26 +36,17 @@ bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot)
 
 // ---- the fixed part --------------------------------------------------------------------------------------------------
 
-uint32_t vmem__kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running)
-{
-    const struct kv_span *s = kv_span(kv, slot, group);
-    hi = running ? KV_MAX(hi, s->coarse_hi) : hi;
-    while (hi < s->hi && kv_joined(kv, slot, group, hi))
-        hi++;
-    return KV_MIN(hi, s->hi);
-}
-
 struct kv_past vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
     if (!kv_accessed(kv, slot) || kv_swap_due(kv, slot))
         return (struct kv_past){s->lo, s->lo};
-    return (struct kv_past){s->keep_lo, vmem__kv_end_of(kv, slot, group, s->keep_hi, !kv->slots[slot].fresh)};
+    return (struct kv_past){s->keep_lo, kv_end_of(kv, slot, group, s->keep_hi, !kv->slots[slot].fresh)};
 }
 
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from)
 {
-    return vmem__kv_end_of(kv, slot, group, KV_MAX(from, kv_span(kv, slot, group)->fix_hi), false);
+    return kv_end_of(kv, slot, group, KV_MAX(from, kv_span(kv, slot, group)->fix_hi), false);
 }
 
 // What leaves the fixed part, in front and behind, and what enters it.
@@ -91,21 +63,13 @@ static void changes_of(const struct kv_span *s, struct kv_past to, struct change
     out[3] = (struct change){KV_MAX(to.lo, s->fix_hi), to.hi, 1};
 }
 
-// Whether only the end changes, among pages that nobody else has, as it does in most steps.
-static bool at_own_end(const struct kv_span *s, struct kv_past to, uint32_t shared_hi)
-{
-    return to.lo == s->fix_lo && KV_MIN(to.hi, s->fix_hi) >= shared_hi;
-}
-
 // Pages from shared_hi on have no other holder.
 static void weigh(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to, uint32_t shared_hi)
 {
     struct change changes[4];
     const struct kv_span *s = kv_span(kv, slot, group);
-    if (at_own_end(s, to, shared_hi)) {
-        kv->ledger.fixed += (uint64_t)(((int64_t)to.hi - s->fix_hi) * kv->groups[group].n);
+    if (s->fix_lo == to.lo && s->fix_hi == to.hi)
         return;
-    }
     changes_of(s, to, changes);
     for (const struct change *c = changes; c < changes + 4; c++) {
         int64_t own = c->lo < c->hi ? c->hi - c->lo : 0;
@@ -125,8 +89,6 @@ int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, str
     const struct kv_span *s = kv_span(kv, slot, group);
     struct change changes[4];
     int64_t delta = 0;
-    if (at_own_end(s, to, s->shared_hi))
-        return ((int64_t)to.hi - s->fix_hi) * kv->groups[group].n;
     changes_of(s, to, changes);
     for (const struct change *c = changes; c < changes + 4; c++) {
         delta += c->lo < c->hi ? ((int64_t)c->hi - c->lo) * c->by : 0;
@@ -142,8 +104,6 @@ int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, str
 void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
 {
     struct kv_span *s = kv_span(kv, slot, group);
-    if (s->fix_lo == to.lo && s->fix_hi == to.hi)
-        return;
     weigh(kv, slot, group, to, s->shared_hi);
     s->fix_lo = to.lo;
     s->fix_hi = to.hi;

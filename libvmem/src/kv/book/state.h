@@ -54,7 +54,7 @@ struct kv_slot {
     uint32_t tokens;
     uint32_t shared_tokens;
     uint32_t backed; // tokens up to which a step has nothing to map
-    uint32_t steady; // a step to `tokens` or more, up to this, needs the same pages as the last; 0: not known
+    uint32_t steady; // a step to `tokens` or more, up to this, needs the last one's pages; 0: not known, not active
     uint32_t took;   // the last step that it took part in, or before which it was allocated
     uint8_t state;   // written by vmem__kv_set_state alone
     bool fresh;      // no step since it was allocated or swapped in, so no kernel can access it: steady is 0
@@ -85,14 +85,12 @@ struct kv_want {
     uint32_t slot, group;
     uint32_t lo, hi;        // pages that its kernels access
     struct kv_past touched; // the same, and what kernels of the steps in flight access
-    struct kv_past fix;     // the fixed part then, as far as the span has pages for it now
     bool extends;           // pages may be missing
 };
 // What a step needs, for the slots whose needs differ from the last step's.
 struct kv_plan {
     struct kv_want *wants; // slot by slot, all groups of each
     uint64_t n, missing;   // missing: pages
-    int64_t delta;         // by how many pages kv_ledger.fixed grows, the missing ones included
     uint32_t *changed;     // slots that it examines
     bool extends;
 };
@@ -179,7 +177,7 @@ struct kv_cut {
 struct kv_ledger {
     uint64_t budget;          // the most that may exist
     uint64_t held;            // that exist, including pending ones
-    uint64_t fixed;           // of these, that no call could take back. Moved by span.c and row.c alone
+    uint64_t fixed;           // of these, that no call could take back. Moved by book/ alone
     int64_t reserved;         // by how many pages staged growth will raise it
     uint64_t pending;         // of `held`, that the worker is mapping or unmapping; they become unused, or can be taken
     uint64_t promise;         // that need no memory from the device. Written with report.lock, too

@@ -48,8 +48,8 @@ int vmem__kv_check_books(vmem_kv *kv)
     uint32_t in_state[5] = {0};
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
-        if (sl->fresh && sl->steady && sl->state == VMEM_KV_ACTIVE)
-            return vmem__error(-EFAULT, "slot %u: a step may pass it over, and no kernel accesses it yet", s);
+        if (sl->steady && (sl->fresh || sl->state != VMEM_KV_ACTIVE))
+            return vmem__error(-EFAULT, "slot %u: a step may pass it over, and no kernel accesses it", s);
         in_state[sl->state]++;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_group *g = &kv->groups[i];
@@ -63,10 +63,9 @@ int vmem__kv_check_books(vmem_kv *kv)
                                    "%u shared %u coarse %u",
                                    s, i, sp->lo, sp->keep_lo, sp->need_lo, sp->need_hi, sp->keep_hi, sp->hi,
                                    sp->shared_hi, sp->coarse_hi);
-            if (sl->steady && sl->state == VMEM_KV_ACTIVE &&
-                (sp->keep_lo != sp->need_lo || sp->keep_hi != sp->need_hi ||
-                 sp->need_hi != vmem__kv_need_hi(kv, g, sl->tokens) ||
-                 sp->need_hi != vmem__kv_need_hi(kv, g, sl->steady)))
+            if (sl->steady && (sp->keep_lo != sp->need_lo || sp->keep_hi != sp->need_hi ||
+                               sp->need_hi != vmem__kv_need_hi(kv, g, sl->tokens) ||
+                               sp->need_hi != vmem__kv_need_hi(kv, g, sl->steady)))
                 return vmem__error(-EFAULT, "slot %u, group %u: from %u to %u tokens it does not need the same pages",
                                    s, i, sl->tokens, sl->steady);
             if (sl->state == VMEM_KV_FREE && (sp->shared_hi || sp->need_hi != sp->lo))

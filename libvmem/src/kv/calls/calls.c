@@ -57,9 +57,25 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags
     return rc;
 }
 
+// Most growth needs no other pages than the last step. Then there is nothing to plan, and one lock is enough.
+static bool stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    if (!kv || !*kv->owned || slot >= kv->n_slots || kv->flags & VMEM_KV_CHECK)
+        return false;
+    pthread_mutex_lock(&kv->gate.state);
+    const struct kv_slot *s = &kv->slots[slot];
+    const bool steady = !kv->gate.called && tokens && tokens >= s->tokens && tokens <= s->steady;
+    if (steady) {
+        kv_stage(kv, slot, (int32_t)tokens, 0);
+        kv->gate.calls++;
+    }
+    pthread_mutex_unlock(&kv->gate.state);
+    return steady;
+}
+
 int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    if (vmem__kv_stage_steady(kv, slot, tokens))
+    if (stage_steady(kv, slot, tokens))
         return 0;
     int rc = vmem__kv_enter_step(kv);
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_grow(kv, slot, tokens));

@@ -159,7 +159,10 @@ static uint64_t at_hand(const vmem_kv *kv)
     return kv->ledger.held - kv->ledger.pending + spare_pages(kv, &room);
 }
 
-bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want) { return want <= at_hand(kv); }
+bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want)
+{
+    return want <= kv->ledger.held - kv->ledger.pending || want <= at_hand(kv);
+}
 
 // How many of `most` there can be.
 static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t age)

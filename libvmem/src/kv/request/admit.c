@@ -32,7 +32,8 @@ static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t limit)
         return kv->ledger.fixed + pages_of(kv, tokens, 0) <= limit;
     vmem__kv_plan_reset(plan);
     vmem__kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
-    return plan->delta <= 0 || kv->ledger.fixed + (uint64_t)plan->delta <= limit;
+    const int64_t delta = vmem__kv_plan_delta(kv, plan);
+    return delta <= 0 || kv->ledger.fixed + (uint64_t)delta <= limit;
 }
 
 // The most tokens that fit. A longer request never needs fewer pages, so bisection finds them.

@@ -3,8 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include "kv/request/request.h"
 
-// Of a length that goes back, or is wrong.
-static int __attribute__((cold, noinline)) look_at_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
+int vmem__kv_look_at_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
 {
     const struct kv_slot *s = &kv->slots[slot];
     if (tokens < 0 || (uint32_t)tokens > kv->max_tokens)
@@ -15,15 +14,6 @@ static int __attribute__((cold, noinline)) look_at_length(const vmem_kv *kv, uin
     if ((uint32_t)tokens < s->shared_tokens)
         return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", slot, tokens,
                            s->shared_tokens);
-    return 0;
-}
-
-int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
-{
-    const struct kv_slot *s = &kv->slots[slot];
-    const uint32_t tokens = (uint32_t)length; // negative: more than any
-    if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->tokens))
-        return look_at_length(kv, slot, length);
     return 0;
 }
 
@@ -45,22 +35,16 @@ int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_
     int rc = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        const struct kv_span *sp = kv_span(kv, slot, i);
         struct kv_want *w = &plan->wants[plan->n++];
         w->slot = slot;
         w->group = i;
         w->lo = g->window ? vmem__kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
         w->hi = vmem__kv_need_hi(kv, g, tokens);
-        w->touched = vmem__kv_in_flight(kv, slot, i, w->lo, w->hi);
+        w->touched = kv_in_flight(kv, slot, i, (struct kv_past){w->lo, w->hi});
         w->extends = extends(s, tokens);
-        const uint64_t missing = w->extends ? (uint64_t)lacks(kv, slot, i, w->lo, w->hi) * g->n : 0;
-        const uint32_t serves = s->fresh ? vmem__kv_serves(kv, slot, i, w->hi) : sp->hi;
-        const uint32_t hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), serves);
-        w->fix =
-            (struct kv_past){KV_MIN(KV_MAX(w->touched.lo, sp->lo), hi), vmem__kv_end_of(kv, slot, i, hi, !s->fresh)};
-        plan->missing += missing;
-        plan->delta += (int64_t)missing + vmem__kv_fix_delta(kv, slot, i, w->fix);
-        if (kv->windows && s->tokens && w->lo < sp->keep_lo)
+        if (w->extends)
+            plan->missing += (uint64_t)lacks(kv, slot, i, w->lo, w->hi) * g->n;
+        if (kv->windows && s->tokens && w->lo < kv_span(kv, slot, i)->keep_lo)
             rc = vmem__error(-EINVAL, "lengths[%u] %u: the window has given up rows that it reads", slot, tokens);
     }
     plan->extends |= extends(s, tokens);
@@ -70,8 +54,26 @@ int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_
 void vmem__kv_plan_reset(struct kv_plan *plan)
 {
     plan->n = plan->missing = 0;
-    plan->delta = 0;
     plan->extends = false;
+}
+
+// The fixed part after the step, as far as the span has pages for it now.
+static inline struct kv_past part_of(const vmem_kv *kv, const struct kv_want *w)
+{
+    const struct kv_span *sp = kv_span(kv, w->slot, w->group);
+    const bool fresh = kv->slots[w->slot].fresh;
+    const uint32_t serves = fresh ? vmem__kv_serves(kv, w->slot, w->group, w->hi) : sp->hi;
+    const uint32_t hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), serves), lo = KV_MIN(KV_MAX(w->touched.lo, sp->lo), hi);
+    return (struct kv_past){lo, kv_end_of(kv, w->slot, w->group, hi, !fresh)};
+}
+
+int64_t vmem__kv_plan_delta(const vmem_kv *kv, const struct kv_plan *plan)
+{
+    int64_t delta = (int64_t)plan->missing;
+    const struct kv_want *end = plan->wants + plan->n;
+    for (const struct kv_want *w = plan->wants; w < end; w++)
+        delta += kv_fix_delta(kv, w->slot, w->group, part_of(kv, w));
+    return delta;
 }
 
 // Finds the slots for which the step needs other pages than the last one did.
@@ -81,13 +83,11 @@ static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
     *n = 0;
     for (uint32_t s = 0, all = kv->n_slots; s < all; s++, sl++) {
         const uint32_t tokens = (uint32_t)lengths[s];
-        if (!tokens)
+        if (!tokens || (tokens >= sl->tokens && tokens <= sl->steady))
             continue;
-        int rc = vmem__kv_check_length(kv, s, lengths[s]);
+        int rc = kv_check_length(kv, s, lengths[s]);
         if (rc)
             return rc;
-        if (tokens >= sl->tokens && tokens <= sl->steady)
-            continue;
         kv->plan.changed[(*n)++] = s;
         __builtin_prefetch(kv_span(kv, s, 0)); // the spans are far apart, and the CPU cannot predict the access
     }
@@ -123,11 +123,8 @@ int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, boo
 
 void vmem__kv_plan_enter(vmem_kv *kv, const struct kv_plan *plan)
 {
-    for (const struct kv_want *w = plan->wants; w < plan->wants + plan->n; w++) {
-        const struct kv_span *sp = kv_span(kv, w->slot, w->group); // which a first step may have cut since the plan
-        const uint32_t lo = KV_MIN(KV_MAX(w->fix.lo, sp->lo), sp->hi);
-        vmem__kv_fix(kv, w->slot, w->group, (struct kv_past){lo, KV_MAX(KV_MIN(w->fix.hi, sp->hi), lo)});
-    }
+    for (const struct kv_want *w = plan->wants; w < plan->wants + plan->n; w++)
+        vmem__kv_fix(kv, w->slot, w->group, part_of(kv, w));
 }
 
 void vmem__kv_plan_leave(vmem_kv *kv, const struct kv_plan *plan)
@@ -140,7 +137,7 @@ int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths)
 {
     struct kv_plan *plan = &kv->plan;
     int rc = vmem__kv_plan(kv, plan, lengths, NULL);
-    return rc ? rc : vmem__kv_would_fit(kv, plan->delta, plan->missing);
+    return rc ? rc : vmem__kv_would_fit(kv, vmem__kv_plan_delta(kv, plan), plan->missing);
 }
 
 void vmem__kv_restage(vmem_kv *kv, uint32_t slot)
@@ -148,7 +145,7 @@ void vmem__kv_restage(vmem_kv *kv, uint32_t slot)
     const int32_t tokens = kv->staged.lengths[slot];
     vmem__kv_plan_reset(&kv->plan);
     if (tokens && !vmem__kv_plan_slot(kv, &kv->plan, slot, (uint32_t)tokens))
-        vmem__kv_stage(kv, slot, tokens, kv->plan.delta);
+        kv_stage(kv, slot, tokens, vmem__kv_plan_delta(kv, &kv->plan));
 }
 
 int vmem__kv_check_dry(uint32_t flags)

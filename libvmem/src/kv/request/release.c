@@ -145,7 +145,7 @@ static int64_t truncation_delta(const vmem_kv *kv, uint32_t slot, uint64_t copie
     int64_t delta = (int64_t)copies;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
-        const struct kv_past fix = {sp->keep_lo, vmem__kv_end_of(kv, slot, i, sp->keep_hi, false)};
+        const struct kv_past fix = {sp->keep_lo, kv_end_of(kv, slot, i, sp->keep_hi, false)};
         delta += vmem__kv_fix_delta(kv, slot, i, fix);
     }
     return delta;

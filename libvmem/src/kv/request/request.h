@@ -11,6 +11,8 @@
 void vmem__kv_plan_reset(struct kv_plan *plan);
 // Adds what a step to `tokens` needs of a slot. -EINVAL: its window has given up rows that it reads.
 int vmem__kv_plan_slot(vmem_kv *kv, struct kv_plan *plan, uint32_t slot, uint32_t tokens);
+// By how many pages the step will raise kv_ledger.fixed, the missing ones included.
+int64_t vmem__kv_plan_delta(const vmem_kv *kv, const struct kv_plan *plan);
 // Plans a step to these lengths, or returns -EINVAL. If waited is not NULL, the call waits until the worker changes
 // none of the slots that will be extended, and *waited receives whether it had to.
 int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
@@ -22,7 +24,16 @@ void vmem__kv_plan_enter(vmem_kv *kv, const struct kv_plan *plan);
 void vmem__kv_plan_leave(vmem_kv *kv, const struct kv_plan *plan);
 // Counts again what the slot's staged growth needs.
 void vmem__kv_restage(vmem_kv *kv, uint32_t slot);
-int vmem__kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length);
+// Of a length that goes back, or is wrong.
+int __attribute__((cold)) vmem__kv_look_at_length(const vmem_kv *kv, uint32_t slot, int32_t tokens);
+static inline int kv_check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    const uint32_t tokens = (uint32_t)length; // negative: more than any
+    if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->tokens))
+        return vmem__kv_look_at_length(kv, slot, length);
+    return 0;
+}
 int vmem__kv_check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n);
 int vmem__kv_check_dry(uint32_t flags); // of a call that knows only VMEM_KV_DRY
 // A step with flags: what it would return.
@@ -31,8 +42,6 @@ int vmem__kv_would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_
 // ---- step.c
 
 int vmem__kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n);
-// Stages growth for which there is nothing to plan, taking the one lock that this needs. False: call vmem__kv_grow.
-bool vmem__kv_stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens);
 int vmem__kv_commit(vmem_kv *kv);
 

@@ -64,10 +64,19 @@ static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
     return 0;
 }
 
+// Whether the budget has room for what the step fixes. Where it has room for every page, nothing need be counted.
+static int lacks(vmem_kv *kv, const struct kv_plan *plan)
+{
+    if (kv->ledger.held + plan->missing <= kv->ledger.budget)
+        return 0;
+    const int64_t delta = vmem__kv_plan_delta(kv, plan);
+    return plan->extends || delta > 0 ? vmem__kv_lacks(kv, delta, plan->missing) : 0;
+}
+
 static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths)
 {
     vmem__kv_enough();
-    int rc = vmem__kv_lacks(kv, plan->delta, plan->missing);
+    int rc = lacks(kv, plan);
     if (!rc && !vmem__kv_has_room(kv, plan->missing)) { // take pages back, but not those that the step needs
         vmem__kv_plan_enter(kv, plan);
         rc = vmem__kv_take_room(kv, plan->missing);
@@ -103,20 +112,24 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths)
 // Records in the spans what kernels of the step access, and what kernels of earlier steps may still access.
 static void set_needs(vmem_kv *kv, const struct kv_plan *plan)
 {
-    for (uint64_t k = 0; k < plan->n; k++) {
-        const struct kv_want *w = &plan->wants[k];
+    uint32_t steady = 0;
+    const struct kv_want *end = plan->wants + plan->n;
+    for (const struct kv_want *w = plan->wants; w < end; w++) {
         struct kv_span *sp = kv_span(kv, w->slot, w->group);
+        struct kv_slot *s = &kv->slots[w->slot];
         const uint32_t keep_lo = KV_MAX(w->touched.lo, sp->lo), keep_hi = KV_MIN(w->touched.hi, sp->hi);
+        const uint32_t rows = kv_rows_before(kv, &kv->groups[w->group], w->hi);
         vmem__kv_remember(kv, w->slot, w->group);
         sp->keep_lo = keep_lo;
         sp->keep_hi = keep_hi;
         sp->need_lo = w->lo;
         sp->need_hi = w->hi;
-        if (w->group + 1 < kv->n_groups)
-            continue;
-        kv->slots[w->slot].fresh = false; // before the slot is booked: kernels access it from now on
-        kv->slots[w->slot].steady = vmem__kv_steady(kv, w->slot);
-        vmem__kv_book(kv, w->slot);
+        kv_fix(kv, w->slot, w->group, (struct kv_past){keep_lo, kv_end_of(kv, w->slot, w->group, keep_hi, true)});
+        if (!w->group)
+            steady = kv->windows ? 0 : kv->max_tokens;
+        steady = keep_lo == w->lo && keep_hi == w->hi ? KV_MIN(steady, rows) : 0;
+        s->steady = steady;
+        s->fresh = false; // kernels access the slot from now on
     }
 }
 
@@ -125,7 +138,8 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
     bool due = false;
     bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
-    const uint32_t step = (uint32_t)++kv->fence.step;
+    const uint32_t step = (uint32_t)++kv->fence.step, most = kv->max_tokens;
+    const bool windows = kv->windows;
     set_needs(kv, plan);
     struct kv_slot *sl = kv->slots;
     for (uint32_t s = 0, n = kv->n_slots; s < n; s++, sl++) {
@@ -135,8 +149,8 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
         sl->tokens = tokens;
         sl->took = step;
         sl->skip = sl->stuck = false;
-        due |= sl->backed < kv->max_tokens && sl->backed < (uint64_t)tokens + ahead;
-        if (kv->windows) {
+        due |= sl->backed < most && sl->backed < (uint64_t)tokens + ahead;
+        if (windows) {
             vmem__kv_pass_windows(kv, s); // if it fails, the next step does it
             for (uint32_t i = 0; i < kv->n_groups; i++)
                 due |= kv_span(kv, s, i)->lo < kv_span(kv, s, i)->keep_lo;
@@ -150,7 +164,7 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
 static int __attribute__((noinline)) end_before(vmem_kv *kv, const int32_t *lengths)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++) {
-        int rc = vmem__kv_check_length(kv, s, lengths[s]);
+        int rc = kv_check_length(kv, s, lengths[s]);
         if (rc)
             return rc;
     }
@@ -175,8 +189,8 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         vmem__kv_may_take_long(kv);
     if (!rc && plan->extends)
         rc = back(kv, plan, lengths);
-    else if (!rc && plan->delta > 0) // its pages are mapped, but they could be taken back
-        rc = vmem__kv_lacks(kv, plan->delta, 0);
+    else if (!rc) // its pages are mapped, but they could be taken back
+        rc = lacks(kv, plan);
     kv->stats.steps++;
     kv->stats.step_waits += waited;
     if (rc) {
@@ -207,23 +221,6 @@ int vmem__kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 
 // ---- staged ----------------------------------------------------------------------------------------------------------
 
-// Most growth needs no other pages than the last step. Then there is nothing to plan, and one lock is enough.
-bool vmem__kv_stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    if (!kv || !*kv->owned || slot >= kv->n_slots || kv->flags & VMEM_KV_CHECK)
-        return false;
-    pthread_mutex_lock(&kv->gate.state);
-    const struct kv_slot *s = &kv->slots[slot];
-    const bool steady = !kv->gate.called && s->state == VMEM_KV_ACTIVE && tokens && tokens >= s->tokens &&
-                        tokens <= s->steady && tokens >= s->shared_tokens;
-    if (steady) {
-        vmem__kv_stage(kv, slot, (int32_t)tokens, 0);
-        kv->gate.calls++;
-    }
-    pthread_mutex_unlock(&kv->gate.state);
-    return steady;
-}
-
 // Whether nothing must be asked for what is staged: neither the device, nor a pool.
 static bool staged_at_hand(const vmem_kv *kv)
 {
@@ -243,7 +240,7 @@ int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     else if (tokens && kv->slots[slot].state != VMEM_KV_ACTIVE)
         rc = vmem__error(-EINVAL, "slot %u is %s", slot, vmem__kv_state_name(kv->slots[slot].state));
     if (!rc && tokens)
-        rc = vmem__kv_check_length(kv, slot, (int32_t)tokens);
+        rc = kv_check_length(kv, slot, (int32_t)tokens);
     vmem__kv_plan_reset(&kv->plan);
     if (!rc && tokens)
         rc = vmem__kv_plan_slot(kv, &kv->plan, slot, tokens);
@@ -251,7 +248,7 @@ int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         return rc;
     const int32_t before = kv->staged.lengths[slot];
     const int64_t reserve = kv->staged.reserve[slot];
-    vmem__kv_stage(kv, slot, (int32_t)tokens, kv->plan.delta);
+    kv_stage(kv, slot, (int32_t)tokens, vmem__kv_plan_delta(kv, &kv->plan));
     if (!tokens || staged_at_hand(kv))
         return 0;
     vmem__kv_may_take_long(kv);
@@ -259,7 +256,7 @@ int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         return 0;
     rc = vmem__kv_plan_check(kv, kv->staged.lengths); // no page may be missing, and it says what is
     if (rc)
-        vmem__kv_stage(kv, slot, before, reserve);
+        kv_stage(kv, slot, before, reserve);
     return rc;
 }
 
