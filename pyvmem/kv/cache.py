@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -82,6 +82,17 @@ _GROUP = tuple(field.name for field in fields(GroupInfo))[3:]
 
 class _Last(threading.local):
     shortage: Shortage = NO_SHORTAGE
+
+
+class _Gone:
+    """An attribute that is gone. A `__getattr__` would slow every attribute of a cache down."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, obj: Any, kind: type) -> NoReturn:
+        text = f"{kind.__name__!r} object has no attribute {self.name!r}: use {_GONE[self.name]}"
+        raise AttributeError(text, name=self.name, obj=obj)
 
 
 class KVCache(_Owned):
@@ -151,6 +162,7 @@ class KVCache(_Owned):
         **keywords: Any,
     ) -> None:
         self._last = _Last()
+        self._short: set[int] = set()  # threads whose last call was short of something
         self._raw_stats: Any = None
         self._reported: KVStats | None = None  # the statistics that were read last
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
@@ -244,12 +256,6 @@ class KVCache(_Owned):
         else:
             cache.keys, cache.values = ([cache.tensors[0][:, :, n, i] for n in range(layers)] for i in (0, 1))
         return cache
-
-    if not TYPE_CHECKING:  # which would otherwise find every name
-
-        def __getattr__(self, name: str) -> Any:
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(f"{text}: use {_GONE[name]}" if name in _GONE else text, name=name, obj=self)
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -454,29 +460,25 @@ class KVCache(_Owned):
     @shortage.setter
     def shortage(self, shortage: Shortage) -> None:
         self._last.shortage = shortage
+        (self._short.add if shortage.reason else self._short.discard)(threading.get_ident())
 
     def _answer(self, rc: int) -> bool:
         """Return whether a call found memory and a slot, and note what it was short of."""
-        last = self._last
-        if not rc and not last.shortage.reason:
+        if not rc and not self._short:
             return True
         if rc not in (0, -errno.ENOMEM, -errno.ENOSPC):
             _check(rc)
         if not rc:
-            last.shortage = NO_SHORTAGE
+            self.shortage = NO_SHORTAGE
             return True
-        last.shortage = self._short()  # libvmem keeps it for each thread
-        if not last.shortage.reason:  # such as ENOMEM of the system
+        raw = structure("vmem_kv_shortage")
+        _check(lib.vmem_kv_last_shortage(raw))  # libvmem keeps it for each thread
+        self.shortage = shortage = shortage_of(raw)
+        if not shortage.reason:  # such as ENOMEM of the system
             _check(rc)
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("%r: %s", self, last.shortage)
+            _log.debug("%r: %s", self, shortage)
         return False
-
-    def _short(self) -> Shortage:
-        """What the call that has just returned was short of."""
-        raw = structure("vmem_kv_shortage")
-        _check(lib.vmem_kv_last_shortage(raw))
-        return shortage_of(raw)
 
     # ---- admission -------------------------------------------------------------------------------------------
 
@@ -843,3 +845,7 @@ class KVCache(_Owned):
     def _end(self) -> None:
         self._closing = None
         self._close_context()
+
+
+for _name in _GONE:
+    setattr(KVCache, _name, _Gone(_name))
