@@ -304,6 +304,8 @@ def change(*pages: Page, **settings: int | bool | None) -> None:
         least, most = values.get("min", page[MIN]), values.get("max", page[MAX])
         if most and least > most:
             raise ValueError(f"min {least} is over max {most}")
+        if 0 < page[POOL_BYTES] < least:
+            raise ValueError(f"min {least} is over the pool's {page[POOL_BYTES]}")
     for page in pages:
         for name, value in values.items():
             page[words[name]] = value

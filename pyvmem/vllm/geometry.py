@@ -66,6 +66,12 @@ def span(ranges: Sequence[BlockRange], page: int, block: int) -> int:
     return page * block // min(r.stride for r in ranges)
 
 
+def bytes_alone(ranges: Sequence[BlockRange], page: int) -> int:
+    """Bytes of the pages under block 0."""
+    parts = ((r.offset + layer * r.layer_stride, r.bytes) for r in ranges for layer in range(r.layers))
+    return page * len({i for at, size in parts for i in range(at // page, -(-(at + size) // page))})
+
+
 def bytes_of(config: Any) -> int:
     """Bytes of the allocation that holds every block."""
     return int(config.kv_cache_tensors[0].size) if config.kv_cache_tensors else 0

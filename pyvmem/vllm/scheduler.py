@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from pyvmem.vllm import check, control, geometry, lease, settings
+from pyvmem.vllm import check, control, geometry, lease, refuse, settings
 from pyvmem.vllm.keeper import Keeper
 from pyvmem.vllm.orders import StepOrders
 from pyvmem.vllm.waiting import waiting
@@ -86,6 +86,10 @@ class SchedulerMemory:
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self.keeper = Keeper(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
                              low_of(vllm_config, config), ranks)  # fmt: skip
+        needs = self.keeper.least * block + page[control.NULL]
+        if chosen.pool_size and needs > chosen.pool_size:
+            raise refuse.Refused(f"VMEM_VLLM_POOL_SIZE={chosen.pool_size}: a request of the greatest length needs "
+                                 f"{needs} bytes of a worker; lower --max-model-len")  # fmt: skip
         self._sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
         self._tokens = 0  # of a step, while the scheduler is told to schedule none
         self._drafts = drafts_of(vllm_config)

@@ -29,6 +29,7 @@ logger = logging.getLogger("vllm.vmem")
 
 POLL = 0.02  # seconds between looks at the ring
 BUSY = 0.1  # and while steps run, which look themselves: a thread that wakes up delays them
+START = 60.0  # seconds in which an engine that starts gets the memory of block 0 from the other members of a pool
 ASK, GIVE = 0.06, 0.2  # seconds in which an engine that runs requests asks others for memory, and then gives
 
 
@@ -119,12 +120,12 @@ class WorkerMemory:
             raise refuse.Refused(f"VMEM_VLLM=1: vLLM's KV cache is not as its configuration says: {wrong} "
                                  "(or unset VMEM_VLLM)")  # fmt: skip
         self._blocks = Blocks(tensor, ranges, config.num_blocks, zero=True, board=self._board)
-        self._blocks.back(0)
+        self._join(tensor.context)
+        self._back_null(geometry.bytes_alone(ranges, tensor.page_size))
         alone, block = self._blocks.stats().held, tensor.nbytes / config.num_blocks
         self._page[control.NULL + self._rank] = alone
         span = geometry.span(ranges, tensor.page_size, tensor.nbytes // config.num_blocks)
         self._page[control.SPAN + self._rank] = span
-        self._join(tensor.context)
         self._attach()
         logger.info(
             "KV cache on vMem: backend %s, %d blocks of %.1f KiB in pages of %d KiB, %.2f GiB at most, layout %s",
@@ -153,18 +154,37 @@ class WorkerMemory:
         except (OSError, ValueError, MemoryError) as error:
             raise refuse.Refused(f"VMEM_VLLM_POOL={asked.pool}: {error} (or unset VMEM_VLLM_POOL)") from error
 
+    def _back_null(self, size: int) -> None:
+        """Back block 0. In a pool, the other members may have to give its bytes first, and have them in use now."""
+        assert self._blocks is not None
+        end = time.monotonic() + START
+        while True:
+            try:
+                if self._pool is not None:
+                    self._blocks.ask(size)
+                self._blocks.back(0)
+                break
+            except OutOfMemory as error:
+                if self._pool is None:
+                    raise
+                if time.monotonic() >= end:
+                    raise refuse.Refused(f"VMEM_VLLM_POOL={settings.read().pool}: the other members did not give "
+                                         f"{size} bytes within {START:.0f} s: {error}") from error  # fmt: skip
+            time.sleep(POLL)
+
     def _between(self) -> None:
         """Tell the pool what the scheduler offers and wants."""
         page, blocks = self._page, self._blocks
         if self._pool is None or blocks is None or not page[control.PID]:
             return
-        share = (0 if page[control.LENT] else page[control.MIN], page[control.MAX])
+        least = page[control.LEAST] * page[control.BLOCK_BYTES] + page[control.NULL + self._rank]
+        share = (0 if page[control.LENT] else page[control.MIN], page[control.MAX] and max(page[control.MAX], least))
         if share != self._share:
             self._share = share
             blocks.set_share(*share)
         blocks.offer(page[control.OFFERED] * page[control.BLOCK_BYTES])
         page[control.POOL_BYTES + self._rank], page[control.POOL_FREE + self._rank] = self._pool_size, self._pool.free
-        most = min(page[control.MAX] or self._pool_size, self._pool_size)
+        most = min(share[1] or self._pool_size, self._pool_size)
         held = int(self._board[control.HELD])
         wanted = min(page[control.WANTED] * page[control.BLOCK_BYTES], most - held)
         self._ask(wanted, page[control.USED] > 0)

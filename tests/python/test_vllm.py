@@ -612,6 +612,13 @@ def test_settings_over_http_change_all_ranks_or_none():
     assert first[control.MAX] == 0 and first[control.LIMIT] == second[control.LIMIT] == control.NO_LIMIT
 
 
+def test_a_minimum_over_http_fits_the_pool():
+    page = engine(POOL_BYTES=8)
+    status, told = ask("POST", b'{"min": 9}')
+    assert status == 400 and "min 9 is over the pool's 8" in told["error"]
+    assert ask("POST", b'{"min": 8}')[0] == 200 and page[control.MIN] == 8
+
+
 def test_a_client_that_goes_away_within_its_body_changes_nothing():
     page = engine()
     assert ask("POST", b'{"limit": 5}', whole=False) is None

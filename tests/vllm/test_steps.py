@@ -9,7 +9,7 @@ import time
 import pytest
 from steps import Engine
 
-from pyvmem.vllm import control, keeper, slots
+from pyvmem.vllm import control, keeper, refuse, slots
 
 
 @pytest.fixture
@@ -344,6 +344,50 @@ def test_engines_of_a_pool_serve_at_one_time_what_it_holds_once(engine, monkeypa
         thread.join()
     assert not one.scheduler.has_unfinished_requests() and not two.scheduler.has_unfinished_requests()
     assert maps_in_steps(one) == maps_in_steps(two) == 0 and min(one.read, two.read) > 1000
+
+
+def test_an_engine_starts_in_a_pool_that_another_has_filled(engine, monkeypatch):
+    for name, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=f"full-{os.getpid()}", VMEM_VLLM_POOL_SIZE="8M").items():
+        monkeypatch.setenv(name, text)
+    one = engine(kinds=("full",))
+    one.run(60)
+    blocks = one.workers[0].memory._blocks
+    blocks.ask(blocks.stats().budget - blocks.stats().held + one.workers[0].memory._pool.free)  # all that nobody has
+    assert one.workers[0].memory._pool.free == 0
+    started = threading.Event()
+
+    def fences_pass():
+        while not started.wait(0.01):
+            one.workers[0].finish()
+
+    thread = threading.Thread(target=fences_pass)
+    thread.start()
+    try:
+        two = engine(kinds=("full",))
+    finally:
+        started.set()
+        thread.join()
+    one.every = two.every = lambda: [w.finish() for w in one.workers + two.workers]
+    two.run(10)
+    assert maps_in_steps(one) == maps_in_steps(two) == 0
+
+
+def test_a_pool_must_hold_a_request_of_the_greatest_length(engine, monkeypatch):
+    for name, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=f"small-{os.getpid()}", VMEM_VLLM_POOL_SIZE="1M").items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(refuse.Refused, match=r"VMEM_VLLM_POOL_SIZE=1048576: .* needs [0-9]+ bytes .* --max-model-len"):
+        engine(kinds=("full",))
+
+
+def test_a_maximum_counts_as_what_a_request_of_the_greatest_length_needs(engine, monkeypatch):
+    pool = dict(VMEM_VLLM_POOL=f"most-{os.getpid()}", VMEM_VLLM_POOL_SIZE="8M", VMEM_VLLM_MAX="256K")
+    for name, text in dict(VMEM_VLLM="1", **pool).items():
+        monkeypatch.setenv(name, text)
+    e = engine(kinds=("full",))
+    e.every = lambda: [w.finish() for w in e.workers]
+    e.prompts = 190, 195
+    e.run(10)
+    assert maps_in_steps(e) == 0
 
 
 def test_a_limit_counts_the_bytes_of_pages_that_blocks_share(engine, monkeypatch):
