@@ -266,14 +266,6 @@ void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
     kv->slots[slot].stale = false;
 }
 
-bool vmem__kv_any_stale(const vmem_kv *kv)
-{
-    for (uint32_t s = 0; s < kv->n_slots; s++)
-        if (kv->slots[s].stale)
-            return true;
-    return false;
-}
-
 void vmem__kv_release_doomed(vmem_kv *kv)
 {
     kv->ledger.held -= vmem__kv_release(kv, kv->doomed.pages, kv->doomed.n);

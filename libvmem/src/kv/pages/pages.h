@@ -52,7 +52,6 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group);
 int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
 void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot);
 int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot);
-bool vmem__kv_any_stale(const vmem_kv *kv);
 // Releases the doomed pages. The worker is held, or there is none.
 void vmem__kv_release_doomed(vmem_kv *kv);
 

@@ -102,14 +102,14 @@ static uint64_t end_drop(vmem_kv *kv)
 }
 
 // Gives the pages that were dropped to the worker. Returns false if there is no memory for its list.
-static bool doom(vmem_kv *kv)
+static bool doom(vmem_kv *kv, const struct kv_cut *c)
 {
     struct kv_doomed *d = &kv->doomed;
-    if (vmem__kv_room_for(&d->pages, &d->cap, d->n + kv->cut.n_pages, sizeof(*d->pages)))
+    if (vmem__kv_room_for(&d->pages, &d->cap, d->n + c->n_pages, sizeof(*d->pages)))
         return false;
-    if (kv->cut.n_pages)
-        memcpy(d->pages + d->n, kv->cut.pages, kv->cut.n_pages * sizeof(*d->pages));
-    d->n += kv->cut.n_pages;
+    if (c->n_pages)
+        memcpy(d->pages + d->n, c->pages, c->n_pages * sizeof(*d->pages));
+    d->n += c->n_pages;
     unmark(kv);
     vmem__kv_worker_wake(kv);
     return true;
@@ -159,12 +159,15 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
 
 uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages) { return evict(kv, SIZE_MAX, KV_MIN(pages, UINT64_MAX - 1)); }
 
-void vmem__kv_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages)
+void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages)
 {
-    c->n_pages = c->n_ops = 0;
-    c->before = (struct kv_span){0}; // no span is cut
+    struct kv_cut *c = &kv->worker.cut;
+    c->n_pages = 0;
     kv->runs.unmark = false;
     evict_next(kv, c, SIZE_MAX, pages, false);
+    if (doom(kv, c))
+        return;
+    kv->ledger.held -= vmem__kv_release(kv, c->pages, c->n_pages);
     unmark(kv);
 }
 
@@ -183,7 +186,7 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
     }
     // Slots that were freed may still map the pages. The worker unmaps each slot at once, and then releases the pages. To
     // release them here would unmap page by page, and the next step would wait for it.
-    const bool later = !flags && kv->turn.has_worker && (kv->turn.unmapping || vmem__kv_any_stale(kv));
+    const bool later = kv->turn.has_worker;
     if (!later || !kv->turn.unmapping) // no reference changes while the worker unmaps
         vmem__kv_wait_cut(kv);
     begin_list(kv);
@@ -198,7 +201,7 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
             rc = evict_one(kv, &kv->cut, i);
     }
     *freed = kv->cut.n_pages;
-    if (later && doom(kv))
+    if (later && doom(kv, &kv->cut))
         return rc;
     vmem__kv_wait_cut(kv);
     *freed = end_drop(kv);

@@ -37,8 +37,8 @@ int vmem__kv_check_runs(const vmem_kv *kv);
 int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed);
 // Evicts runs in their order until that many pages are freed or no more can be: how many were.
 uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages);
-// For the worker: drops runs until the list has that many pages, which are to be released.
-void vmem__kv_evict_begin(vmem_kv *kv, struct kv_cut *c, uint64_t pages);
+// For the worker: dooms the pages.
+void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages);
 // Pages that eviction can free when memory is short.
 uint64_t vmem__kv_evictable(const vmem_kv *kv);
 void vmem__kv_drop_all_runs(vmem_kv *kv);

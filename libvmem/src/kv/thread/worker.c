@@ -84,17 +84,6 @@ static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
     return true;
 }
 
-// Releases the first pages of the list, which no slot has.
-static void release(vmem_kv *kv, const struct kv_cut *c, uint64_t n)
-{
-    kv->turn.cutting = true;
-    drop_lock(kv, n);
-    const uint64_t freed = vmem__kv_release(kv, c->pages, n);
-    take_lock(kv);
-    kv->turn.cutting = false;
-    kv->ledger.held -= freed;
-}
-
 // Unmaps pages that freed requests had shared.
 static bool unmap_stale_one(vmem_kv *kv)
 {
@@ -116,7 +105,7 @@ static bool unmap_stale_one(vmem_kv *kv)
     return false;
 }
 
-// Releases a portion of the doomed pages.
+// Releases a portion of the doomed pages: a call that releases pages, too, waits for one.
 #define DOOMED_PAGES 256
 static bool release_doomed(vmem_kv *kv)
 {
@@ -131,9 +120,12 @@ static bool release_doomed(vmem_kv *kv)
     c->before = (struct kv_span){0}; // no span is cut
     kv->doomed.n -= n;
     memcpy(c->pages, kv->doomed.pages + kv->doomed.n, n * sizeof(*c->pages));
-    kv->turn.unmapping = true;
-    release(kv, c, n);
-    kv->turn.unmapping = false;
+    kv->turn.cutting = kv->turn.unmapping = true;
+    drop_lock(kv, n);
+    const uint64_t freed = vmem__kv_release(kv, c->pages, n);
+    take_lock(kv);
+    kv->turn.cutting = kv->turn.unmapping = false;
+    kv->ledger.held -= freed;
     return true;
 }
 
@@ -247,20 +239,14 @@ static bool release_one(vmem_kv *kv)
     return cut(kv, &v, &kv->stats.reclaimed_pages);
 }
 
-// Hashed blocks fill the memory over time. The worker evicts the oldest before a step needs their pages. It evicts in
-// portions, because a call that releases pages waits for one portion.
-#define EVICT_PAGES 256
+// Hashed blocks fill the memory over time. The worker evicts the oldest before a step needs their pages.
 static bool evict_some(vmem_kv *kv)
 {
-    const uint64_t unused = kv_unused(kv), low = kv_low(kv) / 4;
-    struct kv_cut *c = &kv->worker.cut;
+    const uint64_t unused = kv_unused(kv) + kv->doomed.n, low = kv_low(kv) / 4;
     if (unused >= low || !vmem__kv_evictable(kv) || kv->flags & VMEM_KV_SAME_SLOTS)
         return false;
-    vmem__kv_evict_begin(kv, c, KV_MIN(low - unused, EVICT_PAGES));
-    if (!c->n_pages)
-        return false;
-    release(kv, c, c->n_pages);
-    return true;
+    vmem__kv_evict_later(kv, KV_MIN(low - unused, DOOMED_PAGES));
+    return release_doomed(kv);
 }
 
 static bool clear_one(vmem_kv *kv)
