@@ -78,8 +78,7 @@ void vmem__pool_unask(struct vmem__member *m)
 uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t want, bool part)
 {
     // Whoever was told before that there is free budget finds it in the member's own from here on.
-    bool busy = false;
-    const uint64_t grown = want > budget ? vmem__pool_take(m, budget, want - budget, want - budget, &busy) : 0;
+    const uint64_t grown = want > budget ? vmem__pool_claim(m, budget, want - budget, want - budget) : 0;
     budget += grown;
     pthread_mutex_lock(&m->pool->lock);
     m->foreseen = 0; // the new question replaces the last one
@@ -90,8 +89,8 @@ uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t wa
         if (ask(m, (want - has) << m->page_shift))
             vmem__pool_want(m, pool_less(want << m->page_shift, m->row.held));
         if (!m->prepares) {
-            m->prepares =
-                m->row.answer == VMEM_KV_DEFERRED && !busy && m->ops->ready && !m->whole && !m->ctx->b.ops->populate;
+            m->prepares = m->row.answer == VMEM_KV_DEFERRED && !m->kept_out && m->ops->ready && !m->whole &&
+                          !m->ctx->b.ops->populate;
             m->ready = 0;
         }
     } else {

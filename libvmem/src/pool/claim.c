@@ -58,7 +58,7 @@ uint64_t vmem__pool_accept(struct vmem__member *m)
     return pages;
 }
 
-uint64_t vmem__pool_take(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most, bool *busy)
+uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most)
 {
     vmem_kv_pool *pool = m->pool;
     int rc = 0;
@@ -90,14 +90,8 @@ uint64_t vmem__pool_take(struct vmem__member *m, uint64_t budget, uint64_t least
             vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
     pthread_mutex_unlock(&pool->lock);
-    *busy = rc;
+    m->kept_out = rc;
     return granted + pages;
-}
-
-uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most)
-{
-    bool busy;
-    return vmem__pool_take(m, budget, least, most, &busy);
 }
 
 uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget)

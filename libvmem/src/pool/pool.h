@@ -57,6 +57,7 @@ struct vmem__member {
     bool busy;                               // the pool's thread is at it, without the pool's lock
     bool leaving;                            // it is being destroyed: the thread leaves it alone
     bool changed;                            // the row is to be written
+    bool kept_out;                           // another process was at the table when it last claimed
     struct vmem_kv_pool_member row, written; // as it is, and as it was last put into the table
     uint64_t written_at;                     // ns
     uint32_t waiting;                        // calls that wait for an answer
@@ -125,9 +126,7 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uin
 // first lets it grow: the pool's thread, or a call that is short.
 uint64_t vmem__pool_acceptable(const struct vmem__member *m);
 uint64_t vmem__pool_accept(struct vmem__member *m);
-// With the member's lock held, and not the pool's. As `claim` and `claimable` of struct vmem__lender, where *busy says
-// whether another process was at the table.
-uint64_t vmem__pool_take(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most, bool *busy);
+// With the member's lock held, and not the pool's. As `claim` and `claimable` of struct vmem__lender.
 uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
 uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget);
 

@@ -24,10 +24,10 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     idle->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
     // A slot that is due counts as swapped out, whether or not it has been copied. So it shares nothing.
     // Where runs can be evicted, the rows that are really shared depend on what this manager has evicted.
-    const bool named = kv->flags & VMEM_KV_SAME_SLOTS && kv->runs.ordered;
-    idle->from = kv->flags & VMEM_KV_DEFER && !due ? (named ? idle->named : s->shared_tokens) : 0;
+    const bool same = kv->flags & VMEM_KV_SAME_SLOTS;
+    idle->from = !same || !(kv->flags & VMEM_KV_DEFER) || due ? 0 : kv->runs.ordered ? idle->named : s->shared_tokens;
     idle->named = 0;
-    for (uint32_t i = 0; i < kv->n_groups && !(kv->flags & VMEM_KV_SAME_SLOTS); i++)
+    for (uint32_t i = 0; i < kv->n_groups && !same; i++)
         idle->from = KV_MAX(idle->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
                                                    kv->groups[i].row_bytes));
     vmem__kv_set_state(kv, slot, VMEM_KV_FREE);
@@ -197,23 +197,16 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return 0;
 }
 
-// Changes no mapping that running kernels use. The rows go after later steps no longer ask for them.
-static void truncate_later(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags)
 {
-    struct kv_slot *s = &kv->slots[slot];
-    vmem__kv_unstage(kv, slot);
-    s->tokens = tokens;
-    s->steady = 0;
-}
-
-static int truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags)
-{
-    int rc = check_truncate(kv, slot, tokens);
+    int rc = vmem__kv_check_dry(flags);
+    if (!rc)
+        rc = check_truncate(kv, slot, tokens);
     if (!rc)
         rc = vmem__kv_check_fence(kv, after);
     if (rc)
         return rc;
-    const struct kv_slot *s = &kv->slots[slot];
+    struct kv_slot *s = &kv->slots[slot];
     // Even if the slot is fresh, kernels may still be writing the shared rows attached to it.
     const bool shared = tokens < s->shared_tokens;
     if (!after || after <= vmem__kv_ended(kv) || (s->fresh && !shared))
@@ -222,13 +215,11 @@ static int truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after,
         return vmem__error(-EBUSY,
                            "tokens %u: rows from there on are shared, and kernels of step %" PRIu64 " may be in flight",
                            tokens, after);
-    if (!flags)
-        truncate_later(kv, slot, tokens);
+    if (flags)
+        return 0;
+    // Changes no mapping that running kernels use: the rows go after later steps no longer ask for them.
+    vmem__kv_unstage(kv, slot);
+    s->tokens = tokens;
+    s->steady = 0;
     return 0;
-}
-
-int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags)
-{
-    int rc = vmem__kv_check_dry(flags);
-    return rc ? rc : truncate(kv, slot, tokens, after, flags);
 }
