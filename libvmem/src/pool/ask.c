@@ -128,15 +128,6 @@ void vmem__pool_look_ahead(struct vmem__member *m, uint64_t used)
         forget(m);
 }
 
-// Bytes of device memory that the context has.
-static uint64_t memory_of(vmem_context *ctx)
-{
-    vmem__lock(ctx);
-    const uint64_t bytes = ctx->committed;
-    vmem__unlock(ctx);
-    return bytes;
-}
-
 // Takes more until there are so many.
 static int take_memory(vmem_context *ctx, uint64_t bytes)
 {
@@ -161,7 +152,9 @@ bool vmem__pool_prepare(struct vmem__member *m)
     m->ops->lock(m->self);
     m->ops->state(m->self, &s);
     const uint64_t there = m->ops->ready(m->self);
-    uint64_t memory = memory_of(m->ctx);
+    vmem__lock(m->ctx);
+    uint64_t memory = m->ctx->committed;
+    vmem__unlock(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t granted = m->prepares ? floor_pages(m->granted, m) : 0;
     uint64_t pages = s.giving ? 0 : pool_less(MIN(m->foreseen, s.budget + granted), there);

@@ -84,14 +84,6 @@ static void stop_wanting(struct vmem__member *m)
     pthread_mutex_unlock(&m->pool->lock);
 }
 
-static bool has_waiting_memory(vmem_context *ctx)
-{
-    vmem__lock(ctx);
-    const bool waits = ctx->waits;
-    vmem__unlock(ctx);
-    return waits;
-}
-
 // Updates a member's row: budget that the member no longer has returns to the pool. Returns true if there is more to do.
 static bool look(struct vmem__member *m)
 {
@@ -115,7 +107,9 @@ static bool look(struct vmem__member *m)
     const bool more = ops->go_on && ops->go_on(m->self, least_pages(m, &s));
     ops->state(m->self, &s);
     const uint64_t gone_to = MAX(s.budget, s.held);
-    const bool waits = has_waiting_memory(m->ctx);
+    vmem__lock(m->ctx);
+    const bool waits = m->ctx->waits;
+    vmem__unlock(m->ctx);
     pthread_mutex_lock(&pool->lock);
     const bool stale = m->stale, falls = (gone_to << m->page_shift) + m->granted < m->row.has;
     // Memory that no page uses may be any member's of the context: this one's row may be what covers it.

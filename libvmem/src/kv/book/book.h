@@ -32,7 +32,6 @@ static inline uint32_t kv_rows_before(const vmem_kv *kv, const struct kv_group *
 }
 // Divides the tensors into groups, and makes the tables of their pages.
 int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c);
-int vmem__kv_check_sharing(const vmem_kv *kv); // -EOPNOTSUPP with VMEM_KV_UNSHARED
 
 // ---- span.c
 

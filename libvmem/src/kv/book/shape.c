@@ -8,16 +8,6 @@
 
 #include "kv/book/book.h"
 
-static uint64_t gcd(uint64_t a, uint64_t b)
-{
-    while (b) {
-        uint64_t t = a % b;
-        a = b;
-        b = t;
-    }
-    return a;
-}
-
 static uint64_t round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
 
 uint32_t vmem__kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before)
@@ -43,7 +33,7 @@ static int lay_out(const vmem_kv *kv, struct kv_group *g)
 {
     uint64_t rows = round_up(g->max_tokens, kv->tile_rows), bytes = rows * g->row_bytes;
     for (uint64_t align = KV_MAX(KV_BLOCK, kv->page_size);; align = kv->page_size) {
-        g->slot_rows = round_up(rows, align / gcd(align, g->row_bytes));
+        g->slot_rows = round_up(rows, align / KV_MIN(align, g->row_bytes & -g->row_bytes)); // align is a power of two;
         g->slot_stride = g->slot_rows * g->row_bytes;
         bool fits = g->slot_stride / kv->page_size <= UINT32_MAX && g->slot_stride <= (UINT64_C(1) << 46) / kv->n_slots;
         if (fits && (align == kv->page_size || (bytes >= align && g->slot_stride <= 4 * bytes)))
@@ -118,11 +108,4 @@ int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
     if (!kv->pages || (kv->whole && !kv->joined))
         return vmem__error(-ENOMEM, "no address space for a table of %" PRIu64 " pages", table);
     return 0;
-}
-
-int vmem__kv_check_sharing(const vmem_kv *kv)
-{
-    return kv->flags & VMEM_KV_UNSHARED
-               ? vmem__error(-EOPNOTSUPP, "the cache was created for requests that share no pages (VMEM_KV_UNSHARED)")
-               : 0;
 }

@@ -164,8 +164,8 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
             vmem__kv_wait_slot(kv, runs[i].slot); // the end of the cut restores the span if it failed
         rc = vmem__kv_get_beside(kv, runs[i].slot, 1u << VMEM_KV_ACTIVE);
     }
-    if (!rc)
-        rc = vmem__kv_check_sharing(kv);
+    if (!rc && kv->flags & VMEM_KV_UNSHARED)
+        rc = vmem__error(-EOPNOTSUPP, "the cache was created for requests that share no pages (VMEM_KV_UNSHARED)");
     if (!rc && flags & ~(VMEM_KV_RUN_REPORT | VMEM_KV_RUN_MANUAL))
         rc = vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
     for (size_t i = 0; i < n && !rc; i++)

@@ -41,8 +41,26 @@ static void end(vmem_kv *kv, uint32_t slot, int rc)
     }
 }
 
-// Backs the planned parts of one slot, if that leaves `leave` pages unused. Returns false if it did nothing.
-static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
+// Plans to back a slot up to so many tokens: what it has goes on, or a free slot begins behind a prefix.
+static void plan(vmem_kv *kv, uint32_t slot, uint64_t tokens, uint32_t prefix, bool blocks)
+{
+    const bool is_free = kv->slots[slot].state == VMEM_KV_FREE;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t to = vmem__kv_need_hi(kv, g, tokens);
+        if (blocks)
+            to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+        // Skip the page that the prefix ends in: the attach makes a copy of it when the request arrives.
+        const uint32_t from = is_free ? (uint32_t)kv_ceil_pages(prefix * g->row_bytes, kv) : sp->lo;
+        // If pages go together, a request that needs fewer pages gets other ones.
+        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker.grow, slot, i, from, to, is_free && kv->whole ? to : 0))
+            kv->slots[slot].skip = true;
+    }
+}
+
+// Backs what is planned, if that leaves `leave` pages unused, and counts the pages. Returns false if it did nothing.
+static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave, uint64_t *pages)
 {
     struct kv_grow *l = &kv->worker.grow;
     uint64_t total = l->total;
@@ -59,6 +77,7 @@ static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave)
         vmem__kv_grow_reset(l);
     } else {
         vmem__kv_grow_commit(kv, l);
+        *pages += total;
     }
     return true;
 }
@@ -155,24 +174,11 @@ static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 {
     // Map twice as far ahead, so that calls are rarer. Each call interrupts address translation on the GPU, no matter
     // how many pages it maps.
-    uint64_t want = KV_MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens);
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        uint32_t to = vmem__kv_need_hi(kv, g, want);
-        if (plenty)
-            to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, g->slot_pages);
-        if (vmem__kv_grow_add(kv, &kv->worker.grow, slot, i, kv_span(kv, slot, i)->hi, to, 0))
-            kv->slots[slot].skip = true;
-    }
-    uint64_t total = kv->worker.grow.total;
+    plan(kv, slot, KV_MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens), 0, plenty);
     // Leave enough pages unused that the worker need not give these up again.
-    if (!grow(kv, slot, plenty ? kv_low(kv) : 0))
-        return false;
-    if (!kv->slots[slot].skip) {
-        kv->stats.ahead_jobs++;
-        kv->stats.ahead_mapped_pages += total;
-    }
-    return true;
+    const bool did = grow(kv, slot, plenty ? kv_low(kv) : 0, &kv->stats.ahead_mapped_pages);
+    kv->stats.ahead_jobs += did && !kv->slots[slot].skip;
+    return did;
 }
 
 // Backs the active slot that has the fewest tokens left until a step would have to wait.
@@ -277,22 +283,9 @@ static bool eager_one(vmem_kv *kv)
     if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
         return false;
     const bool empty = !vmem__kv_has_pages(kv, slot);
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        // Skip the page that the prefix ends in: the attach makes a copy of it when the request arrives.
-        const uint32_t from =
-            (uint32_t)((request.prefix * kv->groups[i].row_bytes + kv->page_size - 1) >> kv->page_shift);
-        uint32_t to = vmem__kv_need_hi(kv, &kv->groups[i], request.tokens);
-        if (kv->flags & VMEM_KV_GENEROUS)
-            to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, kv->groups[i].slot_pages);
-        const struct kv_span *sp = kv_span(kv, slot, i);
-        // If pages go together, a request that needs fewer pages gets other ones.
-        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker.grow, slot, i, from, to, kv->whole ? to : 0))
-            kv->slots[slot].skip = true;
-    }
-    uint64_t total = kv->worker.grow.total;
-    if (!grow(kv, slot, kv_low(kv)))
+    plan(kv, slot, request.tokens, request.prefix, kv->flags & VMEM_KV_GENEROUS);
+    if (!grow(kv, slot, kv_low(kv), &kv->stats.eager_pages))
         return false;
-    kv->stats.eager_pages += kv->slots[slot].skip ? 0 : total;
     if (empty && !kv->slots[slot].skip && !(kv->flags & VMEM_KV_SAME_SLOTS))
         kv->idle[slot].from = request.prefix;
     return true;
