@@ -132,7 +132,7 @@ test-python-fake: venv ## Python tests on the stock and cuda backends, over a fa
 
 test-gpu: test-gpu-c test-gpu-python ## C and Python tests and the torch matrix, on the GPU's backends; JOBS=6 at once
 
-figures: venv ## Figures of one GPU, those that tell most first, into build/figures (20 to 50 minutes; T="step vmm": these)
+figures: venv ## Figures of the GPUs here, those that tell most first, into build/figures (20 to 50 minutes; T="step vmm": these)
 	$(Q)$(PY) .ci/figures.py $(T)
 
 JOBS ?= 6

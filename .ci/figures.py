@@ -39,15 +39,29 @@ def figures() -> list[tuple[str, int, list[str]]]:
 
 
 def with_vllm() -> list[tuple[str, int, list[str]]]:
-    """The figures that need vLLM."""
-    vllm, trace = [*PYVMEM, "bench", "vllm", "--turns"], os.environ.get("VLLM_TRACE")
+    """The figures that need vLLM. A GPU of 80 GB has room for half of the 8B shape's layers, twice."""
+    import torch
+
+    small = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 100 << 30
+    trace = os.environ.get("VLLM_TRACE")
+    vllm = [*PYVMEM, "bench", "vllm", "--prefix-caching", "--turns"]
+    llama = ["--model", "llama-3-8b:16", "--kv-memory", "17G"] if small else ["--kv-memory", "34G"]
     loads = ["--load", "azure:512", "--trace", trace] if trace else []
-    loads += ["--load", "decode", "--load", "decode-short"]
+    loads += ["--load", "decode", "--load", "decode-short", "--load", "idle:300"]
+    some = ["--kv-memory", "17G", "--load", "decode", "--load", "hot:300"]
+    # What a layout with blocks outermost costs vLLM itself.
+    outermost = ["env", "VLLM_KV_CACHE_LAYOUT=BLNHC", *vllm, "4", *llama, "--load", "decode", "--load", "decode-short"]
+    bursts = [*vllm, "1", "--bursts", "--model", "llama-3-8b:16", "--kv-memory", "4608M", "--load", "cold"]
+    two = [*vllm, "2", "--tensor-parallel", "2", "--model", "llama-3-8b:16", "--kv-memory", "8G", *loads]
     return [
-        ("vllm-auto", 600, [*vllm, "2", "--layout", "auto", *loads]),
-        ("vllm-slots", 600, [*vllm, "2", "--layout", "slots", *loads]),
+        ("vllm", 600, [*vllm, "4", *llama, *loads]),
+        ("vllm-blocks-outermost", 600, outermost),
+        ("vllm-bursts", 900, bursts),
+        *([("vllm-two-gpus", 600, two)] if torch.cuda.device_count() > 1 else ()),
+        ("vllm-slots", 600, [*vllm, "4", "--layout", "slots", *llama, *loads]),
+        ("vllm-windows", 400, [*vllm, "2", "--model", "gemma-3-4b", *some]),
+        ("vllm-latent", 400, [*vllm, "2", "--model", "deepseek-v2-lite", *some]),
         ("vllm-attack", 420, [sys.executable, "tests/vllm/attack.py", "--minutes", "3"]),
-        ("vllm-bursts", 900, [*vllm, "1", "--bursts", "--kv-memory", "18G", "--load", "hot:600"]),
         ("rollout-vllm", 300, [sys.executable, "examples/rollout_vllm.py"]),
         ("rollout-vllm-no-lease", 300, [sys.executable, "examples/rollout_vllm.py", "--no-lease"]),
     ]
