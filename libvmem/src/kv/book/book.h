@@ -102,6 +102,9 @@ static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t g
 }
 // How many rows of a span others hold as well.
 uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group);
+// Rows of a slot below this are (partly) in pages that others hold, too. Those at the end that others have left become the
+// slot's own.
+uint32_t vmem__kv_shared_tokens(const vmem_kv *kv, uint32_t slot);
 // How many rows of a span's fixed part are fixed for this slot alone. Slots looked at since vmem_kv.mark was raised count
 // as gone.
 uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group);

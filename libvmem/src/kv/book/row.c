@@ -161,3 +161,24 @@ uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group)
         n += kv_row(kv, slot, group, p) != NULL;
     return n;
 }
+
+uint32_t vmem__kv_shared_tokens(const vmem_kv *kv, uint32_t slot)
+{
+    uint32_t *tokens = &kv->slots[slot].shared_tokens;
+    uint64_t shared = 0;
+    bool fell = false; // else a copy of a last, partial page stays counted, whatever is dropped elsewhere
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const uint64_t row_bytes = kv->groups[i].row_bytes;
+        struct kv_span *sp = kv_span(kv, slot, i);
+        const uint32_t before = sp->shared_hi;
+        if (!before)
+            continue;
+        while (sp->shared_hi > sp->lo && !kv_row(kv, slot, i, sp->shared_hi - 1))
+            sp->shared_hi--;
+        sp->shared_hi = sp->shared_hi > sp->lo ? sp->shared_hi : 0;
+        fell |= sp->shared_hi < before;
+        shared = KV_MAX(shared, (((uint64_t)sp->shared_hi << kv->page_shift) + row_bytes - 1) / row_bytes);
+    }
+    *tokens = fell ? (uint32_t)KV_MIN(*tokens, shared) : *tokens;
+    return *tokens;
+}

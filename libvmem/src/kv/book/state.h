@@ -246,7 +246,6 @@ struct kv_runs {
     uint32_t *found; // of the look-up that is at work
     uint64_t cap_found;
     uint32_t n_found;
-    bool unmark;  // a page that was dropped is in a slot
     bool ordered; // there have been runs that can be evicted
     bool manual;  // only vmem_kv_drop evicts them
 };

@@ -70,7 +70,7 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
         return vmem__kv_leave(kv, rc);
     const struct kv_slot *s = &kv->slots[slot];
     const bool ending = s->state == KV_ENDING, swapping = s->state == KV_SWAPPING;
-    struct vmem_kv_slot_info info = {.tokens = s->tokens, .shared_tokens = s->shared_tokens};
+    struct vmem_kv_slot_info info = {.tokens = s->tokens, .shared_tokens = vmem__kv_shared_tokens(kv, slot)};
     info.state = ending ? VMEM_KV_FREE : swapping ? VMEM_KV_SWAPPED : s->state;
     info.after = kv_waits(kv, slot) ? kv->idle[slot].ends : 0;
     info.copy_left = swapping ? kv->idle[slot].size - kv->idle[slot].copied : 0;

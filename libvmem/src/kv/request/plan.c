@@ -11,7 +11,7 @@ int vmem__kv_look_at_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
     if (s->state != VMEM_KV_ACTIVE)
         return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", slot, tokens,
                            vmem__kv_state_name(s->state));
-    if ((uint32_t)tokens < s->shared_tokens)
+    if ((uint32_t)tokens < vmem__kv_shared_tokens(kv, slot))
         return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", slot, tokens,
                            s->shared_tokens);
     return 0;

@@ -10,6 +10,7 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     int rc = 0;
     struct kv_slot *s = &kv->slots[slot];
     const bool fresh = s->fresh, due = kv_swap_due(kv, slot);
+    const uint32_t shared = vmem__kv_shared_tokens(kv, slot);
     s->fresh = true;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
         rc = kv->flags & VMEM_KV_DEFER ? vmem__kv_park(kv, slot, i) : vmem__kv_cut_now(kv, slot, i, 0, 0);
@@ -25,7 +26,7 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     // A slot that is due counts as swapped out, whether or not it has been copied. So it shares nothing.
     // Where runs can be evicted, the rows that are really shared depend on what this manager has evicted.
     const bool same = kv->flags & VMEM_KV_SAME_SLOTS;
-    idle->from = !same || !(kv->flags & VMEM_KV_DEFER) || due ? 0 : kv->runs.ordered ? idle->named : s->shared_tokens;
+    idle->from = !same || !(kv->flags & VMEM_KV_DEFER) || due ? 0 : kv->runs.ordered ? idle->named : shared;
     idle->named = 0;
     for (uint32_t i = 0; i < kv->n_groups && !same; i++)
         idle->from = KV_MAX(idle->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
@@ -208,7 +209,7 @@ int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t afte
         return rc;
     struct kv_slot *s = &kv->slots[slot];
     // Even if the slot is fresh, kernels may still be writing the shared rows attached to it.
-    const bool shared = tokens < s->shared_tokens;
+    const bool shared = tokens < vmem__kv_shared_tokens(kv, slot);
     if (!after || after <= vmem__kv_ended(kv) || (s->fresh && !shared))
         return flags ? would_truncate(kv, slot, tokens) : truncate_now(kv, slot, tokens);
     if (shared)

@@ -6,27 +6,6 @@
 
 #include "kv/run/run.h"
 
-// Makes rows at the end of the shared ones the slot's own if they have no other holder now.
-static void unmark_shared(vmem_kv *kv, uint32_t slot)
-{
-    uint64_t shared = 0;
-    bool fell = false; // else a copy of a last, partial page stays counted, whatever is dropped elsewhere
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const uint64_t row_bytes = kv->groups[i].row_bytes;
-        struct kv_span *sp = kv_span(kv, slot, i);
-        const uint32_t before = sp->shared_hi;
-        if (!before)
-            continue;
-        while (sp->shared_hi > sp->lo && !kv_row(kv, slot, i, sp->shared_hi - 1))
-            sp->shared_hi--;
-        sp->shared_hi = sp->shared_hi > sp->lo ? sp->shared_hi : 0;
-        fell |= sp->shared_hi < before;
-        shared = KV_MAX(shared, (((uint64_t)sp->shared_hi << kv->page_shift) + row_bytes - 1) / row_bytes);
-    }
-    uint32_t *tokens = &kv->slots[slot].shared_tokens;
-    *tokens = fell ? (uint32_t)KV_MIN(*tokens, shared) : *tokens;
-}
-
 // Whether dropping the run, and the runs that share a page with it, frees a page.
 static bool frees(const vmem_kv *kv, const struct kv_run *r)
 {
@@ -48,7 +27,6 @@ static int let_go(vmem_kv *kv, struct kv_cut *c, const struct kv_rows *r, bool k
         const uint32_t n = r->rows[j].hi - r->rows[j].lo;
         for (uint32_t k = 0; k < n; k++) {
             struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
-            kv->runs.unmark |= ref->slots != 0;
             for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->prefixes == 1; t++)
                 c->pages[c->n_pages++] = pages[(uint64_t)t * n + k];
             vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = -1, .cached = kept ? 0 : -1});
@@ -75,29 +53,16 @@ static int drop(vmem_kv *kv, struct kv_cut *c, uint32_t i)
     return 0;
 }
 
-static void begin_list(vmem_kv *kv)
-{
-    kv->cut.n_pages = 0;
-    kv->runs.unmark = false;
-}
-
 static void begin_drop(vmem_kv *kv)
 {
     vmem__kv_wait_cut(kv);
-    begin_list(kv);
-}
-
-static void unmark(vmem_kv *kv)
-{
-    for (uint32_t s = 0; s < kv->n_slots && kv->runs.unmark; s++)
-        unmark_shared(kv, s);
+    kv->cut.n_pages = 0;
 }
 
 static uint64_t end_drop(vmem_kv *kv)
 {
     uint64_t freed = vmem__kv_release(kv, kv->cut.pages, kv->cut.n_pages);
     kv->ledger.held -= freed;
-    unmark(kv);
     return freed;
 }
 
@@ -110,7 +75,6 @@ static bool doom(vmem_kv *kv, const struct kv_cut *c)
     if (c->n_pages)
         memcpy(d->pages + d->n, c->pages, c->n_pages * sizeof(*d->pages));
     d->n += c->n_pages;
-    unmark(kv);
     vmem__kv_worker_wake(kv);
     return true;
 }
@@ -163,12 +127,9 @@ void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages)
 {
     struct kv_cut *c = &kv->worker.cut;
     c->n_pages = 0;
-    kv->runs.unmark = false;
     evict_next(kv, c, SIZE_MAX, pages, false);
-    if (doom(kv, c))
-        return;
-    kv->ledger.held -= vmem__kv_release(kv, c->pages, c->n_pages);
-    unmark(kv);
+    if (!doom(kv, c))
+        kv->ledger.held -= vmem__kv_release(kv, c->pages, c->n_pages);
 }
 
 int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed)
@@ -189,7 +150,7 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
     const bool later = kv->turn.has_worker;
     if (!later || !kv->turn.unmapping) // no reference changes while the worker unmaps
         vmem__kv_wait_cut(kv);
-    begin_list(kv);
+    kv->cut.n_pages = 0;
     for (size_t k = 0; k < n && !rc && kv->cut.n_pages < most_pages; k++) {
         const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);
         if (i == KV_NO_RUN)
