@@ -71,6 +71,7 @@ def test_each_room_knows_only_the_one_below_it():
             floors = other.parts[:1] == room.parts[:1] == ("kv",)
             joins = (name_of, name) in (
                 ("pool/join_kv.c", "kv/calls/member.h"),
+                ("pool/join_kv.c", "kv/calls/calls.h"),
                 ("pool/join_blocks.c", "blocks/blocks.h"),
                 ("torch/lease.c", "kv/calls/member.h"),
             )

@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "core/struct.h"
+#include "kv/calls/calls.h"
 #include "kv/calls/member.h"
 #include "pool/pool.h"
 
@@ -11,15 +12,42 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
     if (!pool || !share)
         return vmem__error(-EINVAL, "pool and share must not be NULL");
     int rc = vmem__struct_take(&s, sizeof s, sizeof s, share, "share");
+    if (!rc)
+        rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    struct vmem__member_terms terms = {.name = s.name ? s.name : "kv", .min = s.min, .max = s.max};
-    struct kv_joined joined = {.lender = &vmem__pool_lender, .evict = s.evict, .arg = s.arg};
-    rc = vmem__kv_join_begin(kv, &terms);
-    if (rc)
-        return rc;
-    rc = vmem__pool_join(pool, &vmem__kv_member_ops, kv, &terms, &joined.member, &joined.budget);
-    return vmem__kv_join_end(kv, rc, &joined);
+    if (kv->lend.member)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is a member of a pool already"));
+    if (kv->flags & VMEM_KV_SAME_SLOTS)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "a cache with equal slots on all ranks (VMEM_KV_SAME_SLOTS) "
+                                                       "cannot be in a pool"));
+    vmem__kv_worker_hold(kv);
+    const struct vmem__member_terms terms = {
+        .ctx = kv->ctx,
+        .page_size = kv->page_size,
+        .held = kv->ledger.held,
+        .whole = kv->whole,
+        .name = s.name ? s.name : "kv",
+        .min = s.min,
+        .max = s.max,
+    };
+    uint64_t budget;
+    rc = vmem__pool_join(pool, &vmem__kv_member_ops, kv, &terms, &kv->lend.member, &budget);
+    if (!rc) {
+        kv->lend.lender = &vmem__pool_lender;
+        kv->lend.evict = s.evict;
+        kv->lend.evict_arg = s.arg;
+        kv->flags |= VMEM_KV_LAZY;
+        // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
+        kv->lend.portion =
+            kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
+        kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.held); // created under the old budget
+        kv->ledger.budget = budget;
+    }
+    vmem__kv_worker_release(kv);
+    if (!rc)
+        vmem__kv_give_ahead(kv, 0);
+    return vmem__kv_leave(kv, rc);
 }
 
 // Finds a member and locks its pool.
@@ -49,6 +77,17 @@ int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
     vmem__kv_give_now(kv);
     m->ops->unlock(kv);
     return 0;
+}
+
+int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
+{
+    int rc = vmem__kv_enter_step(kv);
+    if (rc)
+        return rc;
+    if (!kv->lend.member)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is in no pool"));
+    vmem__kv_foresee(kv, vmem__kv_least(kv) + kv_ceil_pages(bytes, kv), false);
+    return vmem__kv_leave(kv, 0);
 }
 
 int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *out)

@@ -1,4 +1,4 @@
-// What a pool asks of the cache. Its thread calls these functions, and vmem_kv_pool_join.
+// What a pool asks of the cache.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
@@ -6,54 +6,7 @@
 #include "kv/calls/calls.h"
 #include "kv/calls/member.h"
 
-// ---- joining ---------------------------------------------------------------------------------------------------------
-
-// Lowers the budget. A check of the books must not take pages that were created under the old one for too many.
-static void shrink_budget(vmem_kv *kv, uint64_t pages)
-{
-    kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.held);
-    kv->ledger.budget = pages;
-}
-
-int vmem__kv_join_begin(vmem_kv *kv, struct vmem__member_terms *terms)
-{
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    if (kv->lend.member)
-        rc = vmem__error(-EINVAL, "the cache is a member of a pool already");
-    else if (kv->flags & VMEM_KV_SAME_SLOTS)
-        rc = vmem__error(-EINVAL, "a cache with equal slots on all ranks (VMEM_KV_SAME_SLOTS) cannot be in a pool");
-    if (rc)
-        return vmem__kv_leave(kv, rc);
-    vmem__kv_worker_hold(kv);
-    terms->ctx = kv->ctx;
-    terms->page_size = kv->page_size;
-    terms->held = kv->ledger.held;
-    terms->whole = kv->whole;
-    return 0;
-}
-
-int vmem__kv_join_end(vmem_kv *kv, int rc, const struct kv_joined *joined)
-{
-    if (!rc) {
-        kv->lend.lender = joined->lender;
-        kv->lend.member = joined->member;
-        kv->lend.evict = joined->evict;
-        kv->lend.evict_arg = joined->arg;
-        kv->flags |= VMEM_KV_LAZY;
-        // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
-        kv->lend.portion =
-            kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
-        shrink_budget(kv, joined->budget);
-    }
-    vmem__kv_worker_release(kv);
-    if (!rc)
-        vmem__kv_give_ahead(kv, 0);
-    return vmem__kv_leave(kv, rc);
-}
-
-static int not_a_member(void) { return vmem__error(-EINVAL, "the cache is in no pool"); }
+// ---- what its own calls, and a lease's, need ---------------------------------------------------------------------------
 
 int vmem__kv_member_begin(vmem_kv *kv, struct vmem__member **m)
 {
@@ -67,21 +20,10 @@ int vmem__kv_member_begin(vmem_kv *kv, struct vmem__member **m)
     if (*m)
         return 0;
     pthread_mutex_unlock(&kv->gate.state);
-    return not_a_member();
+    return vmem__error(-EINVAL, "the cache is in no pool");
 }
 
 void vmem__kv_member_end(vmem_kv *kv) { pthread_mutex_unlock(&kv->gate.state); }
-
-int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
-{
-    int rc = vmem__kv_enter_step(kv);
-    if (rc)
-        return rc;
-    if (!kv->lend.member)
-        return vmem__kv_leave(kv, not_a_member());
-    vmem__kv_foresee(kv, vmem__kv_least(kv) + kv_ceil_pages(bytes, kv), false);
-    return vmem__kv_leave(kv, 0);
-}
 
 int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 {
@@ -139,6 +81,13 @@ static void unlock(void *self)
 static uint64_t evictable(const vmem_kv *kv)
 {
     return kv->lend.evict ? kv->refs.only + kv->lend.offered : vmem__kv_evictable(kv);
+}
+
+// Lowers the budget. A check of the books must not take pages that were created under the old one for too many.
+static void shrink_budget(vmem_kv *kv, uint64_t pages)
+{
+    kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.held);
+    kv->ledger.budget = pages;
 }
 
 static void state(void *self, struct vmem__lend_state *out)

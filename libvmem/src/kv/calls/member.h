@@ -8,20 +8,6 @@
 
 extern const struct vmem__member_ops vmem__kv_member_ops; // self: the vmem_kv
 
-// What a cache gets when it joins.
-struct kv_joined {
-    const struct vmem__lender *lender;
-    struct vmem__member *member;
-    uint64_t budget;                              // pages
-    uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_pool_share
-    void *arg;
-};
-
-// Joining, as a public call of the cache. begin fills in what the cache brings along; if it succeeds, end must follow with
-// what the pool said: rc, and if that is 0, what the cache gets.
-int vmem__kv_join_begin(vmem_kv *kv, struct vmem__member_terms *terms);
-int vmem__kv_join_end(vmem_kv *kv, int rc, const struct kv_joined *joined);
-
 // Finds the membership. If begin succeeds, the cache does not leave its pool before end.
 int vmem__kv_member_begin(vmem_kv *kv, struct vmem__member **m);
 void vmem__kv_member_end(vmem_kv *kv);
