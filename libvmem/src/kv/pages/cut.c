@@ -118,20 +118,11 @@ int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, ui
     return rc;
 }
 
-int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot)
-{
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        int rc = vmem__kv_cut_now(kv, slot, i, 0, 0);
-        if (rc)
-            return rc;
-    }
-    return 0;
-}
-
 int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 {
     struct kv_cut *c = &kv->cut;
     int rc = 0;
+    vmem__kv_wait_cut(kv);
     c->n_ops = c->n_pages = 0;
     for (uint64_t k = 0; k < n; k++) {
         const bool fresh = kv->slots[slots[k]].fresh;
@@ -149,12 +140,17 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
         return rc;
     kv->ledger.held -= c->n_pages;
     for (uint64_t k = 0; k < n; k++) {
-        for (uint32_t i = 0; i < kv->n_groups; i++)
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span before = *kv_span(kv, slots[k], i);
             vmem__kv_span_set(kv, slots[k], i, &(struct kv_span){0});
+            vmem__kv_rows_leave(kv, slots[k], i, before.lo, KV_MIN(before.hi, before.shared_hi));
+        }
         vmem__kv_set_backed(kv, slots[k]);
     }
     return 0;
 }
+
+int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot) { return vmem__kv_cut_slots(kv, &slot, 1); }
 
 static bool passed(const vmem_kv *kv, const struct kv_span *sp)
 {

@@ -41,8 +41,8 @@ int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t gr
 int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c);
 void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
 int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // all three
-int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot);                                          // everything
-// Of several that no kernel accesses, in one call: all or none. Only of a cache without a background thread and sharing.
+// Everything of a slot, or of several, that no kernel accesses, in one call of the core: all or nothing.
+int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot);
 int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // Releases shared pages that a window has passed, so that the number of available pages never depends on the worker.
 int vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot);
