@@ -126,11 +126,11 @@ static void give_down_to(void *self, uint64_t pages)
 // The pages that a step may need next: requests grow by a page in each tensor at a time.
 static uint64_t next_pages(const vmem_kv *kv) { return (uint64_t)kv->in_state[VMEM_KV_ACTIVE] * kv->n_tensors; }
 
-// A cache without a background thread gives pages back here, one portion at a time.
-static void give_portion(vmem_kv *kv)
+// What is left, if anything, cannot be given back now.
+static void stop_giving(vmem_kv *kv)
 {
-    if (kv->ledger.held > kv->lend.give_to && !kv->turn.has_worker)
-        vmem__kv_reclaim(kv, KV_MIN(kv->ledger.held - kv->lend.give_to, kv->lend.portion), true, NULL);
+    shrink_budget(kv, KV_MAX(kv->lend.give_to, kv->ledger.held));
+    kv->lend.giving = false;
 }
 
 void vmem__kv_give_now(vmem_kv *kv)
@@ -138,31 +138,28 @@ void vmem__kv_give_now(vmem_kv *kv)
     if (!kv->lend.giving)
         return;
     vmem__kv_worker_hold(kv);
-    if (kv->ledger.held > kv->lend.give_to)
-        vmem__kv_reclaim(kv, kv->ledger.held - kv->lend.give_to, false, NULL);
-    shrink_budget(kv, KV_MAX(kv->lend.give_to, kv->ledger.held));
-    kv->lend.giving = false;
+    vmem__kv_reclaim(kv, kv_less(kv->ledger.held, kv->lend.give_to), false, NULL);
+    stop_giving(kv);
     vmem__kv_worker_release(kv);
 }
 
-// Continues to shrink a cache that is idle or was asked to give.
+// Continues to shrink a cache that is idle or was asked to give. One without a background thread gives a portion here.
 static bool go_on_giving(void *self, uint64_t least)
 {
     vmem_kv *kv = self;
+    const bool alone = !kv->turn.has_worker;
     if (kv->worker.gave && (kv->lend.giving ? kv->lend.give_to : kv->ledger.budget) > least) // idle
         give_down_to(kv, least);
     if (!kv->lend.giving)
         return false;
-    give_portion(kv);
-    const bool at_work = kv->turn.has_worker && (kv->turn.due || kv->turn.working);
-    shrink_budget(kv, KV_MIN(kv->ledger.budget, KV_MAX(kv->lend.give_to, kv->ledger.held + next_pages(kv))));
-    if (kv->ledger.held <= kv->lend.give_to ||
-        (!at_work && (kv->turn.has_worker || kv->ledger.held <= vmem__kv_least(kv)))) {
-        shrink_budget(kv,
-                      KV_MAX(kv->lend.give_to, kv->ledger.held)); // if pages are left, they cannot be given back now
-        kv->lend.giving = false;
-    }
-    return kv->lend.giving && !kv->turn.has_worker;
+    if (alone)
+        vmem__kv_reclaim(kv, KV_MIN(kv_less(kv->ledger.held, kv->lend.give_to), kv->lend.portion), true, NULL);
+    const bool rests = alone ? kv->ledger.held <= vmem__kv_least(kv) : !kv->turn.due && !kv->turn.working;
+    if (kv->ledger.held <= kv->lend.give_to || rests)
+        stop_giving(kv);
+    else
+        shrink_budget(kv, KV_MIN(kv->ledger.budget, KV_MAX(kv->lend.give_to, kv->ledger.held + next_pages(kv))));
+    return kv->lend.giving && alone;
 }
 
 static void trim(void *self, bool wanted) { vmem__kv_trim(self, wanted); }
