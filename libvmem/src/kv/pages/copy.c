@@ -96,8 +96,6 @@ uint64_t vmem__kv_swap_size(const vmem_kv *kv, uint32_t slot)
     return list_copies(kv, slot, 0, true, 0, 0, NULL, &n);
 }
 
-#define PORTION (UINT64_C(32) << 20) // bytes copied before the thread takes the lock again: about 1 ms over PCIe
-
 uint32_t vmem__kv_swap_next(const vmem_kv *kv)
 {
     for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++)
@@ -106,10 +104,10 @@ uint32_t vmem__kv_swap_next(const vmem_kv *kv)
     return UINT32_MAX;
 }
 
-int vmem__kv_swap_portion(vmem_kv *kv, uint32_t slot)
+int vmem__kv_swap_portion(vmem_kv *kv, uint32_t slot, uint64_t most)
 {
     struct kv_idle *idle = &kv->idle[slot];
-    const uint64_t to = KV_MIN(idle->copied + PORTION, idle->size);
+    const uint64_t to = idle->copied + KV_MIN(most, idle->size - idle->copied);
     int rc = vmem__kv_swap_copy(kv, slot, (uintptr_t)idle->host, true, idle->copied, to);
     if (!rc)
         idle->copied = to;
@@ -132,11 +130,8 @@ void vmem__kv_swap_portion_end(vmem_kv *kv, uint32_t slot)
 
 int vmem__kv_swap_rest(vmem_kv *kv, uint32_t slot)
 {
-    int rc = 0;
-    while (!rc && kv->slots[slot].state == KV_SWAPPING) {
-        rc = vmem__kv_swap_portion(kv, slot);
-        if (!rc)
-            vmem__kv_swap_portion_end(kv, slot);
-    }
+    int rc = vmem__kv_swap_portion(kv, slot, UINT64_MAX);
+    if (!rc)
+        vmem__kv_swap_portion_end(kv, slot);
     return rc;
 }

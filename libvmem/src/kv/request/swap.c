@@ -78,8 +78,8 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
         rc = check_host(kv, slot, host, bytes);
     // With SAME_SLOTS, the pages that the slot shares afterwards must not depend on the background thread's progress.
     if (!rc && kv->flags & VMEM_KV_SAME_SLOTS && kv_swap_due(kv, slot)) {
-        vmem__kv_worker_hold(kv);
-        rc = vmem__kv_swap_rest(kv, slot);
+        vmem__kv_worker_hold(kv); // which may copy the rest meanwhile
+        rc = kv_swap_due(kv, slot) ? vmem__kv_swap_rest(kv, slot) : 0;
         vmem__kv_worker_release(kv);
     }
     struct kv_slot *s = &kv->slots[rc ? 0 : slot];

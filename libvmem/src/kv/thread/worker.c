@@ -148,6 +148,7 @@ static bool release_doomed(vmem_kv *kv)
     return true;
 }
 
+#define SWAP_BYTES (UINT64_C(32) << 20) // copied before the thread takes the lock again: about 1 ms over PCIe
 // Copies a portion of the rows to be swapped out. Unmaps the pages after the last portion.
 static bool swap_one(vmem_kv *kv)
 {
@@ -155,7 +156,7 @@ static bool swap_one(vmem_kv *kv)
         if (!kv_swap_due(kv, s) || kv->slots[s].skip)
             continue;
         begin(kv, s, 0);
-        int rc = vmem__kv_swap_portion(kv, s);
+        int rc = vmem__kv_swap_portion(kv, s, SWAP_BYTES);
         end(kv, s, rc);
         if (!rc)
             vmem__kv_swap_portion_end(kv, s);
