@@ -257,6 +257,9 @@ class KVCache(_Owned):
             cache.keys, cache.values = ([cache.tensors[0][:, :, n, i] for n in range(layers)] for i in (0, 1))
         return cache
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _GONE]
+
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
         return f"<pyvmem.KVCache {self.slots} slots of {self.max_tokens} tokens on {self.context.backend}{state}>"

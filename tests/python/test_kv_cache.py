@@ -353,6 +353,7 @@ def test_a_name_that_is_gone_names_its_successor(name):
     with make("host") as cache:
         with pytest.raises(AttributeError, match=re.escape(_GONE[name])):
             getattr(cache, name)
+        assert not hasattr(cache, name) and name not in dir(cache)
         with pytest.raises(AttributeError, match="no attribute 'chek'"):
             cache.chek
 
