@@ -286,7 +286,8 @@ int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, u
 #define VMEM_KV_NEXT 0x8u   // runs is NULL: the next n in the order of eviction
 // Drops runs until they have freed that many pages. Those that are gone already are skipped. Requests that use them keep
 // their pages. With VMEM_KV_NEXT and fewer pages than UINT64_MAX, nothing is dropped that frees no page in the end.
-// *freed (NULL is allowed) receives the number of freed pages.
+// *freed (NULL is allowed) receives the number of freed pages. They count as free at once; the background thread releases
+// them (vmem_kv_wait).
 int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed);
 // Sets the priority of runs, and makes them the most recently used ones of it, the last of them the oldest. A run to be
 // kept does not count as free. Runs that are gone are skipped. A request finds a run only behind those before it: give no

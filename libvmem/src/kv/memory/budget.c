@@ -57,7 +57,7 @@ int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t 
     const uint64_t pages = bytes == UINT64_MAX ? bytes : kv_ceil_pages(bytes, kv);
     uint64_t got = 0;
     vmem__kv_worker_hold(kv);
-    int rc = what & VMEM_KV_KEPT ? vmem__kv_reclaim(kv, pages, false, &got) : 0;
+    int rc = vmem__kv_reclaim(kv, what & VMEM_KV_KEPT ? pages : 0, false, &got); // 0: only what runs have left
     if (rc == -ENOMEM) // the system has no mappings to cut the rest: less is freed, and nothing is lost
         rc = 0;
     if (!rc && what & VMEM_KV_RUNS && got < pages)
