@@ -576,7 +576,8 @@ class KVCache(_Owned):
     def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
         """Save the slot's first `tokens` rows for other requests. Returns a `Prefix`.
 
-        Kernels in flight may still be writing the rows: see `attach_prefix`.
+        Kernels in flight may still be writing the rows: see `attach_prefix`. Raises `VmemError` (ENODATA) if a window
+        has given up rows that the token after them reads. After a step that ends with these rows, none has.
         """
         run = ffi.new("struct vmem_kv_run *", {"priority": lib.VMEM_KV_RUN_KEEP})
         run.slot, run.tokens = uint("slot", slot, 32), uint("tokens", tokens, 32)
@@ -584,7 +585,7 @@ class KVCache(_Owned):
         info = self._prefix_info(run.id) if run.id else None
         if info is None or info.min_tokens > info.tokens:
             _check(lib.vmem_kv_drop(self._use(), ffi.new("uint64_t *", run.id), 1, 2**64 - 1, 0, ffi.NULL))
-            text = f"tokens {run.tokens}: the window has given up rows that the next one reads"
+            text = f"tokens {run.tokens}: a window has given up rows before them; save when a step ends there"
             raise VmemError(errno.ENODATA, text)
         return Prefix(int(run.id), info.tokens, info.min_tokens)
 

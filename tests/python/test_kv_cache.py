@@ -503,6 +503,41 @@ def test_a_window_gives_up_the_front(backend):
         assert cache.stats().window_pages > 0
 
 
+def test_rejected_tokens_are_truncated_before_a_longer_step_and_their_windows_stay(backend):
+    """Kernels run late. They read from the first token that is computed again, at every place in a page."""
+    spec = [TensorSpec("w", (8, 128), torch.float32, window=40)]  # 16 rows to a page
+    options = {"page_size": 1 << 16, "steps_in_flight": 3, "backend": backend, "check": True, "name": None}
+    with KVCache(spec, 2, 1000, 64 * MIB, **options) as cache:
+        rows = cache.tensors[0][cache.alloc(slot=0)]
+        n, running = 0, []
+        while n < 150:
+            assert cache.step([n + 5, 0])
+            cache.wait()
+            if len(running) == 3:
+                begin = running.pop(0)
+                first = max(begin - 39, 0)
+                assert torch.equal(rows[first:begin, 0, 0].cpu(), torch.arange(first, begin).float())
+                rows[begin : begin + 5] = torch.arange(begin, begin + 5, device=rows.device).view(-1, 1, 1)
+            running.append(n)
+            n += 1
+            assert cache.truncate(0, n, after=cache.last_step)
+
+
+def test_a_prefix_that_a_window_has_passed_is_refused_and_the_error_says_when_to_save_it(backend):
+    specs = [TensorSpec("f", (8, 128), torch.float32), TensorSpec("w", (8, 128), torch.float32, window=40)]
+    with KVCache(specs, 2, 1000, 64 * MIB, page_size=1 << 16, backend=backend, check=True, name=None) as cache:
+        slot, values = cache.alloc(), [0, 0]
+        for n in 100, 500, 501, 502:
+            values[slot] = n
+            assert cache.step(values)
+            if n == 100:
+                prefix = cache.save_prefix(slot, 100)
+        with pytest.raises(pyvmem.VmemError, match="save when a step ends there") as refused:
+            cache.save_prefix(slot, 200)
+        assert refused.value.errno == errno.ENODATA and cache.stats().prefixes == 1
+        cache.drop_prefix(prefix)
+
+
 def test_a_budget_shrinks_and_grows_while_requests_run(backend):
     with make(backend, max_tokens=1000) as cache:
         slot, values = start(cache, 500)
