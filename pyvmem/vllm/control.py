@@ -106,9 +106,14 @@ class Page:
         """The boards of the first workers, int64[ranks, BOARD_WORDS]."""
         return self.words[_BOARDS : _BOARDS + ranks * BOARD_WORDS].reshape(ranks, BOARD_WORDS)
 
+    def told(self, rank: int, word: int) -> int:
+        """One word of a worker's board."""
+        value: int = self.cells[_BOARDS + rank * BOARD_WORDS + word]
+        return value
+
     def answer(self, order: int, rank: int) -> int:
         """What a rank says about an order: -1 nothing yet, 0 carried out, 1 refused."""
-        told: int = self.cells[_BOARDS + rank * BOARD_WORDS + _FIRST_ANSWER + order % ANSWERS]
+        told = self.told(rank, _FIRST_ANSWER + order % ANSWERS)
         return told & 1 if told >> 1 == order else -1
 
     # ---- the ring --------------------------------------------------------------------------------------------

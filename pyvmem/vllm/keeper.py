@@ -146,7 +146,7 @@ class Keeper:
     @property
     def held(self) -> int:
         """Blocks that vLLM cannot hand out."""
-        return len(self._out) + self._n_coming + len(self._order)
+        return self._out.count + self._n_coming + len(self._order)
 
     @property
     def spare(self) -> int:
@@ -156,8 +156,7 @@ class Keeper:
     @property
     def circulating(self) -> int:
         """Blocks in use or in the free queue."""
-        count: int = self.total - self.held
-        return count
+        return self.total - self._out.count - self._n_coming - len(self._order)
 
     @property
     def used(self) -> int:
@@ -172,30 +171,35 @@ class Keeper:
     @property
     def most(self) -> int:
         """Blocks that may circulate, whatever other engines have."""
-        return int(min(max(self._most_bytes() // self.block_bytes - self._less, self.least), self.total))
+        most: int = min(max(self._most_bytes() // self.block_bytes - self._less, self.least), self.total)
+        return most
 
     def allowed(self) -> int:
         """Blocks that may circulate now."""
         if self.lent:
             return 0
-        most = min(self.most, self._left_bytes() // self.block_bytes)
+        most = self.most
+        if self.page.cells[control.POOL]:
+            most = min(most, self._left_bytes() // self.block_bytes)
         if self.share is not None:  # nobody grows beyond it
             most = min(most, max(self.share, self.circulating + self._n_coming))
-        return int(most)
+        return most
 
     def _most_bytes(self) -> int:
         """The most that blocks may take: the smaller of limit and maximum, in whole pages."""
-        limit, most = self.page[control.LIMIT], self.page[control.MAX]
+        cells = self.page.cells
+        limit, most = cells[control.LIMIT], cells[control.MAX]
         most = min(limit, most) if most else limit
-        return most - most % self._out.span
+        most -= most % self._out.span
+        return int(most)
 
     def _left_bytes(self) -> int:
         """What others of the pool that ask leave to blocks, in whole pages."""
-        most = control.NO_LIMIT
-        if self.page[control.POOL]:
-            boards = self.page.boards(self.ranks)
-            for rank in boards[:, control.SHRINK_TO].nonzero()[0]:
-                most = min(most, int(boards[rank, control.SHRINK_TO]) - self.page[control.NULL + int(rank)])
+        most, page = control.NO_LIMIT, self.page
+        if page.cells[control.POOL]:
+            for rank in range(self.ranks):
+                if shrink_to := page.told(rank, control.SHRINK_TO):
+                    most = min(most, shrink_to - page.cells[control.NULL + rank])
         return max(most - most % self._out.span, 0)
 
     def _pages_beyond(self) -> int:
@@ -244,7 +248,8 @@ class Keeper:
         need : blocks that it takes at most, as far as known. first: whether to order no more than these now.
         """
         self._learn_pages()
-        self._enter()
+        if self._coming:
+            self._enter()
         self.fit()
         allowed = self.allowed()
         full = self.share is not None and self.used >= self.share  # then no request begins
@@ -253,12 +258,12 @@ class Keeper:
             self.watermark = int(self._watermark * allowed)
             self.manager.watermark_blocks = self.total if full else self.watermark
         beyond = self.circulating + self._n_coming - allowed
-        if beyond > 0 or self._pages_beyond():
+        if beyond > 0 or (self._out.shared and self._pages_beyond()):
             self._shrink(beyond, MOST_LEAVING)
         elif len(self._coming) < MOST_ORDERS:
             ready = self.ready(need)
             wanted = ready - self.spare - self._n_coming
-            if self.page[control.POOL]:  # others give memory for requests, not for what is kept ready
+            if self.page.cells[control.POOL]:  # others give memory for requests, not for what is kept ready
                 wanted = min(wanted, max(self._room(), need - self.spare - self._n_coming))
             if first:
                 self._want(min(wanted, need, -beyond))
@@ -267,9 +272,11 @@ class Keeper:
 
     def _room(self) -> int:
         """Blocks for which the pool has memory that nobody uses."""
-        free = self.page.words[control.POOL_FREE : control.POOL_FREE + self.ranks]
-        boards = self.page.boards(self.ranks)
-        return int((free + boards[:, control.BUDGET] - boards[:, control.HELD]).min()) // self.block_bytes
+        page, free = self.page, []
+        for rank in range(self.ranks):
+            unused = page.told(rank, control.BUDGET) - page.told(rank, control.HELD)
+            free.append(page.cells[control.POOL_FREE + rank] + unused)
+        return int(min(free)) // self.block_bytes
 
     def grows(self) -> bool:
         """Whether blocks are on their way or may be ordered."""
@@ -313,7 +320,7 @@ class Keeper:
     def take(self) -> tuple[list[int], list[list[int]], int]:
         """What the workers must know with this step: (blocks that leave, orders to back others, the first's number)."""
         self.step += 1
-        self.page[control.STEP] = self.step
+        self.page.cells[control.STEP] = self.step
         gone, ahead = self._gone, self._order
         if not gone and not ahead:
             return [], [], 0
@@ -337,7 +344,7 @@ class Keeper:
 
     def _learn_pages(self) -> None:
         """Workers know which blocks share pages when they have their memory."""
-        if self.page[control.SPAN] != self._span:
+        if self.page.cells[control.SPAN] != self._span:
             self._span = self.page[control.SPAN]
             out = set(self._out)
             self._out = Out(self.total, self.block_bytes, self._span)
@@ -429,8 +436,9 @@ class Keeper:
         wanted : blocks that requests lack. yields: whether requests give way to another engine's. keeps: free blocks
         that requests take next, which are not for others unless this engine has more than its share.
         """
-        page, free, spare, circulating = self.page.cells, self.pool.get_num_free_blocks(), self.spare, self.circulating
-        page[control.ALLOWED], page[control.OUT] = self.allowed(), len(self._out)
+        page, free, circulating = self.page.cells, self.pool.get_num_free_blocks(), self.circulating
+        spare = len(self._queue.front)
+        page[control.ALLOWED], page[control.OUT] = self.allowed(), self._out.count
         page[control.COMING], page[control.SPARE], page[control.CACHED] = self._n_coming, spare, free - spare
         page[control.USED], page[control.WANTED] = circulating - free, wanted
         page[control.LENT] = self.lent and not circulating

@@ -28,11 +28,15 @@ class Out:
     ----------
     pages : int
         Pages of which some block circulates. That of block 0, which is always there, does not count.
+    count : int
+        Blocks that are out.
+    shared : bool
+        Whether blocks share pages.
     """
 
     def __init__(self, total: int, block_bytes: int, span: int) -> None:
         self.span, self._bytes = max(span, block_bytes), block_bytes
-        self._n, self.pages = total, 0
+        self.count, self.pages, self.shared = total, 0, self.span > block_bytes
         self._is_out = bytearray(b"\0" + b"\1" * total)
         pages = range(self.page_of(total) + 1)
         self._first = [-(-page * self.span // block_bytes) for page in pages]  # the first block of each page
@@ -43,15 +47,10 @@ class Out:
         self._whole = list(range(1, len(self._size)))  # a heap of pages whose blocks are all out
 
     def __len__(self) -> int:
-        return self._n
+        return self.count
 
     def __iter__(self) -> Iterator[int]:
         return (i for i, out in enumerate(self._is_out) if out)
-
-    @property
-    def shared(self) -> bool:
-        """Whether blocks share pages."""
-        return self.span > self._bytes
 
     def page_of(self, block: int) -> int:
         """The page in which a block begins."""
@@ -68,7 +67,7 @@ class Out:
             page = i * size // span
             out[i] = 1
             of[page] += 1
-            self._n += 1
+            self.count += 1
             if of[page] == whole[page]:
                 self.pages -= 1
                 heapq.heappush(self._whole, page)
@@ -102,5 +101,5 @@ class Out:
             of[page] -= min(of[page], left)
             if of[page]:
                 heapq.heappush(part, page)
-        self._n -= len(taken)
+        self.count -= len(taken)
         return taken

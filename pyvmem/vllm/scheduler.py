@@ -107,21 +107,21 @@ class SchedulerMemory:
         self._busy = time.monotonic()
         self._obey()
         self._look_around()
-        if self.keeper.lent or self._short:
+        keeper = self.keeper
+        if keeper.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
         wait, running = waiting(self._scheduler), self._scheduler.running
-        most = self.keeper.low if not self._decodes else self._one_each
         need = whole = 0
-        if (wait or self.keeper.spare < most) and self.keeper.grows():
+        if (wait or keeper.spare < (self._one_each if self._decodes else keeper.low)) and keeper.grows():
             need, whole = self._need(wait)
-            if not running or whole <= self.keeper.low:
+            if not running or whole <= keeper.low:
                 need = max(need, whole)  # else the running ones go on meanwhile
-        if need > self.keeper.spare:
-            self.keeper.await_blocks(need, AWAIT)
-        self.keeper.before(max(need, whole), not running and (need > self.keeper.spare or not wait))
+        if need > keeper.spare:
+            keeper.await_blocks(need, AWAIT)
+        keeper.before(max(need, whole), not running and (need > keeper.spare or not wait))
         if self._in_slots:
-            self.keeper.evict_ahead(min(self.keeper.low, self.keeper.ready()))
-        if self.keeper.lacks(need):
+            keeper.evict_ahead(min(keeper.low, keeper.ready()))
+        if need and keeper.lacks(need):
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
             self._tokens, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, 0
 
@@ -164,21 +164,22 @@ class SchedulerMemory:
             keeper.page[control.PREEMPTED] += len(output.preempted_req_ids)
         steps = len(output.num_scheduled_tokens)
         self._decodes = output.total_num_scheduled_tokens <= steps * (1 + self._drafts)
-        output.vmem = StepOrders(keeper.step, self.page[control.POSITION], gone, ahead, order, keeper.take_evicted())
+        position = self.page.cells[control.POSITION]
+        output.vmem = StepOrders(keeper.step, position, gone, ahead, order, keeper.take_evicted())
         self._publish()
 
     def ended(self) -> None:
-        """Requests have ended. If no other is there, no step may follow, and neighbours must not wait to learn it."""
-        if not self._scheduler.has_unfinished_requests():
+        """Requests may have ended. If none is there, no step may follow, and neighbours must not wait to learn it."""
+        if not self._scheduler.running and not self._scheduler.has_unfinished_requests():
             self._publish()
             self._wake.set()
 
     @property
     def _in_slots(self) -> bool:
-        return self.page[control.ATTACHED] == control.IN_SLOTS
+        return bool(self.page.cells[control.ATTACHED] == control.IN_SLOTS)
 
     def _publish(self) -> None:
-        keeper, page, wanted, lacks, starved = self.keeper, self.page, 0, 0, 0
+        keeper, page, wanted, lacks, starved = self.keeper, self.page.cells, 0, 0, 0
         if page[control.POOL] and not keeper.lent:
             lacks = lease.lacking(self._scheduler, keeper.coming, keeper.most - keeper.circulating, keeper.watermark)
             most = keeper.allowed() - keeper.circulating
@@ -198,7 +199,7 @@ class SchedulerMemory:
 
     def _look_around(self) -> None:
         """See what the other engines of the pool have and lack."""
-        if self.page[control.POOL]:
+        if self.page.cells[control.POOL]:
             near = self._neighbours
             near.look()
             share = near.share if near.pressed and not near.first else None
@@ -209,9 +210,10 @@ class SchedulerMemory:
 
     def _obey(self) -> None:
         """Lend everything, or stop to, as the owner says."""
-        if self.page[control.LEND] and not self.keeper.lent:
+        lend, lent = self.page.cells[control.LEND], self.keeper.lent
+        if lend and not lent:
             self.lend()
-        elif not self.page[control.LEND] and self.keeper.lent:
+        elif lent and not lend:
             self.keeper.lent = False  # the next step orders memory
 
     def lend(self) -> None:

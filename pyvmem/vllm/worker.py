@@ -229,7 +229,8 @@ class WorkerMemory:
                 if not self._real:  # what vLLM's warm-up used
                     self._real = True
                     self._give_up(self._in())
-                self._ring(orders.position)
+                if orders.position != self._page.cells[control.RING_DONE + self._rank]:
+                    self._ring(orders.position)
                 if orders.gone:
                     self._give_up(orders.gone)
                 for number, ids in enumerate(orders.ahead, orders.order):
@@ -266,7 +267,7 @@ class WorkerMemory:
         orders: StepOrders | None = getattr(output, "vmem", None)
         if self.active and orders is not None:
             self._finished = orders.step
-            self._page[control.FINISHED + self._rank] = orders.step
+            self._page.cells[control.FINISHED + self._rank] = orders.step
 
     def dummy(self) -> None:
         """vLLM runs a step without requests, beside ranks that have some. It reads the null block alone."""
