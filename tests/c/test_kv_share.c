@@ -88,7 +88,7 @@ static void test_an_old_look_refuses_no_question(void)
     vmem_kv *kv;
     vmem_kv_pool *pool = join(&kv);
     lock(F_WRLCK, 1 + OTHER); // it lives
-    for (int i = 0; i < 100; i++) {
+    for (int i = 0; i < 400; i++) {
         uint32_t slot;
         int32_t lengths[2] = {0};
         OK(k_alloc(kv, 0, &slot));
@@ -101,7 +101,7 @@ static void test_an_old_look_refuses_no_question(void)
         }
         lock(F_WRLCK, 0);
         pool_ring(pool);
-        usleep(1000); // enough on most machines for the thread to be at the file's lock; too little hides a fault
+        usleep(200 * (useconds_t)(i % 20)); // until the thread is at the file's lock; too little hides a fault
         OK(vmem_kv_free(kv, slot, 0));
         const uint64_t question = ask(PAGES);
         struct vmem_kv_pool_member row;
