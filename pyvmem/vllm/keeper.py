@@ -156,7 +156,7 @@ class Keeper:
     @property
     def circulating(self) -> int:
         """Blocks in use or in the free queue."""
-        return self.total - self._out.count - self._n_coming - len(self._order)
+        return self.total - self.held
 
     @property
     def used(self) -> int:
@@ -178,9 +178,7 @@ class Keeper:
         """Blocks that may circulate now."""
         if self.lent:
             return 0
-        most = self.most
-        if self.page.cells[control.POOL]:
-            most = min(most, self._left_bytes() // self.block_bytes)
+        most = min(self.most, self._left_bytes() // self.block_bytes)
         if self.share is not None:  # nobody grows beyond it
             most = min(most, max(self.share, self.circulating + self._n_coming))
         return most
@@ -248,8 +246,7 @@ class Keeper:
         need : blocks that it takes at most, as far as known. first: whether to order no more than these now.
         """
         self._learn_pages()
-        if self._coming:
-            self._enter()
+        self._enter()
         self.fit()
         allowed = self.allowed()
         full = self.share is not None and self.used >= self.share  # then no request begins
@@ -258,7 +255,7 @@ class Keeper:
             self.watermark = int(self._watermark * allowed)
             self.manager.watermark_blocks = self.total if full else self.watermark
         beyond = self.circulating + self._n_coming - allowed
-        if beyond > 0 or (self._out.shared and self._pages_beyond()):
+        if beyond > 0 or self._pages_beyond():
             self._shrink(beyond, MOST_LEAVING)
         elif len(self._coming) < MOST_ORDERS:
             ready = self.ready(need)
@@ -436,8 +433,7 @@ class Keeper:
         wanted : blocks that requests lack. yields: whether requests give way to another engine's. keeps: free blocks
         that requests take next, which are not for others unless this engine has more than its share.
         """
-        page, free, circulating = self.page.cells, self.pool.get_num_free_blocks(), self.circulating
-        spare = len(self._queue.front)
+        page, free, spare, circulating = self.page.cells, self.pool.get_num_free_blocks(), self.spare, self.circulating
         page[control.ALLOWED], page[control.OUT] = self.allowed(), self._out.count
         page[control.COMING], page[control.SPARE], page[control.CACHED] = self._n_coming, spare, free - spare
         page[control.USED], page[control.WANTED] = circulating - free, wanted

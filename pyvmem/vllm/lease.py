@@ -27,16 +27,16 @@ def number_of(pool: str) -> int:
     return zlib.crc32(pool.encode()) | 1 << 32 if pool else 0
 
 
-def lacking(scheduler: Any, coming: int, most: int, watermark: int = 0) -> int:
+def lacking(scheduler: Any, wait: list[Any], coming: int, most: int, watermark: int = 0) -> int:
     """Blocks that the requests of a scheduler of vLLM's lack, at most `most`.
 
-    coming: what workers are backing. watermark: what vLLM leaves free when a request begins.
+    wait: those that wait. coming: what workers are backing. watermark: what vLLM leaves free when a request begins.
 
     Running requests want a block each in each group, waiting ones their rows as far as they are known.
     """
     manager = scheduler.kv_cache_manager
     sizes = [g.kv_cache_spec.block_size for g in scheduler.kv_cache_config.kv_cache_groups]
-    need, wait = len(scheduler.running) * len(sizes), waiting(scheduler)
+    need = len(scheduler.running) * len(sizes)
     for request in wait:
         done = request.num_computed_tokens
         need += sum(request.num_tokens // size + 1 - -(-done // size) for size in sizes)

@@ -121,7 +121,7 @@ class SchedulerMemory:
         keeper.before(max(need, whole), not running and (need > keeper.spare or not wait))
         if self._in_slots:
             keeper.evict_ahead(min(keeper.low, keeper.ready()))
-        if need and keeper.lacks(need):
+        if keeper.lacks(need):
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
             self._tokens, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, 0
 
@@ -179,23 +179,24 @@ class SchedulerMemory:
         return bool(self.page.cells[control.ATTACHED] == control.IN_SLOTS)
 
     def _publish(self) -> None:
-        keeper, page, wanted, lacks, starved = self.keeper, self.page.cells, 0, 0, 0
-        if page[control.POOL] and not keeper.lent:
-            lacks = lease.lacking(self._scheduler, keeper.coming, keeper.most - keeper.circulating, keeper.watermark)
-            most = keeper.allowed() - keeper.circulating
-            if keeper.refused_lately():  # others may have budget that they do not use, and it goes to who asks
-                wanted = min(max(*self._need(waiting(self._scheduler)), self._one_each) - keeper.spare, most)
-            wanted = max(wanted, min(lacks, most), 0)
-            if lacks and len(self._scheduler.running) <= 1:
-                starved = lease.oldest(self._scheduler)
+        keeper, page, scheduler = self.keeper, self.page.cells, self._scheduler
+        wanted = lacks = starved = soon = 0
+        if page[control.POOL]:
+            wait, refused = waiting(scheduler), keeper.refused_lately()
+            need = max(self._need(wait)) if wait or refused else 0
+            soon = keeper.soon + (need if wait else 0)  # what requests take in the next steps
+            if not keeper.lent:
+                here = keeper.circulating
+                lacks = lease.lacking(scheduler, wait, keeper.coming, keeper.most - here, keeper.watermark)
+                most = keeper.allowed() - here
+                if refused:  # others may have budget that they do not use, and it goes to who asks
+                    wanted = min(max(need, self._one_each) - keeper.spare, most)
+                wanted = max(wanted, min(lacks, most), 0)
+            if lacks and len(scheduler.running) <= 1:
+                starved = lease.oldest(scheduler)
         page[control.STARVED] = starved
-        self._short = lacks > 0 and not self._scheduler.running
-        keeper.publish(wanted, self._neighbours.yields, self._soon() if page[control.POOL] else 0)
-
-    def _soon(self) -> int:
-        """Blocks that requests take in the next steps."""
-        wait = waiting(self._scheduler)
-        return self.keeper.soon + (max(self._need(wait)) if wait else 0)
+        self._short = lacks > 0 and not scheduler.running
+        keeper.publish(wanted, self._neighbours.yields, soon)
 
     def _look_around(self) -> None:
         """See what the other engines of the pool have and lack."""

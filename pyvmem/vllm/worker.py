@@ -229,8 +229,7 @@ class WorkerMemory:
                 if not self._real:  # what vLLM's warm-up used
                     self._real = True
                     self._give_up(self._in())
-                if orders.position != self._page.cells[control.RING_DONE + self._rank]:
-                    self._ring(orders.position)
+                self._ring(orders.position)
                 if orders.gone:
                     self._give_up(orders.gone)
                 for number, ids in enumerate(orders.ahead, orders.order):
@@ -292,7 +291,7 @@ class WorkerMemory:
 
     def _ring(self, upto: int) -> None:
         """Give up what the scheduler gave up between steps, as far as the steps before have run."""
-        if upto == self._page[control.RING_DONE + self._rank]:
+        if upto == self._page.cells[control.RING_DONE + self._rank]:
             return
         for step, ids in self._page.pull(self._rank, upto):
             if step > self._finished:
