@@ -41,8 +41,7 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
         // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
         kv->lend.portion =
             kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
-        kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.held); // created under the old budget
-        kv->ledger.budget = budget;
+        vmem__kv_shrink_budget(kv, budget);
     }
     vmem__kv_worker_release(kv);
     if (!rc)

@@ -83,8 +83,7 @@ static uint64_t evictable(const vmem_kv *kv)
     return kv->lend.evict ? kv->refs.only + kv->lend.offered : vmem__kv_evictable(kv);
 }
 
-// Lowers the budget. A check of the books must not take pages that were created under the old one for too many.
-static void shrink_budget(vmem_kv *kv, uint64_t pages)
+void vmem__kv_shrink_budget(vmem_kv *kv, uint64_t pages)
 {
     kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.held);
     kv->ledger.budget = pages;
@@ -120,7 +119,7 @@ static void give_down_to(void *self, uint64_t pages)
     if (kv->lend.giving)
         vmem__kv_worker_wake(kv);
     else
-        shrink_budget(kv, pages);
+        vmem__kv_shrink_budget(kv, pages);
 }
 
 // The pages that a step may need next: requests grow by a page in each tensor at a time.
@@ -129,7 +128,7 @@ static uint64_t next_pages(const vmem_kv *kv) { return (uint64_t)kv->in_state[VM
 // What is left, if anything, cannot be given back now.
 static void stop_giving(vmem_kv *kv)
 {
-    shrink_budget(kv, KV_MAX(kv->lend.give_to, kv->ledger.held));
+    vmem__kv_shrink_budget(kv, KV_MAX(kv->lend.give_to, kv->ledger.held));
     kv->lend.giving = false;
 }
 
@@ -158,7 +157,8 @@ static bool go_on_giving(void *self, uint64_t least)
     if (kv->ledger.held <= kv->lend.give_to || rests)
         stop_giving(kv);
     else
-        shrink_budget(kv, KV_MIN(kv->ledger.budget, KV_MAX(kv->lend.give_to, kv->ledger.held + next_pages(kv))));
+        vmem__kv_shrink_budget(kv,
+                               KV_MIN(kv->ledger.budget, KV_MAX(kv->lend.give_to, kv->ledger.held + next_pages(kv))));
     return kv->lend.giving && alone;
 }
 

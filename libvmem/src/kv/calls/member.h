@@ -11,6 +11,8 @@ extern const struct vmem__member_ops vmem__kv_member_ops; // self: the vmem_kv
 // Finds the membership. If begin succeeds, the cache does not leave its pool before end.
 int vmem__kv_member_begin(vmem_kv *kv, struct vmem__member **m);
 void vmem__kv_member_end(vmem_kv *kv);
+// Lowers the budget. A check of the books must not take pages that were created under the old one for too many.
+void vmem__kv_shrink_budget(vmem_kv *kv, uint64_t pages);
 // With the member's lock held: gives back now what the cache is about to give back.
 void vmem__kv_give_now(vmem_kv *kv);
 
