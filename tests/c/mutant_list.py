@@ -47,6 +47,8 @@ MUTANTS = [
          "test_map"),
         ("the largest budget rounds up to none", _A, "ctx->budget < MAX_RESERVE ? ctx->budget : MAX_RESERVE",
          "ctx->budget", "test_budget"),
+        ("a call is refused what another makes", _P, "vmem__look_again(ctx, seen))\n        return 0;",
+         "!seen)\n        return 0;", "test_threads"),
         # marks
         ("map ignores the page's operation id", _M, "if (VMEM__UNLIKELY(p->opid && p->opid != b->opid))", "if (0)",
          "test_busy"),

@@ -57,6 +57,21 @@ static void *disjoint(void *arg)
     return NULL;
 }
 
+// All stay within their shares of the budget together: none is refused, also while another makes or returns an arena.
+static void *within_budget(void *arg)
+{
+    uint64_t seed = (uintptr_t)arg + 31;
+    vmem_page page[N];
+    for (int round = 0; round < (test_page < VMEM_PAGE_2M ? 12 : 3) * ROUNDS; round++) {
+        const size_t n = 1 + rnd(&seed) % N;
+        OK(vMemCreate(ctx, test_page, n, 0, page));
+        if (n < N && round % 2)
+            OK(vMemCreate(ctx, test_page, N - n, 0, page + n));
+        OK(vMemReleaseBatch(ctx, page, round % 2 ? N : n, NULL));
+    }
+    return NULL;
+}
+
 // Reservations come and go.
 static void *reservations(void *arg)
 {
@@ -145,6 +160,11 @@ static void all(bool whole_arenas)
     settled();
     join(reservations);
     settled();
+    OK(vmem_trim(ctx, NULL)); // or arenas would stay
+    OK(vmem_set_budget(ctx, THREADS * N * test_page));
+    join(within_budget);
+    settled();
+    OK(vmem_set_budget(ctx, 0));
 
     OK(vMemCreate(ctx, test_page, N, 0, shared));
     join(overlapping);

@@ -281,6 +281,28 @@ void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes)
     vmem__unlock(ctx);
 }
 
+// Between these two, a call has dropped the lock to make an arena or to return one.
+static void leave(vmem_context *ctx)
+{
+    ctx->moving++;
+    vmem__unlock(ctx);
+}
+
+static void come_back(vmem_context *ctx)
+{
+    vmem__lock(ctx);
+    ctx->moving--;
+    pthread_cond_broadcast(&ctx->settled);
+}
+
+bool vmem__look_again(vmem_context *ctx, uint64_t seen)
+{
+    const bool again = ctx->moving || ctx->moved != seen;
+    while (ctx->moving && ctx->moved == seen)
+        pthread_cond_wait(&ctx->settled, &ctx->lock);
+    return again;
+}
+
 // Zeroes the memory of a new arena now, or leaves that to the call that makes pages of it.
 static int first_zero(struct vmem__backend *b, struct vmem__arena_rec *a, bool now)
 {
@@ -315,11 +337,11 @@ static int grow(vmem_context *ctx, uint64_t size, uint64_t least, bool whole, bo
         a->b.whole = whole;
         a->granules = (uint32_t)(size / GRANULE);
         ctx->committed += lazy ? 0 : size; // before the lock is dropped: other calls must see it
-        vmem__unlock(ctx);
+        leave(ctx);
         rc = b->ops->arena_new(b, &a->b);
         if (!rc && (rc = first_zero(b, a, zeroed)))
             b->ops->arena_free(b, &a->b);
-        vmem__lock(ctx);
+        come_back(ctx);
         if (!rc) {
             rc = blocks_take(ctx, a);
             if (!rc) {
@@ -328,12 +350,13 @@ static int grow(vmem_context *ctx, uint64_t size, uint64_t least, bool whole, bo
                     a->next->prev = a;
                 ctx->arenas = a;
                 ctx->arena_bytes += size;
+                ctx->moved++;
                 extent_link(ctx, a, 0, a->granules, !lazy);
                 return 0;
             }
-            vmem__unlock(ctx);
+            leave(ctx);
             b->ops->arena_free(b, &a->b);
-            vmem__lock(ctx);
+            come_back(ctx);
             rc = vmem__error(rc, "no memory for bookkeeping of %" PRIu64 " bytes of pages", size);
         }
         ctx->committed -= lazy ? 0 : size;
@@ -392,10 +415,11 @@ static bool arena_surplus(vmem_context *ctx, const struct vmem__arena_rec *a)
 
 static void arena_release(vmem_context *ctx, struct vmem__arena_rec *a)
 {
-    vmem__unlock(ctx);
+    leave(ctx);
     ctx->b.ops->arena_free(&ctx->b, &a->b);
     free(a);
-    vmem__lock(ctx);
+    come_back(ctx);
+    ctx->moved++;
 }
 
 // An arena that nothing uses, mapped whole or not; NULL if there is none. Of backends with a whole_max alone, whose

@@ -96,6 +96,7 @@ int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_opti
         ctx->sweep = vmem__sweep;
         pthread_mutex_init(&ctx->lock, NULL);
         pthread_cond_init(&ctx->idle, NULL);
+        pthread_cond_init(&ctx->settled, NULL);
         rc = ops->open(&ctx->b, opts);
         if (!rc && (rc = vmem__trace_backend(&ctx->b)))
             ops->close(&ctx->b, false);
@@ -166,6 +167,7 @@ void vmem_context_destroy(vmem_context *ctx)
     munmap((void *)ctx->owned, (size_t)sysconf(_SC_PAGESIZE));
     if (!forked) { // in a child, the lock may be held, and threads that do not exist may wait
         pthread_cond_destroy(&ctx->idle);
+        pthread_cond_destroy(&ctx->settled);
         pthread_mutex_destroy(&ctx->lock);
     }
     free(ctx);

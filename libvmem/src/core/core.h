@@ -201,7 +201,9 @@ struct vmem_context {
         uint64_t bytes, committed, at; // the device's free memory, `committed` below at that time, and when (ns)
     } device_free;                     // likewise
     uint64_t arena_bytes, arena_free;  // bytes of arenas; of free extents in them
-    uint64_t committed;                // bytes of device memory in arenas
+    uint64_t moving, moved; // arenas that calls make or return with the lock dropped; those that came or went
+    pthread_cond_t settled; // one of `moving` has ended
+    uint64_t committed;     // bytes of device memory in arenas
     uint64_t reserved, created, mapped, map_ops, map_runs, unmap_ops, unmap_runs;
 };
 
@@ -260,6 +262,9 @@ bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *
 // A new arena, of at least `align` granules and up to `granules` where it can; whole: of exactly `granules`. Unless
 // `zeroed`, the caller zeroes its raw granules.
 int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole, bool zeroed);
+// After a call was refused memory: whether arenas came or went since ctx->moved was `seen`, so that it should look again.
+// Waits for those on their way, because what another call makes is counted before anybody can take from it.
+bool vmem__look_again(vmem_context *ctx, uint64_t seen);
 // A new arena of exactly so many granules in whole blocks. It is ctx->arenas while the caller holds the lock.
 int vmem__grow_exactly(vmem_context *ctx, uint64_t granules);
 // Returns unused arenas of the one kind or the other to the system, up to `bytes` or one more, while `keep` bytes of

@@ -193,7 +193,7 @@ static int grow(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whol
 static int __attribute__((cold)) make_arena(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole,
                                             uint64_t *fresh)
 {
-    const uint64_t before = ctx->arena_bytes;
+    const uint64_t before = ctx->arena_bytes, seen = ctx->moved;
     int rc = 0;
     if (*fresh >= VMEM__PORTION) {
         vmem__unlock(ctx);
@@ -203,6 +203,8 @@ static int __attribute__((cold)) make_arena(vmem_context *ctx, uint64_t wanted, 
     }
     if (!rc)
         rc = grow(ctx, wanted, granules, whole);
+    if (rc == -ENOMEM && vmem__look_again(ctx, seen))
+        return 0;
     if (!rc)
         *fresh += ctx->b.ops->populate ? 0 : ctx->arena_bytes - before;
     return rc;
@@ -416,7 +418,7 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
     if (ctx->keep < goal)
         ctx->keep = goal;
     while (!rc && ctx->committed < goal && ctx->keep >= goal) {
-        const uint64_t granules = (goal - ctx->committed) >> GRANULE_SHIFT, space = ctx->arena_bytes;
+        const uint64_t granules = (goal - ctx->committed) >> GRANULE_SHIFT, space = ctx->arena_bytes, seen = ctx->moved;
         struct vmem__piece p;
         if (since >= VMEM__PORTION) {
             since = 0;
@@ -431,6 +433,8 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
             rc = most && granules >= most ? vmem__grow(ctx, most, BLOCK_GRANULES, true, true) : -ENOMEM;
             if (rc == -ENOMEM)
                 rc = vmem__grow(ctx, granules, BLOCK_GRANULES, false, true);
+            if (rc == -ENOMEM && vmem__look_again(ctx, seen))
+                rc = 0;
             since += ctx->b.ops->populate ? 0 : ctx->arena_bytes - space;
             continue;
         }
