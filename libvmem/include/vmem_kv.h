@@ -12,9 +12,9 @@
 // the length before that step minus the window, rounded down to whole tiles. The manager maps and unmaps only outside
 // these rows.
 //
-// A call that takes rows away has an argument `after`, the number of a step (vmem_kv_last_step): kernels of the steps up
-// to this one may still access the slot. The call returns at once, and the manager defers whatever these kernels could
-// access. 0: no kernel in flight accesses the slot.
+// A call that takes rows away has an argument `after`, the number of a step (vmem_kv_last_step): kernels of the steps
+// up to this one may still access the slot. The call returns at once, and the manager defers whatever these kernels
+// could access. 0: no kernel in flight accesses the slot.
 //
 // A shortage is an ordinary answer. A call that finds too little memory returns -ENOMEM, a call that finds no slot
 // -ENOSPC, and vmem_kv_last_shortage says what is missing and what could help. With VMEM_KV_DRY, a call returns what it
@@ -93,8 +93,8 @@ struct vmem_kv_config {
 int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out);
 // Frees everything that the manager holds, and the handle. NULL is allowed. With `after`, the memory is freed once the
 // kernels of all steps up to this one have ended: now, if they are known to have, else in the vmem_kv_retire that says
-// so. In either case, the handle lives until that vmem_kv_retire, or until vmem_kv_destroy with 0, and no other call may
-// follow. Once this has returned, no row is swapped out any more.
+// so. In either case, the handle lives until that vmem_kv_retire, or until vmem_kv_destroy with 0, and no other call
+// may follow. Once this has returned, no row is swapped out any more.
 int vmem_kv_destroy(vmem_kv *kv, uint64_t after);
 
 // The location of a tensor. Row r of slot s starts at addr + s * slot_stride + r * row_bytes. Since slot_rows *
@@ -131,11 +131,11 @@ int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint
 // VMEM_KV_EXPECT requests, from the row after its prefix.
 #define VMEM_KV_EXPECT 64
 int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
-// Ends a request. The pages of its slot are kept for the next one (VMEM_KV_DEFER) or released; shared pages are dropped.
-// With `after`, the slot cannot be had until the kernels up to that step have ended: no call may name it, and the
-// pages that these kernels access stay in use. A slot that no step has accessed is free at once. For a slot that is, or is
-// being, swapped out, the swap's `after` counts in place of this one. If the call fails, the rows are lost anyway; call it
-// again.
+// Ends a request. The pages of its slot are kept for the next one (VMEM_KV_DEFER) or released; shared pages are
+// dropped. With `after`, the slot cannot be had until the kernels up to that step have ended: no call may name it, and
+// the pages that these kernels access stay in use. A slot that no step has accessed is free at once. For a slot that
+// is, or is being, swapped out, the swap's `after` counts in place of this one. If the call fails, the rows are lost
+// anyway; call it again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after);
 
 // Fences. Successful steps are numbered from 1; *step receives the number of the last one, or 0. An iteration's kernels
@@ -178,11 +178,11 @@ int vmem_kv_commit(vmem_kv *kv);
 // for a step to the length that it has. Slot -1 means a new request, which must leave the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied. The
-// rows that the window of the shorter request has passed go, too. flags: VMEM_KV_DRY. -ENODATA: the next token reads rows
-// that a window has passed. Rows that kernels in flight may access are there; older ones count as gone, whether or not the
-// background thread has unmapped them. -EBUSY, and nothing has changed: kernels up to `after` may access shared pages that
-// would have to be replaced. If the call fails otherwise, rows from `tokens` onward may be lost, but none before; call it
-// again.
+// rows that the window of the shorter request has passed go, too. flags: VMEM_KV_DRY. -ENODATA: the next token reads
+// rows that a window has passed. Rows that kernels in flight may access are there; older ones count as gone, whether or
+// not the background thread has unmapped them. -EBUSY, and nothing has changed: kernels up to `after` may access shared
+// pages that would have to be replaced. If the call fails otherwise, rows from `tokens` onward may be lost, but none
+// before; call it again.
 int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags);
 // Waits until the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);
@@ -247,15 +247,15 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out);
 
 // ---- runs ---------------------------------------------------------------------------------------------------
 //
-// A run is rows [first, first + tokens) of a slot, which are held beyond it. Requests that start with the same tokens map
-// the full pages of runs; the last, partial page is copied. A page that two slots have mapped is never written.
+// A run is rows [first, first + tokens) of a slot, which are held beyond it. Requests that start with the same tokens
+// map the full pages of runs; the last, partial page is copied. A page that two slots have mapped is never written.
 //
 // A request pins the runs that it wrote or began with. While memory is short, runs that no running request pins are
-// evicted: those of the lowest priority first, and of one priority the least recently used, the end of a sequence before
-// its beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry calls, vmem_kv_room, vmem_kv_fit).
-// The manager never calls the engine back to ask what to evict. A prefix that the engine holds itself is a run to be
-// kept. An engine with hashes of blocks has a table from hashes to runs, and looks into vmem_kv_evicted. An engine that
-// decides itself what to evict (vLLM) has a table from its blocks to runs to be kept, and drops them.
+// evicted: those of the lowest priority first, and of one priority the least recently used, the end of a sequence
+// before its beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry calls, vmem_kv_room,
+// vmem_kv_fit). The manager never calls the engine back to ask what to evict. A prefix that the engine holds itself is
+// a run to be kept. An engine with hashes of blocks has a table from hashes to runs, and looks into vmem_kv_evicted. An
+// engine that decides itself what to evict (vLLM) has a table from its blocks to runs to be kept, and drops them.
 
 #define VMEM_KV_RUN_PRIORITY 50u // what most runs have. Priorities are 0 to 100
 #define VMEM_KV_RUN_KEEP 101u    // of a run that is not evicted
@@ -263,38 +263,39 @@ struct vmem_kv_run {
     uint32_t slot;
     uint32_t first, tokens; // rows [first, first + tokens), which the slot has
     uint32_t priority;
-    // Receives the run's number; 0: windows have passed all of its rows. A run of the same rows that is still there when the
-    // call begins is pinned, and no new one is made.
+    // Receives the run's number; 0: windows have passed all of its rows. A run of the same rows that is still there
+    // when the call begins is pinned, and no new one is made.
     uint64_t id;
 };
 #define VMEM_KV_RUN_REPORT 0x1u // name the runs in vmem_kv_evicted when they are evicted
 #define VMEM_KV_RUN_MANUAL 0x2u // only vmem_kv_drop evicts. Holds for all runs of a cache that are not to be kept
-// Shares rows: all runs or none. The rows need not be written yet: kernels that read them elsewhere must run after those
-// that write them, and after that they are not written again. In a tensor with a window, a run holds what kernels in
-// flight and the next token read. -ENOMEM: the system has no memory for the lists; no page is needed.
+// Shares rows: all runs or none. The rows need not be written yet: kernels that read them elsewhere must run after
+// those that write them, and after that they are not written again. In a tensor with a window, a run holds what kernels
+// in flight and the next token read. -ENOMEM: the system has no memory for the lists; no page is needed.
 int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
 #define VMEM_KV_LOOK 0x10u // dry, and without regard to memory
 // Starts a newly allocated slot, which no kernel accesses, with runs that follow each other from row 0, whichever slots
-// wrote them: with as many as are still there, at most `most` tokens. *tokens receives the slot's length, 0 if no run is
-// there, or if windows have passed rows that the next token reads. That token must be computed, so leave a row of the
-// prompt out. A run's first page may also have rows before the run: these must be what its writer has there. Rows in a
-// last, partial page are copied by this call and must have been written. -ENOMEM: there is no memory for the copy. flags:
-// VMEM_KV_DRY or VMEM_KV_LOOK; the slot need not be allocated yet, and is ignored.
+// wrote them: with as many as are still there, at most `most` tokens. *tokens receives the slot's length, 0 if no run
+// is there, or if windows have passed rows that the next token reads. That token must be computed, so leave a row of
+// the prompt out. A run's first page may also have rows before the run: these must be what its writer has there. Rows
+// in a last, partial page are copied by this call and must have been written. -ENOMEM: there is no memory for the copy.
+// flags: VMEM_KV_DRY or VMEM_KV_LOOK; the slot need not be allocated yet, and is ignored.
 int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
                    uint32_t *tokens);
 #define VMEM_KV_UNUSED 0x4u // skip runs that requests pin and runs to be kept; those that go count as evicted
 #define VMEM_KV_NEXT 0x8u   // runs is NULL: the next n in the order of eviction
-// Drops runs until they have freed that many pages. Those that are gone already are skipped. Requests that use them keep
-// their pages. With VMEM_KV_NEXT and fewer pages than UINT64_MAX, nothing is dropped that frees no page in the end.
-// *freed (NULL is allowed) receives the number of freed pages. They count as free at once; the background thread releases
-// them (vmem_kv_wait).
+// Drops runs until they have freed that many pages. Those that are gone already are skipped. Requests that use them
+// keep their pages. With VMEM_KV_NEXT and fewer pages than UINT64_MAX, nothing is dropped that frees no page in the
+// end. *freed (NULL is allowed) receives the number of freed pages. They count as free at once; the background thread
+// releases them (vmem_kv_wait).
 int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed);
 // Sets the priority of runs, and makes them the most recently used ones of it, the last of them the oldest. A run to be
-// kept does not count as free. Runs that are gone are skipped. A request finds a run only behind those before it: give no
-// run a lower priority than the runs after it.
+// kept does not count as free. Runs that are gone are skipped. A request finds a run only behind those before it: give
+// no run a lower priority than the runs after it.
 int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t priority);
-// Returns up to n evicted runs, the oldest first, each once, and their number in *got: of those with VMEM_KV_RUN_REPORT,
-// and not those that vmem_kv_drop named. Call it from time to time, from any thread: they are noted until then.
+// Returns up to n evicted runs, the oldest first, each once, and their number in *got: of those with
+// VMEM_KV_RUN_REPORT, and not those that vmem_kv_drop named. Call it from time to time, from any thread: they are noted
+// until then.
 int vmem_kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got);
 
 struct vmem_kv_run_info {
@@ -313,30 +314,30 @@ int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
 // Copies the slot's rows to host (pinned memory is faster), which has at least slot_info.swap_bytes bytes, and releases
 // its pages. The slot stays taken, as VMEM_KV_SWAPPED. after 0: the rows are copied when the call returns.
 //
-// Otherwise they are copied once the kernels of all steps up to `after` have ended: by the background thread, or, without
-// OVERLAP or if the slot shares rows, by the step or vmem_kv_retire that finds the kernels ended. host has all rows when slot_info.copy_left is 0 (vmem_kv_wait waits for the thread). host
-// must stay valid until then, or until vmem_kv_swap_in or vmem_kv_free of the slot, or vmem_kv_destroy, returns, which
-// ends the copying. Once the kernels have ended, the pages count as free: a step that finds no others copies the rest
-// itself. A copy that fails loses nothing: it is tried again at the next step; a step that needs its pages returns the
-// error.
+// Otherwise they are copied once the kernels of all steps up to `after` have ended: by the background thread, or,
+// without OVERLAP or if the slot shares rows, by the step or vmem_kv_retire that finds the kernels ended. host has all
+// rows when slot_info.copy_left is 0 (vmem_kv_wait waits for the thread). host must stay valid until then, or until
+// vmem_kv_swap_in or vmem_kv_free of the slot, or vmem_kv_destroy, returns, which ends the copying. Once the kernels
+// have ended, the pages count as free: a step that finds no others copies the rest itself. A copy that fails loses
+// nothing: it is tried again at the next step; a step that needs its pages returns the error.
 int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after);
-// Copies the rows back to the addresses they had. Shared pages come back as copies. A slot that is not copied yet goes on
-// as if it had not been swapped out: host is not read. flags: VMEM_KV_DRY; host is ignored.
+// Copies the rows back to the addresses they had. Shared pages come back as copies. A slot that is not copied yet goes
+// on as if it had not been swapped out: host is not read. flags: VMEM_KV_DRY; host is ignored.
 int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags);
 
 // ---- memory -------------------------------------------------------------------------------------------------
 
 // Grows or shrinks the budget. Shrinking releases kept pages and returns device memory to the system; kernels in flight
 // access none of these. What active requests hold beyond the new budget stays until they end. Until then, a step finds
-// memory only if it needs no more pages in all than before, even where pages are left of rows that were truncated. Growing
-// takes memory and may return -ENOMEM.
+// memory only if it needs no more pages in all than before, even where pages are left of rows that were truncated.
+// Growing takes memory and may return -ENOMEM.
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
 #define VMEM_KV_KEPT 0x1u    // pages of free slots, and pages backed ahead of need
 #define VMEM_KV_RUNS 0x2u    // runs that no request pins, in the order of eviction
 #define VMEM_KV_COMPACT 0x4u // bring pages that only runs hold closer together
 // Releases pages of these kinds, at least `bytes` if there are so many, and returns unused device memory to the system.
-// Fewer are released where the system has no mappings left to cut pages off (host: vm.max_map_count). If freed is not NULL, *freed receives the bytes of pages released; with
-// COMPACT, the bytes of device memory returned.
+// Fewer are released where the system has no mappings left to cut pages off (host: vm.max_map_count). If freed is not
+// NULL, *freed receives the bytes of pages released; with COMPACT, the bytes of device memory returned.
 //
 // COMPACT moves pages where that empties more device memory. Call it when idle: it moves up to 256 MiB at a time, and
 // ends early when another call arrives in between.

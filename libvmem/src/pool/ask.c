@@ -1,8 +1,8 @@
 // What a member of a pool asks of the others, and what it prepares for requests to come.
 //
-// Requests that wait tell how much they will need in all, long before their steps do. If the whole is asked for at once,
-// the other members give it back while the first of these requests is being backed, and the pool's thread takes the
-// device memory for it meanwhile.
+// Requests that wait tell how much they will need in all, long before their steps do. If the whole is asked for at
+// once, the other members give it back while the first of these requests is being backed, and the pool's thread takes
+// the device memory for it meanwhile.
 //
 // The driver may let an allocation wait, as for memory that it clears first. So while such a question is open, the
 // member's budget grows only by what the thread has taken memory for: a step finds too little budget, and does not wait

@@ -6,8 +6,8 @@
 // at any moment.
 //
 // Where another member of the same context waits, the memory need not go to the device and come back. It stays in the
-// context, and in the giver's row as `spare`, until decide() moves it from row to row under the table's lock. What nobody
-// takes there goes back to the device at the next look, and only then leaves the row.
+// context, and in the giver's row as `spare`, until decide() moves it from row to row under the table's lock. What
+// nobody takes there goes back to the device at the next look, and only then leaves the row.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -84,7 +84,8 @@ static void stop_wanting(struct vmem__member *m)
     pthread_mutex_unlock(&m->pool->lock);
 }
 
-// Updates a member's row: budget that the member no longer has returns to the pool. Returns true if there is more to do.
+// Updates a member's row: budget that the member no longer has returns to the pool. Returns true if there is more to
+// do.
 static bool look(struct vmem__member *m)
 {
     const struct vmem__member_ops *ops = m->ops;

@@ -1,4 +1,5 @@
-// Pools: one budget for several members. This file creates pools, and members come and go here; balance.c moves the budget.
+// Pools: one budget for several members. This file creates pools, and members come and go here; balance.c moves the
+// budget.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>

@@ -1,5 +1,6 @@
 // A pool of budget: what its files share. pool.c creates pools and takes members in; claim.c says what each may have;
-// balance.c moves budget between members; ask.c asks for it ahead of need; table.c keeps the table in a file where the members are in several processes.
+// balance.c moves budget between members; ask.c asks for it ahead of need; table.c keeps the table in a file where the
+// members are in several processes.
 //
 // Locks, in this order: a member's lock, the pool's lock, the file's lock. A member that is short takes the pool's lock
 // while it holds its own, for a few us: it reads and writes the table, and never waits for the file's lock. The pool's
@@ -32,7 +33,8 @@ struct pool_head {
     char backend[16];   // of the host, "host"; else "gpu", as pages of every backend come out of the same memory
 };
 
-// A member's row is written by its own process alone, except that anybody empties the row of a dead one. Size 0: nobody.
+// A member's row is written by its own process alone, except that anybody empties the row of a dead one. Size 0:
+// nobody.
 struct pool_table {
     struct pool_head head;
     struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS];
@@ -122,8 +124,8 @@ void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why);
 int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max);
 // Begins and ends itself. The member follows when the thread looks at it, or with vmem__pool_keep_to_max.
 int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why);
-// What the budget may have of what the pool has granted, in bytes; and the pages by which it grows from that. Whoever comes
-// first lets it grow: the pool's thread, or a call that is short.
+// What the budget may have of what the pool has granted, in bytes; and the pages by which it grows from that. Whoever
+// comes first lets it grow: the pool's thread, or a call that is short.
 uint64_t vmem__pool_acceptable(const struct vmem__member *m);
 uint64_t vmem__pool_accept(struct vmem__member *m);
 // With the member's lock held, and not the pool's. As `claim` and `claimable` of struct vmem__lender.

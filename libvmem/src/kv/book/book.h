@@ -1,6 +1,6 @@
-// The lowest floor of the KV-cache manager: what is known of slots, spans and shared rows. Nothing here makes a system call
-// but for memory of its own. Every floor has such a header, and includes that of the floor below: book, pages, run, memory,
-// request, thread, calls.
+// The lowest floor of the KV-cache manager: what is known of slots, spans and shared rows. Nothing here makes a system
+// call but for memory of its own. Every floor has such a header, and includes that of the floor below: book, pages,
+// run, memory, request, thread, calls.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_BOOK_H
@@ -47,8 +47,8 @@ static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp-
 // The part of a span that no call could take back: what kernels access, and what goes with it. Of a slot that no kernel
 // accesses, nothing.
 struct kv_past vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group);
-// Where the pages end that go with those before `hi`. running: while kernels run, a block mapped by a 2 MiB entry goes as
-// a whole.
+// Where the pages end that go with those before `hi`. running: while kernels run, a block mapped by a 2 MiB entry goes
+// as a whole.
 static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
@@ -59,11 +59,11 @@ static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t grou
 }
 // The first page, at or after `from`, of the part that can be cut off the end of a span.
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from);
-// Makes this the fixed part, and moves the ledger's `fixed` by the pages that enter or leave it. These are in the slot's
-// table, and the rows among them have their entries: before a row loses the slot as a holder, the row leaves.
+// Makes this the fixed part, and moves the ledger's `fixed` by the pages that enter or leave it. These are in the
+// slot's table, and the rows among them have their entries: before a row loses the slot as a holder, the row leaves.
 void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to);
-// By how many pages that would raise `fixed`. Shared rows that leave count as if they stayed: other slots may leave them,
-// too, and only then is it known what goes.
+// By how many pages that would raise `fixed`. Shared rows that leave count as if they stayed: other slots may leave
+// them, too, and only then is it known what goes.
 int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to);
 // The same two for steps: in most, only the end changes, among pages that nobody else has.
 static inline bool kv_at_own_end(const struct kv_span *s, struct kv_past to)
@@ -102,19 +102,19 @@ static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t g
 }
 // How many rows of a span others hold as well.
 uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group);
-// Rows of a slot below this are (partly) in pages that others hold, too. Those at the end that others have left become the
-// slot's own.
+// Rows of a slot below this are (partly) in pages that others hold, too. Those at the end that others have left become
+// the slot's own.
 uint32_t vmem__kv_shared_tokens(const vmem_kv *kv, uint32_t slot);
-// How many rows of a span's fixed part are fixed for this slot alone. Slots looked at since vmem_kv.mark was raised count
-// as gone.
+// How many rows of a span's fixed part are fixed for this slot alone. Slots looked at since vmem_kv.mark was raised
+// count as gone.
 uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group);
 // The entry of a slot's row, made if there was none; NULL: out of memory.
 struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page);
 // A new entry, of one slot.
 struct kv_ref *vmem__kv_ref_new(struct kv_refs *r, vmem_page page, uint32_t n);
 int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` of these do not fail
-// Adds holders, counted as in struct kv_ref. The entry goes when no prefix and at most one slot holds the row: it is that
-// slot's own then.
+// Adds holders, counted as in struct kv_ref. The entry goes when no prefix and at most one slot holds the row: it is
+// that slot's own then.
 struct kv_holders {
     int slots, users, prefixes, cached;
 };
@@ -218,8 +218,8 @@ uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
 
 // Takes the list of the requests that come next.
 int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
-// The free slot that is to be backed next for a request that is expected, and which that is; UINT32_MAX: none. It is the
-// slot that the request will get if those expected before it have got theirs.
+// The free slot that is to be backed next for a request that is expected, and which that is; UINT32_MAX: none. It is
+// the slot that the request will get if those expected before it have got theirs.
 uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
 
 // ---- turn.c

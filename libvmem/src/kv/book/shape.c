@@ -1,5 +1,5 @@
-// The shape of a cache: groups of tensors, their addresses, and the pages that a request's length needs. Constant once the
-// cache has been created.
+// The shape of a cache: groups of tensors, their addresses, and the pages that a request's length needs. Constant once
+// the cache has been created.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>

@@ -54,8 +54,8 @@ static int reserve(vmem_kv *kv)
     int rc = vmem_context_info(kv->ctx, &info);
     if (rc)
         return rc;
-    // On a GPU, to take the backdrop's place and to put it back costs half of each map and unmap. What maps pages together
-    // leaves it out by itself.
+    // On a GPU, to take the backdrop's place and to put it back costs half of each map and unmap. What maps pages
+    // together leaves it out by itself.
     const bool bare = info.caps & VMEM_CAP_GPU && kv->flags & VMEM_KV_UNSHARED && !kv->whole;
     bool backdrop = info.caps & VMEM_CAP_BACKDROP && !bare;
     for (uint32_t j = 0; j < kv->n_groups; j++) {

@@ -110,8 +110,8 @@ uint64_t vmem__kv_spare_memory(vmem_kv *kv)
     return spare_pages(kv, &room);
 }
 
-// The device's free memory in bytes, as the driver says it, or as it said no longer than `age` ago, less what the context
-// has taken since. To ask takes a system call, or on the host reading a file: too long for each admission.
+// The device's free memory in bytes, as the driver says it, or as it said no longer than `age` ago, less what the
+// context has taken since. To ask takes a system call, or on the host reading a file: too long for each admission.
 static int device_free(const vmem_kv *kv, uint64_t age, uint64_t *bytes)
 {
     struct vmem__device_free *last = &kv->ctx->device_free;
@@ -151,8 +151,8 @@ bool vmem__kv_device_due(const vmem_kv *kv)
     return !at || vmem__now() - at >= DEVICE_NS;
 }
 
-// Pages that there can be without asking the device. Those that the worker makes or releases may count twice: as held, and
-// as memory that no page uses.
+// Pages that there can be without asking the device. Those that the worker makes or releases may count twice: as held,
+// and as memory that no page uses.
 static uint64_t at_hand(const vmem_kv *kv)
 {
     uint64_t room;

@@ -1,5 +1,5 @@
-// The ledger's answers: whether there is memory for what calls are about to fix. They are arithmetic: what could be taken
-// back is not looked at, and what the background thread is about changes none of them.
+// The ledger's answers: whether there is memory for what calls are about to fix. They are arithmetic: what could be
+// taken back is not looked at, and what the background thread is about changes none of them.
 //
 // SPDX-License-Identifier: MIT
 #include "kv/memory/memory.h"

@@ -24,13 +24,14 @@ uint64_t vmem__kv_spare_memory(vmem_kv *kv);
 void vmem__kv_give_all_ahead(vmem_kv *kv);
 // Pages that the device could make now. Needs no lock.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
-// Whether the driver's last word on the device's free memory is old. Before statistics are shown, who holds no lock asks.
+// Whether the driver's last word on the device's free memory is old. Before statistics are shown, who holds no lock
+// asks.
 bool vmem__kv_device_due(const vmem_kv *kv);
 // Whether there can be `want` pages without memory that the device has not given yet.
 bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want);
 // At least `want` if there can be so many pages within the budget; else how many there can be. The device is asked only
-// where its memory decides: its last word is believed for 100 ms where it says yes, never where it says no. The worker may
-// be waited for before a no.
+// where its memory decides: its last word is believed for 100 ms where it says yes, never where it says no. The worker
+// may be waited for before a no.
 uint64_t vmem__kv_limit(vmem_kv *kv, uint64_t want);
 // The same, of a pool's member with what is free in the pool.
 uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want);
@@ -42,8 +43,8 @@ bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
 // ---- parcels.c
 
-// The fewest pages that the cache could have now if nothing is evicted, and nothing unmapped that would be mapped again at
-// once. Room for staged growth counts: it was promised.
+// The fewest pages that the cache could have now if nothing is evicted, and nothing unmapped that would be mapped again
+// at once. Room for staged growth counts: it was promised.
 uint64_t vmem__kv_least(const vmem_kv *kv);
 // What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
 // need. want: pages asked for. stuck: also where the worker has failed to unmap. False: nothing.
@@ -55,8 +56,8 @@ bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v); // onl
 
 // ---- lender.c. With api and state held; without effect on a cache of no pool.
 
-// Before a budget is found too small for so many pages more, `want` of them fixed: takes what is free in the pool, and some
-// to spare.
+// Before a budget is found too small for so many pages more, `want` of them fixed: takes what is free in the pool, and
+// some to spare.
 void vmem__kv_claim_for(vmem_kv *kv, uint64_t want, uint64_t pages);
 // A step with `want` fixed pages is about to be promised: takes what it lacks, and keeps what it needs from the others.
 void vmem__kv_claim_staged(vmem_kv *kv, uint64_t want);
@@ -120,7 +121,8 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages);
 int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages);
 // vmem__kv_grow_run and vmem__kv_grow_commit.
 int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l);
-// The same, taking back what vmem__kv_lacks has found room for, and more where the device has less than the budget says, or no mappings.
+// The same, taking back what vmem__kv_lacks has found room for, and more where the device has less than the budget
+// says, or no mappings.
 int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l);
 // That without vmem__kv_grow_commit. The pages are in kv->ledger.held.
 int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l);

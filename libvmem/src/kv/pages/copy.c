@@ -1,8 +1,8 @@
 // What pages contain: zeroes them, copies single pages, and copies the rows of a request to CPU memory and back.
 //
 // A slot that is swapped out behind a fence is due once its kernels have ended. It counts as free memory from then on,
-// whether or not it has been copied. So the pages that a step can get do not depend on the thread's progress. A step that
-// finds no other memory copies the rest itself.
+// whether or not it has been copied. So the pages that a step can get do not depend on the thread's progress. A step
+// that finds no other memory copies the rest itself.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>

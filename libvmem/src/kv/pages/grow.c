@@ -155,8 +155,8 @@ static int create(vmem_kv *kv, struct kv_grow *l)
             const bool whole = pieces[k].coarse && kv->whole;
             for (uint32_t t = 0; t < g->n && whole; t++)
                 n += list_whole(kv, (uint32_t)pages, l->stretches + n);
-            // Blocks are placed tensor by tensor. If one tensor gets scattered pages, those of the next are aligned again,
-            // so that 2 MiB entries can map them.
+            // Blocks are placed tensor by tensor. If one tensor gets scattered pages, those of the next are aligned
+            // again, so that 2 MiB entries can map them.
             for (uint32_t t = 0; t < g->n && pieces[k].coarse && !whole; t++)
                 l->stretches[n++] = (struct vmem__stretch){.n = pages, .blocks = true, .more = pages * (g->n - 1 - t)};
             if (!pieces[k].coarse && !pieces[k].joins)

@@ -96,8 +96,8 @@ static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, siz
 static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
     int rc = 0;
-    // Prefixes are attached before the step. `before` counts the pages that are fixed at that point, and `want` those after
-    // the step, with what is staged.
+    // Prefixes are attached before the step. `before` counts the pages that are fixed at that point, and `want` those
+    // after the step, with what is staged.
     uint64_t before = kv->ledger.fixed, want = before + (uint64_t)kv->ledger.reserved;
     uint64_t limit = 0, back = kept_back(kv), most = 0;
     kv->mark++;

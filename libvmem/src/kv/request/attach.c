@@ -63,8 +63,8 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     vmem__kv_restage(kv, slot);
 }
 
-// The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is of
-// use, the rest goes.
+// The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is
+// of use, the rest goes.
 static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     int rc = vmem__kv_stale_now(kv, slot);

@@ -136,7 +136,7 @@ static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     // Whether the pages in front of keep_lo are still there depends on the background thread. No answer does.
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
         if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->keep_lo)
-            rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next one reads", tokens);
+            rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next token reads", tokens);
     return rc;
 }
 

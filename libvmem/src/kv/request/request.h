@@ -1,4 +1,5 @@
-// What happens to requests: they are admitted, begin, make steps, shrink, leave and come back. Called with api and state held.
+// What happens to requests: they are admitted, begin, make steps, shrink, leave and come back. Called with api and
+// state held.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_REQUEST_H
@@ -18,8 +19,8 @@ int64_t vmem__kv_plan_delta(const vmem_kv *kv, const struct kv_plan *plan);
 int vmem__kv_plan(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths, bool *waited);
 // Whether the step would find its memory.
 int vmem__kv_plan_check(vmem_kv *kv, const int32_t *lengths);
-// Between these two calls, nothing takes back what the step needs or what kernels in flight access. What kernels of the step
-// do not access any more can be taken.
+// Between these two calls, nothing takes back what the step needs or what kernels in flight access. What kernels of the
+// step do not access any more can be taken.
 void vmem__kv_plan_enter(vmem_kv *kv, const struct kv_plan *plan);
 void vmem__kv_plan_leave(vmem_kv *kv, const struct kv_plan *plan);
 // Counts again what the slot's staged growth needs.
@@ -48,7 +49,8 @@ int vmem__kv_commit(vmem_kv *kv);
 // ---- release.c
 
 int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot, uint64_t after);
-// All or none of the slots, which no kernel accesses, in one call of the core. As vmem__kv_cut_slots, for a lease's cache.
+// All or none of the slots, which no kernel accesses, in one call of the core. As vmem__kv_cut_slots, for a lease's
+// cache.
 int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // Ends the requests whose kernels have ended, up to kv->fence.retired, and has those copied that are to be swapped out.
 int vmem__kv_end_requests(vmem_kv *kv);

@@ -145,8 +145,8 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
         *freed = evict(kv, n, most_pages);
         return 0;
     }
-    // Slots that were freed may still map the pages. The worker unmaps each slot at once, and then releases the pages. To
-    // release them here would unmap page by page, and the next step would wait for it.
+    // Slots that were freed may still map the pages. The worker unmaps each slot at once, and then releases the pages.
+    // To release them here would unmap page by page, and the next step would wait for it.
     const bool later = kv->turn.has_worker;
     if (!later || !kv->turn.unmapping) // no reference changes while the worker unmaps
         vmem__kv_wait_cut(kv);

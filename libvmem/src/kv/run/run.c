@@ -1,8 +1,8 @@
 // Runs: rows of a slot that are held beyond it.
 //
-// A run holds the pages that contain its rows, in all tensors of the slot that wrote them. Neighbouring runs share the page
-// between them. Whoever attaches a run says that the rows before it are the same, too. So the rows that its pages contain
-// before its own are valid, and a request can begin with pages of runs that several slots wrote.
+// A run holds the pages that contain its rows, in all tensors of the slot that wrote them. Neighbouring runs share the
+// page between them. Whoever attaches a run says that the rows before it are the same, too. So the rows that its pages
+// contain before its own are valid, and a request can begin with pages of runs that several slots wrote.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -39,8 +39,8 @@ vmem_page *vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *r, uint3
 
 // ---- sharing ---------------------------------------------------------------------------------------------------------
 
-// The pages of the rows that the slot is sure to have. Those in front of keep_lo may be cut at any time, by the background
-// thread or by a step, so what is shared would depend on the time, and on the rank.
+// The pages of the rows that the slot is sure to have. Those in front of keep_lo may be cut at any time, by the
+// background thread or by a step, so what is shared would depend on the time, and on the rank.
 static struct kv_past rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, uint32_t group)
 {
     const struct kv_group *g = &kv->groups[group];

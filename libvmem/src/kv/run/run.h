@@ -50,8 +50,8 @@ int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most,
 // Pages that a request which begins with the runs found last takes from those that can be evicted. Marked ones do not
 // count. *copied: of the page that it copies, which it takes for as long as that lasts.
 uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied);
-// That page of the group's first tensor, of a request that begins with so many tokens of the runs found; `stride` further
-// on, that of the next tensor.
+// That page of the group's first tensor, of a request that begins with so many tokens of the runs found; `stride`
+// further on, that of the next tensor.
 const vmem_page *vmem__kv_found_page(const vmem_kv *kv, uint32_t group, uint32_t tokens, uint32_t page,
                                      uint32_t *stride);
 // The runs found are not evicted (on), or can be again.

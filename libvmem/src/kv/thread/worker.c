@@ -9,7 +9,8 @@
 #include "core/trace.h"
 #include "kv/thread/thread.h"
 
-// Between these two the worker has dropped the lock. pages: those of kv->ledger.held that it maps, unmaps or releases meanwhile.
+// Between these two the worker has dropped the lock. pages: those of kv->ledger.held that it maps, unmaps or releases
+// meanwhile.
 static void drop_lock(vmem_kv *kv, uint64_t pages)
 {
     kv->ledger.pending = pages;
@@ -82,8 +83,8 @@ static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave, uint64_t *pages)
     return true;
 }
 
-// Adds the number of pages given up to *gone. The change of kv->ledger.held would not tell, because other calls may change it
-// while the lock is dropped.
+// Adds the number of pages given up to *gone. The change of kv->ledger.held would not tell, because other calls may
+// change it while the lock is dropped.
 static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 {
     struct kv_cut *c = &kv->worker.cut;
@@ -393,8 +394,8 @@ static bool do_job(vmem_kv *kv)
            swap_one(kv) || eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv) || clear_one(kv);
 }
 
-// VMEM_KV_CHECK: the answers to calls must not depend on the jobs that were done. Calls may come while a job runs, and the
-// job is not checked then.
+// VMEM_KV_CHECK: the answers to calls must not depend on the jobs that were done. Calls may come while a job runs, and
+// the job is not checked then.
 static bool do_checked_job(vmem_kv *kv)
 {
     const uint64_t fixed = kv->ledger.fixed, calls = kv->gate.calls;
