@@ -322,7 +322,8 @@ int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
 // nothing: it is tried again at the next step; a step that needs its pages returns the error.
 int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after);
 // Copies the rows back to the addresses they had. Shared pages come back as copies. A slot that is not copied yet goes
-// on as if it had not been swapped out: host is not read. flags: VMEM_KV_DRY; host is ignored.
+// on as if it had not been swapped out: host is not read. What is staged keeps its memory (vmem_kv_grow). flags:
+// VMEM_KV_DRY; host is ignored.
 int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags);
 
 // ---- memory -------------------------------------------------------------------------------------------------

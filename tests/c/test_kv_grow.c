@@ -164,6 +164,39 @@ static void test_staged_rows_are_not_shared(void)
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
+// A swapped request takes no page that staged growth was promised: it would be copied in, and out again.
+static void test_swap_in_leaves_what_is_staged(uint32_t flags, bool fence)
+{
+    uint64_t bytes, missing, last;
+    uint32_t slot;
+    make(flags);
+    OK(k_alloc(kv, 0, &slot));
+    OK(k_alloc(kv, 0, &slot));
+    OK(vmem_kv_step(kv, (int32_t[SLOTS]){160, 96, 0}, SLOTS, 0)); // 5 pages, and 3
+    OK(k_swap_bytes(kv, slot, &bytes));
+    char *host = malloc(bytes);
+    OK(vmem_kv_last_step(kv, &last));
+    OK(vmem_kv_swap_out(kv, slot, host, bytes, fence ? last : 0));
+    if (fence)
+        OK(vmem_kv_retire(kv, last)); // its pages count as free from here on, copied or not
+    OK(vmem_kv_grow(kv, 0, 256));     // 8 pages
+    CHECK_EQ(k_missing(vmem_kv_swap_in(kv, slot, NULL, 0, VMEM_KV_DRY), &missing), -ENOMEM);
+    CHECK_EQ(missing, 1);
+    CHECK_EQ(k_missing(vmem_kv_swap_in(kv, slot, host, bytes, 0), &missing), -ENOMEM);
+    CHECK_EQ(missing, 1);
+    CHECK_EQ(stats().short_budget, 1);
+    CHECK_EQ(stats().swap_in_bytes, 0);
+    OK(vmem_kv_grow(kv, 0, 224)); // 7 pages, and 3 are left
+    OK(vmem_kv_swap_in(kv, slot, NULL, 0, VMEM_KV_DRY));
+    OK(vmem_kv_swap_in(kv, slot, host, bytes, 0));
+    OK(vmem_kv_commit(kv));
+    CHECK_EQ(tokens_of(0), 224);
+    OK(vmem_kv_step(kv, (int32_t[SLOTS]){224, 96, 0}, SLOTS, 0));
+    vmem_kv_destroy(kv, 0);
+    CHECK_EQ(test_stats(ctx).created, 0);
+    free(host);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -174,6 +207,12 @@ int main(int argc, char **argv)
     test_grow(VMEM_KV_DEFER | VMEM_KV_SAME_SLOTS);
     test_attached();
     test_staged_rows_are_not_shared();
+    test_swap_in_leaves_what_is_staged(VMEM_KV_CHECK, false);
+    test_swap_in_leaves_what_is_staged(VMEM_KV_CHECK | VMEM_KV_LAZY, false);
+    for (int i = 0; i < 20; i++) { // the background thread copies sooner or later
+        test_swap_in_leaves_what_is_staged(VMEM_KV_CHECK | VMEM_KV_OVERLAP, true);
+        test_swap_in_leaves_what_is_staged(VMEM_KV_CHECK | VMEM_KV_OVERLAP | VMEM_KV_SAME_SLOTS, true);
+    }
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -354,8 +354,10 @@ class Engine(RuleBasedStateMachine):
     def swap_in(self, data):
         self.polled()
         slot = pick(data, sorted(self.swapped))
+        kept = self.staged and self.cache.step(self.lengths(self.staged), dry=True)
         predicted = self.cache.swap_in(slot, dry=True)
         assert self.cache.swap_in(slot) == predicted
+        assert not kept or self.cache.step(self.lengths(self.staged), dry=True)
         if predicted:
             self.swapped.discard(slot)
 

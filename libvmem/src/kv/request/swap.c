@@ -52,37 +52,37 @@ int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, ui
     return 0;
 }
 
+// Whether there is memory for the slot's rows beside what staged growth was promised.
 static int would_swap_in(vmem_kv *kv, uint32_t slot)
 {
-    uint64_t pages = 0;
-    bool there = kv->slots[slot].state == KV_SWAPPING;
-    if (there && kv->flags & VMEM_KV_SAME_SLOTS)
-        there = !kv_swap_due(kv, slot);
-    for (uint32_t i = 0; i < kv->n_groups && !there; i++) {
+    const bool due = kv_swap_due(kv, slot), same = kv->flags & VMEM_KV_SAME_SLOTS;
+    const bool here = kv->slots[slot].state == KV_SWAPPING && !(due && same); // its rows need no copy
+    const int64_t staged = KV_MAX(kv->ledger.reserved, 0);
+    if (here && !(due && staged)) // its pages are there, and promised to nobody
+        return 0;
+    int64_t delta = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        uint32_t tokens = kv->slots[slot].tokens;
-        pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        const uint32_t tokens = kv->slots[slot].tokens;
+        const struct kv_past fix = {sp->keep_lo, kv_end_of(kv, slot, i, sp->keep_hi, !kv->slots[slot].fresh)};
+        delta += here ? vmem__kv_fix_delta(kv, slot, i, fix)
+                      : (int64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
     }
-    return vmem__kv_would_fit(kv, (int64_t)pages, pages);
+    const uint64_t pages = here ? 0 : (uint64_t)delta, want = kv->ledger.fixed + (uint64_t)(delta + staged);
+    return vmem__kv_would_fit(kv, delta + staged, staged ? KV_MAX(pages, kv_less(want, kv->ledger.held)) : pages);
 }
 
-int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags)
+static int swap_in(vmem_kv *kv, uint32_t slot, const void *host)
 {
-    int rc = vmem__kv_check_dry(flags);
-    vmem__kv_enough();
-    if (!rc)
-        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << KV_SWAPPING);
-    if (!rc && flags)
-        return would_swap_in(kv, slot);
-    if (!rc)
-        rc = check_host(kv, slot, host, bytes);
+    struct kv_slot *s = &kv->slots[slot];
+    int rc = kv->ledger.reserved > 0 ? would_swap_in(kv, slot) : 0;
     // With SAME_SLOTS, the pages that the slot shares afterwards must not depend on the background thread's progress.
     if (!rc && kv->flags & VMEM_KV_SAME_SLOTS && kv_swap_due(kv, slot)) {
         vmem__kv_worker_hold(kv); // which may copy the rest meanwhile
         rc = kv_swap_due(kv, slot) ? vmem__kv_swap_rest(kv, slot) : 0;
         vmem__kv_worker_release(kv);
     }
-    struct kv_slot *s = &kv->slots[rc ? 0 : slot];
     if (!rc && s->state == KV_SWAPPING) { // no row has been given up yet
         vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
         s->took = (uint32_t)kv->fence.step; // as if the rows had come back
@@ -93,15 +93,13 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
     vmem__kv_grow_reset(&kv->grow);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];
-        rc = vmem__kv_grow_add(kv, &kv->grow, slot, i, vmem__kv_need_lo(kv, g, s->tokens),
-                               vmem__kv_need_hi(kv, g, s->tokens), vmem__kv_need_hi(kv, g, s->tokens));
+        const uint32_t hi = vmem__kv_need_hi(kv, g, s->tokens);
+        rc = vmem__kv_grow_add(kv, &kv->grow, slot, i, vmem__kv_need_lo(kv, g, s->tokens), hi, hi);
     }
     if (!rc)
         rc = vmem__kv_make_room(kv, (int64_t)kv->grow.total, kv->grow.total);
     if (!rc)
         rc = vmem__kv_grow_all(kv, &kv->grow);
-    if (rc == -ENOMEM)
-        vmem__kv_count_shortage(kv);
     if (rc)
         return rc;
     rc = vmem__kv_swap_copy(kv, slot, (uintptr_t)host, false, 0, UINT64_MAX);
@@ -119,4 +117,21 @@ int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
     vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
     s->took = (uint32_t)kv->fence.step;
     return 0;
+}
+
+int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags)
+{
+    int rc = vmem__kv_check_dry(flags);
+    vmem__kv_enough();
+    if (!rc)
+        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << KV_SWAPPING);
+    if (!rc && flags)
+        return would_swap_in(kv, slot);
+    if (!rc)
+        rc = check_host(kv, slot, host, bytes);
+    if (!rc)
+        rc = swap_in(kv, slot, host);
+    if (rc == -ENOMEM)
+        vmem__kv_count_shortage(kv);
+    return rc;
 }
