@@ -30,7 +30,7 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 .PHONY: all help lib install uninstall venv bench lint format docs notebook wheel clean
 .PHONY: check test test-fast test-uvm-ext test-c mutants-c fuzz-kv fuzz-kv-gpu test-asan test-tsan test-python test-python-fake test-gpu
 .PHONY: figures test-cross test-gpu-c test-gpu-python test-transformers-releases
-.PHONY: test-vllm-cpu check-vllm-releases
+.PHONY: test-vllm-cpu test-vllm-quick check-vllm-releases
 
 all: lib venv ## Build libvmem, and install pyvmem into .venv (the default)
 
@@ -70,7 +70,7 @@ venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 check: lint test-uvm-ext test-fast ## Format, style, types and the quick tests, for use before each commit; no root (1 minute)
 
 test: check test-c test-asan test-python test-python-fake ## `check`, and every test that needs no GPU (15 minutes)
-test: test-module test-vm-quick
+test: test-module test-vm-quick test-vllm-quick
 
 # C and Python tests that take a second or less and start no further process.
 FAST_C := abi_stock access blocks busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
@@ -144,8 +144,11 @@ test-gpu-python: venv
 	$(Q)VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q -p no:xdist tests/python/gpu/test_lease_gpu.py -k drivers_count
 
 # A third party's CPU build of vLLM, for tests only, and vLLM's own sources for the releases that pyvmem runs on.
-test-vllm-cpu: venv ## vLLM itself on host memory, with tiny models: equal tokens, limits that move, its HTTP server (5 minutes)
+test-vllm-cpu: venv ## vLLM itself on host memory, with tiny models: equal tokens, limits that move, its HTTP server (15 minutes; VLLM_CPU=0.30.0: another release)
 	$(Q)$(PY) .ci/vllm_cpu.py test $(if $(T),-k "$(T)")
+
+test-vllm-quick: venv ## Those of its tests that tell most (2 minutes)
+	$(Q)$(PY) .ci/vllm_cpu.py quick
 
 check-vllm-releases: venv ## vLLM's newest release and the three before: what vMem relies on, and its own scheduler on vMem's pages
 	$(Q)$(PY) .ci/vllm_cpu.py releases $(VLLM_RELEASES)

