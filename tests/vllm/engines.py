@@ -40,17 +40,28 @@ class Child:
                 json.dump(told, file)
             os._exit(0)
         os.close(write)
-        self._read = read
+        self._read, self._ended = read, False
 
     def result(self):
         """What it returned. Raises what it raised, as text."""
         with os.fdopen(self._read) as file:
             text = file.read()
-        _, status = os.waitpid(self.pid, 0)
+        status = self._wait()
         told = json.loads(text) if text else dict(error=f"the engine's process ended with status {status}")
         if "error" in told:
             raise RuntimeError(told["error"])
         return told["result"]
+
+    def kill(self):
+        """End it, if it has not ended."""
+        if not self._ended:
+            os.kill(self.pid, signal.SIGKILL)
+            self._wait()
+
+    def _wait(self):
+        _, status = os.waitpid(self.pid, 0)
+        self._ended = True
+        return status
 
 
 def in_child(function, *args, **kwargs):

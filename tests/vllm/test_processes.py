@@ -1,5 +1,6 @@
 """vLLM in the processes that it starts by itself: spawned engine cores under ``LLM(...)`` and ``vllm serve``."""
 
+import contextlib
 import json
 import os
 import signal
@@ -34,6 +35,35 @@ def on_vmem():
     return dict(os.environ, VMEM_VLLM="1", VLLM_ENABLE_V1_MULTIPROCESSING="1")
 
 
+@pytest.fixture
+def start():
+    """Starts a Python program in a session of its own. What is left of it ends with the test, whatever it started."""
+    made = []
+
+    def start(*command, **options):
+        made.append(subprocess.Popen([sys.executable, *command], start_new_session=True, **options))
+        return made[-1]
+
+    yield start
+    for process in made:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def printed(start):
+    """Runs a Python program, which must end well and in time: the lines that it prints."""
+
+    def run(*command, env=None):
+        process = start(*command, env=env, text=True, stdout=subprocess.PIPE)
+        text, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0 and text, text[-2000:]
+        return text.splitlines()
+
+    return run
+
+
 def left(pid):
     """The control page of the scheduler in process `pid`, while it runs."""
     from pyvmem.vllm import control
@@ -42,13 +72,11 @@ def left(pid):
 
 
 @pytest.mark.parametrize("ranks, layout", [(1, "auto"), (2, "auto"), (2, "slots")])
-def test_a_spawned_engine_core_gives_vllms_tokens_while_limits_move(model, own, ranks, layout):
+def test_a_spawned_engine_core_gives_vllms_tokens_while_limits_move(printed, model, own, ranks, layout):
     options = json.dumps(dict(tensor_parallel_size=ranks))
-    ran = subprocess.run([sys.executable, engines.__file__, str(model), options], text=True, timeout=SECONDS,
-                         env=dict(on_vmem(), VMEM_VLLM_LAYOUT=layout), stdout=subprocess.PIPE)  # fmt: skip
-    results = [line[7:] for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
-    assert ran.returncode == 0 and len(results) == 1, ran.stdout[-2000:]
-    told = json.loads(results[0])
+    lines = printed(engines.__file__, str(model), options, env=dict(on_vmem(), VMEM_VLLM_LAYOUT=layout))
+    (result,) = [line[7:] for line in lines if line.startswith("RESULT ")]
+    told = json.loads(result)
     assert told["core"] != told["here"]
     assert told["tokens"] == own + own
     assert told["idle"]["used"] == 0 and told["idle"]["workers"] == ranks
@@ -69,35 +97,29 @@ def get(url):
 
 
 @pytest.fixture
-def server(model):
-    """`vllm serve` on vMem: its address. It has ended afterwards."""
+def server(start, model):
+    """`vllm serve` on vMem: its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port",
-         str(port), "--served-model-name", "tiny", "--max-model-len", str(engines.MOST), "--max-num-seqs", "8",
-         "--enforce-eager", "--enable-prefix-caching", "--max-num-batched-tokens", "512", "--seed", "0", "--dtype",
-         "float32", "--kv-cache-memory-bytes", str(256 << 20), "--middleware", "pyvmem.vllm.http.Limits"],
-        env=on_vmem(), start_new_session=True,
+    process = start(
+        "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
+        "--served-model-name", "tiny", "--max-model-len", str(engines.MOST), "--max-num-seqs", "8", "--enforce-eager",
+        "--enable-prefix-caching", "--max-num-batched-tokens", "512", "--seed", "0", "--dtype", "float32",
+        "--kv-cache-memory-bytes", str(256 << 20), "--middleware", "pyvmem.vllm.http.Limits", env=on_vmem(),
     )  # fmt: skip
-    try:
-        end = time.monotonic() + SECONDS
-        while True:
-            assert process.poll() is None, f"vllm serve ended with status {process.returncode}"
-            assert time.monotonic() < end, "vllm serve did not start in time"
-            try:
-                get(f"http://127.0.0.1:{port}/health")
-                break
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-        process.send_signal(signal.SIGTERM)
-        process.wait(120)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    end = time.monotonic() + SECONDS
+    while True:
+        assert process.poll() is None, f"vllm serve ended with status {process.returncode}"
+        assert time.monotonic() < end, "vllm serve did not start in time"
+        try:
+            get(f"http://127.0.0.1:{port}/health")
+            break
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.5)
+    yield f"http://127.0.0.1:{port}"
+    process.send_signal(signal.SIGTERM)
+    process.wait(120)
 
 
 def test_vllm_serve_gives_vllms_tokens_over_http(server, own):
@@ -123,17 +145,19 @@ def test_vllm_serve_gives_vllms_tokens_over_http(server, own):
         assert "vllm:vmem_kv_" in get(server + path)
 
 
-def rollout(*options):
+@pytest.fixture
+def rollout(printed):
     """What examples/rollout_vllm.py prints of its rounds, and its last line."""
-    top = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    example = os.path.join(top, "examples", "rollout_vllm.py")
-    ran = subprocess.run([sys.executable, example, *options], text=True, timeout=SECONDS, stdout=subprocess.PIPE)
-    lines = ran.stdout.splitlines()
-    assert ran.returncode == 0 and lines, ran.stdout[-2000:]
-    return [line for line in lines if line.startswith("round ")], lines[-1]
+    example = os.path.join(os.path.dirname(__file__), "..", "..", "examples", "rollout_vllm.py")
+
+    def run(*options):
+        lines = printed(example, *options)
+        return [line for line in lines if line.startswith("round ")], lines[-1]
+
+    return run
 
 
-def test_the_rollout_goes_on_from_the_prefix_cache_with_equal_tokens():
+def test_the_rollout_goes_on_from_the_prefix_cache_with_equal_tokens(rollout):
     """On a CPU, PyTorch has no lease: the engine's pool has another member on a GPU alone."""
     rounds, tokens = rollout()
     for line, known in zip(rounds, (1024, 1152, 1280)):  # all whole blocks of 32 tokens, but the last of each sequence
