@@ -39,9 +39,10 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 _MAKER, _MAKER_STARTED = 62, 63  # the process that made the page, which may be a worker
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
+# OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers.
 IN_BLOCKS, IN_SLOTS = 1, 2
 (ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES, NULL, SPAN, POOL_BYTES,
- POOL_FREE) = range(64, 64 + 11 * RANKS, RANKS)  # fmt: skip
+ POOL_FREE, OWN_BLOCK) = range(64, 64 + 12 * RANKS, RANKS)  # fmt: skip
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
 BOARD_WORDS, ANSWERS = 264, 256
 DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, BUDGET, SHRINK_TO, _FIRST_ANSWER = range(9)
@@ -199,7 +200,7 @@ def claim(page: Page) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine of vLLM's holds, and what its owner set. Sizes are in bytes, of one worker.
+    """What an engine of vLLM's holds, and what its owner set. Sizes are in bytes, of one worker: of the largest.
 
     Attributes
     ----------

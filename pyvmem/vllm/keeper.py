@@ -93,7 +93,8 @@ class Keeper:
     page : Page
         The engine's control page.
     block_bytes : int
-        Bytes of a block in one worker, all layers.
+        Bytes of a block in one worker, all layers, until workers tell their own. Of these, the largest counts: a
+        stage of a pipeline may have more layers than another.
     least : int
         Blocks that one request of the greatest length needs. As many always circulate.
     low : int
@@ -107,7 +108,6 @@ class Keeper:
         self.manager, self.pool, self.page = manager, manager.block_pool, page
         self.block_bytes, self.ranks = block_bytes, ranks
         self.total: int = self.pool.num_gpu_blocks - 1  # without the null block
-        self._all_bytes = self.total * block_bytes
         self.least, self.low = min(least, self.total), low
         self.watermark: int = manager.watermark_blocks
         self._watermark = self.watermark / max(self.total, 1)
@@ -119,7 +119,7 @@ class Keeper:
         self._queue = queue
         self.pool.get_new_blocks(self.pool.get_num_free_blocks())
         self._out = Out(self.total, block_bytes, 0)
-        self._span = 0  # as the first worker says
+        self._span = 0  # as the worker says that has the largest blocks
         self._gone: list[int] = []  # for the workers
         self._evicted: list[int] = []
         self._order: list[int] = []
@@ -137,7 +137,7 @@ class Keeper:
         self.soon = 0  # blocks that running requests take in the next steps
         self.pool.vmem = self
         _grow(self.pool, KeptPool)
-        page[control.BLOCKS], page[control.BLOCK_BYTES] = self.total, block_bytes
+        page[control.BLOCKS], page[control.BLOCK_BYTES] = self.total, self.block_bytes
         page[control.LEAST], page[control.LOW], page[control.RANKS_USED] = self.least, low, ranks
         self.publish()
 
@@ -197,8 +197,12 @@ class Keeper:
         if page.cells[control.POOL]:
             for rank in range(self.ranks):
                 if shrink_to := page.told(rank, control.SHRINK_TO):
-                    most = min(most, shrink_to - page.cells[control.NULL + rank])
+                    most = min(most, self._in_largest(rank, shrink_to - page.cells[control.NULL + rank]))
         return max(most - most % self._out.span, 0)
+
+    def _in_largest(self, rank: int, size: int) -> int:
+        """What blocks of a worker with so many bytes take in the worker that has the largest blocks."""
+        return size * self.block_bytes // (self.page.cells[control.OWN_BLOCK + rank] or self.block_bytes)
 
     def _pages_beyond(self) -> int:
         """Pages that must go because of a limit: if blocks are scattered, their pages may be too many, not they."""
@@ -212,7 +216,7 @@ class Keeper:
         most = self._most_bytes()
         if most != self._most:  # what held too much under another limit says nothing about this one
             self._most, self._less = most, 0
-        if most >= self._all_bytes or time.monotonic() < self._fitted + FIT:
+        if most >= self.total * self.block_bytes or time.monotonic() < self._fitted + FIT:
             return
         words, ranks = self.page.words, self.ranks
         boards = self.page.boards(ranks)
@@ -272,7 +276,7 @@ class Keeper:
         page, free = self.page, []
         for rank in range(self.ranks):
             unused = page.told(rank, control.BUDGET) - page.told(rank, control.HELD)
-            free.append(page.cells[control.POOL_FREE + rank] + unused)
+            free.append(self._in_largest(rank, page.cells[control.POOL_FREE + rank] + unused))
         return int(min(free)) // self.block_bytes
 
     def grows(self) -> bool:
@@ -341,10 +345,14 @@ class Keeper:
 
     def _learn_pages(self) -> None:
         """Workers know which blocks share pages when they have their memory."""
-        if self.page.cells[control.SPAN] != self._span:
-            self._span = self.page[control.SPAN]
+        cells = self.page.cells
+        largest = max(range(self.ranks), key=lambda rank: cells[control.OWN_BLOCK + rank])
+        block, span = cells[control.OWN_BLOCK + largest], cells[control.SPAN + largest]
+        if block and (span, block) != (self._span, self.block_bytes):
+            self._span, self.block_bytes = span, block
+            self.page[control.BLOCK_BYTES] = block
             out = set(self._out)
-            self._out = Out(self.total, self.block_bytes, self._span)
+            self._out = Out(self.total, block, span)
             self._out.take(self.total, self.total)
             self._out.put(out)
 

@@ -75,6 +75,7 @@ class WorkerMemory:
         self._page, self._rank = page, rank
         self._tensor: VirtualTensor | None = None
         self._ranges: list[BlockRange] = []
+        self._block = 0  # bytes of a block
         self._blocks: Blocks | None = None
         self._pool: KVPool | None = None
         self._pool_size, self._share = 0, (0, 0)
@@ -119,17 +120,18 @@ class WorkerMemory:
             wrong = wrong or f"{tensor.nbytes} bytes were allocated, not {geometry.bytes_of(config)}"
             raise refuse.Refused(f"VMEM_VLLM=1: vLLM's KV cache is not as its configuration says: {wrong} "
                                  "(or unset VMEM_VLLM)")  # fmt: skip
+        self._block = tensor.nbytes // config.num_blocks
         self._blocks = Blocks(tensor, ranges, config.num_blocks, zero=True, board=self._board)
         self._join(tensor.context)
         self._back_null(geometry.bytes_alone(ranges, tensor.page_size))
-        alone, block = self._blocks.stats().held, tensor.nbytes / config.num_blocks
+        alone, block = self._blocks.stats().held, self._block
         self._page[control.NULL + self._rank] = alone
-        span = geometry.span(ranges, tensor.page_size, tensor.nbytes // config.num_blocks)
-        self._page[control.SPAN + self._rank] = span
+        self._page[control.SPAN + self._rank] = geometry.span(ranges, tensor.page_size, block)
+        self._page[control.OWN_BLOCK + self._rank] = block
         self._attach()
         logger.info(
             "KV cache on vMem: backend %s, %d blocks of %.1f KiB in pages of %d KiB, %.2f GiB at most, layout %s",
-            tensor.context.backend, config.num_blocks - 1, tensor.nbytes / config.num_blocks / 1024,
+            tensor.context.backend, config.num_blocks - 1, block / 1024,
             tensor.page_size >> 10, tensor.nbytes / 2**30, getattr(config, "kv_cache_layout", None) or "vLLM's",
         )  # fmt: skip
         if alone > 1.5 * block:
@@ -177,16 +179,16 @@ class WorkerMemory:
         page, blocks = self._page, self._blocks
         if self._pool is None or blocks is None or not page[control.PID]:
             return
-        least = page[control.LEAST] * page[control.BLOCK_BYTES] + page[control.NULL + self._rank]
+        least = page[control.LEAST] * self._block + page[control.NULL + self._rank]
         share = (0 if page[control.LENT] else page[control.MIN], page[control.MAX] and max(page[control.MAX], least))
         if share != self._share:
             self._share = share
             blocks.set_share(*share)
-        blocks.offer(page[control.OFFERED] * page[control.BLOCK_BYTES])
+        blocks.offer(page[control.OFFERED] * self._block)
         page[control.POOL_BYTES + self._rank], page[control.POOL_FREE + self._rank] = self._pool_size, self._pool.free
         most = min(share[1] or self._pool_size, self._pool_size)
         held = int(self._board[control.HELD])
-        wanted = min(page[control.WANTED] * page[control.BLOCK_BYTES], most - held)
+        wanted = min(page[control.WANTED] * self._block, most - held)
         self._ask(wanted, page[control.USED] > 0)
 
     def _ask(self, wanted: int, runs: bool) -> None:

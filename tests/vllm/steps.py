@@ -121,11 +121,21 @@ def mamba_spec(page):
 KINDS = {"full": full_spec, "window": window_spec, "mamba": mamba_spec}
 
 
+def kv_config(blocks, kinds, page):
+    """vLLM's configuration of a worker's KV cache with one layer of each kind, whose blocks have `page` bytes."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+    groups = [KVCacheGroupSpec([f"layer{i}"], KINDS[kind](page)) for i, kind in enumerate(kinds)]
+    # Groups overlay each other: a block belongs to one of them at a time.
+    tensors = [KVCacheTensor(size=blocks * page, layers=[f"layer{i}"], layer_stride=page * blocks, block_stride=page)
+               for i in range(len(kinds))]  # fmt: skip
+    return KVCacheConfig(blocks, tensors, groups)
+
+
 def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True, engine=None, drafts=0, ranks=1,
                    batch=64):  # fmt: skip
     """A scheduler of vLLM's as vMem extends it, for a model with one layer of each kind."""
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
     from vllm.v1.structured_output import StructuredOutputManager
 
     (folder / "config.json").write_text(json.dumps(dict(
@@ -143,11 +153,7 @@ def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True,
                         device_config=DeviceConfig(device="cpu"))  # fmt: skip
     config.parallel_config.tensor_parallel_size = ranks
     cache.num_gpu_blocks = blocks
-    groups = [KVCacheGroupSpec([f"layer{i}"], KINDS[kind](page)) for i, kind in enumerate(kinds)]
-    # Groups overlay each other: a block belongs to one of them at a time.
-    tensors = [KVCacheTensor(size=blocks * page, layers=[f"layer{i}"], layer_stride=page * blocks, block_stride=page)
-               for i in range(len(kinds))]  # fmt: skip
-    kv = KVCacheConfig(blocks, tensors, groups)
+    kv = kv_config(blocks, kinds, page)
     kind = "AsyncScheduler" if asynchronous else "Scheduler"
     module = "async_scheduler" if asynchronous else "scheduler"
     name = doors.name_of("Scheduler", engine or uuid.uuid4().hex[:12], f"vllm.v1.core.sched.{module}.{kind}")
@@ -241,17 +247,22 @@ class Worker:
 
 
 class Engine:
-    """A scheduler and its workers, as vLLM's engine core joins them. page, pages: bytes of a block, and of a page."""
+    """A scheduler and its workers, as vLLM's engine core joins them.
+
+    page : bytes of a block. stages: of each worker, if they differ, the first of which the scheduler knows. pages: of a
+        page.
+    """
 
     def __init__(self, folder, blocks=400, kinds=("full", "window"), page=64 << 10, seed=3, depth=1, queue=2, ranks=1,
-                 slots=False, pages=64 << 10, **options):  # fmt: skip
-        self.scheduler, self.kv = make_scheduler(folder, blocks, kinds, page, ranks=ranks, **options)
+                 slots=False, pages=64 << 10, stages=(), **options):  # fmt: skip
+        stages = stages or [page] * ranks
+        self.scheduler, self.kv = make_scheduler(folder, blocks, kinds, stages[0], ranks=len(stages), **options)
         self.keeper = self.scheduler._vmem.keeper
         self.page, self.random, self.queue = self.scheduler._vmem.page, random.Random(seed), queue
         name, rank = self.page.path.stem.rsplit("-", 1)
         config = self.scheduler.vllm_config if slots else None
-        self.workers = [Worker(control.open_page(name, int(rank)), r, self.kv, kinds, page, depth, config,
-                               pages) for r in range(ranks)]  # fmt: skip
+        self.workers = [Worker(control.open_page(name, int(rank)), r, kv_config(blocks, kinds, size), kinds, size,
+                               depth, config, pages) for r, size in enumerate(stages)]  # fmt: skip
         self.preempted = self.steps = 0
         self.every = lambda: None  # called before each step
         self.prompts = 1, 100  # tokens of prompts that begin anew

@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 import time
+from unittest import mock
 
 import pytest
 from steps import Engine
@@ -457,6 +458,36 @@ def test_two_workers_and_the_slower_one_counts(engine):
     assert e.workers[0].read == e.workers[1].read > 10_000
     e.idle()
     assert e.resident() == [e.cached()] * 2
+
+
+@pytest.mark.parametrize("stages", [(64 << 10, 128 << 10), (128 << 10, 64 << 10), (64 << 10, 64 << 10, 192 << 10)])
+def test_a_limit_is_that_of_the_stage_with_the_largest_blocks(engine, stages):
+    e = engine(kinds=("full",), stages=stages)
+    e.page[control.LIMIT] = most = 40 * max(stages)
+    e.run(40)
+    e.idle()
+    null = [e.page[control.NULL + w.memory._rank] for w in e.workers]
+    held = [max(w.resident) - n for w, n in zip(e.workers, null)]
+    assert most / 2 < max(held) <= most
+    assert e.page[control.BLOCK_BYTES] == e.keeper.block_bytes == max(stages)
+    assert maps_in_steps(e) == 0
+
+
+def test_a_stage_offers_the_bytes_of_its_own_blocks(engine, monkeypatch):
+    pool = dict(VMEM_VLLM_POOL=f"stages-{os.getpid()}", VMEM_VLLM_POOL_SIZE="24M")
+    for name, text in dict(VMEM_VLLM="1", **pool).items():
+        monkeypatch.setenv(name, text)
+    stages = 64 << 10, 192 << 10
+    e = engine(kinds=("full",), stages=stages)
+    e.every = lambda: [w.finish() for w in e.workers]  # fences pass
+    e.run(10)
+    assert maps_in_steps(e) == 0
+    e.page[control.OFFERED] = 10
+    for worker, size in zip(e.workers, stages):
+        offer = mock.Mock()
+        monkeypatch.setattr(worker.memory._blocks, "offer", offer)
+        worker.memory._between()
+        offer.assert_called_with(10 * size)
 
 
 def test_a_worker_that_does_not_see_the_page(engine):
