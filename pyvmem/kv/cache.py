@@ -638,6 +638,12 @@ class KVCache(_Owned):
         self._prefix_info(id)  # it is there
         _check(lib.vmem_kv_drop(self._use(), ffi.new("uint64_t *", id), 1, 2**64 - 1, 0, ffi.NULL))
 
+    def _new_hashes(self, tokens: int, max_tokens: int) -> "BlockHashes":
+        """The block hashes of a `PrefixCache`."""
+        from pyvmem.kv.hashes import BlockHashes
+
+        return BlockHashes(self, tokens, max_tokens)
+
     # ---- swapping -------------------------------------------------------------------------------------------
 
     def swap_size(self, slot: SupportsIndex) -> int:

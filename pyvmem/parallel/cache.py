@@ -465,6 +465,12 @@ class TensorParallelKVCache:
         fewest = self._vote(what, call, prefix, number=lambda pages: -(pages[0] << 31 | pages[1]))[1]
         return -fewest >> 31, -fewest & (1 << 31) - 1
 
+    def _new_hashes(self, tokens: int, max_tokens: int) -> "TensorParallelBlockHashes":
+        """The block hashes of a `PrefixCache`."""
+        from pyvmem.parallel.hashes import TensorParallelBlockHashes
+
+        return TensorParallelBlockHashes(self, tokens, max_tokens)
+
     def swap_in(self, slot: SupportsIndex, *, dry: bool = False) -> bool:
         """As `KVCache.swap_in`, on every rank or on none."""
         if dry:

@@ -172,8 +172,9 @@ def prefix_cache(tp, device, starved):
         assert prefixes.step([tokens if s == slot else 0 for s in range(SLOTS)])
         prefixes.insert(slot, prompt[:tokens])
         tp.free(slot)
-    same(device, prefixes.evict(2), len(prefixes))
+    same(device, prefixes.match(prompt)[1], prefixes.evict(2), prefixes.hits, prefixes.hit_tokens)
     prefixes.clear()
+    same(device, prefixes.match(prompt)[1])
 
 
 def zero_ends(context, device, world):

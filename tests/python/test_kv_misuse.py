@@ -122,9 +122,10 @@ def test_what_is_no_prefix_or_specification_is_named(cache):
         KVCache(None, 1, 10, MIB, backend="host", name=None)
     with pytest.raises(TypeError, match="specs must be a list of TensorSpec, not of 7"):
         KVCache([7], 1, 10, MIB, backend="host", name=None)
+    prefixes = PrefixCache(cache)
     for wrong in (None, 5, "abc", [[1, 2]], [[1], [2, 3]], [1.5]):
         with pytest.raises(TypeError, match="tokens must be a sequence of integers"):
-            PrefixCache(cache).alloc(wrong)
+            prefixes.alloc(wrong)
     assert cache.stats().active_slots == 0
 
 
