@@ -1,9 +1,9 @@
 // The contract between a pool and its members.
 //
-// A pool (pool/) divides one budget among its members. A member is anything that holds pages within a budget: today a KV
-// cache. Neither includes the other's headers. The pool knows a member by a table of functions, struct vmem__member_ops,
-// and a member knows its pool by another, struct vmem__lender. A file pool/join_*.c brings the two together for each type
-// of member.
+// A pool (pool/) divides one budget among its members. A member is anything that holds pages within a budget: a KV
+// cache, or numbered blocks. Neither includes the other's headers. The pool knows a member by a table of functions,
+// struct vmem__member_ops, and a member knows its pool by another, struct vmem__lender. A file pool/join_*.c brings the
+// two together for each type of member.
 //
 // What a member must do:
 // - It keeps its own budget, in pages of its own size, and never has more pages than that, those in the making included.

@@ -1,4 +1,4 @@
-// KV caches as members of a pool: the calls of vmem_kv.h that name both.
+// KV caches as members of a pool: the calls of vmem_kv_pool.h that name both.
 //
 // SPDX-License-Identifier: MIT
 #include "core/struct.h"

@@ -75,7 +75,7 @@ struct kv_idle {
     uint64_t copied, size;
 };
 
-// What a slot's earlier step needed; equal: nothing.
+// Pages of a span, often those that an earlier step needed; equal: none.
 struct kv_past {
     uint32_t lo, hi;
 };
@@ -137,7 +137,7 @@ struct kv_refs {
     uint64_t shared;     // of these, with several holders
     uint64_t only;       // of these, held by prefixes alone
     uint64_t evictable;  // of these, by runs that can be evicted
-    bool keeps;          // memory that is short evicts no run
+    bool keeps;          // only vmem_kv_drop evicts runs, not memory that is short
 };
 
 // Parts of spans to back, and the lists for that.
@@ -247,7 +247,6 @@ struct kv_runs {
     uint64_t cap_found;
     uint32_t n_found;
     bool ordered; // there have been runs that can be evicted
-    bool manual;  // only vmem_kv_drop evicts them
 };
 
 // Pages without a run or a slot, which the worker releases.

@@ -45,7 +45,7 @@ int vmem__kv_check_books(vmem_kv *kv)
     kv->ledger.ceiling = KV_MAX(kv->ledger.held, kv->ledger.budget);
     if (kv->ledger.disturbed)
         return vmem__error(-EFAULT, "the background thread changed how many pages are fixed");
-    uint32_t in_state[5] = {0};
+    uint32_t in_state[KV_STATES] = {0};
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         if (sl->steady && (sl->fresh || sl->state != VMEM_KV_ACTIVE))
@@ -116,10 +116,9 @@ int vmem__kv_check_books(vmem_kv *kv)
                            ", %" PRIu64 ", %" PRIu64 " and %" PRIu64,
                            pages + kv->ledger.pending, slots, only, shared, kv->ledger.held, refs, kv->refs.only,
                            kv->refs.shared);
-    for (uint32_t i = 0; i < 5; i++)
+    for (uint32_t i = 0; i < KV_STATES; i++)
         if (in_state[i] != kv->in_state[i])
             return vmem__error(-EFAULT, "%u slots are %s, not %u", in_state[i], vmem__kv_state_name((uint8_t)i),
                                kv->in_state[i]);
-    int rc = vmem__kv_check_runs(kv);
-    return rc;
+    return vmem__kv_check_runs(kv);
 }

@@ -25,7 +25,6 @@ int vmem__kv_clear_slot(vmem_kv *kv, uint32_t slot)
     return 0;
 }
 
-// Copies the first `bytes` bytes of one page for each tensor of the group. These pages need not be mapped anywhere.
 int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pages, uint64_t stride, bool to_scratch,
                         uint32_t slot, uint32_t page, uint64_t bytes)
 {

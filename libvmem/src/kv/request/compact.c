@@ -138,7 +138,6 @@ static int move(vmem_kv *kv, const struct row *rows, uint64_t n, uint64_t *moved
     return rc;
 }
 
-// Compacts a portion. *moved is how many pages.
 int vmem__kv_compact(vmem_kv *kv, uint64_t *moved)
 {
     uint64_t all, overhead, n;

@@ -79,7 +79,7 @@ static bool doom(vmem_kv *kv, const struct kv_cut *c)
     return true;
 }
 
-uint64_t vmem__kv_evictable(const vmem_kv *kv) { return kv->runs.manual ? 0 : kv->refs.evictable; }
+uint64_t vmem__kv_evictable(const vmem_kv *kv) { return kv->refs.keeps ? 0 : kv->refs.evictable; }
 
 static int evict_one(vmem_kv *kv, struct kv_cut *c, uint32_t i)
 {
@@ -137,14 +137,14 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
     int rc = 0;
     if (flags & ~(VMEM_KV_UNUSED | VMEM_KV_NEXT))
         return vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
-    if (flags & VMEM_KV_NEXT && runs)
-        return vmem__error(-EINVAL, "runs must be NULL with VMEM_KV_NEXT");
-    if (n && !runs && !(flags & VMEM_KV_NEXT))
-        return vmem__error(-EINVAL, "runs must not be NULL");
     if (flags & VMEM_KV_NEXT) {
+        if (runs)
+            return vmem__error(-EINVAL, "runs must be NULL with VMEM_KV_NEXT");
         *freed = evict(kv, n, most_pages);
         return 0;
     }
+    if (n && !runs)
+        return vmem__error(-EINVAL, "runs must not be NULL");
     // Slots that were freed may still map the pages. The worker unmaps each slot at once, and then releases the pages.
     // To release them here would unmap page by page, and the next step would wait for it.
     const bool later = kv->turn.has_worker;

@@ -74,7 +74,7 @@ static int check_mode(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, boo
     bool some = false;
     for (size_t i = 0; i < n; i++)
         some |= runs[i].priority < VMEM_KV_RUN_KEEP;
-    if (some && kv->runs.ordered && kv->runs.manual != manual)
+    if (some && kv->runs.ordered && kv->refs.keeps != manual)
         return vmem__error(-EINVAL,
                            "flags: either all runs of a cache are evicted only when they are dropped, or none");
     return 0;
@@ -185,7 +185,7 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
         if (made[i]) {
             if (runs[i].priority < VMEM_KV_RUN_KEEP && !kv->runs.ordered) {
                 kv->runs.ordered = true;
-                kv->runs.manual = kv->refs.keeps = manual;
+                kv->refs.keeps = manual;
             }
             at = make(kv, &runs[i], made[i], flags & VMEM_KV_RUN_REPORT);
         }
