@@ -82,14 +82,18 @@ class SchedulerMemory:
         control.claim(page)
         self._neighbours = lease.Neighbours(page)
         self._short = False  # whether requests wait for other engines' memory, and none runs
-        block = geometry.bytes_of(config) // config.num_blocks
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        columns = (page.cells[word : word + ranks].tolist() for word in (control.OWN_BLOCK, control.NULL))
+        own, null = map(max, columns)  # of the worker that has the largest blocks, if they are there
+        block = own or geometry.bytes_of(config) // config.num_blocks
         self.keeper = Keeper(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
                              low_of(vllm_config, config), ranks)  # fmt: skip
-        needs = self.keeper.least * block + page[control.NULL]
-        if chosen.pool_size and needs > chosen.pool_size:
-            raise refuse.Refused(f"VMEM_VLLM_POOL_SIZE={chosen.pool_size}: a request of the greatest length needs "
-                                 f"{needs} bytes of a worker; lower --max-model-len")  # fmt: skip
+        needs = self.keeper.least * block + null
+        pool = chosen.pool_size or page[control.POOL_BYTES]  # that of the pool which the workers have found
+        if chosen.pool and 0 < pool < needs:
+            raise refuse.Refused(f"VMEM_VLLM_POOL={chosen.pool}: a request of the greatest length needs {needs} bytes "
+                                 f"of a worker, and the pool has {pool}; lower --max-model-len, or raise "
+                                 "VMEM_VLLM_POOL_SIZE")  # fmt: skip
         self._sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
         self._tokens = 0  # of a step, while the scheduler is told to schedule none
         self._drafts = drafts_of(vllm_config)

@@ -152,9 +152,16 @@ class WorkerMemory:
         try:
             self._pool = open_pool(context)
             self._pool_size, self._share = self._pool.budget, (asked.minimum, asked.maximum)
+            self._page[control.POOL_BYTES + self._rank] = self._pool_size
+            if asked.minimum > self._pool_size:
+                raise refuse.Refused(f"VMEM_VLLM_MIN={asked.minimum} is over the {self._pool_size} bytes of "
+                                     f"VMEM_VLLM_POOL={asked.pool}")  # fmt: skip
             self._blocks.join(self._pool, name=f"vllm {os.getpid()}", min=asked.minimum, max=asked.maximum)
+        except refuse.Refused:
+            raise
         except (OSError, ValueError, MemoryError) as error:
-            raise refuse.Refused(f"VMEM_VLLM_POOL={asked.pool}: {error} (or unset VMEM_VLLM_POOL)") from error
+            size = f"VMEM_VLLM_POOL_SIZE {f'is {asked.pool_size}' if asked.pool_size else 'is not set'}"
+            raise refuse.Refused(f"VMEM_VLLM_POOL={asked.pool}: {error}; {size} (or unset VMEM_VLLM_POOL)") from error
 
     def _back_null(self, size: int) -> None:
         """Back block 0. In a pool, the other members may have to give its bytes first, and have them in use now."""

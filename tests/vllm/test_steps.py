@@ -1,6 +1,7 @@
 """The keeper and the pages on vLLM's own scheduler: every row that attention can read is read back, in every step."""
 
 import collections
+import contextlib
 import itertools
 import os
 import threading
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 from steps import Engine
 
+from pyvmem.kv.pool import KVPool
 from pyvmem.vllm import control, keeper, refuse, slots
 
 
@@ -375,11 +377,37 @@ def test_an_engine_starts_in_a_pool_that_another_has_filled(engine, monkeypatch)
     assert maps_in_steps(one) == maps_in_steps(two) == 0
 
 
+def in_pool(monkeypatch, name, **settings):
+    name = f"{name}-{os.getpid()}"
+    for variable, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=name, **settings).items():
+        monkeypatch.setenv(variable, text)
+    return name
+
+
 def test_a_pool_must_hold_a_request_of_the_greatest_length(engine, monkeypatch):
-    for name, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=f"small-{os.getpid()}", VMEM_VLLM_POOL_SIZE="1M").items():
-        monkeypatch.setenv(name, text)
-    with pytest.raises(refuse.Refused, match=r"VMEM_VLLM_POOL_SIZE=1048576: .* needs [0-9]+ bytes .* --max-model-len"):
+    says = "VMEM_VLLM_POOL=small-.* needs [0-9]+ bytes .* has 1048576; .* raise VMEM_VLLM_POOL_SIZE"
+    in_pool(monkeypatch, "small", VMEM_VLLM_POOL_SIZE="1M")
+    with pytest.raises(refuse.Refused, match=says):
         engine(kinds=("full",))
+    monkeypatch.delenv("VMEM_VLLM_POOL_SIZE")  # somebody else has made it
+    control.open_page("small", 0)[control.POOL_BYTES] = 1 << 20
+    with pytest.raises(refuse.Refused, match=says):
+        engine(kinds=("full",), engine="small")
+
+
+@pytest.mark.parametrize(
+    "name, settings, says",
+    [
+        ("none", dict(), "there is no pool .*; VMEM_VLLM_POOL_SIZE is not set"),
+        ("other", dict(VMEM_VLLM_POOL_SIZE="16M"), "has 8388608.*; VMEM_VLLM_POOL_SIZE is 16777216"),
+        ("less", dict(VMEM_VLLM_MIN="9M"), "VMEM_VLLM_MIN=9437184 is over the 8388608 bytes of VMEM_VLLM_POOL=less"),
+    ],
+)
+def test_what_an_engine_says_of_a_pool_that_is_not_its_own(engine, monkeypatch, name, settings, says):
+    named = in_pool(monkeypatch, name, **settings)
+    with contextlib.nullcontext() if name == "none" else KVPool(8 << 20, name=named):
+        with pytest.raises(refuse.Refused, match=says):
+            engine(kinds=("full",))
 
 
 def test_a_maximum_counts_as_what_a_request_of_the_greatest_length_needs(engine, monkeypatch):
