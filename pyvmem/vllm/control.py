@@ -33,9 +33,9 @@ RING = 1 << 15  # words
 
 # What the owner sets. Sizes in bytes; 0 means "not set" for all but LIMIT.
 _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
-# What the scheduler publishes. Blocks, unless it says otherwise.
+# What the scheduler publishes. Blocks, unless it says otherwise; WAITED: microseconds that steps waited for blocks.
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
- PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED) = range(16, 38)  # fmt: skip
+ PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED) = range(16, 39)  # fmt: skip
 _MAKER, _MAKER_STARTED = 62, 63  # the process that made the page, which may be a worker
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
@@ -230,6 +230,8 @@ class Engine:
         Steps so far, preemptions, and orders for which there was no memory.
     lent : bool
         Whether the engine has lent everything, as LEND asks for.
+    waited : float
+        Seconds that steps have waited for blocks on their way.
     """
 
     name: str
@@ -255,6 +257,7 @@ class Engine:
     preempted: int
     refused: int
     lent: bool
+    waited: float
 
     @classmethod
     def of(cls, name: str, rank: int, page: Page) -> Engine:
@@ -266,6 +269,7 @@ class Engine:
             page[MIN], page[MAX], page[PRIORITY], page[LEAST] * block, page[ALLOWED] * block, page[USED] * block,
             page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, int(page.boards(ranks)[:, HELD].max()),
             most[RESIDENT], most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
+            page[WAITED] / 1e6,
         )  # fmt: skip
 
 

@@ -279,6 +279,14 @@ class Keeper:
             free.append(self._in_largest(rank, page.cells[control.POOL_FREE + rank] + unused))
         return int(min(free)) // self.block_bytes
 
+    def soon_there(self, need: int) -> bool:
+        """Whether blocks that are not spare come without that other engines give any up."""
+        return not self.page.cells[control.POOL] or self._room() >= max(need - self.spare, self._n_coming)
+
+    def asked(self) -> bool:
+        """Whether other engines of the pool ask for blocks that circulate here."""
+        return self._left_bytes() < self.circulating * self.block_bytes
+
     def grows(self) -> bool:
         """Whether blocks are on their way or may be ordered."""
         return bool(self._coming) or self.circulating < self.allowed()
@@ -295,10 +303,12 @@ class Keeper:
         """Wait until `need` blocks are spare, until workers have backed what was ordered, or for so many seconds."""
         if not self.page.attached(self.ranks):
             return  # their answers are not seen
-        end = time.monotonic() + seconds
-        while self.spare < need and self._coming and time.monotonic() < end:
+        begin = now = time.monotonic()
+        while self.spare < need and self._coming and now < begin + seconds:
             time.sleep(1e-4)
             self._enter()
+            now = time.monotonic()
+        self.page[control.WAITED] += int(1e6 * (now - begin))
 
     def evict_ahead(self, n: int) -> None:
         """Make vLLM forget what is least recently used, if fewer than `n` / 2 blocks are spare and no more may come.
@@ -379,13 +389,17 @@ class Keeper:
         return [i for i in self._queue.front if spare[page := self._out.page_of(i)] == self._out.inside(page)]
 
     def _want(self, n: int) -> None:
-        if n > 0 and self._out and time.monotonic() >= self._retry:
+        if n > 0 and self._out and (time.monotonic() >= self._retry or self._found(n)):
             n, pages = min(n, self._most_order), self.total
             if self._out.shared:
                 pages = min(self._most_bytes(), self._left_bytes()) // self._out.span - self._out.pages
                 short = self.least - self.circulating - self._n_coming
                 n, pages = min(n, short) if pages < 0 else n, max(pages, short)
             self._order += self._out.take(n, pages)
+
+    def _found(self, n: int) -> bool:
+        """Whether the pool has so many blocks by now, after an order that was refused."""
+        return bool(self.page.cells[control.POOL]) and self._room() >= n
 
     def _enter(self) -> None:
         while self._coming:

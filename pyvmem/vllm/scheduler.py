@@ -20,6 +20,7 @@ from pyvmem.vllm.waiting import waiting
 logger = logging.getLogger("vllm.vmem")
 
 LOOK = 0.05  # seconds between looks at the control page while no step runs
+ASKED = 0.005  # and at what other engines of the pool ask for
 BUSY = 0.2  # and while steps run, which look themselves: a thread that wakes up delays them
 IDLE = 0.3  # seconds without requests after which spare blocks lose their pages
 LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory that is lent
@@ -120,12 +121,15 @@ class SchedulerMemory:
             need, whole = self._need(wait)
             if not running or whole <= keeper.low:
                 need = max(need, whole)  # else the running ones go on meanwhile
-        if need > keeper.spare:
-            keeper.await_blocks(need, AWAIT)
+        must = need
+        if need > keeper.spare and not keeper.soon_there(need):
+            must = self._for_running()  # others have to give blocks up first: what is cached here serves meanwhile
+        if must > keeper.spare:
+            keeper.await_blocks(must, AWAIT)
         keeper.before(max(need, whole), not running and (need > keeper.spare or not wait))
         if self._in_slots:
             keeper.evict_ahead(min(keeper.low, keeper.ready()))
-        if keeper.lacks(need):
+        if keeper.lacks(must):
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
             self._tokens, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, 0
 
@@ -149,6 +153,11 @@ class SchedulerMemory:
             if not left:
                 break
         return min(need, self.keeper.low), whole
+
+    def _for_running(self) -> int:
+        """Blocks for which the running requests must wait: 0 if there are enough for them, cached ones included."""
+        need = self._need([])[0]
+        return need if need > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 0
 
     @property
     def _one_each(self) -> int:
@@ -234,16 +243,24 @@ class SchedulerMemory:
             self.keeper.between(True)
             self._publish()
 
+    def _rest(self, steps: bool) -> None:
+        """Wait until it is time to look, or until there is something to do. steps: whether steps run."""
+        pause = BUSY if steps else LOOK
+        end = time.monotonic() + pause
+        # While no step runs, requests of other engines of the pool may wait for what is cached here.
+        while not self._wake.wait(ASKED if self.page.cells[control.POOL] and not steps else pause):
+            if time.monotonic() >= end or self.keeper.asked():
+                return
+
     def _tend(self) -> None:
-        failure, pause = "", LOOK
+        failure, steps = "", False
         while True:
-            self._wake.wait(pause)
+            self._rest(steps)
             self._wake.clear()
             if self._stop:
                 return
             try:
                 steps = time.monotonic() - self._busy < LOOK and self._scheduler.has_unfinished_requests()
-                pause = BUSY if steps else LOOK
                 if steps:
                     continue
                 with self.lock:

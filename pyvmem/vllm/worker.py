@@ -28,6 +28,7 @@ from pyvmem.vllm.orders import StepOrders
 logger = logging.getLogger("vllm.vmem")
 
 POLL = 0.02  # seconds between looks at the ring
+LOOK = 0.005  # and in a pool at whether there is something new
 BUSY = 0.1  # and while steps run, which look themselves: a thread that wakes up delays them
 START = 60.0  # seconds in which an engine that starts gets the memory of block 0 from the other members of a pool
 ASK, GIVE = 0.06, 0.2  # seconds in which an engine that runs requests asks others for memory, and then gives
@@ -321,9 +322,21 @@ class WorkerMemory:
 
     def _poll(self) -> None:
         finished = 0
-        while not self._stop.wait(POLL if self._pool or finished == self._finished else BUSY):
+        while not self._stop.is_set():
+            self._rest(finished != self._finished)
             finished = self._finished
             self._look()
+
+    def _rest(self, steps: bool) -> None:
+        """Wait until it is time to look again. In a pool, that is when the scheduler has given blocks up or wants some.
+
+        steps: whether steps run, which look themselves.
+        """
+        pause, cells = BUSY if steps and not self._pool else POLL, self._page.cells
+        end, known = time.monotonic() + pause, (cells[control.POSITION], cells[control.WANTED])
+        while not self._stop.wait(LOOK if self._pool and not steps else pause):
+            if time.monotonic() >= end or (cells[control.POSITION], cells[control.WANTED]) != known:
+                return
 
     def _look(self) -> None:
         """What is done between steps."""

@@ -332,6 +332,62 @@ def test_in_a_pool_what_is_kept_ready_takes_no_memory_of_others(engine):
     assert e.keeper.spare > 90
 
 
+def test_in_a_pool_no_step_waits_for_what_others_must_give_while_it_has_enough(engine, monkeypatch):
+    e = engine()
+    e.run(20)
+    e.page[control.POOL] = 1
+    e.keeper._room = lambda: 0
+    if e.keeper.spare:
+        e.keeper.leave(e.keeper.spare)  # all that is left is cached
+    assert e.keeper.spare == 0 and e.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > 100
+    monkeypatch.setattr(e.page, "answer", lambda order, rank: -1)  # the others do not give
+    waited, held = e.page[control.WAITED], []
+    e.every = lambda: held.append(bool(e.scheduler._vmem._tokens))
+    e.answer(e.requests(2))
+    assert e.keeper.coming  # it has asked
+    assert e.page[control.WAITED] == waited and not any(held) and maps_in_steps(e) == 0
+
+
+def test_after_a_refusal_blocks_are_ordered_when_the_pool_has_them(engine):
+    e = engine()
+    e.page[control.POOL], room = 1, 0
+    e.keeper._room = lambda: room
+    e.keeper._retry = time.monotonic() + 3600
+    e.keeper._want(5)
+    assert not e.keeper._order
+    room = 5
+    e.keeper._want(5)
+    assert len(e.keeper._order) == 5
+
+
+def test_an_idle_engine_of_a_pool_gives_what_others_ask_for_without_delay(engine, monkeypatch):
+    monkeypatch.setattr("pyvmem.vllm.scheduler.LOOK", 3600)  # seconds
+    for name, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=f"asks-{os.getpid()}", VMEM_VLLM_POOL_SIZE="8M").items():
+        monkeypatch.setenv(name, text)
+    e = engine(kinds=("full",))
+    e.run(20)
+    assert e.keeper.circulating > 60
+    asked, end = e.page[control.NULL] + 50 * e.keeper.block_bytes, time.monotonic() + 60
+    while e.keeper.circulating > 50 or e.page[control.RING_DONE] < e.page[control.POSITION]:
+        assert time.monotonic() < end, (e.keeper.circulating, e.page[control.POSITION], e.page[control.RING_DONE])
+        e.workers[0].memory._board[control.SHRINK_TO] = asked  # libvmem writes the board again when it becomes idle
+        time.sleep(0.01)
+
+
+def test_an_idle_worker_of_a_pool_sees_at_once_what_its_scheduler_wants(engine, monkeypatch):
+    for name, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=f"wants-{os.getpid()}", VMEM_VLLM_POOL_SIZE="8M").items():
+        monkeypatch.setenv(name, text)
+    e = engine(kinds=("full",))
+    monkeypatch.setattr("pyvmem.vllm.worker.POLL", 3600)  # seconds
+    rests = threading.Thread(target=e.workers[0].memory._rest, args=(False,), daemon=True)
+    rests.start()
+    end = time.monotonic() + 60
+    while rests.is_alive():
+        assert time.monotonic() < end
+        e.page[control.WANTED] += 1
+        rests.join(0.01)
+
+
 def test_engines_of_a_pool_serve_at_one_time_what_it_holds_once(engine, monkeypatch):
     for name, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=f"steps-{os.getpid()}", VMEM_VLLM_POOL_SIZE="8M").items():
         monkeypatch.setenv(name, text)
