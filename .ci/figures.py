@@ -56,7 +56,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     return [
         ("vllm", 600, [*vllm, "4", *llama, *loads]),
         ("vllm-blocks-outermost", 600, outermost),
-        ("vllm-bursts", 900, bursts),
+        ("vllm-bursts", 1100, bursts),
         *([("vllm-two-gpus", 600, two)] if torch.cuda.device_count() > 1 else ()),
         ("vllm-slots", 600, [*vllm, "4", "--layout", "slots", *llama, *loads]),
         ("vllm-windows", 400, [*vllm, "2", "--model", "gemma-3-4b", *some]),

@@ -50,6 +50,17 @@ def seconds(text: str) -> float:
     return value
 
 
+def positive(text: str) -> float:
+    """A number over 0, such as 7.5."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number over 0")
+    return value
+
+
 def input_file(text: str) -> str:
     """A file that can be read."""
     try:

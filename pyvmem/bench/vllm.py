@@ -23,7 +23,7 @@ import numpy as np
 
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.records import Record, Samples
-from pyvmem.bench.vllm_engine import SHAPES
+from pyvmem.bench.vllm_engine import SHAPES, model_name
 from pyvmem.bench.vllm_plots import draw
 from pyvmem.vllm.settings import LAYOUTS
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 OWN, ON_VMEM = "vLLM", "vLLM on vMem"
+SETTINGS = ("alone", "room", "thirds", "pool")  # of --bursts
 TRACES = {
     "azure": "the Azure conversation trace",
     "code": "the Azure code trace",
@@ -46,6 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     whole = argtypes.whole(1)
     group.add_argument(
         "--model",
+        type=model_name,
         default="llama-3-8b",
         metavar="SHAPE[:LAYERS]|PATH",
         help=f"{', '.join(SHAPES)}, with random weights and all or some layers, or a model's path (llama-3-8b)",
@@ -90,8 +92,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bursts",
         action="store_true",
-        help="three engines on vMem under bursts that alternate and overlap: alone, in static thirds, and in one pool",
+        help="three engines on vMem under bursts that alternate and overlap: alone, with room for all, in static "
+        "thirds, and in one pool",
     )
+    group.add_argument(
+        "--setting",
+        action="append",
+        choices=SETTINGS,
+        help="of --bursts: repeat for more (all four)",
+    )
+    group.add_argument(
+        "--rate", type=argtypes.positive, metavar="N",
+        help="of --bursts: requests a second that one engine serves alone, as another run has measured it",
+    )  # fmt: skip
     group.add_argument(
         "--kernels",
         action="store_true",
@@ -201,11 +214,16 @@ class Engines:
         self._device = device
         self.records: list[Record] = []
         self.raw: list[Any] = []  # of every turn
-        self.engines = self.start(log)
-        for name, engine in self.engines.items():
+        self.engines: dict[str, Engine] = {}
+        self._open(self.start(log))
+
+    def _open(self, engines: dict[str, Engine], what: str = "start") -> None:
+        """Wait until these engines have started. what: the metric of that time."""
+        self.engines = engines
+        for name, engine in engines.items():
             answer = engine.answer()
-            self._add(name, "start", "s", answer["started"])
-            self._keep(engine=name, load="start", **answer)
+            self._add(name, what, "s", answer["started"])
+            self._keep(engine=name, load=what, **answer)
 
     def start(self, log: Any) -> dict[str, Engine]:
         """The engines by name."""
@@ -328,6 +346,8 @@ def run(session: Session) -> list[Record]:
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError("vllm needs vLLM: pip install vllm", name="vllm")
     chosen = loads(args)
+    if (args.setting or args.rate) and not args.bursts:
+        raise ValueError("--setting and --rate are for --bursts")
     if args.pair:
         from pyvmem.bench.vllm_pair import Pair
 

@@ -5,6 +5,7 @@ The parent starts it with ``VMEM_VLLM`` 0 or 1, and with the numbers of two pipe
 SPDX-License-Identifier: MIT
 """
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -51,6 +52,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 def known(model: str) -> bool:
     """Whether it is a name of `SHAPES`, perhaps with a number of layers (llama-3-8b:16)."""
     return model.partition(":")[0] in SHAPES
+
+
+def model_name(text: str) -> str:
+    """A type of argument: a name of `SHAPES`, perhaps with a number of layers, or a path."""
+    name, colon, layers = text.partition(":")
+    if colon and name in SHAPES:
+        most = SHAPES[name]["num_hidden_layers"]
+        if not (layers.isdecimal() and 1 <= int(layers) <= most):
+            raise argparse.ArgumentTypeError(f"{text!r} must have 1 to {most} layers, as in {name}:{most // 2}")
+    return text
 
 
 def write_config(folder: Any, shape: str, max_model_len: int) -> None:
@@ -153,7 +164,7 @@ def own_engine() -> Any:
     return own[0] if own else None
 
 
-_told: collections.Counter[str] = collections.Counter()
+_told: dict[str, float] = collections.defaultdict(float)
 
 
 def kv_state() -> Any:
@@ -162,7 +173,7 @@ def kv_state() -> Any:
     if engine is None:
         return None
     state = dataclasses.asdict(engine[0])
-    for count in ("step_maps", "steps", "preempted", "refused"):
+    for count in ("step_maps", "steps", "preempted", "refused", "waited"):
         state[count], _told[count] = state[count] - _told[count], state[count]
     return state
 
@@ -183,6 +194,7 @@ class Request:
         self.at: list[float] = []  # when each of its tokens came
         self.tokens: list[int] = []
         self.cached = 0  # prompt tokens from the prefix cache
+        self.queued = 0.0  # seconds in vLLM's queue until it was first scheduled
 
     @property
     def first(self) -> float:
@@ -228,6 +240,9 @@ def serve(
             request.tokens += fresh
             request.at += [now] * len(fresh)
             request.cached = output.num_cached_tokens or request.cached
+            times = getattr(output, "metrics", None)
+            if times and times.scheduled_ts:
+                request.queued = times.scheduled_ts - times.queued_ts
             running -= output.finished
     return made
 
@@ -274,6 +289,7 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
         output=sum(len(r.tokens) for r in made),
         cached=sum(r.cached for r in made),
         ttft=[round(r.first, 6) for r in made],
+        queued=[round(r.queued, 6) for r in made],
         gaps=[[round(gap, 6) for gap in r.gaps] for r in made],
         preemptions=preemptions(llm) - preempted,
         peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv_after=kv_after, kv=state,

@@ -16,7 +16,7 @@ def arguments(**changes):
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
         code=None, offline=None, pair=False, bursts=False, raw=None, kernels=False, output=200,
-        warm_up=1, stop_after=None,
+        warm_up=1, stop_after=None, setting=None, rate=None,
     ), **changes})  # fmt: skip
 
 
@@ -121,7 +121,8 @@ class FakeEngine:
             self.limit = load["limit"]
             return load
         return dict(output=100 if self.limit == 1 << 30 else 60, seconds=1.0, cached=0, preemptions=0,
-                    tokens=[[1, 2], [3, len(self.asked)]], ttft=[0.5], gaps=[[0.25, 0.75]])  # fmt: skip
+                    tokens=[[1, 2], [3, len(self.asked)]], ttft=[0.5], gaps=[[0.25, 0.75]], queued=[0.125],
+                    kv=dict(preempted=1, refused=2, waited=0.25))  # fmt: skip
 
     def close(self):
         pass
@@ -163,17 +164,70 @@ def test_bursts_alternate_and_overlap():
         assert min(first, second) >= 90  # of 100
 
 
-def test_three_engines_alone_in_thirds_and_in_a_pool(monkeypatch, tmp_path):
-    monkeypatch.setattr(vllm_bursts, "Engine", FakeTold)
+def made_bursts(monkeypatch, **changes):
+    """Bursts, and the environments of the engines that they start."""
+    environments = []
+
+    class Engine(FakeTold):
+        def __init__(self, args, vmem, log, more=None, share=None):
+            environments.append(more)
+            super().__init__(args, vmem, log, more, share)
+
+    monkeypatch.setattr(vllm_bursts, "Engine", Engine)
+    return vllm_bursts.Bursts(arguments(**changes), "gpu", None), environments
+
+
+def test_three_engines_alone_with_room_in_thirds_and_in_a_pool(monkeypatch, tmp_path, capsys):
     raw = tmp_path / "raw.json"
-    bursts = vllm_bursts.Bursts(arguments(turns=1, raw=str(raw)), "gpu", None)
+    bursts, environments = made_bursts(monkeypatch, raw=str(raw))
+    raw = tmp_path / "raw.json"
     bursts.measure({"hot": dict(kind="hot", batch=12)})
+    assert environments[:3] == [{}] * 3 and all(e["VMEM_VLLM_POOL_SIZE"] == str(1 << 30) for e in environments[3:])
+    assert len(environments) == 6
     found = {r.metric: (r.median, r.n) for r in bursts.records}
-    assert found["hot, alone: output"] == found["hot, a pool: output"] == (100, 3)
+    assert len({(r.metric, r.backend) for r in bursts.records}) == len(bursts.records)
+    for how in ("alone", "room for all", "a pool"):
+        assert found[f"hot, {how}: output"] == (100, 3)
     assert found["hot, static thirds: output"] == (60, 3)
     assert found["hot, a pool, bursts that alternate: time to first token"] == (500, 3)
     turns = [t for t in json.loads(raw.read_text()) if t["load"] == "hot"]
-    assert [t["how"] for t in turns] == ["alone"] * 3 + ["static thirds"] * 3 + ["a pool"] * 3
+    assert [t["how"] for t in turns] == ["alone"] * 3 + ["room for all"] * 3 + ["static thirds"] * 3 + ["a pool"] * 3
+    assert found["hot, a pool, bursts that alternate: time in vLLM's queue"] == (125, 3)
+    over = "p99 of time to first token, over that with room for all"
+    assert found[f"hot, a pool, bursts that alternate: {over}"] == (1, 1)
+    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hot, ")]
+    assert len(printed) == 4 and "a pool, turn 1 of 1: time to first token, ms: 500 (p99 500)" in printed[3]
+    assert printed[3].endswith("3 preempted, 6 orders refused, steps waited 750 ms for blocks")
+
+
+@pytest.mark.parametrize("chosen, hows", [
+    (["pool"], ["a pool"]), (["thirds", "room"], ["room for all", "static thirds"]),
+])  # fmt: skip
+def test_some_settings_of_bursts_at_a_rate_that_is_known(monkeypatch, tmp_path, chosen, hows):
+    raw = tmp_path / "raw.json"
+    bursts, environments = made_bursts(monkeypatch, raw=str(raw), setting=chosen, rate=4.0)
+    bursts.measure({"hot": dict(kind="hot", batch=12)})
+    turns = [t for t in json.loads(raw.read_text()) if t["load"] == "hot"]
+    assert [t["how"] for t in turns] == [how for how in hows for _ in range(3)]
+    assert {t["burst"] for t in turns} == {12 / 6 / (0.5 * 4.0)}
+    assert [bool(e) for e in environments] == [chosen == ["pool"]] * 3
+
+
+def test_settings_of_bursts_need_bursts(monkeypatch, capsys):
+    find = vllm.importlib.util.find_spec
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: name == "vllm" or find(name))
+    assert cli.main(["bench", "vllm", "--setting", "pool", "--load", "hot"]) == 1
+    assert "--setting and --rate are for --bursts" in capsys.readouterr().err
+    for wrong in (["--setting", "halves"], ["--rate", "0"]):
+        with pytest.raises(SystemExit):
+            cli.main(["bench", "vllm", "--bursts", *wrong])
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b:x", "llama-3-8b:0", "llama-3-8b:33", "tiny:"])
+def test_a_wrong_number_of_layers_is_an_error_at_once(model, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "vllm", "--model", model])
+    assert f"argument --model: '{model}' must have 1 to " in capsys.readouterr().err
 
 
 def test_requests_come_when_they_arrive():
