@@ -25,7 +25,7 @@ def prompts_of(n=24, longest=500):
 class Child:
     """A forked process with VMEM_VLLM set or not, which calls `function`."""
 
-    def __init__(self, function, *args, vmem, seconds=300, environ=(), **kwargs):
+    def __init__(self, function, *args, vmem, seconds=600, environ=(), **kwargs):
         read, write = os.pipe()
         sys.stdout.flush()
         self.pid = os.fork()
