@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 #include <stdio.h>
 #include <sys/sysinfo.h>
+#include <unistd.h>
 
 #include "backend/host/memory.h"
 #include "checked.h"
@@ -316,6 +317,8 @@ static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
     int rc = fault() ? injected() : inner->arena_new(b, a);
     if (!rc && eager && (rc = inner->populate(b, a, 0, a->size)))
         inner->arena_free(b, a);
+    if (eager)
+        usleep(50); // a GPU's memory takes time: other calls come meanwhile
     if (!rc) {
         locked(true);
         add(arenas, a);
