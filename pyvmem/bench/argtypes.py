@@ -39,12 +39,17 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
     return number
 
 
+def _float(text: str) -> float:
+    """What float() reads, or nan, which lies in no range."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def seconds(text: str) -> float:
     """A time in seconds, such as 0.5."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _float(text)
     if not 0 <= value <= 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds between 0 and 1000000")
     return value
@@ -52,10 +57,7 @@ def seconds(text: str) -> float:
 
 def positive(text: str) -> float:
     """A number over 0, such as 7.5."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number over 0")
     return value

@@ -18,7 +18,9 @@ import contextlib
 import mmap
 import os
 import re
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,6 +176,14 @@ def _fresh() -> Words:
     words: Words = np.zeros(WORDS, np.int64)
     words[_MAGIC], words[_VERSION], words[LIMIT] = MAGIC, VERSION, NO_LIMIT
     return words
+
+
+def rest(event: threading.Event, seconds: float, look: float, stirred: Callable[[], bool]) -> None:
+    """Wait until the event is set, for so many seconds, or until `stirred`, which is asked every `look` seconds."""
+    end = time.monotonic() + seconds
+    while not event.wait(look):
+        if time.monotonic() >= end or stirred():
+            return
 
 
 def sweep() -> None:

@@ -246,11 +246,9 @@ class SchedulerMemory:
     def _rest(self, steps: bool) -> None:
         """Wait until it is time to look, or until there is something to do. steps: whether steps run."""
         pause = BUSY if steps else LOOK
-        end = time.monotonic() + pause
         # While no step runs, requests of other engines of the pool may wait for what is cached here.
-        while not self._wake.wait(ASKED if self.page.cells[control.POOL] and not steps else pause):
-            if time.monotonic() >= end or self.keeper.asked():
-                return
+        look = ASKED if self.page.cells[control.POOL] and not steps else pause
+        control.rest(self._wake, pause, look, self.keeper.asked)
 
     def _tend(self) -> None:
         failure, steps = "", False

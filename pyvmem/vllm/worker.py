@@ -333,10 +333,9 @@ class WorkerMemory:
         steps: whether steps run, which look themselves.
         """
         pause, cells = BUSY if steps and not self._pool else POLL, self._page.cells
-        end, known = time.monotonic() + pause, (cells[control.POSITION], cells[control.WANTED])
-        while not self._stop.wait(LOOK if self._pool and not steps else pause):
-            if time.monotonic() >= end or (cells[control.POSITION], cells[control.WANTED]) != known:
-                return
+        known = cells[control.POSITION], cells[control.WANTED]
+        look = LOOK if self._pool and not steps else pause
+        control.rest(self._stop, pause, look, lambda: (cells[control.POSITION], cells[control.WANTED]) != known)
 
     def _look(self) -> None:
         """What is done between steps."""
