@@ -490,6 +490,8 @@ static void driver_fails(void)
         // What is unmapped later is counted a moment after that.
         while (mapped() != (rc ? 3 : 11) || stats(b).held != mapped() * P)
             sched_yield();
+        OK(vmem_blocks_flush(b));
+        CHECK_EQ(stats(b).held, mapped() * P);
         OK(BACK(b, 0, 0, 1, 2, 3));
         vmem_blocks_destroy(b);
         CHECK_EQ(test_stats(ctx).created, 0);

@@ -109,6 +109,7 @@ static void *reader(void *arg)
         if (!reads++)
             reading++;
     }
+    CHECK(reads > 0);
     return NULL;
 }
 

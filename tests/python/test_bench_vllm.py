@@ -180,7 +180,6 @@ def made_bursts(monkeypatch, **changes):
 def test_three_engines_alone_with_room_in_thirds_and_in_a_pool(monkeypatch, tmp_path, capsys):
     raw = tmp_path / "raw.json"
     bursts, environments = made_bursts(monkeypatch, raw=str(raw))
-    raw = tmp_path / "raw.json"
     bursts.measure({"hot": dict(kind="hot", batch=12)})
     assert environments[:3] == [{}] * 3 and all(e["VMEM_VLLM_POOL_SIZE"] == str(1 << 30) for e in environments[3:])
     assert len(environments) == 6

@@ -58,14 +58,15 @@ def check_idle(on, whole=True):
 
 # vLLM's CPU kernels give a request without an adapter the last of the slots for adapters, so that one stays empty.
 ADAPTERS = dict(enable_lora=True, max_lora_rank=8, max_loras=2)
+N_GRAMS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
 CASES = {
     "llama": dict(),
     "qwen3": dict(),
     "gemma3": dict(),
     "no prefix cache": dict(model="llama", options=dict(enable_prefix_caching=False)),
-    "n-grams and adapters": dict(
-        model="llama", options=ADAPTERS, drafts=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
-    ),
+    "n-grams": dict(model="llama", drafts=N_GRAMS),
+    "adapters": dict(model="llama", options=ADAPTERS),
+    "n-grams and adapters": dict(model="llama", options=ADAPTERS, drafts=N_GRAMS),
     "eagle": dict(model="llama", drafts=dict(method="eagle", model="eagle", num_speculative_tokens=3)),
     "draft model": dict(model="llama", drafts=dict(method="draft_model", model="llama", num_speculative_tokens=3)),
     "mtp": dict(model="mimo", drafts=dict(method="mtp", num_speculative_tokens=2)),
@@ -99,7 +100,7 @@ IN_SLOTS = {
     "qwen3": dict(),
     "no prefix cache": dict(model="llama", options=dict(enable_prefix_caching=False)),
     "chunks off": dict(model="llama", options=dict(enable_chunked_prefill=False, max_num_batched_tokens=1024)),
-    **{case: CASES[case] for case in ("n-grams and adapters", "eagle", "draft model", "mtp")},
+    **{case: CASES[case] for case in ("n-grams", "adapters", "n-grams and adapters", "eagle", "draft model", "mtp")},
 }
 
 

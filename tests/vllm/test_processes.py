@@ -116,7 +116,7 @@ def server(start, model):
             get(f"http://127.0.0.1:{port}/health")
             break
         except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.5)
+            time.sleep(0.5)  # it loads the model; nothing else tells when it listens
     yield f"http://127.0.0.1:{port}"
     process.send_signal(signal.SIGTERM)
     process.wait(120)

@@ -332,6 +332,14 @@ def test_in_a_pool_what_is_kept_ready_takes_no_memory_of_others(engine):
     assert e.keeper.spare > 90
 
 
+def in_pool(monkeypatch, name, **settings):
+    """Engines made from now on are members of a pool of that name and this process: its whole name."""
+    name = f"{name}-{os.getpid()}"
+    for variable, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=name, **settings).items():
+        monkeypatch.setenv(variable, text)
+    return name
+
+
 def test_in_a_pool_no_step_waits_for_what_others_must_give_while_it_has_enough(engine, monkeypatch):
     e = engine()
     e.run(20)
@@ -362,8 +370,7 @@ def test_after_a_refusal_blocks_are_ordered_when_the_pool_has_them(engine):
 
 def test_an_idle_engine_of_a_pool_gives_what_others_ask_for_without_delay(engine, monkeypatch):
     monkeypatch.setattr("pyvmem.vllm.scheduler.LOOK", 3600)  # seconds
-    for name, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=f"asks-{os.getpid()}", VMEM_VLLM_POOL_SIZE="8M").items():
-        monkeypatch.setenv(name, text)
+    in_pool(monkeypatch, "asks", VMEM_VLLM_POOL_SIZE="8M")
     e = engine(kinds=("full",))
     e.run(20)
     assert e.keeper.circulating > 60
@@ -371,12 +378,11 @@ def test_an_idle_engine_of_a_pool_gives_what_others_ask_for_without_delay(engine
     while e.keeper.circulating > 50 or e.page[control.RING_DONE] < e.page[control.POSITION]:
         assert time.monotonic() < end, (e.keeper.circulating, e.page[control.POSITION], e.page[control.RING_DONE])
         e.workers[0].memory._board[control.SHRINK_TO] = asked  # libvmem writes the board again when it becomes idle
-        time.sleep(0.01)
+        time.sleep(0.01)  # the engine's threads give blocks up meanwhile; the deadline is above
 
 
 def test_an_idle_worker_of_a_pool_sees_at_once_what_its_scheduler_wants(engine, monkeypatch):
-    for name, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=f"wants-{os.getpid()}", VMEM_VLLM_POOL_SIZE="8M").items():
-        monkeypatch.setenv(name, text)
+    in_pool(monkeypatch, "wants", VMEM_VLLM_POOL_SIZE="8M")
     e = engine(kinds=("full",))
     monkeypatch.setattr("pyvmem.vllm.worker.POLL", 3600)  # seconds
     rests = threading.Thread(target=e.workers[0].memory._rest, args=(False,), daemon=True)
@@ -389,8 +395,7 @@ def test_an_idle_worker_of_a_pool_sees_at_once_what_its_scheduler_wants(engine, 
 
 
 def test_engines_of_a_pool_serve_at_one_time_what_it_holds_once(engine, monkeypatch):
-    for name, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=f"steps-{os.getpid()}", VMEM_VLLM_POOL_SIZE="8M").items():
-        monkeypatch.setenv(name, text)
+    in_pool(monkeypatch, "steps", VMEM_VLLM_POOL_SIZE="8M")
     one, two = engine(kinds=("full",)), engine(kinds=("full",))  # 128 blocks
     one.every = two.every = lambda: [w.finish() for w in one.workers + two.workers]  # fences pass
     for _ in range(2):
@@ -408,8 +413,7 @@ def test_engines_of_a_pool_serve_at_one_time_what_it_holds_once(engine, monkeypa
 
 
 def test_an_engine_starts_in_a_pool_that_another_has_filled(engine, monkeypatch):
-    for name, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=f"full-{os.getpid()}", VMEM_VLLM_POOL_SIZE="8M").items():
-        monkeypatch.setenv(name, text)
+    in_pool(monkeypatch, "full", VMEM_VLLM_POOL_SIZE="8M")
     one = engine(kinds=("full",))
     one.run(60)
     blocks = one.workers[0].memory._blocks
@@ -431,13 +435,6 @@ def test_an_engine_starts_in_a_pool_that_another_has_filled(engine, monkeypatch)
     one.every = two.every = lambda: [w.finish() for w in one.workers + two.workers]
     two.run(10)
     assert maps_in_steps(one) == maps_in_steps(two) == 0
-
-
-def in_pool(monkeypatch, name, **settings):
-    name = f"{name}-{os.getpid()}"
-    for variable, text in dict(VMEM_VLLM="1", VMEM_VLLM_POOL=name, **settings).items():
-        monkeypatch.setenv(variable, text)
-    return name
 
 
 def test_a_pool_must_hold_a_request_of_the_greatest_length(engine, monkeypatch):
@@ -467,9 +464,7 @@ def test_what_an_engine_says_of_a_pool_that_is_not_its_own(engine, monkeypatch, 
 
 
 def test_a_maximum_counts_as_what_a_request_of_the_greatest_length_needs(engine, monkeypatch):
-    pool = dict(VMEM_VLLM_POOL=f"most-{os.getpid()}", VMEM_VLLM_POOL_SIZE="8M", VMEM_VLLM_MAX="256K")
-    for name, text in dict(VMEM_VLLM="1", **pool).items():
-        monkeypatch.setenv(name, text)
+    in_pool(monkeypatch, "most", VMEM_VLLM_POOL_SIZE="8M", VMEM_VLLM_MAX="256K")
     e = engine(kinds=("full",))
     e.every = lambda: [w.finish() for w in e.workers]
     e.prompts = 190, 195
@@ -558,9 +553,7 @@ def test_a_limit_is_that_of_the_stage_with_the_largest_blocks(engine, stages):
 
 
 def test_a_stage_offers_the_bytes_of_its_own_blocks(engine, monkeypatch):
-    pool = dict(VMEM_VLLM_POOL=f"stages-{os.getpid()}", VMEM_VLLM_POOL_SIZE="24M")
-    for name, text in dict(VMEM_VLLM="1", **pool).items():
-        monkeypatch.setenv(name, text)
+    in_pool(monkeypatch, "stages", VMEM_VLLM_POOL_SIZE="24M")
     stages = 64 << 10, 192 << 10
     e = engine(kinds=("full",), stages=stages)
     e.every = lambda: [w.finish() for w in e.workers]  # fences pass
