@@ -35,8 +35,6 @@ int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c);
 
 // ---- span.c
 
-// Sets slot->backed from its spans.
-void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot);
 // Where the part of a span ends that serves a step up to page `hi`. In a slot without rows, pages that go together go
 // if the step asks for some of them only: it gets others.
 uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
@@ -86,7 +84,7 @@ static inline int64_t kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t gr
     return kv_at_own_end(s, to) ? ((int64_t)to.hi - s->fix_hi) * kv->groups[group].n
                                 : vmem__kv_fix_delta(kv, slot, group, to);
 }
-// Changes a span, and with it its fixed part.
+// Changes a span, and with it its fixed part and what of the slot is backed.
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now);
 // After a change of what kernels access, or of the slot's state: brings the fixed parts up to date.
 void vmem__kv_book(vmem_kv *kv, uint32_t slot);

@@ -14,18 +14,6 @@ uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint3
     return hi;
 }
 
-void vmem__kv_set_backed(vmem_kv *kv, uint32_t slot)
-{
-    kv->slots[slot].steady = 0;
-    uint32_t backed = kv->max_tokens;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_span *s = kv_span(kv, slot, i);
-        const uint32_t rows = s->lo < s->hi ? kv_rows_before(kv, &kv->groups[i], s->hi) : 0;
-        backed = KV_MIN(backed, rows);
-    }
-    kv->slots[slot].backed = backed;
-}
-
 bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot)
 {
     bool some = false;
@@ -109,11 +97,24 @@ void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
     s->fix_hi = to.hi;
 }
 
+static void set_backed(vmem_kv *kv, uint32_t slot)
+{
+    kv->slots[slot].steady = 0;
+    uint32_t backed = kv->max_tokens;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *s = kv_span(kv, slot, i);
+        const uint32_t rows = s->lo < s->hi ? kv_rows_before(kv, &kv->groups[i], s->hi) : 0;
+        backed = KV_MIN(backed, rows);
+    }
+    kv->slots[slot].backed = backed;
+}
+
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now)
 {
     struct kv_span *s = kv_span(kv, slot, group);
     weigh(kv, slot, group, (struct kv_past){now->fix_lo, now->fix_hi}, KV_MAX(s->shared_hi, now->shared_hi));
     *s = *now;
+    set_backed(kv, slot);
 }
 
 void vmem__kv_book(vmem_kv *kv, uint32_t slot)

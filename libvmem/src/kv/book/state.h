@@ -361,6 +361,12 @@ static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t
     return &kv->spans[(uint64_t)slot * kv->n_groups + group];
 }
 
+// A span that begins here, without pages.
+static inline struct kv_span kv_span_at(uint32_t page)
+{
+    return (struct kv_span){page, page, page, page, page, page, page, page, 0, 0};
+}
+
 static inline struct kv_past *kv_stale(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     return &kv->stale[(uint64_t)slot * kv->n_groups + group];
@@ -385,6 +391,7 @@ static inline bool kv_joined(const vmem_kv *kv, uint32_t slot, uint32_t group, u
     return kv->whole && page < g->slot_pages && kv->joined[g->joined + (uint64_t)slot * g->slot_pages + page];
 }
 
+static inline uint32_t kv_clamp(uint32_t x, uint32_t lo, uint32_t hi) { return KV_MIN(KV_MAX(x, lo), hi); }
 static inline uint64_t kv_less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
 static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)

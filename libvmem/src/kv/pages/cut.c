@@ -5,65 +5,77 @@
 
 #include "kv/pages/pages.h"
 
-static int cut_part(vmem_kv *kv, struct kv_cut *c, uint32_t from, uint32_t to)
+// Lists pages [from, to) of a span, which are to go: their mappings, and those that nobody else holds.
+static int list(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
-    const struct kv_group *g = &kv->groups[c->group];
+    const struct kv_group *g = &kv->groups[group];
     if (from >= to)
         return 0;
-    int rc = kv->flags & VMEM_KV_CHECK ? vmem__kv_check_rule(kv, c->slot, c->group, from, to) : 0;
-    if (!rc)
-        rc = vmem__kv_room_for(&c->ops, &c->cap_ops, c->n_ops + g->n, sizeof(*c->ops));
+    int rc = vmem__kv_room_for(&c->ops, &c->cap_ops, c->n_ops + g->n, sizeof(*c->ops));
     if (!rc)
         rc = vmem__kv_room_for(&c->pages, &c->cap_pages, c->n_pages + (uint64_t)(to - from) * g->n, sizeof(*c->pages));
     if (rc)
         return rc;
-    uint32_t shared = KV_MIN(KV_MAX(c->before.shared_hi, from), to);
+    const uint32_t shared = kv_clamp(kv_span(kv, slot, group)->shared_hi, from, to);
     for (uint32_t i = from; i < shared; i++)
-        for (uint32_t t = 0; t < g->n && !kv_row(kv, c->slot, c->group, i); t++)
-            c->pages[c->n_pages++] = kv_table(kv, g, c->slot, t)[i];
+        for (uint32_t t = 0; t < g->n && !kv_row(kv, slot, group, i); t++)
+            c->pages[c->n_pages++] = kv_table(kv, g, slot, t)[i];
     for (uint32_t t = 0; t < g->n; t++) {
-        c->ops[c->n_ops++] = (struct vmem_unmap_op){.addr = kv_addr(kv, g, c->slot, t, from),
+        c->ops[c->n_ops++] = (struct vmem_unmap_op){.addr = kv_addr(kv, g, slot, t, from),
                                                     .length = (uint64_t)(to - from) << kv->page_shift};
-        const vmem_page *pages = kv_table(kv, g, c->slot, t);
+        const vmem_page *pages = kv_table(kv, g, slot, t);
         memcpy(c->pages + c->n_pages, pages + shared, (to - shared) * sizeof(*pages));
         c->n_pages += to - shared;
     }
     return 0;
 }
 
-int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+// Lists what goes if the span is cut down to [lo, hi), and notes what stays.
+static int list_ends(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
-    struct kv_span *s = kv_span(kv, slot, group);
-    lo = KV_MIN(KV_MAX(lo, s->lo), s->hi);
-    hi = KV_MAX(KV_MIN(hi, s->hi), lo);
-    while (hi < s->hi && kv_joined(kv, slot, group, hi))
-        hi++;
+    const struct kv_span *s = kv_span(kv, slot, group);
     c->slot = slot;
     c->group = group;
     c->before = *s;
+    c->lo = kv_clamp(lo, s->lo, s->hi);
+    c->hi = kv_clamp(hi, c->lo, s->hi);
+    while (c->hi < s->hi && kv_joined(kv, slot, group, c->hi))
+        c->hi++;
     c->n_ops = c->n_pages = 0;
-    int rc = cut_part(kv, c, s->lo, lo);
+    int rc = kv->flags & VMEM_KV_CHECK ? vmem__kv_check_rule(kv, slot, group, s->lo, c->lo) : 0;
+    if (!rc && kv->flags & VMEM_KV_CHECK)
+        rc = vmem__kv_check_rule(kv, slot, group, c->hi, s->hi);
     if (!rc)
-        rc = cut_part(kv, c, hi, s->hi);
-    if (rc)
-        return rc;
+        rc = list(kv, c, slot, group, s->lo, c->lo);
+    return rc ? rc : list(kv, c, slot, group, c->hi, s->hi);
+}
+
+static void shrink(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+{
     if (lo == hi)
         lo = hi = 0;
-    c->lo = lo;
-    c->hi = hi;
-    const struct kv_span now = {.lo = lo,
-                                .hi = hi,
-                                .need_lo = KV_MIN(KV_MAX(s->need_lo, lo), hi),
-                                .need_hi = KV_MIN(KV_MAX(s->need_hi, lo), hi),
-                                .keep_lo = KV_MIN(KV_MAX(s->keep_lo, lo), hi),
-                                .keep_hi = KV_MIN(KV_MAX(s->keep_hi, lo), hi),
-                                .fix_lo = KV_MIN(KV_MAX(s->fix_lo, lo), hi),
-                                .fix_hi = KV_MIN(KV_MAX(s->fix_hi, lo), hi),
-                                .shared_hi = s->shared_hi > lo ? KV_MIN(s->shared_hi, hi) : 0,
-                                .coarse_hi = KV_MIN(s->coarse_hi, hi)};
-    vmem__kv_span_set(kv, slot, group, &now);
-    vmem__kv_set_backed(kv, slot);
-    return 0;
+    struct kv_span s = *kv_span(kv, slot, group);
+    uint32_t *const ends[] = {&s.lo, &s.hi, &s.need_lo, &s.need_hi, &s.keep_lo, &s.keep_hi, &s.fix_lo, &s.fix_hi};
+    for (uint32_t k = 0; k < sizeof(ends) / sizeof(*ends); k++)
+        *ends[k] = kv_clamp(*ends[k], lo, hi);
+    s.shared_hi = s.shared_hi > lo ? KV_MIN(s.shared_hi, hi) : 0;
+    s.coarse_hi = KV_MIN(s.coarse_hi, hi);
+    vmem__kv_span_set(kv, slot, group, &s);
+}
+
+// The slot no longer has the pages of `before` outside [lo, hi).
+static void leave(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *before, uint32_t lo, uint32_t hi)
+{
+    vmem__kv_rows_leave(kv, slot, group, before->lo, KV_MIN(lo, before->shared_hi));
+    vmem__kv_rows_leave(kv, slot, group, KV_MIN(hi, before->shared_hi), KV_MIN(before->hi, before->shared_hi));
+}
+
+int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+{
+    int rc = list_ends(kv, c, slot, group, lo, hi);
+    if (!rc)
+        shrink(kv, slot, group, c->lo, c->hi);
+    return rc;
 }
 
 int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c)
@@ -78,44 +90,35 @@ int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c)
 
 void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
 {
-    const struct kv_span *b = &c->before;
-    if (rc) {
-        // Steps may have changed need and keep while the worker ran. They lie in the part that was to stay, so they
-        // remain valid.
-        const struct kv_span *now = kv_span(kv, c->slot, c->group);
-        struct kv_span s = *b;
-        if (c->lo != c->hi) {
-            s.need_lo = now->need_lo;
-            s.need_hi = now->need_hi;
-            s.keep_lo = now->keep_lo;
-            s.keep_hi = now->keep_hi;
-            s.fix_lo = now->fix_lo;
-            s.fix_hi = now->fix_hi;
-        }
-        vmem__kv_span_set(kv, c->slot, c->group, &s);
-        vmem__kv_set_backed(kv, c->slot);
+    if (!rc) {
+        leave(kv, c->slot, c->group, &c->before, c->lo, c->hi);
+        kv->ledger.held -= c->n_pages;
         return;
     }
-    if (b->shared_hi) {
-        // If the remaining span is empty, the cut removed all of it.
-        uint32_t lo = c->lo == c->hi ? b->hi : c->lo, hi = c->lo == c->hi ? b->hi : c->hi;
-        vmem__kv_rows_leave(kv, c->slot, c->group, b->lo, KV_MIN(lo, b->shared_hi));
-        vmem__kv_rows_leave(kv, c->slot, c->group, KV_MIN(hi, b->shared_hi), KV_MIN(b->hi, b->shared_hi));
-    }
-    kv->ledger.held -= c->n_pages;
+    // Steps may have changed need and keep while the worker ran. They lie in the part that was to stay, so they remain
+    // valid.
+    struct kv_span s = *kv_span(kv, c->slot, c->group);
+    if (c->lo == c->hi)
+        s = c->before;
+    s.lo = c->before.lo;
+    s.hi = c->before.hi;
+    s.shared_hi = c->before.shared_hi;
+    s.coarse_hi = c->before.coarse_hi;
+    vmem__kv_span_set(kv, c->slot, c->group, &s);
 }
 
 int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
+    struct kv_cut *c = &kv->cut;
     vmem__kv_wait_cut(kv);
-    int rc = vmem__kv_cut_begin(kv, &kv->cut, slot, group, lo, hi);
+    int rc = list_ends(kv, c, slot, group, lo, hi);
+    if (!rc)
+        rc = vmem__kv_cut_run(kv, c);
     if (rc)
         return rc;
-    rc = vmem__kv_cut_run(kv, &kv->cut);
-    vmem__kv_cut_end(kv, &kv->cut, rc);
-    if (rc)
-        vmem__kv_span_set(kv, slot, group, &kv->cut.before); // no other thread changed it, so restore all of it
-    return rc;
+    shrink(kv, slot, group, c->lo, c->hi);
+    vmem__kv_cut_end(kv, c, 0);
+    return 0;
 }
 
 int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
@@ -124,30 +127,19 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
     int rc = 0;
     vmem__kv_wait_cut(kv);
     c->n_ops = c->n_pages = 0;
-    for (uint64_t k = 0; k < n; k++) {
-        const bool fresh = kv->slots[slots[k]].fresh;
-        kv->slots[slots[k]].fresh = true;
-        for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-            c->slot = slots[k];
-            c->group = i;
-            c->before = *kv_span(kv, slots[k], i);
-            rc = cut_part(kv, c, c->before.lo, c->before.hi);
-        }
-        kv->slots[slots[k]].fresh = fresh;
+    for (uint64_t k = 0; k < n * kv->n_groups && !rc; k++) {
+        const uint32_t slot = slots[k / kv->n_groups], group = (uint32_t)(k % kv->n_groups);
+        rc = list(kv, c, slot, group, kv_span(kv, slot, group)->lo, kv_span(kv, slot, group)->hi);
     }
     rc = rc ? rc : vmem__kv_cut_run(kv, c);
-    if (rc)
-        return rc;
-    kv->ledger.held -= c->n_pages;
-    for (uint64_t k = 0; k < n; k++) {
-        for (uint32_t i = 0; i < kv->n_groups; i++) {
-            const struct kv_span before = *kv_span(kv, slots[k], i);
-            vmem__kv_span_set(kv, slots[k], i, &(struct kv_span){0});
-            vmem__kv_rows_leave(kv, slots[k], i, before.lo, KV_MIN(before.hi, before.shared_hi));
-        }
-        vmem__kv_set_backed(kv, slots[k]);
+    for (uint64_t k = 0; k < n * kv->n_groups && !rc; k++) {
+        const uint32_t slot = slots[k / kv->n_groups], group = (uint32_t)(k % kv->n_groups);
+        const struct kv_span before = *kv_span(kv, slot, group);
+        shrink(kv, slot, group, 0, 0);
+        leave(kv, slot, group, &before, before.lo, before.lo);
     }
-    return 0;
+    kv->ledger.held -= rc ? 0 : c->n_pages;
+    return rc;
 }
 
 int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot) { return vmem__kv_cut_slots(kv, &slot, 1); }
@@ -207,7 +199,7 @@ static struct sharing sharing_of(const vmem_kv *kv, uint32_t slot, uint32_t grou
 int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_group *g = &kv->groups[group];
-    struct kv_span *s = kv_span(kv, slot, group);
+    const struct kv_span *s = kv_span(kv, slot, group);
     struct kv_cut *c = &kv->cut;
     struct sharing sharing = sharing_of(kv, slot, group);
     if (sharing.last && kv->turn.cutting) {
@@ -227,16 +219,15 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
         return rc;
     kv->ledger.held -= n;
     vmem__kv_rows_leave(kv, slot, group, s->lo, end);
-    vmem__kv_fix(kv, slot, group, (struct kv_past){end, end});
-    struct kv_span now = {.lo = end, .hi = s->hi, .coarse_hi = s->coarse_hi};
+    struct kv_span now = kv_span_at(end == s->hi ? 0 : end);
+    if (end < s->hi) {
+        now.hi = s->hi;
+        now.coarse_hi = s->coarse_hi;
+    }
     if (end > s->lo) // else the request perhaps never began, and what is stale stays so
         *kv_stale(kv, slot, group) = (struct kv_past){s->lo, end};
-    if (now.lo == now.hi)
-        now.lo = now.hi = now.coarse_hi = 0;
-    now.need_lo = now.need_hi = now.keep_lo = now.keep_hi = now.fix_lo = now.fix_hi = now.lo;
     kv->slots[slot].stale |= kv_stale(kv, slot, group)->lo < kv_stale(kv, slot, group)->hi;
-    *s = now;
-    vmem__kv_set_backed(kv, slot);
+    vmem__kv_span_set(kv, slot, group, &now);
     return 0;
 }
 

@@ -225,25 +225,19 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
 {
     for (uint64_t i = 0; i < l->n_parts; i++) {
         const struct kv_part *p = &l->parts[i];
-        struct kv_span *s = kv_span(kv, p->slot, p->group);
+        struct kv_span s = *kv_span(kv, p->slot, p->group);
         if (p->others)
             continue;
-        if (s->lo == s->hi) // the span begins with this part
-            *s = (struct kv_span){.lo = p->from,
-                                  .need_lo = p->from,
-                                  .need_hi = p->from,
-                                  .keep_lo = p->from,
-                                  .keep_hi = p->from,
-                                  .fix_lo = p->from,
-                                  .fix_hi = p->from};
-        if (p->to == s->lo && s->lo < s->hi)
-            s->lo = s->need_lo = s->need_hi = s->keep_lo = s->keep_hi = p->from; // no step has asked for rows yet
+        if (s.lo == s.hi) // the span begins with this part
+            s = kv_span_at(p->from);
+        if (p->to == s.lo && s.lo < s.hi)
+            s.lo = s.need_lo = s.need_hi = s.keep_lo = s.keep_hi = p->from; // no step has asked for rows yet
         else
-            s->hi = p->to;
-        s->coarse_hi = KV_MAX(s->coarse_hi, p->coarse_hi);
+            s.hi = p->to;
+        s.coarse_hi = KV_MAX(s.coarse_hi, p->coarse_hi);
         if (kv->whole)
             set_joined(kv, p);
-        vmem__kv_set_backed(kv, p->slot);
+        vmem__kv_span_set(kv, p->slot, p->group, &s);
     }
     vmem__kv_grow_reset(l);
 }

@@ -7,7 +7,7 @@ int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32
 {
     const struct kv_slot *s = &kv->slots[slot];
     const struct kv_span *sp = kv_span(kv, slot, group);
-    if (s->state == VMEM_KV_FREE || s->state == VMEM_KV_SWAPPED || s->fresh)
+    if (from >= to || s->state == VMEM_KV_FREE || s->state == VMEM_KV_SWAPPED || s->fresh)
         return 0;
     if (from < sp->fix_hi && to > sp->fix_lo)
         return vmem__error(-EFAULT, "slot %u, pages [%u, %u) change while kernels may touch [%u, %u)", slot, from, to,

@@ -40,25 +40,18 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         struct split s = split(kv, g, tokens);
         if (s.lo == s.hi)
             continue;
-        struct kv_span *sp = kv_span(kv, slot, i);
-        vmem__kv_fix(kv, slot, i, (struct kv_past){sp->lo, sp->lo});
-        *sp = (struct kv_span){.lo = s.lo,
-                               .hi = KV_MAX(s.hi, sp->hi),
-                               .need_lo = s.lo,
-                               .need_hi = s.hi,
-                               .keep_lo = s.lo,
-                               .keep_hi = s.hi,
-                               .fix_lo = s.lo,
-                               .fix_hi = s.lo,
-                               .shared_hi = s.full > s.lo ? s.full : 0,
-                               .coarse_hi = sp->coarse_hi};
+        struct kv_span now = kv_span_at(s.lo);
+        now.hi = KV_MAX(s.hi, kv_span(kv, slot, i)->hi);
+        now.need_hi = now.keep_hi = s.hi;
+        now.shared_hi = s.full > s.lo ? s.full : 0;
+        now.coarse_hi = kv_span(kv, slot, i)->coarse_hi;
+        vmem__kv_span_set(kv, slot, i, &now);
         vmem__kv_rows_join(kv, slot, i, s.full);
         kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
         if (s.full > s.lo)
             sl->shared_tokens = kv->idle[slot].named = tokens;
     }
     sl->tokens = tokens;
-    vmem__kv_set_backed(kv, slot);
     vmem__kv_book(kv, slot);
     vmem__kv_restage(kv, slot);
 }
