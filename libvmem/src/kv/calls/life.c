@@ -149,7 +149,6 @@ static void release(vmem_kv *kv)
         vmem__kv_cut_slot(kv, s);
     }
     vmem__kv_drop_all_runs(kv);
-    vmem__kv_release_doomed(kv);
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
             vmem_unreserve(kv->ctx, kv->addrs[i]);

@@ -192,7 +192,6 @@ static struct sharing sharing_of(const vmem_kv *kv, uint32_t slot, uint32_t grou
         shared++;
     }
     found.own = found.end - s->lo - shared;
-    found.last |= found.own != 0;
     return found;
 }
 
@@ -200,24 +199,19 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_group *g = &kv->groups[group];
     const struct kv_span *s = kv_span(kv, slot, group);
-    struct kv_cut *c = &kv->cut;
+    struct kv_doomed *d = &kv->doomed;
     struct sharing sharing = sharing_of(kv, slot, group);
     if (sharing.last && kv->turn.cutting) {
         vmem__kv_wait_cut(kv);
         sharing = sharing_of(kv, slot, group);
     }
     const uint32_t end = sharing.end;
-    uint64_t own = sharing.own, n = 0;
-    int rc = own ? vmem__kv_room_for(&c->pages, &c->cap_pages, own * g->n, sizeof(*c->pages)) : 0;
+    int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + sharing.own * g->n, sizeof(*d->pages));
     if (rc)
         return rc;
-    for (uint32_t p = s->lo; p < end && own; p++)
+    for (uint32_t p = s->lo; p < end && sharing.own; p++)
         for (uint32_t t = 0; t < g->n && !kv_row(kv, slot, group, p); t++)
-            c->pages[n++] = kv_table(kv, g, slot, t)[p];
-    rc = n ? vMemReleaseBatch(kv->ctx, c->pages, n, NULL) : 0;
-    if (rc)
-        return rc;
-    kv->ledger.held -= n;
+            d->pages[d->n++] = kv_table(kv, g, slot, t)[p];
     vmem__kv_rows_leave(kv, slot, group, s->lo, end);
     struct kv_span now = kv_span_at(end == s->hi ? 0 : end);
     if (end < s->hi) {
@@ -257,6 +251,14 @@ void vmem__kv_release_doomed(vmem_kv *kv)
 {
     kv->ledger.held -= vmem__kv_release(kv, kv->doomed.pages, kv->doomed.n);
     kv->doomed.n = 0;
+}
+
+void vmem__kv_release_soon(vmem_kv *kv)
+{
+    if (kv->turn.has_worker)
+        vmem__kv_worker_wake(kv);
+    else
+        vmem__kv_release_doomed(kv);
 }
 
 int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot)

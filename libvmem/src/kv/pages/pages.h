@@ -54,6 +54,7 @@ void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot);
 int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot);
 // Releases the doomed pages. The worker is held, or there is none.
 void vmem__kv_release_doomed(vmem_kv *kv);
+void vmem__kv_release_soon(vmem_kv *kv); // the worker does, or if there is none, this call
 
 // ---- copy.c
 

@@ -35,7 +35,7 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     s->tokens = s->shared_tokens = 0;
     s->skip = s->stuck = false;
     idle->parked = ++kv->clock;
-    vmem__kv_worker_wake(kv);
+    vmem__kv_release_soon(kv); // and has the worker do what the next request needs
     return 0;
 }
 

@@ -1,4 +1,5 @@
-// Dropping runs, by name or in their order.
+// Dropping runs, by name or in their order. Their pages are doomed: no run or slot has them, and the call or the
+// background thread releases them.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>
@@ -18,17 +19,18 @@ static bool frees(const vmem_kv *kv, const struct kv_run *r)
     return false;
 }
 
-// Lets go of pages, and appends those without another holder to the list. Changes nothing on -ENOMEM.
-static int let_go(vmem_kv *kv, struct kv_cut *c, const struct kv_rows *r, bool kept)
+// Lets go of pages, and dooms those without another holder. Changes nothing on -ENOMEM.
+static int let_go(vmem_kv *kv, const struct kv_rows *r, bool kept)
 {
-    int rc = vmem__kv_room_for(&c->pages, &c->cap_pages, c->n_pages + r->n_pages, sizeof(*c->pages));
+    struct kv_doomed *d = &kv->doomed;
+    int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + r->n_pages, sizeof(*d->pages));
     for (uint32_t j = 0; j < kv->n_groups && !rc; j++) {
         const vmem_page *pages = vmem__kv_rows_pages(kv, r, j);
         const uint32_t n = r->rows[j].hi - r->rows[j].lo;
         for (uint32_t k = 0; k < n; k++) {
             struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
             for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->prefixes == 1; t++)
-                c->pages[c->n_pages++] = pages[(uint64_t)t * n + k];
+                d->pages[d->n++] = pages[(uint64_t)t * n + k];
             vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = -1, .cached = kept ? 0 : -1});
         }
     }
@@ -36,11 +38,11 @@ static int let_go(vmem_kv *kv, struct kv_cut *c, const struct kv_rows *r, bool k
 }
 
 // Removes the run. As let_go.
-static int drop(vmem_kv *kv, struct kv_cut *c, uint32_t i)
+static int drop(vmem_kv *kv, uint32_t i)
 {
     struct kv_runs *all = &kv->runs;
     struct kv_run *r = &all->list[i];
-    int rc = let_go(kv, c, r->rows, kv_keeps(r));
+    int rc = let_go(kv, r->rows, kv_keeps(r));
     if (rc)
         return rc;
     if (!r->pins)
@@ -53,40 +55,14 @@ static int drop(vmem_kv *kv, struct kv_cut *c, uint32_t i)
     return 0;
 }
 
-static void begin_drop(vmem_kv *kv)
-{
-    vmem__kv_wait_cut(kv);
-    kv->cut.n_pages = 0;
-}
-
-static uint64_t end_drop(vmem_kv *kv)
-{
-    uint64_t freed = vmem__kv_release(kv, kv->cut.pages, kv->cut.n_pages);
-    kv->ledger.held -= freed;
-    return freed;
-}
-
-// Gives the pages that were dropped to the worker. Returns false if there is no memory for its list.
-static bool doom(vmem_kv *kv, const struct kv_cut *c)
-{
-    struct kv_doomed *d = &kv->doomed;
-    if (vmem__kv_room_for(&d->pages, &d->cap, d->n + c->n_pages, sizeof(*d->pages)))
-        return false;
-    if (c->n_pages)
-        memcpy(d->pages + d->n, c->pages, c->n_pages * sizeof(*d->pages));
-    d->n += c->n_pages;
-    vmem__kv_worker_wake(kv);
-    return true;
-}
-
 uint64_t vmem__kv_evictable(const vmem_kv *kv) { return kv->refs.keeps ? 0 : kv->refs.evictable; }
 
-static int evict_one(vmem_kv *kv, struct kv_cut *c, uint32_t i)
+static int evict_one(vmem_kv *kv, uint32_t i)
 {
     struct kv_runs *all = &kv->runs;
     const bool report = all->list[i].report;
     const uint64_t id = all->list[i].id;
-    int rc = drop(kv, c, i);
+    int rc = drop(kv, i);
     if (rc)
         return rc;
     kv->stats.evicted_blocks++;
@@ -95,15 +71,15 @@ static int evict_one(vmem_kv *kv, struct kv_cut *c, uint32_t i)
     return 0;
 }
 
-// The next n runs, until the list has so many pages. counted: runs go whether or not that frees a page.
-static int evict_next(vmem_kv *kv, struct kv_cut *c, size_t n, uint64_t pages, bool counted)
+// The next n runs, until that many pages are doomed. counted: runs go whether or not that frees a page.
+static int evict_next(vmem_kv *kv, size_t n, uint64_t doomed, bool counted)
 {
     int rc = 0;
-    for (; n && !rc && c->n_pages < pages && (counted || kv->refs.evictable); n--) {
+    for (; n && !rc && kv->doomed.n < doomed && (counted || kv->refs.evictable); n--) {
         const uint32_t victim = vmem__kv_run_victim(&kv->runs);
         if (victim == KV_NO_RUN)
             break;
-        rc = evict_one(kv, c, victim);
+        rc = evict_one(kv, victim);
     }
     return rc;
 }
@@ -112,25 +88,21 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
 {
     const struct kv_runs *all = &kv->runs;
     const bool counted = pages == UINT64_MAX;
-    begin_drop(kv);
-    int rc = evict_next(kv, &kv->cut, n, pages, counted);
+    vmem__kv_wait_cut(kv);
+    const uint64_t before = kv->doomed.n, most = before + KV_MIN(pages, UINT64_MAX - before);
+    int rc = evict_next(kv, n, most, counted);
     // A run that a running request pins can hold pages that the request no longer has or never had.
-    for (uint32_t i = 0; i < all->used && !rc && !counted && kv->cut.n_pages < pages && kv->refs.evictable; i++)
+    for (uint32_t i = 0; i < all->used && !rc && !counted && kv->doomed.n < most && kv->refs.evictable; i++)
         if (all->list[i].id && !kv_keeps(&all->list[i]) && !all->list[i].held && frees(kv, &all->list[i]))
-            rc = evict_one(kv, &kv->cut, i);
-    return end_drop(kv);
+            rc = evict_one(kv, i);
+    const uint64_t freed = kv->doomed.n - before;
+    vmem__kv_release_doomed(kv);
+    return freed;
 }
 
 uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages) { return evict(kv, SIZE_MAX, KV_MIN(pages, UINT64_MAX - 1)); }
 
-void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages)
-{
-    struct kv_cut *c = &kv->worker.cut;
-    c->n_pages = 0;
-    evict_next(kv, c, SIZE_MAX, pages, false);
-    if (!doom(kv, c))
-        kv->ledger.held -= vmem__kv_release(kv, c->pages, c->n_pages);
-}
+void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages) { evict_next(kv, SIZE_MAX, kv->doomed.n + pages, false); }
 
 int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed)
 {
@@ -150,30 +122,26 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
     const bool later = kv->turn.has_worker;
     if (!later || !kv->turn.unmapping) // no reference changes while the worker unmaps
         vmem__kv_wait_cut(kv);
-    kv->cut.n_pages = 0;
-    for (size_t k = 0; k < n && !rc && kv->cut.n_pages < most_pages; k++) {
+    const uint64_t before = kv->doomed.n;
+    for (size_t k = 0; k < n && !rc && kv->doomed.n - before < most_pages; k++) {
         const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);
         if (i == KV_NO_RUN)
             continue;
         const struct kv_run *r = &kv->runs.list[i];
         if (!(flags & VMEM_KV_UNUSED))
-            rc = drop(kv, &kv->cut, i);
+            rc = drop(kv, i);
         else if (!r->pins && !kv_keeps(r))
-            rc = evict_one(kv, &kv->cut, i);
+            rc = evict_one(kv, i);
     }
-    *freed = kv->cut.n_pages;
-    if (later && doom(kv, &kv->cut))
-        return rc;
-    vmem__kv_wait_cut(kv);
-    *freed = end_drop(kv);
+    *freed = kv->doomed.n - before;
+    vmem__kv_release_soon(kv);
     return rc;
 }
 
 void vmem__kv_drop_all_runs(vmem_kv *kv)
 {
-    begin_drop(kv);
     for (uint32_t i = 0; i < kv->runs.used; i++)
         if (kv->runs.list[i].id)
-            drop(kv, &kv->cut, i);
-    end_drop(kv);
+            drop(kv, i);
+    vmem__kv_release_doomed(kv);
 }

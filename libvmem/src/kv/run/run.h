@@ -41,7 +41,7 @@ uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages);
 void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages);
 // Pages that eviction can free when memory is short.
 uint64_t vmem__kv_evictable(const vmem_kv *kv);
-void vmem__kv_drop_all_runs(vmem_kv *kv);
+void vmem__kv_drop_all_runs(vmem_kv *kv); // and releases what is doomed, while there is no worker
 
 // ---- found.c
 
