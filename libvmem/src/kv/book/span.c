@@ -55,10 +55,7 @@ static void changes_of(const struct kv_span *s, struct kv_past to, struct change
 static void weigh(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to, uint32_t shared_hi)
 {
     struct change changes[4];
-    const struct kv_span *s = kv_span(kv, slot, group);
-    if (s->fix_lo == to.lo && s->fix_hi == to.hi)
-        return;
-    changes_of(s, to, changes);
+    changes_of(kv_span(kv, slot, group), to, changes);
     for (const struct change *c = changes; c < changes + 4; c++) {
         int64_t own = c->lo < c->hi ? c->hi - c->lo : 0;
         for (uint32_t p = c->lo; p < KV_MIN(c->hi, shared_hi); p++) {
@@ -92,6 +89,8 @@ int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, str
 void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
 {
     struct kv_span *s = kv_span(kv, slot, group);
+    if (s->fix_lo == to.lo && s->fix_hi == to.hi)
+        return;
     weigh(kv, slot, group, to, s->shared_hi);
     s->fix_lo = to.lo;
     s->fix_hi = to.hi;
@@ -112,7 +111,8 @@ static void set_backed(vmem_kv *kv, uint32_t slot)
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now)
 {
     struct kv_span *s = kv_span(kv, slot, group);
-    weigh(kv, slot, group, (struct kv_past){now->fix_lo, now->fix_hi}, KV_MAX(s->shared_hi, now->shared_hi));
+    if (s->fix_lo != now->fix_lo || s->fix_hi != now->fix_hi)
+        weigh(kv, slot, group, (struct kv_past){now->fix_lo, now->fix_hi}, KV_MAX(s->shared_hi, now->shared_hi));
     *s = *now;
     set_backed(kv, slot);
 }

@@ -411,6 +411,13 @@ static inline uint32_t kv_waiting(const vmem_kv *kv) { return kv->in_state[KV_EN
 // Pages that could be added without reclaiming any.
 static inline uint64_t kv_unused(const vmem_kv *kv) { return kv_less(kv->ledger.budget, kv->ledger.held); }
 
+// Pages that the watermark keeps back while requests run.
+static inline uint64_t kv_watermark(const vmem_kv *kv)
+{
+    const struct kv_ledger *l = &kv->ledger;
+    return KV_MIN(KV_MAX(l->watermark_pages, (l->budget * l->watermark_percent + 99) / 100), l->budget);
+}
+
 // Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
 static inline uint64_t kv_low(const vmem_kv *kv) { return kv->ledger.budget * kv->reclaim_percent / 100; }
 // Not while the memory is promised to others, or requests wait for it.

@@ -151,25 +151,22 @@ bool vmem__kv_device_due(const vmem_kv *kv)
     return !at || vmem__now() - at >= DEVICE_NS;
 }
 
-// Pages that there can be without asking the device. Those that the worker makes or releases may count twice: as held,
-// and as memory that no page uses.
-static uint64_t at_hand(const vmem_kv *kv)
-{
-    uint64_t room;
-    return kv->ledger.held - kv->ledger.pending + spare_pages(kv, &room);
-}
-
+// Pages that the worker makes or releases may count twice: as held, and as memory that no page uses.
 bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want)
 {
-    return want <= kv->ledger.held - kv->ledger.pending || want <= at_hand(kv);
+    uint64_t room;
+    const uint64_t there = kv->ledger.held - kv->ledger.pending;
+    return want <= there || want <= there + spare_pages(kv, &room);
 }
 
-// How many of `most` there can be.
-static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t age)
+// How many of `most` pages there can be. The device is asked only where fewer than `want` are at hand.
+static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
 {
+    uint64_t room;
     if (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget)
         return most;
-    return most <= at_hand(kv) ? most : KV_MIN(most, kv->ledger.held - kv->ledger.pending + device_pages(kv, age));
+    const uint64_t there = kv->ledger.held - kv->ledger.pending, at_hand = there + spare_pages(kv, &room);
+    return KV_MIN(most, at_hand >= want ? at_hand : there + device_pages(kv, age));
 }
 
 // Pages that the worker makes or releases count as if they were lost.
@@ -183,15 +180,13 @@ static void wait_for_pending(vmem_kv *kv)
 
 static uint64_t limit(vmem_kv *kv, uint64_t most, uint64_t want)
 {
-    if (want > most || (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget))
+    if (want > most)
         return most;
-    uint64_t there = KV_MIN(at_hand(kv), most);
-    if (there < want)
-        there = count(kv, most, DEVICE_NS);
-    if (there >= want)
-        return there;
+    const uint64_t lately = count(kv, most, want, DEVICE_NS);
+    if (lately >= want)
+        return lately;
     wait_for_pending(kv);
-    return count(kv, most, 0);
+    return count(kv, most, want, 0);
 }
 
 static uint64_t most_reached(const vmem_kv *kv) { return kv->ledger.budget + vmem__kv_claimable(kv); }
@@ -203,12 +198,16 @@ uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want) { return limit(kv, most_reac
 uint64_t vmem__kv_reach_lately(vmem_kv *kv)
 {
     const uint64_t most = most_reached(kv);
-    if (count(kv, most, DEVICE_NS) < most)
+    if (count(kv, most, most, DEVICE_NS) < most)
         wait_for_pending(kv);
-    return count(kv, most, DEVICE_NS);
+    return count(kv, most, most, DEVICE_NS);
 }
 
-uint64_t vmem__kv_reach_known(const vmem_kv *kv) { return count(kv, most_reached(kv), UINT64_MAX); }
+uint64_t vmem__kv_reach_known(const vmem_kv *kv)
+{
+    const uint64_t most = most_reached(kv);
+    return count(kv, most, most, UINT64_MAX);
+}
 
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
 {
@@ -218,5 +217,6 @@ bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
     vmem__lock(kv->ctx);
     bool some = ahead_of_others(kv);
     vmem__unlock(kv->ctx);
-    return !some || want <= count(kv, kv->ledger.budget, DEVICE_NS) || want <= count(kv, kv->ledger.budget, 0);
+    const uint64_t most = kv->ledger.budget;
+    return !some || want <= count(kv, most, want, DEVICE_NS) || want <= count(kv, most, want, 0);
 }

@@ -41,19 +41,6 @@ uint64_t vmem__kv_reach_known(const vmem_kv *kv);
 // Whether so many pages more leave the context's other caches what they took ahead: pages come from there, too.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
-// ---- parcels.c
-
-// The fewest pages that the cache could have now if nothing is evicted, and nothing unmapped that would be mapped again
-// at once. Room for staged growth counts: it was promised.
-uint64_t vmem__kv_least(const vmem_kv *kv);
-// What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
-// need. want: pages asked for. stuck: also where the worker has failed to unmap. False: nothing.
-struct kv_victim {
-    uint32_t slot, group, lo, hi; // what the span is to be cut down to
-};
-bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v);
-bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v); // only what a window has passed
-
 // ---- lender.c. With api and state held; without effect on a cache of no pool.
 
 // Before a budget is found too small for so many pages more, `want` of them fixed: takes what is free in the pool, and
@@ -92,10 +79,6 @@ int vmem__kv_short_of_slots(vmem_kv *kv);
 void vmem__kv_count_shortage(vmem_kv *kv);                   // in the statistics, of a call that really needed them
 const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
 
-// ---- ledger.c
-
-// Pages that the watermark keeps back while requests run.
-uint64_t vmem__kv_watermark(const vmem_kv *kv);
 // Whether the budget has room if `fixed` grows by delta, with so many new pages: -ENOMEM, with what is missing. A cache
 // over its budget has room for what raises `fixed` by nothing, even if that needs new pages: it gives up as many. But
 // pages that are mapped and not fixed are no room: another call may take them back before the step.
@@ -107,18 +90,24 @@ bool vmem__kv_keeps_staged(vmem_kv *kv);
 
 // ---- reclaim.c
 
+// The fewest pages that the cache could have now if nothing is evicted, and nothing unmapped that would be mapped again
+// at once. Room for staged growth counts: it was promised.
+uint64_t vmem__kv_least(const vmem_kv *kv);
+// What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
+// need. want: pages asked for. stuck: also where the worker has failed to unmap. False: nothing.
+struct kv_victim {
+    uint32_t slot, group, lo, hi; // what the span is to be cut down to
+};
+bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v);
+bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v); // only what a window has passed
 // Takes back want pages if there are so many; evict: hashed blocks, too.
 int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got);
 // Whether there is room for `pages` more without reclaiming any.
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
-// Makes room for `pages` more, with which `fixed` will grow by delta: 0, or -ENOMEM with what is missing.
-int vmem__kv_make_room(vmem_kv *kv, int64_t delta, uint64_t pages);
-// The same after vmem__kv_lacks has said that there is, and what is to go is fixed no more.
+// Makes it, after vmem__kv_lacks has said that there is memory: what is to go is fixed no more.
 int vmem__kv_take_room(vmem_kv *kv, uint64_t pages);
 // The device has refused pages: reclaims as many as it lacks, if there are that many.
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages);
-// The system has refused mappings: gives up the kept pages of free slots.
-int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages);
 // vmem__kv_grow_run and vmem__kv_grow_commit.
 int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l);
 // The same, taking back what vmem__kv_lacks has found room for, and more where the device has less than the budget

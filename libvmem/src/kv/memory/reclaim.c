@@ -1,7 +1,95 @@
-// Makes room: takes back memory that is kept for later use, and backs pages with it.
+// Makes room: what can be taken back of the memory that is kept for later use, in which order, and what is backed with
+// it.
 //
 // SPDX-License-Identifier: MIT
 #include "kv/memory/memory.h"
+
+// The end of the pages that the background thread would map again at once.
+static uint32_t near_end(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    return vmem__kv_need_hi(kv, &kv->groups[group], kv->slots[slot].tokens + 2 * (uint64_t)kv->ahead_min);
+}
+
+uint64_t vmem__kv_least(const vmem_kv *kv)
+{
+    uint64_t pages = kv->ledger.fixed + vmem__kv_evictable(kv) + (uint64_t)KV_MAX(kv->ledger.reserved, 0);
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_ACTIVE && !kv->staged.lengths[s]; i++)
+            pages +=
+                (uint64_t)(vmem__kv_tail(kv, s, i, near_end(kv, s, i)) - vmem__kv_tail(kv, s, i, 0)) * kv->groups[i].n;
+    return pages;
+}
+
+// Whether a slot has rows that no cut may take: a request's, unless they are about to be copied.
+static bool keeps_rows(const vmem_kv *kv, uint32_t slot) { return kv_accessed(kv, slot) && !kv_swap_due(kv, slot); }
+
+static bool passed_over(const struct kv_slot *slot, bool stuck) { return slot->busy || (slot->stuck && !stuck); }
+
+bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v)
+{
+    for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++) {
+        if (!keeps_rows(kv, s) || passed_over(&kv->slots[s], stuck))
+            continue;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span *sp = kv_span(kv, s, i);
+            if (sp->lo < sp->fix_lo) {
+                *v = (struct kv_victim){s, i, sp->fix_lo, sp->hi};
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static bool kept_victim(const vmem_kv *kv, uint64_t want, bool stuck, struct kv_victim *v)
+{
+    uint64_t oldest = UINT64_MAX;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *slot = &kv->slots[s];
+        if (kv_accessed(kv, s) || passed_over(slot, stuck) || kv->idle[s].parked >= oldest)
+            continue;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span *sp = kv_span(kv, s, i);
+            if (sp->lo == sp->hi)
+                continue;
+            uint64_t n = want / kv->groups[i].n + (want % kv->groups[i].n != 0); // want may be UINT64_MAX
+            uint32_t hi = n < sp->hi - sp->lo ? (sp->hi - (uint32_t)n) / kv->block * kv->block : sp->lo;
+            while (hi > sp->lo && kv_joined(kv, s, i, hi))
+                hi--;
+            *v = (struct kv_victim){s, i, sp->lo, KV_MAX(hi, sp->lo)};
+            oldest = kv->idle[s].parked;
+            break;
+        }
+    }
+    return oldest != UINT64_MAX;
+}
+
+// What kernels do not access can be taken back from a request that ends as from one that goes on.
+static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, bool stuck, struct kv_victim *v)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *slot = &kv->slots[s];
+        if (!keeps_rows(kv, s) || passed_over(slot, stuck))
+            continue;
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_span *sp = kv_span(kv, s, i);
+            const bool grows = spare_ahead && slot->state == VMEM_KV_ACTIVE;
+            const uint32_t from = vmem__kv_tail(kv, s, i, grows ? near_end(kv, s, i) : 0);
+            if (from < sp->hi) {
+                *v = (struct kv_victim){s, i, sp->lo, from};
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v)
+{
+    return vmem__kv_passed(kv, stuck, v) || kept_victim(kv, want, stuck, v) || ahead_victim(kv, spare_ahead, stuck, v);
+}
+
+// ---- taking it back --------------------------------------------------------------------------------------------------
 
 int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
 {
@@ -45,17 +133,11 @@ bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages)
     return !pages || (pages <= kv_unused(kv) && vmem__kv_leaves_others(kv, pages));
 }
 
-int vmem__kv_make_room(vmem_kv *kv, int64_t delta, uint64_t pages)
-{
-    if (vmem__kv_has_room(kv, pages))
-        return 0;
-    int rc = vmem__kv_lacks(kv, delta, pages);
-    return rc ? rc : vmem__kv_take_room(kv, pages);
-}
-
 int vmem__kv_take_room(vmem_kv *kv, uint64_t pages)
 {
     int rc = 0;
+    if (vmem__kv_has_room(kv, pages))
+        return 0;
     vmem__kv_worker_hold(kv);
     const uint64_t most = KV_MAX(kv->ledger.held, kv->ledger.budget);
     if (kv->ledger.held + pages > kv->ledger.budget) {
@@ -85,7 +167,7 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages)
 }
 
 // Unmaps free slots as a whole, which needs no additional mapping.
-int vmem__kv_make_mappings(vmem_kv *kv, uint64_t pages)
+static int make_mappings(vmem_kv *kv, uint64_t pages)
 {
     uint64_t before = kv->ledger.held;
     vmem__kv_worker_hold(kv);
@@ -116,12 +198,12 @@ int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l)
 int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l)
 {
     l->at = KV_GROW_LISTS;
-    int rc = vmem__kv_has_room(kv, l->total) ? 0 : vmem__kv_take_room(kv, l->total);
+    int rc = vmem__kv_take_room(kv, l->total);
     if (!rc)
         rc = run(kv, l);
     for (int tries = 2; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
         bool create = l->at == KV_GROW_CREATE;
-        rc = create ? vmem__kv_make_device_room(kv, l->total) : vmem__kv_make_mappings(kv, l->total + l->others);
+        rc = create ? vmem__kv_make_device_room(kv, l->total) : make_mappings(kv, l->total + l->others);
         if (rc)
             break;
         rc = run(kv, l);

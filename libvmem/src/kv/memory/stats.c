@@ -50,7 +50,7 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->prefixes = kv->runs.n - kv->runs.reported;
     st->evictable_pages = vmem__kv_evictable(kv);
     st->hashed_blocks = kv->runs.reported;
-    st->watermark_pages = vmem__kv_watermark(kv);
+    st->watermark_pages = kv_watermark(kv);
     pthread_mutex_lock(&kv->report.lock);
     kv->report.shown = *st;
     pthread_mutex_unlock(&kv->report.lock);

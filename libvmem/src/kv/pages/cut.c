@@ -54,13 +54,18 @@ static void shrink(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint
 {
     if (lo == hi)
         lo = hi = 0;
-    struct kv_span s = *kv_span(kv, slot, group);
-    uint32_t *const ends[] = {&s.lo, &s.hi, &s.need_lo, &s.need_hi, &s.keep_lo, &s.keep_hi, &s.fix_lo, &s.fix_hi};
-    for (uint32_t k = 0; k < sizeof(ends) / sizeof(*ends); k++)
-        *ends[k] = kv_clamp(*ends[k], lo, hi);
-    s.shared_hi = s.shared_hi > lo ? KV_MIN(s.shared_hi, hi) : 0;
-    s.coarse_hi = KV_MIN(s.coarse_hi, hi);
-    vmem__kv_span_set(kv, slot, group, &s);
+    const struct kv_span *s = kv_span(kv, slot, group);
+    const struct kv_span now = {.lo = lo,
+                                .hi = hi,
+                                .need_lo = kv_clamp(s->need_lo, lo, hi),
+                                .need_hi = kv_clamp(s->need_hi, lo, hi),
+                                .keep_lo = kv_clamp(s->keep_lo, lo, hi),
+                                .keep_hi = kv_clamp(s->keep_hi, lo, hi),
+                                .fix_lo = kv_clamp(s->fix_lo, lo, hi),
+                                .fix_hi = kv_clamp(s->fix_hi, lo, hi),
+                                .shared_hi = s->shared_hi > lo ? KV_MIN(s->shared_hi, hi) : 0,
+                                .coarse_hi = KV_MIN(s->coarse_hi, hi)};
+    vmem__kv_span_set(kv, slot, group, &now);
 }
 
 // The slot no longer has the pages of `before` outside [lo, hi).

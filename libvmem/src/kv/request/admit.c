@@ -8,7 +8,7 @@
 
 // The pages that a new request must leave unused. Zero if no request runs: no request could need the pages, and the new
 // request could never begin.
-static uint64_t kept_back(const vmem_kv *kv) { return kv->in_state[VMEM_KV_ACTIVE] ? vmem__kv_watermark(kv) : 0; }
+static uint64_t kept_back(const vmem_kv *kv) { return kv->in_state[VMEM_KV_ACTIVE] ? kv_watermark(kv) : 0; }
 
 // The pages that a request of `tokens` tokens needs, in addition to the pages that it shares.
 static uint64_t pages_of(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
@@ -103,7 +103,7 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     kv->mark++;
     // A pool is asked for what all of them need. So those that do not fit are counted, too.
     size_t i = 0;
-    for (; i < n && i < kv->in_state[VMEM_KV_FREE]; i++, back = vmem__kv_watermark(kv)) { // a request runs from here on
+    for (; i < n && i < kv->in_state[VMEM_KV_FREE]; i++, back = kv_watermark(kv)) { // a request runs from here on
         const struct vmem_kv_request *r = &requests[i];
         uint32_t prefix_tokens = r->prefix_tokens;
         uint64_t copied = 0;

@@ -122,8 +122,8 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
             rc = vmem__kv_grow_share(kv, l, slot, i, k, pages, stride);
         }
     }
-    if (!rc)
-        rc = vmem__kv_make_room(kv, delta_of(kv, tokens, l->total), l->total);
+    if (!rc && l->total) // else it only maps pages that are there
+        rc = vmem__kv_lacks(kv, delta_of(kv, tokens, l->total), l->total);
     if (!rc)
         rc = vmem__kv_grow_make(kv, l);
     const bool mapped = !rc;

@@ -168,7 +168,7 @@ static int room_for_copies(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     kv->slots[slot].fresh = true; // the caller guarantees that no kernel accesses the slot
     kv->slots[slot].steady = 0;
     vmem__kv_book(kv, slot);
-    return vmem__kv_has_room(kv, copies) ? 0 : vmem__kv_take_room(kv, copies);
+    return vmem__kv_take_room(kv, copies);
 }
 
 static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)

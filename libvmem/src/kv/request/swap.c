@@ -97,7 +97,7 @@ static int swap_in(vmem_kv *kv, uint32_t slot, const void *host)
         rc = vmem__kv_grow_add(kv, &kv->grow, slot, i, vmem__kv_need_lo(kv, g, s->tokens), hi, hi);
     }
     if (!rc)
-        rc = vmem__kv_make_room(kv, (int64_t)kv->grow.total, kv->grow.total);
+        rc = vmem__kv_lacks(kv, (int64_t)kv->grow.total, kv->grow.total);
     if (!rc)
         rc = vmem__kv_grow_all(kv, &kv->grow);
     if (rc)
