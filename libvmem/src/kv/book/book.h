@@ -89,6 +89,10 @@ void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct 
 // After a change of what kernels access, or of the slot's state: brings the fixed parts up to date.
 void vmem__kv_book(vmem_kv *kv, uint32_t slot);
 
+// VMEM_KV_CHECK: whether pages [from, to) of a span may be mapped or unmapped now. No mapping changes that kernels may
+// use.
+int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
+
 // ---- row.c
 
 struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page);
@@ -211,8 +215,6 @@ int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states);
 // The free slot, but for the n taken ones, for a request of that many tokens, of which so many come from a prefix;
 // UINT32_MAX: none.
 uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken, uint32_t n);
-
-// ---- expect.c
 
 // Takes the list of the requests that come next.
 int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);

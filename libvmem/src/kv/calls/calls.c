@@ -1,106 +1,15 @@
-// The public calls. Each enters the cache, and calls one function of a lower floor.
+// Public calls: what requests to come, runs and the cache's memory are told. Each enters the cache, and calls one
+// function of a lower floor.
 //
 // SPDX-License-Identifier: MIT
 #include <time.h>
 
-#include "core/trace.h"
 #include "kv/calls/calls.h"
-
-// ---- requests --------------------------------------------------------------------------------------------------------
-
-int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_alloc(kv, options, slot));
-}
 
 int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n)
 {
     int rc = vmem__kv_enter_step(kv);
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_expect(kv, tokens, prefix_tokens, n));
-}
-
-int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_free_slot(kv, slot, after));
-}
-
-int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_truncate(kv, slot, tokens, after, flags));
-}
-
-int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_out(kv, slot, host, bytes, after));
-}
-
-int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_swap_in(kv, slot, host, bytes, flags));
-}
-
-// ---- steps -----------------------------------------------------------------------------------------------------------
-
-int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
-{
-    const uint64_t start = vmem__trace_start();
-    int rc = flags ? vmem__kv_enter(kv) : vmem__kv_enter_step(kv);
-    if (!rc)
-        rc = vmem__kv_leave(kv, flags ? vmem__kv_would_step(kv, lengths, n, flags) : vmem__kv_step(kv, lengths, n));
-    if (!flags)
-        vmem__trace_end("step", start, "\"result\":%d", rc);
-    return rc;
-}
-
-// Most growth needs no other pages than the last step. Then there is nothing to plan, and one lock is enough.
-static bool stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    if (!kv || !*kv->owned || slot >= kv->n_slots || kv->flags & VMEM_KV_CHECK)
-        return false;
-    pthread_mutex_lock(&kv->gate.state);
-    const struct kv_slot *s = &kv->slots[slot];
-    const bool steady = !kv->gate.called && tokens && tokens >= s->tokens && tokens <= s->steady;
-    if (steady) {
-        kv_stage(kv, slot, (int32_t)tokens, 0);
-        kv->gate.calls++;
-    }
-    pthread_mutex_unlock(&kv->gate.state);
-    return steady;
-}
-
-int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    if (stage_steady(kv, slot, tokens))
-        return 0;
-    int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_grow(kv, slot, tokens));
-}
-
-int vmem_kv_commit(vmem_kv *kv)
-{
-    const uint64_t start = vmem__trace_start();
-    int rc = vmem__kv_enter_step(kv);
-    if (!rc)
-        rc = vmem__kv_leave(kv, vmem__kv_commit(kv));
-    vmem__trace_end("commit", start, "\"result\":%d", rc);
-    return rc;
-}
-
-int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_room(kv, slot, tokens));
-}
-
-int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_fit(kv, requests, n, fit));
 }
 
 // ---- runs ------------------------------------------------------------------------------------------------------------
@@ -109,13 +18,6 @@ int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flag
 {
     int rc = vmem__kv_enter_step(kv);
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_share(kv, runs, n, flags));
-}
-
-int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
-                   uint32_t *tokens)
-{
-    int rc = flags & VMEM_KV_LOOK ? vmem__kv_enter_step(kv) : vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_attach(kv, slot, runs, n, most, flags, tokens));
 }
 
 int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed)

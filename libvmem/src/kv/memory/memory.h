@@ -142,4 +142,16 @@ int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t 
 // Takes over the budget that another process asked for, if one did.
 void vmem__kv_take_wanted(vmem_kv *kv);
 
+// ---- gate.c
+
+// How every public call begins and ends: enter takes api and state, and leave updates the statistics. A step enters by
+// vmem__kv_enter_step and calls vmem__kv_may_take_long if there is something to do.
+int vmem__kv_enter(vmem_kv *kv);
+int vmem__kv_enter_step(vmem_kv *kv);
+int vmem__kv_leave(vmem_kv *kv, int rc);
+
+// ---- books.c
+
+int vmem__kv_check_books(vmem_kv *kv); // VMEM_KV_CHECK: recounts everything
+
 #endif

@@ -6,11 +6,6 @@
 
 #include "kv/book/book.h"
 
-// ---- rule.c
-
-// VMEM_KV_CHECK: whether pages [from, to) of a span may be mapped or unmapped now.
-int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
-
 // ---- grow.c
 
 // Plans to back pages [from, to) of a span, next to what it has. coarse_hi as in struct kv_part.

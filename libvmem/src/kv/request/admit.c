@@ -10,29 +10,13 @@
 // request could never begin.
 static uint64_t kept_back(const vmem_kv *kv) { return kv->in_state[VMEM_KV_ACTIVE] ? kv_watermark(kv) : 0; }
 
-// The pages that a request of `tokens` tokens needs, in addition to the pages that it shares.
-static uint64_t pages_of(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
-{
-    uint64_t pages = 0;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        uint64_t shared = (KV_MIN(prefix_tokens, g->max_tokens) * g->row_bytes) >> kv->page_shift;
-        // The attach does not map prefix pages that a window has passed.
-        shared = KV_MAX(shared, vmem__kv_need_lo(kv, g, prefix_tokens));
-        pages += (vmem__kv_need_hi(kv, g, tokens) - shared) * g->n;
-    }
-    return pages;
-}
-
 // Whether a request could have `tokens` tokens.
 static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t limit)
 {
-    struct kv_plan *plan = &kv->plan;
+    int64_t delta;
     if (slot < 0)
-        return kv->ledger.fixed + pages_of(kv, tokens, 0) <= limit;
-    vmem__kv_plan_reset(plan);
-    vmem__kv_plan_slot(kv, plan, (uint32_t)slot, tokens);
-    const int64_t delta = vmem__kv_plan_delta(kv, plan);
+        return kv->ledger.fixed + kv_pages_beside(kv, tokens, 0) <= limit;
+    vmem__kv_plan_one(kv, (uint32_t)slot, tokens, &delta);
     return delta <= 0 || kv->ledger.fixed + (uint64_t)delta <= limit;
 }
 
@@ -55,7 +39,7 @@ static uint32_t most_tokens(vmem_kv *kv, int32_t slot, uint64_t limit)
     return least;
 }
 
-int vmem__kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
+static int room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
 {
     int rc = 0;
     if (!tokens)
@@ -74,6 +58,12 @@ int vmem__kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     if (*tokens <= has && has < kv->max_tokens) // before it says that there is none, it asks
         *tokens = most_tokens(kv, slot, vmem__kv_reach(kv, kv->ledger.budget));
     return 0;
+}
+
+int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, room(kv, slot, tokens));
 }
 
 // ---- requests --------------------------------------------------------------------------------------------------------
@@ -115,8 +105,8 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
             want += taken;
             before += taken;
         }
-        want += pages_of(kv, r->tokens, prefix_tokens);
-        before += prefix_tokens ? pages_of(kv, prefix_tokens, prefix_tokens) : 0;
+        want += kv_pages_beside(kv, r->tokens, prefix_tokens);
+        before += prefix_tokens ? kv_pages_beside(kv, prefix_tokens, prefix_tokens) : 0;
         most = KV_MAX(want, before + copied) + back;
         if (!rc && most > limit)
             limit = vmem__kv_reach(kv, most);
@@ -132,7 +122,7 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     return rc;
 }
 
-int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
+static int count_fitting(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
     size_t fits = 0;
     int rc = 0;
@@ -154,6 +144,12 @@ int vmem__kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     if (fit)
         *fit = fits;
     return rc;
+}
+
+int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, count_fitting(kv, requests, n, fit));
 }
 
 // ---- slots -----------------------------------------------------------------------------------------------------------
@@ -196,4 +192,10 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
     *slot = chosen;
     vmem__kv_worker_wake(kv); // it prepares the next slot
     return 0;
+}
+
+int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_alloc(kv, options, slot));
 }

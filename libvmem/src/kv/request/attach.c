@@ -1,31 +1,13 @@
-// Attaching: a request begins with pages of others. It copies what it is about to write.
+// Attaching: a request begins with pages of others. It copies the last, partial one, which it is about to write.
 //
 // SPDX-License-Identifier: MIT
 #include "kv/request/request.h"
-
-// How the pages of a group are divided. Pages [lo, full) are shared, and pages [full, hi) are the slot's own. The first
-// own page begins with `part` bytes of the prefix.
-struct split {
-    uint32_t lo, full, hi;
-    uint64_t part;
-};
-
-static struct split split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
-{
-    uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
-    struct split s = {.lo = vmem__kv_need_lo(kv, g, tokens),
-                      .full = (uint32_t)(bytes >> kv->page_shift),
-                      .hi = vmem__kv_need_hi(kv, g, tokens),
-                      .part = bytes & (kv->page_size - 1)};
-    s.full = KV_MAX(s.full, s.lo);
-    return s;
-}
 
 static void unmap_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        struct split s = split(kv, g, tokens);
+        struct kv_split s = kv_split(kv, g, tokens);
         for (uint32_t t = 0; t < g->n && s.full > s.lo; t++)
             vMemUnmap(kv->ctx, kv_addr(kv, g, slot, t, s.lo), (uint64_t)(s.full - s.lo) << kv->page_shift);
     }
@@ -37,7 +19,7 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     vmem__kv_grow_commit(kv, &kv->grow);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        struct split s = split(kv, g, tokens);
+        struct kv_split s = kv_split(kv, g, tokens);
         if (s.lo == s.hi)
             continue;
         struct kv_span now = kv_span_at(s.lo);
@@ -63,7 +45,7 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     int rc = vmem__kv_stale_now(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
-        struct split s = split(kv, &kv->groups[i], tokens);
+        struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
         uint32_t hi = sp->lo > s.hi ? sp->lo : sp->coarse_hi > s.full ? s.hi : sp->hi;
         rc = vmem__kv_cut_now(kv, slot, i, s.full, hi);
     }
@@ -78,20 +60,9 @@ static void fix_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
-        const uint32_t hi = KV_MIN(KV_MAX(split(kv, &kv->groups[i], tokens).hi, sp->lo), sp->hi);
+        const uint32_t hi = KV_MIN(KV_MAX(kv_split(kv, &kv->groups[i], tokens).hi, sp->lo), sp->hi);
         vmem__kv_fix(kv, slot, i, (struct kv_past){sp->lo, hi});
     }
-}
-
-// The pages that a slot which begins with so many rows of a prefix has for itself, as copies.
-static uint64_t copies_of(const vmem_kv *kv, uint32_t tokens)
-{
-    uint64_t pages = 0;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        struct split s = split(kv, &kv->groups[i], tokens);
-        pages += (uint64_t)(s.hi - s.full) * kv->groups[i].n;
-    }
-    return pages;
 }
 
 // By how many pages `fixed` grows when a slot which makes so many copies begins with the runs found.
@@ -115,7 +86,7 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     fix_tail(kv, slot, tokens);
     vmem__kv_grow_reset(l);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-        struct split s = split(kv, &kv->groups[i], tokens);
+        struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
         rc = vmem__kv_grow_to(kv, l, slot, i, s.full, s.hi, 0);
         for (uint32_t k = s.lo; k < s.full && !rc; k++) {
             const vmem_page *pages = vmem__kv_found_page(kv, i, tokens, k, &stride);
@@ -128,7 +99,7 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         rc = vmem__kv_grow_make(kv, l);
     const bool mapped = !rc;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-        struct split s = split(kv, &kv->groups[i], tokens);
+        struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
         if (!s.part || s.full >= s.hi)
             continue;
         const vmem_page *pages = vmem__kv_found_page(kv, i, tokens, s.full, &stride);
@@ -167,13 +138,13 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 // Whether attaching so many tokens of the runs found would find memory.
 static int would_attach(vmem_kv *kv, uint32_t tokens)
 {
-    const uint64_t copies = copies_of(kv, tokens);
+    const uint64_t copies = kv_pages_beside(kv, tokens, tokens);
     // Otherwise attaching only maps pages that are there.
     return copies ? vmem__kv_would_fit(kv, delta_of(kv, tokens, copies), copies) : 0;
 }
 
-int vmem__kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
-                    uint32_t *tokens)
+static int begin_with(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
+                      uint32_t *tokens)
 {
     int rc = tokens ? 0 : vmem__error(-EINVAL, "tokens must not be NULL");
     if (!rc && flags & ~(VMEM_KV_DRY | VMEM_KV_LOOK))
@@ -201,80 +172,9 @@ int vmem__kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, 
     return rc;
 }
 
-// ---- copy before write -----------------------------------------------------------------------------------------------
-
-// Replaces page `page` of every tensor with a copy.
-static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
+int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
+                   uint32_t *tokens)
 {
-    const struct kv_group *g = &kv->groups[group];
-    struct kv_grow *l = &kv->grow;
-    int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, g->n, sizeof(*l->pages));
-    if (!rc)
-        rc = vmem__kv_room_for(&l->fine, &l->cap_fine, g->n, sizeof(*l->fine));
-    if (rc)
-        return rc;
-    rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
-    if (rc == -ENOMEM && !vmem__kv_make_device_room(kv, g->n))
-        rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
-    if (rc)
-        return rc;
-    struct kv_ref *row = kv_row(kv, slot, group, page);
-    if (!row) { // making room evicted the other holder
-        vmem__kv_release(kv, l->pages, g->n);
-        return 0;
-    }
-    rc = vmem__kv_copy_pages(kv, g, l->pages, 1, true, slot, page, kv->page_size);
-    for (uint32_t t = 0; t < g->n; t++)
-        l->fine[t] = (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, page), .page = l->pages[t]};
-    if (!rc)
-        rc = vMemMapBatch(kv->ctx, l->fine, g->n, VMEM_MAP_REPLACE | VMEM_MAP_FINE, NULL);
-    if (rc) {
-        vmem__kv_release(kv, l->pages, g->n);
-        return rc;
-    }
-    const struct kv_span *sp = kv_span(kv, slot, group);
-    const struct kv_past fixed = {sp->fix_lo, sp->fix_hi};
-    kv->ledger.held += g->n;
-    vmem__kv_fix(kv, slot, group, (struct kv_past){sp->lo, sp->lo});
-    vmem__kv_ref_hold(kv, row, (struct kv_holders){.slots = -1});
-    for (uint32_t t = 0; t < g->n; t++)
-        kv_table(kv, g, slot, t)[page] = l->pages[t];
-    vmem__kv_fix(kv, slot, group, fixed);
-    return 0;
-}
-
-// Whether the group's page that contains row `tokens` is shared and must be copied.
-static bool cuts_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, struct split s)
-{
-    return s.part && s.full < kv_span(kv, slot, group)->shared_hi && kv_row(kv, slot, group, s.full);
-}
-
-uint64_t vmem__kv_unshare_pages(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    uint64_t pages = 0;
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        pages += cuts_shared(kv, slot, i, split(kv, &kv->groups[i], tokens)) ? kv->groups[i].n : 0;
-    return pages;
-}
-
-int vmem__kv_unshare(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    // First do the work that can fail for want of memory. It copies whole pages, so a failure loses no data.
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        struct split s = split(kv, &kv->groups[i], tokens);
-        int rc = cuts_shared(kv, slot, i, s) ? replace(kv, slot, i, s.full) : 0;
-        if (rc)
-            return rc;
-    }
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        struct split s = split(kv, &kv->groups[i], tokens);
-        struct kv_span *sp = kv_span(kv, slot, i);
-        if (s.full >= sp->shared_hi)
-            continue;
-        int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, s.full + (s.part != 0));
-        if (rc)
-            return rc;
-        sp->shared_hi = KV_MIN(sp->shared_hi, s.full);
-    }
-    return 0;
+    int rc = flags & VMEM_KV_LOOK ? vmem__kv_enter_step(kv) : vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, begin_with(kv, slot, runs, n, most, flags, tokens));
 }

@@ -1,4 +1,4 @@
-// Ends requests, and shortens them: at once, or once the kernels of a step have ended.
+// Ends requests: at once, or once the kernels of a step have ended.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -66,16 +66,19 @@ static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
     return 0;
 }
 
-int vmem__kv_free_slot(vmem_kv *kv, uint32_t slot, uint64_t after)
+int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after)
 {
-    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << KV_SWAPPING);
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << KV_SWAPPING);
     if (!rc)
         rc = vmem__kv_check_fence(kv, after);
     if (!rc)
         rc = after ? end_after(kv, slot, after) : end_now(kv, slot);
     if (!rc)
         vmem__kv_keep_budget(kv);
-    return rc;
+    return vmem__kv_leave(kv, rc);
 }
 
 static bool shares_rows(const vmem_kv *kv, uint32_t slot)
@@ -124,103 +127,4 @@ int vmem__kv_retire_to(vmem_kv *kv, uint64_t step)
         vmem__kv_keep_budget(kv);
     }
     return rc;
-}
-
-// ---- shorter requests ------------------------------------------------------------------------------------------------
-
-static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
-    if (!rc && tokens > kv->slots[slot].tokens)
-        rc = vmem__error(-EINVAL, "tokens %u: slot %u has %u", tokens, slot, kv->slots[slot].tokens);
-    // Whether the pages in front of keep_lo are still there depends on the background thread. No answer does.
-    for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
-        if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->keep_lo)
-            rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next token reads", tokens);
-    return rc;
-}
-
-// By how many pages `fixed` grows while the slot is truncated with so many copies, and no kernel accesses it.
-static int64_t truncation_delta(const vmem_kv *kv, uint32_t slot, uint64_t copies)
-{
-    int64_t delta = (int64_t)copies;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_span *sp = kv_span(kv, slot, i);
-        const struct kv_past fix = {sp->keep_lo, kv_end_of(kv, slot, i, sp->keep_hi, false)};
-        delta += vmem__kv_fix_delta(kv, slot, i, fix);
-    }
-    return delta;
-}
-
-static int would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    const uint64_t copies = vmem__kv_unshare_pages(kv, slot, tokens);
-    return vmem__kv_would_fit(kv, truncation_delta(kv, slot, copies), copies);
-}
-
-// All groups find room for their copies, or none does.
-static int room_for_copies(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    const uint64_t copies = vmem__kv_unshare_pages(kv, slot, tokens);
-    int rc = vmem__kv_lacks(kv, truncation_delta(kv, slot, copies), copies);
-    if (rc)
-        return rc;
-    kv->slots[slot].fresh = true; // the caller guarantees that no kernel accesses the slot
-    kv->slots[slot].steady = 0;
-    vmem__kv_book(kv, slot);
-    return vmem__kv_take_room(kv, copies);
-}
-
-static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    struct kv_slot *s = &kv->slots[slot];
-    vmem__kv_enough();
-    vmem__kv_wait_cut(kv);
-    int rc = room_for_copies(kv, slot, tokens);
-    if (!rc)
-        rc = vmem__kv_unshare(kv, slot, tokens);
-    if (rc == -ENOMEM)
-        vmem__kv_count_shortage(kv);
-    if (rc)
-        return rc;
-    vmem__kv_forget(kv, slot);
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        struct kv_span *sp = kv_span(kv, slot, i);
-        uint32_t hi = KV_MIN(vmem__kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);
-        sp->need_lo = sp->keep_lo = KV_MIN(vmem__kv_need_lo(kv, &kv->groups[i], tokens), hi);
-        sp->need_hi = sp->keep_hi = hi;
-    }
-    s->tokens = tokens;
-    s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
-    kv->idle[slot].named = KV_MIN(kv->idle[slot].named, tokens);
-    vmem__kv_book(kv, slot);
-    vmem__kv_pass_windows(kv, slot); // if it fails, the next step does it
-    return 0;
-}
-
-int vmem__kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags)
-{
-    int rc = vmem__kv_check_dry(flags);
-    if (!rc)
-        rc = check_truncate(kv, slot, tokens);
-    if (!rc)
-        rc = vmem__kv_check_fence(kv, after);
-    if (rc)
-        return rc;
-    struct kv_slot *s = &kv->slots[slot];
-    // Even if the slot is fresh, kernels may still be writing the shared rows attached to it.
-    const bool shared = tokens < vmem__kv_shared_tokens(kv, slot);
-    if (!after || after <= vmem__kv_ended(kv) || (s->fresh && !shared))
-        return flags ? would_truncate(kv, slot, tokens) : truncate_now(kv, slot, tokens);
-    if (shared)
-        return vmem__error(-EBUSY,
-                           "tokens %u: rows from there on are shared, and kernels of step %" PRIu64 " may be in flight",
-                           tokens, after);
-    if (flags)
-        return 0;
-    // Changes no mapping that running kernels use: the rows go after later steps no longer ask for them.
-    vmem__kv_unstage(kv, slot);
-    s->tokens = tokens;
-    s->steady = 0;
-    return 0;
 }

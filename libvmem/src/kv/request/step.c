@@ -1,9 +1,212 @@
-// The step before an iteration: executes a plan (plan.c), so that every row up to the lengths has a page.
+// The step before an iteration: a plan, made before anything changes, of what each slot needs; and its execution, after
+// which every row up to the lengths has a page.
 //
 // SPDX-License-Identifier: MIT
 #include <string.h>
 
+#include "core/trace.h"
 #include "kv/request/request.h"
+
+// ---- the plan --------------------------------------------------------------------------------------------------------
+
+// Of a length that goes back, or is wrong.
+static int __attribute__((cold)) look_at_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    if (tokens < 0 || (uint32_t)tokens > kv->max_tokens)
+        return vmem__error(-EINVAL, "lengths[%u] %d is not between 0 and max_tokens, %u", slot, tokens, kv->max_tokens);
+    if (s->state != VMEM_KV_ACTIVE)
+        return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", slot, tokens,
+                           vmem__kv_state_name(s->state));
+    if ((uint32_t)tokens < vmem__kv_shared_tokens(kv, slot))
+        return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", slot, tokens,
+                           s->shared_tokens);
+    return 0;
+}
+
+static inline int check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    const uint32_t tokens = (uint32_t)length; // negative: more than any
+    if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->tokens))
+        return look_at_length(kv, slot, length);
+    return 0;
+}
+
+// Pages that the span lacks of [lo, hi). Pages that an earlier request left after a prefix do not help.
+static uint32_t missing_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+{
+    const struct kv_span *sp = kv_span(kv, slot, group);
+    if (!kv_usable(sp, hi))
+        return hi - lo;
+    const uint32_t serves = vmem__kv_serves(kv, slot, group, hi);
+    return (lo < sp->lo ? sp->lo - lo : 0) + (hi > serves ? hi - serves : 0);
+}
+
+static bool extends(const struct kv_slot *s, uint32_t tokens) { return s->fresh || tokens > s->backed; }
+
+// Adds what a step to `tokens` needs of a slot. -EINVAL: its window has given up rows that it reads.
+static int plan_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    struct kv_plan *plan = &kv->plan;
+    const struct kv_slot *s = &kv->slots[slot];
+    int rc = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct kv_want *w = &plan->wants[plan->n++];
+        w->slot = slot;
+        w->group = i;
+        w->lo = g->window ? vmem__kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
+        w->hi = vmem__kv_need_hi(kv, g, tokens);
+        w->touched = kv_in_flight(kv, slot, i, (struct kv_past){w->lo, w->hi});
+        w->extends = extends(s, tokens);
+        if (w->extends)
+            plan->missing += (uint64_t)missing_of(kv, slot, i, w->lo, w->hi) * g->n;
+        if (kv->windows && s->tokens && w->lo < kv_span(kv, slot, i)->keep_lo)
+            rc = vmem__error(-EINVAL, "lengths[%u] %u: the window has given up rows that it reads", slot, tokens);
+    }
+    plan->extends |= extends(s, tokens);
+    return rc;
+}
+
+static void plan_nothing(vmem_kv *kv)
+{
+    kv->plan.n = kv->plan.missing = 0;
+    kv->plan.extends = false;
+}
+
+// The fixed part after the step, as far as the span has pages for it now.
+static inline struct kv_past part_of(const vmem_kv *kv, const struct kv_want *w)
+{
+    const struct kv_span *sp = kv_span(kv, w->slot, w->group);
+    const bool fresh = kv->slots[w->slot].fresh;
+    const uint32_t serves = fresh ? vmem__kv_serves(kv, w->slot, w->group, w->hi) : sp->hi;
+    const uint32_t hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), serves), lo = KV_MIN(KV_MAX(w->touched.lo, sp->lo), hi);
+    return (struct kv_past){lo, kv_end_of(kv, w->slot, w->group, hi, !fresh)};
+}
+
+// By how many pages the step will raise kv_ledger.fixed, the missing ones included.
+static int64_t plan_delta(const vmem_kv *kv)
+{
+    int64_t delta = (int64_t)kv->plan.missing;
+    const struct kv_want *end = kv->plan.wants + kv->plan.n;
+    for (const struct kv_want *w = kv->plan.wants; w < end; w++)
+        delta += kv_fix_delta(kv, w->slot, w->group, part_of(kv, w));
+    return delta;
+}
+
+int vmem__kv_plan_one(vmem_kv *kv, uint32_t slot, uint32_t tokens, int64_t *delta)
+{
+    plan_nothing(kv);
+    int rc = plan_slot(kv, slot, tokens);
+    *delta = plan_delta(kv);
+    return rc;
+}
+
+// Finds the slots for which the step needs other pages than the last one did.
+static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
+{
+    const struct kv_slot *sl = kv->slots;
+    *n = 0;
+    for (uint32_t s = 0, all = kv->n_slots; s < all; s++, sl++) {
+        const uint32_t tokens = (uint32_t)lengths[s];
+        if (!tokens || (tokens >= sl->tokens && tokens <= sl->steady))
+            continue;
+        int rc = check_length(kv, s, lengths[s]);
+        if (rc)
+            return rc;
+        kv->plan.changed[(*n)++] = s;
+        __builtin_prefetch(kv_span(kv, s, 0)); // the spans are far apart, and the CPU cannot predict the access
+    }
+    return 0;
+}
+
+// Waits until the worker is at none of the slots that are to be extended; whether it had to: the lock was dropped then.
+static bool wait_for_changed(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    for (uint32_t k = 0; k < n; k++) {
+        const uint32_t s = kv->plan.changed[k];
+        if (kv->slots[s].busy && extends(&kv->slots[s], (uint32_t)lengths[s])) {
+            vmem__kv_wait_slot(kv, s);
+            return true;
+        }
+    }
+    return false;
+}
+
+// Plans a step to these lengths, or returns -EINVAL. If waited is not NULL, the call waits until the worker changes none
+// of the slots that will be extended, and *waited receives whether it had to.
+static int plan_step(vmem_kv *kv, const int32_t *lengths, bool *waited)
+{
+    uint32_t n;
+    plan_nothing(kv);
+    int rc = find_changed(kv, lengths, &n);
+    while (!rc && waited && wait_for_changed(kv, lengths, n)) {
+        *waited = true;
+        rc = find_changed(kv, lengths, &n);
+    }
+    for (uint32_t k = 0; k < n && !rc; k++)
+        rc = plan_slot(kv, kv->plan.changed[k], (uint32_t)lengths[kv->plan.changed[k]]);
+    return rc;
+}
+
+// Between these two calls, nothing takes back what the step needs or what kernels in flight access. What kernels of the
+// step do not access any more can be taken.
+static void plan_enter(vmem_kv *kv)
+{
+    for (const struct kv_want *w = kv->plan.wants; w < kv->plan.wants + kv->plan.n; w++)
+        vmem__kv_fix(kv, w->slot, w->group, part_of(kv, w));
+}
+
+static void plan_leave(vmem_kv *kv)
+{
+    for (uint64_t k = 0; k < kv->plan.n; k += kv->n_groups)
+        vmem__kv_book(kv, kv->plan.wants[k].slot);
+}
+
+// Whether the step would find its memory.
+static int plan_check(vmem_kv *kv, const int32_t *lengths)
+{
+    int rc = plan_step(kv, lengths, NULL);
+    return rc ? rc : vmem__kv_would_fit(kv, plan_delta(kv), kv->plan.missing);
+}
+
+void vmem__kv_restage(vmem_kv *kv, uint32_t slot)
+{
+    const int32_t tokens = kv->staged.lengths[slot];
+    int64_t delta;
+    if (tokens && !vmem__kv_plan_one(kv, slot, (uint32_t)tokens, &delta))
+        kv_stage(kv, slot, tokens, delta);
+}
+
+int vmem__kv_check_dry(uint32_t flags)
+{
+    return flags & ~VMEM_KV_DRY ? vmem__error(-EINVAL, "flags %#x has unknown bits", flags) : 0;
+}
+
+static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    if (!lengths)
+        return vmem__error(-EINVAL, "lengths must not be NULL");
+    if (n != kv->n_slots)
+        return vmem__error(-EINVAL, "n %u is out of range: the cache has %u slots", n, kv->n_slots);
+    return 0;
+}
+
+// A step with flags: what it would return.
+static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
+{
+    if (flags & ~(VMEM_KV_DRY | VMEM_KV_ASSURED))
+        return vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
+    if (!(flags & VMEM_KV_ASSURED))
+        vmem__kv_take_wanted(kv);
+    int rc = check_lengths(kv, lengths, n);
+    if (!rc && flags & VMEM_KV_ASSURED && kv->ledger.promise < kv->ledger.budget)
+        rc = vmem__error(-ENOMEM, "the cache takes memory when it is needed");
+    return rc ? rc : plan_check(kv, lengths);
+}
+
+// ---- the step --------------------------------------------------------------------------------------------------------
 
 // A request's first step: keeps the slot's pages as far as they can later be released in small pieces.
 static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
@@ -42,8 +245,9 @@ static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 }
 
 // Lists the parts of spans to back, with up to `spare` pages beyond the missing ones.
-static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
+static int list_parts(vmem_kv *kv, uint64_t spare)
 {
+    const struct kv_plan *plan = &kv->plan;
     vmem__kv_grow_reset(&kv->grow);
     for (uint64_t k = 0; k < plan->n; k++) {
         const struct kv_want *w = &plan->wants[k];
@@ -65,20 +269,22 @@ static int list_parts(vmem_kv *kv, const struct kv_plan *plan, uint64_t spare)
 }
 
 // Whether the budget has room for what the step fixes. Where it has room for every page, nothing need be counted.
-static int lacks(vmem_kv *kv, const struct kv_plan *plan)
+static int lacks(vmem_kv *kv)
 {
+    const struct kv_plan *plan = &kv->plan;
     if (kv->ledger.held + plan->missing <= kv->ledger.budget)
         return 0;
-    const int64_t delta = vmem__kv_plan_delta(kv, plan);
+    const int64_t delta = plan_delta(kv);
     return plan->extends || delta > 0 ? vmem__kv_lacks(kv, delta, plan->missing) : 0;
 }
 
-static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths)
+static int back(vmem_kv *kv, const int32_t *lengths)
 {
+    const struct kv_plan *plan = &kv->plan;
     vmem__kv_enough();
-    int rc = lacks(kv, plan);
+    int rc = lacks(kv);
     if (!rc && !vmem__kv_has_room(kv, plan->missing)) { // take pages back, but not those that the step needs
-        vmem__kv_plan_enter(kv, plan);
+        plan_enter(kv);
         rc = vmem__kv_take_room(kv, plan->missing);
     }
     for (uint64_t k = 0; k < plan->n && !rc; k += kv->n_groups) {
@@ -87,20 +293,20 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths)
             rc = adopt(kv, slot, (uint32_t)lengths[slot]);
     }
     if (!rc)
-        rc = list_parts(kv, plan, spare_for(kv, plan->missing));
+        rc = list_parts(kv, spare_for(kv, plan->missing));
     uint64_t total = rc ? 0 : kv->grow.total;
     if (total)
         rc = vmem__kv_grow_try(kv, &kv->grow);
     if (rc == -ENOMEM && total) { // the device has less than the budget: back only what is needed
-        vmem__kv_plan_enter(kv, plan);
-        rc = list_parts(kv, plan, 0);
+        plan_enter(kv);
+        rc = list_parts(kv, 0);
         total = kv->grow.total;
         if (!rc)
             rc = vmem__kv_grow_all(kv, &kv->grow);
     }
     if (rc) {
         vmem__kv_grow_reset(&kv->grow);
-        vmem__kv_plan_leave(kv, plan);
+        plan_leave(kv);
         return rc;
     }
     vmem__kv_unask(kv);
@@ -110,11 +316,11 @@ static int back(vmem_kv *kv, struct kv_plan *plan, const int32_t *lengths)
 }
 
 // Records in the spans what kernels of the step access, and what kernels of earlier steps may still access.
-static void set_needs(vmem_kv *kv, const struct kv_plan *plan)
+static void set_needs(vmem_kv *kv)
 {
     uint32_t steady = 0;
-    const struct kv_want *end = plan->wants + plan->n;
-    for (const struct kv_want *w = plan->wants; w < end; w++) {
+    const struct kv_want *end = kv->plan.wants + kv->plan.n;
+    for (const struct kv_want *w = kv->plan.wants; w < end; w++) {
         struct kv_span *sp = kv_span(kv, w->slot, w->group);
         struct kv_slot *s = &kv->slots[w->slot];
         const uint32_t keep_lo = KV_MAX(w->touched.lo, sp->lo), keep_hi = KV_MIN(w->touched.hi, sp->hi);
@@ -133,14 +339,14 @@ static void set_needs(vmem_kv *kv, const struct kv_plan *plan)
     }
 }
 
-static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengths)
+static void commit(vmem_kv *kv, const int32_t *lengths)
 {
     bool due = false;
     bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
     const uint32_t step = (uint32_t)++kv->fence.step, most = kv->max_tokens;
     const bool windows = kv->windows;
-    set_needs(kv, plan);
+    set_needs(kv);
     struct kv_slot *sl = kv->slots;
     for (uint32_t s = 0, n = kv->n_slots; s < n; s++, sl++) {
         const uint32_t tokens = (uint32_t)lengths[s];
@@ -164,7 +370,7 @@ static void commit(vmem_kv *kv, const struct kv_plan *plan, const int32_t *lengt
 static int __attribute__((noinline)) end_before(vmem_kv *kv, const int32_t *lengths)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++) {
-        int rc = kv_check_length(kv, s, lengths[s]);
+        int rc = check_length(kv, s, lengths[s]);
         if (rc)
             return rc;
     }
@@ -177,20 +383,20 @@ static int __attribute__((noinline)) end_before(vmem_kv *kv, const int32_t *leng
 
 static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {
-    struct kv_plan *plan = &kv->plan;
+    const struct kv_plan *plan = &kv->plan;
     bool waited = false;
-    int rc = vmem__kv_check_lengths(kv, lengths, n);
+    int rc = check_lengths(kv, lengths, n);
     const bool ends = kv_waiting(kv);
     if (ends && !rc)
         rc = end_before(kv, lengths);
     if (!rc)
-        rc = vmem__kv_plan(kv, plan, lengths, &waited);
+        rc = plan_step(kv, lengths, &waited);
     if (rc || plan->extends || kv->windows)
         vmem__kv_may_take_long(kv);
     if (!rc && plan->extends)
-        rc = back(kv, plan, lengths);
+        rc = back(kv, lengths);
     else if (!rc) // its pages are mapped, but they could be taken back
-        rc = lacks(kv, plan);
+        rc = lacks(kv);
     kv->stats.steps++;
     kv->stats.step_waits += waited;
     if (rc) {
@@ -198,7 +404,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         if (rc == -ENOMEM)
             vmem__kv_count_shortage(kv);
     } else {
-        commit(kv, plan, lengths);
+        commit(kv, lengths);
     }
     if (ends) // now, since a check counts on the pages that ended requests left for this step
         vmem__kv_keep_budget(kv);
@@ -210,12 +416,23 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     return rc;
 }
 
-int vmem__kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+static int step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {
     int rc = do_step(kv, lengths, n);
     for (uint32_t s = 0; s < kv->n_slots && kv->staged.n && !rc; s++)
         if (lengths[s])
             vmem__kv_unstage(kv, s);
+    return rc;
+}
+
+int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
+{
+    const uint64_t start = vmem__trace_start();
+    int rc = flags ? vmem__kv_enter(kv) : vmem__kv_enter_step(kv);
+    if (!rc)
+        rc = vmem__kv_leave(kv, flags ? would_step(kv, lengths, n, flags) : step(kv, lengths, n));
+    if (!flags)
+        vmem__trace_end("step", start, "\"result\":%d", rc);
     return rc;
 }
 
@@ -230,7 +447,7 @@ static bool staged_at_hand(const vmem_kv *kv)
            (l->promise >= l->budget || vmem__kv_at_hand(kv, want));
 }
 
-int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+static int stage(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     int rc = 0;
     if (slot >= kv->n_slots)
@@ -240,27 +457,51 @@ int vmem__kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     else if (tokens && kv->slots[slot].state != VMEM_KV_ACTIVE)
         rc = vmem__error(-EINVAL, "slot %u is %s", slot, vmem__kv_state_name(kv->slots[slot].state));
     if (!rc && tokens)
-        rc = kv_check_length(kv, slot, (int32_t)tokens);
-    vmem__kv_plan_reset(&kv->plan);
+        rc = check_length(kv, slot, (int32_t)tokens);
+    int64_t delta = 0;
     if (!rc && tokens)
-        rc = vmem__kv_plan_slot(kv, &kv->plan, slot, tokens);
+        rc = vmem__kv_plan_one(kv, slot, tokens, &delta);
     if (rc)
         return rc;
     const int32_t before = kv->staged.lengths[slot];
     const int64_t reserve = kv->staged.reserve[slot];
-    kv_stage(kv, slot, (int32_t)tokens, vmem__kv_plan_delta(kv, &kv->plan));
+    kv_stage(kv, slot, (int32_t)tokens, delta);
     if (!tokens || staged_at_hand(kv))
         return 0;
     vmem__kv_may_take_long(kv);
     if (vmem__kv_keeps_staged(kv))
         return 0;
-    rc = vmem__kv_plan_check(kv, kv->staged.lengths); // no page may be missing, and it says what is
+    rc = plan_check(kv, kv->staged.lengths); // no page may be missing, and it says what is
     if (rc)
         kv_stage(kv, slot, before, reserve);
     return rc;
 }
 
-int vmem__kv_commit(vmem_kv *kv)
+// Most growth needs no other pages than the last step. Then there is nothing to plan, and one lock is enough.
+static bool stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    if (!kv || !*kv->owned || slot >= kv->n_slots || kv->flags & VMEM_KV_CHECK)
+        return false;
+    pthread_mutex_lock(&kv->gate.state);
+    const struct kv_slot *s = &kv->slots[slot];
+    const bool steady = !kv->gate.called && tokens && tokens >= s->tokens && tokens <= s->steady;
+    if (steady) {
+        kv_stage(kv, slot, (int32_t)tokens, 0);
+        kv->gate.calls++;
+    }
+    pthread_mutex_unlock(&kv->gate.state);
+    return steady;
+}
+
+int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    if (stage_steady(kv, slot, tokens))
+        return 0;
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, stage(kv, slot, tokens));
+}
+
+static int commit_staged(vmem_kv *kv)
 {
     int rc = 0;
     if (!kv->staged.n)
@@ -272,5 +513,15 @@ int vmem__kv_commit(vmem_kv *kv)
         kv->staged.n = 0;
         kv->ledger.reserved = 0;
     }
+    return rc;
+}
+
+int vmem_kv_commit(vmem_kv *kv)
+{
+    const uint64_t start = vmem__trace_start();
+    int rc = vmem__kv_enter_step(kv);
+    if (!rc)
+        rc = vmem__kv_leave(kv, commit_staged(kv));
+    vmem__trace_end("commit", start, "\"result\":%d", rc);
     return rc;
 }

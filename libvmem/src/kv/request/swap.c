@@ -25,7 +25,7 @@ static int check_out(vmem_kv *kv, uint32_t slot, const void *host, uint64_t byte
     return rc;
 }
 
-int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after)
+static int swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after)
 {
     int rc = check_out(kv, slot, host, bytes);
     if (!rc)
@@ -50,6 +50,12 @@ int vmem__kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, ui
     vmem__kv_end_requests(kv); // the slot may be due already; on failure, the next step tries again
     vmem__kv_keep_budget(kv);
     return 0;
+}
+
+int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, swap_out(kv, slot, host, bytes, after));
 }
 
 // Whether there is memory for the slot's rows beside what staged growth was promised.
@@ -119,19 +125,22 @@ static int swap_in(vmem_kv *kv, uint32_t slot, const void *host)
     return 0;
 }
 
-int vmem__kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags)
+int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags)
 {
-    int rc = vmem__kv_check_dry(flags);
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_check_dry(flags);
     vmem__kv_enough();
     if (!rc)
         rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << KV_SWAPPING);
     if (!rc && flags)
-        return would_swap_in(kv, slot);
+        return vmem__kv_leave(kv, would_swap_in(kv, slot));
     if (!rc)
         rc = check_host(kv, slot, host, bytes);
     if (!rc)
         rc = swap_in(kv, slot, host);
     if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);
-    return rc;
+    return vmem__kv_leave(kv, rc);
 }

@@ -1,7 +1,7 @@
 // How every public call begins and ends. book/state.h states the order of the locks.
 //
 // SPDX-License-Identifier: MIT
-#include "kv/calls/calls.h"
+#include "kv/memory/memory.h"
 
 int vmem__kv_enter_step(vmem_kv *kv)
 {

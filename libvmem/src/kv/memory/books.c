@@ -3,7 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
 
-#include "kv/calls/calls.h"
+#include "kv/memory/memory.h"
 
 static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
