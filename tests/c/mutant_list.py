@@ -280,7 +280,7 @@ MUTANTS = [
         ("a request that comes back is not counted", "kv/book/slot.c", "    s->steady = 0;\n    vmem__kv_book(kv, slot);\n",
          "    s->steady = 0;\n", "test_kv_fences"),
         ("a slot that is left stays steady", "kv/book/slot.c", "    s->steady = 0;\n", "", "test_kv_model test_kv_steps"),
-        ("a request that is due is counted", "kv/book/fence.c", "            vmem__kv_book(kv, s);\n", "            ;\n",
+        ("a request that is due is counted", "kv/request/release.c", "            vmem__kv_book(kv, s);\n", "            ;\n",
          "test_kv_swap_after"),
         ("a new row forgets who needs it", "kv/book/row.c", "ref->users = in_fixed_part(kv_span(kv, slot, group), page);", "ref->users = 0;",
          "test_kv_block"),

@@ -12,6 +12,78 @@
 #include "core/error.h"
 #include "kv/book/state.h"
 
+// ---- the state -------------------------------------------------------------------------------------------------------
+
+static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    return &kv->spans[(uint64_t)slot * kv->n_groups + group];
+}
+
+// A span that begins here, without pages.
+static inline struct kv_span kv_span_at(uint32_t page)
+{
+    return (struct kv_span){page, page, page, page, page, page, page, page, 0, 0};
+}
+
+static inline struct kv_past *kv_stale(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    return &kv->stale[(uint64_t)slot * kv->n_groups + group];
+}
+
+// The pages of one tensor of the group (index within it) in one slot.
+static inline vmem_page *kv_table(const vmem_kv *kv, const struct kv_group *g, uint32_t slot, uint32_t tensor)
+{
+    return kv->pages + g->table + ((uint64_t)slot * g->n + tensor) * g->slot_pages;
+}
+
+static inline uint64_t kv_addr(const vmem_kv *kv, const struct kv_group *g, uint32_t slot, uint32_t tensor,
+                               uint64_t page)
+{
+    return kv->addrs[g->first + tensor] + slot * g->slot_stride + (page << kv->page_shift);
+}
+
+// Whether a page of a span is joined to the page before it.
+static inline bool kv_joined(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
+{
+    const struct kv_group *g = &kv->groups[group];
+    return kv->whole && page < g->slot_pages && kv->joined[g->joined + (uint64_t)slot * g->slot_pages + page];
+}
+
+static inline uint32_t kv_clamp(uint32_t x, uint32_t lo, uint32_t hi) { return KV_MIN(KV_MAX(x, lo), hi); }
+static inline uint64_t kv_less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
+
+static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
+{
+    return (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0);
+}
+
+// Whether kernels may access the slot: it is active, ending or being swapped out.
+static inline bool kv_accessed(const vmem_kv *kv, uint32_t slot)
+{
+    return kv->slots[slot].state != VMEM_KV_FREE && kv->slots[slot].state != VMEM_KV_SWAPPED;
+}
+
+// Slots that wait for kernels to end.
+static inline uint32_t kv_waiting(const vmem_kv *kv) { return kv->in_state[KV_ENDING] + kv->in_state[KV_SWAPPING]; }
+
+// Pages that could be added without reclaiming any.
+static inline uint64_t kv_unused(const vmem_kv *kv) { return kv_less(kv->ledger.budget, kv->ledger.held); }
+
+// Pages that the watermark keeps back while requests run.
+static inline uint64_t kv_watermark(const vmem_kv *kv)
+{
+    const struct kv_ledger *l = &kv->ledger;
+    return KV_MIN(KV_MAX(l->watermark_pages, (l->budget * l->watermark_percent + 99) / 100), l->budget);
+}
+
+// Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
+static inline uint64_t kv_low(const vmem_kv *kv) { return kv->ledger.budget * kv->reclaim_percent / 100; }
+// Not while the memory is promised to others, or requests wait for it.
+static inline bool kv_plentiful(const vmem_kv *kv)
+{
+    return !kv->lend.giving && !kv->lend.foresees && kv_unused(kv) >= 2 * kv_low(kv);
+}
+
 // ---- list.c
 
 // Grows an array so that it has room for n elements of `size` bytes.
@@ -170,8 +242,6 @@ void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before th
 void vmem__kv_forget(vmem_kv *kv, uint32_t slot);
 // Kernels up to this step have ended.
 uint64_t vmem__kv_ended(const vmem_kv *kv);
-// The kernels up to this step have ended: what is to be swapped out after them is not fixed any more.
-void vmem__kv_retired(vmem_kv *kv, uint64_t step);
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step);
 // Stages a length for the next step (0: none), which will raise `fixed` by so many pages for it.
 static inline void kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, int64_t reserve)
@@ -208,8 +278,6 @@ const char *vmem__kv_state_name(uint8_t state);
 void vmem__kv_set_state(vmem_kv *kv, uint32_t slot, uint8_t state);
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
 int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
-// The same of a newly allocated slot, which can be attached to.
-int vmem__kv_get_new(vmem_kv *kv, uint32_t slot);
 // As vmem__kv_get, without waiting for the worker's work on the slot.
 int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states);
 // The free slot, but for the n taken ones, for a request of that many tokens, of which so many come from a prefix;

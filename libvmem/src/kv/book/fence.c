@@ -22,14 +22,6 @@ uint64_t vmem__kv_ended(const vmem_kv *kv)
     return KV_MAX(kv->fence.retired, kv->fence.step > running ? kv->fence.step - running : 0);
 }
 
-void vmem__kv_retired(vmem_kv *kv, uint64_t step)
-{
-    kv->fence.retired = step;
-    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++)
-        if (kv_swap_due(kv, s)) // now: once the lock is dropped, the background thread may copy it
-            vmem__kv_book(kv, s);
-}
-
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)
 {
     if (step > kv->fence.step)

@@ -92,14 +92,6 @@ int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
     return rc;
 }
 
-int vmem__kv_get_new(vmem_kv *kv, uint32_t slot)
-{
-    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
-    if (!rc && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
-        rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
-    return rc;
-}
-
 // ---- requests that come next ------------------------------------------------------------------------------------------
 
 int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n)

@@ -97,9 +97,7 @@ void vmem__kv_unpublish(vmem_kv *kv)
 
 uint64_t vmem__kv_wanted_budget(vmem_kv *kv)
 {
-    if (!kv->view.map || !__atomic_load_n(&kv->view.map->wanted_budget, __ATOMIC_RELAXED))
-        return 0;
-    return __atomic_exchange_n(&kv->view.map->wanted_budget, 0, __ATOMIC_ACQ_REL);
+    return kv_budget_wanted(kv) ? __atomic_exchange_n(&kv->view.map->wanted_budget, 0, __ATOMIC_ACQ_REL) : 0;
 }
 
 void vmem__kv_keep_wanted(vmem_kv *kv, uint64_t bytes)

@@ -154,20 +154,18 @@ static bool passed(const vmem_kv *kv, const struct kv_span *sp)
     return sp->lo < sp->keep_lo && (!kv->turn.has_worker || sp->lo < sp->shared_hi);
 }
 
-int vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot)
+bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot)
 {
-    int rc = 0;
-    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+    bool left = false;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
-        if (!passed(kv, sp))
-            continue;
-        vmem__kv_wait_slot(kv, slot); // the worker may be cutting this very span
-        if (!passed(kv, sp))
-            continue;
-        rc = vmem__kv_cut_now(kv, slot, i, sp->keep_lo, sp->hi);
-        kv->stats.window_pages += rc ? 0 : kv->cut.n_pages;
+        if (passed(kv, sp))
+            vmem__kv_wait_slot(kv, slot); // the worker may be cutting this very span
+        if (passed(kv, sp) && !vmem__kv_cut_now(kv, slot, i, sp->keep_lo, sp->hi))
+            kv->stats.window_pages += kv->cut.n_pages;
+        left |= sp->lo < sp->keep_lo;
     }
-    return rc;
+    return left;
 }
 
 // ---- freed slots ----------------------------------------------------------------------------------------------

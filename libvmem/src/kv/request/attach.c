@@ -155,7 +155,10 @@ static int begin_with(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n
     if (!(flags & VMEM_KV_LOOK))
         vmem__kv_enough();
     if (!flags)
-        rc = vmem__kv_get_new(kv, slot); // before the runs are found: while it waits, the worker may evict some
+        rc = vmem__kv_get(kv, slot,
+                          1u << VMEM_KV_ACTIVE); // before the runs are found: the worker may evict some meanwhile
+    if (!rc && !flags && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
+        rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
     if (!rc)
         rc = vmem__kv_known(kv, runs, n, most, tokens);
     if (rc || !*tokens || flags & VMEM_KV_LOOK)

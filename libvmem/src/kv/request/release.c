@@ -99,9 +99,13 @@ int vmem__kv_swap_now(vmem_kv *kv, uint32_t slot)
     return rc;
 }
 
-int vmem__kv_end_requests(vmem_kv *kv)
+int vmem__kv_end_requests(vmem_kv *kv, uint64_t step)
 {
     int rc = 0;
+    kv->fence.retired = KV_MAX(kv->fence.retired, step);
+    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++)
+        if (kv_swap_due(kv, s)) // now: once the lock is dropped, the background thread may copy it
+            vmem__kv_book(kv, s);
     for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++) {
         int failed = 0;
         if (kv->slots[s].state == KV_ENDING && kv->idle[s].ends <= kv->fence.retired) {
@@ -122,8 +126,7 @@ int vmem__kv_retire_to(vmem_kv *kv, uint64_t step)
 {
     int rc = vmem__kv_check_fence(kv, step);
     if (!rc) {
-        vmem__kv_retired(kv, KV_MAX(vmem__kv_ended(kv), step));
-        rc = vmem__kv_end_requests(kv);
+        rc = vmem__kv_end_requests(kv, KV_MAX(vmem__kv_ended(kv), step));
         vmem__kv_keep_budget(kv);
     }
     return rc;

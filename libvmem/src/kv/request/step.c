@@ -356,11 +356,8 @@ static void commit(vmem_kv *kv, const int32_t *lengths)
         sl->took = step;
         sl->skip = sl->stuck = false;
         due |= sl->backed < most && sl->backed < (uint64_t)tokens + ahead;
-        if (windows) {
-            vmem__kv_pass_windows(kv, s); // if it fails, the next step does it
-            for (uint32_t i = 0; i < kv->n_groups; i++)
-                due |= kv_span(kv, s, i)->lo < kv_span(kv, s, i)->keep_lo;
-        }
+        if (windows)
+            due |= vmem__kv_pass_windows(kv, s);
     }
     if (due)
         vmem__kv_worker_wake(kv);
@@ -376,8 +373,7 @@ static int __attribute__((noinline)) end_before(vmem_kv *kv, const int32_t *leng
     }
     vmem__kv_may_take_long(kv);
     // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
-    vmem__kv_retired(kv, KV_MAX(kv->fence.retired, kv_less(kv->fence.step, kv->steps_in_flight)));
-    vmem__kv_end_requests(kv);
+    vmem__kv_end_requests(kv, kv_less(kv->fence.step, kv->steps_in_flight));
     return 0;
 }
 
@@ -410,8 +406,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         vmem__kv_keep_budget(kv);
     // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
     // Ranks take no budget over in a step at all: between two checks, each may rely on what the others can do.
-    if (kv->view.map && __atomic_load_n(&kv->view.map->wanted_budget, __ATOMIC_RELAXED) &&
-        !(kv->flags & VMEM_KV_SAME_SLOTS))
+    if (kv_budget_wanted(kv) && !(kv->flags & VMEM_KV_SAME_SLOTS))
         vmem__kv_take_wanted(kv);
     return rc;
 }

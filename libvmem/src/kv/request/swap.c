@@ -46,8 +46,7 @@ static int swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint
         return rc;
     }
     vmem__kv_unstage(kv, slot);
-    vmem__kv_retired(kv, vmem__kv_ended(kv));
-    vmem__kv_end_requests(kv); // the slot may be due already; on failure, the next step tries again
+    vmem__kv_end_requests(kv, vmem__kv_ended(kv)); // the slot may be due already; on failure, the next step tries again
     vmem__kv_keep_budget(kv);
     return 0;
 }

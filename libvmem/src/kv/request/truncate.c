@@ -154,7 +154,7 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
     kv->idle[slot].named = KV_MIN(kv->idle[slot].named, tokens);
     vmem__kv_book(kv, slot);
-    vmem__kv_pass_windows(kv, slot); // if it fails, the next step does it
+    vmem__kv_pass_windows(kv, slot);
     return 0;
 }
 

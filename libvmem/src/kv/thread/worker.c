@@ -325,8 +325,7 @@ static bool give_all(vmem_kv *kv)
 // Applies a budget that another process wants, under the locks of a public call.
 static void take_wanted(vmem_kv *kv)
 {
-    if (!kv->view.map || !__atomic_load_n(&kv->view.map->wanted_budget, __ATOMIC_RELAXED) ||
-        kv->flags & VMEM_KV_SAME_SLOTS)
+    if (!kv_budget_wanted(kv) || kv->flags & VMEM_KV_SAME_SLOTS)
         return;
     pthread_mutex_unlock(&kv->gate.state);
     pthread_mutex_lock(&kv->gate.api);
