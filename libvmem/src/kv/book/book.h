@@ -170,10 +170,8 @@ int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32
 struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page);
 // Loads what finding the page will read, and does not wait for it: a large table is in no cache of the CPU.
 void vmem__kv_ref_expect(const struct kv_refs *r, vmem_page page);
-static inline struct kv_ref *kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
-{
-    return kv->refs.used ? vmem__kv_ref_find(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page]) : NULL;
-}
+// The entry of a slot's row; NULL: the row is the slot's own.
+struct kv_ref *vmem__kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page);
 // How many rows of a span others hold as well.
 uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group);
 // Rows of a slot below this are (partly) in pages that others hold, too. Those at the end that others have left become

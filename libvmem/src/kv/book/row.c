@@ -31,6 +31,11 @@ struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page)
     return NULL;
 }
 
+struct kv_ref *vmem__kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
+{
+    return vmem__kv_ref_find(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page]);
+}
+
 int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more)
 {
     uint64_t size = r->size ? r->size : 64;
@@ -93,7 +98,7 @@ static bool in_fixed_part(const struct kv_span *s, uint32_t page) { return page 
 
 struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
-    struct kv_ref *ref = kv_row(kv, slot, group, page);
+    struct kv_ref *ref = vmem__kv_row(kv, slot, group, page);
     if (ref)
         return ref;
     ref = vmem__kv_ref_new(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page], kv->groups[group].n);
@@ -124,7 +129,7 @@ void vmem__kv_rows_join(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t to)
 {
     struct kv_span *s = kv_span(kv, slot, group);
     for (; s->fix_hi < to; s->fix_hi++)
-        vmem__kv_ref_hold(kv, kv_row(kv, slot, group, s->fix_hi), (struct kv_holders){.slots = 1, .users = 1});
+        vmem__kv_ref_hold(kv, vmem__kv_row(kv, slot, group, s->fix_hi), (struct kv_holders){.slots = 1, .users = 1});
 }
 
 void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
@@ -132,7 +137,7 @@ void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t fr
     struct kv_span *s = kv_span(kv, slot, group);
     for (uint32_t p = from; p < to; p++) {
         const bool needed = in_fixed_part(s, p);
-        struct kv_ref *ref = kv_row(kv, slot, group, p);
+        struct kv_ref *ref = vmem__kv_row(kv, slot, group, p);
         if (ref)
             vmem__kv_ref_hold(kv, ref, (struct kv_holders){.slots = -1, .users = -(int)needed});
         else
@@ -147,7 +152,7 @@ uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group)
     const struct kv_span *s = kv_span(kv, slot, group);
     uint64_t n = s->fix_hi - s->fix_lo;
     for (uint32_t p = s->fix_lo; p < KV_MIN(s->fix_hi, s->shared_hi); p++) {
-        struct kv_ref *ref = kv_row(kv, slot, group, p);
+        struct kv_ref *ref = vmem__kv_row(kv, slot, group, p);
         n -= ref && (kv_row_see(kv, ref) != ref->users || kv_row_kept(&kv->refs, ref));
     }
     return n;
@@ -158,7 +163,7 @@ uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group)
     const struct kv_span *sp = kv_span(kv, slot, group);
     uint32_t n = 0;
     for (uint32_t p = sp->lo; p < KV_MIN(sp->hi, sp->shared_hi); p++)
-        n += kv_row(kv, slot, group, p) != NULL;
+        n += vmem__kv_row(kv, slot, group, p) != NULL;
     return n;
 }
 
@@ -173,7 +178,7 @@ uint32_t vmem__kv_shared_tokens(const vmem_kv *kv, uint32_t slot)
         const uint32_t before = sp->shared_hi;
         if (!before)
             continue;
-        while (sp->shared_hi > sp->lo && !kv_row(kv, slot, i, sp->shared_hi - 1))
+        while (sp->shared_hi > sp->lo && !vmem__kv_row(kv, slot, i, sp->shared_hi - 1))
             sp->shared_hi--;
         sp->shared_hi = sp->shared_hi > sp->lo ? sp->shared_hi : 0;
         fell |= sp->shared_hi < before;

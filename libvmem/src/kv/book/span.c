@@ -59,7 +59,7 @@ static void weigh(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to,
     for (const struct change *c = changes; c < changes + 4; c++) {
         int64_t own = c->lo < c->hi ? c->hi - c->lo : 0;
         for (uint32_t p = c->lo; p < KV_MIN(c->hi, shared_hi); p++) {
-            struct kv_ref *ref = kv_row(kv, slot, group, p);
+            struct kv_ref *ref = vmem__kv_row(kv, slot, group, p);
             if (!ref)
                 continue;
             vmem__kv_ref_hold(kv, ref, (struct kv_holders){.users = c->by});
@@ -78,7 +78,7 @@ int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, str
     for (const struct change *c = changes; c < changes + 4; c++) {
         delta += c->lo < c->hi ? ((int64_t)c->hi - c->lo) * c->by : 0;
         for (uint32_t p = c->lo; p < KV_MIN(c->hi, s->shared_hi); p++) {
-            const struct kv_ref *ref = kv_row(kv, slot, group, p);
+            const struct kv_ref *ref = vmem__kv_row(kv, slot, group, p);
             if (ref && (c->by < 0 || kv_row_fixed(&kv->refs, ref)))
                 delta -= c->by;
         }

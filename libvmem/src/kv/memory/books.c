@@ -30,7 +30,7 @@ static uint64_t shared_in_cut(const vmem_kv *kv)
     const struct kv_cut *c = &kv->worker.cut;
     uint64_t n = 0;
     for (uint32_t p = c->before.lo; kv->turn.cutting && p < KV_MIN(c->before.hi, c->before.shared_hi); p++)
-        n += (p < c->lo || p >= c->hi) && kv_row(kv, c->slot, c->group, p);
+        n += (p < c->lo || p >= c->hi) && vmem__kv_row(kv, c->slot, c->group, p);
     return n;
 }
 
@@ -75,7 +75,7 @@ int vmem__kv_check_books(vmem_kv *kv)
                 return vmem__error(-EFAULT, "slot %u, group %u: pages [%u, %u) are fixed, not [%u, %u)", s, i, part.lo,
                                    part.hi, sp->fix_lo, sp->fix_hi);
             for (uint32_t p = sp->lo; p < sp->hi; p++) {
-                struct kv_ref *ref = kv_row(kv, s, i, p);
+                struct kv_ref *ref = vmem__kv_row(kv, s, i, p);
                 const bool needed = p >= part.lo && p < part.hi;
                 if (ref && p >= sp->shared_hi)
                     return vmem__error(-EFAULT, "slot %u, page %u is shared", s, p);

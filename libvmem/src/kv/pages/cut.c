@@ -18,7 +18,7 @@ static int list(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, ui
         return rc;
     const uint32_t shared = kv_clamp(kv_span(kv, slot, group)->shared_hi, from, to);
     for (uint32_t i = from; i < shared; i++)
-        for (uint32_t t = 0; t < g->n && !kv_row(kv, slot, group, i); t++)
+        for (uint32_t t = 0; t < g->n && !vmem__kv_row(kv, slot, group, i); t++)
             c->pages[c->n_pages++] = kv_table(kv, g, slot, t)[i];
     for (uint32_t t = 0; t < g->n; t++) {
         c->ops[c->n_ops++] = (struct vmem_unmap_op){.addr = kv_addr(kv, g, slot, t, from),
@@ -187,7 +187,7 @@ static struct sharing sharing_of(const vmem_kv *kv, uint32_t slot, uint32_t grou
     for (uint32_t p = s->lo; p < end; p++) {
         if (end - p > ahead)
             vmem__kv_ref_expect(&kv->refs, pages[p + ahead]);
-        const struct kv_ref *ref = kv_row(kv, slot, group, p);
+        const struct kv_ref *ref = vmem__kv_row(kv, slot, group, p);
         if (!ref)
             continue;
         found.end = p + 1;
@@ -213,7 +213,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     if (rc)
         return rc;
     for (uint32_t p = s->lo; p < end && sharing.own; p++)
-        for (uint32_t t = 0; t < g->n && !kv_row(kv, slot, group, p); t++)
+        for (uint32_t t = 0; t < g->n && !vmem__kv_row(kv, slot, group, p); t++)
             d->pages[d->n++] = kv_table(kv, g, slot, t)[p];
     vmem__kv_rows_leave(kv, slot, group, s->lo, end);
     struct kv_span now = kv_span_at(end == s->hi ? 0 : end);

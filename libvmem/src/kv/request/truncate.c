@@ -22,7 +22,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
     if (rc)
         return rc;
-    struct kv_ref *row = kv_row(kv, slot, group, page);
+    struct kv_ref *row = vmem__kv_row(kv, slot, group, page);
     if (!row) { // making room evicted the other holder
         vmem__kv_release(kv, l->pages, g->n);
         return 0;
@@ -50,7 +50,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 // Whether the group's page that contains row `tokens` is shared and must be copied.
 static bool cuts_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_split s)
 {
-    return s.part && s.full < kv_span(kv, slot, group)->shared_hi && kv_row(kv, slot, group, s.full);
+    return s.part && s.full < kv_span(kv, slot, group)->shared_hi && vmem__kv_row(kv, slot, group, s.full);
 }
 
 // Pages that are copied before rows from `tokens` on are written again.
