@@ -33,7 +33,8 @@ from pyvmem.kv.types import (
     NO_SHORTAGE,
     GroupInfo,
     KVStats,
-    Prefix,
+    Run,
+    RunInfo,
     Shortage,
     SlotInfo,
     TensorSpec,
@@ -53,7 +54,8 @@ __all__ = [
     "KVCacheOptions",
     "KVStats",
     "Lengths",
-    "Prefix",
+    "Run",
+    "RunInfo",
     "Shortage",
     "SlotInfo",
     "Spare",
@@ -67,15 +69,20 @@ Cache = TypeVar("Cache", bound="KVCache")
 _GONE = {
     "absent_slots": "slot(i).absent_steps",
     "alloc_reqid": "alloc, or pyvmem.paper.alloc_reqid",
+    "attach_prefix": "attach(slot, run)",
     "check": "step(lengths, dry=True)",
-    "check_attach": "attach_prefix(prefix, dry=True)",
+    "check_attach": "attach(None, run, dry=True)",
     "check_swap_in": "swap_in(slot, dry=True)",
     "check_truncate": "truncate(slot, tokens, dry=True)",
+    "drop_prefix": "drop(run)",
     "free_reqid": "free, or pyvmem.paper.free_reqid",
     "missing_pages": "shortage.missing_pages",
+    "prefix_pages": "run(run).pages and .own_pages",
+    "save_prefix": "share(slot, tokens)",
 }
 
 _log = logging.getLogger("pyvmem")
+_MOST = 2**32 - 1  # tokens: all
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
 _GROUP = tuple(field.name for field in fields(GroupInfo))[3:]
 
@@ -326,7 +333,7 @@ class KVCache(_Owned):
         slot : int, optional
             Take exactly this slot.
         prefix_tokens : int
-            Rows that `attach_prefix` will provide: kept pages in their place are useless.
+            Rows that `attach` will provide: kept pages in their place are useless.
 
         Raises
         ------
@@ -351,7 +358,7 @@ class KVCache(_Owned):
         ----------
         tokens : sequence of int
         prefix_tokens : sequence of int, optional
-            For each request, the rows that `attach_prefix` or blocks will provide. Only the rows after them are backed.
+            For each request, the rows that `attach` or blocks will provide. Only the rows after them are backed.
         """
         sizes = uint32s("tokens", tokens)
         prefixes = uint32s("prefix_tokens", [] if prefix_tokens is None else prefix_tokens)
@@ -571,72 +578,107 @@ class KVCache(_Owned):
                 if self._events and self._events[0] is first:  # a signal handler may have polled, too
                     del self._events[0]
 
-    # ---- prefixes --------------------------------------------------------------------------------------------
+    # ---- runs ------------------------------------------------------------------------------------------------
 
-    def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
-        """Save the slot's first `tokens` rows for other requests. Returns a `Prefix`.
+    def share(self, slot: SupportsIndex, tokens: SupportsIndex, first: SupportsIndex = 0) -> Run:
+        """Hold the slot's rows [first, first + tokens) for other requests, until `drop`. Returns a `Run`.
 
-        Kernels in flight may still be writing the rows: see `attach_prefix`. Raises `VmemError` (ENODATA) if a window
-        has given up rows that the token after them reads. After a step that ends with these rows, none has.
+        Kernels in flight may still be writing the rows: see `attach`. Raises `VmemError` (ENODATA) if windows have
+        given up rows that a request needs which begins with the run. After a step that ends with the run, none has.
         """
         run = ffi.new("struct vmem_kv_run *", {"priority": lib.VMEM_KV_RUN_KEEP})
-        run.slot, run.tokens = uint("slot", slot, 32), uint("tokens", tokens, 32)
+        run.slot, run.first = uint("slot", slot, 32), uint("first", first, 32)
+        run.tokens = uint("tokens", tokens, 32)
         _check(lib.vmem_kv_share(self._use(), run, 1, 0))
-        info = self._prefix_info(run.id) if run.id else None
-        if info is None or info.min_tokens > info.tokens:
-            _check(lib.vmem_kv_drop(self._use(), ffi.new("uint64_t *", run.id), 1, 2**64 - 1, 0, ffi.NULL))
-            text = f"tokens {run.tokens}: a window has given up rows before them; save when a step ends there"
+        shared = Run(int(run.id), run.first, run.tokens)
+        info = self.run(shared) if run.id else None
+        if info is None or (not info.first and info.min_tokens > info.tokens):
+            self.drop(shared)
+            text = f"tokens {run.tokens}: a window has given up rows before them; share when a step ends there"
             raise VmemError(errno.ENODATA, text)
-        return Prefix(int(run.id), info.tokens, info.min_tokens)
-
-    def _prefix_info(self, id: int) -> Any:
-        info = structure("vmem_kv_run_info")
-        _check(lib.vmem_kv_get_run(self._use(), id, info))
-        return info
+        return shared
 
     @staticmethod
-    def _of_prefix(prefix: Prefix, tokens: SupportsIndex | None) -> tuple[int, int]:
-        if not isinstance(prefix, Prefix):
-            raise TypeError(f"prefix must be a Prefix, not {prefix!r}")
-        return prefix.id, prefix.tokens if tokens is None else uint("tokens", tokens, 32)
+    def _runs_of(runs: Run | Iterable[Run]) -> list[Run]:
+        found = [runs] if isinstance(runs, Run) else elements("runs", runs)
+        for run in found:
+            if not isinstance(run, Run):
+                raise TypeError(f"runs must be a Run or a sequence of them, not of {shown(run)}")
+        return found
 
-    def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
-        """Return (pages held, pages without another holder). Dropping the prefix frees the latter."""
-        info = self._prefix_info(self._of_prefix(prefix, None)[0])
-        return info.pages, info.own_pages
+    @classmethod
+    def _numbers_of(cls, runs: Run | Iterable[Run]) -> tuple[Any, int]:
+        """(uint64_t[n], n): the numbers of runs."""
+        numbers = [run.id for run in cls._runs_of(runs)]
+        return ffi.new("uint64_t[]", numbers), len(numbers)
 
-    def attach_prefix(
+    def _attach(self, slot: int, runs: tuple[Any, int], most: int, flags: int = 0) -> tuple[int, bool]:
+        """How many tokens of runs (uint64_t[n], n) the slot begins with, and whether there is memory for it."""
+        tokens = ffi.new("uint32_t *")
+        answer = self._answer(lib.vmem_kv_attach(self._ready(), slot, *runs, most, flags, tokens))
+        return int(tokens[0]), answer
+
+    def attach(
         self,
-        prefix: Prefix,
-        slot: SupportsIndex | None = None,
-        tokens: SupportsIndex | None = None,
+        slot: SupportsIndex | None,
+        runs: Run | Iterable[Run],
+        most: SupportsIndex | None = None,
         *,
         dry: bool = False,
-    ) -> bool:
-        """Start a newly allocated slot with the prefix's first `tokens` rows (by default, all of them).
+    ) -> int | None:
+        """Start a newly allocated slot, which no kernel accesses, with the rows of runs.
 
         Full pages are mapped, not copied. Kernels that write their rows may still be in flight, provided that kernels
         that read the rows in this slot run after them. Rows in a partial last page are copied, so they must have been
-        written. Returns False as `step` does. Raises `VmemError` (ENODATA) if a tensor with a window no longer has
-        the rows that the next token reads. With `dry`, the slot is ignored and may be left out.
-        """
-        id, tokens = self._of_prefix(prefix, tokens)
-        info = self._prefix_info(id)
-        if not 1 <= tokens <= info.tokens:
-            text = f"tokens {tokens} is not between 1 and the prefix's {info.tokens}"
-            raise InvalidArgument(errno.EINVAL, text)
-        if tokens < info.min_tokens:
-            text = f"tokens {tokens}: the prefix's window tensors begin too late; {info.min_tokens} or more"
-            raise VmemError(errno.ENODATA, text)
-        run, got = ffi.new("uint64_t *", id), ffi.new("uint32_t *")
-        number, flags = (0, lib.VMEM_KV_DRY) if dry else (uint("slot", slot, 32), 0)
-        return self._answer(lib.vmem_kv_attach(self._ready(), number, run, 1, tokens, flags, got))
+        written.
 
-    def drop_prefix(self, prefix: Prefix) -> None:
-        """Drop a prefix. Pages without another holder are released."""
-        id = self._of_prefix(prefix, None)[0]
-        self._prefix_info(id)  # it is there
-        _check(lib.vmem_kv_drop(self._use(), ffi.new("uint64_t *", id), 1, 2**64 - 1, 0, ffi.NULL))
+        Parameters
+        ----------
+        slot : int
+            Ignored, and may be None, with `dry`.
+        runs : Run or sequence of Run
+            They follow each other from row 0. Different requests may have written them.
+        most : int, optional
+            Begin with at most so many tokens.
+        dry : bool
+            Only answer.
+
+        Returns
+        -------
+        int or None
+            The tokens that the slot then has: those of the runs before the first that is gone. It is 0 if none is
+            left, or if windows have given up rows that the next token reads. None: there is no memory to copy a page.
+        """
+        at_most = _MOST if most is None else uint("most", most, 32)
+        number, flags = (0, lib.VMEM_KV_DRY) if dry else (uint("slot", slot, 32), 0)
+        tokens, answer = self._attach(number, self._numbers_of(runs), at_most, flags)
+        return tokens if answer else None
+
+    def drop(self, runs: Run | Iterable[Run]) -> None:
+        """Hold runs no longer. Pages without another holder are released. Runs that are gone are skipped."""
+        _check(lib.vmem_kv_drop(self._use(), *self._numbers_of(runs), 2**64 - 1, 0, ffi.NULL))
+
+    def order(self, runs: Run | Iterable[Run], priority: SupportsIndex) -> None:
+        """Let a call that needs memory evict runs which no request uses; runs that are gone are skipped.
+
+        Parameters
+        ----------
+        runs : Run or sequence of Run
+            The last of them becomes the least recently used of its priority.
+        priority : int
+            0 to 100: those of a lower one are evicted first. Or `pyvmem.kv.hashes.KEEP`, which every run has at first:
+            not evicted. Give no run a lower priority than the runs that follow it.
+        """
+        _check(lib.vmem_kv_order(self._use(), *self._numbers_of(runs), uint("priority", priority, 32)))
+
+    def run(self, run: Run) -> RunInfo:
+        """Return the `RunInfo` of a run. Raises `InvalidArgument` if it is gone."""
+        if not isinstance(run, Run):
+            raise TypeError(f"run must be a Run, not {shown(run)}")
+        raw = structure("vmem_kv_run_info")
+        _check(lib.vmem_kv_get_run(self._use(), run.id, raw))
+        numbers = (raw.first, raw.tokens, raw.min_tokens, raw.priority, raw.requests)
+        return RunInfo(*numbers, int(raw.pages), int(raw.own_pages))
 
     def _new_hashes(self, tokens: int, max_tokens: int) -> "BlockHashes":
         """The block hashes of a `PrefixCache`."""

@@ -209,20 +209,15 @@ class BlockHashes:
         ends the prompt. With `dry`, nothing changes, and the slot is ignored and may be None.
         """
         if dry:
-            tokens, short = self._look(hashes)
-            return None if short else tokens
-        runs, n = self._beginning(self._checked(hashes))
-        found = ffi.new("uint32_t *")
-        rc = lib.vmem_kv_attach(self.cache._ready(), uint("slot", slot, 32), runs, n, _MOST, 0, found)
-        return int(found[0]) if self.cache._answer(rc) else None
+            tokens, answer = self._look(hashes)
+        else:
+            runs = self._beginning(self._checked(hashes))
+            tokens, answer = self.cache._attach(uint("slot", slot, 32), runs, _MOST)
+        return tokens if answer else None
 
-    def _look(self, hashes: Iterable[Hash]) -> tuple[int, bool]:
-        """How many tokens are known, and whether memory is too short to begin with them."""
-        runs, n = self._beginning(self._checked(hashes))
-        tokens = ffi.new("uint32_t *")
-        rc = lib.vmem_kv_attach(self.cache._ready(), 0, runs, n, _MOST, lib.VMEM_KV_DRY, tokens)
-        short = not self.cache._answer(rc)
-        return int(tokens[0]), short
+    def _look(self, hashes: Iterable[Hash], most: int = _MOST) -> tuple[int, bool]:
+        """How many tokens, at most `most`, are known, and whether there is memory to begin with them."""
+        return self.cache._attach(0, self._beginning(self._checked(hashes)), most, lib.VMEM_KV_DRY)
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:
         """Allocate a slot for a prompt of `tokens` tokens, and start it with the known ones of its blocks.

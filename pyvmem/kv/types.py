@@ -326,12 +326,39 @@ NO_SHORTAGE = Shortage(None, 0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """Rows that a request wrote, held for others. `min_tokens` to `tokens` of them can be attached."""
+class Run:
+    """Rows [first, first + tokens) that a request wrote, held for others (`KVCache.share`)."""
 
     id: int
+    first: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a cache knows of a run.
+
+    Attributes
+    ----------
+    first, tokens : int
+        Its rows.
+    min_tokens : int
+        Of a run from row 0, the fewest tokens that a request can begin with; windows may have given up some.
+    priority : int
+        See `KVCache.order`.
+    requests : int
+        Requests that wrote it or began with it, and have not ended.
+    pages, own_pages : int
+        Pages held, and those of them without another holder, which dropping the run frees.
+    """
+
+    first: int
     tokens: int
     min_tokens: int
+    priority: int
+    requests: int
+    pages: int
+    own_pages: int
 
 
 def model_specs(

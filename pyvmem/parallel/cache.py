@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 
 from pyvmem._checks import elements, shown, uint
+from pyvmem._ffi import lib
 from pyvmem.errors import OutOfMemory, _error
 from pyvmem.kv.arguments import Request
 from pyvmem.kv.cache import _GONE, KVCache, Lengths
-from pyvmem.kv.types import NO_SHORTAGE, Prefix, Shortage
+from pyvmem.kv.types import NO_SHORTAGE, Run, Shortage
 from pyvmem.parallel.pledge import Pledge
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _LOCAL = frozenset(
     (
         "closed context expect flat groups keys last_step layout max_tokens metrics_json metrics_prometheus options "
-        "page_size picture same_slots set_watermark sharing slot slots specs stats step_maps swap_size tensors "
+        "page_size picture run same_slots set_watermark sharing slot slots specs stats step_maps swap_size tensors "
         "tile_rows tokens values wait"
     ).split()
 )
@@ -69,8 +70,9 @@ def _sum_of(lengths: Any) -> int:
 class TensorParallelKVCache:
     """A `KVCache` of this rank that agrees with those of the other ranks.
 
-    It has the calls of `KVCache`. A call that may be refused is refused on every rank, and then changes nothing on any.
-    The choice of slots needs no communication. Make every call here, not on `cache`.
+    It has the calls of `KVCache`; `init_cache` takes the place of `for_model`. A call that may be refused is refused on
+    every rank, and then changes nothing on any. The choice of slots needs no communication. Make every call here, not
+    on `cache`.
 
     Parameters
     ----------
@@ -111,8 +113,9 @@ class TensorParallelKVCache:
         self._staged: dict[int, int] = {}  # as the ranks agreed on
         self._pledge = Pledge(cache)
         self._past = 0  # a checksum of what was called without a question since the last agreement
-        self._prefixes: dict[int, int] = {}  # the ranks' number of each prefix, by this rank's
-        self._saved = 0  # prefixes that the ranks have saved
+        self._runs: dict[int, int] = {}  # the ranks' number of each run, by this rank's
+        self._shared = 0  # runs that the ranks have shared
+        self._evicts = False  # whether each rank may have evicted other runs
         self._broken: str | None = None
         self._hashes: TensorParallelBlockHashes | None = None
         self._rank = dist.get_rank(group)
@@ -427,43 +430,69 @@ class TensorParallelKVCache:
             self._staged.clear()
         return answer
 
-    def _name(self, prefix: Prefix) -> str:
-        """A prefix by the number that it has on every rank."""
-        return f"prefix {self._prefixes.get(prefix.id)}" if isinstance(prefix, Prefix) else "no prefix"
+    def _names(self, runs: Iterable[Run]) -> str:
+        """Runs by the numbers that they have on every rank."""
+        return f"runs {[self._runs.get(run.id) for run in runs]}"
 
-    def attach_prefix(
+    def _agreed(self, what: str, look: Callable[[int], int], most: int) -> int | None:
+        """The tokens, at most `most`, with which every rank can begin a request; None: memory is too short on one.
+
+        look: how many a rank can begin with, given the most.
+        """
+        while True:
+            asked = most
+            most = -self._vote(f"{what}, {asked}", look, asked, number=lambda tokens: -tokens)[1]
+            if not most or most == asked:
+                return None if most and self.shortage.reason else most
+
+    def share(self, slot: SupportsIndex, tokens: SupportsIndex, first: SupportsIndex = 0) -> Run:
+        """As `KVCache.share`, on every rank or on none."""
+        self._pledge.clear()
+        run: Run = self._vote(
+            f"share({slot}, {tokens}, {first})", self.cache.share, slot, tokens, first, undo=self.cache.drop
+        )[0]
+        self._shared += 1
+        self._runs[run.id] = self._shared
+        return run
+
+    def attach(
         self,
-        prefix: Prefix,
-        slot: SupportsIndex | None = None,
-        tokens: SupportsIndex | None = None,
+        slot: SupportsIndex | None,
+        runs: Run | Iterable[Run],
+        most: SupportsIndex | None = None,
         *,
         dry: bool = False,
-    ) -> bool:
-        """As `KVCache.attach_prefix`, on every rank or on none."""
-        what = f"attach_prefix({self._name(prefix)}, {slot}, {tokens}{', dry' if dry else ''})"
-        if dry:
-            return self._fits(what, self.cache.attach_prefix, prefix, slot, tokens)
-        self._pledge.clear()
-        if not self._fits(what, self.cache.attach_prefix, prefix, slot, tokens):
-            return False
-        return self._done(self.cache.attach_prefix(prefix, slot, tokens))
+    ) -> int | None:
+        """As `KVCache.attach`: with the tokens that every rank has, or None on every rank."""
+        found: list[Run] = self._argument("attach", lambda: self.cache._runs_of(runs))
+        numbers, tokens = self.cache._numbers_of(found), sum(run.tokens for run in found)
+        if most is not None:
+            tokens = min(tokens, self._argument("attach", lambda: uint("most", most, 32)))
+        if not dry:
+            self._pledge.clear()
 
-    def save_prefix(self, slot: SupportsIndex, tokens: SupportsIndex) -> Prefix:
-        """As `KVCache.save_prefix`. Only what every rank has can be attached."""
-        self._pledge.clear()
-        prefix, min_tokens = self._vote(
-            f"save_prefix({slot}, {tokens})", self.cache.save_prefix, slot, tokens,
-            number=lambda prefix: prefix.min_tokens, undo=self.cache.drop_prefix,
-        )  # fmt: skip
-        self._saved += 1
-        self._prefixes[prefix.id] = self._saved
-        return Prefix(prefix.id, prefix.tokens, min_tokens)
+        def look(most: int) -> int:
+            return self.cache._attach(0, numbers, most, lib.VMEM_KV_DRY)[0]
 
-    def prefix_pages(self, prefix: Prefix) -> tuple[int, int]:
-        """As `KVCache.prefix_pages`, of the rank that has the fewest."""
-        what, call = f"prefix_pages({self._name(prefix)})", self.cache.prefix_pages
-        fewest = self._vote(what, call, prefix, number=lambda pages: -(pages[0] << 31 | pages[1]))[1]
-        return -fewest >> 31, -fewest & (1 << 31) - 1
+        agreed = self._agreed(f"attach({slot}, {self._names(found)}{', dry' if dry else ''})", look, tokens)
+        if agreed is None or dry:
+            return agreed
+        self._done(self.cache.attach(slot, found, agreed) == agreed)
+        return agreed
+
+    def drop(self, runs: Run | Iterable[Run]) -> None:
+        """As `KVCache.drop`."""
+        found = self.cache._runs_of(runs)
+        self._note(f"drop({self._names(found)})", self.cache.drop, found)
+        for run in found:
+            self._runs.pop(run.id, None)
+
+    def order(self, runs: Run | Iterable[Run], priority: SupportsIndex) -> None:
+        """As `KVCache.order`. Each rank evicts by its own memory."""
+        found = self.cache._runs_of(runs)
+        self._pledge.clear()  # pages that could be evicted may no longer be
+        self._evicts = True
+        self._note(f"order({self._names(found)}, {priority})", self.cache.order, found, priority)
 
     def _new_hashes(self, tokens: int, max_tokens: int) -> "TensorParallelBlockHashes":
         """The block hashes of a `PrefixCache`."""
@@ -517,14 +546,14 @@ class TensorParallelKVCache:
         self._pledge.clear()
         if not self._fits(what, call):
             return False
-        if after is not None and self._hashes is not None:
+        if after is not None and self._evicts:
             self._agree_on_sharing(slot, tokens)
         self._done(self._vote(what, partial(call, dry=False))[0])
         self._staged.pop(int(slot), None)
         return True
 
     def _agree_on_sharing(self, slot: SupportsIndex, tokens: SupportsIndex) -> None:
-        """Refuse a truncation that some ranks would refuse, because they hold blocks that others have evicted."""
+        """Refuse a truncation that some ranks would refuse, because they hold runs that others have evicted."""
 
         def shared() -> list[int]:
             some = self.cache.slot(slot).shared_tokens > int(tokens)
@@ -546,11 +575,6 @@ class TensorParallelKVCache:
         """As `KVCache.reclaim`, for this rank's cache; returns what this rank released."""
         self._pledge.clear()
         return self.cache.reclaim(bytes, compact=compact)
-
-    def drop_prefix(self, prefix: Prefix) -> None:
-        """As `KVCache.drop_prefix`."""
-        self._note(f"drop_prefix({self._name(prefix)})", self.cache.drop_prefix, prefix)
-        self._prefixes.pop(prefix.id, None)
 
     def retire(self, step: SupportsIndex | None = None) -> None:
         """As `KVCache.retire`: on every rank the kernels must have ended."""

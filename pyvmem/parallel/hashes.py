@@ -63,7 +63,7 @@ class TensorParallelBlockHashes:
         self._asks_again = windows
         # Pages of blocks that are not evicted stay when a window has passed them.
         self._adds_need = windows and not automatic
-        cache._hashes = self
+        cache._hashes, cache._evicts = self, True
 
     def __len__(self) -> int:
         """How many blocks this rank knows."""
@@ -109,16 +109,12 @@ class TensorParallelBlockHashes:
 
     def _agree(self, what: str, hashes: list[Hash]) -> list[Hash] | None:
         """The blocks with which every rank can begin a request; None: memory is too short on one."""
-        while True:
-            asked = hashes
 
-            def look(asked: list[Hash] = asked) -> int:
-                return self._blocks._look(asked)[0] // self.tokens
+        def look(most: int) -> int:
+            return self._blocks._look(hashes, most)[0]
 
-            known = -self.cache._vote(f"{what}, {_sum_of(asked)}", look, number=lambda blocks: -blocks)[1]
-            hashes = asked[:known]
-            if not known or known == len(asked):
-                return None if known and self.cache.shortage.reason else hashes
+        tokens = self.cache._agreed(f"{what}, {_sum_of(hashes)}", look, len(hashes) * self.tokens)
+        return None if tokens is None else hashes[: tokens // self.tokens]
 
     def _begin(self, slot: SupportsIndex | None, hashes: list[Hash]) -> int:
         tokens = self._blocks.attach(slot, hashes)

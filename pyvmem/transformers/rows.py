@@ -17,7 +17,7 @@ import torch
 
 from pyvmem.attention import Batch
 from pyvmem.errors import OutOfMemory
-from pyvmem.kv.cache import KVCache, Spare, TensorSpec
+from pyvmem.kv.cache import KVCache, Run, Spare, TensorSpec
 from pyvmem.kv.pool import KVPool
 from pyvmem.transformers import spares
 from pyvmem.transformers.cudnn import keep_off
@@ -539,11 +539,11 @@ class Rows:
         return [next(free) if slot is None else slot for slot in new]
 
     def _share(self, moves: list[tuple[int, int]], old: list[int], lengths: list[int], new: list[int]) -> None:
-        prefixes = {}
+        runs = {}
         try:
             for s in dict.fromkeys(s for s, _ in moves):
                 if lengths[s]:
-                    prefixes[s] = self.kv.save_prefix(old[s], lengths[s])
+                    runs[s] = self.kv.share(old[s], lengths[s])
             for slot in set(old) - set(new):
                 if self._lengths[slot]:
                     self._empty(slot)
@@ -552,7 +552,7 @@ class Rows:
                     self._empty(slot)
                 if not lengths[s]:
                     continue
-                if not with_pool(self.kv, partial(self.kv.attach_prefix, prefixes[s], slot)):
+                if not with_pool(self.kv, partial(self._begins, slot, runs[s])):
                     raise OutOfMemory(
                         errno.ENOMEM,
                         f"{self.kv.shortage.missing_pages} pages are missing for {len(new)} sequences of up to "
@@ -561,8 +561,10 @@ class Rows:
                     )
                 self._lengths[slot] = lengths[s]
         finally:
-            for prefix in prefixes.values():
-                self.kv.drop_prefix(prefix)
+            self.kv.drop(runs.values())
+
+    def _begins(self, slot: int, run: Run) -> bool:
+        return self.kv.attach(slot, run) is not None
 
     # ---- swapping --------------------------------------------------------------------------------------------
 

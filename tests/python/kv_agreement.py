@@ -102,33 +102,32 @@ def part_ways(tp, device, rank):
     assert tp.slot(slot).tokens == 10
     refused(lambda: tp.fit(None if first else [1]), (RuntimeError, TypeError), "")
     assert tp.commit() and tp.slot(slot).tokens == 20
-    prefixes = [tp.save_prefix(slot, 10) for _ in range(2)]
+    prefixes = [tp.share(slot, 10) for _ in range(2)]
     other = tp.alloc(10)
-    refused(lambda: tp.attach_prefix(prefixes[first], other), RuntimeError, "rank 0: attach_prefix")
-    refused(lambda: tp.attach_prefix(prefixes[first], dry=True), RuntimeError, "rank 0: attach_prefix")
-    refused(lambda: tp.prefix_pages(prefixes[first]), RuntimeError, "rank 0: prefix_pages")
-    assert tp.attach_prefix(prefixes[0], other)
-    for prefix in prefixes:
-        tp.drop_prefix(prefix)
+    refused(lambda: tp.attach(other, prefixes[first]), RuntimeError, "rank 0: attach")
+    refused(lambda: tp.attach(None, prefixes[first], dry=True), RuntimeError, "rank 0: attach")
+    refused(lambda: tp.attach(other, 7 if first else prefixes), (RuntimeError, TypeError), "")
+    assert tp.attach(other, prefixes[0]) == 10
+    tp.drop(prefixes)
     tp.free(other)
     tp.free(slot)
 
 
 def older_prefix(tp, device, starved):
-    """A prefix that one rank no longer has, or never had, is attached on none."""
+    """A prefix that one rank no longer has is attached on none."""
     slot = tp.alloc(40)
     assert tp.step([40 if s == slot else 0 for s in range(SLOTS)])
-    prefix, gone = tp.save_prefix(slot, 40), tp.save_prefix(slot, 30)
+    prefix, gone = tp.share(slot, 40), tp.share(slot, 30)
     if starved:
-        tp.cache.drop_prefix(gone)
+        tp.cache.drop(gone)
     other = tp.alloc(40, prefix_tokens=30)
     same(device, slot, other)
-    refused(lambda: tp.attach_prefix(gone, other), pyvmem.VmemError, "")
-    assert tp.attach_prefix(prefix, other)
+    assert tp.attach(other, gone) == tp.attach(None, gone, dry=True) == 0
+    assert tp.attach(other, prefix, 35) == 35
     same(device, tp.slot(other).tokens)
-    tp.drop_prefix(prefix)
+    tp.drop(prefix)
     if not starved:
-        tp.cache.drop_prefix(gone)
+        tp.cache.drop(gone)
     tp.free(slot)
     tp.free(other)
 
@@ -239,8 +238,8 @@ def dropped(tp, rank):
     """Ranks that drop different prefixes part."""
     slot = tp.alloc(10)
     assert tp.step([10 if s == slot else 0 for s in range(SLOTS)])
-    prefixes = [tp.save_prefix(slot, 10) for _ in range(2)]
-    tp.drop_prefix(prefixes[rank == 0])
+    prefixes = [tp.share(slot, 10) for _ in range(2)]
+    tp.drop(prefixes[rank == 0])
     refused(tp.room, RuntimeError, "cannot agree any more")
     tp.close()
 
@@ -289,14 +288,15 @@ def share(tp, device, rng, lengths, prefixes):
     if choice == 0 and running:
         slot = rng.choice(running)
         tokens = rng.randint(1, lengths[slot])
-        prefixes.append((tp.save_prefix(slot, tokens), tokens))
+        prefixes.append((tp.share(slot, tokens), tokens))
     elif choice == 1 and prefixes:
         prefix, tokens = rng.choice(prefixes)
         slot = tp.alloc(tokens, prefix_tokens=tokens)
         same(device, slot)
         if slot is not None:
-            fits = tp.attach_prefix(prefix, slot)
+            fits = tp.attach(slot, prefix)
             same(device, fits, tp.shortage)
+            assert fits in (None, tokens)
             lengths[slot] = tokens if fits else 0
             if not fits:
                 tp.free(slot)
@@ -313,7 +313,7 @@ def share(tp, device, rng, lengths, prefixes):
             same(device, fits, tp.shortage)
             lengths[slot] = tokens if fits else lengths[slot]
     elif prefixes:
-        tp.drop_prefix(prefixes.pop(rng.randrange(len(prefixes)))[0])
+        tp.drop(prefixes.pop(rng.randrange(len(prefixes)))[0])
 
 
 def main(backend, steps=10_000, seed=1):
@@ -417,7 +417,7 @@ def serve(tp, device, starved, steps, seed):
         if lengths[slot]:
             tp.free(slot)
     for prefix, _ in prefixes:
-        tp.drop_prefix(prefix)
+        tp.drop(prefix)
     return failed
 
 

@@ -64,12 +64,12 @@ def test_a_prefix_counts_for_its_rows(backend):
     with make(backend=backend, pages=20) as cache:
         lengths = started(cache, 320)
         slot = lengths.index(320)
-        prefix = cache.save_prefix(slot, 304)  # 9 pages, and half of one, which is copied
+        prefix = cache.share(slot, 304)  # 9 pages, and half of one, which is copied
         assert cache.fit([(320, 304)] * 6) == 5
         assert cache.fit([(400, 304)] * 3) == 2 and cache.shortage.missing_pages == 2
         for _ in range(2):
             new = cache.alloc(400, prefix_tokens=304)
-            assert cache.attach_prefix(prefix, new)
+            assert cache.attach(new, prefix) == 304
             lengths[new] = 400
         assert cache.step(lengths)
         assert cache.stats().free_pages == 2
@@ -185,7 +185,7 @@ def test_an_answer_is_exact(name, specs):
                     assert cache.step(wanted)
                     lengths[slot] = tokens
                     if prefix is None:
-                        prefix = cache.save_prefix(slot, data.draw(st.integers(1, tokens)))
+                        prefix = cache.share(slot, data.draw(st.integers(1, tokens)))
             for slot in range(5):
                 if lengths[slot] and data.draw(st.booleans()):
                     cache.free(slot)
@@ -194,7 +194,7 @@ def test_an_answer_is_exact(name, specs):
                     grown = data.draw(st.integers(lengths[slot], 400))
                     if cache.grow(slot, grown):
                         lengths[slot] = grown
-            least = prefix.min_tokens if prefix else 0
+            least = cache.run(prefix).min_tokens if prefix else 0
             asked = []
             for tokens, part in then:
                 part = min(part, tokens, prefix.tokens) if prefix else 0
@@ -209,7 +209,7 @@ def test_an_answer_is_exact(name, specs):
                 if slot is None:
                     break
                 slots.append(slot)
-                if part and not cache.attach_prefix(prefix, slot, part):
+                if part and not cache.attach(slot, prefix, part):
                     cache.free(slot)
                     break
                 lengths[slot] = tokens

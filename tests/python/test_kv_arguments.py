@@ -88,7 +88,7 @@ def test_a_cache_without_sharing_refuses_it(backend):
         assert cache.step([50 if s == slot else 0 for s in range(4)])
         cache.keys[0][slot, :50] = 3
         with pytest.raises(VmemError, match="share no pages"):
-            cache.save_prefix(slot, 50)
+            cache.share(slot, 50)
         assert cache.keys[0][slot, :50].eq(3).all()
     with pytest.raises(TypeError, match="sharing must be True or False"):
         KVCacheOptions(sharing=2)
@@ -152,7 +152,7 @@ def test_wrong_arguments_are_named(backend):
         with pytest.raises(ValueError, match="not swapped"):
             cache.swap_in(slot)
         with pytest.raises(ValueError, match="newly allocated"):
-            cache.attach_prefix(cache.save_prefix(slot, 5), slot)
+            cache.attach(slot, cache.share(slot, 5))
     with pytest.raises(ValueError, match="closed"):
         cache.step([0] * 4)
     with pytest.raises(ValueError, match="page_size"):
@@ -189,8 +189,10 @@ def test_calls_with_wrong_numbers_name_the_argument(backend):
         start(cache, 10)
         calls = {
             "slot": (cache.free, cache.room, cache.slot, cache.swap_out, lambda x: cache.truncate(x, 0),
-                     lambda x: cache.save_prefix(x, 1)),
-            "tokens": (cache.alloc, lambda x: cache.truncate(0, x), lambda x: cache.save_prefix(0, x)),
+                     lambda x: cache.share(x, 1), lambda x: cache.attach(x, [])),
+            "tokens": (cache.alloc, lambda x: cache.truncate(0, x), lambda x: cache.share(0, x)),
+            "first": (lambda x: cache.share(0, 1, x),),
+            "most": (lambda x: cache.attach(0, [], x),),
             "bytes": (cache.set_budget, cache.reclaim),
             "tensor": (cache.layout, cache.flat),
         }  # fmt: skip

@@ -130,12 +130,12 @@ def test_a_request_can_have_the_slot_it_wants(backend):
 def test_a_request_with_a_prefix_leaves_kept_pages_to_others(backend):
     with make(backend, overlap=False, generous=False) as cache:
         first, _ = start(cache, 2 * PAGE_TOKENS)
-        prefix = cache.save_prefix(first, 2 * PAGE_TOKENS)
+        prefix = cache.share(first, 2 * PAGE_TOKENS)
         kept, _ = start(cache, 3 * PAGE_TOKENS)
         cache.free(kept)
         slot = cache.alloc(3 * PAGE_TOKENS, prefix_tokens=prefix.tokens)
         assert slot != kept
-        assert cache.attach_prefix(prefix, slot)
+        assert cache.attach(slot, prefix) == prefix.tokens
         assert cache.stats().kept_pages == 4 * 3
         assert cache.alloc(3 * PAGE_TOKENS) == kept
 
@@ -252,13 +252,13 @@ def test_fences_of_the_future_are_refused(backend):
             with pytest.raises(ValueError, match="step 2 has not been made yet; the last is 1"):
                 call(2)
         assert cache.slot(slot).tokens == 10 and cache.slot(slot).state == "active"
-        saved = cache.save_prefix(slot, 10)
+        saved = cache.share(slot, 10)
         with pytest.raises(pyvmem.VmemError, match="shared") as caught:
             cache.truncate(slot, 5, after=1)
         assert caught.value.errno == errno.EBUSY
         cache.retire()
         assert cache.truncate(slot, 5, after=1)
-        cache.drop_prefix(saved)
+        cache.drop(saved)
         with pytest.raises(ValueError, match="steps_in_flight"):
             make(backend, steps_in_flight=17)
 
@@ -284,7 +284,7 @@ def test_a_shortage_says_why(backend):
         assert cache.alloc() is None and cache.shortage.reason == "slots" and cache.shortage.missing_pages == 0
         assert str(cache.shortage) == "all slots are taken: end a request"
         assert cache.step([PAGE_TOKENS] * 4)
-        saved = cache.save_prefix(slot, PAGE_TOKENS)
+        saved = cache.share(slot, PAGE_TOKENS)
         cache.free(slot)
         lengths = [10 * PAGE_TOKENS if s == 0 else 0 for s in range(4)]
         assert not cache.step(lengths)
@@ -294,7 +294,7 @@ def test_a_shortage_says_why(backend):
             f"{cache.shortage.missing_pages} pages are missing: the budget is used up; drop prefixes, which hold 4, or "
             "end or swap out a request, or raise the budget"
         )
-        cache.drop_prefix(saved)
+        cache.drop(saved)
         cache.free(0, after=cache.last_step)
         lengths[1], lengths[0] = lengths[0], 0
         assert not cache.step(lengths) and "retire the steps of requests that end, which hold 4" in str(cache.shortage)
@@ -338,14 +338,14 @@ def test_a_dry_call_answers_and_changes_nothing(backend):
         assert cache.shortage.missing_pages == 20
         assert (cache.stats().held_pages, cache.last_step, cache.slot(slot).tokens) == (before, 0, 0)
         assert cache.step(only(PAGE_TOKENS + 1))
-        prefix, new = cache.save_prefix(slot, PAGE_TOKENS + 1), cache.alloc()
-        assert cache.attach_prefix(prefix, dry=True) and cache.attach_prefix(prefix, new, dry=True)
+        prefix, new = cache.share(slot, PAGE_TOKENS + 1), cache.alloc()
+        assert cache.attach(None, prefix, dry=True) == cache.attach(new, prefix, dry=True) == PAGE_TOKENS + 1
         assert cache.slot(new).tokens == 0
         assert cache.truncate(slot, 1, dry=True) and cache.slot(slot).tokens == PAGE_TOKENS + 1
         cache.swap_out(slot)
         assert cache.swap_in(slot, dry=True) and cache.slot(slot).state == "swapped"
         with pytest.raises(TypeError, match="slot must be an integer, not None"):
-            cache.attach_prefix(prefix)
+            cache.attach(None, prefix)
 
 
 @pytest.mark.parametrize("name", sorted(_GONE))
@@ -441,11 +441,11 @@ def test_a_prefix_is_shared_and_never_written(backend, device):
             tensor[slot, :tokens] = i + 1
         if device != "cpu":
             torch.cuda.synchronize()
-        prefix = cache.save_prefix(slot, tokens)
+        prefix = cache.share(slot, tokens)
         cache.wait()
         held = cache.stats().held_pages
         other = cache.alloc()
-        assert cache.attach_prefix(prefix, other)
+        assert cache.attach(other, prefix) == tokens
         assert cache.stats().attached_pages == tokens // page_tokens * 4
         assert cache.stats().held_pages - held <= 4 + 4 * 32
         values[other] = tokens + 5
@@ -461,7 +461,7 @@ def test_a_prefix_is_shared_and_never_written(backend, device):
             cache.step([tokens - 1 if s == other else 0 for s in range(4)])
         cache.free(slot)
         cache.free(other)
-        cache.drop_prefix(prefix)
+        cache.drop(prefix)
         assert cache.stats().shared_pages == cache.stats().prefix_pages == 0
 
 
@@ -473,7 +473,7 @@ def test_truncation_copies_a_shared_page_before_it_is_written_again(backend, dev
             tensor[slot, :tokens] = 5
         if device != "cpu":
             torch.cuda.synchronize()
-        prefix = cache.save_prefix(slot, tokens)
+        prefix = cache.share(slot, tokens)
         assert cache.truncate(slot, tokens - 20)
         values[slot] = tokens
         assert cache.step(values)
@@ -483,7 +483,7 @@ def test_truncation_copies_a_shared_page_before_it_is_written_again(backend, dev
         if device != "cpu":
             torch.cuda.synchronize()
         other = cache.alloc()
-        assert cache.attach_prefix(prefix, other)
+        assert cache.attach(other, prefix) == tokens
         for tensor in cache.tensors:
             assert (tensor[other, :tokens] == 5).all()
 
@@ -523,7 +523,7 @@ def test_rejected_tokens_are_truncated_before_a_longer_step_and_their_windows_st
             assert cache.truncate(0, n, after=cache.last_step)
 
 
-def test_a_prefix_that_a_window_has_passed_is_refused_and_the_error_says_when_to_save_it(backend):
+def test_a_prefix_that_a_window_has_passed_is_refused_and_the_error_says_when_to_share_it(backend):
     specs = [TensorSpec("f", (8, 128), torch.float32), TensorSpec("w", (8, 128), torch.float32, window=40)]
     with KVCache(specs, 2, 1000, 64 * MIB, page_size=1 << 16, backend=backend, check=True, name=None) as cache:
         slot, values = cache.alloc(), [0, 0]
@@ -531,11 +531,11 @@ def test_a_prefix_that_a_window_has_passed_is_refused_and_the_error_says_when_to
             values[slot] = n
             assert cache.step(values)
             if n == 100:
-                prefix = cache.save_prefix(slot, 100)
-        with pytest.raises(pyvmem.VmemError, match="save when a step ends there") as refused:
-            cache.save_prefix(slot, 200)
+                prefix = cache.share(slot, 100)
+        with pytest.raises(pyvmem.VmemError, match="share when a step ends there") as refused:
+            cache.share(slot, 200)
         assert refused.value.errno == errno.ENODATA and cache.stats().prefixes == 1
-        cache.drop_prefix(prefix)
+        cache.drop(prefix)
 
 
 def test_a_budget_shrinks_and_grows_while_requests_run(backend):
@@ -655,7 +655,7 @@ def test_expected_requests_are_backed_behind_their_prefix():
                  spare=Spare(eager=False, generous=False), check=True, idle_seconds=math.inf) as cache:  # fmt: skip
         first = cache.alloc(64)
         assert cache.step([64 if s == first else 0 for s in range(6)])
-        prefix = cache.save_prefix(first, 64)
+        prefix = cache.share(first, 64)
         cache.expect([100, 90, 80], [64, 0, 64])
         cache.wait()
         assert cache.stats().eager_pages == 3 + 6 + 1
@@ -664,7 +664,7 @@ def test_expected_requests_are_backed_behind_their_prefix():
         for tokens, begins in ((100, 64), (90, 0), (80, 64)):
             slot = cache.alloc(tokens, prefix_tokens=begins)
             if begins:
-                assert cache.attach_prefix(prefix, slot)
+                assert cache.attach(slot, prefix) == begins
             lengths[slot] = tokens
         assert cache.step(lengths)
         after = cache.stats()

@@ -69,7 +69,7 @@ class Engine(RuleBasedStateMachine):
         for slot in list(self.rows):
             self.cache.free(slot)
         for prefix, _ in self.prefixes:
-            self.cache.drop_prefix(prefix)
+            self.cache.drop(prefix)
         if self.runs:
             self.runs.drop(list(self.held))
         self.hashes.clear()
@@ -367,7 +367,7 @@ class Engine(RuleBasedStateMachine):
         slot = pick(data, [s for s in self.active if self.rows[s]])
         tokens = pick(data, range(1, len(self.rows[slot]) + 1))
         try:
-            prefix = self.cache.save_prefix(slot, tokens)
+            prefix = self.cache.share(slot, tokens)
         except pyvmem.VmemError as error:
             assert error.errno == 61
         else:
@@ -378,20 +378,20 @@ class Engine(RuleBasedStateMachine):
     def attach(self, data):
         self.polled()
         prefix, numbers = pick(data, self.prefixes)
-        tokens = pick(data, range(max(prefix.min_tokens, 1), prefix.tokens + 1))
-        predicted = self.cache.attach_prefix(prefix, None, tokens, dry=True)
+        tokens = pick(data, range(max(self.cache.run(prefix).min_tokens, 1), prefix.tokens + 1))
+        predicted = self.cache.attach(None, prefix, tokens, dry=True)
         slot = self.cache.alloc(tokens, prefix_tokens=tokens)
         if slot is None:
             return
-        answer = self.cache.attach_prefix(prefix, slot, tokens)
-        assert answer == predicted
+        answer = self.cache.attach(slot, prefix, tokens)
+        assert answer == predicted and answer in (None, tokens)
         self.begin(slot, numbers[:tokens] if answer else [])
 
     @rule(data=NUMBERS)
     @when(lambda self: self.prefixes)
     def drop(self, data):
         prefix, _ = self.prefixes.pop(pick(data, range(len(self.prefixes))))
-        self.cache.drop_prefix(prefix)
+        self.cache.drop(prefix)
 
     @rule(data=NUMBERS)
     @when(lambda self: self.runs and any(len(self.rows[s]) >= BLOCK for s in self.active))
@@ -515,7 +515,7 @@ class Engine(RuleBasedStateMachine):
         for call in (
             lambda: self.cache.free(slot), lambda: self.cache.step(self.lengths({slot: 1})),
             lambda: self.cache.grow(slot, 1), lambda: self.cache.truncate(slot, 0), lambda: self.cache.swap_out(slot),
-            lambda: self.cache.save_prefix(slot, 1), lambda: self.cache.room(slot),
+            lambda: self.cache.share(slot, 1), lambda: self.cache.room(slot),
         ):  # fmt: skip
             with pytest.raises((ValueError, pyvmem.VmemError)):
                 call()

@@ -191,7 +191,7 @@ def test_a_slot_that_is_being_given_up_is_left_alone(context):
             lambda: cache.truncate(slot, 5, after=1),
             lambda: cache.grow(slot, 61),
             lambda: cache.step([61, 0]),
-            lambda: cache.save_prefix(slot, 5),
+            lambda: cache.share(slot, 5),
         ):
             with pytest.raises(InvalidArgument, match="is being given up"):
                 call()
@@ -211,7 +211,7 @@ def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
                  check=True, spare=Spare(overlap=False, generous=False, eager=False)) as cache:  # fmt: skip
         slot, other = cache.alloc(), cache.alloc()
         assert cache.step([5, 1])
-        cache.save_prefix(slot, 5)
+        cache.share(slot, 5)
         assert cache.step([5, 14])  # no page is left for a copy of the shared ones
         assert not cache.truncate(slot, 1, dry=True)
         event = Event()

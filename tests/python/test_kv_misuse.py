@@ -57,7 +57,7 @@ def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
     assert cache.step(lengths)
     cache.free(ending, after=cache.last_step)
     free = next(slot for slot in range(4) if cache.slot(slot).state == "free")
-    hashes, prefix = BlockHashes(cache, 16), cache.save_prefix(running, 64)
+    hashes, prefix = BlockHashes(cache, 16), cache.share(running, 64)
     cases = {
         "step 5 has not been made yet; the last is 2": [
             lambda: cache.free(running, after=5), lambda: cache.truncate(running, 5, after=5),
@@ -65,15 +65,15 @@ def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
         ],
         f"slot {ending} is being given up": [
             lambda: cache.free(ending), lambda: cache.grow(ending, 20), lambda: cache.truncate(ending, 1),
-            lambda: cache.swap_out(ending), lambda: cache.save_prefix(ending, 1), lambda: cache.room(ending),
+            lambda: cache.swap_out(ending), lambda: cache.share(ending, 1), lambda: cache.room(ending),
             lambda: hashes.add(ending, [b"1"]),
         ],
         f"slot {free} is free": [
-            lambda: cache.free(free), lambda: cache.grow(free, 20), lambda: cache.attach_prefix(prefix, free),
+            lambda: cache.free(free), lambda: cache.grow(free, 20), lambda: cache.attach(free, prefix),
             lambda: hashes.attach(free, [b"1"]),
         ],
         f"slot {running} is not newly allocated": [
-            lambda: cache.attach_prefix(prefix, running), lambda: hashes.attach(running, [b"1"]),
+            lambda: cache.attach(running, prefix), lambda: hashes.attach(running, [b"1"]),
         ],
         f"slot {fresh} has 0 tokens": [lambda: hashes.add(fresh, [b"1"])],
         "no growth is staged": [cache.commit],
@@ -109,15 +109,19 @@ def test_numbers_are_not_rounded(cache):
             cache.expect(wrong)
 
 
-def test_what_is_no_prefix_or_specification_is_named(cache):
+def test_what_is_no_run_or_specification_is_named(cache):
     for call in (
-        lambda p: cache.attach_prefix(p, dry=True),
-        cache.drop_prefix,
-        cache.prefix_pages,
-        lambda p: cache.attach_prefix(p, 0),
+        lambda runs: cache.attach(None, runs, dry=True),
+        lambda runs: cache.attach(0, runs),
+        lambda runs: cache.order(runs, 7),
+        cache.drop,
     ):
-        with pytest.raises(TypeError, match="prefix must be a Prefix, not 7"):
+        with pytest.raises(TypeError, match="runs must be a sequence, not 7"):
             call(7)
+        with pytest.raises(TypeError, match="runs must be a Run or a sequence of them, not of 7"):
+            call([7])
+    with pytest.raises(TypeError, match="run must be a Run, not 7"):
+        cache.run(7)
     with pytest.raises(TypeError, match="specs must be a sequence, not None"):
         KVCache(None, 1, 10, MIB, backend="host", name=None)
     with pytest.raises(TypeError, match="specs must be a list of TensorSpec, not of 7"):

@@ -145,7 +145,7 @@ class Requests(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from([s for s in self.running if self.rows[s]]))
         tokens = data.draw(st.integers(1, len(self.rows[slot])))
         try:
-            prefix = self.cache.save_prefix(slot, tokens)
+            prefix = self.cache.share(slot, tokens)
         except pyvmem.VmemError as error:
             assert error.errno == 61
         else:
@@ -158,8 +158,8 @@ class Requests(RuleBasedStateMachine):
         slot = self.cache.alloc()
         if slot is None:
             return
-        tokens = data.draw(st.integers(max(prefix.min_tokens, 1), prefix.tokens))
-        if self.cache.attach_prefix(prefix, slot, tokens):
+        tokens = data.draw(st.integers(max(self.cache.run(prefix).min_tokens, 1), prefix.tokens))
+        if self.cache.attach(slot, prefix, tokens):
             self.rows[slot] = numbers[:tokens]
         else:
             self.cache.free(slot)
@@ -168,7 +168,7 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data):
         prefix, _ = self.prefixes.pop(data.draw(st.integers(0, len(self.prefixes) - 1)))
-        self.cache.drop_prefix(prefix)
+        self.cache.drop(prefix)
 
     @rule(part=st.sampled_from([0.3, 0.6, 1.0]))
     def set_budget(self, part):

@@ -573,7 +573,7 @@ def test_a_shortage_says_why_the_pool_gives_no_more():
                 assert pool.wait(cache, 60) != "applied"
             assert cache.shortage.refusal == refusal and str(cache.shortage).endswith(helps)
             cache.free(slot)
-        cache.save_prefix(0, TOKENS - 1)
+        cache.share(0, TOKENS - 1)
         assert not cache.truncate(0, TOKENS - 1)
         assert "raise the cache's share of the pool" in ffi.string(lib.vmem_last_error()).decode()
         assert other.stats().held_pages == 0
