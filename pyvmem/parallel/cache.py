@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -26,22 +26,13 @@ from pyvmem._checks import elements, shown, uint
 from pyvmem._ffi import lib
 from pyvmem.errors import OutOfMemory, _error
 from pyvmem.kv.arguments import Request
-from pyvmem.kv.cache import _GONE, KVCache, Lengths
+from pyvmem.kv.cache import KVCache, Lengths, name_what_is_gone
 from pyvmem.kv.types import NO_SHORTAGE, Run, Shortage
+from pyvmem.parallel.local import LocalCalls
 from pyvmem.parallel.pledge import Pledge
 
 if TYPE_CHECKING:
     from pyvmem.parallel.hashes import TensorParallelBlockHashes
-
-# Attributes and calls that each rank answers for itself, because no decision depends on them. The others are methods of
-# TensorParallelKVCache; tests/python/test_kv_distributed.py compares both with KVCache.
-_LOCAL = frozenset(
-    (
-        "closed context expect flat groups keys last_step layout max_tokens metrics_json metrics_prometheus options "
-        "page_size picture run same_slots set_watermark sharing slot slots specs stats step_maps swap_size tensors "
-        "tile_rows tokens values wait"
-    ).split()
-)
 
 _RANKS = 1 << 12  # at most; the agreement packs a rank beside the pages that it lacks
 _NEVER = 1 << 62  # the step of a shortage that no kernel's end makes good
@@ -67,7 +58,7 @@ def _sum_of(lengths: Any) -> int:
         return 0  # the call itself reports what is wrong with them
 
 
-class TensorParallelKVCache:
+class TensorParallelKVCache(LocalCalls):
     """A `KVCache` of this rank that agrees with those of the other ranks.
 
     It has the calls of `KVCache`; `init_cache` takes the place of `for_model`. A call that may be refused is refused on
@@ -123,16 +114,12 @@ class TensorParallelKVCache:
         self._device = torch.device(device)
         self._vote(f"TensorParallelKVCache of {_decisive(cache)}", lambda: None)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _LOCAL:
-            return getattr(self.cache, name)
-        if name == "_use":  # of BlockHashes and KVPool, which each rank would decide on by itself
-            raise TypeError(
-                "hashes and pools need a KVCache, not a TensorParallelKVCache, whose ranks would diverge "
-                "(pyvmem.parallel.hashes has hashes for all ranks)"
-            )
-        text = f"{type(self).__name__!r} object has no attribute {name!r}"
-        raise AttributeError(f"{text}: use {_GONE[name]}" if name in _GONE else text, name=name, obj=self)
+    def _use(self) -> NoReturn:
+        """Refuse `BlockHashes` and `KVPool`, which each rank would decide on by itself."""
+        raise TypeError(
+            "hashes and pools need a KVCache, not a TensorParallelKVCache, whose ranks would diverge "
+            "(pyvmem.parallel.hashes has hashes for all ranks)"
+        )
 
     def _vote(
         self,
@@ -591,6 +578,9 @@ class TensorParallelKVCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+name_what_is_gone(TensorParallelKVCache)
 
 
 def init_cache(

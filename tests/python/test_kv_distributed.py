@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 """
 
 import os
+import re
 import subprocess
 import sys
 from inspect import signature
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyvmem.kv.cache import KVCache
-from pyvmem.parallel import cache as distributed
+from pyvmem.kv.cache import _GONE, KVCache
+from pyvmem.parallel.cache import TensorParallelKVCache
+from pyvmem.parallel.local import LocalCalls
 
 HERE = Path(__file__).parent
 
@@ -38,23 +40,33 @@ def ranks_agree(backend, ranks, program="kv_agreement.py", steps=STEPS):
     assert f"{ranks} ranks agreed" in done.stdout
 
 
+# What KVCache has and TensorParallelKVCache lacks, and why.
+ABSENT = {"for_model": "init_cache takes its place: it divides the heads among the ranks"}
+
+
 def test_every_call_of_a_cache_is_there():
-    """A call that KVCache gains is agreed on here, or declared local: nothing is left out by oversight."""
+    """A call that KVCache gains is agreed on, or each rank answers it for itself: nothing is left out by oversight."""
     options = {"dtype": torch.float16, "backend": "host", "name": None, "same_slots": True}
     with KVCache.for_model(1, 1, 64, 2, 10, 1 << 22, **options) as cache:
         public = {name for name in {*dir(cache), *vars(cache)} if not name.startswith("_")}
-    agreed = set(dir(distributed.TensorParallelKVCache)) | {"shortage"}
-    assert public - {"for_model"} - agreed == distributed._LOCAL  # init_cache takes the place of for_model
-    assert not agreed & distributed._LOCAL
+    agreed, local = ({n for n in vars(c) if not n.startswith("_")} for c in (TensorParallelKVCache, LocalCalls))
+    assert public - agreed - local - {"shortage"} == set(ABSENT)
+    assert not agreed & local and not local - public
 
 
-@pytest.mark.parametrize("name", sorted(set(vars(distributed.TensorParallelKVCache)) & set(dir(KVCache))))
+@pytest.mark.parametrize("name", sorted(set(dir(TensorParallelKVCache)) & set(dir(KVCache)) - set(_GONE)))
 def test_a_call_takes_what_that_of_a_cache_takes(name):
-    if name.startswith("_") and name not in ("__enter__", "__exit__"):
+    call, here = (getattr(c, name) for c in (KVCache, TensorParallelKVCache))
+    if (name.startswith("_") and name not in ("__enter__", "__exit__")) or not callable(here):
         return
-    call, here = (getattr(c, name) for c in (KVCache, distributed.TensorParallelKVCache))
     parameters = [[(p.name, p.kind, p.default) for p in signature(c).parameters.values()] for c in (call, here)]
     assert parameters[0] == parameters[1]
+
+
+@pytest.mark.parametrize("name", sorted(_GONE))
+def test_a_name_that_is_gone_says_what_took_its_place(name):
+    with pytest.raises(AttributeError, match=re.escape(_GONE[name])):
+        getattr(TensorParallelKVCache, name)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
