@@ -345,6 +345,19 @@ def main(backend, steps=10_000, seed=1):
     dist.destroy_process_group()
 
 
+def admit(tp, tokens):
+    """A slot for a request of so many tokens if every rank has room for it, else None."""
+    return tp.alloc(tokens) if tp.room() >= tokens else None
+
+
+def crowd(tp, device, rng, lengths):
+    """Begin requests until a rank has no memory for another: a few steps later, one is short."""
+    while (slot := admit(tp, prompt := rng.randint(1, TOKENS // 2))) is not None:
+        same(device, slot)
+        lengths[slot] = prompt
+        assert tp.step([prompt if s == slot else 0 for s in range(SLOTS)])
+
+
 def serve(tp, device, starved, steps, seed):
     """Random requests; what only this rank knows of changes its memory. Returns how many steps found too little."""
     cache, rng, local = tp.cache, random.Random(seed), random.Random(seed + 100 + dist.get_rank())
@@ -353,6 +366,7 @@ def serve(tp, device, starved, steps, seed):
     plenty = SLOTS * 8 * 2 * page
     lengths, failed, done, prefixes = [0] * SLOTS, 0, 0, []
     tp.set_budget(little if starved else plenty)
+    crowd(tp, device, rng, lengths)
     while done < steps:
         choice = rng.random()
         running = [s for s in range(SLOTS) if lengths[s]]
@@ -372,7 +386,7 @@ def serve(tp, device, starved, steps, seed):
             lengths = [0] * SLOTS
         elif choice < 0.1:
             prompt = rng.randint(1, TOKENS // 2)
-            slot = tp.admit(prompt)
+            slot = admit(tp, prompt)
             same(device, slot)
             if slot is not None:
                 prefill = [0] * SLOTS
