@@ -297,7 +297,7 @@ MUTANTS = [
         ("what is staged is given", "kv/memory/reclaim.c", " + (uint64_t)KV_MAX(kv->ledger.reserved, 0);", ";", "test_kv_pool"),
         ("a giver gives what it has just promised", "kv/request/step.c", " && !(kv->lend.giving && want > kv->lend.give_to)", "",
          "test_kv_pool"),
-        ("growth is staged as if nothing was attached", "kv/request/step.c", "        kv_stage(kv, slot, tokens, delta);\n",
+        ("growth is staged as if nothing was attached", "kv/request/attach.c", "        kv_stage(kv, slot, staged, delta);\n",
          "        (void)tokens;\n", "test_kv_grow"),
         ("blocks that only the engine evicts are free", "kv/run/run.c", "kv->refs.keeps = manual;", "(void)manual;",
          "test_kv_runs"),

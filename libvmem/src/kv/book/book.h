@@ -235,7 +235,6 @@ static inline struct kv_past kv_in_flight(const vmem_kv *kv, uint32_t slot, uint
         now = kv_both(now, kv_past_of(kv, slot, group)[i]);
     return now;
 }
-void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group); // before the span's need changes
 // No kernel accesses the slot, so its earlier steps no longer count.
 void vmem__kv_forget(vmem_kv *kv, uint32_t slot);
 // Kernels up to this step have ended.

@@ -5,16 +5,6 @@
 
 #include "kv/book/book.h"
 
-void vmem__kv_remember(vmem_kv *kv, uint32_t slot, uint32_t group)
-{
-    const struct kv_span *s = kv_span(kv, slot, group);
-    struct kv_past *past = kv_past_of(kv, slot, group);
-    for (uint32_t i = kv->steps_in_flight - 1; i-- > 1;)
-        past[i] = past[i - 1];
-    if (kv->steps_in_flight > 1)
-        past[0] = (struct kv_past){s->need_lo, s->need_hi};
-}
-
 // Kernels of the last step, and of the steps in flight at that time, may still run.
 uint64_t vmem__kv_ended(const vmem_kv *kv)
 {

@@ -182,7 +182,8 @@ static void evict(void *self, uint64_t pages)
 static uint64_t ready(void *self)
 {
     vmem_kv *kv = self;
-    return kv->ledger.held + vmem__kv_spare_memory(kv);
+    uint64_t room;
+    return kv->ledger.held + vmem__kv_spare_memory(kv, &room);
 }
 
 static void forget(void *self)

@@ -84,15 +84,7 @@ void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages)
 
 void vmem__kv_trim(vmem_kv *kv, bool wanted) { vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), wanted, NULL); }
 
-void vmem__kv_give_all_ahead(vmem_kv *kv)
-{
-    vmem__kv_promise(kv, 0);
-    pthread_mutex_unlock(&kv->gate.state);
-    vmem__kv_trim(kv, false);
-    pthread_mutex_lock(&kv->gate.state);
-}
-
-static uint64_t spare_pages(const vmem_kv *kv, uint64_t *room)
+uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room)
 {
     vmem_context *ctx = kv->ctx;
     vmem__lock(ctx);
@@ -102,12 +94,6 @@ static uint64_t spare_pages(const vmem_kv *kv, uint64_t *room)
     spare -= KV_MIN(spare, others);
     *room -= KV_MIN(*room, others);
     return KV_MIN(spare, *room) >> kv->page_shift;
-}
-
-uint64_t vmem__kv_spare_memory(vmem_kv *kv)
-{
-    uint64_t room;
-    return spare_pages(kv, &room);
 }
 
 // The device's free memory in bytes, as the driver says it, or as it said no longer than `age` ago, less what the
@@ -133,7 +119,7 @@ static int device_free(const vmem_kv *kv, uint64_t age, uint64_t *bytes)
 
 static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
 {
-    uint64_t free, room, spare = spare_pages(kv, &room);
+    uint64_t free, room, spare = vmem__kv_spare_memory(kv, &room);
     if (device_free(kv, age, &free))
         return UINT64_MAX >> kv->page_shift; // unknown: a later request for pages succeeds or fails
     if (!kv->ctx->b.ops->populate)           // the device's memory comes in arenas of whole blocks
@@ -156,7 +142,7 @@ bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want)
 {
     uint64_t room;
     const uint64_t there = kv->ledger.held - kv->ledger.pending;
-    return want <= there || want <= there + spare_pages(kv, &room);
+    return want <= there || want <= there + vmem__kv_spare_memory(kv, &room);
 }
 
 // How many of `most` pages there can be. The device is asked only where fewer than `want` are at hand.
@@ -165,7 +151,7 @@ static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t 
     uint64_t room;
     if (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget)
         return most;
-    const uint64_t there = kv->ledger.held - kv->ledger.pending, at_hand = there + spare_pages(kv, &room);
+    const uint64_t there = kv->ledger.held - kv->ledger.pending, at_hand = there + vmem__kv_spare_memory(kv, &room);
     return KV_MIN(most, at_hand >= want ? at_hand : there + device_pages(kv, age));
 }
 

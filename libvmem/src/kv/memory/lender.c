@@ -5,26 +5,10 @@
 #include "kv/memory/memory.h"
 #include "lend.h"
 
-static void claim(vmem_kv *kv, uint64_t least, uint64_t most)
+void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
 {
     kv->lend.giving = false; // a cache that is short itself keeps what it has not given back yet
     kv->ledger.budget += kv->lend.lender->claim(kv->lend.member, kv->ledger.budget, least, most);
-}
-
-void vmem__kv_claim_for(vmem_kv *kv, uint64_t want, uint64_t pages)
-{
-    if (!kv->lend.member || kv->ledger.held + pages <= kv->ledger.budget)
-        return;
-    if (!kv->lend.giving || want > kv->ledger.budget)
-        claim(kv, kv->ledger.held + pages - kv->ledger.budget,
-              kv->ledger.held + pages + kv->ledger.held / 2 - kv->ledger.budget);
-}
-
-void vmem__kv_claim_staged(vmem_kv *kv, uint64_t want)
-{
-    const uint64_t less = kv_less(want, kv->ledger.budget);
-    if (kv->lend.member && (less || (kv->lend.giving && want > kv->lend.give_to)))
-        claim(kv, less, less ? less + kv->ledger.held / 2 : 0);
 }
 
 void vmem__kv_claim_plenty(vmem_kv *kv)
@@ -33,7 +17,7 @@ void vmem__kv_claim_plenty(vmem_kv *kv)
         return;
     const uint64_t want = kv->ledger.held + kv->ledger.held / 2;
     if (want > kv->ledger.budget && kv_unused(kv) < 2 * kv_low(kv) + kv->ledger.held / 8)
-        claim(kv, 0, want - kv->ledger.budget);
+        vmem__kv_claim(kv, 0, want - kv->ledger.budget);
 }
 
 uint64_t vmem__kv_claimable(const vmem_kv *kv)

@@ -18,10 +18,8 @@ void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_promise(vmem_kv *kv, uint64_t pages); // without doing either
 // Returns device memory that nobody uses or took ahead; wanted: nor waits for. With no lock held.
 void vmem__kv_trim(vmem_kv *kv, bool wanted);
-// Pages whose memory the device has given and no page uses.
-uint64_t vmem__kv_spare_memory(vmem_kv *kv);
-// For the worker, which drops state meanwhile: gives back all that was taken ahead.
-void vmem__kv_give_all_ahead(vmem_kv *kv);
+// Pages whose memory the device has given and no page uses. *room: those that the context's budget has room for.
+uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room);
 // Pages that the device could make now. Needs no lock.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
 // Whether the driver's last word on the device's free memory is old. Before statistics are shown, who holds no lock
@@ -41,13 +39,10 @@ uint64_t vmem__kv_reach_known(const vmem_kv *kv);
 // Whether so many pages more leave the context's other caches what they took ahead: pages come from there, too.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
-// ---- lender.c. With api and state held; without effect on a cache of no pool.
+// ---- lender.c. With api and state held; but for the first, without effect on a cache of no pool.
 
-// Before a budget is found too small for so many pages more, `want` of them fixed: takes what is free in the pool, and
-// some to spare.
-void vmem__kv_claim_for(vmem_kv *kv, uint64_t want, uint64_t pages);
-// A step with `want` fixed pages is about to be promised: takes what it lacks, and keeps what it needs from the others.
-void vmem__kv_claim_staged(vmem_kv *kv, uint64_t want);
+// A member's budget grows by what is free in the pool: by `least` pages if there are so many, and up to `most`.
+void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most);
 // Pages that a claim would find.
 uint64_t vmem__kv_claimable(const vmem_kv *kv);
 // The budget lacks so many pages: asks the other members. How many of them may still come.

@@ -91,6 +91,15 @@ bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool st
 
 // ---- taking it back --------------------------------------------------------------------------------------------------
 
+// A slot that is to be swapped out and whose kernels have ended; UINT32_MAX: there is none.
+static uint32_t due_swap(const vmem_kv *kv)
+{
+    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++)
+        if (kv_swap_due(kv, s))
+            return s;
+    return UINT32_MAX;
+}
+
 int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
 {
     uint64_t start = kv->ledger.held;
@@ -104,7 +113,7 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
         if (!some && evict && vmem__kv_evictable(kv) && vmem__kv_evict(kv, left))
             continue;
         if (!some && !vmem__kv_victim(kv, left, false, !refused, &v)) {
-            const uint32_t slot = vmem__kv_swap_next(kv);
+            const uint32_t slot = due_swap(kv);
             if (slot == UINT32_MAX)
                 break;
             rc = vmem__kv_swap_rest(kv, slot);

@@ -120,7 +120,10 @@ void vmem__kv_count_shortage(vmem_kv *kv)
 int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages)
 {
     const uint64_t want = kv->ledger.fixed + (uint64_t)delta;
-    vmem__kv_claim_for(kv, want, pages);
+    const uint64_t there = kv->ledger.held + pages;
+    // Before the budget is found too small. A member that gives needs what it keeps for the steps to come.
+    if (kv->lend.member && there > kv->ledger.budget && (!kv->lend.giving || want > kv->ledger.budget))
+        vmem__kv_claim(kv, there - kv->ledger.budget, there + kv->ledger.held / 2 - kv->ledger.budget);
     return delta > 0 && want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want) : 0;
 }
 
@@ -136,6 +139,9 @@ int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages)
 bool vmem__kv_keeps_staged(vmem_kv *kv)
 {
     const uint64_t want = kv->ledger.fixed + (uint64_t)kv->ledger.reserved;
-    vmem__kv_claim_staged(kv, want);
+    const uint64_t less = kv_less(want, kv->ledger.budget);
+    // It is about to be promised: a member takes what it lacks, and keeps what it needs from the others.
+    if (kv->lend.member && (less || (kv->lend.giving && want > kv->lend.give_to)))
+        vmem__kv_claim(kv, less, less ? less + kv->ledger.held / 2 : 0);
     return want <= vmem__kv_limit(kv, want);
 }

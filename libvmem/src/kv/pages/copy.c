@@ -95,14 +95,6 @@ uint64_t vmem__kv_swap_size(const vmem_kv *kv, uint32_t slot)
     return list_copies(kv, slot, 0, true, 0, 0, NULL, &n);
 }
 
-uint32_t vmem__kv_swap_next(const vmem_kv *kv)
-{
-    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++)
-        if (kv_swap_due(kv, s))
-            return s;
-    return UINT32_MAX;
-}
-
 int vmem__kv_swap_portion(vmem_kv *kv, uint32_t slot, uint64_t most)
 {
     struct kv_idle *idle = &kv->idle[slot];

@@ -63,7 +63,6 @@ int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *
 // Copies bytes [from, to) of a slot's rows, tensor after tensor, out to host or back in; and how many bytes there are.
 int vmem__kv_swap_copy(vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to);
 uint64_t vmem__kv_swap_size(const vmem_kv *kv, uint32_t slot);
-uint32_t vmem__kv_swap_next(const vmem_kv *kv); // a slot that is due, or UINT32_MAX
 // Copies so many bytes more; needs no lock. Then swap_portion_end with it: the last portion makes the slot
 // VMEM_KV_SWAPPED, whose pages can be taken back.
 int vmem__kv_swap_portion(vmem_kv *kv, uint32_t slot, uint64_t most);

@@ -35,7 +35,11 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     }
     sl->tokens = tokens;
     vmem__kv_book(kv, slot);
-    vmem__kv_restage(kv, slot);
+    // What is staged for the slot needs less now.
+    const int32_t staged = kv->staged.lengths[slot];
+    int64_t delta;
+    if (staged && !vmem__kv_plan_one(kv, slot, (uint32_t)staged, &delta))
+        kv_stage(kv, slot, staged, delta);
 }
 
 // The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is

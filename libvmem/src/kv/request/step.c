@@ -171,14 +171,6 @@ static int plan_check(vmem_kv *kv, const int32_t *lengths)
     return rc ? rc : vmem__kv_would_fit(kv, plan_delta(kv), kv->plan.missing);
 }
 
-void vmem__kv_restage(vmem_kv *kv, uint32_t slot)
-{
-    const int32_t tokens = kv->staged.lengths[slot];
-    int64_t delta;
-    if (tokens && !vmem__kv_plan_one(kv, slot, (uint32_t)tokens, &delta))
-        kv_stage(kv, slot, tokens, delta);
-}
-
 int vmem__kv_check_dry(uint32_t flags)
 {
     return flags & ~VMEM_KV_DRY ? vmem__error(-EINVAL, "flags %#x has unknown bits", flags) : 0;
@@ -315,6 +307,17 @@ static int back(vmem_kv *kv, const int32_t *lengths)
     return 0;
 }
 
+// Before the span's need changes.
+static void remember(vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    struct kv_past *past = kv_past_of(kv, slot, group);
+    for (uint32_t i = kv->steps_in_flight - 1; i-- > 1;)
+        past[i] = past[i - 1];
+    if (kv->steps_in_flight > 1)
+        past[0] = (struct kv_past){s->need_lo, s->need_hi};
+}
+
 // Records in the spans what kernels of the step access, and what kernels of earlier steps may still access.
 static void set_needs(vmem_kv *kv)
 {
@@ -325,7 +328,7 @@ static void set_needs(vmem_kv *kv)
         struct kv_slot *s = &kv->slots[w->slot];
         const uint32_t keep_lo = KV_MAX(w->touched.lo, sp->lo), keep_hi = KV_MIN(w->touched.hi, sp->hi);
         const uint32_t rows = kv_rows_before(kv, &kv->groups[w->group], w->hi);
-        vmem__kv_remember(kv, w->slot, w->group);
+        remember(kv, w->slot, w->group);
         sp->keep_lo = keep_lo;
         sp->keep_hi = keep_hi;
         sp->need_lo = w->lo;

@@ -314,8 +314,12 @@ static bool give_all(vmem_kv *kv)
         cut(kv, &v, &kv->stats.reclaimed_pages);
     }
     const bool all = !kv->turn.stop && !kv->turn.hold && kv->gate.calls == calls;
-    if (all)
-        vmem__kv_give_all_ahead(kv);
+    if (all) {
+        vmem__kv_promise(kv, 0);
+        pthread_mutex_unlock(&kv->gate.state);
+        vmem__kv_trim(kv, false);
+        pthread_mutex_lock(&kv->gate.state);
+    }
     kv->turn.working = false;
     vmem__kv_summarise(kv);
     pthread_cond_broadcast(&kv->turn.done);
