@@ -127,6 +127,12 @@ static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t grou
         hi++;
     return KV_MIN(hi, s->hi);
 }
+// What kernels access of a span, and what goes with it; running: while they run.
+static inline struct kv_past kv_in_use(const vmem_kv *kv, uint32_t slot, uint32_t group, bool running)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    return (struct kv_past){s->keep_lo, kv_end_of(kv, slot, group, s->keep_hi, running)};
+}
 // The first page, at or after `from`, of the part that can be cut off the end of a span.
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from);
 // Makes this the fixed part, and moves the ledger's `fixed` by the pages that enter or leave it. These are in the

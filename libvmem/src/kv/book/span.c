@@ -29,7 +29,7 @@ struct kv_past vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t gr
     const struct kv_span *s = kv_span(kv, slot, group);
     if (!kv_accessed(kv, slot) || kv_swap_due(kv, slot))
         return (struct kv_past){s->lo, s->lo};
-    return (struct kv_past){s->keep_lo, kv_end_of(kv, slot, group, s->keep_hi, !kv->slots[slot].fresh)};
+    return kv_in_use(kv, slot, group, !kv->slots[slot].fresh);
 }
 
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from)

@@ -68,10 +68,8 @@ static int would_swap_in(vmem_kv *kv, uint32_t slot)
     int64_t delta = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        const struct kv_span *sp = kv_span(kv, slot, i);
         const uint32_t tokens = kv->slots[slot].tokens;
-        const struct kv_past fix = {sp->keep_lo, kv_end_of(kv, slot, i, sp->keep_hi, !kv->slots[slot].fresh)};
-        delta += here ? vmem__kv_fix_delta(kv, slot, i, fix)
+        delta += here ? vmem__kv_fix_delta(kv, slot, i, kv_in_use(kv, slot, i, !kv->slots[slot].fresh))
                       : (int64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
     }
     const uint64_t pages = here ? 0 : (uint64_t)delta, want = kv->ledger.fixed + (uint64_t)(delta + staged);

@@ -104,11 +104,8 @@ static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 static int64_t truncation_delta(const vmem_kv *kv, uint32_t slot, uint64_t copies)
 {
     int64_t delta = (int64_t)copies;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_span *sp = kv_span(kv, slot, i);
-        const struct kv_past fix = {sp->keep_lo, kv_end_of(kv, slot, i, sp->keep_hi, false)};
-        delta += vmem__kv_fix_delta(kv, slot, i, fix);
-    }
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        delta += vmem__kv_fix_delta(kv, slot, i, kv_in_use(kv, slot, i, false));
     return delta;
 }
 

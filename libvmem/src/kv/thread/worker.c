@@ -326,22 +326,18 @@ static bool give_all(vmem_kv *kv)
     return all;
 }
 
-// Applies a budget that another process wants, under the locks of a public call.
+// Applies a budget that another process wants, as a public call does.
 static void take_wanted(vmem_kv *kv)
 {
-    if (!kv_budget_wanted(kv) || kv->flags & VMEM_KV_SAME_SLOTS)
+    if (!kv_budget_wanted(kv) || kv->flags & VMEM_KV_SAME_SLOTS || has_requests(kv))
         return;
     pthread_mutex_unlock(&kv->gate.state);
-    pthread_mutex_lock(&kv->gate.api);
-    pthread_mutex_lock(&kv->gate.state);
-    if (!vmem__kv_check_usable(kv) && !has_requests(kv)) {
-        kv->gate.called = true;
-        vmem__kv_take_wanted(kv);
-        kv->gate.calls++;
-        kv->report.long_call = kv->gate.called = false;
-        vmem__kv_summarise(kv);
+    if (!vmem__kv_enter(kv)) {
+        if (!has_requests(kv))
+            vmem__kv_take_wanted(kv);
+        vmem__kv_leave(kv, 0);
     }
-    pthread_mutex_unlock(&kv->gate.api);
+    pthread_mutex_lock(&kv->gate.state);
 }
 
 // Waits for work. Checks for idleness twice within idle_ms.
