@@ -67,6 +67,10 @@ class KeptPool:
     def get_usage(self) -> float:
         return self.vmem.usage()
 
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        super().evict_blocks(block_ids)  # type: ignore[misc]
+        self.vmem.forgot()
+
     def reset_prefix_cache(self) -> bool:
         held, pool = self.vmem.held, self.vmem.pool
         pool.num_gpu_blocks -= held
@@ -446,8 +450,11 @@ class Keeper:
             del self._gone[: len(part)]
 
     def forgot(self) -> None:
-        """vLLM has forgotten the prefix cache: no free block has contents."""
-        self._queue.front.update(b.block_id for b in self._queue.get_all_free_blocks())
+        """vLLM has forgotten what free blocks hold, and left them where they are in the queue."""
+        blocks = [b for b in self._queue.get_all_free_blocks() if b.block_hash is None]
+        for block in blocks:
+            self._queue.remove(block)
+        self._queue.prepend_n(blocks)
 
     def publish(self, wanted: int = 0, yields: bool = False, keeps: int = 0) -> None:
         """Write the numbers of the control page.

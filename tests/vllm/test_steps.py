@@ -296,6 +296,33 @@ def test_scattered_blocks_leave_until_their_pages_fit(engine):
     assert maps_in_steps(e) == 0
 
 
+def scatter(e):
+    """Idle, with one cached block in each page, used after all others."""
+    e.run(60)
+    e.idle()
+    pool = e.scheduler.kv_cache_manager.block_pool
+    cached = [b.block_id for b in pool.blocks if b.block_hash]
+    one = {e.keeper._out.page_of(i): i for i in cached}
+    pool.evict_blocks(set(cached) - set(one.values()))
+    last = [pool.blocks[i] for i in one.values()]
+    pool.touch(last)
+    pool.free_blocks(last)
+    e.idle()
+    assert e.cached() == len(one) > 10
+    return last
+
+
+def test_blocks_that_vllm_forgets_are_spare(engine):
+    e = engine(blocks=1200, pages=2 << 20)
+    scatter(e)
+    pool = e.scheduler.kv_cache_manager.block_pool
+    assert e.keeper.spare == pool.get_num_free_blocks() - e.cached()
+    pool.evict_blocks({b.block_id for b in pool.blocks if b.block_hash and b.block_id % 2})
+    e.idle()  # below every limit
+    kept = [b.block_id for b in pool.blocks if b.block_hash]
+    assert kept and bytes_of_pages(e, kept) == bytes_held(e)
+
+
 def test_in_a_pool_an_engine_keeps_to_its_share(engine):
     e = engine()
     e.run(30)
