@@ -134,7 +134,7 @@ class Keeper:
         self._retry = 0.0
         self._most_order = self.total  # less after a refusal
         self._left = 0  # the step that last sent blocks that leave
-        self._less, self._fitted, self._most = 0, 0.0, 0
+        self._less, self._fitted, self._fits = 0, 0.0, 0
         self.step = 0
         self.lent = False
         self.share: int | None = None  # of the pool's blocks, while another engine lacks some; None: no other does
@@ -175,7 +175,7 @@ class Keeper:
     @property
     def most(self) -> int:
         """Blocks that may circulate, whatever other engines have."""
-        most: int = min(max(self._most_bytes() // self.block_bytes - self._less, self.least), self.total)
+        most: int = min(max(self._most_bytes() // self.block_bytes, self.least), self.total)
         return most
 
     def allowed(self) -> int:
@@ -187,13 +187,17 @@ class Keeper:
             most = min(most, max(self.share, self.circulating + self._n_coming))
         return most
 
-    def _most_bytes(self) -> int:
-        """The most that blocks may take: the smaller of limit and maximum, in whole pages."""
+    def _limit(self) -> int:
+        """The smaller of limit and maximum, in whole pages."""
         cells = self.page.cells
         limit, most = cells[control.LIMIT], cells[control.MAX]
         most = min(limit, most) if most else limit
-        most -= most % self._out.span
-        return int(most)
+        return int(most - most % self._out.span)
+
+    def _most_bytes(self) -> int:
+        """The most that blocks may take, in whole pages in which they begin."""
+        most = self._limit() - self._less
+        return most - most % self._out.span
 
     def _left_bytes(self) -> int:
         """What others of the pool that ask leave to blocks, in whole pages."""
@@ -210,16 +214,27 @@ class Keeper:
 
     def _pages_beyond(self) -> int:
         """Pages that must go because of a limit: if blocks are scattered, their pages may be too many, not they."""
-        if not self._out.shared:
+        out = self._out
+        if not out.shared:
             return 0
-        most = self._left_bytes() if self.circulating <= self.least else min(self._most_bytes(), self._left_bytes())
-        return max(self._out.pages - most // self._out.span, 0)
+        most, left = self._most_bytes() // out.span, self._left_bytes() // out.span
+        if self.circulating <= self.least and out.pages > min(most, left):
+            most = max(most, self._fewest_pages())  # instead of free blocks that leave, others come which share pages
+        return max(out.pages - min(most, left), 0)
+
+    def _fewest_pages(self) -> int:
+        """Pages of `least` blocks if only those in use are scattered. Page 0 makes up for the last, maybe a part."""
+        out = self._out
+        free = collections.Counter(out.page_of(b.block_id) for b in self._queue.get_all_free_blocks())
+        used = out.pages - sum(n == out.inside(page) for page, n in free.items() if page)
+        fewest: int = max(used, -(-self.least // (out.span // self.block_bytes)))
+        return fewest
 
     def fit(self) -> None:
-        """Where blocks share pages, scattered blocks hold more bytes than their own: then fewer may circulate."""
-        most = self._most_bytes()
-        if most != self._most:  # what held too much under another limit says nothing about this one
-            self._most, self._less = most, 0
+        """See what pages hold beyond the blocks that begin in them, which may reach into others."""
+        most = self._limit()
+        if most != self._fits:  # what they hold under another limit says little about this one
+            self._fits, self._less = most, 0
         if most >= self.total * self.block_bytes or time.monotonic() < self._fitted + FIT:
             return
         words, ranks = self.page.words, self.ranks
@@ -231,10 +246,9 @@ class Keeper:
             return  # blocks are on their way
         self._fitted = time.monotonic()
         held = int((boards[:, control.HELD] - words[control.NULL : control.NULL + ranks]).max())
-        if held > most:
-            self._less += -(-(held - most) // self.block_bytes)
-        else:
-            self._less -= min(self._less, (most - held) // self.block_bytes // 2)
+        own = self._out.pages * self._out.span
+        # Above the limit, what leaves takes its part of the rest with it; below it, what comes is taken to add nothing.
+        self._less = max(most - own * most // held if held > most else held - own, 0)
 
     def usage(self) -> float:
         """The part of the allowed blocks that requests use."""

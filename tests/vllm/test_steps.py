@@ -323,6 +323,39 @@ def test_blocks_that_vllm_forgets_are_spare(engine):
     assert kept and bytes_of_pages(e, kept) == bytes_held(e)
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_scattered_blocks_do_not_stay_above_a_limit_because_they_are_few(engine, idle):
+    e = engine(blocks=1200, pages=2 << 20)
+    scatter(e)
+    e.limit(4 * 32)  # blocks of four pages
+    if idle:
+        e.idle()
+        assert bytes_held(e) <= 8 << 20
+    e.run(60)
+    assert e.keeper.circulating > e.keeper.least and bytes_held(e) <= 8 << 20
+    assert maps_in_steps(e) == 0
+
+
+def test_an_engine_grows_soon_after_what_held_it_above_a_limit_has_ended(engine):
+    e = engine(blocks=1200, pages=2 << 20)
+    last, pool, keeper = scatter(e), e.scheduler.kv_cache_manager.block_pool, e.keeper
+    pool.touch(last)  # in use
+    e.limit(4 * 32)  # blocks of four pages
+
+    def looks(n):
+        e.idle()
+        for _ in range(n):
+            with e.scheduler._vmem.lock:
+                keeper._fitted = 0.0
+                keeper.fit()
+
+    looks(100)
+    assert len(last) <= keeper.circulating <= keeper.least and bytes_held(e) > 8 << 20
+    pool.free_blocks(last)
+    looks(10)
+    assert bytes_held(e) <= 8 << 20 and keeper.allowed() == 4 * 32
+
+
 def test_in_a_pool_an_engine_keeps_to_its_share(engine):
     e = engine()
     e.run(30)
