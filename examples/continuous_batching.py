@@ -88,7 +88,7 @@ class Engine:
             lengths = [0] * self.cache.slots
             for request, count in batch:
                 lengths[request.slot] = request.done + count
-            if self.prefixes.step(lengths):
+            if self.cache.step(lengths):
                 return batch
             if len(self.running) == 1:
                 raise MemoryError(f"request {self.running[0].id} alone needs more than the budget")

@@ -25,7 +25,6 @@ from pyvmem import KVCache
 from pyvmem.bench import argtypes
 from pyvmem.bench.traces import HASHED_TOKENS, read_trace, synthetic_trace
 from pyvmem.kv.cache import TensorSpec
-from pyvmem.kv.hashes import BlockHashes
 
 
 @dataclass(eq=False)
@@ -182,7 +181,7 @@ class Memory:
         self.block = block or self.page_tokens
         self.block_pages = len(specs) * (self.block * row_bytes // self.kv.page_size)
         self.pages = budget // self.kv.page_size // len(specs)  # as `Ideal` counts them
-        self.held = BlockHashes(self.kv, self.block, automatic=False)  # only `step` decides what goes
+        self.held = {}  # key -> run of its block: only `step` decides what goes
         self.cached = Cached()
         self.slot, self.keys, self.begun = {}, {}, set()
         self.device, self.check_every = torch.device(device), check_every
@@ -204,7 +203,7 @@ class Memory:
             self.cached.leave(keys)
             return -1
         if keys:
-            self.held.attach(slot, keys)
+            self.kv.attach(slot, [self.held[key] for key in keys])
             self.begun.add(request)
         self.slot[request], self.keys[request] = slot, keys
         self.blocks[slot, : len(request.keys)] = self.to_device(request.keys)
@@ -222,7 +221,7 @@ class Memory:
                 self.drain()
             elif self.cached.unused:
                 count = min(-(-self.kv.shortage.missing_pages // self.block_pages), len(self.cached.unused))
-                self.held.drop([self.cached.evict() for _ in range(count)])
+                self.kv.drop([self.held.pop(self.cached.evict()) for _ in range(count)])
             else:
                 return False
         return True
@@ -256,7 +255,9 @@ class Memory:
         self.write(write)
         self.read(read)
         for slot, keys, at in full:
-            self.held.add(slot, keys, at)
+            for i, key in enumerate(keys, at):
+                if key not in self.held:
+                    self.held[key] = self.kv.share(slot, self.block, i * self.block)
         self.launched()
         if self.event is None:
             self.kv.retire()

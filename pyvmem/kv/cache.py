@@ -8,7 +8,6 @@ SPDX-License-Identifier: MIT
 """
 
 import errno
-import json
 import logging
 import math
 import os
@@ -76,6 +75,7 @@ _GONE = {
     "check_truncate": "truncate(slot, tokens, dry=True)",
     "drop_prefix": "drop(run)",
     "free_reqid": "free, or pyvmem.paper.free_reqid",
+    "metrics_json": "json.dumps(asdict(stats()))",
     "missing_pages": "shortage.missing_pages",
     "prefix_pages": "run(run).pages and .own_pages",
     "save_prefix": "share(slot, tokens)",
@@ -838,10 +838,6 @@ class KVCache(_Owned):
     def _repr_html_(self) -> str | None:
         """The picture, for notebooks; None for a closed cache, which leaves its repr."""
         return None if self._thing is None else self.picture()
-
-    def metrics_json(self) -> str:
-        """Return the statistics as a JSON object."""
-        return json.dumps(asdict(self.stats()))
 
     def metrics_prometheus(self, prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
         """Return the statistics in Prometheus's text exposition format. labels: a dict added to every sample."""

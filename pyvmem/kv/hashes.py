@@ -76,10 +76,6 @@ class BlockHashes:
         shared without a copy.
     max_tokens : int
         The most tokens of all blocks together; 0: what memory allows.
-    automatic : bool
-        Evict blocks when a step needs their memory: those of the lowest priority first, and of one priority the least
-        recently used. Pages that only evictable blocks hold count as free. False: only `drop` and `evict` release
-        memory, in the engine's order.
     events : bool
         Keep the hashes of evicted blocks for `evicted`.
 
@@ -87,6 +83,12 @@ class BlockHashes:
     ------
     InvalidArgument
         A number is outside its limits, or the cache already has hashes.
+
+    Notes
+    -----
+    A call that needs memory evicts blocks which no request uses: those of the lowest priority first, and of one
+    priority the least recently used. Pages that only evictable blocks hold count as free. An engine that decides by
+    itself what goes gives its blocks the priority `KEEP` and drops them, or has runs of its own (`KVCache.share`).
     """
 
     def __init__(
@@ -95,7 +97,6 @@ class BlockHashes:
         tokens: SupportsIndex,
         max_tokens: SupportsIndex = 0,
         *,
-        automatic: bool = True,
         events: bool = False,
     ) -> None:
         kv, size, most = cache._use(), uint("tokens", tokens, 32), uint("max_tokens", max_tokens)
@@ -106,8 +107,9 @@ class BlockHashes:
             raise InvalidArgument(errno.EINVAL, f"tokens {size} is not between 1 and max_tokens, {cache.max_tokens}")
         self.cache = cache
         self.tokens: int = size
-        self._most = self._blocks_in(most)
-        self._flags = lib.VMEM_KV_RUN_REPORT | (0 if flag("automatic", automatic) else lib.VMEM_KV_RUN_MANUAL)
+        if most and most < size:
+            raise InvalidArgument(errno.EINVAL, f"max_tokens {most} is less than a block, {size}")
+        self._most = most // size if most else None  # the most blocks
         self._events = flag("events", events)
         self._length: int | None = None  # length of hashes that are bytes; 0: they are integers
         self._lock = threading.RLock()  # of the following
@@ -115,12 +117,6 @@ class BlockHashes:
         self._hash_of: dict[int, Hash] = {}  # by the number of the run
         self._gone: list[Hash] = []  # with events: evicted, the oldest first
         cache._hashes = self
-
-    def _blocks_in(self, max_tokens: int) -> int | None:
-        """The most blocks of so many tokens; None: any number."""
-        if max_tokens and max_tokens < self.tokens:
-            raise InvalidArgument(errno.EINVAL, f"max_tokens {max_tokens} is less than a block, {self.tokens}")
-        return max_tokens // self.tokens if max_tokens else None
 
     def __len__(self) -> int:
         """How many blocks are known."""
@@ -255,23 +251,23 @@ class BlockHashes:
                     text = f"hashes[{i}] is that of block {self._runs[hash][1]}: a hash covers all tokens before it"
                     raise InvalidArgument(errno.EINVAL, text)
             self._forget_evicted()
-            added = self._share(number, at, self._fitting(number, at, found))
+            added = self._within_cap(self._share(number, at, found))
         if found and self._length is None:
             self._length = self._kind(found[0], 0)
         return added
 
-    def _fitting(self, slot: int, first: int, hashes: list[Hash]) -> list[Hash]:
-        """As many of these blocks as `max_tokens` allows, which others make room for."""
-        more = sum(hash not in self._runs for hash in hashes)
-        if self._most is None or len(self._runs) + more <= self._most:
-            return hashes
-        self._share(slot, first, [hash if hash in self._runs else None for hash in hashes])  # they stay
-        self._evict_next(len(self._runs) + more - self._most)
-        room, n = self._most - len(self._runs), 0
-        while n < len(hashes) and (hashes[n] in self._runs or room > 0):
-            room -= hashes[n] not in self._runs
-            n += 1
-        return hashes[:n]
+    def _within_cap(self, new: list[Hash]) -> int:
+        """Make room for new blocks, and drop the last of them where others have none to give. Returns how many stay.
+
+        All of them were shared first: which slot a rank's manager chooses later depends on the rows that it was asked
+        to share, and the ranks know different blocks.
+        """
+        if self._most is None:
+            return len(new)
+        self._evict_next(len(self._runs) - self._most)
+        stay = len(new) - max(len(self._runs) - self._most, 0)
+        self._drop(new[stay:])
+        return stay
 
     def _check_rows(self, slot: int, first: int, n: int) -> None:
         info = self.cache.slot(slot)
@@ -279,31 +275,29 @@ class BlockHashes:
             text = f"first {first}, n {n}: slot {slot} has {info.tokens} tokens, {self.tokens} to a block"
             raise InvalidArgument(errno.EINVAL, text)
 
-    def _share(self, slot: int, first: int, hashes: "list[Hash | None] | list[Hash]") -> int:
-        """Share blocks of the slot, those with a hash. Returns how many are new."""
-        at = [i for i, hash in enumerate(hashes) if hash is not None]
-        raw = ffi.new("struct vmem_kv_run[]", len(at))
-        for run, i in zip(raw, at):
-            old = self._runs.get(hashes[i])  # type: ignore[arg-type]
+    def _share(self, slot: int, first: int, hashes: list[Hash]) -> list[Hash]:
+        """Share blocks of the slot. Returns those that are new."""
+        raw = ffi.new("struct vmem_kv_run[]", len(hashes))
+        before = [self._runs.get(hash, (0, 0))[0] for hash in hashes]
+        for i, run in enumerate(raw):
             run.slot, run.first, run.tokens = slot, min((first + i) * self.tokens, 2**32 - 1), self.tokens
-            run.priority, run.id = PRIORITY, old[0] if old else 0
-        before = [int(run.id) for run in raw]
-        rc = lib.vmem_kv_share(self.cache._use(), raw, len(at), self._flags)
+            run.priority, run.id = PRIORITY, before[i]
+        rc = lib.vmem_kv_share(self.cache._use(), raw, len(hashes), lib.VMEM_KV_RUN_REPORT)
         if rc == -errno.EINVAL:
             self._check_rows(slot, first, len(hashes))
         _check(rc)
-        added = 0
-        for run, i, old_id in zip(raw, at, before):
-            if run.id == old_id:
+        new = []
+        for i, (run, old, hash) in enumerate(zip(raw, before, hashes)):
+            if run.id == old:
                 continue
-            if old_id:
-                gone = self._forget(old_id)  # evicted a moment ago
+            if old:
+                gone = self._forget(old)  # evicted a moment ago
                 self._gone += [gone] if self._events and gone is not None else []
             if run.id:
-                self._runs[hashes[i]] = int(run.id), first + i  # type: ignore[index]
-                self._hash_of[int(run.id)] = hashes[i]  # type: ignore[assignment]
-                added += 1
-        return added
+                self._runs[hash] = int(run.id), first + i
+                self._hash_of[int(run.id)] = hash
+                new.append(hash)
+        return new
 
     # ---- eviction --------------------------------------------------------------------------------------------
 
@@ -356,14 +350,6 @@ class BlockHashes:
             self._evict_next(2**64 - 1)
             self._gone += self._runs if self._events else []
             self._drop(list(self._runs))
-
-    def limit(self, max_tokens: SupportsIndex) -> None:
-        """Set the most tokens of all blocks together (0: what memory allows), and evict what exceeds it."""
-        most = self._blocks_in(uint("max_tokens", max_tokens))
-        with self._lock:
-            self._forget_evicted()
-            self._most = most
-            self._evict_next(0 if most is None else len(self._runs) - most)
 
     def evicted(self) -> list[Hash]:
         """Return the hashes of blocks that were evicted since the last call, the oldest first.

@@ -14,7 +14,7 @@ from pyvmem.errors import InvalidArgument, VmemError
 from pyvmem.kv.hashes import PRIORITY, block_hashes, token_array
 
 if TYPE_CHECKING:
-    from pyvmem.kv.cache import KVCache, Lengths
+    from pyvmem.kv.cache import KVCache
 
 
 class PrefixCache:
@@ -110,10 +110,6 @@ class PrefixCache:
     def evict(self, pages: int) -> int:
         """Evict blocks that no request uses, until `pages` pages are freed. Returns how many were freed."""
         return self.blocks.evict(uint("pages", pages))
-
-    def step(self, lengths: "Lengths") -> bool:
-        """As `KVCache.step`, which evicts blocks while memory is short."""
-        return self.cache.step(lengths)
 
     def clear(self) -> None:
         """Drop every block. Running requests keep their pages."""

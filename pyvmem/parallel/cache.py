@@ -12,6 +12,7 @@ SPDX-License-Identifier: MIT
 import errno
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from types import TracebackType
@@ -79,7 +80,7 @@ class TensorParallelKVCache(LocalCalls):
     shortage : Shortage
         As in `KVCache`, and equal on every rank: `rank` is the rank of the group that lacks most, `reason` and
         `missing_pages` are its own, and `step` is the step for which all ranks together must wait. The other numbers
-        are the largest of any rank.
+        are the largest of any rank, and 0 if slots are short.
     agreements : int
         All-reduces so far.
 
@@ -294,17 +295,14 @@ class TensorParallelKVCache(LocalCalls):
         what = f"fit({len(found)} requests)"
         return -self._vote(what, self.cache.fit, found, number=lambda fit: -fit)[1]
 
-    def admit(self, tokens: int) -> int | None:
-        """A slot for a request of `tokens` tokens if every rank has room for it, else None."""
-        return self.alloc(tokens) if self.room() >= tokens else None
-
     def alloc(
         self, tokens: SupportsIndex = 0, *, slot: SupportsIndex | None = None, prefix_tokens: SupportsIndex = 0
     ) -> int | None:
         """As `KVCache.alloc`: the same slot on every rank."""
         call = self.cache.alloc
         chosen: int | None = self._note("alloc", call, tokens, slot=slot, prefix_tokens=prefix_tokens)
-        self.shortage = self.cache.shortage
+        # Which pages requests share with blocks that a rank has evicted, no other rank knows.
+        self.shortage = replace(self.cache.shortage, prefix_pages=0, ending_pages=0)
         return chosen
 
     def free(self, slot: SupportsIndex, after: SupportsIndex | None = None) -> None:

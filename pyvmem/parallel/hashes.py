@@ -28,13 +28,13 @@ class TensorParallelBlockHashes:
     """The `BlockHashes` of a `TensorParallelKVCache`: the same calls, which every rank makes with the same arguments.
 
     A block is known if every rank knows it. `alloc` asks the other ranks once or twice, `attach`, `peek`, `evict` and
-    `evicted` at least once. `add`, `drop`, `prioritize`, `limit` and `clear` ask nobody.
+    `evicted` at least once. `add`, `drop`, `prioritize` and `clear` ask nobody.
 
     Parameters
     ----------
     cache : TensorParallelKVCache
-    tokens, max_tokens, automatic, events
-        As in `BlockHashes`. With `automatic`, each rank evicts by its own memory.
+    tokens, max_tokens, events
+        As in `BlockHashes`. Each rank evicts by its own memory.
 
     Raises
     ------
@@ -48,21 +48,17 @@ class TensorParallelBlockHashes:
         tokens: SupportsIndex,
         max_tokens: SupportsIndex = 0,
         *,
-        automatic: bool = True,
         events: bool = False,
     ) -> None:
         def create() -> BlockHashes:
-            return BlockHashes(cache.cache, tokens, max_tokens, automatic=automatic, events=events)
+            return BlockHashes(cache.cache, tokens, max_tokens, events=events)
 
-        what = f"BlockHashes({tokens}, {max_tokens}, {automatic}, {events})"
+        what = f"BlockHashes({tokens}, {max_tokens}, {events})"
         self._blocks: BlockHashes = cache._vote(what, create)[0]
         self.cache = cache
         self.tokens: int = self._blocks.tokens
-        windows = any(spec.window for spec in cache.specs)
         # Of a shorter sequence, the window tensors may lack rows that they have of a longer one.
-        self._asks_again = windows
-        # Pages of blocks that are not evicted stay when a window has passed them.
-        self._adds_need = windows and not automatic
+        self._asks_again = any(spec.window for spec in cache.specs)
         cache._hashes, cache._evicts = self, True
 
     def __len__(self) -> int:
@@ -149,8 +145,6 @@ class TensorParallelBlockHashes:
 
     def add(self, slot: SupportsIndex, hashes: Iterable[Hash], first: SupportsIndex = 0) -> int:
         """As `BlockHashes.add`. Returns how many blocks were new on this rank."""
-        if self._adds_need:
-            self.cache._pledge.clear()
         hashes, added = elements("hashes", hashes), [0]
 
         def call() -> None:
@@ -183,10 +177,6 @@ class TensorParallelBlockHashes:
     def clear(self) -> None:
         """As `BlockHashes.clear`."""
         self.cache._note("clear", self._blocks.clear)
-
-    def limit(self, max_tokens: SupportsIndex) -> None:
-        """As `BlockHashes.limit`."""
-        self.cache._note(f"limit({max_tokens})", self._blocks.limit, max_tokens)
 
     def evicted(self) -> list[Hash]:
         """As `BlockHashes.evicted`: what any rank has evicted, the first rank's hashes first.

@@ -149,10 +149,6 @@ class LocalCalls:
         """As `KVCache.picture`, of this rank."""
         return self.cache.picture(path, slots=slots, title=title)
 
-    def metrics_json(self) -> str:
-        """As `KVCache.metrics_json`, of this rank."""
-        return self.cache.metrics_json()
-
     def metrics_prometheus(self, prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
         """As `KVCache.metrics_prometheus`, of this rank."""
         return self.cache.metrics_prometheus(prefix, labels)

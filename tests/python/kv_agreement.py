@@ -23,7 +23,7 @@ import pyvmem
 from pyvmem import paper
 from pyvmem.kv import view as kv_view
 from pyvmem.kv.cache import KVCache
-from pyvmem.kv.hashes import BlockHashes
+from pyvmem.kv.hashes import KEEP, BlockHashes
 from pyvmem.kv.prefix import PrefixCache
 from pyvmem.kv.types import Shortage
 from pyvmem.parallel.cache import TensorParallelKVCache, init_cache
@@ -168,7 +168,7 @@ def prefix_cache(tp, device, starved):
         slot, cached = prefixes.alloc(prompt[:tokens])
         same(device, slot, cached)
         assert cached == found
-        assert prefixes.step([tokens if s == slot else 0 for s in range(SLOTS)])
+        assert tp.step([tokens if s == slot else 0 for s in range(SLOTS)])
         prefixes.insert(slot, prompt[:tokens])
         tp.free(slot)
     same(device, prefixes.match(prompt)[1], prefixes.evict(2), prefixes.hits, prefixes.hit_tokens)
@@ -282,9 +282,9 @@ def staged(tp, device, starved):
 
 
 def share(tp, device, rng, lengths, prefixes):
-    """One call about prefixes, truncation or swapping."""
+    """One call about prefixes or truncation."""
     running = [s for s in range(SLOTS) if lengths[s]]
-    choice = rng.randrange(4)
+    choice = rng.randrange(5)
     if choice == 0 and running:
         slot = rng.choice(running)
         tokens = rng.randint(1, lengths[slot])
@@ -296,8 +296,8 @@ def share(tp, device, rng, lengths, prefixes):
         if slot is not None:
             fits = tp.attach(slot, prefix)
             same(device, fits, tp.shortage)
-            assert fits in (None, tokens)
-            lengths[slot] = tokens if fits else 0
+            assert fits in (None, 0, tokens)  # 0: a rank has evicted it
+            lengths[slot] = fits or 0
             if not fits:
                 tp.free(slot)
     elif choice == 2 and running:
@@ -312,6 +312,8 @@ def share(tp, device, rng, lengths, prefixes):
         else:
             same(device, fits, tp.shortage)
             lengths[slot] = tokens if fits else lengths[slot]
+    elif choice == 3 and prefixes:
+        tp.order([prefix for prefix, _ in prefixes[-2:]], rng.choice([0, 50, KEEP]))
     elif prefixes:
         tp.drop(prefixes.pop(rng.randrange(len(prefixes)))[0])
 

@@ -228,7 +228,7 @@ def main(backend, steps=400, seed=1):
             (ALIKE, {}, {}),
             (ALIKE, {"lazy": True, "spare": Spare(generous=False)}, {"max_tokens": 600}),
             (MIXED, {"steps_in_flight": 2}, {}),
-            (MIXED, {}, {"automatic": False, "max_tokens": 320}),
+            (MIXED, {}, {"max_tokens": 320}),
         )):  # fmt: skip
             pages = (70 if starved else 130) * len(specs) // 2
             engine = Engine(context, specs, pages, random.Random(seed + number), **options)

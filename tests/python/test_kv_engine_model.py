@@ -37,9 +37,9 @@ class Engine(RuleBasedStateMachine):
         shape=st.sampled_from(sorted(SHAPES)), pages=st.integers(12, 80), flights=st.integers(1, 3),
         tile=st.sampled_from([1, 1, 16]), overlap=st.booleans(), defer=st.booleans(), lazy=st.booleans(),
         zero=st.booleans(), idle=st.sampled_from([0.002, float("inf")]), hashed=st.sampled_from([16, 32, 50]),
-        most=st.sampled_from([0, 0, 150]), automatic=st.booleans(),
+        most=st.sampled_from([0, 0, 150]),
     )  # fmt: skip
-    def make(self, shape, pages, flights, tile, overlap, defer, lazy, zero, idle, hashed, most, automatic):
+    def make(self, shape, pages, flights, tile, overlap, defer, lazy, zero, idle, hashed, most):
         self.specs, self.flights = SHAPES[shape], flights
         self.context = pyvmem.Context("host")
         self.budget = pages << 16
@@ -49,7 +49,7 @@ class Engine(RuleBasedStateMachine):
             check=True, name=None, page_size=1 << 16,
         )  # fmt: skip
         self.runs = BlockRuns(self.cache, BLOCK) if shape == "k and v" else None
-        self.hashes = BlockHashes(self.cache, hashed, most, automatic=automatic, events=True)
+        self.hashes = BlockHashes(self.cache, hashed, most, events=True)
         self.known = {}  # hash -> numbers up to the end of its block, of what was ever added
         self.sequences = []  # numbers of requests whose blocks were added
         self.rows = {}  # slot -> numbers of its rows
@@ -496,11 +496,6 @@ class Engine(RuleBasedStateMachine):
         gone = self.hashes.evicted()
         assert len(self.hashes) <= before and set(gone) <= set(self.known)
         assert self.cache.stats().free_pages >= free
-
-    @rule(most=st.sampled_from([0, 60, 200]))
-    def limit(self, most):
-        self.hashes.limit(most)
-        assert not most or len(self.hashes) * self.hashes.tokens <= most + len(self.rows) * TOKENS + SLOTS * TOKENS
 
     @rule(data=NUMBERS)
     @when(lambda self: self.ending)

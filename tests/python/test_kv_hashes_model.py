@@ -21,13 +21,13 @@ class Engine(RuleBasedStateMachine):
     @initialize(
         specs=st.sampled_from([ALIKE, MIXED]), block=st.sampled_from([8, 16, 32, 50]), pages=st.integers(30, 90),
         tile=st.sampled_from([1, 24]), steps=st.sampled_from([1, 2]), overlap=st.booleans(), defer=st.booleans(),
-        automatic=st.booleans(), cap=st.sampled_from([0, 400]), same=st.booleans(),
+        cap=st.sampled_from([0, 400]), same=st.booleans(),
     )  # fmt: skip
-    def begin(self, specs, block, pages, tile, steps, overlap, defer, automatic, cap, same):
+    def begin(self, specs, block, pages, tile, steps, overlap, defer, cap, same):
         self.cache = make(specs, 4, 300, pages * len(specs) // 2, tile_rows=tile, steps_in_flight=steps,
                           overlap=overlap, defer=defer, same_slots=same)  # fmt: skip
-        self.blocks = BlockHashes(self.cache, block, cap, automatic=automatic, events=True)
-        self.automatic, self.cap, self.overlap = automatic, cap, overlap
+        self.blocks = BlockHashes(self.cache, block, cap, events=True)
+        self.cap, self.overlap = cap, overlap
         self.rows: dict[int, list[int]] = {}
         self.known: set[bytes] = set()
         self.kept: set[bytes] = set()
@@ -150,7 +150,7 @@ class Engine(RuleBasedStateMachine):
     def evict(self, pages, hashes=None):
         free = self.cache.stats().free_pages
         freed = self.blocks.evict(pages, hashes)
-        assert self.automatic is False or self.cache.stats().free_pages == free
+        assert self.cache.stats().free_pages == free
         assert freed == 0 or pages > 0
 
     @rule(part=st.sampled_from([0.3, 0.6, 1.0]))

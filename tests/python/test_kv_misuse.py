@@ -296,7 +296,7 @@ def test_a_child_is_refused(cache):
     child = os.fork()
     if not child:
         try:
-            for call in (cache.stats, cache.metrics_json, cache.room, lambda: cache.step([0] * 4)):
+            for call in (cache.stats, cache.metrics_prometheus, cache.room, lambda: cache.step([0] * 4)):
                 with pytest.raises(pyvmem.VmemError, match="belongs to process"):
                     call()
             os._exit(0)

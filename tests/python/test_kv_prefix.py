@@ -34,7 +34,7 @@ def serve(prefixes, tokens, keep=True):
     assert slot is not None
     lengths = [0] * cache.slots
     lengths[slot] = len(tokens)
-    assert prefixes.step(lengths)
+    assert cache.step(lengths)
     for tensor in cache.tensors:
         tensor[slot, cached : len(tokens)] = torch.tensor(tokens[cached:]).half().view(-1, 1, 1)
         assert torch.equal(tensor[slot, : len(tokens), 0, 0], torch.tensor(tokens).half())
@@ -119,7 +119,7 @@ def test_prefixes_that_share_all_their_pages_can_be_given_up(cache, prefixes):
     slots = [cache.alloc() for _ in range(3)]
     for slot in slots:
         lengths[slot] = 1000
-    assert prefixes.step(lengths)
+    assert cache.step(lengths)
     assert cache.stats().prefix_pages <= 200 - 3 * 2 * 32
 
 
