@@ -12,23 +12,6 @@
 #include "core/struct.h"
 #include "kv/run/run.h"
 
-// A list of pages for these rows, all 0; NULL: no memory.
-static struct kv_rows *rows_new(const vmem_kv *kv, const struct kv_past *rows)
-{
-    uint64_t n_pages = 0;
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        n_pages += (uint64_t)(rows[i].hi - rows[i].lo) * kv->groups[i].n;
-    struct kv_rows *r = calloc(1, sizeof(*r) + kv->n_groups * sizeof(*rows) + n_pages * sizeof(*r->pages));
-    if (!r) {
-        vmem__error(-ENOMEM, "no memory for a list of %" PRIu64 " pages", n_pages);
-        return NULL;
-    }
-    r->pages = (vmem_page *)(r->rows + kv->n_groups);
-    r->n_pages = n_pages;
-    memcpy(r->rows, rows, kv->n_groups * sizeof(*rows));
-    return r;
-}
-
 vmem_page *vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *r, uint32_t group)
 {
     vmem_page *pages = r->pages;
@@ -50,6 +33,28 @@ static struct kv_past rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, 
         KV_MAX((uint32_t)(from * g->row_bytes >> kv->page_shift), kv_span(kv, run->slot, group)->keep_lo);
     const uint32_t hi = (uint32_t)((to * g->row_bytes + kv->page_size - 1) >> kv->page_shift);
     return from < to && lo < hi ? (struct kv_past){lo, hi} : (struct kv_past){0};
+}
+
+// A list of pages for the run's rows, all 0. NULL: windows have passed all of them.
+static int rows_new(const vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows **out)
+{
+    uint64_t n_pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_past at = rows_of(kv, run, i);
+        n_pages += (uint64_t)(at.hi - at.lo) * kv->groups[i].n;
+    }
+    *out = NULL;
+    if (!n_pages)
+        return 0;
+    struct kv_rows *r = calloc(1, sizeof(*r) + kv->n_groups * sizeof(*r->rows) + n_pages * sizeof(*r->pages));
+    if (!r)
+        return vmem__error(-ENOMEM, "no memory for a list of %" PRIu64 " pages", n_pages);
+    r->pages = (vmem_page *)(r->rows + kv->n_groups);
+    r->n_pages = n_pages;
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        r->rows[i] = rows_of(kv, run, i);
+    *out = r;
+    return 0;
 }
 
 static int check_run(vmem_kv *kv, const struct vmem_kv_run *run, size_t i)
@@ -86,28 +91,16 @@ static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct
     struct kv_runs *all = &kv->runs;
     uint64_t fresh = 0, pages = 0;
     int rc = 0;
-    struct kv_past *rows = calloc(kv->n_groups, sizeof(*rows));
-    if (!rows)
-        return vmem__error(-ENOMEM, "no memory for %u groups", kv->n_groups);
     for (size_t i = 0; i < n && !rc; i++) {
         rc = vmem__kv_pin_room(kv, runs[i].slot, n);
         if (rc || vmem__kv_run_find(all, runs[i].id) != KV_NO_RUN)
             continue;
-        bool some = false;
-        for (uint32_t j = 0; j < kv->n_groups; j++) {
-            rows[j] = rows_of(kv, &runs[i], j);
-            some |= rows[j].lo < rows[j].hi;
-        }
-        if (!some) // windows have passed all its rows
-            continue;
-        made[i] = rows_new(kv, rows);
+        rc = rows_new(kv, &runs[i], &made[i]);
         if (!made[i])
-            rc = -ENOMEM;
-        else
-            pages += made[i]->n_pages;
+            continue;
+        pages += made[i]->n_pages;
         fresh++;
     }
-    free(rows);
     if (!rc && fresh + all->used > UINT32_MAX - 1)
         rc = vmem__error(-ENOMEM, "the cache has %u runs, the most that it can have", all->used);
     if (!rc)
