@@ -69,7 +69,6 @@ struct kv_ref *vmem__kv_ref_new(struct kv_refs *r, vmem_page page, uint32_t n)
         i = (i + 1) & (r->size - 1);
     r->entries[i] = (struct kv_ref){.page = page, .slots = 1, .n = n};
     r->used++;
-    r->pages += n;
     return &r->entries[i];
 }
 
@@ -121,7 +120,6 @@ void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, struct kv_holders by)
         count(r, ref, true);
         return;
     }
-    r->pages -= ref->n;
     remove_entry(r, ref);
 }
 

@@ -133,9 +133,8 @@ struct kv_ref {
 struct kv_refs {
     struct kv_ref *entries;
     uint64_t size, used; // size: a power of two
-    uint64_t pages;      // of all rows here
-    uint64_t shared;     // of these, with several holders
-    uint64_t only;       // of these, held by prefixes alone
+    uint64_t shared;     // pages of rows with several holders
+    uint64_t only;       // pages of rows that prefixes alone hold
     uint64_t evictable;  // of these, by runs that can be evicted
     bool keeps;          // only vmem_kv_drop evicts runs, not memory that is short
 };

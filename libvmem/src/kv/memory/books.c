@@ -36,8 +36,7 @@ static uint64_t shared_in_cut(const vmem_kv *kv)
 
 int vmem__kv_check_books(vmem_kv *kv)
 {
-    uint64_t pages = kv->refs.pages + kv->doomed.n, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0,
-             fixed = 0;
+    uint64_t pages = kv->doomed.n, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0, fixed = 0;
     kv->mark++;
     kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.budget); // the budget may have grown
     if (kv->ledger.held > kv->ledger.ceiling)
@@ -97,6 +96,7 @@ int vmem__kv_check_books(vmem_kv *kv)
     for (uint64_t i = 0; i < kv->refs.size; i++) {
         const struct kv_ref *ref = &kv->refs.entries[i];
         refs += ref->page ? ref->slots : 0;
+        pages += ref->page ? ref->n : 0;
         only += ref->page && !ref->slots ? ref->n : 0;
         shared += ref->page && ref->slots + ref->prefixes > 1 ? ref->n : 0;
         if (ref->page && ref->slots + ref->prefixes < 2 && !ref->prefixes)

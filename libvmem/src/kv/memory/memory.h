@@ -125,13 +125,6 @@ uint64_t vmem__kv_wanted_budget(vmem_kv *kv);
 void vmem__kv_keep_wanted(vmem_kv *kv, uint64_t bytes); // unless there is a newer one
 void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32_t reason);
 
-// ---- stats.c
-
-#define KV_VIEW_NS 5000000                // how far the published view may be behind
-uint64_t vmem__kv_coarse_now(void);       // ns, to a few ms
-void vmem__kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
-void vmem__kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
-
 // ---- budget.c
 
 int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes);
@@ -143,6 +136,8 @@ void vmem__kv_take_wanted(vmem_kv *kv);
 
 // ---- gate.c
 
+void vmem__kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
+void vmem__kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
 // How every public call begins and ends: enter takes api and state, and leave updates the statistics. A step enters by
 // vmem__kv_enter_step and calls vmem__kv_may_take_long if there is something to do.
 int vmem__kv_enter(vmem_kv *kv);
