@@ -137,6 +137,26 @@ static void test_a_limit_needs_no_call(void)
     }
 }
 
+// A call that has entered may wait for the thread: for vmem_kv_wait, a slot or a cut.
+static void test_a_limit_does_not_wait_for_a_call(void)
+{
+    char path[] = "/tmp/test_kv_idle.XXXXXX";
+    int fd = mkstemp(path);
+    CHECK(fd >= 0);
+    close(fd);
+    unlink(path);
+    make(0, 1024 * test_page, 2);
+    OK(vmem_kv_publish(kv, path, "idle"));
+    pthread_mutex_lock(&kv->gate.api);
+    __atomic_store_n(&kv->view.map->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
+    wait_for_looks(3);
+    CHECK_EQ(stats().budget_pages, 1024);
+    pthread_mutex_unlock(&kv->gate.api);
+    wait_for_looks(3);
+    CHECK_EQ(stats().budget_pages, 512);
+    vmem_kv_destroy(kv, 0);
+}
+
 static int assured(uint32_t slot, int32_t tokens)
 {
     int32_t lengths[SLOTS] = {0};
@@ -177,6 +197,7 @@ int main(int argc, char **argv)
     test_kept_pages_and_memory_ahead_go();
     test_the_first_look();
     test_a_limit_needs_no_call();
+    test_a_limit_does_not_wait_for_a_call();
     test_only_memory_in_hand_is_assured();
     vmem_context_destroy(ctx);
     return 0;

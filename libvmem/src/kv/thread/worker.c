@@ -326,17 +326,15 @@ static bool give_all(vmem_kv *kv)
     return all;
 }
 
-// Applies a budget that another process wants, as a public call does.
+// Applies a budget that another process wants, as a public call does, unless there is one: it may wait for this thread.
 static void take_wanted(vmem_kv *kv)
 {
-    if (!kv_budget_wanted(kv) || kv->flags & VMEM_KV_SAME_SLOTS || has_requests(kv))
+    if (!kv_budget_wanted(kv) || kv->flags & VMEM_KV_SAME_SLOTS || has_requests(kv) || vmem__kv_check_usable(kv) ||
+        pthread_mutex_trylock(&kv->gate.api))
         return;
-    pthread_mutex_unlock(&kv->gate.state);
-    if (!vmem__kv_enter(kv)) {
-        if (!has_requests(kv))
-            vmem__kv_take_wanted(kv);
-        vmem__kv_leave(kv, 0);
-    }
+    kv->gate.called = true;
+    vmem__kv_take_wanted(kv);
+    vmem__kv_leave(kv, 0);
     pthread_mutex_lock(&kv->gate.state);
 }
 
