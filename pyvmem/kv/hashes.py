@@ -239,6 +239,7 @@ class BlockHashes:
     def add(self, slot: SupportsIndex, hashes: Iterable[Hash], first: SupportsIndex = 0) -> int:
         """Add the slot's blocks first, first + 1, ..., whose rows are written and will not change.
 
+        Rows in whole pages may also be written later, by kernels that run before those that read them elsewhere.
         Returns how many were new. Known blocks are not added again. If `max_tokens` is reached and all other blocks
         belong to running requests, no more are added.
         """

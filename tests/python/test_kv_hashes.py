@@ -52,6 +52,23 @@ def test_blocks_are_added_as_they_are_computed(cache):
     assert serve(blocks, tokens + [5])[1] == 192
 
 
+def test_blocks_of_whole_pages_are_added_before_their_rows_are_written(cache):
+    """As an engine does that launches ahead; and a request that never took part in a step has the fence 0."""
+    blocks, hashes = BlockHashes(cache, 32), block_hashes(list(range(96)), 32)
+    writer, readers = cache.alloc(96), []
+    assert cache.step([96 if s == writer else 0 for s in range(6)])
+    assert blocks.add(writer, hashes) == 3
+    for _ in range(2):
+        reader, cached = blocks.alloc(97, hashes)
+        assert cached == 96
+        readers.append(reader)
+    for tensor in cache.tensors:
+        tensor[writer, :96] = 7  # a kernel that ran late
+        assert all((tensor[reader, :96] == 7).all() for reader in readers)
+    cache.free(readers.pop(), after=0)
+    assert cache.stats().ending_slots == 0 and cache.stats().active_slots == 2
+
+
 def test_the_last_token_is_left_to_be_computed(cache):
     blocks = BlockHashes(cache, 16)
     serve(blocks, list(range(64)))
