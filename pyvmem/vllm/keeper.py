@@ -134,7 +134,8 @@ class Keeper:
         self._retry = 0.0
         self._most_order = self.total  # less after a refusal
         self._left = 0  # the step that last sent blocks that leave
-        self._less, self._fitted, self._fits = 0, 0.0, 0
+        self._beside = self._less = self._fits = 0
+        self._fitted = 0.0
         self.step = 0
         self.lent = False
         self.share: int | None = None  # of the pool's blocks, while another engine lacks some; None: no other does
@@ -206,6 +207,7 @@ class Keeper:
             for rank in range(self.ranks):
                 if shrink_to := page.told(rank, control.SHRINK_TO):
                     most = min(most, self._in_largest(rank, shrink_to - page.cells[control.NULL + rank]))
+        most -= self._beside
         return max(most - most % self._out.span, 0)
 
     def _in_largest(self, rank: int, size: int) -> int:
@@ -234,8 +236,9 @@ class Keeper:
         """See what pages hold beyond the blocks that begin in them, which may reach into others."""
         most = self._limit()
         if most != self._fits:  # what they hold under another limit says little about this one
-            self._fits, self._less = most, 0
-        if most >= self.total * self.block_bytes or time.monotonic() < self._fitted + FIT:
+            self._fits, self._less, self._beside = most, 0, 0
+        limited = most < self.total * self.block_bytes or self.page.cells[control.POOL]
+        if not limited or time.monotonic() < self._fitted + FIT:
             return
         words, ranks = self.page.words, self.ranks
         boards = self.page.boards(ranks)
@@ -247,8 +250,9 @@ class Keeper:
         self._fitted = time.monotonic()
         held = int((boards[:, control.HELD] - words[control.NULL : control.NULL + ranks]).max())
         own = self._out.pages * self._out.span
-        # Above the limit, what leaves takes its part of the rest with it; below it, what comes is taken to add nothing.
-        self._less = max(most - own * most // held if held > most else held - own, 0)
+        self._beside = max(held - own, 0)
+        # Above the limit, what leaves takes its part of this with it; below it, what comes is taken to add nothing.
+        self._less = most - own * most // held if held > max(most, own) else self._beside
 
     def usage(self) -> float:
         """The part of the allowed blocks that requests use."""

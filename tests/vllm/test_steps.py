@@ -441,6 +441,23 @@ def test_an_idle_engine_of_a_pool_gives_what_others_ask_for_without_delay(engine
         time.sleep(0.01)  # the engine's threads give blocks up meanwhile; the deadline is above
 
 
+def test_in_a_pool_blocks_that_reach_into_more_pages_than_they_begin_in_leave_them(engine, monkeypatch):
+    in_pool(monkeypatch, "reaches", VMEM_VLLM_POOL_SIZE="64M")
+    e = engine(blocks=1200, page=16 * 4384, pages=2 << 20)
+    last = scatter(e)
+    e.scheduler.kv_cache_manager.block_pool.evict_blocks({b.block_id for i, b in enumerate(last) if i % 3})
+    e.keeper.leave(e.keeper.spare)
+    e.idle()
+    board = e.page.boards(1)[0]
+    asked = int(board[control.HELD]) - (2 << 20)
+    assert bytes_held(e) > e.keeper._out.pages << 21
+    for _ in range(3):
+        board[control.SHRINK_TO] = asked
+        e.keeper._fitted = 0.0
+        e.idle()
+    assert board[control.HELD] <= asked
+
+
 def test_an_idle_worker_of_a_pool_sees_at_once_what_its_scheduler_wants(engine, monkeypatch):
     in_pool(monkeypatch, "wants", VMEM_VLLM_POOL_SIZE="8M")
     e = engine(kinds=("full",))
