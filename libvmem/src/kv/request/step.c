@@ -348,7 +348,6 @@ static void commit(vmem_kv *kv, const int32_t *lengths)
     bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
     const uint32_t step = (uint32_t)++kv->fence.step, most = kv->max_tokens;
-    const bool windows = kv->windows;
     set_needs(kv);
     struct kv_slot *sl = kv->slots;
     for (uint32_t s = 0, n = kv->n_slots; s < n; s++, sl++) {
@@ -359,9 +358,9 @@ static void commit(vmem_kv *kv, const int32_t *lengths)
         sl->took = step;
         sl->skip = sl->stuck = false;
         due |= sl->backed < most && sl->backed < (uint64_t)tokens + ahead;
-        if (windows)
-            due |= vmem__kv_pass_windows(kv, s);
     }
+    for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++)
+        due |= lengths[s] && vmem__kv_pass_windows(kv, s);
     if (due)
         vmem__kv_worker_wake(kv);
 }
@@ -445,7 +444,7 @@ static bool staged_at_hand(const vmem_kv *kv)
            (l->promise >= l->budget || vmem__kv_at_hand(kv, want));
 }
 
-static int stage(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+static int __attribute__((noinline)) stage(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     int rc = 0;
     if (slot >= kv->n_slots)
