@@ -19,6 +19,7 @@ PYTHON = {
     "Tensors": ("pyvmem", ("VirtualTensor", "virtual_empty")),
     "The KV cache": ("pyvmem", ("KVCache", "KVCacheOptions", "Spare", "TensorSpec", "model_specs", "Shortage",
                                 "KVPool")),
+    "Runs": ("pyvmem.kv.types", ("Run", "RunInfo")),
     "Prefixes": ("pyvmem.kv.prefix", ("PrefixCache",)),
     "Block hashes": ("pyvmem.kv.hashes", ("BlockHashes", "block_hashes")),
     "Several GPUs": ("pyvmem.parallel.cache", ("TensorParallelKVCache", "init_cache")),
