@@ -35,9 +35,10 @@ RING = 1 << 15  # words
 
 # What the owner sets. Sizes in bytes; 0 means "not set" for all but LIMIT.
 _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
-# What the scheduler publishes. Blocks, unless it says otherwise; WAITED: microseconds that steps waited for blocks.
+# What the scheduler publishes. Blocks, unless it says otherwise. WANTED: what requests lack; AHEAD: what it asks for
+# before they do. WAITED: microseconds that steps waited for blocks.
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
- PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED) = range(16, 39)  # fmt: skip
+ PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED, AHEAD) = range(16, 40)  # fmt: skip
 _MAKER, _MAKER_STARTED = 62, 63  # the process that made the page, which may be a worker
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.

@@ -18,7 +18,7 @@ import heapq
 import time
 from typing import Any
 
-from pyvmem.vllm import control
+from pyvmem.vllm import control, lease
 from pyvmem.vllm.control import Page
 from pyvmem.vllm.out import Out
 
@@ -26,7 +26,6 @@ MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time
 RETRY = 0.03  # seconds until memory that was refused is asked for again
 PART = 512 << 20  # bytes of blocks in one order: what is backed serves before the rest is
-SPARE = 8  # of the allowed blocks, this part at most is kept ready
 FIT = 0.1  # seconds between two looks at what pages that blocks share take
 
 
@@ -201,9 +200,9 @@ class Keeper:
         return most - most % self._out.span
 
     def _left_bytes(self) -> int:
-        """What others of the pool that ask leave to blocks, in whole pages."""
+        """What others of the pool that ask leave to blocks, in whole pages. They asked for what was offered then."""
         most, page = control.NO_LIMIT, self.page
-        if page.cells[control.POOL]:
+        if page.cells[control.POOL] and page.cells[control.OFFERED]:
             for rank in range(self.ranks):
                 if shrink_to := page.told(rank, control.SHRINK_TO):
                     most = min(most, self._in_largest(rank, shrink_to - page.cells[control.NULL + rank]))
@@ -263,8 +262,7 @@ class Keeper:
 
     def ready(self, need: int = 0) -> int:
         """Blocks that are kept ready: free, and without contents. need: what the next step takes."""
-        ready = min(2 * self.low, self._allowed // SPARE)
-        return max(ready, need)
+        return max(lease.ready(self.low, self._allowed), need)
 
     def before(self, need: int = 0, first: bool = False) -> None:
         """A step is about to be scheduled: blocks that are backed by now enter, and blocks above the limit leave.
@@ -287,19 +285,25 @@ class Keeper:
             ready = self.ready(need)
             wanted = ready - self.spare - self._n_coming
             if self.page.cells[control.POOL]:  # others give memory for requests, not for what is kept ready
-                wanted = min(wanted, max(self._room(), need - self.spare - self._n_coming))
+                wanted = min(wanted, max(self._room() - self._n_coming, need - self.spare - self._n_coming))
             if first:
                 self._want(min(wanted, need, -beyond))
             elif 4 * wanted > ready or self.spare < need:  # not a few in each step: a driver's calls disturb the device
                 self._want(min(wanted, -beyond))
 
+    def _given(self) -> int:
+        """Blocks for which the pool has given this engine memory that it does not use."""
+        page, ranks = self.page, range(self.ranks)
+        return self._fewest([page.told(rank, control.BUDGET) - page.told(rank, control.HELD) for rank in ranks])
+
     def _room(self) -> int:
         """Blocks for which the pool has memory that nobody uses."""
-        page, free = self.page, []
-        for rank in range(self.ranks):
-            unused = page.told(rank, control.BUDGET) - page.told(rank, control.HELD)
-            free.append(self._in_largest(rank, page.cells[control.POOL_FREE + rank] + unused))
-        return int(min(free)) // self.block_bytes
+        page, ranks = self.page, range(self.ranks)
+        return self._given() + self._fewest([page.cells[control.POOL_FREE + rank] for rank in ranks])
+
+    def _fewest(self, sizes: list[int]) -> int:
+        """Blocks of which each worker has so many bytes."""
+        return min(self._in_largest(rank, size) for rank, size in enumerate(sizes)) // self.block_bytes
 
     def soon_there(self, need: int) -> bool:
         """Whether blocks that are not spare come without that other engines give any up."""
@@ -411,17 +415,16 @@ class Keeper:
         return [i for i in self._queue.front if spare[page := self._out.page_of(i)] == self._out.inside(page)]
 
     def _want(self, n: int) -> None:
-        if n > 0 and self._out and (time.monotonic() >= self._retry or self._found(n)):
-            n, pages = min(n, self._most_order), self.total
+        # After a refusal, orders grow again step by step. In a pool, an order finds what others have given.
+        given = self._given() - self._n_coming if self.page.cells[control.POOL] else 0
+        n = min(n, max(given, self._most_order if time.monotonic() >= self._retry else 0))
+        if n > 0 and self._out:
+            pages = self.total
             if self._out.shared:
                 pages = min(self._most_bytes(), self._left_bytes()) // self._out.span - self._out.pages
                 short = self.least - self.circulating - self._n_coming
                 n, pages = min(n, short) if pages < 0 else n, max(pages, short)
             self._order += self._out.take(n, pages)
-
-    def _found(self, n: int) -> bool:
-        """Whether the pool has so many blocks by now, after an order that was refused."""
-        return bool(self.page.cells[control.POOL]) and self._room() >= n
 
     def _enter(self) -> None:
         while self._coming:

@@ -19,12 +19,18 @@ from pyvmem.vllm.waiting import waiting
 
 LOOK = 0.02  # seconds between looks at the other engines' pages
 FIND = 1.0  # and between searches for engines
+SPARE = 8  # of the allowed blocks, this part at most is kept ready
 PATIENCE, AGAIN = 1.0, 3.0  # seconds that others wait for a starved engine which gets nothing, and until they do again
 
 
 def number_of(pool: str) -> int:
     """What stands for a pool in a control page; 0 for none."""
     return zlib.crc32(pool.encode()) | 1 << 32 if pool else 0
+
+
+def ready(low: int, allowed: int) -> int:
+    """Blocks that an engine keeps ready: for two steps of `low` blocks, or a part of those that it may have."""
+    return min(2 * low, allowed // SPARE)
 
 
 def lacking(scheduler: Any, wait: list[Any], coming: int, most: int, watermark: int = 0) -> int:
@@ -60,6 +66,8 @@ class Neighbours:
         Whether one of a higher priority lacks memory.
     share : int
         Bytes of a worker's pool for each engine that has requests, this one among them. At least its minimum.
+    surplus : int
+        Bytes of a worker's blocks that the others offer beyond what they keep ready; 0 while one of them lacks memory.
     pressed : bool
         Whether one lacks memory that has less than that, and no lower priority.
     first, behind : bool
@@ -74,7 +82,7 @@ class Neighbours:
         self._found = self._looked = 0.0
         self._had: dict[int, tuple[int, float]] = {}  # bytes of each process, and since when
         self.yields = self.pressed = self.first = self.behind = False
-        self.share = 0
+        self.share = self.surplus = 0
 
     def look(self) -> None:
         """Read what the others publish, at most every `LOOK` seconds."""
@@ -92,6 +100,10 @@ class Neighbours:
             active = [o for o in self._pages if o[control.USED] or o[control.WANTED]]
             self.share = max(page[control.POOL_BYTES] // (1 + len(active)), page[control.MIN])
             lacking = [o for o in active if o[control.WANTED]]
+            self.surplus = 0 if lacking else sum(
+                max(o[control.OFFERED] - ready(o[control.LOW], o[control.ALLOWED]), 0) * o[control.BLOCK_BYTES]
+                for o in self._pages
+            )  # fmt: skip
             self.yields = any(o[control.PRIORITY] > page[control.PRIORITY] for o in lacking)
             first = min((key for o in (page, *self._pages) if (key := self._starved(o, now))), default=None)
             self.first = first is not None and first[1] == page[control.PID]

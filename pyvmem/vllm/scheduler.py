@@ -26,6 +26,7 @@ IDLE = 0.3  # seconds without requests after which spare blocks lose their pages
 LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory that is lent
 GROWTH = 4  # blocks of each group that a request which runs may take before others get what is free
 AWAIT = 0.2  # seconds that a step waits for blocks that are being backed rather than to evict or preempt
+COMING = 1.0  # seconds after a request for which others are expected
 KEEP = 64 << 20  # bytes of spare blocks at most that an idle engine keeps for the next request
 
 
@@ -82,6 +83,7 @@ class SchedulerMemory:
         page[control.PRIORITY], page[control.POOL] = chosen.priority, lease.number_of(chosen.pool)
         control.claim(page)
         self._neighbours = lease.Neighbours(page)
+        self._came = -COMING  # when a request last began
         self._short = False  # whether requests wait for other engines' memory, and none runs
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         columns = (page.cells[word : word + ranks].tolist() for word in (control.OWN_BLOCK, control.NULL))
@@ -175,6 +177,8 @@ class SchedulerMemory:
         gone, ahead, order = keeper.take()
         if output.preempted_req_ids:
             keeper.page[control.PREEMPTED] += len(output.preempted_req_ids)
+        if output.scheduled_new_reqs:
+            self._came = time.monotonic()
         steps = len(output.num_scheduled_tokens)
         self._decodes = output.total_num_scheduled_tokens <= steps * (1 + self._drafts)
         position = self.page.cells[control.POSITION]
@@ -193,11 +197,13 @@ class SchedulerMemory:
 
     def _publish(self) -> None:
         keeper, page, scheduler = self.keeper, self.page.cells, self._scheduler
-        wanted = lacks = starved = soon = 0
+        wanted = ahead = lacks = starved = soon = 0
         if page[control.POOL]:
             wait, refused = waiting(scheduler), keeper.refused_lately()
             need = max(self._need(wait)) if wait or refused else 0
             soon = keeper.soon + (need if wait else 0)  # what requests take in the next steps
+            if self._neighbours.surplus and self._coming:
+                soon = max(soon, keeper.ready())  # who asks finds enough elsewhere
             if not keeper.lent:
                 here = keeper.circulating
                 lacks = lease.lacking(scheduler, wait, keeper.coming, keeper.most - here, keeper.watermark)
@@ -205,11 +211,27 @@ class SchedulerMemory:
                 if refused:  # others may have budget that they do not use, and it goes to who asks
                     wanted = min(max(need, self._one_each) - keeper.spare, most)
                 wanted = max(wanted, min(lacks, most), 0)
+                ahead = max(min(self._ahead(), most), 0)
             if lacks and len(scheduler.running) <= 1:
                 starved = lease.oldest(scheduler)
-        page[control.STARVED] = starved
+        page[control.STARVED], page[control.AHEAD] = starved, ahead
         self._short = lacks > 0 and not scheduler.running
         keeper.publish(wanted, self._neighbours.yields, soon)
+
+    def _ahead(self) -> int:
+        """Blocks to ask for before requests need them: while requests come, and others have more than they keep ready.
+
+        So the next request need not wait, and engines do not take from each other what they keep ready.
+        """
+        keeper = self.keeper
+        ready, free = keeper.ready(), int(keeper.pool.get_num_free_blocks())
+        lacks = ready - free - keeper.coming
+        return min(lacks, self._neighbours.surplus // keeper.block_bytes) if self._coming and 4 * lacks > ready else 0
+
+    @property
+    def _coming(self) -> bool:
+        """Whether requests have come lately, and others are expected."""
+        return time.monotonic() < self._came + COMING
 
     def _look_around(self) -> None:
         """See what the other engines of the pool have and lack."""

@@ -80,7 +80,8 @@ class WorkerMemory:
         self._blocks: Blocks | None = None
         self._pool: KVPool | None = None
         self._pool_size, self._share = 0, (0, 0)
-        self._asking = self._resume = 0.0
+        self._asking = 0.0  # since when the pool has been asked for what it does not give; 0: for nothing
+        self._resume = 0.0  # when it is asked again
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._finished = 0  # the last step that was executed
@@ -196,21 +197,31 @@ class WorkerMemory:
         page[control.POOL_BYTES + self._rank], page[control.POOL_FREE + self._rank] = self._pool_size, self._pool.free
         most = min(share[1] or self._pool_size, self._pool_size)
         held = int(self._board[control.HELD])
-        wanted = min(page[control.WANTED] * self._block, most - held)
+        wanted = max(page[control.WANTED], page[control.AHEAD]) + self._pending()
+        wanted = min(wanted * self._block, most - held)
         self._ask(wanted, page[control.USED] > 0)
+
+    def _pending(self) -> int:
+        """Blocks of orders on their way. What they lack is asked for, too, as a question replaces the last one."""
+        with self._lock:
+            done = self._board[control.DONE]
+            return sum(len(ids) for number, ids in self._ordered if number > done)
 
     def _ask(self, wanted: int, runs: bool) -> None:
         """Ask the pool. An engine that runs requests asks for a while, then lets others ask: who asks gives nothing."""
         assert self._blocks is not None
         now = time.monotonic()
+        if wanted <= 0 and self._asking:
+            self._blocks.ask(0)
+            self._asking = 0.0
         if wanted <= 0 or now < self._resume:
             return
         try:
             missing = self._blocks.ask(wanted)
         except OutOfMemory:
             missing = wanted
-        self._asking = (self._asking or now) if missing and runs else 0.0
-        if self._asking and now >= self._asking + ASK:
+        self._asking = (self._asking or now) if missing else 0.0
+        if missing and runs and now >= self._asking + ASK:
             self._blocks.ask(0)
             self._asking, self._resume = 0.0, now + GIVE
 
@@ -333,9 +344,10 @@ class WorkerMemory:
         steps: whether steps run, which look themselves.
         """
         pause, cells = BUSY if steps and not self._pool else POLL, self._page.cells
-        known = cells[control.POSITION], cells[control.WANTED]
+        words = control.POSITION, control.WANTED, control.AHEAD
+        known = [cells[word] for word in words]
         look = LOOK if self._pool and not steps else pause
-        control.rest(self._stop, pause, look, lambda: (cells[control.POSITION], cells[control.WANTED]) != known)
+        control.rest(self._stop, pause, look, lambda: [cells[word] for word in words] != known)
 
     def _look(self) -> None:
         """What is done between steps."""

@@ -709,6 +709,25 @@ def test_an_engine_keeps_to_its_share_while_another_lacks_some_of_its_own(monkey
     assert pressed() and neighbours.share == 50 << 20
 
 
+def test_an_engine_asks_ahead_for_what_others_have_beyond_what_they_keep_ready(monkeypatch):
+    monkeypatch.setattr(lease, "LOOK", 0)
+    monkeypatch.setattr(lease, "FIND", 0)
+    mine, other = engine(POOL=5), engine("def", POOL=5, BLOCK_BYTES=1 << 20, LOW=10, ALLOWED=400, OFFERED=15)
+    third = engine("ghi", POOL=5, BLOCK_BYTES=2 << 20, LOW=10, ALLOWED=80, OFFERED=15)
+    neighbours = lease.Neighbours(mine)
+
+    def surplus():
+        neighbours.look()
+        return neighbours.surplus >> 20
+
+    assert lease.ready(10, 400) == 20 and lease.ready(10, 80) == 10
+    assert surplus() == 10  # of the third
+    other[control.OFFERED] = 50
+    assert surplus() == 40
+    third[control.WANTED] = 1  # its requests come first
+    assert surplus() == 0
+
+
 def test_of_starved_engines_the_one_whose_request_is_oldest_comes_first(monkeypatch):
     monkeypatch.setattr(lease, "LOOK", 0)
     monkeypatch.setattr(lease, "FIND", 0)

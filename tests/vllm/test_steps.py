@@ -416,16 +416,31 @@ def test_in_a_pool_no_step_waits_for_what_others_must_give_while_it_has_enough(e
     assert e.page[control.WAITED] == waited and not any(held) and maps_in_steps(e) == 0
 
 
-def test_after_a_refusal_blocks_are_ordered_when_the_pool_has_them(engine):
+def test_after_a_refusal_blocks_are_ordered_when_the_pool_has_given_them(engine):
     e = engine()
-    e.page[control.POOL], room = 1, 0
-    e.keeper._room = lambda: room
+    e.page[control.POOL], given = 1, 0
+    e.keeper._room = lambda: 100  # others may have asked for it
+    e.keeper._given = lambda: given
     e.keeper._retry = time.monotonic() + 3600
     e.keeper._want(5)
     assert not e.keeper._order
-    room = 5
+    given = 3
     e.keeper._want(5)
-    assert len(e.keeper._order) == 5
+    assert len(e.keeper._order) == 3
+    given, e.keeper._order, e.keeper._most_order = 90, [], 1  # one by one, without what is given
+    e.keeper._want(80)
+    assert len(e.keeper._order) == 80
+
+
+def test_an_engine_whose_requests_lack_blocks_gives_none(engine):
+    e = engine(kinds=("full",))
+    e.run(20)
+    e.page[control.POOL] = 1
+    e.workers[0].memory._board[control.SHRINK_TO] = e.page[control.NULL] + 8 * e.keeper.block_bytes
+    e.page[control.OFFERED] = 100
+    assert e.keeper.asked() and e.keeper.allowed() == 8
+    e.page[control.OFFERED] = 0  # it was asked for what it offered before
+    assert not e.keeper.asked() and e.keeper.allowed() > 100
 
 
 def test_an_idle_engine_of_a_pool_gives_what_others_ask_for_without_delay(engine, monkeypatch):
