@@ -110,16 +110,22 @@ static void test_the_first_look(void)
     vmem_kv_destroy(kv, 0);
 }
 
-static void test_a_limit_needs_no_call(void)
+// Lets another process set a limit.
+static void publish(void)
 {
     char path[] = "/tmp/test_kv_idle.XXXXXX";
     int fd = mkstemp(path);
     CHECK(fd >= 0);
     close(fd);
     unlink(path);
+    OK(vmem_kv_publish(kv, path, "idle"));
+}
+
+static void test_a_limit_needs_no_call(void)
+{
     for (uint32_t same = 0; same < 2; same++) {
         make(same ? VMEM_KV_SAME_SLOTS : 0, 1024 * test_page, 2);
-        OK(vmem_kv_publish(kv, path, "idle"));
+        publish();
         __atomic_store_n(&kv->view.map->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
         wait_for_looks(3);
         CHECK_EQ(stats().budget_pages * test_page, (same ? 1024 : 512) * test_page); // ranks take budgets over together
@@ -140,13 +146,8 @@ static void test_a_limit_needs_no_call(void)
 // A call that has entered may wait for the thread: for vmem_kv_wait, a slot or a cut.
 static void test_a_limit_does_not_wait_for_a_call(void)
 {
-    char path[] = "/tmp/test_kv_idle.XXXXXX";
-    int fd = mkstemp(path);
-    CHECK(fd >= 0);
-    close(fd);
-    unlink(path);
     make(0, 1024 * test_page, 2);
-    OK(vmem_kv_publish(kv, path, "idle"));
+    publish();
     pthread_mutex_lock(&kv->gate.api);
     __atomic_store_n(&kv->view.map->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
     wait_for_looks(3);

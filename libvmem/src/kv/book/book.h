@@ -307,6 +307,7 @@ void vmem__kv_wait_cut(vmem_kv *kv);
 // Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
 void vmem__kv_worker_hold(vmem_kv *kv);
 void vmem__kv_worker_release(vmem_kv *kv);
-int vmem__kv_check_usable(const vmem_kv *kv); // -EPERM in a child of the process that made it; -EINVAL: being closed
+// -EPERM in a child of the process that made it; -EINVAL: NULL, or being closed
+int vmem__kv_check_usable(const vmem_kv *kv);
 
 #endif

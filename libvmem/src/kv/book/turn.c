@@ -63,6 +63,8 @@ void vmem__kv_worker_wake(vmem_kv *kv)
 
 static int __attribute__((cold)) unusable(const vmem_kv *kv)
 {
+    if (!kv)
+        return vmem__error(-EINVAL, "kv is NULL");
     if (kv->life.closing)
         return vmem__error(-EINVAL, "the cache is being closed: it accepts only retire");
     return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
@@ -71,5 +73,5 @@ static int __attribute__((cold)) unusable(const vmem_kv *kv)
 int vmem__kv_check_usable(const vmem_kv *kv)
 {
     // A system call for the process ID would take longer than a step with nothing to do.
-    return *kv->owned ? 0 : unusable(kv);
+    return kv && *kv->owned ? 0 : unusable(kv);
 }

@@ -10,8 +10,6 @@
 
 int vmem__kv_member_begin(vmem_kv *kv, struct vmem__member **m)
 {
-    if (!kv)
-        return vmem__error(-EINVAL, "kv is NULL");
     int rc = vmem__kv_check_usable(kv);
     if (rc)
         return rc;

@@ -77,8 +77,6 @@ void vmem__kv_may_take_long(vmem_kv *kv)
 
 int vmem__kv_enter_step(vmem_kv *kv)
 {
-    if (!kv)
-        return vmem__error(-EINVAL, "kv is NULL");
     int rc = vmem__kv_check_usable(kv);
     if (rc)
         return rc;

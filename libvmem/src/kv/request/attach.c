@@ -158,9 +158,8 @@ static int begin_with(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n
     *tokens = 0;
     if (!(flags & VMEM_KV_LOOK))
         vmem__kv_enough();
-    if (!flags)
-        rc = vmem__kv_get(kv, slot,
-                          1u << VMEM_KV_ACTIVE); // before the runs are found: the worker may evict some meanwhile
+    if (!flags) // before the runs are found: the worker may evict some meanwhile
+        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && !flags && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
         rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
     if (!rc)
