@@ -284,26 +284,25 @@ class Keeper:
         elif len(self._coming) < MOST_ORDERS:
             ready = self.ready(need)
             wanted = ready - self.spare - self._n_coming
-            if self.page.cells[control.POOL]:  # others give memory for requests, not for what is kept ready
+            if self.page.cells[control.POOL]:  # what is kept ready takes only memory that nobody uses
                 wanted = min(wanted, max(self._room() - self._n_coming, need - self.spare - self._n_coming))
             if first:
                 self._want(min(wanted, need, -beyond))
             elif 4 * wanted > ready or self.spare < need:  # not a few in each step: a driver's calls disturb the device
                 self._want(min(wanted, -beyond))
 
-    def _given(self) -> int:
-        """Blocks for which the pool has given this engine memory that it does not use."""
-        page, ranks = self.page, range(self.ranks)
-        return self._fewest([page.told(rank, control.BUDGET) - page.told(rank, control.HELD) for rank in ranks])
+    def _given(self, or_free: bool = False) -> int:
+        """Blocks for which the pool has given this engine memory that it does not use. or_free: or given to nobody."""
+        page, found = self.page, []
+        for rank in range(self.ranks):
+            unused = page.told(rank, control.BUDGET) - page.told(rank, control.HELD)
+            unused += page.cells[control.POOL_FREE + rank] if or_free else 0
+            found.append(self._in_largest(rank, unused))
+        return int(min(found)) // self.block_bytes
 
     def _room(self) -> int:
         """Blocks for which the pool has memory that nobody uses."""
-        page, ranks = self.page, range(self.ranks)
-        return self._given() + self._fewest([page.cells[control.POOL_FREE + rank] for rank in ranks])
-
-    def _fewest(self, sizes: list[int]) -> int:
-        """Blocks of which each worker has so many bytes."""
-        return min(self._in_largest(rank, size) for rank, size in enumerate(sizes)) // self.block_bytes
+        return self._given(or_free=True)
 
     def soon_there(self, need: int) -> bool:
         """Whether blocks that are not spare come without that other engines give any up."""
@@ -415,10 +414,12 @@ class Keeper:
         return [i for i in self._queue.front if spare[page := self._out.page_of(i)] == self._out.inside(page)]
 
     def _want(self, n: int) -> None:
+        if n <= 0 or not self._out:
+            return
         # After a refusal, orders grow again step by step. In a pool, an order finds what others have given.
         given = self._given() - self._n_coming if self.page.cells[control.POOL] else 0
         n = min(n, max(given, self._most_order if time.monotonic() >= self._retry else 0))
-        if n > 0 and self._out:
+        if n > 0:
             pages = self.total
             if self._out.shared:
                 pages = min(self._most_bytes(), self._left_bytes()) // self._out.span - self._out.pages

@@ -202,7 +202,9 @@ class SchedulerMemory:
             wait, refused = waiting(scheduler), keeper.refused_lately()
             need = max(self._need(wait)) if wait or refused else 0
             soon = keeper.soon + (need if wait else 0)  # what requests take in the next steps
-            if self._neighbours.surplus and self._coming:
+            expected = time.monotonic() < self._came + COMING
+            surplus = self._neighbours.surplus // keeper.block_bytes if expected else 0
+            if surplus:
                 soon = max(soon, keeper.ready())  # who asks finds enough elsewhere
             if not keeper.lent:
                 here = keeper.circulating
@@ -211,27 +213,22 @@ class SchedulerMemory:
                 if refused:  # others may have budget that they do not use, and it goes to who asks
                     wanted = min(max(need, self._one_each) - keeper.spare, most)
                 wanted = max(wanted, min(lacks, most), 0)
-                ahead = max(min(self._ahead(), most), 0)
+                ahead = max(min(self._ahead(surplus), most), 0) if surplus else 0
             if lacks and len(scheduler.running) <= 1:
                 starved = lease.oldest(scheduler)
         page[control.STARVED], page[control.AHEAD] = starved, ahead
         self._short = lacks > 0 and not scheduler.running
         keeper.publish(wanted, self._neighbours.yields, soon)
 
-    def _ahead(self) -> int:
-        """Blocks to ask for before requests need them: while requests come, and others have more than they keep ready.
+    def _ahead(self, surplus: int) -> int:
+        """Blocks to ask for before requests need them, while requests come.
 
-        So the next request need not wait, and engines do not take from each other what they keep ready.
+        surplus : what others have beyond what they keep ready. So engines do not take that from each other.
         """
         keeper = self.keeper
-        ready, free = keeper.ready(), int(keeper.pool.get_num_free_blocks())
-        lacks = ready - free - keeper.coming
-        return min(lacks, self._neighbours.surplus // keeper.block_bytes) if self._coming and 4 * lacks > ready else 0
-
-    @property
-    def _coming(self) -> bool:
-        """Whether requests have come lately, and others are expected."""
-        return time.monotonic() < self._came + COMING
+        ready = keeper.ready()
+        lacks = ready - int(keeper.pool.get_num_free_blocks()) - keeper.coming
+        return min(lacks, surplus) if 4 * lacks > ready else 0
 
     def _look_around(self) -> None:
         """See what the other engines of the pool have and lack."""
