@@ -309,8 +309,9 @@ class Keeper:
         return not self.page.cells[control.POOL] or self._room() >= max(need - self.spare, self._n_coming)
 
     def asked(self) -> bool:
-        """Whether other engines of the pool ask for blocks that circulate here."""
-        return self._left_bytes() < self.circulating * self.block_bytes
+        """Whether other engines of the pool ask for blocks that circulate here, or for their pages."""
+        out = self._out
+        return self._left_bytes() < max(self.circulating * self.block_bytes, out.pages * out.span)
 
     def grows(self) -> bool:
         """Whether blocks are on their way or may be ordered."""

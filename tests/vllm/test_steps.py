@@ -456,6 +456,21 @@ def test_an_idle_engine_of_a_pool_gives_what_others_ask_for_without_delay(engine
         time.sleep(0.01)  # the engine's threads give blocks up meanwhile; the deadline is above
 
 
+def test_an_idle_engine_of_a_pool_hears_what_others_ask_for_of_scattered_blocks(engine, monkeypatch):
+    in_pool(monkeypatch, "scattered", VMEM_VLLM_POOL_SIZE="64M")
+    e = engine(blocks=1200, pages=2 << 20)
+    last = scatter(e)
+    e.keeper.leave(e.keeper.spare)
+    e.idle()
+    with e.scheduler._vmem.lock:  # its thread would give them
+        held = bytes_held(e)
+        assert e.keeper.circulating * e.keeper.block_bytes < held - (4 << 20) and len(last) <= e.keeper.circulating
+        e.keeper._left_bytes = lambda: held - (4 << 20)
+        assert e.keeper.asked()
+        e.keeper._left_bytes = lambda: held
+        assert not e.keeper.asked()
+
+
 def test_in_a_pool_blocks_that_reach_into_more_pages_than_they_begin_in_leave_them(engine, monkeypatch):
     in_pool(monkeypatch, "reaches", VMEM_VLLM_POOL_SIZE="64M")
     e = engine(blocks=1200, page=16 * 4384, pages=2 << 20)
