@@ -20,7 +20,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pyvmem.kv.view import _started, view_folder
+from pyvmem.vllm import pools
 
-MAGIC, VERSION = 0x6D656D76_6C6C6D00, 3
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 4
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
@@ -42,10 +43,11 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 _MAKER, _MAKER_STARTED = 62, 63  # the process that made the page, which may be a worker
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
-# OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers.
+# OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers. POOL_OF: what stands for
+# the pool of this worker's device.
 IN_BLOCKS, IN_SLOTS = 1, 2
 (ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES, NULL, SPAN, POOL_BYTES,
- POOL_FREE, OWN_BLOCK) = range(64, 64 + 12 * RANKS, RANKS)  # fmt: skip
+ POOL_FREE, OWN_BLOCK, POOL_OF) = range(64, 64 + 13 * RANKS, RANKS)  # fmt: skip
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
 BOARD_WORDS, ANSWERS = 264, 256
 DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, BUDGET, SHRINK_TO, _FIRST_ANSWER = range(9)
@@ -103,6 +105,11 @@ class Page:
     def attached(self, ranks: int) -> bool:
         """Whether each of the first workers has its memory and sees the page."""
         return 0 not in self.cells[ATTACHED : ATTACHED + ranks]
+
+    def pools(self) -> list[int]:
+        """What stands for the pool of each worker; for that which the scheduler knows, until a worker has joined."""
+        ranks = max(min(self[RANKS_USED], RANKS), 1)
+        return [pool for pool in self.cells[POOL_OF : POOL_OF + ranks].tolist() if pool] or [self[POOL]]
 
     # ---- orders ----------------------------------------------------------------------------------------------
 
@@ -296,13 +303,27 @@ def engines() -> list[tuple[Engine, Page]]:
     return found
 
 
+def _check_minimums(pages: Sequence[Page], least: int) -> None:
+    """Raise `ValueError` if these engines cannot have this minimum, because the minimums of a pool would exceed it."""
+    changed = [page.path for page in pages]
+    others = [page for _, page in engines() if page.path not in changed]
+    for page in pages:
+        for rank, pool in enumerate(page.pools()):
+            size = page[POOL_BYTES + rank]
+            own = sum(least * one.pools().count(pool) for one in pages)
+            beside = sum(other[MIN] * other.pools().count(pool) for other in others) + pools.minimums_of_others(pool)
+            if least > page[MIN] and 0 < size < own + beside:
+                raise ValueError(f"min {least}: the minimums of all members of the pool would be {own + beside}, over "
+                                 f"its {size} bytes")  # fmt: skip
+
+
 def change(*pages: Page, **settings: int | bool | None) -> None:
     """Set what the owner of one or more engines may set, all or nothing.
 
     limit : bytes that the blocks of a worker may take now; None for no limit. What one request of the greatest length
         needs is always allowed.
     max : as a limit, which stays; 0: none.
-    min : bytes that are not lent to other engines of its pool; 0: all may be.
+    min : bytes that are not lent to other members of its pool; 0: all may be. Those of all members fit the pool.
     priority : engines of the pool with a lower one give way if this one lacks memory.
     lend : whether the engine gives up every block. Its requests wait, and later compute their rows again.
 
@@ -325,8 +346,12 @@ def change(*pages: Page, **settings: int | bool | None) -> None:
         least, most = values.get("min", page[MIN]), values.get("max", page[MAX])
         if most and least > most:
             raise ValueError(f"min {least} is over max {most}")
-        if 0 < page[POOL_BYTES] < least:
-            raise ValueError(f"min {least} is over the pool's {page[POOL_BYTES]}")
+        for name in ("min", "priority"):
+            if values.get(name) and not page[POOL]:
+                raise ValueError(f"{name} {values[name]} needs a pool, and VMEM_VLLM_POOL named none when the engine "
+                                 "started")  # fmt: skip
+    if values.get("min"):
+        _check_minimums(pages, values["min"])
     for page in pages:
         for name, value in values.items():
             page[words[name]] = value

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import zlib
 from typing import Any
 
 from pyvmem.vllm import control
@@ -21,11 +20,6 @@ LOOK = 0.02  # seconds between looks at the other engines' pages
 FIND = 1.0  # and between searches for engines
 SPARE = 8  # of the allowed blocks, this part at most is kept ready
 PATIENCE, AGAIN = 1.0, 3.0  # seconds that others wait for a starved engine which gets nothing, and until they do again
-
-
-def number_of(pool: str) -> int:
-    """What stands for a pool in a control page; 0 for none."""
-    return zlib.crc32(pool.encode()) | 1 << 32 if pool else 0
 
 
 def ready(low: int, allowed: int) -> int:
@@ -91,9 +85,11 @@ class Neighbours:
             return
         if now >= self._found + FIND:
             self._found = now
+            own = page.pools()  # those of other GPUs have nothing to lend
             self._pages = [
                 other for _, other in control.engines()
                 if other[control.POOL] == page[control.POOL] and other.path != page.path
+                and not set(other.pools()).isdisjoint(own)
             ]  # fmt: skip
         if now >= self._looked + LOOK:
             self._looked = now

@@ -26,9 +26,11 @@ def _config(c: Any) -> Iterator[str]:
 
 
 def backend(name: str, device: str) -> None:
-    """Raise `Refused` if the backend's memory is not that of vLLM's device."""
+    """Raise `Refused` if the backend's memory is not that of vLLM's device. name: "" for the best that works."""
     if name == "host" and device != "cpu":
         raise Refused("VMEM_BACKEND=host has memory of the CPU only; unset it, or choose uvm, stock or cuda")
+    if name not in ("", "host") and device == "cpu":
+        raise Refused(f"VMEM_BACKEND={name}: vLLM runs on the CPU here, whose memory is that of host; unset it")
 
 
 def page_size(size: int, backend: str, sizes: Collection[int]) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from pyvmem.vllm import check, control, geometry, lease, refuse, settings
+from pyvmem.vllm import check, control, geometry, lease, pools, refuse, settings
 from pyvmem.vllm.keeper import Keeper
 from pyvmem.vllm.orders import StepOrders
 from pyvmem.vllm.waiting import waiting
@@ -80,7 +80,7 @@ class SchedulerMemory:
         if chosen.limit is not None:
             page[control.LIMIT] = chosen.limit
         page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
-        page[control.PRIORITY], page[control.POOL] = chosen.priority, lease.number_of(chosen.pool)
+        page[control.PRIORITY], page[control.POOL] = chosen.priority, pools.number_of(chosen.pool)
         control.claim(page)
         self._neighbours = lease.Neighbours(page)
         self._came = -COMING  # when a request last began
@@ -92,6 +92,10 @@ class SchedulerMemory:
         self.keeper = Keeper(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
                              low_of(vllm_config, config), ranks)  # fmt: skip
         needs = self.keeper.least * block + null
+        for name, size in (("LIMIT", chosen.limit), ("MAX", chosen.maximum or None)):
+            if size is not None and size < self.keeper.least * block:
+                logger.warning("VMEM_VLLM_%s=%d counts as %d bytes, which a request of the greatest length needs", name,
+                               size, self.keeper.least * block)  # fmt: skip
         pool = chosen.pool_size or page[control.POOL_BYTES]  # that of the pool which the workers have found
         if chosen.pool and 0 < pool < needs:
             raise refuse.Refused(f"VMEM_VLLM_POOL={chosen.pool}: a request of the greatest length needs {needs} bytes "

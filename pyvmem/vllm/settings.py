@@ -62,6 +62,13 @@ def _page(name: str, text: str) -> int:
     return size
 
 
+def _pool_size(name: str, text: str) -> int:
+    size = _bytes(name, text)
+    if not size:
+        raise _wrong(name, text, "at least 1")
+    return size
+
+
 def _flag(name: str, text: str) -> bool:
     if text.lower() not in ("0", "1", "false", "true", ""):
         raise _wrong(name, text, "0 or 1")
@@ -89,7 +96,7 @@ _FIELDS = (
     ("VMEM_VLLM_MAX", "maximum", _bytes),
     ("VMEM_VLLM_PRIORITY", "priority", _whole),
     ("VMEM_VLLM_POOL", "pool", _name),
-    ("VMEM_VLLM_POOL_SIZE", "pool_size", _bytes),
+    ("VMEM_VLLM_POOL_SIZE", "pool_size", _pool_size),
 )
 
 
@@ -109,12 +116,14 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         if text := _text(environ, name):
             given[field] = parse(name, text)
     made = Settings(**given)
-    if made.maximum and made.minimum > made.maximum:
-        raise _wrong("VMEM_VLLM_MIN", _text(environ, "VMEM_VLLM_MIN"),
-                     f"at most VMEM_VLLM_MAX={_text(environ, 'VMEM_VLLM_MAX')}")  # fmt: skip
-    if made.pool_size and made.minimum > made.pool_size:
-        raise _wrong("VMEM_VLLM_MIN", _text(environ, "VMEM_VLLM_MIN"),
-                     f"at most VMEM_VLLM_POOL_SIZE={_text(environ, 'VMEM_VLLM_POOL_SIZE')}")  # fmt: skip
-    if made.pool_size and not made.pool:
-        raise ValueError("VMEM_VLLM_POOL_SIZE is set, but VMEM_VLLM_POOL names no pool")
+    for name, size, other, most in (
+        ("VMEM_VLLM_MIN", made.minimum, "VMEM_VLLM_MAX", made.maximum),
+        ("VMEM_VLLM_MIN", made.minimum, "VMEM_VLLM_POOL_SIZE", made.pool_size),
+        ("VMEM_VLLM_LIMIT", made.limit or 0, "VMEM_VLLM_MAX", made.maximum),
+    ):
+        if most and size > most:
+            raise _wrong(name, _text(environ, name), f"at most {other}={_text(environ, other)}")
+    for name, field, _ in _FIELDS:
+        if not made.pool and field in ("pool_size", "minimum", "priority") and getattr(made, field):
+            raise ValueError(f"{name} is set, but VMEM_VLLM_POOL names no pool")
     return made

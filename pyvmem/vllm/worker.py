@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv.pool import KVPool
 from pyvmem.tensor import VirtualTensor
-from pyvmem.vllm import control, geometry, open_pool, refuse, settings
+from pyvmem.vllm import control, geometry, open_pool, pools, refuse, settings
 from pyvmem.vllm.control import Page
 from pyvmem.vllm.orders import StepOrders
 
@@ -52,6 +53,7 @@ class Allocation(TorchFunctionMode):
 
 def context_on(device: torch.device) -> Context:
     """A context for the KV memory of a worker. Raises `refuse.Refused` for a backend or page size that cannot be."""
+    refuse.backend(os.environ.get("VMEM_BACKEND", ""), device.type)
     context = Context(device=device.index or 0) if device.type == "cuda" else Context("host")
     refuse.backend(context.backend, device.type)
     refuse.page_size(settings.read().page_size, context.backend, context.page_sizes)
@@ -80,6 +82,7 @@ class WorkerMemory:
         self._blocks: Blocks | None = None
         self._pool: KVPool | None = None
         self._pool_size, self._share = 0, (0, 0)
+        self._unfit: tuple[int, int] | None = None  # a share that the pool has refused
         self._asking = 0.0  # since when the pool has been asked for what it does not give; 0: for nothing
         self._resume = 0.0  # when it is asked again
         self._lock = threading.RLock()
@@ -158,9 +161,14 @@ class WorkerMemory:
             if asked.minimum > self._pool_size:
                 raise refuse.Refused(f"VMEM_VLLM_MIN={asked.minimum} is over the {self._pool_size} bytes of "
                                      f"VMEM_VLLM_POOL={asked.pool}")  # fmt: skip
-            self._blocks.join(self._pool, name=f"vllm {os.getpid()}", min=asked.minimum, max=asked.maximum)
+            self._page[control.POOL_OF + self._rank] = pools.number_of(Path(str(self._pool.path)).stem)
+            name = f"{pools.ENGINE}{os.getpid()}"
+            self._blocks.join(self._pool, name=name, min=asked.minimum, max=asked.maximum)
         except refuse.Refused:
             raise
+        except OutOfMemory as error:  # of the pool
+            raise refuse.Refused(f"VMEM_VLLM_MIN={asked.minimum} does not fit VMEM_VLLM_POOL={asked.pool}: {error}; "
+                                 "lower it, or the minimum of another member") from error  # fmt: skip
         except (OSError, ValueError, MemoryError) as error:
             size = f"VMEM_VLLM_POOL_SIZE {f'is {asked.pool_size}' if asked.pool_size else 'is not set'}"
             raise refuse.Refused(f"VMEM_VLLM_POOL={asked.pool}: {error}; {size} (or unset VMEM_VLLM_POOL)") from error
@@ -190,9 +198,7 @@ class WorkerMemory:
             return
         least = page[control.LEAST] * self._block + page[control.NULL + self._rank]
         share = (0 if page[control.LENT] else page[control.MIN], page[control.MAX] and max(page[control.MAX], least))
-        if share != self._share:
-            self._share = share
-            blocks.set_share(*share)
+        self._set_share(share)
         blocks.offer(page[control.OFFERED] * self._block)
         page[control.POOL_BYTES + self._rank], page[control.POOL_FREE + self._rank] = self._pool_size, self._pool.free
         most = min(share[1] or self._pool_size, self._pool_size)
@@ -200,6 +206,20 @@ class WorkerMemory:
         wanted = max(page[control.WANTED], page[control.AHEAD]) + self._pending()
         wanted = min(wanted * self._block, most - held)
         self._ask(wanted, page[control.USED] > 0)
+
+    def _set_share(self, share: tuple[int, int]) -> None:
+        """Set minimum and maximum. While the minimums of all members exceed the pool, this one's is as before."""
+        assert self._blocks is not None
+        if share == self._share:
+            return
+        try:
+            self._blocks.set_share(*share)
+        except OutOfMemory as error:
+            if share != self._unfit:
+                logger.warning("vMem: the pool has no room for this engine's minimum yet: %s", error)
+            self._unfit = share
+            return
+        self._share, self._unfit = share, None
 
     def _pending(self) -> int:
         """Blocks of orders on their way. What they lack is asked for, too, as a question replaces the last one."""

@@ -13,7 +13,7 @@ from kv_caches import run_top
 
 from pyvmem import Context, InvalidArgument, KVPool
 from pyvmem.blocks import BOARD_WORDS, BlockRange, Blocks
-from pyvmem.vllm import control, doors, geometry, http, layout, lease, open_pool, out, plugin, refuse, settings
+from pyvmem.vllm import control, doors, geometry, http, layout, lease, open_pool, out, plugin, pools, refuse, settings
 
 PAGE = 64 << 10
 
@@ -53,6 +53,7 @@ def test_sizes():
         ("VMEM_VLLM_PAGE_SIZE", "3M", "a power of two, such as 256K"),
         ("VMEM_VLLM_PAGE_SIZE", "0", "a power of two, such as 256K"),
         ("VMEM_VLLM_PAGE_SIZE", "large", "a size in bytes, such as 16G"),
+        ("VMEM_VLLM_POOL_SIZE", "0", "at least 1"),
     ],
 )
 def test_wrong_settings_name_the_variable(name, text, must):
@@ -62,7 +63,10 @@ def test_wrong_settings_name_the_variable(name, text, must):
 
 @pytest.mark.parametrize("given, told", [
     (dict(VMEM_VLLM_MIN="2G", VMEM_VLLM_MAX="1G"), "VMEM_VLLM_MIN=2G must be at most VMEM_VLLM_MAX=1G"),
-    (dict(VMEM_VLLM_POOL_SIZE="2G"), "VMEM_VLLM_POOL names no pool"),
+    (dict(VMEM_VLLM_LIMIT="2G", VMEM_VLLM_MAX="1G"), "VMEM_VLLM_LIMIT=2G must be at most VMEM_VLLM_MAX=1G"),
+    (dict(VMEM_VLLM_POOL_SIZE="2G"), "VMEM_VLLM_POOL_SIZE is set, but VMEM_VLLM_POOL names no pool"),
+    (dict(VMEM_VLLM_MIN="2G"), "VMEM_VLLM_MIN is set, but VMEM_VLLM_POOL names no pool"),
+    (dict(VMEM_VLLM_PRIORITY="1"), "VMEM_VLLM_PRIORITY is set, but VMEM_VLLM_POOL names no pool"),
     (dict(VMEM_VLLM_POOL="a", VMEM_VLLM_POOL_SIZE="1G", VMEM_VLLM_MIN="2G"),
      "VMEM_VLLM_MIN=2G must be at most VMEM_VLLM_POOL_SIZE=1G"),
 ])  # fmt: skip
@@ -492,6 +496,19 @@ def test_blocks_in_one_piece_have_pages_of_2_mib(part):
         assert geometry.page_size(ranges, (4 << 20,)) == 4 << 20
 
 
+def test_a_backend_of_the_gpu_is_refused_where_vllm_runs_on_the_cpu(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from pyvmem.vllm.worker import context_on
+
+    monkeypatch.setenv("VMEM_BACKEND", "stock")
+    with pytest.raises(refuse.Refused, match="^VMEM_BACKEND=stock: vLLM runs on the CPU here.* unset it$"):
+        context_on(torch.device("cpu"))
+    monkeypatch.setenv("VMEM_BACKEND", "host")
+    context_on(torch.device("cpu")).close()
+    with pytest.raises(refuse.Refused, match="^VMEM_BACKEND=host has memory of the CPU only"):
+        context_on(torch.device("cuda"))
+
+
 def test_a_page_size_that_the_backend_does_not_have_is_refused(monkeypatch):
     torch = pytest.importorskip("torch")
     from pyvmem.vllm.worker import context_on
@@ -568,7 +585,7 @@ def ask(method, body=b"", path="/vmem/limit", whole=True):
 
 
 def test_limits_over_http():
-    page = engine()
+    page = engine(POOL=5)
     assert ask("GET", path="/health") == {"passed": "/health"}
     status, told = ask("GET")
     assert status == 200 and [e["name"] for e in told["engines"]] == ["abc"] and told["engines"][0]["limit"] is None
@@ -592,6 +609,8 @@ def test_limits_over_http():
         (b'{"lend": 1}', "lend 1 must be true or false"),
         (b'{"min": -1}', "min -1 must be 0 to"),
         (b'{"limit": 5, "min": 9, "max": 8}', "min 9 is over max 8"),
+        (b'{"limit": 5, "min": 9}', "min 9 needs a pool"),
+        (b'{"limit": 5, "priority": 1}', "priority 1 needs a pool"),
         (b'{"rank": 7, "limit": 5}', "rank 7 is not here"),
         (b'{"rank": false, "limit": 5}', "rank false is not here"),
         (b" " * (1 << 17), "may have 65536 bytes"),
@@ -613,10 +632,40 @@ def test_settings_over_http_change_all_ranks_or_none():
 
 
 def test_a_minimum_over_http_fits_the_pool():
-    page = engine(POOL_BYTES=8)
+    page = engine(POOL=5, POOL_BYTES=8)
     status, told = ask("POST", b'{"min": 9}')
-    assert status == 400 and "min 9 is over the pool's 8" in told["error"]
+    assert status == 400 and "would be 9, over its 8 bytes" in told["error"]
     assert ask("POST", b'{"min": 8}')[0] == 200 and page[control.MIN] == 8
+
+
+def test_the_minimums_of_all_members_fit_their_pool(folder):
+    number = pools.number_of("gpu-0")
+    mine = engine(POOL=5, POOL_OF=number, POOL_BYTES=64 << 20, MIN=30 << 20)
+    other = engine("def", POOL=5, POOL_OF=number, POOL_BYTES=64 << 20, MIN=20 << 20)
+    engine("ghi", POOL=5, POOL_OF=number + 1, POOL_BYTES=64 << 20, MIN=60 << 20)  # of another GPU
+
+    def change(size, *pages):
+        control.change(*(pages or [mine]), min=int(size * (1 << 20)))
+
+    change(44)
+    with pytest.raises(ValueError, match="min 47185920: .* would be 68157440, over its 67108864 bytes"):
+        change(45)
+    assert mine[control.MIN] == 44 << 20
+    change(32, mine, other)
+    with pytest.raises(ValueError, match="over its"):
+        change(33, mine, other)
+    with Context("host") as context, KVPool(64 << 20, name="gpu-0") as pool:
+        blocks = [Blocks(context.reserve(PAGE), [BlockRange(0, PAGE, PAGE)], 1) for _ in range(2)]
+        blocks[0].join(pool, name="trainer", min=16 << 20)
+        blocks[1].join(pool, name=f"{pools.ENGINE}7", min=32 << 20)  # its page counts
+        other[control.MIN] = 16 << 20
+        change(32)
+        with pytest.raises(ValueError, match="would be 67633152"):
+            change(32.5)
+        other[control.MIN] = 64 << 20
+        change(8)  # less always may be
+        for each in blocks:
+            each.close()
 
 
 def test_a_client_that_goes_away_within_its_body_changes_nothing():
@@ -642,7 +691,7 @@ def test_the_name_of_a_pool():
     for wrong in ("../x", ".x", "a b", "x" * 61):
         with pytest.raises(ValueError, match="VMEM_VLLM_POOL=.* must be at most 60 letters"):
             read(wrong)
-    assert lease.number_of("gpu-0") != lease.number_of("gpu-1") and lease.number_of("") == 0
+    assert pools.number_of("gpu-0") != pools.number_of("gpu-1") and pools.number_of("") == 0
 
 
 def test_a_pool_is_opened_by_its_name_for_each_gpu(monkeypatch, folder):
@@ -680,6 +729,23 @@ def test_an_engine_yields_to_one_of_its_pool_with_a_higher_priority_that_lacks_m
     assert not yields()
     other[control.POOL], mine[control.PRIORITY] = 5, 1
     assert not yields()
+
+
+def test_engines_of_other_gpus_are_no_neighbours(monkeypatch):
+    monkeypatch.setattr(lease, "LOOK", 0)
+    monkeypatch.setattr(lease, "FIND", 0)
+    mine = engine(POOL=5, POOL_OF=50)
+    two = engine("def", POOL=5, PRIORITY=1, WANTED=3, RANKS_USED=2)
+    two[control.POOL_OF], two[control.POOL_OF + 1] = 51, 52
+    neighbours = lease.Neighbours(mine)
+
+    def yields():
+        neighbours.look()
+        return neighbours.yields
+
+    assert not yields()
+    two[control.POOL_OF + 1] = 50
+    assert yields()
 
 
 def test_an_engine_keeps_to_its_share_while_another_lacks_some_of_its_own(monkeypatch):

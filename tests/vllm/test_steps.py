@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 from steps import Engine
 
+from pyvmem import Context
+from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
 from pyvmem.vllm import control, keeper, refuse, slots
 
@@ -568,6 +570,50 @@ def test_what_an_engine_says_of_a_pool_that_is_not_its_own(engine, monkeypatch, 
     with contextlib.nullcontext() if name == "none" else KVPool(8 << 20, name=named):
         with pytest.raises(refuse.Refused, match=says):
             engine(kinds=("full",))
+
+
+@pytest.fixture
+def member():
+    """Makes a member of a pool of 8 MiB that is no engine, with a minimum."""
+    with Context("host") as context, contextlib.ExitStack() as stack:
+
+        def make(name, least):
+            pool = stack.enter_context(KVPool(8 << 20, name=name))
+            blocks = Blocks(context.reserve(64 << 10), [BlockRange(0, 64 << 10, 64 << 10)], 1)
+            stack.callback(blocks.close)
+            blocks.join(pool, name="trainer", min=least)
+            return blocks, pool
+
+        yield make
+
+
+def test_an_engine_whose_minimum_does_not_fit_beside_the_others_does_not_start(engine, monkeypatch, member):
+    name = in_pool(monkeypatch, "minimums", VMEM_VLLM_MIN="6M")
+    member(name, 4 << 20)
+    says = "VMEM_VLLM_MIN=6291456 does not fit .* would be 10485760, over the pool's budget of 8388608.*; lower it"
+    with pytest.raises(refuse.Refused, match=says):
+        engine(kinds=("full",))
+
+
+def test_a_minimum_that_does_not_fit_yet_is_taken_when_it_does(engine, monkeypatch, member):
+    name = in_pool(monkeypatch, "minimums")
+    blocks, pool = member(name, 6 << 20)
+    e = engine(kinds=("full",))
+    memory, offer = e.workers[0].memory, mock.Mock()
+    monkeypatch.setattr(memory._blocks, "offer", offer)
+
+    def minimum():
+        offer.reset_mock()
+        memory._between()
+        assert offer.called  # whatever becomes of the minimum
+        (least,) = (m.min for m in pool.members() if m.name != "trainer")
+        return least
+
+    assert minimum() == 0
+    e.page[control.MIN] = 4 << 20
+    assert minimum() == minimum() == 0
+    blocks.set_share(0, 0)
+    assert minimum() == 4 << 20
 
 
 def test_a_maximum_counts_as_what_a_request_of_the_greatest_length_needs(engine, monkeypatch):
