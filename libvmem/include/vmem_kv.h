@@ -268,7 +268,6 @@ struct vmem_kv_run {
     uint64_t id;
 };
 #define VMEM_KV_RUN_REPORT 0x1u // name the runs in vmem_kv_evicted when they are evicted
-#define VMEM_KV_RUN_MANUAL 0x2u // only vmem_kv_drop evicts. Holds for all runs of a cache that are not to be kept
 // Shares rows: all runs or none. The rows need not be written yet: kernels that read them elsewhere must run after
 // those that write them, and after that they are not written again. In a tensor with a window, a run holds what kernels
 // in flight and the next token read. -ENOMEM: the system has no memory for the lists; no page is needed.

@@ -299,7 +299,7 @@ MUTANTS = [
          "test_kv_pool"),
         ("growth is staged as if nothing was attached", "kv/request/attach.c", "        kv_stage(kv, slot, staged, delta);\n",
          "        (void)tokens;\n", "test_kv_grow"),
-        ("blocks that only the engine evicts are free", "kv/run/run.c", "kv->refs.keeps = manual;", "(void)manual;",
+        ("blocks that only the engine evicts are free", "kv/run/run.c", ".cached = !kv_keeps(r)});", ".cached = 1});",
          "test_kv_runs"),
         ("who gave a part has only its minimum", "pool/balance.c", "(r->has > r->min || r->needs)",
          "(r->why == VMEM_KV_IN_USE || r->needs)", "test_pool_member"),

@@ -213,14 +213,8 @@ static inline uint32_t kv_row_see(const vmem_kv *kv, struct kv_ref *ref)
     return ref->seen;
 }
 // Whether no call could take the row's pages back: a slot needs it, or something that may not be evicted holds it.
-static inline bool kv_row_kept(const struct kv_refs *r, const struct kv_ref *ref)
-{
-    return ref->prefixes != (r->keeps ? 0 : ref->cached);
-}
-static inline bool kv_row_fixed(const struct kv_refs *r, const struct kv_ref *ref)
-{
-    return ref->users || kv_row_kept(r, ref);
-}
+static inline bool kv_row_kept(const struct kv_ref *ref) { return ref->prefixes != ref->cached; }
+static inline bool kv_row_fixed(const struct kv_ref *ref) { return ref->users || kv_row_kept(ref); }
 
 // ---- fence.c
 

@@ -109,13 +109,13 @@ struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint
 void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, struct kv_holders by)
 {
     struct kv_refs *r = &kv->refs;
-    const bool fixed = kv_row_fixed(r, ref);
+    const bool fixed = kv_row_fixed(ref);
     count(r, ref, false);
     ref->slots += (uint32_t)by.slots;
     ref->users += (uint32_t)by.users;
     ref->prefixes += (uint32_t)by.prefixes;
     ref->cached += (uint32_t)by.cached;
-    kv->ledger.fixed += (uint64_t)((kv_row_fixed(r, ref) - fixed) * (int64_t)ref->n);
+    kv->ledger.fixed += (uint64_t)((kv_row_fixed(ref) - fixed) * (int64_t)ref->n);
     if (ref->prefixes || ref->slots > 1) {
         count(r, ref, true);
         return;
@@ -151,7 +151,7 @@ uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group)
     uint64_t n = s->fix_hi - s->fix_lo;
     for (uint32_t p = s->fix_lo; p < KV_MIN(s->fix_hi, s->shared_hi); p++) {
         struct kv_ref *ref = vmem__kv_row(kv, slot, group, p);
-        n -= ref && (kv_row_see(kv, ref) != ref->users || kv_row_kept(&kv->refs, ref));
+        n -= ref && (kv_row_see(kv, ref) != ref->users || kv_row_kept(ref));
     }
     return n;
 }

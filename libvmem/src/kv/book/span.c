@@ -79,7 +79,7 @@ int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, str
         delta += c->lo < c->hi ? ((int64_t)c->hi - c->lo) * c->by : 0;
         for (uint32_t p = c->lo; p < KV_MIN(c->hi, s->shared_hi); p++) {
             const struct kv_ref *ref = vmem__kv_row(kv, slot, group, p);
-            if (ref && (c->by < 0 || kv_row_fixed(&kv->refs, ref)))
+            if (ref && (c->by < 0 || kv_row_fixed(ref)))
                 delta -= c->by;
         }
     }

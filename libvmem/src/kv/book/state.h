@@ -136,7 +136,6 @@ struct kv_refs {
     uint64_t shared;     // pages of rows with several holders
     uint64_t only;       // pages of rows that prefixes alone hold
     uint64_t evictable;  // of these, by runs that can be evicted
-    bool keeps;          // only vmem_kv_drop evicts runs, not memory that is short
 };
 
 // Parts of spans to back, and the lists for that.

@@ -78,7 +78,7 @@ static void unlock(void *self)
 
 static uint64_t evictable(const vmem_kv *kv)
 {
-    return kv->lend.evict ? kv->refs.only + kv->lend.offered : vmem__kv_evictable(kv);
+    return kv->lend.evict ? kv->refs.only + kv->lend.offered : kv->refs.evictable;
 }
 
 void vmem__kv_shrink_budget(vmem_kv *kv, uint64_t pages)

@@ -104,7 +104,7 @@ int vmem__kv_check_books(vmem_kv *kv)
         if (ref->page && ref->users != kv_row_seen(kv, ref))
             return vmem__error(-EFAULT, "page %#" PRIx64 ": %u slots need the row, not %u", ref->page,
                                kv_row_seen(kv, ref), ref->users);
-        fixed += ref->page && kv_row_fixed(&kv->refs, ref) ? ref->n : 0;
+        fixed += ref->page && kv_row_fixed(ref) ? ref->n : 0;
     }
     if (fixed != kv->ledger.fixed || fixed > kv->ledger.held)
         return vmem__error(-EFAULT, "%" PRIu64 " pages of %" PRIu64 " are fixed, not %" PRIu64, fixed, kv->ledger.held,

@@ -53,7 +53,7 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->zeroed_bytes = kv->copy.zeroed_bytes;
     st->slots = kv->n_slots;
     st->prefixes = kv->runs.n - kv->runs.reported;
-    st->evictable_pages = vmem__kv_evictable(kv);
+    st->evictable_pages = kv->refs.evictable;
     st->hashed_blocks = kv->runs.reported;
     st->watermark_pages = kv_watermark(kv);
     pthread_mutex_lock(&kv->report.lock);

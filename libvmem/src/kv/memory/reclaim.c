@@ -12,7 +12,7 @@ static uint32_t near_end(const vmem_kv *kv, uint32_t slot, uint32_t group)
 
 uint64_t vmem__kv_least(const vmem_kv *kv)
 {
-    uint64_t pages = kv->ledger.fixed + vmem__kv_evictable(kv) + (uint64_t)KV_MAX(kv->ledger.reserved, 0);
+    uint64_t pages = kv->ledger.fixed + kv->refs.evictable + (uint64_t)KV_MAX(kv->ledger.reserved, 0);
     for (uint32_t s = 0; s < kv->n_slots; s++)
         for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_ACTIVE && !kv->staged.lengths[s]; i++)
             pages +=
@@ -110,7 +110,7 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
     while (!rc && start - kv->ledger.held < want) {
         uint64_t left = want - (start - kv->ledger.held);
         bool some = vmem__kv_victim(kv, left, true, !refused, &v);
-        if (!some && evict && vmem__kv_evictable(kv) && vmem__kv_evict(kv, left))
+        if (!some && evict && kv->refs.evictable && vmem__kv_evict(kv, left))
             continue;
         if (!some && !vmem__kv_victim(kv, left, false, !refused, &v)) {
             const uint32_t slot = due_swap(kv);

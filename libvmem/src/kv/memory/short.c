@@ -41,7 +41,7 @@ static void note(vmem_kv *kv, uint32_t reason, uint64_t missing)
     const bool slots = reason == VMEM_KV_SHORT_OF_SLOTS;
     last = (struct vmem_kv_shortage){.reason = reason,
                                      .missing_pages = missing,
-                                     .prefix_pages = kv->refs.only - vmem__kv_evictable(kv)};
+                                     .prefix_pages = kv->refs.only - kv->refs.evictable};
     if (kv_waiting(kv)) {
         last.ending_pages = coming(kv, UINT64_MAX);
         if (slots || (reason != VMEM_KV_SHORT_OF_MAPPINGS && last.ending_pages >= missing))

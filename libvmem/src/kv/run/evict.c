@@ -55,8 +55,6 @@ static int drop(vmem_kv *kv, uint32_t i)
     return 0;
 }
 
-uint64_t vmem__kv_evictable(const vmem_kv *kv) { return kv->refs.keeps ? 0 : kv->refs.evictable; }
-
 static int evict_one(vmem_kv *kv, uint32_t i)
 {
     struct kv_runs *all = &kv->runs;

@@ -84,7 +84,7 @@ uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied)
 {
     uint64_t pages = 0;
     *copied = 0;
-    for (uint32_t i = 0; i < kv->n_groups && !kv->refs.keeps; i++) {
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         const struct kv_past rows = rows_read(kv, g, tokens);
         const uint64_t full = KV_MIN(tokens, g->max_tokens) * g->row_bytes >> kv->page_shift;

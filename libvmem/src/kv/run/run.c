@@ -73,18 +73,6 @@ static int check_run(vmem_kv *kv, const struct vmem_kv_run *run, size_t i)
     return 0;
 }
 
-// Whether runs can be evicted while memory is short is the same for all of a cache.
-static int check_mode(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, bool manual)
-{
-    bool some = false;
-    for (size_t i = 0; i < n; i++)
-        some |= runs[i].priority < VMEM_KV_RUN_KEEP;
-    if (some && kv->runs.ordered && kv->refs.keeps != manual)
-        return vmem__error(-EINVAL,
-                           "flags: either all runs of a cache are evicted only when they are dropped, or none");
-    return 0;
-}
-
 // Everything that sharing needs memory for.
 static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct kv_rows **made)
 {
@@ -150,7 +138,6 @@ static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows 
 
 int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags)
 {
-    const bool manual = flags & VMEM_KV_RUN_MANUAL;
     int rc = n && !runs ? vmem__error(-EINVAL, "runs must not be NULL") : 0;
     for (size_t i = 0; i < n && !rc; i++) {
         if (kv->turn.cutting && runs[i].slot < kv->n_slots)
@@ -159,12 +146,10 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
     }
     if (!rc && kv->flags & VMEM_KV_UNSHARED)
         rc = vmem__error(-EOPNOTSUPP, "the cache was created for requests that share no pages (VMEM_KV_UNSHARED)");
-    if (!rc && flags & ~(VMEM_KV_RUN_REPORT | VMEM_KV_RUN_MANUAL))
+    if (!rc && flags & ~VMEM_KV_RUN_REPORT)
         rc = vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
     for (size_t i = 0; i < n && !rc; i++)
         rc = check_run(kv, &runs[i], i);
-    if (!rc)
-        rc = check_mode(kv, runs, n, manual);
     if (rc || !n)
         return rc;
     struct kv_rows **made = calloc(n, sizeof(struct kv_rows *));
@@ -175,13 +160,8 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
             continue;
         }
         uint32_t at = vmem__kv_run_find(&kv->runs, runs[i].id);
-        if (made[i]) {
-            if (runs[i].priority < VMEM_KV_RUN_KEEP && !kv->runs.ordered) {
-                kv->runs.ordered = true;
-                kv->refs.keeps = manual;
-            }
+        if (made[i])
             at = make(kv, &runs[i], made[i], flags & VMEM_KV_RUN_REPORT);
-        }
         runs[i].id = at == KV_NO_RUN ? 0 : kv->runs.list[at].id;
         if (at != KV_NO_RUN)
             vmem__kv_pin(kv, runs[i].slot, at); // cannot fail: there is room

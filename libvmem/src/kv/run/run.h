@@ -39,8 +39,6 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
 uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages);
 // For the worker: dooms the pages.
 void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages);
-// Pages that eviction can free when memory is short.
-uint64_t vmem__kv_evictable(const vmem_kv *kv);
 void vmem__kv_drop_all_runs(vmem_kv *kv); // and releases what is doomed, while there is no worker
 
 // ---- found.c

@@ -251,7 +251,7 @@ static bool release_one(vmem_kv *kv)
 static bool evict_some(vmem_kv *kv)
 {
     const uint64_t unused = kv_unused(kv) + kv->doomed.n, low = kv_low(kv) / 4;
-    if (unused >= low || !vmem__kv_evictable(kv) || kv->flags & VMEM_KV_SAME_SLOTS)
+    if (unused >= low || !kv->refs.evictable || kv->flags & VMEM_KV_SAME_SLOTS)
         return false;
     vmem__kv_evict_later(kv, KV_MIN(low - unused, DOOMED_PAGES));
     return release_doomed(kv);
