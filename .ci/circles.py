@@ -60,16 +60,16 @@ def floor(name):
 
 
 def upward(arrows):
-    """What in kv calls a higher floor, includes one, or includes a pool's header."""
+    """What in kv calls a higher floor or includes one."""
     for name, others in arrows.items():
         for other, symbol in others.items():
             if floor(other) > floor(name):
                 yield f"{name}.c calls {symbol} in {other}.c"
     for path in sorted((SOURCES / "kv").rglob("*.[ch]")):
         name = str(path.relative_to(SOURCES / "kv"))
-        for header in re.findall(r'^#include "(kv|pool)/(.*)"', path.read_text(), re.M):
-            if header[0] == "pool" or floor(header[1]) > floor(name):
-                yield f"{name} includes {'/'.join(header)}"
+        for header in re.findall(r'^#include "kv/(.*)"', path.read_text(), re.M):
+            if floor(header) > floor(name):
+                yield f"{name} includes {header}"
 
 
 def main():

@@ -6,7 +6,6 @@
 
 #include "checked.h"
 #include "harness.h"
-#include "lend.h"
 #include "pool/pool.h"
 
 #define BUDGET 100 // pages of the pool
@@ -15,7 +14,6 @@ static vmem_context *ctx;
 
 // Its pages are numbers. It needs `fixed` of them. Others could be freed by its owner, as blocks that nobody reads.
 struct holder {
-    const struct vmem__lender *lender;
     struct vmem__member *member;
     pthread_mutex_t lock;
     uint64_t budget, held, fixed, evictable;
@@ -108,7 +106,6 @@ static int join(vmem_kv_pool *pool, struct holder *h, const struct vmem__member_
     pthread_mutex_init(&h->lock, NULL);
     lock(h);
     int rc = vmem__pool_join(pool, ops, h, &terms, &h->member, &h->budget);
-    h->lender = rc ? NULL : &vmem__pool_lender;
     if (rc)
         h->budget = h->held;
     unlock(h);
@@ -117,9 +114,9 @@ static int join(vmem_kv_pool *pool, struct holder *h, const struct vmem__member_
 
 static void leave(struct holder *h)
 {
-    h->lender->leave(h->member, h->held);
+    vmem__pool_leave(h->member, h->held);
     h->held = 0;
-    h->lender->left(h->member);
+    vmem__pool_left(h->member);
 }
 
 // Takes so many pages more: claims, and asks and waits for what the claim does not find. 0, or the refusal.
@@ -130,13 +127,13 @@ static uint32_t take(struct holder *h, uint64_t pages)
         lock(h);
         if (h->held + pages > h->budget)
             h->budget +=
-                h->lender->claim(h->member, h->budget, h->held + pages - h->budget, h->held + pages - h->budget);
+                vmem__pool_claim(h->member, h->budget, h->held + pages - h->budget, h->held + pages - h->budget);
         const uint64_t missing = h->held + pages > h->budget ? h->held + pages - h->budget : 0;
-        const uint64_t coming = missing ? h->lender->ask(h->member, h->held, missing, &refusal) : 0;
+        const uint64_t coming = missing ? vmem__pool_ask(h->member, h->held, missing, &refusal) : 0;
         if (!missing) {
             h->held += pages;
             h->fixed = h->held;
-            h->lender->unask(h->member);
+            vmem__pool_unask(h->member);
         }
         unlock(h);
         if (!missing)
@@ -261,7 +258,7 @@ static void real_state(void *self, struct vmem__lend_state *out)
     vmem__unlock(ctx);
     pthread_mutex_unlock(&h->member->pool->lock);
     if (h->gives_in && unused_memory())
-        h->lender->unask(h->member);
+        vmem__pool_unask(h->member);
 }
 
 static void real_raise(void *self, uint64_t pages)
@@ -339,8 +336,8 @@ static void test_memory_that_nobody_takes_leaves_the_row(void)
     vmem_kv_pool *pool = make_exchange(&a, &b);
     vmem__expect(ctx, (int64_t)(80 * test_page), 0);
     lock(&b);
-    b.budget += b.lender->claim(b.member, 0, 20, 20);
-    CHECK_EQ(b.lender->ask(b.member, 0, 30, &refusal), 30);
+    b.budget += vmem__pool_claim(b.member, 0, 20, 20);
+    CHECK_EQ(vmem__pool_ask(b.member, 0, 30, &refusal), 30);
     unlock(&b);
     need_none(&a);
     while (info(pool).free < 30 * test_page)

@@ -51,14 +51,20 @@ def test_every_symbol_of_the_archive_has_the_prefix(built):
 
 
 def test_each_room_knows_only_the_one_below_it():
-    """torch, pool, blocks and kv, core, backend, driver, from the top. No backend includes another.
+    """torch, blocks and kv, pool, core, backend, driver, from the top. No backend includes another.
 
-    torch calls kv through its public header, and offers pages to the pool by member.h. The pool and its members know
-    each other by lend.h; its files join_kv.c and join_blocks.c alone know what a member is. .ci/circles.py looks at the
-    floors inside of kv.
+    torch calls kv through its public header, and offers pages to the pool by member.h. A pool's members call it, and it
+    calls them by the table in lend.h alone. .ci/circles.py looks at the floors inside of kv.
     """
-    below = {"torch": "core", "pool": "core", "blocks": "core", "kv": "core", "core": "backend", "backend": "driver"}
-    everybodys = {"core/error.h", "core/trace.h", "lend.h"}
+    below = {
+        "torch": ["core"],
+        "blocks": ["pool", "core"],
+        "kv": ["pool", "core"],
+        "pool": ["core"],
+        "core": ["backend"],
+        "backend": ["driver"],
+    }
+    everybodys = {"core/error.h", "core/trace.h"}
     wrong = []
     for path in sorted(SOURCE.rglob("*.[ch]")):
         name_of = path.relative_to(SOURCE).as_posix()
@@ -67,15 +73,10 @@ def test_each_room_knows_only_the_one_below_it():
             other = Path(name).parent
             if not (SOURCE / name).is_file() or other.parts[:1] == ("..",) or name in everybodys:
                 continue  # a public header, the kernel's, everybody's
-            known = [room, *map(Path, room.parts[:1]), *(Path(below[r]) for r in room.parts[:1] if r in below)]
+            known = [room, *map(Path, room.parts[:1]), *(Path(b) for r in room.parts[:1] for b in below.get(r, []))]
             floors = other.parts[:1] == room.parts[:1] == ("kv",)
-            joins = (name_of, name) in (
-                ("pool/join_kv.c", "kv/calls/member.h"),
-                ("pool/join_kv.c", "kv/calls/calls.h"),
-                ("pool/join_blocks.c", "blocks/blocks.h"),
-                ("torch/lease.c", "kv/calls/member.h"),
-            )
-            if other not in known and not floors and not joins:
+            lease = (name_of, name) == ("torch/lease.c", "kv/calls/member.h")
+            if other not in known and not floors and not lease:
                 wrong.append(f"{name_of} includes {name}")
     assert wrong == []
 

@@ -192,12 +192,12 @@ void vmem_blocks_destroy(vmem_blocks *b)
     pthread_cond_signal(&b->work);
     pthread_mutex_unlock(&b->lock);
     pthread_join(b->thread, NULL);
-    if (b->lender)
-        b->lender->leave(b->member, b->held);
+    if (b->member)
+        vmem__pool_leave(b->member, b->held);
     vmem__blocks_clear(b);
-    if (b->lender) {
+    if (b->member) {
         vmem__trim_to(b->ctx, 0, false, NULL);
-        b->lender->left(b->member);
+        vmem__pool_left(b->member);
     }
     b->held = b->stats.backed = b->stats.leaving = 0;
     vmem__blocks_show(b);
@@ -475,7 +475,7 @@ int vmem_blocks_set_budget(vmem_blocks *b, uint64_t bytes)
     int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
-    if (b->lender)
+    if (b->member)
         return vmem__blocks_leave(b, vmem__error(-EINVAL, "the blocks are in a pool, which sets their budget"));
     b->budget = bytes ? bytes >> b->page_shift : UINT64_MAX;
     vmem__blocks_show(b);

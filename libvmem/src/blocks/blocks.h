@@ -14,7 +14,7 @@
 
 #include "core/clock.h"
 #include "core/core.h"
-#include "lend.h"
+#include "pool/lend.h"
 #include "vmem_blocks.h"
 
 #define PAGE_BUSY 0x80000000u
@@ -105,8 +105,7 @@ struct vmem_blocks {
     uint64_t fence, passed; // the last made; the last that passed
     bool idle;              // nothing was asked of it for a while
     struct work *stuck;
-    const struct vmem__lender *lender; // of a pool's member; else NULL
-    struct vmem__member *member;
+    struct vmem__member *member;      // of a pool; else NULL
     uint64_t offer;                   // pages that the engine would give up
     uint64_t reported;                // `held` as the pool has seen it last
     uint64_t shrink_to;               // pages that others of the pool have left it; UINT64_MAX: they want nothing
@@ -126,9 +125,7 @@ void vmem__blocks_retry(vmem_blocks *b);
 // Unmaps everything.
 void vmem__blocks_clear(vmem_blocks *b);
 
-// member.c. What a pool knows of its member.
-extern const struct vmem__member_ops vmem__blocks_member_ops;
-// With the lock held: takes up to so many pages of what the pool has free.
+// member.c. With the lock held: takes up to so many pages of what the pool has free.
 void vmem__blocks_claim(vmem_blocks *b, uint64_t least, uint64_t most);
 // Between calls: locks the blocks. A negative errno if they cannot be used.
 int vmem__blocks_enter(vmem_blocks *b);

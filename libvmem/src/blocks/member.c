@@ -1,9 +1,10 @@
-// Blocks as a member of a pool: what lend.h asks of a member. Every page belongs to some block, so the member shrinks only
-// as the engine gives blocks up, which it does when it reads shrink_to on its board.
+// Blocks as a member of a pool: what lend.h asks of a member, and the calls that name both. Every page belongs to some
+// block, so the member shrinks only as the engine gives blocks up, which it does when it reads shrink_to on its board.
 //
 // SPDX-License-Identifier: MIT
 #include "blocks/blocks.h"
 #include "core/memory.h"
+#include "pool/pool.h"
 
 #define LAPSE_NS 100000000 // after the pool last asked for pages
 
@@ -66,7 +67,7 @@ static void evict(void *blocks, uint64_t pages)
     pthread_mutex_unlock(&b->lock);
 }
 
-const struct vmem__member_ops vmem__blocks_member_ops = {
+static const struct vmem__member_ops ops = {
     .lock = lock,
     .unlock = unlock,
     .state = state,
@@ -81,7 +82,7 @@ const struct vmem__member_ops vmem__blocks_member_ops = {
 
 void vmem__blocks_claim(vmem_blocks *b, uint64_t least, uint64_t most)
 {
-    b->budget += b->lender->claim(b->member, b->budget, least, most);
+    b->budget += vmem__pool_claim(b->member, b->budget, least, most);
 }
 
 static int no_member(vmem_blocks *b)
@@ -89,12 +90,54 @@ static int no_member(vmem_blocks *b)
     return vmem__blocks_leave(b, vmem__error(-EINVAL, "the blocks are in no pool"));
 }
 
+int vmem_blocks_join(vmem_blocks *b, vmem_kv_pool *pool, const char *name, uint64_t min, uint64_t max)
+{
+    if (!pool)
+        return vmem__error(-EINVAL, "pool must not be NULL");
+    int rc = vmem__blocks_enter(b);
+    if (rc)
+        return rc;
+    if (b->member)
+        return vmem__blocks_leave(b, vmem__error(-EINVAL, "the blocks are a member of a pool already"));
+    const struct vmem__member_terms terms = {
+        .ctx = b->ctx,
+        .page_size = b->page_size,
+        .held = b->held,
+        .name = name ? name : "blocks",
+        .min = min,
+        .max = max,
+    };
+    uint64_t budget;
+    rc = vmem__pool_join(pool, &ops, b, &terms, &b->member, &budget);
+    if (!rc) {
+        b->budget = budget;
+        vmem__blocks_show(b);
+    }
+    return vmem__blocks_leave(b, rc);
+}
+
+int vmem_blocks_set_share(vmem_blocks *b, uint64_t min, uint64_t max)
+{
+    int rc = vmem__blocks_enter(b);
+    if (rc)
+        return rc;
+    if (!b->member)
+        return no_member(b);
+    uint32_t why;
+    pthread_mutex_lock(&b->member->pool->lock);
+    rc = vmem__pool_set_share(b->member, min, max, &why);
+    pthread_mutex_unlock(&b->member->pool->lock);
+    if (!rc)
+        vmem__pool_keep_to_max(b->member);
+    return vmem__blocks_leave(b, rc);
+}
+
 int vmem_blocks_ask(vmem_blocks *b, uint64_t bytes, uint64_t *missing)
 {
     int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
-    if (!b->lender)
+    if (!b->member)
         return no_member(b);
     const uint64_t want = (bytes >> b->page_shift) + (bytes & (b->page_size - 1) ? 1 : 0) + b->held;
     uint32_t why;
@@ -102,8 +145,8 @@ int vmem_blocks_ask(vmem_blocks *b, uint64_t bytes, uint64_t *missing)
         vmem__blocks_claim(b, want - b->budget, want - b->budget);
     const uint64_t lacks = less(want, b->budget);
     if (!lacks)
-        b->lender->unask(b->member);
-    else if (!b->lender->ask(b->member, b->held, lacks, &why))
+        vmem__pool_unask(b->member);
+    else if (!vmem__pool_ask(b->member, b->held, lacks, &why))
         rc = vmem__error(-ENOMEM, "no member of the pool can give %" PRIu64 " pages now", lacks);
     if (missing)
         *missing = lacks << b->page_shift;
@@ -116,7 +159,7 @@ int vmem_blocks_offer(vmem_blocks *b, uint64_t bytes)
     int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
-    if (!b->lender)
+    if (!b->member)
         return no_member(b);
     const uint64_t before = b->offer;
     b->offer = bytes >> b->page_shift;
@@ -125,6 +168,6 @@ int vmem_blocks_offer(vmem_blocks *b, uint64_t bytes)
         vmem__blocks_show(b);
     }
     if (b->offer > before)
-        b->lender->wake(b->member);
+        vmem__pool_wake(b->member);
     return vmem__blocks_leave(b, 0);
 }

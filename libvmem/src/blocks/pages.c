@@ -230,7 +230,7 @@ static int map_work(vmem_blocks *b, struct call *c, struct work *w)
     b->held += w->n;
     int rc = 0;
     const bool over = c->flags & VMEM_BLOCKS_OVER;
-    if (b->lender && b->held > b->budget)
+    if (b->member && b->held > b->budget)
         vmem__blocks_claim(b, over ? b->held - b->budget : 0, b->held - b->budget);
     c->lacks = b->held > b->budget && b->held <= b->shrink_to ? b->held - b->budget : 0;
     if (b->held > (b->budget < b->shrink_to ? b->budget : b->shrink_to) && !over)
@@ -405,8 +405,8 @@ bool vmem__blocks_take(vmem_blocks *b)
     }
     b->unbacking--;
     pthread_cond_broadcast(&b->change);
-    if (b->lender)
-        b->lender->wake(b->member);
+    if (b->member)
+        vmem__pool_wake(b->member);
     return !rc;
 }
 

@@ -171,7 +171,7 @@ bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until)
     const uint64_t now = vmem__now();
     uint32_t why;
     *until = *until ? *until : now + BORROW_NS;
-    if (!b->lender || !pages || b->stop || now >= *until || !b->lender->ask(b->member, b->held, pages, &why))
+    if (!b->member || !pages || b->stop || now >= *until || !vmem__pool_ask(b->member, b->held, pages, &why))
         return false;
     wait_ns(b, &b->change, BORROW_LOOK_NS);
     if (must_ask(b))
@@ -183,9 +183,9 @@ bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until)
 static void become_idle(vmem_blocks *b)
 {
     give_memory(b);
-    if (b->lender && !b->idle) {
+    if (b->member && !b->idle) {
         b->idle = true;
-        b->lender->wake(b->member);
+        vmem__pool_wake(b->member);
     }
 }
 
@@ -212,7 +212,7 @@ void *vmem__blocks_work(void *blocks)
         } else if (failed || b->stuck) {
             wait_ns(b, &b->work, RETRY_NS);
             vmem__blocks_retry(b);
-        } else if (b->stats.unmapped_pages != unmapped || (b->lender && !b->idle)) {
+        } else if (b->stats.unmapped_pages != unmapped || (b->member && !b->idle)) {
             const uint64_t before = b->number;
             wait_ns(b, &b->work, IDLE_NS);
             if (b->number == before && !b->stop) {

@@ -264,7 +264,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     return 0;
 }
 
-static void leave(struct vmem__member *m, uint64_t held)
+void vmem__pool_leave(struct vmem__member *m, uint64_t held)
 {
     vmem_kv_pool *pool = m->pool;
     m->ops->trim(m->self, false); // of what the row says beyond the pages, memory may have stayed
@@ -283,7 +283,7 @@ static void leave(struct vmem__member *m, uint64_t held)
     pthread_mutex_unlock(&pool->lock);
 }
 
-static void left(struct vmem__member *m)
+void vmem__pool_left(struct vmem__member *m)
 {
     struct vmem__member **at;
     vmem_kv_pool *pool = m->pool;
@@ -305,6 +305,8 @@ static void left(struct vmem__member *m)
     free(m);
     drop(pool);
 }
+
+void vmem__pool_wake(const struct vmem__member *m) { pool_ring(m->pool); }
 
 uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
 {
@@ -358,7 +360,7 @@ int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
     return vmem__struct_give(out, &info, sizeof info, "out");
 }
 
-static void show_member(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256])
+void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256])
 {
     pthread_mutex_lock(&m->pool->lock);
     *out = m->row;
@@ -386,19 +388,3 @@ int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *con
     *found = rc ? 0 : n;
     return rc;
 }
-
-// ---- what members call -------------------------------------------------------------------------------------------
-
-static void wake(const struct vmem__member *m) { pool_ring(m->pool); }
-
-const struct vmem__lender vmem__pool_lender = {
-    .claim = vmem__pool_claim,
-    .claimable = vmem__pool_claimable,
-    .ask = vmem__pool_ask,
-    .unask = vmem__pool_unask,
-    .foresee = vmem__pool_foresee,
-    .wake = wake,
-    .show = show_member,
-    .leave = leave,
-    .left = left,
-};

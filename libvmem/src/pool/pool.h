@@ -19,7 +19,7 @@
 
 #include "core/clock.h"
 #include "core/core.h"
-#include "lend.h"
+#include "pool/lend.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -105,10 +105,6 @@ struct vmem_kv_pool {
 
 // ---- pool.c
 
-extern const struct vmem__lender vmem__pool_lender;
-// Makes a member, with its lock held. *budget: in pages, what it may have from now on.
-int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void *self,
-                    const struct vmem__member_terms *terms, struct vmem__member **out, uint64_t *budget);
 // With the pool's lock held: waits at most `ms` for the answer to the member's last request.
 uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms);
 
@@ -128,9 +124,6 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uin
 // comes first lets it grow: the pool's thread, or a call that is short.
 uint64_t vmem__pool_acceptable(const struct vmem__member *m);
 uint64_t vmem__pool_accept(struct vmem__member *m);
-// With the member's lock held, and not the pool's. As `claim` and `claimable` of struct vmem__lender.
-uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
-uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget);
 
 // ---- balance.c
 
@@ -138,12 +131,9 @@ void *vmem__pool_work(void *pool); // the thread
 // With the member's lock held, and not the pool's: after a change of its share, and not only when the thread looks.
 void vmem__pool_keep_to_max(struct vmem__member *m);
 
-// ---- ask.c. With the member's lock held, and not the pool's: as in struct vmem__lender.
+// ---- ask.c
 
-uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, uint32_t *refusal);
-void vmem__pool_unask(struct vmem__member *m);
-uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t want, bool part);
-// Forgets the requests that wait when the member uses the pages for them, or nobody has asked for them for some time.
+// With the member's lock held, and not the pool's: forgets the requests that wait when the member uses the pages for them, or nobody has asked for them for some time.
 void vmem__pool_look_ahead(struct vmem__member *m, uint64_t used);
 // With no lock held: takes some device memory for requests that wait. True: another round is due at once.
 bool vmem__pool_prepare(struct vmem__member *m);

@@ -187,7 +187,6 @@ struct kv_ledger {
 
 // Of a pool's member.
 struct kv_lend {
-    const struct vmem__lender *lender;
     struct vmem__member *member;                  // NULL: of no pool
     struct vmem__member *left;                    // the same while the cache is destroyed
     uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_pool_share

@@ -1,65 +1,14 @@
-// What a pool asks of the cache.
+// A cache as a member of a pool: what the pool asks of it, the calls that name both, and what a lease adds.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
 #include "core/memory.h"
+#include "core/struct.h"
 #include "kv/calls/calls.h"
 #include "kv/calls/member.h"
+#include "pool/pool.h"
 
-// ---- what its own calls, and a lease's, need ---------------------------------------------------------------------------
-
-int vmem__kv_member_begin(vmem_kv *kv, struct vmem__member **m)
-{
-    int rc = vmem__kv_check_usable(kv);
-    if (rc)
-        return rc;
-    pthread_mutex_lock(&kv->gate.state);
-    *m = kv->lend.member;
-    if (*m)
-        return 0;
-    pthread_mutex_unlock(&kv->gate.state);
-    return vmem__error(-EINVAL, "the cache is in no pool");
-}
-
-void vmem__kv_member_end(vmem_kv *kv) { pthread_mutex_unlock(&kv->gate.state); }
-
-int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n)
-{
-    uint64_t done = 0;
-    uint32_t got;
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    for (; done < n && !rc; done += !rc) {
-        const struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slots[done]};
-        rc = vmem__kv_alloc(kv, &o, &got);
-    }
-    if (rc) // they have no pages: this cannot fail
-        vmem__kv_free_slots(kv, slots, done);
-    return vmem__kv_leave(kv, rc);
-}
-
-int vmem__kv_end(vmem_kv *kv, const uint32_t *slots, uint64_t n)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_free_slots(kv, slots, n));
-}
-
-void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed)
-{
-    struct vmem__member *m;
-    if (vmem__kv_member_begin(kv, &m))
-        return;
-    const uint64_t before = kv->lend.offered;
-    kv->lend.offered = bytes >> kv->page_shift;
-    if (kv->lend.offered > before)
-        vmem__kv_pool_wake(kv);
-    vmem__expect(kv->ctx, 0, (int64_t)(missed - kv->lend.missed));
-    kv->lend.missed = missed;
-    vmem__kv_member_end(kv);
-}
-
-// ---- the table of functions ------------------------------------------------------------------------------------------
+// ---- what the pool's thread calls ------------------------------------------------------------------------------------
 
 static void lock(void *self)
 {
@@ -81,7 +30,8 @@ static uint64_t evictable(const vmem_kv *kv)
     return kv->lend.evict ? kv->refs.only + kv->lend.offered : kv->refs.evictable;
 }
 
-void vmem__kv_shrink_budget(vmem_kv *kv, uint64_t pages)
+// A check of the books must not take pages that were created under the old one for too many.
+static void shrink_budget(vmem_kv *kv, uint64_t pages)
 {
     kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.held);
     kv->ledger.budget = pages;
@@ -117,7 +67,7 @@ static void give_down_to(void *self, uint64_t pages)
     if (kv->lend.giving)
         vmem__kv_worker_wake(kv);
     else
-        vmem__kv_shrink_budget(kv, pages);
+        shrink_budget(kv, pages);
 }
 
 // The pages that a step may need next: requests grow by a page in each tensor at a time.
@@ -126,18 +76,8 @@ static uint64_t next_pages(const vmem_kv *kv) { return (uint64_t)kv->in_state[VM
 // What is left, if anything, cannot be given back now.
 static void stop_giving(vmem_kv *kv)
 {
-    vmem__kv_shrink_budget(kv, KV_MAX(kv->lend.give_to, kv->ledger.held));
+    shrink_budget(kv, KV_MAX(kv->lend.give_to, kv->ledger.held));
     kv->lend.giving = false;
-}
-
-void vmem__kv_give_now(vmem_kv *kv)
-{
-    if (!kv->lend.giving)
-        return;
-    vmem__kv_worker_hold(kv);
-    vmem__kv_reclaim(kv, kv_less(kv->ledger.held, kv->lend.give_to), false, NULL);
-    stop_giving(kv);
-    vmem__kv_worker_release(kv);
 }
 
 // Continues to shrink a cache that is idle or was asked to give. One without a background thread gives a portion here.
@@ -155,8 +95,7 @@ static bool go_on_giving(void *self, uint64_t least)
     if (kv->ledger.held <= kv->lend.give_to || rests)
         stop_giving(kv);
     else
-        vmem__kv_shrink_budget(kv,
-                               KV_MIN(kv->ledger.budget, KV_MAX(kv->lend.give_to, kv->ledger.held + next_pages(kv))));
+        shrink_budget(kv, KV_MIN(kv->ledger.budget, KV_MAX(kv->lend.give_to, kv->ledger.held + next_pages(kv))));
     return kv->lend.giving && alone;
 }
 
@@ -206,7 +145,7 @@ static void answered(void *self, uint64_t bytes, int rc, uint32_t why)
     unlock(kv);
 }
 
-const struct vmem__member_ops vmem__kv_member_ops = {
+static const struct vmem__member_ops ops = {
     .lock = lock,
     .unlock = unlock,
     .state = state,
@@ -220,3 +159,163 @@ const struct vmem__member_ops vmem__kv_member_ops = {
     .wanted = wanted,
     .answered = answered,
 };
+
+// ---- what callers ask --------------------------------------------------------------------------------------------------
+
+int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool_share *share)
+{
+    struct vmem_kv_pool_share s;
+    if (!pool || !share)
+        return vmem__error(-EINVAL, "pool and share must not be NULL");
+    int rc = vmem__struct_take(&s, sizeof s, sizeof s, share, "share");
+    if (!rc)
+        rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (kv->lend.member)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is a member of a pool already"));
+    if (kv->flags & VMEM_KV_SAME_SLOTS)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "a cache with equal slots on all ranks (VMEM_KV_SAME_SLOTS) "
+                                                       "cannot be in a pool"));
+    vmem__kv_worker_hold(kv);
+    const struct vmem__member_terms terms = {
+        .ctx = kv->ctx,
+        .page_size = kv->page_size,
+        .held = kv->ledger.held,
+        .whole = kv->whole,
+        .name = s.name ? s.name : "kv",
+        .min = s.min,
+        .max = s.max,
+    };
+    uint64_t budget;
+    rc = vmem__pool_join(pool, &ops, kv, &terms, &kv->lend.member, &budget);
+    if (!rc) {
+        kv->lend.evict = s.evict;
+        kv->lend.evict_arg = s.arg;
+        kv->flags |= VMEM_KV_LAZY;
+        // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
+        kv->lend.portion =
+            kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
+        shrink_budget(kv, budget);
+    }
+    vmem__kv_worker_release(kv);
+    if (!rc)
+        vmem__kv_give_ahead(kv, 0);
+    return vmem__kv_leave(kv, rc);
+}
+
+// Finds the membership. If this succeeds, state is held, and the cache does not leave its pool.
+static int find_member(vmem_kv *kv, struct vmem__member **m)
+{
+    int rc = vmem__kv_check_usable(kv);
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&kv->gate.state);
+    *m = kv->lend.member;
+    if (*m)
+        return 0;
+    pthread_mutex_unlock(&kv->gate.state);
+    return vmem__error(-EINVAL, "the cache is in no pool");
+}
+
+// The same, with the pool's lock in its place.
+static int find_and_lock(vmem_kv *kv, struct vmem__member **m)
+{
+    int rc = find_member(kv, m);
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&(*m)->pool->lock);
+    pthread_mutex_unlock(&kv->gate.state);
+    return 0;
+}
+
+// Gives back now what the cache is about to give back.
+static void give_now(vmem_kv *kv)
+{
+    if (!kv->lend.giving)
+        return;
+    vmem__kv_worker_hold(kv);
+    vmem__kv_reclaim(kv, kv_less(kv->ledger.held, kv->lend.give_to), false, NULL);
+    stop_giving(kv);
+    vmem__kv_worker_release(kv);
+}
+
+int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
+{
+    struct vmem__member *m;
+    uint32_t why;
+    int rc = find_and_lock(kv, &m);
+    if (rc)
+        return rc;
+    rc = vmem__pool_set_share(m, min, max, &why);
+    pthread_mutex_unlock(&m->pool->lock);
+    if (rc)
+        return rc;
+    lock(kv);
+    vmem__pool_keep_to_max(m);
+    give_now(kv);
+    unlock(kv);
+    return 0;
+}
+
+int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
+{
+    int rc = vmem__kv_enter_step(kv);
+    if (rc)
+        return rc;
+    if (!kv->lend.member)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is in no pool"));
+    vmem__kv_foresee(kv, vmem__kv_least(kv) + kv_ceil_pages(bytes, kv), false);
+    return vmem__kv_leave(kv, 0);
+}
+
+int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *out)
+{
+    struct vmem__member *m;
+    int rc = find_and_lock(kv, &m);
+    if (rc)
+        return rc;
+    const uint32_t answer = vmem__pool_wait(m, ms);
+    if (out)
+        *out = answer;
+    pthread_mutex_unlock(&m->pool->lock);
+    return 0;
+}
+
+// ---- for a lease -------------------------------------------------------------------------------------------------------
+
+int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+{
+    uint64_t done = 0;
+    uint32_t got;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    for (; done < n && !rc; done += !rc) {
+        const struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slots[done]};
+        rc = vmem__kv_alloc(kv, &o, &got);
+    }
+    if (rc) // they have no pages: this cannot fail
+        vmem__kv_free_slots(kv, slots, done);
+    return vmem__kv_leave(kv, rc);
+}
+
+int vmem__kv_end(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_free_slots(kv, slots, n));
+}
+
+void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed)
+{
+    struct vmem__member *m;
+    if (find_member(kv, &m))
+        return;
+    const uint64_t before = kv->lend.offered;
+    kv->lend.offered = bytes >> kv->page_shift;
+    if (kv->lend.offered > before)
+        vmem__kv_pool_wake(kv);
+    vmem__expect(kv->ctx, 0, (int64_t)(missed - kv->lend.missed));
+    kv->lend.missed = missed;
+    pthread_mutex_unlock(&kv->gate.state);
+}

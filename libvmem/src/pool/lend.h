@@ -1,16 +1,15 @@
 // The contract between a pool and its members.
 //
-// A pool (pool/) divides one budget among its members. A member is anything that holds pages within a budget: a KV
-// cache, or numbered blocks. Neither includes the other's headers. The pool knows a member by a table of functions,
-// struct vmem__member_ops, and a member knows its pool by another, struct vmem__lender. A file pool/join_*.c brings the
-// two together for each type of member.
+// A pool divides one budget among its members. A member is anything that holds pages within a budget: a KV cache, or
+// numbered blocks. The pool is below its members: they call its functions, and it knows each of them by a table of
+// functions, struct vmem__member_ops.
 //
 // What a member must do:
 // - It keeps its own budget, in pages of its own size, and never has more pages than that, those in the making included.
 //   After vmem__pool_join the budget is what the pool granted; 0 is a normal grant. It changes only by raise, give_down_to
-//   and go_on, and by what the lender's claim and foresee return.
+//   and go_on, and by what claim and foresee return.
 // - It has a lock that guards the budget and all that `state` reports. The pool's thread takes it for microseconds, one
-//   member at a time, and holds none of the pool's locks meanwhile. A member may call its lender with that lock held.
+//   member at a time, and holds none of the pool's locks meanwhile.
 // - Before a call fails for want of budget, it claims. What the claim does not find, it asks for, and reports the shortage.
 //   The thread then raises the budget while the other members give, or the question is refused.
 // - It wakes the pool when it has given back pages that others wait for.
@@ -20,8 +19,8 @@
 // Locks, in this order: a member's lock, the pool's lock, the lock of the pool's file.
 //
 // SPDX-License-Identifier: MIT
-#ifndef VMEM_LEND_H
-#define VMEM_LEND_H
+#ifndef VMEM_POOL_LEND_H
+#define VMEM_POOL_LEND_H
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -68,7 +67,7 @@ struct vmem__member_ops {
     // Locked; NULL: the pool's thread never takes device memory ahead for this member. Pages that exist, and those that the
     // device has already given memory for.
     uint64_t (*ready)(void *self);
-    // Locked; NULL with `ready`. What the member foresaw (see struct vmem__lender) has come or is not wanted any more.
+    // Locked; NULL with `ready`. What the member foresaw has come or is not wanted any more.
     void (*forget)(void *self);
 
     // NULL: nobody asks from outside. Locked: a maximum in bytes that another process asks for, once; 0: none.
@@ -76,32 +75,6 @@ struct vmem__member_ops {
     // Not locked, NULL with `wanted`. What became of it: 0, a negative errno, or -EAGAIN: it is to be reported again, unless
     // there is a newer one. why: enum vmem_kv_refusal.
     void (*answered)(void *self, uint64_t bytes, int rc, uint32_t why);
-};
-
-// What a member calls. All but leave, left and wake with the member's lock held. In the member's pages.
-struct vmem__lender {
-    // Takes free budget of the pool. Returns by how many pages the member's budget grows: `least`, or less if there is not
-    // enough, up to `most` of what nobody waits for. A member that is giving stops to.
-    uint64_t (*claim)(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
-    // How many pages a claim would find.
-    uint64_t (*claimable)(const struct vmem__member *m, uint64_t budget);
-    // The budget lacks so many pages even after a claim: asks the other members. How many of them may still come; if none,
-    // *refusal says why (enum vmem_kv_refusal). `held`: pages that the member has.
-    uint64_t (*ask)(struct vmem__member *m, uint64_t held, uint64_t pages, uint32_t *refusal);
-    // The member found what it asked for.
-    void (*unask)(struct vmem__member *m);
-    // The member will have `want` pages in all, with the requests that wait. Claims and asks for them, and has the thread take
-    // device memory for them. part: if the member may not have so many, as many as it may. Returns by how many pages the
-    // budget grows at once. It holds until `forget`, or until the member foresees something else.
-    uint64_t (*foresee)(struct vmem__member *m, uint64_t budget, uint64_t want, bool part);
-    // Has the thread look at the members soon.
-    void (*wake)(const struct vmem__member *m);
-    // The member's row, and the path of the pool's file if `path` is empty.
-    void (*show)(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256]);
-    // The member is being destroyed, and still has so many pages. It asks and gets nothing more.
-    void (*leave)(struct vmem__member *m, uint64_t held);
-    // Its memory is gone: so is m.
-    void (*left)(struct vmem__member *m);
 };
 
 // What a member brings along when it joins.
@@ -113,5 +86,33 @@ struct vmem__member_terms {
     const char *name;
     uint64_t min, max; // bytes, as in struct vmem_kv_pool_share
 };
+
+// ---- what members call, in their pages. With the member's lock held, but for show, leave, left and wake.
+
+// Makes a member. *budget: what it may have from now on.
+int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void *self,
+                    const struct vmem__member_terms *terms, struct vmem__member **out, uint64_t *budget);
+// Takes free budget of the pool. Returns by how many pages the member's budget grows: `least`, or less if there is not
+// enough, up to `most` of what nobody waits for. A member that is giving stops to.
+uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
+// How many pages a claim would find.
+uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget);
+// The budget lacks so many pages even after a claim: asks the other members. How many of them may still come; if none,
+// *refusal says why (enum vmem_kv_refusal). `held`: pages that the member has.
+uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, uint32_t *refusal);
+// The member found what it asked for.
+void vmem__pool_unask(struct vmem__member *m);
+// The member will have `want` pages in all, with the requests that wait. Claims and asks for them, and has the thread take
+// device memory for them. part: if the member may not have so many, as many as it may. Returns by how many pages the
+// budget grows at once. It holds until `forget`, or until the member foresees something else.
+uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t want, bool part);
+// Has the thread look at the members soon.
+void vmem__pool_wake(const struct vmem__member *m);
+// The member's row, and the path of the pool's file if `path` is empty.
+void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256]);
+// The member is being destroyed, and still has so many pages. It asks and gets nothing more.
+void vmem__pool_leave(struct vmem__member *m, uint64_t held);
+// Its memory is gone: so is m.
+void vmem__pool_left(struct vmem__member *m);
 
 #endif
