@@ -1,7 +1,7 @@
-"""Unmodified vLLM and vLLM on vMem, in turns: two engines in separate processes with the same settings.
+"""Unmodified vLLM and vLLM on vMem, in turns: engines in separate processes with the same settings.
 
-Both engines have the same KV memory and stay up. Each workload runs on one and then on the other, so that changes of
-the machine over time affect both. The other engine is idle meanwhile. Weights are random unless --model names a real
+All engines have the same KV memory and stay up. Each workload runs on one after the other, so that changes of the
+machine over time affect all. The others are idle meanwhile. Weights are random unless --model names a real
 model, prompts are token numbers, and decoding is greedy.
 
 SPDX-License-Identifier: MIT
@@ -74,6 +74,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tensor-parallel", type=whole, default=1, metavar="N", help="GPUs per engine (1)")
     group.add_argument(
+        "--beside", action="append", type=beside, default=[], metavar="NAME:VARIABLE=VALUE,...",
+        help="one more engine, with these variables in its environment, such as "
+        "slots:VMEM_VLLM=1,VMEM_VLLM_LAYOUT=slots; repeat for more",
+    )  # fmt: skip
+    group.add_argument(
         "--load",
         action="append",
         metavar="NAME",
@@ -111,6 +116,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="one more turn of each workload, which adds the times of the GPU's kernels and of its pauses to --raw",
     )
     group.add_argument("--raw", type=argtypes.output_file, metavar="FILE", help="write every turn as JSON")
+
+
+def beside(text: str) -> tuple[str, dict[str, str]]:
+    """A type of argument: another engine's name, and variables of its environment."""
+    name, colon, rest = text.partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",")]
+    if not (name and colon and all(key and equals for key, equals, _ in pairs)) or name in (OWN, ON_VMEM):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a new name and variables, as in name:VARIABLE=value")
+    return name, {key: value for key, _, value in pairs}
 
 
 def loads(args: argparse.Namespace) -> Any:
@@ -169,8 +183,9 @@ class Engine:
             kv_cache_memory_bytes=args.kv_memory, gpu_memory_utilization=share,
             tensor_parallel_size=args.tensor_parallel, read=down[0], write=up[1],
         )  # fmt: skip
-        environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", VMEM_VLLM_LAYOUT=args.layout, **more,
+        environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", VMEM_VLLM_LAYOUT=args.layout,
                            VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
+        environment |= more
         if args.tensor_parallel == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         command = [sys.executable, "-m", "pyvmem.bench.vllm_engine", json.dumps(settings)]
@@ -227,7 +242,10 @@ class Engines:
 
     def start(self, log: Any) -> dict[str, Engine]:
         """The engines by name."""
-        return {name: Engine(self._args, name == ON_VMEM, log) for name in (OWN, ON_VMEM)}
+        more = dict(self._args.beside)
+        share = 0.8 / (2 + len(more))
+        return {name: Engine(self._args, name == ON_VMEM, log, more.get(name, {}), share)
+                for name in (OWN, ON_VMEM, *more)}  # fmt: skip
 
     def _add(self, engine: str, metric: str, unit: str, samples: Samples) -> None:
         if np.size(samples):
@@ -280,10 +298,11 @@ class Engines:
     def _results(self, engine: str, name: str, load: Any, results: Any) -> None:
         if not results:
             return
-        self._add(engine, f"{name}: KV memory, peak", "GiB", [r["kv_peak"] / 2**30 for r in results])
-        self._add(engine, f"{name}: KV memory, 1 s idle", "GiB", [r["kv_idle"] / 2**30 for r in results])
-        self._add(engine, f"{name}: KV memory, 1 s after the prefix cache is reset", "GiB",
-                  [r["kv_reset"] / 2**30 for r in results if "kv_reset" in r])  # fmt: skip
+        if engine == OWN or results[0]["kv"]:  # nobody tells what others have
+            self._add(engine, f"{name}: KV memory, peak", "GiB", [r["kv_peak"] / 2**30 for r in results])
+            self._add(engine, f"{name}: KV memory, 1 s idle", "GiB", [r["kv_idle"] / 2**30 for r in results])
+            self._add(engine, f"{name}: KV memory, 1 s after the prefix cache is reset", "GiB",
+                      [r["kv_reset"] / 2**30 for r in results if "kv_reset" in r])  # fmt: skip
         self._add(engine, f"{name}: device memory, peak", "GiB", [r["peak"] / 2**30 for r in results])
         self._add(engine, f"{name}: device memory, 1 s idle", "GiB", [r["idle"] / 2**30 for r in results])
         self._add(engine, f"{name}: output", "tokens/s", [r["output"] / r["seconds"] for r in results])
@@ -341,11 +360,13 @@ class Engines:
 # Alone, because it takes minutes and a whole GPU.
 @benchmark("vllm", "unmodified vLLM and vLLM on vMem, in turns", arguments=arguments, plot=draw, order=900, alone=True)
 def run(session: Session) -> list[Record]:
-    """Records of both engines."""
+    """Records of all engines."""
     args = session.args
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError("vllm needs vLLM: pip install vllm", name="vllm")
     chosen = loads(args)
+    if args.beside and (args.pair or args.bursts):
+        raise ValueError("--beside is for neither --pair nor --bursts")
     if (args.setting or args.rate) and not args.bursts:
         raise ValueError("--setting and --rate are for --bursts")
     if args.pair:

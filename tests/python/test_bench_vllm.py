@@ -1,5 +1,6 @@
 """``pyvmem bench vllm``: its workloads. The engines need a GPU and vLLM."""
 
+import argparse
 import collections
 import json
 import types
@@ -16,8 +17,15 @@ def arguments(**changes):
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
         code=None, offline=None, pair=False, bursts=False, raw=None, kernels=False, output=200,
-        warm_up=1, stop_after=None, setting=None, rate=None,
+        warm_up=1, stop_after=None, setting=None, rate=None, beside=[],
     ), **changes})  # fmt: skip
+
+
+def test_an_engine_beside_has_a_name_and_variables():
+    assert vllm.beside("other:A=1,B=x=y") == ("other", dict(A="1", B="x=y"))
+    for wrong in ("other", "other:", ":A=1", "other:A", "vLLM:A=1", "other:A=1,"):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be a new name and variables"):
+            vllm.beside(wrong)
 
 
 def test_workloads_fit_the_engine_and_repeat():

@@ -180,21 +180,20 @@ def write_weights(config, folder):
     made.to(torch.bfloat16).save_pretrained(folder)
 
 
+def write_model(name, folder):
+    """Write a class's config.json and, if it needs them, its weights."""
+    config = dict(CLASSES[name], torch_dtype="bfloat16", dtype="bfloat16", tie_word_embeddings=False, bos_token_id=1,
+                  eos_token_id=2)  # fmt: skip
+    config.setdefault("hidden_act", "silu")
+    Path(folder, "config.json").write_text(json.dumps(config))
+    if "initializer_range" in config:
+        write_weights(config, folder)
+
+
 def compare(name, seconds, device_memory, requests, logs, layout):
     """One line about a class, and whether all tokens are equal."""
     with tempfile.TemporaryDirectory() as folder:
-        config = dict(
-            CLASSES[name],
-            torch_dtype="bfloat16",
-            dtype="bfloat16",
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-        config.setdefault("hidden_act", "silu")
-        Path(folder, "config.json").write_text(json.dumps(config))
-        if "initializer_range" in config:
-            write_weights(config, folder)
+        write_model(name, folder)
         plugin = write(Path(folder, "plugin")) if needed() else None
         told, files = {}, [open(Path(logs, f"{name}-{kind}.log"), "w") for kind in ("own", "vmem")]
         ran = [start(name, vmem, folder, plugin, seconds, device_memory, requests, files[vmem], layout)
