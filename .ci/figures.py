@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,15 +54,32 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     outermost = ["env", "VLLM_KV_CACHE_LAYOUT=BLNHC", *vllm, "4", *llama, "--load", "decode", "--load", "decode-short"]
     bursts = [*vllm, "1", "--bursts", "--model", "llama-3-8b:16", "--kv-memory", "4608M", "--load", "cold"]
     two = [*vllm, "2", "--tensor-parallel", "2", "--model", "llama-3-8b:16", "--kv-memory", "8G", *loads]
+    # With all that it caches, as vMem and vLLM do.
+    kvcached = "kvcached:ENABLE_KVCACHED=true,KVCACHED_AUTOPATCH=1,KVCACHED_MAX_CACHED_TOKENS=-1"
+    beside_kvcached = [*vllm, "3", "--warm-up", "4", "--beside", kvcached, "--model", "llama-3-8b:16", "--kv-memory",
+                       "13G", *loads, "--load", "hot:300"]  # fmt: skip
+    serve = [sys.executable, "tests/vllm/serve.py"]
+    serve_on_two = [
+        ("vllm-serve-experts", 400, [*serve, "mixtral", "--data-parallel", "2", "--expert-parallel"]),
+        ("vllm-serve-tensor-parallel", 400, [*serve, "llama", "--tensor-parallel", "2"]),
+    ]
+    # It knows the memory of CUDA's own calls only.
+    sanitizer = ["env", "VMEM_BACKEND=cuda", "compute-sanitizer", "--report-api-errors", "no", "--target-processes",
+                 "all", sys.executable, "tests/vllm/gpu.py", "llama", "qwen3", "deepseek", "gemma3", "--jobs", "4",
+                 "--requests", "8", "--kv-mib", "512"]  # fmt: skip
     return [
         ("vllm", 600, [*vllm, "4", *llama, *loads]),
         ("vllm-blocks-outermost", 600, outermost),
         ("vllm-bursts", 1100, bursts),
         *([("vllm-two-gpus", 600, two)] if torch.cuda.device_count() > 1 else ()),
         ("vllm-slots", 600, [*vllm, "4", "--layout", "slots", *llama, *loads]),
+        *([("vllm-kvcached", 700, beside_kvcached)] if importlib.util.find_spec("kvcached") else ()),
         ("vllm-windows", 400, [*vllm, "2", "--model", "gemma-3-4b", *some]),
         ("vllm-latent", 400, [*vllm, "2", "--model", "deepseek-v2-lite", *some]),
         ("vllm-attack", 420, [sys.executable, "tests/vllm/attack.py", "--minutes", "3"]),
+        ("vllm-serve", 400, [*serve, "llama"]),
+        *(serve_on_two if torch.cuda.device_count() > 1 else ()),
+        *([("vllm-sanitizer", 600, sanitizer)] if shutil.which("compute-sanitizer") else ()),
         ("rollout-vllm", 300, [sys.executable, "examples/rollout_vllm.py"]),
         ("rollout-vllm-no-lease", 300, [sys.executable, "examples/rollout_vllm.py", "--no-lease"]),
     ]

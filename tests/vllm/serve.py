@@ -1,4 +1,4 @@
-"""``vllm serve`` of vLLM itself and of vLLM on vMem under the same HTTP clients: one line, exit status 1 if tokens differ.
+"""`vllm serve` with and without vMem under the same HTTP clients: one line, exit status 1 if tokens differ.
 
     python tests/vllm/serve.py llama
     python tests/vllm/serve.py mixtral --data-parallel 2 --expert-parallel
