@@ -61,7 +61,8 @@ static int zero_unclean(struct vmem__backend *b, const struct vmem__piece *piece
     for (size_t i = 0; i < n; i++) {
         const struct vmem__piece *p = &pieces[i];
         const struct vmem__page *granule = &p->arena->pages[p->first];
-        for (uint32_t u = 0, end; u < p->granules && !rc; u = end) {
+        const bool some = flags & VMEM_CREATE_ZERO || p->arena->b.raw;
+        for (uint32_t u = 0, end; some && u < p->granules && !rc; u = end) {
             for (end = u; end < p->granules && end - u < step && unclean(&granule[end], flags);)
                 end++;
             if (end == u) {
