@@ -147,15 +147,13 @@ struct kv_part {
     uint32_t stride;         // of these, from one tensor to the next
 };
 struct kv_grow {
-    struct kv_part *parts;
-    uint64_t n_parts, cap_parts;
     uint64_t total, others; // pages to be created, and that exist
+    uint64_t n_parts, n_pages, n_fine, n_coarse;
+    uint64_t cap_parts, cap_pages, cap_fine, cap_coarse, cap_stretches;
+    struct kv_part *parts;
     vmem_page *pages;
-    uint64_t n_pages, cap_pages;
-    struct vmem__stretch *stretches;
-    uint64_t cap_stretches;
     struct vmem_map_op *fine, *coarse;
-    uint64_t n_fine, cap_fine, n_coarse, cap_coarse;
+    struct vmem__stretch *stretches;
     enum { KV_GROW_LISTS, KV_GROW_CREATE, KV_GROW_MAP } at; // how far a failed run came
 };
 // A part of a span to release: the front, the tail, or both.
@@ -326,30 +324,31 @@ struct vmem_kv {
     uint32_t in_state[KV_STATES]; // how many slots are in each
     struct kv_idle *idle;         // [slot]
     struct kv_span *spans;        // [slot][group]
-    struct kv_past
-        *stale;     // [slot][group]: mappings of shared pages, before lo, that the slot released when it was freed
+    // [slot][group]: mappings of shared pages, before lo, that the slot released when it was freed
+    struct kv_past *stale;
     uint64_t clock; // counts the slots that are freed
     struct kv_refs refs;
     uint64_t mark; // the number of the last call that marked what it saw
     struct kv_ledger ledger;
     struct kv_fences fence;
     struct kv_staged staged;
-    struct kv_expect expect;
-    struct kv_turn turn;
-
-    struct kv_grow grow; // of public calls
-    struct kv_cut cut;
-    struct kv_copies copy;
-    struct kv_doomed doomed;
-    struct kv_runs runs;
+    struct kv_plan plan; // of the public call in progress
+    struct kv_gate gate;
     struct kv_lend lend;
-    vmem_kv *next;              // the context's next cache
+    struct kv_view view;
+    struct kv_copies copy;
     struct vmem_kv_stats stats; // counters; the rest is filled in by vmem__kv_summarise
     struct kv_report report;
-    struct kv_view view;
-    struct kv_plan plan; // of the public call in progress
+    struct kv_turn turn;
+
+    // Most steps read nothing from here on.
+    struct kv_grow grow; // of public calls
+    struct kv_cut cut;
+    struct kv_runs runs;
+    struct kv_doomed doomed;
+    struct kv_expect expect;
+    vmem_kv *next; // the context's next cache
     struct kv_worker worker;
-    struct kv_gate gate;
     struct kv_life life;
 };
 
