@@ -114,7 +114,7 @@ static void test_older_shortage(void)
     struct vmem_kv_shortage s = {.size = offsetof(struct vmem_kv_shortage, watermark_pages), .watermark_pages = 77};
     OK(vmem_kv_last_shortage(&s));
     CHECK_EQ(s.watermark_pages, 77);
-    s.size--;
+    s.size = 7;
     ERR(vmem_kv_last_shortage(&s), EINVAL, "out->size");
 }
 

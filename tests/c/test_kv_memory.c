@@ -140,7 +140,7 @@ static void test_the_reasons(void)
     CHECK(s.reason == VMEM_KV_SHORT_OF_BUDGET && s.missing_pages == missing && s.requests == 1);
     CHECK_EQ(stats(kv).short_budget, 1);
     CHECK_EQ(stats(kv).short_slots, 1);
-    s.size = 8;
+    s.size = 7;
     ERR(vmem_kv_last_shortage(&s), EINVAL, "size");
     vmem_kv_destroy(kv, 0);
 }

@@ -192,13 +192,11 @@ void vmem_blocks_destroy(vmem_blocks *b)
     pthread_cond_signal(&b->work);
     pthread_mutex_unlock(&b->lock);
     pthread_join(b->thread, NULL);
-    if (b->member)
-        vmem__pool_leave(b->member, b->held);
+    vmem__pool_leave(b->member, b->held);
     vmem__blocks_clear(b);
-    if (b->member) {
+    if (b->member)
         vmem__trim_to(b->ctx, 0, false, NULL);
-        vmem__pool_left(b->member);
-    }
+    vmem__pool_left(b->member);
     b->held = b->stats.backed = b->stats.leaving = 0;
     vmem__blocks_show(b);
     free_all(b);

@@ -405,8 +405,7 @@ bool vmem__blocks_take(vmem_blocks *b)
     }
     b->unbacking--;
     pthread_cond_broadcast(&b->change);
-    if (b->member)
-        vmem__pool_wake(b->member);
+    vmem__pool_wake(b->member);
     return !rc;
 }
 

@@ -171,7 +171,7 @@ bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until)
     const uint64_t now = vmem__now();
     uint32_t why;
     *until = *until ? *until : now + BORROW_NS;
-    if (!b->member || !pages || b->stop || now >= *until || !vmem__pool_ask(b->member, b->held, pages, &why))
+    if (!pages || b->stop || now >= *until || !vmem__pool_ask(b->member, b->held, pages, &why))
         return false;
     wait_ns(b, &b->change, BORROW_LOOK_NS);
     if (must_ask(b))

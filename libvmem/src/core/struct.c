@@ -37,6 +37,8 @@ int vmem__struct_take(void *to, size_t size, size_t least, const void *from, con
 
 int vmem__struct_give(void *to, const void *from, size_t size, const char *name)
 {
+    if (!to)
+        return vmem__error(-EINVAL, "%s must not be NULL", name);
     const size_t theirs = their_size(to, SIZE_LEAST, name), both = theirs < size ? theirs : size;
     if (!theirs)
         return -EINVAL;

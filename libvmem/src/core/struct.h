@@ -13,7 +13,7 @@
 int vmem__struct_take(void *to, size_t size, size_t least, const void *from, const char *name);
 
 // Copies the library's structure to a caller, up to the caller's size, and sets the rest to 0. The caller's `size` does
-// not change.
+// not change. -EINVAL, naming `name`, unless that is valid; `to` may be NULL.
 int vmem__struct_give(void *to, const void *from, size_t size, const char *name);
 
 #endif

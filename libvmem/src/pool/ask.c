@@ -43,6 +43,8 @@ static uint64_t ask(struct vmem__member *m, uint64_t bytes)
 
 uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, uint32_t *refusal)
 {
+    if (!m)
+        return 0;
     // Ask for a little more, so that a request that grows page by page does not ask for each page.
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t coming_already = m->prepares ? m->granted : 0, room = pool_less(m->row.max, m->row.has);
@@ -64,6 +66,8 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
 
 void vmem__pool_unask(struct vmem__member *m)
 {
+    if (!m)
+        return;
     pthread_mutex_lock(&m->pool->lock);
     if (!m->foreseen)
         vmem__pool_want(m, 0);

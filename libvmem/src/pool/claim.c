@@ -96,6 +96,8 @@ uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t leas
 
 uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget)
 {
+    if (!m)
+        return 0;
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t due = pool_less(m->row.min, m->row.has), room = pool_less(m->row.max, m->row.has);
     const uint64_t own = pool_less(MIN(m->row.has, m->row.max), pool_add(budget << m->page_shift, m->granted));
@@ -107,29 +109,23 @@ uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget)
 
 // ---- shares ----------------------------------------------------------------------------------------------------------
 
-// Whether the minimums of all members still fit if this one becomes `min`. Call it between begin and end.
-static int check_minimums(const vmem_kv_pool *pool, uint32_t place, uint64_t min)
-{
-    uint64_t all = min;
-    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        if (pool->table.rows[i].size && i != place)
-            all = pool_add(all, pool->table.rows[i].min);
-    if (all > pool->table.head.budget)
-        return vmem__error(-ENOMEM,
-                           "min %" PRIu64 ": the minimums of all members would be %" PRIu64 ", over the "
-                           "pool's budget of %" PRIu64,
-                           min, all, pool->table.head.budget);
-    return 0;
-}
-
 int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max)
 {
     const uint64_t budget = pool->table.head.budget;
+    uint64_t all = min;
     if (!*max || *max > budget)
         *max = budget;
     if (min > *max)
         return vmem__error(-EINVAL, "min %" PRIu64 " is over max, %" PRIu64, min, *max);
-    return check_minimums(pool, place, min);
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
+        if (pool->table.rows[i].size && i != place)
+            all = pool_add(all, pool->table.rows[i].min);
+    if (all > budget)
+        return vmem__error(-ENOMEM,
+                           "min %" PRIu64 ": the minimums of all members would be %" PRIu64 ", over the "
+                           "pool's budget of %" PRIu64,
+                           min, all, budget);
+    return 0;
 }
 
 int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why)

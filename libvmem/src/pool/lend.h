@@ -87,7 +87,10 @@ struct vmem__member_terms {
     uint64_t min, max; // bytes, as in struct vmem_kv_pool_share
 };
 
-// ---- what members call, in their pages. With the member's lock held, but for show, leave, left and wake.
+// ---- what members call, in their pages ---------------------------------------------------------------------------------
+//
+// With the member's lock held, but for wake, show, leave and left. But for join, claim and foresee, m may be NULL: of no
+// pool. Then nothing happens, and nothing is to be had.
 
 // Makes a member. *budget: what it may have from now on.
 int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void *self,

@@ -266,6 +266,8 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
 
 void vmem__pool_leave(struct vmem__member *m, uint64_t held)
 {
+    if (!m)
+        return;
     vmem_kv_pool *pool = m->pool;
     m->ops->trim(m->self, false); // of what the row says beyond the pages, memory may have stayed
     pthread_mutex_lock(&pool->lock);
@@ -286,6 +288,8 @@ void vmem__pool_leave(struct vmem__member *m, uint64_t held)
 void vmem__pool_left(struct vmem__member *m)
 {
     struct vmem__member **at;
+    if (!m)
+        return;
     vmem_kv_pool *pool = m->pool;
     pthread_mutex_lock(&pool->lock);
     while (m->busy)
@@ -306,7 +310,11 @@ void vmem__pool_left(struct vmem__member *m)
     drop(pool);
 }
 
-void vmem__pool_wake(const struct vmem__member *m) { pool_ring(m->pool); }
+void vmem__pool_wake(const struct vmem__member *m)
+{
+    if (m)
+        pool_ring(m->pool);
+}
 
 uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
 {
@@ -343,8 +351,6 @@ static int refresh(vmem_kv_pool *pool)
 int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
 {
     struct vmem_kv_pool_info info = {0};
-    if (!out)
-        return vmem__error(-EINVAL, "out must not be NULL");
     int rc = refresh(pool);
     if (rc)
         return rc;
@@ -362,6 +368,9 @@ int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
 
 void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256])
 {
+    out->size = 0;
+    if (!m)
+        return;
     pthread_mutex_lock(&m->pool->lock);
     *out = m->row;
     pthread_mutex_unlock(&m->pool->lock);

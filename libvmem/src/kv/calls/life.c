@@ -180,7 +180,7 @@ static void give_up(vmem_kv *kv)
     vmem__kv_pool_leave(kv);
     vmem__kv_worker_stop(kv);
     release(kv);
-    vmem__kv_pool_left(kv);
+    vmem__pool_left(kv->lend.left);
     vmem__kv_unpublish(kv);
     kv->life.given_up = true;
 }

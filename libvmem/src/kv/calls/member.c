@@ -314,7 +314,7 @@ void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed)
     const uint64_t before = kv->lend.offered;
     kv->lend.offered = bytes >> kv->page_shift;
     if (kv->lend.offered > before)
-        vmem__kv_pool_wake(kv);
+        vmem__pool_wake(m);
     vmem__expect(kv->ctx, 0, (int64_t)(missed - kv->lend.missed));
     kv->lend.missed = missed;
     pthread_mutex_unlock(&kv->gate.state);

@@ -8,8 +8,8 @@
 
 int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
 {
-    if (!kv || !out)
-        return vmem__error(-EINVAL, "kv and out must not be NULL");
+    if (!kv)
+        return vmem__error(-EINVAL, "kv is NULL");
     if (tensor >= kv->n_tensors)
         return vmem__error(-EINVAL, "tensor %u is out of range: the cache has %u tensors", tensor, kv->n_tensors);
     uint32_t i = kv->order[tensor], j = 0;
@@ -32,8 +32,6 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    if (!out)
-        return vmem__kv_leave(kv, vmem__error(-EINVAL, "out must not be NULL"));
     if (group >= kv->n_groups)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "group %u is out of range: the cache has %u groups", group,
                                               kv->n_groups));
@@ -65,7 +63,7 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = out ? vmem__kv_get(kv, slot, ~0u) : vmem__error(-EINVAL, "out must not be NULL");
+    rc = vmem__kv_get(kv, slot, ~0u);
     if (rc)
         return vmem__kv_leave(kv, rc);
     const struct kv_slot *s = &kv->slots[slot];
@@ -98,10 +96,9 @@ int vmem_kv_last_step(vmem_kv *kv, uint64_t *step)
 
 int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
 {
-    if (!kv || !out)
-        return vmem__error(-EINVAL, "kv and out must not be NULL");
-    if (vmem__kv_check_usable(kv)) // in a forked child, a thread that is gone may hold a lock
-        return kv->life.closing ? -EINVAL : -EPERM;
+    int rc = vmem__kv_check_usable(kv); // in a forked child, a thread that is gone may hold a lock
+    if (rc)
+        return rc;
     // The driver is asked without a lock, because it may take long to answer, and a step would wait.
     const bool due = vmem__kv_device_due(kv);
     if (due)
@@ -118,17 +115,12 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
         break;
     }
     pthread_mutex_lock(&kv->report.lock);
-    int rc = vmem__struct_give(out, &kv->report.shown, sizeof kv->report.shown, "out");
+    rc = vmem__struct_give(out, &kv->report.shown, sizeof kv->report.shown, "out");
     pthread_mutex_unlock(&kv->report.lock);
     return rc;
 }
 
 int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
 {
-    if (!out)
-        return vmem__error(-EINVAL, "out must not be NULL");
-    const size_t least = offsetof(struct vmem_kv_shortage, watermark_pages); // the size of the struct's first version
-    if (out->size < least)
-        return vmem__error(-EINVAL, "out->size %u is less than %zu", out->size, least);
     return vmem__struct_give(out, vmem__kv_last_shortage(), sizeof(struct vmem_kv_shortage), "out");
 }

@@ -175,7 +175,10 @@ static uint64_t limit(vmem_kv *kv, uint64_t most, uint64_t want)
     return count(kv, most, want, 0);
 }
 
-static uint64_t most_reached(const vmem_kv *kv) { return kv->ledger.budget + vmem__kv_claimable(kv); }
+static uint64_t most_reached(const vmem_kv *kv)
+{
+    return kv->ledger.budget + vmem__pool_claimable(kv->lend.member, kv->ledger.budget);
+}
 
 uint64_t vmem__kv_limit(vmem_kv *kv, uint64_t want) { return limit(kv, kv->ledger.budget, want); }
 

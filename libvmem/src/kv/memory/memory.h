@@ -5,7 +5,7 @@
 #define VMEM_KV_MEMORY_H
 
 #include "kv/run/run.h"
-#include "vmem_kv_pool.h"
+#include "pool/lend.h"
 
 // ---- device.c
 
@@ -39,27 +39,17 @@ uint64_t vmem__kv_reach_known(const vmem_kv *kv);
 // Whether so many pages more leave the context's other caches what they took ahead: pages come from there, too.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
-// ---- lender.c. With api and state held; but for the first, without effect on a cache of no pool.
+// ---- lender.c. With api and state held, and without effect on a cache of no pool, but for the first.
 
 // A member's budget grows by what is free in the pool: by `least` pages if there are so many, and up to `most`.
 void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most);
-// Pages that a claim would find.
-uint64_t vmem__kv_claimable(const vmem_kv *kv);
-// The budget lacks so many pages: asks the other members. How many of them may still come.
-// *refusal: enum vmem_kv_refusal, if none may.
-uint64_t vmem__kv_ask(vmem_kv *kv, uint64_t pages, uint32_t *refusal);
-void vmem__kv_unask(vmem_kv *kv); // a step found what it needs
 // With the requests that wait, the cache will have `want` pages: claims and asks for them, and lets the pool's thread
 // take the device memory. part: if the member may not have so many, as many as it may.
 void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part);
-// For the worker: keeps memory plentiful from what is free in the pool, and tells the pool that pages are gone.
+// For the worker: keeps memory plentiful from what is free in the pool.
 void vmem__kv_claim_plenty(vmem_kv *kv);
-void vmem__kv_pool_wake(const vmem_kv *kv);
-// With no lock held: before a cache is taken apart, and when its memory is gone.
+// With no lock held: before a cache is taken apart.
 void vmem__kv_pool_leave(vmem_kv *kv);
-void vmem__kv_pool_left(vmem_kv *kv);
-// What others see of the member; zero of a cache of no pool.
-void vmem__kv_show_member(const vmem_kv *kv, struct vmem_kv_pool_member *out, char path[256]);
 
 // ---- short.c
 

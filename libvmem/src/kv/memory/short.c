@@ -55,10 +55,10 @@ static void note(vmem_kv *kv, uint32_t reason, uint64_t missing)
 
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want)
 {
-    const uint64_t most = kv->ledger.budget + vmem__kv_claimable(kv);
+    const uint64_t most = kv->ledger.budget + vmem__pool_claimable(kv->lend.member, kv->ledger.budget);
     uint64_t n = want > most ? want - most : 1;
     note(kv, VMEM_KV_SHORT_OF_BUDGET, n);
-    last.coming_pages = vmem__kv_ask(kv, n, &last.refusal);
+    last.coming_pages = vmem__pool_ask(kv->lend.member, kv->ledger.held, n, &last.refusal);
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
                        "%" PRIu64 " and kept pages are counted as free; end or swap out a request, drop prefixes, or "

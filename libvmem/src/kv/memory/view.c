@@ -18,7 +18,7 @@ void vmem__kv_publish_stats(vmem_kv *kv)
     __atomic_store_n(&v->sequence, seq + 1, __ATOMIC_RELAXED);
     atomic_thread_fence(memory_order_release);
     v->stats = kv->report.shown;
-    vmem__kv_show_member(kv, &v->pool, v->pool_path);
+    vmem__pool_show(kv->lend.member, &v->pool, v->pool_path);
     __atomic_store_n(&v->sequence, seq + 2, __ATOMIC_RELEASE);
 }
 

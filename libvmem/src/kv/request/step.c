@@ -301,7 +301,7 @@ static int back(vmem_kv *kv, const int32_t *lengths)
         plan_leave(kv);
         return rc;
     }
-    vmem__kv_unask(kv);
+    vmem__pool_unask(kv->lend.member);
     kv->stats.step_maps += total != 0;
     kv->stats.step_mapped_pages += total;
     return 0;

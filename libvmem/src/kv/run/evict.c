@@ -19,38 +19,32 @@ static bool frees(const vmem_kv *kv, const struct kv_run *r)
     return false;
 }
 
-// Lets go of pages, and dooms those without another holder. Changes nothing on -ENOMEM.
-static int let_go(vmem_kv *kv, const struct kv_rows *r, bool kept)
+// Removes the run, and dooms pages without another holder. Changes nothing on -ENOMEM.
+static int drop(vmem_kv *kv, uint32_t i)
 {
+    struct kv_runs *all = &kv->runs;
     struct kv_doomed *d = &kv->doomed;
+    struct kv_run *run = &all->list[i];
+    const struct kv_rows *r = run->rows;
     int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + r->n_pages, sizeof(*d->pages));
-    for (uint32_t j = 0; j < kv->n_groups && !rc; j++) {
+    if (rc)
+        return rc;
+    for (uint32_t j = 0; j < kv->n_groups; j++) {
         const vmem_page *pages = vmem__kv_rows_pages(kv, r, j);
         const uint32_t n = r->rows[j].hi - r->rows[j].lo;
         for (uint32_t k = 0; k < n; k++) {
             struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
             for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->prefixes == 1; t++)
                 d->pages[d->n++] = pages[(uint64_t)t * n + k];
-            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = -1, .cached = kept ? 0 : -1});
+            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = -1, .cached = -!kv_keeps(run)});
         }
     }
-    return rc;
-}
-
-// Removes the run. As let_go.
-static int drop(vmem_kv *kv, uint32_t i)
-{
-    struct kv_runs *all = &kv->runs;
-    struct kv_run *r = &all->list[i];
-    int rc = let_go(kv, r->rows, kv_keeps(r));
-    if (rc)
-        return rc;
-    if (!r->pins)
+    if (!run->pins)
         vmem__kv_run_unlink(all, i);
     all->n--;
-    all->reported -= r->report;
-    free(r->rows);
-    *r = (struct kv_run){.next = all->unused};
+    all->reported -= run->report;
+    free(run->rows);
+    *run = (struct kv_run){.next = all->unused};
     all->unused = i;
     return 0;
 }

@@ -238,8 +238,6 @@ static uint32_t least_tokens(const vmem_kv *kv, const struct kv_run *r)
 int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
 {
     const uint32_t i = vmem__kv_run_find(&kv->runs, run);
-    if (!out)
-        return vmem__error(-EINVAL, "out must not be NULL");
     if (i == KV_NO_RUN)
         return vmem__error(-EINVAL, "this cache has no run %#" PRIx64 ": it was dropped or evicted, or is another's",
                            run);

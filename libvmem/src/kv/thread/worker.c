@@ -229,7 +229,7 @@ static bool give_one(vmem_kv *kv)
     else if (ns < GIVE_NS / 3 && !by_call)
         kv->lend.portion = KV_MIN(kv->lend.portion * 2, UINT64_C(1) << 20);
     kv->stats.reclaims += did;
-    vmem__kv_pool_wake(kv);
+    vmem__pool_wake(kv->lend.member);
     return did;
 }
 
@@ -359,7 +359,7 @@ static void wait_for_work(vmem_kv *kv)
     else if (!kv->worker.gave && !kv->turn.stop && !kv->turn.hold) {
         kv->worker.gave = give_all(kv);
         if (kv->worker.gave)
-            vmem__kv_pool_wake(kv);
+            vmem__pool_wake(kv->lend.member);
     }
     if (vmem__kv_hook)
         vmem__kv_hook(KV_WORKER_IDLE);
