@@ -161,7 +161,7 @@ bool vmem__pool_prepare(struct vmem__member *m)
     vmem__unlock(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t granted = m->prepares ? floor_pages(m->granted, m) : 0;
-    uint64_t pages = s.giving ? 0 : pool_less(MIN(m->foreseen, s.budget + granted), there);
+    uint64_t pages = s.after < s.budget ? 0 : pool_less(MIN(m->foreseen, s.budget + granted), there);
     uint64_t bare = pool_less(s.budget, there); // of the budget, pages without memory
     const uint64_t ready = pages ? pool_less(there, s.budget) << m->page_shift : m->granted;
     m->ready = MIN(m->granted, MAX(m->ready, ready)); // what a call was told is ready stays so

@@ -51,7 +51,7 @@ static void keep_to_max(struct vmem__member *m, const struct vmem__lend_state *s
     const uint64_t most = floor_pages(m->row.max, m);
     pthread_mutex_unlock(&m->pool->lock);
     const uint64_t least = MAX(most, s->fixed);
-    if (!s->giving && s->budget > least)
+    if (s->after == s->budget && s->budget > least)
         m->ops->give_down_to(m->self, least);
 }
 

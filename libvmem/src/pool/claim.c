@@ -58,6 +58,18 @@ uint64_t vmem__pool_accept(struct vmem__member *m)
     return pages;
 }
 
+// What other members wait for, in bytes. Call it between begin and end.
+static uint64_t needs_of_others(const vmem_kv_pool *pool, const struct vmem__member *m)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
+        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
+        if (r->size && i != m->place && r->answer == VMEM_KV_DEFERRED)
+            bytes = pool_add(bytes, r->needs);
+    }
+    return bytes;
+}
+
 uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most)
 {
     vmem_kv_pool *pool = m->pool;
@@ -74,7 +86,7 @@ uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t leas
     if (worth && !(rc = vmem__table_begin(pool))) {
         const uint64_t room = MIN(vmem__pool_free(pool, m), pool_less(m->row.max, m->row.has));
         // Budget to spare is what nobody waits for: it may be what another member has just given for a question.
-        const uint64_t spare = MIN(floor_pages(pool_less(room, pool_needs_of_others(pool, m)), m), most - pages);
+        const uint64_t spare = MIN(floor_pages(pool_less(room, needs_of_others(pool, m)), m), most - pages);
         const uint64_t more = MIN(floor_pages(room, m), MAX(spare, pool_less(least, pages)));
         const uint64_t before = m->row.has;
         m->row.has += more << m->page_shift;

@@ -35,8 +35,7 @@ struct vmem__lend_state {
     uint64_t budget;    // the most pages that the member may have
     uint64_t held;      // pages that exist or are in the making
     uint64_t used;      // of these, that the member could not take back for other uses of its own
-    bool giving;        // the budget is on its way down to `after`
-    uint64_t after;     // the budget when that is done; else the budget
+    uint64_t after;     // what the budget is on its way down to; else the budget
     uint64_t fixed;     // the fewest pages to which the member can shrink now, with what it has promised to its callers
     uint64_t evictable; // of `fixed`, what evict could free
     uint64_t margin;    // beyond `fixed`, pages that the member needs to go on without asking at once
@@ -52,7 +51,7 @@ struct vmem__member_ops {
     // Locked. The budget grows by so many pages.
     void (*raise)(void *self, uint64_t pages);
     // Locked. The member shrinks to `pages`, which is at least `fixed` as `state` has just said it. It may do so at once, or
-    // in portions: then `state` says `giving`, and the budget falls as the pages go, by itself or in go_on.
+    // in portions: then `after` is less than the budget, which falls as the pages go, by itself or in go_on.
     void (*give_down_to)(void *self, uint64_t pages);
     // Locked, once in every round of the thread; NULL: give_down_to does everything. Goes on giving. `least` is the smallest
     // budget that the pool leaves the member: an idle one may shrink to it. True: there is more to do at once.

@@ -183,16 +183,4 @@ static inline uint64_t ceil_pages(uint64_t bytes, const struct vmem__member *m)
     return (bytes >> m->page_shift) + (bytes & ((UINT64_C(1) << m->page_shift) - 1) ? 1 : 0);
 }
 
-// What other members wait for, in bytes. Call it between begin and end.
-static inline uint64_t pool_needs_of_others(const vmem_kv_pool *pool, const struct vmem__member *m)
-{
-    uint64_t bytes = 0;
-    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
-        if (r->size && i != m->place && r->answer == VMEM_KV_DEFERRED)
-            bytes = pool_add(bytes, r->needs);
-    }
-    return bytes;
-}
-
 #endif

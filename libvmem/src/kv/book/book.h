@@ -49,7 +49,6 @@ static inline bool kv_joined(const vmem_kv *kv, uint32_t slot, uint32_t group, u
     return kv->whole && page < g->slot_pages && kv->joined[g->joined + (uint64_t)slot * g->slot_pages + page];
 }
 
-static inline uint32_t kv_clamp(uint32_t x, uint32_t lo, uint32_t hi) { return KV_MIN(KV_MAX(x, lo), hi); }
 static inline uint64_t kv_less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
 static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
@@ -112,8 +111,6 @@ int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c);
 uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
 // Whether a slot has any page. `backed` cannot tell: a group may have pages while another has none, or less than a row.
 bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot);
-// Whether a step that needs pages up to hi can continue from what the span has.
-static inline bool kv_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
 // The part of a span that no call could take back: what kernels access, and what goes with it. Of a slot that no kernel
 // accesses, nothing.
 struct kv_past vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group);

@@ -8,8 +8,7 @@
 // Kernels of the last step, and of the steps in flight at that time, may still run.
 uint64_t vmem__kv_ended(const vmem_kv *kv)
 {
-    uint64_t running = (uint64_t)kv->steps_in_flight + 1;
-    return KV_MAX(kv->fence.retired, kv->fence.step > running ? kv->fence.step - running : 0);
+    return KV_MAX(kv->fence.retired, kv_less(kv->fence.step, (uint64_t)kv->steps_in_flight + 1));
 }
 
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)

@@ -44,7 +44,6 @@ static void state(void *self, struct vmem__lend_state *out)
     *out = (struct vmem__lend_state){.budget = kv->ledger.budget,
                                      .held = kv->ledger.held,
                                      .used = kv->ledger.fixed,
-                                     .giving = kv->lend.giving,
                                      .after = kv->lend.giving ? kv->lend.give_to : kv->ledger.budget,
                                      .fixed = fixed,
                                      .evictable = KV_MIN(evictable(kv), fixed),

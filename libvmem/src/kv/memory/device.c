@@ -21,13 +21,13 @@ static uint64_t ahead_of_others(const vmem_kv *kv)
             continue;
         pthread_mutex_lock(&c->report.lock);
         uint64_t held = c->report.shown.held_pages;
-        bytes += (c->ledger.promise > held ? c->ledger.promise - held : 0) << c->page_shift;
+        bytes += kv_less(c->ledger.promise, held) << c->page_shift;
         pthread_mutex_unlock(&c->report.lock);
     }
     return bytes;
 }
 
-static uint64_t locked_ahead_of_others(vmem_kv *kv)
+static uint64_t locked_ahead_of_others(const vmem_kv *kv)
 {
     vmem__lock(kv->ctx);
     uint64_t bytes = ahead_of_others(kv);
@@ -66,7 +66,7 @@ void vmem__kv_part(vmem_kv *kv)
 
 int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
 {
-    uint64_t own = (pages - KV_MIN(kv->ledger.held, pages)) << kv->page_shift;
+    const uint64_t own = kv_less(pages, kv->ledger.held) << kv->page_shift;
     // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches took ahead.
     const uint64_t others = locked_ahead_of_others(kv);
     int rc = own ? vmem__prealloc(kv->ctx, own + KV_MIN(others, UINT64_MAX - own), kv->whole) : 0;
@@ -78,7 +78,7 @@ int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
 void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages)
 {
     vmem__kv_promise(kv, pages);
-    uint64_t own = (pages - KV_MIN(kv->ledger.held, pages)) << kv->page_shift;
+    const uint64_t own = kv_less(pages, kv->ledger.held) << kv->page_shift;
     vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), false, NULL);
 }
 
@@ -88,11 +88,10 @@ uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room)
 {
     vmem_context *ctx = kv->ctx;
     vmem__lock(ctx);
-    uint64_t spare = ctx->committed > ctx->created ? ctx->committed - ctx->created : 0, others = ahead_of_others(kv);
-    *room = !ctx->budget ? UINT64_MAX : ctx->budget > ctx->created ? ctx->budget - ctx->created : 0;
+    const uint64_t others = ahead_of_others(kv), used = ctx->created + others;
+    const uint64_t spare = kv_less(ctx->committed, used);
+    *room = ctx->budget ? kv_less(ctx->budget, used) : UINT64_MAX;
     vmem__unlock(ctx);
-    spare -= KV_MIN(spare, others);
-    *room -= KV_MIN(*room, others);
     return KV_MIN(spare, *room) >> kv->page_shift;
 }
 
@@ -104,7 +103,7 @@ static int device_free(const vmem_kv *kv, uint64_t age, uint64_t *bytes)
     uint64_t total;
     vmem__lock(kv->ctx);
     const uint64_t taken = kv->ctx->committed;
-    *bytes = last->bytes + last->committed > taken ? last->bytes + last->committed - taken : 0;
+    *bytes = kv_less(last->bytes + last->committed, taken);
     const bool known = last->at && vmem__now() - last->at < age;
     vmem__unlock(kv->ctx);
     if (known)
@@ -200,12 +199,7 @@ uint64_t vmem__kv_reach_known(const vmem_kv *kv)
 
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
 {
-    const uint64_t want = kv->ledger.held + pages;
-    if (kv->ledger.promise >= kv->ledger.budget)
-        return true;
-    vmem__lock(kv->ctx);
-    bool some = ahead_of_others(kv);
-    vmem__unlock(kv->ctx);
-    const uint64_t most = kv->ledger.budget;
-    return !some || want <= count(kv, most, want, DEVICE_NS) || want <= count(kv, most, want, 0);
+    const uint64_t want = kv->ledger.held + pages, most = kv->ledger.budget;
+    return kv->ledger.promise >= most || !locked_ahead_of_others(kv) || want <= count(kv, most, want, DEVICE_NS) ||
+           want <= count(kv, most, want, 0);
 }

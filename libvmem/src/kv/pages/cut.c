@@ -5,6 +5,8 @@
 
 #include "kv/pages/pages.h"
 
+static uint32_t clamp(uint32_t x, uint32_t lo, uint32_t hi) { return KV_MIN(KV_MAX(x, lo), hi); }
+
 // Lists pages [from, to) of a span, which are to go: their mappings, and those that nobody else holds.
 static int list(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
@@ -16,7 +18,7 @@ static int list(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, ui
         rc = vmem__kv_room_for(&c->pages, &c->cap_pages, c->n_pages + (uint64_t)(to - from) * g->n, sizeof(*c->pages));
     if (rc)
         return rc;
-    const uint32_t shared = kv_clamp(kv_span(kv, slot, group)->shared_hi, from, to);
+    const uint32_t shared = clamp(kv_span(kv, slot, group)->shared_hi, from, to);
     for (uint32_t i = from; i < shared; i++)
         for (uint32_t t = 0; t < g->n && !vmem__kv_row(kv, slot, group, i); t++)
             c->pages[c->n_pages++] = kv_table(kv, g, slot, t)[i];
@@ -37,8 +39,8 @@ static int list_ends(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t grou
     c->slot = slot;
     c->group = group;
     c->before = *s;
-    c->lo = kv_clamp(lo, s->lo, s->hi);
-    c->hi = kv_clamp(hi, c->lo, s->hi);
+    c->lo = clamp(lo, s->lo, s->hi);
+    c->hi = clamp(hi, c->lo, s->hi);
     while (c->hi < s->hi && kv_joined(kv, slot, group, c->hi))
         c->hi++;
     c->n_ops = c->n_pages = 0;
@@ -57,12 +59,12 @@ static void shrink(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint
     const struct kv_span *s = kv_span(kv, slot, group);
     const struct kv_span now = {.lo = lo,
                                 .hi = hi,
-                                .need_lo = kv_clamp(s->need_lo, lo, hi),
-                                .need_hi = kv_clamp(s->need_hi, lo, hi),
-                                .keep_lo = kv_clamp(s->keep_lo, lo, hi),
-                                .keep_hi = kv_clamp(s->keep_hi, lo, hi),
-                                .fix_lo = kv_clamp(s->fix_lo, lo, hi),
-                                .fix_hi = kv_clamp(s->fix_hi, lo, hi),
+                                .need_lo = clamp(s->need_lo, lo, hi),
+                                .need_hi = clamp(s->need_hi, lo, hi),
+                                .keep_lo = clamp(s->keep_lo, lo, hi),
+                                .keep_hi = clamp(s->keep_hi, lo, hi),
+                                .fix_lo = clamp(s->fix_lo, lo, hi),
+                                .fix_hi = clamp(s->fix_hi, lo, hi),
                                 .shared_hi = s->shared_hi > lo ? KV_MIN(s->shared_hi, hi) : 0,
                                 .coarse_hi = KV_MIN(s->coarse_hi, hi)};
     vmem__kv_span_set(kv, slot, group, &now);

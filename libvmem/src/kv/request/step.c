@@ -33,14 +33,17 @@ static inline int check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
     return 0;
 }
 
+// Whether a step that needs pages up to hi can continue from what the span has.
+static bool usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
+
 // Pages that the span lacks of [lo, hi). Pages that an earlier request left after a prefix do not help.
 static uint32_t missing_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
     const struct kv_span *sp = kv_span(kv, slot, group);
-    if (!kv_usable(sp, hi))
+    if (!usable(sp, hi))
         return hi - lo;
     const uint32_t serves = vmem__kv_serves(kv, slot, group, hi);
-    return (lo < sp->lo ? sp->lo - lo : 0) + (hi > serves ? hi - serves : 0);
+    return (uint32_t)(kv_less(sp->lo, lo) + kv_less(hi, serves));
 }
 
 static bool extends(const struct kv_slot *s, uint32_t tokens) { return s->fresh || tokens > s->backed; }
@@ -210,12 +213,12 @@ static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t hi = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
-        if (sp->coarse_hi > hi || !kv_usable(sp, hi)) {
+        if (sp->coarse_hi > hi || !usable(sp, hi)) {
             int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, KV_MIN(hi, vmem__kv_serves(kv, slot, i, hi)));
             if (rc)
                 return rc;
         }
-        if (!s->tokens && kv_usable(sp, hi))
+        if (!s->tokens && usable(sp, hi))
             kv->stats.adopted_pages += (uint64_t)(KV_MIN(hi, sp->hi) - sp->lo) * kv->groups[i].n;
     }
     if (s->dirty) {
@@ -231,8 +234,8 @@ static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 // call that maps many pages takes as long as a call for one.
 static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 {
-    uint64_t unused = kv_unused(kv), reserve = 2 * kv_low(kv) + missing;
-    uint64_t spare = kv->flags & VMEM_KV_GENEROUS && !kv->lend.giving && unused > reserve ? unused - reserve : 0;
+    const bool generous = kv->flags & VMEM_KV_GENEROUS && !kv->lend.giving;
+    const uint64_t spare = generous ? kv_less(kv_unused(kv), 2 * kv_low(kv) + missing) : 0;
     return spare && vmem__kv_leaves_others(kv, missing + spare) ? spare : 0;
 }
 

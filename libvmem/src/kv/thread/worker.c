@@ -192,7 +192,7 @@ static bool extend_one(vmem_kv *kv)
         const struct kv_slot *sl = &kv->slots[s];
         if (sl->state != VMEM_KV_ACTIVE || sl->fresh || sl->skip || sl->busy || kv_absent(kv, s) > 1)
             continue;
-        uint32_t left = sl->backed > sl->tokens ? sl->backed - sl->tokens : 0;
+        const uint32_t left = (uint32_t)kv_less(sl->backed, sl->tokens);
         if (sl->backed < kv->max_tokens && left < ahead && left < least) {
             least = left;
             slot = s;
