@@ -1,5 +1,6 @@
 """vLLM's whole engine in a forked child of a process that has imported vLLM: seconds instead of a minute."""
 
+import contextlib
 import json
 import os
 import random
@@ -20,6 +21,16 @@ def prompts_of(n=24, longest=500):
         prompt = [draw(3, 990) for _ in range(draw(5, longest))]
         made.append((prefixes[i % 3] + prompt)[: MOST - 60] if i % 2 else prompt)
     return [{"prompt_token_ids": p} for p in made]
+
+
+def heard(prompts):
+    """The prompts as those of a decoder, each with a sound of two seconds for the encoder."""
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    sounds = [draw.standard_normal(32_000, dtype=np.float32) for _ in prompts]
+    return [dict(encoder_prompt=dict(prompt="", multi_modal_data=dict(audio=(sound, 16_000))), decoder_prompt=prompt)
+            for prompt, sound in zip(prompts, sounds)]  # fmt: skip
 
 
 class Child:
@@ -133,42 +144,87 @@ def own_page():
     return max(found, key=lambda e: e[1][control.STARTED]) if found else None
 
 
-def serve(folder, options=None, limits=(), lora=None, out=24, turns=2):
+def serve(folder, options=None, limits=(), lora=None, out=24, turns=2, sounds=False):
     """Serve all prompts `turns` times, the second time from the prefix cache, while the limit moves.
 
-    limits : multiples of what one request needs
+    limits : multiples of what one request needs. sounds: whether the model hears some
     """
     from vllm import SamplingParams
 
     llm = make(folder, **(options or {}))
     prompts, params = prompts_of(), SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
+    prompts = heard(prompts) if sounds else prompts
     adapters = None
     if lora:
         from vllm.lora.request import LoRARequest
 
         adapters = [LoRARequest("adapter", 1, str(lora)) if i % 3 == 0 else None for i in range(len(prompts))]
-    vmem, stop, tokens = own_page() if os.environ["VMEM_VLLM"] == "1" else None, threading.Event(), []
-    mover = None
-    if vmem and limits:
-        from pyvmem.vllm import control
-
-        def move():
-            draw = random.Random(1)
-            while not stop.wait(0.05):
-                vmem[1][control.LIMIT] = int(draw.choice(limits) * vmem[0].least)
-
-        vmem[1][control.LIMIT] = int(limits[0] * vmem[0].least)
-        mover = threading.Thread(target=move)
-        mover.start()
-    for _ in range(turns):
-        answers = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
-        tokens += [list(a.outputs[0].token_ids) for a in answers]
+    tokens = []
+    with limits_move(limits) as vmem:
+        for _ in range(turns):
+            answers = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+            tokens += [list(a.outputs[0].token_ids) for a in answers]
     told = dict(tokens=tokens, cached=sum(a.num_cached_tokens or 0 for a in answers))
-    if mover:
-        stop.set()
-        mover.join()
     if vmem:
         told.update(idle_state(llm, vmem[1]), core=vmem[0].pid, here=os.getpid())
+    return told
+
+
+@contextlib.contextmanager
+def limits_move(limits):
+    """Meanwhile the limit of this process's engine moves: multiples of what one request needs. Gives (engine, page)."""
+    vmem, stop = own_page() if os.environ["VMEM_VLLM"] == "1" else None, threading.Event()
+    if not vmem or not limits:
+        yield vmem
+        return
+    from pyvmem.vllm import control
+
+    def move():
+        draw = random.Random(1)
+        while not stop.wait(0.05):
+            vmem[1][control.LIMIT] = int(draw.choice(limits) * vmem[0].least)
+
+    vmem[1][control.LIMIT] = int(limits[0] * vmem[0].least)
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        yield vmem
+    finally:
+        stop.set()
+        mover.join()
+
+
+def converse(folder, limits=(), sessions=5, inputs=4, out=8):
+    """Streaming sessions beside other prompts: a session's next input comes when the last one is answered."""
+    from vllm import SamplingParams
+
+    llm, draw, tokens, left = make(folder), random.Random(1), {}, {}
+    engine, core = llm.llm_engine, llm.llm_engine.engine_core
+    params = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
+
+    def ask(name, prompt, resumable=False):
+        core.add_request(engine.input_processor.process_inputs(
+            name, prompt, params, supported_tasks=engine.get_supported_tasks(), resumable=resumable))  # fmt: skip
+        tokens.setdefault(name, [])
+
+    for i in range(sessions):
+        left[f"s{i}"] = [[draw.randrange(3, 990) for _ in range(draw.randrange(3, 120))] for _ in range(inputs)]
+    with limits_move(limits) as vmem:
+        for turn in range(inputs):
+            for name, prompts in left.items():
+                ask(name, dict(prompt_token_ids=prompts[turn]), True)
+            for i, prompt in enumerate(prompts_of(4)):
+                ask(f"r{turn}-{i}", prompt)
+            while any(len(said) < out * (turn + 1 if name in left else 1) for name, said in tokens.items()):
+                for answer in core.get_output().outputs:
+                    tokens[answer.request_id] += answer.new_token_ids
+            time.sleep(0.5 * (turn % 2))  # long enough to count as idle
+        for name in left:
+            ask(name, dict(prompt_token_ids=[0]))  # there are no more
+        core.get_output()
+    told = dict(tokens=list(tokens.values()))
+    if vmem:
+        told.update(idle_state(llm, vmem[1]))
     return told
 
 

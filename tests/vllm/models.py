@@ -83,6 +83,28 @@ def write_eagle(folder):
     return folder
 
 
+def write_whisper(folder):
+    """Write a Whisper: an encoder, and a decoder that hears two seconds of sound."""
+    from transformers import AutoTokenizer, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+    from transformers import WhisperProcessor
+
+    torch.manual_seed(0)
+    both = {f"{part}_{what}": n for part in ("encoder", "decoder")
+            for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 512))}  # fmt: skip
+    tokens = {name: BASE[name] for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
+    model = WhisperForConditionalGeneration(WhisperConfig(
+        **tokens, **both, d_model=256, num_mel_bins=80, max_source_positions=100, max_target_positions=1024,
+        init_std=0.2, decoder_start_token_id=3, begin_suppress_tokens=None, suppress_tokens=None))  # fmt: skip
+    with torch.no_grad():  # else it says one word
+        model.model.decoder.embed_tokens.weight.mul_(0.1)
+        model.model.decoder.embed_positions.weight.mul_(0.1)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    extractor = WhisperFeatureExtractor(feature_size=80, sampling_rate=16000, hop_length=160, chunk_length=2, n_fft=400)
+    WhisperProcessor(extractor, AutoTokenizer.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
 def write_tokenizer(folder):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -17,7 +17,8 @@ def model(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
 
     def write(name):
-        made = {"eagle": models.write_eagle, "adapter": models.write_lora}.get(name) or partial(models.write, name)
+        others = {"eagle": models.write_eagle, "adapter": models.write_lora, "whisper": models.write_whisper}
+        made = others.get(name) or partial(models.write, name)
         engines.in_child(lambda: str(made(root / name)), vmem=False)  # no threads of torch's here
         return root / name
 
@@ -70,7 +71,9 @@ CASES = {
     "eagle": dict(model="llama", drafts=dict(method="eagle", model="eagle", num_speculative_tokens=3)),
     "draft model": dict(model="llama", drafts=dict(method="draft_model", model="llama", num_speculative_tokens=3)),
     "mtp": dict(model="mimo", drafts=dict(method="mtp", num_speculative_tokens=2)),
-}
+    "encoder and decoder": dict(model="whisper", sounds=True,
+                                options=dict(max_num_batched_tokens=1024, enable_prefix_caching=False)),
+}  # fmt: skip
 
 
 def chosen_of(model, case):
@@ -89,6 +92,15 @@ def chosen_of(model, case):
 def test_tokens_are_vllms_while_limits_move(model, case):
     folder, chosen = chosen_of(model, dict(dict(model=case), **CASES[case]))
     own, on = both(folder, limits=(1, 2, 4, 20), **chosen)
+    assert on["tokens"] == own["tokens"]
+    assert on["idle"]["step_maps"] == 0
+    check_idle(on)
+
+
+def test_streaming_sessions_have_vllms_tokens_while_limits_move(model):
+    own = engines.in_child(engines.converse, model("llama"), vmem=False)
+    on = engines.in_child(engines.converse, model("llama"), vmem=True, limits=(1, 2, 4, 20))
+    assert len({tuple(t) for t in own["tokens"]}) == 5 + 4
     assert on["tokens"] == own["tokens"]
     assert on["idle"]["step_maps"] == 0
     check_idle(on)
