@@ -644,6 +644,31 @@ def test_a_limit_counts_the_bytes_of_pages_that_blocks_share(engine, monkeypatch
     assert e.keeper.allowed() == e.keeper.total
 
 
+def test_more_blocks_come_and_leave_at_once_than_an_order_or_the_ring_holds(engine):
+    e = engine(blocks=40_000, kinds=("full",), page=1 << 10)
+    total = e.keeper.total
+
+    def all_come():
+        e.keeper._want(total)
+        assert len(e.keeper._order) > total - 2000 > control.RING - 2000 > keeper.MOST_LEAVING
+        e.settle()
+        e.keeper._enter()
+        assert e.keeper.circulating == total
+
+    with e.scheduler._vmem.lock:  # its thread would give them up
+        all_come()
+    for _ in range(3):  # the ring is full meanwhile
+        e.idle()
+    assert bytes_held(e) == 0 and not e.keeper._gone
+    e.run(20)
+    with e.scheduler._vmem.lock:
+        all_come()
+        e.limit(100)
+        e.run(40)  # 4,096 leave in each step
+    assert e.keeper.circulating <= 100 and bytes_held(e) <= 128 << 10
+    assert maps_in_steps(e) == 0
+
+
 def test_resetting_forgets_all_and_holds_the_same_blocks(engine):
     e = engine()
     e.run(20)
