@@ -301,6 +301,7 @@ MUTANTS = [
          "        (void)tokens;\n", "test_kv_grow"),
         ("blocks that only the engine evicts are free", "kv/run/run.c", ".cached = !kv_keeps(r)});", ".cached = 1});",
          "test_kv_runs"),
+        ("runs that were kept are never evicted", "kv/run/order.c", "    runs->ordered |= !kv_keeps(r);\n", "", "test_kv_runs"),
         ("who gave a part has only its minimum", "pool/balance.c", "(r->has > r->min || r->needs)",
          "(r->why == VMEM_KV_IN_USE || r->needs)", "test_pool_member"),
         ("an owner is not asked to evict", "pool/balance.c", "    ops->evict(m->self, evict); //", "    //",
