@@ -333,11 +333,10 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
 // Growing takes memory and may return -ENOMEM.
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
 #define VMEM_KV_KEPT 0x1u    // pages of free slots, and pages backed ahead of need
-#define VMEM_KV_RUNS 0x2u    // runs that no request pins, in the order of eviction
-#define VMEM_KV_COMPACT 0x4u // bring pages that only runs hold closer together
-// Releases pages of these kinds, at least `bytes` if there are so many, and returns unused device memory to the system.
-// Fewer are released where the system has no mappings left to cut pages off (host: vm.max_map_count). If freed is not
-// NULL, *freed receives the bytes of pages released; with COMPACT, the bytes of device memory returned.
+#define VMEM_KV_COMPACT 0x2u // bring pages that only runs hold closer together
+// KEPT releases such pages, at least `bytes` if there are so many, and returns unused device memory to the system. Fewer
+// are released where the system has no mappings left to cut pages off (host: vm.max_map_count). If freed is not NULL,
+// *freed receives the bytes of pages released; with COMPACT, the bytes of device memory returned.
 //
 // COMPACT moves pages where that empties more device memory. Call it when idle: it moves up to 256 MiB at a time, and
 // ends early when another call arrives in between.

@@ -102,17 +102,16 @@ static int compact(vmem_kv *kv, uint64_t *freed)
 
 int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t *freed)
 {
-    const uint32_t kinds = VMEM_KV_KEPT | VMEM_KV_RUNS;
     uint64_t got = 0;
     int rc = vmem__kv_enter(kv);
     if (freed)
         *freed = 0;
     if (rc)
         return rc;
-    if (!what || what & ~(kinds | VMEM_KV_COMPACT))
+    if (!what || what & ~(VMEM_KV_KEPT | VMEM_KV_COMPACT))
         rc = vmem__error(-EINVAL, "what %#x is 0 or has unknown bits", what);
-    else if (what & kinds)
-        rc = vmem__kv_reclaim_bytes(kv, bytes, what, &got);
+    else if (what & VMEM_KV_KEPT)
+        rc = vmem__kv_reclaim_bytes(kv, bytes, &got);
     rc = vmem__kv_leave(kv, rc);
     if (!rc && what & VMEM_KV_COMPACT)
         rc = compact(kv, &got);

@@ -18,7 +18,7 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
         return rc;
     }
     vmem__kv_worker_hold(kv);
-    int rc = kv->ledger.held > pages ? vmem__kv_reclaim(kv, kv->ledger.held - pages, true, NULL) : 0;
+    int rc = kv->ledger.held > pages ? vmem__kv_reclaim(kv, kv->ledger.held - pages, true) : 0;
     if (!rc)
         kv->ledger.budget = pages;
     vmem__kv_worker_release(kv);
@@ -48,22 +48,20 @@ void vmem__kv_keep_budget(vmem_kv *kv)
         return;
     vmem__kv_worker_hold(kv);
     if (kv->ledger.held > kv->ledger.budget) // the worker may have reclaimed pages meanwhile
-        vmem__kv_reclaim(kv, kv->ledger.held - kv->ledger.budget, true, NULL);
+        vmem__kv_reclaim(kv, kv->ledger.held - kv->ledger.budget, true);
     vmem__kv_worker_release(kv);
 }
 
-int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t *freed)
+int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
 {
     const uint64_t pages = bytes == UINT64_MAX ? bytes : kv_ceil_pages(bytes, kv);
-    uint64_t got = 0;
     vmem__kv_worker_hold(kv);
-    int rc = vmem__kv_reclaim(kv, what & VMEM_KV_KEPT ? pages : 0, false, &got); // 0: only what runs have left
+    const uint64_t before = kv->ledger.held;
+    int rc = vmem__kv_reclaim(kv, pages, false);
     if (rc == -ENOMEM) // the system has no mappings to cut the rest: less is freed, and nothing is lost
         rc = 0;
-    if (!rc && what & VMEM_KV_RUNS && got < pages)
-        got += vmem__kv_evict(kv, pages - got);
+    *freed = (before - kv->ledger.held) << kv->page_shift;
     vmem__kv_worker_release(kv);
     vmem__kv_give_ahead(kv, 0);
-    *freed = got << kv->page_shift;
     return rc;
 }

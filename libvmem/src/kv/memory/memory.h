@@ -86,7 +86,7 @@ struct kv_victim {
 bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v);
 bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v); // only what a window has passed
 // Takes back want pages if there are so many; evict: hashed blocks, too.
-int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got);
+int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict);
 // Whether there is room for `pages` more without reclaiming any.
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
 // Makes it, after vmem__kv_lacks has said that there is memory: what is to go is fixed no more.
@@ -120,7 +120,7 @@ void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32
 int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes);
 // Gives up what a smaller budget left above itself. Callers that end requests call it, a step only after its plan.
 void vmem__kv_keep_budget(vmem_kv *kv);
-int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t *freed);
+int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
 // Takes over the budget that another process asked for, if one did.
 void vmem__kv_take_wanted(vmem_kv *kv);
 

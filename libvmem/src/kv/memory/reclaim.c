@@ -100,7 +100,7 @@ static uint32_t due_swap(const vmem_kv *kv)
     return UINT32_MAX;
 }
 
-int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
+int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict)
 {
     uint64_t start = kv->ledger.held;
     struct kv_victim v;
@@ -132,8 +132,6 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict, uint64_t *got)
     if (!rc && start - kv->ledger.held < want)
         rc = refused;
     kv->stats.reclaimed_pages += start - kv->ledger.held;
-    if (got)
-        *got = start - kv->ledger.held;
     return rc;
 }
 
@@ -150,7 +148,7 @@ int vmem__kv_take_room(vmem_kv *kv, uint64_t pages)
     vmem__kv_worker_hold(kv);
     const uint64_t most = KV_MAX(kv->ledger.held, kv->ledger.budget);
     if (kv->ledger.held + pages > kv->ledger.budget) {
-        rc = vmem__kv_reclaim(kv, kv->ledger.held + pages - kv->ledger.budget, true, NULL);
+        rc = vmem__kv_reclaim(kv, kv->ledger.held + pages - kv->ledger.budget, true);
         if (!rc && kv->ledger.held + pages > most) // reclaiming got less than counted on
             rc = vmem__kv_short_of_budget(kv, kv->ledger.held + pages);
     }
@@ -170,7 +168,7 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages)
     else if (!kept)
         rc = vmem__kv_short_of_device(kv, pages);
     else
-        rc = vmem__kv_reclaim(kv, pages > device ? pages - device : pages, true, NULL);
+        rc = vmem__kv_reclaim(kv, pages > device ? pages - device : pages, true);
     vmem__kv_worker_release(kv);
     return rc;
 }
