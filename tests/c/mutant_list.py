@@ -310,6 +310,8 @@ MUTANTS = [
          "revision;", "test_kv_share"),
         ("a late change is forgotten", "pool/balance.c", "memcmp(&m->written, &m->row, sizeof m->row)",
          "memcmp(&before, &m->row, sizeof before)", "test_kv_share"),
+        ("a closed cache stays in its pool", "kv/memory/lender.c", "    if (!m) // of no pool, or closed already\n        return;\n", "",
+         "test_kv_pool"),
         ("a cache joins twice", "kv/calls/member.c", "    if (kv->lend.member)\n        return vmem__kv_leave(kv, vmem__error(-EINVAL, \"the cache is a",
          "    if (0)\n        return vmem__kv_leave(kv, vmem__error(-EINVAL, \"the cache is a", "test_kv_pool"),
         ("a member that leaves stays in the table", "pool/table.c", "    empty_row(pool, place);\n    if (pool->fd >= 0)\n        lock_byte",

@@ -114,6 +114,22 @@ static void test_free_budget_is_had_at_once(void)
     vmem_kv_pool_destroy(pool);
 }
 
+// A cache that is being closed is a member until its kernels have ended, and its pages are gone.
+static void test_a_closed_cache_leaves(void)
+{
+    vmem_kv_pool *pool = make_pool(400);
+    vmem_kv *kv = make(ctx, 0, 0);
+    join(pool, kv, 20, 0, "a");
+    OK(step(kv, alloc(kv, 100), 100));
+    OK(vmem_kv_destroy(kv, 1));
+    CHECK_EQ(info(pool).members, 1);
+    CHECK(info(pool).free < 400 * test_page);
+    OK(vmem_kv_retire(kv, 1));
+    CHECK_EQ(info(pool).members, 0);
+    CHECK_EQ(info(pool).free, 400 * test_page);
+    vmem_kv_pool_destroy(pool);
+}
+
 static void test_kept_pages_move(uint32_t flags)
 {
     vmem_kv_pool *pool = make_pool(300);
@@ -651,6 +667,7 @@ int main(int argc, char **argv)
     ctx = test_context(0);
     vmem__pool_ask_ns = UINT64_MAX; // no question lapses, however slow the machine is
     test_free_budget_is_had_at_once();
+    test_a_closed_cache_leaves();
     test_kept_pages_move(0);
     test_kept_pages_move(VMEM_KV_OVERLAP);
     test_kept_pages_move(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);

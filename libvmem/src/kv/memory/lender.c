@@ -42,6 +42,8 @@ void vmem__kv_pool_leave(vmem_kv *kv)
     const uint64_t held = kv->ledger.held;
     pthread_mutex_unlock(&kv->gate.state);
     pthread_mutex_unlock(&kv->gate.api);
+    if (!m) // of no pool, or closed already
+        return;
     vmem__pool_leave(m, held);
     kv->lend.left = m;
 }
