@@ -142,7 +142,8 @@ int vmem_blocks_set_share(vmem_blocks *blocks, uint64_t min, uint64_t max);
 // give them now.
 int vmem_blocks_ask(vmem_blocks *blocks, uint64_t bytes, uint64_t *missing);
 // Says that the engine can give up `bytes` of what is held if others ask. The board's shrink_to then says what to shrink
-// to, and backing does not take that memory again. It lapses when nobody has asked for 100 ms, at the next call.
+// to, and backing does not take that memory again. It lapses at the next call if nobody has asked for 100 ms, or if
+// nothing is offered any more.
 int vmem_blocks_offer(vmem_blocks *blocks, uint64_t bytes);
 
 struct vmem_blocks_stats {

@@ -620,6 +620,25 @@ static void in_a_pool(void)
     } while (vmem_blocks_answer(b[0], seq)); // a machine that is busy may take too long once
     CHECK_EQ(stats(b[0]).backed, N);
     CHECK(stats(b[1]).backed <= 4);
+    // It gives what it offers, once, although the other one asks for more.
+    OK(vmem_blocks_offer(b[0], 8 * P));
+    while (!__atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED))
+        (void)vmem_blocks_ask(b[1], 20 * P, NULL);
+    OK(vmem_blocks_unback(b[0], ids + N - 8, 8, 0));
+    OK(vmem_blocks_flush(b[0]));
+    CHECK(answer(b[1], order(b[1], ids, N)) != 0);
+    const uint64_t left = __atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED);
+    CHECK(!left || left == (N - 8) * P);
+    // What is offered no longer is no longer wanted. The pool's thread may be about to want what was offered.
+    uint32_t tries = 0;
+    do {
+        OK(vmem_blocks_offer(b[0], 8 * P));
+        while (!__atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED))
+            (void)vmem_blocks_ask(b[1], 20 * P, NULL);
+        OK(vmem_blocks_ask(b[1], 0, NULL));
+        OK(vmem_blocks_offer(b[0], 0));
+    } while (__atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED) && ++tries < 100);
+    CHECK(tries < 100);
     vmem_blocks_destroy(b[1]);
     vmem_blocks_destroy(b[0]);
     vmem_kv_pool_destroy(pool);

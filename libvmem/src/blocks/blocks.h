@@ -106,7 +106,7 @@ struct vmem_blocks {
     bool idle;              // nothing was asked of it for a while
     struct work *stuck;
     struct vmem__member *member;      // of a pool; else NULL
-    uint64_t offer;                   // pages that the engine would give up
+    uint64_t offer, keeps;            // pages that the engine would give up, and what it would still hold then
     uint64_t reported;                // `held` as the pool has seen it last
     uint64_t shrink_to;               // pages that others of the pool have left it; UINT64_MAX: they want nothing
     uint64_t shrink_until;            // ns: then it lapses

@@ -18,6 +18,7 @@ static void unlock(void *blocks) { pthread_mutex_unlock(&((vmem_blocks *)blocks)
 static void state(void *blocks, struct vmem__lend_state *out)
 {
     vmem_blocks *b = blocks;
+    const uint64_t beyond = less(b->held, b->keeps); // what has left since is not given twice
     b->reported = b->held;
     *out = (struct vmem__lend_state){
         .budget = b->budget,
@@ -25,7 +26,7 @@ static void state(void *blocks, struct vmem__lend_state *out)
         .used = b->held,
         .after = b->budget,
         .fixed = b->held,
-        .evictable = b->offer < b->held ? b->offer : b->held,
+        .evictable = b->offer < beyond ? b->offer : beyond,
     };
 }
 
@@ -163,7 +164,8 @@ int vmem_blocks_offer(vmem_blocks *b, uint64_t bytes)
         return no_member(b);
     const uint64_t before = b->offer;
     b->offer = bytes >> b->page_shift;
-    if (b->shrink_to != UINT64_MAX && vmem__now() > b->shrink_until) {
+    b->keeps = less(b->held, b->offer);
+    if (b->shrink_to != UINT64_MAX && (!b->offer || vmem__now() > b->shrink_until)) {
         b->shrink_to = UINT64_MAX;
         vmem__blocks_show(b);
     }
