@@ -37,17 +37,18 @@ RING = 1 << 15  # words
 # What the owner sets. Sizes in bytes; 0 means "not set" for all but LIMIT.
 _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 # What the scheduler publishes. Blocks, unless it says otherwise. WANTED: what requests lack; AHEAD: what it asks for
-# before they do. WAITED: microseconds that steps waited for blocks.
+# before they do. WAITED: microseconds that steps waited for blocks. HEAD: when the first request came that lacks some,
+# in microseconds; 0: none does. STARVED: whether at most one request runs meanwhile.
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
- PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED, AHEAD) = range(16, 40)  # fmt: skip
+ PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED, AHEAD, HEAD) = range(16, 41)  # fmt: skip
 _MAKER, _MAKER_STARTED = 62, 63  # the process that made the page, which may be a worker
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
-# OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers. POOL_OF: what stands for
-# the pool of this worker's device.
+# OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers. POOL_MAY: bytes that it
+# may hold without that others of the pool give any up. POOL_OF: what stands for the pool of this worker's device.
 IN_BLOCKS, IN_SLOTS = 1, 2
 (ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES, NULL, SPAN, POOL_BYTES,
- POOL_FREE, OWN_BLOCK, POOL_OF) = range(64, 64 + 13 * RANKS, RANKS)  # fmt: skip
+ POOL_MAY, OWN_BLOCK, POOL_OF) = range(64, 64 + 13 * RANKS, RANKS)  # fmt: skip
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
 BOARD_WORDS, ANSWERS = 264, 256
 DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, BUDGET, SHRINK_TO, _FIRST_ANSWER = range(9)

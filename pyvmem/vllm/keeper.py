@@ -137,7 +137,9 @@ class Keeper:
         self._fitted = 0.0
         self.step = 0
         self.lent = False
-        self.share: int | None = None  # of the pool's blocks, while another engine lacks some; None: no other does
+        self.behind = False  # another engine of the pool gets memory first
+        self.full = False  # no request begins meanwhile
+        self._keeps = 0  # blocks that are not offered
         self.soon = 0  # blocks that running requests take in the next steps
         self.pool.vmem = self
         _grow(self.pool, KeptPool)
@@ -183,8 +185,8 @@ class Keeper:
         if self.lent:
             return 0
         most = min(self.most, self._left_bytes() // self.block_bytes)
-        if self.share is not None:  # nobody grows beyond it
-            most = min(most, max(self.share, self.circulating + self._n_coming))
+        if self.behind:
+            most = min(most, self.circulating + self._n_coming)
         return most
 
     def _limit(self) -> int:
@@ -207,7 +209,7 @@ class Keeper:
                 if shrink_to := page.told(rank, control.SHRINK_TO):
                     most = min(most, self._in_largest(rank, shrink_to - page.cells[control.NULL + rank]))
         most -= self._beside
-        return max(most - most % self._out.span, 0)
+        return max(most - most % self._out.span, self._keeps * self.block_bytes)
 
     def _in_largest(self, rank: int, size: int) -> int:
         """What blocks of a worker with so many bytes take in the worker that has the largest blocks."""
@@ -221,7 +223,8 @@ class Keeper:
         most, left = self._most_bytes() // out.span, self._left_bytes() // out.span
         if self.circulating <= self.least and out.pages > min(most, left):
             most = max(most, self._fewest_pages())  # instead of free blocks that leave, others come which share pages
-        return max(out.pages - min(most, left), 0)
+        asked = min(out.pages - left, self.circulating - self._keeps)  # a block frees one page at most
+        return max(out.pages - most, asked, 0)
 
     def _fewest_pages(self) -> int:
         """Pages of `least` blocks if only those in use are scattered. Page 0 makes up for the last, maybe a part."""
@@ -273,36 +276,31 @@ class Keeper:
         self._enter()
         self.fit()
         allowed = self.allowed()
-        full = self.share is not None and self.used >= self.share  # then no request begins
-        if (allowed, full) != (self._allowed, self._full):
-            self._allowed, self._full = allowed, full
+        if (allowed, self.full) != (self._allowed, self._full):
+            self._allowed, self._full = allowed, self.full
             self.watermark = int(self._watermark * allowed)
-            self.manager.watermark_blocks = self.total if full else self.watermark
+            self.manager.watermark_blocks = self.total if self.full else self.watermark
         beyond = self.circulating + self._n_coming - allowed
         if beyond > 0 or self._pages_beyond():
             self._shrink(beyond, MOST_LEAVING)
         elif len(self._coming) < MOST_ORDERS:
             ready = self.ready(need)
             wanted = ready - self.spare - self._n_coming
-            if self.page.cells[control.POOL]:  # what is kept ready takes only memory that nobody uses
-                wanted = min(wanted, max(self._room() - self._n_coming, need - self.spare - self._n_coming))
+            if self.page.cells[control.POOL]:  # others give memory to who asks, not to orders
+                wanted = min(wanted, self._room() - self._n_coming)
             if first:
                 self._want(min(wanted, need, -beyond))
             elif 4 * wanted > ready or self.spare < need:  # not a few in each step: a driver's calls disturb the device
                 self._want(min(wanted, -beyond))
 
-    def _given(self, or_free: bool = False) -> int:
-        """Blocks for which the pool has given this engine memory that it does not use. or_free: or given to nobody."""
-        page, found = self.page, []
-        for rank in range(self.ranks):
-            unused = page.told(rank, control.BUDGET) - page.told(rank, control.HELD)
-            unused += page.cells[control.POOL_FREE + rank] if or_free else 0
-            found.append(self._in_largest(rank, unused))
-        return int(min(found)) // self.block_bytes
-
     def _room(self) -> int:
-        """Blocks for which the pool has memory that nobody uses."""
-        return self._given(or_free=True)
+        """Blocks for which the pool has memory that nobody uses, as far as workers see the page."""
+        page, room = self.page, self.total * self.block_bytes
+        for rank in range(self.ranks):
+            if page.cells[control.ATTACHED + rank]:
+                most = max(page.told(rank, control.BUDGET), page.cells[control.POOL_MAY + rank])
+                room = min(room, self._in_largest(rank, most - page.told(rank, control.HELD)))
+        return max(room, 0) // self.block_bytes
 
     def soon_there(self, need: int) -> bool:
         """Whether blocks that are not spare come without that other engines give any up."""
@@ -316,10 +314,6 @@ class Keeper:
     def grows(self) -> bool:
         """Whether blocks are on their way or may be ordered."""
         return bool(self._coming) or self.circulating < self.allowed()
-
-    def refused_lately(self) -> bool:
-        """Whether the last order found no memory."""
-        return time.monotonic() < self._retry + RETRY
 
     def lacks(self, need: int) -> bool:
         """Whether an order is to go out, and a step that takes `need` blocks before would give up others for them."""
@@ -415,13 +409,8 @@ class Keeper:
         return [i for i in self._queue.front if spare[page := self._out.page_of(i)] == self._out.inside(page)]
 
     def _want(self, n: int) -> None:
-        if n <= 0 or not self._out:
-            return
-        # After a refusal, orders grow again step by step. In a pool, an order finds what others have given.
-        given = self._given() - self._n_coming if self.page.cells[control.POOL] else 0
-        n = min(n, max(given, self._most_order if time.monotonic() >= self._retry else 0))
-        if n > 0:
-            pages = self.total
+        if n > 0 and self._out and time.monotonic() >= self._retry:
+            n, pages = min(n, self._most_order), self.total
             if self._out.shared:
                 pages = min(self._most_bytes(), self._left_bytes()) // self._out.span - self._out.pages
                 short = self.least - self.circulating - self._n_coming
@@ -441,7 +430,8 @@ class Keeper:
             if 1 in told:
                 self.page[control.REFUSED] += 1
                 self._retry = time.monotonic() + RETRY
-                self._most_order = max(len(ids) // 2, 1)
+                if not self.page.cells[control.POOL] or self._room() >= len(ids):
+                    self._most_order = max(len(ids) // 2, 1)  # the device lacks memory, not the pool
                 self._gone += ids  # other workers may have backed them
                 self._out.put(ids)
             else:
@@ -483,7 +473,7 @@ class Keeper:
         """Write the numbers of the control page.
 
         wanted : blocks that requests lack. yields: whether requests give way to another engine's. keeps: free blocks
-        that requests take next, which are not for others unless this engine has more than its share.
+        that requests take next, which are not for others.
         """
         page, free, spare, circulating = self.page.cells, self.pool.get_num_free_blocks(), self.spare, self.circulating
         page[control.ALLOWED], page[control.OUT] = self.allowed(), self._out.count
@@ -493,6 +483,5 @@ class Keeper:
         minimum = -(-page[control.MIN] // self.block_bytes)
         # Without `yields`, others get what no request uses; with it, vLLM preempts requests for them.
         offered = circulating if yields else free - keeps
-        if self.share is not None and not yields:
-            offered = max(offered, min(circulating - self.share, free - self.soon))
-        page[control.OFFERED] = max(min(offered, circulating - minimum), 0)
+        page[control.OFFERED] = offered = max(min(offered, circulating - minimum), 0)
+        self._keeps = circulating - offered

@@ -9,17 +9,16 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Any
 
 from pyvmem.vllm import control
-from pyvmem.vllm.waiting import waiting
 
-LOOK = 0.02  # seconds between looks at the other engines' pages
+LOOK = 0.005  # seconds between looks at the other engines' pages
 FIND = 1.0  # and between searches for engines
 SPARE = 8  # of the allowed blocks, this part at most is kept ready
-PATIENCE, AGAIN = 1.0, 3.0  # seconds that others wait for a starved engine which gets nothing, and until they do again
+PATIENCE, AGAIN = 1.0, 3.0  # seconds that others wait for an engine which gets nothing, and until they do again
+RUNS = 1  # in place of the time when a request came: one that runs lacks blocks
 
 
 def ready(low: int, allowed: int) -> int:
@@ -45,38 +44,37 @@ def lacking(scheduler: Any, wait: list[Any], coming: int, most: int, watermark: 
     return int(min(max(need - manager.block_pool.get_num_free_blocks() - coming, 0), max(most, 0)))
 
 
-def oldest(scheduler: Any) -> int:
-    """When the oldest request came that a scheduler looks at first, in microseconds; at least 1."""
-    requests = itertools.chain(scheduler.running, waiting(scheduler)[:1])
-    return max(int(min((r.arrival_time for r in requests), default=0) * 1e6), 1)
-
-
 class Neighbours:
     """The other engines in the pool of one engine.
 
+    Of the engines whose requests lack memory, one comes first: that of the highest priority; then one whose requests
+    use less than its share, which is the pool divided by the engines that have requests now, but at least its minimum;
+    then the one whose request came first. Requests that run come before those that begin. An engine that gets nothing
+    (it hangs, or something else holds the memory) is passed over most of the time.
+
     Attributes
     ----------
+    alone : bool
+        Whether no other engine has a request that lacks memory.
+    behind : bool
+        Whether another engine comes first, and this one has its minimum. Then it takes no more memory than it has.
+    full : bool
+        Whether no request begins meanwhile: this engine has its share and the first has not, or the first runs at most
+        one request and so may need what all others have.
     yields : bool
-        Whether one of a higher priority lacks memory.
-    share : int
-        Bytes of a worker's pool for each engine that has requests, this one among them. At least its minimum.
+        Whether the first has a higher priority.
     surplus : int
         Bytes of a worker's blocks that the others offer beyond what they keep ready; 0 while one of them lacks memory.
-    pressed : bool
-        Whether one lacks memory that has less than that, and no lower priority.
-    first, behind : bool
-        Among the engines that are starved, the one whose request is oldest comes first: whether that is this one, or
-        another. So requests that need more than a share are served one after another. An engine that gets nothing
-        although others wait (it hangs, or something else holds the memory) is passed over most of the time.
     """
 
     def __init__(self, page: control.Page) -> None:
         self._page = page
         self._pages: list[control.Page] = []
         self._found = self._looked = 0.0
-        self._had: dict[int, tuple[int, float]] = {}  # bytes of each process, and since when
-        self.yields = self.pressed = self.first = self.behind = False
-        self.share = self.surplus = 0
+        self._had: dict[str, tuple[int, float]] = {}  # bytes of each engine, and since when
+        self._share = 0  # bytes of a worker's pool
+        self.alone, self.behind, self.full, self.yields = True, False, False, False
+        self.surplus = 0
 
     def look(self) -> None:
         """Read what the others publish, at most every `LOOK` seconds."""
@@ -93,30 +91,37 @@ class Neighbours:
             ]  # fmt: skip
         if now >= self._looked + LOOK:
             self._looked = now
-            active = [o for o in self._pages if o[control.USED] or o[control.WANTED]]
-            self.share = max(page[control.POOL_BYTES] // (1 + len(active)), page[control.MIN])
-            lacking = [o for o in active if o[control.WANTED]]
-            self.surplus = 0 if lacking else sum(
+            others = self._pages
+            active = [o for o in others if o[control.USED] or o[control.HEAD]]
+            self._share = page[control.POOL_BYTES] // (1 + len(active))
+            self.alone = not any(o[control.HEAD] for o in others)
+            self.surplus = 0 if any(o[control.HEAD] or o[control.WANTED] for o in others) else sum(
                 max(o[control.OFFERED] - ready(o[control.LOW], o[control.ALLOWED]), 0) * o[control.BLOCK_BYTES]
-                for o in self._pages
+                for o in others
             )  # fmt: skip
-            self.yields = any(o[control.PRIORITY] > page[control.PRIORITY] for o in lacking)
-            first = min((key for o in (page, *self._pages) if (key := self._starved(o, now))), default=None)
-            self.first = first is not None and first[1] == page[control.PID]
-            self.behind = first is not None and not self.first
-            self.pressed = any(
-                _bytes(o) < self.share and o[control.PRIORITY] >= page[control.PRIORITY] for o in lacking
-            )  # fmt: skip
+            first = min((o for o in (page, *others) if self._lacks(o, now)), key=self._turn, default=page)
+            self.behind = first is not page and _bytes(page) >= page[control.MIN]
+            has_less = self._has_share(page) and not self._has_share(first)
+            self.full = self.behind and (has_less or first[control.STARVED] > 0)
+            self.yields = self.behind and first[control.PRIORITY] > page[control.PRIORITY]
 
-    def _starved(self, page: control.Page, now: float) -> tuple[int, int] | None:
-        """When the oldest request of a starved engine came, and the engine's process; None if it is passed over."""
-        pid, has = page[control.PID], _bytes(page)
-        if not page[control.STARVED]:
-            self._had.pop(pid, None)
-            return None
-        if self._had.get(pid, (-1, 0.0))[0] != has:
-            self._had[pid] = has, now
-        return (page[control.STARVED], pid) if (now - self._had[pid][1]) % AGAIN < PATIENCE else None
+    def _has_share(self, page: control.Page) -> bool:
+        return page[control.USED] * page[control.BLOCK_BYTES] >= max(self._share, page[control.MIN])
+
+    def _turn(self, page: control.Page) -> tuple[int, bool, int, str]:
+        """What sorts engines that lack memory."""
+        head = page[control.HEAD]
+        return -page[control.PRIORITY], head != RUNS and self._has_share(page), head, str(page.path)
+
+    def _lacks(self, page: control.Page, now: float) -> bool:
+        """Whether an engine lacks memory, and is not passed over."""
+        name, has = str(page.path), _bytes(page)
+        if not page[control.HEAD]:
+            self._had.pop(name, None)
+            return False
+        if self._had.get(name, (-1, 0.0))[0] != has:
+            self._had[name] = has, now
+        return (now - self._had[name][1]) % AGAIN < PATIENCE
 
 
 def _bytes(page: control.Page) -> int:

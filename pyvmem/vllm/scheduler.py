@@ -24,7 +24,7 @@ ASKED = 0.005  # and at what other engines of the pool ask for
 BUSY = 0.2  # and while steps run, which look themselves: a thread that wakes up delays them
 IDLE = 0.3  # seconds without requests after which spare blocks lose their pages
 LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory that is lent
-GROWTH = 4  # blocks of each group that a request which runs may take before others get what is free
+GROWTH = 2  # blocks of each group that a request which runs may take before others get what is free
 AWAIT = 0.2  # seconds that a step waits for blocks that are being backed rather than to evict or preempt
 COMING = 1.0  # seconds after a request for which others are expected
 KEEP = 64 << 20  # bytes of spare blocks at most that an idle engine keeps for the next request
@@ -200,29 +200,34 @@ class SchedulerMemory:
         return bool(self.page.cells[control.ATTACHED] == control.IN_SLOTS)
 
     def _publish(self) -> None:
-        keeper, page, scheduler = self.keeper, self.page.cells, self._scheduler
-        wanted = ahead = lacks = starved = soon = 0
-        if page[control.POOL]:
-            wait, refused = waiting(scheduler), keeper.refused_lately()
-            need = max(self._need(wait)) if wait or refused else 0
-            soon = keeper.soon + (need if wait else 0)  # what requests take in the next steps
+        keeper, page, near, running = self.keeper, self.page.cells, self._neighbours, self._scheduler.running
+        wanted = ahead = head = soon = 0
+        if page[control.POOL] and not keeper.lent:
+            wait = waiting(self._scheduler)
+            grow = self._lacking([])
+            lacks = grow or self._lacking(wait[:1])  # until one more begins
+            if lacks:
+                head = lease.RUNS if grow else max(int(1e6 * wait[0].arrival_time), lease.RUNS + 1)
+            soon = keeper.soon  # what requests take in the next steps
+            if wait and not (near.behind and (lacks or near.full)):
+                soon += max(self._need(wait))
             expected = time.monotonic() < self._came + COMING
-            surplus = self._neighbours.surplus // keeper.block_bytes if expected else 0
+            surplus = near.surplus // keeper.block_bytes if expected else 0
             if surplus:
                 soon = max(soon, keeper.ready())  # who asks finds enough elsewhere
-            if not keeper.lent:
-                here = keeper.circulating
-                lacks = lease.lacking(scheduler, wait, keeper.coming, keeper.most - here, keeper.watermark)
-                most = keeper.allowed() - here
-                if refused:  # others may have budget that they do not use, and it goes to who asks
-                    wanted = min(max(need, self._one_each) - keeper.spare, most)
-                wanted = max(wanted, min(lacks, most), 0)
-                ahead = max(min(self._ahead(surplus), most), 0) if surplus else 0
-            if lacks and len(scheduler.running) <= 1:
-                starved = lease.oldest(scheduler)
-        page[control.STARVED], page[control.AHEAD] = starved, ahead
-        self._short = lacks > 0 and not scheduler.running
-        keeper.publish(wanted, self._neighbours.yields, soon)
+            most = max(keeper.allowed() - keeper.circulating, 0)
+            wanted = min(self._lacking(wait) if near.alone else lacks, most)
+            ahead = max(min(self._ahead(surplus), most), 0) if surplus else 0
+        page[control.HEAD], page[control.AHEAD] = head, ahead
+        page[control.STARVED] = head > 0 and len(running) <= 1
+        self._short = head > 0 and not running
+        keeper.publish(wanted, near.yields, soon)
+
+    def _lacking(self, wait: list[Any]) -> int:
+        """Blocks that the running requests and these lack."""
+        keeper = self.keeper
+        most = keeper.most - keeper.circulating
+        return lease.lacking(self._scheduler, wait, keeper.coming, most, keeper.watermark)
 
     def _ahead(self, surplus: int) -> int:
         """Blocks to ask for before requests need them, while requests come.
@@ -239,10 +244,7 @@ class SchedulerMemory:
         if self.page.cells[control.POOL]:
             near = self._neighbours
             near.look()
-            share = near.share if near.pressed and not near.first else None
-            if near.behind:
-                share = self.page[control.MIN]
-            self.keeper.share = None if share is None else share // self.keeper.block_bytes
+            self.keeper.behind, self.keeper.full = near.behind, near.full
             self.keeper.soon = GROWTH * self._one_each
 
     def _obey(self) -> None:

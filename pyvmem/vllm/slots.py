@@ -296,7 +296,7 @@ class SlotsMemory(WorkerMemory):
             self._budget = budget
 
     def _poll(self) -> None:
-        while not self._stop.is_set():
+        while not self._stop:
             self._due.wait(POLL)
             self._due.clear()
             self._look()
@@ -324,7 +324,7 @@ class SlotsMemory(WorkerMemory):
         self._asleep = None
 
     def close(self) -> None:
-        self._stop.set()
+        self._stop = True
         self._due.set()
         with self._lock:
             if self._cache is not None and not self._cache.closed:

@@ -32,7 +32,7 @@ POLL = 0.02  # seconds between looks at the ring
 LOOK = 0.005  # and in a pool at whether there is something new
 BUSY = 0.1  # and while steps run, which look themselves: a thread that wakes up delays them
 START = 60.0  # seconds in which an engine that starts gets the memory of block 0 from the other members of a pool
-ASK, GIVE = 0.06, 0.2  # seconds in which an engine that runs requests asks others for memory, and then gives
+ASK = 0.06  # seconds in which an engine that runs requests asks others for memory, before it gives for once
 
 
 class Allocation(TorchFunctionMode):
@@ -84,9 +84,9 @@ class WorkerMemory:
         self._pool_size, self._share = 0, (0, 0)
         self._unfit: tuple[int, int] | None = None  # a share that the pool has refused
         self._asking = 0.0  # since when the pool has been asked for what it does not give; 0: for nothing
-        self._resume = 0.0  # when it is asked again
         self._lock = threading.RLock()
-        self._stop = threading.Event()
+        self._stop, self._wake = False, threading.Event()
+        self._known: list[int] = []  # of what the scheduler publishes, when the thread last looked
         self._finished = 0  # the last step that was executed
         self._sure: set[int] = set()  # blocks that are backed and stay until `_give_up` names them
         self._ordered: collections.deque[tuple[int, set[int]]] = collections.deque()  # orders without an answer
@@ -200,7 +200,8 @@ class WorkerMemory:
         share = (0 if page[control.LENT] else page[control.MIN], page[control.MAX] and max(page[control.MAX], least))
         self._set_share(share)
         blocks.offer(page[control.OFFERED] * self._block)
-        page[control.POOL_BYTES + self._rank], page[control.POOL_FREE + self._rank] = self._pool_size, self._pool.free
+        page[control.POOL_BYTES + self._rank] = self._pool_size
+        page[control.POOL_MAY + self._rank] = int(self._board[control.BUDGET]) + self._pool.free
         most = min(share[1] or self._pool_size, self._pool_size)
         held = int(self._board[control.HELD])
         wanted = max(page[control.WANTED], page[control.AHEAD]) + self._pending()
@@ -228,22 +229,18 @@ class WorkerMemory:
             return sum(len(ids) for number, ids in self._ordered if number > done)
 
     def _ask(self, wanted: int, runs: bool) -> None:
-        """Ask the pool. An engine that runs requests asks for a while, then lets others ask: who asks gives nothing."""
+        """Ask the pool. An engine that runs requests pauses now and then, as who asks gives others nothing."""
         assert self._blocks is not None
         now = time.monotonic()
-        if wanted <= 0 and self._asking:
+        if self._asking and (wanted <= 0 or (runs and now >= self._asking + ASK)):
             self._blocks.ask(0)
             self._asking = 0.0
-        if wanted <= 0 or now < self._resume:
-            return
-        try:
-            missing = self._blocks.ask(wanted)
-        except OutOfMemory:
-            missing = wanted
-        self._asking = (self._asking or now) if missing else 0.0
-        if missing and runs and now >= self._asking + ASK:
-            self._blocks.ask(0)
-            self._asking, self._resume = 0.0, now + GIVE
+        elif wanted > 0:
+            try:
+                missing = self._blocks.ask(wanted)
+            except OutOfMemory:
+                missing = wanted
+            self._asking = (self._asking or now) if missing else 0.0
 
     @property
     def active(self) -> bool:
@@ -308,6 +305,8 @@ class WorkerMemory:
         if self.active and orders is not None:
             self._finished = orders.step
             self._page.cells[control.FINISHED + self._rank] = orders.step
+            if self._pool is not None and self._news():
+                self._wake.set()
 
     def dummy(self) -> None:
         """vLLM runs a step without requests, beside ranks that have some. It reads the null block alone."""
@@ -353,7 +352,7 @@ class WorkerMemory:
 
     def _poll(self) -> None:
         finished = 0
-        while not self._stop.is_set():
+        while not self._stop:
             self._rest(finished != self._finished)
             finished = self._finished
             self._look()
@@ -363,14 +362,21 @@ class WorkerMemory:
 
         steps: whether steps run, which look themselves.
         """
-        pause, cells = BUSY if steps and not self._pool else POLL, self._page.cells
-        words = control.POSITION, control.WANTED, control.AHEAD
-        known = [cells[word] for word in words]
-        look = LOOK if self._pool and not steps else pause
-        control.rest(self._stop, pause, look, lambda: [cells[word] for word in words] != known)
+        pause = BUSY if steps and not self._pool else POLL
+        control.rest(self._wake, pause, LOOK if self._pool and not steps else pause, self._news)
+        self._wake.clear()
+
+    def _published(self) -> list[int]:
+        cells = self._page.cells
+        return [cells[word] for word in (control.POSITION, control.WANTED, control.AHEAD, control.OFFERED)]
+
+    def _news(self) -> bool:
+        """Whether the scheduler has published something since the thread last looked."""
+        return self._published() != self._known
 
     def _look(self) -> None:
         """What is done between steps."""
+        self._known = self._published()
         try:
             if self._page[control.POSITION] != self._page[control.RING_DONE + self._rank]:
                 with self._lock:
@@ -378,7 +384,7 @@ class WorkerMemory:
             self._between()
             self.publish()
         except Exception as error:
-            if not self._stop.is_set() and str(error) != self._failure:  # the next step does what was not done
+            if not self._stop and str(error) != self._failure:  # the next step does what was not done
                 self._failure = str(error)
                 logger.exception("vMem: the background thread failed and goes on")
 
@@ -423,7 +429,8 @@ class WorkerMemory:
 
     def close(self) -> None:
         """Give up all pages and stop the threads. The addresses go with the last view of the tensor."""
-        self._stop.set()
+        self._stop = True
+        self._wake.set()
         if self._blocks is not None:
             self._synchronize()
             with self._lock:

@@ -712,67 +712,70 @@ def test_a_pool_is_opened_by_its_name_for_each_gpu(monkeypatch, folder):
             open_pool(context)
 
 
+def looking(monkeypatch, *pages):
+    """What each engine sees of the others, at every call: (behind, full)."""
+    for interval in ("LOOK", "FIND"):
+        monkeypatch.setattr(lease, interval, 0)
+    near = [lease.Neighbours(page) for page in pages]
+
+    def look():
+        for each in near:
+            each.look()
+        return [(each.behind, each.full) for each in near]
+
+    return near, look
+
+
 def test_an_engine_yields_to_one_of_its_pool_with_a_higher_priority_that_lacks_memory(monkeypatch):
-    monkeypatch.setattr(lease, "LOOK", 0)
-    monkeypatch.setattr(lease, "FIND", 0)
     mine, other = engine(POOL=5), engine("def", POOL=5, PRIORITY=1)
-    neighbours = lease.Neighbours(mine)
+    near, look = looking(monkeypatch, mine, other)
 
-    def yields(seen=neighbours):
-        seen.look()
-        return seen.yields
+    def yields():
+        look()
+        return [each.yields for each in near]
 
-    assert not yields()  # it lacks nothing
-    other[control.WANTED] = 3
-    assert yields() and not yields(lease.Neighbours(other))
+    assert yields() == [False, False]  # it lacks nothing
+    other[control.HEAD], mine[control.HEAD] = 1000, lease.RUNS
+    assert yields() == [True, False]
     other[control.POOL] = 6
-    assert not yields()
+    assert yields() == [False, False]
     other[control.POOL], mine[control.PRIORITY] = 5, 1
-    assert not yields()
+    assert yields() == [False, False]
 
 
 def test_engines_of_other_gpus_are_no_neighbours(monkeypatch):
-    monkeypatch.setattr(lease, "LOOK", 0)
-    monkeypatch.setattr(lease, "FIND", 0)
     mine = engine(POOL=5, POOL_OF=50)
-    two = engine("def", POOL=5, PRIORITY=1, WANTED=3, RANKS_USED=2)
+    two = engine("def", POOL=5, PRIORITY=1, HEAD=1000, RANKS_USED=2)
     two[control.POOL_OF], two[control.POOL_OF + 1] = 51, 52
-    neighbours = lease.Neighbours(mine)
-
-    def yields():
-        neighbours.look()
-        return neighbours.yields
-
-    assert not yields()
+    (neighbours,), look = looking(monkeypatch, mine)
+    assert look() == [(False, False)] and neighbours.alone
     two[control.POOL_OF + 1] = 50
-    assert yields()
+    look()
+    assert neighbours.yields and not neighbours.alone
 
 
-def test_an_engine_keeps_to_its_share_while_another_lacks_some_of_its_own(monkeypatch):
-    monkeypatch.setattr(lease, "LOOK", 0)
-    monkeypatch.setattr(lease, "FIND", 0)
-    mine, other, idle = (
-        engine(POOL=5, POOL_BYTES=60 << 20),
-        engine("def", POOL=5, USED=20),
-        engine("ghi", POOL=5, CACHED=9),
-    )
-    neighbours = lease.Neighbours(mine)
-
-    def pressed():
-        neighbours.look()
-        return neighbours.pressed
-
-    assert not pressed() and neighbours.share == 30 << 20  # the idle one counts for nothing
-    other[control.WANTED] = 1
-    assert pressed()
-    other[control.CACHED] = 10
-    assert not pressed()  # it has its share
-    other[control.CACHED], mine[control.PRIORITY] = 0, 1
-    assert not pressed()  # it is less important
-    mine[control.PRIORITY], idle[control.WANTED] = 0, 1
-    assert pressed() and neighbours.share == 20 << 20
-    mine[control.MIN] = 50 << 20
-    assert pressed() and neighbours.share == 50 << 20
+def test_of_engines_that_lack_memory_one_comes_first(monkeypatch):
+    size = dict(POOL=5, POOL_BYTES=60 << 20, BLOCK_BYTES=1 << 20)
+    mine, other, idle = engine(**size), engine("def", **size), engine("ghi", **size, CACHED=9)
+    near, look = looking(monkeypatch, mine, other)
+    mine[control.USED] = other[control.USED] = 35  # the share is 30, and the idle one counts for nothing
+    assert look() == [(False, False)] * 2 and near[0].alone and near[1].alone
+    other[control.HEAD] = 1000
+    assert look() == [(True, False), (False, False)] and not near[0].alone
+    mine[control.HEAD] = 900  # its request came before
+    assert look() == [(False, False), (True, False)]
+    other[control.USED] = 29  # less than its share
+    assert look() == [(True, True), (False, False)]
+    mine[control.USED] = 20
+    assert look() == [(False, False), (True, False)]
+    mine[control.USED], mine[control.HEAD] = 35, lease.RUNS  # before any that begins
+    assert look() == [(False, False), (True, False)]
+    other[control.MIN] = 50 << 20  # it has less than that
+    assert look() == [(False, False)] * 2
+    other[control.CACHED], mine[control.HEAD] = 25, 900
+    assert look() == [(True, True), (False, False)]  # a minimum is a share
+    idle[control.STARVED], idle[control.HEAD], idle[control.PRIORITY] = 1, 2000, 1
+    assert look() == [(True, True)] * 2  # it may need all
 
 
 def test_an_engine_asks_ahead_for_what_others_have_beyond_what_they_keep_ready(monkeypatch):
@@ -794,44 +797,16 @@ def test_an_engine_asks_ahead_for_what_others_have_beyond_what_they_keep_ready(m
     assert surplus() == 0
 
 
-def test_of_starved_engines_the_one_whose_request_is_oldest_comes_first(monkeypatch):
-    monkeypatch.setattr(lease, "LOOK", 0)
-    monkeypatch.setattr(lease, "FIND", 0)
+def test_an_engine_that_gets_nothing_is_passed_over(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(lease.time, "monotonic", lambda: now[0])
-    mine, other = engine(POOL=5, POOL_BYTES=60 << 20), engine("def", POOL=5, USED=9, WANTED=3)
-    other[control.PID] = os.getppid()
-    other[control.STARTED] = int(control._started(str(os.getppid())))
-    neighbours = lease.Neighbours(mine)
-
-    def order():
-        neighbours.look()
-        return neighbours.first, neighbours.behind
-
-    assert order() == (False, False)
-    other[control.STARVED] = 1000
-    assert order() == (False, True)
-    mine[control.STARVED] = 900
-    assert order() == (True, False)
-    mine[control.STARVED] = 1100
-    assert order() == (False, True)
-    now[0] += lease.PATIENCE + 0.1  # it gets nothing, nor does this one
-    assert order() == (False, False)
-    mine[control.SPARE] = 1  # this one does
-    assert order() == (True, False)
+    mine, other = engine(POOL=5, HEAD=1100), engine("def", POOL=5, USED=9, HEAD=1000)
+    _, look = looking(monkeypatch, mine)
+    assert look() == [(True, False)]
+    now[0] += lease.PATIENCE + 0.1
+    assert look() == [(False, False)]
     now[0] += lease.AGAIN - lease.PATIENCE
-    assert order() == (False, True)
-    other[control.STARVED] = 0
-    now[0] += 1.2
-    assert order() == (True, False)
-
-
-def test_the_oldest_request_of_a_scheduler():
-    def request(arrived):
-        return types.SimpleNamespace(arrival_time=arrived)
-
-    def scheduler(running, waiting):
-        return types.SimpleNamespace(running=[request(a) for a in running], waiting=[request(a) for a in waiting])
-
-    assert lease.oldest(scheduler([], [])) == lease.oldest(scheduler([], [0.0])) == 1
-    assert lease.oldest(scheduler([7.5], [7.25, 1.0])) == 7250000
+    assert look() == [(True, False)]
+    now[0] += lease.PATIENCE
+    other[control.SPARE] = 1
+    assert look() == [(True, False)]  # it gets some

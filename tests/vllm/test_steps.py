@@ -358,38 +358,67 @@ def test_an_engine_grows_soon_after_what_held_it_above_a_limit_has_ended(engine)
     assert bytes_held(e) <= 8 << 20 and keeper.allowed() == 4 * 32
 
 
-def test_in_a_pool_an_engine_keeps_to_its_share(engine):
+def test_an_engine_that_another_comes_before_takes_no_more_memory(engine):
     e = engine()
     e.run(30)
-    e.page[control.POOL] = 1
-    blocks, most = e.scheduler.kv_cache_manager.block_pool, e.keeper.allowed()
-    circulating, free = e.keeper.circulating, blocks.get_num_free_blocks()
+    e.page[control.POOL], keeper, most = 1, e.keeper, e.keeper.allowed()
+    free = keeper.pool.get_num_free_blocks()
 
-    def offered(share, **more):
-        e.keeper.share = share
-        e.keeper.publish(**more)
+    def offered(**more):
+        keeper.publish(**more)
         return e.page[control.OFFERED]
 
-    assert offered(None) == free and offered(None, keeps=10) == free - 10
-    assert offered(circulating - 20, keeps=free) == 20 and offered(circulating + 1, keeps=free) == 0
-    e.keeper.soon = free - 5  # of running requests
-    assert offered(0, keeps=free) == 5 and offered(0, keeps=free, yields=True) == circulating
-    e.keeper.soon, e.keeper.share = 0, 20
-    assert e.keeper.allowed() == circulating + e.keeper.coming
-    e.keeper.share = most + 9
-    assert e.keeper.allowed() == most
-    e.every = lambda: setattr(e.keeper, "share", e.random.choice([None, 10, 60, 200]))
+    assert offered() == free and offered(keeps=10) == free - 10 and offered(keeps=free + 1) == 0
+    assert offered(keeps=free, yields=True) == keeper.circulating
+    keeper.behind = True
+    assert keeper.allowed() == keeper.circulating + keeper.coming < most
+    turns = [(False, False), (True, False), (True, True)]
+    e.every = lambda: vars(keeper).update(zip(("behind", "full"), e.random.choice(turns)))
     e.run(60)
     assert maps_in_steps(e) == 0
 
 
+def test_while_another_comes_first_an_engine_offers_what_its_first_request_cannot_use(engine):
+    from vllm.v1.request import RequestStatus
+
+    e = engine(kinds=("full",))
+    e.run(20)
+    e.page[control.POOL] = 1
+    memory, keeper, near = e.scheduler._vmem, e.keeper, e.scheduler._vmem._neighbours
+    keeper.leave(keeper.pool.get_num_free_blocks() - 10)
+    e.scheduler.add_request(e._request("long", [5] * 200, 5))  # 13 blocks
+    memory._publish()
+    assert e.page[control.HEAD] and not e.page[control.OFFERED]
+    near.behind = keeper.behind = True
+    memory._publish()
+    assert (e.page[control.OFFERED], e.page[control.WANTED]) == (10, 0)
+    e.scheduler.finish_requests(["long"], RequestStatus.FINISHED_ABORTED)
+    e.scheduler.add_request(e._request("short", [5] * 40, 5))
+    memory._publish()
+    assert not e.page[control.HEAD] and 0 < e.page[control.OFFERED] < 10  # it begins, and keeps what it takes
+    near.full = True
+    memory._publish()
+    assert e.page[control.OFFERED] == 10
+
+
+def test_an_engine_gives_no_more_than_it_offers(engine):
+    e = engine(kinds=("full",), pages=128 << 10)  # pages of two blocks
+    e.run(20)
+    e.page[control.POOL], keeper = 1, e.keeper
+    keeper.publish(keeps=keeper.pool.get_num_free_blocks() - 20)
+    circulating = keeper.circulating
+    e.workers[0].memory._board[control.SHRINK_TO] = e.page[control.NULL] + 8 * keeper.block_bytes
+    keeper.before()
+    assert keeper.circulating == circulating - 20
+
+
 def test_in_a_pool_what_is_kept_ready_takes_no_memory_of_others(engine):
     e = engine(blocks=1000, batch=4096)
-    e.page[control.POOL] = 1
-    e.keeper._room = lambda: 0
+    e.page[control.POOL], has = 1, 150
+    e.keeper._room = lambda: has - e.keeper.circulating
     e.run(12)
-    assert e.keeper.spare < 60 and maps_in_steps(e) == 0  # the requests' own
-    e.keeper._room = lambda: 200
+    assert 0 < e.keeper.circulating <= 150 and maps_in_steps(e) == 0
+    has = 350
     e.run(4)
     assert e.keeper.spare > 90
 
@@ -402,7 +431,7 @@ def in_pool(monkeypatch, name, **settings):
     return name
 
 
-def test_in_a_pool_no_step_waits_for_what_others_must_give_while_it_has_enough(engine, monkeypatch):
+def test_in_a_pool_no_step_waits_for_what_others_must_give_while_it_has_enough(engine):
     e = engine()
     e.run(20)
     e.page[control.POOL] = 1
@@ -410,28 +439,37 @@ def test_in_a_pool_no_step_waits_for_what_others_must_give_while_it_has_enough(e
     if e.keeper.spare:
         e.keeper.leave(e.keeper.spare)  # all that is left is cached
     assert e.keeper.spare == 0 and e.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > 100
-    monkeypatch.setattr(e.page, "answer", lambda order, rank: -1)  # the others do not give
     waited, held = e.page[control.WAITED], []
     e.every = lambda: held.append(bool(e.scheduler._vmem._tokens))
     e.answer(e.requests(2))
-    assert e.keeper.coming  # it has asked
     assert e.page[control.WAITED] == waited and not any(held) and maps_in_steps(e) == 0
 
 
-def test_after_a_refusal_blocks_are_ordered_when_the_pool_has_given_them(engine):
-    e = engine()
-    e.page[control.POOL], given = 1, 0
-    e.keeper._room = lambda: 100  # others may have asked for it
-    e.keeper._given = lambda: given
-    e.keeper._retry = time.monotonic() + 3600
-    e.keeper._want(5)
-    assert not e.keeper._order
-    given = 3
-    e.keeper._want(5)
-    assert len(e.keeper._order) == 3
-    given, e.keeper._order, e.keeper._most_order = 90, [], 1  # one by one, without what is given
-    e.keeper._want(80)
-    assert len(e.keeper._order) == 80
+def test_in_a_pool_nothing_is_ordered_that_it_does_not_have(engine):
+    e = engine(kinds=("full",))
+    e.run(20)
+    e.page[control.POOL], keeper, room = 1, e.keeper, 0
+    keeper._room = lambda: room
+    keeper.leave(keeper.pool.get_num_free_blocks())
+    e.scheduler.add_request(e.requests(1)[0])
+    for _ in range(3):
+        e.step()
+    assert e.page[control.WANTED] and not keeper.coming and not e.page[control.REFUSED]
+    room = 3
+    keeper.before(9)
+    assert len(keeper._order) == 3
+
+
+def test_a_refusal_of_the_pool_makes_later_orders_no_smaller(engine, monkeypatch):
+    e = engine(kinds=("full",))
+    e.page[control.POOL], keeper, room = 1, e.keeper, 40
+    keeper._room = lambda: room
+    monkeypatch.setattr(e.page, "answer", lambda order, rank: 1)
+    for room, most in ((0, keeper.total), (40, 20)):  # the pool has the memory, but the device has not
+        keeper._order = keeper._out.take(40, keeper.total)
+        keeper.take()
+        keeper._enter()
+        assert keeper._most_order == most
 
 
 def test_an_engine_whose_requests_lack_blocks_gives_none(engine):
