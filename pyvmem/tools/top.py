@@ -147,6 +147,7 @@ def _chosen(text: str, which: str) -> list[View]:
     found = [v for v in views if which.isdecimal() and v.pid == int(which)] or [v for v in views if v.name == which]
     if not found:
         what = f"process {which} has no KV cache" if which.isdecimal() else f"no KV cache has the name {which!r}"
+        what += ", and no engine of vLLM's is called so"
         raise ValueError(f"--limit {text}: {what}")
     pids = sorted({v.pid for v in found})
     if len(pids) > 1:
@@ -179,7 +180,10 @@ def limit(text: str) -> list[Wanted]:
     try:
         engines = [(e, p) for e, p in control.engines() if which in (str(e.pid), e.name, f"{e.name}-{e.rank}")]
         if engines:
-            return [(e, p, _bytes(wanted, e.blocks * e.block_bytes)) for e, p in engines]
+            sizes = [_bytes(wanted, e.blocks * e.block_bytes) for e, _ in engines]
+            if max(sizes) > control.NO_LIMIT:
+                raise ValueError(f"{wanted} must be at most {control.NO_LIMIT} bytes")
+            return [(e, p, size) for (e, p), size in zip(engines, sizes)]
     except ValueError as error:
         raise ValueError(f"--limit {text}: {error}") from None
     chosen = _chosen(text, which)

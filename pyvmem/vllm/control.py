@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pyvmem._checks import shown
 from pyvmem.kv.view import _started, view_folder
 from pyvmem.vllm import pools
 
@@ -334,14 +335,14 @@ def change(*pages: Page, **settings: int | bool | None) -> None:
     values = {}
     for name, value in settings.items():
         if name not in words:
-            raise ValueError(f"unknown setting {name}: the settings are {', '.join(words)}")
+            raise ValueError(f"unknown setting {name[:40]}: the settings are {', '.join(words)}")
         if name == "limit" and value is None:
             value = NO_LIMIT
         if (name == "lend") != isinstance(value, bool) or not isinstance(value, int):
             kind = "true or false" if name == "lend" else "a whole number"
-            raise TypeError(f"{name} {value!r} must be {kind}")
+            raise TypeError(f"{name} {shown(value)} must be {kind}")
         if not 0 <= value <= NO_LIMIT:
-            raise ValueError(f"{name} {value} must be 0 to {NO_LIMIT}")
+            raise ValueError(f"{name} {shown(value)} must be 0 to {NO_LIMIT}")
         values[name] = int(value)
     for page in pages:
         least, most = values.get("min", page[MIN]), values.get("max", page[MAX])

@@ -33,6 +33,7 @@ class WorkerDoor:
 
     _vmem_engine: str
     _vmem: Any = None
+    _vmem_step: Any = None  # vLLM's SchedulerOutput of a step that has not ended
 
     def _vmem_memory(self) -> Any:
         if self._vmem is None:
@@ -77,9 +78,23 @@ class WorkerDoor:
         memory = self._vmem
         if memory is None:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
+        self._vmem_end()  # of a step whose tokens were sampled elsewhere
         result = super().execute_model(memory.begin(scheduler_output))  # type: ignore[misc]
-        memory.end(scheduler_output)
+        self._vmem_step = scheduler_output
+        if result is not None:
+            self._vmem_end()
         return result
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """The second half of a step, if the first returned None: drafts are made here, and write rows."""
+        result = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        self._vmem_end()
+        return result
+
+    def _vmem_end(self) -> None:
+        if self._vmem_step is not None:
+            self._vmem.end(self._vmem_step)
+            self._vmem_step = None
 
     def execute_dummy_batch(self) -> None:
         if self._vmem is not None:

@@ -44,7 +44,7 @@ def _change(body: bytes) -> None:
                          "must include vmem")  # fmt: skip
     chosen = [page for engine, page in mine if rank is None or (type(rank) is int and engine.rank == rank)]
     if not chosen:
-        raise ValueError(f"rank {json.dumps(rank)} is not here: GET {PATH} lists the engines")
+        raise ValueError(f"rank {json.dumps(rank)[:40]} is not here: GET {PATH} lists the engines")
     control.change(*chosen, **asked)
 
 

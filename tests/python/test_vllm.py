@@ -157,6 +157,30 @@ def test_sleep_and_discard_give_up_the_kv_cache(behind_door):
                     ("discard", ("weights",)), ("discard", ("kv_cache",)), ("pages go",)]  # fmt: skip
 
 
+@pytest.mark.parametrize("sampled", ["in the same call", "by the worker", "elsewhere"])
+def test_a_step_ends_when_its_drafts_have_been_made(sampled):
+    told, own = [], "own" if sampled == "in the same call" else None
+
+    class Base:
+        def execute_model(self, step):
+            told.append(f"runs {step}")
+            return own
+
+        def sample_tokens(self, grammar):
+            told.append("samples")
+            return grammar
+
+    made = type("Worker", (doors.WorkerDoor, Base), {})()
+    made._vmem = types.SimpleNamespace(begin=lambda step: step, end=lambda step: told.append(f"ended {step}"))
+    assert made.execute_model(1) == own
+    if sampled == "by the worker":
+        assert made.sample_tokens("g") == "g"
+    assert made.execute_model(2) == own
+    then = {"in the same call": ["ended 1", "runs 2", "ended 2"], "by the worker": ["samples", "ended 1", "runs 2"],
+            "elsewhere": ["ended 1", "runs 2"]}  # fmt: skip
+    assert told == ["runs 1", *then[sampled]]
+
+
 def test_a_worker_without_memory_for_its_blocks_does_not_wake_by_half(behind_door):
     made, told = behind_door
     made._vmem.wake = lambda: (_ for _ in ()).throw(MemoryError("none"))
@@ -316,6 +340,10 @@ def test_top_shows_engines_and_sets_their_limits():
     assert page[control.LIMIT] == other[control.LIMIT] == 4 << 20
     with pytest.raises(ValueError, match="120% is not between 0 and 100 %"):
         run_top("--once", "--limit", "abc=120%")
+    with pytest.raises(ValueError, match="--limit abc=99999999T: 99999999T must be at most 4611686018427387903 bytes"):
+        run_top("--once", "--limit", "abc=99999999T")
+    with pytest.raises(ValueError, match="no KV cache has the name 'xyz', and no engine of vLLM's is called so"):
+        run_top("--once", "--limit", "xyz=1G")
 
 
 # ---- steps of a worker ----------------------------------------------------------------------------------------------
@@ -613,13 +641,16 @@ def test_limits_over_http():
         (b'{"limit": 5, "priority": 1}', "priority 1 needs a pool"),
         (b'{"rank": 7, "limit": 5}', "rank 7 is not here"),
         (b'{"rank": false, "limit": 5}', "rank false is not here"),
+        (b'{"limit": 1%s}' % (b"0" * 900), "must be 0 to"),
+        (b'{"rank": 1%s}' % (b"0" * 900), "is not here"),
+        (b'{"%s": 1}' % (b"a" * 900), "unknown setting aaa"),
         (b" " * (1 << 17), "may have 65536 bytes"),
     ],
 )
 def test_wrong_settings_over_http_change_nothing(body, says):
     page = engine()
     status, told = ask("POST", body)
-    assert status == 400 and says in told["error"]
+    assert status == 400 and says in told["error"] and len(told["error"]) < 200
     assert page[control.LIMIT] == control.NO_LIMIT and page[control.MIN] == page[control.MAX] == 0
     assert ask("DELETE")[0] == 405
 

@@ -228,6 +228,31 @@ def converse(folder, limits=(), sessions=5, inputs=4, out=8):
     return told
 
 
+def lend_while_drafts_are_made(folder, options):
+    """Serve all prompts. Twice, everything is lent after a step's model has run, and before its drafts are made."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from pyvmem.vllm import control
+
+    real, steps = GPUModelRunner.propose_draft_token_ids, []
+
+    def propose(self, *args, **kwargs):
+        steps.append(len(steps))
+        if steps[-1] in (4, 12):
+            page, end = own_page()[1], time.monotonic() + 60
+            page[control.LEND] = 1
+            while not page[control.LENT] and time.monotonic() < end:
+                time.sleep(0.01)
+            end = time.monotonic() + 0.3  # in which the worker must not give up what drafts use
+            while page[control.RING_DONE] < page[control.POSITION] and time.monotonic() < end:
+                time.sleep(0.01)
+            page[control.LEND] = 0
+        return real(self, *args, **kwargs)
+
+    GPUModelRunner.propose_draft_token_ids = propose
+    return dict(serve(folder, options, turns=1), drafted=len(steps))
+
+
 def idle_state(llm, page):
     """What the engine holds when it is idle, and after its prefix cache was reset."""
     import dataclasses

@@ -97,6 +97,14 @@ def test_tokens_are_vllms_while_limits_move(model, case):
     check_idle(on)
 
 
+def test_what_drafts_use_stays_until_they_are_made(model):
+    folder, chosen = chosen_of(model, CASES["eagle"])
+    own = engines.in_child(engines.serve, folder, vmem=False, turns=1, **chosen)
+    on = engines.in_child(engines.lend_while_drafts_are_made, folder, vmem=True, **chosen)
+    assert on["drafted"] > 13 and on["tokens"] == own["tokens"]
+    check_idle(on)
+
+
 def test_streaming_sessions_have_vllms_tokens_while_limits_move(model):
     own = engines.in_child(engines.converse, model("llama"), vmem=False)
     on = engines.in_child(engines.converse, model("llama"), vmem=True, limits=(1, 2, 4, 20))
