@@ -84,7 +84,7 @@ class SchedulerMemory:
         control.claim(page)
         self._neighbours = lease.Neighbours(page)
         self._came = -COMING  # when a request last began
-        self._short = False  # whether requests wait for other engines' memory, and none runs
+        self._short = False  # whether requests wait for other engines, and none runs
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         columns = (page.cells[word : word + ranks].tolist() for word in (control.OWN_BLOCK, control.NULL))
         own, null = map(max, columns)  # of the worker that has the largest blocks, if they are there
@@ -220,7 +220,7 @@ class SchedulerMemory:
             ahead = max(min(self._ahead(surplus), most), 0) if surplus else 0
         page[control.HEAD], page[control.AHEAD] = head, ahead
         page[control.STARVED] = head > 0 and len(running) <= 1
-        self._short = head > 0 and not running
+        self._short = not running and (head > 0 or near.full)
         keeper.publish(wanted, near.yields, soon)
 
     def _lacking(self, wait: list[Any]) -> int:

@@ -358,7 +358,7 @@ class WorkerMemory:
             self._look()
 
     def _rest(self, steps: bool) -> None:
-        """Wait until it is time to look again. In a pool, that is when the scheduler has given blocks up or wants some.
+        """Wait until it is time to look again. In a pool, that is when the scheduler gives up, wants or offers some.
 
         steps: whether steps run, which look themselves.
         """
