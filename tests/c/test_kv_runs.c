@@ -70,21 +70,26 @@ static int hold(uint32_t slot, uint32_t first, const struct hash *hashes, size_t
 }
 
 // 32 rows to a page.
-static void make(uint64_t pages, uint32_t flags)
+static void create(uint64_t pages, uint32_t flags, const struct vmem_kv_tensor *tensors, uint32_t n)
 {
-    const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 32}};
     const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_CHECK,
+                                       .flags = VMEM_KV_CHECK | flags,
                                        .tensors = tensors,
-                                       .n_tensors = COUNT(tensors),
+                                       .n_tensors = n,
                                        .slots = SLOTS,
                                        .max_tokens = 400,
                                        .page_size = test_page,
                                        .budget = pages * test_page};
     OK(vmem_kv_create(ctx, &cfg, &kv));
-    n_table = 0;
-    share_flags = flags;
+    n_table = share_flags = 0;
     share_priority = VMEM_KV_RUN_PRIORITY;
+}
+
+static void make(uint64_t pages, uint32_t flags)
+{
+    const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 32}};
+    create(pages, 0, tensors, COUNT(tensors));
+    share_flags = flags;
 }
 
 static struct vmem_kv_stats stats(void)
@@ -101,13 +106,18 @@ static uint32_t peek(unsigned which)
     return tokens;
 }
 
+static void step_to(uint32_t slot, uint32_t tokens)
+{
+    int32_t lengths[SLOTS] = {0};
+    lengths[slot] = (int32_t)tokens;
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
+}
+
 static uint32_t start(uint32_t tokens)
 {
     uint32_t slot;
-    int32_t lengths[SLOTS] = {0};
     OK(k_alloc(kv, tokens, &slot));
-    lengths[slot] = (int32_t)tokens;
-    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
+    step_to(slot, tokens);
     return slot;
 }
 
@@ -248,18 +258,7 @@ static void test_priorities(void)
 // One tensor with a window of two pages, and a background thread.
 static void make_windowed(void)
 {
-    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_CHECK | VMEM_KV_OVERLAP,
-                                       .tensors = &tensor,
-                                       .n_tensors = 1,
-                                       .slots = SLOTS,
-                                       .max_tokens = 400,
-                                       .page_size = test_page,
-                                       .budget = 40 * test_page};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
-    n_table = share_flags = 0;
-    share_priority = VMEM_KV_RUN_PRIORITY;
+    create(40, VMEM_KV_OVERLAP, &(struct vmem_kv_tensor){.row_bytes = test_page / 32, .window = 64}, 1);
 }
 
 // What is shared of a windowed tensor does not depend on whether somebody has already cut the rows that its window has
@@ -366,13 +365,6 @@ static void test_misuse(void)
     vmem_kv_destroy(kv, 0);
 }
 
-static void step_to(uint32_t slot, uint32_t tokens)
-{
-    int32_t lengths[SLOTS] = {0};
-    lengths[slot] = (int32_t)tokens;
-    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
-}
-
 // The slot's request grows to `tokens` rows, and shares those from `first` on as a run. *run: one of these rows that may
 // still be there; becomes the request's.
 static void share_rest(uint32_t slot, uint32_t tokens, uint32_t first, uint64_t *run)
@@ -388,19 +380,10 @@ static void share_rest(uint32_t slot, uint32_t tokens, uint32_t first, uint64_t 
 // first page; the run of the page behind it may have been evicted by then.
 static uint32_t fourth_slot(bool evicted)
 {
-    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_CHECK | VMEM_KV_SAME_SLOTS | VMEM_KV_DEFER,
-                                       .tensors = &tensor,
-                                       .n_tensors = 1,
-                                       .slots = SLOTS,
-                                       .max_tokens = 400,
-                                       .page_size = test_page,
-                                       .budget = 40 * test_page};
     struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT};
     uint64_t front = 0, behind = 0;
     uint32_t slot, tokens;
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    create(40, VMEM_KV_SAME_SLOTS | VMEM_KV_DEFER, &(struct vmem_kv_tensor){.row_bytes = test_page / 32}, 1);
     OK(vmem_kv_alloc(kv, &o, &slot));
     share_rest(slot, 32, 0, &front);
     share_rest(slot, 64, 32, &behind);

@@ -810,14 +810,12 @@ def test_of_engines_that_lack_memory_one_comes_first(monkeypatch):
 
 
 def test_an_engine_asks_ahead_for_what_others_have_beyond_what_they_keep_ready(monkeypatch):
-    monkeypatch.setattr(lease, "LOOK", 0)
-    monkeypatch.setattr(lease, "FIND", 0)
     mine, other = engine(POOL=5), engine("def", POOL=5, BLOCK_BYTES=1 << 20, LOW=10, ALLOWED=400, OFFERED=15)
     third = engine("ghi", POOL=5, BLOCK_BYTES=2 << 20, LOW=10, ALLOWED=80, OFFERED=15)
-    neighbours = lease.Neighbours(mine)
+    (neighbours,), look = looking(monkeypatch, mine)
 
     def surplus():
-        neighbours.look()
+        look()
         return neighbours.surplus >> 20
 
     assert lease.ready(10, 400) == 20 and lease.ready(10, 80) == 10

@@ -91,14 +91,18 @@ def requests_of(n):
     return [{"prompt_token_ids": p} for p in prompts]
 
 
+def load_format(name):
+    """Where the weights of a class come from: from its folder, or made up."""
+    return "auto" if "initializer_range" in CLASSES[name] else "dummy"
+
+
 def engine(name, folder, device_memory, requests):
     """In a process of its own: serve the requests; prints one line of JSON."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
     begin = time.perf_counter()
-    weights = "auto" if "initializer_range" in CLASSES[name] else "dummy"
-    llm = LLM(folder, load_format=weights, skip_tokenizer_init=True, max_model_len=4096, seed=0,
+    llm = LLM(folder, load_format=load_format(name), skip_tokenizer_init=True, max_model_len=4096, seed=0,
               gpu_memory_utilization=0.1, kv_cache_memory_bytes=device_memory, max_num_seqs=64,
               enforce_eager=not name.endswith("graphs"), enable_prefix_caching=True,
               max_num_batched_tokens=2048, **OPTIONS.get(name, {}))  # fmt: skip
@@ -158,12 +162,18 @@ def on_vmem(llm, serve, tokens):
                 all_mib=found.blocks * found.block_bytes >> 20)  # fmt: skip
 
 
-def start(name, vmem, folder, plugin, seconds, device_memory, requests, log, layout):
+def environment_of(vmem, plugin, layout):
+    """Of an engine with or without vMem. plugin: the folder of pyvmem's entry point, if it needs one."""
     environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
                        DO_NOT_TRACK="1", VLLM_USE_FLASHINFER_SAMPLER="0", VMEM_VLLM_LAYOUT=layout)  # fmt: skip
     root = str(Path(__file__).resolve().parents[2])
     paths = [*([str(plugin)] if plugin else []), root, *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment
+
+
+def start(name, vmem, folder, plugin, seconds, device_memory, requests, log, layout):
+    environment = environment_of(vmem, plugin, layout)
     command = ["timeout", "-k", "5", str(seconds), sys.executable, __file__, "--engine", name, str(folder),
                str(device_memory), str(requests)]  # fmt: skip
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -186,7 +196,7 @@ def write_model(name, folder):
                   eos_token_id=2)  # fmt: skip
     config.setdefault("hidden_act", "silu")
     Path(folder, "config.json").write_text(json.dumps(config))
-    if "initializer_range" in config:
+    if load_format(name) == "auto":
         write_weights(config, folder)
 
 

@@ -28,7 +28,6 @@ from pathlib import Path
 import gpu
 from entry_point import needed, write
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300  # for a server to start, and for an answer
 
 
@@ -38,24 +37,23 @@ def ask(url, body=None):
         return json.loads(answer.read() or b"null")
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Server:
     """`vllm serve` with or without vMem, in a session of its own."""
 
     def __init__(self, folder, vmem, args, plugin, log):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url, self._begin = f"http://127.0.0.1:{port}", time.monotonic()
-        paths = [*([str(plugin)] if plugin else []), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", VMEM_VLLM_LAYOUT=args.layout,
-                           PYTHONPATH=os.pathsep.join(filter(None, paths)), HF_HUB_OFFLINE="1",
-                           VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0",
-                           VLLM_SERVER_DEV_MODE="1")  # fmt: skip
-        weights = "auto" if "initializer_range" in gpu.CLASSES[args.model] else "dummy"
-        options = dict(host="127.0.0.1", port=port, served_model_name="model", load_format=weights, max_model_len=4096,
-                       max_num_seqs=64, max_num_batched_tokens=2048, seed=0, kv_cache_memory_bytes=args.kv_mib << 20,
-                       gpu_memory_utilization=0.1, data_parallel_size=args.data_parallel,
-                       tensor_parallel_size=args.tensor_parallel)  # fmt: skip
+        environment = dict(gpu.environment_of(vmem, plugin, args.layout), VLLM_SERVER_DEV_MODE="1")
+        options = dict(host="127.0.0.1", port=port, served_model_name="model", load_format=gpu.load_format(args.model),
+                       max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=2048, seed=0,
+                       kv_cache_memory_bytes=args.kv_mib << 20, gpu_memory_utilization=0.1,
+                       data_parallel_size=args.data_parallel, tensor_parallel_size=args.tensor_parallel)  # fmt: skip
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--skip-tokenizer-init",
                    "--enable-prefix-caching", *(["--enable-expert-parallel"] if args.expert_parallel else []),
                    *(["--middleware", "pyvmem.vllm.http.Limits"] if vmem else []),
@@ -72,7 +70,7 @@ class Server:
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
                 ask(f"{self.url}/health")
                 return time.monotonic() - self._begin
-            time.sleep(0.5)
+            time.sleep(0.5)  # it loads the model; nothing else tells when it listens
         raise RuntimeError("a server did not start in time; its output is in the log")
 
     def serve(self, prompts, at_once):
@@ -125,7 +123,7 @@ def compare(args, folder, plugin, log):
         found = [[server.serve(prompts, args.at_once) for _ in (0, 1)] for server in servers]
         moved, _ = servers[1].serve_while_limits_move(prompts, args.at_once)
         ask(f"{servers[1].url}/reset_prefix_cache", {})
-        time.sleep(1.5)
+        time.sleep(1.5)  # the line tells what idle engines still hold then
         engines = servers[1].engines()
     finally:
         for server in servers:

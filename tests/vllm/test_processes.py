@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import urllib.request
 import engines
 import models
 import pytest
+from serve import ask, free_port
 
 SECONDS = 400  # for an engine to start and to answer
 
@@ -85,12 +85,6 @@ def test_a_spawned_engine_core_gives_vllms_tokens_while_limits_move(printed, mod
     assert not left(told["core"])
 
 
-def post(url, body):
-    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
-        return json.load(answer)
-
-
 def get(url):
     with urllib.request.urlopen(url, timeout=60) as answer:
         return answer.read().decode()
@@ -99,9 +93,7 @@ def get(url):
 @pytest.fixture
 def server(start, model):
     """`vllm serve` on vMem: its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = start(
         "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
         "--served-model-name", "tiny", "--max-model-len", str(engines.MOST), "--max-num-seqs", "8", "--enforce-eager",
@@ -129,13 +121,13 @@ def test_vllm_serve_gives_vllms_tokens_over_http(server, own):
     asked = dict(model="tiny", prompt=prompts, max_tokens=24, temperature=0, ignore_eos=True, return_token_ids=True)
 
     def serve():
-        answers = post(f"{server}/v1/completions", asked)["choices"]
+        answers = ask(f"{server}/v1/completions", asked)["choices"]
         return [a["token_ids"] for a in sorted(answers, key=lambda a: a["index"])]
 
     assert serve() == own
     found, page = max(control.engines(), key=lambda e: e[1][control.STARTED])
     assert found.steps > 0 and found.resident > 0
-    told = post(f"{server}/vmem/limit", dict(limit=2 * found.least))["engines"]
+    told = ask(f"{server}/vmem/limit", dict(limit=2 * found.least))["engines"]
     assert [(e["name"], e["limit"]) for e in told] == [(found.name, 2 * found.least)]
     assert serve() == own
     now = control.Engine.of("", 0, page)

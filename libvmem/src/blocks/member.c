@@ -8,8 +8,6 @@
 
 #define LAPSE_NS 100000000 // after the pool last asked for pages
 
-static uint64_t less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
-
 // ---- what the pool's thread calls -------------------------------------------------------------------------------
 
 static void lock(void *blocks) { pthread_mutex_lock(&((vmem_blocks *)blocks)->lock); }
@@ -18,7 +16,7 @@ static void unlock(void *blocks) { pthread_mutex_unlock(&((vmem_blocks *)blocks)
 static void state(void *blocks, struct vmem__lend_state *out)
 {
     vmem_blocks *b = blocks;
-    const uint64_t beyond = less(b->held, b->keeps); // what has left since is not given twice
+    const uint64_t beyond = pool_less(b->held, b->keeps); // what has left since is not given twice
     b->reported = b->held;
     *out = (struct vmem__lend_state){
         .budget = b->budget,
@@ -61,7 +59,7 @@ static void evict(void *blocks, uint64_t pages)
     vmem_blocks *b = blocks;
     pthread_mutex_lock(&b->lock);
     // Blocks may have left since the pool decided by what was reported: it does not want as many of what remains.
-    const uint64_t to = less(b->reported, pages);
+    const uint64_t to = pool_less(b->reported, pages);
     b->shrink_to = to ? to : 1;
     b->shrink_until = vmem__now() + LAPSE_NS;
     vmem__blocks_show(b);
@@ -144,7 +142,7 @@ int vmem_blocks_ask(vmem_blocks *b, uint64_t bytes, uint64_t *missing)
     uint32_t why;
     if (want > b->budget)
         vmem__blocks_claim(b, want - b->budget, want - b->budget);
-    const uint64_t lacks = less(want, b->budget);
+    const uint64_t lacks = pool_less(want, b->budget);
     if (!lacks)
         vmem__pool_unask(b->member);
     else if (!vmem__pool_ask(b->member, b->held, lacks, &why))
@@ -164,7 +162,7 @@ int vmem_blocks_offer(vmem_blocks *b, uint64_t bytes)
         return no_member(b);
     const uint64_t before = b->offer;
     b->offer = bytes >> b->page_shift;
-    b->keeps = less(b->held, b->offer);
+    b->keeps = pool_less(b->held, b->offer);
     if (b->shrink_to != UINT64_MAX && (!b->offer || vmem__now() > b->shrink_until)) {
         b->shrink_to = UINT64_MAX;
         vmem__blocks_show(b);

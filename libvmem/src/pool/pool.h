@@ -133,7 +133,8 @@ void vmem__pool_keep_to_max(struct vmem__member *m);
 
 // ---- ask.c
 
-// With the member's lock held, and not the pool's: forgets the requests that wait when the member uses the pages for them, or nobody has asked for them for some time.
+// With the member's lock held, and not the pool's: forgets the requests that wait when the member uses the pages for
+// them, or nobody has asked for them for some time.
 void vmem__pool_look_ahead(struct vmem__member *m, uint64_t used);
 // With no lock held: takes some device memory for requests that wait. True: another round is due at once.
 bool vmem__pool_prepare(struct vmem__member *m);
