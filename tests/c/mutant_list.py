@@ -25,9 +25,13 @@ MUTANTS = [
     Mutant(*fields)
     for fields in [
         # the ends of reservations, leaves and arenas
-        ("map runs past the end", _M, "addr > last ||", "addr == last + size ||", "test_map"),
-        ("map runs past the end, in the model", _M, "addr > last ||", "addr == last + size ||", "test_model"),
-        ("map runs over the leaf's end", _M, "entry == entries_end ||", "", "test_map"),
+        ("map runs past the end", _M, "ops[0].addr, s->b.addr + s->b.length)", "ops[0].addr, UINT64_MAX)", "test_map"),
+        ("map runs past the end, in the model", _M, "ops[0].addr, s->b.addr + s->b.length)", "ops[0].addr, UINT64_MAX)",
+         "test_model"),
+        ("map runs over the leaf's end", _M, "leaf_end(s, ops[0].addr, s->b.addr + s->b.length);",
+         "s->b.addr + s->b.length;", "test_map"),
+        ("a run of large pages looks at their first granules", _M, "!all_empty(entry + i * granules, granules))",
+         "entry[i * granules])", "test_model"),
         ("map of one page past the end", _M, "if (VMEM__UNLIKELY(!s || size > s->b.addr + s->b.length - addr))",
          "if (VMEM__UNLIKELY(!s))", "test_map"),
         ("unmap past the end", _R, "if (!s || length > s->b.addr + s->b.length - addr)", "if (!s)", "test_unmap"),
@@ -108,8 +112,8 @@ MUTANTS = [
         ("a commit builds on another's pages", _C, "|| (p->opid && p->opid != c->b.opid))", ")", "test_commit test_busy"),
         ("a commit's reservation may go", _C, "vmem__reservation_find(c->b.ctx, range->addr)->inflight++;",
          "vmem__reservation_find(c->b.ctx, range->addr)->inflight += !range->length;", "test_commit"),
-        ("a commit of large pages looks at its first granule", _C, "u < granules; u++)\n            any |= entry[u];",
-         "u < 1; u++)\n            any |= entry[u];", "test_commit"),
+        ("a commit of large pages looks at its first granule", _C, "!all_empty(entry, granules)", "!all_empty(entry, 1)",
+         "test_commit"),
         ("a commit of small parts of pages", _C, "if (u || p->granules < granules)", "if (u)", "test_commit"),
         ("a commit takes what is to go for backed", _C, "if (p->doomed || p->opid || p->granules < c->page", "if (p->granules < c->page",
          "test_busy test_commit test_failures"),

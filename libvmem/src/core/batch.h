@@ -72,6 +72,14 @@ static inline int batch_add(struct batch *b, struct vmem__reservation_rec *s, ui
                                });
 }
 
+static inline bool all_empty(const uint64_t *entry, uint32_t granules)
+{
+    uint64_t any = entry[0];
+    for (uint32_t u = 1; u < granules; u++)
+        any |= entry[u];
+    return !any;
+}
+
 // Marks empty entries, where the batch is going to map.
 static inline void mark_empty(struct batch *b, struct vmem__leaf *leaf, uint64_t *entry, uint32_t granules)
 {

@@ -166,10 +166,8 @@ static inline int mark_leaf(struct commit *c, struct vmem__reservation_rec *s, u
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
     const uint64_t first = *addr;
     for (uint64_t *entry = vmem__entry_in(s, leaf, first); *addr < end; *addr += c->page_size, entry += granules) {
-        uint64_t any = 0;
-        for (uint32_t u = 0; u < granules; u++)
-            any |= entry[u];
-        if (!last || last->hole == (any != 0)) {
+        const bool any = !all_empty(entry, granules);
+        if (!last || last->hole == any) {
             rc = make_room(c);
             last = &c->stretches[c->n_stretches];
         }

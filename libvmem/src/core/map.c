@@ -73,29 +73,21 @@ static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_
                            struct vmem__leaf *leaf, uint64_t *entry, struct vmem__arena_rec *a, struct vmem__page *p)
 {
     const uint32_t granules = p->granules;
-    const uint64_t size = granules * GRANULE, last = s->b.addr + s->b.length - size; // the last place for a page
-    const uint64_t *const entries_end = leaf->entries + LEAF_ENTRIES;
-    const struct vmem__page *const arena_end = a->pages + a->granules;
+    const uint64_t size = granules * GRANULE, end = leaf_end(s, ops[0].addr, s->b.addr + s->b.length);
+    const uint64_t places = (end - ops[0].addr) / GRANULE, pages = a->granules - (uint64_t)(p - a->pages);
+    const size_t most = (places < pages ? places : pages) >> __builtin_ctz(granules);
     uint64_t addr = ops[0].addr, frame = vmem__page_frame(a, p);
     size_t i = 1;
-    for (; i < n; i++) {
+    for (; i < n && i < most; i++) {
         addr += size;
         frame += granules;
-        entry += granules;
         p += granules;
-        if (ops[i].addr != addr || entry == entries_end || addr > last || p == arena_end)
+        if (ops[i].addr != addr || ops[i].page != vmem__handle(b->ctx, p, frame) || p->state != GRANULE_PAGE ||
+            p->granules != granules || p->opid || !all_empty(entry + i * granules, granules))
             break;
-        if (p->state != GRANULE_PAGE || p->granules != granules || p->opid ||
-            ops[i].page != vmem__handle(b->ctx, p, frame))
-            break;
-        uint64_t any = 0;
-        for (uint32_t u = 0; u < granules; u++)
-            any |= entry[u];
-        if (any)
-            break;
-        mark_empty(b, leaf, entry, granules);
         p->opid = b->opid;
     }
+    mark_empty(b, leaf, entry + granules, (uint32_t)(i - 1) * granules);
     b->runs[b->n - 1].length += (i - 1) * size;
     return i - 1;
 }
@@ -130,9 +122,7 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
     if (VMEM__UNLIKELY(!leaf) && !(leaf = vmem__leaf_new(ctx, s, addr)))
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
     uint64_t *entry = vmem__entry_in(s, leaf, addr);
-    uint64_t any = 0;
-    for (uint32_t u = 0; u < granules; u++)
-        any |= entry[u];
+    const bool any = !all_empty(entry, granules);
     int rc = any ? check_entries(b, entry, granules, addr) : 0;
     if (!rc)
         rc = any ? add_replacing(b, s, addr, a, offset, entry, granules, i)
@@ -193,8 +183,8 @@ void vmem__commit_run(vmem_context *ctx, const struct vmem__run *run)
     struct vmem__arena_rec *a = (struct vmem__arena_rec *)run->arena;
     struct vmem__page *p = &a->pages[run->offset >> GRANULE_SHIFT];
     uint64_t frame = vmem__page_frame(a, p);
-    const uint64_t end = run->addr + run->length;
-    const uint32_t granules = (uint32_t)(run->page_size >> GRANULE_SHIFT);
+    const uint64_t end = run->addr + run->length, size = run->page_size;
+    const uint32_t granules = (uint32_t)(size >> GRANULE_SHIFT);
 
     if (run->old_arena)
         unlink_old(ctx, run);
@@ -206,7 +196,7 @@ void vmem__commit_run(vmem_context *ctx, const struct vmem__run *run)
             *entry++ = ++frame;
         // Pages start at multiples of the run's page size. The other granules' records stay untouched, because those of
         // a batch of 2 MiB pages would fill a cache.
-        for (; addr < stop; addr += run->page_size, p += granules) {
+        for (; addr < stop; addr += size, p += granules) {
             if (p->state == GRANULE_PAGE) {
                 p->opid = 0;
                 link_page(ctx, addr, p);

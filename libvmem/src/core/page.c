@@ -25,11 +25,11 @@ int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
 void vmem__make_pages(const vmem_context *ctx, const struct vmem__piece *piece, uint32_t granules, uint32_t flags,
                       vmem_page *out)
 {
-    struct vmem__arena_rec *a = piece->arena;
-    for (uint32_t u = piece->first; u < piece->first + piece->granules; u += granules) {
-        struct vmem__page *p = &a->pages[u];
+    struct vmem__page *p = &piece->arena->pages[piece->first], *const end = p + piece->granules;
+    uint64_t frame = piece->arena->base + piece->first;
+    for (; p < end; p += granules, frame += granules) {
         // Read `generation` first: loading the word after a narrow store stalls store forwarding.
-        *out++ = vmem__handle(ctx, p, a->base + u);
+        *out++ = vmem__handle(ctx, p, frame);
         p->mapping = 0;
         p->mappings = 0;
         p->opid = 0;
