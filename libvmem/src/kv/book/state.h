@@ -138,11 +138,11 @@ struct kv_refs {
     uint64_t evictable;  // of these, by runs that can be evicted
 };
 
-// Parts of spans to back, and the lists for that.
+// Parts of spans to back, and the lists for that. The pages of a part are created and mapped alike.
 struct kv_part {
     uint32_t slot, group, from, to;
     bool joins;              // the page before also belongs to the slot
-    uint32_t coarse_hi;      // 2 MiB entries may map the blocks that end up to here
+    bool coarse;             // whole blocks, which 2 MiB entries may map
     const vmem_page *others; // pages that exist, of the first tensor; NULL: they are to be created
     uint32_t stride;         // of these, from one tensor to the next
 };

@@ -11,27 +11,37 @@
 // three.
 #define COARSE_BLOCKS 3
 
+static int room_for_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
+{
+    int rc = kv->flags & VMEM_KV_CHECK ? vmem__kv_check_rule(kv, slot, group, from, to) : 0;
+    return rc ? rc : vmem__kv_room_for(&l->parts, &l->cap_parts, l->n_parts + 3, sizeof(*l->parts));
+}
+
+// There is room.
+static void add(struct kv_grow *l, struct kv_part part)
+{
+    if (part.from < part.to)
+        l->parts[l->n_parts++] = part;
+}
+
+// Whole blocks form one aligned part. The rest of a partly backed block is placed next to the pages that the block has.
 int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
                       uint32_t coarse_hi)
 {
     const struct kv_group *g = &kv->groups[group];
+    const struct kv_span *s = kv_span(kv, slot, group);
     if (from >= to)
         return 0;
-    int rc = kv->flags & VMEM_KV_CHECK ? vmem__kv_check_rule(kv, slot, group, from, to) : 0;
-    if (!rc)
-        rc = vmem__kv_room_for(&l->parts, &l->cap_parts, l->n_parts + 1, sizeof(*l->parts));
+    int rc = room_for_parts(kv, l, slot, group, from, to);
     if (rc)
         return rc;
-    uint32_t b = kv->block, first = (from + b - 1) / b * b, last = KV_MIN(to, coarse_hi) / b * b;
-    bool coarse = kv->whole ? last >= from + 2 : b > 1 && last >= first + COARSE_BLOCKS * b;
-    coarse = coarse && !g->window;
-    l->parts[l->n_parts++] =
-        (struct kv_part){.slot = slot,
-                         .group = group,
-                         .from = from,
-                         .to = to,
-                         .coarse_hi = coarse ? last : 0,
-                         .joins = from > kv_span(kv, slot, group)->lo && from == kv_span(kv, slot, group)->hi};
+    const uint32_t b = kv->block, head = KV_MIN((from + b - 1) / b * b, to), last = KV_MIN(to, coarse_hi) / b * b;
+    const bool pays = kv->whole ? last >= head + 2 : b > 1 && last >= head + COARSE_BLOCKS * b;
+    const uint32_t tail = pays && !g->window ? last : head;
+    const bool joins = from > s->lo && from == s->hi;
+    add(l, (struct kv_part){.slot = slot, .group = group, .from = from, .to = head, .joins = joins});
+    add(l, (struct kv_part){.slot = slot, .group = group, .from = head, .to = tail, .coarse = true});
+    add(l, (struct kv_part){.slot = slot, .group = group, .from = tail, .to = to});
     l->total += (uint64_t)(to - from) * g->n;
     return 0;
 }
@@ -57,13 +67,11 @@ int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t 
         last->to++;
         return 0;
     }
-    int rc = vmem__kv_grow_add(kv, l, slot, group, row, row + 1, 0);
-    if (rc)
-        return rc;
-    l->total -= n;
-    l->parts[l->n_parts - 1].others = pages;
-    l->parts[l->n_parts - 1].stride = stride;
-    return 0;
+    int rc = room_for_parts(kv, l, slot, group, row, row + 1);
+    if (!rc)
+        add(l, (struct kv_part){
+                   .slot = slot, .group = group, .from = row, .to = row + 1, .others = pages, .stride = stride});
+    return rc;
 }
 
 void vmem__kv_grow_reset(struct kv_grow *l)
@@ -87,26 +95,6 @@ void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l)
     l->n_pages = 0;
 }
 
-// A part is divided into pieces, and the pages of a piece are created and mapped alike. Whole blocks form one aligned
-// piece. The rest of a partly backed block is placed next to the pages that the block has.
-struct piece {
-    uint32_t from, to;
-    bool coarse, joins;
-};
-
-static uint32_t divide(const vmem_kv *kv, const struct kv_part *p, struct piece out[3])
-{
-    const uint32_t b = kv->block, head = KV_MIN((p->from + b - 1) / b * b, p->to), coarse = KV_MAX(head, p->coarse_hi);
-    uint32_t n = 0;
-    if (p->from < head)
-        out[n++] = (struct piece){p->from, head, false, p->joins};
-    if (head < coarse)
-        out[n++] = (struct piece){head, coarse, true, false};
-    if (coarse < p->to)
-        out[n++] = (struct piece){coarse, p->to, false, false};
-    return n;
-}
-
 // The length of the next stretch of pages that go together: the largest power of two that n pages allow.
 static uint32_t next_whole(const vmem_kv *kv, uint32_t n)
 {
@@ -124,14 +112,14 @@ static uint64_t list_whole(const vmem_kv *kv, uint32_t n, struct vmem__stretch *
     return listed;
 }
 
-// Marks which of the part's pages [from, to) go together.
+// Marks which of the part's pages go together.
 static void set_joined(vmem_kv *kv, const struct kv_part *p)
 {
     const struct kv_group *g = &kv->groups[p->group];
     bool *joined = kv->joined + g->joined + (uint64_t)p->slot * g->slot_pages;
     memset(joined + p->from, 0, p->to - p->from);
-    for (uint32_t at = p->from, n; at < p->coarse_hi; at += n) {
-        n = next_whole(kv, p->coarse_hi - at);
+    for (uint32_t at = p->from, n; p->coarse && at < p->to; at += n) {
+        n = next_whole(kv, p->to - at);
         memset(joined + at + 1, 1, n - 1);
     }
 }
@@ -143,28 +131,26 @@ static int create(vmem_kv *kv, struct kv_grow *l)
     for (uint64_t i = 0; i < l->n_parts; i++) {
         const struct kv_part *p = &l->parts[i];
         const struct kv_group *g = &kv->groups[p->group];
-        struct piece pieces[3];
+        const uint64_t pages = p->to - p->from, most = p->coarse && kv->whole ? pages / kv->whole + 32 : 1;
         if (p->others)
             continue;
-        const uint64_t parts = kv->whole ? (p->to - p->from) / kv->whole + 32 : 2;
-        int rc = vmem__kv_room_for(&l->stretches, &l->cap_stretches, n + parts * g->n + 3, sizeof(*l->stretches));
+        int rc = vmem__kv_room_for(&l->stretches, &l->cap_stretches, n + most * g->n, sizeof(*l->stretches));
         if (rc)
             return rc;
-        for (uint32_t k = 0, n_pieces = divide(kv, p, pieces); k < n_pieces; k++) {
-            const uint64_t pages = pieces[k].to - pieces[k].from;
-            const bool whole = pieces[k].coarse && kv->whole;
-            for (uint32_t t = 0; t < g->n && whole; t++)
+        if (!p->coarse && !p->joins) {
+            l->stretches[n++] = (struct vmem__stretch){.n = pages * g->n};
+            continue;
+        }
+        // Blocks are placed tensor by tensor. If one tensor gets scattered pages, those of the next are aligned again, so
+        // that 2 MiB entries can map them.
+        for (uint32_t t = 0; t < g->n; t++) {
+            if (p->coarse && kv->whole)
                 n += list_whole(kv, (uint32_t)pages, l->stretches + n);
-            // Blocks are placed tensor by tensor. If one tensor gets scattered pages, those of the next are aligned
-            // again, so that 2 MiB entries can map them.
-            for (uint32_t t = 0; t < g->n && pieces[k].coarse && !whole; t++)
+            else if (p->coarse)
                 l->stretches[n++] = (struct vmem__stretch){.n = pages, .blocks = true, .more = pages * (g->n - 1 - t)};
-            if (!pieces[k].coarse && !pieces[k].joins)
-                l->stretches[n++] = (struct vmem__stretch){.n = pages * g->n};
-            for (uint32_t t = 0; t < g->n && pieces[k].joins; t++)
+            else
                 l->stretches[n++] =
-                    (struct vmem__stretch){.n = pages,
-                                           .near = kv_table(kv, g, p->slot, t)[(uint64_t)pieces[k].from - 1]};
+                    (struct vmem__stretch){.n = pages, .near = kv_table(kv, g, p->slot, t)[p->from - 1]};
         }
     }
     int rc = vmem__create_stretches(kv->ctx, kv->page_size, l->stretches, l->total, kv->create_flags, l->pages);
@@ -176,25 +162,21 @@ static int create(vmem_kv *kv, struct kv_grow *l)
 static void place(vmem_kv *kv, struct kv_grow *l)
 {
     const vmem_page *pages = l->pages;
-    for (uint64_t i = 0; i < l->n_parts; i++) {
-        const struct kv_part *p = &l->parts[i];
+    for (const struct kv_part *p = l->parts; p < l->parts + l->n_parts; p++) {
         const struct kv_group *g = &kv->groups[p->group];
-        struct piece pieces[3];
-        for (uint32_t k = 0, n_pieces = divide(kv, p, pieces); k < n_pieces; k++) {
-            const uint32_t from = pieces[k].from, n = pieces[k].to - from;
-            const bool coarse = pieces[k].coarse && !kv->whole; // use one call, so that a failure leaves nothing mapped
-            uint64_t *n_ops = coarse ? &l->n_coarse : &l->n_fine;
-            struct vmem_map_op *op = (coarse ? l->coarse : l->fine) + *n_ops;
-            for (uint32_t t = 0; t < g->n; t++) {
-                uint64_t addr = kv_addr(kv, g, p->slot, t, from);
-                const vmem_page *now = p->others ? p->others + (uint64_t)t * p->stride + (from - p->from) : pages;
-                pages += p->others ? 0 : n;
-                memcpy(kv_table(kv, g, p->slot, t) + from, now, n * sizeof(*now));
-                for (uint32_t c = 0; c < n; c++, addr += kv->page_size)
-                    *op++ = (struct vmem_map_op){.addr = addr, .page = now[c]};
-            }
-            *n_ops += (uint64_t)n * g->n;
+        const uint32_t n = p->to - p->from;
+        const bool coarse = p->coarse && !kv->whole; // use one call, so that a failure leaves nothing mapped
+        uint64_t *n_ops = coarse ? &l->n_coarse : &l->n_fine;
+        struct vmem_map_op *op = (coarse ? l->coarse : l->fine) + *n_ops;
+        for (uint32_t t = 0; t < g->n; t++) {
+            uint64_t addr = kv_addr(kv, g, p->slot, t, p->from);
+            const vmem_page *now = p->others ? p->others + (uint64_t)t * p->stride : pages;
+            pages += p->others ? 0 : n;
+            memcpy(kv_table(kv, g, p->slot, t) + p->from, now, n * sizeof(*now));
+            for (uint32_t c = 0; c < n; c++, addr += kv->page_size)
+                *op++ = (struct vmem_map_op){.addr = addr, .page = now[c]};
         }
+        *n_ops += (uint64_t)n * g->n;
     }
 }
 
@@ -230,11 +212,10 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
             continue;
         if (s.lo == s.hi) // the span begins with this part
             s = kv_span_at(p->from);
-        if (p->to == s.lo && s.lo < s.hi)
+        if (p->from < s.lo)
             s.lo = s.need_lo = s.need_hi = s.keep_lo = s.keep_hi = p->from; // no step has asked for rows yet
-        else
-            s.hi = p->to;
-        s.coarse_hi = KV_MAX(s.coarse_hi, p->coarse_hi);
+        s.hi = KV_MAX(s.hi, p->to);
+        s.coarse_hi = p->coarse ? KV_MAX(s.coarse_hi, p->to) : s.coarse_hi;
         if (kv->whole)
             set_joined(kv, p);
         vmem__kv_span_set(kv, p->slot, p->group, &s);

@@ -8,7 +8,8 @@
 
 // ---- grow.c
 
-// Plans to back pages [from, to) of a span, next to what it has. coarse_hi as in struct kv_part.
+// Plans to back pages [from, to) of a span, next to what it has. 2 MiB entries may map the blocks that end
+// up to coarse_hi.
 int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
                       uint32_t coarse_hi);
 // Plans to back pages [from, to) of a span as far as they are not. What the span has must begin at `to` at the latest.
