@@ -100,11 +100,10 @@ struct kv_expected {
     uint32_t tokens, prefix;
 };
 
-// Pages of a slot.
+// Rows of pages in the tensors of a group: page numbers [lo, lo + n).
 struct kv_rows {
-    uint64_t n_pages;
-    vmem_page *pages;      // group after group, tensor after tensor
-    struct kv_past rows[]; // [group]: page numbers; equal: none
+    uint32_t lo, n;
+    vmem_page *pages; // tensor after tensor, n of each
 };
 // Rows [first, first + tokens) of a request, held beyond its slot.
 struct kv_run {
@@ -116,7 +115,7 @@ struct kv_run {
     uint32_t priority;
     bool report; // vmem_kv_evicted names it
     bool held;   // it is being attached
-    struct kv_rows *rows;
+    struct kv_rows *rows; // [group]
 };
 
 // The holders of a row of pages (one page number in the tensors of a group). Exists for rows that a prefix holds or

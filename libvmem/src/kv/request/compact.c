@@ -48,15 +48,14 @@ static int find(vmem_kv *kv, struct row **rows, uint64_t *n)
         return vmem__error(-ENOMEM, "no memory to list %llu pages", (unsigned long long)most);
     for (uint32_t r = 0; r < kv->runs.used && *n < most; r++) {
         const struct kv_rows *held = kv->runs.list[r].rows;
-        for (uint32_t i = 0; i < kv->n_groups && held; i++) {
-            vmem_page *pages = vmem__kv_rows_pages(kv, held, i);
-            const uint32_t each = held->rows[i].hi - held->rows[i].lo, tensors = kv->groups[i].n;
-            for (uint32_t k = 0; k < each; k++) {
-                const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
+        for (uint32_t i = 0; i < kv->n_groups && held; i++, held++) {
+            for (uint32_t k = 0; k < held->n; k++) {
+                vmem_page *page = &held->pages[k];
+                const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, *page);
                 const bool alone = !ref->slots && ref->prefixes == 1;
-                const uint32_t used = alone ? vmem__arena_used(kv->ctx, pages[k]) : UINT32_MAX;
+                const uint32_t used = alone ? vmem__arena_used(kv->ctx, *page) : UINT32_MAX;
                 if (used != UINT32_MAX)
-                    (*rows)[(*n)++] = (struct row){.held = &pages[k], .stride = each, .n = tensors, .used = used};
+                    (*rows)[(*n)++] = (struct row){.held = page, .stride = held->n, .n = ref->n, .used = used};
             }
         }
     }

@@ -11,8 +11,8 @@
 static bool frees(const vmem_kv *kv, const struct kv_run *r)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++)
-        for (uint32_t k = 0; k < r->rows->rows[i].hi - r->rows->rows[i].lo; k++) {
-            const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r->rows, i)[k]);
+        for (uint32_t k = 0; k < r->rows[i].n; k++) {
+            const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->rows[i].pages[k]);
             if (!ref->slots && ref->prefixes == ref->cached)
                 return true;
         }
@@ -25,17 +25,15 @@ static int drop(vmem_kv *kv, uint32_t i)
     struct kv_runs *all = &kv->runs;
     struct kv_doomed *d = &kv->doomed;
     struct kv_run *run = &all->list[i];
-    const struct kv_rows *r = run->rows;
-    int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + r->n_pages, sizeof(*d->pages));
+    int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + vmem__kv_rows_pages(kv, run->rows), sizeof(*d->pages));
     if (rc)
         return rc;
     for (uint32_t j = 0; j < kv->n_groups; j++) {
-        const vmem_page *pages = vmem__kv_rows_pages(kv, r, j);
-        const uint32_t n = r->rows[j].hi - r->rows[j].lo;
-        for (uint32_t k = 0; k < n; k++) {
-            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, pages[k]);
+        const struct kv_rows *r = &run->rows[j];
+        for (uint32_t k = 0; k < r->n; k++) {
+            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->pages[k]);
             for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->prefixes == 1; t++)
-                d->pages[d->n++] = pages[(uint64_t)t * n + k];
+                d->pages[d->n++] = r->pages[(uint64_t)t * r->n + k];
             vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = -1, .cached = -!kv_keeps(run)});
         }
     }

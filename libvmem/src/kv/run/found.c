@@ -41,8 +41,8 @@ static bool windows_allow(const vmem_kv *kv, uint32_t tokens)
     for (uint32_t i = 0; i < kv->n_groups && kv->windows; i++) {
         const struct kv_past rows = rows_read(kv, &kv->groups[i], tokens);
         for (uint32_t p = rows.lo; p < rows.hi; p++) {
-            const struct kv_past has = run_of(kv, &kv->groups[i], tokens, p)->rows->rows[i];
-            if (p < has.lo || p >= has.hi)
+            const struct kv_rows *has = &run_of(kv, &kv->groups[i], tokens, p)->rows[i];
+            if (p < has->lo || p >= has->lo + has->n)
                 return false;
         }
     }
@@ -75,9 +75,9 @@ int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most,
 const vmem_page *vmem__kv_found_page(const vmem_kv *kv, uint32_t group, uint32_t tokens, uint32_t page,
                                      uint32_t *stride)
 {
-    const struct kv_rows *r = run_of(kv, &kv->groups[group], tokens, page)->rows;
-    *stride = r->rows[group].hi - r->rows[group].lo;
-    return vmem__kv_rows_pages(kv, r, group) + (page - r->rows[group].lo);
+    const struct kv_rows *r = &run_of(kv, &kv->groups[group], tokens, page)->rows[group];
+    *stride = r->n;
+    return r->pages + (page - r->lo);
 }
 
 uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied)

@@ -12,11 +12,11 @@
 #include "core/struct.h"
 #include "kv/run/run.h"
 
-vmem_page *vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *r, uint32_t group)
+uint64_t vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *rows)
 {
-    vmem_page *pages = r->pages;
-    for (uint32_t i = 0; i < group; i++)
-        pages += (uint64_t)(r->rows[i].hi - r->rows[i].lo) * kv->groups[i].n;
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        pages += (uint64_t)rows[i].n * kv->groups[i].n;
     return pages;
 }
 
@@ -24,7 +24,7 @@ vmem_page *vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *r, uint3
 
 // The pages of the rows that the slot is sure to have. Those in front of keep_lo may be cut at any time, by the
 // background thread or by a step, so what is shared would depend on the time, and on the rank.
-static struct kv_past rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, uint32_t group)
+static struct kv_rows rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, uint32_t group)
 {
     const struct kv_group *g = &kv->groups[group];
     const uint64_t from = KV_MIN((uint64_t)run->first, g->max_tokens);
@@ -32,28 +32,28 @@ static struct kv_past rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, 
     const uint32_t lo =
         KV_MAX((uint32_t)(from * g->row_bytes >> kv->page_shift), kv_span(kv, run->slot, group)->keep_lo);
     const uint32_t hi = (uint32_t)((to * g->row_bytes + kv->page_size - 1) >> kv->page_shift);
-    return from < to && lo < hi ? (struct kv_past){lo, hi} : (struct kv_past){0};
+    return from < to && lo < hi ? (struct kv_rows){.lo = lo, .n = hi - lo} : (struct kv_rows){0};
 }
 
-// A list of pages for the run's rows, all 0. NULL: windows have passed all of them.
+// Lists the run's rows, with room for their pages. NULL: windows have passed all of them.
 static int rows_new(const vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows **out)
 {
     uint64_t n_pages = 0;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_past at = rows_of(kv, run, i);
-        n_pages += (uint64_t)(at.hi - at.lo) * kv->groups[i].n;
-    }
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        n_pages += (uint64_t)rows_of(kv, run, i).n * kv->groups[i].n;
     *out = NULL;
     if (!n_pages)
         return 0;
-    struct kv_rows *r = calloc(1, sizeof(*r) + kv->n_groups * sizeof(*r->rows) + n_pages * sizeof(*r->pages));
-    if (!r)
+    struct kv_rows *rows = malloc(kv->n_groups * sizeof(*rows) + n_pages * sizeof(*rows->pages));
+    if (!rows)
         return vmem__error(-ENOMEM, "no memory for a list of %" PRIu64 " pages", n_pages);
-    r->pages = (vmem_page *)(r->rows + kv->n_groups);
-    r->n_pages = n_pages;
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        r->rows[i] = rows_of(kv, run, i);
-    *out = r;
+    vmem_page *pages = (vmem_page *)(rows + kv->n_groups);
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        rows[i] = rows_of(kv, run, i);
+        rows[i].pages = pages;
+        pages += (uint64_t)rows[i].n * kv->groups[i].n;
+    }
+    *out = rows;
     return 0;
 }
 
@@ -86,7 +86,7 @@ static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct
         rc = rows_new(kv, &runs[i], &made[i]);
         if (!made[i])
             continue;
-        pages += made[i]->n_pages;
+        pages += vmem__kv_rows_pages(kv, made[i]);
         fresh++;
     }
     if (!rc && fresh + all->used > UINT32_MAX - 1)
@@ -120,17 +120,15 @@ static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows 
     for (uint32_t j = 0; j < kv->n_groups; j++) {
         const struct kv_group *g = &kv->groups[j];
         struct kv_span *sp = kv_span(kv, run->slot, j);
-        const struct kv_past at = rows->rows[j];
-        const uint32_t n = at.hi - at.lo;
-        vmem_page *pages = vmem__kv_rows_pages(kv, rows, j);
+        const struct kv_rows *at = &rows[j];
         for (uint32_t t = 0; t < g->n; t++)
-            memcpy(pages + (uint64_t)t * n, kv_table(kv, g, run->slot, t) + at.lo, n * sizeof(*pages));
-        for (uint32_t k = 0; k < n; k++) {
-            struct kv_ref *ref = vmem__kv_row_get(kv, run->slot, j, at.lo + k);
+            memcpy(at->pages + (uint64_t)t * at->n, kv_table(kv, g, run->slot, t) + at->lo, at->n * sizeof(*at->pages));
+        for (uint32_t k = 0; k < at->n; k++) {
+            struct kv_ref *ref = vmem__kv_row_get(kv, run->slot, j, at->lo + k);
             vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = 1, .cached = !kv_keeps(r)});
         }
-        if (n)
-            sp->shared_hi = KV_MAX(sp->shared_hi, at.hi);
+        if (at->n)
+            sp->shared_hi = KV_MAX(sp->shared_hi, at->lo + at->n);
     }
     kv->slots[run->slot].shared_tokens = KV_MAX(kv->slots[run->slot].shared_tokens, run->first + run->tokens);
     return i;
@@ -179,8 +177,8 @@ static void set_priority(vmem_kv *kv, uint32_t i, uint32_t priority)
     struct kv_run *r = &kv->runs.list[i];
     const int kept = (priority == VMEM_KV_RUN_KEEP) - kv_keeps(r);
     for (uint32_t j = 0; j < kv->n_groups && kept; j++)
-        for (uint32_t k = 0; k < r->rows->rows[j].hi - r->rows->rows[j].lo; k++)
-            vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r->rows, j)[k]),
+        for (uint32_t k = 0; k < r->rows[j].n; k++)
+            vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, r->rows[j].pages[k]),
                               (struct kv_holders){.cached = -kept});
     if (!r->pins)
         vmem__kv_run_unlink(&kv->runs, i);
@@ -224,10 +222,9 @@ static uint32_t least_tokens(const vmem_kv *kv, const struct kv_run *r)
     uint64_t least = r->first;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        const struct kv_past has = r->rows->rows[i];
+        const struct kv_rows *has = &r->rows[i];
         const uint64_t bytes = KV_MIN((uint64_t)r->first + r->tokens, g->max_tokens) * g->row_bytes;
-        const uint64_t from =
-            has.lo < has.hi ? (uint64_t)has.lo << kv->page_shift : kv_ceil_pages(bytes, kv) << kv->page_shift;
+        const uint64_t from = has->n ? (uint64_t)has->lo << kv->page_shift : kv_ceil_pages(bytes, kv) << kv->page_shift;
         const uint64_t tiles = (from + g->row_bytes * kv->tile_rows - 1) / (g->row_bytes * kv->tile_rows);
         const uint64_t tokens = from ? tiles * kv->tile_rows + g->window : 0;
         least = KV_MAX(least, from && (!g->window || tokens > g->max_tokens) ? none : tokens);
@@ -247,10 +244,10 @@ int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
                                     .min_tokens = least_tokens(kv, r),
                                     .priority = r->priority,
                                     .requests = r->pins,
-                                    .pages = r->rows->n_pages};
+                                    .pages = vmem__kv_rows_pages(kv, r->rows)};
     for (uint32_t j = 0; j < kv->n_groups; j++)
-        for (uint32_t k = 0; k < r->rows->rows[j].hi - r->rows->rows[j].lo; k++) {
-            const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, vmem__kv_rows_pages(kv, r->rows, j)[k]);
+        for (uint32_t k = 0; k < r->rows[j].n; k++) {
+            const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->rows[j].pages[k]);
             info.own_pages += !ref->slots && ref->prefixes == 1 ? ref->n : 0;
         }
     return vmem__struct_give(out, &info, sizeof info, "out");
@@ -275,11 +272,10 @@ int vmem__kv_check_runs(const vmem_kv *kv)
         n += r->id != 0;
         pinned += r->id && r->pins;
         for (uint32_t j = 0; j < kv->n_groups && r->id; j++)
-            for (uint32_t k = 0; k < r->rows->rows[j].hi - r->rows->rows[j].lo; k++) {
-                const vmem_page page = vmem__kv_rows_pages(kv, r->rows, j)[k];
-                const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, page);
+            for (uint32_t k = 0; k < r->rows[j].n; k++) {
+                const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->rows[j].pages[k]);
                 if (!ref || ref->prefixes < ref->cached + kv_keeps(r) || !(ref->cached || kv_keeps(r)))
-                    return vmem__error(-EFAULT, "run %u, page %#" PRIx64 " is not held", i, page);
+                    return vmem__error(-EFAULT, "run %u, page %#" PRIx64 " is not held", i, r->rows[j].pages[k]);
             }
     }
     for (uint32_t p = 0; p < KV_PRIORITIES; p++)

@@ -23,8 +23,7 @@ void vmem__kv_unpin(vmem_kv *kv, uint32_t slot); // the slot's request has ended
 
 // ---- run.c
 
-// The pages of the group's first tensor; the others follow, hi - lo pages each.
-vmem_page *vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *r, uint32_t group);
+uint64_t vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *rows); // how many they are, of all groups
 int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
 int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t priority);
 int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got);
