@@ -1,6 +1,7 @@
 // The calling thread's error text.
 //
 // SPDX-License-Identifier: MIT
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -20,6 +21,11 @@ int vmem__error(int rc, const char *fmt, ...)
     va_end(ap);
     memcpy(text, fresh, sizeof text);
     return rc;
+}
+
+int vmem__check_flags(uint32_t flags, uint32_t known)
+{
+    return flags & ~known ? vmem__error(-EINVAL, "flags %#x has unknown bits", flags) : 0;
 }
 
 void vmem__keep_error(char kept[VMEM__TEXT]) { memcpy(kept, text, sizeof text); }

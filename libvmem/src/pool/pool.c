@@ -109,8 +109,8 @@ int vmem_kv_pool_create(const struct vmem_kv_pool_config *cfg, vmem_kv_pool **ou
     if (!cfg || !out)
         return vmem__error(-EINVAL, "cfg and out must not be NULL");
     int rc = vmem__struct_take(&c, sizeof c, sizeof c, cfg, "cfg");
-    if (!rc && c.flags)
-        rc = vmem__error(-EINVAL, "flags %#x has unknown bits", c.flags);
+    if (!rc)
+        rc = vmem__check_flags(c.flags, 0);
     if (!rc && !c.budget && !c.path)
         rc = vmem__error(-EINVAL, "budget 0: only a pool with a path may have one already");
     if (!rc && c.budget > MAX_RESERVE)

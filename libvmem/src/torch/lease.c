@@ -478,10 +478,10 @@ int vmem_torch_open(vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_tor
         return vmem__error(-EINVAL, "ctx, pool, cfg and place must not be NULL");
     struct vmem_torch_config c;
     int rc = vmem__struct_take(&c, sizeof c, sizeof c, cfg, "cfg");
+    if (!rc)
+        rc = vmem__check_flags(c.flags, VMEM_TORCH_CHECK);
     if (rc)
         return rc;
-    if (c.flags & ~VMEM_TORCH_CHECK)
-        return vmem__error(-EINVAL, "flags %#x has unknown bits", c.flags);
     end_closed();
     rc = vmem__error(-EMFILE, "all %u places have a lease: close one", VMEM_TORCH_PLACES);
     pthread_mutex_lock(&places);

@@ -18,8 +18,9 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
         return rc;
     if (c->steps_in_flight > 16)
         return vmem__error(-EINVAL, "steps_in_flight %u is over 16", c->steps_in_flight);
-    if (c->flags & ~(VMEM_KV_UNSHARED * 2 - 1))
-        return vmem__error(-EINVAL, "flags %#x has unknown bits", c->flags);
+    rc = vmem__check_flags(c->flags, VMEM_KV_UNSHARED * 2 - 1);
+    if (rc)
+        return rc;
     if (!c->n_tensors || !c->tensors || c->n_tensors > 65536)
         return vmem__error(-EINVAL, "tensors: %u is not between 1 and 65536", c->n_tensors);
     if (!c->slots || c->slots > 65536)

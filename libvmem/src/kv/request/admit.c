@@ -162,10 +162,11 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
     int rc = options ? vmem__struct_take(&o, sizeof o, sizeof o, options, "options") : 0;
     if (rc)
         return rc;
+    rc = vmem__check_flags(o.flags, VMEM_KV_ALLOC_SLOT);
+    if (rc)
+        return rc;
     bool wanted = o.flags & VMEM_KV_ALLOC_SLOT;
-    if (o.flags & ~VMEM_KV_ALLOC_SLOT)
-        rc = vmem__error(-EINVAL, "flags %#x has unknown bits", o.flags);
-    else if (o.tokens > kv->max_tokens || o.prefix_tokens > kv->max_tokens)
+    if (o.tokens > kv->max_tokens || o.prefix_tokens > kv->max_tokens)
         rc =
             vmem__error(-EINVAL, "%s %u is over max_tokens, %u", o.tokens > kv->max_tokens ? "tokens" : "prefix_tokens",
                         KV_MAX(o.tokens, o.prefix_tokens), kv->max_tokens);

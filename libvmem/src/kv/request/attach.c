@@ -151,8 +151,8 @@ static int begin_with(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n
                       uint32_t *tokens)
 {
     int rc = tokens ? 0 : vmem__error(-EINVAL, "tokens must not be NULL");
-    if (!rc && flags & ~(VMEM_KV_DRY | VMEM_KV_LOOK))
-        rc = vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
+    if (!rc)
+        rc = vmem__check_flags(flags, VMEM_KV_DRY | VMEM_KV_LOOK);
     if (rc)
         return rc;
     *tokens = 0;

@@ -39,7 +39,6 @@ static inline uint64_t kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint3
 // Plans a step in which this slot alone takes part: -EINVAL, if its window has given up rows that it reads. *delta: by how
 // many pages the step would raise kv_ledger.fixed, the missing ones included.
 int vmem__kv_plan_one(vmem_kv *kv, uint32_t slot, uint32_t tokens, int64_t *delta);
-int vmem__kv_check_dry(uint32_t flags); // of a call that knows only VMEM_KV_DRY
 
 // ---- release.c
 

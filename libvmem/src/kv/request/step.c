@@ -174,11 +174,6 @@ static int plan_check(vmem_kv *kv, const int32_t *lengths)
     return rc ? rc : vmem__kv_would_fit(kv, plan_delta(kv), kv->plan.missing);
 }
 
-int vmem__kv_check_dry(uint32_t flags)
-{
-    return flags & ~VMEM_KV_DRY ? vmem__error(-EINVAL, "flags %#x has unknown bits", flags) : 0;
-}
-
 static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {
     if (!lengths)
@@ -191,11 +186,12 @@ static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 // A step with flags: what it would return.
 static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
 {
-    if (flags & ~(VMEM_KV_DRY | VMEM_KV_ASSURED))
-        return vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
+    int rc = vmem__check_flags(flags, VMEM_KV_DRY | VMEM_KV_ASSURED);
+    if (rc)
+        return rc;
     if (!(flags & VMEM_KV_ASSURED))
         vmem__kv_take_wanted(kv);
-    int rc = check_lengths(kv, lengths, n);
+    rc = check_lengths(kv, lengths, n);
     if (!rc && flags & VMEM_KV_ASSURED && kv->ledger.promise < kv->ledger.budget)
         rc = vmem__error(-ENOMEM, "the cache takes memory when it is needed");
     return rc ? rc : plan_check(kv, lengths);
@@ -449,13 +445,9 @@ static bool staged_at_hand(const vmem_kv *kv)
 
 static int __attribute__((noinline)) stage(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    int rc = 0;
-    if (slot >= kv->n_slots)
-        rc = vmem__error(-EINVAL, "slot %u is out of range: the cache has %u slots", slot, kv->n_slots);
-    else if (tokens > kv->max_tokens)
+    int rc = vmem__kv_get_beside(kv, slot, tokens ? 1u << VMEM_KV_ACTIVE : ~0u);
+    if (!rc && tokens > kv->max_tokens)
         rc = vmem__error(-EINVAL, "tokens %u is over max_tokens, %u", tokens, kv->max_tokens);
-    else if (tokens && kv->slots[slot].state != VMEM_KV_ACTIVE)
-        rc = vmem__error(-EINVAL, "slot %u is %s", slot, vmem__kv_state_name(kv->slots[slot].state));
     if (!rc && tokens)
         rc = check_length(kv, slot, (int32_t)tokens);
     int64_t delta = 0;

@@ -127,7 +127,7 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_check_dry(flags);
+    rc = vmem__check_flags(flags, VMEM_KV_DRY);
     vmem__kv_enough();
     if (!rc)
         rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED | 1u << KV_SWAPPING);

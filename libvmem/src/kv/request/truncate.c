@@ -157,7 +157,7 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 
 static int shorten(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags)
 {
-    int rc = vmem__kv_check_dry(flags);
+    int rc = vmem__check_flags(flags, VMEM_KV_DRY);
     if (!rc)
         rc = check_truncate(kv, slot, tokens);
     if (!rc)

@@ -97,9 +97,9 @@ void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages) { evict_next(kv, SIZE_MAX
 
 int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed)
 {
-    int rc = 0;
-    if (flags & ~(VMEM_KV_UNUSED | VMEM_KV_NEXT))
-        return vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
+    int rc = vmem__check_flags(flags, VMEM_KV_UNUSED | VMEM_KV_NEXT);
+    if (rc)
+        return rc;
     if (flags & VMEM_KV_NEXT) {
         if (runs)
             return vmem__error(-EINVAL, "runs must be NULL with VMEM_KV_NEXT");

@@ -144,8 +144,8 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
     }
     if (!rc && kv->flags & VMEM_KV_UNSHARED)
         rc = vmem__error(-EOPNOTSUPP, "the cache was created for requests that share no pages (VMEM_KV_UNSHARED)");
-    if (!rc && flags & ~VMEM_KV_RUN_REPORT)
-        rc = vmem__error(-EINVAL, "flags %#x has unknown bits", flags);
+    if (!rc)
+        rc = vmem__check_flags(flags, VMEM_KV_RUN_REPORT);
     for (size_t i = 0; i < n && !rc; i++)
         rc = check_run(kv, &runs[i], i);
     if (rc || !n)
