@@ -198,8 +198,8 @@ static void test_a_cut_fails(void)
     pthread_mutex_lock(&kv->gate.state);
     vmem__kv_cut_end(kv, &cut, -ENOMEM);
     pthread_mutex_unlock(&kv->gate.state);
-    CHECK_EQ(kv_span(kv, 0, 0)->need_lo, before.need_lo);
-    CHECK_EQ(kv_span(kv, 0, 0)->keep_hi, before.keep_hi);
+    CHECK_EQ(kv_span(kv, 0, 0)->need.lo, before.need.lo);
+    CHECK_EQ(kv_span(kv, 0, 0)->keep.hi, before.keep.hi);
     free(cut.ops);
     free(cut.pages);
     step(226, 0);

@@ -22,10 +22,11 @@ static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t
 // A span that begins here, without pages.
 static inline struct kv_span kv_span_at(uint32_t page)
 {
-    return (struct kv_span){page, page, page, page, page, page, page, page, 0, 0};
+    const struct kv_range none = {page, page};
+    return (struct kv_span){.lo = page, .hi = page, .need = none, .keep = none, .fix = none};
 }
 
-static inline struct kv_past *kv_stale(const vmem_kv *kv, uint32_t slot, uint32_t group)
+static inline struct kv_range *kv_stale(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     return &kv->stale[(uint64_t)slot * kv->n_groups + group];
 }
@@ -113,7 +114,7 @@ uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint3
 bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot);
 // The part of a span that no call could take back: what kernels access, and what goes with it. Of a slot that no kernel
 // accesses, nothing.
-struct kv_past vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group);
+struct kv_range vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group);
 // Where the pages end that go with those before `hi`. running: while kernels run, a block mapped by a 2 MiB entry goes
 // as a whole.
 static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running)
@@ -125,38 +126,38 @@ static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t grou
     return KV_MIN(hi, s->hi);
 }
 // What kernels access of a span, and what goes with it; running: while they run.
-static inline struct kv_past kv_in_use(const vmem_kv *kv, uint32_t slot, uint32_t group, bool running)
+static inline struct kv_range kv_in_use(const vmem_kv *kv, uint32_t slot, uint32_t group, bool running)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    return (struct kv_past){s->keep_lo, kv_end_of(kv, slot, group, s->keep_hi, running)};
+    return (struct kv_range){s->keep.lo, kv_end_of(kv, slot, group, s->keep.hi, running)};
 }
 // The first page, at or after `from`, of the part that can be cut off the end of a span.
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from);
 // Makes this the fixed part, and moves the ledger's `fixed` by the pages that enter or leave it. These are in the
 // slot's table, and the rows among them have their entries: before a row loses the slot as a holder, the row leaves.
-void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to);
+void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to);
 // By how many pages that would raise `fixed`. Shared rows that leave count as if they stayed: other slots may leave
 // them, too, and only then is it known what goes.
-int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to);
+int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to);
 // The same two for steps: in most, only the end changes, among pages that nobody else has.
-static inline bool kv_at_own_end(const struct kv_span *s, struct kv_past to)
+static inline bool kv_at_own_end(const struct kv_span *s, struct kv_range to)
 {
-    return to.lo == s->fix_lo && KV_MIN(to.hi, s->fix_hi) >= s->shared_hi;
+    return to.lo == s->fix.lo && KV_MIN(to.hi, s->fix.hi) >= s->shared_hi;
 }
-static inline void kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
+static inline void kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
 {
     struct kv_span *s = kv_span(kv, slot, group);
     if (!kv_at_own_end(s, to)) {
         vmem__kv_fix(kv, slot, group, to);
         return;
     }
-    kv->ledger.fixed += (uint64_t)(((int64_t)to.hi - s->fix_hi) * kv->groups[group].n);
-    s->fix_hi = to.hi;
+    kv->ledger.fixed += (uint64_t)(((int64_t)to.hi - s->fix.hi) * kv->groups[group].n);
+    s->fix.hi = to.hi;
 }
-static inline int64_t kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
+static inline int64_t kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    return kv_at_own_end(s, to) ? ((int64_t)to.hi - s->fix_hi) * kv->groups[group].n
+    return kv_at_own_end(s, to) ? ((int64_t)to.hi - s->fix.hi) * kv->groups[group].n
                                 : vmem__kv_fix_delta(kv, slot, group, to);
 }
 // Changes a span, and with it its fixed part and what of the slot is backed.
@@ -215,19 +216,19 @@ static inline bool kv_row_fixed(const struct kv_ref *ref) { return ref->users ||
 
 // ---- fence.c
 
-static inline struct kv_past *kv_past_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
+static inline struct kv_range *kv_past_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     return kv->fence.past + ((uint64_t)slot * kv->n_groups + group) * (kv->steps_in_flight - 1);
 }
-static inline struct kv_past kv_both(struct kv_past a, struct kv_past b)
+static inline struct kv_range kv_both(struct kv_range a, struct kv_range b)
 {
-    return b.lo == b.hi ? a : (struct kv_past){KV_MIN(a.lo, b.lo), KV_MAX(a.hi, b.hi)};
+    return b.lo == b.hi ? a : (struct kv_range){KV_MIN(a.lo, b.lo), KV_MAX(a.hi, b.hi)};
 }
 // What kernels in flight access of a span when a step needs `now`.
-static inline struct kv_past kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past now)
+static inline struct kv_range kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range now)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    now = kv_both(now, (struct kv_past){s->need_lo, s->need_hi});
+    now = kv_both(now, s->need);
     for (uint32_t i = 0; i + 1 < kv->steps_in_flight; i++)
         now = kv_both(now, kv_past_of(kv, slot, group)[i]);
     return now;

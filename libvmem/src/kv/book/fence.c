@@ -41,5 +41,5 @@ void vmem__kv_forget(vmem_kv *kv, uint32_t slot)
     vmem__kv_unstage(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k + 1 < kv->steps_in_flight; k++)
-            kv_past_of(kv, slot, i)[k] = (struct kv_past){0};
+            kv_past_of(kv, slot, i)[k] = (struct kv_range){0};
 }

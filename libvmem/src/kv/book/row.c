@@ -93,7 +93,7 @@ static void count(struct kv_refs *r, const struct kv_ref *ref, bool on)
     r->evictable += on ? evictable : -evictable;
 }
 
-static bool in_fixed_part(const struct kv_span *s, uint32_t page) { return page >= s->fix_lo && page < s->fix_hi; }
+static bool in_fixed_part(const struct kv_span *s, uint32_t page) { return page >= s->fix.lo && page < s->fix.hi; }
 
 struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
@@ -126,8 +126,8 @@ void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, struct kv_holders by)
 void vmem__kv_rows_join(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t to)
 {
     struct kv_span *s = kv_span(kv, slot, group);
-    for (; s->fix_hi < to; s->fix_hi++)
-        vmem__kv_ref_hold(kv, vmem__kv_row(kv, slot, group, s->fix_hi), (struct kv_holders){.slots = 1, .users = 1});
+    for (; s->fix.hi < to; s->fix.hi++)
+        vmem__kv_ref_hold(kv, vmem__kv_row(kv, slot, group, s->fix.hi), (struct kv_holders){.slots = 1, .users = 1});
 }
 
 void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
@@ -141,15 +141,15 @@ void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t fr
         else
             kv->ledger.fixed -= needed ? kv->groups[group].n : 0;
     }
-    if (from <= s->fix_lo && to > s->fix_lo)
-        s->fix_lo = KV_MIN(to, s->fix_hi);
+    if (from <= s->fix.lo && to > s->fix.lo)
+        s->fix.lo = KV_MIN(to, s->fix.hi);
 }
 
 uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    uint64_t n = s->fix_hi - s->fix_lo;
-    for (uint32_t p = s->fix_lo; p < KV_MIN(s->fix_hi, s->shared_hi); p++) {
+    uint64_t n = s->fix.hi - s->fix.lo;
+    for (uint32_t p = s->fix.lo; p < KV_MIN(s->fix.hi, s->shared_hi); p++) {
         struct kv_ref *ref = vmem__kv_row(kv, slot, group, p);
         n -= ref && (kv_row_see(kv, ref) != ref->users || kv_row_kept(ref));
     }

@@ -24,17 +24,17 @@ bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot)
 
 // ---- the fixed part --------------------------------------------------------------------------------------------------
 
-struct kv_past vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group)
+struct kv_range vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
     if (!kv_accessed(kv, slot) || kv_swap_due(kv, slot))
-        return (struct kv_past){s->lo, s->lo};
+        return (struct kv_range){s->lo, s->lo};
     return kv_in_use(kv, slot, group, !kv->slots[slot].fresh);
 }
 
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from)
 {
-    return kv_end_of(kv, slot, group, KV_MAX(from, kv_span(kv, slot, group)->fix_hi), false);
+    return kv_end_of(kv, slot, group, KV_MAX(from, kv_span(kv, slot, group)->fix.hi), false);
 }
 
 // What leaves the fixed part, in front and behind, and what enters it.
@@ -43,16 +43,16 @@ struct change {
     int by;
 };
 
-static void changes_of(const struct kv_span *s, struct kv_past to, struct change out[4])
+static void changes_of(const struct kv_span *s, struct kv_range to, struct change out[4])
 {
-    out[0] = (struct change){s->fix_lo, KV_MIN(s->fix_hi, to.lo), -1};
-    out[1] = (struct change){KV_MAX(s->fix_lo, to.hi), s->fix_hi, -1};
-    out[2] = (struct change){to.lo, KV_MIN(to.hi, s->fix_lo), 1};
-    out[3] = (struct change){KV_MAX(to.lo, s->fix_hi), to.hi, 1};
+    out[0] = (struct change){s->fix.lo, KV_MIN(s->fix.hi, to.lo), -1};
+    out[1] = (struct change){KV_MAX(s->fix.lo, to.hi), s->fix.hi, -1};
+    out[2] = (struct change){to.lo, KV_MIN(to.hi, s->fix.lo), 1};
+    out[3] = (struct change){KV_MAX(to.lo, s->fix.hi), to.hi, 1};
 }
 
 // Pages from shared_hi on have no other holder.
-static void weigh(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to, uint32_t shared_hi)
+static void weigh(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to, uint32_t shared_hi)
 {
     struct change changes[4];
     changes_of(kv_span(kv, slot, group), to, changes);
@@ -69,7 +69,7 @@ static void weigh(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to,
     }
 }
 
-int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
+int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
     struct change changes[4];
@@ -86,14 +86,13 @@ int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, str
     return delta * kv->groups[group].n;
 }
 
-void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_past to)
+void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
 {
     struct kv_span *s = kv_span(kv, slot, group);
-    if (s->fix_lo == to.lo && s->fix_hi == to.hi)
+    if (s->fix.lo == to.lo && s->fix.hi == to.hi)
         return;
     weigh(kv, slot, group, to, s->shared_hi);
-    s->fix_lo = to.lo;
-    s->fix_hi = to.hi;
+    s->fix = to;
 }
 
 static void set_backed(vmem_kv *kv, uint32_t slot)
@@ -111,8 +110,8 @@ static void set_backed(vmem_kv *kv, uint32_t slot)
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now)
 {
     struct kv_span *s = kv_span(kv, slot, group);
-    if (s->fix_lo != now->fix_lo || s->fix_hi != now->fix_hi)
-        weigh(kv, slot, group, (struct kv_past){now->fix_lo, now->fix_hi}, KV_MAX(s->shared_hi, now->shared_hi));
+    if (s->fix.lo != now->fix.lo || s->fix.hi != now->fix.hi)
+        weigh(kv, slot, group, now->fix, KV_MAX(s->shared_hi, now->shared_hi));
     *s = *now;
     set_backed(kv, slot);
 }
@@ -131,9 +130,9 @@ int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32
     const struct kv_span *sp = kv_span(kv, slot, group);
     if (from >= to || s->state == VMEM_KV_FREE || s->state == VMEM_KV_SWAPPED || s->fresh)
         return 0;
-    if (from < sp->fix_hi && to > sp->fix_lo)
+    if (from < sp->fix.hi && to > sp->fix.lo)
         return vmem__error(-EFAULT, "slot %u, pages [%u, %u) change while kernels may touch [%u, %u)", slot, from, to,
-                           sp->fix_lo, sp->fix_hi);
+                           sp->fix.lo, sp->fix.hi);
     if (from < sp->coarse_hi && from % kv->block)
         return vmem__error(-EFAULT, "slot %u, page %u: a part of a 2 MiB entry changes beside kernels", slot, from);
     return 0;

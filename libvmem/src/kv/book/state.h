@@ -38,14 +38,19 @@ struct kv_group {
 // struct vmem_kv_slot_info, after.
 enum { KV_ENDING = VMEM_KV_SWAPPED + 1, KV_SWAPPING, KV_STATES };
 
-// Always lo <= keep_lo <= need_lo <= need_hi <= keep_hi <= hi.
+// Page numbers; equal: none.
+struct kv_range {
+    uint32_t lo, hi;
+};
+
+// Always lo <= keep.lo <= need.lo <= need.hi <= keep.hi <= hi.
 struct kv_span {
     uint32_t lo, hi;
-    uint32_t need_lo, need_hi; // what the slot's last step needed; equal: nothing
-    uint32_t keep_lo, keep_hi; // what kernels in flight access, of the last steps and of the next
-    uint32_t fix_lo, fix_hi;   // what no call could take back: the part that kv_ledger.fixed counts
-    uint32_t shared_hi;        // pages from here on have no other holder
-    uint32_t coarse_hi;        // 2 MiB blocks that end above this are mapped page by page, pages behind it one by one
+    struct kv_range need; // what the slot's last step needed
+    struct kv_range keep; // what kernels in flight access, of the last steps and of the next
+    struct kv_range fix;  // what no call could take back: the part that kv_ledger.fixed counts
+    uint32_t shared_hi;   // pages from here on have no other holder
+    uint32_t coarse_hi;   // 2 MiB blocks that end above this are mapped page by page, pages behind it one by one
 };
 
 // Every step reads these structures of all slots, usually from memory that is no longer in the CPU's caches. They are
@@ -75,17 +80,12 @@ struct kv_idle {
     uint64_t copied, size;
 };
 
-// Pages of a span, often those that an earlier step needed; equal: none.
-struct kv_past {
-    uint32_t lo, hi;
-};
-
 // What a step needs of the tensors of a group in a slot.
 struct kv_want {
     uint32_t slot, group;
-    uint32_t lo, hi;        // pages that its kernels access
-    struct kv_past touched; // the same, and what kernels of the steps in flight access
-    bool extends;           // pages may be missing
+    struct kv_range need;    // what its kernels access
+    struct kv_range touched; // the same, and what kernels of the steps in flight access
+    bool extends;            // pages may be missing
 };
 // What a step needs, for the slots whose needs differ from the last step's.
 struct kv_plan {
@@ -113,8 +113,8 @@ struct kv_run {
     uint32_t newer, older; // in the order of its priority, while nobody pins it
     uint32_t next;         // of those not in use
     uint32_t priority;
-    bool report; // vmem_kv_evicted names it
-    bool held;   // it is being attached
+    bool report;          // vmem_kv_evicted names it
+    bool held;            // it is being attached
     struct kv_rows *rows; // [group]
 };
 
@@ -199,7 +199,7 @@ struct kv_lend {
 // Kernels that may be in flight.
 struct kv_fences {
     uint64_t step, retired; // the last step; the last whose kernels have ended
-    struct kv_past *past;   // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
+    struct kv_range *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
 };
 
 // vmem_kv_grow: the step to come.
@@ -324,7 +324,7 @@ struct vmem_kv {
     struct kv_idle *idle;         // [slot]
     struct kv_span *spans;        // [slot][group]
     // [slot][group]: mappings of shared pages, before lo, that the slot released when it was freed
-    struct kv_past *stale;
+    struct kv_range *stale;
     uint64_t clock; // counts the slots that are freed
     struct kv_refs refs;
     uint64_t mark; // the number of the last call that marked what it saw

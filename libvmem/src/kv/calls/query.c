@@ -50,7 +50,7 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
         if (sl->state != VMEM_KV_ACTIVE)
             continue;
         uint32_t rows = KV_MIN(sl->tokens, g->max_tokens);
-        info.needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
+        info.needed_pages += (uint64_t)(sp->need.hi - sp->need.lo) * g->n;
         info.tokens += g->window ? KV_MIN(rows, g->window) : rows;
     }
     info.free_tokens = ((info.free_pages / g->n) << kv->page_shift) / g->row_bytes;
@@ -78,7 +78,7 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
         const struct kv_group *g = &kv->groups[i];
         const struct kv_span *sp = kv_span(kv, slot, i);
         info.pages += (uint64_t)(sp->hi - sp->lo) * g->n;
-        info.needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
+        info.needed_pages += (uint64_t)(sp->need.hi - sp->need.lo) * g->n;
         info.shared_pages += (uint64_t)vmem__kv_span_shared(kv, slot, i) * g->n;
     }
     return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));

@@ -53,26 +53,26 @@ int vmem__kv_check_books(vmem_kv *kv)
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_group *g = &kv->groups[i];
             const struct kv_span *sp = kv_span(kv, s, i);
-            bool ordered = sp->lo <= sp->keep_lo && sp->keep_lo <= sp->need_lo && sp->need_lo <= sp->need_hi &&
-                           sp->need_hi <= sp->keep_hi && sp->keep_hi <= sp->hi && sp->hi <= g->slot_pages &&
+            bool ordered = sp->lo <= sp->keep.lo && sp->keep.lo <= sp->need.lo && sp->need.lo <= sp->need.hi &&
+                           sp->need.hi <= sp->keep.hi && sp->keep.hi <= sp->hi && sp->hi <= g->slot_pages &&
                            sp->shared_hi <= sp->hi && sp->coarse_hi <= sp->hi;
             if (!ordered)
                 return vmem__error(-EFAULT,
                                    "slot %u, group %u: lo %u keep_lo %u need_lo %u need_hi %u keep_hi %u hi "
                                    "%u shared %u coarse %u",
-                                   s, i, sp->lo, sp->keep_lo, sp->need_lo, sp->need_hi, sp->keep_hi, sp->hi,
+                                   s, i, sp->lo, sp->keep.lo, sp->need.lo, sp->need.hi, sp->keep.hi, sp->hi,
                                    sp->shared_hi, sp->coarse_hi);
-            if (sl->steady && (sp->keep_lo != sp->need_lo || sp->keep_hi != sp->need_hi ||
-                               sp->need_hi != vmem__kv_need_hi(kv, g, sl->tokens) ||
-                               sp->need_hi != vmem__kv_need_hi(kv, g, sl->steady)))
+            if (sl->steady && (sp->keep.lo != sp->need.lo || sp->keep.hi != sp->need.hi ||
+                               sp->need.hi != vmem__kv_need_hi(kv, g, sl->tokens) ||
+                               sp->need.hi != vmem__kv_need_hi(kv, g, sl->steady)))
                 return vmem__error(-EFAULT, "slot %u, group %u: from %u to %u tokens it does not need the same pages",
                                    s, i, sl->tokens, sl->steady);
-            if (sl->state == VMEM_KV_FREE && (sp->shared_hi || sp->need_hi != sp->lo))
+            if (sl->state == VMEM_KV_FREE && (sp->shared_hi || sp->need.hi != sp->lo))
                 return vmem__error(-EFAULT, "slot %u is free but not clean", s);
-            const struct kv_past part = vmem__kv_fixed_part(kv, s, i);
-            if (part.hi - part.lo != sp->fix_hi - sp->fix_lo || (part.lo < part.hi && part.lo != sp->fix_lo))
+            const struct kv_range part = vmem__kv_fixed_part(kv, s, i);
+            if (part.hi - part.lo != sp->fix.hi - sp->fix.lo || (part.lo < part.hi && part.lo != sp->fix.lo))
                 return vmem__error(-EFAULT, "slot %u, group %u: pages [%u, %u) are fixed, not [%u, %u)", s, i, part.lo,
-                                   part.hi, sp->fix_lo, sp->fix_hi);
+                                   part.hi, sp->fix.lo, sp->fix.hi);
             for (uint32_t p = sp->lo; p < sp->hi; p++) {
                 struct kv_ref *ref = vmem__kv_row(kv, s, i, p);
                 const bool needed = p >= part.lo && p < part.hi;
@@ -84,7 +84,7 @@ int vmem__kv_check_books(vmem_kv *kv)
                 if (needed && ref)
                     kv_row_see(kv, ref);
             }
-            const struct kv_past *stale = kv_stale(kv, s, i);
+            const struct kv_range *stale = kv_stale(kv, s, i);
             if (stale->lo < stale->hi && (!sl->stale || (sp->lo < sp->hi && stale->hi > sp->lo)))
                 return vmem__error(-EFAULT, "slot %u, group %u: stale [%u, %u) beside lo %u", s, i, stale->lo,
                                    stale->hi, sp->lo);

@@ -40,8 +40,8 @@ void vmem__kv_summarise(vmem_kv *kv)
                 st->live_bytes += (g->window ? KV_MIN(rows, g->window) : rows) * g->row_bytes * g->n;
             }
             if (active || kv_waits(kv, s)) {
-                st->needed_pages += (uint64_t)(sp->need_hi - sp->need_lo) * g->n;
-                st->ahead_pages += (uint64_t)(sp->hi - sp->need_hi) * g->n;
+                st->needed_pages += (uint64_t)(sp->need.hi - sp->need.lo) * g->n;
+                st->ahead_pages += (uint64_t)(sp->hi - sp->need.hi) * g->n;
             } else {
                 st->kept_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
             }

@@ -32,8 +32,8 @@ bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v)
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
-            if (sp->lo < sp->fix_lo) {
-                *v = (struct kv_victim){s, i, sp->fix_lo, sp->hi};
+            if (sp->lo < sp->fix.lo) {
+                *v = (struct kv_victim){s, i, sp->fix.lo, sp->hi};
                 return true;
             }
         }

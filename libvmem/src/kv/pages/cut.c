@@ -7,6 +7,11 @@
 
 static uint32_t clamp(uint32_t x, uint32_t lo, uint32_t hi) { return KV_MIN(KV_MAX(x, lo), hi); }
 
+static struct kv_range within(struct kv_range r, uint32_t lo, uint32_t hi)
+{
+    return (struct kv_range){clamp(r.lo, lo, hi), clamp(r.hi, lo, hi)};
+}
+
 // Lists pages [from, to) of a span, which are to go: their mappings, and those that nobody else holds.
 static int list(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
@@ -59,12 +64,9 @@ static void shrink(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint
     const struct kv_span *s = kv_span(kv, slot, group);
     const struct kv_span now = {.lo = lo,
                                 .hi = hi,
-                                .need_lo = clamp(s->need_lo, lo, hi),
-                                .need_hi = clamp(s->need_hi, lo, hi),
-                                .keep_lo = clamp(s->keep_lo, lo, hi),
-                                .keep_hi = clamp(s->keep_hi, lo, hi),
-                                .fix_lo = clamp(s->fix_lo, lo, hi),
-                                .fix_hi = clamp(s->fix_hi, lo, hi),
+                                .need = within(s->need, lo, hi),
+                                .keep = within(s->keep, lo, hi),
+                                .fix = within(s->fix, lo, hi),
                                 .shared_hi = s->shared_hi > lo ? KV_MIN(s->shared_hi, hi) : 0,
                                 .coarse_hi = KV_MIN(s->coarse_hi, hi)};
     vmem__kv_span_set(kv, slot, group, &now);
@@ -153,7 +155,7 @@ int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot) { return vmem__kv_cut_slots(kv
 
 static bool passed(const vmem_kv *kv, const struct kv_span *sp)
 {
-    return sp->lo < sp->keep_lo && (!kv->turn.has_worker || sp->lo < sp->shared_hi);
+    return sp->lo < sp->keep.lo && (!kv->turn.has_worker || sp->lo < sp->shared_hi);
 }
 
 bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot)
@@ -163,9 +165,9 @@ bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot)
         const struct kv_span *sp = kv_span(kv, slot, i);
         if (passed(kv, sp))
             vmem__kv_wait_slot(kv, slot); // the worker may be cutting this very span
-        if (passed(kv, sp) && !vmem__kv_cut_now(kv, slot, i, sp->keep_lo, sp->hi))
+        if (passed(kv, sp) && !vmem__kv_cut_now(kv, slot, i, sp->keep.lo, sp->hi))
             kv->stats.window_pages += kv->cut.n_pages;
-        left |= sp->lo < sp->keep_lo;
+        left |= sp->lo < sp->keep.lo;
     }
     return left;
 }
@@ -224,7 +226,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
         now.coarse_hi = s->coarse_hi;
     }
     if (end > s->lo) // else the request perhaps never began, and what is stale stays so
-        *kv_stale(kv, slot, group) = (struct kv_past){s->lo, end};
+        *kv_stale(kv, slot, group) = (struct kv_range){s->lo, end};
     kv->slots[slot].stale |= kv_stale(kv, slot, group)->lo < kv_stale(kv, slot, group)->hi;
     vmem__kv_span_set(kv, slot, group, &now);
     return 0;
@@ -237,7 +239,7 @@ int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
     c->before = (struct kv_span){0}; // no span is cut
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];
-        const struct kv_past *s = kv_stale(kv, slot, i);
+        const struct kv_range *s = kv_stale(kv, slot, i);
         for (uint32_t t = 0; t < g->n && s->lo < s->hi; t++)
             c->ops[c->n_ops++] = (struct vmem_unmap_op){.addr = kv_addr(kv, g, slot, t, s->lo),
                                                         .length = (uint64_t)(s->hi - s->lo) << kv->page_shift};
@@ -248,7 +250,7 @@ int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
 void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++)
-        *kv_stale(kv, slot, i) = (struct kv_past){0};
+        *kv_stale(kv, slot, i) = (struct kv_range){0};
     kv->slots[slot].stale = false;
 }
 

@@ -24,7 +24,7 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
             continue;
         struct kv_span now = kv_span_at(s.lo);
         now.hi = KV_MAX(s.hi, kv_span(kv, slot, i)->hi);
-        now.need_hi = now.keep_hi = s.hi;
+        now.need = now.keep = (struct kv_range){s.lo, s.hi};
         now.shared_hi = s.full > s.lo ? s.full : 0;
         now.coarse_hi = kv_span(kv, slot, i)->coarse_hi;
         vmem__kv_span_set(kv, slot, i, &now);
@@ -65,7 +65,7 @@ static void fix_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
         const uint32_t hi = KV_MIN(KV_MAX(kv_split(kv, &kv->groups[i], tokens).hi, sp->lo), sp->hi);
-        vmem__kv_fix(kv, slot, i, (struct kv_past){sp->lo, hi});
+        vmem__kv_fix(kv, slot, i, (struct kv_range){sp->lo, hi});
     }
 }
 

@@ -59,13 +59,13 @@ static int plan_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         struct kv_want *w = &plan->wants[plan->n++];
         w->slot = slot;
         w->group = i;
-        w->lo = g->window ? vmem__kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
-        w->hi = vmem__kv_need_hi(kv, g, tokens);
-        w->touched = kv_in_flight(kv, slot, i, (struct kv_past){w->lo, w->hi});
+        w->need.lo = g->window ? vmem__kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
+        w->need.hi = vmem__kv_need_hi(kv, g, tokens);
+        w->touched = kv_in_flight(kv, slot, i, w->need);
         w->extends = extends(s, tokens);
         if (w->extends)
-            plan->missing += (uint64_t)missing_of(kv, slot, i, w->lo, w->hi) * g->n;
-        if (kv->windows && s->tokens && w->lo < kv_span(kv, slot, i)->keep_lo)
+            plan->missing += (uint64_t)missing_of(kv, slot, i, w->need.lo, w->need.hi) * g->n;
+        if (kv->windows && s->tokens && w->need.lo < kv_span(kv, slot, i)->keep.lo)
             rc = vmem__error(-EINVAL, "lengths[%u] %u: the window has given up rows that it reads", slot, tokens);
     }
     plan->extends |= extends(s, tokens);
@@ -79,13 +79,13 @@ static void plan_nothing(vmem_kv *kv)
 }
 
 // The fixed part after the step, as far as the span has pages for it now.
-static inline struct kv_past part_of(const vmem_kv *kv, const struct kv_want *w)
+static inline struct kv_range part_of(const vmem_kv *kv, const struct kv_want *w)
 {
     const struct kv_span *sp = kv_span(kv, w->slot, w->group);
     const bool fresh = kv->slots[w->slot].fresh;
-    const uint32_t serves = fresh ? vmem__kv_serves(kv, w->slot, w->group, w->hi) : sp->hi;
+    const uint32_t serves = fresh ? vmem__kv_serves(kv, w->slot, w->group, w->need.hi) : sp->hi;
     const uint32_t hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), serves), lo = KV_MIN(KV_MAX(w->touched.lo, sp->lo), hi);
-    return (struct kv_past){lo, kv_end_of(kv, w->slot, w->group, hi, !fresh)};
+    return (struct kv_range){lo, kv_end_of(kv, w->slot, w->group, hi, !fresh)};
 }
 
 // By how many pages the step will raise kv_ledger.fixed, the missing ones included.
@@ -244,15 +244,15 @@ static int list_parts(vmem_kv *kv, uint64_t spare)
         const struct kv_want *w = &plan->wants[k];
         const struct kv_group *g = &kv->groups[w->group];
         const struct kv_span *sp = kv_span(kv, w->slot, w->group);
-        if (!w->extends || (sp->lo < sp->hi && sp->lo <= w->lo && w->hi <= sp->hi))
+        if (!w->extends || (sp->lo < sp->hi && sp->lo <= w->need.lo && w->need.hi <= sp->hi))
             continue;
-        uint32_t to = KV_MIN((w->hi + kv->block - 1) / kv->block * kv->block, g->slot_pages);
-        uint64_t extra = (uint64_t)(to - w->hi) * g->n;
-        if (extra > spare || w->hi <= sp->hi)
-            to = w->hi;
+        uint32_t to = KV_MIN((w->need.hi + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+        uint64_t extra = (uint64_t)(to - w->need.hi) * g->n;
+        if (extra > spare || w->need.hi <= sp->hi)
+            to = w->need.hi;
         else
             spare -= extra;
-        int rc = vmem__kv_grow_to(kv, &kv->grow, w->slot, w->group, w->lo, to, w->hi);
+        int rc = vmem__kv_grow_to(kv, &kv->grow, w->slot, w->group, w->need.lo, to, w->need.hi);
         if (rc)
             return rc;
     }
@@ -310,11 +310,11 @@ static int back(vmem_kv *kv, const int32_t *lengths)
 static void remember(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    struct kv_past *past = kv_past_of(kv, slot, group);
+    struct kv_range *past = kv_past_of(kv, slot, group);
     for (uint32_t i = kv->steps_in_flight - 1; i-- > 1;)
         past[i] = past[i - 1];
     if (kv->steps_in_flight > 1)
-        past[0] = (struct kv_past){s->need_lo, s->need_hi};
+        past[0] = s->need;
 }
 
 // Records in the spans what kernels of the step access, and what kernels of earlier steps may still access.
@@ -325,17 +325,14 @@ static void set_needs(vmem_kv *kv)
     for (const struct kv_want *w = kv->plan.wants; w < end; w++) {
         struct kv_span *sp = kv_span(kv, w->slot, w->group);
         struct kv_slot *s = &kv->slots[w->slot];
-        const uint32_t keep_lo = KV_MAX(w->touched.lo, sp->lo), keep_hi = KV_MIN(w->touched.hi, sp->hi);
-        const uint32_t rows = kv_rows_before(kv, &kv->groups[w->group], w->hi);
+        const uint32_t rows = kv_rows_before(kv, &kv->groups[w->group], w->need.hi);
         remember(kv, w->slot, w->group);
-        sp->keep_lo = keep_lo;
-        sp->keep_hi = keep_hi;
-        sp->need_lo = w->lo;
-        sp->need_hi = w->hi;
-        kv_fix(kv, w->slot, w->group, (struct kv_past){keep_lo, kv_end_of(kv, w->slot, w->group, keep_hi, true)});
+        sp->keep = (struct kv_range){KV_MAX(w->touched.lo, sp->lo), KV_MIN(w->touched.hi, sp->hi)};
+        sp->need = w->need;
+        kv_fix(kv, w->slot, w->group, kv_in_use(kv, w->slot, w->group, true));
         if (!w->group)
             steady = kv->windows ? 0 : kv->max_tokens;
-        steady = keep_lo == w->lo && keep_hi == w->hi ? KV_MIN(steady, rows) : 0;
+        steady = sp->keep.lo == w->need.lo && sp->keep.hi == w->need.hi ? KV_MIN(steady, rows) : 0;
         s->steady = steady;
         s->fresh = false; // kernels access the slot from now on
     }

@@ -112,8 +112,7 @@ static int swap_in(vmem_kv *kv, uint32_t slot, const void *host)
     }
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
-        sp->need_lo = sp->keep_lo = sp->lo;
-        sp->need_hi = sp->keep_hi = sp->hi;
+        sp->need = sp->keep = (struct kv_range){sp->lo, sp->hi};
     }
     kv->stats.swap_in_bytes += vmem__kv_swap_size(kv, slot);
     s->fresh = true;

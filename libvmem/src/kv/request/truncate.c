@@ -37,9 +37,9 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         return rc;
     }
     const struct kv_span *sp = kv_span(kv, slot, group);
-    const struct kv_past fixed = {sp->fix_lo, sp->fix_hi};
+    const struct kv_range fixed = sp->fix;
     kv->ledger.held += g->n;
-    vmem__kv_fix(kv, slot, group, (struct kv_past){sp->lo, sp->lo});
+    vmem__kv_fix(kv, slot, group, (struct kv_range){sp->lo, sp->lo});
     vmem__kv_ref_hold(kv, row, (struct kv_holders){.slots = -1});
     for (uint32_t t = 0; t < g->n; t++)
         kv_table(kv, g, slot, t)[page] = l->pages[t];
@@ -93,9 +93,9 @@ static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && tokens > kv->slots[slot].tokens)
         rc = vmem__error(-EINVAL, "tokens %u: slot %u has %u", tokens, slot, kv->slots[slot].tokens);
-    // Whether the pages in front of keep_lo are still there depends on the background thread. No answer does.
+    // Whether the pages in front of keep.lo are still there depends on the background thread. No answer does.
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
-        if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->keep_lo)
+        if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->keep.lo)
             rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next token reads", tokens);
     return rc;
 }
@@ -143,9 +143,8 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     vmem__kv_forget(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
-        uint32_t hi = KV_MIN(vmem__kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);
-        sp->need_lo = sp->keep_lo = KV_MIN(vmem__kv_need_lo(kv, &kv->groups[i], tokens), hi);
-        sp->need_hi = sp->keep_hi = hi;
+        const uint32_t hi = KV_MIN(vmem__kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);
+        sp->need = sp->keep = (struct kv_range){KV_MIN(vmem__kv_need_lo(kv, &kv->groups[i], tokens), hi), hi};
     }
     s->tokens = tokens;
     s->shared_tokens = KV_MIN(s->shared_tokens, tokens);

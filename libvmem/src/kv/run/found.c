@@ -4,11 +4,11 @@
 #include "kv/run/run.h"
 
 // The pages of a group that contain the rows that the next token of a request of `tokens` tokens reads.
-static struct kv_past rows_read(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
+static struct kv_range rows_read(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
 {
     const uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
     const uint32_t lo = vmem__kv_need_lo(kv, g, tokens), hi = (uint32_t)((bytes + kv->page_size - 1) >> kv->page_shift);
-    return (struct kv_past){lo, KV_MAX(lo, hi)};
+    return (struct kv_range){lo, KV_MAX(lo, hi)};
 }
 
 // Of the runs found, the one with this row.
@@ -39,7 +39,7 @@ static const struct kv_run *run_of(const vmem_kv *kv, const struct kv_group *g, 
 static bool windows_allow(const vmem_kv *kv, uint32_t tokens)
 {
     for (uint32_t i = 0; i < kv->n_groups && kv->windows; i++) {
-        const struct kv_past rows = rows_read(kv, &kv->groups[i], tokens);
+        const struct kv_range rows = rows_read(kv, &kv->groups[i], tokens);
         for (uint32_t p = rows.lo; p < rows.hi; p++) {
             const struct kv_rows *has = &run_of(kv, &kv->groups[i], tokens, p)->rows[i];
             if (p < has->lo || p >= has->lo + has->n)
@@ -86,7 +86,7 @@ uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied)
     *copied = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        const struct kv_past rows = rows_read(kv, g, tokens);
+        const struct kv_range rows = rows_read(kv, g, tokens);
         const uint64_t full = KV_MIN(tokens, g->max_tokens) * g->row_bytes >> kv->page_shift;
         uint32_t stride;
         for (uint32_t p = rows.lo; p < rows.hi; p++) {

@@ -22,7 +22,7 @@ uint64_t vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *rows)
 
 // ---- sharing ---------------------------------------------------------------------------------------------------------
 
-// The pages of the rows that the slot is sure to have. Those in front of keep_lo may be cut at any time, by the
+// The pages of the rows that the slot is sure to have. Those in front of keep.lo may be cut at any time, by the
 // background thread or by a step, so what is shared would depend on the time, and on the rank.
 static struct kv_rows rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, uint32_t group)
 {
@@ -30,7 +30,7 @@ static struct kv_rows rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, 
     const uint64_t from = KV_MIN((uint64_t)run->first, g->max_tokens);
     const uint64_t to = KV_MIN((uint64_t)run->first + run->tokens, g->max_tokens);
     const uint32_t lo =
-        KV_MAX((uint32_t)(from * g->row_bytes >> kv->page_shift), kv_span(kv, run->slot, group)->keep_lo);
+        KV_MAX((uint32_t)(from * g->row_bytes >> kv->page_shift), kv_span(kv, run->slot, group)->keep.lo);
     const uint32_t hi = (uint32_t)((to * g->row_bytes + kv->page_size - 1) >> kv->page_shift);
     return from < to && lo < hi ? (struct kv_rows){.lo = lo, .n = hi - lo} : (struct kv_rows){0};
 }
