@@ -193,9 +193,9 @@ static void look(const char *name, bool done, const int32_t *now)
 static void sweep(size_t i, uint32_t flags)
 {
     int points = 0;
-    // Every fault point, where there are few. With a handle a page there are hundreds, one as the other: every 2nd, 3rd
+    // Every fault point on the host. On a GPU with a handle a page there are hundreds, one as the other: every 2nd, 3rd
     // and so on, the later they are.
-    for (unsigned long n = 1;; n += 1 + n / 4) {
+    for (unsigned long n = 1;; n += test_cpu() ? 1 : 1 + n / 4) {
         make(flags);
         calls[i].before();
         checked_fail(n);
