@@ -111,6 +111,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="of --bursts: requests a second that one engine serves alone, as another run has measured it",
     )  # fmt: skip
     group.add_argument(
+        "--part", type=argtypes.positive, metavar="N",
+        help="of --bursts: of that rate, the part at which requests arrive in a burst (0.5)",
+    )  # fmt: skip
+    group.add_argument(
         "--kernels",
         action="store_true",
         help="one more turn of each workload, which adds the times of the GPU's kernels and of its pauses to --raw",
@@ -185,9 +189,9 @@ class Engine:
         )  # fmt: skip
         environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", VMEM_VLLM_LAYOUT=args.layout,
                            VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
-        environment |= more
         if args.tensor_parallel == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        environment |= more
         command = [sys.executable, "-m", "pyvmem.bench.vllm_engine", json.dumps(settings)]
         self._process = subprocess.Popen(command, env=environment, pass_fds=(down[0], up[1]), stdout=log, stderr=log)
         os.close(down[0])
@@ -367,8 +371,8 @@ def run(session: Session) -> list[Record]:
     chosen = loads(args)
     if args.beside and (args.pair or args.bursts):
         raise ValueError("--beside is for neither --pair nor --bursts")
-    if (args.setting or args.rate) and not args.bursts:
-        raise ValueError("--setting and --rate are for --bursts")
+    if (args.setting or args.rate or args.part) and not args.bursts:
+        raise ValueError("--setting, --rate and --part are for --bursts")
     if args.pair:
         from pyvmem.bench.vllm_pair import Pair
 

@@ -2,8 +2,8 @@
 
 Each engine gets its workload's requests in `ROUNDS` bursts: within a burst, requests arrive as a Poisson process. In
 even rounds the engines' bursts follow each other; in odd rounds they come together. Within a burst, requests arrive at
-half of the rate that one engine serves alone, so that memory, not the GPU, makes them wait. The same arrivals meet
-four settings:
+a part of the rate that one engine serves alone (--part), so that memory, not the GPU, makes them wait. The same
+arrivals meet four settings:
 
 - alone: each engine by itself, with all the KV memory of --kv-memory;
 - room: the three at once, each with as much of its own, so that they share the GPU, but memory is never short;
@@ -28,7 +28,7 @@ from pyvmem.bench.vllm import SETTINGS, Engine, Engines
 NAMES = ("first on vMem", "second on vMem", "third on vMem")
 TITLES = dict(alone="alone", room="room for all", thirds="static thirds", pool="a pool")
 ROUNDS = 6
-PART = 0.5  # of the rate that one engine serves alone
+PART = 0.5  # of the rate that one engine serves alone, unless --part says another
 AHEAD = 1.0  # seconds between the order and the first arrival
 BURSTS = (("alternate", True), ("overlap", False))
 
@@ -88,7 +88,8 @@ class Bursts(Engines):
 
     def _run(self, name: str, load: Any, turn: int, how: str) -> list[Any]:
         """One run of a workload in one setting: an answer of each engine."""
-        whole, burst = self._args.kv_memory, load["batch"] / ROUNDS / (PART * self._rates[name])
+        whole, rate = self._args.kv_memory, (self._args.part or PART) * self._rates[name]
+        burst = load["batch"] / ROUNDS / rate
         for engine in self.engines.values():
             engine.ask(dict(limit=whole // 3 if how == "thirds" else whole))
         seed, found = load.get("seed", 0) + 1000 * turn, []

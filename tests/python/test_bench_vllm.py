@@ -17,7 +17,7 @@ def arguments(**changes):
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
         code=None, offline=None, pair=False, bursts=False, raw=None, kernels=False, output=200,
-        warm_up=1, stop_after=None, setting=None, rate=None, beside=[],
+        warm_up=1, stop_after=None, setting=None, rate=None, part=None, beside=[],
     ), **changes})  # fmt: skip
 
 
@@ -207,16 +207,16 @@ def test_three_engines_alone_with_room_in_thirds_and_in_a_pool(monkeypatch, tmp_
     assert printed[3].endswith("3 preempted, 6 orders refused, steps waited 750 ms for blocks")
 
 
-@pytest.mark.parametrize("chosen, hows", [
-    (["pool"], ["a pool"]), (["thirds", "room"], ["room for all", "static thirds"]),
+@pytest.mark.parametrize("chosen, hows, part", [
+    (["pool"], ["a pool"], None), (["thirds", "room"], ["room for all", "static thirds"], 0.25),
 ])  # fmt: skip
-def test_some_settings_of_bursts_at_a_rate_that_is_known(monkeypatch, tmp_path, chosen, hows):
+def test_some_settings_of_bursts_at_a_rate_that_is_known(monkeypatch, tmp_path, chosen, hows, part):
     raw = tmp_path / "raw.json"
-    bursts, environments = made_bursts(monkeypatch, raw=str(raw), setting=chosen, rate=4.0)
+    bursts, environments = made_bursts(monkeypatch, raw=str(raw), setting=chosen, rate=4.0, part=part)
     bursts.measure({"hot": dict(kind="hot", batch=12)})
     turns = [t for t in json.loads(raw.read_text()) if t["load"] == "hot"]
     assert [t["how"] for t in turns] == [how for how in hows for _ in range(3)]
-    assert {t["burst"] for t in turns} == {12 / 6 / (0.5 * 4.0)}
+    assert {t["burst"] for t in turns} == {12 / 6 / ((part or 0.5) * 4.0)}
     assert [bool(e) for e in environments] == [chosen == ["pool"]] * 3
 
 
@@ -224,8 +224,8 @@ def test_settings_of_bursts_need_bursts(monkeypatch, capsys):
     find = vllm.importlib.util.find_spec
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: name == "vllm" or find(name))
     assert cli.main(["bench", "vllm", "--setting", "pool", "--load", "hot"]) == 1
-    assert "--setting and --rate are for --bursts" in capsys.readouterr().err
-    for wrong in (["--setting", "halves"], ["--rate", "0"]):
+    assert "--setting, --rate and --part are for --bursts" in capsys.readouterr().err
+    for wrong in (["--setting", "halves"], ["--rate", "0"], ["--part", "0"]):
         with pytest.raises(SystemExit):
             cli.main(["bench", "vllm", "--bursts", *wrong])
 
