@@ -26,10 +26,11 @@ def ready(low: int, allowed: int) -> int:
     return min(2 * low, allowed // SPARE)
 
 
-def lacking(scheduler: Any, wait: list[Any], coming: int, most: int, watermark: int = 0) -> int:
+def lacking(scheduler: Any, wait: list[Any], coming: int, most: int, beyond: int = 0) -> int:
     """Blocks that the requests of a scheduler of vLLM's lack, at most `most`.
 
-    wait: those that wait. coming: what workers are backing. watermark: what vLLM leaves free when a request begins.
+    wait: those that wait. coming: what workers are backing. beyond: what vLLM wants for requests that begin, in all,
+    beyond their rows.
 
     Running requests want a block each in each group, waiting ones their rows as far as they are known.
     """
@@ -40,7 +41,7 @@ def lacking(scheduler: Any, wait: list[Any], coming: int, most: int, watermark: 
         done = request.num_computed_tokens
         need += sum(request.num_tokens // size + 1 - -(-done // size) for size in sizes)
     if wait:
-        need += watermark
+        need += beyond
     return int(min(max(need - manager.block_pool.get_num_free_blocks() - coming, 0), max(most, 0)))
 
 

@@ -102,7 +102,8 @@ class SchedulerMemory:
                                  f"of a worker, and the pool has {pool}; lower --max-model-len, or raise "
                                  "VMEM_VLLM_POOL_SIZE")  # fmt: skip
         self._sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
-        self._tokens = 0  # of a step, while the scheduler is told to schedule none
+        self._tokens = 0  # of a step, if the scheduler was told to schedule none in the last one
+        self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_need` counts
         self._drafts = drafts_of(vllm_config)
         self._decodes = False  # whether the last step had no prompt
         self._busy = time.monotonic()
@@ -115,7 +116,7 @@ class SchedulerMemory:
 
     def before(self) -> None:
         """A step is about to be scheduled."""
-        self._busy = time.monotonic()
+        self._busy, self._tokens = time.monotonic(), 0
         self._obey()
         self._look_around()
         keeper = self.keeper
@@ -152,7 +153,7 @@ class SchedulerMemory:
             tokens = min(max(request.num_tokens - done, 1), left)
             if i >= running:
                 fits = sum(-(-request.num_tokens // size) - -(-done // size) for size in self._sizes)
-                fits = min(fits, self.keeper.least)
+                fits = min(fits + self._beyond, self.keeper.least)
                 whole = max(whole, need + fits + self.keeper.watermark)
             need += sum(-(-(done + tokens) // size) - -(-done // size) for size in self._sizes)
             left -= tokens
@@ -173,7 +174,7 @@ class SchedulerMemory:
     def scheduled(self) -> None:
         """vLLM has scheduled, or failed to."""
         if self._tokens:
-            self._scheduler.max_num_scheduled_tokens, self._tokens = self._tokens, 0
+            self._scheduler.max_num_scheduled_tokens = self._tokens
 
     def after(self, output: Any) -> None:
         """A step was scheduled: send the orders with it."""
@@ -185,9 +186,23 @@ class SchedulerMemory:
             self._came = time.monotonic()
         steps = len(output.num_scheduled_tokens)
         self._decodes = output.total_num_scheduled_tokens <= steps * (1 + self._drafts)
+        self._count_beyond(steps)
         position = self.page.cells[control.POSITION]
         output.vmem = StepOrders(keeper.step, position, gone, ahead, order, keeper.take_evicted())
         self._publish()
+
+    def _count_beyond(self, requests: int) -> None:
+        """So many requests were scheduled. If none begins for which there are enough blocks, vLLM wants more for it.
+
+        It also allocates for drafts to come, and for what a cross attention reads. Its rules differ from release to
+        release, and none needs more than the greatest request.
+        """
+        if requests:
+            self._beyond = 0
+        elif not (self._scheduler.running or self._tokens or self.keeper.full):
+            wait = waiting(self._scheduler)[:1]
+            if wait and self._need(wait)[1] <= self.keeper.pool.get_num_free_blocks():
+                self._beyond = min(max(2 * self._beyond, 1), self.keeper.least)
 
     def ended(self) -> None:
         """Requests may have ended. If none is there, no step may follow, and neighbours must not wait to learn it."""
@@ -227,7 +242,7 @@ class SchedulerMemory:
         """Blocks that the running requests and these lack."""
         keeper = self.keeper
         most = keeper.most - keeper.circulating
-        return lease.lacking(self._scheduler, wait, keeper.coming, most, keeper.watermark)
+        return lease.lacking(self._scheduler, wait, keeper.coming, most, keeper.watermark + self._beyond)
 
     def _ahead(self, surplus: int) -> int:
         """Blocks to ask for before requests need them, while requests come.

@@ -198,6 +198,16 @@ def test_prompts_begin_that_need_more_than_is_kept_ready(engine, requests):
     assert maps_in_steps(e) == 0
 
 
+def test_requests_begin_for_which_vllm_wants_more_blocks_than_their_rows(engine):
+    e = engine(kinds=("full",), batch=256)
+    e.scheduler.num_lookahead_tokens = 5  # of drafts, which lie in one block more
+    e.limit(24)
+    for n in (16 * 12 + 13, 16 * 3 + 13, 16 * 13 + 13):
+        e.answer([e._request(f"of-{n}", [5] * n, 3)])
+        e.scheduler.reset_prefix_cache()
+    assert maps_in_steps(e) == 0
+
+
 @pytest.mark.parametrize("case", [dict(), dict(kinds=("full",)), dict(queue=1, asynchronous=False), dict(slots=10)])
 def test_a_session_goes_on_whose_next_input_needs_more_than_is_kept_ready(engine, case):
     e = engine(**(dict(SLOTS["plenty"], **case) if "slots" in case else dict(case, blocks=60)))
