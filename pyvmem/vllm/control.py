@@ -31,7 +31,7 @@ from pyvmem._checks import shown
 from pyvmem.kv.view import _started, view_folder
 from pyvmem.vllm import pools
 
-MAGIC, VERSION = 0x6D656D76_6C6C6D00, 4
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 5
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
@@ -39,9 +39,11 @@ RING = 1 << 15  # words
 _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 # What the scheduler publishes. Blocks, unless it says otherwise. WANTED: what requests lack; AHEAD: what it asks for
 # before they do. WAITED: microseconds that steps waited for blocks. HEAD: when the first request came that lacks some,
-# in microseconds; 0: none does. STARVED: whether at most one request runs meanwhile.
+# in microseconds; 0: none does; negative: others come first for a while. GROWS: whether running requests lack some, of
+# which the last came then. STARVED: whether at most one request runs meanwhile. BEAT: changes while the process runs.
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
- PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED, AHEAD, HEAD) = range(16, 41)  # fmt: skip
+ PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED, AHEAD, HEAD, GROWS,
+ BEAT) = range(16, 43)  # fmt: skip
 _MAKER, _MAKER_STARTED = 62, 63  # the process that made the page, which may be a worker
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.

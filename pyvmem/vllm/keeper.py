@@ -140,7 +140,6 @@ class Keeper:
         self.behind = False  # another engine of the pool gets memory first
         self.full = False  # no request begins meanwhile
         self._keeps = 0  # blocks that are not offered
-        self.soon = 0  # blocks that running requests take in the next steps
         self.pool.vmem = self
         _grow(self.pool, KeptPool)
         page[control.BLOCKS], page[control.BLOCK_BYTES] = self.total, self.block_bytes

@@ -10,15 +10,13 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import time
-from typing import Any
-
 from pyvmem.vllm import control
 
 LOOK = 0.005  # seconds between looks at the other engines' pages
 FIND = 1.0  # and between searches for engines
 SPARE = 8  # of the allowed blocks, this part at most is kept ready
-PATIENCE, AGAIN = 1.0, 3.0  # seconds that others wait for an engine which gets nothing, and until they do again
-RUNS = 1  # in place of the time when a request came: one that runs lacks blocks
+HANGS = 1.0  # seconds without a sign of life after which an engine is not waited for
+PATIENCE, MOST_PATIENCE = 4.0, 64.0  # seconds that others wait for an engine which gets nothing: at first, and at most
 
 
 def ready(low: int, allowed: int) -> int:
@@ -26,32 +24,17 @@ def ready(low: int, allowed: int) -> int:
     return min(2 * low, allowed // SPARE)
 
 
-def lacking(scheduler: Any, wait: list[Any], coming: int, most: int, beyond: int = 0) -> int:
-    """Blocks that the requests of a scheduler of vLLM's lack, at most `most`.
-
-    wait: those that wait. coming: what workers are backing. beyond: what vLLM wants for requests that begin, in all,
-    beyond their rows.
-
-    Running requests want a block each in each group, waiting ones their rows as far as they are known.
-    """
-    manager = scheduler.kv_cache_manager
-    sizes = [g.kv_cache_spec.block_size for g in scheduler.kv_cache_config.kv_cache_groups]
-    need = len(scheduler.running) * len(sizes)
-    for request in wait:
-        done = request.num_computed_tokens
-        need += sum(request.num_tokens // size + 1 - -(-done // size) for size in sizes)
-    if wait:
-        need += beyond
-    return int(min(max(need - manager.block_pool.get_num_free_blocks() - coming, 0), max(most, 0)))
-
-
 class Neighbours:
     """The other engines in the pool of one engine.
 
-    Of the engines whose requests lack memory, one comes first: that of the highest priority; then one whose requests
-    use less than its share, which is the pool divided by the engines that have requests now, but at least its minimum;
-    then the one whose request came first. Requests that run come before those that begin. An engine that gets nothing
-    (it hangs, or something else holds the memory) is passed over most of the time.
+    Of the engines whose requests lack memory, one comes first: that of the highest priority; then one whose running
+    requests lack it; then one whose requests use less than its share, which is the pool divided by the engines that
+    have requests now, but at least its minimum; then the one whose request came first. Of running requests, the last
+    counts, which vLLM would preempt.
+
+    Requests of the others will end, and the first gets their memory. If it gets nothing for some time, it lets the
+    others go first for twice as long, and then waits for twice as long as before: something else may hold the memory,
+    or these requests take long. An engine that hangs is not waited for at all.
 
     Attributes
     ----------
@@ -60,10 +43,13 @@ class Neighbours:
     behind : bool
         Whether another engine comes first, and this one has its minimum. Then it takes no more memory than it has.
     full : bool
-        Whether no request begins meanwhile: this engine has its share and the first has not, or the first runs at most
-        one request and so may need what all others have.
+        Whether no request begins meanwhile: this engine has its share, and another that lacks memory has not; or the
+        first runs at most one request and so may need what all others have.
     yields : bool
-        Whether the first has a higher priority.
+        Whether the first has a higher priority, or lacks memory for running requests that all came before the last one
+        here. So the oldest requests always go on, as within one engine.
+    passes : bool
+        Whether this engine lets the others go first.
     surplus : int
         Bytes of a worker's blocks that the others offer beyond what they keep ready; 0 while one of them lacks memory.
     """
@@ -72,13 +58,15 @@ class Neighbours:
         self._page = page
         self._pages: list[control.Page] = []
         self._found = self._looked = 0.0
-        self._had: dict[str, tuple[int, float]] = {}  # bytes of each engine, and since when
+        self._beats: dict[str, tuple[int, float]] = {}  # of each engine the last, and since when
         self._share = 0  # bytes of a worker's pool
-        self.alone, self.behind, self.full, self.yields = True, False, False, False
+        self._patience, self._had = PATIENCE, -1  # -1: this engine had no bytes yet
+        self._since = 0.0  # when this engine, which comes first, last got some; later than now: it lets others go first
+        self.alone, self.behind, self.full, self.yields, self.passes = True, False, False, False, False
         self.surplus = 0
 
-    def look(self) -> None:
-        """Read what the others publish, at most every `LOOK` seconds."""
+    def look(self, last: int) -> None:
+        """Read what the others publish, at most every `LOOK` seconds. last: when the last running request came."""
         now, page = time.monotonic(), self._page
         if not page[control.POOL]:
             return
@@ -100,29 +88,45 @@ class Neighbours:
                 max(o[control.OFFERED] - ready(o[control.LOW], o[control.ALLOWED]), 0) * o[control.BLOCK_BYTES]
                 for o in others
             )  # fmt: skip
-            first = min((o for o in (page, *others) if self._lacks(o, now)), key=self._turn, default=page)
+            lack = [o for o in others if self._lives(o, now) and o[control.HEAD] > 0]
+            first = min([page, *lack] if page[control.HEAD] > 0 else lack, key=self._turn, default=page)
             self.behind = first is not page and _bytes(page) >= page[control.MIN]
-            has_less = self._has_share(page) and not self._has_share(first)
-            self.full = self.behind and (has_less or first[control.STARVED] > 0)
-            self.yields = self.behind and first[control.PRIORITY] > page[control.PRIORITY]
+            less = any(o[control.PRIORITY] >= page[control.PRIORITY] and not self._has_share(o) for o in lack)
+            beyond = _bytes(page) - page[control.BLOCK_BYTES] >= page[control.MIN]  # it has a block that it may give
+            self.full = (self.behind and beyond and first[control.STARVED] > 0) or (less and self._has_share(page))
+            alone = first[control.GROWS] and first[control.STARVED]
+            older = first[control.GROWS] and first[control.HEAD] < last and (alone or self._has_share(page))
+            self.yields = self.behind and (-first[control.PRIORITY], not older) < (-page[control.PRIORITY], True)
+            self._be_patient(first is page and page[control.HEAD] > 0, now)
 
     def _has_share(self, page: control.Page) -> bool:
         return page[control.USED] * page[control.BLOCK_BYTES] >= max(self._share, page[control.MIN])
 
-    def _turn(self, page: control.Page) -> tuple[int, bool, int, str]:
+    def _turn(self, page: control.Page) -> tuple[int, bool, bool, int, str]:
         """What sorts engines that lack memory."""
-        head = page[control.HEAD]
-        return -page[control.PRIORITY], head != RUNS and self._has_share(page), head, str(page.path)
+        grows = page[control.GROWS]
+        has_share = self._has_share(page) and not (grows and page[control.STARVED])
+        return -page[control.PRIORITY], not grows, has_share, page[control.HEAD], str(page.path)
 
-    def _lacks(self, page: control.Page, now: float) -> bool:
-        """Whether an engine lacks memory, and is not passed over."""
-        name, has = str(page.path), _bytes(page)
-        if not page[control.HEAD]:
-            self._had.pop(name, None)
-            return False
-        if self._had.get(name, (-1, 0.0))[0] != has:
-            self._had[name] = has, now
-        return (now - self._had[name][1]) % AGAIN < PATIENCE
+    def _lives(self, page: control.Page, now: float) -> bool:
+        beat, name = page[control.BEAT], str(page.path)
+        if self._beats.get(name, (-1, 0.0))[0] != beat:
+            self._beats[name] = beat, now
+        return now - self._beats[name][1] < HANGS
+
+    def _be_patient(self, first: bool, now: float) -> None:
+        """Decide whether to let the others go first. first: whether it is this engine's turn, and it lacks memory."""
+        has = _bytes(self._page)
+        if not self._page[control.HEAD]:
+            self._patience = PATIENCE
+        if now >= self._since:
+            if not first or has > self._had:
+                self._since = now
+            elif now >= self._since + self._patience:
+                self._since = now + 2 * self._patience
+                self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self._had = has
+        self.passes = now < self._since
 
 
 def _bytes(page: control.Page) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from pyvmem.vllm import check, control, geometry, lease, pools, refuse, settings
 from pyvmem.vllm.keeper import Keeper
 from pyvmem.vllm.orders import StepOrders
-from pyvmem.vllm.waiting import waiting
+from pyvmem.vllm.waiting import stopped, waiting
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -57,6 +57,11 @@ def low_of(vllm_config: Any, config: Any) -> int:
     tokens = chosen.max_num_batched_tokens
     low = sum(-(-tokens // g.kv_cache_spec.block_size) for g in config.kv_cache_groups)
     return int(low + chosen.max_num_seqs * len(config.kv_cache_groups))
+
+
+def _came(request: Any) -> int:
+    """When a request came, in microseconds."""
+    return max(int(1e6 * request.arrival_time), 1)
 
 
 class SchedulerMemory:
@@ -136,7 +141,7 @@ class SchedulerMemory:
         keeper.before(max(need, whole), not running and (need > keeper.spare or not wait))
         if self._in_slots:
             keeper.evict_ahead(min(keeper.low, keeper.ready()))
-        if keeper.lacks(must):
+        if keeper.lacks(must) or (keeper.full and not running):  # where none runs, vLLM ignores the watermark
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
             self._tokens, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, 0
 
@@ -216,15 +221,15 @@ class SchedulerMemory:
 
     def _publish(self) -> None:
         keeper, page, near, running = self.keeper, self.page.cells, self._neighbours, self._scheduler.running
-        wanted = ahead = head = soon = 0
-        if page[control.POOL] and not keeper.lent:
+        wanted = ahead = head = soon = grow = 0
+        if page[control.POOL] and not keeper.lent and not stopped(self._scheduler):
             wait = waiting(self._scheduler)
             grow = self._lacking([])
             lacks = grow or self._lacking(wait[:1])  # until one more begins
             if lacks:
-                head = lease.RUNS if grow else max(int(1e6 * wait[0].arrival_time), lease.RUNS + 1)
-            soon = keeper.soon  # what requests take in the next steps
-            if wait and not (near.behind and (lacks or near.full)):
+                head = _came(running[-1] if grow else wait[0])
+            soon = GROWTH * self._one_each + self._prompts()  # what requests take in the next steps
+            if wait and not (near.full or (near.behind and lacks)):
                 soon += max(self._need(wait))
             expected = time.monotonic() < self._came + COMING
             surplus = near.surplus // keeper.block_bytes if expected else 0
@@ -233,16 +238,33 @@ class SchedulerMemory:
             most = max(keeper.allowed() - keeper.circulating, 0)
             wanted = min(self._lacking(wait) if near.alone else lacks, most)
             ahead = max(min(self._ahead(surplus), most), 0) if surplus else 0
-        page[control.HEAD], page[control.AHEAD] = head, ahead
+        page[control.HEAD], page[control.AHEAD] = -head if near.passes else head, ahead
+        page[control.GROWS] = grow > 0
         page[control.STARVED] = head > 0 and len(running) <= 1
         self._short = not running and (head > 0 or near.full)
         keeper.publish(wanted, near.yields, soon)
 
     def _lacking(self, wait: list[Any]) -> int:
-        """Blocks that the running requests and these lack."""
+        """Blocks that the running requests and these lack.
+
+        Running requests want the rest of their prompts and a block each in each group, waiting ones their rows as far
+        as they are known.
+        """
         keeper = self.keeper
-        most = keeper.most - keeper.circulating
-        return lease.lacking(self._scheduler, wait, keeper.coming, most, keeper.watermark + self._beyond)
+        need = self._one_each + self._prompts() + sum(map(self._rest_of, wait)) + len(wait) * len(self._sizes)
+        if wait:
+            need += keeper.watermark + self._beyond
+        need -= int(keeper.pool.get_num_free_blocks()) + keeper.coming
+        return max(min(need, keeper.most - keeper.circulating), 0)
+
+    def _rest_of(self, request: Any) -> int:
+        """Blocks for the known tokens of a request that are not computed."""
+        tokens, done = request.num_tokens, request.num_computed_tokens
+        return sum(-(-tokens // size) - -(-done // size) for size in self._sizes) if tokens > done else 0
+
+    def _prompts(self) -> int:
+        """Blocks for the rest of the running requests' prompts."""
+        return 0 if self._decodes else sum(map(self._rest_of, self._scheduler.running))
 
     def _ahead(self, surplus: int) -> int:
         """Blocks to ask for before requests need them, while requests come.
@@ -258,9 +280,9 @@ class SchedulerMemory:
         """See what the other engines of the pool have and lack."""
         if self.page.cells[control.POOL]:
             near = self._neighbours
-            near.look()
+            running = self._scheduler.running
+            near.look(_came(running[-1]) if running else 0)
             self.keeper.behind, self.keeper.full = near.behind, near.full
-            self.keeper.soon = GROWTH * self._one_each
 
     def _obey(self) -> None:
         """Lend everything, or stop to, as the owner says."""
@@ -297,6 +319,7 @@ class SchedulerMemory:
             self._wake.clear()
             if self._stop:
                 return
+            self.page[control.BEAT] += 1
             try:
                 steps = time.monotonic() - self._busy < LOOK and self._scheduler.has_unfinished_requests()
                 if steps:

@@ -744,14 +744,19 @@ def test_a_pool_is_opened_by_its_name_for_each_gpu(monkeypatch, folder):
 
 
 def looking(monkeypatch, *pages):
-    """What each engine sees of the others, at every call: (behind, full)."""
+    """What each engine sees of the others, at every call: (behind, full). live: whether all give a sign of life."""
     for interval in ("LOOK", "FIND"):
         monkeypatch.setattr(lease, interval, 0)
+    now = [100.0]
+    monkeypatch.setattr(lease, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     near = [lease.Neighbours(page) for page in pages]
 
-    def look():
+    def look(seconds=0.0, live=True, last=0):
+        now[0] += seconds
+        for _, page in control.engines():
+            page[control.BEAT] += live
         for each in near:
-            each.look()
+            each.look(last)
         return [(each.behind, each.full) for each in near]
 
     return near, look
@@ -766,7 +771,7 @@ def test_an_engine_yields_to_one_of_its_pool_with_a_higher_priority_that_lacks_m
         return [each.yields for each in near]
 
     assert yields() == [False, False]  # it lacks nothing
-    other[control.HEAD], mine[control.HEAD] = 1000, lease.RUNS
+    other[control.HEAD], mine[control.HEAD], mine[control.GROWS] = 1000, 900, 1
     assert yields() == [True, False]
     other[control.POOL] = 6
     assert yields() == [False, False]
@@ -799,11 +804,11 @@ def test_of_engines_that_lack_memory_one_comes_first(monkeypatch):
     assert look() == [(True, True), (False, False)]
     mine[control.USED] = 20
     assert look() == [(False, False), (True, False)]
-    mine[control.USED], mine[control.HEAD] = 35, lease.RUNS  # before any that begins
-    assert look() == [(False, False), (True, False)]
+    mine[control.USED], mine[control.HEAD], mine[control.GROWS] = 35, 1900, 1  # before any that begins
+    assert look() == [(False, True), (True, False)]
     other[control.MIN] = 50 << 20  # it has less than that
-    assert look() == [(False, False)] * 2
-    other[control.CACHED], mine[control.HEAD] = 25, 900
+    assert look() == [(False, True), (False, False)]
+    other[control.CACHED], mine[control.GROWS] = 25, 0
     assert look() == [(True, True), (False, False)]  # a minimum is a share
     idle[control.STARVED], idle[control.HEAD], idle[control.PRIORITY] = 1, 2000, 1
     assert look() == [(True, True)] * 2  # it may need all
@@ -826,16 +831,67 @@ def test_an_engine_asks_ahead_for_what_others_have_beyond_what_they_keep_ready(m
     assert surplus() == 0
 
 
-def test_an_engine_that_gets_nothing_is_passed_over(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(lease.time, "monotonic", lambda: now[0])
-    mine, other = engine(POOL=5, HEAD=1100), engine("def", POOL=5, USED=9, HEAD=1000)
+def test_of_running_requests_the_oldest_go_on(monkeypatch):
+    size = dict(POOL=5, POOL_BYTES=60 << 20, GROWS=1)
+    one, two = engine(**size, HEAD=1000, USED=40), engine("def", **size, HEAD=2000, USED=20)
+    near, look = looking(monkeypatch, one, two)
+
+    def yields(last):
+        look(last=last)
+        return [each.yields for each in near]
+
+    assert look() == [(True, True), (False, False)]  # the second has less than its share
+    assert yields(2000) == [False, False] and yields(2001) == [True, False]
+    two[control.USED] = 30
+    assert look() == [(False, False), (True, False)]
+    assert yields(900) == yields(1000) == [False, False] and yields(1001) == [False, True]
+    two[control.USED], one[control.STARVED] = 20, 1  # its only one may need more than a share
+    assert look() == [(False, True), (True, True)] and yields(1001) == [False, True]
+    one[control.GROWS] = 0  # it waits
+    assert yields(3000) == [True, False]
+
+
+def test_an_engine_that_hangs_is_not_waited_for(monkeypatch):
+    mine, other = engine(POOL=5, HEAD=1100), engine("def", POOL=5, HEAD=1000)
     _, look = looking(monkeypatch, mine)
     assert look() == [(True, False)]
-    now[0] += lease.PATIENCE + 0.1
-    assert look() == [(False, False)]
-    now[0] += lease.AGAIN - lease.PATIENCE
+    assert look(lease.HANGS / 2, live=False) == [(True, False)]
+    assert look(lease.HANGS / 2, live=False) == [(False, False)]
+    assert look(60, live=False) == [(False, False)]
     assert look() == [(True, False)]
-    now[0] += lease.PATIENCE
-    other[control.SPARE] = 1
-    assert look() == [(True, False)]  # it gets some
+    other[control.HEAD] = -1000  # it lets others go first
+    assert look() == [(False, False)]
+
+
+def test_an_engine_that_gets_nothing_lets_others_go_first_for_a_while(monkeypatch):
+    mine, other = engine(POOL=5, HEAD=1000), engine("def", POOL=5, USED=9, HEAD=1100)
+    (near, _), look = looking(monkeypatch, mine, other)
+
+    def passes(seconds, head=1000):
+        look(seconds)
+        mine[control.HEAD] = -head if near.passes else head  # as the scheduler publishes it
+        return near.passes
+
+    assert not passes(0)
+    for patience in (lease.PATIENCE, 2 * lease.PATIENCE):
+        assert not passes(patience * 0.9)
+        mine[control.SPARE] += 1
+        assert not passes(patience) and not passes(patience * 0.9)
+        assert passes(patience * 0.2) and look() == [(True, False), (False, False)]
+        assert passes(patience * 1.9) and not passes(patience * 0.2)
+        assert look() == [(False, False), (True, False)]
+    mine[control.HEAD] = 0
+    assert not passes(0)
+    other[control.HEAD] = 900  # not its turn
+    assert not passes(lease.PATIENCE) and not passes(lease.PATIENCE)
+    other[control.HEAD] = 1100
+    assert not passes(0) and passes(lease.PATIENCE)  # no longer than at first
+
+
+def test_a_minimum_serves_while_another_engine_may_need_all(monkeypatch):
+    size = dict(POOL=5, POOL_BYTES=60 << 20)
+    mine, other = engine(**size, MIN=(10 << 20) - 1, SPARE=11), engine("def", **size, HEAD=1000, STARVED=1)
+    _, look = looking(monkeypatch, mine, other)
+    assert look() == [(True, True), (False, False)]
+    mine[control.SPARE] = 10
+    assert look() == [(True, False), (False, False)]

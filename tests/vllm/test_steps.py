@@ -15,6 +15,7 @@ from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
 from pyvmem.vllm import control, keeper, refuse, slots
+from pyvmem.vllm.waiting import waiting
 
 
 @pytest.fixture
@@ -409,6 +410,64 @@ def test_while_another_comes_first_an_engine_offers_what_its_first_request_canno
     near.full = True
     memory._publish()
     assert e.page[control.OFFERED] == 10
+
+
+def test_in_a_pool_the_rest_of_a_prompt_that_runs_is_not_for_others(engine):
+    e = engine(kinds=("full",), depth=0)
+    e.limit(40)
+    e.run(10)
+    e.page[control.POOL], keeper = 1, e.keeper
+    e.scheduler.add_request(e._request("long", [5] * 250, 5))  # 16 blocks, in steps of 4
+    while not e.scheduler.running:
+        output, _ = e.step()
+    assert 0 < output.total_num_scheduled_tokens <= 64
+    free = keeper.pool.get_num_free_blocks()
+    assert free - 16 <= e.page[control.OFFERED] <= free - 12 and not e.page[control.HEAD]
+    keeper.leave(free - 10)
+    e.scheduler._vmem._publish()
+    assert e.page[control.HEAD] and e.page[control.GROWS] and not e.page[control.OFFERED]
+
+
+def test_requests_that_wait_for_something_else_lack_no_memory(engine):
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.request import RequestStatus
+
+    e = engine(kinds=("full",))
+    e.run(20)
+    e.page[control.POOL], memory = 1, e.scheduler._vmem
+    e.keeper.leave(e.keeper.pool.get_num_free_blocks() - 10)
+    first, second = (e._request(name, [5] * 200, 5) for name in "ab")
+    for request in (first, second):
+        e.scheduler.add_request(request)
+
+    def lacks():
+        memory._publish()
+        return bool(e.page[control.HEAD]), waiting(e.scheduler)
+
+    first.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert lacks() == (True, [second])
+    second.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert lacks() == (False, []) and e.page[control.OFFERED] == 10
+    first.status = second.status = RequestStatus.WAITING
+    for state in (PauseState.PAUSED_NEW, PauseState.PAUSED_ALL):
+        e.scheduler.set_pause_state(state)
+        assert lacks() == (False, []) and e.page[control.OFFERED] == 10
+    e.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert lacks() == (True, [first, second])
+
+
+def test_an_engine_begins_no_request_while_another_may_need_all(engine, monkeypatch):
+    e = engine(kinds=("full",))
+    e.run(20)
+    monkeypatch.setattr(e.scheduler._vmem, "_look_around", lambda: None)
+    e.keeper.full = True
+    e.scheduler.add_request(e._request("a", [5] * 20, 5))
+    for _ in range(5):
+        e.step()
+    assert not e.scheduler.running
+    e.keeper.full = False
+    e.answer([])
+    assert not e.scheduler.has_unfinished_requests()
 
 
 def test_an_engine_gives_no_more_than_it_offers(engine):
