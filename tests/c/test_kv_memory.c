@@ -265,6 +265,42 @@ static void test_blocks_are_whole(void)
     vmem_kv_destroy(kv, 0);
 }
 
+// Where the pages of a request lie, on the host: what goes on in a block goes on behind its pages, and blocks are mapped
+// as a whole.
+static void test_pages_lie_together(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    const int32_t block = (int32_t)(VMEM_PAGE_2M / test_page) * 32; // tokens
+    struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                 .flags = VMEM_KV_CHECK,
+                                 .tensors = &tensor,
+                                 .n_tensors = 1,
+                                 .slots = SLOTS,
+                                 .max_tokens = (uint32_t)block * 5,
+                                 .page_size = test_page,
+                                 .budget = 200 * test_page};
+    uint32_t slots[3];
+    vmem_kv *kv;
+    if (!test_cpu())
+        return;
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    for (int i = 0; i < 3; i++) {
+        OK(k_alloc(kv, 0, &slots[i]));
+        OK(step(kv, slots[i], 32, NULL));
+    }
+    OK(vmem_kv_free(kv, slots[1], 0)); // leaves a hole of a page between those of the others
+    OK(step(kv, slots[2], 64, NULL));
+    const uint64_t unmapped = test_stats(ctx).unmap_runs;
+    OK(vmem_kv_free(kv, slots[2], 0));
+    CHECK_EQ(test_stats(ctx).unmap_runs - unmapped, 1);
+    // The rest of the first block, three blocks, and what is behind them.
+    OK(step(kv, slots[0], block - 32, NULL));
+    const uint64_t mapped = test_stats(ctx).map_runs;
+    OK(step(kv, slots[0], 4 * block + 96, NULL));
+    CHECK_EQ(test_stats(ctx).map_runs - mapped, 3);
+    vmem_kv_destroy(kv, 0);
+}
+
 // ---- a device that is almost full --------------------------------------------------------------------------------
 
 static const struct vmem__ops *inner;
@@ -431,6 +467,7 @@ int main(int argc, char **argv)
     test_no_mappings();
     test_reclaim_frees_what_it_can();
     test_blocks_are_whole();
+    test_pages_lie_together();
     test_a_device_with_part_of_a_block_left();
     vmem_context_destroy(ctx);
     reclaim_all();

@@ -45,9 +45,7 @@ static int list_ends(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t grou
     c->group = group;
     c->before = *s;
     c->lo = clamp(lo, s->lo, s->hi);
-    c->hi = clamp(hi, c->lo, s->hi);
-    while (c->hi < s->hi && kv_joined(kv, slot, group, c->hi))
-        c->hi++;
+    c->hi = kv_end_of(kv, slot, group, clamp(hi, c->lo, s->hi), false);
     c->n_ops = c->n_pages = 0;
     int rc = kv->flags & VMEM_KV_CHECK ? vmem__kv_check_rule(kv, slot, group, s->lo, c->lo) : 0;
     if (!rc && kv->flags & VMEM_KV_CHECK)
