@@ -95,7 +95,7 @@ def view_folder() -> Path | None:
     return folder if safe else None
 
 
-def _started(pid: str) -> str | None:
+def started(pid: str) -> str | None:
     """When a process was started, in ticks since boot; None if it has ended."""
     try:
         fields = Path("/proc", pid, "stat").read_bytes().decode(errors="replace").rpartition(")")[2].split()
@@ -107,7 +107,7 @@ def _started(pid: str) -> str | None:
 def _dead(path: Path) -> bool:
     # Process numbers are reused, and a container has the same ones at each start.
     owner = re.fullmatch(r"([0-9]+)-([0-9]+)-[0-9]+\.kv", path.name)
-    return owner is not None and _started(owner[1]) != owner[2]
+    return owner is not None and started(owner[1]) != owner[2]
 
 
 def _sweep(folder: Path) -> None:
@@ -124,7 +124,7 @@ def new_view_path() -> str | None:
     if folder is None:
         return None
     _sweep(folder)
-    return str(folder / f"{os.getpid()}-{_started('self')}-{next(_number)}.kv")
+    return str(folder / f"{os.getpid()}-{started('self')}-{next(_number)}.kv")
 
 
 ANSWERS = ("unasked", "applied", "deferred", "refused")

@@ -7,7 +7,8 @@ The page is a file in the folder of `pyvmem.kv.view`, ``ENGINE-RANK.vllm``, whic
 - what each worker publishes, and the board of its `pyvmem.blocks.Blocks`: bytes held, orders carried out;
 - a ring of blocks that the scheduler gave up while no step ran.
 
-Every process writes only its own words, and each word is written whole, so there is no lock.
+Every process writes only its own words, and each word is written whole, so writing needs no lock. The processes of an
+engine hold a lock on its file as long as they live: their numbers mean nothing in other containers.
 
 SPDX-License-Identifier: MIT
 """
@@ -15,6 +16,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import re
@@ -28,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyvmem._checks import shown
-from pyvmem.kv.view import _started, view_folder
+from pyvmem.kv.view import started, view_folder
 from pyvmem.vllm import pools
 
 MAGIC, VERSION = 0x6D656D76_6C6C6D00, 5
@@ -44,7 +46,6 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
  PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED, AHEAD, HEAD, GROWS,
  BEAT) = range(16, 43)  # fmt: skip
-_MAKER, _MAKER_STARTED = 62, 63  # the process that made the page, which may be a worker
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
 # OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers. POOL_MAY: bytes that it
@@ -69,10 +70,14 @@ def path_of(engine: str, rank: int) -> Path | None:
     return None if folder is None else folder / f"{engine}-{rank}.vllm"
 
 
-def _map(path: Path) -> Words | None:
+def _map(path: Path, hold: bool = False) -> Words | None:
+    """The words of a page. hold: hold its lock as long as they are mapped, as a mapping keeps the open file."""
     try:
         with open(path, "r+b") as file:
-            if os.fstat(file.fileno()).st_size != WORDS * 8:
+            if hold:
+                fcntl.flock(file, fcntl.LOCK_SH)
+            found = os.fstat(file.fileno())
+            if found.st_size != WORDS * 8 or not found.st_nlink:  # it was swept before it was locked
                 return None
             words: Words = np.frombuffer(mmap.mmap(file.fileno(), WORDS * 8), np.int64)
     except (OSError, ValueError):
@@ -167,20 +172,20 @@ def open_page(engine: str, rank: int) -> Page:
     path = path_of(engine, rank)
     if path is None:
         return Page(_fresh(), None)
-    words = _map(path)
+    words = _map(path, hold=True)
     if words is None:
         mine = path.with_suffix(f".{os.getpid()}")
         try:
-            fresh = _fresh()
-            fresh[_MAKER], fresh[_MAKER_STARTED] = os.getpid(), int(_started("self") or 0)
-            fresh.tofile(mine)
-            with contextlib.suppress(FileExistsError):
-                os.link(mine, path)  # whole, and once
+            with open(mine, "w+b") as file:
+                _fresh().tofile(file)
+                fcntl.flock(file, fcntl.LOCK_SH)
+                with contextlib.suppress(FileExistsError):
+                    os.link(mine, path)  # whole, and once
+                words = _map(path, hold=True)
         except OSError:
             return Page(_fresh(), None)
         finally:
             mine.unlink(missing_ok=True)
-        words = _map(path)
     return Page(_fresh(), None) if words is None else Page(words, path)
 
 
@@ -198,23 +203,31 @@ def rest(event: threading.Event, seconds: float, look: float, stirred: Callable[
             return
 
 
+def _ended(path: Path, remove: bool = False) -> bool:
+    """Whether no process of a page's engine lives. remove: remove it then, before another may open it."""
+    try:
+        with open(path, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if remove:
+                path.unlink()
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def sweep() -> None:
     """Remove the pages of engines that ended without removing them, some of them before they had a scheduler."""
     folder = view_folder()
     for path in folder.glob("*.vllm") if folder else ():
-        words = _map(path)
-        if words is None:
-            continue
-        pid, started = words[PID : STARTED + 1] if words[PID] else words[_MAKER : _MAKER_STARTED + 1]
-        if pid and _started(str(pid)) != str(started):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        if _map(path) is not None:
+            _ended(path, remove=True)
 
 
 def claim(page: Page) -> None:
     """This process has the scheduler."""
-    page[PID] = os.getpid()
-    page[STARTED] = int(_started("self") or 0)
+    page[PID], page[STARTED] = os.getpid(), int(started("self") or 0)
 
 
 # ---- for owners ---------------------------------------------------------------------------------------------------
@@ -295,13 +308,18 @@ class Engine:
         )  # fmt: skip
 
 
+def is_here(page: Page) -> bool:
+    """Whether the process of an engine's scheduler has its number here, and not in another container."""
+    return started(str(page[PID])) == str(page[STARTED])
+
+
 def engines() -> list[tuple[Engine, Page]]:
     """The engines of this user that run on this machine, each with its page."""
     folder, found = view_folder(), []
     for path in sorted(folder.glob("*.vllm")) if folder else ():
         name = re.fullmatch(r"([0-9a-z]+)-([0-9]+)\.vllm", path.name)
         words = _map(path) if name else None
-        if name and words is not None and words[PID] and _started(str(words[PID])) == str(words[STARTED]):
+        if name and words is not None and words[PID] and not _ended(path):
             page = Page(words, path)
             found.append((Engine.of(name[1], int(name[2]), page), page))
     return found

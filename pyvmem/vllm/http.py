@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pyvmem.vllm import control
-from pyvmem.vllm.metrics import server, started_by, text
+from pyvmem.vllm.metrics import engines, text
 
 PATH, METRICS = "/vmem/limit", "/vmem/metrics"
 MOST_BODY = 1 << 16  # bytes
@@ -26,11 +26,6 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-def _mine() -> list[tuple[control.Engine, control.Page]]:
-    here = server()
-    return [(engine, page) for engine, page in control.engines() if started_by(engine.pid, here)]
-
-
 def _change(body: bytes) -> None:
     try:
         asked = json.loads(body)
@@ -38,7 +33,7 @@ def _change(body: bytes) -> None:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(asked, dict):
         raise ValueError("the body must be a JSON object")
-    rank, mine = asked.pop("rank", None), _mine()
+    rank, mine = asked.pop("rank", None), engines()
     if not mine:
         raise ValueError("no engine of this server is on vMem: VMEM_VLLM must be 1, and VLLM_PLUGINS, where it is set, "
                          "must include vmem")  # fmt: skip
@@ -84,5 +79,5 @@ class Limits:
                 status, told = 400, {"error": str(error)}
         elif scope["method"] != "GET":
             status, told = 405, {"error": f"{PATH} takes GET and POST"}
-        told = told or {"engines": [asdict(engine) for engine, _ in _mine()]}
+        told = told or {"engines": [asdict(engine) for engine, _ in engines()]}
         await _answer(send, status, json.dumps(told).encode(), b"application/json")

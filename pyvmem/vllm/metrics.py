@@ -40,6 +40,12 @@ def server() -> int:
     return os.getpid() if parent is None or parent.pid is None else parent.pid
 
 
+def engines() -> list[tuple[control.Engine, control.Page]]:
+    """The engines of this server."""
+    here = server()
+    return [(e, page) for e, page in control.engines() if control.is_here(page) and started_by(e.pid, here)]
+
+
 class Collector:
     """A collector for a registry of prometheus_client."""
 
@@ -47,10 +53,7 @@ class Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
-        here = server()
-        for engine, _ in control.engines():
-            if not started_by(engine.pid, here):
-                continue
+        for engine, _ in engines():
             for name, value in asdict(engine).items():
                 if name not in COUNTS and name not in BYTES or value is None:
                     continue

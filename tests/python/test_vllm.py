@@ -13,7 +13,21 @@ from kv_caches import run_top
 
 from pyvmem import Context, InvalidArgument, KVPool
 from pyvmem.blocks import BOARD_WORDS, BlockRange, Blocks
-from pyvmem.vllm import control, doors, geometry, http, layout, lease, open_pool, out, plugin, pools, refuse, settings
+from pyvmem.vllm import (
+    control,
+    doors,
+    geometry,
+    http,
+    layout,
+    lease,
+    metrics,
+    open_pool,
+    out,
+    plugin,
+    pools,
+    refuse,
+    settings,
+)
 
 PAGE = 64 << 10
 
@@ -285,7 +299,9 @@ def _claimed(name):
 
 
 def test_pages_of_dead_engines_are_swept(folder):
-    control.claim(control.open_page("alive", 0))
+    page = control.open_page("alive", 0)
+    control.claim(page)
+    page[control.PID] = 2**31 - 1  # in another container
     process = multiprocessing.get_context("spawn").Process(target=_claimed, args=("dead",))
     process.start()
     process.join()
@@ -296,18 +312,35 @@ def test_pages_of_dead_engines_are_swept(folder):
 
 
 def test_pages_of_engines_that_died_at_their_start_are_swept(folder):
-    control.open_page("starts", 0)  # by a worker, ahead of the scheduler
+    worker = control.open_page("starts", 0)  # ahead of the scheduler
     process = multiprocessing.get_context("spawn").Process(target=control.open_page, args=("died", 0))
     process.start()
     process.join()
     assert control.path_of("died", 0).exists()
     control.sweep()
     assert not control.path_of("died", 0).exists() and control.path_of("starts", 0).exists()
+    worker[control.LEND] = 1
+    scheduler = control.open_page("starts", 0)
+    assert scheduler[control.LEND]
+    del worker
+    control.sweep()
+    assert control.path_of("starts", 0).exists()
+    del scheduler
+    control.sweep()
+    assert not control.path_of("starts", 0).exists()
+
+
+def test_an_engine_in_another_container_is_not_of_this_server(folder):
+    page = engine("elsewhere")
+    assert [e.name for e, _ in metrics.engines()] == ["elsewhere"]
+    page[control.STARTED] += 1  # there, another process has the number of one here
+    assert [e.name for e, _ in control.engines()] == ["elsewhere"] and metrics.engines() == []
 
 
 def test_files_that_are_no_pages_are_left_out(folder):
-    control.claim(control.open_page("alive", 0))
-    path = control.path_of("alive", 0)
+    page = control.open_page("alive", 0)
+    control.claim(page)
+    path = page.path
     (path.parent / "short-0.vllm").write_bytes(b"short")
     (path.parent / "zero-0.vllm").write_bytes(bytes(control.WORDS * 8))
     control.sweep()

@@ -659,7 +659,8 @@ def test_a_pool_must_hold_a_request_of_the_greatest_length(engine, monkeypatch):
     with pytest.raises(refuse.Refused, match=says):
         engine(kinds=("full",))
     monkeypatch.delenv("VMEM_VLLM_POOL_SIZE")  # somebody else has made it
-    control.open_page("small", 0)[control.POOL_BYTES] = 1 << 20
+    page = control.open_page("small", 0)  # by a worker
+    page[control.POOL_BYTES] = 1 << 20
     with pytest.raises(refuse.Refused, match=says):
         engine(kinds=("full",), engine="small")
 
