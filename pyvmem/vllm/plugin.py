@@ -5,6 +5,8 @@ It runs while vLLM is imported, so it imports neither torch nor vLLM.
 SPDX-License-Identifier: MIT
 """
 
+import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import MutableMapping
@@ -37,6 +39,14 @@ def _other() -> str | None:
     return None
 
 
+def _warn_if_forgotten() -> None:
+    """Tell who sets up vMem and leaves it off by mistake; once, and not in each process of vLLM's."""
+    given = [name for name in os.environ if name.startswith("VMEM_VLLM_")]
+    if given and not os.environ.get("VMEM_VLLM") and multiprocessing.parent_process() is None:
+        logging.getLogger("vllm.vmem").warning("%s has no effect, because VMEM_VLLM is not 1: vLLM runs without vMem",
+                                               min(given))  # fmt: skip
+
+
 def platform() -> str | None:
     """The name of the platform if the environment says ``VMEM_VLLM=1``; otherwise None.
 
@@ -45,6 +55,7 @@ def platform() -> str | None:
     """
     try:
         if not settings.read().on:
+            _warn_if_forgotten()
             return None
         other = _other()
         if other is not None:

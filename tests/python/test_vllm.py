@@ -112,6 +112,16 @@ def test_the_plugin_is_silent_unless_asked_for(monkeypatch):
     assert plugin.platform() is None
 
 
+@pytest.mark.parametrize("value, warns", [(None, True), ("", True), ("0", False)])
+def test_settings_without_the_switch_are_worth_a_line(monkeypatch, caplog, value, warns):
+    monkeypatch.setenv("VMEM_VLLM_POOL", "a")
+    if value is not None:
+        monkeypatch.setenv("VMEM_VLLM", value)
+    plugin.platform()
+    said = [r.getMessage() for r in caplog.records]
+    assert said == ["VMEM_VLLM_POOL has no effect, because VMEM_VLLM is not 1: vLLM runs without vMem"] * warns
+
+
 def test_the_plugin_names_the_platform_and_has_settings_copied(monkeypatch):
     monkeypatch.setattr(plugin, "entry_points", lambda group: [Point("vmem", "x"), Point("off", None)])
     monkeypatch.setenv("VMEM_VLLM", "1")
