@@ -230,7 +230,7 @@ class Keeper:
         out = self._out
         free = collections.Counter(out.page_of(b.block_id) for b in self._queue.get_all_free_blocks())
         used = out.pages - sum(n == out.inside(page) for page, n in free.items() if page)
-        fewest: int = max(used, -(-self.least // (out.span // self.block_bytes)))
+        fewest: int = max(used, -(-self.least // out.together))
         return fewest
 
     def fit(self) -> None:
@@ -293,13 +293,18 @@ class Keeper:
                 self._want(min(wanted, -beyond))
 
     def _room(self) -> int:
-        """Blocks for which the pool has memory that nobody uses, as far as workers see the page."""
+        """Blocks for which the pool has memory that nobody uses: those of pages that are there need none."""
+        out, room = self._out, self._room_bytes()
+        return out.at_hand + room // out.span * out.together if out.shared else room // self.block_bytes
+
+    def _room_bytes(self) -> int:
+        """Bytes of the pool that nobody uses, as far as workers see the page."""
         page, room = self.page, self.total * self.block_bytes
         for rank in range(self.ranks):
             if page.cells[control.ATTACHED + rank]:
                 most = max(page.told(rank, control.BUDGET), page.cells[control.POOL_MAY + rank])
                 room = min(room, self._in_largest(rank, most - page.told(rank, control.HELD)))
-        return max(room, 0) // self.block_bytes
+        return max(room, 0)
 
     def soon_there(self, need: int) -> bool:
         """Whether blocks that are not spare come without that other engines give any up."""
@@ -414,6 +419,9 @@ class Keeper:
                 pages = min(self._most_bytes(), self._left_bytes()) // self._out.span - self._out.pages
                 short = self.least - self.circulating - self._n_coming
                 n, pages = min(n, short) if pages < 0 else n, max(pages, short)
+                if self.page.cells[control.POOL]:
+                    coming = -(-self._n_coming // self._out.together)
+                    pages = min(pages, max(self._room_bytes() // self._out.span - coming, 0))
             self._order += self._out.take(n, pages)
 
     def _enter(self) -> None:

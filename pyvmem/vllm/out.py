@@ -30,19 +30,25 @@ class Out:
         Pages of which some block circulates. That of block 0, which is always there, does not count.
     count : int
         Blocks that are out.
+    at_hand : int
+        Blocks that are out and whose page is there.
     shared : bool
         Whether blocks share pages.
+    together : int
+        Blocks that share a page at least.
     """
 
     def __init__(self, total: int, block_bytes: int, span: int) -> None:
         self.span, self._bytes = max(span, block_bytes), block_bytes
         self.count, self.pages, self.shared = total, 0, self.span > block_bytes
+        self.together = self.span // block_bytes
         self._is_out = bytearray(b"\0" + b"\1" * total)
         pages = range(self.page_of(total) + 1)
         self._first = [-(-page * self.span // block_bytes) for page in pages]  # the first block of each page
         self._first.append(total + 1)
         self._size = [self._first[page + 1] - self._first[page] for page in pages]
         self._of = [self._size[0] - 1, *self._size[1:]]  # the blocks of each page that are out
+        self.at_hand = self._of[0]
         self._part = [0]  # a heap of pages that are there and have blocks that are out; some no longer do
         self._whole = list(range(1, len(self._size)))  # a heap of pages whose blocks are all out
 
@@ -68,8 +74,10 @@ class Out:
             out[i] = 1
             of[page] += 1
             self.count += 1
+            self.at_hand += 1
             if of[page] == whole[page]:
                 self.pages -= 1
+                self.at_hand -= whole[page]
                 heapq.heappush(self._whole, page)
             elif of[page] == 1:
                 heapq.heappush(self._part, page)
@@ -91,6 +99,7 @@ class Out:
             elif whole and pages > 0:
                 page = heapq.heappop(whole)
                 self.pages, pages = self.pages + 1, pages - 1
+                self.at_hand += of[page]
             else:
                 break
             i, end = first[page], first[page + 1]
@@ -98,6 +107,7 @@ class Out:
                 i = out.index(1, i, end)
                 out[i] = 0
                 taken.append(i)
+            self.at_hand -= min(of[page], left)
             of[page] -= min(of[page], left)
             if of[page]:
                 heapq.heappush(part, page)

@@ -115,8 +115,9 @@ def test_the_plugin_is_silent_unless_asked_for(monkeypatch):
 @pytest.mark.parametrize("value, warns", [(None, True), ("", True), ("0", False)])
 def test_settings_without_the_switch_are_worth_a_line(monkeypatch, caplog, value, warns):
     monkeypatch.setenv("VMEM_VLLM_POOL", "a")
-    if value is not None:
-        monkeypatch.setenv("VMEM_VLLM", value)
+    monkeypatch.setenv("VMEM_VLLM", value or "")
+    if value is None:
+        monkeypatch.delenv("VMEM_VLLM")
     plugin.platform()
     said = [r.getMessage() for r in caplog.records]
     assert said == ["VMEM_VLLM_POOL has no effect, because VMEM_VLLM is not 1: vLLM runs without vMem"] * warns
@@ -616,6 +617,7 @@ def test_blocks_that_are_out_come_back_where_pages_are_first(block, span):
             there = [blocks.page_of(i) for i in inside]
             assert set(blocks) == set(range(1, total + 1)) - inside and len(blocks) == total - len(inside)
             assert blocks.pages == len(set(there) - {0})
+            assert blocks.at_hand == sum(blocks.page_of(i) in {0, *there} for i in blocks)
             assert all(blocks.inside(p) == there.count(p) + (p == 0) for p in set(there))
 
 

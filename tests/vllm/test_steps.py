@@ -529,6 +529,19 @@ def test_in_a_pool_nothing_is_ordered_that_it_does_not_have(engine):
     assert len(keeper._order) == 3
 
 
+def test_in_a_pool_an_order_takes_no_more_pages_than_it_has_room_for(engine):
+    e = engine(kinds=("full",), pages=256 << 10)  # pages of 4 blocks
+    e.page[control.POOL], keeper = 1, e.keeper
+    keeper.lent = True
+    keeper.between(True)
+    keeper.lent, keeper._room_bytes = False, lambda: 7 * keeper.block_bytes
+    keeper.before(200)
+    assert keeper._order == [1, 2, 3, 4, 5, 6, 7] and keeper._out.pages == 1  # 3 of them beside block 0
+    keeper.take()
+    keeper.before(200)
+    assert not keeper._order  # those are on their way
+
+
 def test_a_refusal_of_the_pool_makes_later_orders_no_smaller(engine, monkeypatch):
     e = engine(kinds=("full",))
     e.page[control.POOL], keeper, room = 1, e.keeper, 40
