@@ -295,8 +295,8 @@ class SchedulerMemory:
     def lend(self) -> None:
         """Give up every block; running requests go back to the waiting ones, and later compute their rows again.
 
-        It must come between steps. What a streaming session holds that waits for input leaves when the session ends,
-        because vLLM cannot compute its rows again.
+        It may come while steps are in flight. What a streaming session holds that waits for input leaves when the
+        session ends, because vLLM cannot compute its rows again.
         """
         with self.lock:
             with contextlib.suppress(RuntimeError):  # vLLM's word for blocks that are still in use
@@ -324,6 +324,8 @@ class SchedulerMemory:
                 steps = time.monotonic() - self._busy < LOOK and self._scheduler.has_unfinished_requests()
                 if steps:
                     continue
+                # A step longer than LOOK may be in flight. It loses nothing: workers give up blocks after it, and vLLM
+                # drops its tokens for requests that are reset within it.
                 with self.lock:
                     self._obey()
                     self._look_around()

@@ -98,6 +98,10 @@ def value(tokens):
     return np.uint64(hash((7, *tokens)) & 0xFFFFFFFFFFFF)
 
 
+def next_token(tokens, seed=11):
+    return hash((seed, *tokens)) % (VOCABULARY - 100) + 3
+
+
 def full_spec(page):
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -210,7 +214,7 @@ class Worker:
             first, tokens = self.computed[name], self.tokens[name]
             work.append((tokens[: first + n], first, [np.array(t) for t in self.table[name]]))
             if first + n == len(tokens):
-                sampled[name] = hash((seed, *tokens)) % (VOCABULARY - 100) + 3
+                sampled[name] = next_token(tokens, seed)
                 tokens.append(sampled[name])
         if work:
             self.gpu.enqueue(lambda: [self._write(*w) for w in work] + [self._check(*w) for w in work])

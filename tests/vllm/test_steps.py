@@ -9,7 +9,7 @@ import time
 from unittest import mock
 
 import pytest
-from steps import Engine
+from steps import Engine, next_token
 
 from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
@@ -927,6 +927,31 @@ def test_all_memory_is_lent_and_requests_go_on(engine):
     e.run(60)
     assert len(lent) == 2 and min(lent) > 0
     assert maps_in_steps(e) == 0
+
+
+@pytest.mark.parametrize("options", [dict(), dict(queue=1, asynchronous=False)])
+def test_blocks_leave_and_all_is_lent_while_steps_are_in_flight(engine, options):
+    e = engine(**options)
+    memory, update, lent = e.scheduler._vmem, e.update, []
+
+    def late(output, sampled):
+        with memory.lock:  # as its thread does
+            e.keeper.between(True)
+            if e.random.random() < 0.1:
+                memory.lend()
+                lent.append(e.keeper.circulating)
+        for worker in e.workers:
+            worker.memory._look()
+        update(output, sampled)
+
+    e.update = late
+    requests = e.requests(20)
+    e.answer(requests)
+    assert lent and not any(lent) and maps_in_steps(e) == 0
+    for request in requests:
+        tokens, n = list(request.all_token_ids), request.num_prompt_tokens
+        assert len(tokens) == n + request.max_tokens
+        assert tokens[n:] == [next_token(tokens[:i]) for i in range(n, len(tokens))]
 
 
 def test_all_is_lent_but_what_a_session_holds_that_waits_for_input(engine):
