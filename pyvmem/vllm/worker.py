@@ -31,7 +31,8 @@ logger = logging.getLogger("vllm.vmem")
 POLL = 0.02  # seconds between looks at the ring
 LOOK = 0.005  # and in a pool at whether there is something new
 BUSY = 0.1  # and while steps run, which look themselves: a thread that wakes up delays them
-START = 60.0  # seconds in which an engine that starts gets the memory of block 0 from the other members of a pool
+START = 60.0  # seconds in which an engine that starts gets the memory of block 0 from the other members of a pool,
+WAKE = 10.0  # and in which one that wakes gets that of its blocks
 ASK = 0.06  # seconds in which an engine that runs requests asks others for memory, before it gives for once
 
 
@@ -174,21 +175,28 @@ class WorkerMemory:
             raise refuse.Refused(f"VMEM_VLLM_POOL={asked.pool}: {error}; {size} (or unset VMEM_VLLM_POOL)") from error
 
     def _back_null(self, size: int) -> None:
-        """Back block 0. In a pool, the other members may have to give its bytes first, and have them in use now."""
+        """Back block 0."""
+        try:
+            self._back([0], size, START)
+        except OutOfMemory as error:
+            if self._pool is None:
+                raise
+            raise refuse.Refused(f"VMEM_VLLM_POOL={settings.read().pool}: the other members did not give {size} bytes "
+                                 f"within {START:.0f} s: {error}") from error  # fmt: skip
+
+    def _back(self, ids: Sequence[int], size: int, seconds: float) -> None:
+        """Back blocks. In a pool, the other members may have to give their bytes first, and have them in use now."""
         assert self._blocks is not None
-        end = time.monotonic() + START
+        end = time.monotonic() + seconds
         while True:
             try:
                 if self._pool is not None:
                     self._blocks.ask(size)
-                self._blocks.back(0)
+                self._blocks.back(ids)
                 break
-            except OutOfMemory as error:
-                if self._pool is None:
+            except OutOfMemory:
+                if self._pool is None or time.monotonic() >= end:
                     raise
-                if time.monotonic() >= end:
-                    raise refuse.Refused(f"VMEM_VLLM_POOL={settings.read().pool}: the other members did not give "
-                                         f"{size} bytes within {START:.0f} s: {error}") from error  # fmt: skip
             time.sleep(POLL)
 
     def _between(self) -> None:
@@ -411,10 +419,12 @@ class WorkerMemory:
         self.publish()
 
     def wake(self) -> None:
-        """Back what circulates."""
+        """Back what circulates. Raises OutOfMemory, and changes nothing."""
         with self._lock:
             if self._blocks is not None and self._asleep is not None:
-                self._blocks.back(self._asleep)
+                block, span = self._block, max(self._page[control.SPAN + self._rank], self._block)
+                pages = {at // span for i in self._asleep for at in (i * block, (i + 1) * block - 1)}
+                self._back(self._asleep, len(pages) * span, WAKE)
                 self._sure.update(self._asleep)
                 self._asleep = None
         self.publish()

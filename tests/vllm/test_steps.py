@@ -641,6 +641,46 @@ def test_engines_of_a_pool_serve_at_one_time_what_it_holds_once(engine, monkeypa
     assert maps_in_steps(one) == maps_in_steps(two) == 0 and min(one.read, two.read) > 1000
 
 
+@contextlib.contextmanager
+def fences_pass(*engines):
+    """Meanwhile, what the workers have enqueued runs."""
+    done = threading.Event()
+
+    def run():
+        while not done.wait(0.01):
+            for each in engines:
+                each.workers[0].finish()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_an_engine_wakes_in_a_pool_that_another_has_filled(engine, monkeypatch):
+    monkeypatch.setattr("pyvmem.vllm.worker.WAKE", 60)
+    in_pool(monkeypatch, "wakes", VMEM_VLLM_POOL_SIZE="8M")
+    one, two = engine(kinds=("full",)), engine(kinds=("full",))
+    one.every = two.every = lambda: [w.finish() for w in one.workers + two.workers]
+    one.run(10)
+    one.scheduler.reset_prefix_cache()
+    memory = one.workers[0].memory
+    memory.sleep()
+    with one.scheduler._vmem.lock:  # it gives up none of the blocks that circulate
+        for _ in range(3):
+            two.run(30)  # its prefix cache fills the pool
+    blocks = two.workers[0].memory._blocks
+    blocks.ask(blocks.stats().budget - blocks.stats().held + memory._pool.free)
+    assert memory._pool.free == 0 and one.keeper.circulating
+    with fences_pass(one, two):
+        memory.wake()
+    one.run(10)
+    assert one.resident()[0] + two.resident()[0] <= 126 and maps_in_steps(one) == maps_in_steps(two) == 0
+
+
 def test_an_engine_starts_in_a_pool_that_another_has_filled(engine, monkeypatch):
     in_pool(monkeypatch, "full", VMEM_VLLM_POOL_SIZE="8M")
     one = engine(kinds=("full",))
@@ -648,19 +688,8 @@ def test_an_engine_starts_in_a_pool_that_another_has_filled(engine, monkeypatch)
     blocks = one.workers[0].memory._blocks
     blocks.ask(blocks.stats().budget - blocks.stats().held + one.workers[0].memory._pool.free)  # all that nobody has
     assert one.workers[0].memory._pool.free == 0
-    started = threading.Event()
-
-    def fences_pass():
-        while not started.wait(0.01):
-            one.workers[0].finish()
-
-    thread = threading.Thread(target=fences_pass)
-    thread.start()
-    try:
+    with fences_pass(one):
         two = engine(kinds=("full",))
-    finally:
-        started.set()
-        thread.join()
     one.every = two.every = lambda: [w.finish() for w in one.workers + two.workers]
     two.run(10)
     assert maps_in_steps(one) == maps_in_steps(two) == 0
