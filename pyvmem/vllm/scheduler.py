@@ -150,17 +150,17 @@ class SchedulerMemory:
 
         vLLM begins a request only if all its tokens fit, however many of them the step computes.
         """
-        scheduler = self._scheduler
+        scheduler, sizes = self._scheduler, self._sizes
         need, whole, left = 0, 0, scheduler.max_num_scheduled_tokens
         running = len(scheduler.running)
         for i, request in enumerate(itertools.chain(scheduler.running, wait)):
             done = request.num_computed_tokens
             tokens = min(max(request.num_tokens - done, 1), left)
             if i >= running:
-                fits = sum(-(-request.num_tokens // size) - -(-done // size) for size in self._sizes)
-                fits = min(fits + self._beyond, self.keeper.least)
+                fits = min(self._rest_of(request) + self._beyond, self.keeper.least)
                 whole = max(whole, need + fits + self.keeper.watermark)
-            need += sum(-(-(done + tokens) // size) - -(-done // size) for size in self._sizes)
+            for size in sizes:
+                need += -(-(done + tokens) // size) - -(-done // size)
             left -= tokens
             if not left:
                 break
@@ -224,19 +224,20 @@ class SchedulerMemory:
         wanted = ahead = head = soon = grow = 0
         if page[control.POOL] and not keeper.lent and not stopped(self._scheduler):
             wait = waiting(self._scheduler)
-            grow = self._lacking([])
-            lacks = grow or self._lacking(wait[:1])  # until one more begins
+            runs = self._one_each + self._prompts()
+            grow = self._lacking(runs, [])
+            lacks = grow or self._lacking(runs, wait[:1])  # until one more begins
             if lacks:
                 head = _came(running[-1] if grow else wait[0])
-            soon = GROWTH * self._one_each + self._prompts()  # what requests take in the next steps
+            soon = runs + (GROWTH - 1) * self._one_each  # what requests take in the next steps
             if wait and not (near.full or (near.behind and lacks)):
-                soon += max(self._need(wait))
+                soon += self._begin(wait)
             expected = time.monotonic() < self._came + COMING
             surplus = near.surplus // keeper.block_bytes if expected else 0
             if surplus:
                 soon = max(soon, keeper.ready())  # who asks finds enough elsewhere
             most = max(keeper.allowed() - keeper.circulating, 0)
-            wanted = min(self._lacking(wait) if near.alone else lacks, most)
+            wanted = min(self._lacking(runs, wait) if near.alone else lacks, most)
             ahead = max(min(self._ahead(surplus), most), 0) if surplus else 0
         page[control.HEAD], page[control.AHEAD] = -head if near.passes else head, ahead
         page[control.GROWS] = grow > 0
@@ -244,23 +245,32 @@ class SchedulerMemory:
         self._short = not running and (head > 0 or near.full)
         keeper.publish(wanted, near.yields, soon)
 
-    def _lacking(self, wait: list[Any]) -> int:
-        """Blocks that the running requests and these lack.
-
-        Running requests want the rest of their prompts and a block each in each group, waiting ones their rows as far
-        as they are known.
-        """
+    def _lacking(self, need: int, wait: list[Any]) -> int:
+        """Blocks that are lacking for running requests, which want so many, and for the known rows of these."""
         keeper = self.keeper
-        need = self._one_each + self._prompts() + sum(map(self._rest_of, wait)) + len(wait) * len(self._sizes)
+        need += sum(map(self._rest_of, wait)) + len(wait) * len(self._sizes)
         if wait:
             need += keeper.watermark + self._beyond
         need -= int(keeper.pool.get_num_free_blocks()) + keeper.coming
         return max(min(need, keeper.most - keeper.circulating), 0)
 
+    def _begin(self, wait: list[Any]) -> int:
+        """Blocks for those that may begin in the next step."""
+        need, left = self.keeper.watermark + self._beyond, self._scheduler.max_num_scheduled_tokens
+        for request in wait:
+            need += self._rest_of(request)
+            left -= request.num_tokens - request.num_computed_tokens
+            if left <= 0:
+                break
+        return need
+
     def _rest_of(self, request: Any) -> int:
         """Blocks for the known tokens of a request that are not computed."""
-        tokens, done = request.num_tokens, request.num_computed_tokens
-        return sum(-(-tokens // size) - -(-done // size) for size in self._sizes) if tokens > done else 0
+        tokens, done, rest = request.num_tokens, request.num_computed_tokens, 0
+        if tokens > done:
+            for size in self._sizes:
+                rest += -(-tokens // size) - -(-done // size)
+        return rest
 
     def _prompts(self) -> int:
         """Blocks for the rest of the running requests' prompts."""
