@@ -385,6 +385,8 @@ def run(session: Session) -> list[Record]:
         kind = Engines
     import torch
 
+    if args.kernels and not torch.cuda.is_available():
+        raise ValueError("--kernels needs a GPU")
     log = os.environ.get("VMEM_BENCH_LOG", os.devnull)
     device = torch.cuda.get_device_name(args.device) if torch.cuda.is_available() else "CPU"
     with open(log, "a", encoding="utf-8") as file:

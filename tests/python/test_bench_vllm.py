@@ -220,11 +220,14 @@ def test_some_settings_of_bursts_at_a_rate_that_is_known(monkeypatch, tmp_path, 
     assert [bool(e) for e in environments] == [chosen == ["pool"]] * 3
 
 
-def test_settings_of_bursts_need_bursts(monkeypatch, capsys):
+def test_options_need_what_they_are_for(monkeypatch, capsys):
     find = vllm.importlib.util.find_spec
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: name == "vllm" or find(name))
     assert cli.main(["bench", "vllm", "--setting", "pool", "--load", "hot"]) == 1
     assert "--setting, --rate and --part are for --bursts" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["bench", "vllm", "--kernels", "--load", "hot"]) == 1
+    assert "--kernels needs a GPU" in capsys.readouterr().err
     for wrong in (["--setting", "halves"], ["--rate", "0"], ["--part", "0"]):
         with pytest.raises(SystemExit):
             cli.main(["bench", "vllm", "--bursts", *wrong])
