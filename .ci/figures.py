@@ -46,23 +46,22 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     small = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 100 << 30
     trace = os.environ.get("VLLM_TRACE")
     vllm = [*PYVMEM, "bench", "vllm", "--prefix-caching", "--turns"]
-    llama = ["--model", "llama-3-8b:16", "--kv-memory", "17G"] if small else ["--kv-memory", "34G"]
+    half = ["--model", "llama-3-8b:16", "--kv-memory"]
+    llama = [*half, "17G"] if small else ["--kv-memory", "34G"]
     loads = ["--load", "azure:512", "--trace", trace] if trace else []
     loads += ["--load", "decode", "--load", "decode-short", "--load", "idle:300"]
     some = ["--kv-memory", "17G", "--load", "decode", "--load", "hot:300"]
     # What a layout with blocks outermost costs vLLM itself.
     outermost = ["env", "VLLM_KV_CACHE_LAYOUT=BLNHC", *vllm, "4", *llama, "--load", "decode", "--load", "decode-short"]
-    bursts = [*vllm, "1", "--bursts", "--model", "llama-3-8b:16", "--kv-memory", "4608M", "--load", "cold"]
-    quarter = [*vllm, "1", "--bursts", "--part", "0.25", "--model", "llama-3-8b:16", "--kv-memory", "2560M", "--load",
-               "cold:120"]  # fmt: skip
+    bursts = [*vllm, "1", "--bursts", *half, "4608M", "--load", "cold"]
+    quarter = [*vllm, "1", "--bursts", "--part", "0.25", *half, "2560M", "--load", "cold:120"]
     # The kernels of decode steps just after their memory was mapped; --raw has them.
-    first = [*vllm, "1", "--stop-after", "1", "--warm-up", "8", "--model", "llama-3-8b:16", "--kv-memory", "13G",
-             "--load", "decode", "--kernels", "--raw", str(OUT / "vllm-first-turn.json")]  # fmt: skip
-    two = [*vllm, "2", "--tensor-parallel", "2", "--model", "llama-3-8b:16", "--kv-memory", "8G", *loads]
+    first = [*vllm, "1", "--stop-after", "1", "--warm-up", "8", *half, "13G", "--load", "decode", "--kernels", "--raw",
+             str(OUT / "vllm-first-turn.json")]  # fmt: skip
+    two = [*vllm, "2", "--tensor-parallel", "2", *half, "8G", *loads]
     # With all that it caches, as vMem and vLLM do.
     kvcached = "kvcached:ENABLE_KVCACHED=true,KVCACHED_AUTOPATCH=1,KVCACHED_MAX_CACHED_TOKENS=-1"
-    beside_kvcached = [*vllm, "3", "--warm-up", "4", "--beside", kvcached, "--model", "llama-3-8b:16", "--kv-memory",
-                       "13G", *loads, "--load", "hot:300"]  # fmt: skip
+    beside_kvcached = [*vllm, "3", "--warm-up", "4", "--beside", kvcached, *half, "13G", *loads, "--load", "hot:300"]
     serve = [sys.executable, "tests/vllm/serve.py"]
     serve_on_two = [
         ("vllm-serve-experts", 400, [*serve, "mixtral", "--data-parallel", "2", "--expert-parallel"]),

@@ -158,9 +158,9 @@ class Sampler:
 
 def own_engine() -> Any:
     """The (`Engine`, `Page`) of this process or of one that it started, on vMem; None on unmodified vLLM."""
-    from pyvmem.vllm import control, metrics
+    from pyvmem.vllm import metrics
 
-    own = [e for e in control.engines() if metrics.started_by(e[0].pid, os.getpid())]
+    own = metrics.engines()
     return own[0] if own else None
 
 

@@ -66,9 +66,12 @@ def span(ranges: Sequence[BlockRange], page: int, block: int) -> int:
     return page * block // min(r.stride for r in ranges)
 
 
-def bytes_alone(ranges: Sequence[BlockRange], page: int) -> int:
-    """Bytes of the pages under block 0."""
-    parts = ((r.offset + layer * r.layer_stride, r.bytes) for r in ranges for layer in range(r.layers))
+def bytes_under(blocks: Collection[int], ranges: Sequence[BlockRange], page: int) -> int:
+    """Bytes of the pages under some blocks."""
+    parts = (
+        (r.offset + layer * r.layer_stride + block * r.stride, r.bytes)
+        for r in ranges for layer in range(r.layers) for block in blocks
+    )  # fmt: skip
     return page * len({i for at, size in parts for i in range(at // page, -(-(at + size) // page))})
 
 

@@ -129,7 +129,7 @@ class WorkerMemory:
         self._block = tensor.nbytes // config.num_blocks
         self._blocks = Blocks(tensor, ranges, config.num_blocks, zero=True, board=self._board)
         self._join(tensor.context)
-        self._back_null(geometry.bytes_alone(ranges, tensor.page_size))
+        self._back_null()
         alone, block = self._blocks.stats().held, self._block
         self._page[control.NULL + self._rank] = alone
         self._page[control.SPAN + self._rank] = geometry.span(ranges, tensor.page_size, block)
@@ -174,20 +174,26 @@ class WorkerMemory:
             size = f"VMEM_VLLM_POOL_SIZE {f'is {asked.pool_size}' if asked.pool_size else 'is not set'}"
             raise refuse.Refused(f"VMEM_VLLM_POOL={asked.pool}: {error}; {size} (or unset VMEM_VLLM_POOL)") from error
 
-    def _back_null(self, size: int) -> None:
+    def _back_null(self) -> None:
         """Back block 0."""
         try:
-            self._back([0], size, START)
+            self._back([0], START)
         except OutOfMemory as error:
             if self._pool is None:
                 raise
+            size = self._bytes_under([0])
             raise refuse.Refused(f"VMEM_VLLM_POOL={settings.read().pool}: the other members did not give {size} bytes "
                                  f"within {START:.0f} s: {error}") from error  # fmt: skip
 
-    def _back(self, ids: Sequence[int], size: int, seconds: float) -> None:
+    def _bytes_under(self, ids: Sequence[int]) -> int:
+        assert self._tensor is not None
+        return geometry.bytes_under(ids, self._ranges, self._tensor.page_size)
+
+    def _back(self, ids: Sequence[int], seconds: float) -> None:
         """Back blocks. In a pool, the other members may have to give their bytes first, and have them in use now."""
         assert self._blocks is not None
         end = time.monotonic() + seconds
+        size = self._bytes_under(ids) if self._pool is not None else 0
         while True:
             try:
                 if self._pool is not None:
@@ -422,9 +428,7 @@ class WorkerMemory:
         """Back what circulates. Raises OutOfMemory, and changes nothing."""
         with self._lock:
             if self._blocks is not None and self._asleep is not None:
-                block, span = self._block, max(self._page[control.SPAN + self._rank], self._block)
-                pages = {at // span for i in self._asleep for at in (i * block, (i + 1) * block - 1)}
-                self._back(self._asleep, len(pages) * span, WAKE)
+                self._back(self._asleep, WAKE)
                 self._sure.update(self._asleep)
                 self._asleep = None
         self.publish()

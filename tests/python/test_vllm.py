@@ -547,6 +547,15 @@ def test_pages_of_blocks(case):
 SIZES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
 
 
+def test_blocks_take_the_pages_under_them_once():
+    page = 64 << 10
+    in_pairs = [BlockRange(0, page // 2, page // 2)]
+    assert [geometry.bytes_under(b, in_pairs, page) for b in ([], [0], [2, 3], [1, 2], range(8))] == [
+        0, page, page, 2 * page, 4 * page]  # fmt: skip
+    askew = [BlockRange(page // 4, page, page, 2, 10 * page)]  # each block lies in two pages of each layer
+    assert [geometry.bytes_under(b, askew, page) for b in ([3], [3, 4], [3, 5])] == [4 * page, 6 * page, 8 * page]
+
+
 @pytest.mark.parametrize("part, page", [(64 << 10, 64 << 10), (2 << 20, 2 << 20), (320 << 10, 64 << 10),
                                         (1280 << 10, 256 << 10), (40 << 10, 64 << 10)])  # fmt: skip
 def test_where_layers_are_apart_pages_are_as_large_as_no_two_blocks_share(part, page):
