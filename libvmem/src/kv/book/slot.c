@@ -3,15 +3,8 @@
 // SPDX-License-Identifier: MIT
 #include "kv/book/book.h"
 
-// Whether kept pages for `fit` tokens suit a request of `tokens` tokens better than kept pages for `best` tokens. The
-// best fit is the smallest that is large enough, or otherwise the largest.
-static bool fits_better(uint32_t fit, uint32_t best, uint32_t tokens)
-{
-    return fit >= tokens ? best < tokens || fit < best : best < tokens && fit > best;
-}
-
-// The gain of using the slot for a request that begins with a prefix. It is the number of tokens behind the prefix that
-// the slot has pages for, less the number of tokens whose pages the prefix would replace.
+// The gain of using the slot for a request that begins with a prefix, perhaps of no tokens. It is the number of tokens
+// behind the prefix that the slot has pages for, less the number of tokens whose pages the prefix would replace.
 static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, uint32_t prefix_tokens)
 {
     int64_t used = (int64_t)KV_MIN(tokens, fit) - KV_MAX(prefix_tokens, s->from);
@@ -32,6 +25,7 @@ static bool among(const uint32_t *slots, uint32_t n, uint32_t slot)
     return n;
 }
 
+// The slot of the largest gain. Of equal ones, that with the fewest pages, or for a prefix, that where nothing waits.
 uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken, uint32_t n)
 {
     uint32_t best = UINT32_MAX, best_fit = 0;
@@ -42,15 +36,15 @@ uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
         const struct kv_idle *s = &kv->idle[i];
         if (kv->slots[i].state != VMEM_KV_FREE || among(taken, n, i))
             continue;
-        uint32_t fit = kv->flags & VMEM_KV_SAME_SLOTS ? s->fit : kv->slots[i].backed;
-        int64_t gain = prefix_tokens ? gain_of(s, fit, tokens, prefix_tokens) : 0;
-        if (prefix_tokens)
-            fit = 0;
-        else if (s->from) // the pages begin after the first row: count the usable ones
-            fit = s->from < KV_MIN(tokens, fit) ? KV_MIN(tokens, fit) - s->from : 0;
-        const bool alike = best != UINT32_MAX && gain == best_gain && fit == best_fit;
-        if (best == UINT32_MAX || gain > best_gain || fits_better(fit, best_fit, tokens) ||
-            (alike && (delays(kv, i) == delays(kv, best) ? s->from < kv->idle[best].from : delays(kv, best)))) {
+        const uint32_t has = kv->flags & VMEM_KV_SAME_SLOTS ? s->fit : kv->slots[i].backed;
+        const int64_t gain = gain_of(s, has, tokens, prefix_tokens);
+        const uint32_t fit = prefix_tokens ? 0 : has;
+        bool better = gain > best_gain;
+        if (gain == best_gain && fit != best_fit)
+            better = fit < best_fit;
+        else if (gain == best_gain)
+            better = delays(kv, i) == delays(kv, best) ? s->from < kv->idle[best].from : delays(kv, best);
+        if (better) {
             best = i;
             best_fit = fit;
             best_gain = gain;
