@@ -195,8 +195,6 @@ struct kv_holders {
     int slots, users, prefixes, cached;
 };
 void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, struct kv_holders by);
-// A slot maps rows that others hold, from the end of its fixed part on up to page `to`. They become part of that.
-void vmem__kv_rows_join(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t to);
 // A slot loses rows: those in front of the fixed part or behind it, or both its front and as much of the part.
 void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
 // How often the row has been looked at since vmem_kv.mark was raised.

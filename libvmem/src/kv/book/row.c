@@ -123,13 +123,6 @@ void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, struct kv_holders by)
     remove_entry(r, ref);
 }
 
-void vmem__kv_rows_join(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t to)
-{
-    struct kv_span *s = kv_span(kv, slot, group);
-    for (; s->fix.hi < to; s->fix.hi++)
-        vmem__kv_ref_hold(kv, vmem__kv_row(kv, slot, group, s->fix.hi), (struct kv_holders){.slots = 1, .users = 1});
-}
-
 void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
     struct kv_span *s = kv_span(kv, slot, group);

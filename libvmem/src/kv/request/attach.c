@@ -28,7 +28,8 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         now.shared_hi = s.full > s.lo ? s.full : 0;
         now.coarse_hi = kv_span(kv, slot, i)->coarse_hi;
         vmem__kv_span_set(kv, slot, i, &now);
-        vmem__kv_rows_join(kv, slot, i, s.full);
+        for (uint32_t p = s.lo; p < s.full; p++)
+            vmem__kv_ref_hold(kv, vmem__kv_row(kv, slot, i, p), (struct kv_holders){.slots = 1});
         kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
         if (s.full > s.lo)
             sl->shared_tokens = kv->idle[slot].named = tokens;
