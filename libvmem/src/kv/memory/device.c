@@ -163,8 +163,14 @@ static void wait_for_pending(vmem_kv *kv)
     vmem__kv_worker_release(kv);
 }
 
-static uint64_t limit(vmem_kv *kv, uint64_t most, uint64_t want)
+static uint64_t most_reached(const vmem_kv *kv)
 {
+    return kv->ledger.budget + vmem__pool_claimable(kv->lend.member, kv->ledger.budget);
+}
+
+uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want)
+{
+    const uint64_t most = most_reached(kv);
     if (want > most)
         return most;
     const uint64_t lately = count(kv, most, want, DEVICE_NS);
@@ -173,15 +179,6 @@ static uint64_t limit(vmem_kv *kv, uint64_t most, uint64_t want)
     wait_for_pending(kv);
     return count(kv, most, want, 0);
 }
-
-static uint64_t most_reached(const vmem_kv *kv)
-{
-    return kv->ledger.budget + vmem__pool_claimable(kv->lend.member, kv->ledger.budget);
-}
-
-uint64_t vmem__kv_limit(vmem_kv *kv, uint64_t want) { return limit(kv, kv->ledger.budget, want); }
-
-uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want) { return limit(kv, most_reached(kv), want); }
 
 uint64_t vmem__kv_reach_lately(vmem_kv *kv)
 {

@@ -27,11 +27,9 @@ uint64_t vmem__kv_device_pages(const vmem_kv *kv);
 bool vmem__kv_device_due(const vmem_kv *kv);
 // Whether there can be `want` pages without memory that the device has not given yet.
 bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want);
-// At least `want` if there can be so many pages within the budget; else how many there can be. The device is asked only
-// where its memory decides: its last word is believed for 100 ms where it says yes, never where it says no. The worker
-// may be waited for before a no.
-uint64_t vmem__kv_limit(vmem_kv *kv, uint64_t want);
-// The same, of a pool's member with what is free in the pool.
+// At least `want` if there can be so many pages within the budget, of a pool's member with what is free in the pool; else
+// how many there can be. The device is asked only where its memory decides: its last word is believed for 100 ms where
+// it says yes, never where it says no. The worker may be waited for before a no.
 uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want);
 // How many there can be so, by what the device said within 100 ms; or by what it last said.
 uint64_t vmem__kv_reach_lately(vmem_kv *kv);

@@ -431,15 +431,6 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags
 
 // ---- staged ----------------------------------------------------------------------------------------------------------
 
-// Whether nothing must be asked for what is staged: neither the device, nor a pool.
-static bool staged_at_hand(const vmem_kv *kv)
-{
-    const struct kv_ledger *l = &kv->ledger;
-    const uint64_t want = l->fixed + (uint64_t)l->reserved;
-    return want <= l->budget && !(kv->lend.giving && want > kv->lend.give_to) &&
-           (l->promise >= l->budget || vmem__kv_at_hand(kv, want));
-}
-
 static int __attribute__((noinline)) stage(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     int rc = vmem__kv_get_beside(kv, slot, tokens ? 1u << VMEM_KV_ACTIVE : ~0u);
@@ -455,10 +446,7 @@ static int __attribute__((noinline)) stage(vmem_kv *kv, uint32_t slot, uint32_t 
     const int32_t before = kv->staged.lengths[slot];
     const int64_t reserve = kv->staged.reserve[slot];
     kv_stage(kv, slot, (int32_t)tokens, delta);
-    if (!tokens || staged_at_hand(kv))
-        return 0;
-    vmem__kv_may_take_long(kv);
-    if (vmem__kv_keeps_staged(kv))
+    if (!tokens || vmem__kv_keeps_staged(kv))
         return 0;
     rc = plan_check(kv, kv->staged.lengths); // no page may be missing, and it says what is
     if (rc)
