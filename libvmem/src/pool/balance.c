@@ -41,7 +41,8 @@ static void take_wanted(struct vmem__member *m, uint64_t bytes)
     if (rc == -EBADMSG)
         why = VMEM_KV_FILE_DAMAGED;
     pthread_mutex_unlock(&m->pool->lock);
-    m->ops->answered(m->self, bytes, rc, why); // -EAGAIN: another process holds the lock
+    if (rc != -EAGAIN) // another process holds the lock: the next look finds the wish again
+        m->ops->answered(m->self, bytes, rc, why);
 }
 
 // Gives back what a member has beyond its maximum, except pages that it needs. Those follow when it no longer does.

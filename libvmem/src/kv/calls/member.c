@@ -134,13 +134,9 @@ static uint64_t wanted(void *self) { return vmem__kv_wanted_budget(self); }
 static void answered(void *self, uint64_t bytes, int rc, uint32_t why)
 {
     vmem_kv *kv = self;
-    if (rc == -EAGAIN) {
-        vmem__kv_keep_wanted(kv, bytes);
-        return;
-    }
     lock(kv);
     vmem__kv_summarise(kv); // whoever reads the answer finds the new maximum
-    vmem__kv_answer_wanted(kv, bytes, rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED, rc ? why : 0);
+    vmem__kv_answer_wanted(kv, bytes, rc, why);
     unlock(kv);
 }
 

@@ -38,8 +38,7 @@ void vmem__kv_take_wanted(vmem_kv *kv)
     if (!wanted)
         return;
     vmem__kv_may_take_long(kv);
-    int rc = vmem__kv_set_budget(kv, wanted);
-    vmem__kv_answer_wanted(kv, wanted, rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED, rc ? VMEM_KV_NO_MEMORY : 0);
+    vmem__kv_answer_wanted(kv, wanted, vmem__kv_set_budget(kv, wanted), VMEM_KV_NO_MEMORY);
 }
 
 void vmem__kv_keep_budget(vmem_kv *kv)

@@ -104,14 +104,9 @@ int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l);
 int vmem__kv_publish(vmem_kv *kv, const char *path, const char *name);
 void vmem__kv_publish_stats(vmem_kv *kv); // what is shown, as it is now
 void vmem__kv_unpublish(vmem_kv *kv);
-static inline bool kv_budget_wanted(const vmem_kv *kv)
-{
-    return kv->view.map && __atomic_load_n(&kv->view.map->wanted_budget, __ATOMIC_RELAXED);
-}
-// The budget that another process wrote into the view, once; 0: none.
-uint64_t vmem__kv_wanted_budget(vmem_kv *kv);
-void vmem__kv_keep_wanted(vmem_kv *kv, uint64_t bytes); // unless there is a newer one
-void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32_t reason);
+// The budget that another process wrote into the view, until it is answered; 0: none. reason: of an error.
+uint64_t vmem__kv_wanted_budget(const vmem_kv *kv);
+void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason);
 
 // ---- budget.c
 

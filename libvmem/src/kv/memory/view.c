@@ -95,22 +95,18 @@ void vmem__kv_unpublish(vmem_kv *kv)
         unlink(kv->view.path);
 }
 
-uint64_t vmem__kv_wanted_budget(vmem_kv *kv)
+uint64_t vmem__kv_wanted_budget(const vmem_kv *kv)
 {
-    return kv_budget_wanted(kv) ? __atomic_exchange_n(&kv->view.map->wanted_budget, 0, __ATOMIC_ACQ_REL) : 0;
+    return kv->view.map ? __atomic_load_n(&kv->view.map->wanted_budget, __ATOMIC_ACQUIRE) : 0;
 }
 
-void vmem__kv_keep_wanted(vmem_kv *kv, uint64_t bytes)
-{
-    uint64_t none = 0;
-    __atomic_compare_exchange_n(&kv->view.map->wanted_budget, &none, bytes, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
-}
-
-void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, uint32_t answer, uint32_t reason)
+void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason)
 {
     struct vmem_kv_view *v = kv->view.map;
+    uint64_t old = bytes; // a newer one stays
+    __atomic_compare_exchange_n(&v->wanted_budget, &old, 0, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
     v->answered_budget = bytes;
-    v->answer = answer;
-    v->reason = reason;
+    v->answer = rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED;
+    v->reason = rc ? reason : 0;
     __atomic_store_n(&v->answers, v->answers + 1, __ATOMIC_RELEASE);
 }

@@ -404,7 +404,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         vmem__kv_keep_budget(kv);
     // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
     // Ranks take no budget over in a step at all: between two checks, each may rely on what the others can do.
-    if (kv_budget_wanted(kv) && !(kv->flags & VMEM_KV_SAME_SLOTS))
+    if (vmem__kv_wanted_budget(kv) && !(kv->flags & VMEM_KV_SAME_SLOTS))
         vmem__kv_take_wanted(kv);
     return rc;
 }

@@ -329,7 +329,7 @@ static bool give_all(vmem_kv *kv)
 // Applies a budget that another process wants, as a public call does, unless there is one: it may wait for this thread.
 static void take_wanted(vmem_kv *kv)
 {
-    if (!kv_budget_wanted(kv) || kv->flags & VMEM_KV_SAME_SLOTS || has_requests(kv) || vmem__kv_check_usable(kv) ||
+    if (!vmem__kv_wanted_budget(kv) || kv->flags & VMEM_KV_SAME_SLOTS || has_requests(kv) || vmem__kv_check_usable(kv) ||
         pthread_mutex_trylock(&kv->gate.api))
         return;
     kv->gate.called = true;
