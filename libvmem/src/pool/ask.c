@@ -31,7 +31,6 @@ static uint64_t ask(struct vmem__member *m, uint64_t bytes)
     const bool fresh = m->row.needs < bytes || m->row.answer != VMEM_KV_DEFERRED;
     m->asked_at = t;
     m->row.needs = m->foreseen ? MAX(bytes, MIN(m->row.needs, room)) : bytes;
-    m->changed = true;
     if (again)
         return 0;
     if (fresh)
@@ -73,7 +72,6 @@ void vmem__pool_unask(struct vmem__member *m)
         vmem__pool_want(m, 0);
     if (m->row.needs && !m->foreseen) {
         m->row.needs = 0;
-        m->changed = true;
         vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
     pthread_mutex_unlock(&m->pool->lock);
@@ -98,7 +96,6 @@ uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t wa
             m->ready = 0;
         }
     } else {
-        m->changed |= m->row.needs != 0;
         m->row.needs = 0;
         if (!m->prepares || want <= budget)
             vmem__pool_answer(m, VMEM_KV_APPLIED, 0);

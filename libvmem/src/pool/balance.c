@@ -17,8 +17,7 @@
 
 #include "pool/pool.h"
 
-#define POLL_MS 100                 // longest delay of reading the others' rows without a notice, and of updating ours
-#define BURY_NS UINT64_C(100000000) // interval between searches for members whose process has ended
+#define BURY_NS UINT64_C(100000000)    // interval between searches for members whose process has ended
 #define SILENT_NS UINT64_C(2000000000) // a member that answers nothing for so long is not waited for
 
 // ---- the thread --------------------------------------------------------------------------------------------------
@@ -127,18 +126,14 @@ static bool look(struct vmem__member *m)
     const uint64_t least = least_pages(m, &s), has = MAX(s.budget, s.held);
     pthread_mutex_lock(&pool->lock);
     const uint64_t min = ceil_pages(m->row.min, m);
-    const struct vmem_kv_pool_member before = m->row;
+    const uint64_t before = m->row.has;
     // A claim may have taken back part of the budget meanwhile.
     m->row.has = MIN(m->row.has, (MAX(has, gone_to) << m->page_shift) + m->granted);
-    m->spare = trim && !stale ? stayed(m, before.has - m->row.has) : 0;
+    m->spare = trim && !stale ? stayed(m, before - m->row.has) : 0;
     m->row.has += m->spare;
     m->row.held = s.held << m->page_shift;
     m->row.could_give = pool_less(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
     m->row.giving = pool_less(m->row.has - m->granted, s.after << m->page_shift);
-    // Publish free budget at once. Other changes may be published some milliseconds late, but are not forgotten.
-    m->changed |= m->row.has != before.has || (!m->row.giving && before.giving);
-    if (memcmp(&m->written, &m->row, sizeof m->row) && vmem__now() - m->written_at > POLL_MS * UINT64_C(1000000))
-        m->changed = true;
     pthread_mutex_unlock(&pool->lock);
     ops->unlock(m->self);
     return more;
@@ -175,7 +170,7 @@ static uint64_t unmet(const vmem_kv_pool *pool)
     return pool_less(needs, coming);
 }
 
-static void grant(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
+static void grant(vmem_kv_pool *pool, struct vmem__member *m)
 {
     struct vmem_kv_pool_member *r = &m->row;
     if (m->leaving)
@@ -183,14 +178,12 @@ static void grant(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
     else if (r->has < r->min && r->needs < r->min - r->has) { // a member gets its minimum without asking
         r->needs = r->min - r->has;
         m->asked_at = vmem__now();
-        m->changed = true;
     }
     if (!r->needs)
         return;
     if (!m->waiting && vmem__now() - m->asked_at > vmem__pool_ask_ns) {
         r->needs = 0;
         vmem__pool_answer(m, VMEM_KV_UNASKED, 0);
-        m->changed = true;
         return;
     }
     const uint64_t unused = vmem__pool_free(pool, m);
@@ -200,21 +193,16 @@ static void grant(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
     if (room) {
         r->has += room;
         m->granted += room;
-        r->needs = pool_less(r->needs, room);
-        m->changed = true;
+        r->needs = pool_less(r->needs, room); // at 0, the answer follows once the budget has grown
     }
-    if (!r->needs) {
-        m->changed = true; // the answer follows once the budget has grown
-    } else if (!r->asked) {
+    if (r->needs && !r->asked)
         r->asked = ++pool->table.head.revision;
-        *head = m->changed = true;
-    }
     pool->table.rows[m->place] = *r;
 }
 
 // Grants a member's spare budget, and with it the memory that stayed, to those of its context who wait. Returns true if
 // something is left: another look at the member returns that.
-static bool hand_over(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
+static bool hand_over(vmem_kv_pool *pool, struct vmem__member *m)
 {
     uint64_t left = m->spare;
     struct vmem_kv_pool_member *r = &m->row;
@@ -226,13 +214,12 @@ static bool hand_over(vmem_kv_pool *pool, struct vmem__member *m, bool *head)
         const uint64_t before = o->row.has;
         if (o == m || o->ctx != m->ctx)
             continue;
-        grant(pool, o, head);
+        grant(pool, o);
         left = pool_less(left, o->row.has - before);
     }
     r->has += left;
     r->giving = pool_less(r->giving, m->spare - left);
     pool->table.rows[m->place] = *r;
-    m->changed = true;
     m->stale |= left != 0;
     m->spare = 0;
     return left;
@@ -255,7 +242,6 @@ static bool give(vmem_kv_pool *pool, struct vmem__member *m)
     if (bytes) {
         m->to_give += bytes;
         r->giving += bytes;
-        m->changed = true;
     }
     if (r->giving)
         reply = VMEM_KV_DEFERRED;
@@ -265,7 +251,6 @@ static bool give(vmem_kv_pool *pool, struct vmem__member *m)
         reply = VMEM_KV_APPLIED;
     if (reply == VMEM_KV_REFUSED)
         why = r->has <= r->min ? VMEM_KV_AT_MINIMUM : VMEM_KV_IN_USE;
-    m->changed |= asked || reply != r->reply || why != r->why;
     r->looked = looked;
     r->reply = reply;
     r->why = why;
@@ -303,7 +288,7 @@ static void judge(const vmem_kv_pool *pool, struct vmem__member *m)
 // Returns true if another round is due at once.
 static bool decide(vmem_kv_pool *pool)
 {
-    bool head = false, again = false;
+    bool again = false;
     const int rc = vmem__table_wait(pool, POOL_WAIT_US);
     const uint64_t t = vmem__now();
     pool->locked_at = rc != -EAGAIN || !pool->locked_at ? t : pool->locked_at;
@@ -319,20 +304,19 @@ static bool decide(vmem_kv_pool *pool)
     }
     listen(pool, t);
     for (struct vmem__member *m = pool->members; m; m = m->next)
-        again |= hand_over(pool, m, &head);
+        again |= hand_over(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
-        grant(pool, m, &head);
+        grant(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
         again |= give(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
         judge(pool, m);
-    vmem__table_end(pool, head);
+    vmem__table_end(pool);
     for (struct vmem__member *m = pool->members; m; m = m->next) {
-        m->stale |= m->changed;         // the table may say that memory which has stayed is free
-        if (m->changed && m->row.needs) // no other member can read the question
+        m->stale |= m->unwritten;         // the table may say that memory which has stayed is free
+        if (m->unwritten && m->row.needs) // no other member can read the question
             refuse(m, VMEM_KV_FILE_DAMAGED);
     }
-    vmem__pool_note(pool);
     return again;
 }
 

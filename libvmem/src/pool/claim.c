@@ -7,19 +7,6 @@
 
 // ---- the table, with the pool's lock held ----------------------------------------------------------------------------
 
-uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m)
-{
-    uint64_t taken = 0;
-    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
-        if (r->size)
-            taken = pool_add(taken, m && m->place == i ? m->row.has : MAX(r->has, r->min));
-    }
-    return pool_less(pool->table.head.budget, taken);
-}
-
-void vmem__pool_note(vmem_kv_pool *pool) { pool->free = vmem__pool_free(pool, NULL); }
-
 void vmem__pool_want(struct vmem__member *m, uint64_t bytes)
 {
     if (bytes == m->wants)
@@ -35,7 +22,6 @@ void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why)
         vmem__pool_want(m, 0);
     if (m->row.answer != what)
         pthread_cond_broadcast(&m->pool->news);
-    m->changed |= m->row.answer != what || m->row.reason != why;
     m->row.answer = what;
     m->row.reason = why;
     m->prepares &= what == VMEM_KV_DEFERRED;
@@ -90,14 +76,11 @@ uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t leas
         const uint64_t more = MIN(floor_pages(room, m), MAX(spare, pool_less(least, pages)));
         const uint64_t before = m->row.has;
         m->row.has += more << m->page_shift;
-        m->changed |= more != 0;
-        vmem__table_end(pool, false);
+        vmem__table_end(pool);
         pages += floor_pages(pool_less(m->row.has, before), m);
-        vmem__pool_note(pool);
     }
     if (pages && m->row.needs) {
         m->row.needs = pool_less(m->row.needs, pages << m->page_shift);
-        m->changed = true;
         if (!m->row.needs && !m->granted)
             vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
@@ -152,10 +135,9 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uin
     if (!rc) {
         m->row.min = min;
         m->row.max = max;
-        m->changed = true;
     }
-    vmem__table_end(pool, false);
-    if (!rc && m->changed) {
+    vmem__table_end(pool);
+    if (!rc && m->unwritten) {
         m->row.min = min_before;
         m->row.max = max_before;
         rc = vmem__table_unwritten(pool);
@@ -164,7 +146,6 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uin
         m->granted = MIN(m->granted, pool_less(max, pool_less(m->row.has, m->granted)));
         m->ready = MIN(m->ready, m->granted);
     }
-    vmem__pool_note(pool);
     pool_ring(pool);
     return rc;
 }

@@ -72,7 +72,7 @@ static void end_pool(vmem_kv_pool *pool)
         pthread_mutex_lock(&pool->lock);
         if (!vmem__table_wait(pool, POOL_WAIT_US)) {
             vmem__table_remove(pool);
-            vmem__table_end(pool, false);
+            vmem__table_end(pool);
         }
         pthread_mutex_unlock(&pool->lock);
     }
@@ -153,7 +153,7 @@ void vmem_kv_pool_destroy(vmem_kv_pool *pool)
 
 // ---- members -----------------------------------------------------------------------------------------------------
 
-static int check_device(vmem_kv_pool *pool, const struct vmem_info *info, bool *head)
+static int check_device(vmem_kv_pool *pool, const struct vmem_info *info)
 {
     const char *where = strcmp(info->backend, "host") ? "gpu" : "host";
     struct pool_head *h = &pool->table.head;
@@ -164,7 +164,6 @@ static int check_device(vmem_kv_pool *pool, const struct vmem_info *info, bool *
         memcpy(h->device, info->device_uuid, sizeof(h->device));
         memset(h->backend, 0, sizeof(h->backend));
         memcpy(h->backend, where, strlen(where));
-        *head = true;
         return 0;
     }
     if (strcmp(h->backend, where) || memcmp(h->device, info->device_uuid, sizeof(h->device)))
@@ -184,12 +183,12 @@ static int find_place(vmem_kv_pool *pool, uint32_t *place)
 }
 
 // Enters the member's row; the pages that it has become its grant. Call it between begin and end, with all locks held.
-static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held, bool *head)
+static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held)
 {
     struct vmem_info info = {.size = sizeof info};
     int rc = vmem_context_info(m->ctx, &info);
     if (!rc)
-        rc = check_device(pool, &info, head);
+        rc = check_device(pool, &info);
     if (!rc)
         rc = vmem__pool_check(pool, VMEM_KV_POOL_MEMBERS, m->row.min, &m->row.max);
     if (!rc && held > vmem__pool_free(pool, NULL))
@@ -212,7 +211,6 @@ static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held
         m->row.answer = VMEM_KV_DEFERRED;
         m->asked_at = vmem__now();
     }
-    m->changed = *head = true;
     m->next = pool->members;
     pool->members = m;
     return 0;
@@ -236,18 +234,16 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     m->row.max = terms->max;
     strncpy(m->row.name, terms->name, sizeof(m->row.name) - 1);
     pthread_mutex_lock(&pool->lock);
-    bool head = false;
     int rc = vmem__table_wait(pool, POOL_CALL_US);
     if (!rc) {
         vmem__table_bury(pool);
-        rc = enter_table(pool, m, terms->held << m->page_shift, &head);
-        vmem__table_end(pool, head && !rc);
-        if (!rc && m->changed) {
+        rc = enter_table(pool, m, terms->held << m->page_shift);
+        vmem__table_end(pool);
+        if (!rc && m->unwritten) {
             pool->members = m->next;
             vmem__table_give(pool, m->place, true);
             rc = vmem__table_unwritten(pool);
         }
-        vmem__pool_note(pool);
     }
     if (!rc) {
         pool->refs++;
@@ -274,13 +270,12 @@ void vmem__pool_leave(struct vmem__member *m, uint64_t held)
     while (m->busy)
         pthread_cond_wait(&pool->news, &pool->lock);
     // The rest becomes free together with the memory: kernels in flight, or a view of a tensor, may keep it.
-    m->leaving = m->changed = true;
+    m->leaving = true;
     m->row.has = MIN(m->row.has, held << m->page_shift);
     m->row.min = m->row.needs = m->row.giving = m->row.could_give = m->granted = m->to_give = m->spare = 0;
     vmem__pool_want(m, 0);
     if (!vmem__table_wait(pool, POOL_WAIT_US))
-        vmem__table_end(pool, false);
-    vmem__pool_note(pool);
+        vmem__table_end(pool);
     pool_ring(pool);
     pthread_mutex_unlock(&pool->lock);
 }
@@ -301,8 +296,7 @@ void vmem__pool_left(struct vmem__member *m)
     // Even if the table cannot be locked, other members then find nobody alive in this place.
     vmem__table_give(pool, m->place, rc == -EBADMSG);
     if (!rc)
-        vmem__table_end(pool, false);
-    vmem__pool_note(pool);
+        vmem__table_end(pool);
     pthread_cond_broadcast(&pool->news);
     pool_ring(pool);
     pthread_mutex_unlock(&pool->lock);
@@ -340,8 +334,7 @@ static int refresh(vmem_kv_pool *pool)
     int rc = vmem__table_wait(pool, POOL_CALL_US);
     if (!rc) {
         vmem__table_bury(pool);
-        vmem__table_end(pool, false);
-        vmem__pool_note(pool);
+        vmem__table_end(pool);
     } else {
         pthread_mutex_unlock(&pool->lock);
     }

@@ -44,6 +44,7 @@ struct pool_table {
 // not depend on the machine's speed.
 extern _Atomic uint64_t vmem__pool_ask_ns;
 
+#define POLL_MS 100          // longest delay of reading the others' rows without a notice, and of updating ours
 #define POOL_WAIT_US 50000   // longest wait for the file's lock: of the thread, and of the end of a cache or pool,
 #define POOL_CALL_US 1000000 // and of other calls
 
@@ -58,9 +59,9 @@ struct vmem__member {
     uint32_t place;                          // in the table
     bool busy;                               // the pool's thread is at it, without the pool's lock
     bool leaving;                            // it is being destroyed: the thread leaves it alone
-    bool changed;                            // the row is to be written
+    bool unwritten;                          // it could not be written into the table
     bool kept_out;                           // another process was at the table when it last claimed
-    struct vmem_kv_pool_member row, written; // as it is, and as it was last put into the table
+    struct vmem_kv_pool_member row, written; // as it is, and as it is in the table
     uint64_t written_at;                     // ns
     uint32_t waiting;                        // calls that wait for an answer
     uint64_t asked_at;                       // ns
@@ -89,6 +90,7 @@ struct vmem_kv_pool {
     pid_t pid;
     struct vmem__member *members; // of this process
     struct pool_table table;
+    struct pool_head written; // its head, as it is in the file
     // The rows as they were when a member last did what the others expect of it, and when that was (ns).
     struct pool_seen {
         struct vmem_kv_pool_member row;
@@ -110,9 +112,6 @@ uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms);
 
 // ---- claim.c. With the pool's lock held; those that name a place or change shares also between begin and end.
 
-// What the member (NULL: anybody new) may take: what nobody has, less what other members' minimums are still due.
-uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m);
-void vmem__pool_note(vmem_kv_pool *pool); // the same, for those who have no lock
 // So much of what others free stays in the context from now on.
 void vmem__pool_want(struct vmem__member *m, uint64_t bytes);
 void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why);
@@ -150,8 +149,10 @@ int vmem__table_begin(vmem_kv_pool *pool);
 // The same, but tries for so long. Meanwhile, others have the pool's lock.
 int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us);
 // Writes the head, if it changed, and members' rows that changed, and unlocks the file. A member whose row could not be
-// written stays `changed`, and has no more budget than the last row that was.
-void vmem__table_end(vmem_kv_pool *pool, bool head);
+// written has no more budget than the last row that was.
+void vmem__table_end(vmem_kv_pool *pool);
+// What the member (NULL: anybody new) may take: what nobody has, less what other members' minimums are still due.
+uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m);
 int vmem__table_unwritten(const vmem_kv_pool *pool); // the error of a call whose row could not be written
 // Between the two: takes a place for a member, gives it back, and empties the rows of members whose process has ended.
 int vmem__table_take(vmem_kv_pool *pool, uint32_t place);

@@ -31,6 +31,17 @@ static int lock_byte(int fd, short type, off_t at, int command, short *found)
     return rc == -EACCES ? -EAGAIN : rc;
 }
 
+uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m)
+{
+    uint64_t taken = 0;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
+        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
+        if (r->size)
+            taken = pool_add(taken, m && m->place == i ? m->row.has : MAX(r->has, r->min));
+    }
+    return pool_less(pool->table.head.budget, taken);
+}
+
 // Tries for this time, by the clock: a pause may last much longer than it should. Between the tries, others can have
 // the mutex (NULL: there is none).
 static int lock_table(int fd, unsigned most_us, pthread_mutex_t *mutex)
@@ -93,10 +104,11 @@ static int begin(vmem_kv_pool *pool, unsigned most_us)
         unlock_table(pool->fd);
         return vmem__error(-EBADMSG, "path %s: the file no longer holds a pool", pool->path);
     }
+    pool->written = pool->table.head;
     for (struct vmem__member *m = pool->members; m; m = m->next) {
         struct vmem_kv_pool_member *row = &pool->table.rows[m->place];
-        m->changed |= memcmp(row, &m->written, sizeof(*row)) != 0; // somebody else wrote there
-        *row = m->row;                                             // our own rows in memory are authoritative
+        m->written = *row; // whoever wrote there
+        *row = m->row;     // our own rows in memory are authoritative
     }
     return 0;
 }
@@ -121,26 +133,41 @@ static void take_back(struct vmem__member *m)
     m->row.needs = pool_add(m->row.needs, granted);
 }
 
-void vmem__table_end(vmem_kv_pool *pool, bool head)
+// Whether the row must be written now. What it says beside the budget may be published some milliseconds late, but is not
+// forgotten.
+static bool due(const struct vmem__member *m)
+{
+    const struct vmem_kv_pool_member *w = &m->written;
+    struct vmem_kv_pool_member row = m->row;
+    if (memcmp(w, &row, sizeof row) && vmem__now() - m->written_at > POLL_MS * UINT64_C(1000000))
+        return true;
+    row.held = w->held;
+    row.could_give = w->could_give;
+    if (row.giving && row.giving < w->giving)
+        row.giving = w->giving;
+    return memcmp(w, &row, sizeof row);
+}
+
+void vmem__table_end(vmem_kv_pool *pool)
 {
     // A write may fail, as where the file system is full. The others then see the previous table.
-    if (head && pool->fd >= 0)
+    if (pool->fd >= 0 && memcmp(&pool->written, &pool->table.head, sizeof(pool->written)))
         (void)!write_at(pool->fd, &pool->table.head, sizeof(pool->table.head), 0);
     for (struct vmem__member *m = pool->members; m; m = m->next) {
         pool->table.rows[m->place] = m->row;
-        if (!m->changed)
-            continue;
-        if (pool->fd >= 0 && !write_row(pool, m->place)) {
+        const bool writes = due(m);
+        m->unwritten = writes && pool->fd >= 0 && !write_row(pool, m->place);
+        if (m->unwritten) {
             take_back(m);
             pool->table.rows[m->place] = m->row;
-            continue;
+        } else if (writes) {
+            m->written = m->row;
+            m->written_at = vmem__now();
         }
-        m->written = m->row;
-        m->written_at = vmem__now();
-        m->changed = false;
     }
     if (pool->fd >= 0)
         unlock_table(pool->fd);
+    pool->free = vmem__pool_free(pool, NULL);
 }
 
 int vmem__table_unwritten(const vmem_kv_pool *pool)

@@ -329,8 +329,8 @@ static bool give_all(vmem_kv *kv)
 // Applies a budget that another process wants, as a public call does, unless there is one: it may wait for this thread.
 static void take_wanted(vmem_kv *kv)
 {
-    if (!vmem__kv_wanted_budget(kv) || kv->flags & VMEM_KV_SAME_SLOTS || has_requests(kv) || vmem__kv_check_usable(kv) ||
-        pthread_mutex_trylock(&kv->gate.api))
+    if (!vmem__kv_wanted_budget(kv) || kv->flags & VMEM_KV_SAME_SLOTS || has_requests(kv) ||
+        vmem__kv_check_usable(kv) || pthread_mutex_trylock(&kv->gate.api))
         return;
     kv->gate.called = true;
     vmem__kv_take_wanted(kv);
