@@ -292,8 +292,9 @@ extern void (*vmem__kv_hook)(enum vmem__kv_point point);
 void vmem__kv_worker_wake(vmem_kv *kv);
 void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot);
 void vmem__kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
-// Until it unmaps nothing that others may hold: a call that maps, unmaps or releases such pages waits here first.
-void vmem__kv_wait_cut(vmem_kv *kv);
+// Until it unmaps and releases nothing that others may hold: a call that maps, unmaps or releases such pages waits here
+// first.
+void vmem__kv_wait_unmapping(vmem_kv *kv);
 // Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
 void vmem__kv_worker_hold(vmem_kv *kv);
 void vmem__kv_worker_release(vmem_kv *kv);

@@ -160,6 +160,7 @@ struct kv_cut {
     uint32_t slot, group;
     struct kv_span before;
     uint32_t lo, hi; // what remains; equal: nothing
+    bool shared;     // some of the rows that go have other holders
     struct vmem_unmap_op *ops;
     uint64_t n_ops, cap_ops;
     vmem_page *pages; // those without another holder
@@ -259,8 +260,7 @@ struct kv_copies {
 struct kv_turn {
     pthread_cond_t work, done;
     bool has_worker, stop, due, working;
-    bool cutting;   // the worker is unmapping pages that others may hold or release,
-    bool unmapping; // and no reference changes by that
+    bool unmapping; // the worker is unmapping or releasing pages that others may hold or release
     uint32_t hold;  // calls that want the worker to pause
 };
 

@@ -42,11 +42,11 @@ void vmem__kv_worker_release(vmem_kv *kv)
         pthread_cond_signal(&kv->turn.work);
 }
 
-// Waits for the worker's cut to end. The worker begins no other job until the caller drops the lock, so slots that were
+// The worker begins no other job until the caller drops the lock, so slots that were
 // not busy are still not busy.
-void vmem__kv_wait_cut(vmem_kv *kv)
+void vmem__kv_wait_unmapping(vmem_kv *kv)
 {
-    if (!kv->turn.cutting)
+    if (!kv->turn.unmapping)
         return;
     vmem__kv_worker_hold(kv);
     vmem__kv_worker_release(kv);

@@ -24,19 +24,9 @@ static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
     return 0;
 }
 
-// Counts the shared pages that the worker is unmapping now. They have left the span, but the slot still holds them.
-static uint64_t shared_in_cut(const vmem_kv *kv)
-{
-    const struct kv_cut *c = &kv->worker.cut;
-    uint64_t n = 0;
-    for (uint32_t p = c->before.lo; kv->turn.cutting && p < KV_MIN(c->before.hi, c->before.shared_hi); p++)
-        n += (p < c->lo || p >= c->hi) && vmem__kv_row(kv, c->slot, c->group, p);
-    return n;
-}
-
 int vmem__kv_check_books(vmem_kv *kv)
 {
-    uint64_t pages = kv->doomed.n, slots = shared_in_cut(kv), refs = 0, only = 0, shared = 0, fixed = 0;
+    uint64_t pages = kv->doomed.n, slots = 0, refs = 0, only = 0, shared = 0, fixed = 0;
     kv->mark++;
     kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.budget); // the budget may have grown
     if (kv->ledger.held > kv->ledger.ceiling)

@@ -24,9 +24,12 @@ static int list(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, ui
     if (rc)
         return rc;
     const uint32_t shared = clamp(kv_span(kv, slot, group)->shared_hi, from, to);
-    for (uint32_t i = from; i < shared; i++)
-        for (uint32_t t = 0; t < g->n && !vmem__kv_row(kv, slot, group, i); t++)
+    for (uint32_t i = from; i < shared; i++) {
+        const bool others = vmem__kv_row(kv, slot, group, i);
+        c->shared |= others;
+        for (uint32_t t = 0; t < g->n && !others; t++)
             c->pages[c->n_pages++] = kv_table(kv, g, slot, t)[i];
+    }
     for (uint32_t t = 0; t < g->n; t++) {
         c->ops[c->n_ops++] = (struct vmem_unmap_op){.addr = kv_addr(kv, g, slot, t, from),
                                                     .length = (uint64_t)(to - from) << kv->page_shift};
@@ -47,6 +50,7 @@ static int list_ends(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t grou
     c->lo = clamp(lo, s->lo, s->hi);
     c->hi = kv_end_of(kv, slot, group, clamp(hi, c->lo, s->hi), false);
     c->n_ops = c->n_pages = 0;
+    c->shared = false;
     int rc = kv->flags & VMEM_KV_CHECK ? vmem__kv_check_rule(kv, slot, group, s->lo, c->lo) : 0;
     if (!rc && kv->flags & VMEM_KV_CHECK)
         rc = vmem__kv_check_rule(kv, slot, group, c->hi, s->hi);
@@ -80,6 +84,7 @@ static void leave(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_sp
 int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
     int rc = list_ends(kv, c, slot, group, lo, hi);
+    rc = !rc && c->shared ? -EBUSY : rc;
     if (!rc)
         shrink(kv, slot, group, c->lo, c->hi);
     return rc;
@@ -98,18 +103,16 @@ int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c)
 void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
 {
     if (!rc) {
-        leave(kv, c->slot, c->group, &c->before, c->lo, c->hi);
         kv->ledger.held -= c->n_pages;
         return;
     }
-    // Steps may have changed need and keep while the worker ran. They lie in the part that was to stay, so they remain
-    // valid.
+    // Steps may have changed need and keep while the worker ran, and others may hold more rows. These lie in the part that
+    // was to stay, so they remain valid.
     struct kv_span s = *kv_span(kv, c->slot, c->group);
     if (c->lo == c->hi)
         s = c->before;
     s.lo = c->before.lo;
     s.hi = c->before.hi;
-    s.shared_hi = c->before.shared_hi;
     s.coarse_hi = c->before.coarse_hi;
     vmem__kv_span_set(kv, c->slot, c->group, &s);
 }
@@ -117,14 +120,15 @@ void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
 int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
     struct kv_cut *c = &kv->cut;
-    vmem__kv_wait_cut(kv);
+    vmem__kv_wait_unmapping(kv);
     int rc = list_ends(kv, c, slot, group, lo, hi);
     if (!rc)
         rc = vmem__kv_cut_run(kv, c);
     if (rc)
         return rc;
     shrink(kv, slot, group, c->lo, c->hi);
-    vmem__kv_cut_end(kv, c, 0);
+    leave(kv, slot, group, &c->before, c->lo, c->hi);
+    kv->ledger.held -= c->n_pages;
     return 0;
 }
 
@@ -132,7 +136,7 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 {
     struct kv_cut *c = &kv->cut;
     int rc = 0;
-    vmem__kv_wait_cut(kv);
+    vmem__kv_wait_unmapping(kv);
     c->n_ops = c->n_pages = 0;
     for (uint64_t k = 0; k < n * kv->n_groups && !rc; k++) {
         const uint32_t slot = slots[k / kv->n_groups], group = (uint32_t)(k % kv->n_groups);
@@ -176,7 +180,6 @@ bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot)
 struct sharing {
     uint32_t end; // end of the shared rows
     uint64_t own; // the slot's own rows before `end`: rare, left by dropped prefixes
-    bool last;    // whether a row may be released or become another slot's own
 };
 
 static struct sharing sharing_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -189,12 +192,10 @@ static struct sharing sharing_of(const vmem_kv *kv, uint32_t slot, uint32_t grou
     for (uint32_t p = s->lo; p < end; p++) {
         if (end - p > ahead)
             vmem__kv_ref_expect(&kv->refs, pages[p + ahead]);
-        const struct kv_ref *ref = vmem__kv_row(kv, slot, group, p);
-        if (!ref)
-            continue;
-        found.end = p + 1;
-        found.last |= !ref->prefixes;
-        shared++;
+        if (vmem__kv_row(kv, slot, group, p)) {
+            found.end = p + 1;
+            shared++;
+        }
     }
     found.own = found.end - s->lo - shared;
     return found;
@@ -205,11 +206,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     const struct kv_group *g = &kv->groups[group];
     const struct kv_span *s = kv_span(kv, slot, group);
     struct kv_doomed *d = &kv->doomed;
-    struct sharing sharing = sharing_of(kv, slot, group);
-    if (sharing.last && kv->turn.cutting) {
-        vmem__kv_wait_cut(kv);
-        sharing = sharing_of(kv, slot, group);
-    }
+    const struct sharing sharing = sharing_of(kv, slot, group);
     const uint32_t end = sharing.end;
     int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + sharing.own * g->n, sizeof(*d->pages));
     if (rc)
@@ -234,7 +231,6 @@ int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
 {
     int rc = vmem__kv_room_for(&c->ops, &c->cap_ops, kv->n_tensors, sizeof(*c->ops));
     c->n_ops = c->n_pages = 0;
-    c->before = (struct kv_span){0}; // no span is cut
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];
         const struct kv_range *s = kv_stale(kv, slot, i);
@@ -270,7 +266,7 @@ int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot)
 {
     if (!kv->slots[slot].stale)
         return 0;
-    vmem__kv_wait_cut(kv);
+    vmem__kv_wait_unmapping(kv);
     int rc = vmem__kv_stale_begin(kv, &kv->cut, slot);
     if (!rc)
         rc = vmem__kv_cut_run(kv, &kv->cut);

@@ -24,9 +24,9 @@ static void add(struct kv_grow *l, struct kv_part part)
         l->parts[l->n_parts++] = part;
 }
 
-// Whole blocks form one aligned part. The rest of a partly backed block is placed next to the pages that the block has.
-int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
-                      uint32_t coarse_hi)
+// Plans to back pages [from, to) of a span, next to what it has. Whole blocks form one aligned part. The rest of a partly backed block is placed next to the pages that the block has.
+static int add_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
+                     uint32_t coarse_hi)
 {
     const struct kv_group *g = &kv->groups[group];
     const struct kv_span *s = kv_span(kv, slot, group);
@@ -51,9 +51,9 @@ int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gro
 {
     const struct kv_span *s = kv_span(kv, slot, group);
     if (s->lo == s->hi)
-        return vmem__kv_grow_add(kv, l, slot, group, from, to, coarse_hi);
-    int rc = vmem__kv_grow_add(kv, l, slot, group, from, s->lo, coarse_hi);
-    return rc ? rc : vmem__kv_grow_add(kv, l, slot, group, s->hi, to, coarse_hi);
+        return add_parts(kv, l, slot, group, from, to, coarse_hi);
+    int rc = add_parts(kv, l, slot, group, from, s->lo, coarse_hi);
+    return rc ? rc : add_parts(kv, l, slot, group, s->hi, to, coarse_hi);
 }
 
 int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t row,

@@ -8,11 +8,8 @@
 
 // ---- grow.c
 
-// Plans to back pages [from, to) of a span, next to what it has. 2 MiB entries may map the blocks that end
-// up to coarse_hi.
-int vmem__kv_grow_add(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
-                      uint32_t coarse_hi);
 // Plans to back pages [from, to) of a span as far as they are not. What the span has must begin at `to` at the latest.
+// 2 MiB entries may map the blocks that end up to coarse_hi.
 int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
                      uint32_t coarse_hi);
 // Plans to map a row there that others hold; pages: of the first tensor, and `stride` further on of the next one. The
@@ -32,11 +29,12 @@ void vmem__kv_grow_reset(struct kv_grow *l);
 // ---- cut.c
 
 // Cuts a span down to [lo, hi): begin changes the span, run (no lock needed) the mapping, end the rest, or restores the
-// span if run failed.
+// span if run failed. begin returns -EBUSY if rows would go that others hold, too: no reference changes while the worker
+// has dropped the lock.
 int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
 int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c);
 void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
-int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // all three
+int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // any rows
 // Everything of a slot, or of several, that no kernel accesses, in one call of the core: all or nothing.
 int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot);
 int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);

@@ -84,7 +84,7 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_grow *l = &kv->grow;
     uint32_t stride;
-    vmem__kv_wait_cut(kv);
+    vmem__kv_wait_unmapping(kv);
     int rc = keep_tail(kv, slot, tokens);
     if (rc)
         return rc;

@@ -42,11 +42,13 @@ static int end_now(vmem_kv *kv, uint32_t slot)
 int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 {
     int rc = 0;
+    vmem__kv_worker_hold(kv); // while the call waits for one of them, it could begin at another
     for (uint64_t k = 0; k < n && !rc; k++)
         rc = vmem__kv_get(kv, slots[k], 1u << VMEM_KV_ACTIVE);
     rc = rc ? rc : vmem__kv_cut_slots(kv, slots, n);
     for (uint64_t k = 0; k < n && !rc; k++)
         rc = end_now(kv, slots[k]);
+    vmem__kv_worker_release(kv);
     vmem__kv_keep_budget(kv);
     return rc;
 }

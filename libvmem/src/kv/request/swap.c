@@ -97,7 +97,7 @@ static int swap_in(vmem_kv *kv, uint32_t slot, const void *host)
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];
         const uint32_t hi = vmem__kv_need_hi(kv, g, s->tokens);
-        rc = vmem__kv_grow_add(kv, &kv->grow, slot, i, vmem__kv_need_lo(kv, g, s->tokens), hi, hi);
+        rc = vmem__kv_grow_to(kv, &kv->grow, slot, i, vmem__kv_need_lo(kv, g, s->tokens), hi, hi);
     }
     if (!rc)
         rc = vmem__kv_lacks(kv, (int64_t)kv->grow.total, kv->grow.total);

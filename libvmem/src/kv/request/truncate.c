@@ -132,7 +132,7 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
     vmem__kv_enough();
-    vmem__kv_wait_cut(kv);
+    vmem__kv_wait_unmapping(kv);
     int rc = room_for_copies(kv, slot, tokens);
     if (!rc)
         rc = copy_shared(kv, slot, tokens);

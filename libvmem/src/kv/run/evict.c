@@ -78,7 +78,7 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
 {
     const struct kv_runs *all = &kv->runs;
     const bool counted = pages == UINT64_MAX;
-    vmem__kv_wait_cut(kv);
+    vmem__kv_wait_unmapping(kv);
     const uint64_t before = kv->doomed.n, most = before + KV_MIN(pages, UINT64_MAX - before);
     int rc = evict_next(kv, n, most, counted);
     // A run that a running request pins can hold pages that the request no longer has or never had.
@@ -108,11 +108,6 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
     }
     if (n && !runs)
         return vmem__error(-EINVAL, "runs must not be NULL");
-    // Slots that were freed may still map the pages. The worker unmaps each slot at once, and then releases the pages.
-    // To release them here would unmap page by page, and the next step would wait for it.
-    const bool later = kv->turn.has_worker;
-    if (!later || !kv->turn.unmapping) // no reference changes while the worker unmaps
-        vmem__kv_wait_cut(kv);
     const uint64_t before = kv->doomed.n;
     for (size_t k = 0; k < n && !rc && kv->doomed.n - before < most_pages; k++) {
         const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);
@@ -125,6 +120,8 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
             rc = evict_one(kv, i);
     }
     *freed = kv->doomed.n - before;
+    // Slots that were freed may still map the pages. The worker unmaps each slot at once, and then releases the pages.
+    // To release them here would unmap page by page, and the next step would wait for it.
     vmem__kv_release_soon(kv);
     return rc;
 }

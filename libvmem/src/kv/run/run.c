@@ -137,11 +137,8 @@ static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows 
 int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags)
 {
     int rc = n && !runs ? vmem__error(-EINVAL, "runs must not be NULL") : 0;
-    for (size_t i = 0; i < n && !rc; i++) {
-        if (kv->turn.cutting && runs[i].slot < kv->n_slots)
-            vmem__kv_wait_slot(kv, runs[i].slot); // the end of the cut restores the span if it failed
+    for (size_t i = 0; i < n && !rc; i++)
         rc = vmem__kv_get_beside(kv, runs[i].slot, 1u << VMEM_KV_ACTIVE);
-    }
     if (!rc && kv->flags & VMEM_KV_UNSHARED)
         rc = vmem__error(-EOPNOTSUPP, "the cache was created for requests that share no pages (VMEM_KV_UNSHARED)");
     if (!rc)

@@ -93,12 +93,10 @@ static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
         kv->slots[v->slot].stuck = true;
         return false;
     }
-    kv->turn.cutting = true;
     begin(kv, v->slot, c->n_pages);
     rc = vmem__kv_cut_run(kv, c);
     end(kv, v->slot, rc);
     kv->slots[v->slot].stuck |= rc != 0;
-    kv->turn.cutting = false;
     vmem__kv_cut_end(kv, c, rc);
     *gone += rc ? 0 : c->n_pages;
     return true;
@@ -112,12 +110,12 @@ static bool unmap_stale_one(vmem_kv *kv)
         if (!sl->stale || sl->state != VMEM_KV_FREE || sl->skip)
             continue;
         int rc = vmem__kv_stale_begin(kv, &kv->worker.cut, s);
-        kv->turn.cutting = kv->turn.unmapping = true;
+        kv->turn.unmapping = true;
         begin(kv, s, 0);
         if (!rc)
             rc = vmem__kv_cut_run(kv, &kv->worker.cut);
         end(kv, s, rc);
-        kv->turn.cutting = kv->turn.unmapping = false;
+        kv->turn.unmapping = false;
         if (!rc)
             vmem__kv_stale_end(kv, s);
         return true;
@@ -137,14 +135,13 @@ static bool release_doomed(vmem_kv *kv)
         vmem__kv_release_doomed(kv);
         return true;
     }
-    c->before = (struct kv_span){0}; // no span is cut
     kv->doomed.n -= n;
     memcpy(c->pages, kv->doomed.pages + kv->doomed.n, n * sizeof(*c->pages));
-    kv->turn.cutting = kv->turn.unmapping = true;
+    kv->turn.unmapping = true;
     drop_lock(kv, n);
     const uint64_t freed = vmem__kv_release(kv, c->pages, n);
     take_lock(kv);
-    kv->turn.cutting = kv->turn.unmapping = false;
+    kv->turn.unmapping = false;
     kv->ledger.held -= freed;
     return true;
 }
