@@ -172,8 +172,6 @@ int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32
 // ---- row.c
 
 struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page);
-// Loads what finding the page will read, and does not wait for it: a large table is in no cache of the CPU.
-void vmem__kv_ref_expect(const struct kv_refs *r, vmem_page page);
 // The entry of a slot's row; NULL: the row is the slot's own.
 struct kv_ref *vmem__kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page);
 // How many rows of a span others hold as well.

@@ -12,7 +12,8 @@ static uint64_t home(const struct kv_refs *r, vmem_page page)
     return (page * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (r->size - 1);
 }
 
-void vmem__kv_ref_expect(const struct kv_refs *r, vmem_page page)
+// Loads what finding the page will read, and does not wait for it: a large table is in no cache of the CPU.
+static void expect(const struct kv_refs *r, vmem_page page)
 {
     if (!r->used)
         return;
@@ -152,9 +153,14 @@ uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group)
 uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *sp = kv_span(kv, slot, group);
+    const vmem_page *pages = kv_table(kv, &kv->groups[group], slot, 0);
+    const uint32_t end = KV_MIN(sp->hi, sp->shared_hi), ahead = 16;
     uint32_t n = 0;
-    for (uint32_t p = sp->lo; p < KV_MIN(sp->hi, sp->shared_hi); p++)
-        n += vmem__kv_row(kv, slot, group, p) != NULL;
+    for (uint32_t p = sp->lo; p < end; p++) {
+        if (end - p > ahead)
+            expect(&kv->refs, pages[p + ahead]);
+        n += vmem__kv_ref_find(&kv->refs, pages[p]) != NULL;
+    }
     return n;
 }
 

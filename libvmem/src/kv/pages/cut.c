@@ -176,42 +176,17 @@ bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot)
 
 // ---- freed slots ----------------------------------------------------------------------------------------------
 
-// How a slot's span shares rows, for freeing the slot.
-struct sharing {
-    uint32_t end; // end of the shared rows
-    uint64_t own; // the slot's own rows before `end`: rare, left by dropped prefixes
-};
-
-static struct sharing sharing_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
-{
-    const struct kv_span *s = kv_span(kv, slot, group);
-    const vmem_page *pages = kv_table(kv, &kv->groups[group], slot, 0);
-    const uint32_t end = KV_MIN(s->shared_hi, s->hi), ahead = 16;
-    struct sharing found = {.end = s->lo};
-    uint32_t shared = 0;
-    for (uint32_t p = s->lo; p < end; p++) {
-        if (end - p > ahead)
-            vmem__kv_ref_expect(&kv->refs, pages[p + ahead]);
-        if (vmem__kv_row(kv, slot, group, p)) {
-            found.end = p + 1;
-            shared++;
-        }
-    }
-    found.own = found.end - s->lo - shared;
-    return found;
-}
-
 int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_group *g = &kv->groups[group];
     const struct kv_span *s = kv_span(kv, slot, group);
     struct kv_doomed *d = &kv->doomed;
-    const struct sharing sharing = sharing_of(kv, slot, group);
-    const uint32_t end = sharing.end;
-    int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + sharing.own * g->n, sizeof(*d->pages));
+    const uint32_t end = KV_MAX(s->shared_hi, s->lo);
+    const uint64_t own = end - s->lo - vmem__kv_span_shared(kv, slot, group); // rare: left by dropped prefixes
+    int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + own * g->n, sizeof(*d->pages));
     if (rc)
         return rc;
-    for (uint32_t p = s->lo; p < end && sharing.own; p++)
+    for (uint32_t p = s->lo; p < end && own; p++)
         for (uint32_t t = 0; t < g->n && !vmem__kv_row(kv, slot, group, p); t++)
             d->pages[d->n++] = kv_table(kv, g, slot, t)[p];
     vmem__kv_rows_leave(kv, slot, group, s->lo, end);

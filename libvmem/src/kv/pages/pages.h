@@ -41,7 +41,8 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // Releases shared pages that a window has passed, so that the number of available pages never depends on the worker.
 // True: it left some to the worker, or to the next step.
 bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot);
-// Ends a request: its own pages stay in the span, shared ones are released, and their mappings become stale.
+// Ends a request: its own pages stay in the span, shared ones are released, and their mappings become stale. After
+// vmem__kv_shared_tokens, so that the last row below shared_hi is shared.
 int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group);
 // Unmaps what is stale in a slot: begin collects, vmem__kv_cut_run unmaps.
 int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
