@@ -59,26 +59,23 @@ static int list_ends(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t grou
     return rc ? rc : list(kv, c, slot, group, c->hi, s->hi);
 }
 
+// The span is cut down to [lo, hi), and the slot no longer holds the other rows.
 static void shrink(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
-    if (lo == hi)
-        lo = hi = 0;
-    const struct kv_span *s = kv_span(kv, slot, group);
-    const struct kv_span now = {.lo = lo,
-                                .hi = hi,
-                                .need = within(s->need, lo, hi),
-                                .keep = within(s->keep, lo, hi),
-                                .fix = within(s->fix, lo, hi),
-                                .shared_hi = s->shared_hi > lo ? KV_MIN(s->shared_hi, hi) : 0,
-                                .coarse_hi = KV_MIN(s->coarse_hi, hi)};
+    const struct kv_span s = *kv_span(kv, slot, group);
+    const uint32_t shared = s.shared_hi;
+    struct kv_span now = kv_span_at(0);
+    if (lo < hi)
+        now = (struct kv_span){.lo = lo,
+                               .hi = hi,
+                               .need = within(s.need, lo, hi),
+                               .keep = within(s.keep, lo, hi),
+                               .fix = within(s.fix, lo, hi),
+                               .shared_hi = shared > lo ? KV_MIN(shared, hi) : 0,
+                               .coarse_hi = KV_MIN(s.coarse_hi, hi)};
     vmem__kv_span_set(kv, slot, group, &now);
-}
-
-// The slot no longer has the pages of `before` outside [lo, hi).
-static void leave(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *before, uint32_t lo, uint32_t hi)
-{
-    vmem__kv_rows_leave(kv, slot, group, before->lo, KV_MIN(lo, before->shared_hi));
-    vmem__kv_rows_leave(kv, slot, group, KV_MIN(hi, before->shared_hi), KV_MIN(before->hi, before->shared_hi));
+    vmem__kv_rows_leave(kv, slot, group, s.lo, KV_MIN(lo, shared));
+    vmem__kv_rows_leave(kv, slot, group, KV_MIN(hi, shared), KV_MIN(s.hi, shared));
 }
 
 int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
@@ -127,7 +124,6 @@ int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, ui
     if (rc)
         return rc;
     shrink(kv, slot, group, c->lo, c->hi);
-    leave(kv, slot, group, &c->before, c->lo, c->hi);
     kv->ledger.held -= c->n_pages;
     return 0;
 }
@@ -145,9 +141,8 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
     rc = rc ? rc : vmem__kv_cut_run(kv, c);
     for (uint64_t k = 0; k < n * kv->n_groups && !rc; k++) {
         const uint32_t slot = slots[k / kv->n_groups], group = (uint32_t)(k % kv->n_groups);
-        const struct kv_span before = *kv_span(kv, slot, group);
-        shrink(kv, slot, group, 0, 0);
-        leave(kv, slot, group, &before, before.lo, before.lo);
+        const uint32_t lo = kv_span(kv, slot, group)->lo;
+        shrink(kv, slot, group, lo, lo);
     }
     kv->ledger.held -= rc ? 0 : c->n_pages;
     return rc;
