@@ -44,30 +44,21 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 }
 
 // The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is
-// of use, the rest goes.
+// of use, the rest goes. Of what stays, the pages that will contain shared rows are not taken back during the attach.
 static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     int rc = vmem__kv_stale_now(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-        struct kv_span *sp = kv_span(kv, slot, i);
+        const struct kv_span *sp = kv_span(kv, slot, i);
         struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
         uint32_t hi = sp->lo > s.hi ? sp->lo : sp->coarse_hi > s.full ? s.hi : sp->hi;
         rc = vmem__kv_cut_now(kv, slot, i, s.full, hi);
+        vmem__kv_fix(kv, slot, i, (struct kv_range){sp->lo, KV_MIN(KV_MAX(s.hi, sp->lo), sp->hi)});
     }
     if (!rc && kv->slots[slot].dirty)
         rc = vmem__kv_clear_slot(kv, slot);
     kv->slots[slot].dirty &= rc != 0;
     return rc;
-}
-
-// Protects the slot's pages that will contain the prefix's rows from being taken back during the attach.
-static void fix_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_span *sp = kv_span(kv, slot, i);
-        const uint32_t hi = KV_MIN(KV_MAX(kv_split(kv, &kv->groups[i], tokens).hi, sp->lo), sp->hi);
-        vmem__kv_fix(kv, slot, i, (struct kv_range){sp->lo, hi});
-    }
 }
 
 // By how many pages `fixed` grows when a slot which makes so many copies begins with the runs found.
@@ -85,11 +76,8 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     struct kv_grow *l = &kv->grow;
     uint32_t stride;
     vmem__kv_wait_unmapping(kv);
-    int rc = keep_tail(kv, slot, tokens);
-    if (rc)
-        return rc;
-    fix_tail(kv, slot, tokens);
     vmem__kv_grow_reset(l);
+    int rc = keep_tail(kv, slot, tokens);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
         rc = vmem__kv_grow_to(kv, l, slot, i, s.full, s.hi, 0);
