@@ -118,8 +118,7 @@ static void evict(void *self, uint64_t pages)
 static uint64_t ready(void *self)
 {
     vmem_kv *kv = self;
-    uint64_t room;
-    return kv->ledger.held + vmem__kv_spare_memory(kv, &room);
+    return kv->ledger.held + vmem__kv_spare_memory(kv, NULL);
 }
 
 static void forget(void *self)

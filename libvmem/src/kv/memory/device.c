@@ -90,9 +90,11 @@ uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room)
     vmem__lock(ctx);
     const uint64_t others = ahead_of_others(kv), used = ctx->created + others;
     const uint64_t spare = kv_less(ctx->committed, used);
-    *room = ctx->budget ? kv_less(ctx->budget, used) : UINT64_MAX;
+    const uint64_t most = ctx->budget ? kv_less(ctx->budget, used) : UINT64_MAX;
     vmem__unlock(ctx);
-    return KV_MIN(spare, *room) >> kv->page_shift;
+    if (room)
+        *room = most >> kv->page_shift;
+    return KV_MIN(spare, most) >> kv->page_shift;
 }
 
 // The device's free memory in bytes, as the driver says it, or as it said no longer than `age` ago, less what the
@@ -123,7 +125,7 @@ static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
         return UINT64_MAX >> kv->page_shift; // unknown: a later request for pages succeeds or fails
     if (!kv->ctx->b.ops->populate)           // the device's memory comes in arenas of whole blocks
         free -= free % KV_BLOCK;
-    return KV_MIN(spare + (free >> kv->page_shift), room >> kv->page_shift);
+    return KV_MIN(spare + (free >> kv->page_shift), room);
 }
 
 uint64_t vmem__kv_device_pages(const vmem_kv *kv) { return device_pages(kv, 0); }
@@ -139,18 +141,16 @@ bool vmem__kv_device_due(const vmem_kv *kv)
 // Pages that the worker makes or releases may count twice: as held, and as memory that no page uses.
 bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want)
 {
-    uint64_t room;
     const uint64_t there = kv->ledger.held - kv->ledger.pending;
-    return want <= there || want <= there + vmem__kv_spare_memory(kv, &room);
+    return want <= there || want <= there + vmem__kv_spare_memory(kv, NULL);
 }
 
 // How many of `most` pages there can be. The device is asked only where fewer than `want` are at hand.
 static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
 {
-    uint64_t room;
     if (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget)
         return most;
-    const uint64_t there = kv->ledger.held - kv->ledger.pending, at_hand = there + vmem__kv_spare_memory(kv, &room);
+    const uint64_t there = kv->ledger.held - kv->ledger.pending, at_hand = there + vmem__kv_spare_memory(kv, NULL);
     return KV_MIN(most, at_hand >= want ? at_hand : there + device_pages(kv, age));
 }
 

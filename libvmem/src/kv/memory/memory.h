@@ -18,7 +18,8 @@ void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_promise(vmem_kv *kv, uint64_t pages); // without doing either
 // Returns device memory that nobody uses or took ahead; wanted: nor waits for. With no lock held.
 void vmem__kv_trim(vmem_kv *kv, bool wanted);
-// Pages whose memory the device has given and no page uses. *room: those that the context's budget has room for.
+// Pages whose memory the device has given and no page uses. *room, unless NULL: those that the context's budget has
+// room for.
 uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room);
 // Pages that the device could make now. Needs no lock.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
