@@ -89,7 +89,7 @@ static bool go_on_giving(void *self, uint64_t least)
     if (!kv->lend.giving)
         return false;
     if (alone)
-        vmem__kv_reclaim(kv, KV_MIN(kv_less(kv->ledger.held, kv->lend.give_to), kv->lend.portion), true);
+        vmem__kv_reclaim_to(kv, KV_MAX(kv->lend.give_to, kv_less(kv->ledger.held, kv->lend.portion)), true);
     const bool rests = alone ? kv->ledger.held <= vmem__kv_least(kv) : !kv->turn.due && !kv->turn.working;
     if (kv->ledger.held <= kv->lend.give_to || rests)
         stop_giving(kv);
@@ -228,10 +228,8 @@ static void give_now(vmem_kv *kv)
 {
     if (!kv->lend.giving)
         return;
-    vmem__kv_worker_hold(kv);
-    vmem__kv_reclaim(kv, kv_less(kv->ledger.held, kv->lend.give_to), false);
+    vmem__kv_reclaim_to(kv, kv->lend.give_to, false);
     stop_giving(kv);
-    vmem__kv_worker_release(kv);
 }
 
 int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)

@@ -17,13 +17,10 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
             kv->ledger.budget = pages;
         return rc;
     }
-    vmem__kv_worker_hold(kv);
-    int rc = kv->ledger.held > pages ? vmem__kv_reclaim(kv, kv->ledger.held - pages, true) : 0;
-    if (!rc)
-        kv->ledger.budget = pages;
-    vmem__kv_worker_release(kv);
+    int rc = vmem__kv_reclaim_to(kv, pages, true);
     if (rc)
         return rc;
+    kv->ledger.budget = pages;
     vmem__kv_give_ahead(kv, lazy ? 0 : pages);
     // Keep the pages that the budget still allows taken ahead. If another process took the memory first, create pages
     // when they are needed.
@@ -43,20 +40,16 @@ void vmem__kv_take_wanted(vmem_kv *kv)
 
 void vmem__kv_keep_budget(vmem_kv *kv)
 {
-    if (kv->ledger.held <= kv->ledger.budget || kv->lend.giving)
-        return;
-    vmem__kv_worker_hold(kv);
-    if (kv->ledger.held > kv->ledger.budget) // the worker may have reclaimed pages meanwhile
-        vmem__kv_reclaim(kv, kv->ledger.held - kv->ledger.budget, true);
-    vmem__kv_worker_release(kv);
+    if (kv->ledger.held > kv->ledger.budget && !kv->lend.giving)
+        vmem__kv_reclaim_to(kv, kv->ledger.budget, true);
 }
 
 int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
 {
     const uint64_t pages = bytes == UINT64_MAX ? bytes : kv_ceil_pages(bytes, kv);
-    vmem__kv_worker_hold(kv);
+    vmem__kv_worker_hold(kv); // what it makes or gives back is not this call's
     const uint64_t before = kv->ledger.held;
-    int rc = vmem__kv_reclaim(kv, pages, false);
+    int rc = vmem__kv_reclaim_to(kv, kv_less(before, pages), false);
     if (rc == -ENOMEM) // the system has no mappings to cut the rest: less is freed, and nothing is lost
         rc = 0;
     *freed = (before - kv->ledger.held) << kv->page_shift;

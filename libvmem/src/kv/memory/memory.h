@@ -84,8 +84,8 @@ struct kv_victim {
 };
 bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v);
 bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v); // only what a window has passed
-// Takes back want pages if there are so many; evict: hashed blocks, too.
-int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict);
+// Takes pages back until `to` are left, if there are so many to take; evict: of runs, too. May wait for the worker.
+int vmem__kv_reclaim_to(vmem_kv *kv, uint64_t to, bool evict);
 // Whether there is room for `pages` more without reclaiming any.
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
 // Makes it, after vmem__kv_lacks has said that there is memory: what is to go is fixed no more.

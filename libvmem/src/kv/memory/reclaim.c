@@ -100,15 +100,16 @@ static uint32_t due_swap(const vmem_kv *kv)
     return UINT32_MAX;
 }
 
-int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict)
+int vmem__kv_reclaim_to(vmem_kv *kv, uint64_t to, bool evict)
 {
-    uint64_t start = kv->ledger.held;
     struct kv_victim v;
     int rc = 0, refused = 0; // refused: no mappings to cut part of a span
-    kv->stats.reclaims += want != 0;
+    vmem__kv_worker_hold(kv);
+    const uint64_t start = kv->ledger.held;
+    kv->stats.reclaims += start > to;
     vmem__kv_release_doomed(kv);
-    while (!rc && start - kv->ledger.held < want) {
-        uint64_t left = want - (start - kv->ledger.held);
+    while (!rc && kv->ledger.held > to) {
+        const uint64_t left = kv->ledger.held - to;
         bool some = vmem__kv_victim(kv, left, true, !refused, &v);
         if (!some && evict && kv->refs.evictable && vmem__kv_evict(kv, left))
             continue;
@@ -129,9 +130,10 @@ int vmem__kv_reclaim(vmem_kv *kv, uint64_t want, bool evict)
             rc = 0;
         }
     }
-    if (!rc && start - kv->ledger.held < want)
+    if (!rc && kv->ledger.held > to)
         rc = refused;
     kv->stats.reclaimed_pages += start - kv->ledger.held;
+    vmem__kv_worker_release(kv);
     return rc;
 }
 
@@ -148,7 +150,7 @@ int vmem__kv_take_room(vmem_kv *kv, uint64_t pages)
     vmem__kv_worker_hold(kv);
     const uint64_t most = KV_MAX(kv->ledger.held, kv->ledger.budget);
     if (kv->ledger.held + pages > kv->ledger.budget) {
-        rc = vmem__kv_reclaim(kv, kv->ledger.held + pages - kv->ledger.budget, true);
+        rc = vmem__kv_reclaim_to(kv, kv_less(kv->ledger.budget, pages), true);
         if (!rc && kv->ledger.held + pages > most) // reclaiming got less than counted on
             rc = vmem__kv_short_of_budget(kv, kv->ledger.held + pages);
     }
@@ -168,7 +170,7 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages)
     else if (!kept)
         rc = vmem__kv_short_of_device(kv, pages);
     else
-        rc = vmem__kv_reclaim(kv, pages > device ? pages - device : pages, true);
+        rc = vmem__kv_reclaim_to(kv, kv_less(kv->ledger.held, pages > device ? pages - device : pages), true);
     vmem__kv_worker_release(kv);
     return rc;
 }
