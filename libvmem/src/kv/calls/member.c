@@ -109,9 +109,7 @@ static void evict(void *self, uint64_t pages)
         return;
     }
     lock(kv);
-    vmem__kv_worker_hold(kv);
     vmem__kv_evict(kv, KV_MIN(pages, KV_MAX(kv->lend.portion, kv->block)));
-    vmem__kv_worker_release(kv);
     unlock(kv);
 }
 

@@ -92,13 +92,12 @@ bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
 int vmem__kv_take_room(vmem_kv *kv, uint64_t pages);
 // The device has refused pages: reclaims as many as it lacks, if there are that many.
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages);
-// vmem__kv_grow_run and vmem__kv_grow_commit.
-int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l);
-// The same, taking back what vmem__kv_lacks has found room for, and more where the device has less than the budget
-// says, or no mappings.
-int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l);
+#define KV_TRIES 2
+// vmem__kv_grow_run and vmem__kv_grow_commit. tries: 0, or KV_TRIES to take back what vmem__kv_lacks has found room for,
+// and more where the device has less than the budget says, or no mappings.
+int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, int tries);
 // That without vmem__kv_grow_commit. The pages are in kv->ledger.held.
-int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l);
+int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, int tries);
 
 // ---- view.c
 

@@ -196,21 +196,13 @@ static int run(vmem_kv *kv, struct kv_grow *l)
     return rc;
 }
 
-int vmem__kv_grow_try(vmem_kv *kv, struct kv_grow *l)
-{
-    int rc = run(kv, l);
-    if (!rc)
-        vmem__kv_grow_commit(kv, l);
-    return rc;
-}
-
-int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l)
+int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, int tries)
 {
     l->at = KV_GROW_LISTS;
-    int rc = vmem__kv_take_room(kv, l->total);
+    int rc = tries ? vmem__kv_take_room(kv, l->total) : 0;
     if (!rc)
         rc = run(kv, l);
-    for (int tries = 2; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
+    for (; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
         bool create = l->at == KV_GROW_CREATE;
         rc = create ? vmem__kv_make_device_room(kv, l->total) : make_mappings(kv, l->total + l->others);
         if (rc)
@@ -222,9 +214,9 @@ int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l)
     return rc;
 }
 
-int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l)
+int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, int tries)
 {
-    int rc = vmem__kv_grow_make(kv, l);
+    int rc = vmem__kv_grow_make(kv, l, tries);
     if (rc)
         vmem__kv_grow_reset(l);
     else

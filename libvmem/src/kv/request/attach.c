@@ -89,7 +89,7 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     if (!rc && l->total) // else it only maps pages that are there
         rc = vmem__kv_lacks(kv, delta_of(kv, tokens, l->total), l->total);
     if (!rc)
-        rc = vmem__kv_grow_make(kv, l);
+        rc = vmem__kv_grow_make(kv, l, KV_TRIES);
     const bool mapped = !rc;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         struct kv_split s = kv_split(kv, &kv->groups[i], tokens);

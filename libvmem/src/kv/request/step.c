@@ -287,13 +287,13 @@ static int back(vmem_kv *kv, const int32_t *lengths)
         rc = list_parts(kv, spare_for(kv, plan->missing));
     uint64_t total = rc ? 0 : kv->grow.total;
     if (total)
-        rc = vmem__kv_grow_try(kv, &kv->grow);
+        rc = vmem__kv_grow_all(kv, &kv->grow, 0);
     if (rc == -ENOMEM && total) { // the device has less than the budget: back only what is needed
         plan_enter(kv);
         rc = list_parts(kv, 0);
         total = kv->grow.total;
         if (!rc)
-            rc = vmem__kv_grow_all(kv, &kv->grow);
+            rc = vmem__kv_grow_all(kv, &kv->grow, KV_TRIES);
     }
     if (rc) {
         vmem__kv_grow_reset(&kv->grow);

@@ -102,7 +102,7 @@ static int swap_in(vmem_kv *kv, uint32_t slot, const void *host)
     if (!rc)
         rc = vmem__kv_lacks(kv, (int64_t)kv->grow.total, kv->grow.total);
     if (!rc)
-        rc = vmem__kv_grow_all(kv, &kv->grow);
+        rc = vmem__kv_grow_all(kv, &kv->grow, KV_TRIES);
     if (rc)
         return rc;
     rc = vmem__kv_swap_copy(kv, slot, (uintptr_t)host, false, 0, UINT64_MAX);
