@@ -229,6 +229,7 @@ struct kv_pins {
 struct kv_runs {
     struct kv_run *list;
     uint64_t cap;
+    uint64_t pages;             // of all runs together, each counted for itself
     uint32_t used, n, reported; // entries that were ever in use, that are, and that are reported
     uint32_t unused;            // the first of the others
     uint32_t generation;

@@ -178,7 +178,8 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     struct kv_doomed *d = &kv->doomed;
     const uint32_t end = KV_MAX(s->shared_hi, s->lo);
     const uint64_t own = end - s->lo - vmem__kv_span_shared(kv, slot, group); // rare: left by dropped prefixes
-    int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + own * g->n, sizeof(*d->pages));
+    // Room for what runs may doom stays.
+    int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + own * g->n + kv->runs.pages, sizeof(*d->pages));
     if (rc)
         return rc;
     for (uint32_t p = s->lo; p < end && own; p++)

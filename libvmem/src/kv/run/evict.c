@@ -19,15 +19,13 @@ static bool frees(const vmem_kv *kv, const struct kv_run *r)
     return false;
 }
 
-// Removes the run, and dooms pages without another holder. Changes nothing on -ENOMEM.
-static int drop(vmem_kv *kv, uint32_t i)
+// Removes the run, and dooms pages without another holder: vmem__kv_share made room for them.
+static void drop(vmem_kv *kv, uint32_t i)
 {
     struct kv_runs *all = &kv->runs;
     struct kv_doomed *d = &kv->doomed;
     struct kv_run *run = &all->list[i];
-    int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + vmem__kv_rows_pages(kv, run->rows), sizeof(*d->pages));
-    if (rc)
-        return rc;
+    all->pages -= vmem__kv_rows_pages(kv, run->rows);
     for (uint32_t j = 0; j < kv->n_groups; j++) {
         const struct kv_rows *r = &run->rows[j];
         for (uint32_t k = 0; k < r->n; k++) {
@@ -44,34 +42,28 @@ static int drop(vmem_kv *kv, uint32_t i)
     free(run->rows);
     *run = (struct kv_run){.next = all->unused};
     all->unused = i;
-    return 0;
 }
 
-static int evict_one(vmem_kv *kv, uint32_t i)
+static void evict_one(vmem_kv *kv, uint32_t i)
 {
     struct kv_runs *all = &kv->runs;
     const bool report = all->list[i].report;
     const uint64_t id = all->list[i].id;
-    int rc = drop(kv, i);
-    if (rc)
-        return rc;
+    drop(kv, i);
     kv->stats.evicted_blocks++;
     if (report)
-        all->gone[all->n_gone++] = id; // vmem__kv_share made room for it
-    return 0;
+        all->gone[all->n_gone++] = id; // vmem__kv_share made room for it, too
 }
 
 // The next n runs, until that many pages are doomed. counted: runs go whether or not that frees a page.
-static int evict_next(vmem_kv *kv, size_t n, uint64_t doomed, bool counted)
+static void evict_next(vmem_kv *kv, size_t n, uint64_t doomed, bool counted)
 {
-    int rc = 0;
-    for (; n && !rc && kv->doomed.n < doomed && (counted || kv->refs.evictable); n--) {
+    for (; n && kv->doomed.n < doomed && (counted || kv->refs.evictable); n--) {
         const uint32_t victim = vmem__kv_run_victim(&kv->runs);
         if (victim == KV_NO_RUN)
             break;
-        rc = evict_one(kv, victim);
+        evict_one(kv, victim);
     }
-    return rc;
 }
 
 static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
@@ -80,11 +72,11 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
     const bool counted = pages == UINT64_MAX;
     vmem__kv_wait_unmapping(kv);
     const uint64_t before = kv->doomed.n, most = before + KV_MIN(pages, UINT64_MAX - before);
-    int rc = evict_next(kv, n, most, counted);
+    evict_next(kv, n, most, counted);
     // A run that a running request pins can hold pages that the request no longer has or never had.
-    for (uint32_t i = 0; i < all->used && !rc && !counted && kv->doomed.n < most && kv->refs.evictable; i++)
+    for (uint32_t i = 0; i < all->used && !counted && kv->doomed.n < most && kv->refs.evictable; i++)
         if (all->list[i].id && !kv_keeps(&all->list[i]) && !all->list[i].held && frees(kv, &all->list[i]))
-            rc = evict_one(kv, i);
+            evict_one(kv, i);
     const uint64_t freed = vmem__kv_release(kv, kv->doomed.pages + before, kv->doomed.n - before);
     kv->doomed.n = before;
     kv->ledger.held -= freed;
@@ -109,21 +101,21 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
     if (n && !runs)
         return vmem__error(-EINVAL, "runs must not be NULL");
     const uint64_t before = kv->doomed.n;
-    for (size_t k = 0; k < n && !rc && kv->doomed.n - before < most_pages; k++) {
+    for (size_t k = 0; k < n && kv->doomed.n - before < most_pages; k++) {
         const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);
         if (i == KV_NO_RUN)
             continue;
         const struct kv_run *r = &kv->runs.list[i];
         if (!(flags & VMEM_KV_UNUSED))
-            rc = drop(kv, i);
+            drop(kv, i);
         else if (!r->pins && !kv_keeps(r))
-            rc = evict_one(kv, i);
+            evict_one(kv, i);
     }
     *freed = kv->doomed.n - before;
     // Slots that were freed may still map the pages. The worker unmaps each slot at once, and then releases the pages.
     // To release them here would unmap page by page, and the next step would wait for it.
     vmem__kv_release_soon(kv);
-    return rc;
+    return 0;
 }
 
 void vmem__kv_drop_all_runs(vmem_kv *kv)

@@ -77,6 +77,7 @@ static int check_run(vmem_kv *kv, const struct vmem_kv_run *run, size_t i)
 static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct kv_rows **made)
 {
     struct kv_runs *all = &kv->runs;
+    struct kv_doomed *d = &kv->doomed;
     uint64_t fresh = 0, pages = 0;
     int rc = 0;
     for (size_t i = 0; i < n && !rc; i++) {
@@ -93,6 +94,8 @@ static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct
         rc = vmem__error(-ENOMEM, "the cache has %u runs, the most that it can have", all->used);
     if (!rc)
         rc = vmem__kv_room_for(&all->list, &all->cap, all->used + fresh, sizeof(*all->list));
+    if (!rc) // so that a run that is dropped or evicted needs no memory
+        rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + all->pages + pages, sizeof(*d->pages));
     if (!rc)
         rc = vmem__kv_room_for(&all->gone, &all->cap_gone, all->n_gone + all->n + fresh, sizeof(*all->gone));
     return rc ? rc : vmem__kv_ref_reserve(&kv->refs, pages);
@@ -115,6 +118,7 @@ static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows 
                          .report = report,
                          .rows = rows};
     all->n++;
+    all->pages += vmem__kv_rows_pages(kv, rows);
     all->reported += report;
     vmem__kv_run_link(all, i);
     for (uint32_t j = 0; j < kv->n_groups; j++) {

@@ -127,19 +127,15 @@ static bool unmap_stale_one(vmem_kv *kv)
 #define DOOMED_PAGES 256
 static bool release_doomed(vmem_kv *kv)
 {
-    struct kv_cut *c = &kv->worker.cut;
+    vmem_page pages[DOOMED_PAGES]; // calls may move the list meanwhile
     const uint64_t n = KV_MIN(kv->doomed.n, DOOMED_PAGES);
     if (!n)
         return false;
-    if (vmem__kv_room_for(&c->pages, &c->cap_pages, n, sizeof(*c->pages))) {
-        vmem__kv_release_doomed(kv);
-        return true;
-    }
     kv->doomed.n -= n;
-    memcpy(c->pages, kv->doomed.pages + kv->doomed.n, n * sizeof(*c->pages));
+    memcpy(pages, kv->doomed.pages + kv->doomed.n, n * sizeof(*pages));
     kv->turn.unmapping = true;
     drop_lock(kv, n);
-    const uint64_t freed = vmem__kv_release(kv, c->pages, n);
+    const uint64_t freed = vmem__kv_release(kv, pages, n);
     take_lock(kv);
     kv->turn.unmapping = false;
     kv->ledger.held -= freed;
