@@ -123,8 +123,9 @@ struct vmem_kv_view {
     char backend[16];
     int32_t device;
     uint32_t reserved;
-    // Written by other processes: bytes; 0: none. The next check adopts it, or (not with SAME_SLOTS) the cache does
-    // after the next step. An idle cache, and a pool's member as its maximum, adopt it without a call.
+    // Written by other processes: bytes, until they are answered; 0: none. The next check adopts it, or (not with
+    // SAME_SLOTS) the cache does after the next step. An idle cache, and a pool's member as its maximum, adopt it
+    // without a call.
     uint64_t wanted_budget;
     uint64_t memory_total; // bytes of the device, the most that a budget can be
     struct vmem_kv_stats stats;
