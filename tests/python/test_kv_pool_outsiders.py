@@ -250,6 +250,7 @@ def test_a_child_forked_while_a_pool_is_closed_does_not_keep_it(tmp_path):
     path = tmp_path / "pool"
     pool = KVPool(40 * MIB, path=path)
     children = []
+    runs, running = os.pipe()
     with open(path, "r+b") as file:
         lock(file, fcntl.F_WRLCK)  # the pool waits for it before it closes the file
         closing = threading.Thread(target=pool.close)
@@ -257,15 +258,20 @@ def test_a_child_forked_while_a_pool_is_closed_does_not_keep_it(tmp_path):
         while closing.is_alive():
             children.append(os.fork())
             if not children[-1]:
+                os.write(running, b"x")  # until it runs, a child has what its parent had
                 signal.pause()
         closing.join()
         lock(file, fcntl.F_UNLCK)
+    for _ in children:
+        os.read(runs, 1)
     try:
         KVPool(20 * MIB, path=path).close()
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+        os.close(runs)
+        os.close(running)
 
 
 # ---- limits from pyvmem top -----------------------------------------------------------------------------------------
