@@ -21,6 +21,11 @@ def _config(c: Any) -> Iterator[str]:
         yield "context parallelism deals a request's blocks out to several GPUs; set its sizes to 1"
     if getattr(getattr(c, "attention_config", None), "hisparse_config", None) is not None:
         yield "HiSparse keeps blocks in host memory, which vMem does not follow; unset its configuration"
+    ranks = getattr(parallel, "tensor_parallel_size", 1) * getattr(parallel, "pipeline_parallel_size", 1)
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and ranks > 1:
+        yield ("an external launcher runs a scheduler for each worker, which must all decide alike, and memory comes "
+               "to each at another time; let vLLM start the workers, or set --tensor-parallel-size and "
+               "--pipeline-parallel-size to 1")  # fmt: skip
     if getattr(parallel, "enable_elastic_ep", False):
         yield "elastic expert parallelism adds workers while it runs; unset --enable-elastic-ep"
 

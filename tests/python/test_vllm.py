@@ -216,7 +216,8 @@ def test_a_worker_without_memory_for_its_blocks_does_not_wake_by_half(behind_doo
 
 def config(**changes):
     parallel = types.SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1,
-                                     enable_elastic_ep=False)  # fmt: skip
+                                     tensor_parallel_size=1, pipeline_parallel_size=1,
+                                     distributed_executor_backend="mp", enable_elastic_ep=False)  # fmt: skip
     attention = types.SimpleNamespace(hisparse_config=None)
     made = types.SimpleNamespace(parallel_config=parallel, attention_config=attention, kv_transfer_config=None)
     for path, value in changes.items():
@@ -228,6 +229,9 @@ def config(**changes):
     return made
 
 
+EXTERNAL = dict(parallel_config__distributed_executor_backend="external_launcher")
+
+
 @pytest.mark.parametrize(
     "changes, says",
     [
@@ -235,10 +239,13 @@ def config(**changes):
         (dict(parallel_config__decode_context_parallel_size=2), "context parallelism"),
         (dict(attention_config__hisparse_config=1), "HiSparse"),
         (dict(parallel_config__enable_elastic_ep=True), "--enable-elastic-ep"),
+        (dict(EXTERNAL, parallel_config__tensor_parallel_size=2), "external launcher .* --tensor-parallel-size"),
+        (dict(EXTERNAL, parallel_config__pipeline_parallel_size=2), "external launcher .* --pipeline-parallel-size"),
     ],
 )
 def test_refusals_say_what_to_do(changes, says):
-    refuse.settings(config())
+    for fine in ({}, EXTERNAL, dict(parallel_config__tensor_parallel_size=2)):
+        refuse.settings(config(**fine))
     with pytest.raises(refuse.Refused, match=f"^VMEM_VLLM=1: .*{says}.*unset VMEM_VLLM.$"):
         refuse.settings(config(**changes))
 
