@@ -129,7 +129,7 @@ class Keeper:
         self._coming: collections.deque[tuple[int, int, list[int]]] = collections.deque()  # order, step, ids
         self._n_coming = 0
         self._orders = 0
-        self._part = max(PART // block_bytes, -(-2 * low // MOST_ORDERS), 1)
+        self._part = max(PART // block_bytes, 1)
         self._retry = 0.0
         self._most_order = self.total  # less after a refusal
         self._left = 0  # the step that last sent blocks that leave
@@ -361,10 +361,11 @@ class Keeper:
             return [], [], 0
         self._gone, self._order = [], []
         self._left = self.step if gone else self._left
-        parts = [ahead[i : i + self._part] for i in range(0, len(ahead), self._part)]
+        part = max(self._part, -(-len(ahead) // MOST_ORDERS))  # the page keeps the last answers alone
+        parts = [ahead[i : i + part] for i in range(0, len(ahead), part)]
         first = self._orders + 1
-        for self._orders, part in enumerate(parts, first):
-            self._coming.append((self._orders, self.step, part))
+        for self._orders, ids in enumerate(parts, first):
+            self._coming.append((self._orders, self.step, ids))
         self._n_coming += len(ahead)
         return gone, parts, first
 

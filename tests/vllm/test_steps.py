@@ -819,6 +819,17 @@ def test_more_blocks_come_and_leave_at_once_than_an_order_or_the_ring_holds(engi
     assert maps_in_steps(e) == 0
 
 
+def test_no_answer_is_lost_of_blocks_that_are_more_than_orders_in_flight_may_be(engine, monkeypatch):
+    monkeypatch.setattr(keeper, "PART", 1)  # else a block of gigabytes, or a request of a hundred, does so
+    e = engine(blocks=1000, kinds=("full",), page=1 << 10)
+    with e.scheduler._vmem.lock:  # its thread would give them up
+        e.keeper._want(e.keeper.total)
+        e.step()
+        e._flush()  # all are answered before the keeper looks
+        e.keeper._enter()
+        assert e.keeper.circulating == e.keeper.total > control.ANSWERS
+
+
 def test_resetting_forgets_all_and_holds_the_same_blocks(engine):
     e = engine()
     e.run(20)
