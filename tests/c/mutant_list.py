@@ -339,7 +339,7 @@ MUTANTS = [
         ("rows that are about to be written are shared", "kv/run/run.c",
          "return vmem__kv_check_staged(kv, run->slot, run->first + run->tokens);", "return 0;", "test_kv_grow"),
         ("a lower maximum waits for the thread", "kv/calls/member.c", "    vmem__pool_keep_to_max(m);\n", "", "test_kv_pool"),
-        ("a lower maximum leaves kept pages", "kv/calls/member.c", "    give_now(kv);\n", "", "test_kv_pool"),
+        ("a lower maximum leaves kept pages", "kv/calls/member.c", "    if (kv->lend.giving) { //", "    if (0) { //", "test_kv_pool"),
         ("over the budget, mapped pages are room", "kv/memory/short.c", "delta > 0 && want > kv->ledger.budget ?",
          "pages && want > kv->ledger.budget ?", "test_kv_corners"),
         ("over the budget, a step takes mapped pages", "kv/request/step.c", "else if (!rc) // its pages", "else if (0) // its pages",

@@ -221,15 +221,6 @@ static int find_and_lock(vmem_kv *kv, struct vmem__member **m)
     return 0;
 }
 
-// Gives back now what the cache is about to give back.
-static void give_now(vmem_kv *kv)
-{
-    if (!kv->lend.giving)
-        return;
-    vmem__kv_reclaim_to(kv, kv->lend.give_to, false);
-    stop_giving(kv);
-}
-
 int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
 {
     struct vmem__member *m;
@@ -243,7 +234,10 @@ int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
         return rc;
     lock(kv);
     vmem__pool_keep_to_max(m);
-    give_now(kv);
+    if (kv->lend.giving) { // now, not in portions
+        vmem__kv_reclaim_to(kv, kv->lend.give_to, false);
+        stop_giving(kv);
+    }
     unlock(kv);
     return 0;
 }
