@@ -147,11 +147,12 @@ struct kv_part {
 };
 struct kv_grow {
     uint64_t total, others; // pages to be created, and that exist
-    uint64_t n_parts, n_pages, n_fine, n_coarse;
-    uint64_t cap_parts, cap_pages, cap_fine, cap_coarse, cap_stretches;
+    uint64_t n_parts, n_pages;
+    uint64_t n_coarse; // of the maps, which come first: in a call of their own, so that 2 MiB entries may be used
+    uint64_t cap_parts, cap_pages, cap_maps, cap_stretches;
     struct kv_part *parts;
     vmem_page *pages;
-    struct vmem_map_op *fine, *coarse;
+    struct vmem_map_op *maps;
     struct vmem__stretch *stretches;
     enum { KV_GROW_LISTS, KV_GROW_CREATE, KV_GROW_MAP } at; // how far a failed run came
 };

@@ -162,9 +162,8 @@ static void free_grow(struct kv_grow *l)
 {
     free(l->parts);
     free(l->pages);
-    free(l->fine);
+    free(l->maps);
     free(l->stretches);
-    free(l->coarse);
 }
 
 static void free_cut(struct kv_cut *c)

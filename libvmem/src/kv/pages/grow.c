@@ -43,6 +43,7 @@ static int add_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gro
     add(l, (struct kv_part){.slot = slot, .group = group, .from = head, .to = tail, .coarse = true});
     add(l, (struct kv_part){.slot = slot, .group = group, .from = tail, .to = to});
     l->total += (uint64_t)(to - from) * g->n;
+    l->n_coarse += kv->whole ? 0 : (uint64_t)(tail - head) * g->n;
     return 0;
 }
 
@@ -74,10 +75,7 @@ int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t 
     return rc;
 }
 
-void vmem__kv_grow_reset(struct kv_grow *l)
-{
-    l->n_parts = l->total = l->others = l->n_pages = l->n_fine = l->n_coarse = 0;
-}
+void vmem__kv_grow_reset(struct kv_grow *l) { l->n_parts = l->total = l->others = l->n_pages = l->n_coarse = 0; }
 
 uint64_t vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
 {
@@ -162,12 +160,12 @@ static int create(vmem_kv *kv, struct kv_grow *l)
 static void place(vmem_kv *kv, struct kv_grow *l)
 {
     const vmem_page *pages = l->pages;
+    struct vmem_map_op *coarse = l->maps, *fine = l->maps + l->n_coarse;
     for (const struct kv_part *p = l->parts; p < l->parts + l->n_parts; p++) {
         const struct kv_group *g = &kv->groups[p->group];
         const uint32_t n = p->to - p->from;
-        const bool coarse = p->coarse && !kv->whole; // use one call, so that a failure leaves nothing mapped
-        uint64_t *n_ops = coarse ? &l->n_coarse : &l->n_fine;
-        struct vmem_map_op *op = (coarse ? l->coarse : l->fine) + *n_ops;
+        // With `whole`, there is one call, so that a failure leaves nothing mapped.
+        struct vmem_map_op **next = p->coarse && !kv->whole ? &coarse : &fine, *op = *next;
         for (uint32_t t = 0; t < g->n; t++) {
             uint64_t addr = kv_addr(kv, g, p->slot, t, p->from);
             const vmem_page *now = p->others ? p->others + (uint64_t)t * p->stride : pages;
@@ -176,18 +174,17 @@ static void place(vmem_kv *kv, struct kv_grow *l)
             for (uint32_t c = 0; c < n; c++, addr += kv->page_size)
                 *op++ = (struct vmem_map_op){.addr = addr, .page = now[c]};
         }
-        *n_ops += (uint64_t)n * g->n;
+        *next = op;
     }
 }
 
 int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l)
 {
+    const uint64_t n = l->total + l->others;
     int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, l->total, sizeof(*l->pages));
     if (!rc)
-        rc = vmem__kv_room_for(&l->fine, &l->cap_fine, l->total + l->others, sizeof(*l->fine));
-    if (!rc)
-        rc = vmem__kv_room_for(&l->coarse, &l->cap_coarse, l->total, sizeof(*l->coarse));
-    l->n_pages = l->n_fine = l->n_coarse = 0;
+        rc = vmem__kv_room_for(&l->maps, &l->cap_maps, n, sizeof(*l->maps));
+    l->n_pages = 0;
     l->at = rc ? KV_GROW_LISTS : KV_GROW_CREATE;
     if (!rc && l->total)
         rc = create(kv, l);
@@ -195,9 +192,9 @@ int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l)
         place(kv, l);
     l->at = rc ? l->at : KV_GROW_MAP;
     if (!rc && l->n_coarse)
-        rc = vMemMapBatch(kv->ctx, l->coarse, l->n_coarse, 0, NULL);
-    if (!rc && l->n_fine)
-        rc = vMemMapBatch(kv->ctx, l->fine, l->n_fine, VMEM_MAP_FINE, NULL);
+        rc = vMemMapBatch(kv->ctx, l->maps, l->n_coarse, 0, NULL);
+    if (!rc && n > l->n_coarse)
+        rc = vMemMapBatch(kv->ctx, l->maps + l->n_coarse, n - l->n_coarse, VMEM_MAP_FINE, NULL);
     if (rc)
         vmem__kv_grow_undo(kv, l);
     return rc;

@@ -14,7 +14,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     struct kv_grow *l = &kv->grow;
     int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, g->n, sizeof(*l->pages));
     if (!rc)
-        rc = vmem__kv_room_for(&l->fine, &l->cap_fine, g->n, sizeof(*l->fine));
+        rc = vmem__kv_room_for(&l->maps, &l->cap_maps, g->n, sizeof(*l->maps));
     if (rc)
         return rc;
     rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
@@ -29,9 +29,9 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     }
     rc = vmem__kv_copy_pages(kv, g, l->pages, 1, true, slot, page, kv->page_size);
     for (uint32_t t = 0; t < g->n; t++)
-        l->fine[t] = (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, page), .page = l->pages[t]};
+        l->maps[t] = (struct vmem_map_op){.addr = kv_addr(kv, g, slot, t, page), .page = l->pages[t]};
     if (!rc)
-        rc = vMemMapBatch(kv->ctx, l->fine, g->n, VMEM_MAP_REPLACE | VMEM_MAP_FINE, NULL);
+        rc = vMemMapBatch(kv->ctx, l->maps, g->n, VMEM_MAP_REPLACE | VMEM_MAP_FINE, NULL);
     if (rc) {
         vmem__kv_release(kv, l->pages, g->n);
         return rc;
