@@ -302,18 +302,77 @@ CUDA(cuMemUnmap, uint64_t addr, size_t length)
     pthread_mutex_unlock(&lock);
     return result;
 }
+// Pinned memory of the host.
+static struct pinned {
+    struct pinned *next;
+    uint64_t length;
+    char memory[];
+} *pinned;
+static int no_pinned;
+EXPORT void fakegpu_no_pinned(int on) { no_pinned = on; }
+CUDA(cuMemHostAlloc, void **buffer, size_t length, unsigned flags)
+{
+    struct pinned *p = no_pinned ? NULL : malloc(sizeof(*p) + length);
+
+    (void)flags;
+    if (!p)
+        return 2;
+    pthread_mutex_lock(&lock);
+    *p = (struct pinned){.next = pinned, .length = length};
+    pinned = p;
+    pthread_mutex_unlock(&lock);
+    *buffer = p->memory;
+    return 0;
+}
+CUDA(cuMemFreeHost, void *buffer)
+{
+    struct pinned **at, *p;
+
+    pthread_mutex_lock(&lock);
+    for (at = &pinned; (p = *at) && p->memory != buffer; at = &p->next)
+        ;
+    if (p)
+        *at = p->next;
+    pthread_mutex_unlock(&lock);
+    free(p);
+    return p ? 0 : 1;
+}
+static bool in_pinned(uint64_t addr, uint64_t length)
+{
+    const struct pinned *p = pinned;
+
+    while (p && (addr < (uint64_t)p->memory || addr + length > (uint64_t)p->memory + p->length))
+        p = p->next;
+    return p;
+}
+
+// Zeroes are holes of the memfd, where they can be: most memory is zeroed once and never read.
+static void zero(uint64_t addr, uint64_t length)
+{
+    if ((addr | length) % 4096 || madvise((void *)addr, length, MADV_REMOVE))
+        memset((void *)addr, 0, length);
+}
+static bool all_zero(const char *bytes, uint64_t length)
+{
+    return !length || (!bytes[0] && !memcmp(bytes, bytes + 1, length - 1));
+}
 CUDA(cuMemcpyAsync, uint64_t dst, uint64_t src, size_t length, void *stream)
 {
-    bool ok;
+    bool ok, host;
 
     (void)stream;
     pthread_mutex_lock(&lock);
-    ok = known(dst, length) && known(src, length);
+    host = in_pinned(src, length);
+    ok = known(dst, length) && (host || known(src, length));
     pthread_mutex_unlock(&lock);
-    if (ok)
+    if (ok && host && all_zero((char *)src, length))
+        zero(dst, length);
+    else if (ok)
         memmove((void *)dst, (void *)src, length);
     return ok ? 0 : 1;
 }
+static _Atomic long fills;
+EXPORT long fakegpu_fills(void) { return fills; }
 CUDA(cuMemsetD8Async, uint64_t addr, unsigned char value, size_t length, void *stream)
 {
     bool ok;
@@ -322,8 +381,10 @@ CUDA(cuMemsetD8Async, uint64_t addr, unsigned char value, size_t length, void *s
     pthread_mutex_lock(&lock);
     ok = known(addr, length);
     pthread_mutex_unlock(&lock);
-    // Zeroes are holes of the memfd, where they can be: most memory is zeroed once and never read.
-    if (ok && (value || (addr | length) % 4096 || madvise((void *)addr, length, MADV_REMOVE)))
+    fills++;
+    if (ok && value)
         memset((void *)addr, value, length);
+    else if (ok)
+        zero(addr, length);
     return ok ? 0 : 1;
 }

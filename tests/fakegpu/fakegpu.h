@@ -29,6 +29,10 @@ FAKEGPU_WEAK void fakegpu_capture(int on);
 FAKEGPU_WEAK void fakegpu_hold_events(int on);
 // Events that exist.
 FAKEGPU_WEAK long fakegpu_events(void);
+// Kernels that filled memory so far.
+FAKEGPU_WEAK long fakegpu_fills(void);
+// While it is on, there is no pinned memory of the host.
+FAKEGPU_WEAK void fakegpu_no_pinned(int on);
 // Bytes of device memory in use.
 FAKEGPU_WEAK uint64_t fakegpu_used(void);
 

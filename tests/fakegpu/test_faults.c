@@ -8,6 +8,7 @@
 
 #include "../c/harness.h"
 #include "core/core.h"
+#include "core/memory.h"
 
 #define SPACE (320 * MIB) // five segments of the stock backend
 #define ENTRIES (SPACE / GRANULE)
@@ -305,6 +306,30 @@ static void model(bool backdrop, bool small)
     vmem_context_destroy(ctx);
 }
 
+// Few pages are zeroed without a kernel, which would disturb those of an engine, and beside an engine, many are, too.
+// Without pinned memory, it takes kernels.
+static void zeroing(uint64_t length, bool engine, bool pinned, bool kernels)
+{
+    struct vmem_range all = {.length = length};
+    fakegpu_no_pinned(!pinned);
+    ctx = test_context(0);
+    if (engine)
+        vmem__limit_arenas(ctx, BLOCK);
+    OK(vMemReserve(ctx, length, 0, &all.addr));
+    const long before = fakegpu_fills();
+    for (int again = 0; again < 2; again++) {
+        OK(vmem_commit(ctx, &all, 1, VMEM_PAGE_2M, VMEM_CREATE_ZERO, NULL));
+        for (uint64_t at = all.addr; at < all.addr + length; at += 8)
+            CHECK_EQ(*(volatile uint64_t *)at, 0);
+        memset((void *)all.addr, 0xff, length);
+        OK(vmem_decommit(ctx, &all, 1, NULL));
+    }
+    CHECK_EQ(fakegpu_fills() > before, kernels);
+    OK(vMemFree(ctx, all.addr));
+    vmem_context_destroy(ctx);
+    fakegpu_no_pinned(0);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -316,6 +341,10 @@ int main(int argc, char **argv)
     for (int backdrop = 0; backdrop < 2; backdrop++)
         model(backdrop, false);
     model(true, true);
+    zeroing(6 * MIB, false, true, false);
+    zeroing(32 * MIB, true, true, false);
+    zeroing(32 * MIB, false, true, true);
+    zeroing(6 * MIB, true, false, true);
     CHECK_EQ(fakegpu_used(), used);
     // A signal loses nothing.
     fakegpu_interrupt(2);

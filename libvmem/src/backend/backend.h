@@ -56,6 +56,7 @@ struct vmem__backend {
     _Atomic uint64_t overhead; // bytes of device memory for backdrop and scratch, kept by the backend
     uint64_t arena_min;        // smallest arena worth allocating, a multiple of 2 MiB
     uint64_t arena_max;        // largest possible arena; arena_min == arena_max == 2 MiB: one arena per page
+    bool beside_kernels;       // an engine's kernels run beside: zero() starts no kernel, however much there is to zero
     uint64_t whole_max; // largest arena that can be made to be mapped whole alone, where that saves time; 0: none
 };
 

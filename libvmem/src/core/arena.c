@@ -274,6 +274,7 @@ void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes)
     struct vmem__backend *b = &ctx->b;
     vmem__lock(ctx);
     ctx->tight = true;
+    b->beside_kernels = true;
     if (!b->ops->populate && bytes < b->arena_max) {
         b->arena_max = bytes;
         b->arena_min = bytes < b->arena_min ? bytes : b->arena_min;

@@ -37,7 +37,7 @@ static inline int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_
 // vmem_prealloc; whole: in arenas that are mapped whole, as far as it goes.
 int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole);
 // From now on, arenas that hold device memory have so many bytes at most, so that parts of it can go back, and a new one
-// takes the place of unused ones.
+// takes the place of unused ones. Who asks for this runs an engine: memory is zeroed with no kernel from now on.
 void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes);
 // vmem_trim, keeping `ahead` bytes besides the pages that exist; wanted: or as much as callers wait for.
 int vmem__trim_to(vmem_context *ctx, uint64_t ahead, bool wanted, uint64_t *freed);

@@ -116,6 +116,10 @@ int vmem__cuda_open(struct vmem__cuda *cu, int ordinal, struct vmem_info *info)
     rc = vmem__cuda_enter(cu);
     if (!rc) {
         rc = vmem__cuda_error(&cu->fn, cu->fn.stream_create(&cu->stream, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+        if (cu->fn.host_alloc(&cu->zeros, VMEM__ZEROS, 0))
+            cu->zeros = NULL;
+        else
+            memset(cu->zeros, 0, VMEM__ZEROS);
         vmem__cuda_leave(cu);
     }
     if (!rc)
@@ -141,10 +145,13 @@ void vmem__cuda_close(struct vmem__cuda *cu, bool forked)
     if (!forked && cu->fn.ctx_push(cu->context) == CUDA_SUCCESS) {
         if (cu->stream)
             cu->fn.stream_destroy(cu->stream);
+        if (cu->zeros)
+            cu->fn.host_free(cu->zeros);
         vmem__cuda_leave(cu);
         cu->fn.ctx_release(cu->device);
     }
     cu->stream = NULL;
+    cu->zeros = NULL;
     cu->context = NULL;
 }
 
@@ -158,6 +165,24 @@ void vmem__cuda_leave(struct vmem__cuda *cu)
     void *context;
 
     cu->fn.ctx_pop(&context);
+}
+
+// A fill is a kernel, which does two things to the kernels of an engine that runs beside it. It waits until they leave room,
+// 0.35 ms each time beside kernels of 50 us. And an H100 (driver 580) that has run kernels of two streams alternately, 16
+// times, begins every kernel 0.2 to 0.5 us later from then on, until another process uses the GPU: 1.3 % of a decode step.
+// A copy from the host, which a copy engine makes, does neither, but takes longer than a fill that need not wait.
+#define FILL_FROM (UINT64_C(16) << 20) // bytes for which both take as long beside such kernels
+
+int vmem__cuda_zero(struct vmem__cuda *cu, uint64_t addr, uint64_t length, bool copy)
+{
+    if (!cu->zeros || (length >= FILL_FROM && !copy))
+        return cu->fn.memset_async(addr, 0, length, cu->stream);
+    int result = CUDA_SUCCESS;
+    for (uint64_t n; length && result == CUDA_SUCCESS; addr += n, length -= n) {
+        n = length < VMEM__ZEROS ? length : VMEM__ZEROS;
+        result = cu->fn.memcpy_async(addr, (uint64_t)(uintptr_t)cu->zeros, n, cu->stream);
+    }
+    return result;
 }
 
 int vmem__cuda_memory(struct vmem__cuda *cu, uint64_t *total, uint64_t *free)

@@ -75,6 +75,8 @@ struct vmem__cu_access {
     X(mem_unmap, "cuMemUnmap", (uint64_t addr, size_t length))                                                       \
     X(mem_set_access, "cuMemSetAccess",                                                                              \
       (uint64_t addr, size_t length, const struct vmem__cu_access *access, size_t count))                            \
+    X(host_alloc, "cuMemHostAlloc", (void **buffer, size_t length, unsigned flags))                                  \
+    X(host_free, "cuMemFreeHost", (void *buffer))                                                                    \
     X(memcpy_async, "cuMemcpyAsync", (uint64_t dst, uint64_t src, size_t length, void *stream))                      \
     X(memset_async, "cuMemsetD8Async", (uint64_t addr, unsigned char value, size_t length, void *stream))            \
     X(stream_create, "cuStreamCreate", (void **stream, unsigned flags))                                              \
@@ -91,12 +93,15 @@ struct vmem__libcuda {
 #undef VMEM__LIBCUDA_FIELD
 };
 
+#define VMEM__ZEROS (UINT64_C(2) << 20)
+
 // One device with its primary context. Zero-initialise before open.
 struct vmem__cuda {
     struct vmem__libcuda fn;
     int device;
     void *context;
     void *stream;               // private, not synchronised with the legacy default stream
+    void *zeros;                // pinned memory of the host, VMEM__ZEROS bytes; NULL if there was none
     _Atomic uint64_t *syscalls; // counts calls that reserve, create, map or unmap; set before open
 };
 
@@ -115,6 +120,9 @@ void vmem__cuda_close(struct vmem__cuda *cu, bool forked);
 // current; leave() restores the previous one.
 int vmem__cuda_enter(struct vmem__cuda *cu);
 void vmem__cuda_leave(struct vmem__cuda *cu);
+
+// Begins to zero memory on the private stream, between enter and leave. copy: never with a kernel. Returns a CUresult.
+int vmem__cuda_zero(struct vmem__cuda *cu, uint64_t addr, uint64_t length, bool copy);
 
 // The errno of a CUresult, negative; sets the error text to "what: CUDA's text". 0 stays 0.
 int vmem__cuda_error(const struct vmem__libcuda *fn, int result, const char *what);

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "simcuda.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/uio.h>
@@ -30,6 +31,21 @@ static CUresult done(int ioctl_result, int result)
     if (ioctl_result)
         return CUDA_ERROR_UNKNOWN;
     return result ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
+}
+
+SIMCUDA_API CUresult cuMemHostAlloc(void **buffer, size_t length, unsigned flags)
+{
+    (void)flags;
+    if (!simcuda_current())
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *buffer = malloc(length);
+    return *buffer ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+SIMCUDA_API CUresult cuMemFreeHost(void *buffer)
+{
+    free(buffer);
+    return CUDA_SUCCESS;
 }
 
 SIMCUDA_API CUresult cuMemcpyAsync(uint64_t dst, uint64_t src, size_t length, void *stream)
