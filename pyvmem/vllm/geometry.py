@@ -16,6 +16,7 @@ from typing import Any
 from pyvmem.blocks import BlockRange
 
 PAGE = 2 << 20  # bytes of a page, if nothing else is set
+UNEVEN, PADDING = 80 << 10, 512  # see `spread`
 
 
 def _layer_bytes(config: Any, tensor: Any) -> int:
@@ -46,6 +47,30 @@ def in_one_piece(ranges: Sequence[BlockRange]) -> bool:
     first = min(r.offset for r in ranges)
     end = max(r.offset + (r.layers - 1) * r.layer_stride + r.bytes for r in ranges)
     return len({r.stride for r in ranges}) == 1 and end - first <= ranges[0].stride
+
+
+def spread(config: Any) -> None:
+    """Put some unused bytes after each block if the distance of blocks overuses a part of the device's memory.
+
+    A GPU spreads its addresses over the stacks of its memory, five on an H100. If blocks are a multiple of `UNEVEN`
+    apart, what attention reads of a layer begins in the same stack in every block, and that stack has more of it than
+    the others. On an H100, reading 64 KiB of each block took 1.23 times as long with 5, 10 or 15 layers in a block, and
+    as long as otherwise with any of 3 to 16 other layers or with 512 bytes after each block.
+    The configuration is changed in place, before vLLM allocates its KV cache.
+    """
+    ranges = ranges_of(config)
+    stride = ranges[0].stride if ranges else 1
+    if stride % UNEVEN or not in_one_piece(ranges):
+        return
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    specs = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    rows = {spec.page_size_bytes // spec.block_size for spec in specs}
+    odd = {row for row in rows if row % PADDING and PADDING % max(row, 1)}  # latent attention may count in rows
+    if len(odd) > 1 or any(getattr(spec, "block_stride_alignment", None) for spec in specs):
+        return  # some kernel relies on the distance
+    for tensor in config.kv_cache_tensors:
+        tensor.block_stride = stride + max(odd, default=PADDING)
+        tensor.size = config.num_blocks * tensor.block_stride
 
 
 def page_size(ranges: Sequence[BlockRange], sizes: Collection[int]) -> int:

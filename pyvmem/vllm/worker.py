@@ -99,7 +99,8 @@ class WorkerMemory:
     # ---- the start -------------------------------------------------------------------------------------------
 
     def expect(self, config: Any) -> None:
-        """vLLM is about to allocate its KV cache with this configuration."""
+        """vLLM is about to allocate its KV cache with this configuration, which may change."""
+        geometry.spread(config)
         self._ranges = geometry.ranges_of(config)
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:

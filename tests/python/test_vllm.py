@@ -507,13 +507,13 @@ def test_orders_that_are_refused_or_cut_are_not_known_to_be_backed(worker):
 # ---- where blocks lie -----------------------------------------------------------------------------------------------
 
 
-def kv_config(*tensors, blocks=10, size=None):
+def kv_config(*tensors, blocks=10, size=None, alignment=None):
     """tensors: (layers, bytes of a layer's part, layer_stride, block_stride, offset)"""
     groups, made = [], []
     for i, (layers, part, layer_stride, block_stride, offset) in enumerate(tensors):
         names = [f"{i}.{layer}" for layer in range(layers)]
-        groups.append(types.SimpleNamespace(layer_names=names,
-                                            kv_cache_spec=types.SimpleNamespace(page_size_bytes=part)))  # fmt: skip
+        spec = types.SimpleNamespace(page_size_bytes=part, block_size=16, block_stride_alignment=alignment)
+        groups.append(types.SimpleNamespace(layer_names=names, kv_cache_spec=spec))
         made.append(types.SimpleNamespace(size=size, layers=names, layer_stride=layer_stride, offset=offset,
                                           block_stride=block_stride))  # fmt: skip
     return types.SimpleNamespace(kv_cache_tensors=made, kv_cache_groups=groups, num_blocks=blocks)
@@ -549,6 +549,28 @@ def test_pages_of_blocks(case):
         assert found == want
     assert geometry.beyond(ranges, 10, 1 << 30) is None
     assert "blocks end at" in geometry.beyond(ranges, 10, 90_000)
+
+
+@pytest.mark.parametrize("row, layers, padding", [
+    (4 << 10, 5, 512), (4 << 10, 40, 512), (512, 80, 512), (1152, 40, 1152), (4 << 10, 32, 0), (4 << 10, 4, 0),
+    (512, 5, 0)])  # fmt: skip
+def test_blocks_do_not_all_begin_in_one_stack_of_memory(row, layers, padding):
+    part = 16 * row
+    config = kv_config((layers, part, part, layers * part, 0), size=10 * layers * part)
+    geometry.spread(config)
+    (one,) = geometry.ranges_of(config)
+    assert one.stride == layers * part + padding
+    assert (one.bytes, one.offset) == (layers * part, 0)
+    assert geometry.bytes_of(config) == config.num_blocks * one.stride
+    assert geometry.beyond([one], config.num_blocks, geometry.bytes_of(config)) is None
+
+
+def test_only_blocks_in_one_piece_are_moved_apart():
+    apart, together = (5, 64 << 10, 640 << 10, 64 << 10, 0), (5, 64 << 10, 64 << 10, 320 << 10, 0)
+    for config in (kv_config(apart, size=3200 << 10), kv_config(together, size=3200 << 10, alignment=64 << 10)):
+        before = geometry.ranges_of(config), geometry.bytes_of(config)
+        geometry.spread(config)
+        assert (geometry.ranges_of(config), geometry.bytes_of(config)) == before
 
 
 SIZES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)

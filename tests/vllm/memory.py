@@ -98,7 +98,9 @@ def config_of(specs):
         attention_config=SimpleNamespace(hisparse_config=None), model_config=SimpleNamespace(),
         parallel_config=SimpleNamespace(), speculative_config=None)  # fmt: skip
     config = plan.get_kv_cache_config_from_groups(about, plan.get_kv_cache_groups(about, dict(specs)), GPU)
-    return config, geometry.bytes_of(config) // config.num_blocks, chosen
+    block = geometry.bytes_of(config) // config.num_blocks
+    geometry.spread(config)
+    return config, block, chosen
 
 
 def blocks_of(config, tokens):

@@ -13,6 +13,7 @@ EXPERTS = dict(moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, 
                shared_expert_intermediate_size=128)  # fmt: skip
 MODELS = {
     "llama": dict(BASE, **HEADS, model_type="llama", intermediate_size=512),
+    "five layers": dict(BASE, **HEADS, model_type="llama", intermediate_size=512, num_hidden_layers=5),
     "qwen3": dict(BASE, **HEADS, model_type="qwen3", intermediate_size=512),
     "mimo": dict(BASE, model_type="qwen2", num_key_value_heads=2, intermediate_size=512),  # see write_mtp
     "gemma3": dict(BASE, **HEADS, model_type="gemma3_text", num_hidden_layers=6, intermediate_size=512,

@@ -97,6 +97,21 @@ def test_tokens_are_vllms_while_limits_move(model, case):
     check_idle(on)
 
 
+def serve_in_one_piece(*args, **kwargs):
+    from pyvmem.vllm import layout
+
+    layout.preferred = lambda names, worker: ["BLHNC"]  # as on a GPU; CPU_ATTN can read it, but does not say so
+    return engines.serve(*args, **kwargs)
+
+
+def test_tokens_are_vllms_where_blocks_are_moved_apart(model):
+    own = engines.in_child(engines.serve, model("five layers"), vmem=False)
+    on = engines.in_child(serve_in_one_piece, model("five layers"), vmem=True, limits=(1, 2, 4, 20))
+    assert on["idle"]["block_bytes"] == 5 * 128 * 1024 + 512
+    assert on["tokens"] == own["tokens"]
+    assert on["reset_done"] and on["reset"]["cached"] == on["reset"]["used"] == 0
+
+
 def test_what_drafts_use_stays_until_they_are_made(model):
     folder, chosen = chosen_of(model, CASES["eagle"])
     own = engines.in_child(engines.serve, folder, vmem=False, turns=1, **chosen)
