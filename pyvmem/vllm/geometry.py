@@ -64,9 +64,9 @@ def spread(config: Any) -> None:
         return
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     specs = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
-    rows = {spec.page_size_bytes // spec.block_size for spec in specs}
-    odd = {row for row in rows if row % PADDING and PADDING % max(row, 1)}  # latent attention may count in rows
-    if len(odd) > 1 or any(getattr(spec, "block_stride_alignment", None) for spec in specs):
+    rows = {s.page_size_bytes // s.block_size for s in specs if s.page_size_bytes % s.block_size == 0}  # else: states
+    odd = {row for row in rows if row % PADDING and PADDING % row}  # of latent attention, which may count in rows
+    if len(odd) > 1 or any(row % 16 for row in odd) or any(getattr(s, "block_stride_alignment", None) for s in specs):
         return  # some kernel relies on the distance
     for tensor in config.kv_cache_tensors:
         tensor.block_stride = stride + max(odd, default=PADDING)

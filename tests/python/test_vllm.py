@@ -507,12 +507,12 @@ def test_orders_that_are_refused_or_cut_are_not_known_to_be_backed(worker):
 # ---- where blocks lie -----------------------------------------------------------------------------------------------
 
 
-def kv_config(*tensors, blocks=10, size=None, alignment=None):
+def kv_config(*tensors, blocks=10, size=None, tokens=16, alignment=None):
     """tensors: (layers, bytes of a layer's part, layer_stride, block_stride, offset)"""
     groups, made = [], []
     for i, (layers, part, layer_stride, block_stride, offset) in enumerate(tensors):
         names = [f"{i}.{layer}" for layer in range(layers)]
-        spec = types.SimpleNamespace(page_size_bytes=part, block_size=16, block_stride_alignment=alignment)
+        spec = types.SimpleNamespace(page_size_bytes=part, block_size=tokens, block_stride_alignment=alignment)
         groups.append(types.SimpleNamespace(layer_names=names, kv_cache_spec=spec))
         made.append(types.SimpleNamespace(size=size, layers=names, layer_stride=layer_stride, offset=offset,
                                           block_stride=block_stride))  # fmt: skip
@@ -567,7 +567,12 @@ def test_blocks_do_not_all_begin_in_one_stack_of_memory(row, layers, padding):
 
 def test_only_blocks_in_one_piece_are_moved_apart():
     apart, together = (5, 64 << 10, 640 << 10, 64 << 10, 0), (5, 64 << 10, 64 << 10, 320 << 10, 0)
-    for config in (kv_config(apart, size=3200 << 10), kv_config(together, size=3200 << 10, alignment=64 << 10)):
+    uneven = (40, 24 * 1024, 24 << 10, 960 << 10, 0)  # 1,024 rows of 24 bytes
+    state = kv_config(together, size=3200 << 10, tokens=6301)
+    geometry.spread(state)
+    assert geometry.ranges_of(state)[0].stride == (320 << 10) + 512
+    for config in (kv_config(apart, size=3200 << 10), kv_config(together, size=3200 << 10, alignment=64 << 10),
+                   kv_config(uneven, size=9600 << 10, tokens=1024)):  # fmt: skip
         before = geometry.ranges_of(config), geometry.bytes_of(config)
         geometry.spread(config)
         assert (geometry.ranges_of(config), geometry.bytes_of(config)) == before
