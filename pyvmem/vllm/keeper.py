@@ -120,7 +120,7 @@ class Keeper:
         _grow(queue, CountedQueue)
         queue.front = {b.block_id for b in queue.get_all_free_blocks()}
         self._queue = queue
-        self.pool.get_new_blocks(self.pool.get_num_free_blocks())
+        self._get(self.pool.get_num_free_blocks())
         self._out = Out(self.total, block_bytes, 0)
         self._span = 0  # as the worker says that has the largest blocks
         self._gone: list[int] = []  # for the workers
@@ -343,7 +343,7 @@ class Keeper:
         if 2 * self.spare >= n or self.grows():
             return
         known = set(self._queue.front)
-        blocks = self.pool.get_new_blocks(min(n, self.pool.get_num_free_blocks()))
+        blocks = self._get(min(n, self.pool.get_num_free_blocks()))
         self._evicted += [b.block_id for b in blocks if b.block_id not in known]
         self.pool.free_blocks(blocks)
 
@@ -373,10 +373,18 @@ class Keeper:
         """Take up to `n` free blocks out of circulation; returns how many."""
         n = min(n, MOST_LEAVING, int(self.pool.get_num_free_blocks()))
         if n > 0:
-            ids = [b.block_id for b in self.pool.get_new_blocks(n)]
+            ids = [b.block_id for b in self._get(n)]
             self._gone += ids
             self._out.put(ids)
         return max(n, 0)
+
+    def _get(self, n: int) -> Any:
+        """Take free blocks. In vLLM's metrics of blocks (--kv-cache-metrics), they are evicted, but no request's."""
+        blocks = self.pool.get_new_blocks(n)
+        if metrics := getattr(self.pool, "metrics_collector", None):
+            for block in blocks:
+                metrics.block_metrics.pop(block.block_id, None)
+        return blocks
 
     def _learn_pages(self) -> None:
         """Workers know which blocks share pages when they have their memory."""

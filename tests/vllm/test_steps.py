@@ -843,6 +843,18 @@ def test_resetting_forgets_all_and_holds_the_same_blocks(engine):
     e.run(20)
 
 
+def test_vllms_metrics_of_blocks_are_those_of_requests(engine):
+    from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+
+    e = engine()
+    pool = e.scheduler.kv_cache_manager.block_pool
+    pool.metrics_collector = metrics = KVCacheMetricsCollector(1.0)
+    set_limit(e, "moves")
+    e.run(20)
+    e.idle()
+    assert metrics.block_metrics and not metrics.block_metrics.keys() & set(e.keeper._out)
+
+
 def test_usage_counts_what_is_allowed(engine):
     e = engine()
     pool = e.scheduler.kv_cache_manager.block_pool
