@@ -64,6 +64,11 @@ def _came(request: Any) -> int:
     return max(int(1e6 * request.arrival_time), 1)
 
 
+def _drops(request: Any) -> bool:
+    """Whether vLLM drops what the steps in flight give a request, because it was reset within them."""
+    return bool(getattr(request, "drop_stale_output", False) and request.num_stale_output_tokens)
+
+
 class SchedulerMemory:
     """The keeper of one scheduler's blocks, its control page and its thread.
 
@@ -309,8 +314,12 @@ class SchedulerMemory:
         session ends, because vLLM cannot compute its rows again.
         """
         with self.lock:
+            running = list(self._scheduler.running)
+            kept = [r for r in running if not _drops(r)]
             with contextlib.suppress(RuntimeError):  # vLLM's word for blocks that are still in use
-                self._scheduler.reset_prefix_cache(reset_running_requests=bool(self._scheduler.running))
+                self._scheduler.reset_prefix_cache(reset_running_requests=bool(running))
+            for request in kept:  # blocks leave after the steps in flight, so what these give is right
+                request.drop_stale_output = False
             self.keeper.lent = True
             self.keeper.between(True)
             self._publish()
@@ -334,8 +343,7 @@ class SchedulerMemory:
                 steps = time.monotonic() - self._busy < LOOK and self._scheduler.has_unfinished_requests()
                 if steps:
                     continue
-                # A step longer than LOOK may be in flight. It loses nothing: workers give up blocks after it, and vLLM
-                # drops its tokens for requests that are reset within it.
+                # A step longer than LOOK may be in flight. It loses nothing: workers give up blocks after it.
                 with self.lock:
                     self._obey()
                     self._look_around()

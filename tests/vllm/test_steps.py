@@ -987,6 +987,8 @@ def test_blocks_leave_and_all_is_lent_while_steps_are_in_flight(engine, options)
     memory, update, lent = e.scheduler._vmem, e.update, []
 
     def late(output, sampled):
+        known = e.scheduler.requests
+        said = {name: known[name].num_output_tokens for name in sampled if name in known}
         with memory.lock:  # as its thread does
             e.keeper.between(True)
             if e.random.random() < 0.1:
@@ -995,6 +997,7 @@ def test_blocks_leave_and_all_is_lent_while_steps_are_in_flight(engine, options)
         for worker in e.workers:
             worker.memory._look()
         update(output, sampled)
+        assert all(name not in known or known[name].num_output_tokens > n for name, n in said.items())
 
     e.update = late
     requests = e.requests(20)
