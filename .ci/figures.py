@@ -55,9 +55,6 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     outermost = ["env", "VLLM_KV_CACHE_LAYOUT=BLNHC", *vllm, "4", *llama, "--load", "decode", "--load", "decode-short"]
     bursts = [*vllm, "1", "--bursts", *half, "4608M", "--load", "cold"]
     quarter = [*vllm, "1", "--bursts", "--part", "0.25", *half, "2560M", "--load", "cold:120"]
-    # The kernels of decode steps just after their memory was mapped; --raw has them.
-    first = [*vllm, "1", "--stop-after", "1", "--warm-up", "8", *half, "13G", "--load", "decode", "--kernels", "--raw",
-             str(OUT / "vllm-first-turn.json")]  # fmt: skip
     two = [*vllm, "2", "--tensor-parallel", "2", *half, "8G", *loads]
     # With all that it caches, as vMem and vLLM do.
     kvcached = "kvcached:ENABLE_KVCACHED=true,KVCACHED_AUTOPATCH=1,KVCACHED_MAX_CACHED_TOKENS=-1"
@@ -74,13 +71,12 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     return [
         ("vllm", 600, [*vllm, "4", *llama, *loads]),
         ("vllm-blocks-outermost", 600, outermost),
-        ("vllm-first-turn", 300, first),
+        ("vllm-windows", 400, [*vllm, "4", "--model", "gemma-3-4b", *some]),
         ("vllm-bursts", 1100, bursts),
         ("vllm-bursts-quarter", 1100, quarter),
         *([("vllm-two-gpus", 600, two)] if torch.cuda.device_count() > 1 else ()),
         ("vllm-slots", 600, [*vllm, "4", "--layout", "slots", *llama, *loads]),
         *([("vllm-kvcached", 700, beside_kvcached)] if importlib.util.find_spec("kvcached") else ()),
-        ("vllm-windows", 400, [*vllm, "2", "--model", "gemma-3-4b", *some]),
         ("vllm-latent", 400, [*vllm, "2", "--model", "deepseek-v2-lite", *some]),
         ("vllm-attack", 420, [sys.executable, "tests/vllm/attack.py", "--minutes", "3"]),
         ("vllm-serve", 400, [*serve, "llama"]),
