@@ -51,12 +51,12 @@ struct vmem__run {
 struct vmem__backend {
     const struct vmem__ops *ops;
     void *priv;
-    struct vmem_info info;     // filled by open()
-    _Atomic uint64_t syscalls; // counted by the backend
-    _Atomic uint64_t overhead; // bytes of device memory for backdrop and scratch, kept by the backend
-    uint64_t arena_min;        // smallest arena worth allocating, a multiple of 2 MiB
-    uint64_t arena_max;        // largest possible arena; arena_min == arena_max == 2 MiB: one arena per page
-    bool beside_kernels;       // an engine's kernels run beside: zero() starts no kernel, however much there is to zero
+    struct vmem_info info;       // filled by open()
+    _Atomic uint64_t syscalls;   // counted by the backend
+    _Atomic uint64_t overhead;   // bytes of device memory for backdrop and scratch, kept by the backend
+    uint64_t arena_min;          // smallest arena worth allocating, a multiple of 2 MiB
+    uint64_t arena_max;          // largest possible arena; arena_min == arena_max == 2 MiB: one arena per page
+    _Atomic bool beside_kernels; // an engine's kernels run beside: zero() starts none, however much there is to zero
     uint64_t whole_max; // largest arena that can be made to be mapped whole alone, where that saves time; 0: none
 };
 
