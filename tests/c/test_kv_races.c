@@ -222,24 +222,26 @@ static void test_a_cut_fails(void)
 static void test_the_thread_leaves_what_others_hold(void)
 {
     vmem_context *device = ctx, *failing;
-    uint32_t a;
+    uint32_t a, b;
     uint64_t prefix;
     OK(checked_context(test_backend, 0, false, &failing));
     ctx = failing;
     create(VMEM_KV_DEFER | VMEM_KV_OVERLAP);
     OK(k_alloc(kv, 0, &a));
-    step(224, 0);
+    OK(k_alloc(kv, 0, &b));
+    step(224, 222);
     OK(k_save(kv, a, 224, &prefix));
-    step(225, 0);
+    step(225, 224);
     OK(vmem_kv_wait(kv));
     checked_fail_always(true);
-    step(226, 0);
+    step(226, 226);
     CHECK(checked_failed());
     checked_fail_always(false);
     const uint32_t lo = kv_span(kv, a, 0)->lo;
     OK(vmem_kv_wait(kv));
     CHECK_EQ(kv_span(kv, a, 0)->lo, lo);
-    step(227, 0);
+    CHECK_EQ(kv_span(kv, b, 0)->lo, kv_span(kv, b, 0)->keep.lo); // it goes on with other slots
+    step(227, 227);
     CHECK(kv_span(kv, a, 0)->lo > lo);
     vmem_kv_destroy(kv, 0);
     CHECK_EQ(test_stats(ctx).created, 0);

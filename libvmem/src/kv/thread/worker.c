@@ -85,13 +85,13 @@ static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave, uint64_t *pages)
 
 // Adds the number of pages given up to *gone. The change of kv->ledger.held would not tell, because other calls may
 // change it while the lock is dropped.
-static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
+static void cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 {
     struct kv_cut *c = &kv->worker.cut;
     int rc = vmem__kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
-    if (rc) {
+    if (rc) { // the slot is passed over, and the thread goes on with others
         kv->slots[v->slot].stuck = true;
-        return false;
+        return;
     }
     begin(kv, v->slot, c->n_pages);
     rc = vmem__kv_cut_run(kv, c);
@@ -99,7 +99,6 @@ static bool cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
     kv->slots[v->slot].stuck |= rc != 0;
     vmem__kv_cut_end(kv, c, rc);
     *gone += rc ? 0 : c->n_pages;
-    return true;
 }
 
 // Unmaps pages that freed requests had shared.
@@ -215,29 +214,32 @@ static bool give_one(vmem_kv *kv)
     if (!vmem__kv_victim(kv, want, true, false, &v))
         return false;
     const uint64_t start = vmem__now();
-    bool did = cut(kv, &v, &kv->stats.reclaimed_pages);
+    cut(kv, &v, &kv->stats.reclaimed_pages);
     const uint64_t ns = vmem__now() - start;
     if (ns > GIVE_NS && !by_call)
         kv->lend.portion = KV_MAX(kv->lend.portion / 2, kv->block);
     else if (ns < GIVE_NS / 3 && !by_call)
         kv->lend.portion = KV_MIN(kv->lend.portion * 2, UINT64_C(1) << 20);
-    kv->stats.reclaims += did;
+    kv->stats.reclaims++;
     vmem__pool_wake(kv->lend.member);
-    return did;
+    return true;
 }
 
 static bool release_one(vmem_kv *kv)
 {
     struct kv_victim v;
-    if (vmem__kv_passed(kv, false, &v))
-        return cut(kv, &v, &kv->stats.window_pages);
+    if (vmem__kv_passed(kv, false, &v)) {
+        cut(kv, &v, &kv->stats.window_pages);
+        return true;
+    }
     if (kv->lend.giving)
         return give_one(kv);
     uint64_t unused = kv_unused(kv), low = kv_low(kv);
     if (unused >= low || !vmem__kv_victim(kv, low - unused, true, false, &v))
         return false;
     kv->stats.reclaims++;
-    return cut(kv, &v, &kv->stats.reclaimed_pages);
+    cut(kv, &v, &kv->stats.reclaimed_pages);
+    return true;
 }
 
 // Hashed blocks fill the memory over time. The worker evicts the oldest before a step needs their pages.
