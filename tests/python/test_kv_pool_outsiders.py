@@ -32,6 +32,15 @@ def lock(file, kind):
     fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, 0, 0, 1, 0))
 
 
+def stop(child, path):
+    """Stop it while it does not hold the lock of the pool's file."""
+    with open(path, "r+b") as file:
+        lock(file, fcntl.F_WRLCK)
+        child.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.process.pid, os.WSTOPPED)
+        lock(file, fcntl.F_UNLCK)
+
+
 def verify(cache, slots):
     assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in slots)
 
@@ -72,7 +81,7 @@ def test_a_process_that_is_stopped_is_not_waited_for_without_end(tmp_path):
     with Child(tmp_path / "pool") as child, make(pool) as cache:
         child.ask("load 8")
         child.ask("free")
-        child.process.send_signal(signal.SIGSTOP)
+        stop(child, tmp_path / "pool")
         for _ in range(2):
             slots, reason = serve(cache, pool, 8)
             assert len(slots) < 8 and reason == "no answer"
@@ -290,7 +299,7 @@ def test_a_limit_that_nobody_can_answer_now_is_deferred(tmp_path, capsys):
     path = tmp_path / "pool"
     pool = KVPool(40 * MIB, path=path)
     with Child(path) as child, open(path, "r+b") as file:
-        child.process.send_signal(signal.SIGSTOP)
+        stop(child, tmp_path / "pool")
         run_top("--limit", "child=10M", "--wait", "0")
         assert "child: deferred: its process has not answered yet\n" in capsys.readouterr().err
         lock(file, fcntl.F_WRLCK)
