@@ -299,7 +299,7 @@ def test_a_limit_that_nobody_can_answer_now_is_deferred(tmp_path, capsys):
     path = tmp_path / "pool"
     pool = KVPool(40 * MIB, path=path)
     with Child(path) as child, open(path, "r+b") as file:
-        stop(child, tmp_path / "pool")
+        stop(child, path)
         run_top("--limit", "child=10M", "--wait", "0")
         assert "child: deferred: its process has not answered yet\n" in capsys.readouterr().err
         lock(file, fcntl.F_WRLCK)
