@@ -322,6 +322,10 @@ static void zeroing(uint64_t length, bool engine, bool pinned, bool kernels)
         for (uint64_t at = all.addr; at < all.addr + length; at += 8)
             CHECK_EQ(*(volatile uint64_t *)at, 0);
         memset((void *)all.addr, 0xff, length);
+        OK(vmem_fill(ctx, all.addr, 0, length));
+        for (uint64_t at = all.addr; at < all.addr + length; at += 8)
+            CHECK_EQ(*(volatile uint64_t *)at, 0);
+        memset((void *)all.addr, 0xff, length);
         OK(vmem_decommit(ctx, &all, 1, NULL));
     }
     CHECK_EQ(fakegpu_fills() > before, kernels);

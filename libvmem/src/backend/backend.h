@@ -56,7 +56,7 @@ struct vmem__backend {
     _Atomic uint64_t overhead;   // bytes of device memory for backdrop and scratch, kept by the backend
     uint64_t arena_min;          // smallest arena worth allocating, a multiple of 2 MiB
     uint64_t arena_max;          // largest possible arena; arena_min == arena_max == 2 MiB: one arena per page
-    _Atomic bool beside_kernels; // an engine's kernels run beside: zero() starts none, however much there is to zero
+    _Atomic bool beside_kernels; // an engine's kernels run beside: zeroing starts none, however much there is of it
     uint64_t whole_max; // largest arena that can be made to be mapped whole alone, where that saves time; 0: none
 };
 

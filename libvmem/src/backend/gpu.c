@@ -71,7 +71,7 @@ int vmem__gpu_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t
     if (rc)
         return rc;
     for (size_t i = 0; i < n && result == CUDA_SUCCESS; i++)
-        result = vmem__cuda_zero(&gpu->cuda, alias_of(&runs[i]), runs[i].length, b->beside_kernels);
+        result = vmem__cuda_zero(&gpu->cuda, alias_of(&runs[i]), runs[i].length);
     sync = fn->stream_sync(gpu->cuda.stream);
     vmem__cuda_leave(&gpu->cuda);
     return vmem__cuda_error(fn, result ? result : sync, "zero");

@@ -167,15 +167,16 @@ void vmem__cuda_leave(struct vmem__cuda *cu)
     cu->fn.ctx_pop(&context);
 }
 
-// A fill is a kernel, which does two things to the kernels of an engine that runs beside it. It waits until they leave room,
-// 0.35 ms each time beside kernels of 50 us. And an H100 (driver 580) that has run kernels of two streams alternately, 16
-// times, begins every kernel 0.2 to 0.5 us later from then on, until another process uses the GPU: 1.3 % of a decode step.
-// A copy from the host, which a copy engine makes, does neither, but takes longer than a fill that need not wait.
+// A fill is a kernel, which does two things to the kernels of an engine that runs beside it. It waits until they leave
+// room, 0.35 ms each time beside kernels of 50 us. And an H100 (driver 580) that has run kernels of two streams
+// alternately, 16 times, begins every kernel 0.2 to 0.5 us later from then on, until another process uses the GPU: 1.3 %
+// of a decode step. A copy from the host, which a copy engine makes, does neither, but takes longer than a fill that
+// need not wait.
 #define FILL_FROM (UINT64_C(16) << 20) // bytes for which both take as long beside such kernels
 
-int vmem__cuda_zero(struct vmem__cuda *cu, uint64_t addr, uint64_t length, bool copy)
+int vmem__cuda_zero(struct vmem__cuda *cu, uint64_t addr, uint64_t length)
 {
-    if (!cu->zeros || (length >= FILL_FROM && !copy))
+    if (!cu->zeros || (length >= FILL_FROM && !*cu->beside_kernels))
         return cu->fn.memset_async(addr, 0, length, cu->stream);
     int result = CUDA_SUCCESS;
     for (uint64_t n; length && result == CUDA_SUCCESS; addr += n, length -= n) {
@@ -218,7 +219,7 @@ int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_
 
     if (rc)
         return rc;
-    result = cu->fn.memset_async(addr, value, length, cu->stream);
+    result = value ? cu->fn.memset_async(addr, value, length, cu->stream) : vmem__cuda_zero(cu, addr, length);
     sync = cu->fn.stream_sync(cu->stream);
     vmem__cuda_leave(cu);
     return vmem__cuda_error(&cu->fn, result ? result : sync, "fill");

@@ -100,9 +100,10 @@ struct vmem__cuda {
     struct vmem__libcuda fn;
     int device;
     void *context;
-    void *stream;               // private, not synchronised with the legacy default stream
-    void *zeros;                // pinned memory of the host, VMEM__ZEROS bytes; NULL if there was none
-    _Atomic uint64_t *syscalls; // counts calls that reserve, create, map or unmap; set before open
+    void *stream;                       // private, not synchronised with the legacy default stream
+    void *zeros;                        // pinned memory of the host, VMEM__ZEROS bytes; NULL if there was none
+    _Atomic uint64_t *syscalls;         // counts calls that reserve, create, map or unmap; set before open
+    const _Atomic bool *beside_kernels; // see struct vmem__backend; set before open
 };
 
 // Loads the library and initialises it. Errors: -ENODEV without a library, a driver or a device.
@@ -121,8 +122,8 @@ void vmem__cuda_close(struct vmem__cuda *cu, bool forked);
 int vmem__cuda_enter(struct vmem__cuda *cu);
 void vmem__cuda_leave(struct vmem__cuda *cu);
 
-// Begins to zero memory on the private stream, between enter and leave. copy: never with a kernel. Returns a CUresult.
-int vmem__cuda_zero(struct vmem__cuda *cu, uint64_t addr, uint64_t length, bool copy);
+// Begins to zero memory on the private stream, between enter and leave. Returns a CUresult.
+int vmem__cuda_zero(struct vmem__cuda *cu, uint64_t addr, uint64_t length);
 
 // The errno of a CUresult, negative; sets the error text to "what: CUDA's text". 0 stays 0.
 int vmem__cuda_error(const struct vmem__libcuda *fn, int result, const char *what);

@@ -269,9 +269,8 @@ static bool is_clean(const struct vmem__run *run) { return ((const struct cuda_a
 
 // Zeroes the arenas that are mapped for the first time since they were created or since cuda_zero() was called on them.
 // All are filled before the one wait: a wait takes longer than a fill, above all beside another process.
-static int clean(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
+static int clean(struct vmem__gpu *c, const struct vmem__run *runs, size_t n)
 {
-    struct vmem__gpu *c = b->priv;
     int result = CUDA_SUCCESS, sync;
     bool any = false;
 
@@ -283,7 +282,7 @@ static int clean(struct vmem__backend *b, const struct vmem__run *runs, size_t n
              end++)
             ;
         if (dirty)
-            result = vmem__cuda_zero(&c->cuda, runs[i].addr, length_of(&runs[i], end - i), b->beside_kernels);
+            result = vmem__cuda_zero(&c->cuda, runs[i].addr, length_of(&runs[i], end - i));
         any |= dirty;
     }
     if (!any)
@@ -332,7 +331,7 @@ static int unmap_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
 // arenas are mapped again.
 static int for_groups(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad, enum what before,
                       int (*change)(struct vmem__gpu *, const struct group *, size_t *bad),
-                      int (*finish)(struct vmem__backend *, const struct vmem__run *, size_t n))
+                      int (*finish)(struct vmem__gpu *, const struct vmem__run *, size_t n))
 {
     struct vmem__gpu *c = b->priv;
     struct group g;
@@ -351,7 +350,7 @@ static int for_groups(struct vmem__backend *b, const struct vmem__run *runs, siz
         }
     }
     if (!rc && finish)
-        rc = finish(b, runs, n);
+        rc = finish(c, runs, n);
     for (size_t i = 0; rc && i < done; i += g.n) {
         g = next_group(runs + i, done - i);
         pthread_mutex_lock(&reservation_of(&g)->lock);
@@ -395,6 +394,7 @@ static int cuda_open(struct vmem__backend *b, const struct vmem_options *opts)
         return vmem__error(-ENOMEM, "no memory for the cuda backend");
     b->priv = c;
     c->cuda.syscalls = &b->syscalls;
+    c->cuda.beside_kernels = &b->beside_kernels;
     rc = vmem__cuda_open(&c->cuda, opts->device, &b->info);
     if (!rc)
         rc = vmem__backdrop_new(&c->cuda, &c->backdrop, PAGE);

@@ -369,6 +369,7 @@ static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
     s->backend = b;
     pthread_mutex_init(&s->alias_lock, NULL);
     s->gpu.cuda.syscalls = &b->syscalls;
+    s->gpu.cuda.beside_kernels = &b->beside_kernels;
     s->rm.fd = s->uvm.fd = -1;
     rc = release_abi(opts, b->info.driver, sizeof(b->info.driver), &abi);
     if (!rc)

@@ -57,6 +57,7 @@ static int open_all(struct vmem__backend *b, const struct vmem_options *opts)
     b->priv = u;
     u->kmod.fd = -1;
     u->kmod.syscalls = u->gpu.cuda.syscalls = &b->syscalls;
+    u->gpu.cuda.beside_kernels = &b->beside_kernels;
     pthread_mutex_init(&u->lock, NULL);
     rc = vmem__cuda_open(&u->gpu.cuda, opts->device, &b->info);
     if (!rc)
