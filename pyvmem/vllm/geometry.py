@@ -10,7 +10,7 @@ SPDX-License-Identifier: MIT
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from pyvmem.blocks import BlockRange
@@ -26,6 +26,13 @@ def _layer_bytes(config: Any, tensor: Any) -> int:
     spec = group.kv_cache_spec
     inner = getattr(spec, "kv_cache_specs", None)
     return int((inner[layer] if inner else spec).page_size_bytes)
+
+
+def specs_of(specs: Iterable[Any]) -> Iterator[Any]:
+    """vLLM's KVCacheSpecs of layers, of which some share one of a group."""
+    for spec in specs:
+        inner = getattr(spec, "kv_cache_specs", None)
+        yield from specs_of(inner.values()) if inner else [spec]
 
 
 def ranges_of(config: Any) -> list[BlockRange]:
@@ -62,8 +69,7 @@ def spread(config: Any) -> None:
     stride = ranges[0].stride if ranges else 1
     if stride % UNEVEN or not in_one_piece(ranges):
         return
-    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    specs = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    specs = list(specs_of(group.kv_cache_spec for group in config.kv_cache_groups))
     rows = {s.page_size_bytes // s.block_size for s in specs if s.page_size_bytes % s.block_size == 0}  # else: states
     odd = {row for row in rows if row % PADDING and PADDING % row}  # of latent attention, which may count in rows
     if len(odd) > 1 or any(row % 16 for row in odd) or any(getattr(s, "block_stride_alignment", None) for s in specs):

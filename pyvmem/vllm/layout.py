@@ -11,10 +11,10 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from pyvmem.vllm import settings
+from pyvmem.vllm import geometry, settings
 
 
 def preferred(names: Sequence[str], worker: Any) -> list[str]:
@@ -25,14 +25,8 @@ def preferred(names: Sequence[str], worker: Any) -> list[str]:
         return ["BLHNC"]  # of one group of layers, CPU_ATTN reads it, too
     if worker.device.type == "cpu":  # backends there offer every layout, and some read vLLM's own only
         return list(names)
-    specs = list(_specs(worker.model_runner.get_kv_cache_spec().values()))
+    specs = list(geometry.specs_of(worker.model_runner.get_kv_cache_spec().values()))
     return order(names, [int(s.page_size_bytes) for s in specs])
-
-
-def _specs(specs: Iterable[Any]) -> Iterable[Any]:
-    for spec in specs:
-        inner = getattr(spec, "kv_cache_specs", None)
-        yield from _specs(inner.values()) if inner else [spec]
 
 
 def order(names: Sequence[str], sizes: Sequence[int]) -> list[str]:
