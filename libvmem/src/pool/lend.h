@@ -69,7 +69,8 @@ struct vmem__member_ops {
     // Locked; NULL with `ready`. What the member foresaw has come or is not wanted any more.
     void (*forget)(void *self);
 
-    // NULL: nobody asks from outside. Locked: a maximum in bytes that another process asks for, until it is answered; 0: none.
+    // NULL: nobody asks from outside. Locked: a maximum in bytes that another process asks for, until it is answered; 0:
+    // none.
     uint64_t (*wanted)(void *self);
     // Not locked, NULL with `wanted`. What became of it: 0, or a negative errno. why: enum vmem_kv_refusal.
     void (*answered)(void *self, uint64_t bytes, int rc, uint32_t why);

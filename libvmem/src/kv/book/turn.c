@@ -42,8 +42,7 @@ void vmem__kv_worker_release(vmem_kv *kv)
         pthread_cond_signal(&kv->turn.work);
 }
 
-// The worker begins no other job until the caller drops the lock, so slots that were
-// not busy are still not busy.
+// The worker begins no other job until the caller drops the lock, so slots that were not busy are still not busy.
 void vmem__kv_wait_unmapping(vmem_kv *kv)
 {
     if (!kv->turn.unmapping)

@@ -24,7 +24,8 @@ static void add(struct kv_grow *l, struct kv_part part)
         l->parts[l->n_parts++] = part;
 }
 
-// Plans to back pages [from, to) of a span, next to what it has. Whole blocks form one aligned part. The rest of a partly backed block is placed next to the pages that the block has.
+// Plans to back pages [from, to) of a span, next to what it has. Whole blocks form one aligned part. The rest of a partly
+// backed block is placed next to the pages that the block has.
 static int add_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
                      uint32_t coarse_hi)
 {
