@@ -102,9 +102,9 @@ class WorkerDoor:
         super().execute_dummy_batch()  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:
-        if self._vmem is not None:
-            self._vmem.sleep()
         super().sleep(level)  # type: ignore[misc]
+        if self._vmem is not None:
+            self._vmem.sleep()  # last: vLLM fails if the device has less free memory then, and neighbours take this
 
     def discard(self, tags: tuple[str, ...]) -> None:
         super().discard(tags)  # type: ignore[misc]

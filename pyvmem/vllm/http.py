@@ -56,10 +56,11 @@ class Limits:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in (PATH, METRICS):
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
+        if path not in (PATH, METRICS):
             await self._app(scope, receive, send)
             return
-        if scope["path"] == METRICS:
+        if path == METRICS:
             await _answer(send, 200, text(), b"text/plain; version=0.0.4; charset=utf-8")
             return
         status: int = 200

@@ -35,9 +35,13 @@ def started_by(pid: int, ancestor: int) -> bool:
 
 
 def server() -> int:
-    """The process that the user started: this one, or the one that started it as one of several API servers."""
+    """The process of `vllm serve`: this one, or the one that started it as one of several API servers.
+
+    Any other parent is the user's own, which may have started other servers, too.
+    """
     parent = multiprocessing.parent_process()
-    return os.getpid() if parent is None or parent.pid is None else parent.pid
+    one_of_several = multiprocessing.current_process().name.startswith("ApiServer_")  # vLLM's name for it
+    return parent.pid if one_of_several and parent is not None and parent.pid is not None else os.getpid()
 
 
 def engines() -> list[tuple[control.Engine, control.Page]]:

@@ -178,7 +178,7 @@ def test_sleep_and_discard_give_up_the_kv_cache(behind_door):
     made.wake_up(["kv_cache"])
     made.discard(("weights",))
     made.discard(("kv_cache",))
-    assert told == [("pages go",), ("sleep", 1), ("wake_up", ["weights"]), ("pages come",), ("wake_up", ["kv_cache"]),
+    assert told == [("sleep", 1), ("pages go",), ("wake_up", ["weights"]), ("pages come",), ("wake_up", ["kv_cache"]),
                     ("discard", ("weights",)), ("discard", ("kv_cache",)), ("pages go",)]  # fmt: skip
 
 
@@ -353,6 +353,16 @@ def test_an_engine_in_another_container_is_not_of_this_server(folder):
     assert [e.name for e, _ in metrics.engines()] == ["elsewhere"]
     page[control.STARTED] += 1  # there, another process has the number of one here
     assert [e.name for e, _ in control.engines()] == ["elsewhere"] and metrics.engines() == []
+
+
+@pytest.mark.parametrize("name, its", [("ApiServer_1", "the parent's"), ("Process-1", "its own")])
+def test_a_server_is_not_all_that_its_parent_has_started(name, its):
+    fork = multiprocessing.get_context("fork")
+    servers = fork.SimpleQueue()
+    child = fork.Process(target=lambda: servers.put(metrics.server()), name=name)
+    child.start()
+    assert servers.get() == (os.getpid() if its == "the parent's" else child.pid)
+    child.join()
 
 
 def test_files_that_are_no_pages_are_left_out(folder):
@@ -696,13 +706,15 @@ def ask(method, body=b"", path="/vmem/limit", whole=True):
     async def send(message):
         sent.append(message)
 
-    asyncio.run(http.Limits(passed_on)({"type": "http", "path": path, "method": method}, receive, send))
+    scope = {"type": "http", "path": path, "method": method, "root_path": "/api"}  # vllm serve --root-path /api
+    asyncio.run(http.Limits(passed_on)(scope, receive, send))
     return (sent[0]["status"], json.loads(sent[1]["body"])) if len(sent) == 2 else sent[0] if sent else None
 
 
 def test_limits_over_http():
     page = engine(POOL=5)
     assert ask("GET", path="/health") == {"passed": "/health"}
+    assert ask("GET", path="/api/vmem/limit") == ask("GET")
     status, told = ask("GET")
     assert status == 200 and [e["name"] for e in told["engines"]] == ["abc"] and told["engines"][0]["limit"] is None
     status, told = ask("POST", json.dumps(dict(limit=40 << 20, min=1 << 20, max=60 << 20, priority=2)).encode())
