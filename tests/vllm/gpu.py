@@ -78,6 +78,7 @@ CLASSES = {
 }  # fmt: skip
 SLOTS = ("llama", "llama-graphs", "llama-random", "qwen3", "qwen2moe")
 FEW = ("llama", "gemma3", "deepseek", "gptoss", "next", "qwen2moe", "llama-graphs")
+WEIGHTS = threading.Lock()  # torch's random numbers are the process's, and threads import transformers' parts badly
 OPTIONS = {"next": dict(additional_config={"gdn_prefill_backend": "triton"})}  # the other kernel is FlashInfer's
 
 
@@ -181,12 +182,13 @@ def start(name, vmem, folder, plugin, seconds, device_memory, requests, log, lay
 
 def write_weights(config, folder):
     """For a class that says how: those that vLLM makes up give every request the same tokens."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
     about = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **about))
+    with WEIGHTS:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **about))
     made.to(torch.bfloat16).save_pretrained(folder)
 
 
