@@ -321,6 +321,48 @@ static void test_truncation_passes_windows(void)
     vmem_kv_destroy(kv, 0);
 }
 
+// A request begins with `most` tokens of runs which fill the cache, each of 16 rows but the last, of 8. All answers agree.
+static int begin_in_a_full_cache(uint32_t window, uint32_t rows_per_run, uint32_t most)
+{
+    uint64_t runs[3];
+    uint32_t n = 0, slot, tokens;
+    create(3, 0, &(struct vmem_kv_tensor){.row_bytes = test_page / 16, .window = window}, 1);
+    OK(k_alloc(kv, 0, &slot));
+    for (uint32_t end = rows_per_run; end < 40 + rows_per_run; end += rows_per_run, n++) {
+        step_to(slot, end < 40 ? end : 40);
+        struct vmem_kv_run r = {.slot = slot, .first = n * rows_per_run, .priority = VMEM_KV_RUN_PRIORITY};
+        r.tokens = (end < 40 ? end : 40) - r.first;
+        OK(vmem_kv_share(kv, &r, 1, 0));
+        runs[n] = r.id;
+    }
+    OK(vmem_kv_free(kv, slot, 0));
+    CHECK_EQ(stats().evictable_pages, 3);
+    const struct vmem_kv_request request = {.tokens = most, .runs = runs, .n_runs = n};
+    const int fits = vmem_kv_fit(kv, &request, 1, NULL),
+              dry = vmem_kv_attach(kv, 0, runs, n, most, VMEM_KV_DRY, &tokens);
+    OK(k_alloc(kv, 0, &slot));
+    const int rc = vmem_kv_attach(kv, slot, runs, n, most, 0, &tokens);
+    CHECK_EQ(fits, dry);
+    CHECK_EQ(rc, dry);
+    CHECK_EQ(tokens, rc ? 0 : most);
+    OK(vmem_kv_free(kv, slot, 0));
+    OK(vmem_kv_drop(kv, NULL, SIZE_MAX, UINT64_MAX, VMEM_KV_NEXT, NULL));
+    CHECK_EQ(stats().held_pages, 0);
+    vmem_kv_destroy(kv, 0);
+    return rc;
+}
+
+// Memory for the copy of a partial page comes from runs that the request does not read, even if it begins behind them. The
+// others stay until it has begun, whole.
+static void test_runs_make_room_for_their_own_request(void)
+{
+    CHECK_EQ(begin_in_a_full_cache(16, 16, 40), 0);
+    CHECK_EQ(begin_in_a_full_cache(16, 16, 33), 0);
+    CHECK_EQ(begin_in_a_full_cache(0, 16, 40), -ENOMEM); // it reads all
+    CHECK_EQ(begin_in_a_full_cache(0, 40, 8), -ENOMEM);  // they are one run
+    CHECK_EQ(begin_in_a_full_cache(0, 16, 16), 0);       // nothing is copied
+}
+
 static void test_misuse(void)
 {
     struct vmem_kv_run run = {.tokens = BLOCK, .priority = VMEM_KV_RUN_PRIORITY}, *r = &run;
@@ -419,6 +461,7 @@ int main(int argc, char **argv)
     test_ranks_choose_equal_slots();
     test_sharing_does_not_depend_on_what_is_cut();
     test_truncation_passes_windows();
+    test_runs_make_room_for_their_own_request();
     test_misuse();
     vmem_context_destroy(ctx);
     return 0;

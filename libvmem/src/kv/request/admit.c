@@ -96,18 +96,20 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     for (; i < n && i < kv->in_state[VMEM_KV_FREE]; i++, back = kv_watermark(kv)) { // a request runs from here on
         const struct vmem_kv_request *r = &requests[i];
         uint32_t prefix_tokens = r->prefix_tokens;
-        uint64_t copied = 0;
+        uint64_t beside = 0;
         const int failed = r->n_runs ? vmem__kv_known(kv, r->runs, r->n_runs, r->tokens, &prefix_tokens) : 0;
         if (failed)
             return rc ? rc : failed;
         if (r->n_runs && prefix_tokens) {
-            const uint64_t taken = vmem__kv_taken(kv, prefix_tokens, &copied);
+            vmem__kv_hold_found(kv, prefix_tokens);
+            const uint64_t taken = vmem__kv_taken(kv, prefix_tokens, &beside);
+            vmem__kv_let_found(kv);
             want += taken;
             before += taken;
         }
         want += kv_pages_beside(kv, r->tokens, prefix_tokens);
         before += prefix_tokens ? kv_pages_beside(kv, prefix_tokens, prefix_tokens) : 0;
-        most = KV_MAX(want, before + copied) + back;
+        most = KV_MAX(want, before + beside) + back;
         if (!rc && most > limit)
             limit = vmem__kv_reach(kv, most);
         if (!rc && most > limit)

@@ -64,10 +64,10 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 // By how many pages `fixed` grows when a slot which makes so many copies begins with the runs found.
 static int64_t delta_of(vmem_kv *kv, uint32_t tokens, uint64_t copies)
 {
-    uint64_t copied;
+    uint64_t beside;
     kv->mark++;
-    const uint64_t taken = vmem__kv_taken(kv, tokens, &copied);
-    return (int64_t)(copies + taken + copied);
+    const uint64_t taken = vmem__kv_taken(kv, tokens, &beside);
+    return (int64_t)(copies + taken + beside);
 }
 
 // Starts a newly allocated slot with so many tokens of the runs found.
@@ -119,10 +119,10 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     int rc = 0;
     for (uint32_t k = 0; k < kv->runs.n_found && !rc; k++)
         rc = vmem__kv_pin(kv, slot, kv->runs.found[k]);
-    vmem__kv_hold_found(kv, true); // so that making room evicts others
+    vmem__kv_hold_found(kv, tokens); // so that making room evicts others
     if (!rc)
         rc = attach(kv, slot, tokens);
-    vmem__kv_hold_found(kv, false);
+    vmem__kv_let_found(kv);
     if (rc)
         vmem__kv_unpin(kv, slot);
     return rc;
@@ -132,8 +132,12 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 static int would_attach(vmem_kv *kv, uint32_t tokens)
 {
     const uint64_t copies = kv_pages_beside(kv, tokens, tokens);
-    // Otherwise attaching only maps pages that are there.
-    return copies ? vmem__kv_would_fit(kv, delta_of(kv, tokens, copies), copies) : 0;
+    if (!copies) // attaching only maps pages that are there
+        return 0;
+    vmem__kv_hold_found(kv, tokens);
+    const int rc = vmem__kv_would_fit(kv, delta_of(kv, tokens, copies), copies);
+    vmem__kv_let_found(kv);
+    return rc;
 }
 
 static int begin_with(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
@@ -157,13 +161,14 @@ static int begin_with(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n
         return rc;
     if (flags)
         return would_attach(kv, *tokens);
+    const bool counted = kv->runs.list[kv->runs.found[0]].report; // it may be evicted meanwhile
     rc = vmem__kv_check_staged(kv, slot, *tokens);
     if (!rc)
         rc = attach_found(kv, slot, *tokens);
     if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);
     *tokens = rc ? 0 : *tokens;
-    kv->stats.hit_tokens += kv->runs.list[kv->runs.found[0]].report ? *tokens : 0;
+    kv->stats.hit_tokens += counted ? *tokens : 0;
     return rc;
 }
 

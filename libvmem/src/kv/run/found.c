@@ -11,8 +11,8 @@ static struct kv_range rows_read(const vmem_kv *kv, const struct kv_group *g, ui
     return (struct kv_range){lo, KV_MAX(lo, hi)};
 }
 
-// Of the runs found, the one with this row.
-static const struct kv_run *run_with(const vmem_kv *kv, uint32_t row)
+// Of the runs found, the one with this row: its place in the list.
+static uint32_t run_with(const vmem_kv *kv, uint32_t row)
 {
     const struct kv_runs *all = &kv->runs;
     uint32_t lo = 0, hi = all->n_found;
@@ -23,12 +23,12 @@ static const struct kv_run *run_with(const vmem_kv *kv, uint32_t row)
         else
             hi = middle;
     }
-    return &all->list[all->found[lo]];
+    return all->found[lo];
 }
 
 // Of a sequence of `tokens` tokens, the run that has the page with all rows that begin in it: the last one that has the
 // page.
-static const struct kv_run *run_of(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens, uint32_t page)
+static uint32_t run_of(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens, uint32_t page)
 {
     const uint64_t behind = (((uint64_t)page + 1) << kv->page_shift) + g->row_bytes - 1;
     return run_with(kv, (uint32_t)KV_MIN(behind / g->row_bytes, KV_MIN(tokens, g->max_tokens)) - 1);
@@ -41,7 +41,7 @@ static bool windows_allow(const vmem_kv *kv, uint32_t tokens)
     for (uint32_t i = 0; i < kv->n_groups && kv->windows; i++) {
         const struct kv_range rows = rows_read(kv, &kv->groups[i], tokens);
         for (uint32_t p = rows.lo; p < rows.hi; p++) {
-            const struct kv_rows *has = &run_of(kv, &kv->groups[i], tokens, p)->rows[i];
+            const struct kv_rows *has = &kv->runs.list[run_of(kv, &kv->groups[i], tokens, p)].rows[i];
             if (p < has->lo || p >= has->lo + has->n)
                 return false;
         }
@@ -75,34 +75,77 @@ int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most,
 const vmem_page *vmem__kv_found_page(const vmem_kv *kv, uint32_t group, uint32_t tokens, uint32_t page,
                                      uint32_t *stride)
 {
-    const struct kv_rows *r = &run_of(kv, &kv->groups[group], tokens, page)->rows[group];
+    const struct kv_rows *r = &kv->runs.list[run_of(kv, &kv->groups[group], tokens, page)].rows[group];
     *stride = r->n;
     return r->pages + (page - r->lo);
 }
 
-uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied)
+void vmem__kv_hold_found(vmem_kv *kv, uint32_t tokens)
 {
-    uint64_t pages = 0;
-    *copied = 0;
+    struct kv_runs *all = &kv->runs;
+    uint32_t n = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        const struct kv_range rows = rows_read(kv, g, tokens);
-        const uint64_t full = KV_MIN(tokens, g->max_tokens) * g->row_bytes >> kv->page_shift;
-        uint32_t stride;
-        for (uint32_t p = rows.lo; p < rows.hi; p++) {
-            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, *vmem__kv_found_page(kv, i, tokens, p, &stride));
-            if (ref->slots || ref->cached != ref->prefixes || ref->mark == kv->mark)
+        const struct kv_range rows = rows_read(kv, &kv->groups[i], tokens);
+        for (uint32_t p = rows.lo; p < rows.hi; p++)
+            all->list[run_of(kv, &kv->groups[i], tokens, p)].held = true;
+    }
+    for (uint32_t k = 0; k < all->n_found; k++)
+        if (all->list[all->found[k]].held)
+            all->found[n++] = all->found[k];
+    all->n_found = n;
+}
+
+void vmem__kv_let_found(vmem_kv *kv)
+{
+    for (uint32_t k = 0; k < kv->runs.n_found; k++)
+        kv->runs.list[kv->runs.found[k]].held = false;
+}
+
+static bool evictable(const struct kv_ref *ref) { return !ref->slots && ref->cached == ref->prefixes; }
+
+// Pages of a group that could be evicted if the runs found were not held, and that the request does not map.
+static uint64_t only_held(const vmem_kv *kv, uint32_t group, uint32_t tokens)
+{
+    const struct kv_runs *all = &kv->runs;
+    const struct kv_group *g = &kv->groups[group];
+    const uint64_t full = KV_MIN(tokens, g->max_tokens) * g->row_bytes >> kv->page_shift;
+    const uint32_t lo = rows_read(kv, g, tokens).lo;
+    struct kv_rows next = {0};
+    uint64_t pages = 0;
+    for (uint32_t k = all->n_found; k--;) {
+        const struct kv_rows r = all->list[all->found[k]].rows[group];
+        for (uint32_t p = r.lo; p < r.lo + r.n; p++) {
+            const vmem_page page = r.pages[p - r.lo];
+            if (p >= next.lo && p < next.lo + next.n) {
+                if (next.pages[p - next.lo] == page) // counted with the next run
+                    continue;
+            } else if (p >= lo && p < full) { // the request maps it
                 continue;
-            *(p < full ? &pages : copied) += g->n;
-            if (p < full)
-                ref->mark = kv->mark;
+            }
+            const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, page);
+            pages += evictable(ref) && ref->mark != kv->mark ? g->n : 0;
         }
+        next = r;
     }
     return pages;
 }
 
-void vmem__kv_hold_found(vmem_kv *kv, bool on)
+uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside)
 {
-    for (uint32_t k = 0; k < kv->runs.n_found; k++)
-        kv->runs.list[kv->runs.found[k]].held = on;
+    uint64_t pages = 0;
+    *beside = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const uint64_t full = KV_MIN(tokens, g->max_tokens) * g->row_bytes >> kv->page_shift;
+        uint32_t stride;
+        for (uint32_t p = rows_read(kv, g, tokens).lo; p < full; p++) {
+            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, *vmem__kv_found_page(kv, i, tokens, p, &stride));
+            if (!evictable(ref) || ref->mark == kv->mark)
+                continue;
+            pages += g->n;
+            ref->mark = kv->mark;
+        }
+        *beside += only_held(kv, i, tokens);
+    }
+    return pages;
 }

@@ -44,14 +44,15 @@ void vmem__kv_drop_all_runs(vmem_kv *kv); // and releases what is doomed, while 
 
 // How many tokens a request could begin with, at most `most`, and leaves the runs in runs.found.
 int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most, uint32_t *tokens);
-// Pages that a request which begins with the runs found last takes from those that can be evicted. Marked ones do not
-// count. *copied: of the page that it copies, which it takes for as long as that lasts.
-uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *copied);
+// Of the runs found, those whose pages the request begins with stay found and are not evicted. The others may be: windows
+// have passed their rows, or a later run has the same ones.
+void vmem__kv_hold_found(vmem_kv *kv, uint32_t tokens);
+void vmem__kv_let_found(vmem_kv *kv); // these can be evicted again
+// Of the runs held, pages that a request which begins with them takes from those that can be evicted. Marked ones do not
+// count. *beside: the others that cannot be evicted until it has begun.
+uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside);
 // That page of the group's first tensor, of a request that begins with so many tokens of the runs found; `stride`
 // further on, that of the next tensor.
 const vmem_page *vmem__kv_found_page(const vmem_kv *kv, uint32_t group, uint32_t tokens, uint32_t page,
                                      uint32_t *stride);
-// The runs found are not evicted (on), or can be again.
-void vmem__kv_hold_found(vmem_kv *kv, bool on);
-
 #endif
