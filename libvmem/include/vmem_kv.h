@@ -21,7 +21,8 @@
 // would return now, and changes nothing.
 //
 // Backed rows that have not been written hold finite values: zero, or what an earlier request left in a tensor of the
-// same kind (always zero with VMEM_KV_ZERO).
+// same kind (always zero with VMEM_KV_ZERO). Without VMEM_KV_ZERO, this requires that nothing else in the context, such as
+// a cache with other kinds, creates pages.
 //
 // Errors and thread safety are as in vmem.h: 0, or a negative errno and vmem_last_error(). A call that fails changes
 // nothing that a caller can see, but may have given up pages that were kept for reuse. The manager serialises calls
@@ -42,7 +43,7 @@ typedef struct vmem_kv vmem_kv;
 // ---- creation -----------------------------------------------------------------------------------------------
 
 struct vmem_kv_tensor {
-    uint64_t row_bytes;  // of one token's row
+    uint64_t row_bytes;  // of one token's row; at most 2^30
     uint32_t max_tokens; // rows of a slot; 0: as the cache. A longer request has no further rows in this tensor
     uint32_t window;     // sliding window: older rows are released; 0: all rows are kept
     uint32_t kind;       // one number per element type: tensors of different kinds never see each other's old bytes,
@@ -71,17 +72,18 @@ struct vmem_kv_config {
     uint32_t size;  // sizeof(struct vmem_kv_config)
     uint32_t flags; // VMEM_KV_*
     const struct vmem_kv_tensor *tensors;
-    uint32_t n_tensors;
-    uint32_t slots;      // B
-    uint32_t max_tokens; // L
+    uint32_t n_tensors;  // 1 to 65536
+    uint32_t slots;      // B; 1 to 65536
+    uint32_t max_tokens; // L; 1 to 2^31 - 1
     uint32_t tile_rows;  // rows that kernels load together, past the length too; 1 (or 0) for kernels that mask loads
     uint64_t page_size;
-    uint64_t budget; // most bytes of pages; taken from the device at creation (vmem_prealloc), unless LAZY
+    uint64_t
+        budget; // most bytes of pages, at least one; taken from the device at creation (vmem_prealloc), unless LAZY
     // 0 selects the default in parentheses.
     uint32_t ahead_tokens;    // plentiful memory: stay backed this far past the length, up to twice as far (128)
     uint32_t ahead_min;       // scarce memory: the same, up to twice as far (4)
     uint32_t eager_tokens;    // (512)
-    uint32_t reclaim_percent; // memory is scarce when less than this part of the budget is free (10)
+    uint32_t reclaim_percent; // memory is scarce when less than this part of the budget is free (10; at most 50)
     uint32_t steps_in_flight; // iterations whose kernels may be running when a step is called (1; at most 16)
     // With OVERLAP: a cache that has no request, and was asked for nothing for this many milliseconds, gives all kept
     // pages and the memory that it took ahead back to the system; it takes memory when it is needed from then on, as
@@ -134,8 +136,8 @@ int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_t
 // Ends a request. The pages of its slot are kept for the next one (VMEM_KV_DEFER) or released; shared pages are
 // dropped. With `after`, the slot cannot be had until the kernels up to that step have ended: no call may name it, and
 // the pages that these kernels access stay in use. A slot that no step has accessed is free at once. For a slot that
-// is, or is being, swapped out, the swap's `after` counts in place of this one. If the call fails, the rows are lost
-// anyway; call it again.
+// is, or is being, swapped out, any `after` but 0 means the swap's. If the call fails, the rows are lost anyway; call it
+// again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after);
 
 // Fences. Successful steps are numbered from 1; *step receives the number of the last one, or 0. An iteration's kernels
@@ -149,8 +151,9 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step);
 #define VMEM_KV_ASSURED 0x2u // dry, and 0 only if the memory cannot be lost to others
 
 // Backs the rows of the coming iteration. lengths[s] is the number of tokens of slot s after the iteration; 0 means
-// that the slot takes no part and keeps what it holds. n must be the number of slots. -ENOMEM: pages are missing; free
-// or swap out a request and try again.
+// that the slot takes no part and keeps what it holds. n must be the number of slots. A length below the slot's discards
+// rows, as vmem_kv_truncate does; -EINVAL: some of them are shared, or windows have passed rows that the step reads.
+// -ENOMEM: pages are missing; free or swap out a request and try again.
 //
 // VMEM_KV_DRY: changes nothing but a budget that another process requested. Requests that end count as
 // running: after -ENOMEM, the step may still find that they have ended. After 0, the step may find that others have
@@ -263,8 +266,8 @@ struct vmem_kv_run {
     uint32_t slot;
     uint32_t first, tokens; // rows [first, first + tokens), which the slot has
     uint32_t priority;
-    // Receives the run's number; 0: windows have passed all of its rows. A run of the same rows that is still there
-    // when the call begins is pinned, and no new one is made.
+    // 0, or the number of a run of these rows: if that is still there, the request pins it, and no new one is made.
+    // Receives the run's number; 0: windows have passed all of its rows.
     uint64_t id;
 };
 #define VMEM_KV_RUN_REPORT 0x1u // name the runs in vmem_kv_evicted when they are evicted
@@ -327,7 +330,7 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
 
 // ---- memory -------------------------------------------------------------------------------------------------
 
-// Grows or shrinks the budget. Shrinking releases kept pages and returns device memory to the system; kernels in flight
+// Grows or shrinks the budget, to at least a page. Shrinking releases kept pages and returns device memory to the system; kernels in flight
 // access none of these. What active requests hold beyond the new budget stays until they end. Until then, a step finds
 // memory only if it needs no more pages in all than before, even where pages are left of rows that were truncated.
 // Growing takes memory and may return -ENOMEM.

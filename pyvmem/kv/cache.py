@@ -375,7 +375,8 @@ class KVCache(_Owned):
 
         Quiet, unless `after` is given: a step's number (`last_step`), or an event with a ``query()``, such as a
         ``torch.cuda.Event`` recorded after the last step's kernels. The slot is then freed once the kernels up to that
-        point have ended. No call may name it until it is allocated again.
+        point have ended. No call may name it until it is allocated again. Pass `after` also for a slot that is being
+        swapped out.
         """
         kv, slot = self._use(), uint("slot", slot, 32)
         host = self._swapped.pop(slot, None)  # before the call: once the slot is free, another thread may allocate it
@@ -772,7 +773,8 @@ class KVCache(_Owned):
     # ---- memory ----------------------------------------------------------------------------------------------
 
     def set_budget(self, bytes: SupportsIndex) -> None:
-        """Grow or shrink the budget. Shrinking returns device memory; active requests keep what they need.
+        """Grow or shrink the budget, to a page or more. Shrinking returns device memory; active requests keep what they
+        need.
 
         Raises `OutOfMemory` if the device has less memory than that.
         """

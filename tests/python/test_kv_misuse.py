@@ -147,6 +147,15 @@ def test_budgets_beyond_all_memory_are_refused_beside_another_cache():
         assert cache.stats().budget_pages == 512
 
 
+def test_budgets_beyond_the_limits_are_named(cache):
+    with pytest.raises(InvalidArgument, match="bytes 5 is less than a page, 65536"):
+        cache.set_budget(5)
+    with pytest.raises(InvalidArgument, match="budget 5 is less than a page, 65536"):
+        KVCache([TensorSpec("x", (8,), torch.int8)], 1, 10, 5, backend="host", name=None)
+    with pytest.raises(OutOfMemory, match=f"budget {2**60}: "):
+        KVCache([TensorSpec("x", (8,), torch.int8)], 1, 10, 2**60, backend="host", name=None)
+
+
 # ---- events ----------------------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
     if (rc)
         return rc;
     if (c->budget < c->page_size)
-        return vmem__error(-EINVAL, "budget %" PRIu64 " is less than a page", c->budget);
+        return vmem__error(-EINVAL, "budget %" PRIu64 " is less than a page, %" PRIu64, c->budget, c->page_size);
     if (c->reclaim_percent > 50)
         return vmem__error(-EINVAL, "reclaim_percent %u is over 50", c->reclaim_percent);
     for (uint32_t i = 0; i < c->n_tensors; i++) {
@@ -135,7 +135,7 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     if (!(c->flags & VMEM_KV_LAZY))
         rc = vmem__kv_take_ahead(kv, c->budget >> kv->page_shift);
     if (rc)
-        return rc;
+        return vmem__error(rc, "budget %" PRIu64 ": %s", c->budget, vmem_last_error());
     kv->ledger.budget = c->budget >> kv->page_shift;
     vmem__kv_summarise(kv);
     return c->flags & VMEM_KV_OVERLAP ? vmem__kv_worker_start(kv) : 0;

@@ -10,7 +10,7 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
     uint64_t pages = bytes >> kv->page_shift;
     bool lazy = kv->flags & VMEM_KV_LAZY;
     if (!pages)
-        return vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page", bytes);
+        return vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page, %" PRIu64, bytes, kv->page_size);
     if (pages > kv->ledger.budget) {
         int rc = lazy ? 0 : vmem__kv_take_ahead(kv, pages);
         if (!rc)
