@@ -363,6 +363,35 @@ static void test_runs_make_room_for_their_own_request(void)
     CHECK_EQ(begin_in_a_full_cache(0, 16, 16), 0);       // nothing is copied
 }
 
+// To wait for the kernels of a request that ends helps nobody who begins with its rows: their pages stay.
+static void test_a_shortage_waits_for_other_pages(void)
+{
+    struct vmem_kv_shortage shortage = {.size = sizeof shortage};
+    uint32_t writer, other, slot, tokens;
+    create(4, 0, &(struct vmem_kv_tensor){.row_bytes = test_page / 16}, 1);
+    OK(k_alloc(kv, 0, &writer));
+    step_to(writer, 40);
+    struct vmem_kv_run run = {.slot = writer, .tokens = 40, .priority = VMEM_KV_RUN_PRIORITY};
+    OK(vmem_kv_share(kv, &run, 1, 0));
+    OK(vmem_kv_free(kv, writer, 1));
+    OK(k_alloc(kv, 0, &other));
+    step_to(other, 16);
+    OK(k_alloc(kv, 0, &slot));
+    CHECK_EQ(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, 0, &tokens), -ENOMEM); // a page is copied
+    OK(vmem_kv_last_shortage(&shortage));
+    CHECK_EQ(shortage.step, 0);
+    OK(vmem_kv_free(kv, other, 2));
+    const struct vmem_kv_request request = {.tokens = 40, .runs = &run.id, .n_runs = 1};
+    CHECK_EQ(vmem_kv_fit(kv, &request, 1, NULL), -ENOMEM);
+    OK(vmem_kv_last_shortage(&shortage));
+    CHECK_EQ(shortage.step, 2);
+    CHECK_EQ(shortage.ending_pages, 1);
+    OK(vmem_kv_retire(kv, shortage.step));
+    OK(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, 0, &tokens));
+    CHECK_EQ(tokens, 40);
+    vmem_kv_destroy(kv, 0);
+}
+
 static void test_misuse(void)
 {
     struct vmem_kv_run run = {.tokens = BLOCK, .priority = VMEM_KV_RUN_PRIORITY}, *r = &run;
@@ -462,6 +491,7 @@ int main(int argc, char **argv)
     test_sharing_does_not_depend_on_what_is_cut();
     test_truncation_passes_windows();
     test_runs_make_room_for_their_own_request();
+    test_a_shortage_waits_for_other_pages();
     test_misuse();
     vmem_context_destroy(ctx);
     return 0;

@@ -14,11 +14,13 @@ const struct vmem_kv_shortage *vmem__kv_last_shortage(void) { return &last; }
 
 void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
 
-// Pages that become available once the kernels up to a step have ended. Slots that end by then may share rows.
+// Pages that become available once the kernels up to a step have ended. Slots that end by then may share rows, also with
+// the request that lacks the pages.
 static uint64_t coming(vmem_kv *kv, uint64_t step)
 {
     uint64_t pages = 0;
     kv->mark++;
+    vmem__kv_see_found(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++)
         for (uint32_t i = 0; i < kv->n_groups && kv_waits(kv, s) && kv->idle[s].ends <= step; i++)
             pages += vmem__kv_rows_left(kv, s, i) * kv->groups[i].n;

@@ -103,7 +103,6 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
         if (r->n_runs && prefix_tokens) {
             vmem__kv_hold_found(kv, prefix_tokens);
             const uint64_t taken = vmem__kv_taken(kv, prefix_tokens, &beside);
-            vmem__kv_let_found(kv);
             want += taken;
             before += taken;
         }
@@ -114,6 +113,8 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
             limit = vmem__kv_reach(kv, most);
         if (!rc && most > limit)
             rc = vmem__kv_short_beside(kv, most - back, limit, back);
+        if (r->n_runs)
+            vmem__kv_let_found(kv);
         if (rc && !kv->lend.member)
             return rc;
         *fit += !rc;

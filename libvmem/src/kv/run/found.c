@@ -101,6 +101,20 @@ void vmem__kv_let_found(vmem_kv *kv)
         kv->runs.list[kv->runs.found[k]].held = false;
 }
 
+void vmem__kv_see_found(vmem_kv *kv)
+{
+    const struct kv_runs *all = &kv->runs;
+    for (uint32_t k = 0; k < all->n_found; k++) {
+        const struct kv_run *r = &all->list[all->found[k]];
+        for (uint32_t i = 0; i < kv->n_groups && r->held; i++)
+            for (uint32_t p = 0; p < r->rows[i].n; p++) {
+                struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->rows[i].pages[p]);
+                ref->mark = kv->mark;
+                ref->seen = kv->n_slots;
+            }
+    }
+}
+
 static bool evictable(const struct kv_ref *ref) { return !ref->slots && ref->cached == ref->prefixes; }
 
 // Pages of a group that could be evicted if the runs found were not held, and that the request does not map.

@@ -48,6 +48,8 @@ int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most,
 // have passed their rows, or a later run has the same ones.
 void vmem__kv_hold_found(vmem_kv *kv, uint32_t tokens);
 void vmem__kv_let_found(vmem_kv *kv); // these can be evicted again
+// Marks the pages of the runs held as seen more often than slots can: they do not become free with the slots that have them.
+void vmem__kv_see_found(vmem_kv *kv);
 // Of the runs held, pages that a request which begins with them takes from those that can be evicted. Marked ones do not
 // count. *beside: the others that cannot be evicted until it has begun.
 uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside);
