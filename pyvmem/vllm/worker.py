@@ -76,6 +76,9 @@ class WorkerMemory:
         if rank >= control.RANKS:
             raise refuse.Refused(f"VMEM_VLLM=1: worker {rank} is out of range: an engine may have {control.RANKS} "
                                  "workers (or unset VMEM_VLLM)")  # fmt: skip
+        if page[control.ATTACHED + rank]:  # the name of an engine comes with its configuration
+            raise refuse.Refused("VMEM_VLLM=1: an engine with this VllmConfig runs already, and one control page "
+                                 "cannot serve both; make a VllmConfig for each (or unset VMEM_VLLM)")  # fmt: skip
         self._page, self._rank = page, rank
         self._tensor: VirtualTensor | None = None
         self._ranges: list[BlockRange] = []

@@ -355,6 +355,15 @@ def test_an_engine_in_another_container_is_not_of_this_server(folder):
     assert [e.name for e, _ in control.engines()] == ["elsewhere"] and metrics.engines() == []
 
 
+def test_an_engine_does_not_begin_with_the_page_of_one_that_died():
+    process = multiprocessing.get_context("spawn").Process(target=_claimed, args=("again",))
+    process.start()
+    process.join()
+    assert control.path_of("again", 0).exists()
+    page = control.open_page("again", 0)
+    assert page.shared and page[control.PID] == 0
+
+
 @pytest.mark.parametrize("name, its", [("ApiServer_1", "the parent's"), ("Process-1", "its own")])
 def test_a_server_is_not_all_that_its_parent_has_started(name, its):
     fork = multiprocessing.get_context("fork")
@@ -469,6 +478,16 @@ def test_a_rank_without_requests_keeps_the_null_block_and_waits_for_its_fences(w
     worker.dummy()
     assert worker._tensor.resident_bytes == PAGE
     assert (flat[:PAGE] == 7).all()
+
+
+def test_two_engines_with_one_configuration_are_refused(worker):
+    from pyvmem.vllm.worker import WorkerMemory
+
+    with pytest.raises(refuse.Refused, match="make a VllmConfig for each"):
+        WorkerMemory(control.open_page("abc", 0), 0)
+    WorkerMemory(control.open_page("abc", 0), 1)
+    worker.close()
+    WorkerMemory(control.open_page("abc", 0), 0)
 
 
 def test_a_step_backs_what_it_does_not_know_to_be_backed(worker):
