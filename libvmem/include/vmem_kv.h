@@ -21,8 +21,8 @@
 // would return now, and changes nothing.
 //
 // Backed rows that have not been written hold finite values: zero, or what an earlier request left in a tensor of the
-// same kind (always zero with VMEM_KV_ZERO). Without VMEM_KV_ZERO, this requires that nothing else in the context, such as
-// a cache with other kinds, creates pages.
+// same kind (always zero with VMEM_KV_ZERO). Without VMEM_KV_ZERO, this requires that nothing else in the context, such
+// as a cache with other kinds, creates pages.
 //
 // Errors and thread safety are as in vmem.h: 0, or a negative errno and vmem_last_error(). A call that fails changes
 // nothing that a caller can see, but may have given up pages that were kept for reuse. The manager serialises calls
@@ -77,8 +77,7 @@ struct vmem_kv_config {
     uint32_t max_tokens; // L; 1 to 2^31 - 1
     uint32_t tile_rows;  // rows that kernels load together, past the length too; 1 (or 0) for kernels that mask loads
     uint64_t page_size;
-    uint64_t
-        budget; // most bytes of pages, at least one; taken from the device at creation (vmem_prealloc), unless LAZY
+    uint64_t budget; // most bytes of pages, at least one page; taken from the device at creation, unless LAZY
     // 0 selects the default in parentheses.
     uint32_t ahead_tokens;    // plentiful memory: stay backed this far past the length, up to twice as far (128)
     uint32_t ahead_min;       // scarce memory: the same, up to twice as far (4)
@@ -330,10 +329,10 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes
 
 // ---- memory -------------------------------------------------------------------------------------------------
 
-// Grows or shrinks the budget, to at least a page. Shrinking releases kept pages and returns device memory to the system; kernels in flight
-// access none of these. What active requests hold beyond the new budget stays until they end. Until then, a step finds
-// memory only if it needs no more pages in all than before, even where pages are left of rows that were truncated.
-// Growing takes memory and may return -ENOMEM.
+// Grows or shrinks the budget, to at least a page. Shrinking releases kept pages and returns device memory to the
+// system; kernels in flight access none of these. What active requests hold beyond the new budget stays until they end.
+// Until then, a step finds memory only if it needs no more pages in all than before, even where pages are left of rows
+// that were truncated. Growing takes memory and may return -ENOMEM.
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
 #define VMEM_KV_KEPT 0x1u    // pages of free slots, and pages backed ahead of need
 #define VMEM_KV_COMPACT 0x2u // bring pages that only runs hold closer together

@@ -19,8 +19,8 @@ static int __attribute__((cold)) look_at_length(const vmem_kv *kv, uint32_t slot
         return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", slot, tokens,
                            vmem__kv_state_name(s->state));
     if ((uint32_t)tokens < vmem__kv_shared_tokens(kv, slot))
-        return vmem__error(-EINVAL, "lengths[%u] %d: rows below %u are shared; truncate the slot first", slot, tokens,
-                           s->shared_tokens);
+        return vmem__error(-EINVAL, "slot %u, %d tokens: rows below %u are shared; truncate the slot first", slot,
+                           tokens, s->shared_tokens);
     return 0;
 }
 
@@ -66,7 +66,7 @@ static int plan_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         if (w->extends)
             plan->missing += (uint64_t)missing_of(kv, slot, i, w->need.lo, w->need.hi) * g->n;
         if (kv->windows && s->tokens && w->need.lo < kv_span(kv, slot, i)->keep.lo)
-            rc = vmem__error(-EINVAL, "lengths[%u] %u: the window has given up rows that it reads", slot, tokens);
+            rc = vmem__error(-EINVAL, "slot %u, %u tokens: the window has given up rows that it reads", slot, tokens);
     }
     plan->extends |= extends(s, tokens);
     return rc;
