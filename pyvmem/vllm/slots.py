@@ -135,7 +135,8 @@ class SlotsMemory(WorkerMemory):
         self._orders: collections.deque[int] = collections.deque()
         self._due = threading.Event()
         self._count = 0  # blocks that circulate
-        self._dirty, self._began = False, 0.0
+        self._dirty = False
+        self._still = 0.0  # since when no step runs; while one does, which may take long, it is infinite
 
     # ---- the start -------------------------------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ class SlotsMemory(WorkerMemory):
         assert requests is not None
         orders: StepOrders | None = getattr(output, "vmem", None)
         with self._lock:
-            self._asleep, self._dirty, self._began = None, True, time.monotonic()
+            self._asleep, self._dirty, self._still = None, True, math.inf
             requests.begin()
             if orders is not None:
                 if not self._real:  # what vLLM's warm-up used
@@ -227,6 +228,7 @@ class SlotsMemory(WorkerMemory):
         if orders is not None and (orders.gone or orders.ahead):
             self.publish()  # before the scheduler sees that the step is over
         super().end(output)
+        self._still = time.monotonic()
 
     def _translated(self, output: Any) -> Any:
         """A copy of vLLM's SchedulerOutput with the places of blocks in place of their numbers."""
@@ -278,7 +280,7 @@ class SlotsMemory(WorkerMemory):
             return
         self._fit()
         with self._lock:
-            idle = time.monotonic() - self._began > IDLE
+            idle = time.monotonic() - self._still > IDLE
             if idle and not self._page[control.USED]:  # the next step, which says who has ended, may be far away
                 self._synchronize()
                 requests.finish_all()

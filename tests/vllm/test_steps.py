@@ -952,6 +952,23 @@ def test_slots_give_up_everything_when_they_sleep_and_wake(engine):
     assert e.read > before
 
 
+def test_slots_keep_what_a_step_uses_that_takes_longer_than_idleness(engine, monkeypatch):
+    monkeypatch.setattr("pyvmem.vllm.slots.IDLE", 0.0)
+    e = engine(kinds=("full",), slots=True, asynchronous=False, queue=1)
+    memory = e.workers[0].memory
+    e.scheduler.add_request(e.requests(1)[0])
+    while not (output := e.scheduler.schedule()).num_scheduled_tokens:  # its blocks come
+        e.update(output, e.workers[0].execute(output))
+    with memory._lock:  # the worker's own thread looks only where this test does
+        memory.begin(output)
+        e.scheduler._vmem.lend()  # its request goes back to the waiting ones while the step runs
+        memory._look()
+        assert e.page[control.USED] == 0 and memory._requests._slots
+        memory.end(output)
+        memory._look()
+        assert not memory._requests._slots
+
+
 def test_all_memory_is_lent_and_requests_go_on(engine):
     e = engine(asynchronous=False, queue=1)
     memory, lent = e.scheduler._vmem, []
