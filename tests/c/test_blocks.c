@@ -546,6 +546,7 @@ static void threads(void)
         pthread_join(thread[t], NULL);
     while (mapped()) // on a device, until its events have passed
         OK(vmem_blocks_flush(b));
+    OK(vmem_blocks_flush(b)); // the thread has unmapped them, but may not have counted that yet
     CHECK_EQ(stats(b).backed, 0);
     CHECK_EQ(stats(b).leaving, 0);
     CHECK_EQ(stats(b).held, 0);

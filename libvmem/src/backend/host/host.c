@@ -55,17 +55,18 @@ struct lost {
 
 struct host {
     struct host_file file;
-    _Atomic uint64_t end;        // end of the part of the file that was given to arenas
-    _Atomic uint64_t arenas;     // total size of the existing arenas
-    pthread_rwlock_t lock;       // read: changing mappings. write: undoing changes, with the ballast dropped
-    char *ballast;               // BALLAST_PAGES mappings of one page each, or fewer if `light`
-    bool light;                  // the ballast is incomplete
-    struct lost *_Atomic lost;   // changed only with `lock` held for writing
-    bool cgroup;                 // a control group allows less than the machine has
-    _Atomic int64_t unasked;     // bytes that may be populated before the system is asked again
-    _Atomic uint64_t asked_ms;   // when it was asked last, and how much these are
-    _Atomic uint64_t populating; // bytes being populated without a check of the available memory
-    pthread_mutex_t asking;      // held from the check of the available memory until the pages are populated
+    _Atomic uint64_t end;      // end of the part of the file that was given to arenas
+    _Atomic uint64_t arenas;   // total size of the existing arenas
+    pthread_rwlock_t lock;     // read: changing mappings. write: undoing changes, with the ballast dropped
+    char *ballast;             // BALLAST_PAGES mappings of one page each, or fewer if `light`
+    bool light;                // the ballast is incomplete
+    struct lost *_Atomic lost; // changed only with `lock` held for writing
+    bool cgroup;               // a control group allows less than the machine has
+    _Atomic int64_t unasked;   // bytes that may be populated before the system is asked again
+    _Atomic uint64_t asked_ms; // when it was asked last, and how much these are
+    // Bytes that were to be populated without a check of the available memory, and those that are.
+    _Atomic uint64_t begun, ended;
+    pthread_mutex_t asking; // held from the check of the available memory until the pages are populated
 };
 
 static inline uint64_t file_offset(const struct vmem__arena *a, uint64_t offset)
@@ -357,12 +358,14 @@ static bool plenty(struct host *h, uint64_t length)
 static int check_memory(struct host *h, uint64_t length)
 {
     struct vmem__host_memory m;
+    h->unasked = 0; // from here on, no thread begins without a check
+    const uint64_t ended = h->ended;
     if (vmem__host_memory("", &m))
         return 0;
-    // The process itself needs some memory, also for page tables. Memory that other threads are populating may be
-    // counted twice, but it is at most a quarter.
+    // The process itself needs some memory, also for page tables. What other threads were populating may be counted
+    // twice, but it is at most a quarter.
     const uint64_t own = m.total / 64 < STAYS_MOST ? m.total / 64 : STAYS_MOST;
-    const uint64_t stays = own + h->populating, left = m.available > stays ? m.available - stays : 0;
+    const uint64_t stays = own + (h->begun - ended), left = m.available > stays ? m.available - stays : 0;
     h->unasked = left > length ? (int64_t)((left - length) / 4) : 0;
     h->asked_ms = now_ms();
     if (left < length)
@@ -409,10 +412,10 @@ static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t off
     struct host *h = b->priv;
     int rc;
     b->syscalls++;
-    h->populating += length;
+    h->begun += length;
     const bool unasked = plenty(h, length);
     rc = unasked ? allocate(b, a, offset, length) : 0;
-    h->populating -= length;
+    h->ended += length;
     if (unasked)
         return rc;
     pthread_mutex_lock(&h->asking);
