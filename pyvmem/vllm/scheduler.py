@@ -132,9 +132,10 @@ class SchedulerMemory:
         keeper = self.keeper
         if keeper.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
-        wait, running = waiting(self._scheduler), self._scheduler.running
+        running, grows = self._scheduler.running, keeper.grows()
+        wait = waiting(self._scheduler) if grows or not running else []  # a long look, of no use otherwise
         need = whole = 0
-        if (wait or keeper.spare < (self._one_each if self._decodes else keeper.low)) and keeper.grows():
+        if grows and (wait or keeper.spare < (self._one_each if self._decodes else keeper.low)):
             need, whole = self._need(wait)
             if not running or whole <= keeper.low:
                 need = max(need, whole)  # else the running ones go on meanwhile
