@@ -208,6 +208,8 @@ static inline uint32_t kv_row_see(const vmem_kv *kv, struct kv_ref *ref)
 }
 // Whether no call could take the row's pages back: a slot needs it, or something that may not be evicted holds it.
 static inline bool kv_row_kept(const struct kv_ref *ref) { return ref->prefixes != ref->cached; }
+// Whether evicting runs would free the row's pages.
+static inline bool kv_row_evictable(const struct kv_ref *ref) { return !ref->slots && !kv_row_kept(ref); }
 static inline bool kv_row_fixed(const struct kv_ref *ref) { return ref->users || kv_row_kept(ref); }
 
 // ---- fence.c

@@ -7,24 +7,6 @@
 
 #include "kv/memory/memory.h"
 
-// How the pages of a group are divided if a slot shares its first `tokens` rows. It has pages [lo, full) with others, and
-// pages [full, hi) for itself. The first of these begins with `part` bytes of shared rows.
-struct kv_split {
-    uint32_t lo, full, hi;
-    uint64_t part;
-};
-
-static inline struct kv_split kv_split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
-{
-    uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
-    struct kv_split s = {.lo = vmem__kv_need_lo(kv, g, tokens),
-                         .full = (uint32_t)(bytes >> kv->page_shift),
-                         .hi = vmem__kv_need_hi(kv, g, tokens),
-                         .part = bytes & (kv->page_size - 1)};
-    s.full = KV_MAX(s.full, s.lo);
-    return s;
-}
-
 // The pages that a request of `tokens` tokens needs, in addition to those of prefix_tokens rows that it shares.
 static inline uint64_t kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
 {

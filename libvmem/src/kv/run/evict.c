@@ -11,11 +11,9 @@
 static bool frees(const vmem_kv *kv, const struct kv_run *r)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++)
-        for (uint32_t k = 0; k < r->rows[i].n; k++) {
-            const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->rows[i].pages[k]);
-            if (!ref->slots && ref->prefixes == ref->cached)
+        for (uint32_t k = 0; k < r->rows[i].n; k++)
+            if (kv_row_evictable(vmem__kv_ref_find(&kv->refs, r->rows[i].pages[k])))
                 return true;
-        }
     return false;
 }
 

@@ -115,15 +115,12 @@ void vmem__kv_see_found(vmem_kv *kv)
     }
 }
 
-static bool evictable(const struct kv_ref *ref) { return !ref->slots && ref->cached == ref->prefixes; }
-
 // Pages of a group that could be evicted if the runs found were not held, and that the request does not map.
 static uint64_t only_held(const vmem_kv *kv, uint32_t group, uint32_t tokens)
 {
     const struct kv_runs *all = &kv->runs;
     const struct kv_group *g = &kv->groups[group];
-    const uint64_t full = KV_MIN(tokens, g->max_tokens) * g->row_bytes >> kv->page_shift;
-    const uint32_t lo = rows_read(kv, g, tokens).lo;
+    const struct kv_split s = kv_split(kv, g, tokens);
     struct kv_rows next = {0};
     uint64_t pages = 0;
     for (uint32_t k = all->n_found; k--;) {
@@ -133,11 +130,11 @@ static uint64_t only_held(const vmem_kv *kv, uint32_t group, uint32_t tokens)
             if (p >= next.lo && p < next.lo + next.n) {
                 if (next.pages[p - next.lo] == page) // counted with the next run
                     continue;
-            } else if (p >= lo && p < full) { // the request maps it
+            } else if (p >= s.lo && p < s.full) { // the request maps it
                 continue;
             }
             const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, page);
-            pages += evictable(ref) && ref->mark != kv->mark ? g->n : 0;
+            pages += kv_row_evictable(ref) && ref->mark != kv->mark ? g->n : 0;
         }
         next = r;
     }
@@ -150,11 +147,11 @@ uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside)
     *beside = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        const uint64_t full = KV_MIN(tokens, g->max_tokens) * g->row_bytes >> kv->page_shift;
+        const struct kv_split s = kv_split(kv, g, tokens);
         uint32_t stride;
-        for (uint32_t p = rows_read(kv, g, tokens).lo; p < full; p++) {
+        for (uint32_t p = s.lo; p < s.full; p++) {
             struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, *vmem__kv_found_page(kv, i, tokens, p, &stride));
-            if (!evictable(ref) || ref->mark == kv->mark)
+            if (!kv_row_evictable(ref) || ref->mark == kv->mark)
                 continue;
             pages += g->n;
             ref->mark = kv->mark;
