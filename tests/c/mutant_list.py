@@ -252,6 +252,8 @@ MUTANTS = [
          "test_kv_corners"),
         ("a lazy cache takes its neighbour's", "kv/memory/device.c", "!locked_ahead_of_others(kv) || want <= count(",
          "want || want <= count(", "test_kv_corners"),
+        ("room counts twice beside the thread", "kv/memory/device.c", "        return most;\n    wait_for_pending(kv);\n    return",
+         "        return count(kv, most, most, DEVICE_NS);\n    wait_for_pending(kv);\n    return", "test_kv_races"),
         ("memory at hand is asked for", "kv/memory/device.c", "at_hand >= want ? at_hand : there", "there", "test_kv_memory"),
         ("the pool hears of one request at a time", "kv/request/admit.c", "    vmem__kv_foresee(kv, most, true);\n", "    (void)most;\n",
          "test_kv_pool"),

@@ -2,7 +2,10 @@
 //
 // SPDX-License-Identifier: MIT
 #include <pthread.h>
+#include <sched.h>
+#include <string.h>
 
+#include "backend/host/memory.h"
 #include "checked.h"
 #include "kv.h"
 #include "kv/calls/calls.h"
@@ -249,6 +252,39 @@ static void test_the_thread_leaves_what_others_hold(void)
     ctx = device;
 }
 
+// While the driver is asked for the device's memory, the thread makes its pages.
+static int asked(struct vmem__host_memory *m)
+{
+    const uint64_t created = test_stats(ctx).created;
+    checked_host_memory = NULL; // the thread asks, too
+    set(RUNNING);
+    while (test_stats(ctx).created == created)
+        sched_yield();
+    *m = (struct vmem__host_memory){.total = 1024 * MIB, .available = 1024 * MIB};
+    return 0;
+}
+
+// A budget of the context that the thread's pages are part of: those that it makes meanwhile are not lost.
+static void test_room_beside_growth(void)
+{
+    uint32_t s, room, quiet;
+    create(VMEM_KV_LAZY | VMEM_KV_OVERLAP);
+    OK(vmem_kv_set_budget(kv, 8 * test_page));
+    OK(vmem_set_budget(ctx, 8 * test_page));
+    OK(k_alloc(kv, 0, &s));
+    set(ASKED);
+    step(31, 0);
+    stopped();               // before it maps the next pages
+    ctx->device_free.at = 1; // long ago
+    checked_host_memory = asked;
+    OK(vmem_kv_room(kv, -1, &room));
+    end_cut();
+    OK(vmem_kv_room(kv, -1, &quiet));
+    CHECK_EQ(room, quiet);
+    vmem_kv_destroy(kv, 0);
+    OK(vmem_set_budget(ctx, 0));
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -261,6 +297,8 @@ int main(int argc, char **argv)
     test_a_request_ends_beside_a_cut(true);
     test_a_cut_fails();
     test_the_thread_leaves_what_others_hold();
+    if (!strcmp(test_backend, "host"))
+        test_room_beside_growth();
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -151,7 +151,8 @@ static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t 
     if (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget)
         return most;
     const uint64_t there = kv->ledger.held - kv->ledger.pending, at_hand = there + vmem__kv_spare_memory(kv, NULL);
-    return KV_MIN(most, at_hand >= want ? at_hand : there + device_pages(kv, age));
+    const uint64_t reached = at_hand >= want ? at_hand : there + device_pages(kv, age);
+    return KV_MIN(most, reached);
 }
 
 // Pages that the worker makes or releases count as if they were lost.
@@ -183,8 +184,10 @@ uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want)
 uint64_t vmem__kv_reach_lately(vmem_kv *kv)
 {
     const uint64_t most = most_reached(kv);
-    if (count(kv, most, most, DEVICE_NS) < most)
-        wait_for_pending(kv);
+    // Counted once: pages that the worker makes count as lost, and it may make more of them before a second count.
+    if (count(kv, most, most, DEVICE_NS) >= most)
+        return most;
+    wait_for_pending(kv);
     return count(kv, most, most, DEVICE_NS);
 }
 
