@@ -29,62 +29,64 @@ PART = 512 << 20  # bytes of blocks in one order: what is backed serves before t
 FIT = 0.1  # seconds between two looks at what pages that blocks share take
 
 
-class CountedQueue:
-    """A part of vLLM's queue of free blocks that knows which of them were free of contents when they came.
+# vLLM's queue and pool do their own work: these two wrap functions of one object each. A class that is given to an
+# object which is there would do as well, but CPython then reads every attribute of the object from a dict, in vLLM's
+# own code, too: three times as slowly.
 
-    vLLM puts these at the front and cached ones at the end. `keep_count` makes a queue one of these, in place.
+
+def _count_front(queue: Any) -> set[int]:
+    """Of the blocks in vLLM's queue of free ones, the numbers of those that were free of contents when they came.
+
+    vLLM puts these at the front and cached ones at the end.
     """
+    front = {b.block_id for b in queue.get_all_free_blocks()}
+    popleft, popleft_n, remove, prepend_n = queue.popleft, queue.popleft_n, queue.remove, queue.prepend_n
 
-    front: set[int]
-
-    def popleft(self) -> Any:
-        block = super().popleft()  # type: ignore[misc]
-        self.front.discard(block.block_id)
+    def counted_popleft() -> Any:
+        block = popleft()
+        front.discard(block.block_id)
         return block
 
-    def popleft_n(self, n: int) -> Any:
-        blocks = super().popleft_n(n)  # type: ignore[misc]
-        if self.front:
+    def counted_popleft_n(n: int) -> Any:
+        blocks = popleft_n(n)
+        if front:
             for block in blocks:
-                self.front.discard(block.block_id)
+                front.discard(block.block_id)
         return blocks
 
-    def remove(self, block: Any) -> None:
-        super().remove(block)  # type: ignore[misc]
-        self.front.discard(block.block_id)
+    def counted_remove(block: Any) -> None:
+        remove(block)
+        front.discard(block.block_id)
 
-    def prepend_n(self, blocks: Any) -> None:
-        super().prepend_n(blocks)  # type: ignore[misc]
-        self.front.update([b.block_id for b in blocks])
+    def counted_prepend_n(blocks: Any) -> None:
+        prepend_n(blocks)
+        front.update([b.block_id for b in blocks])
+
+    queue.popleft, queue.popleft_n = counted_popleft, counted_popleft_n
+    queue.remove, queue.prepend_n = counted_remove, counted_prepend_n
+    return front
 
 
-class KeptPool:
-    """The parts of vLLM's block pool that count blocks, without those that are out."""
+def _leave_out(pool: Any, keeper: Keeper) -> None:
+    """Have vLLM's block pool count its blocks without those that are out."""
+    evict_blocks, reset_prefix_cache = pool.evict_blocks, pool.reset_prefix_cache
 
-    vmem: Keeper
+    def evict(block_ids: set[int]) -> None:
+        evict_blocks(block_ids)
+        keeper.forgot()
 
-    def get_usage(self) -> float:
-        return self.vmem.usage()
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        super().evict_blocks(block_ids)  # type: ignore[misc]
-        self.vmem.forgot()
-
-    def reset_prefix_cache(self) -> bool:
-        held, pool = self.vmem.held, self.vmem.pool
+    def reset() -> bool:
+        held = keeper.held
         pool.num_gpu_blocks -= held
         try:
-            done: bool = super().reset_prefix_cache()  # type: ignore[misc]
+            done: bool = reset_prefix_cache()
         finally:
             pool.num_gpu_blocks += held
         if done:
-            self.vmem.forgot()
+            keeper.forgot()
         return done
 
-
-def _grow(thing: Any, mixin: type) -> None:
-    """Give one object the methods of `mixin`, before those of its class."""
-    thing.__class__ = type(mixin.__name__, (mixin, type(thing)), {"__slots__": ()})
+    pool.get_usage, pool.evict_blocks, pool.reset_prefix_cache = keeper.usage, evict, reset
 
 
 class Keeper:
@@ -116,10 +118,8 @@ class Keeper:
         self._watermark = self.watermark / max(self.total, 1)
         self._allowed: int = self.total  # what the manager's watermark is for
         self._full = False
-        queue = self.pool.free_block_queue
-        _grow(queue, CountedQueue)
-        queue.front = {b.block_id for b in queue.get_all_free_blocks()}
-        self._queue = queue
+        self._queue = self.pool.free_block_queue
+        self._front = _count_front(self._queue)
         self._get(self.pool.get_num_free_blocks())
         self._out = Out(self.total, block_bytes, 0)
         self._span = 0  # as the worker says that has the largest blocks
@@ -140,8 +140,7 @@ class Keeper:
         self.behind = False  # another engine of the pool gets memory first
         self.full = False  # no request begins meanwhile
         self._keeps = 0  # blocks that are not offered
-        self.pool.vmem = self
-        _grow(self.pool, KeptPool)
+        _leave_out(self.pool, self)
         page[control.BLOCKS], page[control.BLOCK_BYTES] = self.total, self.block_bytes
         page[control.LEAST], page[control.LOW], page[control.RANKS_USED] = self.least, low, ranks
         self.publish()
@@ -156,7 +155,7 @@ class Keeper:
     @property
     def spare(self) -> int:
         """Free blocks without contents."""
-        return len(self._queue.front)
+        return len(self._front)
 
     @property
     def circulating(self) -> int:
@@ -342,7 +341,7 @@ class Keeper:
         """
         if 2 * self.spare >= n or self.grows():
             return
-        known = set(self._queue.front)
+        known = set(self._front)
         blocks = self._get(min(n, self.pool.get_num_free_blocks()))
         self._evicted += [b.block_id for b in blocks if b.block_id not in known]
         self.pool.free_blocks(blocks)
@@ -417,9 +416,9 @@ class Keeper:
     def _freeing(self) -> list[int]:
         """Spare blocks whose pages have spare blocks only."""
         if not self._out.shared:
-            return list(self._queue.front)
-        spare = collections.Counter(map(self._out.page_of, self._queue.front))
-        return [i for i in self._queue.front if spare[page := self._out.page_of(i)] == self._out.inside(page)]
+            return list(self._front)
+        spare = collections.Counter(map(self._out.page_of, self._front))
+        return [i for i in self._front if spare[page := self._out.page_of(i)] == self._out.inside(page)]
 
     def _want(self, n: int) -> None:
         if n > 0 and self._out and time.monotonic() >= self._retry:
