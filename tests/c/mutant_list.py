@@ -246,6 +246,8 @@ MUTANTS = [
         ("dropped pages are released under the worker's unmap", "kv/pages/cut.c", "    if (kv->turn.has_worker)\n        vmem__kv_worker_wake",
          "    if (0)\n        vmem__kv_worker_wake", "test_kv_wait"),
         ("the thread cuts what others hold", "kv/pages/cut.c", "    rc = !rc && c->shared ? -EBUSY : rc;\n", "", "test_kv_races"),
+        ("stale mappings go beside a cut of their pages", "kv/pages/cut.c", "vmem__kv_wait_cutting(kv);",
+         "vmem__kv_wait_unmapping(kv);", "test_kv_races"),
         ("a page that moves can no longer be evicted", "kv/request/compact.c", ".prefixes = 1, .cached = evictable}", ".prefixes = 1}",
          "test_kv_compact"),
         ("a copy asks the device once", "kv/request/truncate.c", "rc == -ENOMEM && !vmem__kv_make_device_room(kv, g->n)", "0",

@@ -195,6 +195,49 @@ static void test_a_request_ends_beside_a_cut(bool shared)
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
+// A window has passed a page that a request had begun with, too, and that request has ended. The page is its writer's alone
+// again, and the thread gives it up, but the freed slot still has it mapped: a request that begins there waits.
+static void test_a_request_begins_where_a_page_going_away_is_mapped(bool attaches)
+{
+    uint32_t s, begun;
+    uint64_t prefix, own;
+    create(VMEM_KV_DEFER | VMEM_KV_OVERLAP);
+    for (int i = 0; i < 3; i++)
+        OK(k_alloc(kv, 0, &s));
+    step(62, 64);
+    OK(k_hold(kv, 1, 0, 64, &own));
+    OK(k_save(kv, 0, 62, &prefix));
+    OK(k_attach(kv, prefix, 2, 62, 0));
+    OK(vmem_kv_wait(kv));
+    set(ASKED);
+    step(63, 94); // slot 1's next page is mapped in the background
+    stopped();
+    OK(vmem_kv_free(kv, 2, 0));
+    OK(k_drop(kv, prefix));
+    CHECK_EQ(slot(0).shared_tokens, 0);
+    for (int32_t n = 125; n < 128; n++) // page 0 of slot 0 is due
+        step(n, 0);
+    while (!kv_span(kv, 0, 0)->lo) { // until the thread has begun to give it up
+        set(ASKED);
+        stopped();
+    }
+    CHECK(kv->slots[0].busy && kv->slots[2].stale);
+    waited = 0;
+    OK(k_alloc(kv, 0, &s));
+    CHECK_EQ(s, 2);
+    if (attaches) {
+        OK(vmem_kv_attach(kv, s, &own, 1, UINT32_MAX, 0, &begun));
+        CHECK_EQ(begun, 64);
+    } else {
+        int32_t lengths[3] = {0, 0, 40};
+        OK(vmem_kv_step(kv, lengths, 3, 0));
+    }
+    CHECK(waited);
+    end_cut();
+    vmem_kv_destroy(kv, 0);
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
 // The same where the cut fails: what steps asked for meanwhile still stands, and the pages go at last.
 static void test_a_cut_fails(void)
 {
@@ -295,6 +338,8 @@ int main(int argc, char **argv)
     test_the_thread_begins_nothing_while_a_call_waits();
     test_a_request_ends_beside_a_cut(false);
     test_a_request_ends_beside_a_cut(true);
+    test_a_request_begins_where_a_page_going_away_is_mapped(true);
+    test_a_request_begins_where_a_page_going_away_is_mapped(false);
     test_a_cut_fails();
     test_the_thread_leaves_what_others_hold();
     if (!strcmp(test_backend, "host"))

@@ -295,6 +295,7 @@ void vmem__kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
 // Until it unmaps and releases nothing that others may hold: a call that maps, unmaps or releases such pages waits here
 // first.
 void vmem__kv_wait_unmapping(vmem_kv *kv);
+void vmem__kv_wait_cutting(vmem_kv *kv); // until it unmaps nothing at all: for a call that unmaps what is stale
 // Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
 void vmem__kv_worker_hold(vmem_kv *kv);
 void vmem__kv_worker_release(vmem_kv *kv);

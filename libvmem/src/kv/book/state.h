@@ -263,6 +263,7 @@ struct kv_turn {
     pthread_cond_t work, done;
     bool has_worker, stop, due, working;
     bool unmapping; // the worker is unmapping or releasing pages that others may hold or release
+    bool cutting;   // it is giving up pages that one slot alone holds; where mappings are stale, others may have them
     uint32_t hold;  // calls that want the worker to pause
 };
 

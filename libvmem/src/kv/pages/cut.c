@@ -237,7 +237,7 @@ int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot)
 {
     if (!kv->slots[slot].stale)
         return 0;
-    vmem__kv_wait_unmapping(kv);
+    vmem__kv_wait_cutting(kv);
     int rc = vmem__kv_stale_begin(kv, &kv->cut, slot);
     if (!rc)
         rc = vmem__kv_cut_run(kv, &kv->cut);

@@ -93,9 +93,11 @@ static void cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
         kv->slots[v->slot].stuck = true;
         return;
     }
+    kv->turn.cutting = true;
     begin(kv, v->slot, c->n_pages);
     rc = vmem__kv_cut_run(kv, c);
     end(kv, v->slot, rc);
+    kv->turn.cutting = false;
     kv->slots[v->slot].stuck |= rc != 0;
     vmem__kv_cut_end(kv, c, rc);
     *gone += rc ? 0 : c->n_pages;
