@@ -292,6 +292,7 @@ extern void (*vmem__kv_hook)(enum vmem__kv_point point);
 void vmem__kv_worker_wake(vmem_kv *kv);
 void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot);
 void vmem__kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
+void vmem__kv_wait_job(vmem_kv *kv);  // until it has ended its job; it begins no other until state is dropped
 // Until it unmaps and releases nothing that others may hold: a call that maps, unmaps or releases such pages waits here
 // first.
 void vmem__kv_wait_unmapping(vmem_kv *kv);

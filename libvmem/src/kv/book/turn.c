@@ -42,8 +42,8 @@ void vmem__kv_worker_release(vmem_kv *kv)
         pthread_cond_signal(&kv->turn.work);
 }
 
-// The worker begins no other job until the caller drops the lock, so slots that were not busy are still not busy.
-static void wait_for_job(vmem_kv *kv)
+// Slots that were not busy are still not busy.
+void vmem__kv_wait_job(vmem_kv *kv)
 {
     vmem__kv_worker_hold(kv);
     vmem__kv_worker_release(kv);
@@ -52,13 +52,13 @@ static void wait_for_job(vmem_kv *kv)
 void vmem__kv_wait_unmapping(vmem_kv *kv)
 {
     if (kv->turn.unmapping)
-        wait_for_job(kv);
+        vmem__kv_wait_job(kv);
 }
 
 void vmem__kv_wait_cutting(vmem_kv *kv)
 {
     if (kv->turn.unmapping || kv->turn.cutting)
-        wait_for_job(kv);
+        vmem__kv_wait_job(kv);
 }
 
 void vmem__kv_worker_wake(vmem_kv *kv)

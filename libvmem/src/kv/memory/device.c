@@ -155,40 +155,32 @@ static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t 
     return KV_MIN(most, reached);
 }
 
-// Pages that the worker makes or releases count as if they were lost.
-static void wait_for_pending(vmem_kv *kv)
-{
-    if (!kv->ledger.pending)
-        return;
-    vmem__kv_worker_hold(kv);
-    vmem__kv_worker_release(kv);
-}
-
 static uint64_t most_reached(const vmem_kv *kv)
 {
     return kv->ledger.budget + vmem__pool_claimable(kv->lend.member, kv->ledger.budget);
 }
 
-uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want)
+// An answer of less than `want` is as old as `age` allows, and given while the worker makes no pages: these count as lost.
+static uint64_t reach(vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
 {
-    const uint64_t most = most_reached(kv);
-    if (want > most)
-        return most;
     const uint64_t lately = count(kv, most, want, DEVICE_NS);
     if (lately >= want)
         return lately;
-    wait_for_pending(kv);
-    return count(kv, most, want, 0);
+    if (kv->ledger.pending)
+        vmem__kv_wait_job(kv);
+    return count(kv, most, want, age);
+}
+
+uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want)
+{
+    const uint64_t most = most_reached(kv);
+    return want > most ? most : reach(kv, most, want, 0);
 }
 
 uint64_t vmem__kv_reach_lately(vmem_kv *kv)
 {
     const uint64_t most = most_reached(kv);
-    // Counted once: pages that the worker makes count as lost, and it may make more of them before a second count.
-    if (count(kv, most, most, DEVICE_NS) >= most)
-        return most;
-    wait_for_pending(kv);
-    return count(kv, most, most, DEVICE_NS);
+    return reach(kv, most, most, DEVICE_NS);
 }
 
 uint64_t vmem__kv_reach_known(const vmem_kv *kv)
