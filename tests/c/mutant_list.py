@@ -395,6 +395,8 @@ MUTANTS = [
         ("a row falls before the memory is back", "pool/balance.c", "const bool trim = falls || stale", "const bool trim = stale",
          "test_pool_member"),
         ("memory stays for who left", "pool/claim.c", "    m->wanted_less |= !bytes;\n", "", "test_pool_member"),
+        ("what has stayed is what is still waited for", "pool/balance.c", "MIN(m->ctx->stayed, pool_less(", "MIN(m->ctx->wanted, pool_less(",
+         "test_pool_member"),
         ("what nobody takes stays in the row", "pool/balance.c", "    m->stale |= left != 0;\n", "", "test_pool_member"),
         ("a parked segment that is freed stays counted", _L, "    if (was != LIVE) {", "    if (0) {", "test_torch"),
         ("all parked pages go at once", _L, "give_up(l, pages * l->page_size, &gone)", "give_up(l, UINT64_MAX, &gone)", "test_torch"),

@@ -21,7 +21,8 @@ struct holder {
     bool locked;
     vmem_page pages[BUDGET]; // of a holder with `real` functions
     uint64_t created;
-    bool gives_in; // it stops asking once the others have given
+    bool gives_in;                // it stops asking once the others have given
+    struct vmem__member *patient; // asks until this one has trimmed
 };
 
 static void lock(void *self)
@@ -277,8 +278,10 @@ static void real_give(void *self, uint64_t pages)
 
 static void real_trim(void *self, bool wanted)
 {
-    (void)self;
+    const struct holder *h = self;
     vmem__trim_to(ctx, 0, wanted, NULL);
+    if (h->patient && unused_memory()) // of which the row says nothing yet
+        vmem__pool_unask(h->patient);
 }
 
 static const struct vmem__member_ops real = {.lock = lock,
@@ -347,6 +350,26 @@ static void test_memory_that_nobody_takes_leaves_the_row(void)
     end_exchange(pool, &a, &b);
 }
 
+// What has stayed for a member that asks no longer is covered until it is gone, too.
+static void test_a_question_ends_beside_the_trim(void)
+{
+    struct holder a = {0}, b = {0};
+    uint32_t refusal;
+    vmem_kv_pool *pool = make_exchange(&a, &b);
+    lock(&a);
+    a.patient = b.member;
+    unlock(&a);
+    lock(&b);
+    b.budget += vmem__pool_claim(b.member, 0, 20, 20);
+    CHECK_EQ(vmem__pool_ask(b.member, 0, 30, &refusal), 30);
+    unlock(&b);
+    need_none(&a);
+    while (info(pool).free < 30 * test_page)
+        usleep(100);
+    CHECK_EQ(unused_memory(), 0);
+    end_exchange(pool, &a, &b);
+}
+
 // No row falls, and nobody waits any more.
 static void test_memory_goes_back_when_nobody_waits(void)
 {
@@ -377,6 +400,7 @@ int main(int argc, char **argv)
     if (test_cpu()) { // elsewhere, memory goes and comes an arena at a time
         test_memory_moves_with_budget();
         test_memory_that_nobody_takes_leaves_the_row();
+        test_a_question_ends_beside_the_trim();
         test_memory_goes_back_when_nobody_waits();
     }
     vmem_context_destroy(ctx);

@@ -396,7 +396,7 @@ static bool stays(vmem_context *ctx, uint64_t bytes)
         return true;
     if (VMEM__LIKELY(!expected) || ctx->committed - bytes >= ctx->created + expected)
         return false;
-    ctx->waits = true;
+    ctx->stayed = expected > ctx->stayed ? expected : ctx->stayed;
     return true;
 }
 
@@ -536,7 +536,7 @@ void vmem__shrink(vmem_context *ctx, bool wanted)
     const uint64_t waited = wanted && ctx->wanted ? ctx->created + ctx->wanted : 0;
     const uint64_t keep = ctx->keep > waited ? ctx->keep : waited;
     struct vmem__piece p;
-    ctx->waits = waited != 0;
+    ctx->stayed = wanted ? ctx->wanted : 0;
     // Discards committed extents of a lazy backend and moves them to the other list. It does so in steps, because other
     // threads wait in the kernel meanwhile. An extent that cannot be discarded returns to its list and ends the loop.
     while (lazy && ctx->committed >= keep + GRANULE) {

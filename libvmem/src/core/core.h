@@ -194,7 +194,7 @@ struct vmem_context {
     uint64_t keep;          // bytes of device memory that release keeps: vmem_prealloc
     uint64_t wanted;        // bytes beyond the pages that callers wait for: vmem__expect. Freed memory stays for them,
     uint64_t missed;        // and for those who gave up so many, until the next trim
-    bool waits;             // free memory may have stayed for them
+    uint64_t stayed;        // the most bytes of free memory that may have stayed for them
     bool tight;             // vmem__limit_arenas
     struct vmem_kv *caches; // KV caches of this context; only they access it, under the lock
     struct vmem__device_free {

@@ -182,7 +182,7 @@ static int grow(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whol
 {
     const uint64_t bytes = whole ? wanted * GRANULE : BLOCK, keep = ctx->keep > bytes ? ctx->keep - bytes : 0;
     int rc;
-    if ((ctx->keep || ctx->waits || ctx->tight) && !vmem__convert(ctx, !whole, keep, bytes) && whole)
+    if ((ctx->keep || ctx->stayed || ctx->tight) && !vmem__convert(ctx, !whole, keep, bytes) && whole)
         vmem__convert(ctx, true, keep, bytes);
     do
         rc = vmem__grow(ctx, wanted, granules, whole, false);

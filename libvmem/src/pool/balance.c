@@ -62,17 +62,18 @@ void vmem__pool_keep_to_max(struct vmem__member *m)
     keep_to_max(m, &s);
 }
 
-// What stays in the context for those who wait there and no row states, now that this one has fallen by `fall`.
-static uint64_t stayed(const struct vmem__member *m, uint64_t fall)
+// What has stayed in the context for those who wait there, or did, and no row states, now that this one has fallen by
+// `fall`.
+static uint64_t uncovered(const struct vmem__member *m, uint64_t fall)
 {
     uint64_t rows = 0;
     for (const struct vmem__member *o = m->pool->members; o; o = o->next)
         rows += o->ctx == m->ctx ? o->row.has : 0;
     vmem__lock(m->ctx);
-    const uint64_t stays = MIN(m->ctx->wanted, pool_less(m->ctx->committed, m->ctx->created));
+    const uint64_t stayed = MIN(m->ctx->stayed, pool_less(m->ctx->committed, m->ctx->created));
     const uint64_t bare = pool_less(m->ctx->committed, rows);
     vmem__unlock(m->ctx);
-    return MIN(fall, MIN(stays, bare));
+    return MIN(fall, MIN(stayed, bare));
 }
 
 // A member that neither asks nor waits any more wants no memory to stay.
@@ -109,12 +110,12 @@ static bool look(struct vmem__member *m)
     ops->state(m->self, &s);
     const uint64_t gone_to = MAX(s.budget, s.held);
     vmem__lock(m->ctx);
-    const bool waits = m->ctx->waits;
+    const bool stayed = m->ctx->stayed;
     vmem__unlock(m->ctx);
     pthread_mutex_lock(&pool->lock);
     const bool stale = m->stale, falls = (gone_to << m->page_shift) + m->granted < m->row.has;
     // Memory that no page uses may be any member's of the context: this one's row may be what covers it.
-    const bool trim = falls || stale || (waits && m->wanted_less);
+    const bool trim = falls || stale || (stayed && m->wanted_less);
     m->stale = m->wanted_less = false;
     pthread_mutex_unlock(&pool->lock);
     ops->unlock(m->self);
@@ -129,7 +130,7 @@ static bool look(struct vmem__member *m)
     const uint64_t before = m->row.has;
     // A claim may have taken back part of the budget meanwhile.
     m->row.has = MIN(m->row.has, (MAX(has, gone_to) << m->page_shift) + m->granted);
-    m->spare = trim && !stale ? stayed(m, before - m->row.has) : 0;
+    m->spare = trim && !stale ? uncovered(m, before - m->row.has) : 0;
     m->row.has += m->spare;
     m->row.held = s.held << m->page_shift;
     m->row.could_give = pool_less(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
