@@ -28,8 +28,8 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 
 .DEFAULT_GOAL := all
 .PHONY: all help lib install uninstall venv bench lint format docs notebook wheel clean
-.PHONY: check test test-fast test-uvm-ext test-c mutants-c fuzz-kv fuzz-kv-gpu test-asan test-tsan test-python test-python-fake test-gpu
-.PHONY: figures test-cross test-gpu-c test-gpu-python test-transformers-releases
+.PHONY: check test test-fast test-uvm-ext test-c mutants-c fuzz-kv fuzz-kv-gpu test-asan test-tsan test-python test-python-fake
+.PHONY: figures test-shaken test-cross test-gpu test-gpu-c test-gpu-python test-transformers-releases
 .PHONY: test-vllm-cpu test-vllm-quick check-vllm-releases
 
 all: lib venv ## Build libvmem, and install pyvmem into .venv (the default)
@@ -108,6 +108,9 @@ test-cross: ## The quick C tests, cross-built for aarch64 and run under qemu-use
 
 test-tsan: ## C tests under the thread sanitizer
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-tsan
+
+test-shaken: ## C tests whose background threads are delayed at random; SHAKE=2: at every second point (4 minutes)
+	$(Q)$(MAKE) --no-print-directory -C tests/c check-shaken
 
 PYTHON_JOBS ?= 2
 test-python: lib venv ## Python tests, on every backend that works on this machine
