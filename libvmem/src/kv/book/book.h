@@ -288,7 +288,13 @@ uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
 // For tests, which delay the worker: called where it has dropped the lock and goes to the library below, before and
 // after a call waits for it, and where the worker has looked whether the cache is idle. NULL outside of them.
 enum vmem__kv_point { KV_WORKER_UNLOCKED, KV_CALL_WAITS, KV_CALL_WAITED, KV_WORKER_IDLE };
-extern void (*vmem__kv_hook)(enum vmem__kv_point point);
+extern void (*_Atomic vmem__kv_hook)(enum vmem__kv_point point);
+static inline void kv_at(enum vmem__kv_point point)
+{
+    void (*const hook)(enum vmem__kv_point) = vmem__kv_hook; // once: a test may take it away meanwhile
+    if (hook)
+        hook(point);
+}
 void vmem__kv_worker_wake(vmem_kv *kv);
 void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot);
 void vmem__kv_wait_idle(vmem_kv *kv); // until it has nothing left to do

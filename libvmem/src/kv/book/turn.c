@@ -4,17 +4,15 @@
 #include "core/trace.h"
 #include "kv/book/book.h"
 
-void (*vmem__kv_hook)(enum vmem__kv_point point);
+void (*_Atomic vmem__kv_hook)(enum vmem__kv_point point);
 
 static void wait_for_worker(vmem_kv *kv)
 {
-    if (vmem__kv_hook)
-        vmem__kv_hook(KV_CALL_WAITS);
+    kv_at(KV_CALL_WAITS);
     const uint64_t start = vmem__trace_start();
     pthread_cond_wait(&kv->turn.done, &kv->gate.state);
     vmem__trace_end("wait for the background thread", start, "\"step\":%llu", (unsigned long long)kv->fence.step);
-    if (vmem__kv_hook)
-        vmem__kv_hook(KV_CALL_WAITED);
+    kv_at(KV_CALL_WAITED);
 }
 
 void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot)

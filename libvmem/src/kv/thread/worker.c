@@ -16,8 +16,7 @@ static void drop_lock(vmem_kv *kv, uint64_t pages)
     kv->ledger.pending = pages;
     vmem__kv_summarise(kv);
     pthread_mutex_unlock(&kv->gate.state);
-    if (vmem__kv_hook)
-        vmem__kv_hook(KV_WORKER_UNLOCKED);
+    kv_at(KV_WORKER_UNLOCKED);
 }
 
 static void take_lock(vmem_kv *kv)
@@ -358,8 +357,7 @@ static void wait_for_work(vmem_kv *kv)
         if (kv->worker.gave)
             vmem__pool_wake(kv->lend.member);
     }
-    if (vmem__kv_hook)
-        vmem__kv_hook(KV_WORKER_IDLE);
+    kv_at(KV_WORKER_IDLE);
 }
 
 static void ask_device(vmem_kv *kv)
