@@ -10,6 +10,8 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#include "harness.h"
+
 #define MOST_NS 200000
 
 static int (*next_unlock)(pthread_mutex_t *);
@@ -39,12 +41,9 @@ static void shake(void)
         clock_gettime(CLOCK_MONOTONIC, &now);
         state = (uint64_t)now.tv_nsec * 2654435761u + ++threads;
     }
-    state ^= state << 13; // xorshift64
-    state ^= state >> 7;
-    state ^= state << 17;
-    if (state % one_in)
+    if (rnd(&state) % one_in)
         return;
-    const struct timespec delay = {.tv_nsec = (long)((state >> 32) % MOST_NS)};
+    const struct timespec delay = {.tv_nsec = (long)(rnd(&state) % MOST_NS)};
     nanosleep(&delay, NULL);
 }
 

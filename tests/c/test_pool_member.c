@@ -331,21 +331,27 @@ static void test_memory_moves_with_budget(void)
     end_exchange(pool, &a, &b);
 }
 
+// `b` asks for 30 pages more than are free, and does not take them. What `a` gives becomes free once its memory is gone.
+static void give_in_vain(vmem_kv_pool *pool, struct holder *a, struct holder *b)
+{
+    uint32_t refusal;
+    lock(b);
+    b->budget += vmem__pool_claim(b->member, 0, 20, 20);
+    CHECK_EQ(vmem__pool_ask(b->member, 0, 30, &refusal), 30);
+    unlock(b);
+    need_none(a);
+    while (info(pool).free < 30 * test_page)
+        usleep(100);
+    CHECK_EQ(unused_memory(), 0);
+}
+
 // A member of another pool waits, too; nobody of this one takes what a member gives.
 static void test_memory_that_nobody_takes_leaves_the_row(void)
 {
     struct holder a = {0}, b = {.gives_in = true};
-    uint32_t refusal;
     vmem_kv_pool *pool = make_exchange(&a, &b);
     vmem__expect(ctx, (int64_t)(80 * test_page), 0);
-    lock(&b);
-    b.budget += vmem__pool_claim(b.member, 0, 20, 20);
-    CHECK_EQ(vmem__pool_ask(b.member, 0, 30, &refusal), 30);
-    unlock(&b);
-    need_none(&a);
-    while (info(pool).free < 30 * test_page)
-        usleep(100);
-    CHECK_EQ(unused_memory(), 0);
+    give_in_vain(pool, &a, &b);
     vmem__expect(ctx, -(int64_t)(80 * test_page), 0);
     end_exchange(pool, &a, &b);
 }
@@ -354,19 +360,11 @@ static void test_memory_that_nobody_takes_leaves_the_row(void)
 static void test_a_question_ends_beside_the_trim(void)
 {
     struct holder a = {0}, b = {0};
-    uint32_t refusal;
     vmem_kv_pool *pool = make_exchange(&a, &b);
     lock(&a);
     a.patient = b.member;
     unlock(&a);
-    lock(&b);
-    b.budget += vmem__pool_claim(b.member, 0, 20, 20);
-    CHECK_EQ(vmem__pool_ask(b.member, 0, 30, &refusal), 30);
-    unlock(&b);
-    need_none(&a);
-    while (info(pool).free < 30 * test_page)
-        usleep(100);
-    CHECK_EQ(unused_memory(), 0);
+    give_in_vain(pool, &a, &b);
     end_exchange(pool, &a, &b);
 }
 
