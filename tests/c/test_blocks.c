@@ -666,6 +666,24 @@ static void forked(void)
     vmem_blocks_destroy(b);
 }
 
+// Nor is a page lost when the driver refuses what a destruction asks of it.
+static void driver_fails_at_the_end(void)
+{
+    const struct vmem_block_range ranges[] = {{base, 0, P + P / 2, P + P / 2, 1, 0},
+                                              {base + 96 * P, 0, P / 4, P / 4, 1, 0}};
+    for (long n = 1, reached = true; reached; n++) {
+        vmem_blocks *b = make(ranges, 2, 32, 0);
+        OK(BACK(b, 0, 0, 7, 8, 20));
+        const long calls = fakegpu_calls();
+        fakegpu_fail(n);
+        vmem_blocks_destroy(b);
+        reached = fakegpu_calls() - calls >= n;
+        fakegpu_fail(0);
+        CHECK_EQ(mapped(), 0);
+        CHECK_EQ(test_stats(ctx).created, 0);
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -689,6 +707,7 @@ int main(int argc, char **argv)
         events();
         memory_returns();
         driver_fails();
+        driver_fails_at_the_end();
     }
     if (test_cpu())
         forked();

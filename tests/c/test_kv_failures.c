@@ -225,6 +225,36 @@ static void sweep(size_t i, uint32_t flags)
     printf("%s: %d fault points\n", calls[i].name, points);
 }
 
+// A freed slot still maps pages that only a run holds; without the background thread, nothing has unmapped them yet.
+static void stale(void)
+{
+    saved();
+    OK(vmem_kv_free(kv, 0, 0));
+}
+
+// A destruction has no second chance: whatever is refused meanwhile, once or for as long as it lasts, no page is lost.
+static void sweep_destroy(void (*before)(void), bool lasting)
+{
+    bool reached = true;
+    for (unsigned long n = 1; reached; n += test_cpu() ? 1 : 1 + n / 4) {
+        make(VMEM_KV_DEFER);
+        before();
+        if (lasting)
+            checked_fail_from(n);
+        else
+            checked_fail(n);
+        OK(vmem_kv_destroy(kv, 0));
+        reached = checked_failed();
+        checked_fail(0);
+        checked_fail_always(false);
+        if (lasting) // the context frees what the driver did not let go, once it lets something go
+            OK(vmem_trim(ctx, NULL));
+        CHECK_EQ(test_stats(ctx).created, 0);
+        CHECK_EQ(test_stats(ctx).mapped, 0);
+        CHECK_EQ(test_stats(ctx).reserved, 0);
+    }
+}
+
 // With VMEM_KV_ZERO: an attach that fails leaves none of the prefix's rows in the slot's kept pages.
 static void sweep_attach_with_zero(void)
 {
@@ -292,6 +322,11 @@ int main(int argc, char **argv)
         sweep(i, VMEM_KV_DEFER | VMEM_KV_GENEROUS | VMEM_KV_ZERO);
     }
     sweep_attach_with_zero();
+    void (*const states[])(void) = {kept, saved, shared, swapped, stale};
+    for (size_t i = 0; i < COUNT(states); i++) {
+        sweep_destroy(states[i], false);
+        sweep_destroy(states[i], true);
+    }
     vmem_context_destroy(ctx);
     free(host);
     return 0;

@@ -409,6 +409,18 @@ bool vmem__blocks_take(vmem_blocks *b)
     return !rc;
 }
 
+// Unmaps pages, which releases them. What the driver refuses, the context unmaps once the driver has unmapped something
+// else.
+static void clear(vmem_blocks *b, const struct vmem_unmap_op *op)
+{
+    vmem_page page;
+    if (!op->length || !vMemUnmap(b->ctx, op->addr, op->length))
+        return;
+    for (uint64_t addr = op->addr; addr < op->addr + op->length; addr += b->page_size)
+        if (!vmem_query(b->ctx, addr, &page, NULL) && page)
+            vmem_drop(b->ctx, &page, 1);
+}
+
 void vmem__blocks_clear(vmem_blocks *b)
 {
     struct vmem_unmap_op op = {0};
@@ -420,10 +432,8 @@ void vmem__blocks_clear(vmem_blocks *b)
             op.length += b->page_size;
             continue;
         }
-        if (op.length)
-            vMemUnmap(b->ctx, op.addr, op.length);
+        clear(b, &op);
         op = (struct vmem_unmap_op){addr, b->page_size};
     }
-    if (op.length)
-        vMemUnmap(b->ctx, op.addr, op.length);
+    clear(b, &op);
 }

@@ -143,18 +143,33 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
 
 // ---- the end ---------------------------------------------------------------------------------------------------------
 
+// The pages that a slot could not be cut off.
+static void release_slot(vmem_kv *kv, uint32_t slot)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *s = kv_span(kv, slot, i);
+        for (uint32_t t = 0; t < kv->groups[i].n; t++)
+            vmem__kv_release(kv, kv_table(kv, &kv->groups[i], slot, t) + s->lo, s->hi - s->lo);
+    }
+}
+
 static void release(vmem_kv *kv)
 {
-    for (uint32_t s = 0; s < kv->n_slots && kv->spans && kv->copy.scratch; s++) {
+    const bool begun = kv->spans && kv->copy.scratch;
+    bool cut = true;
+    for (uint32_t s = 0; s < kv->n_slots && begun; s++) {
         kv->slots[s].fresh = true; // the caller guarantees that no kernel accesses the slot
-        vmem__kv_cut_slot(kv, s);
+        cut = !vmem__kv_cut_slot(kv, s) && cut;
     }
-    vmem__kv_drop_all_runs(kv);
+    // With the addresses, the last mappings go, those that the driver would not unmap as well.
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
             vmem_unreserve(kv->ctx, kv->addrs[i]);
     if (kv->copy.scratch)
         vmem_unreserve(kv->ctx, kv->copy.scratch);
+    vmem__kv_drop_all_runs(kv);
+    for (uint32_t s = 0; s < kv->n_slots && begun && !cut; s++)
+        release_slot(kv, s);
     vmem__kv_part(kv);
 }
 

@@ -93,7 +93,7 @@ int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c)
         return 0;
     int rc = vMemUnmapBatch(kv->ctx, c->ops, c->n_ops, NULL);
     if (!rc)
-        c->n_pages = vmem__kv_release(kv, c->pages, c->n_pages);
+        vmem__kv_release(kv, c->pages, c->n_pages);
     return rc;
 }
 
@@ -221,7 +221,8 @@ void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
 
 void vmem__kv_release_doomed(vmem_kv *kv)
 {
-    kv->ledger.held -= vmem__kv_release(kv, kv->doomed.pages, kv->doomed.n);
+    vmem__kv_release(kv, kv->doomed.pages, kv->doomed.n);
+    kv->ledger.held -= kv->doomed.n;
     kv->doomed.n = 0;
 }
 

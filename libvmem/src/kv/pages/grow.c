@@ -78,14 +78,10 @@ int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t 
 
 void vmem__kv_grow_reset(struct kv_grow *l) { l->n_parts = l->total = l->others = l->n_pages = l->n_coarse = 0; }
 
-uint64_t vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
+void vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
 {
-    uint64_t done = 0;
-    if (!n || !vMemReleaseBatch(kv->ctx, pages, n, NULL))
-        return n;
-    for (uint64_t i = 0; i < n; i++) // single releases need no memory
-        done += !vMemRelease(kv->ctx, pages[i]);
-    return done;
+    if (n)
+        vmem_drop(kv->ctx, pages, n);
 }
 
 void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l)

@@ -20,8 +20,9 @@ int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t 
 int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l);
 // Adds the new pages to the spans.
 void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l);
-// Releases pages, one by one if a batch fails. Returns how many.
-uint64_t vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n);
+// Releases pages. If the driver refuses to unmap one, as it may where a freed slot still maps it, the context releases it
+// once the driver has unmapped something else.
+void vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n);
 // Unmaps and releases what a run created.
 void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l);
 void vmem__kv_grow_reset(struct kv_grow *l);

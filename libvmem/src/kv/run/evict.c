@@ -75,7 +75,8 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
     for (uint32_t i = 0; i < all->used && !counted && kv->doomed.n < most && kv->refs.evictable; i++)
         if (all->list[i].id && !kv_keeps(&all->list[i]) && !all->list[i].held && frees(kv, &all->list[i]))
             evict_one(kv, i);
-    const uint64_t freed = vmem__kv_release(kv, kv->doomed.pages + before, kv->doomed.n - before);
+    const uint64_t freed = kv->doomed.n - before;
+    vmem__kv_release(kv, kv->doomed.pages + before, freed);
     kv->doomed.n = before;
     kv->ledger.held -= freed;
     return freed;

@@ -135,10 +135,10 @@ static bool release_doomed(vmem_kv *kv)
     memcpy(pages, kv->doomed.pages + kv->doomed.n, n * sizeof(*pages));
     kv->turn.unmapping = true;
     drop_lock(kv, n);
-    const uint64_t freed = vmem__kv_release(kv, pages, n);
+    vmem__kv_release(kv, pages, n);
     take_lock(kv);
     kv->turn.unmapping = false;
-    kv->ledger.held -= freed;
+    kv->ledger.held -= n;
     return true;
 }
 
