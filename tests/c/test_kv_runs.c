@@ -480,6 +480,46 @@ static uint32_t fourth_slot(bool evicted)
 // request goes.
 static void test_ranks_choose_equal_slots(void) { CHECK_EQ(fourth_slot(false), fourth_slot(true)); }
 
+// A run of another cache is refused by every call, and this cache's run of the same place stays what it is. A target and
+// its draft are two such caches.
+static void test_runs_of_another_cache(void)
+{
+    struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    vmem_kv *caches[2];
+    uint64_t runs[2], freed = 7;
+    uint32_t slot, tokens = 9;
+    size_t fit;
+    for (int i = 0; i < 2; i++) {
+        create(40, VMEM_KV_DEFER, &tensor, 1);
+        caches[i] = kv;
+        OK(k_alloc(kv, 64, &slot));
+        step_to(slot, 64);
+        struct vmem_kv_run run = {.slot = slot, .tokens = 64, .priority = VMEM_KV_RUN_PRIORITY};
+        OK(vmem_kv_share(kv, &run, 1, 0));
+        runs[i] = run.id;
+    }
+    CHECK(runs[0] != runs[1] && runs[0] >> 63 == 0);
+    const uint64_t mixed[] = {runs[1], runs[0]};
+    struct vmem_kv_run again = {.slot = slot, .tokens = 64, .priority = VMEM_KV_RUN_PRIORITY, .id = runs[0]};
+    const struct vmem_kv_request request = {.tokens = 100, .runs = mixed, .n_runs = 2};
+    struct vmem_kv_run_info info = {.size = sizeof info};
+    ERR(vmem_kv_share(kv, &again, 1, 0), EINVAL, "runs[0].id");
+    ERR(vmem_kv_drop(kv, mixed, 2, UINT64_MAX, 0, &freed), EINVAL, "runs[1]");
+    CHECK_EQ(freed, 0);
+    ERR(vmem_kv_order(kv, mixed, 2, 0), EINVAL, "runs[1]");
+    ERR(vmem_kv_fit(kv, &request, 1, &fit), EINVAL, "requests[0].runs[1]");
+    ERR(vmem_kv_get_run(kv, runs[0], &info), EINVAL, "another");
+    OK(k_alloc(kv, 64, &slot));
+    ERR(vmem_kv_attach(kv, slot, &runs[0], 1, 64, 0, &tokens), EINVAL, "runs[0]");
+    ERR(vmem_kv_attach(kv, 0, &runs[0], 1, 64, VMEM_KV_DRY, &tokens), EINVAL, "runs[0]");
+    ERR(vmem_kv_attach(kv, 0, &runs[0], 1, 64, VMEM_KV_LOOK, &tokens), EINVAL, "runs[0]");
+    OK(vmem_kv_get_run(kv, runs[1], &info));
+    CHECK(info.tokens == 64 && info.priority == VMEM_KV_RUN_PRIORITY);
+    vmem_kv_destroy(caches[0], 0);
+    ERR(vmem_kv_drop(kv, &runs[0], 1, UINT64_MAX, 0, NULL), EINVAL, "runs[0]"); // which has gone
+    vmem_kv_destroy(caches[1], 0);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -493,6 +533,7 @@ int main(int argc, char **argv)
     test_runs_make_room_for_their_own_request();
     test_a_shortage_waits_for_other_pages();
     test_misuse();
+    test_runs_of_another_cache();
     vmem_context_destroy(ctx);
     return 0;
 }

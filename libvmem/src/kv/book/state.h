@@ -107,7 +107,7 @@ struct kv_rows {
 };
 // Rows [first, first + tokens) of a request, held beyond its slot.
 struct kv_run {
-    uint64_t id; // its place in the list + 1, below a generation; 0: not in use
+    uint64_t id; // see kv_run_id(); 0: not in use
     uint32_t first, tokens;
     uint32_t pins;         // running requests that began with it or wrote it
     uint32_t newer, older; // in the order of its priority, while nobody pins it
@@ -233,6 +233,7 @@ struct kv_runs {
     uint64_t pages;             // of all runs together, each counted for itself
     uint32_t used, n, reported; // entries that were ever in use, that are, and that are reported
     uint32_t unused;            // the first of the others
+    uint64_t tag;               // of the cache, in its runs' numbers
     uint32_t generation;
     struct kv_use {
         uint32_t newest, oldest;

@@ -75,6 +75,8 @@ static int reserve(vmem_kv *kv)
                        &kv->copy.scratch);
 }
 
+static _Atomic uint64_t caches; // created so far
+
 static int init(vmem_kv *kv, const struct vmem_kv_config *c)
 {
     pthread_mutex_init(&kv->gate.api, NULL);
@@ -121,6 +123,7 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->fence.past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->fence.past));
     kv->runs.pins = calloc(kv->n_slots, sizeof(*kv->runs.pins));
     kv->runs.unused = KV_NO_RUN;
+    kv->runs.tag = 1 + atomic_fetch_add(&caches, 1) % KV_RUN_TAGS;
     for (uint32_t p = 0; p < KV_PRIORITIES; p++)
         kv->runs.order[p] = (struct kv_use){KV_NO_RUN, KV_NO_RUN};
     kv->staged.lengths = calloc(kv->n_slots, sizeof(*kv->staged.lengths));

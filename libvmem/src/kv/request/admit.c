@@ -80,6 +80,9 @@ static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, siz
         return vmem__error(-EINVAL, "requests[%zu].runs must not be NULL", i);
     if (r->n_runs && r->prefix_tokens)
         return vmem__error(-EINVAL, "requests[%zu] has prefix_tokens and runs", i);
+    for (uint64_t k = 0; k < r->n_runs; k++)
+        if (vmem__kv_run_owned(&kv->runs, r->runs[k], "", k))
+            return vmem__error(-EINVAL, "requests[%zu].%s", i, vmem_last_error());
     return 0;
 }
 

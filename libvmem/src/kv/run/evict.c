@@ -99,6 +99,10 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
     }
     if (n && !runs)
         return vmem__error(-EINVAL, "runs must not be NULL");
+    for (size_t k = 0; k < n && !rc; k++)
+        rc = vmem__kv_run_owned(&kv->runs, runs[k], "", k);
+    if (rc)
+        return rc;
     const uint64_t before = kv->doomed.n;
     for (size_t k = 0; k < n && kv->doomed.n - before < most_pages; k++) {
         const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);

@@ -54,6 +54,8 @@ int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most,
     struct kv_runs *all = &kv->runs;
     *tokens = all->n_found = 0;
     int rc = n && !runs ? vmem__error(-EINVAL, "runs must not be NULL") : 0;
+    for (uint64_t k = 0; k < n && !rc; k++)
+        rc = vmem__kv_run_owned(all, runs[k], "", k);
     n = KV_MIN(n, kv->max_tokens); // a run has at least one token
     if (!rc)
         rc = vmem__kv_room_for(&all->found, &all->cap_found, n, sizeof(*all->found));

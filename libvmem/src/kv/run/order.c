@@ -5,13 +5,21 @@
 // into the list: fewer requests can use it. Runs that are to be kept are listed, too, and nothing evicts them.
 //
 // SPDX-License-Identifier: MIT
+#include <inttypes.h>
 #include <string.h>
 
 #include "kv/run/run.h"
 
+int vmem__kv_run_owned(const struct kv_runs *runs, uint64_t id, const char *name, size_t i)
+{
+    if (!id || id >> KV_RUN_TAG == runs->tag)
+        return 0;
+    return vmem__error(-EINVAL, "runs[%zu]%s %#" PRIx64 " is no run of this cache", i, name, id);
+}
+
 uint32_t vmem__kv_run_find(const struct kv_runs *runs, uint64_t id)
 {
-    const uint64_t i = (id & UINT32_MAX) - 1;
+    const uint32_t i = kv_run_place(id);
     return id && i < runs->used && runs->list[i].id == id ? (uint32_t)i : KV_NO_RUN;
 }
 
@@ -88,7 +96,7 @@ void vmem__kv_unpin(vmem_kv *kv, uint32_t slot)
     const uint32_t ahead = 16; // runs that are on their way into the CPU's cache
     while (p->n) {
         if (--p->n >= ahead)
-            __builtin_prefetch(&runs->list[(p->list[p->n - ahead].id & UINT32_MAX) - 1].id);
+            __builtin_prefetch(&runs->list[kv_run_place(p->list[p->n - ahead].id)].id);
         let_go(runs, &p->list[p->n]);
     }
 }

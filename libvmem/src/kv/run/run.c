@@ -64,6 +64,9 @@ static int check_run(vmem_kv *kv, const struct vmem_kv_run *run, size_t i)
                            run->first, run->slot, kv->slots[run->slot].tokens);
     if (run->priority > VMEM_KV_RUN_KEEP)
         return vmem__error(-EINVAL, "runs[%zu].priority %u is over %u", i, run->priority, VMEM_KV_RUN_KEEP);
+    const int rc = vmem__kv_run_owned(&kv->runs, run->id, ".id", i);
+    if (rc)
+        return rc;
     const uint32_t at = vmem__kv_run_find(&kv->runs, run->id);
     const struct kv_run *old = at == KV_NO_RUN ? NULL : &kv->runs.list[at];
     if (!old)
@@ -90,7 +93,7 @@ static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct
         pages += vmem__kv_rows_pages(kv, made[i]);
         fresh++;
     }
-    if (!rc && fresh + all->used > UINT32_MAX - 1)
+    if (!rc && fresh + all->used > KV_RUNS_MAX)
         rc = vmem__error(-ENOMEM, "the cache has %u runs, the most that it can have", all->used);
     if (!rc)
         rc = vmem__kv_room_for(&all->list, &all->cap, all->used + fresh, sizeof(*all->list));
@@ -111,7 +114,7 @@ static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows 
         all->used++;
     else
         all->unused = r->next;
-    *r = (struct kv_run){.id = (uint64_t)++all->generation << 32 | (i + 1),
+    *r = (struct kv_run){.id = kv_run_id(all->tag, ++all->generation, i),
                          .first = run->first,
                          .tokens = run->tokens,
                          .priority = run->priority,
@@ -194,12 +197,15 @@ int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t priorit
         return vmem__error(-EINVAL, "runs must not be NULL");
     if (priority > VMEM_KV_RUN_KEEP)
         return vmem__error(-EINVAL, "priority %u is over %u", priority, VMEM_KV_RUN_KEEP);
-    for (size_t k = n; k--;) { // from the last: the end of a sequence becomes the oldest
+    int rc = 0;
+    for (size_t k = 0; k < n && !rc; k++)
+        rc = vmem__kv_run_owned(&kv->runs, runs[k], "", k);
+    for (size_t k = n; k-- && !rc;) { // from the last: the end of a sequence becomes the oldest
         const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);
         if (i != KV_NO_RUN)
             set_priority(kv, i, priority);
     }
-    return 0;
+    return rc;
 }
 
 int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got)

@@ -8,6 +8,18 @@
 
 #define KV_NO_RUN UINT32_MAX
 
+// A run's number: 7 bits for the cache, so that a run of another one is told from one that has gone; a generation of 32;
+// and its place in the list + 1. It is a positive int64_t, too.
+#define KV_RUN_TAGS 127u
+#define KV_RUN_GENERATION 24u // the first bit
+#define KV_RUN_TAG 56u
+#define KV_RUNS_MAX ((1u << KV_RUN_GENERATION) - 2)
+static inline uint64_t kv_run_id(uint64_t tag, uint32_t generation, uint32_t run)
+{
+    return tag << KV_RUN_TAG | (uint64_t)generation << KV_RUN_GENERATION | (run + 1);
+}
+static inline uint32_t kv_run_place(uint64_t id) { return (uint32_t)(id & ((1u << KV_RUN_GENERATION) - 1)) - 1; }
+
 // How the pages of a group are divided if a slot shares its first `tokens` rows. It has pages [lo, full) with others, and
 // pages [full, hi) for itself. The first of these begins with `part` bytes of shared rows.
 struct kv_split {
@@ -29,6 +41,9 @@ static inline struct kv_split kv_split(const vmem_kv *kv, const struct kv_group 
 // ---- order.c
 
 static inline bool kv_keeps(const struct kv_run *r) { return r->priority == VMEM_KV_RUN_KEEP; }
+// -EINVAL: the run is of another cache, whether or not it is still there. 0 is no run, and of every cache. name: of the
+// argument, runs[i].
+int vmem__kv_run_owned(const struct kv_runs *runs, uint64_t id, const char *name, size_t i);
 uint32_t vmem__kv_run_find(const struct kv_runs *runs, uint64_t id); // KV_NO_RUN: there is none (any more)
 void vmem__kv_run_link(struct kv_runs *runs, uint32_t run);          // as the newest of its priority
 void vmem__kv_run_unlink(struct kv_runs *runs, uint32_t run);
