@@ -269,6 +269,7 @@ struct vmem_kv_run {
     // Receives the run's number; 0: windows have passed all of its rows.
     uint64_t id;
 };
+// A call that is given a run of another cache returns -EINVAL, and changes nothing.
 #define VMEM_KV_RUN_REPORT 0x1u // name the runs in vmem_kv_evicted when they are evicted
 // Shares rows: all runs or none. The rows need not be written yet: kernels that read them elsewhere must run after
 // those that write them, and after that they are not written again. In a tensor with a window, a run holds what kernels
@@ -360,7 +361,7 @@ struct vmem_kv_stats {
     uint64_t active_slots, swapped_slots, slots, prefixes; // swapped: or being swapped out
     uint64_t ending_slots;                                 // whose kernels may be in flight
     // Since creation:
-    uint64_t steps, step_failures;
+    uint64_t steps, step_failures;         // those made; those that found too little memory
     uint64_t step_mapped_pages;            // pages that a step had to map itself
     uint64_t step_maps;                    // steps that mapped something themselves
     uint64_t step_waits;                   // steps that waited for the background thread

@@ -91,6 +91,7 @@ class KVStats:
     ending_slots : int
         Freed after a step whose kernels may be in flight.
     steps, step_failures : int
+        Steps that were made, and steps that found too little memory.
     step_mapped_pages, step_maps, step_waits : int
         Pages that steps had to map themselves; the steps that did; and those that waited for the background thread.
     ahead_mapped_pages, ahead_jobs, eager_pages : int

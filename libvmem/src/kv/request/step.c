@@ -391,14 +391,13 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         rc = back(kv, lengths);
     else if (!rc) // its pages are mapped, but they could be taken back
         rc = lacks(kv);
-    kv->stats.steps++;
     kv->stats.step_waits += waited;
-    if (rc) {
-        kv->stats.step_failures++;
-        if (rc == -ENOMEM)
-            vmem__kv_count_shortage(kv);
-    } else {
+    if (!rc) {
+        kv->stats.steps++;
         commit(kv, lengths);
+    } else if (rc == -ENOMEM) {
+        kv->stats.step_failures++;
+        vmem__kv_count_shortage(kv);
     }
     if (ends) // now, since a check counts on the pages that ended requests left for this step
         vmem__kv_keep_budget(kv);
