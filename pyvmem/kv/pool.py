@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pyvmem._checks import shown, uint
 from pyvmem._ffi import ffi, lib
-from pyvmem.errors import VmemError, _check, structure
+from pyvmem.errors import InvalidArgument, VmemError, _check, structure
 from pyvmem.kv.view import ANSWERS, PoolMember, pool_member, view_folder
 from pyvmem.owned import _Owned
 
@@ -125,17 +125,28 @@ class KVPool(_Owned):
         _check(lib.vmem_kv_pool_get_members(self._use(), ffi.new("struct vmem_kv_pool_member *[]", raw), found))
         return [pool_member(member) for member in raw[: found[0]]]
 
+    def _member(self, cache: KVCache) -> Any:
+        """The C pointer of a cache, which must be a member of this pool."""
+        if not hasattr(cache, "_use") or not hasattr(cache, "options"):
+            raise TypeError(f"cache must be a KVCache, not {shown(cache)}")
+        self._use()
+        kv = cache._use()
+        if cache.options.pool is not self:
+            where = "no pool" if cache.options.pool is None else "another pool"
+            raise InvalidArgument(errno.EINVAL, f"cache {cache!r} is a member of {where}, not of {self!r}")
+        return kv
+
     def set_share(self, cache: KVCache, min: SupportsIndex, max: SupportsIndex) -> None:
         """Change a member's minimum and maximum, in bytes.
 
         The member gives back what exceeds the maximum and no request needs. Raises `InvalidArgument` (min is over max)
         and `OutOfMemory` (the minimums of all members exceed the pool's budget).
         """
-        _check(lib.vmem_kv_pool_set_share(cache._use(), uint("min", min), uint("max", max)))
+        _check(lib.vmem_kv_pool_set_share(self._member(cache), uint("min", min), uint("max", max)))
 
     def ask(self, cache: KVCache, bytes: SupportsIndex) -> None:
         """Ask in advance for a budget that leaves a member `bytes` unused. Returns at once."""
-        _check(lib.vmem_kv_pool_ask(cache._use(), uint("bytes", bytes)))
+        _check(lib.vmem_kv_pool_ask(self._member(cache), uint("bytes", bytes)))
 
     def wait(self, cache: KVCache, seconds: float) -> str:
         """Wait at most `seconds` until a member's last request is answered.
@@ -145,7 +156,7 @@ class KVPool(_Owned):
         if not isinstance(seconds, Real) or not 0 <= seconds <= 1e6:
             raise ValueError(f"seconds must be a number between 0 and 1000000, not {shown(seconds)}")
         answer = ffi.new("uint32_t *")
-        _check(lib.vmem_kv_pool_wait(cache._use(), round(float(seconds) * 1000), answer))
+        _check(lib.vmem_kv_pool_wait(self._member(cache), round(float(seconds) * 1000), answer))
         return ANSWERS[answer[0]]
 
 

@@ -34,7 +34,7 @@ def cache():
 # ---- arguments -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [None, 1.5, torch.tensor(1.5)])
+@pytest.mark.parametrize("wrong", [None, 1.5, torch.tensor(1.5), True])
 def test_what_is_no_number_is_named(cache, wrong):
     calls = {
         "slots": lambda: cache.tokens([wrong]),
@@ -45,6 +45,42 @@ def test_what_is_no_number_is_named(cache, wrong):
     for name, call in calls.items():
         with pytest.raises(TypeError, match=f"{name} must be an integer"):
             call()
+
+
+def test_a_step_that_is_refused_is_not_counted(cache):
+    slot = cache.alloc()
+    lengths = [0] * 4
+    for wrong in (2000, -1):
+        lengths[slot] = wrong
+        with pytest.raises(InvalidArgument):
+            cache.step(lengths)
+    assert (cache.stats().steps, cache.stats().step_failures) == (0, 0)
+    cache.set_budget(MIB)
+    lengths[slot] = 1024
+    assert not cache.step(lengths) and cache.stats().step_failures == 1
+    lengths[slot] = 8
+    assert cache.step(lengths) and cache.stats().steps == 1 == cache.last_step
+
+
+def test_a_run_of_another_cache_is_refused(cache):
+    """A target and its draft are such a pair."""
+    with make() as draft:
+        runs = []
+        for one, value in ((cache, 1.0), (draft, 2.0)):
+            slot = one.alloc(200)
+            assert one.step([200 if i == slot else 0 for i in range(4)])
+            one.keys[0][slot, :200] = value
+            runs.append(one.share(slot, 128))
+        slot = draft.alloc()
+        calls = (
+            lambda: draft.attach(slot, runs[0]), lambda: draft.attach(None, runs[::-1], dry=True),
+            lambda: draft.order(runs[0], 0), lambda: draft.drop(runs[::-1]), lambda: draft.run(runs[0]),
+        )  # fmt: skip
+        for call in calls:
+            with pytest.raises(InvalidArgument, match="run"):
+                call()
+        assert draft.run(runs[1]).tokens == 128 and draft.attach(slot, runs[1]) == 128
+        assert (draft.keys[0][slot, :128] == 2.0).all()
 
 
 def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):

@@ -162,7 +162,7 @@ def test_what_is_no_pool_or_no_member_is_refused(folder):
         with pytest.raises(InvalidArgument, match="the cache is in a pool, which sets its budget"):
             cache.set_budget(MIB)
         for call in (lambda: pool.ask(other, 1), lambda: pool.wait(other, 0), lambda: pool.set_share(other, 0, 0)):
-            with pytest.raises(InvalidArgument, match="the cache is in no pool"):
+            with pytest.raises(InvalidArgument, match="is a member of no pool"):
                 call()
         with pytest.raises(ValueError, match="seconds must be a number between"):
             pool.wait(cache, -1)
@@ -431,6 +431,37 @@ def spoil(path, how):
         path.unlink()
     else:
         path.write_bytes(bytes(255 if how == "ones" else (i * 37 + i // 7) % 256 for i in range(size)))
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "ones", "noise"])
+def test_a_shortage_says_that_the_file_is_damaged(tmp_path, how):
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    with make(pool, pool_min=4 * MIB) as cache, make(pool, "other", pool_min=4 * MIB) as other:
+        load(other, 6, pool)
+        spoil(path, how)
+        for _ in range(20):  # until the first question has been refused, and then of every one
+            slot = cache.alloc(TOKENS)
+            if cache.step([TOKENS if s == slot else 0 for s in range(8)]):
+                continue
+            assert not cache.shortage.coming_pages
+            assert cache.shortage.refusal == "file damaged"
+            cache.free(slot)
+
+
+def test_a_call_of_a_pool_takes_its_own_members_alone():
+    pool, stranger = KVPool(40 * MIB), KVPool(40 * MIB)
+    calls = (lambda p, c: p.ask(c, MIB), lambda p, c: p.wait(c, 0), lambda p, c: p.set_share(c, min=MIB, max=2 * MIB))
+    with make(pool, pool_min=4 * MIB) as cache, make(None) as alone:
+        before = pool.members()
+        for call in calls:
+            with pytest.raises(ValueError, match="a member of another pool"):
+                call(stranger, cache)
+            with pytest.raises(ValueError, match="a member of no pool"):
+                call(pool, alone)
+            with pytest.raises(TypeError, match="cache must be a KVCache, not 3"):
+                call(pool, 3)
+        assert [(m.min, m.max) for m in pool.members()] == [(m.min, m.max) for m in before]
 
 
 @pytest.mark.parametrize("how", ["cut", "empty", "gone", "ones", "noise"])

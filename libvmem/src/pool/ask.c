@@ -27,6 +27,12 @@ static uint64_t ask(struct vmem__member *m, uint64_t bytes)
         m->row.needs = 0;
         return 0;
     }
+    if (m->kept_out == -EBADMSG || m->unwritten) { // no other member can read the question
+        m->refused_at = t;
+        vmem__pool_answer(m, VMEM_KV_REFUSED, VMEM_KV_FILE_DAMAGED);
+        m->row.needs = 0;
+        return 0;
+    }
     const bool again = m->row.answer == VMEM_KV_REFUSED && m->row.needs && t - m->refused_at < REFUSED_NS;
     const bool fresh = m->row.needs < bytes || m->row.answer != VMEM_KV_DEFERRED;
     m->asked_at = t;

@@ -60,7 +60,7 @@ struct vmem__member {
     bool busy;                               // the pool's thread is at it, without the pool's lock
     bool leaving;                            // it is being destroyed: the thread leaves it alone
     bool unwritten;                          // it could not be written into the table
-    bool kept_out;                           // another process was at the table when it last claimed
+    int kept_out;                            // why it could not read the table when it last claimed: a negative errno
     struct vmem_kv_pool_member row, written; // as it is, and as it is in the table
     uint64_t written_at;                     // ns
     uint32_t waiting;                        // calls that wait for an answer
