@@ -29,11 +29,13 @@ def shown(value: Any) -> str:
 
 
 def integer(name: str, value: Any) -> int:
-    """value as an int: of Python, numpy, or a torch scalar. Raises TypeError."""
+    """value as an int: of Python, numpy, or a torch scalar, but no bool. Raises TypeError."""
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, not {shown(value)}") from None
+        pass
+    raise TypeError(f"{name} must be an integer, not {shown(value)}")
 
 
 def uint(name: str, value: Any, bits: int = 64) -> int:

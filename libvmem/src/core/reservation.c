@@ -38,7 +38,8 @@ int vmem__reservation_of(vmem_context *ctx, uint64_t addr, uint64_t length, stru
 {
     struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);
     if (!s || length > s->b.addr + s->b.length - addr)
-        return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") is not inside one reservation", addr, length);
+        return vmem__error(-EINVAL, "addr 0x%" PRIx64 ", length %" PRIu64 ": the range is not inside one reservation",
+                           addr, length);
     *out = s;
     return 0;
 }
