@@ -8,8 +8,8 @@
 // tables, TLBs or kernels.
 //
 // $FAKEGPU_RELEASE: the driver release to play, 580.159.04 by default. $FAKEGPU_PATCHED: set, if nvidia-uvm.ko is the
-// patched one (fakekmod.h). $FAKEGPU_BUILD: a number of 0 to 255 in that module's build ID. $FAKEGPU_CLEAR: memory is
-// cleared before it is allocated again (fakeclear.h).
+// patched one (fakekmod.h). $FAKEGPU_BUILD: a number of 0 to 255 in that module's build ID. $FAKEGPU_SCRUB: the driver
+// clears memory when it is freed, and says so. $FAKEGPU_CLEAR: it does, and that takes time (fakeclear.h).
 //
 // SPDX-License-Identifier: MIT
 #include "fakegpu.h"
@@ -122,6 +122,8 @@ static bool fails(void)
 
 #include "fakeclear.h"
 
+static bool scrubs(void) { return getenv("FAKEGPU_SCRUB") || getenv("FAKEGPU_CLEAR"); }
+
 static struct memory *memory_new(uint64_t size, uint64_t id, uint32_t client)
 {
     struct memory *m = calloc(1, sizeof(*m));
@@ -142,7 +144,7 @@ static struct memory *memory_new(uint64_t size, uint64_t id, uint32_t client)
     memset(used + m->offset / BLOCK, 1, blocks);
     memories = m;
     // Fresh memory holds what others left there: the first word of each page. Memory that was cleared does not.
-    for (uint64_t i = 0; i < size && !getenv("FAKEGPU_CLEAR"); i += PAGE)
+    for (uint64_t i = 0; i < size && !scrubs(); i += PAGE)
         if (pwrite(memfd, "leftover", 8, (off_t)(m->offset + i)) != 8)
             abort();
     return m;
@@ -353,10 +355,17 @@ static int rm_ioctl(struct client *c, unsigned long request, void *arg)
     }
     if (request == RM_IOCTL(RM_ESC_CONTROL, struct rm_control)) {
         struct rm_control *p = arg;
+        uint8_t *caps = (void *)p->params;
         struct rm_uuid_info *info = (void *)p->params;
         bool ok = p->command == RM_CONTROL_UUID_INFO && p->params_size == sizeof(*info) && p->object == p->client &&
                   info->flags == RM_UUID_BINARY && memcmp(info->uuid, uuid, 16) == 0;
 
+        if (p->command == RM_CONTROL_FB_CAPS) {
+            p->status = p->params_size == RM_FB_CAPS_BYTES && p->object != p->client ? 0 : INVALID_ARGUMENT;
+            if (!p->status)
+                caps[RM_FB_CAPS_CLEARED_BYTE] = scrubs() ? RM_FB_CAPS_CLEARED_MASK : 0;
+            return 0;
+        }
         info->device = 3; // the instance need not be CUDA's ordinal
         p->status = ok ? 0 : 0x57;
         return 0;

@@ -136,6 +136,36 @@ void vmem__rm_close(struct vmem__rm *rm)
     rm->fd = -1;
 }
 
+bool vmem__rm_memory_is_zero(struct vmem__rm *rm)
+{
+    uint8_t caps[RM_FB_CAPS_BYTES] = {0};
+    struct rm_control control = {
+        .client = rm->client,
+        .object = DEVICE_HANDLE,
+        .command = RM_CONTROL_FB_CAPS,
+        .params = (uintptr_t)caps,
+        .params_size = sizeof(caps),
+    };
+
+    return !rm_ioctl(rm, RM_IOCTL(RM_ESC_CONTROL, struct rm_control), &control) && !control.status &&
+           (caps[RM_FB_CAPS_CLEARED_BYTE] & RM_FB_CAPS_CLEARED_MASK);
+}
+
+bool vmem__rm_gpu_memory_is_zero(const uint8_t uuid[16])
+{
+    const struct vmem__abi *abi;
+    struct vmem__rm rm;
+    char release[32];
+    bool zero;
+
+    if (vmem__abi_release(release, sizeof(release)) || vmem__abi_find(release, false, &abi) ||
+        vmem__rm_open(&rm, abi, uuid))
+        return false;
+    zero = vmem__rm_memory_is_zero(&rm);
+    vmem__rm_close(&rm);
+    return zero;
+}
+
 int vmem__rm_memory_new(struct vmem__rm *rm, uint64_t size, uint32_t *handle)
 {
     struct rm_memory memory = {

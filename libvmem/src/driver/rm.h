@@ -23,7 +23,13 @@ int vmem__rm_open(struct vmem__rm *rm, const struct vmem__abi *abi, const uint8_
 // In a forked child, this closes the child's descriptor; the parent's keeps the client.
 void vmem__rm_close(struct vmem__rm *rm);
 
-// size: a multiple of 2 MiB. The 2 MiB pieces need not be adjacent in the device. The contents are undefined.
+// Whether memory that RM allocates is zero, because RM clears what anybody frees before it hands it out again. RM says so
+// for each GPU and mode; if it does not answer, the memory counts as undefined.
+bool vmem__rm_memory_is_zero(struct vmem__rm *rm);
+// The same for a GPU of which no client is open.
+bool vmem__rm_gpu_memory_is_zero(const uint8_t uuid[16]);
+
+// size: a multiple of 2 MiB. The 2 MiB pieces need not be adjacent in the device.
 int vmem__rm_memory_new(struct vmem__rm *rm, uint64_t size, uint32_t *handle);
 // False if the driver refuses, because the memory is in use or the GPU is lost. The memory is then freed with the
 // client, when the descriptor is closed.

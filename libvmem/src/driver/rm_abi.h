@@ -54,6 +54,12 @@ struct rm_uuid_info {
     __u32 gpu_id, device, subdevice; // out
 };
 
+#define RM_CONTROL_FB_CAPS 0x801307 // on the device object
+#define RM_FB_CAPS_BYTES 3
+// RM clears memory when it is freed (from Turing on), so memory that it allocates is zero.
+#define RM_FB_CAPS_CLEARED_BYTE 2
+#define RM_FB_CAPS_CLEARED_MASK 0x02
+
 // Parameters of RM_CLASS_MEMORY. Before 545 they end before numa_node.
 struct rm_memory {
     __u32 owner, type, flags, width, height;

@@ -11,13 +11,18 @@
 #include <string.h>
 
 #include "backend/gpu.h"
-#include "driver/abi.h"
+#include "driver/rm.h"
 
 #define PAGE VMEM_PAGE_2M
 // The bytes that become readable after a run in a reservation with a backdrop. A kernel's tile does not reach further
 // past the last row, and each page of backdrop costs a map of its own.
 #define BACKDROP_AHEAD PAGE
 #define WHOLE_MAX (UINT64_C(32) << 20) // larger handles would save little more time and coarsen allocation
+
+struct cuda {
+    struct vmem__gpu gpu; // must be first: vmem__gpu_*() relies on it
+    bool fresh_is_zero;   // memory from CUDA needs no zeroing
+};
 
 struct cuda_reservation {
     struct vmem__cuda_reservation cuda; // must be first: vmem__gpu_*() relies on it
@@ -146,7 +151,7 @@ static int cuda_arena_new(struct vmem__backend *b, struct vmem__arena *a)
         free(arena);
         return rc;
     }
-    arena->clean = false;
+    arena->clean = ((const struct cuda *)b->priv)->fresh_is_zero;
     a->priv = arena;
     return 0;
 }
@@ -387,12 +392,14 @@ static void cuda_close(struct vmem__backend *b, bool forked)
 
 static int cuda_open(struct vmem__backend *b, const struct vmem_options *opts)
 {
-    struct vmem__gpu *c = calloc(1, sizeof(*c));
+    struct cuda *cuda = calloc(1, sizeof(*cuda));
+    struct vmem__gpu *c;
     int rc;
 
-    if (!c)
+    if (!cuda)
         return vmem__error(-ENOMEM, "no memory for the cuda backend");
-    b->priv = c;
+    c = &cuda->gpu;
+    b->priv = cuda;
     c->cuda.syscalls = &b->syscalls;
     c->cuda.beside_kernels = &b->beside_kernels;
     rc = vmem__cuda_open(&c->cuda, opts->device, &b->info);
@@ -404,6 +411,7 @@ static int cuda_open(struct vmem__backend *b, const struct vmem_options *opts)
     }
     if (vmem__abi_release(b->info.driver, sizeof(b->info.driver)))
         b->info.driver[0] = '\0'; // a container may hide the release; it is informational only
+    cuda->fresh_is_zero = vmem__rm_gpu_memory_is_zero(b->info.device_uuid);
     strcpy(b->info.backend, "cuda");
     b->info.caps = VMEM_CAP_GPU | VMEM_CAP_CUDA_POINTER | VMEM_CAP_BACKDROP | VMEM_CAP_FAULT;
     b->info.page_sizes = VMEM_PAGE_2M;

@@ -1,4 +1,4 @@
-// Second mappings of arenas, through which their memory is zeroed and moved.
+// Second mappings of arenas, through which their memory is zeroed and moved, made when that happens first.
 //
 // An address that CUDA accepts takes a reservation and segments of the backdrop, which cost more than the arena itself if
 // that is one block. Aliases of such arenas are therefore places in reservations that they share.
@@ -19,13 +19,13 @@ struct stock_shared {
     struct stock_shared *next;
 };
 
-// Takes a place in a shared reservation, which it makes if all are full.
+// Takes a place in a shared reservation, which it makes if all are full. The caller holds the lock.
 static int take_place(struct stock *s, struct stock_alias *alias)
 {
     struct stock_shared *shared;
-    int rc = 0;
+    uint64_t place = 0;
+    int rc;
 
-    pthread_mutex_lock(&s->alias_lock);
     for (shared = s->shared; shared && shared->n_taken == PLACES;)
         shared = shared->next;
     if (!shared) {
@@ -34,80 +34,94 @@ static int take_place(struct stock *s, struct stock_alias *alias)
                     : vmem__error(-ENOMEM, "arena: no memory");
         if (rc) {
             free(shared);
-        } else {
-            shared->next = s->shared;
-            s->shared = shared;
+            return rc;
         }
+        shared->next = s->shared;
+        s->shared = shared;
     }
-    if (!rc) {
-        uint64_t place = 0;
-        while (vmem__bit(shared->taken, place))
-            place++;
-        vmem__bit_set(shared->taken, place, true);
-        shared->n_taken++;
-        alias->shared = shared;
-        alias->reservation = &shared->reservation;
-        alias->addr = shared->reservation.cuda.addr + place * STOCK_BLOCK;
-    }
-    pthread_mutex_unlock(&s->alias_lock);
-    return rc;
+    while (vmem__bit(shared->taken, place))
+        place++;
+    vmem__bit_set(shared->taken, place, true);
+    shared->n_taken++;
+    *alias = (struct stock_alias){.addr = shared->reservation.cuda.addr + place * STOCK_BLOCK,
+                                  .reservation = &shared->reservation,
+                                  .shared = shared};
+    return 0;
 }
 
-// Gives the place back. A reservation that has only free places goes, if another one has one.
+// Gives the place back. A reservation that has only free places goes, if another one has one. The caller holds the lock.
 static void give_place(struct stock *s, const struct stock_alias *alias)
 {
     struct stock_shared *shared = alias->shared, **at = &s->shared;
     bool room = false;
 
-    pthread_mutex_lock(&s->alias_lock);
     vmem__bit_set(shared->taken, (alias->addr - shared->reservation.cuda.addr) / STOCK_BLOCK, false);
     shared->n_taken--;
     for (struct stock_shared *other = s->shared; other; other = other->next)
         room |= other != shared && other->n_taken < PLACES;
-    if (!shared->n_taken && room) {
-        while (*at != shared)
-            at = &(*at)->next;
-        *at = shared->next;
-    } else {
-        shared = NULL;
-    }
-    pthread_mutex_unlock(&s->alias_lock);
-    if (shared)
-        vmem__stock_reservation_free(s, &shared->reservation);
+    if (shared->n_taken || !room)
+        return;
+    while (*at != shared)
+        at = &(*at)->next;
+    *at = shared->next;
+    vmem__stock_reservation_free(s, &shared->reservation);
     free(shared);
 }
 
-int vmem__stock_alias_new(struct stock *s, uint64_t size, uint32_t memory, struct stock_alias *alias)
+static int map_alias(struct stock *s, uint64_t size, struct stock_arena *arena)
 {
-    const struct stock_slice nothing = {0};
+    const struct stock_slice nothing = {0}, all = {arena->memory, 0};
+    struct stock_alias alias = {0};
     int rc;
 
-    *alias = (struct stock_alias){0};
     if (size == STOCK_BLOCK) {
-        rc = take_place(s, alias);
+        rc = take_place(s, &alias);
     } else {
-        rc = vmem__stock_reservation_new(s, size, true, &alias->own);
-        alias->reservation = &alias->own;
-        alias->addr = alias->own.cuda.addr;
+        rc = vmem__stock_reservation_new(s, size, true, &arena->own);
+        alias.reservation = &arena->own;
+        alias.addr = arena->own.cuda.addr;
     }
     if (rc)
         return rc;
-    rc = vmem__stock_put(s, alias->reservation, alias->addr, size, (struct stock_slice){memory, 0}, nothing, false);
-    if (rc && alias->shared)
-        give_place(s, alias);
-    else if (rc)
-        vmem__stock_reservation_free(s, &alias->own);
+    rc = vmem__stock_put(s, alias.reservation, alias.addr, size, all, nothing, false);
+    if (!rc)
+        arena->alias = alias;
+    else if (alias.shared)
+        give_place(s, &alias);
+    else
+        vmem__stock_reservation_free(s, &arena->own);
     return rc;
 }
 
-void vmem__stock_alias_free(struct stock *s, uint64_t size, uint32_t memory, struct stock_alias *alias)
+int vmem__stock_aliases_map(struct stock *s, const struct vmem__run *runs, size_t n)
 {
-    const struct stock_slice nothing = {0}, all = {memory, 0};
+    int rc = 0;
 
-    if (!alias->shared)
-        vmem__stock_reservation_free(s, &alias->own);
-    else if (!vmem__stock_put(s, alias->reservation, alias->addr, size, nothing, all, false))
-        give_place(s, alias); // otherwise the place still shows the memory, and nothing else may come there
+    pthread_mutex_lock(&s->alias_lock);
+    for (size_t i = 0; !rc && i < n; i++) {
+        struct stock_arena *arena = runs[i].arena->priv;
+
+        if (!arena->alias.addr)
+            rc = map_alias(s, runs[i].arena->size, arena);
+    }
+    pthread_mutex_unlock(&s->alias_lock);
+    return rc;
+}
+
+void vmem__stock_alias_free(struct stock *s, uint64_t size, struct stock_arena *arena)
+{
+    const struct stock_slice nothing = {0}, all = {arena->memory, 0};
+    struct stock_alias *alias = &arena->alias;
+
+    if (!alias->addr)
+        return;
+    if (!alias->shared) {
+        vmem__stock_reservation_free(s, &arena->own);
+    } else if (!vmem__stock_put(s, alias->reservation, alias->addr, size, nothing, all, false)) {
+        pthread_mutex_lock(&s->alias_lock);
+        give_place(s, alias);
+        pthread_mutex_unlock(&s->alias_lock);
+    } // otherwise the place still shows the memory, and nothing else may come there
 }
 
 void vmem__stock_aliases_end(struct stock *s, bool forked)

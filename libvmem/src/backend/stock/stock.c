@@ -101,27 +101,20 @@ static int stock_backdrop(struct vmem__backend *b, struct vmem__reservation *r, 
 static int stock_arena_new(struct vmem__backend *b, struct vmem__arena *a)
 {
     struct stock *s = b->priv;
-    struct stock_arena *arena = malloc(sizeof(*arena));
+    struct stock_arena *arena = calloc(1, sizeof(*arena));
     int rc;
 
     if (!arena)
         return vmem__error(-ENOMEM, "arena: no memory");
     atomic_fetch_add(&b->syscalls, 1);
     rc = vmem__rm_memory_new(&s->rm, a->size, &arena->memory);
-    if (rc)
-        goto no_memory;
-    rc = vmem__stock_alias_new(s, a->size, arena->memory, &arena->alias);
-    if (rc)
-        goto no_alias;
-    a->raw = true; // what makes pages zeroes many arenas at once: each time, it waits for the kernels that run
+    if (rc) {
+        free(arena);
+        return rc;
+    }
+    a->raw = !s->fresh_is_zero; // what makes pages zeroes many arenas at once: each time, it waits for kernels that run
     a->priv = arena;
     return 0;
-
-no_alias:
-    vmem__rm_memory_free(&s->rm, arena->memory);
-no_memory:
-    free(arena);
-    return rc;
 }
 
 static void stock_arena_free(struct vmem__backend *b, struct vmem__arena *a)
@@ -129,7 +122,7 @@ static void stock_arena_free(struct vmem__backend *b, struct vmem__arena *a)
     struct stock *s = b->priv;
     struct stock_arena *arena = a->priv;
 
-    vmem__stock_alias_free(s, a->size, arena->memory, &arena->alias);
+    vmem__stock_alias_free(s, a->size, arena);
     atomic_fetch_add(&b->syscalls, 1);
     if (!vmem__rm_memory_free(&s->rm, arena->memory))
         atomic_fetch_add(&b->overhead, a->size); // RM keeps the memory until the context ends; account for it
@@ -145,12 +138,18 @@ static uint64_t alias_of(const struct vmem__run *run)
 
 static int stock_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
 {
-    return vmem__gpu_zero(b, runs, n, alias_of);
+    int rc = vmem__stock_aliases_map(b->priv, runs, n);
+
+    return rc ? rc : vmem__gpu_zero(b, runs, n, alias_of);
 }
 
 static int stock_move(struct vmem__backend *b, const struct vmem__run *from, const struct vmem__run *to, size_t n)
 {
-    return vmem__gpu_move(b, from, to, n, alias_of);
+    int rc = vmem__stock_aliases_map(b->priv, from, n);
+
+    if (!rc)
+        rc = vmem__stock_aliases_map(b->priv, to, n);
+    return rc ? rc : vmem__gpu_move(b, from, to, n, alias_of);
 }
 
 // ---- mapping ------------------------------------------------------------------------------------------------
@@ -378,8 +377,10 @@ static int stock_open(struct vmem__backend *b, const struct vmem_options *opts)
         memcpy(s->uvm.uuid, b->info.device_uuid, sizeof(s->uvm.uuid));
         rc = vmem__rm_open(&s->rm, abi, b->info.device_uuid);
     }
-    if (!rc)
+    if (!rc) {
+        s->fresh_is_zero = vmem__rm_memory_is_zero(&s->rm);
         rc = vmem__backdrop_new(&s->gpu.cuda, &s->gpu.backdrop, STOCK_SEGMENT);
+    }
     if (!rc)
         rc = find_space(s);
     if (!rc)

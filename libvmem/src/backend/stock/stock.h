@@ -23,7 +23,8 @@ struct stock {
     struct vmem__rm rm;
     struct vmem__uvm_space uvm;
     uint32_t scratch; // RM handle, or 0 if not allocated yet
-    pthread_mutex_t alias_lock;
+    bool fresh_is_zero; // memory from RM needs no zeroing
+    pthread_mutex_t alias_lock; // taken before the lock of a reservation
     struct stock_shared *shared; // reservations for aliases of small arenas (alias.c)
 };
 
@@ -42,19 +43,21 @@ struct stock_reservation {
 
 // A second mapping of a whole arena, for zeroing and moving.
 struct stock_alias {
-    uint64_t addr;
-    struct stock_reservation *reservation, own;
+    uint64_t addr; // 0: not mapped yet
+    struct stock_reservation *reservation;
     struct stock_shared *shared; // where it is a place in a shared reservation
 };
 
 struct stock_arena {
     uint32_t memory; // RM handle
     struct stock_alias alias;
+    struct stock_reservation own; // of the alias, where it has one
 };
 
-// alias.c. `memory` is an RM handle of `size` bytes.
-int vmem__stock_alias_new(struct stock *s, uint64_t size, uint32_t memory, struct stock_alias *alias);
-void vmem__stock_alias_free(struct stock *s, uint64_t size, uint32_t memory, struct stock_alias *alias);
+// alias.c. Maps the aliases of the arenas of n runs that have none yet. A map takes as long as the allocation of the
+// memory and the map at its own place together, and most memory is never zeroed or moved.
+int vmem__stock_aliases_map(struct stock *s, const struct vmem__run *runs, size_t n);
+void vmem__stock_alias_free(struct stock *s, uint64_t size, struct stock_arena *arena);
 // Every arena is gone, or this is a fork's child, which leaves the reservations to its parent.
 void vmem__stock_aliases_end(struct stock *s, bool forked);
 
