@@ -20,11 +20,12 @@ TOP = Path(__file__).resolve().parents[2]
 NVOS = "src/common/sdk/nvidia/inc/nvos.h"
 DEVICE = "src/common/sdk/nvidia/inc/class/cl0080.h"
 GPU = "src/common/sdk/nvidia/inc/ctrl/ctrl0000/ctrl0000gpu.h"
+FB = "src/common/sdk/nvidia/inc/ctrl/ctrl0080/ctrl0080fb.h"
 LIMITS = "src/common/sdk/nvidia/inc/nvlimits.h"
 UVM = "kernel-open/nvidia-uvm/uvm_ioctl.h"
 UVM_TYPES = "kernel-open/nvidia-uvm/uvm_types.h"
 UVM_TYPES_OLD = "kernel-open/common/inc/uvm_types.h"
-FILES = (NVOS, DEVICE, GPU, LIMITS, UVM, UVM_TYPES, UVM_TYPES_OLD)
+FILES = (NVOS, DEVICE, GPU, FB, LIMITS, UVM, UVM_TYPES, UVM_TYPES_OLD)
 
 # Their struct, ours, and their fields beside ours. A field that a release lacks is left to the table.
 STRUCTS = [
@@ -70,6 +71,8 @@ STRUCTS = [
 VARYING = {"NV_MEMORY_ALLOCATION_PARAMS"}
 NUMBERS = [
     ("NV0000_CTRL_CMD_GPU_GET_UUID_INFO", "RM_CONTROL_UUID_INFO"),
+    ("NV0080_CTRL_CMD_FB_GET_CAPS_V2", "RM_CONTROL_FB_CAPS"),
+    ("NV0080_CTRL_FB_CAPS_TBL_SIZE", "RM_FB_CAPS_BYTES"),
     ("NVOS32_ALLOC_FLAGS_IGNORE_BANK_PLACEMENT", "RM_MEMORY_IGNORE_BANK_PLACEMENT"),
     ("NVOS32_ALLOC_FLAGS_ALIGNMENT_FORCE", "RM_MEMORY_ALIGNMENT_FORCE"),
     ("NVOS32_ALLOC_FLAGS_MEMORY_HANDLE_PROVIDED", "RM_MEMORY_HANDLE_PROVIDED"),

@@ -22,9 +22,9 @@ struct stock {
     struct vmem__backend *backend;
     struct vmem__rm rm;
     struct vmem__uvm_space uvm;
-    uint32_t scratch; // RM handle, or 0 if not allocated yet
-    bool fresh_is_zero; // memory from RM needs no zeroing
-    pthread_mutex_t alias_lock; // taken before the lock of a reservation
+    uint32_t scratch;            // RM handle, or 0 if not allocated yet
+    bool fresh_is_zero;          // memory from RM needs no zeroing
+    pthread_mutex_t alias_lock;  // taken before the lock of a reservation
     struct stock_shared *shared; // reservations for aliases of small arenas (alias.c)
 };
 

@@ -1,0 +1,138 @@
+"""How fast an engine's memory grows from nothing and goes back, and what its kernels notice of it.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench.session import size_text
+from pyvmem.bench.vmm import backdrop_flag
+from pyvmem.blocks import BlockRange, Blocks
+from pyvmem.core import MIB, Context
+
+if TYPE_CHECKING:
+    from pyvmem.bench.records import Record
+    from pyvmem.bench.session import Session
+
+SIZES = (64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB)
+GIB = 1 << 30
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's own arguments."""
+    group = parser.add_argument_group("growth")
+    group.add_argument(
+        "--grow", action="append", type=argtypes.size, metavar="SIZE", help="bytes to grow by (64M, 256M, 1G and 4G)"
+    )
+
+
+class Launches:
+    """Launches a kernel, and waits for it, again and again in a thread; `longest` is the longest round in ms."""
+
+    def __init__(self, device: int) -> None:
+        import torch
+
+        self.longest = 0.0
+        self._torch, self._device, self._stop = torch, device, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        torch = self._torch
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+            x, event = torch.zeros(1024, device="cuda"), torch.cuda.Event()
+            while not self._stop.is_set():
+                start = perf_counter()
+                x.add_(1)
+                event.record()
+                while not event.query():
+                    pass
+                self.longest = max(self.longest, 1e3 * (perf_counter() - start))
+
+    def __enter__(self) -> Launches:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def launches(context: Context, device: int) -> Launches | None:
+    """None where torch cannot launch kernels on the context's device."""
+    if "cuda_pointer" not in context.info().capabilities:
+        return None
+    try:
+        import torch
+    except ImportError:
+        return None
+    return Launches(device) if torch.cuda.is_available() else None
+
+
+def turn(context: Context, page_size: int, size: int, beside: Launches | None) -> dict[tuple[str, str], float]:
+    """{(metric, unit): value} of one growth by `size` bytes from nothing, and of giving all of it back."""
+    n = size // page_size
+    found: dict[tuple[str, str], float] = {}
+
+    def timed(what: str, call: Callable[[], Any]) -> None:
+        calls = context.stats().syscalls
+        if beside:
+            beside.longest = 0.0
+        start = perf_counter()
+        call()
+        took = perf_counter() - start
+        found[f"{what} {size_text(size)}", "GiB/s"] = size / GIB / took
+        found[f"driver calls to {what} {size_text(size)}", "1/GiB"] = (context.stats().syscalls - calls) / (size / GIB)
+        if beside:
+            found[f"longest launch beside, {what} {size_text(size)}", "ms"] = beside.longest
+
+    with context.reserve(n * page_size, backdrop=bool(backdrop_flag(context))) as space:
+        with Blocks(space, [BlockRange(0, page_size, page_size)], n, page_size=page_size, zero=True) as blocks:
+            ids = np.arange(n, dtype=np.uint32)
+
+            def grow() -> None:
+                blocks.order(ids)
+                blocks.flush()
+
+            def give_back() -> None:
+                blocks.unback(ids)
+                blocks.flush()
+                context.trim()
+
+            timed("grow by", grow)
+            timed("give back", give_back)
+    return found
+
+
+@benchmark(
+    "growth", "memory that an engine gets from nothing and gives back, per second", arguments=arguments, order=25
+)
+def run(session: Session) -> list[Record]:
+    """Order blocks of one page each and wait for them, then give them up, as an engine does with its KV cache."""
+    repeats = 3 if session.quick else 10
+    records = []
+    with session.context() as context:
+        page_sizes = session.args.page_size and session.page_sizes(context) or [max(context.page_sizes)]
+        room = context.info().memory_free // 2
+        sizes = session.args.grow or [size for size in SIZES[: 2 if session.quick else None] if size <= room]
+        for page_size in session.track(page_sizes, "page sizes"):
+            for size in sizes:
+                beside = launches(context, session.args.device)
+                if beside:
+                    with beside:
+                        turns = [turn(context, page_size, size, beside) for _ in range(repeats + 1)][1:]
+                else:
+                    turns = [turn(context, page_size, size, None) for _ in range(repeats + 1)][1:]
+                for metric, unit in turns[0]:
+                    samples = [found[metric, unit] for found in turns]
+                    records.append(session.record(samples, context, metric, unit, page_size=page_size))
+            session.keep(records)
+    return records
