@@ -156,8 +156,8 @@ test-vllm-quick: venv ## Those of its tests that tell most (2 minutes)
 check-vllm-releases: venv ## vLLM's newest release and the three before: what vMem relies on, and its own scheduler on vMem's pages
 	$(Q)$(PY) .ci/vllm_cpu.py releases $(VLLM_RELEASES)
 
-bench: venv ## Run every benchmark quickly, on the best backend
-	$(Q)$(VENV)/bin/pyvmem bench all --quick
+bench: venv ## Run every benchmark but `vllm` quickly, on the best backend
+	$(Q)$(PY) -m benchmarks all --quick
 
 lint: venv $(OBJECTS) ## Compile every C file with warnings as errors; calls only go down; clang-format, ruff and mypy --strict
 	$(Q)$(PY) .ci/compile.py --cc "$(CC)"

@@ -18,11 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build" / "figures"
 PYVMEM = [sys.executable, "-m", "pyvmem"]
+BENCH = [sys.executable, "-m", "benchmarks"]
 
 
 def figures() -> list[tuple[str, int, list[str]]]:
     """(name, seconds at most, command), in the order in which they run."""
-    lease = [*PYVMEM, "bench", "lease", "--page-size", "2M", "--backend"]
+    lease = [*BENCH, "lease", "--page-size", "2M", "--backend"]
     no_training = ["--part", "park", "--part", "block", "--part", "new"]
     return [
         ("lease-stock", 60, [*lease, "stock", *no_training]),
@@ -32,9 +33,9 @@ def figures() -> list[tuple[str, int, list[str]]]:
         ("lease-saver", 60, [*lease, "stock", "--part", "saver"]),
         *(with_vllm() if importlib.util.find_spec("vllm") else ()),
         ("selftest-stock", 300, [*PYVMEM, "doctor", "--selftest", "--backend", "stock", "--prove"]),
-        ("step", 240, [*PYVMEM, "bench", "step", "--quick"]),
-        ("vmm", 120, [*PYVMEM, "bench", "vmm", "--quick"]),
-        ("share", 180, [*PYVMEM, "bench", "share", "--quick"]),
+        ("step", 240, [*BENCH, "step", "--quick"]),
+        ("vmm", 120, [*BENCH, "vmm", "--quick"]),
+        ("share", 180, [*BENCH, "share", "--quick"]),
         ("tests", 600, ["make", "test-gpu", "JOBS=6"]),
     ]
 
@@ -45,7 +46,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
 
     small = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 100 << 30
     trace = os.environ.get("VLLM_TRACE")
-    vllm = [*PYVMEM, "bench", "vllm", "--prefix-caching", "--turns"]
+    vllm = [*BENCH, "vllm", "--prefix-caching", "--turns"]
     half = ["--model", "llama-3-8b:16", "--kv-memory"]
     llama = [*half, "17G"] if small else ["--kv-memory", "34G"]
     loads = ["--load", "azure:512", "--trace", trace] if trace else []

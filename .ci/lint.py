@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
-OURS = {"libvmem", "pyvmem", "uvm_ext", "kernel-open", "tests", "examples"}  # a source distribution has no git
+# A source distribution has no git.
+OURS = {"libvmem", "pyvmem", "benchmarks", "uvm_ext", "kernel-open", "tests", "examples"}
 
 
 def pins():

@@ -79,7 +79,7 @@ def __getattr__(name: str) -> _Any:
     except ModuleNotFoundError as e:
         if e.name != "torch":
             raise
-        raise ModuleNotFoundError(f"pyvmem.{name} needs torch: pip install pyvmem[torch]", name="torch") from None
+        raise ModuleNotFoundError(f"pyvmem.{name} needs torch: pip install torch", name="torch") from None
     found = globals()[name] = getattr(module, name)
     return found
 

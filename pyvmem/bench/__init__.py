@@ -1,4 +1,5 @@
-"""The benchmarks. A module in this folder that registers one with `benchmark` adds it to ``pyvmem bench``.
+"""What a user measures on his own machine. A module here that registers a function with `benchmark` adds it to
+``pyvmem bench``.
 
 SPDX-License-Identifier: MIT
 """
@@ -8,8 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,7 +65,7 @@ def benchmark(
     order: int = 100,
     alone: bool = False,
 ) -> Callable[[Run], Run]:
-    """Register the decorated ``run(session)`` as ``pyvmem bench NAME``."""
+    """Register the decorated ``run(session)`` under its name."""
 
     def register(run: Run) -> Run:
         _registered[name] = Benchmark(name, help, run, arguments, plot, order, alone)
@@ -71,12 +74,17 @@ def benchmark(
     return register
 
 
-def all_benchmarks() -> list[Benchmark]:
-    """Every benchmark of this folder, in the order of ``bench all``, also those that are not part of it."""
-    for module in pkgutil.iter_modules(__path__):
-        try:
-            importlib.import_module(f"{__name__}.{module.name}")
-        except ModuleNotFoundError as error:
-            if error.name != "torch":  # without torch, benchmarks that need it are left out
-                raise
-    return sorted(_registered.values(), key=lambda b: (b.order, b.name))
+def all_benchmarks(*more: ModuleType) -> list[Benchmark]:
+    """Every benchmark of this package and of others, in the order of ``all``, also those that are not part of it."""
+    names = [__name__, *(package.__name__ for package in more)]
+    for name in names:
+        for module in pkgutil.iter_modules(sys.modules[name].__path__):
+            if module.name == "__main__":
+                continue
+            try:
+                importlib.import_module(f"{name}.{module.name}")
+            except ModuleNotFoundError as error:
+                if error.name not in ("torch", "triton"):  # without them, what needs them is left out
+                    raise
+    found = [b for b in _registered.values() if b.run.__module__.rpartition(".")[0] in names]
+    return sorted(found, key=lambda b: (b.order, b.name))

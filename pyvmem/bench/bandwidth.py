@@ -1,5 +1,4 @@
-"""How fast memory is backed, by page size (Table 7 of the vAttention paper, Prabhu et al., ASPLOS 2025), and how fast
-kernels read it.
+"""How fast memory is backed, by page size: Table 7 of the vAttention paper (Prabhu et al., ASPLOS 2025).
 
 SPDX-License-Identifier: MIT
 """
@@ -15,7 +14,6 @@ import numpy as np
 
 from pyvmem._ffi import lib
 from pyvmem.bench import argtypes, benchmark
-from pyvmem.bench.reads import reads
 from pyvmem.bench.session import size_text
 from pyvmem.bench.vmm import SIZES, STRIDE, backdrop_flag, sample_arrays
 from pyvmem.core import MIB, Context, probe
@@ -67,20 +65,9 @@ def page_by_page(context: Context, page_size: int, size: int) -> Any:
     return page_size / np.maximum(map_, 1)
 
 
-def _torch_sees(context: Context) -> bool:
-    """Whether torch can use the context's addresses: they are CUDA pointers, and torch has CUDA."""
-    if "cuda_pointer" not in context.info().capabilities:
-        return False
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
-
-
-@benchmark("bandwidth", "memory backed and read per second, by page size", arguments=arguments, order=20)
+@benchmark("bandwidth", "memory backed and taken back per second, by page size", arguments=arguments, order=20)
 def run(session: Session) -> list[Record]:
-    """Back many tensors. On a GPU, also time CUDA's own calls, and read the tensors."""
+    """Back many tensors, on a GPU also by CUDA's own calls."""
     args = session.args
     repeats = 10 if session.quick else 50
     records = []
@@ -102,15 +89,6 @@ def run(session: Session) -> list[Record]:
 
     with session.context() as context:
         measure(context, session.page_sizes(context))
-        if _torch_sees(context):
-            for page_size in session.page_sizes(context):
-                size = (1 << 30) if session.quick else (4 << 30)
-                for (kernel, memory), samples in reads(context, page_size, size, repeats).items():
-                    backend = None if memory == "scattered pages" else memory
-                    metric = f"{kernel} of {size_text(size)}"
-                    records.append(
-                        session.record(samples, context, metric, "GB/s", page_size=page_size, backend=backend)
-                    )
         beside = context.backend not in ("host", "cuda") and probe("cuda", args.device) is None
     if beside:
         with Context("cuda", args.device) as context:

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyvmem.bench import argtypes, benchmark, plots
+from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.kv_load import MODELS, Server, memory_for, model_options
 from pyvmem.bench.traces import read_trace, synthetic_trace
 from pyvmem.core import KIB, MIB
 from pyvmem.errors import VmemError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from pyvmem.bench.kv_load import Model
     from pyvmem.bench.records import Record
     from pyvmem.bench.session import Session
@@ -192,15 +190,6 @@ def run_batch(
         return np.array(sizes), server.preempted
 
 
-def draw(records: list[Record], figure: Figure) -> None:
-    """The waste, and the paper's Figure 12 (largest batch by page size)."""
-    plots.panels(records, figure, (
-        ("waste of a full batch, p10 to p90", "waste, ", {}),
-        ("waste that cannot be taken back", "waste that cannot be taken back, ", {}),
-        ("largest batch", "largest batch, ", {}),
-    ))  # fmt: skip
-
-
 WAYS: dict[str, dict[str, bool]] = {
     "nothing kept": {"defer": False, "eager": False, "generous": False},
     "default": {},
@@ -244,7 +233,7 @@ def batch_records(
     ]  # fmt: skip
 
 
-@benchmark("fragmentation", "memory that pages waste, and the batches that fit", arguments=arguments, plot=draw,
+@benchmark("fragmentation", "memory that pages waste, and the batches that fit", arguments=arguments,
            order=50)  # fmt: skip
 def run(session: Session) -> list[Record]:
     """Table 8, the waste of a running batch, and the largest batch, by page size."""

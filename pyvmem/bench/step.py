@@ -22,14 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pyvmem._ffi import ffi, lib
-from pyvmem.bench import argtypes, benchmark, plots
+from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.kv_load import MODELS, Attention, memory_for, model_options
 from pyvmem.core import MIB
 from pyvmem.errors import VmemError, _check
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from pyvmem.bench.kv_load import Model
     from pyvmem.bench.records import Record, Samples
     from pyvmem.bench.session import Session
@@ -264,16 +262,7 @@ def prefill(
     return records
 
 
-def draw(records: list[Record], figure: Figure) -> None:
-    """The paper's Figures 9 (decode, with and without overlap) and 10 (prefill, by allocation strategy)."""
-    plots.panels(records, figure, (
-        ("decode: a step, p10 to p99", "decode step, ", {"above": "p99", "log": True}),
-        ("decode: the longest step", "longest decode step, ", {"log": True}),
-        ("prefill: the step that backs a prompt", "prompt of ", {"log": True}),
-    ))  # fmt: skip
-
-
-@benchmark("step", "time of a KV-cache step, in decode and prefill", arguments=arguments, plot=draw, order=40)
+@benchmark("step", "time of a KV-cache step, in decode and prefill", arguments=arguments, order=40)
 def run(session: Session) -> list[Record]:
     """Decode with and without overlap, and prefill, by page size."""
     args = session.args

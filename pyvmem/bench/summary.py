@@ -1,4 +1,4 @@
-"""The final screen of ``pyvmem bench all``: the machine, and the most important rows of all benchmarks.
+"""The final screen of ``bench all``: the machine, and the most important rows of all benchmarks.
 
 It fits 80 columns. The tables (``--full``) and the JSON contain every measurement.
 
@@ -34,14 +34,12 @@ _ROWS = (
     ("unmap 1,024 scattered pages", "vmm", "unmap, batch of 1024 scattered pages", "bare"),
     ("reserve 12 TiB", "vmm", "reserve 12 TiB", None),
     ("back 64 tensors of 32 MiB", "bandwidth", "back 64 tensors of 32M", "bare"),
-    ("streaming read, scattered pages", "bandwidth", "streaming read", "bare"),
     ("decode step of 256 requests", "step", r"decode step, B=256, \d+ layers, overlap", None),
     ("prompt of 16,384 tokens backed", "step", r"prompt of 16384 tokens backed, .*synchronous", None),
     ("attention, decode, 8 x 8,192", "attention", r"decode B=8 L=8192 heads 32/8, \w+ contiguous", "bare"),
     ("waste, 256 requests, nothing kept", "fragmentation", "waste, B=256.*, nothing kept", None),
     ("waste, 256 requests, default", "fragmentation", "waste, B=256.*, default", None),
     ("requests in the same memory", "fragmentation", r"largest batch, .* MiB", None),
-    ("replay of a trace, all commits", "replay", "time of all commits and releases", None),
 )
 _COLUMNS = (33, 11, 11, 13, 8)  # with a blank between them: 80
 

@@ -160,7 +160,7 @@ def save(text: str, path: str | os.PathLike[str], summary: Mapping[str, int], ti
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"path {os.fspath(path)!r}: {ending} needs matplotlib: pip install pyvmem[bench]") from None
+        raise ValueError(f"path {os.fspath(path)!r}: {ending} needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(9, 1.7), layout="constrained")
     axes = figure.add_subplot()
     at, page = 0.0, summary["page_size"] / (1 << 20)

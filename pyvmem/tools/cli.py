@@ -9,7 +9,7 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pyvmem import __version__
@@ -71,10 +71,16 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
     top.arguments(commands.add_parser("top", help="show the KV caches of this user's processes, and set their budgets"))
     completion = commands.add_parser("completion", help="print the completion of this command for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='for bash: eval "$(pyvmem completion bash)"')
-    bench = commands.add_parser("bench", help="run benchmarks")
-    names = bench.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
+    bench_parser(commands.add_parser("bench", help="measure what calls and steps cost on this machine"), benchmarks)
+    return parser
+
+
+def bench_parser(parser: argparse.ArgumentParser, benchmarks: Sequence[Benchmark]) -> None:
+    """Add these benchmarks, and ``all``, to a parser. `run_bench` takes what it reads."""
+    names = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     common = _common()
-    everything = names.add_parser("all", parents=[common], help="run all but vllm, and print one screen of results")
+    alone = "".join(f" but {b.name}" for b in benchmarks if b.alone)
+    everything = names.add_parser("all", parents=[common], help=f"run all{alone}, and print one screen of results")
     everything.add_argument("--full", action="store_true", help="also print every row of every benchmark")
     for b in benchmarks:
         own = names.add_parser(b.name, parents=[common], help=b.help, description=b.help)
@@ -82,7 +88,6 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
             b.arguments(own)
             if not b.alone:  # "all" takes the same arguments, so that for instance a trace can be named there
                 b.arguments(cast(argparse.ArgumentParser, _Once(everything)))
-    return parser
 
 
 class _Once:
@@ -99,7 +104,8 @@ class _Once:
             self._parser.add_argument(*names, **options)
 
 
-def _bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
+def run_bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
+    """Run what `bench_parser` has read. Returns the exit status."""
     from pyvmem.bench import records as form
     from pyvmem.bench import session as view
     from pyvmem.bench import summary
@@ -138,7 +144,7 @@ def _check_plot(path: str) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install pyvmem[bench]") from None
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
     known = FigureCanvasBase.get_supported_filetypes()
     if os.path.splitext(path)[1][1:].lower() not in known:
         raise ValueError(f"--plot {path}: the extension must be one of {', '.join(sorted(known))}")
@@ -155,7 +161,7 @@ def _plot(benchmarks: Sequence[Benchmark], records: list[Record], path: str, abo
     for b, rows in drawn:
         figure = Figure(layout="constrained")
         (b.plot or plot)(rows, figure)
-        figure.suptitle(f"pyvmem bench {b.name}: {summary.machine(rows, about)}", fontsize="small")
+        figure.suptitle(f"{b.name}: {summary.machine(rows, about)}", fontsize="small")
         # One benchmark: the file named. Several: one file each, with the benchmark's name before the ending.
         stem, ending = os.path.splitext(path)
         figure.savefig(path if len(drawn) == 1 else f"{stem}-{b.name}{ending}", dpi=120, bbox_inches="tight")
@@ -189,7 +195,7 @@ def _run(argv: Sequence[str] | None) -> int:
         from pyvmem.tools.top import top
 
         return top(args)
-    return _bench(args, benchmarks)
+    return run_bench(args, benchmarks)
 
 
 def _text(error: Exception) -> str:
@@ -197,7 +203,7 @@ def _text(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        return "needs torch: pip install pyvmem[torch]"
+        return "needs torch: pip install torch"
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -211,7 +217,7 @@ def _flush() -> None:
         raise OSError(error.errno, error.strerror, "standard output") from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, run: Callable[[Sequence[str] | None], int] = _run) -> int:
     """Run the command line. Returns the exit status: 0, 1 with one line on standard error, or argparse's 2."""
     if sys.stderr is None:  # closed; print() would use standard output instead
         sys.stderr = open(os.devnull, "w")
@@ -219,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is None:
             raise OSError(errno.EBADF, "closed", "standard output")
         try:
-            return _run(argv)
+            return run(argv)
         finally:
             _flush()
     except BrokenPipeError:  # the reader has closed the pipe

@@ -18,9 +18,8 @@ import pytest
 import pyvmem
 from pyvmem.bench import all_benchmarks, session, summary
 from pyvmem.bench import records as form
-from pyvmem.bench.replay import Cache, replay
 from pyvmem.bench.session import parse_size, size_text
-from pyvmem.bench.traces import Trace, read_trace, synthetic_trace
+from pyvmem.bench.traces import read_trace, synthetic_trace
 from pyvmem.tools import cli, doctor
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -152,28 +151,12 @@ def test_bandwidth(backend, tmp_path):
     assert any(r["metric"] == "back 4 tensors of 3M" and r["unit"] == "GB/s" for r in rows)
 
 
-def test_replay_of_a_trace(backend, tmp_path):
+def test_fragmentation_of_a_trace(backend, tmp_path):
     trace, out = tmp_path / "trace.csv", tmp_path / "r.json"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:15:46.68,374,44\n" * 20)
-    command("bench", "replay", "--trace", trace, "--slots", 4, "--backend", backend, "--json", out)
-    rows = check_records(out, ["replay"])
-    requests = [r for r in rows if r["metric"] == "requests"]
-    assert requests and all(r["median"] == 20 for r in requests)
-
-
-def test_bench_all_runs_every_benchmark(tmp_path):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "r.json"
-    small = ("--page-size", "2M", "--tensors", 2, "--size", "2M", "--requests", 20)
-    said = command("bench", "all", "--quick", "--backend", "host", "--json", out, "--plot", tmp_path / "p.png", *small)
-    lines = said.stdout.splitlines()
-    assert 10 < len(lines) < 30 and max(map(len, lines)) <= 80, "one screen"
-    assert "host memory" in lines[0] and any(line.startswith("map a page ") for line in lines)
-    names = {b.name for b in all_benchmarks()}
-    assert {"vmm", "bandwidth", "replay"} <= names
-    ran = {r.bench for r in form.load(out)}
-    assert ran <= names and {"vmm", "bandwidth", "replay"} <= ran
-    assert {p.name for p in tmp_path.glob("*.png")} == {f"p-{name}.png" for name in ran}
+    command("bench", "fragmentation", "--quick", "--trace", trace, "--kv-slots", 4, "--backend", backend, "--json", out)
+    rows = check_records(out, ["fragmentation"])
+    assert [r for r in rows if r["metric"].startswith("largest batch")]
 
 
 def test_the_others_run_beside_a_benchmark_that_cannot(tmp_path, capsys):
@@ -190,13 +173,13 @@ def test_the_others_run_beside_a_benchmark_that_cannot(tmp_path, capsys):
         ("short", fails(pyvmem.OutOfMemory(12, "no memory"))),
     )]  # fmt: skip
     args = SimpleNamespace(bench="all", full=False, plot=None, json=str(tmp_path / "r.json"), quick=True)
-    assert cli._bench(args, benches[:2]) == 0
-    assert capsys.readouterr().err == "pyvmem: extra: needs torch: pip install pyvmem[torch]\n"
-    assert cli._bench(args, benches) == 1 and form.load(args.json) == [here]
+    assert cli.run_bench(args, benches[:2]) == 0
+    assert capsys.readouterr().err == "pyvmem: extra: needs torch: pip install torch\n"
+    assert cli.run_bench(args, benches) == 1 and form.load(args.json) == [here]
     assert "pyvmem: short: " in capsys.readouterr().err
     args.bench = "short"
     with pytest.raises(pyvmem.OutOfMemory):
-        cli._bench(args, benches[2:])
+        cli.run_bench(args, benches[2:])
 
 
 def test_the_screen_names_bare_calls_and_the_paper_beside_each_row():
@@ -223,7 +206,7 @@ def test_the_screen_names_bare_calls_and_the_paper_beside_each_row():
     [
         (["bench", "vmm", "--backend", "nonsense"], "nonsense"),
         (["bench", "vmm", "--page-size", "many"], "many"),
-        (["bench", "replay", "--trace", "/does/not/exist"], "/does/not/exist"),
+        (["bench", "fragmentation", "--trace", "/does/not/exist"], "/does/not/exist"),
         (["bench", "nonsense"], "nonsense"),
         (["bench"], "usage"),
         ([], "usage"),
@@ -235,7 +218,7 @@ def test_mistakes_are_named(args, said):
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
-REPLAY = ("bench", "replay", "--backend", "host", "--page-size", "2M", "--requests", "5")
+BANDWIDTH = ("bench", "bandwidth", "--quick", "--backend", "host", "--page-size", "2M", "--tensors", "2")
 
 
 @pytest.mark.parametrize(
@@ -250,17 +233,14 @@ REPLAY = ("bench", "replay", "--backend", "host", "--page-size", "2M", "--reques
         (("bench", "vmm", "--device", "3000000000"), 2, ("--device", "3000000000", "2147483647")),
         (("doctor", "--device", "first"), 2, ("--device", "first")),
         (("top", "--interval", "nan"), 2, ("--interval", "nan")),
-        (("bench", "replay", "--trace", "/does/not/exist"), 2, ("--trace", "/does/not/exist")),
+        (("bench", "fragmentation", "--trace", "/does/not/exist"), 2, ("--trace", "/does/not/exist")),
         (("bench", "all", "--trace", "/does/not/exist"), 2, ("--trace", "/does/not/exist")),
-        ((*REPLAY, "--json", "/does/not/exist/r.json"), 2, ("--json", "/does/not/exist")),
-        ((*REPLAY, "--json", "/"), 2, ("--json", "folder")),
-        ((*REPLAY, "--plot", "/does/not/exist/p.png"), 2, ("--plot", "/does/not/exist")),
-        ((*REPLAY, "--plot", "p.doc"), 1, ("--plot", "p.doc", "png")),
-        ((*REPLAY, "--plot", "plot"), 1, ("--plot", "png")),
-        ((*REPLAY, "--slots", "0"), 2, ("--slots", "0", "1")),
-        ((*REPLAY, "--layers", "0"), 2, ("--layers", "0", "1")),
-        ((*REPLAY, "--row-bytes=-3"), 2, ("--row-bytes", "-3", "1")),
-        ((*REPLAY, "--slots", "99999999"), 1, ("2^46",)),
+        ((*BANDWIDTH, "--json", "/does/not/exist/r.json"), 2, ("--json", "/does/not/exist")),
+        ((*BANDWIDTH, "--json", "/"), 2, ("--json", "folder")),
+        ((*BANDWIDTH, "--plot", "/does/not/exist/p.png"), 2, ("--plot", "/does/not/exist")),
+        ((*BANDWIDTH, "--plot", "p.doc"), 1, ("--plot", "p.doc", "png")),
+        ((*BANDWIDTH, "--plot", "plot"), 1, ("--plot", "png")),
+        (("bench", "vllm"), 2, ("vllm", "step")),
         (("bench", "step", "--kv-slots", "65537"), 2, ("--kv-slots", "65537", "65536")),
         (("bench", "step", "--iterations", "0"), 2, ("--iterations", "0", "1")),
         (("bench", "step", "--pause-us=-1"), 2, ("--pause-us", "-1", "0")),
@@ -283,9 +263,9 @@ def test_a_mistake_is_one_line_before_anything_runs(args, status, said, capsys):
 
 
 def test_too_little_memory_is_said_in_one_line(capsys):
-    assert cli.main([*REPLAY[:-1], "1", "--row-bytes", str(1 << 30)]) == 1
+    assert cli.main(["bench", "fragmentation", "--quick", "--backend", "host", "--kv-budget", "1"]) == 1
     out, err = capsys.readouterr()
-    assert err.startswith("pyvmem: ") and err.count("\n") == 1
+    assert err.splitlines()[-1].startswith("pyvmem: the budget of 1048576 bytes is too small")
 
 
 @pytest.mark.parametrize("unbuffered", ("", "1"))  # whether the output goes at once or at the end
@@ -302,8 +282,8 @@ def test_the_module_runs_without_the_optional_extras(tmp_path):
     for name in ("rich", "matplotlib"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not here')\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    small = ("bench", "replay", "--backend", "host", "--page-size", "2M", "--requests", 10)
-    assert "peak memory" in command(*small, PYTHONPATH=path).stdout
+    small = ("bench", "bandwidth", "--quick", "--backend", "host", "--page-size", "2M", "--tensors", 2, "--size", "2M")
+    assert "take back" in command(*small, PYTHONPATH=path).stdout
     done = command(*small, "--plot", tmp_path / "p.png", check=False, PYTHONPATH=path)
     assert done.returncode == 1 and "matplotlib" in done.stderr
 
@@ -340,7 +320,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_kept(tmp_path):
     bench = SimpleNamespace(name="b", help="", run=measure)
     args = SimpleNamespace(bench="b", plot=None, json=str(path), quick=True)
     with pytest.raises(CutOff):
-        cli._bench(args, [bench])
+        cli.run_bench(args, [bench])
     assert form.load(path) == [first, first] and os.listdir(tmp_path) == ["r.json"]
 
 
@@ -397,15 +377,9 @@ def test_progress_without_a_terminal(seconds, lines, monkeypatch):
 
 def test_plots_have_no_empty_panel():
     figure = pytest.importorskip("matplotlib.figure").Figure
-    from pyvmem.bench import attention_plots
-
     drawn = figure(layout="constrained")
     session.plot([form.Record.of(v, **{**SOME, "metric": m}) for m, v in (("one", 1), ("none", 0))], drawn)
     assert [axes.get_title() for axes in drawn.axes] == ["one"]
-    drawn = figure(layout="constrained")
-    metric = "prefill B=1 L=128 heads 32/8, sdpa contiguous"
-    attention_plots.draw([form.Record.of(5, **{**SOME, "metric": metric, "page_size": 64 << 10})], drawn)
-    assert [axes.get_title() for axes in drawn.axes] == ["Figure 6: prefill"]
 
 
 # ---- traces -------------------------------------------------------------------------------------------------
@@ -463,29 +437,6 @@ def test_the_synthetic_trace_is_reproducible_and_of_the_means_asked_for():
     assert (one.prompt == two.prompt).all() and (one.output == two.output).all()
     assert abs(one.prompt.mean() / 1100 - 1) < 0.1 and abs(one.output.mean() / 210 - 1) < 0.1
     assert one.prompt.min() >= 1 and one.prompt.max() <= 8192
-
-
-def test_replay_counts_every_row(context):
-    """Against a plain count, request by request and iteration by iteration."""
-    size, slots, row = min(context.page_sizes), 3, 3000
-    trace = Trace("t", np.array([1, 100, 5, 700, 30]), np.array([3, 50, 1, 9, 200]))
-    cache = Cache(context, size, slots, 2, row, 1000)
-    seen = replay(cache, trace, slots)
-    assert context.stats().mapped == 0
-
-    waiting = list(zip(trace.prompt, trace.prompt + trace.output))
-    running, resident, used = [], [], []
-    while waiting or running:
-        running = [(length + 1, end) for length, end in running]
-        while waiting and len(running) < slots:
-            running.append(waiting.pop(0))
-        pages = sum(-(-length * row // size) for length, _ in running)
-        resident.append(2 * pages * size)
-        used.append(2 * row * sum(length for length, _ in running))
-        running = [(length, end) for length, end in running if length < end]
-    assert seen["resident"] == resident
-    assert np.allclose(seen["waste"], 1 - np.array(used) / np.array(resident))
-    cache.close()
 
 
 def test_the_version_is_the_librarys():

@@ -53,7 +53,7 @@ import pyvmem
 try:
     pyvmem.virtual_empty
 except ModuleNotFoundError as error:
-    assert "pip install pyvmem[torch]" in str(error) and "\\n" not in str(error)
+    assert "pip install torch" in str(error) and "\\n" not in str(error)
 else:
     raise AssertionError
 """

@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 from entry_point import needed, write
 
-from pyvmem.bench import argtypes
-from pyvmem.bench.vllm import Engine
-from pyvmem.vllm import control
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.vllm import Engine  # noqa: E402
+from pyvmem.bench import argtypes  # noqa: E402
+from pyvmem.vllm import control  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 PIECES = 128 << 20  # device memory goes back in pieces, and an engine keeps some of it for a while

@@ -1,4 +1,4 @@
-"""Prints the records of `pyvmem bench lease` one a line, and whether the targets are met: lease_figures.py FILE.json
+"""Prints the records of the benchmark `lease` one a line, and whether the targets are met: lease_figures.py FILE.json
 
 SPDX-License-Identifier: MIT
 """

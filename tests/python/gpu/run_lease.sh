@@ -29,11 +29,11 @@ part 400 make make PYTHON="${PYTHON:-python3}" || { tail -5 "$out/make.log"; exi
 tests 60 stock first "names or what_lives or 100_cycles"
 tests 120 stock training "bit_equal"
 tests 120 stock rest "not names and not what_lives and not 100_cycles and not bit_equal"
-part 150 bench-stock .venv/bin/pyvmem bench lease --backend stock --json "$out/stock.json" || tail -3 "$out/bench-stock.log"
+part 150 bench-stock .venv/bin/python -m benchmarks lease --backend stock --json "$out/stock.json" || tail -3 "$out/bench-stock.log"
 .venv/bin/python tests/python/gpu/lease_figures.py "$out/stock.json"
 part 60 rollout .venv/bin/python examples/rollout.py --device cuda --sequences 16 --prompt 2048 --new 32
 tail -5 "$out/rollout.log" | cut -c1-180
 tests 120 cuda all "not bit_equal"
-part 60 bench-cuda .venv/bin/pyvmem bench lease --backend cuda --quick --json "$out/cuda.json" || tail -3 "$out/bench-cuda.log"
+part 60 bench-cuda .venv/bin/python -m benchmarks lease --backend cuda --quick --json "$out/cuda.json" || tail -3 "$out/bench-cuda.log"
 .venv/bin/python tests/python/gpu/lease_figures.py "$out/cuda.json"
 exit $failed

@@ -101,7 +101,7 @@ def test_the_names_of_this_torch(context):
 @pytest.mark.parametrize("threads", ["all", "this"])
 def test_twenty_steps_are_bit_equal_beside_a_serving_cache(context, threads):
     """The losses of PyTorch's own allocator, every thread's allocations in the lease, and both within one budget."""
-    from pyvmem.bench.lease import model_of, training_step
+    from benchmarks.lease import model_of, training_step
 
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,12 +1,11 @@
 """The time that an engine's steps spend in vLLM's scheduler, in its worker, and in vMem's part of both.
 
 The profile wraps functions in the engine's process, so the engine must be one process
-(``VLLM_ENABLE_V1_MULTIPROCESSING=0``, one GPU), as in ``pyvmem bench vllm``.
+(``VLLM_ENABLE_V1_MULTIPROCESSING=0``, one GPU), as in ``python -m benchmarks vllm``.
 
 SPDX-License-Identifier: MIT
 """
 
-import collections
 import functools
 import importlib
 import time
@@ -73,58 +72,3 @@ class Profile:
             seconds.clear()
         self._updates.clear()
         return found
-
-
-def pauses(events: list[tuple[int, int, str]], most: int = 30) -> dict[str, Any]:
-    """When a GPU did nothing, between which kernels. events: of each kernel or copy, begin and end in ns, and its name.
-
-    {names of the kernels before and after: times, ms in all, us of one: median, most}, of those that took longest.
-    """
-    found, end, last = collections.defaultdict(list), 0, ""
-    for begins, ends, name in sorted(events):
-        if last and begins > end:
-            found[f"{last[:80]} > {name[:80]}"].append((begins - end) / 1e3)
-        if ends >= end:
-            end, last = ends, name
-    longest = sorted(found, key=lambda name: -sum(found[name]))[:most]
-    return {
-        name: dict(times=len(us), ms=sum(us) / 1e3, median=float(np.median(us)), most=max(us))
-        for name, us in ((n, found[n]) for n in longest)
-    }
-
-
-class Kernels:
-    """The GPU's kernels while it is entered: how often each ran, for how long, and the pauses between them."""
-
-    def __enter__(self) -> "Kernels":
-        from torch.profiler import ProfilerActivity, profile
-
-        self._profile = profile(activities=[ProfilerActivity.CUDA])
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._profile.__exit__(None, None, None)
-
-    def _events(self) -> list[tuple[int, int, str]]:
-        profiler: Any = self._profile.profiler
-        return [
-            (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
-            for event in profiler.kineto_results.events()
-            if event.device_type().name == "CUDA"
-        ]
-
-    def pauses(self) -> dict[str, Any]:
-        """See `pauses`."""
-        return pauses(self._events())
-
-    def take(self, most: int = 30) -> dict[str, Any]:
-        """{name: calls, ms in all, us of a call: median, 99th percentile}, of those that took longest."""
-        found = collections.defaultdict(list)
-        for begins, ends, name in self._events():
-            found[name[:160]].append((ends - begins) / 1e3)
-        longest = sorted(found, key=lambda name: -sum(found[name]))[:most]
-        return {
-            name: dict(calls=len(us), ms=sum(us) / 1e3, median=float(np.median(us)), p99=float(np.percentile(us, 99)))
-            for name, us in ((n, found[n]) for n in longest)
-        }

@@ -220,7 +220,7 @@ def run(session: Session) -> list[Record]:
         import transformers
     except ImportError:
         raise ModuleNotFoundError(
-            "generate needs transformers: pip install pyvmem[transformers]", name="transformers"
+            "generate needs transformers: pip install transformers", name="transformers"
         ) from None
     import torch
 

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import environment
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.core import MIB
 from pyvmem.kv.view import read_view, read_views
@@ -62,11 +63,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Process:
-    """One of the two processes, which runs `pyvmem.bench.share_process`."""
+    """One of the two processes, which runs `benchmarks.share_process`."""
 
     def __init__(self, about: dict[str, Any]) -> None:
-        command = [sys.executable, "-m", "pyvmem.bench.share_process", json.dumps(about)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "benchmarks.share_process", json.dumps(about)]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                       env=environment())  # fmt: skip
         self.pid = self._child.pid
 
     def tell(self, do: str, **what: Any) -> None:

@@ -1,6 +1,6 @@
-"""Plots of `pyvmem bench attention`, one panel for each figure of the vAttention paper.
+"""Plots of `python -m benchmarks attention`, one panel for each figure of the vAttention paper.
 
-``python -m pyvmem.bench.attention_plots RECORDS.json FOLDER`` draws each panel into its own PNG file.
+``python -m benchmarks.attention_plots RECORDS.json FOLDER`` draws each panel into its own PNG file.
 
 SPDX-License-Identifier: MIT
 """
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.bench.plots import COLOURS, legend
 from pyvmem.bench.session import size_text
 
 if TYPE_CHECKING:
@@ -24,8 +23,18 @@ if TYPE_CHECKING:
     from pyvmem.bench.records import Record
 
 
+COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
 HEADS = ("32", "8")  # of the points that are drawn; others belong to tables
 METRIC = re.compile(r"(decode|prefill) B=(\d+) L=(\d+) heads (\d+)/(\d+), (.+)")
+
+
+def legend(axes: Axes) -> None:
+    """A legend below the axes, where it covers nothing."""
+    count = len(axes.get_legend_handles_labels()[1])
+    if count:
+        below = (0.5, -0.2 if axes.get_xlabel() else -0.12)
+        columns = 1 if count < 4 else 2
+        axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=below, ncols=columns, frameon=False)
 
 
 class Timed:

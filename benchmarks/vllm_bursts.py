@@ -1,4 +1,4 @@
-"""Three engines on vMem on one GPU under bursts that alternate and overlap (``pyvmem bench vllm --bursts``).
+"""Three engines on vMem on one GPU under bursts that alternate and overlap (``python -m benchmarks vllm --bursts``).
 
 Each engine gets its workload's requests in `ROUNDS` bursts: within a burst, requests arrive as a Poisson process. In
 even rounds the engines' bursts follow each other; in odd rounds they come together. Within a burst, requests arrive at
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from pyvmem.bench.vllm import SETTINGS, Engine, Engines
+from benchmarks.vllm import SETTINGS, Engine, Engines
 
 NAMES = ("first on vMem", "second on vMem", "third on vMem")
 TITLES = dict(alone="alone", room="room for all", thirds="static thirds", pool="a pool")

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks import environment
+from benchmarks.vllm_engine import SHAPES, model_name
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.records import Record, Samples
-from pyvmem.bench.vllm_engine import SHAPES, model_name
-from pyvmem.bench.vllm_plots import draw
 from pyvmem.vllm.settings import LAYOUTS
 
 if TYPE_CHECKING:
@@ -90,11 +90,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         if name != "azure":
             group.add_argument(f"--{name}", type=argtypes.input_file, metavar="FILE", help=what)
     group.add_argument(
-        "--pair",
-        action="store_true",
-        help="two engines on vMem, loaded by turns, compared with one engine on the whole GPU and two static halves",
-    )
-    group.add_argument(
         "--bursts",
         action="store_true",
         help="three engines on vMem under bursts that alternate and overlap: alone, with room for all, in static "
@@ -114,11 +109,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--part", type=argtypes.positive, metavar="N",
         help="of --bursts: of that rate, the part at which requests arrive in a burst (0.5)",
     )  # fmt: skip
-    group.add_argument(
-        "--kernels",
-        action="store_true",
-        help="one more turn of each workload, which adds the times of the GPU's kernels and of its pauses to --raw",
-    )
     group.add_argument("--raw", type=argtypes.output_file, metavar="FILE", help="write every turn as JSON")
 
 
@@ -132,7 +122,7 @@ def beside(text: str) -> tuple[str, dict[str, str]]:
 
 
 def loads(args: argparse.Namespace) -> Any:
-    """The workloads by name: dictionaries for `pyvmem.bench.vllm_engine`."""
+    """The workloads by name: dictionaries for `benchmarks.vllm_engine`."""
     longest = args.max_model_len
     most = min(1000, longest // 8)
     n = args.requests or 512
@@ -187,13 +177,13 @@ class Engine:
             kv_cache_memory_bytes=args.kv_memory, gpu_memory_utilization=share,
             tensor_parallel_size=args.tensor_parallel, read=down[0], write=up[1],
         )  # fmt: skip
-        environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", VMEM_VLLM_LAYOUT=args.layout,
+        variables = dict(environment(), VMEM_VLLM="1" if vmem else "0", VMEM_VLLM_LAYOUT=args.layout,
                            VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
         if args.tensor_parallel == 1:
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        environment |= more
-        command = [sys.executable, "-m", "pyvmem.bench.vllm_engine", json.dumps(settings)]
-        self._process = subprocess.Popen(command, env=environment, pass_fds=(down[0], up[1]), stdout=log, stderr=log)
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        variables |= more
+        command = [sys.executable, "-m", "benchmarks.vllm_engine", json.dumps(settings)]
+        self._process = subprocess.Popen(command, env=variables, pass_fds=(down[0], up[1]), stdout=log, stderr=log)
         os.close(down[0])
         os.close(up[1])
         self._sink = os.fdopen(down[1], "w", encoding="utf-8")
@@ -282,9 +272,6 @@ class Engines:
                 if not turn:
                     load["batch"] = -(-load["batch"] // self._args.warm_up)
                 self.turn(name, load, turn, found[name])
-        for name in found if self._args.kernels else ():  # which are slower while they are watched
-            for engine in self.engines:
-                self._keep(engine=engine, load=name, **self.engines[engine].ask(dict(loads[name], kernels=True)))
         for name, by_engine in found.items():
             for engine, results in by_engine.items():
                 self._results(engine, name, loads[name], results)
@@ -362,31 +349,24 @@ class Engines:
 
 
 # Alone, because it takes minutes and a whole GPU.
-@benchmark("vllm", "unmodified vLLM and vLLM on vMem, in turns", arguments=arguments, plot=draw, order=900, alone=True)
+@benchmark("vllm", "unmodified vLLM and vLLM on vMem, in turns", arguments=arguments, order=900, alone=True)
 def run(session: Session) -> list[Record]:
     """Records of all engines."""
     args = session.args
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError("vllm needs vLLM: pip install vllm", name="vllm")
     chosen = loads(args)
-    if args.beside and (args.pair or args.bursts):
-        raise ValueError("--beside is for neither --pair nor --bursts")
+    if args.beside and args.bursts:
+        raise ValueError("--beside is not for --bursts")
     if (args.setting or args.rate or args.part) and not args.bursts:
         raise ValueError("--setting, --rate and --part are for --bursts")
-    if args.pair:
-        from pyvmem.bench.vllm_pair import Pair
-
-        kind: type[Engines] = Pair
-    elif args.bursts:
-        from pyvmem.bench.vllm_bursts import Bursts
+    kind: type[Engines] = Engines
+    if args.bursts:
+        from benchmarks.vllm_bursts import Bursts
 
         kind = Bursts
-    else:
-        kind = Engines
     import torch
 
-    if args.kernels and not torch.cuda.is_available():
-        raise ValueError("--kernels needs a GPU")
     log = os.environ.get("VMEM_BENCH_LOG", os.devnull)
     device = torch.cuda.get_device_name(args.device) if torch.cuda.is_available() else "CPU"
     with open(log, "a", encoding="utf-8") as file:

@@ -1,14 +1,20 @@
-"""``pyvmem bench vllm``: its workloads. The engines need a GPU and vLLM."""
+"""``python -m benchmarks``: the workloads of ``vllm``, whose engines need a GPU and vLLM, and ``attention``."""
 
 import argparse
 import collections
 import json
+import subprocess
+import sys
 import types
 
 import pytest
 
-from pyvmem.bench import Benchmark, vllm, vllm_bursts, vllm_engine, vllm_pair, vllm_plots, vllm_profile
-from pyvmem.bench.records import Record
+import benchmarks
+from benchmarks import __main__ as command
+from benchmarks import vllm, vllm_bursts, vllm_engine
+from pyvmem.bench import Benchmark, all_benchmarks
+from pyvmem.bench.records import Record, dump
+from pyvmem.bench.records import load as load_records
 from pyvmem.tools import cli
 
 
@@ -16,9 +22,13 @@ def arguments(**changes):
     return types.SimpleNamespace(**{**dict(
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
-        code=None, offline=None, pair=False, bursts=False, raw=None, kernels=False, output=200,
+        code=None, offline=None, bursts=False, raw=None, output=200,
         warm_up=1, stop_after=None, setting=None, rate=None, part=None, beside=[],
     ), **changes})  # fmt: skip
+
+
+def main(args):
+    return cli.main(args, command.run)
 
 
 def test_an_engine_beside_has_a_name_and_variables():
@@ -136,22 +146,6 @@ class FakeEngine:
         pass
 
 
-def test_a_pair_is_measured_whole_in_halves_and_by_turns(monkeypatch, tmp_path):
-    monkeypatch.setattr(vllm_pair, "Engine", FakeEngine)
-    raw = tmp_path / "raw.json"
-    pair = vllm_pair.Pair(arguments(turns=2, raw=str(raw)), "gpu", None)
-    pair.measure({"decode": dict(kind="fixed")})
-    found = {r.metric: r.median for r in pair.records}
-    assert (found["decode: output with the whole GPU"], found["decode: output with half"],
-            found["decode: output by turns"]) == (100, 60, 100)  # fmt: skip
-    turns = [t for t in json.loads(raw.read_text()) if t["load"] == "decode"]
-    assert [(t["engine"], t["how"]) for t in turns[:4]] == [
-        (vllm_pair.FIRST, "the whole GPU"), (vllm_pair.FIRST, "half"), (vllm_pair.SECOND, "by turns"),
-        (vllm_pair.FIRST, "by turns")]  # fmt: skip
-    seeds = [load["seed"] for load in pair.engines[vllm_pair.FIRST].asked if "seed" in load]
-    assert len(set(seeds)) == len(seeds)  # or the prefix cache would know the prompts
-
-
 class FakeTold(FakeEngine):
     """It is told its load, and answers later."""
 
@@ -223,20 +217,17 @@ def test_some_settings_of_bursts_at_a_rate_that_is_known(monkeypatch, tmp_path, 
 def test_options_need_what_they_are_for(monkeypatch, capsys):
     find = vllm.importlib.util.find_spec
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: name == "vllm" or find(name))
-    assert cli.main(["bench", "vllm", "--setting", "pool", "--load", "hot"]) == 1
+    assert main(["vllm", "--setting", "pool", "--load", "hot"]) == 1
     assert "--setting, --rate and --part are for --bursts" in capsys.readouterr().err
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert cli.main(["bench", "vllm", "--kernels", "--load", "hot"]) == 1
-    assert "--kernels needs a GPU" in capsys.readouterr().err
     for wrong in (["--setting", "halves"], ["--rate", "0"], ["--part", "0"]):
         with pytest.raises(SystemExit):
-            cli.main(["bench", "vllm", "--bursts", *wrong])
+            main(["vllm", "--bursts", *wrong])
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b:x", "llama-3-8b:0", "llama-3-8b:33", "tiny:"])
 def test_a_wrong_number_of_layers_is_an_error_at_once(model, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["bench", "vllm", "--model", model])
+        main(["vllm", "--model", model])
     assert f"argument --model: '{model}' must have 1 to " in capsys.readouterr().err
 
 
@@ -245,36 +236,6 @@ def test_requests_come_when_they_arrive():
     requests = vllm_engine.serve(llm, [0, 1, 2], [1, 1, 1], arrivals=when)
     assert llm.most == 2 and requests[2].arrived - requests[0].arrived == pytest.approx(0.05)
     assert requests[2].at[0] >= requests[2].arrived
-
-
-def test_kernels_are_watched_in_a_turn_of_their_own(monkeypatch):
-    monkeypatch.setattr(vllm, "Engine", FakeEngine)
-    monkeypatch.setattr(vllm.Engines, "_results", lambda *_: None)
-    engines = vllm.Engines(arguments(kernels=True), "gpu", None)
-    engines.measure({"decode": dict(kind="fixed", batch=8)})
-    for engine in engines.engines.values():
-        assert [load.get("kernels", False) for load in engine.asked] == [False, False, True]
-
-
-def test_pauses_are_where_no_kernel_of_any_stream_runs():
-    events = [(9_000, 10_000, "c"), (0, 5_000, "a"), (1_000, 2_000, "copy"), (5_000, 6_000, "b"), (12_000, 13_000, "a"),
-              (16_000, 18_000, "b"), (21_000, 22_000, "c")]  # fmt: skip
-    found = vllm_profile.pauses(events)
-    assert list(found) == ["b > c", "a > b", "c > a"]
-    assert found["b > c"] == dict(times=2, ms=0.006, median=3.0, most=3.0)
-    assert list(vllm_profile.pauses(events, most=1)) == ["b > c"] and vllm_profile.pauses([]) == {}
-
-
-def test_the_figure_has_a_bar_for_each_engine_and_workload():
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    records = [Record.of([1.0, 3.0], bench="vllm", backend=engine, device="gpu", page_size=None, metric=metric, unit="")
-               for engine in (vllm.OWN, vllm.ON_VMEM)
-               for metric in ("azure: output", "hot: output", "azure: KV memory, peak", "azure: KV memory, 1 s idle",
-                              "start")]  # fmt: skip
-    vllm_plots.draw(records, figure)
-    output, memory = figure.axes
-    assert [t.get_text() for t in output.get_xticklabels()] == ["azure", "hot"]
-    assert [len(axes.patches) for axes in (output, memory)] == [4, 4]  # of the memory, two more for idle times
 
 
 def test_each_engine_on_vmem_is_compared_with_vllm(monkeypatch):
@@ -319,25 +280,50 @@ def test_an_unknown_workload_is_named():
         vllm.loads(arguments(load=["azure"]))
 
 
-def test_bench_all_leaves_vllm_and_its_arguments_out(monkeypatch, capsys):
+def test_all_leaves_vllm_and_its_arguments_out(monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(cli, "_bench", lambda args, benchmarks: asked.append(args) or 0)
-    assert cli.main(["bench", "vllm", "--model", "tiny"]) == 0
-    assert cli.main(["bench", "all", "--model", "Yi-6B"]) == 0  # the shape of the KV cache's benchmarks
+    monkeypatch.setattr(cli, "run_bench", lambda args, benchmarks: asked.append(args) or 0)
+    assert main(["vllm", "--model", "tiny"]) == 0
+    assert main(["all", "--model", "Yi-6B"]) == 0  # the shape of the KV cache's benchmarks
     assert [args.model for args in asked] == ["tiny", "Yi-6B"]
     with pytest.raises(SystemExit):
-        cli.main(["bench", "all", "--max-num-seqs", "8"])
+        main(["all", "--max-num-seqs", "8"])
     monkeypatch.undo()
     ran = []
     benches = [Benchmark(name, "", lambda s: ran.append(s.name) or [], alone=name == "b") for name in "ab"]
     args = types.SimpleNamespace(bench="all", full=False, plot=None, json=None, quick=True)
-    assert cli._bench(args, benches) == 0 and ran == ["a"]
+    assert cli.run_bench(args, benches) == 0 and ran == ["a"]
     capsys.readouterr()
+
+
+USERS = {"vmm", "bandwidth", "growth", "step", "fragmentation"}
+
+
+def test_the_installed_command_has_only_what_a_user_measures():
+    known = {b.name for b in all_benchmarks(benchmarks)}  # which are registered beside
+    assert {b.name for b in all_benchmarks()} == USERS
+    assert known == {*USERS, "attention", "generate", "lease", "share", "vllm"}
+
+
+def test_all_runs_every_benchmark(tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "r.json"
+    small = "--page-size 2M --tensors 2 --size 2M --requests 20".split()
+    options = ["--backend", "host", "--json", str(out), "--plot", str(tmp_path / "p.png"), *small]
+    done = subprocess.run([sys.executable, "-m", "benchmarks", "all", "--quick", *options],
+                          capture_output=True, text=True, timeout=1800, cwd=benchmarks.ROOT)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert 10 < len(lines) < 30 and max(map(len, lines)) <= 80, "one screen"
+    assert "host memory" in lines[0] and any(line.startswith("map a page ") for line in lines)
+    ran = {r.bench for r in load_records(out)}
+    assert ran <= {b.name for b in all_benchmarks(benchmarks) if not b.alone} and ran >= {"vmm", "share", "lease"}
+    assert {p.name for p in tmp_path.glob("*.png")} == {f"p-{name}.png" for name in ran}
 
 
 def test_without_vllm_its_benchmark_fails(monkeypatch, capsys):
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["bench", "vllm"]) == 1
+    assert main(["vllm"]) == 1
     assert capsys.readouterr().err == "pyvmem: vllm needs vLLM: pip install vllm\n"
 
 
@@ -353,3 +339,101 @@ def test_a_shape_may_have_fewer_layers(tmp_path):
     vllm_engine.write_config(tmp_path, "llama-3-8b:16", 4096)
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 16
     assert vllm_engine.known("llama-3-8b:16") and not vllm_engine.known("models/llama-3-8b")
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+
+def bench(*args, check=True):
+    done = subprocess.run([sys.executable, "-m", "benchmarks", "attention", "--quick", "--backend", "host", *args],
+                          capture_output=True, text=True, timeout=900, cwd=benchmarks.ROOT)  # fmt: skip
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def test_bench_attention_times_virtual_beside_plain_memory(tmp_path):
+    pytest.importorskip("matplotlib")
+    bench("--figure", "7", "--stop-after", "100", "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png"))
+    records = load_records(tmp_path / "r.json")
+    times = {(r.backend, r.page_size) for r in records if r.metric == "decode B=1 L=1024 heads 32/8, sdpa contiguous"}
+    assert times == {("host", 64 << 10), ("host", 2 << 20), ("malloc", None)}
+    assert {r.unit for r in records if r.metric.endswith("of the same on plain memory")} == {"ratio"}
+    assert {r.metric.split(", ")[1] for r in records if r.metric.startswith("prepare")} >= {"slots and lengths"}
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_attention_lets_each_run_be_first_behind_a_busy_gpu(monkeypatch):
+    from benchmarks import attention_runs
+
+    started = []
+
+    class Timer:
+        seconds = 0.0
+
+        def __init__(self, run):
+            self.name = run.name
+
+        def start(self):
+            started.append(self.name)
+            return len(started)
+
+        def result(self, number):
+            return float(number)
+
+    monkeypatch.setattr(attention_runs, "Timer", Timer)
+    runs = {name: types.SimpleNamespace(name=name, splits=(0,), split=0) for name in "abc"}
+    found = attention_runs.measure(runs, turns=3)
+    turns = [started[i : i + 4] for i in range(0, 12, 4)]
+    assert [sorted(turn[1:]) for turn in turns] == [["a", "b", "c"]] * 3
+    assert {turn[1] for turn in turns} == set("abc")
+    timed = sorted(n for samples, _ in found.values() for n in samples)
+    assert timed == [2, 3, 4, 6, 7, 8, 10, 11, 12]  # not the first of a turn
+
+
+@pytest.mark.parametrize("args, text", [
+    (["--figure", "5"], "'5' must be some of 2, 3, 4, 6, 7, 11"),
+    (["--table", "5,x"], "'5,x' must be some of 5, 6, 9, 10"),
+    (["--fa3", "vllm"], "--fa3 vllm: No module named 'vllm'"),
+])  # fmt: skip
+def test_err_bench_attention(args, text):
+    done = bench(*args, check=False)
+    assert done.returncode and text in done.stderr and "Traceback" not in done.stderr
+
+
+def test_every_figure_has_a_panel(tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from benchmarks.attention import FIGURES
+    from benchmarks.attention_plots import PANELS, draw, main
+
+    assert set(PANELS) == set(FIGURES)
+    records = []
+    for phase, batch, tokens in (("decode", 1, 1024), ("decode", 4, 1024), ("decode", 1, 16384), ("decode", 2, 16384),
+                                 ("prefill", 1, 1024), ("prefill", 1, 8192)):  # fmt: skip
+        paged = [(f"fa3 paged {block}", "cudaMalloc", None) for block in (16, 32, 64, 128, 256)]
+        for name, backend, size in (
+            ("fa3 contiguous", "stock", 64 << 10), ("fa3 contiguous", "stock", 2 << 20),
+            ("fa3 contiguous", "cudaMalloc", None), ("flashinfer unpaged", "stock", 64 << 10), *paged,
+        ):  # fmt: skip
+            records.append(Record.of(
+                [batch * tokens + 1.0], bench="attention", backend=backend, device="d", page_size=size, unit="us",
+                metric=f"{phase} B={batch} L={tokens} heads 32/8, {name}",
+            ))  # fmt: skip
+    figure = Figure()
+    draw(records, figure)
+    assert [bool(axes.lines or axes.patches) for axes in figure.axes] == [True] * len(PANELS)
+    assert len(figure.axes[3].lines) == 6  # prefill: three memories, FlashInfer's, and two block sizes
+    dump(records, tmp_path / "r.json")
+    main(tmp_path / "r.json", tmp_path)
+    assert len(list(tmp_path.glob("attention-figure-*.png"))) == len(PANELS)
+
+
+def test_a_figure_without_records_has_no_panel():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    from benchmarks import attention_plots
+
+    metric = "prefill B=1 L=128 heads 32/8, sdpa contiguous"
+    record = Record.of(5, bench="attention", backend="host", device="d", page_size=64 << 10, metric=metric, unit="us")
+    attention_plots.draw([record], figure)
+    assert [axes.get_title() for axes in figure.axes] == ["Figure 6: prefill"]

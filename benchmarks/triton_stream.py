@@ -1,7 +1,4 @@
-"""The streaming kernel of `pyvmem.bench.reads`.
-
-Outside pyvmem.bench, which imports all its modules, as Triton may be missing. Triton compiles the kernel from this
-file.
+"""The kernel that `benchmarks.attention` measures the bandwidth of memory with. Triton compiles it from this file.
 
 SPDX-License-Identifier: MIT
 """

@@ -1,4 +1,4 @@
-"""One of the two processes of ``pyvmem bench share``: it decodes a request in a cache of the pool, and takes commands.
+"""One of the two processes of the benchmark ``share``: it decodes a request in a cache of the pool, and takes commands.
 
 SPDX-License-Identifier: MIT
 """

@@ -1,4 +1,4 @@
-"""One vLLM engine of ``pyvmem bench vllm`` in its own process: it reads workloads as JSON lines and writes results.
+"""One vLLM engine of the benchmark ``vllm`` in its own process: it reads workloads as JSON lines and writes results.
 
 The parent starts it with ``VMEM_VLLM`` 0 or 1, and with the numbers of two pipes.
 
@@ -7,7 +7,6 @@ SPDX-License-Identifier: MIT
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -317,7 +316,7 @@ def main() -> None:
     begin = time.perf_counter()
     from vllm import LLM
 
-    from pyvmem.bench.vllm_profile import Kernels, Profile
+    from benchmarks.vllm_profile import Profile
 
     imported = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -346,10 +345,7 @@ def main() -> None:
                     engine[1][control.LIMIT] = load["limit"]
                     say(limit=load["limit"])
                 else:
-                    with Kernels() if load.get("kernels") else contextlib.nullcontext() as kernels:
-                        answer = run(llm, load, profile)
-                    watched = dict(kernels=kernels.take(), pauses=kernels.pauses()) if kernels else dict(kernels=None)
-                    say(**answer, **watched)
+                    say(**run(llm, load, profile))
             except Exception as error:  # the parent reports it; the engine may still work
                 say(error=f"{type(error).__name__}: {error}")
 

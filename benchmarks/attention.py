@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.attention_plots import draw
 from pyvmem.bench import argtypes, benchmark
-from pyvmem.bench.attention_plots import draw
 from pyvmem.bench.kv_load import MODELS
 from pyvmem.bench.session import size_text
 
 if TYPE_CHECKING:
-    from pyvmem.bench.attention_runs import Point, Pool
+    from benchmarks.attention_runs import Point, Pool
     from pyvmem.bench.records import Record
     from pyvmem.bench.session import Session
     from pyvmem.core import Context
@@ -102,7 +102,7 @@ def _numbers(known: Collection[int]) -> Any:
 
 def grid(figures: Any, tables: Any, quick: bool) -> Any:
     """{point: set of the kinds of runs wanted there}; kinds: see `runs_at`."""
-    from pyvmem.bench.attention_runs import Point
+    from benchmarks.attention_runs import Point
 
     points: dict[Point, set[str]] = {}
 
@@ -155,7 +155,7 @@ def grid(figures: Any, tables: Any, quick: bool) -> Any:
 
 def runs_at(point: Point, kinds: Any, pools: Any, have: Any) -> Any:
     """{(name, backend, page size): run} of the kinds wanted at a point, as far as installed."""
-    from pyvmem.bench import attention_runs as r
+    from benchmarks import attention_runs as r
 
     decode = point.phase == "decode"
     splits = SPLITS if decode else (0,)
@@ -225,7 +225,7 @@ def hbm(pool: Pool, repeats: int = 20) -> Any:
     """Bytes per microsecond that a streaming kernel reads from cudaMalloc's memory."""
     import torch
 
-    from pyvmem.triton_stream import stream
+    from benchmarks.triton_stream import stream
 
     x = pool.k.view(torch.float32)[: 1 << 28]
     out = torch.empty(len(x) // 4096, device=x.device)
@@ -257,7 +257,7 @@ def run(session: Session) -> list[Record]:
     """All figures and tables, or the selected ones."""
     import torch
 
-    from pyvmem.bench.attention_runs import Point, Pool, measure, prepare
+    from benchmarks.attention_runs import Point, Pool, measure, prepare
 
     args = session.args
     figures, tables = args.figure, args.table
