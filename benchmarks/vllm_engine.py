@@ -338,7 +338,7 @@ def main() -> None:
             load = json.loads(line)
             try:
                 if "limit" in load:
-                    from pyvmem.vllm import control
+                    from pyvmem.engine import control
 
                     engine = own_engine()
                     assert engine is not None  # a limit is set where the KV cache is on vMem

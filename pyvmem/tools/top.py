@@ -22,7 +22,7 @@ from pyvmem.bench import argtypes
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
 from pyvmem.kv.view import View, budget_answer, check_budget, read_views, want_budget
-from pyvmem.vllm import control
+from pyvmem.engine import control
 
 COLUMNS = (
     "pid", "name", "where", "budget", "held", "needed", "kept", "ahead", "free", "live", "requests", "swapped",

@@ -24,7 +24,7 @@ from rich.text import Text
 from pyvmem.kv.picture import ASCII, CHARACTERS, PARTS, cells, shares, size
 from pyvmem.kv.view import View, budget_answer, read_views, want_budget
 from pyvmem.tools.top import ENGINE_COLUMNS, Rates, engine_rows, limit, pool_rows, set_engine
-from pyvmem.vllm import control
+from pyvmem.engine import control
 
 _STYLES = {
     "used": "blue", "shared": "magenta", "cached": "green", "ahead": "cyan", "kept": "yellow", "unused": "dim",

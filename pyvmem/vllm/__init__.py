@@ -7,6 +7,7 @@ SPDX-License-Identifier: MIT
 """
 
 from pyvmem.core import Context
+from pyvmem.engine import pools
 from pyvmem.kv.pool import KVPool
 from pyvmem.vllm import settings
 
@@ -32,8 +33,4 @@ def open_pool(context: Context) -> KVPool:
     VmemError
         As for `KVPool`.
     """
-    chosen = settings.read()
-    if not chosen.pool:
-        raise ValueError("VMEM_VLLM_POOL must name a pool, and VMEM_VLLM must be 1")
-    uuid = context.info().device_uuid.hex() if context.backend != "host" else ""
-    return KVPool(chosen.pool_size or None, name=f"{chosen.pool}-{uuid[:12]}" if uuid else chosen.pool)
+    return pools.open_pool(settings.read(), context)

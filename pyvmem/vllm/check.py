@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.vllm.fingerprints import KNOWN
-from pyvmem.vllm.refuse import Refused
+from pyvmem.engine.refuse import Refused
 
 _WORKER, _SCHEDULER = "v1/worker/gpu_worker.py", "v1/core/sched/scheduler.py"
 _POOL, _UTILS, _OUTPUT = "v1/core/block_pool.py", "v1/core/kv_cache_utils.py", "v1/core/sched/output.py"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from pyvmem.vllm import control
+from pyvmem.engine import control
 
 _DOT = "__"
 

@@ -1,84 +1,15 @@
-"""Limits over HTTP: ``vllm serve MODEL --middleware pyvmem.vllm.http.Limits``.
-
-``GET /vmem/limit`` tells what the engines of this server hold, a JSON object for each data-parallel rank.
-``POST /vmem/limit`` sets what its JSON object names (`control.change`; with ``rank``, on one of them), and answers the
-same. ``GET /vmem/metrics`` has the metrics of this server, however many API servers it runs. No key is asked
-for, so do not let strangers reach these paths.
+"""Limits over HTTP: ``vllm serve MODEL --middleware pyvmem.vllm.http.Limits``. See `pyvmem.engine.http`.
 
 SPDX-License-Identifier: MIT
 """
 
-from __future__ import annotations
-
-import json
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict
-from typing import Any
-
-from pyvmem.vllm import control
-from pyvmem.vllm.metrics import engines, text
-
-PATH, METRICS = "/vmem/limit", "/vmem/metrics"
-MOST_BODY = 1 << 16  # bytes
-
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+from pyvmem.engine import http
+from pyvmem.vllm import metrics
 
 
-def _change(body: bytes) -> None:
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the body is not JSON: {error}") from None
-    if not isinstance(asked, dict):
-        raise ValueError("the body must be a JSON object")
-    rank, mine = asked.pop("rank", None), engines()
-    if not mine:
-        raise ValueError("no engine of this server is on vMem: VMEM_VLLM must be 1, and VLLM_PLUGINS, where it is set, "
-                         "must include vmem")  # fmt: skip
-    chosen = [page for engine, page in mine if rank is None or (type(rank) is int and engine.rank == rank)]
-    if not chosen:
-        raise ValueError(f"rank {json.dumps(rank)[:40]} is not here: GET {PATH} lists the engines")
-    control.change(*chosen, **asked)
+class Limits(http.Limits):
+    """ASGI middleware that serves ``/vmem/limit`` and ``/vmem/metrics`` for the engines of this server."""
 
-
-async def _answer(send: Send, status: int, body: bytes, kind: bytes) -> None:
-    headers = [(b"content-type", kind)] + ([(b"allow", b"GET, POST")] if status == 405 else [])
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-class Limits:
-    """ASGI middleware that serves `PATH` and `METRICS`, and passes everything else on."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
-        if path not in (PATH, METRICS):
-            await self._app(scope, receive, send)
-            return
-        if path == METRICS:
-            await _answer(send, 200, text(), b"text/plain; version=0.0.4; charset=utf-8")
-            return
-        status: int = 200
-        told: dict[str, Any] = {}
-        if scope["method"] == "POST":
-            body, more = b"", True
-            while more and len(body) <= MOST_BODY:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return  # what came may be a part
-                body, more = body + message.get("body", b""), message.get("more_body", False)
-            try:
-                if len(body) > MOST_BODY:
-                    raise ValueError(f"the body may have {MOST_BODY} bytes")
-                _change(body)
-            except (ValueError, TypeError) as error:
-                status, told = 400, {"error": str(error)}
-        elif scope["method"] != "GET":
-            status, told = 405, {"error": f"{PATH} takes GET and POST"}
-        told = told or {"engines": [asdict(engine) for engine, _ in engines()]}
-        await _answer(send, status, json.dumps(told).encode(), b"application/json")
+    prefix = metrics.PREFIX
+    hint = "VMEM_VLLM must be 1, and VLLM_PLUGINS, where it is set, must include vmem"
+    server = staticmethod(metrics.server)

@@ -16,17 +16,17 @@ from __future__ import annotations
 import collections
 import heapq
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from pyvmem.vllm import control, lease
-from pyvmem.vllm.control import Page
-from pyvmem.vllm.out import Out
+from pyvmem.engine import control
+from pyvmem.engine.budget import BlockBudget
+from pyvmem.engine.control import Page
 
 MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time
 RETRY = 0.03  # seconds until memory that was refused is asked for again
 PART = 512 << 20  # bytes of blocks in one order: what is backed serves before the rest is
-FIT = 0.1  # seconds between two looks at what pages that blocks share take
 
 
 # vLLM's queue and pool do their own work: these two wrap functions of one object each. A class that is given to an
@@ -89,60 +89,37 @@ def _leave_out(pool: Any, keeper: Keeper) -> None:
     pool.get_usage, pool.evict_blocks, pool.reset_prefix_cache = keeper.usage, evict, reset
 
 
-class Keeper:
+class Keeper(BlockBudget):
     """Decides which blocks of one pool circulate.
 
     Parameters
     ----------
     manager : vllm.v1.core.kv_cache_manager.KVCacheManager
-    page : Page
-        The engine's control page.
-    block_bytes : int
-        Bytes of a block in one worker, all layers, until workers tell their own. Of these, the largest counts: a
-        stage of a pipeline may have more layers than another.
-    least : int
-        Blocks that one request of the greatest length needs. As many always circulate.
-    low : int
-        Blocks that one step may take. Twice as many are kept ready, or a part of those that are allowed (`SPARE`) if
-        that is less.
-    ranks : int
-        Workers.
+    page, block_bytes, least, low, ranks
+        As for `BlockBudget`.
     """
 
     def __init__(self, manager: Any, page: Page, block_bytes: int, least: int, low: int, ranks: int) -> None:
-        self.manager, self.pool, self.page = manager, manager.block_pool, page
-        self.block_bytes, self.ranks = block_bytes, ranks
-        self.total: int = self.pool.num_gpu_blocks - 1  # without the null block
-        self.least, self.low = min(least, self.total), low
+        self.manager, self.pool = manager, manager.block_pool
+        self._gone: list[int] = []  # for the workers
+        self._evicted: list[int] = []
+        self._order: list[int] = []
+        super().__init__(page, self.pool.num_gpu_blocks - 1, block_bytes, least, low, ranks)  # without the null block
         self.watermark: int = manager.watermark_blocks
         self._watermark = self.watermark / max(self.total, 1)
-        self._allowed: int = self.total  # what the manager's watermark is for
         self._full = False
         self._queue = self.pool.free_block_queue
         self._front = _count_front(self._queue)
         self._get(self.pool.get_num_free_blocks())
-        self._out = Out(self.total, block_bytes, 0)
-        self._span = 0  # as the worker says that has the largest blocks
-        self._gone: list[int] = []  # for the workers
-        self._evicted: list[int] = []
-        self._order: list[int] = []
         self._coming: collections.deque[tuple[int, int, list[int]]] = collections.deque()  # order, step, ids
-        self._n_coming = 0
         self._orders = 0
         self._part = max(PART // block_bytes, 1)
         self._retry = 0.0
         self._most_order = self.total  # less after a refusal
         self._left = 0  # the step that last sent blocks that leave
-        self._beside = self._less = self._fits = 0
-        self._fitted = 0.0
         self.step = 0
-        self.lent = False
-        self.behind = False  # another engine of the pool gets memory first
         self.full = False  # no request begins meanwhile
-        self._keeps = 0  # blocks that are not offered
         _leave_out(self.pool, self)
-        page[control.BLOCKS], page[control.BLOCK_BYTES] = self.total, self.block_bytes
-        page[control.LEAST], page[control.LOW], page[control.RANKS_USED] = self.least, low, ranks
         self.publish()
 
     # ---- what there is ---------------------------------------------------------------------------------------
@@ -157,113 +134,22 @@ class Keeper:
         """Free blocks without contents."""
         return len(self._front)
 
-    @property
-    def circulating(self) -> int:
-        """Blocks in use or in the free queue."""
-        return self.total - self.held
+    def num_free(self) -> int:
+        """Blocks in the pool's queue."""
+        return int(self.pool.get_num_free_blocks())
 
-    @property
-    def used(self) -> int:
-        """Blocks in use."""
-        return self.circulating - int(self.pool.get_num_free_blocks())
+    def free_ids(self) -> Iterator[int]:
+        """Their numbers."""
+        return (b.block_id for b in self._queue.get_all_free_blocks())
 
-    @property
-    def coming(self) -> int:
-        """Blocks that workers are backing."""
-        return self._n_coming
-
-    @property
-    def most(self) -> int:
-        """Blocks that may circulate, whatever other engines have."""
-        most: int = min(max(self._most_bytes() // self.block_bytes, self.least), self.total)
-        return most
-
-    def allowed(self) -> int:
-        """Blocks that may circulate now."""
-        if self.lent:
-            return 0
-        most = min(self.most, self._left_bytes() // self.block_bytes)
-        if self.behind:
-            most = min(most, self.circulating + self._n_coming)
-        return most
-
-    def _limit(self) -> int:
-        """The smaller of limit and maximum, in whole pages."""
-        cells = self.page.cells
-        limit, most = cells[control.LIMIT], cells[control.MAX]
-        most = min(limit, most) if most else limit
-        return int(most - most % self._out.span)
-
-    def _most_bytes(self) -> int:
-        """The most that blocks may take, in whole pages in which they begin."""
-        most = self._limit() - self._less
-        return most - most % self._out.span
-
-    def _left_bytes(self) -> int:
-        """What others of the pool that ask leave to blocks, in whole pages. They asked for what was offered then."""
-        most, page = control.NO_LIMIT, self.page
-        if page.cells[control.POOL] and page.cells[control.OFFERED]:
-            for rank in range(self.ranks):
-                if shrink_to := page.told(rank, control.SHRINK_TO):
-                    most = min(most, self._in_largest(rank, shrink_to - page.cells[control.NULL + rank]))
-        most -= self._beside
-        return max(most - most % self._out.span, self._keeps * self.block_bytes)
-
-    def _in_largest(self, rank: int, size: int) -> int:
-        """What blocks of a worker with so many bytes take in the worker that has the largest blocks."""
-        return size * self.block_bytes // (self.page.cells[control.OWN_BLOCK + rank] or self.block_bytes)
-
-    def _pages_beyond(self) -> int:
-        """Pages that must go because of a limit: if blocks are scattered, their pages may be too many, not they."""
-        out = self._out
-        if not out.shared:
-            return 0
-        most, left = self._most_bytes() // out.span, self._left_bytes() // out.span
-        if self.circulating <= self.least and out.pages > min(most, left):
-            most = max(most, self._fewest_pages())  # instead of free blocks that leave, others come which share pages
-        asked = min(out.pages - left, self.circulating - self._keeps)  # a block frees one page at most
-        return max(out.pages - most, asked, 0)
-
-    def _fewest_pages(self) -> int:
-        """Pages of `least` blocks if only those in use are scattered. Page 0 makes up for the last, maybe a part."""
-        out = self._out
-        free = collections.Counter(out.page_of(b.block_id) for b in self._queue.get_all_free_blocks())
-        used = out.pages - sum(n == out.inside(page) for page, n in free.items() if page)
-        fewest: int = max(used, -(-self.least // out.together))
-        return fewest
-
-    def fit(self) -> None:
-        """See what pages hold beyond the blocks that begin in them, which may reach into others."""
-        most = self._limit()
-        if most != self._fits:  # what they hold under another limit says little about this one
-            self._fits, self._less, self._beside = most, 0, 0
-        limited = most < self.total * self.block_bytes or self.page.cells[control.POOL]
-        if not limited or time.monotonic() < self._fitted + FIT:
-            return
+    def _moving(self) -> bool:
+        """Whether orders are out, or workers have not read yet what left."""
         words, ranks = self.page.words, self.ranks
-        boards = self.page.boards(ranks)
         ran = words[control.FINISHED : control.FINISHED + ranks].min() >= self._left
         read = words[control.RING_DONE : control.RING_DONE + ranks].min() >= self.page[control.POSITION]
-        waits = self._gone or self._coming or self._order or self.circulating > self.allowed()
-        if waits or not ran or not read or boards[:, control.LEAVING].any():
-            return  # blocks are on their way
-        self._fitted = time.monotonic()
-        held = int((boards[:, control.HELD] - words[control.NULL : control.NULL + ranks]).max())
-        own = self._out.pages * self._out.span
-        self._beside = max(held - own, 0)
-        # Above the limit, what leaves takes its part of this with it; below it, what comes is taken to add nothing.
-        self._less = most - own * most // held if held > max(most, own) else self._beside
-
-    def usage(self) -> float:
-        """The part of the allowed blocks that requests use."""
-        allowed = self.allowed()
-        return min(self.used / allowed, 1.0) if allowed else 0.0
+        return bool(self._gone or self._coming or self._order or not ran or not read)
 
     # ---- before and after vLLM's schedule() ---------------------------------------------------------------------
-
-    def ready(self, need: int = 0) -> int:
-        """Blocks that are kept ready: free, and without contents. need: what the next step takes."""
-        return max(lease.ready(self.low, self._allowed), need)
 
     def before(self, need: int = 0, first: bool = False) -> None:
         """A step is about to be scheduled: blocks that are backed by now enter, and blocks above the limit leave.
@@ -290,29 +176,6 @@ class Keeper:
                 self._want(min(wanted, need, -beyond))
             elif 4 * wanted > ready or self.spare < need:  # not a few in each step: a driver's calls disturb the device
                 self._want(min(wanted, -beyond))
-
-    def _room(self) -> int:
-        """Blocks for which the pool has memory that nobody uses: those of pages that are there need none."""
-        out, room = self._out, self._room_bytes()
-        return out.at_hand + room // out.span * out.together if out.shared else room // self.block_bytes
-
-    def _room_bytes(self) -> int:
-        """Bytes of the pool that nobody uses, as far as workers see the page."""
-        page, room = self.page, self.total * self.block_bytes
-        for rank in range(self.ranks):
-            if page.cells[control.ATTACHED + rank]:
-                most = max(page.told(rank, control.BUDGET), page.cells[control.POOL_MAY + rank])
-                room = min(room, self._in_largest(rank, most - page.told(rank, control.HELD)))
-        return max(room, 0)
-
-    def soon_there(self, need: int) -> bool:
-        """Whether blocks that are not spare come without that other engines give any up."""
-        return not self.page.cells[control.POOL] or self._room() >= max(need - self.spare, self._n_coming)
-
-    def asked(self) -> bool:
-        """Whether other engines of the pool ask for blocks that circulate here, or for their pages."""
-        out = self._out
-        return self._left_bytes() < max(self.circulating * self.block_bytes, out.pages * out.span)
 
     def grows(self) -> bool:
         """Whether blocks are on their way or may be ordered."""
@@ -385,19 +248,6 @@ class Keeper:
                 metrics.block_metrics.pop(block.block_id, None)
         return blocks
 
-    def _learn_pages(self) -> None:
-        """Workers know which blocks share pages when they have their memory."""
-        cells = self.page.cells
-        largest = max(range(self.ranks), key=lambda rank: cells[control.OWN_BLOCK + rank])
-        block, span = cells[control.OWN_BLOCK + largest], cells[control.SPAN + largest]
-        if block and (span, block) != (self._span, self.block_bytes):
-            self._span, self.block_bytes = span, block
-            self.page[control.BLOCK_BYTES] = block
-            out = set(self._out)
-            self._out = Out(self.total, block, span)
-            self._out.take(self.total, self.total)
-            self._out.put(out)
-
     def _shrink(self, beyond: int, most: int) -> None:
         """So many blocks leave, and then others while pages are too many, but at most `most` in all.
 
@@ -422,15 +272,7 @@ class Keeper:
 
     def _want(self, n: int) -> None:
         if n > 0 and self._out and time.monotonic() >= self._retry:
-            n, pages = min(n, self._most_order), self.total
-            if self._out.shared:
-                pages = min(self._most_bytes(), self._left_bytes()) // self._out.span - self._out.pages
-                short = self.least - self.circulating - self._n_coming
-                n, pages = min(n, short) if pages < 0 else n, max(pages, short)
-                if self.page.cells[control.POOL]:
-                    coming = -(-self._n_coming // self._out.together)
-                    pages = min(pages, max(self._room_bytes() // self._out.span - coming, 0))
-            self._order += self._out.take(n, pages)
+            self._order += self._take_out(min(n, self._most_order))
 
     def _enter(self) -> None:
         while self._coming:
@@ -483,20 +325,3 @@ class Keeper:
         for block in blocks:
             self._queue.remove(block)
         self._queue.prepend_n(blocks)
-
-    def publish(self, wanted: int = 0, yields: bool = False, keeps: int = 0) -> None:
-        """Write the numbers of the control page.
-
-        wanted : blocks that requests lack. yields: whether requests give way to another engine's. keeps: free blocks
-        that requests take next, which are not for others.
-        """
-        page, free, spare, circulating = self.page.cells, self.pool.get_num_free_blocks(), self.spare, self.circulating
-        page[control.ALLOWED], page[control.OUT] = self.allowed(), self._out.count
-        page[control.COMING], page[control.SPARE], page[control.CACHED] = self._n_coming, spare, free - spare
-        page[control.USED], page[control.WANTED] = circulating - free, wanted
-        page[control.LENT] = self.lent and not circulating
-        minimum = -(-page[control.MIN] // self.block_bytes)
-        # Without `yields`, others get what no request uses; with it, vLLM preempts requests for them.
-        offered = circulating if yields else free - keeps
-        page[control.OFFERED] = offered = max(min(offered, circulating - minimum), 0)
-        self._keeps = circulating - offered

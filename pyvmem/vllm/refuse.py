@@ -3,12 +3,10 @@
 SPDX-License-Identifier: MIT
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-
-class Refused(ValueError):
-    """vLLM on vMem does not support this configuration. The message says which setting, and what to do."""
+from pyvmem.engine.refuse import Refused as Refused
 
 
 def _config(c: Any) -> Iterator[str]:
@@ -28,22 +26,6 @@ def _config(c: Any) -> Iterator[str]:
                "--pipeline-parallel-size to 1")  # fmt: skip
     if getattr(parallel, "enable_elastic_ep", False):
         yield "elastic expert parallelism adds workers while it runs; unset --enable-elastic-ep"
-
-
-def backend(name: str, device: str) -> None:
-    """Raise `Refused` if the backend's memory is not that of vLLM's device. name: "" for the best that works."""
-    if name == "host" and device != "cpu":
-        raise Refused("VMEM_BACKEND=host has memory of the CPU only; unset it, or choose uvm, stock or cuda")
-    if name not in ("", "host") and device == "cpu":
-        raise Refused(f"VMEM_BACKEND={name}: vLLM runs on the CPU here, whose memory is that of host; unset it")
-
-
-def page_size(size: int, backend: str, sizes: Collection[int]) -> None:
-    """Raise `Refused` if the backend has no pages of the size that VMEM_VLLM_PAGE_SIZE sets; 0: it is not set."""
-    if size and size not in sizes:
-        has = ", ".join(str(s) for s in sorted(sizes))
-        raise Refused(f"VMEM_VLLM_PAGE_SIZE={size}: pages of backend {backend} have {has} bytes (or unset "
-                      "VMEM_VLLM_PAGE_SIZE)")  # fmt: skip
 
 
 def settings(vllm_config: Any) -> None:

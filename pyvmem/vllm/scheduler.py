@@ -12,7 +12,8 @@ import threading
 import time
 from typing import Any
 
-from pyvmem.vllm import check, control, geometry, lease, pools, refuse, settings
+from pyvmem.engine import control, pool_policy, pools
+from pyvmem.vllm import check, geometry, refuse, settings
 from pyvmem.vllm.keeper import Keeper
 from pyvmem.vllm.orders import StepOrders
 from pyvmem.vllm.waiting import stopped, waiting
@@ -92,7 +93,7 @@ class SchedulerMemory:
         page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
         page[control.PRIORITY], page[control.POOL] = chosen.priority, pools.number_of(chosen.pool)
         control.claim(page)
-        self._neighbours = lease.Neighbours(page)
+        self._neighbours = pool_policy.PoolPeers(page)
         self._came = -COMING  # when a request last began
         self._short = False  # whether requests wait for other engines, and none runs
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size

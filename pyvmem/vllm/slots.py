@@ -22,11 +22,13 @@ import torch
 
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
-from pyvmem.vllm import control, geometry, refuse, settings
-from pyvmem.vllm.control import Page
+from pyvmem.engine import control, geometry
+from pyvmem.engine.control import Page
+from pyvmem.engine.memory import context_on
+from pyvmem.vllm import refuse, settings
 from pyvmem.vllm.orders import StepOrders
 from pyvmem.vllm.requests import Fences, Requests
-from pyvmem.vllm.worker import POLL, WorkerMemory, context_on
+from pyvmem.vllm.worker import POLL, WorkerMemory
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -143,7 +145,7 @@ class SlotsMemory(WorkerMemory):
     def prepare(self, config: Any, vllm_config: Any, device: torch.device) -> Any:
         """Reserve the slots. Returns the configuration for vLLM's model runner, or a reason against slots."""
         self._device = device
-        context = context_on(device)
+        context = context_on(device, settings.read())
         self._block = block = config.kv_cache_tensors[0].block_stride
         tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
         largest = settings.read().page_size or geometry.PAGE

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import collections
 import logging
-import os
 import threading
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pyvmem import Context
-from pyvmem.blocks import BlockRange, Blocks
-from pyvmem.errors import OutOfMemory
-from pyvmem.kv.pool import KVPool
+from pyvmem.engine import control
+from pyvmem.engine.control import Page
+from pyvmem.engine.geometry import page_size
+from pyvmem.engine.memory import BlockMemory, context_on
 from pyvmem.tensor import VirtualTensor
-from pyvmem.vllm import control, geometry, open_pool, pools, refuse, settings
-from pyvmem.vllm.control import Page
+from pyvmem.vllm import geometry, refuse, settings
 from pyvmem.vllm.orders import StepOrders
 
 logger = logging.getLogger("vllm.vmem")
@@ -31,9 +27,7 @@ logger = logging.getLogger("vllm.vmem")
 POLL = 0.02  # seconds between looks at the ring
 LOOK = 0.005  # and in a pool at whether there is something new
 BUSY = 0.1  # and while steps run, which look themselves: a thread that wakes up delays them
-START = 60.0  # seconds in which an engine that starts gets the memory of block 0 from the other members of a pool,
-WAKE = 10.0  # and in which one that wakes gets that of its blocks
-ASK = 0.06  # seconds in which an engine that runs requests asks others for memory, before it gives for once
+WAKE = 10.0  # seconds in which an engine that wakes gets the memory of its blocks from the other members of a pool
 
 
 class Allocation(TorchFunctionMode):
@@ -52,16 +46,7 @@ class Allocation(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def context_on(device: torch.device) -> Context:
-    """A context for the KV memory of a worker. Raises `refuse.Refused` for a backend or page size that cannot be."""
-    refuse.backend(os.environ.get("VMEM_BACKEND", ""), device.type)
-    context = Context(device=device.index or 0) if device.type == "cuda" else Context("host")
-    refuse.backend(context.backend, device.type)
-    refuse.page_size(settings.read().page_size, context.backend, context.page_sizes)
-    return context
-
-
-class WorkerMemory:
+class WorkerMemory(BlockMemory):
     """The KV memory of one worker.
 
     Parameters
@@ -73,21 +58,10 @@ class WorkerMemory:
     """
 
     def __init__(self, page: Page, rank: int) -> None:
-        if rank >= control.RANKS:
-            raise refuse.Refused(f"VMEM_VLLM=1: worker {rank} is out of range: an engine may have {control.RANKS} "
-                                 "workers (or unset VMEM_VLLM)")  # fmt: skip
+        super().__init__(page, rank, settings.read())
         if page[control.ATTACHED + rank]:  # the name of an engine comes with its configuration
             raise refuse.Refused("VMEM_VLLM=1: an engine with this VllmConfig runs already, and one control page "
                                  "cannot serve both; make a VllmConfig for each (or unset VMEM_VLLM)")  # fmt: skip
-        self._page, self._rank = page, rank
-        self._tensor: VirtualTensor | None = None
-        self._ranges: list[BlockRange] = []
-        self._block = 0  # bytes of a block
-        self._blocks: Blocks | None = None
-        self._pool: KVPool | None = None
-        self._pool_size, self._share = 0, (0, 0)
-        self._unfit: tuple[int, int] | None = None  # a share that the pool has refused
-        self._asking = 0.0  # since when the pool has been asked for what it does not give; 0: for nothing
         self._lock = threading.RLock()
         self._stop, self._wake = False, threading.Event()
         self._known: list[int] = []  # of what the scheduler publishes, when the thread last looked
@@ -111,8 +85,8 @@ class WorkerMemory:
         if self._tensor is not None:
             raise refuse.Refused("VMEM_VLLM=1: vLLM allocated its KV cache in two parts, which this release of vMem "
                                  "does not know (or unset VMEM_VLLM)")  # fmt: skip
-        context = context_on(device)
-        page = settings.read().page_size or geometry.page_size(self._ranges, context.page_sizes)
+        context = context_on(device, settings.read())
+        page = settings.read().page_size or page_size(self._ranges, context.page_sizes)
         self._tensor = VirtualTensor((size,), torch.int8, device, page_size=page, zero=True, context=context)
         return self._tensor.tensor
 
@@ -130,14 +104,8 @@ class WorkerMemory:
             wrong = wrong or f"{tensor.nbytes} bytes were allocated, not {geometry.bytes_of(config)}"
             raise refuse.Refused(f"VMEM_VLLM=1: vLLM's KV cache is not as its configuration says: {wrong} "
                                  "(or unset VMEM_VLLM)")  # fmt: skip
-        self._block = tensor.nbytes // config.num_blocks
-        self._blocks = Blocks(tensor, ranges, config.num_blocks, zero=True, board=self._board)
-        self._join(tensor.context)
-        self._back_null()
-        alone, block = self._blocks.stats().held, self._block
-        self._page[control.NULL + self._rank] = alone
-        self._page[control.SPAN + self._rank] = geometry.span(ranges, tensor.page_size, block)
-        self._page[control.OWN_BLOCK + self._rank] = block
+        block = tensor.nbytes // config.num_blocks
+        alone = self._make_blocks(config.num_blocks, block)
         self._attach()
         logger.info(
             "KV cache on vMem: backend %s, %d blocks of %.1f KiB in pages of %d KiB, %.2f GiB at most, layout %s",
@@ -154,121 +122,16 @@ class WorkerMemory:
         threading.Thread(target=self._poll, name="vmem", daemon=True).start()
         self.publish()
 
-    def _join(self, context: Context) -> None:
-        """Become a member of the pool that the environment names, if it names one."""
-        asked = settings.read()
-        if not asked.pool or self._blocks is None:
-            return
-        try:
-            self._pool = open_pool(context)
-            self._pool_size, self._share = self._pool.budget, (asked.minimum, asked.maximum)
-            self._page[control.POOL_BYTES + self._rank] = self._pool_size
-            if asked.minimum > self._pool_size:
-                raise refuse.Refused(f"VMEM_VLLM_MIN={asked.minimum} is over the {self._pool_size} bytes of "
-                                     f"VMEM_VLLM_POOL={asked.pool}")  # fmt: skip
-            self._page[control.POOL_OF + self._rank] = pools.number_of(Path(str(self._pool.path)).stem)
-            name = f"{pools.ENGINE}{os.getpid()}"
-            self._blocks.join(self._pool, name=name, min=asked.minimum, max=asked.maximum)
-        except refuse.Refused:
-            raise
-        except OutOfMemory as error:  # of the pool
-            raise refuse.Refused(f"VMEM_VLLM_MIN={asked.minimum} does not fit VMEM_VLLM_POOL={asked.pool}: {error}; "
-                                 "lower it, or the minimum of another member") from error  # fmt: skip
-        except (OSError, ValueError, MemoryError) as error:
-            size = f"VMEM_VLLM_POOL_SIZE {f'is {asked.pool_size}' if asked.pool_size else 'is not set'}"
-            raise refuse.Refused(f"VMEM_VLLM_POOL={asked.pool}: {error}; {size} (or unset VMEM_VLLM_POOL)") from error
-
-    def _back_null(self) -> None:
-        """Back block 0."""
-        try:
-            self._back([0], START)
-        except OutOfMemory as error:
-            if self._pool is None:
-                raise
-            size = self._bytes_under([0])
-            raise refuse.Refused(f"VMEM_VLLM_POOL={settings.read().pool}: the other members did not give {size} bytes "
-                                 f"within {START:.0f} s: {error}") from error  # fmt: skip
-
-    def _bytes_under(self, ids: Sequence[int]) -> int:
-        assert self._tensor is not None
-        return geometry.bytes_under(ids, self._ranges, self._tensor.page_size)
-
-    def _back(self, ids: Sequence[int], seconds: float) -> None:
-        """Back blocks. In a pool, the other members may have to give their bytes first, and have them in use now."""
-        assert self._blocks is not None
-        end = time.monotonic() + seconds
-        size = self._bytes_under(ids) if self._pool is not None else 0
-        while True:
-            try:
-                if self._pool is not None:
-                    self._blocks.ask(size)
-                self._blocks.back(ids)
-                break
-            except OutOfMemory:
-                if self._pool is None or time.monotonic() >= end:
-                    raise
-            time.sleep(POLL)
-
-    def _between(self) -> None:
-        """Tell the pool what the scheduler offers and wants."""
-        page, blocks = self._page, self._blocks
-        if self._pool is None or blocks is None or not page[control.PID]:
-            return
-        least = page[control.LEAST] * self._block + page[control.NULL + self._rank]
-        share = (0 if page[control.LENT] else page[control.MIN], page[control.MAX] and max(page[control.MAX], least))
-        self._set_share(share)
-        blocks.offer(page[control.OFFERED] * self._block)
-        page[control.POOL_BYTES + self._rank] = self._pool_size
-        page[control.POOL_MAY + self._rank] = int(self._board[control.BUDGET]) + self._pool.free
-        most = min(share[1] or self._pool_size, self._pool_size)
-        held = int(self._board[control.HELD])
-        wanted = max(page[control.WANTED], page[control.AHEAD]) + self._pending()
-        wanted = min(wanted * self._block, most - held)
-        self._ask(wanted, page[control.USED] > 0)
-
-    def _set_share(self, share: tuple[int, int]) -> None:
-        """Set minimum and maximum. While the minimums of all members exceed the pool, this one's is as before."""
-        assert self._blocks is not None
-        if share == self._share:
-            return
-        try:
-            self._blocks.set_share(*share)
-        except OutOfMemory as error:
-            if share != self._unfit:
-                logger.warning("vMem: the pool has no room for this engine's minimum yet: %s", error)
-            self._unfit = share
-            return
-        self._share, self._unfit = share, None
+    @property
+    def active(self) -> bool:
+        """Whether vLLM's KV cache is here."""
+        return self._blocks is not None
 
     def _pending(self) -> int:
         """Blocks of orders on their way. What they lack is asked for, too, as a question replaces the last one."""
         with self._lock:
             done = self._board[control.DONE]
             return sum(len(ids) for number, ids in self._ordered if number > done)
-
-    def _ask(self, wanted: int, runs: bool) -> None:
-        """Ask the pool. An engine that runs requests pauses now and then, as who asks gives others nothing."""
-        assert self._blocks is not None
-        now = time.monotonic()
-        if self._asking and (wanted <= 0 or (runs and now >= self._asking + ASK)):
-            self._blocks.ask(0)
-            self._asking = 0.0
-        elif wanted > 0:
-            try:
-                missing = self._blocks.ask(wanted)
-            except OutOfMemory:
-                missing = wanted
-            self._asking = (self._asking or now) if missing else 0.0
-
-    @property
-    def active(self) -> bool:
-        """Whether vLLM's KV cache is here."""
-        return self._blocks is not None
-
-    @property
-    def _board(self) -> Any:
-        """This worker's row of the boards."""
-        return self._page.boards(control.RANKS)[self._rank]
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -406,11 +269,6 @@ class WorkerMemory:
                 self._failure = str(error)
                 logger.exception("vMem: the background thread failed and goes on")
 
-    def publish(self) -> None:
-        """Write this worker's column of the control page; libvmem writes the board."""
-        if self._tensor is not None:
-            self._page.words[control.RESIDENT + self._rank] = self._tensor.resident_bytes
-
     # ---- sleep and the end -----------------------------------------------------------------------------------
 
     def sleep(self) -> None:
@@ -437,14 +295,6 @@ class WorkerMemory:
                 self._asleep = None
         self.publish()
 
-    def _synchronize(self) -> None:
-        if self._tensor is not None and self._tensor.tensor.is_cuda:
-            torch.cuda.synchronize(self._tensor.tensor.device)
-
-    def _trim(self) -> None:
-        if self._tensor is not None:
-            self._tensor.context.trim()
-
     def close(self) -> None:
         """Give up all pages and stop the threads. The addresses go with the last view of the tensor."""
         self._stop = True
@@ -453,8 +303,7 @@ class WorkerMemory:
             self._synchronize()
             with self._lock:
                 self._blocks.close()
-        if self._pool is not None:
-            self._pool.close()
+        self._leave_pool()
         self._page[control.ATTACHED + self._rank] = 0
 
 

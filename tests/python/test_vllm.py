@@ -13,21 +13,11 @@ from kv_caches import run_top
 
 from pyvmem import Context, InvalidArgument, KVPool
 from pyvmem.blocks import BOARD_WORDS, BlockRange, Blocks
-from pyvmem.vllm import (
-    control,
-    doors,
-    geometry,
-    http,
-    layout,
-    lease,
-    metrics,
-    open_pool,
-    out,
-    plugin,
-    pools,
-    refuse,
-    settings,
-)
+from pyvmem.engine import control, out, pool_policy, pools
+from pyvmem.engine import geometry as pages
+from pyvmem.engine import settings as engine_settings
+from pyvmem.engine.memory import context_on
+from pyvmem.vllm import doors, geometry, http, layout, metrics, open_pool, plugin, refuse, settings
 
 PAGE = 64 << 10
 
@@ -42,8 +32,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_settings_are_off_unless_asked_for():
-    assert settings.read({}) == settings.Settings()
-    assert settings.read({"VMEM_VLLM": "0", "VMEM_VLLM_LIMIT": "much"}) == settings.Settings()
+    assert settings.read({}) == settings.read({})
+    assert settings.read({"VMEM_VLLM": "0", "VMEM_VLLM_LIMIT": "much"}) == settings.read({})
 
 
 def test_sizes():
@@ -60,8 +50,8 @@ def test_sizes():
         ("VMEM_VLLM_LIMIT", "-1", "a size in bytes, such as 16G"),
         ("VMEM_VLLM_MIN", "1G2", "a size in bytes, such as 16G"),
         ("VMEM_VLLM_LIMIT", "999999999999T", "at most 1048576T"),
-        ("VMEM_VLLM_PRIORITY", "1" * 40, f"a whole number from 0 to {settings.MOST}"),
-        ("VMEM_VLLM_PRIORITY", "\u0663", f"a whole number from 0 to {settings.MOST}"),
+        ("VMEM_VLLM_PRIORITY", "1" * 40, f"a whole number from 0 to {engine_settings.MOST}"),
+        ("VMEM_VLLM_PRIORITY", "\u0663", f"a whole number from 0 to {engine_settings.MOST}"),
         ("VMEM_VLLM_LAYOUT", "token", "one of auto, vllm, slots"),
         ("VMEM_VLLM_STRICT", "2", "0 or 1"),
         ("VMEM_VLLM_PAGE_SIZE", "3M", "a power of two, such as 256K"),
@@ -378,8 +368,8 @@ def test_files_that_are_no_pages_are_left_out(folder):
     page = control.open_page("alive", 0)
     control.claim(page)
     path = page.path
-    (path.parent / "short-0.vllm").write_bytes(b"short")
-    (path.parent / "zero-0.vllm").write_bytes(bytes(control.WORDS * 8))
+    (path.parent / "short-0.engine").write_bytes(b"short")
+    (path.parent / "zero-0.engine").write_bytes(bytes(control.WORDS * 8))
     control.sweep()
     assert [e.name for e, _ in control.engines()] == ["alive"]
 
@@ -613,19 +603,19 @@ SIZES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
 def test_blocks_take_the_pages_under_them_once():
     page = 64 << 10
     in_pairs = [BlockRange(0, page // 2, page // 2)]
-    assert [geometry.bytes_under(b, in_pairs, page) for b in ([], [0], [2, 3], [1, 2], range(8))] == [
+    assert [pages.bytes_under(b, in_pairs, page) for b in ([], [0], [2, 3], [1, 2], range(8))] == [
         0, page, page, 2 * page, 4 * page]  # fmt: skip
     askew = [BlockRange(page // 4, page, page, 2, 10 * page)]  # each block lies in two pages of each layer
-    assert [geometry.bytes_under(b, askew, page) for b in ([3], [3, 4], [3, 5])] == [4 * page, 6 * page, 8 * page]
+    assert [pages.bytes_under(b, askew, page) for b in ([3], [3, 4], [3, 5])] == [4 * page, 6 * page, 8 * page]
 
 
 @pytest.mark.parametrize("part, page", [(64 << 10, 64 << 10), (2 << 20, 2 << 20), (320 << 10, 64 << 10),
                                         (1280 << 10, 256 << 10), (40 << 10, 64 << 10)])  # fmt: skip
 def test_where_layers_are_apart_pages_are_as_large_as_no_two_blocks_share(part, page):
     layers_outermost = geometry.ranges_of(kv_config((2, part, 10 * part, part, 0)))
-    assert geometry.page_size(layers_outermost, SIZES) == page
+    assert pages.page_size(layers_outermost, SIZES) == page
     askew = geometry.ranges_of(kv_config((2, part, 10 * part, part, 1 << 10)))
-    assert geometry.page_size(askew, SIZES) == 64 << 10
+    assert pages.page_size(askew, SIZES) == 64 << 10
 
 
 @pytest.mark.parametrize("part", [24 << 10, 64 << 10, 1 << 20, 2 << 20, 4288 << 10])
@@ -635,34 +625,30 @@ def test_blocks_in_one_piece_have_pages_of_2_mib(part):
     half, eighth = (2, part // 4, part // 4, part, 0), (1, part // 8, part // 8, part, part // 2)
     several = geometry.ranges_of(kv_config(half, eighth))
     for ranges in (one, padded, several):
-        assert geometry.page_size(ranges, SIZES) == 2 << 20
-        assert geometry.page_size(ranges, SIZES[:2]) == 128 << 10
-        assert geometry.page_size(ranges, (4 << 20,)) == 4 << 20
+        assert pages.page_size(ranges, SIZES) == 2 << 20
+        assert pages.page_size(ranges, SIZES[:2]) == 128 << 10
+        assert pages.page_size(ranges, (4 << 20,)) == 4 << 20
 
 
 def test_a_backend_of_the_gpu_is_refused_where_vllm_runs_on_the_cpu(monkeypatch):
     torch = pytest.importorskip("torch")
-    from pyvmem.vllm.worker import context_on
-
     monkeypatch.setenv("VMEM_BACKEND", "stock")
-    with pytest.raises(refuse.Refused, match="^VMEM_BACKEND=stock: vLLM runs on the CPU here.* unset it$"):
-        context_on(torch.device("cpu"))
+    with pytest.raises(refuse.Refused, match="^VMEM_BACKEND=stock: the engine runs on the CPU here.* unset it$"):
+        context_on(torch.device("cpu"), settings.read())
     monkeypatch.setenv("VMEM_BACKEND", "host")
-    context_on(torch.device("cpu")).close()
+    context_on(torch.device("cpu"), settings.read()).close()
     with pytest.raises(refuse.Refused, match="^VMEM_BACKEND=host has memory of the CPU only"):
-        context_on(torch.device("cuda"))
+        context_on(torch.device("cuda"), settings.read())
 
 
 def test_a_page_size_that_the_backend_does_not_have_is_refused(monkeypatch):
     torch = pytest.importorskip("torch")
-    from pyvmem.vllm.worker import context_on
-
     monkeypatch.setenv("VMEM_VLLM", "1")
     monkeypatch.setenv("VMEM_VLLM_PAGE_SIZE", "512K")
     with pytest.raises(refuse.Refused, match="VMEM_VLLM_PAGE_SIZE=524288: pages of backend host have 65536, "):
-        context_on(torch.device("cpu"))
+        context_on(torch.device("cpu"), settings.read())
     monkeypatch.setenv("VMEM_VLLM_PAGE_SIZE", "256K")
-    context_on(torch.device("cpu")).close()
+    context_on(torch.device("cpu"), settings.read()).close()
 
 
 @pytest.mark.parametrize("block, span", [(64, 2048), (100, 2048), (576, 2048), (2048, 2048), (3000, 2048), (64, 0)])
@@ -865,10 +851,10 @@ def test_a_pool_is_opened_by_its_name_for_each_gpu(monkeypatch, folder):
 def looking(monkeypatch, *pages):
     """What each engine sees of the others, at every call: (behind, full). live: whether all give a sign of life."""
     for interval in ("LOOK", "FIND"):
-        monkeypatch.setattr(lease, interval, 0)
+        monkeypatch.setattr(pool_policy, interval, 0)
     now = [100.0]
-    monkeypatch.setattr(lease, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    near = [lease.Neighbours(page) for page in pages]
+    monkeypatch.setattr(pool_policy, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    near = [pool_policy.PoolPeers(page) for page in pages]
 
     def look(seconds=0.0, live=True, last=0):
         now[0] += seconds
@@ -942,7 +928,7 @@ def test_an_engine_asks_ahead_for_what_others_have_beyond_what_they_keep_ready(m
         look()
         return neighbours.surplus >> 20
 
-    assert lease.ready(10, 400) == 20 and lease.ready(10, 80) == 10
+    assert pool_policy.ready(10, 400) == 20 and pool_policy.ready(10, 80) == 10
     assert surplus() == 10  # of the third
     other[control.OFFERED] = 50
     assert surplus() == 40
@@ -974,8 +960,8 @@ def test_an_engine_that_hangs_is_not_waited_for(monkeypatch):
     mine, other = engine(POOL=5, HEAD=1100), engine("def", POOL=5, HEAD=1000)
     _, look = looking(monkeypatch, mine)
     assert look() == [(True, False)]
-    assert look(lease.HANGS / 2, live=False) == [(True, False)]
-    assert look(lease.HANGS / 2, live=False) == [(False, False)]
+    assert look(pool_policy.HANGS / 2, live=False) == [(True, False)]
+    assert look(pool_policy.HANGS / 2, live=False) == [(False, False)]
     assert look(60, live=False) == [(False, False)]
     assert look() == [(True, False)]
     other[control.HEAD] = -1000  # it lets others go first
@@ -992,7 +978,7 @@ def test_an_engine_that_gets_nothing_lets_others_go_first_for_a_while(monkeypatc
         return near.passes
 
     assert not passes(0)
-    for patience in (lease.PATIENCE, 2 * lease.PATIENCE):
+    for patience in (pool_policy.PATIENCE, 2 * pool_policy.PATIENCE):
         assert not passes(patience * 0.9)
         mine[control.SPARE] += 1
         assert not passes(patience) and not passes(patience * 0.9)
@@ -1002,9 +988,9 @@ def test_an_engine_that_gets_nothing_lets_others_go_first_for_a_while(monkeypatc
     mine[control.HEAD] = 0
     assert not passes(0)
     other[control.HEAD] = 900  # not its turn
-    assert not passes(lease.PATIENCE) and not passes(lease.PATIENCE)
+    assert not passes(pool_policy.PATIENCE) and not passes(pool_policy.PATIENCE)
     other[control.HEAD] = 1100
-    assert not passes(0) and passes(lease.PATIENCE)  # no longer than at first
+    assert not passes(0) and passes(pool_policy.PATIENCE)  # no longer than at first
 
 
 def test_a_minimum_serves_while_another_engine_may_need_all(monkeypatch):

@@ -124,7 +124,7 @@ def serve_when_told(folder, pipes, options):
 
 
 def page_of(pid):
-    from pyvmem.vllm import control
+    from pyvmem.engine import control
 
     return next(page for engine, page in control.engines() if engine.pid == pid)
 
@@ -138,7 +138,7 @@ def make(folder, **options):
 
 
 def own_page():
-    from pyvmem.vllm import control
+    from pyvmem.engine import control
 
     found = control.engines()
     return max(found, key=lambda e: e[1][control.STARTED]) if found else None
@@ -177,7 +177,7 @@ def limits_move(limits):
     if not vmem or not limits:
         yield vmem
         return
-    from pyvmem.vllm import control
+    from pyvmem.engine import control
 
     def move():
         draw = random.Random(1)
@@ -232,7 +232,7 @@ def lend_while_drafts_are_made(folder, options):
     """Serve all prompts. Twice, everything is lent after a step's model has run, and before its drafts are made."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from pyvmem.vllm import control
+    from pyvmem.engine import control
 
     real, steps = GPUModelRunner.propose_draft_token_ids, []
 
@@ -257,7 +257,7 @@ def idle_state(llm, page):
     """What the engine holds when it is idle, and after its prefix cache was reset."""
     import dataclasses
 
-    from pyvmem.vllm import control
+    from pyvmem.engine import control
 
     page[control.LIMIT] = control.NO_LIMIT
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
+from pyvmem.engine.geometry import page_size
 from pyvmem.vllm import geometry, layout
 
 LENGTHS = 12, 1000, 32000
@@ -156,7 +157,7 @@ def sizes_of(specs, tokens):
     config, block, chosen = config_of(specs)
     ids = sorted({i for group in blocks_of(config, tokens) for i in group})
     ranges = geometry.ranges_of(config)
-    page = geometry.page_size(ranges, SIZES)
+    page = page_size(ranges, SIZES)
     apart = [1 + 7 * i for i in range(len(ids))]
     behind = (held(ranges, some, size) for some, size in ((ids, page), (ids, SMALL), (ids, LARGE), (apart, LARGE)))
     return need_of(specs, tokens), len(ids) * block, *behind, page, chosen

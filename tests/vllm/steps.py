@@ -15,7 +15,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from pyvmem.vllm import control, doors
+from pyvmem.engine import control
+from pyvmem.vllm import doors
 from pyvmem.vllm.slots import SlotsMemory
 from pyvmem.vllm.worker import WorkerMemory
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from pyvmem.vllm import check
-from pyvmem.vllm.refuse import Refused
+from pyvmem.engine.refuse import Refused
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ class Watch(threading.Thread):
         self.start()
 
     def held(self):
-        from pyvmem.vllm import control
+        from pyvmem.engine import control
 
         return [int(page.boards(1)[0, control.HELD]) for page in self.pages]
 
@@ -296,7 +296,7 @@ def soon(what, seconds=60):
 
 
 def test_two_engines_lend_each_other_memory(model, pool):
-    from pyvmem.vllm import control
+    from pyvmem.engine import control
 
     own = engines.in_child(engines.serve, model("llama"), vmem=False, turns=1)["tokens"]
     both, pages, watch = pool()
@@ -324,7 +324,7 @@ def test_two_engines_lend_each_other_memory(model, pool):
 
 
 def test_a_minimum_is_not_lent_and_a_higher_priority_gets_more(model, pool):
-    from pyvmem.vllm import control
+    from pyvmem.engine import control
 
     both, pages, watch = pool()
     least = pages[0][control.LEAST] * pages[0][control.BLOCK_BYTES]
@@ -363,7 +363,7 @@ def borrow(tokens):
 
 def test_a_neighbour_borrows_what_no_request_needs(model, told):
     """The engine is idle meanwhile. It gives up the least recently used prefixes, and keeps the others."""
-    from pyvmem.vllm import control
+    from pyvmem.engine import control
 
     own = engines.in_child(engines.serve, model("llama"), vmem=False, turns=1)["tokens"]
     common = dict(VMEM_VLLM_POOL=f"test-{uuid.uuid4().hex[:8]}", VMEM_VLLM_POOL_SIZE=str(POOL))

@@ -66,7 +66,7 @@ def printed(start):
 
 def left(pid):
     """The control page of the scheduler in process `pid`, while it runs."""
-    from pyvmem.vllm import control
+    from pyvmem.engine import control
 
     return [e for e, _ in control.engines() if e.pid == pid]
 
@@ -115,7 +115,7 @@ def server(start, model):
 
 
 def test_vllm_serve_gives_vllms_tokens_over_http(server, own):
-    from pyvmem.vllm import control
+    from pyvmem.engine import control
 
     prompts = [p["prompt_token_ids"] for p in engines.prompts_of()]
     asked = dict(model="tiny", prompt=prompts, max_tokens=24, temperature=0, ignore_eos=True, return_token_ids=True)

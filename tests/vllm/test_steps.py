@@ -14,7 +14,8 @@ from steps import Engine, next_token
 from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
-from pyvmem.vllm import control, keeper, refuse, slots
+from pyvmem.engine import control
+from pyvmem.vllm import keeper, refuse, slots
 from pyvmem.vllm.waiting import waiting
 
 

@@ -1,8 +1,8 @@
 """What the scheduler knows of other engines in its pool, and what its own requests lack.
 
-Engines that name the same pool (VMEM_VLLM_POOL) lend each other memory by libvmem's pool (`pyvmem.KVPool`), whose
+Engines that name the same pool lend each other memory by libvmem's pool (`pyvmem.KVPool`), whose
 members are the workers' blocks. A worker asks for what the scheduler publishes as wanted, and offers what it publishes
-as offered. Which blocks leave is the keeper's decision.
+as offered. Which blocks leave is the decision of the engine's `budget`.
 
 SPDX-License-Identifier: MIT
 """
@@ -10,7 +10,8 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import time
-from pyvmem.vllm import control
+
+from pyvmem.engine import control
 
 LOOK = 0.005  # seconds between looks at the other engines' pages
 FIND = 1.0  # and between searches for engines
@@ -24,13 +25,13 @@ def ready(low: int, allowed: int) -> int:
     return min(2 * low, allowed // SPARE)
 
 
-class Neighbours:
+class PoolPeers:
     """The other engines in the pool of one engine.
 
     Of the engines whose requests lack memory, one comes first: that of the highest priority; then one whose running
     requests lack it; then one whose requests use less than its share, which is the pool divided by the engines that
     have requests now, but at least its minimum; then the one whose request came first. Of running requests, the last
-    counts, which vLLM would preempt.
+    counts, which the engine would preempt.
 
     Requests of the others will end, and the first gets their memory. If it gets nothing for some time, it lets the
     others go first for twice as long, and then waits for twice as long as before: something else may hold the memory,

@@ -1,6 +1,6 @@
 """The control page of an engine: shared memory in which its scheduler, its workers and its owner meet.
 
-The page is a file in the folder of `pyvmem.kv.view`, ``ENGINE-RANK.vllm``, which holds 64-bit integers:
+The page is a file in the folder of `pyvmem.kv.view`, ``ENGINE-RANK.engine``, which holds 64-bit integers:
 
 - what the owner sets: a limit, the engine's share (minimum, maximum, priority), a request to lend everything;
 - what the scheduler publishes: blocks used, cached, spare and wanted;
@@ -31,9 +31,9 @@ import numpy.typing as npt
 
 from pyvmem._checks import shown
 from pyvmem.kv.view import started, view_folder
-from pyvmem.vllm import pools
+from pyvmem.engine import pools
 
-MAGIC, VERSION = 0x6D656D76_6C6C6D00, 5
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 6
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
@@ -67,7 +67,7 @@ Words = npt.NDArray[np.int64]
 def path_of(engine: str, rank: int) -> Path | None:
     """The file of a control page; None if no folder is writable by this user only."""
     folder = view_folder()
-    return None if folder is None else folder / f"{engine}-{rank}.vllm"
+    return None if folder is None else folder / f"{engine}-{rank}.engine"
 
 
 def _map(path: Path, hold: bool = False) -> Words | None:
@@ -221,7 +221,7 @@ def _ended(path: Path, remove: bool = False) -> bool:
 def sweep() -> None:
     """Remove the pages of engines that ended without removing them, some of them before they had a scheduler."""
     folder = view_folder()
-    for path in folder.glob("*.vllm") if folder else ():
+    for path in folder.glob("*.engine") if folder else ():
         if _map(path) is not None:
             _ended(path, remove=True)
 
@@ -236,7 +236,7 @@ def claim(page: Page) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine of vLLM's holds, and what its owner set. Sizes are in bytes, of one worker: of the largest.
+    """What an engine holds, and what its owner set. Sizes are in bytes, of one worker: of the largest.
 
     Attributes
     ----------
@@ -317,8 +317,8 @@ def is_here(page: Page) -> bool:
 def engines() -> list[tuple[Engine, Page]]:
     """The engines of this user that run on this machine, each with its page."""
     folder, found = view_folder(), []
-    for path in sorted(folder.glob("*.vllm")) if folder else ():
-        name = re.fullmatch(r"([0-9a-z]+)-([0-9]+)\.vllm", path.name)
+    for path in sorted(folder.glob("*.engine")) if folder else ():
+        name = re.fullmatch(r"([0-9a-z]+)-([0-9]+)\.engine", path.name)
         words = _map(path) if name else None
         if name and words is not None and words[PID] and not _ended(path):
             page = Page(words, path)
@@ -371,7 +371,7 @@ def change(*pages: Page, **settings: int | bool | None) -> None:
             raise ValueError(f"min {least} is over max {most}")
         for name in ("min", "priority"):
             if values.get(name) and not page[POOL]:
-                raise ValueError(f"{name} {values[name]} needs a pool, and VMEM_VLLM_POOL named none when the engine "
+                raise ValueError(f"{name} {values[name]} needs a pool, and the engine's settings named none when it "
                                  "started")  # fmt: skip
     if values.get("min"):
         _check_minimums(pages, values["min"])

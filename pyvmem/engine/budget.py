@@ -1,0 +1,250 @@
+"""How many blocks of an engine may have memory: by its limits, by what its requests use, and by what others ask for.
+
+An engine has a table of numbered blocks and a list of the free ones. A block *circulates* if the engine may use it: it
+is in use or in the free list, and its pages are backed. All others are *out*, and have no memory. `BlockBudget` counts.
+Its subclass moves blocks into the engine's free list and out of it, before each step and between steps.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Iterable
+
+from pyvmem.engine import control, pool_policy
+from pyvmem.engine.control import Page
+from pyvmem.engine.out import Out
+
+FIT = 0.1  # seconds between two looks at what pages that blocks share take
+
+
+class BlockBudget:
+    """The blocks 1 to `total` of one engine. Block 0 is always backed, and does not count.
+
+    Parameters
+    ----------
+    page : Page
+        The engine's control page.
+    total : int
+    block_bytes : int
+        Bytes of a block in one worker, all layers, until workers tell their own. Of these, the largest counts: a
+        stage of a pipeline may have more layers than another.
+    least : int
+        Blocks that one request of the greatest length needs. As many always circulate.
+    low : int
+        Blocks that one step may take. Twice as many are kept ready, or a part of those that are allowed
+        (`pool_policy.SPARE`) if that is less.
+    ranks : int
+        Workers.
+    """
+
+    def __init__(self, page: Page, total: int, block_bytes: int, least: int, low: int, ranks: int) -> None:
+        self.page, self.total, self.block_bytes, self.ranks = page, total, block_bytes, ranks
+        self.least, self.low = min(least, total), low
+        self._allowed = total  # as of the last step
+        self._out = Out(total, block_bytes, 0)
+        self._span = 0  # as the worker says that has the largest blocks
+        self._n_coming = 0
+        self._beside = self._less = self._fits = 0
+        self._fitted = 0.0
+        self.lent = False
+        self.behind = False  # another engine of the pool gets memory first
+        self._keeps = 0  # blocks that are not offered
+        page[control.BLOCKS], page[control.BLOCK_BYTES] = total, block_bytes
+        page[control.LEAST], page[control.LOW], page[control.RANKS_USED] = self.least, low, ranks
+
+    # ---- the engine's free list ------------------------------------------------------------------------------
+
+    def num_free(self) -> int:
+        """Blocks in the engine's free list, cached ones included that no request uses."""
+        raise NotImplementedError
+
+    def free_ids(self) -> Iterable[int]:
+        """Their numbers."""
+        raise NotImplementedError
+
+    @property
+    def spare(self) -> int:
+        """Free blocks without contents."""
+        raise NotImplementedError
+
+    def _moving(self) -> bool:
+        """Whether blocks are on their way in or out, as far as the boards do not say."""
+        return self._n_coming > 0
+
+    # ---- what there is ---------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """Blocks that the engine cannot hand out."""
+        return self._out.count + self._n_coming
+
+    @property
+    def circulating(self) -> int:
+        """Blocks in use or in the free queue."""
+        return self.total - self.held
+
+    @property
+    def used(self) -> int:
+        """Blocks in use."""
+        return self.circulating - self.num_free()
+
+    @property
+    def coming(self) -> int:
+        """Blocks that workers are backing."""
+        return self._n_coming
+
+    @property
+    def most(self) -> int:
+        """Blocks that may circulate, whatever other engines have."""
+        most: int = min(max(self._most_bytes() // self.block_bytes, self.least), self.total)
+        return most
+
+    def allowed(self) -> int:
+        """Blocks that may circulate now."""
+        if self.lent:
+            return 0
+        most = min(self.most, self._left_bytes() // self.block_bytes)
+        if self.behind:
+            most = min(most, self.circulating + self._n_coming)
+        return most
+
+    def _limit(self) -> int:
+        """The smaller of limit and maximum, in whole pages."""
+        cells = self.page.cells
+        limit, most = cells[control.LIMIT], cells[control.MAX]
+        most = min(limit, most) if most else limit
+        return int(most - most % self._out.span)
+
+    def _most_bytes(self) -> int:
+        """The most that blocks may take, in whole pages in which they begin."""
+        most = self._limit() - self._less
+        return most - most % self._out.span
+
+    def _left_bytes(self) -> int:
+        """What others of the pool that ask leave to blocks, in whole pages. They asked for what was offered then."""
+        most, page = control.NO_LIMIT, self.page
+        if page.cells[control.POOL] and page.cells[control.OFFERED]:
+            for rank in range(self.ranks):
+                if shrink_to := page.told(rank, control.SHRINK_TO):
+                    most = min(most, self._in_largest(rank, shrink_to - page.cells[control.NULL + rank]))
+        most -= self._beside
+        return max(most - most % self._out.span, self._keeps * self.block_bytes)
+
+    def _in_largest(self, rank: int, size: int) -> int:
+        """What blocks of a worker with so many bytes take in the worker that has the largest blocks."""
+        return size * self.block_bytes // (self.page.cells[control.OWN_BLOCK + rank] or self.block_bytes)
+
+    def _pages_beyond(self) -> int:
+        """Pages that must go because of a limit: if blocks are scattered, their pages may be too many, not they."""
+        out = self._out
+        if not out.shared:
+            return 0
+        most, left = self._most_bytes() // out.span, self._left_bytes() // out.span
+        if self.circulating <= self.least and out.pages > min(most, left):
+            most = max(most, self._fewest_pages())  # instead of free blocks that leave, others come which share pages
+        asked = min(out.pages - left, self.circulating - self._keeps)  # a block frees one page at most
+        return max(out.pages - most, asked, 0)
+
+    def _fewest_pages(self) -> int:
+        """Pages of `least` blocks if only those in use are scattered. Page 0 makes up for the last, maybe a part."""
+        out = self._out
+        free = collections.Counter(map(out.page_of, self.free_ids()))
+        used = out.pages - sum(n == out.inside(page) for page, n in free.items() if page)
+        fewest: int = max(used, -(-self.least // out.together))
+        return fewest
+
+    def fit(self) -> None:
+        """See what pages hold beyond the blocks that begin in them, which may reach into others."""
+        most = self._limit()
+        if most != self._fits:  # what they hold under another limit says little about this one
+            self._fits, self._less, self._beside = most, 0, 0
+        limited = most < self.total * self.block_bytes or self.page.cells[control.POOL]
+        if not limited or time.monotonic() < self._fitted + FIT:
+            return
+        words, ranks = self.page.words, self.ranks
+        boards = self.page.boards(ranks)
+        if self._moving() or self.circulating > self.allowed() or boards[:, control.LEAVING].any():
+            return  # blocks are on their way
+        self._fitted = time.monotonic()
+        held = int((boards[:, control.HELD] - words[control.NULL : control.NULL + ranks]).max())
+        own = self._out.pages * self._out.span
+        self._beside = max(held - own, 0)
+        # Above the limit, what leaves takes its part of this with it; below it, what comes is taken to add nothing.
+        self._less = most - own * most // held if held > max(most, own) else self._beside
+
+    def usage(self) -> float:
+        """The part of the allowed blocks that requests use."""
+        allowed = self.allowed()
+        return min(self.used / allowed, 1.0) if allowed else 0.0
+
+    def ready(self, need: int = 0) -> int:
+        """Blocks that are kept ready: free, and without contents. need: what the next step takes."""
+        return max(pool_policy.ready(self.low, self._allowed), need)
+
+    def _room(self) -> int:
+        """Blocks for which the pool has memory that nobody uses: those of pages that are there need none."""
+        out, room = self._out, self._room_bytes()
+        return out.at_hand + room // out.span * out.together if out.shared else room // self.block_bytes
+
+    def _room_bytes(self) -> int:
+        """Bytes of the pool that nobody uses, as far as workers see the page."""
+        page, room = self.page, self.total * self.block_bytes
+        for rank in range(self.ranks):
+            if page.cells[control.ATTACHED + rank]:
+                most = max(page.told(rank, control.BUDGET), page.cells[control.POOL_MAY + rank])
+                room = min(room, self._in_largest(rank, most - page.told(rank, control.HELD)))
+        return max(room, 0)
+
+    def soon_there(self, need: int) -> bool:
+        """Whether blocks that are not spare come without that other engines give any up."""
+        return not self.page.cells[control.POOL] or self._room() >= max(need - self.spare, self._n_coming)
+
+    def asked(self) -> bool:
+        """Whether other engines of the pool ask for blocks that circulate here, or for their pages."""
+        out = self._out
+        return self._left_bytes() < max(self.circulating * self.block_bytes, out.pages * out.span)
+
+    def _learn_pages(self) -> None:
+        """Workers know which blocks share pages when they have their memory."""
+        cells = self.page.cells
+        largest = max(range(self.ranks), key=lambda rank: cells[control.OWN_BLOCK + rank])
+        block, span = cells[control.OWN_BLOCK + largest], cells[control.SPAN + largest]
+        if block and (span, block) != (self._span, self.block_bytes):
+            self._span, self.block_bytes = span, block
+            self.page[control.BLOCK_BYTES] = block
+            out = set(self._out)
+            self._out = Out(self.total, block, span)
+            self._out.take(self.total, self.total)
+            self._out.put(out)
+
+    def _take_out(self, n: int) -> list[int]:
+        """Take up to `n` blocks that are out, whose pages fit the limits. The caller has them backed."""
+        out, pages = self._out, self.total
+        if out.shared:
+            pages = min(self._most_bytes(), self._left_bytes()) // out.span - out.pages
+            short = self.least - self.circulating - self._n_coming
+            n, pages = min(n, short) if pages < 0 else n, max(pages, short)
+            if self.page.cells[control.POOL]:
+                coming = -(-self._n_coming // out.together)
+                pages = min(pages, max(self._room_bytes() // out.span - coming, 0))
+        return out.take(n, pages)
+
+    def publish(self, wanted: int = 0, yields: bool = False, keeps: int = 0) -> None:
+        """Write the numbers of the control page.
+
+        wanted : blocks that requests lack. yields: whether requests give way to another engine's. keeps: free blocks
+        that requests take next, which are not for others.
+        """
+        page, free, spare, circulating = self.page.cells, self.num_free(), self.spare, self.circulating
+        page[control.ALLOWED], page[control.OUT] = self.allowed(), self._out.count
+        page[control.COMING], page[control.SPARE], page[control.CACHED] = self._n_coming, spare, free - spare
+        page[control.USED], page[control.WANTED] = circulating - free, wanted
+        page[control.LENT] = self.lent and not circulating
+        minimum = -(-page[control.MIN] // self.block_bytes)
+        # Without `yields`, others get what no request uses; with it, the engine preempts requests for them.
+        offered = circulating if yields else free - keeps
+        page[control.OFFERED] = offered = max(min(offered, circulating - minimum), 0)
+        self._keeps = circulating - offered

@@ -1,0 +1,138 @@
+"""The settings of an engine on vMem: environment variables, which the engine's processes inherit.
+
+All begin with the engine's switch, such as VMEM_ENGINE for VMEM_ENGINE_LIMIT.
+
+SPDX-License-Identifier: MIT
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MOST = 10**15 - 1
+MOST_BYTES = 1 << 60
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings in the environment. switch: the name with which they begin."""
+
+    switch: str
+    on: bool = False
+    strict: bool = False
+    layout: str = ""
+    page_size: int = 0
+    limit: int | None = None
+    minimum: int = 0
+    maximum: int = 0
+    priority: int = 0
+    pool: str = ""
+    pool_size: int = 0
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    return environ.get(name, "").strip()
+
+
+def _wrong(name: str, text: str, must: str) -> ValueError:
+    shown = " ".join(text.split())
+    return ValueError(f"{name}={shown if len(shown) <= 60 else shown[:60] + '...'} must be {must}")
+
+
+def _whole(name: str, text: str) -> int:
+    if not re.fullmatch(f"[0-9]{{1,{len(str(MOST))}}}", text):  # int() may refuse long texts in words of its own
+        raise _wrong(name, text, f"a whole number from 0 to {MOST}")
+    return int(text)
+
+
+def _bytes(name: str, text: str) -> int:
+    size = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) *([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    if size is None:
+        raise _wrong(name, text, "a size in bytes, such as 16G")
+    given = int(float(size[1]) * (1 << 10 * " KMGT".index(size[2].upper() or " ")))
+    if given > MOST_BYTES:
+        raise _wrong(name, text, f"at most {MOST_BYTES >> 40}T")
+    return given
+
+
+def _page(name: str, text: str) -> int:
+    size = _bytes(name, text)
+    if size.bit_count() != 1:
+        raise _wrong(name, text, "a power of two, such as 256K")
+    return size
+
+
+def _pool_size(name: str, text: str) -> int:
+    size = _bytes(name, text)
+    if not size:
+        raise _wrong(name, text, "at least 1")
+    return size
+
+
+def _flag(name: str, text: str) -> bool:
+    if text.lower() not in ("0", "1", "false", "true", ""):
+        raise _wrong(name, text, "0 or 1")
+    return text.lower() in ("1", "true")
+
+
+def _name(name: str, text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,59}", text):
+        raise _wrong(name, text, "at most 60 letters, digits, _, . and -")
+    return text
+
+
+_FIELDS = (
+    ("strict", _flag),
+    ("page_size", _page),
+    ("limit", _bytes),
+    ("minimum", _bytes),
+    ("maximum", _bytes),
+    ("priority", _whole),
+    ("pool", _name),
+    ("pool_size", _pool_size),
+)
+_SUFFIXES = {"minimum": "MIN", "maximum": "MAX"}
+
+
+def read(switch: str, layouts: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
+    """The `Settings` of an environment; the defaults where the switch is off, whatever else is set.
+
+    layouts : what SWITCH_LAYOUT may be, the default first.
+
+    Raises `ValueError` naming the variable.
+    """
+    if not _flag(switch, _text(environ, switch)):
+        return Settings(switch, layout=layouts[0])
+
+    def layout(name: str, text: str) -> str:
+        if text not in layouts:
+            raise _wrong(name, text, f"one of {', '.join(layouts)}")
+        return text
+
+    def variable(field: str) -> str:
+        return f"{switch}_{_SUFFIXES.get(field, field.upper())}"
+
+    fields: tuple[tuple[str, Callable[[str, str], Any]], ...] = (*_FIELDS, ("layout", layout))
+    known = [switch, *(variable(field) for field, _ in fields)]
+    for name in environ:
+        if name.startswith(f"{switch}_") and name not in known:
+            raise ValueError(f"{name} is not a setting of vMem's: these are {', '.join(known)}")
+    given: dict[str, Any] = {"on": True, "layout": layouts[0]}
+    for field, parse in fields:
+        if text := _text(environ, variable(field)):
+            given[field] = parse(variable(field), text)
+    made = Settings(switch, **given)
+    for field, size, other, most in (
+        ("minimum", made.minimum, "maximum", made.maximum),
+        ("minimum", made.minimum, "pool_size", made.pool_size),
+        ("limit", made.limit or 0, "maximum", made.maximum),
+    ):
+        if most and size > most:
+            name, above = variable(field), variable(other)
+            raise _wrong(name, _text(environ, name), f"at most {above}={_text(environ, above)}")
+    for field in ("minimum", "priority", "pool_size"):
+        if not made.pool and getattr(made, field):
+            raise ValueError(f"{variable(field)} is set, but {switch}_POOL names no pool")
+    return made
