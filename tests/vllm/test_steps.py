@@ -14,7 +14,7 @@ from steps import Engine, next_token
 from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
-from pyvmem.engine import control
+from pyvmem.engine import budget, control
 from pyvmem.vllm import keeper, refuse, slots
 from pyvmem.vllm.waiting import waiting
 
@@ -777,7 +777,7 @@ def test_a_maximum_counts_as_what_a_request_of_the_greatest_length_needs(engine,
 
 
 def test_a_limit_counts_the_bytes_of_pages_that_blocks_share(engine, monkeypatch):
-    monkeypatch.setattr(keeper, "FIT", 0)
+    monkeypatch.setattr(budget, "FIT", 0)
     e = engine(page=16 * 4384)
     e.run(30)
     kept = e.keeper.least + 40
