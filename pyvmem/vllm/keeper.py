@@ -26,7 +26,9 @@ from pyvmem.engine.control import Page
 MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time
 RETRY = 0.03  # seconds until memory that was refused is asked for again
-PART = 512 << 20  # bytes of blocks in one order: what is backed serves before the rest is
+PART = 128 << 20  # bytes of blocks in one order: what is backed serves before the rest is
+KEEP = 64 << 20  # bytes of spare blocks at most that are kept for the first step of a request that may come
+TAKEN = 0.5  # seconds after which what steps took says less about the next ones
 
 
 # vLLM's queue and pool do their own work: these two wrap functions of one object each. A class that is given to an
@@ -114,6 +116,8 @@ class Keeper(BlockBudget):
         self._coming: collections.deque[tuple[int, int, list[int]]] = collections.deque()  # order, step, ids
         self._orders = 0
         self._part = max(PART // block_bytes, 1)
+        self._soon = 0  # blocks of the first order, for which a step waits
+        self._before, self._taken, self._since = 0, [0, 0], 0.0  # spare blocks before a step; see `_count_taken`
         self._retry = 0.0
         self._most_order = self.total  # less after a refusal
         self._left = 0  # the step that last sent blocks that leave
@@ -151,10 +155,28 @@ class Keeper(BlockBudget):
 
     # ---- before and after vLLM's schedule() ---------------------------------------------------------------------
 
-    def before(self, need: int = 0, first: bool = False) -> None:
+    @property
+    def floor(self) -> int:
+        """Blocks without contents that are kept for the first step of a request that may come."""
+        return min(KEEP // self.block_bytes, self.low)
+
+    def ready(self, need: int = 0) -> int:
+        """Blocks that are kept ready: free, and without contents. need: what the next step takes."""
+        return max(min(super().ready(), max(sum(self._taken), self.floor)), need)
+
+    def _count_taken(self) -> None:
+        """Count the blocks that steps took of late: while they take few, few are kept ready."""
+        now = time.monotonic()
+        if now >= self._since + TAKEN:
+            self._taken = [0, self._taken[0] if now < self._since + 2 * TAKEN else 0]
+            self._since = now
+        self._taken[0] += max(self._before - self.spare, 0)
+
+    def before(self, need: int = 0, soon: int = 0, first: bool = False) -> None:
         """A step is about to be scheduled: blocks that are backed by now enter, and blocks above the limit leave.
 
-        need : blocks that it takes at most, as far as known. first: whether to order no more than these now.
+        need : blocks that it takes at most, as far as known, and that requests which begin take later. soon: how many
+        of them it waits for. first: whether to order no more than `need` now.
         """
         self._learn_pages()
         self._enter()
@@ -176,6 +198,19 @@ class Keeper(BlockBudget):
                 self._want(min(wanted, need, -beyond))
             elif 4 * wanted > ready or self.spare < need:  # not a few in each step: a driver's calls disturb the device
                 self._want(min(wanted, -beyond))
+        self._before, self._soon = self.spare, soon - self.spare - self._n_coming
+
+    def comes(self, need: int) -> bool:
+        """Whether blocks that are not spare come soon: there is memory for them that nobody has to give up."""
+        more = self.allowed() - self.circulating
+        if self.page.cells[control.POOL]:
+            more = min(more, self._room())
+        return need - self.spare <= more and time.monotonic() >= self._retry
+
+    @property
+    def ordered(self) -> int:
+        """Blocks that workers back or will be told to."""
+        return self._n_coming + len(self._order)
 
     def grows(self) -> bool:
         """Whether blocks are on their way or may be ordered."""
@@ -218,13 +253,15 @@ class Keeper(BlockBudget):
         """What the workers must know with this step: (blocks that leave, orders to back others, the first's number)."""
         self.step += 1
         self.page.cells[control.STEP] = self.step
+        self._count_taken()
         gone, ahead = self._gone, self._order
         if not gone and not ahead:
             return [], [], 0
         self._gone, self._order = [], []
         self._left = self.step if gone else self._left
-        part = max(self._part, -(-len(ahead) // MOST_ORDERS))  # the page keeps the last answers alone
-        parts = [ahead[i : i + part] for i in range(0, len(ahead), part)]
+        part = max(self._part, -(-len(ahead) // (MOST_ORDERS - 1)))  # the page keeps the last answers alone
+        soon = min(self._soon, part) if self._soon > 0 else part
+        parts = [ahead[:soon], *(ahead[i : i + part] for i in range(soon, len(ahead), part))] if ahead else []
         first = self._orders + 1
         for self._orders, ids in enumerate(parts, first):
             self._coming.append((self._orders, self.step, ids))

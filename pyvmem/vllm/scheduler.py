@@ -5,18 +5,19 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-import itertools
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from pyvmem.engine import control, pool_policy, pools
 from pyvmem.vllm import check, geometry, refuse, settings
 from pyvmem.vllm.keeper import Keeper
 from pyvmem.vllm.orders import StepOrders
-from pyvmem.vllm.waiting import stopped, waiting
+from pyvmem.vllm.waiting import Lookup, Wants, stopped, waiting
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -28,7 +29,7 @@ LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory th
 GROWTH = 2  # blocks of each group that a request which runs may take before others get what is free
 AWAIT = 0.2  # seconds that a step waits for blocks that are being backed rather than to evict or preempt
 COMING = 1.0  # seconds after a request for which others are expected
-KEEP = 64 << 20  # bytes of spare blocks at most that an idle engine keeps for the next request
+CHUNK = 512  # tokens of prompts that are worth a step of their own while memory for others comes
 
 
 def _groups_need(vllm_config: Any, config: Any) -> int:
@@ -113,7 +114,12 @@ class SchedulerMemory:
                                  f"of a worker, and the pool has {pool}; lower --max-model-len, or raise "
                                  "VMEM_VLLM_POOL_SIZE")  # fmt: skip
         self._sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
-        self._tokens = 0  # of a step, if the scheduler was told to schedule none in the last one
+        self._wants = Lookup(scheduler.kv_cache_manager, self._sizes)
+        # A step may be part of a prompt, but a state of Mamba is kept where a step ends.
+        aligned = scheduler.need_mamba_block_aligned_split
+        self._chunks = vllm_config.scheduler_config.enable_chunked_prefill and not aligned
+        self._tokens = 0  # of a step, if the scheduler was told to schedule less in the last one
+        self._whole = False  # whether vLLM was told to begin requests whose blocks are on their way
         self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_need` counts
         self._drafts = drafts_of(vllm_config)
         self._decodes = False  # whether the last step had no prompt
@@ -135,47 +141,98 @@ class SchedulerMemory:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
         running, grows = self._scheduler.running, keeper.grows()
         wait = waiting(self._scheduler) if grows or not running else []  # a long look, of no use otherwise
-        need = whole = 0
+        need = whole = must = 0
+        early = False
         if grows and (wait or keeper.spare < (self._one_each if self._decodes else keeper.low)):
-            need, whole = self._need(wait)
-            if not running or whole <= keeper.low:
-                need = max(need, whole)  # else the running ones go on meanwhile
-        must = need
-        if need > keeper.spare and not keeper.soon_there(need):
-            must = self._for_running()  # others have to give blocks up first: what is cached here serves meanwhile
+            must, whole = self._need(wait, self._scheduler.max_num_scheduled_tokens)
+            need = must
+            early = self._chunks and keeper.comes(max(need, whole))
+            if early:  # the step waits for blocks that are worth one, and the others come while it runs
+                must = min(self._need(wait, self._worthwhile())[0] + self._margin, need)
+            elif not running or whole <= keeper.low:
+                need = must = max(need, whole)  # else the running ones go on meanwhile
+        if must > keeper.spare and not keeper.soon_there(must):
+            # Others have to give blocks up first: what is cached here serves meanwhile.
+            must, early = self._for_running(), False
         if must > keeper.spare:
             keeper.await_blocks(must, AWAIT)
-        keeper.before(max(need, whole), not running and (need > keeper.spare or not wait))
+        keeper.before(max(need, whole), must, not running and (need > keeper.spare or not wait))
         if self._in_slots:
             keeper.evict_ahead(min(keeper.low, keeper.ready()))
         if keeper.lacks(must) or (keeper.full and not running):  # where none runs, vLLM ignores the watermark
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
-            self._tokens, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, 0
+            self._limit(0)
+        elif early and keeper.spare < max(need, whole) <= keeper.spare + keeper.ordered:
+            if need > keeper.spare:
+                self._limit(self._fitting(wait, max(keeper.spare - self._margin, 0)))
+            self._whole = self._scheduler.scheduler_reserve_full_isl
+            self._scheduler.scheduler_reserve_full_isl = False
 
-    def _need(self, wait: list[Any]) -> tuple[int, int]:
-        """Blocks that the next step may take at most, and those that must be free for all requests that it may begin.
+    def _limit(self, tokens: int) -> None:
+        """Have vLLM schedule so many tokens at most, this time."""
+        self._tokens = self._scheduler.max_num_scheduled_tokens
+        self._scheduler.max_num_scheduled_tokens = min(tokens, self._tokens)
+
+    def _next(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
+        """What the next step may compute of each request, in vLLM's order: (request, tokens before, tokens, wants)."""
+        for request in self._scheduler.running:
+            done = request.num_computed_tokens
+            yield request, done, max(request.num_tokens - done, 1), None
+        for request in wait:
+            wants = self._wants(request)
+            yield request, wants.computed, max(request.num_tokens - wants.computed, 1), wants
+
+    def _blocks(self, done: int, tokens: int, wants: Wants | None) -> int:
+        """Blocks for so many tokens of a request behind those that are done."""
+        blocks = 0
+        if wants is None:
+            for size in self._sizes:
+                blocks += -(-(done + tokens) // size) - -(-done // size)
+            return blocks
+        for size, found in zip(self._sizes, wants.found):
+            blocks += max(-(-(done + tokens) // size) - found, 0)
+        return min(blocks, wants.rest)
+
+    def _need(self, wait: list[Any], left: int) -> tuple[int, int]:
+        """Blocks that the next step, of `left` tokens, takes at most, and those that must be free for all that begin.
 
         vLLM begins a request only if all its tokens fit, however many of them the step computes.
         """
-        scheduler, sizes = self._scheduler, self._sizes
-        need, whole, left = 0, 0, scheduler.max_num_scheduled_tokens
-        running = len(scheduler.running)
-        for i, request in enumerate(itertools.chain(scheduler.running, wait)):
-            done = request.num_computed_tokens
-            tokens = min(max(request.num_tokens - done, 1), left)
-            if i >= running:
-                fits = min(self._rest_of(request) + self._beyond, self.keeper.least)
+        need = whole = 0
+        for _, done, tokens, wants in self._next(wait):
+            if wants is not None:
+                fits = min(wants.rest + self._beyond, self.keeper.least)
                 whole = max(whole, need + fits + self.keeper.watermark)
-            for size in sizes:
-                need += -(-(done + tokens) // size) - -(-done // size)
+            need += self._blocks(done, min(tokens, left), wants)
             left -= tokens
-            if not left:
+            if left <= 0:
                 break
         return min(need, self.keeper.low), whole
 
+    def _worthwhile(self) -> int:
+        """Tokens that are worth a step: of each request that decodes; if none does, so many of prompts."""
+        decoding = sum(r.num_tokens - r.num_computed_tokens <= 1 for r in self._scheduler.running)
+        return decoding * (1 + self._drafts) or CHUNK
+
+    def _fitting(self, wait: list[Any], blocks: int) -> int:
+        """The most tokens for which so many blocks are enough, in vLLM's order."""
+        fitting = 0
+        for _, done, tokens, wants in self._next(wait):
+            taken = self._blocks(done, tokens, wants)
+            if taken > blocks:
+                less = bisect.bisect_right(range(tokens), blocks, key=lambda n: self._blocks(done, n, wants))
+                return fitting + less - 1
+            fitting, blocks = fitting + tokens, blocks - taken
+        return fitting
+
+    @property
+    def _margin(self) -> int:
+        """Blocks for drafts, and for tokens that a request leaves to the next one, because it ends."""
+        return len(self._sizes) + self._drafts * self._one_each
+
     def _for_running(self) -> int:
         """Blocks for which the running requests must wait: 0 if there are enough for them, cached ones included."""
-        need = self._need([])[0]
+        need = self._need([], self._scheduler.max_num_scheduled_tokens)[0]
         return need if need > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 0
 
     @property
@@ -187,6 +244,8 @@ class SchedulerMemory:
         """vLLM has scheduled, or failed to."""
         if self._tokens:
             self._scheduler.max_num_scheduled_tokens = self._tokens
+        if self._whole:
+            self._scheduler.scheduler_reserve_full_isl, self._whole = True, False
 
     def after(self, output: Any) -> None:
         """A step was scheduled: send the orders with it."""
@@ -197,7 +256,8 @@ class SchedulerMemory:
         if output.scheduled_new_reqs:
             self._came = time.monotonic()
         steps = len(output.num_scheduled_tokens)
-        self._decodes = output.total_num_scheduled_tokens <= steps * (1 + self._drafts)
+        # A step that was told to schedule less may have left prompts out.
+        self._decodes = not self._tokens and output.total_num_scheduled_tokens <= steps * (1 + self._drafts)
         self._count_beyond(steps)
         position = self.page.cells[control.POSITION]
         output.vmem = StepOrders(keeper.step, position, gone, ahead, order, keeper.take_evicted())
@@ -213,7 +273,7 @@ class SchedulerMemory:
             self._beyond = 0
         elif not (self._scheduler.running or self._tokens or self.keeper.full):
             wait = waiting(self._scheduler)[:1]
-            if wait and self._need(wait)[1] <= self.keeper.pool.get_num_free_blocks():
+            if wait and self._lacking(0, wait) == 0:
                 self._beyond = min(max(2 * self._beyond, 1), self.keeper.least)
 
     def ended(self) -> None:
@@ -255,33 +315,30 @@ class SchedulerMemory:
     def _lacking(self, need: int, wait: list[Any]) -> int:
         """Blocks that are lacking for running requests, which want so many, and for the known rows of these."""
         keeper = self.keeper
-        need += sum(map(self._rest_of, wait)) + len(wait) * len(self._sizes)
-        if wait:
-            need += keeper.watermark + self._beyond
+        need += self._begun(wait) + (keeper.watermark + self._beyond if wait else 0)
         need -= int(keeper.pool.get_num_free_blocks()) + keeper.coming
         return max(min(need, keeper.most - keeper.circulating), 0)
 
+    def _begun(self, wait: list[Any]) -> int:
+        """Free blocks that requests take if they begin. What is cached may be the same for all."""
+        wants = list(map(self._wants, wait))
+        return sum(w.rest for w in wants) + max((w.cached for w in wants), default=0)
+
     def _begin(self, wait: list[Any]) -> int:
         """Blocks for those that may begin in the next step."""
-        need, left = self.keeper.watermark + self._beyond, self._scheduler.max_num_scheduled_tokens
-        for request in wait:
-            need += self._rest_of(request)
-            left -= request.num_tokens - request.num_computed_tokens
+        left = self._scheduler.max_num_scheduled_tokens
+        for n, request in enumerate(wait, 1):
+            left -= request.num_tokens - self._wants(request).computed
             if left <= 0:
                 break
-        return need
-
-    def _rest_of(self, request: Any) -> int:
-        """Blocks for the known tokens of a request that are not computed."""
-        tokens, done, rest = request.num_tokens, request.num_computed_tokens, 0
-        if tokens > done:
-            for size in self._sizes:
-                rest += -(-tokens // size) - -(-done // size)
-        return rest
+        return self.keeper.watermark + self._beyond + self._begun(wait[:n])
 
     def _prompts(self) -> int:
         """Blocks for the rest of the running requests' prompts."""
-        return 0 if self._decodes else sum(map(self._rest_of, self._scheduler.running))
+        if self._decodes:
+            return 0
+        rests = ((r.num_computed_tokens, r.num_tokens - r.num_computed_tokens) for r in self._scheduler.running)
+        return sum(self._blocks(done, rest, None) for done, rest in rests if rest > 0)
 
     def _ahead(self, surplus: int) -> int:
         """Blocks to ask for before requests need them, while requests come.
@@ -351,7 +408,7 @@ class SchedulerMemory:
                     self._look_around()
                     idle = not self._scheduler.has_unfinished_requests()
                     idle = idle and time.monotonic() - self._busy >= IDLE
-                    self.keeper.between(idle, min(KEEP // self.keeper.block_bytes, self.keeper.ready()))
+                    self.keeper.between(idle, self.keeper.floor)
                     self._publish()
             except Exception as error:
                 if str(error) != failure:  # the next step does what was not done

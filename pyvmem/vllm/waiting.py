@@ -1,12 +1,17 @@
-"""Which requests of a scheduler of vLLM's wait for blocks.
+"""Which requests of a scheduler of vLLM's wait for blocks, and how many each of them takes.
 
 SPDX-License-Identifier: MIT
 """
 
 import itertools
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 MOST = 64  # requests that are looked at
+FRESH = 0.05  # seconds after which a request is looked up anew,
+SHARE = 20  # which takes one part in so many of the time at most
+REMEMBERED = 4 * MOST
 
 
 def waiting(scheduler: Any) -> list[Any]:
@@ -27,3 +32,85 @@ def waiting(scheduler: Any) -> list[Any]:
 def stopped(scheduler: Any) -> bool:
     """Whether no request goes on, because the engine's user has paused it."""
     return getattr(scheduler, "pause_state", 0) > 1
+
+
+class Wants(NamedTuple):
+    """What a waiting request takes when it begins.
+
+    Attributes
+    ----------
+    computed : int
+        Tokens whose rows are there: of its own, or in the prefix cache.
+    found : tuple of int
+        Blocks of each group that it holds or that vLLM finds, those before a window included.
+    rest : int
+        Blocks for its other known tokens.
+    cached : int
+        Of the blocks that vLLM finds, those that no request uses: they leave the queue of free blocks with it.
+    """
+
+    computed: int
+    found: tuple[int, ...]
+    rest: int
+    cached: int
+
+
+class Lookup:
+    """Counts what waiting requests take, as vLLM will when it begins them.
+
+    A lookup reads each block of a prompt's prefix (0.3 us), so what was found is remembered. It is looked up anew if
+    one of the last blocks has been evicted, or after a while, as other requests may have cached more. Neither changes
+    vLLM's statistics, its events or the order of eviction.
+
+    Parameters
+    ----------
+    manager : vllm.v1.core.kv_cache_manager.KVCacheManager
+    sizes : sequence of int
+        Tokens of a block in each group.
+    """
+
+    def __init__(self, manager: Any, sizes: Sequence[int]) -> None:
+        self._manager, self._coordinator, self._sizes = manager, manager.coordinator, sizes
+        self._nothing: tuple[list[Any], ...] = tuple([] for _ in sizes)
+        # Of each request: its tokens then, the time, the last blocks that were found with their hashes, the answer.
+        self._known: dict[str, tuple[int, float, list[tuple[Any, Any]], Wants]] = {}
+        self._next = 0.0  # no request is looked up anew before
+
+    def __call__(self, request: Any) -> Wants:
+        """What a waiting request takes."""
+        tokens, known = request.num_tokens, self._known.get(request.request_id)
+        if request.num_computed_tokens:  # it holds blocks already
+            return self._held(tokens, request.num_computed_tokens)
+        begin = time.monotonic()
+        if known is not None and known[0] == tokens:
+            old = begin > known[1] + FRESH or any(block.block_hash != told for block, told in known[2])
+            if not old or begin < self._next:
+                return known[3]
+        last, wants = self._look_up(request, tokens)
+        self._known[request.request_id] = tokens, begin, last, wants
+        if known is not None:
+            self._next = begin + SHARE * (time.monotonic() - begin)
+        elif len(self._known) > REMEMBERED:
+            del self._known[next(iter(self._known))]
+        return wants
+
+    def _held(self, tokens: int, done: int) -> Wants:
+        found = tuple(-(-done // size) for size in self._sizes)
+        rest = sum(max(-(-tokens // size) - n, 0) for size, n in zip(self._sizes, found))
+        return Wants(done, found, rest, 0)
+
+    def _look_up(self, request: Any, tokens: int) -> tuple[list[tuple[Any, Any]], Wants]:
+        blocks, computed = self._nothing, 0
+        if self._manager.prefix_cache_lookup_enabled(request):
+            blocks, computed, _ = self._coordinator.find_longest_cache_hit(request.block_hashes, tokens - 1)
+            blocks = tuple(ids[: -(-computed // size)] for ids, size in zip(blocks, self._sizes))
+        cached = sum(block.ref_cnt == 0 and not block.is_null for ids in blocks for block in ids)
+        found = tuple(map(len, blocks))
+        # It counts windows and states of Mamba by what they keep, and in some steps says "not now" by a huge number.
+        rest = self._coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id, num_tokens=tokens, new_computed_blocks=blocks, num_encoder_tokens=0,
+            total_computed_tokens=computed, num_local_computed_tokens=computed, num_tokens_main_model=tokens,
+            apply_admission_cap=True) - cached  # fmt: skip
+        most = sum(max(-(-tokens // size) - n, 0) + 1 for size, n in zip(self._sizes, found))
+        last = [(ids[-1], ids[-1].block_hash) for ids in blocks if ids and not ids[-1].is_null]
+        return last, Wants(computed, found, min(rest, most), cached)

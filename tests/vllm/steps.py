@@ -138,7 +138,7 @@ def kv_config(blocks, kinds, page):
 
 
 def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True, engine=None, drafts=0, ranks=1,
-                   batch=64):  # fmt: skip
+                   batch=64, log_stats=False):  # fmt: skip
     """A scheduler of vLLM's as vMem extends it, for a model with one layer of each kind."""
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.structured_output import StructuredOutputManager
@@ -163,7 +163,7 @@ def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True,
     module = "async_scheduler" if asynchronous else "scheduler"
     name = doors.name_of("Scheduler", engine or uuid.uuid4().hex[:12], f"vllm.v1.core.sched.{module}.{kind}")
     made = getattr(doors, name.rpartition(".")[2])(
-        vllm_config=config, block_size=TOKENS, hash_block_size=TOKENS, log_stats=False, kv_cache_config=kv,
+        vllm_config=config, block_size=TOKENS, hash_block_size=TOKENS, log_stats=log_stats, kv_cache_config=kv,
         structured_output_manager=StructuredOutputManager(config))  # fmt: skip
     made.use_v2_model_runner = True
     return made, kv

@@ -15,7 +15,7 @@ from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
 from pyvmem.engine import budget, control
-from pyvmem.vllm import keeper, refuse, slots
+from pyvmem.vllm import keeper, refuse, scheduler, slots
 from pyvmem.vllm.waiting import waiting
 
 
@@ -178,16 +178,154 @@ def test_below_the_limit_nothing_is_evicted_or_preempted_for_memory_that_comes_l
     assert not evicted and not e.preempted
 
 
-@pytest.mark.parametrize("blocks, limit, ready", [(1000, 100, 12), (1000, None, 124), (12_000, None, 1048)])
-def test_blocks_that_are_kept_ready_are_a_part_of_those_that_are_allowed(engine, blocks, limit, ready):
+@pytest.mark.parametrize(
+    "blocks, limit, ready, most", [(1000, 100, 12, 12), (1000, None, 124, 124), (12_000, None, 524, 1048)]
+)
+def test_blocks_that_are_kept_ready_are_a_part_of_those_that_are_allowed(engine, blocks, limit, ready, most):
     e = engine(blocks=blocks, batch=4096)  # a step may take 524 blocks
     assert e.keeper.low == 524
     set_limit(e, limit)
     for requests in (1, 1, 12):
         e.run(requests, abort=0)
-        assert e.keeper.spare <= ready + 30  # what requests had, too
+        assert e.keeper.spare <= most + 30  # what requests had, too
         assert e.keeper.spare >= ready * 3 / 4 or e.keeper.circulating == limit
     assert maps_in_steps(e) == 0 and e.preempted == 0
+
+
+def ordered_and_allocated(e):
+    """Counts the blocks that are ordered, and those that vLLM takes out of its pool."""
+    seen, keeper, get = collections.Counter(), e.keeper, e.keeper.pool.get_new_blocks
+
+    def counted(n):
+        seen["allocated"] += n
+        return get(n)
+
+    take = keeper.take
+
+    def took():
+        gone, ahead, order = take()
+        seen["ordered"] += sum(map(len, ahead))
+        return gone, ahead, order
+
+    keeper.pool.get_new_blocks, keeper._get, keeper.take = counted, get, took
+    return seen
+
+
+FOUND = {
+    "full": dict(kinds=("full",)),
+    "window": dict(kinds=("full", "window")),
+    "windows": dict(kinds=("full", "window", "window", "window")),
+    "states": dict(kinds=("full", "mamba")),
+    "slots": dict(kinds=("full",), slots=True),
+    "lora": dict(kinds=("full",), lora=True),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_request_of_which_all_is_cached_orders_no_more_than_vllm_allocates(engine, case, kept):
+    from vllm.lora.request import LoRARequest
+
+    options = dict(FOUND[case])
+    more = dict(lora_request=LoRARequest("adapter", 1, "/none")) if options.pop("lora", False) else {}
+    e = engine(**options, batch=256)
+    draw = e.random.randrange
+    prompt = [draw(3, 900) for _ in range(240)]
+    e.answer([e._request("first", prompt, 2, **more)])
+    e.settle()
+    with e.scheduler._vmem.lock:  # its thread would change what there is
+        e.keeper._taken = [0, 0]  # a while later
+        e.keeper.between(True, e.keeper.floor if kept else 0)
+        e._flush()
+        seen, stats = ordered_and_allocated(e), e.scheduler.kv_cache_manager.prefix_cache_stats
+        e.scheduler.add_request(e._request("again", prompt, 2, **more))
+        while not (step := e.step())[0].total_num_scheduled_tokens:
+            e._flush()
+        assert 0 < step[0].total_num_scheduled_tokens <= 48  # the rest was found
+        behind = sum(map(len, step[0].vmem.ahead))
+        assert seen["ordered"] - behind <= seen["allocated"] < 8
+        assert not behind or not kept
+        e.update(*step)
+        e.answer([])
+    assert stats is None or stats.requests == 1
+    assert maps_in_steps(e) == 0 or "slots" in options
+
+
+def test_looking_a_request_up_changes_nothing_of_vllms(engine):
+    e = engine(log_stats=True)
+    prompt = [5] * 200
+    e.answer([e._request("first", prompt, 2)])
+    manager = e.scheduler.kv_cache_manager
+    manager.enable_kv_cache_events = manager.block_pool.enable_kv_cache_events = True
+    again = e._request("again", prompt, 2)
+    again.kv_cache_report_mode = "full"
+
+    def state():
+        queue = [b.block_id for b in manager.block_pool.free_block_queue.get_all_free_blocks()]
+        told = manager.prefix_cache_stats
+        return queue, told and (told.requests, told.queries, told.hits), list(manager.block_pool.kv_event_queue)
+
+    before = state()
+    wants = e.scheduler._vmem._wants(again)
+    assert state() == before and wants.computed == 192
+    blocks, computed = manager.get_computed_blocks(again)[:2]
+    assert computed == wants.computed and tuple(map(len, blocks.blocks)) == wants.found
+
+
+def test_what_was_found_of_a_request_is_looked_up_again_when_it_is_evicted_or_old(engine, monkeypatch):
+    from pyvmem.vllm import waiting as module
+
+    e = engine(kinds=("full",))
+    e.answer([e._request("first", [5] * 200, 2)])
+    pool, wants, again = e.keeper.pool, e.scheduler._vmem._wants, e._request("again", [5] * 240, 2)
+    monkeypatch.setattr(module, "SHARE", 0)
+    assert wants(again).computed == 192
+    looked = mock.Mock(side_effect=wants._look_up)
+    wants._look_up = looked
+    monkeypatch.setattr(module, "FRESH", 1e9)
+    assert wants(again).computed == 192 and not looked.called
+    pool.evict_blocks({b.block_id for b in pool.blocks if b.block_hash})
+    assert wants(again).computed == 0 and looked.call_count == 1
+    e.answer([e._request("more", [5] * 240, 2)])
+    assert wants(again).computed == 0
+    monkeypatch.setattr(module, "FRESH", -1)
+    assert wants(again).computed == 224
+
+
+@pytest.mark.parametrize("options", [dict(), dict(queue=1, asynchronous=False), dict(ranks=2)])
+def test_a_first_request_begins_with_what_is_there_and_the_rest_comes_behind_it(engine, monkeypatch, options):
+    """No step waits for blocks but those of its own tokens."""
+    monkeypatch.setattr(scheduler, "CHUNK", 64)
+    e = engine(kinds=("full",), batch=256, **options)
+    e.run(3)
+    e.scheduler.reset_prefix_cache()
+    with e.scheduler._vmem.lock:
+        e.keeper.between(True, 5)
+        e._flush()
+        assert e.keeper.spare == 5
+        e.scheduler.add_request(e._request("long", [5] * 240, 2))
+        output, sampled = e.step()
+        assert output.total_num_scheduled_tokens == 64  # of 240, in four of the blocks that are there
+        assert sum(map(len, output.vmem.ahead)) >= 10  # the rest is ordered with it
+        e._flush()
+        e.update(output, sampled)
+        e.answer([])
+    assert maps_in_steps(e) == 0 and e.preempted == 0
+
+
+def test_a_request_begins_in_parts_only_if_the_rest_of_it_comes(engine):
+    e = engine(kinds=("full",), batch=256)
+    e.run(3)
+    e.scheduler.reset_prefix_cache()
+    with e.scheduler._vmem.lock:
+        e.keeper.between(True, 4)
+        e.keeper._retry = time.monotonic() + 1e9  # memory was refused
+        e.scheduler.add_request(e._request("long", [5] * 240, 2))
+        for _ in range(3):
+            assert not e.step()[0].total_num_scheduled_tokens
+        assert not e.scheduler.running
+        e.keeper._retry = 0.0
+        e.answer([])
 
 
 @pytest.mark.parametrize("requests", [1, 12])
