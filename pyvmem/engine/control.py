@@ -50,9 +50,10 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
 # OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers. POOL_MAY: bytes that it
 # may hold without that others of the pool give any up. POOL_OF: what stands for the pool of this worker's device.
+# ASLEEP: whether the engine's user has put it to sleep, so that it holds and reserves nothing.
 IN_BLOCKS, IN_SLOTS = 1, 2
 (ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES, NULL, SPAN, POOL_BYTES,
- POOL_MAY, OWN_BLOCK, POOL_OF) = range(64, 64 + 13 * RANKS, RANKS)  # fmt: skip
+ POOL_MAY, OWN_BLOCK, POOL_OF, ASLEEP) = range(64, 64 + 14 * RANKS, RANKS)  # fmt: skip
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
 BOARD_WORDS, ANSWERS = 264, 256
 DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, BUDGET, SHRINK_TO, _FIRST_ANSWER = range(9)
@@ -114,6 +115,11 @@ class Page:
     def attached(self, ranks: int) -> bool:
         """Whether each of the first workers has its memory and sees the page."""
         return 0 not in self.cells[ATTACHED : ATTACHED + ranks]
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine's workers sleep."""
+        return bool(self.cells[ASLEEP])
 
     def pools(self) -> list[int]:
         """What stands for the pool of each worker; for that which the scheduler knows, until a worker has joined."""

@@ -160,7 +160,8 @@ class BlockMemory:
         if self._pool is None or blocks is None or not page[control.PID]:
             return
         least = page[control.LEAST] * self._block + page[control.NULL + self._rank]
-        share = (0 if page[control.LENT] else page[control.MIN], page[control.MAX] and max(page[control.MAX], least))
+        nothing = page[control.LENT] or page[control.ASLEEP + self._rank]
+        share = (0 if nothing else page[control.MIN], page[control.MAX] and max(page[control.MAX], least))
         self._set_share(share)
         blocks.offer(page[control.OFFERED] * self._block)
         page[control.POOL_BYTES + self._rank] = self._pool_size

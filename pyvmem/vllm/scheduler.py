@@ -408,7 +408,8 @@ class SchedulerMemory:
                     self._look_around()
                     idle = not self._scheduler.has_unfinished_requests()
                     idle = idle and time.monotonic() - self._busy >= IDLE
-                    self.keeper.between(idle, self.keeper.floor)
+                    asleep = self.page.asleep
+                    self.keeper.between(idle or asleep, 0 if asleep else self.keeper.floor)
                     self._publish()
             except Exception as error:
                 if str(error) != failure:  # the next step does what was not done

@@ -284,15 +284,20 @@ class WorkerMemory(BlockMemory):
             self._blocks.unback(self._asleep)
             self._blocks.flush()
             self._trim()
+            self._page[control.ASLEEP + self._rank] = 1
+            self._between()  # neighbours may have its minimum, too
         self.publish()
 
     def wake(self) -> None:
-        """Back what circulates. Raises OutOfMemory, and changes nothing."""
+        """Back what circulates: what was spare, the scheduler has given up. Raises OutOfMemory, and changes nothing."""
         with self._lock:
             if self._blocks is not None and self._asleep is not None:
+                self._ring(self._page[control.POSITION])
                 self._back(self._asleep, WAKE)
                 self._sure.update(self._asleep)
                 self._asleep = None
+                self._page[control.ASLEEP + self._rank] = 0
+                self._between()
         self.publish()
 
     def close(self) -> None:

@@ -799,6 +799,35 @@ def fences_pass(*engines):
         thread.join()
 
 
+def test_what_sleeps_reserves_nothing_and_wakes_with_what_its_requests_hold(engine, monkeypatch):
+    in_pool(monkeypatch, "sleeps", VMEM_VLLM_POOL_SIZE="8M", VMEM_VLLM_MIN="4M")
+    e = engine(kinds=("full",))
+    e.every = lambda: [w.finish() for w in e.workers]
+    e.run(10)
+    assert e.scheduler.reset_prefix_cache()
+    memory = e.workers[0].memory
+    with e.scheduler._vmem.lock:
+        e.keeper._want(20)
+        e.settle()
+        e.keeper._enter()
+        assert e.keeper.spare >= 20
+    memory._between()
+
+    def minimum():
+        return memory._pool.members()[0].min
+
+    assert minimum() == 4 << 20
+    with fences_pass(e):
+        memory.sleep()
+        assert minimum() == 0
+        while e.keeper.circulating:  # the scheduler's thread gives up what is spare
+            time.sleep(0.001)
+        memory.wake()
+    assert memory._asleep is None and not memory._in() and minimum() == 4 << 20
+    e.run(10)
+    assert maps_in_steps(e) == 0
+
+
 def test_an_engine_wakes_in_a_pool_that_another_has_filled(engine, monkeypatch):
     monkeypatch.setattr("pyvmem.vllm.worker.WAKE", 60)
     in_pool(monkeypatch, "wakes", VMEM_VLLM_POOL_SIZE="8M")
