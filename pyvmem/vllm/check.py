@@ -2,7 +2,7 @@
 
 Three checks, none of which imports a part of vLLM that needs a GPU:
 
-1. **Signatures** of the functions that vMem extends or calls, complete, and the names of the fields that it reads. Any
+1. **Signatures** of the functions that vMem extends or calls, complete, and all names that it reads (`names`). Any
    difference refuses the release.
 2. **Fingerprints** of the bodies that vMem relies on. An unknown one is reported, and refused with VMEM_VLLM_STRICT=1.
 3. **Behaviour** of the block pool, by trying it. Any difference refuses the release.
@@ -17,19 +17,24 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pyvmem.vllm.fingerprints import KNOWN
+from pyvmem.vllm.names import NAMES
 from pyvmem.engine.refuse import Refused
 
 _WORKER, _SCHEDULER = "v1/worker/gpu_worker.py", "v1/core/sched/scheduler.py"
 _POOL, _UTILS, _OUTPUT = "v1/core/block_pool.py", "v1/core/kv_cache_utils.py", "v1/core/sched/output.py"
 _INTERFACE = "v1/kv_cache_interface.py"
+_MANAGER, _COORDINATOR = "v1/core/kv_cache_manager.py", "v1/core/kv_cache_coordinator.py"
+_TO_ALLOCATE = ("self, request_id, num_tokens, new_computed_blocks, num_encoder_tokens, total_computed_tokens, "
+                "num_local_computed_tokens, num_tokens_main_model, apply_admission_cap=False")  # fmt: skip
 
-# (file, function, parameters without annotations)
+# (file, function, parameters without annotations; releases may differ)
 SIGNATURES = (
     ("platforms/interface.py", "Platform.check_and_update_config", "cls, vllm_config"),
     (_WORKER, "Worker._maybe_get_memory_pool_context", "self, tag"),
@@ -46,6 +51,12 @@ SIGNATURES = (
     (_SCHEDULER, "Scheduler.finish_requests", "self, request_ids, finished_status"),
     (_SCHEDULER, "Scheduler.reset_prefix_cache", "self, reset_running_requests=False, reset_connector=False"),
     (_SCHEDULER, "Scheduler.shutdown", "self"),
+    (_MANAGER, "KVCacheManager.prefix_cache_lookup_enabled", "self, request"),
+    *(
+        (_COORDINATOR, f"{kind}.find_longest_cache_hit", "self, block_hashes, max_cache_hit_length")
+        for kind in ("KVCacheCoordinator", "UnitaryKVCacheCoordinator", "HybridKVCacheCoordinator")
+    ),
+    (_COORDINATOR, "KVCacheCoordinator.get_num_blocks_to_allocate", _TO_ALLOCATE, _TO_ALLOCATE + ", prefill_end=0"),
     (_POOL, "BlockPool.get_new_blocks", "self, num_blocks"),
     (_POOL, "BlockPool.free_blocks", "self, ordered_blocks"),
     (_POOL, "BlockPool.touch", "self, blocks"),
@@ -61,18 +72,6 @@ SIGNATURES = (
     (_UTILS, "FreeKVCacheBlockQueue.prepend_n", "self, blocks"),
     (_UTILS, "FreeKVCacheBlockQueue.get_all_free_blocks", "self"),
 )
-
-# (file, class, fields)
-FIELDS = (
-    (_OUTPUT, "SchedulerOutput", ("scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids",
-                                  "preempted_req_ids", "new_block_ids_to_zero", "kv_cache_block_copies")),
-    (_OUTPUT, "NewRequestData", ("req_id", "block_ids", "num_computed_tokens")),
-    (_OUTPUT, "CachedRequestData", ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens")),
-    (_INTERFACE, "KVCacheTensor", ("size", "layers", "layer_stride", "block_stride", "offset")),
-    (_INTERFACE, "KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
-    (_UTILS, "KVCacheBlock", ("block_id", "ref_cnt", "is_null")),
-    (_UTILS, "KVCacheBlockCopy", ("src_block_id", "dst_block_id")),
-)  # fmt: skip
 
 # Fields that vMem does not know may carry blocks: SchedulerOutput's must all be known, by name.
 BODIES = (
@@ -148,21 +147,45 @@ def fingerprints(folder: Path) -> dict[str, str]:
 
 
 def differences(folder: Path) -> Iterator[str]:
-    """Signatures and fields of the vLLM in `folder` that are not as vMem needs them."""
+    """Signatures and names of the vLLM in `folder` that are not as vMem needs them."""
     source = _Source(folder)
-    for file, path, wanted in SIGNATURES:
+    for file, path, *wanted in SIGNATURES:
         node = source.find(file, path)
         if node is None or not hasattr(node, "args"):
             yield f"{path} is not in {file}"
-        elif (found := _parameters(node.args)) != wanted:
-            yield f"{path} takes ({found}), not ({wanted})"
-    for file, path, fields in FIELDS:
-        node = source.find(file, path)
-        names = {n.target.id for n in getattr(node, "body", ()) if isinstance(n, ast.AnnAssign)
-                 and isinstance(n.target, ast.Name)}  # fmt: skip
-        for name in fields:
-            if name not in names:
-                yield f"{path} has no field {name}"
+        elif (found := _parameters(node.args)) not in wanted:
+            yield f"{path} takes ({found}), not ({wanted[-1]})"
+    number = _number(folder)
+    for kind, (file, names) in NAMES.items():
+        there = _names_of(source.find(file, kind))
+        for name, sign, since in re.findall(r"(\w+)(>=|<)?([0-9.]*)", names):
+            if name not in there and (not sign or (number >= _parts(since)) == (sign == ">=")):
+                yield f"{kind} in {file} has no {name}"
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def _number(folder: Path) -> tuple[int, ...]:
+    """The release in a folder, (0, 33); a later one than all if it does not say."""
+    try:
+        found = re.search(r"^__version__ = .*?'([0-9.]+)", (folder / "_version.py").read_text(), re.M)
+    except OSError:
+        found = None
+    return _parts(found[1]) if found else (sys.maxsize,)
+
+
+def _names_of(kind: Any) -> set[str]:
+    """The attributes that a class defines: in its body, and of `self` in its functions."""
+    names = {getattr(node, "name", "") for node in getattr(kind, "body", ())}
+    for node in ast.walk(kind) if kind is not None else ():
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    for node in getattr(kind, "body", ()):
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        names.update(target.id for target in targets if isinstance(target, ast.Name))
+    return names
 
 
 def unknown(folder: Path) -> list[str]:

@@ -1,17 +1,22 @@
 """The check of a release: what differs is named, and what was never seen is reported."""
 
+import ast
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
-from pyvmem.vllm import check
+import pyvmem.vllm
 from pyvmem.engine.refuse import Refused
+from pyvmem.vllm import check
+from pyvmem.vllm.names import NAMES
 
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """A copy of the files that the check reads, to change."""
-    files = {f for f, *_ in (*check.SIGNATURES, *check.FIELDS, *check.BODIES)}
+    files = {f for f, *_ in (*check.SIGNATURES, *NAMES.values(), *check.BODIES)}
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(check.installed() / file, tmp_path / file)
@@ -42,13 +47,113 @@ def test_the_pool_behaves(copy):
          "Worker.execute_dummy_batch is not in"),
         ("v1/core/block_pool.py", "def get_new_blocks(self, num_blocks: int)",
          "def get_new_blocks(self, num_blocks: int, group: int)", "BlockPool.get_new_blocks takes"),
-        ("v1/core/sched/output.py", "new_block_ids_to_zero:", "block_ids_to_zero:", "no field new_block_ids_to_zero"),
+        ("v1/core/sched/output.py", "new_block_ids_to_zero:", "block_ids_to_zero:", "has no new_block_ids_to_zero"),
     ],
 )  # fmt: skip
 def test_a_difference_is_refused_by_name(copy, file, old, new, says):
     copy(file, old, new)
     with pytest.raises(Refused, match=says):
         check.release("9.9", strict=False)
+
+
+def listed(kind):
+    return set(re.findall(r"[a-z_]+", NAMES[kind][1]))
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_name_that_is_gone_is_refused(copy, kind):
+    """Every name of a class, also those that the plugin reads with a default."""
+    file, names = NAMES[kind]
+    text = (check.installed() / file).read_text()
+    for name in listed(kind):
+        if name not in check._names_of(check._Source(check.installed()).find(file, kind)):
+            assert re.search(rf"{name}[><]", names)  # of other releases
+            continue
+        (check.installed() / file).write_text(re.sub(rf"\b{name}\b", "renamed", text))
+        assert any(f" {name}" in said or f".{name} " in said for said in check.differences(check.installed())), name
+    (check.installed() / file).write_text(text)
+    assert not list(check.differences(check.installed()))
+
+
+# What the plugin's sources call an object of vLLM's. Where two classes have one name, either may have the attribute.
+CALLED = {
+    "Scheduler": "scheduler self._scheduler",
+    "SchedulerInterface": "self._scheduler",
+    "Request": "request r running[-1] wait[0]",
+    "NewRequestData": "request",
+    "CachedRequestData": "cached output.scheduled_cached_reqs",
+    "KVCacheManager": "manager self.manager self._manager scheduler.kv_cache_manager self._scheduler.kv_cache_manager",
+    "KVCacheCoordinator": "self._coordinator",
+    "BlockPool": "pool self.pool keeper.pool self._scheduler.kv_cache_manager.block_pool",
+    "BlockHashToBlockMap": "pool.cached_block_hash_to_block",
+    "FreeKVCacheBlockQueue": "queue self._queue",
+    "KVCacheMetricsCollector": "metrics",
+    "KVCacheBlock": "b block cached ids[-1]",
+    "KVCacheBlockCopy": "copy",
+    "SchedulerOutput": "output",
+    "KVCacheTensor": "tensor t config.kv_cache_tensors[0]",
+    "KVCacheConfig": "config kv_cache_config self.kv_cache_config self.model_runner.kv_cache_config",
+    "KVCacheGroupSpec": "g group config.kv_cache_groups[0]",
+    "KVCacheSpec": "spec s g.kv_cache_spec config.kv_cache_groups[0].kv_cache_spec inner[layer]ifinnerelsespec",
+    "UniformTypeKVCacheSpecs": "spec",
+    "VllmConfig": "vllm_config c config self.vllm_config worker.vllm_config",
+    "ParallelConfig": "parallel",
+    "SchedulerConfig": "chosen scheduler vllm_config.scheduler_config",
+    "CacheConfig": "self.cache_config getattr(c,'cache_config',None)",
+    "ModelConfig": "vllm_config.model_config",
+    "AttentionConfig": "config.attention_config getattr(c,'attention_config',None)",
+    "CompilationConfig": "config.compilation_config",
+    "Worker": "worker super()",
+    "WorkerBase": "super() self worker",
+    "GPUModelRunner": "self.model_runner worker.model_runner",
+    "FlashAttentionMetadata": "attn_metadata metadata",
+    "CommonAttentionMetadata": "common_attn_metadata",
+    "AttentionSelectorConfig": "asked",
+}
+# Objects of these names that are not vLLM's, and vMem's own attribute of an output.
+NOT_VLLMS = {
+    "slot_kernels.py": {"request.to"}, "check.py": {"spec.submodule_search_locations"},
+    "geometry.py": {"r.bytes", "r.layer_stride", "r.layers", "r.offset", "r.stride"},
+    "metrics.py": {"metrics.engines", "metrics.register"}, "http.py": {"metrics.PREFIX", "metrics.server"},
+    "platform.py": {"metrics.register", "asked.on", "asked.strict", "chosen.__module__", "chosen.__qualname__"},
+    "worker.py": {"tensor.context", "tensor.nbytes", "tensor.page_size", "tensor.tensor"},
+    "scheduler.py": {f"chosen.{name}" for name in "limit maximum minimum pool pool_size priority".split()},
+    "attention.py": {"asked._asdict", "metadata.works", "attn_metadata.works"},
+}  # fmt: skip
+
+
+def reads():
+    """(file, object, attribute) of all that the plugin's sources read of any object."""
+    for path in Path(pyvmem.vllm.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                yield path.name, ast.unparse(node.value), node.attr
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+                names = ast.unparse(node.args[1]).replace("{kind}", "(decode|prefill)").strip("f'")
+                known = [n for kind in NAMES for n in listed(kind) if re.fullmatch(names, n)]
+                for name in known or [names]:
+                    yield path.name, ast.unparse(node.args[0]), name
+
+
+def test_the_list_of_names_is_what_the_sources_read():
+    called = {}
+    for kind, names in CALLED.items():
+        for name in names.split():
+            called.setdefault(name, []).append(kind)
+    used = {kind: set() for kind in NAMES}
+    unknown = []
+    for file, what, name in reads():
+        kinds = called.get(what.replace(" ", ""), [])
+        kinds = [kind for kind in kinds if name in listed(kind)]
+        for kind in kinds:
+            used[kind].add(name)
+        ours = f"{what}.{name}" in NOT_VLLMS.get(file, ()) or name == "vmem" or what in ("self", "super()")
+        if what in called and not kinds and not ours:
+            unknown.append(f"{file}: {what}.{name}")
+    assert not unknown, "neither listed in names.py nor said to be vMem's own"
+    doors = {n.name for n in ast.walk(ast.parse((Path(pyvmem.vllm.__file__).parent / "doors.py").read_text()))
+             if isinstance(n, ast.FunctionDef)}  # fmt: skip
+    assert {kind: listed(kind) - used[kind] - doors for kind in NAMES if listed(kind) - used[kind] - doors} == {}
 
 
 def test_a_changed_body_is_reported_and_refused_if_strict(copy):

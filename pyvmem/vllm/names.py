@@ -1,0 +1,59 @@
+"""What the plugin reads of vLLM's classes: every name, once.
+
+A release that has none of these names any more is refused by `check`, also where the plugin reads it with a default:
+a setting that is refused, or a feature, would vanish without a word otherwise.
+
+SPDX-License-Identifier: MIT
+"""
+
+_CORE, _CONFIG, _INTERFACE = "v1/core/", "config/", "v1/kv_cache_interface.py"
+
+# {class: (file, names)}. NAME>=0.30: the releases before do not have it; NAME<0.31: those since do not.
+NAMES = {
+    "Scheduler": (_CORE + "sched/scheduler.py", "kv_cache_config kv_cache_manager kv_holding_waiting>=0.31 "
+                  "max_num_scheduled_tokens need_mamba_block_aligned_split pause_state reset_prefix_cache running "
+                  "scheduler_reserve_full_isl skipped_waiting<0.31 vllm_config waiting"),
+    "SchedulerInterface": (_CORE + "sched/interface.py", "has_unfinished_requests"),
+    "Request": ("v1/request.py", "arrival_time block_hashes drop_stale_output num_computed_tokens "
+                "num_stale_output_tokens num_tokens request_id status"),
+    "KVCacheManager": (_CORE + "kv_cache_manager.py", "block_pool coordinator prefix_cache_lookup_enabled "
+                       "watermark_blocks"),
+    "KVCacheCoordinator": (_CORE + "kv_cache_coordinator.py", "find_longest_cache_hit get_num_blocks_to_allocate"),
+    "BlockPool": (_CORE + "block_pool.py", "blocks cached_block_hash_to_block evict_blocks free_block_queue "
+                  "free_blocks get_new_blocks get_num_free_blocks get_usage metrics_collector num_gpu_blocks "
+                  "reset_prefix_cache touch"),
+    "BlockHashToBlockMap": (_CORE + "block_pool.py", "insert"),
+    "FreeKVCacheBlockQueue": (_CORE + "kv_cache_utils.py", "get_all_free_blocks popleft popleft_n prepend_n remove"),
+    "KVCacheMetricsCollector": (_CORE + "kv_cache_metrics.py", "block_metrics"),
+    "KVCacheBlock": (_CORE + "kv_cache_utils.py", "block_hash block_id is_null ref_cnt set_block_hash"),
+    "KVCacheBlockCopy": (_CORE + "kv_cache_utils.py", "dst_block_id src_block_id"),
+    "SchedulerOutput": (_CORE + "sched/output.py", "finished_req_ids kv_cache_block_copies new_block_ids_to_zero "
+                        "num_scheduled_tokens preempted_req_ids scheduled_cached_reqs scheduled_new_reqs "
+                        "total_num_scheduled_tokens"),
+    "NewRequestData": (_CORE + "sched/output.py", "block_ids num_computed_tokens req_id"),
+    "CachedRequestData": (_CORE + "sched/output.py", "new_block_ids num_computed_tokens req_ids resumed_req_ids"),
+    "KVCacheTensor": (_INTERFACE, "block_stride host_resident>=0.30 layer_stride layers offset size"),
+    "KVCacheConfig": (_INTERFACE, "kv_cache_groups kv_cache_layout kv_cache_tensors num_blocks"),
+    "KVCacheGroupSpec": (_INTERFACE, "kv_cache_spec layer_names"),
+    "KVCacheSpec": (_INTERFACE, "block_size block_stride_alignment>=0.31 max_memory_usage_bytes page_size_bytes"),
+    "UniformTypeKVCacheSpecs": (_INTERFACE, "kv_cache_specs"),
+    "VllmConfig": (_CONFIG + "vllm.py", "attention_config cache_config compilation_config diffusion_config "
+                   "kv_transfer_config model_config num_speculative_tokens parallel_config scheduler_config"),
+    "ParallelConfig": (_CONFIG + "parallel.py", "data_parallel_index decode_context_parallel_size "
+                       "distributed_executor_backend enable_elastic_ep pipeline_parallel_size "
+                       "prefill_context_parallel_size tensor_parallel_size worker_cls"),
+    "SchedulerConfig": (_CONFIG + "scheduler.py", "async_scheduling enable_chunked_prefill get_scheduler_cls "
+                        "max_num_batched_tokens max_num_seqs scheduler_cls"),
+    "CacheConfig": (_CONFIG + "cache.py", "kv_offloading_size num_gpu_blocks"),
+    "ModelConfig": (_CONFIG + "model.py", "max_model_len"),
+    "AttentionConfig": (_CONFIG + "attention.py", "flash_attn_version hisparse_config>=0.30"),
+    "CompilationConfig": (_CONFIG + "compilation.py", "cudagraph_mode"),
+    "Worker": ("v1/worker/gpu_worker.py", "device discard>=0.31 execute_dummy_batch execute_model "
+               "initialize_from_config model_runner sample_tokens shutdown sleep wake_up"),
+    "WorkerBase": ("v1/worker/worker_base.py", "cache_config get_supported_kv_cache_layouts rank vllm_config"),
+    "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec kv_cache_config"),
+    "FlashAttentionMetadata": ("v1/attention/backends/flash_attn.py", "block_table num_actual_tokens seq_lens "
+                               "slot_mapping"),
+    "CommonAttentionMetadata": ("v1/attention/backend.py", "max_query_len num_reqs"),
+    "AttentionSelectorConfig": ("v1/attention/selector.py", "head_size"),
+}  # fmt: skip
