@@ -43,14 +43,17 @@ PACKAGE = $(LIBDIR)/pkgconfig/vmem.pc $(LIBDIR)/cmake/vmem/vmem-config.cmake $(L
 PUBLIC := $(wildcard libvmem/include/*.h)
 INSTALLED = $(PUBLIC:libvmem/include/%=$(INCLUDEDIR)/%) $(LIBDIR)/libvmem.a $(LIBDIR)/libvmem.so \
             $(LIBDIR)/libvmem.so.$(ABI) $(LIBDIR)/libvmem.so.$(VERSION) $(PACKAGE) $(DOCDIR)/LICENSE $(DOCDIR)/CHANGELOG.md
-install: lib ## Install headers, libraries, pkg-config and CMake files under PREFIX (/usr/local), LIBDIR (PREFIX/lib); DESTDIR stages
-	$(Q)install -d $(foreach file,$(INSTALLED),"$(DESTDIR)$(dir $(file))")
+MAN := $(wildcard build/docs/man/*.[18]) # of `make docs`
+MAN_INSTALLED = $(foreach page,$(notdir $(MAN)),$(MANDIR)/man$(subst .,,$(suffix $(page)))/$(page))
+install: lib ## Install headers, libraries, pkg-config and CMake files (man pages after `make docs`) under PREFIX, LIBDIR; DESTDIR stages
+	$(Q)install -d $(foreach file,$(INSTALLED) $(MAN_INSTALLED),"$(DESTDIR)$(dir $(file))")
 	$(Q)install -m 644 $(PUBLIC) "$(DESTDIR)$(INCLUDEDIR)"
 	$(Q)install -m 644 build/libvmem.a "$(DESTDIR)$(LIBDIR)"
 	$(Q)install -m 755 build/libvmem.so "$(DESTDIR)$(LIBDIR)/libvmem.so.$(VERSION)"
 	$(Q)ln -sf libvmem.so.$(VERSION) "$(DESTDIR)$(LIBDIR)/libvmem.so.$(ABI)"
 	$(Q)ln -sf libvmem.so.$(ABI) "$(DESTDIR)$(LIBDIR)/libvmem.so"
 	$(Q)install -m 644 LICENSE CHANGELOG.md "$(DESTDIR)$(DOCDIR)"
+	$(Q)for page in $(MAN); do install -m 644 $$page "$(DESTDIR)$(MANDIR)/man$${page##*.}" || exit 1; done
 	$(Q)from=$$(realpath -sm --relative-to="$(LIBDIR)/cmake/vmem" "$(PREFIX)") && \
 	library=$$(realpath -sm --relative-to="$(PREFIX)" "$(LIBDIR)") && \
 	include=$$(realpath -sm --relative-to="$(PREFIX)" "$(INCLUDEDIR)") && \
@@ -62,8 +65,8 @@ install: lib ## Install headers, libraries, pkg-config and CMake files under PRE
 	        "libvmem/package/$${file##*/}.in" > "$(DESTDIR)$$file" && chmod 644 "$(DESTDIR)$$file" || exit 1; done
 
 uninstall: ## Remove what `make install` with the same variables has installed
-	$(Q)rm -f $(foreach file,$(INSTALLED),"$(DESTDIR)$(file)")
-	$(Q)rmdir -p --ignore-fail-on-non-empty $(foreach folder,$(LIBDIR)/cmake/vmem $(LIBDIR)/pkgconfig $(DOCDIR),"$(DESTDIR)$(folder)") 2>/dev/null || true
+	$(Q)rm -f $(foreach file,$(INSTALLED) $(MANDIR)/man1/pyvmem.1 $(MANDIR)/man8/vmem-module.8,"$(DESTDIR)$(file)")
+	$(Q)rmdir -p --ignore-fail-on-non-empty $(foreach folder,$(LIBDIR)/cmake/vmem $(LIBDIR)/pkgconfig $(DOCDIR) $(MANDIR)/man1 $(MANDIR)/man8,"$(DESTDIR)$(folder)") 2>/dev/null || true
 
 venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 

@@ -23,6 +23,7 @@ import venv
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
+CPU = "https://download.pytorch.org/whl/cpu"  # PyTorch's own index of its CPU builds
 TOP = Path(__file__).resolve().parent.parent
 
 
@@ -79,27 +80,38 @@ def make(target):
         )
 
 
-def torch_words():
+def torch_words(target):
     """pip's words for torch, and what to say about it."""
     wanted, index = os.environ.get("VMEM_TORCH") or TORCH, os.environ.get("VMEM_TORCH_INDEX")
     if index:
-        return ["--extra-index-url", index, wanted], f"{wanted} from VMEM_TORCH_INDEX"
-    no_gpu = platform.machine() == "x86_64" and not glob.glob("/dev/nvidia[0-9]*")
-    advice = "; VMEM_TORCH_INDEX=URL takes a CPU build (docs/install.md)" if no_gpu else ""
-    return [wanted], f"{wanted}, with CUDA's libraries some gigabytes{advice}"
+        return ["--extra-index-url", index, wanted], f"installing {wanted} into {target}, from VMEM_TORCH_INDEX"
+    said = f"installing {wanted} into {target}"
+    if platform.machine() == "x86_64":
+        said += ": it brings 5 GB of CUDA's libraries"
+        if not glob.glob("/dev/nvidia[0-9]*"):
+            said += f". This machine has no NVIDIA GPU, for which 0.2 GB are enough:\n    VMEM_TORCH_INDEX={CPU} make"
+    return [wanted], said
 
 
 def install(target):
     python = str(target / "bin" / "python")
     quiet = [] if os.environ.get("V") else ["-q"]
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-warn-script-location", *quiet]
-    has_torch = "import importlib.util as u; raise SystemExit(not u.find_spec('torch'))"
-    if subprocess.run([python, "-c", has_torch]).returncode:
-        words, said = torch_words()  # of one release, pip prefers a local version such as +cpu
-        print(f"installing {said} into {target}", flush=True)
+    # Tried, not looked for: an installation that was interrupted has the folder and not all of its libraries.
+    tried = subprocess.run([python, "-c", "import torch; torch.zeros(1)"], capture_output=True, text=True)
+    if tried.returncode:
+        again = []
+        if "No module named 'torch'" not in tried.stderr:
+            again = ["--ignore-installed", "--no-deps"]
+            why = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
+            print(f"torch is there and does not work: {why}")
+        words, said = torch_words(target)  # of one release, pip prefers a local version such as +cpu
+        print(said, flush=True)
+        if again:
+            subprocess.run([*pip, *again, *words], check=True)
         subprocess.run([*pip, *words], check=True)
-    print(f"installing pyvmem with its extras bench and test into {target}: packages that are missing are downloaded,")
-    print("libvmem is compiled (half a minute to two minutes)", flush=True)
+    print(f"installing pyvmem with its extras bench and test into {target}: what is missing is downloaded, and libvmem")
+    print("is compiled (half a minute to two minutes)", flush=True)
     subprocess.run([*pip, "setuptools>=77", "cffi>=1.15"], check=True)
     subprocess.run([*pip, "--no-build-isolation", "-e", f"{TOP}[bench,test]"], check=True)
 

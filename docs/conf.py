@@ -22,7 +22,8 @@ source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["_build", "_ext"]
 html_theme = "furo"
 html_title = f"vMem {release}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["vmem.css"]
 
 # Names in backticks of docstrings become links where there is something to lead to.
 default_role = "autolink"

@@ -7,6 +7,7 @@ SPDX-License-Identifier: MIT
 """
 
 import argparse
+import inspect
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -43,7 +44,8 @@ def main():
     model.set_attn_implementation(args.attention)
 
     cache = VMemCache(model)
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.new, do_sample=False)
+    named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
+    out = model.generate(**inputs, **{named: cache}, max_new_tokens=args.new, do_sample=False)
 
     for prompt, row in zip(args.prompts, out[:, inputs["input_ids"].shape[1] :]):
         print(f"{prompt} -> {tokenizer.decode(row) if args.model else row.tolist()}")

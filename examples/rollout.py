@@ -12,6 +12,7 @@ SPDX-License-Identifier: MIT
 
 import argparse
 import contextlib
+import inspect
 import time
 
 import torch
@@ -35,8 +36,9 @@ def small_model(layers, width):
 
 def generate(model, cache, sequences, new):
     """Continue the sequences by so many tokens. Their rows in the cache stay, and only the last token is computed."""
+    named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
     return model.generate(
-        sequences, attention_mask=torch.ones_like(sequences), past_key_values=cache, max_new_tokens=new, do_sample=True,
+        sequences, attention_mask=torch.ones_like(sequences), **{named: cache}, max_new_tokens=new, do_sample=True,
     )  # fmt: skip
 
 

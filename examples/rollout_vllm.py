@@ -15,6 +15,7 @@ SPDX-License-Identifier: MIT
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import os
 import random
 import tempfile
@@ -79,6 +80,8 @@ def main():
     parser.add_argument("--new", type=int, default=32, help="tokens to generate in each round (32)")
     parser.add_argument("--no-lease", action="store_true", help="train in PyTorch's own memory, to compare the tokens")
     args = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        raise SystemExit("rollout_vllm: this Python has no vLLM: run the Python of vLLM's environment (docs/vllm.md)")
 
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or write_model(folder, *((8, 1024) if cuda else (2, 128)))

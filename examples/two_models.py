@@ -10,6 +10,7 @@ SPDX-License-Identifier: MIT
 """
 
 import argparse
+import inspect
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -29,8 +30,9 @@ def generate(model, cache, batch, tokens, new=8):
     """Greedy tokens of random prompts. The cache keeps the rows until its `reset`."""
     ids = torch.randint(2, 256, (batch, tokens), generator=torch.Generator().manual_seed(batch))
     ids = ids.to(model.device)
+    named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
     return model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), **{named: cache}, max_new_tokens=new, do_sample=False
     )
 
 

@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 
+from docutils import nodes
+
 TOP = Path(__file__).resolve().parents[2]
 OUT = TOP / "docs/reference"
 
@@ -39,6 +41,7 @@ def write(path, text):
 
 
 def python():
+    public = dict.fromkeys(importlib.import_module("pyvmem").__all__, "pyvmem")  # as users import them
     listed = {name for _, names in PYTHON.values() if names for name in names}
     missing = {n for n in importlib.import_module("pyvmem").__all__ if not n.startswith("__")} - listed
     assert not missing, f"no page lists {missing}"
@@ -56,12 +59,12 @@ def python():
             names = found.__all__
             out += [".. automodule:: " + module, "   :no-index:", ""]
         for name in names:
-            thing = getattr(found, name)
+            thing, where = getattr(found, name), public.get(name, module)
             if inspect.isclass(thing):
                 foreign = "Exception, ValueError, MemoryError, RuntimeError, OSError, Cache, nn.Module"
-                out += [f".. autoclass:: {module}.{name}", "   :members:", f"   :inherited-members: {foreign}", ""]
+                out += [f".. autoclass:: {where}.{name}", "   :members:", f"   :inherited-members: {foreign}", ""]
             else:
-                out += [f".. autofunction:: {module}.{name}", ""]
+                out += [f".. autofunction:: {where}.{name}", ""]
     write(OUT / "python.rst", "\n".join(out))
 
 
@@ -161,7 +164,16 @@ VARIABLES = {
 }
 
 
+def without_dead_links(app, doctree, _):
+    """A man page cannot lead to another page of the manual: the writer would put `<>` behind the words."""
+    if app.builder.name == "man":
+        for link in list(doctree.findall(nodes.reference)):
+            if "://" not in link.get("refuri", ""):
+                link.replace_self(link.children)
+
+
 def setup(app):
+    app.connect("doctree-resolved", without_dead_links)
     python()
     cli()
     for header in sorted((TOP / "libvmem/include").glob("*.h")):

@@ -110,6 +110,8 @@ def run_bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
     from pyvmem.bench import session as view
     from pyvmem.bench import summary
 
+    if args.backend == "host" and args.device:
+        raise ValueError(f"--device {args.device}: the host backend has no device but 0")
     chosen = [b for b in benchmarks if args.bench == b.name or args.bench == "all" and not b.alone]
     if args.plot:
         _check_plot(args.plot)

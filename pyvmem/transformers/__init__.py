@@ -17,7 +17,7 @@ try:
     import transformers as _transformers
 except ImportError as error:
     raise ImportError(
-        f"pyvmem.transformers needs transformers {_FIRST} or newer (pip install 'pyvmem[transformers]')"
+        f"pyvmem.transformers needs transformers {_FIRST} or newer (pip install 'transformers>={_FIRST},<6')"
     ) from error
 
 

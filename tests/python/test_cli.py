@@ -227,6 +227,7 @@ BANDWIDTH = ("bench", "bandwidth", "--quick", "--backend", "host", "--page-size"
         (("bench", "vmm", "--backend", "nonsense"), 2, ("--backend", "nonsense", "host")),
         (("bench", "vmm", "--backend", "host", "--page-size", "3K"), 1, ("--page-size", "3K", "64K, 128K, 256K, 2M")),
         (("bench", "vmm", "--backend", "host", "--page-size", "0"), 2, ("--page-size", "'0'")),
+        (("bench", "vmm", "--backend", "host", "--device", "99"), 1, ("--device 99", "host", "0")),
         (("bench", "bandwidth", "--size", "1e400K"), 2, ("--size", "1e400K")),
         (("bench", "bandwidth", "--tensors", "0"), 2, ("--tensors", "0", "1")),
         (("bench", "vmm", "--device=-1"), 2, ("--device", "-1", "0")),

@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ FILES = [
     "share/doc/vmem/CHANGELOG.md",
     "share/doc/vmem/LICENSE",
 ]
+MAN = [f"share/man/man{p.suffix[1:]}/{p.name}" for p in TOP.glob("build/docs/man/*.[18]")]  # where `make docs` ran
 CONFIG = "lib/cmake/vmem/vmem-config.cmake"
 
 
@@ -66,7 +68,7 @@ def test_what_is_installed(tmp_path):
     need("cc")
     for stage, root in ("", tmp_path / "plain"), (tmp_path / "a stage", tmp_path / "a stage/opt/vmem"):
         install("/opt/vmem" if stage else root, stage)
-        assert sorted(str(p.relative_to(root)) for p in root.rglob("*") if not p.is_dir()) == FILES
+        assert sorted(str(p.relative_to(root)) for p in root.rglob("*") if not p.is_dir()) == sorted(FILES + MAN)
         assert str(tmp_path) not in (root / CONFIG).read_text()
     assert "prefix=/opt/vmem\n" in (root / "lib/pkgconfig/vmem.pc").read_text()
     assert os.readlink(root / "lib/libvmem.so") == f"libvmem.so.{ABI}"
@@ -158,3 +160,46 @@ def test_cplusplus(tmp_path):
     flags = ["-Wall", "-Wextra", "-pedantic", "-Werror", "-std=c++17", "-I", tmp_path / "include"]
     run("c++", *flags, tmp_path / "p.cc", "-o", tmp_path / "p", tmp_path / "lib/libvmem.a", "-lpthread", "-ldl")
     run(tmp_path / "p")
+
+
+def venv_maker(monkeypatch, tmp_path, said):
+    """.ci/make_venv.py, whose commands are written down; the first, which tries torch, says `said`."""
+    spec = importlib.util.spec_from_file_location("make_venv", TOP / ".ci/make_venv.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ran = []
+
+    def run(command, **_):
+        ran.append(command)
+        return subprocess.CompletedProcess(command, int(len(ran) == 1 and bool(said)), "", said)
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    return module, ran
+
+
+@pytest.mark.parametrize("said, installs", [
+    ("", 0),
+    ("ModuleNotFoundError: No module named 'torch'", 1),
+    ("Traceback\nOSError: libtorch_global_deps.so: cannot open shared object file", 2),
+])  # fmt: skip
+def test_a_torch_that_does_not_work_is_installed_anew(monkeypatch, tmp_path, capsys, said, installs):
+    """As after a `make` that was interrupted while pip installed it; its dependencies then as by any other."""
+    monkeypatch.setenv("VMEM_TORCH", "torch==9.9")
+    module, ran = venv_maker(monkeypatch, tmp_path, said)
+    module.install(tmp_path)
+    words = [command[-1] for command in ran if command[-1] == "torch==9.9"]
+    assert len(words) == installs
+    assert any("--ignore-installed" in command for command in ran) is (installs == 2)
+    out = capsys.readouterr().out
+    assert ("does not work: OSError: libtorch_global_deps.so" in out) is (installs == 2)
+    assert ("installing torch==9.9 into" in out) is bool(installs)
+
+
+def test_what_is_said_of_torch_names_the_index(monkeypatch, tmp_path):
+    module, _ = venv_maker(monkeypatch, tmp_path, "")
+    monkeypatch.delenv("VMEM_TORCH_INDEX", raising=False)
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(module.glob, "glob", lambda _: [])
+    assert f"\n    VMEM_TORCH_INDEX={module.CPU} make" in module.torch_words(tmp_path)[1]
+    monkeypatch.setattr(module.glob, "glob", lambda _: ["/dev/nvidia0"])
+    assert "VMEM_TORCH_INDEX" not in module.torch_words(tmp_path)[1]
