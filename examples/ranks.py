@@ -1,7 +1,7 @@
 """One KV cache on every rank of a tensor-parallel model: rank 0 decides, and the other ranks repeat its calls.
 
-Rank 0 has the scheduler. It asks its own cache (`fit`, `room`, ``dry=True``), makes its calls through `Ranks`, and sends
-them once for each iteration; the other ranks make the same calls in the same slots. vLLM and SGLang work in this way.
+Rank 0 has the scheduler. It asks its own cache (`fit`, `room`, ``dry=True``), makes its calls through `Ranks`, and
+sends them once for each iteration; the other ranks make the same calls in the same slots, as in vLLM and SGLang.
 What rank 0 finds possible is possible everywhere, because the caches have the same shape and the smallest budget of any
 rank, and hold this memory from the start. Copy the class into an engine, and add the calls that it needs.
 
@@ -172,7 +172,7 @@ def init_cache(
     layers: int, kv_heads: int, head_dim: int, slots: int, max_tokens: int, budget: int,
     group: dist.ProcessGroup | None = None, **options: Any,
 ) -> Ranks:  # fmt: skip
-    """The ranks' caches of a model whose `kv_heads` are split evenly; the arguments are those of `KVCache.for_model`."""
+    """The ranks' caches of a model whose `kv_heads` are split evenly. Arguments as of `KVCache.for_model`."""
     world = dist.get_world_size(group)
     if kv_heads % world:
         raise ValueError(f"kv_heads {kv_heads} must be a multiple of the {world} ranks")

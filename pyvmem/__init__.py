@@ -65,7 +65,6 @@ _NEED_TORCH = {
 _MOVED = {
     **dict.fromkeys(("Info", "PageInfo", "Pages", "Reservation", "Stats", "default_context"), "core"),
     "PrefixCache": "kv.prefix",
-    "TensorParallelKVCache": "parallel.cache",
 }
 
 

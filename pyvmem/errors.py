@@ -70,7 +70,6 @@ _NAMES = {
     "VMEM_BLOCKS_ZERO": "zero=True",
     "VMEM_BLOCKS_OVER": "over=True",
     "VMEM_KV_UNSHARED": "sharing=False",
-    "VMEM_KV_SAME_SLOTS": "same_slots=True",
     "opts->": "",
     "cfg->": "",
 }

@@ -24,7 +24,6 @@ PYTHON = {
     "Runs": ("pyvmem.kv.types", ("Run", "RunInfo")),
     "Prefixes": ("pyvmem.kv.prefix", ("PrefixCache",)),
     "Block hashes": ("pyvmem.kv.hashes", ("BlockHashes", "block_hashes")),
-    "Several GPUs": ("pyvmem.parallel.cache", ("TensorParallelKVCache", "init_cache")),
     "Leases": ("pyvmem", ("torch_pool",)),
     "Errors": ("pyvmem", ("VmemError", "InvalidArgument", "OutOfMemory")),
     "Attention": ("pyvmem.attention", None),

@@ -56,15 +56,13 @@ struct vmem_kv_tensor {
 #define VMEM_KV_EAGER 0x4u     // keep the slot that is handed out next backed for eager_tokens (with OVERLAP)
 #define VMEM_KV_ZERO 0x8u      // never show a request what an earlier one left: zero pages on reuse
 #define VMEM_KV_GENEROUS 0x10u // while memory is plentiful, back whole 2 MiB blocks; take the rest back under pressure
-// Choose slots deterministically, from the sequence of calls. Managers that get the same calls choose the same slots.
-#define VMEM_KV_SAME_SLOTS 0x20u
-#define VMEM_KV_CHECK 0x40u // verify the kernel rule and the bookkeeping at every operation (slow)
-#define VMEM_KV_LAZY 0x80u  // take device memory when pages are needed, not the whole budget at creation
+#define VMEM_KV_CHECK 0x20u    // verify the kernel rule and the bookkeeping at every operation (slow)
+#define VMEM_KV_LAZY 0x40u     // take device memory when pages are needed, not the whole budget at creation
 // Requests share no pages: vmem_kv_share returns -EOPNOTSUPP. On a GPU, the tensors then have no
 // backdrop, which makes calls to the driver cheaper: no kernel may read past whole tiles, or from a slot without a
 // request. The cuda backend creates, maps and unmaps a prompt's pages together, up to 32 MiB, as fast as a single page.
 // Other backends always map consecutive pages at once.
-#define VMEM_KV_UNSHARED 0x100u
+#define VMEM_KV_UNSHARED 0x80u
 #define VMEM_KV_DEFAULT (VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_EAGER | VMEM_KV_GENEROUS)
 
 // Grows at its end: a field that the caller does not know is 0.
@@ -86,7 +84,7 @@ struct vmem_kv_config {
     uint32_t steps_in_flight; // iterations whose kernels may be running when a step is called (1; at most 16)
     // With OVERLAP: a cache that has no request, and was asked for nothing for this many milliseconds, gives all kept
     // pages and the memory that it took ahead back to the system; it takes memory when it is needed from then on, as
-    // with LAZY. It also takes over a budget that another process wants (not with SAME_SLOTS). 0: never.
+    // with LAZY. It also takes over a budget that another process wants. 0: never.
     uint32_t idle_ms;
 };
 
@@ -146,8 +144,7 @@ int vmem_kv_last_step(vmem_kv *kv, uint64_t *step);
 // the manager assumes it once `steps_in_flight` later steps have been called. -EINVAL: no such step yet.
 int vmem_kv_retire(vmem_kv *kv, uint64_t step);
 
-#define VMEM_KV_DRY 0x1u     // return what the call would return now, and change nothing
-#define VMEM_KV_ASSURED 0x2u // dry, and 0 only if the memory cannot be lost to others
+#define VMEM_KV_DRY 0x1u // return what the call would return now, and change nothing
 
 // Backs the rows of the coming iteration. lengths[s] is the number of tokens of slot s after the iteration; 0 means
 // that the slot takes no part and keeps what it holds. n must be the number of slots. A length below the slot's discards
@@ -158,24 +155,7 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step);
 // running: after -ENOMEM, the step may still find that they have ended. After 0, the step may find that others have
 // taken device memory that the cache has not taken ahead (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), or the free
 // budget of a pool. The same holds for every dry call.
-//
-// VMEM_KV_ASSURED: returns 0 if steps up to these lengths will find memory whatever other processes do, otherwise
-// -ENOMEM. It counts only memory that the cache has allocated from the device, which is none with LAZY or after an idle
-// cache has released its memory. The answer holds while requests grow up to these lengths or end. It becomes invalid
-// after any other call that allocates pages or releases memory (a step beyond these lengths, attaching, truncating,
-// swapping in, reclaiming, another budget), and if the cache may have been idle. With SAME_SLOTS, a budget that another
-// process requested is adopted by VMEM_KV_DRY alone, so ranks can rely on each other's answers from one dry step to the
-// next.
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags);
-// Builds a step request by request. vmem_kv_grow stages `tokens` tokens for the slot (0 removes it from the step). It
-// returns 0 if memory suffices for everything staged; otherwise it returns -ENOMEM and stages nothing. vmem_kv_commit
-// performs the step and clears the staging. If it fails, because other calls took the memory, everything stays staged;
-// -EINVAL: nothing is staged. Freeing, swapping out or truncating a slot removes its staged growth, and so does a
-// vmem_kv_step in which it takes part. Rows that the staged step would write again, from `tokens` onward, cannot become
-// shared meanwhile: vmem_kv_share and vmem_kv_attach return -EINVAL.
-int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens);
-int vmem_kv_commit(vmem_kv *kv);
-
 // Returns the most tokens that the slot could have in the next step if it alone took part, or 0 if there is no memory
 // for a step to the length that it has. Slot -1 means a new request, which must leave the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
@@ -201,7 +181,7 @@ struct vmem_kv_request {
     uint64_t n_runs;
 };
 // Asks how many of these new requests, in this order, would find a slot and memory if each were allocated, began with
-// its prefix, and took part in the next step together with everything that vmem_kv_grow has staged. *fit (NULL is
+// its prefix, and took part in the next step. *fit (NULL is
 // allowed) receives the number. Returns 0 if all n fit. Otherwise it returns what the first request that does not fit
 // lacks: -ENOMEM for memory, -ENOSPC for a slot. Changes nothing, but a member of a pool takes and asks for what all n
 // need. Requests that end count as running. The step may find that they have ended.
@@ -324,7 +304,7 @@ int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
 // nothing: it is tried again at the next step; a step that needs its pages returns the error.
 int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after);
 // Copies the rows back to the addresses they had. Shared pages come back as copies. A slot that is not copied yet goes
-// on as if it had not been swapped out: host is not read. What is staged keeps its memory (vmem_kv_grow). flags:
+// on as if it had not been swapped out: host is not read. flags:
 // VMEM_KV_DRY; host is ignored.
 int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags);
 

@@ -53,7 +53,7 @@ struct vmem_kv_pool_share {
 // Makes a cache a member. From then on, the pool sets its budget, and the cache allocates device memory as with
 // VMEM_KV_LAZY; create it with this flag and a budget of one page. vmem_kv_destroy leaves the pool. -ENOMEM: the
 // minimums, or the cache's pages, exceed the pool's budget. -ENOSPC: the pool has no place for another member. -EINVAL:
-// the cache is already a member, has VMEM_KV_SAME_SLOTS, or is on another device than the other members.
+// the cache is already a member, or is on another device than the other members.
 int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool_share *share);
 // Changes a member's share; max 0 means the pool's budget. The member gives back what exceeds the maximum: before the
 // call returns if no request needs it, otherwise when these requests end.
@@ -123,9 +123,8 @@ struct vmem_kv_view {
     char backend[16];
     int32_t device;
     uint32_t reserved;
-    // Written by other processes: bytes, until they are answered; 0: none. The next check adopts it, or (not with
-    // SAME_SLOTS) the cache does after the next step. An idle cache, and a pool's member as its maximum, adopt it
-    // without a call.
+    // Written by other processes: bytes, until they are answered; 0: none. The cache adopts it in the next dry step
+    // or after the next step. An idle cache, and a pool's member as its maximum, adopt it without a call.
     uint64_t wanted_budget;
     uint64_t memory_total; // bytes of the device, the most that a budget can be
     struct vmem_kv_stats stats;

@@ -2,7 +2,7 @@
 
 The calls are those of the vAttention paper (Prabhu et al., ASPLOS 2025, Table 3). The manager itself is native
 (vmem_kv.h): each step makes one native call, without the GIL. `pyvmem.kv.prefix` provides prefix caching by token
-hashes, and `pyvmem.parallel.cache` tensor parallelism.
+hashes.
 
 SPDX-License-Identifier: MIT
 """
@@ -188,7 +188,6 @@ class KVCache(_Owned):
         self.tile_rows = options.tile_rows
         self._own_context = options.context is None
         self.context = options.context or Context(options.backend, options.device)
-        self.same_slots = options.same_slots
         kv = ffi.new("vmem_kv **")
         try:
             sizes = self.context.page_sizes
@@ -409,20 +408,6 @@ class KVCache(_Owned):
         flags = lib.VMEM_KV_DRY if dry else 0
         return self._answer(lib.vmem_kv_step(self._ready(), lengths_of(lengths, self.slots), self.slots, flags))
 
-    def grow(self, slot: SupportsIndex, tokens: SupportsIndex) -> bool:
-        """Stage a request's growth to `tokens` tokens for the next `commit`; 0 removes it.
-
-        Returns whether there is memory for a step with all staged growth. If not, this growth is not staged.
-        """
-        return self._answer(lib.vmem_kv_grow(self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)))
-
-    def commit(self) -> bool:
-        """Perform a `step` with the growth that `grow` staged; other slots take no part.
-
-        Raises ValueError if no growth is staged.
-        """
-        return self._answer(lib.vmem_kv_commit(self._ready()))
-
     def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None, *, dry: bool = False) -> bool:
         """Discard rows from `tokens` onward (rejected speculation).
 
@@ -496,9 +481,9 @@ class KVCache(_Owned):
     def fit(self, requests: Iterable[Request]) -> int:
         """Return how many of these new requests, in this order, would find a slot and memory; changes nothing.
 
-        The answer is exact: that many can be allocated, begin with their prefixes, and take part in the next step
-        together with all growth that is staged, unless others take the memory before. The next request would not fit,
-        and `shortage` says what it lacks. New requests must leave the watermark free (`set_watermark`).
+        The answer is exact: that many can be allocated, begin with their prefixes, and take part in the next step,
+        unless others take the memory before. The next request would not fit, and `shortage` says what it lacks. New
+        requests must leave the watermark free (`set_watermark`).
 
         Parameters
         ----------

@@ -258,11 +258,7 @@ class BlockHashes:
         return added
 
     def _within_cap(self, new: list[Hash]) -> int:
-        """Make room for new blocks, and drop the last of them where others have none to give. Returns how many stay.
-
-        All of them were shared first: which slot a rank's manager chooses later depends on the rows that it was asked
-        to share, and the ranks know different blocks.
-        """
+        """Make room for new blocks, and drop the last of them where others have none to give. Returns how many stay."""
         if self._most is None:
             return len(new)
         self._evict_next(len(self._runs) - self._most)

@@ -83,9 +83,6 @@ class KVCacheOptions:
         cuda backend, True on the others; `KVCache.sharing` says which.
     zero : bool
         Pages are zeroed before another request gets them.
-    same_slots : bool
-        Slots are chosen by the sequence of calls alone, so that caches with the same calls choose the same slots.
-        Tensor parallelism requires it.
     lazy : bool
         Device memory is allocated when pages are needed, instead of the whole budget at creation.
     watermark : int or float
@@ -98,7 +95,7 @@ class KVCacheOptions:
         The name in ``pyvmem top``; None publishes nothing.
     pool : KVPool, optional
         The cache shares the pool's budget with the other members. Its own `budget` is then its maximum, and the pool
-        sets its current budget. Implies `lazy`; excludes `same_slots`.
+        sets its current budget. Implies `lazy`.
     pool_min : int
         Bytes of the pool's budget that are guaranteed to this cache.
     check : bool
@@ -115,7 +112,6 @@ class KVCacheOptions:
     steps_in_flight: int = 1
     sharing: bool | None = True
     zero: bool = False
-    same_slots: bool = False
     lazy: bool = False
     watermark: int | float = 0
     idle_seconds: float = 1.0
@@ -150,7 +146,7 @@ class KVCacheOptions:
         watermark_of(self.watermark)
         if not isinstance(self.spare, Spare):
             raise TypeError(f"spare must be a Spare, not {shown(self.spare)}")
-        for name in ("zero", "same_slots", "lazy", "check"):
+        for name in ("zero", "lazy", "check"):
             flag(name, getattr(self, name))
         if self.sharing is not None:
             flag("sharing", self.sharing)
@@ -177,7 +173,6 @@ _SWITCHES = {
     "eager": lib.VMEM_KV_EAGER,
     "generous": lib.VMEM_KV_GENEROUS,
     "zero": lib.VMEM_KV_ZERO,
-    "same_slots": lib.VMEM_KV_SAME_SLOTS,
     "check": lib.VMEM_KV_CHECK,
     "lazy": lib.VMEM_KV_LAZY,
 }

@@ -275,8 +275,6 @@ class Shortage:
         0: kernels in flight do not hold that much, so a request must give way.
     refusal : str or None
         Of a member of a pool: why the others give no more, as in `PoolMember.reason`.
-    rank : int or None
-        With tensor parallelism: the rank that lacks most (`pyvmem.parallel.cache`).
 
     Notes
     -----
@@ -292,7 +290,6 @@ class Shortage:
     coming_pages: int = 0
     step: int = 0
     refusal: str | None = None
-    rank: int | None = None
 
     @property
     def remedy(self) -> str:
@@ -319,8 +316,7 @@ class Shortage:
         cause = _CAUSES[self.reason][0]
         if self.refusal:
             cause += f", and the pool gives no more ({self.refusal})"
-        where = "" if self.rank is None else f" on rank {self.rank}"
-        return f"{self.missing_pages} pages are missing{where}: {cause}; {', or '.join(helps)}"
+        return f"{self.missing_pages} pages are missing: {cause}; {', or '.join(helps)}"
 
 
 NO_SHORTAGE = Shortage(None, 0, 0, 0)

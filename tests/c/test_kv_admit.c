@@ -160,7 +160,7 @@ int main(int argc, char **argv)
     test_room_for_a_tile();
     test_older_shortage();
     test_fit(VMEM_KV_LAZY);
-    test_fit(VMEM_KV_DEFER | VMEM_KV_SAME_SLOTS);
+    test_fit(VMEM_KV_DEFER);
     test_groups();
     vmem_context_destroy(ctx);
     return 0;

@@ -106,7 +106,6 @@ static void test_shared_rows_are_not_written(void)
     CHECK_EQ(tokens, 32);
     OK(vmem_kv_drop(kv, runs, 2, UINT64_MAX, 0, NULL)); // the other request has them
     ERR(vmem_kv_step(kv, back, SLOTS, 0), EINVAL, "truncate the slot first");
-    ERR(vmem_kv_grow(kv, 0, 20), EINVAL, "truncate the slot first");
     OK(vmem_kv_last_step(kv, &last));
     ERR(vmem_kv_truncate(kv, 0, 20, last, VMEM_KV_DRY), EBUSY, "are shared");
     ERR(vmem_kv_truncate(kv, 0, 20, last, 0), EBUSY, "are shared");
@@ -259,10 +258,8 @@ static void test_truncate_copies_all_groups_or_none(void)
     OK(vmem_kv_set_budget(kv, (held + 1) * test_page));
     CHECK_EQ(k_missing(vmem_kv_truncate(kv, 0, 40, 0, VMEM_KV_DRY), &missing), -ENOMEM);
     CHECK_EQ(missing, 1);
-    OK(vmem_kv_grow(kv, 0, 80));
     CHECK_EQ(vmem_kv_truncate(kv, 0, 40, 0, 0), -ENOMEM);
     CHECK_EQ(stats().held_pages, held);
-    OK(vmem_kv_commit(kv)); // what was staged before still is
     OK(vmem_kv_set_budget(kv, (held + 2) * test_page));
     OK(k_missing(vmem_kv_truncate(kv, 0, 40, 0, VMEM_KV_DRY), &missing));
     OK(vmem_kv_truncate(kv, 0, 40, 0, 0));
@@ -294,16 +291,12 @@ static void test_over_the_budget_mapped_pages_are_no_promise(uint32_t flags, boo
         CHECK_EQ(missing, 1);
         CHECK_EQ(k_missing(vmem_kv_step(kv, more, SLOTS, 0), &missing), -ENOMEM);
         CHECK_EQ(missing, 1);
-        CHECK_EQ(k_missing(vmem_kv_grow(kv, 0, 193), &missing), -ENOMEM);
-        CHECK_EQ(missing, 1);
         OK(vmem_kv_room(kv, 0, &room));
         CHECK_EQ(room, 192);
         OK(vmem_kv_step(kv, most, SLOTS, VMEM_KV_DRY));
-        OK(vmem_kv_grow(kv, 0, 192));
-        OK(vmem_kv_grow(kv, 1, 320));
         OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, NULL));
     }
-    OK(vmem_kv_commit(kv));
+    OK(vmem_kv_step(kv, most, SLOTS, 0));
     end();
 }
 

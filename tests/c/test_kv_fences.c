@@ -296,24 +296,6 @@ static void preempt(void)
     do_retire();
 }
 
-static int step_or_commit(const int32_t *lengths, uint64_t *missing)
-{
-    uint32_t staged = 0;
-    if (below(3))
-        return k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), missing);
-    for (uint32_t s = 0; s < K_SLOTS; s++) {
-        if (!lengths[s])
-            continue;
-        staged++;
-        if (!k_missing(vmem_kv_grow(kv, s, (uint32_t)lengths[s]), missing))
-            continue;
-        while (s--) // the others may need less than they hold
-            OK(vmem_kv_grow(kv, s, 0));
-        return k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), missing);
-    }
-    return staged ? k_missing(vmem_kv_commit(kv), missing) : k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), missing);
-}
-
 static void do_step(bool back)
 {
     int32_t lengths[K_SLOTS] = {0};
@@ -335,7 +317,7 @@ static void do_step(bool back)
     if (steps > in_flight) // what the step finds out itself, so that both answers are of one moment
         OK(vmem_kv_retire(kv, steps - in_flight));
     const int expect = k_missing(vmem_kv_step(kv, lengths, K_SLOTS, VMEM_KV_DRY), &predicted);
-    const int rc = step_or_commit(lengths, &missing);
+    const int rc = k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), &missing);
     if (back && (rc == -EINVAL || expect == -EINVAL)) // shared, or given up by a window
         return;
     // Requests that are being swapped out and share pages with one another free more than each alone.
@@ -374,10 +356,8 @@ static void do_misuse(uint32_t s)
     }
     if (state != VMEM_KV_ACTIVE) {
         ERR(vmem_kv_step(kv, none, K_SLOTS, 0), EINVAL, "but the slot is");
-        ERR(vmem_kv_grow(kv, s, 1), EINVAL, " is ");
         ERR(vmem_kv_truncate(kv, s, 0, 0, 0), EINVAL, " is ");
     }
-    ERR(vmem_kv_commit(kv), EINVAL, "no growth is staged");
 }
 
 static void iterate(void)
@@ -508,7 +488,7 @@ static uint64_t number(const char *name, uint64_t otherwise)
 static void run_all(uint32_t steps_in_flight, uint64_t start, uint64_t iterations)
 {
     static const uint32_t with[] = {VMEM_KV_DEFAULT, VMEM_KV_DEFER, VMEM_KV_DEFAULT | VMEM_KV_ZERO | VMEM_KV_LAZY,
-                                    VMEM_KV_OVERLAP, VMEM_KV_DEFAULT | VMEM_KV_SAME_SLOTS};
+                                    VMEM_KV_OVERLAP};
     const uint64_t kinds = COUNT(shapes) * COUNT(with), most = 5000; // iterations of all kinds in turn
     const uint64_t seconds = number("VMEM_TEST_SECONDS", 0);
     const time_t begin = time(NULL);

@@ -123,24 +123,12 @@ static void publish(void)
 
 static void test_a_limit_needs_no_call(void)
 {
-    for (uint32_t same = 0; same < 2; same++) {
-        make(same ? VMEM_KV_SAME_SLOTS : 0, 1024 * test_page, 2);
-        publish();
-        __atomic_store_n(&kv->view.map->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
-        wait_for_looks(3);
-        CHECK_EQ(stats().budget_pages * test_page, (same ? 1024 : 512) * test_page); // ranks take budgets over together
-        if (same) {
-            uint32_t slot;
-            OK(k_alloc(kv, 10, &slot));
-            step(slot, 10);
-            CHECK_EQ(stats().budget_pages, 1024); // they may rely on one another until the next check
-            int32_t lengths[SLOTS] = {0};
-            lengths[slot] = 11;
-            OK(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY));
-            CHECK_EQ(stats().budget_pages, 512);
-        }
-        vmem_kv_destroy(kv, 0);
-    }
+    make(0, 1024 * test_page, 2);
+    publish();
+    __atomic_store_n(&kv->view.map->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
+    wait_for_looks(3);
+    CHECK_EQ(stats().budget_pages, 512);
+    vmem_kv_destroy(kv, 0);
 }
 
 // A call that has entered may wait for the thread: for vmem_kv_wait, a slot or a cut.
@@ -158,38 +146,6 @@ static void test_a_limit_does_not_wait_for_a_call(void)
     vmem_kv_destroy(kv, 0);
 }
 
-static int assured(uint32_t slot, int32_t tokens)
-{
-    int32_t lengths[SLOTS] = {0};
-    lengths[slot] = tokens;
-    return vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_ASSURED);
-}
-
-static void test_only_memory_in_hand_is_assured(void)
-{
-    const uint32_t page_tokens = 32, tensors = 2;
-    uint32_t slot;
-    make(0, 20 * test_page, 0);
-    OK(k_alloc(kv, 10, &slot));
-    step(slot, 10);
-    OK(assured(slot, 20 / tensors * page_tokens));
-    CHECK_EQ(assured(slot, 20 / tensors * page_tokens + 1), -ENOMEM);
-    CHECK_EQ(vmem_kv_step(kv, NULL, SLOTS, VMEM_KV_ASSURED), -EINVAL);
-    CHECK_EQ(vmem_kv_step(kv, (int32_t[SLOTS]){0}, SLOTS - 1, VMEM_KV_ASSURED), -EINVAL);
-    CHECK_EQ(vmem_kv_step(NULL, NULL, 0, VMEM_KV_ASSURED), -EINVAL);
-    OK(vmem_kv_free(kv, slot, 0));
-    may_be_idle();
-    wait_for_looks(5); // it has given everything back
-    OK(k_alloc(kv, 10, &slot));
-    step(slot, 10);
-    CHECK_EQ(assured(slot, 11), -ENOMEM);
-    vmem_kv_destroy(kv, 0);
-    make(VMEM_KV_LAZY, 20 * test_page, 0);
-    OK(k_alloc(kv, 10, &slot));
-    CHECK_EQ(assured(slot, 10), -ENOMEM);
-    vmem_kv_destroy(kv, 0);
-}
-
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -199,7 +155,6 @@ int main(int argc, char **argv)
     test_the_first_look();
     test_a_limit_needs_no_call();
     test_a_limit_does_not_wait_for_a_call();
-    test_only_memory_in_hand_is_assured();
     vmem_context_destroy(ctx);
     return 0;
 }

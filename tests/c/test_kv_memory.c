@@ -380,13 +380,15 @@ static void test_admission_seldom_asks_the_device(void)
     for (uint32_t n = 32; n <= 32 * 60; n += 32) {
         OK(vmem_kv_room(kv, -1, &tokens));
         OK(vmem_kv_fit(kv, &request, 1, &fit));
+        int32_t lengths[SLOTS] = {0};
         for (uint32_t i = 0; i < SLOTS - 1; i++)
-            OK(vmem_kv_grow(kv, slots[i], n));
-        OK(vmem_kv_commit(kv));
+            lengths[slots[i]] = (int32_t)n;
+        OK(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY));
+        OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     }
     CHECK(asked - asked_before <= 2 + 2 * (vmem__now() - begin) / 100000000);
     // Nobody is refused by an old figure.
-    CHECK_EQ(vmem_kv_grow(kv, slots[0], 3999), -ENOMEM); // of the budget
+    CHECK_EQ(step(kv, slots[0], 3999, NULL), -ENOMEM); // of the budget
     vmem_kv_destroy(kv, 0);
     ctx->b.ops = before;
 }
@@ -416,11 +418,10 @@ static void test_memory_at_hand_asks_nobody(void)
     lengths[slot] = 32 * 40;
     lengths[other] = 32 * 10; // pages that are kept for the other slot can be had
     OK(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY));
-    OK(vmem_kv_grow(kv, slot, 32 * 40));
-    OK(vmem_kv_grow(kv, other, 32 * 10));
     CHECK_EQ(asked, asked_before);
-    OK(vmem_kv_commit(kv));
-    OK(vmem_kv_grow(kv, other, 32 * 90)); // more than there was
+    OK(vmem_kv_step(kv, lengths, SLOTS, 0));
+    lengths[other] = 32 * 90; // more than there was
+    OK(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY));
     CHECK(asked > asked_before);
     vmem_kv_destroy(kv, 0);
     ctx->b.ops = before;

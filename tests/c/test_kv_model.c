@@ -236,28 +236,6 @@ static void do_free(uint32_t s)
     requests[s] = (struct request){0};
 }
 
-// Stages the lengths one by one: each fits exactly when a step with those before it would. In the end nothing is
-// staged.
-static void stage_all(const int32_t *lengths)
-{
-    int32_t sofar[SLOTS] = {0};
-    uint64_t missing, predicted;
-    for (uint32_t s = 0; s < SLOTS; s++) {
-        if (!lengths[s])
-            continue;
-        sofar[s] = lengths[s];
-        int expect = k_missing(vmem_kv_step(kv, sofar, SLOTS, VMEM_KV_DRY), &predicted);
-        int rc = k_missing(vmem_kv_grow(kv, s, (uint32_t)lengths[s]), &missing);
-        if (rc != expect || missing != predicted)
-            FAIL("%s: slot %u: grow %d, check %d, missing %" PRIu64 " and %" PRIu64, shape->name, s, rc, expect,
-                 missing, predicted);
-        sofar[s] = rc ? 0 : sofar[s];
-    }
-    for (uint32_t s = 0; s < SLOTS; s++)
-        OK(vmem_kv_grow(kv, s, 0));
-    CHECK_EQ(vmem_kv_commit(kv), -EINVAL);
-}
-
 static void do_step(bool grow_much)
 {
     int32_t lengths[SLOTS] = {0};
@@ -272,8 +250,6 @@ static void do_step(bool grow_much)
     land(in_flight);
     if (n_flights && steps > in_flight) // what the step finds out itself, so that both answers are of one moment
         OK(vmem_kv_retire(kv, steps - in_flight));
-    if (below(4) == 0)
-        stage_all(lengths);
     int expect = k_missing(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY), &predicted);
     if (below(8) == 0) // what could be taken back is part of no answer
         OK(vmem_kv_reclaim(kv, below(budget), VMEM_KV_KEPT, NULL));
@@ -575,7 +551,7 @@ int main(int argc, char **argv)
                                      VMEM_KV_DEFAULT,
                                      VMEM_KV_DEFAULT | VMEM_KV_ZERO,
                                      VMEM_KV_OVERLAP | VMEM_KV_DEFER,
-                                     VMEM_KV_DEFAULT | VMEM_KV_SAME_SLOTS | VMEM_KV_LAZY,
+                                     VMEM_KV_DEFAULT | VMEM_KV_LAZY,
                                      VMEM_KV_DEFER | VMEM_KV_GENEROUS};
     int operations = getenv("VMEM_TEST_OPERATIONS") ? atoi(getenv("VMEM_TEST_OPERATIONS")) : 250;
     uint64_t start = getenv("VMEM_TEST_SEED") ? strtoull(getenv("VMEM_TEST_SEED"), NULL, 0) : 1;

@@ -174,44 +174,6 @@ static void test_what_requests_hold_is_refused(void)
     vmem_kv_pool_destroy(pool);
 }
 
-// A growth that was answered with yes keeps its memory until the step that makes it, whatever another member asks for:
-// new pages, and pages that the slot has from an earlier request.
-static void test_staged_growth_is_kept(uint32_t flags)
-{
-    for (int kept = 0; kept < 2; kept++) {
-        vmem_kv_pool *pool = make_pool(300);
-        vmem_kv *a = make(ctx, flags, 0), *b = make(ctx, flags, 0);
-        join(pool, a, 20, 0, "a");
-        join(pool, b, 20, 0, "b");
-        if (kept) {
-            const uint32_t earlier = alloc(a, ROWS);
-            OK(step(a, earlier, ROWS));
-            OK(vmem_kv_free(a, earlier, 0));
-        }
-        const uint32_t s = alloc(a, ROWS), t = alloc(b, ROWS);
-        for (uint32_t tokens = ROWS / 4; tokens <= ROWS; tokens += ROWS / 4)
-            OK(vmem_kv_grow(a, s, tokens));
-        for (int i = 0; i < 3; i++) {
-            CHECK_EQ(step(b, t, ROWS), -ENOMEM);
-            CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
-        }
-        OK(vmem_kv_commit(a));
-        CHECK_EQ(stats(a).needed_pages, 250);
-        OK(vmem_kv_grow(a, s, ROWS)); // what is taken back keeps nothing
-        OK(vmem_kv_grow(a, s, 0));
-        OK(vmem_kv_free(a, s, 0));
-        const uint32_t u = alloc(a, ROWS);
-        while (vmem_kv_grow(a, u, ROWS)) // b's last question may be open, and get what a has left, until it lapses
-            wait_for(a);
-        OK(vmem_kv_grow(a, u, 0));
-        while (step(b, t, ROWS)) // the last refusal may be repeated until a has been looked at again
-            wait_for(b);
-        vmem_kv_destroy(a, 0);
-        vmem_kv_destroy(b, 0);
-        vmem_kv_pool_destroy(pool);
-    }
-}
-
 static void test_shares_hold(void)
 {
     const struct vmem_kv_pool_share share = {.size = sizeof share};
@@ -506,24 +468,6 @@ static void end_giving(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
     vmem_kv_pool_destroy(pool);
 }
 
-// Growth that the pages left by others have room for is staged, and keeps that room although it was to be given.
-static void test_a_giver_keeps_what_it_promises(void)
-{
-    vmem_kv_pool *pool = make_pool(600);
-    vmem_kv *a = make(ctx, VMEM_KV_OVERLAP, 0), *b = make(ctx, 0, 0);
-    const uint32_t t = begin_to_give(pool, a, b);
-    OK(vmem_kv_grow(a, t, 1920)); // 120 pages
-    pthread_mutex_lock(&gate);
-    at_gate = OPEN;
-    pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&gate);
-    CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
-    CHECK(row_of(pool, "a").has >= 120 * test_page);
-    OK(vmem_kv_commit(a));
-    CHECK_EQ(stats(a).needed_pages, 120);
-    end_giving(pool, a, b);
-}
-
 // While a cache gives pages back, its requests still grow into what it has: they neither wait nor reclaim.
 static void test_a_giver_steps_on(void)
 {
@@ -672,8 +616,6 @@ int main(int argc, char **argv)
     test_kept_pages_move(VMEM_KV_OVERLAP);
     test_kept_pages_move(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     test_what_requests_hold_is_refused();
-    test_staged_growth_is_kept(0);
-    test_staged_growth_is_kept(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     test_shares_hold();
     for (int overlap = 0; overlap < 2; overlap++) {
         test_a_lower_maximum_holds_at_once(overlap ? VMEM_KV_OVERLAP : 0, true, false);
@@ -689,7 +631,6 @@ int main(int argc, char **argv)
     test_a_giver_that_gets_no_more_pages();
     test_a_giver_that_fails_to_unmap();
     test_a_giver_steps_on();
-    test_a_giver_keeps_what_it_promises();
     vmem__pool_ask_ns = 250000000; // as outside of tests
     test_threads(0);
     test_threads(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);

@@ -436,50 +436,6 @@ static void test_misuse(void)
     vmem_kv_destroy(kv, 0);
 }
 
-// The slot's request grows to `tokens` rows, and shares those from `first` on as a run. *run: one of these rows that may
-// still be there; becomes the request's.
-static void share_rest(uint32_t slot, uint32_t tokens, uint32_t first, uint64_t *run)
-{
-    step_to(slot, tokens);
-    struct vmem_kv_run r = {slot, first, tokens - first, VMEM_KV_RUN_KEEP, *run};
-    OK(vmem_kv_share(kv, &r, 1, 0));
-    *run = r.id;
-    OK(vmem_kv_order(kv, run, 1, VMEM_KV_RUN_PRIORITY));
-}
-
-// The slot that the fourth request gets in a cache with equal slots on all ranks. The second begins with the first one's
-// first page; the run of the page behind it may have been evicted by then.
-static uint32_t fourth_slot(bool evicted)
-{
-    struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT};
-    uint64_t front = 0, behind = 0;
-    uint32_t slot, tokens;
-    create(40, VMEM_KV_SAME_SLOTS | VMEM_KV_DEFER, &(struct vmem_kv_tensor){.row_bytes = test_page / 32}, 1);
-    OK(vmem_kv_alloc(kv, &o, &slot));
-    share_rest(slot, 32, 0, &front);
-    share_rest(slot, 64, 32, &behind);
-    OK(vmem_kv_free(kv, slot, 0));
-    if (evicted)
-        OK(vmem_kv_drop(kv, NULL, 1, UINT64_MAX, VMEM_KV_NEXT, NULL));
-    o.slot = 1;
-    OK(vmem_kv_alloc(kv, &o, &slot));
-    OK(vmem_kv_attach(kv, slot, &front, 1, 32, 0, &tokens));
-    CHECK_EQ(tokens, 32);
-    share_rest(slot, 64, 32, &behind);
-    OK(vmem_kv_free(kv, slot, 0));
-    o.slot = 2;
-    OK(vmem_kv_alloc(kv, &o, &slot));
-    step_to(slot, 16);
-    OK(vmem_kv_free(kv, slot, 0));
-    OK(k_alloc(kv, 64, &slot));
-    vmem_kv_destroy(kv, 0);
-    return slot;
-}
-
-// Runs that were to be kept can be evicted once they are ordered. What one rank has evicted must not decide where the next
-// request goes.
-static void test_ranks_choose_equal_slots(void) { CHECK_EQ(fourth_slot(false), fourth_slot(true)); }
-
 // A run of another cache is refused by every call, and this cache's run of the same place stays what it is. A target and
 // its draft are two such caches.
 static void test_runs_of_another_cache(void)
@@ -527,7 +483,6 @@ int main(int argc, char **argv)
     test_life();
     test_engines_order();
     test_priorities();
-    test_ranks_choose_equal_slots();
     test_sharing_does_not_depend_on_what_is_cut();
     test_truncation_passes_windows();
     test_runs_make_room_for_their_own_request();

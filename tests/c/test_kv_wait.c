@@ -94,11 +94,13 @@ static void growth_waits_for_nothing(struct vmem_kv_config cfg)
     step(62, 0);
     checked_held();
     vmem__kv_hook = may_not_wait;
-    for (uint32_t n = 11; n <= 100; n++)
-        OK(vmem_kv_grow(kv, b, n));
+    for (int32_t n = 11; n <= 100; n++) {
+        int32_t lengths[2] = {0};
+        lengths[b] = n;
+        OK(vmem_kv_step(kv, lengths, 2, VMEM_KV_DRY));
+    }
     vmem__kv_hook = NULL;
     checked_resume();
-    OK(vmem_kv_commit(kv));
     vmem_kv_destroy(kv, 0);
 }
 

@@ -1,7 +1,7 @@
 """What every rank of test_kv_ranks runs: random requests that begin alike, of which rank 0 decides everything.
 
-The last rank has less memory, and ranks are slow in turns. Every row is verified, and after every call that rank 0 sends,
-the ranks compare what their caches hold.
+The last rank has less memory, and ranks are slow in turns. Every row is verified, and after every iteration the ranks
+compare what their caches hold.
 
     python -m torch.distributed.run --nproc-per-node 2 tests/python/kv_ranks.py BACKEND [STEPS [SEED]]
 
@@ -41,7 +41,7 @@ def refused(call, error, text):
 
 
 class Engine:
-    """Requests over the ranks' caches. Rank 0 draws what happens; rows hold the numbers of their tokens on each rank."""
+    """Requests over the ranks' caches. Rank 0 draws what happens; rows hold the numbers of their tokens."""
 
     def __init__(self, context, specs, pages, seed, **options):
         cache = KVCache(specs, SLOTS, TOKENS, pages * PAGE, context=context, check=True, name=None, page_size=PAGE,
@@ -57,6 +57,7 @@ class Engine:
 
     def known(self, tokens):
         """The prefix with most of the first tokens."""
+
         def alike(has):
             return next((i for i, (a, b) in enumerate(zip(has, tokens[:-1])) if a != b), min(len(has), len(tokens) - 1))
 
@@ -144,7 +145,9 @@ class Engine:
             self.write(slot, tokens, begun.get(slot))
         self.rows = rows
         stats = self.cache.stats()
-        slots = [(s.state, s.state == "active" and s.tokens, s.shared_tokens) for s in map(self.cache.slot, range(SLOTS))]
+        slots = [
+            (s.state, s.state == "active" and s.tokens, s.shared_tokens) for s in map(self.cache.slot, range(SLOTS))
+        ]
         mine = (slots, stats.budget_pages, stats.prefix_pages, stats.shared_pages, stats.steps, self.cache.last_step)
         every = self.ranks._gather(mine)
         assert all(other == every[0] for other in every), every

@@ -33,7 +33,7 @@ def test_a_request_that_waits_is_reported_and_kept(backend):
         assert cache.stats().absent_slots == 1
         c = cache.alloc(10)
         assert absent(cache) == [b]  # the new one had no step yet
-        assert cache.grow(b, 20) and cache.commit()
+        assert cache.step(lengths_of(cache, {b: 20}))
         assert absent(cache) == [a, c] and cache.slot(b).tokens == 20
         cache.free(a)
         cache.swap_out(b)
@@ -59,8 +59,8 @@ def test_a_length_of_zero_ends_a_request(backend):
             ends(cache, lengths_of(cache, {b: 1}))
         assert cache.slot(a).state == "active"  # a step that is refused ends nothing
         d = cache.alloc(5)  # never takes part
-        assert cache.grow(a, 104) and cache.commit()
-        assert cache.slot(d).state == "active"  # a commit names those that take part, and nobody else
+        assert cache.step(lengths_of(cache, {a: 104}))
+        assert cache.slot(d).state == "active"  # an ordinary step ends nobody
         assert ends(cache, lengths_of(cache, {a: 105}))
         assert cache.slot(d).state == "free"
         cache.retire()
@@ -128,5 +128,5 @@ def test_calls_that_really_lack_memory_are_counted():
         assert not cache.truncate(b, 1260) and "4 pages are missing" in str(cache.shortage)
         assert cache.slot(b).tokens == 1280
         assert (cache.shortage.reason, cache.stats().short_budget) == ("budget", 2)
-        assert cache.fit([1]) == 0 and not cache.grow(b, 1290) and cache.stats().short_budget == 2
+        assert cache.fit([1]) == 0 and cache.shortage.reason == "budget" and cache.stats().short_budget == 2
         cache.drop(prefix)

@@ -22,10 +22,10 @@ SMALL = {"slots": 4, "max_tokens": 100, "budget": 64 << 20}
 
 
 def test_options_as_an_object_and_by_name(backend):
-    options = KVCacheOptions(backend=backend, name=None, tile_rows=8, same_slots=True)
+    options = KVCacheOptions(backend=backend, name=None, tile_rows=8, lazy=True)
     with KVCache.for_model(1, 2, 64, **SMALL, options=options) as cache:
         assert cache.options == options
-        assert (cache.tile_rows, cache.same_slots, cache.context.backend) == (8, True, backend)
+        assert (cache.tile_rows, cache.options.lazy, cache.context.backend) == (8, True, backend)
     with KVCache.for_model(1, 2, 64, **SMALL, options=options, tile_rows=16) as cache:  # a name goes before the object
         assert cache.options == dataclasses.replace(options, tile_rows=16)
         assert cache.tile_rows == 16
@@ -212,14 +212,3 @@ def test_calls_with_wrong_numbers_name_the_argument(backend):
         with pytest.raises(TypeError, match="labels must be a dict, not"):
             cache.metrics_prometheus(labels=[("model", "a")])
         assert cache.stats().active_slots == 1
-
-
-def test_a_cache_for_ranks_that_is_none_is_named():
-    """Before any rank is asked: there is no process group here."""
-    from pyvmem.parallel.cache import TensorParallelKVCache
-
-    with pytest.raises(TypeError, match="cache must be a KVCache, not 5"):
-        TensorParallelKVCache(5)
-    with KVCache.for_model(1, 2, 64, **SMALL, backend="host", name=None) as cache:
-        with pytest.raises(ValueError, match="same_slots=True"):
-            TensorParallelKVCache(cache)

@@ -188,26 +188,6 @@ def test_kept_pages_give_way_to_a_running_request(backend):
         assert cache.stats().held_pages == 40
 
 
-def test_growth_is_staged_request_by_request(backend):
-    with make(backend, pages=20, overlap=False) as cache:
-        with pytest.raises(ValueError, match="no growth is staged"):
-            cache.commit()
-        slots = [cache.alloc() for _ in range(4)]
-        assert [cache.grow(s, 2 * PAGE_TOKENS) for s in slots] == [True, True, False, False]
-        assert cache.shortage.missing_pages == 4
-        assert cache.grow(slots[2], PAGE_TOKENS)
-        assert cache.stats().held_pages == 0
-        assert cache.commit()
-        assert [cache.slot(s).tokens for s in slots] == [2 * PAGE_TOKENS, 2 * PAGE_TOKENS, PAGE_TOKENS, 0]
-        assert cache.stats().held_pages == 20
-        assert cache.grow(slots[0], 2 * PAGE_TOKENS)
-        cache.free(slots[0])  # takes its growth back
-        with pytest.raises(ValueError, match="no growth is staged"):
-            cache.commit()
-        with pytest.raises(ValueError, match="free"):
-            cache.grow(slots[0], 1)
-
-
 def test_a_request_ends_when_its_kernels_have(backend):
     with make(backend, overlap=False, steps_in_flight=2, pages=12) as cache:
         slot, lengths = start(cache, PAGE_TOKENS)

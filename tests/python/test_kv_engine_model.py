@@ -1,7 +1,7 @@
 """A random engine over a KV cache that schedules ahead, against a plain model of every row (hypothesis).
 
 Kernels of the last steps read on until the rule says that they have ended: what they may read must stay as it was. What
-the cache answers in advance (check, room, fit, grow) is compared with what happens.
+the cache answers in advance (check, room, fit) is compared with what happens.
 
 SPDX-License-Identifier: MIT
 """
@@ -54,7 +54,6 @@ class Engine(RuleBasedStateMachine):
         self.sequences = []  # numbers of requests whose blocks were added
         self.rows = {}  # slot -> numbers of its rows
         self.swapped, self.fresh = set(), set()
-        self.staged = {}
         self.running = []  # (step, {slot: numbers that its kernels read}), the oldest first
         self.ending = {}  # slot -> (step, event or None)
         self.events = []  # (step, event), as they were given
@@ -184,53 +183,14 @@ class Engine(RuleBasedStateMachine):
         else:
             assert self.cache.last_step == number + 1
             self.stepped(wanted)
-            for slot in wanted:  # growth staged for those that took part is void
-                self.staged.pop(slot, None)
         assert answer == predicted or self.ending or answer  # those that end during the call give pages to it
-
-    @rule(data=NUMBERS, growth=st.sampled_from([0, 1, 2, 31, 90, 200]))
-    @when(lambda self: self.active)
-    def grow(self, data, growth):
-        self.polled()
-        slot = pick(data, self.active)
-        tokens = min(len(self.rows[slot]) + growth, TOKENS)
-        want = {**self.staged, slot: tokens}
-        # What was staged may not fit any more, after a call that took memory: then the commit says so.
-        void = self.staged and self.cache.step(self.lengths(self.staged), dry=True)
-        predicted = self.cache.step(self.lengths(want), dry=True) if tokens else True
-        answer = self.cache.grow(slot, tokens)
-        assert answer == predicted or void
-        if answer:
-            self.staged[slot] = tokens
-            if not tokens:
-                del self.staged[slot]
-
-    @rule()
-    def commit(self):
-        self.polled()
-        if not self.staged:
-            with pytest.raises(ValueError):
-                self.cache.commit()
-            return
-        predicted = self.cache.step(self.lengths(self.staged), dry=True)
-        number = self.cache.last_step
-        answer = self.cache.commit()
-        assert answer == predicted or self.ending or answer
-        if not answer:
-            self.ended(number - self.flights)
-        else:
-            staged, self.staged = self.staged, {}
-            self.stepped(staged)
 
     @rule(sizes=st.lists(st.integers(1, 120), min_size=1, max_size=4))
     def admit(self, sizes):
         """As many as fit begin at once; one more would not."""
         self.quiet()
         fit, missing = self.cache.fit(sizes), self.cache.shortage.missing_pages
-        for slot in list(self.staged):
-            self.cache.grow(slot, 0)
-        staged, self.staged = self.staged, {}
-        wanted = dict(staged)
+        wanted = {}
         for tokens in sizes[:fit]:
             slot = self.cache.alloc(tokens)
             assert slot is not None
@@ -294,7 +254,6 @@ class Engine(RuleBasedStateMachine):
         self.taken()
         self.swapped.discard(slot)
         self.fresh.discard(slot)
-        self.staged.pop(slot, None)
 
     @rule()
     @when(lambda self: any(not event.come for _, event in self.events))
@@ -325,7 +284,6 @@ class Engine(RuleBasedStateMachine):
         assert self.cache.slot(slot).tokens == (tokens if fits else len(self.rows[slot]))
         if fits:
             self.rows[slot] = self.rows[slot][:tokens]
-            self.staged.pop(slot, None)
             self.cut(slot, tokens)
 
     def cut(self, slot, tokens):
@@ -347,17 +305,14 @@ class Engine(RuleBasedStateMachine):
             assert error.errno == 61
         else:
             self.swapped.add(slot)
-            self.staged.pop(slot, None)
 
     @rule(data=NUMBERS)
     @when(lambda self: self.swapped)
     def swap_in(self, data):
         self.polled()
         slot = pick(data, sorted(self.swapped))
-        kept = self.staged and self.cache.step(self.lengths(self.staged), dry=True)
         predicted = self.cache.swap_in(slot, dry=True)
         assert self.cache.swap_in(slot) == predicted
-        assert not kept or self.cache.step(self.lengths(self.staged), dry=True)
         if predicted:
             self.swapped.discard(slot)
 
@@ -509,7 +464,7 @@ class Engine(RuleBasedStateMachine):
             return
         for call in (
             lambda: self.cache.free(slot), lambda: self.cache.step(self.lengths({slot: 1})),
-            lambda: self.cache.grow(slot, 1), lambda: self.cache.truncate(slot, 0), lambda: self.cache.swap_out(slot),
+            lambda: self.cache.truncate(slot, 0), lambda: self.cache.swap_out(slot),
             lambda: self.cache.share(slot, 1), lambda: self.cache.room(slot),
         ):  # fmt: skip
             with pytest.raises((ValueError, pyvmem.VmemError)):

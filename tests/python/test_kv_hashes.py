@@ -133,37 +133,6 @@ def test_the_background_thread_keeps_some_memory_unused():
         assert stats.held_pages >= 190 and stats.evicted_blocks > 300 and stats.worker_errors == 0
 
 
-def test_same_slots_evict_by_the_calls_alone():
-    with make(overlap=True, defer=False, same_slots=True) as cache:
-        blocks = BlockHashes(cache, 32)
-        for i in range(10):
-            cache.free(serve(blocks, [i * 40 + j for j in range(320)])[0])
-            cache.wait()
-        assert cache.stats().held_pages == 200 and cache.stats().evicted_blocks == 0
-
-
-def test_same_slots_whatever_was_evicted():
-    """The same calls choose the same slots, also where one cache shares rows and the other has shared them before."""
-    chosen = []
-    for evicts in (False, True):
-        with make(same_slots=True, slots=3) as cache:
-            blocks, hashes, slots = BlockHashes(cache, 16), block_hashes(list(range(100)), 16), []
-            for tokens in (100, 50, 100, 95):
-                slot = cache.alloc(tokens)
-                assert cache.step([tokens if s == slot else 0 for s in range(3)])
-                blocks.add(slot, hashes[: tokens // 16] if tokens != 50 else [])
-                slots.append(slot)
-                if tokens == 50:
-                    if evicts:
-                        blocks.clear()
-                    for each in slots:
-                        cache.free(each)
-                elif len(slots) > 2:
-                    cache.free(slot)
-            chosen.append((slots, cache.alloc(95)))
-    assert chosen[0] == chosen[1]
-
-
 def test_a_pool_takes_blocks_for_a_member_that_needs_memory():
     with KVPool(200 * PAGE) as pool, make(pool=pool) as cache, make(pool=pool) as other:
         blocks = BlockHashes(cache, 32)

@@ -21,11 +21,11 @@ class Engine(RuleBasedStateMachine):
     @initialize(
         specs=st.sampled_from([ALIKE, MIXED]), block=st.sampled_from([8, 16, 32, 50]), pages=st.integers(30, 90),
         tile=st.sampled_from([1, 24]), steps=st.sampled_from([1, 2]), overlap=st.booleans(), defer=st.booleans(),
-        cap=st.sampled_from([0, 400]), same=st.booleans(),
+        cap=st.sampled_from([0, 400]),
     )  # fmt: skip
-    def begin(self, specs, block, pages, tile, steps, overlap, defer, cap, same):
+    def begin(self, specs, block, pages, tile, steps, overlap, defer, cap):
         self.cache = make(specs, 4, 300, pages * len(specs) // 2, tile_rows=tile, steps_in_flight=steps,
-                          overlap=overlap, defer=defer, same_slots=same)  # fmt: skip
+                          overlap=overlap, defer=defer)  # fmt: skip
         self.blocks = BlockHashes(self.cache, block, cap, events=True)
         self.cap, self.overlap = cap, overlap
         self.rows: dict[int, list[int]] = {}

@@ -100,19 +100,18 @@ def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
             lambda: cache.swap_out(running, after=5), lambda: cache.close(after=5), lambda: cache.retire(5),
         ],
         f"slot {ending} is being given up": [
-            lambda: cache.free(ending), lambda: cache.grow(ending, 20), lambda: cache.truncate(ending, 1),
+            lambda: cache.free(ending), lambda: cache.truncate(ending, 1),
             lambda: cache.swap_out(ending), lambda: cache.share(ending, 1), lambda: cache.room(ending),
             lambda: hashes.add(ending, [b"1"]),
         ],
         f"slot {free} is free": [
-            lambda: cache.free(free), lambda: cache.grow(free, 20), lambda: cache.attach(free, prefix),
+            lambda: cache.free(free), lambda: cache.attach(free, prefix),
             lambda: hashes.attach(free, [b"1"]),
         ],
         f"slot {running} is not newly allocated": [
             lambda: cache.attach(running, prefix), lambda: hashes.attach(running, [b"1"]),
         ],
         f"slot {fresh} has 0 tokens": [lambda: hashes.add(fresh, [b"1"])],
-        "no growth is staged": [cache.commit],
         "created without events=True": [hashes.evicted],
     }  # fmt: skip
     cache.wait()
@@ -134,7 +133,7 @@ def test_numbers_out_of_range_are_named(cache):
         with pytest.raises(InvalidArgument, match="tokens"):
             cache.expect(wrong)
     with pytest.raises(InvalidArgument, match="tokens 2147483648 is over max_tokens, 1024"):
-        cache.grow(cache.alloc(), 2**31)
+        cache.alloc(2**31)
     with pytest.raises(InvalidArgument, match="row_bytes"):
         KVCache([TensorSpec("x", (2**40, 2**40), torch.int8)], 1, 10, MIB, backend="host", name=None)
 
@@ -195,7 +194,7 @@ def test_budgets_beyond_the_limits_are_named(cache):
 # ---- events ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["alloc", "room", "check", "grow"])
+@pytest.mark.parametrize("call", ["alloc", "room", "check"])
 def test_calls_that_want_slots_or_memory_look_at_events(call):
     """An engine whose requests have all ended makes no step any more."""
     with make(slots=2) as cache:
@@ -208,7 +207,6 @@ def test_calls_that_want_slots_or_memory_look_at_events(call):
             "alloc": lambda: cache.alloc() == first,
             "room": lambda: cache.room(second) == 1024,
             "check": lambda: cache.step([0, 1024], dry=True),
-            "grow": lambda: cache.grow(second, 1024),
         }[call]
         assert not wanted()
         event.come = True

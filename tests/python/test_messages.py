@@ -66,10 +66,9 @@ def test_python_own_messages():
 def public():
     """(name, documentation) of everything public, methods and properties too."""
     from pyvmem.kv import hashes, prefix
-    from pyvmem.parallel import cache as parallel
 
     things = {name: getattr(module, name) for module in (pyvmem, pyvmem.core, paper) for name in module.__all__}
-    for thing in (prefix.PrefixCache, hashes.BlockHashes, parallel.TensorParallelKVCache):
+    for thing in (prefix.PrefixCache, hashes.BlockHashes):
         things[thing.__name__] = thing
     for name, thing in things.items():
         if isinstance(thing, str | int):  # the version, and layouts of structures

@@ -49,7 +49,7 @@ def test_everything_public_is_shown():
 
 
 @pytest.mark.parametrize("name, place", [
-    ("PrefixCache", "kv.prefix"), ("TensorParallelKVCache", "parallel.cache"), ("Pages", "core"),
+    ("PrefixCache", "kv.prefix"), ("Pages", "core"),
     ("default_context", "core"), ("vMemReserve", "paper"),
 ])  # fmt: skip
 def test_a_name_that_has_moved_says_where_it_is(name, place):

@@ -236,18 +236,6 @@ void vmem__kv_forget(vmem_kv *kv, uint32_t slot);
 // Kernels up to this step have ended.
 uint64_t vmem__kv_ended(const vmem_kv *kv);
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step);
-// Stages a length for the next step (0: none), which will raise `fixed` by so many pages for it.
-static inline void kv_stage(vmem_kv *kv, uint32_t slot, int32_t tokens, int64_t reserve)
-{
-    kv->staged.n += (tokens != 0) - (kv->staged.lengths[slot] != 0);
-    kv->ledger.reserved += reserve - kv->staged.reserve[slot];
-    kv->staged.lengths[slot] = tokens;
-    kv->staged.reserve[slot] = reserve;
-}
-// -EINVAL: the step that is staged for the slot would write some of its first rows again, which are about to be shared.
-int vmem__kv_check_staged(const vmem_kv *kv, uint32_t slot, uint32_t rows);
-// Removes a slot's staged growth.
-void vmem__kv_unstage(vmem_kv *kv, uint32_t slot);
 // Whether the slot is being swapped out and its kernels have ended: its pages count as free.
 static inline bool kv_swap_due(const vmem_kv *kv, uint32_t slot)
 {

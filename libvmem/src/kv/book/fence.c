@@ -1,4 +1,4 @@
-// Fences: the kernels that may be in flight, the memory that they access, and the lengths staged for the next step.
+// Fences: the kernels that may be in flight, and the memory that they access.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -19,26 +19,8 @@ int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)
     return 0;
 }
 
-int vmem__kv_check_staged(const vmem_kv *kv, uint32_t slot, uint32_t rows)
-{
-    const int32_t tokens = kv->staged.lengths[slot];
-    if (!tokens || (uint32_t)tokens >= rows)
-        return 0;
-    return vmem__error(-EINVAL,
-                       "slot %u: a step to %d tokens is staged, and rows up to %u would be shared; commit or unstage "
-                       "it first",
-                       slot, tokens, rows);
-}
-
-void vmem__kv_unstage(vmem_kv *kv, uint32_t slot)
-{
-    if (kv->staged.n)
-        kv_stage(kv, slot, 0, 0);
-}
-
 void vmem__kv_forget(vmem_kv *kv, uint32_t slot)
 {
-    vmem__kv_unstage(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k + 1 < kv->steps_in_flight; k++)
             kv_past_of(kv, slot, i)[k] = (struct kv_range){0};

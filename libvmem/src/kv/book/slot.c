@@ -13,10 +13,7 @@ static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, u
 }
 
 // Whether a request must wait for the slot or for an unmap. This depends on the worker's progress.
-static bool delays(const vmem_kv *kv, uint32_t slot)
-{
-    return !(kv->flags & VMEM_KV_SAME_SLOTS) && (kv->slots[slot].busy || kv->slots[slot].stale);
-}
+static bool delays(const vmem_kv *kv, uint32_t slot) { return kv->slots[slot].busy || kv->slots[slot].stale; }
 
 static bool among(const uint32_t *slots, uint32_t n, uint32_t slot)
 {
@@ -36,7 +33,7 @@ uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
         const struct kv_idle *s = &kv->idle[i];
         if (kv->slots[i].state != VMEM_KV_FREE || among(taken, n, i))
             continue;
-        const uint32_t has = kv->flags & VMEM_KV_SAME_SLOTS ? s->fit : kv->slots[i].backed;
+        const uint32_t has = kv->slots[i].backed;
         const int64_t gain = gain_of(s, has, tokens, prefix_tokens);
         const uint32_t fit = prefix_tokens ? 0 : has;
         bool better = gain > best_gain;

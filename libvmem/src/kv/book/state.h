@@ -70,9 +70,7 @@ struct kv_slot {
     bool stale;      // some span has stale mappings
 };
 struct kv_idle {
-    uint32_t fit;    // tokens of the last request in this free slot
-    uint32_t from;   // how many of these were shared; no page is in their place
-    uint32_t named;  // of the request that is in the slot now: how many of its rows calls have asked to share
+    uint32_t from;   // of a free slot: no page is in the place of so many rows of the last request
     uint64_t parked; // when it was freed
     uint64_t ends;   // KV_ENDING, KV_SWAPPING: after the kernels of this step
     // KV_SWAPPING: where the rows go, how many bytes of them have gone, and how many there are.
@@ -175,7 +173,6 @@ struct kv_ledger {
     uint64_t budget;          // the most that may exist
     uint64_t held;            // that exist, including pending ones
     uint64_t fixed;           // of these, that no call could take back. Moved by book/ alone
-    int64_t reserved;         // by how many pages staged growth will raise it
     uint64_t pending;         // of `held`, that the worker is mapping or unmapping; they become unused, or can be taken
     uint64_t promise;         // that need no memory from the device. Written with report.lock, too
     uint64_t ceiling;         // VMEM_KV_CHECK: the budget, or the pages that existed when it shrank
@@ -202,13 +199,6 @@ struct kv_lend {
 struct kv_fences {
     uint64_t step, retired; // the last step; the last whose kernels have ended
     struct kv_range *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
-};
-
-// vmem_kv_grow: the step to come.
-struct kv_staged {
-    int32_t *lengths;
-    int64_t *reserve; // by how many pages each will raise kv_ledger.fixed
-    uint32_t n;
 };
 
 // The requests that come next.
@@ -244,7 +234,6 @@ struct kv_runs {
     uint32_t *found; // of the look-up that is at work
     uint64_t cap_found;
     uint32_t n_found;
-    bool ordered; // there have been runs that can be evicted
 };
 
 // Pages without a run or a slot, which the worker releases.
@@ -334,7 +323,6 @@ struct vmem_kv {
     uint64_t mark; // the number of the last call that marked what it saw
     struct kv_ledger ledger;
     struct kv_fences fence;
-    struct kv_staged staged;
     struct kv_plan plan; // of the public call in progress
     struct kv_gate gate;
     struct kv_lend lend;

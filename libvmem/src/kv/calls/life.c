@@ -126,10 +126,8 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->runs.tag = 1 + atomic_fetch_add(&caches, 1) % KV_RUN_TAGS;
     for (uint32_t p = 0; p < KV_PRIORITIES; p++)
         kv->runs.order[p] = (struct kv_use){KV_NO_RUN, KV_NO_RUN};
-    kv->staged.lengths = calloc(kv->n_slots, sizeof(*kv->staged.lengths));
-    kv->staged.reserve = calloc(kv->n_slots, sizeof(*kv->staged.reserve));
     if (!kv->slots || !kv->idle || !kv->spans || !kv->stale || !kv->plan.wants || !kv->plan.changed ||
-        !kv->fence.past || !kv->runs.pins || !kv->staged.lengths || !kv->staged.reserve)
+        !kv->fence.past || !kv->runs.pins)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
     rc = reserve(kv);
     if (rc)
@@ -229,8 +227,6 @@ static void destroy(vmem_kv *kv)
     free(kv->stale);
     free(kv->plan.wants);
     free(kv->fence.past);
-    free(kv->staged.lengths);
-    free(kv->staged.reserve);
     free(kv->groups);
     free(kv->order);
     free(kv->addrs);

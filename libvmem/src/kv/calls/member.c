@@ -166,9 +166,6 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
         return rc;
     if (kv->lend.member)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is a member of a pool already"));
-    if (kv->flags & VMEM_KV_SAME_SLOTS)
-        return vmem__kv_leave(kv, vmem__error(-EINVAL, "a cache with equal slots on all ranks (VMEM_KV_SAME_SLOTS) "
-                                                       "cannot be in a pool"));
     vmem__kv_worker_hold(kv);
     const struct vmem__member_terms terms = {
         .ctx = kv->ctx,

@@ -69,13 +69,11 @@ const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
 int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages);
 // The same, and whether the device has the memory.
 int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages);
-// Whether there is memory for all that is staged. A pool's member claims it.
-bool vmem__kv_keeps_staged(vmem_kv *kv);
 
 // ---- reclaim.c
 
 // The fewest pages that the cache could have now if nothing is evicted, and nothing unmapped that would be mapped again
-// at once. Room for staged growth counts: it was promised.
+// at once.
 uint64_t vmem__kv_least(const vmem_kv *kv);
 // What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
 // need. want: pages asked for. stuck: also where the worker has failed to unmap. False: nothing.

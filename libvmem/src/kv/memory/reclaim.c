@@ -12,9 +12,9 @@ static uint32_t near_end(const vmem_kv *kv, uint32_t slot, uint32_t group)
 
 uint64_t vmem__kv_least(const vmem_kv *kv)
 {
-    uint64_t pages = kv->ledger.fixed + kv->refs.evictable + (uint64_t)KV_MAX(kv->ledger.reserved, 0);
+    uint64_t pages = kv->ledger.fixed + kv->refs.evictable;
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_ACTIVE && !kv->staged.lengths[s]; i++)
+        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_ACTIVE; i++)
             pages +=
                 (uint64_t)(vmem__kv_tail(kv, s, i, near_end(kv, s, i)) - vmem__kv_tail(kv, s, i, 0)) * kv->groups[i].n;
     return pages;

@@ -137,17 +137,3 @@ int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages)
     const uint64_t limit = rc || !pages || delta <= 0 ? want : vmem__kv_reach(kv, want);
     return want > limit ? vmem__kv_short_of_device(kv, want - limit) : rc;
 }
-
-bool vmem__kv_keeps_staged(vmem_kv *kv)
-{
-    const struct kv_ledger *l = &kv->ledger;
-    const uint64_t want = l->fixed + (uint64_t)l->reserved, less = kv_less(want, l->budget);
-    // It is about to be promised: a member takes what it lacks, and keeps what it needs from the others.
-    const bool claims = kv->lend.member && (less || (kv->lend.giving && want > kv->lend.give_to));
-    if (!less && !claims && (l->promise >= l->budget || vmem__kv_at_hand(kv, want)))
-        return true; // nobody need be asked
-    vmem__kv_may_take_long(kv);
-    if (claims)
-        vmem__kv_claim(kv, less, less ? less + l->held / 2 : 0);
-    return want <= l->budget && want <= vmem__kv_reach(kv, want);
-}

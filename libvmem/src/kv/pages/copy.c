@@ -114,7 +114,7 @@ void vmem__kv_swap_portion_end(vmem_kv *kv, uint32_t slot)
     kv->stats.swap_out_bytes += idle->size;
     s->fresh = true; // its kernels have ended
     vmem__kv_set_state(kv, slot, VMEM_KV_SWAPPED);
-    s->shared_tokens = idle->named = 0;
+    s->shared_tokens = 0;
     idle->parked = 0; // its pages are the first to be taken back
     vmem__kv_forget(kv, slot);
 }

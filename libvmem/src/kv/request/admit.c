@@ -90,8 +90,8 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
 {
     int rc = 0;
     // Prefixes are attached before the step. `before` counts the pages that are fixed at that point, and `want` those
-    // after the step, with what is staged.
-    uint64_t before = kv->ledger.fixed, want = before + (uint64_t)kv->ledger.reserved;
+    // after the step.
+    uint64_t before = kv->ledger.fixed, want = before;
     uint64_t limit = 0, back = kept_back(kv), most = 0;
     kv->mark++;
     // A pool is asked for what all of them need. So those that do not fit are counted, too.

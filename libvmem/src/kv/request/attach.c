@@ -32,15 +32,10 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
             vmem__kv_ref_hold(kv, vmem__kv_row(kv, slot, i, p), (struct kv_holders){.slots = 1});
         kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
         if (s.full > s.lo)
-            sl->shared_tokens = kv->idle[slot].named = tokens;
+            sl->shared_tokens = tokens;
     }
     sl->tokens = tokens;
     vmem__kv_book(kv, slot);
-    // What is staged for the slot needs less now.
-    const int32_t staged = kv->staged.lengths[slot];
-    int64_t delta;
-    if (staged && !vmem__kv_plan_one(kv, slot, (uint32_t)staged, &delta))
-        kv_stage(kv, slot, staged, delta);
 }
 
 // The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is
@@ -162,9 +157,7 @@ static int begin_with(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n
     if (flags)
         return would_attach(kv, *tokens);
     const bool counted = kv->runs.list[kv->runs.found[0]].report; // it may be evicted meanwhile
-    rc = vmem__kv_check_staged(kv, slot, *tokens);
-    if (!rc)
-        rc = attach_found(kv, slot, *tokens);
+    rc = attach_found(kv, slot, *tokens);
     if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);
     *tokens = rc ? 0 : *tokens;

@@ -9,8 +9,8 @@ static int end_now(vmem_kv *kv, uint32_t slot)
 {
     int rc = 0;
     struct kv_slot *s = &kv->slots[slot];
-    const bool fresh = s->fresh, due = kv_swap_due(kv, slot);
-    const uint32_t shared = vmem__kv_shared_tokens(kv, slot);
+    const bool fresh = s->fresh;
+    vmem__kv_shared_tokens(kv, slot);
     s->fresh = true;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
         rc = kv->flags & VMEM_KV_DEFER ? vmem__kv_park(kv, slot, i) : vmem__kv_cut_now(kv, slot, i, 0, 0);
@@ -22,13 +22,8 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     vmem__kv_unpin(kv, slot);
     s->dirty = kv->flags & VMEM_KV_ZERO && vmem__kv_has_pages(kv, slot);
     struct kv_idle *idle = &kv->idle[slot];
-    idle->fit = kv->flags & VMEM_KV_DEFER ? s->tokens : 0;
-    // A slot that is due counts as swapped out, whether or not it has been copied. So it shares nothing.
-    // Where runs can be evicted, the rows that are really shared depend on what this manager has evicted.
-    const bool same = kv->flags & VMEM_KV_SAME_SLOTS;
-    idle->from = !same || !(kv->flags & VMEM_KV_DEFER) || due ? 0 : kv->runs.ordered ? idle->named : shared;
-    idle->named = 0;
-    for (uint32_t i = 0; i < kv->n_groups && !same; i++)
+    idle->from = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++)
         idle->from = KV_MAX(idle->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
                                                    kv->groups[i].row_bytes));
     vmem__kv_set_state(kv, slot, VMEM_KV_FREE);
@@ -62,7 +57,6 @@ static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
         step = state == KV_SWAPPING ? kv->idle[slot].ends : 0;
     if (step <= vmem__kv_ended(kv) || kv->slots[slot].fresh)
         return end_now(kv, slot);
-    vmem__kv_unstage(kv, slot);
     kv->idle[slot].ends = step;
     vmem__kv_set_state(kv, slot, KV_ENDING);
     return 0;

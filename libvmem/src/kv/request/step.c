@@ -167,13 +167,6 @@ static void plan_leave(vmem_kv *kv)
         vmem__kv_book(kv, kv->plan.wants[k].slot);
 }
 
-// Whether the step would find its memory.
-static int plan_check(vmem_kv *kv, const int32_t *lengths)
-{
-    int rc = plan_step(kv, lengths, NULL);
-    return rc ? rc : vmem__kv_would_fit(kv, plan_delta(kv), kv->plan.missing);
-}
-
 static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {
     if (!lengths)
@@ -186,15 +179,14 @@ static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 // A step with flags: what it would return.
 static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
 {
-    int rc = vmem__check_flags(flags, VMEM_KV_DRY | VMEM_KV_ASSURED);
+    int rc = vmem__check_flags(flags, VMEM_KV_DRY);
     if (rc)
         return rc;
-    if (!(flags & VMEM_KV_ASSURED))
-        vmem__kv_take_wanted(kv);
+    vmem__kv_take_wanted(kv);
     rc = check_lengths(kv, lengths, n);
-    if (!rc && flags & VMEM_KV_ASSURED && kv->ledger.promise < kv->ledger.budget)
-        rc = vmem__error(-ENOMEM, "the cache takes memory when it is needed");
-    return rc ? rc : plan_check(kv, lengths);
+    if (!rc)
+        rc = plan_step(kv, lengths, NULL);
+    return rc ? rc : vmem__kv_would_fit(kv, plan_delta(kv), kv->plan.missing);
 }
 
 // ---- the step --------------------------------------------------------------------------------------------------------
@@ -401,19 +393,9 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     }
     if (ends) // now, since a check counts on the pages that ended requests left for this step
         vmem__kv_keep_budget(kv);
-    // After the step, so that it answers what a check before it did: managers that agree by checks must not part here.
-    // Ranks take no budget over in a step at all: between two checks, each may rely on what the others can do.
-    if (vmem__kv_wanted_budget(kv) && !(kv->flags & VMEM_KV_SAME_SLOTS))
+    // After the step, so that it answers what a dry one before it did.
+    if (vmem__kv_wanted_budget(kv))
         vmem__kv_take_wanted(kv);
-    return rc;
-}
-
-static int step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
-{
-    int rc = do_step(kv, lengths, n);
-    for (uint32_t s = 0; s < kv->n_slots && kv->staged.n && !rc; s++)
-        if (lengths[s])
-            vmem__kv_unstage(kv, s);
     return rc;
 }
 
@@ -422,82 +404,8 @@ int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags
     const uint64_t start = vmem__trace_start();
     int rc = flags ? vmem__kv_enter(kv) : vmem__kv_enter_step(kv);
     if (!rc)
-        rc = vmem__kv_leave(kv, flags ? would_step(kv, lengths, n, flags) : step(kv, lengths, n));
+        rc = vmem__kv_leave(kv, flags ? would_step(kv, lengths, n, flags) : do_step(kv, lengths, n));
     if (!flags)
         vmem__trace_end("step", start, "\"result\":%d", rc);
-    return rc;
-}
-
-// ---- staged ----------------------------------------------------------------------------------------------------------
-
-static int __attribute__((noinline)) stage(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    int rc = vmem__kv_get_beside(kv, slot, tokens ? 1u << VMEM_KV_ACTIVE : ~0u);
-    if (!rc && tokens > kv->max_tokens)
-        rc = vmem__error(-EINVAL, "tokens %u is over max_tokens, %u", tokens, kv->max_tokens);
-    if (!rc && tokens)
-        rc = check_length(kv, slot, (int32_t)tokens);
-    int64_t delta = 0;
-    if (!rc && tokens)
-        rc = vmem__kv_plan_one(kv, slot, tokens, &delta);
-    if (rc)
-        return rc;
-    const int32_t before = kv->staged.lengths[slot];
-    const int64_t reserve = kv->staged.reserve[slot];
-    kv_stage(kv, slot, (int32_t)tokens, delta);
-    if (!tokens || vmem__kv_keeps_staged(kv))
-        return 0;
-    rc = plan_check(kv, kv->staged.lengths); // no page may be missing, and it says what is
-    if (rc)
-        kv_stage(kv, slot, before, reserve);
-    return rc;
-}
-
-// Most growth needs no other pages than the last step. Then there is nothing to plan, and one lock is enough.
-static bool stage_steady(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    if (!kv || !*kv->owned || slot >= kv->n_slots || kv->flags & VMEM_KV_CHECK)
-        return false;
-    pthread_mutex_lock(&kv->gate.state);
-    const struct kv_slot *s = &kv->slots[slot];
-    const bool steady = !kv->gate.called && tokens && tokens >= s->tokens && tokens <= s->steady;
-    if (steady) {
-        kv_stage(kv, slot, (int32_t)tokens, 0);
-        kv->gate.calls++;
-    }
-    pthread_mutex_unlock(&kv->gate.state);
-    return steady;
-}
-
-int vmem_kv_grow(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    if (stage_steady(kv, slot, tokens))
-        return 0;
-    int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, stage(kv, slot, tokens));
-}
-
-static int commit_staged(vmem_kv *kv)
-{
-    int rc = 0;
-    if (!kv->staged.n)
-        return vmem__error(-EINVAL, "no growth is staged");
-    rc = do_step(kv, kv->staged.lengths, kv->n_slots);
-    if (!rc) {
-        memset(kv->staged.lengths, 0, kv->n_slots * sizeof(*kv->staged.lengths));
-        memset(kv->staged.reserve, 0, kv->n_slots * sizeof(*kv->staged.reserve));
-        kv->staged.n = 0;
-        kv->ledger.reserved = 0;
-    }
-    return rc;
-}
-
-int vmem_kv_commit(vmem_kv *kv)
-{
-    const uint64_t start = vmem__trace_start();
-    int rc = vmem__kv_enter_step(kv);
-    if (!rc)
-        rc = vmem__kv_leave(kv, commit_staged(kv));
-    vmem__trace_end("commit", start, "\"result\":%d", rc);
     return rc;
 }

@@ -45,7 +45,6 @@ static int swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint
         vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
         return rc;
     }
-    vmem__kv_unstage(kv, slot);
     vmem__kv_end_requests(kv, vmem__kv_ended(kv)); // the slot may be due already; on failure, the next step tries again
     vmem__kv_keep_budget(kv);
     return 0;
@@ -57,42 +56,27 @@ int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uin
     return rc ? rc : vmem__kv_leave(kv, swap_out(kv, slot, host, bytes, after));
 }
 
-// Whether there is memory for the slot's rows beside what staged growth was promised.
+// Whether there is memory for the slot's rows.
 static int would_swap_in(vmem_kv *kv, uint32_t slot)
 {
-    const bool due = kv_swap_due(kv, slot), same = kv->flags & VMEM_KV_SAME_SLOTS;
-    const bool here = kv->slots[slot].state == KV_SWAPPING && !(due && same); // its rows need no copy
-    const int64_t staged = KV_MAX(kv->ledger.reserved, 0);
-    if (here && !(due && staged)) // its pages are there, and promised to nobody
+    const uint32_t tokens = kv->slots[slot].tokens;
+    uint64_t pages = 0;
+    if (kv->slots[slot].state == KV_SWAPPING) // its rows need no copy, and its pages are there
         return 0;
-    int64_t delta = 0;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        const uint32_t tokens = kv->slots[slot].tokens;
-        delta += here ? vmem__kv_fix_delta(kv, slot, i, kv_in_use(kv, slot, i, !kv->slots[slot].fresh))
-                      : (int64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
-    }
-    const uint64_t pages = here ? 0 : (uint64_t)delta, want = kv->ledger.fixed + (uint64_t)(delta + staged);
-    return vmem__kv_would_fit(kv, delta + staged, staged ? KV_MAX(pages, kv_less(want, kv->ledger.held)) : pages);
+    for (const struct kv_group *g = kv->groups; g < kv->groups + kv->n_groups; g++)
+        pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
+    return vmem__kv_would_fit(kv, (int64_t)pages, pages);
 }
 
 static int swap_in(vmem_kv *kv, uint32_t slot, const void *host)
 {
     struct kv_slot *s = &kv->slots[slot];
-    int rc = kv->ledger.reserved > 0 ? would_swap_in(kv, slot) : 0;
-    // With SAME_SLOTS, the pages that the slot shares afterwards must not depend on the background thread's progress.
-    if (!rc && kv->flags & VMEM_KV_SAME_SLOTS && kv_swap_due(kv, slot)) {
-        vmem__kv_worker_hold(kv); // which may copy the rest meanwhile
-        rc = kv_swap_due(kv, slot) ? vmem__kv_swap_rest(kv, slot) : 0;
-        vmem__kv_worker_release(kv);
-    }
-    if (!rc && s->state == KV_SWAPPING) { // no row has been given up yet
+    if (s->state == KV_SWAPPING) { // no row has been given up yet
         vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
         s->took = (uint32_t)kv->fence.step; // as if the rows had come back
         return 0;
     }
-    if (!rc)
-        rc = vmem__kv_cut_slot(kv, slot); // unmap the pages that swap_out may have left
+    int rc = vmem__kv_cut_slot(kv, slot); // unmap the pages that swap_out may have left
     vmem__kv_grow_reset(&kv->grow);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_group *g = &kv->groups[i];

@@ -148,7 +148,6 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     }
     s->tokens = tokens;
     s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
-    kv->idle[slot].named = KV_MIN(kv->idle[slot].named, tokens);
     vmem__kv_book(kv, slot);
     vmem__kv_pass_windows(kv, slot);
     return 0;
@@ -175,7 +174,6 @@ static int shorten(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, 
     if (flags)
         return 0;
     // Changes no mapping that running kernels use: the rows go after later steps no longer ask for them.
-    vmem__kv_unstage(kv, slot);
     s->tokens = tokens;
     s->steady = 0;
     return 0;

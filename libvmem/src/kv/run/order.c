@@ -39,7 +39,6 @@ void vmem__kv_run_link(struct kv_runs *runs, uint32_t run)
     r->older = use->newest;
     *(use->newest == KV_NO_RUN ? &use->oldest : &runs->list[use->newest].newer) = run;
     use->newest = run;
-    runs->ordered |= !kv_keeps(r);
 }
 
 uint32_t vmem__kv_run_victim(const struct kv_runs *runs)

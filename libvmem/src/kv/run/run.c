@@ -70,7 +70,7 @@ static int check_run(vmem_kv *kv, const struct vmem_kv_run *run, size_t i)
     const uint32_t at = vmem__kv_run_find(&kv->runs, run->id);
     const struct kv_run *old = at == KV_NO_RUN ? NULL : &kv->runs.list[at];
     if (!old)
-        return vmem__kv_check_staged(kv, run->slot, run->first + run->tokens);
+        return 0;
     if (old->first != run->first || old->tokens != run->tokens)
         return vmem__error(-EINVAL, "runs[%zu].id is of %u rows from row %u on", i, old->tokens, old->first);
     return 0;
@@ -167,8 +167,6 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
         runs[i].id = at == KV_NO_RUN ? 0 : kv->runs.list[at].id;
         if (at != KV_NO_RUN)
             vmem__kv_pin(kv, runs[i].slot, at); // cannot fail: there is room
-        uint32_t *named = &kv->idle[runs[i].slot].named;
-        *named = KV_MAX(*named, runs[i].first + runs[i].tokens);
     }
     free(made);
     return rc;

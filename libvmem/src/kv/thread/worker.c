@@ -247,7 +247,7 @@ static bool release_one(vmem_kv *kv)
 static bool evict_some(vmem_kv *kv)
 {
     const uint64_t unused = kv_unused(kv) + kv->doomed.n, low = kv_low(kv) / 4;
-    if (unused >= low || !kv->refs.evictable || kv->flags & VMEM_KV_SAME_SLOTS)
+    if (unused >= low || !kv->refs.evictable)
         return false;
     vmem__kv_evict_later(kv, KV_MIN(low - unused, DOOMED_PAGES));
     return release_doomed(kv);
@@ -284,7 +284,7 @@ static bool eager_one(vmem_kv *kv)
     plan(kv, slot, request.tokens, request.prefix, kv->flags & VMEM_KV_GENEROUS);
     if (!grow(kv, slot, kv_low(kv), &kv->stats.eager_pages))
         return false;
-    if (empty && !kv->slots[slot].skip && !(kv->flags & VMEM_KV_SAME_SLOTS))
+    if (empty && !kv->slots[slot].skip)
         kv->idle[slot].from = request.prefix;
     return true;
 }
@@ -325,8 +325,8 @@ static bool give_all(vmem_kv *kv)
 // Applies a budget that another process wants, as a public call does, unless there is one: it may wait for this thread.
 static void take_wanted(vmem_kv *kv)
 {
-    if (!vmem__kv_wanted_budget(kv) || kv->flags & VMEM_KV_SAME_SLOTS || has_requests(kv) ||
-        vmem__kv_check_usable(kv) || pthread_mutex_trylock(&kv->gate.api))
+    if (!vmem__kv_wanted_budget(kv) || has_requests(kv) || vmem__kv_check_usable(kv) ||
+        pthread_mutex_trylock(&kv->gate.api))
         return;
     kv->gate.called = true;
     vmem__kv_take_wanted(kv);
