@@ -27,7 +27,7 @@ MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time
 RETRY = 0.03  # seconds until memory that was refused is asked for again
 PART = 128 << 20  # bytes of blocks in one order: what is backed serves before the rest is
-KEEP = 64 << 20  # bytes of spare blocks at most that are kept for the first step of a request that may come
+KEEP = 96 << 20  # bytes of spare blocks at most that are kept for the first step of a request that may come
 TAKEN = 0.5  # seconds after which what steps took says less about the next ones
 
 

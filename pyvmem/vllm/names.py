@@ -20,8 +20,8 @@ NAMES = {
                        "watermark_blocks"),
     "KVCacheCoordinator": (_CORE + "kv_cache_coordinator.py", "find_longest_cache_hit get_num_blocks_to_allocate"),
     "BlockPool": (_CORE + "block_pool.py", "blocks cached_block_hash_to_block evict_blocks free_block_queue "
-                  "free_blocks get_new_blocks get_num_free_blocks get_usage metrics_collector num_gpu_blocks "
-                  "reset_prefix_cache touch"),
+                  "free_blocks get_cached_block get_new_blocks get_num_free_blocks get_usage metrics_collector "
+                  "num_gpu_blocks reset_prefix_cache touch"),
     "BlockHashToBlockMap": (_CORE + "block_pool.py", "insert"),
     "FreeKVCacheBlockQueue": (_CORE + "kv_cache_utils.py", "get_all_free_blocks popleft popleft_n prepend_n remove"),
     "KVCacheMetricsCollector": (_CORE + "kv_cache_metrics.py", "block_metrics"),

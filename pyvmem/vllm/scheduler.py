@@ -114,14 +114,17 @@ class SchedulerMemory:
                                  f"of a worker, and the pool has {pool}; lower --max-model-len, or raise "
                                  "VMEM_VLLM_POOL_SIZE")  # fmt: skip
         self._sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
-        self._wants = Lookup(scheduler.kv_cache_manager, self._sizes)
+        self._drafts = drafts_of(vllm_config)
+        specs = [type(g.kv_cache_spec).__name__ for g in config.kv_cache_groups]
+        plain = specs in (["FullAttentionSpec"], ["MLAAttentionSpec"]) and not self._drafts
+        plain = plain and parallel.decode_context_parallel_size == 1
+        self._wants = Lookup(scheduler.kv_cache_manager, self._sizes, plain)
         # A step may be part of a prompt, but a state of Mamba is kept where a step ends.
         aligned = scheduler.need_mamba_block_aligned_split
         self._chunks = vllm_config.scheduler_config.enable_chunked_prefill and not aligned
         self._tokens = 0  # of a step, if the scheduler was told to schedule less in the last one
         self._whole = False  # whether vLLM was told to begin requests whose blocks are on their way
         self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_need` counts
-        self._drafts = drafts_of(vllm_config)
         self._decodes = False  # whether the last step had no prompt
         self._busy = time.monotonic()
         self._stop, self._wake = False, threading.Event()

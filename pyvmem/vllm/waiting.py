@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import bisect
 import itertools
 import time
 from collections.abc import Sequence
@@ -67,9 +68,13 @@ class Lookup:
     manager : vllm.v1.core.kv_cache_manager.KVCacheManager
     sizes : sequence of int
         Tokens of a block in each group.
+    plain : bool
+        The model has one group, of full attention, and no drafts: a prefix is cached up to one block and not beyond,
+        since a block's hash covers all before it. The lookup then halves the prefix instead of reading each block.
     """
 
-    def __init__(self, manager: Any, sizes: Sequence[int]) -> None:
+    def __init__(self, manager: Any, sizes: Sequence[int], plain: bool = False) -> None:
+        self._plain = plain
         self._manager, self._coordinator, self._sizes = manager, manager.coordinator, sizes
         self._nothing: tuple[list[Any], ...] = tuple([] for _ in sizes)
         # Of each request: its tokens then, the time, the last blocks that were found with their hashes, the answer.
@@ -99,7 +104,23 @@ class Lookup:
         rest = sum(max(-(-tokens // size) - n, 0) for size, n in zip(self._sizes, found))
         return Wants(done, found, rest, 0)
 
+    def _halve(self, request: Any, tokens: int) -> tuple[list[tuple[Any, Any]], Wants]:
+        size, hashes, pool = self._sizes[0], request.block_hashes, self._manager.block_pool
+
+        def cached(i: int) -> Any:
+            block = pool.get_cached_block(hashes[i], [0])
+            return block and block[0]
+
+        most = min(len(hashes), (tokens - 1) // size)
+        found = bisect.bisect_left(range(most), True, key=lambda i: not cached(i))
+        # Requests that share a prefix hold its first blocks.
+        used = bisect.bisect_left(range(found), True, key=lambda i: cached(i).ref_cnt == 0)
+        last = [(block, block.block_hash) for block in [cached(found - 1)]] if found else []
+        return last, Wants(found * size, (found,), -(-tokens // size) - found, found - used)
+
     def _look_up(self, request: Any, tokens: int) -> tuple[list[tuple[Any, Any]], Wants]:
+        if self._plain and self._manager.prefix_cache_lookup_enabled(request):
+            return self._halve(request, tokens)
         blocks, computed = self._nothing, 0
         if self._manager.prefix_cache_lookup_enabled(request):
             blocks, computed, _ = self._coordinator.find_longest_cache_hit(request.block_hashes, tokens - 1)

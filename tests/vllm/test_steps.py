@@ -16,7 +16,7 @@ from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
 from pyvmem.engine import budget, control
 from pyvmem.vllm import keeper, refuse, scheduler, slots
-from pyvmem.vllm.waiting import waiting
+from pyvmem.vllm.waiting import Lookup, waiting
 
 
 @pytest.fixture
@@ -270,6 +270,23 @@ def test_looking_a_request_up_changes_nothing_of_vllms(engine):
     assert state() == before and wants.computed == 192
     blocks, computed = manager.get_computed_blocks(again)[:2]
     assert computed == wants.computed and tuple(map(len, blocks.blocks)) == wants.found
+
+
+def test_a_prefix_is_found_by_halving_as_by_reading_each_block(engine):
+    e = engine(kinds=("full",), blocks=120)
+    manager, sizes, compared = e.scheduler.kv_cache_manager, e.scheduler._vmem._sizes, []
+
+    def compare():
+        for request in waiting(e.scheduler):
+            if not request.num_computed_tokens:
+                each, halved = (Lookup(manager, sizes, plain)._look_up(request, request.num_tokens) for plain in (0, 1))
+                assert halved == each
+                compared.append(halved[1])
+
+    e.every = compare
+    e.run(80)
+    assert e.scheduler._vmem._wants._plain
+    assert any(wants.computed for wants in compared) and any(wants.cached < wants.found[0] for wants in compared)
 
 
 def test_what_was_found_of_a_request_is_looked_up_again_when_it_is_evicted_or_old(engine, monkeypatch):
