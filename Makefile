@@ -72,8 +72,10 @@ venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 
 check: lint test-uvm-ext test-fast ## Format, style, types and the quick tests, for use before each commit; no root (1 minute)
 
-test: check test-c test-asan test-python test-python-fake ## `check`, and every test that needs no GPU (15 minutes)
-test: test-module test-vm-quick test-vllm-quick
+test: ## `check`, and every test that needs no GPU; lists at the end what was not run, and why (20 minutes)
+	$(Q)$(PYTHON) .ci/not_run.py $(MAKE) --no-print-directory all-tests
+.PHONY: all-tests
+all-tests: check test-c test-asan test-python test-python-fake test-module test-vm-quick test-vllm-quick
 
 # C and Python tests that take a second or less and start no further process.
 FAST_C := abi_stock access blocks busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \

@@ -67,7 +67,10 @@ class Session:
 
     def context(self, backend: str | None = None, **options: Any) -> Context:
         """A new `Context` of the backend given on the command line, or of another one."""
-        return Context(backend or self.args.backend, self.args.device, **options)
+        backend = backend or self.args.backend
+        if backend == "host" and self.args.device:
+            raise ValueError(f"--device {self.args.device}: the host backend has no device but 0")
+        return Context(backend, self.args.device, **options)
 
     def page_sizes(self, context: Context) -> list[int]:
         """The page sizes to measure, ascending: the selected ones, or all; in a quick run the smallest and the largest.

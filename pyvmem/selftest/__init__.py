@@ -28,6 +28,7 @@ from pyvmem._ffi import ffi, lib
 from pyvmem.core import MIB, Context, probe
 from pyvmem.errors import VmemError, _check
 from pyvmem.selftest.agents import agent, pattern
+from pyvmem.selftest.child import UNKNOWN
 from pyvmem.selftest.stages import HUGE, OTHERS, STAGES, Stage
 
 __all__ = ["BACKENDS", "run_selftest", "stamp_state"]
@@ -169,11 +170,11 @@ def _xid() -> str:
     return lines[-1] if lines else ""
 
 
-def _child(stage: Stage, backend: str, device: int, seconds: float) -> dict[str, Any]:
+def _child(stage: Stage, backend: str, device: int, seconds: float, unknown: bool = False) -> dict[str, Any]:
     """Run a stage in a process of its own, which is killed after so many seconds."""
     command = [sys.executable, "-m", "pyvmem.selftest.child", stage.name, backend, str(device)]
     # Kernels that run until they are stopped: nothing may be loaded while one runs.
-    environment = {**os.environ, "CUDA_MODULE_LOADING": "EAGER", "VMEM_BACKEND": backend}
+    environment = {**os.environ, "CUDA_MODULE_LOADING": "EAGER", "VMEM_BACKEND": backend, UNKNOWN: str(int(unknown))}
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -198,13 +199,13 @@ def _child(stage: Stage, backend: str, device: int, seconds: float) -> dict[str,
                 "expected": "a result"}  # fmt: skip
 
 
-def _preflight(backend: str, device: int, shared: bool) -> dict[str, Any]:
+def _preflight(backend: str, device: int, shared: bool, unknown: bool) -> dict[str, Any]:
     """Check what must hold before anything is touched."""
 
     def refuse(what: str, seen: object, expected: object) -> dict[str, Any]:
         return {"ok": False, "what": what, "seen": str(seen), "expected": str(expected)}
 
-    error = probe(backend, device)
+    error = probe(backend, device, unknown_driver=unknown)
     if error is not None:
         return refuse(f"the backend {backend}", error, "a backend that works")
     others = _others(_uuid(device))
@@ -215,14 +216,20 @@ def _preflight(backend: str, device: int, shared: bool) -> dict[str, Any]:
 
 
 def run_selftest(
-    backend: str, device: int = 0, *, prove: bool = False, shared: bool = False, say: Callable[[str], None] = print
+    backend: str,
+    device: int = 0,
+    *,
+    prove: bool = False,
+    shared: bool = False,
+    unknown_driver: bool = False,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Run the self-test and return its report; `say` gets a line for each stage.
 
     The report's "passed" is True only if every stage passed. The report is written as the stamp, or, after a failure,
     to a file whose name ends in ".failed". With `prove`, which is for "stock", one more stage shows that the readers of
     the other stages notice a fault: it ends a process by one (Xid 31 in the kernel's log). `shared` allows other
-    processes on the GPU.
+    processes on the GPU. `unknown_driver` is as of `Context`.
 
     Raises `VmemError` if no driver or device is found.
     """
@@ -252,7 +259,12 @@ def run_selftest(
         return bool(result["ok"])
 
     started = time.monotonic()
-    if not record("preflight", "the backend opens", _preflight(backend, device, shared), time.monotonic() - started):
+    if not record(
+        "preflight",
+        "the backend opens",
+        _preflight(backend, device, shared, unknown_driver),
+        time.monotonic() - started,
+    ):
         return _end(report, say, touched=False)
     try:
         canary = _Canary(device)
@@ -270,7 +282,7 @@ def run_selftest(
         stages = [*STAGES, *(s for s in OTHERS if prove and s.name == "loud")]
         for stage in stages:
             started = time.monotonic()
-            result = _child(stage, backend, device, stage.seconds * (5 if canary.slow else 1))
+            result = _child(stage, backend, device, stage.seconds * (5 if canary.slow else 1), unknown_driver)
             differs = canary.differs()
             if differs:
                 result = {**result, "ok": False, "what": "the canary, memory of nobody's under test",

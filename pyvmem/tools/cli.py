@@ -59,6 +59,11 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
     )
     _device(doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument(
+        "--unknown-driver",
+        action="store_true",
+        help="try the stock backend with a driver release that is newer than those it knows",
+    )
     test = doctor.add_argument_group("self-test of a GPU backend (docs/kernel-module.md)")
     test.add_argument("--selftest", action="store_true", help="test the backend on this GPU, in about three minutes")
     test.add_argument("--backend", choices=("uvm", "stock"), help="the backend to test (default: the best that works)")
@@ -110,8 +115,6 @@ def run_bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
     from pyvmem.bench import session as view
     from pyvmem.bench import summary
 
-    if args.backend == "host" and args.device:
-        raise ValueError(f"--device {args.device}: the host backend has no device but 0")
     chosen = [b for b in benchmarks if args.bench == b.name or args.bench == "all" and not b.alone]
     if args.plot:
         _check_plot(args.plot)
@@ -190,7 +193,7 @@ def _run(argv: Sequence[str] | None) -> int:
             raise ValueError("--backend, --prove and --shared need --selftest")
         if args.selftest:
             return selftest(args)
-        return doctor(args.device, args.json)
+        return doctor(args.device, args.json, unknown_driver=args.unknown_driver)
     if args.command == "completion":
         return _completion(args.shell, benchmarks)
     if args.command == "top":

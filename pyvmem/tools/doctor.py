@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 import argparse
 import errno
+import glob
 import importlib.metadata
 import json
 import os
@@ -21,12 +22,14 @@ from pyvmem.selftest import BACKENDS as selftest_backends
 from pyvmem.selftest import run_selftest, stamp_state
 
 
-def examine(device: int = 0) -> dict[str, Any]:
-    """Everything the doctor knows, as plain data for JSON."""
+def examine(device: int = 0, unknown_driver: bool = False) -> dict[str, Any]:
+    """Everything the doctor knows, as plain data for JSON. unknown_driver: as of `Context`."""
+    known = [_backend(name, device, unknown_driver) for name in backends()]
     return {
         "machine": machine(),
         "driver": driver(),
-        "backends": [_backend(name, device) for name in backends()],
+        "environment": environment([str(b.get("device", "")) for b in known]),
+        "backends": known,
     }
 
 
@@ -75,18 +78,49 @@ def driver() -> dict[str, Any] | None:
     }
 
 
-def _backend(name: str, device: int) -> dict[str, Any]:
+def environment(devices: list[str], root: str = "/") -> list[str]:
+    """What is known of the surroundings that decide which backends work: a line each (docs/install.md, Environments).
+
+    devices: the names of the GPUs that backends have opened. root: where /proc, /dev and /sys are looked for.
+    """
+
+    def text(path: str) -> str:
+        return _read(os.path.join(root, path)) or ""
+
+    found, version = [], text("proc/version")
+    if "microsoft" in version.lower():
+        found.append("WSL2: CUDA goes through Windows's driver, and there is no nvidia-uvm: backends cuda and host")
+    if version.startswith("Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"):  # the same in every release
+        found.append("gVisor: it passes on the calls that it knows, of driver releases that it knows; uvm's are none")
+    if os.path.exists(os.path.join(root, "etc/nv_tegra_release")) or "tegra" in version.lower():
+        found.append("Jetson: its driver is not the one whose calls stock makes: backends cuda and host")
+    contained = any(os.path.exists(os.path.join(root, path)) for path in (".dockerenv", "run/.containerenv"))
+    if contained and text("proc/driver/nvidia/version"):
+        found.append("a container: it sees the host's modules, not the host's self-tests, so uvm is never the default "
+                     "here: VMEM_BACKEND=uvm, or mount the stamp's folder (docs/install.md)")  # fmt: skip
+    if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") or glob.glob(
+        os.path.join(root, "proc/driver/nvidia/capabilities/gpu*/mig/gi*")
+    ):
+        found.append("MIG: nvidia-uvm has an instance by a number that no interface tells: backends cuda and host")
+    if any(name.startswith("GRID ") or re.search(r"-\d+[ABCQ]$", name) for name in devices):
+        found.append("vGPU: not tried on one")
+    if os.path.exists(os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")):
+        found.append("CUDA MPS: engines on one GPU run at once. It was measured on stock, and not tried on uvm")
+    return found
+
+
+def _backend(name: str, device: int, unknown_driver: bool) -> dict[str, Any]:
     said: dict[str, Any] = {"name": name, "works": False, "reason": None}
-    error: VmemError | None = probe(name, device)
+    error: VmemError | None = probe(name, device, unknown_driver=unknown_driver)
     if error is None:
         try:
-            with Context(name, device) as context:
+            with Context(name, device, unknown_driver=unknown_driver) as context:
                 info = context.info()
                 free = info.memory_free
         except VmemError as failed:
             error = failed
     if error is not None:
-        said["reason"] = str(error)
+        said["reason"] = str(error).replace("unknown_driver=True", "--unknown-driver")
         return said
     said["works"] = True
     kept = probe(name, device, by_default=True)
@@ -140,6 +174,8 @@ def _print(found: dict[str, Any], out: TextIO) -> None:
         print(f"NVIDIA driver {driver['release']} ({kind} kernel modules), nvidia-uvm {uvm}", file=out)
     else:
         print("no NVIDIA driver is loaded", file=out)
+    for line in found["environment"]:
+        print(line, file=out)
     limit = machine["address_space_limit"]
     print(
         f"limits: {machine['max_map_count']} mappings (vm.max_map_count), {machine['descriptor_limit']} descriptors,"
@@ -168,12 +204,21 @@ def _print(found: dict[str, Any], out: TextIO) -> None:
 
 def selftest(args: argparse.Namespace) -> int:
     """Test a backend (`pyvmem.selftest`). Returns the exit status: 1 if it failed."""
-    backend = args.backend or next((b for b in selftest_backends if probe(b, args.device) is None), None)
+    backend = args.backend or next(
+        (b for b in selftest_backends if probe(b, args.device, unknown_driver=args.unknown_driver) is None), None
+    )
     if backend is None:
-        raise probe("stock", args.device) or VmemError(errno.ENODEV, "no GPU backend works here")
+        raise probe("stock", args.device, unknown_driver=args.unknown_driver) or VmemError(
+            errno.ENODEV, "no GPU backend works here"
+        )
     lines: list[str] = []
     report = run_selftest(
-        backend, args.device, prove=args.prove, shared=args.shared, say=lines.append if args.json else _say
+        backend,
+        args.device,
+        prove=args.prove,
+        shared=args.shared,
+        unknown_driver=args.unknown_driver,
+        say=lines.append if args.json else _say,
     )
     if args.json:
         json.dump(report, sys.stdout, indent=2)
@@ -185,10 +230,10 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def doctor(device: int = 0, as_json: bool = False, out: TextIO | None = None) -> int:
+def doctor(device: int = 0, as_json: bool = False, out: TextIO | None = None, unknown_driver: bool = False) -> int:
     """Print what `examine` finds. Returns the exit status: 1 if no backend works, or VMEM_BACKEND's does not."""
     out = out or sys.stdout
-    found = examine(device)
+    found = examine(device, unknown_driver)
     if as_json:
         json.dump(found, out, indent=2)
         print(file=out)

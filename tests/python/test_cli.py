@@ -72,6 +72,42 @@ def test_doctor_says_whether_the_chosen_backend_works(chosen, status, said, monk
     assert f"\nhost   {'chosen' if chosen == 'host' else 'works' if chosen else 'best'} " in out.getvalue()
 
 
+@pytest.mark.parametrize("files, variables, devices, said", [
+    ({"proc/version": "Linux version 6.6.87-microsoft-standard-WSL2"}, {}, [], "WSL2"),
+    ({"proc/version": "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"}, {}, [], "gVisor"),
+    ({"etc/nv_tegra_release": "# R36"}, {}, [], "Jetson"),
+    ({".dockerenv": "", "proc/driver/nvidia/version": "580.65.06"}, {}, [], "a container"),
+    ({"run/.containerenv": "", "proc/driver/nvidia/version": "580.65.06"}, {}, [], "a container"),
+    ({"proc/driver/nvidia/capabilities/gpu0/mig/gi7/access": ""}, {}, [], "MIG"),
+    ({}, {"CUDA_VISIBLE_DEVICES": "MIG-1b2c"}, [], "MIG"),
+    ({}, {}, ["", "NVIDIA A16-4Q"], "vGPU"),
+    ({"mps/control": ""}, {"CUDA_MPS_PIPE_DIRECTORY": "mps"}, [], "CUDA MPS"),
+    ({"proc/version": "Linux version 6.1.0", ".dockerenv": ""}, {}, ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"], None),
+])  # fmt: skip
+def test_doctor_recognises_where_it_is(files, variables, devices, said, tmp_path, monkeypatch):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "nothing")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    found = doctor.environment(devices, str(tmp_path))
+    assert [line.split(":")[0] for line in found] == ([said] if said else [])
+
+
+def test_an_unknown_driver_is_tried_where_it_is_asked_for(monkeypatch, capsys):
+    asked = []
+    error = pyvmem.VmemError(93, "driver release 999.1: the ABI table ends; unknown_driver=True tries it all the same")
+    monkeypatch.setattr(doctor, "probe", lambda *_, unknown_driver=False, **__: asked.append(unknown_driver) or error)
+    assert cli.main(["doctor", "--unknown-driver"]) == 1 and asked and all(asked)
+    assert "--unknown-driver tries it all the same" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "run_selftest", lambda *_, **options: asked.append(options) or {"passed": True})
+    assert cli.main(["doctor", "--selftest", "--backend", "stock", "--unknown-driver"]) == 0
+    assert asked[-1]["unknown_driver"] is True
+
+
 def test_doctor_as_json():
     found = json.loads(command("doctor", "--json").stdout)
     assert [b["name"] for b in found["backends"]] == pyvmem.backends()

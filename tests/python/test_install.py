@@ -203,3 +203,19 @@ def test_what_is_said_of_torch_names_the_index(monkeypatch, tmp_path):
     assert f"\n    VMEM_TORCH_INDEX={module.CPU} make" in module.torch_words(tmp_path)[1]
     monkeypatch.setattr(module.glob, "glob", lambda _: ["/dev/nvidia0"])
     assert "VMEM_TORCH_INDEX" not in module.torch_words(tmp_path)[1]
+
+
+def test_what_was_not_run_is_listed_at_the_end(tmp_path):
+    (tmp_path / "script").write_text(
+        "echo skip test_uvm uvm: no device; echo passed; echo 'SKIPPED [2] tests/x.py:3: no GPU'\n"
+        "echo 'skipped: the registry does not give torch'; echo 3 passed, 0 failed, 0 skipped; exit 3\n"
+    )
+    command = [sys.executable, TOP / ".ci/not_run.py", "sh", tmp_path / "script"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said, listed = done.stdout.split("\nnot run here, and why:\n")
+    assert done.returncode == 3 and said.count("\n") == 5
+    assert [line.strip() for line in listed.splitlines()] == [
+        "skip test_uvm uvm: no device",
+        "SKIPPED [2] tests/x.py:3: no GPU",
+        "skipped: the registry does not give torch",
+    ]

@@ -484,9 +484,10 @@ def test_a_window_gives_up_the_front(backend):
 
 def test_rejected_tokens_are_truncated_before_a_longer_step_and_their_windows_stay(backend):
     """Kernels run late. They read from the first token that is computed again, at every place in a page."""
-    spec = [TensorSpec("w", (8, 128), torch.float32, window=40)]  # 16 rows to a page
-    options = {"page_size": 1 << 16, "steps_in_flight": 3, "backend": backend, "check": True, "name": None}
-    with KVCache(spec, 2, 1000, 64 * MIB, **options) as cache:
+    page = min(pyvmem.core.default_context(backend).page_sizes)
+    spec = [TensorSpec("w", (page >> 13, 128), torch.float32, window=40)]  # 16 rows to a page
+    options = {"page_size": page, "steps_in_flight": 3, "backend": backend, "check": True, "name": None}
+    with KVCache(spec, 2, 1000, 512 * page, **options) as cache:
         rows = cache.tensors[0][cache.alloc(slot=0)]
         n, running = 0, []
         while n < 150:
@@ -503,8 +504,10 @@ def test_rejected_tokens_are_truncated_before_a_longer_step_and_their_windows_st
 
 
 def test_a_prefix_that_a_window_has_passed_is_refused_and_the_error_says_when_to_share_it(backend):
-    specs = [TensorSpec("f", (8, 128), torch.float32), TensorSpec("w", (8, 128), torch.float32, window=40)]
-    with KVCache(specs, 2, 1000, 64 * MIB, page_size=1 << 16, backend=backend, check=True, name=None) as cache:
+    page = min(pyvmem.core.default_context(backend).page_sizes)
+    row = (page >> 13, 128)  # 16 to a page
+    specs = [TensorSpec("f", row, torch.float32), TensorSpec("w", row, torch.float32, window=40)]
+    with KVCache(specs, 2, 1000, 512 * page, page_size=page, backend=backend, check=True, name=None) as cache:
         slot, values = cache.alloc(), [0, 0]
         for n in 100, 500, 501, 502:
             values[slot] = n
