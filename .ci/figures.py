@@ -54,6 +54,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     some = ["--kv-memory", "17G", "--load", "decode", "--load", "hot:300"]
     # What a layout with blocks outermost costs vLLM itself.
     outermost = ["env", "VLLM_KV_CACHE_LAYOUT=BLNHC", *vllm, "4", *llama, "--load", "decode", "--load", "decode-short"]
+    pauses = [*vllm, "5", "--max-model-len", "65536", "--kv-memory", "9G" if small else "20G", "--load", "pauses"]
     bursts = [*vllm, "1", "--bursts", *half, "4608M", "--load", "cold"]
     quarter = [*vllm, "1", "--bursts", "--part", "0.25", *half, "2560M", "--load", "cold:120"]
     two = [*vllm, "2", "--tensor-parallel", "2", *half, "8G", *loads]
@@ -72,6 +73,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     return [
         ("vllm", 600, [*vllm, "4", *llama, *loads]),
         ("vllm-blocks-outermost", 600, outermost),
+        ("vllm-pauses", 900, pauses),
         ("vllm-windows", 400, [*vllm, "4", "--model", "gemma-3-4b", *some]),
         ("vllm-bursts", 1100, bursts),
         ("vllm-bursts-quarter", 1100, quarter),

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 OWN, ON_VMEM = "vLLM", "vLLM on vMem"
+PROMPTS, PAUSES = (8000, 50000), (0.1, 0.5, 1, 5)  # of --load pauses: tokens, and seconds without a request
 SETTINGS = ("alone", "room", "thirds", "pool")  # of --bursts
 TRACES = {
     "azure": "the Azure conversation trace",
@@ -83,7 +84,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME",
         help="equal, equal-hot, azure, code, offline, mooncake, decode, decode-short, decode-long, cold, hot or idle, "
-        "also with a number of requests (azure:256); repeat for more (default: all that are possible)",
+        "also with a number of requests (azure:256), or pauses: the first token of a request after idle times, cached "
+        "and not; repeat for more (default: all that are possible, but for pauses)",
     )
     argtypes.trace(group)
     for name, what in TRACES.items():
@@ -152,7 +154,9 @@ def loads(args: argparse.Namespace) -> Any:
     made["hot"] = dict(kvcached, batch=args.requests or 2500)
     # kvcached's workload for the memory of an idle engine.
     made["idle"] = dict(kvcached, batch=args.requests or 2500, concurrency=96, reset=True)
-    wanted = args.load or [name for name in made if name not in ("cold", "hot", "idle") or args.prefix_caching]
+    made["pauses"] = dict(kind="pauses", prompts=[n for n in PROMPTS if n < longest], pauses=PAUSES, batch=1, seed=11)
+    hot = ("cold", "hot", "idle") if not args.prefix_caching else ()
+    wanted = args.load or [name for name in made if name not in (*hot, "pauses")]
     found = {}
     for entry in wanted:
         name, _, number = entry.partition(":")
@@ -160,6 +164,8 @@ def loads(args: argparse.Namespace) -> Any:
             raise ValueError(f"--load {name} must be one of {', '.join(made)} (azure needs --trace; code, offline and "
                              "mooncake need their files)")  # fmt: skip
         found[name] = dict(made[name], batch=argtypes.whole(1)(number)) if number else made[name]
+    if "pauses" in found and not (args.prefix_caching and made["pauses"]["prompts"]):
+        raise ValueError(f"--load pauses needs --prefix-caching, and a --max-model-len over {PROMPTS[0]}")
     return found
 
 
@@ -218,8 +224,12 @@ class Engine:
 class Engines:
     """The engines, and the records of their runs."""
 
-    def __init__(self, args: argparse.Namespace, device: str, log: Any) -> None:
+    def __init__(
+        self, args: argparse.Namespace, device: str, log: Any, keep: Callable[[list[Record]], None] = lambda _: None
+    ) -> None:
+        """keep: takes the records so far, after each turn."""
         self._args = args
+        self._keep_records = keep
         self._device = device
         self.records: list[Record] = []
         self.raw: list[Any] = []  # of every turn
@@ -249,8 +259,9 @@ class Engines:
     def _keep(self, **answer: Any) -> None:
         self.raw.append(answer)
         if self._args.raw:
-            with open(self._args.raw, "w", encoding="utf-8") as file:
+            with open(f"{self._args.raw}.part", "w", encoding="utf-8") as file:
                 json.dump(self.raw, file)
+            os.replace(f"{self._args.raw}.part", self._args.raw)  # whole, whenever the run is cut off
 
     def measure(self, loads: dict[str, Any], track: Any = iter) -> None:
         """Run all workloads `turns` times on each engine, turn after turn, after a warm-up.
@@ -272,6 +283,13 @@ class Engines:
                 if not turn:
                     load["batch"] = -(-load["batch"] // self._args.warm_up)
                 self.turn(name, load, turn, found[name])
+                before = len(self.records)
+                self._all_results(loads, found)
+                self._keep_records(self.records)
+                del self.records[before:]
+        self._all_results(loads, found)
+
+    def _all_results(self, loads: Any, found: dict[str, dict[str, list[Any]]]) -> None:
         for name, by_engine in found.items():
             for engine, results in by_engine.items():
                 self._results(engine, name, loads[name], results)
@@ -280,14 +298,22 @@ class Engines:
         """Run one workload on each engine. The first turn warms up, and its tokens are compared."""
         answers = {engine: self.engines[engine].ask(load) for engine in self.engines}
         if load["tokens"]:
-            self._compare(name, {engine: a.pop("tokens") for engine, a in answers.items()})
+            self._compare(name, load, {engine: a.pop("tokens") for engine, a in answers.items()}, forget=True)
         for engine, answer in answers.items():
             if turn:
                 found[engine].append(answer)
             self._keep(engine=engine, load=name, turn=turn, **answer)
+        said = (f"{engine} {a['output'] / a['seconds']:.0f} tokens/s, first token {1e3 * np.median(a['ttft']):.1f} ms"
+                for engine, a in answers.items())  # fmt: skip
+        print(f"{name}, turn {turn} of {self._args.turns}: {'; '.join(said)}", file=sys.stderr, flush=True)
 
     def _results(self, engine: str, name: str, load: Any, results: Any) -> None:
         if not results:
+            return
+        if load.get("kind") == "pauses":
+            for what in results[0]["firsts"]:
+                self._add(engine, f"{name}, {what}: time to first token", "ms",
+                          [1e3 * r["firsts"][what] for r in results])  # fmt: skip
             return
         if engine == OWN or results[0]["kv"]:  # nobody tells what others have
             self._add(engine, f"{name}: KV memory, peak", "GiB", [r["kv_peak"] / 2**30 for r in results])
@@ -327,8 +353,14 @@ class Engines:
             self._add(engine, f"{name}: memory of cached blocks", "GiB", [k["cached"] / 2**30 for k in states])
             self._add(engine, f"{name}: blocks that a step mapped itself", "", [k["step_maps"] for k in states])
 
-    def _compare(self, name: str, tokens: dict[str, Any]) -> None:
+    def _compare(self, name: str, load: Any, tokens: dict[str, Any], forget: bool) -> None:
+        """Record how many tokens are vLLM's. If some are not, vLLM's own of another turn stand beside them.
+
+        forget: that turn finds as little in the prefix cache as these.
+        """
         own = tokens.pop(OWN)
+        if any(found != own for found in tokens.values()):
+            tokens[OWN] = self.engines[OWN].ask(dict(load, forget=forget))["tokens"]
         for engine, found in tokens.items():
             same = sum(a == b for a, b in zip(own, found))
             alike = sum(x == y for a, b in zip(own, found) for x, y in zip(a, b))
@@ -337,7 +369,8 @@ class Engines:
 
     def _equal(self, name: str, load: Any) -> None:
         answers = {engine: self.engines[engine].ask(load) for engine in self.engines}
-        self._compare(name, {engine: a.pop("tokens") for engine, a in answers.items()})
+        self._compare(name, load, {engine: a.pop("tokens") for engine, a in answers.items()},
+                      forget=not name.endswith(" again"))  # fmt: skip
         for engine, answer in answers.items():
             self._add(engine, f"{name}: prompt tokens from the prefix cache", "", answer["cached"])
             self._add(engine, f"{name}: preemptions", "", answer["preemptions"])
@@ -358,6 +391,8 @@ def run(session: Session) -> list[Record]:
     chosen = loads(args)
     if args.beside and args.bursts:
         raise ValueError("--beside is not for --bursts")
+    if args.bursts and "pauses" in chosen:
+        raise ValueError("--load pauses is not for --bursts")
     if (args.setting or args.rate or args.part) and not args.bursts:
         raise ValueError("--setting, --rate and --part are for --bursts")
     kind: type[Engines] = Engines
@@ -370,7 +405,7 @@ def run(session: Session) -> list[Record]:
     log = os.environ.get("VMEM_BENCH_LOG", os.devnull)
     device = torch.cuda.get_device_name(args.device) if torch.cuda.is_available() else "CPU"
     with open(log, "a", encoding="utf-8") as file:
-        turns = kind(args, device, file)
+        turns = kind(args, device, file, session.keep)
         try:
             turns.measure(chosen, lambda work: session.track(work, "workloads"))
         finally:

@@ -81,8 +81,16 @@ class Bursts(Engines):
             answers = self._run(name, loads[name], turn, how)
             found[name, how] += answers
             self._tell(f"{name}, {TITLES[how]}, turn {turn + 1} of {self._args.turns}", answers)
+            before = len(self.records)
+            self._note_all(loads, found)
+            self._keep_records(self.records)
+            del self.records[before:]
+        self._note_all(loads, found)
+
+    def _note_all(self, loads: dict[str, Any], found: dict[tuple[str, str], list[Any]]) -> None:
         for (name, how), of in found.items():
-            self._note(f"{name}, {TITLES[how]}", of)
+            if of:
+                self._note(f"{name}, {TITLES[how]}", of)
         for name in loads:
             self._compare_pool(name, found.get((name, "room"), []), found.get((name, "pool"), []))
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 # Shapes of models; weights are random (vLLM's load_format "dummy", the same in every engine).
@@ -256,12 +257,44 @@ def idle_memory(memory: Sampler) -> Any:
     return found
 
 
+def pauses(llm: Any, load: Any, prompt: Callable[[int], list[int]], params: Any) -> dict[str, Request]:
+    """{what: the request}, one at a time: its prompt in the prefix cache or not, after seconds without a request.
+
+    What is not cached finds a prefix cache that was emptied before the pause, so that its blocks are free memory.
+    """
+    made: dict[str, Request] = {}
+
+    def first(what: str, tokens: list[int]) -> None:
+        (made[what],) = serve(llm, [{"prompt_token_ids": tokens}], [params])
+
+    for n in load["prompts"]:
+        llm.reset_prefix_cache()
+        time.sleep(1.5)
+        same = prompt(n)
+        first(f"{n} tokens, from nothing", same)
+        first(f"{n} tokens, cached, at once", same)
+        for pause in load["pauses"]:
+            time.sleep(pause)
+            first(f"{n} tokens, cached, after {pause} s", same)
+        for pause in (0, *load["pauses"]):
+            serve(llm, [{"prompt_token_ids": prompt(n)}], [params])  # so that there is memory of this size
+            llm.reset_prefix_cache()
+            fresh = prompt(n)
+            time.sleep(pause)
+            first(f"{n} tokens, not cached, after {pause} s" if pause else f"{n} tokens, not cached, at once", fresh)
+    return made
+
+
 def run(llm: Any, load: Any, profile: Any = None) -> Any:
     """Run one workload and return its results."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     vocabulary = min(30000, llm.llm_engine.vllm_config.model_config.get_vocab_size())
+    if load.get("forget"):
+        llm.reset_prefix_cache()
+    if load["kind"] == "pauses":
+        return run_pauses(llm, load, vocabulary)
     wanted = requests_of({"vocabulary": vocabulary, **load})
     prompts = [{"prompt_token_ids": p} for p, _ in wanted]
     params = [SamplingParams(temperature=0, max_tokens=o, ignore_eos=True, detokenize=False,
@@ -300,6 +333,28 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
         llm.reset_prefix_cache()
         time.sleep(1.0)
         result["kv_reset"] = memory.kv()
+    return result
+
+
+def run_pauses(llm: Any, load: Any, vocabulary: int) -> Any:
+    """Run `pauses` and return its results."""
+    import numpy as np
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    rng = np.random.default_rng(load["seed"])
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False,
+                            output_kind=RequestOutputKind.DELTA)  # fmt: skip
+    kv_state()
+    begin = time.perf_counter()
+    made = pauses(llm, load, lambda n: rng.integers(10, vocabulary, n).tolist(), params)
+    result = dict(
+        firsts={what: round(r.first, 6) for what, r in made.items()}, ttft=[round(r.first, 6) for r in made.values()],
+        cached={what: r.cached for what, r in made.items()}, output=len(made), seconds=time.perf_counter() - begin,
+        kv=kv_state(),
+    )  # fmt: skip
+    if load.get("tokens"):
+        result["tokens"] = [r.tokens for r in made.values()]
     return result
 
 

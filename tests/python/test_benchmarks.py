@@ -251,6 +251,60 @@ def test_each_engine_on_vmem_is_compared_with_vllm(monkeypatch):
         engines.engines[vllm.ON_VMEM].ask(dict(limit=1))  # so that its last token is another
 
 
+def test_vllms_own_agreement_stands_beside_tokens_that_differ(monkeypatch):
+    monkeypatch.setattr(vllm, "Engine", FakeEngine)
+    monkeypatch.setattr(vllm.Engines, "_results", lambda *_: None)
+    engines = vllm.Engines(arguments(), "gpu", None)
+    engines.engines[vllm.ON_VMEM].ask(dict(limit=1))  # so that its last token is another
+    engines.measure({"decode": dict(kind="fixed", batch=8)})
+    found = {r.backend: r.median for r in engines.records if r.metric == "decode: tokens, of 4"}
+    assert found == {vllm.ON_VMEM: 3, vllm.OWN: 3}
+    assert [load.get("forget") for load in engines.engines[vllm.OWN].asked] == [None, True, None]
+
+
+def test_each_turn_leaves_its_records_and_its_answers(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(vllm, "Engine", FakeEngine)
+    monkeypatch.setattr(vllm.Engines, "_results",
+                        lambda self, engine, name, load, found: self._add(engine, name, "", len(found)))  # fmt: skip
+    kept, raw = [], tmp_path / "raw.json"
+    engines = vllm.Engines(arguments(turns=3, raw=str(raw)), "gpu", None, lambda r: kept.append(list(r)))
+    engines.measure({"decode": dict(kind="fixed", batch=8)})
+    counts = [[r.median for r in records if r.metric == "decode"] for records in kept]
+    assert counts == [[0, 0], [1, 1], [2, 2], [3, 3]] and len(json.loads(raw.read_text())) == 2 + 4 * 2
+    assert [r.median for r in engines.records if r.metric == "decode"] == [3, 3]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "decode, turn 3 of 3: vLLM 100 tokens/s, first token 500.0 ms; vLLM on vMem 100 tokens/s, first token 500.0 ms"
+    )
+
+
+def test_pauses_are_before_requests_that_are_cached_and_not(monkeypatch):
+    happened, llm = [], Llm()
+    llm.reset_prefix_cache = lambda: happened.append("reset")
+    monkeypatch.setattr(vllm_engine.time, "sleep", lambda s: happened.append(s))
+    add, numbers = llm.add_request, iter(range(1, 100))
+    monkeypatch.setattr(llm, "add_request", lambda name, p, params: (
+        happened.append(p["prompt_token_ids"]), add(name, p, params)))  # fmt: skip
+    made = vllm_engine.pauses(llm, dict(prompts=[8000], pauses=[0.1, 5]), lambda n: next(numbers), 1)
+    assert list(made) == [f"8000 tokens, {what}" for what in (
+        "from nothing", "cached, at once", "cached, after 0.1 s", "cached, after 5 s", "not cached, at once",
+        "not cached, after 0.1 s", "not cached, after 5 s")]  # fmt: skip
+    assert happened == ["reset", 1.5, 1, 1, 0.1, 1, 5, 1, 2, "reset", 0, 3, 4, "reset", 0.1, 5, 6, "reset", 5, 7]
+
+
+def test_pauses_need_a_prefix_cache_and_have_records_of_their_own(monkeypatch):
+    chosen = dict(load=["pauses"], max_model_len=65536)
+    load = vllm.loads(arguments(prefix_caching=True, **chosen))["pauses"]
+    assert (load["prompts"], load["pauses"]) == ([8000, 50000], (0.1, 0.5, 1, 5))
+    with pytest.raises(ValueError, match="--load pauses needs --prefix-caching"):
+        vllm.loads(arguments(**chosen))
+    assert "pauses" not in vllm.loads(arguments(prefix_caching=True))
+    monkeypatch.setattr(vllm, "Engine", FakeEngine)
+    engines = vllm.Engines(arguments(), "gpu", None)
+    engines._results(vllm.OWN, "pauses", load, [dict(firsts={"8000 tokens, cached, after 1 s": s}) for s in (0.1, 0.3)])
+    (record,) = (r for r in engines.records if r.metric.startswith("pauses"))
+    assert (record.metric, record.median) == ("pauses, 8000 tokens, cached, after 1 s: time to first token", 200)
+
+
 def test_all_workloads_run_in_each_turn_until_time_is_up(monkeypatch):
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
     monkeypatch.setattr(vllm.Engines, "_results", lambda *_: None)
