@@ -152,6 +152,37 @@ static void test_groups(void)
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
+// Of slots without pages, a request gets the first one, however many there are.
+static void test_many_slots(void)
+{
+    enum { MANY = 5000 };
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page};
+    const uint32_t freed[] = {4999, 4096, 64, 63, 0};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .tensors = &tensor,
+                                       .n_tensors = 1,
+                                       .slots = MANY,
+                                       .max_tokens = 4,
+                                       .page_size = test_page,
+                                       .budget = 8 * test_page};
+    vmem_kv *many;
+    uint32_t slot;
+    OK(vmem_kv_create(ctx, &cfg, &many));
+    for (uint32_t i = 0; i < MANY; i++) {
+        OK(vmem_kv_alloc(many, NULL, &slot));
+        CHECK_EQ(slot, i);
+    }
+    CHECK_EQ(vmem_kv_alloc(many, NULL, &slot), -ENOSPC);
+    for (size_t i = 0; i < COUNT(freed); i++)
+        OK(vmem_kv_free(many, freed[i], 0));
+    for (size_t i = COUNT(freed); i--;) {
+        OK(vmem_kv_alloc(many, NULL, &slot));
+        CHECK_EQ(slot, freed[i]);
+    }
+    CHECK_EQ(vmem_kv_alloc(many, NULL, &slot), -ENOSPC);
+    vmem_kv_destroy(many, 0);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -162,6 +193,7 @@ int main(int argc, char **argv)
     test_fit(VMEM_KV_LAZY);
     test_fit(VMEM_KV_DEFER);
     test_groups();
+    test_many_slots();
     vmem_context_destroy(ctx);
     return 0;
 }

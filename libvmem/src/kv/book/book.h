@@ -84,6 +84,35 @@ static inline bool kv_plentiful(const vmem_kv *kv)
     return !kv->lend.giving && !kv->lend.foresees && kv_unused(kv) >= 2 * kv_low(kv);
 }
 
+// ---- set.c
+
+#define KV_NO_SLOT UINT32_MAX
+int vmem__kv_make_sets(vmem_kv *kv); // all slots are free, and have no page
+void vmem__kv_put(struct kv_set *set, uint32_t slot);
+void vmem__kv_take(struct kv_set *set, uint32_t slot);
+// The first slot of the set from there on; KV_NO_SLOT: there is none.
+uint32_t vmem__kv_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from);
+void vmem__kv_set_list(vmem_kv *kv, uint32_t slot, uint8_t list);
+// After a change of the slot's state, or of what it has backed.
+static inline void kv_list(vmem_kv *kv, uint32_t slot)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    uint8_t list = s->state == VMEM_KV_ACTIVE ? KV_LIST_ACTIVE : KV_LIST_OTHERS;
+    if (s->state == VMEM_KV_FREE)
+        list = (uint8_t)(s->backed ? 32 - __builtin_clz(s->backed) : 0);
+    if (list != s->list)
+        vmem__kv_set_list(kv, slot, list);
+}
+static inline uint32_t kv_next_active(const vmem_kv *kv, uint32_t from)
+{
+    return vmem__kv_next(kv, &kv->lists[KV_LIST_ACTIVE], from);
+}
+static inline uint32_t kv_next_used(const vmem_kv *kv, uint32_t from) // that is not free
+{
+    const uint32_t active = kv_next_active(kv, from), other = vmem__kv_next(kv, &kv->lists[KV_LIST_OTHERS], from);
+    return KV_MIN(active, other);
+}
+
 // ---- list.c
 
 // Grows an array so that it has room for n elements of `size` bytes.

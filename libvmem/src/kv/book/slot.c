@@ -22,29 +22,54 @@ static bool among(const uint32_t *slots, uint32_t n, uint32_t slot)
     return n;
 }
 
-// The slot of the largest gain. Of equal ones, that with the fewest pages, or for a prefix, that where nothing waits.
+// How good a free slot is for a request.
+struct fitness {
+    int64_t gain;
+    uint32_t pages; // in tokens; of no matter to a request that begins with a prefix
+    bool delays;
+    uint32_t from;
+};
+
+static struct fitness fitness_of(const vmem_kv *kv, uint32_t slot, uint32_t tokens, uint32_t prefix_tokens)
+{
+    const uint32_t has = kv->slots[slot].backed;
+    return (struct fitness){.gain = gain_of(&kv->idle[slot], has, tokens, prefix_tokens),
+                            .pages = prefix_tokens ? 0 : has,
+                            .delays = delays(kv, slot),
+                            .from = kv->idle[slot].from};
+}
+
+// The slot of the largest gain. Of equal ones, that with the fewest pages, or for a prefix, that where nothing waits; in
+// the end the first one.
+static bool is_better(const struct fitness *a, uint32_t slot, const struct fitness *b, uint32_t best)
+{
+    if (a->gain != b->gain)
+        return a->gain > b->gain;
+    if (a->pages != b->pages)
+        return a->pages < b->pages;
+    if (a->delays != b->delays)
+        return b->delays;
+    return a->from != b->from ? a->from < b->from : slot < best;
+}
+
+#define LOOKS 16 // at slots whose pages are of about the same number: one of many is as good as the others
 uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken, uint32_t n)
 {
-    uint32_t best = UINT32_MAX, best_fit = 0;
+    uint32_t best = KV_NO_SLOT;
+    struct fitness most = {0};
     if (!tokens)
         tokens = kv->eager_tokens;
-    int64_t best_gain = INT64_MIN;
-    for (uint32_t i = 0; i < kv->n_slots; i++) {
-        const struct kv_idle *s = &kv->idle[i];
-        if (kv->slots[i].state != VMEM_KV_FREE || among(taken, n, i))
-            continue;
-        const uint32_t has = kv->slots[i].backed;
-        const int64_t gain = gain_of(s, has, tokens, prefix_tokens);
-        const uint32_t fit = prefix_tokens ? 0 : has;
-        bool better = gain > best_gain;
-        if (gain == best_gain && fit != best_fit)
-            better = fit < best_fit;
-        else if (gain == best_gain)
-            better = delays(kv, i) == delays(kv, best) ? s->from < kv->idle[best].from : delays(kv, best);
-        if (better) {
-            best = i;
-            best_fit = fit;
-            best_gain = gain;
+    for (const struct kv_set *set = kv->lists; set < kv->lists + KV_FREE_LISTS; set++) {
+        uint32_t looks = 0;
+        for (uint32_t s = 0; (s = vmem__kv_next(kv, set, s)) != KV_NO_SLOT && looks < LOOKS; s++) {
+            if (among(taken, n, s))
+                continue;
+            const struct fitness one = fitness_of(kv, s, tokens, prefix_tokens);
+            if (best == KV_NO_SLOT || is_better(&one, s, &most, best)) {
+                best = s;
+                most = one;
+            }
+            looks++;
         }
     }
     return best;
@@ -63,6 +88,7 @@ void vmem__kv_set_state(vmem_kv *kv, uint32_t slot, uint8_t state)
     kv->in_state[state]++;
     s->state = state;
     s->steady = 0;
+    kv_list(kv, slot);
     vmem__kv_book(kv, slot);
 }
 

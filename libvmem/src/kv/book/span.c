@@ -105,6 +105,7 @@ static void set_backed(vmem_kv *kv, uint32_t slot)
         backed = KV_MIN(backed, rows);
     }
     kv->slots[slot].backed = backed;
+    kv_list(kv, slot);
 }
 
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now)

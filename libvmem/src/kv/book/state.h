@@ -68,7 +68,16 @@ struct kv_slot {
     bool busy;       // the worker is changing it
     bool dirty;      // kept pages show an earlier request's rows (VMEM_KV_ZERO)
     bool stale;      // some span has stale mappings
+    uint8_t list;    // which of vmem_kv.lists has it
 };
+
+// A set of slots. Any number of them is put in, taken out and found in their order without a look at the others.
+struct kv_set {
+    uint64_t *slots; // a bit for each
+    uint64_t *words; // a bit for each word of slots that has one
+};
+// Each slot is in one list: of free slots by the bits of `backed`, of active ones, or of all others.
+enum { KV_FREE_LISTS = 32, KV_LIST_ACTIVE = KV_FREE_LISTS, KV_LIST_OTHERS, KV_LISTS };
 struct kv_idle {
     uint32_t from;   // of a free slot: no page is in the place of so many rows of the last request
     uint64_t parked; // when it was freed
@@ -252,6 +261,7 @@ struct kv_copies {
 struct kv_turn {
     pthread_cond_t work, done;
     bool has_worker, stop, due, working;
+    bool stuck;     // some slot is
     bool unmapping; // the worker is unmapping or releasing pages that others may hold or release
     bool cutting;   // it is giving up pages that one slot alone holds; where mappings are stale, others may have them
     uint32_t hold;  // calls that want the worker to pause
@@ -313,6 +323,8 @@ struct vmem_kv {
     uint64_t joined_bytes;
 
     struct kv_slot *slots;
+    struct kv_set lists[KV_LISTS], stale_slots;
+    uint64_t *bits;               // of these sets
     uint32_t in_state[KV_STATES]; // how many slots are in each
     struct kv_idle *idle;         // [slot]
     struct kv_span *spans;        // [slot][group]

@@ -113,6 +113,9 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     int rc = vmem__kv_make_groups(kv, c);
     if (rc)
         return rc;
+    rc = vmem__kv_make_sets(kv);
+    if (rc)
+        return rc;
     kv->slots = calloc(kv->n_slots, sizeof(*kv->slots));
     kv->idle = calloc(kv->n_slots, sizeof(*kv->idle));
     kv->spans = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->spans));
@@ -221,6 +224,7 @@ static void destroy(vmem_kv *kv)
     free(kv->doomed.pages);
     free(kv->refs.entries);
     free(kv->plan.changed);
+    free(kv->bits);
     free(kv->slots);
     free(kv->idle);
     free(kv->spans);

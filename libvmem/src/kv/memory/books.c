@@ -40,6 +40,14 @@ int vmem__kv_check_books(vmem_kv *kv)
         if (sl->steady && (sl->fresh || sl->state != VMEM_KV_ACTIVE))
             return vmem__error(-EFAULT, "slot %u: a step may pass it over, and no kernel accesses it", s);
         in_state[sl->state]++;
+        if (vmem__kv_next(kv, &kv->lists[sl->list], s) != s ||
+            sl->stale != (vmem__kv_next(kv, &kv->stale_slots, s) == s))
+            return vmem__error(-EFAULT, "slot %u is not in list %u, or not listed as stale", s, sl->list);
+        const uint32_t size = sl->backed ? 32 - (uint32_t)__builtin_clz(sl->backed) : 0;
+        const uint32_t others = sl->state == VMEM_KV_ACTIVE ? KV_LIST_ACTIVE : KV_LIST_OTHERS;
+        if (sl->list != (sl->state == VMEM_KV_FREE ? size : others))
+            return vmem__error(-EFAULT, "slot %u is in list %u: it is %s, and %u tokens are backed", s, sl->list,
+                               vmem__kv_state_name(sl->state), sl->backed);
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_group *g = &kv->groups[i];
             const struct kv_span *sp = kv_span(kv, s, i);

@@ -138,6 +138,11 @@ bool vmem__kv_device_due(const vmem_kv *kv)
     return !at || vmem__now() - at >= DEVICE_NS;
 }
 
+bool vmem__kv_asks_device(const vmem_kv *kv)
+{
+    return (kv->lend.member || kv->ledger.promise < kv->ledger.budget) && vmem__kv_device_due(kv);
+}
+
 // Pages that the worker makes or releases may count twice: as held, and as memory that no page uses.
 bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want)
 {

@@ -66,6 +66,18 @@ void vmem__kv_summarise(vmem_kv *kv)
     }
 }
 
+void vmem__kv_note(vmem_kv *kv)
+{
+    if (kv->view.map) {
+        vmem__kv_summarise(kv);
+        return;
+    }
+    pthread_mutex_lock(&kv->report.lock);
+    kv->report.shown.held_pages = kv->ledger.held; // which the context's other caches count with
+    pthread_mutex_unlock(&kv->report.lock);
+    kv->report.stale = true;
+}
+
 void vmem__kv_may_take_long(vmem_kv *kv)
 {
     if (kv->report.stale)

@@ -26,6 +26,8 @@ uint64_t vmem__kv_device_pages(const vmem_kv *kv);
 // Whether the driver's last word on the device's free memory is old. Before statistics are shown, who holds no lock
 // asks.
 bool vmem__kv_device_due(const vmem_kv *kv);
+// Whether an answer may ask the driver: the cache has not taken its memory ahead, and the driver's last word is old.
+bool vmem__kv_asks_device(const vmem_kv *kv);
 // Whether there can be `want` pages without memory that the device has not given yet.
 bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want);
 // At least `want` if there can be so many pages within the budget, of a pool's member with what is free in the pool; else
@@ -117,7 +119,9 @@ void vmem__kv_take_wanted(vmem_kv *kv);
 
 // ---- gate.c
 
-void vmem__kv_summarise(vmem_kv *kv);     // stats -> shown, and the published view
+void vmem__kv_summarise(vmem_kv *kv); // stats -> shown, and the published view
+// The same of what nobody waits for: whoever asks for the statistics sums them up, if they are not published.
+void vmem__kv_note(vmem_kv *kv);
 void vmem__kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
 // How every public call begins and ends: enter takes api and state, and leave updates the statistics. A step enters by
 // vmem__kv_enter_step and calls vmem__kv_may_take_long if there is something to do.

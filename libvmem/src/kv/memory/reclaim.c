@@ -13,8 +13,8 @@ static uint32_t near_end(const vmem_kv *kv, uint32_t slot, uint32_t group)
 uint64_t vmem__kv_least(const vmem_kv *kv)
 {
     uint64_t pages = kv->ledger.fixed + kv->refs.evictable;
-    for (uint32_t s = 0; s < kv->n_slots; s++)
-        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_ACTIVE; i++)
+    for (uint32_t s = 0; (s = kv_next_active(kv, s)) != KV_NO_SLOT; s++)
+        for (uint32_t i = 0; i < kv->n_groups; i++)
             pages +=
                 (uint64_t)(vmem__kv_tail(kv, s, i, near_end(kv, s, i)) - vmem__kv_tail(kv, s, i, 0)) * kv->groups[i].n;
     return pages;
@@ -27,7 +27,7 @@ static bool passed_over(const struct kv_slot *slot, bool stuck) { return slot->b
 
 bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v)
 {
-    for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++) {
+    for (uint32_t s = 0; kv->windows && (s = kv_next_used(kv, s)) != KV_NO_SLOT; s++) {
         if (!keeps_rows(kv, s) || passed_over(&kv->slots[s], stuck))
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -67,7 +67,7 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, bool stuck, struct kv_
 // What kernels do not access can be taken back from a request that ends as from one that goes on.
 static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, bool stuck, struct kv_victim *v)
 {
-    for (uint32_t s = 0; s < kv->n_slots; s++) {
+    for (uint32_t s = 0; (s = kv_next_used(kv, s)) != KV_NO_SLOT; s++) {
         const struct kv_slot *slot = &kv->slots[s];
         if (!keeps_rows(kv, s) || passed_over(slot, stuck))
             continue;
@@ -125,7 +125,7 @@ int vmem__kv_reclaim_to(vmem_kv *kv, uint64_t to, bool evict)
         if (rc == -ENOMEM && kv->slots[v.slot].state == VMEM_KV_FREE)
             rc = vmem__kv_cut_now(kv, v.slot, v.group, 0, 0);
         if (rc == -ENOMEM) { // other slots may have pages whose end needs none
-            kv->slots[v.slot].stuck = true;
+            kv->slots[v.slot].stuck = kv->turn.stuck = true;
             refused = rc;
             rc = 0;
         }

@@ -51,8 +51,8 @@ static void note(vmem_kv *kv, uint32_t reason, uint64_t missing)
         while (last.step && !slots && coming(kv, last.step) < missing)
             last.step = next_end(kv, last.step, false);
     }
-    for (uint32_t s = 0; s < kv->n_slots; s++)
-        last.requests += kv->slots[s].state == VMEM_KV_ACTIVE && kv->slots[s].tokens;
+    for (uint32_t s = 0; (s = kv_next_active(kv, s)) != KV_NO_SLOT; s++)
+        last.requests += kv->slots[s].tokens != 0;
 }
 
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want)

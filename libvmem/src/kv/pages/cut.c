@@ -193,7 +193,10 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     }
     if (end > s->lo) // else the request perhaps never began, and what is stale stays so
         *kv_stale(kv, slot, group) = (struct kv_range){s->lo, end};
-    kv->slots[slot].stale |= kv_stale(kv, slot, group)->lo < kv_stale(kv, slot, group)->hi;
+    if (kv_stale(kv, slot, group)->lo < kv_stale(kv, slot, group)->hi) {
+        kv->slots[slot].stale = true;
+        vmem__kv_put(&kv->stale_slots, slot);
+    }
     vmem__kv_span_set(kv, slot, group, &now);
     return 0;
 }
@@ -217,6 +220,7 @@ void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
     for (uint32_t i = 0; i < kv->n_groups; i++)
         *kv_stale(kv, slot, i) = (struct kv_range){0};
     kv->slots[slot].stale = false;
+    vmem__kv_take(&kv->stale_slots, slot);
 }
 
 void vmem__kv_release_doomed(vmem_kv *kv)

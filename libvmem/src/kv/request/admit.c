@@ -39,6 +39,13 @@ static uint32_t most_tokens(vmem_kv *kv, int32_t slot, uint64_t limit)
     return least;
 }
 
+// Statistics that others read while the device is asked are those of now.
+static void look_at_device(vmem_kv *kv)
+{
+    if (vmem__kv_asks_device(kv))
+        vmem__kv_may_take_long(kv);
+}
+
 static int room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
 {
     int rc = 0;
@@ -51,8 +58,9 @@ static int room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     if (rc)
         return rc;
     *tokens = 0;
-    if (slot < 0 && vmem__kv_choose(kv, 0, 0, NULL, 0) == UINT32_MAX)
+    if (slot < 0 && !kv->in_state[VMEM_KV_FREE])
         return 0;
+    look_at_device(kv);
     const uint32_t has = slot < 0 ? 0 : kv->slots[slot].tokens;
     *tokens = most_tokens(kv, slot, vmem__kv_reach_lately(kv));
     if (*tokens <= has && has < kv->max_tokens) // before it says that there is none, it asks
@@ -62,7 +70,7 @@ static int room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
 
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
 {
-    int rc = vmem__kv_enter(kv);
+    int rc = vmem__kv_enter_step(kv);
     return rc ? rc : vmem__kv_leave(kv, room(kv, slot, tokens));
 }
 
@@ -139,6 +147,7 @@ static int count_fitting(vmem_kv *kv, const struct vmem_kv_request *requests, si
     vmem__kv_enough();
     if (!rc && n) {
         const uint64_t budget = kv->ledger.budget;
+        look_at_device(kv);
         rc = admit(kv, requests, n, &fits);
         // A pool of several processes may have had more than this one knew. The first count has taken it.
         if (rc == -ENOMEM && kv->ledger.budget > budget) {
@@ -154,7 +163,7 @@ static int count_fitting(vmem_kv *kv, const struct vmem_kv_request *requests, si
 
 int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
-    int rc = vmem__kv_enter(kv);
+    int rc = vmem__kv_enter_step(kv);
     return rc ? rc : vmem__kv_leave(kv, count_fitting(kv, requests, n, fit));
 }
 
@@ -183,7 +192,7 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
     if (rc)
         return rc;
     uint32_t chosen = wanted ? o.slot : vmem__kv_choose(kv, o.tokens, o.prefix_tokens, NULL, 0);
-    if (chosen == UINT32_MAX) {
+    if (chosen == KV_NO_SLOT) {
         kv->stats.short_slots++;
         return vmem__kv_short_of_slots(kv);
     }
@@ -203,6 +212,6 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
 
 int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
 {
-    int rc = vmem__kv_enter(kv);
+    int rc = vmem__kv_enter_step(kv);
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_alloc(kv, options, slot));
 }

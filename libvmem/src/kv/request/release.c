@@ -64,9 +64,12 @@ static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 
 int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after)
 {
-    int rc = vmem__kv_enter(kv);
+    int rc = vmem__kv_enter_step(kv);
     if (rc)
         return rc;
+    // Where the slot keeps its pages and the background thread unmaps shared ones, there is nothing to wait for.
+    if (!(kv->flags & VMEM_KV_DEFER) || !kv->turn.has_worker || kv->ledger.held > kv->ledger.budget)
+        vmem__kv_may_take_long(kv);
     rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << KV_SWAPPING);
     if (!rc)
         rc = vmem__kv_check_fence(kv, after);

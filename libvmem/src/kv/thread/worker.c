@@ -14,7 +14,7 @@
 static void drop_lock(vmem_kv *kv, uint64_t pages)
 {
     kv->ledger.pending = pages;
-    vmem__kv_summarise(kv);
+    vmem__kv_note(kv);
     pthread_mutex_unlock(&kv->gate.state);
     kv_at(KV_WORKER_UNLOCKED);
 }
@@ -89,7 +89,7 @@ static void cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
     struct kv_cut *c = &kv->worker.cut;
     int rc = vmem__kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
     if (rc) { // the slot is passed over, and the thread goes on with others
-        kv->slots[v->slot].stuck = true;
+        kv->slots[v->slot].stuck = kv->turn.stuck = true;
         return;
     }
     kv->turn.cutting = true;
@@ -98,6 +98,7 @@ static void cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
     end(kv, v->slot, rc);
     kv->turn.cutting = false;
     kv->slots[v->slot].stuck |= rc != 0;
+    kv->turn.stuck |= rc != 0;
     vmem__kv_cut_end(kv, c, rc);
     *gone += rc ? 0 : c->n_pages;
 }
@@ -105,9 +106,9 @@ static void cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 // Unmaps pages that freed requests had shared.
 static bool unmap_stale_one(vmem_kv *kv)
 {
-    for (uint32_t s = 0; s < kv->n_slots; s++) {
-        struct kv_slot *sl = &kv->slots[s];
-        if (!sl->stale || sl->state != VMEM_KV_FREE || sl->skip)
+    for (uint32_t s = 0; (s = vmem__kv_next(kv, &kv->stale_slots, s)) != KV_NO_SLOT; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        if (sl->state != VMEM_KV_FREE || sl->skip)
             continue;
         int rc = vmem__kv_stale_begin(kv, &kv->worker.cut, s);
         kv->turn.unmapping = true;
@@ -181,9 +182,9 @@ static bool extend_one(vmem_kv *kv)
 {
     bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min, least = UINT32_MAX, slot = 0;
-    for (uint32_t s = 0; s < kv->n_slots; s++) {
+    for (uint32_t s = 0; (s = kv_next_active(kv, s)) != KV_NO_SLOT; s++) {
         const struct kv_slot *sl = &kv->slots[s];
-        if (sl->state != VMEM_KV_ACTIVE || sl->fresh || sl->skip || sl->busy || kv_absent(kv, s) > 1)
+        if (sl->fresh || sl->skip || sl->busy || kv_absent(kv, s) > 1)
             continue;
         const uint32_t left = (uint32_t)kv_less(sl->backed, sl->tokens);
         if (sl->backed < kv->max_tokens && left < ahead && left < least) {
@@ -255,7 +256,7 @@ static bool evict_some(vmem_kv *kv)
 
 static bool clear_one(vmem_kv *kv)
 {
-    for (uint32_t s = 0; s < kv->n_slots; s++) {
+    for (uint32_t s = 0; kv->flags & VMEM_KV_ZERO && s < kv->n_slots; s++) {
         struct kv_slot *sl = &kv->slots[s];
         if (!sl->dirty || sl->state != VMEM_KV_FREE || sl->skip)
             continue;
@@ -362,7 +363,7 @@ static void wait_for_work(vmem_kv *kv)
 
 static void ask_device(vmem_kv *kv)
 {
-    if ((!kv->lend.member && kv->ledger.promise >= kv->ledger.budget) || !vmem__kv_device_due(kv))
+    if (!vmem__kv_asks_device(kv))
         return;
     pthread_mutex_unlock(&kv->gate.state);
     vmem__kv_device_pages(kv);
@@ -373,8 +374,9 @@ static void ask_device(vmem_kv *kv)
 static void rest(vmem_kv *kv)
 {
     kv->turn.due = false;
-    for (uint32_t s = 0; s < kv->n_slots; s++)
+    for (uint32_t s = 0; kv->turn.stuck && s < kv->n_slots; s++)
         kv->slots[s].stuck = false;
+    kv->turn.stuck = false;
 }
 
 static bool do_job(vmem_kv *kv)
@@ -414,7 +416,7 @@ static void *work(void *arg)
         kv->turn.working = false;
         if (!did)
             rest(kv);
-        vmem__kv_summarise(kv);
+        vmem__kv_note(kv);
         pthread_cond_broadcast(&kv->turn.done);
     }
     pthread_mutex_unlock(&kv->gate.state);
