@@ -77,8 +77,10 @@ def tensor_at(
         raise OutOfMemory(errno.ENOMEM, "no memory for a tensor's description")
     capsule = _new_capsule(int(ffi.cast("uintptr_t", managed)), b"dltensor", _free_capsule)
     lib.pv_dlpack_keep(managed, owner)  # only now: the capsule releases the owner
-    storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape), tuple(strides))
+    # The memory outlives the caller's mode: a tensor made in inference mode could not be written to after it.
+    with torch.inference_mode(False):
+        storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape), tuple(strides))
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -309,7 +309,8 @@ def _resolve(
     name = choose(shape).kernel if kernel == "best" else kernel
     chosen = demand(name, shape)
     call = Call(q, k, v, batch, shape, scale, num_splits, None, None)
-    found = chosen, chosen.plan(batch, shape, call), shape
+    with torch.inference_mode(False):  # as in Batch
+        found = chosen, chosen.plan(batch, shape, call), shape
     batch._plans[key] = found
     return found
 

@@ -109,8 +109,9 @@ class Batch:
         n = len(self.slots)
         self._zeros = np.zeros(n * max(math.prod(x.shape[2:-1]) for x in held), np.int32)
         sizes = [n, n, n + 1, len(self._zeros)]
-        self._buffer = torch.empty(sum(sizes), dtype=torch.int32, device=self.device)
-        self.slots_t, self.lengths_t, self.cu_seqlens_q, self._counts = self._buffer.split(sizes)
+        with torch.inference_mode(False):  # later iterations, which write here, may run in another mode
+            self._buffer = torch.empty(sum(sizes), dtype=torch.int32, device=self.device)
+            self.slots_t, self.lengths_t, self.cu_seqlens_q, self._counts = self._buffer.split(sizes)
         self._upload()
 
     def __len__(self) -> int:
@@ -211,6 +212,7 @@ class Batch:
         self._refresh()
 
     def _refresh(self) -> None:
-        for plan in self._plans.values():
-            if hasattr(plan[1], "refresh"):
-                plan[1].refresh(self)
+        with torch.inference_mode(False):
+            for plan in self._plans.values():
+                if hasattr(plan[1], "refresh"):
+                    plan[1].refresh(self)

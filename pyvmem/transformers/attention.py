@@ -75,7 +75,9 @@ def vmem_mask(
 
     # By its class: a compiled step may pass a symbolic integer, of which no attribute can be asked.
     if not isinstance(kv_length, KVLength) or not kv_length.layer.hands_over:
-        return dense()
+        # Layers that read other layers' rows may trim the queries, which sdpa would align to the top without a mask.
+        trimmed = bool(getattr(config, "num_kv_shared_layers", 0))
+        return dense(allow_is_causal_skip=allow_is_causal_skip and not trimmed)
     layer = kv_length.layer
     rows = layer.rows
     rows.masked, rows.eager = (q_offset, q_length), make is eager_mask
@@ -84,9 +86,9 @@ def vmem_mask(
         return dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     if getattr(config, "attention_chunk_size", None):
         return dense()
-    padded = attention_mask is not None and not attention_mask.all()
+    padded = attention_mask is not None and (rows.ragged or not attention_mask.all())
     if padded or rows.kv is None:  # until then, the layers do not know whether they hand over
-        mask = dense()
+        mask = dense(allow_is_causal_skip=not rows.ragged)
         return None if mask is None else Carried.of(mask, Padding(attention_mask if padded else None, lambda: mask))
     return None
 
@@ -172,7 +174,13 @@ def _of_rows(
             return out
     extras = (softcap, s_aux, position_bias)
     layer, rows, key = handover.layer, handover.layer.rows, handover.key
-    window = layer.window
+    window, queries = layer.window, query.shape[2]
+    if queries > handover.tokens:
+        rows.pending = None
+        raise RuntimeError(
+            f"layer {layer.index}: the model attends from {queries} columns, of which the cache got {handover.tokens}: "
+            "use another attention than vmem for this model"
+        )
     padding: Padding | None = getattr(attention_mask, "vmem", None)
     # Where sdpa has no mask, the module says whether a prompt is causal (PaliGemma's is not). eager always has one.
     both_ways = (
@@ -181,19 +189,23 @@ def _of_rows(
     )  # fmt: skip
     by_kernel = (padding is not None or attention_mask is None) and not both_ways
     by_kernel = by_kernel and _by_kernel(layer, query, key, dropout, window, *extras)
-    if by_kernel:
-        plan = handover.write(key, None if padding is None else padding.mask, by_kernel=layer.appends)
-        # Otherwise the padding is stored as well.
-        by_kernel = padding is None or padding.mask is None or rows.ragged
-    else:
-        plan = handover.write(key, uniform=True)
+    mask = None if padding is None else padding.mask
+    if not by_kernel and padding is None and rows.ragged:
+        rows.pending = None
+        raise ValueError(
+            f"layer {layer.index} reads its rows as one tensor, as with attention sinks or a 4D mask, and the cache "
+            "has left padding out: pass the 2D attention_mask, or use another attention than vmem"
+        )
+    plan = handover.write(key, mask, uniform=not by_kernel, by_kernel=by_kernel and layer.appends)
+    # If the cache is not ragged, the padding is stored as well.
+    by_kernel = by_kernel and not plan.masked and (mask is None or rows.ragged)
     if not by_kernel:
         keys, values = layer.view(handover.start)
         if padding is not None:
             attention_mask = padding.dense()
         elif attention_mask is None and not both_ways:
-            first = layer.length - keys.shape[2]
-            attention_mask = _dense_mask(query, keys.shape[2], handover.start, first, window)
+            first, start = layer.length - keys.shape[2], handover.start + handover.tokens - queries
+            attention_mask = _dense_mask(query, keys.shape[2], start, first, window)
         if softcap is None and s_aux is None:
             out, _ = sdpa_attention_forward(
                 module, query, keys, values, attention_mask, dropout, scaling, is_causal=not both_ways,
@@ -203,6 +215,8 @@ def _of_rows(
         return _dense(module, query, keys, values, attention_mask, dropout, scaling, not both_ways, *extras)
     if handover.value is not None:
         return _decode(layer, plan, query, key, handover.value, scaling, window, softcap or 0.0)
+    if queries < handover.tokens:
+        plan = rows.narrowed(plan, queries)
     return _by_length(layer, plan, query, scaling, window, softcap or 0.0)
 
 
@@ -262,7 +276,7 @@ def _by_kernel(
     """Whether the kernels of `pyvmem.attention` can compute this."""
     if sinks is not None or bias is not None or dropout:
         return False
-    asked = (softcap, query.dtype, query.shape[:2])
+    asked = (softcap, query.dtype, query.shape[:2], key.dtype)
     if layer.asked != asked:
         layer.asked, layer.taken, layer.appends = asked, query.dtype == key.dtype, False
         try:

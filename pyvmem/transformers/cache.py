@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -71,7 +72,10 @@ class VMemCache(Cache):
         stays usable in either case. (Linear-attention layers before the first attention layer may have seen the pass:
         `reset` the cache of such a model.)
     ValueError
-        More tokens than `max_tokens`, a batch of another size than the cache's, or a mask that contradicts it.
+        More tokens than `max_tokens`, a batch of another size than the cache's, or a mask that shows what an earlier
+        one hid.
+    RuntimeError
+        The last pass was interrupted between two layers, by Ctrl-C for example: `reset` the cache.
 
     Notes
     -----
@@ -105,9 +109,9 @@ class VMemCache(Cache):
         text: PreTrainedConfig = whole.get_text_config(decoder=True)
         if not hasattr(text, "num_attention_heads"):
             raise ValueError(f"the model has no attention heads, and so no keys and values ({text.model_type})")
-        types, settings = get_layer_types_and_kwargs(text)
+        types, found = get_layer_types_and_kwargs(text)
         # One dictionary for all layers until transformers 5.18, then one for each.
-        each: list[dict[str, Any]] = settings if isinstance(settings, list) else [settings] * len(types)
+        each: list[dict[str, Any]] = found if isinstance(found, list) else [found] * len(types)
         if max_tokens is None:
             max_tokens = min(getattr(text, "max_position_embeddings", None) or _LONGEST, _LONGEST)
         for name, value in (("max_tokens", max_tokens), ("slots", slots), ("budget", 1 if budget is None else budget)):
@@ -121,15 +125,17 @@ class VMemCache(Cache):
         windows = [int(kwargs.get("sliding_window") or 0) for kwargs in each]
         with_rows = [0 if kind in _FULL else window for kind, window in zip(types, windows) if kind in ours]
         self.rows = Rows(with_rows, max_tokens, slots, budget, options)
+        # For a model with an encoder, `text` may be a copy, which does not follow set_attn_implementation.
+        settings = vars(text if whole.get_text_config(decoder=True) is text else whole)
         layers: list[Any] = []
         index = 0
         for kind, window, kwargs in zip(types, windows, each):
             hybrid = kind.startswith("hybrid") and "number_of_states" in kwargs
             extra = {"number_of_states": kwargs["number_of_states"]} if hybrid else {}
             if kind in _FULL:
-                layers.append(_FULL[kind](self.rows, index, text, **extra))
+                layers.append(_FULL[kind](self.rows, index, text, settings, **extra))
             elif kind in _SLIDING:
-                layers.append(_SLIDING[kind](self.rows, index, text, window, **extra))
+                layers.append(_SLIDING[kind](self.rows, index, text, settings, window, **extra))
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
             index += kind in ours
@@ -149,6 +155,12 @@ class VMemCache(Cache):
     def stats(self) -> KVStats | None:
         """The current `KVStats`, or None before the first forward pass."""
         return None if self.kv is None else self.kv.stats()
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        """K and V of each layer, and None, as `DynamicCache` has them for layers without a fixed window."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            yield getattr(layer, "keys", None), getattr(layer, "values", None), None
 
     def _with_rows(self) -> list[VMemLayer]:
         return [layer for layer in self.layers if isinstance(layer, VMemLayer)]

@@ -39,6 +39,12 @@ class Carried(torch.Tensor):
             if name in _HARMLESS:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args)
+        if name in ("size", "dim"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name == "__getitem__" and isinstance(args[0].vmem, Padding) and _of_queries(args[1]):
+            with torch._C.DisableTorchFunctionSubclass():
+                return Carried.of(func(*args), args[0].vmem.of_queries(args[1]))
         if name in ("to", "contiguous"):  # which usually change nothing
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
@@ -51,13 +57,19 @@ class Carried(torch.Tensor):
         return "Carried(...)"
 
 
-_HARMLESS = {"device", "dtype", "requires_grad"}  # neither what is in a tensor, nor how long it is
+_HARMLESS = {"device", "dtype", "ndim", "requires_grad", "shape"}  # they tell nothing of what is in a tensor
+
+
+def _of_queries(index: Any) -> bool:
+    """Whether an index of a 4D mask chooses among the queries alone, as Gemma 4 does where it trims a prompt."""
+    whole = slice(None)
+    return isinstance(index, tuple) and len(index) == 4 and (*index[:2], index[3]) == (whole,) * 3
 
 
 class Handover:
     """K and V of one layer on their way to the attention ``"vmem"``. Only that attention knows the padding.
 
-    Both `Carried` tensors that `VMemLayer.update` returns have it as their attribute ``vmem``.
+    The `Carried` tensor that `VMemLayer.update` returns as K and as V has it as its attribute ``vmem``.
     """
 
     __slots__ = ("layer", "start", "tokens", "key", "value", "plan")
@@ -69,6 +81,11 @@ class Handover:
         self.key = key
         self.value: torch.Tensor | None = value  # None: its rows are stored
         self.plan: Plan | None = None
+
+    def carried(self, columns: int) -> Carried:
+        """A tensor of the shape that K and V have for other attentions. It has no memory of its own."""
+        batch, heads, _, dim = self.key.shape
+        return Carried.of(self.layer.rows.blank.expand(batch, heads, columns, dim), self)
 
     def read(self, what: str) -> None:
         """Raises RuntimeError: `what` reads K or V before the attention."""
@@ -83,15 +100,16 @@ class Handover:
     ) -> Plan:
         """Store the rows, once, and return the pass's `Plan`.
 
-        mask: as in `Rows.begin`. uniform: padding is stored as well. by_kernel: the attention kernel may store a decode
-        step's rows; `Handover.value` is then not None.
+        mask: as in `Rows.begin`. uniform: padding is stored as well, unless the cache has left out some. by_kernel: the
+        attention kernel may store a decode step's rows; `Handover.value` is then not None.
         """
         if self.plan is None:
             layer, rows = self.layer, self.layer.rows
             rows.pending = None
-            plan = rows.begin(self.start, self.tokens, key.shape[0], None if uniform else mask)
+            plan = rows.begin(self.start, self.tokens, key.shape[0], None if uniform and not rows.ragged else mask)
             self.plan = plan
-            if by_kernel and self.tokens == 1 and plan.kept is None and (mask is None or rows.ragged):
+            by_kernel = by_kernel and not plan.masked and (mask is None or rows.ragged)
+            if by_kernel and self.tokens == 1 and plan.kept is None:
                 layer.length = self.start + 1
                 return plan
             assert self.value is not None  # until the rows are stored
@@ -106,6 +124,15 @@ class Padding:
 
     mask: torch.Tensor | None
     dense: Callable[[], torch.Tensor | None]
+
+    def of_queries(self, index: Any) -> Padding:
+        """The same padding, for the queries that an index of the 4D mask chooses."""
+
+        def dense() -> torch.Tensor | None:
+            mask = self.dense()
+            return None if mask is None else mask[index]
+
+        return Padding(self.mask, dense)
 
     def read(self, what: str) -> None:
         """Raises RuntimeError: `what` reads the mask."""

@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import Cache, DynamicCache, EncoderDecoderCache
@@ -34,8 +35,11 @@ class VMemEncoderDecoderCache(VMemCache, EncoderDecoderCache):
 
     __repr__ = Cache.__repr__
 
-    def __iter__(self) -> Any:
-        raise TypeError("a VMemCache cannot be iterated over: use its layers")
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        """K and V of each layer and None, of the decoder's own rows, then of what it reads of the encoder."""
+        encoders: list[Any] = self.cross_attention_cache.layers
+        for own, encoder in zip(VMemCache.__iter__(self), encoders):
+            yield *own, encoder.keys, encoder.values, None
 
     def _forget(self) -> None:
         super()._forget()

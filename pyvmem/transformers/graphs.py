@@ -94,9 +94,10 @@ class _Step:
     def __init__(self, rows: Rows, batch: int, limit: int, recorder: Recorder) -> None:
         self.limit = limit
         self.recorder = recorder
-        self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=rows.device)
-        self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=rows.device)
-        self.targets = torch.zeros(2, batch, dtype=torch.int64, device=rows.device)
+        with torch.inference_mode(False):  # later steps, which write here, may run in another mode
+            self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=rows.device)
+            self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=rows.device)
+            self.targets = torch.zeros(2, batch, dtype=torch.int64, device=rows.device)
         self.batch = Batch(rows.kv, list(range(batch)), [1] * batch, max_length=limit, check=False)
         self.output: Any = None
 
@@ -192,10 +193,10 @@ class DecodeGraphs:
         rows, start = cache.rows, cache.layers[0].length
         if mask is not None:
             mask = mask.to(rows.device, torch.bool)
-            if mask.all():
+            if not rows.ragged and mask.all():
                 mask = None
         plan = rows.begin(start, 1, len(ids), mask)
-        if plan.kept is not None or (mask is not None and not rows.ragged):
+        if plan.kept is not None or plan.masked or (mask is not None and not rows.ragged):
             self.refused = "padding that is new, or that was stored"
             return self._forward(*args, **kwargs)
         step = self._step(cache, rows, len(ids), max(plan.lengths), kwargs)

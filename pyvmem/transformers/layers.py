@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from pyvmem.attention import Again
-from pyvmem.transformers.carried import Carried, Handover, KVLength
+from pyvmem.transformers.carried import Handover, KVLength
 from pyvmem.transformers.plan import Plan
 from pyvmem.transformers.rows import Rows
 
@@ -26,11 +26,11 @@ class VMemLayer(CacheLayerMixin):
     is_sliding = False
     window = 0
 
-    def __init__(self, rows: Rows, index: int, config: PreTrainedConfig) -> None:
+    def __init__(self, rows: Rows, index: int, config: PreTrainedConfig, settings: dict[str, Any]) -> None:
         self.rows = rows
         self.index = index  # counts only layers that keep rows
         self.config = config
-        self._settings = vars(config)
+        self._settings = settings  # of the configuration in which the model's attention is set
         self.length = 0  # columns, including padding
         self.viewed = False  # whether a pass read the rows as one tensor, which needs the slots in order
         self.is_initialized = False
@@ -85,13 +85,23 @@ class VMemLayer(CacheLayerMixin):
             f"{self.rows.dtype}, {heads} heads of {dim}: create another VMemCache for this model"
         )
 
+    def _cast(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V in the cache's dtype. Under autocast, passes and K and V differ: the widest dtype holds all."""
+        rows = self.rows
+        rows.autocast = rows.autocast or torch.is_autocast_enabled(rows.device.type)
+        if rows.autocast:
+            rows.widen(torch.promote_types(key.dtype, value.dtype))
+        elif key.dtype is not rows.dtype:
+            self._other_rows(key)
+        return key.to(rows.dtype), value.to(rows.dtype)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the rows of `tokens` more columns: K and V, ``[batch, heads, tokens, head_dim]``.
 
-        Returns views of K and V of every column that the pass reads. For the attention ``"vmem"`` it returns the new
-        rows unchanged, and that attention stores and reads them.
+        Returns views of K and V of every column that the pass reads. For the attention ``"vmem"``, which stores the new
+        rows and reads them in place, it returns tensors of these views' shape that nothing else may read.
         """
         if torch.compiler.is_compiling():
             untraced: tuple[torch.Tensor, torch.Tensor] = _update_untraced(self, key_states, value_states)
@@ -101,25 +111,31 @@ class VMemLayer(CacheLayerMixin):
         if key_states.requires_grad and torch.is_grad_enabled():
             raise ValueError("VMemCache does not support autograd: call the model under torch.no_grad()")
         start, tokens, rows = self.length, key_states.shape[2], self.rows
-        if key_states.dtype is not rows.dtype or key_states.shape[1::2] != self._like:
+        if key_states.shape[1::2] != self._like:
             self._other_rows(key_states)
+        if key_states.dtype is not rows.dtype or value_states.dtype is not rows.dtype:
+            key_states, value_states = self._cast(key_states, value_states)
         if rows.masked == (start, tokens) and self.by_length and self._equal:
             lost, rows.pending = rows.pending, None
             if lost is not None:
                 raise RuntimeError(
                     f"layer {lost.layer.index} did not pass the keys that the cache returned to transformers' "
-                    "AttentionInterface, so they were not stored: use another attention than vmem for this model"
+                    "AttentionInterface, so they were not stored: if the last pass was interrupted, reset() the cache; "
+                    "otherwise use another attention than vmem for this model"
                 )
             handover = rows.pending = Handover(self, start, tokens, key_states, value_states)
-            return Carried.of(key_states, handover), Carried.of(value_states, handover)
-        rows.begin(start, tokens, key_states.shape[0])
-        if self._version != rows.version:
-            self._bind()
+            carried = handover.carried(start + tokens - self._first(start))
+            return carried, carried
+        plan = rows.begin(start, tokens, key_states.shape[0])
+        if rows.ragged:
+            raise ValueError(
+                "the sequences of this cache have different lengths, because padding has no rows, which only the "
+                "attention vmem can read, uncompiled: reset() the cache before another attention or torch.compile "
+                "uses it"
+            )
         if rows.cudnn is None:
             rows.for_stock_attention()
-        self._k.narrow(2, start, tokens).copy_(key_states)
-        self._v.narrow(2, start, tokens).copy_(value_states)
-        self.length = start + tokens
+        self.store(plan, key_states, value_states)
         return self.view(start)
 
     def store(self, plan: Plan, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -145,7 +161,7 @@ class VMemLayer(CacheLayerMixin):
         # Not copied: views of the original's rows, and the model's own settings.
         views = {"_k": None, "_v": None, "_version": -1, "_settings": None, "again": None}
         new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in {**self.__dict__, **views}.items()}
-        new._settings = vars(new.config)
+        new._settings = self._settings
         return new
 
     def slot(self, which: int) -> torch.Tensor:
@@ -157,34 +173,29 @@ class VMemLayer(CacheLayerMixin):
         return self.rows.pairs[self.index]
 
     def _bind(self) -> None:
-        """The views of the batch, ``[batch, heads, max_tokens, head_dim]``."""
+        """The views of the batch, ``[batch, heads, max_tokens, head_dim]``. Its slots must be in order."""
         rows = self.rows
-        if rows.ragged and self.by_length:
-            raise ValueError(
-                f"layer {self.index} reads its rows as one tensor, as with attention sinks, but a layer before it has "
-                "left the padding out: use another attention than vmem for padded batches of this model"
-            )
-        if rows.slots != list(range(rows.batch)) or rows.ragged:
-            raise ValueError(
-                "the sequences of this cache have different lengths, or are not in the order of their slots, which "
-                "only the attention vmem can read: reset() the cache before another attention uses it"
-            )
         self._k, self._v = (self.slot(which)[: rows.batch].transpose(1, 2) for which in (0, 1))
         self._version = rows.version
 
     def view(self, start: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, as stock attention takes them, of the columns that a pass after `start` columns reads.
 
-        By default the columns that the next pass reads.
+        By default the columns that the next pass reads. They are views of the rows, or copies if the sequences differ
+        in length or are not in the order of their slots. In a copy, columns without a row repeat another row.
         """
         if self.rows.capturing:
             raise RuntimeError(
                 f"layer {self.index} reads rows as one tensor: its length would be fixed in a captured step"
             )
-        if self._version != self.rows.version:
-            self._bind()
         self.viewed = True
         first = self._first(self.length if start is None else start)
+        if not self.rows.in_order:
+            where = self.rows.columns(first, self.length)
+            k, v = (self.slot(which)[where].transpose(1, 2) for which in (0, 1))
+            return k, v
+        if self._version != self.rows.version:
+            self._bind()
         k, v = (t.narrow(2, first, self.length - first) for t in (self._k, self._v))
         return k, v
 
@@ -251,8 +262,8 @@ class VMemSlidingLayer(VMemLayer):
 
     is_sliding = True
 
-    def __init__(self, rows: Rows, index: int, config: PreTrainedConfig, window: int) -> None:
-        super().__init__(rows, index, config)
+    def __init__(self, rows: Rows, index: int, config: PreTrainedConfig, settings: dict[str, Any], window: int) -> None:
+        super().__init__(rows, index, config, settings)
         self.window = self.sliding_window = window
 
     def activate_past_recording(self) -> None:
@@ -303,8 +314,10 @@ class _LinearAndRows(LinearAttentionLayer):
 class VMemHybridLayer(_LinearAndRows, VMemLayer):
     """A linear-attention state beside full attention."""
 
-    def __init__(self, rows: Rows, index: int, config: PreTrainedConfig, number_of_states: int = 1) -> None:
-        VMemLayer.__init__(self, rows, index, config)
+    def __init__(
+        self, rows: Rows, index: int, config: PreTrainedConfig, settings: dict[str, Any], number_of_states: int = 1
+    ) -> None:
+        VMemLayer.__init__(self, rows, index, config, settings)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     get_max_length = VMemLayer.get_max_length
@@ -314,9 +327,10 @@ class VMemHybridSlidingLayer(_LinearAndRows, VMemSlidingLayer):
     """A linear-attention state beside attention with a sliding window."""
 
     def __init__(
-        self, rows: Rows, index: int, config: PreTrainedConfig, window: int, number_of_states: int = 1
-    ) -> None:
-        VMemSlidingLayer.__init__(self, rows, index, config, window)
+        self, rows: Rows, index: int, config: PreTrainedConfig, settings: dict[str, Any], window: int,
+        number_of_states: int = 1,
+    ) -> None:  # fmt: skip
+        VMemSlidingLayer.__init__(self, rows, index, config, settings, window)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     activate_past_recording = LinearAttentionLayer.activate_past_recording

@@ -30,6 +30,8 @@ class Plan:
         Bool ``[batch, tokens]``: the columns that are not padding and get a row. None: all columns.
     uniform : bool
         Whether all sequences have equally many rows and their slots are in order.
+    masked : bool
+        Whether the pass must not see some rows that lengths and windows include, so that it needs a mask.
     batch : pyvmem.attention.Batch or None
         The sequences that have queries in the pass.
     padding : list of (int, numpy.ndarray, numpy.ndarray)
@@ -38,6 +40,8 @@ class Plan:
         int64: slots and rows that the pass writes.
     sources : torch.Tensor or None
         int64: which of the ``batch * tokens`` tokens are written there; None for all.
+    narrowed : Plan or None
+        The last columns of the pass, if some layers' queries come from these alone.
     """
 
     start: int
@@ -45,11 +49,13 @@ class Plan:
     lengths: list[int]
     kept: npt.NDArray[np.bool_] | None = None
     uniform: bool = True
+    masked: bool = False
     batch: Batch | None = None
     located: bool = False
     padding: Sequence[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = ()
     targets: tuple[torch.Tensor, torch.Tensor] | None = None
     sources: torch.Tensor | None = None
+    narrowed: Plan | None = None
 
 
 def follow(batch: Batch, slots: list[int], lengths: list[int]) -> None:

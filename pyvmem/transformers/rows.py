@@ -9,7 +9,7 @@ import errno
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,8 @@ class Rows:
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # K and V of each layer
         self.device: Any = None
         self.dtype: Any = None
+        self.autocast = False  # whether torch.autocast chose the dtype of any rows
+        self.blank: Any = None  # one element, of which `Carried` tensors are made
         self.plan: Plan | None = None
         # The last pass whose mask leaves causality and windows to lengths (`vmem_mask`): start, tokens.
         self.masked: tuple[int, int] | None = None
@@ -105,9 +107,10 @@ class Rows:
         self._least_slots = slots
         self._shapes: list[Any] = [None] * len(self.windows)  # ((heads, head_dim) of K, of V)
         self._known = [False] * len(self.windows)
-        self._kept: npt.NDArray[np.bool_] | None = (
-            None  # bool [batch, max_tokens]: the columns that have rows; None: all columns
-        )
+        # bool [batch, max_tokens]: the columns that have rows; None: all columns. And the same on the device.
+        self._kept: npt.NDArray[np.bool_] | None = None
+        self._kept_there: Any = None
+        self._columns: Any = None  # what `columns` returned last, and for which columns
         self._floor: list[int] = []  # rows below this minus a window may be gone
         self._lengths: Any = None  # of every slot in the last step, int32
         self._fence: torch.cuda.Event | None = None
@@ -123,6 +126,11 @@ class Rows:
         """Whether sequences have different lengths, because padding has no rows."""
         return self._kept is not None
 
+    @property
+    def in_order(self) -> bool:
+        """Whether one view of the slots holds all sequences: they have one length, and sequence i is in slot i."""
+        return self._kept is None and self.slots == list(range(self.batch))
+
     # ---- memory ----------------------------------------------------------------------------------------------
 
     def open(self, layer: int, key: torch.Tensor, value: torch.Tensor, tile_rows: int = 1) -> None:
@@ -133,12 +141,14 @@ class Rows:
         if self.kv is None:
             if key.device.type not in ("cpu", "cuda"):
                 raise ValueError(f"device {key.device} must be cpu or cuda")
-            self.dtype, self.device, self.tile_rows = key.dtype, key.device, tile_rows
+            self.dtype, self.device, self.tile_rows = torch.promote_types(key.dtype, value.dtype), key.device, tile_rows
+            self.autocast = torch.is_autocast_enabled(key.device.type)
+            self.blank = torch.zeros((), dtype=self.dtype, device=self.device)
             # Until a layer reports other shapes, all layers are assumed to have the first one's.
             self._shapes = [shapes] * len(self.windows)
             self._take(*self._create(max(key.shape[0], self._least_slots)))
             self._bind(key.shape[0])
-        elif (key.device, key.dtype) != (self.device, self.dtype):
+        elif key.device != self.device or key.dtype is not self.dtype and not self.autocast:
             raise ValueError(
                 f"layer {layer} has {key.dtype} on {key.device}, the layers before it {self.dtype} on {self.device}: "
                 "the rows of one VMemCache have one dtype and one device"
@@ -151,6 +161,20 @@ class Rows:
                 for i, (old, window, known) in enumerate(zip(self._shapes, self.windows, self._known))
             ]
             self._rebuild(self.kv.slots)
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Make the rows' dtype wide enough for `dtype` as well."""
+        before, wide = self.dtype, torch.promote_types(self.dtype, dtype)
+        if wide is before:
+            return
+        self.swap_in()
+        self.dtype = wide
+        try:
+            self._rebuild(self.kv.slots)
+        except BaseException:
+            self.dtype = before
+            raise
+        self.blank = torch.empty((), dtype=wide, device=self.device)
 
     def _create(self, slots: int, **more: Any) -> tuple[KVCache, Kind]:
         specs = []
@@ -248,6 +272,12 @@ class Rows:
             raise
         return new, kind
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a VMemCache cannot be pickled, because its rows are in this process's memory: save the tokens, and set "
+            "the cache in generate()'s output to None first: output.cache, or past_key_values before transformers 5.24"
+        )
+
     def copy(self) -> Rows:
         """Rows of the same sequences, with memory of their own."""
         other = Rows(self.windows, self.max_tokens, self._least_slots, self.budget, self.options)
@@ -255,12 +285,13 @@ class Rows:
             return other
         if self._swapped:
             self.swap_in()
-        for name in ("dtype", "device", "tile_rows", "batch", "whole"):
+        for name in ("dtype", "autocast", "blank", "device", "tile_rows", "batch", "whole"):
             setattr(other, name, getattr(self, name))
         other._shares = self._shares
         other.slots, other._floor = self.slots[:], self._floor[:]
         other._shapes, other._known = self._shapes[:], self._known[:]
-        other._kept = None if self._kept is None else self._kept.copy()
+        if self._kept is not None:
+            other._keep(self._kept.copy())
         other._take(*self._copied(self.kv.slots))
         other._lengths[:] = self._lengths
         return other
@@ -297,8 +328,15 @@ class Rows:
             self.swap_in()
         if batch != self.batch:
             if start:
-                raise ValueError(f"the batch has {batch} sequences, the cache {self.batch}: reset() the cache first")
+                repeats, odd = divmod(batch, self.batch)
+                first = "reset() the cache" if odd else f"reset() the cache, or batch_repeat_interleave({repeats}) it,"
+                raise ValueError(f"the batch has {batch} sequences, the cache {self.batch}: {first} first")
             self.reset(batch)
+        elif plan is not None and start != plan.start + plan.tokens:
+            raise RuntimeError(
+                f"the last pass was interrupted, or failed in the model: some layers have {plan.start + plan.tokens} "
+                f"tokens, others {start}: reset() the cache, or crop() it to the tokens that all layers have"
+            )
         if start + tokens > self.max_tokens:
             raise ValueError(
                 f"{start + tokens} tokens exceed the cache's max_tokens={self.max_tokens}: create it with a larger one"
@@ -319,11 +357,16 @@ class Rows:
             least = min(w for w in self.windows if w)
             self._floor = [max(f, b) if b > least else f for f, b in zip(self._floor, before)]
         if plan.kept is not None and self._kept is None:
-            self._kept = np.ones((self.batch, self.max_tokens), bool)
+            self._keep(np.ones((self.batch, self.max_tokens), bool))
         if self._kept is not None:
             self._kept[:, start : start + tokens] = True if plan.kept is None else plan.kept
-        self.plan = plan
+            self._kept_there[:, start : start + tokens] = True if plan.kept is None else self._upload(plan.kept)
+        self.plan, self._columns = plan, None
         return plan
+
+    def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
+        with torch.inference_mode(False):  # later passes, which write here, may run in another mode
+            self._kept, self._kept_there = kept, self._upload(kept)
 
     def _stored(self, start: int) -> list[int]:
         """The rows of each sequence among its first `start` columns."""
@@ -333,36 +376,76 @@ class Rows:
         return stored
 
     def _plan(self, start: int, tokens: int, mask: torch.Tensor | None) -> Plan:
+        kept, masked = (None, False) if mask is None else self._padding(start, tokens, mask.bool())
         before = self._stored(start)
-        kept = None
-        if mask is not None:
-            if mask.shape[0] != self.batch or mask.shape[1] < start + tokens:
-                raise ValueError(
-                    f"attention_mask of shape {tuple(mask.shape)} must be [{self.batch}, {start + tokens}]"
-                )
-            mask = mask[:, : start + tokens]
-            past = mask[:, :start].sum(1, keepdim=True)
-            known = torch.cat([past, mask[:, start:].to(past.dtype)], 1).cpu().numpy()
-            if known[:, 0].tolist() == before:
-                kept = known[:, 1:] != 0
-                if kept.all():
-                    kept = None
-            elif self.ragged:  # otherwise padding was stored like any other token, and still is
-                raise ValueError("attention_mask must mask the same cached tokens as in earlier passes")
         if kept is not None and any(self.windows) and _late(kept, before).any():
             # A window counts columns, and rows would be fewer: this padding is stored, like any other token.
-            if self.ragged:
-                raise ValueError(
-                    "attention_mask pads behind tokens, in a model with sliding windows whose cache has left padding "
-                    "out: use another attention than vmem for such batches"
-                )
-            kept = None
+            kept, masked = None, True
         added = [tokens] * self.batch if kept is None else kept.sum(1).tolist()
         lengths = [b + a for b, a in zip(before, added)]
-        ordered = self.slots == list(range(self.batch))
-        plan = Plan(start, tokens, lengths, kept)
-        plan.uniform = kept is None and ordered and self._kept is None
-        return plan
+        return Plan(start, tokens, lengths, kept, kept is None and self.in_order, masked)
+
+    def _padding(self, start: int, tokens: int, mask: torch.Tensor) -> tuple[npt.NDArray[np.bool_] | None, bool]:
+        """`Plan.kept` and `Plan.masked` of a pass. Rows that the mask hides are discarded if they are the last ones."""
+        if mask.shape[0] != self.batch or mask.shape[1] < start + tokens:
+            raise ValueError(f"attention_mask of shape {tuple(mask.shape)} must be [{self.batch}, {start + tokens}]")
+        past, new = mask[:, :start], mask[:, start : start + tokens]
+        have = torch.ones_like(past) if self._kept is None else self._kept_there[:, :start]
+        differ = torch.stack([(have & ~past).any(1), (past & ~have).any(1)], 1)
+        known = torch.cat([differ, new], 1).cpu().numpy()
+        if known[:, 1].any():
+            row = int(known[:, 1].argmax())
+            column = int((past & ~have)[row].nonzero()[0])
+            raise ValueError(
+                f"attention_mask shows column {column} of sequence {row}, which has no row, because an earlier pass "
+                "masked it: mask it again, or reset() the cache"
+            )
+        kept = known[:, 2:]
+        masked = bool(known[:, 0].any())
+        if masked and self._kept is None:
+            return None, True  # padding was stored like any other token, and still is
+        return None if kept.all() else kept, masked and not self._discard(past.cpu().numpy())
+
+    def _discard(self, shown: npt.NDArray[np.bool_]) -> bool:
+        """Discard the rows that a mask hides, bool ``[batch, start]``; False if they are not the last of each sequence.
+
+        Such are the tokens that generate() adds to a sequence which has ended, once a chat goes on.
+        """
+        assert self._kept is not None
+        start = shown.shape[1]
+        kept, seen = self._kept[:, :start], self._kept[:, :start] & shown
+        after = np.maximum.accumulate(seen[:, ::-1], 1)[:, ::-1]  # columns that some column which is seen follows
+        if any(self.windows) or (kept & ~shown & after).any():
+            return False
+        _wait(self.device)
+        for row in np.flatnonzero((kept & ~shown).any(1)).tolist():
+            slot, length = self.slots[row], int(seen[row].sum())
+            if not self.kv.truncate(slot, length):
+                return False
+            self._lengths[slot] = length
+            kept[row] = seen[row]
+            self._kept_there[row, :start] = self._upload(seen[row])
+        return True
+
+    def columns(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and rows, int64 ``[batch, end - first]`` each, of the columns from `first` on.
+
+        A column without a row has another row's place, so that all can be read.
+        """
+        if self._columns is None or self._columns[0] != (first, end, self.version):
+            slots = np.broadcast_to(np.array(self.slots)[:, None], (self.batch, end - first)).copy()
+            if self._kept is None:
+                rows = np.broadcast_to(np.arange(first, end), slots.shape)
+            else:
+                kept = self._kept[:, :end]
+                count = np.cumsum(kept, 1)
+                last = count[:, -1:] - 1
+                rows = np.where(kept, count - 1, last)[:, first:]
+                full = int(last.argmax())
+                slots[last[:, 0] < 0], rows[last[:, 0] < 0] = self.slots[full], last[full]
+            self._columns = (first, end, self.version), (self._upload(slots), self._upload(rows.astype(np.int64)))
+        where: tuple[torch.Tensor, torch.Tensor] = self._columns[1]
+        return where
 
     def locate(self, plan: Plan) -> None:
         """Find the rows that a pass writes if its sequences differ. Done once per pass."""
@@ -381,9 +464,23 @@ class Rows:
             rows = np.flatnonzero(late.any(1))
             plan.padding = [(int(row), np.flatnonzero(late[row]), ends[row][late[row]]) for row in rows]
 
+    def narrowed(self, plan: Plan, queries: int) -> Plan:
+        """The `Plan` of the last `queries` columns of a pass, whose rows are stored.
+
+        Gemma 4 trims a prompt to them before the layers that read other layers' rows.
+        """
+        if plan.narrowed is None or plan.narrowed.tokens != queries:
+            kept = None if plan.kept is None else plan.kept[:, plan.tokens - queries :]
+            if kept is not None and kept.all():
+                kept = None
+            plan.narrowed = Plan(plan.start + plan.tokens - queries, queries, plan.lengths, kept, plan.uniform)
+            if kept is not None:
+                self.locate(plan.narrowed)
+        return plan.narrowed
+
     def batch_of(self, plan: Plan) -> Batch | None:
         """The `pyvmem.attention.Batch` of a pass, created once; None if the pass is only padding."""
-        if plan.batch is None:
+        if plan.batch is None or plan.batch.cache is not self.kv:  # a later layer's shapes may have moved the rows
             like = self.version, self.batch, 1, self.batch
             if plan.tokens == 1 and plan.kept is None and self._batch_shape == like:
                 plan.batch = self._batch
@@ -449,7 +546,7 @@ class Rows:
                     f"crop: sequence {row} cannot go back to {length} tokens, because a sliding window gave up rows "
                     f"that they read; {floor} tokens are the fewest"
                 )
-        self.plan = None
+        self.plan = self._columns = None
         if all(self._lengths[slot] <= length for slot, length in zip(self.slots, lengths)):
             return
         _wait(self.device)
@@ -513,7 +610,7 @@ class Rows:
         self.batch, self.slots = len(sources), new
         self._floor = [self._floor[s] for s in sources]
         if self._kept is not None:
-            self._kept = self._kept[sources]
+            self._keep(self._kept[sources])
         self.version += 1
 
     def _allow_sharing(self) -> None:

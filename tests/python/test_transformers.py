@@ -75,13 +75,20 @@ def encoder_decoder(name, device):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", ["bart", "pegasus", "t5", "whisper"])
-def test_encoder_and_decoder(name, attention, wrapped, make, device):
-    """The decoder's own rows are ours; what it reads of the encoder stays in transformers' cache."""
+def test_encoder_and_decoder(name, attention, early, wrapped, make, device):
+    """The decoder's own rows are ours; what it reads of the encoder stays in transformers' cache.
+
+    early: the cache is made before the attention is set.
+    """
     model, inputs = encoder_decoder(name, device)
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    model.set_attn_implementation("sdpa" if early else attention)
     own = make(model)
+    model.set_attn_implementation(attention)
+    assert own.layers[0].by_length == (attention == "vmem")
     for beams in (1, 2):
         # Another batch needs another cross-attention cache: transformers 5.17 keeps the old one's rows in a reset.
         cache = transformers.EncoderDecoderCache(own, transformers.DynamicCache()) if wrapped else own
@@ -536,16 +543,21 @@ def test_our_attention_without_our_cache(name, device):
     assert got.tolist() == reference(model, ids).tolist()
 
 
-def test_a_mask_that_changes_its_mind_is_refused(make, device):
+@pytest.mark.parametrize("hidden", [0, 1])
+def test_a_mask_that_shows_what_has_no_row_is_refused(hidden, make, device):
+    """Also if it hides as many other tokens, and if it shows everything."""
     model, ids, mask = tiny_model("llama", device=device), prompts(device=device), padding("left").to(device)
     model.set_attn_implementation("vmem")
     cache = make(model)
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=cache)
-        more = torch.cat([mask, mask.new_ones(3, 1)], 1)
-        more[1, 0] = 0
-        with pytest.raises(ValueError, match="attention_mask must mask the same cached tokens"):
-            model(ids[:, :1], attention_mask=more, past_key_values=cache)
+        wrong = torch.ones(3, 14, dtype=torch.long, device=device)
+        wrong[0, 5:10] = 1 - hidden
+        wrong[2, 5:7] = 1 - hidden
+        with pytest.raises(ValueError, match="shows column 0 of sequence 0, which has no row"):
+            model(ids[:, :1], attention_mask=wrong, past_key_values=cache)
+        assert cache.get_seq_length() == 13
+        model(ids[:, :1], attention_mask=torch.cat([mask, mask.new_ones(3, 1)], 1), past_key_values=cache)
 
 
 def test_padding_that_was_stored_by_another_attention_is_masked(make, device):

@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from families import VOCABULARY, names, small_config, small_model  # noqa: E402
 from generations import make_cache, single_thread  # noqa: E402, F401
-from logits import SIDES, caches, difference, run, stock  # noqa: E402
-from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
+from logits import SIDES, caches, difference, padding, run, stock  # noqa: E402
+from tiny_models import MODELS, prompts, tiny_config, tiny_model  # noqa: E402
 
 from pyvmem.transformers import VMemCache  # noqa: E402
 
@@ -151,6 +151,138 @@ def test_a_compiled_decode_step_with_a_static_cache(name, dynamic, device):
             model.forward = forward
             torch._dynamo.reset()
     assert difference(*both) == 0
+
+
+# ---- chats --------------------------------------------------------------------------------------------------------
+
+CHATS = [("none", "none", "left"), ("left", "left", "right"), ("left", "right", "left"), ("right", "between", "left")]
+
+
+def chat(model, attention, cache, sides, device):
+    """Logits of several turns, padded on a side each. After a turn, the mask hides the ends of two sequences.
+
+    So does a chat in which sequences end early: generate() goes on adding tokens to them.
+    """
+    model.set_attn_implementation(attention)
+    generator, mask, out = torch.Generator().manual_seed(3), torch.ones(3, 0, dtype=torch.long, device=device), []
+    for turn, side in enumerate(sides):
+        for new in (padding(side, tokens=9 if turn else 13), *[torch.ones(3, 1, dtype=torch.long)] * 4):
+            mask = torch.cat([mask, new.to(device)], 1)
+            tokens = new.shape[1]
+            ids = torch.randint(2, 90, (3, tokens), generator=generator).to(device)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens:]
+            with torch.no_grad():
+                logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+            out.append(logits[new.bool()])
+        mask[0, -2:] = mask[2, -1:] = 0
+    return out
+
+
+@pytest.mark.parametrize("sides", CHATS, ids=lambda sides: "-".join(sides))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_chat_with_padded_turns(name, sides, make, device):
+    model = tiny_model(name, device=device)
+    theirs = chat(model, stock(model), transformers.DynamicCache(config=model.config), sides, device)
+    assert difference(chat(model, "vmem", make(model), sides, device), theirs) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_tokens_that_a_later_mask_hides(name, make, device):
+    """In the middle of a sequence and for a while, as some methods of pruning do."""
+    model, both = tiny_model(name, device=device), []
+    for attention, cache in ((stock(model), transformers.DynamicCache(config=model.config)), ("vmem", make(model))):
+        model.set_attn_implementation(attention)
+        ids, mask, out = prompts(device=device), padding("left").to(device), []
+        for hidden in (slice(0), slice(6, 9), slice(0), slice(10, 12), slice(0)):
+            seen = mask.clone()
+            seen[1:, hidden] = 0
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            with torch.no_grad():
+                logits = model(ids, attention_mask=seen, position_ids=positions, past_key_values=cache).logits
+            out.append(logits[mask[:, -ids.shape[1] :].bool()])
+            ids, mask = ids[:, :1], torch.cat([mask, mask.new_ones(3, 1)], 1)
+        both.append(out)
+    assert difference(*both) < CLOSE
+
+
+# ---- settings that change which layers cache what -------------------------------------------------------------------
+
+
+def flags():
+    """(model, setting, value) of every setting of the table's configurations that changes what a layer caches."""
+    found = []
+    for name in MODELS:
+        config = tiny_config(name)
+        for setting, value in config.to_dict().items():
+            for other in others(setting, value, config.num_hidden_layers):
+                try:
+                    changed = layers_of(tiny_config(name, **{setting: other}))
+                except Exception:  # its configuration refuses the value
+                    continue
+                if changed != layers_of(config):
+                    found.append((name, setting, other))
+    return found
+
+
+def others(setting, value, layers):
+    """Other values of a setting."""
+    if isinstance(value, bool):
+        return [not value]
+    if setting == "layer_types" and isinstance(value, list):
+        kinds = list(dict.fromkeys(value))
+        return [[kind] * layers for kind in kinds] + ([value[::-1]] if len(kinds) > 1 else [])
+    if isinstance(value, int) and any(word in setting for word in ("layer", "window", "chunk", "interval", "period")):
+        if "window" in setting:
+            return [0, 2]  # with a window of 1, DynamicCache keeps all rows, which Moshi then reads
+        return [] if setting in ("num_hidden_layers", "n_layer") else [0, 1, 2]
+    return [8] if value is None and ("window" in setting or "chunk" in setting) else []
+
+
+def layers_of(config):
+    types, settings = transformers.cache_utils.get_layer_types_and_kwargs(config)
+    return types, settings, getattr(config, "kv_sharing_modes", None)
+
+
+@pytest.mark.parametrize(("name", "setting", "value"), flags(), ids=str)
+def test_a_setting_that_changes_which_layers_cache(name, setting, value, make, device):
+    theirs = {}
+    for side in ("none", "left"):
+        try:
+            model = tiny_model(name, device=device, **{setting: value})
+            cache = transformers.DynamicCache(config=model.config)
+            theirs[side] = run(model, cache, stock(model), side, device=device)
+        except Exception as error:
+            pytest.skip(f"transformers alone: {type(error).__name__}: {str(error):.80}")
+        try:
+            cache = make(model)
+        except ValueError as error:
+            assert "no layers with keys and values" in str(error)
+            return
+        assert difference(run(model, cache, "vmem", side, device=device), theirs[side]) < CLOSE, side
+        assert difference(run(model, make(model), stock(model), side, device=device), theirs[side]) < CLOSE, side
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("kind", ["ours", "dynamic", "static"])
+@pytest.mark.parametrize("side", SIDES)
+def test_layers_whose_queries_are_trimmed(side, kind, keep, make, device):
+    """Gemma 4's layers that read other layers' rows compute the last tokens alone: as many as logits are kept."""
+    model = tiny_model("gemma4_shared", device=device)
+    kinds = {
+        "ours": make,
+        "dynamic": lambda model: transformers.DynamicCache(config=model.config),
+        "static": lambda model: transformers.StaticCache(config=model.config, max_cache_len=40),
+    }
+    ids, mask = prompts(device=device), padding(side).to(device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    both, seen = [], mask[:, -keep:].bool()
+    for attention, cache in ((stock(model), kinds["dynamic"](model)), ("vmem", kinds[kind](model))):
+        model.set_attn_implementation(attention)
+        options = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        with torch.no_grad():
+            logits = model(ids, **options, logits_to_keep=keep if attention == "vmem" else 0).logits
+        both.append([logits[:, -keep:][seen]])
+    assert difference(*both) < CLOSE
 
 
 # ---- every family of the release --------------------------------------------------------------------------------

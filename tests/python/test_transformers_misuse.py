@@ -3,6 +3,8 @@
 SPDX-License-Identifier: MIT
 """
 
+import pickle
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -78,11 +80,12 @@ def test_what_is_carried_says_what_read_it():
             raise RuntimeError(what)
 
     carried = Carried.of(torch.zeros(2, 3), Owner())
-    for read, what in ((lambda x: x + 1, "add"), (lambda x: x.shape, "shape"), (lambda x: torch.cat([x, x]), "cat"),
+    for read, what in ((lambda x: x + 1, "add"), (lambda x: torch.cat([x, x]), "cat"),
                        (lambda x: x[0], "__getitem__"), (len, "__len__"), (lambda x: x.sum(), "sum"),
                        (bool, "__bool__"), (lambda x: x.numpy(), "numpy"), (lambda x: x.data, "data")):  # fmt: skip
         with pytest.raises(RuntimeError, match=what):
             read(carried)
+    assert carried.shape == carried.size() == (2, 3) and carried.ndim == carried.dim() == 2  # T5 asks for K's length
     assert carried.to("cpu") is carried and carried.contiguous() is carried
     with pytest.raises(RuntimeError, match="to"):
         carried.to(torch.bfloat16)
@@ -200,11 +203,76 @@ def test_sinks_of_each_query():
 
 
 def test_sinks_in_some_layers_only(make, device):
-    """As in MiMo-V2-Flash. The first layer runs by lengths, the second one needs the padding's rows."""
+    """As in MiMo-V2-Flash. The first layer runs by lengths, the second one reads its rows as one tensor."""
     model, ids = tiny_model("gpt_oss", device=device), prompts(device=device)
     model.model.layers[0].self_attn.sinks = None
     got = generate(model, ids, make(model), "vmem")
     theirs = generate(model, ids, transformers.DynamicCache(config=model.config), "vmem")
     assert got.tolist() == theirs.tolist()
-    with pytest.raises(ValueError, match="layer 1 reads its rows as one tensor.*use another attention"):
-        generate(model, ids, make(model), "vmem", attention_mask=padding("left").to(device))
+    mask = padding("left").to(device)
+    got = generate(model, ids, make(model), "vmem", attention_mask=mask)
+    theirs = generate(model, ids, transformers.DynamicCache(config=model.config), "vmem", attention_mask=mask)
+    assert got.tolist() == theirs.tolist()
+    model.set_attn_implementation("vmem")
+    cache = make(model)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match="layer 1 reads its rows as one tensor.*pass the 2D attention_mask"):
+            model(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "vmem"])
+@pytest.mark.parametrize("where", ["between layers", "in the attention"])
+def test_after_an_interrupt_the_cache_says_that_reset_comes_first(where, attention, make, device):
+    model, ids = tiny_model("llama", device=device), prompts(device=device)
+    model.set_attn_implementation(attention)
+    cache, layers = make(model), model.model.layers
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        stops = layers[0].mlp if where == "between layers" else layers[1].self_attn.v_proj
+        hook = stops.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, :1], past_key_values=cache)
+        hook.remove()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the last pass was interrupted.*reset.. the cache"):
+                model(ids[:, :1], past_key_values=cache)
+        cache.crop(13)  # as the message says
+        assert cache.get_seq_length() == 13
+        cache.reset()
+    assert generate(model, ids, cache, attention).tolist() == reference(model, ids).tolist()
+
+
+def test_generates_output_is_not_pickled(make, device):
+    model, ids = tiny_model("llama", device=device), prompts(device=device)
+    out = generate(model, ids, make(model), return_dict_in_generate=True)
+    with pytest.raises(TypeError, match="a VMemCache cannot be pickled.*set the cache in generate..'s output to None"):
+        pickle.dumps(out)
+
+
+def test_more_sequences_than_a_prefilled_cache_has(make, device):
+    model, ids = tiny_model("llama", device=device), prompts(1, device=device)
+    cache = make(model)
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+    options = {"attention_mask": torch.ones_like(ids), "num_beams": 3, "num_return_sequences": 3}
+    with pytest.raises(ValueError, match="has 3 sequences, the cache 1: .* batch_repeat_interleave.3. it, first"):
+        generate(model, ids, cache, **options)
+    cache.batch_repeat_interleave(3)
+    assert generate(model, ids, cache, **options).tolist() == reference(model, ids, **options).tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_cache_is_iterated_as_transformers_own(name, make, device):
+    model, ids = tiny_model(name, device=device), prompts(device=device)
+    ours, theirs = make(model), transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for cache in (ours, theirs):
+            model(ids, past_key_values=cache)
+    for (k, v, more), (k_theirs, v_theirs, _) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close((k, v), (k_theirs, v_theirs))
+        assert more is None

@@ -46,6 +46,8 @@ MODELS = {
     "gemma3n": ("Gemma3nText", {"num_hidden_layers": 4, "num_kv_shared_layers": 1, "laurel_rank": 8,
                                 "layer_types": _SHARED, **_PER_LAYER}),  # layers that read other layers' rows
     "gemma4": ("Gemma4Text", {"global_head_dim": 32, "num_kv_shared_layers": 0, **_PER_LAYER}),  # shapes that differ
+    "gemma4_shared": ("Gemma4Text", {"global_head_dim": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+                                     "layer_types": _SHARED, **_PER_LAYER}),  # and that trim a prompt
     "mixtral": ("Mixtral", _EXPERTS),
     "qwen3_moe": ("Qwen3Moe", _QWEN_EXPERTS),
     "gpt_oss": ("GptOss", {"sliding_window": 8, **_EXPERTS}),  # attention sinks
@@ -62,14 +64,18 @@ MODELS = {
 }  # fmt: skip
 
 
+def tiny_config(name, **changes):
+    """The configuration of a model of MODELS, with other settings."""
+    family, extra = MODELS[name]
+    base = _BASE if name != "gpt2" else {k: v for k, v in _BASE.items() if k.endswith("_id") or k == "vocab_size"}
+    return getattr(transformers, family + "Config")(**{**base, **extra, **changes})
+
+
 def tiny_model(name, seed=1, device="cpu", dtype=torch.float32, **changes):
     """A model of MODELS. The same name and seed give the same weights."""
-    family, extra = MODELS[name]
-    config_class = getattr(transformers, family + "Config")
     head = "LMHeadModel" if name == "gpt2" else "ForCausalLM"
-    model_class = getattr(transformers, family.removesuffix("Text") + head)
-    base = _BASE if name != "gpt2" else {k: v for k, v in _BASE.items() if k.endswith("_id") or k == "vocab_size"}
-    config = config_class(**{**base, **extra, **changes})
+    model_class = getattr(transformers, MODELS[name][0].removesuffix("Text") + head)
+    config = tiny_config(name, **changes)
     torch.manual_seed(seed)
     return model_class(config).to(device=device, dtype=dtype).eval()
 
