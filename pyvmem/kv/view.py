@@ -350,11 +350,11 @@ def _in_words(now: View, bytes: int) -> str:
         return f"refused: {pages * page >> 20} MiB stay; the device has not as much memory as was asked for"
     if now.pool and now.pool.max < bytes:
         return f"applied: at most {now.pool.max >> 20} MiB, the pool's budget"
-    beyond = now.stats["held_pages"] * page - bytes // page * page
+    held, needed = (now.stats[what] * page - bytes // page * page for what in ("held_pages", "needed_pages"))
     text = f"applied: {'at most ' if now.pool else ''}{bytes >> 20} MiB"
-    if beyond <= 0:
-        return text
-    return f"{text}; requests hold {beyond >> 20} MiB more until they end"
+    if needed > 0:
+        return f"{text}; requests hold {needed >> 20} MiB more until they end"
+    return f"{text}; {held >> 20} MiB that no request needs are being given back" if held > 0 else text
 
 
 def describe(name: str) -> str:

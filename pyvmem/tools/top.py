@@ -1,7 +1,7 @@
 """``pyvmem top``: the KV caches and vLLM engines of this user's processes, what they hold, and their limits.
 
-On a terminal it is a live picture by rich, with keys (`pyvmem.tools.top_screen`). Into a pipe or a file, with --once,
-or without rich, it prints tables without escape codes.
+On a terminal it is a live picture by rich, with keys (`pyvmem.tools.top_screen`). Without rich, it
+prints tables without escape codes. Into a pipe or a file, and with --once, it prints them once and ends.
 
 SPDX-License-Identifier: MIT
 """
@@ -33,9 +33,10 @@ POOL_COLUMNS = (
     "pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "answer (question)", "reply (up to)",
 )  # fmt: skip
 ENGINE_COLUMNS = (
-    "pid", "engine", "limit", "min", "max", "least", "backed", "used", "cached", "spare", "preempted", "refused",
+    "pid", "engine", "state", "limit", "min", "max", "least", "backed", "used", "cached", "spare", "preempted",
+    "refused",
 )  # fmt: skip
-_TEXT = {"name", "where", "pool", "answer (question)", "reply (up to)", "engine"}
+_TEXT = {"name", "where", "pool", "answer (question)", "reply (up to)", "engine", "state"}
 
 
 def rows(views: Iterable[View], rates: Mapping[Path, float]) -> list[tuple[str, ...]]:
@@ -67,15 +68,24 @@ def pool_rows(views: Iterable[View]) -> list[tuple[str, ...]]:
     return found
 
 
-def engine_rows(engines: Iterable[control.Engine]) -> list[tuple[str, ...]]:
+def engine_state(engine: control.Engine, page: control.Page) -> str:
+    """What an engine does, in one word."""
+    if page.asleep:
+        return "asleep"
+    if engine.lent:
+        return "lent"
+    return "waits" if engine.wanted else "serves" if engine.used else "idle"
+
+
+def engine_rows(engines: Iterable[tuple[control.Engine, control.Page]]) -> list[tuple[str, ...]]:
     """Rows of text for `ENGINE_COLUMNS`: engines of vLLM on vMem; memory of one worker, in MiB."""
     found = []
-    for e in engines:
+    for e, page in engines:
         limit = "" if e.limit is None else f"{e.limit / MIB:.0f}"
         share = [f"{size / MIB:.0f}" if size else "" for size in (e.min, e.max)]
         held = [f"{size / MIB:.0f}" for size in (e.least, e.resident, e.used, e.cached, e.spare)]
         name = f"{e.name}-{e.rank}"
-        found.append((str(e.pid), name, limit, *share, *held, str(e.preempted), str(e.refused)))
+        found.append((str(e.pid), name, engine_state(e, page), limit, *share, *held, str(e.preempted), str(e.refused)))
     return found
 
 
@@ -110,7 +120,7 @@ def _screen(views: Sequence[View], rates: Mapping[Path, float], room: int | None
     text = _table(rows(views, rates), f"{many}; memory in MiB", room=room)
     if pooled := pool_rows(views):
         text += "\n\n" + _table(pooled, "in pools", POOL_COLUMNS, room)
-    if engines := engine_rows(e for e, _ in control.engines()):
+    if engines := engine_rows(control.engines()):
         text += "\n\n" + _table(engines, "vLLM on vMem; a worker's memory in MiB", ENGINE_COLUMNS, room)
     return text
 
@@ -124,7 +134,7 @@ def _interval(text: str) -> float:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("--once", action="store_true", help="print once and exit")
+    parser.add_argument("--once", action="store_true", help="print once and exit, as into a pipe or a file")
     parser.add_argument("--json", action="store_true", help="print once as JSON")
     wait = argtypes.seconds
     parser.add_argument(
@@ -212,10 +222,10 @@ def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
         return 0
     terminal = out.isatty()
     room = shutil.get_terminal_size().columns if terminal else None
-    if args.once or args.limit:
+    if args.once or args.limit or not terminal:
         print(_screen(read_views(), {}, room), file=out)
         return 0
-    if terminal and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+    if sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         with contextlib.suppress(ModuleNotFoundError):  # rich is an extra
             from pyvmem.tools.top_screen import Screen
 

@@ -135,7 +135,7 @@ class Screen:
         return [Text(), Text("in pools (MiB)", style="bold"), table]
 
     def _engines(self, width: int) -> list[RenderableType]:
-        rows = engine_rows(engine for engine, _ in control.engines())
+        rows = engine_rows(control.engines())
         if not rows:
             return []
         less = () if width >= 110 else ("min", "max", "least", "spare", "preempted", "refused")

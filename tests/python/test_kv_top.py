@@ -4,6 +4,7 @@ SPDX-License-Identifier: MIT
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import math
@@ -155,6 +156,21 @@ def test_a_budget_below_what_requests_hold_says_so(capsys):
         answer = kv_view.budget_answer(view, MIB, 60)
         assert answer == f"applied: 1 MiB; requests hold {held - 1} MiB more until they end"
     assert kv_view.budget_answer(view, MIB, 0).startswith("gone")
+
+
+def test_pages_that_no_request_needs_are_not_said_to_be_held_by_requests():
+    """As of an idle member of a pool, which gives its kept pages back by itself."""
+    with make(spare=Spare(overlap=False)) as cache:
+        slot = cache.alloc(1000)
+        assert cache.step([1000 if s == slot else 0 for s in range(4)])
+        cache.free(slot)
+        view = kv_view.read_views()[0]
+        stats = {**view.stats, "held_pages": 40, "needed_pages": 0, "page_size": MIB}
+        idle = dataclasses.replace(view, stats=stats, answer="applied")
+        assert kv_view._in_words(idle, 24 * MIB) == (
+            "applied: 24 MiB; 16 MiB that no request needs are being given back")  # fmt: skip
+        busy = dataclasses.replace(idle, stats={**stats, "needed_pages": 30})
+        assert kv_view._in_words(busy, 24 * MIB) == "applied: 24 MiB; requests hold 6 MiB more until they end"
 
 
 def test_a_cache_that_is_closed_meanwhile_is_gone(monkeypatch, capsys):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+import types
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -24,6 +25,7 @@ from pyvmem.kv import picture
 from pyvmem.kv import view as kv_view
 from pyvmem.kv.cache import KVCache, Spare
 from pyvmem.kv.types import KVStats
+from pyvmem.tools import top as command
 
 pytest.importorskip("rich")
 MIB = 1 << 20
@@ -118,14 +120,20 @@ def test_no_line_is_wider_than_the_terminal(columns):
         assert any(re.search(r"MiB +32 MiB( +[\d.]+ MiB)? +1/4", line) and "█" in line for line in lines), lines
 
 
-def test_no_escape_code_goes_into_a_pipe():
+def test_a_pipe_gets_tables_once_and_no_escape_code():
     with make():
         command = [sys.executable, "-m", "pyvmem", "top", "--interval", "0.1"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        text = "".join(process.stdout.readline() for _ in range(8))
-        process.stdout.close()  # as head does
-        process.wait(60)
-        assert text.count("chat") >= 2 and "\x1b" not in text
+        text = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600).stdout
+        assert text.count("chat") == 1 and "\x1b" not in text
+
+
+@pytest.mark.parametrize("said, state", [
+    ({}, "idle"), ({"used": 1}, "serves"), ({"used": 1, "wanted": 1}, "waits"), ({"lent": True}, "lent"),
+    ({"asleep": True, "lent": True}, "asleep"),
+])  # fmt: skip
+def test_what_an_engine_does_is_one_word(said, state):
+    engine = types.SimpleNamespace(**{"used": 0, "wanted": 0, "lent": False, **said})
+    assert command.engine_state(engine, types.SimpleNamespace(asleep=said.get("asleep", False))) == state
 
 
 @pytest.mark.parametrize("interval", ["0", "0.01", "-1", "nan", "4000", "soon"])
