@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -64,23 +64,6 @@ __all__ = [
 
 Cache = TypeVar("Cache", bound="KVCache")
 
-# Names that are gone, and what took their place.
-_GONE = {
-    "absent_slots": "slot(i).absent_steps",
-    "alloc_reqid": "alloc, or pyvmem.paper.alloc_reqid",
-    "attach_prefix": "attach(slot, run)",
-    "check": "step(lengths, dry=True)",
-    "check_attach": "attach(None, run, dry=True)",
-    "check_swap_in": "swap_in(slot, dry=True)",
-    "check_truncate": "truncate(slot, tokens, dry=True)",
-    "drop_prefix": "drop(run)",
-    "free_reqid": "free, or pyvmem.paper.free_reqid",
-    "metrics_json": "json.dumps(asdict(stats()))",
-    "missing_pages": "shortage.missing_pages",
-    "prefix_pages": "run(run).pages and .own_pages",
-    "save_prefix": "share(slot, tokens)",
-}
-
 _log = logging.getLogger("pyvmem")
 _MOST = 2**32 - 1  # tokens: all
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
@@ -89,17 +72,6 @@ _GROUP = tuple(field.name for field in fields(GroupInfo))[3:]
 
 class _Last(threading.local):
     shortage: Shortage = NO_SHORTAGE
-
-
-class _Gone:
-    """An attribute that is gone. A `__getattr__` would slow every attribute of a cache down."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, obj: Any, kind: type) -> NoReturn:
-        text = f"{kind.__name__!r} object has no attribute {self.name!r}: use {_GONE[self.name]}"
-        raise AttributeError(text, name=self.name, obj=obj)
 
 
 class KVCache(_Owned):
@@ -262,9 +234,6 @@ class KVCache(_Owned):
         else:
             cache.keys, cache.values = ([cache.tensors[0][:, :, n, i] for n in range(layers)] for i in (0, 1))
         return cache
-
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in _GONE]
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -880,12 +849,3 @@ class KVCache(_Owned):
     def _end(self) -> None:
         self._closing = None
         self._close_context()
-
-
-def name_what_is_gone(kind: type) -> None:
-    """Make the names that are gone from a class of caches say what took their place."""
-    for name in _GONE:
-        setattr(kind, name, _Gone(name))
-
-
-name_what_is_gone(KVCache)

@@ -178,17 +178,14 @@ _SWITCHES = {
 }
 _NUMBERS = ("tile_rows", "ahead_tokens", "ahead_min", "eager_tokens", "reclaim_percent", "steps_in_flight")
 _NAMES = frozenset(field.name for field in fields(KVCacheOptions))
-_MOVED = {field.name: f"spare=Spare({field.name}=...)" for field in fields(Spare)} | {
-    "watermark_percent": "watermark=0.1 for 10 percent of the budget",
-    "zero_ends": "pyvmem.paper.step(cache, lengths, zero_ends=True)",
-}
+_SPARE_NAMES = frozenset(field.name for field in fields(Spare))
 
 
 def _refuse(keywords: dict[str, Any]) -> None:
-    """Refuse unknown options, and say where those are that had another place."""
+    """Refuse unknown options, and say where those of `Spare` belong."""
     for name in keywords:
-        if name in _MOVED:
-            raise TypeError(f"KVCache has no option {name} any more: use {_MOVED[name]}")
+        if name in _SPARE_NAMES:
+            raise TypeError(f"{name} is an option of Spare: use spare=Spare({name}=...)")
         if name not in _NAMES:
             raise TypeError(f"unknown KVCache option {name}: the options are {', '.join(sorted(_NAMES))}")
 

@@ -45,9 +45,7 @@ def test_wrong_options_are_named(backend):
         ({"tile_row": 1}, "unknown KVCache option tile_row: the options are backend, "),
         ({"options": {"tile_rows": 1}}, "options must be KVCacheOptions"),
         ({"spare": {"overlap": False}}, "spare must be a Spare, not {'overlap': False}"),
-        ({"overlap": False}, r"no option overlap any more: use spare=Spare\(overlap=...\)"),
-        ({"zero_ends": True}, r"no option zero_ends any more: use pyvmem.paper.step\(cache, lengths, zero_ends=True\)"),
-        ({"watermark_percent": 10}, "no option watermark_percent any more: use watermark=0.1 for 10 percent"),
+        ({"overlap": False}, r"overlap is an option of Spare: use spare=Spare\(overlap=...\)"),
         ({"context": backend}, "context must be a Context"),
         ({"name": 3}, "name must be a string"),
     ):

@@ -6,7 +6,6 @@ SPDX-License-Identifier: MIT
 import errno
 import math
 import os
-import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +16,7 @@ from kv_caches import PAGE_TOKENS, Event, make, start, view_dim
 
 import pyvmem
 from pyvmem.errors import InvalidArgument
-from pyvmem.kv.cache import _GONE, KVCache, Spare, TensorSpec
+from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 
 MIB = 1 << 20
 
@@ -325,16 +324,6 @@ def test_a_dry_call_answers_and_changes_nothing(backend):
         assert cache.swap_in(slot, dry=True) and cache.slot(slot).state == "swapped"
         with pytest.raises(TypeError, match="slot must be an integer, not None"):
             cache.attach(None, prefix)
-
-
-@pytest.mark.parametrize("name", sorted(_GONE))
-def test_a_name_that_is_gone_names_its_successor(name):
-    with make("host") as cache:
-        with pytest.raises(AttributeError, match=re.escape(_GONE[name])):
-            getattr(cache, name)
-        assert not hasattr(cache, name) and name not in dir(cache)
-        with pytest.raises(AttributeError, match="no attribute 'chek'"):
-            cache.chek
 
 
 def test_a_check_beside_steps_takes_no_answer_from_them(backend):
