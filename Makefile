@@ -31,6 +31,7 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 .PHONY: check test test-fast test-uvm-ext test-c mutants-c fuzz-kv fuzz-kv-gpu test-asan test-tsan test-python test-python-fake
 .PHONY: figures test-shaken test-cross test-gpu test-gpu-c test-gpu-python test-transformers-releases
 .PHONY: test-vllm-cpu test-vllm-quick check-vllm-releases
+.PHONY: test-sglang-cpu test-sglang-quick check-sglang-releases
 
 all: lib venv ## Build libvmem, and install pyvmem into .venv (the default)
 
@@ -75,7 +76,7 @@ check: lint test-uvm-ext test-fast ## Format, style, types and the quick tests, 
 test: ## `check`, and every test that needs no GPU; lists at the end what was not run, and why (20 minutes)
 	$(Q)$(PYTHON) .ci/not_run.py $(MAKE) --no-print-directory all-tests
 .PHONY: all-tests
-all-tests: check test-c test-asan test-python test-python-fake test-module test-vm-quick test-vllm-quick
+all-tests: check test-c test-asan test-python test-python-fake test-module test-vm-quick test-vllm-quick test-sglang-quick
 
 # C and Python tests that take a second or less and start no further process.
 FAST_C := abi_stock access blocks busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
@@ -160,6 +161,16 @@ test-vllm-quick: venv ## Those of its tests that tell most (2 minutes)
 
 check-vllm-releases: venv ## vLLM's newest release and the three before: what vMem relies on, and its own scheduler on vMem's pages
 	$(Q)$(PY) .ci/vllm_cpu.py releases $(VLLM_RELEASES)
+
+# SGLang's own wheel on a CPU. What serves GPUs alone is a stub that fails if it is called.
+test-sglang-cpu: venv ## SGLang itself on host memory, with tiny models: equal tokens, every row, limits that move, its HTTP server (5 minutes; SGLANG_CPU=0.5.22: another release)
+	$(Q)$(PY) .ci/sglang_cpu.py test $(if $(T),-k "$(T)")
+
+test-sglang-quick: venv ## Those of its tests that tell most (2 minutes)
+	$(Q)$(PY) .ci/sglang_cpu.py quick
+
+check-sglang-releases: venv ## SGLang's newest releases: what vMem relies on, and the scheduler of each on vMem's pages
+	$(Q)$(PY) .ci/sglang_cpu.py releases $(SGLANG_RELEASES)
 
 bench: venv ## Run every benchmark but `vllm` quickly, on the best backend
 	$(Q)$(PY) -m benchmarks all --quick

@@ -43,9 +43,10 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 # before they do. WAITED: microseconds that steps waited for blocks. HEAD: when the first request came that lacks some,
 # in microseconds; 0: none does; negative: others come first for a while. GROWS: whether running requests lack some, of
 # which the last came then. STARVED: whether at most one request runs meanwhile. BEAT: changes while the process runs.
+# PARTS: whether the columns are parts of one worker, whose bytes add up, such as pools of several kinds of layers.
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
  PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED, AHEAD, HEAD, GROWS,
- BEAT) = range(16, 43)  # fmt: skip
+ BEAT, PARTS) = range(16, 44)  # fmt: skip
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
 # OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers. POOL_MAY: bytes that it
@@ -173,11 +174,16 @@ class Page:
                 self.path.unlink()
 
 
+def private_page() -> Page:
+    """A page that no other process sees."""
+    return Page(_fresh(), None)
+
+
 def open_page(engine: str, rank: int) -> Page:
     """The control page of an engine on this machine, made by the process that asks first."""
     path = path_of(engine, rank)
     if path is None:
-        return Page(_fresh(), None)
+        return private_page()
     _ended(path, remove=True)  # one that died, if this engine has the configuration of an earlier one
     words = _map(path, hold=True)
     if words is None:
@@ -190,10 +196,10 @@ def open_page(engine: str, rank: int) -> Page:
                     os.link(mine, path)  # whole, and once
                 words = _map(path, hold=True)
         except OSError:
-            return Page(_fresh(), None)
+            return private_page()
         finally:
             mine.unlink(missing_ok=True)
-    return Page(_fresh(), None) if words is None else Page(words, path)
+    return private_page() if words is None else Page(words, path)
 
 
 def _fresh() -> Words:
@@ -305,11 +311,12 @@ class Engine:
     def of(cls, name: str, rank: int, page: Page) -> Engine:
         """What a page says."""
         block, ranks = page[BLOCK_BYTES], max(min(page[RANKS_USED], RANKS), 1)
-        most = {f: int(page.words[f : f + ranks].max()) for f in (RESIDENT, STEP_MAPS)}
+        whole = np.sum if page[PARTS] else np.max
+        most = {f: int(whole(page.words[f : f + ranks])) for f in (RESIDENT, STEP_MAPS)}
         return cls(
             name, rank, page[PID], ranks, block, page[BLOCKS], None if page[LIMIT] >= NO_LIMIT else page[LIMIT],
             page[MIN], page[MAX], page[PRIORITY], page[LEAST] * block, page[ALLOWED] * block, page[USED] * block,
-            page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, int(page.boards(ranks)[:, HELD].max()),
+            page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, int(whole(page.boards(ranks)[:, HELD])),
             most[RESIDENT], most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
             page[WAITED] / 1e6,
         )  # fmt: skip

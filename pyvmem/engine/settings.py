@@ -30,6 +30,7 @@ class Settings:
     priority: int = 0
     pool: str = ""
     pool_size: int = 0
+    http: bool = False
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
@@ -96,10 +97,12 @@ _FIELDS = (
 _SUFFIXES = {"minimum": "MIN", "maximum": "MAX"}
 
 
-def read(switch: str, layouts: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
+def read(
+    switch: str, layouts: Sequence[str], environ: Mapping[str, str] = os.environ, flags: Sequence[str] = ()
+) -> Settings:
     """The `Settings` of an environment; the defaults where the switch is off, whatever else is set.
 
-    layouts : what SWITCH_LAYOUT may be, the default first.
+    layouts : what SWITCH_LAYOUT may be, the default first. flags: fields that only some engines have.
 
     Raises `ValueError` naming the variable.
     """
@@ -114,7 +117,9 @@ def read(switch: str, layouts: Sequence[str], environ: Mapping[str, str] = os.en
     def variable(field: str) -> str:
         return f"{switch}_{_SUFFIXES.get(field, field.upper())}"
 
-    fields: tuple[tuple[str, Callable[[str, str], Any]], ...] = (*_FIELDS, ("layout", layout))
+    fields: tuple[tuple[str, Callable[[str, str], Any]], ...] = (
+        *_FIELDS, ("layout", layout), *((name, _flag) for name in flags)
+    )  # fmt: skip
     known = [switch, *(variable(field) for field, _ in fields)]
     for name in environ:
         if name.startswith(f"{switch}_") and name not in known:

@@ -15,7 +15,6 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib.util
 import re
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 from pyvmem.vllm.fingerprints import KNOWN
 from pyvmem.vllm.names import NAMES
 from pyvmem.engine.refuse import Refused
+from pyvmem.engine.sources import Source, fingerprint, parameters
 
 _WORKER, _SCHEDULER = "v1/worker/gpu_worker.py", "v1/core/sched/scheduler.py"
 _POOL, _UTILS, _OUTPUT = "v1/core/block_pool.py", "v1/core/kv_cache_utils.py", "v1/core/sched/output.py"
@@ -91,69 +91,20 @@ BODIES = (
 )
 
 
-class _Source:
-    """The parsed files of one vLLM."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._trees: dict[str, ast.Module] = {}
-
-    def find(self, file: str, path: str) -> Any:
-        """The definition of a function or class; None if there is none."""
-        if file not in self._trees:
-            try:
-                self._trees[file] = ast.parse((self._folder / file).read_text(encoding="utf-8"))
-            except (OSError, SyntaxError, ValueError):
-                self._trees[file] = ast.Module([], [])
-        node: Any = self._trees[file]
-        for name in path.split("."):
-            node = next((n for n in getattr(node, "body", ()) if getattr(n, "name", None) == name), None)
-        return node
-
-
-def _parameters(arguments: ast.arguments) -> str:
-    """The parameters as they are written, without annotations."""
-    for node in ast.walk(arguments):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-    return ast.unparse(arguments)
-
-
-def _shape(node: Any) -> str:
-    """A definition as text that is the same in every release of Python, without docstrings and annotations."""
-    if isinstance(node, list):
-        return "[" + ",".join(map(_shape, node)) + "]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    parts = []
-    for name, value in ast.iter_fields(node):
-        if name == "body" and isinstance(value, list) and value and isinstance(value[0], ast.Expr):
-            first = value[0].value
-            value = value[1:] if isinstance(first, ast.Constant) and isinstance(first.value, str) else value
-        if name in ("annotation", "returns", "type_comment", "type_params", "ctx", "kind") or value in (None, []):
-            continue
-        parts.append(f"{name}={_shape(value)}")
-    return f"{type(node).__name__}({','.join(parts)})"
-
-
-def _fingerprint(node: Any) -> str:
-    return hashlib.sha256(_shape(node).encode()).hexdigest()[:16] if node is not None else "absent"
-
-
 def fingerprints(folder: Path) -> dict[str, str]:
     """{function: fingerprint} of the bodies that vMem relies on, of the vLLM in `folder`."""
-    source = _Source(folder)
-    return {path: _fingerprint(source.find(file, path)) for file, path in BODIES}
+    source = Source(folder)
+    return {path: fingerprint(source.find(file, path)) for file, path in BODIES}
 
 
 def differences(folder: Path) -> Iterator[str]:
     """Signatures and names of the vLLM in `folder` that are not as vMem needs them."""
-    source = _Source(folder)
+    source = Source(folder)
     for file, path, *wanted in SIGNATURES:
         node = source.find(file, path)
         if node is None or not hasattr(node, "args"):
             yield f"{path} is not in {file}"
-        elif (found := _parameters(node.args)) not in wanted:
+        elif (found := parameters(node.args)) not in wanted:
             yield f"{path} takes ({found}), not ({wanted[-1]})"
     number = _number(folder)
     for kind, (file, names) in NAMES.items():

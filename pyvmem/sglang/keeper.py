@@ -1,0 +1,377 @@
+"""Which of an allocator's pages circulate: those in use, in the radix cache or in its free list. All others are out.
+
+SGLang's allocator keeps its free pages as a tensor on the device. The keeper concatenates pages that are backed, and
+slices pages off the end. Both are in stream order, so no step waits for the device; the numbers of what was sliced off
+come with an asynchronous copy. Scheduler and model worker share a process, so nothing has to be told to workers.
+
+This module does not import SGLang: the scheduler and the allocator are SGLang's own.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from pyvmem.engine import control, pool_policy
+from pyvmem.engine.budget import BlockBudget
+from pyvmem.engine.control import Page
+from pyvmem.engine.out import Out
+from pyvmem.errors import OutOfMemory
+from pyvmem.sglang.memory import KVMemory
+
+RETRY = 0.03  # seconds until memory that was refused is asked for again
+PART = 512 << 20  # bytes of blocks in one order: what is backed serves before the rest is
+KEEP = 64 << 20  # bytes of free blocks at most that an idle engine keeps for the next request
+SOME = 8  # blocks beside those of the running requests that are kept ready
+MOST_WAITING = 64  # requests that are looked at
+CLIP = 4096  # output tokens of a request that SGLang reserves at most (CLIP_MAX_NEW_TOKENS)
+
+
+class Keeper(BlockBudget):
+    """Decides which pages of one allocator circulate.
+
+    Parameters
+    ----------
+    scheduler : sglang.srt.managers.scheduler.Scheduler
+    allocator : sglang.srt.mem_cache.allocator.BaseTokenToKVPoolAllocator
+    memories : sequence of KVMemory
+        The pools whose rows the allocator's pages number: that of the model, and that of a draft.
+    page : Page
+    window : bool
+        Whether the allocator is that of the layers with windows, beside another one.
+    alone : bool
+        Whether the engine has no other keeper.
+    """
+
+    def __init__(self, scheduler: Any, allocator: Any, memories: Sequence[KVMemory], page: Page, *,
+                 window: bool = False, alone: bool = True) -> None:  # fmt: skip
+        self._scheduler, self._allocator, self._memories = scheduler, allocator, memories
+        self._tokens: int = allocator.page_size
+        self._window, self._alone = window, alone
+        self._leaving: collections.deque[tuple[Any, Any, list[int]]] = collections.deque()  # copy, event, fences
+        self._num_leaving = 0
+        self._coming: collections.deque[tuple[list[int], list[int]]] = collections.deque()  # an order each, ids
+        self._retry = 0.0
+        self.drafts = int(getattr(scheduler.server_args, "speculative_num_draft_tokens", None) or 0)
+        longest = scheduler.max_req_len + self.drafts
+        step = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        block, total = sum(m.block_bytes for m in memories), min(m.number for m in memories) - 1
+        super().__init__(page, total, block, self._pages(longest) + 2, self._pages(step) + SOME, 1)
+        self._out = Out(self.total, block, max(m.span * block // m.block_bytes for m in memories))
+        self._take_all()
+        self._grow(self.ready(), wait=True)
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self._tokens)
+
+    # ---- SGLang's free list ----------------------------------------------------------------------------------
+
+    @property
+    def spare(self) -> int:
+        """Pages in the allocator's free list."""
+        return int(self._allocator.available_size()) // self._tokens
+
+    @property
+    def cached(self) -> int:
+        """Pages of the radix cache that no request uses."""
+        tree = self._scheduler.tree_cache
+        if self._alone:
+            return int(tree.evictable_size()) // self._tokens
+        return int(tree.swa_evictable_size() if self._window else tree.full_evictable_size()) // self._tokens
+
+    def num_free(self) -> int:
+        return self.spare + self.cached
+
+    def free_ids(self) -> Iterable[int]:
+        found: list[int] = self._allocator.get_all_free_pages().tolist()
+        return found
+
+    @property
+    def held(self) -> int:
+        """Pages that SGLang cannot hand out."""
+        return super().held + self._num_leaving
+
+    def _moving(self) -> bool:
+        return bool(self._coming or self._leaving) or len(self._memories) > 1
+
+    def ready(self, need: int = 0) -> int:
+        """Pages that are kept ready: free ones for the next steps."""
+        running = len(self._running)
+        return max(min(SOME + 2 * running, self.allowed() // pool_policy.SPARE), need, 1)
+
+    @property
+    def _running(self) -> list[Any]:
+        batch = getattr(self._scheduler, "running_batch", None)
+        return batch.reqs if batch is not None else []
+
+    # ---- what the next step takes ----------------------------------------------------------------------------
+
+    @staticmethod
+    def _known(request: Any) -> int:
+        """Tokens of a request that are known."""
+        return len(request.origin_input_ids) + len(request.output_ids)
+
+    @property
+    def promised(self) -> int:
+        """Pages that a prompt in chunks still takes. SGLang began it when there was room, and does not look again."""
+        request = getattr(self._scheduler, "chunked_req", None)
+        return 0 if request is None else self._pages(max(self._known(request) - request.prefix_len, 0)) + 1
+
+    def _decodes(self) -> int:
+        """Pages that the running requests may take in the next step."""
+        return len(self._running) * (1 + self._pages(2 * self.drafts))
+
+    def _rest_of(self, request: Any) -> int:
+        """Pages that must be free before SGLang begins a request, however much of it the radix cache has."""
+        rest = self._known(request)
+        if self._window:  # SGLang reserves what the window lets it decode, too
+            more = max(request.sampling_params.max_new_tokens - len(request.output_ids), 0)
+            rest += min(rest + more, self._scheduler.sliding_window_size or CLIP) + self._tokens
+        return self._pages(rest) + 1
+
+    def need(self) -> int:
+        """Pages that the next step takes: those of running requests, and those of prompts that it may begin."""
+        scheduler = self._scheduler
+        need = self._decodes() + self.promised
+        left = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        if need and getattr(scheduler, "chunked_req", None) is not None:
+            left -= self.promised * self._tokens
+        for request in scheduler.waiting_queue[:MOST_WAITING]:
+            if left <= 0:
+                break
+            need += self._rest_of(request)
+            left -= self._known(request)
+        return need + 2
+
+    def growable(self) -> int:
+        """Tokens for which memory may still be backed."""
+        if time.monotonic() < self._retry:
+            return 0
+        more = self.allowed() - self.circulating - self._n_coming
+        if self.page.cells[control.POOL]:
+            more = min(more, self._room() - self._n_coming)
+        return max(more, 0) * self._tokens
+
+    # ---- pages in and out ------------------------------------------------------------------------------------
+
+    def _fences(self) -> list[int]:
+        """A fence of each memory behind every kernel that was given to the device so far."""
+        stream = getattr(self._scheduler, "forward_stream", None)
+        handle = getattr(stream, "cuda_stream", None)
+        return [m.blocks.record(handle) for m in self._memories]
+
+    def _unback(self, ids: Sequence[int], fences: Sequence[int]) -> None:
+        for memory, fence in zip(self._memories, fences):
+            memory.blocks.unback(ids, after=fence)
+
+    def _take_all(self) -> None:
+        """No page circulates: the allocator has just put all into its free list."""
+        free = self._allocator
+        free.merge_and_sort_free()
+        self._coming.clear()
+        self._leaving.clear()
+        self._n_coming = self._num_leaving = 0
+        self._unback(range(1, self.total + 1), self._fences())
+        free.free_pages = free.free_pages[:0]
+        self._out.put(set(range(1, self.total + 1)).difference(self._out))
+
+    def _give(self, ids: list[int]) -> None:
+        free = self._allocator
+        more = torch.tensor(ids, dtype=free.free_pages.dtype)
+        if free.free_pages.is_cuda:
+            more = more.pin_memory().to(free.free_pages.device, non_blocking=True)
+        free.free_pages = torch.cat((free.free_pages, more))
+
+    def _back(self, ids: list[int], over: bool) -> bool:
+        """Back pages now, all or none. Returns whether there was memory for them."""
+        done: list[KVMemory] = []
+        try:
+            for memory in self._memories:
+                memory.back(ids, over)
+                done.append(memory)
+        except OutOfMemory:
+            for memory in done:
+                memory.blocks.unback(ids)
+            self._out.put(ids)
+            self.page[control.REFUSED] += 1
+            self._retry = time.monotonic() + RETRY
+            return False
+        self._give(ids)
+        return True
+
+    def _grow(self, n: int, wait: bool = False, over: bool = False) -> bool:
+        """Have up to `n` pages backed. over: whatever the limit is. Returns whether all are there, or on their way."""
+        wanted = n
+        if over:
+            ids = self._out.take(n, self.total)
+        else:
+            n = min(n, self.allowed() - self.circulating - self._n_coming)
+            if self.page.cells[control.POOL]:  # others give memory to who asks, not to orders
+                n = min(n, self._room() - self._n_coming)
+            ids = self._take_out(n) if n > 0 and time.monotonic() >= self._retry else []
+        if not ids:
+            return wanted <= 0
+        if wait:
+            if not self._back(ids, over):
+                return False
+            self.page.words[control.STEP_MAPS] += len(ids)
+        else:
+            part = max(PART // self.block_bytes, 1)
+            for at in range(0, len(ids), part):
+                some = ids[at : at + part]
+                self._coming.append(([m.blocks.order(some) for m in self._memories], some))
+                self._n_coming += len(some)
+        return len(ids) >= wanted
+
+    def _enter(self, wait: bool = False) -> None:
+        """Pages whose orders were carried out circulate. wait: until all were."""
+        if wait and self._coming:
+            begin = time.monotonic()
+            for memory in self._memories:
+                memory.blocks.flush()
+            self.page[control.WAITED] += int(1e6 * (time.monotonic() - begin))
+        while self._coming:
+            orders, ids = self._coming[0]
+            told = [m.answer(order) for m, order in zip(self._memories, orders)]
+            if -1 in told:
+                return
+            self._coming.popleft()
+            self._n_coming -= len(ids)
+            if 1 in told:
+                self.page[control.REFUSED] += 1
+                self._retry = time.monotonic() + RETRY
+                for memory in self._memories:
+                    memory.blocks.unback(ids)
+                self._out.put(ids)
+            else:
+                self._give(ids)
+
+    def _shrink(self, n: int, evict: bool = True) -> None:
+        """Take up to `n` pages out of circulation: free ones, then the least recently used of the radix cache."""
+        if evict and n > self.spare and self.cached:
+            self._evict((n - self.spare) * self._tokens)
+        free = self._allocator
+        free.merge_and_sort_free()
+        n = min(n, len(free.free_pages))
+        if n <= 0:
+            return
+        if self._out.shared:  # the highest numbers leave, so that what stays shares few pages
+            free.free_pages = torch.sort(free.free_pages)[0]
+        taken, free.free_pages = free.free_pages[-n:], free.free_pages[:-n]
+        fences = self._fences()
+        if not taken.is_cuda:
+            self._left(taken.tolist(), fences)
+            return
+        copy, event = taken.to("cpu", non_blocking=True), torch.cuda.Event()
+        event.record()
+        self._leaving.append((copy, event, fences))
+        self._num_leaving += n
+
+    def _evict(self, tokens: int) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self._scheduler.tree_cache.evict(
+            EvictParams(num_tokens=0, swa_num_tokens=tokens) if self._window else EvictParams(num_tokens=tokens)
+        )
+
+    def _left(self, ids: list[int], fences: Sequence[int]) -> None:
+        self._unback(ids, fences)
+        self._out.put(ids)
+
+    def _see_left(self) -> None:
+        """The numbers of pages that were taken have come."""
+        while self._leaving and self._leaving[0][1].query():
+            copy, _, fences = self._leaving.popleft()
+            self._num_leaving -= len(copy)
+            self._left(copy.tolist(), fences)
+
+    # ---- SGLang's steps --------------------------------------------------------------------------------------
+
+    def before(self) -> None:
+        """A step is about to be scheduled."""
+        if self._obey():
+            return
+        need = self.need()
+        short = need - self.num_free()
+        if short > 0 and self._coming:
+            self._enter(wait=True)
+            short = need - self.num_free()
+        if short > 0:
+            self._grow(short, wait=True)
+        ready = self.ready() - self.spare - self._n_coming
+        if 4 * ready > self.ready():  # not a few in each step: a driver's calls disturb the device
+            self._grow(ready)
+
+    def _obey(self) -> bool:
+        """See what came and left, and take out what is above the limit. Returns whether something is."""
+        self._see_left()
+        self._enter()
+        self.fit()
+        self._allowed = self.allowed()
+        beyond = self.circulating + self._n_coming - self._allowed
+        if not self._leaving:
+            beyond = max(beyond, self._pages_beyond())
+        if beyond > 0:
+            kept = self.promised + self._decodes()  # what these need next stays, until they have used it
+            self._shrink(min(beyond, max(self.num_free() - kept, 0)))
+        return beyond > 0
+
+    def ensure(self, tokens: int) -> bool:
+        """The allocator must have so many tokens, or SGLang evicts or retracts. Returns whether it has."""
+        short = self._pages(tokens) - self.spare
+        if short > 0 and self._coming:
+            self._enter(wait=True)
+            short = self._pages(tokens) - self.spare
+        return short <= 0 or self._grow(short, wait=True)
+
+    def force(self, tokens: int) -> bool:
+        """As `ensure`, above the limit if need be: SGLang would end if it did not get them."""
+        return self.ensure(tokens) or self._grow(self._pages(tokens) - self.spare, wait=True, over=True)
+
+    def idle(self, rest: bool) -> None:
+        """No step runs. rest: whether none has run for a while; then free pages leave but for a few."""
+        keep = 0 if self.lent else min(KEEP // self.block_bytes, self.ready())
+        if self._obey():
+            return
+        if rest and self.spare > keep:
+            self._shrink(self.spare - keep, evict=False)
+
+    def flushed(self) -> None:
+        """SGLang has forgotten everything, and put every page into its free list."""
+        self._take_all()
+
+    def sums(self) -> int:
+        """Tokens of the pages that circulate: what SGLang's own sums must give."""
+        return self.circulating * self._tokens
+
+    # ---- what others see -------------------------------------------------------------------------------------
+
+    def lacking(self, requests: Sequence[Any]) -> int:
+        """Pages that running requests lack, and the known tokens of these."""
+        need = self._decodes() + self.promised + sum(map(self._rest_of, requests))
+        return max(min(need - self.num_free() - self._n_coming, self.most - self.circulating), 0)
+
+
+def shares(keepers: Sequence[Keeper], page: Page) -> None:
+    """Give each keeper its part of the engine's limit, and add up what they have. One alone has the page itself."""
+    if len(keepers) < 2:
+        return
+    cells, whole = page.cells, sum(k.total * k.block_bytes for k in keepers)
+    limit = min(cells[control.LIMIT], cells[control.MAX] or control.NO_LIMIT)
+    unit = math.gcd(*(k.block_bytes for k in keepers))
+    for keeper in keepers:
+        part = keeper.total * keeper.block_bytes / whole
+        keeper.page[control.LIMIT] = limit if limit >= whole else int(limit * part)
+    cells[control.BLOCK_BYTES] = unit
+    for word in (control.BLOCKS, control.LEAST, control.LOW, control.ALLOWED, control.USED, control.CACHED,
+                 control.SPARE, control.OUT, control.COMING):  # fmt: skip
+        cells[word] = sum(k.page[word] * (k.block_bytes // unit) for k in keepers)
+    cells[control.REFUSED] = sum(k.page[control.REFUSED] for k in keepers)
+    cells[control.LENT] = all(k.page[control.LENT] for k in keepers)

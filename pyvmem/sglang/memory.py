@@ -1,0 +1,212 @@
+"""The virtual tensor behind the KV buffers of one pool of SGLang's, and the pages behind its pages.
+
+SGLang makes its buffers with ``torch.zeros``, in one function of a pool. That function runs twice here: first on
+PyTorch's device "meta", to learn the sizes, and then with pieces of one virtual tensor in their place.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pyvmem.blocks import BlockRange, Blocks
+from pyvmem.engine import control, geometry, refuse
+from pyvmem.engine.control import Page
+from pyvmem.engine.memory import BlockMemory, context_on
+from pyvmem.sglang import settings
+from pyvmem.tensor import VirtualTensor
+
+logger = logging.getLogger("sglang.vmem")
+
+
+class _Zeros(TorchFunctionMode):
+    """``torch.zeros`` of a pool: on the device "meta", or pieces of a virtual tensor, each from a page on."""
+
+    def __init__(self, space: VirtualTensor | None = None) -> None:
+        super().__init__()
+        self._space, self.bytes = space, 0
+        self.sizes: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not torch.zeros:
+            return func(*args, **kwargs)
+        made = func(*args, **{**kwargs, "device": "meta"})
+        size, at = made.numel() * made.itemsize, self.bytes
+        self.sizes.append(size)
+        if self._space is None:
+            return made
+        step = self._space.page_size
+        self.bytes += -(-size // step) * step
+        return self._space.tensor[at : at + size].view(made.dtype).view(made.shape)
+
+
+def _buffers(pool: Any) -> list[torch.Tensor]:
+    return list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
+
+
+def _part(pool: Any, buffer: torch.Tensor) -> int:
+    """Bytes of a page of SGLang's in one buffer, whose rows are tokens or pages."""
+    rows, row = buffer.shape[0], buffer.stride(0) * buffer.itemsize
+    if rows == pool.size + pool.page_size:
+        return int(row * pool.page_size)
+    if rows == pool.size // pool.page_size + 1:
+        return int(row)
+    raise refuse.Refused(f"VMEM_SGLANG=1: a KV buffer has {rows} rows for {pool.size} tokens in pages of "
+                         f"{pool.page_size}, which vMem does not know (or unset VMEM_SGLANG)")  # fmt: skip
+
+
+class KVMemory(BlockMemory):
+    """The KV memory of one pool of SGLang's. A block is a page of SGLang's, in all layers of the pool.
+
+    Parameters
+    ----------
+    page : Page
+        The engine's control page.
+    column : int
+        Which column of the page the pool has.
+    pool : sglang.srt.mem_cache.memory_pool.KVCache
+        While it makes its buffers.
+    make : callable
+        SGLang's function that makes them.
+
+    Attributes
+    ----------
+    number : int
+        Blocks, with block 0, which padding reads and writes.
+    block_bytes : int
+    """
+
+    def __init__(self, page: Page, column: int, pool: Any, make: Callable[[Any], None]) -> None:
+        super().__init__(page, column, settings.read())
+        device = torch.device(pool.device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        context = context_on(device, self._chosen)
+        tokens = self._chosen.layout == "tokens"
+        if tokens and not hasattr(pool, "head_num"):
+            logger.warning("VMEM_SGLANG_LAYOUT=tokens does not apply to %s", type(pool).__name__)
+            tokens = False
+        self.number = pool.size // pool.page_size + 1
+        if tokens:
+            self._by_tokens(pool, context)
+        else:
+            self._by_layers(pool, make, context)
+        self.block_bytes = sum(r.bytes * r.layers for r in self._ranges)
+        alone = self._make_blocks(self.number, self.block_bytes)
+        page[control.ATTACHED + column] = control.IN_BLOCKS
+        self.publish()
+        logger.info(
+            "KV cache on vMem: backend %s, %d pages of %d tokens and %.1f KiB in pages of %d KiB, %.2f GiB at most, "
+            "layout %s; a page alone holds %.1f KiB", context.backend, self.number - 1, pool.page_size,
+            self.block_bytes / 1024, self._space.page_size >> 10, self._space.nbytes / 2**30,
+            "tokens" if tokens else "layers", alone / 1024,
+        )  # fmt: skip
+
+    def _by_layers(self, pool: Any, make: Callable[[Any], None], context: Any) -> None:
+        """Keep SGLang's layout: a tensor for each layer."""
+        with _Zeros() as zeros:
+            make(pool)
+        on_meta = _buffers(pool)
+        whole = math.gcd(*(_part(pool, b) for b in on_meta), *(b.storage_offset() * b.itemsize for b in on_meta))
+        fitting = (size for size in context.page_sizes if whole % size == 0 and size <= geometry.PAGE)
+        page = self._chosen.page_size or max(fitting, default=min(context.page_sizes))
+        size = sum(-(-n // page) * page for n in zeros.sizes)
+        self._tensor = VirtualTensor((size,), torch.int8, self._device, page_size=page, zero=True, context=context)
+        with _Zeros(self._tensor):
+            make(pool)
+        parts = [(b.data_ptr() - self._tensor.addr, _part(pool, b)) for b in _buffers(pool)]
+        if any(at < 0 or at + n * self.number > size for at, n in parts):
+            raise refuse.Refused(f"VMEM_SGLANG=1: {type(pool).__name__} made its KV buffers where vMem cannot see it "
+                                 "(or unset VMEM_SGLANG)")  # fmt: skip
+        self._ranges = [BlockRange(at, n, n) for at, n in parts]
+
+    def _by_tokens(self, pool: Any, context: Any) -> None:
+        """All layers of a token beside each other: few, large pages, whichever tokens stay."""
+        heads, k, v, layers = pool.head_num, pool.head_dim, pool.v_head_dim, pool.layer_num
+        rows, row = pool.size + pool.page_size, layers * heads * (k + v)
+        size = rows * row * pool.store_dtype.itemsize
+        unit = pool.page_size * row * pool.store_dtype.itemsize
+        self._ranges = [BlockRange(0, unit, unit)]
+        page = self._chosen.page_size or geometry.page_size(self._ranges, context.page_sizes)
+        self._tensor = VirtualTensor((size,), torch.int8, self._device, page_size=page, zero=True, context=context)
+        flat = self._tensor.tensor.view(pool.store_dtype).view(rows, layers, heads * (k + v))
+        pool.k_buffer = [flat[:, i, : heads * k].unflatten(1, (heads, k)) for i in range(layers)]
+        pool.v_buffer = [flat[:, i, heads * k :].unflatten(1, (heads, v)) for i in range(layers)]
+
+    @property
+    def blocks(self) -> Blocks:
+        assert self._blocks is not None
+        return self._blocks
+
+    @property
+    def _space(self) -> VirtualTensor:
+        assert self._tensor is not None
+        return self._tensor
+
+    def answer(self, order: int) -> int:
+        """What became of an order: -1 nothing yet, 0 carried out, 1 refused."""
+        return self._page.answer(order, self._rank)
+
+    @property
+    def span(self) -> int:
+        """Bytes of blocks that share a page, as `geometry.span` has it."""
+        return self._page[control.SPAN + self._rank]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the virtual tensor."""
+        return self._space.nbytes
+
+    def back(self, ids: Sequence[int], over: bool = False) -> None:
+        """Back blocks now. In a pool, ask the other members for what is missing. Raises `OutOfMemory`."""
+        if over:
+            self.blocks.back(ids, over=True)
+        else:
+            self._back(ids, 0)
+
+    def tend(self) -> None:
+        """What is done now and then: tell the pool what the engine offers and wants, and publish."""
+        self._between()
+        self.publish()
+
+
+class Memories:
+    """The KV memories of this process's engine, in one control page."""
+
+    def __init__(self) -> None:
+        control.sweep()
+        self.name = uuid.uuid4().hex[:12]
+        self.page = control.open_page(self.name, 0)
+        self.all: list[KVMemory] = []
+
+    def make(self, pool: Any, make: Callable[[Any], None]) -> None:
+        """Put the buffers of a pool on vMem."""
+        if self.all and settings.read().pool:
+            raise refuse.Refused(f"VMEM_SGLANG_POOL={settings.read().pool}: this model has several KV pools (windows "
+                                 "or a draft model), and one of them can be in a pool of vMem's so far; unset "
+                                 "VMEM_SGLANG_POOL")  # fmt: skip
+        pool._vmem = memory = KVMemory(self.page, len(self.all), pool, make)
+        self.all.append(memory)
+
+
+_here: Memories | None = None
+
+
+def here() -> Memories:
+    """The memories of this process, made when they are first asked for."""
+    global _here
+    if _here is None:
+        _here = Memories()
+        logger.info("vMem: engine %s in process %d", _here.name, os.getpid())
+    return _here

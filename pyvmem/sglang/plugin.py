@@ -1,0 +1,68 @@
+"""The entry point that SGLang calls in each of its processes (group ``sglang.srt.plugins``).
+
+SPDX-License-Identifier: MIT
+"""
+
+import logging
+import multiprocessing
+import os
+import sys
+from typing import Any
+
+from pyvmem.sglang import settings
+
+
+def _warn_if_forgotten() -> None:
+    """Tell who sets up vMem and leaves it off by mistake; once, and not in each process of SGLang's."""
+    given = [name for name in os.environ if name.startswith("VMEM_SGLANG_")]
+    if given and not os.environ.get("VMEM_SGLANG") and multiprocessing.parent_process() is None:
+        logging.getLogger("sglang.vmem").warning("%s has no effect, because VMEM_SGLANG is not 1: SGLang runs without "
+                                                 "vMem", min(given))  # fmt: skip
+
+
+def _doors() -> list[tuple[str, str, Any]]:
+    """The hooks of this process. To apply one imports its module, which takes seconds where nothing else needs it."""
+    from pyvmem.sglang import doors
+
+    chosen: list[tuple[str, str, Any]] = list(doors.EVERYWHERE)
+    if "sglang.srt.managers.scheduler" in sys.modules or "sglang.srt.managers.detokenizer_manager" not in sys.modules:
+        chosen += doors.ENGINE
+    if "sglang.srt.entrypoints.http_server" in sys.modules:
+        chosen += doors.SERVER
+    return chosen
+
+
+def activate() -> None:
+    """Register vMem's hooks if the environment says ``VMEM_SGLANG=1``.
+
+    SGLang logs an exception of a plugin or a hook and goes on without it. If vMem is requested but cannot run, SGLang
+    must not start with its own KV cache, so an error ends the process with one line.
+    """
+    try:
+        chosen = settings.read()
+        if not chosen.on:
+            _warn_if_forgotten()
+            return
+        import sglang
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        from pyvmem.sglang import check
+
+        note = check.release(sglang.__version__, chosen.strict)
+        if note and multiprocessing.parent_process() is None:
+            logging.getLogger("sglang.vmem").warning(note)
+        doors = _doors()
+        for target, kind, hook in doors:
+            HookRegistry.register(target, hook, HookType[kind])
+    except (ValueError, ImportError) as error:
+        sys.exit(f"pyvmem: {error}")
+    apply = HookRegistry.apply_hooks
+
+    def applied() -> None:
+        """SGLang's own function, and then the check that each of vMem's hooks has taken."""
+        apply()
+        missing = [target for target, _, _ in doors if target not in HookRegistry._patched]
+        if missing:
+            sys.exit(f"pyvmem: VMEM_SGLANG=1: SGLang did not apply the hook of {missing[0]} (or unset VMEM_SGLANG)")
+
+    HookRegistry.apply_hooks = applied

@@ -1,0 +1,263 @@
+"""The scheduler's side: a `Keeper` for each of its allocators, before each of SGLang's steps and between them.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from pyvmem.engine import control, pool_policy, pools
+from pyvmem.sglang import memory, refuse, settings
+from pyvmem.sglang.keeper import Keeper, shares
+
+logger = logging.getLogger("sglang.vmem")
+
+IDLE = 0.3  # seconds without requests after which free pages lose their memory
+TEND = 0.005  # seconds between two looks at a pool
+AWAIT = 10.0  # seconds that the last running request waits for memory of a pool, before SGLang aborts it
+NEVER = 1 << 40  # tokens: no request begins
+
+
+def _came(request: Any) -> int:
+    """When a request was first seen here, in microseconds."""
+    if not hasattr(request, "_vmem_came"):
+        request._vmem_came = int(1e6 * time.time())
+    came: int = request._vmem_came
+    return came
+
+
+def _pool_of(allocator: Any) -> Any:
+    return allocator.get_kvcache()
+
+
+def _known(pool: Any, name: str = "_vmem") -> Any:
+    found = getattr(pool, name, None)
+    if found is None:
+        raise refuse.Refused(f"VMEM_SGLANG=1: vMem does not know KV pools of kind {type(pool).__name__} "
+                             "(or unset VMEM_SGLANG)")  # fmt: skip
+    return found
+
+
+class SchedulerMemory:
+    """The keepers of one scheduler, and its part in a pool.
+
+    Parameters
+    ----------
+    scheduler : sglang.srt.managers.scheduler.Scheduler
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        refuse.scheduler(scheduler)
+        chosen, here = settings.read(), memory.here()
+        self._scheduler, self.page = scheduler, here.page
+        page = self.page
+        if chosen.limit is not None:
+            page[control.LIMIT] = chosen.limit
+        page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
+        page[control.PRIORITY], page[control.POOL] = chosen.priority, pools.number_of(chosen.pool)
+        page[control.RANKS_USED], page[control.PARTS] = max(len(here.all), 1), 1
+        self._peers = pool_policy.PoolPeers(page)
+        self._tended = self._still = 0.0
+        self.keepers = self._make_keepers(scheduler, here)
+        scheduler.token_to_kv_pool_allocator._vmem = self
+        self._memories = here.all
+        if len(self.keepers) == 1:
+            page[control.RANKS_USED] = len(here.all)
+        self._check_sizes(chosen)
+        control.claim(page)
+        self.publish()
+
+    def _make_keepers(self, scheduler: Any, here: memory.Memories) -> list[Keeper]:
+        allocator = scheduler.token_to_kv_pool_allocator
+        pool = _pool_of(allocator)
+        if not hasattr(pool, "swa_kv_pool"):
+            first = _known(pool)
+            drafts = [m for m in here.all if m is not first]
+            return [Keeper(scheduler, allocator, [first, *drafts], self.page)]
+        full, window = _known(pool.full_kv_pool), _known(pool.swa_kv_pool)
+        if len(here.all) > 2:
+            raise refuse.Refused("VMEM_SGLANG=1: vMem does not support drafts of a model with windows so far "
+                                 "(or unset VMEM_SGLANG)")  # fmt: skip
+        made = []
+        for part, own, is_window in ((allocator.full_attn_allocator, full, False),
+                                     (allocator.swa_attn_allocator, window, True)):  # fmt: skip
+            keeper = Keeper(scheduler, part, [own], control.private_page(), window=is_window, alone=False)
+            made.append(keeper)
+        shares(made, self.page)
+        return made
+
+    def _check_sizes(self, chosen: Any) -> None:
+        needs = sum(k.least * k.block_bytes for k in self.keepers)
+        for name, size in (("LIMIT", chosen.limit), ("MAX", chosen.maximum or None)):
+            if size is not None and size < needs:
+                logger.warning("VMEM_SGLANG_%s=%d counts as %d bytes, which a request of the greatest length needs",
+                               name, size, needs)  # fmt: skip
+        pool = self.page[control.POOL_BYTES]
+        needs += sum(self.page[control.NULL + i] for i in range(len(self._memories)))
+        if chosen.pool and 0 < pool < needs:
+            raise refuse.Refused(f"VMEM_SGLANG_POOL={chosen.pool}: a request of the greatest length needs {needs} "
+                                 f"bytes, and the pool has {pool}; lower --context-length, or raise "
+                                 "VMEM_SGLANG_POOL_SIZE")  # fmt: skip
+
+    # ---- SGLang's steps --------------------------------------------------------------------------------------
+
+    @property
+    def _active(self) -> bool:
+        """Whether requests run or wait."""
+        s = self._scheduler
+        chunked = getattr(s, "chunked_req", None) is not None
+        return bool(s.waiting_queue or s.running_batch.reqs or s.last_batch or chunked)
+
+    def before(self) -> None:
+        """SGLang is about to choose what runs in the next step."""
+        if not self._active:
+            return  # `idle` follows
+        self._still = 0.0
+        self.page.cells[control.STEP] += 1
+        self._look_around()
+        grown = [k.circulating for k in self.keepers]
+        for keeper in self.keepers:
+            keeper.before()
+        if any(k.circulating > n for k, n in zip(self.keepers, grown)):
+            self._scheduler.running_batch.batch_is_full = False  # SGLang looks again whether a request fits
+        self.publish()
+
+    def idle(self) -> None:
+        """SGLang has nothing to run."""
+        now, active = time.monotonic(), self._active
+        if active:
+            self._still = 0.0
+        elif not self._still:
+            self._still = now
+        self._look_around()
+        rest = not active and now - self._still >= IDLE
+        for keeper in self.keepers:
+            keeper.idle(rest)
+        self.publish()
+
+    def flushed(self) -> None:
+        """SGLang has flushed its cache."""
+        for keeper in self.keepers:
+            keeper.flushed()
+        self.publish()
+
+    def ensure(self, tokens: int) -> None:
+        """The allocator needs so many free tokens: back pages rather than to evict what is cached."""
+        for keeper in self.keepers:
+            keeper.ensure(tokens)
+        self._sums()
+
+    def force(self, tokens: int) -> bool:
+        """As `ensure`, above the limit if need be."""
+        there = all([keeper.force(tokens) for keeper in self.keepers])
+        self._sums()
+        return there
+
+    def await_memory(self, tokens: int) -> None:
+        """The last running request lacks tokens, and SGLang would abort it: wait for other members of the pool."""
+        end = time.monotonic() + AWAIT
+        lacks = not all([k.ensure(tokens) for k in self.keepers])
+        while lacks and self.page[control.POOL] and len(self._scheduler.running_batch.reqs) == 1:
+            if time.monotonic() >= end:
+                break
+            time.sleep(TEND)
+            self._look_around()
+            self.publish()
+            lacks = not all([k.ensure(tokens) for k in self.keepers])
+        self._sums()
+
+    def budget(self, budget: Any, tree_cache: Any) -> None:
+        """SGLang begins a prefill pass: count memory that can still be backed for tokens to come.
+
+        SGLang begins a request only if all its tokens fit, those of its answer included. These may be backed when they
+        are there. The tokens of its prompt must be backed before.
+        """
+        more = min(k.growable() for k in self.keepers)
+        budget.total_offset -= more
+        promised = max(k.promised for k in self.keepers) * self.keepers[0]._tokens
+        chunk = self._scheduler.chunked_prefill_size or 0
+        budget.current_offset += max(promised - chunk, 0)
+        if not tree_cache.supports_prefix_sharing():
+            budget.current_offset -= more  # SGLang reserves answers here, too
+        if self._drains or self._peers.full:
+            budget.total_offset += NEVER
+            return
+        check, page = budget.check_prefill, self.keepers[0]._tokens
+
+        def checked(**asked: Any) -> Any:
+            if -(-asked["extend_input_len"] // page) * page + page > budget.remaining_current:
+                return False, None
+            return check(**asked)
+
+        budget.check_prefill = checked
+
+    # ---- the pool --------------------------------------------------------------------------------------------
+
+    @property
+    def _drains(self) -> bool:
+        """Whether the owner wants everything: requests that run go on to their end, and none begins."""
+        return bool(self.page.cells[control.LEND])
+
+    def _look_around(self) -> None:
+        """See what the owner and the other engines of the pool want, and answer."""
+        page, scheduler = self.page, self._scheduler
+        running = scheduler.running_batch.reqs
+        lent = self._drains and not running and getattr(scheduler, "chunked_req", None) is None
+        for keeper in self.keepers:
+            keeper.lent = lent and not scheduler.last_batch
+        now = time.monotonic()
+        if now < self._tended + TEND:
+            return
+        self._tended = now
+        page[control.BEAT] += 1
+        shares(self.keepers, page)
+        if page[control.POOL]:
+            near, (keeper,) = self._peers, self.keepers
+            near.look(_came(running[-1]) if running else 0)
+            keeper.behind = near.behind
+        for each in self._memories:
+            each.tend()
+
+    def _sums(self) -> None:
+        """SGLang's own sums, which its leak check compares, are those of what circulates."""
+        for keeper in self.keepers:
+            names = ["max_total_num_tokens"] if len(self.keepers) == 1 else []
+            if len(self.keepers) > 1:
+                names = ["swa_tokens_per_layer"] if keeper._window else ["full_tokens_per_layer"]
+            for part in ("invariant_checker", "pool_stats_observer"):
+                thing, tokens = getattr(self._scheduler, part), keeper.sums()
+                for name in names:  # one is frozen, and divides by it
+                    object.__setattr__(thing, name, max(tokens, int(part == "pool_stats_observer")))
+
+    def publish(self) -> None:
+        """Write the numbers of the control page."""
+        page, near, scheduler = self.page, self._peers, self._scheduler
+        self._sums()
+        if len(self.keepers) > 1:
+            for keeper in self.keepers:
+                keeper.publish()
+            shares(self.keepers, page)
+            return
+        (keeper,) = self.keepers
+        running, wanted, head, grow, soon = scheduler.running_batch.reqs, 0, 0, 0, 0
+        if page[control.POOL] and not self._drains:
+            wait = list(scheduler.waiting_queue[:1])
+            grow = keeper.lacking([])
+            lacks = grow or keeper.lacking(wait)
+            if lacks:
+                head = _came(running[-1] if grow and running else wait[0]) if running or wait else 0
+            soon = keeper._decodes() + keeper.promised
+            if wait and not (near.full or (near.behind and lacks)):
+                soon += keeper._rest_of(wait[0])
+            wanted = min(keeper.lacking(list(scheduler.waiting_queue[:16])) if near.alone else lacks,
+                         max(keeper.allowed() - keeper.circulating, 0))  # fmt: skip
+        page[control.HEAD] = -head if near.passes else head
+        page[control.GROWS], page[control.STARVED] = grow > 0, head > 0 and len(running) <= 1
+        keeper.publish(wanted, near.yields, soon)
+
+    def close(self) -> None:
+        """The engine ends."""
+        self.page.unlink()

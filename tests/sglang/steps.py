@@ -1,0 +1,237 @@
+"""SGLang's own scheduler with its model worker on the CPU, driven step by step in a fork of this process.
+
+The tokenizer's processes are left out: requests are put into the scheduler, and its answers are read off them. After
+each step, the rows of every request that runs are compared with what they held after the step that wrote them.
+"""
+
+import array
+import collections
+import os
+import pickle
+import random
+import sys
+import threading
+import traceback
+
+import torch
+
+MIB = 1 << 20
+
+
+def imports():
+    """What the process of an engine imports; once, before the forks."""
+    torch.set_num_threads(1)
+    import sglang.srt.entrypoints.engine  # noqa: F401
+    import sglang.srt.managers.scheduler  # noqa: F401
+    import sglang.srt.models.registry  # noqa: F401
+
+
+def keep_windows_apart():
+    """Have SGLang give layers with windows a pool of their own for a Gemma 3, which it does for other models only."""
+    from sglang.srt.configs import model_config
+
+    def layers(architectures, text):
+        kinds = [(i, kind == "sliding_attention") for i, kind in enumerate(text.layer_types)]
+        return [i for i, slides in kinds if slides], [i for i, slides in kinds if not slides]
+
+    model_config.is_hybrid_swa_model = lambda *args: True
+    model_config.get_hybrid_layer_ids = layers
+    model_config.ModelConfig.disable_hybrid_swa_memory = property(lambda self: False, lambda self, value: None)
+
+
+def workload(n, seed=7, longest=250, output=48):
+    """[(prompt, tokens to make)]: some prompts begin alike."""
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(3, 500) for _ in range(rng.choice((64, 200, 333)))] for _ in range(6)]
+    return [
+        (list(rng.choice(prefixes)) + [rng.randrange(3, 500) for _ in range(rng.randrange(1, longest))],
+         rng.randrange(4, output))
+        for _ in range(n)
+    ]  # fmt: skip
+
+
+class Engine:
+    """A scheduler of SGLang's. arguments: of ServerArgs."""
+
+    def __init__(self, model, page_size=64, tokens=16384, chunk=512, overlap=True, two_pools=False, **arguments):
+        from sglang.srt.managers import scheduler as module
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        module.load_plugins()
+        if two_pools:
+            keep_windows_apart()
+        args = ServerArgs(model_path=model, device="cpu", skip_tokenizer_init=True, dtype="float32", random_seed=1,
+                          attention_backend="torch_native", disable_cuda_graph=True, mem_fraction_static=0.95,
+                          log_level="warning", max_total_tokens=tokens, sampling_backend="pytorch",
+                          page_size=page_size, chunked_prefill_size=chunk, max_running_requests=64,
+                          **arguments)  # fmt: skip
+        args.resolve_once()
+        args.check_server_args()
+        ports = PortArgs.init_new(args)
+        threading.Thread(target=self._drain, args=(ports,), daemon=True).start()
+        module.publish(args, role="scheduler", ranks=module.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        self.scheduler = module.Scheduler(args, ports)
+        self.overlap, self.requests, self.steps, self.rows, self.aborted = overlap, [], 0, {}, set()
+        self.scheduler.result_queue = collections.deque()
+        self.scheduler.enable_skip_finishing_decode = overlap  # as event_loop_overlap and run_event_loop do
+        self.scheduler._war_barrier_enabled = False
+        add = self.scheduler._add_request_to_queue
+
+        def added(request, *args, **kwargs):
+            if request not in self.requests:
+                self.requests.append(request)
+            return add(request, *args, **kwargs)
+
+        self.scheduler._add_request_to_queue = added
+        self.memory = getattr(self.scheduler, "_vmem", None)
+
+    @staticmethod
+    def _drain(ports):
+        import zmq
+
+        poller, context = zmq.Poller(), zmq.Context()
+        for name in (ports.tokenizer_ipc_name, ports.detokenizer_ipc_name):
+            socket = context.socket(zmq.PULL)
+            socket.bind(name)
+            poller.register(socket)
+        while True:
+            for socket, _ in poller.poll():
+                socket.recv_multipart()
+
+    def submit(self, name, prompt, n, **more):
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        sampling = SamplingParams(max_new_tokens=n, temperature=0, ignore_eos=True)
+        sampling.normalize(None)
+        self.scheduler.process_input_requests([TokenizedGenerateReqInput(
+            rid=name, input_text=None, input_ids=array.array("q", prompt), input_embeds=None, mm_inputs=None,
+            token_type_ids=None, sampling_params=sampling, return_logprob=False, logprob_start_len=-1,
+            top_logprobs_num=0, token_ids_logprob=None, stream=False, **more)])  # fmt: skip
+
+    def abort(self, name):
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.aborted.add(name)
+        self.scheduler.process_input_requests([AbortReq(rid=name)])
+
+    def _pop(self):
+        self.scheduler.process_batch_result(*self.scheduler.result_queue.popleft())
+
+    def step(self):
+        """One turn of SGLang's event loop; returns the batch that ran."""
+        s = self.scheduler
+        plan = s.get_next_batch_to_run(running_batch=s.running_batch, last_batch=s.last_batch)
+        s.running_batch = plan.running_batch
+        batch = s.cur_batch_for_debug = plan.batch_to_run
+        if self.overlap:
+            off = s.is_disable_overlap_for_batch(batch, last_batch=s.last_batch)
+            if off:
+                self._pop()
+            result = None
+            if batch:
+                result = s.run_batch(batch)
+                s._apply_war_barrier()
+                s.result_queue.append((batch.copy(), result))
+            if s.last_batch:
+                if not off:
+                    self._pop()
+            elif batch is None:
+                s.on_idle()
+            s.launch_batch_sample_if_needed(result, batch)
+        elif batch:
+            s.process_batch_result(batch, s.run_batch(batch))
+        else:
+            s.on_idle()
+        s.last_batch = batch
+        self.steps += 1
+        self.check_rows()
+        return batch
+
+    def _buffer(self):
+        pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+        return getattr(pool, "full_kv_pool", pool).k_buffer[0]
+
+    def check_rows(self):
+        """The rows of each running request are those that were computed."""
+        s, buffer, seen = self.scheduler, self._buffer(), {}
+        for request in s.running_batch.reqs:
+            index = request.req_pool_idx if hasattr(request, "req_pool_idx") else request.kv.req_pool_idx
+            if request.finished() or index is None:
+                continue
+            n = len(request.origin_input_ids) + len(request.output_ids) - 1
+            where = s.req_to_token_pool.req_to_token[index, :n]
+            rows, known = buffer[where], self.rows.get(request.rid)
+            if known is not None and len(known) <= n:
+                assert torch.equal(rows[: len(known)], known), f"step {self.steps}: {request.rid} has other rows"
+            seen[request.rid] = rows.clone()
+        self.rows = seen
+
+    @property
+    def unfinished(self):
+        return sum(not r.finished() and r.rid not in self.aborted for r in self.requests)
+
+    def run(self, jobs, at_once=14, each=None):
+        """Run jobs [(name, prompt, n)]. each: called before each step."""
+        jobs = collections.deque(jobs)
+        start = self.steps
+        while True:
+            while jobs and self.unfinished < at_once:
+                self.submit(*jobs.popleft())
+            if each is not None:
+                each(self)
+            if self.step() is None and not jobs and not self.unfinished:
+                return
+            assert self.steps - start < 30000, "stuck"
+
+    def rest(self, n=40):
+        """Nothing runs for a while."""
+        import time
+
+        for _ in range(n):
+            self.step()
+            time.sleep(0.02)
+
+    def tokens(self):
+        return {r.rid: list(r.output_ids) for r in self.requests}
+
+    def retractions(self):
+        return sum(r.retraction_count for r in self.requests)
+
+    def held(self):
+        """Bytes that the engine's blocks hold."""
+        for memory in self.memory._memories:
+            memory.blocks.flush()
+        return sum(m.blocks.stats().held for m in self.memory._memories)
+
+
+def forked(do, *args, vmem=True, **environment):
+    """What `do(*args)` returns in a fork. environment: VMEM_SGLANG_* without its beginning, or other variables."""
+    sys.stdout.flush()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        status, answer = 0, None
+        try:
+            os.environ["VMEM_SGLANG"] = "1" if vmem else "0"
+            os.environ.update(environment)
+            with torch.inference_mode():
+                answer = True, do(*args)
+        except BaseException as error:
+            answer = False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            status = 1
+        with os.fdopen(write, "wb") as file:
+            pickle.dump(answer, file)
+        sys.stdout.flush()
+        os._exit(status)
+    os.close(write)
+    with os.fdopen(read, "rb") as file:
+        told = file.read()
+    _, status = os.waitpid(pid, 0)
+    if not told:
+        raise ChildProcessError(f"the engine's process ended with status {status}")
+    there, answer = pickle.loads(told)
+    if not there:
+        raise ChildProcessError(answer)
+    return answer

@@ -1,0 +1,149 @@
+"""SGLang's own processes on vMem: `sgl.Engine`, and the HTTP server under OpenAI's client."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from models import model
+from steps import workload
+
+SECONDS = 240
+OPTIONS = dict(device="cpu", dtype="float32", attention_backend="torch_native", disable_cuda_graph=True,
+               mem_fraction_static=0.95, max_total_tokens=16384, sampling_backend="pytorch", page_size=64,
+               chunked_prefill_size=512, random_seed=1, log_level="warning")  # fmt: skip
+JOBS = workload(24)
+ENGINE = """
+import asyncio, json, os, sys
+
+if __name__ == "__main__":
+    import sglang
+    from pyvmem.engine import control
+
+    path, options, jobs = json.load(sys.stdin)
+    engine = sglang.Engine(model_path=path, skip_tokenizer_init=True, **options)
+    loop, pages, seen = asyncio.get_event_loop(), control.engines(), []
+
+    async def one(ids, n):
+        asked = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True}
+        made = await engine.async_generate(input_ids=ids, sampling_params=asked)
+        if pages:
+            seen.append(control.engines()[0][0].backed)
+            control.change(pages[0][1], limit=(3 << 20, 12 << 20, None)[len(seen) % 3])
+        return made["output_ids"]
+
+    async def all():
+        return await asyncio.gather(*(one(*job) for job in jobs))
+
+    tokens = loop.run_until_complete(all())
+    left = control.engines()
+    print("RESULT", json.dumps([tokens, len(pages), max(seen, default=0), [e.pid for e, _ in left]]))
+    engine.shutdown()
+"""
+
+
+def environment(**more):
+    return dict(os.environ, **more)
+
+
+def run(tmp_path, options, **more):
+    """What an `sgl.Engine` in a process of its own says."""
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    told = subprocess.run([sys.executable, script], input=json.dumps([model("gqa"), options, JOBS]), text=True,
+                          capture_output=True, timeout=SECONDS, env=environment(**more))  # fmt: skip
+    (line,) = [line[7:] for line in told.stdout.splitlines() if line.startswith("RESULT ")] or [""]
+    return (json.loads(line) if line else None), told
+
+
+def test_an_engine_gives_sglangs_tokens_while_limits_move(tmp_path):
+    own, _ = run(tmp_path, OPTIONS)
+    told, _ = run(tmp_path, OPTIONS, VMEM_SGLANG="1")
+    assert own[0] == told[0]
+    assert own[1] == 0 and told[1] == 1 and told[2] > 0
+
+
+def test_what_cannot_work_ends_the_engine_with_one_line(tmp_path):
+    answer, told = run(tmp_path, dict(OPTIONS, enable_hierarchical_cache=True), VMEM_SGLANG="1")
+    assert answer is None and told.returncode
+    assert told.stderr.rstrip().splitlines()[-1].startswith("pyvmem: VMEM_SGLANG=1: HiCache copies rows")
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def get(url, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return answer.read().decode()
+
+
+@pytest.fixture
+def serve():
+    """Starts `python -m sglang.launch_server`; returns its address."""
+    started = []
+
+    def start(**more):
+        port = free_port()
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model("gqa"), "--port", str(port)]
+        for name, value in OPTIONS.items():
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        process = subprocess.Popen(command, env=environment(**more), start_new_session=True)
+        started.append(process)
+        end = time.monotonic() + SECONDS
+        while True:
+            assert process.poll() is None, f"the server ended with status {process.returncode}"
+            assert time.monotonic() < end, "the server did not start in time"
+            try:
+                get(f"http://127.0.0.1:{port}/health")
+                return f"http://127.0.0.1:{port}"
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.5)  # it loads the model; nothing else tells when it listens
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
+
+
+def test_the_server_gives_sglangs_tokens_to_openais_client(serve):
+    from openai import OpenAI
+
+    def ask(address):
+        client = OpenAI(base_url=f"{address}/v1", api_key="none")
+        return [
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=n, temperature=0,
+                                      extra_body={"ignore_eos": True}).choices[0].text
+            for prompt, n in JOBS[:8]
+        ]  # fmt: skip
+
+    own = ask(serve())
+    address = serve(VMEM_SGLANG="1", VMEM_SGLANG_HTTP="1")
+    assert ask(address) == own
+    (engine,) = json.loads(get(f"{address}/vmem/limit"))["engines"]
+    assert engine["steps"] > 0 and engine["backed"] > 0
+    (engine,) = json.loads(get(f"{address}/vmem/limit", {"limit": 2 * engine["least"]}))["engines"]
+    assert ask(address) == own
+    (now,) = json.loads(get(f"{address}/vmem/limit"))["engines"]
+    assert now["allowed"] <= 2 * engine["least"]
+    assert "sglang:vmem_kv_backed_bytes" in get(f"{address}/vmem/metrics")
+    top = subprocess.run([sys.executable, "-m", "pyvmem", "top", "--once"], capture_output=True, text=True, check=True)
+    assert engine["name"] in top.stdout
+    get(f"{address}/flush_cache", {})
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        get(f"{address}/vmem/limit", {"limits": 5})
+
+
+def test_the_server_has_no_limits_over_http_unless_asked_for(serve):
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(f"{serve(VMEM_SGLANG='1')}/vmem/limit")

@@ -1,0 +1,351 @@
+"""SGLang's scheduler on vMem, step by step: SGLang's own tokens while limits move, and every row read back.
+
+SGLang's leak check runs after each step. Each test runs in forks of one process that has imported SGLang.
+"""
+
+import random
+import time
+
+import pytest
+import steps
+from models import model
+from steps import MIB, Engine, forked, workload
+
+from pyvmem import Context
+
+JOBS = [(f"r{i}", prompt, n) for i, (prompt, n) in enumerate(workload(40))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    steps.imports()
+
+
+def plain(kind, jobs=JOBS, **options):
+    """SGLang's own tokens."""
+
+    def run():
+        engine = Engine(model(kind), **options)
+        engine.run(jobs)
+        return engine.tokens()
+
+    return forked(run, vmem=False)
+
+
+def moving(sizes, every=25, seed=3):
+    """What sets one of these limits now and then."""
+    from pyvmem.engine import control
+
+    rng = random.Random(seed)
+
+    def each(engine):
+        if engine.steps % every == 0:
+            engine.memory.page[control.LIMIT] = rng.choice((control.NO_LIMIT, *sizes))
+
+    return each
+
+
+CASES = {
+    "gqa": ("gqa", {}),
+    "gqa in pages of 1": ("gqa", dict(page_size=1)),
+    "mha in pages of 16": ("mha", dict(page_size=16)),
+    "qwen2": ("qwen2", {}),
+    "windows": ("windows", {}),
+    "windows in pages of 1": ("windows", dict(page_size=1)),
+    "windows in a pool of their own": ("windows", dict(two_pools=True)),
+    "windows in a pool of their own, in pages of 1": ("windows", dict(two_pools=True, page_size=1)),
+    "gqa without overlap": ("gqa", dict(overlap=False, disable_overlap_schedule=True)),
+    "gqa without chunks": ("gqa", dict(chunk=-1)),
+    "gqa without a radix cache": ("gqa", dict(disable_radix_cache=True)),
+    "gqa with mixed chunks": ("gqa", dict(enable_mixed_chunk=True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_limits_that_move_leave_the_tokens_as_they_are(name):
+    kind, options = CASES[name]
+
+    def run():
+        from pyvmem.engine import control
+
+        engine = Engine(model(kind), **options)
+        held = []
+        move = moving((3 * MIB, 6 * MIB, 12 * MIB, 25 * MIB))
+
+        def each(engine):
+            move(engine)
+            held.append(engine.held())
+
+        engine.run(JOBS, each=each)
+        engine.memory.page[control.LIMIT] = control.NO_LIMIT
+        return engine.tokens(), max(held), sum(m.nbytes for m in engine.memory._memories)
+
+    tokens, most, whole = forked(run)
+    assert tokens == plain(kind, **options)
+    assert most < whole
+
+
+def test_rows_of_tokens_beside_each_other():
+    def run():
+        engine = Engine(model("gqa"))
+        engine.run(JOBS, each=moving((3 * MIB, 12 * MIB)))
+        return engine.tokens()
+
+    assert forked(run, VMEM_SGLANG_LAYOUT="tokens") == plain("gqa")
+
+
+def test_a_seeded_fault_is_seen():
+    """A page that loses its memory while its rows are in use: the rows are not as they were, or the process dies."""
+
+    def run():
+        engine = Engine(model("gqa"))
+
+        def each(engine):
+            if engine.steps == 40:
+                request = engine.scheduler.running_batch.reqs[0]
+                index = getattr(request, "req_pool_idx", None)
+                index = request.kv.req_pool_idx if index is None else index
+                row = int(engine.scheduler.req_to_token_pool.req_to_token[index, 0])
+                (memory,) = engine.memory._memories
+                memory.blocks.unback([row // 64])
+                memory.blocks.flush()
+
+        engine.run(JOBS, each=each)
+
+    with pytest.raises(ChildProcessError, match="has other rows|ended with status"):
+        forked(run)
+
+
+def test_a_page_that_is_lost_is_seen_by_sglangs_own_check():
+    def run():
+        engine = Engine(model("gqa"))
+
+        def each(engine):
+            if engine.steps == 40:
+                allocator = engine.scheduler.token_to_kv_pool_allocator
+                allocator.free_pages = allocator.free_pages[1:]
+                engine.memory.keepers[0].__class__.spare = property(lambda k: 99)
+            if engine.steps > 40:
+                engine.scheduler.invariant_checker.self_check_during_busy()
+
+        engine.run(JOBS, each=each)
+
+    with pytest.raises(ChildProcessError, match="[Ll]eak"):
+        forked(run)
+
+
+def test_a_flush_and_idleness_give_memory_back():
+    def run():
+        engine = Engine(model("gqa"))
+        engine.run(JOBS)
+        busy = engine.held()
+        engine.rest()
+        keeper = engine.memory.keepers[0]
+        idle, cached = engine.held(), keeper.cached * keeper.block_bytes
+        assert engine.scheduler.flush_cache()
+        flushed = engine.held()
+        engine.rest(3)
+        engine.run([(f"again {name}", prompt, n) for name, prompt, n in JOBS])
+        return engine.tokens(), busy, idle, cached, flushed, keeper.block_bytes
+
+    tokens, busy, idle, cached, flushed, block = forked(run)
+    own = plain("gqa")
+    assert {name: tokens[name] for name in own} == own == {name: tokens[f"again {name}"] for name in own}
+    assert 0 < cached < idle < busy and flushed == block  # page 0 alone
+    assert idle <= cached + 10 * block
+
+
+def test_release_memory_occupation_gives_all_memory_back():
+    def run():
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+
+        engine = Engine(model("gqa"))
+        engine.run(JOBS[:10])
+        updater = engine.scheduler.weight_updater
+        updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+        held = engine.held()
+        updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+        engine.run(JOBS[10:])
+        return engine.tokens(), held, engine.memory.keepers[0].block_bytes
+
+    tokens, held, block = forked(run)
+    assert tokens == plain("gqa") and held == block
+
+
+def test_a_limit_below_what_runs_retracts_and_the_tokens_stay():
+    """Long answers under a limit for two of them: SGLang retracts, and computes the rows again."""
+    jobs = [(f"r{i}", prompt, 300) for i, (prompt, _) in enumerate(workload(8, longest=50))]
+
+    def run():
+        from pyvmem.engine import control
+
+        engine = Engine(model("gqa"), page_size=16)
+
+        def each(engine):
+            if engine.steps == 60:
+                engine.memory.page[control.LIMIT] = 1
+            if engine.steps == 400:
+                engine.memory.page[control.LIMIT] = control.NO_LIMIT
+
+        engine.run(jobs, at_once=8, each=each)
+        return engine.tokens(), engine.retractions(), engine.memory.page[control.PREEMPTED]
+
+    tokens, retracted, published = forked(run)
+    assert tokens == plain("gqa", jobs, page_size=16)
+    assert retracted == published
+
+
+def test_a_prompt_in_chunks_goes_on_under_a_limit_that_falls():
+    """SGLang does not look again at a prompt that it began in chunks: it would end with 'Prefill out of memory'."""
+    rng = random.Random(5)
+    jobs = [(f"r{i}", [rng.randrange(3, 500) for _ in range(1200)], 20) for i in range(6)]
+
+    def run():
+        from pyvmem.engine import control
+
+        engine = Engine(model("gqa"), chunk=256, tokens=8192)
+
+        def each(engine):
+            chunked = engine.scheduler.chunked_req is not None
+            engine.memory.page[control.LIMIT] = 1 if chunked else control.NO_LIMIT
+
+        engine.run(jobs, at_once=4, each=each)
+        return engine.tokens()
+
+    assert forked(run) == plain("gqa", jobs, chunk=256, tokens=8192)
+
+
+def test_answers_that_need_more_than_is_backed_begin():
+    """SGLang reserves the tokens of an answer when a request begins: they need not be backed then."""
+    jobs = [("r0", list(range(3, 40)), 1500)]
+
+    def run():
+        engine = Engine(model("gqa"), tokens=4096)
+        most = []
+        engine.run(jobs, each=lambda e: most.append(e.memory.keepers[0].circulating * 64))
+        return engine.tokens(), most[3]
+
+    tokens, early = forked(run)
+    assert len(tokens["r0"]) == 1500 and early < 1500
+
+
+def test_lending_waits_for_what_runs_and_then_gives_all():
+    def run():
+        from pyvmem.engine import control
+
+        engine = Engine(model("gqa"))
+        seen = {}
+
+        def each(engine):
+            page = engine.memory.page
+            if engine.steps == 30:
+                control.change(page, lend=True)
+            if page[control.LENT] and "held" not in seen:
+                seen["held"], seen["waits"] = engine.held(), len(engine.scheduler.waiting_queue)
+            if "held" in seen and engine.steps % 50 == 0:
+                control.change(page, lend=False)
+
+        engine.run(JOBS, each=each)
+        return engine.tokens(), seen, engine.memory.keepers[0].block_bytes
+
+    tokens, seen, block = forked(run)
+    assert tokens == plain("gqa")
+    assert seen["held"] == block and seen["waits"]
+
+
+def test_random_load_with_limits_flushes_aborts_and_retractions():
+    """As many steps as VMEM_STEPS says (default 1,500), each with all rows read back and SGLang's leak check."""
+    import os
+
+    many = int(os.environ.get("VMEM_STEPS", 1500))
+
+    def run():
+        engine = Engine(model("gqa"), page_size=16, tokens=6144)
+        rng, move = random.Random(11), moving((MIB, 2 * MIB, 5 * MIB, 9 * MIB), every=13)
+        flushed, number = 0, 0
+        while engine.steps < many:
+            while engine.unfinished < rng.randrange(2, 20) and rng.random() < 0.7:
+                prompt = [rng.randrange(3, 500) for _ in range(rng.choice((5, 60, 300, 700)))]
+                engine.submit(f"r{number}", prompt, rng.choice((1, 8, 40, 120)))
+                number += 1
+            if rng.random() < 0.02 and engine.unfinished:
+                name = rng.choice([r.rid for r in engine.requests if not r.finished() and r.rid not in engine.aborted])
+                engine.abort(name)
+            if rng.random() < 0.005:
+                while engine.unfinished or engine.step() is not None:
+                    move(engine)
+                    engine.step()
+                flushed += engine.scheduler.flush_cache()
+            move(engine)
+            engine.step()
+        while engine.unfinished or engine.step() is not None:
+            engine.step()
+        wanted = {r.rid: (list(r.origin_input_ids), r.sampling_params.max_new_tokens) for r in engine.requests}
+        return engine.tokens(), wanted, engine.aborted, flushed, engine.retractions(), engine.steps
+
+    tokens, wanted, aborted, flushed, retracted, count = forked(run)
+    jobs = [(name, *wanted[name]) for name in wanted if name not in aborted]
+    own = plain("gqa", jobs, page_size=16)
+    assert {name: tokens[name] for name in own} == own
+    print(f"{count} steps, {len(wanted)} requests, {len(aborted)} aborted, {flushed} flushes, {retracted} retractions")
+    assert aborted and flushed
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(enable_hierarchical_cache=True), "HiCache copies rows"),
+        (dict(tp_size=2), "each rank schedules for itself.* set --tp-size to 1"),
+        (dict(disaggregation_mode="prefill"), "disaggregated prefill registers KV memory"),
+        (dict(enable_streaming_session=True), "streaming sessions hold rows"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_one_line(options, says):
+    def run():
+        Engine(model("gqa"), **options)
+
+    with pytest.raises(ChildProcessError, match=f"SystemExit: pyvmem: VMEM_SGLANG=1: .*{says}.*unset VMEM_SGLANG.\n"):
+        forked(run)
+
+
+def test_a_wrong_setting_is_refused_with_one_line():
+    with pytest.raises(ChildProcessError, match="SystemExit: pyvmem: VMEM_SGLANG_LIMIT=much must be a size in bytes"):
+        forked(lambda: Engine(model("gqa")), VMEM_SGLANG_LIMIT="much")
+
+
+def test_a_hook_that_does_not_take_is_refused():
+    def run():
+        from pyvmem.sglang import doors
+
+        doors.ENGINE += (("sglang.srt.managers.scheduler.Scheduler.gone", "BEFORE", doors.before_step),)
+        Engine(model("gqa"))
+
+    with pytest.raises(ChildProcessError, match="SGLang did not apply the hook of .*Scheduler.gone"):
+        forked(run)
+
+
+def test_an_engine_and_another_member_lend_each_other_memory():
+    """A pool with room for one: the cache of the idle engine goes to a neighbour that asks, and comes back."""
+
+    def run():
+        from pyvmem import KVCache
+        from pyvmem.sglang import open_pool
+
+        engine = Engine(model("gqa"), tokens=4096)
+        engine.run(JOBS[:20])
+        before = engine.held()
+        with Context("host") as context, open_pool(context) as pool:
+            tokens = (pool.budget - before // 2) // 1024
+            with KVCache.for_model(2, 2, 64, 1, tokens, pool.budget, pool=pool, context=context, name=None) as cache:
+                cache.alloc(tokens)
+                end = time.monotonic() + 60
+                while not cache.step([tokens]):
+                    engine.step()
+                    assert time.monotonic() < end, cache.shortage
+                lent = engine.held()
+                assert sum(member.has for member in pool.members()) <= pool.budget
+            engine.run(JOBS[20:])
+        return engine.tokens(), before, lent
+
+    tokens, before, lent = forked(run, VMEM_SGLANG_POOL="one", VMEM_SGLANG_POOL_SIZE="32M")
+    assert tokens == plain("gqa", tokens=4096) and lent < before
