@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR GPL-2.0-only
-"""Everything vMem inserts into NVIDIA's files: seven hooks, each at an anchor that must match exactly once.
+"""Everything vMem inserts into NVIDIA's files: eight hooks, each at an anchor that must match exactly once.
 
 An anchor is one or more whole lines of the vendor's file, without leading text of their own: they are compared
 literally, so a release that moved or rewrote them is refused instead of patched by guess.
@@ -55,6 +55,13 @@ HOOKS = (
         file="nvidia-uvm/uvm_va_space.c",
         anchor="    uvm_kvfree(va_space->mapping);\n",
         before="    uvm_vmem_destroy(va_space); // vMem\n",
+    ),
+    Hook(
+        name="overlay",
+        file="nvidia-uvm/uvm_va_range.h",
+        anchor="} uvm_ext_gpu_map_t;\n",
+        before="\n    // vMem: the overlay behind this mapping, NULL for every mapping of UVM's own\n"
+        "    struct uvm_vmem_overlay *vmem;\n",
     ),
     Hook(
         name="split",

@@ -52,28 +52,25 @@ void uvm_vmem_closed(void *ext_gpu_map)
     spin_unlock(&space->records);
 }
 
-// Create an overlay with only sparse entries, and the tag for its mapping.
+// Create an overlay with only sparse entries, and the memory handle for its mapping, which UVM frees with the mapping.
 static NV_STATUS overlay_alloc(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 start, NvU64 end,
-                               struct uvm_vmem_overlay **out_overlay, struct uvm_vmem_tag **out_tag)
+                               struct uvm_vmem_overlay **out_overlay, uvm_ext_gpu_mem_handle **out_mem)
 {
     struct uvm_vmem_overlay *overlay;
-    struct uvm_vmem_tag *tag = NULL;
+    uvm_ext_gpu_mem_handle *mem = NULL;
     NvU32 i;
-
-    BUILD_BUG_ON(offsetof(struct uvm_vmem_tag, mem) != 0);
 
     // Most of an overlay's memory. It is charged to the caller's memory cgroup, which UVM's allocators cannot do.
     overlay = kzalloc(sizeof(*overlay), NV_UVM_GFP_FLAGS_ACCOUNT);
     if (overlay)
-        tag = uvm_kvmalloc_zero(sizeof(*tag));
-    if (!tag) {
+        mem = uvm_kvmalloc_zero(sizeof(*mem));
+    if (!mem) {
         kfree(overlay);
         return NV_ERR_NO_MEMORY;
     }
 
-    tag->overlay = overlay;
-    tag->mem.gpu = call->gpu;
-    nv_kref_init(&tag->mem.ref_count);
+    mem->gpu = call->gpu;
+    nv_kref_init(&mem->ref_count);
     overlay->vgpu = call->vgpu;
     overlay->range = range;
     overlay->start = start;
@@ -84,7 +81,7 @@ static NV_STATUS overlay_alloc(struct uvm_vmem_call *call, uvm_vmem_range_t *ran
         overlay->entries[i].index = i;
     atomic64_inc(&call->vgpu->overlays);
     *out_overlay = overlay;
-    *out_tag = tag;
+    *out_mem = mem;
     return NV_OK;
 }
 
@@ -118,7 +115,7 @@ static void map_destroy(uvm_vmem_range_t *range, uvm_ext_gpu_map_t *map)
 }
 
 // Create a mapping without page tables over the overlay's addresses.
-static NV_STATUS map_create(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, struct uvm_vmem_tag *tag)
+static NV_STATUS map_create(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, uvm_ext_gpu_mem_handle *mem)
 {
     uvm_vmem_range_t *range = overlay->range;
     uvm_ext_gpu_range_tree_t *tree = uvm_ext_gpu_range_tree(range, call->gpu);
@@ -145,7 +142,8 @@ static NV_STATUS map_create(struct uvm_vmem_call *call, struct uvm_vmem_overlay 
         uvm_kvfree(map);
         return status;
     }
-    map->mem_handle = &tag->mem;
+    map->mem_handle = mem;
+    map->vmem = overlay;
     overlay->map = map;
     return NV_OK;
 }
@@ -156,8 +154,8 @@ static NV_STATUS overlay_open(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
 {
     uvm_va_range_t *va_range = uvm_vmem_va_range(range);
     uvm_page_table_range_vec_t *vec;
+    uvm_ext_gpu_mem_handle *mem;
     struct uvm_vmem_overlay *overlay;
-    struct uvm_vmem_tag *tag;
     NvU64 start = max(uvm_vmem_block(va), va_range->node.start);
     NvU64 end = min(uvm_vmem_block_end(va), va_range->node.end);
     NV_STATUS status;
@@ -172,13 +170,13 @@ static NV_STATUS overlay_open(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
 
     huge = huge && start == uvm_vmem_block(va) && end == uvm_vmem_block_end(va);
 
-    status = overlay_alloc(call, range, start, end, &overlay, &tag);
+    status = overlay_alloc(call, range, start, end, &overlay, &mem);
     if (status != NV_OK)
         return status;
 
-    status = map_create(call, overlay, tag);
+    status = map_create(call, overlay, mem);
     if (status != NV_OK) {
-        uvm_kvfree(tag);
+        uvm_kvfree(mem);
         overlay_drop(overlay);
         return status;
     }
@@ -271,8 +269,8 @@ static NV_STATUS overlay_take(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
     NvU64 end = min(uvm_vmem_block_end(va), UVM_VMEM_BASE(map)->node.end);
     uvm_ext_gpu_map_t *former = NULL;
     uvm_ext_gpu_map_t *upper;
+    uvm_ext_gpu_mem_handle *mem;
     struct uvm_vmem_overlay *overlay;
-    struct uvm_vmem_tag *tag;
     NV_STATUS status;
 
     if (!map_can_be_taken(map))
@@ -302,7 +300,7 @@ static NV_STATUS overlay_take(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
         uvm_tracker_init(&former->tracker);
     }
 
-    status = overlay_alloc(call, range, start, end, &overlay, &tag);
+    status = overlay_alloc(call, range, start, end, &overlay, &mem);
     if (status != NV_OK) {
         uvm_kvfree(former);
         return status;
@@ -313,8 +311,9 @@ static NV_STATUS overlay_take(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
         UVM_VMEM_BASE(former)->gpu = UVM_VMEM_BASE(map)->gpu;
         former->owning_gpu = map->owning_gpu;
     }
-    map->mem_handle = &tag->mem;
+    map->mem_handle = mem;
     map->owning_gpu = call->gpu;
+    map->vmem = overlay;
     overlay->map = map;
 
     touch(call, overlay);
@@ -387,6 +386,7 @@ void uvm_vmem_overlay_undo(struct uvm_vmem_call *call, struct uvm_vmem_overlay *
         uvm_kvfree(map->mem_handle);
         map->mem_handle = former ? former->mem_handle : NULL;
         map->owning_gpu = former ? former->owning_gpu : NULL;
+        map->vmem = NULL;
         uvm_kvfree(former);
         overlay_drop(overlay);
     }

@@ -1,8 +1,8 @@
 // Overlays record what is mapped in a 2 MiB block of address space.
 //
-// An overlay stands behind one uvm_ext_gpu_map_t and lends it a memory handle without an RM object. UVM's own destroy
-// path therefore clears the PTEs, invalidates, and makes no RM call. An overlay's page table is one table of 64 KiB
-// entries, or one 2 MiB entry.
+// An overlay stands behind one uvm_ext_gpu_map_t, whose field `vmem` names it, and lends it a memory handle without an RM
+// object. UVM's own destroy path therefore clears the PTEs, invalidates, and makes no RM call. An overlay's page table is
+// one table of 64 KiB entries, or one 2 MiB entry.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_OVERLAY_H
@@ -16,12 +16,6 @@ struct uvm_vmem_entry {
     struct uvm_vmem_handle *handle;
     NvU8 granule; // in the page
     NvU8 index;   // of this entry in the overlay
-};
-
-// Marks a mapping as an overlay's. UVM frees it with the mapping.
-struct uvm_vmem_tag {
-    uvm_ext_gpu_mem_handle mem; // must be first
-    struct uvm_vmem_overlay *overlay;
 };
 
 struct uvm_vmem_overlay {
@@ -60,14 +54,9 @@ static inline uvm_vmem_page_size_t uvm_vmem_overlay_page_size(const struct uvm_v
     return UVM_VMEM_BASE(overlay->map)->pt_range_vec.page_size;
 }
 
-// The overlay behind a mapping, or NULL if the mapping is not vMem's.
-static inline struct uvm_vmem_overlay *uvm_vmem_overlay_of(const uvm_ext_gpu_map_t *map)
-{
-    // Every other mapping has an RM object or no handle.
-    if (!map->mem_handle || map->mem_handle->rm_handle)
-        return NULL;
-    return container_of(map->mem_handle, struct uvm_vmem_tag, mem)->overlay;
-}
+// The overlay behind a mapping, or NULL if the mapping is not vMem's. Nothing else of a mapping tells the two apart: UVM
+// also closes mappings that it has not finished, whose memory handle has no RM object yet.
+static inline struct uvm_vmem_overlay *uvm_vmem_overlay_of(const uvm_ext_gpu_map_t *map) { return map->vmem; }
 
 static inline struct uvm_vmem_overlay *uvm_vmem_entry_overlay(struct uvm_vmem_entry *entry)
 {

@@ -7,7 +7,7 @@ from guest import Allowed, Step
 
 PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_release", "test_errors", "test_atomic", "test_random",
             "test_fuzz", "test_process", "test_lifetime", "test_race", "test_live", "test_cost", "test_failnth",
-            "test_fatal")  # fmt: skip
+            "test_fatal", "test_stock")  # fmt: skip
 
 # UVM's asserts only log, so any is a failure, but for those that its own tests provoke, and one that is wrong.
 ALLOWED = (
@@ -159,12 +159,24 @@ def unload_with_state(arch):
     return [_load("patched", arch), Step("unload with state", hold + wait + refuse + kill, 60), _unload("patched")]
 
 
+def _with_failmem(step):
+    return [
+        Step("insert failmem", "insmod /mod/failmem.ko", 20, quiet=True),
+        step,
+        Step("remove failmem", "rmmod failmem", 20, quiet=True),
+    ]
+
+
+def failing_stock_calls(variant, size, arch):
+    """UVM's own calls, each of which fails: the same must come of it on both modules."""
+    step = Step(f"test_stock {variant}", f"SECONDS_EACH={size.race} /tests/test_stock", 240 + 10 * size.race)
+    return [_load(variant, arch, BUILTIN, gpu="gpus=2"), *_with_failmem(step), _unload(variant)]
+
+
 def fail_nth(arch):
     return [
         _load("patched", arch),
-        Step("insert failmem", "insmod /mod/failmem.ko", 20, quiet=True),
-        Step("test_failnth", "/tests/test_failnth", 600),
-        Step("remove failmem", "rmmod failmem", 20, quiet=True),
+        *_with_failmem(Step("test_failnth", "/tests/test_failnth", 600)),
         _unload("patched"),
     ]
 
@@ -183,7 +195,15 @@ DEFAULT_ARCH = "turing"
 
 def _of_one(size, arch):
     """The steps on one architecture; their names end with its own unless it is the default."""
-    out = _stock(size, arch) + _patched(size, arch) + unload_with_state(arch) + fail_nth(arch) + fatal(arch)
+    out = [
+        *_stock(size, arch),
+        *failing_stock_calls("stock", size, arch),
+        *_patched(size, arch),
+        *failing_stock_calls("patched", size, arch),
+        *unload_with_state(arch),
+        *fail_nth(arch),
+        *fatal(arch),
+    ]
     if size.only:
         out = select(out, size.only)
     if arch != DEFAULT_ARCH:
