@@ -1,5 +1,5 @@
-// RELEASE unmaps pages everywhere and then frees them. It allocates nothing, so it cannot fail for lack of memory, and
-// it holds the VA space lock for a bounded time however many mappings there are.
+// RELEASE unmaps pages everywhere and then frees them. It needs no memory, so it cannot fail for lack of it, and it holds
+// the VA space lock for a bounded time however many mappings there are.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_api.h"
@@ -18,7 +18,7 @@
 struct uvm_vmem_release_room {
     struct mutex lock;
     struct uvm_vmem_call call;
-    NvU64 ids[UVM_VMEM_MAX_OPS];
+    NvU64 ids[UVM_VMEM_MAX_OPS]; // when there is no memory for a copy of the caller's own
 };
 
 // One RELEASE.
@@ -154,12 +154,18 @@ static void changed(struct uvm_vmem_call *call, void *arg)
     mutex_unlock(&call->space->lock);
 }
 
+static bool ids_copy(NvU64 *to, const struct uvm_vmem_release *p)
+{
+    return !copy_from_user(to, u64_to_user_ptr(p->handles), p->count * sizeof(*to));
+}
+
 NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
 {
     struct uvm_vmem_release *p = params;
     struct uvm_vmem_space *space;
     struct uvm_vmem_release_room *room;
     struct release r = {.count = p->count, .failed = UVM_VMEM_NO_OP};
+    NvU64 *ids;
     NV_STATUS status;
 
     p->out_failed = UVM_VMEM_NO_OP;
@@ -176,11 +182,18 @@ NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
         return NV_ERR_NO_MEMORY;
     room = space->release;
 
-    mutex_lock(&room->lock);
-    if (copy_from_user(room->ids, u64_to_user_ptr(p->handles), p->count * sizeof(*room->ids))) {
-        status = NV_ERR_INVALID_POINTER;
-    } else {
-        r.ids = room->ids;
+    // The caller's memory can keep the copy waiting for as long as it likes, so nothing is locked meanwhile. Only when
+    // memory is short is it copied to where other calls of RELEASE wait for it, which a signal that kills can end.
+    ids = uvm_kvmalloc(p->count * sizeof(*ids));
+    status = NV_ERR_INVALID_POINTER;
+    if (ids && !ids_copy(ids, p))
+        goto out;
+    if (mutex_lock_killable(&room->lock)) {
+        status = NV_ERR_SIGNAL_PENDING;
+        goto out;
+    }
+    if (ids || ids_copy(room->ids, p)) {
+        r.ids = ids ? ids : room->ids;
         uvm_vmem_call_init(&room->call, space);
         status = uvm_vmem_call_run(&room->call, change, changed, &r);
         p->out_failed = r.failed;
@@ -190,5 +203,7 @@ NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
         uvm_vmem_call_deinit(&room->call);
     }
     mutex_unlock(&room->lock);
+out:
+    uvm_kvfree(ids);
     return status;
 }

@@ -11,7 +11,8 @@
 //   ext. range tree, page tree, push, PMM   UVM's own, as its functions require. No range tree or page tree lock is
 //                   taken while a push is open.
 //
-// RELEASE takes the lock of the file's uvm_vmem_release_room before all others. The lock of the list of files protects
+// RELEASE takes the lock of the file's uvm_vmem_release_room before all others. Nothing but other calls of RELEASE waits
+// for that one, and these can be killed. The lock of the list of files protects
 // only the list, and no other lock is taken under it, so a reader of the proc file delays no other process.
 //
 // Lifetime. An overlay ends with its uvm_ext_gpu_map_t, which UVM may close whenever the VA space lock is not held in

@@ -159,10 +159,10 @@ def unload_with_state(arch):
     return [_load("patched", arch), Step("unload with state", hold + wait + refuse + kill, 60), _unload("patched")]
 
 
-def _with_failmem(step):
+def _with_failmem(*steps):
     return [
         Step("insert failmem", "insmod /mod/failmem.ko", 20, quiet=True),
-        step,
+        *steps,
         Step("remove failmem", "rmmod failmem", 20, quiet=True),
     ]
 
@@ -176,7 +176,10 @@ def failing_stock_calls(variant, size, arch):
 def fail_nth(arch):
     return [
         _load("patched", arch),
-        *_with_failmem(Step("test_failnth", "/tests/test_failnth", 600)),
+        *_with_failmem(
+            Step("test_failnth", "/tests/test_failnth", 600),
+            Step("test_release without memory", "/tests/test_release without_memory", 60),
+        ),
         _unload("patched"),
     ]
 

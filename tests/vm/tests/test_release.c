@@ -2,10 +2,14 @@
 // and of a GPU that goes meanwhile.
 //
 // SPDX-License-Identifier: MIT
+#include <linux/userfaultfd.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <sys/syscall.h>
 
 #include "calls.h"
+#include "failmem_uapi.h"
 
 // What RELEASE has looked at so far, for this process, from the proc file.
 static uint64_t looks(void)
@@ -175,7 +179,7 @@ TEST(test_takeover_of_4_gib)
         ops[i] = vm_op(BASE + i * BLOCK, KB(64), page, 0, UVM_VMEM_TAKEOVER | UVM_VMEM_MAP_64K);
     CHECK_EQ(uvm_create_external(&u, BASE, GB(4)), NV_OK);
     for (unsigned i = 0; i < 2; i++)
-        CHECK_EQ(uvm_map_sparse(&u, 0, BASE + i * UVM_VMEM_TAKE_MAX, UVM_VMEM_TAKE_MAX), NV_OK);
+        CHECK_EQ(uvm_map_sparse(&u, 0, BASE + i * GB(2), UVM_VMEM_TAKE_TABLES * BLOCK), NV_OK);
     CHECK_EQ(pthread_create(&thread, NULL, ask, &asker), 0);
     while (!asker.asked)
         usleep(1000);
@@ -226,4 +230,117 @@ TEST(test_release_beside_gpu_unregister)
         CHECK_EQ(vm_query(&shared, 0).out_bytes_held, 0);
         sim_check(0);
     }
+}
+
+// ---- RELEASE whose caller keeps it waiting for the handles ---------------------------------------------------------
+
+static struct uvm slow;
+static uint64_t *handles_to_come; // a page that nobody has written yet
+
+static int missing_page(void)
+{
+    struct uffdio_api api = {.api = UFFD_API};
+    struct uffdio_register r = {.mode = UFFDIO_REGISTER_MODE_MISSING};
+    int fd = syscall(SYS_userfaultfd, O_CLOEXEC);
+
+    if (fd < 0)
+        vmtest_skip("userfaultfd: %s", strerror(errno));
+    CHECK(ioctl(fd, UFFDIO_API, &api) == 0);
+    handles_to_come = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(handles_to_come != MAP_FAILED);
+    r.range.start = (uintptr_t)handles_to_come;
+    r.range.len = 4096;
+    CHECK(ioctl(fd, UFFDIO_REGISTER, &r) == 0);
+    return fd;
+}
+
+// Waits until somebody has touched the page
+static void touched(int fd)
+{
+    struct uffd_msg msg;
+
+    CHECK(read(fd, &msg, sizeof(msg)) == sizeof(msg));
+    CHECK_EQ(msg.event, UFFD_EVENT_PAGEFAULT);
+}
+
+static void write_page(int fd, uint64_t handle)
+{
+    static uint64_t page[512];
+    struct uffdio_copy copy = {.dst = (uintptr_t)handles_to_come, .src = (uintptr_t)page, .len = sizeof(page)};
+
+    page[0] = handle;
+    CHECK(ioctl(fd, UFFDIO_COPY, &copy) == 0);
+}
+
+static void *slow_releaser(void *failmem)
+{
+    static NV_STATUS status;
+    struct failmem f = {.nth = 1};
+
+    if (failmem) // no memory for a copy of the handles
+        CHECK(ioctl(*(int *)failmem, FAILMEM_ARM, &f) == 0);
+    status = vm_release(&slow, handles_to_come, 1, NULL);
+    return &status;
+}
+
+TEST(test_release_that_waits_for_its_handles_holds_nobody_up)
+{
+    NV_STATUS *status;
+    pthread_t thread;
+    uint64_t h;
+    int fd;
+
+    vm_start(&slow, MB(8));
+    CHECK_EQ(vm_create(&slow, KB(64), 2, &h), NV_OK);
+    fd = missing_page();
+    CHECK(pthread_create(&thread, NULL, slow_releaser, NULL) == 0);
+    touched(fd);
+    CHECK_EQ(vm_release_one(&slow, h), NV_OK); // or hangs
+    write_page(fd, h + 1);
+    pthread_join(thread, (void **)&status);
+    CHECK_EQ(*status, NV_OK);
+    CHECK_EQ(vm_query(&slow, 0).out_bytes_created, 0);
+}
+
+// Without memory, other calls of RELEASE do wait. A process that does can be killed.
+TEST(test_release_that_waits_without_memory_can_be_killed)
+{
+    int failmem = open("/dev/failmem", O_RDWR), fd;
+    NV_STATUS *status;
+    pthread_t thread;
+    uint64_t h;
+    pid_t pid;
+
+    if (failmem < 0)
+        vmtest_skip("/dev/failmem: %s", strerror(errno));
+    vm_start(&slow, MB(8));
+    CHECK_EQ(vm_create(&slow, KB(64), 2, &h), NV_OK);
+    fd = missing_page();
+    CHECK(pthread_create(&thread, NULL, slow_releaser, &failmem) == 0);
+    touched(fd);
+    CHECK_EQ(vm_query(&slow, 0).out_bytes_created, KB(128)); // no other call waits
+    pid = fork();
+    if (pid == 0) {
+        (void)vm_release_one(&slow, h);
+        _exit(0);
+    }
+    for (;;) { // until it waits in the module
+        char path[64], name[128] = "";
+        FILE *f;
+
+        CHECK_EQ(waitpid(pid, NULL, WNOHANG), 0);
+        snprintf(path, sizeof(path), "/proc/%d/wchan", pid);
+        f = fopen(path, "r");
+        CHECK(f && (fgets(name, sizeof(name), f) || !ferror(f)));
+        fclose(f);
+        if (strstr(name, "uvm_vmem"))
+            break;
+        usleep(1000);
+    }
+    kill(pid, SIGKILL);
+    CHECK_EQ(wait_child(pid), 128 + SIGKILL); // or hangs
+    write_page(fd, h + 1);
+    pthread_join(thread, (void **)&status);
+    CHECK_EQ(*status, NV_OK);
+    CHECK_EQ(vm_release_one(&slow, h), NV_OK);
 }
