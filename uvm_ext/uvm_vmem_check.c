@@ -5,11 +5,22 @@
 
 #define MAP_FLAGS (UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER)
 
+#define COUNT(array) (sizeof(array) / sizeof((array)[0]))
+
+static bool any_set(const __u64 *words, unsigned int count)
+{
+    while (count--) {
+        if (words[count])
+            return true;
+    }
+    return false;
+}
+
 static bool misaligned(__u64 value, __u64 to) { return (value & (to - 1)) != 0; }
 
 NV_STATUS uvm_vmem_check_query(const struct uvm_vmem_query *p)
 {
-    if (p->flags || p->reserved[0] || p->reserved[1] || p->reserved[2] || p->reserved[3] || p->pad)
+    if (p->flags || any_set(p->reserved, COUNT(p->reserved)) || p->pad)
         return NV_ERR_INVALID_ARGUMENT;
     return NV_OK;
 }

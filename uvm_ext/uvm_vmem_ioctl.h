@@ -53,7 +53,7 @@
 
 #define UVM_VMEM_GRANULE (1ULL << 16) // every address, offset and length in MAP and UNMAP is a multiple of it
 #define UVM_VMEM_BLOCK (1ULL << 21)
-#define UVM_VMEM_TAKE_MAX (1ULL << 31) // bytes of the largest mapping of which UVM_VMEM_TAKEOVER takes blocks
+#define UVM_VMEM_TAKE_TABLES 1024 // page tables of the largest mapping of which UVM_VMEM_TAKEOVER takes blocks
 
 // out_failed if no single element is at fault
 #define UVM_VMEM_NO_OP 0xFFFFFFFFu
@@ -129,7 +129,7 @@ struct uvm_vmem_create {
 // Unmaps pages wherever this file maps them (their addresses become sparse), then frees them, all or none. When it
 // returns, no GPU access can reach the memory through vMem's mappings. All pages must belong to one GPU.
 //
-// The call allocates nothing. Once the handles are found, only a fatal error of the GPU or of UVM can make it fail. If
+// The call needs no memory. Once the handles are found, only a fatal error of the GPU or of UVM can make it fail. If
 // a page has a 2 MiB entry, sparse entries need a page table; without memory for one, the addresses become invalid
 // instead. Pages that are mapped at very many addresses are unmapped in steps. Other calls of the file may run between
 // two steps, and do not find the handles.
@@ -195,8 +195,9 @@ struct uvm_vmem_op {
 // Take over blocks that are covered by a sparse mapping or by a mapping of this GPU's own memory (a CUDA backdrop). The
 // whole block becomes an overlay and loses that mapping. 64 KiB entries are replaced in place, as with
 // UVM_VMEM_MAP_REPLACE. A 2 MiB entry is cut: the block is invalid for a moment, and no kernel may access it. Without
-// the flag, such a block is NV_ERR_UVM_ADDRESS_IN_USE, and with it a block of a mapping of more than UVM_VMEM_TAKE_MAX
-// bytes: each block costs time in proportion to the rest of its mapping.
+// the flag, such a block is NV_ERR_UVM_ADDRESS_IN_USE, and with it a block of a mapping that has more than
+// UVM_VMEM_TAKE_TABLES page tables: each block costs time in proportion to those of the rest of its mapping. A table
+// holds 2 MiB of 64 KiB entries, or 512 MiB of 2 MiB entries, so such a mapping is larger than 2 GiB or 512 GiB.
 #define UVM_VMEM_TAKEOVER 0x100
 // The flags 0x10 and 0x20 belonged to ABI 1.
 

@@ -244,21 +244,20 @@ static NV_STATUS map_split(uvm_vmem_range_t *range, uvm_ext_gpu_map_t *map, NvU6
     return NV_OK;
 }
 
-// Page-table ranges of the largest mapping of which blocks are taken over. Each block copies those behind it, under the
-// VA space lock, which every other call of the process and every GPU fault waits for. Each covers 2 MiB or more.
-#define TAKE_MAX_RANGES (UVM_VMEM_TAKE_MAX / UVM_VMEM_BLOCK)
-
 // Whether a foreign mapping can become an overlay: its entries can be cut at the block's borders, unmapping it needs no
-// more than unmapping local vidmem, and cutting it takes no long time.
+// more than unmapping local vidmem, and cutting it takes no long time: each block copies the records of the page tables
+// behind it, under the VA space lock, which every other call of the process and every GPU fault waits for.
 static bool map_can_be_taken(uvm_ext_gpu_map_t *map)
 {
-    if (UVM_VMEM_BASE(map)->pt_range_vec.range_count > TAKE_MAX_RANGES)
+    // First, because fabric memory of a peer may have no memory handle, as a sparse mapping
+    if (uvm_vmem_map_is_fabric(map))
+        return false;
+    if (UVM_VMEM_BASE(map)->pt_range_vec.range_count > UVM_VMEM_TAKE_TABLES)
         return false;
     if (UVM_VMEM_BASE(map)->pt_range_vec.page_size != UVM_PAGE_SIZE_64K &&
         UVM_VMEM_BASE(map)->pt_range_vec.page_size != UVM_PAGE_SIZE_2M)
         return false;
-    return !map->mem_handle ||
-           (map->owning_gpu == UVM_VMEM_BASE(map)->gpu && !map->is_sysmem && !uvm_vmem_map_is_fabric(map));
+    return !map->mem_handle || (map->owning_gpu == UVM_VMEM_BASE(map)->gpu && !map->is_sysmem);
 }
 
 // Turn the part of a foreign mapping in va's block into an overlay. Only records change here.

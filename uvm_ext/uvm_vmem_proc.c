@@ -12,6 +12,17 @@
 #define PROC_NAME "driver/nvidia-uvm/vmem"
 
 #ifdef CONFIG_PROC_FS
+// The process chose its name. Whatever it chose is one word here, without control characters.
+static void comm_show(struct seq_file *s, const char *comm)
+{
+    for (; *comm; comm++) {
+        if (*comm > ' ' && *comm < 0x7F && *comm != '\\')
+            seq_putc(s, *comm);
+        else
+            seq_printf(s, "\\%03o", (unsigned char)*comm);
+    }
+}
+
 // Shows one file at a time, with a reference to it and without the lock of the list. A reader that waits for one file
 // therefore delays no process's first or last call.
 static void *vmem_seq_start(struct seq_file *s, loff_t *pos)
@@ -43,10 +54,11 @@ static int vmem_seq_show(struct seq_file *s, void *v)
     }
 
     mutex_lock(&space->lock);
-    seq_printf(s, "process %d %s: handles %llu, pushes %llu, invalidates %llu, waits %llu, looks %llu\n", space->tgid,
-               space->comm, space->num_handles, (NvU64)atomic64_read(&space->pushes),
-               (NvU64)atomic64_read(&space->invalidates), (NvU64)atomic64_read(&space->waits),
-               (NvU64)atomic64_read(&space->looks));
+    seq_printf(s, "process %d ", space->tgid);
+    comm_show(s, space->comm);
+    seq_printf(s, ": handles %llu, pushes %llu, invalidates %llu, waits %llu, looks %llu\n", space->num_handles,
+               (NvU64)atomic64_read(&space->pushes), (NvU64)atomic64_read(&space->invalidates),
+               (NvU64)atomic64_read(&space->waits), (NvU64)atomic64_read(&space->looks));
     list_for_each_entry(vgpu, &space->gpus, node) {
         seq_printf(s, "  gpu %s: held %llu, created %llu, mapped %llu, overlays %llu\n", uvm_gpu_name(vgpu->gpu),
                    vgpu->bytes_held, vgpu->bytes_created, (NvU64)atomic64_read(&vgpu->bytes_mapped),

@@ -158,7 +158,7 @@ static void test_check_query(void)
     STATUS(uvm_vmem_check_query(&good), NV_OK);
     p = good, p.flags = 1;
     STATUS(uvm_vmem_check_query(&p), NV_ERR_INVALID_ARGUMENT);
-    for (int i = 0; i < 4; i++) {
+    for (unsigned int i = 0; i < sizeof(p.reserved) / sizeof(p.reserved[0]); i++) {
         p = good, p.reserved[i] = 1;
         STATUS(uvm_vmem_check_query(&p), NV_ERR_INVALID_ARGUMENT);
     }

@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
+#include <sys/prctl.h>
 #include <sys/stat.h>
 
 static struct uvm u;
@@ -105,7 +106,7 @@ TEST(test_err_flags_and_reserved)
         CHECK_MSG(var.rmStatus == NV_ERR_INVALID_ARGUMENT, "%s with %s = %s: 0x%x", #cmd, #field, #val, var.rmStatus); \
     } while (0)
     BAD_FIELD(struct uvm_vmem_query, q, UVM_VMEM_QUERY, flags, 1, 0);
-    BAD_FIELD(struct uvm_vmem_query, q, UVM_VMEM_QUERY, reserved[3], 1, 0);
+    BAD_FIELD(struct uvm_vmem_query, q, UVM_VMEM_QUERY, reserved[4], 1, 0);
     BAD_FIELD(struct uvm_vmem_create, c, UVM_VMEM_CREATE, flags, 2, .page_size = KB(64), .count = 1);
     BAD_FIELD(struct uvm_vmem_create, c, UVM_VMEM_CREATE, reserved, 2, .page_size = KB(64), .count = 1);
     BAD_FIELD(struct uvm_vmem_release, l, UVM_VMEM_RELEASE, flags, 1, .handles = (uintptr_t)&pages[1], .count = 1);
@@ -292,8 +293,8 @@ TEST(test_err_takeover_of_a_large_mapping)
 
     uvm_start(&u);
     CHECK_EQ(uvm_create_external(&u, BASE, GB(32)), NV_OK);
-    CHECK_EQ(uvm_map_sparse(&u, 0, BASE, 2 * UVM_VMEM_TAKE_MAX), NV_OK);
-    CHECK_EQ(uvm_map_sparse(&u, 0, BASE + GB(16), UVM_VMEM_TAKE_MAX), NV_OK);
+    CHECK_EQ(uvm_map_sparse(&u, 0, BASE, (UVM_VMEM_TAKE_TABLES + 1) * BLOCK), NV_OK);
+    CHECK_EQ(uvm_map_sparse(&u, 0, BASE + GB(16), UVM_VMEM_TAKE_TABLES * BLOCK), NV_OK);
     CHECK_EQ(vm_create(&u, KB(64), 1, &page), NV_OK);
     op = vm_op(BASE + MB(64), KB(64), page, 0, UVM_VMEM_TAKEOVER | UVM_VMEM_MAP_64K);
     b = batch_of(&op, 1);
@@ -337,6 +338,8 @@ TEST(test_err_proc_file)
     FILE *f;
     size_t n;
 
+    // Whatever the process calls itself is one word there.
+    CHECK(prctl(PR_SET_NAME, "a b\n\033[2J\\\xff:") == 0);
     vm_start(&u, MB(8));
     CHECK(stat("/proc/driver/nvidia-uvm/vmem", &st) == 0);
     CHECK_EQ(st.st_mode & 0777, 0400);
@@ -345,6 +348,7 @@ TEST(test_err_proc_file)
     n = fread(text, 1, sizeof(text) - 1, f);
     text[n] = 0;
     CHECK(strstr(text, "abi 2\n") == text && strstr(text, "looks 0\n"));
+    CHECK_MSG(strstr(text, " a\\040b\\012\\033[2J\\134\\377:: handles "), "the process's name: %s", text);
     fclose(f);
 }
 
