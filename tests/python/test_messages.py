@@ -18,7 +18,7 @@ from pyvmem.errors import _NAMES
 
 TOP = Path(__file__).parent.parent.parent
 # Environment variables have one name in every language.
-ENVIRONMENT = re.compile(r"\$?VMEM_(BACKEND|CUDA|TRACE|VLLM\w*|TRANSFORMERS_FORCE|TEST\w*)\b")
+ENVIRONMENT = re.compile(r"\$?VMEM_(BACKEND|CUDA|TRACE|VLLM\w*|SGLANG\w*|TRANSFORMERS_FORCE|TEST\w*)\b")
 OF_C = re.compile(r"\b(VMEM_[A-Z]\w+|vmem_kv_\w+|vMem\w+|opts->|cfg->)")
 
 
