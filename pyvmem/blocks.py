@@ -294,7 +294,8 @@ class Blocks(_Owned):
         """Ask for a budget of `bytes` beyond what is held; returns the bytes that are not there yet.
 
         Takes what is free in the pool, and asks other members for the rest. Returns at once. A question lapses after
-        250 ms unless it is repeated. Raises `OutOfMemory` if no member can give them now.
+        250 ms unless it is repeated. Raises `OutOfMemory` if no member could give them when they were last asked;
+        repeat the call to ask them again.
         """
         missing = ffi.new("uint64_t *")
         _check(lib.vmem_blocks_ask(self._use(), uint("bytes", bytes), missing))

@@ -138,8 +138,8 @@ int vmem_blocks_join(vmem_blocks *blocks, vmem_kv_pool *pool, const char *name, 
 int vmem_blocks_set_share(vmem_blocks *blocks, uint64_t min, uint64_t max);
 // Asks for a budget of `bytes` more than the pages that are held: takes what is free in the pool, and asks other members
 // for the rest. Returns at once; backing succeeds once the memory is there. A question lapses after 250 ms unless it is
-// repeated. 0 asks for nothing. *missing (if not NULL) receives the bytes that are not there yet. -ENOMEM: no member can
-// give them now.
+// repeated. 0 asks for nothing. *missing (if not NULL) receives the bytes that are not there yet. -ENOMEM: no member
+// could give them when they were last asked; the next call asks them again.
 int vmem_blocks_ask(vmem_blocks *blocks, uint64_t bytes, uint64_t *missing);
 // Says that the engine can give up `bytes` of what is held if others ask. The board's shrink_to then says what to shrink
 // to, and backing does not take that memory again. It lapses at the next call if nobody has asked for 100 ms, or if

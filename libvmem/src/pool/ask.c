@@ -12,36 +12,46 @@
 #include "core/memory.h"
 #include "pool/pool.h"
 
-#define REFUSED_NS UINT64_C(2000000) // after a refusal, the member does not ask the others again for this time
+#define TOLD_NS UINT64_C(2000000)    // after it was told of a refusal, the member does not ask the others again so long
 #define PREPARE (UINT64_C(2) << 30)  // bytes of device memory that the pool's thread takes at a time,
 #define PORTION (UINT64_C(32) << 20) // so many in a call, or a larger arena; the budget can grow after each
 
 _Atomic uint64_t vmem__pool_ask_ns = 250000000;
 
-// With the pool's lock held: asks the other members. What may still come, in bytes.
-static uint64_t ask(struct vmem__member *m, uint64_t bytes)
+// With the pool's lock held: asks the other members. What may still come, in bytes; if nothing, *why.
+//
+// A refusal that the member has not been told of yet is the answer, once, and for a moment after it was told. Then the
+// others are asked again, and at once if something has become free here since.
+static uint64_t ask(struct vmem__member *m, uint64_t bytes, uint32_t *why)
 {
-    const uint64_t t = vmem__now(), room = pool_less(m->row.max, m->row.has);
+    struct vmem_kv_pool_member *r = &m->row;
+    const uint64_t room = pool_less(r->max, r->has);
+    *why = 0;
     if (bytes > room) {
-        vmem__pool_answer(m, VMEM_KV_REFUSED, VMEM_KV_AT_MAXIMUM);
-        m->row.needs = 0;
+        vmem__pool_answer(m, VMEM_KV_REFUSED, *why = VMEM_KV_AT_MAXIMUM);
+        r->needs = 0;
         return 0;
     }
     if (m->kept_out == -EBADMSG || m->unwritten) { // no other member can read the question
-        m->refused_at = t;
-        vmem__pool_answer(m, VMEM_KV_REFUSED, VMEM_KV_FILE_DAMAGED);
-        m->row.needs = 0;
+        vmem__pool_answer(m, VMEM_KV_REFUSED, *why = VMEM_KV_FILE_DAMAGED);
+        r->needs = 0;
         return 0;
     }
-    const bool again = m->row.answer == VMEM_KV_REFUSED && m->row.needs && t - m->refused_at < REFUSED_NS;
-    const bool fresh = m->row.needs < bytes || m->row.answer != VMEM_KV_DEFERRED;
-    m->asked_at = t;
-    m->row.needs = m->foreseen ? MAX(bytes, MIN(m->row.needs, room)) : bytes;
-    if (again)
+    const uint64_t t = vmem__now();
+    const bool refused = r->answer == VMEM_KV_REFUSED && r->needs && r->needs <= bytes && m->freed == m->pool->freed;
+    if (refused && (!m->told || t - m->told_at < TOLD_NS)) {
+        m->told_at = m->told ? m->told_at : t;
+        m->told = true;
+        m->asked_at = t;
+        *why = r->reason;
         return 0;
-    if (fresh)
-        m->row.asked = 0; // the thread assigns the revision
+    }
+    if (r->needs < bytes || r->answer != VMEM_KV_DEFERRED)
+        r->asked = 0; // the thread assigns the revision
+    m->asked_at = t;
+    r->needs = m->foreseen ? MAX(bytes, MIN(r->needs, room)) : bytes;
     vmem__pool_answer(m, VMEM_KV_DEFERRED, 0);
+    m->pool->needed = true;
     pool_ring(m->pool);
     return bytes;
 }
@@ -61,10 +71,9 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
         return pages;
     }
     const uint64_t bytes = MAX(exact, MIN(exact + (held / 64 << m->page_shift), room));
-    const uint64_t coming = ask(m, bytes);
+    const uint64_t coming = ask(m, bytes, refusal);
     if (coming) // and what it has been granted meanwhile
         vmem__pool_want(m, pool_less(pool_add(m->row.has, bytes), held << m->page_shift));
-    *refusal = coming ? 0 : m->row.reason;
     pthread_mutex_unlock(&m->pool->lock);
     return coming ? pages : 0;
 }
@@ -91,10 +100,11 @@ uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t wa
     pthread_mutex_lock(&m->pool->lock);
     m->foreseen = 0; // the new question replaces the last one
     const uint64_t has = budget + floor_pages(m->granted, m);
+    uint32_t why;
     if (part)
         want = MIN(want, has + floor_pages(pool_less(m->row.max, m->row.has), m));
     if (want > has) {
-        if (ask(m, (want - has) << m->page_shift))
+        if (ask(m, (want - has) << m->page_shift, &why))
             vmem__pool_want(m, pool_less(want << m->page_shift, m->row.held));
         if (!m->prepares) {
             m->prepares = m->row.answer == VMEM_KV_DEFERRED && !m->kept_out && m->ops->ready && !m->whole &&

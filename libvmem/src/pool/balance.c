@@ -261,7 +261,8 @@ static bool give(vmem_kv_pool *pool, struct vmem__member *m)
 
 static void refuse(struct vmem__member *m, uint32_t why)
 {
-    m->refused_at = vmem__now();
+    m->told = false;
+    m->freed = m->pool->freed_before;
     vmem__pool_answer(m, VMEM_KV_REFUSED, why);
 }
 
@@ -361,6 +362,7 @@ static bool apply(struct vmem__member *m)
 static bool round_of(vmem_kv_pool *pool)
 {
     bool again = false;
+    pool->freed_before = pool->freed;
     for (int pass = 0; pass < 2; pass++) {
         for (struct vmem__member *m = pool->members; m; m = m->next) {
             if (m->leaving)

@@ -108,7 +108,7 @@ void vmem__pool_unask(struct vmem__member *m);
 // device memory for them. part: if the member may not have so many, as many as it may. Returns by how many pages the
 // budget grows at once. It holds until `forget`, or until the member foresees something else.
 uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t want, bool part);
-// Has the thread look at the members soon.
+// The member can give more than before: if somebody asks for it, has the thread look at the members soon.
 void vmem__pool_wake(const struct vmem__member *m);
 // The member's row, and the path of the pool's file if `path` is empty.
 void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256]);

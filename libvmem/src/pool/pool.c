@@ -306,7 +306,10 @@ void vmem__pool_left(struct vmem__member *m)
 
 void vmem__pool_wake(const struct vmem__member *m)
 {
-    if (m)
+    if (!m)
+        return;
+    m->pool->freed++;
+    if (m->pool->needed)
         pool_ring(m->pool);
 }
 
@@ -319,6 +322,10 @@ uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
             break;
     m->waiting--;
     m->asked_at = vmem__now();
+    if (m->row.answer == VMEM_KV_REFUSED && !m->told) {
+        m->told = true;
+        m->told_at = m->asked_at;
+    }
     return m->row.answer;
 }
 

@@ -65,7 +65,9 @@ struct vmem__member {
     uint64_t written_at;                     // ns
     uint32_t waiting;                        // calls that wait for an answer
     uint64_t asked_at;                       // ns
-    uint64_t refused_at;                     // ns
+    uint64_t told_at;                        // ns
+    bool told;                               // of the refusal of its last question
+    uint64_t freed;                          // vmem_kv_pool.freed before the looks that the refusal rests on
     uint64_t granted;                        // bytes in row.has that the member's budget does not have yet
     uint64_t foreseen;                       // the pages there will be with the requests that wait; 0: not known
     uint64_t foreseen_at;                    // ns
@@ -96,13 +98,16 @@ struct vmem_kv_pool {
         struct vmem_kv_pool_member row;
         uint64_t at;
     } seen[VMEM_KV_POOL_MEMBERS];
-    _Atomic uint64_t free; // bytes, as the table was last seen
-    uint64_t budget;       // that the file began with; 0: no file is open
-    char *path;            // NULL: in this process only
-    int fd;                // of the file, whose locks say who lives
-    int bell, watch;       // eventfd that wakes the thread; inotify's descriptor, -1: none
-    uint64_t buried_at;    // ns, when the table was last cleared of dead members
-    uint64_t locked_at;    // ns, when the thread last found the file not locked by another process
+    _Atomic uint64_t free;  // bytes, as the table was last seen
+    _Atomic bool needed;    // some member asked for more when the table was last seen
+    _Atomic uint64_t freed; // counts what may have become free: vmem__pool_wake
+    uint64_t freed_before;  // the same when the present round began
+    uint64_t budget;        // that the file began with; 0: no file is open
+    char *path;             // NULL: in this process only
+    int fd;                 // of the file, whose locks say who lives
+    int bell, watch;        // eventfd that wakes the thread; inotify's descriptor, -1: none
+    uint64_t buried_at;     // ns, when the table was last cleared of dead members
+    uint64_t locked_at;     // ns, when the thread last found the file not locked by another process
 };
 
 // ---- pool.c

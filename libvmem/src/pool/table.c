@@ -167,6 +167,10 @@ void vmem__table_end(vmem_kv_pool *pool)
     }
     if (pool->fd >= 0)
         unlock_table(pool->fd);
+    bool needed = false;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
+        needed |= pool->table.rows[i].size && pool->table.rows[i].needs;
+    pool->needed = needed;
     pool->free = vmem__pool_free(pool, NULL);
 }
 

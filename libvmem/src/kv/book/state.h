@@ -202,6 +202,7 @@ struct kv_lend {
     bool foresees;    // the cache has said what requests that wait will need
     uint64_t give_to; // pages
     uint64_t portion; // pages that the worker gives back in one call while others wait for them
+    uint64_t fixed;   // kv_ledger.fixed after the last call
 };
 
 // Kernels that may be in flight.

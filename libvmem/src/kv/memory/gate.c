@@ -123,6 +123,9 @@ int vmem__kv_leave(vmem_kv *kv, int rc)
         vmem__kv_summarise(kv);
     kv->report.long_call = false;
     kv->gate.called = false;
+    if (kv->ledger.fixed < kv->lend.fixed)
+        vmem__pool_wake(kv->lend.member);
+    kv->lend.fixed = kv->ledger.fixed;
     pthread_mutex_unlock(&kv->gate.state);
     pthread_mutex_unlock(&kv->gate.api);
     return rc;
