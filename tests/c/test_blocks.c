@@ -111,7 +111,13 @@ static void errors(void)
     BAD_RANGE("last address", UINT64_MAX - P, 0, P, P, 1, 0);
     BAD_RANGE("cfg->ranges[1]", base + RESERVED - 4 * P, 0, P, P + 1, 1, 0);
 
+    BAD_RANGE("overlap", base, 0, P, P, UINT32_MAX, 0);
+    BAD_RANGE("overlap", base, P, P, P, 2, 0);
+    BAD_RANGE("overlap", base, 4 * P, P - 1, P, 2, 0);
+    BAD(budget, P - 1, "cfg->budget");
+
     b = simple(4, 0);
+    ERR(vmem_blocks_set_budget(b, P - 1), EINVAL, "less than a page");
     ERR(vmem_blocks_back(NULL, NULL, 0, 0, NULL), EINVAL, "blocks is NULL");
     ERR(vmem_blocks_back(b, NULL, 1, 0, NULL), EINVAL, "ids is NULL");
     ERR(BACK(b, 0, 1, 4), EINVAL, "ids[1]: block 4 is out of range: there are 4 blocks");
@@ -443,6 +449,22 @@ static void events(void)
     CHECK_EQ(fakegpu_events(), before);
 }
 
+// A fence behind one that is due already is asked about, too.
+static void flush_sees_every_fence(void)
+{
+    vmem_blocks *b = simple(2, 0);
+    for (int i = 0; i < 2000; i++) {
+        uint64_t fence;
+        OK(BACK(b, 0, 0, 1));
+        OK(vmem_blocks_record(b, NULL, &fence));
+        OK(UNBACK(b, fence, 0));
+        OK(UNBACK(b, 0, 1));
+        OK(vmem_blocks_flush(b));
+        CHECK(!is_backed(b, 0));
+    }
+    vmem_blocks_destroy(b);
+}
+
 // Blocks that stay alone keep no more device memory than their own, once nothing has been asked for a while.
 static void memory_returns(void)
 {
@@ -705,6 +727,7 @@ int main(int argc, char **argv)
     in_a_pool();
     if (fakegpu_fail) {
         events();
+        flush_sees_every_fence();
         memory_returns();
         driver_fails();
         driver_fails_at_the_end();

@@ -18,6 +18,23 @@ static uint64_t last_byte(const struct vmem_block_range *r, uint32_t blocks)
     return end;
 }
 
+// Whether n parts of `bytes`, `stride` apart, overlap; *all: the bytes that they extend over.
+static bool parts_overlap(uint64_t bytes, uint64_t stride, uint32_t n, uint64_t *all)
+{
+    return (n > 1 && stride < bytes) || __builtin_mul_overflow(stride, n - 1, all) ||
+           __builtin_add_overflow(*all, bytes, all);
+}
+
+// Whether the parts of blocks overlap: neither do the layers lie in each block, nor the blocks in each layer.
+static bool overlap(const struct vmem_block_range *r, uint32_t blocks)
+{
+    uint64_t all;
+    return (parts_overlap(r->bytes, r->layer_stride, r->layers, &all) ||
+            parts_overlap(all, r->block_stride, blocks, &all)) &&
+           (parts_overlap(r->bytes, r->block_stride, blocks, &all) ||
+            parts_overlap(all, r->layer_stride, r->layers, &all));
+}
+
 static int check_range(vmem_context *ctx, const struct vmem_blocks_config *cfg, const struct vmem_block_range *r)
 {
     if (!r->bytes || !r->layers || r->reserved)
@@ -26,6 +43,11 @@ static int check_range(vmem_context *ctx, const struct vmem_blocks_config *cfg, 
     const uint64_t last = last_byte(r, cfg->blocks), first = r->addr / cfg->page_size * cfg->page_size;
     if (last == UINT64_MAX)
         return vmem__error(-EINVAL, "its last block ends past the last address");
+    if (overlap(r, cfg->blocks))
+        return vmem__error(-EINVAL,
+                           "block_stride %" PRIu64 " and layer_stride %" PRIu64 ": %u blocks of %u layers, %" PRIu64
+                           " bytes each, would overlap",
+                           r->block_stride, r->layer_stride, cfg->blocks, r->layers, r->bytes);
     struct vmem__reservation_rec *s;
     vmem__begin(ctx);
     const int rc =
@@ -43,6 +65,8 @@ static int check_config(vmem_context *ctx, const struct vmem_blocks_config *cfg)
     if (!cfg->blocks || cfg->blocks & CALL_HOLDS)
         return vmem__error(-EINVAL, "cfg->blocks %u is not between 1 and 2^31 - 1", cfg->blocks);
     int rc = vmem__check_page_size(ctx, cfg->page_size);
+    if (!rc && cfg->budget && cfg->budget < cfg->page_size)
+        rc = vmem__error(-EINVAL, "cfg->budget %" PRIu64 " is less than a page, %" PRIu64, cfg->budget, cfg->page_size);
     for (uint32_t i = 0; i < cfg->n_ranges && !rc; i++) {
         rc = check_range(ctx, cfg, &cfg->ranges[i]);
         if (rc)
@@ -451,9 +475,8 @@ int vmem_blocks_flush(vmem_blocks *b)
     const uint64_t seq = b->seq;
     while (b->done < seq)
         pthread_cond_wait(&b->change, &b->lock);
-    vmem__blocks_ask(b);
-    while (b->unbacking || (b->unbacks && b->unbacks->fence <= b->passed))
-        pthread_cond_wait(&b->change, &b->lock);
+    for (vmem__blocks_ask(b); b->unbacking || (b->unbacks && b->unbacks->fence <= b->passed); vmem__blocks_ask(b))
+        pthread_cond_wait(&b->change, &b->lock); // the fence of the next unback may have passed, too
     return vmem__blocks_leave(b, 0);
 }
 
@@ -475,6 +498,9 @@ int vmem_blocks_set_budget(vmem_blocks *b, uint64_t bytes)
         return rc;
     if (b->member)
         return vmem__blocks_leave(b, vmem__error(-EINVAL, "the blocks are in a pool, which sets their budget"));
+    if (bytes && bytes < b->page_size)
+        return vmem__blocks_leave(b, vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page, %" PRIu64, bytes,
+                                                 b->page_size));
     b->budget = bytes ? bytes >> b->page_shift : UINT64_MAX;
     vmem__blocks_show(b);
     return vmem__blocks_leave(b, 0);
