@@ -143,7 +143,7 @@ int main(void)
             forward(i, r, (uint32_t)lengths[r->slot]);
             r->done = (uint32_t)lengths[r->slot];
             if (!prefix && r->done >= SYSTEM) {
-                struct vmem_kv_run run = {.slot = (uint32_t)r->slot, .tokens = SYSTEM, .priority = VMEM_KV_RUN_KEEP};
+                struct vmem_kv_run run = {.slot = (uint32_t)r->slot, .tokens = SYSTEM, .keep = 1};
                 check(vmem_kv_share(kv, &run, 1, 0), "vmem_kv_share");
                 prefix = run.id;
             }

@@ -233,18 +233,15 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out);
 // map the full pages of runs; the last, partial page is copied. A page that two slots have mapped is never written.
 //
 // A request pins the runs that it wrote or began with. While memory is short, runs that no running request pins are
-// evicted: those of the lowest priority first, and of one priority the least recently used, the end of a sequence
-// before its beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry calls, vmem_kv_room,
+// evicted, but for those to be kept: the least recently used first, the end of a sequence before its beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry calls, vmem_kv_room,
 // vmem_kv_fit). The manager never calls the engine back to ask what to evict. A prefix that the engine holds itself is
 // a run to be kept. An engine with hashes of blocks has a table from hashes to runs, and looks into vmem_kv_evicted. An
 // engine that decides itself what to evict (vLLM) has a table from its blocks to runs to be kept, and drops them.
 
-#define VMEM_KV_RUN_PRIORITY 50u // what most runs have. Priorities are 0 to 100
-#define VMEM_KV_RUN_KEEP 101u    // of a run that is not evicted
 struct vmem_kv_run {
     uint32_t slot;
     uint32_t first, tokens; // rows [first, first + tokens), which the slot has
-    uint32_t priority;
+    uint32_t keep;          // 1: not evicted, so that its pages do not count as free; 0: evicted while memory is short
     // 0, or the number of a run of these rows: if that is still there, the request pins it, and no new one is made.
     // Receives the run's number; 0: windows have passed all of its rows.
     uint64_t id;
@@ -271,10 +268,9 @@ int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, u
 // end. *freed (NULL is allowed) receives the number of freed pages. They count as free at once; the background thread
 // releases them (vmem_kv_wait).
 int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed);
-// Sets the priority of runs, and makes them the most recently used ones of it, the last of them the oldest. A run to be
-// kept does not count as free. Runs that are gone are skipped. A request finds a run only behind those before it: give
-// no run a lower priority than the runs after it.
-int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t priority);
+// Keeps runs (1), or lets them be evicted (0) as the most recently used ones, the last of them first. Runs that are gone
+// are skipped. A request finds a run only behind those before it: keep no run without the runs before it.
+int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep);
 // Returns up to n evicted runs, the oldest first, each once, and their number in *got: of those with
 // VMEM_KV_RUN_REPORT, and not those that vmem_kv_drop named. Call it from time to time, from any thread: they are noted
 // until then.
@@ -284,7 +280,7 @@ struct vmem_kv_run_info {
     uint32_t size; // sizeof(struct vmem_kv_run_info), set by the caller
     uint32_t first, tokens;
     uint32_t min_tokens; // of a run from row 0, the fewest that can be attached; over `tokens`: none
-    uint32_t priority;
+    uint32_t keep;
     uint32_t requests;         // that pin it
     uint64_t pages, own_pages; // held; of these, without another holder: what dropping the run frees
 };

@@ -541,7 +541,7 @@ class KVCache(_Owned):
         Kernels in flight may still be writing the rows: see `attach`. Raises `VmemError` (ENODATA) if windows have
         given up rows that a request needs which begins with the run. After a step that ends with the run, none has.
         """
-        run = ffi.new("struct vmem_kv_run *", {"priority": lib.VMEM_KV_RUN_KEEP})
+        run = ffi.new("struct vmem_kv_run *", {"keep": 1})
         run.slot, run.first = uint("slot", slot, 32), uint("first", first, 32)
         run.tokens = uint("tokens", tokens, 32)
         _check(lib.vmem_kv_share(self._use(), run, 1, 0))
@@ -613,18 +613,17 @@ class KVCache(_Owned):
         """Hold runs no longer. Pages without another holder are released. Runs that are gone are skipped."""
         _check(lib.vmem_kv_drop(self._use(), *self._numbers_of(runs), 2**64 - 1, 0, ffi.NULL))
 
-    def order(self, runs: Run | Iterable[Run], priority: SupportsIndex) -> None:
-        """Let a call that needs memory evict runs which no request uses; runs that are gone are skipped.
+    def order(self, runs: Run | Iterable[Run], *, keep: bool = False) -> None:
+        """Let a call that needs memory evict runs which no request uses, the least recently used first.
 
         Parameters
         ----------
         runs : Run or sequence of Run
-            The last of them becomes the least recently used of its priority.
-        priority : int
-            0 to 100: those of a lower one are evicted first. Or `pyvmem.kv.hashes.KEEP`, which every run has at first:
-            not evicted. Give no run a lower priority than the runs that follow it.
+            They become the most recently used ones; the last of them is evicted first. Runs that are gone are skipped.
+        keep : bool
+            Evict them no more, as every run at first. Keep no run without the runs before it.
         """
-        _check(lib.vmem_kv_order(self._use(), *self._numbers_of(runs), uint("priority", priority, 32)))
+        _check(lib.vmem_kv_order(self._use(), *self._numbers_of(runs), flag("keep", keep)))
 
     def run(self, run: Run) -> RunInfo:
         """Return the `RunInfo` of a run. Raises `InvalidArgument` if it is gone."""
@@ -632,7 +631,7 @@ class KVCache(_Owned):
             raise TypeError(f"run must be a Run, not {shown(run)}")
         raw = structure("vmem_kv_run_info")
         _check(lib.vmem_kv_get_run(self._use(), run.id, raw))
-        numbers = (raw.first, raw.tokens, raw.min_tokens, raw.priority, raw.requests)
+        numbers = (raw.first, raw.tokens, raw.min_tokens, bool(raw.keep), raw.requests)
         return RunInfo(*numbers, int(raw.pages), int(raw.own_pages))
 
     def _new_hashes(self, tokens: int, max_tokens: int) -> "BlockHashes":

@@ -27,8 +27,6 @@ Hash: TypeAlias = "bytes | int"
 
 SIZE = 32  # bytes of a hash
 _MOST = 2**32 - 1
-PRIORITY = lib.VMEM_KV_RUN_PRIORITY  # of a new block
-KEEP = lib.VMEM_KV_RUN_KEEP  # the priority of a block that is not evicted
 
 
 def token_array(tokens: Any) -> npt.NDArray[np.int64]:
@@ -86,9 +84,9 @@ class BlockHashes:
 
     Notes
     -----
-    A call that needs memory evicts blocks which no request uses: those of the lowest priority first, and of one
-    priority the least recently used. Pages that only evictable blocks hold count as free. An engine that decides by
-    itself what goes gives its blocks the priority `KEEP` and drops them, or has runs of its own (`KVCache.share`).
+    A call that needs memory evicts blocks which no request uses, the least recently used first. Pages that only
+    evictable blocks hold count as free. An engine that decides by itself what goes keeps its blocks (`order`) and drops
+    them, or has runs of its own (`KVCache.share`).
     """
 
     def __init__(
@@ -278,7 +276,7 @@ class BlockHashes:
         before = [self._runs.get(hash, (0, 0))[0] for hash in hashes]
         for i, run in enumerate(raw):
             run.slot, run.first, run.tokens = slot, min((first + i) * self.tokens, 2**32 - 1), self.tokens
-            run.priority, run.id = PRIORITY, before[i]
+            run.id = before[i]
         rc = lib.vmem_kv_share(self.cache._use(), raw, len(hashes), lib.VMEM_KV_RUN_REPORT)
         if rc == -errno.EINVAL:
             self._check_rows(slot, first, len(hashes))
@@ -318,7 +316,7 @@ class BlockHashes:
     def evict(self, pages: SupportsIndex, hashes: Iterable[Hash] | None = None) -> int:
         """Evict blocks until `pages` pages are freed. Returns how many were freed.
 
-        Without `hashes`, in order of priority and of use. With `hashes`, only these blocks, in this order; unknown
+        Without `hashes`, the least recently used first. With `hashes`, only these blocks, in this order; unknown
         blocks, blocks of running requests and blocks to be kept are skipped.
         """
         freed, most = ffi.new("uint64_t *"), min(uint("pages", pages), 2**64 - 2)
@@ -331,15 +329,15 @@ class BlockHashes:
             self._forget_evicted()
         return int(freed[0])
 
-    def prioritize(self, hashes: Iterable[Hash], priority: SupportsIndex) -> None:
-        """Set the priority of blocks, 0 to 100 (new blocks: `PRIORITY`, 50), and make them its most recently used ones.
+    def order(self, hashes: Iterable[Hash], *, keep: bool = False) -> None:
+        """Make blocks the most recently used ones; the last of them is evicted first.
 
-        Blocks of a lower priority are evicted first. With `KEEP`, blocks are not evicted, and their pages do not count
-        as free, until they get another priority or are dropped. Unknown blocks are skipped. A request finds a block
-        only if it finds those before it: give no block a lower priority than the blocks after it.
+        With `keep`, blocks are not evicted, and their pages do not count as free, until they are let go or dropped.
+        Unknown blocks are skipped. A request finds a block only if it finds those before it: keep no block without
+        them.
         """
         runs, n = self._known(self._checked(hashes))
-        _check(lib.vmem_kv_order(self.cache._use(), runs, n, uint("priority", priority, 32)))
+        _check(lib.vmem_kv_order(self.cache._use(), runs, n, flag("keep", keep)))
 
     def clear(self) -> None:
         """Evict every block, also those to be kept."""

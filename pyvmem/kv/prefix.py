@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem._checks import uint
 from pyvmem.errors import InvalidArgument, VmemError
-from pyvmem.kv.hashes import PRIORITY, block_hashes, token_array
+from pyvmem.kv.hashes import block_hashes, token_array
 
 if TYPE_CHECKING:
     from pyvmem.kv.cache import KVCache
@@ -74,7 +74,7 @@ class PrefixCache:
         keys = self.keys(token_array(tokens)[:-1])
         found = self.blocks.peek(keys)
         del keys[found // self.block_tokens :]
-        self.blocks.prioritize(keys, PRIORITY)
+        self.blocks.order(keys)
         return keys, found
 
     def alloc(self, tokens: Sequence[int]) -> tuple[int | None, int]:

@@ -341,8 +341,8 @@ class RunInfo:
         Its rows.
     min_tokens : int
         Of a run from row 0, the fewest tokens that a request can begin with; windows may have given up some.
-    priority : int
-        See `KVCache.order`.
+    keep : bool
+        Whether it is not evicted (`KVCache.order`).
     requests : int
         Requests that wrote it or began with it, and have not ended.
     pages, own_pages : int
@@ -352,7 +352,7 @@ class RunInfo:
     first: int
     tokens: int
     min_tokens: int
-    priority: int
+    keep: bool
     requests: int
     pages: int
     own_pages: int

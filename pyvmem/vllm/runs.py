@@ -12,7 +12,7 @@ from pyvmem.errors import _check
 from pyvmem.kv.cache import KVCache
 
 _RUNS, _NUMBERS, _FOUND = ffi.typeof("struct vmem_kv_run[]"), ffi.typeof("uint64_t[]"), ffi.typeof("uint32_t *")
-_KEEP, _MOST, _ALL = lib.VMEM_KV_RUN_KEEP, 2**32 - 1, 2**64 - 1
+_KEEP, _MOST, _ALL = 1, 2**32 - 1, 2**64 - 1
 
 
 class BlockRuns:

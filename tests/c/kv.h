@@ -68,7 +68,7 @@ __attribute__((unused)) static uint32_t k_state(vmem_kv *kv, uint32_t slot)
 // Rows of a slot as a run to be kept.
 __attribute__((unused)) static int k_hold(vmem_kv *kv, uint32_t slot, uint32_t first, uint32_t tokens, uint64_t *run)
 {
-    struct vmem_kv_run r = {.slot = slot, .first = first, .tokens = tokens, .priority = VMEM_KV_RUN_KEEP};
+    struct vmem_kv_run r = {.slot = slot, .first = first, .tokens = tokens, .keep = 1};
     int rc = vmem_kv_share(kv, &r, 1, 0);
     *run = r.id;
     return rc;
@@ -77,7 +77,7 @@ __attribute__((unused)) static int k_hold(vmem_kv *kv, uint32_t slot, uint32_t f
 // A prefix: the first rows of a slot, as a run to be kept. -ENODATA: its windows have passed what the next token reads.
 __attribute__((unused)) static int k_save(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t *prefix)
 {
-    struct vmem_kv_run run = {.slot = slot, .tokens = tokens, .priority = VMEM_KV_RUN_KEEP};
+    struct vmem_kv_run run = {.slot = slot, .tokens = tokens, .keep = 1};
     struct vmem_kv_run_info info = {.size = sizeof info};
     int rc = vmem_kv_share(kv, &run, 1, 0);
     if (!rc && !run.id)

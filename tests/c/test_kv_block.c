@@ -142,11 +142,10 @@ static void do_grow(void)
         if (!fresh)
             continue;
         ids[n] = b;
-        runs[n++] =
-            (struct vmem_kv_run){.slot = s, .first = place * TOKENS, .tokens = TOKENS, .priority = VMEM_KV_RUN_KEEP};
+        runs[n++] = (struct vmem_kv_run){.slot = s, .first = place * TOKENS, .tokens = TOKENS, .keep = 1};
     }
     // With rows that the slot does not have at the end, nothing is shared.
-    runs[n] = (struct vmem_kv_run){.slot = s, .first = slots[s].n * TOKENS, .tokens = 1, .priority = VMEM_KV_RUN_KEEP};
+    runs[n] = (struct vmem_kv_run){.slot = s, .first = slots[s].n * TOKENS, .tokens = 1, .keep = 1};
     ERR(vmem_kv_share(kv, runs, n + 1, 0), EINVAL, "tokens");
     OK(vmem_kv_share(kv, runs, n, 0));
     for (uint32_t i = 0; i < n; i++) {

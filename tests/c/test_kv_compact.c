@@ -38,10 +38,7 @@ static void busy_time(void)
     OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     for (uint32_t s = 0; s < SLOTS; s++)
         for (uint32_t p = 0; p < PLACES; p++, n++) {
-            runs[n] = (struct vmem_kv_run){.slot = s,
-                                           .first = p * TOKENS,
-                                           .tokens = TOKENS,
-                                           .priority = p % 3 ? VMEM_KV_RUN_KEEP : VMEM_KV_RUN_PRIORITY};
+            runs[n] = (struct vmem_kv_run){.slot = s, .first = p * TOKENS, .tokens = TOKENS, .keep = p % 3 != 0};
             for (uint32_t t = 0; t < 2; t++)
                 put_word(ctx, word_addr(t, s, p), n * 10 + t);
         }

@@ -238,7 +238,7 @@ static void hold_by_runs(uint32_t slot, uint32_t blocks)
 {
     struct vmem_kv_run runs[12];
     for (uint32_t i = 0; i < blocks; i++)
-        runs[i] = (struct vmem_kv_run){slot, 16 * i, 16, VMEM_KV_RUN_PRIORITY, 0};
+        runs[i] = (struct vmem_kv_run){slot, 16 * i, 16, 0, 0};
     OK(vmem_kv_share(kv, runs, blocks, 0));
     for (uint32_t i = 0; i < blocks; i++)
         CHECK(runs[i].id);

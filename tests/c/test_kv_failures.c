@@ -80,8 +80,7 @@ static void saved(void)
 }
 static void shared(void) // by ended requests, and no memory but what can be evicted
 {
-    struct vmem_kv_run runs[] = {{.slot = 0, .tokens = 100, .priority = VMEM_KV_RUN_PRIORITY},
-                                 {.slot = 3, .tokens = 150, .priority = VMEM_KV_RUN_PRIORITY}};
+    struct vmem_kv_run runs[] = {{.slot = 0, .tokens = 100}, {.slot = 3, .tokens = 150}};
     running();
     start(150);
     OK(vmem_kv_share(kv, runs, 2, 0));

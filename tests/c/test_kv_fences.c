@@ -222,7 +222,7 @@ static void do_blocks(uint32_t s)
         struct vmem_kv_run run = {.slot = s,
                                   .first = (uint32_t)(b->index * block_tokens),
                                   .tokens = (uint32_t)block_tokens,
-                                  .priority = below(2) ? VMEM_KV_RUN_KEEP : (uint32_t)below(101)};
+                                  .keep = (uint32_t)below(2)};
         OK(vmem_kv_share(kv, &run, 1, 0));
         b->id = run.id; // 0: windows have passed its rows
         b->ready = r->part;

@@ -20,7 +20,7 @@ static struct {
     uint64_t run;
 } table[200];
 static size_t n_table;
-static uint32_t share_flags, share_priority;
+static uint32_t share_flags, share_keep;
 
 // The hash's run; 0: there is none. May be written.
 static uint64_t *run_of(const struct hash *hash)
@@ -60,7 +60,7 @@ static int hold(uint32_t slot, uint32_t first, const struct hash *hashes, size_t
     struct vmem_kv_run runs[400 / BLOCK];
     *added = 0;
     for (size_t i = 0; i < n; i++)
-        runs[i] = (struct vmem_kv_run){slot, (first + (uint32_t)i) * BLOCK, BLOCK, share_priority, *run_of(&hashes[i])};
+        runs[i] = (struct vmem_kv_run){slot, (first + (uint32_t)i) * BLOCK, BLOCK, share_keep, *run_of(&hashes[i])};
     int rc = vmem_kv_share(kv, runs, n, share_flags);
     for (size_t i = 0; i < n && !rc; i++) {
         *added += runs[i].id && runs[i].id != *run_of(&hashes[i]);
@@ -82,7 +82,7 @@ static void create(uint64_t pages, uint32_t flags, const struct vmem_kv_tensor *
                                        .budget = pages * test_page};
     OK(vmem_kv_create(ctx, &cfg, &kv));
     n_table = share_flags = 0;
-    share_priority = VMEM_KV_RUN_PRIORITY;
+    share_keep = 0;
 }
 
 static void make(uint64_t pages, uint32_t flags)
@@ -189,7 +189,7 @@ static void test_engines_order(void)
     uint64_t missing;
     uint32_t slot, tokens = 0;
     make(12, 0);
-    share_priority = VMEM_KV_RUN_KEEP;
+    share_keep = 1;
     for (unsigned i = 0; i < 2; i++) {
         slot = start(64);
         add(slot, i, 4);
@@ -214,7 +214,8 @@ static void test_engines_order(void)
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
-static void test_priorities(void)
+// Which runs can be evicted, and in which order.
+static void test_kept_and_evictable(void)
 {
     uint64_t gone[8];
     uint64_t freed;
@@ -225,8 +226,9 @@ static void test_priorities(void)
         add(slot, i, 4);
         OK(vmem_kv_free(kv, slot, 0));
     }
-    OK(vmem_kv_order(kv, runs_of(hashes_of(0), 2), 2, VMEM_KV_RUN_KEEP)); // its first page
-    OK(vmem_kv_order(kv, runs_of(hashes_of(2), 6), 6, 0));                // unknown ones are skipped
+    OK(vmem_kv_order(kv, runs_of(hashes_of(0), 2), 2, 1));     // its first page
+    OK(vmem_kv_order(kv, runs_of(hashes_of(0) + 2, 2), 2, 0)); // are the most recently used ones
+    OK(vmem_kv_order(kv, runs_of(hashes_of(1), 6), 6, 0));     // unknown ones are skipped
     CHECK_EQ(stats().evictable_pages, 10);
     OK(vmem_kv_drop(kv, NULL, SIZE_MAX, 1, VMEM_KV_NEXT, &freed)); // two blocks to a page
     CHECK_EQ(freed, 2);
@@ -244,7 +246,7 @@ static void test_priorities(void)
     CHECK_EQ(freed, 6);
     CHECK_EQ(stats().hashed_blocks, 2);
     const uint64_t *kept = runs_of(hashes_of(0), 2);
-    ERR(vmem_kv_order(kv, kept, 1, VMEM_KV_RUN_KEEP + 1), EINVAL, "priority 102 is over 101");
+    ERR(vmem_kv_order(kv, kept, 1, 2), EINVAL, "keep 2 is neither 0 nor 1");
     ERR(vmem_kv_order(kv, NULL, 1, 0), EINVAL, "runs must not be NULL");
     ERR(vmem_kv_drop(kv, NULL, 1, 0, VMEM_KV_UNUSED, NULL), EINVAL, "runs must not be NULL");
     ERR(vmem_kv_drop(kv, kept, 1, 0, VMEM_KV_NEXT, NULL), EINVAL, "runs must be NULL");
@@ -330,7 +332,7 @@ static int begin_in_a_full_cache(uint32_t window, uint32_t rows_per_run, uint32_
     OK(k_alloc(kv, 0, &slot));
     for (uint32_t end = rows_per_run; end < 40 + rows_per_run; end += rows_per_run, n++) {
         step_to(slot, end < 40 ? end : 40);
-        struct vmem_kv_run r = {.slot = slot, .first = n * rows_per_run, .priority = VMEM_KV_RUN_PRIORITY};
+        struct vmem_kv_run r = {.slot = slot, .first = n * rows_per_run};
         r.tokens = (end < 40 ? end : 40) - r.first;
         OK(vmem_kv_share(kv, &r, 1, 0));
         runs[n] = r.id;
@@ -371,7 +373,7 @@ static void test_a_shortage_waits_for_other_pages(void)
     create(4, 0, &(struct vmem_kv_tensor){.row_bytes = test_page / 16}, 1);
     OK(k_alloc(kv, 0, &writer));
     step_to(writer, 40);
-    struct vmem_kv_run run = {.slot = writer, .tokens = 40, .priority = VMEM_KV_RUN_PRIORITY};
+    struct vmem_kv_run run = {.slot = writer, .tokens = 40};
     OK(vmem_kv_share(kv, &run, 1, 0));
     OK(vmem_kv_free(kv, writer, 1));
     OK(k_alloc(kv, 0, &other));
@@ -394,7 +396,7 @@ static void test_a_shortage_waits_for_other_pages(void)
 
 static void test_misuse(void)
 {
-    struct vmem_kv_run run = {.tokens = BLOCK, .priority = VMEM_KV_RUN_PRIORITY}, *r = &run;
+    struct vmem_kv_run run = {.tokens = BLOCK}, *r = &run;
     struct vmem_kv_run_info info = {.size = sizeof info};
     uint32_t tokens = 99;
     make(24, 0);
@@ -406,8 +408,8 @@ static void test_misuse(void)
     ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.first = 3}, 1, 0), EINVAL, "0 rows");
     ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.slot = SLOTS, .tokens = 1}, 1, 0), EINVAL,
         "slot 4 is out of range: the cache has 4 slots");
-    ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.tokens = 1, .priority = 102}, 1, 0), EINVAL,
-        "priority 102 is over 101");
+    ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.tokens = 1, .keep = 2}, 1, 0), EINVAL,
+        "runs[0].keep 2 is neither 0 nor 1");
     ERR(vmem_kv_share(kv, r, 1, 2), EINVAL, "flags 0x2 has unknown bits");
     ERR(vmem_kv_share(kv, NULL, 1, 0), EINVAL, "runs must not be NULL");
     struct vmem_kv_run two[2] = {run, {.tokens = 101}}; // all or none
@@ -450,13 +452,13 @@ static void test_runs_of_another_cache(void)
         caches[i] = kv;
         OK(k_alloc(kv, 64, &slot));
         step_to(slot, 64);
-        struct vmem_kv_run run = {.slot = slot, .tokens = 64, .priority = VMEM_KV_RUN_PRIORITY};
+        struct vmem_kv_run run = {.slot = slot, .tokens = 64};
         OK(vmem_kv_share(kv, &run, 1, 0));
         runs[i] = run.id;
     }
     CHECK(runs[0] != runs[1] && runs[0] >> 63 == 0);
     const uint64_t mixed[] = {runs[1], runs[0]};
-    struct vmem_kv_run again = {.slot = slot, .tokens = 64, .priority = VMEM_KV_RUN_PRIORITY, .id = runs[0]};
+    struct vmem_kv_run again = {.slot = slot, .tokens = 64, .id = runs[0]};
     const struct vmem_kv_request request = {.tokens = 100, .runs = mixed, .n_runs = 2};
     struct vmem_kv_run_info info = {.size = sizeof info};
     ERR(vmem_kv_share(kv, &again, 1, 0), EINVAL, "runs[0].id");
@@ -470,7 +472,7 @@ static void test_runs_of_another_cache(void)
     ERR(vmem_kv_attach(kv, 0, &runs[0], 1, 64, VMEM_KV_DRY, &tokens), EINVAL, "runs[0]");
     ERR(vmem_kv_attach(kv, 0, &runs[0], 1, 64, VMEM_KV_LOOK, &tokens), EINVAL, "runs[0]");
     OK(vmem_kv_get_run(kv, runs[1], &info));
-    CHECK(info.tokens == 64 && info.priority == VMEM_KV_RUN_PRIORITY);
+    CHECK(info.tokens == 64 && !info.keep);
     vmem_kv_destroy(caches[0], 0);
     ERR(vmem_kv_drop(kv, &runs[0], 1, UINT64_MAX, 0, NULL), EINVAL, "runs[0]"); // which has gone
     vmem_kv_destroy(caches[1], 0);
@@ -482,7 +484,7 @@ int main(int argc, char **argv)
     ctx = test_context(0);
     test_life();
     test_engines_order();
-    test_priorities();
+    test_kept_and_evictable();
     test_sharing_does_not_depend_on_what_is_cut();
     test_truncation_passes_windows();
     test_runs_make_room_for_their_own_request();

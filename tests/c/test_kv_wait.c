@@ -107,7 +107,7 @@ static void growth_waits_for_nothing(struct vmem_kv_config cfg)
 // Runs are bookkeeping: they are made and dropped beside the background thread's maps and unmaps, which release the pages.
 static void runs_wait_for_nothing(struct vmem_kv_config cfg)
 {
-    struct vmem_kv_run of_a = {.tokens = 60, .priority = VMEM_KV_RUN_KEEP};
+    struct vmem_kv_run of_a = {.tokens = 60, .keep = 1};
     uint64_t runs[3], freed;
     uint32_t a, b;
     cfg.flags |= VMEM_KV_LAZY | VMEM_KV_DEFER;

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyvmem import KVPool
-from pyvmem.kv.hashes import KEEP, BlockHashes, block_hashes
+from pyvmem.kv.hashes import BlockHashes, block_hashes
 from kv_hash_caches import PAGE, known, make, serve
 
 
@@ -165,7 +165,7 @@ def test_an_engine_evicts_in_its_own_order(cache):
     prompts = [[100 * i + j for j in range(640)] for i in range(4)]
     for prompt in prompts:
         slot, _ = serve(blocks, prompt)
-        blocks.prioritize(block_hashes(prompt, 32), KEEP)
+        blocks.order(block_hashes(prompt, 32), keep=True)
         cache.free(slot)
     assert cache.stats().evictable_pages == 0 and cache.stats().free_pages == 40
     slot, lengths = cache.alloc(960), [0] * 6
@@ -178,20 +178,19 @@ def test_an_engine_evicts_in_its_own_order(cache):
     assert blocks.evicted() == []
 
 
-def test_blocks_of_a_lower_priority_go_first(cache):
+def test_the_least_recently_used_blocks_go_first(cache):
     blocks = BlockHashes(cache, 32, events=True)
     hashes = [block_hashes([100 * i + j for j in range(96)], 32) for i in range(3)]
     for i in range(3):
         cache.free(serve(blocks, [100 * i + j for j in range(96)])[0])
-    blocks.prioritize(hashes[0], 51)
-    blocks.prioritize([*hashes[2][1:], b"\0" * 16], 0)  # one is unknown
+    blocks.order([*hashes[0], b"\0" * 16])  # are the most recently used ones now; one is unknown
     assert blocks.evict(2 * 5) == 2 * 5
-    assert blocks.evicted() == [hashes[2][2], hashes[2][1], *hashes[1][::-1]]
-    blocks.prioritize(hashes[0], 50)  # is the most recently used one of this priority now
+    assert blocks.evicted() == [*hashes[1][::-1], hashes[2][2], hashes[2][1]]
+    blocks.order(hashes[2][:1])
     assert blocks.evict(100) == 2 * 4
-    assert blocks.evicted() == [hashes[2][0], *hashes[0][::-1]]
-    with pytest.raises(ValueError, match="priority 102 is over 101"):
-        blocks.prioritize([], 102)
+    assert blocks.evicted() == [*hashes[0][::-1], hashes[2][0]]
+    with pytest.raises(TypeError, match="keep must be True or False"):
+        blocks.order([], keep=50)
 
 
 def test_blocks_that_are_kept_are_no_free_memory(cache):
@@ -199,10 +198,10 @@ def test_blocks_that_are_kept_are_no_free_memory(cache):
     tokens = list(range(320))
     hashes = block_hashes(tokens, 32)
     slot, _ = serve(blocks, tokens)
-    blocks.prioritize(hashes[:4], KEEP)  # of a running request
+    blocks.order(hashes[:4], keep=True)  # of a running request
     cache.free(slot)
     assert cache.stats().evictable_pages == 12 and cache.stats().free_pages == 192
-    blocks.prioritize(hashes[4:6], KEEP)
+    blocks.order(hashes[4:6], keep=True)
     assert cache.stats().evictable_pages == 8 and cache.stats().free_pages == 188
     assert blocks.evict(1000) == 8 == 2 * len(blocks.evicted())
     assert cache.fit([992, 992, 1000]) == 3 and cache.fit([992, 1000, 1000]) == 2  # 62, and 64 pages
@@ -212,7 +211,7 @@ def test_blocks_that_are_kept_are_no_free_memory(cache):
     assert cache.step(lengths) and cache.stats().free_pages == 0
     assert known(blocks, tokens) == 192 and cache.shortage.reason is None
     assert cache.fit([1]) == 0 and cache.shortage.prefix_pages == 12
-    blocks.prioritize(hashes, 100)
+    blocks.order(hashes)
     assert cache.stats().free_pages == cache.stats().evictable_pages == 12
 
 
@@ -222,7 +221,7 @@ def test_an_engine_evicts_given_blocks_in_its_own_order(cache):
     for prompt in (first, second):
         cache.free(serve(blocks, prompt)[0])
     serve(blocks, running)
-    blocks.prioritize(block_hashes(second, 32)[:8], KEEP)
+    blocks.order(block_hashes(second, 32)[:8], keep=True)
     order = [h for prompt in (running, second, first) for h in block_hashes(prompt, 32)[::-1]]
     assert blocks.evict(5, [b"\0" * 16, *order]) == 6
     assert blocks.evicted() == [*block_hashes(second, 32)[:7:-1], block_hashes(first, 32)[-1]]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pyvmem import VmemError
-from pyvmem.kv.hashes import KEEP, BlockHashes, block_hashes
+from pyvmem.kv.hashes import BlockHashes, block_hashes
 
 from kv_draws import NUMBERS, pick, when
 from kv_hash_caches import ALIKE, MIXED, PAGE, make
@@ -129,16 +129,16 @@ class Engine(RuleBasedStateMachine):
         self.blocks.drop(dropped)
         self.kept.difference_update(dropped)
 
-    @rule(data=NUMBERS, priority=st.sampled_from([0, 49, 50, 100, KEEP]))
+    @rule(data=NUMBERS, keep=st.booleans())
     @when(lambda self: self.known)
-    def prioritize(self, data, priority):
+    def order(self, data, keep):
         hashes = self.some(data, 6)
         before = {hash for hash in self.kept if hash not in hashes}
-        self.blocks.prioritize(hashes, priority)
+        self.blocks.order(hashes, keep=keep)
         found: set[bytes] = set()  # of those that are known now: others may be added later, and are new then
         for chain in map(self.hashes, self.rows.values()):
             found.update(chain[: self.blocks.peek(chain) // self.blocks.tokens])
-        self.kept = before | (found.intersection(hashes) if priority == KEEP else set())
+        self.kept = before | (found.intersection(hashes) if keep else set())
 
     @rule(data=NUMBERS, pages=st.integers(0, 20))
     @when(lambda self: self.known)

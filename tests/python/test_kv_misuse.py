@@ -74,7 +74,7 @@ def test_a_run_of_another_cache_is_refused(cache):
         slot = draft.alloc()
         calls = (
             lambda: draft.attach(slot, runs[0]), lambda: draft.attach(None, runs[::-1], dry=True),
-            lambda: draft.order(runs[0], 0), lambda: draft.drop(runs[::-1]), lambda: draft.run(runs[0]),
+            lambda: draft.order(runs[0]), lambda: draft.drop(runs[::-1]), lambda: draft.run(runs[0]),
         )  # fmt: skip
         for call in calls:
             with pytest.raises(InvalidArgument, match="run"):
@@ -148,7 +148,7 @@ def test_what_is_no_run_or_specification_is_named(cache):
     for call in (
         lambda runs: cache.attach(None, runs, dry=True),
         lambda runs: cache.attach(0, runs),
-        lambda runs: cache.order(runs, 7),
+        lambda runs: cache.order(runs),
         cache.drop,
     ):
         with pytest.raises(TypeError, match="runs must be a sequence, not 7"):

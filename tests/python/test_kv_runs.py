@@ -11,7 +11,6 @@ import torch
 
 import pyvmem
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
-from pyvmem.kv.hashes import KEEP
 
 PAGE, ROWS = 65536, 16  # rows to a page
 
@@ -64,7 +63,7 @@ def test_runs_are_kept_until_the_engine_lets_them_be_evicted():
         slots = [start(cache, 64, value) for value in (1, 2)]
         low, high = (cache.share(slot, 64) for slot in slots)
         info = cache.run(low)
-        assert (info.first, info.tokens, info.min_tokens, info.priority) == (0, 64, 0, KEEP)
+        assert (info.first, info.tokens, info.min_tokens, info.keep) == (0, 64, 0, True)
         assert (info.requests, info.pages, info.own_pages) == (1, 4, 0)
         for slot in slots:
             cache.free(slot)
@@ -72,10 +71,10 @@ def test_runs_are_kept_until_the_engine_lets_them_be_evicted():
         other = cache.alloc()
         lengths = [96 if s == other else 0 for s in range(4)]
         assert not cache.step(lengths) and cache.shortage.prefix_pages == 8
-        cache.order([high], 60)
-        cache.order(low, 40)
+        cache.order([high])
+        cache.order(low)
         assert cache.stats().evictable_pages == 8
-        cache.order(high, KEEP)
+        cache.order(high, keep=True)
         assert cache.stats().evictable_pages == 4
         assert cache.step(lengths)
         assert cache.attach(None, low, dry=True) == 0

@@ -117,12 +117,12 @@ struct kv_run {
     uint64_t id; // see kv_run_id(); 0: not in use
     uint32_t first, tokens;
     uint32_t pins;         // running requests that began with it or wrote it
-    uint32_t newer, older; // in the order of its priority, while nobody pins it
+    uint32_t newer, older; // in the order of use, while nobody pins it
     uint32_t next;         // of those not in use
-    uint32_t priority;
-    bool report;          // vmem_kv_evicted names it
-    bool held;            // it is being attached
-    struct kv_rows *rows; // [group]
+    bool keep;             // not evicted
+    bool report;           // vmem_kv_evicted names it
+    bool held;             // it is being attached
+    struct kv_rows *rows;  // [group]
 };
 
 // The holders of a row of pages (one page number in the tensors of a group). Exists for rows that a prefix holds or
@@ -226,7 +226,6 @@ struct kv_pins {
     struct kv_pin *list;
     uint64_t n, cap;
 };
-#define KV_PRIORITIES (VMEM_KV_RUN_KEEP + 1)
 struct kv_runs {
     struct kv_run *list;
     uint64_t cap;
@@ -237,7 +236,7 @@ struct kv_runs {
     uint32_t generation;
     struct kv_use {
         uint32_t newest, oldest;
-    } order[KV_PRIORITIES];
+    } order[2];           // of those that can be evicted, and of those to be kept
     struct kv_pins *pins; // [slot]
     uint64_t *gone;       // evicted ones that are reported, the oldest first
     uint64_t n_gone, cap_gone;

@@ -31,10 +31,10 @@ int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_page
     return rc;
 }
 
-int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t priority)
+int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep)
 {
     int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_order(kv, runs, n, priority));
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_order(kv, runs, n, keep));
 }
 
 int vmem_kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got)

@@ -127,7 +127,7 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->runs.pins = calloc(kv->n_slots, sizeof(*kv->runs.pins));
     kv->runs.unused = KV_NO_RUN;
     kv->runs.tag = 1 + atomic_fetch_add(&caches, 1) % KV_RUN_TAGS;
-    for (uint32_t p = 0; p < KV_PRIORITIES; p++)
+    for (uint32_t p = 0; p < 2; p++)
         kv->runs.order[p] = (struct kv_use){KV_NO_RUN, KV_NO_RUN};
     if (!kv->slots || !kv->idle || !kv->spans || !kv->stale || !kv->plan.wants || !kv->plan.changed ||
         !kv->fence.past || !kv->runs.pins)

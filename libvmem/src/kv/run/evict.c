@@ -30,7 +30,7 @@ static void drop(vmem_kv *kv, uint32_t i)
             struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->pages[k]);
             for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->prefixes == 1; t++)
                 d->pages[d->n++] = r->pages[(uint64_t)t * r->n + k];
-            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = -1, .cached = -!kv_keeps(run)});
+            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = -1, .cached = -!run->keep});
         }
     }
     if (!run->pins)
@@ -73,7 +73,7 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
     evict_next(kv, n, most, counted);
     // A run that a running request pins can hold pages that the request no longer has or never had.
     for (uint32_t i = 0; i < all->used && !counted && kv->doomed.n < most && kv->refs.evictable; i++)
-        if (all->list[i].id && !kv_keeps(&all->list[i]) && !all->list[i].held && frees(kv, &all->list[i]))
+        if (all->list[i].id && !all->list[i].keep && !all->list[i].held && frees(kv, &all->list[i]))
             evict_one(kv, i);
     const uint64_t freed = kv->doomed.n - before;
     vmem__kv_release(kv, kv->doomed.pages + before, freed);
@@ -111,7 +111,7 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
         const struct kv_run *r = &kv->runs.list[i];
         if (!(flags & VMEM_KV_UNUSED))
             drop(kv, i);
-        else if (!r->pins && !kv_keeps(r))
+        else if (!r->pins && !r->keep)
             evict_one(kv, i);
     }
     *freed = kv->doomed.n - before;

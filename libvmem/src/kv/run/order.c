@@ -1,8 +1,7 @@
 // The order in which runs are evicted, and the requests that keep runs out of it.
 //
-// Each priority has a list of the runs that no running request pins, in the order in which they were released or given
-// the priority. A request pins the runs that it began with or wrote. When it ends, the end of its sequence comes first
-// into the list: fewer requests can use it. Runs that are to be kept are listed, too, and nothing evicts them.
+// A list has the runs that no running request pins, in the order in which they were released or let go. A request pins the runs that it began with or wrote. When it ends, the end of its sequence comes first
+// into the list: fewer requests can use it. Runs that are to be kept have a list of their own, which nothing evicts from.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -26,7 +25,7 @@ uint32_t vmem__kv_run_find(const struct kv_runs *runs, uint64_t id)
 void vmem__kv_run_unlink(struct kv_runs *runs, uint32_t run)
 {
     const struct kv_run *r = &runs->list[run];
-    struct kv_use *use = &runs->order[r->priority];
+    struct kv_use *use = &runs->order[r->keep];
     *(r->newer == KV_NO_RUN ? &use->newest : &runs->list[r->newer].older) = r->older;
     *(r->older == KV_NO_RUN ? &use->oldest : &runs->list[r->older].newer) = r->newer;
 }
@@ -34,20 +33,14 @@ void vmem__kv_run_unlink(struct kv_runs *runs, uint32_t run)
 void vmem__kv_run_link(struct kv_runs *runs, uint32_t run)
 {
     struct kv_run *r = &runs->list[run];
-    struct kv_use *use = &runs->order[r->priority];
+    struct kv_use *use = &runs->order[r->keep];
     r->newer = KV_NO_RUN;
     r->older = use->newest;
     *(use->newest == KV_NO_RUN ? &use->oldest : &runs->list[use->newest].newer) = run;
     use->newest = run;
 }
 
-uint32_t vmem__kv_run_victim(const struct kv_runs *runs)
-{
-    for (uint32_t p = 0; p < VMEM_KV_RUN_KEEP; p++)
-        if (runs->order[p].oldest != KV_NO_RUN)
-            return runs->order[p].oldest;
-    return KV_NO_RUN;
-}
+uint32_t vmem__kv_run_victim(const struct kv_runs *runs) { return runs->order[false].oldest; }
 
 // ---- pins ------------------------------------------------------------------------------------------------------------
 

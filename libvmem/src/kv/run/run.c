@@ -62,8 +62,8 @@ static int check_run(vmem_kv *kv, const struct vmem_kv_run *run, size_t i)
     if (!run->tokens || (uint64_t)run->first + run->tokens > kv->slots[run->slot].tokens)
         return vmem__error(-EINVAL, "runs[%zu]: %u rows from row %u on: slot %u has %u tokens", i, run->tokens,
                            run->first, run->slot, kv->slots[run->slot].tokens);
-    if (run->priority > VMEM_KV_RUN_KEEP)
-        return vmem__error(-EINVAL, "runs[%zu].priority %u is over %u", i, run->priority, VMEM_KV_RUN_KEEP);
+    if (run->keep > 1)
+        return vmem__error(-EINVAL, "runs[%zu].keep %u is neither 0 nor 1", i, run->keep);
     const int rc = vmem__kv_run_owned(&kv->runs, run->id, ".id", i);
     if (rc)
         return rc;
@@ -117,7 +117,7 @@ static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows 
     *r = (struct kv_run){.id = kv_run_id(all->tag, ++all->generation, i),
                          .first = run->first,
                          .tokens = run->tokens,
-                         .priority = run->priority,
+                         .keep = run->keep,
                          .report = report,
                          .rows = rows};
     all->n++;
@@ -132,7 +132,7 @@ static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows 
             memcpy(at->pages + (uint64_t)t * at->n, kv_table(kv, g, run->slot, t) + at->lo, at->n * sizeof(*at->pages));
         for (uint32_t k = 0; k < at->n; k++) {
             struct kv_ref *ref = vmem__kv_row_get(kv, run->slot, j, at->lo + k);
-            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = 1, .cached = !kv_keeps(r)});
+            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = 1, .cached = !r->keep});
         }
         if (at->n)
             sp->shared_hi = KV_MAX(sp->shared_hi, at->lo + at->n);
@@ -174,34 +174,34 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
 
 // ---- what others ask for ---------------------------------------------------------------------------------------------
 
-static void set_priority(vmem_kv *kv, uint32_t i, uint32_t priority)
+static void set_keep(vmem_kv *kv, uint32_t i, bool keep)
 {
     struct kv_run *r = &kv->runs.list[i];
-    const int kept = (priority == VMEM_KV_RUN_KEEP) - kv_keeps(r);
+    const int kept = keep - r->keep;
     for (uint32_t j = 0; j < kv->n_groups && kept; j++)
         for (uint32_t k = 0; k < r->rows[j].n; k++)
             vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, r->rows[j].pages[k]),
                               (struct kv_holders){.cached = -kept});
     if (!r->pins)
         vmem__kv_run_unlink(&kv->runs, i);
-    r->priority = priority;
+    r->keep = keep;
     if (!r->pins)
         vmem__kv_run_link(&kv->runs, i);
 }
 
-int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t priority)
+int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep)
 {
     if (n && !runs)
         return vmem__error(-EINVAL, "runs must not be NULL");
-    if (priority > VMEM_KV_RUN_KEEP)
-        return vmem__error(-EINVAL, "priority %u is over %u", priority, VMEM_KV_RUN_KEEP);
+    if (keep > 1)
+        return vmem__error(-EINVAL, "keep %u is neither 0 nor 1", keep);
     int rc = 0;
     for (size_t k = 0; k < n && !rc; k++)
         rc = vmem__kv_run_owned(&kv->runs, runs[k], "", k);
     for (size_t k = n; k-- && !rc;) { // from the last: the end of a sequence becomes the oldest
         const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);
         if (i != KV_NO_RUN)
-            set_priority(kv, i, priority);
+            set_keep(kv, i, keep);
     }
     return rc;
 }
@@ -247,7 +247,7 @@ int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
     struct vmem_kv_run_info info = {.first = r->first,
                                     .tokens = r->tokens,
                                     .min_tokens = least_tokens(kv, r),
-                                    .priority = r->priority,
+                                    .keep = r->keep,
                                     .requests = r->pins,
                                     .pages = vmem__kv_rows_pages(kv, r->rows)};
     for (uint32_t j = 0; j < kv->n_groups; j++)
@@ -279,15 +279,14 @@ int vmem__kv_check_runs(const vmem_kv *kv)
         for (uint32_t j = 0; j < kv->n_groups && r->id; j++)
             for (uint32_t k = 0; k < r->rows[j].n; k++) {
                 const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->rows[j].pages[k]);
-                if (!ref || ref->prefixes < ref->cached + kv_keeps(r) || !(ref->cached || kv_keeps(r)))
+                if (!ref || ref->prefixes < ref->cached + r->keep || !(ref->cached || r->keep))
                     return vmem__error(-EFAULT, "run %u, page %#" PRIx64 " is not held", i, r->rows[j].pages[k]);
             }
     }
-    for (uint32_t p = 0; p < KV_PRIORITIES; p++)
+    for (uint32_t p = 0; p < 2; p++)
         for (uint32_t i = all->order[p].oldest; i != KV_NO_RUN; i = all->list[i].newer, listed++)
-            if (all->list[i].priority != p)
-                return vmem__error(-EFAULT, "run %u has priority %u, and is listed with %u", i, all->list[i].priority,
-                                   p);
+            if (all->list[i].keep != p)
+                return vmem__error(-EFAULT, "run %u, keep %d, is listed with %u", i, all->list[i].keep, p);
     for (uint64_t i = 0; i < kv->refs.size; i++) {
         const struct kv_ref *ref = &kv->refs.entries[i];
         evictable += ref->page && !ref->slots && ref->cached && ref->cached == ref->prefixes ? ref->n : 0;

@@ -40,12 +40,11 @@ static inline struct kv_split kv_split(const vmem_kv *kv, const struct kv_group 
 
 // ---- order.c
 
-static inline bool kv_keeps(const struct kv_run *r) { return r->priority == VMEM_KV_RUN_KEEP; }
 // -EINVAL: the run is of another cache, whether or not it is still there. 0 is no run, and of every cache. name: of the
 // argument, runs[i].
 int vmem__kv_run_owned(const struct kv_runs *runs, uint64_t id, const char *name, size_t i);
 uint32_t vmem__kv_run_find(const struct kv_runs *runs, uint64_t id); // KV_NO_RUN: there is none (any more)
-void vmem__kv_run_link(struct kv_runs *runs, uint32_t run);          // as the newest of its priority
+void vmem__kv_run_link(struct kv_runs *runs, uint32_t run);          // as the newest of those like it
 void vmem__kv_run_unlink(struct kv_runs *runs, uint32_t run);
 // The run that is to be evicted next, which nobody pins; KV_NO_RUN: there is none.
 uint32_t vmem__kv_run_victim(const struct kv_runs *runs);
@@ -58,7 +57,7 @@ void vmem__kv_unpin(vmem_kv *kv, uint32_t slot); // the slot's request has ended
 
 uint64_t vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *rows); // how many they are, of all groups
 int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
-int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t priority);
+int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep);
 int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got);
 int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
 void vmem__kv_runs_free(vmem_kv *kv); // the lists, which no call uses any more
