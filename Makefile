@@ -74,9 +74,13 @@ venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
 check: lint test-uvm-ext test-fast ## Format, style, types and the quick tests, for use before each commit; no root (1 minute)
 
 test: ## `check`, and every test that needs no GPU; lists at the end what was not run, and why (20 minutes)
-	$(Q)$(PYTHON) .ci/not_run.py $(MAKE) --no-print-directory all-tests
+	$(Q)$(MAKE) --no-print-directory -j$(CPUS) lib
+	$(Q)JOBS=$(CPUS) $(PYTHON) .ci/not_run.py $(MAKE) --no-print-directory all-tests
+CPUS := $(shell nproc)
 .PHONY: all-tests
-all-tests: check test-c test-asan test-python test-python-fake test-module test-vm-quick test-vllm-quick test-sglang-quick
+# What `check` runs beside lint is part of the others.
+all-tests: lint test-uvm-ext test-c test-asan test-python test-python-fake test-module test-vm-quick test-vllm-quick \
+           test-sglang-quick
 
 # C and Python tests that take a second or less and start no further process.
 FAST_C := abi_stock access blocks busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
@@ -121,7 +125,7 @@ test-shaken: ## C tests whose background threads are delayed at random; SHAKE=2:
 PYTHON_JOBS ?= 2
 test-python: lib venv ## Python tests, on every backend that works on this machine
 	$(Q).ci/need cmake=cmake pkg-config=pkg-config c++=g++ || true # tests that need them are skipped without them
-	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -n $(PYTHON_JOBS) tests/python --ignore=tests/python/gpu
+	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -n $(PYTHON_JOBS) --dist worksteal tests/python --ignore=tests/python/gpu
 
 TRANSFORMERS_RELEASES = 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0 5.24.0
 test-transformers-releases: venv ## The cache of generate() with every supported release of transformers (12 minutes)

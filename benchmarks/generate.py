@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prompt", type=whole(2), default=None, metavar="N", help="tokens of each prompt (8192; 64 on a CPU)"
     )
-    group.add_argument("--new", type=whole(2), default=None, metavar="N", help="tokens to generate (48; 4 on a CPU)")
+    group.add_argument("--new", type=whole(3), default=None, metavar="N", help="tokens to generate (48; 4 on a CPU)")
     group.add_argument(
         "--chunk", type=whole(0), default=1024, metavar="N", help="tokens per prefill chunk; 0 for all at once (1024)"
     )
