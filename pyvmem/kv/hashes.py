@@ -97,6 +97,8 @@ class BlockHashes:
         *,
         events: bool = False,
     ) -> None:
+        if not hasattr(cache, "_hashes"):
+            raise TypeError(f"cache must be a KVCache, not {shown(cache)}")
         kv, size, most = cache._use(), uint("tokens", tokens, 32), uint("max_tokens", max_tokens)
         if cache._hashes is not None:
             raise InvalidArgument(errno.EINVAL, f"this cache has hashes already, of {cache._hashes.tokens} tokens each")

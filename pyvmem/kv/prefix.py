@@ -9,7 +9,7 @@ import errno
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyvmem._checks import uint
+from pyvmem._checks import shown, uint
 from pyvmem.errors import InvalidArgument, VmemError
 from pyvmem.kv.hashes import block_hashes, token_array
 
@@ -23,9 +23,7 @@ class PrefixCache:
     Parameters
     ----------
     cache : KVCache
-        A cache can have one `PrefixCache` or `BlockHashes` in its life. Over a
-        `pyvmem.parallel.cache.TensorParallelKVCache`, the ranks find the same; what `insert` and ``len()`` return
-        concerns this rank, because each rank evicts by its own memory.
+        A cache can have one `PrefixCache` or `BlockHashes` in its life.
     block_tokens : int
         Prefixes are matched and shared in multiples of this number of tokens. Small blocks match more tokens, but only
         whole pages are shared without a copy.
@@ -42,6 +40,8 @@ class PrefixCache:
     """
 
     def __init__(self, cache: "KVCache", block_tokens: int = 32, max_entries: int = 0) -> None:
+        if not hasattr(cache, "_new_hashes"):
+            raise TypeError(f"cache must be a KVCache, not {shown(cache)}")
         self.cache = cache
         self.block_tokens = uint("block_tokens", block_tokens, 32)
         self.max_entries = uint("max_entries", max_entries, 32)

@@ -47,6 +47,13 @@ def test_what_is_no_number_is_named(cache, wrong):
             call()
 
 
+@pytest.mark.parametrize("wrong", [3, None, "cache"])
+def test_what_is_no_cache_is_named(wrong):
+    for call in (lambda: BlockHashes(wrong, 16), lambda: PrefixCache(wrong)):
+        with pytest.raises(TypeError, match="cache must be a KVCache, not "):
+            call()
+
+
 def test_a_step_that_is_refused_is_not_counted(cache):
     slot = cache.alloc()
     lengths = [0] * 4
