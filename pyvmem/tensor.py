@@ -21,8 +21,10 @@ from typing import IO, Any, Literal, SupportsIndex, cast
 import torch
 import torch.utils.dlpack
 
+from pyvmem import checked
 from pyvmem._checks import flag, integer, one_of, shown
 from pyvmem._ffi import ffi, lib
+from pyvmem.checked import Checker
 from pyvmem.core import Context, Reservation, default_context
 from pyvmem.errors import InvalidArgument, OutOfMemory, _check
 from pyvmem.owned import Uncopyable, check_process
@@ -48,6 +50,7 @@ def tensor_at(
     dtype: torch.dtype,
     device: str | torch.device,
     strides: Sequence[int] | None = None,
+    checker: Checker | None = None,
 ) -> torch.Tensor:
     """Make a torch tensor over memory that the caller manages.
 
@@ -59,6 +62,8 @@ def tensor_at(
         Address of the first byte: a CPU or CUDA address, according to `device`.
     shape, strides : sequence of int
         In elements, as in torch; contiguous by default.
+    checker : optional
+        With ``VMEM_CHECK=1``, says what of the memory must not be touched (`pyvmem.checked`).
 
     Returns
     -------
@@ -80,7 +85,8 @@ def tensor_at(
     # The memory outlives the caller's mode: a tensor made in inference mode could not be written to after it.
     with torch.inference_mode(False):
         storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
-        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape), tuple(strides))
+        tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(shape), tuple(strides))
+        return tensor if checker is None or not checked.ON else checked.Checked.of(tensor, checker)
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -96,6 +102,23 @@ def _device(device: str | torch.device) -> torch.device:
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     return found
+
+
+def _unbacked(
+    reservation: weakref.ref[Reservation], row_bytes: int, backdrop: bool, first: int, end: int, writes: bool
+) -> str | None:
+    """Name the first row between two addresses that is not backed (`pyvmem.checked`)."""
+    range_ = reservation()
+    if range_ is None or range_.closed or (backdrop and not writes):
+        return None
+    at = first - range_.addr
+    for part, length in range_.backed(at, end - first):
+        if part > at:
+            break
+        at = max(at, part + length)
+    if at >= end - range_.addr:
+        return None
+    return f"row {at // max(row_bytes, 1)} of a virtual tensor, which is not backed: commit it first"
 
 
 def _backed_whole(owner: Any, nbytes: int, what: str) -> None:
@@ -255,7 +278,10 @@ class VirtualTensor(Uncopyable):
         self._lock = threading.RLock()
         length = max(-(-self.nbytes // page_size) * page_size, page_size)
         self._range = Reservation(context, length, backdrop=backdrop, device=device.index if gpu else None)
-        self._tensor: torch.Tensor | None = tensor_at(self._range._owner, self._range.addr, shape, dtype, device)
+        self._tensor: torch.Tensor | None = tensor_at(
+            self._range._owner, self._range.addr, shape, dtype, device,
+            checker=(functools.partial(_unbacked, weakref.ref(self._range), self._row_bytes, backdrop), page_size),
+        )  # fmt: skip
         _guard(self._tensor, self._range._owner, self.nbytes)
 
     @property

@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 """
 
 import errno
+import functools
 import logging
 import math
 import os
@@ -72,6 +73,22 @@ _GROUP = tuple(field.name for field in fields(GroupInfo))[3:]
 
 class _Last(threading.local):
     shortage: Shortage = NO_SHORTAGE
+
+
+def _not_backed(
+    cache: "weakref.ref[KVCache]", name: str, addr: int, stride: int, row_bytes: int, first: int, end: int, writes: bool
+) -> str | None:
+    """Name the first row between two addresses that no step has backed (`pyvmem.checked`)."""
+    kv = cache()
+    if kv is None or kv.closed:
+        return None
+    for slot in range((first - addr) // stride, (end - addr - 1) // stride + 1):
+        start = addr + slot * stride
+        rows = kv.tokens([slot])[0]
+        if min(end, start + stride) > start + rows * row_bytes:
+            row = max((max(first, start) - start) // row_bytes, rows)
+            return f"row {row} of slot {slot} of {name}, which has {rows} rows backed: call step first"
+    return None
 
 
 class KVCache(_Owned):
@@ -263,7 +280,9 @@ class KVCache(_Owned):
             tokens = spec.max_tokens or self.max_tokens
             shape = (self.slots, tokens, *spec.shape)
             strides = (stride // spec.dtype.itemsize, math.prod(spec.shape), *row)
-        return tensor_at(self._owner, addr, shape, spec.dtype, device, strides)
+        row_bytes = math.prod(spec.shape) * spec.dtype.itemsize
+        check = functools.partial(_not_backed, weakref.ref(self), spec.name, addr, stride, row_bytes)
+        return tensor_at(self._owner, addr, shape, spec.dtype, device, strides, (check, row_bytes))
 
     def flat(self, tensor: int) -> torch.Tensor:
         """Return tensor number `tensor` as contiguous rows, ``[slots * rows, *shape]``; see `layout`."""
