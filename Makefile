@@ -79,8 +79,7 @@ test: ## `check`, and every test that needs no GPU; lists at the end what was no
 CPUS := $(shell nproc)
 .PHONY: all-tests
 # What `check` runs beside lint is part of the others.
-all-tests: lint test-uvm-ext test-c test-asan test-python test-python-fake test-module test-vm-quick test-vllm-quick \
-           test-sglang-quick
+all-tests: lint test-uvm-ext test-c test-asan test-python test-python-fake test-module test-vm-quick test-vllm-quick
 
 # C and Python tests that take a second or less and start no further process.
 FAST_C := abi_stock access blocks busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
@@ -169,10 +168,10 @@ check-vllm-releases: venv ## vLLM's newest release and the three before: what vM
 	$(Q)$(PY) .ci/vllm_cpu.py releases $(VLLM_RELEASES)
 
 # SGLang's own wheel on a CPU. What serves GPUs alone is a stub that fails if it is called.
-test-sglang-cpu: venv ## SGLang itself on host memory, with tiny models: equal tokens, every row, limits that move, its HTTP server (5 minutes; SGLANG_CPU=0.5.22: another release)
+test-sglang-cpu: venv ## SGLang itself on host memory, with tiny models: equal tokens, every row, limits that move, its HTTP server (SGLANG_CPU=0.5.22: another release)
 	$(Q)$(PY) .ci/sglang_cpu.py test $(if $(T),-k "$(T)")
 
-test-sglang-quick: venv ## Those of its tests that tell most (2 minutes)
+test-sglang-quick: venv ## Those of its tests that tell most
 	$(Q)$(PY) .ci/sglang_cpu.py quick
 
 check-sglang-releases: venv ## SGLang's newest releases: what vMem relies on, and the scheduler of each on vMem's pages

@@ -23,7 +23,8 @@ QUICK = "(limits_that_move and [gqa]) or seeded_fault or refused or flush or chu
 STUBS = ("torchvision", "torchaudio", "sgl_kernel", "cutlass", "quack")
 TVM_FFI = "apache-tvm-ffi==0.1.11"
 OVERRIDES = [TVM_FFI, *never(
-    "torchvision", "torchaudio", "torchcodec", "cuda-python", "flash-attn-4", "flashinfer_python", "humming-kernels",
+    "torchvision", "torchaudio", "torchcodec", "cuda-python", "cuda-tile", "flash-attn-4", "flashinfer_python",
+    "humming-kernels",
     "nvidia-cutlass-dsl", "nvidia-mathdx", "nvshmem4py-cu13", "quack-kernels", "sgl-deep-ep", "sgl-deep-gemm",
     "sgl-flash-mla", "sglang-kernel", "tilelang", "timm", "torch_memory_saver", "modelscope",
 )]  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 from models import model
 from steps import workload
 
-SECONDS = 240
+SECONDS = 600
 OPTIONS = dict(device="cpu", dtype="float32", attention_backend="torch_native", disable_cuda_graph=True,
                mem_fraction_static=0.95, max_total_tokens=16384, sampling_backend="pytorch", page_size=64,
                chunked_prefill_size=512, random_seed=1, log_level="warning")  # fmt: skip
