@@ -158,7 +158,7 @@ MUTANTS = (
        "return map->vmem || !map->mem_handle || map->mem_handle->rm_handle\n"
        "           ? map->vmem : *(struct uvm_vmem_overlay **)(map->mem_handle + 1);", gpu="gpus=2"),
     _m("undone_takeover_stays_marked", "a mapping whose takeover is undone still names the overlay",
-       "test_atomic", _W, "        map->vmem = NULL;", ""),
+       "test_stock test_takeover_that_is_undone", _W, "        map->vmem = NULL;", ""),
     _m("overlay_cut", "UVM's own calls may cut an overlay", "test_release test_release_after_uvm_closed_overlays",
        _W, "uvm_vmem_overlay_of(ext_gpu_map) != NULL", "false"),
     _m("closing_unnoticed", "the records of an overlay that UVM has closed stay",

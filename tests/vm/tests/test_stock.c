@@ -614,3 +614,25 @@ TEST(test_storm)
     works();
     finish();
 }
+
+// A batch that has taken UVM's mapping over, and then fails, gives it back: UVM closes it as its own.
+TEST(test_takeover_that_is_undone)
+{
+    struct uvm_vmem_op ops[2];
+
+    start();
+    if (!vmem)
+        vmtest_skip("the module has no vMem");
+    furnish();
+    ops[0] = vm_op(AT(1) + KB(64), KB(64), page, 0, UVM_VMEM_TAKEOVER);
+    ops[1] = vm_op(AT(7), KB(64), page + 1, 0, 0); // no such page
+    CHECK_EQ(vm_map_ops(&u, 0, ops, COUNT(ops), NULL), NV_ERR_INVALID_OBJECT_HANDLE);
+    for (unsigned i = 0; i < 3; i++)
+        CHECK_EQ(sim_pte(&u, AT(i)).state, SIMGPU_PTE_VALID);
+    spray();
+    CHECK_EQ(uvm_unmap_external(&u, 0, AT(1), KB(128)), NV_ERR_INVALID_ADDRESS); // a part of a 2 MiB entry
+    CHECK_EQ(uvm_unmap_external(&u, 0, AT(1), BLOCK), NV_OK);
+    clear();
+    works();
+    finish();
+}
