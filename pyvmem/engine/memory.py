@@ -19,7 +19,7 @@ from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.engine import control, geometry, pools, refuse
 from pyvmem.engine.control import Page
 from pyvmem.engine.settings import Settings
-from pyvmem.errors import OutOfMemory
+from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.kv.pool import KVPool
 from pyvmem.tensor import VirtualTensor
 
@@ -113,7 +113,7 @@ class BlockMemory:
         except OutOfMemory as error:  # of the pool
             raise refuse.Refused(f"{switch}_MIN={asked.minimum} does not fit {switch}_POOL={asked.pool}: {error}; "
                                  "lower it, or the minimum of another member") from error  # fmt: skip
-        except (OSError, ValueError, MemoryError) as error:
+        except (OSError, ValueError, MemoryError, VmemError) as error:
             size = f"{switch}_POOL_SIZE {f'is {asked.pool_size}' if asked.pool_size else 'is not set'}"
             raise refuse.Refused(f"{switch}_POOL={asked.pool}: {error}; {size} (or unset {switch}_POOL)") from error
 

@@ -5,9 +5,10 @@ All begin with the engine's switch, such as VMEM_ENGINE for VMEM_ENGINE_LIMIT.
 SPDX-License-Identifier: MIT
 """
 
+import difflib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,22 @@ _FIELDS = (
 _SUFFIXES = {"minimum": "MIN", "maximum": "MAX"}
 
 
+def _variable(switch: str, field: str) -> str:
+    return f"{switch}_{_SUFFIXES.get(field, field.upper())}"
+
+
+def mistyped(switch: str, environ: Iterable[str]) -> list[tuple[str, str]]:
+    """Names in an environment that are nearly those of a setting, each with the setting that may be meant."""
+    known = [switch, *(_variable(switch, field) for field, _ in (*_FIELDS, ("layout", None)))]
+    found = []
+    for name in environ:
+        if name.startswith("VMEM_") and name != switch and not name.startswith(f"{switch}_"):
+            whole = [f"{switch}{name.removeprefix('VMEM')}"]  # such as VMEM_LIMIT
+            near = [full for full in whole if full in known] or difflib.get_close_matches(name, known, 1, 0.85)
+            found += [(name, near[0])] if near else []
+    return found
+
+
 def read(
     switch: str, layouts: Sequence[str], environ: Mapping[str, str] = os.environ, flags: Sequence[str] = ()
 ) -> Settings:
@@ -115,7 +132,7 @@ def read(
         return text
 
     def variable(field: str) -> str:
-        return f"{switch}_{_SUFFIXES.get(field, field.upper())}"
+        return _variable(switch, field)
 
     fields: tuple[tuple[str, Callable[[str, str], Any]], ...] = (
         *_FIELDS, ("layout", layout), *((name, _flag) for name in flags)
@@ -124,17 +141,20 @@ def read(
     for name in environ:
         if name.startswith(f"{switch}_") and name not in known:
             raise ValueError(f"{name} is not a setting of vMem's: these are {', '.join(known)}")
+    for name, meant in mistyped(switch, environ):
+        raise ValueError(f"{name} is not a setting of vMem's: {meant} may be meant")
     given: dict[str, Any] = {"on": True, "layout": layouts[0]}
     for field, parse in fields:
         if text := _text(environ, variable(field)):
             given[field] = parse(variable(field), text)
     made = Settings(switch, **given)
     for field, size, other, most in (
-        ("minimum", made.minimum, "maximum", made.maximum),
-        ("minimum", made.minimum, "pool_size", made.pool_size),
-        ("limit", made.limit or 0, "maximum", made.maximum),
+        ("minimum", made.minimum, "maximum", made.maximum or None),
+        ("minimum", made.minimum, "pool_size", made.pool_size or None),
+        ("minimum", made.minimum, "limit", made.limit),
+        ("limit", made.limit or 0, "maximum", made.maximum or None),
     ):
-        if most and size > most:
+        if most is not None and size > most:
             name, above = variable(field), variable(other)
             raise _wrong(name, _text(environ, name), f"at most {above}={_text(environ, above)}")
     for field in ("minimum", "priority", "pool_size"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import uuid
 from typing import Any
 
@@ -21,6 +20,14 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from pyvmem.vllm import check, doors, metrics, refuse, settings
 
 logger = logging.getLogger("vllm.vmem")
+
+
+def _of_others(record: logging.LogRecord) -> bool:
+    """Whether a line is not vLLM's warning of a scheduler class that may be slower: vMem's extends vLLM's own."""
+    return not (doors.__name__ in str(record.args) and "__vllm__" in str(record.args))
+
+
+logging.getLogger("vllm.config.scheduler").addFilter(_of_others)
 
 
 def _base() -> Any:
@@ -80,8 +87,8 @@ class Platform(_Base):  # type: ignore[misc]
         super().check_and_update_config(vllm_config)
         try:
             install(vllm_config)
-        except (refuse.Refused, ValueError) as error:
-            sys.exit(f"pyvmem: {error}")
+        except (refuse.Refused, ValueError) as error:  # as which pydantic would bury it
+            raise RuntimeError(f"pyvmem: {error}") from None
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, *args: Any, **more: Any) -> str:

@@ -5,6 +5,7 @@ It runs while vLLM is imported, so it imports neither torch nor vLLM.
 SPDX-License-Identifier: MIT
 """
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import sys
 from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 
+from pyvmem.engine.settings import mistyped
 from pyvmem.vllm import settings
 
 GROUP = "vllm.platform_plugins"
@@ -41,7 +43,8 @@ def _other() -> str | None:
 
 def _warn_if_forgotten() -> None:
     """Tell who sets up vMem and leaves it off by mistake; once, and not in each process of vLLM's."""
-    given = [name for name in os.environ if name.startswith("VMEM_VLLM_")]
+    given = [name for name in os.environ if name.startswith(f"{settings.SWITCH}_")]
+    given += [name for name, _ in mistyped(settings.SWITCH, os.environ)]
     if given and not os.environ.get("VMEM_VLLM") and multiprocessing.parent_process() is None:
         logging.getLogger("vllm.vmem").warning("%s has no effect, because VMEM_VLLM is not 1: vLLM runs without vMem",
                                                min(given))  # fmt: skip
@@ -51,17 +54,16 @@ def platform() -> str | None:
     """The name of the platform if the environment says ``VMEM_VLLM=1``; otherwise None.
 
     vLLM logs an exception of a plugin and goes on without it. If vMem is requested but cannot run, vLLM must not start
-    with its own KV cache, so an error ends the process here with one line.
+    with its own KV cache: the platform raises what is wrong with the settings when vLLM makes its configuration. Beside
+    another platform, the process ends here with one line.
     """
-    try:
+    with contextlib.suppress(ValueError):
         if not settings.read().on:
             _warn_if_forgotten()
             return None
-        other = _other()
-        if other is not None:
-            raise RuntimeError(f"VMEM_VLLM=1: the platform plugin {other} is active, and vLLM takes one; "
-                               "vMem runs on vLLM's own platforms only (unset VMEM_VLLM)")  # fmt: skip
-        _copy_to_ray()
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"pyvmem: {error}")
+    other = _other()
+    if other is not None:
+        sys.exit(f"pyvmem: VMEM_VLLM=1: the platform plugin {other} is active, and vLLM takes one; vMem runs on vLLM's "
+                 "own platforms only (unset VMEM_VLLM)")  # fmt: skip
+    _copy_to_ray()
     return "pyvmem.vllm.platform.Platform"

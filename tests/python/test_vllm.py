@@ -68,6 +68,10 @@ def test_wrong_settings_name_the_variable(name, text, must):
 @pytest.mark.parametrize("given, told", [
     (dict(VMEM_VLLM_MIN="2G", VMEM_VLLM_MAX="1G"), "VMEM_VLLM_MIN=2G must be at most VMEM_VLLM_MAX=1G"),
     (dict(VMEM_VLLM_LIMIT="2G", VMEM_VLLM_MAX="1G"), "VMEM_VLLM_LIMIT=2G must be at most VMEM_VLLM_MAX=1G"),
+    (dict(VMEM_VLLM_POOL="a", VMEM_VLLM_MIN="2G", VMEM_VLLM_LIMIT="1G"),
+     "VMEM_VLLM_MIN=2G must be at most VMEM_VLLM_LIMIT=1G"),
+    (dict(VMEM_VLLM_POOL="a", VMEM_VLLM_MIN="2G", VMEM_VLLM_LIMIT="0"),
+     "VMEM_VLLM_MIN=2G must be at most VMEM_VLLM_LIMIT=0"),
     (dict(VMEM_VLLM_POOL_SIZE="2G"), "VMEM_VLLM_POOL_SIZE is set, but VMEM_VLLM_POOL names no pool"),
     (dict(VMEM_VLLM_MIN="2G"), "VMEM_VLLM_MIN is set, but VMEM_VLLM_POOL names no pool"),
     (dict(VMEM_VLLM_PRIORITY="1"), "VMEM_VLLM_PRIORITY is set, but VMEM_VLLM_POOL names no pool"),
@@ -77,13 +81,25 @@ def test_wrong_settings_name_the_variable(name, text, must):
 def test_settings_that_contradict_each_other(given, told):
     with pytest.raises(ValueError, match=told):
         settings.read(dict(given, VMEM_VLLM="1"))
-    settings.read(dict(given, VMEM_VLLM="1", VMEM_VLLM_MAX="2G", VMEM_VLLM_POOL="a", VMEM_VLLM_POOL_SIZE="2G"))
+    fits = dict(VMEM_VLLM_LIMIT="2G", VMEM_VLLM_MAX="2G", VMEM_VLLM_POOL="a", VMEM_VLLM_POOL_SIZE="2G")
+    settings.read(dict(given, VMEM_VLLM="1", **fits))
 
 
 def test_a_name_that_is_no_setting_is_not_ignored():
     with pytest.raises(ValueError, match="^VMEM_VLLM_LIMITS is not a setting of vMem's: .* VMEM_VLLM_LIMIT,"):
         settings.read({"VMEM_VLLM": "1", "VMEM_VLLM_LIMITS": "16G"})
     settings.read({"VMEM_VLLM": "0", "VMEM_VLLM_LIMITS": "16G"})
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [("VMEM_LIMIT", "VMEM_VLLM_LIMIT"), ("VMEM_VLLMLIMIT", "VMEM_VLLM_LIMIT"), ("VMEM_VLM_POOL", "VMEM_VLLM_POOL")],
+)
+def test_a_name_that_is_nearly_a_setting_is_not_ignored(name, meant):
+    with pytest.raises(ValueError, match=f"^{name} is not a setting of vMem's: {meant} may be meant$"):
+        settings.read({"VMEM_VLLM": "1", name: "16G"})
+    others = ("VMEM_BACKEND", "VMEM_TRACE", "VMEM_DEBUG", "VMEM_CHECK", "VMEM_SGLANG", "VMEM_SGLANG_POOL_SIZE")
+    assert settings.read(dict.fromkeys(others, "1") | {"VMEM_VLLM": "1"}).on
 
 
 # ---- the plugin -----------------------------------------------------------------------------------------------------
@@ -102,15 +118,16 @@ def test_the_plugin_is_silent_unless_asked_for(monkeypatch):
     assert plugin.platform() is None
 
 
+@pytest.mark.parametrize("name", ["VMEM_VLLM_POOL", "VMEM_VLM", "VMEM_LIMIT", "VMEM_VLLMLIMIT"])
 @pytest.mark.parametrize("value, warns", [(None, True), ("", True), ("0", False)])
-def test_settings_without_the_switch_are_worth_a_line(monkeypatch, caplog, value, warns):
-    monkeypatch.setenv("VMEM_VLLM_POOL", "a")
+def test_settings_without_the_switch_are_worth_a_line(monkeypatch, caplog, name, value, warns):
+    monkeypatch.setenv(name, "1")
     monkeypatch.setenv("VMEM_VLLM", value or "")
     if value is None:
         monkeypatch.delenv("VMEM_VLLM")
     plugin.platform()
     said = [r.getMessage() for r in caplog.records]
-    assert said == ["VMEM_VLLM_POOL has no effect, because VMEM_VLLM is not 1: vLLM runs without vMem"] * warns
+    assert said == [f"{name} has no effect, because VMEM_VLLM is not 1: vLLM runs without vMem"] * warns
 
 
 def test_the_plugin_names_the_platform_and_has_settings_copied(monkeypatch):
@@ -131,10 +148,11 @@ def test_another_platform_is_refused_with_one_line(monkeypatch):
     assert plugin.platform()
 
 
-def test_a_wrong_setting_ends_the_process(monkeypatch):
+def test_with_a_wrong_setting_vllm_does_not_start_with_its_own_cache(monkeypatch):
+    """The platform raises it, as an exception that a program which embeds vLLM can catch."""
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [])
     monkeypatch.setenv("VMEM_VLLM", "maybe")
-    with pytest.raises(SystemExit, match="VMEM_VLLM=maybe must be 0 or 1"):
-        plugin.platform()
+    assert plugin.platform() == "pyvmem.vllm.platform.Platform"
 
 
 def test_names_of_classes_carry_the_engine():
@@ -392,9 +410,9 @@ def engine(name="abc", **words):
 def test_top_shows_engines_and_sets_their_limits():
     page, other = engine(USED=3, CACHED=5, PREEMPTED=7), engine("def")
     row = next(line for line in run_top("--once").splitlines() if "abc-0" in line)
-    assert row.split() == [str(os.getpid()), "abc-0", "10", "0", "3", "5", "0", "7", "0"]
+    assert row.split() == [str(os.getpid()), "abc-0", "serves", "10", "0", "3", "5", "0", "7", "0"]
     row = next(line for line in run_top("--once", "--limit", "abc=60%").splitlines() if "abc-0" in line)
-    assert row.split()[2] == "60"
+    assert row.split()[3] == "60"
     assert page[control.LIMIT] == 60 << 20 and other[control.LIMIT] == control.NO_LIMIT
     run_top("--once", "--limit", f"{os.getpid()}=4M")  # counts as its least
     assert page[control.LIMIT] == other[control.LIMIT] == 4 << 20
