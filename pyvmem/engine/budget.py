@@ -52,6 +52,7 @@ class BlockBudget:
         self.lent = False
         self.behind = False  # another engine of the pool gets memory first
         self._keeps = 0  # blocks that are not offered
+        self.offers = 0  # bytes that other engines of the pool offer
         page[control.BLOCKS], page[control.BLOCK_BYTES] = total, block_bytes
         page[control.LEAST], page[control.LOW], page[control.RANKS_USED] = self.least, low, ranks
 
@@ -175,9 +176,19 @@ class BlockBudget:
         # Above the limit, what leaves takes its part of this with it; below it, what comes is taken to add nothing.
         self._less = most - own * most // held if held > max(most, own) else self._beside
 
-    def usage(self) -> float:
-        """The part of the allowed blocks that requests use."""
+    def reachable(self) -> int:
+        """Blocks that may circulate now; in a pool, as far as nobody's requests use its memory.
+
+        Leases and caches that are members of the pool may offer more.
+        """
         allowed = self.allowed()
+        if self.page.cells[control.POOL]:
+            allowed = min(allowed, self.circulating + self._room() + self.offers // self.block_bytes)
+        return allowed
+
+    def usage(self) -> float:
+        """The part of the blocks within reach that requests use."""
+        allowed = self.reachable()
         return min(self.used / allowed, 1.0) if allowed else 0.0
 
     def ready(self, need: int = 0) -> int:
@@ -239,7 +250,7 @@ class BlockBudget:
         that requests take next, which are not for others.
         """
         page, free, spare, circulating = self.page.cells, self.num_free(), self.spare, self.circulating
-        page[control.ALLOWED], page[control.OUT] = self.allowed(), self._out.count
+        page[control.ALLOWED], page[control.OUT] = self.reachable(), self._out.count
         page[control.COMING], page[control.SPARE], page[control.CACHED] = self._n_coming, spare, free - spare
         page[control.USED], page[control.WANTED] = circulating - free, wanted
         page[control.LENT] = self.lent and not circulating

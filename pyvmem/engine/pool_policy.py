@@ -53,6 +53,8 @@ class PoolPeers:
         Whether this engine lets the others go first.
     surplus : int
         Bytes of a worker's blocks that the others offer beyond what they keep ready; 0 while one of them lacks memory.
+    offers : int
+        All bytes of a worker's blocks that the others offer.
     """
 
     def __init__(self, page: control.Page) -> None:
@@ -64,7 +66,7 @@ class PoolPeers:
         self._patience, self._had = PATIENCE, -1  # -1: this engine had no bytes yet
         self._since = 0.0  # when this engine, which comes first, last got some; later than now: it lets others go first
         self.alone, self.behind, self.full, self.yields, self.passes = True, False, False, False, False
-        self.surplus = 0
+        self.surplus = self.offers = 0
 
     def look(self, last: int) -> None:
         """Read what the others publish, at most every `LOOK` seconds. last: when the last running request came."""
@@ -85,6 +87,7 @@ class PoolPeers:
             active = [o for o in others if o[control.USED] or o[control.HEAD]]
             self._share = page[control.POOL_BYTES] // (1 + len(active))
             self.alone = not any(o[control.HEAD] for o in others)
+            self.offers = sum(o[control.OFFERED] * o[control.BLOCK_BYTES] for o in others)
             self.surplus = 0 if any(o[control.HEAD] or o[control.WANTED] for o in others) else sum(
                 max(o[control.OFFERED] - ready(o[control.LOW], o[control.ALLOWED]), 0) * o[control.BLOCK_BYTES]
                 for o in others
