@@ -33,7 +33,7 @@ from pyvmem._checks import shown
 from pyvmem.kv.view import started, view_folder
 from pyvmem.engine import pools
 
-MAGIC, VERSION = 0x6D656D76_6C6C6D00, 6
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 7
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
@@ -47,6 +47,8 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
  PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED, AHEAD, HEAD, GROWS,
  BEAT, PARTS) = range(16, 44)  # fmt: skip
+# The port of its server, or 0, and the name of its model, as UTF-8 in so many words.
+PORT, _MODEL, _MODEL_WORDS = 46, 47, 16
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
 # OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers. POOL_MAY: bytes that it
@@ -116,6 +118,11 @@ class Page:
     def attached(self, ranks: int) -> bool:
         """Whether each of the first workers has its memory and sees the page."""
         return 0 not in self.cells[ATTACHED : ATTACHED + ranks]
+
+    @property
+    def model(self) -> str:
+        """The name of the engine's model."""
+        return self.words[_MODEL : _MODEL + _MODEL_WORDS].tobytes().rstrip(b"\0").decode(errors="ignore")
 
     @property
     def asleep(self) -> bool:
@@ -238,8 +245,11 @@ def sweep() -> None:
             _ended(path, remove=True)
 
 
-def claim(page: Page) -> None:
-    """This process has the scheduler."""
+def claim(page: Page, model: str = "", port: int = 0) -> None:
+    """This process has the scheduler of an engine that serves a model at a port."""
+    text = model.encode()[: 8 * _MODEL_WORDS].ljust(8 * _MODEL_WORDS, b"\0")
+    page.words[_MODEL : _MODEL + _MODEL_WORDS] = np.frombuffer(text, np.int64)
+    page[PORT] = port
     page[PID], page[STARTED] = os.getpid(), int(started("self") or 0)
 
 
@@ -280,6 +290,10 @@ class Engine:
         Whether the engine has lent everything, as LEND asks for.
     waited : float
         Seconds that steps have waited for blocks on their way.
+    model : str
+        The name of its model; "" if it does not say.
+    port : int
+        The port of its server; 0 if it does not know.
     """
 
     name: str
@@ -306,6 +320,8 @@ class Engine:
     refused: int
     lent: bool
     waited: float
+    model: str = ""
+    port: int = 0
 
     @classmethod
     def of(cls, name: str, rank: int, page: Page) -> Engine:
@@ -318,7 +334,7 @@ class Engine:
             page[MIN], page[MAX], page[PRIORITY], page[LEAST] * block, page[ALLOWED] * block, page[USED] * block,
             page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, int(whole(page.boards(ranks)[:, HELD])),
             most[RESIDENT], most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
-            page[WAITED] / 1e6,
+            page[WAITED] / 1e6, page.model, page[PORT],
         )  # fmt: skip
 
 

@@ -123,6 +123,7 @@ class Keeper(BlockBudget):
         self._left = 0  # the step that last sent blocks that leave
         self.step = 0
         self.full = False  # no request begins meanwhile
+        self.follows = False  # whether what is kept ready follows what steps took: else they wait for what they lack
         _leave_out(self.pool, self)
         self.publish()
 
@@ -162,7 +163,8 @@ class Keeper(BlockBudget):
 
     def ready(self, need: int = 0) -> int:
         """Blocks that are kept ready: free, and without contents. need: what the next step takes."""
-        return max(min(super().ready(), max(sum(self._taken), self.floor)), need)
+        most = super().ready()
+        return max(min(most, max(sum(self._taken), self.floor)) if self.follows else most, need)
 
     def _count_taken(self) -> None:
         """Count the blocks that steps took of late: while they take few, few are kept ready."""

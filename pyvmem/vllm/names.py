@@ -45,7 +45,7 @@ NAMES = {
     "SchedulerConfig": (_CONFIG + "scheduler.py", "async_scheduling enable_chunked_prefill get_scheduler_cls "
                         "max_num_batched_tokens max_num_seqs scheduler_cls"),
     "CacheConfig": (_CONFIG + "cache.py", "kv_offloading_size num_gpu_blocks"),
-    "ModelConfig": (_CONFIG + "model.py", "max_model_len"),
+    "ModelConfig": (_CONFIG + "model.py", "max_model_len model served_model_name"),
     "AttentionConfig": (_CONFIG + "attention.py", "flash_attn_version hisparse_config>=0.30"),
     "CompilationConfig": (_CONFIG + "compilation.py", "cudagraph_mode"),
     "Worker": ("v1/worker/gpu_worker.py", "device discard>=0.31 execute_dummy_batch execute_model "

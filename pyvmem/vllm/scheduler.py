@@ -8,9 +8,14 @@ from __future__ import annotations
 import bisect
 import contextlib
 import logging
+import multiprocessing
+import os
+import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pyvmem.engine import control, pool_policy, pools
@@ -29,6 +34,8 @@ LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory th
 GROWTH = 2  # blocks of each group that a request which runs may take before others get what is free
 AWAIT = 0.2  # seconds that a step waits for blocks that are being backed rather than to evict or preempt
 COMING = 1.0  # seconds after a request for which others are expected
+VLLMS_PORT = 8000  # of a server, if its command line names none
+GRACE = 10.0  # seconds in which an engine ends whose server has gone
 CHUNK = 512  # tokens of prompts that are worth a step of their own while memory for others comes
 
 
@@ -71,6 +78,42 @@ def _drops(request: Any) -> bool:
     return bool(getattr(request, "drop_stale_output", False) and request.num_stale_output_tokens)
 
 
+def _model_of(vllm_config: Any) -> str:
+    """The name under which a model is served."""
+    served = vllm_config.model_config.served_model_name or vllm_config.model_config.model
+    return str(served if isinstance(served, str) else served[0])
+
+
+def _port_of_server() -> int:
+    """The port in the command line of the server that started this engine core; 0 if it has none there."""
+    parent = multiprocessing.parent_process()
+    try:
+        words = Path(f"/proc/{parent.pid if parent else 0}/cmdline").read_text(encoding="utf-8").split("\0")
+    except (OSError, ValueError):
+        return 0
+    named = re.search(r"\0--port[=\0]([0-9]{1,5})\0", "\0".join(["", *words, ""]))
+    serves = "serve" in words or any(word.endswith("api_server") for word in words)
+    return int(named[1]) if named else VLLMS_PORT * serves
+
+
+def _is_orphan() -> bool:
+    """Whether this is an engine core of vLLM's whose server or `LLM` has gone without a word, by SIGKILL or a crash."""
+    parent = multiprocessing.parent_process()
+    if parent is None or not multiprocessing.current_process().name.startswith("EngineCore"):
+        return False
+    # Processes that the parent forked may keep the pipe open by which `is_alive` learns of its end.
+    forked = multiprocessing.get_start_method() != "forkserver"
+    return not parent.is_alive() or (forked and os.getppid() != parent.pid)
+
+
+def _end() -> None:
+    """End this process, which nobody can reach any more, as vLLM's own server would. It gives its memory back."""
+    logger.error("vMem: the process that started this engine core has gone: it ends")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE)
+    os.kill(os.getpid(), signal.SIGKILL)  # it waits for a device, or for its workers
+
+
 class SchedulerMemory:
     """The keeper of one scheduler's blocks, its control page and its thread.
 
@@ -93,7 +136,10 @@ class SchedulerMemory:
             page[control.LIMIT] = chosen.limit
         page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
         page[control.PRIORITY], page[control.POOL] = chosen.priority, pools.number_of(chosen.pool)
-        control.claim(page)
+        control.claim(page, _model_of(vllm_config), _port_of_server())
+        if not page.shared:
+            logger.warning("vMem: no folder for control pages is private to this user (XDG_RUNTIME_DIR, or the folder "
+                           "for temporary files): this engine's limits cannot change, and no pool sees it")  # fmt: skip
         self._neighbours = pool_policy.PoolPeers(page)
         self._came = -COMING  # when a request last began
         self._short = False  # whether requests wait for other engines, and none runs
@@ -120,8 +166,9 @@ class SchedulerMemory:
         plain = plain and parallel.decode_context_parallel_size == 1
         self._wants = Lookup(scheduler.kv_cache_manager, self._sizes, plain)
         # A step may be part of a prompt, but a state of Mamba is kept where a step ends.
-        aligned = scheduler.need_mamba_block_aligned_split
-        self._chunks = vllm_config.scheduler_config.enable_chunked_prefill and not aligned
+        batch, aligned = vllm_config.scheduler_config, scheduler.need_mamba_block_aligned_split
+        self._chunks = batch.enable_chunked_prefill and batch.max_num_batched_tokens > CHUNK and not aligned
+        self.keeper.follows = self._chunks
         self._tokens = 0  # of a step, if the scheduler was told to schedule less in the last one
         self._whole = False  # whether vLLM was told to begin requests whose blocks are on their way
         self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_need` counts
@@ -359,7 +406,7 @@ class SchedulerMemory:
             near = self._neighbours
             running = self._scheduler.running
             near.look(_came(running[-1]) if running else 0)
-            self.keeper.behind, self.keeper.full = near.behind, near.full
+            self.keeper.behind, self.keeper.full, self.keeper.offers = near.behind, near.full, near.offers
 
     def _obey(self) -> None:
         """Lend everything, or stop to, as the owner says."""
@@ -401,6 +448,8 @@ class SchedulerMemory:
             if self._stop:
                 return
             self.page[control.BEAT] += 1
+            if _is_orphan():
+                _end()
             try:
                 steps = time.monotonic() - self._busy < LOOK and self._scheduler.has_unfinished_requests()
                 if steps:

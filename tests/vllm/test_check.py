@@ -98,7 +98,7 @@ CALLED = {
     "UniformTypeKVCacheSpecs": "spec",
     "VllmConfig": "vllm_config c config self.vllm_config worker.vllm_config",
     "ParallelConfig": "parallel",
-    "SchedulerConfig": "chosen scheduler vllm_config.scheduler_config",
+    "SchedulerConfig": "batch chosen scheduler vllm_config.scheduler_config",
     "CacheConfig": "self.cache_config getattr(c,'cache_config',None)",
     "ModelConfig": "vllm_config.model_config",
     "AttentionConfig": "config.attention_config getattr(c,'attention_config',None)",

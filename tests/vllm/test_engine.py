@@ -9,7 +9,7 @@ import engines
 import models
 import pytest
 
-KEEP = 64 << 20  # of spare blocks, as pyvmem.vllm.scheduler.KEEP
+KEEP = 96 << 20  # of spare blocks, as pyvmem.vllm.keeper.KEEP
 
 
 @pytest.fixture(scope="session")
@@ -184,6 +184,16 @@ def test_tokens_are_vllms_without_a_limit(model, case):
     check_idle(on, whole=case != "deepseek")
 
 
+@pytest.mark.parametrize("limits", [(), (1, 2, 4, 20)])
+def test_tokens_are_vllms_where_requests_begin_with_the_blocks_that_are_there(model, monkeypatch, limits):
+    from pyvmem.vllm import scheduler
+
+    monkeypatch.setattr(scheduler, "CHUNK", 64)
+    own, on = both(model("llama"), limits=limits)
+    assert on["tokens"] == own["tokens"]
+    assert on["idle"]["step_maps"] == 0
+
+
 def test_a_seeded_fault_changes_tokens(model, monkeypatch):
     """The comparison sees it if blocks lose their contents: here every block that leaves was still in use."""
     from pyvmem.vllm import keeper
@@ -208,21 +218,22 @@ def test_a_seeded_fault_changes_tokens(model, monkeypatch):
 def refusal(folder, **options):
     try:
         engines.make(folder, **options)
-    except SystemExit as error:
+    except Exception as error:
         return str(error)
     return "not refused"
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "options, environ, says",
     [
-        (dict(kv_transfer_config=dict(kv_connector="ExampleConnector", kv_role="kv_both")), "--kv-transfer-config"),
-        (dict(kv_offloading_size=1.0), "--kv-offloading-size"),
+        (dict(kv_transfer_config=dict(kv_connector="ExampleConnector", kv_role="kv_both")), {}, "--kv-transfer-config"),
+        (dict(kv_offloading_size=1.0), {}, "--kv-offloading-size"),
+        ({}, dict(VMEM_VLLM_LIMIT="much"), "VMEM_VLLM_LIMIT=much must be a size in bytes"),
     ],
 )
-def test_what_cannot_work_is_refused_with_one_line(model, options, says):
-    told = engines.in_child(refusal, model("llama"), vmem=True, **options)
-    assert told.startswith("pyvmem: VMEM_VLLM=1: ") and says in told and "\n" not in told
+def test_what_cannot_work_is_refused_with_one_line(model, options, environ, says):
+    told = engines.in_child(refusal, model("llama"), vmem=True, environ=environ, **options)
+    assert told.startswith("pyvmem: VMEM_VLLM") and says in told and "\n" not in told
 
 
 # ---- engines that lend each other memory ----------------------------------------------------------------------------

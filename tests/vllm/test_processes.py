@@ -91,8 +91,8 @@ def get(url):
 
 
 @pytest.fixture
-def server(start, model):
-    """`vllm serve` on vMem: its address."""
+def serving(start, model):
+    """`vllm serve` on vMem: its process and its address."""
     port = free_port()
     process = start(
         "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
@@ -109,9 +109,26 @@ def server(start, model):
             break
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.5)  # it loads the model; nothing else tells when it listens
-    yield f"http://127.0.0.1:{port}"
+    yield process, f"http://127.0.0.1:{port}"
     process.send_signal(signal.SIGTERM)
     process.wait(120)
+
+
+@pytest.fixture
+def server(serving):
+    return serving[1]
+
+
+def test_an_engine_core_ends_whose_server_was_killed(serving):
+    from pyvmem.engine import control
+
+    found, _ = max(control.engines(), key=lambda e: e[1][control.STARTED])
+    assert found.pid != serving[0].pid
+    serving[0].kill()
+    end = time.monotonic() + SECONDS
+    while left(found.pid):
+        assert time.monotonic() < end, "the engine core stays"
+        time.sleep(0.1)  # no process that is left can tell
 
 
 def test_vllm_serve_gives_vllms_tokens_over_http(server, own):
@@ -127,6 +144,7 @@ def test_vllm_serve_gives_vllms_tokens_over_http(server, own):
     assert serve() == own
     found, page = max(control.engines(), key=lambda e: e[1][control.STARTED])
     assert found.steps > 0 and found.resident > 0
+    assert (found.model, str(found.port)) == ("tiny", server.rpartition(":")[2])
     told = ask(f"{server}/vmem/limit", dict(limit=2 * found.least))["engines"]
     assert [(e["name"], e["limit"]) for e in told] == [(found.name, 2 * found.least)]
     assert serve() == own
