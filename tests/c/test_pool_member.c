@@ -387,6 +387,71 @@ static void test_memory_goes_back_when_nobody_waits(void)
     end_exchange(pool, &a, &b);
 }
 
+// ---- memory on its way to the system -----------------------------------------------------------------------------
+
+static struct vmem__ops held_up;
+static _Atomic bool got; // the other member has its budget
+static int (*discard)(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length);
+
+// Lasts until the pool's thread waits for it. That drops the context's lock within a trim only if something is on its way.
+static int discard_slowly(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
+{
+    for (uint64_t calls = 0; calls < 2 && !got;) {
+        usleep(100);
+        vmem__lock(ctx);
+        calls = ctx->calls;
+        vmem__unlock(ctx);
+    }
+    CHECK(!got);
+    return discard(b, a, offset, length);
+}
+
+static void *trim_all(void *arg)
+{
+    OK(vmem_trim(arg, NULL));
+    return NULL;
+}
+
+static void raise_and_note(void *self, uint64_t pages)
+{
+    got = got || pages;
+    raise_budget(self, pages);
+}
+
+// Another call returns memory to the system, and its pages are gone already. Others get the budget once the memory is.
+static void test_memory_on_its_way_is_covered(void)
+{
+    struct holder a = {0}, b = {0};
+    struct vmem__member_ops noting = least;
+    pthread_t thread;
+    noting.raise = raise_and_note;
+    vmem_kv_pool *pool = make_pool();
+    OK(join(pool, &a, &real, 0));
+    OK(join(pool, &b, &noting, 0));
+    CHECK_EQ(take(&a, 80), 0);
+    create_to(&a, 80);
+    vmem__expect(ctx, (int64_t)(50 * test_page), 0);
+    lock(&a);
+    create_to(&a, 30);
+    a.held = a.fixed = 30;
+    unlock(&a);
+    vmem__expect(ctx, -(int64_t)(50 * test_page), 0);
+    CHECK_EQ(unused_memory(), 50 * test_page);
+    const struct vmem__ops *before = ctx->b.ops;
+    held_up = *before;
+    discard = held_up.discard;
+    held_up.discard = discard_slowly;
+    ctx->b.ops = &held_up;
+    CHECK(!pthread_create(&thread, NULL, trim_all, ctx));
+    CHECK_EQ(take(&b, 40), 0);
+    pthread_join(thread, NULL);
+    ctx->b.ops = before;
+    leave(&b);
+    create_to(&a, 0);
+    leave(&a);
+    vmem_kv_pool_destroy(pool);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -400,6 +465,7 @@ int main(int argc, char **argv)
         test_memory_that_nobody_takes_leaves_the_row();
         test_a_question_ends_beside_the_trim();
         test_memory_goes_back_when_nobody_waits();
+        test_memory_on_its_way_is_covered();
     }
     vmem_context_destroy(ctx);
     return 0;

@@ -414,13 +414,30 @@ static bool arena_surplus(vmem_context *ctx, const struct vmem__arena_rec *a)
     return a->b.size > stay || ctx->arena_free - a->b.size >= stay;
 }
 
+// The arena's memory no longer counts. What is unlinked is released soon.
+static void uncommit(vmem_context *ctx, struct vmem__arena_rec *a, uint64_t bytes)
+{
+    ctx->committed -= bytes;
+    ctx->going += bytes;
+    a->leaving = bytes;
+}
+
 static void arena_release(vmem_context *ctx, struct vmem__arena_rec *a)
 {
+    const uint64_t bytes = a->leaving;
     leave(ctx);
     ctx->b.ops->arena_free(&ctx->b, &a->b);
     free(a);
     come_back(ctx);
+    ctx->gone += bytes;
     ctx->moved++;
+}
+
+void vmem__wait_gone(vmem_context *ctx)
+{
+    const uint64_t until = ctx->going;
+    while (ctx->gone < until)
+        pthread_cond_wait(&ctx->settled, &ctx->lock);
 }
 
 // An arena that nothing uses, mapped whole or not; NULL if there is none. Of backends with a whole_max alone, whose
@@ -440,7 +457,7 @@ uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t by
     struct vmem__arena_rec *a;
     while (ctx->b.whole_max && freed < bytes && (a = unused_arena(ctx, whole)) && ctx->committed >= keep + a->b.size) {
         freed += a->b.size;
-        ctx->committed -= a->b.size;
+        uncommit(ctx, a, a->b.size);
         arena_unlink(ctx, a);
         arena_release(ctx, a);
     }
@@ -473,7 +490,7 @@ struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p
         extent_insert(ctx, a, start, end - start, p->committed);
     if (a->used || !arena_surplus(ctx, a))
         return NULL;
-    ctx->committed -= ctx->b.ops->populate ? a->committed * GRANULE : a->b.size;
+    uncommit(ctx, a, ctx->b.ops->populate ? a->committed * GRANULE : a->b.size);
     arena_unlink(ctx, a);
     return a;
 }
@@ -483,14 +500,15 @@ static void give(vmem_context *ctx, struct vmem__piece *p, size_t n, bool all)
 {
     struct vmem__backend *b = &ctx->b;
     struct vmem__arena_rec *gone = NULL, *a;
-    bool discard = false;
+    uint64_t discard = 0;
 
     for (size_t i = 0; i < n; i++) {
         uint64_t bytes = p[i].granules * GRANULE;
         if (b->ops->discard && p[i].committed && !ctx->undoing && (all || !stays(ctx, bytes))) {
             ctx->committed -= bytes;
+            ctx->going += bytes;
             p[i].committed = false;
-            discard = true;
+            discard += bytes;
             continue;
         }
         if ((a = vmem__put(ctx, &p[i]))) {
@@ -509,6 +527,8 @@ static void give(vmem_context *ctx, struct vmem__piece *p, size_t n, bool all)
             p[i].zeroed = rc == 1;
         }
         vmem__lock(ctx);
+        ctx->gone += discard;
+        pthread_cond_broadcast(&ctx->settled);
         for (size_t i = 0; i < n; i++) {
             if (!p[i].granules)
                 continue;
@@ -552,8 +572,7 @@ void vmem__shrink(vmem_context *ctx, bool wanted)
         next = a->next;
         if (a->used || (lazy ? a->committed != 0 : ctx->committed - a->b.size < keep))
             continue;
-        if (!lazy)
-            ctx->committed -= a->b.size;
+        uncommit(ctx, a, lazy ? 0 : a->b.size);
         arena_unlink(ctx, a);
         a->next = gone;
         gone = a;

@@ -88,6 +88,7 @@ struct vmem__arena_rec {
     uint32_t used;      // granules in pages, or otherwise outside the free lists
     uint32_t worn;      // granules
     uint32_t committed; // granules in free extents, or worn, that hold device memory
+    uint64_t leaving;   // bytes of these that go with the arena
     struct vmem__page pages[];
 };
 
@@ -204,6 +205,7 @@ struct vmem_context {
     uint64_t moving, moved; // arenas that calls make or return with the lock dropped; those that came or went
     pthread_cond_t settled; // one of `moving` has ended
     uint64_t committed;     // bytes of device memory in arenas
+    uint64_t going, gone;   // bytes that were to go back to the system so far, with the lock dropped; that have gone
     uint64_t reserved, created, mapped, map_ops, map_runs, unmap_ops, unmap_runs;
 };
 
@@ -274,6 +276,8 @@ uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t by
 void vmem__shrink(vmem_context *ctx, bool wanted);
 // The same in another thread, for an interrupted call that must return at once. It takes 100 ms or more per GiB.
 void vmem__shrink_later(vmem_context *ctx);
+// Waits until all that other calls were returning to the system has gone, or as much.
+void vmem__wait_gone(vmem_context *ctx);
 void vmem__arenas_destroy(vmem_context *ctx);
 
 // page.c

@@ -480,6 +480,7 @@ int vmem__trim_to(vmem_context *ctx, uint64_t ahead, bool wanted, uint64_t *free
     }
     ctx->keep = ahead ? ctx->created + ahead : 0;
     vmem__shrink(ctx, wanted);
+    vmem__wait_gone(ctx); // whoever trims offers the memory to others
     if (freed)
         *freed = before > ctx->committed ? before - ctx->committed : 0;
     vmem__end(ctx);

@@ -71,7 +71,7 @@ static uint64_t uncovered(const struct vmem__member *m, uint64_t fall)
         rows += o->ctx == m->ctx ? o->row.has : 0;
     vmem__lock(m->ctx);
     const uint64_t stayed = MIN(m->ctx->stayed, pool_less(m->ctx->committed, m->ctx->created));
-    const uint64_t bare = pool_less(m->ctx->committed, rows);
+    const uint64_t there = m->ctx->committed + m->ctx->going - m->ctx->gone, bare = pool_less(there, rows);
     vmem__unlock(m->ctx);
     return MIN(fall, MIN(stayed, bare));
 }
