@@ -54,9 +54,9 @@ def test_every_hook_stands_at_its_anchor_and_nothing_else_changes(tree):
         assert text == before[file]
 
 
-def test_seven_hooks_insert_fewer_than_40_lines_and_each_is_marked(tree):
+def test_eight_hooks_insert_fewer_than_40_lines_and_each_is_marked(tree):
     text, added = insert.diff(insert.tree_patched(tree))
-    assert len(HOOKS) == 7
+    assert len(HOOKS) == 8
     assert 0 < added < 40
     assert not [line for line in text.splitlines() if line.startswith("-") and not line.startswith("---")]
     for hook in HOOKS:
