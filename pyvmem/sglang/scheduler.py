@@ -217,7 +217,7 @@ class SchedulerMemory:
         if page[control.POOL]:
             near, (keeper,) = self._peers, self.keepers
             near.look(_came(running[-1]) if running else 0)
-            keeper.behind = near.behind
+            keeper.behind, keeper.offers = near.behind, near.offers
         for each in self._memories:
             each.tend()
 
