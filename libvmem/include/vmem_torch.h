@@ -60,6 +60,12 @@ int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *by
 // Backs all parked segments again, or none. Waits at most wait_ms for what other members give back. -ENOMEM: *missing
 // (NULL is allowed) receives the bytes that did not become free; vmem_torch_last_shortage says why.
 int vmem_torch_unpark(uint32_t place, uint32_t wait_ms, uint64_t *missing);
+// The same for these segments alone, whether they are parked or not; others stay parked. lost[i] (NULL is allowed) becomes 1
+// if the contents of segments[i] are undefined, because its pages went while it was parked, and otherwise 0: pages for
+// which nobody asked are as they were. So a caller that parks segments with blocks in use, and keeps a copy of them,
+// copies back only what went. -EINVAL: no segment begins at one of the addresses.
+int vmem_torch_unpark_segments(uint32_t place, const uint64_t *segments, size_t n, uint32_t wait_ms, uint64_t *missing,
+                               uint8_t *lost);
 // Gives back the pages of all parked segments now, and returns device memory that the lease does not use to the system.
 // It otherwise stays for the next block and the next user of the context, until another member of the pool asks for it.
 // Waits until all kernels of the device have ended. -EBUSY: a CUDA graph is being captured; nothing was done.

@@ -416,6 +416,57 @@ static void test_parked_pages_go_when_somebody_asks(void)
     close_all();
 }
 
+// Segments whose contents matter: the caller learns which of them went, and the others are as they were.
+static void test_only_what_went_is_lost(void)
+{
+    uint8_t lost[3] = {7, 7, 7};
+    uint64_t missing = 7;
+    open_pool(120);
+    open_kv(0, 0);
+    open_lease(0, 60000);
+    char *a = get(50 * test_page), *b = get(50 * test_page);
+    char *idle = get(5 * test_page);
+    const uint64_t both[] = {at(a), at(b), at(a) + test_page};
+    mark(a, 50, 1);
+    mark(b, 50, 1000);
+    OK(vmem_torch_unpark_segments(place, both, 2, 0, &missing, lost)); // none is parked
+    CHECK(!lost[0] && !lost[1] && lost[2] == 7 && !missing);
+    ERR(vmem_torch_unpark_segments(place, both, 3, 0, NULL, lost), EINVAL, "segments[2]");
+    ERR(vmem_torch_unpark_segments(place, NULL, 1, 0, NULL, lost), EINVAL, "segments");
+    OK(vmem_torch_unpark_segments(place, NULL, 0, 0, NULL, NULL));
+    OK(vmem_torch_park(place, both, 2, NULL));
+    OK(park(idle));
+    OK(vmem_torch_unpark_segments(place, both, 2, 0, NULL, lost)); // nobody asked
+    CHECK(!lost[0] && !lost[1]);
+    CHECK_EQ(stats().parked_segments, 1);
+    verify(a, 50, 1);
+    verify(b, 50, 1000);
+    OK(vmem_torch_park(place, both, 2, NULL));
+    const uint32_t request = kv_request(60, 500); // 30 pages of which 15 are free: one of the segments goes
+    CHECK(backed(a, 50) != backed(b, 50));
+    const bool went = backed(a, 50); // whether it is b
+    ERR(vmem_torch_unpark_segments(place, both, 2, 0, &missing, lost), ENOMEM, "missing");
+    CHECK(missing);
+    CHECK_EQ(stats().parked_segments, 3); // as before
+    lost[0] = lost[1] = 7;
+    OK(vmem_torch_unpark_segments(place, &both[!went], 1, 0, NULL, &lost[!went])); // the one that stayed
+    CHECK(!lost[!went] && lost[went] == 7);
+    verify(went ? a : b, 50, went ? 1 : 1000);
+    OK(vmem_kv_free(kv, request, 0));
+    OK(vmem_torch_unpark_segments(place, both, 2, 60000, &missing, lost));
+    CHECK(lost[went] == 1 && lost[!went] == 0);
+    verify(went ? a : b, 50, went ? 1 : 1000);
+    mark(went ? b : a, 50, 3000);
+    OK(vmem_torch_unpark_segments(place, both, 2, 0, NULL, lost)); // told once
+    CHECK(!lost[0] && !lost[1]);
+    verify(went ? b : a, 50, 3000);
+    put(a);
+    put(b);
+    put(idle);
+    vmem_kv_destroy(kv, 0);
+    close_all();
+}
+
 // Device memory that no page uses: of arenas, or populated.
 static uint64_t unused_memory(void)
 {
@@ -949,6 +1000,7 @@ int main(int argc, char **argv)
     test_large_segments();
     test_kept_pages_come_and_a_request_keeps_its_own();
     test_parked_pages_go_when_somebody_asks();
+    test_only_what_went_is_lost();
     test_leases_hand_their_memory_over();
     test_memory_that_nobody_takes_goes_back();
     test_close_with_segments();

@@ -48,6 +48,7 @@ struct slot {
     uint8_t state;   // enum state, of the segment that begins here
     bool taken;      // part of a segment
     bool active;     // a request of the cache
+    bool wanted;     // an unpark is about this segment
     uint32_t length; // slots of the segment that begins here
     uint64_t bytes;  // of the segment that begins here
 };
@@ -335,7 +336,10 @@ static void sweep(struct lease *l)
             drop(l, &l->slots[i]);
 }
 
-// Backs this segment, or all parked ones (NULL), or none. Waits at most `ms` for the pool. A refusal is not final: a member
+// Whether an unpark has to back this segment.
+static bool lacks_pages(const struct slot *s) { return s->wanted && s->state == PARKED; }
+
+// Backs this segment, or all parked ones that are wanted (NULL), or none. Waits at most `ms` for the pool. A refusal is not final: a member
 // gives in portions, and finds more to give when it looks again. It is after three in which nothing more has come.
 static int back(struct lease *l, const struct slot *only, uint32_t ms)
 {
@@ -344,7 +348,7 @@ static int back(struct lease *l, const struct slot *only, uint32_t ms)
     for (unsigned vain = 0;;) {
         for (uint32_t i = 0; i < l->n_slots; i++) {
             const struct slot *s = &l->slots[i];
-            if (only ? s != only : s->state != PARKED)
+            if (only ? s != only : !lacks_pages(s))
                 continue;
             for (uint32_t k = 0; k < s->length; k++)
                 l->lengths[i + k] = (int32_t)pages_in(l, s, k);
@@ -668,35 +672,54 @@ static uint64_t give(void *lease, uint64_t pages)
     return gone / l->page_size;
 }
 
+// Backs the wanted segments, or none.
 static int unpark(struct lease *l, uint32_t wait_ms)
 {
     uint32_t n = 0;
     for (uint32_t i = 0; i < l->n_slots; i++)
-        if (l->slots[i].state == PARKED)
+        if (lacks_pages(&l->slots[i]))
             n = list_slots(l, &l->slots[i], false, n);
     int rc = n ? cache_begin(l, n) : 0;
-    if (!rc && l->stats.parked_bytes > l->idle)
+    bool lack = false;
+    for (uint32_t i = 0; i < l->n_slots && !lack; i++)
+        lack = lacks_pages(&l->slots[i]);
+    if (!rc && lack)
         rc = back(l, NULL, wait_ms);
     n = 0;
     for (uint32_t i = 0; i < l->n_slots && rc; i++)
-        if (l->slots[i].state == PARKED)
+        if (lacks_pages(&l->slots[i]))
             n = list_slots(l, &l->slots[i], true, n);
     end_listed(l, n); // what cannot be given back now is given back by the next call
-    for (uint32_t i = 0; i < l->n_slots && !rc; i++) {
+    return rc;
+}
+
+// They are PyTorch's again.
+static void revive(struct lease *l)
+{
+    for (uint32_t i = 0; i < l->n_slots; i++) {
         struct slot *s = &l->slots[i];
-        if (s->state != PARKED && s->state != IDLE)
+        if (!s->wanted || (s->state != PARKED && s->state != IDLE))
             continue;
+        if (s->state == IDLE)
+            l->idle -= s->bytes;
         s->state = LIVE;
         l->stats.unparks++;
         l->stats.parked_segments--;
         l->stats.parked_bytes -= s->bytes;
     }
-    l->idle = rc ? l->idle : 0;
-    cache_offer(l);
-    return rc;
 }
 
-int vmem_torch_unpark(uint32_t place, uint32_t wait_ms, uint64_t *missing)
+static void want(struct lease *l, const uint64_t *segments, size_t n)
+{
+    for (uint32_t i = 0; i < l->n_slots; i++)
+        l->slots[i].wanted = !segments;
+    for (size_t i = 0; segments && i < n; i++)
+        segment_at(l, segments[i])->wanted = true;
+}
+
+// What both calls below do: segments is NULL for all.
+static int unpark_some(uint32_t place, const uint64_t *segments, size_t n, uint32_t wait_ms, uint64_t *missing,
+                       uint8_t *lost)
 {
     struct lease *l;
     if (missing)
@@ -705,15 +728,44 @@ int vmem_torch_unpark(uint32_t place, uint32_t wait_ms, uint64_t *missing)
     if (rc)
         return rc;
     rc = begin_move(l);
+    if (rc) {
+        leave(l);
+        return rc;
+    }
+    for (size_t i = 0; i < n && !rc; i++)
+        if (!segment_at(l, segments[i]))
+            rc = vmem__error(-EINVAL, "segments[%zu] %#" PRIx64 ": no segment of the lease begins there", i, segments[i]);
     if (!rc) {
         sweep(l);
+        want(l, segments, n);
         rc = l->stats.parked_segments ? unpark(l, wait_ms) : 0;
-        end_move(l);
+        if (missing && rc == -ENOMEM)
+            *missing = l->stats.short_bytes;
     }
-    if (missing && rc == -ENOMEM)
-        *missing = l->stats.short_bytes;
+    for (size_t i = 0; i < n && !rc && lost; i++) {
+        const struct slot *s = segment_at(l, segments[i]); // PyTorch may have freed it meanwhile
+        lost[i] = s && s->state == PARKED;
+    }
+    if (!rc)
+        revive(l);
+    cache_offer(l);
+    end_move(l);
     leave(l);
     return rc;
+}
+
+int vmem_torch_unpark(uint32_t place, uint32_t wait_ms, uint64_t *missing)
+{
+    return unpark_some(place, NULL, 0, wait_ms, missing, NULL);
+}
+
+int vmem_torch_unpark_segments(uint32_t place, const uint64_t *segments, size_t n, uint32_t wait_ms, uint64_t *missing,
+                               uint8_t *lost)
+{
+    static const uint64_t none[1];
+    if (n && !segments)
+        return vmem__error(-EINVAL, "segments must not be NULL");
+    return unpark_some(place, segments ? segments : none, n, wait_ms, missing, lost);
 }
 
 int vmem_torch_trim(uint32_t place)
