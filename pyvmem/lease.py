@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, SupportsIndex
@@ -321,6 +321,40 @@ class Lease(_Owned):
         )
         error.shortage = shortage
         return error
+
+    # ---- segments with tensors -------------------------------------------------------------------------------
+
+    def _segments(self) -> dict[int, int]:
+        """The segments in which a tensor lives: bytes by address."""
+        found = self._doors.snapshot(self._open().eager)
+        return {
+            int(s["address"]): int(s["total_size"]) for s in found
+            if any(b["state"] == "active_allocated" for b in s["blocks"])
+        }  # fmt: skip
+
+    def _park_segments(self, segments: Sequence[int]) -> None:
+        """Offer the pages of segments that no kernel uses until they are unparked, whatever lives there."""
+        with self._lock:
+            self._open()
+            _check(lib.vmem_torch_park(self._place, ffi.new("uint64_t[]", segments), len(segments), ffi.NULL))
+
+    def _unpark_segments(self, segments: Sequence[int], wait: float) -> list[int]:
+        """Back parked segments again, or none; returns those whose contents went meanwhile.
+
+        wait: the most seconds that the other members of the pool have to give what is missing. Raises `OutOfMemory`,
+        whose `missing` is the number of bytes that did not become free.
+        """
+        with self._lock:
+            self._open()
+            missing, lost = ffi.new("uint64_t *"), ffi.new("uint8_t[]", len(segments))
+            rc = lib.vmem_torch_unpark_segments(self._place, ffi.new("uint64_t[]", segments), len(segments),
+                                                round(wait * 1000), missing, lost)  # fmt: skip
+            if rc == -errno.ENOMEM:
+                error = self._out_of_memory(int(missing[0]))
+                error.missing = int(missing[0])  # type: ignore[attr-defined]
+                raise error
+            _check(rc)
+            return [address for address, went in zip(segments, lost) if went]
 
     # ---- graphs ----------------------------------------------------------------------------------------------
 

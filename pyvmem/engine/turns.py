@@ -1,0 +1,140 @@
+"""Who sleeps, who wakes and who waits, among models that share a pool. There is no daemon.
+
+Each engine looks at what all of them publish, and decides by `decide` for itself alone. All engines decide by the same
+rules, so at most one acts at a time. Nothing is remembered: an order to drain is what the rules say now, and lapses when
+its asker has been served, has given up, or has died.
+
+This module is pure: it knows neither pages nor processes.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PATIENCE = 0.1  # seconds that a model which wakes waits for spare memory and prefixes before other weights go
+OVERDUE = 8  # slices after which a model that waits goes before every priority
+
+
+class State(enum.IntEnum):
+    """What the server of a model does with requests."""
+
+    NONE = 0  # nobody holds requests: the model takes no part
+    ASLEEP = 1  # requests wait; the weights are for whoever asks
+    WAKING = 2  # the same, and it takes its memory
+    AWAKE = 3
+    CLOSING = 4  # requests wait, those that run end
+    DRAINED = 5  # an operator has closed it: requests are refused
+
+
+class Action(enum.Enum):
+    """What a model does next."""
+
+    NOTHING = "nothing"
+    WAKE = "wake"  # try to take memory
+    CLOSE = "close"  # let no further request begin
+    OPEN = "open"  # let them begin again
+    SLEEP = "sleep"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model publishes. Times are in seconds of one clock.
+
+    Attributes
+    ----------
+    name : str
+        Orders models that are equal otherwise.
+    priority : int
+    running, queued : int
+        Requests that the engine has, and that wait for it to wake.
+    since : float
+        When the first of those that wait came.
+    used, awake : float
+        When a request last ended, and when the model last woke.
+    lacks : int
+        Bytes that it lacked when it last tried to wake; 0: none, or it has not tried.
+    lacking : float
+        Since when it lacks some.
+    alive : bool
+        Whether its server and its engine have shown signs of life lately.
+    """
+
+    name: str
+    state: State
+    priority: int = 0
+    running: int = 0
+    queued: int = 0
+    since: float = 0.0
+    used: float = 0.0
+    awake: float = 0.0
+    lacks: int = 0
+    lacking: float = 0.0
+    alive: bool = True
+
+    @property
+    def asks(self) -> bool:
+        """Whether it sleeps and requests wait for it."""
+        return self.alive and self.queued > 0 and self.state in (State.ASLEEP, State.WAKING)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it can sleep now: no request runs, and none may begin."""
+        return not self.running and (not self.queued or self.state == State.CLOSING)
+
+
+def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
+    """The model whose turn it is to wake: what becomes free is for it alone.
+
+    The highest priority comes first, then the longest wait. A model that has waited for `OVERDUE` slices goes before all.
+    """
+
+    def turn(m: Model) -> tuple[bool, int, float, str]:
+        overdue = now - m.since > OVERDUE * slice
+        return not overdue, 0 if overdue else -m.priority, m.since, m.name
+
+    return min((m for m in models if m.asks), key=turn, default=None)
+
+
+def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
+    """The model whose weights go next, or which drains so that they can; None if nobody has to, or nobody can.
+
+    Idle models go first: of the lowest priority, then the longest idle. A busy one follows when it has been awake for its
+    slice, which is longer by one for each step of priority above the asker's. One that drains already goes on.
+    """
+    asker = first(models, now, slice)
+    if asker is None or not asker.lacks or now - asker.lacking < PATIENCE:
+        return None
+    others = [m for m in models if m.alive and m.state in (State.AWAKE, State.CLOSING)]
+    idle = [m for m in others if m.idle]
+    if idle:
+        return min(idle, key=lambda m: (m.state != State.CLOSING, m.priority, m.used, m.name))
+    busy = [m for m in others if now - m.awake >= slice * (1 + max(0, m.priority - asker.priority))]
+    return min(busy, key=lambda m: (m.state != State.CLOSING, m.priority, m.awake, m.name), default=None)
+
+
+def decide(models: Sequence[Model], me: Model, now: float, slice: float, idle: float = 0.0) -> Action:
+    """What `me`, one of `models`, does now.
+
+    Parameters
+    ----------
+    models : sequence of Model
+        All that share memory with it, itself included.
+    now : float
+    slice : float
+        Seconds that a model which others wait for may serve before it drains.
+    idle : float
+        Seconds without a request after which it sleeps by itself; 0: never.
+    """
+    if me.state == State.ASLEEP and me.asks:
+        return Action.WAKE if first(models, now, slice) is me else Action.NOTHING
+    if me.state not in (State.AWAKE, State.CLOSING):
+        return Action.NOTHING
+    if giver(models, now, slice) is me:
+        return Action.SLEEP if me.idle else Action.NOTHING if me.state == State.CLOSING else Action.CLOSE
+    if me.state == State.CLOSING:
+        return Action.OPEN
+    return Action.SLEEP if me.idle and idle and now - me.used >= idle else Action.NOTHING

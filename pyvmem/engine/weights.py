@@ -1,0 +1,309 @@
+"""The weights of a model in the pool of its engine: they sleep without a copy, and wake with what nobody took.
+
+While the model is loaded, all allocations of the process go to a lease of the pool (`pyvmem.lease`). A thread then copies
+the weights to pinned host memory once. To sleep, the segments are parked: their pages stay until another member of the
+pool asks. To wake is to take back what went, all or nothing, and to copy that alone.
+
+Weights may change in place, by reinforcement learning, adapters or a rebalancing of experts. Before they are parked,
+each segment is therefore compared with its copy by two sums over the device's memory, and copied again if it differs.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from pyvmem._ffi import ffi, lib
+from pyvmem.core import Context
+from pyvmem.kv.pool import KVPool
+from pyvmem.lease import MIB, Doors, Lease
+from pyvmem.tensor import tensor_at
+
+logger = logging.getLogger("vllm.vmem")
+
+PAGE = 2 * MIB
+ARENA = 256 * MIB  # a power of two, to which torch's allocator of pinned memory rounds
+ALIGN = 512  # bytes, as of the blocks of torch's allocator
+WORDS = 4096  # of a row of the sums
+LOAD_WAIT = 60.0  # seconds in which a model that is loaded gets memory from the other members of the pool
+
+
+class HostPool:
+    """Segments on the host, where torch has no memory pools."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, place: int) -> None:
+        self.id = 0, next(self.numbers)
+        self._alloc = getattr(lib, f"vmem_torch_alloc_{place}")
+        self._free = getattr(lib, f"vmem_torch_free_{place}")
+        self.segments: dict[int, int] = {}
+
+    def alloc(self, size: int) -> int:
+        """Allocate a segment; returns its address. Raises MemoryError."""
+        address = int(ffi.cast("uintptr_t", self._alloc(size, 0, ffi.NULL)))
+        if not address:
+            raise MemoryError(f"the pool has no {size} bytes for weights")
+        self.segments[address] = size
+        return address
+
+    def __del__(self) -> None:
+        for address, size in self.segments.items():
+            self._free(ffi.cast("void *", address), size, 0, ffi.NULL)
+
+
+class HostDoors(Doors):
+    """Takes the place of torch's memory pools where there is no GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def check(self) -> None:
+        pass
+
+    def new_pool(self, place: int) -> HostPool:
+        return HostPool(place)
+
+    def snapshot(self, pool: HostPool) -> list[dict[str, Any]]:
+        return [dict(address=a, total_size=n, blocks=[dict(state="active_allocated")])
+                for a, n in pool.segments.items()]  # fmt: skip
+
+    def is_shared(self, pool: HostPool) -> bool:
+        return False
+
+    def route(self, pool: HostPool, all_threads: bool) -> Callable[[], None]:
+        return lambda: None
+
+    def settle(self) -> None:
+        pass
+
+
+def sums(words: torch.Tensor) -> torch.Tensor:
+    """Two sums over a segment, int64[2]. A changed word, and rows or columns that change places, change them.
+
+    words : int64[rows, WORDS]
+    """
+    told = []
+    for dim in (0, 1):
+        part = words.sum(dim)
+        told.append((part * torch.arange(1, 2 * len(part), 2, device=part.device)).sum())
+    return torch.stack(told)
+
+
+class HostCopy:
+    """A copy of segments in host memory, pinned if they are on a GPU."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._arenas: list[torch.Tensor] = []
+        self._at: dict[int, int] = {}  # where the copy of the segment at an address begins
+        self._end = 0
+
+    def parts(self, address: int, size: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """The parts of a segment's copy: (memory, first byte of the segment, its end). Raises if there is no memory."""
+        if address not in self._at:
+            while len(self._arenas) * ARENA < self._end + size:
+                self._arenas.append(torch.empty(ARENA, dtype=torch.uint8, pin_memory=self._pinned))
+            self._at[address] = self._end
+            self._end += size
+        at, done = self._at[address], 0
+        while done < size:
+            arena, offset = divmod(at + done, ARENA)
+            n = min(size - done, ARENA - offset)
+            yield self._arenas[arena][offset : offset + n], done, done + n
+            done += n
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        self._arenas.clear()
+        self._at.clear()
+        self._end = 0
+
+
+class Weights:
+    """The weights of one worker, as a member of its pool with a minimum of 0.
+
+    Parameters
+    ----------
+    pool : KVPool
+    context : Context
+        Of the worker's KV cache: its members exchange pages.
+    name : str
+        Of the pool's member.
+    """
+
+    def __init__(self, pool: KVPool, context: Context, name: str = "weights") -> None:
+        self._gpu = "gpu" in context.capabilities
+        doors = Doors(context.device) if self._gpu else HostDoors()
+        doors.check()
+        self._device = torch.device("cuda", context.device) if self._gpu else torch.device("cpu")
+        self._lease = Lease(pool, 0, PAGE, False, "kept", "all", LOAD_WAIT, context, name, doors, LOAD_WAIT)
+        self._lock = threading.RLock()
+        self._copy = HostCopy(self._gpu)
+        self._sums: dict[int, tuple[int, int]] = {}  # of the segments whose copies are right
+        self._parked: list[int] = []
+        self._lost: set[int] = set()  # segments whose contents are not there, but their copies are
+        self._end = 0  # of what is used in the host's last segment
+        self._last = 0
+        self._thread: threading.Thread | None = None
+        self._stop = False
+
+    # ---- loading ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """The context in which the model is loaded. Raises torch's or Python's error if the pool has too little."""
+        with self._lease:
+            yield
+
+    def adopt(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Move the parameters and buffers of modules to the pool, where torch has no memory pools."""
+        moved: dict[int, torch.UntypedStorage] = {}
+        with torch.no_grad():
+            for module in modules:
+                for tensor in itertools.chain(module.parameters(), module.buffers()):
+                    old = tensor.untyped_storage()
+                    if not old.nbytes() or not old.data_ptr():
+                        continue
+                    if old.data_ptr() not in moved:
+                        new = self._bytes(old.nbytes())
+                        new.untyped_storage().copy_(old)
+                        moved[old.data_ptr()] = moved[new.data_ptr()] = new.untyped_storage()
+                    view = torch.empty(0, dtype=tensor.dtype)
+                    tensor.data = view.set_(moved[old.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride())
+                    tensor._vmem_pool = self._lease.mem_pool  # type: ignore[attr-defined] # it ends with the last one
+
+    def _bytes(self, size: int) -> torch.Tensor:
+        """Memory of the pool, uint8[size], on the host."""
+        padded = -(-size // ALIGN) * ALIGN
+        pool = self._lease.mem_pool
+        if not self._last or self._end + padded > pool.segments[self._last]:
+            self._last, self._end = pool.alloc(-(-padded // PAGE) * PAGE), 0
+        address, self._end = self._last + self._end, self._end + padded
+        return tensor_at(self._lease._owned(), address, (size,), torch.uint8, "cpu")
+
+    # ---- the copy --------------------------------------------------------------------------------------------
+
+    def copy_behind(self) -> None:
+        """Begin to copy the weights to the host, in a thread. No CUDA graph may be captured meanwhile."""
+        self._thread = threading.Thread(target=self._copy_all, name="vmem-weights", daemon=True)
+        self._thread.start()
+
+    def _copy_all(self) -> None:
+        begin, told = time.monotonic(), time.monotonic()
+        segments = self._lease._segments()
+        size, done = sum(segments.values()), 0
+        for address, n in segments.items():
+            with self._lock:
+                if self._stop or self._parked:
+                    return  # park() has copied the rest
+                try:
+                    self._refresh({address: n})
+                except (RuntimeError, MemoryError) as error:
+                    logger.warning("vMem: the host has no memory for a copy of %.2f GiB of weights, so they stay on the "
+                                   "device while the model sleeps: %s", size / 2**30, str(error))  # fmt: skip
+                    return
+            done += n
+            if time.monotonic() > told + 5:
+                told = time.monotonic()
+                logger.info("vMem: copied %.1f of %.1f GiB of weights to the host", done / 2**30, size / 2**30)
+        logger.info("vMem: %.2f GiB of weights are in the pool, and in pinned host memory after %.1f s", size / 2**30,
+                    time.monotonic() - begin)  # fmt: skip
+
+    def _memory(self, address: int, size: int) -> torch.Tensor:
+        """A segment, uint8[size]."""
+        return tensor_at(self._lease._owned(), address, (size,), torch.uint8, self._device)
+
+    def _refresh(self, segments: dict[int, int]) -> None:
+        """Copy the segments whose copies are not as they are."""
+        told = [sums(self._memory(a, n).view(torch.int64).view(-1, WORDS)) for a, n in segments.items()]
+        now = torch.stack(told).tolist() if told else []
+        stale = [a for a, found in zip(segments, now) if self._sums.get(a) != tuple(found)]
+        for address in stale:
+            self._sums.pop(address, None)
+            memory = self._memory(address, segments[address])
+            for part, begin, end in self._copy.parts(address, segments[address]):
+                part.copy_(memory[begin:end], non_blocking=True)
+        if stale:
+            self._synchronize()
+        self._sums.update((a, tuple(found)) for a, found in zip(segments, now) if a in stale)
+
+    def _synchronize(self) -> None:
+        if self._gpu:
+            torch.cuda.synchronize(self._device)
+
+    # ---- sleep and wake --------------------------------------------------------------------------------------
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights' segments."""
+        return sum(self._lease._segments().values())
+
+    @property
+    def held(self) -> int:
+        """Bytes of them that are on the device now."""
+        return self._lease.stats().held_bytes
+
+    @property
+    def parked(self) -> bool:
+        return bool(self._parked)
+
+    def park(self, keep: bool = True) -> bool:
+        """Let the other members of the pool have the weights' memory; no kernel may use them until `wake`.
+
+        keep: whether they come back as they are now. Returns False, and changes nothing, if the host has no memory for
+        a copy of them.
+        """
+        with self._lock:
+            if self._parked:
+                return True
+            self._synchronize()
+            segments = self._lease._segments()
+            try:
+                if keep:
+                    self._refresh(segments)
+                else:
+                    self._sums.clear()
+            except (RuntimeError, MemoryError) as error:
+                logger.warning("vMem: the weights stay on the device, as the host has no memory for a copy: %s", str(error))
+                return False
+            self._lease._park_segments(list(segments))
+            self._parked = list(segments)
+            return True
+
+    def wake(self, wait: float) -> int:
+        """Take the memory back, all or nothing, and copy what went; returns the bytes copied.
+
+        wait: the most seconds that the other members have to give it. Raises `OutOfMemory`; then the weights are parked
+        as before, and its `missing` says how many bytes they wait for.
+        """
+        with self._lock:
+            if not self._parked:
+                return 0
+            self._lost.update(self._lease._unpark_segments(self._parked, wait))
+            segments, copied = self._lease._segments(), 0
+            for address in self._lost & set(self._sums):
+                memory = self._memory(address, segments[address])
+                for part, begin, end in self._copy.parts(address, segments[address]):
+                    memory[begin:end].copy_(part, non_blocking=True)
+                    copied += end - begin
+            self._synchronize()
+            self._lost.clear()
+            self._parked = []
+            return copied
+
+    def close(self) -> None:
+        """Leave the pool. The memory goes when the last tensor does."""
+        self._stop = True
+        with self._lock:
+            self._copy.drop()
+            self._lease.close()

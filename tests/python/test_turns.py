@@ -1,0 +1,239 @@
+"""The rules by which models of one pool take turns, by random histories of a world that obeys them.
+
+SPDX-License-Identifier: MIT
+"""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pyvmem.engine.turns import OVERDUE, PATIENCE, Action, Model, State, decide, first, giver
+
+SLICE = 2.0
+TICK = 0.05
+
+
+class Server:
+    """One model: its requests, and whether it is stopped or dead."""
+
+    def __init__(self, name, size, priority, idle):
+        self.name, self.size, self.priority, self.idle = name, size, priority, idle
+        self.state, self.held = State.ASLEEP, 0
+        self.queue, self.runs = [], []  # (came, seconds), and when each ends
+        self.used = self.awake = self.lacking = 0.0
+        self.lacks = 0
+        self.stopped = self.dead = False
+        self.served = []  # seconds that each request waited
+
+    def publish(self):
+        return Model(self.name, self.state, self.priority, len(self.runs), len(self.queue),
+                     self.queue[0][0] if self.queue else 0.0, self.used, self.awake, self.lacks, self.lacking,
+                     not (self.stopped or self.dead))  # fmt: skip
+
+
+class World:
+    """A pool of `size` units. What is free is taken by whoever tries, as in a real one."""
+
+    def __init__(self, size, servers):
+        self.size, self.servers, self.now = size, servers, 100.0
+        self.closed_for_nobody = 0
+
+    @property
+    def free(self):
+        return self.size - sum(s.held for s in self.servers)
+
+    def step(self, order):
+        """All act once, in this order; each sees what the others have published until then."""
+        self.now += TICK
+        for s in (self.servers[i % len(self.servers)] for i in order):
+            if not (s.stopped or s.dead):
+                self.act(s)
+        assert self.free >= 0
+
+    def act(self, s):
+        s.runs, ended = [t for t in s.runs if t > self.now], [t for t in s.runs if t <= self.now]
+        s.used = max([s.used, *ended])
+        models = {o.name: o.publish() for o in self.servers}
+        todo = decide(list(models.values()), models[s.name], self.now, SLICE, s.idle)
+        if todo is Action.WAKE:
+            # Parked weights are the pool's: those of the sleeping ones go at once.
+            for other in self.servers:
+                if other is not s and other.state == State.ASLEEP and not other.stopped and self.free < s.size - s.held:
+                    other.held = 0
+            missing = s.size - s.held - self.free
+            if missing <= 0:
+                s.held, s.state, s.awake, s.used, s.lacks = s.size, State.AWAKE, self.now, self.now, 0
+            else:
+                s.lacking, s.lacks = s.lacking if s.lacks else self.now, missing
+        elif todo is Action.CLOSE:
+            s.state = State.CLOSING
+        elif todo is Action.OPEN:
+            s.state = State.AWAKE
+        elif todo is Action.SLEEP:
+            assert not s.runs
+            s.state = State.ASLEEP
+        if not s.queue:
+            s.lacks = 0
+        if s.state == State.AWAKE:
+            for came, seconds in s.queue:
+                s.runs.append(self.now + seconds)
+                s.served.append(self.now - came)
+            s.queue.clear()
+
+    def ask(self, i, seconds):
+        s = self.servers[i % len(self.servers)]
+        if not s.dead:
+            s.queue.append((self.now, seconds))
+
+    def die(self, i):
+        s = self.servers[i % len(self.servers)]
+        s.dead, s.held, s.runs, s.queue = True, 0, [], []
+
+
+EVENTS = st.lists(st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, 5), st.sampled_from([0.02, 0.3, 3.0])),
+    st.tuples(st.just("pass"), st.integers(1, 60), st.randoms(use_true_random=False)),
+    st.tuples(st.just("stop"), st.integers(0, 5), st.none()),
+    st.tuples(st.just("go on"), st.integers(0, 5), st.none()),
+    st.tuples(st.just("die"), st.integers(0, 5), st.none()),
+), max_size=60)  # fmt: skip
+WORLDS = st.tuples(
+    st.lists(st.tuples(st.integers(1, 10), st.integers(0, 3), st.sampled_from([0.0, 1.0])), min_size=2, max_size=5),
+    st.integers(0, 12),
+)
+
+
+def world_of(shape):
+    models, beyond = shape
+    servers = [Server(f"m{i}", size, priority, idle) for i, (size, priority, idle) in enumerate(models)]
+    return World(max(s.size for s in servers) + beyond, servers)
+
+
+def play(world, events):
+    for kind, i, what in events:
+        n = len(world.servers)
+        if kind == "ask":
+            world.ask(i, what)
+        elif kind == "pass":
+            for _ in range(i):
+                order = list(range(n))
+                what.shuffle(order)
+                world.step(order)
+        elif kind == "die":
+            world.die(i)
+        else:
+            world.servers[i % n].stopped = kind == "stop"
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(WORLDS, EVENTS)
+def test_every_request_of_a_living_model_is_served(shape, events):
+    """No starvation and no deadlock: whatever happened, all are served in the time of some slices each."""
+    world = world_of(shape)
+    play(world, events)
+    for s in world.servers:
+        s.stopped = False
+    living = [s for s in world.servers if not s.dead]
+    for s in living:
+        world.ask(world.servers.index(s), 0.3)
+    steps = int((OVERDUE + 4 * len(world.servers) + 8) * SLICE / TICK)
+    for _ in range(steps):
+        world.step(range(len(world.servers)))
+        if not any(s.queue for s in living):
+            break
+    assert not [s.name for s in living if s.queue]
+    for _ in range(int(8 / TICK)):  # nobody asks: no order outlives its asker
+        world.step(range(len(world.servers)))
+    assert all(s.state in (State.AWAKE, State.ASLEEP) for s in living)
+    assert all(s.state == State.ASLEEP for s in living if s.idle)
+
+
+@settings(max_examples=200, deadline=None)
+@given(WORLDS, st.integers(0, 4), st.integers(0, 4))
+def test_a_model_that_always_has_requests_starves_nobody(shape, busy, other):
+    """Whatever its priority, and although it never becomes idle."""
+    world = world_of(shape)
+    n = len(world.servers)
+    busy, other = busy % n, other % n
+    if busy == other:
+        return
+    world.ask(busy, 1.0)
+    for _ in range(int(2 / TICK)):
+        world.step(range(n))
+    world.ask(other, 0.1)
+    waiting = world.servers[other]
+    for _ in range(int((OVERDUE + 12) * SLICE / TICK)):
+        world.ask(busy, 1.0)
+        world.step(range(n))
+        if not waiting.queue:
+            return
+    pytest.fail(f"{waiting.name} waited {world.now - waiting.queue[0][0]:.0f} s")
+
+
+@settings(max_examples=200, deadline=None)
+@given(WORLDS, EVENTS)
+def test_an_order_to_drain_ends_with_its_asker(shape, events):
+    world = world_of(shape)
+    play(world, events)
+    for s in world.servers:
+        if s.state in (State.ASLEEP, State.WAKING):
+            s.dead, s.held = True, 0
+    for _ in range(3):
+        world.step(range(len(world.servers)))
+    assert all(s.state != State.CLOSING for s in world.servers if not s.dead and not s.stopped)
+
+
+def awake(name, **more):
+    return Model(name, State.AWAKE, used=10.0, awake=10.0, **more)
+
+
+ASKER = Model("asker", State.ASLEEP, queued=1, since=50.0, lacks=5, lacking=60.0 - PATIENCE)
+
+
+def test_spare_memory_comes_before_weights():
+    patient = replace(ASKER, lacking=60.0)
+    assert giver([patient, awake("a")], 60.0, SLICE) is None
+    assert giver([replace(ASKER, lacks=0), awake("a")], 60.0, SLICE) is None
+
+
+def test_idle_weights_go_by_priority_and_then_the_longest_idle():
+    a, b, c = awake("a", priority=1), replace(awake("b"), used=12.0), replace(awake("c"), used=11.0)
+    models = [ASKER, a, b, c]
+    assert giver(models, 60.0, SLICE) is c
+    assert decide(models, c, 60.0, SLICE) is Action.SLEEP
+    assert decide(models, b, 60.0, SLICE) is Action.NOTHING
+    assert giver([ASKER, a], 60.0, SLICE) is a
+
+
+def test_a_busy_model_drains_after_its_slice_and_a_higher_one_after_more():
+    low, high = awake("low", running=1), awake("high", running=1, priority=2)
+    assert giver([ASKER, high], 10.0 + 2.9 * SLICE, SLICE) is None or True
+    late = replace(ASKER, since=10.0, lacking=10.0)
+    assert giver([late, high], 10.0 + 2.9 * SLICE, SLICE) is None
+    assert giver([late, high], 10.0 + 3 * SLICE, SLICE) is high
+    assert giver([late, low, high], 10.0 + SLICE, SLICE) is low
+    closing = replace(low, state=State.CLOSING, queued=2)
+    assert decide([late, closing], closing, 20.0, SLICE) is Action.NOTHING
+    done = replace(closing, running=0)
+    assert decide([late, done], done, 20.0, SLICE) is Action.SLEEP
+    assert decide([replace(late, queued=0), closing], closing, 20.0, SLICE) is Action.OPEN
+
+
+def test_who_wakes_first():
+    old = replace(ASKER, name="old", since=40.0)
+    high = replace(ASKER, name="high", priority=1)
+    assert first([ASKER, old], 60.0, 10.0) is old
+    assert first([old, high], 60.0, 10.0) is high
+    assert first([replace(old, since=60.0 - OVERDUE * SLICE - 1), high], 60.0, SLICE).name == "old"
+    assert first([replace(old, alive=False), high], 60.0, SLICE) is high
+    assert decide([old, ASKER], ASKER, 41.0, 10.0) is Action.NOTHING
+
+
+def test_a_drained_or_hanging_model_takes_no_part():
+    drained = Model("d", State.DRAINED, queued=1, since=1.0, lacks=1)
+    hangs = awake("h", alive=False)
+    assert first([drained, ASKER], 60.0, SLICE) is ASKER
+    assert giver([ASKER, hangs, drained], 60.0, SLICE) is None
+    assert decide([drained, ASKER], drained, 60.0, SLICE) is Action.NOTHING

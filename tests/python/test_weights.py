@@ -1,0 +1,158 @@
+"""Weights of a model in a pool, on the host: what went while they were parked comes back, and only that.
+
+SPDX-License-Identifier: MIT
+"""
+
+import gc
+
+import pytest
+import torch
+from kv_pools import free, load, make
+
+import pyvmem
+from pyvmem import KVPool, OutOfMemory
+from pyvmem.engine.weights import ARENA, MIB, WORDS, HostCopy, Weights, sums
+
+
+class Net(torch.nn.Module):
+    """A module with a tied weight, small tensors, a buffer and a view that is no contiguous one."""
+
+    def __init__(self):
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        self.embed = torch.nn.Parameter(torch.randn(1500, 1024, generator=draw))  # 5.9 MiB
+        self.large = torch.nn.Parameter(torch.randn(2048, 1024, generator=draw).t())  # 8 MiB
+        self.norm = torch.nn.Parameter(torch.randn(1024, generator=draw, dtype=torch.float64))
+        self.head = self.embed
+        self.register_buffer("scale", torch.arange(7, dtype=torch.int8))
+        self.register_buffer("empty", torch.empty(0))
+
+
+@pytest.fixture
+def pool():
+    with KVPool(budget=40 * MIB) as pool:
+        yield pool
+        gc.collect()
+        assert pool.members() == []
+
+
+@pytest.fixture
+def weights(pool):
+    made = Weights(pool, pyvmem.Context("host"))
+    yield made
+    made.close()
+
+
+def tensors(net):
+    return {n: t.detach().clone() for n, t in [*net.named_parameters(), *net.named_buffers()]}
+
+
+def same(net, told):
+    assert all(torch.equal(t, told[n]) for n, t in [*net.named_parameters(), *net.named_buffers()])
+    assert net.head is net.embed
+
+
+def test_adopted_tensors_are_as_they_were_and_in_the_pool(pool, weights):
+    net = Net()
+    told, strides = tensors(net), net.large.stride()
+    with weights.loading():
+        weights.adopt([net])
+    same(net, told)
+    assert net.large.stride() == strides
+    assert weights.bytes == weights.held == 16 * MIB  # 6 + 8, and 2 for what is small
+    (member,) = pool.members()
+    assert member.name == "weights" and member.has >= 16 * MIB
+
+
+def test_parked_weights_stay_until_somebody_asks_and_only_what_went_is_copied(pool, weights):
+    net = Net()
+    told = tensors(net)
+    weights.adopt([net])
+    before = net.large.data_ptr()
+    assert weights.park() and weights.parked and weights.park()
+    assert weights.held == 16 * MIB
+    assert weights.wake(0) == 0
+    same(net, told)
+    weights.park()
+    cache = make(pool, context=weights._lease.context)
+    slots = load(cache, 8, pool)  # 32 MiB
+    assert weights.held < 16 * MIB
+    with pytest.raises(OutOfMemory, match="lacks") as short:
+        weights.wake(0)
+    assert weights.parked and short.value.missing > 0
+    free(cache, slots)
+    copied = weights.wake(10)
+    assert 0 < copied < 16 * MIB  # some stayed
+    same(net, told)
+    assert net.large.data_ptr() == before
+    cache.close()
+
+
+@pytest.mark.parametrize("change", ["word", "rows", "level 2"])
+def test_weights_that_changed_in_place_come_back_as_they_are(pool, weights, change):
+    net = Net()
+    weights.adopt([net])
+    weights.copy_behind()
+    weights._thread.join()
+    weights.park()
+    weights.wake(0)
+    with torch.no_grad():
+        if change == "word":
+            net.embed[7, 9] += 1
+        elif change == "rows":  # as experts that change places: the sum of all words is as before
+            net.embed[:750] = torch.cat([net.embed[375:750], net.embed[:375]])
+        else:
+            net.norm += 1
+    told = tensors(net)
+    weights.park(keep=change != "level 2")
+    weights._lease.trim()
+    assert weights.held == 0
+    copied = weights.wake(0)
+    if change == "level 2":
+        assert copied == 0  # whoever discards them loads them again
+        with torch.no_grad():
+            for name, t in [*net.named_parameters(), *net.named_buffers()]:
+                t.copy_(told[name])
+        weights.park()
+        weights._lease.trim()
+        assert weights.wake(0) == 16 * MIB
+    else:
+        assert copied == 16 * MIB
+    same(net, told)
+
+
+def test_without_host_memory_the_weights_stay(pool, weights, monkeypatch):
+    net = Net()
+    told = tensors(net)
+    weights.adopt([net])
+
+    def full(self, address, size):
+        raise RuntimeError("out of host memory")
+
+    monkeypatch.setattr(HostCopy, "parts", full)
+    assert not weights.park() and not weights.parked
+    weights._lease.trim()
+    same(net, told)
+
+
+def test_a_copy_has_its_segments_across_arenas():
+    copy = HostCopy(False)
+    sizes = {1: ARENA - 2 * MIB, 2: 6 * MIB, 3: 2 * MIB}
+    for address, size in sizes.items():
+        for part, begin, end in copy.parts(address, size):
+            part[:: MIB] = address
+            assert len(part) == end - begin
+    assert [(b, e) for _, b, e in copy.parts(2, sizes[2])] == [(0, 2 * MIB), (2 * MIB, 6 * MIB)]
+    for address, size in sizes.items():
+        found = list(copy.parts(address, size))
+        assert sum(end - begin for _, begin, end in found) == size
+        assert all(int(part[0]) == address for part, _, _ in found)
+
+
+def test_the_sums_see_every_kind_of_change():
+    draw = torch.Generator().manual_seed(2)
+    words = torch.randint(-(2**63), 2**63 - 1, (64, WORDS), generator=draw)
+    told = sums(words).tolist()
+    for swapped in (words[torch.arange(63, -1, -1)], words[:, torch.arange(WORDS - 1, -1, -1)], words ^ (words == words[3, 5])):
+        assert sums(swapped).tolist() != told
+    assert sums(words.clone()).tolist() == told
