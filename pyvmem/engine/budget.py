@@ -254,7 +254,7 @@ class BlockBudget:
         page[control.COMING], page[control.SPARE], page[control.CACHED] = self._n_coming, spare, free - spare
         page[control.USED], page[control.WANTED] = circulating - free, wanted
         page[control.LENT] = self.lent and not circulating
-        minimum = -(-page[control.MIN] // self.block_bytes)
+        minimum = 0 if self.page.asleep else -(-page[control.MIN] // self.block_bytes)
         # Without `yields`, others get what no request uses; with it, the engine preempts requests for them.
         offered = circulating if yields else free - keeps
         page[control.OFFERED] = offered = max(min(offered, circulating - minimum), 0)

@@ -5,6 +5,7 @@ The page is a file in the folder of `pyvmem.kv.view`, ``ENGINE-RANK.engine``, wh
 - what the owner sets: a limit, the engine's share (minimum, maximum, priority), a request to lend everything;
 - what the scheduler publishes: blocks used, cached, spare and wanted;
 - what each worker publishes, and the board of its `pyvmem.blocks.Blocks`: bytes held, orders carried out;
+- what the model's server publishes: whether it sleeps, and the requests that run and wait (`pyvmem.engine.serve`);
 - a ring of blocks that the scheduler gave up while no step ran.
 
 Every process writes only its own words, and each word is written whole, so writing needs no lock. The processes of an
@@ -32,13 +33,15 @@ import numpy.typing as npt
 from pyvmem._checks import shown
 from pyvmem.kv.view import started, view_folder
 from pyvmem.engine import pools
+from pyvmem.engine.turns import State
 
-MAGIC, VERSION = 0x6D656D76_6C6C6D00, 7
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 8
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
-# What the owner sets. Sizes in bytes; 0 means "not set" for all but LIMIT.
-_MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
+# What the owner sets. Sizes in bytes; 0 means "not set" for all but LIMIT. PATIENCE: milliseconds that waking waits for
+# memory before it fails, which the server that wakes sets, as it can try again.
+_MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND, PATIENCE = range(8)
 # What the scheduler publishes. Blocks, unless it says otherwise. WANTED: what requests lack; AHEAD: what it asks for
 # before they do. WAITED: microseconds that steps waited for blocks. HEAD: when the first request came that lacks some,
 # in microseconds; 0: none does; negative: others come first for a while. GROWS: whether running requests lack some, of
@@ -49,20 +52,31 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND = range(7)
  BEAT, PARTS) = range(16, 44)  # fmt: skip
 # The port of its server, or 0, and the name of its model, as UTF-8 in so many words.
 PORT, _MODEL, _MODEL_WORDS = 46, 47, 16
+# What the server of the model publishes (`turns.Model`), times in microseconds of the machine's monotonic clock. STATE:
+# `turns.State`. RUNNING, QUEUED: requests. SINCE: when the first of the queued came. USED_AT, AWAKE_AT: when a request
+# last ended, and when the model last woke. LACKS: bytes for waking. LACKING: since when. SERVER_BEAT: as BEAT.
+STATE, RUNNING, QUEUED, SINCE, USED_AT, AWAKE_AT, LACKS, LACKING, SERVER_BEAT = range(1984, 1993)
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
 # OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers. POOL_MAY: bytes that it
 # may hold without that others of the pool give any up. POOL_OF: what stands for the pool of this worker's device.
-# ASLEEP: whether the engine's user has put it to sleep, so that it holds and reserves nothing.
+# WEIGHTS, WEIGHTS_HELD: bytes of the weights that are in the pool, and of these on the device. ASLEEP: 1 while the
+# worker sleeps, and so reserves nothing. KEPT: how often it went to sleep and kept its blocks. SHORT: bytes for which
+# it last failed to wake. WOKE: how often it has tried to, twice, and one more if the last one failed.
 IN_BLOCKS, IN_SLOTS = 1, 2
 (ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES, NULL, SPAN, POOL_BYTES,
- POOL_MAY, OWN_BLOCK, POOL_OF, ASLEEP) = range(64, 64 + 14 * RANKS, RANKS)  # fmt: skip
+ POOL_MAY, OWN_BLOCK, POOL_OF, WEIGHTS, WEIGHTS_HELD, ASLEEP, KEPT,
+ SHORT, WOKE) = range(64, 64 + 19 * RANKS, RANKS)  # fmt: skip
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
 BOARD_WORDS, ANSWERS = 264, 256
 DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, BUDGET, SHRINK_TO, _FIRST_ANSWER = range(9)
-_BOARDS = 1024
+_BOARDS = 2048
 _RING = _BOARDS + RANKS * BOARD_WORDS
-WORDS = _RING + RING
+# The processes that serve one engine, each with what it adds to RUNNING, QUEUED and SINCE.
+SERVERS, SERVER_WORDS = 16, 8
+_SERVERS = _RING + RING
+S_PID, S_STARTED, S_BEAT, S_RUNNING, S_QUEUED, S_SINCE, S_USED_AT, S_ORDER = range(8)
+WORDS = _SERVERS + SERVERS * SERVER_WORDS
 NO_LIMIT = (1 << 62) - 1
 
 Words = npt.NDArray[np.int64]
@@ -126,13 +140,20 @@ class Page:
 
     @property
     def asleep(self) -> bool:
-        """Whether the engine's workers sleep."""
-        return bool(self.cells[ASLEEP])
+        """Whether the engine's workers sleep, or one of them does."""
+        return any(self.cells[ASLEEP : ASLEEP + max(min(self[RANKS_USED], RANKS), 1)])
 
     def pools(self) -> list[int]:
         """What stands for the pool of each worker; for that which the scheduler knows, until a worker has joined."""
         ranks = max(min(self[RANKS_USED], RANKS), 1)
         return [pool for pool in self.cells[POOL_OF : POOL_OF + ranks].tolist() if pool] or [self[POOL]]
+
+    # ---- servers ---------------------------------------------------------------------------------------------
+
+    def server(self, number: int) -> memoryview:
+        """The words of one of the processes that serve the engine: S_PID and the following."""
+        begin = _SERVERS + number * SERVER_WORDS
+        return self.cells[begin : begin + SERVER_WORDS]
 
     # ---- orders ----------------------------------------------------------------------------------------------
 
@@ -245,11 +266,16 @@ def sweep() -> None:
             _ended(path, remove=True)
 
 
-def claim(page: Page, model: str = "", port: int = 0) -> None:
-    """This process has the scheduler of an engine that serves a model at a port."""
+def serves(page: Page, model: str, port: int) -> None:
+    """The engine serves this model at this port; "" and 0 if they are not known."""
     text = model.encode()[: 8 * _MODEL_WORDS].ljust(8 * _MODEL_WORDS, b"\0")
     page.words[_MODEL : _MODEL + _MODEL_WORDS] = np.frombuffer(text, np.int64)
     page[PORT] = port
+
+
+def claim(page: Page, model: str = "", port: int = 0) -> None:
+    """This process has the scheduler of an engine that serves a model at a port."""
+    serves(page, model, port)
     page[PID], page[STARTED] = os.getpid(), int(started("self") or 0)
 
 
@@ -294,6 +320,14 @@ class Engine:
         The name of its model; "" if it does not say.
     port : int
         The port of its server; 0 if it does not know.
+    state : str
+        "asleep", "waking", "awake", "closing" or "drained"; "" if no server says it.
+    running, queued : int
+        Requests that the engine has, and that wait until it is awake.
+    weights, weights_held : int
+        Bytes of the weights that are in the pool, and of these on the device now.
+    lacks : int
+        Bytes that it lacks to wake.
     """
 
     name: str
@@ -322,19 +356,28 @@ class Engine:
     waited: float
     model: str = ""
     port: int = 0
+    state: str = ""
+    running: int = 0
+    queued: int = 0
+    weights: int = 0
+    weights_held: int = 0
+    lacks: int = 0
 
     @classmethod
     def of(cls, name: str, rank: int, page: Page) -> Engine:
         """What a page says."""
         block, ranks = page[BLOCK_BYTES], max(min(page[RANKS_USED], RANKS), 1)
         whole = np.sum if page[PARTS] else np.max
-        most = {f: int(whole(page.words[f : f + ranks])) for f in (RESIDENT, STEP_MAPS)}
+        columns = (RESIDENT, STEP_MAPS, WEIGHTS, WEIGHTS_HELD)
+        most = {f: int(whole(page.words[f : f + ranks])) for f in columns}
+        state = State(page[STATE]).name.lower() if page[STATE] in list(State)[1:] else ""
         return cls(
             name, rank, page[PID], ranks, block, page[BLOCKS], None if page[LIMIT] >= NO_LIMIT else page[LIMIT],
             page[MIN], page[MAX], page[PRIORITY], page[LEAST] * block, page[ALLOWED] * block, page[USED] * block,
             page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, int(whole(page.boards(ranks)[:, HELD])),
             most[RESIDENT], most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
-            page[WAITED] / 1e6, page.model, page[PORT],
+            page[WAITED] / 1e6, page.model, page[PORT], state, page[RUNNING], page[QUEUED], most[WEIGHTS],
+            most[WEIGHTS_HELD], page[LACKS],
         )  # fmt: skip
 
 

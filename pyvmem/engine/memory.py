@@ -60,10 +60,27 @@ class BlockMemory:
         self._ranges: list[BlockRange] = []
         self._block = 0  # bytes of a block
         self._blocks: Blocks | None = None
+        self._shared: Context | None = None
         self._pool: KVPool | None = None
         self._pool_size, self._share = 0, (0, 0)
         self._unfit: tuple[int, int] | None = None  # a share that the pool has refused
         self._asking = 0.0  # since when the pool has been asked for what it does not give; 0: for nothing
+
+    def context(self, device: torch.device) -> Context:
+        """The context of all that this worker has on vMem. Raises as `context_on`."""
+        self._shared = self._shared or context_on(device, self._chosen)
+        return self._shared
+
+    def pool(self, device: torch.device) -> KVPool:
+        """The pool that the settings name. Raises `refuse.Refused`."""
+        if self._pool is None:
+            asked, switch = self._chosen, self._chosen.switch
+            try:
+                self._pool = pools.open_pool(asked, self.context(device))
+            except (OSError, ValueError, MemoryError) as error:
+                size = f"{switch}_POOL_SIZE {f'is {asked.pool_size}' if asked.pool_size else 'is not set'}"
+                raise refuse.Refused(f"{switch}_POOL={asked.pool}: {error}; {size} (or unset {switch}_POOL)") from error
+        return self._pool
 
     @property
     def _board(self) -> Any:
@@ -86,20 +103,20 @@ class BlockMemory:
         page, rank = self._page, self._rank
         self._block = block
         self._blocks = Blocks(self._tensor, self._ranges, number, zero=True, board=self._board)
-        self._join(self._tensor.context)
+        self._join(self._tensor.tensor.device)
         self._back_null()
         page[control.NULL + rank] = alone = self._blocks.stats().held
         page[control.SPAN + rank] = geometry.span(self._ranges, self._tensor.page_size, block)
         page[control.OWN_BLOCK + rank] = block
         return alone
 
-    def _join(self, context: Context) -> None:
+    def _join(self, device: torch.device) -> None:
         """Become a member of the pool that the environment names, if it names one."""
         asked, switch = self._chosen, self._chosen.switch
         if not asked.pool or self._blocks is None:
             return
         try:
-            self._pool = pools.open_pool(asked, context)
+            self._pool = self.pool(device)
             self._pool_size, self._share = self._pool.budget, (asked.minimum, asked.maximum)
             self._page[control.POOL_BYTES + self._rank] = self._pool_size
             if asked.minimum > self._pool_size:

@@ -61,7 +61,7 @@ class PoolPeers:
         self._page = page
         self._pages: list[control.Page] = []
         self._found = self._looked = 0.0
-        self._beats: dict[str, tuple[int, float]] = {}  # of each engine the last, and since when
+        self._beats: dict[tuple[str, int], tuple[int, float]] = {}  # of each engine the last, and since when
         self._share = 0  # bytes of a worker's pool
         self._patience, self._had = PATIENCE, -1  # -1: this engine had no bytes yet
         self._since = 0.0  # when this engine, which comes first, last got some; later than now: it lets others go first
@@ -94,7 +94,10 @@ class PoolPeers:
             )  # fmt: skip
             lack = [o for o in others if self._lives(o, now) and o[control.HEAD] > 0]
             first = min([page, *lack] if page[control.HEAD] > 0 else lack, key=self._turn, default=page)
-            self.behind = first is not page and _bytes(page) >= page[control.MIN]
+            reserved = any(
+                o[control.LACKS] and self._lives(o, now, control.SERVER_BEAT) for o in others
+            )  # for a model that wakes
+            self.behind = (first is not page or reserved) and _bytes(page) >= page[control.MIN]
             less = any(o[control.PRIORITY] >= page[control.PRIORITY] and not self._has_share(o) for o in lack)
             beyond = _bytes(page) - page[control.BLOCK_BYTES] >= page[control.MIN]  # it has a block that it may give
             self.full = (self.behind and beyond and first[control.STARVED] > 0) or (less and self._has_share(page))
@@ -112,8 +115,8 @@ class PoolPeers:
         has_share = self._has_share(page) and not (grows and page[control.STARVED])
         return -page[control.PRIORITY], not grows, has_share, page[control.HEAD], str(page.path)
 
-    def _lives(self, page: control.Page, now: float) -> bool:
-        beat, name = page[control.BEAT], str(page.path)
+    def _lives(self, page: control.Page, now: float, word: int = control.BEAT) -> bool:
+        beat, name = page[word], (str(page.path), word)
         if self._beats.get(name, (-1, 0.0))[0] != beat:
             self._beats[name] = beat, now
         return now - self._beats[name][1] < HANGS

@@ -32,6 +32,11 @@ class Settings:
     pool: str = ""
     pool_size: int = 0
     http: bool = False
+    sleep: str = "drop"
+    weights: bool = False
+    idle: float = 0.0
+    queue: float = 60.0
+    slice: float = 10.0
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
@@ -79,6 +84,18 @@ def _flag(name: str, text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
+def _sleep(name: str, text: str) -> str:
+    if text not in ("drop", "keep"):
+        raise _wrong(name, text, "drop or keep")
+    return text
+
+
+def _seconds(name: str, text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", text):
+        raise _wrong(name, text, "a number of seconds from 0 to 999999")
+    return float(text)
+
+
 def _name(name: str, text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,59}", text):
         raise _wrong(name, text, "at most 60 letters, digits, _, . and -")
@@ -94,6 +111,14 @@ _FIELDS = (
     ("priority", _whole),
     ("pool", _name),
     ("pool_size", _pool_size),
+)
+# Of engines whose models can sleep.
+_SLEEP_FIELDS = (
+    ("sleep", _sleep),
+    ("weights", _flag),
+    ("idle", _seconds),
+    ("queue", _seconds),
+    ("slice", _seconds),
 )
 _SUFFIXES = {"minimum": "MIN", "maximum": "MAX"}
 
@@ -115,11 +140,16 @@ def mistyped(switch: str, environ: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def read(
-    switch: str, layouts: Sequence[str], environ: Mapping[str, str] = os.environ, flags: Sequence[str] = ()
+    switch: str,
+    layouts: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    flags: Sequence[str] = (),
+    sleeps: bool = False,
 ) -> Settings:
     """The `Settings` of an environment; the defaults where the switch is off, whatever else is set.
 
-    layouts : what SWITCH_LAYOUT may be, the default first. flags: fields that only some engines have.
+    layouts : what SWITCH_LAYOUT may be, the default first. flags: fields that only some engines have. sleeps: whether
+        the engine's model can sleep.
 
     Raises `ValueError` naming the variable.
     """
@@ -135,7 +165,7 @@ def read(
         return _variable(switch, field)
 
     fields: tuple[tuple[str, Callable[[str, str], Any]], ...] = (
-        *_FIELDS, ("layout", layout), *((name, _flag) for name in flags)
+        *_FIELDS, ("layout", layout), *((name, _flag) for name in flags), *(_SLEEP_FIELDS if sleeps else ())
     )  # fmt: skip
     known = [switch, *(variable(field) for field, _ in fields)]
     for name in environ:
@@ -157,7 +187,7 @@ def read(
         if most is not None and size > most:
             name, above = variable(field), variable(other)
             raise _wrong(name, _text(environ, name), f"at most {above}={_text(environ, above)}")
-    for field in ("minimum", "priority", "pool_size"):
+    for field in ("minimum", "priority", "pool_size", "weights"):
         if not made.pool and getattr(made, field):
             raise ValueError(f"{variable(field)} is set, but {switch}_POOL names no pool")
     return made

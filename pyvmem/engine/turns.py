@@ -1,7 +1,7 @@
 """Who sleeps, who wakes and who waits, among models that share a pool. There is no daemon.
 
 Each engine looks at what all of them publish, and decides by `decide` for itself alone. All engines decide by the same
-rules, so at most one acts at a time. Nothing is remembered: an order to drain is what the rules say now, and lapses when
+rules, so at most one acts at a time. Nothing is remembered: an order to drain is what the rules say now. It lapses when
 its asker has been served, has given up, or has died.
 
 This module is pure: it knows neither pages nor processes.
@@ -89,7 +89,7 @@ class Model:
 def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
     """The model whose turn it is to wake: what becomes free is for it alone.
 
-    The highest priority comes first, then the longest wait. A model that has waited for `OVERDUE` slices goes before all.
+    The highest priority comes first, then the longest wait. One that has waited for `OVERDUE` slices goes before all.
     """
 
     def turn(m: Model) -> tuple[bool, int, float, str]:
@@ -102,8 +102,8 @@ def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
 def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
     """The model whose weights go next, or which drains so that they can; None if nobody has to, or nobody can.
 
-    Idle models go first: of the lowest priority, then the longest idle. A busy one follows when it has been awake for its
-    slice, which is longer by one for each step of priority above the asker's. One that drains already goes on.
+    Idle models go first: of the lowest priority, then the longest idle. A busy one follows when it has been awake for
+    its slice, which is longer by one for each step of priority above the asker's. One that drains already goes on.
     """
     asker = first(models, now, slice)
     if asker is None or not asker.lacks or now - asker.lacking < PATIENCE:

@@ -1,6 +1,6 @@
 """The weights of a model in the pool of its engine: they sleep without a copy, and wake with what nobody took.
 
-While the model is loaded, all allocations of the process go to a lease of the pool (`pyvmem.lease`). A thread then copies
+While the model is loaded, all allocations of the process go to a lease of the pool (`pyvmem.lease`). A thread copies
 the weights to pinned host memory once. To sleep, the segments are parked: their pages stay until another member of the
 pool asks. To wake is to take back what went, all or nothing, and to copy that alone.
 
@@ -165,6 +165,24 @@ class Weights:
         with self._lease:
             yield
 
+    def reserve(self, size: int, seconds: float, lacks: Callable[[int], None]) -> bool:
+        """Have the other members give `size` bytes before the model is loaded; returns whether they did in time.
+
+        lacks : called with the bytes that are missing before each attempt but the first.
+        """
+        place, size = self._lease._place, -(-size // PAGE) * PAGE
+        device, end = self._device.index or 0, time.monotonic() + seconds
+        while size:
+            address = getattr(lib, f"vmem_torch_alloc_{place}")(size, device, ffi.NULL)
+            if address != ffi.NULL:
+                getattr(lib, f"vmem_torch_free_{place}")(address, size, device, ffi.NULL)
+                return True
+            if time.monotonic() >= end:
+                return False
+            lacks(max(self._lease.stats().short_bytes, 1))
+            time.sleep(0.02)
+        return True
+
     def adopt(self, modules: Iterable[torch.nn.Module]) -> None:
         """Move the parameters and buffers of modules to the pool, where torch has no memory pools."""
         moved: dict[int, torch.UntypedStorage] = {}
@@ -179,7 +197,9 @@ class Weights:
                         new.untyped_storage().copy_(old)
                         moved[old.data_ptr()] = moved[new.data_ptr()] = new.untyped_storage()
                     view = torch.empty(0, dtype=tensor.dtype)
-                    tensor.data = view.set_(moved[old.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride())
+                    tensor.data = view.set_(
+                        moved[old.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride()
+                    )
                     tensor._vmem_pool = self._lease.mem_pool  # type: ignore[attr-defined] # it ends with the last one
 
     def _bytes(self, size: int) -> torch.Tensor:
@@ -209,8 +229,8 @@ class Weights:
                 try:
                     self._refresh({address: n})
                 except (RuntimeError, MemoryError) as error:
-                    logger.warning("vMem: the host has no memory for a copy of %.2f GiB of weights, so they stay on the "
-                                   "device while the model sleeps: %s", size / 2**30, str(error))  # fmt: skip
+                    logger.warning("vMem: the host has no memory for a copy of %.2f GiB of weights, so they stay on "
+                                   "the device while the model sleeps: %s", size / 2**30, str(error))  # fmt: skip
                     return
             done += n
             if time.monotonic() > told + 5:
@@ -274,7 +294,9 @@ class Weights:
                 else:
                     self._sums.clear()
             except (RuntimeError, MemoryError) as error:
-                logger.warning("vMem: the weights stay on the device, as the host has no memory for a copy: %s", str(error))
+                logger.warning(
+                    "vMem: the weights stay on the device, as the host has no memory for a copy: %s", str(error)
+                )
                 return False
             self._lease._park_segments(list(segments))
             self._parked = list(segments)

@@ -1,4 +1,4 @@
-"""The command ``pyvmem``: doctor, top, bench and completion.
+"""The command ``pyvmem``: doctor, top, models, bench and completion.
 
 SPDX-License-Identifier: MIT
 """
@@ -74,6 +74,9 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
     from pyvmem.tools import top
 
     top.arguments(commands.add_parser("top", help="show the KV caches of this user's processes, and set their budgets"))
+    from pyvmem.tools import models
+
+    models.arguments(commands.add_parser("models", help="render, list and order models that share a GPU"))
     completion = commands.add_parser("completion", help="print the completion of this command for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='for bash: eval "$(pyvmem completion bash)"')
     bench_parser(commands.add_parser("bench", help="measure what calls and steps cost on this machine"), benchmarks)
@@ -196,6 +199,10 @@ def _run(argv: Sequence[str] | None) -> int:
         return doctor(args.device, args.json, unknown_driver=args.unknown_driver)
     if args.command == "completion":
         return _completion(args.shell, benchmarks)
+    if args.command == "models":
+        from pyvmem.tools.models import models
+
+        return models(args)
     if args.command == "top":
         from pyvmem.tools.top import top
 

@@ -8,11 +8,17 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
-from pyvmem.engine import control
+import torch
 
+from pyvmem.engine import control
+from pyvmem.vllm import settings
+
+logger = logging.getLogger("vllm.vmem")
 _DOT = "__"
 
 
@@ -26,6 +32,16 @@ def name_of(kind: str, engine: str, qualname: str) -> str:
 def engine_of(name: str) -> str | None:
     """The engine's name in the name of a subclass; None if it is another class."""
     return name.removeprefix(f"{__name__}.").split(_DOT)[1] if name.startswith(f"{__name__}.") else None
+
+
+def _bytes_of_weights(vllm_config: Any) -> int:
+    """About the bytes of a worker's weights, by the files of the model; 0 if they are not known."""
+    folder, parallel = Path(vllm_config.model_config.model), vllm_config.parallel_config
+    if vllm_config.load_config.load_format == "dummy" or not folder.is_dir():
+        return 0
+    found = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    workers: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return sum(f.stat().st_size for f in found) // workers
 
 
 class WorkerDoor:
@@ -51,8 +67,26 @@ class WorkerDoor:
             from pyvmem.vllm.worker import Allocation
 
             return Allocation(self._vmem_memory())
+        if tag == "weights" and settings.read().weights:
+            loading: AbstractContextManager[Any] = self._vmem_memory().load(
+                self.device, _bytes_of_weights(self.vllm_config))  # type: ignore[attr-defined] # fmt: skip
+            return loading
         given: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
         return given
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        weights = self._vmem.weights if self._vmem is not None else None
+        if weights is not None and self.device.type == "cpu":  # type: ignore[attr-defined] # torch has no pools there
+            runner = self.model_runner  # type: ignore[attr-defined]
+            drafter = getattr(getattr(runner, "drafter", None), "model", None)
+            weights.adopt([m for m in (runner.get_model(), drafter) if isinstance(m, torch.nn.Module)])
+
+    def compile_or_warm_up_model(self) -> Any:
+        done = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if self._vmem is not None and self._vmem.weights is not None:
+            self._vmem.weights.copy_behind()  # not before: graphs have been captured
+        return done
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         from pyvmem.vllm import layout
@@ -102,18 +136,24 @@ class WorkerDoor:
         super().execute_dummy_batch()  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:
-        super().sleep(level)  # type: ignore[misc]
+        try:
+            super().sleep(level)  # type: ignore[misc]
+        except AssertionError:  # vLLM's last word: the device has less free memory than before
+            if self._vmem is None or not settings.read().pool:
+                raise
+            logger.info("vMem: a neighbour in the pool has taken memory while this engine went to sleep")
         if self._vmem is not None:
-            self._vmem.sleep()  # last: vLLM fails if the device has less free memory then, and neighbours take this
+            self._vmem.sleep(level)  # last, as neighbours take this
 
     def discard(self, tags: tuple[str, ...]) -> None:
         super().discard(tags)  # type: ignore[misc]
         if self._vmem is not None and "kv_cache" in tags:
-            self._vmem.sleep()
+            self._vmem.drop()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        if self._vmem is not None and (tags is None or "kv_cache" in tags):
-            self._vmem.wake()  # first: it wakes all or nothing, so that it can be tried again
+        if self._vmem is not None:  # first: it wakes all or nothing, so that it can be tried again
+            if not self._vmem.wake(tags is None or "weights" in tags, tags is None or "kv_cache" in tags):
+                return
         super().wake_up(tags)  # type: ignore[misc]
 
     def shutdown(self) -> None:
@@ -173,8 +213,15 @@ class SchedulerDoor:
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         if self._vmem is None:
             return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        if self._vmem.defers_reset(self):
+            return True
         with self._vmem.lock:
             return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+
+    def set_pause_state(self, pause_state: Any) -> None:
+        super().set_pause_state(pause_state)  # type: ignore[misc]
+        if self._vmem is not None and self._vmem.resumes(self):
+            self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
     def shutdown(self) -> None:
         super().shutdown()  # type: ignore[misc]

@@ -1,10 +1,19 @@
-"""Limits over HTTP: ``vllm serve MODEL --middleware pyvmem.vllm.http.Limits``. See `pyvmem.engine.http`.
+"""Limits over HTTP, and models that sleep: ``vllm serve MODEL --middleware pyvmem.vllm.http.Limits`` or ``.Serve``.
+
+See `pyvmem.engine.http` and `pyvmem.engine.serve`.
 
 SPDX-License-Identifier: MIT
 """
 
-from pyvmem.engine import http
-from pyvmem.vllm import metrics
+import multiprocessing
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pyvmem.engine import control, http, serve
+from pyvmem.engine.settings import Settings
+from pyvmem.vllm import metrics, settings
 
 
 class Limits(http.Limits):
@@ -13,3 +22,32 @@ class Limits(http.Limits):
     prefix = metrics.PREFIX
     hint = "VMEM_VLLM must be 1, and VLLM_PLUGINS, where it is set, must include vmem"
     server = staticmethod(metrics.server)
+
+
+class Serve(Limits, serve.Serve):
+    """ASGI middleware that holds requests while the model sleeps. It serves ``/vmem/state`` and orders, too."""
+
+    def settings(self) -> Settings:
+        return settings.read()
+
+    def number(self) -> int:
+        found = re.fullmatch(r"ApiServer_([0-9]+)", multiprocessing.current_process().name)
+        number = int(found[1]) if found else 0
+        if number >= control.SERVERS:
+            raise ValueError(f"--api-server-count must be at most {control.SERVERS} with pyvmem.vllm.http.Serve")
+        return number
+
+    def keys(self, state: Any) -> Sequence[str]:
+        given = getattr(getattr(state, "args", None), "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+        return [key for key in given if key]
+
+    def about(self, state: Any) -> tuple[str, int]:
+        args = getattr(state, "args", None)
+        names = getattr(args, "served_model_name", None) or [getattr(args, "model", "")]
+        return str(names[0]), int(getattr(args, "port", 0) or 0)
+
+    async def sleep(self, state: Any) -> None:
+        await state.engine_client.sleep(1, "wait")
+
+    async def wake(self, state: Any) -> None:
+        await state.engine_client.wake_up()

@@ -22,7 +22,7 @@ from pyvmem.engine import control, pool_policy, pools
 from pyvmem.vllm import check, geometry, refuse, settings
 from pyvmem.vllm.keeper import Keeper
 from pyvmem.vllm.orders import StepOrders
-from pyvmem.vllm.waiting import Lookup, Wants, stopped, waiting
+from pyvmem.vllm.waiting import Lookup, Wants, paused, stopped, waiting
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -174,6 +174,10 @@ class SchedulerMemory:
         self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_need` counts
         self._decodes = False  # whether the last step had no prompt
         self._busy = time.monotonic()
+        self._keeps = chosen.sleep == "keep"  # what is cached stays while the model sleeps
+        self._resets = self._kept = (
+            0  # resets that were put off, and sleeps of the workers' when the scheduler last went on
+        )
         self._stop, self._wake = False, threading.Event()
         threading.Thread(target=self._tend, name="vmem-keeper", daemon=True).start()
         logger.info(
@@ -415,6 +419,25 @@ class SchedulerMemory:
             self.lend()
         elif lent and not lend:
             self.keeper.lent = False  # the next step orders memory
+
+    def defers_reset(self, scheduler: Any) -> bool:
+        """Whether a reset of the prefix cache is put off until the scheduler goes on: it runs no request until then.
+
+        vLLM resets the cache whenever it goes to sleep. Only the workers learn next whether that was the reason, and at
+        which level, and count the sleeps in which they kept what is cached.
+        """
+        if not self._keeps or not paused(scheduler) or scheduler.running or self.page.asleep:
+            return False
+        self._resets += 1
+        return True
+
+    def resumes(self, scheduler: Any) -> bool:
+        """Whether the scheduler goes on and a reset that was put off is due: all are but those of sleeps."""
+        if paused(scheduler):
+            return False
+        kept = min(self.page.cells[control.KEPT : control.KEPT + self.keeper.ranks])
+        due, self._resets, self._kept = self._resets > kept - self._kept, 0, kept
+        return due
 
     def lend(self) -> None:
         """Give up every block; running requests go back to the waiting ones, and later compute their rows again.

@@ -15,4 +15,4 @@ LAYOUTS = ("auto", "vllm", "slots")
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """The `Settings` of an environment, as `pyvmem.engine.settings.read` has them."""
-    return settings.read(SWITCH, LAYOUTS, environ)
+    return settings.read(SWITCH, LAYOUTS, environ, sleeps=True)

@@ -316,7 +316,7 @@ class SlotsMemory(WorkerMemory):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def sleep(self) -> None:
+    def drop(self) -> None:
         with self._lock:
             if self._requests is not None and self._asleep is None:
                 self._synchronize()
@@ -324,8 +324,10 @@ class SlotsMemory(WorkerMemory):
                 self._asleep = []
         self.publish()
 
-    def wake(self) -> None:
-        self._asleep = None
+    def wake(self, weights: bool = True, blocks: bool = True) -> bool:
+        if blocks:
+            self._asleep = None
+        return super().wake(weights, blocks)
 
     def close(self) -> None:
         self._stop = True

@@ -30,6 +30,11 @@ def waiting(scheduler: Any) -> list[Any]:
     return list(itertools.islice(ready, MOST))
 
 
+def paused(scheduler: Any) -> bool:
+    """Whether no request begins, because the engine's user has paused it."""
+    return getattr(scheduler, "pause_state", 0) > 0
+
+
 def stopped(scheduler: Any) -> bool:
     """Whether no request goes on, because the engine's user has paused it."""
     return getattr(scheduler, "pause_state", 0) > 1

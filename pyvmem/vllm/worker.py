@@ -6,18 +6,26 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import collections
+import errno
 import logging
+import os
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pyvmem.engine import control
+from pyvmem.engine import control, pools
 from pyvmem.engine.control import Page
 from pyvmem.engine.geometry import page_size
-from pyvmem.engine.memory import BlockMemory, context_on
+from pyvmem.engine.memory import BlockMemory
+from pyvmem.engine.turns import State
+from pyvmem.engine.weights import Weights
+from pyvmem.errors import OutOfMemory
 from pyvmem.tensor import VirtualTensor
 from pyvmem.vllm import geometry, refuse, settings
 from pyvmem.vllm.orders import StepOrders
@@ -27,6 +35,9 @@ logger = logging.getLogger("vllm.vmem")
 POLL = 0.02  # seconds between looks at the ring
 LOOK = 0.005  # and in a pool at whether there is something new
 BUSY = 0.1  # and while steps run, which look themselves: a thread that wakes up delays them
+TRY = 0.1  # seconds after which weights that wake say what they lack
+LOAD = 60.0  # seconds in which the other members give the memory of the weights of a model that is loaded
+AGREE = 10.0  # seconds that a worker waits for the others to wake
 WAKE = 10.0  # seconds in which an engine that wakes gets the memory of its blocks from the other members of a pool
 
 
@@ -69,11 +80,39 @@ class WorkerMemory(BlockMemory):
         self._sure: set[int] = set()  # blocks that are backed and stay until `_give_up` names them
         self._ordered: collections.deque[tuple[int, set[int]]] = collections.deque()  # orders without an answer
         self._asleep: list[int] | None = None  # what circulates while the memory sleeps
+        self._level = 1  # at which it sleeps, or slept last
+        self.weights: Weights | None = None
         self._real = False  # whether the scheduler's first step has come
         self._stream: Any = None
         self._failure = ""
 
     # ---- the start -------------------------------------------------------------------------------------------
+
+    def load(self, device: torch.device, size: int) -> AbstractContextManager[None]:
+        """The context in which vLLM loads the weights, about `size` bytes. Raises `refuse.Refused`.
+
+        Models that are idle go to sleep for one that is loaded, as for one that wakes.
+        """
+        pool, page, rank = self.pool(device), self._page, self._rank
+        page[control.POOL_OF + rank] = pools.number_of(Path(str(pool.path)).stem)
+        self.weights = Weights(pool, self.context(device), f"weights {os.getpid()}")
+        begin = time.monotonic_ns() // 1000
+
+        def lacks(missing: int) -> None:
+            if not page[control.PID]:
+                control.claim(page)  # until the scheduler does
+            page[control.STATE], page[control.QUEUED], page[control.SINCE] = State.WAKING, 1, begin
+            page[control.LACKS], page[control.LACKING] = missing, begin
+            page[control.BEAT] += 1
+            page[control.SERVER_BEAT] += 1
+
+        there = self.weights.reserve(min(size, pool.budget), LOAD, lacks)
+        for word in (control.STATE, control.QUEUED, control.SINCE, control.LACKS, control.LACKING):
+            page[word] = 0
+        if not there:
+            raise refuse.Refused(f"VMEM_VLLM_POOL={self._chosen.pool}: the other members did not give the {size} bytes "
+                                 f"of the weights within {LOAD:.0f} s")  # fmt: skip
+        return self.weights.loading()
 
     def expect(self, config: Any) -> None:
         """vLLM is about to allocate its KV cache with this configuration, which may change."""
@@ -85,7 +124,7 @@ class WorkerMemory(BlockMemory):
         if self._tensor is not None:
             raise refuse.Refused("VMEM_VLLM=1: vLLM allocated its KV cache in two parts, which this release of vMem "
                                  "does not know (or unset VMEM_VLLM)")  # fmt: skip
-        context = context_on(device, settings.read())
+        context = self.context(device)
         page = settings.read().page_size or page_size(self._ranges, context.page_sizes)
         self._tensor = VirtualTensor((size,), torch.int8, device, page_size=page, zero=True, context=context)
         return self._tensor.tensor
@@ -143,7 +182,7 @@ class WorkerMemory(BlockMemory):
         orders: StepOrders | None = getattr(output, "vmem", None)
         with self._lock:
             if self._asleep is not None:  # vLLM runs a step only if it is awake
-                self.wake()
+                self.wake(weights=False)
             if orders is not None:
                 if not self._real:  # what vLLM's warm-up used
                     self._real = True
@@ -271,8 +310,25 @@ class WorkerMemory(BlockMemory):
 
     # ---- sleep and the end -----------------------------------------------------------------------------------
 
-    def sleep(self) -> None:
-        """Give up every page but those of the null block. What the blocks held is lost, as vLLM expects."""
+    def sleep(self, level: int = 1) -> None:
+        """Give up the memory of the weights and of the blocks: other members of the pool may have all of it.
+
+        Blocks are dropped, as vLLM expects, or at level 1 with VMEM_VLLM_SLEEP=keep stay as long as nobody asks.
+        """
+        self._level = level
+        if self.weights is not None:
+            self.weights.park(keep=self._level == 1)
+        if self._level != 1 or self._chosen.sleep != "keep":
+            self.drop()
+        else:
+            self._page.cells[control.KEPT + self._rank] += 1
+        with self._lock:
+            self._page.cells[control.ASLEEP + self._rank] = 1
+            self._between()  # neighbours may have its minimum, too
+        self.publish()
+
+    def drop(self) -> None:
+        """Give up every page but those of the null block. What the blocks held is lost."""
         if self._blocks is None or self._asleep is not None:
             return
         with self._lock:
@@ -284,21 +340,89 @@ class WorkerMemory(BlockMemory):
             self._blocks.unback(self._asleep)
             self._blocks.flush()
             self._trim()
-            self._page[control.ASLEEP + self._rank] = 1
+            self._page.cells[control.ASLEEP + self._rank] = 1
             self._between()  # neighbours may have its minimum, too
         self.publish()
 
-    def wake(self) -> None:
-        """Back what circulates: what was spare, the scheduler has given up. Raises OutOfMemory, and changes nothing."""
+    def wake(self, weights: bool = True, blocks: bool = True) -> bool:
+        """Take back the memory of the weights, and back what circulates: what was spare, the scheduler has given up.
+
+        All workers do, or none. If one lacks memory, the last raises OutOfMemory, and the others return False: vLLM
+        would leave the answers that follow the first failure to its next call. Nothing has changed then.
+        """
+        rank, cells = self._rank, self._page.cells
+        wait = cells[control.PATIENCE] / 1000 or WAKE
+        wakes = self.weights if weights and self.weights is not None and self.weights.parked else None
+        failed: OutOfMemory | None = None
+        backs, lacks = False, 0
+        try:
+            if wakes is not None:
+                self._wake_weights(wakes, wait)
+            with self._lock:
+                if blocks and self._blocks is not None and self._asleep is not None:
+                    self._ring(self._page[control.POSITION])
+                    lacks = self._bytes_under(self._asleep)
+                    self._back(self._asleep, wait)
+                    backs = True
+        except OutOfMemory as error:
+            failed = error
+        cells[control.SHORT + rank] = getattr(failed, "missing", lacks) if failed else 0
+        if not self._agree(failed is None, wait):
+            if wakes is not None:
+                wakes.park(keep=self._level == 1)
+            with self._lock:
+                if backs and self._blocks is not None:
+                    self._blocks.unback(self._asleep)
+            if rank == self._page[control.RANKS_USED] - 1 or not self._page.shared:
+                raise failed or OutOfMemory(errno.ENOMEM, "another worker lacks memory to wake")
+            return False
         with self._lock:
-            if self._blocks is not None and self._asleep is not None:
-                self._ring(self._page[control.POSITION])
-                self._back(self._asleep, WAKE)
+            if backs and self._asleep is not None:
                 self._sure.update(self._asleep)
                 self._asleep = None
-                self._page[control.ASLEEP + self._rank] = 0
-                self._between()
+            cells[control.ASLEEP + rank] = self._asleep is not None or (
+                self.weights is not None and self.weights.parked)  # fmt: skip
+            self._between()
         self.publish()
+        return True
+
+    def _wake_weights(self, weights: Weights, seconds: float) -> None:
+        """Wake them, and publish meanwhile what they lack. Raises OutOfMemory after so many seconds."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                weights.wake(min(seconds, TRY))
+                return
+            except OutOfMemory as error:
+                self._page.cells[control.SHORT + self._rank] = error.missing  # type: ignore[attr-defined]
+                if time.monotonic() >= end:
+                    raise
+            time.sleep(1e-3)
+
+    def _agree(self, done: bool, seconds: float) -> bool:
+        """Whether every worker of the engine could wake. One that does not answer in time counts as failed."""
+        page, ranks, rank = self._page, self._page[control.RANKS_USED], self._rank
+        attempt = page[control.WOKE + rank] // 2 + 1
+        page[control.WOKE + rank] = 2 * attempt + (not done)
+        if ranks < 2 or not page.attached(ranks):
+            return done
+        end = time.monotonic() + seconds + AGREE
+        while True:
+            told = page.cells[control.WOKE : control.WOKE + ranks].tolist()
+            if any(t // 2 >= attempt and t & 1 for t in told):
+                return False
+            if all(t // 2 >= attempt for t in told):
+                return True
+            if time.monotonic() >= end:
+                return False
+            time.sleep(1e-3)
+
+    def publish(self) -> None:
+        """Write this worker's column of the control page; libvmem writes the board."""
+        super().publish()
+        if self.weights is not None:
+            cells, rank = self._page.cells, self._rank
+            cells[control.WEIGHTS + rank], cells[control.WEIGHTS_HELD + rank] = self.weights.bytes, self.weights.held
 
     def close(self) -> None:
         """Give up all pages and stop the threads. The addresses go with the last view of the tensor."""
@@ -308,6 +432,8 @@ class WorkerMemory(BlockMemory):
             self._synchronize()
             with self._lock:
                 self._blocks.close()
+        if self.weights is not None:
+            self.weights.close()
         self._leave_pool()
         self._page[control.ATTACHED + self._rank] = 0
 

@@ -175,7 +175,12 @@ def behind_door():
     names = ("sleep", "discard", "wake_up")
     base = type("Base", (), {name: (lambda self, *args, n=name: told.append((n, *args))) for name in names})
     made = type("Worker", (doors.WorkerDoor, base), {})()
-    made._vmem = types.SimpleNamespace(sleep=write("pages go"), wake=write("pages come"))
+
+    def wake(weights, blocks):
+        told.append(("pages come", weights, blocks))
+        return True
+
+    made._vmem = types.SimpleNamespace(sleep=write("pages go"), drop=write("blocks go"), wake=wake)
     return made, told
 
 
@@ -186,8 +191,25 @@ def test_sleep_and_discard_give_up_the_kv_cache(behind_door):
     made.wake_up(["kv_cache"])
     made.discard(("weights",))
     made.discard(("kv_cache",))
-    assert told == [("sleep", 1), ("pages go",), ("wake_up", ["weights"]), ("pages come",), ("wake_up", ["kv_cache"]),
-                    ("discard", ("weights",)), ("discard", ("kv_cache",)), ("pages go",)]  # fmt: skip
+    assert told == [("sleep", 1), ("pages go", 1), ("pages come", True, False), ("wake_up", ["weights"]),
+                    ("pages come", False, True), ("wake_up", ["kv_cache"]), ("discard", ("weights",)),
+                    ("discard", ("kv_cache",)), ("blocks go",)]  # fmt: skip
+
+
+def test_a_neighbour_that_grows_during_a_sleep_ends_no_engine_of_a_pool(behind_door, monkeypatch):
+    """vLLM asserts that the device has no less free memory after a sleep than before."""
+    made, told = behind_door
+
+    def fails(self, level):
+        raise AssertionError("Memory usage increased after sleeping.")
+
+    monkeypatch.setattr(type(made).__mro__[2], "sleep", fails)
+    with pytest.raises(AssertionError):
+        made.sleep(1)
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    monkeypatch.setenv("VMEM_VLLM_POOL", "gpu0")
+    made.sleep(1)
+    assert told == [("pages go", 1)]
 
 
 @pytest.mark.parametrize("sampled", ["in the same call", "by the worker", "elsewhere"])
@@ -216,9 +238,12 @@ def test_a_step_ends_when_its_drafts_have_been_made(sampled):
 
 def test_a_worker_without_memory_for_its_blocks_does_not_wake_by_half(behind_door):
     made, told = behind_door
-    made._vmem.wake = lambda: (_ for _ in ()).throw(MemoryError("none"))
+    made._vmem.wake = lambda *parts: (_ for _ in ()).throw(MemoryError("none"))
     with pytest.raises(MemoryError):
         made.wake_up(None)
+    assert told == []
+    made._vmem.wake = lambda *parts: False  # another worker says it
+    made.wake_up(None)
     assert told == []
 
 

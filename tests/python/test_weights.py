@@ -140,7 +140,7 @@ def test_a_copy_has_its_segments_across_arenas():
     sizes = {1: ARENA - 2 * MIB, 2: 6 * MIB, 3: 2 * MIB}
     for address, size in sizes.items():
         for part, begin, end in copy.parts(address, size):
-            part[:: MIB] = address
+            part[::MIB] = address
             assert len(part) == end - begin
     assert [(b, e) for _, b, e in copy.parts(2, sizes[2])] == [(0, 2 * MIB), (2 * MIB, 6 * MIB)]
     for address, size in sizes.items():
@@ -153,6 +153,10 @@ def test_the_sums_see_every_kind_of_change():
     draw = torch.Generator().manual_seed(2)
     words = torch.randint(-(2**63), 2**63 - 1, (64, WORDS), generator=draw)
     told = sums(words).tolist()
-    for swapped in (words[torch.arange(63, -1, -1)], words[:, torch.arange(WORDS - 1, -1, -1)], words ^ (words == words[3, 5])):
+    for swapped in (
+        words[torch.arange(63, -1, -1)],
+        words[:, torch.arange(WORDS - 1, -1, -1)],
+        words ^ (words == words[3, 5]),
+    ):
         assert sums(swapped).tolist() != told
     assert sums(words.clone()).tolist() == told

@@ -734,7 +734,8 @@ static int unpark_some(uint32_t place, const uint64_t *segments, size_t n, uint3
     }
     for (size_t i = 0; i < n && !rc; i++)
         if (!segment_at(l, segments[i]))
-            rc = vmem__error(-EINVAL, "segments[%zu] %#" PRIx64 ": no segment of the lease begins there", i, segments[i]);
+            rc = vmem__error(-EINVAL, "segments[%zu] %#" PRIx64 ": no segment of the lease begins there", i,
+                             segments[i]);
     if (!rc) {
         sweep(l);
         want(l, segments, n);

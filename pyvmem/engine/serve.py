@@ -1,0 +1,447 @@
+"""A model that sleeps while nobody uses it and wakes when a request comes: ASGI middleware in its own server.
+
+Requests are held while the model sleeps. The first wakes it, once for all. Those that run are counted until their last
+byte. When the model has been idle, or another one of its pool needs the memory (`turns`), no further request begins.
+It sleeps when the last has ended. A request that waits too long gets status 503 with Retry-After.
+
+``GET /vmem/state`` tells what the model does. ``POST /vmem/sleep``, ``/vmem/wake`` and ``/vmem/drain`` order it, and
+answer when that is done. An order ends with its request, but a drained model refuses requests until it is woken.
+``/vmem/limit`` and ``/vmem/metrics`` are those of `http.Limits`. All ask for the server's key if it has one.
+
+Several processes may serve one engine. Each publishes its requests in the control page, and the first that lives acts.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from pyvmem.engine import control, http, metrics, turns
+from pyvmem.engine.control import Page
+from pyvmem.engine.http import Receive, Scope, Send
+from pyvmem.engine.settings import Settings
+from pyvmem.engine.turns import Action, Model, State
+from pyvmem.kv.view import started
+
+logger = logging.getLogger("vllm.vmem")
+
+TICK = 0.02  # seconds between looks at the control pages
+FIND = 1.0  # and between searches for engines
+HANGS = 1.0  # seconds without a sign of life after which a model is not waited for
+TRY = 2000  # milliseconds that one attempt to wake waits for memory
+RETRY_AFTER = 5  # seconds
+NONE, SLEEP, WAKE, DRAIN = range(4)  # orders
+# Paths of POST that need no model, or that wake or pause it themselves.
+FREE = ("/sleep", "/wake_up", "/pause", "/resume", "/is_", "/reset_", "/collective_rpc", "/start_profile",
+        "/stop_profile", "/tokenize", "/detokenize", "/abort_requests", "/release_kv_cache_memory")  # fmt: skip
+
+
+def _now() -> int:
+    return time.monotonic_ns() // 1000
+
+
+class Serve(http.Limits):
+    """ASGI middleware. An engine's plugin says how its model sleeps and wakes, and which keys its server has.
+
+    Parameters
+    ----------
+    app : ASGI application
+    """
+
+    def __init__(self, app: Any) -> None:
+        super().__init__(app)
+        self._settings = self.settings()
+        self._number = self.number()
+        self._pages: list[Page] = []
+        self._others: list[Page] = []
+        self._found = 0.0
+        self._lives: dict[str, tuple[tuple[int, int], float]] = {}
+        self._running = 0
+        self._waiting: dict[object, int] = {}  # when each request came that waits
+        self._used = _now()
+        self._moved = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._acts: asyncio.Task[None] | None = None
+        self._order = NONE
+        self._host: Any = None
+        self._keys: list[bytes] = []
+
+    # ---- what a plugin says ----------------------------------------------------------------------------------
+
+    def settings(self) -> Settings:
+        raise NotImplementedError
+
+    def number(self) -> int:
+        """Which of the server's processes this is, from 0 on."""
+        return 0
+
+    def keys(self, state: Any) -> Sequence[str]:
+        """The keys of which a request must have one; none: it needs no key."""
+        return ()
+
+    def about(self, state: Any) -> tuple[str, int]:
+        """The model's name, and the server's port."""
+        return "", 0
+
+    async def sleep(self, state: Any) -> None:
+        raise NotImplementedError
+
+    async def wake(self, state: Any) -> None:
+        """Raises if there is no memory; then the model sleeps as before."""
+        raise NotImplementedError
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._task is None and "app" in scope:
+            self._host = scope["app"].state
+            self._task = asyncio.create_task(self._run())
+        kind = scope["type"]
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if kind in ("http", "websocket") else ""
+        if kind == "http" and path.startswith("/vmem/"):
+            await self._own(path, scope, receive, send)
+            return
+        needs = (kind == "http" and scope["method"] == "POST" and not path.startswith(FREE)) or kind == "websocket"
+        if not needs or not self._find() or not self._allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        body = _Receive(receive)
+        if not await self._admit(body):
+            if not body.gone:
+                await self._refuse(kind, send)
+            return
+        self._publish()
+        try:
+            await self._app(scope, body, send)
+        finally:
+            self._running -= 1
+            self._used = _now()
+            self._publish()
+
+    def _open(self) -> bool:
+        return all(p[control.STATE] == State.AWAKE for p in self._pages)
+
+    async def _admit(self, body: _Receive) -> bool:
+        """Wait until the request may begin, and count it. False: it may not, or its client is gone."""
+        end, token = time.monotonic() + self._settings.queue, object()
+        try:
+            while True:
+                self._running += 1
+                self._publish()  # before the look, so that whoever closes sees it
+                if self._open():
+                    return True
+                self._running -= 1
+                self._waiting.setdefault(token, _now())
+                self._publish()
+                left = end - time.monotonic()
+                if left <= 0 or self._pages[0][control.STATE] == State.DRAINED:
+                    return False
+                moved = asyncio.ensure_future(self._moved.wait())
+                listens = asyncio.ensure_future(body.listen())
+                await asyncio.wait((moved, listens), timeout=min(left, 1), return_when=asyncio.FIRST_COMPLETED)
+                moved.cancel()
+                await body.stop(listens)
+                if body.gone:
+                    return False
+        finally:
+            self._waiting.pop(token, None)
+            self._publish()
+
+    async def _refuse(self, kind: str, send: Send) -> None:
+        if kind == "websocket":
+            await send({"type": "websocket.close", "code": 1013})
+            return
+        told = self._told()
+        why = "is drained" if told["state"] == "drained" else f"lacks {told['lacks']} bytes to wake" if told["lacks"] \
+            else "did not wake in time"  # fmt: skip
+        error = {"message": f"the model {why}: try again later", "type": "service_unavailable", "code": 503}
+        await _json(send, 503, {"error": error})
+
+    # ---- /vmem -----------------------------------------------------------------------------------------------
+
+    def _allowed(self, scope: Scope) -> bool:
+        if not self._keys:
+            self._keys = [hashlib.sha256(key.encode()).digest() for key in self.keys(self._host)]
+        if not self._keys:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        told = hashlib.sha256(given[2]).digest()
+        return given[0].lower() == b"bearer" and any([secrets.compare_digest(told, key) for key in self._keys])
+
+    async def _own(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._allowed(scope):
+            await _json(send, 401, {"error": "Unauthorized"})
+        elif path in (http.PATH, http.METRICS):
+            await super().__call__(scope, receive, send)
+        elif not self._find():
+            await _json(send, 409, {"error": f"no engine of this server is on vMem: {self.hint}"})
+        elif path == "/vmem/state":
+            await _json(send, 200, self._told())
+        elif path in (orders := {"/vmem/sleep": SLEEP, "/vmem/wake": WAKE, "/vmem/drain": DRAIN}):
+            if scope["method"] != "POST":
+                await _json(send, 405, {"error": f"{path} takes POST"})
+            else:
+                await self._obey(orders[path], receive, send)
+        else:
+            await _json(send, 404, {"error": f"{path}: vMem has /vmem/state, sleep, wake, drain, limit and metrics"})
+
+    async def _obey(self, order: int, receive: Receive, send: Send) -> None:
+        """Carry out an operator's order; it ends with this request."""
+        if self._order:
+            await _json(send, 409, {"error": "another order is being carried out"})
+            return
+        body, end = _Receive(receive), time.monotonic() + self._settings.queue
+        goals = {SLEEP: (State.ASLEEP,), WAKE: (State.AWAKE,), DRAIN: (State.DRAINED,)}
+        token = object()
+        try:
+            self._order = order
+            if order == WAKE:
+                self._waiting[token] = _now()
+            self._publish()
+            while True:
+                state = self._pages[0][control.STATE]
+                done = state in goals[order] and not (order == DRAIN and self._pages[0][control.RUNNING])
+                if done or time.monotonic() >= end or body.gone:
+                    break
+                listens = asyncio.ensure_future(body.listen())
+                await asyncio.wait((listens,), timeout=TICK)
+                await body.stop(listens)
+        finally:
+            self._waiting.pop(token, None)
+            self._order = NONE
+            self._publish()
+        if not body.gone:
+            await _json(send, 200 if done else 503, self._told())
+
+    def _told(self) -> dict[str, Any]:
+        engines = [control.Engine.of("", 0, p) for p in self._pages]
+        page = self._pages[0]
+        names = ("model", "port", "state", "running", "queued", "lacks", "weights", "weights_held", "cached", "used")
+        told = {name: getattr(engines[0], name) for name in names}
+        told["idle"] = 0.0 if told["running"] else round((_now() - page[control.USED_AT]) / 1e6, 3)
+        return told
+
+    # ---- the page --------------------------------------------------------------------------------------------
+
+    def _find(self) -> bool:
+        """Whether there are engines of this server; looks for them now and then."""
+        now = time.monotonic()
+        if now >= self._found + FIND:
+            self._found = now
+            mine = metrics.engines(self.server())
+            new = [page for _, page in mine]
+            if [p.path for p in new] != [p.path for p in self._pages]:
+                self._pages = new
+                name, port = self.about(self._host)
+                for page in new:
+                    control.serves(page, name, port)
+                    if not page[control.STATE]:
+                        page[control.AWAKE_AT] = page[control.USED_AT] = _now()
+                        page[control.STATE] = State.ASLEEP if page.asleep else State.AWAKE
+                    slot = page.server(self._number)
+                    slot[control.S_STARTED] = int(started("self") or 0)
+                    slot[control.S_PID] = os.getpid()
+            own = {p.path for p in self._pages}
+            pools = {pool for p in self._pages for pool in p.pools() if pool}
+            self._others = [p for _, p in control.engines() if p.path not in own and p[control.STATE]
+                            and not pools.isdisjoint(p.pools())]  # fmt: skip
+        return bool(self._pages)
+
+    def _publish(self) -> None:
+        since = min(self._waiting.values(), default=0)
+        for page in self._pages:
+            slot = page.server(self._number)
+            slot[control.S_RUNNING], slot[control.S_QUEUED] = self._running, len(self._waiting)
+            slot[control.S_SINCE], slot[control.S_USED_AT], slot[control.S_ORDER] = since, self._used, self._order
+
+    def _servers(self, page: Page) -> list[memoryview]:
+        """The processes that serve the engine and live."""
+        slots = map(page.server, range(control.SERVERS))
+        return [s for s in slots if s[control.S_PID]
+                and started(str(s[control.S_PID])) == str(s[control.S_STARTED])]  # fmt: skip
+
+    def _set(self, state: State) -> None:
+        for page in self._pages:
+            if state == State.AWAKE and page[control.STATE] in (State.ASLEEP, State.WAKING):
+                page[control.AWAKE_AT] = _now()
+            page[control.STATE] = state
+        self._stir()
+
+    def _stir(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    # ---- what it does ----------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        failure, seen = "", 0
+        while True:
+            await asyncio.sleep(TICK)
+            try:
+                if not self._find():
+                    continue
+                page = self._pages[0]
+                if page[control.STATE] != seen:
+                    seen = page[control.STATE]
+                    self._stir()
+                servers = self._servers(page)
+                if servers and servers[0][control.S_PID] == os.getpid():
+                    self._lead(servers)
+            except Exception as error:
+                if str(error) != failure:
+                    failure = str(error)
+                    logger.exception("vMem: what watches over the model failed and goes on")
+
+    def _lead(self, servers: list[memoryview]) -> None:
+        """Sum up what the processes of this server publish, and do what the rules say."""
+        running = sum(s[control.S_RUNNING] for s in servers)
+        queued = sum(s[control.S_QUEUED] for s in servers)
+        since = min((s[control.S_SINCE] for s in servers if s[control.S_QUEUED]), default=0)
+        used = max(s[control.S_USED_AT] for s in servers)
+        order = next((s[control.S_ORDER] for s in servers if s[control.S_ORDER]), NONE)
+        for page in self._pages:
+            page[control.RUNNING], page[control.QUEUED], page[control.SINCE] = running, queued, since
+            page[control.USED_AT] = max(used, page[control.AWAKE_AT])
+            page[control.SERVER_BEAT] += 1
+            if not queued:
+                page[control.LACKS] = 0
+        if self._acts is not None and not self._acts.done():
+            if self._pages[0][control.STATE] == State.WAKING:
+                self._lack()
+            return
+        page = self._pages[0]
+        state, asleep = State(page[control.STATE]), any(p.asleep for p in self._pages)
+        if state == State.DRAINED:
+            if order == WAKE:
+                self._set(State.ASLEEP if asleep else State.AWAKE)
+            return
+        if asleep and state in (State.AWAKE, State.CLOSING):  # by the engine's own ways
+            self._set(State.ASLEEP)
+            return
+        if not asleep and state in (State.ASLEEP, State.WAKING):
+            self._set(State.AWAKE)
+            return
+        if order == DRAIN:
+            self._set(State.DRAINED)
+            return
+        if order == SLEEP and state in (State.AWAKE, State.CLOSING):
+            action = Action.CLOSE if state == State.AWAKE else Action.NOTHING if running else Action.SLEEP
+        else:
+            me = self._model(page)
+            models = [me, *(self._model(p) for p in self._others)]
+            action = turns.decide(models, me, _now() / 1e6, self._settings.slice, self._settings.idle)
+        if action is Action.CLOSE:
+            self._set(State.CLOSING)
+        elif action is Action.OPEN:
+            self._set(State.AWAKE)
+        elif action is Action.SLEEP:
+            self._acts = asyncio.create_task(self._go(self._to_sleep))
+        elif action is Action.WAKE:
+            self._acts = asyncio.create_task(self._go(self._to_wake))
+
+    def _lack(self) -> None:
+        """Publish what the workers lack to wake."""
+        for page in self._pages:
+            lacks = max(page.cells[control.SHORT : control.SHORT + page[control.RANKS_USED]].tolist(), default=0)
+            if lacks and not page[control.LACKS]:
+                page[control.LACKING] = _now()
+            page[control.LACKS] = lacks
+
+    def _model(self, page: Page) -> Model:
+        name = str(page.path)
+        beats, now = (page[control.BEAT], page[control.SERVER_BEAT]), time.monotonic()
+        last = self._lives.setdefault(name, (beats, now))
+        fresh = all(a != b for a, b in zip(beats, last[0]))
+        if fresh:
+            self._lives[name] = beats, now
+        state = page[control.STATE]
+        return Model(name, State(state) if state in list(State) else State.NONE, page[control.PRIORITY],
+                     page[control.RUNNING], page[control.QUEUED], page[control.SINCE] / 1e6,
+                     page[control.USED_AT] / 1e6, page[control.AWAKE_AT] / 1e6, page[control.LACKS],
+                     page[control.LACKING] / 1e6, fresh or now - last[1] < HANGS)  # fmt: skip
+
+    async def _go(self, act: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await act()
+        except Exception as error:
+            logger.warning("vMem: the model could not change: %s", str(error)[:500])
+            self._set(State.ASLEEP if any(p.asleep for p in self._pages) else State.AWAKE)
+
+    async def _to_sleep(self) -> None:
+        self._set(State.CLOSING)
+        await asyncio.sleep(2 * TICK)  # other processes of this server have seen it, or their requests are seen here
+        if any(s[control.S_RUNNING] for s in self._servers(self._pages[0])):
+            return  # the rules decide again
+        begin = time.monotonic()
+        await self.sleep(self._host)
+        self._set(State.ASLEEP)
+        logger.info("vMem: the model sleeps (%.0f ms)", 1000 * (time.monotonic() - begin))
+
+    async def _to_wake(self) -> None:
+        begin, waits = time.monotonic(), _now() - self._pages[0][control.SINCE]
+        self._set(State.WAKING)
+        for page in self._pages:
+            page[control.PATIENCE] = TRY
+        try:
+            await self.wake(self._host)
+        except Exception as error:
+            logger.info("vMem: the model lacks memory to wake and tries again: %s", str(error)[:300])
+            self._lack()
+            self._set(State.ASLEEP)
+            return
+        for page in self._pages:
+            page[control.LACKS] = 0
+        self._used = _now()
+        self._set(State.AWAKE)
+        logger.info("vMem: the model wakes (%.0f ms after the request, %.0f ms of them for this)", waits / 1000 +
+                    1000 * (time.monotonic() - begin), 1000 * (time.monotonic() - begin))  # fmt: skip
+
+
+class _Receive:
+    """What a client sends, kept while nobody reads it, so that its end is noticed."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self.gone = receive, False
+        self._kept: list[dict[str, Any]] = []
+        self._reads: asyncio.Future[dict[str, Any]] | None = None
+
+    async def listen(self) -> None:
+        """Return when the client is gone."""
+        while not self.gone:
+            if self._reads is None:
+                self._reads = asyncio.ensure_future(self._receive())
+            message = await asyncio.shield(self._reads)
+            self._reads = None
+            self._kept.append(message)
+            self.gone = message["type"] in ("http.disconnect", "websocket.disconnect")
+
+    async def stop(self, listens: asyncio.Future[None]) -> None:
+        """End `listen`; nothing is lost."""
+        listens.cancel()
+        await asyncio.gather(listens, return_exceptions=True)
+
+    async def __call__(self) -> dict[str, Any]:
+        if self._kept:
+            return self._kept.pop(0)
+        if self._reads is not None:
+            reads, self._reads = self._reads, None
+            return await reads
+        message: dict[str, Any] = await self._receive()
+        return message
+
+
+async def _json(send: Send, status: int, told: dict[str, Any]) -> None:
+    headers = [(b"content-type", b"application/json")]
+    if status == 503:
+        headers.append((b"retry-after", str(RETRY_AFTER).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(told).encode()})

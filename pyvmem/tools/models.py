@@ -1,0 +1,354 @@
+"""``pyvmem models FILE``: models that share a GPU, from one file; see docs/models.md. Nothing here runs for long.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from pyvmem.bench.session import parse_size
+from pyvmem.core import MIB
+from pyvmem.engine import control
+
+FIRST_PORT = 8001
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of the file. Sizes are in bytes, times in seconds."""
+
+    name: str
+    path: str
+    port: int
+    min: int = 0
+    max: int = 0
+    priority: int = 0
+    idle: float = 0.0
+    queue: float = 60.0
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    image: str = "vllm/vllm-openai:latest"
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the model's files; 0 if they are not on this machine."""
+        folder = Path(self.path)
+        if not folder.is_dir():
+            return 0
+        files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+        return sum(f.stat().st_size for f in files)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What the file says."""
+
+    pool: str
+    size: int
+    slice: float
+    models: tuple[Model, ...]
+
+    def model(self, name: str) -> Model:
+        """Raises ValueError if there is none of this name."""
+        found = [m for m in self.models if m.name == name]
+        if not found:
+            raise ValueError(f"the file has no model {name!r}: it has {', '.join(m.name for m in self.models)}")
+        return found[0]
+
+    def environment(self, model: Model) -> dict[str, str]:
+        """The variables of a model's server."""
+        told = {"VMEM_VLLM": "1", "VMEM_VLLM_POOL": self.pool, "VMEM_VLLM_POOL_SIZE": str(self.size),
+                "VMEM_VLLM_WEIGHTS": "1", "VMEM_VLLM_SLEEP": "keep", "VMEM_VLLM_SLICE": f"{self.slice:g}",
+                "VMEM_VLLM_QUEUE": f"{model.queue:g}"}  # fmt: skip
+        for name, value in (("MIN", model.min), ("MAX", model.max), ("PRIORITY", model.priority), ("IDLE", model.idle)):
+            if value:
+                told[f"VMEM_VLLM_{name}"] = f"{value:g}" if isinstance(value, float) else str(value)
+        return {**told, **model.env}
+
+    def command(self, model: Model, host: str = "127.0.0.1") -> list[str]:
+        """The command of a model's server."""
+        command = ["vllm", "serve", model.path, "--host", host, "--port", str(model.port), "--served-model-name",
+                   model.name, "--middleware", "pyvmem.vllm.http.Serve"]  # fmt: skip
+        if "--kv-cache-memory-bytes" not in model.args:
+            command += ["--kv-cache-memory-bytes", str(model.max or self.size - model.weights)]
+        if "--gpu-memory-utilization" not in model.args:
+            command += ["--gpu-memory-utilization", "0.05"]  # vLLM refuses to start if less of the GPU is free
+        return [*command, *model.args]
+
+
+def _take(where: str, table: Any, kinds: Mapping[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where or 'the file'} must be a table")
+    for key in table:
+        if key not in kinds:
+            raise ValueError(f"{where}{key}: unknown; there are {', '.join(kinds)}")
+    return {key: kinds[key](f"{where}{key}", value) for key, value in table.items()}
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{key} must be a text")
+    return value
+
+
+def _name(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,59}", value):
+        raise ValueError(f"{key} must be at most 60 letters, digits, _, . and -")
+    return value
+
+
+def _size(key: str, value: Any) -> int:
+    try:
+        return parse_size(str(value))
+    except ValueError:
+        raise ValueError(f'{key} must be a size, such as "16G", not {value!r}') from None
+
+
+def _whole(least: int, most: int) -> Callable[[str, Any], int]:
+    def take(key: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"{key} must be a whole number from {least} to {most}, not {value!r}")
+        return value
+
+    return take
+
+
+def _seconds(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+        raise ValueError(f"{key} must be a number of seconds from 0 to 999999, not {value!r}")
+    return float(value)
+
+
+def _texts(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(v, str | int | float) for v in value):
+        raise ValueError(f"{key} must be a list of texts")
+    return tuple(map(str, value))
+
+
+def _env(key: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+        raise ValueError(f"{key} must be a table of texts")
+    return dict(value)
+
+
+_MODEL: dict[str, Callable[[str, Any], Any]] = dict(
+    path=_text, port=_whole(1, 65535), min=_size, max=_size, priority=_whole(0, 10**15 - 1), idle=_seconds,
+    queue=_seconds, args=_texts, env=_env, image=_text)  # fmt: skip
+
+
+def read(text: str) -> Pool:
+    """The `Pool` of a file. Raises ValueError naming the key."""
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        raise ValueError("pyvmem models needs Python 3.11 or newer, which reads TOML") from None
+    about = _take(
+        "", tomllib.loads(text), dict(pool=_name, size=_size, slice=_seconds, models=lambda key, value: value)
+    )
+    for key in ("pool", "size", "models"):
+        if key not in about:
+            raise ValueError(f"{key} is missing")
+    if not isinstance(about["models"], dict) or not about["models"]:
+        raise ValueError("models must have a table for each model, such as [models.chat]")
+    made = []
+    for i, (name, table) in enumerate(about["models"].items()):
+        given = _take(f"models.{name}.", table, _MODEL)
+        if "path" not in given:
+            raise ValueError(f"models.{name}.path is missing")
+        made.append(Model(_name(f"models.{name}", name), **{"port": FIRST_PORT + i, **given}))
+    pool = Pool(about["pool"], about["size"], about.get("slice", 10.0), tuple(made))
+    _check(pool)
+    return pool
+
+
+def _check(pool: Pool) -> None:
+    """Raise ValueError if what the file asks for cannot be."""
+    ports: dict[int, str] = {}
+    minimums = sum(m.min for m in pool.models)
+    if minimums > pool.size:
+        raise ValueError(f"the minimums are {minimums / GIB:.1f} GiB, over size, {pool.size / GIB:.1f} GiB")
+    for m in pool.models:
+        if m.port in ports:
+            raise ValueError(f"models.{m.name}.port: {m.port} is that of {ports[m.port]}, too")
+        ports[m.port] = m.name
+        if m.max and m.min > m.max:
+            raise ValueError(f"models.{m.name}.min is over its max")
+        # The minimums of the others stay theirs while they are awake, and those that sleep have none.
+        if m.weights + max(m.min, 64 * MIB) > pool.size:
+            raise ValueError(f"models.{m.name}: its weights are {m.weights / GIB:.1f} GiB, and with a minimum for its "
+                             f"KV cache do not fit size, {pool.size / GIB:.1f} GiB")  # fmt: skip
+
+
+# ---- render ----------------------------------------------------------------------------------------------------
+
+
+def _yaml(value: Any, depth: int = 0) -> str:
+    """YAML of tables, lists and scalars; texts as in JSON, which YAML includes."""
+    pad = "  " * depth
+    if isinstance(value, dict):
+        return "".join(
+            f"{pad}{key if re.fullmatch('[A-Za-z_][A-Za-z0-9_./-]*', key) else json.dumps(key)}:"
+            + (f"\n{_yaml(v, depth + 1)}" if isinstance(v, dict | list) and v else f" {json.dumps(v)}\n")
+            for key, v in value.items())  # fmt: skip
+    return "".join(f"{pad}-" + (f"\n{_yaml(v, depth + 1)}" if isinstance(v, dict | list) else f" {json.dumps(v)}\n")
+                   for v in value)  # fmt: skip
+
+
+def llama_swap(pool: Pool) -> str:
+    """The configuration of llama-swap: all models run, and none is stopped for another."""
+    return _yaml({
+        "healthCheckTimeout": 600,
+        "models": {m.name: {
+            "cmd": shlex.join(pool.command(m)), "proxy": f"http://127.0.0.1:{m.port}", "checkEndpoint": "/health",
+            "ttl": 0, "env": [f"{k}={v}" for k, v in pool.environment(m).items()]} for m in pool.models},
+        "groups": {"vmem": {"swap": False, "exclusive": False, "members": [m.name for m in pool.models]}},
+    })  # fmt: skip
+
+
+def systemd(pool: Pool) -> str:
+    """A unit for each model, one after the other."""
+    told = []
+    for m in pool.models:
+        env = "".join(f"Environment={shlex.quote(f'{k}={v}')}\n" for k, v in pool.environment(m).items())
+        command = shlex.join(["/usr/bin/env", *pool.command(m)]).replace("%", "%%").replace("$", "$$")
+        told.append(f"# /etc/systemd/system/vmem-{m.name}.service\n[Unit]\nDescription={m.name} on vMem\n"
+                    f"After=network-online.target\n\n[Service]\n{env}RuntimeDirectory=pyvmem\n"
+                    "RuntimeDirectoryPreserve=yes\nEnvironment=XDG_RUNTIME_DIR=/run/pyvmem\n"
+                    f"ExecStart={command}\nRestart=on-failure\nKillMode=mixed\nTimeoutStopSec=120\n\n"
+                    "[Install]\nWantedBy=multi-user.target\n")  # fmt: skip
+    return "\n".join(told)
+
+
+def compose(pool: Pool) -> str:
+    """A service for each model. They share the folder of control pages, and the host's process numbers."""
+    return _yaml({
+        "services": {m.name: {
+            "image": m.image, "entrypoint": ["vllm", "serve"], "command": pool.command(m, "0.0.0.0")[2:],
+            "environment": {**pool.environment(m), "XDG_RUNTIME_DIR": "/run/vmem"}, "ports": [f"{m.port}:{m.port}"],
+            "volumes": ["vmem:/run/vmem", *([f"{m.path}:{m.path}:ro"] if m.path.startswith("/") else [])],
+            "pid": "host", "ipc": "host", "restart": "on-failure",
+            "deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": 1,
+                                                                  "capabilities": ["gpu"]}]}}}}
+            for m in pool.models},
+        "volumes": {"vmem": {"driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": "mode=0700"}}},
+    })  # fmt: skip
+
+
+def aibrix(pool: Pool) -> str:
+    """A Deployment for each model, with the labels by which AIBrix finds it; all on one node with one GPU."""
+    told = []
+    for m in pool.models:
+        env = [{"name": k, "value": v} for k, v in {**pool.environment(m), "XDG_RUNTIME_DIR": "/run/vmem"}.items()]
+        labels = {"model.aibrix.ai/name": m.name, "model.aibrix.ai/port": str(m.port)}
+        told.append(_yaml({
+            "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": m.name, "labels": labels},
+            "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": {
+                "metadata": {"labels": labels},
+                "spec": {"hostPID": True, "hostIPC": True, "containers": [{
+                    "name": "vllm", "image": m.image, "command": pool.command(m, "0.0.0.0"), "env": env,
+                    "ports": [{"containerPort": m.port}],
+                    "readinessProbe": {"httpGet": {"path": "/health", "port": m.port}},
+                    "volumeMounts": [{"name": "vmem", "mountPath": "/run/vmem"}]}],
+                    "volumes": [{"name": "vmem", "hostPath": {"path": "/run/vmem", "type": "DirectoryOrCreate"}}]}}},
+        }))  # fmt: skip
+    return "---\n".join(told)
+
+
+RENDERERS: dict[str, Callable[[Pool], str]] = {
+    "llama-swap": llama_swap, "systemd": systemd, "compose": compose, "aibrix": aibrix,
+}  # fmt: skip
+
+
+# ---- the models that run ---------------------------------------------------------------------------------------
+
+
+def running(pool: Pool) -> dict[str, list[tuple[control.Engine, control.Page]]]:
+    """The engines of each model of the file that run on this machine, by what their control pages say."""
+    found: dict[str, list[tuple[control.Engine, control.Page]]] = {m.name: [] for m in pool.models}
+    for engine, page in control.engines():
+        found.get(engine.model, []).append((engine, page))
+    return found
+
+
+def listing(pool: Pool) -> str:
+    """A table of the models and what they do. Memory in MiB, of one worker."""
+    rows: list[tuple[str, ...]] = [
+        ("model", "state", "port", "running", "queued", "weights", "of", "KV used", "cached", "lacks")
+    ]
+    for name, engines in running(pool).items():
+        for e, _ in engines:
+            sizes = (e.weights_held, e.weights, e.used, e.cached, e.lacks)
+            rows.append((name, e.state or "runs", str(e.port or ""), str(e.running), str(e.queued),
+                         *(f"{size / MIB:.0f}" for size in sizes)))  # fmt: skip
+        if not engines:
+            rows.append((name, "stopped", str(pool.model(name).port), *("" for _ in range(7))))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def order(pool: Pool, name: str, what: str) -> dict[str, Any]:
+    """Have a model sleep, wake or drain; returns what its server answers. Raises ValueError and OSError."""
+    model = pool.model(name)
+    engines = running(pool)[name]
+    if not engines or not engines[0][0].port:
+        raise ValueError(f"{name} does not run, or its server has no --middleware pyvmem.vllm.http.Serve")
+    url = f"http://127.0.0.1:{engines[0][0].port}/vmem/{what}"
+    key = model.env.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY", "")
+    asked = urllib.request.Request(url, b"", {"Authorization": f"Bearer {key}"} if key else {}, method="POST")
+    try:
+        with urllib.request.urlopen(asked, timeout=model.queue + 30) as answer:
+            told: dict[str, Any] = json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise ValueError(f"{name}: the server asks for its key; set VLLM_API_KEY") from None
+        raise ValueError(f"{name}: the server answers {error.code}: {error.read()[:300].decode()}") from None
+    return told
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("file", help="the models, in TOML (docs/models.md)")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    render = actions.add_parser("render", help="print the configuration of what runs the models")
+    render.add_argument("what", choices=tuple(RENDERERS))
+    actions.add_parser("ls", help="show the models and what they do")
+    for what, about in (("sleep", "let a model's memory be taken by others"), ("wake", "wake a model"),
+                        ("drain", "refuse further requests, and wait for those that run")):  # fmt: skip
+        actions.add_parser(what, help=about).add_argument("name")
+    limit = actions.add_parser("limit", help="set what the KV cache of a model may take")
+    limit.add_argument("name")
+    limit.add_argument("size", help="such as 16G, or none")
+
+
+def models(args: argparse.Namespace, out: TextIO | None = None) -> int:
+    """Run the command; returns the exit status."""
+    pool = read(Path(args.file).read_text(encoding="utf-8"))
+    if args.action == "render":
+        print(RENDERERS[args.what](pool), end="", file=out)
+    elif args.action == "ls":
+        print(listing(pool), file=out)
+    elif args.action == "limit":
+        pool.model(args.name)
+        pages = [page for _, page in running(pool)[args.name]]
+        if not pages:
+            raise ValueError(f"{args.name} does not run")
+        control.change(*pages, limit=None if args.size == "none" else parse_size(args.size))
+    else:
+        print(json.dumps(order(pool, args.name, args.action)), file=out)
+    return 0

@@ -1,0 +1,101 @@
+"""``pyvmem models``: the file, its errors, and what is rendered from it.
+
+SPDX-License-Identifier: MIT
+"""
+
+import json
+import shlex
+
+import pytest
+
+from pyvmem.tools import cli, models
+
+pytest.importorskip("tomllib")
+
+FILE = """
+pool = "gpu0"
+size = "70G"
+
+[models.chat]
+path = "/models/llama"
+min = "4G"
+priority = 1
+idle = 60
+args = ["--max-model-len", 8192]
+
+[models.code]
+path = "org/name with space"
+port = 9001
+env = {VLLM_API_KEY = "it's"}
+"""
+
+
+def test_a_file_gives_commands_and_variables():
+    pool = models.read(FILE)
+    chat, code = pool.models
+    assert (chat.port, code.port, chat.min) == (8001, 9001, 4 << 30)
+    command = pool.command(chat)
+    assert command[:3] == ["vllm", "serve", "/models/llama"] and command[-2:] == ["--max-model-len", "8192"]
+    env = pool.environment(chat)
+    assert env["VMEM_VLLM_MIN"] == str(4 << 30) and env["VMEM_VLLM_IDLE"] == "60"
+    from pyvmem.vllm import settings
+
+    made = settings.read(env)  # every variable is one that vMem knows
+    assert (made.pool, made.weights, made.sleep, made.idle, made.priority) == ("gpu0", True, "keep", 60, 1)
+
+
+@pytest.mark.parametrize("what", models.RENDERERS)
+def test_what_is_rendered_is_yaml_with_every_model(what):
+    pool = models.read(FILE)
+    text = models.RENDERERS[what](pool)
+    if what == "systemd":
+        assert text.count("ExecStart=") == 2 and "VMEM_VLLM_POOL=gpu0" in text
+        return
+    yaml = pytest.importorskip("yaml")
+    parts = list(yaml.safe_load_all(text))
+    if what == "llama-swap":
+        (told,) = parts
+        assert shlex.split(told["models"]["code"]["cmd"])[2] == "org/name with space"
+        assert told["groups"]["vmem"] == {"swap": False, "exclusive": False, "members": ["chat", "code"]}
+        assert "VLLM_API_KEY=it's" in told["models"]["code"]["env"]
+    elif what == "compose":
+        assert parts[0]["services"]["chat"]["environment"]["VMEM_VLLM_POOL"] == "gpu0"
+    else:
+        assert [p["metadata"]["name"] for p in parts] == ["chat", "code"]
+
+
+@pytest.mark.parametrize("wrong, error", [
+    ("size = 1", "pool is missing"),
+    (FILE + "[models.c]\nport = 9001\npath='x'", "models.c.port: 9001 is that of code"),
+    (FILE + "[models.c]\nport = true\npath='x'", "models.c.port must be a whole number"),
+    (FILE + "[models.c]\npath='x'\nidel = 3", "models.c.idel: unknown"),
+    (FILE + "[models.c]\nmin='80G'\npath='x'", "the minimums are 84.0 GiB"),
+    (FILE + "[models.c]\nidle='x'\npath='x'", "models.c.idle must be a number"),
+    (FILE + "[models.c]\n", "models.c.path is missing"),
+    ("pool='a'\nsize='7X'\n[models.a]\npath='x'", "size must be a size"),
+    ("pool='a b'\nsize='7G'\n[models.a]\npath='x'", "pool must be at most 60"),
+    ("pool='a'\nsize='7G'\nmodels=3", "models must have a table"),
+    ("pool='a'\nsize='7G'\nmodels={}", "models must have a table"),
+])  # fmt: skip
+def test_an_error_names_the_key(wrong, error):
+    with pytest.raises(ValueError, match=error.replace(".", r"\.")):
+        models.read(wrong)
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_starts(tmp_path):
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(8 << 30)
+    with pytest.raises(ValueError, match=r"models.big: its weights are 8.0 GiB"):
+        models.read(f"pool='a'\nsize='8G'\n[models.big]\npath={json.dumps(str(tmp_path))}")
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "models.toml"
+    file.write_text(FILE)
+    assert cli.main(["models", str(file), "ls"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].split()[:3] == ["model", "state", "port"] and told[1].split()[:2] == ["chat", "stopped"]
+    assert cli.main(["models", str(file), "wake", "chat"]) != 0
+    assert "chat does not run" in capsys.readouterr().err
+    assert cli.main(["models", str(file), "sleep", "nobody"]) != 0
+    assert "no model 'nobody'" in capsys.readouterr().err

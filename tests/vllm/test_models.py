@@ -1,0 +1,196 @@
+"""Three models in a pool that holds two: `vllm serve` on the CPU, whose servers let them sleep and wake."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from pathlib import Path
+
+import engines
+import models
+import pytest
+from serve import free_port
+
+SECONDS = 400
+NAMES = ("a", "b", "c")
+KEY = "secret"
+POOL = 88 << 20  # each model: 32 MiB of weights, and at least 4 MiB for a request
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    models.MODELS["wide"] = dict(models.MODELS["llama"], vocab_size=16000, num_hidden_layers=2)
+    engines.in_child(lambda: str(models.write("wide", folder)), vmem=False)
+    return folder
+
+
+def call(url, body=None, key=KEY, timeout=SECONDS):
+    """Status, headers and JSON of an answer."""
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    asked = urllib.request.Request(url, body if body is None else json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=timeout) as answer:
+            return answer.status, answer.headers, json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, json.loads(error.read() or b"null")
+
+
+class Model:
+    def __init__(self, name, folder, environ, log, *more):
+        self.port = free_port()
+        self.name, self.url = name, f"http://127.0.0.1:{self.port}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port",
+             str(self.port), "--served-model-name", name, "--max-model-len", "512", "--max-num-seqs", "8",
+             "--enforce-eager", "--max-num-batched-tokens", "512", "--seed", "0", "--dtype", "float32",
+             "--kv-cache-memory-bytes", str(32 << 20), "--api-key", KEY, "--skip-tokenizer-init",
+             "--middleware", "pyvmem.vllm.http.Serve", *more],
+            env=environ, stdout=log, stderr=log, start_new_session=True)  # fmt: skip
+
+    def wait(self):
+        end = time.monotonic() + SECONDS
+        while True:
+            assert self.process.poll() is None, f"{self.name} ended with status {self.process.returncode}"
+            assert time.monotonic() < end, f"{self.name} did not start in time"
+            with contextlib.suppress(OSError):
+                if self.state()["state"]:
+                    return
+            time.sleep(0.2)  # nothing else tells when it listens
+
+    def state(self):
+        return call(f"{self.url}/vmem/state")[2]
+
+    def order(self, what):
+        return call(f"{self.url}/vmem/{what}", {})
+
+    def ask(self, prompt, tokens=8, **more):
+        body = dict(model=self.name, prompt=prompt, max_tokens=tokens, temperature=0, ignore_eos=True,
+                    return_token_ids=True, **more)  # fmt: skip
+        return call(f"{self.url}/v1/completions", body)
+
+    def tokens(self, prompt, tokens=8):
+        status, _, told = self.ask(prompt, tokens)
+        assert status == 200, told
+        return told["choices"][0]["token_ids"]
+
+    def until(self, what, seconds=60):
+        end = time.monotonic() + seconds
+        while not what(told := self.state()):
+            assert time.monotonic() < end, told
+            time.sleep(0.02)
+        return told
+
+    def kill(self, number=signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def three(folder):
+    environ = dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_POOL=uuid.uuid4().hex[:12], VMEM_VLLM_POOL_SIZE=str(POOL),
+                   VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep", VMEM_VLLM_SLICE="1", VMEM_VLLM_QUEUE="90",
+                   VMEM_VLLM_PAGE_SIZE="64K", VLLM_LOGGING_LEVEL="INFO")  # fmt: skip
+    made = {}
+    logs = Path(os.environ.get("VMEM_TEST_LOGS") or tempfile.mkdtemp())
+    for name in NAMES:
+        made[name] = Model(name, folder, environ, open(logs / f"{name}.log", "ab"))
+        made[name].wait()  # the third one finds the pool full: an idle one sleeps for it
+    yield made
+    for model in made.values():
+        model.kill()
+
+
+PROMPT = [(7 * i) % 900 + 3 for i in range(100)]
+
+
+def test_a_model_wakes_for_a_request_and_another_sleeps_for_it(three):
+    first = three["a"].tokens(PROMPT)
+    for _ in range(2):
+        for name in NAMES:
+            assert three[name].tokens(PROMPT) == first  # the same weights in all, also after each sleep
+            assert three[name].state()["state"] == "awake"
+    states = [m.state() for m in three.values()]
+    assert [s["state"] for s in states].count("awake") == 2
+    assert all(s["model"] == m.name and s["port"] == m.port for s, m in zip(states, three.values()))
+    assert sum(s["weights_held"] for s in states) <= POOL
+
+
+def test_many_at_once_are_all_served(three):
+    expected = three["a"].tokens(PROMPT, 32)
+
+    def one(i):
+        return three[NAMES[i % 3]].tokens(PROMPT, 32)
+
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        assert all(t == expected for t in pool.map(one, range(36)))
+
+
+def test_a_stream_counts_until_its_last_byte(three):
+    three["a"].tokens(PROMPT)
+    body = dict(model="a", prompt=PROMPT, max_tokens=300, temperature=0, ignore_eos=True, stream=True)
+    asked = urllib.request.Request(f"{three['a'].url}/v1/completions", json.dumps(body).encode(),
+                                   {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"})  # fmt: skip
+    with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+        answer.readline()
+        assert three["a"].state()["running"] == 1
+        sleeps = threading.Thread(target=three["a"].order, args=("sleep",))
+        sleeps.start()
+        three["a"].until(lambda s: s["state"] == "closing")
+        assert b"[DONE]" in answer.read()  # no byte of it is lost
+    sleeps.join()
+    assert three["a"].state()["state"] == "asleep"
+
+
+def test_orders_ask_for_the_key_and_a_drained_model_refuses(three):
+    model = three["b"]
+    assert call(f"{model.url}/vmem/state", key="wrong")[0] == 401
+    assert call(f"{model.url}/vmem/nothing")[0] == 404 and call(f"{model.url}/vmem/sleep")[0] == 405
+    assert model.order("sleep")[2]["state"] == "asleep"
+    assert call(f"{model.url}/v1/completions", dict(model="b"), key="wrong")[0] == 401
+    assert model.state()["state"] == "asleep"  # strangers wake nobody
+    assert model.order("drain")[2]["state"] == "drained"
+    status, headers, told = model.ask(PROMPT)
+    assert status == 503 and int(headers["Retry-After"]) > 0 and "drained" in told["error"]["message"]
+    status, _, told = model.order("wake")
+    assert status == 200 and told["state"] == "awake"
+    assert len(model.tokens(PROMPT)) == 8
+
+
+def scheduler_of(model):
+    from pyvmem.engine import control
+
+    return next(e.pid for e, _ in control.engines() if e.model == model.name)
+
+
+def test_a_stopped_engine_holds_up_nobody(three):
+    for name in ("a", "b"):
+        three[name].tokens(PROMPT)
+    pid = scheduler_of(three["a"])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert len(three["c"].tokens(PROMPT)) == 8  # b gives instead
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert len(three["a"].tokens(PROMPT)) == 8
+
+
+def test_a_killed_engine_leaves_its_memory_at_once(three):
+    for name in ("b", "c"):
+        three[name].tokens(PROMPT)
+    os.kill(scheduler_of(three["b"]), signal.SIGKILL)
+    for name in ("a", "c"):
+        assert len(three[name].tokens(PROMPT)) == 8
+    three["b"].process.wait(60)  # vLLM's server ends with its engine
+    three["c"].kill()  # the server and all that it started
+    assert len(three["a"].tokens(PROMPT)) == 8
