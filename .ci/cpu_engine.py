@@ -1,5 +1,7 @@
 """What the installers of serving engines for CPUs share (`vllm_cpu.py`, `sglang_cpu.py`)."""
 
+import contextlib
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -44,17 +46,33 @@ def install(folder: Path, engine: str, version: str, torch: str, overrides: list
     python = folder / "bin" / "python"
     pip = [python, "-m", "pip", "-q", "--disable-pip-version-check"]
     wheels, chosen = folder / "wheels", folder / "overrides.txt"
-    chosen.write_text("\n".join([f"torch=={torch}+cpu", *overrides]))
-    for step in (
-        [*pip, "install", "uv", "pytest", "openai"],
-        [*pip, "download", "--no-deps", "-d", wheels, f"torch=={torch}+cpu"],
-        [python, "-m", "uv", "pip", "install", "-q", "--python", python, "--find-links", wheels,
-         "--override", chosen, f"{engine}=={version}", "cffi", *more],
-    ):  # fmt: skip
-        index = ["--extra-index-url", TORCH_INDEX] if TORCH_INDEX and str(step[-1]).startswith("torch") else []
-        if run(*step, *index):
-            skip(f"the registry does not give {step[-1]}")
+    wheels.mkdir()
+    index = ["--extra-index-url", TORCH_INDEX] if TORCH_INDEX else []
+    if run(*pip, "install", "uv", "pytest", "openai"):
+        skip(f"{engine}: the registry does not give uv, pytest and openai")
+    if run(*pip, "download", "--no-deps", "-d", wheels, f"torch=={torch}+cpu", *index):
+        here = torch_here(torch)
+        if here is None:
+            skip(f"{engine}: the registry does not give torch=={torch}+cpu, and `make` has installed another release")
+            raise AssertionError
+        print(f"instead of torch=={torch}+cpu, the one that `make` has installed: {here}", flush=True)
+        (site_of(python) / "torch-of-make.pth").write_text(f"{here}\n")  # behind the environment's own packages
+        chosen.write_text("\n".join([*never("torch"), *overrides]))
+    else:
+        chosen.write_text("\n".join([f"torch=={torch}+cpu", *overrides]))
+    if run(python, "-m", "uv", "pip", "install", "-q", "--python", python, "--find-links", wheels,
+           "--override", chosen, f"{engine}=={version}", "cffi", *more):  # fmt: skip
+        skip(f"the registry does not give {engine}=={version}")
     return True
+
+
+def torch_here(release: str) -> Path | None:
+    """The folder of the torch of this interpreter, which `make` has installed, if it is of this release."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        torch = importlib.metadata.distribution("torch")
+        if torch.version.partition("+")[0] == release:
+            return Path(str(torch.locate_file("torch"))).parent
+    return None
 
 
 def site_of(python: Path) -> Path:

