@@ -29,15 +29,17 @@ def run(monkeypatch, budget, waiting=None, slots=SLOTS):
     assert f"budget={budget}" in text and f"slots={slots}" in text
     wanted = eval(WAITING.search(text)[1])
     most = 10 * sum(output + 1 for _, output in wanted)
-    commit, steps, variables = KVCache.commit, [], {}
+    step, steps, variables = KVCache.step, [], {}
 
-    def counted(cache):
+    def counted(cache, lengths, **options):
+        if options.get("dry"):
+            return step(cache, lengths, **options)
         if len(steps) > most:
             raise Stuck(f"{len(steps)} steps, {variables['finished']} of {len(wanted)} requests finished")
         steps.append(variables["preempted"])
-        return commit(cache)
+        return step(cache, lengths, **options)
 
-    monkeypatch.setattr(KVCache, "commit", counted)
+    monkeypatch.setattr(KVCache, "step", counted)
     try:
         exec(compile(text, "docs/engine.md", "exec"), variables)
     finally:

