@@ -33,10 +33,10 @@ POOL_COLUMNS = (
     "pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "answer (question)", "reply (up to)",
 )  # fmt: skip
 ENGINE_COLUMNS = (
-    "pid", "engine", "state", "limit", "min", "max", "least", "backed", "used", "cached", "spare", "preempted",
-    "refused",
+    "pid", "engine", "model", "port", "state", "limit", "min", "max", "least", "backed", "used", "cached", "spare",
+    "preempted", "refused",
 )  # fmt: skip
-_TEXT = {"name", "where", "pool", "answer (question)", "reply (up to)", "engine", "state"}
+_TEXT = {"name", "where", "pool", "answer (question)", "reply (up to)", "engine", "model", "state"}
 
 
 def rows(views: Iterable[View], rates: Mapping[Path, float]) -> list[tuple[str, ...]]:
@@ -68,8 +68,15 @@ def pool_rows(views: Iterable[View]) -> list[tuple[str, ...]]:
     return found
 
 
+def called(engine: control.Engine) -> str:
+    """The name of an engine's model, without the folders of a path; "" if the engine does not say it."""
+    return engine.model.rstrip("/").rpartition("/")[2]
+
+
 def engine_state(engine: control.Engine, page: control.Page) -> str:
-    """What an engine does, in one word."""
+    """What an engine does, in one word: what its server says, unless it is only awake."""
+    if engine.state not in ("", "awake"):
+        return engine.state
     if page.asleep:
         return "asleep"
     if engine.lent:
@@ -78,20 +85,20 @@ def engine_state(engine: control.Engine, page: control.Page) -> str:
 
 
 def engine_rows(engines: Iterable[tuple[control.Engine, control.Page]]) -> list[tuple[str, ...]]:
-    """Rows of text for `ENGINE_COLUMNS`: engines of vLLM on vMem; memory of one worker, in MiB."""
+    """Rows of text for `ENGINE_COLUMNS`: engines on vMem, of vLLM or SGLang; memory of one worker, in MiB."""
     found = []
     for e, page in engines:
         limit = "" if e.limit is None else f"{e.limit / MIB:.0f}"
         share = [f"{size / MIB:.0f}" if size else "" for size in (e.min, e.max)]
         held = [f"{size / MIB:.0f}" for size in (e.least, e.resident, e.used, e.cached, e.spare)]
-        name = f"{e.name}-{e.rank}"
-        found.append((str(e.pid), name, engine_state(e, page), limit, *share, *held, str(e.preempted), str(e.refused)))
+        who = f"{e.name}-{e.rank}", called(e), str(e.port or "")
+        found.append((str(e.pid), *who, engine_state(e, page), limit, *share, *held, str(e.preempted), str(e.refused)))
     return found
 
 
 # What a narrow terminal leaves out first. A file or a pipe gets all columns.
 _LESS = ("swapped", "free", "ahead", "kept", "where", "needed", "live", "steps/s", "giving", "could give", "needs",
-         "reply (up to)", "refused", "preempted", "spare", "least", "cached", "max", "min",
+         "reply (up to)", "port", "refused", "preempted", "spare", "least", "cached", "max", "min",
          "answer (question)")  # fmt: skip
 
 
@@ -121,7 +128,7 @@ def _screen(views: Sequence[View], rates: Mapping[Path, float], room: int | None
     if pooled := pool_rows(views):
         text += "\n\n" + _table(pooled, "in pools", POOL_COLUMNS, room)
     if engines := engine_rows(control.engines()):
-        text += "\n\n" + _table(engines, "vLLM on vMem; a worker's memory in MiB", ENGINE_COLUMNS, room)
+        text += "\n\n" + _table(engines, "engines; a worker's memory in MiB", ENGINE_COLUMNS, room)
     return text
 
 
@@ -144,7 +151,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", action="append", default=[], metavar="WHICH=SIZE",
         help="set the budget of the KV caches of a process, or of those with a name: 1234=16G, chat=60%% (of the "
         "device); they adopt it at their next step or when idle, members of a pool at once, as their maximum; or the "
-        "limit of each worker of a vLLM engine, by its process or its name: 60%% is of all its blocks",
+        "limit of each worker of an engine, by its process, its name or its model: 60%% is of all its blocks",
     )  # fmt: skip
     parser.add_argument(
         "--wait", type=wait, default=1.0, metavar="SECONDS", help="time to wait for the answer to --limit (1)"
@@ -157,7 +164,7 @@ def _chosen(text: str, which: str) -> list[View]:
     found = [v for v in views if which.isdecimal() and v.pid == int(which)] or [v for v in views if v.name == which]
     if not found:
         what = f"process {which} has no KV cache" if which.isdecimal() else f"no KV cache has the name {which!r}"
-        what += ", and no engine of vLLM's is called so"
+        what += ", and no engine or model is called so"
         raise ValueError(f"--limit {text}: {what}")
     pids = sorted({v.pid for v in found})
     if len(pids) > 1:
@@ -188,7 +195,12 @@ def limit(text: str) -> list[Wanted]:
     if not valid:
         raise ValueError(f"--limit {text} must be PID=SIZE or NAME=SIZE, such as 1234=16G or chat=60%")
     try:
-        engines = [(e, p) for e, p in control.engines() if which in (str(e.pid), e.name, f"{e.name}-{e.rank}")]
+        known = control.engines()
+        engines = [(e, p) for e, p in known if which in (str(e.pid), e.name, f"{e.name}-{e.rank}")]
+        if not engines:
+            engines = [(e, p) for e, p in known if which in (e.model, called(e))]
+            if len(pids := sorted({e.pid for e, _ in engines})) > 1:
+                raise ValueError(f"processes {', '.join(map(str, pids))} serve a model of that name; give one")
         if engines:
             sizes = [_bytes(wanted, e.blocks * e.block_bytes) for e, _ in engines]
             if max(sizes) > control.NO_LIMIT:

@@ -138,15 +138,15 @@ class Screen:
         rows = engine_rows(control.engines())
         if not rows:
             return []
-        less = () if width >= 110 else ("min", "max", "least", "spare", "preempted", "refused")
+        less = () if width >= 110 else ("port", "min", "max", "least", "spare", "preempted", "refused")
         show = [i for i, name in enumerate(ENGINE_COLUMNS) if name not in less]
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
         for i in show:
-            justify: Literal["left", "right"] = "left" if ENGINE_COLUMNS[i] == "engine" else "right"
+            justify: Literal["left", "right"] = "left" if ENGINE_COLUMNS[i] in ("engine", "model") else "right"
             table.add_column(ENGINE_COLUMNS[i], justify=justify, no_wrap=True)
         for row in rows:
             table.add_row(*(Text(row[i]) for i in show))
-        return [Text(), Text("vLLM on vMem (a worker's memory in MiB)", style="bold"), table]
+        return [Text(), Text("engines (a worker's memory in MiB)", style="bold"), table]
 
     def _legend(self) -> Text:
         text = Text()

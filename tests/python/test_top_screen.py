@@ -129,10 +129,10 @@ def test_a_pipe_gets_tables_once_and_no_escape_code():
 
 @pytest.mark.parametrize("said, state", [
     ({}, "idle"), ({"used": 1}, "serves"), ({"used": 1, "wanted": 1}, "waits"), ({"lent": True}, "lent"),
-    ({"asleep": True, "lent": True}, "asleep"),
+    ({"asleep": True, "lent": True}, "asleep"), ({"state": "draining"}, "draining"), ({"state": "awake"}, "idle"),
 ])  # fmt: skip
 def test_what_an_engine_does_is_one_word(said, state):
-    engine = types.SimpleNamespace(**{"used": 0, "wanted": 0, "lent": False, **said})
+    engine = types.SimpleNamespace(**{"used": 0, "wanted": 0, "lent": False, "state": "", **said})
     assert command.engine_state(engine, types.SimpleNamespace(asleep=said.get("asleep", False))) == state
 
 

@@ -445,8 +445,21 @@ def test_top_shows_engines_and_sets_their_limits():
         run_top("--once", "--limit", "abc=120%")
     with pytest.raises(ValueError, match="--limit abc=99999999T: 99999999T must be at most 4611686018427387903 bytes"):
         run_top("--once", "--limit", "abc=99999999T")
-    with pytest.raises(ValueError, match="no KV cache has the name 'xyz', and no engine of vLLM's is called so"):
+    with pytest.raises(ValueError, match="no KV cache has the name 'xyz', and no engine or model is called so"):
         run_top("--once", "--limit", "xyz=1G")
+
+
+def test_top_shows_models_and_their_ports_and_finds_engines_by_them():
+    page, other = engine(USED=3), engine("def")
+    control.serves(page, "/models/Llama-3-8B", 8001)
+    control.serves(other, "qwen", 8002)
+    row = next(line for line in run_top("--once").splitlines() if "abc-0" in line)
+    assert row.split()[1:5] == ["abc-0", "Llama-3-8B", "8001", "serves"]
+    run_top("--once", "--limit", "Llama-3-8B=50M")
+    run_top("--once", "--limit", "qwen=30M")
+    assert (page[control.LIMIT], other[control.LIMIT]) == (50 << 20, 30 << 20)
+    run_top("--once", "--limit", "/models/Llama-3-8B=40M")
+    assert (page[control.LIMIT], other[control.LIMIT]) == (40 << 20, 30 << 20)
 
 
 # ---- steps of a worker ----------------------------------------------------------------------------------------------
