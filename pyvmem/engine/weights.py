@@ -31,6 +31,7 @@ from pyvmem.tensor import tensor_at
 logger = logging.getLogger("vllm.vmem")
 
 PAGE = 2 * MIB
+PORTION, BUSY = 256 * MIB, 1.0  # while requests run, so many bytes are copied, and then none for so many seconds
 ARENA = 256 * MIB  # a power of two, to which torch's allocator of pinned memory rounds
 ALIGN = 512  # bytes, as of the blocks of torch's allocator
 WORDS = 4096  # of a row of the sums
@@ -213,16 +214,24 @@ class Weights:
 
     # ---- the copy --------------------------------------------------------------------------------------------
 
-    def copy_behind(self) -> None:
-        """Begin to copy the weights to the host, in a thread. No CUDA graph may be captured meanwhile."""
-        self._thread = threading.Thread(target=self._copy_all, name="vmem-weights", daemon=True)
+    def copy_behind(self, busy: Callable[[], bool] = bool) -> None:
+        """Begin to copy the weights to the host, in a thread. No CUDA graph may be captured meanwhile.
+
+        busy : whether requests run. Then the copy pauses between portions: CUDA pins a GiB of host memory in about one
+            second, in which it launches few kernels.
+        """
+        self._thread = threading.Thread(target=self._copy_all, args=(busy,), name="vmem-weights", daemon=True)
         self._thread.start()
 
-    def _copy_all(self) -> None:
+    def _copy_all(self, busy: Callable[[], bool]) -> None:
         begin, told = time.monotonic(), time.monotonic()
         segments = self._lease._segments()
-        size, done = sum(segments.values()), 0
+        size, done, portion = sum(segments.values()), 0, PORTION
         for address, n in segments.items():
+            again = time.monotonic() + BUSY
+            while portion >= PORTION and busy() and time.monotonic() < again and not self._stop:
+                time.sleep(BUSY / 50)
+            portion = n + (portion if portion < PORTION else 0)
             with self._lock:
                 if self._stop or self._parked:
                     return  # park() has copied the rest

@@ -85,7 +85,7 @@ class WorkerDoor:
     def compile_or_warm_up_model(self) -> Any:
         done = super().compile_or_warm_up_model()  # type: ignore[misc]
         if self._vmem is not None and self._vmem.weights is not None:
-            self._vmem.weights.copy_behind()  # not before: graphs have been captured
+            self._vmem.weights.copy_behind(self._vmem.busy)  # not before: graphs have been captured
         return done
 
     def get_supported_kv_cache_layouts(self) -> list[str]:

@@ -386,6 +386,10 @@ class WorkerMemory(BlockMemory):
         self.publish()
         return True
 
+    def busy(self) -> bool:
+        """Whether running requests hold blocks."""
+        return self._page[control.USED] > 0
+
     def _wake_weights(self, weights: Weights, seconds: float) -> None:
         """Wake them, and publish meanwhile what they lack. Raises OutOfMemory after so many seconds."""
         end = time.monotonic() + seconds

@@ -121,6 +121,17 @@ def test_weights_that_changed_in_place_come_back_as_they_are(pool, weights, chan
     same(net, told)
 
 
+def test_weights_are_copied_while_requests_run_but_not_at_once(pool, weights, monkeypatch):
+    seen = []
+    monkeypatch.setattr("pyvmem.engine.weights.BUSY", 0.1)
+    monkeypatch.setattr("pyvmem.engine.weights.PORTION", 1)
+    net = Net()
+    weights.adopt([net])
+    weights.copy_behind(lambda: seen.append(len(weights._sums)) or True)
+    weights._thread.join()
+    assert len(weights._sums) == len(weights._lease._segments()) == len(set(seen))  # it asked before each
+
+
 def test_without_host_memory_the_weights_stay(pool, weights, monkeypatch):
     net = Net()
     told = tensors(net)
