@@ -91,6 +91,13 @@ def anchors(page):
     return found
 
 
+def test_nothing_says_to_install_from_an_index():
+    """pyvmem is on none yet: its wheel is installed by its file, or its folder."""
+    said = re.compile(r"pip install (?:-\S+ )*pyvmem\b(?!-\*)")
+    texts = [*TOP.glob("*.md"), *TOP.glob("docs/**/*.md"), *TOP.glob("pyvmem/**/*.py"), *TOP.glob("examples/*.py")]
+    assert [str(p.relative_to(TOP)) for p in texts if said.search(p.read_text())] == []
+
+
 def test_every_link_leads_somewhere():
     pages = [*TOP.glob("*.md"), TOP / "benchmarks/README.md", *TOP.glob("docs/**/*.md")]
     for page in (p for p in pages if "reference" not in p.parts):
