@@ -10,8 +10,8 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-import ctypes
 import datetime
+import functools
 import json
 import os
 import signal
@@ -37,7 +37,6 @@ BACKENDS = ("uvm", "stock")
 NEEDED = 4 << 30  # bytes of free device memory, on a real GPU
 CANARY = 1 << 30
 _PART = 32 * MIB  # of the canary, compared at a time
-_NVML_INSUFFICIENT_SIZE = 7
 
 
 # ---- stamps -------------------------------------------------------------------------------------------------
@@ -133,19 +132,15 @@ class _Canary:
 
 
 def _others(uuid: bytes) -> int | None:
-    """Return how many processes compute on the GPU, as NVML sees it; None if it cannot tell."""
+    """Return how many processes compute on the GPU, as nvidia-smi sees it; None if it cannot tell."""
+    name = uuid.hex()
+    text = "GPU-" + "-".join((name[:8], name[8:12], name[12:16], name[16:20], name[20:]))
+    query = ["nvidia-smi", "-i", text, "--query-compute-apps=pid", "--format=csv,noheader"]
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        name = uuid.hex()
-        text = "GPU-" + "-".join((name[:8], name[8:12], name[12:16], name[16:20], name[20:]))
-        handle, count = ctypes.c_void_p(), ctypes.c_uint(0)
-        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(text.encode(), ctypes.byref(handle)):
-            return None
-        code = nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), None)
-        nvml.nvmlShutdown()
-    except (OSError, AttributeError):
+        found = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    return count.value if code in (0, _NVML_INSUFFICIENT_SIZE) else None
+    return None if found.returncode else len(found.stdout.split())
 
 
 def _uuid(device: int) -> bytes:
@@ -170,48 +165,41 @@ def _xid() -> str:
     return lines[-1] if lines else ""
 
 
+def _refused(what: str, seen: object, expected: object) -> dict[str, Any]:
+    return {"ok": False, "what": what, "seen": str(seen), "expected": str(expected)}
+
+
 def _child(stage: Stage, backend: str, device: int, seconds: float, unknown: bool = False) -> dict[str, Any]:
     """Run a stage in a process of its own, which is killed after so many seconds."""
     command = [sys.executable, "-m", "pyvmem.selftest.child", stage.name, backend, str(device)]
     # Kernels that run until they are stopped: nothing may be loaded while one runs.
     environment = {**os.environ, "CUDA_MODULE_LOADING": "EAGER", "VMEM_BACKEND": backend, UNKNOWN: str(int(unknown))}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,  # so that its own children end with it
-    )
+    # A session of its own, so that the stage's own children end with it.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+                               start_new_session=True)  # fmt: skip
     try:
         out, err = process.communicate(timeout=seconds)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        return {"ok": False, "what": "the stage", "seen": f"no end after {seconds:.0f} s", "expected": "an end"}
-    try:
         return dict(json.loads(out.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        return _refused("the stage", f"no end after {seconds:.0f} s", "an end")
     except (IndexError, ValueError):
         last = (err.strip().splitlines() or ["no output"])[-1]
-        return {"ok": False, "what": "the stage", "seen": f"exit status {process.returncode}: {last}",
-                "expected": "a result"}  # fmt: skip
+        return _refused("the stage", f"exit status {process.returncode}: {last}", "a result")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def _preflight(backend: str, device: int, shared: bool, unknown: bool) -> dict[str, Any]:
     """Check what must hold before anything is touched."""
-
-    def refuse(what: str, seen: object, expected: object) -> dict[str, Any]:
-        return {"ok": False, "what": what, "seen": str(seen), "expected": str(expected)}
-
     error = probe(backend, device, unknown_driver=unknown)
     if error is not None:
-        return refuse(f"the backend {backend}", error, "a backend that works")
+        return _refused(f"the backend {backend}", error, "a backend that works")
     others = _others(_uuid(device))
     if others and not shared:
-        return refuse("processes that compute on this GPU", others, "0, or --shared")
-    note = "" if others is not None else "NVML cannot tell whether other processes use the GPU"
+        return _refused("processes that compute on this GPU", others, "0, or --shared")
+    note = "" if others is not None else "nvidia-smi cannot tell whether other processes use the GPU"
     return {"ok": True, "note": note, "figures": {} if others is None else {"other_processes": others}}
 
 
@@ -235,63 +223,55 @@ def run_selftest(
     """
     if prove and backend != "stock":
         raise ValueError("--prove needs --backend stock: uvm replaces pages without a fault")
-    report: dict[str, Any] = {
-        "backend": backend,
-        "stamp": stamp_name(backend, device),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "passed": False,
-        "stages": [],
-    }
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    report: dict[str, Any] = {"backend": backend, "stamp": stamp_name(backend, device), "date": now, "passed": False,
+                              "stages": []}  # fmt: skip
 
-    def record(name: str, proves: str, result: dict[str, Any], seconds: float) -> bool:
+    def record(name: str, proves: str, perform: Callable[[], dict[str, Any]]) -> bool:
+        started = time.monotonic()
+        result = perform()
+        seconds = time.monotonic() - started
         row = {"stage": name, "seconds": round(seconds, 2), **{k: v for k, v in result.items() if v not in ("", {})}}
         report["stages"].append(row)
         figures = ", ".join(
             f"{v:,} {k}" if isinstance(v, int) else f"{k} {v}" for k, v in result.get("figures", {}).items()
         )
-        number = len(report["stages"]) - 1
         verdict = "ok    " if result["ok"] else "FAILED"
-        say(f"{number:2} {name:12} {verdict} {seconds:6.1f} s  {figures or proves}")
+        say(f"{len(report['stages']) - 1:2} {name:12} {verdict} {seconds:6.1f} s  {figures or proves}")
         if result.get("note"):
             say(f"{'':24}     {result['note']}")
         if not result["ok"]:
             say(f"   {result['what']}: seen {result['seen']}; expected {result['expected']}")
         return bool(result["ok"])
 
-    started = time.monotonic()
-    if not record(
-        "preflight",
-        "the backend opens",
-        _preflight(backend, device, shared, unknown_driver),
-        time.monotonic() - started,
-    ):
+    def preflight() -> dict[str, Any]:
+        return _preflight(backend, device, shared, unknown_driver)
+
+    def perform(stage: Stage) -> dict[str, Any]:
+        result = _child(stage, backend, device, stage.seconds * (5 if canary.slow else 1), unknown_driver)
+        if differs := canary.differs():
+            result |= _refused("the canary, memory that no stage may touch", f"{differs} words changed", 0)
+        return result
+
+    if not record("preflight", "the backend opens", preflight):
         return _end(report, say, touched=False)
     try:
         canary = _Canary(device)
     except VmemError as error:
-        result = {"ok": False, "what": "the canary", "seen": str(error), "expected": "memory that can be written"}
-        record("canary", "", result, 0)
+        refused = _refused("the canary", error, "memory that can be written")
+        record("canary", "", lambda: refused)
         return _end(report, say)
     try:
-        report["simulated"] = canary.slow
-        report["canary_bytes"] = canary.bytes
+        report.update(simulated=canary.slow, canary_bytes=canary.bytes)
         if not canary.slow and canary.free < NEEDED:
-            result = {"ok": False, "what": "free device memory", "seen": canary.free, "expected": NEEDED}
-            record("memory", "", result, 0)
+            record("memory", "", lambda: _refused("free device memory", canary.free, NEEDED))
             return _end(report, say, touched=False)
-        stages = [*STAGES, *(s for s in OTHERS if prove and s.name == "loud")]
-        for stage in stages:
-            started = time.monotonic()
-            result = _child(stage, backend, device, stage.seconds * (5 if canary.slow else 1), unknown_driver)
-            differs = canary.differs()
-            if differs:
-                result = {**result, "ok": False, "what": "the canary, memory of nobody's under test",
-                          "seen": f"{differs} words changed", "expected": "0"}  # fmt: skip
-            if not record(stage.name, stage.proves, result, time.monotonic() - started):
+        for stage in (*STAGES, *(s for s in OTHERS if prove and s.name == "loud")):
+            passed = record(stage.name, stage.proves, functools.partial(perform, stage))
+            if not passed or stage.name == "loud":
                 report["xid"] = _xid()
+            if not passed:
                 return _end(report, say)
-            if stage.name == "loud":
-                report["xid"] = _xid()
     finally:
         canary.close()
     report["passed"] = True

@@ -16,50 +16,33 @@ _INDEX = """
     cvt.u64.u32 %i, %r3;
 """
 
-# gather(addrs, out, n): out[i] = *addrs[i].  scatter(addrs, values, n): *addrs[i] = values[i].
+# move(from, to, n): *to[i] = *from[i].
 # differ(base, n, first, count): adds the number of words at base that differ from the region's pattern to *count.
-# poll(addr, control, out): a thread per block loads *addr until control[1] is not 0. control[0], in the host's memory,
-#   is the least value that a load may return from then on: an acquire orders the two. out[4 * block]: loads, the first
-#   value that was too small, what was the least then, and the largest value.
-# store(addr, mask, control): a thread per block writes to words of the page until control[1] is not 0.
+# poll(addr, control, out, mask): a thread per block loads *addr until control[1] is not 0. control[0], in the host's
+#   memory, is the least value that a load may return from then on: an acquire orders the two. out[4 * block]: loads,
+#   the first value that was too small, what was the least then, and the largest value.
+# store(addr, control, out, mask): a thread per block writes to words of the page until control[1] is not 0.
 PTX = f"""
 .version 7.0
 .target sm_75
 .address_size 64
 
-.visible .entry gather(.param .u64 addrs, .param .u64 out, .param .u64 n)
+.visible .entry move(.param .u64 from, .param .u64 to, .param .u64 n)
 {{
     .reg .pred %p; .reg .u32 %r<4>; .reg .u64 %i, %n, %a, %o, %v;
     {_INDEX}
     ld.param.u64 %n, [n];
     setp.ge.u64 %p, %i, %n;
     @%p ret;
-    ld.param.u64 %a, [addrs];
-    ld.param.u64 %o, [out];
+    ld.param.u64 %a, [from];
+    ld.param.u64 %o, [to];
     shl.b64 %i, %i, 3;
     add.u64 %a, %a, %i;
     add.u64 %o, %o, %i;
     ld.global.u64 %a, [%a];
+    ld.global.u64 %o, [%o];
     ld.volatile.global.u64 %v, [%a];
-    st.global.u64 [%o], %v;
-    ret;
-}}
-
-.visible .entry scatter(.param .u64 addrs, .param .u64 values, .param .u64 n)
-{{
-    .reg .pred %p; .reg .u32 %r<4>; .reg .u64 %i, %n, %a, %o, %v;
-    {_INDEX}
-    ld.param.u64 %n, [n];
-    setp.ge.u64 %p, %i, %n;
-    @%p ret;
-    ld.param.u64 %a, [addrs];
-    ld.param.u64 %o, [values];
-    shl.b64 %i, %i, 3;
-    add.u64 %a, %a, %i;
-    add.u64 %o, %o, %i;
-    ld.global.u64 %a, [%a];
-    ld.global.u64 %v, [%o];
-    st.volatile.global.u64 [%a], %v;
+    st.volatile.global.u64 [%o], %v;
     ret;
 }}
 
@@ -88,7 +71,7 @@ next:
     bra next;
 }}
 
-.visible .entry poll(.param .u64 addr, .param .u64 control, .param .u64 out)
+.visible .entry poll(.param .u64 addr, .param .u64 control, .param .u64 out, .param .u64 mask)
 {{
     .reg .pred %p, %q; .reg .u32 %r0; .reg .u64 %a, %c, %o, %n, %e, %v, %w, %l, %m, %k;
     ld.param.u64 %a, [addr];
@@ -120,7 +103,7 @@ next:
     ret;
 }}
 
-.visible .entry store(.param .u64 addr, .param .u64 mask, .param .u64 control)
+.visible .entry store(.param .u64 addr, .param .u64 control, .param .u64 out, .param .u64 mask)
 {{
     .reg .pred %p; .reg .u32 %r0; .reg .u64 %a, %c, %m, %i, %b, %k;
     ld.param.u64 %a, [addr];

@@ -8,7 +8,6 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import signal
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from pyvmem.core import KIB, MAP_OP, MIB, Context, Pages, Reservation
-from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError
+from pyvmem.errors import InvalidArgument, VmemError
 from pyvmem.selftest.agents import Agent, DeviceFault, UInts, pattern
 
 PAGE = 64 * KIB
@@ -70,6 +69,12 @@ def equal(what: str, seen: UInts, expected: UInts | int) -> None:
         raise Failed(f"{what}: {len(wrong)} of {len(seen)} words, the first at {i}", hex(seen[i]), hex(expected[i]))
 
 
+def same(what: str, seen: object, expected: object) -> None:
+    """Raise `Failed` unless the two are equal."""
+    if seen != expected:
+        raise Failed(what, seen, expected)
+
+
 def _within(what: str, free: Callable[[], int], before: int, slack: int, seconds: float) -> None:
     """Wait until so much memory is free again, up to a slack."""
     end = time.monotonic() + seconds
@@ -83,17 +88,21 @@ def _every(addr: int, length: int, step: int) -> UInts:
     return np.arange(addr, addr + length, step, dtype=np.uint64)
 
 
-@contextmanager
-def _space(run: Run, length: int) -> Iterator[Reservation]:
-    with run.context.reserve(length, backdrop=True) as space:
-        yield space
+def _space(run: Run, length: int) -> Reservation:
+    return run.context.reserve(length, backdrop=True)
 
 
-# ---- 1 to 3: pages, what fresh ones hold, and where entries point -------------------------------------------
+# ---- 1 and 2: pages, what fresh ones hold, and where entries point ------------------------------------------
 
 
 def memory(run: Run) -> None:
-    """Create and release pages; the totals return to where they were."""
+    """Pages come and go, fresh ones hold nothing, and what a killed process had comes back."""
+    _come_and_go(run)
+    _fresh_pages(run)
+    _kills(run)
+
+
+def _come_and_go(run: Run) -> None:
     context = run.context
 
     def free() -> int:
@@ -106,10 +115,8 @@ def memory(run: Run) -> None:
             for n in (1, 64, run.scaled(1024, 256 if size == PAGE else 64)):
                 created = context.stats().created
                 with context.create(size, n):
-                    if context.stats().created != created + n * size:
-                        raise Failed("bytes created", context.stats().created, created + n * size)
-                if context.stats().created != created:
-                    raise Failed("bytes after a release", context.stats().created, created)
+                    same("bytes created", context.stats().created, created + n * size)
+                same("bytes after a release", context.stats().created, created)
         if turn == 0:  # what the driver keeps for itself is allocated now
             _within("after the first turn", free, before, 8 * STRAY, 2)
             before = free()
@@ -117,7 +124,7 @@ def memory(run: Run) -> None:
     run.figures["pages"] = 3 * 2 * (65 + run.scaled(1024, 256))
 
 
-def zeros(run: Run) -> None:
+def _fresh_pages(run: Run) -> None:
     """Map fresh pages with entries of both sizes and only read them."""
     # Memory that held something: written through CUDA's own mappings, and returned.
     with Context("cuda", run.device) as cuda:
@@ -125,7 +132,6 @@ def zeros(run: Run) -> None:
         with cuda.reserve(length) as dirty, cuda.create(HUGE, length // HUGE) as pages:
             dirty.map(pages)
             cuda.fill(dirty.addr, 0xA5, length)
-    words = 0
     for size in (PAGE, HUGE):
         n = 64 if size == PAGE else run.scaled(64, 4)
         with _space(run, n * size) as space, run.context.create(size, n, zero=True) as pages:
@@ -134,9 +140,53 @@ def zeros(run: Run) -> None:
             equal(f"fresh pages of {size >> 10} KiB, as kernels read them", run.agent.gather(addrs), 0)
             data = np.frombuffer(run.context.read(space.addr, n * size), np.uint64)
             equal(f"fresh pages of {size >> 10} KiB, as copies read them", data, 0)
-            words += len(addrs) + len(data)
             space.unmap()
-    run.figures["words"] = words
+
+
+def victim(run: Run) -> None:
+    """Not a stage: create, map, replace, unmap and release until killed, with a child that keeps the descriptors."""
+    sleeper = os.fork()
+    if not sleeper:
+        signal.pause()
+        os._exit(0)
+    print(f"sleeper {sleeper}", flush=True)
+    with _space(run, 64 * HUGE) as space:
+        while True:
+            with run.context.create(PAGE, 64) as pages, run.context.create(HUGE, 4) as huge:
+                space.map(pages)
+                space.map(huge, 8 * HUGE)
+                space.map(pages, replace=True)
+                space.unmap()
+
+
+def _kills(run: Run) -> None:
+    """Kill processes in the middle of their calls."""
+    kills, before = run.scaled(8, 2), run.context.info().memory_free
+    for i in range(kills):
+        _kill_one(run, 0.05 + 0.4 * random.Random(i).random())
+        _within(f"after kill {i + 1}", lambda: run.context.info().memory_free, before, STRAY, run.scaled(10, 60))
+    run.figures["kills"] = kills
+
+
+def _kill_one(run: Run, seconds: float) -> None:
+    command = [sys.executable, "-m", "pyvmem.selftest.child", "victim", run.backend, str(run.device)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    sleeper = 0
+    try:
+        for line in process.stdout:
+            if line.startswith("sleeper "):
+                sleeper = int(line.split()[1])
+                break
+        if not sleeper:
+            raise Failed("a process that is to be killed", f"exit status {process.wait()}", "a process that works")
+        time.sleep(seconds)
+    finally:
+        process.kill()
+        if sleeper:
+            os.kill(sleeper, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
 
 
 def aliases(run: Run) -> None:
@@ -166,7 +216,7 @@ def aliases(run: Run) -> None:
     run.figures["pages"] = 64 + run.scaled(64, 4)
 
 
-# ---- 4 to 6: remapping, late writes, reads past the end -----------------------------------------------------
+# ---- 3 to 5: remapping, late writes, reads past the end -----------------------------------------------------
 
 
 class _Ring:
@@ -315,68 +365,35 @@ def over_read(run: Run) -> None:
         run.note = "no kernel ran during a map"
 
 
-# ---- 7 to 9: batches, processes, everything at once ---------------------------------------------------------
+# ---- 6: everything at once ----------------------------------------------------------------------------------
 
 
-def atomic(run: Run) -> None:
-    """A batch that fails changes nothing, also beside seven other threads."""
-    context, agent = run.context, run.agent
-    n = run.scaled(4096, 64)
-    with _space(run, n * PAGE) as space, context.create(PAGE, n, zero=True) as pages:
-        home = pages.handles
-        ops = np.empty(n, MAP_OP)
-        ops["addr"] = space.addr + np.arange(n, dtype=np.uint64) * np.uint64(PAGE)
-        ops["page"] = home
-        words = ops["addr"].astype(np.uint64)
-        context.map_ops(ops, fine=True)
-        agent.scatter(words, pattern(1, n))
-        space.unmap()
-        bad = ops.copy()
-        bad["page"][-1] = 0
-        try:
-            context.map_ops(bad, fine=True)
-        except InvalidArgument as error:
-            if error.index != n - 1:
-                raise Failed("the element that an error names", error.index, n - 1) from None
-        else:
-            raise Failed("a batch whose last page is none", "success", "an error")
-        equal("addresses of a batch that failed", agent.gather(words), 0)
-        before = context.stats()
-        context.set_budget(before.created + 8 * PAGE)
-        try:
-            context.commit(space.addr, n * PAGE, PAGE)
-        except OutOfMemory:
-            pass
-        else:
-            raise Failed("a commit beyond the budget", "success", "OutOfMemory")
-        finally:
-            context.set_budget(0)
-        equal("addresses of a commit that failed", agent.gather(words), 0)
-        if context.stats().created != before.created:
-            raise Failed("bytes created after a commit that failed", context.stats().created, before.created)
-        syscalls = context.stats().syscalls
-        context.map_ops(ops, fine=True)
-        run.figures["system_calls_of_a_batch"] = context.stats().syscalls - syscalls
-        equal("addresses of a whole batch", agent.gather(words), pattern(1, n))
-        space.unmap()
-        _threads(run, space, ops)
-    run.figures["elements"] = n
+def _failed_batch(run: Run, space: Reservation, ops: Any) -> None:
+    """A batch whose last page is none changes nothing."""
+    bad = ops.copy()
+    bad["page"][-1] = 0
+    try:
+        run.context.map_ops(bad, fine=True)
+    except InvalidArgument as error:
+        same("the element that an error names", error.index, len(ops) - 1)
+    else:
+        raise Failed("a batch whose last page is none", "success", "an error")
+    equal("addresses of a batch that failed", run.agent.gather(ops["addr"].astype(np.uint64)), 0)
 
 
-def _threads(run: Run, space: Reservation, ops: Any) -> None:
-    """Eight threads that map and unmap a part of the addresses each; the first leaves its part mapped."""
-    parts, rounds, errors = np.array_split(ops, 8), run.scaled(50, 4), []
+def _threads(run: Run, space: Reservation, ops: Any, tags: UInts) -> None:
+    """Eight threads map and unmap a part of the addresses each, and leave it mapped."""
+    errors: list[VmemError] = []
 
     def work(mine: Any) -> None:
         try:
-            for i in range(rounds):
+            for _ in range(run.scaled(50, 4)):
+                run.context.unmap(int(mine["addr"][0]), len(mine) * PAGE)
                 run.context.map_ops(np.ascontiguousarray(mine), fine=True)
-                if i < rounds - 1:
-                    run.context.unmap(int(mine["addr"][0]), len(mine) * PAGE)
         except VmemError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(part,)) for part in parts]
+    threads = [threading.Thread(target=work, args=(part,)) for part in np.array_split(ops, 8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -384,76 +401,13 @@ def _threads(run: Run, space: Reservation, ops: Any) -> None:
     if errors:
         raise Failed("eight threads that map disjoint addresses", errors[0], "success")
     words = ops["addr"].astype(np.uint64)
-    equal("what eight threads mapped", run.agent.gather(words), pattern(1, len(ops)))
+    equal("addresses that eight threads mapped", run.agent.gather(words), tags)
     space.unmap()
-    equal("what eight threads mapped, once it is unmapped", run.agent.gather(words), 0)
-
-
-def victim(run: Run) -> None:
-    """Not a stage: create, map, replace, unmap and release until killed, with a child that keeps the descriptors."""
-    sleeper = os.fork()
-    if not sleeper:
-        signal.pause()
-        os._exit(0)
-    print(f"sleeper {sleeper}", flush=True)
-    with _space(run, 64 * HUGE) as space:
-        while True:
-            with run.context.create(PAGE, 64) as pages, run.context.create(HUGE, 4) as huge:
-                space.map(pages)
-                space.map(huge, 8 * HUGE)
-                space.map(pages, replace=True)
-                space.unmap()
-
-
-def processes(run: Run) -> None:
-    """Kill processes in the middle of their calls: their memory comes back. A forked child is refused."""
-    context = run.context
-    with _space(run, HUGE) as space, context.create(PAGE, zero=True) as page:
-        space.map(page)
-        run.agent.scatter(np.array([space.addr], np.uint64), np.array([77], np.uint64))
-        child = os.fork()
-        if not child:
-            try:
-                context.create(PAGE)
-            except VmemError as error:
-                os._exit(0 if error.errno == errno.EPERM else 2)
-            os._exit(1)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status:
-            raise Failed("a call on its parent's context in a forked child", f"exit status {status}", "EPERM")
-        equal("a page after a fork", run.agent.gather(np.array([space.addr], np.uint64)), 77)
-        space.unmap()
-    kills = run.scaled(8, 2)
-    before = context.info().memory_free
-    for i in range(kills):
-        _kill_one(run, 0.05 + 0.4 * random.Random(i).random())
-        _within(f"after kill {i + 1}", lambda: context.info().memory_free, before, STRAY, run.scaled(10, 60))
-    run.figures["kills"] = kills
-
-
-def _kill_one(run: Run, seconds: float) -> None:
-    command = [sys.executable, "-m", "pyvmem.selftest.child", "victim", run.backend, str(run.device)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    sleeper = 0
-    try:
-        for line in process.stdout:
-            if line.startswith("sleeper "):
-                sleeper = int(line.split()[1])
-                break
-        if not sleeper:
-            raise Failed("a process that is to be killed", f"exit status {process.wait()}", "a process that works")
-        time.sleep(seconds)
-    finally:
-        process.kill()
-        if sleeper:
-            os.kill(sleeper, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+    equal("the same addresses, once they are unmapped", run.agent.gather(words), 0)
 
 
 def everything(run: Run) -> None:
-    """Random operations against a shadow, beside kernels that check what lies around."""
+    """A batch that fails, threads, and random operations against a shadow, beside kernels that check other memory."""
     context, agent = run.context, run.agent
     rng = random.Random(1)
     slots, n = run.scaled(512, 64), run.scaled(256, 32)
@@ -474,6 +428,10 @@ def everything(run: Run) -> None:
         handles = [int(h) for h in pages.handles]
         tags = pattern(1 << 40, n)
         agent.scatter(_every(home.addr, n * PAGE, PAGE), tags)
+        ops = np.empty(n, MAP_OP)
+        ops["addr"], ops["page"] = _every(space.addr, n * PAGE, PAGE), pages.handles
+        _failed_batch(run, space, ops)
+        _threads(run, space, ops, tags)
         shadow: list[int | None] = [None] * slots
         addrs = _every(space.addr, slots * PAGE, PAGE)
         end = time.monotonic() + run.scaled(60, 8)
@@ -522,14 +480,11 @@ class Stage:
 
 
 STAGES = (
-    Stage("memory", memory, "pages are allocated and come back"),
-    Stage("zeros", zeros, "addresses, entries, zeroing"),
+    Stage("memory", memory, "pages are allocated, zeroed, and come back", 240),
     Stage("aliases", aliases, "entry arithmetic"),
     Stage("replace", replace, "invalidates reach all TLBs"),
     Stage("late writes", late_writes, "no store after an unmap", 180),
     Stage("over-read", over_read, "the next block, unbacked addresses"),
-    Stage("atomic", atomic, "batches, threads"),
-    Stage("processes", processes, "lifetime", 240),
-    Stage("everything", everything, "all of it together", 240),
+    Stage("everything", everything, "batches, threads, all of it together", 240),
 )
 OTHERS = (Stage("loud", loud, "the detector detects"), Stage("victim", victim, "", 10**9))

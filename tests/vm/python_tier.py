@@ -52,6 +52,9 @@ def build(release):
     files["bin/bash"] = Path(shutil.which("bash") or "/bin/bash")  # where the suite asks for it
     for name in ("test_load.py", "user_cost.py", "selftest_fault.py"):
         files[f"vmem/vm/{name}"] = HERE / "tests" / name
+    files["vmem/selftest_agents.py"] = (
+        HERE / "tests/selftest_agents.py"
+    )  # where every Python program of the guest looks
     for path in sorted((TOP / "build/tests-c/plain").glob("test_*")):
         if path.suffix == "" and (TOP / "tests/c" / f"{path.name}.c").is_file():
             files[f"vmem/tests-c/{path.name}"] = path
