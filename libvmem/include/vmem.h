@@ -103,7 +103,7 @@ struct vmem_info {
     char backend[16];
     char device_name[96];
     char driver[32];         // driver release, "" on the host
-    uint8_t device_uuid[16]; // zero on the host
+    uint8_t device_uuid[16]; // of a MIG instance, its own; zero on the host
     int32_t device;
     uint32_t reserved;      // 0
     uint64_t page_sizes;    // every supported page size, ORed

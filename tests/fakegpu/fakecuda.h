@@ -41,7 +41,14 @@ CUDA(cuDeviceGetName, char *name, int length, int device)
     snprintf(name, (size_t)length, "Fake GPU in CPU memory");
     return 0;
 }
+// Of a MIG instance this is the UUID of the GPU that it is a part of, which all of the GPU's instances share.
 CUDA(cuDeviceGetUuid, unsigned char *out, int device)
+{
+    (void)device;
+    memcpy(out, "the-parent's-own", sizeof(uuid));
+    return 0;
+}
+CUDA(cuDeviceGetUuid_v2, unsigned char *out, int device)
 {
     (void)device;
     memcpy(out, uuid, sizeof(uuid));

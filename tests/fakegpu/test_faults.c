@@ -353,6 +353,10 @@ int main(int argc, char **argv)
     // A signal loses nothing.
     fakegpu_interrupt(2);
     ctx = test_context(0);
+    // Instances of one MIG GPU are told apart: by their own UUID, not by the GPU's.
+    struct vmem_info info = {.size = sizeof info};
+    OK(vmem_context_info(ctx, &info));
+    CHECK(!memcmp(info.device_uuid, "fake-gpu-number-", sizeof(info.device_uuid)));
     fakegpu_interrupt(2);
     vmem_page page;
     OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page));

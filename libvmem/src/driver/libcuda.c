@@ -123,7 +123,7 @@ int vmem__cuda_open(struct vmem__cuda *cu, int ordinal, struct vmem_info *info)
         vmem__cuda_leave(cu);
     }
     if (!rc)
-        rc = vmem__cuda_error(&cu->fn, cu->fn.device_uuid(info->device_uuid, cu->device), "cuDeviceGetUuid");
+        rc = vmem__cuda_error(&cu->fn, cu->fn.device_uuid(info->device_uuid, cu->device), "cuDeviceGetUuid_v2");
     if (!rc)
         rc = vmem__cuda_error(&cu->fn, cu->fn.device_name(info->device_name, sizeof(info->device_name), cu->device),
                               "cuDeviceGetName");

@@ -58,7 +58,7 @@ struct vmem__cu_access {
     X(device_count, "cuDeviceGetCount", (int *count))                                                                \
     X(device_get, "cuDeviceGet", (int *device, int ordinal))                                                         \
     X(device_name, "cuDeviceGetName", (char *name, int length, int device))                                          \
-    X(device_uuid, "cuDeviceGetUuid", (unsigned char uuid[16], int device))                                          \
+    X(device_uuid, "cuDeviceGetUuid_v2", (unsigned char uuid[16], int device)) /* of a MIG instance, its own */      \
     X(device_attribute, "cuDeviceGetAttribute", (int *value, int attribute, int device))                             \
     X(ctx_retain, "cuDevicePrimaryCtxRetain", (void **context, int device))                                          \
     X(ctx_release, "cuDevicePrimaryCtxRelease_v2", (int device))                                                     \
