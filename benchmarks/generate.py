@@ -61,22 +61,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="runs of each cache, in turns (3)")
 
 
-def llama(device: Any, small: bool) -> Any:
-    """A model with Llama-3-8B's shape in bf16 and random weights, or a small one of the same class."""
+SHAPE_8B = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                num_attention_heads=32, num_key_value_heads=8, rope_theta=500000.0)  # fmt: skip
+SMALL = dict(vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
+             num_key_value_heads=2)  # fmt: skip
+
+
+def llama(device: Any, **shape: Any) -> Any:
+    """A Llama model of this shape in bf16 with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    size: dict[str, Any] = {
-        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
-    }  # fmt: skip
-    if small:
-        size = {
-            "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-            "num_attention_heads": 8, "num_key_value_heads": 2,
-        }  # fmt: skip
     config = LlamaConfig(
-        **size, max_position_embeddings=131072, pad_token_id=0, bos_token_id=1, eos_token_id=None, dtype=torch.bfloat16
+        **shape, max_position_embeddings=131072, pad_token_id=0, bos_token_id=1, eos_token_id=None, dtype=torch.bfloat16
     )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -115,7 +112,7 @@ class Bench:
         self.gpu = "gpu" in context.info().capabilities
         self.backend = context.backend
         self.device = torch.device("cuda", session.args.device) if self.gpu else torch.device("cpu")
-        self.model = llama(self.device, small=not self.gpu)
+        self.model = llama(self.device, **(SHAPE_8B if self.gpu else SMALL))
         self.weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         takes = inspect.signature(self.model.forward).parameters
         self.named = "cache" if "cache" in takes else "past_key_values"  # renamed in transformers 5.24

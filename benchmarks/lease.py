@@ -15,6 +15,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.generate import llama
 from pyvmem._ffi import ffi, lib
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.session import size_text
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 SEGMENT = 64 * MIB  # of what is parked
 NEW = (2 * MIB, 20 * MIB, 256 * MIB)  # sizes of new segments: PyTorch's two, and one of a large tensor
+# Llama-3.2-1B with a smaller vocabulary.
+SHAPE_1B = dict(vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+                num_attention_heads=32, num_key_value_heads=8)  # fmt: skip
 PARTS = ("park", "block", "new", "train", "saver")  # all but the first need PyTorch and a GPU
 
 
@@ -143,56 +147,11 @@ def parking(session: Session, context: Context, page_size: int, amount: int, tur
 # ---- with PyTorch ----------------------------------------------------------------------------------------------------
 
 
-def model_of(layers: int, width: int = 2048, heads: int = 32, vocabulary: int = 32000) -> Any:
-    """A decoder in the shape of Llama-3.2-1B at 16 layers, with random weights, in bfloat16, on the current GPU."""
-    import torch
-    from torch import nn
-    from torch.nn.functional import scaled_dot_product_attention, silu
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
-            self.qkv = nn.Linear(width, 3 * width, bias=False)
-            self.out = nn.Linear(width, width, bias=False)
-            self.up = nn.Linear(width, 8 * width, bias=False)
-            self.down = nn.Linear(4 * width, width, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            b, t, _ = x.shape
-            q, k, v = (
-                part.view(b, t, heads, width // heads).transpose(1, 2)
-                for part in self.qkv(self.norms[0](x)).chunk(3, -1)
-            )
-            x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width))
-            up, gate = self.up(self.norms[1](x)).chunk(2, -1)
-            added: torch.Tensor = x + self.down(up * silu(gate))
-            return added
-
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(vocabulary, width)
-            self.layers = nn.ModuleList(Layer() for _ in range(layers))
-            self.norm = nn.RMSNorm(width)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.embed(ids)
-            for layer in self.layers:
-                x = layer(x)
-            logits: torch.Tensor = self.norm(x) @ self.embed.weight.T
-            return logits
-
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        return Decoder().to(torch.bfloat16)
-
-
 def training_step(model: Any, optimizer: Any, ids: Any) -> Any:
     """One step on a batch of token numbers, [requests, tokens + 1]; returns the loss, a tensor of the default pool."""
     from torch.nn.functional import cross_entropy
 
-    logits = model(ids[:, :-1])
+    logits = model(ids[:, :-1], use_cache=False).logits
     loss = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
     loss.backward()
     optimizer.step()
@@ -282,7 +241,7 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
 
     gc.collect()
     torch.cuda.empty_cache()
-    model = model_of(layers)
+    model = llama(torch.device("cuda"), **dict(SHAPE_1B, num_hidden_layers=layers)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     ids = torch.randint(0, 32000, (4, 1025), device="cuda")
     for _ in range(2):
@@ -344,10 +303,10 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
         # What recomputing them would take: prefill of the same model, without gradients.
         with torch.no_grad():
             prompt = torch.randint(0, 32000, (1, tokens), device="cuda")
-            model(prompt)
+            model(prompt, use_cache=False, logits_to_keep=1)
             torch.cuda.synchronize()
             start = perf_counter()
-            model(prompt)
+            model(prompt, use_cache=False, logits_to_keep=1)
             torch.cuda.synchronize()
             prefill = perf_counter() - start
         lease.close()

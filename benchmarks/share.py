@@ -15,18 +15,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import environment
+from benchmarks import Child
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.core import MIB
 from pyvmem.kv.view import read_view, read_views
@@ -60,53 +56,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kills", type=argtypes.whole(0), metavar="N", help="how often a process is killed during an exchange (2)"
     )
-
-
-class Process:
-    """One of the two processes, which runs `benchmarks.share_process`."""
-
-    def __init__(self, about: dict[str, Any]) -> None:
-        command = [sys.executable, "-m", "benchmarks.share_process", json.dumps(about)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                       env=environment())  # fmt: skip
-        self.pid = self._child.pid
-
-    def tell(self, do: str, **what: Any) -> None:
-        """Send a command. `hear` returns the answer."""
-        assert self._child.stdin
-        self._child.stdin.write(json.dumps({"do": do, **what}) + "\n")
-        self._child.stdin.flush()
-
-    def hear(self) -> dict[str, Any]:
-        """The next answer. Raises RuntimeError if the process has ended or failed."""
-        assert self._child.stdout
-        line = self._child.stdout.readline()
-        answer = json.loads(line) if line else {"error": f"it ended with {self._child.wait()}"}
-        if "error" in answer:
-            raise RuntimeError(f"a process of the benchmark failed: {answer['error']}")
-        return dict(answer)
-
-    def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        """Send a command and return the answer."""
-        self.tell(do, **what)
-        return self.hear()
-
-    def kill(self) -> None:
-        """Kill the process with SIGKILL."""
-        self._child.send_signal(signal.SIGKILL)
-        self._child.wait()
-
-    def close(self) -> None:
-        """Ask the process to end, and kill it if it does not."""
-        if self._child.poll() is None:
-            try:
-                self.tell("end")
-                self._child.wait(20)
-            except (OSError, subprocess.TimeoutExpired):
-                self.kill()
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe:
-                pipe.close()
 
 
 class Watch:
@@ -196,22 +145,22 @@ class _Run:
         self._note(f"{what}: a step, longest", max(ms for _, ms, _, _ in steps))
         self._note(f"{what}: driver calls", answer["calls"])
 
-    def _own(self, process: Process, what: str) -> None:
+    def _own(self, process: Child, what: str) -> None:
         """Load a process that already has the budget."""
-        self._note_steps(process.ask("load"), what)
-        process.ask("free")
+        self._note_steps(process.ask({"do": "load"}), what)
+        process.ask({"do": "free"})
 
-    def _exchange(self, to: Process, other: Process) -> None:
-        calls = other.ask("steps")["calls"]
+    def _exchange(self, to: Child, other: Child) -> None:
+        calls = other.ask({"do": "steps"})["calls"]
         watch = Watch(to.pid, other.pid)
         try:
-            answer = to.ask("load")
+            answer = to.ask({"do": "load"})
             time.sleep(0.002)  # the last samples
         finally:
             watch.close()
         start, end, steps = answer["need"], answer["mapped"], answer["steps"]
         self._note_steps(answer, "exchange")
-        report = other.ask("steps")
+        report = other.ask({"do": "steps"})
         others = [s for s in report["steps"] if s[0] >= start - 0.2]
         self._note("exchange: driver calls of the other", report["calls"] - calls)
         self._note("exchange: a step of the other, longest", _longest(others, start, end))
@@ -234,19 +183,19 @@ class _Run:
         self._note("time in steps that back a request", sum(ms for _, ms, ok, _ in steps if ok))
         longest = max(steps, key=lambda step: step[1])
         self._note("from need to the longest step", (longest[0] - start) * 1e3)
-        to.ask("free")
-        to.ask("drop")
+        to.ask({"do": "free"})
+        to.ask({"do": "drop"})
         self._own(to, "own free memory")
 
-    def _process(self, name: str) -> Process:
-        return Process(self.about | {"name": name})
+    def _process(self, name: str) -> Child:
+        return Child("benchmarks.share_process", self.about | {"name": name})
 
     def exchanges(self, n: int, kills: int) -> None:
         """Measure `n` exchanges, then `kills` exchanges in which a process is killed."""
         pair = [self._process(name) for name in ("first", "second")]
         try:
             for process in pair:
-                process.hear()
+                process.answer()
             for process in pair:  # the second one's addresses are used for the first time here, too
                 self._own(process, "first use of the addresses")
             for turn in range(n):
@@ -255,25 +204,25 @@ class _Run:
                 dead, alive = pair[(n + turn + 1) % 2], pair[(n + turn) % 2]
                 # By turns the one that gives, and the one that gets.
                 if turn % 2 == 0:
-                    alive.tell("load", report=self.about["amount"] // 4)
-                    alive.hear()
+                    alive.tell({"do": "load", "report": self.about["amount"] // 4})
+                    alive.answer()
                     dead.kill()
-                    answer = alive.hear()
+                    answer = alive.answer()
                     self._note("the giving one killed: from need to mapped", (answer["mapped"] - answer["need"]) * 1e3)
-                    alive.ask("free")
+                    alive.ask({"do": "free"})
                 else:
-                    dead.tell("load", report=self.about["amount"] // 4)
-                    dead.hear()
+                    dead.tell({"do": "load", "report": self.about["amount"] // 4})
+                    dead.answer()
                     dead.kill()
-                    answer = alive.ask("load")
+                    answer = alive.ask({"do": "load"})
                     self._note("the getting one killed: from need to mapped", (answer["mapped"] - answer["need"]) * 1e3)
-                    alive.ask("free")
-                alive.ask("verify")
+                    alive.ask({"do": "free"})
+                alive.ask({"do": "verify"})
                 dead.close()
                 pair[pair.index(dead)] = again = self._process(f"again {turn}")
-                again.hear()
+                again.answer()
             for process in pair:
-                process.ask("verify")
+                process.ask({"do": "verify"})
         finally:
             for process in pair:
                 process.close()

@@ -8,12 +8,13 @@ from __future__ import annotations
 import collections
 import json
 import select
-import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks import of_parent
 from pyvmem.kv.cache import KVCache
 from pyvmem.kv.pool import KVPool
 
@@ -25,7 +26,8 @@ PAUSE = 0.001  # between the steps of the request that decodes, seconds
 class Loop:
     """The cache, its decoding request, and the requests that load it."""
 
-    def __init__(self, about: dict[str, Any]) -> None:
+    def __init__(self, about: dict[str, Any], say: Callable[..., None]) -> None:
+        self._say = say
         layers = about["layers"]
         self.pool = KVPool(about["budget"], path=about["path"])
         row = 2 * layers * HEADS * DIM * 2
@@ -116,7 +118,7 @@ class Loop:
             self.loaded.append(slot)
             self.lengths[slot] = 0  # backed, and done
             if report is not None and n * per >= report:
-                say(at=n)
+                self._say(at=n)
                 report = None
         mapped = time.perf_counter()
         return {"need": need, "mapped": mapped, "fit_ms": fit_ms, "steps": steps, "calls": self.calls() - calls}
@@ -134,41 +136,32 @@ class Loop:
         self.cache.reclaim()
 
 
-def say(**what: Any) -> None:
-    """Send an answer."""
-    print(json.dumps(what), flush=True)
-
-
 def main() -> None:
-    """Decode, and execute commands until one says "end"."""
-    loop = Loop(json.loads(sys.argv[1]))
-    say(ready=True)
-    while True:
-        if not select.select([sys.stdin], [], [], 0)[0]:
-            loop.decode()
-            continue
-        command = json.loads(sys.stdin.readline() or '{"do": "end"}')
-        do = command.pop("do")
-        if do == "end":
-            return
-        if do == "load":
-            say(**loop.load(**command))
-        elif do == "free":
-            loop.free()
-            say()
-        elif do == "drop":
-            loop.drop()
-            say()
-        elif do == "steps":
-            say(steps=list(loop.steps), calls=loop.calls())
-        elif do == "verify":
-            loop.verify()
-            say()
-
-
-if __name__ == "__main__":
+    """Decode, and execute orders until there are no more."""
+    about, orders, say = of_parent()
     try:
-        main()
+        loop = Loop(about, say)
+        say(ready=True)
+        while True:
+            if not select.select([orders], [], [], 0)[0]:
+                loop.decode()
+                continue
+            line = orders.readline()
+            if not line:
+                return
+            command = json.loads(line)
+            do = command.pop("do")
+            if do == "load":
+                say(**loop.load(**command))
+            elif do == "steps":
+                say(steps=list(loop.steps), calls=loop.calls())
+            else:
+                {"free": loop.free, "drop": loop.drop, "verify": loop.verify}[do]()
+                say()
     except Exception as error:  # of any kind: the parent reports it
         say(error=f"{type(error).__name__}: {error}")
         raise
+
+
+if __name__ == "__main__":
+    main()

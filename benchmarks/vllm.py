@@ -13,7 +13,6 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import environment
+from benchmarks import Child
 from benchmarks.vllm_engine import SHAPES, model_name
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.records import Record, Samples
@@ -169,56 +168,24 @@ def loads(args: argparse.Namespace) -> Any:
     return found
 
 
-class Engine:
+class Engine(Child):
     """An engine's process."""
 
     def __init__(
         self, args: argparse.Namespace, vmem: bool, log: Any, more: Mapping[str, str] = {}, share: float = 0.4
     ) -> None:
         """vmem: on vMem, or unmodified vLLM. more: variables of its environment. share: of the device's memory."""
-        down, up = os.pipe(), os.pipe()
         settings = dict(
             shape=args.model, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=8192, enforce_eager=args.eager, enable_prefix_caching=args.prefix_caching,
             kv_cache_memory_bytes=args.kv_memory, gpu_memory_utilization=share,
-            tensor_parallel_size=args.tensor_parallel, read=down[0], write=up[1],
+            tensor_parallel_size=args.tensor_parallel,
         )  # fmt: skip
-        variables = dict(environment(), VMEM_VLLM="1" if vmem else "0", VMEM_VLLM_LAYOUT=args.layout,
-                           VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
+        variables = dict(VMEM_VLLM="1" if vmem else "0", VMEM_VLLM_LAYOUT=args.layout, VLLM_NO_USAGE_STATS="1",
+                         HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")  # fmt: skip
         if args.tensor_parallel == 1:
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        variables |= more
-        command = [sys.executable, "-m", "benchmarks.vllm_engine", json.dumps(settings)]
-        self._process = subprocess.Popen(command, env=variables, pass_fds=(down[0], up[1]), stdout=log, stderr=log)
-        os.close(down[0])
-        os.close(up[1])
-        self._sink = os.fdopen(down[1], "w", encoding="utf-8")
-        self._source = os.fdopen(up[0], "r", encoding="utf-8")
-
-    def answer(self) -> Any:
-        line = self._source.readline()
-        if not line:
-            raise RuntimeError(f"an engine ended (status {self._process.wait()}); its output is in the log")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer
-
-    def tell(self, load: Any) -> None:
-        self._sink.write(json.dumps(load) + "\n")
-        self._sink.flush()
-
-    def ask(self, load: Any) -> Any:
-        self.tell(load)
-        return self.answer()
-
-    def close(self) -> None:
-        self._sink.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        super().__init__("benchmarks.vllm_engine", settings, {**variables, **more}, log)
 
 
 class Engines:
@@ -337,16 +304,6 @@ class Engines:
         self._add(engine, f"{name}: prompt tokens from the prefix cache", "", [r["cached"] for r in results])
         self._add(engine, f"{name}: preemptions", "", [r["preemptions"] for r in results])
         self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
-        self._steps(engine, name, [r["steps"] for r in results if r["steps"]])
-
-    def _steps(self, engine: str, name: str, profiles: Any) -> None:
-        """Record the CPU time of a step in the scheduler and in the worker."""
-        for part, functions in (
-            ("scheduler", ("scheduler: schedule", "scheduler: update")),
-            ("worker", ("worker: prepare and launch", "worker: sample")),
-        ):
-            self._add(engine, f"{name}: step of the {part}, CPU", "ms",
-                      [sum(p[f]["median"] for f in functions if f in p) for p in profiles])  # fmt: skip
 
     def _kv(self, engine: str, name: str, states: Any) -> None:
         if states:

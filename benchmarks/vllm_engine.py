@@ -1,9 +1,11 @@
 """One vLLM engine of the benchmark ``vllm`` in its own process: it reads workloads as JSON lines and writes results.
 
-The parent starts it with ``VMEM_VLLM`` 0 or 1, and with the numbers of two pipes.
+The parent starts it with ``VMEM_VLLM`` 0 or 1.
 
 SPDX-License-Identifier: MIT
 """
+
+from __future__ import annotations
 
 import argparse
 import collections
@@ -19,6 +21,8 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+from benchmarks import of_parent
 
 # Shapes of models; weights are random (vLLM's load_format "dummy", the same in every engine).
 SHAPES: dict[str, dict[str, Any]] = {
@@ -183,6 +187,34 @@ def preemptions(llm: Any) -> int:
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 
+class Steps:
+    """When each step's tokens were known, in an engine of one process."""
+
+    def __init__(self) -> None:
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        self._at: list[float] = []
+        update = Scheduler.update_from_output
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._at.append(time.perf_counter())
+            return update(*args, **kwargs)
+
+        Scheduler.update_from_output = timed
+
+    def between(self, first: float, last: float) -> dict[str, Any] | None:
+        """Steps between two times of `time.perf_counter`: how many, and ms from one to the next."""
+        import numpy as np
+
+        at = np.asarray([t for t in self._at if first <= t <= last])
+        self._at.clear()
+        if len(at) < 3:
+            return None
+        ms = 1e3 * np.diff(at)
+        return dict(steps=len(ms), mean=float(ms.mean()), median=float(np.median(ms)), most=float(ms.max()),
+                    p90=float(np.percentile(ms, 90)), p99=float(np.percentile(ms, 99)))  # fmt: skip
+
+
 _runs = itertools.count()
 
 
@@ -285,7 +317,7 @@ def pauses(llm: Any, load: Any, prompt: Callable[[int], list[int]], params: Any)
     return made
 
 
-def run(llm: Any, load: Any, profile: Any = None) -> Any:
+def run(llm: Any, load: Any, ended: Steps | None = None) -> Any:
     """Run one workload and return its results."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -300,8 +332,6 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
     params = [SamplingParams(temperature=0, max_tokens=o, ignore_eos=True, detokenize=False,
                              output_kind=RequestOutputKind.DELTA) for _, o in wanted]  # fmt: skip
     kv_state()
-    if profile:
-        profile.take()
     preempted = preemptions(llm)
     gc.collect()
     with Sampler(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes) as memory:
@@ -312,9 +342,8 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
         kv_after = idle_memory(memory)
         idle, kv_idle, state = memory.used(), memory.kv(), kv_state()
     full = None  # the steps in which every request decodes
-    if profile and load.get("decode") and made:
-        full = profile.between(max(r.at[0] for r in made), min(r.at[-1] for r in made))
-    steps = profile.take() if profile else None
+    if ended and load.get("decode") and made:
+        full = ended.between(max(r.at[0] for r in made), min(r.at[-1] for r in made))
     result = dict(
         seconds=seconds,
         prompt=sum(len(p) for p, _ in wanted),
@@ -325,7 +354,7 @@ def run(llm: Any, load: Any, profile: Any = None) -> Any:
         gaps=[[round(gap, 6) for gap in r.gaps] for r in made],
         preemptions=preemptions(llm) - preempted,
         peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv_after=kv_after, kv=state,
-        steps=steps, full=full,
+        full=full,
     )  # fmt: skip
     if load.get("tokens"):
         result["tokens"] = [r.tokens for r in made]
@@ -359,19 +388,10 @@ def run_pauses(llm: Any, load: Any, vocabulary: int) -> Any:
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
-    source = os.fdopen(settings.pop("read"), "r", encoding="utf-8")
-    sink = os.fdopen(settings.pop("write"), "w", encoding="utf-8")
-
-    def say(**values: Any) -> None:
-        sink.write(json.dumps(values) + "\n")
-        sink.flush()
-
+    settings, orders, say = of_parent()
     shape = settings.pop("shape")
     begin = time.perf_counter()
     from vllm import LLM
-
-    from benchmarks.vllm_profile import Profile
 
     imported = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -384,12 +404,11 @@ def main() -> None:
         if os.environ.get("VMEM_VLLM") == "1" and own_engine() is None:
             sys.exit("the engine runs without vMem: pyvmem is not installed where vLLM looks for its plugins")
         blocks = llm.llm_engine.vllm_config.cache_config
-        profile = None
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":  # otherwise the steps run in another process
-            profile = Profile()
+        # With several processes, the steps run in another one.
+        steps = Steps() if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else None
         say(ready=True, imported=imported - begin, started=time.perf_counter() - imported, kv=kv_state(),
             blocks=blocks.num_gpu_blocks, block_size=blocks.block_size)  # fmt: skip
-        for line in source:
+        for line in orders:
             load = json.loads(line)
             try:
                 if "limit" in load:
@@ -400,7 +419,7 @@ def main() -> None:
                     engine[1][control.LIMIT] = load["limit"]
                     say(limit=load["limit"])
                 else:
-                    say(**run(llm, load, profile))
+                    say(**run(llm, load, steps))
             except Exception as error:  # the parent reports it; the engine may still work
                 say(error=f"{type(error).__name__}: {error}")
 
