@@ -1,7 +1,8 @@
 """Whether a release of transformers that was never tried changes what a `VMemCache` and "vmem" follow or call.
 
 Each function is known by the digests of its source, without comments and docstrings, in the releases that were tried
-(`known.py`). A release in which all of them are known is accepted.
+(`known.py`). A release in which all of them are known is accepted: transformers publishes one about every month, and
+its users need not wait for one of vMem.
 
 SPDX-License-Identifier: MIT
 """
