@@ -93,7 +93,7 @@ int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv 
 // Frees everything that the manager holds, and the handle. NULL is allowed. With `after`, the memory is freed once the
 // kernels of all steps up to this one have ended: now, if they are known to have, else in the vmem_kv_retire that says
 // so. In either case, the handle lives until that vmem_kv_retire, or until vmem_kv_destroy with 0, and no other call
-// may follow. Once this has returned, no row is swapped out any more.
+// may follow.
 int vmem_kv_destroy(vmem_kv *kv, uint64_t after);
 
 // The location of a tensor. Row r of slot s starts at addr + s * slot_stride + r * row_bytes. Since slot_rows *
@@ -132,9 +132,8 @@ int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint
 int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
 // Ends a request. The pages of its slot are kept for the next one (VMEM_KV_DEFER) or released; shared pages are
 // dropped. With `after`, the slot cannot be had until the kernels up to that step have ended: no call may name it, and
-// the pages that these kernels access stay in use. A slot that no step has accessed is free at once. For a slot that
-// is, or is being, swapped out, any `after` but 0 means the swap's. If the call fails, the rows are lost anyway; call it
-// again.
+// the pages that these kernels access stay in use. A slot that no step has accessed, or that is swapped out, is free at
+// once. If the call fails, the rows are lost anyway; call it again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after);
 
 // Fences. Successful steps are numbered from 1; *step receives the number of the last one, or 0. An iteration's kernels
@@ -220,12 +219,12 @@ struct vmem_kv_slot_info {
     uint64_t needed_pages;  // of these, what the length asks for; the rest can be taken back at any time
     uint32_t absent_steps;  // active: steps since it took part in one, was allocated or was swapped in
     uint32_t pad;           // 0
-    uint64_t swap_bytes;    // of CPU memory that vmem_kv_swap_out needs for it; 0: free
-    // The step whose kernels must have ended before a free slot can be had, or a swapped one is copied. 0: none.
-    uint64_t after;
-    uint64_t copy_left; // swapped: bytes of its rows that are not in CPU memory yet
+    uint64_t after;         // the step whose kernels must have ended before a free slot can be had; 0: none
 };
 int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out);
+// Rows [*first, *end) of a slot in a tensor: what a request can read of those that it has. *first is 0 unless a window
+// has passed whole pages. The slot is active or swapped out.
+int vmem_kv_get_rows(vmem_kv *kv, uint32_t slot, uint32_t tensor, uint32_t *first, uint32_t *end);
 
 // ---- runs ---------------------------------------------------------------------------------------------------
 //
@@ -288,21 +287,16 @@ struct vmem_kv_run_info {
 int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
 
 // ---- swapping -----------------------------------------------------------------------------------------------
-
-// Copies the slot's rows to host (pinned memory is faster), which has at least slot_info.swap_bytes bytes, and releases
-// its pages. The slot stays taken, as VMEM_KV_SWAPPED. after 0: the rows are copied when the call returns.
 //
-// Otherwise they are copied once the kernels of all steps up to `after` have ended: by the background thread, or,
-// without OVERLAP or if the slot shares rows, by the step or vmem_kv_retire that finds the kernels ended. host has all
-// rows when slot_info.copy_left is 0 (vmem_kv_wait waits for the thread). host must stay valid until then, or until
-// vmem_kv_swap_in or vmem_kv_free of the slot, or vmem_kv_destroy, returns, which ends the copying. Once the kernels
-// have ended, the pages count as free: a step that finds no others copies the rest itself. A copy that fails loses
-// nothing: it is tried again at the next step; a step that needs its pages returns the error.
-int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, void *host, uint64_t bytes, uint64_t after);
-// Copies the rows back to the addresses they had. Shared pages come back as copies. A slot that is not copied yet goes
-// on as if it had not been swapped out: host is not read. flags:
-// VMEM_KV_DRY; host is ignored.
-int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, const void *host, uint64_t bytes, uint32_t flags);
+// The caller copies the rows, of each tensor those of vmem_kv_get_rows. Shared rows come back as copies.
+
+// Releases the pages of a slot whose rows have been copied: its `tokens` rows, after `step`, the last step before the
+// copy (vmem_kv_last_step). No kernel in flight accesses the slot. It stays taken, as VMEM_KV_SWAPPED. -EBUSY, and
+// nothing has changed: the slot has other rows by now, so the copy may be incomplete.
+int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step);
+// Backs the rows of such a slot at the addresses that they had. The caller copies them back before a kernel reads them.
+// flags: VMEM_KV_DRY.
+int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, uint32_t flags);
 
 // ---- memory -------------------------------------------------------------------------------------------------
 
@@ -334,8 +328,8 @@ struct vmem_kv_stats {
     uint64_t prefix_pages; // held by runs and by no slot
     uint64_t free_pages;   // what a step could get: the budget less what cannot be taken back
     uint64_t live_bytes;   // of the rows that active requests have
-    uint64_t active_slots, swapped_slots, slots, prefixes; // swapped: or being swapped out
-    uint64_t ending_slots;                                 // whose kernels may be in flight
+    uint64_t active_slots, swapped_slots, slots, prefixes;
+    uint64_t ending_slots; // whose kernels may be in flight
     // Since creation:
     uint64_t steps, step_failures;         // those made; those that found too little memory
     uint64_t step_mapped_pages;            // pages that a step had to map itself
@@ -375,7 +369,7 @@ struct vmem_kv_shortage {
     uint64_t missing_pages;   // must become free before the call can succeed
     uint64_t prefix_pages;    // what dropping all runs that are to be kept would free
     uint64_t requests;        // that hold pages
-    uint64_t ending_pages;    // of requests that end, or are swapped out, when kernels have: retire steps, or make them
+    uint64_t ending_pages;    // of requests that end when kernels have: retire steps, or make them
     uint64_t watermark_pages; // of the missing ones, those that only the watermark asks for (vmem_kv_fit)
     uint64_t coming_pages;    // that the pool has been asked for and may still give: vmem_kv_pool_wait
     uint32_t refusal;         // enum vmem_kv_refusal: why the pool gives no more; 0: it may, or the cache is in none

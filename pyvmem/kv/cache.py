@@ -27,6 +27,7 @@ from pyvmem._checks import elements, flag, one_of, shown, uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, VmemError, _check, structure
+from pyvmem.kv import swap
 from pyvmem.kv.arguments import Lengths, Request, config_of, lengths_of, requests_of
 from pyvmem.kv.options import KVCacheOptions, Spare, options_of, watermark_of
 from pyvmem.kv.types import (
@@ -165,8 +166,7 @@ class KVCache(_Owned):
         self._polling = threading.RLock()
         self._hashes: BlockHashes | None = None
         self._closing: tuple[int, Any, Any] | None = None  # (step, owner, pointer) of a cache closed after a step
-        self._swapped: dict[int, torch.Tensor] = {}
-        self._stop_copying: Any = None
+        self._swapped: dict[int, list[torch.Tensor]] = {}  # the rows, tensor after tensor
         self.options = options = options_of(options, keywords)
         self.specs = elements("specs", specs)
         for spec in self.specs:
@@ -201,7 +201,6 @@ class KVCache(_Owned):
         if options.watermark:
             self.set_watermark(options.watermark)
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
-        self._pinned = self.tensors[0].is_cuda
         if options.name is not None:
             path = new_view_path()
             if path:
@@ -362,8 +361,7 @@ class KVCache(_Owned):
 
         Quiet, unless `after` is given: a step's number (`last_step`), or an event with a ``query()``, such as a
         ``torch.cuda.Event`` recorded after the last step's kernels. The slot is then freed once the kernels up to that
-        point have ended. No call may name it until it is allocated again. Pass `after` also for a slot that is being
-        swapped out.
+        point have ended. No call may name it until it is allocated again.
         """
         kv, slot = self._use(), uint("slot", slot, 32)
         host = self._swapped.pop(slot, None)  # before the call: once the slot is free, another thread may allocate it
@@ -421,9 +419,7 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
         state = ("free", "active", "swapped")[raw.state]
         pages = (raw.pages, raw.shared_pages, raw.needed_pages)
-        return SlotInfo(
-            state, raw.tokens, raw.shared_tokens, *pages, raw.absent_steps, int(raw.after), int(raw.copy_left)
-        )
+        return SlotInfo(state, raw.tokens, raw.shared_tokens, *pages, raw.absent_steps, int(raw.after))
 
     def tokens(self, slots: Iterable[int]) -> list[int]:
         """Return, for each of the slots, the rows that kernels may read: 0 for slots that are free or swapped out."""
@@ -661,83 +657,25 @@ class KVCache(_Owned):
 
     # ---- swapping -------------------------------------------------------------------------------------------
 
-    def swap_size(self, slot: SupportsIndex) -> int:
-        """Return the bytes of CPU memory that `swap_out` needs for the slot as it is now."""
-        raw = structure("vmem_kv_slot_info")
-        _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
-        if raw.state == lib.VMEM_KV_FREE:
-            state = "being given up" if raw.after else "free"
-            raise InvalidArgument(errno.EINVAL, f"slot {slot} is {state}")
-        return int(raw.swap_bytes)
-
-    def _swap_memory(self, slot: int, size: int, host: torch.Tensor | None) -> torch.Tensor:
-        """CPU memory for the slot's rows: the caller's if it can be used."""
-        pinned = self._pinned
-        if host is None:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        if not isinstance(host, torch.Tensor):
-            raise TypeError(f"host must be a CPU tensor, not {shown(host)}")
-        wrong = None
-        if host.device.type != "cpu":
-            wrong = f"is on {host.device}, not on the CPU"
-        elif host.layout != torch.strided or not host.is_contiguous():
-            wrong = "is not contiguous"
-        elif host.nbytes < size:
-            wrong = f"has {host.nbytes} bytes: slot {slot} needs {size}"
-        elif pinned and not host.is_pinned():
-            wrong = "is not pinned (torch.empty(..., pin_memory=True))"
-        begin = 0 if wrong else host.data_ptr()
-        for other, taken in () if wrong else self._swapped.copy().items():  # other threads swap, too
-            if begin < taken.data_ptr() + taken.nbytes and taken.data_ptr() < begin + size:
-                wrong = f"overlaps the memory of slot {other}, which is swapped out"
-        if wrong:
-            raise InvalidArgument(errno.EINVAL, f"host {wrong}")
-        return host.detach().view(-1).view(torch.uint8)[:size]
-
-    def swap_out(self, slot: SupportsIndex, after: Any = None, host: torch.Tensor | None = None) -> None:
+    def swap_out(self, slot: SupportsIndex) -> None:
         """Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
 
-        Quiet, unless `after` is given, as in `free`. The call then returns at once, and the rows are copied when the
-        kernels up to that point have ended, by the background thread if the cache has one (`Spare.overlap`). Rows of a
-        slot that shares some with others are copied by the call that finds the kernels ended. Until all rows are
-        copied, `SlotInfo.copy_left` is not 0, and `swap_in` takes the slot back without a copy. Once the kernels have
-        ended, the pages count as free: a step that finds no others copies the rest itself.
-
-        The CPU memory is allocated, pinned for a cache on a GPU, which may take milliseconds. `host` avoids that: a
-        contiguous CPU tensor of `swap_size` bytes or more, which must be pinned for a cache on a GPU. The cache keeps a
-        reference, and nobody else may write to it until the request has been swapped in or has ended.
+        Waits for the kernels of the current stream; *Quiet* for those of other streams. The CPU memory is pinned for a
+        cache on a GPU. Raises `OutOfMemory` if there is none, and `VmemError` (EBUSY) if another thread makes a step of
+        the slot meanwhile, or the current stream is being captured. Nothing has changed then.
         """
-        kv, slot = self._use(), uint("slot", slot, 32)
-        number = 0 if after is None else self._fence(after)
-        size = self.swap_size(slot)
-        if slot in self._swapped:
-            raise InvalidArgument(errno.EINVAL, f"slot {slot} is swapped out, or being swapped out")
-        memory = self._swap_memory(slot, size, host)
-        data = ffi.cast("void *", memory.data_ptr())
-        if after is None:
-            _check(lib.vmem_kv_swap_out(kv, slot, data, size, 0))
-            self._swapped[slot] = memory
-            return
-        if self._stop_copying is None:  # a view of a tensor may outlive the cache and keep the background thread alive
-            self._stop_copying = weakref.finalize(self, lib.pv_kv_close, kv, 0)
-        self._swapped[slot] = memory
-        try:
-            _check(lib.vmem_kv_swap_out(kv, slot, data, size, number))
-        except Exception:
-            self._swapped.pop(slot, None)  # close() in another thread may have taken it
-            raise
-        self._watch(after, number)
+        slot = uint("slot", slot, 32)
+        self._swapped[slot] = swap.swap_out(self, slot)
 
     def swap_in(self, slot: SupportsIndex, *, dry: bool = False) -> bool:
         """Copy a swapped slot back to the same addresses. Returns False as `step` does."""
         kv, slot = self._ready(), uint("slot", slot, 32)
         if dry:
-            return self._answer(lib.vmem_kv_swap_in(kv, slot, ffi.NULL, 0, lib.VMEM_KV_DRY))
+            return self._answer(lib.vmem_kv_swap_in(kv, slot, lib.VMEM_KV_DRY))
         host = self._swapped.get(slot)
         if host is None:
             raise ValueError(f"slot {slot} is not swapped out")
-        data = ffi.cast("void *", host.data_ptr())
-        if not self._answer(lib.vmem_kv_swap_in(kv, slot, data, host.numel(), 0)):
+        if not swap.swap_in(self, slot, host):
             return False
         self._swapped.pop(slot, None)  # close() in another thread may have taken it
         return True
@@ -837,8 +775,6 @@ class KVCache(_Owned):
             if self._owner is None:
                 return
             self._close_after(after)
-        if self._stop_copying is not None:
-            self._stop_copying.detach()
         self.tensors = []
         self.__dict__.pop("keys", None)
         self.__dict__.pop("values", None)

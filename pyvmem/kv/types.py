@@ -87,7 +87,7 @@ class KVStats:
     live_bytes : int
         Of the rows that active requests have.
     active_slots, swapped_slots, slots, prefixes : int
-        Slots with a request, swapped out or being so, and all; prefixes that are saved.
+        Slots with a request, swapped out, and all; prefixes that are saved.
     ending_slots : int
         Freed after a step whose kernels may be in flight.
     steps, step_failures : int
@@ -169,8 +169,7 @@ class SlotInfo:
     """One slot: its state (free, active or swapped), length, and pages over all tensors together.
 
     absent_steps: for an active slot, the steps since it last took part in one or was allocated. after: the step whose
-    kernels must have ended before a free slot can be had, or the rows of a swapped one are copied; 0: none. copy_left:
-    bytes of a swapped slot's rows that are not in CPU memory yet.
+    kernels must have ended before a free slot can be had; 0: none.
     """
 
     state: str
@@ -181,7 +180,6 @@ class SlotInfo:
     needed_pages: int
     absent_steps: int = 0
     after: int = 0
-    copy_left: int = 0
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ HELP = {
     "free_pages": "Pages that a step could get",
     "live_bytes": "Bytes of the rows that active requests have",
     "active_slots": "Slots with a request",
-    "swapped_slots": "Slots whose request is in CPU memory or on its way there",
+    "swapped_slots": "Slots whose request is in CPU memory",
     "slots": "All slots",
     "prefixes": "Prefixes that are saved",
     "ending_slots": "Slots freed after a step whose kernels may be in flight",

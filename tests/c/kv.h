@@ -26,13 +26,48 @@ __attribute__((unused)) static int k_missing(int rc, uint64_t *missing)
     return rc;
 }
 
-// Host memory that the slot's rows need.
-__attribute__((unused)) static int k_swap_bytes(vmem_kv *kv, uint32_t slot, uint64_t *bytes)
+// Copies the rows that a request in the slot can read out to host, tensor after tensor, or back in (NULL: copies
+// nothing). How many bytes they are.
+__attribute__((unused)) static uint64_t k_rows(vmem_context *ctx, vmem_kv *kv, uint32_t slot, char *host, bool out)
+{
+    struct vmem_kv_layout l = {.size = sizeof l};
+    uint64_t bytes = 0;
+    uint32_t first, end;
+    for (uint32_t t = 0; !vmem_kv_get_layout(kv, t, &l); t++) {
+        OK(vmem_kv_get_rows(kv, slot, t, &first, &end));
+        const uint64_t rows = l.addr + slot * l.slot_stride + first * l.row_bytes, at = (uintptr_t)host + bytes;
+        const struct vmem_copy_op op = {.dst = out ? at : rows,
+                                        .src = out ? rows : at,
+                                        .length = (end - first) * l.row_bytes};
+        if (host && op.length)
+            OK(vmem_copy_batch(ctx, &op, 1));
+        bytes += op.length;
+    }
+    return bytes;
+}
+
+// Swaps a slot out: *host is new memory with its rows.
+__attribute__((unused)) static int k_swap_out(vmem_context *ctx, vmem_kv *kv, uint32_t slot, char **host)
 {
     struct vmem_kv_slot_info info = {.size = sizeof info};
-    int rc = vmem_kv_get_slot(kv, slot, &info);
-    *bytes = info.swap_bytes;
-    return rc;
+    uint64_t step;
+    OK(vmem_kv_last_step(kv, &step));
+    OK(vmem_kv_get_slot(kv, slot, &info));
+    *host = malloc(k_rows(ctx, kv, slot, NULL, true) + 1);
+    k_rows(ctx, kv, slot, *host, true);
+    return vmem_kv_swap_out(kv, slot, info.tokens, step);
+}
+
+// Swaps it in, and frees host then.
+__attribute__((unused)) static int k_swap_in(vmem_context *ctx, vmem_kv *kv, uint32_t slot, char **host)
+{
+    int rc = vmem_kv_swap_in(kv, slot, 0);
+    if (rc)
+        return rc;
+    k_rows(ctx, kv, slot, *host, false);
+    free(*host);
+    *host = NULL;
+    return 0;
 }
 
 // The i-th member of a pool. -ENOENT: it has not so many.
@@ -52,17 +87,14 @@ __attribute__((unused)) static int k_member(vmem_kv_pool *pool, uint32_t i, stru
 }
 
 // A slot's state, told apart by what it waits for.
-enum { K_ENDING = VMEM_KV_SWAPPED + 1, K_SWAPPING };
+enum { K_ENDING = VMEM_KV_SWAPPED + 1 };
 __attribute__((unused)) static uint32_t k_state(vmem_kv *kv, uint32_t slot)
 {
     struct vmem_kv_slot_info info = {.size = sizeof info};
     OK(vmem_kv_get_slot(kv, slot, &info));
     CHECK(info.state <= VMEM_KV_SWAPPED);
-    CHECK(!info.after || info.state != VMEM_KV_ACTIVE);
-    CHECK(info.copy_left <= info.swap_bytes && (!info.copy_left || info.state == VMEM_KV_SWAPPED));
-    if (info.state == VMEM_KV_FREE && info.after)
-        return K_ENDING;
-    return info.state == VMEM_KV_SWAPPED && (info.after || info.copy_left) ? K_SWAPPING : info.state;
+    CHECK(!info.after || info.state == VMEM_KV_FREE);
+    return info.after ? K_ENDING : info.state;
 }
 
 // Rows of a slot as a run to be kept.

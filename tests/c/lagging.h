@@ -9,11 +9,10 @@
 
 struct request {
     uint32_t tokens;
-    bool taken, swapped; // swapped out, or about to be
-    uint64_t part;       // the last step that it took part in, or whose kernels write the rows that it was attached
+    bool taken, swapped;
+    uint64_t part; // the last step that it took part in, or whose kernels write the rows that it was attached
     uint64_t origin[K_TOKENS];
     char *host;
-    uint64_t host_bytes;
 };
 struct prefix { // or a block
     uint64_t id, origin[K_TOKENS];
@@ -44,10 +43,8 @@ static const struct shape *shape;
 static struct kernel_tensor tensors[K_TENSORS];
 static struct request requests[K_SLOTS];
 static struct prefix prefixes[PREFIXES], blocks[BLOCKS];
-static uint64_t seed, page_size, budget, steps, landed, block_tokens, n_failed, n_kernels, n_swapped, n_cancelled;
+static uint64_t seed, page_size, budget, steps, landed, block_tokens, n_failed, n_kernels, n_swapped;
 static uint32_t in_flight, flags;
-static char *abandoned; // host memory of a copy that was ended: nothing may be written there any more
-static uint64_t abandoned_bytes;
 
 static uint64_t below(uint64_t n) { return rnd(&seed) % n; }
 

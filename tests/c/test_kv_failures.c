@@ -17,7 +17,7 @@ static char *host;
 
 // 8 tokens to a page, whatever its size; in the third tensor, which has a window, 16.
 static struct vmem_kv_tensor tensors[3] = {{.row_bytes = 0}, {.row_bytes = 0}, {.row_bytes = 0, .window = 32}};
-static uint64_t host_bytes;
+static bool back; // slot 0 was swapped in, and its rows have not been copied yet
 
 static uint64_t word(uint32_t slot, uint32_t tensor, uint32_t row)
 {
@@ -92,10 +92,17 @@ static void shared(void) // by ended requests, and no memory but what can be evi
     OK(vmem_kv_get_stats(kv, &st));
     OK(vmem_kv_set_budget(kv, st.held_pages * test_page));
 }
+static int do_out(void)
+{
+    uint64_t step;
+    OK(vmem_kv_last_step(kv, &step));
+    return vmem_kv_swap_out(kv, 0, tokens[0], step);
+}
 static void swapped(void)
 {
     running();
-    OK(vmem_kv_swap_out(kv, 0, host, host_bytes, 0));
+    k_rows(ctx, kv, 0, host, true);
+    OK(do_out());
 }
 static void tight(void) // no memory but the kept pages
 {
@@ -113,8 +120,12 @@ static int do_save(void) { return k_save(kv, 0, 90, &prefix); }
 static int do_attach(void) { return k_attach(kv, prefix, 1, 99, 0); }
 static int do_drop(void) { return k_drop(kv, prefix); }
 static int do_truncate(void) { return vmem_kv_truncate(kv, 0, 91, 0, 0); }
-static int do_out(void) { return vmem_kv_swap_out(kv, 0, host, host_bytes, 0); }
-static int do_in(void) { return vmem_kv_swap_in(kv, 0, host, host_bytes, 0); }
+static int do_in(void)
+{
+    int rc = vmem_kv_swap_in(kv, 0, 0);
+    back = !rc;
+    return rc;
+}
 static int do_smaller_budget(void)
 {
     struct vmem_kv_stats before = {.size = sizeof before}, after = before;
@@ -146,8 +157,8 @@ static const struct {
     {"attach with little memory", shared, do_attach, {-1, 99, -1, -1}, 5},
     {"prefix_drop", saved, do_drop, {-1, -1, -1, -1}, 0},
     {"truncate", saved, do_truncate, {91, -1, -1, -1}, 4},
-    {"swap_out", running, do_out, {-2, -1, -1, -1}, 2},
-    {"swap_in", swapped, do_in, {100, -1, -1, -1}, 3},
+    {"swap_out", running, do_out, {-2, -1, -1, -1}, 1},
+    {"swap_in", swapped, do_in, {100, -1, -1, -1}, 2},
     {"smaller budget", kept, do_smaller_budget, {-1, -1, -1, -1}, 1},
     {"reclaim", kept, do_reclaim, {-1, -1, -1, -1}, 1},
 };
@@ -176,6 +187,9 @@ static void look(const char *name, bool done, const int32_t *now)
     struct vmem_kv_slot_info info = {.size = sizeof info};
     uint32_t before[SLOTS];
     memcpy(before, tokens, sizeof before);
+    if (back)
+        k_rows(ctx, kv, 0, host, false);
+    back = false;
     for (uint32_t s = 0; s < SLOTS; s++) {
         OK(vmem_kv_get_slot(kv, s, &info)); // checks the books, too
         if (info.state != VMEM_KV_ACTIVE || now[s] == -3 || (done && now[s] == -2))
@@ -313,8 +327,7 @@ int main(int argc, char **argv)
     test_page = test_info.page_sizes & -test_info.page_sizes;
     tensors[0].row_bytes = tensors[1].row_bytes = test_page / 8;
     tensors[2].row_bytes = test_page / 16;
-    host_bytes = 256 * test_page;
-    host = malloc(host_bytes);
+    host = malloc(256 * test_page);
     sweep_create();
     for (size_t i = 0; i < COUNT(calls); i++) {
         sweep(i, VMEM_KV_DEFER);

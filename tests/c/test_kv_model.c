@@ -17,7 +17,6 @@ struct request {
     bool taken, swapped;
     uint64_t rows[TOKENS]; // what the rows were written from
     char *host;
-    uint64_t host_bytes;
 };
 struct prefix {
     uint64_t id, rows[TOKENS];
@@ -310,18 +309,12 @@ static void do_swap(uint32_t s)
     if (!r->taken || !r->tokens)
         return;
     if (r->swapped) {
-        int rc = k_missing(vmem_kv_swap_in(kv, s, r->host, r->host_bytes, 0), &missing);
+        int rc = k_missing(k_swap_in(ctx, kv, s, &r->host), &missing);
         CHECK(!rc || (rc == -ENOMEM && missing));
-        if (rc)
-            return;
-        free(r->host);
-        r->host = NULL;
-        r->swapped = false;
+        r->swapped = rc;
     } else {
-        OK(k_swap_bytes(kv, s, &r->host_bytes));
-        r->host = malloc(r->host_bytes + 1);
         quiet(s);
-        OK(vmem_kv_swap_out(kv, s, r->host, r->host_bytes, 0));
+        OK(k_swap_out(ctx, kv, s, &r->host));
         r->swapped = true;
     }
 }

@@ -160,7 +160,8 @@ static void test_a_dropped_prefix_leaves_no_trace(void)
 // The last token may be computed once more where the window begins.
 static void test_a_step_to_the_same_length(void)
 {
-    uint64_t prefix, bytes;
+    uint64_t prefix;
+    char *host;
     make(VMEM_KV_DEFER, 64, 100);
     uint32_t slot = start(223);
     OK(step(slot, 224));
@@ -169,12 +170,9 @@ static void test_a_step_to_the_same_length(void)
     uint32_t other = start_with(prefix, 224, 224);
     OK(step(other, 225));
     OK(vmem_kv_truncate(kv, slot, 224, 0, 0));
-    OK(k_swap_bytes(kv, slot, &bytes));
-    void *host = malloc(bytes);
-    OK(vmem_kv_swap_out(kv, slot, host, bytes, 0));
-    OK(vmem_kv_swap_in(kv, slot, host, bytes, 0));
+    OK(k_swap_out(ctx, kv, slot, &host));
+    OK(k_swap_in(ctx, kv, slot, &host));
     OK(step(slot, 224));
-    free(host);
     done();
 }
 

@@ -17,7 +17,6 @@ static uint32_t goal[SLOTS];
 static uint64_t order[SLOTS], stamp[SLOTS], seed = 1, clock_;
 static uint32_t marked[SLOTS]; // the newest row that was
 static char *host[SLOTS];
-static uint64_t host_bytes[SLOTS];
 
 static uint64_t row(uint32_t slot, uint32_t r)
 {
@@ -58,9 +57,7 @@ static bool preempt(void) // whoever came last
         end(last);
         return true;
     }
-    OK(k_swap_bytes(kv, last, &host_bytes[last]));
-    host[last] = malloc(host_bytes[last]);
-    OK(vmem_kv_swap_out(kv, last, host[last], host_bytes[last], 0));
+    OK(k_swap_out(ctx, kv, last, &host[last]));
     goal[last] = (uint32_t)lengths[last] << 16 | goal[last]; // its length is kept here meanwhile
     lengths[last] = 0;
     return true;
@@ -69,11 +66,9 @@ static bool preempt(void) // whoever came last
 static void come_back(void)
 {
     for (uint32_t s = 0; s < SLOTS; s++)
-        if (host[s] && !vmem_kv_swap_in(kv, s, host[s], host_bytes[s], 0)) {
+        if (host[s] && !k_swap_in(ctx, kv, s, &host[s])) {
             lengths[s] = (int32_t)(goal[s] >> 16);
             goal[s] &= 0xffff;
-            free(host[s]);
-            host[s] = NULL;
             look(s);
             return;
         }

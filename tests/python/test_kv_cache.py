@@ -362,44 +362,6 @@ def test_room_is_exact(backend):
         assert cache.step(only, dry=True)
 
 
-def test_swapping_brings_the_rows_back_to_where_they_were(backend, device):
-    with make(backend) as cache:
-        slot, values = start(cache, 333)
-        torch.manual_seed(1)
-        data = torch.randn(333, 4, view_dim(cache)).half().to(device)
-        views = [tensor[slot, :333] for tensor in cache.tensors]
-        for i, view in enumerate(views):
-            view.copy_(data + i)
-        address = views[0].data_ptr()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        cache.swap_out(slot)
-        assert cache.slot(slot).state == "swapped" and cache.slot(slot).pages == 0
-        with pytest.raises(ValueError, match="swapped out"):
-            cache.step(values)
-        other, _ = start(cache, 500)
-        cache.tensors[0][other, :500] = 9
-        assert cache.swap_in(slot)
-        assert views[0].data_ptr() == address
-        for i, view in enumerate(views):
-            assert torch.equal(view, data + i)
-
-
-def test_swapping_to_the_callers_memory(backend, device):
-    with make(backend) as cache:
-        slot, _ = start(cache, 333)
-        cache.tensors[0][slot, :333] = 7
-        host = torch.empty(cache.swap_size(slot), dtype=torch.uint8, pin_memory=device != "cpu")
-        if device != "cpu":
-            torch.cuda.synchronize()
-            with pytest.raises(ValueError, match="host is not pinned"):
-                cache.swap_out(slot, host=torch.empty_like(host))
-        cache.swap_out(slot, host=host)
-        assert cache._swapped[slot].data_ptr() == host.data_ptr()
-        assert cache.swap_in(slot)
-        assert (cache.tensors[0][slot, :333] == 7).all()
-
-
 def test_a_prefix_is_shared_and_never_written(backend, device):
     with make(backend) as cache:
         page_tokens = PAGE_TOKENS

@@ -292,19 +292,13 @@ class Engine(RuleBasedStateMachine):
             if slot in read:
                 read[slot] = read[slot][:tokens]
 
-    @rule(data=NUMBERS, fenced=st.booleans())
+    @rule(data=NUMBERS)
     @when(lambda self: any(self.rows[s] for s in self.active))
-    def swap_out(self, data, fenced):
-        """Now, or when the kernels in flight have ended: these read on."""
+    def swap_out(self, data):
         slot = pick(data, [s for s in self.active if self.rows[s]])
-        if not fenced:
-            self.quiet()
-        try:
-            self.cache.swap_out(slot, after=self.cache.last_step if fenced else None)
-        except pyvmem.VmemError as error:
-            assert error.errno == 61
-        else:
-            self.swapped.add(slot)
+        self.quiet()
+        self.cache.swap_out(slot)
+        self.swapped.add(slot)
 
     @rule(data=NUMBERS)
     @when(lambda self: self.swapped)

@@ -349,20 +349,6 @@ def test_no_memory_for_a_copy():
         assert cache.fit([(64, hashes)]) == 0 and cache.shortage.missing_pages == 2
 
 
-def test_what_a_swapped_request_shared_does_not_wait_for_the_thread():
-    with make(overlap=True) as cache:
-        blocks = BlockHashes(cache, 16)
-        slot, _ = serve(blocks, list(range(100)))
-        blocks.add(slot, block_hashes(list(range(100)), 16))
-        cache.retire()
-        cache.swap_out(slot, after=cache.last_step)
-        assert cache.slot(slot).state == "swapped"
-        free = cache.stats().free_pages
-        cache.wait()
-        assert cache.stats().free_pages == free == cache.stats().budget_pages
-        assert cache.swap_in(slot) and cache.tokens([slot]) == [100]
-
-
 def test_what_a_request_takes_from_the_free_pages():
     """The pages of known blocks are free until a request begins with them."""
     with make(pages=40) as cache:

@@ -104,7 +104,7 @@ def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
     cases = {
         "step 5 has not been made yet; the last is 2": [
             lambda: cache.free(running, after=5), lambda: cache.truncate(running, 5, after=5),
-            lambda: cache.swap_out(running, after=5), lambda: cache.close(after=5), lambda: cache.retire(5),
+            lambda: cache.close(after=5), lambda: cache.retire(5),
         ],
         f"slot {ending} is being given up": [
             lambda: cache.free(ending), lambda: cache.truncate(ending, 1),

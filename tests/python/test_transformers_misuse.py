@@ -14,6 +14,7 @@ from generations import generate, make_cache, padding, reference, single_thread 
 from tiny_models import _BASE, prompts, tiny_model  # noqa: E402
 
 from pyvmem import KVCache, KVCacheOptions, OutOfMemory  # noqa: E402
+from pyvmem.kv import swap  # noqa: E402
 from pyvmem.kv.options import Spare  # noqa: E402
 from pyvmem.transformers import DecodeGraphs, VMemCache  # noqa: E402
 from pyvmem.transformers.attention import vmem_attention  # noqa: E402
@@ -156,18 +157,18 @@ def test_an_offload_without_cpu_memory_leaves_the_cache_usable(make, device, mon
     """Some of the sequences were moved by then."""
     model, ids = tiny_model("llama", device=device), prompts(3, device=device)
     cache, other = make(model), make(model)
-    allocate, calls = KVCache._swap_memory, []
+    allocate, calls = swap._host_memory, []
 
-    def allocate_once(self, *args):
+    def allocate_once(*args):
         calls.append(args)
         if len(calls) == 2:
             raise RuntimeError("no pinned memory")
-        return allocate(self, *args)
+        return allocate(*args)
 
     with torch.no_grad():
         for each in (cache, other):
             model(ids, past_key_values=each)
-        monkeypatch.setattr(KVCache, "_swap_memory", allocate_once)
+        monkeypatch.setattr(swap, "_host_memory", allocate_once)
         with pytest.raises(RuntimeError, match="no pinned memory"):
             cache.offload()
         assert [cache.kv.slot(slot).state for slot in range(3)] == ["swapped", "active", "active"]

@@ -57,14 +57,14 @@ static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
     return (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0);
 }
 
-// Whether kernels may access the slot: it is active, ending or being swapped out.
+// Whether kernels may access the slot: it is active or ending.
 static inline bool kv_accessed(const vmem_kv *kv, uint32_t slot)
 {
     return kv->slots[slot].state != VMEM_KV_FREE && kv->slots[slot].state != VMEM_KV_SWAPPED;
 }
 
 // Slots that wait for kernels to end.
-static inline uint32_t kv_waiting(const vmem_kv *kv) { return kv->in_state[KV_ENDING] + kv->in_state[KV_SWAPPING]; }
+static inline uint32_t kv_waiting(const vmem_kv *kv) { return kv->in_state[KV_ENDING]; }
 
 // Pages that could be added without reclaiming any.
 static inline uint64_t kv_unused(const vmem_kv *kv) { return kv_less(kv->ledger.budget, kv->ledger.held); }
@@ -265,17 +265,6 @@ void vmem__kv_forget(vmem_kv *kv, uint32_t slot);
 // Kernels up to this step have ended.
 uint64_t vmem__kv_ended(const vmem_kv *kv);
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step);
-// Whether the slot is being swapped out and its kernels have ended: its pages count as free.
-static inline bool kv_swap_due(const vmem_kv *kv, uint32_t slot)
-{
-    return kv->slots[slot].state == KV_SWAPPING && kv->idle[slot].ends <= kv->fence.retired;
-}
-// Whether the slot keeps what kernels access until they have ended.
-static inline bool kv_waits(const vmem_kv *kv, uint32_t slot)
-{
-    const uint8_t state = kv->slots[slot].state;
-    return state == KV_ENDING || (state == KV_SWAPPING && !kv_swap_due(kv, slot));
-}
 // Steps since the slot took part in one, or was allocated.
 static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot)
 {

@@ -77,7 +77,7 @@ uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
 
 const char *vmem__kv_state_name(uint8_t state)
 {
-    static const char *const names[] = {"free", "active", "swapped out", "being given up", "being swapped out"};
+    static const char *const names[] = {"free", "active", "swapped out", "being given up"};
     return names[state];
 }
 

@@ -27,7 +27,7 @@ bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot)
 struct kv_range vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    if (!kv_accessed(kv, slot) || kv_swap_due(kv, slot))
+    if (!kv_accessed(kv, slot))
         return (struct kv_range){s->lo, s->lo};
     return kv_in_use(kv, slot, group, !kv->slots[slot].fresh);
 }

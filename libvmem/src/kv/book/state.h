@@ -34,9 +34,8 @@ struct kv_group {
     uint64_t joined; // index in vmem_kv.joined of (slot 0, page 0)
 };
 
-// States beside those of enum vmem_kv_slot_state. For callers, such slots are free or swapped out: see
-// struct vmem_kv_slot_info, after.
-enum { KV_ENDING = VMEM_KV_SWAPPED + 1, KV_SWAPPING, KV_STATES };
+// A state beside those of enum vmem_kv_slot_state. For callers, such slots are free: see struct vmem_kv_slot_info, after.
+enum { KV_ENDING = VMEM_KV_SWAPPED + 1, KV_STATES };
 
 // Page numbers; equal: none.
 struct kv_range {
@@ -81,10 +80,7 @@ enum { KV_FREE_LISTS = 32, KV_LIST_ACTIVE = KV_FREE_LISTS, KV_LIST_OTHERS, KV_LI
 struct kv_idle {
     uint32_t from;   // of a free slot: no page is in the place of so many rows of the last request
     uint64_t parked; // when it was freed
-    uint64_t ends;   // KV_ENDING, KV_SWAPPING: after the kernels of this step
-    // KV_SWAPPING: where the rows go, how many bytes of them have gone, and how many there are.
-    void *host;
-    uint64_t copied, size;
+    uint64_t ends;   // KV_ENDING: after the kernels of this step
 };
 
 // What a step needs of the tensors of a group in a slot.

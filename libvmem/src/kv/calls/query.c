@@ -67,13 +67,11 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
     if (rc)
         return vmem__kv_leave(kv, rc);
     const struct kv_slot *s = &kv->slots[slot];
-    const bool ending = s->state == KV_ENDING, swapping = s->state == KV_SWAPPING;
+    const bool ending = s->state == KV_ENDING;
     struct vmem_kv_slot_info info = {.tokens = s->tokens, .shared_tokens = vmem__kv_shared_tokens(kv, slot)};
-    info.state = ending ? VMEM_KV_FREE : swapping ? VMEM_KV_SWAPPED : s->state;
-    info.after = kv_waits(kv, slot) ? kv->idle[slot].ends : 0;
-    info.copy_left = swapping ? kv->idle[slot].size - kv->idle[slot].copied : 0;
+    info.state = ending ? VMEM_KV_FREE : s->state;
+    info.after = ending ? kv->idle[slot].ends : 0;
     info.absent_steps = s->state == VMEM_KV_ACTIVE ? kv_absent(kv, slot) : 0;
-    info.swap_bytes = info.state == VMEM_KV_FREE ? 0 : vmem__kv_swap_size(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         const struct kv_span *sp = kv_span(kv, slot, i);
@@ -82,6 +80,27 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
         info.shared_pages += (uint64_t)vmem__kv_span_shared(kv, slot, i) * g->n;
     }
     return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
+}
+
+int vmem_kv_get_rows(vmem_kv *kv, uint32_t slot, uint32_t tensor, uint32_t *first, uint32_t *end)
+{
+    struct vmem_kv_layout layout = {.size = sizeof layout};
+    int rc = vmem_kv_get_layout(kv, tensor, &layout);
+    if (!rc && (!first || !end))
+        rc = vmem__error(-EINVAL, "first and end must not be NULL");
+    if (!rc)
+        rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
+    if (!rc) {
+        const struct kv_group *g = &kv->groups[layout.group];
+        const uint32_t tokens = kv->slots[slot].tokens;
+        const uint64_t bytes = (uint64_t)vmem__kv_need_lo(kv, g, tokens) << kv->page_shift;
+        *first = (uint32_t)((bytes + g->row_bytes - 1) / g->row_bytes);
+        *end = KV_MIN(tokens, g->max_tokens);
+    }
+    return vmem__kv_leave(kv, rc);
 }
 
 int vmem_kv_last_step(vmem_kv *kv, uint64_t *step)

@@ -25,7 +25,7 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->held_pages = kv->ledger.held;
     st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
     st->active_slots = kv->in_state[VMEM_KV_ACTIVE];
-    st->swapped_slots = kv->in_state[VMEM_KV_SWAPPED] + kv->in_state[KV_SWAPPING];
+    st->swapped_slots = kv->in_state[VMEM_KV_SWAPPED];
     st->ending_slots = kv->in_state[KV_ENDING];
     st->absent_slots = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
@@ -39,7 +39,7 @@ void vmem__kv_summarise(vmem_kv *kv)
                 uint32_t rows = KV_MIN(sl->tokens, g->max_tokens);
                 st->live_bytes += (g->window ? KV_MIN(rows, g->window) : rows) * g->row_bytes * g->n;
             }
-            if (active || kv_waits(kv, s)) {
+            if (active || sl->state == KV_ENDING) {
                 st->needed_pages += (uint64_t)(sp->need.hi - sp->need.lo) * g->n;
                 st->ahead_pages += (uint64_t)(sp->hi - sp->need.hi) * g->n;
             } else {

@@ -20,15 +20,12 @@ uint64_t vmem__kv_least(const vmem_kv *kv)
     return pages;
 }
 
-// Whether a slot has rows that no cut may take: a request's, unless they are about to be copied.
-static bool keeps_rows(const vmem_kv *kv, uint32_t slot) { return kv_accessed(kv, slot) && !kv_swap_due(kv, slot); }
-
 static bool passed_over(const struct kv_slot *slot, bool stuck) { return slot->busy || (slot->stuck && !stuck); }
 
 bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v)
 {
     for (uint32_t s = 0; kv->windows && (s = kv_next_used(kv, s)) != KV_NO_SLOT; s++) {
-        if (!keeps_rows(kv, s) || passed_over(&kv->slots[s], stuck))
+        if (!kv_accessed(kv, s) || passed_over(&kv->slots[s], stuck))
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -69,7 +66,7 @@ static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, bool stuck, struct
 {
     for (uint32_t s = 0; (s = kv_next_used(kv, s)) != KV_NO_SLOT; s++) {
         const struct kv_slot *slot = &kv->slots[s];
-        if (!keeps_rows(kv, s) || passed_over(slot, stuck))
+        if (!kv_accessed(kv, s) || passed_over(slot, stuck))
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -91,15 +88,6 @@ bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool st
 
 // ---- taking it back --------------------------------------------------------------------------------------------------
 
-// A slot that is to be swapped out and whose kernels have ended; UINT32_MAX: there is none.
-static uint32_t due_swap(const vmem_kv *kv)
-{
-    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++)
-        if (kv_swap_due(kv, s))
-            return s;
-    return UINT32_MAX;
-}
-
 int vmem__kv_reclaim_to(vmem_kv *kv, uint64_t to, bool evict)
 {
     struct kv_victim v;
@@ -113,13 +101,8 @@ int vmem__kv_reclaim_to(vmem_kv *kv, uint64_t to, bool evict)
         bool some = vmem__kv_victim(kv, left, true, !refused, &v);
         if (!some && evict && kv->refs.evictable && vmem__kv_evict(kv, left))
             continue;
-        if (!some && !vmem__kv_victim(kv, left, false, !refused, &v)) {
-            const uint32_t slot = due_swap(kv);
-            if (slot == UINT32_MAX)
-                break;
-            rc = vmem__kv_swap_rest(kv, slot);
-            continue;
-        }
+        if (!some && !vmem__kv_victim(kv, left, false, !refused, &v))
+            break;
         rc = vmem__kv_cut_now(kv, v.slot, v.group, v.lo, v.hi);
         // To cut a part of a span may need an additional mapping. To cut the whole span needs none.
         if (rc == -ENOMEM && kv->slots[v.slot].state == VMEM_KV_FREE)

@@ -22,18 +22,17 @@ static uint64_t coming(vmem_kv *kv, uint64_t step)
     kv->mark++;
     vmem__kv_see_found(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        for (uint32_t i = 0; i < kv->n_groups && kv_waits(kv, s) && kv->idle[s].ends <= step; i++)
+        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == KV_ENDING && kv->idle[s].ends <= step; i++)
             pages += vmem__kv_rows_left(kv, s, i) * kv->groups[i].n;
     return pages;
 }
 
-// The next step after `after` whose kernels a slot waits for (ends: to become free); 0: none.
-static uint64_t next_end(const vmem_kv *kv, uint64_t after, bool ends)
+// The next step after `after` whose kernels a slot waits for; 0: none.
+static uint64_t next_end(const vmem_kv *kv, uint64_t after)
 {
     uint64_t next = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        if (kv_waits(kv, s) && (!ends || kv->slots[s].state == KV_ENDING) && kv->idle[s].ends > after &&
-            (!next || kv->idle[s].ends < next))
+        if (kv->slots[s].state == KV_ENDING && kv->idle[s].ends > after && (!next || kv->idle[s].ends < next))
             next = kv->idle[s].ends;
     return next;
 }
@@ -47,9 +46,9 @@ static void note(vmem_kv *kv, uint32_t reason, uint64_t missing)
     if (kv_waiting(kv)) {
         last.ending_pages = coming(kv, UINT64_MAX);
         if (slots || (reason != VMEM_KV_SHORT_OF_MAPPINGS && last.ending_pages >= missing))
-            last.step = next_end(kv, 0, slots);
+            last.step = next_end(kv, 0);
         while (last.step && !slots && coming(kv, last.step) < missing)
-            last.step = next_end(kv, last.step, false);
+            last.step = next_end(kv, last.step);
     }
     for (uint32_t s = 0; (s = kv_next_active(kv, s)) != KV_NO_SLOT; s++)
         last.requests += kv->slots[s].tokens != 0;

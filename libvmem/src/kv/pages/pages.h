@@ -61,13 +61,5 @@ int vmem__kv_clear_slot(vmem_kv *kv, uint32_t slot);
 // mapped anywhere.
 int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pages, uint64_t stride, bool to_scratch,
                         uint32_t slot, uint32_t page, uint64_t bytes);
-// Copies bytes [from, to) of a slot's rows, tensor after tensor, out to host or back in; and how many bytes there are.
-int vmem__kv_swap_copy(vmem_kv *kv, uint32_t slot, uint64_t host, bool out, uint64_t from, uint64_t to);
-uint64_t vmem__kv_swap_size(const vmem_kv *kv, uint32_t slot);
-// Copies so many bytes more; needs no lock. Then swap_portion_end with it: the last portion makes the slot
-// VMEM_KV_SWAPPED, whose pages can be taken back.
-int vmem__kv_swap_portion(vmem_kv *kv, uint32_t slot, uint64_t most);
-void vmem__kv_swap_portion_end(vmem_kv *kv, uint32_t slot);
-int vmem__kv_swap_rest(vmem_kv *kv, uint32_t slot); // all of it, while the worker is at none
 
 #endif

@@ -50,11 +50,6 @@ int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 
 static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 {
-    // Only kernels up to the swap's step access such a slot. Once they have ended, its pages count as free, and others
-    // count on them. Nor may it matter how far the copy has come.
-    const uint8_t state = kv->slots[slot].state;
-    if (state != VMEM_KV_ACTIVE)
-        step = state == KV_SWAPPING ? kv->idle[slot].ends : 0;
     if (step <= vmem__kv_ended(kv) || kv->slots[slot].fresh)
         return end_now(kv, slot);
     kv->idle[slot].ends = step;
@@ -70,7 +65,7 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after)
     // Where the slot keeps its pages and the background thread unmaps shared ones, there is nothing to wait for.
     if (!(kv->flags & VMEM_KV_DEFER) || !kv->turn.has_worker || kv->ledger.held > kv->ledger.budget)
         vmem__kv_may_take_long(kv);
-    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED | 1u << KV_SWAPPING);
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
     if (!rc)
         rc = vmem__kv_check_fence(kv, after);
     if (!rc)
@@ -80,42 +75,15 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after)
     return vmem__kv_leave(kv, rc);
 }
 
-static bool shares_rows(const vmem_kv *kv, uint32_t slot)
-{
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        if (vmem__kv_span_shared(kv, slot, i))
-            return true;
-    return false;
-}
-
-int vmem__kv_swap_now(vmem_kv *kv, uint32_t slot)
-{
-    vmem__kv_worker_hold(kv);
-    int rc = kv_swap_due(kv, slot) ? vmem__kv_swap_rest(kv, slot) : 0;
-    if (!rc && kv->slots[slot].state == VMEM_KV_SWAPPED)
-        rc = vmem__kv_cut_slot(kv, slot);
-    vmem__kv_worker_release(kv);
-    return rc;
-}
-
 int vmem__kv_end_requests(vmem_kv *kv, uint64_t step)
 {
     int rc = 0;
     kv->fence.retired = KV_MAX(kv->fence.retired, step);
-    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++)
-        if (kv_swap_due(kv, s)) // now: once the lock is dropped, the background thread may copy it
-            vmem__kv_book(kv, s);
     for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++) {
-        int failed = 0;
-        if (kv->slots[s].state == KV_ENDING && kv->idle[s].ends <= kv->fence.retired) {
-            vmem__kv_wait_slot(kv, s);
-            failed = end_now(kv, s);
-        } else if (kv_swap_due(kv, s) && kv->turn.has_worker && !shares_rows(kv, s)) {
-            kv->slots[s].skip = kv->slots[s].stuck = false;
-            vmem__kv_worker_wake(kv);
-        } else if (kv_swap_due(kv, s)) {
-            failed = vmem__kv_swap_now(kv, s); // when shared rows become free must not depend on the worker's progress
-        }
+        if (kv->slots[s].state != KV_ENDING || kv->idle[s].ends > kv->fence.retired)
+            continue;
+        vmem__kv_wait_slot(kv, s);
+        const int failed = end_now(kv, s);
         rc = rc ? rc : failed;
     }
     return rc;

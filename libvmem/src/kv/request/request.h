@@ -27,11 +27,8 @@ int vmem__kv_plan_one(vmem_kv *kv, uint32_t slot, uint32_t tokens, int64_t *delt
 // All or none of the slots, which no kernel accesses, in one call of the core. As vmem__kv_cut_slots, for a lease's
 // cache.
 int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
-// The kernels up to this step have ended: what is to be swapped out after them is not fixed any more, and is copied;
-// requests that end after them end.
+// The kernels up to this step have ended: requests that end after them end.
 int vmem__kv_end_requests(vmem_kv *kv, uint64_t step);
-// Copies what a slot that is due still has, and gives up its pages.
-int vmem__kv_swap_now(vmem_kv *kv, uint32_t slot);
 int vmem__kv_retire_to(vmem_kv *kv, uint64_t step);
 
 // ---- admit.c

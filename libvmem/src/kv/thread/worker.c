@@ -143,29 +143,6 @@ static bool release_doomed(vmem_kv *kv)
     return true;
 }
 
-#define SWAP_BYTES (UINT64_C(32) << 20) // copied before the thread takes the lock again: about 1 ms over PCIe
-// Copies a portion of the rows to be swapped out. Unmaps the pages after the last portion.
-static bool swap_one(vmem_kv *kv)
-{
-    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++) {
-        if (!kv_swap_due(kv, s) || kv->slots[s].skip)
-            continue;
-        begin(kv, s, 0);
-        int rc = vmem__kv_swap_portion(kv, s, SWAP_BYTES);
-        end(kv, s, rc);
-        if (!rc)
-            vmem__kv_swap_portion_end(kv, s);
-        uint64_t gone = 0; // between two groups, another call may take the slot
-        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == VMEM_KV_SWAPPED && !kv->slots[s].stuck; i++) {
-            const struct kv_victim v = {.slot = s, .group = i};
-            if (kv_span(kv, s, i)->lo < kv_span(kv, s, i)->hi)
-                cut(kv, &v, &gone);
-        }
-        return true;
-    }
-    return false;
-}
-
 static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 {
     // Map twice as far ahead, so that calls are rarer. Each call interrupts address translation on the GPU, no matter
@@ -385,7 +362,7 @@ static bool do_job(vmem_kv *kv)
     vmem__kv_claim_plenty(kv);
     // What the next steps need comes first.
     return evict_some(kv) || extend_one(kv) || (kv_unused(kv) < kv_low(kv) && release_doomed(kv)) || release_one(kv) ||
-           swap_one(kv) || eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv) || clear_one(kv);
+           eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv) || clear_one(kv);
 }
 
 // VMEM_KV_CHECK: the answers to calls must not depend on the jobs that were done. Calls may come while a job runs, and

@@ -1,0 +1,224 @@
+// Swapping, and destroying behind a fence.
+//
+// SPDX-License-Identifier: MIT
+#include "kv.h"
+
+#define SLOTS 3
+#define TOKENS 1000
+
+static vmem_context *ctx;
+static vmem_kv *kv;
+static uint64_t row_bytes;
+static uint32_t slots[SLOTS];
+static uint32_t window;
+static char *host;
+
+static uint64_t row(uint32_t tensor, uint32_t slot, uint32_t r)
+{
+    struct vmem_kv_layout l = {.size = sizeof l};
+    OK(vmem_kv_get_layout(kv, tensor, &l));
+    return l.addr + slot * l.slot_stride + r * l.row_bytes;
+}
+
+static uint32_t state(uint32_t slot) { return k_state(kv, slot); }
+
+static struct vmem_kv_stats stats(void)
+{
+    struct vmem_kv_stats st = {.size = sizeof st};
+    OK(vmem_kv_get_stats(kv, &st));
+    return st;
+}
+
+static int step(int32_t a, int32_t b, uint64_t *missing)
+{
+    int32_t lengths[SLOTS] = {0};
+    lengths[slots[0]] = a;
+    lengths[slots[1]] = b;
+    return k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), missing);
+}
+
+static uint64_t last(void)
+{
+    uint64_t step;
+    OK(vmem_kv_last_step(kv, &step));
+    return step;
+}
+
+// Two requests, of which the first has `tokens` tokens, each row with its number. The second tensor has a window.
+static void begin(uint32_t flags, uint32_t tokens, uint64_t budget_rows)
+{
+    const struct vmem_kv_tensor tensors[] = {{.row_bytes = row_bytes}, {.row_bytes = row_bytes, .window = window}};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = flags | VMEM_KV_CHECK,
+                                       .tensors = tensors,
+                                       .n_tensors = 2,
+                                       .slots = SLOTS,
+                                       .max_tokens = TOKENS,
+                                       .page_size = test_page,
+                                       .budget = 2 * budget_rows * row_bytes,
+                                       .steps_in_flight = 2};
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    OK(k_alloc(kv, 0, &slots[0]));
+    OK(k_alloc(kv, 0, &slots[1]));
+    OK(step((int32_t)tokens, 1, NULL));
+    for (uint32_t t = 0; t < 2; t++)
+        for (uint32_t r = 0; r < tokens; r++)
+            put_word(ctx, row(t, slots[0], r), r + 1);
+}
+
+static void end(void)
+{
+    OK(vmem_kv_retire(kv, last()));
+    vmem_kv_destroy(kv, 0);
+    free(host);
+    host = NULL;
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+// The rows that a request of so many tokens can read have their numbers.
+static void look(uint32_t tokens)
+{
+    for (uint32_t t = 0; t < 2; t++)
+        for (uint32_t r = t && window && tokens > window ? tokens - window : 0; r < tokens; r++)
+            CHECK_EQ(get_word(ctx, row(t, slots[0], r)), r + 1);
+}
+
+// Its pages are others' at once, and the rows come back to the same addresses.
+static void test_there_and_back(uint32_t flags)
+{
+    const uint32_t tokens = 800;
+    begin(flags, tokens, 1024);
+    OK(step(800, 1, NULL));
+    OK(k_swap_out(ctx, kv, slots[0], &host));
+    CHECK_EQ(state(slots[0]), VMEM_KV_SWAPPED);
+    CHECK_EQ(stats().swapped_slots, 1);
+    CHECK_EQ(page_at(ctx, row(0, slots[0], tokens - 1)), 0);
+    OK(step(0, 999, NULL));
+    ERR(step(801, 0, NULL), EINVAL, "but the slot is swapped out");
+    ERR(vmem_kv_truncate(kv, slots[0], 5, 0, 0), EINVAL, "is swapped out");
+    const uint64_t bytes = stats().swap_out_bytes;
+    CHECK(bytes >= (tokens + (window ? window : tokens)) * row_bytes && bytes <= 2 * tokens * row_bytes);
+    CHECK(!window || bytes < 2 * tokens * row_bytes - 2 * test_page);
+    OK(vmem_kv_free(kv, slots[1], 0));
+    OK(k_swap_in(ctx, kv, slots[0], &host));
+    CHECK_EQ(stats().swap_in_bytes, bytes);
+    look(tokens);
+    OK(vmem_kv_truncate(kv, slots[0], tokens, 0, 0));
+    OK(k_alloc(kv, 0, &slots[1]));
+    OK(step((int32_t)tokens + 1, 1, NULL));
+    end();
+}
+
+// Rows that a step has written since the copy began are not lost.
+static void test_a_step_beside_the_copy(void)
+{
+    begin(VMEM_KV_DEFAULT, 100, 256);
+    OK(step(0, 2, NULL));
+    OK(step(0, 3, NULL)); // others' steps do not matter
+    OK(vmem_kv_swap_out(kv, slots[0], 100, 1));
+    OK(vmem_kv_swap_in(kv, slots[0], 0));
+    OK(step(100, 3, NULL));
+    ERR(vmem_kv_swap_out(kv, slots[0], 100, 3), EBUSY, "copied too early");
+    OK(vmem_kv_truncate(kv, slots[0], 99, 0, 0));
+    ERR(vmem_kv_swap_out(kv, slots[0], 100, last()), EBUSY, "copied too early");
+    CHECK_EQ(state(slots[0]), VMEM_KV_ACTIVE);
+    CHECK_EQ(stats().swap_out_bytes, 2 * 100 * row_bytes);
+    OK(step(100, 3, NULL));
+    end();
+}
+
+static void test_without_memory(void)
+{
+    uint64_t missing;
+    begin(VMEM_KV_DEFAULT, 200, 256);
+    OK(k_swap_out(ctx, kv, slots[0], &host));
+    OK(step(0, 250, NULL));
+    CHECK_EQ(k_missing(vmem_kv_swap_in(kv, slots[0], VMEM_KV_DRY), &missing), -ENOMEM);
+    CHECK_EQ(missing, 2 * (200 + 250 - 256));
+    CHECK_EQ(stats().short_budget, 0);
+    CHECK_EQ(k_missing(vmem_kv_swap_in(kv, slots[0], 0), &missing), -ENOMEM);
+    CHECK_EQ(missing, 2 * (200 + 250 - 256));
+    CHECK_EQ(stats().short_budget, 1);
+    CHECK_EQ(state(slots[0]), VMEM_KV_SWAPPED);
+    OK(vmem_kv_free(kv, slots[1], 0));
+    OK(k_missing(vmem_kv_swap_in(kv, slots[0], VMEM_KV_DRY), &missing));
+    OK(k_swap_in(ctx, kv, slots[0], &host));
+    look(200);
+    end();
+}
+
+static void test_misuse(void)
+{
+    uint32_t first, to;
+    begin(VMEM_KV_DEFAULT, 10, 64);
+    ERR(vmem_kv_swap_out(kv, slots[0], 10, last() + 1), EINVAL, "step 2 has not been made yet; the last is 1");
+    ERR(vmem_kv_swap_out(kv, SLOTS, 10, 1), EINVAL, "slot 3 is out of range");
+    ERR(vmem_kv_swap_in(kv, slots[0], 0), EINVAL, "is active");
+    ERR(vmem_kv_swap_in(kv, slots[0], 2), EINVAL, "flags");
+    ERR(vmem_kv_get_rows(kv, slots[0], 2, &first, &to), EINVAL, "tensor 2 is out of range");
+    ERR(vmem_kv_get_rows(kv, SLOTS, 0, &first, &to), EINVAL, "slot 3 is out of range");
+    ERR(vmem_kv_get_rows(kv, slots[0], 0, NULL, &to), EINVAL, "must not be NULL");
+    CHECK_EQ(state(slots[0]), VMEM_KV_ACTIVE);
+    OK(step(0, 2, NULL));
+    OK(step(0, 3, NULL));
+    OK(vmem_kv_free(kv, slots[0], 1)); // the next step ends it
+    ERR(vmem_kv_swap_out(kv, slots[0], 10, 1), EINVAL, "is being given up");
+    ERR(vmem_kv_get_rows(kv, slots[0], 0, &first, &to), EINVAL, "is being given up");
+    ERR(step(11, 0, NULL), EINVAL, "is being given up");
+    ERR(step(0, -1, NULL), EINVAL, "lengths");
+    CHECK_EQ(state(slots[0]), K_ENDING); // what is no step ends nothing
+    OK(step(0, 4, NULL));
+    CHECK_EQ(state(slots[0]), VMEM_KV_FREE);
+    OK(k_alloc(kv, 0, &slots[0]));
+    ERR(vmem_kv_swap_out(kv, slots[0], 0, last()), EINVAL, "has no tokens");
+    end();
+}
+
+static void test_destroy_after(void)
+{
+    struct vmem_kv_stats st = {.size = sizeof st};
+    begin(VMEM_KV_DEFAULT, 200, 256);
+    ERR(vmem_kv_destroy(kv, last() + 1), EINVAL, "has not been made yet");
+    OK(step(201, 0, NULL));
+    OK(vmem_kv_destroy(kv, 2));
+    ERR(step(0, 2, NULL), EINVAL, "is being closed");
+    ERR(vmem_kv_get_stats(kv, &st), EINVAL, "is being closed");
+    ERR(vmem_kv_destroy(kv, 2), EINVAL, "is being closed");
+    ERR(vmem_kv_retire(kv, 3), EINVAL, "has not been made yet");
+    OK(vmem_kv_retire(kv, 1));
+    CHECK(test_stats(ctx).created > 0);
+    OK(vmem_kv_retire(kv, 2));
+    CHECK_EQ(test_stats(ctx).created, 0);
+
+    begin(VMEM_KV_DEFAULT, 200, 256);
+    OK(vmem_kv_retire(kv, 1));
+    OK(vmem_kv_destroy(kv, 1)); // nobody is running: now
+    CHECK_EQ(test_stats(ctx).created, 0);
+    CHECK_EQ(test_stats(ctx).reserved, 0);
+    ERR(step(0, 2, NULL), EINVAL, "is being closed"); // the handle is there until vmem_kv_retire
+    OK(vmem_kv_retire(kv, 1));
+
+    begin(VMEM_KV_DEFAULT, 200, 256);
+    OK(vmem_kv_destroy(kv, 1));
+    vmem_kv_destroy(kv, 0); // all is quiet
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+int main(int argc, char **argv)
+{
+    test_start(argc, argv);
+    ctx = test_context(0);
+    row_bytes = test_page;
+    test_there_and_back(VMEM_KV_DEFAULT);
+    test_there_and_back(VMEM_KV_DEFER);
+    test_a_step_beside_the_copy();
+    test_without_memory();
+    test_misuse();
+    test_destroy_after();
+    window = 100;
+    test_there_and_back(VMEM_KV_DEFAULT);
+    row_bytes = test_page / 8 + 16; // rows that lie across two pages
+    test_there_and_back(0);
+    vmem_context_destroy(ctx);
+    return 0;
+}

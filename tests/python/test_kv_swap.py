@@ -1,0 +1,172 @@
+"""Requests whose rows are in CPU memory while others have their pages.
+
+SPDX-License-Identifier: MIT
+"""
+
+import errno
+
+import pytest
+import torch
+from kv_caches import PAGE_TOKENS, make, start, view_dim
+
+from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError
+from pyvmem.kv import swap
+from pyvmem.kv.cache import KVCache, TensorSpec
+
+
+def test_swapping_brings_the_rows_back_to_where_they_were(backend, device):
+    with make(backend) as cache:
+        slot, values = start(cache, 333)
+        torch.manual_seed(1)
+        data = torch.randn(333, 4, view_dim(cache)).half().to(device)
+        views = [tensor[slot, :333] for tensor in cache.tensors]
+        for i, view in enumerate(views):
+            view.copy_(data + i)
+        address = views[0].data_ptr()
+        cache.swap_out(slot)
+        assert cache.slot(slot).state == "swapped" and cache.slot(slot).pages == 0
+        with pytest.raises(ValueError, match="swapped out"):
+            cache.step(values)
+        other, _ = start(cache, 500)
+        cache.tensors[0][other, :500] = 9
+        assert cache.swap_in(slot)
+        assert views[0].data_ptr() == address
+        for i, view in enumerate(views):
+            assert torch.equal(view, data + i)
+
+
+@pytest.mark.parametrize("tile", [1, 48])
+def test_layers_that_differ_come_back(backend, device, tile):
+    """With windows, odd rows that lie across pages, and fewer rows in a layer."""
+    specs = [
+        TensorSpec("full", (2, 128), torch.bfloat16),
+        TensorSpec("window", (3, 100), torch.bfloat16, window=64),
+        TensorSpec("fp8", (656,), torch.float8_e4m3fn, window=100),
+        TensorSpec("encoder", (8,), torch.float32, max_tokens=100),
+    ]
+    with KVCache(specs, 3, 4000, 64 << 20, backend=backend, name=None, check=True, tile_rows=tile) as cache:
+        slot, _ = start(cache, 3000)
+        assert cache.step([3001 if s == slot else 0 for s in range(3)])
+        rows = [slice(0, 3001), slice(2937, 3001), slice(2901, 3001), slice(0, 100)]
+        for tensor, part in zip(cache.tensors, rows, strict=True):
+            numbers = torch.arange(part.start, part.stop, device=device) % 251
+            tensor[slot, part].view(torch.uint8).copy_(numbers.view(-1, *[1] * (tensor.dim() - 2)))
+        before = [tensor[slot, part].clone() for tensor, part in zip(cache.tensors, rows, strict=True)]
+        most = cache.stats().swap_out_bytes
+        cache.swap_out(slot)
+        most = cache.stats().swap_out_bytes - most
+        assert most < (3001 * 512 + 64 * 600 + 100 * 656 + 100 * 32) + 12 * cache.page_size, "what windows have passed"
+        other, _ = start(cache, 3000)
+        for tensor in cache.tensors:
+            tensor[other, :100].view(torch.uint8).fill_(77)
+        cache.free(other)
+        assert cache.swap_in(slot)
+        for tensor, part, rows_of_it in zip(cache.tensors, rows, before, strict=True):
+            assert torch.equal(tensor[slot, part].view(torch.uint8), rows_of_it.view(torch.uint8))
+        assert cache.truncate(slot, 3000)  # its windows still have what the next token reads
+        assert cache.step([3001 if s == slot else 0 for s in range(3)])
+
+
+def test_shared_rows_come_back_as_copies(backend):
+    with make(backend) as cache:
+        slot, _ = start(cache, 2 * PAGE_TOKENS)
+        cache.keys[0][slot, : 2 * PAGE_TOKENS] = 5
+        prefix = cache.share(slot, 2 * PAGE_TOKENS)
+        cache.swap_out(slot)
+        other = cache.alloc()
+        assert cache.attach(other, prefix) == 2 * PAGE_TOKENS
+        assert cache.swap_in(slot) and cache.slot(slot).shared_pages == 0
+        cache.keys[0][slot, :1] = 6
+        assert (cache.keys[0][other, : 2 * PAGE_TOKENS] == 5).all()
+        assert (cache.keys[0][slot, 1 : 2 * PAGE_TOKENS] == 5).all()
+
+
+def test_without_cpu_memory_nothing_changes(backend, monkeypatch):
+    with make(backend) as cache:
+        slot, values = start(cache, 100)
+
+        def none(*_, **__):
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+        monkeypatch.setattr(torch, "empty_like", none)
+        with pytest.raises(OutOfMemory, match=rf"no CPU memory for the \d+ bytes of slot {slot}'s rows: .*not enough"):
+            cache.swap_out(slot)
+        monkeypatch.undo()
+        assert cache.slot(slot).state == "active" and not cache._swapped and cache.step(values)
+
+
+def test_without_pages_it_stays_out(backend):
+    with make(backend, pages=16) as cache:
+        slot, _ = start(cache, 2 * PAGE_TOKENS)
+        cache.keys[0][slot, :200] = 5
+        cache.swap_out(slot)
+        other, _ = start(cache, 3 * PAGE_TOKENS)
+        assert not cache.swap_in(slot) and cache.shortage.missing_pages == 4
+        assert cache.slot(slot).state == "swapped"
+        cache.free(other)
+        assert cache.swap_in(slot) and (cache.keys[0][slot, :200] == 5).all()
+
+
+@pytest.mark.parametrize("call", ["step", "truncate"])
+def test_what_another_thread_does_meanwhile_is_not_lost(backend, monkeypatch, call):
+    with make(backend) as cache:
+        slot, values = start(cache, 100)
+        copy = swap._copy
+
+        def copy_beside(to, source):
+            copy(to, source)
+            assert cache.step(values) if call == "step" else cache.truncate(slot, 99)
+
+        monkeypatch.setattr(swap, "_copy", copy_beside)
+        with pytest.raises(VmemError, match="copied too early") as caught:
+            cache.swap_out(slot)
+        assert caught.value.errno == errno.EBUSY
+        assert cache.slot(slot).state == "active" and not cache._swapped
+        monkeypatch.undo()
+        cache.swap_out(slot)
+        assert cache.swap_in(slot)
+
+
+def test_a_copy_back_that_fails_can_be_tried_again(backend, monkeypatch):
+    with make(backend) as cache:
+        slot, _ = start(cache, 100)
+        cache.keys[0][slot, :100] = 5
+        cache.swap_out(slot)
+
+        def fail(*_):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(swap, "_copy", fail)
+        with pytest.raises(RuntimeError, match="illegal"):
+            cache.swap_in(slot)
+        monkeypatch.undo()
+        assert cache.slot(slot).state == "swapped" and cache.slot(slot).pages == 0
+        assert cache.swap_in(slot) and (cache.keys[0][slot, :100] == 5).all()
+
+
+def test_the_wrong_slot_is_named(backend):
+    with make(backend) as cache:
+        slot, _ = start(cache, 100)
+        for wrong, text in ((7, "slot 7 is out of range"), (cache.alloc(), "has no tokens")):
+            with pytest.raises(InvalidArgument, match=text):
+                cache.swap_out(wrong)
+        cache.swap_out(slot)
+        with pytest.raises(InvalidArgument, match="is swapped out"):
+            cache.swap_out(slot)
+        with pytest.raises(InvalidArgument, match="is swapped out"):
+            cache.truncate(slot, 5)
+        cache.free(slot)
+        assert not cache._swapped
+        with pytest.raises(ValueError, match="not swapped out"):
+            cache.swap_in(slot)
+
+
+def test_a_captured_step_is_not_swapped_out(backend, device):
+    if device == "cpu":
+        pytest.skip("graphs are of a GPU")
+    with make(backend) as cache:
+        slot, _ = start(cache, 100)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(VmemError, match="a captured step has not run"), torch.cuda.graph(graph):
+            cache.swap_out(slot)
+        assert cache.slot(slot).state == "active"
