@@ -188,12 +188,12 @@ class SchedulerDoor:
             memory.after(output)
         return output
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._vmem is None:
-            return super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+            return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         with self._vmem.lock:
-            outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
-            self._vmem.ended()
+            outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+            self._vmem.answered(scheduler_output)
         return outputs
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:

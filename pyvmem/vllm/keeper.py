@@ -222,16 +222,19 @@ class Keeper(BlockBudget):
         """Whether an order is to go out, and a step that takes `need` blocks before would give up others for them."""
         return self.spare < need and bool(self._order)
 
-    def await_blocks(self, need: int, seconds: float) -> None:
-        """Wait until `need` blocks are spare, until workers have backed what was ordered, or for so many seconds."""
+    def await_blocks(self, need: int, seconds: float) -> float:
+        """Wait until `need` blocks are spare, until workers have backed what was ordered, or for so many seconds.
+
+        Returns the seconds that it took.
+        """
         if not self.page.attached(self.ranks):
-            return  # their answers are not seen
+            return 0.0  # their answers are not seen
         begin = now = time.monotonic()
         while self.spare < need and self._coming and now < begin + seconds:
             time.sleep(1e-4)
             self._enter()
             now = time.monotonic()
-        self.page[control.WAITED] += int(1e6 * (now - begin))
+        return now - begin
 
     def evict_ahead(self, n: int) -> None:
         """Make vLLM forget what is least recently used, if fewer than `n` / 2 blocks are spare and no more may come.

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from pyvmem.engine import control, pool_policy, pools
 from pyvmem.vllm import check, geometry, refuse, settings
 from pyvmem.vllm.keeper import Keeper
 from pyvmem.vllm.orders import StepOrders
+from pyvmem.vllm.pace import Pace
 from pyvmem.vllm.waiting import Lookup, Wants, paused, stopped, waiting
 
 logger = logging.getLogger("vllm.vmem")
@@ -37,6 +39,7 @@ COMING = 1.0  # seconds after a request for which others are expected
 VLLMS_PORT = 8000  # of a server, if its command line names none
 GRACE = 10.0  # seconds in which an engine ends whose server has gone
 CHUNK = 512  # tokens of prompts that are worth a step of their own while memory for others comes
+LAUNCH = 0.004  # seconds from the schedule of a step until the device computes it
 
 
 def _groups_need(vllm_config: Any, config: Any) -> int:
@@ -169,6 +172,8 @@ class SchedulerMemory:
         batch, aligned = vllm_config.scheduler_config, scheduler.need_mamba_block_aligned_split
         self._chunks = batch.enable_chunked_prefill and batch.max_num_batched_tokens > CHUNK and not aligned
         self.keeper.follows = self._chunks
+        # In a pipeline, the device that comes first is free before a step ends.
+        self._pace = Pace(CHUNK if parallel.pipeline_parallel_size == 1 else sys.maxsize)
         self._tokens = 0  # of a step, if the scheduler was told to schedule less in the last one
         self._whole = False  # whether vLLM was told to begin requests whose blocks are on their way
         self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_need` counts
@@ -209,7 +214,9 @@ class SchedulerMemory:
             # Others have to give blocks up first: what is cached here serves meanwhile.
             must, early = self._for_running(), False
         if must > keeper.spare:
-            keeper.await_blocks(must, AWAIT)
+            self.page[control.WAITED] += int(1e6 * keeper.await_blocks(must, AWAIT))
+        if early and need > keeper.spare:  # as long as no step would begin earlier
+            keeper.await_blocks(need, min(self._pace.left(time.monotonic()) - LAUNCH, AWAIT))
         keeper.before(max(need, whole), must, not running and (need > keeper.spare or not wait))
         if self._in_slots:
             keeper.evict_ahead(min(keeper.low, keeper.ready()))
@@ -315,6 +322,8 @@ class SchedulerMemory:
         self._count_beyond(steps)
         position = self.page.cells[control.POSITION]
         output.vmem = StepOrders(keeper.step, position, gone, ahead, order, keeper.take_evicted())
+        if steps:
+            self._pace.begin(keeper.step, output.total_num_scheduled_tokens, time.monotonic())
         self._publish()
 
     def _count_beyond(self, requests: int) -> None:
@@ -329,6 +338,12 @@ class SchedulerMemory:
             wait = waiting(self._scheduler)[:1]
             if wait and self._lacking(0, wait) == 0:
                 self._beyond = min(max(2 * self._beyond, 1), self.keeper.least)
+
+    def answered(self, output: Any) -> None:
+        """A step has ended."""
+        if output.num_scheduled_tokens:
+            self._pace.end(output.vmem.step, time.monotonic())
+        self.ended()
 
     def ended(self) -> None:
         """Requests may have ended. If none is there, no step may follow, and neighbours must not wait to learn it."""

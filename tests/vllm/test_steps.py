@@ -16,6 +16,7 @@ from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
 from pyvmem.engine import budget, control
 from pyvmem.vllm import keeper, refuse, scheduler, slots
+from pyvmem.vllm.pace import Pace
 from pyvmem.vllm.waiting import Lookup, waiting
 
 
@@ -333,6 +334,40 @@ def test_a_first_request_begins_with_what_is_there_and_the_rest_comes_behind_it(
         e.update(output, sampled)
         e.answer([])
     assert maps_in_steps(e) == 0 and e.preempted == 0
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_while_the_device_computes_a_step_waits_for_all_of_its_blocks(engine, monkeypatch, busy):
+    """Otherwise, the rest of a prompt would be computed in small parts."""
+    monkeypatch.setattr(scheduler, "CHUNK", 64)
+    e = engine(kinds=("full",), batch=256)
+    e.run(3)
+    e.scheduler.reset_prefix_cache()
+    told, looks = e.page.answer, itertools.count(0, 1 / 3)
+    with e.scheduler._vmem.lock:
+        e.keeper.between(True, 5)
+        e._flush()
+        e.keeper._part = 2
+        e.scheduler._vmem._pace.left = lambda now: 60.0 * busy
+        e.scheduler.add_request(e._request("long", [5] * 240, 2))
+        first = e.step()
+        order = first[0].vmem.order
+        e._flush()
+        e.page.answer = lambda n, rank: told(n, rank) if n < order + next(looks) else -1  # one after the other
+        second = e.step()
+        assert first[0].total_num_scheduled_tokens == 64
+        assert (second[0].total_num_scheduled_tokens == 176) is busy
+        e.update(*first)
+        e.update(*second)
+        e.answer([])
+    assert maps_in_steps(e) == 0
+
+
+def test_the_scheduler_learns_how_long_a_device_computes(engine):
+    e = engine(kinds=("full",))
+    pace = e.scheduler._vmem._pace = Pace(8)
+    e.run(3)
+    assert pace._best and not pace._flight and pace.left(0.0) == 0
 
 
 def test_a_request_begins_in_parts_only_if_the_rest_of_it_comes(engine, monkeypatch):
