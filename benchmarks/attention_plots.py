@@ -93,8 +93,8 @@ def draw(records: list[Record], figure: Figure) -> None:
         axes = figure.add_subplot(-(-len(drawn) // columns), columns, i + 1)
         points = [p for p in at if any(p in values for values in found.values())]
         for n, (series, values) in enumerate(found.items()):
-            style = {"marker": "os^vDPX"[n % 7], "linestyle": ("-", "--", ":", "-.")[n // 7 % 4], "markersize": 4}
-            axes.plot([points.index(p) for p in values], list(values.values()), label=series, linewidth=1, **style)
+            x, dashes = [points.index(p) for p in values], ("-", "--", ":", "-.")[n // 7 % 4]
+            axes.plot(x, list(values.values()), label=series, marker="os^vDPX"[n % 7], linestyle=dashes, linewidth=1)
         axes.set_xticks(range(len(points)), [f"{p[0][0]} {p[1]}x{size_text(p[2])}" for p in points], rotation=90,
                         fontsize="xx-small")  # fmt: skip
         axes.set_ylabel("time, of the other's" if panel.base else "tokens per second, one layer")
