@@ -27,7 +27,7 @@ OBJECTS := $(SOURCES:%.c=build/obj/%.o)
 BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native/*)
 
 .DEFAULT_GOAL := all
-.PHONY: all help lib install uninstall venv bench lint format docs notebook wheel clean
+.PHONY: all help lib install uninstall venv bench lint format docs notebook wheel deb clean
 .PHONY: check test test-fast test-uvm-ext test-c mutants-c fuzz-kv fuzz-kv-gpu test-asan test-tsan test-python test-python-fake
 .PHONY: figures test-shaken test-cross test-gpu test-gpu-c test-gpu-python test-transformers-releases
 .PHONY: test-vllm-cpu test-vllm-quick check-vllm-releases
@@ -200,6 +200,13 @@ format: venv ## Format the C and Python code (.clang-format, pyproject.toml)
 
 wheel: | toolchain ## Build and test the manylinux wheel and the source distribution, in build/dist
 	$(Q)$(PYTHON) .ci/make_wheel.py build/dist
+
+deb: ## Build Debian packages of the C library, in build/deb (dpkg-buildpackage and debhelper)
+	$(Q).ci/need dpkg-buildpackage=dpkg-dev dh=debhelper
+	$(Q)rm -rf build/deb && mkdir -p build/deb/vmem-$(VERSION)
+	$(Q)cp -r Makefile .ci LICENSE CHANGELOG.md libvmem uvm_ext kernel-open tests build/deb/vmem-$(VERSION)
+	$(Q)cp -r packaging/debian build/deb/vmem-$(VERSION)/debian
+	$(Q)cd build/deb/vmem-$(VERSION) && MAKEFLAGS= dpkg-buildpackage -us -uc -b
 
 clean: ## Remove all build results
 	$(Q)rm -rf build $(VENV) *.egg-info pyvmem/*.so .hypothesis .ruff_cache

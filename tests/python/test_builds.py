@@ -84,3 +84,20 @@ def test_two_source_distributions_are_the_same_bytes(tmp_path):
         assert {e.mtime for e in t} == {1700000000}
     for name in "Makefile", ".ci/need", "tests/c/test_map.c", "docs/engine.md", "examples/engine.c", "uvm_ext":
         assert name in names, name
+
+
+def test_the_version_is_the_same_wherever_it_stands(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(TOP / ".ci"))
+    import release
+
+    assert release.disagreements() == []
+    assert release.disagreements("refs/tags/v9.9.9")[0] == f"the tag says 9.9.9, vmem.h {pyvmem.__version__}"
+    for file in ("libvmem/include/vmem.h", *release.PLACES):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        text = (TOP / file).read_text()
+        (tmp_path / file).write_text(text.replace(pyvmem.__version__, "8.8.8") if file == "CITATION.cff" else text)
+    monkeypatch.setattr(release, "TOP", tmp_path)
+    assert release.disagreements() == [f"CITATION.cff says 8.8.8, vmem.h {pyvmem.__version__}"]
+    heading = f"## {pyvmem.__version__} (not released)\n"
+    (tmp_path / "CHANGELOG.md").write_text(heading)
+    assert "write the date" in release.disagreements(f"refs/tags/v{pyvmem.__version__}")[-1]

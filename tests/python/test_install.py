@@ -75,6 +75,21 @@ def test_what_is_installed(tmp_path):
     assert os.readlink(root / f"lib/libvmem.so.{ABI}") == f"libvmem.so.{pyvmem.__version__}"
 
 
+def test_man_pages_go_where_mandir_says(tmp_path):
+    need("cc")
+    pages = [tmp_path / "pyvmem.1", tmp_path / "vmem-module.8"]
+    for page in pages:
+        page.write_text(".TH\n")
+    where = ["MAN=" + " ".join(map(str, pages)), "MANDIR=/usr/man", "PREFIX=/usr", f"DESTDIR={tmp_path / 'stage'}"]
+    run("make", "-s", "install", f"PYTHON={sys.executable}", *where)
+    found = [p for p in (tmp_path / "stage/usr").rglob("*") if p.suffix in (".1", ".8")]
+    assert sorted(str(p.relative_to(tmp_path / "stage")) for p in found) == [
+        "usr/man/man1/pyvmem.1", "usr/man/man8/vmem-module.8",
+    ]  # fmt: skip
+    run("make", "-s", "uninstall", *where)
+    assert not [p for p in (tmp_path / "stage").rglob("*") if not p.is_dir()]
+
+
 def test_uninstall_leaves_what_is_not_ours(tmp_path):
     need("cc")
     install(tmp_path)

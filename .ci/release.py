@@ -1,0 +1,38 @@
+"""Checks that a release is one: the version is the same everywhere, and, of a tag that is being published, its name.
+
+    release.py         in the release workflow, and by tests/python/test_builds.py
+
+SPDX-License-Identifier: MIT
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parent.parent
+# Where the version stands besides libvmem/include/vmem.h, which the build reads.
+PLACES = {
+    "CITATION.cff": r"^version: (\S+)",
+    "CHANGELOG.md": r"^## (\S+)",
+    "packaging/debian/changelog": r"^vmem \((\S+)\)",
+    "packaging/conda/recipe.yaml": r"^  version: (\d\S+)",
+}
+
+
+def disagreements(ref=""):
+    """What prevents a release, in words. ref: the tag that is published."""
+    header = (TOP / "libvmem/include/vmem.h").read_text()
+    version = ".".join(re.search(rf"VMEM_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+    found = {"the tag": ref.removeprefix("refs/tags/v")} if ref.startswith("refs/tags/") else {}
+    for file, pattern in PLACES.items():
+        found[file] = re.search(pattern, (TOP / file).read_text(), re.M)[1]
+    said = [f"{place} says {other}, vmem.h {version}" for place, other in found.items() if other != version]
+    heading = re.search(r"^## .*", (TOP / "CHANGELOG.md").read_text(), re.M)[0]
+    if "the tag" in found and "not released" in heading:
+        said.append(f"CHANGELOG.md still says {heading!r}: write the date")
+    return said
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(disagreements(os.environ.get("GITHUB_REF", ""))) or None)
