@@ -1,5 +1,6 @@
 """Makes SGLang find pyvmem's plugin where pyvmem is on the path but not installed."""
 
+import importlib.metadata
 from pathlib import Path
 
 GROUP, VALUE = "sglang.srt.plugins", "pyvmem.sglang.plugin:activate"
@@ -12,3 +13,8 @@ def write(folder: Path) -> Path:
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: pyvmem\nVersion: 0\n")
     (made / "entry_points.txt").write_text(f"[{GROUP}]\nvmem = {VALUE}\n")
     return Path(folder)
+
+
+def needed() -> bool:
+    """Whether pyvmem is not installed with its entry point."""
+    return not any(p.value == VALUE for p in importlib.metadata.entry_points(group=GROUP))
