@@ -3,9 +3,12 @@
 SPDX-License-Identifier: MIT
 """
 
+import ctypes
 import json
 import math
 import os
+import platform
+import signal
 import subprocess
 import sys
 import textwrap
@@ -44,6 +47,12 @@ def load(cache, requests, pool=None):
     return slots
 
 
+def raw_fork():
+    """Fork by the system call alone, as runtimes and sandboxes do: no handler runs."""
+    clone = {"x86_64": 56, "aarch64": 220}[platform.machine()]
+    return ctypes.CDLL(None).syscall(clone, int(signal.SIGCHLD), 0, 0, 0, 0)
+
+
 def free(cache, slots):
     for slot in slots:
         cache.free(slot)
@@ -72,6 +81,11 @@ CHILD = f"""
             assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in slots)
         elif do == "fork":
             if not os.fork():
+                print("forked", os.getpid(), flush=True)
+                signal.pause()
+            continue
+        elif do == "raw_fork":
+            if not raw_fork():
                 print("forked", os.getpid(), flush=True)
                 signal.pause()
             continue

@@ -225,7 +225,7 @@ def _has(path):
     with open(path, "r+b") as file:
         fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0))
         data = file.read()
-    row, head = _sizes(data)
+    row, head = ffi.sizeof("struct vmem_kv_pool_member"), 64
     rows = [struct.unpack_from("2I3Q", data, head + i * row) for i in range(32)]
     return {i: has for i, (size, _, _, _, has) in enumerate(rows) if size}
 
@@ -325,17 +325,29 @@ def test_a_question_of_a_killed_process_lapses(tmp_path):
         assert len(load(cache, 8, pool)) == 8
 
 
-def test_a_forked_child_does_not_stand_for_its_parent(tmp_path):
-    pool = KVPool(40 * MIB, path=tmp_path / "pool")
-    with Child(tmp_path / "pool") as child, make(pool) as cache:
+@pytest.mark.parametrize("zombie", [False, True])
+@pytest.mark.parametrize("how", ["fork", "raw_fork"])
+def test_a_forked_child_does_not_stand_for_its_parent(tmp_path, how, zombie):
+    """Neither in the table nor for the file, which ends with the last process that opened it."""
+    path = tmp_path / "pool"
+    pool = KVPool(40 * MIB, path=path)
+    with Child(path) as child:
         assert child.ask("load 8") == "8"
-        word, pid = child.ask("fork").split()
+        word, pid = child.ask(how).split()
         assert word == "forked"
-        child.kill()
-        mine = []
-        while len(mine) < 8:
-            mine += load(cache, 8 - len(mine), pool)
-        os.kill(int(pid), signal.SIGKILL)
+        try:
+            with make(pool) as cache:
+                assert sorted(m.name for m in pool.members()) == ["child", "kv"]
+                child.process.kill()
+                os.waitid(os.P_PID, child.process.pid, os.WEXITED | (os.WNOWAIT if zombie else 0))
+                mine = []
+                while len(mine) < 8:
+                    mine += load(cache, 8 - len(mine), pool)
+            pool.close()
+            assert not path.exists()
+            KVPool(20 * MIB, path=path).close()
+        finally:
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def test_a_process_that_is_stopped_holds_up_no_step(tmp_path):
@@ -492,19 +504,12 @@ def test_rows_that_nobody_stands_behind_count_for_nothing(tmp_path):
     pool = KVPool(40 * MIB, path=path)
     with make(pool) as cache:
         data = bytearray(path.read_bytes())
-        row, head = _sizes(data)
+        row, head = ffi.sizeof("struct vmem_kv_pool_member"), 64
         for place in range(1, 32):
             data[head + place * row : head + (place + 1) * row] = b"\xff" * row
         path.write_bytes(data)
         assert len(load(cache, 8, pool)) == 8
         assert [m.name for m in pool.members()] == ["kv"]
-
-
-def _sizes(data):
-    rows = struct.unpack_from("I", data, 12)[0]
-    assert rows == 32
-    head = 64
-    return (len(data) - head) // rows, head
 
 
 def test_32_members_and_no_more():

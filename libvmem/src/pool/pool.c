@@ -174,11 +174,14 @@ static int check_device(vmem_kv_pool *pool, const struct vmem_info *info)
 
 static int find_place(vmem_kv_pool *pool, uint32_t *place)
 {
-    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        if (!pool->table.rows[i].size && !pool_owns(pool, i) && !vmem__table_take(pool, i)) {
-            *place = i;
-            return 0;
-        }
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
+        const bool used = pool->table.rows[i].size || pool_owns(pool, i);
+        const int rc = used ? -EAGAIN : vmem__table_take(pool, i);
+        if (rc == -EAGAIN)
+            continue;
+        *place = i;
+        return rc;
+    }
     return vmem__error(-ENOSPC, "the pool has %u members, the most that it can have", VMEM_KV_POOL_MEMBERS);
 }
 

@@ -40,6 +40,14 @@ struct pool_table {
     struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS];
 };
 
+// Who is in a place of the file. Behind the table, so that it is not read with it.
+struct pool_process {
+    uint64_t began; // when, as /proc says
+    uint64_t space; // of PIDs and of `began`: processes of another one cannot be looked up
+    uint32_t pid;   // 0: not known
+    uint32_t pad;
+};
+
 // A question for budget lapses after this time, unless repeated or waited for: 250 ms. Tests change it, so that they do
 // not depend on the machine's speed.
 extern _Atomic uint64_t vmem__pool_ask_ns;
@@ -83,7 +91,8 @@ struct vmem__member {
 };
 
 struct vmem_kv_pool {
-    struct vmem_kv_pool *next; // of all in this process
+    struct pool_process process; // this one
+    struct vmem_kv_pool *next;   // of all in this process
     pthread_mutex_t lock;
     pthread_cond_t news; // a member was answered, or is not busy any more
     pthread_t thread;
@@ -160,6 +169,7 @@ void vmem__table_end(vmem_kv_pool *pool);
 uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m);
 int vmem__table_unwritten(const vmem_kv_pool *pool); // the error of a call whose row could not be written
 // Between the two: takes a place for a member, gives it back, and empties the rows of members whose process has ended.
+// -EAGAIN: somebody else is in that place.
 int vmem__table_take(vmem_kv_pool *pool, uint32_t place);
 void vmem__table_give(vmem_kv_pool *pool, uint32_t place, bool damaged);
 void vmem__table_bury(vmem_kv_pool *pool);

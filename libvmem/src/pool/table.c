@@ -4,12 +4,17 @@
 // The file is not mapped into memory. If somebody truncates or corrupts it, the pool is lost, but no process dies.
 //
 // The locks belong to the open file (F_OFD_SETLK). The kernel drops them however a process ends. Byte 0 locks the
-// table. A lock on byte 1 + i marks the member in place i as alive. Every process that has the file open holds a shared
-// lock on the byte after those. The locks need no process IDs, which are reused and differ between containers.
+// table. A lock on byte 1 + i marks whoever is in place i as alive: a member, or a process that has the file open.
+//
+// A child inherits its parent's locks. fork() has the child close the file, but a child of a plain system call keeps
+// it, and the locks outlive the parent. The file therefore names the process of each place, too. Processes of another
+// PID namespace cannot be looked up: of those, the lock alone says whether they are alive.
 //
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>
 #include <inttypes.h>
+#include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/inotify.h>
@@ -20,14 +25,13 @@
 #include "pool/pool.h"
 
 #define MAGIC UINT64_C(0x316c6f6f706b6d76) // "vmkpool1"
-#define OPEN_BYTE (1 + VMEM_KV_POOL_MEMBERS)
+#define OPENERS 64 // the most processes that have the file open; their places follow the members'
+#define PLACES (VMEM_KV_POOL_MEMBERS + OPENERS)
 
-static int lock_byte(int fd, short type, off_t at, int command, short *found)
+static int lock_byte(int fd, short type, off_t at)
 {
     struct flock l = {.l_type = type, .l_whence = SEEK_SET, .l_start = at, .l_len = 1};
-    int rc = fcntl(fd, command, &l) ? -errno : 0;
-    if (found)
-        *found = l.l_type;
+    int rc = fcntl(fd, F_OFD_SETLK, &l) ? -errno : 0;
     return rc == -EACCES ? -EAGAIN : rc;
 }
 
@@ -48,28 +52,19 @@ static int lock_table(int fd, unsigned most_us, pthread_mutex_t *mutex)
 {
     const struct timespec pause = {.tv_nsec = 100000};
     const uint64_t until = vmem__now() + most_us * UINT64_C(1000);
-    int rc = lock_byte(fd, F_WRLCK, 0, F_OFD_SETLK, NULL);
+    int rc = lock_byte(fd, F_WRLCK, 0);
     while (rc == -EAGAIN && vmem__now() < until) {
         if (mutex)
             pthread_mutex_unlock(mutex);
         nanosleep(&pause, NULL);
         if (mutex)
             pthread_mutex_lock(mutex);
-        rc = lock_byte(fd, F_WRLCK, 0, F_OFD_SETLK, NULL);
+        rc = lock_byte(fd, F_WRLCK, 0);
     }
     return rc;
 }
 
-static void unlock_table(int fd) { lock_byte(fd, F_UNLCK, 0, F_OFD_SETLK, NULL); }
-
-static bool lives(const vmem_kv_pool *pool, uint32_t place)
-{
-    short found = F_UNLCK;
-    if (pool_owns(pool, place))
-        return true;
-    // If the kernel cannot tell, assume that the member is alive.
-    return lock_byte(pool->fd, F_WRLCK, 1 + (off_t)place, F_OFD_GETLK, &found) || found != F_UNLCK;
-}
+static void unlock_table(int fd) { lock_byte(fd, F_UNLCK, 0); }
 
 static bool read_table(vmem_kv_pool *pool)
 {
@@ -94,6 +89,88 @@ static bool write_row(const vmem_kv_pool *pool, uint32_t place)
     const struct vmem_kv_pool_member *row = &pool->table.rows[place];
     return write_at(pool->fd, row, sizeof(*row), (off_t)(offsetof(struct pool_table, rows) + place * sizeof(*row)));
 }
+
+// ---- who is alive ----------------------------------------------------------------------------------------------------
+
+// What /proc says of a process. *ended: it is a zombie, without threads that still run.
+static bool look_up(const char *path, struct pool_process *out, bool *ended)
+{
+    char text[1024], state;
+    long threads;
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    const ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0)
+        close(fd);
+    text[MAX(n, 0)] = '\0';
+    const char *rest = strrchr(text, ')'); // the name before it may contain anything
+    if (!rest || sscanf(text, "%" SCNu32, &out->pid) != 1 ||
+        sscanf(rest, ") %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %" SCNu64, &state,
+               &threads, &out->began) != 3)
+        return false;
+    *ended = (state == 'Z' || state == 'X') && threads <= 1;
+    return true;
+}
+
+// This process, as the file names it; a PID of 0: /proc does not tell.
+static struct pool_process this_process(void)
+{
+    struct pool_process p = {0};
+    struct stat pids, times;
+    bool ended;
+    if (stat("/proc/self/ns/pid", &pids) || !look_up("/proc/self/stat", &p, &ended) || p.pid != (uint32_t)getpid())
+        return (struct pool_process){0};
+    p.space = (uint64_t)pids.st_ino;
+    if (!stat("/proc/self/ns/time", &times)) // in which `began` counts
+        p.space ^= (uint64_t)times.st_ino << 32;
+    return p;
+}
+
+static off_t process_at(uint32_t place)
+{
+    return (off_t)(sizeof(struct pool_table) + place * sizeof(struct pool_process));
+}
+
+// Whether the process of a place is known to have ended.
+static bool has_ended(const vmem_kv_pool *pool, uint32_t place)
+{
+    struct pool_process named, found;
+    char path[32];
+    bool ended;
+    if (pread(pool->fd, &named, sizeof named, process_at(place)) != (ssize_t)sizeof named || !named.pid ||
+        !pool->process.pid || named.space != pool->process.space)
+        return false;
+    snprintf(path, sizeof path, "/proc/%" PRIu32 "/stat", named.pid);
+    if (look_up(path, &found, &ended))
+        return ended || found.began != named.began;
+    return kill((pid_t)named.pid, 0) && errno == ESRCH; // /proc may hide a process
+}
+
+// Whether somebody else in one of these places is alive.
+static bool any_lives(const vmem_kv_pool *pool, uint32_t first, uint32_t n)
+{
+    for (off_t at = 1 + (off_t)first, end = at + n; at < end; at++) {
+        struct flock l = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = at, .l_len = end - at};
+        if (fcntl(pool->fd, F_OFD_GETLK, &l)) // if the kernel cannot tell, assume that they are
+            return true;
+        if (l.l_type == F_UNLCK)
+            return false;
+        at = MAX(at, l.l_start);
+        if (!has_ended(pool, (uint32_t)(at - 1)))
+            return true;
+    }
+    return false;
+}
+
+static int take_place(const vmem_kv_pool *pool, uint32_t place)
+{
+    int rc = lock_byte(pool->fd, F_WRLCK, 1 + (off_t)place);
+    if (rc || write_at(pool->fd, &pool->process, sizeof(pool->process), process_at(place)))
+        return rc;
+    lock_byte(pool->fd, F_UNLCK, 1 + (off_t)place);
+    return vmem__table_unwritten(pool);
+}
+
+// ---- reading and writing ---------------------------------------------------------------------------------------------
 
 static int begin(vmem_kv_pool *pool, unsigned most_us)
 {
@@ -179,10 +256,7 @@ int vmem__table_unwritten(const vmem_kv_pool *pool)
     return vmem__error(-EBADMSG, "path %s: the table cannot be written", pool->path);
 }
 
-int vmem__table_take(vmem_kv_pool *pool, uint32_t place)
-{
-    return pool->fd < 0 ? 0 : lock_byte(pool->fd, F_WRLCK, 1 + (off_t)place, F_OFD_SETLK, NULL);
-}
+int vmem__table_take(vmem_kv_pool *pool, uint32_t place) { return pool->fd < 0 ? 0 : take_place(pool, place); }
 
 static void empty_row(vmem_kv_pool *pool, uint32_t place)
 {
@@ -196,22 +270,18 @@ void vmem__table_give(vmem_kv_pool *pool, uint32_t place, bool damaged)
     if (!damaged) // what is no table, such as an empty file, stays as it is
         empty_row(pool, place);
     if (pool->fd >= 0)
-        lock_byte(pool->fd, F_UNLCK, 1 + (off_t)place, F_OFD_SETLK, NULL);
+        lock_byte(pool->fd, F_UNLCK, 1 + (off_t)place);
 }
 
 void vmem__table_bury(vmem_kv_pool *pool)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS && pool->fd >= 0; i++)
-        if (pool->table.rows[i].size && !lives(pool, i))
+        if (pool->table.rows[i].size && !pool_owns(pool, i) && !any_lives(pool, i, 1))
             empty_row(pool, i);
 }
 
 // Whether another process, or another pool of this one, has the file open.
-static bool somebody(const vmem_kv_pool *pool)
-{
-    short found = F_UNLCK;
-    return lock_byte(pool->fd, F_WRLCK, OPEN_BYTE, F_OFD_GETLK, &found) || found != F_UNLCK;
-}
+static bool somebody(const vmem_kv_pool *pool) { return any_lives(pool, VMEM_KV_POOL_MEMBERS, OPENERS); }
 
 void vmem__table_remove(vmem_kv_pool *pool)
 {
@@ -260,11 +330,23 @@ static int begin_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
     struct stat st;
     if (!old && !fstat(pool->fd, &st) && st.st_size)
         return vmem__error(-EBADMSG, "path %s: the file exists and does not hold a pool", path);
-    if (!write_at(pool->fd, &pool->table, sizeof(pool->table), 0)) {
+    const struct pool_process nobody[PLACES] = {0};
+    if (!write_at(pool->fd, &pool->table, sizeof(pool->table), 0) ||
+        !write_at(pool->fd, nobody, sizeof nobody, process_at(0))) {
         unlink(path);
         return vmem__error(-ENOSPC, "path %s: the table cannot be written", path);
     }
     return 0;
+}
+
+static int enter_file(const vmem_kv_pool *pool)
+{
+    int rc = -EAGAIN;
+    for (uint32_t i = VMEM_KV_POOL_MEMBERS; i < PLACES && rc == -EAGAIN; i++)
+        rc = take_place(pool, i);
+    if (rc == -EAGAIN)
+        return vmem__error(-ENOSPC, "path %s: %u others have the pool open, the most that can", pool->path, OPENERS);
+    return rc;
 }
 
 int vmem__table_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
@@ -286,10 +368,11 @@ int vmem__table_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
     }
     if (rc || again)
         return rc ? rc : vmem__error(-EBUSY, "path %s: other processes keep creating and removing the file", path);
+    pool->process = this_process();
     rc = begin_table(pool, path, budget);
     pool->budget = rc ? 0 : pool->table.head.budget;
     if (!rc)
-        rc = lock_byte(pool->fd, F_RDLCK, OPEN_BYTE, F_OFD_SETLK, NULL);
+        rc = enter_file(pool);
     unlock_table(pool->fd);
     if (rc)
         return rc;
