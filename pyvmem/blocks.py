@@ -215,7 +215,7 @@ class Blocks(_Owned):
         """Make a fence that passes when all work given to a CUDA stream before has ended.
 
         stream: ``torch.cuda.Stream``, or its handle (int); None for the legacy default stream. On the host backend the
-        fence has passed already. Fences are numbers, and pass in their order.
+        fence has passed already. Fences are numbers, and pass in their order. Other `Blocks` refuse them.
         """
         handle = uint("stream", getattr(stream, "cuda_stream", stream) or 0)
         fence = ffi.new("uint64_t *")

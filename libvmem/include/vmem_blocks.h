@@ -97,7 +97,8 @@ int vmem_blocks_unback(vmem_blocks *blocks, const uint32_t *ids, uint32_t n, uin
 
 // ---- fences -------------------------------------------------------------------------------------------------
 //
-// A fence is a number. Fences pass in the order in which they were made.
+// A fence is a number, of one object: calls of another one refuse it with -EINVAL. Fences pass in the order in which they
+// were made.
 
 // Makes a fence that passes when all work given to the CUDA stream before this call has ended. stream: a CUstream of the
 // context's device; NULL: the legacy default stream. On the host backend the fence has passed already.

@@ -123,7 +123,7 @@ static void errors(void)
     ERR(BACK(b, 0, 1, 4), EINVAL, "ids[1]: block 4 is out of range: there are 4 blocks");
     ERR(BACK(b, 0x80, 1), EINVAL, "flags 0x80");
     ERR(UNBACK(b, 0, 9), EINVAL, "block 9");
-    ERR(UNBACK(b, 1, 1), EINVAL, "fence 1 has not been made yet");
+    ERR(UNBACK(b, 1, 1), EINVAL, "fence 1: these blocks have made none");
     ERR(vmem_blocks_pass(b, 0), EINVAL, "fence 0");
     ERR(vmem_blocks_pass(b, 1), EINVAL, "fence 1");
     ERR(vmem_blocks_fence(b, NULL), EINVAL, "fence is NULL");
@@ -138,11 +138,39 @@ static void errors(void)
     ERR(vmem_blocks_get_stats(b, NULL), EINVAL, "out is NULL");
     OK(vmem_blocks_back(b, NULL, 0, 0, NULL));
     OK(vmem_blocks_unback(b, NULL, 0, 0));
-    OK(vmem_blocks_fence(b, &fence));
-    CHECK_EQ(fence, 1);
     CHECK_EQ(mapped(), 0);
     vmem_blocks_destroy(b);
     vmem_blocks_destroy(NULL);
+}
+
+// A fence of other blocks is refused: it may have passed, when a kernel still reads the block.
+static void fences_of_others(void)
+{
+    vmem_blocks *mine = simple(4, 0), *theirs = simple(4, 0);
+    uint64_t first, last, other;
+    OK(BACK(mine, 0, 1));
+    for (uint32_t i = 0; i < 3; i++) { // theirs have made as many as mine, fewer and more
+        OK(vmem_blocks_fence(theirs, &other));
+        ERR(UNBACK(mine, other, 1), EINVAL, "these blocks have made");
+        ERR(vmem_blocks_pass(mine, other), EINVAL, "these blocks");
+        if (i == 1) {
+            OK(vmem_blocks_fence(mine, &first));
+            OK(vmem_blocks_fence(mine, &last));
+            ERR(UNBACK(mine, other, 1), EINVAL, "these blocks have made");
+            ERR(UNBACK(theirs, first, 1), EINVAL, "these blocks have made");
+        }
+    }
+    CHECK_EQ(last, first + 1);
+    ERR(UNBACK(mine, first - 1, 1), EINVAL, "these blocks have made");
+    ERR(UNBACK(mine, last + 1, 1), EINVAL, "these blocks have made");
+    OK(vmem_blocks_flush(mine));
+    CHECK_EQ(mapped(), 1 << 1);
+    OK(UNBACK(mine, last, 1));
+    OK(vmem_blocks_pass(mine, last));
+    OK(vmem_blocks_flush(mine));
+    CHECK_EQ(mapped(), 0);
+    vmem_blocks_destroy(theirs);
+    vmem_blocks_destroy(mine);
 }
 
 // Calls without ASYNC, and counted pages.
@@ -713,6 +741,7 @@ int main(int argc, char **argv)
     P = test_page;
     OK(vMemReserve(ctx, RESERVED, 0, &base));
     errors();
+    fences_of_others();
     direct();
     shared();
     nested();

@@ -18,7 +18,7 @@ static vmem_blocks *b;
 static uint64_t base, P, seed;
 static uint32_t n_blocks, n_ranges;
 static struct vmem_block_range ranges[MOST_RANGES];
-static uint64_t last_fence, passed, last_order;
+static uint64_t no_fence, last_fence, passed, last_order;
 static long refusals, cancels, steps;
 
 // What the calls say of a block. One that is not wanted any more is gone when fence `hi` has passed, and is still there
@@ -134,7 +134,8 @@ static void do_unback(void)
 {
     uint32_t ids[8];
     const uint32_t n = choose(ids);
-    const uint64_t fence = below(2) ? 0 : last_fence - rnd(&seed) % (last_fence + 1);
+    const uint64_t back = rnd(&seed) % (last_fence - no_fence + 1); // one that was made, or none
+    const uint64_t fence = below(2) || back == last_fence - no_fence ? 0 : last_fence - back;
     OK(vmem_blocks_unback(b, ids, n, fence));
     note(true, false, 0, fence, ids, n);
 }
@@ -248,7 +249,7 @@ static void check(void)
 static void program(uint32_t operations)
 {
     memset(model, 0, sizeof model);
-    last_fence = passed = last_order = 0;
+    last_order = 0;
     n_blocks = 1 + below(MOST_BLOCKS);
     n_ranges = 1 + below(MOST_RANGES);
     next_addr = base;
@@ -262,6 +263,10 @@ static void program(uint32_t operations)
                                      .page_size = P,
                                      .budget = below(2) ? 0 : P * (1 + below(60))};
     OK(vmem_blocks_create(ctx, &cfg, &b));
+    OK(vmem_blocks_fence(b, &last_fence));
+    OK(vmem_blocks_pass(b, last_fence));
+    passed = last_fence;
+    no_fence = last_fence - 1;
     for (uint32_t i = 0; i < operations; i++, steps++) {
         switch (below(16)) {
         case 0 ... 3: do_back(); break;

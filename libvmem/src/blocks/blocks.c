@@ -1,9 +1,16 @@
 // The public calls of vmem_blocks.
 //
 // SPDX-License-Identifier: MIT
-#include "blocks/blocks.h"
+#include <stdatomic.h>
 
+#include "blocks/blocks.h"
 #include "core/struct.h"
+
+// The numbers of an object's fences begin where no other object's do, so that nobody takes a fence for one of its own:
+// it might have passed already.
+#define FENCE_BITS 40
+#define FENCE_OBJECTS ((UINT64_C(1) << (64 - FENCE_BITS)) - 1)
+static _Atomic uint64_t objects;
 
 // ---- creation ---------------------------------------------------------------------------------------------------
 
@@ -171,6 +178,7 @@ int vmem_blocks_create(vmem_context *ctx, const struct vmem_blocks_config *confi
     b->board = cfg.board;
     b->orders_end = &b->orders;
     b->fences_end = &b->fences;
+    b->no_fence = b->fence = b->passed = (1 + atomic_fetch_add(&objects, 1) % FENCE_OBJECTS) << FENCE_BITS;
     pthread_condattr_t steady;
     pthread_condattr_init(&steady);
     pthread_condattr_setclock(&steady, CLOCK_MONOTONIC);
@@ -340,9 +348,14 @@ int vmem_blocks_order(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t 
     return vmem__blocks_leave(b, 0);
 }
 
+static bool is_fence(const vmem_blocks *b, uint64_t fence) { return fence > b->no_fence && fence <= b->fence; }
+
 static int not_made(const vmem_blocks *b, uint64_t fence)
 {
-    return vmem__error(-EINVAL, "fence %" PRIu64 " has not been made yet; the last is %" PRIu64, fence, b->fence);
+    if (b->fence == b->no_fence)
+        return vmem__error(-EINVAL, "fence %" PRIu64 ": these blocks have made none", fence);
+    return vmem__error(-EINVAL, "fence %" PRIu64 ": these blocks have made %" PRIu64 " to %" PRIu64, fence,
+                       b->no_fence + 1, b->fence);
 }
 
 int vmem_blocks_unback(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t fence)
@@ -351,7 +364,7 @@ int vmem_blocks_unback(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t
     int rc = enter_with(b, ids, n, &c);
     if (rc)
         return rc;
-    if (fence > b->fence) {
+    if (fence && !is_fence(b, fence)) {
         free(c);
         return vmem__blocks_leave(b, not_made(b, fence));
     }
@@ -431,7 +444,7 @@ int vmem_blocks_pass(vmem_blocks *b, uint64_t fence)
     int rc = vmem__blocks_enter(b);
     if (rc)
         return rc;
-    if (!fence || fence > b->fence)
+    if (!is_fence(b, fence))
         return vmem__blocks_leave(b, not_made(b, fence));
     for (struct fence *f = b->fences; f && f->number <= fence; f = f->next)
         f->passed |= f->by_hand;

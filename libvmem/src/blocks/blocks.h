@@ -103,6 +103,7 @@ struct vmem_blocks {
     bool asking;          // a call asks the driver whether events have passed
     struct fence *fences, **fences_end, *spare;
     uint64_t fence, passed; // the last made; the last that passed
+    uint64_t no_fence;      // the number before the first
     bool idle;              // nothing was asked of it for a while
     struct work *stuck;
     struct vmem__member *member;      // of a pool; else NULL
