@@ -67,6 +67,9 @@ void *__wrap_malloc(size_t n);
 void *__wrap_calloc(size_t n, size_t size);
 void *__wrap_realloc(void *p, size_t n);
 
+static _Atomic bool refuse_unmaps;
+void checked_refuse_unmaps(bool on) { refuse_unmaps = on; }
+
 static _Atomic int munmaps;
 void checked_fail_munmap(int n) { munmaps = n; }
 int __real_munmap(void *at, size_t length);
@@ -376,7 +379,7 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
     hold_here();
     locked(false);
     int rc;
-    if (fault()) {
+    if (fault() || (unmap && refuse_unmaps)) {
         *bad = n - 1;
         rc = injected();
     } else {

@@ -17,6 +17,8 @@ void checked_fail(unsigned long n);
 void checked_fail_from(unsigned long n);
 // Every fault point of this thread fails, until told otherwise.
 void checked_fail_always(bool on);
+// The backend refuses to unmap anything, in whatever thread, until told otherwise.
+void checked_refuse_unmaps(bool on);
 // The next n calls of munmap() by the library fail, as they may at vm.max_map_count.
 void checked_fail_munmap(int n);
 // What the host backend is told of the memory there is, instead of the system's word; NULL: that.

@@ -7,6 +7,7 @@
 
 #define FAKEGPU_USER
 #include "../fakegpu/fakegpu.h"
+#include "checked.h"
 #include "harness.h"
 #include "vmem_blocks.h"
 #include "vmem_kv_pool.h"
@@ -695,6 +696,73 @@ static void in_a_pool(void)
     vmem_kv_pool_destroy(pool);
 }
 
+static struct vmem_kv_pool_member row_of(vmem_kv_pool *pool, const char *name)
+{
+    struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS], *out[VMEM_KV_POOL_MEMBERS];
+    uint32_t n;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
+        rows[i].size = sizeof rows[i];
+        out[i] = &rows[i];
+    }
+    OK(vmem_kv_pool_get_members(pool, out, &n));
+    for (uint32_t i = 0; i < n; i++)
+        if (!strcmp(rows[i].name, name))
+            return rows[i];
+    CHECK(!"no such member");
+    return rows[0];
+}
+
+// The driver keeps refusing to unmap what an engine gives up. The row says so as long as the memory is there, and nobody
+// else gets it; once the driver unmaps again, it moves.
+static void a_driver_that_unmaps_nothing(void)
+{
+    enum { N = 32, REST = 4 };
+    vmem_context *device;
+    vmem_blocks *b[2];
+    vmem_kv_pool *pool;
+    uint64_t at;
+    uint32_t ids[N];
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = (N + REST) * P};
+    OK(checked_context(test_backend, 0, false, &device));
+    OK(vMemReserve(device, RESERVED, 0, &at));
+    OK(vmem_kv_pool_create(&cfg, &pool));
+    for (uint32_t i = 0; i < 2; i++) {
+        const struct vmem_block_range range = {.addr = at + i * N * P, .bytes = P, .block_stride = P, .layers = 1};
+        const struct vmem_blocks_config c = {.size = sizeof c,
+                                             .ranges = &range,
+                                             .n_ranges = 1,
+                                             .blocks = N,
+                                             .page_size = P};
+        OK(vmem_blocks_create(device, &c, &b[i]));
+        OK(vmem_blocks_join(b[i], pool, i ? "other" : "giver", 0, 0));
+    }
+    for (uint32_t i = 0; i < N; i++)
+        ids[i] = i;
+    OK(vmem_blocks_back(b[0], ids, N, 0, NULL));
+    checked_refuse_unmaps(true);
+    OK(vmem_blocks_unback(b[0], ids, N - 2, 0));
+    for (uint32_t i = 0; i < 20; i++) {
+        CHECK(answer(b[1], order(b[1], ids, REST + 1)));
+        const struct vmem_kv_pool_member row = row_of(pool, "giver");
+        CHECK_EQ(row.held, N * P);
+        CHECK(row.has >= N * P && pool_free(pool) <= REST * P);
+        CHECK(test_stats(device).created <= (N + REST) * P);
+    }
+    CHECK(stats(b[0]).failed_unmaps);
+    OK(BACK(b[0], 0, 0)); // what is still mapped can be used again
+    CHECK_EQ(row_of(pool, "giver").held, N * P);
+    checked_refuse_unmaps(false);
+    while (answer(b[1], order(b[1], ids, N)))
+        ;
+    CHECK_EQ(row_of(pool, "giver").held, 3 * P);
+    vmem_blocks_destroy(b[0]);
+    vmem_blocks_destroy(b[1]);
+    CHECK_EQ(test_stats(device).created, 0);
+    CHECK_EQ(pool_free(pool), (N + REST) * P);
+    vmem_kv_pool_destroy(pool);
+    vmem_context_destroy(device);
+}
+
 static void forked(void)
 {
     vmem_blocks *b = simple(8, 0);
@@ -754,6 +822,7 @@ int main(int argc, char **argv)
     threads();
     ends_in_use();
     in_a_pool();
+    a_driver_that_unmaps_nothing();
     if (fakegpu_fail) {
         events();
         flush_sees_every_fence();
