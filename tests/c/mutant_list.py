@@ -425,6 +425,8 @@ MUTANTS = [
          "test_blocks"),
         ("unbacks wait in the order of calls", "blocks/queue.c", "while (*at && (*at)->fence <= c->fence)", "while (*at)",
          "test_blocks"),
+        ("fences of two objects have the same numbers", "blocks/blocks.c", "% FENCE_OBJECTS) << FENCE_BITS;", "% 1) << FENCE_BITS;",
+         "test_blocks"),
         ("the earlier of two fences counts", "blocks/blocks.c", "!block->due && fence <= block->fence))", "!block->due))",
          "test_blocks test_blocks_model"),
         ("a fence passes before those before it", "blocks/queue.c", "while ((f = b->fences) && f->passed) {",
