@@ -227,3 +227,5 @@ int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out)
     vmem__end(ctx);
     return vmem__struct_give(out, &stats, sizeof stats, "out");
 }
+
+uint32_t vmem_version(void) { return VMEM_VERSION; }

@@ -55,7 +55,7 @@ int vmem__copy_pages(vmem_context *ctx, const vmem_page *from, const vmem_page *
 // How many granules of the page's arena are in use; UINT32_MAX if less than a block of it is not.
 uint32_t vmem__arena_used(vmem_context *ctx, vmem_page page);
 
-// ---- threads (thread.c) -------------------------------------------------------------------------------------
+// ---- threads (call.c) ---------------------------------------------------------------------------------------
 
 // Starts a thread that gets no signals and, where cores are short, leaves them to the program's own threads. Returns 0
 // or an error number, as pthread_create does.

@@ -1,7 +1,10 @@
-// Translates runs into as few driver calls as the page-table entry sizes allow.
+// Addresses and what backs them: translates runs into as few driver calls as the page-table entry sizes allow.
 //
 // SPDX-License-Identifier: MIT
 #include "backend/stock/stock.h"
+
+#include <errno.h>
+#include <stdlib.h>
 
 // The middle of an unaligned run gets 2 MiB entries if that saves more than the additional calls cost. Writing the
 // 64 KiB entries of a block takes about 7 us; a call takes about 17 us.
@@ -134,16 +137,31 @@ static int put(struct stock *s, struct stock_reservation *reservation, uint64_t 
     return rc;
 }
 
-int vmem__stock_empty(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
-{
-    return put_one(s, reservation, addr, length, (struct stock_slice){0});
-}
-
 static uint64_t piece(const struct stock_reservation *reservation, uint64_t addr, uint64_t end)
 {
     uint64_t segment_end = addr + STOCK_SEGMENT - (addr - reservation->cuda.addr) % STOCK_SEGMENT;
 
     return (end < segment_end ? end : segment_end) - addr;
+}
+
+int vmem__stock_activate(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
+{
+    const uint64_t segments = reservation->cuda.length / STOCK_SEGMENT, end = addr - reservation->cuda.addr + length;
+    int rc = 0;
+
+    if (reservation->backdrop)
+        return vmem__cuda_activate(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda, addr, length);
+    for (uint64_t i = (addr - reservation->cuda.addr) / STOCK_SEGMENT; !rc && i < segments && i * STOCK_SEGMENT < end;
+         i++) {
+        const uint64_t at = reservation->cuda.addr + i * STOCK_SEGMENT;
+
+        if (vmem__bit(reservation->cuda.active, i))
+            continue;
+        rc = vmem__cuda_activate(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda, at, STOCK_SEGMENT);
+        if (!rc)
+            rc = put_one(s, reservation, at, STOCK_SEGMENT, (struct stock_slice){0});
+    }
+    return rc;
 }
 
 int vmem__stock_put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
@@ -169,4 +187,34 @@ int vmem__stock_put(struct stock *s, struct stock_reservation *reservation, uint
 unlock:
     pthread_mutex_unlock(&reservation->cuda.lock);
     return rc;
+}
+
+// ---- reservations -------------------------------------------------------------------------------------------
+
+int vmem__stock_reservation_new(struct stock *s, uint64_t length, bool backdrop, struct stock_reservation *reservation)
+{
+    int rc = vmem__cuda_reserve(&s->gpu.cuda, &s->gpu.backdrop, length, 0, &reservation->cuda);
+
+    if (rc)
+        return rc;
+    reservation->backdrop = backdrop;
+    reservation->fine = calloc((reservation->cuda.length / STOCK_BLOCK + 63) / 64, sizeof(uint64_t));
+    if (!reservation->fine)
+        rc = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu bytes", (unsigned long long)length);
+    // CUDA must know the first address. With a backdrop, the first map would need the second segment, so it is
+    // activated here too.
+    if (!rc)
+        rc = vmem__stock_activate(s, reservation, reservation->cuda.addr, backdrop ? 2 * STOCK_SEGMENT : STOCK_SEGMENT);
+    if (rc) {
+        free(reservation->fine);
+        vmem__cuda_unreserve(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda);
+        return rc;
+    }
+    return 0;
+}
+
+void vmem__stock_reservation_free(struct stock *s, struct stock_reservation *reservation)
+{
+    vmem__cuda_unreserve(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda);
+    free(reservation->fine);
 }

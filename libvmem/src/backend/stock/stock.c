@@ -14,54 +14,6 @@
 
 // ---- address space ------------------------------------------------------------------------------------------
 
-int vmem__stock_activate(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length)
-{
-    const uint64_t segments = reservation->cuda.length / STOCK_SEGMENT, end = addr - reservation->cuda.addr + length;
-    int rc = 0;
-
-    if (reservation->backdrop)
-        return vmem__cuda_activate(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda, addr, length);
-    for (uint64_t i = (addr - reservation->cuda.addr) / STOCK_SEGMENT; !rc && i < segments && i * STOCK_SEGMENT < end;
-         i++) {
-        const uint64_t at = reservation->cuda.addr + i * STOCK_SEGMENT;
-
-        if (vmem__bit(reservation->cuda.active, i))
-            continue;
-        rc = vmem__cuda_activate(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda, at, STOCK_SEGMENT);
-        if (!rc)
-            rc = vmem__stock_empty(s, reservation, at, STOCK_SEGMENT);
-    }
-    return rc;
-}
-
-int vmem__stock_reservation_new(struct stock *s, uint64_t length, bool backdrop, struct stock_reservation *reservation)
-{
-    int rc = vmem__cuda_reserve(&s->gpu.cuda, &s->gpu.backdrop, length, 0, &reservation->cuda);
-
-    if (rc)
-        return rc;
-    reservation->backdrop = backdrop;
-    reservation->fine = calloc((reservation->cuda.length / STOCK_BLOCK + 63) / 64, sizeof(uint64_t));
-    if (!reservation->fine)
-        rc = vmem__error(-ENOMEM, "reserve: no memory to keep track of %llu bytes", (unsigned long long)length);
-    // CUDA must know the first address. With a backdrop, the first map would need the second segment, so it is
-    // activated here too.
-    if (!rc)
-        rc = vmem__stock_activate(s, reservation, reservation->cuda.addr, backdrop ? 2 * STOCK_SEGMENT : STOCK_SEGMENT);
-    if (rc) {
-        free(reservation->fine);
-        vmem__cuda_unreserve(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda);
-        return rc;
-    }
-    return 0;
-}
-
-void vmem__stock_reservation_free(struct stock *s, struct stock_reservation *reservation)
-{
-    vmem__cuda_unreserve(&s->gpu.cuda, &s->gpu.backdrop, &reservation->cuda);
-    free(reservation->fine);
-}
-
 static int stock_reserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     struct stock_reservation *reservation = malloc(sizeof(*reservation));

@@ -54,12 +54,7 @@ struct stock_arena {
     struct stock_reservation own; // of the alias, where it has one
 };
 
-// alias.c. Maps the aliases of the arenas of n runs that have none yet. A map takes as long as the allocation of the
-// memory and the map at its own place together, and most memory is never zeroed or moved.
-int vmem__stock_aliases_map(struct stock *s, const struct vmem__run *runs, size_t n);
-void vmem__stock_alias_free(struct stock *s, uint64_t size, struct stock_arena *arena);
-// Every arena is gone, or this is a fork's child, which leaves the reservations to its parent.
-void vmem__stock_aliases_end(struct stock *s, bool forked);
+// ---- pages.c
 
 int vmem__stock_reservation_new(struct stock *s, uint64_t length, bool backdrop, struct stock_reservation *reservation);
 void vmem__stock_reservation_free(struct stock *s, struct stock_reservation *reservation);
@@ -79,7 +74,13 @@ struct stock_slice {
 int vmem__stock_put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
                     struct stock_slice now, struct stock_slice before, bool keep_fine);
 
-// Unmaps everything in [addr, addr + length), which must be whole blocks within one segment.
-int vmem__stock_empty(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length);
+// ---- alias.c
+
+// Maps the aliases of the arenas of n runs that have none yet. A map takes as long as the allocation of the
+// memory and the map at its own place together, and most memory is never zeroed or moved.
+int vmem__stock_aliases_map(struct stock *s, const struct vmem__run *runs, size_t n);
+void vmem__stock_alias_free(struct stock *s, uint64_t size, struct stock_arena *arena);
+// Every arena is gone, or this is a fork's child, which leaves the reservations to its parent.
+void vmem__stock_aliases_end(struct stock *s, bool forked);
 
 #endif
