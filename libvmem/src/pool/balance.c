@@ -31,10 +31,14 @@ static uint64_t least_pages(const struct vmem__member *m, const struct vmem__len
     return MAX(min, s->fixed + s->margin);
 }
 
-// Applies a limit that another process wants.
-static void take_wanted(struct vmem__member *m, uint64_t bytes)
+// Applies a limit that another process wants, if one does. With the member's lock held, which is dropped meanwhile.
+static void take_wanted(struct vmem__member *m)
 {
+    const uint64_t bytes = m->ops->wanted ? m->ops->wanted(m->self) : 0;
     uint32_t why = VMEM_KV_NO_MEMORY;
+    if (!bytes)
+        return;
+    m->ops->unlock(m->self);
     pthread_mutex_lock(&m->pool->lock);
     int rc = vmem__pool_set_share(m, m->row.min, bytes, &why);
     if (rc == -EBADMSG)
@@ -42,6 +46,7 @@ static void take_wanted(struct vmem__member *m, uint64_t bytes)
     pthread_mutex_unlock(&m->pool->lock);
     if (rc != -EAGAIN) // another process holds the lock: the next look finds the wish again
         m->ops->answered(m->self, bytes, rc, why);
+    m->ops->lock(m->self);
 }
 
 // Gives back what a member has beyond its maximum, except pages that it needs. Those follow when it no longer does.
@@ -85,60 +90,80 @@ static void stop_wanting(struct vmem__member *m)
     pthread_mutex_unlock(&m->pool->lock);
 }
 
-// Updates a member's row: budget that the member no longer has returns to the pool. Returns true if there is more to
-// do.
-static bool look(struct vmem__member *m)
+// ---- a look at a member ---------------------------------------------------------------------------------------------
+//
+// It shrinks the member, returns the memory of what has gone, and only then lowers the row.
+
+// With the member's lock held: gives what the member can give now. True: there is more to do.
+static bool shrink(struct vmem__member *m, struct vmem__lend_state *s)
 {
-    const struct vmem__member_ops *ops = m->ops;
-    vmem_kv_pool *pool = m->pool;
-    struct vmem__lend_state s;
-    pthread_mutex_lock(&pool->lock);
-    m->saw = pool->table.head.revision;
-    pthread_mutex_unlock(&pool->lock);
-    stop_wanting(m);
-    ops->lock(m->self);
-    const uint64_t wanted = ops->wanted ? ops->wanted(m->self) : 0;
-    if (wanted) {
-        ops->unlock(m->self);
-        take_wanted(m, wanted);
-        ops->lock(m->self);
-    }
-    ops->state(m->self, &s);
-    vmem__pool_look_ahead(m, s.used);
-    keep_to_max(m, &s);
-    const bool more = ops->go_on && ops->go_on(m->self, least_pages(m, &s));
-    ops->state(m->self, &s);
-    const uint64_t gone_to = MAX(s.budget, s.held);
+    m->ops->state(m->self, s);
+    vmem__pool_look_ahead(m, s->used);
+    keep_to_max(m, s);
+    const bool more = m->ops->go_on && m->ops->go_on(m->self, least_pages(m, s));
+    m->ops->state(m->self, s);
+    return more;
+}
+
+enum trimming { TRIM_NOTHING, TRIM_UNWANTED, TRIM_ALL };
+
+// With the member's lock held: which unused memory of the context must go back before the row falls to `pages`. Memory
+// that no page uses may be any member's of the context: this one's row may be what covers it.
+static enum trimming plan_trim(struct vmem__member *m, uint64_t pages)
+{
     vmem__lock(m->ctx);
     const bool stayed = m->ctx->stayed;
     vmem__unlock(m->ctx);
-    pthread_mutex_lock(&pool->lock);
-    const bool stale = m->stale, falls = (gone_to << m->page_shift) + m->granted < m->row.has;
-    // Memory that no page uses may be any member's of the context: this one's row may be what covers it.
-    const bool trim = falls || stale || (stayed && m->wanted_less);
+    pthread_mutex_lock(&m->pool->lock);
+    const bool stale = m->stale, falls = (pages << m->page_shift) + m->granted < m->row.has;
+    const bool unwanted = falls || (stayed && m->wanted_less);
     m->stale = m->wanted_less = false;
-    pthread_mutex_unlock(&pool->lock);
-    ops->unlock(m->self);
-    if (trim) // free the memory before the row offers it to the other members
-        ops->trim(m->self, !stale);
+    pthread_mutex_unlock(&m->pool->lock);
+    return stale ? TRIM_ALL : unwanted ? TRIM_UNWANTED : TRIM_NOTHING;
+}
 
-    ops->lock(m->self);
-    ops->state(m->self, &s);
+// With the member's lock held: the row says what the member has. gone_to: the pages that it had before the trim.
+static void write_row(struct vmem__member *m, uint64_t gone_to, enum trimming trimmed)
+{
+    struct vmem__lend_state s;
+    m->ops->state(m->self, &s);
     const uint64_t least = least_pages(m, &s), has = MAX(s.budget, s.held);
-    pthread_mutex_lock(&pool->lock);
-    const uint64_t min = ceil_pages(m->row.min, m);
-    const uint64_t before = m->row.has;
+    pthread_mutex_lock(&m->pool->lock);
+    const uint64_t min = ceil_pages(m->row.min, m), before = m->row.has;
     // A claim may have taken back part of the budget meanwhile.
     m->row.has = MIN(m->row.has, (MAX(has, gone_to) << m->page_shift) + m->granted);
-    m->spare = trim && !stale ? uncovered(m, before - m->row.has) : 0;
+    m->spare = trimmed == TRIM_UNWANTED ? uncovered(m, before - m->row.has) : 0;
     m->row.has += m->spare;
     m->row.held = s.held << m->page_shift;
     m->row.could_give = pool_less(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
     m->row.giving = pool_less(m->row.has - m->granted, s.after << m->page_shift);
-    pthread_mutex_unlock(&pool->lock);
-    ops->unlock(m->self);
+    pthread_mutex_unlock(&m->pool->lock);
+}
+
+// Returns true if there is more to do.
+static bool look(struct vmem__member *m)
+{
+    struct vmem__lend_state s;
+    pthread_mutex_lock(&m->pool->lock);
+    m->saw = m->pool->table.head.revision;
+    pthread_mutex_unlock(&m->pool->lock);
+    stop_wanting(m);
+    m->ops->lock(m->self);
+    take_wanted(m);
+    const bool more = shrink(m, &s);
+    const uint64_t gone_to = MAX(s.budget, s.held);
+    const enum trimming trimming = plan_trim(m, gone_to);
+    if (trimming) {
+        m->ops->unlock(m->self);
+        m->ops->trim(m->self, trimming == TRIM_UNWANTED);
+        m->ops->lock(m->self);
+    }
+    write_row(m, gone_to, trimming);
+    m->ops->unlock(m->self);
     return more;
 }
+
+// ---- decisions ------------------------------------------------------------------------------------------------------
 
 // Notes which members owe the others something and do nothing about it: their row does not change.
 static void listen(vmem_kv_pool *pool, uint64_t t)

@@ -1,6 +1,6 @@
-// A pool of budget: what its files share. pool.c creates pools and takes members in; claim.c says what each may have;
-// balance.c moves budget between members; ask.c asks for it ahead of need; table.c keeps the table in a file where the
-// members are in several processes.
+// A pool of budget: what its files share. From above: pool.c creates pools and takes members in; balance.c moves budget
+// between members; claim.c says what each may have and asks for it; table.c keeps the table in a file where the members
+// are in several processes.
 //
 // Locks, in this order: a member's lock, the pool's lock, the file's lock. A member that is short takes the pool's lock
 // while it holds its own, for a few us: it reads and writes the table, and never waits for the file's lock. The pool's
@@ -138,19 +138,17 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uin
 uint64_t vmem__pool_acceptable(const struct vmem__member *m);
 uint64_t vmem__pool_accept(struct vmem__member *m);
 
-// ---- balance.c
-
-void *vmem__pool_work(void *pool); // the thread
-// With the member's lock held, and not the pool's: after a change of its share, and not only when the thread looks.
-void vmem__pool_keep_to_max(struct vmem__member *m);
-
-// ---- ask.c
-
 // With the member's lock held, and not the pool's: forgets the requests that wait when the member uses the pages for
 // them, or nobody has asked for them for some time.
 void vmem__pool_look_ahead(struct vmem__member *m, uint64_t used);
 // With no lock held: takes some device memory for requests that wait. True: another round is due at once.
 bool vmem__pool_prepare(struct vmem__member *m);
+
+// ---- balance.c
+
+void *vmem__pool_work(void *pool); // the thread
+// With the member's lock held, and not the pool's: after a change of its share, and not only when the thread looks.
+void vmem__pool_keep_to_max(struct vmem__member *m);
 
 // ---- table.c. With the pool's lock held, except for open and close.
 
