@@ -52,8 +52,8 @@ struct span {
 
 // A call that names blocks, as long as it waits.
 #define CALL_HOLDS 0x80000000u // among the ids: the call holds the block, which was to leave
-struct call {
-    struct call *next;
+struct block_call {
+    struct block_call *next;
     uint64_t number;
     uint64_t seq;   // of an order
     uint64_t fence; // of an unback
@@ -97,10 +97,10 @@ struct vmem_blocks {
     uint64_t budget; // in pages; UINT64_MAX: none
     uint64_t held;   // pages that are mapped or busy
     uint64_t number, seq, done;
-    struct call *orders, **orders_end;
-    struct call *unbacks; // by fence
-    uint32_t unbacking;   // calls that take blocks whose fence has passed
-    bool asking;          // a call asks the driver whether events have passed
+    struct block_call *orders, **orders_end;
+    struct block_call *unbacks; // by fence
+    uint32_t unbacking;         // calls that take blocks whose fence has passed
+    bool asking;                // a call asks the driver whether events have passed
     struct fence *fences, **fences_end, *spare;
     uint64_t fence, passed; // the last made; the last that passed
     uint64_t no_fence;      // the number before the first
@@ -115,10 +115,48 @@ struct vmem_blocks {
     struct vmem_blocks_stats stats;   // counts
 };
 
-// pages.c. With the lock held, which they drop for a while.
-//
+// From below: each file calls only those before it.
+
+// ---- state.c
+
+// Makes blocks without a thread. out: NULL is refused.
+int vmem__blocks_new(vmem_context *ctx, const struct vmem_blocks_config *config, vmem_blocks **out);
+void vmem__blocks_free(vmem_blocks *b);
+// Between calls: locks the blocks. A negative errno if they cannot be used.
+int vmem__blocks_enter(vmem_blocks *b);
+int vmem__blocks_leave(vmem_blocks *b, int rc);
+// With the lock held: tells other processes.
+void vmem__blocks_show(vmem_blocks *b);
+
+// ---- queue.c. With the lock held.
+
+// Sorts the ids, and leaves one of each.
+void vmem__blocks_sort(struct block_call *c);
+// Puts an unback among those that wait.
+void vmem__blocks_wait_fence(vmem_blocks *b, struct block_call *c);
+// Ends a call that backs blocks. If it failed, blocks that were to leave when it came do so. Frees the call.
+void vmem__blocks_end(vmem_blocks *b, struct block_call *c, int rc);
+// Lets the first fences pass that have.
+void vmem__blocks_advance(vmem_blocks *b);
+// Whether an unback waits for a fence that only the driver knows.
+bool vmem__blocks_must_ask(const vmem_blocks *b);
+// Asks the driver whether fences have passed that unbacks wait for.
+void vmem__blocks_ask(vmem_blocks *b);
+// Waits for b->work or b->change, but no longer than so.
+void vmem__blocks_wait(vmem_blocks *b, pthread_cond_t *on, uint64_t ns);
+
+// ---- member.c. With the lock held.
+
+// Takes up to so many pages of what the pool has free.
+void vmem__blocks_claim(vmem_blocks *b, uint64_t least, uint64_t most);
+// An order lacks so many pages of the budget: asks the pool's other members, and waits for them a moment. False: they give
+// none, or not before *until, which the first call sets.
+bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until);
+
+// ---- pages.c. With the lock held, which they drop for a while.
+
 // Backs the call's blocks, or none of them. ids are sorted and single.
-int vmem__blocks_back(vmem_blocks *b, struct call *c);
+int vmem__blocks_back(vmem_blocks *b, struct block_call *c);
 // Takes the blocks of the first unback whose fence has passed. False if there is none, or no memory for the work.
 bool vmem__blocks_take(vmem_blocks *b);
 // Tries once more to unmap the pages that could not be unmapped.
@@ -126,28 +164,8 @@ void vmem__blocks_retry(vmem_blocks *b);
 // Unmaps everything.
 void vmem__blocks_clear(vmem_blocks *b);
 
-// member.c. With the lock held: takes up to so many pages of what the pool has free.
-void vmem__blocks_claim(vmem_blocks *b, uint64_t least, uint64_t most);
-// Between calls: locks the blocks. A negative errno if they cannot be used.
-int vmem__blocks_enter(vmem_blocks *b);
-int vmem__blocks_leave(vmem_blocks *b, int rc);
+// ---- worker.c
 
-// queue.c. With the lock held.
-//
-// Puts an unback among those that wait.
-void vmem__blocks_wait_fence(vmem_blocks *b, struct call *c);
-// Ends a call that backs blocks. If it failed, blocks that were to leave when it came do so. Frees the call.
-void vmem__blocks_end(vmem_blocks *b, struct call *c, int rc);
-// Lets the first fences pass that have.
-void vmem__blocks_advance(vmem_blocks *b);
-// Asks the driver whether fences have passed that unbacks wait for.
-void vmem__blocks_ask(vmem_blocks *b);
-// An order lacks so many pages of the budget: asks the pool's other members, and waits for them a moment. False: they give
-// none, or not before *until, which the first call sets.
-bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until);
-// Sorts the ids, and leaves one of each.
-void vmem__blocks_sort(struct call *c);
-void vmem__blocks_show(vmem_blocks *b);
-void *vmem__blocks_work(void *blocks);
+void *vmem__blocks_work(void *blocks); // the thread
 
 #endif

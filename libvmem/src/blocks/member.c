@@ -6,7 +6,9 @@
 #include "core/memory.h"
 #include "pool/pool.h"
 
-#define LAPSE_NS 100000000 // after the pool last asked for pages
+#define LAPSE_NS 100000000            // after the pool last asked for pages
+#define BORROW_NS UINT64_C(100000000) // that an order waits for other members of the pool,
+#define BORROW_LOOK_NS 2000000        // which looks for fences meanwhile
 
 // ---- what the pool's thread calls -------------------------------------------------------------------------------
 
@@ -82,6 +84,19 @@ static const struct vmem__member_ops ops = {
 void vmem__blocks_claim(vmem_blocks *b, uint64_t least, uint64_t most)
 {
     b->budget += vmem__pool_claim(b->member, b->budget, least, most);
+}
+
+bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until)
+{
+    const uint64_t now = vmem__now();
+    uint32_t why;
+    *until = *until ? *until : now + BORROW_NS;
+    if (!pages || b->stop || now >= *until || !vmem__pool_ask(b->member, b->held, pages, &why))
+        return false;
+    vmem__blocks_wait(b, &b->change, BORROW_LOOK_NS);
+    if (vmem__blocks_must_ask(b))
+        vmem__blocks_ask(b);
+    return true;
 }
 
 static int no_member(vmem_blocks *b)

@@ -7,7 +7,7 @@
 
 // The pages of a call's blocks, range by range and layer by layer, so that those of consecutive blocks follow each other.
 struct walk {
-    const struct call *c;
+    const struct block_call *c;
     uint32_t range, layer, id;
     uint64_t page, end; // indices in vmem_blocks.pages: the rest of the block's part
     uint32_t looks;
@@ -194,7 +194,7 @@ static void unmap_work(vmem_blocks *b, struct work *w)
 static bool unused(uint32_t page) { return page == PAGE_MAPPED; } // no count, and not busy
 
 // Takes the counts of a call's blocks, and unmaps what nobody needs any more. Frees the work.
-static void uncount(vmem_blocks *b, const struct call *c, struct work *work)
+static void uncount(vmem_blocks *b, const struct block_call *c, struct work *work)
 {
     struct walk w = {.c = c};
     work->n = 0;
@@ -223,7 +223,7 @@ void vmem__blocks_retry(vmem_blocks *b)
 }
 
 // Maps the busy pages of a work.
-static int map_work(vmem_blocks *b, struct call *c, struct work *w)
+static int map_work(vmem_blocks *b, struct block_call *c, struct work *w)
 {
     if (!w->n)
         return 0;
@@ -254,7 +254,7 @@ static int map_work(vmem_blocks *b, struct call *c, struct work *w)
 // Maps every page of the call's blocks, which are counted already, that is not mapped. Pages that other calls work on
 // when it finds them may be mapped or unmapped afterwards, so it looks until it finds none. It waits for such a call
 // only while it keeps no page busy itself.
-static int map_rest(vmem_blocks *b, struct call *c, struct work *work)
+static int map_rest(vmem_blocks *b, struct block_call *c, struct work *work)
 {
     for (;;) {
         struct walk w = {.c = c};
@@ -275,12 +275,12 @@ static int map_rest(vmem_blocks *b, struct call *c, struct work *work)
     }
 }
 
-static bool wanted(const vmem_blocks *b, const struct call *c, uint32_t id)
+static bool wanted(const vmem_blocks *b, const struct block_call *c, uint32_t id)
 {
     return b->blocks[id].state == BLOCK_OUT && b->blocks[id].cut < c->number;
 }
 
-static bool any_coming(const vmem_blocks *b, const struct call *c)
+static bool any_coming(const vmem_blocks *b, const struct block_call *c)
 {
     for (uint32_t i = 0; i < c->n; i++)
         if (b->blocks[c->ids[i] & ~CALL_HOLDS].state == BLOCK_COMING)
@@ -288,14 +288,14 @@ static bool any_coming(const vmem_blocks *b, const struct call *c)
     return false;
 }
 
-static void wait_for_others(vmem_blocks *b, const struct call *c)
+static void wait_for_others(vmem_blocks *b, const struct block_call *c)
 {
     while (any_coming(b, c))
         pthread_cond_wait(&b->change, &b->lock);
 }
 
 // One attempt. todo: room for the blocks that are not backed.
-static int attempt(vmem_blocks *b, const struct call *c, struct call *todo, struct work **work)
+static int attempt(vmem_blocks *b, const struct block_call *c, struct block_call *todo, struct work **work)
 {
     wait_for_others(b, c);
     todo->n = 0;
@@ -340,9 +340,9 @@ static int attempt(vmem_blocks *b, const struct call *c, struct call *todo, stru
     return rc;
 }
 
-int vmem__blocks_back(vmem_blocks *b, struct call *c)
+int vmem__blocks_back(vmem_blocks *b, struct block_call *c)
 {
-    struct call *todo = NULL;
+    struct block_call *todo = NULL;
     uint64_t until = 0;
     int rc;
     for (;;) {
@@ -371,7 +371,7 @@ int vmem__blocks_back(vmem_blocks *b, struct call *c)
 
 bool vmem__blocks_take(vmem_blocks *b)
 {
-    struct call *c = b->unbacks;
+    struct block_call *c = b->unbacks;
     struct work *work;
     if (!c || c->fence > b->passed)
         return false;

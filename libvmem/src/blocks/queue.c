@@ -1,13 +1,7 @@
-// What waits: orders for the thread, unbacks for their fences, and the thread that carries them out.
+// What waits: calls for others that name the same blocks, and unbacks for their fences.
 //
 // SPDX-License-Identifier: MIT
 #include "blocks/blocks.h"
-
-#define POLL_NS 500000                // between two looks at a CUDA event that an unback waits for
-#define IDLE_NS 100000000             // without work, after which memory that nothing uses returns to the system
-#define RETRY_NS 10000000             // until what failed for lack of memory is tried again
-#define BORROW_NS UINT64_C(100000000) // that an order waits for other members of the pool,
-#define BORROW_LOOK_NS 2000000        // which looks for fences meanwhile
 
 // ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -17,7 +11,7 @@ static int by_id(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-void vmem__blocks_sort(struct call *c)
+void vmem__blocks_sort(struct block_call *c)
 {
     uint32_t n = 0;
     bool sorted = true;
@@ -32,9 +26,9 @@ void vmem__blocks_sort(struct call *c)
     c->n = n;
 }
 
-void vmem__blocks_wait_fence(vmem_blocks *b, struct call *c)
+void vmem__blocks_wait_fence(vmem_blocks *b, struct block_call *c)
 {
-    struct call **at = &b->unbacks;
+    struct block_call **at = &b->unbacks;
     while (*at && (*at)->fence <= c->fence)
         at = &(*at)->next;
     c->next = *at;
@@ -42,7 +36,7 @@ void vmem__blocks_wait_fence(vmem_blocks *b, struct call *c)
     pthread_cond_signal(&b->work);
 }
 
-void vmem__blocks_end(vmem_blocks *b, struct call *c, int rc)
+void vmem__blocks_end(vmem_blocks *b, struct block_call *c, int rc)
 {
     uint32_t n = 0;
     for (uint32_t i = 0; i < c->n; i++) {
@@ -89,8 +83,7 @@ void vmem__blocks_advance(vmem_blocks *b)
         pthread_cond_signal(&b->work);
 }
 
-// Whether an unback waits for a fence that only the driver knows.
-static bool must_ask(const vmem_blocks *b)
+bool vmem__blocks_must_ask(const vmem_blocks *b)
 {
     return b->unbacks && b->unbacks->fence > b->passed && b->fences && !b->fences->by_hand;
 }
@@ -100,7 +93,7 @@ void vmem__blocks_ask(vmem_blocks *b)
     while (b->asking)
         pthread_cond_wait(&b->change, &b->lock);
     b->asking = true;
-    while (must_ask(b)) {
+    while (vmem__blocks_must_ask(b)) {
         struct fence *f = b->fences; // it stays: nobody else lets it pass
         pthread_mutex_unlock(&b->lock);
         const bool passed = b->ctx->b.ops->passed(&b->ctx->b, f->event) > 0;
@@ -114,115 +107,8 @@ void vmem__blocks_ask(vmem_blocks *b)
     pthread_cond_broadcast(&b->change);
 }
 
-// ---- the thread -------------------------------------------------------------------------------------------------
-
-// For other processes. Each word is whole; between two of them anything may happen.
-void vmem__blocks_show(vmem_blocks *b)
-{
-    struct vmem_blocks_board *board = b->board;
-    if (!board)
-        return;
-    __atomic_store_n(&board->held, b->held << b->page_shift, __ATOMIC_RELAXED);
-    __atomic_store_n(&board->most_held, b->stats.most_held << b->page_shift, __ATOMIC_RELAXED);
-    __atomic_store_n(&board->backed, b->stats.backed, __ATOMIC_RELAXED);
-    __atomic_store_n(&board->leaving, b->stats.leaving, __ATOMIC_RELAXED);
-    __atomic_store_n(&board->budget, b->budget == UINT64_MAX ? 0 : b->budget << b->page_shift, __ATOMIC_RELAXED);
-    __atomic_store_n(&board->shrink_to, b->shrink_to == UINT64_MAX ? 0 : b->shrink_to << b->page_shift,
-                     __ATOMIC_RELAXED);
-    __atomic_store_n(&board->refused, b->stats.refused, __ATOMIC_RELAXED);
-    __atomic_store_n(&board->done, b->done, __ATOMIC_RELEASE);
-}
-
-static void carry_out(vmem_blocks *b)
-{
-    struct call *c = b->orders;
-    b->orders = c->next;
-    if (!b->orders)
-        b->orders_end = &b->orders;
-    const uint64_t seq = c->seq;
-    const int rc = vmem__blocks_back(b, c);
-    b->answers[seq % VMEM_BLOCKS_ANSWERS] = rc;
-    if (b->board)
-        __atomic_store_n(&b->board->answers[seq % VMEM_BLOCKS_ANSWERS], 2 * seq + (rc != 0), __ATOMIC_RELAXED);
-    b->stats.refused += rc != 0;
-    b->done = seq;
-    vmem__blocks_end(b, c, rc);
-    vmem__blocks_show(b);
-    pthread_cond_broadcast(&b->change);
-}
-
-static void give_memory(vmem_blocks *b)
-{
-    pthread_mutex_unlock(&b->lock);
-    vmem__begin(b->ctx);
-    vmem__shrink(b->ctx, true);
-    vmem__end(b->ctx);
-    pthread_mutex_lock(&b->lock);
-}
-
-static void wait_ns(vmem_blocks *b, pthread_cond_t *on, uint64_t ns)
+void vmem__blocks_wait(vmem_blocks *b, pthread_cond_t *on, uint64_t ns)
 {
     const struct timespec until = vmem__in_ns(ns);
     pthread_cond_timedwait(on, &b->lock, &until);
-}
-
-bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until)
-{
-    const uint64_t now = vmem__now();
-    uint32_t why;
-    *until = *until ? *until : now + BORROW_NS;
-    if (!pages || b->stop || now >= *until || !vmem__pool_ask(b->member, b->held, pages, &why))
-        return false;
-    wait_ns(b, &b->change, BORROW_LOOK_NS);
-    if (must_ask(b))
-        vmem__blocks_ask(b);
-    return true;
-}
-
-// Nothing was asked of the blocks for a while: memory that nothing uses goes back, and so does the pool's budget.
-static void become_idle(vmem_blocks *b)
-{
-    give_memory(b);
-    if (b->member && !b->idle) {
-        b->idle = true;
-        vmem__pool_wake(b->member);
-    }
-}
-
-void *vmem__blocks_work(void *blocks)
-{
-    vmem_blocks *b = blocks;
-    bool failed = false;   // to take an unback
-    uint64_t unmapped = 0; // pages, when memory last returned to the system
-    pthread_mutex_lock(&b->lock);
-    while (!b->stop) {
-        if (must_ask(b))
-            vmem__blocks_ask(b);
-        bool did = b->orders != NULL;
-        if (did)
-            carry_out(b);
-        const bool due = b->unbacks && b->unbacks->fence <= b->passed;
-        failed = due && !vmem__blocks_take(b);
-        if (due && !failed)
-            vmem__blocks_show(b);
-        if (did || (due && !failed) || b->stop)
-            continue;
-        if (must_ask(b)) {
-            wait_ns(b, &b->work, POLL_NS);
-        } else if (failed || b->stuck) {
-            wait_ns(b, &b->work, RETRY_NS);
-            vmem__blocks_retry(b);
-        } else if (b->stats.unmapped_pages != unmapped || (b->member && !b->idle)) {
-            const uint64_t before = b->number;
-            wait_ns(b, &b->work, IDLE_NS);
-            if (b->number == before && !b->stop) {
-                unmapped = b->stats.unmapped_pages;
-                become_idle(b);
-            }
-        } else {
-            pthread_cond_wait(&b->work, &b->lock);
-        }
-    }
-    pthread_mutex_unlock(&b->lock);
-    return NULL;
 }
