@@ -1,6 +1,6 @@
-"""Looks whether the calls between the files of a folder of libvmem only go down: no file may be called, through others
-or directly, by one that it calls itself. Reads the objects that `make lib` builds, with nm. The KV-cache manager has
-floors: a file neither calls a higher one nor includes its header.
+"""Looks whether the calls between the files of a folder of libvmem only go down: each calls only files that ORDER lists
+before it. Where ORDER lists a folder, its files may call each other, but in no circle. Reads the objects that
+`make lib` builds, with nm. In the KV-cache manager, no file includes a header of a higher folder either.
 
 SPDX-License-Identifier: MIT
 """
@@ -12,8 +12,18 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
 SOURCES = TOP / "libvmem/src"
-FOLDERS = ["core", "kv", "pool"]
-FLOORS = ["book", "pages", "run", "memory", "request", "thread", "calls"]  # of kv, from below
+# {folder: its files and folders, from below}
+ORDER = {
+    "driver": ["abi", "libcuda", "rm", "uvm", "kmod", "reserve", "stamp"],
+    "backend": ["traced", "gpu", "host/fork", "host/memory", "host/host", "cuda/cuda", "stock/pages", "stock/alias",
+                "stock/stock", "uvm/batch", "uvm/arena", "uvm/uvm", "backends"],
+    "core": ["error", "struct", "trace", "call", "reservation", "data", "arena", "batch", "map", "unmap", "drop",
+             "page", "commit", "move", "context"],
+    "pool": ["table", "claim", "balance", "pool"],
+    "blocks": ["state", "queue", "member", "pages", "worker", "blocks"],
+    "kv": ["book", "pages", "run", "memory", "request", "thread", "calls"],
+    "torch": ["device", "lease", "pairs"],
+}  # fmt: skip
 
 
 def objects(folder):
@@ -55,38 +65,44 @@ def circle(arrows):
     return next((found for name in sorted(arrows) if (found := walk(name))), None)
 
 
-def floor(name):
-    return FLOORS.index(name.split("/")[0])
+def rank(order, name):
+    """Where a file is in the order; None: nowhere."""
+    return next((i for i, entry in enumerate(order) if name == entry or name.startswith(f"{entry}/")), None)
 
 
-def upward(arrows):
-    """What in kv calls a higher floor or includes one."""
+def faults(folder, arrows):
+    """What breaks the order of a folder."""
+    order = ORDER[folder]
+    unknown = [name for name in arrows if rank(order, name) is None]
+    yield from (f"{name}.c is not in the order" for name in unknown)
+    yield from (
+        f"{e} is in the order, and nowhere else"
+        for i, e in enumerate(order)
+        if not any(rank(order, n) == i for n in arrows)
+    )
     for name, others in arrows.items():
         for other, symbol in others.items():
-            if floor(other) > floor(name):
-                yield f"{name}.c calls {symbol} in {other}.c"
-    for path in sorted((SOURCES / "kv").rglob("*.[ch]")):
-        name = str(path.relative_to(SOURCES / "kv"))
-        for header in re.findall(r'^#include "kv/(.*)"', path.read_text(), re.M):
-            if floor(header) > floor(name):
-                yield f"{name} includes {header}"
+            if not {name, other} & set(unknown) and rank(order, other) > rank(order, name):
+                yield f"{name}.c calls {symbol} in {other}.c, which comes later"
+    if found := circle(arrows):
+        yield from (f"{n}.c calls {arrows[n][o]} in {o}.c: a circle" for n, o in zip(found, found[1:]))
+    for path in sorted((SOURCES / folder).rglob("*.[ch]")) if folder == "kv" else ():
+        name = str(path.relative_to(SOURCES / folder))
+        for header in re.findall(rf'^#include "{folder}/(.*)"', path.read_text(), re.M):
+            if rank(order, header) > rank(order, name):
+                yield f"{name} includes {header}, which comes later"
 
 
 def main():
     failed = False
-    for folder in FOLDERS:
+    for folder in ORDER:
         arrows = calls(objects(folder))
         if not arrows:
             print(f"circles: no objects of {folder} in build: run make lib")
             failed = True
-        elif found := circle(arrows):
+        for line in faults(folder, arrows) if arrows else ():
             failed = True
-            print(f"libvmem/src/{folder}: calls in a circle:")
-            for name, other in zip(found, found[1:]):
-                print(f"  {name}.c calls {arrows[name][other]} in {other}.c")
-        for line in upward(arrows) if folder == "kv" else ():
-            failed = True
-            print(f"libvmem/src/kv: upward: {line}")
+            print(f"libvmem/src/{folder}: {line}")
     return failed
 
 
