@@ -10,6 +10,8 @@ import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -23,6 +25,9 @@ from pyvmem.engine import control
 
 FIRST_PORT = 8001
 GIB = 1 << 30
+# Memory of each server that is not in the pool: its CUDA context, libraries and CUDA graphs. vLLM 0.33 held 1,106 to
+# 1,204 MiB on an H100 while Llama-3-8B's shape slept (docs/models.md). An awake model has activations, too.
+OUTSIDE = 1300 * MIB
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Model:
     priority: int = 0
     idle: float = 0.0
     queue: float = 60.0
+    outside: int = OUTSIDE
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     image: str = "vllm/vllm-openai:latest"
@@ -59,6 +65,7 @@ class Pool:
     size: int
     slice: float
     models: tuple[Model, ...]
+    gpu: int = 0  # bytes of the GPU's memory; 0: not known
 
     def model(self, name: str) -> Model:
         """Raises ValueError if there is none of this name."""
@@ -145,7 +152,7 @@ def _env(key: str, value: Any) -> dict[str, str]:
 
 _MODEL: dict[str, Callable[[str, Any], Any]] = dict(
     path=_text, port=_whole(1, 65535), min=_size, max=_size, priority=_whole(0, 10**15 - 1), idle=_seconds,
-    queue=_seconds, args=_texts, env=_env, image=_text)  # fmt: skip
+    queue=_seconds, outside=_size, args=_texts, env=_env, image=_text)  # fmt: skip
 
 
 def read(text: str) -> Pool:
@@ -155,7 +162,9 @@ def read(text: str) -> Pool:
     except ImportError:  # Python 3.10
         raise ValueError("pyvmem models needs Python 3.11 or newer, which reads TOML") from None
     about = _take(
-        "", tomllib.loads(text), dict(pool=_name, size=_size, slice=_seconds, models=lambda key, value: value)
+        "",
+        tomllib.loads(text),
+        dict(pool=_name, size=_size, gpu=_size, slice=_seconds, models=lambda key, value: value),
     )
     for key in ("pool", "size", "models"):
         if key not in about:
@@ -168,13 +177,28 @@ def read(text: str) -> Pool:
         if "path" not in given:
             raise ValueError(f"models.{name}.path is missing")
         made.append(Model(_name(f"models.{name}", name), **{"port": FIRST_PORT + i, **given}))
-    pool = Pool(about["pool"], about["size"], about.get("slice", 10.0), tuple(made))
+    pool = Pool(about["pool"], about["size"], about.get("slice", 10.0), tuple(made), about.get("gpu") or _gpu())
     _check(pool)
     return pool
 
 
+def _gpu() -> int:
+    """Bytes of the smallest GPU of this machine; 0 if none can be asked."""
+    ask = shutil.which("nvidia-smi")
+    if not ask:
+        return 0
+    told = subprocess.run([ask, "--query-gpu=memory.total", "--format=csv,noheader,nounits"], capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    return min((int(n) for n in told.stdout.split() if n.isdecimal()), default=0) * MIB
+
+
 def _check(pool: Pool) -> None:
     """Raise ValueError if what the file asks for cannot be."""
+    outside = sum(m.outside for m in pool.models)
+    if 0 < pool.gpu < pool.size + outside:
+        raise ValueError(f"size: {pool.size / GIB:.1f} GiB, and {outside / GIB:.1f} GiB that the {len(pool.models)} "
+                         f"servers need besides (outside), exceed the GPU's {pool.gpu / GIB:.1f} GiB; at most "
+                         f"{max(pool.gpu - outside, 0) / GIB:.1f} GiB can be size")  # fmt: skip
     ports: dict[int, str] = {}
     minimums = sum(m.min for m in pool.models)
     if minimums > pool.size:

@@ -15,6 +15,7 @@ pytest.importorskip("tomllib")
 FILE = """
 pool = "gpu0"
 size = "70G"
+gpu = "80G"
 
 [models.chat]
 path = "/models/llama"
@@ -87,6 +88,16 @@ def test_weights_that_do_not_fit_are_refused_before_anything_starts(tmp_path):
         file.truncate(8 << 30)
     with pytest.raises(ValueError, match=r"models.big: its weights are 8.0 GiB"):
         models.read(f"pool='a'\nsize='8G'\n[models.big]\npath={json.dumps(str(tmp_path))}")
+
+
+def test_what_each_server_needs_besides_is_counted_against_the_gpu(monkeypatch):
+    monkeypatch.setattr(models, "_gpu", lambda: 72 << 30)  # it is asked where the file does not say it
+    wrong = FILE.replace('gpu = "80G"\n', "")
+    with pytest.raises(ValueError, match=r"size: 70\.0 GiB, and 2\.5 GiB .* 2 servers .* 72\.0 GiB; at most 69\.5 GiB"):
+        models.read(wrong)
+    assert models.read(wrong.replace("priority", 'outside = "700M"\npriority')).gpu == 72 << 30
+    monkeypatch.setattr(models, "_gpu", int)  # no GPU here
+    assert models.read(wrong).gpu == 0
 
 
 def test_the_command(tmp_path, capsys):
