@@ -54,8 +54,11 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND, PATIENCE = range(8)
 PORT, _MODEL, _MODEL_WORDS = 46, 47, 16
 # What the server of the model publishes (`turns.Model`), times in microseconds of the machine's monotonic clock. STATE:
 # `turns.State`. RUNNING, QUEUED: requests. SINCE: when the first of the queued came. USED_AT, AWAKE_AT: when a request
-# last ended, and when the model last woke. LACKS: bytes for waking. LACKING: since when. SERVER_BEAT: as BEAT.
-STATE, RUNNING, QUEUED, SINCE, USED_AT, AWAKE_AT, LACKS, LACKING, SERVER_BEAT = range(1984, 1993)
+# last ended, and when the model last woke. LACKS: bytes for waking. LACKING: since when. SERVER_BEAT: as BEAT. WAKES,
+# SLEEPS: how often it did. WAKING: how long the first request of each wake has waited, in all. UNSERVED: requests that
+# waited in vain or met a drained model.
+(STATE, RUNNING, QUEUED, SINCE, USED_AT, AWAKE_AT, LACKS, LACKING, SERVER_BEAT,
+ WAKES, SLEEPS, WAKING, UNSERVED) = range(1984, 1997)  # fmt: skip
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
 # OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers. POOL_MAY: bytes that it
@@ -75,7 +78,7 @@ _RING = _BOARDS + RANKS * BOARD_WORDS
 # The processes that serve one engine, each with what it adds to RUNNING, QUEUED and SINCE.
 SERVERS, SERVER_WORDS = 16, 8
 _SERVERS = _RING + RING
-S_PID, S_STARTED, S_BEAT, S_RUNNING, S_QUEUED, S_SINCE, S_USED_AT, S_ORDER = range(8)
+S_PID, S_STARTED, S_UNSERVED, S_RUNNING, S_QUEUED, S_SINCE, S_USED_AT, S_ORDER = range(8)
 WORDS = _SERVERS + SERVERS * SERVER_WORDS
 NO_LIMIT = (1 << 62) - 1
 
@@ -328,6 +331,12 @@ class Engine:
         Bytes of the weights that are in the pool, and of these on the device now.
     lacks : int
         Bytes that it lacks to wake.
+    wakes, sleeps : int
+        How often it did.
+    waking : float
+        Seconds that the first request of each wake has waited, in all.
+    unserved : int
+        Requests that were refused with status 503, because it was drained or did not wake in time.
     """
 
     name: str
@@ -362,6 +371,10 @@ class Engine:
     weights: int = 0
     weights_held: int = 0
     lacks: int = 0
+    wakes: int = 0
+    sleeps: int = 0
+    waking: float = 0.0
+    unserved: int = 0
 
     @classmethod
     def of(cls, name: str, rank: int, page: Page) -> Engine:
@@ -377,7 +390,7 @@ class Engine:
             page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, int(whole(page.boards(ranks)[:, HELD])),
             most[RESIDENT], most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
             page[WAITED] / 1e6, page.model, page[PORT], state, page[RUNNING], page[QUEUED], most[WEIGHTS],
-            most[WEIGHTS_HELD], page[LACKS],
+            most[WEIGHTS_HELD], page[LACKS], page[WAKES], page[SLEEPS], page[WAKING] / 1e6, page[UNSERVED],
         )  # fmt: skip
 
 

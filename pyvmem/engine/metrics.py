@@ -10,9 +10,22 @@ from dataclasses import asdict
 from typing import Any
 
 from pyvmem.engine import control
+from pyvmem.engine.turns import State
 
 COUNTS = ("step_maps", "steps", "preempted", "refused")
 BYTES = ("limit", "min", "max", "least", "allowed", "used", "cached", "spare", "wanted", "backed", "resident")
+# Of the model, if its server lets it sleep: (field, name of the metric, what it is, whether it counts).
+MODEL = (
+    ("running", "running", "requests that the engine has", False),
+    ("queued", "queued", "requests that wait for the model to wake", False),
+    ("lacks", "lacks_bytes", "bytes that the model lacks to wake", False),
+    ("weights", "weights_bytes", "bytes of the weights in the pool", False),
+    ("weights_held", "weights_held_bytes", "bytes of these that are on the device", False),
+    ("wakes", "wakes", "how often the model has woken", True),
+    ("sleeps", "sleeps", "how often the model went to sleep", True),
+    ("waking", "waking_seconds", "seconds that the first request of each wake has waited", True),
+    ("unserved", "unserved", "requests refused with status 503: the model was drained, or did not wake in time", True),
+)
 
 
 def _parent(pid: int) -> int:
@@ -39,25 +52,42 @@ def engines(server: int) -> list[tuple[control.Engine, control.Page]]:
 
 
 class Collector:
-    """A collector for a registry of prometheus_client. prefix: how the metrics' names begin, such as ``engine:``."""
+    """A collector for a registry of prometheus_client. prefix: how the metrics' names begin, such as ``engine:``.
+
+    Metrics of the KV cache begin with ``vmem_kv_`` behind the prefix, and those of a model that can sleep with
+    ``vmem_model_``.
+    """
 
     def __init__(self, prefix: str, server: Server) -> None:
-        self._prefix, self._server = f"{prefix}vmem_kv_", server
+        self._prefix, self._server = prefix, server
 
     def collect(self) -> Iterable[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
+
+        def add(name: str, about: str, counts: bool, labels: dict[str, str], value: float) -> None:
+            if name not in families:
+                kind = CounterMetricFamily if counts else GaugeMetricFamily
+                families[name] = kind(self._prefix + name, about, labels=tuple(labels))
+            families[name].add_metric(tuple(labels.values()), value)
+
         for engine, _ in engines(self._server()):
-            for name, value in asdict(engine).items():
-                if name not in COUNTS and name not in BYTES or value is None:
-                    continue
-                if name not in families:
-                    kind = CounterMetricFamily if name in COUNTS else GaugeMetricFamily
-                    unit = "_bytes" if name in BYTES else ""
+            told, labels = asdict(engine), {"engine": str(engine.rank)}
+            for name, value in told.items():
+                if (name in COUNTS or name in BYTES) and value is not None:
                     about = f"{name.replace('_', ' ')} of the KV cache on vMem"
-                    families[name] = kind(f"{self._prefix}{name}{unit}", about, labels=("engine",))
-                families[name].add_metric((str(engine.rank),), value)
+                    unit = "_bytes" if name in BYTES else ""
+                    add(f"vmem_kv_{name}{unit}", about, name in COUNTS, labels, value)
+            if not engine.state:
+                continue
+            labels["model_name"] = engine.model
+            for name, metric, about, counts in MODEL:
+                add(f"vmem_model_{metric}", about, counts, labels, told[name])
+            for state in list(State)[1:]:
+                there = engine.state == state.name.lower()
+                add("vmem_model_state", "1 for the state in which the model is", False,
+                    {**labels, "state": state.name.lower()}, there)  # fmt: skip
         return families.values()
 
 

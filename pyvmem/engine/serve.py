@@ -65,7 +65,7 @@ class Serve(http.Limits):
         self._others: list[Page] = []
         self._found = 0.0
         self._lives: dict[str, tuple[tuple[int, int], float]] = {}
-        self._running = 0
+        self._running = self._unserved = 0
         self._waiting: dict[object, int] = {}  # when each request came that waits
         self._used = _now()
         self._moved = asyncio.Event()
@@ -157,6 +157,8 @@ class Serve(http.Limits):
             self._publish()
 
     async def _refuse(self, kind: str, send: Send) -> None:
+        self._unserved += 1
+        self._publish()
         if kind == "websocket":
             await send({"type": "websocket.close", "code": 1013})
             return
@@ -261,6 +263,7 @@ class Serve(http.Limits):
         for page in self._pages:
             slot = page.server(self._number)
             slot[control.S_RUNNING], slot[control.S_QUEUED] = self._running, len(self._waiting)
+            slot[control.S_UNSERVED] = self._unserved
             slot[control.S_SINCE], slot[control.S_USED_AT], slot[control.S_ORDER] = since, self._used, self._order
 
     def _servers(self, page: Page) -> list[memoryview]:
@@ -273,6 +276,11 @@ class Serve(http.Limits):
         for page in self._pages:
             if state == State.AWAKE and page[control.STATE] in (State.ASLEEP, State.WAKING):
                 page[control.AWAKE_AT] = _now()
+                page[control.WAKES] += 1
+                if page[control.SINCE]:
+                    page[control.WAKING] += _now() - page[control.SINCE]
+            if state == State.ASLEEP and page[control.STATE] in (State.AWAKE, State.CLOSING):
+                page[control.SLEEPS] += 1
             page[control.STATE] = state
         self._stir()
 
@@ -304,7 +312,7 @@ class Serve(http.Limits):
     def _lead(self, servers: list[memoryview]) -> None:
         """Sum up what the processes of this server publish, and do what the rules say."""
         running = sum(s[control.S_RUNNING] for s in servers)
-        queued = sum(s[control.S_QUEUED] for s in servers)
+        queued, unserved = (sum(s[word] for s in servers) for word in (control.S_QUEUED, control.S_UNSERVED))
         since = min((s[control.S_SINCE] for s in servers if s[control.S_QUEUED]), default=0)
         used = max(s[control.S_USED_AT] for s in servers)
         order = next((s[control.S_ORDER] for s in servers if s[control.S_ORDER]), NONE)
@@ -312,6 +320,7 @@ class Serve(http.Limits):
             page[control.RUNNING], page[control.QUEUED], page[control.SINCE] = running, queued, since
             page[control.USED_AT] = max(used, page[control.AWAKE_AT])
             page[control.SERVER_BEAT] += 1
+            page[control.UNSERVED] = unserved
             if not queued:
                 page[control.LACKS] = 0
         if self._acts is not None and not self._acts.done():
@@ -378,7 +387,8 @@ class Serve(http.Limits):
 
     async def _to_sleep(self) -> None:
         self._set(State.CLOSING)
-        await asyncio.sleep(2 * TICK)  # other processes of this server have seen it, or their requests are seen here
+        if len(self._servers(self._pages[0])) > 1:
+            await asyncio.sleep(2 * TICK)  # the other processes have seen it, or their requests are seen here
         if any(s[control.S_RUNNING] for s in self._servers(self._pages[0])):
             return  # the rules decide again
         begin = time.monotonic()

@@ -33,8 +33,8 @@ POOL_COLUMNS = (
     "pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "answer (question)", "reply (up to)",
 )  # fmt: skip
 ENGINE_COLUMNS = (
-    "pid", "engine", "model", "port", "state", "limit", "min", "max", "least", "backed", "used", "cached", "spare",
-    "preempted", "refused",
+    "pid", "engine", "model", "port", "state", "running", "queued", "weights", "limit", "min", "max", "least", "backed",
+    "used", "cached", "spare", "preempted", "refused",
 )  # fmt: skip
 _TEXT = {"name", "where", "pool", "answer (question)", "reply (up to)", "engine", "model", "state"}
 
@@ -85,21 +85,26 @@ def engine_state(engine: control.Engine, page: control.Page) -> str:
 
 
 def engine_rows(engines: Iterable[tuple[control.Engine, control.Page]]) -> list[tuple[str, ...]]:
-    """Rows of text for `ENGINE_COLUMNS`: engines on vMem, of vLLM or SGLang; memory of one worker, in MiB."""
+    """Rows of text for `ENGINE_COLUMNS`: engines on vMem, of vLLM or SGLang; memory of one worker, in MiB.
+
+    Weights are those of the pool: what is on the device, of all. Requests are told by servers that let models sleep.
+    """
     found = []
     for e, page in engines:
         limit = "" if e.limit is None else f"{e.limit / MIB:.0f}"
         share = [f"{size / MIB:.0f}" if size else "" for size in (e.min, e.max)]
         held = [f"{size / MIB:.0f}" for size in (e.least, e.resident, e.used, e.cached, e.spare)]
-        who = f"{e.name}-{e.rank}", called(e), str(e.port or "")
-        found.append((str(e.pid), *who, engine_state(e, page), limit, *share, *held, str(e.preempted), str(e.refused)))
+        who = f"{e.name}-{e.rank}", called(e), str(e.port or ""), engine_state(e, page)
+        requests = (str(e.running), str(e.queued)) if e.state else ("", "")
+        weights = f"{e.weights_held / MIB:.0f}/{e.weights / MIB:.0f}" if e.weights else ""
+        found.append((str(e.pid), *who, *requests, weights, limit, *share, *held, str(e.preempted), str(e.refused)))
     return found
 
 
 # What a narrow terminal leaves out first. A file or a pipe gets all columns.
 _LESS = ("swapped", "free", "ahead", "kept", "where", "needed", "live", "steps/s", "giving", "could give", "needs",
          "reply (up to)", "port", "refused", "preempted", "spare", "least", "cached", "max", "min",
-         "answer (question)")  # fmt: skip
+         "running", "answer (question)")  # fmt: skip
 
 
 def _table(
