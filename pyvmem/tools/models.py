@@ -48,13 +48,22 @@ class Model:
     image: str = "vllm/vllm-openai:latest"
 
     @property
+    def gpus(self) -> int:
+        """GPUs among which its weights are divided."""
+        n, parts = 1, [part for arg in self.args for part in arg.split("=", 1)]
+        for key, value in zip(parts, parts[1:]):
+            if key in ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp") and value.isdecimal():
+                n *= int(value)
+        return max(n, 1)
+
+    @property
     def weights(self) -> int:
-        """Bytes of the model's files; 0 if they are not on this machine."""
+        """Bytes of the model's files on each GPU; 0 if they are not on this machine."""
         folder = Path(self.path)
         if not folder.is_dir():
             return 0
         files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
-        return sum(f.stat().st_size for f in files)
+        return sum(f.stat().st_size for f in files) // self.gpus
 
 
 @dataclass(frozen=True)
@@ -290,8 +299,20 @@ def aibrix(pool: Pool) -> str:
     return "---\n".join(told)
 
 
+def vllm_router(pool: Pool) -> str:
+    """A script that starts vLLM's own router (the package vllm-router) and tells it of the servers, which run."""
+    add = "".join(
+        "curl -sf --retry 60 --retry-delay 1 --retry-connrefused -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps({'url': f'http://127.0.0.1:{m.port}', 'model_id': m.name}))} "
+        "http://127.0.0.1:8080/workers\n" for m in pool.models)  # fmt: skip
+    return ("#!/bin/sh\n# --enable-igw: requests go by their model\n"
+            "vllm-router --enable-igw --policy round_robin --host 127.0.0.1 --port 8080 \\\n"
+            f"  --request-timeout-secs {max(m.queue for m in pool.models) + 3600:.0f} &\n{add}wait\n")  # fmt: skip
+
+
 RENDERERS: dict[str, Callable[[Pool], str]] = {
     "llama-swap": llama_swap, "systemd": systemd, "compose": compose, "aibrix": aibrix,
+    "vllm-router": vllm_router,
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 import json
 import shlex
+import subprocess
 
 import pytest
 
@@ -46,11 +47,18 @@ def test_a_file_gives_commands_and_variables():
 
 
 @pytest.mark.parametrize("what", models.RENDERERS)
-def test_what_is_rendered_is_yaml_with_every_model(what):
+def test_what_is_rendered_has_every_model(what):
     pool = models.read(FILE)
     text = models.RENDERERS[what](pool)
     if what == "systemd":
         assert text.count("ExecStart=") == 2 and "VMEM_VLLM_POOL=gpu0" in text
+        return
+    if what == "vllm-router":
+        assert subprocess.run(["sh", "-n"], input=text, text=True).returncode == 0
+        added = [json.loads(shlex.split(line)[shlex.split(line).index("-d") + 1]) for line in text.splitlines()
+                 if line.startswith("curl")]  # fmt: skip
+        assert added == [dict(url="http://127.0.0.1:8001", model_id="chat"),
+                         dict(url="http://127.0.0.1:9001", model_id="code")]  # fmt: skip
         return
     yaml = pytest.importorskip("yaml")
     parts = list(yaml.safe_load_all(text))
@@ -88,6 +96,8 @@ def test_weights_that_do_not_fit_are_refused_before_anything_starts(tmp_path):
         file.truncate(8 << 30)
     with pytest.raises(ValueError, match=r"models.big: its weights are 8.0 GiB"):
         models.read(f"pool='a'\nsize='8G'\n[models.big]\npath={json.dumps(str(tmp_path))}")
+    two = f"pool='a'\nsize='8G'\n[models.big]\npath={json.dumps(str(tmp_path))}\nargs=['--tensor-parallel-size', 2]"
+    assert models.read(two).models[0].weights == 4 << 30  # on each GPU
 
 
 def test_what_each_server_needs_besides_is_counted_against_the_gpu(monkeypatch):

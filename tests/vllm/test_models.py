@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -167,6 +168,70 @@ def test_orders_ask_for_the_key_and_a_drained_model_refuses(three):
     assert len(model.tokens(PROMPT)) == 8
 
 
+class Router:
+    """vLLM's own router before the models, in its mode for several of them."""
+
+    def __init__(self, models):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_router.launch_router", "--enable-igw", "--policy", "round_robin", "--host",
+             "127.0.0.1", "--port", str(self.port), "--prometheus-port", str(free_port()), "--request-timeout-secs",
+             str(SECONDS), "--log-level", "warning"], stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+        end = time.monotonic() + SECONDS
+        for model in models.values():
+            while True:
+                assert self._process.poll() is None and time.monotonic() < end
+                with contextlib.suppress(OSError, ValueError):
+                    added = dict(url=model.url, model_id=model.name)
+                    if call(f"{self.url}/workers", added)[0] in (200, 201, 202):
+                        break
+                time.sleep(0.1)  # nothing else tells when it listens
+
+    def ask(self, name, prompt, tokens):
+        body = dict(model=name, prompt=prompt, max_tokens=tokens, temperature=0, ignore_eos=True, return_token_ids=True)
+        return call(f"{self.url}/v1/completions", body)
+
+    def kill(self):
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("vllm_router"), reason="vllm-router is not installed")
+def test_behind_vllms_router_models_sleep_and_wake_and_its_death_harms_none(three):
+    expected = three["a"].tokens(PROMPT, 32)
+    router = Router(three)
+    try:
+
+        def one(i):
+            status, _, told = router.ask(NAMES[i % 3], PROMPT, 32)
+            return status, told["choices"][0]["token_ids"] if status == 200 else told
+
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            assert all(answer == (200, expected) for answer in pool.map(one, range(24)))
+        assert [m.state()["state"] for m in three.values()].count("awake") == 2  # so that they took turns
+        three["b"].order("drain")
+        assert router.ask("b", PROMPT, 8)[0] == 503
+        assert three["b"].order("wake")[2]["state"] == "awake"
+
+        def lose():
+            with contextlib.suppress(OSError, ValueError):
+                router.ask("a", PROMPT, 300)
+
+        lost = threading.Thread(target=lose)
+        lost.start()
+        three["a"].until(lambda s: s["running"] or s["queued"])
+    finally:
+        router.kill()
+    lost.join()
+    three["a"].until(lambda s: not s["running"] and not s["queued"])  # its client is gone
+    again = Router(three)
+    try:
+        assert again.ask("c", PROMPT, 32)[2]["choices"][0]["token_ids"] == expected
+    finally:
+        again.kill()
+
+
 def scheduler_of(model):
     from pyvmem.engine import control
 
@@ -194,3 +259,53 @@ def test_a_killed_engine_leaves_its_memory_at_once(three):
     three["b"].process.wait(60)  # vLLM's server ends with its engine
     three["c"].kill()  # the server and all that it started
     assert len(three["a"].tokens(PROMPT)) == 8
+
+
+@pytest.fixture(scope="module")
+def lone(folder, three):
+    """One model of two workers, and a program in its pool that takes its memory."""
+    environ = dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_POOL=uuid.uuid4().hex[:12], VMEM_VLLM_POOL_SIZE=str(48 << 20),
+                   VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep", VMEM_VLLM_QUEUE="2", VMEM_VLLM_PAGE_SIZE="64K",
+                   VLLM_LOGGING_LEVEL="INFO")  # fmt: skip
+    logs = Path(os.environ.get("VMEM_TEST_LOGS") or tempfile.mkdtemp())
+    model = Model("lone", folder, environ, open(logs / "lone.log", "ab"), "--kv-cache-memory-bytes", str(12 << 20),
+                  "--tensor-parallel-size", "2")  # fmt: skip
+    model.wait()
+    program = str(Path(__file__).with_name("neighbour.py"))
+    neighbour = subprocess.Popen([sys.executable, program], env=environ, text=True, stdin=subprocess.PIPE,
+                                 stdout=subprocess.PIPE)  # fmt: skip
+
+    def order(line):
+        print(line, file=neighbour.stdin, flush=True)
+        return neighbour.stdout.readline()
+
+    assert neighbour.stdout.readline()
+    yield model, order
+    neighbour.kill()
+    neighbour.wait()
+    model.kill()
+
+
+def test_a_pool_that_is_too_small_hangs_no_request(lone):
+    model, order = lone
+    expected = model.tokens(PROMPT)
+    assert model.order("sleep")[2]["state"] == "asleep"
+    assert order(f"take {40 << 20}")
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for status, headers, told in pool.map(lambda _: model.ask(PROMPT), range(8)):
+            assert status == 503 and int(headers["Retry-After"]) > 0 and "lacks" in told["error"]["message"]
+    status, _, told = model.order("wake")
+    assert status == 503 and told["state"] in ("asleep", "waking") and told["queued"] == 0
+    assert order("give")
+    assert model.tokens(PROMPT) == expected
+    assert model.order("sleep")[2]["weights_held"] > 0
+    assert order(f"take {47 << 20}") and model.state()["weights_held"] < 2 << 20  # nothing is left of the largest part
+    assert order("give") and model.tokens(PROMPT) == expected
+
+
+def test_a_killed_server_leaves_the_memory_of_its_engine(lone):
+    model, order = lone
+    model.tokens(PROMPT)
+    os.kill(model.process.pid, signal.SIGKILL)  # the server alone: its engine's processes end by themselves
+    model.process.wait()
+    assert order(f"take {47 << 20}") == "done\n"

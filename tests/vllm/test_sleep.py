@@ -1,12 +1,12 @@
 """Sleep and wake on vLLM itself, on host memory: what is kept, what a neighbour takes, and vLLM's own tokens."""
 
 import os
-import time
 import uuid
 
 import engines
 import models
 import pytest
+from neighbour import Neighbour
 
 
 @pytest.fixture(scope="session")
@@ -42,42 +42,6 @@ def plain_linear():
     import vllm._custom_ops as ops
 
     ops._supports_onednn = False
-
-
-class Neighbour:
-    """Another member of the pool."""
-
-    def __init__(self):
-        import pyvmem
-        import torch
-        from pyvmem.blocks import BlockRange, Blocks
-        from pyvmem.vllm import open_pool
-
-        self.context = pyvmem.Context("host")
-        self.pool = open_pool(self.context)
-        page = 64 << 10
-        self.tensor = pyvmem.VirtualTensor((POOL,), torch.int8, "cpu", page_size=page, zero=True, context=self.context)
-        self.blocks = Blocks(self.tensor, [BlockRange(offset=0, stride=page, bytes=page)], POOL // page, zero=True)
-        self.blocks.join(self.pool, name="neighbour")
-
-    def take(self, size):
-        """Take so many bytes, as soon as the others give them."""
-        end = time.monotonic() + 60
-        n = size // (64 << 10)
-        while True:
-            try:
-                if not self.blocks.ask(size):
-                    return self.blocks.back(range(n))
-            except MemoryError:
-                pass
-            assert time.monotonic() < end, f"the pool did not give {size} bytes"
-            time.sleep(0.005)
-
-    def give(self):
-        self.blocks.unback(range(self.blocks.blocks))
-        self.blocks.flush()
-        self.blocks.ask(0)
-        self.context.trim()
 
 
 class Llm:
