@@ -100,7 +100,7 @@ class Pool:
         if "--kv-cache-memory-bytes" not in model.args:
             command += ["--kv-cache-memory-bytes", str(model.max or self.size - model.weights)]
         if "--gpu-memory-utilization" not in model.args:
-            command += ["--gpu-memory-utilization", "0.05"]  # vLLM refuses to start if less of the GPU is free
+            command += ["--gpu-memory-utilization", "0.01"]  # vLLM refuses to start if less of the GPU is free
         return [*command, *model.args]
 
 
