@@ -61,6 +61,9 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     # With all that it caches, as vMem and vLLM do.
     kvcached = "kvcached:ENABLE_KVCACHED=true,KVCACHED_AUTOPATCH=1,KVCACHED_MAX_CACHED_TOKENS=-1"
     beside_kvcached = [*vllm, "3", "--warm-up", "4", "--beside", kvcached, *half, "13G", *loads, "--load", "hot:300"]
+    lengths = ["--trace", trace] if trace else []
+    several = [*BENCH[:-1], "benchmarks.models", *lengths, "--out", str(OUT / "models.jsonl"), "--way"]
+    models = [(f"models-{way}", 600, [*several, way]) for way in ("vmem", "swap", "static", "kvcached")]
     serve = [sys.executable, "tests/vllm/serve.py"]
     serve_on_two = [
         ("vllm-serve-experts", 400, [*serve, "mixtral", "--data-parallel", "2", "--expert-parallel"]),
@@ -74,6 +77,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
         ("vllm", 600, [*vllm, "4", *llama, *loads]),
         ("vllm-blocks-outermost", 600, outermost),
         ("vllm-pauses", 900, pauses),
+        *models,
         ("vllm-windows", 400, [*vllm, "4", "--model", "gemma-3-4b", *some]),
         ("vllm-bursts", 1100, bursts),
         ("vllm-bursts-quarter", 1100, quarter),

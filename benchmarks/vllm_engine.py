@@ -26,6 +26,8 @@ from benchmarks import of_parent
 
 # Shapes of models; weights are random (vLLM's load_format "dummy", the same in every engine).
 SHAPES: dict[str, dict[str, Any]] = {
+    "mini": dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=64, vocab_size=16000, rope_theta=10000.0),
     "tiny": dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8,
                  num_key_value_heads=4, head_dim=128, vocab_size=32000, rope_theta=10000.0),
     "llama-3-8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
