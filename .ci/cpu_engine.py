@@ -1,4 +1,4 @@
-"""What the installers of serving engines for CPUs share (`vllm_cpu.py`, `sglang_cpu.py`)."""
+"""The common part of the installers of serving engines for CPUs (`vllm_cpu.py`, `sglang_cpu.py`)."""
 
 import contextlib
 import importlib.metadata

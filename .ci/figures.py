@@ -52,7 +52,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     loads = ["--load", "azure:512", "--trace", trace] if trace else []
     loads += ["--load", "decode", "--load", "decode-short", "--load", "idle:300"]
     some = ["--kv-memory", "17G", "--load", "decode", "--load", "hot:300"]
-    # What a layout with blocks outermost costs vLLM itself.
+    # The cost to vLLM itself of a layout with blocks outermost.
     outermost = ["env", "VLLM_KV_CACHE_LAYOUT=BLNHC", *vllm, "4", *llama, "--load", "decode", "--load", "decode-short"]
     pauses = [*vllm, "5", "--max-model-len", "65536", "--kv-memory", "9G" if small else "20G", "--load", "pauses"]
     bursts = [*vllm, "1", "--bursts", *half, "4608M", "--load", "cold"]

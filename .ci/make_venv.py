@@ -28,12 +28,12 @@ TOP = Path(__file__).resolve().parent.parent
 
 
 def found(module):
-    """Whether the running interpreter has a module."""
+    """True if the running interpreter has a module."""
     return importlib.util.find_spec(module) is not None
 
 
 def own_pip():
-    """Whether the environment gets a pip of its own: without a torch to use, nothing of the interpreter's is shown."""
+    """True if the environment gets a pip of its own: without a torch to use, nothing of the interpreter's is shown."""
     return not (found("torch") and found("pip"))
 
 

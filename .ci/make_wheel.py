@@ -54,7 +54,7 @@ def environment(folder, *packages):
 
 
 def check(wheel):
-    """What a wheel must be: for every Python 3 from 3.10 on, stripped, no source of C in it, and described in full."""
+    """Check a wheel: for every Python 3 from 3.10 on, stripped, without sources of C, described in full."""
     assert wheel.name.startswith(f"pyvmem-{version()}-{TAG}-manylinux_2_"), wheel.name
     assert wheel.name.endswith(f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{MACHINE}.whl"), wheel.name
     with zipfile.ZipFile(wheel) as z:

@@ -21,7 +21,7 @@ PLACES = {
 
 
 def disagreements(ref=""):
-    """What prevents a release, in words. ref: the tag that is published."""
+    """The reasons that prevent a release, in words. ref: the tag that is published."""
     header = (TOP / "libvmem/include/vmem.h").read_text()
     version = ".".join(re.search(rf"VMEM_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
     found = {"the tag": ref.removeprefix("refs/tags/v")} if ref.startswith("refs/tags/") else {}

@@ -23,7 +23,7 @@ RELEASES = 4
 # Limits that move, in blocks and in slots; latent attention; a pool; and that a wrong row would be seen.
 QUICK = "move and [llama] or deepseek or lend_each_other or seeded_fault or refused"
 ROUTER = ("vllm-router==0.1.17", "orjson")  # vLLM's own, for several servers
-# What the build names but a CPU does not use, gigabytes in all.
+# Packages that the build names and a CPU does not use, gigabytes in all.
 OVERRIDES = never("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
 
 

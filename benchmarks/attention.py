@@ -196,7 +196,7 @@ def runs_at(point: Point, kinds: Any, pools: Any, have: Any) -> Any:
 
 
 def installed(device: Any, without: Any, say: Any) -> Any:
-    """What can be measured on this machine."""
+    """The libraries and memories that this machine can measure."""
     from pyvmem.attention import fa3
 
     if device.type == "cpu":

@@ -96,7 +96,7 @@ class Pool:
 
 
 class _Cache:
-    """What `pyvmem.attention` needs of a cache. The sets take the place of layers."""
+    """The part of a cache that `pyvmem.attention` reads. The sets take the place of layers."""
 
     def __init__(self, point: Point, pool: Pool, tile_rows: int = TILE_ROWS) -> None:
         both = [pool.views(point, i) for i in range(pool.sets(point))]

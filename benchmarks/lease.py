@@ -1,4 +1,4 @@
-"""What a lease costs: parking and unparking, new segments, a training step, and the tokens that it spares.
+"""The cost of a lease: parking and unparking, new segments, a training step, and the tokens that it spares.
 
 SPDX-License-Identifier: MIT
 """
@@ -300,7 +300,7 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
         torch.cuda.empty_cache()
         tensors = (*cache.keys, *cache.values)
         kept = [slot for slot in running if all(bool((rows[slot, :tokens] == slot % 100).all()) for rows in tensors)]
-        # What recomputing them would take: prefill of the same model, without gradients.
+        # The time to recompute them: prefill of the same model, without gradients.
         with torch.no_grad():
             prompt = torch.randint(0, 32000, (1, tokens), device="cuda")
             model(prompt, use_cache=False, logits_to_keep=1)

@@ -56,7 +56,7 @@ class Client:
         )  # fmt: skip
 
     def idle(self) -> dict[str, Any]:
-        """What the engine holds and caches after a second without requests; nothing without vMem."""
+        """Bytes that the engine holds and caches after a second without requests; nothing without vMem."""
         from pyvmem.engine import control
 
         time.sleep(1.5)

@@ -59,7 +59,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Watch:
-    """What members of the pool have and need: samples that a thread takes of what their caches publish."""
+    """Memory that the pool's members have and need, sampled by a thread from the views of their caches."""
 
     def __init__(self, *pids: int) -> None:
         self.rows: dict[int, list[tuple[float, int, int]]] = {pid: [] for pid in pids}  # pid: [(time, has, needs)]
@@ -122,7 +122,7 @@ class _Run:
         self.session, self.context, self.page_size = session, context, page_size
         layers = _layers(amount)
         self.name = "1 tensor" if layout == "block" else f"{2 * layers} tensors"
-        # What a request gets at a time while memory is plentiful, in separate tensors; the same bytes in one.
+        # The bytes that a request gets at a time while memory is plentiful: in separate tensors, or in one.
         block = 2 * layers * max(page_size, 2 * MIB)
         blocks = max(amount // block, 1)  # requests fill whole blocks, so that nothing is wasted
         requests = min(blocks, REQUESTS)

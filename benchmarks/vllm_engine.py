@@ -56,7 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def known(model: str) -> bool:
-    """Whether it is a name of `SHAPES`, perhaps with a number of layers (llama-3-8b:16)."""
+    """True for a name of `SHAPES`, perhaps with a number of layers (llama-3-8b:16)."""
     return model.partition(":")[0] in SHAPES
 
 
@@ -174,7 +174,7 @@ _told: dict[str, float] = collections.defaultdict(float)
 
 
 def kv_state() -> Any:
-    """What the engine publishes; its counts since the last call."""
+    """The state that the engine publishes; its counts since the last call."""
     engine = own_engine()
     if engine is None:
         return None
@@ -221,7 +221,7 @@ _runs = itertools.count()
 
 
 class Request:
-    """What a request got, and when (`time.perf_counter`)."""
+    """The tokens of a request, and when they came (`time.perf_counter`)."""
 
     def __init__(self) -> None:
         self.arrived = math.nan

@@ -112,7 +112,7 @@ class Cached:
         return found
 
     def insert(self, key):
-        """Whether the block is new; its user is the caller."""
+        """True if the block is new; its user is the caller."""
         new = key not in self.users
         if new:
             self.users[key] = 1
@@ -133,7 +133,7 @@ class Cached:
 
 
 class Ideal:
-    """What a cache of so many pages could do: nothing is mapped, pages are counted."""
+    """A model of a cache with so many pages, which maps nothing and counts pages."""
 
     def __init__(self, pages, page_tokens, block):
         self.free, self.page_tokens, self.block = pages, page_tokens, block
@@ -239,7 +239,7 @@ class Memory:
         self.kv.retire()
 
     def run(self, batch):
-        """What the model would do: write the new rows, read all; then cache the blocks that became full."""
+        """The model's part: write the new rows, read all; then cache the blocks that became full."""
         write, read, full = [], [], []
         for request, n in batch:
             slot, begin, end = self.slot[request], request.done, request.done + n

@@ -84,7 +84,7 @@ class VAttention:
             raise MemoryError(f"{self.kv.shortage.missing_pages} pages are missing; nothing has changed")
 
     def set_deferred_reclamation(self, deferred):
-        """Whether pages of ended requests stay until they are needed. False gives back what is kept now."""
+        """Keep pages of ended requests until they are needed, or not. False gives back what is kept now."""
         if not deferred:
             self.kv.reclaim()
 

@@ -17,7 +17,7 @@ Ints = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
 
 class Cache(Protocol):
-    """What attention needs of a `KVCache`. If each call passes K and V, `tensors` takes the place of both lists."""
+    """The part of a `KVCache` that attention reads. If calls pass K and V, `tensors` takes the place of both lists."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]

@@ -126,7 +126,7 @@ class FlashAttention3(Kernel):
         return _tiles(vllm, shape.head_dim, shape.kv_dtype.itemsize == 1, shape.window, shape.softcap)
 
     def _wide(self, shape: Shape) -> bool:
-        """Whether decode may use the kernel without a mask. Its tiles have 176 rows, which the cache must back."""
+        """True if decode may use the kernel without a mask. Its tiles have 176 rows, which the cache must back."""
         return shape.phase == "decode" and 96 < shape.head_dim <= 128 and shape.kv_dtype.itemsize == 2 \
             and shape.tile_rows % 176 == 0  # fmt: skip
 
@@ -166,7 +166,7 @@ class FlashAttention3(Kernel):
             )
 
     def _joint(self, shape: Shape) -> bool:
-        """Whether one launch may serve requests of several lengths: the tile past each length is backed."""
+        """True if one launch may serve requests of several lengths: the tile past each length is backed."""
         return shape.tile_rows % self._tiles(shape) == 0 and not shape.window
 
     def run(self, call: Call) -> torch.Tensor:

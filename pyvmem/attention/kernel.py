@@ -168,7 +168,7 @@ class Kernel:
         return tuple((d, d) for d in self.dtypes) + tuple(self.mixed)
 
     def plan(self, batch: Batch, shape: Shape, call: Call) -> Any:
-        """What one iteration needs besides the batch. `Batch.update` calls its ``refresh(batch)`` if it has one."""
+        """An iteration's data besides the batch. `Batch.update` calls its ``refresh(batch)`` if it has one."""
 
     def again(self, call: Call) -> Callable[[int, int, int, int], bool] | None:
         """A function that repeats a decode `call` with new rows for tensors of the same shapes, strides and dtypes.

@@ -28,7 +28,7 @@ MANY, LONG = 264, 4096  # requests times KV heads, rows: more than two for each 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `best` chose.
+    """The kernel that `best` chose.
 
     Attributes
     ----------

@@ -29,20 +29,20 @@ def _power(n: int) -> int:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for its compiler."""
+    """True if Triton's interpreter stands in for its compiler."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def _direct() -> bool:
-    """Whether compiled kernels may be launched directly: the way they take arguments depends on Triton's version."""
+    """True if compiled kernels may be launched directly: the way they take arguments depends on Triton's version."""
     import triton
 
     return not interpreted() and f"{triton.__version__}.".startswith("3.6.")
 
 
 def _stream(x: torch.Tensor) -> Callable[[], int]:
-    """What returns the current stream of a tensor's device. Triton would first ask for the device, at each launch."""
+    """A function for the current stream of a tensor's device. Triton would ask for the device at each launch."""
     return functools.partial(torch._C._cuda_getCurrentRawStream, x.device.index)
 
 

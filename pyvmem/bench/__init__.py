@@ -1,4 +1,4 @@
-"""What a user measures on his own machine. A module here that registers a function with `benchmark` adds it to
+"""Benchmarks for a user's own machine. A module here that registers a function with `benchmark` adds it to
 ``pyvmem bench``.
 
 SPDX-License-Identifier: MIT

@@ -40,7 +40,7 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def _float(text: str) -> float:
-    """What float() reads, or nan, which lies in no range."""
+    """The number in a text, or nan, which lies in no range."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What accesses memory as code on a GPU does. Kernels on a GPU; the tests have their own for a simulated GPU.
+"""Agents access memory as code on a GPU does, by kernels. The tests have their own for a simulated GPU.
 
 An agent loads and stores 64-bit words at device addresses of this process. `poll` and `store` start accesses that go on
 until they are stopped, for what must hold while memory is remapped.
@@ -33,7 +33,7 @@ class DeviceFault(Exception):
 
 @dataclass(frozen=True)
 class Seen:
-    """What the loads of a `Loop` returned, over all SMs."""
+    """The values that the loads of a `Loop` returned, over all SMs."""
 
     loads: int = 0
     wrong: int = 0  # SMs that saw a value below the least one allowed

@@ -41,7 +41,7 @@ class Failed(Exception):
 
 @dataclass
 class Run:
-    """What a stage works with."""
+    """A stage's context and agent, and the figures that it reports."""
 
     backend: str
     device: int
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def live(self) -> bool:
-        """Whether pages may be replaced while kernels run, and kernels can."""
+        """True if pages may be replaced while kernels run, and kernels can run."""
         return "live_remap" in self.context.capabilities and self.agent.continuous
 
     def scaled(self, real: int, slow: int) -> int:

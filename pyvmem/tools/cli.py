@@ -224,7 +224,7 @@ def _flush() -> None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        # What is left must not fail once more.
+        # The interpreter's last flush must not fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise OSError(error.errno, error.strerror, "standard output") from None
 

@@ -79,7 +79,7 @@ def driver() -> dict[str, Any] | None:
 
 
 def environment(devices: list[str], root: str = "/") -> list[str]:
-    """What is known of the surroundings that decide which backends work: a line each (docs/install.md, Environments).
+    """Lines on the surroundings that decide which backends work (docs/install.md, Environments).
 
     devices: the names of the GPUs that backends have opened. root: where /proc, /dev and /sys are looked for.
     """
@@ -143,7 +143,7 @@ def _backend(name: str, device: int, unknown_driver: bool) -> dict[str, Any]:
 
 
 def _claim(release: str) -> str | None:
-    """What kernel-open/verified.list says of a driver release, where pyvmem runs from its repository."""
+    """The line of kernel-open/verified.list for a driver release, where pyvmem runs from its repository."""
     text = _read(os.path.join(os.path.dirname(__file__), "..", "..", "kernel-open", "verified.list"))
     if text is None:
         return None

@@ -74,7 +74,7 @@ def called(engine: control.Engine) -> str:
 
 
 def engine_state(engine: control.Engine, page: control.Page) -> str:
-    """What an engine does, in one word: what its server says, unless it is only awake."""
+    """An engine's state in one word: its server's, unless it is only awake."""
     if engine.state not in ("", "awake"):
         return engine.state
     if page.asleep:
@@ -101,7 +101,7 @@ def engine_rows(engines: Iterable[tuple[control.Engine, control.Page]]) -> list[
     return found
 
 
-# What a narrow terminal leaves out first. A file or a pipe gets all columns.
+# The columns that a narrow terminal leaves out first. A file or a pipe gets all of them.
 _LESS = ("swapped", "free", "ahead", "kept", "where", "needed", "live", "steps/s", "giving", "could give", "needs",
          "reply (up to)", "port", "refused", "preempted", "spare", "least", "cached", "max", "min",
          "running", "answer (question)")  # fmt: skip
@@ -191,7 +191,7 @@ Wanted = tuple[View, int] | tuple[control.Engine, control.Page, int]
 
 
 def limit(text: str) -> list[Wanted]:
-    """What one --limit asks of which caches or engines. Raises ValueError where one of them cannot have that."""
+    """The limit that one --limit sets, and for which caches or engines. Raises ValueError where one cannot have it."""
     which, equals, wanted = text.rpartition("=")
     try:
         valid = bool(equals and which) and (wanted.endswith("%") and float(wanted[:-1]) > 0 or parse_size(wanted) > 0)

@@ -246,7 +246,7 @@ class Screen:
     # ---- the loop --------------------------------------------------------------------------------------------
 
     def _read(self, file: int, seconds: float) -> str:
-        """What was typed within that time: keys, or "" for none. An arrow's escape sequence is no Esc."""
+        """The keys typed within that time, or "" for none. An arrow's escape sequence is no Esc."""
         ready, _, _ = select.select([file], [], [], seconds)
         if not ready:
             return ""

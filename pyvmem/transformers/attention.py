@@ -95,7 +95,7 @@ def vmem_mask(
 
 @functools.cache
 def _has_sdpa(kind: Any) -> bool:
-    """Whether transformers has sdpa for a configuration's model. Others get eager's mask: some add it to scores."""
+    """True if transformers has sdpa for a configuration's model. Others get eager's mask: some add it to scores."""
     for models in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
         found: Any = models.get(kind, None)
         if found is not None:
@@ -273,7 +273,7 @@ def _by_kernel(
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> bool:
-    """Whether the kernels of `pyvmem.attention` can compute this."""
+    """True if the kernels of `pyvmem.attention` can compute this."""
     if sinks is not None or bias is not None or dropout:
         return False
     asked = (softcap, query.dtype, query.shape[:2], key.dtype)

@@ -1,4 +1,4 @@
-"""What a model carries to the attention ``"vmem"`` without reading it: new keys and values, and the padding.
+"""Tensors that a model carries to the attention ``"vmem"`` without reading them: new keys and values, the padding.
 
 For that attention the cache returns only the new rows, and the mask is only the padding. A model that computes with
 them would compute something else than with sdpa. So they are tensors that raise an error if anything reads them.
@@ -61,7 +61,7 @@ _HARMLESS = {"device", "dtype", "ndim", "requires_grad", "shape"}  # they tell n
 
 
 def _of_queries(index: Any) -> bool:
-    """Whether an index of a 4D mask chooses among the queries alone, as Gemma 4 does where it trims a prompt."""
+    """True if an index of a 4D mask chooses among the queries alone, as Gemma 4 does where it trims a prompt."""
     whole = slice(None)
     return isinstance(index, tuple) and len(index) == 4 and (*index[:2], index[3]) == (whole,) * 3
 

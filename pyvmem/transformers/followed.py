@@ -1,4 +1,4 @@
-"""Whether a release of transformers that was never tried changes what a `VMemCache` and "vmem" follow or call.
+"""Compares a release of transformers that was never tried with the functions that `VMemCache` and "vmem" rely on.
 
 Each function is known by the digests of its source, without comments and docstrings, in the releases that were tried
 (`known.py`). A release in which all of them are known is accepted: transformers publishes one about every month, and
@@ -63,12 +63,12 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def changes(folder: Path) -> list[str]:
-    """What differs from every release that was tried: "Cache.update", "Cache.new (new)", "sdpa_mask (gone)"."""
+    """The functions that differ from every tried release: "Cache.update", "Cache.new (new)", "sdpa_mask (gone)"."""
     found = digests(folder)
     changed = [
         name if name in DIGESTS else f"{name} (new)"
         for name, digest in found.items()
         if digest not in DIGESTS.get(name, ())
     ]
-    # What some tried release lacks may be absent from this one as well.
+    # A function that some tried release lacks may be absent from this one as well.
     return changed + [f"{name} (gone)" for name, known in DIGESTS.items() if name not in found and "" not in known]

@@ -39,7 +39,7 @@ class Recorder(Protocol):
     """Captures the kernels that a function launches, and replays them."""
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """What the function returned; its kernels are recorded, not run."""
+        """The function's result; its kernels are recorded, not run."""
 
     def replay(self) -> None:
         """Run them."""

@@ -56,13 +56,13 @@ class VMemLayer(CacheLayerMixin):
 
     @property
     def by_length(self) -> bool:
-        """Whether the model's attention is ``"vmem"``. It may change between passes."""
+        """True if the model's attention is ``"vmem"``. It may change between passes."""
         # The config's property takes microseconds in every layer, because it looks the name up in several tables.
         return self._settings.get("_attn_implementation_internal") == "vmem"
 
     @property
     def hands_over(self) -> bool:
-        """Whether the attention ``"vmem"`` gets this layer's rows as a `Handover`, as far as is known."""
+        """True if the attention ``"vmem"`` gets this layer's rows as a `Handover`, as far as is known."""
         return self.by_length and not self.rows.whole
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

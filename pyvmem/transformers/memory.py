@@ -37,7 +37,7 @@ def try_step(kv: KVCache, lengths: Lengths) -> bool:
 
 
 def with_pool(kv: KVCache, attempt: Callable[[], bool]) -> bool:
-    """Whether an attempt found enough memory, repeated while other members of the cache's pool give memory back."""
+    """Try until an attempt finds enough memory, while other members of the cache's pool give memory back."""
     pool = kv.options.pool
     fits, until = attempt(), time.monotonic() + POOL_SECONDS
     while not fits and pool and kv.shortage.coming_pages and (left := until - time.monotonic()) > 0:
@@ -56,6 +56,6 @@ def leave_pool(kv: KVCache) -> None:
 
 
 def what_helps(kv: KVCache) -> str:
-    """What helps if memory is short, besides a smaller batch."""
+    """A remedy for a shortage, besides a smaller batch, in words."""
     shortage = kv.shortage
     return "use a pool with a larger budget" if shortage.coming_pages else shortage.remedy

@@ -1,4 +1,4 @@
-"""What one forward pass adds to the rows of a batch.
+"""The rows that one forward pass adds to a batch.
 
 SPDX-License-Identifier: MIT
 """

@@ -123,12 +123,12 @@ class Rows:
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences have different lengths, because padding has no rows."""
+        """True if sequences have different lengths, because padding has no rows."""
         return self._kept is not None
 
     @property
     def in_order(self) -> bool:
-        """Whether one view of the slots holds all sequences: they have one length, and sequence i is in slot i."""
+        """True if one view of the slots holds all sequences: they have one length, and sequence i is in slot i."""
         return self._kept is None and self.slots == list(range(self.batch))
 
     # ---- memory ----------------------------------------------------------------------------------------------
