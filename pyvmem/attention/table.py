@@ -65,7 +65,7 @@ def choose(shape: Shape) -> Choice:
         refused[name] = reason
     if second:
         return _choice(second[0], shape, {n: r for n, r in refused.items() if n not in second})
-    raise ValueError("no kernel takes this: " + "; ".join(f"{n}: {r}" for n, r in refused.items()))
+    raise ValueError("no kernel supports this call: " + "; ".join(f"{n}: {r}" for n, r in refused.items()))
 
 
 def _order(shape: Shape) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         try:
             prompt, output, ids = _columns_of(file, path)
         except (UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(f"{path} is no trace: {error}") from None
+            raise ValueError(f"{path} is not a trace: {error}") from None
     if not prompt:
         raise ValueError(f"{path} holds no request")
     prompts, outputs = (np.maximum(np.rint(column), 1).astype(np.int64) for column in (prompt, output))
@@ -98,11 +98,11 @@ def _columns_of(file: TextIO, path: str | os.PathLike[str]) -> tuple[list[float]
             except (KeyError, TypeError, ValueError):
                 found.append(math.nan)
             if not found[-1] <= MOST_TOKENS:  # also where it is no number
-                raise ValueError(f"{path}, line {number}: no number up to {MOST_TOKENS} in {column}")
+                raise ValueError(f"{path}, line {number}: {column} must be a number up to {MOST_TOKENS}")
         if json_lines and "hash_ids" in row:
             hashes.append(row["hash_ids"])
             if not isinstance(hashes[-1], list) or not all(type(name) is int for name in hashes[-1]):
-                raise ValueError(f"{path}, line {number}: hash_ids is no list of integers")
+                raise ValueError(f"{path}, line {number}: hash_ids must be a list of integers")
     return *lengths, hashes if len(hashes) == len(lengths[0]) else None
 
 
@@ -120,7 +120,7 @@ def _columns(row: Mapping[str, Any], path: str | os.PathLike[str]) -> tuple[str,
         if prompt in row and output in row:
             return prompt, output
     known = "; ".join(f"{name}: {prompt}, {output}" for name, prompt, output in _FORMATS)
-    raise ValueError(f"{path} has none of the known pairs of columns ({known})")
+    raise ValueError(f"{path} must have one of these pairs of columns: {known}")
 
 
 def synthetic_trace(

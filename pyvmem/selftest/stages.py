@@ -369,7 +369,7 @@ def over_read(run: Run) -> None:
 
 
 def _failed_batch(run: Run, space: Reservation, ops: Any) -> None:
-    """A batch whose last page is none changes nothing."""
+    """A batch whose last page is invalid changes nothing."""
     bad = ops.copy()
     bad["page"][-1] = 0
     try:
@@ -377,7 +377,7 @@ def _failed_batch(run: Run, space: Reservation, ops: Any) -> None:
     except InvalidArgument as error:
         same("the element that an error names", error.index, len(ops) - 1)
     else:
-        raise Failed("a batch whose last page is none", "success", "an error")
+        raise Failed("a batch whose last page is invalid", "success", "an error")
     equal("addresses of a batch that failed", run.agent.gather(ops["addr"].astype(np.uint64)), 0)
 
 

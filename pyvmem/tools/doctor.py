@@ -91,21 +91,23 @@ def environment(devices: list[str], root: str = "/") -> list[str]:
     if "microsoft" in version.lower():
         found.append("WSL2: CUDA goes through Windows's driver, and there is no nvidia-uvm: backends cuda and host")
     if version.startswith("Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"):  # the same in every release
-        found.append("gVisor: it passes on the calls that it knows, of driver releases that it knows; uvm's are none")
+        found.append("gVisor: only driver calls that it knows reach the driver, and those of uvm are not among them")
     if os.path.exists(os.path.join(root, "etc/nv_tegra_release")) or "tegra" in version.lower():
-        found.append("Jetson: its driver is not the one whose calls stock makes: backends cuda and host")
+        found.append("Jetson: its driver does not have the calls that stock makes: backends cuda and host")
     contained = any(os.path.exists(os.path.join(root, path)) for path in (".dockerenv", "run/.containerenv"))
     if contained and text("proc/driver/nvidia/version"):
-        found.append("a container: it sees the host's modules, not the host's self-tests, so uvm is never the default "
-                     "here: VMEM_BACKEND=uvm, or mount the stamp's folder (docs/install.md)")  # fmt: skip
+        found.append("a container: the host's self-tests are not seen here, so uvm is never the default: set "
+                     "VMEM_BACKEND=uvm, or mount the host's /var/lib/vmem (docs/install.md)")  # fmt: skip
     if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") or glob.glob(
         os.path.join(root, "proc/driver/nvidia/capabilities/gpu*/mig/gi*")
     ):
-        found.append("MIG: nvidia-uvm has an instance by a number that no interface tells: backends cuda and host")
+        found.append("MIG: no interface tells the number by which nvidia-uvm knows an instance: backends cuda and host")
     if any(name.startswith("GRID ") or re.search(r"-\d+[ABCQ]$", name) for name in devices):
-        found.append("vGPU: not tried on one")
+        found.append("vGPU: vMem was never tried on one")
     if os.path.exists(os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")):
-        found.append("CUDA MPS: engines on one GPU run at once. It was measured on stock, and not tried on uvm")
+        found.append(
+            "CUDA MPS: kernels of several processes run at the same time; measured with stock, not tried with uvm"
+        )
     return found
 
 

@@ -169,7 +169,7 @@ def _chosen(text: str, which: str) -> list[View]:
     found = [v for v in views if which.isdecimal() and v.pid == int(which)] or [v for v in views if v.name == which]
     if not found:
         what = f"process {which} has no KV cache" if which.isdecimal() else f"no KV cache has the name {which!r}"
-        what += ", and no engine or model is called so"
+        what += ", and no engine or model has that name"
         raise ValueError(f"--limit {text}: {what}")
     pids = sorted({v.pid for v in found})
     if len(pids) > 1:
@@ -183,7 +183,7 @@ def _bytes(wanted: str, total: int) -> int:
         return parse_size(wanted)
     part = float(wanted[:-1])
     if not 0 < part <= 100:
-        raise ValueError(f"{wanted} is not between 0 and 100 %")
+        raise ValueError(f"{wanted} must lie between 0 and 100 %")
     return int(total * part / 100)
 
 

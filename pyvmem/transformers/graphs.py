@@ -149,7 +149,9 @@ class DecodeGraphs:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a model of transformers, not {type(model).__name__}")
         if "forward" in vars(model):
-            raise ValueError("model: its forward is already replaced")
+            raise ValueError(
+                "model: another DecodeGraphs, or torch.compile, already runs its forward passes; end that first"
+            )
         self.model: PreTrainedModel | None = model
         self.captured = self.replayed = 0
         self.refused: str | None = None

@@ -189,7 +189,7 @@ WRONG = {
     r"query_heads 6 must be a multiple of the cache's 4 KV heads": {"q": queries(2, 6, 64)},
     r"kernel 'fa9' must be one of best, fa3, fa2": {"kernel": "fa9"},
     r"kernel sdpa does not take softcap 30.0 \(none\); no other kernel does": {"softcap": 30.0, "kernel": "sdpa"},
-    r"no kernel takes this: .*sdpa: softcap 30.0": {"softcap": 30.0},
+    r"no kernel supports this call: .*sdpa: softcap 30.0": {"softcap": 30.0},
     r"window -1 must be a number of tokens": {"window": -1},
     r"softcap -1.0 must be positive": {"softcap": -1.0},
     r"softcap None must be positive": {"softcap": None},

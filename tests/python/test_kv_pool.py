@@ -565,7 +565,7 @@ def test_limits_that_name_nobody_or_too_many_are_refused(tmp_path):
         for text, what in {
             "kv=1G": f"processes {pids} have caches of that name", "nobody=1G": "no KV cache has the name 'nobody'",
             "kv=0%": "must be PID=SIZE or NAME=SIZE", "kv=x%": "must be PID=SIZE", "=1G": "must be PID=SIZE",
-            f"{os.getpid()}=101%": "is not between 0 and 100 %", f"{os.getpid()}=nan%": "must be",
+            f"{os.getpid()}=101%": "must lie between 0 and 100 %", f"{os.getpid()}=nan%": "must be",
         }.items():  # fmt: skip
             with pytest.raises(ValueError, match="--limit") as found:
                 run_top("--limit", text)

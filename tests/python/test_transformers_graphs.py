@@ -79,7 +79,7 @@ def test_steps_that_cannot_be_captured_run_as_before(make, device):
     with graphs(model, device) as captured:
         got = generate(model, ids, make(model), "vmem")
         assert captured.replayed == 0 and captured.refused == "layers that are not attention"
-        with pytest.raises(ValueError, match="already replaced"):
+        with pytest.raises(ValueError, match="already runs its forward passes"):
             graphs(model, device)
     captured.close()
     assert got.tolist() == reference(model, ids).tolist()

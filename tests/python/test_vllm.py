@@ -441,11 +441,11 @@ def test_top_shows_engines_and_sets_their_limits():
     assert page[control.LIMIT] == 60 << 20 and other[control.LIMIT] == control.NO_LIMIT
     run_top("--once", "--limit", f"{os.getpid()}=4M")  # counts as its least
     assert page[control.LIMIT] == other[control.LIMIT] == 4 << 20
-    with pytest.raises(ValueError, match="120% is not between 0 and 100 %"):
+    with pytest.raises(ValueError, match="120% must lie between 0 and 100 %"):
         run_top("--once", "--limit", "abc=120%")
     with pytest.raises(ValueError, match="--limit abc=99999999T: 99999999T must be at most 4611686018427387903 bytes"):
         run_top("--once", "--limit", "abc=99999999T")
-    with pytest.raises(ValueError, match="no KV cache has the name 'xyz', and no engine or model is called so"):
+    with pytest.raises(ValueError, match="no KV cache has the name 'xyz', and no engine or model has that name"):
         run_top("--once", "--limit", "xyz=1G")
 
 
