@@ -92,7 +92,8 @@ class Serve(http.Limits):
         """The model's name, and the server's port."""
         return "", 0
 
-    async def sleep(self, state: Any) -> None:
+    async def sleep(self, state: Any, freeze: bool) -> None:
+        """Return when it sleeps. freeze: with the requests that it has, which go on when it wakes."""
         raise NotImplementedError
 
     async def wake(self, state: Any) -> None:
@@ -321,8 +322,9 @@ class Serve(http.Limits):
             page[control.USED_AT] = max(used, page[control.AWAKE_AT])
             page[control.SERVER_BEAT] += 1
             page[control.UNSERVED] = unserved
-            if not queued:
+            if not queued and not running:
                 page[control.LACKS] = 0
+        self._see_hunger(running)
         if self._acts is not None and not self._acts.done():
             if self._pages[0][control.STATE] == State.WAKING:
                 self._lack()
@@ -339,7 +341,7 @@ class Serve(http.Limits):
         if not asleep and state in (State.ASLEEP, State.WAKING):
             self._set(State.AWAKE)
             return
-        if order == DRAIN:
+        if order == DRAIN and not (running and asleep):  # requests that sleep with it end first
             self._set(State.DRAINED)
             return
         if order == SLEEP and state in (State.AWAKE, State.CLOSING):
@@ -352,10 +354,19 @@ class Serve(http.Limits):
             self._set(State.CLOSING)
         elif action is Action.OPEN:
             self._set(State.AWAKE)
-        elif action is Action.SLEEP:
-            self._acts = asyncio.create_task(self._go(self._to_sleep))
+        elif action in (Action.SLEEP, Action.FREEZE):
+            freeze = action is Action.FREEZE
+            self._acts = asyncio.create_task(self._go(lambda: self._to_sleep(freeze)))
         elif action is Action.WAKE:
             self._acts = asyncio.create_task(self._go(self._to_wake))
+
+    def _see_hunger(self, running: int) -> None:
+        """Publish since when requests cannot go on, because memory for their rows is lacking or because they sleep."""
+        page = self._pages[0]
+        asleep = page[control.STATE] in (State.ASLEEP, State.WAKING)
+        starves = running > 0 and (asleep or any(p[control.STARVED] for p in self._pages))
+        for p in self._pages:
+            p[control.STARVING] = (page[control.STARVING] or _now()) if starves else 0
 
     def _lack(self) -> None:
         """Publish what the workers lack to wake."""
@@ -376,7 +387,8 @@ class Serve(http.Limits):
         return Model(name, State(state) if state in list(State) else State.NONE, page[control.PRIORITY],
                      page[control.RUNNING], page[control.QUEUED], page[control.SINCE] / 1e6,
                      page[control.USED_AT] / 1e6, page[control.AWAKE_AT] / 1e6, page[control.LACKS],
-                     page[control.LACKING] / 1e6, fresh or now - last[1] < HANGS)  # fmt: skip
+                     page[control.LACKING] / 1e6, page[control.STARVING] / 1e6,
+                     fresh or now - last[1] < HANGS)  # fmt: skip
 
     async def _go(self, act: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -385,19 +397,21 @@ class Serve(http.Limits):
             logger.warning("vMem: the model could not change: %s", str(error)[:500])
             self._set(State.ASLEEP if any(p.asleep for p in self._pages) else State.AWAKE)
 
-    async def _to_sleep(self) -> None:
+    async def _to_sleep(self, freeze: bool) -> None:
         self._set(State.CLOSING)
         if len(self._servers(self._pages[0])) > 1:
             await asyncio.sleep(2 * TICK)  # the other processes have seen it, or their requests are seen here
-        if any(s[control.S_RUNNING] for s in self._servers(self._pages[0])):
+        if not freeze and any(s[control.S_RUNNING] for s in self._servers(self._pages[0])):
             return  # the rules decide again
         begin = time.monotonic()
-        await self.sleep(self._host)
+        await self.sleep(self._host, freeze)
         self._set(State.ASLEEP)
-        logger.info("vMem: the model sleeps (%.0f ms)", 1000 * (time.monotonic() - begin))
+        logger.info("vMem: the model sleeps%s (%.0f ms)", " with requests that lack memory" if freeze else "",
+                    1000 * (time.monotonic() - begin))  # fmt: skip
 
     async def _to_wake(self) -> None:
-        begin, waits = time.monotonic(), _now() - self._pages[0][control.SINCE]
+        page = self._pages[0]
+        begin, waits = time.monotonic(), _now() - (page[control.SINCE] or page[control.STARVING] or _now())
         self._set(State.WAKING)
         for page in self._pages:
             page[control.PATIENCE] = TRY

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PATIENCE = 0.1  # seconds that a model which wakes waits for spare memory and prefixes before other weights go
+HUNGRY = 1.0  # seconds after which idle weights go for an awake model whose requests lack memory
 OVERDUE = 8  # slices after which a model that waits goes before every priority
 
 
@@ -38,6 +39,7 @@ class Action(enum.Enum):
     CLOSE = "close"  # let no further request begin
     OPEN = "open"  # let them begin again
     SLEEP = "sleep"
+    FREEZE = "freeze"  # sleep with its requests, which lack memory and could not end; they go on when it wakes
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Model:
         Bytes that it lacked when it last tried to wake; 0: none, or it has not tried.
     lacking : float
         Since when it lacks some.
+    starved : float
+        Since when it is awake and its requests cannot go on, as memory for their KV cache is lacking; 0: they can.
     alive : bool
         Whether its server and its engine have shown signs of life lately.
     """
@@ -73,12 +77,23 @@ class Model:
     awake: float = 0.0
     lacks: int = 0
     lacking: float = 0.0
+    starved: float = 0.0
     alive: bool = True
 
     @property
+    def waits(self) -> bool:
+        """Whether it sleeps and requests wait for it, in its server or frozen in its engine."""
+        return self.queued + self.running > 0 and self.state in (State.ASLEEP, State.WAKING)
+
+    @property
     def asks(self) -> bool:
-        """Whether it sleeps and requests wait for it."""
-        return self.alive and self.queued > 0 and self.state in (State.ASLEEP, State.WAKING)
+        """Whether it needs memory of others: to wake, or to go on."""
+        return self.alive and (self.waits or (self.starved > 0 and self.state in (State.AWAKE, State.DRAINED)))
+
+    @property
+    def asked(self) -> float:
+        """Since when."""
+        return self.since if self.queued and self.waits else self.starved
 
     @property
     def idle(self) -> bool:
@@ -87,14 +102,14 @@ class Model:
 
 
 def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
-    """The model whose turn it is to wake: what becomes free is for it alone.
+    """The model whose turn it is to wake or to go on: what becomes free is for it.
 
     The highest priority comes first, then the longest wait. One that has waited for `OVERDUE` slices goes before all.
     """
 
     def turn(m: Model) -> tuple[bool, int, float, str]:
-        overdue = now - m.since > OVERDUE * slice
-        return not overdue, 0 if overdue else -m.priority, m.since, m.name
+        overdue = now - m.asked > OVERDUE * slice
+        return not overdue, 0 if overdue else -m.priority, m.asked, m.name
 
     return min((m for m in models if m.asks), key=turn, default=None)
 
@@ -103,15 +118,22 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
     """The model whose weights go next, or which drains so that they can; None if nobody has to, or nobody can.
 
     Idle models go first: of the lowest priority, then the longest idle. A busy one follows when it has been awake for
-    its slice, which is longer by one for each step of priority above the asker's. One that drains already goes on.
+    its slice, which is longer by one for each step of priority above the asker's. One that drains already goes on. For
+    an awake model that is starved, others give later than for one that wakes, as what it lacks may be on its way.
     """
     asker = first(models, now, slice)
-    if asker is None or not asker.lacks or now - asker.lacking < PATIENCE:
+    if asker is None:
         return None
-    others = [m for m in models if m.alive and m.state in (State.AWAKE, State.CLOSING)]
+    wakes = asker.state in (State.ASLEEP, State.WAKING)
+    since, patience = (asker.lacking, PATIENCE) if wakes else (asker.starved, HUNGRY)
+    if (wakes and not asker.lacks) or now - since < patience:
+        return None
+    others = [m for m in models if m.alive and m.state in (State.AWAKE, State.CLOSING) and m is not asker]
     idle = [m for m in others if m.idle]
     if idle:
         return min(idle, key=lambda m: (m.state != State.CLOSING, m.priority, m.used, m.name))
+    if not wakes and now - asker.starved < slice:
+        return None
     busy = [m for m in others if now - m.awake >= slice * (1 + max(0, m.priority - asker.priority))]
     return min(busy, key=lambda m: (m.state != State.CLOSING, m.priority, m.awake, m.name), default=None)
 
@@ -129,12 +151,16 @@ def decide(models: Sequence[Model], me: Model, now: float, slice: float, idle: f
     idle : float
         Seconds without a request after which it sleeps by itself; 0: never.
     """
-    if me.state == State.ASLEEP and me.asks:
+    if me.state == State.ASLEEP and me.waits:
         return Action.WAKE if first(models, now, slice) is me else Action.NOTHING
     if me.state not in (State.AWAKE, State.CLOSING):
         return Action.NOTHING
     if giver(models, now, slice) is me:
-        return Action.SLEEP if me.idle else Action.NOTHING if me.state == State.CLOSING else Action.CLOSE
+        if me.idle:
+            return Action.SLEEP
+        if me.starved and now - me.starved >= slice:
+            return Action.FREEZE
+        return Action.NOTHING if me.state == State.CLOSING else Action.CLOSE
     if me.state == State.CLOSING:
         return Action.OPEN
     return Action.SLEEP if me.idle and idle and now - me.used >= idle else Action.NOTHING

@@ -46,8 +46,8 @@ class Serve(Limits, serve.Serve):
         names = getattr(args, "served_model_name", None) or [getattr(args, "model", "")]
         return str(names[0]), int(getattr(args, "port", 0) or 0)
 
-    async def sleep(self, state: Any) -> None:
-        await state.engine_client.sleep(1, "wait")
+    async def sleep(self, state: Any, freeze: bool) -> None:
+        await state.engine_client.sleep(1, "keep" if freeze else "wait")
 
     async def wake(self, state: Any) -> None:
         await state.engine_client.wake_up()

@@ -21,16 +21,17 @@ class Server:
     def __init__(self, name, size, priority, idle):
         self.name, self.size, self.priority, self.idle = name, size, priority, idle
         self.state, self.held = State.ASLEEP, 0
-        self.queue, self.runs = [], []  # (came, seconds), and when each ends
-        self.used = self.awake = self.lacking = 0.0
+        # What waits in the server and in the engine: (came, seconds, units of KV), and what runs: (its end, units).
+        self.queue, self.inside, self.runs = [], [], []
+        self.used = self.awake = self.lacking = self.starved = 0.0
         self.lacks = 0
         self.stopped = self.dead = False
         self.served = []  # seconds that each request waited
 
     def publish(self):
-        return Model(self.name, self.state, self.priority, len(self.runs), len(self.queue),
+        return Model(self.name, self.state, self.priority, len(self.runs) + len(self.inside), len(self.queue),
                      self.queue[0][0] if self.queue else 0.0, self.used, self.awake, self.lacks, self.lacking,
-                     not (self.stopped or self.dead))  # fmt: skip
+                     self.starved, not (self.stopped or self.dead))  # fmt: skip
 
 
 class World:
@@ -42,7 +43,7 @@ class World:
 
     @property
     def free(self):
-        return self.size - sum(s.held for s in self.servers)
+        return self.size - sum(s.held + sum(kv for _, kv in s.runs) for s in self.servers)
 
     def step(self, order):
         """All act once, in this order; each sees what the others have published until then."""
@@ -53,15 +54,12 @@ class World:
         assert self.free >= 0
 
     def act(self, s):
-        s.runs, ended = [t for t in s.runs if t > self.now], [t for t in s.runs if t <= self.now]
-        s.used = max([s.used, *ended])
+        s.used = max([s.used, *(end for end, _ in s.runs if end <= self.now)])
+        s.runs = [(end, kv) for end, kv in s.runs if end > self.now]
         models = {o.name: o.publish() for o in self.servers}
         todo = decide(list(models.values()), models[s.name], self.now, SLICE, s.idle)
         if todo is Action.WAKE:
-            # Parked weights are the pool's: those of the sleeping ones go at once.
-            for other in self.servers:
-                if other is not s and other.state == State.ASLEEP and not other.stopped and self.free < s.size - s.held:
-                    other.held = 0
+            self.take_parked(s, s.size - s.held)
             missing = s.size - s.held - self.free
             if missing <= 0:
                 s.held, s.state, s.awake, s.used, s.lacks = s.size, State.AWAKE, self.now, self.now, 0
@@ -71,29 +69,50 @@ class World:
             s.state = State.CLOSING
         elif todo is Action.OPEN:
             s.state = State.AWAKE
-        elif todo is Action.SLEEP:
-            assert not s.runs
+        elif todo in (Action.SLEEP, Action.FREEZE):
+            assert not s.runs and (todo is Action.FREEZE or not s.inside)
             s.state = State.ASLEEP
-        if not s.queue:
+        if not s.queue and not s.inside:
             s.lacks = 0
         if s.state == State.AWAKE:
-            for came, seconds in s.queue:
-                s.runs.append(self.now + seconds)
-                s.served.append(self.now - came)
+            s.inside += s.queue
             s.queue.clear()
+        if s.state in (State.AWAKE, State.CLOSING):
+            self.begin(s)
+            s.starved = (s.starved or self.now) if s.inside and not s.runs else 0.0
+        elif not s.inside:
+            s.starved = 0.0
 
-    def ask(self, i, seconds):
+    def take_parked(self, s, need):
+        """Parked weights are the pool's: those of the sleeping ones go at once."""
+        for other in self.servers:
+            if other is not s and other.state == State.ASLEEP and not other.stopped and self.free < need:
+                other.held = 0
+
+    def begin(self, s):
+        """Requests begin in turn, as far as there is memory for their KV cache."""
+        while s.inside:
+            came, seconds, kv = s.inside[0]
+            self.take_parked(s, kv)
+            if self.free < kv:
+                return
+            s.inside.pop(0)
+            s.runs.append((self.now + seconds, kv))
+            s.served.append(self.now - came)
+
+    def ask(self, i, seconds, kv=0):
         s = self.servers[i % len(self.servers)]
         if not s.dead:
-            s.queue.append((self.now, seconds))
+            s.queue.append((self.now, seconds, min(kv, self.size - s.size)))
 
     def die(self, i):
         s = self.servers[i % len(self.servers)]
-        s.dead, s.held, s.runs, s.queue = True, 0, [], []
+        s.dead, s.held, s.runs, s.queue, s.inside = True, 0, [], [], []
 
 
 EVENTS = st.lists(st.one_of(
-    st.tuples(st.just("ask"), st.integers(0, 5), st.sampled_from([0.02, 0.3, 3.0])),
+    st.tuples(st.just("ask"), st.integers(0, 5),
+              st.tuples(st.sampled_from([0.02, 0.3, 3.0]), st.sampled_from([0, 1, 4, 12]))),
     st.tuples(st.just("pass"), st.integers(1, 60), st.randoms(use_true_random=False)),
     st.tuples(st.just("stop"), st.integers(0, 5), st.none()),
     st.tuples(st.just("go on"), st.integers(0, 5), st.none()),
@@ -115,7 +134,7 @@ def play(world, events):
     for kind, i, what in events:
         n = len(world.servers)
         if kind == "ask":
-            world.ask(i, what)
+            world.ask(i, *what)
         elif kind == "pass":
             for _ in range(i):
                 order = list(range(n))
@@ -137,13 +156,13 @@ def test_every_request_of_a_living_model_is_served(shape, events):
         s.stopped = False
     living = [s for s in world.servers if not s.dead]
     for s in living:
-        world.ask(world.servers.index(s), 0.3)
-    steps = int((OVERDUE + 4 * len(world.servers) + 8) * SLICE / TICK)
+        world.ask(world.servers.index(s), 0.3, 12)
+    steps = int((OVERDUE + 4 * len(world.servers) + 8) * (SLICE + 1) / TICK)
     for _ in range(steps):
         world.step(range(len(world.servers)))
-        if not any(s.queue for s in living):
+        if not any(s.queue or s.inside for s in living):
             break
-    assert not [s.name for s in living if s.queue]
+    assert not [s.name for s in living if s.queue or s.inside]
     for _ in range(int(8 / TICK)):  # nobody asks: no order outlives its asker
         world.step(range(len(world.servers)))
     assert all(s.state in (State.AWAKE, State.ASLEEP) for s in living)

@@ -261,6 +261,34 @@ def test_a_killed_engine_leaves_its_memory_at_once(three):
     assert len(three["a"].tokens(PROMPT)) == 8
 
 
+@pytest.fixture
+def pair(folder, three):
+    """Two models in a pool that has room for the weights of both, and beside them for less than one long request."""
+    block = 128 * 2048  # bytes of a block on a CPU: 128 tokens
+    size = 2 * three["a"].state()["weights"] + 4 * block  # each has its null block
+    environ = dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_POOL=uuid.uuid4().hex[:12], VMEM_VLLM_POOL_SIZE=str(size),
+                   VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep", VMEM_VLLM_SLICE="1", VMEM_VLLM_QUEUE="90",
+                   VMEM_VLLM_PAGE_SIZE="64K", VLLM_LOGGING_LEVEL="INFO")  # fmt: skip
+    logs = Path(os.environ.get("VMEM_TEST_LOGS") or tempfile.mkdtemp())
+    made = [Model(name, folder, environ, open(logs / f"{name}.log", "ab"), "--kv-cache-memory-bytes", str(8 << 20))
+            for name in ("left", "right")]  # fmt: skip
+    for model in made:
+        model.wait()
+    yield made
+    for model in made:
+        model.kill()
+
+
+def test_two_models_whose_requests_lack_memory_take_turns(pair, three):
+    long = [(7 * i) % 900 + 3 for i in range(480)]
+    expected = three["a"].tokens(long, 16)
+    for model in pair:
+        model.tokens(PROMPT)
+    assert [m.state()["state"] for m in pair] == ["awake", "awake"]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(t == expected for t in pool.map(lambda i: pair[i % 2].tokens(long, 16), range(8)))
+
+
 @pytest.fixture(scope="module")
 def lone(folder, three):
     """One model of two workers, and a program in its pool that takes its memory."""
