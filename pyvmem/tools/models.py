@@ -25,6 +25,7 @@ from pyvmem.engine import control
 
 FIRST_PORT = 8001
 GIB = 1 << 30
+CONCURRENCY = 1024  # requests for a model at a time that llama-swap lets pass; vLLM queues them
 # Memory of each server that is not in the pool: its CUDA context, libraries and CUDA graphs. vLLM 0.33 held 1,106 to
 # 1,204 MiB on an H100 while Llama-3-8B's shape slept (docs/models.md). An awake model has activations, too.
 OUTSIDE = 1300 * MIB
@@ -240,22 +241,36 @@ def _yaml(value: Any, depth: int = 0) -> str:
 
 
 def llama_swap(pool: Pool) -> str:
-    """The configuration of llama-swap: all models run, and none is stopped for another."""
+    """The configuration of llama-swap: all models run, and none is stopped for another.
+
+    Its own limit of requests at a time, 10 for a model, would answer the eleventh with status 429.
+    """
     return _yaml({
         "healthCheckTimeout": 600,
         "models": {m.name: {
             "cmd": shlex.join(pool.command(m)), "proxy": f"http://127.0.0.1:{m.port}", "checkEndpoint": "/health",
-            "ttl": 0, "env": [f"{k}={v}" for k, v in pool.environment(m).items()]} for m in pool.models},
+            "ttl": 0, "concurrencyLimit": CONCURRENCY, "env": [f"{k}={v}" for k, v in pool.environment(m).items()]}
+            for m in pool.models},
         "groups": {"vmem": {"swap": False, "exclusive": False, "members": [m.name for m in pool.models]}},
+        "hooks": {"on_startup": {"preload": [m.name for m in pool.models]}},
     })  # fmt: skip
 
 
+def _word(text: str) -> str:
+    """A word of a systemd unit: quoted as systemd reads it, which differs from a shell, and without specifiers."""
+    text = text.replace("%", "%%")
+    if re.fullmatch(r"[\w%+,./:=@-]+", text, re.ASCII):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
 def systemd(pool: Pool) -> str:
-    """A unit for each model, one after the other."""
-    told = []
+    """A unit for each model, one after the other, with the vllm that the path has here."""
+    told, vllm = [], shutil.which("vllm") or "vllm"
     for m in pool.models:
-        env = "".join(f"Environment={shlex.quote(f'{k}={v}')}\n" for k, v in pool.environment(m).items())
-        command = shlex.join(["/usr/bin/env", *pool.command(m)]).replace("%", "%%").replace("$", "$$")
+        env = "".join(f"Environment={_word(f'{k}={v}')}\n" for k, v in pool.environment(m).items())
+        command = " ".join(_word(part).replace("$", "$$") for part in ["/usr/bin/env", vllm, *pool.command(m)[1:]])
         told.append(f"# /etc/systemd/system/vmem-{m.name}.service\n[Unit]\nDescription={m.name} on vMem\n"
                     f"After=network-online.target\n\n[Service]\n{env}RuntimeDirectory=pyvmem\n"
                     "RuntimeDirectoryPreserve=yes\nEnvironment=XDG_RUNTIME_DIR=/run/pyvmem\n"

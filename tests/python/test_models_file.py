@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 import json
 import shlex
+import shutil
 import subprocess
 
 import pytest
@@ -52,6 +53,9 @@ def test_what_is_rendered_has_every_model(what):
     text = models.RENDERERS[what](pool)
     if what == "systemd":
         assert text.count("ExecStart=") == 2 and "VMEM_VLLM_POOL=gpu0" in text
+        assert 'Environment="VLLM_API_KEY=it\'s"\n' in text and ' serve "org/name with space" --host' in text
+        odd = models.read("pool='a'\nsize='1G'\n[models.a]\npath='x'\nargs=['50%', '$HOME', 'a\"b\\']")
+        assert text.count("%") == 0 and ' 50%% "$$HOME" "a\\"b\\\\"\n' in models.systemd(odd)
         return
     if what == "vllm-router":
         assert subprocess.run(["sh", "-n"], input=text, text=True).returncode == 0
@@ -66,11 +70,22 @@ def test_what_is_rendered_has_every_model(what):
         (told,) = parts
         assert shlex.split(told["models"]["code"]["cmd"])[2] == "org/name with space"
         assert told["groups"]["vmem"] == {"swap": False, "exclusive": False, "members": ["chat", "code"]}
+        assert told["models"]["chat"]["concurrencyLimit"] > 256 and told["hooks"]["on_startup"]["preload"]
         assert "VLLM_API_KEY=it's" in told["models"]["code"]["env"]
     elif what == "compose":
         assert parts[0]["services"]["chat"]["environment"]["VMEM_VLLM_POOL"] == "gpu0"
     else:
         assert [p["metadata"]["name"] for p in parts] == ["chat", "code"]
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+def test_systemd_reads_the_units(tmp_path):
+    odd = FILE.replace("env = {", 'args = ["50%", "$HOME", "a\\"b"]\nenv = {PERCENT = "%n", ')
+    text = models.systemd(models.read(odd)).split("# /etc/systemd/system/")[2]
+    unit = tmp_path / "vmem-code.service"
+    unit.write_text("#" + text)
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("wrong, error", [
