@@ -220,7 +220,7 @@ def _check(pool: Pool) -> None:
         if m.max and m.min > m.max:
             raise ValueError(f"models.{m.name}.min is over its max")
         # The minimums of the others stay theirs while they are awake, and those that sleep have none.
-        if m.weights + max(m.min, 64 * MIB) > pool.size:
+        if m.weights + max(m.min, 2 * MIB) > pool.size:
             raise ValueError(f"models.{m.name}: its weights are {m.weights / GIB:.1f} GiB, and with a minimum for its "
                              f"KV cache do not fit size, {pool.size / GIB:.1f} GiB")  # fmt: skip
 

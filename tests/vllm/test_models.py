@@ -21,6 +21,9 @@ import models
 import pytest
 from serve import free_port
 
+from pyvmem.tools import cli
+from pyvmem.tools import models as tool
+
 SECONDS = 400
 NAMES = ("a", "b", "c")
 KEY = "secret"
@@ -46,17 +49,31 @@ def call(url, body=None, key=KEY, timeout=SECONDS):
         return error.code, error.headers, json.loads(error.read() or b"null")
 
 
+def toml(folder, size, names, *args, **more):
+    """A file for `pyvmem models`: models of this folder, with these further arguments; more: keys of each model."""
+    given = ["--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager", "--max-num-batched-tokens", "512",
+             "--seed", "0", "--dtype", "float32", "--api-key", KEY, "--skip-tokenizer-init", *args]  # fmt: skip
+    lines = [f'pool = "{uuid.uuid4().hex[:12]}"', f"size = {size}", "slice = 1"]
+    environ = dict(VMEM_VLLM_PAGE_SIZE="64K", VLLM_LOGGING_LEVEL="INFO", VLLM_API_KEY=KEY)
+    for name in names:
+        about = dict(path=str(folder), port=free_port(), outside="1M", args=given, **more)
+        for table, values in ((f"[models.{name}]", about), (f"[models.{name}.env]", environ)):
+            lines += [table, *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    return "\n".join(lines)
+
+
 class Model:
-    def __init__(self, name, folder, environ, log, *more):
-        self.port = free_port()
-        self.name, self.url = name, f"http://127.0.0.1:{self.port}"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port",
-             str(self.port), "--served-model-name", name, "--max-model-len", "512", "--max-num-seqs", "8",
-             "--enforce-eager", "--max-num-batched-tokens", "512", "--seed", "0", "--dtype", "float32",
-             "--kv-cache-memory-bytes", str(32 << 20), "--api-key", KEY, "--skip-tokenizer-init",
-             "--middleware", "pyvmem.vllm.http.Serve", *more],
-            env=environ, stdout=log, stderr=log, start_new_session=True)  # fmt: skip
+    """A server as `pyvmem models` would have it started."""
+
+    def __init__(self, pool, name):
+        model = pool.model(name)
+        logs = Path(os.environ.get("VMEM_TEST_LOGS") or tempfile.mkdtemp())
+        self.name, self.port, self.url = name, model.port, f"http://127.0.0.1:{model.port}"
+        with open(logs / f"{name}.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.cli.main", *pool.command(model)[1:]],
+                env={**os.environ, **pool.environment(model)}, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
 
     def wait(self):
         end = time.monotonic() + SECONDS
@@ -98,14 +115,17 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def three(folder):
-    environ = dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_POOL=uuid.uuid4().hex[:12], VMEM_VLLM_POOL_SIZE=str(POOL),
-                   VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep", VMEM_VLLM_SLICE="1", VMEM_VLLM_QUEUE="90",
-                   VMEM_VLLM_PAGE_SIZE="64K", VLLM_LOGGING_LEVEL="INFO")  # fmt: skip
-    made = {}
-    logs = Path(os.environ.get("VMEM_TEST_LOGS") or tempfile.mkdtemp())
+def file(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("file") / "models.toml"
+    path.write_text(toml(folder, POOL, NAMES, "--kv-cache-memory-bytes", str(32 << 20), queue=90))
+    return path
+
+
+@pytest.fixture(scope="module")
+def three(file):
+    made, pool = {}, tool.read(file.read_text())
     for name in NAMES:
-        made[name] = Model(name, folder, environ, open(logs / f"{name}.log", "ab"))
+        made[name] = Model(pool, name)
         made[name].wait()  # the third one finds the pool full: an idle one sleeps for it
     yield made
     for model in made.values():
@@ -151,6 +171,32 @@ def test_a_stream_counts_until_its_last_byte(three):
         assert b"[DONE]" in answer.read()  # no byte of it is lost
     sleeps.join()
     assert three["a"].state()["state"] == "asleep"
+
+
+def run(capsys, *args):
+    """Exit status and output of ``pyvmem ARGS``."""
+    status = cli.main([str(a) for a in args])
+    told = capsys.readouterr()
+    return status, told.out + told.err
+
+
+def test_an_operator_orders_models_by_their_file(three, file, capsys):
+    three["a"].tokens(PROMPT)
+    status, told = run(capsys, "models", file, "ls")
+    rows = {line.split()[0]: line.split()[1:] for line in told.splitlines()}
+    assert status == 0 and rows["a"][:2] == ["awake", str(three["a"].port)] and set(rows) == {"model", *NAMES}
+    assert run(capsys, "models", file, "sleep", "a")[0] == 0 and three["a"].state()["state"] == "asleep"
+    assert run(capsys, "models", file, "wake", "a")[0] == 0 and three["a"].state()["state"] == "awake"
+    assert run(capsys, "models", file, "limit", "a", "8M")[0] == 0
+    assert call(f"{three['a'].url}/vmem/limit")[2]["engines"][0]["limit"] == 8 << 20
+    assert run(capsys, "models", file, "limit", "a", "none")[0] == 0
+    assert run(capsys, "models", file, "drain", "a")[0] == 0
+    assert "drained" in run(capsys, "models", file, "ls")[1] and three["a"].ask(PROMPT)[0] == 503
+    assert run(capsys, "models", file, "wake", "a")[0] == 0
+    assert "drained" not in run(capsys, "top", "--once")[1]
+    metrics = urllib.request.Request(f"{three['a'].url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(metrics, timeout=60) as answer:
+        assert b'vllm:vmem_model_state{engine="0",model_name="a",state="awake"} 1.0' in answer.read()
 
 
 def test_orders_ask_for_the_key_and_a_drained_model_refuses(three):
@@ -266,12 +312,8 @@ def pair(folder, three):
     """Two models in a pool that has room for the weights of both, and beside them for less than one long request."""
     block = 128 * 2048  # bytes of a block on a CPU: 128 tokens
     size = 2 * three["a"].state()["weights"] + 4 * block  # each has its null block
-    environ = dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_POOL=uuid.uuid4().hex[:12], VMEM_VLLM_POOL_SIZE=str(size),
-                   VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep", VMEM_VLLM_SLICE="1", VMEM_VLLM_QUEUE="90",
-                   VMEM_VLLM_PAGE_SIZE="64K", VLLM_LOGGING_LEVEL="INFO")  # fmt: skip
-    logs = Path(os.environ.get("VMEM_TEST_LOGS") or tempfile.mkdtemp())
-    made = [Model(name, folder, environ, open(logs / f"{name}.log", "ab"), "--kv-cache-memory-bytes", str(8 << 20))
-            for name in ("left", "right")]  # fmt: skip
+    pool = tool.read(toml(folder, size, ("left", "right"), "--kv-cache-memory-bytes", str(8 << 20), queue=90))
+    made = [Model(pool, name) for name in ("left", "right")]
     for model in made:
         model.wait()
     yield made
@@ -292,12 +334,10 @@ def test_two_models_whose_requests_lack_memory_take_turns(pair, three):
 @pytest.fixture(scope="module")
 def lone(folder, three):
     """One model of two workers, and a program in its pool that takes its memory."""
-    environ = dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_POOL=uuid.uuid4().hex[:12], VMEM_VLLM_POOL_SIZE=str(48 << 20),
-                   VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep", VMEM_VLLM_QUEUE="2", VMEM_VLLM_PAGE_SIZE="64K",
-                   VLLM_LOGGING_LEVEL="INFO")  # fmt: skip
-    logs = Path(os.environ.get("VMEM_TEST_LOGS") or tempfile.mkdtemp())
-    model = Model("lone", folder, environ, open(logs / "lone.log", "ab"), "--kv-cache-memory-bytes", str(12 << 20),
-                  "--tensor-parallel-size", "2")  # fmt: skip
+    pool = tool.read(toml(folder, 48 << 20, ("lone",), "--kv-cache-memory-bytes", str(12 << 20),
+                          "--tensor-parallel-size", "2", queue=2))  # fmt: skip
+    model = Model(pool, "lone")
+    environ = {**os.environ, **pool.environment(pool.models[0])}
     model.wait()
     program = str(Path(__file__).with_name("neighbour.py"))
     neighbour = subprocess.Popen([sys.executable, program], env=environ, text=True, stdin=subprocess.PIPE,

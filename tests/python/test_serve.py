@@ -1,0 +1,217 @@
+"""The server of a model that sleeps, over an engine that is only a control page: who waits, and what is published.
+
+SPDX-License-Identifier: MIT
+"""
+
+import asyncio
+import os
+import time
+import types
+
+import pytest
+
+from pyvmem.engine import control, serve
+from pyvmem.engine.turns import State
+from pyvmem.vllm import settings
+
+SLICE = 0.1
+
+
+class Engine(serve.Serve):
+    """`Serve` with an engine that sleeps and wakes at once, or lacks memory."""
+
+    def __init__(self, app, queue="5"):
+        self._chosen = settings.read(dict(
+            VMEM_VLLM="1", VMEM_VLLM_POOL="p", VMEM_VLLM_POOL_SIZE="1G", VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep",
+            VMEM_VLLM_SLICE=str(SLICE), VMEM_VLLM_QUEUE=queue))  # fmt: skip
+        super().__init__(app)
+        self.page = page_of("mine", "chat")
+        self.calls, self.lacks = [], 0
+
+    def settings(self):
+        return self._chosen
+
+    async def sleep(self, state, freeze):
+        self.calls.append("freeze" if freeze else "sleep")
+        self.page[control.ASLEEP] = 1
+
+    async def wake(self, state):
+        self.calls.append("wake")
+        if self.lacks:
+            self.page[control.SHORT] = self.lacks
+            await asyncio.sleep(0.02)
+            raise MemoryError("no memory")
+        self.page[control.ASLEEP] = 0
+
+
+def page_of(name, model):
+    page = control.open_page(name, 0)
+    control.claim(page, model, 8001)
+    page[control.RANKS_USED] = 1
+    page[control.POOL] = page[control.POOL_OF] = 7
+    return page
+
+
+class Other:
+    """Another model of the pool, which lives."""
+
+    def __init__(self):
+        self.page = page_of("other", "other")
+        self.page[control.PID] = 1  # of no server here
+        self.page[control.STATE] = State.AWAKE
+
+    async def live(self):
+        while True:
+            self.page[control.BEAT] += 1
+            self.page[control.SERVER_BEAT] += 1
+            await asyncio.sleep(0.02)
+
+
+class App:
+    """Answers a request when it may."""
+
+    def __init__(self):
+        self.may = asyncio.Event()
+        self.may.set()
+
+    async def __call__(self, scope, receive, send):
+        await self.may.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+async def ask(engine, path="/v1/completions", method="POST"):
+    """Status and headers of an answer."""
+    sent = []
+
+    async def receive():
+        if not sent:
+            sent.append(1)
+            return {"type": "http.request", "body": b"{}"}
+        await asyncio.sleep(3600)
+
+    answers = []
+
+    async def send(message):
+        answers.append(message)
+
+    scope = dict(type="http", method=method, path=path, headers=[], app=types.SimpleNamespace(state=None))
+    await engine(scope, receive, send)
+    return answers[0]["status"], dict(answers[0]["headers"])
+
+
+async def until(what, engine):
+    end = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < end, (engine.calls, State(engine.page[control.STATE]))
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def played(tmp_path, monkeypatch):
+    """Runs a history with an engine and another model of its pool."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(serve.turns, "HUNGRY", 0.05)
+
+    def play(history, **options):
+        async def run():
+            app = App()
+            engine, other = Engine(app, **options), Other()
+            beats = asyncio.create_task(other.live())
+            assert (await ask(engine, "/vmem/state", "GET"))[0] == 200
+            await history(engine, app, other.page)
+            beats.cancel()
+            engine._task.cancel()
+
+        asyncio.run(run())
+
+    return play
+
+
+def test_a_request_wakes_its_model_and_all_is_counted(played):
+    async def history(engine, app, other):
+        assert (await ask(engine, "/vmem/sleep"))[0] == 200
+        answers = await asyncio.gather(*(ask(engine) for _ in range(5)))
+        assert [status for status, _ in answers] == [200] * 5
+        assert engine.calls == ["sleep", "wake"]  # once for all
+        page = engine.page
+        assert (page[control.SLEEPS], page[control.WAKES], page[control.UNSERVED]) == (1, 1, 0)
+        assert page[control.WAKING] > 0
+
+    played(history)
+
+
+def test_who_waits_in_vain_is_refused_and_counted(played):
+    async def history(engine, app, other):
+        await ask(engine, "/vmem/sleep")
+        engine.lacks = 5
+        answers = await asyncio.gather(*(ask(engine) for _ in range(3)))
+        assert [status for status, _ in answers] == [503] * 3
+        assert all(int(headers[b"retry-after"]) > 0 for _, headers in answers)
+        await until(lambda: engine.page[control.UNSERVED] == 3, engine)
+        engine.lacks = 0
+        assert (await ask(engine))[0] == 200
+
+    played(history, queue="0.3")
+
+
+def starve(engine, app, other):
+    """A request of this model that cannot go on, while the other model lacks memory, too, and came first."""
+    app.may.clear()
+    other[control.RUNNING], other[control.STARVING] = 1, serve._now() - 10_000_000
+    request = asyncio.create_task(ask(engine))
+    engine.page[control.STARVED] = 1
+    return request
+
+
+def test_a_starved_model_sleeps_with_its_requests_and_they_go_on(played):
+    async def history(engine, app, other):
+        request = starve(engine, app, other)
+        await until(lambda: engine.calls == ["freeze"], engine)
+        await until(lambda: engine.page[control.STATE] == State.ASLEEP, engine)
+        assert not request.done() and engine.page[control.RUNNING] == 1
+        engine.lacks = 5
+        other[control.RUNNING] = other[control.STARVING] = 0  # it has been served, and stays awake
+        page = engine.page
+        await until(lambda: page[control.LACKS] == 5 and serve._now() - page[control.LACKING] > 300_000, engine)
+        engine.lacks = 0
+        await until(lambda: engine.page[control.STATE] == State.AWAKE, engine)
+        assert engine.calls[-1] == "wake"
+        app.may.set()
+        assert (await request)[0] == 200
+
+    played(history)
+
+
+def test_who_drains_a_frozen_model_waits_for_its_requests(played):
+    async def history(engine, app, other):
+        request = starve(engine, app, other)
+        await until(lambda: engine.page[control.STATE] == State.ASLEEP, engine)
+        drain = asyncio.create_task(ask(engine, "/vmem/drain"))
+        other[control.RUNNING] = other[control.STARVING] = engine.page[control.STARVED] = 0
+        await until(lambda: engine.page[control.STATE] == State.DRAINED, engine)
+        assert not drain.done()
+        app.may.set()
+        assert (await request)[0] == 200 and (await drain)[0] == 200
+        assert (await ask(engine))[0] == 503
+
+    played(history)
+
+
+def test_a_model_that_is_not_starved_is_not_frozen(played):
+    async def history(engine, app, other):
+        request = starve(engine, app, other)
+        engine.page[control.STARVED] = 0
+        await until(lambda: engine.page[control.STATE] == State.CLOSING, engine)
+        app.may.set()
+        assert (await request)[0] == 200
+        await until(lambda: engine.calls == ["sleep"], engine)
+
+    played(history)
+
+
+def test_this_process_is_the_server_that_leads(played):
+    async def history(engine, app, other):
+        assert [s[control.S_PID] for s in engine._servers(engine.page)] == [os.getpid()]
+
+    played(history)
