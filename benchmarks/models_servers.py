@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment
 from benchmarks.vllm_engine import SHAPES, write_config
 
 START = 300  # seconds in which a server must answer
@@ -72,7 +71,7 @@ class Server:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1",
                  "--port", str(self.port), "--served-model-name", name, *command],
-                env={**environment(), **variables}, stdout=file, stderr=file, start_new_session=True,
+                env={**os.environ, **variables}, stdout=file, stderr=file, start_new_session=True,
                 preexec_fn=ends_with_parent)  # fmt: skip
 
     async def wait(self, session: Any) -> float:
