@@ -3,7 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include <dlfcn.h>
 
-#include "kv/calls/calls.h"
+#include "kv/member.h"
 #include "native_kv.h"
 
 static void destroy(void *kv) { vmem_kv_destroy(kv, 0); }

@@ -8,7 +8,7 @@
 #include <pthread.h>
 
 #include "kv.h"
-#include "kv/calls/calls.h"
+#include "kv/kv.h"
 
 static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t opened = PTHREAD_COND_INITIALIZER;

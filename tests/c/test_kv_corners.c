@@ -2,7 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "kv.h"
-#include "kv/calls/calls.h"
+#include "kv/kv.h"
 
 #define SLOTS 2
 

@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "kv.h"
-#include "kv/calls/calls.h"
+#include "kv/kv.h"
 
 #define SLOTS 4
 

@@ -7,7 +7,7 @@
 
 #include "checked.h"
 #include "kv.h"
-#include "kv/calls/calls.h"
+#include "kv/kv.h"
 #include "pool/pool.h"
 
 #define SLOTS 4

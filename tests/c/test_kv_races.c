@@ -8,7 +8,7 @@
 #include "backend/host/memory.h"
 #include "checked.h"
 #include "kv.h"
-#include "kv/calls/calls.h"
+#include "kv/kv.h"
 
 static vmem_context *ctx;
 static vmem_kv *kv;

@@ -3,7 +3,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "kv.h"
-#include "kv/calls/calls.h"
+#include "kv/kv.h"
 
 #define SLOTS 4
 #define BLOCK 16

@@ -9,7 +9,7 @@
 
 #include "checked.h"
 #include "kv.h"
-#include "kv/calls/calls.h"
+#include "kv/kv.h"
 #include "pool/pool.h"
 
 #define PAGES 250 // of a request: 125 in each of two tensors

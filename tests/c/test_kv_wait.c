@@ -7,7 +7,7 @@
 
 #include "checked.h"
 #include "kv.h"
-#include "kv/calls/calls.h"
+#include "kv/kv.h"
 
 static vmem_context *ctx;
 static vmem_kv *kv;

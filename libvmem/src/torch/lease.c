@@ -20,7 +20,7 @@
 #include "core/clock.h"
 #include "core/error.h"
 #include "core/struct.h"
-#include "kv/calls/member.h"
+#include "kv/member.h"
 #include "torch/device.h"
 #include "torch/pairs.h"
 #include "vmem_torch.h"

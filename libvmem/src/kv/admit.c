@@ -1,0 +1,168 @@
+// Admission: decides whether new requests would fit, before they have slots.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "core/struct.h"
+#include "kv/kv.h"
+
+// The pages that a new request must leave unused. Zero if no request runs: no request could need the pages, and the new
+// request could never begin.
+static uint64_t kept_back(const vmem_kv *kv) { return kv->in_state[VMEM_KV_ACTIVE] ? kv_watermark(kv) : 0; }
+
+// Whether a request could have `tokens` tokens.
+static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t limit)
+{
+    int64_t delta;
+    if (slot < 0)
+        return kv->ledger.fixed + kv_pages_beside(kv, tokens, 0) <= limit;
+    vmem__kv_plan_one(kv, (uint32_t)slot, tokens, &delta);
+    return delta <= 0 || kv->ledger.fixed + (uint64_t)delta <= limit;
+}
+
+// The most tokens that fit. A longer request never needs fewer pages, so bisection finds them.
+static uint32_t most_tokens(vmem_kv *kv, int32_t slot, uint64_t limit)
+{
+    uint32_t least = slot < 0 ? 0 : kv->slots[slot].tokens, most = kv->max_tokens;
+    if (slot < 0)
+        limit = kv_less(limit, kept_back(kv));
+    while (least < most) {
+        uint32_t middle = least + (most - least + 1) / 2;
+        if (fits(kv, slot, middle, limit))
+            least = middle;
+        else
+            most = middle - 1;
+    }
+    // A request that was truncated may lack pages for the length that it has.
+    if (slot >= 0 && least == kv->slots[slot].tokens && !fits(kv, slot, least, limit))
+        least = 0;
+    return least;
+}
+
+// Statistics that others read while the device is asked are those of now.
+static void look_at_device(vmem_kv *kv)
+{
+    if (vmem__kv_asks_device(kv))
+        vmem__kv_may_take_long(kv);
+}
+
+static int room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
+{
+    int rc = 0;
+    if (!tokens)
+        rc = vmem__error(-EINVAL, "tokens must not be NULL");
+    else if (slot >= 0)
+        rc = vmem__kv_get(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
+    else if (slot != -1)
+        rc = vmem__error(-EINVAL, "slot %d must be a slot, or -1 for a new request", slot);
+    if (rc)
+        return rc;
+    *tokens = 0;
+    if (slot < 0 && !kv->in_state[VMEM_KV_FREE])
+        return 0;
+    look_at_device(kv);
+    const uint32_t has = slot < 0 ? 0 : kv->slots[slot].tokens;
+    *tokens = most_tokens(kv, slot, vmem__kv_reach_lately(kv));
+    if (*tokens <= has && has < kv->max_tokens) // before it says that there is none, it asks
+        *tokens = most_tokens(kv, slot, vmem__kv_reach(kv, kv->ledger.budget));
+    return 0;
+}
+
+int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, room(kv, slot, tokens));
+}
+
+// ---- requests --------------------------------------------------------------------------------------------------------
+
+static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, size_t i)
+{
+    if (!r->tokens || r->tokens > kv->max_tokens)
+        return vmem__error(-EINVAL, "requests[%zu].tokens %u is not between 1 and max_tokens, %u", i, r->tokens,
+                           kv->max_tokens);
+    if (r->prefix_tokens > r->tokens)
+        return vmem__error(-EINVAL, "requests[%zu].prefix_tokens %u is over its tokens, %u", i, r->prefix_tokens,
+                           r->tokens);
+    if (r->n_runs && !r->runs)
+        return vmem__error(-EINVAL, "requests[%zu].runs must not be NULL", i);
+    if (r->n_runs && r->prefix_tokens)
+        return vmem__error(-EINVAL, "requests[%zu] has prefix_tokens and runs", i);
+    for (uint64_t k = 0; k < r->n_runs; k++)
+        if (vmem__kv_run_owned(&kv->runs, r->runs[k], "", k))
+            return vmem__error(-EINVAL, "requests[%zu].%s", i, vmem_last_error());
+    return 0;
+}
+
+static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
+{
+    int rc = 0;
+    // Prefixes are attached before the step. `before` counts the pages that are fixed at that point, and `want` those
+    // after the step.
+    uint64_t before = kv->ledger.fixed, want = before;
+    uint64_t limit = 0, back = kept_back(kv), most = 0;
+    kv->mark++;
+    // A pool is asked for what all of them need. So those that do not fit are counted, too.
+    size_t i = 0;
+    for (; i < n && i < kv->in_state[VMEM_KV_FREE]; i++, back = kv_watermark(kv)) { // a request runs from here on
+        const struct vmem_kv_request *r = &requests[i];
+        uint32_t prefix_tokens = r->prefix_tokens;
+        uint64_t beside = 0;
+        const int failed = r->n_runs ? vmem__kv_known(kv, r->runs, r->n_runs, r->tokens, &prefix_tokens) : 0;
+        if (failed)
+            return rc ? rc : failed;
+        if (r->n_runs && prefix_tokens) {
+            vmem__kv_hold_found(kv, prefix_tokens);
+            const uint64_t taken = vmem__kv_taken(kv, prefix_tokens, &beside);
+            want += taken;
+            before += taken;
+        }
+        want += kv_pages_beside(kv, r->tokens, prefix_tokens);
+        before += prefix_tokens ? kv_pages_beside(kv, prefix_tokens, prefix_tokens) : 0;
+        most = KV_MAX(want, before + beside) + back;
+        if (!rc && most > limit)
+            limit = vmem__kv_reach(kv, most);
+        if (!rc && most > limit)
+            rc = vmem__kv_short_beside(kv, most - back, limit, back);
+        if (r->n_runs)
+            vmem__kv_let_found(kv);
+        if (rc && !kv->lend.member)
+            return rc;
+        *fit += !rc;
+    }
+    if (!rc && i < n)
+        rc = vmem__kv_short_of_slots(kv);
+    vmem__kv_foresee(kv, most, true);
+    return rc;
+}
+
+static int count_fitting(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
+{
+    size_t fits = 0;
+    int rc = 0;
+    if (n && !requests)
+        rc = vmem__error(-EINVAL, "requests must not be NULL");
+    for (size_t i = 0; i < n && !rc; i++)
+        rc = check_request(kv, &requests[i], i);
+    vmem__kv_enough();
+    if (!rc && n) {
+        const uint64_t budget = kv->ledger.budget;
+        look_at_device(kv);
+        rc = admit(kv, requests, n, &fits);
+        // A pool of several processes may have had more than this one knew. The first count has taken it.
+        if (rc == -ENOMEM && kv->ledger.budget > budget) {
+            fits = 0;
+            vmem__kv_enough();
+            rc = admit(kv, requests, n, &fits);
+        }
+    }
+    if (fit)
+        *fit = fits;
+    return rc;
+}
+
+int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, count_fitting(kv, requests, n, fit));
+}

@@ -1,0 +1,173 @@
+// Attaching: a request begins with pages of others. It copies the last, partial one, which it is about to write.
+//
+// SPDX-License-Identifier: MIT
+#include "kv/kv.h"
+
+static void unmap_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct kv_split s = kv_split(kv, g, tokens);
+        for (uint32_t t = 0; t < g->n && s.full > s.lo; t++)
+            vMemUnmap(kv->ctx, kv_addr(kv, g, slot, t, s.lo), (uint64_t)(s.full - s.lo) << kv->page_shift);
+    }
+}
+
+static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    struct kv_slot *sl = &kv->slots[slot];
+    vmem__kv_grow_commit(kv, &kv->grow);
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct kv_split s = kv_split(kv, g, tokens);
+        if (s.lo == s.hi)
+            continue;
+        struct kv_span now = kv_span_at(s.lo);
+        now.hi = KV_MAX(s.hi, kv_span(kv, slot, i)->hi);
+        now.need = now.keep = (struct kv_range){s.lo, s.hi};
+        now.shared_hi = s.full > s.lo ? s.full : 0;
+        now.coarse_hi = kv_span(kv, slot, i)->coarse_hi;
+        vmem__kv_span_set(kv, slot, i, &now);
+        for (uint32_t p = s.lo; p < s.full; p++)
+            vmem__kv_ref_hold(kv, vmem__kv_row(kv, slot, i, p), (struct kv_holders){.slots = 1});
+        kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
+        if (s.full > s.lo)
+            sl->shared_tokens = tokens;
+    }
+    sl->tokens = tokens;
+    vmem__kv_book(kv, slot);
+}
+
+// The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is
+// of use, the rest goes. Of what stays, the pages that will contain shared rows are not taken back during the attach.
+static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    int rc = vmem__kv_stale_now(kv, slot);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
+        uint32_t hi = sp->lo > s.hi ? sp->lo : sp->coarse_hi > s.full ? s.hi : sp->hi;
+        rc = vmem__kv_cut_now(kv, slot, i, s.full, hi);
+        vmem__kv_fix(kv, slot, i, (struct kv_range){sp->lo, KV_MIN(KV_MAX(s.hi, sp->lo), sp->hi)});
+    }
+    if (!rc && kv->slots[slot].dirty)
+        rc = vmem__kv_clear_slot(kv, slot);
+    kv->slots[slot].dirty &= rc != 0;
+    return rc;
+}
+
+// By how many pages `fixed` grows when a slot which makes so many copies begins with the runs found.
+static int64_t delta_of(vmem_kv *kv, uint32_t tokens, uint64_t copies)
+{
+    uint64_t beside;
+    kv->mark++;
+    const uint64_t taken = vmem__kv_taken(kv, tokens, &beside);
+    return (int64_t)(copies + taken + beside);
+}
+
+// Starts a newly allocated slot with so many tokens of the runs found.
+static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    struct kv_grow *l = &kv->grow;
+    uint32_t stride;
+    vmem__kv_wait_unmapping(kv);
+    vmem__kv_grow_reset(l);
+    int rc = keep_tail(kv, slot, tokens);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
+        rc = vmem__kv_grow_to(kv, l, slot, i, s.full, s.hi, 0);
+        for (uint32_t k = s.lo; k < s.full && !rc; k++) {
+            const vmem_page *pages = vmem__kv_found_page(kv, i, tokens, k, &stride);
+            rc = vmem__kv_grow_share(kv, l, slot, i, k, pages, stride);
+        }
+    }
+    if (!rc && l->total) // else it only maps pages that are there
+        rc = vmem__kv_lacks(kv, delta_of(kv, tokens, l->total), l->total);
+    if (!rc)
+        rc = vmem__kv_grow_make(kv, l, KV_TRIES);
+    const bool mapped = !rc;
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
+        struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
+        if (!s.part || s.full >= s.hi)
+            continue;
+        const vmem_page *pages = vmem__kv_found_page(kv, i, tokens, s.full, &stride);
+        rc = vmem__kv_copy_pages(kv, &kv->groups[i], pages, stride, false, slot, s.full, s.part);
+    }
+    if (rc && mapped) {
+        unmap_shared(kv, slot, tokens);
+        vmem__kv_grow_undo(kv, l);
+        kv->ledger.held -= l->total;
+    }
+    if (rc) {
+        kv->slots[slot].dirty |= (kv->flags & VMEM_KV_ZERO) != 0; // a kept page may already contain rows of the prefix
+        vmem__kv_book(kv, slot);
+        vmem__kv_grow_reset(l);
+        return rc;
+    }
+    commit_attach(kv, slot, tokens);
+    return 0;
+}
+
+// The same; the slot's request uses the runs from then on.
+static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    int rc = 0;
+    for (uint32_t k = 0; k < kv->runs.n_found && !rc; k++)
+        rc = vmem__kv_pin(kv, slot, kv->runs.found[k]);
+    vmem__kv_hold_found(kv, tokens); // so that making room evicts others
+    if (!rc)
+        rc = attach(kv, slot, tokens);
+    vmem__kv_let_found(kv);
+    if (rc)
+        vmem__kv_unpin(kv, slot);
+    return rc;
+}
+
+// Whether attaching so many tokens of the runs found would find memory.
+static int would_attach(vmem_kv *kv, uint32_t tokens)
+{
+    const uint64_t copies = kv_pages_beside(kv, tokens, tokens);
+    if (!copies) // attaching only maps pages that are there
+        return 0;
+    vmem__kv_hold_found(kv, tokens);
+    const int rc = vmem__kv_would_fit(kv, delta_of(kv, tokens, copies), copies);
+    vmem__kv_let_found(kv);
+    return rc;
+}
+
+static int begin_with(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
+                      uint32_t *tokens)
+{
+    int rc = tokens ? 0 : vmem__error(-EINVAL, "tokens must not be NULL");
+    if (!rc)
+        rc = vmem__check_flags(flags, VMEM_KV_DRY | VMEM_KV_LOOK);
+    if (rc)
+        return rc;
+    *tokens = 0;
+    if (!(flags & VMEM_KV_LOOK))
+        vmem__kv_enough();
+    if (!flags) // before the runs are found: the worker may evict some meanwhile
+        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    if (!rc && !flags && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
+        rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
+    if (!rc)
+        rc = vmem__kv_known(kv, runs, n, most, tokens);
+    if (rc || !*tokens || flags & VMEM_KV_LOOK)
+        return rc;
+    if (flags)
+        return would_attach(kv, *tokens);
+    const bool counted = kv->runs.list[kv->runs.found[0]].report; // it may be evicted meanwhile
+    rc = attach_found(kv, slot, *tokens);
+    if (rc == -ENOMEM)
+        vmem__kv_count_shortage(kv);
+    *tokens = rc ? 0 : *tokens;
+    kv->stats.hit_tokens += counted ? *tokens : 0;
+    return rc;
+}
+
+int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
+                   uint32_t *tokens)
+{
+    int rc = flags & VMEM_KV_LOOK ? vmem__kv_enter_step(kv) : vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, begin_with(kv, slot, runs, n, most, flags, tokens));
+}

@@ -1,0 +1,188 @@
+// The budget: whether there is memory for what calls are about to fix, also from the pool that the cache is a member of;
+// where there is none, what is missing, and what it waits for.
+//
+// The answers are arithmetic: what could be taken back is not looked at, and what the background thread is about changes
+// none of them.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+
+#include "core/memory.h"
+#include "kv/kv.h"
+
+// ---- the pool -------------------------------------------------------------------------------------------------------
+
+void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
+{
+    kv->lend.giving = false; // a cache that is short itself keeps what it has not given back yet
+    kv->ledger.budget += vmem__pool_claim(kv->lend.member, kv->ledger.budget, least, most);
+}
+
+void vmem__kv_claim_plenty(vmem_kv *kv)
+{
+    if (!kv->lend.member || kv->lend.giving)
+        return;
+    const uint64_t want = kv->ledger.held + kv->ledger.held / 2;
+    if (want > kv->ledger.budget && kv_unused(kv) < 2 * kv_low(kv) + kv->ledger.held / 8)
+        vmem__kv_claim(kv, 0, want - kv->ledger.budget);
+}
+
+void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part)
+{
+    if (!kv->lend.member)
+        return;
+    kv->lend.giving &= want <= kv->ledger.budget;
+    kv->ledger.budget += vmem__pool_foresee(kv->lend.member, kv->ledger.budget, want, part);
+    kv->lend.foresees = want != 0;
+}
+
+void vmem__kv_pool_leave(vmem_kv *kv)
+{
+    pthread_mutex_lock(&kv->gate.api);
+    pthread_mutex_lock(&kv->gate.state);
+    struct vmem__member *m = kv->lend.member;
+    kv->lend.member = NULL;
+    kv->lend.giving = kv->lend.foresees = false;
+    vmem__expect(kv->ctx, 0, -(int64_t)kv->lend.missed);
+    kv->lend.missed = 0;
+    if (m) // what it has not used goes back now
+        kv->ledger.budget = KV_MIN(kv->ledger.budget, kv->ledger.held);
+    const uint64_t held = kv->ledger.held;
+    pthread_mutex_unlock(&kv->gate.state);
+    pthread_mutex_unlock(&kv->gate.api);
+    if (!m) // of no pool, or closed already
+        return;
+    vmem__pool_leave(m, held);
+    kv->lend.left = m;
+}
+
+// ---- shortages ------------------------------------------------------------------------------------------------------
+
+static _Thread_local struct vmem_kv_shortage last;
+
+const struct vmem_kv_shortage *vmem__kv_last_shortage(void) { return &last; }
+
+void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
+
+// Pages that become available once the kernels up to a step have ended. Slots that end by then may share rows, also with
+// the request that lacks the pages.
+static uint64_t coming(vmem_kv *kv, uint64_t step)
+{
+    uint64_t pages = 0;
+    kv->mark++;
+    vmem__kv_see_found(kv);
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == KV_ENDING && kv->idle[s].ends <= step; i++)
+            pages += vmem__kv_rows_left(kv, s, i) * kv->groups[i].n;
+    return pages;
+}
+
+// The next step after `after` whose kernels a slot waits for; 0: none.
+static uint64_t next_end(const vmem_kv *kv, uint64_t after)
+{
+    uint64_t next = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        if (kv->slots[s].state == KV_ENDING && kv->idle[s].ends > after && (!next || kv->idle[s].ends < next))
+            next = kv->idle[s].ends;
+    return next;
+}
+
+static void note(vmem_kv *kv, uint32_t reason, uint64_t missing)
+{
+    const bool slots = reason == VMEM_KV_SHORT_OF_SLOTS;
+    last = (struct vmem_kv_shortage){.reason = reason,
+                                     .missing_pages = missing,
+                                     .prefix_pages = kv->refs.only - kv->refs.evictable};
+    if (kv_waiting(kv)) {
+        last.ending_pages = coming(kv, UINT64_MAX);
+        if (slots || (reason != VMEM_KV_SHORT_OF_MAPPINGS && last.ending_pages >= missing))
+            last.step = next_end(kv, 0);
+        while (last.step && !slots && coming(kv, last.step) < missing)
+            last.step = next_end(kv, last.step);
+    }
+    for (uint32_t s = 0; (s = kv_next_active(kv, s)) != KV_NO_SLOT; s++)
+        last.requests += kv->slots[s].tokens != 0;
+}
+
+int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want)
+{
+    const uint64_t most = kv->ledger.budget + vmem__pool_claimable(kv->lend.member, kv->ledger.budget);
+    uint64_t n = want > most ? want - most : 1;
+    note(kv, VMEM_KV_SHORT_OF_BUDGET, n);
+    last.coming_pages = vmem__pool_ask(kv->lend.member, kv->ledger.held, n, &last.refusal);
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
+                       "%" PRIu64 " and kept pages are counted as free; end or swap out a request, drop prefixes, or "
+                       "raise %s",
+                       n, kv->ledger.budget, last.prefix_pages,
+                       kv->lend.member ? "the cache's share of the pool" : "the budget");
+}
+
+int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages)
+{
+    note(kv, VMEM_KV_SHORT_OF_DEVICE, pages);
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages are missing: within the budget of %" PRIu64 ", but the device has no "
+                       "memory for them; free some elsewhere, or end a request",
+                       pages, kv->ledger.budget);
+}
+
+int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages)
+{
+    note(kv, VMEM_KV_SHORT_OF_MAPPINGS, pages);
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages cannot be mapped: the process has all the mappings that it may have; "
+                       "raise vm.max_map_count, use larger pages, or end a request",
+                       pages);
+}
+
+int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back)
+{
+    if (want > limit && want > kv->ledger.budget)
+        vmem__kv_short_of_budget(kv, want + back);
+    else if (want > limit)
+        vmem__kv_short_of_device(kv, want + back - limit);
+    else
+        note(kv, limit < kv->ledger.budget ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET, want + back - limit);
+    last.watermark_pages = KV_MIN(back, last.missing_pages);
+    if (want > limit)
+        return -ENOMEM; // the error text is set
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages are missing: of the budget of %" PRIu64 ", the watermark keeps %" PRIu64
+                       " for requests that run; end a request, drop prefixes, or lower the watermark",
+                       last.missing_pages, kv->ledger.budget, back);
+}
+
+int vmem__kv_short_of_slots(vmem_kv *kv)
+{
+    note(kv, VMEM_KV_SHORT_OF_SLOTS, 0);
+    return vmem__error(-ENOSPC, "all %u slots are taken; end a request", kv->n_slots);
+}
+
+void vmem__kv_count_shortage(vmem_kv *kv)
+{
+    kv->stats.short_budget += last.reason == VMEM_KV_SHORT_OF_BUDGET;
+    kv->stats.short_device += last.reason == VMEM_KV_SHORT_OF_DEVICE;
+    kv->stats.short_mappings += last.reason == VMEM_KV_SHORT_OF_MAPPINGS;
+}
+
+// ---- the answers -----------------------------------------------------------------------------------------------------
+
+int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages)
+{
+    const uint64_t want = kv->ledger.fixed + (uint64_t)delta;
+    const uint64_t there = kv->ledger.held + pages;
+    // Before the budget is found too small. A member that gives needs what it keeps for the steps to come.
+    if (kv->lend.member && there > kv->ledger.budget && (!kv->lend.giving || want > kv->ledger.budget))
+        vmem__kv_claim(kv, there - kv->ledger.budget, there + kv->ledger.held / 2 - kv->ledger.budget);
+    return delta > 0 && want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want) : 0;
+}
+
+int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages)
+{
+    const uint64_t want = kv->ledger.fixed + (uint64_t)delta;
+    vmem__kv_enough();
+    int rc = vmem__kv_lacks(kv, delta, pages);
+    const uint64_t limit = rc || !pages || delta <= 0 ? want : vmem__kv_reach(kv, want);
+    return want > limit ? vmem__kv_short_of_device(kv, want - limit) : rc;
+}

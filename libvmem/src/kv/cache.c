@@ -1,0 +1,540 @@
+// A cache: its creation and its end, and what callers may ask of it.
+//
+// SPDX-License-Identifier: MIT
+#include <inttypes.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/core.h"
+#include "core/struct.h"
+#include "kv/kv.h"
+#include "kv/member.h"
+
+static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
+{
+    int rc = vmem__enter(ctx);
+    if (rc)
+        return rc;
+    if (c->steps_in_flight > 16)
+        return vmem__error(-EINVAL, "steps_in_flight %u is over 16", c->steps_in_flight);
+    rc = vmem__check_flags(c->flags, VMEM_KV_UNSHARED * 2 - 1);
+    if (rc)
+        return rc;
+    if (!c->n_tensors || !c->tensors || c->n_tensors > 65536)
+        return vmem__error(-EINVAL, "tensors: %u is not between 1 and 65536", c->n_tensors);
+    if (!c->slots || c->slots > 65536)
+        return vmem__error(-EINVAL, "slots %u is not between 1 and 65536", c->slots);
+    if (!c->max_tokens || c->max_tokens > INT32_MAX)
+        return vmem__error(-EINVAL, "max_tokens %u is not between 1 and %d", c->max_tokens, INT32_MAX);
+    if (c->tile_rows > 65536)
+        return vmem__error(-EINVAL, "tile_rows %u is over 65536", c->tile_rows);
+    rc = vmem__check_page_size(ctx, c->page_size);
+    if (rc)
+        return rc;
+    if (c->budget < c->page_size)
+        return vmem__error(-EINVAL, "budget %" PRIu64 " is less than a page, %" PRIu64, c->budget, c->page_size);
+    if (c->reclaim_percent > 50)
+        return vmem__error(-EINVAL, "reclaim_percent %u is over 50", c->reclaim_percent);
+    for (uint32_t i = 0; i < c->n_tensors; i++) {
+        const struct vmem_kv_tensor *t = &c->tensors[i];
+        if (!t->row_bytes || t->row_bytes > (UINT64_C(1) << 30))
+            return vmem__error(-EINVAL, "tensors[%u].row_bytes %" PRIu64 " is not between 1 and 2^30", i, t->row_bytes);
+        if (t->max_tokens > c->max_tokens)
+            return vmem__error(-EINVAL, "tensors[%u].max_tokens %u is over the cache's, %u", i, t->max_tokens,
+                               c->max_tokens);
+        if (t->reserved)
+            return vmem__error(-EINVAL, "tensors[%u].reserved is not 0", i);
+    }
+    return 0;
+}
+
+static int reserve(vmem_kv *kv)
+{
+    struct vmem_info info = {.size = sizeof info};
+    int rc = vmem_context_info(kv->ctx, &info);
+    if (rc)
+        return rc;
+    // On a GPU, to take the backdrop's place and to put it back costs half of each map and unmap. What maps pages
+    // together leaves it out by itself.
+    const bool bare = info.caps & VMEM_CAP_GPU && kv->flags & VMEM_KV_UNSHARED && !kv->whole;
+    bool backdrop = info.caps & VMEM_CAP_BACKDROP && !bare;
+    for (uint32_t j = 0; j < kv->n_groups; j++) {
+        const struct kv_group *g = &kv->groups[j];
+        for (uint32_t i = g->first; i < g->first + g->n; i++) {
+            rc =
+                vMemReserve(kv->ctx, g->slot_stride * kv->n_slots, backdrop ? VMEM_RESERVE_BACKDROP : 0, &kv->addrs[i]);
+            // Kernels receive the tensor's first address, so CUDA must know that address.
+            if (!rc && backdrop)
+                rc = vmem_backdrop(kv->ctx, kv->addrs[i], kv->page_size);
+            if (rc)
+                return rc;
+        }
+    }
+    return vMemReserve(kv->ctx, KV_MAX(kv->n_tensors, KV_SCRATCH) * kv->page_size, backdrop ? VMEM_RESERVE_BACKDROP : 0,
+                       &kv->copy.scratch);
+}
+
+static _Atomic uint64_t caches; // created so far
+
+static int init(vmem_kv *kv, const struct vmem_kv_config *c)
+{
+    pthread_mutex_init(&kv->gate.api, NULL);
+    pthread_mutex_init(&kv->gate.state, NULL);
+    pthread_mutex_init(&kv->report.lock, NULL);
+    pthread_condattr_t steady;
+    pthread_condattr_init(&steady);
+    pthread_condattr_setclock(&steady, CLOCK_MONOTONIC);
+    pthread_cond_init(&kv->turn.work, &steady);
+    pthread_condattr_destroy(&steady);
+    pthread_cond_init(&kv->turn.done, NULL);
+    kv->pid = getpid();
+    kv->flags = c->flags;
+#ifdef VMEM_DEBUG
+    kv->flags |= VMEM_KV_CHECK;
+#endif
+    kv->n_tensors = c->n_tensors;
+    kv->n_slots = kv->in_state[VMEM_KV_FREE] = c->slots;
+    kv->max_tokens = c->max_tokens;
+    kv->tile_rows = c->tile_rows ? c->tile_rows : 1;
+    kv->ahead_tokens = c->ahead_tokens ? c->ahead_tokens : 128;
+    kv->ahead_min = c->ahead_min ? c->ahead_min : 4;
+    kv->eager_tokens = KV_MIN(c->eager_tokens ? c->eager_tokens : 512, c->max_tokens);
+    kv->reclaim_percent = c->reclaim_percent ? c->reclaim_percent : 10;
+    kv->worker.idle_ms = c->idle_ms;
+    kv->page_size = c->page_size;
+    kv->page_shift = (uint32_t)__builtin_ctzll(c->page_size);
+    const uint64_t whole = c->flags & VMEM_KV_UNSHARED ? kv->ctx->b.whole_max >> kv->page_shift : 0;
+    kv->whole = whole >= 2 ? (uint32_t)whole : 0;
+    kv->block = c->page_size < KV_BLOCK ? (uint32_t)(KV_BLOCK / c->page_size) : 1;
+    for (uint32_t i = 0; i < c->n_tensors; i++)
+        if (c->flags & VMEM_KV_ZERO || c->tensors[i].kind != c->tensors[0].kind)
+            kv->create_flags = VMEM_CREATE_ZERO;
+    int rc = vmem__kv_make_groups(kv, c);
+    if (rc)
+        return rc;
+    rc = vmem__kv_make_sets(kv);
+    if (rc)
+        return rc;
+    kv->slots = calloc(kv->n_slots, sizeof(*kv->slots));
+    kv->idle = calloc(kv->n_slots, sizeof(*kv->idle));
+    kv->spans = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->spans));
+    kv->stale = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->stale));
+    kv->plan.wants = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->plan.wants));
+    kv->plan.changed = calloc(kv->n_slots, sizeof(*kv->plan.changed));
+    kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
+    kv->fence.past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->fence.past));
+    kv->runs.pins = calloc(kv->n_slots, sizeof(*kv->runs.pins));
+    kv->runs.unused = KV_NO_RUN;
+    kv->runs.tag = 1 + atomic_fetch_add(&caches, 1) % KV_RUN_TAGS;
+    for (uint32_t p = 0; p < 2; p++)
+        kv->runs.order[p] = (struct kv_use){KV_NO_RUN, KV_NO_RUN};
+    if (!kv->slots || !kv->idle || !kv->spans || !kv->stale || !kv->plan.wants || !kv->plan.changed ||
+        !kv->fence.past || !kv->runs.pins)
+        return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
+    rc = reserve(kv);
+    if (rc)
+        return rc;
+    vmem__kv_join(kv);
+    if (!(c->flags & VMEM_KV_LAZY))
+        rc = vmem__kv_take_ahead(kv, c->budget >> kv->page_shift);
+    if (rc)
+        return vmem__error(rc, "budget %" PRIu64 ": %s", c->budget, vmem_last_error());
+    kv->ledger.budget = c->budget >> kv->page_shift;
+    vmem__kv_summarise(kv);
+    return c->flags & VMEM_KV_OVERLAP ? vmem__kv_worker_start(kv) : 0;
+}
+
+// ---- the end ---------------------------------------------------------------------------------------------------------
+
+// The pages that a slot could not be cut off.
+static void release_slot(vmem_kv *kv, uint32_t slot)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *s = kv_span(kv, slot, i);
+        for (uint32_t t = 0; t < kv->groups[i].n; t++)
+            vmem__kv_release(kv, kv_table(kv, &kv->groups[i], slot, t) + s->lo, s->hi - s->lo);
+    }
+}
+
+static void release(vmem_kv *kv)
+{
+    const bool begun = kv->spans && kv->copy.scratch;
+    bool cut = true;
+    for (uint32_t s = 0; s < kv->n_slots && begun; s++) {
+        kv->slots[s].fresh = true; // the caller guarantees that no kernel accesses the slot
+        cut = !vmem__kv_cut_slot(kv, s) && cut;
+    }
+    // With the addresses, the last mappings go, those that the driver would not unmap as well.
+    for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
+        if (kv->addrs[i])
+            vmem_unreserve(kv->ctx, kv->addrs[i]);
+    if (kv->copy.scratch)
+        vmem_unreserve(kv->ctx, kv->copy.scratch);
+    vmem__kv_drop_all_runs(kv);
+    for (uint32_t s = 0; s < kv->n_slots && begun && !cut; s++)
+        release_slot(kv, s);
+    vmem__kv_part(kv);
+}
+
+static void free_grow(struct kv_grow *l)
+{
+    free(l->parts);
+    free(l->pages);
+    free(l->maps);
+    free(l->stretches);
+}
+
+static void free_cut(struct kv_cut *c)
+{
+    free(c->ops);
+    free(c->pages);
+}
+
+// Frees all memory of a cache that no call uses any more, but for the handle itself.
+static void give_up(vmem_kv *kv)
+{
+    if (kv->life.given_up || kv->pid != getpid()) // a forked child has neither the worker nor the pages
+        return;
+    vmem__kv_pool_leave(kv);
+    vmem__kv_worker_stop(kv);
+    release(kv);
+    vmem__pool_left(kv->lend.left);
+    vmem__kv_unpublish(kv);
+    kv->life.given_up = true;
+}
+
+static void destroy(vmem_kv *kv)
+{
+    give_up(kv);
+    if (kv->pages)
+        munmap(kv->pages, kv->pages_bytes);
+    if (kv->joined)
+        munmap(kv->joined, kv->joined_bytes);
+    if (kv->view.map) {
+        munmap(kv->view.map, sizeof(*kv->view.map));
+        close(kv->view.fd);
+    }
+    free(kv->view.path);
+    free_grow(&kv->grow);
+    free_grow(&kv->worker.grow);
+    free_cut(&kv->cut);
+    free_cut(&kv->worker.cut);
+    vmem__kv_runs_free(kv);
+    free(kv->doomed.pages);
+    free(kv->refs.entries);
+    free(kv->plan.changed);
+    free(kv->bits);
+    free(kv->slots);
+    free(kv->idle);
+    free(kv->spans);
+    free(kv->stale);
+    free(kv->plan.wants);
+    free(kv->fence.past);
+    free(kv->groups);
+    free(kv->order);
+    free(kv->addrs);
+    free(kv);
+}
+
+// ---- the public calls --------------------------------------------------------------------------------------------------
+
+int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out)
+{
+    if (!ctx || !cfg || !out)
+        return vmem__error(-EINVAL, "ctx, cfg and out must not be NULL");
+    struct vmem_kv_config c;
+    int rc = vmem__struct_take(&c, sizeof c, offsetof(struct vmem_kv_config, steps_in_flight), cfg, "cfg");
+    if (!rc)
+        rc = check_config(ctx, &c);
+    if (rc)
+        return rc;
+    vmem_kv *kv = calloc(1, sizeof(*kv));
+    if (!kv)
+        return vmem__error(-ENOMEM, "no memory for a KV cache");
+    kv->ctx = ctx;
+    kv->owned = ctx->owned;
+    rc = init(kv, &c);
+    if (rc) {
+        destroy(kv);
+        return rc;
+    }
+    *out = kv;
+    return 0;
+}
+
+int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet)
+{
+    static const unsigned char none;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_check_fence(kv, step);
+    *quiet = step <= vmem__kv_ended(kv);
+    if (!rc) {
+        kv->life.closing = true;
+        kv->life.closes = step;
+        kv->owned = &none;
+    }
+    vmem__kv_leave(kv, rc);
+    if (!rc) {
+        vmem__kv_pool_leave(kv);
+        vmem__kv_worker_stop(kv); // the worker copies no row after this
+    }
+    return rc;
+}
+
+int vmem_kv_destroy(vmem_kv *kv, uint64_t after)
+{
+    bool quiet = false;
+    if (!after) {
+        if (kv)
+            destroy(kv);
+        return 0;
+    }
+    int rc = vmem__kv_close(kv, after, &quiet);
+    if (quiet && !rc)
+        give_up(kv); // not the handle: callers need not know which steps are known to have ended
+    return rc;
+}
+
+int vmem__kv_retire(vmem_kv *kv, uint64_t step)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_retire_to(kv, step));
+}
+
+int vmem_kv_retire(vmem_kv *kv, uint64_t step)
+{
+    if (!kv || !kv->life.closing)
+        return vmem__kv_retire(kv, step);
+    int rc = vmem__kv_check_fence(kv, step);
+    if (!rc && step >= kv->life.closes)
+        destroy(kv);
+    return rc;
+}
+
+// ---- questions ------------------------------------------------------------------------------------------------------
+
+int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
+{
+    if (!kv)
+        return vmem__error(-EINVAL, "kv is NULL");
+    if (tensor >= kv->n_tensors)
+        return vmem__error(-EINVAL, "tensor %u is out of range: the cache has %u tensors", tensor, kv->n_tensors);
+    uint32_t i = kv->order[tensor], j = 0;
+    while (i >= kv->groups[j].first + kv->groups[j].n)
+        j++;
+    const struct kv_group *g = &kv->groups[j];
+    const struct vmem_kv_layout layout = {
+        .addr = kv->addrs[i],
+        .length = g->slot_stride * kv->n_slots,
+        .group = j,
+        .slot_stride = g->slot_stride,
+        .slot_rows = g->slot_rows,
+        .row_bytes = g->row_bytes,
+    };
+    return vmem__struct_give(out, &layout, sizeof layout, "out");
+}
+
+int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *out)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (group >= kv->n_groups)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "group %u is out of range: the cache has %u groups", group,
+                                              kv->n_groups));
+    const struct kv_group *g = &kv->groups[group];
+    struct vmem_kv_group_info info = {.groups = kv->n_groups,
+                                      .tensors = g->n,
+                                      .max_tokens = g->max_tokens,
+                                      .window = g->window,
+                                      .page_tokens = (uint32_t)(kv->page_size / g->row_bytes),
+                                      .row_bytes = g->row_bytes};
+    info.free_pages = kv_less(vmem__kv_reach_lately(kv), kv->ledger.fixed);
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        const struct kv_span *sp = kv_span(kv, s, group);
+        info.held_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
+        if (sl->state != VMEM_KV_ACTIVE)
+            continue;
+        uint32_t rows = KV_MIN(sl->tokens, g->max_tokens);
+        info.needed_pages += (uint64_t)(sp->need.hi - sp->need.lo) * g->n;
+        info.tokens += g->window ? KV_MIN(rows, g->window) : rows;
+    }
+    info.free_tokens = ((info.free_pages / g->n) << kv->page_shift) / g->row_bytes;
+    info.free_tokens -= info.free_tokens % kv->tile_rows;
+    return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
+}
+
+int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_get(kv, slot, ~0u);
+    if (rc)
+        return vmem__kv_leave(kv, rc);
+    const struct kv_slot *s = &kv->slots[slot];
+    const bool ending = s->state == KV_ENDING;
+    struct vmem_kv_slot_info info = {.tokens = s->tokens, .shared_tokens = vmem__kv_shared_tokens(kv, slot)};
+    info.state = ending ? VMEM_KV_FREE : s->state;
+    info.after = ending ? kv->idle[slot].ends : 0;
+    info.absent_steps = s->state == VMEM_KV_ACTIVE ? kv_absent(kv, slot) : 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        info.pages += (uint64_t)(sp->hi - sp->lo) * g->n;
+        info.needed_pages += (uint64_t)(sp->need.hi - sp->need.lo) * g->n;
+        info.shared_pages += (uint64_t)vmem__kv_span_shared(kv, slot, i) * g->n;
+    }
+    return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
+}
+
+int vmem_kv_get_rows(vmem_kv *kv, uint32_t slot, uint32_t tensor, uint32_t *first, uint32_t *end)
+{
+    struct vmem_kv_layout layout = {.size = sizeof layout};
+    int rc = vmem_kv_get_layout(kv, tensor, &layout);
+    if (!rc && (!first || !end))
+        rc = vmem__error(-EINVAL, "first and end must not be NULL");
+    if (!rc)
+        rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
+    if (!rc) {
+        const struct kv_group *g = &kv->groups[layout.group];
+        const uint32_t tokens = kv->slots[slot].tokens;
+        const uint64_t bytes = (uint64_t)vmem__kv_need_lo(kv, g, tokens) << kv->page_shift;
+        *first = (uint32_t)((bytes + g->row_bytes - 1) / g->row_bytes);
+        *end = KV_MIN(tokens, g->max_tokens);
+    }
+    return vmem__kv_leave(kv, rc);
+}
+
+int vmem_kv_last_step(vmem_kv *kv, uint64_t *step)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (step)
+        *step = kv->fence.step;
+    return vmem__kv_leave(kv, step ? 0 : vmem__error(-EINVAL, "step must not be NULL"));
+}
+
+int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
+{
+    int rc = vmem__kv_check_usable(kv); // in a forked child, a thread that is gone may hold a lock
+    if (rc)
+        return rc;
+    // The driver is asked without a lock, because it may take long to answer, and a step would wait.
+    const bool due = vmem__kv_device_due(kv);
+    if (due)
+        vmem__kv_device_pages(kv);
+    // Unless long_call is set, every holder releases this lock soon.
+    while (!kv->report.long_call) {
+        if (pthread_mutex_trylock(&kv->gate.state)) {
+            sched_yield();
+            continue;
+        }
+        if (kv->report.stale || due)
+            vmem__kv_summarise(kv);
+        pthread_mutex_unlock(&kv->gate.state);
+        break;
+    }
+    pthread_mutex_lock(&kv->report.lock);
+    rc = vmem__struct_give(out, &kv->report.shown, sizeof kv->report.shown, "out");
+    pthread_mutex_unlock(&kv->report.lock);
+    return rc;
+}
+
+int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
+{
+    return vmem__struct_give(out, vmem__kv_last_shortage(), sizeof(struct vmem_kv_shortage), "out");
+}
+
+int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_expect(kv, tokens, prefix_tokens, n));
+}
+
+// ---- runs ------------------------------------------------------------------------------------------------------------
+
+int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_share(kv, runs, n, flags));
+}
+
+int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed)
+{
+    uint64_t got = 0;
+    int rc = vmem__kv_enter(kv);
+    if (!rc)
+        rc = vmem__kv_leave(kv, vmem__kv_drop(kv, runs, n, most_pages, flags, &got));
+    if (freed)
+        *freed = got;
+    return rc;
+}
+
+int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_order(kv, runs, n, keep));
+}
+
+int vmem_kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got)
+{
+    int rc = vmem__kv_enter_step(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_evicted(kv, runs, n, got));
+}
+
+int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_get_run(kv, run, out));
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------------
+
+int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (kv->lend.member)
+        rc = vmem__error(-EINVAL,
+                         "the cache is in a pool, which sets its budget: set the cache's share of the pool instead");
+    return vmem__kv_leave(kv, rc ? rc : vmem__kv_set_budget(kv, bytes));
+}
+
+int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (percent > 100)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "percent %u is over 100", percent));
+    kv->ledger.watermark_pages = kv_ceil_pages(bytes, kv);
+    kv->ledger.watermark_percent = percent;
+    return vmem__kv_leave(kv, 0);
+}
+
+int vmem_kv_wait(vmem_kv *kv)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    vmem__kv_wait_idle(kv);
+    return vmem__kv_leave(kv, 0);
+}
+
+int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_publish(kv, path, name));
+}

@@ -1,0 +1,202 @@
+// The device memory behind the budget.
+//
+// The caches of one context are linked (vmem_context.caches). So a cache that takes memory ahead or gives it back
+// leaves the others the memory that they took. A cache's promise is the number of pages that it took ahead: the cache
+// can create that many pages without asking the device. If the promise is less than the budget (with VMEM_KV_LAZY, and
+// after memory was given back), the device may refuse.
+//
+// SPDX-License-Identifier: MIT
+#include "core/core.h"
+#include "kv/kv.h"
+
+// How long the driver's last word on its free memory is good enough for a yes.
+#define DEVICE_NS UINT64_C(100000000)
+
+// The bytes that the other caches of the context took ahead and have not used. Call it with the context's lock held.
+static uint64_t ahead_of_others(const vmem_kv *kv)
+{
+    uint64_t bytes = 0;
+    for (vmem_kv *c = kv->ctx->caches; c; c = c->next) {
+        if (c == kv)
+            continue;
+        pthread_mutex_lock(&c->report.lock);
+        uint64_t held = c->report.shown.held_pages;
+        bytes += kv_less(c->ledger.promise, held) << c->page_shift;
+        pthread_mutex_unlock(&c->report.lock);
+    }
+    return bytes;
+}
+
+static uint64_t locked_ahead_of_others(const vmem_kv *kv)
+{
+    vmem__lock(kv->ctx);
+    uint64_t bytes = ahead_of_others(kv);
+    vmem__unlock(kv->ctx);
+    return bytes;
+}
+
+void vmem__kv_promise(vmem_kv *kv, uint64_t pages)
+{
+    pthread_mutex_lock(&kv->report.lock);
+    kv->ledger.promise = pages;
+    pthread_mutex_unlock(&kv->report.lock);
+}
+
+void vmem__kv_join(vmem_kv *kv)
+{
+    vmem__lock(kv->ctx);
+    kv->next = kv->ctx->caches;
+    kv->ctx->caches = kv;
+    vmem__unlock(kv->ctx);
+}
+
+void vmem__kv_part(vmem_kv *kv)
+{
+    vmem__lock(kv->ctx);
+    struct vmem_kv **at = &kv->ctx->caches;
+    while (*at && *at != kv)
+        at = &(*at)->next;
+    bool joined = *at;
+    if (joined)
+        *at = kv->next;
+    vmem__unlock(kv->ctx);
+    if (joined)
+        vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), false, NULL);
+}
+
+int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
+{
+    const uint64_t own = kv_less(pages, kv->ledger.held) << kv->page_shift;
+    // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches took ahead.
+    const uint64_t others = locked_ahead_of_others(kv);
+    int rc = own ? vmem__prealloc(kv->ctx, own + KV_MIN(others, UINT64_MAX - own), kv->whole) : 0;
+    if (!rc)
+        vmem__kv_promise(kv, pages);
+    return rc;
+}
+
+void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages)
+{
+    vmem__kv_promise(kv, pages);
+    const uint64_t own = kv_less(pages, kv->ledger.held) << kv->page_shift;
+    vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), false, NULL);
+}
+
+void vmem__kv_trim(vmem_kv *kv, bool wanted) { vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), wanted, NULL); }
+
+uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room)
+{
+    vmem_context *ctx = kv->ctx;
+    vmem__lock(ctx);
+    const uint64_t others = ahead_of_others(kv), used = ctx->created + others;
+    const uint64_t spare = kv_less(ctx->committed, used);
+    const uint64_t most = ctx->budget ? kv_less(ctx->budget, used) : UINT64_MAX;
+    vmem__unlock(ctx);
+    if (room)
+        *room = most >> kv->page_shift;
+    return KV_MIN(spare, most) >> kv->page_shift;
+}
+
+// The device's free memory in bytes, as the driver says it, or as it said no longer than `age` ago, less what the
+// context has taken since. To ask takes a system call, or on the host reading a file: too long for each admission.
+static int device_free(const vmem_kv *kv, uint64_t age, uint64_t *bytes)
+{
+    struct vmem__device_free *last = &kv->ctx->device_free;
+    uint64_t total;
+    vmem__lock(kv->ctx);
+    const uint64_t taken = kv->ctx->committed;
+    *bytes = kv_less(last->bytes + last->committed, taken);
+    const bool known = last->at && vmem__now() - last->at < age;
+    vmem__unlock(kv->ctx);
+    if (known)
+        return 0;
+    int rc = kv->ctx->b.ops->memory(&kv->ctx->b, &total, bytes);
+    vmem__lock(kv->ctx);
+    if (!rc)
+        *last = (struct vmem__device_free){.bytes = *bytes, .committed = taken, .at = vmem__now()};
+    vmem__unlock(kv->ctx);
+    return rc;
+}
+
+static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
+{
+    uint64_t free, room, spare = vmem__kv_spare_memory(kv, &room);
+    if (device_free(kv, age, &free))
+        return UINT64_MAX >> kv->page_shift; // unknown: a later request for pages succeeds or fails
+    if (!kv->ctx->b.ops->populate)           // the device's memory comes in arenas of whole blocks
+        free -= free % KV_BLOCK;
+    return KV_MIN(spare + (free >> kv->page_shift), room);
+}
+
+uint64_t vmem__kv_device_pages(const vmem_kv *kv) { return device_pages(kv, 0); }
+
+bool vmem__kv_device_due(const vmem_kv *kv)
+{
+    vmem__lock(kv->ctx);
+    const uint64_t at = kv->ctx->device_free.at;
+    vmem__unlock(kv->ctx);
+    return !at || vmem__now() - at >= DEVICE_NS;
+}
+
+bool vmem__kv_asks_device(const vmem_kv *kv)
+{
+    return (kv->lend.member || kv->ledger.promise < kv->ledger.budget) && vmem__kv_device_due(kv);
+}
+
+// Pages that the worker makes or releases may count twice: as held, and as memory that no page uses.
+bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want)
+{
+    const uint64_t there = kv->ledger.held - kv->ledger.pending;
+    return want <= there || want <= there + vmem__kv_spare_memory(kv, NULL);
+}
+
+// How many of `most` pages there can be. The device is asked only where fewer than `want` are at hand.
+static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
+{
+    if (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget)
+        return most;
+    const uint64_t there = kv->ledger.held - kv->ledger.pending, at_hand = there + vmem__kv_spare_memory(kv, NULL);
+    const uint64_t reached = at_hand >= want ? at_hand : there + device_pages(kv, age);
+    return KV_MIN(most, reached);
+}
+
+static uint64_t most_reached(const vmem_kv *kv)
+{
+    return kv->ledger.budget + vmem__pool_claimable(kv->lend.member, kv->ledger.budget);
+}
+
+// An answer of less than `want` is as old as `age` allows, and given while the worker makes no pages: these count as lost.
+static uint64_t reach(vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
+{
+    const uint64_t lately = count(kv, most, want, DEVICE_NS);
+    if (lately >= want)
+        return lately;
+    if (kv->ledger.pending)
+        vmem__kv_wait_job(kv);
+    return count(kv, most, want, age);
+}
+
+uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want)
+{
+    const uint64_t most = most_reached(kv);
+    return want > most ? most : reach(kv, most, want, 0);
+}
+
+uint64_t vmem__kv_reach_lately(vmem_kv *kv)
+{
+    const uint64_t most = most_reached(kv);
+    return reach(kv, most, most, DEVICE_NS);
+}
+
+uint64_t vmem__kv_reach_known(const vmem_kv *kv)
+{
+    const uint64_t most = most_reached(kv);
+    return count(kv, most, most, UINT64_MAX);
+}
+
+bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
+{
+    const uint64_t want = kv->ledger.held + pages, most = kv->ledger.budget;
+    return kv->ledger.promise >= most || !locked_ahead_of_others(kv) || want <= count(kv, most, want, DEVICE_NS) ||
+           want <= count(kv, most, want, 0);
+}

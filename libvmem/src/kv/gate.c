@@ -1,0 +1,241 @@
+// The gate: how every public call begins and ends, and what others see of the cache meanwhile: statistics, and the view,
+// in which other processes read its state and write requests to it. kv.h states the order of the locks.
+//
+// SPDX-License-Identifier: MIT
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "kv/kv.h"
+
+// ---- the view -------------------------------------------------------------------------------------------------------
+
+void vmem__kv_publish_stats(vmem_kv *kv)
+{
+    struct vmem_kv_view *v = kv->view.map;
+    uint64_t seq = v->sequence;
+    __atomic_store_n(&v->sequence, seq + 1, __ATOMIC_RELAXED);
+    atomic_thread_fence(memory_order_release);
+    v->stats = kv->report.shown;
+    vmem__pool_show(kv->lend.member, &v->pool, v->pool_path);
+    __atomic_store_n(&v->sequence, seq + 2, __ATOMIC_RELEASE);
+}
+
+// Memory that nobody can truncate: the manager writes to it without system calls, and would die of a shorter file.
+static int sealed_memory(size_t size)
+{
+    int fd = memfd_create("vmem-view", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0)
+        return -errno;
+    // Allocate it now, so that a lack of memory is an error here and not a signal later.
+    int rc = -posix_fallocate(fd, 0, (off_t)size);
+    if (!rc && (fchmod(fd, 0600) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)))
+        rc = -errno;
+    if (rc)
+        close(fd);
+    return rc ? rc : fd;
+}
+
+// The path becomes a link to the memory, by way of this process's descriptor.
+static int make_view(const char *path, int *fd, struct vmem_kv_view **out)
+{
+    char target[64];
+    *fd = sealed_memory(sizeof(**out));
+    if (*fd < 0)
+        return vmem__error(*fd, "no memory for a view: %s", strerror(-*fd));
+    struct vmem_kv_view *v = mmap(NULL, sizeof(*v), PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+    int rc = v == MAP_FAILED ? -errno : 0;
+    snprintf(target, sizeof target, "/proc/%d/fd/%d", (int)getpid(), *fd);
+    if (!rc && symlink(target, path)) {
+        rc = -errno;
+        munmap(v, sizeof(*v));
+    }
+    if (rc) {
+        close(*fd);
+        return vmem__error(rc, "path %s: %s", path, strerror(-rc));
+    }
+    *out = v;
+    return 0;
+}
+
+int vmem__kv_publish(vmem_kv *kv, const char *path, const char *name)
+{
+    int rc = 0;
+    struct vmem_info info = {.size = sizeof info};
+    struct vmem_kv_view *v = NULL;
+    int fd = -1;
+    if (!path || !name)
+        rc = vmem__error(-EINVAL, "path and name must not be NULL");
+    else if (kv->view.map)
+        rc = vmem__error(-EINVAL, "this cache is published already, in %s", kv->view.path);
+    if (!rc)
+        rc = vmem_context_info(kv->ctx, &info);
+    if (!rc)
+        rc = make_view(path, &fd, &v);
+    if (rc)
+        return rc;
+    kv->view.path = strdup(path);
+    kv->view.fd = fd;
+    v->pid = (uint32_t)kv->pid;
+    v->size = sizeof(*v);
+    v->device = info.device;
+    v->memory_total = info.memory_total;
+    memcpy(v->backend, info.backend, sizeof(v->backend));
+    strncpy(v->name, name, sizeof(v->name) - 1);
+    kv->view.map = v;
+    vmem__kv_publish_stats(kv);
+    __atomic_store_n(&v->magic, VMEM_KV_VIEW_MAGIC, __ATOMIC_RELEASE);
+    return 0;
+}
+
+void vmem__kv_unpublish(vmem_kv *kv)
+{
+    if (kv->view.path)
+        unlink(kv->view.path);
+}
+
+uint64_t vmem__kv_wanted_budget(const vmem_kv *kv)
+{
+    return kv->view.map ? __atomic_load_n(&kv->view.map->wanted_budget, __ATOMIC_ACQUIRE) : 0;
+}
+
+void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason)
+{
+    struct vmem_kv_view *v = kv->view.map;
+    uint64_t old = bytes; // a newer one stays
+    __atomic_compare_exchange_n(&v->wanted_budget, &old, 0, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+    v->answered_budget = bytes;
+    v->answer = rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED;
+    v->reason = rc ? reason : 0;
+    __atomic_store_n(&v->answers, v->answers + 1, __ATOMIC_RELEASE);
+}
+
+#define VIEW_NS 5000000 // how far the published view may be behind
+
+// ---- counters and gauges ---------------------------------------------------------------------------------------------
+
+static uint64_t coarse_now(void) // to a few ms
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t); // needs no system call
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+void vmem__kv_summarise(vmem_kv *kv)
+{
+    struct vmem_kv_stats *st = &kv->stats;
+    st->page_size = kv->page_size;
+    st->budget_pages = kv->ledger.budget;
+    st->held_pages = kv->ledger.held;
+    st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
+    st->active_slots = kv->in_state[VMEM_KV_ACTIVE];
+    st->swapped_slots = kv->in_state[VMEM_KV_SWAPPED];
+    st->ending_slots = kv->in_state[KV_ENDING];
+    st->absent_slots = 0;
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        bool active = sl->state == VMEM_KV_ACTIVE;
+        st->absent_slots += active && kv_absent(kv, s);
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_group *g = &kv->groups[i];
+            const struct kv_span *sp = kv_span(kv, s, i);
+            if (active) {
+                uint32_t rows = KV_MIN(sl->tokens, g->max_tokens);
+                st->live_bytes += (g->window ? KV_MIN(rows, g->window) : rows) * g->row_bytes * g->n;
+            }
+            if (active || sl->state == KV_ENDING) {
+                st->needed_pages += (uint64_t)(sp->need.hi - sp->need.lo) * g->n;
+                st->ahead_pages += (uint64_t)(sp->hi - sp->need.hi) * g->n;
+            } else {
+                st->kept_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
+            }
+        }
+    }
+    st->free_pages = kv_less(vmem__kv_reach_known(kv), kv->ledger.fixed);
+    st->shared_pages = kv->refs.shared;
+    st->prefix_pages = kv->refs.only;
+    st->zeroed_bytes = kv->copy.zeroed_bytes;
+    st->slots = kv->n_slots;
+    st->prefixes = kv->runs.n - kv->runs.reported;
+    st->evictable_pages = kv->refs.evictable;
+    st->hashed_blocks = kv->runs.reported;
+    st->watermark_pages = kv_watermark(kv);
+    pthread_mutex_lock(&kv->report.lock);
+    kv->report.shown = *st;
+    pthread_mutex_unlock(&kv->report.lock);
+    kv->report.stale = false;
+    if (kv->view.map) {
+        kv->report.summarised = coarse_now();
+        vmem__kv_publish_stats(kv);
+    }
+}
+
+void vmem__kv_note(vmem_kv *kv)
+{
+    if (kv->view.map) {
+        vmem__kv_summarise(kv);
+        return;
+    }
+    pthread_mutex_lock(&kv->report.lock);
+    kv->report.shown.held_pages = kv->ledger.held; // which the context's other caches count with
+    pthread_mutex_unlock(&kv->report.lock);
+    kv->report.stale = true;
+}
+
+void vmem__kv_may_take_long(vmem_kv *kv)
+{
+    if (kv->report.stale)
+        vmem__kv_summarise(kv);
+    kv->report.long_call = true;
+}
+
+// ---- calls -----------------------------------------------------------------------------------------------------------
+
+int vmem__kv_enter_step(vmem_kv *kv)
+{
+    int rc = vmem__kv_check_usable(kv);
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&kv->gate.api);
+    pthread_mutex_lock(&kv->gate.state);
+    rc = vmem__kv_check_usable(kv); // another thread may have closed the cache while this one waited
+    if (rc) {
+        pthread_mutex_unlock(&kv->gate.state);
+        pthread_mutex_unlock(&kv->gate.api);
+        return rc;
+    }
+    kv->gate.called = true;
+    return 0;
+}
+
+int vmem__kv_enter(vmem_kv *kv)
+{
+    int rc = vmem__kv_enter_step(kv);
+    if (!rc)
+        vmem__kv_may_take_long(kv);
+    return rc;
+}
+
+int vmem__kv_leave(vmem_kv *kv, int rc)
+{
+    if (kv->flags & VMEM_KV_CHECK && !rc)
+        rc = vmem__kv_check_books(kv);
+    kv->report.stale = true;
+    kv->gate.calls++;
+    // Idle steps defer aggregation to the next query; the published view may lag.
+    if (kv->report.long_call || (kv->view.map && coarse_now() - kv->report.summarised > VIEW_NS))
+        vmem__kv_summarise(kv);
+    kv->report.long_call = false;
+    kv->gate.called = false;
+    if (kv->ledger.fixed < kv->lend.fixed)
+        vmem__pool_wake(kv->lend.member);
+    kv->lend.fixed = kv->ledger.fixed;
+    pthread_mutex_unlock(&kv->gate.state);
+    pthread_mutex_unlock(&kv->gate.api);
+    return rc;
+}

@@ -1,0 +1,302 @@
+// A cache as a member of a pool: what the pool asks of it, the calls that name both, and what a lease adds.
+//
+// SPDX-License-Identifier: MIT
+#include "core/core.h"
+#include "core/memory.h"
+#include "core/struct.h"
+#include "kv/kv.h"
+#include "kv/member.h"
+#include "pool/pool.h"
+
+// ---- what the pool's thread calls ------------------------------------------------------------------------------------
+
+static void lock(void *self)
+{
+    vmem_kv *kv = self;
+    pthread_mutex_lock(&kv->gate.api);
+    pthread_mutex_lock(&kv->gate.state);
+}
+
+static void unlock(void *self)
+{
+    vmem_kv *kv = self;
+    vmem__kv_summarise(kv);
+    pthread_mutex_unlock(&kv->gate.state);
+    pthread_mutex_unlock(&kv->gate.api);
+}
+
+static uint64_t evictable(const vmem_kv *kv)
+{
+    return kv->lend.evict ? kv->refs.only + kv->lend.offered : kv->refs.evictable;
+}
+
+// A check of the books must not take pages that were created under the old one for too many.
+static void shrink_budget(vmem_kv *kv, uint64_t pages)
+{
+    kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.held);
+    kv->ledger.budget = pages;
+}
+
+static void state(void *self, struct vmem__lend_state *out)
+{
+    vmem_kv *kv = self;
+    const uint64_t fixed = vmem__kv_least(kv);
+    *out = (struct vmem__lend_state){.budget = kv->ledger.budget,
+                                     .held = kv->ledger.held,
+                                     .used = kv->ledger.fixed,
+                                     .after = kv->lend.giving ? kv->lend.give_to : kv->ledger.budget,
+                                     .fixed = fixed,
+                                     .evictable = KV_MIN(evictable(kv), fixed),
+                                     .margin = kv->in_state[VMEM_KV_FREE] < kv->n_slots ? fixed / 32 : 0};
+}
+
+static void raise_budget(void *self, uint64_t pages)
+{
+    vmem_kv *kv = self;
+    kv->ledger.budget += pages;
+}
+
+// From now on, the background thread gives back what the cache holds beyond `pages`. The budget falls as the pages go,
+// so that a step that needs pages meanwhile does not wait for all of them.
+static void give_down_to(void *self, uint64_t pages)
+{
+    vmem_kv *kv = self;
+    kv->lend.give_to = pages;
+    kv->lend.giving = kv->ledger.held > pages;
+    if (kv->lend.giving)
+        vmem__kv_worker_wake(kv);
+    else
+        shrink_budget(kv, pages);
+}
+
+// The pages that a step may need next: requests grow by a page in each tensor at a time.
+static uint64_t next_pages(const vmem_kv *kv) { return (uint64_t)kv->in_state[VMEM_KV_ACTIVE] * kv->n_tensors; }
+
+// What is left, if anything, cannot be given back now.
+static void stop_giving(vmem_kv *kv)
+{
+    shrink_budget(kv, KV_MAX(kv->lend.give_to, kv->ledger.held));
+    kv->lend.giving = false;
+}
+
+// Continues to shrink a cache that is idle or was asked to give. One without a background thread gives a portion here.
+static bool go_on_giving(void *self, uint64_t least)
+{
+    vmem_kv *kv = self;
+    const bool alone = !kv->turn.has_worker;
+    if (kv->worker.gave && (kv->lend.giving ? kv->lend.give_to : kv->ledger.budget) > least) // idle
+        give_down_to(kv, least);
+    if (!kv->lend.giving)
+        return false;
+    if (alone)
+        vmem__kv_reclaim_to(kv, KV_MAX(kv->lend.give_to, kv_less(kv->ledger.held, kv->lend.portion)), true);
+    const bool rests = alone ? kv->ledger.held <= vmem__kv_least(kv) : !kv->turn.due && !kv->turn.working;
+    if (kv->ledger.held <= kv->lend.give_to || rests)
+        stop_giving(kv);
+    else
+        shrink_budget(kv, KV_MIN(kv->ledger.budget, KV_MAX(kv->lend.give_to, kv->ledger.held + next_pages(kv))));
+    return kv->lend.giving && alone;
+}
+
+static void trim(void *self, bool wanted) { vmem__kv_trim(self, wanted); }
+
+// One portion of runs in a round, or what their owner can spare.
+static void evict(void *self, uint64_t pages)
+{
+    vmem_kv *kv = self;
+    if (kv->lend.evict) {
+        kv->lend.evict(kv->lend.evict_arg, pages);
+        return;
+    }
+    lock(kv);
+    vmem__kv_evict(kv, KV_MIN(pages, KV_MAX(kv->lend.portion, kv->block)));
+    unlock(kv);
+}
+
+static uint64_t ready(void *self)
+{
+    vmem_kv *kv = self;
+    return kv->ledger.held + vmem__kv_spare_memory(kv, NULL);
+}
+
+static void forget(void *self)
+{
+    vmem_kv *kv = self;
+    kv->lend.foresees = false;
+    vmem__kv_worker_wake(kv);
+}
+
+static uint64_t wanted(void *self) { return vmem__kv_wanted_budget(self); }
+
+static void answered(void *self, uint64_t bytes, int rc, uint32_t why)
+{
+    vmem_kv *kv = self;
+    lock(kv);
+    vmem__kv_summarise(kv); // whoever reads the answer finds the new maximum
+    vmem__kv_answer_wanted(kv, bytes, rc, why);
+    unlock(kv);
+}
+
+static const struct vmem__member_ops ops = {
+    .lock = lock,
+    .unlock = unlock,
+    .state = state,
+    .raise = raise_budget,
+    .give_down_to = give_down_to,
+    .go_on = go_on_giving,
+    .trim = trim,
+    .evict = evict,
+    .ready = ready,
+    .forget = forget,
+    .wanted = wanted,
+    .answered = answered,
+};
+
+// ---- what callers ask --------------------------------------------------------------------------------------------------
+
+int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool_share *share)
+{
+    struct vmem_kv_pool_share s;
+    if (!pool || !share)
+        return vmem__error(-EINVAL, "pool and share must not be NULL");
+    int rc = vmem__struct_take(&s, sizeof s, sizeof s, share, "share");
+    if (!rc)
+        rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (kv->lend.member)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is a member of a pool already"));
+    vmem__kv_worker_hold(kv);
+    const struct vmem__member_terms terms = {
+        .ctx = kv->ctx,
+        .page_size = kv->page_size,
+        .held = kv->ledger.held,
+        .whole = kv->whole,
+        .name = s.name ? s.name : "kv",
+        .min = s.min,
+        .max = s.max,
+    };
+    uint64_t budget;
+    rc = vmem__pool_join(pool, &ops, kv, &terms, &kv->lend.member, &budget);
+    if (!rc) {
+        kv->lend.evict = s.evict;
+        kv->lend.evict_arg = s.arg;
+        kv->flags |= VMEM_KV_LAZY;
+        // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
+        kv->lend.portion =
+            kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
+        shrink_budget(kv, budget);
+    }
+    vmem__kv_worker_release(kv);
+    if (!rc)
+        vmem__kv_give_ahead(kv, 0);
+    return vmem__kv_leave(kv, rc);
+}
+
+// Finds the membership. If this succeeds, state is held, and the cache does not leave its pool.
+static int find_member(vmem_kv *kv, struct vmem__member **m)
+{
+    int rc = vmem__kv_check_usable(kv);
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&kv->gate.state);
+    *m = kv->lend.member;
+    if (*m)
+        return 0;
+    pthread_mutex_unlock(&kv->gate.state);
+    return vmem__error(-EINVAL, "the cache is in no pool");
+}
+
+// The same, with the pool's lock in its place.
+static int find_and_lock(vmem_kv *kv, struct vmem__member **m)
+{
+    int rc = find_member(kv, m);
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&(*m)->pool->lock);
+    pthread_mutex_unlock(&kv->gate.state);
+    return 0;
+}
+
+int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
+{
+    struct vmem__member *m;
+    uint32_t why;
+    int rc = find_and_lock(kv, &m);
+    if (rc)
+        return rc;
+    rc = vmem__pool_set_share(m, min, max, &why);
+    pthread_mutex_unlock(&m->pool->lock);
+    if (rc)
+        return rc;
+    lock(kv);
+    vmem__pool_keep_to_max(m);
+    if (kv->lend.giving) { // now, not in portions
+        vmem__kv_reclaim_to(kv, kv->lend.give_to, false);
+        stop_giving(kv);
+    }
+    unlock(kv);
+    return 0;
+}
+
+int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
+{
+    int rc = vmem__kv_enter_step(kv);
+    if (rc)
+        return rc;
+    if (!kv->lend.member)
+        return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is in no pool"));
+    vmem__kv_foresee(kv, vmem__kv_least(kv) + kv_ceil_pages(bytes, kv), false);
+    return vmem__kv_leave(kv, 0);
+}
+
+int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *out)
+{
+    struct vmem__member *m;
+    int rc = find_and_lock(kv, &m);
+    if (rc)
+        return rc;
+    const uint32_t answer = vmem__pool_wait(m, ms);
+    if (out)
+        *out = answer;
+    pthread_mutex_unlock(&m->pool->lock);
+    return 0;
+}
+
+// ---- for a lease -------------------------------------------------------------------------------------------------------
+
+int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+{
+    uint64_t done = 0;
+    uint32_t got;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    for (; done < n && !rc; done += !rc) {
+        const struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slots[done]};
+        rc = vmem__kv_alloc(kv, &o, &got);
+    }
+    if (rc) // they have no pages: this cannot fail
+        vmem__kv_free_slots(kv, slots, done);
+    return vmem__kv_leave(kv, rc);
+}
+
+int vmem__kv_end(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_free_slots(kv, slots, n));
+}
+
+void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed)
+{
+    struct vmem__member *m;
+    if (find_member(kv, &m))
+        return;
+    const uint64_t before = kv->lend.offered;
+    kv->lend.offered = bytes >> kv->page_shift;
+    if (kv->lend.offered > before)
+        vmem__pool_wake(m);
+    vmem__expect(kv->ctx, 0, (int64_t)(missed - kv->lend.missed));
+    kv->lend.missed = missed;
+    pthread_mutex_unlock(&kv->gate.state);
+}

@@ -1,0 +1,26 @@
+// What others use of the manager beside the public calls: torch/lease.c, for a cache that holds its segments, and pyvmem,
+// for the end of a cache.
+//
+// SPDX-License-Identifier: MIT
+#ifndef VMEM__KV_MEMBER_H
+#define VMEM__KV_MEMBER_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "vmem_kv.h"
+
+// Begins requests in these slots, without pages, or ends them. All or none, in one call.
+int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n);
+int vmem__kv_end(vmem_kv *kv, const uint32_t *slots, uint64_t n);
+// So many bytes of its requests' pages would be released if the member's evict asked, beside those of prefixes; and so
+// many have been, and will be wanted again.
+void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed);
+
+// Ends all calls but vmem_kv_retire and vmem_kv_destroy, and the background thread. *quiet: the kernels up to the step
+// have ended.
+int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet);
+// vmem_kv_retire, but a cache that is being closed is refused, not destroyed.
+int vmem__kv_retire(vmem_kv *kv, uint64_t step);
+
+#endif

@@ -1,0 +1,411 @@
+// The step before an iteration: a plan, made before anything changes, of what each slot needs; and its execution, after
+// which every row up to the lengths has a page.
+//
+// SPDX-License-Identifier: MIT
+#include <string.h>
+
+#include "core/trace.h"
+#include "kv/kv.h"
+
+// ---- the plan --------------------------------------------------------------------------------------------------------
+
+// Of a length that goes back, or is wrong.
+static int __attribute__((cold)) look_at_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    if (tokens < 0 || (uint32_t)tokens > kv->max_tokens)
+        return vmem__error(-EINVAL, "lengths[%u] %d is not between 0 and max_tokens, %u", slot, tokens, kv->max_tokens);
+    if (s->state != VMEM_KV_ACTIVE)
+        return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", slot, tokens,
+                           vmem__kv_state_name(s->state));
+    if ((uint32_t)tokens < vmem__kv_shared_tokens(kv, slot))
+        return vmem__error(-EINVAL, "slot %u, %d tokens: rows below %u are shared; truncate the slot first", slot,
+                           tokens, s->shared_tokens);
+    return 0;
+}
+
+static inline int check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    const uint32_t tokens = (uint32_t)length; // negative: more than any
+    if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->tokens))
+        return look_at_length(kv, slot, length);
+    return 0;
+}
+
+// Whether a step that needs pages up to hi can continue from what the span has.
+static bool usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
+
+// Pages that the span lacks of [lo, hi). Pages that an earlier request left after a prefix do not help.
+static uint32_t missing_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+{
+    const struct kv_span *sp = kv_span(kv, slot, group);
+    if (!usable(sp, hi))
+        return hi - lo;
+    const uint32_t serves = vmem__kv_serves(kv, slot, group, hi);
+    return (uint32_t)(kv_less(sp->lo, lo) + kv_less(hi, serves));
+}
+
+static bool extends(const struct kv_slot *s, uint32_t tokens) { return s->fresh || tokens > s->backed; }
+
+// Adds what a step to `tokens` needs of a slot. -EINVAL: its window has given up rows that it reads.
+static int plan_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    struct kv_plan *plan = &kv->plan;
+    const struct kv_slot *s = &kv->slots[slot];
+    int rc = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        struct kv_want *w = &plan->wants[plan->n++];
+        w->slot = slot;
+        w->group = i;
+        w->need.lo = g->window ? vmem__kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
+        w->need.hi = vmem__kv_need_hi(kv, g, tokens);
+        w->touched = kv_in_flight(kv, slot, i, w->need);
+        w->extends = extends(s, tokens);
+        if (w->extends)
+            plan->missing += (uint64_t)missing_of(kv, slot, i, w->need.lo, w->need.hi) * g->n;
+        if (kv->windows && s->tokens && w->need.lo < kv_span(kv, slot, i)->keep.lo)
+            rc = vmem__error(-EINVAL, "slot %u, %u tokens: the window has given up rows that it reads", slot, tokens);
+    }
+    plan->extends |= extends(s, tokens);
+    return rc;
+}
+
+static void plan_nothing(vmem_kv *kv)
+{
+    kv->plan.n = kv->plan.missing = 0;
+    kv->plan.extends = false;
+}
+
+// The fixed part after the step, as far as the span has pages for it now.
+static inline struct kv_range part_of(const vmem_kv *kv, const struct kv_want *w)
+{
+    const struct kv_span *sp = kv_span(kv, w->slot, w->group);
+    const bool fresh = kv->slots[w->slot].fresh;
+    const uint32_t serves = fresh ? vmem__kv_serves(kv, w->slot, w->group, w->need.hi) : sp->hi;
+    const uint32_t hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), serves), lo = KV_MIN(KV_MAX(w->touched.lo, sp->lo), hi);
+    return (struct kv_range){lo, kv_end_of(kv, w->slot, w->group, hi, !fresh)};
+}
+
+// By how many pages the step will raise kv_ledger.fixed, the missing ones included.
+static int64_t plan_delta(const vmem_kv *kv)
+{
+    int64_t delta = (int64_t)kv->plan.missing;
+    const struct kv_want *end = kv->plan.wants + kv->plan.n;
+    for (const struct kv_want *w = kv->plan.wants; w < end; w++)
+        delta += kv_fix_delta(kv, w->slot, w->group, part_of(kv, w));
+    return delta;
+}
+
+int vmem__kv_plan_one(vmem_kv *kv, uint32_t slot, uint32_t tokens, int64_t *delta)
+{
+    plan_nothing(kv);
+    int rc = plan_slot(kv, slot, tokens);
+    *delta = plan_delta(kv);
+    return rc;
+}
+
+// Finds the slots for which the step needs other pages than the last one did.
+static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
+{
+    const struct kv_slot *sl = kv->slots;
+    *n = 0;
+    for (uint32_t s = 0, all = kv->n_slots; s < all; s++, sl++) {
+        const uint32_t tokens = (uint32_t)lengths[s];
+        if (!tokens || (tokens >= sl->tokens && tokens <= sl->steady))
+            continue;
+        int rc = check_length(kv, s, lengths[s]);
+        if (rc)
+            return rc;
+        kv->plan.changed[(*n)++] = s;
+        __builtin_prefetch(kv_span(kv, s, 0)); // the spans are far apart, and the CPU cannot predict the access
+    }
+    return 0;
+}
+
+// Waits until the worker is at none of the slots that are to be extended; whether it had to: the lock was dropped then.
+static bool wait_for_changed(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    for (uint32_t k = 0; k < n; k++) {
+        const uint32_t s = kv->plan.changed[k];
+        if (kv->slots[s].busy && extends(&kv->slots[s], (uint32_t)lengths[s])) {
+            vmem__kv_wait_slot(kv, s);
+            return true;
+        }
+    }
+    return false;
+}
+
+// Plans a step to these lengths, or returns -EINVAL. If waited is not NULL, the call waits until the worker changes none
+// of the slots that will be extended, and *waited receives whether it had to.
+static int plan_step(vmem_kv *kv, const int32_t *lengths, bool *waited)
+{
+    uint32_t n;
+    plan_nothing(kv);
+    int rc = find_changed(kv, lengths, &n);
+    while (!rc && waited && wait_for_changed(kv, lengths, n)) {
+        *waited = true;
+        rc = find_changed(kv, lengths, &n);
+    }
+    for (uint32_t k = 0; k < n && !rc; k++)
+        rc = plan_slot(kv, kv->plan.changed[k], (uint32_t)lengths[kv->plan.changed[k]]);
+    return rc;
+}
+
+// Between these two calls, nothing takes back what the step needs or what kernels in flight access. What kernels of the
+// step do not access any more can be taken.
+static void plan_enter(vmem_kv *kv)
+{
+    for (const struct kv_want *w = kv->plan.wants; w < kv->plan.wants + kv->plan.n; w++)
+        vmem__kv_fix(kv, w->slot, w->group, part_of(kv, w));
+}
+
+static void plan_leave(vmem_kv *kv)
+{
+    for (uint64_t k = 0; k < kv->plan.n; k += kv->n_groups)
+        vmem__kv_book(kv, kv->plan.wants[k].slot);
+}
+
+static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    if (!lengths)
+        return vmem__error(-EINVAL, "lengths must not be NULL");
+    if (n != kv->n_slots)
+        return vmem__error(-EINVAL, "n %u is out of range: the cache has %u slots", n, kv->n_slots);
+    return 0;
+}
+
+// A step with flags: what it would return.
+static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
+{
+    int rc = vmem__check_flags(flags, VMEM_KV_DRY);
+    if (rc)
+        return rc;
+    vmem__kv_take_wanted(kv);
+    rc = check_lengths(kv, lengths, n);
+    if (!rc)
+        rc = plan_step(kv, lengths, NULL);
+    return rc ? rc : vmem__kv_would_fit(kv, plan_delta(kv), kv->plan.missing);
+}
+
+// ---- the step --------------------------------------------------------------------------------------------------------
+
+// A request's first step: keeps the slot's pages as far as they can later be released in small pieces.
+static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+{
+    struct kv_slot *s = &kv->slots[slot];
+    int failed = vmem__kv_stale_now(kv, slot);
+    if (failed)
+        return failed;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t hi = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
+        if (sp->coarse_hi > hi || !usable(sp, hi)) {
+            int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, KV_MIN(hi, vmem__kv_serves(kv, slot, i, hi)));
+            if (rc)
+                return rc;
+        }
+        if (!s->tokens && usable(sp, hi))
+            kv->stats.adopted_pages += (uint64_t)(KV_MIN(hi, sp->hi) - sp->lo) * kv->groups[i].n;
+    }
+    if (s->dirty) {
+        int rc = vmem__kv_clear_slot(kv, slot);
+        if (rc)
+            return rc;
+        s->dirty = false;
+    }
+    return 0;
+}
+
+// Pages that may be mapped beyond the missing ones. While memory is plentiful, these complete 2 MiB blocks, because a
+// call that maps many pages takes as long as a call for one.
+static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
+{
+    const bool generous = kv->flags & VMEM_KV_GENEROUS && !kv->lend.giving;
+    const uint64_t spare = generous ? kv_less(kv_unused(kv), 2 * kv_low(kv) + missing) : 0;
+    return spare && vmem__kv_leaves_others(kv, missing + spare) ? spare : 0;
+}
+
+// Lists the parts of spans to back, with up to `spare` pages beyond the missing ones.
+static int list_parts(vmem_kv *kv, uint64_t spare)
+{
+    const struct kv_plan *plan = &kv->plan;
+    vmem__kv_grow_reset(&kv->grow);
+    for (uint64_t k = 0; k < plan->n; k++) {
+        const struct kv_want *w = &plan->wants[k];
+        const struct kv_group *g = &kv->groups[w->group];
+        const struct kv_span *sp = kv_span(kv, w->slot, w->group);
+        if (!w->extends || (sp->lo < sp->hi && sp->lo <= w->need.lo && w->need.hi <= sp->hi))
+            continue;
+        uint32_t to = KV_MIN((w->need.hi + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+        uint64_t extra = (uint64_t)(to - w->need.hi) * g->n;
+        if (extra > spare || w->need.hi <= sp->hi)
+            to = w->need.hi;
+        else
+            spare -= extra;
+        int rc = vmem__kv_grow_to(kv, &kv->grow, w->slot, w->group, w->need.lo, to, w->need.hi);
+        if (rc)
+            return rc;
+    }
+    return 0;
+}
+
+// Whether the budget has room for what the step fixes. Where it has room for every page, nothing need be counted.
+static int lacks(vmem_kv *kv)
+{
+    const struct kv_plan *plan = &kv->plan;
+    if (kv->ledger.held + plan->missing <= kv->ledger.budget)
+        return 0;
+    const int64_t delta = plan_delta(kv);
+    return plan->extends || delta > 0 ? vmem__kv_lacks(kv, delta, plan->missing) : 0;
+}
+
+static int back(vmem_kv *kv, const int32_t *lengths)
+{
+    const struct kv_plan *plan = &kv->plan;
+    vmem__kv_enough();
+    int rc = lacks(kv);
+    if (!rc && !vmem__kv_has_room(kv, plan->missing)) { // take pages back, but not those that the step needs
+        plan_enter(kv);
+        rc = vmem__kv_take_room(kv, plan->missing);
+    }
+    for (uint64_t k = 0; k < plan->n && !rc; k += kv->n_groups) {
+        const uint32_t slot = plan->wants[k].slot;
+        if (kv->slots[slot].fresh)
+            rc = adopt(kv, slot, (uint32_t)lengths[slot]);
+    }
+    if (!rc)
+        rc = list_parts(kv, spare_for(kv, plan->missing));
+    uint64_t total = rc ? 0 : kv->grow.total;
+    if (total)
+        rc = vmem__kv_grow_all(kv, &kv->grow, 0);
+    if (rc == -ENOMEM && total) { // the device has less than the budget: back only what is needed
+        plan_enter(kv);
+        rc = list_parts(kv, 0);
+        total = kv->grow.total;
+        if (!rc)
+            rc = vmem__kv_grow_all(kv, &kv->grow, KV_TRIES);
+    }
+    if (rc) {
+        vmem__kv_grow_reset(&kv->grow);
+        plan_leave(kv);
+        return rc;
+    }
+    vmem__pool_unask(kv->lend.member);
+    kv->stats.step_maps += total != 0;
+    kv->stats.step_mapped_pages += total;
+    return 0;
+}
+
+// Before the span's need changes.
+static void remember(vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    struct kv_range *past = kv_past_of(kv, slot, group);
+    for (uint32_t i = kv->steps_in_flight - 1; i-- > 1;)
+        past[i] = past[i - 1];
+    if (kv->steps_in_flight > 1)
+        past[0] = s->need;
+}
+
+// Records in the spans what kernels of the step access, and what kernels of earlier steps may still access.
+static void set_needs(vmem_kv *kv)
+{
+    uint32_t steady = 0;
+    const struct kv_want *end = kv->plan.wants + kv->plan.n;
+    for (const struct kv_want *w = kv->plan.wants; w < end; w++) {
+        struct kv_span *sp = kv_span(kv, w->slot, w->group);
+        struct kv_slot *s = &kv->slots[w->slot];
+        const uint32_t rows = kv_rows_before(kv, &kv->groups[w->group], w->need.hi);
+        remember(kv, w->slot, w->group);
+        sp->keep = (struct kv_range){KV_MAX(w->touched.lo, sp->lo), KV_MIN(w->touched.hi, sp->hi)};
+        sp->need = w->need;
+        kv_fix(kv, w->slot, w->group, kv_in_use(kv, w->slot, w->group, true));
+        if (!w->group)
+            steady = kv->windows ? 0 : kv->max_tokens;
+        steady = sp->keep.lo == w->need.lo && sp->keep.hi == w->need.hi ? KV_MIN(steady, rows) : 0;
+        s->steady = steady;
+        s->fresh = false; // kernels access the slot from now on
+    }
+}
+
+static void commit(vmem_kv *kv, const int32_t *lengths)
+{
+    bool due = false;
+    bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
+    uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
+    const uint32_t step = (uint32_t)++kv->fence.step, most = kv->max_tokens;
+    set_needs(kv);
+    struct kv_slot *sl = kv->slots;
+    for (uint32_t s = 0, n = kv->n_slots; s < n; s++, sl++) {
+        const uint32_t tokens = (uint32_t)lengths[s];
+        if (!tokens)
+            continue;
+        sl->tokens = tokens;
+        sl->took = step;
+        sl->skip = sl->stuck = false;
+        due |= sl->backed < most && sl->backed < (uint64_t)tokens + ahead;
+    }
+    for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++)
+        due |= lengths[s] && vmem__kv_pass_windows(kv, s);
+    if (due)
+        vmem__kv_worker_wake(kv);
+}
+
+// What the kernels that have ended kept waiting. A step that is none ends nothing: -EINVAL.
+static int __attribute__((noinline)) end_before(vmem_kv *kv, const int32_t *lengths)
+{
+    for (uint32_t s = 0; s < kv->n_slots; s++) {
+        int rc = check_length(kv, s, lengths[s]);
+        if (rc)
+            return rc;
+    }
+    vmem__kv_may_take_long(kv);
+    // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
+    vmem__kv_end_requests(kv, kv_less(kv->fence.step, kv->steps_in_flight));
+    return 0;
+}
+
+static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
+{
+    const struct kv_plan *plan = &kv->plan;
+    bool waited = false;
+    int rc = check_lengths(kv, lengths, n);
+    const bool ends = kv_waiting(kv);
+    if (ends && !rc)
+        rc = end_before(kv, lengths);
+    if (!rc)
+        rc = plan_step(kv, lengths, &waited);
+    if (rc || plan->extends || kv->windows)
+        vmem__kv_may_take_long(kv);
+    if (!rc && plan->extends)
+        rc = back(kv, lengths);
+    else if (!rc) // its pages are mapped, but they could be taken back
+        rc = lacks(kv);
+    kv->stats.step_waits += waited;
+    if (!rc) {
+        kv->stats.steps++;
+        commit(kv, lengths);
+    } else if (rc == -ENOMEM) {
+        kv->stats.step_failures++;
+        vmem__kv_count_shortage(kv);
+    }
+    if (ends) // now, since a check counts on the pages that ended requests left for this step
+        vmem__kv_keep_budget(kv);
+    // After the step, so that it answers what a dry one before it did.
+    if (vmem__kv_wanted_budget(kv))
+        vmem__kv_take_wanted(kv);
+    return rc;
+}
+
+int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
+{
+    const uint64_t start = vmem__trace_start();
+    int rc = flags ? vmem__kv_enter(kv) : vmem__kv_enter_step(kv);
+    if (!rc)
+        rc = vmem__kv_leave(kv, flags ? would_step(kv, lengths, n, flags) : do_step(kv, lengths, n));
+    if (!flags)
+        vmem__trace_end("step", start, "\"result\":%d", rc);
+    return rc;
+}

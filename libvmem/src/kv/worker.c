@@ -1,0 +1,422 @@
+// The background thread. While an iteration runs, it backs the rows that the next iterations need. It gives up rows
+// that windows have passed, keeps some memory unused, clears kept pages, and backs the slot of the next request.
+//
+// SPDX-License-Identifier: MIT
+#include <string.h>
+#include <time.h>
+
+#include "core/core.h"
+#include "core/trace.h"
+#include "kv/kv.h"
+
+// Between these two the worker has dropped the lock. pages: those of kv->ledger.held that it maps, unmaps or releases
+// meanwhile.
+static void drop_lock(vmem_kv *kv, uint64_t pages)
+{
+    kv->ledger.pending = pages;
+    vmem__kv_note(kv);
+    pthread_mutex_unlock(&kv->gate.state);
+    kv_at(KV_WORKER_UNLOCKED);
+}
+
+static void take_lock(vmem_kv *kv)
+{
+    pthread_mutex_lock(&kv->gate.state);
+    kv->ledger.pending = 0;
+}
+
+static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
+{
+    kv->slots[slot].busy = true;
+    drop_lock(kv, pages);
+}
+
+static void end(vmem_kv *kv, uint32_t slot, int rc)
+{
+    take_lock(kv);
+    kv->slots[slot].busy = false;
+    if (rc) {
+        kv->slots[slot].skip = true;
+        kv->stats.worker_errors++;
+    }
+}
+
+// Plans to back a slot up to so many tokens: what it has goes on, or a free slot begins behind a prefix.
+static void plan(vmem_kv *kv, uint32_t slot, uint64_t tokens, uint32_t prefix, bool blocks)
+{
+    const bool is_free = kv->slots[slot].state == VMEM_KV_FREE;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        uint32_t to = vmem__kv_need_hi(kv, g, tokens);
+        if (blocks)
+            to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+        // Skip the page that the prefix ends in: the attach makes a copy of it when the request arrives.
+        const uint32_t from = is_free ? (uint32_t)kv_ceil_pages(prefix * g->row_bytes, kv) : sp->lo;
+        // If pages go together, a request that needs fewer pages gets other ones.
+        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker.grow, slot, i, from, to, is_free && kv->whole ? to : 0))
+            kv->slots[slot].skip = true;
+    }
+}
+
+// Backs what is planned, if that leaves `leave` pages unused, and counts the pages. Returns false if it did nothing.
+static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave, uint64_t *pages)
+{
+    struct kv_grow *l = &kv->worker.grow;
+    uint64_t total = l->total;
+    if (!total || total + leave > kv_unused(kv) || !vmem__kv_leaves_others(kv, total)) {
+        vmem__kv_grow_reset(l);
+        return false;
+    }
+    kv->ledger.held += total;
+    begin(kv, slot, total);
+    int rc = vmem__kv_grow_run(kv, l);
+    end(kv, slot, rc);
+    if (rc) {
+        kv->ledger.held -= total;
+        vmem__kv_grow_reset(l);
+    } else {
+        vmem__kv_grow_commit(kv, l);
+        *pages += total;
+    }
+    return true;
+}
+
+// Adds the number of pages given up to *gone. The change of kv->ledger.held would not tell, because other calls may
+// change it while the lock is dropped.
+static void cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
+{
+    struct kv_cut *c = &kv->worker.cut;
+    int rc = vmem__kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
+    if (rc) { // the slot is passed over, and the thread goes on with others
+        kv->slots[v->slot].stuck = kv->turn.stuck = true;
+        return;
+    }
+    kv->turn.cutting = true;
+    begin(kv, v->slot, c->n_pages);
+    rc = vmem__kv_cut_run(kv, c);
+    end(kv, v->slot, rc);
+    kv->turn.cutting = false;
+    kv->slots[v->slot].stuck |= rc != 0;
+    kv->turn.stuck |= rc != 0;
+    vmem__kv_cut_end(kv, c, rc);
+    *gone += rc ? 0 : c->n_pages;
+}
+
+// Unmaps pages that freed requests had shared.
+static bool unmap_stale_one(vmem_kv *kv)
+{
+    for (uint32_t s = 0; (s = vmem__kv_next(kv, &kv->stale_slots, s)) != KV_NO_SLOT; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        if (sl->state != VMEM_KV_FREE || sl->skip)
+            continue;
+        int rc = vmem__kv_stale_begin(kv, &kv->worker.cut, s);
+        kv->turn.unmapping = true;
+        begin(kv, s, 0);
+        if (!rc)
+            rc = vmem__kv_cut_run(kv, &kv->worker.cut);
+        end(kv, s, rc);
+        kv->turn.unmapping = false;
+        if (!rc)
+            vmem__kv_stale_end(kv, s);
+        return true;
+    }
+    return false;
+}
+
+// Releases a portion of the doomed pages: a call that releases pages, too, waits for one.
+#define DOOMED_PAGES 256
+static bool release_doomed(vmem_kv *kv)
+{
+    vmem_page pages[DOOMED_PAGES]; // calls may move the list meanwhile
+    const uint64_t n = KV_MIN(kv->doomed.n, DOOMED_PAGES);
+    if (!n)
+        return false;
+    kv->doomed.n -= n;
+    memcpy(pages, kv->doomed.pages + kv->doomed.n, n * sizeof(*pages));
+    kv->turn.unmapping = true;
+    drop_lock(kv, n);
+    vmem__kv_release(kv, pages, n);
+    take_lock(kv);
+    kv->turn.unmapping = false;
+    kv->ledger.held -= n;
+    return true;
+}
+
+static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
+{
+    // Map twice as far ahead, so that calls are rarer. Each call interrupts address translation on the GPU, no matter
+    // how many pages it maps.
+    plan(kv, slot, KV_MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens), 0, plenty);
+    // Leave enough pages unused that the worker need not give these up again.
+    const bool did = grow(kv, slot, plenty ? kv_low(kv) : 0, &kv->stats.ahead_mapped_pages);
+    kv->stats.ahead_jobs += did && !kv->slots[slot].skip;
+    return did;
+}
+
+// Backs the active slot that has the fewest tokens left until a step would have to wait.
+static bool extend_one(vmem_kv *kv)
+{
+    bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
+    uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min, least = UINT32_MAX, slot = 0;
+    for (uint32_t s = 0; (s = kv_next_active(kv, s)) != KV_NO_SLOT; s++) {
+        const struct kv_slot *sl = &kv->slots[s];
+        if (sl->fresh || sl->skip || sl->busy || kv_absent(kv, s) > 1)
+            continue;
+        const uint32_t left = (uint32_t)kv_less(sl->backed, sl->tokens);
+        if (sl->backed < kv->max_tokens && left < ahead && left < least) {
+            least = left;
+            slot = s;
+        }
+    }
+    if (least == UINT32_MAX)
+        return false;
+    bool did =
+        (plenty && extend(kv, slot, ahead, true)) || (least < kv->ahead_min && extend(kv, slot, kv->ahead_min, false));
+    if (!did)
+        kv->slots[slot].skip = true; // no memory: the step will reclaim some or report the shortage
+    return true;
+}
+
+// Gives back pages that other members of the pool wait for, in portions. A call that needs a slot being unmapped waits
+// for one portion.
+#define GIVE_NS 4000000
+static bool give_one(vmem_kv *kv)
+{
+    // A call unmaps a tensor's pages, whatever their number: a smaller portion would take as long, and a slot of which
+    // parts are left takes more calls to back again. Where each page is unmapped, or is a handle, portions adapt.
+    const bool by_call = !kv->ctx->b.ops->populate && kv->ctx->b.arena_max > KV_BLOCK;
+    struct kv_victim v;
+    if (kv->ledger.held <= kv->lend.give_to)
+        return false;
+    const uint64_t want = by_call ? kv->lend.portion : KV_MIN(kv->ledger.held - kv->lend.give_to, kv->lend.portion);
+    if (!vmem__kv_victim(kv, want, true, false, &v))
+        return false;
+    const uint64_t start = vmem__now();
+    cut(kv, &v, &kv->stats.reclaimed_pages);
+    const uint64_t ns = vmem__now() - start;
+    if (ns > GIVE_NS && !by_call)
+        kv->lend.portion = KV_MAX(kv->lend.portion / 2, kv->block);
+    else if (ns < GIVE_NS / 3 && !by_call)
+        kv->lend.portion = KV_MIN(kv->lend.portion * 2, UINT64_C(1) << 20);
+    kv->stats.reclaims++;
+    vmem__pool_wake(kv->lend.member);
+    return true;
+}
+
+static bool release_one(vmem_kv *kv)
+{
+    struct kv_victim v;
+    if (vmem__kv_passed(kv, false, &v)) {
+        cut(kv, &v, &kv->stats.window_pages);
+        return true;
+    }
+    if (kv->lend.giving)
+        return give_one(kv);
+    uint64_t unused = kv_unused(kv), low = kv_low(kv);
+    if (unused >= low || !vmem__kv_victim(kv, low - unused, true, false, &v))
+        return false;
+    kv->stats.reclaims++;
+    cut(kv, &v, &kv->stats.reclaimed_pages);
+    return true;
+}
+
+// Hashed blocks fill the memory over time. The worker evicts the oldest before a step needs their pages.
+static bool evict_some(vmem_kv *kv)
+{
+    const uint64_t unused = kv_unused(kv) + kv->doomed.n, low = kv_low(kv) / 4;
+    if (unused >= low || !kv->refs.evictable)
+        return false;
+    vmem__kv_evict_later(kv, KV_MIN(low - unused, DOOMED_PAGES));
+    return release_doomed(kv);
+}
+
+static bool clear_one(vmem_kv *kv)
+{
+    for (uint32_t s = 0; kv->flags & VMEM_KV_ZERO && s < kv->n_slots; s++) {
+        struct kv_slot *sl = &kv->slots[s];
+        if (!sl->dirty || sl->state != VMEM_KV_FREE || sl->skip)
+            continue;
+        begin(kv, s, 0);
+        int rc = vmem__kv_clear_slot(kv, s);
+        end(kv, s, rc);
+        sl->dirty = rc != 0;
+        return true;
+    }
+    return false;
+}
+
+static bool eager_one(vmem_kv *kv)
+{
+    if (!kv_plentiful(kv))
+        return false;
+    struct kv_expected request;
+    uint32_t slot = vmem__kv_expected_slot(kv, &request);
+    if (slot == UINT32_MAX && kv->flags & VMEM_KV_EAGER) {
+        request = (struct kv_expected){.tokens = kv->eager_tokens};
+        slot = vmem__kv_choose(kv, 0, 0, NULL, 0);
+    }
+    if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
+        return false;
+    const bool empty = !vmem__kv_has_pages(kv, slot);
+    plan(kv, slot, request.tokens, request.prefix, kv->flags & VMEM_KV_GENEROUS);
+    if (!grow(kv, slot, kv_low(kv), &kv->stats.eager_pages))
+        return false;
+    if (empty && !kv->slots[slot].skip)
+        kv->idle[slot].from = request.prefix;
+    return true;
+}
+
+// ---- idle caches -----------------------------------------------------------------------------------------------------
+
+static bool has_requests(const vmem_kv *kv)
+{
+    return kv->in_state[VMEM_KV_FREE] + kv->in_state[VMEM_KV_SWAPPED] < kv->n_slots;
+}
+
+// Gives up the pages, and then the memory, until a call arrives. Returns false if a call arrived.
+static bool give_all(vmem_kv *kv)
+{
+    const uint64_t calls = kv->gate.calls;
+    struct kv_victim v;
+    kv->turn.working = true;
+    while (!kv->turn.stop && !kv->turn.hold && kv->gate.calls == calls) {
+        if (unmap_stale_one(kv) || release_doomed(kv))
+            continue;
+        if (!vmem__kv_victim(kv, kv->ledger.held, false, false, &v))
+            break;
+        cut(kv, &v, &kv->stats.reclaimed_pages);
+    }
+    const bool all = !kv->turn.stop && !kv->turn.hold && kv->gate.calls == calls;
+    if (all) {
+        vmem__kv_promise(kv, 0);
+        pthread_mutex_unlock(&kv->gate.state);
+        vmem__kv_trim(kv, false);
+        pthread_mutex_lock(&kv->gate.state);
+    }
+    kv->turn.working = false;
+    vmem__kv_summarise(kv);
+    pthread_cond_broadcast(&kv->turn.done);
+    return all;
+}
+
+// Applies a budget that another process wants, as a public call does, unless there is one: it may wait for this thread.
+static void take_wanted(vmem_kv *kv)
+{
+    if (!vmem__kv_wanted_budget(kv) || has_requests(kv) || vmem__kv_check_usable(kv) ||
+        pthread_mutex_trylock(&kv->gate.api))
+        return;
+    kv->gate.called = true;
+    vmem__kv_take_wanted(kv);
+    vmem__kv_leave(kv, 0);
+    pthread_mutex_lock(&kv->gate.state);
+}
+
+// Waits for work. Checks for idleness twice within idle_ms.
+static void wait_for_work(vmem_kv *kv)
+{
+    if (!kv->worker.idle_ms) {
+        pthread_cond_wait(&kv->turn.work, &kv->gate.state);
+        return;
+    }
+    const uint64_t calls = kv->gate.calls;
+    const struct timespec until = vmem__in_ns(kv->worker.idle_ms * UINT64_C(500000));
+    if (pthread_cond_timedwait(&kv->turn.work, &kv->gate.state, &until) != ETIMEDOUT || kv->turn.stop ||
+        kv->turn.hold || kv->turn.due)
+        return;
+    take_wanted(kv);
+    const bool idle = kv->gate.calls == calls && !has_requests(kv);
+    if (!idle)
+        kv->worker.gave = kv->worker.idle_once = false;
+    else if (!kv->worker.idle_once)
+        kv->worker.idle_once = true; // idle for at least half of idle_ms
+    else if (!kv->worker.gave && !kv->turn.stop && !kv->turn.hold) {
+        kv->worker.gave = give_all(kv);
+        if (kv->worker.gave)
+            vmem__pool_wake(kv->lend.member);
+    }
+    kv_at(KV_WORKER_IDLE);
+}
+
+static void ask_device(vmem_kv *kv)
+{
+    if (!vmem__kv_asks_device(kv))
+        return;
+    pthread_mutex_unlock(&kv->gate.state);
+    vmem__kv_device_pages(kv);
+    pthread_mutex_lock(&kv->gate.state);
+}
+
+// Nothing is left to do. What could not be unmapped is tried again when there is work.
+static void rest(vmem_kv *kv)
+{
+    kv->turn.due = false;
+    for (uint32_t s = 0; kv->turn.stuck && s < kv->n_slots; s++)
+        kv->slots[s].stuck = false;
+    kv->turn.stuck = false;
+}
+
+static bool do_job(vmem_kv *kv)
+{
+    ask_device(kv);
+    vmem__kv_claim_plenty(kv);
+    // What the next steps need comes first.
+    return evict_some(kv) || extend_one(kv) || (kv_unused(kv) < kv_low(kv) && release_doomed(kv)) || release_one(kv) ||
+           eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv) || clear_one(kv);
+}
+
+// VMEM_KV_CHECK: the answers to calls must not depend on the jobs that were done. Calls may come while a job runs, and
+// the job is not checked then.
+static bool do_checked_job(vmem_kv *kv)
+{
+    const uint64_t fixed = kv->ledger.fixed, calls = kv->gate.calls;
+    const bool did = do_job(kv);
+    kv->ledger.disturbed |= kv->gate.calls == calls && !kv->gate.called && kv->ledger.fixed != fixed;
+    return did;
+}
+
+static void *work(void *arg)
+{
+    vmem_kv *kv = arg;
+    pthread_mutex_lock(&kv->gate.state);
+    while (!kv->turn.stop) {
+        if (!kv->turn.due || kv->turn.hold) {
+            wait_for_work(kv);
+            continue;
+        }
+        kv->worker.gave = kv->worker.idle_once = false;
+        kv->turn.working = true;
+        const uint64_t start = vmem__trace_start();
+        const bool did = kv->flags & VMEM_KV_CHECK ? do_checked_job(kv) : do_job(kv);
+        if (did)
+            vmem__trace_end("background work", start, "\"after step\":%llu", (unsigned long long)kv->fence.step);
+        kv->turn.working = false;
+        if (!did)
+            rest(kv);
+        vmem__kv_note(kv);
+        pthread_cond_broadcast(&kv->turn.done);
+    }
+    pthread_mutex_unlock(&kv->gate.state);
+    return NULL;
+}
+
+int vmem__kv_worker_start(vmem_kv *kv)
+{
+    pthread_mutex_lock(&kv->gate.state); // the thread may look at the cache before this function has returned
+    const int rc = vmem__thread_start(&kv->worker.thread, work, kv);
+    kv->turn.has_worker = !rc;
+    pthread_mutex_unlock(&kv->gate.state);
+    return rc ? vmem__error(-rc, "no background thread: %s", strerror(rc)) : 0;
+}
+
+void vmem__kv_worker_stop(vmem_kv *kv)
+{
+    if (!kv->turn.has_worker)
+        return;
+    pthread_mutex_lock(&kv->gate.state);
+    kv->turn.stop = true;
+    pthread_cond_signal(&kv->turn.work);
+    pthread_mutex_unlock(&kv->gate.state);
+    pthread_join(kv->worker.thread, NULL);
+    kv->turn.has_worker = false;
+}
