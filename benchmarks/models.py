@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,10 +47,13 @@ GIB = 1 << 30
 
 
 def device_memory(gpu: int, what: str) -> int:
-    """Bytes of a GPU: "total" or "used"."""
-    told = subprocess.run(["nvidia-smi", f"--id={gpu}", f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits"],
-                          capture_output=True, text=True, check=True)  # fmt: skip
-    return int(told.stdout) << 20
+    """Bytes of a GPU: "total" or "used"; 0 if it cannot be asked."""
+    ask = shutil.which("nvidia-smi")
+    if not ask:
+        return 0
+    told = subprocess.run([ask, f"--id={gpu}", f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits"],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    return int(told.stdout) << 20 if told.stdout.strip().isdecimal() else 0
 
 
 def percentiles(name: str, seconds: list[float], scale: float = 1.0) -> dict[str, float]:
@@ -160,6 +164,8 @@ class Run:
         for server in self.way.servers:
             await self.sleep("held", server)
         used = device_memory(self.args.gpu, "used")
+        if not used:
+            return {}
         states = [self.way.state(server) for server in self.way.servers]
         pool = sum(state.get("weights_held", 0) + state.get("backed", 0) for state in states)
         self.note("held", used=used, states=states)
@@ -361,6 +367,9 @@ def main(args: argparse.Namespace) -> int:
             args.size = int((args.models - 0.5) * bytes_of(args.model, 4)[0])
         else:
             args.size = device_memory(args.gpu, "total") - args.models * OUTSIDE - BESIDE
+            if args.size <= 0:
+                print(f"nvidia-smi does not tell the memory of GPU {args.gpu}: give --size", file=sys.stderr)
+                return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end with it
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_RUNTIME_DIR"] = folder  # control pages: no other run's models are in sight
