@@ -16,6 +16,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -68,7 +69,7 @@ class Serve(http.Limits):
         self._running = self._unserved = 0
         self._waiting: dict[object, int] = {}  # when each request came that waits
         self._used = _now()
-        self._moved = asyncio.Event()
+        self._moved, self._came = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._acts: asyncio.Task[None] | None = None
         self._order = NONE
@@ -143,6 +144,7 @@ class Serve(http.Limits):
                 self._running -= 1
                 self._waiting.setdefault(token, _now())
                 self._publish()
+                self._came.set()  # it need not wait for the next look
                 left = end - time.monotonic()
                 if left <= 0 or self._pages[0][control.STATE] == State.DRAINED:
                     return False
@@ -294,7 +296,9 @@ class Serve(http.Limits):
     async def _run(self) -> None:
         failure, seen = "", 0
         while True:
-            await asyncio.sleep(TICK)
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two classes until Python 3.11
+                await asyncio.wait_for(self._came.wait(), TICK)
+            self._came.clear()
             try:
                 if not self._find():
                     continue

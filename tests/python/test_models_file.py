@@ -4,9 +4,12 @@ SPDX-License-Identifier: MIT
 """
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +48,15 @@ def test_a_file_gives_commands_and_variables():
 
     made = settings.read(env)  # every variable is one that vMem knows
     assert (made.pool, made.weights, made.sleep, made.idle, made.priority) == ("gpu0", True, "keep", 60, 1)
+
+
+def test_the_manuals_file_is_read_and_fits_a_gpu_of_80_gb(monkeypatch):
+    monkeypatch.setattr(models, "_gpu", lambda: 81559 << 20)  # of an H100
+    manual = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    pool = models.read(textwrap.dedent(re.findall(r"```toml\n(.*?)```", manual, re.DOTALL)[0]))
+    assert [m.name for m in pool.models] == ["chat", "code", "night"] and pool.models[0].idle
+    for key in models._MODEL:  # each is in the manual's table
+        assert f"`{key}`" in manual or f"models.NAME.{key}" in manual
 
 
 @pytest.mark.parametrize("what", models.RENDERERS)
