@@ -22,6 +22,7 @@ from typing import Any, TextIO
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
 from pyvmem.engine import control
+from pyvmem.engine.files import weight_bytes
 
 FIRST_PORT = 8001
 GIB = 1 << 30
@@ -60,11 +61,7 @@ class Model:
     @property
     def weights(self) -> int:
         """Bytes of the model's files on each GPU; 0 if they are not on this machine."""
-        folder = Path(self.path)
-        if not folder.is_dir():
-            return 0
-        files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
-        return sum(f.stat().st_size for f in files) // self.gpus
+        return weight_bytes(self.path) // self.gpus
 
 
 @dataclass(frozen=True)

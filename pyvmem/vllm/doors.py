@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from pyvmem.engine import control
+from pyvmem.engine.files import weight_bytes
 from pyvmem.vllm import settings
 
 logger = logging.getLogger("vllm.vmem")
@@ -36,12 +36,11 @@ def engine_of(name: str) -> str | None:
 
 def _bytes_of_weights(vllm_config: Any) -> int:
     """About the bytes of a worker's weights, by the files of the model; 0 if they are not known."""
-    folder, parallel = Path(vllm_config.model_config.model), vllm_config.parallel_config
-    if vllm_config.load_config.load_format == "dummy" or not folder.is_dir():
+    model, load, parallel = vllm_config.model_config, vllm_config.load_config, vllm_config.parallel_config
+    if load.load_format == "dummy":
         return 0
-    found = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
     workers: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    return sum(f.stat().st_size for f in found) // workers
+    return weight_bytes(model.model, model.revision, load.download_dir) // workers
 
 
 class WorkerDoor:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pyvmem.engine.files import weight_bytes
 from pyvmem.tools import cli, models
 
 pytest.importorskip("tomllib")
@@ -125,6 +126,19 @@ def test_weights_that_do_not_fit_are_refused_before_anything_starts(tmp_path):
         models.read(f"pool='a'\nsize='8G'\n[models.big]\npath={json.dumps(str(tmp_path))}")
     two = f"pool='a'\nsize='8G'\n[models.big]\npath={json.dumps(str(tmp_path))}\nargs=['--tensor-parallel-size', 2]"
     assert models.read(two).models[0].weights == 4 << 30  # on each GPU
+
+
+def test_weights_are_found_in_the_cache_of_hugging_face_and_counted_once(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("abc")
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "consolidated.safetensors"):
+        (snapshot / name).write_bytes(bytes(5))
+    assert weight_bytes("org/name", cache=str(tmp_path)) == 10
+    assert weight_bytes(str(snapshot)) == 10
+    assert weight_bytes("org/other", cache=str(tmp_path)) == weight_bytes("no name/at all/") == 0
 
 
 def test_what_each_server_needs_besides_is_counted_against_the_gpu(monkeypatch):

@@ -1,0 +1,28 @@
+"""The files of a model's weights on this machine.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def weight_bytes(model: str, revision: str | None = None, cache: str | None = None) -> int:
+    """Bytes of the files, about as many as the weights take; 0 if they are not on this machine.
+
+    model : a folder, or a name whose files are in Hugging Face's cache. cache: the folder of that; None: where it is.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
+        except Exception:  # it is not installed, the name is none of its names, or nothing was downloaded yet
+            return 0
+    # Some models come twice, in a second format beside model*.safetensors.
+    for pattern in ("model*.safetensors", "*.safetensors", "*.bin"):
+        if found := list(folder.glob(pattern)):
+            return sum(file.stat().st_size for file in found)
+    return 0
