@@ -38,20 +38,24 @@ NAMES = {
     "KVCacheSpec": (_INTERFACE, "block_size block_stride_alignment>=0.31 max_memory_usage_bytes page_size_bytes"),
     "UniformTypeKVCacheSpecs": (_INTERFACE, "kv_cache_specs"),
     "VllmConfig": (_CONFIG + "vllm.py", "attention_config cache_config compilation_config diffusion_config "
-                   "kv_transfer_config model_config num_speculative_tokens parallel_config scheduler_config"),
+                   "kv_transfer_config load_config model_config num_speculative_tokens parallel_config "
+                   "scheduler_config"),
     "ParallelConfig": (_CONFIG + "parallel.py", "data_parallel_index decode_context_parallel_size "
                        "distributed_executor_backend enable_elastic_ep pipeline_parallel_size "
                        "prefill_context_parallel_size tensor_parallel_size worker_cls"),
     "SchedulerConfig": (_CONFIG + "scheduler.py", "async_scheduling enable_chunked_prefill get_scheduler_cls "
                         "max_num_batched_tokens max_num_seqs scheduler_cls"),
     "CacheConfig": (_CONFIG + "cache.py", "kv_offloading_size num_gpu_blocks"),
-    "ModelConfig": (_CONFIG + "model.py", "max_model_len model served_model_name"),
+    "ModelConfig": (_CONFIG + "model.py", "max_model_len model revision served_model_name"),
+    "LoadConfig": (_CONFIG + "load.py", "download_dir load_format"),
     "AttentionConfig": (_CONFIG + "attention.py", "flash_attn_version hisparse_config>=0.30"),
     "CompilationConfig": (_CONFIG + "compilation.py", "cudagraph_mode"),
-    "Worker": ("v1/worker/gpu_worker.py", "device discard>=0.31 execute_dummy_batch execute_model "
-               "initialize_from_config model_runner sample_tokens shutdown sleep wake_up"),
+    "Worker": ("v1/worker/gpu_worker.py", "_maybe_get_memory_pool_context compile_or_warm_up_model device "
+               "discard>=0.31 execute_dummy_batch execute_model initialize_from_config load_model model_runner "
+               "sample_tokens shutdown sleep wake_up"),
     "WorkerBase": ("v1/worker/worker_base.py", "cache_config get_supported_kv_cache_layouts rank vllm_config"),
-    "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec kv_cache_config"),
+    "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec get_model kv_cache_config"),
+    "AsyncLLM": ("v1/engine/async_llm.py", "sleep wake_up"),
     "FlashAttentionMetadata": ("v1/attention/backends/flash_attn.py", "block_table num_actual_tokens seq_lens "
                                "slot_mapping"),
     "CommonAttentionMetadata": ("v1/attention/backend.py", "max_query_len num_reqs"),
