@@ -259,7 +259,7 @@ class Engines:
     def _all_results(self, loads: Any, found: dict[str, dict[str, list[Any]]]) -> None:
         for name, by_engine in found.items():
             for engine, results in by_engine.items():
-                self._results(engine, name, loads[name], results)
+                self.record_results(engine, name, loads[name], results)
 
     def turn(self, name: str, load: Any, turn: int, found: Any) -> None:
         """Run one workload on each engine. The first turn warms up, and its tokens are compared."""
@@ -274,7 +274,7 @@ class Engines:
                 for engine, a in answers.items())  # fmt: skip
         print(f"{name}, turn {turn} of {self._args.turns}: {'; '.join(said)}", file=sys.stderr, flush=True)
 
-    def _results(self, engine: str, name: str, load: Any, results: Any) -> None:
+    def record_results(self, engine: str, name: str, load: Any, results: Any) -> None:
         if not results:
             return
         if load.get("kind") == "pauses":

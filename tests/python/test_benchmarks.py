@@ -253,7 +253,7 @@ def test_each_engine_on_vmem_is_compared_with_vllm(monkeypatch):
 
 def test_vllms_own_agreement_stands_beside_tokens_that_differ(monkeypatch):
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
-    monkeypatch.setattr(vllm.Engines, "_results", lambda *_: None)
+    monkeypatch.setattr(vllm.Engines, "record_results", lambda *_: None)
     engines = vllm.Engines(arguments(), "gpu", None)
     engines.engines[vllm.ON_VMEM].ask(dict(limit=1))  # so that its last token is another
     engines.measure({"decode": dict(kind="fixed", batch=8)})
@@ -264,7 +264,7 @@ def test_vllms_own_agreement_stands_beside_tokens_that_differ(monkeypatch):
 
 def test_each_turn_leaves_its_records_and_its_answers(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
-    monkeypatch.setattr(vllm.Engines, "_results",
+    monkeypatch.setattr(vllm.Engines, "record_results",
                         lambda self, engine, name, load, found: self._add(engine, name, "", len(found)))  # fmt: skip
     kept, raw = [], tmp_path / "raw.json"
     engines = vllm.Engines(arguments(turns=3, raw=str(raw)), "gpu", None, lambda r: kept.append(list(r)))
@@ -300,14 +300,15 @@ def test_pauses_need_a_prefix_cache_and_have_records_of_their_own(monkeypatch):
     assert "pauses" not in vllm.loads(arguments(prefix_caching=True))
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
     engines = vllm.Engines(arguments(), "gpu", None)
-    engines._results(vllm.OWN, "pauses", load, [dict(firsts={"8000 tokens, cached, after 1 s": s}) for s in (0.1, 0.3)])
+    turns = [dict(firsts={"8000 tokens, cached, after 1 s": s}) for s in (0.1, 0.3)]
+    engines.record_results(vllm.OWN, "pauses", load, turns)
     (record,) = (r for r in engines.records if r.metric.startswith("pauses"))
     assert (record.metric, record.median) == ("pauses, 8000 tokens, cached, after 1 s: time to first token", 200)
 
 
 def test_all_workloads_run_in_each_turn_until_time_is_up(monkeypatch):
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
-    monkeypatch.setattr(vllm.Engines, "_results", lambda *_: None)
+    monkeypatch.setattr(vllm.Engines, "record_results", lambda *_: None)
     loads = {"decode": dict(kind="fixed", batch=8), "hot": dict(kind="hot", batch=30)}
     engines = vllm.Engines(arguments(turns=2, warm_up=4), "gpu", None)
     assert list(engines.engines) == [vllm.OWN, vllm.ON_VMEM]

@@ -19,6 +19,7 @@ from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
 import pyvmem  # noqa: E402
 from pyvmem import KVCache, attention, virtual_empty  # noqa: E402
 from pyvmem.transformers import VMemCache, spares  # noqa: E402
+from pyvmem.transformers.layers import VMemLayer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -172,7 +173,8 @@ def test_both_orders_of_setting_the_attention_and_making_the_cache(name, late, g
     model.set_attn_implementation(stock(model) if late else "vmem")
     cache = make(model if given == "model" else model.config)
     model.set_attn_implementation("vmem")
-    assert all(layer.by_length for layer in cache._with_rows())
+    ours = [layer for layer in cache.layers if isinstance(layer, VMemLayer)]
+    assert all(layer.by_length for layer in ours)
     assert difference(run(model, cache, "vmem", "left", device=device), theirs) < 1e-5
     model.set_attn_implementation(stock(model))
-    assert not any(layer.by_length for layer in cache._with_rows())
+    assert not any(layer.by_length for layer in ours)
