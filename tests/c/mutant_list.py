@@ -32,8 +32,8 @@ MUTANTS = [
          "s->b.addr + s->b.length;", "test_map"),
         ("a run of large pages looks at their first granules", _M, "!all_empty(entry + i * granules, granules))",
          "entry[i * granules])", "test_model"),
-        ("map of one page past the end", _M, "if (VMEM__UNLIKELY(!s || size > s->b.addr + s->b.length - addr))",
-         "if (VMEM__UNLIKELY(!s))", "test_map"),
+        ("map of one page past the end", _M, "if (VMEM__UNLIKELY(!*s || size > (*s)->b.addr + (*s)->b.length - addr))",
+         "if (VMEM__UNLIKELY(!*s))", "test_map"),
         ("unmap past the end", _R, "if (!s || length > s->b.addr + s->b.length - addr)", "if (!s)", "test_unmap"),
         ("unmap takes a page that sticks out", _U, "if (cuts_start || step > end - addr)", "if (cuts_start)",
          "test_unmap test_model"),
@@ -153,7 +153,7 @@ MUTANTS = [
          "test_failures"),
         ("a failed create keeps its first part", _P, "        vmem_drop(ctx, pages, done);", "        (void)0;",
          "test_create test_interrupt"),
-        ("prealloc takes all there is", _P, "} else if (bytes > ctx->b.info.memory_total ||", "} else if (0 &&",
+        ("prealloc takes all there is", _P, "    if (bytes > ctx->b.info.memory_total ||", "    if (0 &&",
          "test_budget"),
         ("drop loses the error before it", _X, "        if (rc && rc != -EINVAL)\n            doom(ctx, pages[i], rc != -EBUSY);\n"
          "    }\n    vmem__error(0, \"%s\", text);", "        if (rc && rc != -EINVAL)\n            doom(ctx, pages[i], rc != -EBUSY);\n"

@@ -92,38 +92,63 @@ static size_t continue_map(struct batch *b, const struct vmem_map_op *ops, size_
     return i - 1;
 }
 
-// Checks and marks ops[i] and the following elements that continue its run. *next is the first one left.
-static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n, size_t i, size_t *next)
+// Finds what an element names, and checks that its page can be mapped there.
+static inline int check_map(const struct batch *b, const struct vmem_map_op *op, struct vmem__page **page,
+                            struct vmem__arena_rec **a, struct vmem__reservation_rec **s)
 {
-    vmem_context *ctx = b->ctx;
-    const struct vmem_map_op *op = &ops[i];
-    const uint64_t addr = op->addr;
-    *next = i + 1;
-    struct vmem__arena_rec *a;
-    struct vmem__page *p = vmem__page_get(ctx, op->page, &a);
+    struct vmem__page *p = *page = vmem__page_get(b->ctx, op->page, a);
     if (VMEM__UNLIKELY(!p))
         return vmem__error(-EINVAL,
                            "page 0x%" PRIx64 " is not a page of this context: it was released, or is another's",
                            op->page);
-    const uint32_t granules = p->granules;
-    const uint64_t size = granules * GRANULE, offset = (uint64_t)(p - a->pages) * GRANULE;
-    struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);
-    if (VMEM__UNLIKELY(!s || size > s->b.addr + s->b.length - addr))
+    const uint64_t addr = op->addr, size = p->granules * GRANULE;
+    *s = vmem__reservation_find(b->ctx, addr);
+    if (VMEM__UNLIKELY(!*s || size > (*s)->b.addr + (*s)->b.length - addr))
         return vmem__error(-EINVAL,
-                           "addr 0x%" PRIx64 ": a page of %" PRIu64 " bytes there is not inside one "
-                           "reservation",
-                           addr, size);
+                           "addr 0x%" PRIx64 ": a page of %" PRIu64 " bytes there is not inside one reservation", addr,
+                           size);
     if (VMEM__UNLIKELY(addr & (size - 1)))
         return vmem__error(-EINVAL, "addr 0x%" PRIx64 " is not a multiple of the page's size, %" PRIu64, addr, size);
     if (VMEM__UNLIKELY(p->opid && p->opid != b->opid))
         return vmem__error(-EBUSY, "page 0x%" PRIx64 ": another call works on it", op->page);
+    return 0;
+}
+
+// Marks what a page replaces, and where it comes.
+static void mark_replaced(struct batch *b, struct vmem__leaf *leaf, uint64_t *entry, uint32_t granules)
+{
+    for (uint32_t u = 0; u < granules; u++) {
+        if (entry[u]) {
+            struct vmem__arena_rec *old = vmem__frame_arena(b->ctx, entry[u] - 1);
+            vmem__frame_page(old, entry[u] - 1)->opid = b->opid;
+            entry[u] |= ENTRY_PENDING;
+        } else {
+            mark_empty(b, leaf, &entry[u], 1);
+        }
+    }
+}
+
+// Checks and marks ops[i] and the following elements that continue its run. *next is the first one left.
+static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n, size_t i, size_t *next)
+{
+    vmem_context *ctx = b->ctx;
+    const uint64_t addr = ops[i].addr;
+    struct vmem__reservation_rec *s = NULL;
+    struct vmem__arena_rec *a = NULL;
+    struct vmem__page *p;
+    *next = i + 1;
+    int rc = check_map(b, &ops[i], &p, &a, &s);
+    if (VMEM__UNLIKELY(rc))
+        return rc;
+    const uint32_t granules = p->granules;
+    const uint64_t size = granules * GRANULE, offset = (uint64_t)(p - a->pages) * GRANULE;
 
     struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
     if (VMEM__UNLIKELY(!leaf) && !(leaf = vmem__leaf_new(ctx, s, addr)))
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
     uint64_t *entry = vmem__entry_in(s, leaf, addr);
     const bool any = !all_empty(entry, granules);
-    int rc = any ? check_entries(b, entry, granules, addr) : 0;
+    rc = any ? check_entries(b, entry, granules, addr) : 0;
     if (!rc)
         rc = any ? add_replacing(b, s, addr, a, offset, entry, granules, i)
                  : batch_add(b, s, addr, size, a, offset, NULL, 0, size, false, i);
@@ -134,15 +159,7 @@ static int prepare_map(struct batch *b, const struct vmem_map_op *ops, size_t n,
 
     p->opid = b->opid;
     if (VMEM__UNLIKELY(any)) {
-        for (uint32_t u = 0; u < granules; u++) {
-            if (entry[u]) {
-                struct vmem__arena_rec *old = vmem__frame_arena(ctx, entry[u] - 1);
-                vmem__frame_page(old, entry[u] - 1)->opid = b->opid;
-                entry[u] |= ENTRY_PENDING;
-            } else {
-                mark_empty(b, leaf, &entry[u], 1);
-            }
-        }
+        mark_replaced(b, leaf, entry, granules);
         return 0;
     }
     mark_empty(b, leaf, entry, granules);

@@ -223,18 +223,32 @@ struct part {
     bool scraps;    // parts of blocks, rather than a new arena
 };
 
-// Creates the part's pages. The caller holds the lock, which this drops for a while.
-static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *out)
+// The memory that a part's pages are made of.
+struct pieces {
+    struct vmem__piece few[16], *all;
+    size_t n;
+    bool ready; // all is committed and as clean as requested
+};
+
+static inline void note_piece(vmem_context *ctx, const struct part *part, struct pieces *pieces)
 {
-    struct vmem__piece few[16], *pieces = few;
-    if (part->n > sizeof few / sizeof few[0] && !(pieces = malloc(part->n * sizeof *pieces)))
-        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", part->n);
+    const struct vmem__piece *p = &pieces->all[pieces->n++];
+    if (!p->committed) {
+        ctx->committed += p->granules * GRANULE;
+        pieces->ready = false;
+    }
+    const bool look = part->flags & VMEM_CREATE_ZERO || p->arena->b.raw;
+    for (uint32_t u = 0; look && pieces->ready && u < p->granules; u++)
+        pieces->ready = !unclean(&p->arena->pages[p->first + u], part->flags);
+}
+
+// Takes memory, and makes the pages.
+static inline int make_part(vmem_context *ctx, struct part *part, struct pieces *pieces, vmem_page *out)
+{
     uint64_t left = (uint64_t)part->n * part->granules, fresh = 0;
-    size_t n_pieces = 0;
-    bool ready = true; // everything is committed and as clean as requested
     int rc = 0;
     while (left && !rc) {
-        struct vmem__piece *p = &pieces[n_pieces];
+        struct vmem__piece *p = &pieces->all[pieces->n];
         const bool whole = part->whole; // false once there was none to be had
         if (whole ? !vmem__take_whole(ctx, left, p) : !take(ctx, part->granules, left, part->near, part->scraps, p)) {
             rc = make_arena(ctx, whole ? left : left + part->more, part->granules, whole, &fresh);
@@ -248,36 +262,52 @@ static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *o
             }
             continue;
         }
-        if (!p->committed) {
-            ctx->committed += p->granules * GRANULE;
-            ready = false;
-        }
-        const bool look = part->flags & VMEM_CREATE_ZERO || p->arena->b.raw;
-        for (uint32_t u = 0; look && ready && u < p->granules; u++)
-            ready = !unclean(&p->arena->pages[p->first + u], part->flags);
+        note_piece(ctx, part, pieces);
         vmem__make_pages(ctx, p, part->granules, part->flags, out);
         out += p->granules >> __builtin_ctz(part->granules);
         part->near = out[-1];
         left -= p->granules;
-        n_pieces++;
     }
-    if (!rc && !ready) {
-        vmem__unlock(ctx);
-        rc = pages_ready(ctx, pieces, n_pieces, part->flags);
-        vmem__lock(ctx);
-        for (size_t i = 0; i < n_pieces && !rc; i++)
-            for (uint32_t u = 0; pieces[i].arena->b.raw && u < pieces[i].granules; u++)
-                pieces[i].arena->pages[pieces[i].first + u].raw = 0;
-    }
-    if (rc) {
-        for (size_t i = 0; i < n_pieces; i++) {
-            if (!pieces[i].committed)
-                ctx->committed -= pieces[i].granules * GRANULE;
-        }
-        vmem__give(ctx, pieces, n_pieces);
-    }
-    if (pieces != few)
-        free(pieces);
+    return rc;
+}
+
+// Commits and clears the memory. The caller holds the lock, which this drops.
+static int make_ready(vmem_context *ctx, const struct part *part, const struct pieces *pieces)
+{
+    vmem__unlock(ctx);
+    const int rc = pages_ready(ctx, pieces->all, pieces->n, part->flags);
+    vmem__lock(ctx);
+    for (size_t i = 0; i < pieces->n && !rc; i++)
+        for (uint32_t u = 0; pieces->all[i].arena->b.raw && u < pieces->all[i].granules; u++)
+            pieces->all[i].arena->pages[pieces->all[i].first + u].raw = 0;
+    return rc;
+}
+
+static void __attribute__((cold)) undo_part(vmem_context *ctx, const struct pieces *pieces)
+{
+    for (size_t i = 0; i < pieces->n; i++)
+        if (!pieces->all[i].committed)
+            ctx->committed -= pieces->all[i].granules * GRANULE;
+    vmem__give(ctx, pieces->all, pieces->n);
+}
+
+// Creates the part's pages. The caller holds the lock, which this drops for a while.
+static inline int create_part(vmem_context *ctx, struct part *part, vmem_page *out)
+{
+    struct pieces pieces;
+    const bool many = part->n > sizeof pieces.few / sizeof pieces.few[0];
+    pieces.n = 0;
+    pieces.ready = true;
+    pieces.all = many ? malloc(part->n * sizeof *pieces.all) : pieces.few;
+    if (!pieces.all)
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", part->n);
+    int rc = make_part(ctx, part, &pieces, out);
+    if (!rc && !pieces.ready)
+        rc = make_ready(ctx, part, &pieces);
+    if (rc)
+        undo_part(ctx, &pieces);
+    if (many)
+        free(pieces.all);
     return rc;
 }
 
@@ -388,6 +418,70 @@ int vmem_set_budget(vmem_context *ctx, uint64_t bytes)
 
 int vmem_prealloc(vmem_context *ctx, uint64_t bytes) { return vmem__prealloc(ctx, bytes, false); }
 
+// Whether so many bytes could be, beside the pages that exist. Without a check, the call would first allocate all memory of
+// the machine.
+static int check_ahead(const vmem_context *ctx, uint64_t bytes)
+{
+    if (ctx->budget && (ctx->created > ctx->budget || bytes > ctx->budget - ctx->created))
+        return vmem__error(-ENOMEM,
+                           "bytes: %" PRIu64 " besides %" PRIu64 " bytes of pages exceed the budget of %" PRIu64, bytes,
+                           ctx->created, ctx->budget);
+    if (bytes > ctx->b.info.memory_total || ctx->created > ctx->b.info.memory_total - bytes)
+        return vmem__error(-ENOMEM,
+                           "bytes: %" PRIu64 " besides %" PRIu64 " bytes of pages: the %s %" PRIu64 " bytes of memory",
+                           bytes, ctx->created, whose_memory(ctx), ctx->b.info.memory_total);
+    return 0;
+}
+
+// Commits memory that is there. The caller holds the lock, which this drops.
+static int populate_piece(vmem_context *ctx, struct vmem__piece *p)
+{
+    ctx->committed += p->granules * GRANULE;
+    vmem__unlock(ctx);
+    const int rc = ctx->b.ops->populate(&ctx->b, &p->arena->b, p->first * GRANULE, p->granules * GRANULE);
+    vmem__lock(ctx);
+    p->committed = !rc;
+    ctx->committed -= rc ? p->granules * GRANULE : 0;
+    vmem__give(ctx, p, 1);
+    return rc;
+}
+
+// Allocates an arena for so many granules; whole: one that is mapped whole, if there can be one.
+static int grow_ahead(vmem_context *ctx, uint64_t granules, bool whole)
+{
+    const uint64_t most = whole ? ctx->b.whole_max >> GRANULE_SHIFT : 0, seen = ctx->moved;
+    int rc = most && granules >= most ? vmem__grow(ctx, most, BLOCK_GRANULES, true, true) : -ENOMEM;
+    if (rc == -ENOMEM)
+        rc = vmem__grow(ctx, granules, BLOCK_GRANULES, false, true);
+    return rc == -ENOMEM && vmem__look_again(ctx, seen) ? 0 : rc;
+}
+
+// Commits memory until there are `goal` bytes, or a concurrent trim ends that. Pages created meanwhile do not change the
+// goal: otherwise memory committed here would be freed at once, again and again.
+static int fill_to(vmem_context *ctx, uint64_t goal, bool whole)
+{
+    uint64_t since = 0; // bytes since the last check for an interrupt
+    int rc = 0;
+    while (!rc && ctx->committed < goal && ctx->keep >= goal) {
+        const uint64_t granules = (goal - ctx->committed) >> GRANULE_SHIFT, space = ctx->arena_bytes;
+        const uint64_t portion = VMEM__PORTION / GRANULE;
+        struct vmem__piece p;
+        if (since >= VMEM__PORTION) {
+            since = 0;
+            vmem__unlock(ctx);
+            rc = vmem__interrupted(&ctx->b);
+            vmem__lock(ctx);
+        } else if (ctx->b.ops->populate && vmem__take(ctx, false, granules < portion ? granules : portion, 1, &p)) {
+            since += p.granules * GRANULE;
+            rc = populate_piece(ctx, &p);
+        } else {
+            rc = grow_ahead(ctx, granules, whole);
+            since += ctx->b.ops->populate ? 0 : ctx->arena_bytes - space;
+        }
+    }
+    return rc;
+}
+
 int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
 {
     int rc = vmem__enter(ctx);
@@ -400,58 +494,16 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
     bytes = (bytes + GRANULE - 1) / GRANULE * GRANULE;
 
     vmem__begin(ctx);
-    const uint64_t kept = ctx->keep;
-    if (ctx->budget && (ctx->created > ctx->budget || bytes > ctx->budget - ctx->created)) {
-        rc = vmem__error(-ENOMEM, "bytes: %" PRIu64 " besides %" PRIu64 " bytes of pages exceed the budget of %" PRIu64,
-                         bytes, ctx->created, ctx->budget);
-        bytes = 0;
-    } else if (bytes > ctx->b.info.memory_total || ctx->created > ctx->b.info.memory_total - bytes) {
-        // Without this check, the call would first allocate all memory of the machine.
-        rc = vmem__error(-ENOMEM,
-                         "bytes: %" PRIu64 " besides %" PRIu64 " bytes of pages: the %s %" PRIu64 " bytes of memory",
-                         bytes, ctx->created, whose_memory(ctx), ctx->b.info.memory_total);
-        bytes = 0;
+    const uint64_t kept = ctx->keep, goal = ctx->created + bytes;
+    rc = check_ahead(ctx, bytes);
+    if (!rc) {
+        ctx->keep = kept < goal ? goal : kept; // first, so that a concurrent release does not undo the work
+        rc = fill_to(ctx, goal, whole);
+        if (rc)
+            ctx->keep = kept;
     }
-    // Set `keep` first, so that a concurrent release does not undo the work. Pages created meanwhile do not change the
-    // goal, and a concurrent trim ends it. Otherwise memory committed here would be freed at once, again and again.
-    const uint64_t goal = ctx->created + bytes;
-    uint64_t since = 0; // the last check for an interrupt
-    if (ctx->keep < goal)
-        ctx->keep = goal;
-    while (!rc && ctx->committed < goal && ctx->keep >= goal) {
-        const uint64_t granules = (goal - ctx->committed) >> GRANULE_SHIFT, space = ctx->arena_bytes, seen = ctx->moved;
-        struct vmem__piece p;
-        if (since >= VMEM__PORTION) {
-            since = 0;
-            vmem__unlock(ctx);
-            rc = vmem__interrupted(&ctx->b);
-            vmem__lock(ctx);
-            continue;
-        }
-        if (!ctx->b.ops->populate ||
-            !vmem__take(ctx, false, granules < VMEM__PORTION / GRANULE ? granules : VMEM__PORTION / GRANULE, 1, &p)) {
-            const uint64_t most = whole ? ctx->b.whole_max >> GRANULE_SHIFT : 0;
-            rc = most && granules >= most ? vmem__grow(ctx, most, BLOCK_GRANULES, true, true) : -ENOMEM;
-            if (rc == -ENOMEM)
-                rc = vmem__grow(ctx, granules, BLOCK_GRANULES, false, true);
-            if (rc == -ENOMEM && vmem__look_again(ctx, seen))
-                rc = 0;
-            since += ctx->b.ops->populate ? 0 : ctx->arena_bytes - space;
-            continue;
-        }
-        since += p.granules * GRANULE;
-        ctx->committed += p.granules * GRANULE;
-        vmem__unlock(ctx);
-        rc = ctx->b.ops->populate(&ctx->b, &p.arena->b, p.first * GRANULE, p.granules * GRANULE);
-        vmem__lock(ctx);
-        p.committed = !rc;
-        ctx->committed -= rc ? p.granules * GRANULE : 0;
-        vmem__give(ctx, &p, 1);
-    }
-    if (rc) {
-        ctx->keep = kept;
+    if (rc)
         rc == -EINTR ? vmem__shrink_later(ctx) : vmem__shrink(ctx, true);
-    }
     vmem__end(ctx);
     return rc;
 }
