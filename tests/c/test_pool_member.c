@@ -1,4 +1,4 @@
-// A pool's members that are no KV caches, by the contract in lend.h alone: what such a member gives, another gets.
+// A pool's members that are no KV caches, by the contract in member.h alone: what such a member gives, another gets.
 //
 // SPDX-License-Identifier: MIT
 #include <pthread.h>

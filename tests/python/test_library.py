@@ -54,7 +54,7 @@ def test_each_room_knows_only_the_one_below_it():
     """torch, blocks and kv, pool, core, backend, driver, from the top. No backend includes another.
 
     torch calls kv through its public header, and offers pages to the pool by member.h. A pool's members call it, and it
-    calls them by the table in lend.h alone. .ci/circles.py looks at the order of the files of kv.
+    calls them by the table in member.h alone. .ci/circles.py looks at the order of the files of kv.
     """
     below = {
         "torch": ["core"],

@@ -14,7 +14,7 @@
 
 #include "core/clock.h"
 #include "core/core.h"
-#include "pool/lend.h"
+#include "pool/member.h"
 #include "vmem_blocks.h"
 
 #define PAGE_BUSY 0x80000000u

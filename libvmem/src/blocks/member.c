@@ -1,4 +1,4 @@
-// Blocks as a member of a pool: what lend.h asks of a member, and the calls that name both. Every page belongs to some
+// Blocks as a member of a pool: what member.h asks of a member, and the calls that name both. Every page belongs to some
 // block, so the member shrinks only as the engine gives blocks up, which it does when it reads shrink_to on its board.
 //
 // SPDX-License-Identifier: MIT

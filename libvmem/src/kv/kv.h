@@ -21,7 +21,7 @@
 
 #include "core/clock.h"
 #include "core/error.h"
-#include "pool/lend.h"
+#include "pool/member.h"
 #include "vmem_kv.h"
 
 #define KV_BLOCK VMEM_PAGE_2M // what a 2 MiB page-table entry maps

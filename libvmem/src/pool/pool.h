@@ -19,7 +19,7 @@
 
 #include "core/clock.h"
 #include "core/core.h"
-#include "pool/lend.h"
+#include "pool/member.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))

@@ -19,8 +19,8 @@
 // Locks, in this order: a member's lock, the pool's lock, the lock of the pool's file.
 //
 // SPDX-License-Identifier: MIT
-#ifndef VMEM_POOL_LEND_H
-#define VMEM_POOL_LEND_H
+#ifndef VMEM_POOL_MEMBER_H
+#define VMEM_POOL_MEMBER_H
 
 #include <stdbool.h>
 #include <stdint.h>
