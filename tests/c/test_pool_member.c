@@ -311,7 +311,7 @@ static void end_exchange(vmem_kv_pool *pool, struct holder *a, struct holder *b)
     CHECK_EQ(info(pool).free, BUDGET * test_page);
     vmem_kv_pool_destroy(pool);
     CHECK_EQ(unused_memory(), 0);
-    CHECK_EQ(ctx->wanted, 0);
+    CHECK_EQ(ctx->expected, 0);
 }
 
 static void need_none(struct holder *h)
@@ -375,7 +375,7 @@ static void test_memory_goes_back_when_nobody_waits(void)
     vmem_kv_pool *pool = make_exchange(&a, &b);
     for (int wants = 50; wants >= 0; wants -= 50) {
         pthread_mutex_lock(&pool->lock);
-        vmem__pool_want(b.member, (uint64_t)wants * test_page);
+        vmem__pool_retain(b.member, (uint64_t)wants * test_page);
         pthread_mutex_unlock(&pool->lock);
         lock(&a);
         create_to(&a, 50);

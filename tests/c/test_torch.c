@@ -980,8 +980,8 @@ static void test_threads(void)
     OK(vmem_torch_close(lease_of[0]));
     ended = 0;
     close_all();
-    CHECK_EQ(ctx->wanted, 0);
-    CHECK_EQ(ctx->missed, 0);
+    CHECK_EQ(ctx->expected, 0);
+    CHECK_EQ(ctx->expected_back, 0);
 }
 
 int main(int argc, char **argv)

@@ -19,7 +19,7 @@ int vmem_blocks_create(vmem_context *ctx, const struct vmem_blocks_config *confi
     }
     // Blocks are given up in no order of their addresses, and device memory goes back an arena at a time.
     vmem__limit_arenas(ctx, BLOCK);
-    vmem__blocks_show(b);
+    vmem__blocks_publish(b);
     *out = b;
     return 0;
 }
@@ -38,12 +38,12 @@ void vmem_blocks_destroy(vmem_blocks *b)
     pthread_mutex_unlock(&b->lock);
     pthread_join(b->thread, NULL);
     vmem__pool_leave(b->member, b->held);
-    vmem__blocks_clear(b);
+    vmem__blocks_unmap_all(b);
     if (b->member)
         vmem__trim_to(b->ctx, 0, false, NULL);
     vmem__pool_left(b->member);
     b->held = b->stats.backed = b->stats.leaving = 0;
-    vmem__blocks_show(b);
+    vmem__blocks_publish(b);
     vmem__blocks_free(b);
     vmem__error(0, "%s", text);
 }
@@ -86,10 +86,10 @@ static uint32_t begin(vmem_blocks *b, struct block_call *c)
     b->idle = false;
     for (uint32_t i = 0; i < c->n; i++) {
         struct block *block = &b->blocks[c->ids[i]];
-        missing += block->state != BLOCK_IN;
-        if (!block->leave)
+        missing += block->state != BLOCK_BACKED;
+        if (!block->pending_unback)
             continue;
-        block->holds++;
+        block->num_holders++;
         c->ids[i] |= CALL_HOLDS;
     }
     return missing;
@@ -119,10 +119,10 @@ int vmem_blocks_back(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint32_t f
     const uint32_t missing = begin(b, c);
     if (missing)
         rc = vmem__blocks_back(b, c);
-    vmem__blocks_end(b, c, rc);
+    vmem__blocks_end_call(b, c, rc);
     if (!rc && fresh)
         *fresh = missing;
-    vmem__blocks_show(b);
+    vmem__blocks_publish(b);
     return vmem__blocks_leave(b, rc);
 }
 
@@ -167,23 +167,23 @@ int vmem_blocks_unback(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t
     c->number = ++b->number;
     for (uint32_t i = 0; i < c->n; i++) {
         struct block *block = &b->blocks[c->ids[i]];
-        block->cut = c->number;
-        block->holds = 0;
+        block->last_unback = c->number;
+        block->num_holders = 0;
         // The later fence counts. A call that waits, and is cut now, may not have cancelled the other one.
-        if (block->state == BLOCK_OUT || (block->leave && !block->due && fence <= block->fence))
+        if (block->state == BLOCK_UNBACKED || (block->pending_unback && !block->fence_passed && fence <= block->fence))
             continue;
-        b->stats.leaving += !block->leave;
-        block->leave = c->number;
+        b->stats.leaving += !block->pending_unback;
+        block->pending_unback = c->number;
         block->fence = fence;
-        block->due = false;
+        block->fence_passed = false;
         c->ids[n++] = c->ids[i];
     }
     c->n = n;
     if (n)
-        vmem__blocks_wait_fence(b, c);
+        vmem__blocks_queue_unback(b, c);
     else
         free(c);
-    vmem__blocks_show(b);
+    vmem__blocks_publish(b);
     return vmem__blocks_leave(b, 0);
 }
 
@@ -217,7 +217,7 @@ static int make_fence(vmem_blocks *b, enum kind kind, void *stream, uint64_t *fe
     *fence = f->number = ++b->fence;
     *b->fences_end = f;
     b->fences_end = &f->next;
-    vmem__blocks_advance(b);
+    vmem__blocks_advance_fences(b);
     return vmem__blocks_leave(b, 0);
 }
 
@@ -242,7 +242,7 @@ int vmem_blocks_pass(vmem_blocks *b, uint64_t fence)
         return vmem__blocks_leave(b, not_made(b, fence));
     for (struct fence *f = b->fences; f && f->number <= fence; f = f->next)
         f->passed |= f->by_hand;
-    vmem__blocks_advance(b);
+    vmem__blocks_advance_fences(b);
     return vmem__blocks_leave(b, 0);
 }
 
@@ -282,7 +282,8 @@ int vmem_blocks_flush(vmem_blocks *b)
     const uint64_t seq = b->seq;
     while (b->done < seq)
         pthread_cond_wait(&b->change, &b->lock);
-    for (vmem__blocks_ask(b); b->unbacking || (b->unbacks && b->unbacks->fence <= b->passed); vmem__blocks_ask(b))
+    for (vmem__blocks_poll_events(b); b->unbacking || (b->unbacks && b->unbacks->fence <= b->passed);
+         vmem__blocks_poll_events(b))
         pthread_cond_wait(&b->change, &b->lock); // the fence of the next unback may have passed, too
     return vmem__blocks_leave(b, 0);
 }
@@ -294,7 +295,7 @@ int vmem_blocks_query(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint8_t *
         return rc;
     rc = n && !states ? vmem__error(-EINVAL, "states is NULL") : check_ids(b, ids, n);
     for (uint32_t i = 0; i < n && !rc; i++)
-        states[i] = b->blocks[ids[i]].state != BLOCK_IN ? 0 : b->blocks[ids[i]].leave ? 2 : 1;
+        states[i] = b->blocks[ids[i]].state != BLOCK_BACKED ? 0 : b->blocks[ids[i]].pending_unback ? 2 : 1;
     return vmem__blocks_leave(b, rc);
 }
 
@@ -309,7 +310,7 @@ int vmem_blocks_set_budget(vmem_blocks *b, uint64_t bytes)
         return vmem__blocks_leave(b, vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page, %" PRIu64, bytes,
                                                  b->page_size));
     b->budget = bytes ? bytes >> b->page_shift : UINT64_MAX;
-    vmem__blocks_show(b);
+    vmem__blocks_publish(b);
     return vmem__blocks_leave(b, 0);
 }
 

@@ -4,9 +4,21 @@
 // BLOCKS_LOOK pages at a time: a call on the engine's path waits for microseconds.
 //
 // Every page of the blocks has a word: a count of the blocks that need it, and two marks. PAGE_BUSY: some call maps or
-// unmaps it, without the lock. PAGE_MAPPED: it is mapped. Who counts a page that is neither busy nor mapped maps it. Who
-// takes the last count of a mapped page that is not busy unmaps it. Who needs a busy page waits for `change` and looks
-// again; nobody who waits keeps a page busy, so all waiting ends.
+// unmaps it, without the lock. PAGE_MAPPED: it is mapped. The call that raises the count of a page that is neither busy
+// nor mapped maps the page. The call that takes the last count of a mapped page that is not busy unmaps it. A call that
+// needs a busy page waits for `change` and looks again; no call that waits keeps a page busy, so all waiting ends.
+//
+// The life of a block:
+//
+//              back, order                  mapped
+//     UNBACKED ------------> BACKING ----------------------> BACKED
+//        ^ ^                    | refused: no memory           |  unback: pending_unback = its number, after `fence`
+//        | +--------------------+                              v
+//        |                                       BACKED, and waits for the fence
+//        |  fence passed, no holder                |           |  back, order before that: num_holders + 1
+//        +-----------------------------------------+           v
+//        |                               the call succeeds: BACKED, the unback is cancelled
+//        +------------------------------ it fails, and the fence has passed meanwhile (fence_passed)
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_BLOCKS_STATE_H
@@ -26,17 +38,17 @@
 _Static_assert(sizeof(((struct vmem_blocks_board *)0)->answers) == VMEM_BLOCKS_ANSWERS * sizeof(uint64_t), "board");
 
 enum block_state {
-    BLOCK_OUT,    // counts no page
-    BLOCK_COMING, // some call is backing it
-    BLOCK_IN,     // all its pages are mapped
+    BLOCK_UNBACKED, // counts no page
+    BLOCK_BACKING,  // some call is backing it
+    BLOCK_BACKED,   // all its pages are mapped
 };
 // The numbers are of calls, which are counted from 1.
 struct block {
-    uint64_t cut;   // the last unback that named it: it takes effect after calls with smaller numbers
-    uint64_t leave; // the unback that waits to take it, after `fence`; 0: none
+    uint64_t last_unback;    // the last unback that named it: it takes effect after calls with smaller numbers
+    uint64_t pending_unback; // the unback that waits to take it, after `fence`; 0: none
     uint64_t fence;
-    uint32_t holds; // calls after that unback that name it and have not ended
-    bool due;       // the fence of the unback has passed: the last of these calls sees to it
+    uint32_t num_holders; // calls after that unback that name it and have not ended
+    bool fence_passed;    // the fence of the unback has passed: the last of these calls sees to it
     uint8_t state;
 };
 
@@ -45,12 +57,12 @@ struct range {
     uint64_t shift; // page number + shift is the index in vmem_blocks.pages
 };
 // Consecutive pages of blocks.
-struct span {
+struct page_span {
     uint64_t first, pages; // page numbers: addresses / page_size
     uint64_t index;        // of the first, in vmem_blocks.pages
 };
 
-// A call that names blocks, as long as it waits.
+// A call that names blocks, while it runs or waits.
 #define CALL_HOLDS 0x80000000u // among the ids: the call holds the block, which was to leave
 struct block_call {
     struct block_call *next;
@@ -69,11 +81,11 @@ struct fence {
     bool by_hand, passed;
 };
 
-// Indices of pages that a call maps or unmaps, and what it needs for that.
-struct work {
+// Indices of the pages that a call maps or unmaps.
+struct page_batch {
     uint64_t *pages;
     uint64_t n, room;
-    struct work *next; // of pages that could not be unmapped
+    struct page_batch *next; // of pages that could not be unmapped
 };
 
 struct vmem_blocks {
@@ -82,7 +94,7 @@ struct vmem_blocks {
     uint64_t page_size;
     uint32_t create_flags, page_shift, n_blocks, n_ranges, n_spans;
     struct range *ranges;
-    struct span *spans; // by address
+    struct page_span *spans; // by address
     uint64_t n_pages;
     struct vmem_blocks_board *board;
 
@@ -105,7 +117,7 @@ struct vmem_blocks {
     uint64_t fence, passed; // the last made; the last that passed
     uint64_t no_fence;      // the number before the first
     bool idle;              // nothing was asked of it for a while
-    struct work *stuck;
+    struct page_batch *stuck;
     struct vmem__member *member;      // of a pool; else NULL
     uint64_t offer, keeps;            // pages that the engine would give up, and what it would still hold then
     uint64_t reported;                // `held` as the pool has seen it last
@@ -126,22 +138,22 @@ void vmem__blocks_free(vmem_blocks *b);
 int vmem__blocks_enter(vmem_blocks *b);
 int vmem__blocks_leave(vmem_blocks *b, int rc);
 // With the lock held: tells other processes.
-void vmem__blocks_show(vmem_blocks *b);
+void vmem__blocks_publish(vmem_blocks *b);
 
 // ---- queue.c. With the lock held.
 
 // Sorts the ids, and leaves one of each.
 void vmem__blocks_sort(struct block_call *c);
 // Puts an unback among those that wait.
-void vmem__blocks_wait_fence(vmem_blocks *b, struct block_call *c);
+void vmem__blocks_queue_unback(vmem_blocks *b, struct block_call *c);
 // Ends a call that backs blocks. If it failed, blocks that were to leave when it came do so. Frees the call.
-void vmem__blocks_end(vmem_blocks *b, struct block_call *c, int rc);
+void vmem__blocks_end_call(vmem_blocks *b, struct block_call *c, int rc);
 // Lets the first fences pass that have.
-void vmem__blocks_advance(vmem_blocks *b);
+void vmem__blocks_advance_fences(vmem_blocks *b);
 // Whether an unback waits for a fence that only the driver knows.
-bool vmem__blocks_must_ask(const vmem_blocks *b);
+bool vmem__blocks_needs_driver(const vmem_blocks *b);
 // Asks the driver whether fences have passed that unbacks wait for.
-void vmem__blocks_ask(vmem_blocks *b);
+void vmem__blocks_poll_events(vmem_blocks *b);
 // Waits for b->work or b->change, but no longer than so.
 void vmem__blocks_wait(vmem_blocks *b, pthread_cond_t *on, uint64_t ns);
 
@@ -158,11 +170,11 @@ bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until);
 // Backs the call's blocks, or none of them. ids are sorted and single.
 int vmem__blocks_back(vmem_blocks *b, struct block_call *c);
 // Takes the blocks of the first unback whose fence has passed. False if there is none, or no memory for the work.
-bool vmem__blocks_take(vmem_blocks *b);
+bool vmem__blocks_unback_due(vmem_blocks *b);
 // Tries once more to unmap the pages that could not be unmapped.
-void vmem__blocks_retry(vmem_blocks *b);
+void vmem__blocks_retry_unmaps(vmem_blocks *b);
 // Unmaps everything.
-void vmem__blocks_clear(vmem_blocks *b);
+void vmem__blocks_unmap_all(vmem_blocks *b);
 
 // ---- worker.c
 

@@ -18,7 +18,7 @@ static void unlock(void *blocks) { pthread_mutex_unlock(&((vmem_blocks *)blocks)
 static void state(void *blocks, struct vmem__lend_state *out)
 {
     vmem_blocks *b = blocks;
-    const uint64_t beyond = pool_less(b->held, b->keeps); // what has left since is not given twice
+    const uint64_t beyond = sat_sub(b->held, b->keeps); // what has left since is not given twice
     b->reported = b->held;
     *out = (struct vmem__lend_state){
         .budget = b->budget,
@@ -34,7 +34,7 @@ static void raise(void *blocks, uint64_t pages)
 {
     vmem_blocks *b = blocks;
     b->budget += pages;
-    vmem__blocks_show(b);
+    vmem__blocks_publish(b);
     pthread_cond_broadcast(&b->change); // an order may wait for it
 }
 
@@ -42,7 +42,7 @@ static void give_down_to(void *blocks, uint64_t pages)
 {
     vmem_blocks *b = blocks;
     b->budget = pages;
-    vmem__blocks_show(b);
+    vmem__blocks_publish(b);
 }
 
 // An idle member keeps what its pages need, and its minimum.
@@ -61,10 +61,10 @@ static void evict(void *blocks, uint64_t pages)
     vmem_blocks *b = blocks;
     pthread_mutex_lock(&b->lock);
     // Blocks may have left since the pool decided by what was reported: it does not want as many of what remains.
-    const uint64_t to = pool_less(b->reported, pages);
+    const uint64_t to = sat_sub(b->reported, pages);
     b->shrink_to = to ? to : 1;
     b->shrink_until = vmem__now() + LAPSE_NS;
-    vmem__blocks_show(b);
+    vmem__blocks_publish(b);
     pthread_mutex_unlock(&b->lock);
 }
 
@@ -94,8 +94,8 @@ bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until)
     if (!pages || b->stop || now >= *until || !vmem__pool_ask(b->member, b->held, pages, &why))
         return false;
     vmem__blocks_wait(b, &b->change, BORROW_LOOK_NS);
-    if (vmem__blocks_must_ask(b))
-        vmem__blocks_ask(b);
+    if (vmem__blocks_needs_driver(b))
+        vmem__blocks_poll_events(b);
     return true;
 }
 
@@ -125,7 +125,7 @@ int vmem_blocks_join(vmem_blocks *b, vmem_kv_pool *pool, const char *name, uint6
     rc = vmem__pool_join(pool, &ops, b, &terms, &b->member, &budget);
     if (!rc) {
         b->budget = budget;
-        vmem__blocks_show(b);
+        vmem__blocks_publish(b);
     }
     return vmem__blocks_leave(b, rc);
 }
@@ -157,14 +157,14 @@ int vmem_blocks_ask(vmem_blocks *b, uint64_t bytes, uint64_t *missing)
     uint32_t why;
     if (want > b->budget)
         vmem__blocks_claim(b, want - b->budget, want - b->budget);
-    const uint64_t lacks = pool_less(want, b->budget);
+    const uint64_t lacks = sat_sub(want, b->budget);
     if (!lacks)
         vmem__pool_unask(b->member);
     else if (!vmem__pool_ask(b->member, b->held, lacks, &why))
         rc = vmem__error(-ENOMEM, "no member of the pool can give %" PRIu64 " pages now", lacks);
     if (missing)
         *missing = lacks << b->page_shift;
-    vmem__blocks_show(b);
+    vmem__blocks_publish(b);
     return vmem__blocks_leave(b, rc);
 }
 
@@ -177,10 +177,10 @@ int vmem_blocks_offer(vmem_blocks *b, uint64_t bytes)
         return no_member(b);
     const uint64_t before = b->offer;
     b->offer = bytes >> b->page_shift;
-    b->keeps = pool_less(b->held, b->offer);
+    b->keeps = sat_sub(b->held, b->offer);
     if (b->shrink_to != UINT64_MAX && (!b->offer || vmem__now() > b->shrink_until)) {
         b->shrink_to = UINT64_MAX;
-        vmem__blocks_show(b);
+        vmem__blocks_publish(b);
     }
     if (b->offer > before)
         vmem__pool_wake(b->member);

@@ -6,14 +6,14 @@
 // ---- which pages ------------------------------------------------------------------------------------------------
 
 // The pages of a call's blocks, range by range and layer by layer, so that those of consecutive blocks follow each other.
-struct walk {
+struct page_iter {
     const struct block_call *c;
     uint32_t range, layer, id;
     uint64_t page, end; // indices in vmem_blocks.pages: the rest of the block's part
     uint32_t looks;
 };
 
-static bool next_part(const vmem_blocks *b, struct walk *w)
+static bool next_part(const vmem_blocks *b, struct page_iter *w)
 {
     if (w->id == w->c->n) {
         w->id = 0;
@@ -34,7 +34,7 @@ static bool next_part(const vmem_blocks *b, struct walk *w)
 }
 
 // The next page's word; NULL after the last. Drops the lock for a moment every BLOCKS_LOOK pages.
-static uint32_t *next_page(vmem_blocks *b, struct walk *w)
+static uint32_t *next_page(vmem_blocks *b, struct page_iter *w)
 {
     if (w->page == w->end && !next_part(b, w))
         return NULL;
@@ -47,7 +47,7 @@ static uint32_t *next_page(vmem_blocks *b, struct walk *w)
 }
 
 // Room for every page of n blocks. Called without the lock.
-static int work_new(const vmem_blocks *b, uint64_t n, struct work **out)
+static int batch_new(const vmem_blocks *b, uint64_t n, struct page_batch **out)
 {
     uint64_t room = 0;
     for (uint32_t i = 0; i < b->n_ranges && room < b->n_pages; i++) {
@@ -56,15 +56,15 @@ static int work_new(const vmem_blocks *b, uint64_t n, struct work **out)
         room = parts > b->n_pages || most > b->n_pages ? b->n_pages : room + parts * most;
     }
     room = room < b->n_pages ? room : b->n_pages;
-    struct work *w = malloc(sizeof(*w) + room * sizeof(w->pages[0]));
+    struct page_batch *w = malloc(sizeof(*w) + room * sizeof(w->pages[0]));
     if (!w)
         return vmem__error(-ENOMEM, "no memory for bookkeeping of %" PRIu64 " pages", room);
-    *w = (struct work){.pages = (uint64_t *)(w + 1)};
+    *w = (struct page_batch){.pages = (uint64_t *)(w + 1)};
     *out = w;
     return 0;
 }
 
-static void work_add(const vmem_blocks *b, struct work *w, uint32_t *page)
+static void batch_add(const vmem_blocks *b, struct page_batch *w, uint32_t *page)
 {
     *page |= PAGE_BUSY;
     w->pages[w->n++] = (uint64_t)(page - b->pages);
@@ -76,7 +76,7 @@ static int by_index(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-static void sort(struct work *w)
+static void sort(struct page_batch *w)
 {
     for (uint64_t i = 1; i < w->n; i++)
         if (w->pages[i] < w->pages[i - 1]) {
@@ -151,7 +151,7 @@ static int map(vmem_blocks *b, const uint64_t *pages, uint64_t n)
 // ---- with the lock ----------------------------------------------------------------------------------------------
 
 // Ends the work of pages that were busy.
-static void settle(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool mapped)
+static void end_busy(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool mapped)
 {
     for (uint64_t i = 0; i < n; i++) {
         uint32_t *page = &b->pages[pages[i]];
@@ -166,7 +166,7 @@ static void settle(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool mappe
 }
 
 // Unmaps busy pages. Pages that cannot be unmapped now wait in b->stuck, with the work, which is freed otherwise.
-static void unmap_work(vmem_blocks *b, struct work *w)
+static void unmap_batch(vmem_blocks *b, struct page_batch *w)
 {
     uint64_t kept = 0;
     for (uint64_t at = 0, part, done; at < w->n; at += part) {
@@ -176,8 +176,8 @@ static void unmap_work(vmem_blocks *b, struct work *w)
             sort(w);
         const int rc = unmap(b, w->pages + at, part, &done);
         pthread_mutex_lock(&b->lock);
-        settle(b, w->pages + at, done, false);
-        settle(b, w->pages + at + done, part - done, true);
+        end_busy(b, w->pages + at, done, false);
+        end_busy(b, w->pages + at + done, part - done, true);
         b->stats.unmapped_pages += done;
         b->stats.failed_unmaps += rc != 0;
         memmove(w->pages + kept, w->pages + at + done, (part - done) * sizeof(w->pages[0]));
@@ -194,21 +194,21 @@ static void unmap_work(vmem_blocks *b, struct work *w)
 static bool unused(uint32_t page) { return page == PAGE_MAPPED; } // no count, and not busy
 
 // Takes the counts of a call's blocks, and unmaps what nobody needs any more. Frees the work.
-static void uncount(vmem_blocks *b, const struct block_call *c, struct work *work)
+static void drop_counts(vmem_blocks *b, const struct block_call *c, struct page_batch *work)
 {
-    struct walk w = {.c = c};
+    struct page_iter w = {.c = c};
     work->n = 0;
     for (uint32_t *page; (page = next_page(b, &w));) {
         --*page;
         if (unused(*page))
-            work_add(b, work, page);
+            batch_add(b, work, page);
     }
-    unmap_work(b, work);
+    unmap_batch(b, work);
 }
 
-void vmem__blocks_retry(vmem_blocks *b)
+void vmem__blocks_retry_unmaps(vmem_blocks *b)
 {
-    struct work *w = b->stuck, *next;
+    struct page_batch *w = b->stuck, *next;
     for (b->stuck = NULL; w; w = next) {
         uint64_t n = 0;
         next = w->next;
@@ -218,12 +218,12 @@ void vmem__blocks_retry(vmem_blocks *b)
                 w->pages[n++] = w->pages[i];
             }
         w->n = n;
-        unmap_work(b, w);
+        unmap_batch(b, w);
     }
 }
 
 // Maps the busy pages of a work.
-static int map_work(vmem_blocks *b, struct block_call *c, struct work *w)
+static int map_batch(vmem_blocks *b, struct block_call *c, struct page_batch *w)
 {
     if (!w->n)
         return 0;
@@ -242,7 +242,7 @@ static int map_work(vmem_blocks *b, struct block_call *c, struct work *w)
         rc = map(b, w->pages, w->n);
         pthread_mutex_lock(&b->lock);
     }
-    settle(b, w->pages, w->n, !rc);
+    end_busy(b, w->pages, w->n, !rc);
     if (!rc) {
         *(c->seq ? &b->stats.ordered_pages : &b->stats.direct_pages) += w->n;
         b->stats.most_held = b->held > b->stats.most_held ? b->held : b->stats.most_held;
@@ -254,10 +254,10 @@ static int map_work(vmem_blocks *b, struct block_call *c, struct work *w)
 // Maps every page of the call's blocks, which are counted already, that is not mapped. Pages that other calls work on
 // when it finds them may be mapped or unmapped afterwards, so it looks until it finds none. It waits for such a call
 // only while it keeps no page busy itself.
-static int map_rest(vmem_blocks *b, struct block_call *c, struct work *work)
+static int map_rest(vmem_blocks *b, struct block_call *c, struct page_batch *work)
 {
     for (;;) {
-        struct walk w = {.c = c};
+        struct page_iter w = {.c = c};
         uint32_t *page;
         while ((page = next_page(b, &w))) {
             while (*page & PAGE_BUSY && !work->n)
@@ -265,11 +265,11 @@ static int map_rest(vmem_blocks *b, struct block_call *c, struct work *work)
             if (*page & PAGE_BUSY)
                 break;
             if (!(*page & PAGE_MAPPED))
-                work_add(b, work, page);
+                batch_add(b, work, page);
         }
         if (!work->n)
             return 0;
-        const int rc = map_work(b, c, work);
+        const int rc = map_batch(b, c, work);
         if (rc)
             return rc;
     }
@@ -277,27 +277,27 @@ static int map_rest(vmem_blocks *b, struct block_call *c, struct work *work)
 
 static bool wanted(const vmem_blocks *b, const struct block_call *c, uint32_t id)
 {
-    return b->blocks[id].state == BLOCK_OUT && b->blocks[id].cut < c->number;
+    return b->blocks[id].state == BLOCK_UNBACKED && b->blocks[id].last_unback < c->number;
 }
 
-static bool any_coming(const vmem_blocks *b, const struct block_call *c)
+static bool any_backing(const vmem_blocks *b, const struct block_call *c)
 {
     for (uint32_t i = 0; i < c->n; i++)
-        if (b->blocks[c->ids[i] & ~CALL_HOLDS].state == BLOCK_COMING)
+        if (b->blocks[c->ids[i] & ~CALL_HOLDS].state == BLOCK_BACKING)
             return true;
     return false;
 }
 
-static void wait_for_others(vmem_blocks *b, const struct block_call *c)
+static void wait_for_backing(vmem_blocks *b, const struct block_call *c)
 {
-    while (any_coming(b, c))
+    while (any_backing(b, c))
         pthread_cond_wait(&b->change, &b->lock);
 }
 
 // One attempt. todo: room for the blocks that are not backed.
-static int attempt(vmem_blocks *b, const struct block_call *c, struct block_call *todo, struct work **work)
+static int back_missing(vmem_blocks *b, const struct block_call *c, struct block_call *todo, struct page_batch **work)
 {
-    wait_for_others(b, c);
+    wait_for_backing(b, c);
     todo->n = 0;
     todo->lacks = 0;
     todo->seq = c->seq;
@@ -305,36 +305,36 @@ static int attempt(vmem_blocks *b, const struct block_call *c, struct block_call
     for (uint32_t i = 0; i < c->n; i++) {
         const uint32_t id = c->ids[i] & ~CALL_HOLDS;
         if (wanted(b, c, id)) {
-            b->blocks[id].state = BLOCK_COMING;
+            b->blocks[id].state = BLOCK_BACKING;
             todo->ids[todo->n++] = id;
         }
     }
     if (!todo->n)
         return 0;
     bool others = false;
-    struct walk w = {.c = todo};
+    struct page_iter w = {.c = todo};
     for (uint32_t *page; (page = next_page(b, &w));) {
         ++*page;
         if (*page & PAGE_BUSY)
             others = true; // or it was this call
         else if (!(*page & PAGE_MAPPED))
-            work_add(b, *work, page);
+            batch_add(b, *work, page);
     }
-    int rc = map_work(b, todo, *work);
+    int rc = map_batch(b, todo, *work);
     if (!rc && others)
         rc = map_rest(b, todo, *work);
     for (uint32_t i = 0; i < todo->n; i++) {
         struct block *block = &b->blocks[todo->ids[i]];
-        block->state = rc ? BLOCK_OUT : BLOCK_IN;
+        block->state = rc ? BLOCK_UNBACKED : BLOCK_BACKED;
         b->stats.backed += !rc;
-        b->stats.leaving -= rc && block->leave;
-        block->leave = rc ? 0 : block->leave;
-        block->due &= !rc;
+        b->stats.leaving -= rc && block->pending_unback;
+        block->pending_unback = rc ? 0 : block->pending_unback;
+        block->fence_passed &= !rc;
     }
     b->stats.direct_calls += !c->seq && !rc;
     pthread_cond_broadcast(&b->change);
     if (rc) {
-        uncount(b, todo, *work);
+        drop_counts(b, todo, *work);
         *work = NULL;
     }
     return rc;
@@ -346,61 +346,61 @@ int vmem__blocks_back(vmem_blocks *b, struct block_call *c)
     uint64_t until = 0;
     int rc;
     for (;;) {
-        struct work *work = NULL;
+        struct page_batch *work = NULL;
         pthread_mutex_unlock(&b->lock);
         if (!todo && !(todo = calloc(1, sizeof(*todo) + c->n * sizeof(todo->ids[0]))))
             rc = vmem__error(-ENOMEM, "no memory for bookkeeping of %u blocks", c->n);
         else
-            rc = work_new(b, c->n, &work);
+            rc = batch_new(b, c->n, &work);
         pthread_mutex_lock(&b->lock);
         if (!rc)
-            rc = attempt(b, c, todo, &work);
+            rc = back_missing(b, c, todo, &work);
         free(work);
         if (rc != -ENOMEM)
             break;
-        // What is given up now may be enough.
+        // Retry after pending unbacks: they may free enough pages.
         if (b->unbacking)
             while (b->unbacking)
                 pthread_cond_wait(&b->change, &b->lock);
-        else if (!vmem__blocks_take(b) && !(c->seq && vmem__blocks_borrow(b, todo ? todo->lacks : 0, &until)))
+        else if (!vmem__blocks_unback_due(b) && !(c->seq && vmem__blocks_borrow(b, todo ? todo->lacks : 0, &until)))
             break;
     }
     free(todo);
     return rc;
 }
 
-bool vmem__blocks_take(vmem_blocks *b)
+bool vmem__blocks_unback_due(vmem_blocks *b)
 {
     struct block_call *c = b->unbacks;
-    struct work *work;
+    struct page_batch *work;
     if (!c || c->fence > b->passed)
         return false;
     b->unbacks = c->next;
     b->unbacking++;
     pthread_mutex_unlock(&b->lock);
-    int rc = work_new(b, c->n, &work);
+    int rc = batch_new(b, c->n, &work);
     pthread_mutex_lock(&b->lock);
     if (rc) {
-        vmem__blocks_wait_fence(b, c);
+        vmem__blocks_queue_unback(b, c);
     } else {
         uint32_t n = 0;
-        wait_for_others(b, c);
+        wait_for_backing(b, c);
         for (uint32_t i = 0; i < c->n; i++) {
             struct block *block = &b->blocks[c->ids[i]];
-            if (block->leave != c->number)
+            if (block->pending_unback != c->number)
                 continue;
-            if (block->holds) {
-                block->due = true;
+            if (block->num_holders) {
+                block->fence_passed = true;
                 continue;
             }
-            block->state = BLOCK_OUT;
-            block->leave = 0;
+            block->state = BLOCK_UNBACKED;
+            block->pending_unback = 0;
             c->ids[n++] = c->ids[i];
         }
         c->n = n;
         b->stats.backed -= n;
         b->stats.leaving -= n;
-        uncount(b, c, work);
+        drop_counts(b, c, work);
         free(c);
     }
     b->unbacking--;
@@ -421,7 +421,7 @@ static void clear(vmem_blocks *b, const struct vmem_unmap_op *op)
             vmem_drop(b->ctx, &page, 1);
 }
 
-void vmem__blocks_clear(vmem_blocks *b)
+void vmem__blocks_unmap_all(vmem_blocks *b)
 {
     struct vmem_unmap_op op = {0};
     for (uint64_t i = 0; i < b->n_pages; i++) {

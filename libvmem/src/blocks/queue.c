@@ -26,7 +26,7 @@ void vmem__blocks_sort(struct block_call *c)
     c->n = n;
 }
 
-void vmem__blocks_wait_fence(vmem_blocks *b, struct block_call *c)
+void vmem__blocks_queue_unback(vmem_blocks *b, struct block_call *c)
 {
     struct block_call **at = &b->unbacks;
     while (*at && (*at)->fence <= c->fence)
@@ -36,37 +36,37 @@ void vmem__blocks_wait_fence(vmem_blocks *b, struct block_call *c)
     pthread_cond_signal(&b->work);
 }
 
-void vmem__blocks_end(vmem_blocks *b, struct block_call *c, int rc)
+void vmem__blocks_end_call(vmem_blocks *b, struct block_call *c, int rc)
 {
     uint32_t n = 0;
     for (uint32_t i = 0; i < c->n; i++) {
         const uint32_t id = c->ids[i] & ~CALL_HOLDS;
         struct block *block = &b->blocks[id];
-        if (!(c->ids[i] & CALL_HOLDS) || c->number < block->cut)
+        if (!(c->ids[i] & CALL_HOLDS) || c->number < block->last_unback)
             continue;
-        block->holds--;
-        if (!rc && block->leave) {
-            block->leave = 0;
-            block->due = false;
+        block->num_holders--;
+        if (!rc && block->pending_unback) {
+            block->pending_unback = 0;
+            block->fence_passed = false;
             b->stats.leaving--;
             b->stats.cancelled++;
-        } else if (rc && block->due) { // if another call holds it, taking it waits for that call's end, too
-            block->leave = c->number;
-            block->due = false;
+        } else if (rc && block->fence_passed) { // if another call holds it, taking it waits for that call's end, too
+            block->pending_unback = c->number;
+            block->fence_passed = false;
             c->ids[n++] = id;
         }
     }
     c->n = n;
     c->fence = 0; // it has passed
     if (n)
-        vmem__blocks_wait_fence(b, c);
+        vmem__blocks_queue_unback(b, c);
     else
         free(c);
 }
 
 // ---- fences -----------------------------------------------------------------------------------------------------
 
-void vmem__blocks_advance(vmem_blocks *b)
+void vmem__blocks_advance_fences(vmem_blocks *b)
 {
     struct fence *f;
     while ((f = b->fences) && f->passed) {
@@ -83,17 +83,17 @@ void vmem__blocks_advance(vmem_blocks *b)
         pthread_cond_signal(&b->work);
 }
 
-bool vmem__blocks_must_ask(const vmem_blocks *b)
+bool vmem__blocks_needs_driver(const vmem_blocks *b)
 {
     return b->unbacks && b->unbacks->fence > b->passed && b->fences && !b->fences->by_hand;
 }
 
-void vmem__blocks_ask(vmem_blocks *b)
+void vmem__blocks_poll_events(vmem_blocks *b)
 {
     while (b->asking)
         pthread_cond_wait(&b->change, &b->lock);
     b->asking = true;
-    while (vmem__blocks_must_ask(b)) {
+    while (vmem__blocks_needs_driver(b)) {
         struct fence *f = b->fences; // it stays: nobody else lets it pass
         pthread_mutex_unlock(&b->lock);
         const bool passed = b->ctx->b.ops->passed(&b->ctx->b, f->event) > 0;
@@ -101,7 +101,7 @@ void vmem__blocks_ask(vmem_blocks *b)
         if (!passed)
             break;
         f->passed = true;
-        vmem__blocks_advance(b);
+        vmem__blocks_advance_fences(b);
     }
     b->asking = false;
     pthread_cond_broadcast(&b->change);

@@ -84,7 +84,7 @@ static int check_config(vmem_context *ctx, const struct vmem_blocks_config *cfg)
 
 static int by_first(const void *a, const void *b)
 {
-    const struct span *x = a, *y = b;
+    const struct page_span *x = a, *y = b;
     return x->first < y->first ? -1 : x->first > y->first;
 }
 
@@ -94,11 +94,12 @@ static void lay_out(vmem_blocks *b, const struct vmem_blocks_config *cfg)
     for (uint32_t i = 0; i < cfg->n_ranges; i++) {
         const uint64_t first = cfg->ranges[i].addr >> b->page_shift;
         b->ranges[i].at = cfg->ranges[i];
-        b->spans[i] = (struct span){first, (last_byte(&cfg->ranges[i], cfg->blocks) >> b->page_shift) - first + 1, 0};
+        b->spans[i] =
+            (struct page_span){first, (last_byte(&cfg->ranges[i], cfg->blocks) >> b->page_shift) - first + 1, 0};
     }
     qsort(b->spans, cfg->n_ranges, sizeof(b->spans[0]), by_first);
     for (uint32_t i = 0; i < cfg->n_ranges; i++) {
-        struct span *last = b->n_spans ? &b->spans[b->n_spans - 1] : NULL, next = b->spans[i];
+        struct page_span *last = b->n_spans ? &b->spans[b->n_spans - 1] : NULL, next = b->spans[i];
         if (last && next.first <= last->first + last->pages) {
             const uint64_t end = next.first + next.pages, old = last->first + last->pages;
             last->pages += end > old ? end - old : 0;
@@ -129,7 +130,7 @@ void vmem__blocks_free(vmem_blocks *b)
         b->unbacks = c->next;
         free(c);
     }
-    for (struct work *w; (w = b->stuck);) {
+    for (struct page_batch *w; (w = b->stuck);) {
         b->stuck = w->next;
         free(w);
     }
@@ -210,7 +211,7 @@ int vmem__blocks_new(vmem_context *ctx, const struct vmem_blocks_config *config,
 // ---- calls -----------------------------------------------------------------------------------------------------
 
 // For other processes. Each word is whole; between two of them anything may happen.
-void vmem__blocks_show(vmem_blocks *b)
+void vmem__blocks_publish(vmem_blocks *b)
 {
     struct vmem_blocks_board *board = b->board;
     if (!board)

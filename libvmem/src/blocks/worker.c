@@ -7,7 +7,7 @@
 #define IDLE_NS 100000000 // without work, after which memory that nothing uses returns to the system
 #define RETRY_NS 10000000 // until what failed for lack of memory is tried again
 
-static void carry_out(vmem_blocks *b)
+static void run_order(vmem_blocks *b)
 {
     struct block_call *c = b->orders;
     b->orders = c->next;
@@ -20,12 +20,12 @@ static void carry_out(vmem_blocks *b)
         __atomic_store_n(&b->board->answers[seq % VMEM_BLOCKS_ANSWERS], 2 * seq + (rc != 0), __ATOMIC_RELAXED);
     b->stats.refused += rc != 0;
     b->done = seq;
-    vmem__blocks_end(b, c, rc);
-    vmem__blocks_show(b);
+    vmem__blocks_end_call(b, c, rc);
+    vmem__blocks_publish(b);
     pthread_cond_broadcast(&b->change);
 }
 
-static void give_memory(vmem_blocks *b)
+static void return_memory(vmem_blocks *b)
 {
     pthread_mutex_unlock(&b->lock);
     vmem__begin(b->ctx);
@@ -37,7 +37,7 @@ static void give_memory(vmem_blocks *b)
 // Nothing was asked of the blocks for a while: memory that nothing uses goes back, and so does the pool's budget.
 static void become_idle(vmem_blocks *b)
 {
-    give_memory(b);
+    return_memory(b);
     if (b->member && !b->idle) {
         b->idle = true;
         vmem__pool_wake(b->member);
@@ -51,22 +51,22 @@ void *vmem__blocks_work(void *blocks)
     uint64_t unmapped = 0; // pages, when memory last returned to the system
     pthread_mutex_lock(&b->lock);
     while (!b->stop) {
-        if (vmem__blocks_must_ask(b))
-            vmem__blocks_ask(b);
+        if (vmem__blocks_needs_driver(b))
+            vmem__blocks_poll_events(b);
         bool did = b->orders != NULL;
         if (did)
-            carry_out(b);
+            run_order(b);
         const bool due = b->unbacks && b->unbacks->fence <= b->passed;
-        failed = due && !vmem__blocks_take(b);
+        failed = due && !vmem__blocks_unback_due(b);
         if (due && !failed)
-            vmem__blocks_show(b);
+            vmem__blocks_publish(b);
         if (did || (due && !failed) || b->stop)
             continue;
-        if (vmem__blocks_must_ask(b)) {
+        if (vmem__blocks_needs_driver(b)) {
             vmem__blocks_wait(b, &b->work, POLL_NS);
         } else if (failed || b->stuck) {
             vmem__blocks_wait(b, &b->work, RETRY_NS);
-            vmem__blocks_retry(b);
+            vmem__blocks_retry_unmaps(b);
         } else if (b->stats.unmapped_pages != unmapped || (b->member && !b->idle)) {
             const uint64_t before = b->number;
             vmem__blocks_wait(b, &b->work, IDLE_NS);

@@ -237,7 +237,7 @@ static void blocks_put(vmem_context *ctx, struct vmem__arena_rec *a)
             // Releasing a page increments its generation. The highest one here was therefore never handed out, or
             // belongs to a worn granule.
             const struct vmem__page *p = &a->pages[i * BLOCK_GRANULES + u];
-            uint32_t next = p->state == GRANULE_WORN ? GENERATION_MAX + 1 : p->generation;
+            uint32_t next = p->state == GRANULE_RETIRED ? GENERATION_MAX + 1 : p->generation;
             generation = next > generation ? next : generation;
         }
         ctx->blocks[at + i].generation = generation;
@@ -273,7 +273,7 @@ void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes)
 {
     struct vmem__backend *b = &ctx->b;
     vmem__lock(ctx);
-    ctx->tight = true;
+    ctx->small_arenas = true;
     b->beside_kernels = true;
     if (!b->ops->populate && bytes < b->arena_max) {
         b->arena_max = bytes;
@@ -391,12 +391,12 @@ int vmem__grow_exactly(vmem_context *ctx, uint64_t granules)
 // Whether memory that has just been freed stays, for vmem_prealloc or for those who expect some.
 static bool stays(vmem_context *ctx, uint64_t bytes)
 {
-    const uint64_t expected = ctx->wanted + ctx->missed;
+    const uint64_t expected = ctx->expected + ctx->expected_back;
     if (ctx->committed - bytes < ctx->keep)
         return true;
     if (VMEM__LIKELY(!expected) || ctx->committed - bytes >= ctx->created + expected)
         return false;
-    ctx->stayed = expected > ctx->stayed ? expected : ctx->stayed;
+    ctx->retained_peak = expected > ctx->retained_peak ? expected : ctx->retained_peak;
     return true;
 }
 
@@ -475,7 +475,7 @@ struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p
             a->pages[u].state = GRANULE_IDLE;
             continue;
         }
-        a->pages[u].state = GRANULE_WORN;
+        a->pages[u].state = GRANULE_RETIRED;
         a->worn++;
         a->committed += p->committed;
         if (u > start && !a->b.whole)
@@ -553,10 +553,10 @@ void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n) { give(ctx, 
 void vmem__shrink(vmem_context *ctx, bool wanted)
 {
     const bool lazy = ctx->b.ops->populate != NULL;
-    const uint64_t waited = wanted && ctx->wanted ? ctx->created + ctx->wanted : 0;
+    const uint64_t waited = wanted && ctx->expected ? ctx->created + ctx->expected : 0;
     const uint64_t keep = ctx->keep > waited ? ctx->keep : waited;
     struct vmem__piece p;
-    ctx->stayed = wanted ? ctx->wanted : 0;
+    ctx->retained_peak = wanted ? ctx->expected : 0;
     // Discards committed extents of a lazy backend and moves them to the other list. It does so in steps, because other
     // threads wait in the kernel meanwhile. An extent that cannot be discarded returns to its list and ends the loop.
     while (lazy && ctx->committed >= keep + GRANULE) {

@@ -56,7 +56,7 @@ enum vmem__state {
     GRANULE_FREE,     // first or last granule of a free extent
     GRANULE_PAGE,     // first granule of a page
     GRANULE_REST,     // another granule of a page
-    GRANULE_WORN,     // its generations are used up; unused until the arena is freed
+    GRANULE_RETIRED,  // its generation counter is exhausted; unused until the arena is freed
 };
 
 // One per granule of an arena.
@@ -193,10 +193,10 @@ struct vmem_context {
     uint32_t opid;          // the last operation id given to a call
     uint64_t budget, limit; // most bytes of pages: 0 without a budget; the budget, or otherwise the device's memory
     uint64_t keep;          // bytes of device memory that release keeps: vmem_prealloc
-    uint64_t wanted;        // bytes beyond the pages that callers wait for: vmem__expect. Freed memory stays for them,
-    uint64_t missed;        // and for those who gave up so many, until the next trim
-    uint64_t stayed;        // the most bytes of free memory that may have stayed for them
-    bool tight;             // vmem__limit_arenas
+    uint64_t expected;      // bytes beyond the pages that callers wait for: vmem__expect. Freed memory stays for them,
+    uint64_t expected_back; // and for those who gave up so many, until the next trim
+    uint64_t retained_peak; // the most bytes of free memory that may have stayed for them
+    bool small_arenas;      // vmem__limit_arenas
     struct vmem_kv *caches; // KV caches of this context; only they access it, under the lock
     struct vmem__device_free {
         uint64_t bytes, committed, at; // the device's free memory, `committed` below at that time, and when (ns)
@@ -272,7 +272,7 @@ int vmem__grow_exactly(vmem_context *ctx, uint64_t granules);
 // Returns unused arenas of the one kind or the other to the system, up to `bytes` or one more, while `keep` bytes of
 // memory remain. Returns how many bytes.
 uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t bytes);
-// Returns all free memory beyond ctx->keep, or that and ctx->wanted, to the system, without hysteresis.
+// Returns all free memory beyond ctx->keep, or that and ctx->expected, to the system, without hysteresis.
 void vmem__shrink(vmem_context *ctx, bool wanted);
 // The same in another thread, for an interrupted call that must return at once. It takes 100 ms or more per GiB.
 void vmem__shrink_later(vmem_context *ctx);

@@ -12,6 +12,11 @@
 #include "core/error.h"
 #include "vmem.h"
 
+// ---- arithmetic that stays within 64 bits ---------------------------------------------------------------------
+
+static inline uint64_t sat_sub(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
+static inline uint64_t sat_add(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
+
 // ---- creation (page.c) --------------------------------------------------------------------------------------
 
 #define VMEM__CREATE_BOUND 0x80000000u // among the flags of creation: the pages are bound to their addresses

@@ -182,7 +182,7 @@ static int grow(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whol
 {
     const uint64_t bytes = whole ? wanted * GRANULE : BLOCK, keep = ctx->keep > bytes ? ctx->keep - bytes : 0;
     int rc;
-    if ((ctx->keep || ctx->stayed || ctx->tight) && !vmem__convert(ctx, !whole, keep, bytes) && whole)
+    if ((ctx->keep || ctx->retained_peak || ctx->small_arenas) && !vmem__convert(ctx, !whole, keep, bytes) && whole)
         vmem__convert(ctx, true, keep, bytes);
     do
         rc = vmem__grow(ctx, wanted, granules, whole, false);
@@ -511,8 +511,8 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
 void vmem__expect(vmem_context *ctx, int64_t wanted, int64_t missed)
 {
     vmem__lock(ctx);
-    ctx->wanted += (uint64_t)wanted;
-    ctx->missed += (uint64_t)missed;
+    ctx->expected += (uint64_t)wanted;
+    ctx->expected_back += (uint64_t)missed;
     vmem__unlock(ctx);
 }
 

@@ -6,7 +6,7 @@
 // at any moment.
 //
 // Where another member of the same context waits, the memory need not go to the device and come back. It stays in the
-// context, and in the giver's row as `spare`, until decide() moves it from row to row under the table's lock. What
+// context, and in the giver's row as `retained_bytes`, until decide() moves it from row to row under the table's lock. What
 // nobody takes there goes back to the device at the next look, and only then leaves the row.
 //
 // SPDX-License-Identifier: MIT
@@ -17,7 +17,7 @@
 
 #include "pool/pool.h"
 
-#define BURY_NS UINT64_C(100000000)    // interval between searches for members whose process has ended
+#define REAP_NS UINT64_C(100000000)    // interval between searches for members whose process has ended
 #define SILENT_NS UINT64_C(2000000000) // a member that answers nothing for so long is not waited for
 
 // ---- the thread --------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ static uint64_t least_pages(const struct vmem__member *m, const struct vmem__len
 }
 
 // Applies a limit that another process wants, if one does. With the member's lock held, which is dropped meanwhile.
-static void take_wanted(struct vmem__member *m)
+static void apply_wanted_limit(struct vmem__member *m)
 {
     const uint64_t bytes = m->ops->wanted ? m->ops->wanted(m->self) : 0;
     uint32_t why = VMEM_KV_NO_MEMORY;
@@ -67,26 +67,26 @@ void vmem__pool_keep_to_max(struct vmem__member *m)
     keep_to_max(m, &s);
 }
 
-// What has stayed in the context for those who wait there, or did, and no row states, now that this one has fallen by
-// `fall`.
-static uint64_t uncovered(const struct vmem__member *m, uint64_t fall)
+// Device memory that the context retained for waiting members and that no row accounts for, at most `fall`: by how much
+// this row falls.
+static uint64_t uncovered_bytes(const struct vmem__member *m, uint64_t fall)
 {
     uint64_t rows = 0;
     for (const struct vmem__member *o = m->pool->members; o; o = o->next)
         rows += o->ctx == m->ctx ? o->row.has : 0;
     vmem__lock(m->ctx);
-    const uint64_t stayed = MIN(m->ctx->stayed, pool_less(m->ctx->committed, m->ctx->created));
-    const uint64_t there = m->ctx->committed + m->ctx->going - m->ctx->gone, bare = pool_less(there, rows);
+    const uint64_t stayed = MIN(m->ctx->retained_peak, sat_sub(m->ctx->committed, m->ctx->created));
+    const uint64_t there = m->ctx->committed + m->ctx->going - m->ctx->gone, bare = sat_sub(there, rows);
     vmem__unlock(m->ctx);
     return MIN(fall, MIN(stayed, bare));
 }
 
 // A member that neither asks nor waits any more wants no memory to stay.
-static void stop_wanting(struct vmem__member *m)
+static void expire_wants(struct vmem__member *m)
 {
     pthread_mutex_lock(&m->pool->lock);
-    if (!m->waiting && !m->foreseen && vmem__now() - m->asked_at > vmem__pool_ask_ns)
-        vmem__pool_want(m, 0);
+    if (!m->waiting && !m->foreseen_pages && vmem__now() - m->asked_at > vmem__pool_ask_ns)
+        vmem__pool_retain(m, 0);
     pthread_mutex_unlock(&m->pool->lock);
 }
 
@@ -98,7 +98,7 @@ static void stop_wanting(struct vmem__member *m)
 static bool shrink(struct vmem__member *m, struct vmem__lend_state *s)
 {
     m->ops->state(m->self, s);
-    vmem__pool_look_ahead(m, s->used);
+    vmem__pool_end_foreseen(m, s->used);
     keep_to_max(m, s);
     const bool more = m->ops->go_on && m->ops->go_on(m->self, least_pages(m, s));
     m->ops->state(m->self, s);
@@ -112,12 +112,12 @@ enum trimming { TRIM_NOTHING, TRIM_UNWANTED, TRIM_ALL };
 static enum trimming plan_trim(struct vmem__member *m, uint64_t pages)
 {
     vmem__lock(m->ctx);
-    const bool stayed = m->ctx->stayed;
+    const bool stayed = m->ctx->retained_peak;
     vmem__unlock(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
-    const bool stale = m->stale, falls = (pages << m->page_shift) + m->granted < m->row.has;
-    const bool unwanted = falls || (stayed && m->wanted_less);
-    m->stale = m->wanted_less = false;
+    const bool stale = m->returns_all, falls = (pages << m->page_shift) + m->granted < m->row.has;
+    const bool unwanted = falls || (stayed && m->returns_unwanted);
+    m->returns_all = m->returns_unwanted = false;
     pthread_mutex_unlock(&m->pool->lock);
     return stale ? TRIM_ALL : unwanted ? TRIM_UNWANTED : TRIM_NOTHING;
 }
@@ -132,24 +132,24 @@ static void write_row(struct vmem__member *m, uint64_t gone_to, enum trimming tr
     const uint64_t min = ceil_pages(m->row.min, m), before = m->row.has;
     // A claim may have taken back part of the budget meanwhile.
     m->row.has = MIN(m->row.has, (MAX(has, gone_to) << m->page_shift) + m->granted);
-    m->spare = trimmed == TRIM_UNWANTED ? uncovered(m, before - m->row.has) : 0;
-    m->row.has += m->spare;
+    m->retained_bytes = trimmed == TRIM_UNWANTED ? uncovered_bytes(m, before - m->row.has) : 0;
+    m->row.has += m->retained_bytes;
     m->row.held = s.held << m->page_shift;
-    m->row.could_give = pool_less(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
-    m->row.giving = pool_less(m->row.has - m->granted, s.after << m->page_shift);
+    m->row.could_give = sat_sub(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
+    m->row.giving = sat_sub(m->row.has - m->granted, s.after << m->page_shift);
     pthread_mutex_unlock(&m->pool->lock);
 }
 
 // Returns true if there is more to do.
-static bool look(struct vmem__member *m)
+static bool refresh_member(struct vmem__member *m)
 {
     struct vmem__lend_state s;
     pthread_mutex_lock(&m->pool->lock);
-    m->saw = m->pool->table.head.revision;
+    m->saw_revision = m->pool->table.head.revision;
     pthread_mutex_unlock(&m->pool->lock);
-    stop_wanting(m);
+    expire_wants(m);
     m->ops->lock(m->self);
-    take_wanted(m);
+    apply_wanted_limit(m);
     const bool more = shrink(m, &s);
     const uint64_t gone_to = MAX(s.budget, s.held);
     const enum trimming trimming = plan_trim(m, gone_to);
@@ -166,7 +166,7 @@ static bool look(struct vmem__member *m)
 // ---- decisions ------------------------------------------------------------------------------------------------------
 
 // Notes which members owe the others something and do nothing about it: their row does not change.
-static void listen(vmem_kv_pool *pool, uint64_t t)
+static void note_replies(vmem_kv_pool *pool, uint64_t t)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
         const struct vmem_kv_pool_member *r = &pool->table.rows[i];
@@ -180,20 +180,23 @@ static void listen(vmem_kv_pool *pool, uint64_t t)
 }
 
 // A process may be stopped, or wait in its driver for ever. Nobody else must wait for it.
-static bool silent(const vmem_kv_pool *pool, uint32_t place) { return vmem__now() - pool->seen[place].at > SILENT_NS; }
+static bool has_timed_out(const vmem_kv_pool *pool, uint32_t place)
+{
+    return vmem__now() - pool->seen[place].at > SILENT_NS;
+}
 
 // The needs that neither free budget nor budget being given back covers.
-static uint64_t unmet(const vmem_kv_pool *pool)
+static uint64_t unmet_bytes(const vmem_kv_pool *pool)
 {
-    uint64_t needs = 0, coming = vmem__pool_free(pool, NULL);
+    uint64_t needs = 0, coming = vmem__pool_free_bytes(pool, NULL);
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
         const struct vmem_kv_pool_member *r = &pool->table.rows[i];
-        if (!r->size || silent(pool, i))
+        if (!r->size || has_timed_out(pool, i))
             continue;
-        needs = pool_add(needs, r->needs);
-        coming = pool_add(coming, r->giving);
+        needs = sat_add(needs, r->needs);
+        coming = sat_add(coming, r->giving);
     }
-    return pool_less(needs, coming);
+    return sat_sub(needs, coming);
 }
 
 static void grant(vmem_kv_pool *pool, struct vmem__member *m)
@@ -212,25 +215,25 @@ static void grant(vmem_kv_pool *pool, struct vmem__member *m)
         vmem__pool_answer(m, VMEM_KV_UNASKED, 0);
         return;
     }
-    const uint64_t unused = vmem__pool_free(pool, m);
-    uint64_t room = MIN(MIN(unused, pool_less(r->max, r->has)), r->needs);
+    const uint64_t unused = vmem__pool_free_bytes(pool, m);
+    uint64_t room = MIN(MIN(unused, sat_sub(r->max, r->has)), r->needs);
     const uint64_t whole = ceil_pages(room, m) << m->page_shift;
     room = whole <= unused ? whole : floor_pages(room, m) << m->page_shift;
     if (room) {
         r->has += room;
         m->granted += room;
-        r->needs = pool_less(r->needs, room); // at 0, the answer follows once the budget has grown
+        r->needs = sat_sub(r->needs, room); // at 0, the answer follows once the budget has grown
     }
     if (r->needs && !r->asked)
         r->asked = ++pool->table.head.revision;
     pool->table.rows[m->place] = *r;
 }
 
-// Grants a member's spare budget, and with it the memory that stayed, to those of its context who wait. Returns true if
+// Grants what a member's row retains, and with it the memory, to those of its context who wait. Returns true if
 // something is left: another look at the member returns that.
-static bool hand_over(vmem_kv_pool *pool, struct vmem__member *m)
+static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
 {
-    uint64_t left = m->spare;
+    uint64_t left = m->retained_bytes;
     struct vmem_kv_pool_member *r = &m->row;
     if (!left)
         return false;
@@ -241,13 +244,13 @@ static bool hand_over(vmem_kv_pool *pool, struct vmem__member *m)
         if (o == m || o->ctx != m->ctx)
             continue;
         grant(pool, o);
-        left = pool_less(left, o->row.has - before);
+        left = sat_sub(left, o->row.has - before);
     }
     r->has += left;
-    r->giving = pool_less(r->giving, m->spare - left);
+    r->giving = sat_sub(r->giving, m->retained_bytes - left);
     pool->table.rows[m->place] = *r;
-    m->stale |= left != 0;
-    m->spare = 0;
+    m->returns_all |= left != 0;
+    m->retained_bytes = 0;
     return left;
 }
 
@@ -256,13 +259,13 @@ static bool hand_over(vmem_kv_pool *pool, struct vmem__member *m)
 static bool give(vmem_kv_pool *pool, struct vmem__member *m)
 {
     struct vmem_kv_pool_member *r = &m->row;
-    const uint64_t wanted = pool_less(unmet(pool), r->needs);
+    const uint64_t wanted = sat_sub(unmet_bytes(pool), r->needs);
     // A member that waits for memory itself gives none. A refused member gives: it may have stopped trying.
     const bool waits = r->needs && r->answer != VMEM_KV_REFUSED;
-    const uint64_t could = waits || m->leaving ? 0 : pool_less(r->could_give, r->giving);
+    const uint64_t could = waits || m->leaving ? 0 : sat_sub(r->could_give, r->giving);
     const uint64_t bytes = MIN(wanted, could);
     const uint64_t revision = pool->table.head.revision;
-    const uint64_t looked = wanted && !bytes && !m->leaving ? MAX(m->saw, r->looked) : revision;
+    const uint64_t looked = wanted && !bytes && !m->leaving ? MAX(m->saw_revision, r->looked) : revision;
     const bool asked = r->looked < looked;
     uint32_t reply = r->reply, why = 0;
     if (bytes) {
@@ -292,7 +295,7 @@ static void refuse(struct vmem__member *m, uint32_t why)
 }
 
 // Refuses a member's request for budget when no other member can still give.
-static void judge(const vmem_kv_pool *pool, struct vmem__member *m)
+static void refuse_unsatisfiable(const vmem_kv_pool *pool, struct vmem__member *m)
 {
     uint32_t why = VMEM_KV_AT_MINIMUM;
     if (!m->row.needs || m->granted || m->row.answer != VMEM_KV_DEFERRED)
@@ -302,7 +305,7 @@ static void judge(const vmem_kv_pool *pool, struct vmem__member *m)
         if (!r->size || i == m->place)
             continue;
         const bool owes = r->looked < m->row.asked || r->giving;
-        if (owes && !silent(pool, i))
+        if (owes && !has_timed_out(pool, i))
             return;
         if (owes)
             why = VMEM_KV_NO_ANSWER;
@@ -325,22 +328,22 @@ static bool decide(vmem_kv_pool *pool)
             refuse(m, locked ? VMEM_KV_NO_ANSWER : VMEM_KV_FILE_DAMAGED);
     if (rc)
         return false;
-    if (t - pool->buried_at > BURY_NS) {
-        pool->buried_at = t;
-        vmem__table_bury(pool);
+    if (t - pool->reaped_at > REAP_NS) {
+        pool->reaped_at = t;
+        vmem__table_reap(pool);
     }
-    listen(pool, t);
+    note_replies(pool, t);
     for (struct vmem__member *m = pool->members; m; m = m->next)
-        again |= hand_over(pool, m);
+        again |= grant_within_context(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
         grant(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
         again |= give(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
-        judge(pool, m);
+        refuse_unsatisfiable(pool, m);
     vmem__table_end(pool);
     for (struct vmem__member *m = pool->members; m; m = m->next) {
-        m->stale |= m->unwritten;         // the table may say that memory which has stayed is free
+        m->returns_all |= m->unwritten;   // the table may say that memory which has stayed is free
         if (m->unwritten && m->row.needs) // no other member can read the question
             refuse(m, VMEM_KV_FILE_DAMAGED);
     }
@@ -355,7 +358,7 @@ static bool apply(struct vmem__member *m)
     struct vmem__lend_state s;
     uint64_t evict = 0;
     pthread_mutex_lock(&pool->lock);
-    const bool any = vmem__pool_acceptable(m) >> m->page_shift || m->to_give;
+    const bool any = vmem__pool_acceptable_bytes(m) >> m->page_shift || m->to_give;
     pthread_mutex_unlock(&pool->lock);
     if (!any)
         return false;
@@ -367,7 +370,7 @@ static bool apply(struct vmem__member *m)
     ops->raise(m->self, accepted);
     if (bytes) {
         ops->state(m->self, &s);
-        const uint64_t want = ceil_pages(bytes, m), pages = MIN(want, pool_less(s.after, least_pages(m, &s)));
+        const uint64_t want = ceil_pages(bytes, m), pages = MIN(want, sat_sub(s.after, least_pages(m, &s)));
         if (pages)
             ops->give_down_to(m->self, s.after - pages);
         evict = MIN(want - pages, s.evictable);
@@ -384,7 +387,7 @@ static bool apply(struct vmem__member *m)
 }
 
 // Serves every member of this process once. Returns true if another round is due at once.
-static bool round_of(vmem_kv_pool *pool)
+static bool serve_members(vmem_kv_pool *pool)
 {
     bool again = false;
     pool->freed_before = pool->freed;
@@ -394,8 +397,8 @@ static bool round_of(vmem_kv_pool *pool)
                 continue;
             m->busy = true;
             pthread_mutex_unlock(&pool->lock);
-            again |= pass ? apply(m) : look(m);
-            again |= pass && vmem__pool_prepare(m);
+            again |= pass ? apply(m) : refresh_member(m);
+            again |= pass && vmem__pool_prealloc(m);
             pthread_mutex_lock(&pool->lock);
             m->busy = false;
             pthread_cond_broadcast(&pool->news);
@@ -406,7 +409,7 @@ static bool round_of(vmem_kv_pool *pool)
     return again;
 }
 
-static bool restless(const vmem_kv_pool *pool)
+static bool needs_poll(const vmem_kv_pool *pool)
 {
     for (const struct vmem__member *m = pool->members; m; m = m->next)
         if ((m->row.needs && m->row.answer == VMEM_KV_DEFERRED) || m->row.giving)
@@ -432,7 +435,7 @@ void *vmem__pool_work(void *arg)
     vmem_kv_pool *pool = arg;
     pthread_mutex_lock(&pool->lock);
     while (!pool->stop) {
-        const bool again = round_of(pool), soon = restless(pool);
+        const bool again = serve_members(pool), soon = needs_poll(pool);
         pthread_mutex_unlock(&pool->lock);
         if (!again) {
             const int poll_ms = pool->fd >= 0 && pool->watch < 0 ? 5 : POLL_MS;

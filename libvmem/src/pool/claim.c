@@ -15,51 +15,51 @@ _Atomic uint64_t vmem__pool_ask_ns = 250000000;
 
 // ---- the table, with the pool's lock held ----------------------------------------------------------------------------
 
-void vmem__pool_want(struct vmem__member *m, uint64_t bytes)
+void vmem__pool_retain(struct vmem__member *m, uint64_t bytes)
 {
     if (bytes == m->wants)
         return;
     vmem__expect(m->ctx, (int64_t)(bytes - m->wants), 0);
-    m->wanted_less |= !bytes;
+    m->returns_unwanted |= !bytes;
     m->wants = bytes;
 }
 
 void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why)
 {
     if (what == VMEM_KV_REFUSED)
-        vmem__pool_want(m, 0);
+        vmem__pool_retain(m, 0);
     if (m->row.answer != what)
         pthread_cond_broadcast(&m->pool->news);
     m->row.answer = what;
     m->row.reason = why;
-    m->prepares &= what == VMEM_KV_DEFERRED;
+    m->reserving &= what == VMEM_KV_DEFERRED;
 }
 
 // ---- claims, with the member's lock held -----------------------------------------------------------------------------
 
-uint64_t vmem__pool_acceptable(const struct vmem__member *m)
+uint64_t vmem__pool_acceptable_bytes(const struct vmem__member *m)
 {
-    return m->prepares ? MIN(m->granted, m->ready) : m->granted;
+    return m->reserving ? MIN(m->granted, m->ready_bytes) : m->granted;
 }
 
 uint64_t vmem__pool_accept(struct vmem__member *m)
 {
-    const uint64_t pages = floor_pages(vmem__pool_acceptable(m), m), bytes = pages << m->page_shift;
-    m->granted = m->prepares ? m->granted - bytes : 0;
-    m->ready = pool_less(m->ready, bytes);
+    const uint64_t pages = floor_pages(vmem__pool_acceptable_bytes(m), m), bytes = pages << m->page_shift;
+    m->granted = m->reserving ? m->granted - bytes : 0;
+    m->ready_bytes = sat_sub(m->ready_bytes, bytes);
     if (!m->granted && !m->row.needs && m->row.answer == VMEM_KV_DEFERRED)
         vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     return pages;
 }
 
 // What other members wait for, in bytes. Call it between begin and end.
-static uint64_t needs_of_others(const vmem_kv_pool *pool, const struct vmem__member *m)
+static uint64_t bytes_others_need(const vmem_kv_pool *pool, const struct vmem__member *m)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
         const struct vmem_kv_pool_member *r = &pool->table.rows[i];
         if (r->size && i != m->place && r->answer == VMEM_KV_DEFERRED)
-            bytes = pool_add(bytes, r->needs);
+            bytes = sat_add(bytes, r->needs);
     }
     return bytes;
 }
@@ -70,25 +70,25 @@ uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t leas
     int rc = 0;
     pthread_mutex_lock(&pool->lock);
     const uint64_t granted = vmem__pool_accept(m);
-    least = pool_less(least, granted);
-    most = pool_less(most, granted);
+    least = sat_sub(least, granted);
+    most = sat_sub(most, granted);
     // First take back the budget that the member was about to give back and still has.
     const uint64_t had = ((budget + granted) << m->page_shift) + m->granted;
-    uint64_t pages = MIN(floor_pages(pool_less(MIN(m->row.has, m->row.max), had), m), most);
-    m->spare = MIN(m->spare, pool_less(m->row.has, had + (pages << m->page_shift)));
-    const bool worth = !m->prepares && pages < most && (pool->free || pages < least);
+    uint64_t pages = MIN(floor_pages(sat_sub(MIN(m->row.has, m->row.max), had), m), most);
+    m->retained_bytes = MIN(m->retained_bytes, sat_sub(m->row.has, had + (pages << m->page_shift)));
+    const bool worth = !m->reserving && pages < most && (pool->free || pages < least);
     if (worth && !(rc = vmem__table_begin(pool))) {
-        const uint64_t room = MIN(vmem__pool_free(pool, m), pool_less(m->row.max, m->row.has));
+        const uint64_t room = MIN(vmem__pool_free_bytes(pool, m), sat_sub(m->row.max, m->row.has));
         // Budget to spare is what nobody waits for: it may be what another member has just given for a question.
-        const uint64_t spare = MIN(floor_pages(pool_less(room, needs_of_others(pool, m)), m), most - pages);
-        const uint64_t more = MIN(floor_pages(room, m), MAX(spare, pool_less(least, pages)));
+        const uint64_t spare = MIN(floor_pages(sat_sub(room, bytes_others_need(pool, m)), m), most - pages);
+        const uint64_t more = MIN(floor_pages(room, m), MAX(spare, sat_sub(least, pages)));
         const uint64_t before = m->row.has;
         m->row.has += more << m->page_shift;
         vmem__table_end(pool);
-        pages += floor_pages(pool_less(m->row.has, before), m);
+        pages += floor_pages(sat_sub(m->row.has, before), m);
     }
     if (pages && m->row.needs) {
-        m->row.needs = pool_less(m->row.needs, pages << m->page_shift);
+        m->row.needs = sat_sub(m->row.needs, pages << m->page_shift);
         if (!m->row.needs && !m->granted)
             vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
@@ -102,10 +102,10 @@ uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget)
     if (!m)
         return 0;
     pthread_mutex_lock(&m->pool->lock);
-    const uint64_t due = pool_less(m->row.min, m->row.has), room = pool_less(m->row.max, m->row.has);
-    const uint64_t own = pool_less(MIN(m->row.has, m->row.max), pool_add(budget << m->page_shift, m->granted));
-    const uint64_t more = m->prepares ? vmem__pool_acceptable(m) : MIN(pool_add(m->pool->free, due), room);
-    const uint64_t bytes = pool_add(own, more);
+    const uint64_t due = sat_sub(m->row.min, m->row.has), room = sat_sub(m->row.max, m->row.has);
+    const uint64_t own = sat_sub(MIN(m->row.has, m->row.max), sat_add(budget << m->page_shift, m->granted));
+    const uint64_t more = m->reserving ? vmem__pool_acceptable_bytes(m) : MIN(sat_add(m->pool->free, due), room);
+    const uint64_t bytes = sat_add(own, more);
     pthread_mutex_unlock(&m->pool->lock);
     return floor_pages(bytes, m);
 }
@@ -119,7 +119,7 @@ uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget)
 static uint64_t ask(struct vmem__member *m, uint64_t bytes, uint32_t *why)
 {
     struct vmem_kv_pool_member *r = &m->row;
-    const uint64_t room = pool_less(r->max, r->has);
+    const uint64_t room = sat_sub(r->max, r->has);
     *why = 0;
     if (bytes > room) {
         vmem__pool_answer(m, VMEM_KV_REFUSED, *why = VMEM_KV_AT_MAXIMUM);
@@ -143,7 +143,7 @@ static uint64_t ask(struct vmem__member *m, uint64_t bytes, uint32_t *why)
     if (r->needs < bytes || r->answer != VMEM_KV_DEFERRED)
         r->asked = 0; // the thread assigns the revision
     m->asked_at = t;
-    r->needs = m->foreseen ? MAX(bytes, MIN(r->needs, room)) : bytes;
+    r->needs = m->foreseen_pages ? MAX(bytes, MIN(r->needs, room)) : bytes;
     vmem__pool_answer(m, VMEM_KV_DEFERRED, 0);
     m->pool->needed = true;
     pool_ring(m->pool);
@@ -156,8 +156,8 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
         return 0;
     // Ask for a little more, so that a request that grows page by page does not ask for each page.
     pthread_mutex_lock(&m->pool->lock);
-    const uint64_t coming_already = m->prepares ? m->granted : 0, room = pool_less(m->row.max, m->row.has);
-    const uint64_t exact = pool_less(pages << m->page_shift, coming_already);
+    const uint64_t coming_already = m->reserving ? m->granted : 0, room = sat_sub(m->row.max, m->row.has);
+    const uint64_t exact = sat_sub(pages << m->page_shift, coming_already);
     if (!exact && coming_already) {
         m->asked_at = vmem__now();
         *refusal = 0;
@@ -167,7 +167,7 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
     const uint64_t bytes = MAX(exact, MIN(exact + (held / 64 << m->page_shift), room));
     const uint64_t coming = ask(m, bytes, refusal);
     if (coming) // and what it has been granted meanwhile
-        vmem__pool_want(m, pool_less(pool_add(m->row.has, bytes), held << m->page_shift));
+        vmem__pool_retain(m, sat_sub(sat_add(m->row.has, bytes), held << m->page_shift));
     pthread_mutex_unlock(&m->pool->lock);
     return coming ? pages : 0;
 }
@@ -177,9 +177,9 @@ void vmem__pool_unask(struct vmem__member *m)
     if (!m)
         return;
     pthread_mutex_lock(&m->pool->lock);
-    if (!m->foreseen)
-        vmem__pool_want(m, 0);
-    if (m->row.needs && !m->foreseen) {
+    if (!m->foreseen_pages)
+        vmem__pool_retain(m, 0);
+    if (m->row.needs && !m->foreseen_pages) {
         m->row.needs = 0;
         vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
@@ -198,29 +198,29 @@ void vmem__pool_unask(struct vmem__member *m)
 
 uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t want, bool part)
 {
-    // Whoever was told before that there is free budget finds it in the member's own from here on.
+    // From here on, the budget promised by an earlier answer is the member's own.
     const uint64_t grown = want > budget ? vmem__pool_claim(m, budget, want - budget, want - budget) : 0;
     budget += grown;
     pthread_mutex_lock(&m->pool->lock);
-    m->foreseen = 0; // the new question replaces the last one
+    m->foreseen_pages = 0; // the new question replaces the last one
     const uint64_t has = budget + floor_pages(m->granted, m);
     uint32_t why;
     if (part)
-        want = MIN(want, has + floor_pages(pool_less(m->row.max, m->row.has), m));
+        want = MIN(want, has + floor_pages(sat_sub(m->row.max, m->row.has), m));
     if (want > has) {
         if (ask(m, (want - has) << m->page_shift, &why))
-            vmem__pool_want(m, pool_less(want << m->page_shift, m->row.held));
-        if (!m->prepares) {
-            m->prepares = m->row.answer == VMEM_KV_DEFERRED && !m->kept_out && m->ops->ready && !m->whole &&
-                          !m->ctx->b.ops->populate;
-            m->ready = 0;
+            vmem__pool_retain(m, sat_sub(want << m->page_shift, m->row.held));
+        if (!m->reserving) {
+            m->reserving = m->row.answer == VMEM_KV_DEFERRED && !m->kept_out && m->ops->ready && !m->whole &&
+                           !m->ctx->b.ops->populate;
+            m->ready_bytes = 0;
         }
     } else {
         m->row.needs = 0;
-        if (!m->prepares || want <= budget)
+        if (!m->reserving || want <= budget)
             vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
-    m->foreseen = want;
+    m->foreseen_pages = want;
     m->foreseen_at = vmem__now();
     pool_ring(m->pool);
     pthread_mutex_unlock(&m->pool->lock);
@@ -231,19 +231,19 @@ uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t wa
 static void forget(struct vmem__member *m)
 {
     pthread_mutex_lock(&m->pool->lock);
-    m->foreseen = 0;
-    m->prepares = false;
-    vmem__pool_want(m, 0);
+    m->foreseen_pages = 0;
+    m->reserving = false;
+    vmem__pool_retain(m, 0);
     pthread_mutex_unlock(&m->pool->lock);
     if (m->ops->forget)
         m->ops->forget(m->self);
 }
 
-void vmem__pool_look_ahead(struct vmem__member *m, uint64_t used)
+void vmem__pool_end_foreseen(struct vmem__member *m, uint64_t used)
 {
     pthread_mutex_lock(&m->pool->lock);
     const bool asked = m->waiting || vmem__now() - m->foreseen_at < vmem__pool_ask_ns;
-    const bool waits = m->foreseen && (!asked || used >= m->foreseen);
+    const bool waits = m->foreseen_pages && (!asked || used >= m->foreseen_pages);
     pthread_mutex_unlock(&m->pool->lock);
     if (waits)
         forget(m);
@@ -279,23 +279,23 @@ static struct ahead plan_ahead(struct vmem__member *m)
     a.memory = m->ctx->committed;
     vmem__unlock(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
-    a.granted = m->prepares ? floor_pages(m->granted, m) : 0;
-    a.pages = s.after < s.budget ? 0 : pool_less(MIN(m->foreseen, s.budget + a.granted), there);
-    a.bare = pool_less(s.budget, there);
-    const uint64_t ready = a.pages ? pool_less(there, s.budget) << m->page_shift : m->granted;
-    m->ready = MIN(m->granted, MAX(m->ready, ready)); // what a call was told is ready stays so
+    a.granted = m->reserving ? floor_pages(m->granted, m) : 0;
+    a.pages = s.after < s.budget ? 0 : sat_sub(MIN(m->foreseen_pages, s.budget + a.granted), there);
+    a.bare = sat_sub(s.budget, there);
+    const uint64_t ready = a.pages ? sat_sub(there, s.budget) << m->page_shift : m->granted;
+    m->ready_bytes = MIN(m->granted, MAX(m->ready_bytes, ready)); // what a call was told is ready stays so
     pthread_mutex_unlock(&m->pool->lock);
     m->ops->unlock(m->self);
     return a;
 }
 
-bool vmem__pool_prepare(struct vmem__member *m)
+bool vmem__pool_prealloc(struct vmem__member *m)
 {
     // Where pages go together, the memory of each is allocated apart, in the size that a request turns out to need.
     if (!m->ops->ready || m->whole)
         return false;
     pthread_mutex_lock(&m->pool->lock);
-    const bool waits = m->foreseen;
+    const bool waits = m->foreseen_pages;
     pthread_mutex_unlock(&m->pool->lock);
     if (!waits)
         return false;
@@ -313,7 +313,7 @@ bool vmem__pool_prepare(struct vmem__member *m)
             return a.granted;
         }
         pthread_mutex_lock(&m->pool->lock);
-        m->ready = MIN(m->granted, m->ready + ((n - covers) << m->page_shift));
+        m->ready_bytes = MIN(m->granted, m->ready_bytes + ((n - covers) << m->page_shift));
         pthread_mutex_unlock(&m->pool->lock);
         a.pages -= n;
         a.bare -= covers;
@@ -333,7 +333,7 @@ int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uin
         return vmem__error(-EINVAL, "min %" PRIu64 " is over max, %" PRIu64, min, *max);
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
         if (pool->table.rows[i].size && i != place)
-            all = pool_add(all, pool->table.rows[i].min);
+            all = sat_add(all, pool->table.rows[i].min);
     if (all > budget)
         return vmem__error(-ENOMEM,
                            "min %" PRIu64 ": the minimums of all members would be %" PRIu64 ", over the "
@@ -362,8 +362,8 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uin
         rc = vmem__table_unwritten(pool);
     }
     if (!rc) { // what the thread has granted and the member does not have yet: the row follows when the memory is back
-        m->granted = MIN(m->granted, pool_less(max, pool_less(m->row.has, m->granted)));
-        m->ready = MIN(m->ready, m->granted);
+        m->granted = MIN(m->granted, sat_sub(max, sat_sub(m->row.has, m->granted)));
+        m->ready_bytes = MIN(m->ready_bytes, m->granted);
     }
     pool_ring(pool);
     return rc;

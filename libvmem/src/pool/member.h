@@ -30,18 +30,19 @@
 // A member's entry in a pool. The pool makes it, and frees it in `left`.
 struct vmem__member;
 
-// What the pool wants to know of a member before it decides. In pages.
+// A member's state, which the pool reads before it decides. In pages.
 struct vmem__lend_state {
     uint64_t budget;    // the most pages that the member may have
     uint64_t held;      // pages that exist or are in the making
     uint64_t used;      // of these, that the member could not take back for other uses of its own
     uint64_t after;     // what the budget is on its way down to; else the budget
-    uint64_t fixed;     // the fewest pages to which the member can shrink now, with what it has promised to its callers
+    uint64_t fixed;     // the smallest size to which the member can shrink now without breaking a promise to a caller
     uint64_t evictable; // of `fixed`, what evict could free
     uint64_t margin;    // beyond `fixed`, pages that the member needs to go on without asking at once
 };
 
-// What the pool's thread calls. "Locked" means between lock and unlock. NULL is allowed where it says so.
+// The functions of a member that the pool's thread calls. "Locked" means between lock and unlock. NULL is allowed where
+// it says so.
 struct vmem__member_ops {
     void (*lock)(void *self);
     void (*unlock)(void *self);
@@ -72,11 +73,11 @@ struct vmem__member_ops {
     // NULL: nobody asks from outside. Locked: a maximum in bytes that another process asks for, until it is answered; 0:
     // none.
     uint64_t (*wanted)(void *self);
-    // Not locked, NULL with `wanted`. What became of it: 0, or a negative errno. why: enum vmem_kv_refusal.
+    // Not locked, NULL with `wanted`. Tells the answer: rc is 0 or a negative errno. why: enum vmem_kv_refusal.
     void (*answered)(void *self, uint64_t bytes, int rc, uint32_t why);
 };
 
-// What a member brings along when it joins.
+// The terms on which a member joins.
 struct vmem__member_terms {
     vmem_context *ctx;
     uint64_t page_size;

@@ -194,9 +194,9 @@ static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held
         rc = check_device(pool, &info);
     if (!rc)
         rc = vmem__pool_check(pool, VMEM_KV_POOL_MEMBERS, m->row.min, &m->row.max);
-    if (!rc && held > vmem__pool_free(pool, NULL))
+    if (!rc && held > vmem__pool_free_bytes(pool, NULL))
         rc = vmem__error(-ENOMEM, "the new member holds %" PRIu64 " bytes, and the pool has %" PRIu64 " free", held,
-                         vmem__pool_free(pool, NULL));
+                         vmem__pool_free_bytes(pool, NULL));
     if (!rc)
         rc = find_place(pool, &m->place);
     if (rc)
@@ -204,7 +204,7 @@ static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held
     m->row.size = sizeof(m->row);
     m->row.pid = (uint32_t)pool->pid;
     // Grant as much of the minimum as is free. The rest of the minimum is due later.
-    uint64_t has = MAX(MIN(m->row.min, vmem__pool_free(pool, NULL)), held);
+    uint64_t has = MAX(MIN(m->row.min, vmem__pool_free_bytes(pool, NULL)), held);
     has = MAX(floor_pages(has, m) << m->page_shift, held);
     m->row.has = has;
     m->row.held = held;
@@ -239,7 +239,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     pthread_mutex_lock(&pool->lock);
     int rc = vmem__table_wait(pool, POOL_CALL_US);
     if (!rc) {
-        vmem__table_bury(pool);
+        vmem__table_reap(pool);
         rc = enter_table(pool, m, terms->held << m->page_shift);
         vmem__table_end(pool);
         if (!rc && m->unwritten) {
@@ -275,8 +275,8 @@ void vmem__pool_leave(struct vmem__member *m, uint64_t held)
     // The rest becomes free together with the memory: kernels in flight, or a view of a tensor, may keep it.
     m->leaving = true;
     m->row.has = MIN(m->row.has, held << m->page_shift);
-    m->row.min = m->row.needs = m->row.giving = m->row.could_give = m->granted = m->to_give = m->spare = 0;
-    vmem__pool_want(m, 0);
+    m->row.min = m->row.needs = m->row.giving = m->row.could_give = m->granted = m->to_give = m->retained_bytes = 0;
+    vmem__pool_retain(m, 0);
     if (!vmem__table_wait(pool, POOL_WAIT_US))
         vmem__table_end(pool);
     pool_ring(pool);
@@ -343,7 +343,7 @@ static int refresh(vmem_kv_pool *pool)
     pthread_mutex_lock(&pool->lock);
     int rc = vmem__table_wait(pool, POOL_CALL_US);
     if (!rc) {
-        vmem__table_bury(pool);
+        vmem__table_reap(pool);
         vmem__table_end(pool);
     } else {
         pthread_mutex_unlock(&pool->lock);
@@ -360,10 +360,10 @@ int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
     uint64_t taken = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
         info.members += pool->table.rows[i].size != 0;
-        taken = pool_add(taken, pool->table.rows[i].size ? pool->table.rows[i].has : 0);
+        taken = sat_add(taken, pool->table.rows[i].size ? pool->table.rows[i].has : 0);
     }
     info.budget = pool->table.head.budget;
-    info.free = pool_less(info.budget, taken);
+    info.free = sat_sub(info.budget, taken);
     info.revision = pool->table.head.revision;
     pthread_mutex_unlock(&pool->lock);
     return vmem__struct_give(out, &info, sizeof info, "out");

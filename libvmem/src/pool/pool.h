@@ -19,6 +19,7 @@
 
 #include "core/clock.h"
 #include "core/core.h"
+#include "core/memory.h"
 #include "pool/member.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -33,8 +34,21 @@ struct pool_head {
     char backend[16];   // of the host, "host"; else "gpu", as pages of every backend come out of the same memory
 };
 
-// A member's row is written by its own process alone, except that anybody empties the row of a dead one. Size 0:
-// nobody.
+// The file:
+//
+//     struct pool_head            byte 0 locks the file
+//     rows[0 .. 31]               a member each: its share, what it has and needs. Byte 1 + i is locked while it lives
+//     struct pool_process[0 .. 31]   whose the members are
+//     struct pool_process[32 .. 95]  who has the file open; byte 1 + i is locked meanwhile
+//
+// A row is written by its own process alone, except that anybody empties the row of a dead one. Size 0: nobody. How
+// budget goes from one member to another, by their rows (`needs`, `giving` and `has` of both):
+//
+//     getter                                 giver
+//     needs = n: a question, a revision  ->  could_give >= n: giving = n, and pages go
+//                                            trim: their memory is back on the device
+//     has += n, needs = 0: granted       <-  has -= n, giving = 0: the budget is free
+//     budget += n: answer is applied         or, with nothing to give: reply is refused, and so is the answer
 struct pool_table {
     struct pool_head head;
     struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS];
@@ -77,17 +91,17 @@ struct vmem__member {
     bool told;                               // of the refusal of its last question
     uint64_t freed;                          // vmem_kv_pool.freed before the looks that the refusal rests on
     uint64_t granted;                        // bytes in row.has that the member's budget does not have yet
-    uint64_t foreseen;                       // the pages there will be with the requests that wait; 0: not known
+    uint64_t foreseen_pages;                 // the pages there will be with the requests that wait; 0: not known
     uint64_t foreseen_at;                    // ns
-    bool prepares;    // the budget gets of them only what is ready, and no call takes free budget of the pool
-    uint64_t ready;   // bytes that the budget can grow by without asking the device for memory
-    uint64_t to_give; // bytes that the member is to give back
-    uint64_t saw;     // the last question before the thread looked at the member
+    bool reserving;        // the budget gets of them only what is ready, and no call takes free budget of the pool
+    uint64_t ready_bytes;  // that the budget can grow by without asking the device for memory
+    uint64_t to_give;      // bytes that the member is to give back
+    uint64_t saw_revision; // the last question before the thread looked at the member
     // Members of one context hand device memory over: what one frees stays in the context for those who wait.
-    uint64_t wants;   // bytes beyond its pages that the member waits for, as the context knows it
-    uint64_t spare;   // bytes that the member no longer has and that stayed: its row states them until another's does
-    bool stale;       // memory stayed that no row may state: the next look at this member gives all of it back,
-    bool wanted_less; // or what nobody waits for any more
+    uint64_t wants;          // bytes beyond its pages that the member waits for, as the context knows it
+    uint64_t retained_bytes; // that the member no longer has and that stayed: its row states them until another's does
+    bool returns_all;        // memory stayed that no row may state: the next look at this member gives all of it back,
+    bool returns_unwanted;   // or what nobody waits for any more
 };
 
 struct vmem_kv_pool {
@@ -115,7 +129,7 @@ struct vmem_kv_pool {
     char *path;             // NULL: in this process only
     int fd;                 // of the file, whose locks say who lives
     int bell, watch;        // eventfd that wakes the thread; inotify's descriptor, -1: none
-    uint64_t buried_at;     // ns, when the table was last cleared of dead members
+    uint64_t reaped_at;     // ns, when the table was last cleared of dead members
     uint64_t locked_at;     // ns, when the thread last found the file not locked by another process
 };
 
@@ -126,8 +140,8 @@ uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms);
 
 // ---- claim.c. With the pool's lock held; those that name a place or change shares also between begin and end.
 
-// So much of what others free stays in the context from now on.
-void vmem__pool_want(struct vmem__member *m, uint64_t bytes);
+// From now on, the context retains up to `bytes` of the memory that others free, for this member.
+void vmem__pool_retain(struct vmem__member *m, uint64_t bytes);
 void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why);
 // Whether the member in that place can have this share; a maximum of 0 or too much becomes the pool's budget.
 int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max);
@@ -135,14 +149,14 @@ int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uin
 int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why);
 // What the budget may have of what the pool has granted, in bytes; and the pages by which it grows from that. Whoever
 // comes first lets it grow: the pool's thread, or a call that is short.
-uint64_t vmem__pool_acceptable(const struct vmem__member *m);
+uint64_t vmem__pool_acceptable_bytes(const struct vmem__member *m);
 uint64_t vmem__pool_accept(struct vmem__member *m);
 
 // With the member's lock held, and not the pool's: forgets the requests that wait when the member uses the pages for
 // them, or nobody has asked for them for some time.
-void vmem__pool_look_ahead(struct vmem__member *m, uint64_t used);
+void vmem__pool_end_foreseen(struct vmem__member *m, uint64_t used);
 // With no lock held: takes some device memory for requests that wait. True: another round is due at once.
-bool vmem__pool_prepare(struct vmem__member *m);
+bool vmem__pool_prealloc(struct vmem__member *m);
 
 // ---- balance.c
 
@@ -164,13 +178,13 @@ int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us);
 // written has no more budget than the last row that was.
 void vmem__table_end(vmem_kv_pool *pool);
 // What the member (NULL: anybody new) may take: what nobody has, less what other members' minimums are still due.
-uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m);
+uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__member *m);
 int vmem__table_unwritten(const vmem_kv_pool *pool); // the error of a call whose row could not be written
 // Between the two: takes a place for a member, gives it back, and empties the rows of members whose process has ended.
 // -EAGAIN: somebody else is in that place.
 int vmem__table_take(vmem_kv_pool *pool, uint32_t place);
 void vmem__table_give(vmem_kv_pool *pool, uint32_t place, bool damaged);
-void vmem__table_bury(vmem_kv_pool *pool);
+void vmem__table_reap(vmem_kv_pool *pool);
 // Removes the file if nobody is in it.
 void vmem__table_remove(vmem_kv_pool *pool);
 
@@ -187,9 +201,6 @@ static inline void pool_ring(const vmem_kv_pool *pool)
     const uint64_t one = 1;
     (void)!write(pool->bell, &one, sizeof one); // should it be full, the thread has not looked yet
 }
-
-static inline uint64_t pool_less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
-static inline uint64_t pool_add(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
 
 // In the member's pages.
 static inline uint64_t floor_pages(uint64_t bytes, const struct vmem__member *m) { return bytes >> m->page_shift; }

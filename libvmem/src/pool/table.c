@@ -35,15 +35,15 @@ static int lock_byte(int fd, short type, off_t at)
     return rc == -EACCES ? -EAGAIN : rc;
 }
 
-uint64_t vmem__pool_free(const vmem_kv_pool *pool, const struct vmem__member *m)
+uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__member *m)
 {
     uint64_t taken = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
         const struct vmem_kv_pool_member *r = &pool->table.rows[i];
         if (r->size)
-            taken = pool_add(taken, m && m->place == i ? m->row.has : MAX(r->has, r->min));
+            taken = sat_add(taken, m && m->place == i ? m->row.has : MAX(r->has, r->min));
     }
-    return pool_less(pool->table.head.budget, taken);
+    return sat_sub(pool->table.head.budget, taken);
 }
 
 // Tries for this time, by the clock: a pause may last much longer than it should. Between the tries, others can have
@@ -204,10 +204,10 @@ int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us)
 // Others may take the budget of a row that they cannot read, so the member gives up what it took since the last one.
 static void take_back(struct vmem__member *m)
 {
-    const uint64_t more = pool_less(m->row.has, m->written.has), granted = MIN(more, m->granted);
+    const uint64_t more = sat_sub(m->row.has, m->written.has), granted = MIN(more, m->granted);
     m->row.has -= more;
     m->granted -= granted;
-    m->row.needs = pool_add(m->row.needs, granted);
+    m->row.needs = sat_add(m->row.needs, granted);
 }
 
 // Whether the row must be written now. What it says beside the budget may be published some milliseconds late, but is not
@@ -248,7 +248,7 @@ void vmem__table_end(vmem_kv_pool *pool)
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
         needed |= pool->table.rows[i].size && pool->table.rows[i].needs;
     pool->needed = needed;
-    pool->free = vmem__pool_free(pool, NULL);
+    pool->free = vmem__pool_free_bytes(pool, NULL);
 }
 
 int vmem__table_unwritten(const vmem_kv_pool *pool)
@@ -273,7 +273,7 @@ void vmem__table_give(vmem_kv_pool *pool, uint32_t place, bool damaged)
         lock_byte(pool->fd, F_UNLCK, 1 + (off_t)place);
 }
 
-void vmem__table_bury(vmem_kv_pool *pool)
+void vmem__table_reap(vmem_kv_pool *pool)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS && pool->fd >= 0; i++)
         if (pool->table.rows[i].size && !pool_owns(pool, i) && !any_lives(pool, i, 1))

@@ -34,6 +34,14 @@
 // After a step that was short of memory.
 enum next { GIVE_UP, ASK_AGAIN, WAIT };
 
+// The states of a segment:
+//
+//     NO_SEGMENT --alloc--> COMING --its pages came--> LIVE --park--> IDLE --give()--> PARKED
+//                                                       ^               |                |
+//                                                       +----unpark-----+----------------+
+//     LIVE, IDLE --free--> FREEING --its kernels ended--> NO_SEGMENT
+//     PARKED --free--> NO_SEGMENT, and COMING --short of memory--> NO_SEGMENT
+//     instead of NO_SEGMENT, where its pages cannot be given back: ENDED --sweep--> NO_SEGMENT
 enum state {
     NO_SEGMENT,
     COMING,  // its pages are being asked for
