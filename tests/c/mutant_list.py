@@ -308,6 +308,8 @@ MUTANTS = [
         ("an old look refuses a question", "pool/balance.c", "wanted && !bytes && !m->leaving ? MAX(m->saw_revision, r->looked) : revision;",
          "revision;", "test_kv_share"),
         ("a late change is forgotten", "pool/table.c", "if (memcmp(w, &row, sizeof row) && ", "if (0 && ", "test_kv_share"),
+        ("a child stands for its parent", "pool/table.c", "        if (!has_ended(pool, (uint32_t)(at - 1)))\n", "        if (1)\n",
+         "test_kv_share"),
         ("a closed cache stays in its pool", "kv/budget.c", "    if (!m) // of no pool, or closed already\n        return;\n", "",
          "test_kv_pool"),
         ("a cache joins twice", "kv/member.c", "    if (kv->lend.member)\n        return vmem__kv_leave(kv, vmem__error(-EINVAL, \"the cache is a",

@@ -3,7 +3,9 @@
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -201,6 +203,37 @@ static void test_a_forked_child_ends_its_pool(void)
     vmem_kv_pool_destroy(pool);
 }
 
+// A child that was forked by the system call alone has its parent's locks, and may outlive it. Then nobody has the file open:
+// a pool of another size may begin there.
+static void test_a_child_of_a_system_call_is_not_its_parent(void)
+{
+    struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = PAGES * test_page, .path = path};
+    vmem_kv_pool *pool;
+    pid_t child = 0;
+    int ends[2], status;
+    CHECK(!pipe(ends));
+    const pid_t parent = fork();
+    if (!parent) {
+        OK(vmem_kv_pool_create(&cfg, &pool));
+        child = (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+        if (child)
+            CHECK(write(ends[1], &child, sizeof child) == sizeof child);
+        for (;;)
+            pause();
+    }
+    CHECK(read(ends[0], &child, sizeof child) == sizeof child);
+    cfg.budget *= 2;
+    ERR(vmem_kv_pool_create(&cfg, &pool), EINVAL, "budget");
+    kill(parent, SIGKILL);
+    CHECK_EQ(waitpid(parent, &status, 0), parent);
+    OK(vmem_kv_pool_create(&cfg, &pool));
+    vmem_kv_pool_destroy(pool);
+    CHECK(access(path, F_OK));
+    kill(child, SIGKILL);
+    close(ends[0]);
+    close(ends[1]);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -212,6 +245,7 @@ int main(int argc, char **argv)
     test_changes_are_published();
     test_budget_to_spare_is_what_nobody_waits_for();
     test_a_forked_child_ends_its_pool();
+    test_a_child_of_a_system_call_is_not_its_parent();
     unlink(path);
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);

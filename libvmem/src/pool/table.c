@@ -330,9 +330,10 @@ static int begin_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
     struct stat st;
     if (!old && !fstat(pool->fd, &st) && st.st_size)
         return vmem__error(-EBADMSG, "path %s: the file exists and does not hold a pool", path);
+    // An old file keeps its processes: of those that have ended, children may still have the locks.
     const struct pool_process nobody[PLACES] = {0};
     if (!write_at(pool->fd, &pool->table, sizeof(pool->table), 0) ||
-        !write_at(pool->fd, nobody, sizeof nobody, process_at(0))) {
+        (!old && !write_at(pool->fd, nobody, sizeof nobody, process_at(0)))) {
         unlink(path);
         return vmem__error(-ENOSPC, "path %s: the table cannot be written", path);
     }
