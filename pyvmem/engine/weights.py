@@ -34,7 +34,8 @@ PAGE = 2 * MIB
 PORTION, BUSY = 256 * MIB, 1.0  # while requests run, so many bytes are copied, and then none for so many seconds
 ARENA = 256 * MIB  # a power of two, to which torch's allocator of pinned memory rounds
 ALIGN = 512  # bytes, as of the blocks of torch's allocator
-WORDS = 4096  # of a row of the sums
+TILE = 64  # rows of a tile of the sums, and words of a row
+PIECE = 256 * MIB // 8  # words that are summed at once
 LOAD_WAIT = 60.0  # seconds in which a model that is loaded gets memory from the other members of the pool
 
 
@@ -88,16 +89,32 @@ class HostDoors(Doors):
         pass
 
 
-def sums(words: torch.Tensor) -> torch.Tensor:
-    """Two sums over a segment, int64[2]. A changed word, and rows or columns that change places, change them.
+class Sums:
+    """Two sums over a segment, in a few MiB that are taken once: where segments are compared, the device may be full.
 
-    words : int64[rows, WORDS]
+    A segment is tiles of TILE x TILE words. The sums of a tile's rows count with odd weights, and so do those of its
+    columns: a changed word, and words, rows, columns or tiles that change places, change them.
     """
-    told = []
-    for dim in (0, 1):
-        part = words.sum(dim)
-        told.append((part * torch.arange(1, 2 * len(part), 2, device=part.device)).sum())
-    return torch.stack(told)
+
+    def __init__(self) -> None:
+        self._room: list[torch.Tensor] = []
+
+    def __call__(self, words: torch.Tensor) -> torch.Tensor:
+        """int64[2] of int64[n], n a multiple of TILE x TILE. Raises torch.OutOfMemoryError."""
+        if not self._room:
+            n = PIECE // TILE
+            odd = torch.arange(1, 2 * n, 2, device=words.device)
+            self._room = [odd, torch.empty_like(odd), torch.empty_like(odd)]
+        told = words.new_zeros(2)
+        for at in range(0, len(words), PIECE):
+            tiles = words[at : at + PIECE].view(-1, TILE, TILE)
+            n = len(tiles) * TILE
+            odd, weights, part = (room[:n] for room in self._room)
+            torch.add(odd, 2 * at // TILE, out=weights)
+            for dim in (1, 2):
+                torch.sum(tiles, dim, out=part.view(-1, TILE))
+                told[dim - 1] += part.mul_(weights).sum()
+        return told
 
 
 class HostCopy:
@@ -150,7 +167,8 @@ class Weights:
         self._lease = Lease(pool, 0, PAGE, False, "kept", "all", LOAD_WAIT, context, name, doors, LOAD_WAIT)
         self._lock = threading.RLock()
         self._copy = HostCopy(self._gpu)
-        self._sums: dict[int, tuple[int, int]] = {}  # of the segments whose copies are right
+        self._sum = Sums()
+        self._sums: dict[int, tuple[int, ...] | None] = {}  # of the segments whose copies are right, if they are known
         self._parked: list[int] = []
         self._lost: set[int] = set()  # segments whose contents are not there, but their copies are
         self._end = 0  # of what is used in the host's last segment
@@ -254,9 +272,8 @@ class Weights:
 
     def _refresh(self, segments: dict[int, int]) -> None:
         """Copy the segments whose copies are not as they are."""
-        told = [sums(self._memory(a, n).view(torch.int64).view(-1, WORDS)) for a, n in segments.items()]
-        now = torch.stack(told).tolist() if told else []
-        stale = [a for a, found in zip(segments, now) if self._sums.get(a) != tuple(found)]
+        now = self._sums_of(segments)
+        stale = [a for a in segments if a not in now or self._sums.get(a) != now[a]]
         for address in stale:
             self._sums.pop(address, None)
             memory = self._memory(address, segments[address])
@@ -264,7 +281,15 @@ class Weights:
                 part.copy_(memory[begin:end], non_blocking=True)
         if stale:
             self._synchronize()
-        self._sums.update((a, tuple(found)) for a, found in zip(segments, now) if a in stale)
+        self._sums.update((a, now.get(a)) for a in stale)
+
+    def _sums_of(self, segments: dict[int, int]) -> dict[int, tuple[int, ...]]:
+        """The sums of these segments, or none of them if the device is full: then all are copied, which takes none."""
+        try:
+            told = [self._sum(self._memory(a, n).view(torch.int64)) for a, n in segments.items()]
+            return dict(zip(segments, map(tuple, torch.stack(told).tolist()))) if told else {}
+        except torch.OutOfMemoryError:
+            return {}
 
     def _synchronize(self) -> None:
         if self._gpu:

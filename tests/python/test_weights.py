@@ -11,7 +11,7 @@ from kv_pools import free, load, make
 
 import pyvmem
 from pyvmem import KVPool, OutOfMemory
-from pyvmem.engine.weights import ARENA, MIB, WORDS, HostCopy, Weights, sums
+from pyvmem.engine.weights import ARENA, MIB, PIECE, TILE, HostCopy, Sums, Weights
 
 
 class Net(torch.nn.Module):
@@ -160,14 +160,42 @@ def test_a_copy_has_its_segments_across_arenas():
         assert all(int(part[0]) == address for part, _, _ in found)
 
 
-def test_the_sums_see_every_kind_of_change():
+@pytest.mark.parametrize("piece", [PIECE, 4 * TILE * TILE])
+def test_the_sums_see_every_kind_of_change(piece, monkeypatch):
+    monkeypatch.setattr("pyvmem.engine.weights.PIECE", piece)
+    sums = Sums()
     draw = torch.Generator().manual_seed(2)
-    words = torch.randint(-(2**63), 2**63 - 1, (64, WORDS), generator=draw)
-    told = sums(words).tolist()
+    words = torch.randint(-(2**63), 2**63 - 1, (10 * TILE * TILE,), generator=draw)
+    told, tiles = sums(words).tolist(), words.view(-1, TILE, TILE)
     for swapped in (
-        words[torch.arange(63, -1, -1)],
-        words[:, torch.arange(WORDS - 1, -1, -1)],
-        words ^ (words == words[3, 5]),
+        tiles.flip(0),
+        tiles.flip(1),
+        tiles.flip(2),
+        tiles.transpose(1, 2),
+        tiles.roll(4, 0),
+        words.roll(1),
+        words ^ (words == words[12345]),
     ):
-        assert sums(swapped).tolist() != told
+        assert sums(swapped.reshape(-1)).tolist() != told
     assert sums(words.clone()).tolist() == told
+    assert sums(words[: 3 * TILE * TILE]).tolist() == Sums()(words[: 3 * TILE * TILE]).tolist()
+
+
+def test_a_full_device_has_no_memory_for_sums_and_loses_nothing(pool, weights, monkeypatch):
+    """All is copied then, as nobody knows what has changed."""
+    net = Net()
+    weights.adopt([net])
+
+    def full(self, words):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Sums, "__call__", full)
+    for _ in range(2):
+        with torch.no_grad():
+            net.norm += 1
+        told = tensors(net)
+        assert weights.park()
+        weights._lease.trim()
+        assert weights.held == 0
+        assert weights.wake(0) == 16 * MIB
+        same(net, told)

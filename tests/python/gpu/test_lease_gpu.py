@@ -101,14 +101,15 @@ def test_the_names_of_this_torch(context):
 @pytest.mark.parametrize("threads", ["all", "this"])
 def test_twenty_steps_are_bit_equal_beside_a_serving_cache(context, threads):
     """The losses of PyTorch's own allocator, every thread's allocations in the lease, and both within one budget."""
-    from benchmarks.lease import model_of, training_step
+    from benchmarks.generate import llama
+    from benchmarks.lease import SHAPE_1B, training_step
 
     torch.use_deterministic_algorithms(True)
     try:
         ids = [torch.randint(0, 32000, (2, 513), device="cuda", generator=generator(i)) for i in range(20)]
 
         def losses(block):
-            model = model_of(4)
+            model = llama(torch.device("cuda"), **dict(SHAPE_1B, num_hidden_layers=4)).train()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
             training_step(model, optimizer, ids[0])  # the optimizer's state, and cuBLAS's workspaces, stay
             found = []
