@@ -96,27 +96,12 @@ def run_table_8(session: Session, context: Context, page_sizes: Sequence[int]) -
             if page_size in page_sizes and not (session.quick and page_size == 2 * MIB):
                 ways["measured"] = measure_table_8(context, model, workers, page_size)
             for how, (found_tokens, found_waste) in ways.items():
-                metric = f"{name} TP-{workers}, {how}"
-                records.append(
-                    session.record(
-                        found_tokens,
-                        context,
-                        f"tokens in a page, {metric}",
-                        "tokens",
-                        page_size=page_size,
-                        paper=tokens,
-                    )
-                )
-                records.append(
-                    session.record(
-                        found_waste / MIB,
-                        context,
-                        f"worst waste of a request, {metric}",
-                        "MiB",
-                        page_size=page_size,
-                        paper=waste,
-                    )
-                )
+                for metric, unit, value, known in (
+                    ("tokens in a page", "tokens", found_tokens, tokens),
+                    ("worst waste of a request", "MiB", found_waste / MIB, waste),
+                ):
+                    metric = f"{metric}, {name} TP-{workers}, {how}"
+                    records.append(session.record(value, context, metric, unit, page_size=page_size, paper=known))
     return records
 
 
@@ -267,12 +252,8 @@ def run(session: Session) -> list[Record]:
         large = batches.get((context.backend, 2 * MIB))
         if large is not None:
             for (backend, page_size), sizes in batches.items():
-                ratio = sizes.max() / large.max()
-                records.append(
-                    session.record(
-                        ratio, context, "largest batch / that of 2 MiB pages", "x", page_size=page_size, backend=backend
-                    )
-                )
+                of_large, metric = sizes.max() / large.max(), "largest batch / that of 2 MiB pages"
+                records.append(session.record(of_large, context, metric, "x", page_size=page_size, backend=backend))
         if beside:
             beside.close()
     return records

@@ -48,14 +48,9 @@ def about() -> dict[str, Any]:
     """The setting of a run: {date, pyvmem, torch, python, kernel, driver}."""
     # Not doctor.examine(): it opens every backend.
     machine, driver = doctor.machine(), doctor.driver()
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "pyvmem": machine["pyvmem"],
-        "torch": machine["torch"],
-        "python": machine["python"],
-        "kernel": machine["kernel"],
-        "driver": driver and driver["release"],
-    }
+    found = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    found |= {name: machine[name] for name in ("pyvmem", "torch", "python", "kernel")}
+    return {**found, "driver": driver and driver["release"]}
 
 
 def _cell(record: Record | None) -> str:
