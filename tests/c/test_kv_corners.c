@@ -285,7 +285,7 @@ static void test_over_the_budget_mapped_pages_are_no_promise(uint32_t flags, boo
     OK(vmem_kv_truncate(kv, 0, 158, in_flight ? last : 0, 0));
     for (int32_t n = 159; n < 162 && in_flight; n++)
         step(KV_MIN(n, 160), 320);
-    // The 15 pages that are left are fixed. What is behind them is mapped.
+    // The 15 pages that are left are pinned. What is behind them is mapped.
     for (int gone = 0; gone < 2; gone++) {
         CHECK_EQ(k_missing(vmem_kv_step(kv, more, SLOTS, VMEM_KV_DRY), &missing), -ENOMEM);
         CHECK_EQ(missing, 1);
@@ -331,7 +331,7 @@ static void test_no_answer_depends_on_the_thread(bool behind)
     make(VMEM_KV_DEFER | VMEM_KV_OVERLAP, tensors, 2, 40);
     if (behind) { // it unmaps nothing
         pthread_mutex_lock(&kv->gate.state);
-        vmem__kv_worker_hold(kv);
+        vmem__kv_worker_pause(kv);
         pthread_mutex_unlock(&kv->gate.state);
     }
     alloc(0);
@@ -355,7 +355,7 @@ static void test_no_answer_depends_on_the_thread(bool behind)
     CHECK_EQ(get_word(ctx, row(1, 0, 196)), 196);
     if (behind) {
         pthread_mutex_lock(&kv->gate.state);
-        vmem__kv_worker_release(kv);
+        vmem__kv_worker_resume(kv);
         pthread_mutex_unlock(&kv->gate.state);
     }
     end();

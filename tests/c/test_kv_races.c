@@ -254,8 +254,8 @@ static void test_a_cut_fails(void)
     pthread_mutex_lock(&kv->gate.state);
     vmem__kv_cut_end(kv, &cut, -ENOMEM);
     pthread_mutex_unlock(&kv->gate.state);
-    CHECK_EQ(kv_span(kv, 0, 0)->need.lo, before.need.lo);
-    CHECK_EQ(kv_span(kv, 0, 0)->keep.hi, before.keep.hi);
+    CHECK_EQ(kv_span(kv, 0, 0)->step.lo, before.step.lo);
+    CHECK_EQ(kv_span(kv, 0, 0)->in_flight.hi, before.in_flight.hi);
     free(cut.ops);
     free(cut.pages);
     step(226, 0);
@@ -286,7 +286,7 @@ static void test_the_thread_leaves_what_others_hold(void)
     const uint32_t lo = kv_span(kv, a, 0)->lo;
     OK(vmem_kv_wait(kv));
     CHECK_EQ(kv_span(kv, a, 0)->lo, lo);
-    CHECK_EQ(kv_span(kv, b, 0)->lo, kv_span(kv, b, 0)->keep.lo); // it goes on with other slots
+    CHECK_EQ(kv_span(kv, b, 0)->lo, kv_span(kv, b, 0)->in_flight.lo); // it goes on with other slots
     step(227, 227);
     CHECK(kv_span(kv, a, 0)->lo > lo);
     vmem_kv_destroy(kv, 0);

@@ -269,7 +269,7 @@ static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
 {
     make_windowed();
     pthread_mutex_lock(&kv->gate.state);
-    vmem__kv_worker_hold(kv); // for ever: it cuts nothing by itself
+    vmem__kv_worker_pause(kv); // for ever: it cuts nothing by itself
     pthread_mutex_unlock(&kv->gate.state);
     const uint32_t slot = start(320);
     for (int32_t n = 321; n < 324; n++) { // the window has passed most of the prompt
@@ -284,7 +284,7 @@ static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
     OK(hold(slot, 0, hashes_of(0), 320 / BLOCK, added));
     *tokens = peek(0);
     pthread_mutex_lock(&kv->gate.state);
-    vmem__kv_worker_release(kv);
+    vmem__kv_worker_resume(kv);
     pthread_mutex_unlock(&kv->gate.state);
     vmem_kv_destroy(kv, 0);
 }
@@ -314,10 +314,10 @@ static void test_truncation_passes_windows(void)
         OK(hold(slot, 0, hashes_of(3), (size_t)n / BLOCK, &added));
         OK(vmem_kv_truncate(kv, slot, (uint32_t)n, 0, 0));
         pthread_mutex_lock(&kv->gate.state);
-        const uint64_t used = kv->ledger.fixed;
+        const uint64_t used = kv->ledger.pinned_pages;
         vmem__kv_worker_wake(kv);
         vmem__kv_wait_idle(kv);
-        CHECK_EQ(kv->ledger.fixed, used);
+        CHECK_EQ(kv->ledger.pinned_pages, used);
         pthread_mutex_unlock(&kv->gate.state);
     }
     vmem_kv_destroy(kv, 0);

@@ -76,9 +76,9 @@ static uint64_t ask(uint64_t pages)
 
 static uint64_t could_give(vmem_kv *kv)
 {
-    struct vmem_kv_pool *pool = kv->lend.member->pool;
+    struct vmem_kv_pool *pool = kv->membership.member->pool;
     pthread_mutex_lock(&pool->lock);
-    const uint64_t bytes = kv->lend.member->row.could_give;
+    const uint64_t bytes = kv->membership.member->row.could_give;
     pthread_mutex_unlock(&pool->lock);
     return bytes;
 }
@@ -110,7 +110,7 @@ static void test_an_old_look_refuses_no_question(void)
         lock(F_UNLCK, 0);
         do { // without a pause: the next round gives another reply
             pthread_mutex_lock(&pool->lock);
-            row = kv->lend.member->row;
+            row = kv->membership.member->row;
             pthread_mutex_unlock(&pool->lock);
         } while (row.looked < question);
         CHECK(row.reply != VMEM_KV_REFUSED);

@@ -15,9 +15,9 @@ static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t limit)
 {
     int64_t delta;
     if (slot < 0)
-        return kv->ledger.fixed + kv_pages_beside(kv, tokens, 0) <= limit;
+        return kv->ledger.pinned_pages + kv_pages_beside(kv, tokens, 0) <= limit;
     vmem__kv_plan_one(kv, (uint32_t)slot, tokens, &delta);
-    return delta <= 0 || kv->ledger.fixed + (uint64_t)delta <= limit;
+    return delta <= 0 || kv->ledger.pinned_pages + (uint64_t)delta <= limit;
 }
 
 // The most tokens that fit. A longer request never needs fewer pages, so bisection finds them.
@@ -43,7 +43,7 @@ static uint32_t most_tokens(vmem_kv *kv, int32_t slot, uint64_t limit)
 static void look_at_device(vmem_kv *kv)
 {
     if (vmem__kv_asks_device(kv))
-        vmem__kv_may_take_long(kv);
+        vmem__kv_begin_long_call(kv);
 }
 
 static int room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
@@ -52,7 +52,7 @@ static int room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     if (!tokens)
         rc = vmem__error(-EINVAL, "tokens must not be NULL");
     else if (slot >= 0)
-        rc = vmem__kv_get(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
+        rc = vmem__kv_use_slot(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
     else if (slot != -1)
         rc = vmem__error(-EINVAL, "slot %d must be a slot, or -1 for a new request", slot);
     if (rc)
@@ -62,9 +62,9 @@ static int room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
         return 0;
     look_at_device(kv);
     const uint32_t has = slot < 0 ? 0 : kv->slots[slot].tokens;
-    *tokens = most_tokens(kv, slot, vmem__kv_reach_lately(kv));
+    *tokens = most_tokens(kv, slot, vmem__kv_page_limit_lately(kv));
     if (*tokens <= has && has < kv->max_tokens) // before it says that there is none, it asks
-        *tokens = most_tokens(kv, slot, vmem__kv_reach(kv, kv->ledger.budget));
+        *tokens = most_tokens(kv, slot, vmem__kv_page_limit(kv, kv->ledger.budget));
     return 0;
 }
 
@@ -97,9 +97,9 @@ static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, siz
 static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
     int rc = 0;
-    // Prefixes are attached before the step. `before` counts the pages that are fixed at that point, and `want` those
+    // Prefixes are attached before the step. `before` counts the pages that are pinned at that point, and `want` those
     // after the step.
-    uint64_t before = kv->ledger.fixed, want = before;
+    uint64_t before = kv->ledger.pinned_pages, want = before;
     uint64_t limit = 0, back = kept_back(kv), most = 0;
     kv->mark++;
     // A pool is asked for what all of them need. So those that do not fit are counted, too.
@@ -108,11 +108,11 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
         const struct vmem_kv_request *r = &requests[i];
         uint32_t prefix_tokens = r->prefix_tokens;
         uint64_t beside = 0;
-        const int failed = r->n_runs ? vmem__kv_known(kv, r->runs, r->n_runs, r->tokens, &prefix_tokens) : 0;
+        const int failed = r->n_runs ? vmem__kv_find_runs(kv, r->runs, r->n_runs, r->tokens, &prefix_tokens) : 0;
         if (failed)
             return rc ? rc : failed;
         if (r->n_runs && prefix_tokens) {
-            vmem__kv_hold_found(kv, prefix_tokens);
+            vmem__kv_protect_found(kv, prefix_tokens);
             const uint64_t taken = vmem__kv_taken(kv, prefix_tokens, &beside);
             want += taken;
             before += taken;
@@ -121,12 +121,12 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
         before += prefix_tokens ? kv_pages_beside(kv, prefix_tokens, prefix_tokens) : 0;
         most = KV_MAX(want, before + beside) + back;
         if (!rc && most > limit)
-            limit = vmem__kv_reach(kv, most);
+            limit = vmem__kv_page_limit(kv, most);
         if (!rc && most > limit)
             rc = vmem__kv_short_beside(kv, most - back, limit, back);
         if (r->n_runs)
-            vmem__kv_let_found(kv);
-        if (rc && !kv->lend.member)
+            vmem__kv_unprotect_found(kv);
+        if (rc && !kv->membership.member)
             return rc;
         *fit += !rc;
     }
@@ -144,7 +144,7 @@ static int count_fitting(vmem_kv *kv, const struct vmem_kv_request *requests, si
         rc = vmem__error(-EINVAL, "requests must not be NULL");
     for (size_t i = 0; i < n && !rc; i++)
         rc = check_request(kv, &requests[i], i);
-    vmem__kv_enough();
+    vmem__kv_clear_shortage();
     if (!rc && n) {
         const uint64_t budget = kv->ledger.budget;
         look_at_device(kv);
@@ -152,7 +152,7 @@ static int count_fitting(vmem_kv *kv, const struct vmem_kv_request *requests, si
         // A pool of several processes may have had more than this one knew. The first count has taken it.
         if (rc == -ENOMEM && kv->ledger.budget > budget) {
             fits = 0;
-            vmem__kv_enough();
+            vmem__kv_clear_shortage();
             rc = admit(kv, requests, n, &fits);
         }
     }

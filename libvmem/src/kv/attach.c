@@ -24,18 +24,18 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
             continue;
         struct kv_span now = kv_span_at(s.lo);
         now.hi = KV_MAX(s.hi, kv_span(kv, slot, i)->hi);
-        now.need = now.keep = (struct kv_range){s.lo, s.hi};
+        now.step = now.in_flight = (struct kv_range){s.lo, s.hi};
         now.shared_hi = s.full > s.lo ? s.full : 0;
         now.coarse_hi = kv_span(kv, slot, i)->coarse_hi;
         vmem__kv_span_set(kv, slot, i, &now);
         for (uint32_t p = s.lo; p < s.full; p++)
-            vmem__kv_ref_hold(kv, vmem__kv_row(kv, slot, i, p), (struct kv_holders){.slots = 1});
+            vmem__kv_change_holders(kv, vmem__kv_row(kv, slot, i, p), (struct kv_holders){.slots = 1});
         kv->stats.attached_pages += (uint64_t)(s.full - s.lo) * g->n;
         if (s.full > s.lo)
             sl->shared_tokens = tokens;
     }
     sl->tokens = tokens;
-    vmem__kv_book(kv, slot);
+    vmem__kv_update_pinned(kv, slot);
 }
 
 // The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is
@@ -48,7 +48,7 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
         uint32_t hi = sp->lo > s.hi ? sp->lo : sp->coarse_hi > s.full ? s.hi : sp->hi;
         rc = vmem__kv_cut_now(kv, slot, i, s.full, hi);
-        vmem__kv_fix(kv, slot, i, (struct kv_range){sp->lo, KV_MIN(KV_MAX(s.hi, sp->lo), sp->hi)});
+        vmem__kv_set_pinned(kv, slot, i, (struct kv_range){sp->lo, KV_MIN(KV_MAX(s.hi, sp->lo), sp->hi)});
     }
     if (!rc && kv->slots[slot].dirty)
         rc = vmem__kv_clear_slot(kv, slot);
@@ -56,7 +56,7 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return rc;
 }
 
-// By how many pages `fixed` grows when a slot which makes so many copies begins with the runs found.
+// By how many pages the pinned pages grows when a slot which makes so many copies begins with the runs found.
 static int64_t delta_of(vmem_kv *kv, uint32_t tokens, uint64_t copies)
 {
     uint64_t beside;
@@ -82,7 +82,7 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         }
     }
     if (!rc && l->total) // else it only maps pages that are there
-        rc = vmem__kv_lacks(kv, delta_of(kv, tokens, l->total), l->total);
+        rc = vmem__kv_claim_budget(kv, delta_of(kv, tokens, l->total), l->total);
     if (!rc)
         rc = vmem__kv_grow_make(kv, l, KV_TRIES);
     const bool mapped = !rc;
@@ -100,7 +100,7 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     }
     if (rc) {
         kv->slots[slot].dirty |= (kv->flags & VMEM_KV_ZERO) != 0; // a kept page may already contain rows of the prefix
-        vmem__kv_book(kv, slot);
+        vmem__kv_update_pinned(kv, slot);
         vmem__kv_grow_reset(l);
         return rc;
     }
@@ -114,10 +114,10 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     int rc = 0;
     for (uint32_t k = 0; k < kv->runs.n_found && !rc; k++)
         rc = vmem__kv_pin(kv, slot, kv->runs.found[k]);
-    vmem__kv_hold_found(kv, tokens); // so that making room evicts others
+    vmem__kv_protect_found(kv, tokens); // so that making room evicts others
     if (!rc)
         rc = attach(kv, slot, tokens);
-    vmem__kv_let_found(kv);
+    vmem__kv_unprotect_found(kv);
     if (rc)
         vmem__kv_unpin(kv, slot);
     return rc;
@@ -129,9 +129,9 @@ static int would_attach(vmem_kv *kv, uint32_t tokens)
     const uint64_t copies = kv_pages_beside(kv, tokens, tokens);
     if (!copies) // attaching only maps pages that are there
         return 0;
-    vmem__kv_hold_found(kv, tokens);
+    vmem__kv_protect_found(kv, tokens);
     const int rc = vmem__kv_would_fit(kv, delta_of(kv, tokens, copies), copies);
-    vmem__kv_let_found(kv);
+    vmem__kv_unprotect_found(kv);
     return rc;
 }
 
@@ -145,13 +145,13 @@ static int begin_with(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n
         return rc;
     *tokens = 0;
     if (!(flags & VMEM_KV_LOOK))
-        vmem__kv_enough();
+        vmem__kv_clear_shortage();
     if (!flags) // before the runs are found: the worker may evict some meanwhile
-        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+        rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && !flags && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
         rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
     if (!rc)
-        rc = vmem__kv_known(kv, runs, n, most, tokens);
+        rc = vmem__kv_find_runs(kv, runs, n, most, tokens);
     if (rc || !*tokens || flags & VMEM_KV_LOOK)
         return rc;
     if (flags)

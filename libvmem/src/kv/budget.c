@@ -14,13 +14,13 @@
 
 void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
 {
-    kv->lend.giving = false; // a cache that is short itself keeps what it has not given back yet
-    kv->ledger.budget += vmem__pool_claim(kv->lend.member, kv->ledger.budget, least, most);
+    kv->membership.giving = false; // a cache that is short itself keeps what it has not given back yet
+    kv->ledger.budget += vmem__pool_claim(kv->membership.member, kv->ledger.budget, least, most);
 }
 
 void vmem__kv_claim_plenty(vmem_kv *kv)
 {
-    if (!kv->lend.member || kv->lend.giving)
+    if (!kv->membership.member || kv->membership.giving)
         return;
     const uint64_t want = kv->ledger.held + kv->ledger.held / 2;
     if (want > kv->ledger.budget && kv_unused(kv) < 2 * kv_low(kv) + kv->ledger.held / 8)
@@ -29,22 +29,22 @@ void vmem__kv_claim_plenty(vmem_kv *kv)
 
 void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part)
 {
-    if (!kv->lend.member)
+    if (!kv->membership.member)
         return;
-    kv->lend.giving &= want <= kv->ledger.budget;
-    kv->ledger.budget += vmem__pool_foresee(kv->lend.member, kv->ledger.budget, want, part);
-    kv->lend.foresees = want != 0;
+    kv->membership.giving &= want <= kv->ledger.budget;
+    kv->ledger.budget += vmem__pool_foresee(kv->membership.member, kv->ledger.budget, want, part);
+    kv->membership.foresees = want != 0;
 }
 
 void vmem__kv_pool_leave(vmem_kv *kv)
 {
     pthread_mutex_lock(&kv->gate.api);
     pthread_mutex_lock(&kv->gate.state);
-    struct vmem__member *m = kv->lend.member;
-    kv->lend.member = NULL;
-    kv->lend.giving = kv->lend.foresees = false;
-    vmem__expect(kv->ctx, 0, -(int64_t)kv->lend.missed);
-    kv->lend.missed = 0;
+    struct vmem__member *m = kv->membership.member;
+    kv->membership.member = NULL;
+    kv->membership.giving = kv->membership.foresees = false;
+    vmem__expect(kv->ctx, 0, -(int64_t)kv->membership.missed);
+    kv->membership.missed = 0;
     if (m) // what it has not used goes back now
         kv->ledger.budget = KV_MIN(kv->ledger.budget, kv->ledger.held);
     const uint64_t held = kv->ledger.held;
@@ -53,24 +53,24 @@ void vmem__kv_pool_leave(vmem_kv *kv)
     if (!m) // of no pool, or closed already
         return;
     vmem__pool_leave(m, held);
-    kv->lend.left = m;
+    kv->membership.left = m;
 }
 
 // ---- shortages ------------------------------------------------------------------------------------------------------
 
-static _Thread_local struct vmem_kv_shortage last;
+static _Thread_local struct vmem_kv_shortage shortage;
 
-const struct vmem_kv_shortage *vmem__kv_last_shortage(void) { return &last; }
+const struct vmem_kv_shortage *vmem__kv_last_shortage(void) { return &shortage; }
 
-void vmem__kv_enough(void) { last = (struct vmem_kv_shortage){0}; }
+void vmem__kv_clear_shortage(void) { shortage = (struct vmem_kv_shortage){0}; }
 
 // Pages that become available once the kernels up to a step have ended. Slots that end by then may share rows, also with
 // the request that lacks the pages.
-static uint64_t coming(vmem_kv *kv, uint64_t step)
+static uint64_t pages_after(vmem_kv *kv, uint64_t step)
 {
     uint64_t pages = 0;
     kv->mark++;
-    vmem__kv_see_found(kv);
+    vmem__kv_mark_found(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++)
         for (uint32_t i = 0; i < kv->n_groups && kv->slots[s].state == KV_ENDING && kv->idle[s].ends <= step; i++)
             pages += vmem__kv_rows_left(kv, s, i) * kv->groups[i].n;
@@ -87,40 +87,40 @@ static uint64_t next_end(const vmem_kv *kv, uint64_t after)
     return next;
 }
 
-static void note(vmem_kv *kv, uint32_t reason, uint64_t missing)
+static void record_shortage(vmem_kv *kv, uint32_t reason, uint64_t missing)
 {
     const bool slots = reason == VMEM_KV_SHORT_OF_SLOTS;
-    last = (struct vmem_kv_shortage){.reason = reason,
-                                     .missing_pages = missing,
-                                     .prefix_pages = kv->refs.only - kv->refs.evictable};
-    if (kv_waiting(kv)) {
-        last.ending_pages = coming(kv, UINT64_MAX);
-        if (slots || (reason != VMEM_KV_SHORT_OF_MAPPINGS && last.ending_pages >= missing))
-            last.step = next_end(kv, 0);
-        while (last.step && !slots && coming(kv, last.step) < missing)
-            last.step = next_end(kv, last.step);
+    shortage = (struct vmem_kv_shortage){.reason = reason,
+                                         .missing_pages = missing,
+                                         .prefix_pages = kv->shared.runs_only - kv->shared.evictable};
+    if (kv_num_ending(kv)) {
+        shortage.ending_pages = pages_after(kv, UINT64_MAX);
+        if (slots || (reason != VMEM_KV_SHORT_OF_MAPPINGS && shortage.ending_pages >= missing))
+            shortage.step = next_end(kv, 0);
+        while (shortage.step && !slots && pages_after(kv, shortage.step) < missing)
+            shortage.step = next_end(kv, shortage.step);
     }
     for (uint32_t s = 0; (s = kv_next_active(kv, s)) != KV_NO_SLOT; s++)
-        last.requests += kv->slots[s].tokens != 0;
+        shortage.requests += kv->slots[s].tokens != 0;
 }
 
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want)
 {
-    const uint64_t most = kv->ledger.budget + vmem__pool_claimable(kv->lend.member, kv->ledger.budget);
+    const uint64_t most = kv->ledger.budget + vmem__pool_claimable(kv->membership.member, kv->ledger.budget);
     uint64_t n = want > most ? want - most : 1;
-    note(kv, VMEM_KV_SHORT_OF_BUDGET, n);
-    last.coming_pages = vmem__pool_ask(kv->lend.member, kv->ledger.held, n, &last.refusal);
+    record_shortage(kv, VMEM_KV_SHORT_OF_BUDGET, n);
+    shortage.coming_pages = vmem__pool_ask(kv->membership.member, kv->ledger.held, n, &shortage.refusal);
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
                        "%" PRIu64 " and kept pages are counted as free; end or swap out a request, drop prefixes, or "
                        "raise %s",
-                       n, kv->ledger.budget, last.prefix_pages,
-                       kv->lend.member ? "the cache's share of the pool" : "the budget");
+                       n, kv->ledger.budget, shortage.prefix_pages,
+                       kv->membership.member ? "the cache's share of the pool" : "the budget");
 }
 
 int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages)
 {
-    note(kv, VMEM_KV_SHORT_OF_DEVICE, pages);
+    record_shortage(kv, VMEM_KV_SHORT_OF_DEVICE, pages);
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: within the budget of %" PRIu64 ", but the device has no "
                        "memory for them; free some elsewhere, or end a request",
@@ -129,7 +129,7 @@ int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages)
 
 int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages)
 {
-    note(kv, VMEM_KV_SHORT_OF_MAPPINGS, pages);
+    record_shortage(kv, VMEM_KV_SHORT_OF_MAPPINGS, pages);
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages cannot be mapped: the process has all the mappings that it may have; "
                        "raise vm.max_map_count, use larger pages, or end a request",
@@ -143,46 +143,48 @@ int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t b
     else if (want > limit)
         vmem__kv_short_of_device(kv, want + back - limit);
     else
-        note(kv, limit < kv->ledger.budget ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET, want + back - limit);
-    last.watermark_pages = KV_MIN(back, last.missing_pages);
+        record_shortage(kv, limit < kv->ledger.budget ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET,
+                        want + back - limit);
+    shortage.watermark_pages = KV_MIN(back, shortage.missing_pages);
     if (want > limit)
         return -ENOMEM; // the error text is set
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: of the budget of %" PRIu64 ", the watermark keeps %" PRIu64
                        " for requests that run; end a request, drop prefixes, or lower the watermark",
-                       last.missing_pages, kv->ledger.budget, back);
+                       shortage.missing_pages, kv->ledger.budget, back);
 }
 
 int vmem__kv_short_of_slots(vmem_kv *kv)
 {
-    note(kv, VMEM_KV_SHORT_OF_SLOTS, 0);
+    record_shortage(kv, VMEM_KV_SHORT_OF_SLOTS, 0);
     return vmem__error(-ENOSPC, "all %u slots are taken; end a request", kv->n_slots);
 }
 
 void vmem__kv_count_shortage(vmem_kv *kv)
 {
-    kv->stats.short_budget += last.reason == VMEM_KV_SHORT_OF_BUDGET;
-    kv->stats.short_device += last.reason == VMEM_KV_SHORT_OF_DEVICE;
-    kv->stats.short_mappings += last.reason == VMEM_KV_SHORT_OF_MAPPINGS;
+    kv->stats.short_budget += shortage.reason == VMEM_KV_SHORT_OF_BUDGET;
+    kv->stats.short_device += shortage.reason == VMEM_KV_SHORT_OF_DEVICE;
+    kv->stats.short_mappings += shortage.reason == VMEM_KV_SHORT_OF_MAPPINGS;
 }
 
 // ---- the answers -----------------------------------------------------------------------------------------------------
 
-int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages)
+int vmem__kv_claim_budget(vmem_kv *kv, int64_t delta, uint64_t pages)
 {
-    const uint64_t want = kv->ledger.fixed + (uint64_t)delta;
+    const uint64_t want = kv->ledger.pinned_pages + (uint64_t)delta;
     const uint64_t there = kv->ledger.held + pages;
-    // Before the budget is found too small. A member that gives needs what it keeps for the steps to come.
-    if (kv->lend.member && there > kv->ledger.budget && (!kv->lend.giving || want > kv->ledger.budget))
+    // Claim from the pool before reporting a shortage. While the member is shrinking, claim only what it needs beyond its
+    // budget.
+    if (kv->membership.member && there > kv->ledger.budget && (!kv->membership.giving || want > kv->ledger.budget))
         vmem__kv_claim(kv, there - kv->ledger.budget, there + kv->ledger.held / 2 - kv->ledger.budget);
     return delta > 0 && want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want) : 0;
 }
 
 int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages)
 {
-    const uint64_t want = kv->ledger.fixed + (uint64_t)delta;
-    vmem__kv_enough();
-    int rc = vmem__kv_lacks(kv, delta, pages);
-    const uint64_t limit = rc || !pages || delta <= 0 ? want : vmem__kv_reach(kv, want);
+    const uint64_t want = kv->ledger.pinned_pages + (uint64_t)delta;
+    vmem__kv_clear_shortage();
+    int rc = vmem__kv_claim_budget(kv, delta, pages);
+    const uint64_t limit = rc || !pages || delta <= 0 ? want : vmem__kv_page_limit(kv, want);
     return want > limit ? vmem__kv_short_of_device(kv, want - limit) : rc;
 }

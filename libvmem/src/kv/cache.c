@@ -84,11 +84,11 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     pthread_mutex_init(&kv->gate.api, NULL);
     pthread_mutex_init(&kv->gate.state, NULL);
     pthread_mutex_init(&kv->report.lock, NULL);
-    pthread_condattr_t steady;
-    pthread_condattr_init(&steady);
-    pthread_condattr_setclock(&steady, CLOCK_MONOTONIC);
-    pthread_cond_init(&kv->turn.work, &steady);
-    pthread_condattr_destroy(&steady);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&kv->turn.work, &monotonic);
+    pthread_condattr_destroy(&monotonic);
     pthread_cond_init(&kv->turn.done, NULL);
     kv->pid = getpid();
     kv->flags = c->flags;
@@ -137,7 +137,7 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     rc = reserve(kv);
     if (rc)
         return rc;
-    vmem__kv_join(kv);
+    vmem__kv_register(kv);
     if (!(c->flags & VMEM_KV_LAZY))
         rc = vmem__kv_take_ahead(kv, c->budget >> kv->page_shift);
     if (rc)
@@ -176,7 +176,7 @@ static void release(vmem_kv *kv)
     vmem__kv_drop_all_runs(kv);
     for (uint32_t s = 0; s < kv->n_slots && begun && !cut; s++)
         release_slot(kv, s);
-    vmem__kv_part(kv);
+    vmem__kv_unregister(kv);
 }
 
 static void free_grow(struct kv_grow *l)
@@ -201,7 +201,7 @@ static void give_up(vmem_kv *kv)
     vmem__kv_pool_leave(kv);
     vmem__kv_worker_stop(kv);
     release(kv);
-    vmem__pool_left(kv->lend.left);
+    vmem__pool_left(kv->membership.left);
     vmem__kv_unpublish(kv);
     kv->life.given_up = true;
 }
@@ -224,7 +224,7 @@ static void destroy(vmem_kv *kv)
     free_cut(&kv->worker.cut);
     vmem__kv_runs_free(kv);
     free(kv->doomed.pages);
-    free(kv->refs.entries);
+    free(kv->shared.entries);
     free(kv->plan.changed);
     free(kv->bits);
     free(kv->slots);
@@ -272,7 +272,7 @@ int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet)
     if (rc)
         return rc;
     rc = vmem__kv_check_fence(kv, step);
-    *quiet = step <= vmem__kv_ended(kv);
+    *quiet = step <= vmem__kv_last_ended_step(kv);
     if (!rc) {
         kv->life.closing = true;
         kv->life.closes = step;
@@ -354,7 +354,7 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
                                       .window = g->window,
                                       .page_tokens = (uint32_t)(kv->page_size / g->row_bytes),
                                       .row_bytes = g->row_bytes};
-    info.free_pages = kv_less(vmem__kv_reach_lately(kv), kv->ledger.fixed);
+    info.free_pages = kv_less(vmem__kv_page_limit_lately(kv), kv->ledger.pinned_pages);
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         const struct kv_span *sp = kv_span(kv, s, group);
@@ -362,7 +362,7 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
         if (sl->state != VMEM_KV_ACTIVE)
             continue;
         uint32_t rows = KV_MIN(sl->tokens, g->max_tokens);
-        info.needed_pages += (uint64_t)(sp->need.hi - sp->need.lo) * g->n;
+        info.needed_pages += (uint64_t)(sp->step.hi - sp->step.lo) * g->n;
         info.tokens += g->window ? KV_MIN(rows, g->window) : rows;
     }
     info.free_tokens = ((info.free_pages / g->n) << kv->page_shift) / g->row_bytes;
@@ -375,7 +375,7 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_get(kv, slot, ~0u);
+    rc = vmem__kv_use_slot(kv, slot, ~0u);
     if (rc)
         return vmem__kv_leave(kv, rc);
     const struct kv_slot *s = &kv->slots[slot];
@@ -388,7 +388,7 @@ int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
         const struct kv_group *g = &kv->groups[i];
         const struct kv_span *sp = kv_span(kv, slot, i);
         info.pages += (uint64_t)(sp->hi - sp->lo) * g->n;
-        info.needed_pages += (uint64_t)(sp->need.hi - sp->need.lo) * g->n;
+        info.needed_pages += (uint64_t)(sp->step.hi - sp->step.lo) * g->n;
         info.shared_pages += (uint64_t)vmem__kv_span_shared(kv, slot, i) * g->n;
     }
     return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
@@ -404,7 +404,7 @@ int vmem_kv_get_rows(vmem_kv *kv, uint32_t slot, uint32_t tensor, uint32_t *firs
         rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
+    rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
     if (!rc) {
         const struct kv_group *g = &kv->groups[layout.group];
         const uint32_t tokens = kv->slots[slot].tokens;
@@ -506,7 +506,7 @@ int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    if (kv->lend.member)
+    if (kv->membership.member)
         rc = vmem__error(-EINVAL,
                          "the cache is in a pool, which sets its budget: set the cache's share of the pool instead");
     return vmem__kv_leave(kv, rc ? rc : vmem__kv_set_budget(kv, bytes));

@@ -42,7 +42,7 @@ static int by_use(const void *a, const void *b)
 // Lists rows that can be moved, of the emptiest arenas first. Those in full arenas stay, so that none moves twice.
 static int find(vmem_kv *kv, struct row **rows, uint64_t *n)
 {
-    uint64_t most = kv->refs.only;
+    uint64_t most = kv->shared.runs_only;
     *n = 0;
     *rows = calloc(most ? most : 1, sizeof(**rows));
     if (!*rows)
@@ -52,8 +52,8 @@ static int find(vmem_kv *kv, struct row **rows, uint64_t *n)
         for (uint32_t i = 0; i < kv->n_groups && held; i++, held++) {
             for (uint32_t k = 0; k < held->n; k++) {
                 vmem_page *page = &held->pages[k];
-                const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, *page);
-                const bool alone = !ref->slots && ref->prefixes == 1;
+                const struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, *page);
+                const bool alone = !ref->slots && ref->runs == 1;
                 const uint32_t used = alone ? vmem__arena_used(kv->ctx, *page) : UINT32_MAX;
                 if (used != UINT32_MAX)
                     (*rows)[(*n)++] = (struct row){.held = page, .stride = held->n, .n = ref->n, .used = used};
@@ -97,11 +97,11 @@ static int copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to, uint64_
 static void commit(vmem_kv *kv, const struct row *rows, uint64_t n, const vmem_page *to)
 {
     for (uint64_t i = 0; i < n; i++) {
-        struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, *rows[i].held);
-        const int evictable = (int)ref->cached;
-        vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = -1, .cached = -evictable});
-        ref = vmem__kv_ref_new(&kv->refs, *to, rows[i].n);
-        vmem__kv_ref_hold(kv, ref, (struct kv_holders){.slots = -1, .prefixes = 1, .cached = evictable});
+        struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, *rows[i].held);
+        const int evictable = (int)ref->evictable_runs;
+        vmem__kv_change_holders(kv, ref, (struct kv_holders){.runs = -1, .evictable_runs = -evictable});
+        ref = vmem__kv_shared_new(&kv->shared, *to, rows[i].n);
+        vmem__kv_change_holders(kv, ref, (struct kv_holders){.slots = -1, .runs = 1, .evictable_runs = evictable});
         for (uint32_t t = 0; t < rows[i].n; t++)
             rows[i].held[(uint64_t)t * rows[i].stride] = *to++;
     }
@@ -174,9 +174,9 @@ static int compact(vmem_kv *kv, uint64_t *freed)
             rc = device_bytes(kv, &before, &overhead);
         else if (kv->gate.calls != calls) // somebody needs the cache
             return vmem__kv_leave(kv, 0);
-        vmem__kv_worker_hold(kv);
+        vmem__kv_worker_pause(kv);
         rc = rc ? rc : compact_portion(kv, &moved);
-        vmem__kv_worker_release(kv);
+        vmem__kv_worker_resume(kv);
         if (!device_bytes(kv, &after, &overhead) && after < before)
             *freed = before - after;
         calls = kv->gate.calls + 1;

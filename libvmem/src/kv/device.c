@@ -1,7 +1,7 @@
 // The device memory behind the budget.
 //
 // The caches of one context are linked (vmem_context.caches). So a cache that takes memory ahead or gives it back
-// leaves the others the memory that they took. A cache's promise is the number of pages that it took ahead: the cache
+// leaves the others the memory that they last_step. A cache's promise is the number of pages that it last_step ahead: the cache
 // can create that many pages without asking the device. If the promise is less than the budget (with VMEM_KV_LAZY, and
 // after memory was given back), the device may refuse.
 //
@@ -12,7 +12,7 @@
 // How long the driver's last word on its free memory is good enough for a yes.
 #define DEVICE_NS UINT64_C(100000000)
 
-// The bytes that the other caches of the context took ahead and have not used. Call it with the context's lock held.
+// The bytes that the other caches of the context last_step ahead and have not used. Call it with the context's lock held.
 static uint64_t ahead_of_others(const vmem_kv *kv)
 {
     uint64_t bytes = 0;
@@ -21,7 +21,7 @@ static uint64_t ahead_of_others(const vmem_kv *kv)
             continue;
         pthread_mutex_lock(&c->report.lock);
         uint64_t held = c->report.shown.held_pages;
-        bytes += kv_less(c->ledger.promise, held) << c->page_shift;
+        bytes += kv_less(c->ledger.preallocated, held) << c->page_shift;
         pthread_mutex_unlock(&c->report.lock);
     }
     return bytes;
@@ -35,14 +35,14 @@ static uint64_t locked_ahead_of_others(const vmem_kv *kv)
     return bytes;
 }
 
-void vmem__kv_promise(vmem_kv *kv, uint64_t pages)
+void vmem__kv_set_preallocated(vmem_kv *kv, uint64_t pages)
 {
     pthread_mutex_lock(&kv->report.lock);
-    kv->ledger.promise = pages;
+    kv->ledger.preallocated = pages;
     pthread_mutex_unlock(&kv->report.lock);
 }
 
-void vmem__kv_join(vmem_kv *kv)
+void vmem__kv_register(vmem_kv *kv)
 {
     vmem__lock(kv->ctx);
     kv->next = kv->ctx->caches;
@@ -50,7 +50,7 @@ void vmem__kv_join(vmem_kv *kv)
     vmem__unlock(kv->ctx);
 }
 
-void vmem__kv_part(vmem_kv *kv)
+void vmem__kv_unregister(vmem_kv *kv)
 {
     vmem__lock(kv->ctx);
     struct vmem_kv **at = &kv->ctx->caches;
@@ -67,17 +67,17 @@ void vmem__kv_part(vmem_kv *kv)
 int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
 {
     const uint64_t own = kv_less(pages, kv->ledger.held) << kv->page_shift;
-    // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches took ahead.
+    // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches last_step ahead.
     const uint64_t others = locked_ahead_of_others(kv);
     int rc = own ? vmem__prealloc(kv->ctx, own + KV_MIN(others, UINT64_MAX - own), kv->whole) : 0;
     if (!rc)
-        vmem__kv_promise(kv, pages);
+        vmem__kv_set_preallocated(kv, pages);
     return rc;
 }
 
 void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages)
 {
-    vmem__kv_promise(kv, pages);
+    vmem__kv_set_preallocated(kv, pages);
     const uint64_t own = kv_less(pages, kv->ledger.held) << kv->page_shift;
     vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), false, NULL);
 }
@@ -140,7 +140,7 @@ bool vmem__kv_device_due(const vmem_kv *kv)
 
 bool vmem__kv_asks_device(const vmem_kv *kv)
 {
-    return (kv->lend.member || kv->ledger.promise < kv->ledger.budget) && vmem__kv_device_due(kv);
+    return (kv->membership.member || kv->ledger.preallocated < kv->ledger.budget) && vmem__kv_device_due(kv);
 }
 
 // Pages that the worker makes or releases may count twice: as held, and as memory that no page uses.
@@ -153,7 +153,7 @@ bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want)
 // How many of `most` pages there can be. The device is asked only where fewer than `want` are at hand.
 static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
 {
-    if (!kv->lend.member && kv->ledger.promise >= kv->ledger.budget)
+    if (!kv->membership.member && kv->ledger.preallocated >= kv->ledger.budget)
         return most;
     const uint64_t there = kv->ledger.held - kv->ledger.pending, at_hand = there + vmem__kv_spare_memory(kv, NULL);
     const uint64_t reached = at_hand >= want ? at_hand : there + device_pages(kv, age);
@@ -162,7 +162,7 @@ static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t 
 
 static uint64_t most_reached(const vmem_kv *kv)
 {
-    return kv->ledger.budget + vmem__pool_claimable(kv->lend.member, kv->ledger.budget);
+    return kv->ledger.budget + vmem__pool_claimable(kv->membership.member, kv->ledger.budget);
 }
 
 // An answer of less than `want` is as old as `age` allows, and given while the worker makes no pages: these count as lost.
@@ -176,19 +176,19 @@ static uint64_t reach(vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
     return count(kv, most, want, age);
 }
 
-uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want)
+uint64_t vmem__kv_page_limit(vmem_kv *kv, uint64_t want)
 {
     const uint64_t most = most_reached(kv);
     return want > most ? most : reach(kv, most, want, 0);
 }
 
-uint64_t vmem__kv_reach_lately(vmem_kv *kv)
+uint64_t vmem__kv_page_limit_lately(vmem_kv *kv)
 {
     const uint64_t most = most_reached(kv);
     return reach(kv, most, most, DEVICE_NS);
 }
 
-uint64_t vmem__kv_reach_known(const vmem_kv *kv)
+uint64_t vmem__kv_page_limit_known(const vmem_kv *kv)
 {
     const uint64_t most = most_reached(kv);
     return count(kv, most, most, UINT64_MAX);
@@ -197,6 +197,6 @@ uint64_t vmem__kv_reach_known(const vmem_kv *kv)
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
 {
     const uint64_t want = kv->ledger.held + pages, most = kv->ledger.budget;
-    return kv->ledger.promise >= most || !locked_ahead_of_others(kv) || want <= count(kv, most, want, DEVICE_NS) ||
+    return kv->ledger.preallocated >= most || !locked_ahead_of_others(kv) || want <= count(kv, most, want, DEVICE_NS) ||
            want <= count(kv, most, want, 0);
 }

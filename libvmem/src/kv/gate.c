@@ -22,7 +22,7 @@ void vmem__kv_publish_stats(vmem_kv *kv)
     __atomic_store_n(&v->sequence, seq + 1, __ATOMIC_RELAXED);
     atomic_thread_fence(memory_order_release);
     v->stats = kv->report.shown;
-    vmem__pool_show(kv->lend.member, &v->pool, v->pool_path);
+    vmem__pool_show(kv->membership.member, &v->pool, v->pool_path);
     __atomic_store_n(&v->sequence, seq + 2, __ATOMIC_RELEASE);
 }
 
@@ -149,20 +149,20 @@ void vmem__kv_summarise(vmem_kv *kv)
                 st->live_bytes += (g->window ? KV_MIN(rows, g->window) : rows) * g->row_bytes * g->n;
             }
             if (active || sl->state == KV_ENDING) {
-                st->needed_pages += (uint64_t)(sp->need.hi - sp->need.lo) * g->n;
-                st->ahead_pages += (uint64_t)(sp->hi - sp->need.hi) * g->n;
+                st->needed_pages += (uint64_t)(sp->step.hi - sp->step.lo) * g->n;
+                st->ahead_pages += (uint64_t)(sp->hi - sp->step.hi) * g->n;
             } else {
                 st->kept_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
             }
         }
     }
-    st->free_pages = kv_less(vmem__kv_reach_known(kv), kv->ledger.fixed);
-    st->shared_pages = kv->refs.shared;
-    st->prefix_pages = kv->refs.only;
+    st->free_pages = kv_less(vmem__kv_page_limit_known(kv), kv->ledger.pinned_pages);
+    st->shared_pages = kv->shared.shared;
+    st->prefix_pages = kv->shared.runs_only;
     st->zeroed_bytes = kv->copy.zeroed_bytes;
     st->slots = kv->n_slots;
     st->prefixes = kv->runs.n - kv->runs.reported;
-    st->evictable_pages = kv->refs.evictable;
+    st->evictable_pages = kv->shared.evictable;
     st->hashed_blocks = kv->runs.reported;
     st->watermark_pages = kv_watermark(kv);
     pthread_mutex_lock(&kv->report.lock);
@@ -175,7 +175,7 @@ void vmem__kv_summarise(vmem_kv *kv)
     }
 }
 
-void vmem__kv_note(vmem_kv *kv)
+void vmem__kv_defer_summary(vmem_kv *kv)
 {
     if (kv->view.map) {
         vmem__kv_summarise(kv);
@@ -187,7 +187,7 @@ void vmem__kv_note(vmem_kv *kv)
     kv->report.stale = true;
 }
 
-void vmem__kv_may_take_long(vmem_kv *kv)
+void vmem__kv_begin_long_call(vmem_kv *kv)
 {
     if (kv->report.stale)
         vmem__kv_summarise(kv);
@@ -217,7 +217,7 @@ int vmem__kv_enter(vmem_kv *kv)
 {
     int rc = vmem__kv_enter_step(kv);
     if (!rc)
-        vmem__kv_may_take_long(kv);
+        vmem__kv_begin_long_call(kv);
     return rc;
 }
 
@@ -232,9 +232,9 @@ int vmem__kv_leave(vmem_kv *kv, int rc)
         vmem__kv_summarise(kv);
     kv->report.long_call = false;
     kv->gate.called = false;
-    if (kv->ledger.fixed < kv->lend.fixed)
-        vmem__pool_wake(kv->lend.member);
-    kv->lend.fixed = kv->ledger.fixed;
+    if (kv->ledger.pinned_pages < kv->membership.pinned_pages)
+        vmem__pool_wake(kv->membership.member);
+    kv->membership.pinned_pages = kv->ledger.pinned_pages;
     pthread_mutex_unlock(&kv->gate.state);
     pthread_mutex_unlock(&kv->gate.api);
     return rc;

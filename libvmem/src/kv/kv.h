@@ -42,37 +42,46 @@ struct kv_group {
 // A state beside those of enum vmem_kv_slot_state. For callers, such slots are free: see struct vmem_kv_slot_info, after.
 enum { KV_ENDING = VMEM_KV_SWAPPED + 1, KV_STATES };
 
-// Page numbers; equal: none.
+// Pages [lo, hi) of a slot; equal: none.
 struct kv_range {
     uint32_t lo, hi;
 };
 
-// Always lo <= keep.lo <= need.lo <= need.hi <= keep.hi <= hi.
+// The pages of a slot in the tensors of a group. Always lo <= in_flight.lo <= step.lo <= step.hi <= in_flight.hi <= hi.
+//
+//  page  0     lo    in_flight.lo  step.lo      step.hi  in_flight.hi   hi
+//        |.....|#####|=============|************|========|##############|.....
+//         none  passed   in flight   last step   in flight     ahead      none
+//               by windows
+//                    |<- pinned: no call can take them back ->|
+//
+// The pinned part begins at in_flight.lo, and ends at in_flight.hi or behind it, where pages go together.
 struct kv_span {
-    uint32_t lo, hi;
-    struct kv_range need; // what the slot's last step needed
-    struct kv_range keep; // what kernels in flight access, of the last steps and of the next
-    struct kv_range fix;  // what no call could take back: the part that kv_ledger.fixed counts
-    uint32_t shared_hi;   // pages from here on have no other holder
-    uint32_t coarse_hi;   // 2 MiB blocks that end above this are mapped page by page, pages behind it one by one
+    uint32_t lo, hi;           // pages that are mapped
+    struct kv_range step;      // pages that the slot's last step needs
+    struct kv_range in_flight; // pages that kernels in flight access: those of the last steps and of the next
+    struct kv_range pinned;    // cached: vmem__kv_pinned_part, which kv_ledger.pinned_pages counts
+    uint32_t shared_hi;        // no other slot or run holds pages from here on
+    uint32_t coarse_hi;        // 2 MiB blocks that end above this are mapped page by page, pages behind it one by one
 };
 
 // Every step reads these structures of all slots, usually from memory that is no longer in the CPU's caches. They are
 // therefore small, and fields that only concern slots without a running request are in struct kv_idle.
 struct kv_slot {
-    uint32_t tokens;
-    uint32_t shared_tokens;
-    uint32_t backed; // tokens up to which a step has nothing to map
-    uint32_t steady; // a step to `tokens` or more, up to this, needs the last one's pages; 0: not known, not active
-    uint32_t took;   // the last step that it took part in, or before which it was allocated
-    uint8_t state;   // written by vmem__kv_set_state alone
-    bool fresh;      // no step since it was allocated or swapped in, so no kernel can access it: steady is 0
-    bool skip;       // the worker failed here, and does not try again before the next step
-    bool stuck;      // it failed to unmap here, and passes the slot over until it has nothing else to do
-    bool busy;       // the worker is changing it
-    bool dirty;      // kept pages show an earlier request's rows (VMEM_KV_ZERO)
-    bool stale;      // some span has stale mappings
-    uint8_t list;    // which of vmem_kv.lists has it
+    uint32_t tokens;        // the request's length
+    uint32_t shared_tokens; // rows below this are, at least partly, in shared pages
+    uint32_t backed;        // cached, from the spans: tokens up to which a step has nothing to map
+    uint32_t
+        same_pages_until; // a step to any length in [tokens, same_pages_until] needs the last step's pages; 0: unknown
+    uint32_t last_step;   // in which the slot took part; of a new slot, the step before its allocation
+    uint8_t state;        // enum vmem_kv_slot_state or KV_ENDING; written by vmem__kv_set_state alone
+    bool fresh;           // no step since it was allocated or swapped in: no kernel accesses it
+    bool skip;            // the worker failed here, and does not try again before the next step
+    bool stuck;           // the worker failed to unmap here, and skips the slot until it is otherwise idle
+    bool busy;            // the worker is changing it
+    bool dirty;           // its kept pages hold an earlier request's rows (VMEM_KV_ZERO)
+    bool stale;           // some span has stale mappings
+    uint8_t list;         // cached, from state and backed: the list in vmem_kv.lists that has it
 };
 
 // A set of slots. Any number of them is put in, taken out and found in their order without a look at the others.
@@ -83,24 +92,25 @@ struct kv_set {
 // Each slot is in one list: of free slots by the bits of `backed`, of active ones, or of all others.
 enum { KV_FREE_LISTS = 32, KV_LIST_ACTIVE = KV_FREE_LISTS, KV_LIST_OTHERS, KV_LISTS };
 struct kv_idle {
-    uint32_t from;   // of a free slot: no page is in the place of so many rows of the last request
-    uint64_t parked; // when it was freed
-    uint64_t ends;   // KV_ENDING: after the kernels of this step
+    uint32_t first_private_row; // a free slot has no pages of the rows before it: a prefix had them
+    uint64_t freed_seq;         // vmem_kv.clock when it was freed; 0: its pages are the first to be taken back
+    uint64_t ends;              // KV_ENDING: the step whose kernels must end
 };
 
-// What a step needs of the tensors of a group in a slot.
+// The pages that a step needs in the tensors of a group of a slot.
 struct kv_want {
     uint32_t slot, group;
-    struct kv_range need;    // what its kernels access
-    struct kv_range touched; // the same, and what kernels of the steps in flight access
+    struct kv_range step;    // pages that its kernels access
+    struct kv_range touched; // these, and those that kernels in flight access
     bool extends;            // pages may be missing
 };
-// What a step needs, for the slots whose needs differ from the last step's.
+// The pages that a step needs, of the slots that need other pages than in the last step.
 struct kv_plan {
     struct kv_want *wants; // slot by slot, all groups of each
-    uint64_t n, missing;   // missing: pages
-    uint32_t *changed;     // slots that it examines
-    bool extends;
+    uint64_t n;            // wants
+    uint64_t missing;      // pages
+    uint32_t *changed;     // slots that the step examines
+    bool extends;          // some want does
 };
 
 // An announced request: rows up to `tokens`, the first of which a prefix will provide.
@@ -122,27 +132,27 @@ struct kv_run {
     uint32_t next;         // of those not in use
     bool keep;             // not evicted
     bool report;           // vmem_kv_evicted names it
-    bool held;             // it is being attached
+    bool is_protected;     // not evicted: it is being attached
     struct kv_rows *rows;  // [group]
 };
 
-// The holders of a row of pages (one page number in the tensors of a group). Exists for rows that a prefix holds or
-// that several slots have mapped.
-struct kv_ref {
-    vmem_page page;           // of the group's first tensor; 0: empty
-    uint32_t slots, prefixes; // prefixes: runs
-    uint32_t n;               // pages
-    uint32_t users;           // of the slots, those that need it: it is in the part of their span that is fixed
-    uint32_t cached;          // of the prefixes, runs that can be evicted
-    uint32_t seen;            // how often the call saw it
-    uint64_t mark;            // vmem_kv.mark of the call that saw it
+// A shared row: the pages with one page number in the tensors of a group, and who holds them. Exists for rows that a run
+// holds or that several slots have mapped.
+struct kv_shared_row {
+    vmem_page page;          // of the group's first tensor; 0: empty
+    uint32_t slots, runs;    // that hold it
+    uint32_t n;              // pages
+    uint32_t pinning_slots;  // of the slots, those with the row in the pinned part of their span
+    uint32_t evictable_runs; // of the runs, those that can be evicted
+    uint32_t seen;           // how often the call of `mark` saw it
+    uint64_t mark;           // vmem_kv.mark of the last call that saw it
 };
-struct kv_refs {
-    struct kv_ref *entries;
+struct kv_shared_rows {
+    struct kv_shared_row *entries;
     uint64_t size, used; // size: a power of two
-    uint64_t shared;     // pages of rows with several holders
-    uint64_t only;       // pages of rows that prefixes alone hold
-    uint64_t evictable;  // of these, by runs that can be evicted
+    uint64_t shared;     // cached: pages of rows with several holders
+    uint64_t runs_only;  // cached: pages of rows that runs alone hold
+    uint64_t evictable;  // cached: of these, pages of rows that only runs which can be evicted hold
 };
 
 // Parts of spans to back, and the lists for that. The pages of a part are created and mapped alike.
@@ -182,28 +192,28 @@ struct kv_cut {
 struct kv_ledger {
     uint64_t budget;          // the most that may exist
     uint64_t held;            // that exist, including pending ones
-    uint64_t fixed;           // of these, that no call could take back. Moved by shared.c and span.c alone
+    uint64_t pinned_pages;    // of these, that no call can take back. Changed by shared.c and span.c alone
     uint64_t pending;         // of `held`, that the worker is mapping or unmapping; they become unused, or can be taken
-    uint64_t promise;         // that need no memory from the device. Written with report.lock, too
+    uint64_t preallocated;    // that the cache can create without asking the device. Written with report.lock, too
     uint64_t ceiling;         // VMEM_KV_CHECK: the budget, or the pages that existed when it shrank
-    uint64_t watermark_pages; // of the budget, new requests leave so many, or
-    uint32_t watermark_percent; // so large a part: the larger of both
-    bool disturbed;             // VMEM_KV_CHECK: a job of the worker changed `fixed`
+    uint64_t watermark_pages; // new requests leave max(watermark_pages, watermark_percent of the budget) free
+    uint32_t watermark_percent;
+    bool disturbed; // VMEM_KV_CHECK: a job of the worker changed pinned_pages
 };
 
-// Of a pool's member.
-struct kv_lend {
+// A cache's membership in a pool.
+struct kv_membership {
     struct vmem__member *member;                  // NULL: of no pool
     struct vmem__member *left;                    // the same while the cache is destroyed
     uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_pool_share
     void *evict_arg;
-    uint64_t offered; // pages of requests that evict would release
-    uint64_t missed;  // bytes of pages that were taken and will be wanted again
-    bool giving;      // other members wait for what is beyond give_to; the budget falls as it goes
-    bool foresees;    // the cache has said what requests that wait will need
-    uint64_t give_to; // pages
-    uint64_t portion; // pages that the worker gives back in one call while others wait for them
-    uint64_t fixed;   // kv_ledger.fixed after the last call
+    uint64_t offered;      // pages of requests that evict would release
+    uint64_t missed;       // bytes of pages that were taken and will be wanted again
+    bool giving;           // other members wait for what is beyond give_to; the budget falls as it goes
+    bool foresees;         // the cache has said what requests that wait will need
+    uint64_t give_to;      // pages
+    uint64_t portion;      // pages that the worker gives back in one call while others wait for them
+    uint64_t pinned_pages; // kv_ledger.pinned_pages after the last call
 };
 
 // Kernels that may be in flight.
@@ -282,7 +292,7 @@ struct kv_gate {
     bool called;    // one is in progress, and may have dropped state to wait
 };
 
-// What others are told.
+// The statistics that others see.
 struct kv_report {
     pthread_mutex_t lock;
     struct vmem_kv_stats shown; // under the lock
@@ -326,19 +336,19 @@ struct vmem_kv {
     struct kv_slot *slots;
     struct kv_set lists[KV_LISTS], stale_slots;
     uint64_t *bits;               // of these sets
-    uint32_t in_state[KV_STATES]; // how many slots are in each
+    uint32_t in_state[KV_STATES]; // cached: slots in each state
     struct kv_idle *idle;         // [slot]
     struct kv_span *spans;        // [slot][group]
     // [slot][group]: mappings of shared pages, before lo, that the slot released when it was freed
     struct kv_range *stale;
     uint64_t clock; // counts the slots that are freed
-    struct kv_refs refs;
+    struct kv_shared_rows shared;
     uint64_t mark; // the number of the last call that marked what it saw
     struct kv_ledger ledger;
     struct kv_fences fence;
     struct kv_plan plan; // of the public call in progress
     struct kv_gate gate;
-    struct kv_lend lend;
+    struct kv_membership membership;
     struct kv_view view;
     struct kv_copies copy;
     struct vmem_kv_stats stats; // counters; the rest is filled in by vmem__kv_summarise
@@ -367,7 +377,7 @@ static inline struct kv_span *kv_span(const vmem_kv *kv, uint32_t slot, uint32_t
 static inline struct kv_span kv_span_at(uint32_t page)
 {
     const struct kv_range none = {page, page};
-    return (struct kv_span){.lo = page, .hi = page, .need = none, .keep = none, .fix = none};
+    return (struct kv_span){.lo = page, .hi = page, .step = none, .in_flight = none, .pinned = none};
 }
 
 static inline struct kv_range *kv_stale(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -408,7 +418,7 @@ static inline bool kv_accessed(const vmem_kv *kv, uint32_t slot)
 }
 
 // Slots that wait for kernels to end.
-static inline uint32_t kv_waiting(const vmem_kv *kv) { return kv->in_state[KV_ENDING]; }
+static inline uint32_t kv_num_ending(const vmem_kv *kv) { return kv->in_state[KV_ENDING]; }
 
 // Pages that could be added without reclaiming any.
 static inline uint64_t kv_unused(const vmem_kv *kv) { return kv_less(kv->ledger.budget, kv->ledger.held); }
@@ -425,7 +435,7 @@ static inline uint64_t kv_low(const vmem_kv *kv) { return kv->ledger.budget * kv
 // Not while the memory is promised to others, or requests wait for it.
 static inline bool kv_plentiful(const vmem_kv *kv)
 {
-    return !kv->lend.giving && !kv->lend.foresees && kv_unused(kv) >= 2 * kv_low(kv);
+    return !kv->membership.giving && !kv->membership.foresees && kv_unused(kv) >= 2 * kv_low(kv);
 }
 
 // ---- turn.c ---------------------------------------------------------------------------------------------------------
@@ -449,8 +459,8 @@ void vmem__kv_wait_job(vmem_kv *kv);  // until it has ended its job; it begins n
 void vmem__kv_wait_unmapping(vmem_kv *kv);
 void vmem__kv_wait_cutting(vmem_kv *kv); // until it unmaps nothing at all: for a call that unmaps what is stale
 // Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
-void vmem__kv_worker_hold(vmem_kv *kv);
-void vmem__kv_worker_release(vmem_kv *kv);
+void vmem__kv_worker_pause(vmem_kv *kv);
+void vmem__kv_worker_resume(vmem_kv *kv);
 // -EPERM in a child of the process that made it; -EINVAL: NULL, or being closed
 int vmem__kv_check_usable(const vmem_kv *kv);
 
@@ -458,38 +468,38 @@ static inline struct kv_range *kv_past_of(const vmem_kv *kv, uint32_t slot, uint
 {
     return kv->fence.past + ((uint64_t)slot * kv->n_groups + group) * (kv->steps_in_flight - 1);
 }
-static inline struct kv_range kv_both(struct kv_range a, struct kv_range b)
+static inline struct kv_range kv_range_union(struct kv_range a, struct kv_range b)
 {
     return b.lo == b.hi ? a : (struct kv_range){KV_MIN(a.lo, b.lo), KV_MAX(a.hi, b.hi)};
 }
-// What kernels in flight access of a span when a step needs `now`.
+// The pages of a span that kernels in flight access when a step needs `now`.
 static inline struct kv_range kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range now)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    now = kv_both(now, s->need);
+    now = kv_range_union(now, s->step);
     for (uint32_t i = 0; i + 1 < kv->steps_in_flight; i++)
-        now = kv_both(now, kv_past_of(kv, slot, group)[i]);
+        now = kv_range_union(now, kv_past_of(kv, slot, group)[i]);
     return now;
 }
 // No kernel accesses the slot, so its earlier steps no longer count.
-void vmem__kv_forget(vmem_kv *kv, uint32_t slot);
+void vmem__kv_clear_history(vmem_kv *kv, uint32_t slot);
 // Kernels up to this step have ended.
-uint64_t vmem__kv_ended(const vmem_kv *kv);
+uint64_t vmem__kv_last_ended_step(const vmem_kv *kv);
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step);
-// Steps since the slot took part in one, or was allocated.
+// Steps since the slot last_step part in one, or was allocated.
 static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot)
 {
-    return (uint32_t)kv->fence.step - kv->slots[slot].took;
+    return (uint32_t)kv->fence.step - kv->slots[slot].last_step;
 }
 
 // ---- sets.c ---------------------------------------------------------------------------------------------------------
 
 #define KV_NO_SLOT UINT32_MAX
 int vmem__kv_make_sets(vmem_kv *kv); // all slots are free, and have no page
-void vmem__kv_put(struct kv_set *set, uint32_t slot);
-void vmem__kv_take(struct kv_set *set, uint32_t slot);
+void vmem__kv_set_add(struct kv_set *set, uint32_t slot);
+void vmem__kv_set_remove(struct kv_set *set, uint32_t slot);
 // The first slot of the set from there on; KV_NO_SLOT: there is none.
-uint32_t vmem__kv_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from);
+uint32_t vmem__kv_set_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from);
 void vmem__kv_set_list(vmem_kv *kv, uint32_t slot, uint8_t list);
 // After a change of the slot's state, or of what it has backed.
 static inline void kv_list(vmem_kv *kv, uint32_t slot)
@@ -503,11 +513,11 @@ static inline void kv_list(vmem_kv *kv, uint32_t slot)
 }
 static inline uint32_t kv_next_active(const vmem_kv *kv, uint32_t from)
 {
-    return vmem__kv_next(kv, &kv->lists[KV_LIST_ACTIVE], from);
+    return vmem__kv_set_next(kv, &kv->lists[KV_LIST_ACTIVE], from);
 }
 static inline uint32_t kv_next_used(const vmem_kv *kv, uint32_t from) // that is not free
 {
-    const uint32_t active = kv_next_active(kv, from), other = vmem__kv_next(kv, &kv->lists[KV_LIST_OTHERS], from);
+    const uint32_t active = kv_next_active(kv, from), other = vmem__kv_set_next(kv, &kv->lists[KV_LIST_OTHERS], from);
     return KV_MIN(active, other);
 }
 
@@ -532,57 +542,58 @@ int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c);
 
 // ---- shared.c -------------------------------------------------------------------------------------------------------
 
-struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page);
+struct kv_shared_row *vmem__kv_shared_find(const struct kv_shared_rows *r, vmem_page page);
 // The entry of a slot's row; NULL: the row is the slot's own.
-struct kv_ref *vmem__kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page);
+struct kv_shared_row *vmem__kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page);
 // How many rows of a span others hold as well.
 uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group);
 // Rows of a slot below this are (partly) in pages that others hold, too. Those at the end that others have left become
 // the slot's own.
 uint32_t vmem__kv_shared_tokens(const vmem_kv *kv, uint32_t slot);
-// How many rows of a span's fixed part are fixed for this slot alone. Slots looked at since vmem_kv.mark was raised
+// How many rows of a span's pinned part are pinned for this slot alone. Slots looked at since vmem_kv.mark was raised
 // count as gone.
 uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group);
 // The entry of a slot's row, made if there was none; NULL: out of memory.
-struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page);
+struct kv_shared_row *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page);
 // A new entry, of one slot.
-struct kv_ref *vmem__kv_ref_new(struct kv_refs *r, vmem_page page, uint32_t n);
-int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more); // the next `more` of these do not fail
-// Adds holders, counted as in struct kv_ref. The entry goes when no prefix and at most one slot holds the row: it is
+struct kv_shared_row *vmem__kv_shared_new(struct kv_shared_rows *r, vmem_page page, uint32_t n);
+int vmem__kv_shared_reserve(struct kv_shared_rows *r, uint64_t more); // the next `more` of these do not fail
+// Adds holders, counted as in struct kv_shared_row. The entry goes when no prefix and at most one slot holds the row: it is
 // that slot's own then.
 struct kv_holders {
-    int slots, users, prefixes, cached;
+    int slots, pinning_slots, runs, evictable_runs;
 };
-void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, struct kv_holders by);
-// A slot loses rows: those in front of the fixed part or behind it, or both its front and as much of the part.
+void vmem__kv_change_holders(vmem_kv *kv, struct kv_shared_row *ref, struct kv_holders by);
+// A slot loses rows: those in front of the pinned part or behind it, or both its front and as much of the part.
 void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
 // How often the row has been looked at since vmem_kv.mark was raised.
-static inline uint32_t kv_row_seen(const vmem_kv *kv, const struct kv_ref *ref)
+static inline uint32_t kv_row_seen(const vmem_kv *kv, const struct kv_shared_row *ref)
 {
     return ref->mark == kv->mark ? ref->seen : 0;
 }
-static inline uint32_t kv_row_see(const vmem_kv *kv, struct kv_ref *ref)
+static inline uint32_t kv_row_see(const vmem_kv *kv, struct kv_shared_row *ref)
 {
     ref->seen = kv_row_seen(kv, ref) + 1;
     ref->mark = kv->mark;
     return ref->seen;
 }
-// Whether no call could take the row's pages back: a slot needs it, or something that may not be evicted holds it.
-static inline bool kv_row_kept(const struct kv_ref *ref) { return ref->prefixes != ref->cached; }
+// Whether some run that may not be evicted holds the row.
+static inline bool kv_row_kept(const struct kv_shared_row *ref) { return ref->runs != ref->evictable_runs; }
 // Whether evicting runs would free the row's pages.
-static inline bool kv_row_evictable(const struct kv_ref *ref) { return !ref->slots && !kv_row_kept(ref); }
-static inline bool kv_row_fixed(const struct kv_ref *ref) { return ref->users || kv_row_kept(ref); }
+static inline bool kv_row_evictable(const struct kv_shared_row *ref) { return !ref->slots && !kv_row_kept(ref); }
+// Whether no call can take the row's pages back: a slot pins it, or a run that may not be evicted holds it.
+static inline bool kv_row_pinned(const struct kv_shared_row *ref) { return ref->pinning_slots || kv_row_kept(ref); }
 
 // ---- span.c ---------------------------------------------------------------------------------------------------------
 
-// Where the part of a span ends that serves a step up to page `hi`. In a slot without rows, pages that go together go
-// if the step asks for some of them only: it gets others.
-uint32_t vmem__kv_serves(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
+// The end of the pages of a span that a step up to page `hi` can use. In a slot without rows, a stretch of pages that go
+// together is useless if the step needs only some of them: it gets others.
+uint32_t vmem__kv_usable_end(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
 // Whether a slot has any page. `backed` cannot tell: a group may have pages while another has none, or less than a row.
 bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot);
 // The part of a span that no call could take back: what kernels access, and what goes with it. Of a slot that no kernel
 // accesses, nothing.
-struct kv_range vmem__kv_fixed_part(const vmem_kv *kv, uint32_t slot, uint32_t group);
+struct kv_range vmem__kv_pinned_part(const vmem_kv *kv, uint32_t slot, uint32_t group);
 // Where the pages end that go with those before `hi`. running: while kernels run, a block mapped by a 2 MiB entry goes
 // as a whole.
 static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running)
@@ -593,45 +604,45 @@ static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t grou
         hi++;
     return KV_MIN(hi, s->hi);
 }
-// What kernels access of a span, and what goes with it; running: while they run.
+// The pages of a span that kernels access, and those that go with them; running: while the kernels run.
 static inline struct kv_range kv_in_use(const vmem_kv *kv, uint32_t slot, uint32_t group, bool running)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    return (struct kv_range){s->keep.lo, kv_end_of(kv, slot, group, s->keep.hi, running)};
+    return (struct kv_range){s->in_flight.lo, kv_end_of(kv, slot, group, s->in_flight.hi, running)};
 }
 // The first page, at or after `from`, of the part that can be cut off the end of a span.
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from);
-// Makes this the fixed part, and moves the ledger's `fixed` by the pages that enter or leave it. These are in the
+// Makes this the pinned part, and moves the ledger's pinned_pages by the pages that enter or leave it. These are in the
 // slot's table, and the rows among them have their entries: before a row loses the slot as a holder, the row leaves.
-void vmem__kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to);
-// By how many pages that would raise `fixed`. Shared rows that leave count as if they stayed: other slots may leave
+void vmem__kv_set_pinned(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to);
+// By how many pages that would raise the pinned pages. Shared rows that leave count as if they stayed: other slots may leave
 // them, too, and only then is it known what goes.
-int64_t vmem__kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to);
+int64_t vmem__kv_pinned_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to);
 // The same two for steps: in most, only the end changes, among pages that nobody else has.
 static inline bool kv_at_own_end(const struct kv_span *s, struct kv_range to)
 {
-    return to.lo == s->fix.lo && KV_MIN(to.hi, s->fix.hi) >= s->shared_hi;
+    return to.lo == s->pinned.lo && KV_MIN(to.hi, s->pinned.hi) >= s->shared_hi;
 }
-static inline void kv_fix(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
+static inline void kv_set_pinned(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
 {
     struct kv_span *s = kv_span(kv, slot, group);
     if (!kv_at_own_end(s, to)) {
-        vmem__kv_fix(kv, slot, group, to);
+        vmem__kv_set_pinned(kv, slot, group, to);
         return;
     }
-    kv->ledger.fixed += (uint64_t)(((int64_t)to.hi - s->fix.hi) * kv->groups[group].n);
-    s->fix.hi = to.hi;
+    kv->ledger.pinned_pages += (uint64_t)(((int64_t)to.hi - s->pinned.hi) * kv->groups[group].n);
+    s->pinned.hi = to.hi;
 }
-static inline int64_t kv_fix_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
+static inline int64_t kv_pinned_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    return kv_at_own_end(s, to) ? ((int64_t)to.hi - s->fix.hi) * kv->groups[group].n
-                                : vmem__kv_fix_delta(kv, slot, group, to);
+    return kv_at_own_end(s, to) ? ((int64_t)to.hi - s->pinned.hi) * kv->groups[group].n
+                                : vmem__kv_pinned_delta(kv, slot, group, to);
 }
-// Changes a span, and with it its fixed part and what of the slot is backed.
+// Changes a span, and with it its pinned part and what of the slot is backed.
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now);
-// After a change of what kernels access, or of the slot's state: brings the fixed parts up to date.
-void vmem__kv_book(vmem_kv *kv, uint32_t slot);
+// After a change of what kernels access, or of the slot's state: brings the pinned parts up to date.
+void vmem__kv_update_pinned(vmem_kv *kv, uint32_t slot);
 
 // VMEM_KV_CHECK: whether pages [from, to) of a span may be mapped or unmapped now. No mapping changes that kernels may
 // use.
@@ -642,12 +653,13 @@ int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32
 const char *vmem__kv_state_name(uint8_t state);
 void vmem__kv_set_state(vmem_kv *kv, uint32_t slot, uint8_t state);
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
-int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states);
-// As vmem__kv_get, without waiting for the worker's work on the slot.
-int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states);
+int vmem__kv_use_slot(vmem_kv *kv, uint32_t slot, uint32_t states);
+// As vmem__kv_use_slot, without waiting for the worker's work on the slot.
+int vmem__kv_check_slot(const vmem_kv *kv, uint32_t slot, uint32_t states);
 // The free slot, but for the n taken ones, for a request of that many tokens, of which so many come from a prefix;
 // UINT32_MAX: none.
-uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken, uint32_t n);
+uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken,
+                              uint32_t n);
 
 // Takes the list of the requests that come next.
 int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
@@ -772,13 +784,13 @@ void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages);
 void vmem__kv_drop_all_runs(vmem_kv *kv); // and releases what is doomed, while there is no worker
 
 // How many tokens a request could begin with, at most `most`, and leaves the runs in runs.found.
-int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most, uint32_t *tokens);
+int vmem__kv_find_runs(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most, uint32_t *tokens);
 // Of the runs found, those whose pages the request begins with stay found and are not evicted. The others may be: windows
 // have passed their rows, or a later run has the same ones.
-void vmem__kv_hold_found(vmem_kv *kv, uint32_t tokens);
-void vmem__kv_let_found(vmem_kv *kv); // these can be evicted again
+void vmem__kv_protect_found(vmem_kv *kv, uint32_t tokens);
+void vmem__kv_unprotect_found(vmem_kv *kv); // these can be evicted again
 // Marks the pages of the runs held as seen more often than slots can: they do not become free with the slots that have them.
-void vmem__kv_see_found(vmem_kv *kv);
+void vmem__kv_mark_found(vmem_kv *kv);
 // Of the runs held, pages that a request which begins with them takes from those that can be evicted. Marked ones do not
 // count. *beside: the others that cannot be evicted until it has begun.
 uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside);
@@ -793,14 +805,14 @@ int vmem__kv_check_books(vmem_kv *kv); // VMEM_KV_CHECK: recounts everything
 
 // ---- device.c -------------------------------------------------------------------------------------------------------
 
-// A context's caches, linked. Parting gives back what the cache took ahead.
-void vmem__kv_join(vmem_kv *kv);
-void vmem__kv_part(vmem_kv *kv);
+// A context's caches, linked. Parting gives back what the cache last_step ahead.
+void vmem__kv_register(vmem_kv *kv);
+void vmem__kv_unregister(vmem_kv *kv);
 // Takes device memory for that many pages in all, or gives back what is more.
 int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
-void vmem__kv_promise(vmem_kv *kv, uint64_t pages); // without doing either
-// Returns device memory that nobody uses or took ahead; wanted: nor waits for. With no lock held.
+void vmem__kv_set_preallocated(vmem_kv *kv, uint64_t pages); // without doing either
+// Returns device memory that nobody uses or last_step ahead; wanted: nor waits for. With no lock held.
 void vmem__kv_trim(vmem_kv *kv, bool wanted);
 // Pages whose memory the device has given and no page uses. *room, unless NULL: those that the context's budget has
 // room for.
@@ -814,24 +826,24 @@ bool vmem__kv_device_due(const vmem_kv *kv);
 bool vmem__kv_asks_device(const vmem_kv *kv);
 // Whether there can be `want` pages without memory that the device has not given yet.
 bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want);
-// At least `want` if there can be so many pages within the budget, of a pool's member with what is free in the pool; else
-// how many there can be. The device is asked only where its memory decides: its last word is believed for 100 ms where
-// it says yes, never where it says no. The worker may be waited for before a no.
-uint64_t vmem__kv_reach(vmem_kv *kv, uint64_t want);
-// How many there can be so, by what the device said within 100 ms; or by what it last said.
-uint64_t vmem__kv_reach_lately(vmem_kv *kv);
-uint64_t vmem__kv_reach_known(const vmem_kv *kv);
-// Whether so many pages more leave the context's other caches what they took ahead: pages come from there, too.
+// The most pages that the cache can have: the budget, and what is free in its pool, as far as the device has memory. An
+// answer of at least `want` may be capped there. The driver is asked only where its memory decides: its answer is reused
+// for 100 ms, but never to refuse. The call may wait for the worker before an answer of less than `want`.
+uint64_t vmem__kv_page_limit(vmem_kv *kv, uint64_t want);
+// The same by the driver's answer of the last 100 ms, and by its last one, however old.
+uint64_t vmem__kv_page_limit_lately(vmem_kv *kv);
+uint64_t vmem__kv_page_limit_known(const vmem_kv *kv);
+// Whether so many pages more leave the context's other caches what they last_step ahead: pages come from there, too.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
 // ---- gate.c ---------------------------------------------------------------------------------------------------------
 
 void vmem__kv_summarise(vmem_kv *kv); // stats -> shown, and the published view
 // The same of what nobody waits for: whoever asks for the statistics sums them up, if they are not published.
-void vmem__kv_note(vmem_kv *kv);
-void vmem__kv_may_take_long(vmem_kv *kv); // before a public call goes to the library below
+void vmem__kv_defer_summary(vmem_kv *kv);
+void vmem__kv_begin_long_call(vmem_kv *kv); // before a public call goes to the library below
 // How every public call begins and ends: enter takes api and state, and leave updates the statistics. A step enters by
-// vmem__kv_enter_step and calls vmem__kv_may_take_long if there is something to do.
+// vmem__kv_enter_step and calls vmem__kv_begin_long_call if there is something to do.
 int vmem__kv_enter(vmem_kv *kv);
 int vmem__kv_enter_step(vmem_kv *kv);
 int vmem__kv_leave(vmem_kv *kv, int rc);
@@ -857,7 +869,7 @@ void vmem__kv_claim_plenty(vmem_kv *kv);
 void vmem__kv_pool_leave(vmem_kv *kv);
 
 // Records shortages for vmem_kv_last_shortage.
-void vmem__kv_enough(void);
+void vmem__kv_clear_shortage(void);
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want); // want: pages there would be
 int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages);
 int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages);
@@ -867,10 +879,10 @@ int vmem__kv_short_of_slots(vmem_kv *kv);
 void vmem__kv_count_shortage(vmem_kv *kv);                   // in the statistics, of a call that really needed them
 const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
 
-// Whether the budget has room if `fixed` grows by delta, with so many new pages: -ENOMEM, with what is missing. A cache
-// over its budget has room for what raises `fixed` by nothing, even if that needs new pages: it gives up as many. But
-// pages that are mapped and not fixed are no room: another call may take them back before the step.
-int vmem__kv_lacks(vmem_kv *kv, int64_t delta, uint64_t pages);
+// Whether the budget has room if the pinned pages grows by delta, with so many new pages: -ENOMEM, with what is missing. A cache
+// over its budget has room for what raises the pinned pages by nothing, even if that needs new pages: it gives up as many. But
+// pages that are mapped and not pinned are no room: another call may take them back before the step.
+int vmem__kv_claim_budget(vmem_kv *kv, int64_t delta, uint64_t pages);
 // The same, and whether the device has the memory.
 int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages);
 
@@ -878,24 +890,24 @@ int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages);
 
 // The fewest pages that the cache could have now if nothing is evicted, and nothing unmapped that would be mapped again
 // at once.
-uint64_t vmem__kv_least(const vmem_kv *kv);
-// What can be taken back next, best first: of free slots, the one freed first; then what active slots have ahead of
+uint64_t vmem__kv_min_pages(const vmem_kv *kv);
+// The pages to take back next, best first: those of the slot that was freed first; then what active slots have ahead of
 // need. want: pages asked for. stuck: also where the worker has failed to unmap. False: nothing.
 struct kv_victim {
     uint32_t slot, group, lo, hi; // what the span is to be cut down to
 };
-bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v);
-bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v); // only what a window has passed
+bool vmem__kv_find_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v);
+bool vmem__kv_find_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v); // only what a window has passed
 // Takes pages back until `to` are left, if there are so many to take; evict: of runs, too. May wait for the worker.
 int vmem__kv_reclaim_to(vmem_kv *kv, uint64_t to, bool evict);
 // Whether there is room for `pages` more without reclaiming any.
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
-// Makes it, after vmem__kv_lacks has said that there is memory: what is to go is fixed no more.
-int vmem__kv_take_room(vmem_kv *kv, uint64_t pages);
+// Makes it, after vmem__kv_claim_budget has said that there is memory: what is to go is pinned no more.
+int vmem__kv_make_room(vmem_kv *kv, uint64_t pages);
 // The device has refused pages: reclaims as many as it lacks, if there are that many.
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages);
 #define KV_TRIES 2
-// vmem__kv_grow_run and vmem__kv_grow_commit. tries: 0, or KV_TRIES to take back what vmem__kv_lacks has found room for,
+// vmem__kv_grow_run and vmem__kv_grow_commit. tries: 0, or KV_TRIES to take back what vmem__kv_claim_budget has found room for,
 // and more where the device has less than the budget says, or no mappings.
 int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, int tries);
 // That without vmem__kv_grow_commit. The pages are in kv->ledger.held.
@@ -903,10 +915,10 @@ int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, int tries);
 
 int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes);
 // Gives up what a smaller budget left above itself. Callers that end requests call it, a step only after its plan.
-void vmem__kv_keep_budget(vmem_kv *kv);
+void vmem__kv_shrink_to_budget(vmem_kv *kv);
 int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
 // Takes over the budget that another process asked for, if one did.
-void vmem__kv_take_wanted(vmem_kv *kv);
+void vmem__kv_apply_wanted_budget(vmem_kv *kv);
 
 // ---- request.c ------------------------------------------------------------------------------------------------------
 
@@ -935,7 +947,7 @@ static inline uint64_t kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint3
 }
 
 // Plans a step in which this slot alone takes part: -EINVAL, if its window has given up rows that it reads. *delta: by how
-// many pages the step would raise kv_ledger.fixed, the missing ones included.
+// many pages the step would raise kv_ledger.pinned_pages, the missing ones included.
 int vmem__kv_plan_one(vmem_kv *kv, uint32_t slot, uint32_t tokens, int64_t *delta);
 
 #endif

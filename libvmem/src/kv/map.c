@@ -209,7 +209,7 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
         if (s.lo == s.hi) // the span begins with this part
             s = kv_span_at(p->from);
         if (p->from < s.lo)
-            s.lo = s.need.lo = s.need.hi = s.keep.lo = s.keep.hi = p->from; // no step has asked for rows yet
+            s.lo = s.step.lo = s.step.hi = s.in_flight.lo = s.in_flight.hi = p->from; // no step has asked for rows yet
         s.hi = KV_MAX(s.hi, p->to);
         s.coarse_hi = p->coarse ? KV_MAX(s.coarse_hi, p->to) : s.coarse_hi;
         if (kv->whole)

@@ -27,7 +27,7 @@ static void unlock(void *self)
 
 static uint64_t evictable(const vmem_kv *kv)
 {
-    return kv->lend.evict ? kv->refs.only + kv->lend.offered : kv->refs.evictable;
+    return kv->membership.evict ? kv->shared.runs_only + kv->membership.offered : kv->shared.evictable;
 }
 
 // A check of the books must not take pages that were created under the old one for too many.
@@ -40,11 +40,11 @@ static void shrink_budget(vmem_kv *kv, uint64_t pages)
 static void state(void *self, struct vmem__lend_state *out)
 {
     vmem_kv *kv = self;
-    const uint64_t fixed = vmem__kv_least(kv);
+    const uint64_t fixed = vmem__kv_min_pages(kv);
     *out = (struct vmem__lend_state){.budget = kv->ledger.budget,
                                      .held = kv->ledger.held,
-                                     .used = kv->ledger.fixed,
-                                     .after = kv->lend.giving ? kv->lend.give_to : kv->ledger.budget,
+                                     .used = kv->ledger.pinned_pages,
+                                     .after = kv->membership.giving ? kv->membership.give_to : kv->ledger.budget,
                                      .fixed = fixed,
                                      .evictable = KV_MIN(evictable(kv), fixed),
                                      .margin = kv->in_state[VMEM_KV_FREE] < kv->n_slots ? fixed / 32 : 0};
@@ -61,9 +61,9 @@ static void raise_budget(void *self, uint64_t pages)
 static void give_down_to(void *self, uint64_t pages)
 {
     vmem_kv *kv = self;
-    kv->lend.give_to = pages;
-    kv->lend.giving = kv->ledger.held > pages;
-    if (kv->lend.giving)
+    kv->membership.give_to = pages;
+    kv->membership.giving = kv->ledger.held > pages;
+    if (kv->membership.giving)
         vmem__kv_worker_wake(kv);
     else
         shrink_budget(kv, pages);
@@ -72,11 +72,11 @@ static void give_down_to(void *self, uint64_t pages)
 // The pages that a step may need next: requests grow by a page in each tensor at a time.
 static uint64_t next_pages(const vmem_kv *kv) { return (uint64_t)kv->in_state[VMEM_KV_ACTIVE] * kv->n_tensors; }
 
-// What is left, if anything, cannot be given back now.
+// Ends giving: pages that are left above give_to cannot be given back now.
 static void stop_giving(vmem_kv *kv)
 {
-    shrink_budget(kv, KV_MAX(kv->lend.give_to, kv->ledger.held));
-    kv->lend.giving = false;
+    shrink_budget(kv, KV_MAX(kv->membership.give_to, kv->ledger.held));
+    kv->membership.giving = false;
 }
 
 // Continues to shrink a cache that is idle or was asked to give. One without a background thread gives a portion here.
@@ -84,18 +84,18 @@ static bool go_on_giving(void *self, uint64_t least)
 {
     vmem_kv *kv = self;
     const bool alone = !kv->turn.has_worker;
-    if (kv->worker.gave && (kv->lend.giving ? kv->lend.give_to : kv->ledger.budget) > least) // idle
+    if (kv->worker.gave && (kv->membership.giving ? kv->membership.give_to : kv->ledger.budget) > least) // idle
         give_down_to(kv, least);
-    if (!kv->lend.giving)
+    if (!kv->membership.giving)
         return false;
     if (alone)
-        vmem__kv_reclaim_to(kv, KV_MAX(kv->lend.give_to, kv_less(kv->ledger.held, kv->lend.portion)), true);
-    const bool rests = alone ? kv->ledger.held <= vmem__kv_least(kv) : !kv->turn.due && !kv->turn.working;
-    if (kv->ledger.held <= kv->lend.give_to || rests)
+        vmem__kv_reclaim_to(kv, KV_MAX(kv->membership.give_to, kv_less(kv->ledger.held, kv->membership.portion)), true);
+    const bool rests = alone ? kv->ledger.held <= vmem__kv_min_pages(kv) : !kv->turn.due && !kv->turn.working;
+    if (kv->ledger.held <= kv->membership.give_to || rests)
         stop_giving(kv);
     else
-        shrink_budget(kv, KV_MIN(kv->ledger.budget, KV_MAX(kv->lend.give_to, kv->ledger.held + next_pages(kv))));
-    return kv->lend.giving && alone;
+        shrink_budget(kv, KV_MIN(kv->ledger.budget, KV_MAX(kv->membership.give_to, kv->ledger.held + next_pages(kv))));
+    return kv->membership.giving && alone;
 }
 
 static void trim(void *self, bool wanted) { vmem__kv_trim(self, wanted); }
@@ -104,12 +104,12 @@ static void trim(void *self, bool wanted) { vmem__kv_trim(self, wanted); }
 static void evict(void *self, uint64_t pages)
 {
     vmem_kv *kv = self;
-    if (kv->lend.evict) {
-        kv->lend.evict(kv->lend.evict_arg, pages);
+    if (kv->membership.evict) {
+        kv->membership.evict(kv->membership.evict_arg, pages);
         return;
     }
     lock(kv);
-    vmem__kv_evict(kv, KV_MIN(pages, KV_MAX(kv->lend.portion, kv->block)));
+    vmem__kv_evict(kv, KV_MIN(pages, KV_MAX(kv->membership.portion, kv->block)));
     unlock(kv);
 }
 
@@ -122,7 +122,7 @@ static uint64_t ready(void *self)
 static void forget(void *self)
 {
     vmem_kv *kv = self;
-    kv->lend.foresees = false;
+    kv->membership.foresees = false;
     vmem__kv_worker_wake(kv);
 }
 
@@ -164,9 +164,9 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
         rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    if (kv->lend.member)
+    if (kv->membership.member)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is a member of a pool already"));
-    vmem__kv_worker_hold(kv);
+    vmem__kv_worker_pause(kv);
     const struct vmem__member_terms terms = {
         .ctx = kv->ctx,
         .page_size = kv->page_size,
@@ -177,17 +177,17 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
         .max = s.max,
     };
     uint64_t budget;
-    rc = vmem__pool_join(pool, &ops, kv, &terms, &kv->lend.member, &budget);
+    rc = vmem__pool_join(pool, &ops, kv, &terms, &kv->membership.member, &budget);
     if (!rc) {
-        kv->lend.evict = s.evict;
-        kv->lend.evict_arg = s.arg;
+        kv->membership.evict = s.evict;
+        kv->membership.evict_arg = s.arg;
         kv->flags |= VMEM_KV_LAZY;
         // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
-        kv->lend.portion =
+        kv->membership.portion =
             kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
         shrink_budget(kv, budget);
     }
-    vmem__kv_worker_release(kv);
+    vmem__kv_worker_resume(kv);
     if (!rc)
         vmem__kv_give_ahead(kv, 0);
     return vmem__kv_leave(kv, rc);
@@ -200,7 +200,7 @@ static int find_member(vmem_kv *kv, struct vmem__member **m)
     if (rc)
         return rc;
     pthread_mutex_lock(&kv->gate.state);
-    *m = kv->lend.member;
+    *m = kv->membership.member;
     if (*m)
         return 0;
     pthread_mutex_unlock(&kv->gate.state);
@@ -231,8 +231,8 @@ int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
         return rc;
     lock(kv);
     vmem__pool_keep_to_max(m);
-    if (kv->lend.giving) { // now, not in portions
-        vmem__kv_reclaim_to(kv, kv->lend.give_to, false);
+    if (kv->membership.giving) { // now, not in portions
+        vmem__kv_reclaim_to(kv, kv->membership.give_to, false);
         stop_giving(kv);
     }
     unlock(kv);
@@ -244,9 +244,9 @@ int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
     int rc = vmem__kv_enter_step(kv);
     if (rc)
         return rc;
-    if (!kv->lend.member)
+    if (!kv->membership.member)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is in no pool"));
-    vmem__kv_foresee(kv, vmem__kv_least(kv) + kv_ceil_pages(bytes, kv), false);
+    vmem__kv_foresee(kv, vmem__kv_min_pages(kv) + kv_ceil_pages(bytes, kv), false);
     return vmem__kv_leave(kv, 0);
 }
 
@@ -292,11 +292,11 @@ void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed)
     struct vmem__member *m;
     if (find_member(kv, &m))
         return;
-    const uint64_t before = kv->lend.offered;
-    kv->lend.offered = bytes >> kv->page_shift;
-    if (kv->lend.offered > before)
+    const uint64_t before = kv->membership.offered;
+    kv->membership.offered = bytes >> kv->page_shift;
+    if (kv->membership.offered > before)
         vmem__pool_wake(m);
-    vmem__expect(kv->ctx, 0, (int64_t)(missed - kv->lend.missed));
-    kv->lend.missed = missed;
+    vmem__expect(kv->ctx, 0, (int64_t)(missed - kv->membership.missed));
+    kv->membership.missed = missed;
     pthread_mutex_unlock(&kv->gate.state);
 }

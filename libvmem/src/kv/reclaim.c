@@ -12,9 +12,9 @@ static uint32_t near_end(const vmem_kv *kv, uint32_t slot, uint32_t group)
     return vmem__kv_need_hi(kv, &kv->groups[group], kv->slots[slot].tokens + 2 * (uint64_t)kv->ahead_min);
 }
 
-uint64_t vmem__kv_least(const vmem_kv *kv)
+uint64_t vmem__kv_min_pages(const vmem_kv *kv)
 {
-    uint64_t pages = kv->ledger.fixed + kv->refs.evictable;
+    uint64_t pages = kv->ledger.pinned_pages + kv->shared.evictable;
     for (uint32_t s = 0; (s = kv_next_active(kv, s)) != KV_NO_SLOT; s++)
         for (uint32_t i = 0; i < kv->n_groups; i++)
             pages +=
@@ -24,15 +24,15 @@ uint64_t vmem__kv_least(const vmem_kv *kv)
 
 static bool passed_over(const struct kv_slot *slot, bool stuck) { return slot->busy || (slot->stuck && !stuck); }
 
-bool vmem__kv_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v)
+bool vmem__kv_find_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v)
 {
     for (uint32_t s = 0; kv->windows && (s = kv_next_used(kv, s)) != KV_NO_SLOT; s++) {
         if (!kv_accessed(kv, s) || passed_over(&kv->slots[s], stuck))
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
-            if (sp->lo < sp->fix.lo) {
-                *v = (struct kv_victim){s, i, sp->fix.lo, sp->hi};
+            if (sp->lo < sp->pinned.lo) {
+                *v = (struct kv_victim){s, i, sp->pinned.lo, sp->hi};
                 return true;
             }
         }
@@ -45,7 +45,7 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, bool stuck, struct kv_
     uint64_t oldest = UINT64_MAX;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *slot = &kv->slots[s];
-        if (kv_accessed(kv, s) || passed_over(slot, stuck) || kv->idle[s].parked >= oldest)
+        if (kv_accessed(kv, s) || passed_over(slot, stuck) || kv->idle[s].freed_seq >= oldest)
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -56,14 +56,14 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, bool stuck, struct kv_
             while (hi > sp->lo && kv_joined(kv, s, i, hi))
                 hi--;
             *v = (struct kv_victim){s, i, sp->lo, KV_MAX(hi, sp->lo)};
-            oldest = kv->idle[s].parked;
+            oldest = kv->idle[s].freed_seq;
             break;
         }
     }
     return oldest != UINT64_MAX;
 }
 
-// What kernels do not access can be taken back from a request that ends as from one that goes on.
+// Pages ahead can be taken back from a request that ends as from one that goes on: no kernel accesses them.
 static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, bool stuck, struct kv_victim *v)
 {
     for (uint32_t s = 0; (s = kv_next_used(kv, s)) != KV_NO_SLOT; s++) {
@@ -83,9 +83,10 @@ static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, bool stuck, struct
     return false;
 }
 
-bool vmem__kv_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v)
+bool vmem__kv_find_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v)
 {
-    return vmem__kv_passed(kv, stuck, v) || kept_victim(kv, want, stuck, v) || ahead_victim(kv, spare_ahead, stuck, v);
+    return vmem__kv_find_passed(kv, stuck, v) || kept_victim(kv, want, stuck, v) ||
+           ahead_victim(kv, spare_ahead, stuck, v);
 }
 
 // ---- taking it back --------------------------------------------------------------------------------------------------
@@ -94,16 +95,16 @@ int vmem__kv_reclaim_to(vmem_kv *kv, uint64_t to, bool evict)
 {
     struct kv_victim v;
     int rc = 0, refused = 0; // refused: no mappings to cut part of a span
-    vmem__kv_worker_hold(kv);
+    vmem__kv_worker_pause(kv);
     const uint64_t start = kv->ledger.held;
     kv->stats.reclaims += start > to;
     vmem__kv_release_doomed(kv);
     while (!rc && kv->ledger.held > to) {
         const uint64_t left = kv->ledger.held - to;
-        bool some = vmem__kv_victim(kv, left, true, !refused, &v);
-        if (!some && evict && kv->refs.evictable && vmem__kv_evict(kv, left))
+        bool some = vmem__kv_find_victim(kv, left, true, !refused, &v);
+        if (!some && evict && kv->shared.evictable && vmem__kv_evict(kv, left))
             continue;
-        if (!some && !vmem__kv_victim(kv, left, false, !refused, &v))
+        if (!some && !vmem__kv_find_victim(kv, left, false, !refused, &v))
             break;
         rc = vmem__kv_cut_now(kv, v.slot, v.group, v.lo, v.hi);
         // To cut a part of a span may need an additional mapping. To cut the whole span needs none.
@@ -118,7 +119,7 @@ int vmem__kv_reclaim_to(vmem_kv *kv, uint64_t to, bool evict)
     if (!rc && kv->ledger.held > to)
         rc = refused;
     kv->stats.reclaimed_pages += start - kv->ledger.held;
-    vmem__kv_worker_release(kv);
+    vmem__kv_worker_resume(kv);
     return rc;
 }
 
@@ -127,12 +128,12 @@ bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages)
     return !pages || (pages <= kv_unused(kv) && vmem__kv_leaves_others(kv, pages));
 }
 
-int vmem__kv_take_room(vmem_kv *kv, uint64_t pages)
+int vmem__kv_make_room(vmem_kv *kv, uint64_t pages)
 {
     int rc = 0;
     if (vmem__kv_has_room(kv, pages))
         return 0;
-    vmem__kv_worker_hold(kv);
+    vmem__kv_worker_pause(kv);
     const uint64_t most = KV_MAX(kv->ledger.held, kv->ledger.budget);
     if (kv->ledger.held + pages > kv->ledger.budget) {
         rc = vmem__kv_reclaim_to(kv, kv_less(kv->ledger.budget, pages), true);
@@ -141,14 +142,14 @@ int vmem__kv_take_room(vmem_kv *kv, uint64_t pages)
     }
     if (!rc && !vmem__kv_leaves_others(kv, pages))
         rc = vmem__kv_make_device_room(kv, pages);
-    vmem__kv_worker_release(kv);
+    vmem__kv_worker_resume(kv);
     return rc;
 }
 
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages)
 {
-    vmem__kv_worker_hold(kv);
-    uint64_t device = vmem__kv_device_pages(kv), kept = kv_less(kv->ledger.held, kv->ledger.fixed);
+    vmem__kv_worker_pause(kv);
+    uint64_t device = vmem__kv_device_pages(kv), kept = kv_less(kv->ledger.held, kv->ledger.pinned_pages);
     int rc;
     if (pages > device && pages - device > kept)
         rc = vmem__kv_short_of_device(kv, pages - device - kept);
@@ -156,7 +157,7 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages)
         rc = vmem__kv_short_of_device(kv, pages);
     else
         rc = vmem__kv_reclaim_to(kv, kv_less(kv->ledger.held, pages > device ? pages - device : pages), true);
-    vmem__kv_worker_release(kv);
+    vmem__kv_worker_resume(kv);
     return rc;
 }
 
@@ -164,11 +165,11 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages)
 static int make_mappings(vmem_kv *kv, uint64_t pages)
 {
     uint64_t before = kv->ledger.held;
-    vmem__kv_worker_hold(kv);
+    vmem__kv_worker_pause(kv);
     for (uint32_t s = 0; s < kv->n_slots; s++)
         if (kv->slots[s].state == VMEM_KV_FREE && !vmem__kv_stale_now(kv, s))
             vmem__kv_cut_slot(kv, s);
-    vmem__kv_worker_release(kv);
+    vmem__kv_worker_resume(kv);
     return kv->ledger.held < before ? 0 : vmem__kv_short_of_mappings(kv, pages);
 }
 
@@ -184,7 +185,7 @@ static int run(vmem_kv *kv, struct kv_grow *l)
 int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, int tries)
 {
     l->at = KV_GROW_LISTS;
-    int rc = tries ? vmem__kv_take_room(kv, l->total) : 0;
+    int rc = tries ? vmem__kv_make_room(kv, l->total) : 0;
     if (!rc)
         rc = run(kv, l);
     for (; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
@@ -230,38 +231,38 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
         return rc;
     kv->ledger.budget = pages;
     vmem__kv_give_ahead(kv, lazy ? 0 : pages);
-    // Keep the pages that the budget still allows taken ahead. If another process took the memory first, create pages
+    // Keep the device memory of the remaining budget preallocated. If another process last_step the memory first, create pages
     // when they are needed.
     if (!lazy && vmem__kv_take_ahead(kv, pages))
-        vmem__kv_promise(kv, 0);
+        vmem__kv_set_preallocated(kv, 0);
     return 0;
 }
 
-void vmem__kv_take_wanted(vmem_kv *kv)
+void vmem__kv_apply_wanted_budget(vmem_kv *kv)
 {
-    uint64_t wanted = kv->lend.member ? 0 : vmem__kv_wanted_budget(kv); // the pool's thread serves members
+    uint64_t wanted = kv->membership.member ? 0 : vmem__kv_wanted_budget(kv); // the pool's thread serves members
     if (!wanted)
         return;
-    vmem__kv_may_take_long(kv);
+    vmem__kv_begin_long_call(kv);
     vmem__kv_answer_wanted(kv, wanted, vmem__kv_set_budget(kv, wanted), VMEM_KV_NO_MEMORY);
 }
 
-void vmem__kv_keep_budget(vmem_kv *kv)
+void vmem__kv_shrink_to_budget(vmem_kv *kv)
 {
-    if (kv->ledger.held > kv->ledger.budget && !kv->lend.giving)
+    if (kv->ledger.held > kv->ledger.budget && !kv->membership.giving)
         vmem__kv_reclaim_to(kv, kv->ledger.budget, true);
 }
 
 int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
 {
     const uint64_t pages = bytes == UINT64_MAX ? bytes : kv_ceil_pages(bytes, kv);
-    vmem__kv_worker_hold(kv); // what it makes or gives back is not this call's
+    vmem__kv_worker_pause(kv); // what it makes or gives back is not this call's
     const uint64_t before = kv->ledger.held;
     int rc = vmem__kv_reclaim_to(kv, kv_less(before, pages), false);
     if (rc == -ENOMEM) // the system has no mappings to cut the rest: less is freed, and nothing is lost
         rc = 0;
     *freed = (before - kv->ledger.held) << kv->page_shift;
-    vmem__kv_worker_release(kv);
+    vmem__kv_worker_resume(kv);
     vmem__kv_give_ahead(kv, 0);
     return rc;
 }

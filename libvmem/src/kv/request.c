@@ -30,7 +30,7 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
         rc = vmem__error(-EBUSY, "slot %u is taken", o.slot);
     if (rc)
         return rc;
-    uint32_t chosen = wanted ? o.slot : vmem__kv_choose(kv, o.tokens, o.prefix_tokens, NULL, 0);
+    uint32_t chosen = wanted ? o.slot : vmem__kv_choose_slot(kv, o.tokens, o.prefix_tokens, NULL, 0);
     if (chosen == KV_NO_SLOT) {
         kv->stats.short_slots++;
         return vmem__kv_short_of_slots(kv);
@@ -41,7 +41,7 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
     s->fresh = true;
     vmem__kv_set_state(kv, chosen, VMEM_KV_ACTIVE);
     s->skip = s->stuck = false;
-    s->took = (uint32_t)kv->fence.step;
+    s->last_step = (uint32_t)kv->fence.step;
     kv->stats.allocs++;
     kv->stats.adopted_slots += s->backed > 0;
     *slot = chosen;
@@ -70,18 +70,19 @@ static int end_now(vmem_kv *kv, uint32_t slot)
         s->fresh = fresh;
         return rc;
     }
-    vmem__kv_forget(kv, slot);
+    vmem__kv_clear_history(kv, slot);
     vmem__kv_unpin(kv, slot);
     s->dirty = kv->flags & VMEM_KV_ZERO && vmem__kv_has_pages(kv, slot);
     struct kv_idle *idle = &kv->idle[slot];
-    idle->from = 0;
+    idle->first_private_row = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++)
-        idle->from = KV_MAX(idle->from, (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) /
-                                                   kv->groups[i].row_bytes));
+        idle->first_private_row =
+            KV_MAX(idle->first_private_row,
+                   (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) / kv->groups[i].row_bytes));
     vmem__kv_set_state(kv, slot, VMEM_KV_FREE);
     s->tokens = s->shared_tokens = 0;
     s->skip = s->stuck = false;
-    idle->parked = ++kv->clock;
+    idle->freed_seq = ++kv->clock;
     vmem__kv_release_soon(kv); // and has the worker do what the next request needs
     return 0;
 }
@@ -89,20 +90,20 @@ static int end_now(vmem_kv *kv, uint32_t slot)
 int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 {
     int rc = 0;
-    vmem__kv_worker_hold(kv); // while the call waits for one of them, it could begin at another
+    vmem__kv_worker_pause(kv); // while the call waits for one of them, it could begin at another
     for (uint64_t k = 0; k < n && !rc; k++)
-        rc = vmem__kv_get(kv, slots[k], 1u << VMEM_KV_ACTIVE);
+        rc = vmem__kv_use_slot(kv, slots[k], 1u << VMEM_KV_ACTIVE);
     rc = rc ? rc : vmem__kv_cut_slots(kv, slots, n);
     for (uint64_t k = 0; k < n && !rc; k++)
         rc = end_now(kv, slots[k]);
-    vmem__kv_worker_release(kv);
-    vmem__kv_keep_budget(kv);
+    vmem__kv_worker_resume(kv);
+    vmem__kv_shrink_to_budget(kv);
     return rc;
 }
 
 static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 {
-    if (step <= vmem__kv_ended(kv) || kv->slots[slot].fresh)
+    if (step <= vmem__kv_last_ended_step(kv) || kv->slots[slot].fresh)
         return end_now(kv, slot);
     kv->idle[slot].ends = step;
     vmem__kv_set_state(kv, slot, KV_ENDING);
@@ -116,14 +117,14 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after)
         return rc;
     // Where the slot keeps its pages and the background thread unmaps shared ones, there is nothing to wait for.
     if (!(kv->flags & VMEM_KV_DEFER) || !kv->turn.has_worker || kv->ledger.held > kv->ledger.budget)
-        vmem__kv_may_take_long(kv);
-    rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
+        vmem__kv_begin_long_call(kv);
+    rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
     if (!rc)
         rc = vmem__kv_check_fence(kv, after);
     if (!rc)
         rc = after ? end_after(kv, slot, after) : end_now(kv, slot);
     if (!rc)
-        vmem__kv_keep_budget(kv);
+        vmem__kv_shrink_to_budget(kv);
     return vmem__kv_leave(kv, rc);
 }
 
@@ -131,7 +132,7 @@ int vmem__kv_end_requests(vmem_kv *kv, uint64_t step)
 {
     int rc = 0;
     kv->fence.retired = KV_MAX(kv->fence.retired, step);
-    for (uint32_t s = 0; s < kv->n_slots && kv_waiting(kv); s++) {
+    for (uint32_t s = 0; s < kv->n_slots && kv_num_ending(kv); s++) {
         if (kv->slots[s].state != KV_ENDING || kv->idle[s].ends > kv->fence.retired)
             continue;
         vmem__kv_wait_slot(kv, s);
@@ -145,8 +146,8 @@ int vmem__kv_retire_to(vmem_kv *kv, uint64_t step)
 {
     int rc = vmem__kv_check_fence(kv, step);
     if (!rc) {
-        rc = vmem__kv_end_requests(kv, KV_MAX(vmem__kv_ended(kv), step));
-        vmem__kv_keep_budget(kv);
+        rc = vmem__kv_end_requests(kv, KV_MAX(vmem__kv_last_ended_step(kv), step));
+        vmem__kv_shrink_to_budget(kv);
     }
     return rc;
 }
@@ -168,7 +169,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         rc = vMemCreate(kv->ctx, kv->page_size, g->n, kv->create_flags, l->pages);
     if (rc)
         return rc;
-    struct kv_ref *row = vmem__kv_row(kv, slot, group, page);
+    struct kv_shared_row *row = vmem__kv_row(kv, slot, group, page);
     if (!row) { // making room evicted the other holder
         vmem__kv_release(kv, l->pages, g->n);
         return 0;
@@ -183,13 +184,13 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         return rc;
     }
     const struct kv_span *sp = kv_span(kv, slot, group);
-    const struct kv_range fixed = sp->fix;
+    const struct kv_range pinned = sp->pinned;
     kv->ledger.held += g->n;
-    vmem__kv_fix(kv, slot, group, (struct kv_range){sp->lo, sp->lo});
-    vmem__kv_ref_hold(kv, row, (struct kv_holders){.slots = -1});
+    vmem__kv_set_pinned(kv, slot, group, (struct kv_range){sp->lo, sp->lo});
+    vmem__kv_change_holders(kv, row, (struct kv_holders){.slots = -1});
     for (uint32_t t = 0; t < g->n; t++)
         kv_table(kv, g, slot, t)[page] = l->pages[t];
-    vmem__kv_fix(kv, slot, group, fixed);
+    vmem__kv_set_pinned(kv, slot, group, pinned);
     return 0;
 }
 
@@ -236,22 +237,22 @@ static int copy_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 
 static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    int rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+    int rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && tokens > kv->slots[slot].tokens)
         rc = vmem__error(-EINVAL, "tokens %u: slot %u has %u", tokens, slot, kv->slots[slot].tokens);
-    // Whether the pages in front of keep.lo are still there depends on the background thread. No answer does.
+    // Whether the pages in front of in_flight.lo are still there depends on the background thread. No answer does.
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
-        if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->keep.lo)
+        if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->in_flight.lo)
             rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next token reads", tokens);
     return rc;
 }
 
-// By how many pages `fixed` grows while the slot is truncated with so many copies, and no kernel accesses it.
+// By how many pages the pinned pages grows while the slot is truncated with so many copies, and no kernel accesses it.
 static int64_t truncation_delta(const vmem_kv *kv, uint32_t slot, uint64_t copies)
 {
     int64_t delta = (int64_t)copies;
     for (uint32_t i = 0; i < kv->n_groups; i++)
-        delta += vmem__kv_fix_delta(kv, slot, i, kv_in_use(kv, slot, i, false));
+        delta += vmem__kv_pinned_delta(kv, slot, i, kv_in_use(kv, slot, i, false));
     return delta;
 }
 
@@ -265,19 +266,19 @@ static int would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 static int room_for_copies(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     const uint64_t copies = pages_to_copy(kv, slot, tokens);
-    int rc = vmem__kv_lacks(kv, truncation_delta(kv, slot, copies), copies);
+    int rc = vmem__kv_claim_budget(kv, truncation_delta(kv, slot, copies), copies);
     if (rc)
         return rc;
     kv->slots[slot].fresh = true; // the caller guarantees that no kernel accesses the slot
-    kv->slots[slot].steady = 0;
-    vmem__kv_book(kv, slot);
-    return vmem__kv_take_room(kv, copies);
+    kv->slots[slot].same_pages_until = 0;
+    vmem__kv_update_pinned(kv, slot);
+    return vmem__kv_make_room(kv, copies);
 }
 
 static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
-    vmem__kv_enough();
+    vmem__kv_clear_shortage();
     vmem__kv_wait_unmapping(kv);
     int rc = room_for_copies(kv, slot, tokens);
     if (!rc)
@@ -286,15 +287,15 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         vmem__kv_count_shortage(kv);
     if (rc)
         return rc;
-    vmem__kv_forget(kv, slot);
+    vmem__kv_clear_history(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
         const uint32_t hi = KV_MIN(vmem__kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);
-        sp->need = sp->keep = (struct kv_range){KV_MIN(vmem__kv_need_lo(kv, &kv->groups[i], tokens), hi), hi};
+        sp->step = sp->in_flight = (struct kv_range){KV_MIN(vmem__kv_need_lo(kv, &kv->groups[i], tokens), hi), hi};
     }
     s->tokens = tokens;
     s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
-    vmem__kv_book(kv, slot);
+    vmem__kv_update_pinned(kv, slot);
     vmem__kv_pass_windows(kv, slot);
     return 0;
 }
@@ -311,7 +312,7 @@ static int shorten(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, 
     struct kv_slot *s = &kv->slots[slot];
     // Even if the slot is fresh, kernels may still be writing the shared rows attached to it.
     const bool shared = tokens < vmem__kv_shared_tokens(kv, slot);
-    if (!after || after <= vmem__kv_ended(kv) || (s->fresh && !shared))
+    if (!after || after <= vmem__kv_last_ended_step(kv) || (s->fresh && !shared))
         return flags ? would_truncate(kv, slot, tokens) : truncate_now(kv, slot, tokens);
     if (shared)
         return vmem__error(-EBUSY,
@@ -321,7 +322,7 @@ static int shorten(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, 
         return 0;
     // Changes no mapping that running kernels use: the rows go after later steps no longer ask for them.
     s->tokens = tokens;
-    s->steady = 0;
+    s->same_pages_until = 0;
     return 0;
 }
 
@@ -350,7 +351,7 @@ static int swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
     struct kv_slot *s = &kv->slots[slot];
     int rc = vmem__kv_check_fence(kv, step);
     if (!rc)
-        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_ACTIVE);
+        rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (rc)
         return rc;
     if (!s->tokens)
@@ -364,8 +365,8 @@ static int swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
     s->fresh = true; // the caller guarantees that no kernel accesses the slot
     vmem__kv_set_state(kv, slot, VMEM_KV_SWAPPED);
     s->shared_tokens = 0;
-    kv->idle[slot].parked = 0; // its pages are the first to be taken back
-    vmem__kv_forget(kv, slot);
+    kv->idle[slot].freed_seq = 0; // its pages are the first to be taken back
+    vmem__kv_clear_history(kv, slot);
     vmem__kv_cut_slot(kv, slot); // what could not be unmapped, others take back
     return 0;
 }
@@ -375,9 +376,9 @@ int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    vmem__kv_worker_hold(kv); // a slot that is swapped out is the first that it would take pages from
+    vmem__kv_worker_pause(kv); // a slot that is swapped out is the first that it would take pages from
     rc = swap_out(kv, slot, tokens, step);
-    vmem__kv_worker_release(kv);
+    vmem__kv_worker_resume(kv);
     return vmem__kv_leave(kv, rc);
 }
 
@@ -402,19 +403,19 @@ static int swap_in(vmem_kv *kv, uint32_t slot)
         rc = vmem__kv_grow_to(kv, &kv->grow, slot, i, vmem__kv_need_lo(kv, g, s->tokens), hi, hi);
     }
     if (!rc)
-        rc = vmem__kv_lacks(kv, (int64_t)kv->grow.total, kv->grow.total);
+        rc = vmem__kv_claim_budget(kv, (int64_t)kv->grow.total, kv->grow.total);
     if (!rc)
         rc = vmem__kv_grow_all(kv, &kv->grow, KV_TRIES);
     if (rc)
         return rc;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
-        sp->need = sp->keep = (struct kv_range){sp->lo, sp->hi};
+        sp->step = sp->in_flight = (struct kv_range){sp->lo, sp->hi};
     }
     kv->stats.swap_in_bytes += bytes_of(kv, slot);
     s->fresh = true;
     vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
-    s->took = (uint32_t)kv->fence.step;
+    s->last_step = (uint32_t)kv->fence.step;
     return 0;
 }
 
@@ -424,13 +425,13 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, uint32_t flags)
     if (rc)
         return rc;
     rc = vmem__check_flags(flags, VMEM_KV_DRY);
-    vmem__kv_enough();
-    vmem__kv_worker_hold(kv);
+    vmem__kv_clear_shortage();
+    vmem__kv_worker_pause(kv);
     if (!rc)
-        rc = vmem__kv_get(kv, slot, 1u << VMEM_KV_SWAPPED);
+        rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_SWAPPED);
     if (!rc)
         rc = flags ? would_swap_in(kv, slot) : swap_in(kv, slot);
-    vmem__kv_worker_release(kv);
+    vmem__kv_worker_resume(kv);
     if (rc == -ENOMEM && !flags)
         vmem__kv_count_shortage(kv);
     return vmem__kv_leave(kv, rc);

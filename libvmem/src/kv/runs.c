@@ -112,7 +112,7 @@ uint64_t vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *rows)
 
 // ---- sharing ---------------------------------------------------------------------------------------------------------
 
-// The pages of the rows that the slot is sure to have. Those in front of keep.lo may be cut at any time, by the
+// The pages of the rows that the slot is sure to have. Those in front of in_flight.lo may be cut at any time, by the
 // background thread or by a step, so what is shared would depend on the time, and on the rank.
 static struct kv_rows rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, uint32_t group)
 {
@@ -120,7 +120,7 @@ static struct kv_rows rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, 
     const uint64_t from = KV_MIN((uint64_t)run->first, g->max_tokens);
     const uint64_t to = KV_MIN((uint64_t)run->first + run->tokens, g->max_tokens);
     const uint32_t lo =
-        KV_MAX((uint32_t)(from * g->row_bytes >> kv->page_shift), kv_span(kv, run->slot, group)->keep.lo);
+        KV_MAX((uint32_t)(from * g->row_bytes >> kv->page_shift), kv_span(kv, run->slot, group)->in_flight.lo);
     const uint32_t hi = (uint32_t)((to * g->row_bytes + kv->page_size - 1) >> kv->page_shift);
     return from < to && lo < hi ? (struct kv_rows){.lo = lo, .n = hi - lo} : (struct kv_rows){0};
 }
@@ -191,7 +191,7 @@ static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct
         rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + all->pages + pages, sizeof(*d->pages));
     if (!rc)
         rc = vmem__kv_room_for(&all->gone, &all->cap_gone, all->n_gone + all->n + fresh, sizeof(*all->gone));
-    return rc ? rc : vmem__kv_ref_reserve(&kv->refs, pages);
+    return rc ? rc : vmem__kv_shared_reserve(&kv->shared, pages);
 }
 
 // Holds the slot's rows. There is room.
@@ -221,8 +221,8 @@ static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows 
         for (uint32_t t = 0; t < g->n; t++)
             memcpy(at->pages + (uint64_t)t * at->n, kv_table(kv, g, run->slot, t) + at->lo, at->n * sizeof(*at->pages));
         for (uint32_t k = 0; k < at->n; k++) {
-            struct kv_ref *ref = vmem__kv_row_get(kv, run->slot, j, at->lo + k);
-            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = 1, .cached = !r->keep});
+            struct kv_shared_row *ref = vmem__kv_row_get(kv, run->slot, j, at->lo + k);
+            vmem__kv_change_holders(kv, ref, (struct kv_holders){.runs = 1, .evictable_runs = !r->keep});
         }
         if (at->n)
             sp->shared_hi = KV_MAX(sp->shared_hi, at->lo + at->n);
@@ -235,7 +235,7 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
 {
     int rc = n && !runs ? vmem__error(-EINVAL, "runs must not be NULL") : 0;
     for (size_t i = 0; i < n && !rc; i++)
-        rc = vmem__kv_get_beside(kv, runs[i].slot, 1u << VMEM_KV_ACTIVE);
+        rc = vmem__kv_check_slot(kv, runs[i].slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && kv->flags & VMEM_KV_UNSHARED)
         rc = vmem__error(-EOPNOTSUPP, "the cache was created for requests that share no pages (VMEM_KV_UNSHARED)");
     if (!rc)
@@ -270,8 +270,8 @@ static void set_keep(vmem_kv *kv, uint32_t i, bool keep)
     const int kept = keep - r->keep;
     for (uint32_t j = 0; j < kv->n_groups && kept; j++)
         for (uint32_t k = 0; k < r->rows[j].n; k++)
-            vmem__kv_ref_hold(kv, vmem__kv_ref_find(&kv->refs, r->rows[j].pages[k]),
-                              (struct kv_holders){.cached = -kept});
+            vmem__kv_change_holders(kv, vmem__kv_shared_find(&kv->shared, r->rows[j].pages[k]),
+                                    (struct kv_holders){.evictable_runs = -kept});
     if (!r->pins)
         vmem__kv_run_unlink(&kv->runs, i);
     r->keep = keep;
@@ -342,8 +342,8 @@ int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
                                     .pages = vmem__kv_rows_pages(kv, r->rows)};
     for (uint32_t j = 0; j < kv->n_groups; j++)
         for (uint32_t k = 0; k < r->rows[j].n; k++) {
-            const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->rows[j].pages[k]);
-            info.own_pages += !ref->slots && ref->prefixes == 1 ? ref->n : 0;
+            const struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, r->rows[j].pages[k]);
+            info.own_pages += !ref->slots && ref->runs == 1 ? ref->n : 0;
         }
     return vmem__struct_give(out, &info, sizeof info, "out");
 }
@@ -368,8 +368,8 @@ int vmem__kv_check_runs(const vmem_kv *kv)
         pinned += r->id && r->pins;
         for (uint32_t j = 0; j < kv->n_groups && r->id; j++)
             for (uint32_t k = 0; k < r->rows[j].n; k++) {
-                const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->rows[j].pages[k]);
-                if (!ref || ref->prefixes < ref->cached + r->keep || !(ref->cached || r->keep))
+                const struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, r->rows[j].pages[k]);
+                if (!ref || ref->runs < ref->evictable_runs + r->keep || !(ref->evictable_runs || r->keep))
                     return vmem__error(-EFAULT, "run %u, page %#" PRIx64 " is not held", i, r->rows[j].pages[k]);
             }
     }
@@ -377,15 +377,15 @@ int vmem__kv_check_runs(const vmem_kv *kv)
         for (uint32_t i = all->order[p].oldest; i != KV_NO_RUN; i = all->list[i].newer, listed++)
             if (all->list[i].keep != p)
                 return vmem__error(-EFAULT, "run %u, keep %d, is listed with %u", i, all->list[i].keep, p);
-    for (uint64_t i = 0; i < kv->refs.size; i++) {
-        const struct kv_ref *ref = &kv->refs.entries[i];
-        evictable += ref->page && !ref->slots && ref->cached && ref->cached == ref->prefixes ? ref->n : 0;
+    for (uint64_t i = 0; i < kv->shared.size; i++) {
+        const struct kv_shared_row *ref = &kv->shared.entries[i];
+        evictable += ref->page && !ref->slots && ref->evictable_runs && ref->evictable_runs == ref->runs ? ref->n : 0;
     }
     if (n != all->n || listed + pinned != n)
         return vmem__error(-EFAULT, "%" PRIu64 " runs, %" PRIu64 " listed, %" PRIu64 " pinned, not %u", n, listed,
                            pinned, all->n);
-    if (evictable != kv->refs.evictable)
-        return vmem__error(-EFAULT, "%" PRIu64 " pages can be evicted, not %" PRIu64, evictable, kv->refs.evictable);
+    if (evictable != kv->shared.evictable)
+        return vmem__error(-EFAULT, "%" PRIu64 " pages can be evicted, not %" PRIu64, evictable, kv->shared.evictable);
     return 0;
 }
 
@@ -401,7 +401,7 @@ static struct kv_range rows_read(const vmem_kv *kv, const struct kv_group *g, ui
     return (struct kv_range){lo, KV_MAX(lo, hi)};
 }
 
-// Of the runs found, the one with this row: its place in the list.
+// The place in the list of the found run that has this row.
 static uint32_t run_with(const vmem_kv *kv, uint32_t row)
 {
     const struct kv_runs *all = &kv->runs;
@@ -439,7 +439,7 @@ static bool windows_allow(const vmem_kv *kv, uint32_t tokens)
     return true;
 }
 
-int vmem__kv_known(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most, uint32_t *tokens)
+int vmem__kv_find_runs(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most, uint32_t *tokens)
 {
     struct kv_runs *all = &kv->runs;
     *tokens = all->n_found = 0;
@@ -472,35 +472,35 @@ const vmem_page *vmem__kv_found_page(const vmem_kv *kv, uint32_t group, uint32_t
     return r->pages + (page - r->lo);
 }
 
-void vmem__kv_hold_found(vmem_kv *kv, uint32_t tokens)
+void vmem__kv_protect_found(vmem_kv *kv, uint32_t tokens)
 {
     struct kv_runs *all = &kv->runs;
     uint32_t n = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_range rows = rows_read(kv, &kv->groups[i], tokens);
         for (uint32_t p = rows.lo; p < rows.hi; p++)
-            all->list[run_of(kv, &kv->groups[i], tokens, p)].held = true;
+            all->list[run_of(kv, &kv->groups[i], tokens, p)].is_protected = true;
     }
     for (uint32_t k = 0; k < all->n_found; k++)
-        if (all->list[all->found[k]].held)
+        if (all->list[all->found[k]].is_protected)
             all->found[n++] = all->found[k];
     all->n_found = n;
 }
 
-void vmem__kv_let_found(vmem_kv *kv)
+void vmem__kv_unprotect_found(vmem_kv *kv)
 {
     for (uint32_t k = 0; k < kv->runs.n_found; k++)
-        kv->runs.list[kv->runs.found[k]].held = false;
+        kv->runs.list[kv->runs.found[k]].is_protected = false;
 }
 
-void vmem__kv_see_found(vmem_kv *kv)
+void vmem__kv_mark_found(vmem_kv *kv)
 {
     const struct kv_runs *all = &kv->runs;
     for (uint32_t k = 0; k < all->n_found; k++) {
         const struct kv_run *r = &all->list[all->found[k]];
-        for (uint32_t i = 0; i < kv->n_groups && r->held; i++)
+        for (uint32_t i = 0; i < kv->n_groups && r->is_protected; i++)
             for (uint32_t p = 0; p < r->rows[i].n; p++) {
-                struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->rows[i].pages[p]);
+                struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, r->rows[i].pages[p]);
                 ref->mark = kv->mark;
                 ref->seen = kv->n_slots;
             }
@@ -525,7 +525,7 @@ static uint64_t only_held(const vmem_kv *kv, uint32_t group, uint32_t tokens)
             } else if (p >= s.lo && p < s.full) { // the request maps it
                 continue;
             }
-            const struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, page);
+            const struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, page);
             pages += kv_row_evictable(ref) && ref->mark != kv->mark ? g->n : 0;
         }
         next = r;
@@ -542,7 +542,8 @@ uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside)
         const struct kv_split s = kv_split(kv, g, tokens);
         uint32_t stride;
         for (uint32_t p = s.lo; p < s.full; p++) {
-            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, *vmem__kv_found_page(kv, i, tokens, p, &stride));
+            struct kv_shared_row *ref =
+                vmem__kv_shared_find(&kv->shared, *vmem__kv_found_page(kv, i, tokens, p, &stride));
             if (!kv_row_evictable(ref) || ref->mark == kv->mark)
                 continue;
             pages += g->n;
@@ -563,7 +564,7 @@ static bool frees(const vmem_kv *kv, const struct kv_run *r)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k < r->rows[i].n; k++)
-            if (kv_row_evictable(vmem__kv_ref_find(&kv->refs, r->rows[i].pages[k])))
+            if (kv_row_evictable(vmem__kv_shared_find(&kv->shared, r->rows[i].pages[k])))
                 return true;
     return false;
 }
@@ -578,10 +579,10 @@ static void drop(vmem_kv *kv, uint32_t i)
     for (uint32_t j = 0; j < kv->n_groups; j++) {
         const struct kv_rows *r = &run->rows[j];
         for (uint32_t k = 0; k < r->n; k++) {
-            struct kv_ref *ref = vmem__kv_ref_find(&kv->refs, r->pages[k]);
-            for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->prefixes == 1; t++)
+            struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, r->pages[k]);
+            for (uint32_t t = 0; t < kv->groups[j].n && !ref->slots && ref->runs == 1; t++)
                 d->pages[d->n++] = r->pages[(uint64_t)t * r->n + k];
-            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.prefixes = -1, .cached = -!run->keep});
+            vmem__kv_change_holders(kv, ref, (struct kv_holders){.runs = -1, .evictable_runs = -!run->keep});
         }
     }
     if (!run->pins)
@@ -607,7 +608,7 @@ static void evict_one(vmem_kv *kv, uint32_t i)
 // The next n runs, until that many pages are doomed. counted: runs go whether or not that frees a page.
 static void evict_next(vmem_kv *kv, size_t n, uint64_t doomed, bool counted)
 {
-    for (; n && kv->doomed.n < doomed && (counted || kv->refs.evictable); n--) {
+    for (; n && kv->doomed.n < doomed && (counted || kv->shared.evictable); n--) {
         const uint32_t victim = vmem__kv_run_victim(&kv->runs);
         if (victim == KV_NO_RUN)
             break;
@@ -623,8 +624,8 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
     const uint64_t before = kv->doomed.n, most = before + KV_MIN(pages, UINT64_MAX - before);
     evict_next(kv, n, most, counted);
     // A run that a running request pins can hold pages that the request no longer has or never had.
-    for (uint32_t i = 0; i < all->used && !counted && kv->doomed.n < most && kv->refs.evictable; i++)
-        if (all->list[i].id && !all->list[i].keep && !all->list[i].held && frees(kv, &all->list[i]))
+    for (uint32_t i = 0; i < all->used && !counted && kv->doomed.n < most && kv->shared.evictable; i++)
+        if (all->list[i].id && !all->list[i].keep && !all->list[i].is_protected && frees(kv, &all->list[i]))
             evict_one(kv, i);
     const uint64_t freed = kv->doomed.n - before;
     vmem__kv_release(kv, kv->doomed.pages + before, freed);

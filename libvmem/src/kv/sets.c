@@ -18,18 +18,18 @@ int vmem__kv_make_sets(vmem_kv *kv)
     for (uint32_t i = 0; i <= KV_LISTS; i++, at += slots + words)
         *(i < KV_LISTS ? &kv->lists[i] : &kv->stale_slots) = (struct kv_set){at, at + slots};
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        vmem__kv_put(&kv->lists[0], s);
+        vmem__kv_set_add(&kv->lists[0], s);
     return 0;
 }
 
-void vmem__kv_put(struct kv_set *set, uint32_t slot)
+void vmem__kv_set_add(struct kv_set *set, uint32_t slot)
 {
     const uint32_t word = slot / 64;
     set->slots[word] |= UINT64_C(1) << slot % 64;
     set->words[word / 64] |= UINT64_C(1) << word % 64;
 }
 
-void vmem__kv_take(struct kv_set *set, uint32_t slot)
+void vmem__kv_set_remove(struct kv_set *set, uint32_t slot)
 {
     const uint32_t word = slot / 64;
     set->slots[word] &= ~(UINT64_C(1) << slot % 64);
@@ -49,7 +49,7 @@ static uint32_t next_bit(const uint64_t *words, uint32_t from, uint32_t size)
     return bits ? i * 64 + (uint32_t)__builtin_ctzll(bits) : size;
 }
 
-uint32_t vmem__kv_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from)
+uint32_t vmem__kv_set_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from)
 {
     if (from >= kv->n_slots)
         return KV_NO_SLOT;
@@ -67,8 +67,8 @@ uint32_t vmem__kv_next(const vmem_kv *kv, const struct kv_set *set, uint32_t fro
 
 void vmem__kv_set_list(vmem_kv *kv, uint32_t slot, uint8_t list)
 {
-    vmem__kv_take(&kv->lists[kv->slots[slot].list], slot);
-    vmem__kv_put(&kv->lists[list], slot);
+    vmem__kv_set_remove(&kv->lists[kv->slots[slot].list], slot);
+    vmem__kv_set_add(&kv->lists[list], slot);
     kv->slots[slot].list = list;
 }
 

@@ -1,5 +1,4 @@
-// References: records who holds a row of pages. The hash table uses open addressing. It contains the rows that prefixes
-// hold or that several slots have mapped. A row consists of the pages that the tensors of a group have at one page
+// Shared rows: a hash table, with open addressing, of the rows that runs hold or that several slots have mapped. A row consists of the pages that the tensors of a group have at one page
 // number. They are shared together, so the first tensor's page identifies the row.
 //
 // SPDX-License-Identifier: MIT
@@ -7,22 +6,22 @@
 
 #include "kv/kv.h"
 
-static uint64_t home(const struct kv_refs *r, vmem_page page)
+static uint64_t home(const struct kv_shared_rows *r, vmem_page page)
 {
     return (page * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (r->size - 1);
 }
 
 // Loads what finding the page will read, and does not wait for it: a large table is in no cache of the CPU.
-static void expect(const struct kv_refs *r, vmem_page page)
+static void expect(const struct kv_shared_rows *r, vmem_page page)
 {
     if (!r->used)
         return;
-    const struct kv_ref *ref = &r->entries[home(r, page)];
+    const struct kv_shared_row *ref = &r->entries[home(r, page)];
     __builtin_prefetch(ref);
     __builtin_prefetch(&ref->mark); // many entries lie across two cache lines
 }
 
-struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page)
+struct kv_shared_row *vmem__kv_shared_find(const struct kv_shared_rows *r, vmem_page page)
 {
     if (!r->used)
         return NULL;
@@ -32,20 +31,20 @@ struct kv_ref *vmem__kv_ref_find(const struct kv_refs *r, vmem_page page)
     return NULL;
 }
 
-struct kv_ref *vmem__kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
+struct kv_shared_row *vmem__kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
-    return vmem__kv_ref_find(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page]);
+    return vmem__kv_shared_find(&kv->shared, kv_table(kv, &kv->groups[group], slot, 0)[page]);
 }
 
-int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more)
+int vmem__kv_shared_reserve(struct kv_shared_rows *r, uint64_t more)
 {
     uint64_t size = r->size ? r->size : 64;
     while ((r->used + more) * 2 > size)
         size *= 2;
     if (size == r->size)
         return 0;
-    struct kv_refs bigger = *r;
-    bigger.entries = calloc(size, sizeof(struct kv_ref));
+    struct kv_shared_rows bigger = *r;
+    bigger.entries = calloc(size, sizeof(struct kv_shared_row));
     bigger.size = size;
     if (!bigger.entries)
         return vmem__error(-ENOMEM, "no memory for references to %llu pages", (unsigned long long)more);
@@ -61,19 +60,19 @@ int vmem__kv_ref_reserve(struct kv_refs *r, uint64_t more)
     return 0;
 }
 
-struct kv_ref *vmem__kv_ref_new(struct kv_refs *r, vmem_page page, uint32_t n)
+struct kv_shared_row *vmem__kv_shared_new(struct kv_shared_rows *r, vmem_page page, uint32_t n)
 {
-    if (vmem__kv_ref_reserve(r, 1))
+    if (vmem__kv_shared_reserve(r, 1))
         return NULL;
     uint64_t i = home(r, page);
     while (r->entries[i].page)
         i = (i + 1) & (r->size - 1);
-    r->entries[i] = (struct kv_ref){.page = page, .slots = 1, .n = n};
+    r->entries[i] = (struct kv_shared_row){.page = page, .slots = 1, .n = n};
     r->used++;
     return &r->entries[i];
 }
 
-static void remove_entry(struct kv_refs *r, struct kv_ref *ref)
+static void remove_entry(struct kv_shared_rows *r, struct kv_shared_row *ref)
 {
     uint64_t mask = r->size - 1, hole = (uint64_t)(ref - r->entries);
     for (uint64_t i = (hole + 1) & mask; r->entries[i].page; i = (i + 1) & mask)
@@ -85,39 +84,42 @@ static void remove_entry(struct kv_refs *r, struct kv_ref *ref)
     r->used--;
 }
 
-static void count(struct kv_refs *r, const struct kv_ref *ref, bool on)
+static void count(struct kv_shared_rows *r, const struct kv_shared_row *ref, bool on)
 {
-    uint64_t shared = ref->slots + ref->prefixes > 1 ? ref->n : 0, only = ref->slots ? 0 : ref->n;
-    uint64_t evictable = ref->cached && ref->cached == ref->prefixes ? only : 0;
+    uint64_t shared = ref->slots + ref->runs > 1 ? ref->n : 0, only = ref->slots ? 0 : ref->n;
+    uint64_t evictable = ref->evictable_runs && ref->evictable_runs == ref->runs ? only : 0;
     r->shared += on ? shared : -shared;
-    r->only += on ? only : -only;
+    r->runs_only += on ? only : -only;
     r->evictable += on ? evictable : -evictable;
 }
 
-static bool in_fixed_part(const struct kv_span *s, uint32_t page) { return page >= s->fix.lo && page < s->fix.hi; }
-
-struct kv_ref *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
+static bool in_pinned_part(const struct kv_span *s, uint32_t page)
 {
-    struct kv_ref *ref = vmem__kv_row(kv, slot, group, page);
+    return page >= s->pinned.lo && page < s->pinned.hi;
+}
+
+struct kv_shared_row *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
+{
+    struct kv_shared_row *ref = vmem__kv_row(kv, slot, group, page);
     if (ref)
         return ref;
-    ref = vmem__kv_ref_new(&kv->refs, kv_table(kv, &kv->groups[group], slot, 0)[page], kv->groups[group].n);
+    ref = vmem__kv_shared_new(&kv->shared, kv_table(kv, &kv->groups[group], slot, 0)[page], kv->groups[group].n);
     if (ref) // the ledger has counted the page already
-        ref->users = in_fixed_part(kv_span(kv, slot, group), page);
+        ref->pinning_slots = in_pinned_part(kv_span(kv, slot, group), page);
     return ref;
 }
 
-void vmem__kv_ref_hold(vmem_kv *kv, struct kv_ref *ref, struct kv_holders by)
+void vmem__kv_change_holders(vmem_kv *kv, struct kv_shared_row *ref, struct kv_holders by)
 {
-    struct kv_refs *r = &kv->refs;
-    const bool fixed = kv_row_fixed(ref);
+    struct kv_shared_rows *r = &kv->shared;
+    const bool pinned = kv_row_pinned(ref);
     count(r, ref, false);
     ref->slots += (uint32_t)by.slots;
-    ref->users += (uint32_t)by.users;
-    ref->prefixes += (uint32_t)by.prefixes;
-    ref->cached += (uint32_t)by.cached;
-    kv->ledger.fixed += (uint64_t)((kv_row_fixed(ref) - fixed) * (int64_t)ref->n);
-    if (ref->prefixes || ref->slots > 1) {
+    ref->pinning_slots += (uint32_t)by.pinning_slots;
+    ref->runs += (uint32_t)by.runs;
+    ref->evictable_runs += (uint32_t)by.evictable_runs;
+    kv->ledger.pinned_pages += (uint64_t)((kv_row_pinned(ref) - pinned) * (int64_t)ref->n);
+    if (ref->runs || ref->slots > 1) {
         count(r, ref, true);
         return;
     }
@@ -128,24 +130,24 @@ void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t fr
 {
     struct kv_span *s = kv_span(kv, slot, group);
     for (uint32_t p = from; p < to; p++) {
-        const bool needed = in_fixed_part(s, p);
-        struct kv_ref *ref = vmem__kv_row(kv, slot, group, p);
+        const bool needed = in_pinned_part(s, p);
+        struct kv_shared_row *ref = vmem__kv_row(kv, slot, group, p);
         if (ref)
-            vmem__kv_ref_hold(kv, ref, (struct kv_holders){.slots = -1, .users = -(int)needed});
+            vmem__kv_change_holders(kv, ref, (struct kv_holders){.slots = -1, .pinning_slots = -(int)needed});
         else
-            kv->ledger.fixed -= needed ? kv->groups[group].n : 0;
+            kv->ledger.pinned_pages -= needed ? kv->groups[group].n : 0;
     }
-    if (from <= s->fix.lo && to > s->fix.lo)
-        s->fix.lo = KV_MIN(to, s->fix.hi);
+    if (from <= s->pinned.lo && to > s->pinned.lo)
+        s->pinned.lo = KV_MIN(to, s->pinned.hi);
 }
 
 uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    uint64_t n = s->fix.hi - s->fix.lo;
-    for (uint32_t p = s->fix.lo; p < KV_MIN(s->fix.hi, s->shared_hi); p++) {
-        struct kv_ref *ref = vmem__kv_row(kv, slot, group, p);
-        n -= ref && (kv_row_see(kv, ref) != ref->users || kv_row_kept(ref));
+    uint64_t n = s->pinned.hi - s->pinned.lo;
+    for (uint32_t p = s->pinned.lo; p < KV_MIN(s->pinned.hi, s->shared_hi); p++) {
+        struct kv_shared_row *ref = vmem__kv_row(kv, slot, group, p);
+        n -= ref && (kv_row_see(kv, ref) != ref->pinning_slots || kv_row_kept(ref));
     }
     return n;
 }
@@ -158,8 +160,8 @@ uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group)
     uint32_t n = 0;
     for (uint32_t p = sp->lo; p < end; p++) {
         if (end - p > ahead)
-            expect(&kv->refs, pages[p + ahead]);
-        n += vmem__kv_ref_find(&kv->refs, pages[p]) != NULL;
+            expect(&kv->shared, pages[p + ahead]);
+        n += vmem__kv_shared_find(&kv->shared, pages[p]) != NULL;
     }
     return n;
 }

@@ -3,12 +3,12 @@
 // SPDX-License-Identifier: MIT
 #include "kv/kv.h"
 
-// The gain of using the slot for a request that begins with a prefix, perhaps of no tokens. It is the number of tokens
-// behind the prefix that the slot has pages for, less the number of tokens whose pages the prefix would replace.
+// How many of the slot's kept rows a request could reuse, minus those that its prefix, perhaps of no tokens, would
+// replace.
 static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, uint32_t prefix_tokens)
 {
-    int64_t used = (int64_t)KV_MIN(tokens, fit) - KV_MAX(prefix_tokens, s->from);
-    int64_t lost = (int64_t)KV_MIN(prefix_tokens, fit) - s->from;
+    int64_t used = (int64_t)KV_MIN(tokens, fit) - KV_MAX(prefix_tokens, s->first_private_row);
+    int64_t lost = (int64_t)KV_MIN(prefix_tokens, fit) - s->first_private_row;
     return KV_MAX(used, 0) - KV_MAX(lost, 0);
 }
 
@@ -36,7 +36,7 @@ static struct fitness fitness_of(const vmem_kv *kv, uint32_t slot, uint32_t toke
     return (struct fitness){.gain = gain_of(&kv->idle[slot], has, tokens, prefix_tokens),
                             .pages = prefix_tokens ? 0 : has,
                             .delays = delays(kv, slot),
-                            .from = kv->idle[slot].from};
+                            .from = kv->idle[slot].first_private_row};
 }
 
 // The slot of the largest gain. Of equal ones, that with the fewest pages, or for a prefix, that where nothing waits; in
@@ -53,7 +53,8 @@ static bool is_better(const struct fitness *a, uint32_t slot, const struct fitne
 }
 
 #define LOOKS 16 // at slots whose pages are of about the same number: one of many is as good as the others
-uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken, uint32_t n)
+uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken,
+                              uint32_t n)
 {
     uint32_t best = KV_NO_SLOT;
     struct fitness most = {0};
@@ -61,7 +62,7 @@ uint32_t vmem__kv_choose(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tok
         tokens = kv->eager_tokens;
     for (const struct kv_set *set = kv->lists; set < kv->lists + KV_FREE_LISTS; set++) {
         uint32_t looks = 0;
-        for (uint32_t s = 0; (s = vmem__kv_next(kv, set, s)) != KV_NO_SLOT && looks < LOOKS; s++) {
+        for (uint32_t s = 0; (s = vmem__kv_set_next(kv, set, s)) != KV_NO_SLOT && looks < LOOKS; s++) {
             if (among(taken, n, s))
                 continue;
             const struct fitness one = fitness_of(kv, s, tokens, prefix_tokens);
@@ -87,12 +88,12 @@ void vmem__kv_set_state(vmem_kv *kv, uint32_t slot, uint8_t state)
     kv->in_state[s->state]--;
     kv->in_state[state]++;
     s->state = state;
-    s->steady = 0;
+    s->same_pages_until = 0;
     kv_list(kv, slot);
-    vmem__kv_book(kv, slot);
+    vmem__kv_update_pinned(kv, slot);
 }
 
-int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states)
+int vmem__kv_check_slot(const vmem_kv *kv, uint32_t slot, uint32_t states)
 {
     if (slot >= kv->n_slots)
         return vmem__error(-EINVAL, "slot %u is out of range: the cache has %u slots", slot, kv->n_slots);
@@ -101,9 +102,9 @@ int vmem__kv_get_beside(const vmem_kv *kv, uint32_t slot, uint32_t states)
     return 0;
 }
 
-int vmem__kv_get(vmem_kv *kv, uint32_t slot, uint32_t states)
+int vmem__kv_use_slot(vmem_kv *kv, uint32_t slot, uint32_t states)
 {
-    int rc = vmem__kv_get_beside(kv, slot, states);
+    int rc = vmem__kv_check_slot(kv, slot, states);
     if (!rc)
         vmem__kv_wait_slot(kv, slot);
     return rc;
@@ -138,7 +139,7 @@ uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request)
     uint32_t taken[VMEM_KV_EXPECT];
     for (uint32_t i = 0; i < kv->expect.n; i++) {
         *request = kv->expect.list[i];
-        taken[i] = vmem__kv_choose(kv, request->tokens, request->prefix, taken, i);
+        taken[i] = vmem__kv_choose_slot(kv, request->tokens, request->prefix, taken, i);
         if (taken[i] == UINT32_MAX || kv->slots[taken[i]].backed < request->tokens)
             return taken[i];
     }

@@ -9,8 +9,8 @@
 
 // ---- the plan --------------------------------------------------------------------------------------------------------
 
-// Of a length that goes back, or is wrong.
-static int __attribute__((cold)) look_at_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
+// The slow path of check_length: explains why the length is invalid, or finds that it only goes back.
+static int __attribute__((cold)) explain_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
 {
     const struct kv_slot *s = &kv->slots[slot];
     if (tokens < 0 || (uint32_t)tokens > kv->max_tokens)
@@ -29,11 +29,11 @@ static inline int check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
     const struct kv_slot *s = &kv->slots[slot];
     const uint32_t tokens = (uint32_t)length; // negative: more than any
     if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->tokens))
-        return look_at_length(kv, slot, length);
+        return explain_length(kv, slot, length);
     return 0;
 }
 
-// Whether a step that needs pages up to hi can continue from what the span has.
+// Whether a step that needs pages up to hi can continue from the pages of the span.
 static bool usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
 
 // Pages that the span lacks of [lo, hi). Pages that an earlier request left after a prefix do not help.
@@ -42,7 +42,7 @@ static uint32_t missing_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uin
     const struct kv_span *sp = kv_span(kv, slot, group);
     if (!usable(sp, hi))
         return hi - lo;
-    const uint32_t serves = vmem__kv_serves(kv, slot, group, hi);
+    const uint32_t serves = vmem__kv_usable_end(kv, slot, group, hi);
     return (uint32_t)(kv_less(sp->lo, lo) + kv_less(hi, serves));
 }
 
@@ -59,13 +59,13 @@ static int plan_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         struct kv_want *w = &plan->wants[plan->n++];
         w->slot = slot;
         w->group = i;
-        w->need.lo = g->window ? vmem__kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
-        w->need.hi = vmem__kv_need_hi(kv, g, tokens);
-        w->touched = kv_in_flight(kv, slot, i, w->need);
+        w->step.lo = g->window ? vmem__kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
+        w->step.hi = vmem__kv_need_hi(kv, g, tokens);
+        w->touched = kv_in_flight(kv, slot, i, w->step);
         w->extends = extends(s, tokens);
         if (w->extends)
-            plan->missing += (uint64_t)missing_of(kv, slot, i, w->need.lo, w->need.hi) * g->n;
-        if (kv->windows && s->tokens && w->need.lo < kv_span(kv, slot, i)->keep.lo)
+            plan->missing += (uint64_t)missing_of(kv, slot, i, w->step.lo, w->step.hi) * g->n;
+        if (kv->windows && s->tokens && w->step.lo < kv_span(kv, slot, i)->in_flight.lo)
             rc = vmem__error(-EINVAL, "slot %u, %u tokens: the window has given up rows that it reads", slot, tokens);
     }
     plan->extends |= extends(s, tokens);
@@ -78,23 +78,23 @@ static void plan_nothing(vmem_kv *kv)
     kv->plan.extends = false;
 }
 
-// The fixed part after the step, as far as the span has pages for it now.
+// The span's pinned part after the step, without the pages that are missing now.
 static inline struct kv_range part_of(const vmem_kv *kv, const struct kv_want *w)
 {
     const struct kv_span *sp = kv_span(kv, w->slot, w->group);
     const bool fresh = kv->slots[w->slot].fresh;
-    const uint32_t serves = fresh ? vmem__kv_serves(kv, w->slot, w->group, w->need.hi) : sp->hi;
+    const uint32_t serves = fresh ? vmem__kv_usable_end(kv, w->slot, w->group, w->step.hi) : sp->hi;
     const uint32_t hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), serves), lo = KV_MIN(KV_MAX(w->touched.lo, sp->lo), hi);
     return (struct kv_range){lo, kv_end_of(kv, w->slot, w->group, hi, !fresh)};
 }
 
-// By how many pages the step will raise kv_ledger.fixed, the missing ones included.
+// By how many pages the step will raise kv_ledger.pinned_pages, the missing ones included.
 static int64_t plan_delta(const vmem_kv *kv)
 {
     int64_t delta = (int64_t)kv->plan.missing;
     const struct kv_want *end = kv->plan.wants + kv->plan.n;
     for (const struct kv_want *w = kv->plan.wants; w < end; w++)
-        delta += kv_fix_delta(kv, w->slot, w->group, part_of(kv, w));
+        delta += kv_pinned_delta(kv, w->slot, w->group, part_of(kv, w));
     return delta;
 }
 
@@ -113,7 +113,7 @@ static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
     *n = 0;
     for (uint32_t s = 0, all = kv->n_slots; s < all; s++, sl++) {
         const uint32_t tokens = (uint32_t)lengths[s];
-        if (!tokens || (tokens >= sl->tokens && tokens <= sl->steady))
+        if (!tokens || (tokens >= sl->tokens && tokens <= sl->same_pages_until))
             continue;
         int rc = check_length(kv, s, lengths[s]);
         if (rc)
@@ -155,16 +155,16 @@ static int plan_step(vmem_kv *kv, const int32_t *lengths, bool *waited)
 
 // Between these two calls, nothing takes back what the step needs or what kernels in flight access. What kernels of the
 // step do not access any more can be taken.
-static void plan_enter(vmem_kv *kv)
+static void plan_pin(vmem_kv *kv)
 {
     for (const struct kv_want *w = kv->plan.wants; w < kv->plan.wants + kv->plan.n; w++)
-        vmem__kv_fix(kv, w->slot, w->group, part_of(kv, w));
+        vmem__kv_set_pinned(kv, w->slot, w->group, part_of(kv, w));
 }
 
-static void plan_leave(vmem_kv *kv)
+static void plan_unpin(vmem_kv *kv)
 {
     for (uint64_t k = 0; k < kv->plan.n; k += kv->n_groups)
-        vmem__kv_book(kv, kv->plan.wants[k].slot);
+        vmem__kv_update_pinned(kv, kv->plan.wants[k].slot);
 }
 
 static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
@@ -182,7 +182,7 @@ static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t 
     int rc = vmem__check_flags(flags, VMEM_KV_DRY);
     if (rc)
         return rc;
-    vmem__kv_take_wanted(kv);
+    vmem__kv_apply_wanted_budget(kv);
     rc = check_lengths(kv, lengths, n);
     if (!rc)
         rc = plan_step(kv, lengths, NULL);
@@ -191,8 +191,9 @@ static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t 
 
 // ---- the step --------------------------------------------------------------------------------------------------------
 
-// A request's first step: keeps the slot's pages as far as they can later be released in small pieces.
-static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+// Reuses the pages that a slot kept, in its request's first step, except those under a 2 MiB entry that extends past the
+// request: these could not be released in small pieces later.
+static int reuse_kept_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
     int failed = vmem__kv_stale_now(kv, slot);
@@ -202,7 +203,7 @@ static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         const struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t hi = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
         if (sp->coarse_hi > hi || !usable(sp, hi)) {
-            int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, KV_MIN(hi, vmem__kv_serves(kv, slot, i, hi)));
+            int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, KV_MIN(hi, vmem__kv_usable_end(kv, slot, i, hi)));
             if (rc)
                 return rc;
         }
@@ -222,7 +223,7 @@ static int adopt(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 // call that maps many pages takes as long as a call for one.
 static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 {
-    const bool generous = kv->flags & VMEM_KV_GENEROUS && !kv->lend.giving;
+    const bool generous = kv->flags & VMEM_KV_GENEROUS && !kv->membership.giving;
     const uint64_t spare = generous ? kv_less(kv_unused(kv), 2 * kv_low(kv) + missing) : 0;
     return spare && vmem__kv_leaves_others(kv, missing + spare) ? spare : 0;
 }
@@ -236,15 +237,15 @@ static int list_parts(vmem_kv *kv, uint64_t spare)
         const struct kv_want *w = &plan->wants[k];
         const struct kv_group *g = &kv->groups[w->group];
         const struct kv_span *sp = kv_span(kv, w->slot, w->group);
-        if (!w->extends || (sp->lo < sp->hi && sp->lo <= w->need.lo && w->need.hi <= sp->hi))
+        if (!w->extends || (sp->lo < sp->hi && sp->lo <= w->step.lo && w->step.hi <= sp->hi))
             continue;
-        uint32_t to = KV_MIN((w->need.hi + kv->block - 1) / kv->block * kv->block, g->slot_pages);
-        uint64_t extra = (uint64_t)(to - w->need.hi) * g->n;
-        if (extra > spare || w->need.hi <= sp->hi)
-            to = w->need.hi;
+        uint32_t to = KV_MIN((w->step.hi + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+        uint64_t extra = (uint64_t)(to - w->step.hi) * g->n;
+        if (extra > spare || w->step.hi <= sp->hi)
+            to = w->step.hi;
         else
             spare -= extra;
-        int rc = vmem__kv_grow_to(kv, &kv->grow, w->slot, w->group, w->need.lo, to, w->need.hi);
+        int rc = vmem__kv_grow_to(kv, &kv->grow, w->slot, w->group, w->step.lo, to, w->step.hi);
         if (rc)
             return rc;
     }
@@ -252,28 +253,28 @@ static int list_parts(vmem_kv *kv, uint64_t spare)
 }
 
 // Whether the budget has room for what the step fixes. Where it has room for every page, nothing need be counted.
-static int lacks(vmem_kv *kv)
+static int claim_budget(vmem_kv *kv)
 {
     const struct kv_plan *plan = &kv->plan;
     if (kv->ledger.held + plan->missing <= kv->ledger.budget)
         return 0;
     const int64_t delta = plan_delta(kv);
-    return plan->extends || delta > 0 ? vmem__kv_lacks(kv, delta, plan->missing) : 0;
+    return plan->extends || delta > 0 ? vmem__kv_claim_budget(kv, delta, plan->missing) : 0;
 }
 
-static int back(vmem_kv *kv, const int32_t *lengths)
+static int back_step(vmem_kv *kv, const int32_t *lengths)
 {
     const struct kv_plan *plan = &kv->plan;
-    vmem__kv_enough();
-    int rc = lacks(kv);
+    vmem__kv_clear_shortage();
+    int rc = claim_budget(kv);
     if (!rc && !vmem__kv_has_room(kv, plan->missing)) { // take pages back, but not those that the step needs
-        plan_enter(kv);
-        rc = vmem__kv_take_room(kv, plan->missing);
+        plan_pin(kv);
+        rc = vmem__kv_make_room(kv, plan->missing);
     }
     for (uint64_t k = 0; k < plan->n && !rc; k += kv->n_groups) {
         const uint32_t slot = plan->wants[k].slot;
         if (kv->slots[slot].fresh)
-            rc = adopt(kv, slot, (uint32_t)lengths[slot]);
+            rc = reuse_kept_pages(kv, slot, (uint32_t)lengths[slot]);
     }
     if (!rc)
         rc = list_parts(kv, spare_for(kv, plan->missing));
@@ -281,7 +282,7 @@ static int back(vmem_kv *kv, const int32_t *lengths)
     if (total)
         rc = vmem__kv_grow_all(kv, &kv->grow, 0);
     if (rc == -ENOMEM && total) { // the device has less than the budget: back only what is needed
-        plan_enter(kv);
+        plan_pin(kv);
         rc = list_parts(kv, 0);
         total = kv->grow.total;
         if (!rc)
@@ -289,43 +290,44 @@ static int back(vmem_kv *kv, const int32_t *lengths)
     }
     if (rc) {
         vmem__kv_grow_reset(&kv->grow);
-        plan_leave(kv);
+        plan_unpin(kv);
         return rc;
     }
-    vmem__pool_unask(kv->lend.member);
+    vmem__pool_unask(kv->membership.member);
     kv->stats.step_maps += total != 0;
     kv->stats.step_mapped_pages += total;
     return 0;
 }
 
-// Before the span's need changes.
-static void remember(vmem_kv *kv, uint32_t slot, uint32_t group)
+// Pushes the pages of the last step to the history of steps in flight, before record_needs replaces them.
+static void push_history(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
     struct kv_range *past = kv_past_of(kv, slot, group);
     for (uint32_t i = kv->steps_in_flight - 1; i-- > 1;)
         past[i] = past[i - 1];
     if (kv->steps_in_flight > 1)
-        past[0] = s->need;
+        past[0] = s->step;
 }
 
-// Records in the spans what kernels of the step access, and what kernels of earlier steps may still access.
-static void set_needs(vmem_kv *kv)
+// Records in the spans the pages that kernels of the step access, and those that kernels of earlier steps may still access.
+static void record_needs(vmem_kv *kv)
 {
-    uint32_t steady = 0;
+    uint32_t same_pages_until = 0;
     const struct kv_want *end = kv->plan.wants + kv->plan.n;
     for (const struct kv_want *w = kv->plan.wants; w < end; w++) {
         struct kv_span *sp = kv_span(kv, w->slot, w->group);
         struct kv_slot *s = &kv->slots[w->slot];
-        const uint32_t rows = kv_rows_before(kv, &kv->groups[w->group], w->need.hi);
-        remember(kv, w->slot, w->group);
-        sp->keep = (struct kv_range){KV_MAX(w->touched.lo, sp->lo), KV_MIN(w->touched.hi, sp->hi)};
-        sp->need = w->need;
-        kv_fix(kv, w->slot, w->group, kv_in_use(kv, w->slot, w->group, true));
+        const uint32_t rows = kv_rows_before(kv, &kv->groups[w->group], w->step.hi);
+        push_history(kv, w->slot, w->group);
+        sp->in_flight = (struct kv_range){KV_MAX(w->touched.lo, sp->lo), KV_MIN(w->touched.hi, sp->hi)};
+        sp->step = w->step;
+        kv_set_pinned(kv, w->slot, w->group, kv_in_use(kv, w->slot, w->group, true));
         if (!w->group)
-            steady = kv->windows ? 0 : kv->max_tokens;
-        steady = sp->keep.lo == w->need.lo && sp->keep.hi == w->need.hi ? KV_MIN(steady, rows) : 0;
-        s->steady = steady;
+            same_pages_until = kv->windows ? 0 : kv->max_tokens;
+        same_pages_until =
+            sp->in_flight.lo == w->step.lo && sp->in_flight.hi == w->step.hi ? KV_MIN(same_pages_until, rows) : 0;
+        s->same_pages_until = same_pages_until;
         s->fresh = false; // kernels access the slot from now on
     }
 }
@@ -336,14 +338,14 @@ static void commit(vmem_kv *kv, const int32_t *lengths)
     bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
     const uint32_t step = (uint32_t)++kv->fence.step, most = kv->max_tokens;
-    set_needs(kv);
+    record_needs(kv);
     struct kv_slot *sl = kv->slots;
     for (uint32_t s = 0, n = kv->n_slots; s < n; s++, sl++) {
         const uint32_t tokens = (uint32_t)lengths[s];
         if (!tokens)
             continue;
         sl->tokens = tokens;
-        sl->took = step;
+        sl->last_step = step;
         sl->skip = sl->stuck = false;
         due |= sl->backed < most && sl->backed < (uint64_t)tokens + ahead;
     }
@@ -353,15 +355,15 @@ static void commit(vmem_kv *kv, const int32_t *lengths)
         vmem__kv_worker_wake(kv);
 }
 
-// What the kernels that have ended kept waiting. A step that is none ends nothing: -EINVAL.
-static int __attribute__((noinline)) end_before(vmem_kv *kv, const int32_t *lengths)
+// Frees the slots whose last kernels have ended. All lengths are checked first, so that a bad call changes nothing.
+static int __attribute__((noinline)) end_waiting(vmem_kv *kv, const int32_t *lengths)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         int rc = check_length(kv, s, lengths[s]);
         if (rc)
             return rc;
     }
-    vmem__kv_may_take_long(kv);
+    vmem__kv_begin_long_call(kv);
     // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
     vmem__kv_end_requests(kv, kv_less(kv->fence.step, kv->steps_in_flight));
     return 0;
@@ -372,17 +374,17 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     const struct kv_plan *plan = &kv->plan;
     bool waited = false;
     int rc = check_lengths(kv, lengths, n);
-    const bool ends = kv_waiting(kv);
+    const bool ends = kv_num_ending(kv);
     if (ends && !rc)
-        rc = end_before(kv, lengths);
+        rc = end_waiting(kv, lengths);
     if (!rc)
         rc = plan_step(kv, lengths, &waited);
     if (rc || plan->extends || kv->windows)
-        vmem__kv_may_take_long(kv);
+        vmem__kv_begin_long_call(kv);
     if (!rc && plan->extends)
-        rc = back(kv, lengths);
+        rc = back_step(kv, lengths);
     else if (!rc) // its pages are mapped, but they could be taken back
-        rc = lacks(kv);
+        rc = claim_budget(kv);
     kv->stats.step_waits += waited;
     if (!rc) {
         kv->stats.steps++;
@@ -392,10 +394,10 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         vmem__kv_count_shortage(kv);
     }
     if (ends) // now, since a check counts on the pages that ended requests left for this step
-        vmem__kv_keep_budget(kv);
+        vmem__kv_shrink_to_budget(kv);
     // After the step, so that it answers what a dry one before it did.
     if (vmem__kv_wanted_budget(kv))
-        vmem__kv_take_wanted(kv);
+        vmem__kv_apply_wanted_budget(kv);
     return rc;
 }
 

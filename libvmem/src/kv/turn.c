@@ -31,14 +31,14 @@ void vmem__kv_wait_idle(vmem_kv *kv)
         wait_for_worker(kv);
 }
 
-void vmem__kv_worker_hold(vmem_kv *kv)
+void vmem__kv_worker_pause(vmem_kv *kv)
 {
     kv->turn.hold++;
     while (kv->turn.working)
         wait_for_worker(kv);
 }
 
-void vmem__kv_worker_release(vmem_kv *kv)
+void vmem__kv_worker_resume(vmem_kv *kv)
 {
     if (--kv->turn.hold == 0 && kv->turn.due)
         pthread_cond_signal(&kv->turn.work);
@@ -47,8 +47,8 @@ void vmem__kv_worker_release(vmem_kv *kv)
 // Slots that were not busy are still not busy.
 void vmem__kv_wait_job(vmem_kv *kv)
 {
-    vmem__kv_worker_hold(kv);
-    vmem__kv_worker_release(kv);
+    vmem__kv_worker_pause(kv);
+    vmem__kv_worker_resume(kv);
 }
 
 void vmem__kv_wait_unmapping(vmem_kv *kv)
@@ -90,7 +90,7 @@ int vmem__kv_check_usable(const vmem_kv *kv)
 // ---- kernels in flight ----------------------------------------------------------------------------------------------
 
 // Kernels of the last step, and of the steps in flight at that time, may still run.
-uint64_t vmem__kv_ended(const vmem_kv *kv)
+uint64_t vmem__kv_last_ended_step(const vmem_kv *kv)
 {
     return KV_MAX(kv->fence.retired, kv_less(kv->fence.step, (uint64_t)kv->steps_in_flight + 1));
 }
@@ -103,7 +103,7 @@ int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)
     return 0;
 }
 
-void vmem__kv_forget(vmem_kv *kv, uint32_t slot)
+void vmem__kv_clear_history(vmem_kv *kv, uint32_t slot)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k + 1 < kv->steps_in_flight; k++)

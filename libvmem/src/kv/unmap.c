@@ -68,9 +68,9 @@ static void shrink(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint
     if (lo < hi)
         now = (struct kv_span){.lo = lo,
                                .hi = hi,
-                               .need = within(s.need, lo, hi),
-                               .keep = within(s.keep, lo, hi),
-                               .fix = within(s.fix, lo, hi),
+                               .step = within(s.step, lo, hi),
+                               .in_flight = within(s.in_flight, lo, hi),
+                               .pinned = within(s.pinned, lo, hi),
                                .shared_hi = shared > lo ? KV_MIN(shared, hi) : 0,
                                .coarse_hi = KV_MIN(s.coarse_hi, hi)};
     vmem__kv_span_set(kv, slot, group, &now);
@@ -152,7 +152,7 @@ int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot) { return vmem__kv_cut_slots(kv
 
 static bool passed(const vmem_kv *kv, const struct kv_span *sp)
 {
-    return sp->lo < sp->keep.lo && (!kv->turn.has_worker || sp->lo < sp->shared_hi);
+    return sp->lo < sp->in_flight.lo && (!kv->turn.has_worker || sp->lo < sp->shared_hi);
 }
 
 bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot)
@@ -162,9 +162,9 @@ bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot)
         const struct kv_span *sp = kv_span(kv, slot, i);
         if (passed(kv, sp))
             vmem__kv_wait_slot(kv, slot); // the worker may be cutting this very span
-        if (passed(kv, sp) && !vmem__kv_cut_now(kv, slot, i, sp->keep.lo, sp->hi))
+        if (passed(kv, sp) && !vmem__kv_cut_now(kv, slot, i, sp->in_flight.lo, sp->hi))
             kv->stats.window_pages += kv->cut.n_pages;
-        left |= sp->lo < sp->keep.lo;
+        left |= sp->lo < sp->in_flight.lo;
     }
     return left;
 }
@@ -195,7 +195,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
         *kv_stale(kv, slot, group) = (struct kv_range){s->lo, end};
     if (kv_stale(kv, slot, group)->lo < kv_stale(kv, slot, group)->hi) {
         kv->slots[slot].stale = true;
-        vmem__kv_put(&kv->stale_slots, slot);
+        vmem__kv_set_add(&kv->stale_slots, slot);
     }
     vmem__kv_span_set(kv, slot, group, &now);
     return 0;
@@ -220,7 +220,7 @@ void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
     for (uint32_t i = 0; i < kv->n_groups; i++)
         *kv_stale(kv, slot, i) = (struct kv_range){0};
     kv->slots[slot].stale = false;
-    vmem__kv_take(&kv->stale_slots, slot);
+    vmem__kv_set_remove(&kv->stale_slots, slot);
 }
 
 void vmem__kv_release_doomed(vmem_kv *kv)

@@ -14,7 +14,7 @@
 static void drop_lock(vmem_kv *kv, uint64_t pages)
 {
     kv->ledger.pending = pages;
-    vmem__kv_note(kv);
+    vmem__kv_defer_summary(kv);
     pthread_mutex_unlock(&kv->gate.state);
     kv_at(KV_WORKER_UNLOCKED);
 }
@@ -106,7 +106,7 @@ static void cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 // Unmaps pages that freed requests had shared.
 static bool unmap_stale_one(vmem_kv *kv)
 {
-    for (uint32_t s = 0; (s = vmem__kv_next(kv, &kv->stale_slots, s)) != KV_NO_SLOT; s++) {
+    for (uint32_t s = 0; (s = vmem__kv_set_next(kv, &kv->stale_slots, s)) != KV_NO_SLOT; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         if (sl->state != VMEM_KV_FREE || sl->skip)
             continue;
@@ -181,40 +181,41 @@ static bool extend_one(vmem_kv *kv)
 // Gives back pages that other members of the pool wait for, in portions. A call that needs a slot being unmapped waits
 // for one portion.
 #define GIVE_NS 4000000
-static bool give_one(vmem_kv *kv)
+static bool return_some_pages(vmem_kv *kv)
 {
     // A call unmaps a tensor's pages, whatever their number: a smaller portion would take as long, and a slot of which
     // parts are left takes more calls to back again. Where each page is unmapped, or is a handle, portions adapt.
     const bool by_call = !kv->ctx->b.ops->populate && kv->ctx->b.arena_max > KV_BLOCK;
     struct kv_victim v;
-    if (kv->ledger.held <= kv->lend.give_to)
+    if (kv->ledger.held <= kv->membership.give_to)
         return false;
-    const uint64_t want = by_call ? kv->lend.portion : KV_MIN(kv->ledger.held - kv->lend.give_to, kv->lend.portion);
-    if (!vmem__kv_victim(kv, want, true, false, &v))
+    const uint64_t want =
+        by_call ? kv->membership.portion : KV_MIN(kv->ledger.held - kv->membership.give_to, kv->membership.portion);
+    if (!vmem__kv_find_victim(kv, want, true, false, &v))
         return false;
     const uint64_t start = vmem__now();
     cut(kv, &v, &kv->stats.reclaimed_pages);
     const uint64_t ns = vmem__now() - start;
     if (ns > GIVE_NS && !by_call)
-        kv->lend.portion = KV_MAX(kv->lend.portion / 2, kv->block);
+        kv->membership.portion = KV_MAX(kv->membership.portion / 2, kv->block);
     else if (ns < GIVE_NS / 3 && !by_call)
-        kv->lend.portion = KV_MIN(kv->lend.portion * 2, UINT64_C(1) << 20);
+        kv->membership.portion = KV_MIN(kv->membership.portion * 2, UINT64_C(1) << 20);
     kv->stats.reclaims++;
-    vmem__pool_wake(kv->lend.member);
+    vmem__pool_wake(kv->membership.member);
     return true;
 }
 
 static bool release_one(vmem_kv *kv)
 {
     struct kv_victim v;
-    if (vmem__kv_passed(kv, false, &v)) {
+    if (vmem__kv_find_passed(kv, false, &v)) {
         cut(kv, &v, &kv->stats.window_pages);
         return true;
     }
-    if (kv->lend.giving)
-        return give_one(kv);
+    if (kv->membership.giving)
+        return return_some_pages(kv);
     uint64_t unused = kv_unused(kv), low = kv_low(kv);
-    if (unused >= low || !vmem__kv_victim(kv, low - unused, true, false, &v))
+    if (unused >= low || !vmem__kv_find_victim(kv, low - unused, true, false, &v))
         return false;
     kv->stats.reclaims++;
     cut(kv, &v, &kv->stats.reclaimed_pages);
@@ -225,7 +226,7 @@ static bool release_one(vmem_kv *kv)
 static bool evict_some(vmem_kv *kv)
 {
     const uint64_t unused = kv_unused(kv) + kv->doomed.n, low = kv_low(kv) / 4;
-    if (unused >= low || !kv->refs.evictable)
+    if (unused >= low || !kv->shared.evictable)
         return false;
     vmem__kv_evict_later(kv, KV_MIN(low - unused, DOOMED_PAGES));
     return release_doomed(kv);
@@ -254,7 +255,7 @@ static bool eager_one(vmem_kv *kv)
     uint32_t slot = vmem__kv_expected_slot(kv, &request);
     if (slot == UINT32_MAX && kv->flags & VMEM_KV_EAGER) {
         request = (struct kv_expected){.tokens = kv->eager_tokens};
-        slot = vmem__kv_choose(kv, 0, 0, NULL, 0);
+        slot = vmem__kv_choose_slot(kv, 0, 0, NULL, 0);
     }
     if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
         return false;
@@ -263,7 +264,7 @@ static bool eager_one(vmem_kv *kv)
     if (!grow(kv, slot, kv_low(kv), &kv->stats.eager_pages))
         return false;
     if (empty && !kv->slots[slot].skip)
-        kv->idle[slot].from = request.prefix;
+        kv->idle[slot].first_private_row = request.prefix;
     return true;
 }
 
@@ -283,13 +284,13 @@ static bool give_all(vmem_kv *kv)
     while (!kv->turn.stop && !kv->turn.hold && kv->gate.calls == calls) {
         if (unmap_stale_one(kv) || release_doomed(kv))
             continue;
-        if (!vmem__kv_victim(kv, kv->ledger.held, false, false, &v))
+        if (!vmem__kv_find_victim(kv, kv->ledger.held, false, false, &v))
             break;
         cut(kv, &v, &kv->stats.reclaimed_pages);
     }
     const bool all = !kv->turn.stop && !kv->turn.hold && kv->gate.calls == calls;
     if (all) {
-        vmem__kv_promise(kv, 0);
+        vmem__kv_set_preallocated(kv, 0);
         pthread_mutex_unlock(&kv->gate.state);
         vmem__kv_trim(kv, false);
         pthread_mutex_lock(&kv->gate.state);
@@ -301,13 +302,13 @@ static bool give_all(vmem_kv *kv)
 }
 
 // Applies a budget that another process wants, as a public call does, unless there is one: it may wait for this thread.
-static void take_wanted(vmem_kv *kv)
+static void apply_wanted_budget(vmem_kv *kv)
 {
     if (!vmem__kv_wanted_budget(kv) || has_requests(kv) || vmem__kv_check_usable(kv) ||
         pthread_mutex_trylock(&kv->gate.api))
         return;
     kv->gate.called = true;
-    vmem__kv_take_wanted(kv);
+    vmem__kv_apply_wanted_budget(kv);
     vmem__kv_leave(kv, 0);
     pthread_mutex_lock(&kv->gate.state);
 }
@@ -324,7 +325,7 @@ static void wait_for_work(vmem_kv *kv)
     if (pthread_cond_timedwait(&kv->turn.work, &kv->gate.state, &until) != ETIMEDOUT || kv->turn.stop ||
         kv->turn.hold || kv->turn.due)
         return;
-    take_wanted(kv);
+    apply_wanted_budget(kv);
     const bool idle = kv->gate.calls == calls && !has_requests(kv);
     if (!idle)
         kv->worker.gave = kv->worker.idle_once = false;
@@ -333,7 +334,7 @@ static void wait_for_work(vmem_kv *kv)
     else if (!kv->worker.gave && !kv->turn.stop && !kv->turn.hold) {
         kv->worker.gave = give_all(kv);
         if (kv->worker.gave)
-            vmem__pool_wake(kv->lend.member);
+            vmem__pool_wake(kv->membership.member);
     }
     kv_at(KV_WORKER_IDLE);
 }
@@ -348,7 +349,7 @@ static void ask_device(vmem_kv *kv)
 }
 
 // Nothing is left to do. What could not be unmapped is tried again when there is work.
-static void rest(vmem_kv *kv)
+static void clear_due(vmem_kv *kv)
 {
     kv->turn.due = false;
     for (uint32_t s = 0; kv->turn.stuck && s < kv->n_slots; s++)
@@ -360,7 +361,7 @@ static bool do_job(vmem_kv *kv)
 {
     ask_device(kv);
     vmem__kv_claim_plenty(kv);
-    // What the next steps need comes first.
+    // Jobs for the next steps come first.
     return evict_some(kv) || extend_one(kv) || (kv_unused(kv) < kv_low(kv) && release_doomed(kv)) || release_one(kv) ||
            eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv) || clear_one(kv);
 }
@@ -369,9 +370,9 @@ static bool do_job(vmem_kv *kv)
 // the job is not checked then.
 static bool do_checked_job(vmem_kv *kv)
 {
-    const uint64_t fixed = kv->ledger.fixed, calls = kv->gate.calls;
+    const uint64_t pinned = kv->ledger.pinned_pages, calls = kv->gate.calls;
     const bool did = do_job(kv);
-    kv->ledger.disturbed |= kv->gate.calls == calls && !kv->gate.called && kv->ledger.fixed != fixed;
+    kv->ledger.disturbed |= kv->gate.calls == calls && !kv->gate.called && kv->ledger.pinned_pages != pinned;
     return did;
 }
 
@@ -392,8 +393,8 @@ static void *work(void *arg)
             vmem__trace_end("background work", start, "\"after step\":%llu", (unsigned long long)kv->fence.step);
         kv->turn.working = false;
         if (!did)
-            rest(kv);
-        vmem__kv_note(kv);
+            clear_due(kv);
+        vmem__kv_defer_summary(kv);
         pthread_cond_broadcast(&kv->turn.done);
     }
     pthread_mutex_unlock(&kv->gate.state);
