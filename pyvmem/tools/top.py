@@ -104,21 +104,24 @@ def engine_rows(engines: Iterable[tuple[control.Engine, control.Page]]) -> list[
 # The columns that a narrow terminal leaves out first. A file or a pipe gets all of them.
 _LESS = ("swapped", "free", "ahead", "kept", "where", "needed", "live", "steps/s", "giving", "could give", "needs",
          "reply (up to)", "port", "refused", "preempted", "spare", "least", "cached", "max", "min",
-         "running", "answer (question)")  # fmt: skip
+         "running", "answer (question)", "limit", "engine", "backed")  # fmt: skip
+
+
+def fitting(text: Sequence[tuple[str, ...]], columns: Sequence[str], room: int | None, gap: int = 2) -> list[int]:
+    """The columns that fit into so many characters, by what a narrow terminal leaves out first; None: all."""
+    show, left = list(range(len(columns))), list(_LESS)
+    widths = [max(len(row[i]) for row in [columns, *text]) for i in show]
+    while room is not None and left and sum(widths[i] + gap for i in show) - gap > room:
+        dropped = left.pop(0)
+        show = [i for i in show if columns[i] != dropped]
+    return show
 
 
 def _table(
     text: Sequence[tuple[str, ...]], title: str, columns: Sequence[str] = COLUMNS, room: int | None = None
 ) -> str:
-    left = list(_LESS)
-    while room is not None and left:
-        widths = [max(len(row[i]) for row in [columns, *text]) for i in range(len(columns))]
-        if sum(widths) + 2 * len(widths) - 2 <= room:
-            break
-        dropped = left.pop(0)
-        if dropped in columns:
-            keep = [i for i, name in enumerate(columns) if name != dropped]
-            columns, text = [columns[i] for i in keep], [tuple(row[i] for i in keep) for row in text]
+    show = fitting(text, columns, room)
+    columns, text = [columns[i] for i in show], [tuple(row[i] for i in show) for row in text]
     widths = [max(len(row[i]) for row in [columns, *text]) for i in range(len(columns))]
     lines = [title]
     for row in [columns, *text]:

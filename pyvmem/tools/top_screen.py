@@ -23,7 +23,7 @@ from rich.text import Text
 
 from pyvmem.kv.picture import ASCII, CHARACTERS, PARTS, cells, shares, size
 from pyvmem.kv.view import View, budget_answer, read_views, want_budget
-from pyvmem.tools.top import ENGINE_COLUMNS, Rates, engine_rows, limit, pool_rows, set_engine
+from pyvmem.tools.top import ENGINE_COLUMNS, Rates, engine_rows, fitting, limit, pool_rows, set_engine
 from pyvmem.engine import control
 
 _STYLES = {
@@ -138,11 +138,11 @@ class Screen:
         rows = engine_rows(control.engines())
         if not rows:
             return []
-        less = () if width >= 110 else ("port", "min", "max", "least", "spare", "preempted", "refused")
-        show = [i for i, name in enumerate(ENGINE_COLUMNS) if name not in less]
+        show = fitting(rows, ENGINE_COLUMNS, width, 1)
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
         for i in show:
-            justify: Literal["left", "right"] = "left" if ENGINE_COLUMNS[i] in ("engine", "model") else "right"
+            texts = ("engine", "model", "state")
+            justify: Literal["left", "right"] = "left" if ENGINE_COLUMNS[i] in texts else "right"
             table.add_column(ENGINE_COLUMNS[i], justify=justify, no_wrap=True)
         for row in rows:
             table.add_row(*(Text(row[i]) for i in show))

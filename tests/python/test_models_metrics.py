@@ -69,3 +69,10 @@ def test_top_shows_the_state_queue_and_weights(page):
     about = dict(zip(columns, row))
     assert (about["model"], about["port"], about["state"]) == ("chat", "8001", "asleep")
     assert (about["running"], about["queued"], about["weights"]) == ("0", "2", "16/64")
+
+
+def test_a_narrow_terminal_keeps_what_tells_of_a_model(page):
+    for line in top._screen([], {}, 80).splitlines():
+        assert len(line) <= 80
+    row = next(line for line in top._screen([], {}, 60).splitlines() if "chat" in line)
+    assert row.split()[1:5] == ["chat", "asleep", "2", "16/64"]
