@@ -75,4 +75,4 @@ def test_a_narrow_terminal_keeps_what_tells_of_a_model(page):
     for line in top._screen([], {}, 80).splitlines():
         assert len(line) <= 80
     row = next(line for line in top._screen([], {}, 60).splitlines() if "chat" in line)
-    assert row.split()[1:5] == ["chat", "asleep", "2", "16/64"]
+    assert {"chat", "asleep", "2", "16/64"} <= set(row.split())
