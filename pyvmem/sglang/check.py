@@ -19,40 +19,21 @@ from pathlib import Path
 
 from pyvmem.engine.refuse import Refused
 from pyvmem.engine.sources import Source, fingerprint, parameters
+from pyvmem.sglang import doors
 from pyvmem.sglang.fingerprints import KNOWN
 
-_BASE, _TOKEN = "srt/mem_cache/allocator/base.py", "srt/mem_cache/allocator/token.py"
-_PAGED, _SWA = "srt/mem_cache/allocator/paged.py", "srt/mem_cache/allocator/swa.py"
-_POOL, _SCHEDULER = "srt/mem_cache/memory_pool.py", "srt/managers/scheduler.py"
+_POOL, _SCHEDULER, _BASE, _TOKEN = doors._POOL, doors._SCHEDULER, doors._BASE, doors._TOKEN
+_PAGED, _SWA = doors._PAGED, doors._SWA
 _CHECKER = "srt/managers/scheduler_components/invariant_checker.py"
 _STATS = "srt/managers/scheduler_components/pool_stats_observer.py"
-_EXTEND = "self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens"
-_BUDGET = "srt/mem_cache/prefill_budget.py"
 
-# (file, function, parameters without annotations)
+# (file, function, parameters without annotations) of what vMem hooks, and of what it calls
 SIGNATURES = (
-    (_POOL, "MHATokenToKVPool._create_buffers_normal", "self"),
-    (_POOL, "MLATokenToKVPool._create_buffers", "self"),
-    ("srt/mem_cache/kv_cache_configurator.py", "KVCacheConfigurator._profile_available_bytes",
-     "self, pre_model_load_memory"),
-    (_SCHEDULER, "Scheduler.get_next_batch_to_run", "self, running_batch, last_batch"),
-    (_SCHEDULER, "Scheduler.on_idle", "self"),
-    (_SCHEDULER, "Scheduler.flush_cache", "self, empty_cache=True"),
-    (_BASE, "BaseTokenToKVPoolAllocator.create_prefill_budget", "self, tree_cache, *, num_mixed_decode_tokens=0"),
-    (_SWA, "SWATokenToKVPoolAllocator.create_prefill_budget", "self, tree_cache, *, num_mixed_decode_tokens=0"),
-    (_BASE, "BaseTokenToKVPoolAllocator.evict_to_free_tokens", "self, tree_cache, num_tokens"),
-    (_SWA, "SWATokenToKVPoolAllocator.evict_to_free_tokens", "self, tree_cache, num_tokens"),
+    *((file, path, wanted) for file, path, wanted, _, _ in (*doors.ENGINE, *doors.EVERYWHERE)),
     (_BASE, "BaseTokenToKVPoolAllocator.merge_and_sort_free", "self"),
-    (_TOKEN, "TokenToKVPoolAllocator.alloc", "self, need_size"),
     (_TOKEN, "TokenToKVPoolAllocator.available_size", "self"),
-    (_PAGED, "PagedTokenToKVPoolAllocator.alloc", "self, need_size"),
-    (_PAGED, "PagedTokenToKVPoolAllocator.alloc_extend", f"{_EXTEND}, num_new_pages=None"),
     (_PAGED, "PagedTokenToKVPoolAllocator.available_size", "self"),
-    (_SWA, "SWATokenToKVPoolAllocator.alloc", "self, need_size"),
-    (_SWA, "SWATokenToKVPoolAllocator.alloc_extend", _EXTEND),
-    ("srt/managers/schedule_batch.py", "ScheduleBatch.retract_decode", "self"),
-    ("srt/server_args.py", "ServerArgs.check_server_args", "self"),
-)  # fmt: skip
+)
 
 # (file, class, fields)
 FIELDS = (
@@ -68,7 +49,7 @@ BODIES = (
     (_TOKEN, "TokenToKVPoolAllocator"),
     (_PAGED, "PagedTokenToKVPoolAllocator"),
     (_SWA, "SWATokenToKVPoolAllocator.alloc_extend"),
-    (_BUDGET, "PrefillBudget"),
+    ("srt/mem_cache/prefill_budget.py", "PrefillBudget"),
     (_CHECKER, "SchedulerInvariantChecker._check_full_pool"),
     (_STATS, "SchedulerPoolStatsObserver._get_token_info"),
     (_STATS, "SchedulerPoolStatsObserver._get_swa_token_info"),

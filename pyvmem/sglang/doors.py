@@ -11,9 +11,6 @@ from typing import Any
 from pyvmem.engine import control, refuse
 from pyvmem.sglang import memory, settings
 
-_POOL, _SCHEDULER = "sglang.srt.mem_cache.memory_pool.", "sglang.srt.managers.scheduler.Scheduler."
-_ALLOCATOR = "sglang.srt.mem_cache.allocator."
-
 
 def _end(error: Exception) -> None:
     """End this process with one line: SGLang must not go on with its own KV cache."""
@@ -136,26 +133,38 @@ def check_arguments(result: Any, server_args: Any, *args: Any, **kwargs: Any) ->
         _end(error)
 
 
-# (target, kind of SGLang's HookType, hook), of the processes that have a scheduler
+_POOL, _SCHEDULER = "srt/mem_cache/memory_pool.py", "srt/managers/scheduler.py"
+_BASE, _TOKEN = "srt/mem_cache/allocator/base.py", "srt/mem_cache/allocator/token.py"
+_PAGED, _SWA = "srt/mem_cache/allocator/paged.py", "srt/mem_cache/allocator/swa.py"
+_BUDGET = "self, tree_cache, *, num_mixed_decode_tokens=0"
+_EXTEND = "self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens"
+
+# (file, function, its parameters without annotations, kind of SGLang's HookType, hook): of processes with a scheduler
 ENGINE = (
-    (_POOL + "MHATokenToKVPool._create_buffers_normal", "AROUND", create_buffers),
-    (_POOL + "MLATokenToKVPool._create_buffers", "AROUND", create_buffers),
-    ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes", "AROUND", profile),
-    (_SCHEDULER + "__init__", "AFTER", started),
-    (_SCHEDULER + "get_next_batch_to_run", "BEFORE", before_step),
-    (_SCHEDULER + "on_idle", "BEFORE", before_idle),
-    (_SCHEDULER + "flush_cache", "AROUND", flush),
-    (_ALLOCATOR + "base.BaseTokenToKVPoolAllocator.create_prefill_budget", "AROUND", prefill_budget),
-    (_ALLOCATOR + "swa.SWATokenToKVPoolAllocator.create_prefill_budget", "AROUND", prefill_budget),
-    (_ALLOCATOR + "base.BaseTokenToKVPoolAllocator.evict_to_free_tokens", "AROUND", evict),
-    (_ALLOCATOR + "swa.SWATokenToKVPoolAllocator.evict_to_free_tokens", "AROUND", evict),
-    (_ALLOCATOR + "token.TokenToKVPoolAllocator.alloc", "AROUND", alloc),
-    (_ALLOCATOR + "paged.PagedTokenToKVPoolAllocator.alloc", "AROUND", alloc),
-    (_ALLOCATOR + "swa.SWATokenToKVPoolAllocator.alloc", "AROUND", alloc),
-    (_ALLOCATOR + "paged.PagedTokenToKVPoolAllocator.alloc_extend", "AROUND", alloc_extend),
-    (_ALLOCATOR + "swa.SWATokenToKVPoolAllocator.alloc_extend", "AROUND", alloc_extend),
-    ("sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode", "AFTER", retracted),
-)
-# and of all processes
-EVERYWHERE = (("sglang.srt.server_args.ServerArgs.check_server_args", "AFTER", check_arguments),)
-SERVER = ((("sglang.srt.entrypoints.http_server._setup_and_run_http_server"), "BEFORE", serve),)
+    (_POOL, "MHATokenToKVPool._create_buffers_normal", "self", "AROUND", create_buffers),
+    (_POOL, "MLATokenToKVPool._create_buffers", "self", "AROUND", create_buffers),
+    ("srt/mem_cache/kv_cache_configurator.py", "KVCacheConfigurator._profile_available_bytes",
+     "self, pre_model_load_memory", "AROUND", profile),
+    (_SCHEDULER, "Scheduler.__init__", "self, server_args, port_args", "AFTER", started),
+    (_SCHEDULER, "Scheduler.get_next_batch_to_run", "self, running_batch, last_batch", "BEFORE", before_step),
+    (_SCHEDULER, "Scheduler.on_idle", "self", "BEFORE", before_idle),
+    (_SCHEDULER, "Scheduler.flush_cache", "self, empty_cache=True", "AROUND", flush),
+    (_BASE, "BaseTokenToKVPoolAllocator.create_prefill_budget", _BUDGET, "AROUND", prefill_budget),
+    (_SWA, "SWATokenToKVPoolAllocator.create_prefill_budget", _BUDGET, "AROUND", prefill_budget),
+    (_BASE, "BaseTokenToKVPoolAllocator.evict_to_free_tokens", "self, tree_cache, num_tokens", "AROUND", evict),
+    (_SWA, "SWATokenToKVPoolAllocator.evict_to_free_tokens", "self, tree_cache, num_tokens", "AROUND", evict),
+    (_TOKEN, "TokenToKVPoolAllocator.alloc", "self, need_size", "AROUND", alloc),
+    (_PAGED, "PagedTokenToKVPoolAllocator.alloc", "self, need_size", "AROUND", alloc),
+    (_SWA, "SWATokenToKVPoolAllocator.alloc", "self, need_size", "AROUND", alloc),
+    (_PAGED, "PagedTokenToKVPoolAllocator.alloc_extend", f"{_EXTEND}, num_new_pages=None", "AROUND", alloc_extend),
+    (_SWA, "SWATokenToKVPoolAllocator.alloc_extend", _EXTEND, "AROUND", alloc_extend),
+    ("srt/managers/schedule_batch.py", "ScheduleBatch.retract_decode", "self", "AFTER", retracted),
+)  # fmt: skip
+# of all processes, and of the server's
+EVERYWHERE = (("srt/server_args.py", "ServerArgs.check_server_args", "self", "AFTER", check_arguments),)
+SERVER = (("srt/entrypoints/http_server.py", "_setup_and_run_http_server", None, "BEFORE", serve),)
+
+
+def target(file: str, function: str) -> str:
+    """The name by which SGLang's registry knows a function of a file."""
+    return f"sglang.{file.removesuffix('.py').replace('/', '.')}.{function}"

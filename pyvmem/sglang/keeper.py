@@ -41,8 +41,8 @@ class Keeper(BlockBudget):
     ----------
     scheduler : sglang.srt.managers.scheduler.Scheduler
     allocator : sglang.srt.mem_cache.allocator.BaseTokenToKVPoolAllocator
-    memories : sequence of KVMemory
-        The pools whose rows the allocator's pages number: that of the model, and that of a draft.
+    memory : KVMemory
+        The pool whose rows the allocator's pages number.
     page : Page
     window : bool
         Whether the allocator is that of the layers with windows, beside another one.
@@ -50,41 +50,39 @@ class Keeper(BlockBudget):
         Whether the engine has no other keeper.
     """
 
-    def __init__(self, scheduler: Any, allocator: Any, memories: Sequence[KVMemory], page: Page, *,
+    def __init__(self, scheduler: Any, allocator: Any, memory: KVMemory, page: Page, *,
                  window: bool = False, alone: bool = True) -> None:  # fmt: skip
-        self._scheduler, self._allocator, self._memories = scheduler, allocator, memories
-        self._tokens: int = allocator.page_size
-        self._window, self._alone = window, alone
-        self._leaving: collections.deque[tuple[Any, Any, list[int]]] = collections.deque()  # copy, event, fences
+        self._scheduler, self._allocator, self.memory = scheduler, allocator, memory
+        self.tokens: int = allocator.page_size  # of a page
+        self.window, self._alone = window, alone
+        self._leaving: collections.deque[tuple[Any, Any, int]] = collections.deque()  # copy, event, fence
         self._num_leaving = 0
-        self._coming: collections.deque[tuple[list[int], list[int]]] = collections.deque()  # an order each, ids
+        self._coming: collections.deque[tuple[int, list[int]]] = collections.deque()  # order, ids
         self._retry = 0.0
-        self.drafts = int(getattr(scheduler.server_args, "speculative_num_draft_tokens", None) or 0)
-        longest = scheduler.max_req_len + self.drafts
         step = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-        block, total = sum(m.block_bytes for m in memories), min(m.number for m in memories) - 1
-        super().__init__(page, total, block, self._pages(longest) + 2, self._pages(step) + SOME, 1)
-        self._out = Out(self.total, block, max(m.span * block // m.block_bytes for m in memories))
+        least = self._pages(scheduler.max_req_len) + 2
+        super().__init__(page, memory.number - 1, memory.block_bytes, least, self._pages(step) + SOME, 1)
+        self._out = Out(self.total, self.block_bytes, memory.span)
         self._take_all()
         self._grow(self.ready(), wait=True)
 
     def _pages(self, tokens: int) -> int:
-        return -(-tokens // self._tokens)
+        return -(-tokens // self.tokens)
 
     # ---- SGLang's free list ----------------------------------------------------------------------------------
 
     @property
     def spare(self) -> int:
         """Pages in the allocator's free list."""
-        return int(self._allocator.available_size()) // self._tokens
+        return int(self._allocator.available_size()) // self.tokens
 
     @property
     def cached(self) -> int:
         """Pages of the radix cache that no request uses."""
         tree = self._scheduler.tree_cache
         if self._alone:
-            return int(tree.evictable_size()) // self._tokens
-        return int(tree.swa_evictable_size() if self._window else tree.full_evictable_size()) // self._tokens
+            return int(tree.evictable_size()) // self.tokens
+        return int(tree.swa_evictable_size() if self.window else tree.full_evictable_size()) // self.tokens
 
     def num_free(self) -> int:
         return self.spare + self.cached
@@ -99,7 +97,7 @@ class Keeper(BlockBudget):
         return super().held + self._num_leaving
 
     def _moving(self) -> bool:
-        return bool(self._coming or self._leaving) or len(self._memories) > 1
+        return bool(self._coming or self._leaving)
 
     def ready(self, need: int = 0) -> int:
         """Pages that are kept ready: free ones for the next steps."""
@@ -126,14 +124,14 @@ class Keeper(BlockBudget):
 
     def _decodes(self) -> int:
         """Pages that the running requests may take in the next step."""
-        return len(self._running) * (1 + self._pages(2 * self.drafts))
+        return len(self._running)
 
     def _rest_of(self, request: Any) -> int:
         """Pages that must be free before SGLang begins a request, however much of it the radix cache has."""
         rest = self._known(request)
-        if self._window:  # SGLang reserves what the window lets it decode, too
+        if self.window:  # SGLang reserves what the window lets it decode, too
             more = max(request.sampling_params.max_new_tokens - len(request.output_ids), 0)
-            rest += min(rest + more, self._scheduler.sliding_window_size or CLIP) + self._tokens
+            rest += min(rest + more, self._scheduler.sliding_window_size or CLIP) + self.tokens
         return self._pages(rest) + 1
 
     def need(self) -> int:
@@ -142,7 +140,7 @@ class Keeper(BlockBudget):
         need = self._decodes() + self.promised
         left = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         if need and getattr(scheduler, "chunked_req", None) is not None:
-            left -= self.promised * self._tokens
+            left -= self.promised * self.tokens
         for request in scheduler.waiting_queue[:MOST_WAITING]:
             if left <= 0:
                 break
@@ -157,19 +155,14 @@ class Keeper(BlockBudget):
         more = self.allowed() - self.circulating - self._n_coming
         if self.page.cells[control.POOL]:
             more = min(more, self._room() - self._n_coming)
-        return max(more, 0) * self._tokens
+        return max(more, 0) * self.tokens
 
     # ---- pages in and out ------------------------------------------------------------------------------------
 
-    def _fences(self) -> list[int]:
-        """A fence of each memory behind every kernel that was given to the device so far."""
+    def _fence(self) -> int:
+        """A fence behind every kernel that was given to the device so far."""
         stream = getattr(self._scheduler, "forward_stream", None)
-        handle = getattr(stream, "cuda_stream", None)
-        return [m.blocks.record(handle) for m in self._memories]
-
-    def _unback(self, ids: Sequence[int], fences: Sequence[int]) -> None:
-        for memory, fence in zip(self._memories, fences):
-            memory.blocks.unback(ids, after=fence)
+        return self.memory.blocks.record(getattr(stream, "cuda_stream", None))
 
     def _take_all(self) -> None:
         """No page circulates: the allocator has just put all into its free list."""
@@ -178,7 +171,7 @@ class Keeper(BlockBudget):
         self._coming.clear()
         self._leaving.clear()
         self._n_coming = self._num_leaving = 0
-        self._unback(range(1, self.total + 1), self._fences())
+        self.memory.blocks.unback(range(1, self.total + 1), after=self._fence())
         free.free_pages = free.free_pages[:0]
         self._out.put(set(range(1, self.total + 1)).difference(self._out))
 
@@ -191,20 +184,19 @@ class Keeper(BlockBudget):
 
     def _back(self, ids: list[int], over: bool) -> bool:
         """Back pages now, all or none. Returns whether there was memory for them."""
-        done: list[KVMemory] = []
         try:
-            for memory in self._memories:
-                memory.back(ids, over)
-                done.append(memory)
+            self.memory.back(ids, over)
         except OutOfMemory:
-            for memory in done:
-                memory.blocks.unback(ids)
-            self._out.put(ids)
-            self.page[control.REFUSED] += 1
-            self._retry = time.monotonic() + RETRY
+            self._refused(ids)
             return False
         self._give(ids)
         return True
+
+    def _refused(self, ids: list[int]) -> None:
+        """There was no memory for these pages."""
+        self._out.put(ids)
+        self.page[control.REFUSED] += 1
+        self._retry = time.monotonic() + RETRY
 
     def _grow(self, n: int, wait: bool = False, over: bool = False) -> bool:
         """Have up to `n` pages backed. over: whatever the limit is. Returns whether all are there, or on their way."""
@@ -226,7 +218,7 @@ class Keeper(BlockBudget):
             part = max(PART // self.block_bytes, 1)
             for at in range(0, len(ids), part):
                 some = ids[at : at + part]
-                self._coming.append(([m.blocks.order(some) for m in self._memories], some))
+                self._coming.append((self.memory.blocks.order(some), some))
                 self._n_coming += len(some)
         return len(ids) >= wanted
 
@@ -234,29 +226,25 @@ class Keeper(BlockBudget):
         """Pages whose orders were carried out circulate. wait: until all were."""
         if wait and self._coming:
             begin = time.monotonic()
-            for memory in self._memories:
-                memory.blocks.flush()
+            self.memory.blocks.flush()
             self.page[control.WAITED] += int(1e6 * (time.monotonic() - begin))
         while self._coming:
-            orders, ids = self._coming[0]
-            told = [m.answer(order) for m, order in zip(self._memories, orders)]
-            if -1 in told:
+            order, ids = self._coming[0]
+            told = self.memory.answer(order)
+            if told < 0:
                 return
             self._coming.popleft()
             self._n_coming -= len(ids)
-            if 1 in told:
-                self.page[control.REFUSED] += 1
-                self._retry = time.monotonic() + RETRY
-                for memory in self._memories:
-                    memory.blocks.unback(ids)
-                self._out.put(ids)
+            if told:
+                self.memory.blocks.unback(ids)
+                self._refused(ids)
             else:
                 self._give(ids)
 
     def _shrink(self, n: int, evict: bool = True) -> None:
         """Take up to `n` pages out of circulation: free ones, then the least recently used of the radix cache."""
         if evict and n > self.spare and self.cached:
-            self._evict((n - self.spare) * self._tokens)
+            self._evict((n - self.spare) * self.tokens)
         free = self._allocator
         free.merge_and_sort_free()
         n = min(n, len(free.free_pages))
@@ -265,32 +253,32 @@ class Keeper(BlockBudget):
         if self._out.shared:  # the highest numbers leave, so that what stays shares few pages
             free.free_pages = torch.sort(free.free_pages)[0]
         taken, free.free_pages = free.free_pages[-n:], free.free_pages[:-n]
-        fences = self._fences()
+        fence = self._fence()
         if not taken.is_cuda:
-            self._left(taken.tolist(), fences)
+            self._left(taken.tolist(), fence)
             return
         copy, event = taken.to("cpu", non_blocking=True), torch.cuda.Event()
         event.record()
-        self._leaving.append((copy, event, fences))
+        self._leaving.append((copy, event, fence))
         self._num_leaving += n
 
     def _evict(self, tokens: int) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
         self._scheduler.tree_cache.evict(
-            EvictParams(num_tokens=0, swa_num_tokens=tokens) if self._window else EvictParams(num_tokens=tokens)
+            EvictParams(num_tokens=0, swa_num_tokens=tokens) if self.window else EvictParams(num_tokens=tokens)
         )
 
-    def _left(self, ids: list[int], fences: Sequence[int]) -> None:
-        self._unback(ids, fences)
+    def _left(self, ids: list[int], fence: int) -> None:
+        self.memory.blocks.unback(ids, after=fence)
         self._out.put(ids)
 
     def _see_left(self) -> None:
         """The numbers of pages that were taken have come."""
         while self._leaving and self._leaving[0][1].query():
-            copy, _, fences = self._leaving.popleft()
+            copy, _, fence = self._leaving.popleft()
             self._num_leaving -= len(copy)
-            self._left(copy.tolist(), fences)
+            self._left(copy.tolist(), fence)
 
     # ---- SGLang's steps --------------------------------------------------------------------------------------
 
@@ -346,10 +334,6 @@ class Keeper(BlockBudget):
     def flushed(self) -> None:
         """SGLang has forgotten everything, and put every page into its free list."""
         self._take_all()
-
-    def sums(self) -> int:
-        """Tokens of the pages that circulate: what SGLang's own sums must give."""
-        return self.circulating * self._tokens
 
     # ---- what others see -------------------------------------------------------------------------------------
 

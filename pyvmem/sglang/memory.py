@@ -181,13 +181,22 @@ class KVMemory(BlockMemory):
         self.publish()
 
 
+def _data_parallel_rank() -> int:
+    from sglang.srt import runtime_context
+
+    try:
+        return runtime_context.get_parallel().dp_rank or 0
+    except (AttributeError, ValueError):  # a pool without a scheduler
+        return 0
+
+
 class Memories:
     """The KV memories of this process's engine, in one control page."""
 
     def __init__(self) -> None:
         control.sweep()
         self.name = uuid.uuid4().hex[:12]
-        self.page = control.open_page(self.name, 0)
+        self.page = control.open_page(self.name, _data_parallel_rank())
         self.all: list[KVMemory] = []
 
     def make(self, pool: Any, make: Callable[[Any], None]) -> None:

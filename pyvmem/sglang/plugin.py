@@ -21,15 +21,15 @@ def _warn_if_forgotten() -> None:
 
 
 def _doors() -> list[tuple[str, str, Any]]:
-    """The hooks of this process. To apply one imports its module, which takes seconds where nothing else needs it."""
+    """(target, kind, hook) of this process. To apply one imports its module, which takes seconds if nothing has."""
     from pyvmem.sglang import doors
 
-    chosen: list[tuple[str, str, Any]] = list(doors.EVERYWHERE)
+    chosen: list[Any] = list(doors.EVERYWHERE)
     if "sglang.srt.managers.scheduler" in sys.modules or "sglang.srt.managers.detokenizer_manager" not in sys.modules:
         chosen += doors.ENGINE
     if "sglang.srt.entrypoints.http_server" in sys.modules:
         chosen += doors.SERVER
-    return chosen
+    return [(doors.target(file, function), kind, hook) for file, function, _, kind, hook in chosen]
 
 
 def activate() -> None:

@@ -20,12 +20,13 @@ _FLAGS = (
     ("enable_pdmux", "PD multiplexing runs prefill and decode on streams of their own"),
     ("disaggregation_decode_enable_offload_kvcache", "offloading copies rows to host memory"),
     ("dllm_algorithm", "diffusion models stage requests, which vMem does not count so far"),
+    ("speculative_algorithm", "drafts keep rows of their own, which vMem has not been tried with"),
     ("elastic_ep_backend", "elastic expert parallelism adds ranks while it runs"),
 )
 _SIZES = (
+    ("attn_dp_size", "DP attention needs several ranks, which schedule for themselves"),
     ("tp_size", "each rank schedules for itself, and memory comes to each at another time"),
     ("pp_size", "a pipeline has several batches in flight"),
-    ("attn_dp_size", "DP attention needs several ranks, which schedule for themselves"),
     ("dcp_size", "decode context parallelism deals a request's rows out to several GPUs"),
 )
 

@@ -29,18 +29,6 @@ def _came(request: Any) -> int:
     return came
 
 
-def _pool_of(allocator: Any) -> Any:
-    return allocator.get_kvcache()
-
-
-def _known(pool: Any, name: str = "_vmem") -> Any:
-    found = getattr(pool, name, None)
-    if found is None:
-        raise refuse.Refused(f"VMEM_SGLANG=1: vMem does not know KV pools of kind {type(pool).__name__} "
-                             "(or unset VMEM_SGLANG)")  # fmt: skip
-    return found
-
-
 class SchedulerMemory:
     """The keepers of one scheduler, and its part in a pool.
 
@@ -58,34 +46,33 @@ class SchedulerMemory:
             page[control.LIMIT] = chosen.limit
         page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
         page[control.PRIORITY], page[control.POOL] = chosen.priority, pools.number_of(chosen.pool)
-        page[control.RANKS_USED], page[control.PARTS] = max(len(here.all), 1), 1
+        page[control.RANKS_USED], page[control.PARTS] = len(here.all), 1
         self._peers = pool_policy.PoolPeers(page)
         self._tended = self._still = 0.0
         self.keepers = self._make_keepers(scheduler, here)
         scheduler.token_to_kv_pool_allocator._vmem = self
-        self._memories = here.all
-        if len(self.keepers) == 1:
-            page[control.RANKS_USED] = len(here.all)
+        page[control.RANKS_USED] = len(here.all)  # a keeper alone has set it
         self._check_sizes(chosen)
-        control.claim(page)
+        args = scheduler.server_args
+        control.claim(page, args.served_model_name or args.model_path)
         self.publish()
 
     def _make_keepers(self, scheduler: Any, here: memory.Memories) -> list[Keeper]:
         allocator = scheduler.token_to_kv_pool_allocator
-        pool = _pool_of(allocator)
-        if not hasattr(pool, "swa_kv_pool"):
-            first = _known(pool)
-            drafts = [m for m in here.all if m is not first]
-            return [Keeper(scheduler, allocator, [first, *drafts], self.page)]
-        full, window = _known(pool.full_kv_pool), _known(pool.swa_kv_pool)
-        if len(here.all) > 2:
-            raise refuse.Refused("VMEM_SGLANG=1: vMem does not support drafts of a model with windows so far "
+        pool = allocator.get_kvcache()
+        kinds = [(allocator, pool)]
+        if hasattr(pool, "swa_kv_pool"):
+            kinds = [
+                (allocator.full_attn_allocator, pool.full_kv_pool),
+                (allocator.swa_attn_allocator, pool.swa_kv_pool),
+            ]
+        if len(kinds) != len(here.all) or not all(hasattr(pool, "_vmem") for _, pool in kinds):
+            raise refuse.Refused(f"VMEM_SGLANG=1: vMem does not know KV pools of kind {type(pool).__name__} "
                                  "(or unset VMEM_SGLANG)")  # fmt: skip
-        made = []
-        for part, own, is_window in ((allocator.full_attn_allocator, full, False),
-                                     (allocator.swa_attn_allocator, window, True)):  # fmt: skip
-            keeper = Keeper(scheduler, part, [own], control.private_page(), window=is_window, alone=False)
-            made.append(keeper)
+        if len(kinds) == 1:
+            return [Keeper(scheduler, allocator, pool._vmem, self.page)]
+        made = [Keeper(scheduler, part, own._vmem, control.private_page(), window=i > 0, alone=False)
+                for i, (part, own) in enumerate(kinds)]  # fmt: skip
         shares(made, self.page)
         return made
 
@@ -96,7 +83,7 @@ class SchedulerMemory:
                 logger.warning("VMEM_SGLANG_%s=%d counts as %d bytes, which a request of the greatest length needs",
                                name, size, needs)  # fmt: skip
         pool = self.page[control.POOL_BYTES]
-        needs += sum(self.page[control.NULL + i] for i in range(len(self._memories)))
+        needs += sum(self.page[control.NULL + i] for i in range(len(self.keepers)))
         if chosen.pool and 0 < pool < needs:
             raise refuse.Refused(f"VMEM_SGLANG_POOL={chosen.pool}: a request of the greatest length needs {needs} "
                                  f"bytes, and the pool has {pool}; lower --context-length, or raise "
@@ -177,7 +164,7 @@ class SchedulerMemory:
         """
         more = min(k.growable() for k in self.keepers)
         budget.total_offset -= more
-        promised = max(k.promised for k in self.keepers) * self.keepers[0]._tokens
+        promised = max(k.promised for k in self.keepers) * self.keepers[0].tokens
         chunk = self._scheduler.chunked_prefill_size or 0
         budget.current_offset += max(promised - chunk, 0)
         if not tree_cache.supports_prefix_sharing():
@@ -185,7 +172,7 @@ class SchedulerMemory:
         if self._drains or self._peers.full:
             budget.total_offset += NEVER
             return
-        check, page = budget.check_prefill, self.keepers[0]._tokens
+        check, page = budget.check_prefill, self.keepers[0].tokens
 
         def checked(**asked: Any) -> Any:
             if -(-asked["extend_input_len"] // page) * page + page > budget.remaining_current:
@@ -218,19 +205,17 @@ class SchedulerMemory:
             near, (keeper,) = self._peers, self.keepers
             near.look(_came(running[-1]) if running else 0)
             keeper.behind, keeper.offers = near.behind, near.offers
-        for each in self._memories:
-            each.tend()
+        for keeper in self.keepers:
+            keeper.memory.tend()
 
     def _sums(self) -> None:
         """SGLang's own sums, which its leak check compares, are those of what circulates."""
         for keeper in self.keepers:
-            names = ["max_total_num_tokens"] if len(self.keepers) == 1 else []
-            if len(self.keepers) > 1:
-                names = ["swa_tokens_per_layer"] if keeper._window else ["full_tokens_per_layer"]
-            for part in ("invariant_checker", "pool_stats_observer"):
-                thing, tokens = getattr(self._scheduler, part), keeper.sums()
-                for name in names:  # one is frozen, and divides by it
-                    object.__setattr__(thing, name, max(tokens, int(part == "pool_stats_observer")))
+            name = "swa_tokens_per_layer" if keeper.window else "full_tokens_per_layer"
+            name = "max_total_num_tokens" if len(self.keepers) == 1 else name
+            tokens = keeper.circulating * keeper.tokens
+            for part, least in ("invariant_checker", 0), ("pool_stats_observer", 1):  # one is frozen, and divides by it
+                object.__setattr__(getattr(self._scheduler, part), name, max(tokens, least))
 
     def publish(self) -> None:
         """Write the numbers of the control page."""

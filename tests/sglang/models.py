@@ -47,3 +47,25 @@ def model(kind):
     AutoModelForCausalLM.from_config(_config(kind)).to(torch.float32).save_pretrained(path)
     _tokenizer().save_pretrained(path)
     return str(path)
+
+
+@functools.cache
+def adapter(kind):
+    """The folder of a LoRA adapter for a model, in PEFT's format."""
+    import json
+
+    from safetensors.torch import save_file
+
+    config, path = _config(kind), Path(_folder.name, f"{kind}-adapter")
+    path.mkdir()
+    about = dict(peft_type="LORA", r=8, lora_alpha=64, target_modules=["q_proj", "v_proj"], bias="none",
+                 task_type="CAUSAL_LM", base_model_name_or_path=model(kind))  # fmt: skip
+    (path / "adapter_config.json").write_text(json.dumps(about))
+    draw, rows = torch.Generator().manual_seed(3), {}
+    for layer in range(config.num_hidden_layers):
+        for name, heads in (("q_proj", config.num_attention_heads), ("v_proj", config.num_key_value_heads)):
+            base = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            rows[f"{base}.lora_A.weight"] = torch.randn(8, config.hidden_size, generator=draw) * 0.1
+            rows[f"{base}.lora_B.weight"] = torch.randn(heads * config.head_dim, 8, generator=draw) * 0.1
+    save_file(rows, path / "adapter_model.safetensors")
+    return str(path)

@@ -14,6 +14,7 @@ import threading
 import traceback
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 MIB = 1 << 20
 
@@ -48,6 +49,15 @@ def workload(n, seed=7, longest=250, output=48):
          rng.randrange(4, output))
         for _ in range(n)
     ]  # fmt: skip
+
+
+class Unpinned(TorchFunctionMode):
+    """Tensors are made in memory that is not pinned: SGLang's LoRA asks for such memory without a GPU, too."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
 class Engine:
@@ -108,6 +118,17 @@ class Engine:
             rid=name, input_text=None, input_ids=array.array("q", prompt), input_embeds=None, mm_inputs=None,
             token_type_ids=None, sampling_params=sampling, return_logprob=False, logprob_start_len=-1,
             top_logprobs_num=0, token_ids_logprob=None, stream=False, **more)])  # fmt: skip
+
+    def adapters(self):
+        """The numbers of the LoRA adapters that the engine was started with."""
+        from sglang.srt.runtime_context import get_lora
+
+        return [adapter.lora_id for adapter in get_lora().lora_paths]
+
+    def open_session(self, name):
+        from sglang.srt.managers.io_struct import OpenSessionReqInput
+
+        self.scheduler.process_input_requests([OpenSessionReqInput(capacity_of_str_len=4096, session_id=name)])
 
     def abort(self, name):
         from sglang.srt.managers.io_struct import AbortReq
@@ -172,12 +193,13 @@ class Engine:
         return sum(not r.finished() and r.rid not in self.aborted for r in self.requests)
 
     def run(self, jobs, at_once=14, each=None):
-        """Run jobs [(name, prompt, n)]. each: called before each step."""
+        """Run jobs [(name, prompt, n, ..)]. each: called before each step."""
         jobs = collections.deque(jobs)
         start = self.steps
         while True:
             while jobs and self.unfinished < at_once:
-                self.submit(*jobs.popleft())
+                name, prompt, n, *more = jobs.popleft()
+                self.submit(name, prompt, n, **dict(*more))
             if each is not None:
                 each(self)
             if self.step() is None and not jobs and not self.unfinished:
@@ -200,9 +222,23 @@ class Engine:
 
     def held(self):
         """Bytes that the engine's blocks hold."""
-        for memory in self.memory._memories:
-            memory.blocks.flush()
-        return sum(m.blocks.stats().held for m in self.memory._memories)
+        for keeper in self.memory.keepers:
+            keeper.memory.blocks.flush()
+        return sum(keeper.memory.blocks.stats().held for keeper in self.memory.keepers)
+
+
+def tie(path, prompt, own, other):
+    """How near to each other two answers' first differing tokens are, in standard deviations of the logits.
+
+    Two tokens whose logits are equal but for rounding may change places when the same rows are computed in other
+    batches. In float64, by transformers: what SGLang computes in float32 is not asked.
+    """
+    from transformers import AutoModelForCausalLM
+
+    at = next(i for i, (a, b) in enumerate(zip(own, other)) if a != b)
+    reference = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float64)
+    logits = reference(torch.tensor([[*prompt, *own[:at]]])).logits[0, -1]
+    return float(abs(logits[own[at]] - logits[other[at]]) / logits.std())
 
 
 def forked(do, *args, vmem=True, **environment):

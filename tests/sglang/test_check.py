@@ -1,11 +1,12 @@
 """The check of a release: what differs is named, and what was never seen is reported."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from pyvmem.engine.refuse import Refused
-from pyvmem.sglang import check
+from pyvmem.sglang import check, refuse
 
 
 @pytest.fixture
@@ -45,3 +46,23 @@ def test_a_changed_body_is_reported_and_refused_if_strict(copy):
     assert "TokenToKVPoolAllocator" in check.release("9.9", strict=False)
     with pytest.raises(Refused, match="^VMEM_SGLANG_STRICT=1"):
         check.release("9.9", strict=True)
+
+
+NAMES = [name for name, _ in (*refuse._FLAGS, *refuse._SIZES)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_refused_is_an_argument_of_sglangs(name):
+    from sglang.srt.arg_groups.arg_utils import record_fields
+    from sglang.srt.server_args import ServerArgs
+
+    assert name in {field.name for field in record_fields(ServerArgs)}
+    option = f"--{name.replace('_', '-')}"
+    with pytest.raises(Refused, match=rf"^VMEM_SGLANG=1: .*{option}( to 1)? \(or unset VMEM_SGLANG\)$"):
+        refuse.arguments(SimpleNamespace(**{name: 2}))
+
+
+def test_models_with_states_are_refused():
+    with pytest.raises(Refused, match="^VMEM_SGLANG=1: models with states beside attention"):
+        refuse.scheduler(SimpleNamespace(is_hybrid_ssm=True))
+    refuse.scheduler(SimpleNamespace(is_hybrid_ssm=False))

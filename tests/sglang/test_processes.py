@@ -43,7 +43,8 @@ if __name__ == "__main__":
 
     tokens = loop.run_until_complete(all())
     left = control.engines()
-    print("RESULT", json.dumps([tokens, len(pages), max(seen, default=0), [e.pid for e, _ in left]]))
+    print("RESULT", json.dumps([tokens, len(pages), max(seen, default=0), [e.pid for e, _ in left],
+                                sorted(e.rank for e, _ in left)]))
     engine.shutdown()
 """
 
@@ -67,6 +68,13 @@ def test_an_engine_gives_sglangs_tokens_while_limits_move(tmp_path):
     told, _ = run(tmp_path, OPTIONS, VMEM_SGLANG="1")
     assert own[0] == told[0]
     assert own[1] == 0 and told[1] == 1 and told[2] > 0
+
+
+def test_schedulers_side_by_side_have_a_page_each(tmp_path):
+    """Data parallelism without DP attention: two whole engines behind one door."""
+    told, _ = run(tmp_path, dict(OPTIONS, dp_size=2, max_total_tokens=8192), VMEM_SGLANG="1")
+    own, _ = run(tmp_path, OPTIONS)
+    assert told[0] == own[0] and told[1] == 2 and told[4] == [0, 1]
 
 
 def test_what_cannot_work_ends_the_engine_with_one_line(tmp_path):

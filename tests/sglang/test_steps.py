@@ -8,7 +8,7 @@ import time
 
 import pytest
 import steps
-from models import model
+from models import adapter, model
 from steps import MIB, Engine, forked, workload
 
 from pyvmem import Context
@@ -78,11 +78,59 @@ def test_limits_that_move_leave_the_tokens_as_they_are(name):
 
         engine.run(JOBS, each=each)
         engine.memory.page[control.LIMIT] = control.NO_LIMIT
-        return engine.tokens(), max(held), sum(m.nbytes for m in engine.memory._memories)
+        return engine.tokens(), max(held), sum(k.memory.nbytes for k in engine.memory.keepers)
 
     tokens, most, whole = forked(run)
     assert tokens == plain(kind, **options)
     assert most < whole
+
+
+@pytest.mark.parametrize("core", ["rust", "python"])
+def test_either_core_of_the_radix_cache(core):
+    def run():
+        engine = Engine(model("gqa"), page_size=16)
+        engine.run(JOBS, each=moving((3 * MIB, 12 * MIB)))
+        return engine.tokens(), type(engine.scheduler.tree_cache.tree_core).__name__
+
+    tokens, name = forked(run, SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=core)
+    assert tokens == plain("gqa", page_size=16) and ("rust" in name.lower()) == (core == "rust")
+
+
+def test_adapters_of_a_model_give_sglangs_tokens():
+    """LoRA: every second request has an adapter, whose rows the radix cache keeps apart."""
+
+    def run(limits):
+        with steps.Unpinned():
+            engine = Engine(model("gqa"), enable_lora=True, lora_paths=[f"one={adapter('gqa')}"],
+                            max_loras_per_batch=2, lora_backend="torch_native", max_lora_rank=8)  # fmt: skip
+            (one,) = engine.adapters()
+            jobs = [(*job, dict(lora_id=one if i % 2 else None)) for i, job in enumerate(JOBS)]
+            engine.run(jobs, each=moving((3 * MIB, 12 * MIB)) if limits else None)
+        return engine.tokens()
+
+    tokens = forked(run, True)
+    assert tokens == forked(run, False, vmem=False) != plain("gqa")
+
+
+def test_sessions_go_on_where_they_were():
+    """Each turn of a session is a request whose prompt is what was said before and what is new."""
+
+    def run(limits):
+        from sglang.srt.managers.io_struct import SessionParams
+
+        engine, move, rng = Engine(model("gqa")), moving((3 * MIB, 12 * MIB)), random.Random(9)
+        for i in range(6):
+            engine.open_session(f"s{i}")
+        for turn in range(4):
+            said = [(f"s{i}-{turn}", [rng.randrange(3, 500) for _ in range(rng.randrange(5, 200))], 16,
+                     dict(session_params=SessionParams(id=f"s{i}", rid=f"s{i}-{turn - 1}" if turn else None)))
+                    for i in range(6)]  # fmt: skip
+            engine.run([*said, *[(f"{name} {turn}", *rest) for name, *rest in JOBS[:6]]], each=move if limits else None)
+        return engine.tokens(), {r.rid: len(r.origin_input_ids) for r in engine.requests}
+
+    (tokens, lengths), (own, _) = forked(run, True), forked(run, False, vmem=False)
+    assert tokens == own
+    assert lengths["s0-3"] > lengths["s0-2"] + 16 > lengths["s0-1"] + 32
 
 
 def test_rows_of_tokens_beside_each_other():
@@ -106,7 +154,7 @@ def test_a_seeded_fault_is_seen():
                 index = getattr(request, "req_pool_idx", None)
                 index = request.kv.req_pool_idx if index is None else index
                 row = int(engine.scheduler.req_to_token_pool.req_to_token[index, 0])
-                (memory,) = engine.memory._memories
+                memory = engine.memory.keepers[0].memory
                 memory.blocks.unback([row // 64])
                 memory.blocks.flush()
 
@@ -286,8 +334,11 @@ def test_random_load_with_limits_flushes_aborts_and_retractions():
     tokens, wanted, aborted, flushed, retracted, count = forked(run)
     jobs = [(name, *wanted[name]) for name in wanted if name not in aborted]
     own = plain("gqa", jobs, page_size=16)
-    assert {name: tokens[name] for name in own} == own
-    print(f"{count} steps, {len(wanted)} requests, {len(aborted)} aborted, {flushed} flushes, {retracted} retractions")
+    ties = {n: steps.tie(model("gqa"), wanted[n][0], own[n], tokens[n]) for n in own if tokens[n] != own[n]}
+    print(f"{count} steps, {len(wanted)} requests, {len(aborted)} aborted, {flushed} flushes, {retracted} retractions, "
+          f"ties {ties}")  # fmt: skip
+    assert all(len(tokens[n]) == len(own[n]) for n in own)
+    assert max(ties.values(), default=0) < 1e-4 and len(ties) <= len(own) / 200
     assert aborted and flushed
 
 
@@ -298,6 +349,8 @@ def test_random_load_with_limits_flushes_aborts_and_retractions():
         (dict(tp_size=2), "each rank schedules for itself.* set --tp-size to 1"),
         (dict(disaggregation_mode="prefill"), "disaggregated prefill registers KV memory"),
         (dict(enable_streaming_session=True), "streaming sessions hold rows"),
+        (dict(pp_size=2), "a pipeline has several batches in flight; set --pp-size to 1"),
+        (dict(tp_size=2, attn_dp_size=2), "DP attention needs several ranks.* set --attn-dp-size to 1"),
     ],
 )
 def test_what_cannot_work_is_refused_with_one_line(options, says):
@@ -315,9 +368,10 @@ def test_a_wrong_setting_is_refused_with_one_line():
 
 def test_a_hook_that_does_not_take_is_refused():
     def run():
-        from pyvmem.sglang import doors
+        from pyvmem.sglang import doors, plugin
 
-        doors.ENGINE += (("sglang.srt.managers.scheduler.Scheduler.gone", "BEFORE", doors.before_step),)
+        real, gone = plugin._doors, ("sglang.srt.managers.scheduler.Scheduler.gone", "BEFORE", doors.before_step)
+        plugin._doors = lambda: [*real(), gone]
         Engine(model("gqa"))
 
     with pytest.raises(ChildProcessError, match="SGLang did not apply the hook of .*Scheduler.gone"):
