@@ -34,6 +34,8 @@ struct vmem_kv_pool_config {
     uint64_t budget;  // bytes of all members together. 0, with a path: as it is there
     const char *path; // of the pool's file, which is made if it is not there; NULL: for this process alone
 };
+// -EINVAL: the pool at the path has another budget. -EPERM: others than this user may access the file. -EBADMSG: the file
+// holds something else. -ENOSPC: 64 others have the file open, or the file system is full.
 int vmem_kv_pool_create(const struct vmem_kv_pool_config *cfg, vmem_kv_pool **out);
 // In this process, the pool ends when its last member has left. NULL is allowed.
 void vmem_kv_pool_destroy(vmem_kv_pool *pool);

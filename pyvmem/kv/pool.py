@@ -42,7 +42,7 @@ class KVPool(_Owned):
     Raises
     ------
     VmemError
-        EBADMSG: the file is not a pool's. EPERM: other users may write to it.
+        EBADMSG: the file is not a pool's. EPERM: other users may write to it. ENOSPC: 64 others have it open.
     InvalidArgument
         The pool exists with another budget.
 

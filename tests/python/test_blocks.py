@@ -93,6 +93,7 @@ def test_refused_arguments(make):
         (lambda: blocks.back("x"), TypeError, "ids must be an integer"),
         (lambda: blocks.back(1, over=2), TypeError, "over must be True or False"),
         (lambda: blocks.unback(1, after=1), InvalidArgument, "fence 1: these blocks have made none"),
+        (lambda: blocks.unback(1, after=make().fence()), InvalidArgument, "these blocks have made none"),
         (lambda: blocks.passed(0), InvalidArgument, "fence 0"),
         (lambda: blocks.set_budget(-1), InvalidArgument, "bytes -1"),
         (lambda: blocks.record("x"), TypeError, "stream must be an integer"),

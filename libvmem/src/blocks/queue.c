@@ -1,4 +1,4 @@
-// What waits: calls for others that name the same blocks, and unbacks for their fences.
+// Queues: calls that wait for others which name the same blocks, and unbacks that wait for their fences.
 //
 // SPDX-License-Identifier: MIT
 #include "blocks/blocks.h"

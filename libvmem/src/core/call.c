@@ -1,5 +1,5 @@
-// What belongs to every call: the refusal at its entry, and the interrupt function. And the library's own threads, which
-// work behind the program's.
+// The refusal at the entry of every call, the interrupt function, and the library's own threads, which work behind the
+// program's.
 //
 // SPDX-License-Identifier: MIT
 #include <sched.h>

@@ -1,4 +1,4 @@
-// What the floors above core may use of it besides vmem.h: memory in the shape that they need, and threads.
+// Core's interface to the floors above it, besides vmem.h: memory in the shape that they need, and threads.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_MEMORY_H

@@ -1,5 +1,4 @@
-// What members may have of a pool's budget: what they claim of what is free, what they ask of the others, what they
-// foresee, and their shares.
+// Members' parts of a pool's budget: claims of what is free, questions to the others, foreseen needs, and shares.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -52,7 +51,7 @@ uint64_t vmem__pool_accept(struct vmem__member *m)
     return pages;
 }
 
-// What other members wait for, in bytes. Call it between begin and end.
+// The bytes that other members wait for. Call it between begin and end.
 static uint64_t bytes_others_need(const vmem_kv_pool *pool, const struct vmem__member *m)
 {
     uint64_t bytes = 0;
@@ -259,7 +258,7 @@ static int take_memory(vmem_context *ctx, uint64_t bytes)
     return bytes > created ? vmem__prealloc(ctx, bytes - created, false) : 0;
 }
 
-// What the pool's thread is to take for a member.
+// The device memory that the pool's thread is to take for a member.
 struct ahead {
     uint64_t pages;   // to take device memory for
     uint64_t bare;    // pages of the budget that have none

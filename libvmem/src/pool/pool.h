@@ -54,7 +54,7 @@ struct pool_table {
     struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS];
 };
 
-// Who is in a place of the file. Behind the table, so that it is not read with it.
+// The process in a place of the file. It lies behind the table, so that it is not read with it.
 struct pool_process {
     uint64_t began; // when, as /proc says
     uint64_t space; // of PIDs and of `began`: processes of another one cannot be looked up
@@ -147,8 +147,8 @@ void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why);
 int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max);
 // Begins and ends itself. The member follows when the thread looks at it, or with vmem__pool_keep_to_max.
 int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why);
-// What the budget may have of what the pool has granted, in bytes; and the pages by which it grows from that. Whoever
-// comes first lets it grow: the pool's thread, or a call that is short.
+// The bytes of the pool's grants that the budget may have now; and a call that lets it grow by them, and returns the pages.
+// The pool's thread calls it, or a call that is short, whichever comes first.
 uint64_t vmem__pool_acceptable_bytes(const struct vmem__member *m);
 uint64_t vmem__pool_accept(struct vmem__member *m);
 
@@ -177,7 +177,8 @@ int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us);
 // Writes the head, if it changed, and members' rows that changed, and unlocks the file. A member whose row could not be
 // written has no more budget than the last row that was.
 void vmem__table_end(vmem_kv_pool *pool);
-// What the member (NULL: anybody new) may take: what nobody has, less what other members' minimums are still due.
+// The bytes that the member (NULL: a new one) may take: those that no member has, less what is due to other members'
+// minimums.
 uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__member *m);
 int vmem__table_unwritten(const vmem_kv_pool *pool); // the error of a call whose row could not be written
 // Between the two: takes a place for a member, gives it back, and empties the rows of members whose process has ended.

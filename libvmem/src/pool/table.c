@@ -92,7 +92,7 @@ static bool write_row(const vmem_kv_pool *pool, uint32_t place)
 
 // ---- who is alive ----------------------------------------------------------------------------------------------------
 
-// What /proc says of a process. *ended: it is a zombie, without threads that still run.
+// Reads a process's PID and start from /proc. *ended: it is a zombie, and none of its threads still runs.
 static bool look_up(const char *path, struct pool_process *out, bool *ended)
 {
     char text[1024], state;

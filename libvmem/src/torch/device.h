@@ -1,4 +1,4 @@
-// What the lease asks of the device itself: whether all kernels have ended.
+// The lease's question to the device itself: have all kernels ended?
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_TORCH_DEVICE_H

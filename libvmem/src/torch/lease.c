@@ -141,7 +141,7 @@ static int cache_begin(struct lease *l, uint32_t n)
     return rc;
 }
 
-// Their pages go: all, or none.
+// Ends the slots' requests, whose pages go: all, or none.
 static int cache_end(struct lease *l, const uint32_t *slots, uint32_t n)
 {
     int rc = n ? vmem__kv_end(l->kv, slots, n) : 0;
@@ -701,7 +701,7 @@ static int unpark(struct lease *l, uint32_t wait_ms)
     return rc;
 }
 
-// They are PyTorch's again.
+// Gives the wanted segments to PyTorch again.
 static void revive(struct lease *l)
 {
     for (uint32_t i = 0; i < l->n_slots; i++) {
@@ -725,7 +725,7 @@ static void want(struct lease *l, const uint64_t *segments, size_t n)
         segment_at(l, segments[i])->wanted = true;
 }
 
-// What both calls below do: segments is NULL for all.
+// The work of both calls below. segments: NULL for all.
 static int unpark_some(uint32_t place, const uint64_t *segments, size_t n, uint32_t wait_ms, uint64_t *missing,
                        uint8_t *lost)
 {

@@ -1,4 +1,4 @@
-// What the sixteen pairs of functions do.
+// The work of the sixteen pairs of functions.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_TORCH_PAIRS_H
