@@ -283,6 +283,19 @@ def test_a_child_forked_while_a_pool_is_closed_does_not_keep_it(tmp_path):
         os.close(running)
 
 
+def test_64_have_a_pool_open_and_no_more(tmp_path):
+    path = tmp_path / "pool"
+    pools = [KVPool(MIB, path=path) for _ in range(64)]
+    with pytest.raises(VmemError, match="64 others have the pool open") as error:
+        KVPool(path=path)
+    assert error.value.errno == errno.ENOSPC
+    pools.pop(10).close()
+    pools.append(KVPool(path=path))
+    for pool in pools:
+        pool.close()
+    assert not path.exists()
+
+
 # ---- limits from pyvmem top -----------------------------------------------------------------------------------------
 
 
