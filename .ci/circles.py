@@ -1,10 +1,12 @@
 """Looks whether the calls between the files of a folder of libvmem only go down: each calls only files that ORDER lists
 before it. Where ORDER lists a folder, its files may call each other, but in no circle. Reads the objects that
-`make lib` builds, with nm.
+`make lib` builds, with nm. The files of the kernel module stand in the order of uvm_ext.Kbuild. Their text is read,
+since they are built elsewhere.
 
 SPDX-License-Identifier: MIT
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,8 +90,36 @@ def faults(folder, arrows):
         yield from (f"{n}.c calls {arrows[n][o]} in {o}.c: a circle" for n, o in zip(found, found[1:]))
 
 
+def module_upward():
+    """What in the kernel module calls or includes a file that stands later in uvm_ext.Kbuild."""
+    folder = TOP / "uvm_ext"
+    order = re.search(r"^UVM_VMEM_SOURCES := (.*)$", (folder / "uvm_ext.Kbuild").read_text(), re.M)[1].split()
+    files = {path: path.stem.removeprefix("uvm_vmem_") for path in sorted(folder.glob("uvm_vmem_*.[ch]"))}
+    for path, name in files.items():
+        if path.suffix == ".c" and name not in order:
+            yield f"{path.name} is not in uvm_ext.Kbuild"
+    where = {}  # {function: the file that defines it}
+    for path, name in files.items():
+        if name in order:
+            for function in re.findall(r"^(?!static)\w[\w *]*?\b(uvm_vmem_\w+)\([^;{]*\)\s*{", path.read_text(), re.M):
+                where[function] = name
+    for path, name in files.items():
+        if name not in order:
+            continue
+        text = re.sub(r"//.*", "", path.read_text())
+        for header in re.findall(r'^#include "uvm_vmem_(\w+)\.h"', text, re.M):
+            if header in order and order.index(header) > order.index(name):
+                yield f"{path.name} includes uvm_vmem_{header}.h"
+        for function in sorted(set(re.findall(r"\b(uvm_vmem_\w+)\(", text))) if path.suffix == ".c" else ():
+            if function in where and order.index(where[function]) > order.index(name):
+                yield f"{path.name} calls {function} in uvm_vmem_{where[function]}.c"
+
+
 def main():
     failed = False
+    for line in module_upward():
+        failed = True
+        print(f"uvm_ext: upward: {line}")
     for folder in ORDER:
         arrows = calls(objects(folder))
         if not arrows:

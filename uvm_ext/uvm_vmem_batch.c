@@ -4,6 +4,7 @@
 #include "uvm_vmem_api.h"
 #include "uvm_vmem_check.h"
 #include "uvm_vmem_commit.h"
+#include "uvm_vmem_file.h"
 #include "uvm_vmem_memory.h"
 
 #include "uvm_kvmalloc.h"
@@ -78,7 +79,7 @@ static NV_STATUS open_ahead(struct uvm_vmem_call *call, struct uvm_vmem_overlay 
 
     if (!range || va != uvm_vmem_block(va) || !uvm_gpu_can_address(call->gpu, va, UVM_VMEM_BLOCK))
         return NV_OK;
-    status = uvm_vmem_overlay_touch(call, range, va, take, false, &next);
+    status = uvm_vmem_overlay_prepare(call, range, va, take, false, &next);
     return status == NV_ERR_UVM_ADDRESS_IN_USE ? NV_OK : status;
 }
 
@@ -106,7 +107,7 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
         struct uvm_vmem_piece piece;
         NvU32 mask;
 
-        status = uvm_vmem_overlay_touch(call, range, va, take, huge, &overlay);
+        status = uvm_vmem_overlay_prepare(call, range, va, take, huge, &overlay);
         if (status != NV_OK)
             return status;
 
@@ -117,11 +118,11 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
         piece.granule = (op->offset + (va - op->va)) / UVM_VMEM_GRANULE;
         mask = uvm_vmem_mask(piece.first, piece.count);
 
-        if (!(op->flags & UVM_VMEM_MAP_REPLACE) && (overlay->occupied & mask))
+        if (!(op->flags & UVM_VMEM_MAP_REPLACE) && (overlay->pages_after & mask))
             return NV_ERR_UVM_ADDRESS_IN_USE;
-        overlay->occupied |= mask;
+        overlay->pages_after |= mask;
         if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !huge)
-            overlay->cut_wanted = true;
+            overlay->needs_cut = true;
 
         status = uvm_vmem_piece_add(call, &piece);
         if (status != NV_OK)
@@ -129,7 +130,7 @@ static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op
         va += piece.count * UVM_VMEM_GRANULE;
         cond_resched();
     }
-    if ((op->flags & UVM_VMEM_MAP_AHEAD) && !overlay->had_pages)
+    if ((op->flags & UVM_VMEM_MAP_AHEAD) && !overlay->pages_before)
         return open_ahead(call, overlay, take);
     return NV_OK;
 }
@@ -167,7 +168,7 @@ static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *
             va = unmap_skip(call, range, va, end);
             continue;
         }
-        uvm_vmem_overlay_touch_again(call, overlay);
+        uvm_vmem_overlay_touch(call, overlay);
 
         piece.overlay = overlay;
         piece.handle = NULL;
@@ -176,11 +177,11 @@ static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *
         piece.granule = 0;
         mask = uvm_vmem_mask(piece.first, piece.count);
 
-        overlay->occupied &= ~mask;
+        overlay->pages_after &= ~mask;
 
         // A 2 MiB entry is a page or invalid. There is no sparse one.
         if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M)
-            overlay->cut_wanted = true;
+            overlay->needs_cut = true;
 
         status = uvm_vmem_piece_add(call, &piece);
         if (status != NV_OK)
@@ -192,7 +193,7 @@ static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *
 }
 
 // LOCKING: the VA space lock in write mode.
-static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
+static NV_STATUS batch_change(struct uvm_vmem_call *call, void *arg)
 {
     struct batch *b = arg;
     NV_STATUS status;
@@ -203,7 +204,7 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
         return status;
 
     mutex_lock(&call->space->lock);
-    call->vgpu = uvm_vmem_gpu_find(call->space, call->gpu, true);
+    call->vgpu = uvm_vmem_gpu_find_or_add(call->space, call->gpu);
     mutex_unlock(&call->space->lock);
     if (!call->vgpu)
         return NV_ERR_NO_MEMORY;
@@ -225,7 +226,7 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
     return uvm_vmem_call_commit(call);
 }
 
-static NV_STATUS batch(struct uvm_vmem_batch *p, struct file *filp, bool map)
+static NV_STATUS batch_run(struct uvm_vmem_batch *p, struct file *filp, bool map)
 {
     struct batch b = {.uuid = p->gpu_uuid, .count = p->count, .failed = UVM_VMEM_NO_OP, .map = map};
     struct uvm_vmem_space *space;
@@ -245,12 +246,12 @@ static NV_STATUS batch(struct uvm_vmem_batch *p, struct file *filp, bool map)
     if (status != NV_OK)
         return status;
 
-    space = uvm_vmem_space_get(filp);
+    space = uvm_vmem_file_space(filp);
     call = space ? uvm_kvmalloc(sizeof(*call)) : NULL;
     if (call) {
         b.ops = ops;
         uvm_vmem_call_init(call, space);
-        status = uvm_vmem_call_run(call, change, NULL, &b);
+        status = uvm_vmem_call_run(call, batch_change, NULL, &b);
         p->out_failed = b.failed;
         p->out_pushes = call->push.pushes;
         p->out_invalidates = call->push.invalidates;
@@ -264,6 +265,6 @@ static NV_STATUS batch(struct uvm_vmem_batch *p, struct file *filp, bool map)
     return status;
 }
 
-NV_STATUS uvm_vmem_api_map(void *params, struct file *filp) { return batch(params, filp, true); }
+NV_STATUS uvm_vmem_api_map(void *params, struct file *filp) { return batch_run(params, filp, true); }
 
-NV_STATUS uvm_vmem_api_unmap(void *params, struct file *filp) { return batch(params, filp, false); }
+NV_STATUS uvm_vmem_api_unmap(void *params, struct file *filp) { return batch_run(params, filp, false); }

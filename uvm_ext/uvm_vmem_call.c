@@ -15,13 +15,14 @@ void uvm_vmem_call_init(struct uvm_vmem_call *call, struct uvm_vmem_space *space
     uvm_vmem_push_init(&call->push);
 }
 
-static NV_STATUS step(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_vmem_changed_t changed, void *arg)
+static NV_STATUS call_step(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_vmem_complete_t complete,
+                           void *arg)
 {
     NV_STATUS status, wait;
     bool done;
 
     uvm_va_space_down_write(call->va_space);
-    status = call->space->dead;
+    status = call->space->fatal;
     if (status == NV_OK)
         status = change(call, arg);
     uvm_va_space_downgrade_write(call->va_space);
@@ -29,8 +30,8 @@ static NV_STATUS step(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_
     // Also needed after a failure, because overlays may have been cut.
     wait = uvm_vmem_push_wait(&call->push);
     done = status == NV_OK || status == NV_WARN_MORE_PROCESSING_REQUIRED;
-    if (done && wait == NV_OK && changed)
-        changed(call, arg);
+    if (done && wait == NV_OK && complete)
+        complete(call, arg);
     uvm_va_space_up_read(call->va_space);
 
     // Frees RM objects, which requires that no VA space lock is held. Each GPU involved was retained for it.
@@ -39,12 +40,13 @@ static NV_STATUS step(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_
     return done && wait != NV_OK ? wait : status;
 }
 
-NV_STATUS uvm_vmem_call_run(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_vmem_changed_t changed, void *arg)
+NV_STATUS uvm_vmem_call_run(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_vmem_complete_t complete,
+                            void *arg)
 {
     NV_STATUS status;
 
     do {
-        status = step(call, change, changed, arg);
+        status = call_step(call, change, complete, arg);
         cond_resched();
     } while (status == NV_WARN_MORE_PROCESSING_REQUIRED);
 

@@ -23,8 +23,15 @@ struct uvm_vmem_call {
     struct list_head deferred_free;
 
     struct uvm_vmem_push push;
-    bool downgrade;   // a valid entry loses its page
-    bool sparse_goes; // a sparse entry becomes a page
+    bool downgrade;       // a valid entry loses its page
+    bool replaces_sparse; // a sparse entry becomes a page
+};
+
+// The working memory of RELEASE. It is allocated with the file's state, so that RELEASE itself needs no memory.
+struct uvm_vmem_reserve {
+    struct mutex lock; // one RELEASE at a time
+    struct uvm_vmem_call call;
+    NvU64 ids[UVM_VMEM_MAX_OPS]; // if there is no memory for a copy of the caller's own
 };
 
 // The part in which the calls differ. With the VA space lock in write mode, decide on the changes and commit them. A
@@ -32,15 +39,15 @@ struct uvm_vmem_call {
 typedef NV_STATUS (*uvm_vmem_change_t)(struct uvm_vmem_call *call, void *arg);
 
 // Called with the VA space lock in read mode after the GPU has completed the commit. Not called after a failure.
-typedef void (*uvm_vmem_changed_t)(struct uvm_vmem_call *call, void *arg);
+typedef void (*uvm_vmem_complete_t)(struct uvm_vmem_call *call, void *arg);
 
 void uvm_vmem_call_init(struct uvm_vmem_call *call, struct uvm_vmem_space *space);
 
-// Runs `change` under the lock, waits, runs `changed` (which may be NULL), and repeats while there is more to do. Adds
+// Runs `change` under the lock, waits, runs `complete` (which may be NULL), and repeats while there is more to do. Adds
 // to the file's counts. The counts of this call are in call->push.
 //
 // LOCKING: none.
-NV_STATUS uvm_vmem_call_run(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_vmem_changed_t changed,
+NV_STATUS uvm_vmem_call_run(struct uvm_vmem_call *call, uvm_vmem_change_t change, uvm_vmem_complete_t complete,
                             void *arg);
 
 // Frees what the call holds, but not the call itself.

@@ -26,18 +26,18 @@ static bool overlay_is_huge(const struct uvm_vmem_overlay *overlay)
 }
 
 // The granules whose entries must be written.
-static NvU32 overlay_writes(const struct uvm_vmem_overlay *overlay)
+static NvU32 overlay_write_mask(const struct uvm_vmem_overlay *overlay)
 {
-    if (overlay->fresh || overlay->taken || overlay->cut)
-        return uvm_vmem_cover(overlay->start, overlay->end);
-    return overlay->changed;
+    if (overlay->opened || overlay->taken || overlay->cut)
+        return uvm_vmem_range_mask(overlay->start, overlay->end);
+    return overlay->changed_mask;
 }
 
-// Whether the 2 MiB entry of a cut overlay is made invalid before the table takes its place. A TLB must not hold an
+// True if the 2 MiB entry of a cut overlay must be made invalid before the table takes its place. A TLB must not hold an
 // address in entries of two sizes, or accesses to it lose their order. UVM never switches in one step, either.
-static bool overlay_breaks(const struct uvm_vmem_overlay *overlay)
+static bool overlay_needs_break(const struct uvm_vmem_overlay *overlay)
 {
-    return overlay->cut && (overlay->taken || overlay->had_pages);
+    return overlay->cut && (overlay->taken || overlay->pages_before);
 }
 
 static void huge_write(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
@@ -85,7 +85,7 @@ static NV_STATUS stage_entries(struct uvm_vmem_call *call)
     NV_STATUS status;
 
     list_for_each_entry(overlay, &call->touched, touched) {
-        NvU32 mask = overlay_writes(overlay);
+        NvU32 mask = overlay_write_mask(overlay);
 
         if (!mask)
             continue;
@@ -111,7 +111,7 @@ static NV_STATUS stage_break(struct uvm_vmem_call *call)
     list_for_each_entry(overlay, &call->touched, touched) {
         uvm_page_table_range_t *range;
 
-        if (!overlay_breaks(overlay))
+        if (!overlay_needs_break(overlay))
             continue;
         range = &UVM_VMEM_BASE(overlay->map)->pt_range_vec.ranges[0];
         status = uvm_vmem_push_reserve(&call->push, UVM_VMEM_PDE_SPACE);
@@ -164,7 +164,7 @@ static void stage_invalidate(struct uvm_vmem_call *call)
 
     uvm_vmem_push_invalidate_begin(&call->push);
     list_for_each_entry(overlay, &call->touched, touched) {
-        NvU32 mask = overlay_writes(overlay);
+        NvU32 mask = overlay_write_mask(overlay);
         NvU64 block = uvm_vmem_block(overlay->start);
 
         if (!mask)
@@ -181,7 +181,7 @@ static void stage_invalidate(struct uvm_vmem_call *call)
     // them. An entry that was invalid needs none.
     if (call->downgrade)
         membar = uvm_hal_downgrade_membar_type(call->gpu, true);
-    else if (call->sparse_goes)
+    else if (call->replaces_sparse)
         membar = UVM_MEMBAR_GPU;
     uvm_vmem_push_invalidate(&call->push, membar);
 }
@@ -223,11 +223,11 @@ static void overlay_settle(struct uvm_vmem_call *call, struct uvm_vmem_overlay *
         uvm_page_tree_put_ptes_async(call->tree, &single);
     }
 
-    if (overlay->former) {
-        uvm_gpu_retain(overlay->former->owning_gpu);
-        uvm_deferred_free_object_add(&call->deferred_free, &overlay->former->deferred_free,
+    if (overlay->former_map) {
+        uvm_gpu_retain(overlay->former_map->owning_gpu);
+        uvm_deferred_free_object_add(&call->deferred_free, &overlay->former_map->deferred_free,
                                      UVM_DEFERRED_FREE_OBJECT_TYPE_EXTERNAL_ALLOCATION);
-        overlay->former = NULL;
+        overlay->former_map = NULL;
     }
 }
 
@@ -238,16 +238,16 @@ static NV_STATUS tables_write(struct uvm_vmem_call *call)
     bool work = false;
 
     list_for_each_entry(overlay, &call->touched, touched) {
-        work = work || overlay_writes(overlay);
-        call->downgrade = call->downgrade || overlay->former;
-        call->sparse_goes = call->sparse_goes || overlay->taken;
+        work = work || overlay_write_mask(overlay);
+        call->downgrade = call->downgrade || overlay->former_map;
+        call->replaces_sparse = call->replaces_sparse || overlay->taken;
     }
     if (work)
-        call->space->dead = push_all(call);
+        call->space->fatal = push_all(call);
 
     list_for_each_entry_safe(overlay, next, &call->touched, touched)
         overlay_settle(call, overlay);
-    return call->space->dead;
+    return call->space->fatal;
 }
 
 void uvm_vmem_entry_unmap(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, NvU32 index, bool invalid)
@@ -260,7 +260,7 @@ void uvm_vmem_entry_unmap(struct uvm_vmem_call *call, struct uvm_vmem_overlay *o
     } else if (!(overlay->sparse & bit) == invalid) {
         return;
     }
-    overlay->changed |= bit;
+    overlay->changed_mask |= bit;
     overlay->sparse &= ~bit;
     if (!invalid)
         overlay->sparse |= bit;
@@ -280,8 +280,8 @@ static void granule_map(struct uvm_vmem_call *call, const struct uvm_vmem_piece 
         call->downgrade = true;
     }
     if (overlay->sparse & bit)
-        call->sparse_goes = call->sparse_goes || !overlay->fresh;
-    overlay->changed |= bit;
+        call->replaces_sparse = call->replaces_sparse || !overlay->opened;
+    overlay->changed_mask |= bit;
     overlay->sparse &= ~bit;
 
     entry->handle = piece->handle;

@@ -22,7 +22,7 @@ NV_STATUS uvm_vmem_piece_add(struct uvm_vmem_call *call, const struct uvm_vmem_p
 void uvm_vmem_entry_unmap(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, NvU32 index, bool invalid);
 
 // Apply the pieces to the records in order, then update the page tables of all overlays that the call touches. It
-// either succeeds or fails fatally (space->dead). When it returns, the push has been submitted.
+// either succeeds or fails fatally (space->fatal). When it returns, the push has been submitted.
 //
 // LOCKING: the VA space lock in write mode.
 NV_STATUS uvm_vmem_call_commit(struct uvm_vmem_call *call);

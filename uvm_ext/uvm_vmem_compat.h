@@ -60,7 +60,7 @@ static inline uvm_vmem_range_t *uvm_vmem_range_find(uvm_va_space_t *va_space, Nv
 #define UVM_VMEM_BASE_NODE node
 #endif
 
-// Whether a mapping is of memory of the fabric, which needs a membar for the system even if it is this GPU's own.
+// True if the mapping is of fabric memory, which needs a system membar even if it is this GPU's own.
 static inline bool uvm_vmem_map_is_fabric(const uvm_ext_gpu_map_t *map)
 {
 #if UVM_VMEM_HAS_FABRIC_MEMORY
@@ -88,7 +88,7 @@ static inline bool uvm_vmem_gpu_is_confidential(uvm_gpu_t *gpu)
 #endif
 }
 
-// Whether the CPU reaches the GPU's memory coherently (GH200, GB200), or GPUs share the CPU's page tables. Membars mean
+// True if the CPU reaches the GPU's memory coherently (GH200, GB200), or GPUs share the CPU's page tables. Membars mean
 // something else there, and UVM may write page tables by the CPU, where the extension always pushes.
 static inline bool uvm_vmem_gpu_is_coherent(uvm_gpu_t *gpu)
 {
@@ -108,7 +108,7 @@ static inline bool uvm_vmem_gpu_has_sparse(uvm_gpu_t *gpu)
 #endif
 }
 
-// Whether 2 MiB entries may map video memory. The segments of a virtual MMU can be smaller.
+// True if 2 MiB entries may map video memory. The segments of a virtual MMU can be smaller.
 static inline bool uvm_vmem_gpu_has_huge(uvm_gpu_t *gpu)
 {
 #if UVM_VMEM_HAS_MAX_VIDMEM_PAGE

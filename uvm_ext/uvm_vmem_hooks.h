@@ -11,7 +11,7 @@
 
 struct uvm_vmem_space;
 
-// Whether cmd is one of vMem's ioctls. UVM's own have a type byte below 0x10.
+// True if cmd is one of vMem's ioctls. UVM's own have a type byte below 0x10.
 static inline bool uvm_vmem_is_ioctl(unsigned int cmd) { return _IOC_TYPE(cmd) == UVM_VMEM_IOCTL_TYPE; }
 
 // Serve a vMem call. Like UVM's own ioctls, it is called with the power management lock held in read mode. It copies
@@ -24,7 +24,8 @@ long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg);
 // LOCKING: the VA space lock must be held in write mode.
 void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu);
 
-// Whether the uvm_ext_gpu_map_t, which has no tag to declare it by, is an overlay. UVM's own calls must not cut it.
+// True if the mapping is an overlay, which UVM's own calls must not split. The uvm_ext_gpu_map_t is a void * here,
+// because the structure has no tag by which this header could declare it.
 bool uvm_vmem_is_overlay(const void *ext_gpu_map);
 
 // UVM has cleared and invalidated the mapping's entries, and is about to free it: drop the overlay, if it is one.

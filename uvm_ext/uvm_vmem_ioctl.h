@@ -201,10 +201,10 @@ struct uvm_vmem_op {
 #define UVM_VMEM_TAKEOVER 0x100
 // The flags 0x10 and 0x20 belonged to ABI 1.
 
-// MAP maps pages at addresses, and UNMAP unmaps them. UNMAP skips addresses without an overlay. The elements take effect in order and as a whole: all are checked
-// first, a failure changes no page (overlays opened for the call may stay), and one TLB invalidate makes them visible.
-// When the call has returned, the GPU translates by the new entries. UVM_VMEM_MAP_REPLACE says what a running kernel
-// sees.
+// MAP maps pages at addresses, and UNMAP unmaps them. UNMAP skips addresses without an overlay. The elements take effect
+// in order and as a whole: all are checked first, a failure changes no page (overlays opened for the call may stay), and
+// one TLB invalidate makes them visible. When the call has returned, the GPU translates by the new entries.
+// UVM_VMEM_MAP_REPLACE says what a running kernel sees.
 //
 // gpu_uuid            the GPU whose address space changes; a page can be mapped only on its own GPU
 // ops                 address of the first element

@@ -4,8 +4,6 @@
 // no chunks of 128 or 256 KiB.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
-#include "uvm_vmem_api.h"
-#include "uvm_vmem_check.h"
 #include "uvm_vmem_memory.h"
 
 #include "uvm_channel.h"
@@ -21,17 +19,17 @@
 // Room for one memset in a push, with a margin
 #define MEMSET_SPACE 1024
 
-// One CREATE.
+// One uvm_vmem_pages_create().
 struct create {
     struct uvm_vmem_space *space;
     struct uvm_vmem_gpu *vgpu;
-    NvU32 granules;
+    NvU32 granules; // per page
     NvU32 class;
-    NvU32 count;
     struct uvm_vmem_handle **handles;
-    NvU32 taken;    // handles that have a page
-    NvU32 from_old; // how many of these, counted from the first, have a page of an older slab
-    NvU32 stored;   // handles in the table
+    NvU32 count;
+    NvU32 num_taken;  // handles that have a page
+    NvU32 num_reused; // of these, the first so many have a page of an older slab
+    NvU32 num_stored; // handles in the table
 
     struct list_head slabs; // new ones
     uvm_tracker_t tracker;
@@ -43,14 +41,14 @@ struct uvm_vmem_handle *uvm_vmem_handle_find(struct uvm_vmem_space *space, NvU64
 {
     struct uvm_vmem_handle *handle = xa_load(&space->handles, id);
 
-    return handle && !handle->leaving ? handle : NULL;
+    return handle && !handle->releasing ? handle : NULL;
 }
 
-struct uvm_vmem_handle *uvm_vmem_handle_leaving(struct uvm_vmem_space *space, NvU64 id)
+struct uvm_vmem_handle *uvm_vmem_handle_find_releasing(struct uvm_vmem_space *space, NvU64 id)
 {
     struct uvm_vmem_handle *handle = xa_load(&space->handles, id);
 
-    return handle && handle->leaving ? handle : NULL;
+    return handle && handle->releasing ? handle : NULL;
 }
 
 static NvU32 page_class(NvU32 granules)
@@ -78,9 +76,9 @@ static void slab_free(struct uvm_vmem_slab *slab)
 // Assign pages of the slab to handles without one, until the slab is full or all handles have one.
 static void pages_take_from(struct create *c, struct uvm_vmem_slab *slab)
 {
-    while (c->taken < c->count) {
-        struct uvm_vmem_handle *handle = c->handles[c->taken];
-        int first = uvm_vmem_slab_find(slab->used, c->granules);
+    while (c->num_taken < c->count) {
+        struct uvm_vmem_handle *handle = c->handles[c->num_taken];
+        int first = uvm_vmem_slab_first_free(slab->used, c->granules);
 
         if (first < 0)
             return;
@@ -89,16 +87,16 @@ static void pages_take_from(struct create *c, struct uvm_vmem_slab *slab)
         handle->granules = c->granules;
         slab->used |= handle_mask(handle);
         c->vgpu->bytes_created += granules_size(c->granules);
-        c->taken++;
+        c->num_taken++;
     }
 }
 
 // Put the slab into the list of its page size. Slabs with a free page come first.
-static void slab_list(struct uvm_vmem_slab *slab)
+static void slab_sort(struct uvm_vmem_slab *slab)
 {
     struct list_head *slabs = &slab->owner->slabs[page_class(slab->granules)];
 
-    if (uvm_vmem_slab_find(slab->used, slab->granules) < 0)
+    if (uvm_vmem_slab_first_free(slab->used, slab->granules) < 0)
         list_move_tail(&slab->node, slabs);
     else
         list_move(&slab->node, slabs);
@@ -115,7 +113,7 @@ void uvm_vmem_handle_free(struct uvm_vmem_handle *handle)
     slab->owner->bytes_created -= granules_size(handle->granules);
     slab->owner->space->num_handles--;
     if (slab->used)
-        slab_list(slab);
+        slab_sort(slab);
     else
         slab_free(slab);
     uvm_kvfree(handle);
@@ -150,7 +148,7 @@ static NV_STATUS slabs_alloc(struct create *c)
     NV_STATUS status = NV_OK;
 
     list_for_each_entry(slab, &c->vgpu->slabs[c->class], node) {
-        NvU32 n = uvm_vmem_slab_free(slab->used, c->granules);
+        NvU32 n = uvm_vmem_slab_num_free(slab->used, c->granules);
 
         if (!n || free >= c->count)
             break;
@@ -258,27 +256,26 @@ static void pages_take(struct create *c)
     struct list_head *slabs = &c->vgpu->slabs[c->class];
     struct uvm_vmem_slab *slab;
 
-    while (c->taken < c->count && !list_empty(slabs)) {
+    while (c->num_taken < c->count && !list_empty(slabs)) {
         slab = list_first_entry(slabs, struct uvm_vmem_slab, node);
-        if (uvm_vmem_slab_find(slab->used, c->granules) < 0)
+        if (uvm_vmem_slab_first_free(slab->used, c->granules) < 0)
             break;
         pages_take_from(c, slab);
-        slab_list(slab);
+        slab_sort(slab);
     }
-    c->from_old = c->taken;
+    c->num_reused = c->num_taken;
 
     list_for_each_entry(slab, &c->slabs, node)
         pages_take_from(c, slab);
 }
 
-static NV_STATUS handles_store(struct create *c, NvU64 base)
+static NV_STATUS handles_store(struct create *c)
 {
-    int err;
+    for (; c->num_stored < c->count; c->num_stored++) {
+        struct uvm_vmem_handle *handle = c->handles[c->num_stored];
 
-    for (; c->stored < c->count; c->stored++) {
-        c->handles[c->stored]->id = base + c->stored;
-        err = xa_err(xa_store(&c->space->handles, base + c->stored, c->handles[c->stored], NV_UVM_GFP_FLAGS));
-        if (err)
+        handle->id = c->space->next_handle + c->num_stored;
+        if (xa_err(xa_store(&c->space->handles, handle->id, handle, NV_UVM_GFP_FLAGS)))
             return NV_ERR_NO_MEMORY;
     }
     return NV_OK;
@@ -291,16 +288,16 @@ static void create_unwind(struct create *c)
 
     (void)uvm_tracker_wait(&c->tracker);
 
-    while (c->stored)
-        xa_erase(&c->space->handles, c->handles[--c->stored]->id);
+    while (c->num_stored)
+        xa_erase(&c->space->handles, c->handles[--c->num_stored]->id);
 
-    while (c->taken) {
-        struct uvm_vmem_handle *handle = c->handles[--c->taken];
+    while (c->num_taken) {
+        struct uvm_vmem_handle *handle = c->handles[--c->num_taken];
 
         handle->slab->used &= ~handle_mask(handle);
         c->vgpu->bytes_created -= granules_size(handle->granules);
-        if (c->taken < c->from_old)
-            slab_list(handle->slab);
+        if (c->num_taken < c->num_reused)
+            slab_sort(handle->slab);
         handle->slab = NULL;
     }
 
@@ -308,18 +305,17 @@ static void create_unwind(struct create *c)
         slab_free(slab);
 }
 
-// LOCKING: the VA space lock in read mode and space->lock. The lock is held while the GPU zeroes, so that free memory
+// Allocate, zero and store the pages, or undo everything. space->lock is held while the GPU zeroes, so that free memory
 // in a slab is either zero or known to be dirty.
-static NV_STATUS create_locked(struct create *c, NvU64 *first)
+static NV_STATUS create_run(struct create *c)
 {
     struct uvm_vmem_slab *slab, *next;
-    NvU64 base = c->space->next_handle;
     NV_STATUS status;
 
     status = slabs_alloc(c);
     if (status == NV_OK) {
         pages_take(c);
-        status = handles_store(c, base);
+        status = handles_store(c);
     }
     if (status == NV_OK)
         status = pages_zero(c);
@@ -331,87 +327,35 @@ static NV_STATUS create_locked(struct create *c, NvU64 *first)
     }
 
     list_for_each_entry_safe(slab, next, &c->slabs, node)
-        slab_list(slab);
+        slab_sort(slab);
     c->space->next_handle += c->count;
     c->space->num_handles += c->count;
-    *first = base;
     return NV_OK;
 }
 
-static void handles_array_free(struct uvm_vmem_handle **handles, NvU32 count)
+NV_STATUS uvm_vmem_pages_create(struct uvm_vmem_gpu *vgpu, NvU32 granules, struct uvm_vmem_handle **handles,
+                                NvU32 count, NvU64 *first)
 {
-    NvU32 i;
-
-    for (i = 0; handles && i < count; i++)
-        uvm_kvfree(handles[i]);
-    uvm_kvfree(handles);
-}
-
-static struct uvm_vmem_handle **handles_array_alloc(NvU32 count)
-{
-    struct uvm_vmem_handle **handles = uvm_kvmalloc_zero(count * sizeof(*handles));
-    NvU32 i;
-
-    for (i = 0; handles && i < count; i++) {
-        handles[i] = uvm_kvmalloc_zero(sizeof(*handles[i]));
-        if (!handles[i]) {
-            handles_array_free(handles, i);
-            return NULL;
-        }
-        INIT_LIST_HEAD(&handles[i]->entries);
-    }
-    return handles;
-}
-
-NV_STATUS uvm_vmem_api_create(void *params, struct file *filp)
-{
-    struct uvm_vmem_create *p = params;
-    uvm_va_space_t *va_space = uvm_va_space_get(filp);
-    struct create *c = NULL;
-    uvm_gpu_t *gpu;
+    struct create *c = uvm_kvmalloc_zero(sizeof(*c));
     NV_STATUS status;
 
-    p->out_handle = 0;
+    lockdep_assert_held(&vgpu->space->lock);
 
-    status = uvm_vmem_check_create(p);
-    if (status != NV_OK)
-        return status;
-
-    c = uvm_kvmalloc_zero(sizeof(*c));
     if (!c)
         return NV_ERR_NO_MEMORY;
 
-    c->granules = uvm_vmem_page_granules(p->page_size);
-    c->class = page_class(c->granules);
-    c->count = p->count;
+    c->space = vgpu->space;
+    c->vgpu = vgpu;
+    c->granules = granules;
+    c->class = page_class(granules);
+    c->handles = handles;
+    c->count = count;
     INIT_LIST_HEAD(&c->slabs);
     uvm_tracker_init(&c->tracker);
 
-    c->space = uvm_vmem_space_get(filp);
-    c->handles = handles_array_alloc(p->count);
-    if (!c->space || !c->handles) {
-        status = NV_ERR_NO_MEMORY;
-        goto out;
-    }
-
-    uvm_va_space_down_read(va_space);
-    status = uvm_vmem_gpu_lookup(va_space, p->gpu_uuid, &gpu, NULL);
+    status = create_run(c);
     if (status == NV_OK)
-        status = c->space->dead;
-    if (status == NV_OK) {
-        mutex_lock(&c->space->lock);
-        c->vgpu = uvm_vmem_gpu_find(c->space, gpu, true);
-        status = c->vgpu ? create_locked(c, &p->out_handle) : NV_ERR_NO_MEMORY;
-        mutex_unlock(&c->space->lock);
-    }
-    uvm_va_space_up_read(va_space);
-
-out:
-    // On success the table owns the handles.
-    if (status == NV_OK)
-        uvm_kvfree(c->handles);
-    else
-        handles_array_free(c->handles, p->count);
+        *first = handles[0]->id;
     uvm_tracker_deinit(&c->tracker);
     uvm_kvfree(c);
     return status;

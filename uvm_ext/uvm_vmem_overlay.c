@@ -39,15 +39,15 @@ void uvm_vmem_closed(void *ext_gpu_map)
     if (!overlay)
         return;
 
-    // Mappings in other ranges may close at the same time. Whoever else changes records holds the VA space lock in write
-    // mode.
+    // Mappings in other ranges may close at the same time. All other changes of records are made with the VA space lock
+    // in write mode.
     space = overlay->vgpu->space;
     spin_lock(&space->records);
 
     // UVM ignores that a fatal error kept it from clearing the entries. The GPU may still reach the pages: they stay
     // until the GPU is unregistered.
     if (uvm_global_get_status() != NV_OK)
-        space->dead = uvm_global_get_status();
+        space->fatal = uvm_global_get_status();
     overlay_drop(overlay);
     spin_unlock(&space->records);
 }
@@ -75,7 +75,7 @@ static NV_STATUS overlay_alloc(struct uvm_vmem_call *call, uvm_vmem_range_t *ran
     overlay->range = range;
     overlay->start = start;
     overlay->end = end;
-    overlay->sparse = uvm_vmem_cover(start, end);
+    overlay->sparse = uvm_vmem_range_mask(start, end);
     INIT_LIST_HEAD(&overlay->touched);
     for (i = 0; i < UVM_VMEM_GRANULES; i++)
         overlay->entries[i].index = i;
@@ -87,14 +87,14 @@ static NV_STATUS overlay_alloc(struct uvm_vmem_call *call, uvm_vmem_range_t *ran
 
 static void touch(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
 {
-    overlay->occupied = overlay->pages;
-    overlay->had_pages = overlay->pages;
-    overlay->changed = 0;
-    overlay->fresh = false;
+    overlay->pages_after = overlay->pages;
+    overlay->pages_before = overlay->pages;
+    overlay->changed_mask = 0;
+    overlay->opened = false;
     overlay->taken = false;
-    overlay->cut_wanted = false;
+    overlay->needs_cut = false;
     overlay->cut = false;
-    overlay->former = NULL;
+    overlay->former_map = NULL;
     list_add_tail(&overlay->touched, &call->touched);
 }
 
@@ -148,27 +148,60 @@ static NV_STATUS map_create(struct uvm_vmem_call *call, struct uvm_vmem_overlay 
     return NV_OK;
 }
 
-// Open an overlay in the hole around va, within the block and the range.
-static NV_STATUS overlay_open(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, bool huge,
-                              struct uvm_vmem_overlay **out_overlay)
+// Find the hole around va, in whole granules, within the block and the range.
+static NV_STATUS hole_find(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, NvU64 *start, NvU64 *end)
 {
     uvm_va_range_t *va_range = uvm_vmem_va_range(range);
-    uvm_page_table_range_vec_t *vec;
-    uvm_ext_gpu_mem_handle *mem;
-    struct uvm_vmem_overlay *overlay;
-    NvU64 start = max(uvm_vmem_block(va), va_range->node.start);
-    NvU64 end = min(uvm_vmem_block_end(va), va_range->node.end);
     NV_STATUS status;
 
-    status = uvm_range_tree_find_hole_in(&uvm_ext_gpu_range_tree(range, call->gpu)->tree, va, &start, &end);
+    *start = max(uvm_vmem_block(va), va_range->node.start);
+    *end = min(uvm_vmem_block_end(va), va_range->node.end);
+    status = uvm_range_tree_find_hole_in(&uvm_ext_gpu_range_tree(range, call->gpu)->tree, va, start, end);
     if (status != NV_OK)
         return status;
 
     // A neighbour with 4 KiB entries may end inside the 64 KiB at va.
-    if (!uvm_vmem_whole_granules(&start, &end) || va < start || va + UVM_VMEM_GRANULE - 1 > end)
+    if (!uvm_vmem_whole_granules(start, end) || va < *start || va + UVM_VMEM_GRANULE - 1 > *end)
         return NV_ERR_UVM_ADDRESS_IN_USE;
+    return NV_OK;
+}
 
-    huge = huge && start == uvm_vmem_block(va) && end == uvm_vmem_block_end(va);
+// Get page tables, whose entries are invalid, for an overlay's new mapping.
+static NV_STATUS map_get_tables(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay,
+                                uvm_vmem_page_size_t page_size)
+{
+    uvm_page_table_range_vec_t *vec = &UVM_VMEM_BASE(overlay->map)->pt_range_vec;
+    NV_STATUS status = NV_ERR_NO_MEMORY;
+
+    vec->tree = call->tree;
+    vec->page_size = page_size;
+    vec->start = overlay->start;
+    vec->size = overlay->end - overlay->start + 1;
+    vec->range_count = 1;
+    vec->ranges = uvm_kvmalloc_zero(sizeof(*vec->ranges));
+    if (vec->ranges)
+        status = uvm_page_tree_get_ptes_async(call->tree, page_size, vec->start, vec->size, UVM_PMM_ALLOC_FLAGS_EVICT,
+                                              &vec->ranges[0]);
+    if (status != NV_OK) {
+        // Without the array, UVM's destroy function has no PTEs to clear.
+        uvm_kvfree(vec->ranges);
+        memset(vec, 0, sizeof(*vec));
+    }
+    return status;
+}
+
+// Open an overlay in the hole around va.
+static NV_STATUS overlay_open(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, bool huge,
+                              struct uvm_vmem_overlay **out_overlay)
+{
+    uvm_ext_gpu_mem_handle *mem;
+    struct uvm_vmem_overlay *overlay;
+    NvU64 start, end;
+    NV_STATUS status;
+
+    status = hole_find(call, range, va, &start, &end);
+    if (status != NV_OK)
+        return status;
 
     status = overlay_alloc(call, range, start, end, &overlay, &mem);
     if (status != NV_OK)
@@ -181,28 +214,15 @@ static NV_STATUS overlay_open(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
         return status;
     }
 
-    vec = &UVM_VMEM_BASE(overlay->map)->pt_range_vec;
-    vec->tree = call->tree;
-    vec->page_size = huge ? UVM_PAGE_SIZE_2M : UVM_PAGE_SIZE_64K;
-    vec->start = start;
-    vec->size = end - start + 1;
-    vec->range_count = 1;
-    vec->ranges = uvm_kvmalloc_zero(sizeof(*vec->ranges));
-    status = NV_ERR_NO_MEMORY;
-    if (vec->ranges) {
-        status = uvm_page_tree_get_ptes_async(call->tree, vec->page_size, vec->start, vec->size,
-                                              UVM_PMM_ALLOC_FLAGS_EVICT, &vec->ranges[0]);
-    }
+    huge = huge && start == uvm_vmem_block(va) && end == uvm_vmem_block_end(va);
+    status = map_get_tables(call, overlay, huge ? UVM_PAGE_SIZE_2M : UVM_PAGE_SIZE_64K);
     if (status != NV_OK) {
-        // Without the array, UVM's destroy function has no PTEs to clear.
-        uvm_kvfree(vec->ranges);
-        memset(vec, 0, sizeof(*vec));
         map_destroy(range, overlay->map);
         return status;
     }
 
     touch(call, overlay);
-    overlay->fresh = true;
+    overlay->opened = true;
     *out_overlay = overlay;
     return NV_OK;
 }
@@ -244,9 +264,9 @@ static NV_STATUS map_split(uvm_vmem_range_t *range, uvm_ext_gpu_map_t *map, NvU6
     return NV_OK;
 }
 
-// Whether a foreign mapping can become an overlay: its entries can be cut at the block's borders, unmapping it needs no
-// more than unmapping local vidmem, and cutting it takes no long time: each block copies the records of the page tables
-// behind it, under the VA space lock, which every other call of the process and every GPU fault waits for.
+// True if a foreign mapping can become an overlay: its entries end at the block's borders, unmapping it needs no more
+// than unmapping local vidmem, and splitting it is quick. Each split copies the records of the page tables behind it
+// under the VA space lock, for which all other calls of the process and all GPU faults wait.
 static bool map_can_be_taken(uvm_ext_gpu_map_t *map)
 {
     // First, because fabric memory of a peer may have no memory handle, as a sparse mapping
@@ -260,14 +280,48 @@ static bool map_can_be_taken(uvm_ext_gpu_map_t *map)
     return !map->mem_handle || (map->owning_gpu == UVM_VMEM_BASE(map)->gpu && !map->is_sysmem);
 }
 
+// Split a foreign mapping so that *map covers exactly [start, end]. Its parts before and after stay mapped as they are.
+static NV_STATUS map_isolate(uvm_vmem_range_t *range, NvU64 start, NvU64 end, uvm_ext_gpu_map_t **map)
+{
+    uvm_ext_gpu_map_t *upper;
+    NV_STATUS status;
+
+    if (UVM_VMEM_BASE(*map)->node.start < start) {
+        status = map_split(range, *map, start, &upper);
+        if (status != NV_OK)
+            return status;
+        *map = upper;
+    }
+    if (UVM_VMEM_BASE(*map)->node.end > end)
+        return map_split(range, *map, end + 1, &upper);
+    return NV_OK;
+}
+
+// A mapping without addresses, which holds the memory handle of a mapping that is taken over until the handle can be
+// freed. *former_map is NULL for a sparse mapping, which has no handle.
+static NV_STATUS former_alloc(const uvm_ext_gpu_map_t *map, uvm_ext_gpu_map_t **former_map)
+{
+    *former_map = NULL;
+    if (!map->mem_handle)
+        return NV_OK;
+
+    *former_map = uvm_kvmalloc_zero(sizeof(**former_map));
+    if (!*former_map)
+        return NV_ERR_NO_MEMORY;
+    uvm_tracker_init(&(*former_map)->tracker);
+    (*former_map)->mem_handle = map->mem_handle;
+    UVM_VMEM_BASE(*former_map)->gpu = UVM_VMEM_BASE(map)->gpu;
+    (*former_map)->owning_gpu = map->owning_gpu;
+    return NV_OK;
+}
+
 // Turn the part of a foreign mapping in va's block into an overlay. Only records change here.
 static NV_STATUS overlay_take(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, uvm_ext_gpu_map_t *map,
                               bool huge, struct uvm_vmem_overlay **out_overlay)
 {
     NvU64 start = max(uvm_vmem_block(va), UVM_VMEM_BASE(map)->node.start);
     NvU64 end = min(uvm_vmem_block_end(va), UVM_VMEM_BASE(map)->node.end);
-    uvm_ext_gpu_map_t *former = NULL;
-    uvm_ext_gpu_map_t *upper;
+    uvm_ext_gpu_map_t *former_map;
     uvm_ext_gpu_mem_handle *mem;
     struct uvm_vmem_overlay *overlay;
     NV_STATUS status;
@@ -277,39 +331,19 @@ static NV_STATUS overlay_take(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
 
     // Its PTE writes are complete, or a fatal error ended them.
     status = uvm_tracker_wait(&map->tracker);
+    if (status == NV_OK)
+        status = map_isolate(range, start, end, &map);
+    if (status == NV_OK)
+        status = former_alloc(map, &former_map);
     if (status != NV_OK)
         return status;
 
-    if (UVM_VMEM_BASE(map)->node.start < start) {
-        status = map_split(range, map, start, &upper);
-        if (status != NV_OK)
-            return status;
-        map = upper;
-    }
-    if (UVM_VMEM_BASE(map)->node.end > end) {
-        status = map_split(range, map, end + 1, &upper);
-        if (status != NV_OK)
-            return status;
-    }
-
-    if (map->mem_handle) {
-        former = uvm_kvmalloc_zero(sizeof(*former));
-        if (!former)
-            return NV_ERR_NO_MEMORY;
-        uvm_tracker_init(&former->tracker);
-    }
-
     status = overlay_alloc(call, range, start, end, &overlay, &mem);
     if (status != NV_OK) {
-        uvm_kvfree(former);
+        uvm_kvfree(former_map);
         return status;
     }
 
-    if (former) {
-        former->mem_handle = map->mem_handle;
-        UVM_VMEM_BASE(former)->gpu = UVM_VMEM_BASE(map)->gpu;
-        former->owning_gpu = map->owning_gpu;
-    }
     map->mem_handle = mem;
     map->owning_gpu = call->gpu;
     map->vmem = overlay;
@@ -317,20 +351,20 @@ static NV_STATUS overlay_take(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
 
     touch(call, overlay);
     overlay->taken = true;
-    overlay->former = former;
-    overlay->cut_wanted = UVM_VMEM_BASE(map)->pt_range_vec.page_size == UVM_PAGE_SIZE_2M && !huge;
+    overlay->former_map = former_map;
+    overlay->needs_cut = UVM_VMEM_BASE(map)->pt_range_vec.page_size == UVM_PAGE_SIZE_2M && !huge;
     *out_overlay = overlay;
     return NV_OK;
 }
 
-void uvm_vmem_overlay_touch_again(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
+void uvm_vmem_overlay_touch(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
 {
     if (list_empty(&overlay->touched))
         touch(call, overlay);
 }
 
-NV_STATUS uvm_vmem_overlay_touch(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, bool take, bool huge,
-                                 struct uvm_vmem_overlay **out_overlay)
+NV_STATUS uvm_vmem_overlay_prepare(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, bool take, bool huge,
+                                   struct uvm_vmem_overlay **out_overlay)
 {
     uvm_ext_gpu_map_t *map = uvm_vmem_map_at(range, call->gpu, va);
     struct uvm_vmem_overlay *overlay;
@@ -344,7 +378,7 @@ NV_STATUS uvm_vmem_overlay_touch(struct uvm_vmem_call *call, uvm_vmem_range_t *r
     if (!overlay)
         return take ? overlay_take(call, range, va, map, huge, out_overlay) : NV_ERR_UVM_ADDRESS_IN_USE;
 
-    uvm_vmem_overlay_touch_again(call, overlay);
+    uvm_vmem_overlay_touch(call, overlay);
     *out_overlay = overlay;
     return NV_OK;
 }
@@ -364,7 +398,7 @@ NV_STATUS uvm_vmem_overlays_cut(struct uvm_vmem_call *call)
     NV_STATUS status = NV_OK;
 
     list_for_each_entry(overlay, &call->touched, touched) {
-        if (overlay->cut_wanted && status == NV_OK)
+        if (overlay->needs_cut && status == NV_OK)
             status = uvm_vmem_overlay_cut(call, overlay);
     }
     return status;
@@ -373,20 +407,20 @@ NV_STATUS uvm_vmem_overlays_cut(struct uvm_vmem_call *call)
 void uvm_vmem_overlay_undo(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
 {
     uvm_ext_gpu_map_t *map = overlay->map;
-    uvm_ext_gpu_map_t *former = overlay->former;
+    uvm_ext_gpu_map_t *former_map = overlay->former_map;
 
     list_del_init(&overlay->touched);
 
-    if (overlay->fresh) {
+    if (overlay->opened) {
         // No PTE was written, so there is none to clear. This also drops the overlay.
         uvm_page_table_range_vec_deinit(&UVM_VMEM_BASE(map)->pt_range_vec);
         map_destroy(overlay->range, map);
     } else if (overlay->taken) {
         uvm_kvfree(map->mem_handle);
-        map->mem_handle = former ? former->mem_handle : NULL;
-        map->owning_gpu = former ? former->owning_gpu : NULL;
+        map->mem_handle = former_map ? former_map->mem_handle : NULL;
+        map->owning_gpu = former_map ? former_map->owning_gpu : NULL;
         map->vmem = NULL;
-        uvm_kvfree(former);
+        uvm_kvfree(former_map);
         overlay_drop(overlay);
     }
 }

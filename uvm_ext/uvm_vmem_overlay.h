@@ -34,19 +34,19 @@ struct uvm_vmem_overlay {
 
     // The remaining fields are used by one call at a time, under the VA space lock in write mode.
     struct list_head touched; // in uvm_vmem_call.touched
-    NvU32 occupied;           // the pages after the elements processed so far
-    NvU32 had_pages;          // the pages when the call began
-    NvU32 changed;
-    bool fresh; // opened by this call: the PTEs are still invalid
-    bool taken; // taken over by this call: the PTEs are still the former mapping's
+    NvU32 pages_after;        // the pages after the elements processed so far
+    NvU32 pages_before;       // the pages when the call began
+    NvU32 changed_mask;       // the granules whose records differ from their PTEs
+    bool opened;              // by this call: the PTEs are still invalid
+    bool taken;               // over by this call: the PTEs are still the former mapping's
 
     // The call needs 64 KiB entries instead of a 2 MiB entry
-    bool cut_wanted;
+    bool needs_cut;
     bool cut;
     uvm_page_table_range_t table; // if cut: the 64 KiB entries, not yet in the page directory
 
     // If taken: the former mapping's handle, to be freed. NULL for a sparse mapping, which has none
-    uvm_ext_gpu_map_t *former;
+    uvm_ext_gpu_map_t *former_map;
 };
 
 static inline uvm_vmem_page_size_t uvm_vmem_overlay_page_size(const struct uvm_vmem_overlay *overlay)
@@ -70,16 +70,16 @@ uvm_ext_gpu_map_t *uvm_vmem_map_at(uvm_vmem_range_t *range, uvm_gpu_t *gpu, NvU6
 
 // Add the overlay at va to the call. Open one where nothing is mapped or, with take, take over what is. With huge, a new
 // overlay that fills its block gets a 2 MiB entry. uvm_vmem_overlay_undo() undoes it.
-NV_STATUS uvm_vmem_overlay_touch(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, bool take, bool huge,
-                                 struct uvm_vmem_overlay **overlay);
+NV_STATUS uvm_vmem_overlay_prepare(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, bool take, bool huge,
+                                   struct uvm_vmem_overlay **overlay);
 
 // Add an existing overlay to the call. Does not allocate.
-void uvm_vmem_overlay_touch_again(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay);
+void uvm_vmem_overlay_touch(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay);
 
 // Allocate a page table for an overlay that will be cut.
 NV_STATUS uvm_vmem_overlay_cut(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay);
 
-// The same for all overlays of the call with cut_wanted. This is the last step of a MAP or UNMAP that can fail.
+// The same for all overlays of the call with needs_cut. This is the last step of a MAP or UNMAP that can fail.
 NV_STATUS uvm_vmem_overlays_cut(struct uvm_vmem_call *call);
 
 // Undo the call's changes to an overlay that is not cut.

@@ -1,7 +1,7 @@
 // /proc/driver/nvidia-uvm/vmem: what each file holds, in text form.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
-#include "uvm_vmem_api.h"
+#include "uvm_vmem_proc.h"
 #include "uvm_vmem_space.h"
 
 #include "nv-procfs.h"
@@ -56,9 +56,9 @@ static int vmem_seq_show(struct seq_file *s, void *v)
     mutex_lock(&space->lock);
     seq_printf(s, "process %d ", space->tgid);
     comm_show(s, space->comm);
-    seq_printf(s, ": handles %llu, pushes %llu, invalidates %llu, waits %llu, looks %llu\n", space->num_handles,
+    seq_printf(s, ": handles %llu, pushes %llu, invalidates %llu, waits %llu, examined %llu\n", space->num_handles,
                (NvU64)atomic64_read(&space->pushes), (NvU64)atomic64_read(&space->invalidates),
-               (NvU64)atomic64_read(&space->waits), (NvU64)atomic64_read(&space->looks));
+               (NvU64)atomic64_read(&space->waits), (NvU64)atomic64_read(&space->entries_examined));
     list_for_each_entry(vgpu, &space->gpus, node) {
         seq_printf(s, "  gpu %s: held %llu, created %llu, mapped %llu, overlays %llu\n", uvm_gpu_name(vgpu->gpu),
                    vgpu->bytes_held, vgpu->bytes_created, (NvU64)atomic64_read(&vgpu->bytes_mapped),

@@ -47,7 +47,7 @@ static inline unsigned int uvm_vmem_page_granules(__u64 page_size)
 
 // The first granule of a free, naturally aligned page of `granules` in a slab whose used granules are `used`; -1 if the
 // slab is full.
-static inline int uvm_vmem_slab_find(__u32 used, unsigned int granules)
+static inline int uvm_vmem_slab_first_free(__u32 used, unsigned int granules)
 {
     unsigned int first;
 
@@ -59,7 +59,7 @@ static inline int uvm_vmem_slab_find(__u32 used, unsigned int granules)
 }
 
 // The number of free pages of `granules` in a slab.
-static inline unsigned int uvm_vmem_slab_free(__u32 used, unsigned int granules)
+static inline unsigned int uvm_vmem_slab_num_free(__u32 used, unsigned int granules)
 {
     unsigned int first, n = 0;
 
@@ -78,7 +78,7 @@ static inline unsigned int uvm_vmem_index(__u64 va)
 }
 
 // The granules that [start, end] covers in its block. Both are in one block, start is aligned, and end is inclusive.
-static inline __u32 uvm_vmem_cover(__u64 start, __u64 end)
+static inline __u32 uvm_vmem_range_mask(__u64 start, __u64 end)
 {
     unsigned int first = uvm_vmem_index(start);
 

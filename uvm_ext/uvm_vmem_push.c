@@ -19,7 +19,7 @@ void uvm_vmem_push_init(struct uvm_vmem_push *push)
 
 void uvm_vmem_push_deinit(struct uvm_vmem_push *push) { uvm_tracker_deinit(&push->tracker); }
 
-static NV_STATUS begin(struct uvm_vmem_push *push)
+static NV_STATUS push_begin(struct uvm_vmem_push *push)
 {
     // Only a fatal error is possible. Earlier pushes cannot be undone.
     push->fatal = uvm_push_begin_acquire(push->tree->gpu->channel_manager, UVM_CHANNEL_TYPE_MEMOPS, &push->tracker,
@@ -44,7 +44,7 @@ NV_STATUS uvm_vmem_push_begin(struct uvm_vmem_push *push, uvm_page_tree_t *tree)
     push->fatal = uvm_tracker_add_tracker_safe(&push->tracker, &tree->tracker);
     uvm_mutex_unlock(&tree->lock);
 
-    if (push->fatal == NV_OK && begin(push) == NV_OK)
+    if (push->fatal == NV_OK && push_begin(push) == NV_OK)
         entries_begin(push);
     return push->fatal;
 }
@@ -75,7 +75,7 @@ NV_STATUS uvm_vmem_push_reserve(struct uvm_vmem_push *push, NvU32 space)
     // The membar above orders these writes before the next push.
     uvm_push_set_flag(&push->push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
     uvm_vmem_push_end(push);
-    if (begin(push) == NV_OK && batching)
+    if (push_begin(push) == NV_OK && batching)
         entries_begin(push);
     return push->fatal;
 }
@@ -88,31 +88,32 @@ void uvm_vmem_push_entries_end(struct uvm_vmem_push *push)
 
 void uvm_vmem_push_invalidate_begin(struct uvm_vmem_push *push) { uvm_tlb_batch_begin(push->tree, &push->tlb); }
 
-static void run_flush(struct uvm_vmem_push *push)
+static void pending_flush(struct uvm_vmem_push *push)
 {
-    NvU64 sizes = UVM_PAGE_SIZE_64K | (push->run_huge ? UVM_PAGE_SIZE_2M : 0);
+    NvU64 sizes = UVM_PAGE_SIZE_64K | (push->pending_huge ? UVM_PAGE_SIZE_2M : 0);
 
-    if (!push->run_end)
+    if (!push->pending_end)
         return;
-    uvm_tlb_batch_invalidate(&push->tlb, push->run_start, push->run_end - push->run_start + 1, sizes, UVM_MEMBAR_NONE);
-    push->run_end = 0;
+    uvm_tlb_batch_invalidate(&push->tlb, push->pending_start, push->pending_end - push->pending_start + 1, sizes,
+                             UVM_MEMBAR_NONE);
+    push->pending_end = 0;
 }
 
 void uvm_vmem_push_invalidate_add(struct uvm_vmem_push *push, NvU64 start, NvU64 end, bool huge)
 {
-    if (push->run_end && push->run_end + 1 == start && push->run_huge == huge) {
-        push->run_end = end;
+    if (push->pending_end && push->pending_end + 1 == start && push->pending_huge == huge) {
+        push->pending_end = end;
         return;
     }
-    run_flush(push);
-    push->run_start = start;
-    push->run_end = end;
-    push->run_huge = huge;
+    pending_flush(push);
+    push->pending_start = start;
+    push->pending_end = end;
+    push->pending_huge = huge;
 }
 
 void uvm_vmem_push_invalidate(struct uvm_vmem_push *push, uvm_membar_t membar)
 {
-    run_flush(push);
+    pending_flush(push);
     if (!push->tlb.count)
         return;
 

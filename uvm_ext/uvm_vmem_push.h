@@ -21,9 +21,9 @@ struct uvm_vmem_push {
     uvm_pte_batch_t ptes;
     bool batching;
     uvm_tlb_batch_t tlb;
-    NvU64 run_start; // contiguous addresses to invalidate, gathered so far
-    NvU64 run_end;
-    bool run_huge;
+    NvU64 pending_start; // contiguous addresses to invalidate, gathered so far
+    NvU64 pending_end;
+    bool pending_huge;
 
     // NV_OK, or the error of UVM's channels that left the page tables in an unknown state
     NV_STATUS fatal;

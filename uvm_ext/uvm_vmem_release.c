@@ -5,6 +5,7 @@
 #include "uvm_vmem_api.h"
 #include "uvm_vmem_check.h"
 #include "uvm_vmem_commit.h"
+#include "uvm_vmem_file.h"
 #include "uvm_vmem_memory.h"
 
 #include "uvm_kvmalloc.h"
@@ -13,13 +14,6 @@
 
 // Entries unmapped under one hold of the VA space lock
 #define UNMAP_AT_ONCE 4096
-
-// The working memory of RELEASE, which runs one at a time per file. Allocated with the file's state.
-struct uvm_vmem_release_room {
-    struct mutex lock;
-    struct uvm_vmem_call call;
-    NvU64 ids[UVM_VMEM_MAX_OPS]; // when there is no memory for a copy of the caller's own
-};
 
 // One RELEASE.
 struct release {
@@ -30,17 +24,6 @@ struct release {
     NvU32 unmapped; // how many handles, from the first, no entry maps any more
     NvU32 freed;    // how many of these are freed
 };
-
-struct uvm_vmem_release_room *uvm_vmem_release_room_alloc(void)
-{
-    struct uvm_vmem_release_room *room = uvm_kvmalloc(sizeof(*room));
-
-    if (room)
-        mutex_init(&room->lock);
-    return room;
-}
-
-void uvm_vmem_release_room_free(struct uvm_vmem_release_room *room) { uvm_kvfree(room); }
 
 // Hide the handles from other calls, all or none. Sets call->vgpu.
 static NV_STATUS handles_claim(struct uvm_vmem_call *call, struct release *r)
@@ -53,7 +36,7 @@ static NV_STATUS handles_claim(struct uvm_vmem_call *call, struct release *r)
         if (!handle || (call->vgpu && handle->slab->owner != call->vgpu))
             break;
         call->vgpu = handle->slab->owner;
-        handle->leaving = true;
+        handle->releasing = true;
     }
     if (i == r->count) {
         r->claimed = true;
@@ -61,7 +44,7 @@ static NV_STATUS handles_claim(struct uvm_vmem_call *call, struct release *r)
     }
     r->failed = i;
     while (i)
-        uvm_vmem_handle_leaving(call->space, r->ids[--i])->leaving = false;
+        uvm_vmem_handle_find_releasing(call->space, r->ids[--i])->releasing = false;
     return NV_ERR_INVALID_OBJECT_HANDLE;
 }
 
@@ -87,9 +70,9 @@ static bool handle_unmap(struct uvm_vmem_call *call, struct uvm_vmem_handle *han
 
         if (!*budget)
             return false;
-        atomic64_inc(&call->space->looks);
+        atomic64_inc(&call->space->entries_examined);
 
-        uvm_vmem_overlay_touch_again(call, overlay);
+        uvm_vmem_overlay_touch(call, overlay);
         if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !overlay->cut)
             done = huge_unmap(call, overlay);
         else
@@ -103,7 +86,7 @@ static bool handle_unmap(struct uvm_vmem_call *call, struct uvm_vmem_handle *han
 }
 
 // LOCKING: the VA space lock in write mode.
-static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
+static NV_STATUS release_change(struct uvm_vmem_call *call, void *arg)
 {
     struct release *r = arg;
     NvU32 budget = UNMAP_AT_ONCE;
@@ -119,13 +102,13 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
 
     // Between two steps the GPU can be unregistered. Its handles, and perhaps the GPU itself, are then gone.
     call->tree = NULL;
-    if (uvm_vmem_handle_leaving(call->space, r->ids[r->unmapped])) {
+    if (uvm_vmem_handle_find_releasing(call->space, r->ids[r->unmapped])) {
         gpu_va_space = uvm_gpu_va_space_get(call->va_space, call->gpu);
         call->tree = gpu_va_space ? &gpu_va_space->page_tables : NULL;
     }
 
     for (; r->unmapped < r->count; r->unmapped++) {
-        struct uvm_vmem_handle *handle = uvm_vmem_handle_leaving(call->space, r->ids[r->unmapped]);
+        struct uvm_vmem_handle *handle = uvm_vmem_handle_find_releasing(call->space, r->ids[r->unmapped]);
 
         if (handle && !handle_unmap(call, handle, &budget))
             break;
@@ -140,7 +123,7 @@ static NV_STATUS change(struct uvm_vmem_call *call, void *arg)
 // fatal error the GPU may still reach the pages, so they stay until the GPU is unregistered.
 //
 // LOCKING: the VA space lock in read mode.
-static void changed(struct uvm_vmem_call *call, void *arg)
+static void release_free_pages(struct uvm_vmem_call *call, void *arg)
 {
     struct release *r = arg;
 
@@ -163,7 +146,7 @@ NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
 {
     struct uvm_vmem_release *p = params;
     struct uvm_vmem_space *space;
-    struct uvm_vmem_release_room *room;
+    struct uvm_vmem_reserve *reserve;
     struct release r = {.count = p->count, .failed = UVM_VMEM_NO_OP};
     NvU64 *ids;
     NV_STATUS status;
@@ -177,10 +160,10 @@ NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
     if (status != NV_OK)
         return status;
 
-    space = uvm_vmem_space_get(filp);
+    space = uvm_vmem_file_space(filp);
     if (!space)
         return NV_ERR_NO_MEMORY;
-    room = space->release;
+    reserve = space->reserve;
 
     // The caller's memory can keep the copy waiting for as long as it likes, so nothing is locked meanwhile. Only when
     // memory is short is it copied to where other calls of RELEASE wait for it, which a signal that kills can end.
@@ -188,21 +171,21 @@ NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
     status = NV_ERR_INVALID_POINTER;
     if (ids && !ids_copy(ids, p))
         goto out;
-    if (mutex_lock_killable(&room->lock)) {
+    if (mutex_lock_killable(&reserve->lock)) {
         status = NV_ERR_SIGNAL_PENDING;
         goto out;
     }
-    if (ids || ids_copy(room->ids, p)) {
-        r.ids = ids ? ids : room->ids;
-        uvm_vmem_call_init(&room->call, space);
-        status = uvm_vmem_call_run(&room->call, change, changed, &r);
+    if (ids || ids_copy(reserve->ids, p)) {
+        r.ids = ids ? ids : reserve->ids;
+        uvm_vmem_call_init(&reserve->call, space);
+        status = uvm_vmem_call_run(&reserve->call, release_change, release_free_pages, &r);
         p->out_failed = r.failed;
-        p->out_pushes = room->call.push.pushes;
-        p->out_invalidates = room->call.push.invalidates;
-        p->out_waits = room->call.push.waits;
-        uvm_vmem_call_deinit(&room->call);
+        p->out_pushes = reserve->call.push.pushes;
+        p->out_invalidates = reserve->call.push.invalidates;
+        p->out_waits = reserve->call.push.waits;
+        uvm_vmem_call_deinit(&reserve->call);
     }
-    mutex_unlock(&room->lock);
+    mutex_unlock(&reserve->lock);
 out:
     uvm_kvfree(ids);
     return status;

@@ -1,4 +1,4 @@
-// The state of one open file, which the parts of the extension share.
+// The state of one open file and of its GPUs, which the parts of the extension share.
 //
 // Locking, in the order of uvm_lock.h with one lock added:
 //
@@ -11,9 +11,9 @@
 //   ext. range tree, page tree, push, PMM   UVM's own, as its functions require. No range tree or page tree lock is
 //                   taken while a push is open.
 //
-// RELEASE takes the lock of the file's uvm_vmem_release_room before all others. Nothing but other calls of RELEASE waits
-// for that one, and these can be killed. The lock of the list of files protects
-// only the list, and no other lock is taken under it, so a reader of the proc file delays no other process.
+// RELEASE takes the lock of the file's uvm_vmem_reserve before all others. Only other calls of RELEASE wait for it, and a
+// signal that kills ends the wait. The lock of the list of files protects only the list, and no other lock is taken under
+// it, so a reader of the proc file delays no other process.
 //
 // Lifetime. An overlay ends with its uvm_ext_gpu_map_t, which UVM may close whenever the VA space lock is not held in
 // write mode: as a whole, and only after it has cleared and invalidated the PTEs and waited. Memory is freed only when no
@@ -33,7 +33,7 @@
 // Page sizes: 64K, 128K, 256K, 2M
 #define UVM_VMEM_CLASSES 4
 
-// What a file holds on one GPU.
+// One file's pages and overlays on one GPU.
 struct uvm_vmem_gpu {
     struct list_head node; // in uvm_vmem_space.gpus
     struct uvm_vmem_space *space;
@@ -60,20 +60,20 @@ struct uvm_vmem_space {
     struct xarray handles;
     NvU64 next_handle;
     NvU64 num_handles;
-    struct uvm_vmem_release_room *release;
+    struct uvm_vmem_reserve *reserve; // uvm_vmem_call.h
 
     // Taken to change records with the VA space lock in read mode. No lock is taken under it
     spinlock_t records;
 
     // NV_OK, or the fatal error that interrupted a batch or the closing of an overlay: only the last close is possible
     // then. As for records
-    NV_STATUS dead;
+    NV_STATUS fatal;
 
     // Totals over the file's life
     atomic64_t pushes;
     atomic64_t invalidates;
     atomic64_t waits;
-    atomic64_t looks; // records of entries that RELEASE examined
+    atomic64_t entries_examined; // by RELEASE
 
     // The process that made the first call, for the proc file
     pid_t tgid;
@@ -96,7 +96,7 @@ struct uvm_vmem_handle {
     struct uvm_vmem_slab *slab;
     NvU8 first; // granule in the slab
     NvU8 granules;
-    bool leaving; // a RELEASE is working on it, and no other call finds it. VA space lock in write mode
+    bool releasing; // a RELEASE is working on it, and no other call finds it. VA space lock in write mode
 
     // The entries that map it (uvm_vmem_entry.node). VA space lock in write mode
     struct list_head entries;
@@ -107,18 +107,29 @@ static inline NvU64 uvm_vmem_handle_address(const struct uvm_vmem_handle *handle
     return handle->slab->chunk->address + handle->first * UVM_VMEM_GRANULE;
 }
 
-// The state of the file, created on first use. NULL if there is no memory.
-struct uvm_vmem_space *uvm_vmem_space_get(struct file *filp);
+// A new state of the file's VA space, which takes over the reserve. NULL if there is no memory.
+struct uvm_vmem_space *uvm_vmem_space_alloc(uvm_va_space_t *va_space, struct uvm_vmem_reserve *reserve);
 
-// The file's record of the GPU. With make, it is created if missing. NULL if there is none, or no memory.
+// Make a new state the file's, unless the file has one, and return the file's.
+struct uvm_vmem_space *uvm_vmem_space_publish(struct uvm_vmem_space *made);
+
+// End the file's state. No GPU and no handle is left in it.
+void uvm_vmem_space_end(struct uvm_vmem_space *space);
+
+// The file's record of the GPU, or NULL.
 //
 // LOCKING: space->lock and the VA space lock.
-struct uvm_vmem_gpu *uvm_vmem_gpu_find(struct uvm_vmem_space *space, uvm_gpu_t *gpu, bool make);
+struct uvm_vmem_gpu *uvm_vmem_gpu_find(struct uvm_vmem_space *space, uvm_gpu_t *gpu);
+
+// The file's record of the GPU, which is added if missing. NULL if there is no memory.
+//
+// LOCKING: space->lock and the VA space lock.
+struct uvm_vmem_gpu *uvm_vmem_gpu_find_or_add(struct uvm_vmem_space *space, uvm_gpu_t *gpu);
 
 // NV_OK if vMem supports this GPU.
-NV_STATUS uvm_vmem_gpu_status(uvm_gpu_t *gpu);
+NV_STATUS uvm_vmem_gpu_check(uvm_gpu_t *gpu);
 
-// The registered GPU and, with tree, its address space, checked by uvm_vmem_gpu_status().
+// The registered GPU and, with tree, its address space, checked by uvm_vmem_gpu_check().
 //
 // LOCKING: the VA space lock.
 NV_STATUS uvm_vmem_gpu_lookup(uvm_va_space_t *va_space, const NvU8 *uuid, uvm_gpu_t **gpu, uvm_page_tree_t **tree);

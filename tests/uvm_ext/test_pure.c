@@ -81,10 +81,10 @@ static void test_slab(void)
             unsigned int n_free = 0;
             for (unsigned int u = 0; u < 32; u += granules)
                 n_free += !taken[u];
-            CHECK(uvm_vmem_slab_free(used, granules) == n_free);
+            CHECK(uvm_vmem_slab_num_free(used, granules) == n_free);
 
             if (rnd() % 2) {
-                int first = uvm_vmem_slab_find(used, granules);
+                int first = uvm_vmem_slab_first_free(used, granules);
                 CHECK((first < 0) == (n_free == 0));
                 if (first < 0)
                     continue;
@@ -112,16 +112,16 @@ static void test_blocks(void)
     CHECK(uvm_vmem_block_end(5 * block) == 6 * block - 1);
     CHECK(uvm_vmem_block_end(~0ull) == ~0ull);
     CHECK(uvm_vmem_index(7 * block) == 0 && uvm_vmem_index(8 * block - 1) == 31);
-    CHECK(uvm_vmem_cover(block, 2 * block - 1) == ~0u);
-    CHECK(uvm_vmem_cover(block + 31 * granule, 2 * block - 1) == 0x80000000u);
-    CHECK(uvm_vmem_cover(block, block + granule - 1) == 1);
+    CHECK(uvm_vmem_range_mask(block, 2 * block - 1) == ~0u);
+    CHECK(uvm_vmem_range_mask(block + 31 * granule, 2 * block - 1) == 0x80000000u);
+    CHECK(uvm_vmem_range_mask(block, block + granule - 1) == 1);
 
     for (unsigned int first = 0; first < 32; first++) {
         for (unsigned int last = first; last < 32; last++) {
             __u32 want = 0;
             for (unsigned int i = first; i <= last; i++)
                 want |= 1u << i;
-            CHECK(uvm_vmem_cover(9 * block + first * granule, 9 * block + (last + 1) * granule - 1) == want);
+            CHECK(uvm_vmem_range_mask(9 * block + first * granule, 9 * block + (last + 1) * granule - 1) == want);
         }
     }
 }

@@ -20,8 +20,9 @@ def _m(name, what, test, file, old, new, gpu=""):
     return Mutant(name, what, test, ((file, old, new),), gpu)
 
 
-_B, _C, _L, _M, _P, _R, _W, _S = (
-    f"uvm_vmem_{n}.c" for n in ("batch", "commit", "call", "memory", "push", "release", "overlay", "space")
+_B, _C, _F, _L, _M, _N, _P, _R, _W, _S = (
+    f"uvm_vmem_{n}.c"
+    for n in ("batch", "commit", "file", "call", "memory", "create", "push", "release", "overlay", "space")
 )
 
 # fmt: off
@@ -40,13 +41,13 @@ MUTANTS = (
        "block + (__fls(mask) + (__fls(mask) == __ffs(mask))) * UVM_VMEM_GRANULE - 1"),
     _m("runs_merged_wrongly", "runs that are not adjacent are merged, and only the first is invalidated",
        "test_random",
-       _P, "push->run_end + 1 == start && push->run_huge == huge",
-       "push->run_huge == huge && (end = push->run_end, 1)"),
+       _P, "push->pending_end + 1 == start && push->pending_huge == huge",
+       "push->pending_huge == huge && (end = push->pending_end, 1)"),
     _m("huge_size_left_out", "an invalidate of 2 MiB entries names only the size 64 KiB",
        "test_calls test_huge_page_replaced_by_huge_page",
-       _P, "(push->run_huge ? UVM_PAGE_SIZE_2M : 0)", "0"),
+       _P, "(push->pending_huge ? UVM_PAGE_SIZE_2M : 0)", "0"),
     _m("no_membar", "no membar is issued before memory is freed", "test_lifetime test_late_write",
-       _C, "call->downgrade || overlay->former", "(call->downgrade = false, overlay->former)"),
+       _C, "call->downgrade || overlay->former_map", "(call->downgrade = false, overlay->former_map)"),
     _m("entry_off_by_one", "the neighbouring entry is written", "test_calls test_map_overlay_rest_is_sparse",
        _C, "(va - start) / UVM_VMEM_GRANULE", "((va - start) / UVM_VMEM_GRANULE) ^ 1"),
     _m("read_only", "pages are mapped read-only", "test_calls test_map_overlay_rest_is_sparse",
@@ -64,16 +65,16 @@ MUTANTS = (
        "test_atomic test_largest_range",
        _P, "push->ptes.pte_count * push->ptes.pte_entry_size + FLUSH_SPACE", "0"),
     _m("one_step", "a 2 MiB entry turns directly into a table", "test_live test_live_takeover",
-       _C, "overlay->cut && (overlay->taken || overlay->had_pages)", "false"),
+       _C, "overlay->cut && (overlay->taken || overlay->pages_before)", "false"),
     _m("not_ahead", "the next block is not opened before a kernel reads there",
        "test_live test_live_growth_over_a_backdrop",
-       _B, "(op->flags & UVM_VMEM_MAP_AHEAD) && !overlay->had_pages", "false"),
+       _B, "(op->flags & UVM_VMEM_MAP_AHEAD) && !overlay->pages_before", "false"),
     _m("no_membar_for_sparse", "no membar is issued when a sparse entry becomes a page",
        "test_calls test_sparse_goes_behind_a_membar",
-       _C, "call->sparse_goes || !overlay->fresh", "false"),
+       _C, "call->replaces_sparse || !overlay->opened", "false"),
     # ---- checks
     _m("replace_unasked", "a mapped page is replaced without the flag", "test_errors test_err_map_elements",
-       _B, "!(op->flags & UVM_VMEM_MAP_REPLACE) && (overlay->occupied & mask)", "false"),
+       _B, "!(op->flags & UVM_VMEM_MAP_REPLACE) && (overlay->pages_after & mask)", "false"),
     _m("page_end_unchecked", "an element may extend past the end of its page", "test_errors test_err_map_elements",
        _B, "op->offset + op->length > (*handle)->granules * UVM_VMEM_GRANULE", "false"),
     _m("other_gpus_page", "a page of another GPU may be mapped", "test_calls test_two_gpus",
@@ -127,7 +128,7 @@ MUTANTS = (
     _m("handles_used_again", "a handle is reused for another page", "test_calls test_handles_are_never_used_twice",
        _M, "    c->space->next_handle += c->count;", ""),
     Mutant("missing_lock", "CREATE does not take the file's lock", "test_race test_concurrent_maps_and_releases",
-           ((_M, "        mutex_lock(&c->space->lock);", ""), (_M, "        mutex_unlock(&c->space->lock);", ""))),
+           ((_N, "    mutex_lock(&space->lock);", ""), (_N, "    mutex_unlock(&space->lock);", ""))),
     _m("no_wait", "calls return, and RELEASE frees pages, before the GPU has processed the entries", "test_random",
        _L, "uvm_vmem_push_wait(&call->push)", "NV_OK"),
     _m("released_but_mapped", "RELEASE leaves the last entry of a page mapped",
@@ -135,9 +136,9 @@ MUTANTS = (
        _R, "            uvm_vmem_entry_unmap(call, overlay, entry->index, false);",
        "uvm_vmem_entry_clear(overlay, entry->index);"),
     _m("double_release", "RELEASE accepts the same handle twice", "test_errors test_err_release",
-       _R, "        handle->leaving = true;", "handle->leaving = i > 1;"),
+       _R, "        handle->releasing = true;", "handle->releasing = i > 1;"),
     _m("claim_not_given_up", "a failed RELEASE keeps the handles that it claimed", "test_errors test_err_release",
-       _R, "        uvm_vmem_handle_leaving(call->space, r->ids[--i])->leaving = false;", "i--;"),
+       _R, "        uvm_vmem_handle_find_releasing(call->space, r->ids[--i])->releasing = false;", "i--;"),
     _m("release_in_one_step", "RELEASE holds the lock for any amount of work",
        "test_release test_release_in_steps",
        _R, "        *budget -= min(*budget, done);", ""),
@@ -171,7 +172,7 @@ MUTANTS = (
        _W, "        map_destroy(overlay->range, map);", "(void)map;"),
     _m("gpu_leaves_its_pages", "unregistering a GPU frees none of its pages",
        "test_lifetime test_unregister_gpu_ends_its_handles",
-       _S, "        uvm_vmem_memory_free_all(vgpu);", ""),
+       _F, "        uvm_vmem_memory_free_all(vgpu);", ""),
     _m("gpu_takes_others_pages", "unregistering a GPU also frees another GPU's pages", "test_calls test_two_gpus",
        _M, "        if (handle->slab->owner != vgpu)\n            continue;", "", gpu="gpus=2"),
 )

@@ -347,7 +347,7 @@ TEST(test_err_proc_file)
     CHECK(f);
     n = fread(text, 1, sizeof(text) - 1, f);
     text[n] = 0;
-    CHECK(strstr(text, "abi 2\n") == text && strstr(text, "looks 0\n"));
+    CHECK(strstr(text, "abi 2\n") == text && strstr(text, "examined 0\n"));
     CHECK_MSG(strstr(text, " a\\040b\\012\\033[2J\\134\\377:: handles "), "the process's name: %s", text);
     fclose(f);
 }

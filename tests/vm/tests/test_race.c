@@ -282,7 +282,7 @@ static void ends(pid_t pid)
     int status;
 
     while (waitpid(pid, &status, WNOHANG) == 0) {
-        CHECK_MSG(!waits_in(pid, "uvm_vmem_space_get"), "its first call waits for a reader of the proc file");
+        CHECK_MSG(!waits_in(pid, "uvm_vmem_file_space"), "its first call waits for a reader of the proc file");
         CHECK_MSG(!waits_in(pid, "uvm_vmem_destroy"), "its last close waits for a reader of the proc file");
         usleep(1000);
     }
