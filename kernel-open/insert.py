@@ -50,7 +50,7 @@ def _hooked(text, hook):
 
 
 def patched(read, name, hooks=HOOKS):
-    """What the hooks make of a tree.
+    """Compute the hooked files of a tree.
 
     Parameters
     ----------

@@ -64,7 +64,7 @@ class System:
         return self.path(f"/sys/module/{module}").is_dir()
 
     def patched(self):
-        """Whether the loaded nvidia_uvm is the patched one."""
+        """True if the loaded nvidia_uvm is the patched one."""
         return self.path(f"/sys/module/nvidia_uvm/parameters/{_PARAMETER}").exists()
 
     def users(self):
@@ -156,7 +156,7 @@ def _fits(system, module):
 
 
 def _options(system):
-    """What modprobe's configuration would hand to nvidia-uvm; insmod does not look there."""
+    """The parameters that modprobe's configuration gives nvidia-uvm. insmod does not read them."""
     words = []
     for line in system.run("modprobe", "--showconfig").splitlines():
         option = re.match(r"options nvidia[-_](?:current[-_])?(?:open[-_])?uvm\s+(.*)", line)
@@ -186,7 +186,7 @@ def _load_stock(system, stock):
 
 
 def known(release, verified=VERIFIED):
-    """What verified.list says of a driver release, for the user who is about to load the module."""
+    """The line that tells a user who loads the module how far verified.list covers the release."""
     lines = verified.read_text().splitlines() if verified.is_file() else []
     rows = [line.split(None, 4) for line in lines if line.strip() and not line.startswith("#")]
     mine = [row for row in rows if row[0] == release]

@@ -5,7 +5,7 @@
 release=$1
 shift
 modprobe nvidia || exit
-# What is configured for the stock module, under any of its names, is meant for ours too; modprobe does not know that.
+# Options configured for the stock module, under any of its names, are meant for ours, too. modprobe does not know that.
 options=$(modprobe --showconfig |
     sed -nE 's/^options nvidia[-_](current[-_])?(open[-_])?uvm[[:space:]]+//p' | tr '\n' ' ')
 if [ "$(cat "$VMEM_ROOT/sys/module/nvidia/version")" = "$release" ]; then

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR GPL-2.0-only
 # shellcheck shell=sh
-# What the steps of docs/kernel-module.md's hour share. Each leaves what it saw in $OUT, and ends at the first failure.
+# Functions of the steps of docs/kernel-module.md's hour. Each step leaves its findings in $OUT, and ends at the first
+# failure.
 set -eu
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-build/hour}
@@ -13,7 +14,7 @@ fail() {
 }
 root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
 
-# What the kernel has said that must not be there. The driver's own loading lines are no complaints.
+# Kernel messages that must not be there. The driver's own loading lines are no complaints.
 complaints() {
     root dmesg | grep -E 'BUG:|WARNING:|Oops|general protection|Assert failed|[Mm]emory leak of|Xid|hung task|blocked for more' || true
 }

@@ -112,7 +112,7 @@ def other_kernel(root, have):
 
 
 def steps(root, release):
-    """What a user does over the package's life, each step checked."""
+    """Run the steps of a user over the package's life, and check each."""
     first = kernels(root)[-1]
     install = f"cd /vmem && make module-install KERNEL={first}"
 

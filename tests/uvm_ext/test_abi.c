@@ -65,7 +65,7 @@ AT(uvm_vmem_batch, flags, 32);
 AT(uvm_vmem_batch, out_failed, 36);
 AT(uvm_vmem_batch, rmStatus, 68);
 
-// What test_vendor.py compares with NVIDIA's headers.
+// The values that test_vendor.py compares with NVIDIA's headers.
 int main(void)
 {
 #define CALL(name) printf("call %s 0x%lX\n", #name, (unsigned long)(name))

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# What the kernel, the driver and the simulator say when something is wrong.
+# Lines by which the kernel, the driver and the simulator report an error.
 COMPLAINT = re.compile(
     r"BUG:|WARNING:|INFO: possible|INFO: task .* blocked|INFO: rcu|possible (circular|recursive)|suspicious RCU"
     r"|Assert failed|Oops|general protection|KASAN|UBSAN|kmemleak: \d+ new|unreferenced object|Kernel panic"
@@ -61,7 +61,7 @@ class Step:
 
 @dataclasses.dataclass
 class Result:
-    """What became of one step."""
+    """The outcome of one step."""
 
     step: Step
     rc: int | None = None  # None: it never ended
@@ -218,7 +218,7 @@ class Guest:
             buffers[sock] = b""
         while buffers and not self.stopped:
             ready = sel.select(1.0)
-            # What the guest said in time counts, even if this process lost its core meanwhile.
+            # Lines that the guest wrote in time count, even if this process lost its core meanwhile.
             if not ready and time.monotonic() > self._deadline:
                 name = self.results[self._at].step.name if self._at >= 0 else "boot"
                 self.why = f"{name}: no answer within its time"

@@ -148,7 +148,7 @@ def main(args, boot, gather, src, release, arch):
 
 
 def write(path, release, kernel, arch, rows):
-    """What each mutant was noticed by, as a table."""
+    """Write a table of the mutants and of the failures that revealed them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     killed = sum(bool(noticed) for *_, noticed in rows)
     lines = ["# Mutants of the kernel module", "",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What runs in the guest: the steps of each tier, and the assertions that are no failure."""
+"""The steps of each tier in the guest, and the assertions that are no failure."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ ALLOWED = (
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How long the parts that can be any length are."""
+    """The length of a tier's scalable parts."""
 
     ops: int
     fuzz: int
@@ -32,8 +32,8 @@ class Size:
     race: int
     remaps: int
     stress: int
-    # Of managed memory, 0: the test's own choice. At each fault UVM's asserts allocate for every page of a 2 MiB block,
-    # which takes a checked kernel a tenth of a second or more: there a smaller block, and fewer faults
+    # Managed memory; 0: the test's own choice. At each fault UVM's asserts allocate for every page of a 2 MiB block,
+    # which takes a checked kernel a tenth of a second or more. A smaller block there means fewer faults
     managed_kb: int = 0  # in test_uvm
     pushed_kb: int = 0  # in test_lifetime
     addresses: int = 2048  # of one page, in test_release
@@ -63,7 +63,7 @@ SIZES = {
         leave_out=LONG_UNDER_CHECKS,
         slow=6.0,
     ),
-    # What differs from one architecture to the next: entries, levels, invalidates, membars, methods
+    # Tests of all that differs between architectures: entries, levels, invalidates, membars, methods
     "arch": Size(
         ops=2000,
         fuzz=5_000,

@@ -20,9 +20,9 @@ from kernel import CACHE, HERE, TOP, Missing, say
 
 BACKENDS = ("uvm", "stock")
 MEMORY = 1536  # MiB of the simulated GPU, which are the guest's memory
-# What stands beside the other backend: counts and ratios need no more, and the emulated guest is slow.
+# The benchmarks that compare backends. Counts and ratios need no more, and the emulated guest is slow.
 BENCHES = {"vmm": "--page-size 64K", "bandwidth": "--page-size 64K --tensors 8 --size 8M"}
-# Of this machine's: what load.py and the suite run.
+# This machine's programs that load.py and the suite run.
 TOOLS = ("insmod", "rmmod", "modprobe", "modinfo", "mknod", "bash")
 # Faults of the simulated hardware (SIMGPU_MODE_BREAK_*), and the stage of the self-test that must fail
 # Membars are not among them: the simulated CUDA's stores are in memory at once, so none can come late.

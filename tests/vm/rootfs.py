@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the guest runs from: an initramfs with our build and, for the Python suites, this machine's Python."""
+"""The guest's file system: an initramfs with our build and, for the Python suites, this machine's Python."""
 
 import importlib.metadata
 import importlib.util
@@ -127,7 +127,7 @@ def _libraries(files):
 
 
 def _bytecode(file):
-    """What Python would compile at each start: an emulated guest takes half a minute for it."""
+    """The file's bytecode. Compiling at each start would take an emulated guest half a minute."""
     data = file.read_bytes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

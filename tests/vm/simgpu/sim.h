@@ -246,7 +246,7 @@ void sim_pte_decode(struct sim_gpu *g, const struct sim_xlat *x, struct simgpu_p
 bool sim_xlat_allows(struct sim_gpu *g, const struct sim_xlat *x, bool write);
 // The table that a directory entry of g points to, if that is in video memory. big: the half of PDE0 for 64K pages.
 bool sim_pde_in_vidmem(struct sim_gpu *g, u64 e, bool big, u64 *table);
-// What an engine that is not the SM uses. NULL: no translation. Sparse addresses give the zero page or the sink.
+// The translation for an engine other than the SM. NULL: there is none. Sparse addresses give the zero page or the sink.
 void *sim_va_ptr(struct sim_vas *v, u32 unit, u64 va, bool write, u64 *contig);
 struct sim_gpu *sim_peer(struct sim_gpu *g, u32 peer_id);
 

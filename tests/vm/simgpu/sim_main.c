@@ -187,7 +187,7 @@ static void __exit sim_exit(void)
         vas++;
     for (i = 0; i < sim_gpu_count; i++)
         pma += sim_gpus[i].c.pma_live;
-    // What is left was never given back by the module that used the interface. The tests take "leak" for a failure
+    // Objects that are left were never given back by the module that used the interface. The tests take "leak" for a failure
     if (vas || allocs || tsgs || chans || dups || pma)
         sim_log("leak: vaspaces %u allocs %d tsgs %d channels %d dups %u pma-units %llu\n", vas, allocs, tsgs, chans,
                 dups, pma);

@@ -16,7 +16,7 @@ u32 sim_rm_alloc(void *owner, u32 client, u32 parent, u32 *handle, u32 class_id,
 u32 sim_rm_free(void *owner, u32 client, u32 handle);
 void sim_rm_release(void *owner);
 
-// Whether the calling process has the GPU's /dev/nvidiaN open.
+// True if the calling process has the GPU's /dev/nvidiaN open.
 bool sim_rmctl_is_open(u32 gpu);
 int sim_rmctl_start(void);
 void sim_rmctl_stop(void);

@@ -14,7 +14,7 @@ static const u8 shifts[] = {21, 29, 38, 47, 56};
 #define PDE_APERTURE_NONE 0
 #define PDE_APERTURE_VID 1
 
-// What a sparse address reads, and where writes to it go. One page each: no access is larger.
+// The page that sparse addresses read, and the page that takes writes to them. No access is larger than a page.
 static u8 zero_page[PAGE_SIZE] __aligned(PAGE_SIZE);
 static u8 sink_page[PAGE_SIZE] __aligned(PAGE_SIZE);
 

@@ -75,7 +75,7 @@ struct simgpu_walk {
 #define SIMGPU_UNIT_HUB 1 // the copy engines' and the host's
 #define SIMGPU_UNITS 2
 
-// What a TLB holds for an address.
+// A TLB's entry for an address.
 struct simgpu_tlb {
     struct simgpu_vas_id vas;
     __u64 va;
@@ -168,7 +168,7 @@ struct simgpu_inject {
     __u64 fired; // OUT: of these, failed
 };
 
-// What RM does when it needs memory that UVM holds.
+// RM's request for memory that UVM holds.
 struct simgpu_evict {
     __u32 gpu;
     __u32 range; // 1: evict [phys, phys + len). 0: ask UVM for count pages of page_size, and free them

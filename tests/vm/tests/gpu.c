@@ -262,7 +262,7 @@ struct simgpu_pte sim_pte(const struct uvm *u, uint64_t va)
     return pte;
 }
 
-// What was wrong before this case began is another's.
+// Faults before this case began are another's.
 static struct simgpu_counters before[2];
 
 struct simgpu_counters sim_counters(unsigned gpu, bool reset)

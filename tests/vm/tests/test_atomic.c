@@ -120,7 +120,7 @@ TEST(test_largest_batch)
     sim_check(0);
 }
 
-// What one call touches at most. Overlays opened one after the other have tables that lie side by side in memory, and
+// The most that one call may touch. Overlays opened one after the other have tables that lie side by side in memory, and
 // UVM's PTE batch gathers entries of such tables inside the push without counting them.
 static void check_states(const struct uvm *u, uint8_t state, uint32_t page_size)
 {

@@ -1,4 +1,4 @@
-// What every call does when it succeeds.
+// The effects of every call that succeeds.
 //
 // SPDX-License-Identifier: MIT
 #include "calls.h"

@@ -1,4 +1,4 @@
-// What a page costs in software, beside the driver's own call in the same guest. Simulated: no figure here is a GPU's,
+// The cost of a page in software, beside the driver's own call in the same guest. Simulated: no figure here is a GPU's,
 // and RM's part, which the simulator answers at once, is nearly free; the ratio is the stock path's best case.
 //
 // SPDX-License-Identifier: MIT

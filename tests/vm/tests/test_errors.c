@@ -338,7 +338,7 @@ TEST(test_err_proc_file)
     FILE *f;
     size_t n;
 
-    // Whatever the process calls itself is one word there.
+    // The file shows any name of a process as one word.
     CHECK(prctl(PR_SET_NAME, "a b\n\033[2J\\\xff:") == 0);
     vm_start(&u, MB(8));
     CHECK(stat("/proc/driver/nvidia-uvm/vmem", &st) == 0);

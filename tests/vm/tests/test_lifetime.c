@@ -1,4 +1,4 @@
-// What ends when: pages, ranges, the GPU's registration, the file. And nobody reads what another left behind.
+// The ends of pages, ranges, the GPU's registration and the file. Nobody reads what another left behind.
 //
 // SPDX-License-Identifier: MIT
 #include "calls.h"
@@ -80,7 +80,7 @@ TEST(test_memory_of_a_dead_process_is_not_readable)
     sim_check(0);
 }
 
-// What an access that is still under way writes must land before the memory is given to another.
+// A write that is still under way must land before the memory is given to another owner.
 TEST(test_late_write_lands_before_the_memory_is_free)
 {
     struct uvm u;

@@ -148,8 +148,9 @@ static void takeover_start(void)
     sim_mem(&u, 0, 92, KB(64), MB(8));
 }
 
-// Of 64 KiB entries it is a replacement like any other, and the neighbours of a 2 MiB entry are left alone. The entry
-// itself goes before the table comes: a reader of that block meets an invalid entry, and no TLB one of each size.
+// A takeover of 64 KiB entries is a replacement like any other, and the neighbours of a 2 MiB entry are left alone. The
+// 2 MiB entry itself goes before the table comes: a reader of that block meets an invalid entry, and no TLB has entries of
+// both sizes.
 TEST(test_live_takeover)
 {
     takeover_start();

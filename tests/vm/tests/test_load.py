@@ -30,7 +30,7 @@ def load_py(*args):
 
 
 def loaded():
-    """What answers on /dev/nvidia-uvm now: "stock", "patched", or None."""
+    """The module that answers on /dev/nvidia-uvm now: "stock", "patched", or None."""
     if not MODULE.is_dir():
         return None
     with NODE.open("r+b", buffering=0) as file:  # fails on a node with another module's number

@@ -10,7 +10,7 @@
 
 static uint64_t live(void) { return sim_counters(0, false).pma_live; }
 
-// What a process had goes with its last descriptor, which the end of a process closes at any time if nobody waits for it.
+// A process's state ends with its last descriptor. Unless somebody waits for the process, that may be at any time.
 // A minute is for a leak, not a measure of speed.
 static void wait_for_live(uint64_t most)
 {
@@ -19,7 +19,7 @@ static void wait_for_live(uint64_t most)
     CHECK(live() <= most);
 }
 
-// What UVM keeps for itself between processes is cached: the second run is the baseline.
+// UVM caches memory of its own between processes, so the second run is the baseline.
 static uint64_t baseline(void)
 {
     for (int i = 0; i < 2; i++) {
@@ -253,8 +253,8 @@ static uint64_t charged(void)
 // The kernel charges in advance, up to this on each processor.
 #define IN_ADVANCE KB(256)
 
-// What stands behind overlays is charged to who opened them, and no more once the file is closed; and who has reached the
-// cgroup's limit ends alone, with everything given back.
+// The memory behind overlays is charged to the cgroup of the process that opened them, until the file is closed. A process
+// that reaches the cgroup's limit ends alone, with everything given back.
 TEST(test_overlays_are_charged_to_the_cgroup)
 {
     uint64_t before = baseline(), start, open;

@@ -25,7 +25,7 @@ static bool has_vmem(const struct uvm *at)
     return ioctl(at->fd, UVM_VMEM_QUERY, &q) == 0;
 }
 
-// What lies behind the small allocations of a failing call is no zero: whoever reads past them gets no null pointer.
+// Fill the slabs behind the small allocations of a failing call, so that a read past one of them finds no null pointer.
 static void spray(void)
 {
     static unsigned serial;
@@ -77,7 +77,7 @@ static void clear(void)
         CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
 }
 
-// What calls that fail must have left alone: a page of vMem's and memory of RM's are mapped, written and read.
+// Map, write and read a page of vMem's and memory of RM's, which calls that failed must have left alone.
 static void works(void)
 {
     CHECK_EQ(uvm_map_external(&u, 0, AT(0), MB(2), MB(4), MEMORY), NV_OK);
@@ -390,7 +390,7 @@ static void arm(enum fault fault, uint32_t nth)
         sim_inject(SIMGPU_SITE_RM, nth, true, NULL);
 }
 
-// Whether it struck, and where
+// True if the fault struck, and the place where it did
 static bool struck(enum fault fault, struct failmem *where)
 {
     struct simgpu_inject was = {0};

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a page costs through pyvmem, libvmem and the driver, on each backend: pushes, invalidates, calls and time.
+"""The cost of a page through pyvmem, libvmem and the driver, on each backend: pushes, invalidates, calls and time.
 
 Runs in the guest. argv: simgpu_uapi.h, then the backends. The counts are what a GPU would see; the time is software's
 alone, emulated and with a simulated GPU below it.

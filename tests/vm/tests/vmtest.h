@@ -115,7 +115,7 @@ int gpu_access(const struct uvm *u, unsigned gpu, bool write, uint64_t va, void 
 int gpu_access_ce(const struct uvm *u, unsigned gpu, bool write, uint64_t va, void *buf, uint64_t length);
 // Writes of whole pages are slow under emulation: the first and the last word of each 64 KiB stand for the rest.
 int gpu_mark(const struct uvm *u, uint64_t va, uint64_t length, uint64_t value);
-// Whether those words hold value; the failing address in *where.
+// True if those words hold value; the failing address is in *where.
 bool gpu_marked(const struct uvm *u, uint64_t va, uint64_t length, uint64_t value, uint64_t *where);
 uint64_t gpu_word(const struct uvm *u, uint64_t va);
 void sim_walk(const struct uvm *u, unsigned gpu, uint64_t va, uint64_t stride, struct simgpu_pte *out, uint32_t n);
