@@ -7,7 +7,7 @@ from guest import Allowed, Step
 
 PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_release", "test_errors", "test_atomic", "test_random",
             "test_fuzz", "test_process", "test_lifetime", "test_race", "test_live", "test_cost", "test_failnth",
-            "test_fatal", "test_stock")  # fmt: skip
+            "test_fatal", "test_stock", "test_register")  # fmt: skip
 
 # UVM's asserts only log, so any is a failure, but for those that its own tests provoke, and one that is wrong.
 ALLOWED = (
@@ -18,6 +18,7 @@ ALLOWED = (
     Allowed("uvm_lock_test.c", "", "test_uvm", "the lock test breaks the lock order"),
     Allowed("uvm_mmu.c", "uvm_page_tree_init", "test_uvm", "the page-tree test's own fake GPU"),
     Allowed("uvm_gpu.c", "set_optimal_p2p_write_ces", "selftest", "stock UVM counts a PCIe peer after this assert"),
+    Allowed("Memory leak of", "", "after failed registrations", "UVM's own error paths; run.py compares both modules"),
     Allowed("uvm_gpu_isr.c", "Locking violation", "test_uvm", "a test of stock 595 takes these below the VA space's"),
 )
 
@@ -38,6 +39,7 @@ class Size:
     pushed_kb: int = 0  # in test_lifetime
     addresses: int = 2048  # of one page, in test_release
     eviction: bool = True  # managed memory again, on a GPU that has too little of it
+    registration: bool = True  # registrations that fail, which leak memory of UVM's: kmemleak would report it
     leave_out: str = ""  # of UVM's own tests, by parts of their names
     slow: float = 1.0  # times every time limit
     only: tuple = ()  # the steps that the tier has, by parts of their names; (): all
@@ -60,6 +62,7 @@ SIZES = {
         managed_kb=256,
         pushed_kb=16384,  # more than UVM itself keeps, or nothing has to give way
         eviction=False,
+        registration=False,
         leave_out=LONG_UNDER_CHECKS,
         slow=6.0,
     ),
@@ -173,6 +176,14 @@ def failing_stock_calls(variant, size, arch):
     return [_load(variant, arch, BUILTIN, gpu="gpus=2"), *_with_failmem(step), _unload(variant)]
 
 
+def failing_registrations(variant, size, arch):
+    """A GPU's first registration fails: the same must leak on both modules."""
+    if not size.registration:
+        return []
+    unload = Step(f"unload {variant} after failed registrations", "unload_all", 60, quiet=True)
+    return [_load(variant, arch), *_with_failmem(Step(f"test_register {variant}", "/tests/test_register", 120)), unload]
+
+
 def fail_nth(arch):
     return [
         _load("patched", arch),
@@ -201,8 +212,10 @@ def _of_one(size, arch):
     out = [
         *_stock(size, arch),
         *failing_stock_calls("stock", size, arch),
+        *failing_registrations("stock", size, arch),
         *_patched(size, arch),
         *failing_stock_calls("patched", size, arch),
+        *failing_registrations("patched", size, arch),
         *unload_with_state(arch),
         *fail_nth(arch),
         *fatal(arch),

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -163,6 +164,18 @@ def same_set(results):
             for kind, a, b in zip(kinds, *variants.values()) if a != b]  # fmt: skip
 
 
+def same_leaks(results):
+    """Registrations that fail must leak the same on both modules; returns what differs."""
+    leaks = {}  # {architecture: {variant: [leak]}}
+    for result in results:
+        found = re.fullmatch(r"unload (\w+) after failed registrations ?(\w*)", result.step.name)
+        if found:
+            leaks.setdefault(found[2], {})[found[1]] = sorted(result.leaks)
+    return [f"failed registrations leak differently{arch and f' on {arch}'}: {variants}"
+            for arch, variants in leaks.items()
+            if len(variants) == 2 and variants["stock"] != variants["patched"]]  # fmt: skip
+
+
 def drivers(args):
     """The drivers to test: [(release or its beginning, tree or None)]."""
     if not args.source:
@@ -219,7 +232,7 @@ def test(args):
         label = "-".join([args.tier, release, *which, *(args.only or ())]).replace(" ", "_")
         ok, results = side_by_side(args, kernel, files, plan.shares(steps, args.jobs), label=label,
                                    memory=3072 if debug else 1536)  # fmt: skip
-        for line in same_set(results):
+        for line in same_set(results) + same_leaks(results):
             print(f"  {line}")
             ok = False
         if not args.only:

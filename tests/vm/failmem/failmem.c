@@ -1,6 +1,6 @@
 // Fails allocations of nvidia-uvm.ko, one at a time, without a kernel built for fault injection: probes on UVM's own
-// allocators and on the kernel's slab caches make the nth call return NULL. Slab allocations count when the caller is
-// nvidia-uvm's code.
+// allocators and on the kernel's slab caches make the nth call return NULL, and a probe on the kernel's threads makes it
+// return -ENOMEM. Slabs and threads count when the caller is nvidia-uvm's code.
 //
 // SPDX-License-Identifier: GPL-2.0
 #include <linux/kprobes.h>
@@ -30,13 +30,13 @@ asm(".pushsection .text\n"
     "failmem_return:\n" ASM_ENDBR ASM_RET ".size failmem_return, .-failmem_return\n"
     ".popsection\n");
 
-static int return_null(struct pt_regs *regs)
+static int return_value(struct pt_regs *regs, long value)
 {
     regs->ip = (unsigned long)failmem_return;
-    regs->ax = 0;
+    regs->ax = value;
     return 1; // ip was changed: do not run the probed instruction
 }
-NOKPROBE_SYMBOL(return_null);
+NOKPROBE_SYMBOL(return_value);
 
 static bool hit(void)
 {
@@ -57,35 +57,54 @@ static int on_uvm_alloc(struct kprobe *p, struct pt_regs *regs)
         return 0;
     strscpy(file, (const char *)regs->si, sizeof(file));
     line = regs->dx;
-    return return_null(regs);
+    return return_value(regs, 0);
 }
 
+static int on_slab_alloc(struct kprobe *p, struct pt_regs *regs);
+static int on_thread_create(struct kprobe *p, struct pt_regs *regs);
+
+#define PROBE(symbol, handler) {.symbol_name = symbol, .pre_handler = handler, .post_handler = on_after}
+
 static struct kprobe probes[] = {
-    {.symbol_name = "nvidia_uvm:__uvm_kvmalloc", .pre_handler = on_uvm_alloc, .post_handler = on_after},
-    {.symbol_name = "nvidia_uvm:__uvm_kvmalloc_zero", .pre_handler = on_uvm_alloc, .post_handler = on_after},
+    PROBE("nvidia_uvm:__uvm_kvmalloc", on_uvm_alloc),
+    PROBE("nvidia_uvm:__uvm_kvmalloc_zero", on_uvm_alloc),
+    PROBE("kthread_create_on_node", on_thread_create),
+    // Named by the kernel's version
+    PROBE("kmem_cache_alloc", on_slab_alloc),
+    PROBE("kmem_cache_alloc_noprof", on_slab_alloc),
+    PROBE("kmalloc_trace", on_slab_alloc),
+    PROBE("__kmalloc_cache_noprof", on_slab_alloc),
+    PROBE("__kmalloc", on_slab_alloc),
+    PROBE("__kmalloc_noprof", on_slab_alloc),
 };
+
+// The distance of the caller's code from the first of UVM's allocators
+static unsigned long from_uvm(struct pt_regs *regs)
+{
+    return *(unsigned long *)regs->sp - (unsigned long)probes[0].addr;
+}
+
+static bool fails(struct pt_regs *regs, const char *what)
+{
+    if (READ_ONCE(armed) != current || from_uvm(regs) + TEXT_SPAN > 2 * TEXT_SPAN || !hit())
+        return false;
+    snprintf(file, sizeof(file), "%s, from %pS", what, (void *)*(unsigned long *)regs->sp);
+    line = 0;
+    return true;
+}
 
 static int on_slab_alloc(struct kprobe *p, struct pt_regs *regs)
 {
-    unsigned long caller = *(unsigned long *)regs->sp, uvm = (unsigned long)probes[0].addr;
-
-    if (READ_ONCE(armed) != current || caller - uvm + TEXT_SPAN > 2 * TEXT_SPAN)
-        return 0;
     // UVM's own allocators were counted when they were called, and call the kernel's in turn
-    if (caller - uvm < 0x800)
+    if (from_uvm(regs) < 0x800)
         return 0;
-    if (!hit())
-        return 0;
-    snprintf(file, sizeof(file), "slab, from %pS", (void *)caller);
-    line = 0;
-    return return_null(regs);
+    return fails(regs, "slab") ? return_value(regs, 0) : 0;
 }
 
-static struct kprobe slab_probe = {
-    .symbol_name = "kmem_cache_alloc",
-    .pre_handler = on_slab_alloc,
-    .post_handler = on_after,
-};
+static int on_thread_create(struct kprobe *p, struct pt_regs *regs)
+{
+    return fails(regs, "thread") ? return_value(regs, -ENOMEM) : 0;
+}
 
 static long failmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
 {
@@ -124,38 +143,40 @@ static const struct file_operations fops = {
 
 static struct miscdevice device = {.minor = MISC_DYNAMIC_MINOR, .name = "failmem", .fops = &fops, .mode = 0600};
 
+static void probes_remove(int count)
+{
+    while (count--) {
+        if (probes[count].addr)
+            unregister_kprobe(&probes[count]);
+    }
+}
+
 static int __init failmem_init(void)
 {
     int rc, i;
 
     for (i = 0; i < ARRAY_SIZE(probes); i++) {
         rc = register_kprobe(&probes[i]);
+        if (rc == -ENOENT && i > 2) { // another version's name
+            probes[i].addr = NULL;
+            continue;
+        }
         if (rc) {
             pr_err("failmem: %s: %d\n", probes[i].symbol_name, rc);
-            goto out;
+            probes_remove(i);
+            return rc;
         }
     }
-    rc = register_kprobe(&slab_probe);
-    if (rc)
-        goto out;
     rc = misc_register(&device);
     if (rc)
-        unregister_kprobe(&slab_probe);
-out:
-    if (rc)
-        while (i--)
-            unregister_kprobe(&probes[i]);
+        probes_remove(ARRAY_SIZE(probes));
     return rc;
 }
 
 static void __exit failmem_exit(void)
 {
-    int i;
-
     misc_deregister(&device);
-    unregister_kprobe(&slab_probe);
-    for (i = 0; i < ARRAY_SIZE(probes); i++)
-        unregister_kprobe(&probes[i]);
+    probes_remove(ARRAY_SIZE(probes));
 }
 
 module_init(failmem_init);

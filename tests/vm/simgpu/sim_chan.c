@@ -54,6 +54,9 @@ EXPORT_SYMBOL(nvUvmInterfaceTsgAllocate);
 
 void nvUvmInterfaceTsgDestroy(uvmGpuTsgHandle tsg)
 {
+    // RM tolerates NULL, which UVM passes when it undoes a registration
+    if (!tsg)
+        return;
     SIM_CALL(((struct sim_tsg *)tsg)->vas->gpu);
     atomic_dec(&sim_n_tsgs);
     kfree(tsg);
@@ -115,6 +118,8 @@ void nvUvmInterfaceChannelDestroy(uvmGpuChannelHandle channel)
 {
     struct sim_chan *c = (struct sim_chan *)channel;
 
+    if (!c) // as for a TSG
+        return;
     SIM_CALL(c->vas->gpu);
     mutex_lock(&sim_lock);
     sim_post_land_chan(c);

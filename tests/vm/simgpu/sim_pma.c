@@ -184,6 +184,9 @@ void nvUvmInterfacePmaUnregisterEvictionCallbacks(void *pma)
 {
     struct sim_gpu *g = pma_gpu(pma);
 
+    // RM tolerates NULL, which UVM passes when it undoes a registration
+    if (!g)
+        return;
     SIM_CALL(g);
     mutex_lock(&evict_mutex);
     mutex_lock(&sim_lock);
