@@ -19,7 +19,7 @@ struct uvm_vmem_call {
     NvU32 num_pieces;
     NvU32 max_pieces;
 
-    // Handles of mappings that were taken over; freed without the VA space lock
+    // Memory handles of mappings that were taken over. They are freed when the VA space lock is no longer held
     struct list_head deferred_free;
 
     struct uvm_vmem_push push;
@@ -38,7 +38,7 @@ struct uvm_vmem_reserve {
 // failure must change no page. NV_WARN_MORE_PROCESSING_REQUIRED: there is more to do, and other calls may come first.
 typedef NV_STATUS (*uvm_vmem_change_t)(struct uvm_vmem_call *call, void *arg);
 
-// Called with the VA space lock in read mode after the GPU has completed the commit. Not called after a failure.
+// The second part, with the VA space lock in read mode, after the GPU has completed the commit. A failure skips it.
 typedef void (*uvm_vmem_complete_t)(struct uvm_vmem_call *call, void *arg);
 
 void uvm_vmem_call_init(struct uvm_vmem_call *call, struct uvm_vmem_space *space);

@@ -1,8 +1,8 @@
 // Overlays record what is mapped in a 2 MiB block of address space.
 //
-// An overlay stands behind one uvm_ext_gpu_map_t, whose field `vmem` names it, and lends it a memory handle without an RM
-// object. UVM's own destroy path therefore clears the PTEs, invalidates, and makes no RM call. An overlay's page table is
-// one table of 64 KiB entries, or one 2 MiB entry.
+// An overlay stands behind one uvm_ext_gpu_map_t, whose field `vmem` names it, and lends it a memory handle without an
+// RM object. UVM's own destroy path therefore clears the PTEs, invalidates, and makes no RM call. An overlay's page
+// table is one table of 64 KiB entries, or one 2 MiB entry.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_OVERLAY_H
@@ -14,7 +14,7 @@
 struct uvm_vmem_entry {
     struct list_head node; // in uvm_vmem_handle.entries
     struct uvm_vmem_handle *handle;
-    NvU8 granule; // in the page
+    NvU8 granule; // of the page that the entry maps
     NvU8 index;   // of this entry in the overlay
 };
 
@@ -27,7 +27,7 @@ struct uvm_vmem_overlay {
     NvU64 start;
     NvU64 end;
 
-    // A bit per 64 KiB of the block. Pages have an entry below; addresses in neither mask are invalid
+    // One bit for each 64 KiB of the block. Each page has an entry below. Addresses in neither mask are invalid
     NvU32 pages;
     NvU32 sparse;
     struct uvm_vmem_entry entries[UVM_VMEM_GRANULES];
@@ -37,8 +37,8 @@ struct uvm_vmem_overlay {
     NvU32 pages_after;        // the pages after the elements processed so far
     NvU32 pages_before;       // the pages when the call began
     NvU32 changed_mask;       // the granules whose records differ from their PTEs
-    bool opened;              // by this call: the PTEs are still invalid
-    bool taken;               // over by this call: the PTEs are still the former mapping's
+    bool opened;              // this call made the overlay, and its PTEs are still invalid
+    bool taken;               // this call took a mapping over, and the PTEs are still the former mapping's
 
     // The call needs 64 KiB entries instead of a 2 MiB entry
     bool needs_cut;
@@ -73,13 +73,14 @@ uvm_ext_gpu_map_t *uvm_vmem_map_at(uvm_vmem_range_t *range, uvm_gpu_t *gpu, NvU6
 NV_STATUS uvm_vmem_overlay_prepare(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 va, bool take, bool huge,
                                    struct uvm_vmem_overlay **overlay);
 
-// Add an existing overlay to the call. Does not allocate.
+// Add an existing overlay to the call, without allocating.
 void uvm_vmem_overlay_touch(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay);
 
 // Allocate a page table for an overlay that will be cut.
 NV_STATUS uvm_vmem_overlay_cut(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay);
 
-// The same for all overlays of the call with needs_cut. This is the last step of a MAP or UNMAP that can fail.
+// Allocate page tables for all overlays of the call with needs_cut. This is the last step of a MAP or UNMAP that can
+// fail.
 NV_STATUS uvm_vmem_overlays_cut(struct uvm_vmem_call *call);
 
 // Undo the call's changes to an overlay that is not cut.

@@ -21,7 +21,7 @@ struct uvm_vmem_push {
     uvm_pte_batch_t ptes;
     bool batching;
     uvm_tlb_batch_t tlb;
-    NvU64 pending_start; // contiguous addresses to invalidate, gathered so far
+    NvU64 pending_start; // first and last of the contiguous addresses that the next invalidate covers
     NvU64 pending_end;
     bool pending_huge;
 
@@ -54,7 +54,8 @@ NV_STATUS uvm_vmem_push_reserve(struct uvm_vmem_push *push, NvU32 space);
 // End the batch of entries with a membar that orders it before later directory writes and invalidates.
 void uvm_vmem_push_entries_end(struct uvm_vmem_push *push);
 
-// Gather addresses, then invalidate them: up to four runs one by one, more with a single invalidate of everything.
+// Gather addresses, then invalidate them. Up to four ranges are invalidated one by one, and more by a single invalidate
+// of the address space.
 void uvm_vmem_push_invalidate_begin(struct uvm_vmem_push *push);
 void uvm_vmem_push_invalidate_add(struct uvm_vmem_push *push, NvU64 start, NvU64 end, bool huge);
 void uvm_vmem_push_invalidate(struct uvm_vmem_push *push, uvm_membar_t membar);

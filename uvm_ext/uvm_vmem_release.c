@@ -1,5 +1,5 @@
-// RELEASE unmaps pages everywhere and then frees them. It needs no memory, so it cannot fail for lack of it, and it holds
-// the VA space lock for a bounded time however many mappings there are.
+// RELEASE unmaps pages everywhere and then frees them. It needs no memory, so it cannot fail for lack of it, and it
+// holds the VA space lock for a bounded time however many mappings there are.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_api.h"

@@ -11,13 +11,13 @@
 //   ext. range tree, page tree, push, PMM   UVM's own, as its functions require. No range tree or page tree lock is
 //                   taken while a push is open.
 //
-// RELEASE takes the lock of the file's uvm_vmem_reserve before all others. Only other calls of RELEASE wait for it, and a
-// signal that kills ends the wait. The lock of the list of files protects only the list, and no other lock is taken under
-// it, so a reader of the proc file delays no other process.
+// RELEASE takes the lock of the file's uvm_vmem_reserve before all others. Only other calls of RELEASE wait for it, and
+// a signal that kills ends the wait. The lock of the list of files protects only the list, and no other lock is taken
+// under it, so a reader of the proc file delays no other process.
 //
 // Lifetime. An overlay ends with its uvm_ext_gpu_map_t, which UVM may close whenever the VA space lock is not held in
-// write mode: as a whole, and only after it has cleared and invalidated the PTEs and waited. Memory is freed only when no
-// record is left.
+// write mode: as a whole, and only after it has cleared and invalidated the PTEs and waited. Memory is freed only when
+// no record is left.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_SPACE_H
@@ -45,7 +45,7 @@ struct uvm_vmem_gpu {
     NvU64 bytes_held;
     NvU64 bytes_created;
 
-    // Changed under the VA space lock in write mode, read without locks
+    // These two change under the VA space lock in write mode, and are read without locks
     atomic64_t bytes_mapped;
     atomic64_t overlays;
 };
@@ -62,20 +62,20 @@ struct uvm_vmem_space {
     NvU64 num_handles;
     struct uvm_vmem_reserve *reserve; // uvm_vmem_call.h
 
-    // Taken to change records with the VA space lock in read mode. No lock is taken under it
+    // Protects overlays and entries while the VA space lock is held in read mode only. No lock is taken under it
     spinlock_t records;
 
-    // NV_OK, or the fatal error that interrupted a batch or the closing of an overlay: only the last close is possible
-    // then. As for records
+    // NV_OK, or the fatal error that interrupted a batch or the closing of an overlay. After it, every call but the last
+    // close fails. Protected like overlays
     NV_STATUS fatal;
 
-    // Totals over the file's life
+    // Totals over the file's life, for QUERY and the proc file
     atomic64_t pushes;
     atomic64_t invalidates;
     atomic64_t waits;
     atomic64_t entries_examined; // by RELEASE
 
-    // The process that made the first call, for the proc file
+    // The process that made the file's first call, for the proc file
     pid_t tgid;
     char comm[TASK_COMM_LEN];
 };
@@ -90,15 +90,15 @@ struct uvm_vmem_slab {
     NvU32 dirty;    // granules not known to be zero
 };
 
-// A page.
+// A page of physical memory, and the file's handle of it.
 struct uvm_vmem_handle {
     NvU64 id;
     struct uvm_vmem_slab *slab;
-    NvU8 first; // granule in the slab
+    NvU8 first; // granule of the slab at which the page begins
     NvU8 granules;
     bool releasing; // a RELEASE is working on it, and no other call finds it. VA space lock in write mode
 
-    // The entries that map it (uvm_vmem_entry.node). VA space lock in write mode
+    // The entries that map the page (uvm_vmem_entry.node). They change under the VA space lock in write mode
     struct list_head entries;
 };
 
@@ -134,7 +134,7 @@ NV_STATUS uvm_vmem_gpu_check(uvm_gpu_t *gpu);
 // LOCKING: the VA space lock.
 NV_STATUS uvm_vmem_gpu_lookup(uvm_va_space_t *va_space, const NvU8 *uuid, uvm_gpu_t **gpu, uvm_page_tree_t **tree);
 
-// The nth file with state, or NULL after the last. The state exists until uvm_vmem_space_put(); its contents may go
+// The state of the nth file, or NULL after the last. The state exists until uvm_vmem_space_put(), but its GPUs may go
 // earlier.
 struct uvm_vmem_space *uvm_vmem_space_nth(loff_t n);
 void uvm_vmem_space_put(struct uvm_vmem_space *space);
