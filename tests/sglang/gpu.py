@@ -169,7 +169,8 @@ def start(name, vmem, folder, args, log):
     sys.path.insert(0, str(HERE))
     from entry_point import needed, write
 
-    paths = [str(write(plugins) if needed() else plugins), str(HERE), str(HERE.parents[1])]
+    # Where pyvmem is not installed, it is that of the checkout, which `make` has built.
+    paths = [str(plugins), str(HERE), *([str(write(plugins)), str(HERE.parents[1])] if needed() else ())]
     environment = dict(os.environ, VMEM_SGLANG=str(int(vmem)), HF_HUB_OFFLINE="1", DO_NOT_TRACK="1",
                        PYTHONPATH=os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
                        **(dict(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1") if args.cpu else {}),
