@@ -19,7 +19,9 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pyvmem import KVCache, attention
-from pyvmem.kv.prefix import PrefixCache
+from pyvmem.kv.prefix import PrefixCache, block_hashes
+
+BLOCK = 32  # tokens to a block of a prefix
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Engine:
         self.cache = KVCache.for_model(
             c.num_hidden_layers, heads, dim, slots, max_tokens, budget, dtype=model.dtype, backend=backend, **options
         )
-        self.prefixes = PrefixCache(self.cache, block_tokens=32)
+        self.prefixes = PrefixCache(self.cache, BLOCK)
         self.model, self.chunk = model, chunk
         self.waiting, self.running, self.preemptions = deque(), [], 0
         self.full = False  # something was preempted: nobody comes in before somebody has ended
@@ -64,7 +66,8 @@ class Engine:
     def admit(self):
         """Give waiting requests slots; what is known of their prompts is in them already."""
         while self.waiting and not self.full:
-            slot, cached = self.prefixes.alloc(self.waiting[0].tokens)
+            tokens = self.waiting[0].tokens
+            slot, cached = self.prefixes.alloc(len(tokens), block_hashes(tokens, BLOCK))
             if slot is None:
                 return
             request = self.waiting.popleft()
@@ -125,7 +128,8 @@ class Engine:
             if request.done < len(request.tokens):
                 continue  # more of the prompt is to come
             if not request.output:
-                self.prefixes.insert(request.slot, request.prompt)  # its rows are written: tolist() waited for them
+                hashes = block_hashes(request.prompt, BLOCK)
+                self.prefixes.add(request.slot, hashes)  # its rows are written: tolist() waited for them
             request.output.append(token)
             yield request, token
             if len(request.output) == request.new:
@@ -163,8 +167,8 @@ def main():
         engine.submit(Request(i, system + [draw.randrange(2, 512) for _ in range(draw.randrange(5, 150))], 20))
     for request, token in engine.run():
         print(f"request {request.id}: {token}", flush=True)
-    hits, stats = engine.prefixes.hit_tokens, engine.cache.stats()
-    print(f"{engine.preemptions} preemptions, {hits} tokens from prefixes, {stats.steps} iterations")
+    stats = engine.cache.stats()
+    print(f"{engine.preemptions} preemptions, {stats.hit_tokens} tokens from prefixes, {stats.steps} iterations")
     engine.close()
 
 

@@ -18,7 +18,7 @@ from pyvmem.errors import InvalidArgument
 from pyvmem.kv.types import TensorSpec
 
 if TYPE_CHECKING:
-    from pyvmem.kv.hashes import BlockHashes, Hash
+    from pyvmem.kv.prefix import Hash, PrefixCache
 
 # The lengths that a step takes: one token count per slot.
 Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
@@ -81,7 +81,7 @@ def lengths_of(lengths: Lengths, slots: int) -> Any:
     return ffi.from_buffer("int32_t[]", narrow)
 
 
-def requests_of(requests: Iterable[Request], hashes: "BlockHashes | None") -> tuple[npt.NDArray[Any], list[Any]]:
+def requests_of(requests: Iterable[Request], prefixes: "PrefixCache | None") -> tuple[npt.NDArray[Any], list[Any]]:
     """The requests as C structures, and the objects that these point to."""
     if type(requests) is list:
         try:
@@ -97,16 +97,17 @@ def requests_of(requests: Iterable[Request], hashes: "BlockHashes | None") -> tu
     for i, request in enumerate(given):
         tokens, prefix = request if isinstance(request, tuple) and len(request) == 2 else (request, 0)
         if isinstance(prefix, Sequence) and not isinstance(prefix, str | bytes):
-            if hashes is None:
-                raise ValueError(f"requests[{i}] has hashes, but the cache has none: create BlockHashes for it first")
+            if prefixes is None:
+                raise ValueError(f"requests[{i}] has hashes, but the cache has no PrefixCache: create one first")
             length = uint(f"requests[{i}].tokens", tokens, 32)
-            found = hashes._checked(prefix)
-            if len(found) * hashes.tokens > length:
-                text = f"requests[{i}].n_hashes {len(found)}: its {length} tokens have {length // hashes.tokens} blocks"
+            found = prefixes._checked(prefix)
+            block = prefixes.block_tokens
+            if len(found) * block > length:
+                text = f"requests[{i}].n_hashes {len(found)}: its {length} tokens have {length // block} blocks"
                 raise InvalidArgument(errno.EINVAL, text)
-            if len(found) * hashes.tokens == length:  # the last token remains, as in BlockHashes.alloc
+            if len(found) * block == length:  # the last token remains, as in PrefixCache.alloc
                 del found[-1:]
-            data, n = hashes._beginning(found)
+            data, n = prefixes._beginning(found)
             kept.append(data)
             raw[i] = (length, 0, int(ffi.cast("uintptr_t", data)), n)
             continue

@@ -47,7 +47,7 @@ from pyvmem.owned import _Owned
 from pyvmem.tensor import tensor_at
 
 if TYPE_CHECKING:
-    from pyvmem.kv.hashes import BlockHashes
+    from pyvmem.kv.prefix import PrefixCache
 
 __all__ = [
     "GroupInfo",
@@ -164,7 +164,7 @@ class KVCache(_Owned):
         self._reported: KVStats | None = None  # the statistics that were read last
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self._polling = threading.RLock()
-        self._hashes: BlockHashes | None = None
+        self._prefixes: PrefixCache | None = None
         self._closing: tuple[int, Any, Any] | None = None  # (step, owner, pointer) of a cache closed after a step
         self._swapped: dict[int, list[torch.Tensor]] = {}  # the rows, tensor after tensor
         self.options = options = options_of(options, keywords)
@@ -474,9 +474,9 @@ class KVCache(_Owned):
         requests : sequence of int, (int, int) or (int, hashes)
             Tokens of the first step, at least 1; or these, and how many of them a prefix or blocks provide; or
             the hashes of the blocks that a request begins with as far as they are known
-            (`pyvmem.kv.hashes.BlockHashes`). As in `BlockHashes.alloc`, the last token always remains to be computed.
+            (`pyvmem.kv.prefix.PrefixCache`). As in `PrefixCache.alloc`, the last token always remains to be computed.
         """
-        raw, _kept = requests_of(requests, self._hashes)
+        raw, _kept = requests_of(requests, self._prefixes)
         fit = ffi.new("size_t *")
         data = ffi.cast("struct vmem_kv_request *", raw.ctypes.data)
         self._answer(lib.vmem_kv_fit(self._ready(), data if len(raw) else ffi.NULL, len(raw), fit))
@@ -648,12 +648,6 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_get_run(self._use(), run.id, raw))
         numbers = (raw.first, raw.tokens, raw.min_tokens, bool(raw.keep), raw.requests)
         return RunInfo(*numbers, int(raw.pages), int(raw.own_pages))
-
-    def _new_hashes(self, tokens: int, max_tokens: int) -> "BlockHashes":
-        """The block hashes of a `PrefixCache`."""
-        from pyvmem.kv.hashes import BlockHashes
-
-        return BlockHashes(self, tokens, max_tokens)
 
     # ---- swapping -------------------------------------------------------------------------------------------
 

@@ -1,116 +1,365 @@
-"""A prefix cache: prompts with a common prefix share its pages.
+"""A prefix cache: requests that begin with the same tokens share their pages.
 
-It is `BlockHashes` for engines without hashes of their own: the hashes are those of `block_hashes`.
+As in vLLM's automatic prefix caching, a block's hash covers its tokens, all tokens before them, and whatever else
+determines their rows (a salt, an adapter). Each block is a run of its request's rows (vmem_kv.h, "runs"): the manager
+holds the pages of runs, and evicts runs when memory is short. This module has the table from hashes to runs.
 
 SPDX-License-Identifier: MIT
 """
 
 import errno
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import hashlib
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
-from pyvmem._checks import shown, uint
-from pyvmem.errors import InvalidArgument, VmemError
-from pyvmem.kv.hashes import block_hashes, token_array
+import numpy as np
+import numpy.typing as npt
+
+from pyvmem._checks import elements, flag, integer, shown, uint
+from pyvmem._ffi import ffi, lib
+from pyvmem.errors import InvalidArgument, _check
 
 if TYPE_CHECKING:
     from pyvmem.kv.cache import KVCache
 
+Hash: TypeAlias = "bytes | int"
+
+SIZE = 32  # bytes of a hash
+_MOST = 2**32 - 1
+
+
+def token_array(tokens: Any) -> npt.NDArray[np.int64]:
+    """A token sequence (a list, or an integer array or CPU tensor) as int64[n]. Raises TypeError for anything else."""
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # of sequences that differ in length
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"tokens must be a sequence of integers, not {shown(tokens)}")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") -> list[bytes]:
+    """Hashes (16 bytes each) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor, [n].
+
+    For engines without hashes of their own. `salt` separates sequences whose rows differ for equal tokens, for example
+    by adapter or tenant.
+    """
+    size = uint("block_tokens", block_tokens, 32)
+    if not size:
+        raise InvalidArgument(errno.EINVAL, "block_tokens 0 must be at least 1")
+    if not isinstance(salt, bytes):
+        raise TypeError(f"salt must be bytes, not {shown(salt)}")
+    array = token_array(tokens)
+    hashes, before = [], hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
+    for end in range(size, len(array) + 1, size):
+        before = hashlib.blake2b(before + array[end - size : end].tobytes(), digest_size=16).digest()
+        hashes.append(before)
+    return hashes
+
 
 class PrefixCache:
-    """Blocks of finished or running requests, found by their tokens. Eviction takes the least recently used first.
+    """Blocks of tokens of a cache's requests, running or finished, found by their hashes.
+
+    The hashes are the engine's, or those of `block_hashes`. A hash is ``bytes`` (1 to 32, all of one length) or an
+    ``int`` (at most 256 bits, may be negative). An engine uses one kind. All calls are thread-safe.
 
     Parameters
     ----------
     cache : KVCache
-        A cache can have one `PrefixCache` or `BlockHashes` in its life.
+        A cache can have one `PrefixCache` in its life.
     block_tokens : int
-        Prefixes are matched and shared in multiples of this number of tokens. Small blocks match more tokens, but only
-        whole pages are shared without a copy.
-    max_entries : int
-        The largest number of blocks held; 0: what memory allows.
+        Tokens per block, 1 to the cache's `max_tokens`. Small blocks match more tokens, but only whole pages are shared
+        without a copy.
+    max_tokens : int
+        The most tokens of all blocks together; 0: what memory allows.
+    events : bool
+        Keep the hashes of evicted blocks for `evicted`.
 
-    Attributes
-    ----------
-    blocks : BlockHashes
-        The blocks, under the hashes that `keys` returns.
-    hits, misses, hit_tokens : int
-        Requests that found a prefix, requests that found none, and prompt tokens that were found and need not be
-        computed.
+    Raises
+    ------
+    InvalidArgument
+        A number is outside its limits, or the cache already has a `PrefixCache`.
+
+    Notes
+    -----
+    A call that needs memory evicts blocks which no request uses, the least recently used first. Pages that only
+    evictable blocks hold count as free. An engine that decides by itself what goes keeps its blocks (`order`) and drops
+    them, or has runs of its own (`KVCache.share`).
     """
 
-    def __init__(self, cache: "KVCache", block_tokens: int = 32, max_entries: int = 0) -> None:
-        if not hasattr(cache, "_new_hashes"):
+    def __init__(
+        self,
+        cache: "KVCache",
+        block_tokens: SupportsIndex = 32,
+        max_tokens: SupportsIndex = 0,
+        *,
+        events: bool = False,
+    ) -> None:
+        if not hasattr(cache, "_prefixes"):
             raise TypeError(f"cache must be a KVCache, not {shown(cache)}")
+        kv, size, most = cache._use(), uint("block_tokens", block_tokens, 32), uint("max_tokens", max_tokens)
+        if cache._prefixes is not None:
+            raise InvalidArgument(
+                errno.EINVAL, f"this cache has a PrefixCache already, of blocks of {cache._prefixes.block_tokens}"
+            )
+        _check(lib.vmem_kv_share(kv, ffi.NULL, 0, 0))  # whether the cache shares pages at all
+        if not 1 <= size <= cache.max_tokens:
+            raise InvalidArgument(
+                errno.EINVAL, f"block_tokens {size} is not between 1 and max_tokens, {cache.max_tokens}"
+            )
         self.cache = cache
-        self.block_tokens = uint("block_tokens", block_tokens, 32)
-        self.max_entries = uint("max_entries", max_entries, 32)
-        if not self.block_tokens:
-            raise InvalidArgument(errno.EINVAL, "block_tokens 0 must be at least 1")
-        self.blocks = cache._new_hashes(self.block_tokens, self.max_entries * self.block_tokens)
-        self.hits = self.misses = self.hit_tokens = self._inserted = 0
+        self.block_tokens: int = size
+        if most and most < size:
+            raise InvalidArgument(errno.EINVAL, f"max_tokens {most} is less than a block, {size}")
+        self._most = most // size if most else None  # the most blocks
+        self._events = flag("events", events)
+        self._length: int | None = None  # length of hashes that are bytes; 0: they are integers
+        self._lock = threading.RLock()  # of the following
+        self._runs: dict[Hash, tuple[int, int]] = {}  # the number of each block's run, and which block it is
+        self._hash_of: dict[int, Hash] = {}  # by the number of the run
+        self._gone: list[Hash] = []  # with events: evicted, the oldest first
+        cache._prefixes = self
 
     def __len__(self) -> int:
-        """How many blocks are held."""
-        return len(self.blocks)
+        """How many blocks are known."""
+        with self._lock:
+            self._forget_evicted()
+            return len(self._runs)
 
     def __bool__(self) -> bool:
-        return True  # an empty cache is still a cache
+        return True  # also if it is empty
 
-    @property
-    def evictions(self) -> int:
-        """How many inserted blocks are no longer held."""
-        return self._inserted - len(self.blocks)
+    # ---- the table -------------------------------------------------------------------------------------------
 
-    def keys(self, tokens: Any) -> list[bytes]:
-        """The keys (bytes) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor, [n]."""
-        return block_hashes(tokens, self.block_tokens)
+    def _kind(self, hash: Any, i: int) -> int:
+        if type(hash) is bytes and 1 <= len(hash) <= SIZE:
+            return len(hash)
+        if isinstance(hash, bytes) or not hasattr(hash, "__index__"):
+            raise TypeError(f"hashes[{i}] must be 1 to {SIZE} bytes or an int, not {shown(hash)}")
+        return 0
 
-    def match(self, tokens: Sequence[int]) -> tuple[list[bytes], int]:
-        """Return the longest known prefix of the sequence: (keys of its blocks, tokens of it). It counts as used.
+    def _checked(self, hashes: Iterable[Hash]) -> list[Hash]:
+        """The hashes, all of this cache's kind; integers as Python's."""
+        found = elements("hashes", hashes)
+        if not found:
+            return found
+        length = self._kind(found[0], 0) if self._length is None else self._length
+        if length and all(type(hash) is bytes and len(hash) == length for hash in found):
+            return found
+        for i, hash in enumerate(found):
+            kind = self._kind(hash, i)
+            if kind != length:
+                words = [f"of {n} bytes" if n else "an int" for n in (kind, length)]
+                raise InvalidArgument(errno.EINVAL, f"hashes[{i}] is {words[0]}, but this cache's are {words[1]}")
+            if length:
+                continue
+            found[i] = integer("hash", hash)
+            if not -(1 << 255) <= found[i] < 1 << 255:
+                raise InvalidArgument(errno.EINVAL, f"hashes[{i}] has more than 256 bits")
+        return found
 
-        It never covers the whole sequence: the last token must always be computed.
+    def _beginning(self, hashes: list[Hash]) -> "tuple[Any, int]":
+        """(uint64_t[n], n): the runs of the first blocks that are known. Some may have been evicted meanwhile."""
+        with self._lock:
+            runs = [self._runs.get(hash) for hash in hashes]
+        n = 0
+        while n < len(runs) and (run := runs[n]) is not None and run[1] == n:
+            n += 1
+        return ffi.new("uint64_t[]", [run[0] for run in runs[:n] if run]), n
+
+    def _known(self, hashes: list[Hash]) -> "tuple[Any, int]":
+        """(uint64_t[n], n): the runs of all known blocks among these."""
+        with self._lock:
+            runs = [self._runs[hash][0] for hash in hashes if hash in self._runs]
+        return ffi.new("uint64_t[]", runs), len(runs)
+
+    def _forget(self, run: int) -> "Hash | None":
+        hash = self._hash_of.pop(run, None)
+        if hash is not None and self._runs[hash][0] == run:
+            del self._runs[hash]
+        return hash
+
+    def _forget_evicted(self) -> None:
+        """Take from the table what the manager has evicted."""
+        raw, got = ffi.new("uint64_t[]", 256), ffi.new("size_t *")
+        while True:
+            _check(lib.vmem_kv_evicted(self.cache._use(), raw, 256, got))
+            gone = [hash for hash in map(self._forget, raw[0 : got[0]]) if hash is not None]
+            if self._events:
+                self._gone += gone
+            if got[0] < 256:
+                return
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    def peek(self, hashes: Iterable[Hash]) -> int:
+        """Return how many tokens of a request with these blocks are known, from the first on. Changes nothing."""
+        runs, n = self._beginning(self._checked(hashes))
+        tokens = ffi.new("uint32_t *")
+        _check(lib.vmem_kv_attach(self.cache._use(), 0, runs, n, _MOST, lib.VMEM_KV_LOOK, tokens))
+        return int(tokens[0])
+
+    def attach(self, slot: SupportsIndex | None, hashes: Iterable[Hash], *, dry: bool = False) -> int | None:
+        """Start a newly allocated slot, which no kernel accesses, with the known ones of these blocks.
+
+        Returns the tokens that the slot then has, 0 if no block is known, or None if there is no memory to copy the
+        last, partial page. The next token must be computed, so leave out the hash of a block that
+        ends the prompt. With `dry`, nothing changes, and the slot is ignored and may be None.
         """
-        keys = self.keys(token_array(tokens)[:-1])
-        found = self.blocks.peek(keys)
-        del keys[found // self.block_tokens :]
-        self.blocks.order(keys)
-        return keys, found
+        if dry:
+            tokens, answer = self._look(hashes)
+        else:
+            runs = self._beginning(self._checked(hashes))
+            tokens, answer = self.cache._attach(uint("slot", slot, 32), runs, _MOST)
+        return tokens if answer else None
 
-    def alloc(self, tokens: Sequence[int]) -> tuple[int | None, int]:
-        """Allocate a slot for a request and attach the longest known prefix of its prompt.
+    def _look(self, hashes: Iterable[Hash], most: int = _MOST) -> tuple[int, bool]:
+        """How many tokens, at most `most`, are known, and whether there is memory to begin with them."""
+        return self.cache._attach(0, self._beginning(self._checked(hashes)), most, lib.VMEM_KV_DRY)
 
-        Returns
-        -------
-        (slot, cached) : (int or None, int)
-            cached: how many of the prompt's tokens the slot already has. The slot is None if all slots are taken, or if
-            there is no memory to copy a partial page.
+    def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:
+        """Allocate a slot for a prompt of `tokens` tokens, and start it with the known ones of its blocks.
+
+        Returns (slot, tokens that it already has). The slot is None if all slots are taken or memory is short;
+        `shortage` says which. The last token always remains to be computed.
         """
-        slot, cached = self.blocks.alloc(token_array(tokens).size, self.keys(tokens))
-        if slot is not None:
-            self.hits += cached > 0
-            self.misses += not cached
-            self.hit_tokens += cached
-        return slot, cached
-
-    def insert(self, slot: int, tokens: Sequence[int]) -> bool:
-        """Hold the whole blocks of a request's written tokens. With windows, insert them while a window has them.
-
-        Returns False if no block is new, or if windows have given up rows of new ones.
-        """
+        hashes, length = elements("hashes", hashes), uint("tokens", tokens, 32)
+        del hashes[max(length - 1, 0) // self.block_tokens :]
+        slot = self.cache.alloc(length, prefix_tokens=self.peek(hashes))
+        if slot is None:
+            return None, 0
         try:
-            added = self.blocks.add(slot, self.keys(tokens))
-        except VmemError as error:
-            if error.errno == errno.ENODATA:
-                return False
+            cached = self.attach(slot, hashes)
+        except BaseException:
+            self.cache.free(slot)
             raise
-        self._inserted += added
-        return added > 0
+        if cached is not None:
+            return slot, cached
+        self.cache.free(slot)
+        return None, 0
 
-    def evict(self, pages: int) -> int:
-        """Evict blocks that no request uses, until `pages` pages are freed. Returns how many were freed."""
-        return self.blocks.evict(uint("pages", pages))
+    def add(self, slot: SupportsIndex, hashes: Iterable[Hash], first: SupportsIndex = 0) -> int:
+        """Add the slot's blocks first, first + 1, ..., whose rows are written and will not change.
+
+        Rows in whole pages may also be written later, by kernels that run before those that read them elsewhere.
+        Returns how many were new. Known blocks are not added again. If `max_tokens` is reached and all other blocks
+        belong to running requests, no more are added.
+        """
+        found = self._checked(hashes)
+        number, at = uint("slot", slot, 32), uint("first", first, 32)
+        with self._lock:
+            self._check_rows(number, at, len(found))
+            for i, hash in enumerate(found):
+                if hash in self._runs and self._runs[hash][1] != at + i:
+                    text = f"hashes[{i}] is that of block {self._runs[hash][1]}: a hash covers all tokens before it"
+                    raise InvalidArgument(errno.EINVAL, text)
+            self._forget_evicted()
+            added = self._within_cap(self._share(number, at, found))
+        if found and self._length is None:
+            self._length = self._kind(found[0], 0)
+        return added
+
+    def _within_cap(self, new: list[Hash]) -> int:
+        """Make room for new blocks, and drop the last of them where others have none to give. Returns how many stay."""
+        if self._most is None:
+            return len(new)
+        self._evict_next(len(self._runs) - self._most)
+        stay = len(new) - max(len(self._runs) - self._most, 0)
+        self._drop(new[stay:])
+        return stay
+
+    def _check_rows(self, slot: int, first: int, n: int) -> None:
+        info = self.cache.slot(slot)
+        if info.state == "active" and (first + n) * self.block_tokens > info.tokens:
+            text = f"first {first}, n {n}: slot {slot} has {info.tokens} tokens, {self.block_tokens} to a block"
+            raise InvalidArgument(errno.EINVAL, text)
+
+    def _share(self, slot: int, first: int, hashes: list[Hash]) -> list[Hash]:
+        """Share blocks of the slot. Returns those that are new."""
+        raw = ffi.new("struct vmem_kv_run[]", len(hashes))
+        before = [self._runs.get(hash, (0, 0))[0] for hash in hashes]
+        for i, run in enumerate(raw):
+            run.slot, run.first, run.tokens = slot, min((first + i) * self.block_tokens, 2**32 - 1), self.block_tokens
+            run.id = before[i]
+        rc = lib.vmem_kv_share(self.cache._use(), raw, len(hashes), lib.VMEM_KV_RUN_REPORT)
+        if rc == -errno.EINVAL:
+            self._check_rows(slot, first, len(hashes))
+        _check(rc)
+        new = []
+        for i, (run, old, hash) in enumerate(zip(raw, before, hashes)):
+            if run.id == old:
+                continue
+            if old:
+                gone = self._forget(old)  # evicted a moment ago
+                self._gone += [gone] if self._events and gone is not None else []
+            if run.id:
+                self._runs[hash] = int(run.id), first + i
+                self._hash_of[int(run.id)] = hash
+                new.append(hash)
+        return new
+
+    # ---- eviction --------------------------------------------------------------------------------------------
+
+    def _evict_next(self, blocks: int) -> None:
+        if blocks > 0:
+            _check(lib.vmem_kv_drop(self.cache._use(), ffi.NULL, blocks, 2**64 - 1, lib.VMEM_KV_NEXT, ffi.NULL))
+            self._forget_evicted()
+
+    def _drop(self, hashes: list[Hash]) -> None:
+        runs, n = self._known(hashes)
+        _check(lib.vmem_kv_drop(self.cache._use(), runs, n, 2**64 - 1, 0, ffi.NULL))
+        for run in runs:
+            self._forget(run)
+
+    def drop(self, hashes: Iterable[Hash]) -> None:
+        """Drop blocks. Unknown ones are skipped. Requests that use them keep their pages."""
+        found = self._checked(hashes)
+        with self._lock:
+            self._drop(found)
+
+    def evict(self, pages: SupportsIndex, hashes: Iterable[Hash] | None = None) -> int:
+        """Evict blocks until `pages` pages are freed. Returns how many were freed.
+
+        Without `hashes`, the least recently used first. With `hashes`, only these blocks, in this order; unknown
+        blocks, blocks of running requests and blocks to be kept are skipped.
+        """
+        freed, most = ffi.new("uint64_t *"), min(uint("pages", pages), 2**64 - 2)
+        if hashes is None:
+            runs, n, how = ffi.NULL, 2**64 - 1, lib.VMEM_KV_NEXT
+        else:
+            (runs, n), how = self._known(self._checked(hashes)), lib.VMEM_KV_UNUSED
+        with self._lock:
+            _check(lib.vmem_kv_drop(self.cache._use(), runs, n, most, how, freed))
+            self._forget_evicted()
+        return int(freed[0])
+
+    def order(self, hashes: Iterable[Hash], *, keep: bool = False) -> None:
+        """Make blocks the most recently used ones; the last of them is evicted first.
+
+        With `keep`, blocks are not evicted, and their pages do not count as free, until they are let go or dropped.
+        Unknown blocks are skipped. A request finds a block only if it finds those before it: keep no block without
+        them.
+        """
+        runs, n = self._known(self._checked(hashes))
+        _check(lib.vmem_kv_order(self.cache._use(), runs, n, flag("keep", keep)))
 
     def clear(self) -> None:
-        """Drop every block. Running requests keep their pages."""
-        self.blocks.clear()
+        """Evict every block, also those to be kept."""
+        with self._lock:
+            self._evict_next(2**64 - 1)
+            self._gone += self._runs if self._events else []
+            self._drop(list(self._runs))
+
+    def evicted(self) -> list[Hash]:
+        """Return the hashes of blocks that were evicted since the last call, the oldest first.
+
+        Requires `events`. Contains the blocks that the cache or `evict` chose, not those that `drop` named.
+        """
+        if not self._events:
+            raise InvalidArgument(errno.EINVAL, "the PrefixCache was created without events=True")
+        with self._lock:
+            self._forget_evicted()
+            gone, self._gone = self._gone, []
+        return gone

@@ -7,7 +7,7 @@ import torch
 from kv_caches import grouped
 
 from pyvmem.kv.cache import KVCache, TensorSpec
-from pyvmem.kv.hashes import block_hashes
+from pyvmem.kv.prefix import block_hashes
 
 PAGE = 65536
 HALF = torch.float16
@@ -36,7 +36,7 @@ def make(specs=ALIKE, slots=6, max_tokens=1000, pages=200, **options):
 def serve(blocks, tokens, add=True):
     """Run a prompt: every row holds its token's number. Returns (slot, tokens that it had already)."""
     cache = blocks.cache
-    hashes = block_hashes(tokens, blocks.tokens)
+    hashes = block_hashes(tokens, blocks.block_tokens)
     slot, cached = blocks.alloc(len(tokens), hashes)
     assert slot is not None
     lengths = [0] * cache.slots
@@ -53,4 +53,4 @@ def serve(blocks, tokens, add=True):
 
 
 def known(blocks, tokens):
-    return blocks.peek(block_hashes(tokens, blocks.tokens))
+    return blocks.peek(block_hashes(tokens, blocks.block_tokens))

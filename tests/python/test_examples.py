@@ -63,7 +63,7 @@ def test_continuous_batching_gives_the_models_own_tokens(said):
     for request, token in engine.run():
         got[request.id].append(token)
     assert list(got.values()) == want
-    assert engine.preemptions > 0 and engine.prefixes.hit_tokens > 0
+    assert engine.preemptions > 0 and engine.cache.stats().hit_tokens > 0
     assert engine.cache.stats().active_slots == 0
     with pytest.raises(ValueError, match="request 9: 500 [+] 20 tokens; 512 at most"):
         engine.submit(module.Request(9, [2] * 500, 20))

@@ -16,7 +16,7 @@ from kv_caches import grouped, make, start
 import pyvmem
 from pyvmem import KVCacheOptions, VmemError
 from pyvmem.kv.cache import KVCache, Spare, model_specs
-from pyvmem.kv.hashes import BlockHashes
+from pyvmem.kv.prefix import PrefixCache
 
 SMALL = {"slots": 4, "max_tokens": 100, "budget": 64 << 20}
 
@@ -76,8 +76,8 @@ def test_a_backend_that_is_not_the_contexts_is_refused():
 
 def test_numbers_of_blocks_are_named_as_in_python():
     with KVCache.for_model(1, 2, 64, **SMALL, backend="host", name=None) as cache:
-        with pytest.raises(pyvmem.InvalidArgument, match="^tokens 101 is not between 1 and max_tokens, 100"):
-            BlockHashes(cache, 101)
+        with pytest.raises(pyvmem.InvalidArgument, match="^block_tokens 101 is not between 1 and max_tokens, 100"):
+            PrefixCache(cache, 101)
 
 
 def test_a_cache_without_sharing_refuses_it(backend):

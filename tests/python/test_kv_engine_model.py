@@ -19,7 +19,7 @@ from kv_draws import NUMBERS, pick, when
 
 import pyvmem
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
-from pyvmem.kv.hashes import BlockHashes
+from pyvmem.kv.prefix import PrefixCache
 from pyvmem.vllm.runs import BlockRuns
 
 SLOTS, TOKENS, BLOCK = 5, 300, 32
@@ -49,7 +49,7 @@ class Engine(RuleBasedStateMachine):
             check=True, name=None, page_size=1 << 16,
         )  # fmt: skip
         self.runs = BlockRuns(self.cache, BLOCK) if shape == "k and v" else None
-        self.hashes = BlockHashes(self.cache, hashed, most, events=True)
+        self.hashes = PrefixCache(self.cache, hashed, most, events=True)
         self.known = {}  # hash -> numbers up to the end of its block, of what was ever added
         self.sequences = []  # numbers of requests whose blocks were added
         self.rows = {}  # slot -> numbers of its rows
@@ -392,7 +392,7 @@ class Engine(RuleBasedStateMachine):
 
     def hashes_of(self, numbers):
         """A hash of each whole block, as a number; it covers all before it."""
-        size = self.hashes.tokens
+        size = self.hashes.block_tokens
         return [hash(tuple(numbers[:end])) for end in range(size, len(numbers) + 1, size)]
 
     @rule(data=NUMBERS, first=st.sampled_from([0, 0, 1]))
@@ -401,7 +401,7 @@ class Engine(RuleBasedStateMachine):
         """The blocks of a request are added, all or those behind the first."""
         slot = pick(data, [s for s in self.active if self.rows[s]])
         numbers = self.rows[slot]
-        if len(numbers) < first * self.hashes.tokens:
+        if len(numbers) < first * self.hashes.block_tokens:
             with pytest.raises(ValueError):
                 self.hashes.add(slot, [], first)
             return
@@ -414,7 +414,7 @@ class Engine(RuleBasedStateMachine):
         assert added <= len(hashes) and len(self.hashes) <= before + added
         self.sequences.append(numbers)
         for i, name in enumerate(hashes):
-            self.known[name] = numbers[: (first + i + 1) * self.hashes.tokens]
+            self.known[name] = numbers[: (first + i + 1) * self.hashes.block_tokens]
 
     @rule(data=NUMBERS, longer=st.booleans())
     @when(lambda self: self.sequences)
@@ -423,7 +423,7 @@ class Engine(RuleBasedStateMachine):
         numbers = pick(data, self.sequences)
         hashes = self.hashes_of(numbers) + ([12345] if longer else [])
         found = self.hashes.peek(hashes)
-        assert found % self.hashes.tokens == 0 and found <= len(numbers)
+        assert found % self.hashes.block_tokens == 0 and found <= len(numbers)
         slot = self.cache.alloc(len(numbers), prefix_tokens=found)
         if slot is None:
             return

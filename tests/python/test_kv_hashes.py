@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyvmem import KVPool
-from pyvmem.kv.hashes import BlockHashes, block_hashes
+from pyvmem.kv.prefix import PrefixCache, block_hashes
 from kv_hash_caches import PAGE, known, make, serve
 
 
@@ -21,7 +21,7 @@ def cache():
 
 
 def test_a_request_begins_with_blocks_of_several(cache):
-    blocks = BlockHashes(cache, 16)
+    blocks = PrefixCache(cache, 16)
     assert len(blocks) == 0 and blocks
     first, _ = serve(blocks, list(range(100)))
     assert len(blocks) == 6 and known(blocks, list(range(100))) == 96
@@ -36,7 +36,7 @@ def test_a_request_begins_with_blocks_of_several(cache):
 
 
 def test_blocks_are_added_as_they_are_computed(cache):
-    blocks = BlockHashes(cache, 16)
+    blocks = PrefixCache(cache, 16)
     tokens = list(range(200))
     hashes = block_hashes(tokens, 16)
     slot, lengths = cache.alloc(200), [0] * 6
@@ -54,7 +54,7 @@ def test_blocks_are_added_as_they_are_computed(cache):
 
 def test_blocks_of_whole_pages_are_added_before_their_rows_are_written(cache):
     """As an engine does that launches ahead; and a request that never took part in a step has the fence 0."""
-    blocks, hashes = BlockHashes(cache, 32), block_hashes(list(range(96)), 32)
+    blocks, hashes = PrefixCache(cache, 32), block_hashes(list(range(96)), 32)
     writer, readers = cache.alloc(96), []
     assert cache.step([96 if s == writer else 0 for s in range(6)])
     assert blocks.add(writer, hashes) == 3
@@ -70,14 +70,14 @@ def test_blocks_of_whole_pages_are_added_before_their_rows_are_written(cache):
 
 
 def test_the_last_token_is_left_to_be_computed(cache):
-    blocks = BlockHashes(cache, 16)
+    blocks = PrefixCache(cache, 16)
     serve(blocks, list(range(64)))
     assert serve(blocks, list(range(64)))[1] == 48
 
 
 def test_admission_counts_the_page_of_the_last_token():
     with make(pages=6) as cache:  # a block fills a page of each of two tensors
-        blocks = BlockHashes(cache, 32)
+        blocks = PrefixCache(cache, 32)
         tokens = list(range(64))
         serve(blocks, tokens)
         assert cache.fit([(64, block_hashes(tokens, 32))]) == 1
@@ -86,7 +86,7 @@ def test_admission_counts_the_page_of_the_last_token():
 
 
 def test_peeking_changes_nothing(cache):
-    blocks = BlockHashes(cache, 32, events=True)
+    blocks = PrefixCache(cache, 32, events=True)
     prompts = [[100 * i + j for j in range(64)] for i in range(2)]
     for prompt in prompts:
         cache.free(serve(blocks, prompt)[0])
@@ -105,7 +105,7 @@ def test_peeking_changes_nothing(cache):
 
 
 def test_blocks_give_way_to_requests(cache):
-    blocks = BlockHashes(cache, 32, events=True)
+    blocks = PrefixCache(cache, 32, events=True)
     for i in range(8):
         cache.free(serve(blocks, [i * 90 + j for j in range(320)])[0])
     stats = cache.stats()
@@ -124,7 +124,7 @@ def test_blocks_give_way_to_requests(cache):
 def test_the_background_thread_keeps_some_memory_unused():
     """Blocks fill the memory in time; then steps find pages that it has made free meanwhile."""
     with make(overlap=True, defer=False) as cache:  # 200 pages; scarce below 20 unused
-        blocks = BlockHashes(cache, 32)
+        blocks = PrefixCache(cache, 32)
         for i in range(40):
             cache.free(serve(blocks, [i * 40 + j for j in range(320)])[0])
             cache.wait()
@@ -135,7 +135,7 @@ def test_the_background_thread_keeps_some_memory_unused():
 
 def test_a_pool_takes_blocks_for_a_member_that_needs_memory():
     with KVPool(200 * PAGE) as pool, make(pool=pool) as cache, make(pool=pool) as other:
-        blocks = BlockHashes(cache, 32)
+        blocks = PrefixCache(cache, 32)
         for i in range(9):
             cache.free(serve(blocks, [i * 40 + j for j in range(320)])[0])
         assert cache.stats().held_pages >= 180
@@ -148,7 +148,7 @@ def test_a_pool_takes_blocks_for_a_member_that_needs_memory():
 
 
 def test_memory_that_requests_use_is_not_evicted(cache):
-    blocks = BlockHashes(cache, 32)
+    blocks = PrefixCache(cache, 32)
     slot, _ = serve(blocks, list(range(960)))  # 60 pages
     assert cache.stats().evictable_pages == 0 and cache.stats().free_pages == 140
     others = [cache.alloc(960) for _ in range(3)]
@@ -161,7 +161,7 @@ def test_memory_that_requests_use_is_not_evicted(cache):
 
 
 def test_an_engine_evicts_in_its_own_order(cache):
-    blocks = BlockHashes(cache, 32, events=True)
+    blocks = PrefixCache(cache, 32, events=True)
     prompts = [[100 * i + j for j in range(640)] for i in range(4)]
     for prompt in prompts:
         slot, _ = serve(blocks, prompt)
@@ -179,7 +179,7 @@ def test_an_engine_evicts_in_its_own_order(cache):
 
 
 def test_the_least_recently_used_blocks_go_first(cache):
-    blocks = BlockHashes(cache, 32, events=True)
+    blocks = PrefixCache(cache, 32, events=True)
     hashes = [block_hashes([100 * i + j for j in range(96)], 32) for i in range(3)]
     for i in range(3):
         cache.free(serve(blocks, [100 * i + j for j in range(96)])[0])
@@ -194,7 +194,7 @@ def test_the_least_recently_used_blocks_go_first(cache):
 
 
 def test_blocks_that_are_kept_are_no_free_memory(cache):
-    blocks = BlockHashes(cache, 32, max_tokens=640, events=True)
+    blocks = PrefixCache(cache, 32, max_tokens=640, events=True)
     tokens = list(range(320))
     hashes = block_hashes(tokens, 32)
     slot, _ = serve(blocks, tokens)
@@ -216,7 +216,7 @@ def test_blocks_that_are_kept_are_no_free_memory(cache):
 
 
 def test_an_engine_evicts_given_blocks_in_its_own_order(cache):
-    blocks = BlockHashes(cache, 32, events=True)
+    blocks = PrefixCache(cache, 32, events=True)
     first, second, running = ([1000 * i + j for j in range(320)] for i in range(3))
     for prompt in (first, second):
         cache.free(serve(blocks, prompt)[0])
@@ -232,7 +232,7 @@ def test_an_engine_evicts_given_blocks_in_its_own_order(cache):
 
 
 def test_blocks_in_use_may_be_dropped(cache):
-    blocks = BlockHashes(cache, 16)
+    blocks = PrefixCache(cache, 16)
     tokens = list(range(100))
     slot, _ = serve(blocks, tokens)
     other, cached = serve(blocks, [*tokens, 5])
@@ -248,7 +248,7 @@ def test_blocks_in_use_may_be_dropped(cache):
 
 
 def test_a_cap_in_tokens(cache):
-    blocks = BlockHashes(cache, 16, max_tokens=100, events=True)  # six blocks
+    blocks = PrefixCache(cache, 16, max_tokens=100, events=True)  # six blocks
     slot, _ = serve(blocks, list(range(200)))
     assert len(blocks) == 6  # all are of a running request: no more come
     cache.free(slot)
@@ -259,7 +259,7 @@ def test_a_cap_in_tokens(cache):
 
 
 def test_the_same_hash_at_another_place(cache):
-    blocks = BlockHashes(cache, 16)
+    blocks = PrefixCache(cache, 16)
     hashes = block_hashes(list(range(64)), 16)
     slot, _ = serve(blocks, list(range(64)))
     with pytest.raises(ValueError, match=r"hashes\[0\] is that of block 0: a hash covers all tokens before it"):
@@ -271,7 +271,7 @@ def test_the_same_hash_at_another_place(cache):
 
 def test_rows_that_are_rejected_after_all(cache):
     """A block of a request that is shortened stays as it was: the request gets a copy before it writes again."""
-    blocks = BlockHashes(cache, 16)
+    blocks = PrefixCache(cache, 16)
     tokens = list(range(64))
     slot, _ = serve(blocks, tokens)
     lengths = [0] * 6
@@ -297,7 +297,7 @@ def test_rows_that_are_rejected_after_all(cache):
 def test_blocks_of_a_running_request_whose_page_it_has_no_more():
     """Two blocks have a page in common that their request let go of: both must be evicted to have it."""
     with make(pages=12) as cache:
-        blocks = BlockHashes(cache, 16)
+        blocks = PrefixCache(cache, 16)
         tokens = list(range(64))
         slot, _ = serve(blocks, tokens)  # two pages in each tensor, of two blocks each
         assert cache.truncate(slot, 40)  # the second is copied; blocks 2 and 3 still hold what it was
@@ -309,7 +309,7 @@ def test_blocks_of_a_running_request_whose_page_it_has_no_more():
 
 
 def test_a_budget_below_what_is_held(cache):
-    blocks = BlockHashes(cache, 32)
+    blocks = PrefixCache(cache, 32)
     slot, _ = serve(blocks, list(range(320)))
     cache.free(serve(blocks, list(range(400, 720)))[0])
     cache.set_budget(10 * PAGE)
@@ -321,7 +321,7 @@ def test_a_budget_below_what_is_held(cache):
 
 
 def test_reclaiming_leaves_the_blocks(cache):
-    blocks = BlockHashes(cache, 32)
+    blocks = PrefixCache(cache, 32)
     cache.free(serve(blocks, list(range(320)))[0])
     cache.reclaim()
     assert len(blocks) == 10
@@ -330,7 +330,7 @@ def test_reclaiming_leaves_the_blocks(cache):
 
 def test_no_memory_for_a_copy():
     with make(pages=8) as cache:
-        blocks = BlockHashes(cache, 16)
+        blocks = PrefixCache(cache, 16)
         slot, _ = serve(blocks, list(range(48)))  # two pages in each tensor, the second half full
         other = cache.alloc(64)
         lengths = [0] * 6
@@ -352,7 +352,7 @@ def test_no_memory_for_a_copy():
 def test_what_a_request_takes_from_the_free_pages():
     """The pages of known blocks are free until a request begins with them."""
     with make(pages=40) as cache:
-        blocks = BlockHashes(cache, 32)
+        blocks = PrefixCache(cache, 32)
         tokens = list(range(320))
         hashes = block_hashes(tokens, 32)
         cache.free(serve(blocks, tokens)[0])  # 20 pages
@@ -365,7 +365,7 @@ def test_what_a_request_takes_from_the_free_pages():
 def test_hashes_of_both_kinds():
     for kind in (lambda h: h, lambda h: int.from_bytes(h, "little") - (1 << 127)):
         with make() as cache:
-            blocks = BlockHashes(cache, 16, events=True)
+            blocks = PrefixCache(cache, 16, events=True)
             hashes = [kind(h) for h in block_hashes(list(range(64)), 16)]
             slot, lengths = cache.alloc(64), [0] * 6
             lengths[slot] = 64
@@ -387,16 +387,16 @@ def test_salts_keep_equal_tokens_apart():
 def test_wrong_arguments_are_named(cache):
     for value in (0, 1001, -1, 1 << 32):
         with pytest.raises(ValueError, match="tokens"):
-            BlockHashes(cache, value)
+            PrefixCache(cache, value)
     with pytest.raises(ValueError, match="max_tokens 15 is less than a block, 16"):
-        BlockHashes(cache, 16, 15)
+        PrefixCache(cache, 16, 15)
     with pytest.raises(TypeError, match="events"):
-        BlockHashes(cache, 16, events="yes")
+        PrefixCache(cache, 16, events="yes")
     with pytest.raises(ValueError, match=r"requests\[0\] has hashes"):
         cache.fit([(16, [b"1"])])
-    blocks = BlockHashes(cache, 16)
-    with pytest.raises(ValueError, match="has hashes already, of 16 tokens each"):
-        BlockHashes(cache, 16)
+    blocks = PrefixCache(cache, 16)
+    with pytest.raises(ValueError, match="has a PrefixCache already, of blocks of 16"):
+        PrefixCache(cache, 16)
     for wrong in ([1.5], [b""], [b"x" * 33], ["text"], [None]):
         with pytest.raises(TypeError, match=r"hashes\[0\] must be 1 to 32 bytes or an int"):
             blocks.peek(wrong)
@@ -439,7 +439,7 @@ def test_wrong_arguments_are_named(cache):
     with pytest.raises(ValueError, match="pages"):
         blocks.evict(-1)
     with make() as other:
-        ints = BlockHashes(other, 16)
+        ints = PrefixCache(other, 16)
         assert ints.peek([5, -(1 << 255)]) == 0
         for wrong in (1 << 255, -(1 << 255) - 1):
             with pytest.raises(ValueError, match=r"hashes\[1\] has more than 256 bits"):
@@ -458,7 +458,7 @@ def test_wrong_arguments_are_named(cache):
 
 def test_threads_may_drain_what_was_evicted():
     with make(pages=60, check=False) as cache:
-        blocks = BlockHashes(cache, 16, events=True)
+        blocks = PrefixCache(cache, 16, events=True)
         found, done = [], threading.Event()
 
         def drain():

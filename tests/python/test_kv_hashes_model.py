@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pyvmem import VmemError
-from pyvmem.kv.hashes import BlockHashes, block_hashes
+from pyvmem.kv.prefix import PrefixCache, block_hashes
 
 from kv_draws import NUMBERS, pick, when
 from kv_hash_caches import ALIKE, MIXED, PAGE, make
@@ -26,7 +26,7 @@ class Engine(RuleBasedStateMachine):
     def begin(self, specs, block, pages, tile, steps, overlap, defer, cap):
         self.cache = make(specs, 4, 300, pages * len(specs) // 2, tile_rows=tile, steps_in_flight=steps,
                           overlap=overlap, defer=defer)  # fmt: skip
-        self.blocks = BlockHashes(self.cache, block, cap, events=True)
+        self.blocks = PrefixCache(self.cache, block, cap, events=True)
         self.cap, self.overlap = cap, overlap
         self.rows: dict[int, list[int]] = {}
         self.known: set[bytes] = set()
@@ -43,7 +43,7 @@ class Engine(RuleBasedStateMachine):
         return [pick(data, known) for _ in range(data.next() % (most + 1))]
 
     def hashes(self, tokens):
-        return block_hashes(tokens, self.blocks.tokens)
+        return block_hashes(tokens, self.blocks.block_tokens)
 
     def write(self, slot, start, tokens):
         for tensor in self.cache.tensors:
@@ -54,7 +54,7 @@ class Engine(RuleBasedStateMachine):
     @rule(kind=st.integers(0, 2), split=st.integers(0, 150), length=st.integers(1, 290), extra=st.integers(0, 1))
     def start(self, kind, split, length, extra):
         tokens = [kind] * min(split, length) + [10 + extra] * max(length - split, 0)
-        hashes = self.hashes(tokens)[: (length - 1) // self.blocks.tokens]
+        hashes = self.hashes(tokens)[: (length - 1) // self.blocks.block_tokens]
         fits, ending = self.cache.fit([(length, hashes)]), self.cache.stats().ending_slots
         expected, would = self.blocks.peek(hashes), self.blocks.attach(None, hashes, dry=True)
         full = self.cache.stats().active_slots + ending + self.cache.stats().swapped_slots == 4
@@ -137,7 +137,7 @@ class Engine(RuleBasedStateMachine):
         self.blocks.order(hashes, keep=keep)
         found: set[bytes] = set()  # of those that are known now: others may be added later, and are new then
         for chain in map(self.hashes, self.rows.values()):
-            found.update(chain[: self.blocks.peek(chain) // self.blocks.tokens])
+            found.update(chain[: self.blocks.peek(chain) // self.blocks.block_tokens])
         self.kept = before | (found.intersection(hashes) if keep else set())
 
     @rule(data=NUMBERS, pages=st.integers(0, 20))
@@ -192,7 +192,7 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def the_cap_holds(self):
         if hasattr(self, "blocks"):
-            assert not self.cap or len(self.blocks) * self.blocks.tokens <= self.cap
+            assert not self.cap or len(self.blocks) * self.blocks.block_tokens <= self.cap
             assert self.cache.stats().worker_errors == 0
 
 

@@ -14,8 +14,7 @@ from kv_caches import Event
 import pyvmem
 from pyvmem.errors import InvalidArgument, OutOfMemory
 from pyvmem.kv.cache import KVCache, TensorSpec
-from pyvmem.kv.hashes import BlockHashes
-from pyvmem.kv.prefix import PrefixCache
+from pyvmem.kv.prefix import PrefixCache, block_hashes
 
 MIB = 1 << 20
 
@@ -49,9 +48,8 @@ def test_what_is_no_number_is_named(cache, wrong):
 
 @pytest.mark.parametrize("wrong", [3, None, "cache"])
 def test_what_is_no_cache_is_named(wrong):
-    for call in (lambda: BlockHashes(wrong, 16), lambda: PrefixCache(wrong)):
-        with pytest.raises(TypeError, match="cache must be a KVCache, not "):
-            call()
+    with pytest.raises(TypeError, match="cache must be a KVCache, not "):
+        PrefixCache(wrong)
 
 
 def test_a_step_that_is_refused_is_not_counted(cache):
@@ -100,7 +98,7 @@ def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
     assert cache.step(lengths)
     cache.free(ending, after=cache.last_step)
     free = next(slot for slot in range(4) if cache.slot(slot).state == "free")
-    hashes, prefix = BlockHashes(cache, 16), cache.share(running, 64)
+    hashes, prefix = PrefixCache(cache, 16), cache.share(running, 64)
     cases = {
         "step 5 has not been made yet; the last is 2": [
             lambda: cache.free(running, after=5), lambda: cache.truncate(running, 5, after=5),
@@ -168,10 +166,9 @@ def test_what_is_no_run_or_specification_is_named(cache):
         KVCache(None, 1, 10, MIB, backend="host", name=None)
     with pytest.raises(TypeError, match="specs must be a list of TensorSpec, not of 7"):
         KVCache([7], 1, 10, MIB, backend="host", name=None)
-    prefixes = PrefixCache(cache)
     for wrong in (None, 5, "abc", [[1, 2]], [[1], [2, 3]], [1.5]):
         with pytest.raises(TypeError, match="tokens must be a sequence of integers"):
-            prefixes.alloc(wrong)
+            block_hashes(wrong, 16)
     assert cache.stats().active_slots == 0
 
 

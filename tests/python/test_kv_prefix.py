@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
-from pyvmem.kv.prefix import PrefixCache
+from pyvmem.kv.prefix import PrefixCache, block_hashes
 
 PAGE = 65536
 TOKENS = 32  # of 2 KiB to a page
@@ -27,10 +27,22 @@ def prefixes(cache):
     return PrefixCache(cache, block_tokens=16)
 
 
+def keys(prefixes, tokens):
+    return block_hashes(tokens, prefixes.block_tokens)
+
+
+def match(prefixes, tokens):
+    """How many tokens of a prompt are known; they count as used."""
+    hashes = keys(prefixes, tokens[:-1])
+    found = prefixes.peek(hashes)
+    prefixes.order(hashes[: found // prefixes.block_tokens])
+    return found
+
+
 def serve(prefixes, tokens, keep=True):
     """Run a prompt: every row holds its token's number. Returns (slot, cached tokens)."""
     cache = prefixes.cache
-    slot, cached = prefixes.alloc(tokens)
+    slot, cached = prefixes.alloc(len(tokens), keys(prefixes, tokens))
     assert slot is not None
     lengths = [0] * cache.slots
     lengths[slot] = len(tokens)
@@ -39,7 +51,7 @@ def serve(prefixes, tokens, keep=True):
         tensor[slot, cached : len(tokens)] = torch.tensor(tokens[cached:]).half().view(-1, 1, 1)
         assert torch.equal(tensor[slot, : len(tokens), 0, 0], torch.tensor(tokens).half())
     if keep:
-        prefixes.insert(slot, tokens)
+        prefixes.add(slot, keys(prefixes, tokens))
     return slot, cached
 
 
@@ -53,7 +65,7 @@ def test_a_known_beginning_is_not_computed_again(cache, prefixes):
     assert serve(prefixes, prompt[:50] + [3] * 50)[1] == 48
     assert serve(prefixes, [9] + prompt)[1] == 0
     assert cache.stats().attached_pages - before.attached_pages == 2 * (3 + 1)
-    assert (prefixes.hits, prefixes.misses, prefixes.hit_tokens) == (2, 2, 144)
+    assert cache.stats().hit_tokens == 144
 
 
 def test_the_last_token_is_always_computed(prefixes):
@@ -82,32 +94,31 @@ def test_the_least_recently_used_goes_first(cache, prefixes):
     prompts = [[100 * i + j for j in range(64)] for i in range(3)]
     for prompt in prompts:
         cache.free(serve(prefixes, prompt)[0])
-    assert prefixes.match(prompts[0])[1] == 48  # used again
+    assert match(prefixes, prompts[0]) == 48  # used again
     assert prefixes.evict(1) > 0
-    assert [prefixes.match(p)[1] for p in prompts] == [48, 32, 48]  # its beginning stays
+    assert [match(prefixes, p) for p in prompts] == [48, 32, 48]  # its beginning stays
     # Two blocks of the second prompt, and the end of the first, which was not used again.
-    assert prefixes.evictions == 3 and len(prefixes) == 3 * 4 - 3
-    assert prefixes.match(prompts[1])[0] == prefixes.keys(prompts[1])[:2]
+    assert cache.stats().evicted_blocks == 3 and len(prefixes) == 3 * 4 - 3
 
 
 def test_prefixes_give_way_to_requests(cache, prefixes):
     for i in range(8):
         cache.free(serve(prefixes, [i * 90 + j for j in range(320)])[0])
     assert cache.stats().prefix_pages == 8 * 20
-    slot, cached = prefixes.alloc([1] * 990)
+    slot, cached = prefixes.alloc(990, keys(prefixes, [1] * 990))
     lengths = [0] * 6
     lengths[slot] = 990
     assert cache.step(lengths)
     assert 0 < len(prefixes) < 8 * 20
     prefixes.clear()
-    assert cache.stats().prefix_pages == 0 and len(prefixes) == 0 and prefixes.evictions == 8 * 20
+    assert cache.stats().prefix_pages == 0 and len(prefixes) == 0
 
 
 def test_what_is_held_is_no_more_than_what_requests_leave(cache, prefixes):
     for i in range(30):  # three times what the budget has
         cache.free(serve(prefixes, [i * 90 + j for j in range(320)])[0])
-    assert prefixes.match([29 * 90 + j for j in range(320)])[1] == 304
-    assert cache.fit([(320, prefixes.keys([29 * 90 + j for j in range(304)]))] * 3) == 3
+    assert match(prefixes, [29 * 90 + j for j in range(320)]) == 304
+    assert cache.fit([(320, keys(prefixes, [29 * 90 + j for j in range(304)]))] * 3) == 3
 
 
 def test_prefixes_that_share_all_their_pages_can_be_given_up(cache, prefixes):
@@ -124,11 +135,11 @@ def test_prefixes_that_share_all_their_pages_can_be_given_up(cache, prefixes):
 
 
 def test_no_more_entries_than_asked_for(cache):
-    prefixes = PrefixCache(cache, block_tokens=16, max_entries=2)
+    prefixes = PrefixCache(cache, block_tokens=16, max_tokens=32)
     for i in range(4):
         cache.free(serve(prefixes, [i] * 64)[0])
-        assert len(prefixes) == 2 and prefixes.match([i] * 64)[1] == 32
-    assert prefixes.match([0] * 64)[1] == 0 and prefixes.evictions == 3 * 2
+        assert len(prefixes) == 2 and match(prefixes, [i] * 64) == 32
+    assert match(prefixes, [0] * 64) == 0 and cache.stats().evicted_blocks >= 4
 
 
 def test_an_empty_cache_is_one(cache, prefixes):
@@ -138,8 +149,8 @@ def test_an_empty_cache_is_one(cache, prefixes):
 def test_the_same_prompt_is_held_once(cache, prefixes):
     prompt = list(range(64))
     slot, _ = serve(prefixes, prompt)
-    assert not prefixes.insert(slot, prompt)
-    assert not prefixes.insert(slot, prompt[:10])
+    assert not prefixes.add(slot, keys(prefixes, prompt))
+    assert not prefixes.add(slot, keys(prefixes, prompt[:10]))
     assert len(prefixes) == 4
 
 
@@ -154,10 +165,10 @@ def test_windows_limit_what_can_be_attached():
             assert cache.step(lengths)
         cache.wait()
         prompt = list(range(1000))
-        assert prefixes.insert(slot, prompt)
+        assert prefixes.add(slot, keys(prefixes, prompt))
         cache.free(slot)
-        assert prefixes.match(prompt[:500])[1] == 0  # the window is past there
-        other, cached = prefixes.alloc(prompt + [1, 2])
+        assert match(prefixes, prompt[:500]) == 0  # the window is past there
+        other, cached = prefixes.alloc(1002, keys(prefixes, prompt + [1, 2]))
         assert cached == 992
         lengths[:] = 0
         lengths[other] = 1002
@@ -168,12 +179,12 @@ def test_wrong_arguments_are_named(cache):
     for value in (0, -1, 1 << 64):
         with pytest.raises(ValueError, match="block_tokens"):
             PrefixCache(cache, block_tokens=value)
-    with pytest.raises(ValueError, match="max_entries"):
-        PrefixCache(cache, max_entries=-1)
-    prefixes = PrefixCache(cache)
+    with pytest.raises(ValueError, match="max_tokens"):
+        PrefixCache(cache, max_tokens=-1)
+    PrefixCache(cache)
     for wrong in ("text", [1.5, 2.5], 5, [[1, 2], [3, 4]]):
         with pytest.raises(TypeError, match="tokens"):
-            prefixes.keys(wrong)
-    assert prefixes.keys([]) == []
-    with pytest.raises(ValueError, match="this cache has hashes already"):
+            block_hashes(wrong, 32)
+    assert block_hashes([], 32) == []
+    with pytest.raises(ValueError, match="this cache has a PrefixCache already, of blocks of 32"):
         PrefixCache(cache)

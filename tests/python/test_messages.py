@@ -65,11 +65,10 @@ def test_python_own_messages():
 
 def public():
     """(name, documentation) of everything public, methods and properties too."""
-    from pyvmem.kv import hashes, prefix
+    from pyvmem.kv import prefix
 
     things = {name: getattr(module, name) for module in (pyvmem, pyvmem.core, paper) for name in module.__all__}
-    for thing in (prefix.PrefixCache, hashes.BlockHashes):
-        things[thing.__name__] = thing
+    things["PrefixCache"] = prefix.PrefixCache
     for name, thing in things.items():
         if isinstance(thing, str | int):  # the version, and layouts of structures
             continue

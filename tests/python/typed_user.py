@@ -8,7 +8,7 @@ import torch
 import pyvmem
 from pyvmem import KVCache, OutOfMemory, VirtualTensor
 from pyvmem.core import Reservation
-from pyvmem.kv.prefix import PrefixCache
+from pyvmem.kv.prefix import PrefixCache, block_hashes
 
 
 def pages(context: pyvmem.Context) -> int:
@@ -45,7 +45,7 @@ def cache() -> list[int]:
     made: KVCache = KVCache.for_model(2, 4, 64, 4, 4096, 64 << 20, backend="host", name=None)
     with made as kv:
         prompts = PrefixCache(kv)
-        slot, cached = prompts.alloc([1, 2, 3, 4])
+        slot, cached = prompts.alloc(4, block_hashes([1, 2, 3, 4], prompts.block_tokens))
         lengths = [0] * kv.slots
         assert slot is not None
         lengths[slot] = 4 + cached
