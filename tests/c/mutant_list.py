@@ -297,7 +297,7 @@ MUTANTS = [
         ("a row that was copied keeps the slot", "kv/request.c", "    vmem__kv_change_holders(kv, row, (struct kv_holders){.slots = -1});\n", "", "test_kv_corners"),
         ("rows of a freed slot stay needed", "kv/shared.c", "{.slots = -1, .pinning_slots = -(int)needed}", "{.slots = -1}",
          "test_kv_sharing"),
-        ("a plan forgets the pages that a slot has", "kv/step.c", "        delta += kv_pinned_delta(kv, w->slot, w->group, part_of(kv, w));\n",
+        ("a plan forgets the pages that a slot has", "kv/step.c", "        delta += vmem__kv_pinned_delta(kv, w->slot, w->group, part_of(kv, w));\n",
          "        (void)part_of(kv, w);\n", "test_kv_model"),
         ("blocks that only the engine evicts are free", "kv/runs.c", ".evictable_runs = !r->keep});", ".cached = 1});",
          "test_kv_runs"),

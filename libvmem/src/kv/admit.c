@@ -15,7 +15,7 @@ static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t limit)
 {
     int64_t delta;
     if (slot < 0)
-        return kv->ledger.pinned_pages + kv_pages_beside(kv, tokens, 0) <= limit;
+        return kv->ledger.pinned_pages + vmem__kv_pages_beside(kv, tokens, 0) <= limit;
     vmem__kv_plan_one(kv, (uint32_t)slot, tokens, &delta);
     return delta <= 0 || kv->ledger.pinned_pages + (uint64_t)delta <= limit;
 }
@@ -117,8 +117,8 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
             want += taken;
             before += taken;
         }
-        want += kv_pages_beside(kv, r->tokens, prefix_tokens);
-        before += prefix_tokens ? kv_pages_beside(kv, prefix_tokens, prefix_tokens) : 0;
+        want += vmem__kv_pages_beside(kv, r->tokens, prefix_tokens);
+        before += prefix_tokens ? vmem__kv_pages_beside(kv, prefix_tokens, prefix_tokens) : 0;
         most = KV_MAX(want, before + beside) + back;
         if (!rc && most > limit)
             limit = vmem__kv_page_limit(kv, most);

@@ -7,7 +7,7 @@ static void unmap_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        struct kv_split s = kv_split(kv, g, tokens);
+        struct kv_split s = vmem__kv_split(kv, g, tokens);
         for (uint32_t t = 0; t < g->n && s.full > s.lo; t++)
             vMemUnmap(kv->ctx, kv_addr(kv, g, slot, t, s.lo), (uint64_t)(s.full - s.lo) << kv->page_shift);
     }
@@ -19,7 +19,7 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     vmem__kv_grow_commit(kv, &kv->grow);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        struct kv_split s = kv_split(kv, g, tokens);
+        struct kv_split s = vmem__kv_split(kv, g, tokens);
         if (s.lo == s.hi)
             continue;
         struct kv_span now = kv_span_at(s.lo);
@@ -45,7 +45,7 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     int rc = vmem__kv_stale_now(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
-        struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
+        struct kv_split s = vmem__kv_split(kv, &kv->groups[i], tokens);
         uint32_t hi = sp->lo > s.hi ? sp->lo : sp->coarse_hi > s.full ? s.hi : sp->hi;
         rc = vmem__kv_cut_now(kv, slot, i, s.full, hi);
         vmem__kv_set_pinned(kv, slot, i, (struct kv_range){sp->lo, KV_MIN(KV_MAX(s.hi, sp->lo), sp->hi)});
@@ -74,7 +74,7 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     vmem__kv_grow_reset(l);
     int rc = keep_tail(kv, slot, tokens);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-        struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
+        struct kv_split s = vmem__kv_split(kv, &kv->groups[i], tokens);
         rc = vmem__kv_grow_to(kv, l, slot, i, s.full, s.hi, 0);
         for (uint32_t k = s.lo; k < s.full && !rc; k++) {
             const vmem_page *pages = vmem__kv_found_page(kv, i, tokens, k, &stride);
@@ -87,7 +87,7 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         rc = vmem__kv_grow_make(kv, l, KV_TRIES);
     const bool mapped = !rc;
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
-        struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
+        struct kv_split s = vmem__kv_split(kv, &kv->groups[i], tokens);
         if (!s.part || s.full >= s.hi)
             continue;
         const vmem_page *pages = vmem__kv_found_page(kv, i, tokens, s.full, &stride);
@@ -126,7 +126,7 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 // Whether attaching so many tokens of the runs found would find memory.
 static int would_attach(vmem_kv *kv, uint32_t tokens)
 {
-    const uint64_t copies = kv_pages_beside(kv, tokens, tokens);
+    const uint64_t copies = vmem__kv_pages_beside(kv, tokens, tokens);
     if (!copies) // attaching only maps pages that are there
         return 0;
     vmem__kv_protect_found(kv, tokens);

@@ -618,7 +618,7 @@ void vmem__kv_set_pinned(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_r
 // By how many pages that would raise the pinned pages. Shared rows that leave count as if they stayed: other slots may leave
 // them, too, and only then is it known what goes.
 int64_t vmem__kv_pinned_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to);
-// The same two for steps: in most, only the end changes, among pages that nobody else has.
+// vmem__kv_set_pinned for steps: in most, only the end changes, among pages that nobody else has.
 static inline bool kv_at_own_end(const struct kv_span *s, struct kv_range to)
 {
     return to.lo == s->pinned.lo && KV_MIN(to.hi, s->pinned.hi) >= s->shared_hi;
@@ -632,12 +632,6 @@ static inline void kv_set_pinned(vmem_kv *kv, uint32_t slot, uint32_t group, str
     }
     kv->ledger.pinned_pages += (uint64_t)(((int64_t)to.hi - s->pinned.hi) * kv->groups[group].n);
     s->pinned.hi = to.hi;
-}
-static inline int64_t kv_pinned_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
-{
-    const struct kv_span *s = kv_span(kv, slot, group);
-    return kv_at_own_end(s, to) ? ((int64_t)to.hi - s->pinned.hi) * kv->groups[group].n
-                                : vmem__kv_pinned_delta(kv, slot, group, to);
 }
 // Changes a span, and with it its pinned part and what of the slot is backed.
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now);
@@ -743,17 +737,9 @@ struct kv_split {
     uint32_t lo, full, hi;
     uint64_t part;
 };
-
-static inline struct kv_split kv_split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
-{
-    uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
-    struct kv_split s = {.lo = vmem__kv_need_lo(kv, g, tokens),
-                         .full = (uint32_t)(bytes >> kv->page_shift),
-                         .hi = vmem__kv_need_hi(kv, g, tokens),
-                         .part = bytes & (kv->page_size - 1)};
-    s.full = KV_MAX(s.full, s.lo);
-    return s;
-}
+struct kv_split vmem__kv_split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens);
+// The pages that a request of `tokens` tokens needs, in addition to those of prefix_tokens rows that it shares.
+uint64_t vmem__kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
 
 // -EINVAL: the run is of another cache, whether or not it is still there. 0 is no run, and of every cache. name: of the
 // argument, runs[i].
@@ -936,15 +922,6 @@ int vmem__kv_worker_start(vmem_kv *kv);
 void vmem__kv_worker_stop(vmem_kv *kv);
 
 // ---- step.c ---------------------------------------------------------------------------------------------------------
-
-// The pages that a request of `tokens` tokens needs, in addition to those of prefix_tokens rows that it shares.
-static inline uint64_t kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
-{
-    uint64_t pages = 0;
-    for (const struct kv_group *g = kv->groups; g < kv->groups + kv->n_groups; g++)
-        pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - kv_split(kv, g, prefix_tokens).full) * g->n;
-    return pages;
-}
 
 // Plans a step in which this slot alone takes part: -EINVAL, if its window has given up rows that it reads. *delta: by how
 // many pages the step would raise kv_ledger.pinned_pages, the missing ones included.

@@ -205,7 +205,7 @@ static uint64_t pages_to_copy(const vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     uint64_t pages = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++)
-        pages += cuts_shared(kv, slot, i, kv_split(kv, &kv->groups[i], tokens)) ? kv->groups[i].n : 0;
+        pages += cuts_shared(kv, slot, i, vmem__kv_split(kv, &kv->groups[i], tokens)) ? kv->groups[i].n : 0;
     return pages;
 }
 
@@ -215,13 +215,13 @@ static int copy_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     // First do the work that can fail for want of memory. It copies whole pages, so a failure loses no data.
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
+        struct kv_split s = vmem__kv_split(kv, &kv->groups[i], tokens);
         int rc = cuts_shared(kv, slot, i, s) ? replace(kv, slot, i, s.full) : 0;
         if (rc)
             return rc;
     }
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        struct kv_split s = kv_split(kv, &kv->groups[i], tokens);
+        struct kv_split s = vmem__kv_split(kv, &kv->groups[i], tokens);
         struct kv_span *sp = kv_span(kv, slot, i);
         if (s.full >= sp->shared_hi)
             continue;

@@ -12,6 +12,25 @@
 #include "core/struct.h"
 #include "kv/kv.h"
 
+struct kv_split vmem__kv_split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
+{
+    uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
+    struct kv_split s = {.lo = vmem__kv_need_lo(kv, g, tokens),
+                         .full = (uint32_t)(bytes >> kv->page_shift),
+                         .hi = vmem__kv_need_hi(kv, g, tokens),
+                         .part = bytes & (kv->page_size - 1)};
+    s.full = KV_MAX(s.full, s.lo);
+    return s;
+}
+
+uint64_t vmem__kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
+{
+    uint64_t pages = 0;
+    for (const struct kv_group *g = kv->groups; g < kv->groups + kv->n_groups; g++)
+        pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_split(kv, g, prefix_tokens).full) * g->n;
+    return pages;
+}
+
 // ---- the order of eviction ------------------------------------------------------------------------------------------
 //
 // A list has the runs that no running request pins, in the order in which they were released or let go. A request pins
@@ -512,7 +531,7 @@ static uint64_t only_held(const vmem_kv *kv, uint32_t group, uint32_t tokens)
 {
     const struct kv_runs *all = &kv->runs;
     const struct kv_group *g = &kv->groups[group];
-    const struct kv_split s = kv_split(kv, g, tokens);
+    const struct kv_split s = vmem__kv_split(kv, g, tokens);
     struct kv_rows next = {0};
     uint64_t pages = 0;
     for (uint32_t k = all->n_found; k--;) {
@@ -539,7 +558,7 @@ uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside)
     *beside = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
-        const struct kv_split s = kv_split(kv, g, tokens);
+        const struct kv_split s = vmem__kv_split(kv, g, tokens);
         uint32_t stride;
         for (uint32_t p = s.lo; p < s.full; p++) {
             struct kv_shared_row *ref =

@@ -94,7 +94,7 @@ static int64_t plan_delta(const vmem_kv *kv)
     int64_t delta = (int64_t)kv->plan.missing;
     const struct kv_want *end = kv->plan.wants + kv->plan.n;
     for (const struct kv_want *w = kv->plan.wants; w < end; w++)
-        delta += kv_pinned_delta(kv, w->slot, w->group, part_of(kv, w));
+        delta += vmem__kv_pinned_delta(kv, w->slot, w->group, part_of(kv, w));
     return delta;
 }
 
@@ -262,31 +262,43 @@ static int claim_budget(vmem_kv *kv)
     return plan->extends || delta > 0 ? vmem__kv_claim_budget(kv, delta, plan->missing) : 0;
 }
 
-static int back_step(vmem_kv *kv, const int32_t *lengths)
+static int reuse_kept(vmem_kv *kv, const int32_t *lengths)
 {
-    const struct kv_plan *plan = &kv->plan;
-    vmem__kv_clear_shortage();
-    int rc = claim_budget(kv);
-    if (!rc && !vmem__kv_has_room(kv, plan->missing)) { // take pages back, but not those that the step needs
-        plan_pin(kv);
-        rc = vmem__kv_make_room(kv, plan->missing);
-    }
-    for (uint64_t k = 0; k < plan->n && !rc; k += kv->n_groups) {
-        const uint32_t slot = plan->wants[k].slot;
+    int rc = 0;
+    for (uint64_t k = 0; k < kv->plan.n && !rc; k += kv->n_groups) {
+        const uint32_t slot = kv->plan.wants[k].slot;
         if (kv->slots[slot].fresh)
             rc = reuse_kept_pages(kv, slot, (uint32_t)lengths[slot]);
     }
+    return rc;
+}
+
+// Maps the pages that the step lacks, and up to `spare` more: *total. tries: as for vmem__kv_grow_all.
+static int map_missing(vmem_kv *kv, uint64_t spare, int tries, uint64_t *total)
+{
+    int rc = list_parts(kv, spare);
+    *total = rc ? 0 : kv->grow.total;
+    return *total ? vmem__kv_grow_all(kv, &kv->grow, tries) : rc;
+}
+
+// Backs the pages that the planned step lacks, all or none. After a failure, no mapping and no count has changed.
+static int back_step(vmem_kv *kv, const int32_t *lengths)
+{
+    const uint64_t missing = kv->plan.missing;
+    uint64_t total = 0;
+    vmem__kv_clear_shortage();
+    int rc = claim_budget(kv);
+    if (!rc && !vmem__kv_has_room(kv, missing)) { // take pages back, but not those that the step needs
+        plan_pin(kv);
+        rc = vmem__kv_make_room(kv, missing);
+    }
     if (!rc)
-        rc = list_parts(kv, spare_for(kv, plan->missing));
-    uint64_t total = rc ? 0 : kv->grow.total;
-    if (total)
-        rc = vmem__kv_grow_all(kv, &kv->grow, 0);
+        rc = reuse_kept(kv, lengths);
+    if (!rc)
+        rc = map_missing(kv, spare_for(kv, missing), 0, &total);
     if (rc == -ENOMEM && total) { // the device has less than the budget: back only what is needed
         plan_pin(kv);
-        rc = list_parts(kv, 0);
-        total = kv->grow.total;
-        if (!rc)
-            rc = vmem__kv_grow_all(kv, &kv->grow, KV_TRIES);
+        rc = map_missing(kv, 0, KV_TRIES, &total);
     }
     if (rc) {
         vmem__kv_grow_reset(&kv->grow);
