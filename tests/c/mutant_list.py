@@ -283,7 +283,7 @@ MUTANTS = [
         ("what others wait for is budget to spare", "pool/claim.c", "MAX(spare, sat_sub(least, pages))", "most - pages",
          "test_kv_share"),
         ("a job is compared with another number", "kv/worker.c", "kv->ledger.pinned_pages != pinned;",
-         "kv->ledger.pinned_pages != fixed + did;", "test_kv_model"),
+         "kv->ledger.pinned_pages != pinned + did;", "test_kv_model"),
         # what no call could take back
         ("a step does not fix its pages", "kv/step.c", "        kv_set_pinned(kv, w->slot, w->group,", "        (void)(kv, w->slot, w->group,",
          "test_kv_steps test_kv_model"),
@@ -299,7 +299,7 @@ MUTANTS = [
          "test_kv_sharing"),
         ("a plan forgets the pages that a slot has", "kv/step.c", "        delta += vmem__kv_pinned_delta(kv, w->slot, w->group, part_of(kv, w));\n",
          "        (void)part_of(kv, w);\n", "test_kv_model"),
-        ("blocks that only the engine evicts are free", "kv/runs.c", ".evictable_runs = !r->keep});", ".cached = 1});",
+        ("blocks that only the engine evicts are free", "kv/runs.c", ".evictable_runs = !r->keep});", ".evictable_runs = 1});",
          "test_kv_runs"),
         ("who gave a part has only its minimum", "pool/balance.c", "(r->has > r->min || r->needs)",
          "(r->why == VMEM_KV_IN_USE || r->needs)", "test_pool_member"),
