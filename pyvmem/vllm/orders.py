@@ -6,6 +6,8 @@ SPDX-License-Identifier: MIT
 from collections.abc import Sequence
 from typing import NamedTuple
 
+AHEAD = 64  # tokens of a running request whose pages slots map ahead, or up to twice as many
+
 
 class StepOrders(NamedTuple):
     """Travels as attribute `vmem` of vLLM's SchedulerOutput.
@@ -24,6 +26,8 @@ class StepOrders(NamedTuple):
         The number of the first of these orders.
     evicted : sequence of int
         Blocks that circulate and whose contents vLLM has forgotten.
+    coming : sequence of (str, int, int)
+        In slots, the requests that begin next: name, tokens, and how many of these are cached.
     """
 
     step: int
@@ -32,3 +36,4 @@ class StepOrders(NamedTuple):
     ahead: Sequence[list[int]] = ()
     order: int = 0
     evicted: Sequence[int] = ()
+    coming: Sequence[tuple[str, int, int]] = ()

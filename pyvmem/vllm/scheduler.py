@@ -22,7 +22,7 @@ from typing import Any
 from pyvmem.engine import control, pool_policy, pools
 from pyvmem.vllm import check, geometry, refuse, settings
 from pyvmem.vllm.keeper import Keeper
-from pyvmem.vllm.orders import StepOrders
+from pyvmem.vllm.orders import AHEAD, StepOrders
 from pyvmem.vllm.pace import Pace
 from pyvmem.vllm.waiting import Lookup, Wants, paused, stopped, waiting
 
@@ -217,9 +217,10 @@ class SchedulerMemory:
             self.page[control.WAITED] += int(1e6 * keeper.await_blocks(must, AWAIT))
         if early and need > keeper.spare:  # as long as no step would begin earlier
             keeper.await_blocks(need, min(self._pace.left(time.monotonic()) - LAUNCH, AWAIT))
-        keeper.before(max(need, whole), must, not running and (need > keeper.spare or not wait))
+        ahead = self._mapped_ahead() if self._in_slots else 0
+        keeper.before(max(need, whole, ahead), must, not running and (need > keeper.spare or not wait))
         if self._in_slots:
-            keeper.evict_ahead(min(keeper.low, keeper.ready()))
+            keeper.evict_ahead(min(2 * keeper.low, max(keeper.ready(), ahead)))
         if keeper.lacks(must) or (keeper.full and not running):  # where none runs, vLLM ignores the watermark
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
             self._limit(0)
@@ -321,10 +322,27 @@ class SchedulerMemory:
         self._decodes = not self._tokens and output.total_num_scheduled_tokens <= steps * (1 + self._drafts)
         self._count_beyond(steps)
         position = self.page.cells[control.POSITION]
-        output.vmem = StepOrders(keeper.step, position, gone, ahead, order, keeper.take_evicted())
+        coming = [(request.request_id, request.num_tokens, wants.computed) for request, wants in self._coming()]
+        output.vmem = StepOrders(keeper.step, position, gone, ahead, order, keeper.take_evicted(), coming)
         if steps:
             self._pace.begin(keeper.step, output.total_num_scheduled_tokens, time.monotonic())
         self._publish()
+
+    def _mapped_ahead(self) -> int:
+        """Blocks whose pages slots map ahead: for the next tokens of running requests, and for those that come."""
+        each = 1 + -(-2 * AHEAD // self._sizes[0])
+        return len(self._scheduler.running) * each + sum(wants.rest for _, wants in self._coming())
+
+    def _coming(self) -> list[tuple[Any, Wants]]:
+        """In slots, the requests that the next two steps may begin: their pages are mapped ahead."""
+        coming: list[tuple[Any, Wants]] = []
+        left = 2 * self._scheduler.max_num_scheduled_tokens
+        for request in waiting(self._scheduler) if self._in_slots else ():
+            coming.append((request, self._wants(request)))
+            left -= request.num_tokens - coming[-1][1].computed
+            if left <= 0:
+                break
+        return coming
 
     def _count_beyond(self, requests: int) -> None:
         """So many requests were scheduled. If none begins for which there are enough blocks, vLLM wants more for it.

@@ -26,7 +26,7 @@ from pyvmem.engine import control, geometry
 from pyvmem.engine.control import Page
 from pyvmem.engine.memory import context_on
 from pyvmem.vllm import refuse, settings
-from pyvmem.vllm.orders import StepOrders
+from pyvmem.vllm.orders import AHEAD, StepOrders
 from pyvmem.vllm.requests import Fences, Requests
 from pyvmem.vllm.worker import POLL, WorkerMemory
 
@@ -164,7 +164,7 @@ class SlotsMemory(WorkerMemory):
         self._cache = cache = KVCache(
             [TensorSpec("kv", (block // tokens,), torch.int8)], slots, rows, budget, context=context,
             page_size=max(fitting), lazy=True, name=None,
-            spare=Spare(reclaim_percent=2, ahead_tokens=max(64, tokens), ahead_min=tokens),
+            spare=Spare(reclaim_percent=2, ahead_tokens=max(AHEAD, tokens), ahead_min=tokens),
         )  # fmt: skip
         self._context, self._most = context, budget // cache.page_size * cache.page_size
         self._budget = self._most
@@ -221,6 +221,8 @@ class SlotsMemory(WorkerMemory):
                     self._due.set()
             output = self._translated(output)
             maps = requests.back()
+            if orders is not None:
+                requests.expect(orders.coming)
         if orders is not None:
             self._count_maps(maps)
         return output
