@@ -44,12 +44,14 @@ SIGNATURES = (
     (_WORKER, "Worker.sleep", "self, level=1"),
     (_WORKER, "Worker.wake_up", "self, tags=None"),
     (_WORKER, "Worker.shutdown", "self"),
+    (_WORKER, "Worker.compile_or_warm_up_model", "self"),
     ("v1/worker/worker_base.py", "WorkerBase.get_supported_kv_cache_layouts", "self"),
     (_SCHEDULER, "Scheduler.schedule", "self, throttle_prefills=False"),
     (_SCHEDULER, "Scheduler.update_from_output", "self, scheduler_output, model_runner_output"),
     (_SCHEDULER, "Scheduler.add_request", "self, request"),
     (_SCHEDULER, "Scheduler.finish_requests", "self, request_ids, finished_status"),
     (_SCHEDULER, "Scheduler.reset_prefix_cache", "self, reset_running_requests=False, reset_connector=False"),
+    (_SCHEDULER, "Scheduler.set_pause_state", "self, pause_state"),
     (_SCHEDULER, "Scheduler.shutdown", "self"),
     (_MANAGER, "KVCacheManager.prefix_cache_lookup_enabled", "self, request"),
     *(
@@ -108,7 +110,7 @@ def differences(folder: Path) -> Iterator[str]:
             yield f"{path} takes ({found}), not ({wanted[-1]})"
     number = _number(folder)
     for kind, (file, names) in NAMES.items():
-        there = _names_of(source.find(file, kind))
+        there = _names_of(source.find(file, kind.partition(" ")[0]))
         for name, sign, since in re.findall(r"(\w+)(>=|<)?([0-9.]*)", names):
             if name not in there and (not sign or (number >= _parts(since)) == (sign == ">=")):
                 yield f"{kind} in {file} has no {name}"

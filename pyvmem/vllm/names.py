@@ -8,11 +8,13 @@ SPDX-License-Identifier: MIT
 
 _CORE, _CONFIG, _INTERFACE = "v1/core/", "config/", "v1/kv_cache_interface.py"
 
-# {class: (file, names)}. NAME>=0.30: the releases before do not have it; NAME<0.31: those since do not.
+# {class, perhaps with what tells it from another: (file, names)}. NAME>=0.30: the releases before do not have it;
+# NAME<0.31: those since do not.
 NAMES = {
-    "Scheduler": (_CORE + "sched/scheduler.py", "kv_cache_config kv_cache_manager kv_holding_waiting>=0.31 "
-                  "max_num_scheduled_tokens need_mamba_block_aligned_split pause_state reset_prefix_cache running "
-                  "scheduler_reserve_full_isl skipped_waiting<0.31 vllm_config waiting"),
+    "Scheduler": (_CORE + "sched/scheduler.py", "add_request finish_requests kv_cache_config kv_cache_manager "
+                  "kv_holding_waiting>=0.31 max_num_scheduled_tokens need_mamba_block_aligned_split pause_state "
+                  "reset_prefix_cache running schedule scheduler_reserve_full_isl set_pause_state shutdown "
+                  "skipped_waiting<0.31 update_from_output vllm_config waiting"),
     "SchedulerInterface": (_CORE + "sched/interface.py", "has_unfinished_requests"),
     "Request": ("v1/request.py", "arrival_time block_hashes drop_stale_output num_computed_tokens "
                 "num_stale_output_tokens num_tokens request_id status"),
@@ -55,6 +57,7 @@ NAMES = {
                "sample_tokens shutdown sleep wake_up"),
     "WorkerBase": ("v1/worker/worker_base.py", "cache_config get_supported_kv_cache_layouts rank vllm_config"),
     "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec get_model kv_cache_config"),
+    "GPUModelRunner of V1": ("v1/worker/gpu_model_runner.py", "drafter"),
     "AsyncLLM": ("v1/engine/async_llm.py", "sleep wake_up"),
     "FlashAttentionMetadata": ("v1/attention/backends/flash_attn.py", "block_table num_actual_tokens seq_lens "
                                "slot_mapping"),
