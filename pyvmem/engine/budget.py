@@ -9,13 +9,12 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-import collections
 import time
 from collections.abc import Iterable
 
 from pyvmem.engine import control, pool_policy
 from pyvmem.engine.control import Page
-from pyvmem.engine.out import Out
+from pyvmem.engine.packing import PagePacking
 
 FIT = 0.1  # seconds between two looks at what pages that blocks share take
 
@@ -44,11 +43,10 @@ class BlockBudget:
         self.page, self.total, self.block_bytes, self.ranks = page, total, block_bytes, ranks
         self.least, self.low = min(least, total), low
         self._allowed = total  # as of the last step
-        self._out = Out(total, block_bytes, 0)
+        self._out = PagePacking(total, block_bytes, 0)
         self._span = 0  # as the worker says that has the largest blocks
         self._n_coming = 0
-        self._beside = self._less = self._fits = 0
-        self._fitted = 0.0
+        self._measured = 0.0
         self.lent = False
         self.behind = False  # another engine of the pool gets memory first
         self._keeps = 0  # blocks that are not offered
@@ -116,13 +114,11 @@ class BlockBudget:
         """The smaller of limit and maximum, in whole pages."""
         cells = self.page.cells
         limit, most = cells[control.LIMIT], cells[control.MAX]
-        most = min(limit, most) if most else limit
-        return int(most - most % self._out.span)
+        return self._out.whole(min(limit, most) if most else limit)
 
     def _most_bytes(self) -> int:
         """The most that blocks may take, in whole pages in which they begin."""
-        most = self._limit() - self._less
-        return most - most % self._out.span
+        return self._out.whole(self._limit() - self._out.limit_correction)
 
     def _left_bytes(self) -> int:
         """What others of the pool that ask leave to blocks, in whole pages. They asked for what was offered then."""
@@ -131,8 +127,7 @@ class BlockBudget:
             for rank in range(self.ranks):
                 if shrink_to := page.told(rank, control.SHRINK_TO):
                     most = min(most, self._in_largest(rank, shrink_to - page.cells[control.NULL + rank]))
-        most -= self._beside
-        return max(most - most % self._out.span, self._keeps * self.block_bytes)
+        return max(self._out.whole(most - self._out.page_overhead), self._keeps * self.block_bytes)
 
     def _in_largest(self, rank: int, size: int) -> int:
         """What blocks of a worker with so many bytes take in the worker that has the largest blocks."""
@@ -145,36 +140,25 @@ class BlockBudget:
             return 0
         most, left = self._most_bytes() // out.span, self._left_bytes() // out.span
         if self.circulating <= self.least and out.pages > min(most, left):
-            most = max(most, self._fewest_pages())  # instead of free blocks that leave, others come which share pages
+            # Instead of free blocks that leave, others come which share pages.
+            most = max(most, out.fewest_pages(self.least, self.free_ids()))
         asked = min(out.pages - left, self.circulating - self._keeps)  # a block frees one page at most
         return max(out.pages - most, asked, 0)
-
-    def _fewest_pages(self) -> int:
-        """Pages of `least` blocks if only those in use are scattered. Page 0 makes up for the last, maybe a part."""
-        out = self._out
-        free = collections.Counter(map(out.page_of, self.free_ids()))
-        used = out.pages - sum(n == out.inside(page) for page, n in free.items() if page)
-        fewest: int = max(used, -(-self.least // out.together))
-        return fewest
 
     def fit(self) -> None:
         """See what pages hold beyond the blocks that begin in them, which may reach into others."""
         most = self._limit()
-        if most != self._fits:  # what they hold under another limit says little about this one
-            self._fits, self._less, self._beside = most, 0, 0
+        self._out.forget(most)
         limited = most < self.total * self.block_bytes or self.page.cells[control.POOL]
-        if not limited or time.monotonic() < self._fitted + FIT:
+        if not limited or time.monotonic() < self._measured + FIT:
             return
         words, ranks = self.page.words, self.ranks
         boards = self.page.boards(ranks)
         if self._moving() or self.circulating > self.allowed() or boards[:, control.LEAVING].any():
             return  # blocks are on their way
-        self._fitted = time.monotonic()
+        self._measured = time.monotonic()
         held = int((boards[:, control.HELD] - words[control.NULL : control.NULL + ranks]).max())
-        own = self._out.pages * self._out.span
-        self._beside = max(held - own, 0)
-        # Above the limit, what leaves takes its part of this with it; below it, what comes is taken to add nothing.
-        self._less = most - own * most // held if held > max(most, own) else self._beside
+        self._out.measure(held, most)
 
     def reachable(self) -> int:
         """Blocks that may circulate now; in a pool, as far as nobody's requests use its memory.
@@ -197,8 +181,7 @@ class BlockBudget:
 
     def _room(self) -> int:
         """Blocks for which the pool has memory that nobody uses: those of pages that are there need none."""
-        out, room = self._out, self._room_bytes()
-        return out.at_hand + room // out.span * out.together if out.shared else room // self.block_bytes
+        return self._out.blocks_in(self._room_bytes())
 
     def _room_bytes(self) -> int:
         """Bytes of the pool that nobody uses, as far as workers see the page."""
@@ -227,7 +210,7 @@ class BlockBudget:
             self._span, self.block_bytes = span, block
             self.page[control.BLOCK_BYTES] = block
             out = set(self._out)
-            self._out = Out(self.total, block, span)
+            self._out = PagePacking(self.total, block, span)
             self._out.take(self.total, self.total)
             self._out.put(out)
 

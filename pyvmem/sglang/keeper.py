@@ -22,7 +22,7 @@ import torch
 from pyvmem.engine import control, pool_policy
 from pyvmem.engine.budget import BlockBudget
 from pyvmem.engine.control import Page
-from pyvmem.engine.out import Out
+from pyvmem.engine.packing import PagePacking
 from pyvmem.errors import OutOfMemory
 from pyvmem.sglang.memory import KVMemory
 
@@ -62,7 +62,7 @@ class Keeper(BlockBudget):
         step = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         least = self._pages(scheduler.max_req_len) + 2
         super().__init__(page, memory.number - 1, memory.block_bytes, least, self._pages(step) + SOME, 1)
-        self._out = Out(self.total, self.block_bytes, memory.span)
+        self._out = PagePacking(self.total, self.block_bytes, memory.span)
         self._take_all()
         self._grow(self.ready(), wait=True)
 

@@ -297,20 +297,13 @@ class Keeper(BlockBudget):
         """
         beyond = min(beyond, most)
         if beyond > 0 and self._out.shared:
-            blocks = [self.pool.blocks[i] for i in heapq.nlargest(beyond, self._freeing())]
+            blocks = [self.pool.blocks[i] for i in heapq.nlargest(beyond, self._out.freeing(self._front))]
             for block in blocks:
                 self._queue.remove(block)
             self._queue.prepend_n(blocks)
         # A block frees one page at most.
         while most > 0 and (n := self.leave(min(beyond if beyond > 0 else self._pages_beyond(), most))):
             beyond, most = beyond - n, most - n
-
-    def _freeing(self) -> list[int]:
-        """Spare blocks whose pages have spare blocks only."""
-        if not self._out.shared:
-            return list(self._front)
-        spare = collections.Counter(map(self._out.page_of, self._front))
-        return [i for i in self._front if spare[page := self._out.page_of(i)] == self._out.inside(page)]
 
     def _want(self, n: int) -> None:
         if n > 0 and self._out and time.monotonic() >= self._retry:
@@ -347,7 +340,9 @@ class Keeper(BlockBudget):
         self.fit()
         beyond = self.circulating + self._n_coming - self.allowed()
         if idle and self.spare > keep:
-            beyond = max(beyond, min(self.spare - keep, len(self._freeing())))  # others would give back nothing
+            beyond = max(
+                beyond, min(self.spare - keep, len(self._out.freeing(self._front)))
+            )  # others would give back nothing
         self._shrink(beyond, self.total)
         self.tell()
 

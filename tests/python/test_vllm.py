@@ -13,7 +13,7 @@ from kv_caches import run_top
 
 from pyvmem import Context, InvalidArgument, KVPool
 from pyvmem.blocks import BOARD_WORDS, BlockRange, Blocks
-from pyvmem.engine import control, out, pool_policy, pools
+from pyvmem.engine import control, pool_policy, pools
 from pyvmem.engine import geometry as pages
 from pyvmem.engine import settings as engine_settings
 from pyvmem.engine.memory import context_on
@@ -705,34 +705,6 @@ def test_a_page_size_that_the_backend_does_not_have_is_refused(monkeypatch):
         context_on(torch.device("cpu"), settings.read())
     monkeypatch.setenv("VMEM_VLLM_PAGE_SIZE", "256K")
     context_on(torch.device("cpu"), settings.read()).close()
-
-
-@pytest.mark.parametrize("block, span", [(64, 2048), (100, 2048), (576, 2048), (2048, 2048), (3000, 2048), (64, 0)])
-def test_blocks_that_are_out_come_back_where_pages_are_first(block, span):
-    r = random.Random(block)
-    for total in (1, 3, 50, 173):
-        blocks, inside = out.Out(total, block, span), set()
-        for _ in range(150):
-            there = {0} | {blocks.page_of(i) for i in inside}
-            if r.random() < 0.5:
-                n, pages = r.randrange(0, 50), r.choice([0, 1, 3, total])
-                free = [i for i in range(1, total + 1) if i not in inside and blocks.page_of(i) in there]
-                taken = blocks.take(n, pages)
-                fresh = [i for i in taken if i not in free]
-                assert len(set(taken)) == len(taken) and not inside & set(taken)
-                assert taken[: len(free)] == free[:n] and fresh == sorted(fresh)
-                assert len({blocks.page_of(i) for i in fresh}) <= pages
-                assert len(taken) == min(n, total - len(inside)) or pages < total
-                inside.update(taken)
-            else:
-                gone = r.sample(sorted(inside), r.randrange(len(inside) + 1))
-                blocks.put(gone)
-                inside.difference_update(gone)
-            there = [blocks.page_of(i) for i in inside]
-            assert set(blocks) == set(range(1, total + 1)) - inside and len(blocks) == total - len(inside)
-            assert blocks.pages == len(set(there) - {0})
-            assert blocks.at_hand == sum(blocks.page_of(i) in {0, *there} for i in blocks)
-            assert all(blocks.inside(p) == there.count(p) + (p == 0) for p in set(there))
 
 
 def test_tensors_in_host_memory_are_left_out():

@@ -579,7 +579,7 @@ def test_an_engine_grows_soon_after_what_held_it_above_a_limit_has_ended(engine)
         e.idle()
         for _ in range(n):
             with e.scheduler._vmem.lock:
-                keeper._fitted = 0.0
+                keeper._measured = 0.0
                 keeper.fit()
 
     looks(100)
@@ -825,7 +825,7 @@ def test_in_a_pool_blocks_that_reach_into_more_pages_than_they_begin_in_leave_th
     assert bytes_held(e) > e.keeper._out.pages << 21
     for _ in range(3):
         board[control.SHRINK_TO] = asked
-        e.keeper._fitted = 0.0
+        e.keeper._measured = 0.0
         e.idle()
     assert board[control.HELD] <= asked
 

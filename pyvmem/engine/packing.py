@@ -1,19 +1,23 @@
-"""The blocks that do not circulate, by the pages that they would share.
+"""How numbered blocks share pages: which blocks to back so that they take few pages, and what pages hold beyond them.
 
-A page is there while one of its blocks circulates. The others take no memory when they come back, so they come first;
+A page is there while one of its blocks is backed. The others take no memory when they come back, so they come first;
 then whole pages do. The lowest number comes first in either case, so that blocks in use stay close together.
+
+Blocks may reach into pages in which none of them begins. What these take cannot be counted from numbers: it is measured
+now and then (`measure`), and a limit is lowered by it.
 
 SPDX-License-Identifier: MIT
 """
 
 from __future__ import annotations
 
+import collections
 import heapq
 from collections.abc import Iterable, Iterator
 
 
-class Out:
-    """The blocks 1 to `total` that are out: all at first.
+class PagePacking:
+    """The blocks 1 to `total`, of which those that have no memory are *out*: all at first.
 
     Parameters
     ----------
@@ -36,11 +40,16 @@ class Out:
         Whether blocks share pages.
     together : int
         Blocks that share a page at least.
+    page_overhead : int
+        Bytes that pages held beyond the blocks which begin in them, when they were last measured.
+    limit_correction : int
+        Bytes by which blocks stay below a limit, so that their pages keep it.
     """
 
     def __init__(self, total: int, block_bytes: int, span: int) -> None:
         self.span, self._bytes = max(span, block_bytes), block_bytes
         self.count, self.pages, self.shared = total, 0, self.span > block_bytes
+        self.page_overhead = self.limit_correction = self._measured_limit = 0
         self.together = self.span // block_bytes
         self._is_out = bytearray(b"\0" + b"\1" * total)
         pages = range(self.page_of(total) + 1)
@@ -113,3 +122,45 @@ class Out:
                 heapq.heappush(part, page)
         self.count -= len(taken)
         return taken
+
+    # ---- limits ----------------------------------------------------------------------------------------------
+
+    def whole(self, size: int) -> int:
+        """The bytes of the whole pages in so many bytes."""
+        return size - size % self.span
+
+    def measure(self, held: int, limit: int) -> None:
+        """See what pages hold beyond the blocks that begin in them.
+
+        held : bytes of all pages but those of block 0, while no block is on its way. limit: bytes that they may hold.
+        """
+        own = self.pages * self.span
+        self.page_overhead = max(held - own, 0)
+        # Above the limit, what leaves takes its part of this with it; below it, what comes is taken to add nothing.
+        self.limit_correction = limit - own * limit // held if held > max(limit, own) else self.page_overhead
+
+    def forget(self, limit: int) -> None:
+        """Forget what was measured, if it was under another limit: it says little about this one."""
+        if limit != self._measured_limit:
+            self._measured_limit, self.limit_correction, self.page_overhead = limit, 0, 0
+
+    def fewest_pages(self, blocks: int, free: Iterable[int]) -> int:
+        """Pages of so many blocks if only those in use are scattered. Page 0 makes up for the last, maybe a part.
+
+        free : the blocks that are backed and not in use.
+        """
+        unused = collections.Counter(map(self.page_of, free))
+        used = self.pages - sum(n == self.inside(page) for page, n in unused.items() if page)
+        return max(used, -(-blocks // self.together))
+
+    def freeing(self, free: Iterable[int]) -> list[int]:
+        """Those of the blocks, backed and not in use, whose pages have no other ones: if they leave, pages go."""
+        free = list(free)
+        if not self.shared:
+            return free
+        count = collections.Counter(map(self.page_of, free))
+        return [i for i in free if count[page := self.page_of(i)] == self.inside(page)]
+
+    def blocks_in(self, room: int) -> int:
+        """Blocks that need no more than so many bytes: those of pages that are there need none."""
+        return self.at_hand + room // self.span * self.together if self.shared else room // self._bytes
