@@ -164,9 +164,9 @@ class Sampler:
 
 def own_engine() -> Any:
     """The (`Engine`, `Page`) of this process or of one that it started, on vMem; None on unmodified vLLM."""
-    from pyvmem.vllm import metrics
+    from pyvmem.vllm import http
 
-    own = metrics.engines()
+    own = http.engines()
     return own[0] if own else None
 
 

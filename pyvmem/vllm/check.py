@@ -22,8 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pyvmem.vllm.fingerprints import KNOWN
-from pyvmem.vllm.names import NAMES
+from pyvmem.vllm.names import KNOWN, NAMES
 from pyvmem.engine.refuse import Refused
 from pyvmem.engine.sources import Source, fingerprint, parameters
 

@@ -1,4 +1,4 @@
-"""Limits over HTTP, and models that sleep: ``vllm serve MODEL --middleware pyvmem.vllm.http.Limits`` or ``.Serve``.
+"""Limits, models that sleep, and metrics over HTTP: ``vllm serve MODEL --middleware pyvmem.vllm.http.Limits``, or Serve.
 
 See `pyvmem.engine.http` and `pyvmem.engine.serve`.
 
@@ -11,17 +11,40 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pyvmem.engine import control, http, serve
+from pyvmem.engine import control, http, metrics, serve
 from pyvmem.engine.settings import Settings
-from pyvmem.vllm import metrics, settings
+from pyvmem.vllm import settings
+
+
+PREFIX = "vllm:"
+
+
+def server() -> int:
+    """The process of `vllm serve`: this one, or the one that started it as one of several API servers.
+
+    Any other parent is the user's own, which may have started other servers, too.
+    """
+    parent = multiprocessing.parent_process()
+    one_of_several = multiprocessing.current_process().name.startswith("ApiServer_")  # vLLM's name for it
+    return parent.pid if one_of_several and parent is not None and parent.pid is not None else os.getpid()
+
+
+def engines() -> list[tuple[control.Engine, control.Page]]:
+    """The engines of this server."""
+    return metrics.engines(server())
+
+
+def register(registry: Any = None) -> None:
+    """Add the collector to a registry of prometheus_client's (default: its own, which vLLM serves), once."""
+    metrics.register(PREFIX, server, registry)
 
 
 class Limits(http.Limits):
     """ASGI middleware that serves ``/vmem/limit`` and ``/vmem/metrics`` for the engines of this server."""
 
-    prefix = metrics.PREFIX
+    prefix = PREFIX
     hint = "VMEM_VLLM must be 1, and VLLM_PLUGINS, where it is set, must include vmem"
-    server = staticmethod(metrics.server)
+    server = staticmethod(server)
 
 
 class Serve(Limits, serve.Serve):

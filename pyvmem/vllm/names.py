@@ -1,4 +1,4 @@
-"""What the plugin reads of vLLM's classes: every name, once.
+"""What the plugin reads of vLLM's classes: every name, once; and the functions of vLLM's that it was checked with.
 
 A release that has none of these names any more is refused by `check`, also where the plugin reads it with a default:
 a setting that is refused, or a feature, would vanish without a word otherwise.
@@ -64,3 +64,20 @@ NAMES = {
     "CommonAttentionMetadata": ("v1/attention/backend.py", "max_query_len num_reqs"),
     "AttentionSelectorConfig": ("v1/attention/selector.py", "head_size"),
 }  # fmt: skip
+
+# {function: fingerprints (`check`)} of the bodies that vMem relies on, in the releases 0.30.0, 0.31.0, 0.32.0, 0.33.0.
+KNOWN: dict[str, tuple[str, ...]] = {
+    "allocate_kv_cache": ("a8d78466837b65bc", "3de4f8c655e7633f"),
+    "init_kv_cache": ("437af52748fdb03d", "f9cbb5de964d6969"),
+    "GPUModelRunner.initialize_kv_cache_tensors": ("e4ab5fd51df2896a", "9b5bb43fd76ded15"),
+    "create_kv_cache_views": ("b75f829e3f560fb3",),
+    "SchedulerOutput": ("67306401c1602734", "50a6609d307fa220", "ed8d6b9006956398", "bf97b16c93564cdf"),
+    "BlockPool.get_new_blocks": ("97c798cdba867c44",),
+    "BlockPool.free_blocks": ("b88b78a0eabbf2ba", "6d87133b1995685c"),
+    "BlockPool.touch": ("d40848179309a5cc", "f3ff989445d1969a"),
+    "BlockPool.evict_blocks": ("3f8d7a3d62bb98bd",),
+    "BlockPool.reset_prefix_cache": ("bc0cf1689fa2a801",),
+    "FreeKVCacheBlockQueue": ("71012622eeb26846", "37d424ec8c163358"),
+    "KVBlockZeroer": ("65be0f4cff8cf23e", "98335838cffda01f"),
+    "BlockTables.get_dummy_block_tables": ("de87ed5b5677c52a", "e40296e2394e8763"),
+}

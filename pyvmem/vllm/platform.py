@@ -17,7 +17,8 @@ import vllm
 from vllm.platforms import builtin_platform_plugins, interface
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from pyvmem.vllm import check, doors, metrics, refuse, settings
+from pyvmem.engine.refuse import Refused
+from pyvmem.vllm import check, doors, http, settings
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -52,7 +53,7 @@ def _diffusion(vllm_config: Any) -> str | None:
 
 
 def install(vllm_config: Any) -> None:
-    """Put the doors into a configuration, once. Raises `refuse.Refused`."""
+    """Put the doors into a configuration, once. Raises `Refused`."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     if any(doors.engine_of(_qualname(chosen)) for chosen in (parallel.worker_cls, scheduler.scheduler_cls) if chosen):
         return  # vLLM makes its configuration several times, for a draft model with another parallel_config
@@ -61,7 +62,7 @@ def install(vllm_config: Any) -> None:
     asked = settings.read()
     if not asked.on:
         return  # switched off since vLLM was imported
-    refuse.settings(vllm_config)
+    settings.check(vllm_config)
     note = check.release(vllm.__version__, asked.strict)
     if note:
         logger.warning(note)
@@ -70,7 +71,7 @@ def install(vllm_config: Any) -> None:
     chosen = _diffusion(vllm_config) or _qualname(scheduler.get_scheduler_cls())
     parallel.worker_cls = doors.name_of("Worker", engine, worker)
     scheduler.scheduler_cls = doors.name_of("Scheduler", engine, chosen)
-    metrics.register()
+    http.register()
 
 
 @functools.cache
@@ -87,7 +88,7 @@ class Platform(_Base):  # type: ignore[misc]
         super().check_and_update_config(vllm_config)
         try:
             install(vllm_config)
-        except (refuse.Refused, ValueError) as error:  # as which pydantic would bury it
+        except (Refused, ValueError) as error:  # as which pydantic would bury it
             raise RuntimeError(f"pyvmem: {error}") from None
 
     @classmethod

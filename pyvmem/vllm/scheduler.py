@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.engine import control, pool_policy, pools
-from pyvmem.vllm import check, geometry, refuse, settings
+from pyvmem.engine.refuse import Refused
+from pyvmem.vllm import check, layout, settings
 from pyvmem.vllm.keeper import Keeper
 from pyvmem.vllm.orders import AHEAD, StepOrders
 from pyvmem.vllm.pace import Pace
@@ -149,7 +150,7 @@ class SchedulerMemory:
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         columns = (page.cells[word : word + ranks].tolist() for word in (control.OWN_BLOCK, control.NULL))
         own, null = map(max, columns)  # of the worker that has the largest blocks, if they are there
-        block = own or geometry.bytes_of(config) // config.num_blocks
+        block = own or layout.bytes_of(config) // config.num_blocks
         self.keeper = Keeper(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
                              low_of(vllm_config, config), ranks)  # fmt: skip
         needs = self.keeper.least * block + null
@@ -159,7 +160,7 @@ class SchedulerMemory:
                                size, self.keeper.least * block)  # fmt: skip
         pool = chosen.pool_size or page[control.POOL_BYTES]  # that of the pool which the workers have found
         if chosen.pool and 0 < pool < needs:
-            raise refuse.Refused(f"VMEM_VLLM_POOL={chosen.pool}: a request of the greatest length needs {needs} bytes "
+            raise Refused(f"VMEM_VLLM_POOL={chosen.pool}: a request of the greatest length needs {needs} bytes "
                                  f"of a worker, and the pool has {pool}; lower --max-model-len, or raise "
                                  "VMEM_VLLM_POOL_SIZE")  # fmt: skip
         self._sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]

@@ -1,12 +1,15 @@
-"""The settings of vLLM on vMem: environment variables, which vLLM's processes inherit. See docs/vllm.md.
+"""The settings of vLLM on vMem, which are environment variables that vLLM's processes inherit, and those of vLLM's own
+that cannot work. See docs/vllm.md.
 
 SPDX-License-Identifier: MIT
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pyvmem.engine import settings
+from pyvmem.engine.refuse import Refused
 from pyvmem.engine.settings import Settings
 
 SWITCH = "VMEM_VLLM"
@@ -16,3 +19,28 @@ LAYOUTS = ("auto", "vllm", "slots")
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """The `Settings` of an environment, as `pyvmem.engine.settings.read` has them."""
     return settings.read(SWITCH, LAYOUTS, environ, sleeps=True)
+
+
+def _reasons(c: Any) -> Iterator[str]:
+    parallel = c.parallel_config
+    offloads = getattr(getattr(c, "cache_config", None), "kv_offloading_size", None) is not None
+    if offloads or getattr(c, "kv_transfer_config", None) is not None:  # which vLLM makes later from the former
+        yield ("KV connectors register KV memory and would see unbacked addresses; unset --kv-transfer-config and "
+               "--kv-offloading-size")  # fmt: skip
+    if any(getattr(parallel, f"{kind}_context_parallel_size", 1) > 1 for kind in ("decode", "prefill")):
+        yield "context parallelism deals a request's blocks out to several GPUs; set its sizes to 1"
+    if getattr(getattr(c, "attention_config", None), "hisparse_config", None) is not None:
+        yield "HiSparse keeps blocks in host memory, which vMem does not follow; unset its configuration"
+    ranks = getattr(parallel, "tensor_parallel_size", 1) * getattr(parallel, "pipeline_parallel_size", 1)
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and ranks > 1:
+        yield ("an external launcher runs a scheduler for each worker, which must all decide alike, and memory comes "
+               "to each at another time; let vLLM start the workers, or set --tensor-parallel-size and "
+               "--pipeline-parallel-size to 1")  # fmt: skip
+    if getattr(parallel, "enable_elastic_ep", False):
+        yield "elastic expert parallelism adds workers while it runs; unset --enable-elastic-ep"
+
+
+def check(vllm_config: Any) -> None:
+    """Raise `Refused` with the first reason why vLLM's own settings cannot work on vMem."""
+    for reason in _reasons(vllm_config):
+        raise Refused(f"VMEM_VLLM=1: {reason} (or unset VMEM_VLLM)")

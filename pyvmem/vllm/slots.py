@@ -25,7 +25,8 @@ from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.engine import control, geometry
 from pyvmem.engine.control import Page
 from pyvmem.engine.memory import context_on
-from pyvmem.vllm import refuse, settings
+from pyvmem.engine.refuse import Refused
+from pyvmem.vllm import settings
 from pyvmem.vllm.orders import AHEAD, StepOrders
 from pyvmem.vllm.requests import Fences, Requests
 from pyvmem.vllm.worker import POLL, WorkerMemory
@@ -185,7 +186,7 @@ class SlotsMemory(WorkerMemory):
         assert self._cache is not None
         flat = self._cache.flat(0).view(-1)
         if size != flat.numel():
-            raise refuse.Refused(f"VMEM_VLLM=1: vLLM allocated {size} bytes of KV cache, not {flat.numel()} "
+            raise Refused(f"VMEM_VLLM=1: vLLM allocated {size} bytes of KV cache, not {flat.numel()} "
                                  "(or set VMEM_VLLM_LAYOUT=auto)")  # fmt: skip
         return flat
 

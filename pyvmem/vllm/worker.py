@@ -23,11 +23,12 @@ from pyvmem.engine import control, pools
 from pyvmem.engine.control import Page
 from pyvmem.engine.geometry import page_size
 from pyvmem.engine.memory import BlockMemory
+from pyvmem.engine.refuse import Refused
 from pyvmem.engine.turns import State
 from pyvmem.engine.weights import Weights
 from pyvmem.errors import OutOfMemory
 from pyvmem.tensor import VirtualTensor
-from pyvmem.vllm import geometry, refuse, settings
+from pyvmem.vllm import layout, settings
 from pyvmem.vllm.orders import StepOrders
 
 logger = logging.getLogger("vllm.vmem")
@@ -71,7 +72,7 @@ class WorkerMemory(BlockMemory):
     def __init__(self, page: Page, rank: int) -> None:
         super().__init__(page, rank, settings.read())
         if page[control.ATTACHED + rank]:  # the name of an engine comes with its configuration
-            raise refuse.Refused("VMEM_VLLM=1: an engine with this VllmConfig runs already, and one control page "
+            raise Refused("VMEM_VLLM=1: an engine with this VllmConfig runs already, and one control page "
                                  "cannot serve both; make a VllmConfig for each (or unset VMEM_VLLM)")  # fmt: skip
         self._lock = threading.RLock()
         self._stop, self._wake = False, threading.Event()
@@ -89,7 +90,7 @@ class WorkerMemory(BlockMemory):
     # ---- the start -------------------------------------------------------------------------------------------
 
     def load(self, device: torch.device, size: int) -> AbstractContextManager[None]:
-        """The context in which vLLM loads the weights, about `size` bytes. Raises `refuse.Refused`.
+        """The context in which vLLM loads the weights, about `size` bytes. Raises `Refused`.
 
         Models that are idle go to sleep for one that is loaded, as for one that wakes.
         """
@@ -110,19 +111,19 @@ class WorkerMemory(BlockMemory):
         for word in (control.STATE, control.QUEUED, control.SINCE, control.LACKS, control.LACKING):
             page[word] = 0
         if not there:
-            raise refuse.Refused(f"VMEM_VLLM_POOL={self._chosen.pool}: the other members did not give the {size} bytes "
+            raise Refused(f"VMEM_VLLM_POOL={self._chosen.pool}: the other members did not give the {size} bytes "
                                  f"of the weights within {LOAD:.0f} s")  # fmt: skip
         return self.weights.loading()
 
     def expect(self, config: Any) -> None:
         """vLLM is about to allocate its KV cache with this configuration, which may change."""
-        geometry.spread(config)
-        self._ranges = geometry.ranges_of(config)
+        layout.spread(config)
+        self._ranges = layout.ranges_of(config)
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
         """The tensor for vLLM's KV cache, int8[size], with no page behind it."""
         if self._tensor is not None:
-            raise refuse.Refused("VMEM_VLLM=1: vLLM allocated its KV cache in two parts, which this release of vMem "
+            raise Refused("VMEM_VLLM=1: vLLM allocated its KV cache in two parts, which this release of vMem "
                                  "does not know (or unset VMEM_VLLM)")  # fmt: skip
         context = self.context(device)
         page = settings.read().page_size or page_size(self._ranges, context.page_sizes)
@@ -133,15 +134,15 @@ class WorkerMemory(BlockMemory):
         """vLLM has placed its layers: back the null block."""
         tensor = self._tensor
         if tensor is None:
-            if geometry.bytes_of(config):
-                raise refuse.Refused("VMEM_VLLM=1: vLLM allocated its KV cache where vMem cannot see it "
+            if layout.bytes_of(config):
+                raise Refused("VMEM_VLLM=1: vLLM allocated its KV cache where vMem cannot see it "
                                      "(or unset VMEM_VLLM)")  # fmt: skip
             return
         ranges = self._ranges
-        wrong = geometry.beyond(ranges, config.num_blocks, tensor.nbytes)
-        if tensor.nbytes != geometry.bytes_of(config) or wrong:
-            wrong = wrong or f"{tensor.nbytes} bytes were allocated, not {geometry.bytes_of(config)}"
-            raise refuse.Refused(f"VMEM_VLLM=1: vLLM's KV cache is not as its configuration says: {wrong} "
+        wrong = layout.beyond(ranges, config.num_blocks, tensor.nbytes)
+        if tensor.nbytes != layout.bytes_of(config) or wrong:
+            wrong = wrong or f"{tensor.nbytes} bytes were allocated, not {layout.bytes_of(config)}"
+            raise Refused(f"VMEM_VLLM=1: vLLM's KV cache is not as its configuration says: {wrong} "
                                  "(or unset VMEM_VLLM)")  # fmt: skip
         block = tensor.nbytes // config.num_blocks
         alone = self._make_blocks(config.num_blocks, block)

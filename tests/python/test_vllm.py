@@ -17,7 +17,8 @@ from pyvmem.engine import control, pool_policy, pools
 from pyvmem.engine import geometry as pages
 from pyvmem.engine import settings as engine_settings
 from pyvmem.engine.memory import context_on
-from pyvmem.vllm import doors, geometry, http, layout, metrics, open_pool, plugin, refuse, settings
+from pyvmem.engine.refuse import Refused
+from pyvmem.vllm import doors, http, layout, open_pool, plugin, settings
 
 PAGE = 64 << 10
 
@@ -278,9 +279,9 @@ EXTERNAL = dict(parallel_config__distributed_executor_backend="external_launcher
 )
 def test_refusals_say_what_to_do(changes, says):
     for fine in ({}, EXTERNAL, dict(parallel_config__tensor_parallel_size=2)):
-        refuse.settings(config(**fine))
-    with pytest.raises(refuse.Refused, match=f"^VMEM_VLLM=1: .*{says}.*unset VMEM_VLLM.$"):
-        refuse.settings(config(**changes))
+        settings.check(config(**fine))
+    with pytest.raises(Refused, match=f"^VMEM_VLLM=1: .*{says}.*unset VMEM_VLLM.$"):
+        settings.check(config(**changes))
 
 
 # ---- the control page -----------------------------------------------------------------------------------------------
@@ -383,9 +384,9 @@ def test_pages_of_engines_that_died_at_their_start_are_swept(folder):
 
 def test_an_engine_in_another_container_is_not_of_this_server(folder):
     page = engine("elsewhere")
-    assert [e.name for e, _ in metrics.engines()] == ["elsewhere"]
+    assert [e.name for e, _ in http.engines()] == ["elsewhere"]
     page[control.STARTED] += 1  # there, another process has the number of one here
-    assert [e.name for e, _ in control.engines()] == ["elsewhere"] and metrics.engines() == []
+    assert [e.name for e, _ in control.engines()] == ["elsewhere"] and http.engines() == []
 
 
 def test_an_engine_does_not_begin_with_the_page_of_one_that_died():
@@ -401,7 +402,7 @@ def test_an_engine_does_not_begin_with_the_page_of_one_that_died():
 def test_a_server_is_not_all_that_its_parent_has_started(name, its):
     fork = multiprocessing.get_context("fork")
     servers = fork.SimpleQueue()
-    child = fork.Process(target=lambda: servers.put(metrics.server()), name=name)
+    child = fork.Process(target=lambda: servers.put(http.server()), name=name)
     child.start()
     assert servers.get() == (os.getpid() if its == "the parent's" else child.pid)
     child.join()
@@ -529,7 +530,7 @@ def test_a_rank_without_requests_keeps_the_null_block_and_waits_for_its_fences(w
 def test_two_engines_with_one_configuration_are_refused(worker):
     from pyvmem.vllm.worker import WorkerMemory
 
-    with pytest.raises(refuse.Refused, match="make a VllmConfig for each"):
+    with pytest.raises(Refused, match="make a VllmConfig for each"):
         WorkerMemory(control.open_page("abc", 0), 0)
     WorkerMemory(control.open_page("abc", 0), 1)
     worker.close()
@@ -612,7 +613,7 @@ def pages_of(ranges, block):
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_pages_of_blocks(case):
     about = kv_config(*LAYOUTS[case], size=1 << 30)
-    ranges = geometry.ranges_of(about)
+    ranges = layout.ranges_of(about)
     for ids in ([0], [3, 7], list(range(10))):
         found = {p for b in ids for p in pages_of(ranges, b)}
         want = set()
@@ -622,8 +623,8 @@ def test_pages_of_blocks(case):
                     at = offset + layer * layer_stride + b * block_stride
                     want |= set(range(at // PAGE, (at + part - 1) // PAGE + 1))
         assert found == want
-    assert geometry.beyond(ranges, 10, 1 << 30) is None
-    assert "blocks end at" in geometry.beyond(ranges, 10, 90_000)
+    assert layout.beyond(ranges, 10, 1 << 30) is None
+    assert "blocks end at" in layout.beyond(ranges, 10, 90_000)
 
 
 @pytest.mark.parametrize("row, layers, padding", [
@@ -632,25 +633,25 @@ def test_pages_of_blocks(case):
 def test_blocks_do_not_all_begin_in_one_stack_of_memory(row, layers, padding):
     part = 16 * row
     config = kv_config((layers, part, part, layers * part, 0), size=10 * layers * part)
-    geometry.spread(config)
-    (one,) = geometry.ranges_of(config)
+    layout.spread(config)
+    (one,) = layout.ranges_of(config)
     assert one.stride == layers * part + padding
     assert (one.bytes, one.offset) == (layers * part, 0)
-    assert geometry.bytes_of(config) == config.num_blocks * one.stride
-    assert geometry.beyond([one], config.num_blocks, geometry.bytes_of(config)) is None
+    assert layout.bytes_of(config) == config.num_blocks * one.stride
+    assert layout.beyond([one], config.num_blocks, layout.bytes_of(config)) is None
 
 
 def test_only_blocks_in_one_piece_are_moved_apart():
     apart, together = (5, 64 << 10, 640 << 10, 64 << 10, 0), (5, 64 << 10, 64 << 10, 320 << 10, 0)
     uneven = (40, 24 * 1024, 24 << 10, 960 << 10, 0)  # 1,024 rows of 24 bytes
     state = kv_config(together, size=3200 << 10, tokens=6301)
-    geometry.spread(state)
-    assert geometry.ranges_of(state)[0].stride == (320 << 10) + 512
+    layout.spread(state)
+    assert layout.ranges_of(state)[0].stride == (320 << 10) + 512
     for config in (kv_config(apart, size=3200 << 10), kv_config(together, size=3200 << 10, alignment=64 << 10),
                    kv_config(uneven, size=9600 << 10, tokens=1024)):  # fmt: skip
-        before = geometry.ranges_of(config), geometry.bytes_of(config)
-        geometry.spread(config)
-        assert (geometry.ranges_of(config), geometry.bytes_of(config)) == before
+        before = layout.ranges_of(config), layout.bytes_of(config)
+        layout.spread(config)
+        assert (layout.ranges_of(config), layout.bytes_of(config)) == before
 
 
 SIZES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
@@ -668,18 +669,18 @@ def test_blocks_take_the_pages_under_them_once():
 @pytest.mark.parametrize("part, page", [(64 << 10, 64 << 10), (2 << 20, 2 << 20), (320 << 10, 64 << 10),
                                         (1280 << 10, 256 << 10), (40 << 10, 64 << 10)])  # fmt: skip
 def test_where_layers_are_apart_pages_are_as_large_as_no_two_blocks_share(part, page):
-    layers_outermost = geometry.ranges_of(kv_config((2, part, 10 * part, part, 0)))
+    layers_outermost = layout.ranges_of(kv_config((2, part, 10 * part, part, 0)))
     assert pages.page_size(layers_outermost, SIZES) == page
-    askew = geometry.ranges_of(kv_config((2, part, 10 * part, part, 1 << 10)))
+    askew = layout.ranges_of(kv_config((2, part, 10 * part, part, 1 << 10)))
     assert pages.page_size(askew, SIZES) == 64 << 10
 
 
 @pytest.mark.parametrize("part", [24 << 10, 64 << 10, 1 << 20, 2 << 20, 4288 << 10])
 def test_blocks_in_one_piece_have_pages_of_2_mib(part):
-    one = geometry.ranges_of(kv_config((4, part // 4, part // 4, part, 0)))
-    padded = geometry.ranges_of(kv_config((2, part // 4, part // 3, part, 0)))
+    one = layout.ranges_of(kv_config((4, part // 4, part // 4, part, 0)))
+    padded = layout.ranges_of(kv_config((2, part // 4, part // 3, part, 0)))
     half, eighth = (2, part // 4, part // 4, part, 0), (1, part // 8, part // 8, part, part // 2)
-    several = geometry.ranges_of(kv_config(half, eighth))
+    several = layout.ranges_of(kv_config(half, eighth))
     for ranges in (one, padded, several):
         assert pages.page_size(ranges, SIZES) == 2 << 20
         assert pages.page_size(ranges, SIZES[:2]) == 128 << 10
@@ -689,11 +690,11 @@ def test_blocks_in_one_piece_have_pages_of_2_mib(part):
 def test_a_backend_of_the_gpu_is_refused_where_vllm_runs_on_the_cpu(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("VMEM_BACKEND", "stock")
-    with pytest.raises(refuse.Refused, match="^VMEM_BACKEND=stock: the engine runs on the CPU here.* unset it$"):
+    with pytest.raises(Refused, match="^VMEM_BACKEND=stock: the engine runs on the CPU here.* unset it$"):
         context_on(torch.device("cpu"), settings.read())
     monkeypatch.setenv("VMEM_BACKEND", "host")
     context_on(torch.device("cpu"), settings.read()).close()
-    with pytest.raises(refuse.Refused, match="^VMEM_BACKEND=host has memory of the CPU only"):
+    with pytest.raises(Refused, match="^VMEM_BACKEND=host has memory of the CPU only"):
         context_on(torch.device("cuda"), settings.read())
 
 
@@ -701,7 +702,7 @@ def test_a_page_size_that_the_backend_does_not_have_is_refused(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("VMEM_VLLM", "1")
     monkeypatch.setenv("VMEM_VLLM_PAGE_SIZE", "512K")
-    with pytest.raises(refuse.Refused, match="VMEM_VLLM_PAGE_SIZE=524288: pages of backend host have 65536, "):
+    with pytest.raises(Refused, match="VMEM_VLLM_PAGE_SIZE=524288: pages of backend host have 65536, "):
         context_on(torch.device("cpu"), settings.read())
     monkeypatch.setenv("VMEM_VLLM_PAGE_SIZE", "256K")
     context_on(torch.device("cpu"), settings.read()).close()
@@ -711,7 +712,7 @@ def test_tensors_in_host_memory_are_left_out():
     about = kv_config((1, PAGE, PAGE, PAGE, 0), (1, PAGE, PAGE, PAGE, 0))
     about.kv_cache_tensors[1].host_resident = True
     about.kv_cache_tensors[1].offset = 999
-    assert [r.offset for r in geometry.ranges_of(about)] == [0]
+    assert [r.offset for r in layout.ranges_of(about)] == [0]
 
 
 def test_layouts():

@@ -12,7 +12,7 @@ import torch
 from pyvmem.errors import InvalidArgument, VmemError
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.vllm.requests import Requests
-from pyvmem.vllm.runs import BlockRuns
+from pyvmem.vllm.requests import BlockRuns
 
 TOKENS, PAGE = 8, 64 << 10
 ROW = PAGE // TOKENS

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 
 from pyvmem.engine.geometry import page_size
-from pyvmem.vllm import geometry, layout
+from pyvmem.vllm import layout
 
 LENGTHS = 12, 1000, 32000
 GPU = 128 << 30  # bytes of KV memory
@@ -99,8 +99,8 @@ def config_of(specs):
         attention_config=SimpleNamespace(hisparse_config=None), model_config=SimpleNamespace(),
         parallel_config=SimpleNamespace(), speculative_config=None)  # fmt: skip
     config = plan.get_kv_cache_config_from_groups(about, plan.get_kv_cache_groups(about, dict(specs)), GPU)
-    block = geometry.bytes_of(config) // config.num_blocks
-    geometry.spread(config)
+    block = layout.bytes_of(config) // config.num_blocks
+    layout.spread(config)
     return config, block, chosen
 
 
@@ -156,7 +156,7 @@ def sizes_of(specs, tokens):
     """Bytes as in the columns of the table, the page size that vMem chooses, and the layout."""
     config, block, chosen = config_of(specs)
     ids = sorted({i for group in blocks_of(config, tokens) for i in group})
-    ranges = geometry.ranges_of(config)
+    ranges = layout.ranges_of(config)
     page = page_size(ranges, SIZES)
     apart = [1 + 7 * i for i in range(len(ids))]
     behind = (held(ranges, some, size) for some, size in ((ids, page), (ids, SMALL), (ids, LARGE), (apart, LARGE)))

@@ -116,9 +116,9 @@ CALLED = {
 # Objects of these names that are not vLLM's, and vMem's own attribute of an output.
 NOT_VLLMS = {
     "slot_kernels.py": {"request.to"}, "check.py": {"spec.submodule_search_locations"},
-    "geometry.py": {"r.bytes", "r.layer_stride", "r.layers", "r.offset", "r.stride"},
-    "metrics.py": {"metrics.engines", "metrics.register"}, "http.py": {"metrics.PREFIX", "metrics.server"},
-    "platform.py": {"metrics.register", "asked.on", "asked.strict", "chosen.__module__", "chosen.__qualname__"},
+    "layout.py": {"r.bytes", "r.layer_stride", "r.layers", "r.offset", "r.stride"},
+    "http.py": {"metrics.engines", "metrics.register"},
+    "platform.py": {"asked.on", "asked.strict", "chosen.__module__", "chosen.__qualname__"},
     "worker.py": {"pool.budget", "pool.path", "tensor.context", "tensor.nbytes", "tensor.page_size", "tensor.tensor"},
     "scheduler.py": {f"chosen.{name}" for name in "limit maximum minimum pool pool_size priority sleep".split()},
     "attention.py": {"asked._asdict", "metadata.works", "attn_metadata.works"},

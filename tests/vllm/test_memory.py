@@ -4,7 +4,7 @@ import memory
 import pytest
 
 
-SPREAD = ("Llama-3-70B, one of 8 GPUs", "Gemma-3-27B")  # geometry.spread adds 512 bytes to their blocks
+SPREAD = ("Llama-3-70B, one of 8 GPUs", "Gemma-3-27B")  # layout.spread adds 512 bytes to their blocks
 
 
 @pytest.mark.parametrize("tokens", memory.LENGTHS)

@@ -15,7 +15,8 @@ from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
 from pyvmem.engine import budget, control
-from pyvmem.vllm import keeper, refuse, scheduler, slots
+from pyvmem.engine.refuse import Refused
+from pyvmem.vllm import keeper, scheduler, slots
 from pyvmem.vllm.pace import Pace
 from pyvmem.vllm.waiting import Lookup, waiting
 
@@ -947,12 +948,12 @@ def test_an_engine_starts_in_a_pool_that_another_has_filled(engine, monkeypatch)
 def test_a_pool_must_hold_a_request_of_the_greatest_length(engine, monkeypatch):
     says = "VMEM_VLLM_POOL=small-.* needs [0-9]+ bytes .* has 1048576; .* raise VMEM_VLLM_POOL_SIZE"
     in_pool(monkeypatch, "small", VMEM_VLLM_POOL_SIZE="1M")
-    with pytest.raises(refuse.Refused, match=says):
+    with pytest.raises(Refused, match=says):
         engine(kinds=("full",))
     monkeypatch.delenv("VMEM_VLLM_POOL_SIZE")  # somebody else has made it
     page = control.open_page("small", 0)  # by a worker
     page[control.POOL_BYTES] = 1 << 20
-    with pytest.raises(refuse.Refused, match=says):
+    with pytest.raises(Refused, match=says):
         engine(kinds=("full",), engine="small")
 
 
@@ -967,7 +968,7 @@ def test_a_pool_must_hold_a_request_of_the_greatest_length(engine, monkeypatch):
 def test_what_an_engine_says_of_a_pool_that_is_not_its_own(engine, monkeypatch, name, settings, says):
     named = in_pool(monkeypatch, name, **settings)
     with contextlib.nullcontext() if name == "none" else KVPool(8 << 20, name=named):
-        with pytest.raises(refuse.Refused, match=says):
+        with pytest.raises(Refused, match=says):
             engine(kinds=("full",))
 
 
@@ -975,7 +976,7 @@ def test_a_pool_that_another_user_may_write_to_is_refused_with_one_line(engine, 
     named = in_pool(monkeypatch, "foreign")
     with KVPool(8 << 20, name=named) as pool:
         os.chmod(pool.path, 0o666)
-        with pytest.raises(refuse.Refused, match=f"^VMEM_VLLM_POOL={named}: .*must be this user's alone"):
+        with pytest.raises(Refused, match=f"^VMEM_VLLM_POOL={named}: .*must be this user's alone"):
             engine(kinds=("full",))
 
 
@@ -1005,7 +1006,7 @@ def test_an_engine_whose_minimum_does_not_fit_beside_the_others_does_not_start(e
     name = in_pool(monkeypatch, "minimums", VMEM_VLLM_MIN="6M")
     member(name, 4 << 20)
     says = "VMEM_VLLM_MIN=6291456 does not fit .* would be 10485760, over the pool's budget of 8388608.*; lower it"
-    with pytest.raises(refuse.Refused, match=says):
+    with pytest.raises(Refused, match=says):
         engine(kinds=("full",))
 
 
