@@ -94,9 +94,9 @@ class WorkerDoor:
         return layout.preferred(names, self)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        from pyvmem.vllm import slots
+        from pyvmem.vllm.slots import memory
 
-        made = slots.choose(kv_cache_config, self, self._vmem_place)
+        made = memory.choose(kv_cache_config, self, self._vmem_place)
         if made is None:
             self._vmem_memory().expect(kv_cache_config)
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]

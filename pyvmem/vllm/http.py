@@ -1,4 +1,4 @@
-"""Limits, models that sleep, and metrics over HTTP: ``vllm serve MODEL --middleware pyvmem.vllm.http.Limits``, or Serve.
+"""Limits, sleep and metrics over HTTP: ``vllm serve MODEL --middleware pyvmem.vllm.http.Limits``, or ``.Serve``.
 
 See `pyvmem.engine.http` and `pyvmem.engine.serve`.
 

@@ -98,11 +98,11 @@ class Platform(_Base):  # type: ignore[misc]
         flash = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
         if selected_backend is not None or settings.read().layout != "slots" or chosen != flash:
             return chosen
-        from pyvmem.vllm import attention
+        from pyvmem.vllm.slots import attention
 
         reasons = attention.unsupported(args[0] if args else more["attn_selector_config"])
         if reasons:
             _say("Attention by table on vMem: by slots, this is not supported: %s", "; ".join(reasons))
             return chosen
         _say("Attention by slots on vMem in place of FLASH_ATTN")
-        return "pyvmem.vllm.attention.SlotsBackend"
+        return "pyvmem.vllm.slots.attention.SlotsBackend"

@@ -20,7 +20,7 @@ from kv_draws import NUMBERS, pick, when
 import pyvmem
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.kv.prefix import PrefixCache
-from pyvmem.vllm.requests import BlockRuns
+from pyvmem.vllm.slots.requests import BlockRuns
 
 SLOTS, TOKENS, BLOCK = 5, 300, 32
 SHAPES = {

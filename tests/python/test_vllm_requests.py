@@ -1,4 +1,4 @@
-"""vLLM's requests in slots, without vLLM: pyvmem.vllm.requests and the runs of its blocks.
+"""vLLM's requests in slots, without vLLM: pyvmem.vllm.slots.requests and the runs of its blocks.
 
 SPDX-License-Identifier: MIT
 """
@@ -11,8 +11,8 @@ import torch
 
 from pyvmem.errors import InvalidArgument, VmemError
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
-from pyvmem.vllm.requests import Requests
-from pyvmem.vllm.requests import BlockRuns
+from pyvmem.vllm.slots.requests import Requests
+from pyvmem.vllm.slots.requests import BlockRuns
 
 TOKENS, PAGE = 8, 64 << 10
 ROW = PAGE // TOKENS

@@ -132,7 +132,7 @@ def parent(pid):
 
 def on_vmem(llm, serve, tokens):
     from pyvmem.engine import control
-    from pyvmem.vllm import slots
+    from pyvmem.vllm.slots import memory as slots
 
     (found, page), = [e for e in control.engines() if os.getpid() in (e[0].pid, parent(e[0].pid))]  # fmt: skip
     plain = found.step_maps

@@ -17,7 +17,7 @@ import torch
 
 from pyvmem.engine import control
 from pyvmem.vllm import doors
-from pyvmem.vllm.slots import SlotsMemory
+from pyvmem.vllm.slots.memory import SlotsMemory
 from pyvmem.vllm.worker import WorkerMemory
 
 TOKENS, MOST, REQUESTS, WINDOW, VOCABULARY = 16, 256, 6, 40, 1000

@@ -115,7 +115,7 @@ CALLED = {
 }
 # Objects of these names that are not vLLM's, and vMem's own attribute of an output.
 NOT_VLLMS = {
-    "slot_kernels.py": {"request.to"}, "check.py": {"spec.submodule_search_locations"},
+    "kernels.py": {"request.to"}, "check.py": {"spec.submodule_search_locations"},
     "layout.py": {"r.bytes", "r.layer_stride", "r.layers", "r.offset", "r.stride"},
     "http.py": {"metrics.engines", "metrics.register"},
     "platform.py": {"asked.on", "asked.strict", "chosen.__module__", "chosen.__qualname__"},
@@ -127,7 +127,7 @@ NOT_VLLMS = {
 
 def reads():
     """(file, object, attribute) of all that the plugin's sources read of any object."""
-    for path in Path(pyvmem.vllm.__file__).parent.glob("*.py"):
+    for path in Path(pyvmem.vllm.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
                 yield path.name, ast.unparse(node.value), node.attr

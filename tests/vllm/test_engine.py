@@ -140,7 +140,7 @@ IN_SLOTS = {
 
 
 def serve_in_slots(*args, **kwargs):
-    from pyvmem.vllm import slots
+    from pyvmem.vllm.slots import memory as slots
 
     return dict(engines.serve(*args, **kwargs), slots=slots.active)
 

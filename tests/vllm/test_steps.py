@@ -16,7 +16,7 @@ from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
 from pyvmem.engine import budget, control
 from pyvmem.engine.refuse import Refused
-from pyvmem.vllm import keeper, scheduler, slots
+from pyvmem.vllm import keeper, scheduler
 from pyvmem.vllm.pace import Pace
 from pyvmem.vllm.waiting import Lookup, waiting
 
@@ -157,7 +157,7 @@ def test_in_slots_the_pages_of_waiting_requests_are_mapped_ahead(engine):
 
 
 def test_slots_of_ended_requests_wait_for_their_kernels(engine, monkeypatch):
-    monkeypatch.setattr(slots, "SLACK", 0)  # a step needs their memory at once
+    monkeypatch.setattr("pyvmem.vllm.slots.memory.SLACK", 0)  # a step needs their memory at once
     e = engine(kinds=("full",), slots=True, caching=False)
     e.limit(1)
     e.run(60, abort=0.2)
@@ -1245,7 +1245,7 @@ def test_slots_give_up_everything_when_they_sleep_and_wake(engine):
 
 
 def test_slots_keep_what_a_step_uses_that_takes_longer_than_idleness(engine, monkeypatch):
-    monkeypatch.setattr("pyvmem.vllm.slots.IDLE", 0.0)
+    monkeypatch.setattr("pyvmem.vllm.slots.memory.IDLE", 0.0)
     e = engine(kinds=("full",), slots=True, asynchronous=False, queue=1)
     memory = e.workers[0].memory
     e.scheduler.add_request(e.requests(1)[0])

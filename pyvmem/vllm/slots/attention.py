@@ -1,6 +1,6 @@
 """Attention by slots, vLLM's attention backend CUSTOM.
 
-Decode steps of many requests run `pyvmem.vllm.slot_decode`, which reads from a request's first row to its last without
+Decode steps of many requests run `pyvmem.vllm.slots.decode`, which reads from a request's first row to its last without
 a block table. One kernel a layer also stores the new rows, for which vLLM has a kernel of its own, and joins the parts
 of its result. Prompts and mixed steps use FlashAttention over the constant table, as with vLLM's own backend.
 
@@ -25,8 +25,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from pyvmem.vllm import slots
-from pyvmem.vllm.slot_decode import LEAST, Work, decode
+from pyvmem.vllm.slots import memory
+from pyvmem.vllm.slots.decode import LEAST, Work, decode
 
 
 def window_of(impl: Any) -> int:
@@ -104,7 +104,7 @@ class SlotsBuilder(FlashAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._most = most = vllm_config.scheduler_config.max_num_seqs
-        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names) if slots.active else {}
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names) if memory.active else {}
         impls = [] if self.rswa_window else [layer.impl for layer in layers.values() if layer.impl.by_slots]
         # By the window of their layers.
         self._works = {w: Work(most, device, impls[0].num_kv_heads, w) for w in {window_of(impl) for impl in impls}}

@@ -28,7 +28,7 @@ from pyvmem.engine.memory import context_on
 from pyvmem.engine.refuse import Refused
 from pyvmem.vllm import settings
 from pyvmem.vllm.orders import AHEAD, StepOrders
-from pyvmem.vllm.requests import Fences, Requests
+from pyvmem.vllm.slots.requests import Fences, Requests
 from pyvmem.vllm.worker import POLL, WorkerMemory
 
 logger = logging.getLogger("vllm.vmem")

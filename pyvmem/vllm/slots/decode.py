@@ -1,4 +1,4 @@
-"""Decode attention by slots: launches `pyvmem.vllm.slot_kernels`. This module does not import vLLM.
+"""Decode attention by slots: launches `pyvmem.vllm.slots.kernels`. This module does not import vLLM.
 
 SPDX-License-Identifier: MIT
 """
@@ -10,7 +10,7 @@ import torch
 
 from pyvmem.attention.kernel import multiprocessors
 from pyvmem.attention.triton import LOG2E, _power
-from pyvmem.vllm import slot_kernels as kernels
+from pyvmem.vllm.slots import kernels
 
 LEAST = 32  # requests in a step; with fewer, FlashAttention is faster
 BLOCK_N = 64  # rows that are loaded together
