@@ -332,7 +332,7 @@ class SchedulerMemory:
     def _mapped_ahead(self) -> int:
         """Blocks whose pages slots map ahead: for the next tokens of running requests, and for those that come."""
         each = 1 + -(-2 * AHEAD // self._sizes[0])
-        return len(self._scheduler.running) * each + sum(wants.rest for _, wants in self._coming())
+        return int(len(self._scheduler.running) * each + sum(wants.rest for _, wants in self._coming()))
 
     def _coming(self) -> list[tuple[Any, Wants]]:
         """In slots, the requests that the next two steps may begin: their pages are mapped ahead."""
