@@ -102,6 +102,9 @@ static void test_there_and_back(uint32_t flags)
     OK(vmem_kv_free(kv, slots[1], 0));
     OK(k_swap_in(ctx, kv, slots[0], &host));
     CHECK_EQ(stats().swap_in_bytes, bytes);
+    struct vmem_kv_slot_info info = {.size = sizeof info};
+    OK(vmem_kv_get_slot(kv, slots[0], &info)); // pages that windows have passed did not come back
+    CHECK(info.needed_pages * test_page < bytes + 2 * test_page);
     look(tokens);
     OK(vmem_kv_truncate(kv, slots[0], tokens, 0, 0));
     OK(k_alloc(kv, 0, &slots[1]));
@@ -174,6 +177,20 @@ static void test_misuse(void)
     end();
 }
 
+// A request ends with the step that the kernel rule says so for, as with vmem_kv_retire.
+static void test_steps_retire(void)
+{
+    begin(VMEM_KV_DEFAULT, 10, 64);
+    OK(step(10, 2, NULL)); // 2
+    OK(vmem_kv_free(kv, slots[0], 2));
+    OK(step(0, 3, NULL)); // 3
+    OK(step(0, 4, NULL)); // 4: kernels of 2 and 3 may run
+    CHECK_EQ(state(slots[0]), K_ENDING);
+    OK(step(0, 5, NULL)); // 5: those of 3 and 4
+    CHECK_EQ(state(slots[0]), VMEM_KV_FREE);
+    end();
+}
+
 static void test_destroy_after(void)
 {
     struct vmem_kv_stats st = {.size = sizeof st};
@@ -213,6 +230,7 @@ int main(int argc, char **argv)
     test_there_and_back(VMEM_KV_DEFER);
     test_a_step_beside_the_copy();
     test_without_memory();
+    test_steps_retire();
     test_misuse();
     test_destroy_after();
     window = 100;
