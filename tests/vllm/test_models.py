@@ -124,9 +124,10 @@ def file(folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def three(file):
     made, pool = {}, tool.read(file.read_text())
-    for name in NAMES:
-        made[name] = Model(pool, name)
-        made[name].wait()  # the third one finds the pool full: an idle one sleeps for it
+    for names in (NAMES[:2], NAMES[2:]):  # the third one finds the pool full: an idle one sleeps for it
+        made |= {name: Model(pool, name) for name in names}
+        for name in names:
+            made[name].wait()
     yield made
     for model in made.values():
         model.kill()
@@ -307,11 +308,14 @@ def test_a_killed_engine_leaves_its_memory_at_once(three):
     assert len(three["a"].tokens(PROMPT)) == 8
 
 
+WEIGHTS = 34 << 20  # bytes of a model's that are in the pool
+
+
 @pytest.fixture
-def pair(folder, three):
+def pair(folder):
     """Two models in a pool that has room for the weights of both, and beside them for less than one long request."""
     block = 128 * 2048  # bytes of a block on a CPU: 128 tokens
-    size = 2 * three["a"].state()["weights"] + 4 * block  # each has its null block
+    size = 2 * WEIGHTS + 4 * block  # each has its null block
     pool = tool.read(toml(folder, size, ("left", "right"), "--kv-cache-memory-bytes", str(8 << 20), queue=90))
     made = [Model(pool, name) for name in ("left", "right")]
     for model in made:
@@ -321,9 +325,10 @@ def pair(folder, three):
         model.kill()
 
 
-def test_two_models_whose_requests_lack_memory_take_turns(pair, three):
+def test_two_models_whose_requests_lack_memory_take_turns(pair):
     long = [(7 * i) % 900 + 3 for i in range(480)]
-    expected = three["a"].tokens(long, 16)
+    assert pair[0].state()["weights"] == WEIGHTS
+    expected = pair[0].tokens(long, 16)  # the other one is idle, and sleeps for it
     for model in pair:
         model.tokens(PROMPT)
     assert [m.state()["state"] for m in pair] == ["awake", "awake"]
@@ -332,7 +337,7 @@ def test_two_models_whose_requests_lack_memory_take_turns(pair, three):
 
 
 @pytest.fixture(scope="module")
-def lone(folder, three):
+def lone(folder):
     """One model of two workers, and a program in its pool that takes its memory."""
     pool = tool.read(toml(folder, 48 << 20, ("lone",), "--kv-cache-memory-bytes", str(12 << 20),
                           "--tensor-parallel-size", "2", queue=2))  # fmt: skip
