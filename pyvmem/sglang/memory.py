@@ -186,7 +186,7 @@ def _data_parallel_rank() -> int:
 
     try:
         return runtime_context.get_parallel().dp_rank or 0
-    except (AttributeError, ValueError):  # a pool without a scheduler
+    except (AttributeError, RuntimeError, ValueError):  # a pool without a scheduler
         return 0
 
 

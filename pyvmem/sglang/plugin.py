@@ -20,14 +20,14 @@ def _warn_if_forgotten() -> None:
                                                  "vMem", min(given))  # fmt: skip
 
 
-def _doors() -> list[tuple[str, str, Any]]:
+def _doors(http: bool) -> list[tuple[str, str, Any]]:
     """(target, kind, hook) of this process. To apply one imports its module, which takes seconds if nothing has."""
     from pyvmem.sglang import doors
 
     chosen: list[Any] = list(doors.EVERYWHERE)
     if "sglang.srt.managers.scheduler" in sys.modules or "sglang.srt.managers.detokenizer_manager" not in sys.modules:
         chosen += doors.ENGINE
-    if "sglang.srt.entrypoints.http_server" in sys.modules:
+    if http and multiprocessing.parent_process() is None:  # it serves, and imports the server later than its plugins
         chosen += doors.SERVER
     return [(doors.target(file, function), kind, hook) for file, function, _, kind, hook in chosen]
 
@@ -51,7 +51,7 @@ def activate() -> None:
         note = check.release(sglang.__version__, chosen.strict)
         if note and multiprocessing.parent_process() is None:
             logging.getLogger("sglang.vmem").warning(note)
-        doors = _doors()
+        doors = _doors(chosen.http)
         for target, kind, hook in doors:
             HookRegistry.register(target, hook, HookType[kind])
     except (ValueError, ImportError) as error:

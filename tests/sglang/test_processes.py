@@ -96,35 +96,40 @@ def get(url, body=None):
         return answer.read().decode()
 
 
-@pytest.fixture
-def serve():
-    """Starts `python -m sglang.launch_server`; returns its address."""
+@pytest.fixture(scope="module")
+def servers():
+    """The addresses of SGLang's own server, of one on vMem with its limits over HTTP, and of one without these."""
     started = []
-
-    def start(**more):
+    for more in (dict(VMEM_SGLANG="0"), dict(VMEM_SGLANG="1", VMEM_SGLANG_HTTP="1"), dict(VMEM_SGLANG="1")):
         port = free_port()
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model("gqa"), "--port", str(port)]
         for name, value in OPTIONS.items():
             command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-        process = subprocess.Popen(command, env=environment(**more), start_new_session=True)
-        started.append(process)
-        end = time.monotonic() + SECONDS
-        while True:
-            assert process.poll() is None, f"the server ended with status {process.returncode}"
-            assert time.monotonic() < end, "the server did not start in time"
-            try:
-                get(f"http://127.0.0.1:{port}/health")
-                return f"http://127.0.0.1:{port}"
-            except (urllib.error.URLError, ConnectionError):
+        started.append((subprocess.Popen(command, env=environment(**more), start_new_session=True),
+                        f"http://127.0.0.1:{port}"))  # fmt: skip
+    end = time.monotonic() + SECONDS
+    try:
+        for process, address in started:
+            while not answers(f"{address}/health"):
+                assert process.poll() is None, f"the server ended with status {process.returncode}"
+                assert time.monotonic() < end, "the server did not start in time"
                 time.sleep(0.5)  # it loads the model; nothing else tells when it listens
+        yield [address for _, address in started]
+    finally:
+        for process, _ in started:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60)
 
-    yield start
-    for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(60)
+
+def answers(url):
+    try:
+        get(url)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+    return True
 
 
-def test_the_server_gives_sglangs_tokens_to_openais_client(serve):
+def test_the_server_gives_sglangs_tokens_to_openais_client(servers):
     from openai import OpenAI
 
     def ask(address):
@@ -135,8 +140,7 @@ def test_the_server_gives_sglangs_tokens_to_openais_client(serve):
             for prompt, n in JOBS[:8]
         ]  # fmt: skip
 
-    own = ask(serve())
-    address = serve(VMEM_SGLANG="1", VMEM_SGLANG_HTTP="1")
+    own, address = ask(servers[0]), servers[1]
     assert ask(address) == own
     (engine,) = json.loads(get(f"{address}/vmem/limit"))["engines"]
     assert engine["steps"] > 0 and engine["backed"] > 0
@@ -152,6 +156,6 @@ def test_the_server_gives_sglangs_tokens_to_openais_client(serve):
         get(f"{address}/vmem/limit", {"limits": 5})
 
 
-def test_the_server_has_no_limits_over_http_unless_asked_for(serve):
+def test_the_server_has_no_limits_over_http_unless_asked_for(servers):
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        get(f"{serve(VMEM_SGLANG='1')}/vmem/limit")
+        get(f"{servers[2]}/vmem/limit")

@@ -371,7 +371,7 @@ def test_a_hook_that_does_not_take_is_refused():
         from pyvmem.sglang import doors, plugin
 
         real, gone = plugin._doors, ("sglang.srt.managers.scheduler.Scheduler.gone", "BEFORE", doors.before_step)
-        plugin._doors = lambda: [*real(), gone]
+        plugin._doors = lambda http: [*real(http), gone]
         Engine(model("gqa"))
 
     with pytest.raises(ChildProcessError, match="SGLang did not apply the hook of .*Scheduler.gone"):
