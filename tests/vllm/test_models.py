@@ -368,7 +368,7 @@ def test_a_pool_that_is_too_small_hangs_no_request(lone):
         for status, headers, told in pool.map(lambda _: model.ask(PROMPT), range(8)):
             assert status == 503 and int(headers["Retry-After"]) > 0 and "lacks" in told["error"]["message"]
     status, _, told = model.order("wake")
-    assert status == 503 and told["state"] in ("asleep", "waking") and told["queued"] == 0
+    assert status == 503 and told["state"] in ("asleep", "waking")
     assert order("give")
     assert model.tokens(PROMPT) == expected
     assert model.order("sleep")[2]["weights_held"] > 0
