@@ -70,6 +70,9 @@ void *__wrap_realloc(void *p, size_t n);
 static _Atomic bool refuse_unmaps;
 void checked_refuse_unmaps(bool on) { refuse_unmaps = on; }
 
+static _Atomic uint64_t device_memory = UINT64_MAX, device_used;
+void checked_device_memory(uint64_t bytes) { device_memory = bytes; }
+
 static _Atomic int munmaps;
 void checked_fail_munmap(int n) { munmaps = n; }
 int __real_munmap(void *at, size_t length);
@@ -317,12 +320,15 @@ static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
 {
     MUST(a->size && a->size % BLOCK == 0 && a->size <= (a->whole ? b->whole_max : b->arena_max));
     MUST(((uintptr_t)a & 7) == 0);
-    int rc = fault() ? injected() : inner->arena_new(b, a);
+    const bool full = atomic_fetch_add(&device_used, a->size) + a->size > device_memory;
+    int rc = fault() || full ? injected() : inner->arena_new(b, a);
     if (!rc && eager && (rc = inner->populate(b, a, 0, a->size)))
         inner->arena_free(b, a);
     if (eager)
         usleep(50); // a GPU's memory takes time: other calls come meanwhile
-    if (!rc) {
+    if (rc) {
+        device_used -= a->size;
+    } else {
         locked(true);
         add(arenas, a);
         locked(false);
@@ -334,6 +340,7 @@ static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
     locked(true);
     drop(arenas, a);
     locked(false);
+    device_used -= a->size;
     inner->arena_free(b, a);
 }
 static int slice_call(int (*call)(struct vmem__backend *, struct vmem__arena *, uint64_t, uint64_t),

@@ -19,6 +19,9 @@ void checked_fail_from(unsigned long n);
 void checked_fail_always(bool on);
 // The backend refuses to unmap anything, in whatever thread, until told otherwise.
 void checked_refuse_unmaps(bool on);
+// The device has so many bytes, of which what is allocated is a part, in whatever thread; UINT64_MAX: no limit. With
+// whole_arenas on the host.
+void checked_device_memory(uint64_t bytes);
 // The next n calls of munmap() by the library fail, as they may at vm.max_map_count.
 void checked_fail_munmap(int n);
 // What the host backend is told of the memory there is, instead of the system's word; NULL: that.

@@ -764,6 +764,58 @@ static void a_driver_that_unmaps_nothing(void)
     vmem_context_destroy(device);
 }
 
+// The device has less than the pool's budget, so an engine gets its blocks only when the other one gives some up, as its
+// board says.
+static void a_device_with_less_than_the_budget(void)
+{
+    const uint64_t n = 64 * MIB / P;
+    struct vmem_blocks_board boards[2] = {0};
+    vmem_context *device;
+    vmem_blocks *b[2];
+    vmem_kv_pool *pool;
+    uint64_t at, seq;
+    uint32_t *ids = calloc(n, sizeof(*ids));
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = 4 * n * P};
+    OK(checked_context(test_backend, 0, true, &device));
+    checked_device_memory(3 * n * P / 2);
+    OK(vMemReserve(device, 2 * n * P, 0, &at));
+    OK(vmem_kv_pool_create(&cfg, &pool));
+    for (uint32_t i = 0; i < 2; i++) {
+        const struct vmem_block_range range = {.addr = at + i * n * P, .bytes = P, .block_stride = P, .layers = 1};
+        const struct vmem_blocks_config c = {.size = sizeof c,
+                                             .ranges = &range,
+                                             .n_ranges = 1,
+                                             .blocks = (uint32_t)n,
+                                             .page_size = P,
+                                             .board = &boards[i]};
+        OK(vmem_blocks_create(device, &c, &b[i]));
+        OK(vmem_blocks_join(b[i], pool, i ? "other" : "giver", 0, 0));
+    }
+    for (uint32_t i = 0; i < n; i++)
+        ids[i] = i;
+    OK(vmem_blocks_back(b[0], ids, (uint32_t)n, 0, NULL));
+    OK(vmem_blocks_offer(b[0], n * P));
+    do {
+        seq = order(b[1], ids, (uint32_t)n);
+        while (vmem_blocks_answer(b[1], seq) == -EAGAIN) {
+            const uint64_t to = __atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED) / P;
+            if (to && to < stats(b[0]).held / P) {
+                OK(vmem_blocks_unback(b[0], ids, (uint32_t)(n - to), 0));
+                OK(vmem_blocks_flush(b[0]));
+            }
+            sched_yield();
+        }
+    } while (vmem_blocks_answer(b[1], seq));
+    CHECK_EQ(stats(b[1]).backed, n);
+    CHECK(stats(b[0]).backed <= n / 2);
+    vmem_blocks_destroy(b[0]);
+    vmem_blocks_destroy(b[1]);
+    vmem_kv_pool_destroy(pool);
+    checked_device_memory(UINT64_MAX);
+    vmem_context_destroy(device);
+    free(ids);
+}
+
 static void forked(void)
 {
     vmem_blocks *b = simple(8, 0);
@@ -824,6 +876,7 @@ int main(int argc, char **argv)
     ends_in_use();
     in_a_pool();
     a_driver_that_unmaps_nothing();
+    a_device_with_less_than_the_budget();
     if (fakegpu_fail) {
         events();
         flush_sees_every_fence();

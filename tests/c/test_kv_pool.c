@@ -163,6 +163,36 @@ static void test_kept_pages_move(uint32_t flags)
     vmem_kv_pool_destroy(pool);
 }
 
+// What is outside the pool leaves the device less than the pool's budget: a request gets what others only keep, as if
+// the budget were used up. The two contexts are two processes, of which one sees what the other leaves of the device.
+static void test_a_device_with_less_than_the_budget(uint32_t flags)
+{
+    vmem_context *other;
+    OK(checked_context(test_backend, 0, true, &other));
+    vmem_kv_pool *pool = make_pool(1000);
+    vmem_kv *a = make(ctx, flags, 0), *b = make(other, flags, 0);
+    join(pool, a, 20, 0, "a");
+    join(pool, b, 20, 0, "b");
+    uint32_t s = alloc(a, ROWS), t = alloc(b, ROWS);
+    OK(step(a, s, ROWS));
+    checked_device_memory((300 - stats(a).held_pages) * test_page);
+    while (step(b, t, ROWS) && shortage().coming_pages) // what requests hold is refused
+        wait_for(b);
+    CHECK_EQ(stats(a).held_pages, 250);
+    OK(vmem_kv_free(a, s, 0));
+    do { // the pool does not know how much the device has, and may refuse for a moment
+        wait_for(b);
+        checked_device_memory((300 - stats(a).held_pages) * test_page);
+    } while (step(b, t, ROWS));
+    CHECK_EQ(stats(b).needed_pages, 250);
+    CHECK(stats(a).held_pages <= 50);
+    checked_device_memory(UINT64_MAX);
+    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(b, 0);
+    vmem_kv_pool_destroy(pool);
+    vmem_context_destroy(other);
+}
+
 static void test_what_requests_hold_is_refused(void)
 {
     vmem_kv_pool *pool = make_pool(300);
@@ -629,6 +659,8 @@ int main(int argc, char **argv)
     test_kept_pages_move(VMEM_KV_OVERLAP);
     test_kept_pages_move(VMEM_KV_OVERLAP | VMEM_KV_GENEROUS | VMEM_KV_EAGER);
     test_what_requests_hold_is_refused();
+    test_a_device_with_less_than_the_budget(0);
+    test_a_device_with_less_than_the_budget(VMEM_KV_OVERLAP);
     test_shares_hold();
     for (int overlap = 0; overlap < 2; overlap++) {
         test_a_lower_maximum_holds_at_once(overlap ? VMEM_KV_OVERLAP : 0, true, false);

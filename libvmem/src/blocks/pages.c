@@ -122,7 +122,8 @@ static int unmap(vmem_blocks *b, const uint64_t *pages, uint64_t n, uint64_t *do
 }
 
 // Creates pages for all places, then maps them. The pages are bound: they are released when they are unmapped.
-static int map(vmem_blocks *b, const uint64_t *pages, uint64_t n)
+// *refused: whether the device has no memory for them.
+static int map(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool *refused)
 {
     const uint64_t most = n < BLOCKS_PART ? n : BLOCKS_PART;
     vmem_page *handles = malloc(n * sizeof(*handles));
@@ -131,6 +132,7 @@ static int map(vmem_blocks *b, const uint64_t *pages, uint64_t n)
     if (!rc)
         rc = vmem__create_near(b->ctx, b->page_size, n, 0, b->create_flags, handles);
     const bool created = !rc;
+    *refused = rc == -ENOMEM && handles && ops;
     for (uint64_t at = 0, part; !rc && at < n; at += part) {
         part = n - at < most ? n - at : most;
         for (uint64_t i = 0; i < part; i++)
@@ -229,6 +231,7 @@ static int map_batch(vmem_blocks *b, struct block_call *c, struct page_batch *w)
         return 0;
     b->held += w->n;
     int rc = 0;
+    bool refused = false;
     const bool over = c->flags & VMEM_BLOCKS_OVER;
     if (b->member && b->held > b->budget)
         vmem__blocks_claim(b, over ? b->held - b->budget : 0, b->held - b->budget);
@@ -239,10 +242,17 @@ static int map_batch(vmem_blocks *b, struct block_call *c, struct page_batch *w)
     if (!rc) {
         pthread_mutex_unlock(&b->lock);
         sort(w);
-        rc = map(b, w->pages, w->n);
+        rc = map(b, w->pages, w->n, &refused);
         pthread_mutex_lock(&b->lock);
     }
     end_busy(b, w->pages, w->n, !rc);
+    if (refused && b->member && !over) {
+        char why[VMEM__TEXT];
+        vmem__keep_error(why);
+        b->budget = vmem__pool_refused(b->member, b->budget, b->held);
+        c->lacks = sat_sub(b->held + w->n, b->budget);
+        vmem__error(rc, "%s", why);
+    }
     if (!rc) {
         *(c->seq ? &b->stats.ordered_pages : &b->stats.direct_pages) += w->n;
         b->stats.most_held = b->held > b->stats.most_held ? b->held : b->stats.most_held;

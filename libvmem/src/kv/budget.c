@@ -118,13 +118,23 @@ int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want)
                        kv->membership.member ? "the cache's share of the pool" : "the budget");
 }
 
-int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages)
+static int short_of_device(vmem_kv *kv, uint64_t pages)
 {
     record_shortage(kv, VMEM_KV_SHORT_OF_DEVICE, pages);
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: within the budget of %" PRIu64 ", but the device has no "
                        "memory for them; free some elsewhere, or end a request",
                        pages, kv->ledger.budget);
+}
+
+int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages)
+{
+    int rc = short_of_device(kv, pages);
+    if (kv->membership.member) {
+        kv->ledger.budget = vmem__pool_refused(kv->membership.member, kv->ledger.budget, kv->ledger.held);
+        shortage.coming_pages = vmem__pool_ask(kv->membership.member, kv->ledger.held, pages, &shortage.refusal);
+    }
+    return rc;
 }
 
 int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages)
@@ -141,7 +151,7 @@ int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t b
     if (want > limit && want > kv->ledger.budget)
         vmem__kv_short_of_budget(kv, want + back);
     else if (want > limit)
-        vmem__kv_short_of_device(kv, want + back - limit);
+        short_of_device(kv, want + back - limit);
     else
         record_shortage(kv, limit < kv->ledger.budget ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET,
                         want + back - limit);
@@ -186,5 +196,5 @@ int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages)
     vmem__kv_clear_shortage();
     int rc = vmem__kv_claim_budget(kv, delta, pages);
     const uint64_t limit = rc || !pages || delta <= 0 ? want : vmem__kv_page_limit(kv, want);
-    return want > limit ? vmem__kv_short_of_device(kv, want - limit) : rc;
+    return want > limit ? short_of_device(kv, want - limit) : rc;
 }

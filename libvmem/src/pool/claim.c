@@ -6,6 +6,8 @@
 #include "core/memory.h"
 #include "pool/pool.h"
 
+#define REFUSED_NS UINT64_C(2000000000) // what the device has refused is not free for so long; then it is tried again
+#define AGAIN_NS UINT64_C(500000000)    // a refusal within this time of the last one is the same
 #define TOLD_NS UINT64_C(2000000)    // after it was told of a refusal, the member does not ask the others again so long
 #define PREPARE (UINT64_C(2) << 30)  // bytes of device memory that the pool's thread takes at a time,
 #define PORTION (UINT64_C(32) << 20) // so many in a call, or a larger arena; the budget can grow after each
@@ -107,6 +109,35 @@ uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget)
     const uint64_t bytes = sat_add(own, more);
     pthread_mutex_unlock(&m->pool->lock);
     return floor_pages(bytes, m);
+}
+
+// ---- a device with less memory than the budget --------------------------------------------------------------------------
+
+// What is outside the pool, such as contexts and activations, may leave the device less than the pool's budget. Then free
+// budget is worth nothing: nobody asks the others for memory that the table says is there. So for a while what the device
+// has refused is not free, and who lacks memory asks as in a pool whose budget is used up.
+uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t held)
+{
+    if (!m)
+        return budget;
+    vmem_kv_pool *pool = m->pool;
+    struct pool_head *h = &pool->table.head;
+    pthread_mutex_lock(&pool->lock);
+    if (!vmem__table_begin(pool)) {
+        const uint64_t t = vmem__now();
+        // Calls that began before the others have given anything are refused once more, for the same reason.
+        if (t + REFUSED_NS - AGAIN_NS >= h->refused_until) {
+            h->refused_until = 0;
+            h->refused =
+                sat_add(vmem__pool_free_bytes(pool, NULL), sat_sub(m->row.has, (held << m->page_shift) + m->granted));
+            h->refused_until = t + REFUSED_NS;
+        }
+        vmem__table_end(pool);
+        budget = MIN(budget, held); // the row follows
+        pool_ring(pool);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return budget;
 }
 
 // ---- questions, with the member's lock held -------------------------------------------------------------------------

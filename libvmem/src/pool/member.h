@@ -100,6 +100,9 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
 uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
 // How many pages a claim would find.
 uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget);
+// The device has no memory for what the budget allows: what nobody holds counts as used for some time, so that `ask` gets
+// what others hold. Returns the member's budget from now on.
+uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t held);
 // The budget lacks so many pages even after a claim: asks the other members. How many of them may still come; if none,
 // *refusal says why (enum vmem_kv_refusal). `held`: pages that the member has.
 uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, uint32_t *refusal);

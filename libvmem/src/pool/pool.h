@@ -29,9 +29,11 @@ struct pool_head {
     uint64_t magic;
     uint32_t size, rows; // sizeof(struct pool_table), VMEM_KV_POOL_MEMBERS
     uint64_t budget;
-    uint64_t revision;  // of the last question
-    uint8_t device[16]; // uuid; zero on the host
-    char backend[16];   // of the host, "host"; else "gpu", as pages of every backend come out of the same memory
+    uint64_t revision;      // of the last question
+    uint8_t device[16];     // uuid; zero on the host
+    char backend[16];       // of the host, "host"; else "gpu", as pages of every backend come out of the same memory
+    uint64_t refused;       // bytes of the budget that the device has no memory for, until then: vmem__pool_refused
+    uint64_t refused_until; // vmem__now()
 };
 
 // The file:

@@ -43,7 +43,8 @@ uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__memb
         if (r->size)
             taken = sat_add(taken, m && m->place == i ? m->row.has : MAX(r->has, r->min));
     }
-    return sat_sub(pool->table.head.budget, taken);
+    const struct pool_head *h = &pool->table.head;
+    return sat_sub(h->budget, sat_add(taken, vmem__now() < h->refused_until ? h->refused : 0));
 }
 
 // Tries for this time, by the clock: a pause may last much longer than it should. Between the tries, others can have
