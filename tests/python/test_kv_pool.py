@@ -220,12 +220,18 @@ def test_what_a_killed_process_had_is_free(tmp_path):
         assert [m.name for m in pool.members()] == ["kv"]
 
 
+def _layout(data):
+    """Bytes of a pool's head, which says how many it has with its rows, and of a row."""
+    row = ffi.sizeof("struct vmem_kv_pool_member")
+    return struct.unpack_from("I", data, 8)[0] - 32 * row, row
+
+
 def _has(path):
     """What the members have, by their place, read at one moment: under the table's lock."""
     with open(path, "r+b") as file:
         fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0))
         data = file.read()
-    row, head = ffi.sizeof("struct vmem_kv_pool_member"), 64
+    head, row = _layout(data)
     rows = [struct.unpack_from("2I3Q", data, head + i * row) for i in range(32)]
     return {i: has for i, (size, _, _, _, has) in enumerate(rows) if size}
 
@@ -504,7 +510,7 @@ def test_rows_that_nobody_stands_behind_count_for_nothing(tmp_path):
     pool = KVPool(40 * MIB, path=path)
     with make(pool) as cache:
         data = bytearray(path.read_bytes())
-        row, head = ffi.sizeof("struct vmem_kv_pool_member"), 64
+        head, row = _layout(data)
         for place in range(1, 32):
             data[head + place * row : head + (place + 1) * row] = b"\xff" * row
         path.write_bytes(data)
