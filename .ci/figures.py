@@ -55,8 +55,6 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     # The cost to vLLM itself of a layout with blocks outermost.
     outermost = ["env", "VLLM_KV_CACHE_LAYOUT=BLNHC", *vllm, "4", *llama, "--load", "decode", "--load", "decode-short"]
     pauses = [*vllm, "5", "--max-model-len", "65536", "--kv-memory", "9G" if small else "20G", "--load", "pauses"]
-    bursts = [*vllm, "1", "--bursts", *half, "4608M", "--load", "cold"]
-    quarter = [*vllm, "1", "--bursts", "--part", "0.25", *half, "2560M", "--load", "cold:120"]
     two = [*vllm, "2", "--tensor-parallel", "2", *half, "8G", *loads]
     # With all that it caches, as vMem and vLLM do.
     kvcached = "kvcached:ENABLE_KVCACHED=true,KVCACHED_AUTOPATCH=1,KVCACHED_MAX_CACHED_TOKENS=-1"
@@ -79,8 +77,6 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
         ("vllm-pauses", 900, pauses),
         *models,
         ("vllm-windows", 400, [*vllm, "4", "--model", "gemma-3-4b", *some]),
-        ("vllm-bursts", 1100, bursts),
-        ("vllm-bursts-quarter", 1100, quarter),
         *([("vllm-two-gpus", 600, two)] if torch.cuda.device_count() > 1 else ()),
         ("vllm-slots", 600, [*vllm, "4", "--layout", "slots", *llama, *loads]),
         *([("vllm-kvcached", 700, beside_kvcached)] if importlib.util.find_spec("kvcached") else ()),

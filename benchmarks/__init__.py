@@ -29,7 +29,6 @@ class Child:
         os.close(down[0])
         os.close(up[1])
         self._orders, self._answers = os.fdopen(down[1], "w"), os.fdopen(up[0])
-        self.pid = self._process.pid
 
     def tell(self, order: Any) -> None:
         """Send an order. `answer` returns what comes of it."""
@@ -48,17 +47,14 @@ class Child:
         self.tell(order)
         return self.answer()
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
     def close(self) -> None:
         """End the process: there are no more orders."""
         try:
             self._orders.close()
             self._process.wait(30)
         except (OSError, subprocess.TimeoutExpired):
-            self.kill()
+            self._process.kill()
+            self._process.wait()
         self._answers.close()
 
 

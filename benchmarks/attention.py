@@ -76,12 +76,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--without", action="append", choices=("fa3", "flashinfer", "triton"), default=[], help=text)
     text = "stop before the next point after S seconds; the cheapest points come first"
     group.add_argument("--stop-after", type=argtypes.seconds, metavar="S", help=text)
-    group.add_argument(
-        "--pool", type=argtypes.size, metavar="SIZE", help="bytes of K per kind of memory (4G; 256M if quick)"
-    )
-    group.add_argument(
-        "--seconds", type=argtypes.seconds, default=0.3, metavar="S", help="duration of a point's turns (0.3)"
-    )
+    text = "bytes of K per kind of memory (4G; 256M if quick)"
+    group.add_argument("--pool", type=argtypes.size, metavar="SIZE", help=text)
+    text = "duration of a point's turns (0.3)"
+    group.add_argument("--seconds", type=argtypes.seconds, default=0.3, metavar="S", help=text)
 
 
 def _numbers(known: Collection[int]) -> Any:

@@ -21,39 +21,34 @@ METRIC = re.compile(r"(decode|prefill) B=(\d+) L=(\d+) heads 32/8, (.+)")  # oth
 Point = tuple[str, int, int]  # phase, batch, tokens
 
 
-def paged_or_not(series: str) -> str | None:
-    """The unpaged series of a paged one's library."""
-    found = re.fullmatch(r"(fa3|flashinfer) paged (16|256)", series)
-    return found and {"fa3": "fa3, cudaMalloc", "flashinfer": "flashinfer unpaged, 64K"}[found[1]]
-
-
-def small_blocks(series: str) -> str | None:
-    """Blocks of 16 of a paged series' library."""
-    found = re.fullmatch(r"(.+ paged) (32|64|128|256)", series)
-    return found and f"{found[1]} 16"
-
-
-def plain_memory(series: str) -> str | None:
-    return "fa3, cudaMalloc" if series in ("fa3, 64K", "fa3, 2M") else None
-
-
 @dataclass(frozen=True)
 class Panel:
-    """Points and series of a figure. With `base`, the time over that of another series; else tokens per second."""
+    """Points and series of a figure. base: the series over whose time a series is drawn, if it is; None: tokens/s."""
 
     title: str
     points: Callable[[Point], bool]
     base: Callable[[str], str | None] | None = None
 
 
+def _unpaged(series: str) -> str | None:
+    found = re.fullmatch(r"(fa3|flashinfer) paged (16|256)", series)
+    return found and {"fa3": "fa3, cudaMalloc", "flashinfer": "flashinfer unpaged, 64K"}[found[1]]
+
+
+def _blocks_of_16(series: str) -> str | None:
+    found = re.fullmatch(r"(.+ paged) (32|64|128|256)", series)
+    return found and f"{found[1]} 16"
+
+
 PANELS = {
-    2: Panel("Figure 2: what paging costs a prefill", lambda p: p[:2] == ("prefill", 1), paged_or_not),
-    3: Panel("Figure 3: paged decode by block size", lambda p: p[0] == "decode", small_blocks),
+    2: Panel("Figure 2: what paging costs a prefill", lambda p: p[:2] == ("prefill", 1), _unpaged),
+    3: Panel("Figure 3: paged decode by block size", lambda p: p[0] == "decode", _blocks_of_16),
     4: Panel("Figure 4: decode by batch, 1K tokens", lambda p: p[0] == "decode" and p[2] == 1024),
     6: Panel("Figure 6: prefill", lambda p: p[:2] == ("prefill", 1)),
     7: Panel("Figure 7: decode by batch, 16K tokens", lambda p: p[0] == "decode" and p[2] == 16384),
-    11: Panel("Figure 11: FlashAttention-3 by page size", lambda p: True, plain_memory),
-}
+    11: Panel("Figure 11: FlashAttention-3 by page size", lambda p: True,
+              lambda series: "fa3, cudaMalloc" if series in ("fa3, 64K", "fa3, 2M") else None),
+}  # fmt: skip
 
 
 def times(records: list[Record]) -> dict[Point, dict[str, float]]:

@@ -45,20 +45,14 @@ def _caches(text: str) -> list[str]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own arguments."""
-    group = parser.add_argument_group("generate")
-    whole = argtypes.whole
-    group.add_argument("--batch", type=whole(1), default=None, metavar="N", help="sequences (8; 2 on a CPU)")
-    group.add_argument(
-        "--prompt", type=whole(2), default=None, metavar="N", help="tokens of each prompt (8192; 64 on a CPU)"
-    )
-    group.add_argument("--new", type=whole(3), default=None, metavar="N", help="tokens to generate (48; 4 on a CPU)")
-    group.add_argument(
-        "--chunk", type=whole(0), default=1024, metavar="N", help="tokens per prefill chunk; 0 for all at once (1024)"
-    )
-    group.add_argument(
-        "--caches", type=_caches, default=list(CACHES), metavar="LIST", help=f"some of {','.join(CACHES)}"
-    )
-    group.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="runs of each cache, in turns (3)")
+    add, whole = parser.add_argument_group("generate").add_argument, argtypes.whole
+    add("--batch", type=whole(1), metavar="N", help="sequences (8; 2 on a CPU)")
+    add("--prompt", type=whole(2), metavar="N", help="tokens of each prompt (8192; 64 on a CPU)")
+    add("--new", type=whole(3), metavar="N", help="tokens to generate (48; 4 on a CPU)")
+    text = "tokens per prefill chunk; 0 for all at once (1024)"
+    add("--chunk", type=whole(0), default=1024, metavar="N", help=text)
+    add("--caches", type=_caches, default=list(CACHES), metavar="LIST", help=f"some of {','.join(CACHES)}")
+    add("--repeats", type=whole(1), default=3, metavar="N", help="runs of each cache, in turns (3)")
 
 
 SHAPE_8B = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,

@@ -200,10 +200,8 @@ def blocks(session: Session, context: Context, page_size: int, amount: int, turn
             leave.append(timed(lambda: lease.__exit__(None, None, None)))
         lease.close()
     what = f"block of {size_text(amount)}"
-    return [
-        session.record(leave[2:], context, f"leave a {what}", "ms", page_size=page_size),
-        session.record(enter[2:], context, f"enter a {what}", "ms", page_size=page_size),
-    ]
+    both = ("leave", leave), ("enter", enter)
+    return [session.record(t[2:], context, f"{end} a {what}", "ms", page_size=page_size) for end, t in both]
 
 
 class DriversCount:
@@ -255,7 +253,6 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
     torch.cuda.empty_cache()
     # Serving holds half of what the pool has, in running requests; it keeps the pages of others, which a step takes.
     budget = (2 * needs // GIB + 2) * GIB
-    records = []
     with KVPool(budget) as pool:
         tokens, slots = 4096, 512
         cache = KVCache.for_model(16, 8, 64, slots, tokens, budget, pool=pool, context=context, name=None)
@@ -313,24 +310,20 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
         cache.close()
     if not served:
         raise MemoryError(f"no {budget >> 30} GiB for the cache and the lease together")
-    record = session.record
-    parameters = sum(p.numel() for p in model.parameters()) / 1e9
-    what = f"training step, {parameters:.1f}B"
-    records += [
-        record(ours, context, what, "ms", page_size=2 * MIB),
-        record(own, context, what, "ms", backend="cudaMalloc"),
-        record(
-            [a / b for a, b in zip(ours, own)], context, f"{what}, of PyTorch's own allocator", "", page_size=2 * MIB
-        ),
-        record(needs / GIB, context, "activations of a step", "GiB", page_size=2 * MIB),
-        record(budget / GIB, context, "budget of cache and lease", "GiB", page_size=2 * MIB),
-        record(peak / GIB, context, "most of it that both had", "GiB", page_size=2 * MIB),
-        record((count.most - base) / GIB, context, "the same by the driver's count", "GiB", page_size=2 * MIB),
-        record(len(kept) * tokens, context, "tokens that need no recomputation", "tokens", page_size=2 * MIB),
-        record(len(running) * tokens, context, "tokens of running requests", "tokens", page_size=2 * MIB),
-        record(len(kept) * prefill * 1e3, context, "prefill that this saves", "ms", page_size=2 * MIB),
+    what = f"training step, {sum(p.numel() for p in model.parameters()) / 1e9:.1f}B"
+    found: list[tuple[str, str, Any]] = [
+        (what, "ms", ours),
+        (f"{what}, of PyTorch's own allocator", "", [a / b for a, b in zip(ours, own)]),
+        ("activations of a step", "GiB", needs / GIB),
+        ("budget of cache and lease", "GiB", budget / GIB),
+        ("most of it that both had", "GiB", peak / GIB),
+        ("the same by the driver's count", "GiB", (count.most - base) / GIB),
+        ("tokens that need no recomputation", "tokens", len(kept) * tokens),
+        ("tokens of running requests", "tokens", len(running) * tokens),
+        ("prefill that this saves", "ms", len(kept) * prefill * 1e3),
     ]
-    return records
+    records = [session.record(own, context, what, "ms", backend="cudaMalloc")]
+    return records + [session.record(value, context, m, unit, page_size=2 * MIB) for m, unit, value in found]
 
 
 def memory_saver(session: Session, context: Context, amount: int, turns: int) -> list[Record]:
@@ -351,11 +344,8 @@ def memory_saver(session: Session, context: Context, amount: int, turns: int) ->
             pause.append(a / (amount / GIB))
             resume.append(b / (amount / GIB))
     del tensors
-    name = "torch_memory_saver"
-    return [
-        session.record(pause, context, "park a GiB", "ms", backend=name),
-        session.record(resume, context, "unpark a GiB", "ms", backend=name),
-    ]
+    both = ("park", pause), ("unpark", resume)
+    return [session.record(t, context, f"{what} a GiB", "ms", backend="torch_memory_saver") for what, t in both]
 
 
 @benchmark("lease", "PyTorch in a pool's budget: parking, new segments, a training step", arguments=arguments, order=45)

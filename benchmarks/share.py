@@ -3,7 +3,7 @@
 Each process has a KV cache in one pool and a small request that decodes all the time. In turns, each gets requests of
 --amount in all while pages that the other keeps hold the memory, and goes on stepping while the memory arrives. The
 same requests then come once more, when the process itself has that memory free: the difference is what an exchange
-adds. At the end, one process is killed during an exchange, and the other goes on.
+adds.
 
 The number of driver calls for a request depends on the layout. On a GPU, two layouts are measured: one tensor for all
 layers, and separate tensors for K and V of each layer.
@@ -17,15 +17,11 @@ import argparse
 import importlib.util
 import os
 import tempfile
-import threading
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import Child
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.core import MIB
-from pyvmem.kv.view import read_view, read_views
 
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record
@@ -41,56 +37,11 @@ LAYER_ROW = 2 * 8 * 128 * 2  # bytes of a token's K and V in a layer
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own arguments."""
-    group = parser.add_argument_group("share")
-    group.add_argument(
-        "--amount", type=argtypes.size, metavar="SIZE", help="memory that changes sides (10G on a GPU, otherwise 256M)"
-    )
-    group.add_argument(
-        "--layout", action="append", choices=LAYOUTS,
-        help="block: one tensor for all layers; separate: one for K and one for V of each layer (both; on the host, "
-        "separate)",
-    )  # fmt: skip
-    group.add_argument(
-        "--exchanges", type=argtypes.whole(1), metavar="N", help="how often the memory changes sides (6)"
-    )
-    group.add_argument(
-        "--kills", type=argtypes.whole(0), metavar="N", help="how often a process is killed during an exchange (2)"
-    )
-
-
-class Watch:
-    """Memory that the pool's members have and need, sampled by a thread from the views of their caches."""
-
-    def __init__(self, *pids: int) -> None:
-        self.rows: dict[int, list[tuple[float, int, int]]] = {pid: [] for pid in pids}  # pid: [(time, has, needs)]
-        self._paths = [view.path for view in read_views() if view.pid in pids]
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while not self._end.wait(0.0002):
-            for path in self._paths:
-                try:
-                    view = read_view(path)
-                except OSError:  # the process has ended
-                    continue
-                if view and view.pool:
-                    self.rows[view.pid].append((time.perf_counter(), view.pool.has, view.pool.needs))
-
-    def close(self) -> None:
-        """End the thread."""
-        self._end.set()
-        self._thread.join()
-
-    def when(self, pid: int, start: float, change: Callable[[int], bool]) -> list[float]:
-        """The times after `start` at which the member's budget changed by a number of bytes that `change` accepts."""
-        rows = self.rows[pid]
-        return [b[0] for a, b in zip(rows, rows[1:], strict=False) if b[0] >= start and change(b[1] - a[1])]
-
-    def asked(self, pid: int, start: float) -> list[float]:
-        """The times after `start` at which the member was seen to ask for memory."""
-        return [at for at, _, needs in self.rows[pid] if at >= start and needs]
+    add = parser.add_argument_group("share").add_argument
+    add("--amount", type=argtypes.size, metavar="SIZE", help="memory that moves (10G on a GPU, otherwise 256M)")
+    text = "block: one tensor for all layers; separate: one for K and one for V of each (both; on the host, separate)"
+    add("--layout", action="append", choices=LAYOUTS, help=text)
+    add("--exchanges", type=argtypes.whole(1), metavar="N", help="how often the memory moves (6)")
 
 
 def _longest(samples: list[list[float]], start: float, end: float) -> float:
@@ -139,10 +90,10 @@ class _Run:
 
     def _note_steps(self, answer: dict[str, Any], what: str) -> None:
         steps = answer["steps"]
-        ready = [ms for _, ms, ok, _ in steps if ok]
+        ready = [ms for _, ms, ok in steps if ok]
         self._note(f"{what}: from need to mapped", (answer["mapped"] - answer["need"]) * 1e3)
         self._note(f"{what}: a step that backs a request, median", sorted(ready)[len(ready) // 2])
-        self._note(f"{what}: a step, longest", max(ms for _, ms, _, _ in steps))
+        self._note(f"{what}: a step, longest", max(ms for _, ms, _ in steps))
         self._note(f"{what}: driver calls", answer["calls"])
 
     def _own(self, process: Child, what: str) -> None:
@@ -152,12 +103,7 @@ class _Run:
 
     def _exchange(self, to: Child, other: Child) -> None:
         calls = other.ask({"do": "steps"})["calls"]
-        watch = Watch(to.pid, other.pid)
-        try:
-            answer = to.ask({"do": "load"})
-            time.sleep(0.002)  # the last samples
-        finally:
-            watch.close()
+        answer = to.ask({"do": "load"})
         start, end, steps = answer["need"], answer["mapped"], answer["steps"]
         self._note_steps(answer, "exchange")
         report = other.ask({"do": "steps"})
@@ -165,34 +111,17 @@ class _Run:
         self._note("exchange: driver calls of the other", report["calls"] - calls)
         self._note("exchange: a step of the other, longest", _longest(others, start, end))
         self._note("a step of the other just before, longest", _longest(others, start - 0.2, start))
-        self._note("steps that found too little meanwhile", sum(not ok for _, _, ok, _ in steps))
-        given = watch.when(other.pid, start, lambda by: by < 0)
-        got = watch.when(to.pid, start, lambda by: by > 0)
-        asked = watch.asked(to.pid, start)
-        allocated = [a for *_, a in steps]
-        last = next((i for i, a in enumerate(allocated) if a == allocated[-1]), 0)
-        times = {
-            "asked": asked[:1], "first byte given": given[:1], "last byte given": given[-1:],
-            "last byte granted": got[-1:], "last byte allocated": [steps[last][0] + steps[last][1] / 1e3],
-        }  # fmt: skip
-        for event, at in times.items():
-            if at:
-                self._note(f"from need to {event}", (min(at[0], end) - start) * 1e3)
-        first = next(begin for begin, _, ok, _ in steps if ok)
-        self._note("from need to the first step that backs a request", (first - start) * 1e3)
-        self._note("time in steps that back a request", sum(ms for _, ms, ok, _ in steps if ok))
+        self._note("steps that found too little meanwhile", sum(not ok for _, _, ok in steps))
+        self._note("time in steps that back a request", sum(ms for _, ms, ok in steps if ok))
         longest = max(steps, key=lambda step: step[1])
         self._note("from need to the longest step", (longest[0] - start) * 1e3)
         to.ask({"do": "free"})
         to.ask({"do": "drop"})
         self._own(to, "own free memory")
 
-    def _process(self, name: str) -> Child:
-        return Child("benchmarks.share_process", self.about | {"name": name})
-
-    def exchanges(self, n: int, kills: int) -> None:
-        """Measure `n` exchanges, then `kills` exchanges in which a process is killed."""
-        pair = [self._process(name) for name in ("first", "second")]
+    def exchanges(self, n: int) -> None:
+        """Measure `n` exchanges."""
+        pair = [Child("benchmarks.share_process", self.about | {"name": name}) for name in ("first", "second")]
         try:
             for process in pair:
                 process.answer()
@@ -200,27 +129,6 @@ class _Run:
                 self._own(process, "first use of the addresses")
             for turn in range(n):
                 self._exchange(pair[turn % 2], pair[(turn + 1) % 2])
-            for turn in range(kills):
-                dead, alive = pair[(n + turn + 1) % 2], pair[(n + turn) % 2]
-                # By turns the one that gives, and the one that gets.
-                if turn % 2 == 0:
-                    alive.tell({"do": "load", "report": self.about["amount"] // 4})
-                    alive.answer()
-                    dead.kill()
-                    answer = alive.answer()
-                    self._note("the giving one killed: from need to mapped", (answer["mapped"] - answer["need"]) * 1e3)
-                    alive.ask({"do": "free"})
-                else:
-                    dead.tell({"do": "load", "report": self.about["amount"] // 4})
-                    dead.answer()
-                    dead.kill()
-                    answer = alive.ask({"do": "load"})
-                    self._note("the getting one killed: from need to mapped", (answer["mapped"] - answer["need"]) * 1e3)
-                    alive.ask({"do": "free"})
-                alive.ask({"do": "verify"})
-                dead.close()
-                pair[pair.index(dead)] = again = self._process(f"again {turn}")
-                again.answer()
             for process in pair:
                 process.ask({"do": "verify"})
         finally:
@@ -237,9 +145,7 @@ class _Run:
         ]  # fmt: skip
 
 
-@benchmark(
-    "share", "time for memory to move between two processes, also if one is killed", arguments=arguments, order=45
-)
+@benchmark("share", "time for memory to move between two processes", arguments=arguments, order=45)
 def run(session: Session) -> list[Record]:
     """Exchange memory between two processes, in each layout and page size."""
     if importlib.util.find_spec("torch") is None:  # its processes need it
@@ -249,7 +155,6 @@ def run(session: Session) -> list[Record]:
         gpu = "gpu" in context.capabilities
         amount = session.args.amount or (10 * GIB if gpu else 64 * MIB if session.quick else 256 * MIB)
         n = session.args.exchanges or (2 if session.quick else 6)
-        kills = 2 if session.args.kills is None else session.args.kills
         cases = [
             (layout, size)
             for layout in dict.fromkeys(session.args.layout or (LAYOUTS if gpu else ("separate",)))
@@ -258,7 +163,7 @@ def run(session: Session) -> list[Record]:
         with tempfile.TemporaryDirectory(prefix="pyvmem-share-") as folder:
             for layout, size in session.track(cases, "exchanges"):
                 one = _Run(session, context, layout, size, amount, folder)
-                one.exchanges(n, kills)
+                one.exchanges(n)
                 records += one.records()
                 session.keep(records)
     return records

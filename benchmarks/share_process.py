@@ -9,7 +9,6 @@ import collections
 import json
 import select
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ PAUSE = 0.001  # between the steps of the request that decodes, seconds
 class Loop:
     """The cache, its decoding request, and the requests that load it."""
 
-    def __init__(self, about: dict[str, Any], say: Callable[..., None]) -> None:
-        self._say = say
+    def __init__(self, about: dict[str, Any]) -> None:
         layers = about["layers"]
         self.pool = KVPool(about["budget"], path=about["path"])
         row = 2 * layers * HEADS * DIM * 2
@@ -84,32 +82,25 @@ class Loop:
             if not (rows == ((numbers + off) % 251).float()[:, None]).all():
                 raise RuntimeError("rows of the request that decodes are not what was written")
 
-    def allocated(self) -> int:
-        """Bytes of device memory that the cache's context has."""
-        stats = self.cache.context.stats()
-        return stats.created + stats.overhead
-
     def calls(self) -> int:
         """Calls that the cache's context has made to the driver."""
         return self.cache.context.stats().syscalls
 
-    def load(self, report: int | None = None) -> dict[str, Any]:
+    def load(self) -> dict[str, Any]:
         """Back requests of the whole amount, one after another, and go on stepping while memory arrives.
 
-        Returns the answer to the command. It lists every step as (begin, ms, ready, allocated): `ready` is False if
-        memory was missing, and `allocated` is the device memory after the step. `calls` counts calls to the driver.
+        Returns the answer to the command. It lists every step as (begin, ms, ready): `ready` is False if memory was
+        missing. `calls` counts calls to the driver.
         """
         calls = self.calls()
         need, steps = time.perf_counter(), []
-        per = self.tokens * 2 * HEADS * DIM * 2 * len(self.cache.keys)
         self.cache.fit([self.tokens] * self.requests)  # as a scheduler asks; so the pool hears of the whole need
-        fit_ms = (time.perf_counter() - need) * 1e3
-        for n in range(self.requests):
+        for _ in range(self.requests):
             slot = self._slot(self.tokens)
             self.lengths[slot] = self.tokens
             while True:
                 ready, took = self.timed()
-                steps.append((self.steps[-1][0], took, ready, self.allocated()))
+                steps.append((self.steps[-1][0], took, ready))
                 if ready:
                     break
                 if time.perf_counter() - need > 30:
@@ -117,11 +108,8 @@ class Loop:
                 time.sleep(0.0002)
             self.loaded.append(slot)
             self.lengths[slot] = 0  # backed, and done
-            if report is not None and n * per >= report:
-                self._say(at=n)
-                report = None
         mapped = time.perf_counter()
-        return {"need": need, "mapped": mapped, "fit_ms": fit_ms, "steps": steps, "calls": self.calls() - calls}
+        return {"need": need, "mapped": mapped, "steps": steps, "calls": self.calls() - calls}
 
     def free(self) -> None:
         """End the requests; their pages are kept."""
@@ -140,7 +128,7 @@ def main() -> None:
     """Decode, and execute orders until there are no more."""
     about, orders, say = of_parent()
     try:
-        loop = Loop(about, say)
+        loop = Loop(about)
         say(ready=True)
         while True:
             if not select.select([orders], [], [], 0)[0]:
@@ -149,10 +137,9 @@ def main() -> None:
             line = orders.readline()
             if not line:
                 return
-            command = json.loads(line)
-            do = command.pop("do")
+            do = json.loads(line)["do"]
             if do == "load":
-                say(**loop.load(**command))
+                say(**loop.load())
             elif do == "steps":
                 say(steps=list(loop.steps), calls=loop.calls())
             else:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 OWN, ON_VMEM = "vLLM", "vLLM on vMem"
 PROMPTS, PAUSES = (8000, 50000), (0.1, 0.5, 1, 5)  # of --load pauses: tokens, and seconds without a request
-SETTINGS = ("alone", "room", "thirds", "pool")  # of --bursts
 TRACES = {
     "azure": "the Azure conversation trace",
     "code": "the Azure code trace",
@@ -43,74 +42,38 @@ TRACES = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own arguments."""
-    group = parser.add_argument_group("vllm")
-    whole = argtypes.whole(1)
-    group.add_argument(
-        "--model",
-        type=model_name,
-        default="llama-3-8b",
-        metavar="SHAPE[:LAYERS]|PATH",
-        help=f"{', '.join(SHAPES)}, with random weights and all or some layers, or a model's path (llama-3-8b)",
+    group, whole = parser.add_argument_group("vllm"), argtypes.whole(1)
+    add = group.add_argument
+    text = f"{', '.join(SHAPES)}, with random weights and all or some layers, or a model's path (llama-3-8b)"
+    add("--model", type=model_name, default="llama-3-8b", metavar="SHAPE[:LAYERS]|PATH", help=text)
+    add("--kv-memory", type=argtypes.size, default=40 << 30, metavar="SIZE", help="KV memory of each engine (40G)")
+    add("--max-model-len", type=whole, default=8192, metavar="L", help="as in vLLM (8192)")
+    add("--max-num-seqs", type=whole, default=256, metavar="B", help="as in vLLM (256)")
+    add("--turns", type=whole, default=3, metavar="N", help="turns of each engine and workload (3)")
+    add("--prefix-caching", action="store_true", help="enable the prefix cache in both engines")
+    add("--layout", choices=LAYOUTS, default="auto", help="VMEM_VLLM_LAYOUT of the engines on vMem (auto)")
+    add("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
+    text = "tokens that each request of a fixed shape gets (200)"
+    add("--output", type=whole, default=200, metavar="N", help=text)
+    add("--warm-up", type=whole, default=1, metavar="N", help="one in N of the requests warms up (1: all of them)")
+    text = "begin no other workload so long after the engines' start"
+    add("--stop-after", type=whole, metavar="SECONDS", help=text)
+    add("--tensor-parallel", type=whole, default=1, metavar="N", help="GPUs per engine (1)")
+    text = "one more engine, with these variables in its environment, such as slots:VMEM_VLLM=1,VMEM_VLLM_LAYOUT=slots"
+    add("--beside", action="append", type=beside, default=[], metavar="NAME:VARIABLE=VALUE,...", help=text)
+    text = (
+        "equal, equal-hot, azure, code, offline, mooncake, decode, decode-short, decode-long, cold, hot or idle, also "
     )
-    group.add_argument(
-        "--kv-memory", type=argtypes.size, default=40 << 30, metavar="SIZE", help="KV memory of each engine (40G)"
+    text += (
+        "with a number of requests (azure:256), or pauses: the first token of a request after idle times, cached and "
     )
-    group.add_argument("--max-model-len", type=whole, default=8192, metavar="L", help="as in vLLM (8192)")
-    group.add_argument("--max-num-seqs", type=whole, default=256, metavar="B", help="as in vLLM (256)")
-    group.add_argument("--turns", type=whole, default=3, metavar="N", help="turns of each engine and workload (3)")
-    group.add_argument("--prefix-caching", action="store_true", help="enable the prefix cache in both engines")
-    group.add_argument(
-        "--layout", choices=LAYOUTS, default="auto", help="VMEM_VLLM_LAYOUT of the engines on vMem (auto)"
-    )
-    group.add_argument("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
-    group.add_argument(
-        "--output", type=whole, default=200, metavar="N", help="tokens that each request of a fixed shape gets (200)"
-    )
-    group.add_argument(
-        "--warm-up", type=whole, default=1, metavar="N", help="one in N of the requests warms up (1: all of them)"
-    )
-    group.add_argument(
-        "--stop-after", type=whole, metavar="SECONDS", help="begin no other workload so long after the engines' start"
-    )
-    group.add_argument("--tensor-parallel", type=whole, default=1, metavar="N", help="GPUs per engine (1)")
-    group.add_argument(
-        "--beside", action="append", type=beside, default=[], metavar="NAME:VARIABLE=VALUE,...",
-        help="one more engine, with these variables in its environment, such as "
-        "slots:VMEM_VLLM=1,VMEM_VLLM_LAYOUT=slots; repeat for more",
-    )  # fmt: skip
-    group.add_argument(
-        "--load",
-        action="append",
-        metavar="NAME",
-        help="equal, equal-hot, azure, code, offline, mooncake, decode, decode-short, decode-long, cold, hot or idle, "
-        "also with a number of requests (azure:256), or pauses: the first token of a request after idle times, cached "
-        "and not; repeat for more (default: all that are possible, but for pauses)",
-    )
+    text += "not; repeat for more (default: all that are possible, but for pauses)"
+    add("--load", action="append", metavar="NAME", help=text)
     argtypes.trace(group)
     for name, what in TRACES.items():
         if name != "azure":
-            group.add_argument(f"--{name}", type=argtypes.input_file, metavar="FILE", help=what)
-    group.add_argument(
-        "--bursts",
-        action="store_true",
-        help="three engines on vMem under bursts that alternate and overlap: alone, with room for all, in static "
-        "thirds, and in one pool",
-    )
-    group.add_argument(
-        "--setting",
-        action="append",
-        choices=SETTINGS,
-        help="of --bursts: repeat for more (all four)",
-    )
-    group.add_argument(
-        "--rate", type=argtypes.positive, metavar="N",
-        help="of --bursts: requests a second that one engine serves alone, as another run has measured it",
-    )  # fmt: skip
-    group.add_argument(
-        "--part", type=argtypes.positive, metavar="N",
-        help="of --bursts: of that rate, the part at which requests arrive in a burst (0.5)",
-    )  # fmt: skip
-    group.add_argument("--raw", type=argtypes.output_file, metavar="FILE", help="write every turn as JSON")
+            add(f"--{name}", type=argtypes.input_file, metavar="FILE", help=what)
+    add("--raw", type=argtypes.output_file, metavar="FILE", help="write every turn as JSON")
 
 
 def beside(text: str) -> tuple[str, dict[str, str]]:
@@ -171,9 +134,7 @@ def loads(args: argparse.Namespace) -> Any:
 class Engine(Child):
     """An engine's process."""
 
-    def __init__(
-        self, args: argparse.Namespace, vmem: bool, log: Any, more: Mapping[str, str] = {}, share: float = 0.4
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, vmem: bool, log: Any, more: Mapping[str, str], share: float) -> None:
         """vmem: on vMem, or unmodified vLLM. more: variables of its environment. share: of the device's memory."""
         settings = dict(
             shape=args.model, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
@@ -201,15 +162,11 @@ class Engines:
         self.records: list[Record] = []
         self.raw: list[Any] = []  # of every turn
         self.engines: dict[str, Engine] = {}
-        self._open(self.start(log))
-
-    def _open(self, engines: dict[str, Engine], what: str = "start") -> None:
-        """Wait until these engines have started. what: the metric of that time."""
-        self.engines = engines
-        for name, engine in engines.items():
+        self.engines = self.start(log)
+        for name, engine in self.engines.items():
             answer = engine.answer()
-            self._add(name, what, "s", answer["started"])
-            self._keep(engine=name, load=what, **answer)
+            self._add(name, "start", "s", answer["started"])
+            self._keep(engine=name, load="start", **answer)
 
     def start(self, log: Any) -> dict[str, Engine]:
         """The engines by name."""
@@ -346,23 +303,12 @@ def run(session: Session) -> list[Record]:
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError("vllm needs vLLM: pip install vllm", name="vllm")
     chosen = loads(args)
-    if args.beside and args.bursts:
-        raise ValueError("--beside is not for --bursts")
-    if args.bursts and "pauses" in chosen:
-        raise ValueError("--load pauses is not for --bursts")
-    if (args.setting or args.rate or args.part) and not args.bursts:
-        raise ValueError("--setting, --rate and --part are for --bursts")
-    kind: type[Engines] = Engines
-    if args.bursts:
-        from benchmarks.vllm_bursts import Bursts
-
-        kind = Bursts
     import torch
 
     log = os.environ.get("VMEM_BENCH_LOG", os.devnull)
     device = torch.cuda.get_device_name(args.device) if torch.cuda.is_available() else "CPU"
     with open(log, "a", encoding="utf-8") as file:
-        turns = kind(args, device, file, session.keep)
+        turns = Engines(args, device, file, session.keep)
         try:
             turns.measure(chosen, lambda work: session.track(work, "workloads"))
         finally:

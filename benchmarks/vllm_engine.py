@@ -228,7 +228,6 @@ class Request:
         self.at: list[float] = []  # when each of its tokens came
         self.tokens: list[int] = []
         self.cached = 0  # prompt tokens from the prefix cache
-        self.queued = 0.0  # seconds in vLLM's queue until it was first scheduled
 
     @property
     def first(self) -> float:
@@ -241,29 +240,18 @@ class Request:
         return [b - a for a, b in itertools.pairwise(self.at)]
 
 
-def serve(
-    llm: Any,
-    prompts: list[Any],
-    params: list[Any],
-    concurrency: int | None = None,
-    arrivals: list[float] | None = None,
-) -> list[Request]:
+def serve(llm: Any, prompts: list[Any], params: list[Any], concurrency: int | None = None) -> list[Request]:
     """Run requests, in the order of the prompts. `params` must ask for output kind DELTA.
 
     concurrency: requests at a time; None for all at once.
-    arrivals: when each request arrives, in seconds from now, in order; None for at once.
     """
     engine, run, running = llm.llm_engine, next(_runs), 0
     made = [Request() for _ in prompts]
-    waiting, begin = collections.deque(range(len(prompts))), time.perf_counter()
+    waiting = collections.deque(range(len(prompts)))
     while waiting or running:
-        if arrivals and waiting and not running:
-            time.sleep(max(begin + arrivals[waiting[0]] - time.perf_counter(), 0))
         while waiting and (not concurrency or running < concurrency):
-            if arrivals and time.perf_counter() < begin + arrivals[waiting[0]]:
-                break
             i = waiting.popleft()
-            made[i].arrived = begin + arrivals[i] if arrivals else time.perf_counter()
+            made[i].arrived = time.perf_counter()
             engine.add_request(f"{run}-{i}", prompts[i], params[i])
             running += 1
         outputs = engine.step()
@@ -274,9 +262,6 @@ def serve(
             request.tokens += fresh
             request.at += [now] * len(fresh)
             request.cached = output.num_cached_tokens or request.cached
-            times = getattr(output, "metrics", None)
-            if times and times.scheduled_ts:
-                request.queued = times.scheduled_ts - times.queued_ts
             running -= output.finished
     return made
 
@@ -337,9 +322,8 @@ def run(llm: Any, load: Any, ended: Steps | None = None) -> Any:
     preempted = preemptions(llm)
     gc.collect()
     with Sampler(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes) as memory:
-        time.sleep(max(load.get("begin", 0) - time.time(), 0))  # engines begin together
         begin = time.perf_counter()
-        made = serve(llm, prompts, params, load.get("concurrency"), load.get("arrivals"))
+        made = serve(llm, prompts, params, load.get("concurrency"))
         seconds = time.perf_counter() - begin
         kv_after = idle_memory(memory)
         idle, kv_idle, state = memory.used(), memory.kv(), kv_state()
@@ -352,7 +336,6 @@ def run(llm: Any, load: Any, ended: Steps | None = None) -> Any:
         output=sum(len(r.tokens) for r in made),
         cached=sum(r.cached for r in made),
         ttft=[round(r.first, 6) for r in made],
-        queued=[round(r.queued, 6) for r in made],
         gaps=[[round(gap, 6) for gap in r.gaps] for r in made],
         preemptions=preemptions(llm) - preempted,
         peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv_after=kv_after, kv=state,
@@ -413,15 +396,7 @@ def main() -> None:
         for line in orders:
             load = json.loads(line)
             try:
-                if "limit" in load:
-                    from pyvmem.engine import control
-
-                    engine = own_engine()
-                    assert engine is not None  # a limit is set where the KV cache is on vMem
-                    engine[1][control.LIMIT] = load["limit"]
-                    say(limit=load["limit"])
-                else:
-                    say(**run(llm, load, steps))
+                say(**run(llm, load, steps))
             except Exception as error:  # the parent reports it; the engine may still work
                 say(error=f"{type(error).__name__}: {error}")
 

@@ -11,7 +11,7 @@ import pytest
 
 import benchmarks
 from benchmarks import __main__ as command
-from benchmarks import vllm, vllm_bursts, vllm_engine
+from benchmarks import vllm, vllm_engine
 from pyvmem.bench import Benchmark, all_benchmarks
 from pyvmem.bench.records import Record
 from pyvmem.bench.records import load as load_records
@@ -22,8 +22,8 @@ def arguments(**changes):
     return types.SimpleNamespace(**{**dict(
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
         prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
-        code=None, offline=None, bursts=False, raw=None, output=200,
-        warm_up=1, stop_after=None, setting=None, rate=None, part=None, beside=[],
+        code=None, offline=None, raw=None, output=200,
+        warm_up=1, stop_after=None, beside=[],
     ), **changes})  # fmt: skip
 
 
@@ -139,89 +139,11 @@ class FakeEngine:
             self.limit = load["limit"]
             return load
         return dict(output=100 if self.limit == 1 << 30 else 60, seconds=1.0, cached=0, preemptions=0,
-                    tokens=[[1, 2], [3, len(self.asked)]], ttft=[0.5], gaps=[[0.25, 0.75]], queued=[0.125],
+                    tokens=[[1, 2], [3, len(self.asked)]], ttft=[0.5], gaps=[[0.25, 0.75]],
                     kv=dict(preempted=1, refused=2, waited=0.25))  # fmt: skip
 
     def close(self):
         pass
-
-
-class FakeTold(FakeEngine):
-    """It is told its load, and answers later."""
-
-    def tell(self, load):
-        self.asked.append(load)
-
-    def answer(self):
-        return super().ask(self.asked.pop()) if self.asked and "begin" in self.asked[-1] else super().answer()
-
-
-def test_bursts_alternate_and_overlap():
-    n, burst = 600, 10.0
-    each = [vllm_bursts.arrivals(n, engine, burst, seed=1) for engine in range(3)]
-    assert each[0] == vllm_bursts.arrivals(n, 0, burst, seed=1)
-    for engine, times in enumerate(each):
-        assert len(times) == n and times == sorted(times)
-        first, second = (sum(30 * r + b <= t < 30 * r + b + 15 for t in times) for r, b in ((0, 10 * engine), (1, 0)))
-        assert min(first, second) >= 90  # of 100
-
-
-def made_bursts(monkeypatch, **changes):
-    """Bursts, and the environments of the engines that they start."""
-    environments = []
-
-    class Engine(FakeTold):
-        def __init__(self, args, vmem, log, more=None, share=None):
-            environments.append(more)
-            super().__init__(args, vmem, log, more, share)
-
-    monkeypatch.setattr(vllm_bursts, "Engine", Engine)
-    return vllm_bursts.Bursts(arguments(**changes), "gpu", None), environments
-
-
-def test_three_engines_alone_with_room_in_thirds_and_in_a_pool(monkeypatch, tmp_path, capsys):
-    raw = tmp_path / "raw.json"
-    bursts, environments = made_bursts(monkeypatch, raw=str(raw))
-    bursts.measure({"hot": dict(kind="hot", batch=12)})
-    assert environments[:3] == [{}] * 3 and all(e["VMEM_VLLM_POOL_SIZE"] == str(1 << 30) for e in environments[3:])
-    assert len(environments) == 6
-    found = {r.metric: (r.median, r.n) for r in bursts.records}
-    assert len({(r.metric, r.backend) for r in bursts.records}) == len(bursts.records)
-    for how in ("alone", "room for all", "a pool"):
-        assert found[f"hot, {how}: output"] == (100, 3)
-    assert found["hot, static thirds: output"] == (60, 3)
-    assert found["hot, a pool, bursts that alternate: time to first token"] == (500, 3)
-    turns = [t for t in json.loads(raw.read_text()) if t["load"] == "hot"]
-    assert [t["how"] for t in turns] == ["alone"] * 3 + ["room for all"] * 3 + ["static thirds"] * 3 + ["a pool"] * 3
-    assert found["hot, a pool, bursts that alternate: time in vLLM's queue"] == (125, 3)
-    over = "p99 of time to first token, over that with room for all"
-    assert found[f"hot, a pool, bursts that alternate: {over}"] == (1, 1)
-    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hot, ")]
-    assert len(printed) == 4 and "a pool, turn 1 of 1: time to first token, ms: 500 (p99 500)" in printed[3]
-    assert printed[3].endswith("3 preempted, 6 orders refused, steps waited 750 ms for blocks")
-
-
-@pytest.mark.parametrize("chosen, hows, part", [
-    (["pool"], ["a pool"], None), (["thirds", "room"], ["room for all", "static thirds"], 0.25),
-])  # fmt: skip
-def test_some_settings_of_bursts_at_a_rate_that_is_known(monkeypatch, tmp_path, chosen, hows, part):
-    raw = tmp_path / "raw.json"
-    bursts, environments = made_bursts(monkeypatch, raw=str(raw), setting=chosen, rate=4.0, part=part)
-    bursts.measure({"hot": dict(kind="hot", batch=12)})
-    turns = [t for t in json.loads(raw.read_text()) if t["load"] == "hot"]
-    assert [t["how"] for t in turns] == [how for how in hows for _ in range(3)]
-    assert {t["burst"] for t in turns} == {12 / 6 / ((part or 0.5) * 4.0)}
-    assert [bool(e) for e in environments] == [chosen == ["pool"]] * 3
-
-
-def test_options_need_what_they_are_for(monkeypatch, capsys):
-    find = vllm.importlib.util.find_spec
-    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: name == "vllm" or find(name))
-    assert main(["vllm", "--setting", "pool", "--load", "hot"]) == 1
-    assert "--setting, --rate and --part are for --bursts" in capsys.readouterr().err
-    for wrong in (["--setting", "halves"], ["--rate", "0"], ["--part", "0"]):
-        with pytest.raises(SystemExit):
-            main(["vllm", "--bursts", *wrong])
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b:x", "llama-3-8b:0", "llama-3-8b:33", "tiny:"])
@@ -229,13 +151,6 @@ def test_a_wrong_number_of_layers_is_an_error_at_once(model, capsys):
     with pytest.raises(SystemExit):
         main(["vllm", "--model", model])
     assert f"argument --model: '{model}' must have 1 to " in capsys.readouterr().err
-
-
-def test_requests_come_when_they_arrive():
-    llm, when = Llm(), [0.0, 0.0, 0.05]
-    requests = vllm_engine.serve(llm, [0, 1, 2], [1, 1, 1], arrivals=when)
-    assert llm.most == 2 and requests[2].arrived - requests[0].arrived == pytest.approx(0.05)
-    assert requests[2].at[0] >= requests[2].arrived
 
 
 def test_each_engine_on_vmem_is_compared_with_vllm(monkeypatch):
@@ -363,7 +278,7 @@ def test_the_installed_command_has_only_what_a_user_measures():
 def test_all_runs_every_benchmark(tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "r.json"
-    small = "--page-size 2M --tensors 2 --size 2M --requests 20 --amount 64M --exchanges 1 --kills 1".split()
+    small = "--page-size 2M --tensors 2 --size 2M --requests 20 --amount 64M --exchanges 1".split()
     small += "--repeats 1 --prompt 16 --new 3 --stop-after 5 --iterations 100".split()
     options = ["--backend", "host", "--json", str(out), "--plot", str(tmp_path / "p.png"), *small]
     done = subprocess.run([sys.executable, "-m", "benchmarks", "all", "--quick", *options],
