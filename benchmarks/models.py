@@ -167,8 +167,8 @@ class Run:
         if not used:
             return {}
         states = [self.way.state(server) for server in self.way.servers]
-        pool = sum(state.get("weights_held", 0) + state.get("backed", 0) for state in states)
-        self.note("held", used=used, states=states)
+        pool = self.way.pooled()
+        self.note("held", used=used, pool=pool, states=states)
         return {"held by a sleeping model when others ask, MiB": (used - pool) // len(states) >> 20}
 
     def equal(self) -> dict[str, str]:

@@ -205,6 +205,10 @@ class Way:
             raise Failed(f"{server.name}: {answer.error}")
         return answer.tokens
 
+    def pooled(self) -> int:
+        """Bytes that the models have of a pool: others get them if they ask."""
+        return 0
+
     async def sleep(self, session: Any, server: Server) -> float:
         """Have a model sleep: the seconds from the decision until it does."""
         raise NotImplementedError
@@ -355,6 +359,14 @@ class VMem(Way):
 
     async def sleep(self, session: Any, server: Server) -> float:
         return await server.post(session, "/vmem/sleep")
+
+    def pooled(self) -> int:
+        from pyvmem.kv.pool import KVPool
+        from pyvmem.kv.view import view_folder
+
+        with contextlib.ExitStack() as pools:
+            opened = [pools.enter_context(KVPool(path=path)) for path in (view_folder() or Path()).glob("*.pool")]
+            return sum(member.held for pool in opened for member in pool.members())
 
     def state(self, server: Server) -> dict[str, Any]:
         from pyvmem.engine import control
