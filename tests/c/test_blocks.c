@@ -764,6 +764,65 @@ static void a_driver_that_unmaps_nothing(void)
     vmem_context_destroy(device);
 }
 
+// Blocks may be destroyed while the driver refuses to unmap their pages. As long as these exist, their row counts them.
+static void a_row_stays_while_pages_do(bool context_ends)
+{
+    enum { N = 32, REST = 4 };
+    vmem_context *device, *another;
+    vmem_blocks *b[2];
+    vmem_kv_pool *pool;
+    uint64_t at;
+    uint32_t ids[N];
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = (N + REST) * P};
+    OK(vmem_kv_pool_create(&cfg, &pool));
+    OK(checked_context(test_backend, 0, false, &device));
+    another = test_context(0);
+    for (uint32_t i = 0; i < N; i++)
+        ids[i] = i;
+    for (uint32_t i = 0; i < 2; i++) {
+        vmem_context *of = i && context_ends ? another : device;
+        OK(vMemReserve(of, RESERVED, 0, &at));
+        const struct vmem_block_range range = {.addr = at, .bytes = P, .block_stride = P, .layers = 1};
+        const struct vmem_blocks_config c = {.size = sizeof c,
+                                             .ranges = &range,
+                                             .n_ranges = 1,
+                                             .blocks = N,
+                                             .page_size = P};
+        OK(vmem_blocks_create(of, &c, &b[i]));
+        OK(vmem_blocks_join(b[i], pool, i ? "other" : "giver", i ? 0 : P, 0));
+    }
+    OK(vmem_blocks_back(b[0], ids, N, 0, NULL));
+    OK(vmem_blocks_back(b[1], ids, 1, 0, NULL));
+    checked_refuse_unmaps(true);
+    vmem_blocks_destroy(b[0]);
+    CHECK_EQ(test_stats(device).created, (N + !context_ends) * P);
+    for (uint32_t i = 0; i < 20; i++) {
+        const struct vmem_kv_pool_member row = row_of(pool, "giver");
+        CHECK(row.has == N * P && row.held == N * P);
+        CHECK(!row.min && !row.needs && !row.could_give);
+        CHECK(answer(b[1], order(b[1], ids, REST + 1)));
+    }
+    checked_refuse_unmaps(false);
+    if (context_ends) {
+        vmem_context_destroy(device);
+    } else { // what the driver refused is tried again once it has unmapped something
+        OK(vmem_blocks_unback(b[1], ids, 1, 0));
+        OK(vmem_blocks_flush(b[1]));
+        CHECK_EQ(test_stats(device).created, 0);
+    }
+    struct vmem_kv_pool_info info = {.size = sizeof info};
+    OK(vmem_kv_pool_query(pool, &info));
+    CHECK_EQ(info.members, 1);
+    while (answer(b[1], order(b[1], ids, N)))
+        ;
+    vmem_blocks_destroy(b[1]);
+    CHECK_EQ(pool_free(pool), (N + REST) * P);
+    vmem_kv_pool_destroy(pool);
+    vmem_context_destroy(another);
+    if (!context_ends)
+        vmem_context_destroy(device);
+}
+
 // The device has less than the pool's budget, so an engine gets its blocks only when the other one gives some up, as its
 // board says.
 static void a_device_with_less_than_the_budget(void)
@@ -876,6 +935,8 @@ int main(int argc, char **argv)
     ends_in_use();
     in_a_pool();
     a_driver_that_unmaps_nothing();
+    a_row_stays_while_pages_do(false);
+    a_row_stays_while_pages_do(true);
     a_device_with_less_than_the_budget();
     if (fakegpu_fail) {
         events();

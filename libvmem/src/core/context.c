@@ -162,6 +162,9 @@ void vmem_context_destroy(vmem_context *ctx)
             vMemUnmap(ctx, ctx->reservations[i]->b.addr, ctx->reservations[i]->b.length);
         vmem__reservations_destroy(ctx);
         vmem__arenas_destroy(ctx);
+        vmem__lock(ctx);
+        vmem__end_remnants(ctx);
+        vmem__unlock(ctx);
     }
     ctx->b.ops->close(&ctx->b, forked);
     munmap((void *)ctx->owned, (size_t)sysconf(_SC_PAGESIZE));

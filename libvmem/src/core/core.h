@@ -169,8 +169,9 @@ struct vmem_context {
     void *interrupt_arg;
     uint64_t interrupting; // threads inside it
     struct vmem__access *accesses;
-    uint64_t n_doomed; // pages and reservations
-    bool sweeping;     // a call is freeing these
+    uint64_t n_doomed; // pages and reservations, and one if there are remnants
+    struct vmem__remnant *remnants;
+    bool sweeping; // a call is freeing these
     void (*sweep)(
         vmem_context *ctx); // vmem__sweep, which every call may need at its end, but no file below drop.c knows
     uint64_t undoing;       // interrupted calls that keep what they free, for vmem__shrink_later
@@ -211,6 +212,8 @@ struct vmem_context {
 
 // drop.c. Frees what is doomed and on which no call works now.
 void vmem__sweep(vmem_context *ctx);
+// Ends all remnants. The caller holds the lock, which this drops for a while.
+void vmem__end_remnants(vmem_context *ctx);
 
 // call.c
 //

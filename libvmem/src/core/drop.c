@@ -158,12 +158,52 @@ static bool sweep_pages(vmem_context *ctx)
     return some || (n && !rc);
 }
 
+void vmem__end_remnants(vmem_context *ctx)
+{
+    struct vmem__remnant *r = ctx->remnants, *next;
+    ctx->n_doomed -= r != NULL;
+    ctx->remnants = NULL;
+    vmem__unlock(ctx);
+    for (; r; r = next) {
+        next = r->next;
+        r->end(r);
+    }
+    vmem__lock(ctx);
+}
+
+// Ends the remnants if nothing else is doomed.
+static bool sweep_remnants(vmem_context *ctx)
+{
+    if (!ctx->remnants || ctx->n_doomed > 1)
+        return false;
+    vmem__shrink(ctx, true);
+    vmem__wait_gone(ctx);
+    vmem__end_remnants(ctx);
+    return true;
+}
+
+uint64_t vmem__outlive_doomed(vmem_context *ctx, struct vmem__remnant *r)
+{
+    uint64_t bytes = 0;
+    vmem__lock(ctx);
+    for (const struct vmem__arena_rec *a = ctx->n_doomed ? ctx->arenas : NULL; a; a = a->next)
+        for (const struct vmem__page *p = a->pages; p < a->pages + a->granules; p++)
+            bytes += p->state == GRANULE_PAGE && p->doomed ? p->granules * GRANULE : 0;
+    if (bytes) {
+        ctx->n_doomed += !ctx->remnants;
+        r->next = ctx->remnants;
+        ctx->remnants = r;
+    }
+    vmem__unlock(ctx);
+    return bytes;
+}
+
 void vmem__sweep(vmem_context *ctx)
 {
     char text[VMEM__TEXT];
     vmem__keep_error(text); // the caller may be about to return it
     ctx->sweeping = true;
-    while (ctx->n_doomed && !ctx->stuck && (sweep_reservations(ctx) || sweep_pages(ctx)))
+    while (ctx->n_doomed && !ctx->stuck && (sweep_reservations(ctx) || sweep_pages(ctx) || sweep_remnants(ctx)))
         ;
     ctx->sweeping = false;
     vmem__error(0, "%s", text);

@@ -50,6 +50,18 @@ int vmem__trim_to(vmem_context *ctx, uint64_t ahead, bool wanted, uint64_t *free
 // others free meanwhile stays in the context: up to that for the first until nobody waits, for the second until a trim.
 void vmem__expect(vmem_context *ctx, int64_t wanted, int64_t missed);
 
+// ---- pages that cannot be released yet (drop.c) -------------------------------------------------------------
+
+// Something that must outlive pages which a call could not release: those that the driver refuses to unmap, or on which
+// another call works.
+struct vmem__remnant {
+    struct vmem__remnant *next;
+    void (*end)(struct vmem__remnant *r);
+};
+// The bytes of such pages of the context. If there are any, r->end is called once there are none and their memory is back
+// on the device, or else by the end of the context. The caller of `end` holds no lock of the core.
+uint64_t vmem__outlive_doomed(vmem_context *ctx, struct vmem__remnant *r);
+
 // ---- moving what pages contain (move.c) ---------------------------------------------------------------------
 
 // Creates n pages in an arena of their own, which is no larger than they are.

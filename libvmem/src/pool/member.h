@@ -118,7 +118,7 @@ void vmem__pool_wake(const struct vmem__member *m);
 void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256]);
 // The member is being destroyed, and still has so many pages. It asks and gets nothing more.
 void vmem__pool_leave(struct vmem__member *m, uint64_t held);
-// Its memory is gone: so is m.
+// Its memory is gone, and so is m. Where pages remain that the driver refuses to unmap, the row stays until they are gone.
 void vmem__pool_left(struct vmem__member *m);
 
 #endif

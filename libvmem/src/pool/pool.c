@@ -283,15 +283,11 @@ void vmem__pool_leave(struct vmem__member *m, uint64_t held)
     pthread_mutex_unlock(&pool->lock);
 }
 
-void vmem__pool_left(struct vmem__member *m)
+// With the pool's lock held, which this drops. Frees the member.
+static void remove_member(struct vmem__member *m)
 {
     struct vmem__member **at;
-    if (!m)
-        return;
     vmem_kv_pool *pool = m->pool;
-    pthread_mutex_lock(&pool->lock);
-    while (m->busy)
-        pthread_cond_wait(&pool->news, &pool->lock);
     const int rc = vmem__table_wait(pool, POOL_CALL_US);
     for (at = &pool->members; *at != m; at = &(*at)->next)
         ;
@@ -305,6 +301,33 @@ void vmem__pool_left(struct vmem__member *m)
     pthread_mutex_unlock(&pool->lock);
     free(m);
     drop(pool);
+}
+
+static void end_remnant(struct vmem__remnant *r)
+{
+    struct vmem__member *m = (struct vmem__member *)((char *)r - offsetof(struct vmem__member, remnant));
+    pthread_mutex_lock(&m->pool->lock);
+    remove_member(m);
+}
+
+void vmem__pool_left(struct vmem__member *m)
+{
+    if (!m)
+        return;
+    vmem_kv_pool *pool = m->pool;
+    pthread_mutex_lock(&pool->lock);
+    while (m->busy)
+        pthread_cond_wait(&pool->news, &pool->lock);
+    m->remnant.end = end_remnant;
+    const uint64_t remain = vmem__outlive_doomed(m->ctx, &m->remnant);
+    if (!remain) {
+        remove_member(m);
+        return;
+    }
+    m->row.has = m->row.held = MIN(m->row.has, remain);
+    if (!vmem__table_wait(pool, POOL_WAIT_US))
+        vmem__table_end(pool);
+    pthread_mutex_unlock(&pool->lock);
 }
 
 void vmem__pool_wake(const struct vmem__member *m)

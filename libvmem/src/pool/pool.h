@@ -81,6 +81,7 @@ struct vmem__member {
     uint32_t page_shift;
     bool whole;                              // as in struct vmem__member_terms
     uint32_t place;                          // in the table
+    struct vmem__remnant remnant;            // of one that has left: its row stays while pages do
     bool busy;                               // the pool's thread is at it, without the pool's lock
     bool leaving;                            // it is being destroyed: the thread leaves it alone
     bool unwritten;                          // it could not be written into the table
