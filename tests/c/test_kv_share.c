@@ -235,6 +235,67 @@ static void test_a_child_of_a_system_call_is_not_its_parent(void)
     close(ends[1]);
 }
 
+// The parent dies while it has the table's lock, which its child does not inherit.
+static void test_a_child_of_a_system_call_does_not_lock_the_table(void)
+{
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = PAGES * test_page, .path = path};
+    vmem_kv_pool *pool, *late;
+    pid_t child = 0;
+    int ends[2], status;
+    CHECK(!pipe(ends));
+    OK(vmem_kv_pool_create(&cfg, &pool));
+    const pid_t parent = fork();
+    if (!parent) {
+        OK(vmem_kv_pool_create(&cfg, &late));
+        pthread_mutex_lock(&late->lock);
+        OK(vmem__table_begin(late));
+        child = (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+        alarm(120); // both, should this test fail
+        if (child)
+            CHECK(write(ends[1], &child, sizeof child) == sizeof child);
+        for (;;)
+            pause();
+    }
+    CHECK(read(ends[0], &child, sizeof child) == sizeof child);
+    pthread_mutex_lock(&pool->lock);
+    CHECK_EQ(vmem__table_begin(pool), -EAGAIN);
+    pthread_mutex_unlock(&pool->lock);
+    kill(parent, SIGKILL);
+    CHECK_EQ(waitpid(parent, &status, 0), parent);
+    OK(vmem_kv_pool_create(&cfg, &late));
+    vmem_kv_pool_destroy(late);
+    vmem_kv_pool_destroy(pool);
+    kill(child, SIGKILL);
+    close(ends[0]);
+    close(ends[1]);
+}
+
+// A process that closes the file anywhere loses the table's lock. What it was about to write may be outdated by then.
+static void test_a_lost_lock_is_noticed(void)
+{
+    vmem_kv *kv;
+    vmem_kv_pool *pool = join(&kv);
+    struct vmem__member *m = kv->membership.member;
+    pthread_mutex_lock(&pool->lock);
+    OK(vmem__table_wait(pool, POOL_CALL_US));
+    const uint64_t has = m->row.has;
+    close(file);
+    m->row.has += test_page;
+    vmem__table_end(pool);
+    CHECK_EQ(m->row.has, has);
+    CHECK(m->unwritten);
+    CHECK((file = open(path, O_RDWR | O_CLOEXEC)) >= 0);
+    CHECK_EQ(table().rows[m->place].has, has);
+    OK(vmem__table_wait(pool, POOL_CALL_US));
+    m->row.has += test_page;
+    vmem__table_end(pool);
+    CHECK_EQ(table().rows[m->place].has, has + test_page);
+    pthread_mutex_unlock(&pool->lock);
+    vmem_kv_destroy(kv, 0);
+    vmem_kv_pool_destroy(pool);
+    close(file);
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -247,6 +308,9 @@ int main(int argc, char **argv)
     test_budget_to_spare_is_what_nobody_waits_for();
     test_a_forked_child_ends_its_pool();
     test_a_child_of_a_system_call_is_not_its_parent();
+    test_a_child_of_a_system_call_does_not_lock_the_table();
+    test_a_lost_lock_is_noticed();
+
     unlink(path);
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);

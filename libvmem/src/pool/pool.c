@@ -34,6 +34,7 @@ static void in_child(void)
         pthread_mutex_init(&p->lock, NULL);
         pthread_cond_init(&p->news, NULL);
     }
+    vmem__table_forked();
     pthread_mutex_unlock(&list_lock);
 }
 

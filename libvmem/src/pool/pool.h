@@ -169,6 +169,8 @@ void vmem__pool_keep_to_max(struct vmem__member *m);
 
 // ---- table.c. With the pool's lock held, except for open and close.
 
+// In a forked child, whose parent's other threads may have been at a file.
+void vmem__table_forked(void);
 // Opens the file or makes it. cfg_budget as in struct vmem_kv_pool_config.
 int vmem__table_open(vmem_kv_pool *pool, const char *path, uint64_t budget);
 void vmem__table_close(vmem_kv_pool *pool);

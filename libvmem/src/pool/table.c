@@ -3,12 +3,15 @@
 //
 // The file is not mapped into memory. If somebody truncates or corrupts it, the pool is lost, but no process dies.
 //
-// The locks belong to the open file (F_OFD_SETLK). The kernel drops them however a process ends. Byte 0 locks the
-// table. A lock on byte 1 + i marks whoever is in place i as alive: a member, or a process that has the file open.
+// The kernel drops a process's locks however it ends. Byte 0 locks the table. It is locked for the process (F_SETLK), so
+// no child inherits it. But the process loses such a lock when it closes the file anywhere, and two of its pools would
+// not exclude each other. Hence `at_file`, and a look before a row is written.
 //
-// A child inherits its parent's locks. fork() has the child close the file, but a child of a plain system call keeps
-// it, and the locks outlive the parent. The file therefore names the process of each place, too. Processes of another
-// PID namespace cannot be looked up: of those, the lock alone says whether they are alive.
+// A lock on byte 1 + i marks whoever is in place i as alive: a member, or a pool that has the file open. These locks
+// belong to the open file (F_OFD_SETLK), as several pools of a process may have them. A child inherits them. fork() has
+// the child close the file, but a child of a plain system call keeps it, and the locks outlive the parent. The file
+// therefore names the process of each place, too. Processes of another PID namespace cannot be looked up: of those, the
+// lock alone says whether they are alive.
 //
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>
@@ -28,11 +31,47 @@
 #define OPENERS 64 // the most processes that have the file open; their places follow the members'
 #define PLACES (VMEM_KV_POOL_MEMBERS + OPENERS)
 
-static int lock_byte(int fd, short type, off_t at)
+// Held while one of this process's pools has the file's lock, or closes a file.
+static pthread_mutex_t at_file = PTHREAD_MUTEX_INITIALIZER;
+
+void vmem__table_forked(void) { pthread_mutex_init(&at_file, NULL); }
+
+static int set_lock(int fd, int whose, short type, off_t at)
 {
     struct flock l = {.l_type = type, .l_whence = SEEK_SET, .l_start = at, .l_len = 1};
-    int rc = fcntl(fd, F_OFD_SETLK, &l) ? -errno : 0;
+    int rc = fcntl(fd, whose, &l) ? -errno : 0;
     return rc == -EACCES ? -EAGAIN : rc;
+}
+
+static int lock_place(int fd, short type, uint32_t place) { return set_lock(fd, F_OFD_SETLK, type, 1 + (off_t)place); }
+
+static int try_table(int fd)
+{
+    pthread_mutex_lock(&at_file);
+    const int rc = set_lock(fd, F_SETLK, F_WRLCK, 0);
+    if (rc)
+        pthread_mutex_unlock(&at_file);
+    return rc;
+}
+
+static void unlock_table(int fd)
+{
+    set_lock(fd, F_SETLK, F_UNLCK, 0);
+    pthread_mutex_unlock(&at_file);
+}
+
+// Whether this process still has the lock: somebody may have opened the file and closed it again.
+static bool holds_table(int fd)
+{
+    struct flock l = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
+    return !fcntl(fd, F_OFD_GETLK, &l) && l.l_type != F_UNLCK && l.l_pid == getpid();
+}
+
+static void close_file(int fd)
+{
+    pthread_mutex_lock(&at_file);
+    close(fd);
+    pthread_mutex_unlock(&at_file);
 }
 
 uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__member *m)
@@ -53,19 +92,17 @@ static int lock_table(int fd, unsigned most_us, pthread_mutex_t *mutex)
 {
     const struct timespec pause = {.tv_nsec = 100000};
     const uint64_t until = vmem__now() + most_us * UINT64_C(1000);
-    int rc = lock_byte(fd, F_WRLCK, 0);
+    int rc = try_table(fd);
     while (rc == -EAGAIN && vmem__now() < until) {
         if (mutex)
             pthread_mutex_unlock(mutex);
         nanosleep(&pause, NULL);
         if (mutex)
             pthread_mutex_lock(mutex);
-        rc = lock_byte(fd, F_WRLCK, 0);
+        rc = try_table(fd);
     }
     return rc;
 }
-
-static void unlock_table(int fd) { lock_byte(fd, F_UNLCK, 0); }
 
 static bool read_table(vmem_kv_pool *pool)
 {
@@ -164,10 +201,10 @@ static bool any_lives(const vmem_kv_pool *pool, uint32_t first, uint32_t n)
 
 static int take_place(const vmem_kv_pool *pool, uint32_t place)
 {
-    int rc = lock_byte(pool->fd, F_WRLCK, 1 + (off_t)place);
+    int rc = lock_place(pool->fd, F_WRLCK, place);
     if (rc || write_at(pool->fd, &pool->process, sizeof(pool->process), process_at(place)))
         return rc;
-    lock_byte(pool->fd, F_UNLCK, 1 + (off_t)place);
+    lock_place(pool->fd, F_UNLCK, place);
     return vmem__table_unwritten(pool);
 }
 
@@ -229,12 +266,13 @@ static bool due(const struct vmem__member *m)
 void vmem__table_end(vmem_kv_pool *pool)
 {
     // A write may fail, as where the file system is full. The others then see the previous table.
-    if (pool->fd >= 0 && memcmp(&pool->written, &pool->table.head, sizeof(pool->written)))
+    const bool writable = pool->fd >= 0 && holds_table(pool->fd);
+    if (writable && memcmp(&pool->written, &pool->table.head, sizeof(pool->written)))
         (void)!write_at(pool->fd, &pool->table.head, sizeof(pool->table.head), 0);
     for (struct vmem__member *m = pool->members; m; m = m->next) {
         pool->table.rows[m->place] = m->row;
         const bool writes = due(m);
-        m->unwritten = writes && pool->fd >= 0 && !write_row(pool, m->place);
+        m->unwritten = writes && pool->fd >= 0 && !(writable && write_row(pool, m->place));
         if (m->unwritten) {
             take_back(m);
             pool->table.rows[m->place] = m->row;
@@ -271,7 +309,7 @@ void vmem__table_give(vmem_kv_pool *pool, uint32_t place, bool damaged)
     if (!damaged) // what is no table, such as an empty file, stays as it is
         empty_row(pool, place);
     if (pool->fd >= 0)
-        lock_byte(pool->fd, F_UNLCK, 1 + (off_t)place);
+        lock_place(pool->fd, F_UNLCK, place);
 }
 
 void vmem__table_reap(vmem_kv_pool *pool)
@@ -360,7 +398,7 @@ int vmem__table_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
         return vmem__error(-ENOMEM, "no memory for a path");
     for (int tries = 0; again && !rc && tries < 100; tries++) {
         if (pool->fd >= 0)
-            close(pool->fd);
+            close_file(pool->fd);
         pool->fd = open(path, O_RDWR | (budget ? O_CREAT : 0) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
         if (pool->fd < 0 && errno == ENOENT && !budget)
             return vmem__error(-EINVAL, "budget 0: there is no pool at %s yet", path);
@@ -391,7 +429,7 @@ void vmem__table_close(vmem_kv_pool *pool)
     if (pool->watch >= 0)
         close(pool->watch);
     if (pool->fd >= 0)
-        close(pool->fd);
+        close_file(pool->fd);
     pool->fd = pool->watch = -1;
     free(pool->path);
     pool->path = NULL;
