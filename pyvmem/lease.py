@@ -91,10 +91,10 @@ class Doors:
         if not hasattr(torch.cuda, "MemPool"):
             raise VmemError(errno.EOPNOTSUPP, f"torch {torch.__version__} has no torch.cuda.MemPool")
 
-    def new_pool(self, place: int) -> Any:
-        """A MemPool over pair number `place` of libvmem's functions."""
+    def new_pool(self, pair: int) -> Any:
+        """A MemPool over pair number `pair` of libvmem's functions."""
         with torch.cuda.device(self.device):
-            return torch.cuda.MemPool(_allocator(place))
+            return torch.cuda.MemPool(_allocator(pair))
 
     def snapshot(self, pool: Any) -> list[dict[str, Any]]:
         """The segments of the pool, with their blocks."""
@@ -145,11 +145,11 @@ class Doors:
 _allocators: dict[int, Any] = {}
 
 
-def _allocator(place: int) -> Any:
-    if place not in _allocators:
-        names = f"vmem_torch_alloc_{place}", f"vmem_torch_free_{place}"
-        _allocators[place] = torch.cuda.memory.CUDAPluggableAllocator(_ffi.__file__, *names)
-    return _allocators[place].allocator()
+def _allocator(pair: int) -> Any:
+    if pair not in _allocators:
+        names = f"vmem_torch_alloc_{pair}", f"vmem_torch_free_{pair}"
+        _allocators[pair] = torch.cuda.memory.CUDAPluggableAllocator(_ffi.__file__, *names)
+    return _allocators[pair].allocator()
 
 
 # PyTorch ends the process if a pool ends while allocations are routed to another one. Pools that are dropped then wait.
@@ -181,10 +181,10 @@ def _end_routing(end: Callable[[], None]) -> None:
 class _Pools:
     """The MemPools of a lease: for eager code, and for captured graphs."""
 
-    def __init__(self, doors: Doors, place: int) -> None:
+    def __init__(self, doors: Doors, pair: int) -> None:
         self.doors = doors
-        self.place = place
-        self.eager = doors.new_pool(place)
+        self.pair = pair
+        self.eager = doors.new_pool(pair)
         self.graphs: Any = None
 
     def __del__(self) -> None:
@@ -235,12 +235,13 @@ class Lease(_Owned):
         self.pool = pool
         self.context = context
         self._place = int(place[0])
+        self._pair = self._place % lib.VMEM_TORCH_PLACES
         self._page_size = page_size
         self._shrink, self._lose_graphs = shrink, graphs == "lost"
         self._all_threads = threads == "all" and doors.routes_all_threads
         self._wait_ms = round(wait * 1000)
         self._doors = doors
-        self._pools: _Pools | None = _Pools(doors, self._place)
+        self._pools: _Pools | None = _Pools(doors, self._pair)
         self._end: Callable[[], None] | None = None  # what ends the routing, within a block
         self._lock = threading.RLock()
 
@@ -378,7 +379,7 @@ class Lease(_Owned):
             if end is None:
                 raise RuntimeError("capture within a with block of the lease: its segments may be parked now")
             if pools.graphs is None:
-                pools.graphs = self._doors.new_pool(self._place)
+                pools.graphs = self._doors.new_pool(self._pair)
             # PyTorch 2.10 and older prefer the pool that was routed first, which would be the eager one.
             self._end = None
             _end_routing(end)
@@ -407,7 +408,7 @@ class Lease(_Owned):
 
     def _renew(self) -> _Pools:
         self._pools = None  # before the new ones: PyTorch frees the old segments now
-        self._pools = _Pools(self._doors, self._place)
+        self._pools = _Pools(self._doors, self._pair)
         return self._pools
 
     @property

@@ -189,12 +189,12 @@ class Weights:
 
         lacks : called with the bytes that are missing before each attempt but the first.
         """
-        place, size = self._lease._place, -(-size // PAGE) * PAGE
+        pair, size = self._lease._pair, -(-size // PAGE) * PAGE
         device, end = self._device.index or 0, time.monotonic() + seconds
         while size:
-            address = getattr(lib, f"vmem_torch_alloc_{place}")(size, device, ffi.NULL)
+            address = getattr(lib, f"vmem_torch_alloc_{pair}")(size, device, ffi.NULL)
             if address != ffi.NULL:
-                getattr(lib, f"vmem_torch_free_{place}")(address, size, device, ffi.NULL)
+                getattr(lib, f"vmem_torch_free_{pair}")(address, size, device, ffi.NULL)
                 return True
             if time.monotonic() >= end:
                 return False

@@ -64,7 +64,8 @@ struct slot {
 struct lease {
     pthread_mutex_t lock;
     pthread_cond_t moved;
-    _Atomic pid_t pid; // of the process that opened it; 0: the place is free
+    _Atomic pid_t pid;   // of the process that opened it; 0: the pair is free
+    uint32_t generation; // counts the leases that this pair had
     bool closing;
     bool giving;    // the pool's thread is in give()
     bool moving;    // a thread parks or unparks
@@ -379,12 +380,10 @@ static int back(struct lease *l, const struct slot *only, uint32_t ms)
 
 // ---- entering and leaving ----------------------------------------------------------------------------------------------
 
-// Locks the lease of this place. Not in a child: the thread that held the lock may not exist there.
-static int enter(uint32_t place, struct lease **out)
+// Locks the lease that has this pair of functions. Not in a child: the thread that held the lock may not exist there.
+static int enter_pair(uint32_t pair, struct lease **out)
 {
-    if (place >= VMEM_TORCH_PLACES)
-        return vmem__error(-EINVAL, "place %u is out of range: there are %u places", place, VMEM_TORCH_PLACES);
-    struct lease *l = *out = &leases[place];
+    struct lease *l = *out = &leases[pair];
     const pid_t pid = l->pid;
     if (pid && pid != getpid())
         return vmem__error(-EPERM, "this lease belongs to process %d, which forked", (int)pid);
@@ -392,6 +391,17 @@ static int enter(uint32_t place, struct lease **out)
     if (l->pid)
         return 0;
     pthread_mutex_unlock(&l->lock);
+    return -EINVAL;
+}
+
+// Locks the lease of this place, and no later one of its pair.
+static int enter(uint32_t place, struct lease **out)
+{
+    int rc = enter_pair(place % VMEM_TORCH_PLACES, out);
+    if (rc == -EPERM || (!rc && (*out)->generation == place / VMEM_TORCH_PLACES))
+        return rc;
+    if (!rc)
+        pthread_mutex_unlock(&(*out)->lock);
     return vmem__error(-EINVAL, "place %u has no lease", place);
 }
 
@@ -418,6 +428,7 @@ static void leave(struct lease *l)
         forget(l);
         l->kv = NULL;
         l->closing = false;
+        l->generation = (l->generation + 1) % (UINT32_MAX / VMEM_TORCH_PLACES);
         l->pid = 0;
     }
     pthread_mutex_unlock(&l->lock);
@@ -476,7 +487,7 @@ static void end_closed(void)
 {
     struct lease *l;
     for (uint32_t i = 0; i < VMEM_TORCH_PLACES; i++) {
-        if (enter(i, &l))
+        if (enter_pair(i, &l))
             continue;
         if (l->closing)
             sweep(l);
@@ -505,7 +516,7 @@ int vmem_torch_open(vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_tor
         rc = set_up(l, ctx, pool, &c);
         if (!rc) {
             l->pid = getpid();
-            *place = i;
+            *place = l->generation * VMEM_TORCH_PLACES + i;
         }
         pthread_mutex_unlock(&l->lock);
         break;
@@ -549,12 +560,12 @@ static int alloc(struct lease *l, uint64_t bytes, struct slot **out)
     return 0;
 }
 
-void *vmem__torch_alloc(uint32_t place, size_t size, int device)
+void *vmem__torch_alloc(uint32_t pair, size_t size, int device)
 {
     struct lease *l;
     struct slot *s;
     void *addr = NULL;
-    if (!size || enter(place, &l))
+    if (!size || enter_pair(pair, &l))
         return NULL;
     const int mode = l->gpu ? vmem__torch_beside_captures() : 0;
     if ((!l->gpu || device == l->device) && !alloc(l, size, &s))
@@ -567,10 +578,10 @@ void *vmem__torch_alloc(uint32_t place, size_t size, int device)
     return addr;
 }
 
-void vmem__torch_free(uint32_t place, void *addr)
+void vmem__torch_free(uint32_t pair, void *addr)
 {
     struct lease *l;
-    if (!addr || enter(place, &l))
+    if (!addr || enter_pair(pair, &l))
         return;
     struct slot *s = segment_at(l, (uintptr_t)addr);
     if (!s) {

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-void *vmem__torch_alloc(uint32_t place, size_t size, int device);
-void vmem__torch_free(uint32_t place, void *addr);
+void *vmem__torch_alloc(uint32_t pair, size_t size, int device);
+void vmem__torch_free(uint32_t pair, void *addr);
 
 #endif
