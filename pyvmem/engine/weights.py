@@ -2,7 +2,8 @@
 
 While the model is loaded, all allocations of the process go to a lease of the pool (`pyvmem.lease`). A thread copies
 the weights to pinned host memory once. To sleep, the segments are parked: their pages stay until another member of the
-pool asks. To wake is to take back what went, all or nothing, and to copy that alone.
+pool asks. A segment that has no copy yet stays on the device, and is parked as soon as the thread has copied it. To
+wake is to take back what went, all or nothing, and to copy that alone.
 
 Weights may change in place, by reinforcement learning, adapters or a rebalancing of experts. Before they are parked,
 each segment is therefore compared with its copy by two sums over the device's memory, and copied again if it differs.
@@ -32,7 +33,7 @@ logger = logging.getLogger("vllm.vmem")
 
 PAGE = 2 * MIB
 PORTION, BUSY = 256 * MIB, 1.0  # while requests run, so many bytes are copied, and then none for so many seconds
-ARENA = 256 * MIB  # a power of two, to which torch's allocator of pinned memory rounds
+ARENA = 32 * MIB  # pinned at once, in which few kernels begin; a power of two, to which torch's allocator rounds
 ALIGN = 512  # bytes, as of the blocks of torch's allocator
 TILE = 64  # rows of a tile of the sums, and words of a row
 PIECE = 256 * MIB // 8  # words that are summed at once
@@ -126,13 +127,20 @@ class HostCopy:
         self._at: dict[int, int] = {}  # where the copy of the segment at an address begins
         self._end = 0
 
-    def parts(self, address: int, size: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """The parts of a segment's copy: (memory, first byte of the segment, its end). Raises if there is no memory."""
+    def __contains__(self, address: int) -> bool:
+        """Whether there is memory for the copy of this segment."""
+        return address in self._at
+
+    def reserve(self, address: int, size: int) -> None:
+        """Allocate the memory of a segment's copy, which takes long. Raises RuntimeError if the host has none."""
         if address not in self._at:
             while len(self._arenas) * ARENA < self._end + size:
                 self._arenas.append(torch.empty(ARENA, dtype=torch.uint8, pin_memory=self._pinned))
             self._at[address] = self._end
             self._end += size
+
+    def parts(self, address: int, size: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """The parts of a reserved segment's copy: (memory, first byte of the segment, its end)."""
         at, done = self._at[address], 0
         while done < size:
             arena, offset = divmod(at + done, ARENA)
@@ -169,11 +177,13 @@ class Weights:
         self._copy = HostCopy(self._gpu)
         self._sum = Sums()
         self._sums: dict[int, tuple[int, ...] | None] = {}  # of the segments whose copies are right, if they are known
-        self._parked: list[int] = []
+        self._asleep = False
+        self._parked: list[int] = []  # segments
         self._lost: set[int] = set()  # segments whose contents are not there, but their copies are
         self._end = 0  # of what is used in the host's last segment
         self._last = 0
         self._thread: threading.Thread | None = None
+        self._busy: Callable[[], bool] = bool
         self._stop = False
 
     # ---- loading ---------------------------------------------------------------------------------------------
@@ -238,40 +248,61 @@ class Weights:
         busy : whether requests run. Then the copy pauses between portions: CUDA pins a GiB of host memory in about one
             second, in which it launches few kernels.
         """
-        self._thread = threading.Thread(target=self._copy_all, args=(busy,), name="vmem-weights", daemon=True)
-        self._thread.start()
+        with self._lock:
+            self._busy = busy
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._copy_all, name="vmem-weights", daemon=True)
+                self._thread.start()
 
-    def _copy_all(self, busy: Callable[[], bool]) -> None:
-        begin, told = time.monotonic(), time.monotonic()
-        segments = self._lease._segments()
-        size, done, portion = sum(segments.values()), 0, PORTION
-        for address, n in segments.items():
-            again = time.monotonic() + BUSY
-            while portion >= PORTION and busy() and time.monotonic() < again and not self._stop:
-                time.sleep(BUSY / 50)
-            portion = n + (portion if portion < PORTION else 0)
+    def _copy_all(self) -> None:
+        begin, told, portion = time.monotonic(), time.monotonic(), PORTION
+        size = done = 0
+        try:
+            segments = self._lease._segments()
+            size = sum(segments.values())
+            for address, n in segments.items():
+                again = time.monotonic() + BUSY
+                while portion >= PORTION and self._hurts() and time.monotonic() < again:
+                    time.sleep(BUSY / 50)
+                portion = n + (portion if portion < PORTION else 0)
+                self._copy.reserve(address, n)  # not under the lock: a model that is to sleep does not wait for it
+                with self._lock:
+                    if self._stop:
+                        return
+                    self._copy_one(address, n)
+                done += n
+                if time.monotonic() > told + 5:
+                    told = time.monotonic()
+                    logger.info("vMem: copied %.1f of %.1f GiB of weights to the host", done / 2**30, size / 2**30)
+            logger.info("vMem: %.2f GiB of weights are in the pool, and in pinned host memory after %.1f s",
+                        size / 2**30, time.monotonic() - begin)  # fmt: skip
+        except Exception as error:
+            logger.warning("vMem: %.2f of %.2f GiB of weights have no copy in host memory. They stay on the device "
+                           "while the model sleeps: %s", (size - done) / 2**30, size / 2**30, str(error))  # fmt: skip
+        finally:
             with self._lock:
-                if self._stop or self._parked:
-                    return  # park() has copied the rest
-                try:
-                    self._refresh({address: n})
-                except (RuntimeError, MemoryError) as error:
-                    logger.warning("vMem: the host has no memory for a copy of %.2f GiB of weights, so they stay on "
-                                   "the device while the model sleeps: %s", size / 2**30, str(error))  # fmt: skip
-                    return
-            done += n
-            if time.monotonic() > told + 5:
-                told = time.monotonic()
-                logger.info("vMem: copied %.1f of %.1f GiB of weights to the host", done / 2**30, size / 2**30)
-        logger.info("vMem: %.2f GiB of weights are in the pool, and in pinned host memory after %.1f s", size / 2**30,
-                    time.monotonic() - begin)  # fmt: skip
+                self._thread = None
+
+    def _hurts(self) -> bool:
+        """Whether requests run now, so that pinning memory would delay them."""
+        return not self._asleep and not self._stop and self._busy()
+
+    def _copy_one(self, address: int, size: int) -> None:
+        """Copy a segment, if it has no copy, and park it if the model sleeps."""
+        if address in self._parked:
+            return
+        if address not in self._sums:
+            self._refresh({address: size})
+        if self._asleep:
+            self._lease._park_segments([address])
+            self._parked.append(address)
 
     def _memory(self, address: int, size: int) -> torch.Tensor:
         """A segment, uint8[size]."""
         return tensor_at(self._lease._owned(), address, (size,), torch.uint8, self._device)
 
     def _refresh(self, segments: dict[int, int]) -> None:
-        """Copy the segments whose copies are not as they are."""
+        """Copy the segments that differ from their copies. Memory is reserved for all of them."""
         now = self._sums_of(segments)
         stale = [a for a in segments if a not in now or self._sums.get(a) != now[a]]
         for address in stale:
@@ -309,32 +340,29 @@ class Weights:
 
     @property
     def parked(self) -> bool:
-        return bool(self._parked)
+        return self._asleep
 
-    def park(self, keep: bool = True) -> bool:
+    def park(self, keep: bool = True) -> None:
         """Let the other members of the pool have the weights' memory; no kernel may use them until `wake`.
 
-        keep: whether they come back as they are now. Returns False, and changes nothing, if the host has no memory for
-        a copy of them.
+        keep: whether they come back as they are now. Then segments without a copy stay on the device until a thread has
+        copied them.
         """
         with self._lock:
-            if self._parked:
-                return True
+            if self._asleep:
+                return
             self._synchronize()
             segments = self._lease._segments()
-            try:
-                if keep:
-                    self._refresh(segments)
-                else:
-                    self._sums.clear()
-            except (RuntimeError, MemoryError) as error:
-                logger.warning(
-                    "vMem: the weights stay on the device, as the host has no memory for a copy: %s", str(error)
-                )
-                return False
-            self._lease._park_segments(list(segments))
-            self._parked = list(segments)
-            return True
+            if keep:
+                copied = {address: n for address, n in segments.items() if address in self._copy}
+                self._refresh(copied)
+            else:
+                copied = segments
+                self._sums.clear()
+            self._lease._park_segments(list(copied))
+            self._asleep, self._parked = True, list(copied)
+            if len(copied) < len(segments):
+                self.copy_behind(self._busy)
 
     def wake(self, wait: float) -> int:
         """Take the memory back, all or nothing, and copy what went; returns the bytes copied.
@@ -343,7 +371,7 @@ class Weights:
         as before, and its `missing` says how many bytes they wait for.
         """
         with self._lock:
-            if not self._parked:
+            if not self._asleep:
                 return 0
             self._lost.update(self._lease._unpark_segments(self._parked, wait))
             segments, copied = self._lease._segments(), 0
@@ -354,7 +382,7 @@ class Weights:
                     copied += end - begin
             self._synchronize()
             self._lost.clear()
-            self._parked = []
+            self._asleep, self._parked = False, []
             return copied
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ SPDX-License-Identifier: MIT
 """
 
 import gc
+import random
+import threading
 
 import pytest
 import torch
@@ -43,6 +45,18 @@ def weights(pool):
     made.close()
 
 
+def copied(weights, *busy):
+    """Copy the weights to the host, to the end."""
+    weights.copy_behind(*busy)
+    wait(weights)
+
+
+def wait(weights):
+    thread = weights._thread
+    if thread is not None:
+        thread.join()
+
+
 def tensors(net):
     return {n: t.detach().clone() for n, t in [*net.named_parameters(), *net.named_buffers()]}
 
@@ -69,8 +83,10 @@ def test_parked_weights_stay_until_somebody_asks_and_only_what_went_is_copied(po
     told = tensors(net)
     weights.adopt([net])
     before = net.large.data_ptr()
-    assert weights.park() and weights.parked and weights.park()
-    assert weights.held == 16 * MIB
+    copied(weights)
+    weights.park()
+    weights.park()
+    assert weights.parked and weights.held == 16 * MIB
     assert weights.wake(0) == 0
     same(net, told)
     weights.park()
@@ -81,8 +97,7 @@ def test_parked_weights_stay_until_somebody_asks_and_only_what_went_is_copied(po
         weights.wake(0)
     assert weights.parked and short.value.missing > 0
     free(cache, slots)
-    copied = weights.wake(10)
-    assert 0 < copied < 16 * MIB  # some stayed
+    assert 0 < weights.wake(10) < 16 * MIB  # some stayed
     same(net, told)
     assert net.large.data_ptr() == before
     cache.close()
@@ -92,8 +107,7 @@ def test_parked_weights_stay_until_somebody_asks_and_only_what_went_is_copied(po
 def test_weights_that_changed_in_place_come_back_as_they_are(pool, weights, change):
     net = Net()
     weights.adopt([net])
-    weights.copy_behind()
-    weights._thread.join()
+    copied(weights)
     weights.park()
     weights.wake(0)
     with torch.no_grad():
@@ -107,9 +121,9 @@ def test_weights_that_changed_in_place_come_back_as_they_are(pool, weights, chan
     weights.park(keep=change != "level 2")
     weights._lease.trim()
     assert weights.held == 0
-    copied = weights.wake(0)
+    came_back = weights.wake(0)
     if change == "level 2":
-        assert copied == 0  # whoever discards them loads them again
+        assert came_back == 0  # whoever discards them loads them again
         with torch.no_grad():
             for name, t in [*net.named_parameters(), *net.named_buffers()]:
                 t.copy_(told[name])
@@ -117,7 +131,7 @@ def test_weights_that_changed_in_place_come_back_as_they_are(pool, weights, chan
         weights._lease.trim()
         assert weights.wake(0) == 16 * MIB
     else:
-        assert copied == 16 * MIB
+        assert came_back == 16 * MIB
     same(net, told)
 
 
@@ -127,29 +141,148 @@ def test_weights_are_copied_while_requests_run_but_not_at_once(pool, weights, mo
     monkeypatch.setattr("pyvmem.engine.weights.PORTION", 1)
     net = Net()
     weights.adopt([net])
-    weights.copy_behind(lambda: seen.append(len(weights._sums)) or True)
-    weights._thread.join()
+    copied(weights, lambda: seen.append(len(weights._sums)) or True)
     assert len(weights._sums) == len(weights._lease._segments()) == len(set(seen))  # it asked before each
 
 
-def test_without_host_memory_the_weights_stay(pool, weights, monkeypatch):
+class Host:
+    """Host memory that the thread of `weights` gets when a test says so, or is refused."""
+
+    def __init__(self, monkeypatch):
+        self._given, self._asked, self.full = threading.Semaphore(0), threading.Semaphore(0), False
+        reserve = HostCopy.reserve
+
+        def wait_and_reserve(copy, address, size):
+            self._asked.release()
+            assert self._given.acquire(timeout=60)
+            if self.full:
+                raise RuntimeError("out of host memory")
+            reserve(copy, address, size)
+
+        monkeypatch.setattr(HostCopy, "reserve", wait_and_reserve)
+
+    def asked(self):
+        """The thread asks for the memory of its next segment: it is done with those before."""
+        assert self._asked.acquire(timeout=60)
+
+    def give(self, n=1):
+        self._given.release(n)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    return Host(monkeypatch)
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_sleep_begins_before_the_copy_and_each_segment_goes_once_it_has_one(pool, weights, host, done):
+    net = Net()
+    weights.adopt([net])
+    weights.copy_behind()
+    host.asked()
+    for _ in range(done):
+        host.give()
+        host.asked()
+    with torch.no_grad():
+        net.large += 1
+    told, sizes = tensors(net), list(weights._lease._segments().values())
+    weights.park()
+    weights._lease.trim()
+    assert weights.parked and weights.held == sum(sizes[done:])
+    assert weights.wake(0) == sum(sizes[:done])
+    same(net, told)
+    weights.park()
+    host.give(3)
+    wait(weights)
+    weights._lease.trim()
+    assert weights.held == 0
+    assert weights.wake(0) == 16 * MIB
+    same(net, told)
+
+
+def test_without_host_memory_the_weights_stay_and_the_next_sleep_tries_again(pool, weights, host):
     net = Net()
     told = tensors(net)
     weights.adopt([net])
+    for host.full in (True, False):
+        weights.park()
+        host.give(3)
+        wait(weights)
+        weights._lease.trim()
+        assert weights.parked and weights.held == (16 * MIB if host.full else 0)
+        while host._given.acquire(blocking=False):
+            pass
+        assert weights.wake(0) == (0 if host.full else 16 * MIB)
+        same(net, told)
 
-    def full(self, address, size):
-        raise RuntimeError("out of host memory")
 
-    monkeypatch.setattr(HostCopy, "parts", full)
-    assert not weights.park() and not weights.parked
+def test_weights_that_are_discarded_are_not_read_for_the_copy(pool, weights, host):
+    net = Net()
+    weights.adopt([net])
+    weights.copy_behind()
+    host.asked()
+    weights.park(keep=False)
     weights._lease.trim()
-    same(net, told)
+    host.give(3)
+    wait(weights)
+    assert weights.held == 0 and not weights._sums
+    assert weights.wake(0) == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_history_of_sleeps_while_the_copy_is_made_keeps_the_weights(pool, weights, host, seed):
+    draw, net = random.Random(seed), Net()
+    weights.adopt([net])
+    told, cache = tensors(net), make(pool, context=weights._lease.context)
+    discarded = False
+
+    def wake():
+        weights.wake(1)
+        if discarded:  # whoever discards them loads them again
+            with torch.no_grad():
+                for name, t in [*net.named_parameters(), *net.named_buffers()]:
+                    t.copy_(told[name])
+        same(net, told)
+
+    for _ in range(60):
+        what = draw.choice(["copy", "refuse", "sleep", "discard", "wake", "change", "take", "trim"])
+        if what in ("copy", "refuse"):
+            host.full = what == "refuse"
+            if weights._thread is not None:
+                host.asked()
+                thread = weights._thread
+                host.give()
+                while thread.is_alive() and not host._asked.acquire(timeout=0.01):
+                    pass
+                host._asked.release()
+            else:
+                weights.copy_behind()
+        elif what in ("sleep", "discard") and not weights.parked:
+            discarded = what == "discard"
+            weights.park(keep=not discarded)
+        elif what == "wake":
+            wake()
+            discarded = False
+        elif what == "change" and not weights.parked:
+            with torch.no_grad():
+                net.large[draw.randrange(1024), draw.randrange(2048)] += 1
+            told = tensors(net)
+        elif what == "take" and weights.parked:
+            free(cache, load(cache, draw.randrange(1, 9), pool))
+        elif what == "trim":
+            weights._lease.trim()
+    host.full = False
+    host.give(100)
+    wake()
+    cache.close()
+    wait(weights)
 
 
 def test_a_copy_has_its_segments_across_arenas():
     copy = HostCopy(False)
     sizes = {1: ARENA - 2 * MIB, 2: 6 * MIB, 3: 2 * MIB}
     for address, size in sizes.items():
+        copy.reserve(address, size)
         for part, begin, end in copy.parts(address, size):
             part[::MIB] = address
             assert len(part) == end - begin
@@ -194,7 +327,8 @@ def test_a_full_device_has_no_memory_for_sums_and_loses_nothing(pool, weights, m
         with torch.no_grad():
             net.norm += 1
         told = tensors(net)
-        assert weights.park()
+        weights.park()
+        wait(weights)
         weights._lease.trim()
         assert weights.held == 0
         assert weights.wake(0) == 16 * MIB
