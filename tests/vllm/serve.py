@@ -38,9 +38,11 @@ def ask(url, body=None):
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that nobody has, below those that the kernel gives to connections until the server listens."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", random.SystemRandom().randrange(10000, 30000)))
+            return free.getsockname()[1]
 
 
 class Server:
