@@ -96,12 +96,19 @@ class Ranks:
     def _alloc(self, slot: int, tokens: int, prefix_tokens: int) -> int | None:
         return self.cache.alloc(tokens, slot=slot, prefix_tokens=prefix_tokens)
 
-    def free(self, slot: int, after: int | None = None) -> None:
-        """As `KVCache.free`. `after` is a step's number: events end at different times on each rank."""
-        self._lead("free", slot, after)
+    def _ago(self, after: int | None) -> int | None:
+        """How many steps rank 0 has made since: each rank's cache has its own numbers of steps."""
+        return None if after is None else self.cache.last_step - after
 
-    def _free(self, slot: int, after: int | None) -> bool:
-        self.cache.free(slot, after)
+    def _step_of(self, ago: int | None) -> int | None:
+        return None if ago is None else self.cache.last_step - ago
+
+    def free(self, slot: int, after: int | None = None) -> None:
+        """As `KVCache.free`. `after` is a step's number on rank 0: events end at different times on each rank."""
+        self._lead("free", slot, self._ago(after))
+
+    def _free(self, slot: int, ago: int | None) -> bool:
+        self.cache.free(slot, self._step_of(ago))
         return True
 
     def step(self, lengths: list[int]) -> bool:
@@ -113,17 +120,17 @@ class Ranks:
 
     def truncate(self, slot: int, tokens: int, after: int | None = None) -> bool:
         """As `KVCache.truncate`."""
-        return bool(self._lead("truncate", slot, tokens, after))
+        return bool(self._lead("truncate", slot, tokens, self._ago(after)))
 
-    def _truncate(self, slot: int, tokens: int, after: int | None) -> bool:
-        return self.cache.truncate(slot, tokens, after)
+    def _truncate(self, slot: int, tokens: int, ago: int | None) -> bool:
+        return self.cache.truncate(slot, tokens, self._step_of(ago))
 
     def retire(self, step: int) -> None:
         """As `KVCache.retire`: on every rank, the kernels of the steps up to this one have ended."""
-        self._lead("retire", step)
+        self._lead("retire", self._ago(step))
 
-    def _retire(self, step: int) -> bool:
-        self.cache.retire(step)
+    def _retire(self, ago: int) -> bool:
+        self.cache.retire(self._step_of(ago))
         return True
 
     # ---- prefixes: runs that are kept until rank 0 drops them -------------------------------------------------

@@ -71,7 +71,7 @@ class VAttention:
 
     def step_async(self, lengths):
         """The same while the kernels of the last iteration may run; the next rows are backed in the background."""
-        self.kv.retire(max(self.kv.last_step - 1, 0))
+        self.kv.retire(self.kv.last_step - 1)
         self._step(lengths)
 
     def _step(self, lengths):

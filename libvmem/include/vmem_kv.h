@@ -14,7 +14,8 @@
 //
 // A call that takes rows away has an argument `after`, the number of a step (vmem_kv_last_step): kernels of the steps
 // up to this one may still access the slot. The call returns at once, and the manager defers whatever these kernels
-// could access. 0: no kernel in flight accesses the slot.
+// could access. 0: no kernel in flight accesses the slot. A step's number belongs to one cache: the calls of another
+// return -EINVAL.
 //
 // A shortage is an ordinary answer. A call that finds too little memory returns -ENOMEM, a call that finds no slot
 // -ENOSPC, and vmem_kv_last_shortage says what is missing and what could help. With VMEM_KV_DRY, a call returns what it
@@ -136,11 +137,13 @@ int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_t
 // once. If the call fails, the rows are lost anyway; call it again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after);
 
-// Fences. Successful steps are numbered from 1; *step receives the number of the last one, or 0. An iteration's kernels
-// carry the number of its step.
+// Fences. Successful steps of a cache have consecutive numbers, which no other cache of the process has; *step receives
+// the number of the last one, and before the first, a number that is lower by one. An iteration's kernels carry the number
+// of its step.
 int vmem_kv_last_step(vmem_kv *kv, uint64_t *step);
 // Declares that the kernels of all steps up to this one have ended; the caller saw an event or synchronised. Otherwise
-// the manager assumes it once `steps_in_flight` later steps have been called. -EINVAL: no such step yet.
+// the manager assumes it once `steps_in_flight` later steps have been called. 0 declares nothing. -EINVAL: the cache
+// has made no such step.
 int vmem_kv_retire(vmem_kv *kv, uint64_t step);
 
 #define VMEM_KV_DRY 0x1u // return what the call would return now, and change nothing

@@ -505,7 +505,11 @@ class KVCache(_Owned):
 
     @property
     def last_step(self) -> int:
-        """The number of the last successful step, counted from 1: the fence of its kernels. 0 before the first step."""
+        """The number of the last successful step: the fence of its kernels.
+
+        Steps have consecutive numbers, which no other cache of the process has: ``last_step - 1`` is the step before.
+        The first number is not 1, and before the first step, `last_step` is lower by one. `stats` counts the steps.
+        """
         number = ffi.new("uint64_t *")
         _check(lib.vmem_kv_last_step(self._use(), number))
         return int(number[0])
@@ -518,7 +522,10 @@ class KVCache(_Owned):
         """
         closing = self._closing
         if closing is not None:
-            if step is None or uint("step", step) >= closing[0]:
+            number, _owner, kv = closing
+            ended = lib.pv_kv_retire_closed(kv, number if step is None else uint("step", step))
+            _check(min(ended, 0))
+            if ended:
                 self._end()
             return
         _check(lib.pv_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))

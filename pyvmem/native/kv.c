@@ -35,6 +35,13 @@ int pv_kv_close(vmem_kv *kv, uint64_t step)
 
 int pv_kv_retire(vmem_kv *kv, uint64_t step) { return vmem__kv_retire(kv, step); }
 
+int pv_kv_retire_closed(vmem_kv *kv, uint64_t step)
+{
+    bool over;
+    int rc = vmem__kv_retire_closed(kv, step, &over);
+    return rc ? rc : over;
+}
+
 // In CUDA's default mode, a query by any thread breaks the capture.
 void pv_beside_captures(void)
 {

@@ -16,8 +16,9 @@ int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_
 // Closes the manager: no call may follow, and it writes no host memory any more. Returns 1 if the kernels of all steps up
 // to this one have ended, 0 if they may be running, or a negative errno.
 int pv_kv_close(vmem_kv *kv, uint64_t step);
-// As vmem_kv_retire, but leaves a closed cache to its owner to destroy.
+// As vmem_kv_retire, but a closed cache is left to its owner, who may destroy it if pv_kv_retire_closed returns 1.
 int pv_kv_retire(vmem_kv *kv, uint64_t step);
+int pv_kv_retire_closed(vmem_kv *kv, uint64_t step);
 
 // Lets this thread query events while another thread captures a CUDA graph.
 void pv_beside_captures(void);

@@ -26,6 +26,16 @@ __attribute__((unused)) static int k_missing(int rc, uint64_t *missing)
     return rc;
 }
 
+// The number of the cache's n-th step, made or not.
+__attribute__((unused)) static uint64_t k_step(vmem_kv *kv, uint64_t n)
+{
+    struct vmem_kv_stats st = {.size = sizeof st};
+    uint64_t last;
+    OK(vmem_kv_get_stats(kv, &st));
+    OK(vmem_kv_last_step(kv, &last));
+    return last - st.steps + n;
+}
+
 // Copies the rows that a request in the slot can read out to host, tensor after tensor, or back in (NULL: copies
 // nothing). How many bytes they are.
 __attribute__((unused)) static uint64_t k_rows(vmem_context *ctx, vmem_kv *kv, uint32_t slot, char *host, bool out)

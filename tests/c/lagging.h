@@ -64,11 +64,7 @@ static void land(uint64_t step)
 }
 
 // Kernels of so many steps may run when a step is called.
-static void land_for_step(void)
-{
-    if (steps > in_flight)
-        land(steps - in_flight);
-}
+static void land_for_step(void) { land(steps - in_flight); }
 
 static void take_off(const int32_t *lengths, const uint32_t *before)
 {

@@ -361,6 +361,8 @@ MUTANTS = [
          "test_kv_memory"),
         ("a fence may lie ahead", "kv/turn.c", "    if (step > kv->fence.step)\n", "    if (0)\n",
          "test_kv_swap test_kv_fences"),
+        ("steps of two caches have the same numbers", "kv/cache.c", "(1 + number % KV_STEP_TAGS) << KV_STEP_TAG", "UINT64_C(1) << KV_STEP_TAG",
+         "test_kv_swap"),
         ("a slot beyond the first words is not found", "kv/sets.c", "while (!bits && ++i * 64 < size)", "while (0)", "test_kv_admit"),
         ("a word with slots left counts as empty", "kv/sets.c", "    if (!set->slots[word])\n", "", "test_kv_admit"),
         # leases for PyTorch

@@ -65,7 +65,7 @@ int main(int argc, char **argv)
     CHECK_EQ(slot_of(2).state, VMEM_KV_ACTIVE);
     CHECK_EQ(slot_of(0).absent_steps, 0);
     CHECK_EQ(slot_of(2).absent_steps, 3);
-    OK(vmem_kv_free(kv, 2, 1));
+    OK(vmem_kv_free(kv, 2, k_step(kv, 1)));
     CHECK_EQ(slot_of(2).absent_steps, 0);
     OK(vmem_kv_destroy(kv, 0));
     test_swapped_in();

@@ -405,7 +405,7 @@ static void test_what_ends_has_nothing_ahead(void)
     step(10, 0);
     CHECK_EQ(stats().held_pages, block);
     OK(vmem_kv_step(kv, fits, SLOTS, VMEM_KV_DRY));
-    OK(vmem_kv_free(kv, 0, 1));
+    OK(vmem_kv_free(kv, 0, k_step(kv, 1)));
     CHECK_EQ(stats().needed_pages, 1);
     CHECK_EQ(stats().ahead_pages, block - 1);
     CHECK_EQ(stats().free_pages, 39);
@@ -448,16 +448,16 @@ static void test_a_shortage_names_the_step_to_wait_for(void)
     OK(vmem_kv_last_shortage(&why));
     CHECK_EQ(why.missing_pages, 3);
     CHECK_EQ(why.step, 0); // nobody ends
-    OK(vmem_kv_free(kv, 1, 3));
-    OK(vmem_kv_free(kv, 0, 2));
+    OK(vmem_kv_free(kv, 1, k_step(kv, 3)));
+    OK(vmem_kv_free(kv, 0, k_step(kv, 2)));
     CHECK_EQ(vmem_kv_step(kv, third, 3, VMEM_KV_DRY), -ENOMEM);
     OK(vmem_kv_last_shortage(&why));
     CHECK_EQ(why.missing_pages, 3);
     CHECK_EQ(why.ending_pages, 6); // the four shared rows once
-    CHECK_EQ(why.step, 3);
-    OK(vmem_kv_retire(kv, 2));
+    CHECK_EQ(why.step, k_step(kv, 3));
+    OK(vmem_kv_retire(kv, k_step(kv, 2)));
     CHECK_EQ(vmem_kv_step(kv, third, 3, VMEM_KV_DRY), -ENOMEM);
-    OK(vmem_kv_retire(kv, 3));
+    OK(vmem_kv_retire(kv, k_step(kv, 3)));
     OK(vmem_kv_step(kv, third, 3, VMEM_KV_DRY));
     end();
 }

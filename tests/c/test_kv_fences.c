@@ -285,8 +285,7 @@ static void do_step(bool back)
             lengths[s] = (int32_t)(r->tokens - below(20));
     }
     land_for_step();
-    if (steps > in_flight) // what the step finds out itself, so that both answers are of one moment
-        OK(vmem_kv_retire(kv, steps - in_flight));
+    OK(vmem_kv_retire(kv, steps - in_flight)); // what the step finds out itself, so that both answers are of one moment
     const int expect = k_missing(vmem_kv_step(kv, lengths, K_SLOTS, VMEM_KV_DRY), &predicted);
     const int rc = k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), &missing);
     if (back && (rc == -EINVAL || expect == -EINVAL)) // shared, or given up by a window
@@ -397,7 +396,7 @@ static void create(void)
 static void destroy(void)
 {
     struct vmem_kv_stats st = {.size = sizeof st};
-    const bool running = steps > landed && steps;
+    const bool running = steps > landed;
     OK(vmem_kv_get_stats(kv, &st));
     CHECK_EQ(st.worker_errors, 0);
     if (!running) // the manager may not know it yet
@@ -428,11 +427,12 @@ static void run(const struct shape *sh, uint32_t with, uint32_t steps_in_flight,
     page_size = page;
     block_tokens = sh->block_tokens * scale <= K_TOKENS ? sh->block_tokens * scale : sh->block_tokens;
     budget = (sh->pages / scale > 24 ? sh->pages / scale : 24) * page;
-    steps = landed = 0;
     memset(requests, 0, sizeof requests);
     memset(prefixes, 0, sizeof prefixes);
     memset(blocks, 0, sizeof blocks);
     create();
+    OK(vmem_kv_last_step(kv, &steps));
+    landed = steps;
     kernels_start(tensors, sh->n);
     stop(true);
     for (uint64_t i = 0; i < iterations; i++)

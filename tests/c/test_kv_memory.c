@@ -447,8 +447,8 @@ static void reclaim_all(void)
     OK(vmem_kv_create(own, &cfg, &kv));
     OK(vmem_kv_alloc(kv, NULL, &slot));
     OK(vmem_kv_step(kv, lengths, 1, 0));
-    OK(vmem_kv_free(kv, slot, 1));
-    OK(vmem_kv_retire(kv, 1));
+    OK(vmem_kv_free(kv, slot, k_step(kv, 1)));
+    OK(vmem_kv_retire(kv, k_step(kv, 1)));
     OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed));
     CHECK_EQ(freed, 64 * test_page);
     OK(vmem_kv_destroy(kv, 0));

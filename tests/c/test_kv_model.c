@@ -247,7 +247,7 @@ static void do_step(bool grow_much)
         lengths[s] = (int32_t)(r->tokens + more > TOKENS ? TOKENS : r->tokens + more);
     }
     land(in_flight);
-    if (n_flights && steps > in_flight) // what the step finds out itself, so that both answers are of one moment
+    if (n_flights) // what the step finds out itself, so that both answers are of one moment
         OK(vmem_kv_retire(kv, steps - in_flight));
     int expect = k_missing(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY), &predicted);
     if (below(8) == 0) // what could be taken back is part of no answer
@@ -453,7 +453,6 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
     unshared = flags & VMEM_KV_UNSHARED;
     in_flight = 1 + (uint32_t)(start / 2 % 3);
     n_flights = 0;
-    steps = 0;
     memset(part, 0, sizeof part);
     page_size = page;
     uint64_t scale = page / (64 * KIB);
@@ -470,6 +469,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
                                  .eager_tokens = 50,
                                  .steps_in_flight = in_flight};
     OK(vmem_kv_create(ctx, &cfg, &kv));
+    OK(vmem_kv_last_step(kv, &steps));
     for (uint32_t t = 0; t < sh->n; t++) {
         layouts[t].size = sizeof layouts[t];
         OK(vmem_kv_get_layout(kv, t, &layouts[t]));

@@ -131,10 +131,11 @@ static void test_a_closed_cache_leaves(void)
     vmem_kv *kv = make(ctx, 0, 0);
     join(pool, kv, 20, 0, "a");
     OK(step(kv, alloc(kv, 100), 100));
-    OK(vmem_kv_destroy(kv, 1));
+    const uint64_t step = k_step(kv, 1);
+    OK(vmem_kv_destroy(kv, step));
     CHECK_EQ(info(pool).members, 1);
     CHECK(info(pool).free < 400 * test_page);
-    OK(vmem_kv_retire(kv, 1));
+    OK(vmem_kv_retire(kv, step));
     CHECK_EQ(info(pool).members, 0);
     CHECK_EQ(info(pool).free, 400 * test_page);
     vmem_kv_pool_destroy(pool);

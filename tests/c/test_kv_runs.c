@@ -375,18 +375,18 @@ static void test_a_shortage_waits_for_other_pages(void)
     step_to(writer, 40);
     struct vmem_kv_run run = {.slot = writer, .tokens = 40};
     OK(vmem_kv_share(kv, &run, 1, 0));
-    OK(vmem_kv_free(kv, writer, 1));
+    OK(vmem_kv_free(kv, writer, k_step(kv, 1)));
     OK(k_alloc(kv, 0, &other));
     step_to(other, 16);
     OK(k_alloc(kv, 0, &slot));
     CHECK_EQ(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, 0, &tokens), -ENOMEM); // a page is copied
     OK(vmem_kv_last_shortage(&shortage));
     CHECK_EQ(shortage.step, 0);
-    OK(vmem_kv_free(kv, other, 2));
+    OK(vmem_kv_free(kv, other, k_step(kv, 2)));
     const struct vmem_kv_request request = {.tokens = 40, .runs = &run.id, .n_runs = 1};
     CHECK_EQ(vmem_kv_fit(kv, &request, 1, NULL), -ENOMEM);
     OK(vmem_kv_last_shortage(&shortage));
-    CHECK_EQ(shortage.step, 2);
+    CHECK_EQ(shortage.step, k_step(kv, 2));
     CHECK_EQ(shortage.ending_pages, 1);
     OK(vmem_kv_retire(kv, shortage.step));
     OK(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, 0, &tokens));

@@ -118,10 +118,10 @@ static void test_a_step_beside_the_copy(void)
     begin(VMEM_KV_DEFAULT, 100, 256);
     OK(step(0, 2, NULL));
     OK(step(0, 3, NULL)); // others' steps do not matter
-    OK(vmem_kv_swap_out(kv, slots[0], 100, 1));
+    OK(vmem_kv_swap_out(kv, slots[0], 100, k_step(kv, 1)));
     OK(vmem_kv_swap_in(kv, slots[0], 0));
     OK(step(100, 3, NULL));
-    ERR(vmem_kv_swap_out(kv, slots[0], 100, 3), EBUSY, "copied too early");
+    ERR(vmem_kv_swap_out(kv, slots[0], 100, k_step(kv, 3)), EBUSY, "copied too early");
     OK(vmem_kv_truncate(kv, slots[0], 99, 0, 0));
     ERR(vmem_kv_swap_out(kv, slots[0], 100, last()), EBUSY, "copied too early");
     CHECK_EQ(state(slots[0]), VMEM_KV_ACTIVE);
@@ -154,8 +154,8 @@ static void test_misuse(void)
 {
     uint32_t first, to;
     begin(VMEM_KV_DEFAULT, 10, 64);
-    ERR(vmem_kv_swap_out(kv, slots[0], 10, last() + 1), EINVAL, "step 2 has not been made yet; the last is 1");
-    ERR(vmem_kv_swap_out(kv, SLOTS, 10, 1), EINVAL, "slot 3 is out of range");
+    ERR(vmem_kv_swap_out(kv, slots[0], 10, last() + 1), EINVAL, "has not been made yet; the last is ");
+    ERR(vmem_kv_swap_out(kv, SLOTS, 10, last()), EINVAL, "slot 3 is out of range");
     ERR(vmem_kv_swap_in(kv, slots[0], 0), EINVAL, "is active");
     ERR(vmem_kv_swap_in(kv, slots[0], 2), EINVAL, "flags");
     ERR(vmem_kv_get_rows(kv, slots[0], 2, &first, &to), EINVAL, "tensor 2 is out of range");
@@ -164,8 +164,8 @@ static void test_misuse(void)
     CHECK_EQ(state(slots[0]), VMEM_KV_ACTIVE);
     OK(step(0, 2, NULL));
     OK(step(0, 3, NULL));
-    OK(vmem_kv_free(kv, slots[0], 1)); // the next step ends it
-    ERR(vmem_kv_swap_out(kv, slots[0], 10, 1), EINVAL, "is being given up");
+    OK(vmem_kv_free(kv, slots[0], k_step(kv, 1))); // the next step ends it
+    ERR(vmem_kv_swap_out(kv, slots[0], 10, last()), EINVAL, "is being given up");
     ERR(vmem_kv_get_rows(kv, slots[0], 0, &first, &to), EINVAL, "is being given up");
     ERR(step(11, 0, NULL), EINVAL, "is being given up");
     ERR(step(0, -1, NULL), EINVAL, "lengths");
@@ -182,7 +182,7 @@ static void test_steps_retire(void)
 {
     begin(VMEM_KV_DEFAULT, 10, 64);
     OK(step(10, 2, NULL)); // 2
-    OK(vmem_kv_free(kv, slots[0], 2));
+    OK(vmem_kv_free(kv, slots[0], last()));
     OK(step(0, 3, NULL)); // 3
     OK(step(0, 4, NULL)); // 4: kernels of 2 and 3 may run
     CHECK_EQ(state(slots[0]), K_ENDING);
@@ -197,28 +197,62 @@ static void test_destroy_after(void)
     begin(VMEM_KV_DEFAULT, 200, 256);
     ERR(vmem_kv_destroy(kv, last() + 1), EINVAL, "has not been made yet");
     OK(step(201, 0, NULL));
-    OK(vmem_kv_destroy(kv, 2));
+    const uint64_t second = last();
+    OK(vmem_kv_destroy(kv, second));
     ERR(step(0, 2, NULL), EINVAL, "is being closed");
     ERR(vmem_kv_get_stats(kv, &st), EINVAL, "is being closed");
-    ERR(vmem_kv_destroy(kv, 2), EINVAL, "is being closed");
-    ERR(vmem_kv_retire(kv, 3), EINVAL, "has not been made yet");
-    OK(vmem_kv_retire(kv, 1));
+    ERR(vmem_kv_destroy(kv, second), EINVAL, "is being closed");
+    ERR(vmem_kv_retire(kv, second + 1), EINVAL, "has not been made yet");
+    OK(vmem_kv_retire(kv, second - 1));
     CHECK(test_stats(ctx).created > 0);
-    OK(vmem_kv_retire(kv, 2));
+    OK(vmem_kv_retire(kv, second));
     CHECK_EQ(test_stats(ctx).created, 0);
 
     begin(VMEM_KV_DEFAULT, 200, 256);
-    OK(vmem_kv_retire(kv, 1));
-    OK(vmem_kv_destroy(kv, 1)); // nobody is running: now
+    const uint64_t only = last();
+    OK(vmem_kv_retire(kv, only));
+    OK(vmem_kv_destroy(kv, only)); // nobody is running: now
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).reserved, 0);
     ERR(step(0, 2, NULL), EINVAL, "is being closed"); // the handle is there until vmem_kv_retire
-    OK(vmem_kv_retire(kv, 1));
+    OK(vmem_kv_retire(kv, only));
 
     begin(VMEM_KV_DEFAULT, 200, 256);
-    OK(vmem_kv_destroy(kv, 1));
+    OK(vmem_kv_destroy(kv, last()));
     vmem_kv_destroy(kv, 0); // all is quiet
     CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+// A step of another cache is refused by every call, and nothing has changed. A target and its draft are two such caches,
+// whose kernels end at different times.
+static void test_steps_of_another_cache(void)
+{
+    begin(VMEM_KV_DEFAULT, 100, 256);
+    vmem_kv *const other = kv;
+    const uint64_t others[] = {last(), last() - 1, k_step(kv, 0), 1, UINT64_MAX};
+    begin(VMEM_KV_DEFAULT, 100, 256);
+    const uint64_t before = k_step(kv, 0);
+    CHECK(last() == before + 1 && last() >> 63 == 0);
+    for (uint32_t i = 0; i < sizeof others / sizeof *others; i++) {
+        ERR(vmem_kv_free(kv, slots[0], others[i]), EINVAL, "is no step of this cache; its last one is ");
+        ERR(vmem_kv_truncate(kv, slots[0], 50, others[i], 0), EINVAL, "is no step of this cache");
+        ERR(vmem_kv_truncate(kv, slots[0], 50, others[i], VMEM_KV_DRY), EINVAL, "is no step of this cache");
+        ERR(vmem_kv_swap_out(kv, slots[0], 100, others[i]), EINVAL, "is no step of this cache");
+        ERR(vmem_kv_retire(kv, others[i]), EINVAL, "is no step of this cache");
+        ERR(vmem_kv_destroy(kv, others[i]), EINVAL, "is no step of this cache");
+    }
+    look(100);
+    OK(vmem_kv_free(kv, slots[1], last()));
+    CHECK_EQ(state(slots[1]), K_ENDING); // nobody has retired it
+    OK(vmem_kv_retire(kv, before - 1));  // a step before the first: a loop that is that far behind may say so
+    CHECK_EQ(state(slots[1]), K_ENDING);
+    OK(vmem_kv_destroy(kv, last()));
+    ERR(vmem_kv_retire(kv, others[0]), EINVAL, "is no step of this cache");
+    const uint64_t created = test_stats(ctx).created;
+    OK(vmem_kv_retire(kv, before + 1));
+    CHECK(test_stats(ctx).created < created);
+    kv = other;
+    end();
 }
 
 int main(int argc, char **argv)
@@ -233,6 +267,7 @@ int main(int argc, char **argv)
     test_steps_retire();
     test_misuse();
     test_destroy_after();
+    test_steps_of_another_cache();
     window = 100;
     test_there_and_back(VMEM_KV_DEFAULT);
     row_bytes = test_page / 8 + 16; // rows that lie across two pages

@@ -148,7 +148,7 @@ class Engine:
         slots = [
             (s.state, s.state == "active" and s.tokens, s.shared_tokens) for s in map(self.cache.slot, range(SLOTS))
         ]
-        mine = (slots, stats.budget_pages, stats.prefix_pages, stats.shared_pages, stats.steps, self.cache.last_step)
+        mine = (slots, stats.budget_pages, stats.prefix_pages, stats.shared_pages, stats.steps)
         every = self.ranks._gather(mine)
         assert all(other == every[0] for other in every), every
 

@@ -32,13 +32,14 @@ def test_a_fence_of_the_future_changes_nothing(context):
     with make(context) as cache:
         slot = cache.alloc()
         assert cache.step([60, 0])
+        last = cache.last_step
         for call in (
-            lambda: cache.free(slot, after=2),
-            lambda: cache.truncate(slot, 5, after=2),
-            lambda: cache.close(after=2),
-            lambda: cache.retire(2),
+            lambda: cache.free(slot, after=last + 1),
+            lambda: cache.truncate(slot, 5, after=last + 1),
+            lambda: cache.close(after=last + 1),
+            lambda: cache.retire(last + 1),
         ):
-            with pytest.raises(InvalidArgument, match="step 2 has not been made yet; the last is 1"):
+            with pytest.raises(InvalidArgument, match=f"step {last + 1} has not been made yet; the last is {last}"):
                 call()
         for wrong in (-1, 1.5, "1"):
             with pytest.raises((InvalidArgument, TypeError), match="after"):
@@ -51,12 +52,13 @@ def test_a_slot_that_is_being_given_up_is_left_alone(context):
     with make(context) as cache:
         slot = cache.alloc()
         assert cache.step([60, 0])
-        cache.free(slot, after=1)
+        step = cache.last_step
+        cache.free(slot, after=step)
         for call in (
             lambda: cache.free(slot),
-            lambda: cache.free(slot, after=1),
+            lambda: cache.free(slot, after=step),
             lambda: cache.swap_out(slot),
-            lambda: cache.truncate(slot, 5, after=1),
+            lambda: cache.truncate(slot, 5, after=step),
             lambda: cache.step([61, 0]),
             lambda: cache.share(slot, 5),
         ):
@@ -117,18 +119,49 @@ def test_a_cache_closes_after_a_step(context):
     cache.alloc()
     assert cache.step([60, 0])
     assert cache.step([61, 0])
-    cache.close(after=2)
-    cache.retire(1)
+    last = cache.last_step
+    cache.close(after=last)
+    cache.retire(last - 1)
+    with pytest.raises(InvalidArgument, match=f"step {last + 1} has not been made yet"):
+        cache.retire(last + 1)
     assert context.stats().created >= 60 * 65536 and not close_threads()
-    cache.retire(2)
+    cache.retire(last)
     assert context.stats().created == 0
     with pytest.raises(ValueError, match="closed"):
-        cache.retire(2)
+        cache.retire(last)
     cache = make(context)
     assert cache.step([0, 0])
     cache.retire()
-    cache.close(after=1)  # its kernels have ended
+    cache.close(after=cache.last_step)  # its kernels have ended
     assert context.stats().created == 0
+
+
+@pytest.mark.parametrize("other", ["last_step", "before", "one"])
+def test_a_step_of_another_cache_is_refused(context, other):
+    """A target and its draft are such a pair: the kernels of one have ended before those of the other."""
+    with make(context) as draft:
+        assert draft.step([0, 0]) and draft.step([0, 0])
+        step = {"last_step": draft.last_step, "before": draft.last_step - 2, "one": 1}[other]
+        cache = make(context)
+        slot, ending = cache.alloc(), cache.alloc()
+        assert cache.last_step != draft.last_step and cache.step([60, 5])
+        cache.free(ending, after=cache.last_step)
+        for call in (
+            lambda: cache.free(slot, after=step),
+            lambda: cache.truncate(slot, 5, after=step),
+            lambda: cache.truncate(slot, 5, after=step, dry=True),
+            lambda: cache.retire(step),
+            lambda: cache.close(after=step),
+        ):
+            with pytest.raises(InvalidArgument, match=f"step {step} is no step of this cache; its last one is "):
+                call()
+        assert cache.slot(slot).tokens == 60 and cache.slot(ending).after == cache.last_step
+        cache.close(after=cache.last_step)
+        held = context.stats().created
+        with pytest.raises(InvalidArgument, match="is no step of this cache"):
+            cache.retire(step)
+        assert context.stats().created == held >= 60 * 65536
+        cache.retire()
 
 
 def test_an_event_that_cannot_be_asked_does_not_keep_the_memory(context):

@@ -128,7 +128,9 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->fence.past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->fence.past));
     kv->runs.pins = calloc(kv->n_slots, sizeof(*kv->runs.pins));
     kv->runs.unused = KV_NO_RUN;
-    kv->runs.tag = 1 + atomic_fetch_add(&caches, 1) % KV_RUN_TAGS;
+    const uint64_t number = atomic_fetch_add(&caches, 1);
+    kv->runs.tag = 1 + number % KV_RUN_TAGS;
+    kv->fence.step = kv->fence.retired = (1 + number % KV_STEP_TAGS) << KV_STEP_TAG | KV_STEP_NONE;
     for (uint32_t p = 0; p < 2; p++)
         kv->runs.order[p] = (struct kv_use){KV_NO_RUN, KV_NO_RUN};
     if (!kv->slots || !kv->idle || !kv->spans || !kv->stale || !kv->plan.wants || !kv->plan.changed ||
@@ -306,12 +308,20 @@ int vmem__kv_retire(vmem_kv *kv, uint64_t step)
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_retire_to(kv, step));
 }
 
+int vmem__kv_retire_closed(const vmem_kv *kv, uint64_t step, bool *over)
+{
+    int rc = vmem__kv_check_fence(kv, step);
+    *over = !rc && step >= kv->life.closes;
+    return rc;
+}
+
 int vmem_kv_retire(vmem_kv *kv, uint64_t step)
 {
     if (!kv || !kv->life.closing)
         return vmem__kv_retire(kv, step);
-    int rc = vmem__kv_check_fence(kv, step);
-    if (!rc && step >= kv->life.closes)
+    bool over;
+    int rc = vmem__kv_retire_closed(kv, step, &over);
+    if (over)
         destroy(kv);
     return rc;
 }

@@ -216,9 +216,13 @@ struct kv_membership {
     uint64_t pinned_pages; // kv_ledger.pinned_pages after the last call
 };
 
-// Kernels that may be in flight.
+// Kernels that may be in flight. A step's number has a tag of the cache from bit KV_STEP_TAG on, so that no cache takes
+// another's step for its own. Below the tag, the count begins behind 0, so that the steps before the first have numbers.
+#define KV_STEP_TAG 40u
+#define KV_STEP_TAGS ((UINT64_C(1) << (63 - KV_STEP_TAG)) - 1)
+#define KV_STEP_NONE (UINT64_C(1) << 20) // the count before the first step
 struct kv_fences {
-    uint64_t step, retired; // the last step; the last whose kernels have ended
+    uint64_t step, retired; // numbers of the last step, and of the last whose kernels have ended
     struct kv_range *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
 };
 
@@ -485,7 +489,7 @@ static inline struct kv_range kv_in_flight(const vmem_kv *kv, uint32_t slot, uin
 void vmem__kv_clear_history(vmem_kv *kv, uint32_t slot);
 // Kernels up to this step have ended.
 uint64_t vmem__kv_last_ended_step(const vmem_kv *kv);
-int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step);
+int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step); // -EINVAL: neither 0 nor a step that this cache has made
 // Steps since the slot last_step part in one, or was allocated.
 static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot)
 {

@@ -15,7 +15,7 @@ static void wait_for_worker(vmem_kv *kv)
     kv_at(KV_CALL_WAITS);
     const uint64_t start = vmem__trace_start();
     pthread_cond_wait(&kv->turn.done, &kv->gate.state);
-    vmem__trace_end("wait for the background thread", start, "\"step\":%llu", (unsigned long long)kv->fence.step);
+    vmem__trace_end("wait for the background thread", start, "\"step\":%llu", (unsigned long long)kv->stats.steps);
     kv_at(KV_CALL_WAITED);
 }
 
@@ -97,6 +97,9 @@ uint64_t vmem__kv_last_ended_step(const vmem_kv *kv)
 
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)
 {
+    if (step && step >> KV_STEP_TAG != kv->fence.step >> KV_STEP_TAG)
+        return vmem__error(-EINVAL, "step %" PRIu64 " is no step of this cache; its last one is %" PRIu64, step,
+                           kv->fence.step);
     if (step > kv->fence.step)
         return vmem__error(-EINVAL, "step %" PRIu64 " has not been made yet; the last is %" PRIu64, step,
                            kv->fence.step);

@@ -390,7 +390,7 @@ static void *work(void *arg)
         const uint64_t start = vmem__trace_start();
         const bool did = kv->flags & VMEM_KV_CHECK ? do_checked_job(kv) : do_job(kv);
         if (did)
-            vmem__trace_end("background work", start, "\"after step\":%llu", (unsigned long long)kv->fence.step);
+            vmem__trace_end("background work", start, "\"after step\":%llu", (unsigned long long)kv->stats.steps);
         kv->turn.working = false;
         if (!did)
             clear_due(kv);
