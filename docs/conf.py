@@ -32,6 +32,15 @@ autodoc_mock_imports = ["vllm", "sglang", "flashinfer", "triton", "flash_attn", 
 autodoc_typehints = "none"  # they stand in the signatures
 numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
+# Every public function says its parameters and what it returns. Excluded: records, which list attributes; objects that
+# another call makes; errors; what a kernel implements; transformers' constructor, whose signature is another's.
+numpydoc_validation_checks = {"PR01", "PR02", "RT01", "YD01"}
+numpydoc_validation_exclude = {
+    r"\.(Info|PageInfo|Stats|Spare|KVCacheOptions|TensorSpec|Shortage|Run|RunInfo|Choice|Shape|Cache)$",
+    r"\.(Reservation|Pages|VirtualTensor|VMemCache)$",
+    r"\.(VmemError|InvalidArgument|OutOfMemory)$",
+    r"\.Kernel\.",
+}
 autosummary_generate = False
 
 myst_heading_anchors = 4

@@ -139,17 +139,35 @@ def _names() -> dict[str, Any]:
 
 
 def backends() -> list[str]:
-    """Return the names of all backends, best first."""
+    """Return the names of all backends, best first.
+
+    Returns
+    -------
+    list of str
+        Whether or not they work here: see `probe`.
+    """
     return list(_names())
 
 
 def probe(
     backend: str, device: SupportsIndex = 0, *, unknown_driver: bool = False, by_default: bool = False
 ) -> VmemError | None:
-    """Return None if a context of this backend can be created here, else the `VmemError` that prevents it.
+    """Say what prevents a context of this backend here, if anything does.
 
-    Arguments as in `Context`; the backend must be named. With `by_default`, also return what prevents its choice where
-    no backend is named: "uvm" is chosen only if its self-test has passed here.
+    Parameters
+    ----------
+    backend : str
+        "uvm", "stock", "cuda" or "host".
+    device, unknown_driver
+        As in `Context`.
+    by_default : bool
+        Also say what prevents its choice where no backend is named: "uvm" is chosen only if its self-test has passed
+        here.
+
+    Returns
+    -------
+    VmemError or None
+        None: it works.
     """
     try:
         one_of("backend", backend, backends())
@@ -243,7 +261,12 @@ class Context(_Owned):
     # ---- what it is and holds --------------------------------------------------------------------------------
 
     def info(self) -> Info:
-        """Return the context's `Info`."""
+        """Describe the backend and the device.
+
+        Returns
+        -------
+        Info
+        """
         self._use()
         return self._info
 
@@ -264,24 +287,51 @@ class Context(_Owned):
         )
 
     def stats(self) -> Stats:
-        """Return the context's `Stats` at this moment."""
+        """Return what the context holds at this moment, and counts of its calls.
+
+        Returns
+        -------
+        Stats
+        """
         raw = structure("vmem_stats")
         _check(lib.vmem_context_stats(self._use(), raw))
         return Stats(*(int(getattr(raw, name)) for name in Stats.__dataclass_fields__))
 
     def set_budget(self, bytes: SupportsIndex) -> None:
-        """Limit the bytes of pages; 0 for no limit. Pages beyond a lower limit stay; only further creation fails."""
+        """Limit the bytes of pages.
+
+        Pages beyond a lower limit stay; only further creation fails.
+
+        Parameters
+        ----------
+        bytes : int
+            0 for no limit but the device's.
+        """
         _check(lib.vmem_set_budget(self._use(), uint("bytes", bytes)))
 
     def prealloc(self, bytes: SupportsIndex) -> None:
-        """Allocate device memory for at least `bytes` of pages in advance, so that creating them needs no driver call.
+        """Allocate device memory in advance, so that creating pages in it needs no driver call.
 
-        Raises `OutOfMemory` if less memory is available.
+        Parameters
+        ----------
+        bytes : int
+            Of pages, at least.
+
+        Raises
+        ------
+        OutOfMemory
+            Less memory is available.
         """
         _check(lib.vmem_prealloc(self._use(), uint("bytes", bytes)))
 
     def trim(self) -> int:
-        """Return unused device memory to the system; returns the number of bytes."""
+        """Return unused device memory to the system.
+
+        Returns
+        -------
+        int
+            Bytes returned.
+        """
         freed = ffi.new("uint64_t *")
         _check(lib.vmem_trim(self._use(), freed))
         return int(freed[0])
@@ -289,24 +339,67 @@ class Context(_Owned):
     # ---- address space and pages -----------------------------------------------------------------------------
 
     def reserve(self, length: SupportsIndex, *, backdrop: bool = False) -> Reservation:
-        """Reserve `length` bytes of addresses (a multiple of 64 KiB). This uses almost no physical memory.
+        """Reserve addresses. This uses almost no physical memory.
 
-        With `backdrop`, unbacked addresses read as finite data instead of faulting. Returns a `Reservation`. Raises
-        `InvalidArgument` for another length, or one over 2^46, and `OutOfMemory` if the addresses are not available.
+        Parameters
+        ----------
+        length : int
+            Bytes, a multiple of 64 KiB, at most 2^46.
+        backdrop : bool
+            Unbacked addresses read as finite data instead of faulting.
+
+        Returns
+        -------
+        Reservation
+
+        Raises
+        ------
+        InvalidArgument
+            Another length.
+        OutOfMemory
+            The addresses are not available.
         """
         return Reservation(self, length, backdrop=backdrop)
 
     def create(self, page_size: int, n: SupportsIndex = 1, *, zero: bool = False) -> Pages:
-        """Create `n` pages of `page_size` bytes, physically consecutive where possible; all or none.
+        """Create pages, physically consecutive where possible; all or none.
 
-        With `zero`, pages whose memory this context used before are cleared (fresh memory is always zero).
-        Returns `Pages`. Raises `OutOfMemory` when memory or the budget is exhausted, and `InvalidArgument` if
-        `page_size` is not one of the context's ``page_sizes``.
+        Parameters
+        ----------
+        page_size : int
+            Bytes; one of the context's ``page_sizes``.
+        n : int
+            How many.
+        zero : bool
+            Clear memory that this context used before. Fresh memory is always zero.
+
+        Returns
+        -------
+        Pages
+            They are freed with this object.
+
+        Raises
+        ------
+        OutOfMemory
+            The device's memory or the budget is exhausted. Nothing was changed.
+        InvalidArgument
+            Another page size.
         """
         return Pages(self, page_size, n, zero=zero)
 
     def create_handles(self, page_size: int, n: SupportsIndex = 1, *, zero: bool = False) -> UInts:
-        """As `create`, but return the bare handles, uint64[n]. They exist until `release` or the end of the context."""
+        """As `create`, but return bare handles.
+
+        Parameters
+        ----------
+        page_size, n, zero
+            As in `create`.
+
+        Returns
+        -------
+        numpy.ndarray
+            uint64[n]. The pages exist until `release` or the end of the context.
+        """
         one_of("page_size", page_size, self.page_sizes)
         handles, owner = new_handles(n), self._new_owner(self._owned())
         buffer = as_buffer("vmem_page[]", handles)
@@ -319,9 +412,17 @@ class Context(_Owned):
         return pages._handles_for(self) if isinstance(pages, Pages) else pages
 
     def release(self, pages: Any) -> None:
-        """Unmap pages from every address, then free them: `Pages`, a handle or an array of handles, all or none.
+        """Unmap pages from every address, then free them; all or none.
 
-        Raises `InvalidArgument`, with the element's ``index``, for a handle that is not, or no longer, a page.
+        Parameters
+        ----------
+        pages : Pages, int or array of int
+            Pages of this context, or their handles.
+
+        Raises
+        ------
+        InvalidArgument
+            An element is not a page, or no longer; ``index`` says which.
         """
         bad = no_index()
         if type(pages) is int:  # one page: no array is needed
@@ -331,7 +432,17 @@ class Context(_Owned):
             _check(lib.vMemReleaseBatch(self._use(), as_buffer("vmem_page[]", handles), len(handles), bad), bad)
 
     def page_info(self, page: SupportsIndex) -> PageInfo:
-        """Return the `PageInfo` of a page handle."""
+        """Describe a page.
+
+        Parameters
+        ----------
+        page : int
+            Its handle.
+
+        Returns
+        -------
+        PageInfo
+        """
         raw = structure("vmem_page_info")
         _check(lib.vmem_page_query(self._use(), uint("page", page), raw))
         return PageInfo(raw.page_size, raw.frame, raw.mappings)
@@ -365,7 +476,15 @@ class Context(_Owned):
             self.map_ops(make_ops(MAP_OP, addrs=addrs, pages=self._handles(pages)), replace=replace, fine=fine)
 
     def map_ops(self, ops: npt.NDArray[Any], *, replace: bool = False, fine: bool = False) -> None:
-        """As `map`, for an array of dtype `MAP_OP` and any shape. A contiguous array is passed on without a copy."""
+        """As `map`, for an array of operations. A contiguous array is passed on without a copy.
+
+        Parameters
+        ----------
+        ops : numpy.ndarray
+            Of dtype `MAP_OP` and any shape.
+        replace, fine
+            As in `map`.
+        """
         if not isinstance(ops, np.ndarray) or ops.dtype != MAP_OP:
             raise TypeError(f"ops must be an array of dtype MAP_OP, not {_kind(ops)}")
         ops, bad = np.ascontiguousarray(ops).reshape(-1), no_index()
@@ -373,9 +492,19 @@ class Context(_Owned):
         _check(lib.vMemMapBatch(self._use(), buffer, len(ops), map_flags(replace, fine), bad), bad)
 
     def unmap(self, addrs: Any, lengths: Any) -> None:
-        """Unmap ranges (scalars or arrays, bytes), all or none.
+        """Unmap ranges, all or none. Unbacked parts are skipped.
 
-        A range must not cut a page; its unbacked parts are skipped.
+        Parameters
+        ----------
+        addrs : int or array of int
+            Addresses in the context's reservations.
+        lengths : int or array of int
+            Bytes. A range must not cut a page.
+
+        Raises
+        ------
+        InvalidArgument
+            A range cuts a page, or lies outside all reservations; ``index`` says which.
         """
         if type(addrs) is int and type(lengths) is int:
             _check(lib.vMemUnmap(self._use(), uint("addrs", addrs), uint("lengths", lengths)))
@@ -384,21 +513,56 @@ class Context(_Owned):
             _check(lib.vMemUnmapBatch(self._use(), as_buffer("struct vmem_unmap_op[]", ops), len(ops), bad), bad)
 
     def query(self, addr: SupportsIndex) -> tuple[int, int]:
-        """Return the page mapped at an address and the offset in that page; (0, 0) if nothing is mapped.
+        """Say which page is mapped at an address.
 
-        Raises `InvalidArgument` for an address in no reservation.
+        Parameters
+        ----------
+        addr : int
+            In one of the context's reservations.
+
+        Returns
+        -------
+        (int, int)
+            The page's handle and the offset in it, in bytes; (0, 0) if nothing is mapped.
+
+        Raises
+        ------
+        InvalidArgument
+            No reservation contains the address.
         """
         page, offset = ffi.new("vmem_page *"), ffi.new("uint64_t *")
         _check(lib.vmem_query(self._use(), uint("addr", addr), page, offset))
         return (page[0], offset[0]) if page[0] else (0, 0)
 
     def commit(self, addrs: Any, lengths: Any, page_size: int, *, zero: bool = False, fine: bool = False) -> int:
-        """Back every unbacked part of the ranges with new pages, all or none; returns the bytes newly backed.
+        """Back every unbacked part of ranges with new pages, all or none.
 
-        The ranges (scalars or arrays, multiples of `page_size`) do not overlap. The pages belong to the addresses:
-        `decommit` releases them. With `zero`, memory that this context used before is cleared. With `fine`, every page
-        stays separately unmappable while kernels run. Raises `OutOfMemory`, and `VmemError` (EBUSY) if another call
-        works in the ranges.
+        The pages belong to the addresses: `decommit` releases them.
+
+        Parameters
+        ----------
+        addrs : int or array of int
+            Addresses in the context's reservations.
+        lengths : int or array of int
+            Bytes. Addresses and lengths are multiples of `page_size`; ranges do not overlap.
+        page_size : int
+            Bytes; one of the context's ``page_sizes``.
+        zero : bool
+            Clear memory that this context used before. Fresh memory is always zero.
+        fine : bool
+            Keep every page separately unmappable while kernels run.
+
+        Returns
+        -------
+        int
+            Bytes newly backed.
+
+        Raises
+        ------
+        OutOfMemory
+            The device's memory or the budget is exhausted. Nothing was changed.
+        VmemError
+            EBUSY: another call works in the ranges.
         """
         one_of("page_size", page_size, self.page_sizes)
         (ranges, n), done = _ranges(addrs, lengths), ffi.new("uint64_t *")
@@ -406,9 +570,19 @@ class Context(_Owned):
         return int(done[0])
 
     def decommit(self, addrs: Any, lengths: Any) -> int:
-        """Release every page mapped in the ranges (scalars or arrays, bytes); returns the bytes that were backed there.
+        """Release every page mapped in ranges.
 
-        A range must not cut a page.
+        Parameters
+        ----------
+        addrs : int or array of int
+            Addresses in the context's reservations.
+        lengths : int or array of int
+            Bytes. A range must not cut a page.
+
+        Returns
+        -------
+        int
+            Bytes that were backed there.
         """
         (ranges, n), done = _ranges(addrs, lengths), ffi.new("uint64_t *")
         _check(lib.vmem_decommit(self._use(), ranges, n, done))
@@ -417,9 +591,22 @@ class Context(_Owned):
     # ---- data ------------------------------------------------------------------------------------------------
 
     def copy(self, dst: Any, src: Any, lengths: Any) -> None:
-        """Copy between addresses (scalars or arrays; device or CPU; lengths in bytes), in order; done on return.
+        """Copy between addresses, in order. The copies are done on return.
 
-        Raises `VmemError` (EFAULT) for unbacked addresses of a reservation; where it has a backdrop, they can be read.
+        Parameters
+        ----------
+        dst, src : int or array of int
+            Addresses of the device or of the CPU.
+        lengths : int or array of int
+            Bytes.
+
+        Raises
+        ------
+        VmemError
+            EFAULT: addresses of a reservation are unbacked. With a backdrop, they can be read.
+
+        Notes
+        -----
         Other addresses are the caller's own and are not checked: if no memory is mapped there, the process crashes.
         """
         ops = make_ops(COPY_OP, dst=dst, src=src, lengths=lengths)
@@ -428,14 +615,46 @@ class Context(_Owned):
         _check(lib.vmem_copy_batch(self._use(), as_buffer("struct vmem_copy_op[]", ops), len(ops)))
 
     def fill(self, addr: SupportsIndex, value: SupportsIndex, length: SupportsIndex) -> None:
-        """Set `length` bytes at `addr` to `value` (0 to 255); done on return. Raises as `copy` does."""
+        """Set bytes to a value. It is done on return.
+
+        Parameters
+        ----------
+        addr : int
+            The first address.
+        value : int
+            0 to 255.
+        length : int
+            Bytes.
+
+        Raises
+        ------
+        VmemError
+            As in `copy`.
+        """
         addr, value, length = uint("addr", addr), uint("value", value, 8), uint("length", length)
         if length:
             _check_addresses("addr", np.array([addr], np.uint64))
         _check(lib.vmem_fill(self._use(), addr, value, length))
 
     def read(self, addr: SupportsIndex, length: SupportsIndex) -> bytes:
-        """Return `length` bytes at `addr` as a bytes object. Raises as `copy` does."""
+        """Read bytes at an address.
+
+        Parameters
+        ----------
+        addr : int
+            The first address.
+        length : int
+            Bytes.
+
+        Returns
+        -------
+        bytes
+
+        Raises
+        ------
+        VmemError
+            As in `copy`.
+        """
         length = uint("length", length)
         try:
             data = np.empty(length, np.uint8)
@@ -445,7 +664,20 @@ class Context(_Owned):
         return data.tobytes()
 
     def write(self, addr: SupportsIndex, data: Any) -> None:
-        """Write a bytes-like object (contiguous, of any element type) to `addr`. Raises as `copy` does."""
+        """Write bytes to an address. They are there on return.
+
+        Parameters
+        ----------
+        addr : int
+            The first address.
+        data : bytes-like
+            Contiguous, of any element type.
+
+        Raises
+        ------
+        VmemError
+            As in `copy`.
+        """
         try:
             view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
         except TypeError:
@@ -489,9 +721,23 @@ os.register_at_fork(after_in_child=_new_lock)
 
 
 def default_context(backend: str | None = None, device: SupportsIndex = 0) -> Context:
-    """Return the process's context for a backend and device, made at first use. backend: as in `Context`, or "gpu".
+    """Return the process's context for a backend and device, made at first use.
 
-    "gpu" is the best backend that works and has GPU addresses. Raises as `Context` does.
+    Parameters
+    ----------
+    backend : str, optional
+        As in `Context`, or "gpu": the best backend that works and has GPU addresses.
+    device : int
+        As in `Context`.
+
+    Returns
+    -------
+    Context
+
+    Raises
+    ------
+    VmemError, InvalidArgument
+        As in `Context`.
     """
     if backend is not None:
         one_of("backend", backend, ["gpu", *backends()])

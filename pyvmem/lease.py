@@ -515,6 +515,11 @@ def torch_pool(
     name : str
         Of the pool's member.
 
+    Returns
+    -------
+    Lease
+        For use in ``with`` blocks.
+
     Raises
     ------
     VmemError

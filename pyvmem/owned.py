@@ -244,9 +244,20 @@ class Reservation(_Owned):
         return InvalidArgument(errno.EINVAL, f"{what} within the reservation's {self.length} bytes", index)
 
     def map(self, pages: Pages, offset: Any = 0, *, replace: bool = False, fine: bool = False) -> None:
-        """Map `Pages` here: consecutively from one offset (bytes), or at an array of offsets, one for each page.
+        """Map pages here, all or none.
 
-        `replace`, `fine` and the errors are as in `Context.map`.
+        Parameters
+        ----------
+        pages : Pages
+        offset : int or array of int
+            Bytes. One offset: the pages follow each other from there. Several: one for each page.
+        replace, fine
+            As in `Context.map`.
+
+        Raises
+        ------
+        VmemError
+            As in `Context.map`.
         """
         if not isinstance(pages, Pages):
             raise TypeError(f"pages must be Pages, not {type(pages).__name__}: Context.map takes handles")
@@ -270,9 +281,16 @@ class Reservation(_Owned):
             self._pages.discard(pages)
 
     def unmap(self, offset: Any = 0, length: Any = None) -> None:
-        """Unmap `length` bytes at `offset` (arrays for several ranges, all or none); by default, everything.
+        """Unmap ranges, all or none.
 
         Pages that `commit` created are released if they are mapped nowhere else.
+
+        Parameters
+        ----------
+        offset : int or array of int
+            Bytes; 0 by default.
+        length : int or array of int, optional
+            Bytes; by default, up to the end.
         """
         try:
             first, size = operator.index(offset), None if length is None else operator.index(length)
@@ -298,12 +316,34 @@ class Reservation(_Owned):
         zero: bool = False,
         fine: bool = False,
     ) -> int:
-        """Back every unbacked part of a range with new pages, all or none; returns the bytes newly backed.
+        """Back every unbacked part of a range with new pages, all or none.
 
-        Offset and length are multiples of `page_size`, which is the smallest page size by default. The pages belong to
-        the addresses: `decommit` or closing the reservation releases them. With `zero`, memory that this context used
-        before is cleared. With `fine`, every page stays separately unmappable while kernels run. Raises `OutOfMemory`,
-        and `VmemError`: EEXIST over pages smaller than `page_size`, EBUSY if another call works in the range.
+        The pages belong to the addresses: `decommit` or closing the reservation releases them.
+
+        Parameters
+        ----------
+        offset : int
+            Bytes from the beginning; 0 by default.
+        length : int, optional
+            Bytes; by default, up to the end.
+        page_size : int, optional
+            Bytes; by default the smallest. Offset and length are multiples of it.
+        zero : bool
+            Clear memory that this context used before. Fresh memory is always zero.
+        fine : bool
+            Keep every page separately unmappable while kernels run.
+
+        Returns
+        -------
+        int
+            Bytes newly backed.
+
+        Raises
+        ------
+        OutOfMemory
+            The device's memory or the budget is exhausted. Nothing was changed.
+        VmemError
+            EEXIST: over pages smaller than `page_size`. EBUSY: another call works in the range.
         """
         sizes = self.context.page_sizes
         page_size = min(sizes) if page_size is None else one_of("page_size", page_size, sizes)
@@ -313,10 +353,21 @@ class Reservation(_Owned):
         return int(done[0])
 
     def decommit(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> int:
-        """Release the pages that `commit` created in a range; returns the bytes that were backed there.
+        """Release the pages that `commit` created in a range.
 
-        The range must not cut a page. `Pages` that are mapped there are unmapped but keep their memory;
-        `Context.decommit` releases them too.
+        `Pages` that are mapped there are unmapped but keep their memory; `Context.decommit` releases them too.
+
+        Parameters
+        ----------
+        offset : int
+            Bytes from the beginning; 0 by default.
+        length : int, optional
+            Bytes; by default, up to the end. The range must not cut a page.
+
+        Returns
+        -------
+        int
+            Bytes that were backed there.
         """
         first, size = self._part(offset, length)
         if not size:
@@ -326,10 +377,17 @@ class Reservation(_Owned):
         return backed
 
     def backdrop(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> None:
-        """Make the unbacked addresses of a range readable now. Only for a reservation with ``backdrop=True``.
+        """Make the unbacked addresses of a range readable now.
 
-        GPU backends establish a backdrop in blocks of tens of MiB, where pages are mapped; a kernel that reads further
-        away needs this call first.
+        Only for a reservation with ``backdrop=True``. GPU backends establish a backdrop in blocks of tens of MiB, where
+        pages are mapped; a kernel that reads further away needs this call first.
+
+        Parameters
+        ----------
+        offset : int
+            Bytes from the beginning; 0 by default.
+        length : int, optional
+            Bytes; by default, up to the end.
         """
         first, size = self._part(offset, length)
         _check(lib.pv_range_backdrop(self._owned(), first, size))
@@ -344,7 +402,20 @@ class Reservation(_Owned):
         return int(done[0])
 
     def backed(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> list[tuple[int, int]]:
-        """Return (offset, length) of each backed part of a range, in bytes and in order. Adjacent parts are joined."""
+        """List the backed parts of a range. Adjacent parts are joined.
+
+        Parameters
+        ----------
+        offset : int
+            Bytes from the beginning; 0 by default.
+        length : int, optional
+            Bytes; by default, up to the end.
+
+        Returns
+        -------
+        list of (int, int)
+            Offset and length of each part, in bytes and in order.
+        """
         at, left = self._part(offset, length)
         end, first, found = at + left, ffi.new("uint64_t *"), ffi.new("uint64_t *")
         parts: list[tuple[int, int]] = []

@@ -43,7 +43,22 @@ def _context(context: Context) -> Context:
 
 
 def vMemReserve(context: Context, length: SupportsIndex, *, backdrop: bool = False) -> int:
-    """Reserve `length` bytes of addresses; returns the first. The caller owes `vMemFree`."""
+    """Reserve addresses. The caller owes `vMemFree`.
+
+    Parameters
+    ----------
+    context : Context
+        The backend and device.
+    length : int
+        Bytes.
+    backdrop : bool
+        As in `Context.reserve`.
+
+    Returns
+    -------
+    int
+        The first address.
+    """
     addr = ffi.new("uint64_t *")
     flags = lib.VMEM_RESERVE_BACKDROP if flag("backdrop", backdrop) else 0
     _check(lib.vMemReserve(_context(context)._use(), uint("length", length), flags, addr))
@@ -51,37 +66,109 @@ def vMemReserve(context: Context, length: SupportsIndex, *, backdrop: bool = Fal
 
 
 def vMemFree(context: Context, addr: SupportsIndex) -> None:
-    """Free what `vMemReserve` returned. Raises `VmemError` (EBUSY) while anything is mapped there."""
+    """Free what `vMemReserve` returned.
+
+    Parameters
+    ----------
+    context : Context
+        The backend and device.
+    addr : int
+        The first address.
+
+    Raises
+    ------
+    VmemError
+        EBUSY: something is mapped there.
+    """
     _check(lib.vMemFree(_context(context)._use(), uint("addr", addr)))
 
 
 def vMemCreate(context: Context, page_size: int, n: SupportsIndex = 1, *, zero: bool = False) -> UInts:
-    """Create `n` physical pages; returns their handles, uint64[n]. The caller owes `vMemRelease`."""
+    """Create physical pages. The caller owes `vMemRelease`.
+
+    Parameters
+    ----------
+    context : Context
+        The backend and device.
+    page_size, n, zero
+        As in `Context.create`.
+
+    Returns
+    -------
+    numpy.ndarray
+        Their handles, uint64[n].
+    """
     return _context(context).create_handles(page_size, n, zero=zero)
 
 
 def vMemMap(context: Context, addr: SupportsIndex, page: SupportsIndex) -> None:
-    """Map one page at an address, with access: cuMemMap and cuMemSetAccess in one."""
+    """Map one page, with access: cuMemMap and cuMemSetAccess in one.
+
+    Parameters
+    ----------
+    context : Context
+        The backend and device.
+    addr : int
+        A multiple of the page's size.
+    page : int
+        Its handle.
+    """
     _check(lib.vMemMap(_context(context)._use(), uint("addr", addr), uint("page", page)))
 
 
 def vMemMapBatch(context: Context, addrs: Any, pages: Any, *, replace: bool = False, fine: bool = False) -> None:
-    """Map many pages at as many addresses, all or none."""
+    """Map many pages at as many addresses, all or none.
+
+    Parameters
+    ----------
+    context : Context
+        The backend and device.
+    addrs, pages, replace, fine
+        As in `Context.map`.
+    """
     _context(context).map(addrs, pages, replace=replace, fine=fine)
 
 
 def vMemUnmap(context: Context, addr: SupportsIndex, length: SupportsIndex) -> None:
-    """Unmap `length` bytes at `addr`; the pages stay."""
+    """Unmap a range; the pages stay.
+
+    Parameters
+    ----------
+    context : Context
+        The backend and device.
+    addr : int
+        The first address.
+    length : int
+        Bytes.
+    """
     _check(lib.vMemUnmap(_context(context)._use(), uint("addr", addr), uint("length", length)))
 
 
 def vMemUnmapBatch(context: Context, addrs: Any, lengths: Any) -> None:
-    """Unmap many ranges, all or none."""
+    """Unmap many ranges, all or none.
+
+    Parameters
+    ----------
+    context : Context
+        The backend and device.
+    addrs : int or array of int
+        Addresses in the context's reservations.
+    lengths : int or array of int
+        Bytes.
+    """
     _context(context).unmap(addrs, lengths)
 
 
 def vMemRelease(context: Context, pages: Any) -> None:
-    """Unmap a page, or an array of pages, wherever they are mapped, and free them."""
+    """Unmap a page, or an array of pages, wherever they are mapped, and free them.
+
+    Parameters
+    ----------
+    context : Context
+        The backend and device.
+    pages : int or array of int
+        Their handles.
+    """
     _context(context).release(pages)
 
 
@@ -91,29 +178,73 @@ vMemReleaseBatch = vMemRelease
 def init(
     layers: int, kv_heads: int, head_dim: int, batch: int, max_tokens: int, budget: int, **options: Any
 ) -> "KVCache":
-    """`KVCache.for_model`: the first arguments are the paper's N', H, D, B and L; `budget` is in bytes."""
+    """`KVCache.for_model` by the paper's names.
+
+    Parameters
+    ----------
+    layers, kv_heads, head_dim, batch, max_tokens : int
+        The paper's N', H, D, B and L.
+    budget : int
+        Bytes.
+    **options
+        As in `KVCache.for_model`.
+
+    Returns
+    -------
+    KVCache
+    """
     from pyvmem.kv.cache import KVCache
 
     return KVCache.for_model(layers, kv_heads, head_dim, batch, max_tokens, budget, **options)
 
 
 def alloc_reqid(cache: "KVCache", tokens: SupportsIndex = 0) -> int:
-    """`KVCache.alloc`: a request's number, or -1 if all are taken."""
+    """`KVCache.alloc` by the paper's name.
+
+    Parameters
+    ----------
+    cache : KVCache
+    tokens : int
+        As in `KVCache.alloc`.
+
+    Returns
+    -------
+    int
+        The request's number, or -1 if all are taken.
+    """
     slot = cache.alloc(tokens)
     return -1 if slot is None else slot
 
 
 def free_reqid(cache: "KVCache", slot: SupportsIndex) -> None:
-    """`KVCache.free`, after the kernels of every step so far."""
+    """`KVCache.free`, after the kernels of every step so far.
+
+    Parameters
+    ----------
+    cache : KVCache
+    slot : int
+        The request's number.
+    """
     cache.free(slot, after=cache.last_step)
 
 
 def step(cache: "KVCache", lengths: "Lengths", *, zero_ends: bool = False) -> int:
-    """`KVCache.step`: 0, or -1 if memory is short.
+    """`KVCache.step` by the paper's name.
 
-    zero_ends: an active request of length 0 is over, as in microsoft/vattention. The call first frees it, after the
-    kernels of the last step in which it took part. It stays freed if memory then is short. Without `zero_ends`, the
-    request takes no part and keeps its rows.
+    Parameters
+    ----------
+    cache : KVCache
+    lengths
+        As in `KVCache.step`.
+    zero_ends : bool
+        An active request of length 0 is over, as in microsoft/vattention. The call first frees it, after the kernels of
+        the last step in which it took part. It stays freed if memory then is short. Without `zero_ends`, the request
+        takes no part and keeps its rows.
+
+    Returns
+    -------
+    int
+        0, or -1 if memory is short.
     """
     if flag("zero_ends", zero_ends):
         cache.step(lengths, dry=True)  # lengths that it refuses end no request

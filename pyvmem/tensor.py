@@ -349,11 +349,20 @@ class VirtualTensor(Uncopyable):
         return start * unit, stop * unit
 
     def commit(self, rows: Rows | None = None, *, bytes: Rows | None = None, fine: bool = False) -> int:
-        """Back rows (of the first dimension) or bytes with pages: an int, a slice or a range; by default everything.
+        """Back rows or bytes with pages.
 
         Whole pages are backed, so neighbouring rows may become resident too. Rows that are already backed keep their
         contents. Fresh memory is zero. Memory that this context used before is cleared only if the tensor was made with
-        `zero`. With `fine`, every page stays separately unmappable while kernels run.
+        `zero`.
+
+        Parameters
+        ----------
+        rows : int, slice or range, optional
+            Of the first dimension; by default everything.
+        bytes : int, slice or range, optional
+            Instead of rows.
+        fine : bool
+            Keep every page separately unmappable while kernels run.
 
         Returns
         -------
@@ -380,7 +389,22 @@ class VirtualTensor(Uncopyable):
     def decommit(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> int:
         """Release the pages that lie wholly within rows or bytes; their contents are lost.
 
-        Arguments and errors as in `commit`. No kernel in flight may touch these pages. Returns the bytes freed.
+        No kernel in flight may touch these pages.
+
+        Parameters
+        ----------
+        rows, bytes
+            As in `commit`.
+
+        Returns
+        -------
+        int
+            Bytes freed.
+
+        Raises
+        ------
+        IndexError, ValueError
+            As in `commit`.
         """
         start, stop = self._span(rows, bytes)
         first = -(-start // self.page_size) * self.page_size
@@ -393,8 +417,13 @@ class VirtualTensor(Uncopyable):
     def backdrop(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> None:
         """Make unbacked rows or bytes readable now. The tensor must have been made with a backdrop.
 
-        Arguments as in `commit`. GPU backends establish the backdrop lazily, around the backed pages. Call this before
-        a kernel reads unbacked rows further away. On the host backend, the backdrop is always present.
+        GPU backends establish the backdrop lazily, around the backed pages. Call this before a kernel reads unbacked
+        rows further away. On the host backend, the backdrop is always present.
+
+        Parameters
+        ----------
+        rows, bytes
+            As in `commit`.
         """
         start, stop = self._span(rows, bytes)
         self._range.backdrop(start, stop - start)
@@ -402,11 +431,20 @@ class VirtualTensor(Uncopyable):
     # ---- files -----------------------------------------------------------------------------------------------
 
     def save(self, file: str | os.PathLike[str] | IO[builtins.bytes]) -> int:
-        """Write the backed parts to a file (a path, or a binary file object); returns the bytes of data written.
+        """Write the backed parts to a file.
 
         The file has a line that names the format, a line of JSON, and the parts' bytes in order. The JSON gives the
-        shape, the dtype and ``parts``: the first byte and the length of each. Waits for the GPU's kernels. Nothing
-        may commit or decommit meanwhile.
+        shape, the dtype and ``parts``: the first byte and the length of each. Waits for the GPU's kernels. Nothing may
+        commit or decommit meanwhile.
+
+        Parameters
+        ----------
+        file : str, os.PathLike or binary file
+
+        Returns
+        -------
+        int
+            Bytes of data written.
         """
         self._span(None, None)
         if self.tensor.is_cuda:  # context.read does not wait for torch's kernels
@@ -431,9 +469,24 @@ class VirtualTensor(Uncopyable):
         zero: bool = False,
         context: Context | None = None,
     ) -> "VirtualTensor":
-        """Load a tensor that `save` wrote, with the same parts backed. Other arguments as in `virtual_empty`.
+        """Load a tensor that `save` wrote, with the same parts backed.
 
-        Raises ValueError if `save` did not write the file, or the file is truncated, and `OutOfMemory`.
+        Parameters
+        ----------
+        file : str, os.PathLike or binary file
+        device, page_size, backdrop, zero, context
+            As in `virtual_empty`.
+
+        Returns
+        -------
+        VirtualTensor
+
+        Raises
+        ------
+        ValueError
+            `save` did not write the file, or it is truncated.
+        OutOfMemory
+            There is no memory for its parts.
         """
         with _open(file, "rb") as source:
             if _read(source, len(_MAGIC)) != _MAGIC:

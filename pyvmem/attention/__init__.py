@@ -113,8 +113,26 @@ def prefill(
     """Causal attention of several new tokens of each request: a prompt, or a chunk that follows its earlier rows.
 
     The queries of request i are the last ``query_lengths[i]`` of its ``lengths[i]`` tokens, so the causal mask is
-    aligned to the bottom right. `q` is ``[sum(query_lengths), query_heads, head_dim]``, request after request. The
-    other arguments are those of `decode`. Requests with one query may be among them.
+    aligned to the bottom right. Requests with one query may be among them.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``[sum(query_lengths), query_heads, head_dim]``, request after request.
+    query_lengths : sequence of int, optional
+        Queries of each request. None with a `Batch`.
+    cache, layer, slots, lengths, kernel, softmax_scale, window, softcap, num_splits, out
+        As in `decode`.
+
+    Returns
+    -------
+    torch.Tensor
+        Of q's shape and dtype; bfloat16 for FP8 queries.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As in `decode`.
     """
     if not isinstance(slots, Batch) and query_lengths is None:
         raise ValueError("query_lengths is missing: the number of queries of each request")
@@ -132,9 +150,30 @@ def best(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Choice:
-    """The `Choice` of a kernel for "decode" or "prefill" by GPU and shape, with the reason.
+    """Choose a kernel by GPU and shape.
 
-    q_dtype: the cache's by default. Raises ValueError if no kernel takes the shape.
+    Parameters
+    ----------
+    phase : {"decode", "prefill"}
+    cache : KVCache
+    query_heads : int
+        A multiple of the cache's KV heads.
+    layer : int or (torch.Tensor, torch.Tensor)
+        As in `decode`.
+    q_dtype : torch.dtype, optional
+        Of the queries; by default the cache's.
+    window, softcap
+        As in `decode`.
+
+    Returns
+    -------
+    Choice
+        The kernel's name, with the reason.
+
+    Raises
+    ------
+    ValueError
+        No kernel takes the shape.
     """
     k, _ = _layer(cache, layer)
     return choose(_shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap))
@@ -150,7 +189,26 @@ def kernels(
     window: int = 0,
     softcap: float = 0.0,
 ) -> dict[str, str | None]:
-    """A dict of all kernels: name to None, or to why the kernel cannot take the shape on this machine."""
+    """Say of each kernel whether it takes a shape on this machine.
+
+    Parameters
+    ----------
+    phase : {"decode", "prefill"}
+    cache : KVCache
+    query_heads : int
+        A multiple of the cache's KV heads.
+    layer : int or (torch.Tensor, torch.Tensor)
+        As in `decode`.
+    q_dtype : torch.dtype, optional
+        Of the queries; by default the cache's.
+    window, softcap
+        As in `decode`.
+
+    Returns
+    -------
+    dict of str to (str or None)
+        By the kernel's name: None, or why it cannot.
+    """
     k, _ = _layer(cache, layer)
     shape = _shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap)
     return {name: stops(name, shape) for name in KERNELS}
@@ -164,9 +222,28 @@ def tile_rows(
     dtype: torch.dtype = torch.bfloat16,
     window: int = 0,
 ) -> int:
-    """The `tile_rows` that a `KVCache` needs for this kernel, for decode and for prefill.
+    """Return the `tile_rows` that a `KVCache` needs for a kernel, for decode and for prefill.
 
-    dtype: of the cache. window: in tokens, as in `decode`. Raises ValueError and TypeError, which name the argument.
+    Parameters
+    ----------
+    kernel : str
+        A name of `kernels`.
+    query_heads, kv_heads, head_dim : int
+        Of the model; query_heads is a multiple of kv_heads.
+    dtype : torch.dtype
+        Of the cache.
+    window : int
+        Tokens, as in `decode`.
+
+    Returns
+    -------
+    int
+        Rows.
+
+    Raises
+    ------
+    ValueError, TypeError
+        They name the argument.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel {kernel!r} must be one of {', '.join(KERNELS)}")
@@ -362,6 +439,11 @@ class Again:
     The arguments are those of `decode`, except for q, ``[requests, query_heads, 1, head_dim]``, and K and V in `new`,
     ``[requests, kv_heads, 1, head_dim]``, which have the shapes that models use, as has the result,
     ``[requests, 1, query_heads, head_dim]``.
+
+    Parameters
+    ----------
+    cache, layer
+        As in `decode`.
     """
 
     def __init__(self, cache: Cache, layer: Layer) -> None:

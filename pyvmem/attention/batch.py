@@ -164,9 +164,19 @@ class Batch:
         self._buffer.copy_(packed, non_blocking=True)
 
     def zeros(self, count: int) -> torch.Tensor:
-        """int32[count] on the device, which uploads set to 0: counters of a kernel, one for each request and KV head.
+        """Return counters of a kernel, one for each request and KV head, which uploads set to 0.
 
         A captured graph finds them there, as it finds the lengths.
+
+        Parameters
+        ----------
+        count : int
+            How many.
+
+        Returns
+        -------
+        torch.Tensor
+            int32[count] on the device.
         """
         if count > len(self._counts):  # K and V given as a pair, with more heads than the cache's
             return torch.zeros(count, dtype=torch.int32, device=self.device)
@@ -174,7 +184,13 @@ class Batch:
         return counts
 
     def last_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of the last tokens: slots and rows, int64[n] each on the device."""
+        """Return the places of the last tokens.
+
+        Returns
+        -------
+        (torch.Tensor, torch.Tensor)
+            Slots and rows, int64[n] each on the device.
+        """
         if self._last is None or self.fixed:  # a captured graph recomputes them
             self._last = self.slots_t.long(), self.lengths_t.long() - 1
         return self._last
@@ -184,6 +200,16 @@ class Batch:
 
         The memory stays the same, so CUDA graphs captured with this batch read the new values. Launches copies on the
         current stream.
+
+        Parameters
+        ----------
+        slots, lengths, query_lengths
+            As in the class.
+
+        Raises
+        ------
+        ValueError
+            Another number of requests or queries.
         """
         before = len(self), self.total_queries, self.max_query
         kept = self.slots, self.lengths, self.query_lengths, self.max_length, self.max_query, self.total_queries

@@ -106,7 +106,7 @@ class KVCache(_Owned):
         the cache is `lazy`.
     options : KVCacheOptions, optional
         How the cache gets and keeps its pages.
-    keywords
+    **keywords
         Any of those options by name: ``KVCache(..., backend="stock", page_size=2 << 20)``.
 
     Attributes
@@ -230,7 +230,7 @@ class KVCache(_Owned):
         ----------
         layers, kv_heads, head_dim : int
             Of this worker, as in the paper.
-        slots, max_tokens, budget, options, keywords
+        slots, max_tokens, budget, options, **keywords
             As in `KVCache`.
         dtype, layout, window
             As in `model_specs`.
@@ -256,10 +256,20 @@ class KVCache(_Owned):
         return f"<pyvmem.KVCache {self.slots} slots of {self.max_tokens} tokens on {self.context.backend}{state}>"
 
     def layout(self, tensor: SupportsIndex) -> tuple[int, int, int, int]:
-        """Return (address, bytes, slot stride in bytes, rows per slot) of tensor number `tensor`.
+        """Say where a tensor lies.
 
-        A slot may have more rows than `max_tokens`: slot s starts at row ``s * rows`` of the contiguous
-        ``[slots * rows, *shape]``, which is what kernels with cumulative offsets need (`flat`).
+        A slot may have more rows than `max_tokens`: slot s starts at row ``s * rows`` of the contiguous ``[slots *
+        rows, *shape]``, which is what kernels with cumulative offsets need (`flat`).
+
+        Parameters
+        ----------
+        tensor : int
+            Its number.
+
+        Returns
+        -------
+        (int, int, int, int)
+            Address, bytes, slot stride in bytes, and rows of a slot.
         """
         raw = structure("vmem_kv_layout")
         _check(lib.vmem_kv_get_layout(self._use(), uint("tensor", tensor, 32), raw))
@@ -284,12 +294,28 @@ class KVCache(_Owned):
         return tensor_at(self._owner, addr, shape, spec.dtype, device, strides, (check, row_bytes))
 
     def flat(self, tensor: int) -> torch.Tensor:
-        """Return tensor number `tensor` as contiguous rows, ``[slots * rows, *shape]``; see `layout`."""
+        """Return a tensor as contiguous rows; see `layout`.
+
+        Parameters
+        ----------
+        tensor : int
+            Its number.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[slots * rows, *shape]``.
+        """
         self._use()
         return self._tensor(tensor, flat=True)
 
     def groups(self) -> list[GroupInfo]:
-        """Return a `GroupInfo` for each group of tensors with the same row size, window and max_tokens."""
+        """Describe each group of tensors with the same row size, window and max_tokens.
+
+        Returns
+        -------
+        list of GroupInfo
+        """
         raw, kv = structure("vmem_kv_group_info"), self._use()
         layout: Any = structure("vmem_kv_layout")
         members: dict[int, list[int]] = {}
@@ -308,7 +334,7 @@ class KVCache(_Owned):
     def alloc(
         self, tokens: SupportsIndex = 0, *, slot: SupportsIndex | None = None, prefix_tokens: SupportsIndex = 0
     ) -> int | None:
-        """Allocate a slot for a new request; returns None if all slots are taken.
+        """Allocate a slot for a new request.
 
         Chooses the free slot whose kept pages fit best (deferred reclamation, section 5.4.2 of the paper).
 
@@ -320,6 +346,11 @@ class KVCache(_Owned):
             Take exactly this slot.
         prefix_tokens : int
             Rows that `attach` will provide: kept pages in their place are useless.
+
+        Returns
+        -------
+        int or None
+            The slot; None if all slots are taken.
 
         Raises
         ------
@@ -359,9 +390,16 @@ class KVCache(_Owned):
     def free(self, slot: SupportsIndex, after: Any = None) -> None:
         """End a request. Its pages are kept for the next one while memory allows.
 
-        Quiet, unless `after` is given: a step's number (`last_step`), or an event with a ``query()``, such as a
-        ``torch.cuda.Event`` recorded after the last step's kernels. The slot is then freed once the kernels up to that
-        point have ended. No call may name it until it is allocated again.
+        With `after`, the slot is freed once the kernels up to that point have ended. No call may name it until it is
+        allocated again.
+
+        Parameters
+        ----------
+        slot : int
+            Its number.
+        after : int or event, optional
+            A step's number (`last_step`), or an event with a ``query()``, such as a ``torch.cuda.Event`` recorded after
+            the last step's kernels. None: quiet, no kernel in flight may access the slot.
         """
         kv, slot = self._use(), uint("slot", slot, 32)
         host = self._swapped.pop(slot, None)  # before the call: once the slot is free, another thread may allocate it
@@ -397,9 +435,27 @@ class KVCache(_Owned):
     def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None, *, dry: bool = False) -> bool:
         """Discard rows from `tokens` onward (rejected speculation).
 
-        Quiet, unless `after` is given, as in `free`: kernels up to that point may still touch the rows. Returns False
-        if there is no memory to copy a shared page. Raises `VmemError` (EBUSY), and changes nothing, if shared rows
-        would have to be copied before those kernels end.
+        Parameters
+        ----------
+        slot : int
+            Its number.
+        tokens : int
+            Rows that stay.
+        after : int or event, optional
+            As in `free`: kernels up to that point may still touch the rows.
+        dry : bool
+            Only answer.
+
+        Returns
+        -------
+        bool
+            False: there is no memory to copy a shared page.
+
+        Raises
+        ------
+        VmemError
+            EBUSY: shared rows would have to be copied before those kernels end. ENODATA: a window has given up rows
+            that the next token reads. Nothing has changed.
         """
         kv, slot, tokens = self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)
         number = 0 if after is None else self._fence(after)
@@ -414,7 +470,17 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_wait(self._use()))
 
     def slot(self, slot: SupportsIndex) -> SlotInfo:
-        """Return the `SlotInfo` of a slot."""
+        """Describe a slot.
+
+        Parameters
+        ----------
+        slot : int
+            Its number.
+
+        Returns
+        -------
+        SlotInfo
+        """
         raw = structure("vmem_kv_slot_info")
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
         state = ("free", "active", "swapped")[raw.state]
@@ -422,7 +488,17 @@ class KVCache(_Owned):
         return SlotInfo(state, raw.tokens, raw.shared_tokens, *pages, raw.absent_steps, int(raw.after))
 
     def tokens(self, slots: Iterable[int]) -> list[int]:
-        """Return, for each of the slots, the rows that kernels may read: 0 for slots that are free or swapped out."""
+        """Say how many rows of each slot kernels may read.
+
+        Parameters
+        ----------
+        slots : iterable of int
+
+        Returns
+        -------
+        list of int
+            Rows; 0 for slots that are free or swapped out.
+        """
         raw, kv, get = structure("vmem_kv_slot_info"), self._use(), lib.vmem_kv_get_slot
         rows = []
         for slot in elements("slots", slots):
@@ -463,18 +539,22 @@ class KVCache(_Owned):
     # ---- admission -------------------------------------------------------------------------------------------
 
     def fit(self, requests: Iterable[Request]) -> int:
-        """Return how many of these new requests, in this order, would find a slot and memory; changes nothing.
+        """Say how many of these new requests, in this order, would find a slot and memory.
 
-        The answer is exact: that many can be allocated, begin with their prefixes, and take part in the next step,
-        unless others take the memory before. The next request would not fit, and `shortage` says what it lacks. New
-        requests must leave the watermark free (`set_watermark`).
+        The answer is exact, and changes nothing: that many can be allocated, begin with their prefixes, and take part
+        in the next step, unless others take the memory before. The next request would not fit, and `shortage` says what
+        it lacks. New requests must leave the watermark free (`set_watermark`).
 
         Parameters
         ----------
         requests : sequence of int, (int, int) or (int, hashes)
-            Tokens of the first step, at least 1; or these, and how many of them a prefix or blocks provide; or
-            the hashes of the blocks that a request begins with as far as they are known
-            (`pyvmem.kv.prefix.PrefixCache`). As in `PrefixCache.alloc`, the last token always remains to be computed.
+            Tokens of the first step, at least 1; or these, and how many of them a prefix or blocks provide; or the
+            hashes of the blocks that a request begins with as far as they are known (`pyvmem.kv.prefix.PrefixCache`).
+            As in `PrefixCache.alloc`, the last token always remains to be computed.
+
+        Returns
+        -------
+        int
         """
         raw, _kept = requests_of(requests, self._prefixes)
         fit = ffi.new("size_t *")
@@ -483,10 +563,17 @@ class KVCache(_Owned):
         return int(fit[0])
 
     def room(self, slot: SupportsIndex | None = None) -> int:
-        """Return the most tokens the slot could have in the next step if it alone took part.
+        """Say how many tokens a slot could have in the next step if it alone took part.
 
-        0: there is no memory for a step to the length that it has. None: a new request, which must leave the watermark
-        free.
+        Parameters
+        ----------
+        slot : int, optional
+            None: a new request, which must leave the watermark free.
+
+        Returns
+        -------
+        int
+            0: there is no memory for a step to the length that it has.
         """
         tokens = ffi.new("uint32_t *")
         _check(lib.vmem_kv_room(self._ready(), -1 if slot is None else uint("slot", slot, 31), tokens))
@@ -495,9 +582,13 @@ class KVCache(_Owned):
     def set_watermark(self, watermark: SupportsIndex | float) -> None:
         """Set the memory that new requests leave free for running ones.
 
-        An int is bytes. A float from 0.0 to 1.0 is a part of the budget, and is rounded up to a whole percentage. `fit`
-        and `room` leave it free; `step` and the growth of running requests do not. While no request is active, a new
-        one may use everything. vLLM has the same watermark.
+        `fit` and `room` leave it free; `step` and the growth of running requests do not. While no request is active, a
+        new one may use everything. vLLM has the same watermark.
+
+        Parameters
+        ----------
+        watermark : int or float
+            An int is bytes. A float from 0.0 to 1.0 is a part of the budget, rounded up to a whole percentage.
         """
         _check(lib.vmem_kv_set_watermark(self._use(), *watermark_of(watermark)))
 
@@ -515,10 +606,15 @@ class KVCache(_Owned):
         return int(number[0])
 
     def retire(self, step: SupportsIndex | None = None) -> None:
-        """Declare that the kernels of all steps up to this one (None: of every step) have ended.
+        """Declare that the kernels of all steps up to this one have ended.
 
         Without this call, a step's kernels count as ended once the steps that may be in flight have been called after
         it. This is the only call that may follow ``close(after=step)``: it frees the memory.
+
+        Parameters
+        ----------
+        step : int, optional
+            Its number; None: every step.
         """
         closing = self._closing
         if closing is not None:
@@ -558,10 +654,28 @@ class KVCache(_Owned):
     # ---- runs ------------------------------------------------------------------------------------------------
 
     def share(self, slot: SupportsIndex, tokens: SupportsIndex, first: SupportsIndex = 0) -> Run:
-        """Hold the slot's rows [first, first + tokens) for other requests, until `drop`. Returns a `Run`.
+        """Hold rows of a slot for other requests, until `drop`.
 
-        Kernels in flight may still be writing the rows: see `attach`. Raises `VmemError` (ENODATA) if windows have
-        given up rows that a request needs which begins with the run. After a step that ends with the run, none has.
+        Kernels in flight may still be writing the rows: see `attach`.
+
+        Parameters
+        ----------
+        slot : int
+            Its number.
+        tokens : int
+            How many rows.
+        first : int
+            The first of them.
+
+        Returns
+        -------
+        Run
+
+        Raises
+        ------
+        VmemError
+            ENODATA: windows have given up rows that a request needs which begins with the run. After a step that ends
+            with the run, none has.
         """
         run = ffi.new("struct vmem_kv_run *", {"keep": 1})
         run.slot, run.first = uint("slot", slot, 32), uint("first", first, 32)
@@ -632,7 +746,13 @@ class KVCache(_Owned):
         return tokens if answer else None
 
     def drop(self, runs: Run | Iterable[Run]) -> None:
-        """Hold runs no longer. Pages without another holder are released. Runs that are gone are skipped."""
+        """Hold runs no longer. Pages without another holder are released.
+
+        Parameters
+        ----------
+        runs : Run or sequence of Run
+            Runs that are gone are skipped.
+        """
         _check(lib.vmem_kv_drop(self._use(), *self._numbers_of(runs), 2**64 - 1, 0, ffi.NULL))
 
     def order(self, runs: Run | Iterable[Run], *, keep: bool = False) -> None:
@@ -648,7 +768,21 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_order(self._use(), *self._numbers_of(runs), flag("keep", keep)))
 
     def run(self, run: Run) -> RunInfo:
-        """Return the `RunInfo` of a run. Raises `InvalidArgument` if it is gone."""
+        """Describe a run.
+
+        Parameters
+        ----------
+        run : Run
+
+        Returns
+        -------
+        RunInfo
+
+        Raises
+        ------
+        InvalidArgument
+            It is gone.
+        """
         if not isinstance(run, Run):
             raise TypeError(f"run must be a Run, not {shown(run)}")
         raw = structure("vmem_kv_run_info")
@@ -662,14 +796,43 @@ class KVCache(_Owned):
         """Copy the slot's rows to CPU memory and release its pages; the slot stays taken.
 
         Waits for the kernels of the current stream; *Quiet* for those of other streams. The CPU memory is pinned for a
-        cache on a GPU. Raises `OutOfMemory` if there is none, and `VmemError` (EBUSY) if another thread makes a step of
-        the slot meanwhile, or the current stream is being captured. Nothing has changed then.
+        cache on a GPU.
+
+        Parameters
+        ----------
+        slot : int
+            Its number.
+
+        Raises
+        ------
+        OutOfMemory
+            There is no CPU memory. Nothing has changed.
+        VmemError
+            EBUSY: another thread makes a step of the slot meanwhile, or the current stream is being captured.
         """
         slot = uint("slot", slot, 32)
         self._swapped[slot] = swap.swap_out(self, slot)
 
     def swap_in(self, slot: SupportsIndex, *, dry: bool = False) -> bool:
-        """Copy a swapped slot back to the same addresses. Returns False as `step` does."""
+        """Copy a swapped slot back to the same addresses.
+
+        Parameters
+        ----------
+        slot : int
+            Its number.
+        dry : bool
+            Only answer.
+
+        Returns
+        -------
+        bool
+            False: memory is short, as with `step`.
+
+        Raises
+        ------
+        ValueError
+            The slot is not swapped out.
+        """
         kv, slot = self._ready(), uint("slot", slot, 32)
         if dry:
             return self._answer(lib.vmem_kv_swap_in(kv, slot, lib.VMEM_KV_DRY))
@@ -684,19 +847,37 @@ class KVCache(_Owned):
     # ---- memory ----------------------------------------------------------------------------------------------
 
     def set_budget(self, bytes: SupportsIndex) -> None:
-        """Grow or shrink the budget, to a page or more. Shrinking returns device memory; active requests keep what they
-        need.
+        """Grow or shrink the budget.
 
-        Raises `OutOfMemory` if the device has less memory than that.
+        Shrinking returns device memory; active requests keep what they need.
+
+        Parameters
+        ----------
+        bytes : int
+            A page or more.
+
+        Raises
+        ------
+        OutOfMemory
+            The device has less memory than that.
         """
         _check(lib.vmem_kv_set_budget(self._ready(), uint("bytes", bytes)))
 
     def reclaim(self, bytes: SupportsIndex | None = None, *, compact: bool = False) -> int:
-        """Release kept pages and return unused device memory; returns the bytes of pages released.
+        """Release kept pages and return unused device memory.
 
-        Releases at least `bytes` if that much is kept; by default, releases all kept pages. With `compact`, pages that
-        only prefixes and blocks hold are then moved closer together where that returns more memory to the system, and
-        the result is the device memory returned. Do so at idle times: it takes long.
+        Parameters
+        ----------
+        bytes : int, optional
+            Release at least so much, if it is kept; by default, all kept pages.
+        compact : bool
+            Then move pages that only prefixes and blocks hold closer together, where that returns more memory to the
+            system. It takes long: do so at idle times.
+
+        Returns
+        -------
+        int
+            Bytes of pages released; with `compact`, of device memory returned.
         """
         freed, least = ffi.new("uint64_t *"), 2**64 - 1 if bytes is None else uint("bytes", bytes)
         what = lib.VMEM_KV_KEPT | (lib.VMEM_KV_COMPACT if flag("compact", compact) else 0)
@@ -714,7 +895,12 @@ class KVCache(_Owned):
         return int(self._raw_stats.step_maps)
 
     def stats(self) -> KVStats:
-        """Return the current `KVStats`."""
+        """Return what the cache holds at this moment, and counts of its calls.
+
+        Returns
+        -------
+        KVStats
+        """
         raw = structure("vmem_kv_stats")
         _check(lib.vmem_kv_get_stats(self._use(), raw))
         stats = KVStats(**{name: int(getattr(raw, name)) for name in STATS})
@@ -736,9 +922,19 @@ class KVCache(_Owned):
     def picture(self, path: str | os.PathLike[str] | None = None, *, slots: int = 32, title: str = "") -> str:
         """Draw who owns the cache's pages: requests, prefixes, memory mapped ahead or kept, and what is unused.
 
-        path: a file to write: .svg, .png or .pdf (the last two need matplotlib, and draw the budget alone).
-        slots: draw the pages of at most so many slots, those with the most pages. title: what stands above.
-        Returns the picture as SVG, which a notebook shows for the cache itself.
+        Parameters
+        ----------
+        path : str or os.PathLike, optional
+            A file to write: .svg, .png or .pdf (the last two need matplotlib, and draw the budget alone).
+        slots : int
+            Draw the pages of at most so many slots, those with the most pages.
+        title : str
+            Stands above the picture.
+
+        Returns
+        -------
+        str
+            The picture as SVG, which a notebook shows for the cache itself.
         """
         from pyvmem.kv import picture
 
@@ -753,7 +949,19 @@ class KVCache(_Owned):
         return None if self._thing is None else self.picture()
 
     def metrics_prometheus(self, prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
-        """Return the statistics in Prometheus's text exposition format. labels: a dict added to every sample."""
+        """Return the statistics in Prometheus's text exposition format.
+
+        Parameters
+        ----------
+        prefix : str
+            Of each metric's name.
+        labels : mapping, optional
+            Added to every sample.
+
+        Returns
+        -------
+        str
+        """
         from pyvmem.kv.view import prometheus
 
         return prometheus(asdict(self.stats()), prefix, labels)
@@ -767,10 +975,15 @@ class KVCache(_Owned):
     def close(self, after: Any = None) -> None:
         """Free the memory, now or when the last view of a tensor is gone. No other call may follow.
 
-        Quiet, unless `after` is given, as in `free`. The call then returns at once, and the memory is freed when
-        the kernels have ended. If `after` is an event, a thread queries it every millisecond, and the interpreter waits
-        for that thread before it exits. If `after` is a step's number, `retire` declares the end. Keep the cache until
-        then: garbage collection frees its memory.
+        With `after`, the call returns at once, and the memory is freed when the kernels have ended. If `after` is an
+        event, a thread queries it every millisecond, and the interpreter waits for that thread before it exits. If
+        `after` is a step's number, `retire` declares the end. Keep the cache until then: garbage collection frees its
+        memory.
+
+        Parameters
+        ----------
+        after : int or event, optional
+            As in `free`; None: quiet.
         """
         with self._polling:  # another thread may close it, too
             if self._owner is None:

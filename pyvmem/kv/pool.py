@@ -119,7 +119,12 @@ class KVPool(_Owned):
         return int(self._info().free)
 
     def members(self) -> list[PoolMember]:
-        """Every `PoolMember`, of all processes, as they are at one moment."""
+        """List the members of all processes, as they are at one moment.
+
+        Returns
+        -------
+        list of PoolMember
+        """
         raw = [structure("vmem_kv_pool_member") for _ in range(lib.VMEM_KV_POOL_MEMBERS)]
         found = ffi.new("uint32_t *")
         _check(lib.vmem_kv_pool_get_members(self._use(), ffi.new("struct vmem_kv_pool_member *[]", raw), found))
@@ -137,21 +142,51 @@ class KVPool(_Owned):
         return kv
 
     def set_share(self, cache: KVCache, min: SupportsIndex, max: SupportsIndex) -> None:
-        """Change a member's minimum and maximum, in bytes.
+        """Change a member's minimum and maximum.
 
-        The member gives back what exceeds the maximum and no request needs. Raises `InvalidArgument` (min is over max)
-        and `OutOfMemory` (the minimums of all members exceed the pool's budget).
+        The member gives back what exceeds the maximum and no request needs.
+
+        Parameters
+        ----------
+        cache : KVCache
+            A member of this pool.
+        min, max : int
+            Bytes.
+
+        Raises
+        ------
+        InvalidArgument
+            `min` is over `max`.
+        OutOfMemory
+            The minimums of all members would exceed the pool's budget.
         """
         _check(lib.vmem_kv_pool_set_share(self._member(cache), uint("min", min), uint("max", max)))
 
     def ask(self, cache: KVCache, bytes: SupportsIndex) -> None:
-        """Ask in advance for a budget that leaves a member `bytes` unused. Returns at once."""
+        """Ask in advance for a budget that leaves a member `bytes` unused. Returns at once.
+
+        Parameters
+        ----------
+        cache : KVCache
+            A member of this pool.
+        bytes : int
+        """
         _check(lib.vmem_kv_pool_ask(self._member(cache), uint("bytes", bytes)))
 
     def wait(self, cache: KVCache, seconds: float) -> str:
-        """Wait at most `seconds` until a member's last request is answered.
+        """Wait until a member's last request for budget is answered.
 
-        Returns "applied", "deferred" (the time is over), "refused" or "unasked".
+        Parameters
+        ----------
+        cache : KVCache
+            A member of this pool.
+        seconds : float
+            At most so long, up to 1,000,000.
+
+        Returns
+        -------
+        {"applied", "deferred", "refused", "unasked"}
+            "deferred": the time is over.
         """
         if not isinstance(seconds, Real) or not 0 <= seconds <= 1e6:
             raise ValueError(f"seconds must be a number between 0 and 1000000, not {shown(seconds)}")

@@ -41,10 +41,21 @@ def token_array(tokens: Any) -> npt.NDArray[np.int64]:
 
 
 def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") -> list[bytes]:
-    """Hashes (16 bytes each) of the whole blocks of a token sequence: a list, or an integer array or CPU tensor, [n].
+    """Hash the whole blocks of a token sequence, for engines without hashes of their own.
 
-    For engines without hashes of their own. `salt` separates sequences whose rows differ for equal tokens, for example
-    by adapter or tenant.
+    Parameters
+    ----------
+    tokens : sequence of int, or integer array or CPU tensor
+        ``[n]``.
+    block_tokens : int
+        Tokens per block, at least 1.
+    salt : bytes
+        Separates sequences whose rows differ for equal tokens, for example by adapter or tenant.
+
+    Returns
+    -------
+    list of bytes
+        16 bytes each, of ``n // block_tokens`` blocks. Each covers all tokens before its end.
     """
     size = uint("block_tokens", block_tokens, 32)
     if not size:
@@ -195,7 +206,17 @@ class PrefixCache:
     # ---- requests --------------------------------------------------------------------------------------------
 
     def peek(self, hashes: Iterable[Hash]) -> int:
-        """Return how many tokens of a request with these blocks are known, from the first on. Changes nothing."""
+        """Say how many tokens of a request with these blocks are known, from the first on. Changes nothing.
+
+        Parameters
+        ----------
+        hashes : iterable of bytes or int
+            Of blocks, from the first of the prompt on.
+
+        Returns
+        -------
+        int
+        """
         runs, n = self._beginning(self._checked(hashes))
         tokens = ffi.new("uint32_t *")
         _check(lib.vmem_kv_attach(self.cache._use(), 0, runs, n, _MOST, lib.VMEM_KV_LOOK, tokens))
@@ -204,9 +225,22 @@ class PrefixCache:
     def attach(self, slot: SupportsIndex | None, hashes: Iterable[Hash], *, dry: bool = False) -> int | None:
         """Start a newly allocated slot, which no kernel accesses, with the known ones of these blocks.
 
-        Returns the tokens that the slot then has, 0 if no block is known, or None if there is no memory to copy the
-        last, partial page. The next token must be computed, so leave out the hash of a block that
-        ends the prompt. With `dry`, nothing changes, and the slot is ignored and may be None.
+        The next token must be computed, so leave out the hash of a block that ends the prompt.
+
+        Parameters
+        ----------
+        slot : int or None
+            Ignored with `dry`.
+        hashes : iterable of bytes or int
+            Of blocks, from the first of the prompt on.
+        dry : bool
+            Only answer.
+
+        Returns
+        -------
+        int or None
+            The tokens that the slot then has; 0 if no block is known. None: there is no memory to copy the last,
+            partial page.
         """
         if dry:
             tokens, answer = self._look(hashes)
@@ -220,10 +254,22 @@ class PrefixCache:
         return self.cache._attach(0, self._beginning(self._checked(hashes)), most, lib.VMEM_KV_DRY)
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:
-        """Allocate a slot for a prompt of `tokens` tokens, and start it with the known ones of its blocks.
+        """Allocate a slot for a prompt, and start it with the known ones of its blocks.
 
-        Returns (slot, tokens that it already has). The slot is None if all slots are taken or memory is short;
-        `shortage` says which. The last token always remains to be computed.
+        The last token always remains to be computed.
+
+        Parameters
+        ----------
+        tokens : int
+            Of the prompt.
+        hashes : iterable of bytes or int
+            Of blocks, from the first of the prompt on.
+
+        Returns
+        -------
+        (int or None, int)
+            The slot, and the tokens that it already has. None: all slots are taken or memory is short;
+            `KVCache.shortage` says which.
         """
         hashes, length = elements("hashes", hashes), uint("tokens", tokens, 32)
         del hashes[max(length - 1, 0) // self.block_tokens :]
@@ -243,9 +289,27 @@ class PrefixCache:
     def add(self, slot: SupportsIndex, hashes: Iterable[Hash], first: SupportsIndex = 0) -> int:
         """Add the slot's blocks first, first + 1, ..., whose rows are written and will not change.
 
-        Rows in whole pages may also be written later, by kernels that run before those that read them elsewhere.
-        Returns how many were new. Known blocks are not added again. If `max_tokens` is reached and all other blocks
-        belong to running requests, no more are added.
+        Rows in whole pages may also be written later, by kernels that run before those that read them elsewhere. Known
+        blocks are not added again. If `max_tokens` is reached and all other blocks belong to running requests, no more
+        are added.
+
+        Parameters
+        ----------
+        slot : int
+        hashes : iterable of bytes or int
+            Of these blocks.
+        first : int
+            The number of the first block in the request.
+
+        Returns
+        -------
+        int
+            How many were new.
+
+        Raises
+        ------
+        InvalidArgument
+            The slot has fewer rows, or a hash is known for another place.
         """
         found = self._checked(hashes)
         number, at = uint("slot", slot, 32), uint("first", first, 32)
@@ -314,16 +378,32 @@ class PrefixCache:
             self._forget(run)
 
     def drop(self, hashes: Iterable[Hash]) -> None:
-        """Drop blocks. Unknown ones are skipped. Requests that use them keep their pages."""
+        """Drop blocks. Requests that use them keep their pages.
+
+        Parameters
+        ----------
+        hashes : iterable of bytes or int
+            Unknown ones are skipped.
+        """
         found = self._checked(hashes)
         with self._lock:
             self._drop(found)
 
     def evict(self, pages: SupportsIndex, hashes: Iterable[Hash] | None = None) -> int:
-        """Evict blocks until `pages` pages are freed. Returns how many were freed.
+        """Evict blocks until enough pages are freed.
 
-        Without `hashes`, the least recently used first. With `hashes`, only these blocks, in this order; unknown
-        blocks, blocks of running requests and blocks to be kept are skipped.
+        Parameters
+        ----------
+        pages : int
+            How many are enough.
+        hashes : iterable of bytes or int, optional
+            Only these blocks, in this order; unknown blocks, blocks of running requests and blocks to be kept are
+            skipped. By default, the least recently used first.
+
+        Returns
+        -------
+        int
+            Pages freed.
         """
         freed, most = ffi.new("uint64_t *"), min(uint("pages", pages), 2**64 - 2)
         if hashes is None:
@@ -338,9 +418,14 @@ class PrefixCache:
     def order(self, hashes: Iterable[Hash], *, keep: bool = False) -> None:
         """Make blocks the most recently used ones; the last of them is evicted first.
 
-        With `keep`, blocks are not evicted, and their pages do not count as free, until they are let go or dropped.
-        Unknown blocks are skipped. A request finds a block only if it finds those before it: keep no block without
-        them.
+        A request finds a block only if it finds those before it: keep no block without them.
+
+        Parameters
+        ----------
+        hashes : iterable of bytes or int
+            Unknown ones are skipped.
+        keep : bool
+            Do not evict these blocks, and do not count their pages as free, until they are let go or dropped.
         """
         runs, n = self._known(self._checked(hashes))
         _check(lib.vmem_kv_order(self.cache._use(), runs, n, flag("keep", keep)))
@@ -355,7 +440,16 @@ class PrefixCache:
     def evicted(self) -> list[Hash]:
         """Return the hashes of blocks that were evicted since the last call, the oldest first.
 
-        Requires `events`. Contains the blocks that the cache or `evict` chose, not those that `drop` named.
+        These are the blocks that the cache or `evict` chose, not those that `drop` named.
+
+        Returns
+        -------
+        list of bytes or int
+
+        Raises
+        ------
+        InvalidArgument
+            The PrefixCache was made without ``events=True``.
         """
         if not self._events:
             raise InvalidArgument(errno.EINVAL, "the PrefixCache was created without events=True")

@@ -359,11 +359,27 @@ class RunInfo:
 def model_specs(
     layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, layout: str = "separate", window: int = 0
 ) -> list[TensorSpec]:
-    """The `TensorSpec` list of a model with equal layers.
+    """Describe the tensors of a model with equal layers.
 
-    layout: "separate" (K and V of each layer: 2 x layers tensors), "fused" (both in one: layers tensors of rows
-    ``(2, kv_heads, head_dim)``) or "token-major" (one tensor of rows ``(layers, 2, kv_heads, head_dim)``).
-    window: tokens, as in `TensorSpec`. Raises ValueError for another layout, or numbers that are not at least 1.
+    Parameters
+    ----------
+    layers, kv_heads, head_dim : int
+        Of this worker, at least 1.
+    dtype : torch.dtype
+    layout : {"separate", "fused", "token-major"}
+        K and V of each layer (2 x layers tensors), both in one (layers tensors of rows ``(2, kv_heads, head_dim)``), or
+        one tensor of rows ``(layers, 2, kv_heads, head_dim)``.
+    window : int
+        Tokens, as in `TensorSpec`; 0 for none.
+
+    Returns
+    -------
+    list of TensorSpec
+
+    Raises
+    ------
+    ValueError
+        Another layout, or a number that is not at least 1.
     """
     one_of("layout", layout, LAYOUTS)
     if not 1 <= uint("layers", layers) <= _MOST_LAYERS:

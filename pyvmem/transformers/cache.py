@@ -153,7 +153,13 @@ class VMemCache(Cache):
         return kv
 
     def stats(self) -> KVStats | None:
-        """The current `KVStats`, or None before the first forward pass."""
+        """Return the statistics of the rows' `KVCache`.
+
+        Returns
+        -------
+        KVStats or None
+            None before the first forward pass.
+        """
         return None if self.kv is None else self.kv.stats()
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
@@ -172,6 +178,27 @@ class VMemCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the new rows of a layer. Models call it.
+
+        Parameters
+        ----------
+        key_states, value_states : torch.Tensor
+            ``[batch, kv_heads, tokens, head_dim]`` each.
+        layer_idx : int
+            The number of the layer in the model.
+        *args, **kwargs
+            Passed to the layer.
+
+        Returns
+        -------
+        (torch.Tensor, torch.Tensor)
+            K and V of every column that the pass reads. The attention ``"vmem"`` alone may read its own.
+
+        Raises
+        ------
+        OutOfMemory, ValueError, RuntimeError
+            As in the class.
+        """
         if layer_idx >= len(self.layers):
             raise ValueError(f"layer {layer_idx}: the cache was created for a model of {len(self.layers)} layers")
         layer: Any = self.layers[layer_idx]
@@ -180,6 +207,7 @@ class VMemCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
+        """Whether each layer has a linear-attention state and no rows."""
         return [
             isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, VMemLayer)
             for layer in self.layers
@@ -203,10 +231,19 @@ class VMemCache(Cache):
                 layer.record_past = recording
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Discard the last ``-tokens_to_remove`` tokens. A positive number is how many to keep; 0 changes nothing.
+        """Discard the last tokens of every sequence.
 
-        Raises RuntimeError if a sliding window has given up rows that the shorter sequences read. A crop of what the
-        last forward pass added is always possible.
+        A crop of what the last forward pass added is always possible.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            Negative: how many to discard. Positive: how many to keep. 0 changes nothing.
+
+        Raises
+        ------
+        RuntimeError
+            A sliding window has given up rows that the shorter sequences read.
         """
         ours = self._with_rows()
         left = [cropped(layer.length, tokens_to_remove) for layer in ours]
@@ -215,7 +252,18 @@ class VMemCache(Cache):
         Cache.crop(self, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Sequence i becomes a copy of sequence ``beam_idx[i]``: full pages are shared, the last page is copied."""
+        """Make sequence i a copy of sequence ``beam_idx[i]``: full pages are shared, the last page is copied.
+
+        Parameters
+        ----------
+        beam_idx : torch.Tensor
+            int64 ``[batch]``.
+
+        Raises
+        ------
+        OutOfMemory
+            There is no memory for the copies. The cache is empty then.
+        """
         self._select(beam_idx.tolist())
         layers: list[Any] = self.layers
         for layer in layers:
@@ -225,7 +273,13 @@ class VMemCache(Cache):
                 layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times. The repetitions share its pages."""
+        """Repeat every sequence. The repetitions share its pages.
+
+        Parameters
+        ----------
+        repeats : int
+            At least 1.
+        """
         self._no_states("batch_repeat_interleave")
         if not uint("repeats", repeats):
             raise ValueError("repeats 0 must be at least 1")
@@ -234,7 +288,13 @@ class VMemCache(Cache):
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these sequences, in this order."""
+        """Keep these sequences, in this order.
+
+        Parameters
+        ----------
+        indices : torch.Tensor
+            int64, or bool ``[batch]``.
+        """
         self._no_states("batch_select_indices")
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
@@ -262,16 +322,36 @@ class VMemCache(Cache):
     def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
         """Move the rows to CPU memory and free their pages. The next pass, or `prefetch`, moves them back.
 
-        All layers move together. The arguments exist for compatibility with transformers' caches and are ignored.
+        Parameters
+        ----------
+        layer_idx, only_non_sliding
+            As in transformers' caches. They are ignored: all layers move together.
         """
         self.rows.swap_out()
 
     def prefetch(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
-        """Move the rows back from CPU memory."""
+        """Move the rows back from CPU memory.
+
+        Parameters
+        ----------
+        layer_idx, only_non_sliding
+            Ignored, as in `offload`.
+
+        Raises
+        ------
+        OutOfMemory
+            There is too little memory. `prefetch` again once there is more.
+        """
         self.rows.swap_in()
 
     def trim(self) -> int:
-        """Return memory that no sequence needs to the device. Returns the bytes of freed pages."""
+        """Return memory that no sequence needs to the device.
+
+        Returns
+        -------
+        int
+            Bytes of freed pages.
+        """
         return 0 if self.kv is None else self.kv.reclaim()
 
     def close(self) -> None:
