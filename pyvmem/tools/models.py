@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
 from pyvmem.engine import control
 from pyvmem.engine.files import weight_bytes
+from pyvmem.kv.view import view_folder
 
 FIRST_PORT = 8001
 GIB = 1 << 30
@@ -47,7 +49,7 @@ class Model:
     outside: int = OUTSIDE
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    image: str = "vllm/vllm-openai:latest"
+    image: str = "vllm-vmem"  # vLLM's with vMem in it (docs/models.md)
 
     @property
     def gpus(self) -> int:
@@ -91,9 +93,9 @@ class Pool:
                 told[f"VMEM_VLLM_{name}"] = f"{value:g}" if isinstance(value, float) else str(value)
         return {**told, **model.env}
 
-    def command(self, model: Model, host: str = "127.0.0.1") -> list[str]:
+    def command(self, model: Model, host: str = "127.0.0.1", vllm: str = "vllm") -> list[str]:
         """The command of a model's server."""
-        command = ["vllm", "serve", model.path, "--host", host, "--port", str(model.port), "--served-model-name",
+        command = [vllm, "serve", model.path, "--host", host, "--port", str(model.port), "--served-model-name",
                    model.name, "--middleware", "pyvmem.vllm.http.Serve"]  # fmt: skip
         if "--kv-cache-memory-bytes" not in model.args:
             command += ["--kv-cache-memory-bytes", str(model.max or self.size - model.weights)]
@@ -225,6 +227,12 @@ def _check(pool: Pool) -> None:
 # ---- render ----------------------------------------------------------------------------------------------------
 
 
+def _vllm() -> str:
+    """The vllm of this environment or of the path here: what starts it may have another path."""
+    beside = Path(sys.executable).with_name("vllm")
+    return str(beside) if beside.exists() else shutil.which("vllm") or "vllm"
+
+
 def _yaml(value: Any, depth: int = 0) -> str:
     """YAML of tables, lists and scalars; texts as in JSON, which YAML includes."""
     pad = "  " * depth
@@ -244,9 +252,10 @@ def llama_swap(pool: Pool) -> str:
     """
     return _yaml({
         "healthCheckTimeout": 600,
+        "logToStdout": "both",  # also what vLLM says
         "models": {m.name: {
-            "cmd": shlex.join(pool.command(m)), "proxy": f"http://127.0.0.1:{m.port}", "checkEndpoint": "/health",
-            "ttl": 0, "concurrencyLimit": CONCURRENCY, "env": [f"{k}={v}" for k, v in pool.environment(m).items()]}
+            "cmd": shlex.join(pool.command(m, vllm=_vllm())), "proxy": f"http://127.0.0.1:{m.port}",
+            "checkEndpoint": "/health", "ttl": 0, "concurrencyLimit": CONCURRENCY, "env": [f"{k}={v}" for k, v in pool.environment(m).items()]}
             for m in pool.models},
         "groups": {"vmem": {"swap": False, "exclusive": False, "members": [m.name for m in pool.models]}},
         "hooks": {"on_startup": {"preload": [m.name for m in pool.models]}},
@@ -263,11 +272,11 @@ def _word(text: str) -> str:
 
 
 def systemd(pool: Pool) -> str:
-    """A unit for each model, one after the other, with the vllm that the path has here."""
-    told, vllm = [], shutil.which("vllm") or "vllm"
+    """A unit for each model, one after the other."""
+    told = []
     for m in pool.models:
         env = "".join(f"Environment={_word(f'{k}={v}')}\n" for k, v in pool.environment(m).items())
-        command = " ".join(_word(part).replace("$", "$$") for part in ["/usr/bin/env", vllm, *pool.command(m)[1:]])
+        command = " ".join(_word(part).replace("$", "$$") for part in ["/usr/bin/env", *pool.command(m, vllm=_vllm())])
         told.append(f"# /etc/systemd/system/vmem-{m.name}.service\n[Unit]\nDescription={m.name} on vMem\n"
                     f"After=network-online.target\n\n[Service]\n{env}RuntimeDirectory=pyvmem\n"
                     "RuntimeDirectoryPreserve=yes\nEnvironment=XDG_RUNTIME_DIR=/run/pyvmem\n"
@@ -312,13 +321,17 @@ def aibrix(pool: Pool) -> str:
 
 
 def vllm_router(pool: Pool) -> str:
-    """A script that starts vLLM's own router (the package vllm-router) and tells it of the servers, which run."""
+    """A script that starts vLLM's own router (the package vllm-router) and tells it of the servers, which run.
+
+    No other server has the model: so a request that is refused is not tried again, and its model stays in the list.
+    """
     add = "".join(
         "curl -sf --retry 60 --retry-delay 1 --retry-connrefused -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps({'url': f'http://127.0.0.1:{m.port}', 'model_id': m.name}))} "
         "http://127.0.0.1:8080/workers\n" for m in pool.models)  # fmt: skip
     return ("#!/bin/sh\n# --enable-igw: requests go by their model\n"
             "vllm-router --enable-igw --policy round_robin --host 127.0.0.1 --port 8080 \\\n"
+            "  --disable-retries --disable-circuit-breaker \\\n"
             f"  --request-timeout-secs {max(m.queue for m in pool.models) + 3600:.0f} &\n{add}wait\n")  # fmt: skip
 
 
@@ -356,6 +369,9 @@ def listing(pool: Pool) -> str:
     for row in rows:
         cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
         lines.append("  ".join(cells).rstrip())
+    if all(row[1] == "stopped" for row in rows[1:]):
+        lines.append(f"No server of these models has its control page in {view_folder()}. Servers of systemd, compose "
+                     "and AIBrix have another XDG_RUNTIME_DIR, as their configuration says.")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pyvmem.engine.files import weight_bytes
+from pyvmem.kv.view import view_folder
 from pyvmem.tools import cli, models
 
 pytest.importorskip("tomllib")
@@ -60,6 +61,15 @@ def test_the_manuals_file_is_read_and_fits_a_gpu_of_80_gb(monkeypatch):
         assert f"`{key}`" in manual or f"models.NAME.{key}" in manual
 
 
+def test_the_servers_are_started_with_the_vllm_of_this_environment(tmp_path, monkeypatch):
+    """What starts them may have another path."""
+    (tmp_path / "vllm").write_text("#!/bin/sh")
+    monkeypatch.setattr(models.sys, "executable", str(tmp_path / "python"))
+    pool = models.read(FILE)
+    assert f"{tmp_path}/vllm serve" in models.llama_swap(pool) and f"{tmp_path}/vllm serve" in models.systemd(pool)
+    assert str(tmp_path) not in models.compose(pool)
+
+
 @pytest.mark.parametrize("what", models.RENDERERS)
 def test_what_is_rendered_has_every_model(what):
     pool = models.read(FILE)
@@ -81,7 +91,7 @@ def test_what_is_rendered_has_every_model(what):
     parts = list(yaml.safe_load_all(text))
     if what == "llama-swap":
         (told,) = parts
-        assert shlex.split(told["models"]["code"]["cmd"])[2] == "org/name with space"
+        assert shlex.split(told["models"]["code"]["cmd"])[:3] == [models._vllm(), "serve", "org/name with space"]
         assert told["groups"]["vmem"] == {"swap": False, "exclusive": False, "members": ["chat", "code"]}
         assert told["models"]["chat"]["concurrencyLimit"] > 256 and told["hooks"]["on_startup"]["preload"]
         assert "VLLM_API_KEY=it's" in told["models"]["code"]["env"]
@@ -157,6 +167,7 @@ def test_the_command(tmp_path, capsys):
     assert cli.main(["models", str(file), "ls"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].split()[:3] == ["model", "state", "port"] and told[1].split()[:2] == ["chat", "stopped"]
+    assert str(view_folder()) in told[-1]  # so that an operator sees where it has looked
     assert cli.main(["models", str(file), "wake", "chat"]) != 0
     assert "chat does not run" in capsys.readouterr().err
     assert cli.main(["models", str(file), "sleep", "nobody"]) != 0
