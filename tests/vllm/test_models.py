@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import http.client
 import importlib.util
 import json
 import os
@@ -222,96 +223,132 @@ def test_orders_ask_for_the_key_and_a_drained_model_refuses(three):
 
 
 class Router:
-    """vLLM's own router before the models, in its mode for several of them."""
+    """vLLM's own router before the models, as `pyvmem models FILE render vllm-router` starts it."""
 
-    def __init__(self, models):
+    def __init__(self, pool):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_router.launch_router", "--enable-igw", "--policy", "round_robin", "--host",
-             "127.0.0.1", "--port", str(self.port), "--prometheus-port", str(free_port()), "--request-timeout-secs",
-             str(SECONDS), "--log-level", "warning"], stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+        start = f"{sys.executable} -m vllm_router.launch_router --prometheus-port {free_port()} --log-level warning "
+        script = tool.vllm_router(pool).replace("vllm-router ", start).replace("8080", str(self.port))
+        self._process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.DEVNULL, start_new_session=True)
         end = time.monotonic() + SECONDS
-        for model in models.values():
-            while True:
-                assert self._process.poll() is None and time.monotonic() < end
-                with contextlib.suppress(OSError, ValueError):
-                    added = dict(url=model.url, model_id=model.name)
-                    if call(f"{self.url}/workers", added)[0] in (200, 201, 202):
-                        break
-                time.sleep(0.1)  # nothing else tells when it listens
+        while not self._knows(pool.models):
+            assert self._process.poll() is None and time.monotonic() < end
+            time.sleep(0.1)  # nothing else tells when it has all
+
+    def _knows(self, models):
+        with contextlib.suppress(OSError, ValueError):
+            told = json.dumps(call(f"{self.url}/workers")[2])
+            return all(f"127.0.0.1:{m.port}" in told for m in models)
+        return False
 
     def ask(self, name, prompt, tokens):
         body = dict(model=name, prompt=prompt, max_tokens=tokens, temperature=0, ignore_eos=True, return_token_ids=True)
         return call(f"{self.url}/v1/completions", body)
 
     def kill(self):
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("vllm_router"), reason="vllm-router is not installed")
-def test_behind_vllms_router_models_sleep_and_wake_and_its_death_harms_none(three):
+@pytest.fixture
+def router(three, file):
+    if not importlib.util.find_spec("vllm_router"):
+        pytest.skip("vllm-router is not installed")
+    made = Router(tool.read(file.read_text()))
+    yield made
+    made.kill()
+
+
+class Asked(threading.Thread):
+    """A long request, by the router, which begins while this is made. `status`: its answer's, 0 if there was none."""
+
+    def __init__(self, router, model):
+        super().__init__()
+        self._router, self._model, self.status = router, model, 0
+        self.start()
+        model.until(lambda s: s["running"])
+
+    def run(self):
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            self.status = self._router.ask(self._model.name, PROMPT, 380)[0]
+
+    def ended(self):
+        self.join(60)
+        assert not self.is_alive(), "the request hangs"
+        return self.status
+
+
+def test_behind_vllms_router_models_sleep_and_wake(three, router):
     expected = three["a"].tokens(PROMPT, 32)
-    router = Router(three)
-    try:
 
-        def one(i):
-            status, _, told = router.ask(NAMES[i % 3], PROMPT, 32)
-            return status, told["choices"][0]["token_ids"] if status == 200 else told
+    def one(i):
+        status, _, told = router.ask(NAMES[i % 3], PROMPT, 32)
+        return status, told["choices"][0]["token_ids"] if status == 200 else told
 
-        with concurrent.futures.ThreadPoolExecutor(12) as pool:
-            assert all(answer == (200, expected) for answer in pool.map(one, range(24)))
-        assert "asleep" in [m.state()["state"] for m in three.values()]  # so that they took turns
-        three["b"].order("drain")
-        assert router.ask("b", PROMPT, 8)[0] == 503
-        assert three["b"].order("wake")[2]["state"] == "awake"
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        assert all(answer == (200, expected) for answer in pool.map(one, range(24)))
+    assert "asleep" in [m.state()["state"] for m in three.values()]  # so that they took turns
+    three["b"].order("drain")
+    for _ in range(12):
+        status, headers, _ = router.ask("b", PROMPT, 8)
+        assert status == 503 and int(headers["Retry-After"]) > 0
+    assert three["b"].order("wake")[2]["state"] == "awake"
+    assert router.ask("b", PROMPT, 8)[0] == 200
 
-        def lose():
-            with contextlib.suppress(OSError, ValueError):
-                router.ask("a", PROMPT, 300)
 
-        lost = threading.Thread(target=lose)
-        lost.start()
-        three["a"].until(lambda s: s["running"] or s["queued"])
-    finally:
-        router.kill()
-    lost.join()
+def test_the_death_of_the_router_harms_no_model(three, file, router):
+    lost = Asked(router, three["a"])
+    router.kill()
+    assert lost.ended() == 0
     three["a"].until(lambda s: not s["running"] and not s["queued"])  # its client is gone
-    again = Router(three)
+    again = Router(tool.read(file.read_text()))
     try:
-        assert again.ask("c", PROMPT, 32)[2]["choices"][0]["token_ids"] == expected
+        assert again.ask("c", PROMPT, 8)[0] == 200
     finally:
         again.kill()
 
 
-def scheduler_of(model):
+def engine_of(model):
+    """The process of a model's engine, or None."""
     from pyvmem.engine import control
 
-    return next(e.pid for e, _ in control.engines() if e.model == model.name)
+    return next((e.pid for e, _ in control.engines() if e.model == model.name), None)
 
 
-def test_a_stopped_engine_holds_up_nobody(three):
+@pytest.mark.parametrize("what", ["engine", "server"])
+def test_a_stopped_process_holds_up_nobody(three, router, what):
     for name in ("a", "b"):
         three[name].tokens(PROMPT)
-    pid = scheduler_of(three["a"])
+    pid = engine_of(three["a"]) if what == "engine" else three["a"].process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        assert len(three["c"].tokens(PROMPT)) == 8  # b gives instead
+        assert router.ask("c", PROMPT, 8)[0] == 200  # b gives instead
+        assert router.ask("b", PROMPT, 8)[0] == 200
     finally:
         os.kill(pid, signal.SIGCONT)
     assert len(three["a"].tokens(PROMPT)) == 8
 
 
-def test_a_killed_engine_leaves_its_memory_at_once(three):
-    for name in ("b", "c"):
-        three[name].tokens(PROMPT)
-    os.kill(scheduler_of(three["b"]), signal.SIGKILL)
+def test_killed_processes_leave_their_memory_at_once(three, router):
+    """What dies takes its own requests with it, and no other one."""
+    engine = Asked(router, three["b"])
+    os.kill(engine_of(three["b"]), signal.SIGKILL)
+    assert engine.ended() != 200
     for name in ("a", "c"):
-        assert len(three[name].tokens(PROMPT)) == 8
+        assert router.ask(name, PROMPT, 8)[0] == 200
     three["b"].process.wait(60)  # vLLM's server ends with its engine
-    three["c"].kill()  # the server and all that it started
-    assert len(three["a"].tokens(PROMPT)) == 8
+    server = Asked(router, three["c"])
+    os.kill(three["c"].process.pid, signal.SIGKILL)  # the server alone: its engine ends by itself
+    assert server.ended() != 200
+    assert router.ask("a", PROMPT, 8)[0] == 200
+    end = time.monotonic() + 60
+    while engine_of(three["c"]):
+        assert time.monotonic() < end, "the engine outlives its server"
+        time.sleep(0.05)
+    three["c"].process.wait()
+    assert router.ask("a", PROMPT, 8)[0] == 200
 
 
 WEIGHTS = 34 << 20  # bytes of a model's that are in the pool

@@ -15,7 +15,8 @@ import pytest
 from serve import free_port
 from test_models import KEY, PROMPT, Model, call, folder  # noqa: F401 (a fixture)
 
-SERVERS = {"two API servers": ["--api-server-count", "2"], "two workers": ["--tensor-parallel-size", "2"]}
+SERVERS = {"two API servers": ["--api-server-count", "2"], "two workers": ["--tensor-parallel-size", "2"],
+           "two engines": ["--data-parallel-size", "2"]}  # fmt: skip
 
 
 class Server(Model):
@@ -23,6 +24,7 @@ class Server(Model):
 
     def __init__(self, name, folder, environ, log, options):  # noqa: F811
         self.name, self.port = name, free_port()
+        self.engines = 2 if "--data-parallel-size" in options else 1
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port",
@@ -60,6 +62,6 @@ def test_all_processes_of_a_server_agree_on_its_state(model):
     assert {model.ask(PROMPT)[0] for _ in range(12)} == {503}
     assert model.order("wake")[2]["state"] == "awake"
     assert model.tokens(PROMPT) == first
-    assert len(call(f"{model.url}/vmem/limit")[2]["engines"]) == 1
+    assert len(call(f"{model.url}/vmem/limit")[2]["engines"]) == model.engines
     assert {call(f"{model.url}/vmem/limit", {"limit": 8 << 20})[0] for _ in range(4)} == {200}
     assert model.tokens(PROMPT) == first
