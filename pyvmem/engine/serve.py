@@ -39,6 +39,7 @@ TICK = 0.02  # seconds between looks at the control pages
 FIND = 1.0  # and between searches for engines
 HANGS = 1.0  # seconds without a sign of life after which a model is not waited for
 TRY = 2000  # milliseconds that one attempt to wake waits for memory
+ANSWER = 15.0  # seconds in which every engine has tried, after the first has failed
 RETRY_AFTER = 5  # seconds
 NONE, SLEEP, WAKE, DRAIN = range(4)  # orders
 # Paths of POST that need no model, or that wake or pause it themselves.
@@ -419,11 +420,14 @@ class Serve(http.Limits):
         self._set(State.WAKING)
         for page in self._pages:
             page[control.PATIENCE] = TRY
+        before = self._attempts()
         try:
             await self.wake(self._host)
         except Exception as error:
             logger.info("vMem: the model lacks memory to wake and tries again: %s", str(error)[:300])
             self._lack()
+            if len(self._pages) > 1:
+                await self._wake_none(before)
             self._set(State.ASLEEP)
             return
         for page in self._pages:
@@ -432,6 +436,22 @@ class Serve(http.Limits):
         self._set(State.AWAKE)
         logger.info("vMem: the model wakes (%.0f ms after the request, %.0f ms of them for this)", waits / 1000 +
                     1000 * (time.monotonic() - begin), 1000 * (time.monotonic() - begin))  # fmt: skip
+
+
+    def _attempts(self) -> list[list[int]]:
+        """What the workers of each engine last said of an attempt to wake: odd if it failed."""
+        return [p.cells[control.WOKE : control.WOKE + p[control.RANKS_USED]].tolist() for p in self._pages]
+
+    async def _wake_none(self, before: list[list[int]]) -> None:
+        """Put the engines to sleep that woke although another one could not: none keeps memory while one waits."""
+        end = time.monotonic() + ANSWER
+        while time.monotonic() < end:
+            now = self._attempts()
+            if all(new != old for a, b in zip(now, before) for new, old in zip(a, b)):
+                break
+            await asyncio.sleep(TICK)
+        if any(not any(word & 1 for word in words) for words in self._attempts()):
+            await self.sleep(self._host, True)
 
 
 class _Receive:

@@ -105,11 +105,12 @@ def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
     """The model whose turn it is to wake or to go on: what becomes free is for it.
 
     The highest priority comes first, then the longest wait. One that has waited for `OVERDUE` slices goes before all.
+    Engines of one server wait equally long: one that lacks memory stands for them.
     """
 
-    def turn(m: Model) -> tuple[bool, int, float, str]:
+    def turn(m: Model) -> tuple[bool, int, float, bool, str]:
         overdue = now - m.asked > OVERDUE * slice
-        return not overdue, 0 if overdue else -m.priority, m.asked, m.name
+        return not overdue, 0 if overdue else -m.priority, m.asked, not m.lacks, m.name
 
     return min((m for m in models if m.asks), key=turn, default=None)
 

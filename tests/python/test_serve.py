@@ -198,6 +198,43 @@ def test_who_drains_a_frozen_model_waits_for_its_requests(played):
     played(history)
 
 
+def test_no_engine_of_a_server_stays_awake_while_another_lacks_memory(played):
+    async def history(engine, app, other):
+        second = page_of("minetoo", "chat")
+        engine._found = 0.0  # look again: data parallelism has an engine for each rank
+
+        async def sleep(state, freeze):
+            engine.calls.append("sleep")
+            engine.page[control.ASLEEP] = second[control.ASLEEP] = 1
+
+        async def wake(state):
+            """The first engine wakes after the second has failed, as vLLM's client returns at the first failure."""
+            engine.calls.append("wake")
+            second[control.WOKE] = 2 * (second[control.WOKE] // 2 + 1) + bool(engine.lacks)
+            if not engine.lacks:
+                first(), second.cells.__setitem__(control.ASLEEP, 0)
+                return
+            second[control.SHORT] = engine.lacks
+            asyncio.get_running_loop().call_later(0.05, first)
+            raise MemoryError("no memory")
+
+        def first():
+            engine.page[control.WOKE] = 2 * (engine.page[control.WOKE] // 2 + 1)
+            engine.page[control.ASLEEP] = 0
+
+        engine.sleep, engine.wake = sleep, wake
+        assert (await ask(engine, "/vmem/sleep"))[0] == 200 and second.asleep
+        engine.lacks = 5
+        assert (await ask(engine))[0] == 503
+        await until(lambda: engine.page.asleep and engine._acts.done(), engine)
+        assert engine.calls.count("sleep") == 1 + engine.calls.count("wake")
+        engine.lacks = 0
+        assert (await ask(engine))[0] == 200
+        assert not second.asleep and not engine.page.asleep
+
+    played(history, queue="0.5")
+
+
 def test_a_model_that_is_not_starved_is_not_frozen(played):
     async def history(engine, app, other):
         request = starve(engine, app, other)

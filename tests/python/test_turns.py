@@ -250,6 +250,12 @@ def test_who_wakes_first():
     assert decide([old, ASKER], ASKER, 41.0, 10.0) is Action.NOTHING
 
 
+def test_of_a_servers_engines_one_that_lacks_memory_asks():
+    one, two = replace(ASKER, name="engine 0", lacks=0), replace(ASKER, name="engine 1")
+    assert first([one, two], 60.0, SLICE) is two
+    assert giver([one, two, awake("a")], 60.0, SLICE).name == "a"
+
+
 def test_a_drained_or_hanging_model_takes_no_part():
     drained = Model("d", State.DRAINED, queued=1, since=1.0, lacks=1)
     hangs = awake("h", alive=False)
