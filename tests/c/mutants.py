@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Seeded faults in libvmem, each of which a named program of tests/c must notice.
 
-A mutant is one changed line. Its file is compiled again and linked with the objects of `make check`, and the programs
-named for it run until one fails. A mutant that survives all of them is an error, and so is one whose text is no longer
-in the source once: then it has to follow the source. A mutant that hangs counts as noticed. `mutants.py NAME...` runs a
-part, `-l` lists them.
+A mutant is a function with one fault (mutation.py). Its file is compiled again and linked with the objects of `make
+check`, and the programs named for it run until one fails. A mutant that survives all of them is an error, and so is one
+whose function or tokens are gone: then it has to follow the source. A mutant that hangs counts as noticed. `mutants.py
+NAME...` runs a part: names of mutants, or of folders such as kv. `-l` lists them.
 """
 
 import concurrent.futures
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from mutant_list import MUTANTS
+from mutation import SRC
 
 HERE = Path(__file__).resolve().parent
 TOP = HERE.parent.parent
@@ -26,24 +27,17 @@ WRAP = "-Wl," + ",".join(f"--wrap={name}" for name in WRAPPED.split())
 LIMIT = 30  # seconds; the programs named here take a few
 
 
-def mutated(mutant):
-    """The text of the mutant's file with the fault in it."""
-    text = (TOP / "libvmem" / "src" / mutant.file).read_text()
-    if text.count(mutant.old) != 1:
-        raise SystemExit(f"mutant {mutant.name}: its text is {text.count(mutant.old)} times in {mutant.file}, not once")
-    return text.replace(mutant.old, mutant.new)
-
-
 def run(mutant):
     """The program that noticed the mutant, or None."""
     objects = {p.relative_to(BUILD / "libvmem" / "src"): p for p in (BUILD / "libvmem" / "src").rglob("*.o")}
     # Objects of sources that are gone may lie there still.
-    objects = {name: p for name, p in objects.items() if (TOP / "libvmem" / "src" / name.with_suffix(".c")).is_file()}
+    objects = {name: p for name, p in objects.items() if (SRC / name.with_suffix(".c")).is_file()}
+    path, text = mutant.apply()
     with tempfile.TemporaryDirectory(prefix="mutant") as tmp:
-        source, obj = Path(tmp, Path(mutant.file).name), Path(tmp, "mutant.o")
-        source.write_text(mutated(mutant))
+        source, obj = Path(tmp, path.name), Path(tmp, "mutant.o")
+        source.write_text(text)
         subprocess.run([CC, *FLAGS, "-w", "-c", source, "-o", obj], check=True)
-        objects[Path(mutant.file).with_suffix(".o")] = obj
+        objects[path.relative_to(SRC).with_suffix(".o")] = obj
         for program in mutant.programs.split():
             exe = Path(tmp, program)
             kernels = [BUILD / "kernels.o"] if program == "test_kv_fences" else []
@@ -63,11 +57,14 @@ def run(mutant):
 def main(names):
     if names == ["-l"]:
         for m in MUTANTS:
-            print(f"{m.name:44} {m.file:24} {m.programs}")
+            print(f"{m.name:54} {m.where:32} {m.programs}")
         return 0
-    chosen = [m for m in MUTANTS if not names or m.name in names]
-    for m in chosen:
-        mutated(m)
+    chosen = [m for m in MUTANTS if not names or m.name in names or m.where.split("/")[0] in names]
+    try:
+        for m in chosen:
+            m.apply()
+    except LookupError as error:
+        sys.exit(str(error))
     programs = sorted({p for m in chosen for p in m.programs.split()})
     make = ["make", "--no-print-directory", "-C", HERE, "run", "KIND=plain", f"T={' '.join(programs)}"]
     subprocess.run(make, check=True)

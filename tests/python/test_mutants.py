@@ -1,30 +1,84 @@
-"""The seeded faults of tests/c and tests/vm still have a place in the sources: their text is there exactly once.
+"""The seeded faults of tests/c and tests/vm still have a place in the sources.
 
 SPDX-License-Identifier: MIT
 """
 
 import importlib.util
+import sys
 from pathlib import Path
+
+import pytest
 
 TOP = Path(__file__).resolve().parents[2]
 
 
-def mutants(folder):
-    spec = importlib.util.spec_from_file_location("mutant_list", TOP / folder / "mutant_list.py")
+def load(folder, name):
+    """A module of a folder beside the others of that folder. tests/c and tests/vm have some of the same names."""
+    spec = importlib.util.spec_from_file_location(name, TOP / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.MUTANTS
-
-
-def places(source, old):
-    return (TOP / source).read_text().count(old)
+    sys.path.insert(0, str(TOP / folder))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
 
 
 def test_libvmem():
-    found = {m.name: places(f"libvmem/src/{m.file}", m.old) for m in mutants("tests/c")}
-    assert {name: n for name, n in found.items() if n != 1} == {}
+    """Each fault finds its function and its one place there, and changes it."""
+    for mutant in load("tests/c", "mutant_list").MUTANTS:
+        path, text = mutant.apply()
+        assert text != path.read_text(), mutant.name
 
 
 def test_uvm_ext():
-    edits = [(m.name, file, old) for m in mutants("tests/vm") for file, old, _ in m.edits]
-    assert [(name, file) for name, file, old in edits if places(f"uvm_ext/{file}", old) != 1] == []
+    edits = [(m.name, file, old) for m in load("tests/vm", "mutant_list").MUTANTS for file, old, _ in m.edits]
+    assert [(name, file) for name, file, old in edits if (TOP / "uvm_ext" / file).read_text().count(old) != 1] == []
+
+
+SOURCE = """
+#include "x.h" // f(
+struct s { int (*f)(void); };
+int f(int a); /* f(a) { b; } */
+static int f(int a)
+{
+    if (a > 1 && g(a, "; }")) // a comment
+        a = h(a);
+    for (int i = 0; i < a; i++)
+        a += i;
+    return a > 1 ? f2(a)
+                 : 0;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "operator, old, new, n, change",
+    [
+        ("replace", "a > 1", "a > 2", 1, ("if (a > 1 &&", "if (a > 2 &&")),
+        ("replace", "f2(a) : 0", "0", 0, ("f2(a)\n                 : 0", "0")),
+        ("never", "g(a", "", 0, ('a > 1 && g(a, "; }")', "0")),
+        ("always", "a>1", "", 1, ('a > 1 && g(a, "; }")', "1")),
+        ("drop", "h", "", 0, ("a = h(a);", ";")),
+        ("drop", "+=", "", 0, ("a += i;", ";")),
+    ],
+)
+def test_a_fault_finds_its_place(tmp_path, operator, old, new, n, change):
+    mutation = load("tests/c", "mutation")
+    path = tmp_path / "x.c"
+    path.write_text(SOURCE)
+    functions = mutation.functions(path)
+    assert list(functions) == ["f"]
+    start, end, put = mutation.Fault(operator, old, new, n).span(functions["f"])
+    assert SOURCE[:start] + put + SOURCE[end:] == SOURCE.replace(*change, 1)
+
+
+@pytest.mark.parametrize(
+    "operator, old, n", [("replace", "a > 1", 0), ("drop", "gone", 0), ("never", "f2", 0), ("drop", "h", 2)]
+)
+def test_a_fault_without_one_place_is_an_error(tmp_path, operator, old, n):
+    mutation = load("tests/c", "mutation")
+    path = tmp_path / "x.c"
+    path.write_text(SOURCE)
+    with pytest.raises(LookupError):
+        mutation.Fault(operator, old, n=n).span(mutation.functions(path)["f"])
