@@ -257,7 +257,7 @@ def prefill(
                     )
                 samples.append(perf_counter_ns() - start)
                 cache.free(slot)
-        metric = f"prompt of {tokens} tokens backed, {layers} layers, {name}"
+        metric = f"prompt of {tokens} tokens backed, {layers} layer{'s' * (layers > 1)}, {name}"
         records.append(session.record(np.array(samples[1:]) / 1e6, context, metric, "ms", page_size=page_size))
     return records
 
@@ -278,7 +278,7 @@ def run(session: Session) -> list[Record]:
             except VmemError as error:
                 print(f"step: no prefill of 16384 tokens with pages of {page_size} bytes: {error}", file=sys.stderr)
         # Lengths of a conversation.
-        loads = [Load(f"B={args.kv_slots}, {layers} layers", args.kv_slots, (64, 1500), (256, 1024))]
+        loads = [Load(f"B={args.kv_slots}, {layers} layer{'s' * (layers > 1)}", args.kv_slots, (64, 1500), (256, 1024))]
         if not session.quick:
             # Maps ahead only what the next iteration needs, as in the paper.
             name = f"B=32, 4K-8K, {layers} layers, one page at a time"

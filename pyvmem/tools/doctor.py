@@ -91,7 +91,7 @@ def environment(devices: list[str], root: str = "/") -> list[str]:
     if "microsoft" in version.lower():
         found.append("WSL2: CUDA goes through Windows's driver, and there is no nvidia-uvm: backends cuda and host")
     if version.startswith("Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"):  # the same in every release
-        found.append("gVisor: only driver calls that it knows reach the driver, and those of uvm are not among them")
+        found.append("gVisor: it passes on only the driver calls that it knows, and none of uvm's")
     if os.path.exists(os.path.join(root, "etc/nv_tegra_release")) or "tegra" in version.lower():
         found.append("Jetson: its driver does not have the calls that stock makes: backends cuda and host")
     contained = any(os.path.exists(os.path.join(root, path)) for path in (".dockerenv", "run/.containerenv"))
@@ -101,13 +101,11 @@ def environment(devices: list[str], root: str = "/") -> list[str]:
     if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") or glob.glob(
         os.path.join(root, "proc/driver/nvidia/capabilities/gpu*/mig/gi*")
     ):
-        found.append("MIG: no interface tells the number by which nvidia-uvm knows an instance: backends cuda and host")
+        found.append("MIG: the driver does not tell how nvidia-uvm names an instance: backends cuda and host")
     if any(name.startswith("GRID ") or re.search(r"-\d+[ABCQ]$", name) for name in devices):
-        found.append("vGPU: vMem was never tried on one")
+        found.append("vGPU: not tried")
     if os.path.exists(os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")):
-        found.append(
-            "CUDA MPS: kernels of several processes run at the same time; measured with stock, not tried with uvm"
-        )
+        found.append("CUDA MPS: measured with stock, not tried with uvm")
     return found
 
 
@@ -180,7 +178,7 @@ def _print(found: dict[str, Any], out: TextIO) -> None:
         print(line, file=out)
     limit = machine["address_space_limit"]
     print(
-        f"limits: {machine['max_map_count']} mappings (vm.max_map_count), {machine['descriptor_limit']} descriptors,"
+        f"limits: {machine['max_map_count']} mappings (vm.max_map_count), {machine['descriptor_limit']} file descriptors,"
         f" address space {'unlimited' if limit is None else size_text(limit)}",
         file=out,
     )

@@ -135,7 +135,10 @@ def _screen(views: Sequence[View], rates: Mapping[Path, float], room: int | None
     text = _table(rows(views, rates), f"{many}; memory in MiB", room=room)
     if pooled := pool_rows(views):
         text += "\n\n" + _table(pooled, "in pools", POOL_COLUMNS, room)
-    if engines := engine_rows(control.engines()):
+    engines = engine_rows(control.engines())
+    if not views and not engines:
+        text += '\n\nListed are the caches of this user that have a name, such as KVCache(..., name="chat").'
+    if engines:
         text += "\n\n" + _table(engines, "engines; a worker's memory in MiB", ENGINE_COLUMNS, room)
     return text
 
