@@ -177,11 +177,9 @@ def _print(found: dict[str, Any], out: TextIO) -> None:
     for line in found["environment"]:
         print(line, file=out)
     limit = machine["address_space_limit"]
-    print(
-        f"limits: {machine['max_map_count']} mappings (vm.max_map_count), {machine['descriptor_limit']} file descriptors,"
-        f" address space {'unlimited' if limit is None else size_text(limit)}",
-        file=out,
-    )
+    space = "unlimited" if limit is None else size_text(limit)
+    maps, files = machine["max_map_count"], machine["descriptor_limit"]
+    print(f"limits: {maps} mappings (vm.max_map_count), {files} file descriptors, address space {space}", file=out)
     chosen = machine["vmem_backend"]
     if chosen is not None:
         print(f"VMEM_BACKEND={chosen}{_stops(found)}", file=out)
