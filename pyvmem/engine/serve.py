@@ -437,7 +437,6 @@ class Serve(http.Limits):
         logger.info("vMem: the model wakes (%.0f ms after the request, %.0f ms of them for this)", waits / 1000 +
                     1000 * (time.monotonic() - begin), 1000 * (time.monotonic() - begin))  # fmt: skip
 
-
     def _attempts(self) -> list[list[int]]:
         """What the workers of each engine last said of an attempt to wake: odd if it failed."""
         return [p.cells[control.WOKE : control.WOKE + p[control.RANKS_USED]].tolist() for p in self._pages]

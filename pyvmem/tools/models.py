@@ -255,7 +255,8 @@ def llama_swap(pool: Pool) -> str:
         "logToStdout": "both",  # also what vLLM says
         "models": {m.name: {
             "cmd": shlex.join(pool.command(m, vllm=_vllm())), "proxy": f"http://127.0.0.1:{m.port}",
-            "checkEndpoint": "/health", "ttl": 0, "concurrencyLimit": CONCURRENCY, "env": [f"{k}={v}" for k, v in pool.environment(m).items()]}
+            "checkEndpoint": "/health", "ttl": 0, "concurrencyLimit": CONCURRENCY,
+            "env": [f"{k}={v}" for k, v in pool.environment(m).items()]}
             for m in pool.models},
         "groups": {"vmem": {"swap": False, "exclusive": False, "members": [m.name for m in pool.models]}},
         "hooks": {"on_startup": {"preload": [m.name for m in pool.models]}},
