@@ -56,7 +56,7 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return rc;
 }
 
-// By how many pages the pinned pages grows when a slot which makes so many copies begins with the runs found.
+// The number of pages that become pinned when a slot which makes so many copies begins with the runs found.
 static int64_t delta_of(vmem_kv *kv, uint32_t tokens, uint64_t copies)
 {
     uint64_t beside;

@@ -79,7 +79,7 @@ static int reserve(vmem_kv *kv)
 
 static _Atomic uint64_t caches; // created so far
 
-static int init(vmem_kv *kv, const struct vmem_kv_config *c)
+static void init_locks(vmem_kv *kv)
 {
     pthread_mutex_init(&kv->gate.api, NULL);
     pthread_mutex_init(&kv->gate.state, NULL);
@@ -90,6 +90,11 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     pthread_cond_init(&kv->turn.work, &monotonic);
     pthread_condattr_destroy(&monotonic);
     pthread_cond_init(&kv->turn.done, NULL);
+}
+
+// What the configuration says, with the defaults.
+static void configure(vmem_kv *kv, const struct vmem_kv_config *c)
+{
     kv->pid = getpid();
     kv->flags = c->flags;
 #ifdef VMEM_DEBUG
@@ -112,10 +117,20 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     for (uint32_t i = 0; i < c->n_tensors; i++)
         if (c->flags & VMEM_KV_ZERO || c->tensors[i].kind != c->tensors[0].kind)
             kv->create_flags = VMEM_CREATE_ZERO;
+    kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
+    kv->runs.unused = KV_NO_RUN;
+    for (uint32_t p = 0; p < 2; p++)
+        kv->runs.order[p] = (struct kv_use){KV_NO_RUN, KV_NO_RUN};
+    const uint64_t number = atomic_fetch_add(&caches, 1);
+    kv->runs.tag = 1 + number % KV_RUN_TAGS;
+    kv->fence.step = kv->fence.retired = (1 + number % KV_STEP_TAGS) << KV_STEP_TAG | KV_STEP_NONE;
+}
+
+static int make_tables(vmem_kv *kv, const struct vmem_kv_config *c)
+{
     int rc = vmem__kv_make_groups(kv, c);
-    if (rc)
-        return rc;
-    rc = vmem__kv_make_sets(kv);
+    if (!rc)
+        rc = vmem__kv_make_sets(kv);
     if (rc)
         return rc;
     kv->slots = calloc(kv->n_slots, sizeof(*kv->slots));
@@ -124,19 +139,21 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->stale = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->stale));
     kv->plan.wants = calloc((size_t)kv->n_slots * kv->n_groups, sizeof(*kv->plan.wants));
     kv->plan.changed = calloc(kv->n_slots, sizeof(*kv->plan.changed));
-    kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
     kv->fence.past = calloc((size_t)kv->n_slots * kv->n_groups * kv->steps_in_flight, sizeof(*kv->fence.past));
     kv->runs.pins = calloc(kv->n_slots, sizeof(*kv->runs.pins));
-    kv->runs.unused = KV_NO_RUN;
-    const uint64_t number = atomic_fetch_add(&caches, 1);
-    kv->runs.tag = 1 + number % KV_RUN_TAGS;
-    kv->fence.step = kv->fence.retired = (1 + number % KV_STEP_TAGS) << KV_STEP_TAG | KV_STEP_NONE;
-    for (uint32_t p = 0; p < 2; p++)
-        kv->runs.order[p] = (struct kv_use){KV_NO_RUN, KV_NO_RUN};
     if (!kv->slots || !kv->idle || !kv->spans || !kv->stale || !kv->plan.wants || !kv->plan.changed ||
         !kv->fence.past || !kv->runs.pins)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
-    rc = reserve(kv);
+    return 0;
+}
+
+static int init(vmem_kv *kv, const struct vmem_kv_config *c)
+{
+    init_locks(kv);
+    configure(kv, c);
+    int rc = make_tables(kv, c);
+    if (!rc)
+        rc = reserve(kv);
     if (rc)
         return rc;
     vmem__kv_register(kv);

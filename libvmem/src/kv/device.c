@@ -1,9 +1,8 @@
 // The device memory behind the budget.
 //
-// The caches of one context are linked (vmem_context.caches). So a cache that takes memory ahead or gives it back
-// leaves the others the memory that they last_step. A cache's promise is the number of pages that it last_step ahead: the cache
-// can create that many pages without asking the device. If the promise is less than the budget (with VMEM_KV_LAZY, and
-// after memory was given back), the device may refuse.
+// The caches of one context are linked (vmem_context.caches), so that a cache that takes memory ahead or gives it back
+// leaves the others theirs. kv_ledger.preallocated is the number of pages that a cache can create without asking the
+// device. Where it is less than the budget (with VMEM_KV_LAZY, and after memory was given back), the device may refuse.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
@@ -12,7 +11,7 @@
 // How long the driver's last word on its free memory is good enough for a yes.
 #define DEVICE_NS UINT64_C(100000000)
 
-// The bytes that the other caches of the context last_step ahead and have not used. Call it with the context's lock held.
+// The bytes that the context's other caches have taken ahead and not used. Call it with the context's lock held.
 static uint64_t ahead_of_others(const vmem_kv *kv)
 {
     uint64_t bytes = 0;
@@ -67,7 +66,7 @@ void vmem__kv_unregister(vmem_kv *kv)
 int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
 {
     const uint64_t own = kv_less(pages, kv->ledger.held) << kv->page_shift;
-    // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches last_step ahead.
+    // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches have taken ahead.
     const uint64_t others = locked_ahead_of_others(kv);
     int rc = own ? vmem__prealloc(kv->ctx, own + KV_MIN(others, UINT64_MAX - own), kv->whole) : 0;
     if (!rc)

@@ -490,7 +490,7 @@ void vmem__kv_clear_history(vmem_kv *kv, uint32_t slot);
 // Kernels up to this step have ended.
 uint64_t vmem__kv_last_ended_step(const vmem_kv *kv);
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step); // -EINVAL: neither 0 nor a step that this cache has made
-// Steps since the slot last_step part in one, or was allocated.
+// Steps since the slot took part in one, or was allocated.
 static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot)
 {
     return (uint32_t)kv->fence.step - kv->slots[slot].last_step;
@@ -505,14 +505,17 @@ void vmem__kv_set_remove(struct kv_set *set, uint32_t slot);
 // The first slot of the set from there on; KV_NO_SLOT: there is none.
 uint32_t vmem__kv_set_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from);
 void vmem__kv_set_list(vmem_kv *kv, uint32_t slot, uint8_t list);
+static inline uint8_t kv_list_of(const struct kv_slot *s)
+{
+    if (s->state == VMEM_KV_FREE)
+        return (uint8_t)(s->backed ? 32 - __builtin_clz(s->backed) : 0);
+    return s->state == VMEM_KV_ACTIVE ? KV_LIST_ACTIVE : KV_LIST_OTHERS;
+}
 // After a change of the slot's state, or of what it has backed.
 static inline void kv_list(vmem_kv *kv, uint32_t slot)
 {
-    const struct kv_slot *s = &kv->slots[slot];
-    uint8_t list = s->state == VMEM_KV_ACTIVE ? KV_LIST_ACTIVE : KV_LIST_OTHERS;
-    if (s->state == VMEM_KV_FREE)
-        list = (uint8_t)(s->backed ? 32 - __builtin_clz(s->backed) : 0);
-    if (list != s->list)
+    const uint8_t list = kv_list_of(&kv->slots[slot]);
+    if (list != kv->slots[slot].list)
         vmem__kv_set_list(kv, slot, list);
 }
 static inline uint32_t kv_next_active(const vmem_kv *kv, uint32_t from)
@@ -775,7 +778,7 @@ void vmem__kv_drop_all_runs(vmem_kv *kv); // and releases what is doomed, while 
 
 // How many tokens a request could begin with, at most `most`, and leaves the runs in runs.found.
 int vmem__kv_find_runs(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most, uint32_t *tokens);
-// Of the runs found, those whose pages the request begins with stay found and are not evicted. The others may be: windows
+// Runs found whose pages the request begins with stay found and are not evicted. The others may be: windows
 // have passed their rows, or a later run has the same ones.
 void vmem__kv_protect_found(vmem_kv *kv, uint32_t tokens);
 void vmem__kv_unprotect_found(vmem_kv *kv); // these can be evicted again
@@ -795,14 +798,14 @@ int vmem__kv_check_books(vmem_kv *kv); // VMEM_KV_CHECK: recounts everything
 
 // ---- device.c -------------------------------------------------------------------------------------------------------
 
-// A context's caches, linked. Parting gives back what the cache last_step ahead.
+// A context's caches are linked. A cache that leaves them gives back what it has taken ahead.
 void vmem__kv_register(vmem_kv *kv);
 void vmem__kv_unregister(vmem_kv *kv);
 // Takes device memory for that many pages in all, or gives back what is more.
 int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
 void vmem__kv_set_preallocated(vmem_kv *kv, uint64_t pages); // without doing either
-// Returns device memory that nobody uses or last_step ahead; wanted: nor waits for. With no lock held.
+// Returns device memory that nobody uses or has taken ahead; wanted: nor waits for. With no lock held.
 void vmem__kv_trim(vmem_kv *kv, bool wanted);
 // Pages whose memory the device has given and no page uses. *room, unless NULL: those that the context's budget has
 // room for.
@@ -823,7 +826,7 @@ uint64_t vmem__kv_page_limit(vmem_kv *kv, uint64_t want);
 // The same by the driver's answer of the last 100 ms, and by its last one, however old.
 uint64_t vmem__kv_page_limit_lately(vmem_kv *kv);
 uint64_t vmem__kv_page_limit_known(const vmem_kv *kv);
-// Whether so many pages more leave the context's other caches what they last_step ahead: pages come from there, too.
+// Whether so many pages more leave the context's other caches what they have taken ahead: pages come from there, too.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
 // ---- gate.c ---------------------------------------------------------------------------------------------------------
@@ -869,8 +872,8 @@ int vmem__kv_short_of_slots(vmem_kv *kv);
 void vmem__kv_count_shortage(vmem_kv *kv);                   // in the statistics, of a call that really needed them
 const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
 
-// Whether the budget has room if the pinned pages grows by delta, with so many new pages: -ENOMEM, with what is missing. A cache
-// over its budget has room for what raises the pinned pages by nothing, even if that needs new pages: it gives up as many. But
+// Whether the budget has room for `delta` more pinned pages, with so many new pages: -ENOMEM, with what is missing. A cache
+// over its budget has room for what pins no more pages, even if that needs new pages: it gives up as many. But
 // pages that are mapped and not pinned are no room: another call may take them back before the step.
 int vmem__kv_claim_budget(vmem_kv *kv, int64_t delta, uint64_t pages);
 // The same, and whether the device has the memory.

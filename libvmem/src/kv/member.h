@@ -13,8 +13,8 @@
 // Begins requests in these slots, without pages, or ends them. All or none, in one call.
 int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 int vmem__kv_end(vmem_kv *kv, const uint32_t *slots, uint64_t n);
-// So many bytes of its requests' pages would be released if the member's evict asked, beside those of prefixes; and so
-// many have been, and will be wanted again.
+// Says how many bytes of its requests' pages the member's evict would release, beside those of prefixes, and how many it
+// has released that will be wanted again (missed).
 void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed);
 
 // Ends all calls but vmem_kv_retire and vmem_kv_destroy, and the background thread. *quiet: the kernels up to the step

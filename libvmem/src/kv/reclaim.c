@@ -212,8 +212,6 @@ int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, int tries)
 
 // ---- the budget -----------------------------------------------------------------------------------------------------
 
-// The budget.
-
 int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
 {
     uint64_t pages = bytes >> kv->page_shift;
@@ -231,8 +229,8 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
         return rc;
     kv->ledger.budget = pages;
     vmem__kv_give_ahead(kv, lazy ? 0 : pages);
-    // Keep the device memory of the remaining budget preallocated. If another process last_step the memory first, create pages
-    // when they are needed.
+    // Keep the device memory of the remaining budget preallocated. If another process has taken it first, pages are
+    // created when they are needed.
     if (!lazy && vmem__kv_take_ahead(kv, pages))
         vmem__kv_set_preallocated(kv, 0);
     return 0;

@@ -247,7 +247,7 @@ static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return rc;
 }
 
-// By how many pages the pinned pages grows while the slot is truncated with so many copies, and no kernel accesses it.
+// The number of pages that become pinned while the slot is truncated with so many copies, and no kernel accesses it.
 static int64_t truncation_delta(const vmem_kv *kv, uint32_t slot, uint64_t copies)
 {
     int64_t delta = (int64_t)copies;

@@ -410,8 +410,6 @@ int vmem__kv_check_runs(const vmem_kv *kv)
 
 // ---- runs that a request begins with --------------------------------------------------------------------------------
 
-// Runs that follow each other, for a request that begins with them.
-
 // The pages of a group that contain the rows that the next token of a request of `tokens` tokens reads.
 static struct kv_range rows_read(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
 {
@@ -435,8 +433,7 @@ static uint32_t run_with(const vmem_kv *kv, uint32_t row)
     return all->found[lo];
 }
 
-// Of a sequence of `tokens` tokens, the run that has the page with all rows that begin in it: the last one that has the
-// page.
+// The run of a sequence of `tokens` tokens that has the page with all rows that begin in it: the last one with the page.
 static uint32_t run_of(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens, uint32_t page)
 {
     const uint64_t behind = (((uint64_t)page + 1) << kv->page_shift) + g->row_bytes - 1;
@@ -575,7 +572,7 @@ uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside)
 
 // ---- dropping -------------------------------------------------------------------------------------------------------
 
-// Dropping runs, by name or in their order. Their pages are doomed: no run or slot has them, and the call or the
+// Runs are dropped by name or in their order. Pages that no run or slot has any more are doomed: the call or the
 // background thread releases them.
 
 // Whether dropping the run, and the runs that share a page with it, frees a page.

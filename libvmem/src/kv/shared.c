@@ -1,5 +1,6 @@
-// Shared rows: a hash table, with open addressing, of the rows that runs hold or that several slots have mapped. A row consists of the pages that the tensors of a group have at one page
-// number. They are shared together, so the first tensor's page identifies the row.
+// Shared rows: a hash table, with open addressing, of the rows that runs hold or that several slots have mapped. A row
+// consists of the pages that the tensors of a group have at one page number. They are shared together, so the first
+// tensor's page identifies the row.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>

@@ -103,7 +103,7 @@ void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
         kv->ledger.held -= c->n_pages;
         return;
     }
-    // Steps may have changed need and keep while the worker ran, and others may hold more rows. These lie in the part that
+    // Steps may have changed `step` and `in_flight` while the worker ran, and others may hold more rows. These lie in the part that
     // was to stay, so they remain valid.
     struct kv_span s = *kv_span(kv, c->slot, c->group);
     if (c->lo == c->hi)
