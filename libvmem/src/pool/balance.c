@@ -105,8 +105,6 @@ static bool shrink(struct vmem__member *m, struct vmem__lend_state *s)
     return more;
 }
 
-enum trimming { TRIM_NOTHING, TRIM_UNWANTED, TRIM_ALL };
-
 // With the member's lock held: which unused memory of the context must go back before the row falls to `pages`. Memory
 // that no page uses may be any member's of the context: this one's row may be what covers it.
 static enum trimming plan_trim(struct vmem__member *m, uint64_t pages)
@@ -115,11 +113,11 @@ static enum trimming plan_trim(struct vmem__member *m, uint64_t pages)
     const bool stayed = m->ctx->retained_peak;
     vmem__unlock(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
-    const bool stale = m->returns_all, falls = (pages << m->page_shift) + m->granted < m->row.has;
-    const bool unwanted = falls || (stayed && m->returns_unwanted);
-    m->returns_all = m->returns_unwanted = false;
+    const bool falls = (pages << m->page_shift) + m->granted < m->row.has;
+    const enum trimming asked = m->trim == TRIM_UNWANTED && !stayed ? TRIM_NOTHING : m->trim;
+    m->trim = TRIM_NOTHING;
     pthread_mutex_unlock(&m->pool->lock);
-    return stale ? TRIM_ALL : unwanted ? TRIM_UNWANTED : TRIM_NOTHING;
+    return MAX(asked, falls ? TRIM_UNWANTED : TRIM_NOTHING);
 }
 
 // With the member's lock held: the row says what the member has. gone_to: the pages that it had before the trim.
@@ -249,7 +247,7 @@ static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
     r->has += left;
     r->giving = sat_sub(r->giving, m->retained_bytes - left);
     pool->table.rows[m->place] = *r;
-    m->returns_all |= left != 0;
+    m->trim = left ? TRIM_ALL : m->trim;
     m->retained_bytes = 0;
     return left;
 }
@@ -343,8 +341,8 @@ static bool decide(vmem_kv_pool *pool)
         refuse_unsatisfiable(pool, m);
     vmem__table_end(pool);
     for (struct vmem__member *m = pool->members; m; m = m->next) {
-        m->returns_all |= m->unwritten;   // the table may say that memory which has stayed is free
-        if (m->unwritten && m->row.needs) // no other member can read the question
+        m->trim = m->unwritten ? TRIM_ALL : m->trim; // the table may say that memory which has stayed is free
+        if (m->unwritten && m->row.needs)            // no other member can read the question
             refuse(m, VMEM_KV_FILE_DAMAGED);
     }
     return again;

@@ -21,7 +21,7 @@ void vmem__pool_retain(struct vmem__member *m, uint64_t bytes)
     if (bytes == m->wants)
         return;
     vmem__expect(m->ctx, (int64_t)(bytes - m->wants), 0);
-    m->returns_unwanted |= !bytes;
+    m->trim = MAX(m->trim, bytes ? TRIM_NOTHING : TRIM_UNWANTED);
     m->wants = bytes;
 }
 

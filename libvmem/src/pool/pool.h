@@ -72,6 +72,9 @@ extern _Atomic uint64_t vmem__pool_ask_ns;
 #define POOL_WAIT_US 50000   // longest wait for the file's lock: of the thread, and of the end of a cache or pool,
 #define POOL_CALL_US 1000000 // and of other calls
 
+// Which unused memory of its context a member's next look returns to the device.
+enum trimming { TRIM_NOTHING, TRIM_UNWANTED, TRIM_ALL };
+
 struct vmem__member {
     struct vmem__member *next;
     struct vmem_kv_pool *pool;
@@ -103,8 +106,7 @@ struct vmem__member {
     // Members of one context hand device memory over: what one frees stays in the context for those who wait.
     uint64_t wants;          // bytes beyond its pages that the member waits for, as the context knows it
     uint64_t retained_bytes; // that the member no longer has and that stayed: its row states them until another's does
-    bool returns_all;        // memory stayed that no row may state: the next look at this member gives all of it back,
-    bool returns_unwanted;   // or what nobody waits for any more
+    enum trimming trim;      // ALL: of what has stayed, no row may state some. UNWANTED: the member waits no longer
 };
 
 struct vmem_kv_pool {
