@@ -3,20 +3,16 @@
 SPDX-License-Identifier: MIT
 """
 
-import builtins
 import copy
 import ctypes
 import errno
 import functools
-import json
 import math
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import IO, Any, Literal, SupportsIndex, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
 import torch.utils.dlpack
@@ -39,8 +35,6 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _free_capsule = int(ffi.cast("uintptr_t", ffi.addressof(lib, "pv_dlpack_capsule_free")))
 
 MAX_BYTES = 1 << 46  # of a reservation
-_MAGIC = b"pyvmem tensor 1\n"
-_PIECE = 16 << 20  # bytes of a file that are read or written at a time
 
 
 def tensor_at(
@@ -128,7 +122,7 @@ def _backed_whole(owner: Any, nbytes: int, what: str) -> None:
     if mapped[0] < nbytes:
         raise RuntimeError(
             f"{what} would read all {nbytes} bytes of the tensor, of which {mapped[0]} are backed: use "
-            "VirtualTensor.save, or clone the rows that are backed"
+            "a clone of the rows that are backed"
         )
 
 
@@ -165,48 +159,6 @@ def _guard(tensor: torch.Tensor, owner: Any, nbytes: int) -> None:
     own["share_memory_"] = _share_memory
 
 
-def _open(file: Any, mode: Literal["rb", "wb"]) -> AbstractContextManager[IO[bytes]]:
-    if isinstance(file, str | os.PathLike):
-        return open(file, mode)
-    if not hasattr(file, "read" if mode == "rb" else "write"):
-        raise TypeError(f"file must be a path or a binary file object, not {shown(file)}")
-    return nullcontext(file)
-
-
-def _read(source: IO[bytes], size: int) -> bytes:
-    """Read `size` bytes, or fewer at the end of the file. An unbuffered file may return fewer bytes per read."""
-    data = source.read(size)
-    while 0 < len(data) < size:
-        more = source.read(size - len(data))
-        if not more:
-            break
-        data += more
-    return data
-
-
-def _write(out: IO[bytes], data: bytes) -> None:
-    """Write all of `data`. An unbuffered file may accept only a part at a time."""
-    left = memoryview(data)
-    while left:
-        done: int | None = out.write(left)
-        left = left[len(left) if done is None else done :]
-
-
-def _header(line: bytes) -> tuple[list[int], torch.dtype, list[tuple[int, int]]]:
-    """Parse the second line of a file: shape, dtype and the backed parts."""
-    try:
-        about = json.loads(line)
-        dtype = getattr(torch, about["dtype"])
-        shape = [integer("shape", n) for n in about["shape"]]
-        parts = [(integer("parts", first), integer("parts", length)) for first, length in about["parts"]]
-        nbytes = math.prod(shape) * dtype.itemsize
-        if not isinstance(dtype, torch.dtype) or any(min(p) < 0 or sum(p) > nbytes for p in parts):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError("file does not hold a virtual tensor: its header is damaged") from None
-    return shape, dtype, parts
-
-
 class VirtualTensor(Uncopyable):
     """A tensor whose addresses are all reserved, but of which only parts are backed. Made by `virtual_empty`.
 
@@ -226,14 +178,14 @@ class VirtualTensor(Uncopyable):
     -----
     An operation that reads a whole tensor also reads its unbacked parts. While parts are unbacked, ``torch.save``,
     pickling and ``copy.deepcopy`` of `tensor` therefore raise RuntimeError. ``share_memory_`` always raises it, because
-    it would move the tensor off its pages. Use `save` and `load`, which store only the backed parts. Views of `tensor`
-    cannot be protected in this way, nor can tensors that a ``multiprocessing`` queue or a DataLoader worker sends:
-    clone the rows first.
+    it would move the tensor off its pages. To store the backed rows, save a clone of them. Views of `tensor` cannot be
+    protected in this way, nor can tensors that a ``multiprocessing`` queue or a DataLoader worker sends: clone the rows
+    first.
 
     After a fork, the calls of this class raise `VmemError` (EPERM) in the child.
     """
 
-    _instead = "; save() writes what is backed to a file"
+    _instead = ": copy a clone of the rows that are backed"
 
     def __init__(
         self,
@@ -427,84 +379,6 @@ class VirtualTensor(Uncopyable):
         """
         start, stop = self._span(rows, bytes)
         self._range.backdrop(start, stop - start)
-
-    # ---- files -----------------------------------------------------------------------------------------------
-
-    def save(self, file: str | os.PathLike[str] | IO[builtins.bytes]) -> int:
-        """Write the backed parts to a file.
-
-        The file has a line that names the format, a line of JSON, and the parts' bytes in order. The JSON gives the
-        shape, the dtype and ``parts``: the first byte and the length of each. Waits for the GPU's kernels. Nothing may
-        commit or decommit meanwhile.
-
-        Parameters
-        ----------
-        file : str, os.PathLike or binary file
-
-        Returns
-        -------
-        int
-            Bytes of data written.
-        """
-        self._span(None, None)
-        if self.tensor.is_cuda:  # context.read does not wait for torch's kernels
-            torch.cuda.synchronize(self.tensor.device)
-        parts = self._range.backed(0, self.nbytes)
-        about = {"shape": list(self.tensor.shape), "dtype": str(self.tensor.dtype).split(".")[1], "parts": parts}
-        with _open(file, "wb") as out:
-            _write(out, _MAGIC + json.dumps(about).encode() + b"\n")
-            for first, length in parts:
-                for at in range(first, first + length, _PIECE):
-                    _write(out, self.context.read(self.addr + at, min(_PIECE, first + length - at)))
-        return sum(length for _, length in parts)
-
-    @classmethod
-    def load(
-        cls,
-        file: str | os.PathLike[str] | IO[builtins.bytes],
-        device: str | torch.device = "cpu",
-        *,
-        page_size: int | None = None,
-        backdrop: bool | None = None,
-        zero: bool = False,
-        context: Context | None = None,
-    ) -> "VirtualTensor":
-        """Load a tensor that `save` wrote, with the same parts backed.
-
-        Parameters
-        ----------
-        file : str, os.PathLike or binary file
-        device, page_size, backdrop, zero, context
-            As in `virtual_empty`.
-
-        Returns
-        -------
-        VirtualTensor
-
-        Raises
-        ------
-        ValueError
-            `save` did not write the file, or it is truncated.
-        OutOfMemory
-            There is no memory for its parts.
-        """
-        with _open(file, "rb") as source:
-            if _read(source, len(_MAGIC)) != _MAGIC:
-                raise ValueError("file does not hold a virtual tensor")
-            shape, dtype, parts = _header(source.readline())
-            loaded = cls(shape, dtype, device, page_size=page_size, backdrop=backdrop, zero=zero, context=context)
-            try:
-                for first, length in parts:
-                    loaded.commit(bytes=slice(first, first + length))
-                    for at in range(first, first + length, _PIECE):
-                        data = _read(source, min(_PIECE, first + length - at))
-                        if len(data) < min(_PIECE, first + length - at):
-                            raise ValueError("file ends before the tensor's data does")
-                        loaded.context.write(loaded.addr + at, data)
-            except BaseException:
-                loaded.close()
-                raise
-        return loaded
 
     # ---- the end ---------------------------------------------------------------------------------------------
 

@@ -119,8 +119,6 @@ TENSOR_CALLS = {
     "VirtualTensor.commit bytes": lambda w, x: w.v.commit(bytes=x),
     "VirtualTensor.decommit rows": lambda w, x: w.v.decommit(x),
     "VirtualTensor.backdrop rows": lambda w, x: w.v.backdrop(x),
-    "VirtualTensor.save file": lambda w, x: w.v.save(x if x != "x" else 5),
-    "VirtualTensor.load file": lambda w, x: pyvmem.VirtualTensor.load(x if x != "x" else 5),
 }
 
 

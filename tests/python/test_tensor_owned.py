@@ -39,7 +39,7 @@ def test_a_closed_tensor_lets_the_next_one_at_its_address_be(empty):
     new = new[-1]
     new.commit()
     new.tensor.fill_(2.0)
-    for call in (old.commit, old.decommit, old.backdrop, lambda: old.save(io.BytesIO()), lambda: old.tensor):
+    for call in (old.commit, old.decommit, old.backdrop, lambda: old.tensor):
         with pytest.raises(ValueError, match="closed"):
             call()
     assert old.closed and old.resident_bytes == 0
@@ -94,7 +94,9 @@ def test_a_shape_that_no_address_space_holds(empty, shape):
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_virtual_tensor_cannot_be_copied(empty, how):
-    with pytest.raises(TypeError, match="VirtualTensor owns native memory and cannot be copied or pickled; save"):
+    with pytest.raises(
+        TypeError, match="VirtualTensor owns native memory and cannot be copied or pickled: copy a clone"
+    ):
         how(empty((4, 4)))
 
 
@@ -106,7 +108,7 @@ def save(tensor):
 def test_a_tensor_that_is_backed_in_part_is_not_read_whole(empty, context, how):
     v = empty((1 << 30, 1024))  # 4 TiB
     v.commit(rows=slice(0, 16))
-    with pytest.raises(RuntimeError, match=f"of which {v.resident_bytes} are backed: use VirtualTensor.save"):
+    with pytest.raises(RuntimeError, match=f"of which {v.resident_bytes} are backed: use a clone of the rows"):
         how(v.tensor)
     assert v.resident_bytes == context.stats().mapped
 
@@ -131,40 +133,6 @@ def test_a_tensor_stays_on_its_pages(empty):
     with pytest.raises(RuntimeError, match="share_memory_ would move"):
         v.tensor.share_memory_()
     assert v.tensor.data_ptr() == v.addr
-
-
-# ---- files --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_what_is_saved_is_loaded(empty, context, device, tmp_path, dtype):
-    size = min(context.page_sizes)
-    v = empty((1 << 22, size // 64), dtype)
-    for row in (0, 700, 1 << 20, (1 << 22) - 1):
-        v.commit(rows=row)
-        v.tensor.view(torch.uint8)[row] = row % 251
-    written = v.save(tmp_path / "tensor")
-    assert written <= v.resident_bytes
-    assert (tmp_path / "tensor").stat().st_size < written + 1000
-    with pyvmem.VirtualTensor.load(tmp_path / "tensor", device, context=context) as w:
-        assert (w.tensor.shape, w.tensor.dtype, w.nbytes) == (v.tensor.shape, dtype, v.nbytes)
-        assert w.resident_bytes == v.resident_bytes and w._range.backed() == v._range.backed()
-        for row in (0, 700, 1 << 20, (1 << 22) - 1):
-            assert torch.equal(w.tensor.view(torch.uint8)[row], v.tensor.view(torch.uint8)[row])
-
-
-def test_a_file_of_something_else_is_refused(empty, context, device):
-    v = empty((64, 16384))
-    v.commit(rows=slice(0, 2))
-    file = io.BytesIO()
-    v.save(file)
-    before = context.stats()
-    whole = file.getvalue()
-    for data in (b"", b"something else", whole[:20], whole[:-1], whole.replace(b"float32", b"floatxx")):
-        with pytest.raises(ValueError, match="file"):
-            pyvmem.VirtualTensor.load(io.BytesIO(data), device, context=context)
-        after = context.stats()
-        assert (after.reserved, after.created) == (before.reserved, before.created)
 
 
 # ---- other processes ----------------------------------------------------------------------------------------
@@ -282,30 +250,3 @@ def test_a_child_cannot_write_into_what_came_after():
         assert torch.equal(new.tensor, torch.full((64, 16384), 2.0))
         """
     )
-
-
-class Unbuffered(io.BytesIO):
-    """Reads and writes a part at a time, as pipes and sockets without a buffer do."""
-
-    def read(self, size=-1):
-        return super().read(min(size, 1000) if size > 0 else size)
-
-    def write(self, data):
-        return super().write(bytes(data)[:1000])
-
-
-def test_files_without_a_buffer(empty, context, device):
-    file = Unbuffered()
-    with empty((4, 65536), torch.uint8) as v:
-        v.commit(rows=slice(1, 3))
-        v.tensor[1:3] = torch.arange(65536).to(torch.uint8)
-        expected = v.tensor[1:3].clone()
-        v.save(file)
-    file.seek(0)
-    with pyvmem.VirtualTensor.load(file, device, context=context) as loaded:
-        assert torch.equal(loaded.tensor[1:3], expected)
-
-
-def test_a_header_of_brackets_is_damaged():
-    with pytest.raises(ValueError, match="header is damaged"):
-        pyvmem.VirtualTensor.load(io.BytesIO(b"pyvmem tensor 1\n" + b"[" * 100000 + b"\n"))

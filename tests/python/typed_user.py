@@ -1,7 +1,5 @@
 """A user's script that mypy checks (test_typing.py) and that runs: the public calls, with the types they promise."""
 
-import io
-
 import numpy as np
 import torch
 
@@ -32,11 +30,7 @@ def tensors() -> float:
         raise SystemExit(f"{error.errno}: {error}") from error
     t: torch.Tensor = v.tensor
     t[:16].fill_(2.0)
-    file = io.BytesIO()
-    v.save(file)
-    file.seek(0)
-    with VirtualTensor.load(file) as again:
-        total: float = again.tensor[:16].sum().item()
+    total: float = t[:16].sum().item()
     v.close()
     return total / committed
 
