@@ -11,19 +11,14 @@ import functools
 import math
 from dataclasses import replace
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import (
-    causal_mask_function,
-    eager_mask,
-    sdpa_mask,
-    sliding_window_causal_mask_function,
-)
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask, sliding_window_causal_mask_function
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from pyvmem import attention
@@ -36,6 +31,14 @@ from pyvmem.transformers.plan import Plan
 NAME = "vmem"
 
 Int64s = npt.NDArray[np.int64]
+
+
+class Extras(NamedTuple):
+    """What some models add to attention: a cap of scores, sinks, and a bias of positions. None: not."""
+
+    softcap: float | None
+    sinks: torch.Tensor | None
+    bias: torch.Tensor | None
 
 
 def register() -> None:
@@ -127,6 +130,9 @@ def vmem_attention(
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: the attention vmem returns no weights; use eager")
     s_aux = kwargs.pop("sinks", None) if s_aux is None else s_aux  # Inkling 2: one for each query
+    extras = Extras(softcap, s_aux, position_bias)
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
     handover: Handover | None = getattr(key, "vmem", None)
     if handover is None:
         padding: Padding | None = getattr(attention_mask, "vmem", None)
@@ -137,15 +143,9 @@ def vmem_attention(
                 module, query, key, value, attention_mask, dropout, scaling, position_bias=position_bias, **kwargs
             )
             return out, None
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        extras = (softcap, s_aux, position_bias)
-        return _dense(module, query, key, value, attention_mask, dropout, scaling, causal, *extras), None
+        return _dense(module, query, key, value, attention_mask, dropout, scaling, causal, extras), None
     call = _untraced if torch.compiler.is_compiling() else _of_rows
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    out = call(module, handover, query, value, attention_mask, dropout, scaling, softcap, s_aux, position_bias, causal)
-    return out, None
+    return call(module, handover, query, value, attention_mask, dropout, scaling, extras, causal), None
 
 
 def _of_rows(
@@ -156,9 +156,7 @@ def _of_rows(
     attention_mask: torch.Tensor | None,
     dropout: float,
     scaling: float | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
+    extras: Extras,
     causal: bool,
 ) -> torch.Tensor:
     """Attention over the rows of a `VMemCache`."""
@@ -168,11 +166,11 @@ def _of_rows(
             f"layer {handover.layer.index}: the model attends over other values than the cache returned: use another "
             "attention than vmem for this model"
         )
-    if attention_mask is None and s_aux is None and position_bias is None and not dropout:
+    softcap, sinks, bias = extras
+    if attention_mask is None and sinks is None and bias is None and not dropout:
         out = _step_again(handover, query, scaling, softcap)
         if out is not None:
             return out
-    extras = (softcap, s_aux, position_bias)
     layer, rows, key = handover.layer, handover.layer.rows, handover.key
     window, queries = layer.window, query.shape[2]
     if queries > handover.tokens:
@@ -188,7 +186,7 @@ def _of_rows(
         and handover.start == 0 and handover.tokens > 1 and not 0 < window <= handover.tokens
     )  # fmt: skip
     by_kernel = (padding is not None or attention_mask is None) and not both_ways
-    by_kernel = by_kernel and _by_kernel(layer, query, key, dropout, window, *extras)
+    by_kernel = by_kernel and _by_kernel(layer, query, key, dropout, window, extras)
     mask = None if padding is None else padding.mask
     if not by_kernel and padding is None and rows.ragged:
         rows.pending = None
@@ -206,13 +204,11 @@ def _of_rows(
         elif attention_mask is None and not both_ways:
             first, start = layer.length - keys.shape[2], handover.start + handover.tokens - queries
             attention_mask = _dense_mask(query, keys.shape[2], start, first, window)
-        if softcap is None and s_aux is None:
-            out, _ = sdpa_attention_forward(
-                module, query, keys, values, attention_mask, dropout, scaling, is_causal=not both_ways,
-                position_bias=position_bias,
-            )  # fmt: skip
+        if softcap is None and sinks is None:
+            out, _ = sdpa_attention_forward(module, query, keys, values, attention_mask, dropout, scaling,
+                                            is_causal=not both_ways, position_bias=bias)  # fmt: skip
             return out
-        return _dense(module, query, keys, values, attention_mask, dropout, scaling, not both_ways, *extras)
+        return _dense(module, query, keys, values, attention_mask, dropout, scaling, not both_ways, extras)
     if handover.value is not None:
         return _decode(layer, plan, query, key, handover.value, scaling, window, softcap or 0.0)
     if queries < handover.tokens:
@@ -264,16 +260,10 @@ def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -
 
 
 def _by_kernel(
-    layer: VMemLayer,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    dropout: float,
-    window: int,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    layer: VMemLayer, query: torch.Tensor, key: torch.Tensor, dropout: float, window: int, extras: Extras
 ) -> bool:
     """True if the kernels of `pyvmem.attention` can compute this."""
+    softcap, sinks, bias = extras
     if sinks is not None or bias is not None or dropout:
         return False
     asked = (softcap, query.dtype, query.shape[:2], key.dtype)
@@ -373,7 +363,7 @@ def _of_padding(
     k, v = (t[slot, :end].transpose(0, 1)[None] for t in kv)
     mask = torch.arange(end, device=query.device) < torch.as_tensor(ends, device=query.device)[:, None]
     if softcap:
-        return _scored(query[None], k, v, mask, scaling, softcap, None, None, 0.0)[0]
+        return _scored(query[None], k, v, mask, scaling, Extras(softcap, None, None), 0.0)[0]
     k, v = (repeat_kv(t, groups) for t in (k, v))
     out = torch.nn.functional.scaled_dot_product_attention(query[None], k, v, attn_mask=mask, scale=scaling)
     return out[0].transpose(0, 1)
@@ -408,16 +398,14 @@ def _dense(
     dropout: float,
     scaling: float | None,
     causal: bool,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    extras: Extras,
 ) -> torch.Tensor:
     """Soft caps and sinks, which sdpa does not have."""
     if mask is None and query.shape[2] > 1 and causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if not module.training:
         dropout = 0.0
-    return _scored(query, key, value, mask, scaling, softcap, sinks, bias, dropout)
+    return _scored(query, key, value, mask, scaling, extras, dropout)
 
 
 def _scored(
@@ -426,12 +414,11 @@ def _scored(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    extras: Extras,
     dropout: float,
 ) -> torch.Tensor:
     """Attention step by step, as transformers' eager attention computes it: ``[batch, tokens, heads, dim]``."""
+    softcap, sinks, bias = extras
     groups = query.shape[1] // key.shape[1]
     scores = query @ repeat_kv(key, groups).transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
