@@ -1,12 +1,21 @@
-"""Reads an engine's source files, to recognise what a plugin relies on, without importing them.
+"""Recognises releases of an engine by its source files, without importing them.
+
+1. **Signatures** of the functions that a plugin hooks, extends or calls. Any difference refuses the release.
+2. **Fingerprints** of the bodies that it relies on. An unknown one is reported, and refused if the settings are strict.
 
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import ast
 import hashlib
+import importlib.util
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pyvmem.engine.refuse import Refused
 
 
 class Source:
@@ -57,3 +66,57 @@ def _shape(node: Any) -> str:
 def fingerprint(node: Any) -> str:
     """16 hex digits of a definition; "absent" if there is none."""
     return hashlib.sha256(_shape(node).encode()).hexdigest()[:16] if node is not None else "absent"
+
+
+def installed(package: str, engine: str, switch: str) -> Path:
+    """The folder of the package that this process would import. Raises `Refused`."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise Refused(f"{switch}=1: {engine} is not installed")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def other_signatures(source: Source, signatures: Iterable[Sequence[str]]) -> Iterator[str]:
+    """What differs from (file, function, parameters without annotations; releases may differ)."""
+    for file, path, *wanted in signatures:
+        node = source.find(file, path)
+        if node is None or not hasattr(node, "args"):
+            yield f"{path} is not in {file}"
+        elif (found := parameters(node.args)) not in wanted:
+            yield f"{path} takes ({found}), not ({wanted[-1]})"
+
+
+def fingerprints(folder: Path, bodies: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """{function: fingerprint} of (file, function), of the engine in a folder."""
+    source = Source(folder)
+    return {path: fingerprint(source.find(file, path)) for file, path in bodies}
+
+
+def unknown(found: Mapping[str, str], known: Mapping[str, Collection[str]]) -> list[str]:
+    """Functions whose fingerprints are of no release that a plugin was checked with."""
+    return [path for path, value in found.items() if value not in known.get(path, ())]
+
+
+def verdict(engine: str, switch: str, differences: Iterable[str], changed: Collection[str], strict: bool) -> str | None:
+    """A line to log about a release, or None. Raises `Refused` for one on which a plugin cannot work.
+
+    engine : its name and release. changed: what `unknown` says.
+    """
+    for difference in differences:
+        page = f"docs/{engine.partition(' ')[0].lower()}.md"
+        raise Refused(f"{switch}=1: vMem does not know {engine}: {difference}; {page} names the releases that it runs "
+                      f"on (or unset {switch})")  # fmt: skip
+    if not changed:
+        return None
+    what = f"vMem was not checked with {engine}, where these have changed: {', '.join(changed)}"
+    if strict:
+        raise Refused(f"{switch}_STRICT=1: {what}")
+    return f"{what}. It goes on, since all signatures are as it needs ({switch}_STRICT=1 refuses)"
+
+
+def report(name: str, differences: Collection[str], found: Mapping[str, str], changed: Collection[str]) -> bool:
+    """Print what is said of the release in a folder; returns whether it differs."""
+    print(name, "; ".join([*differences, *(f"new: {one}" for one in changed)]) or "fits")
+    for path, value in found.items():
+        print(f"    {path} {value}")
+    return bool(differences or changed)

@@ -1,8 +1,4 @@
-"""Recognises releases of SGLang on which vMem cannot work, without importing a part of SGLang that needs a GPU.
-
-1. **Signatures** of the functions that vMem hooks or calls, and the names of the fields that it reads. Any difference
-   refuses the release.
-2. **Fingerprints** of the bodies that vMem relies on. An unknown one is reported; VMEM_SGLANG_STRICT=1 refuses it.
+"""Recognises releases of SGLang on which vMem cannot work: by `pyvmem.engine.sources`, and the fields that vMem reads.
 
 ``python -m pyvmem.sglang.check FOLDER`` checks the SGLang in a folder, and prints its fingerprints.
 
@@ -12,15 +8,13 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import ast
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pyvmem.engine.refuse import Refused
-from pyvmem.engine.sources import Source, fingerprint, parameters
+from pyvmem.engine import sources
 from pyvmem.sglang import doors
-from pyvmem.sglang.fingerprints import KNOWN
+from pyvmem.sglang.settings import SWITCH
 
 _POOL, _SCHEDULER, _BASE, _TOKEN = doors._POOL, doors._SCHEDULER, doors._BASE, doors._TOKEN
 _PAGED, _SWA = doors._PAGED, doors._SWA
@@ -57,22 +51,28 @@ BODIES = (
     ("srt/plugins/hook_registry.py", "HookRegistry.apply_hooks"),
 )
 
-
-def fingerprints(folder: Path) -> dict[str, str]:
-    """{function: fingerprint} of the bodies that vMem relies on, of the SGLang in `folder`."""
-    source = Source(folder)
-    return {path: fingerprint(source.find(file, path)) for file, path in BODIES}
+# Fingerprints of these that vMem was checked with: of releases 0.5.21, 0.5.22 and 0.5.23.
+KNOWN: dict[str, tuple[str, ...]] = {
+    "MHATokenToKVPool._create_buffers_normal": ("c7278d786a807c0e", "338c8fec9668d4e5"),
+    "MLATokenToKVPool._create_buffers": ("e7d22fab8355ba15",),
+    "BaseTokenToKVPoolAllocator.merge_and_sort_free": ("372c1b92db73f2f6",),
+    "BaseTokenToKVPoolAllocator.evict_to_free_tokens": ("6cf858676f06684a", "84a3148d15ee241c"),
+    "TokenToKVPoolAllocator": ("c86ff7007995df6c",),
+    "PagedTokenToKVPoolAllocator": ("3d2323dd0be6abfb", "639b90b86df7e26a"),
+    "SWATokenToKVPoolAllocator.alloc_extend": ("0697d283b98535b9",),
+    "PrefillBudget": ("555350f18ccd3df1", "85bd2dc6930c7453", "2c0c2c497a5a400f"),
+    "SchedulerInvariantChecker._check_full_pool": ("ede9c28454374dc5", "f7d92ac86ab80a91"),
+    "SchedulerPoolStatsObserver._get_token_info": ("bc8a1782c2479f2a", "b4c06dfa30841a38"),
+    "SchedulerPoolStatsObserver._get_swa_token_info": ("45f19d2f8ddfaa4c",),
+    "Scheduler.flush_cache": ("474ee012af4a256f",),
+    "HookRegistry.apply_hooks": ("1afac64ee46da0a7",),
+}
 
 
 def differences(folder: Path) -> Iterator[str]:
     """Signatures and fields of the SGLang in `folder` that are not as vMem needs them."""
-    source = Source(folder)
-    for file, path, wanted in SIGNATURES:
-        node = source.find(file, path)
-        if node is None or not hasattr(node, "args"):
-            yield f"{path} is not in {file}"
-        elif (found := parameters(node.args)) != wanted:
-            yield f"{path} takes ({found}), not ({wanted})"
+    source = sources.Source(folder)
+    yield from sources.other_signatures(source, SIGNATURES)
     for file, path, fields in FIELDS:
         node = source.find(file, path)
         names = {n.target.id for n in getattr(node, "body", ()) if isinstance(n, ast.AnnAssign)
@@ -80,43 +80,24 @@ def differences(folder: Path) -> Iterator[str]:
         yield from (f"{path} has no field {name}" for name in fields if name not in names)
 
 
-def unknown(folder: Path) -> list[str]:
-    """Bodies that vMem relies on and that no release has that it was checked with."""
-    return [path for path, found in fingerprints(folder).items() if found not in KNOWN.get(path, ())]
-
-
 def installed() -> Path:
     """The folder of the SGLang that this process would import."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        raise Refused("VMEM_SGLANG=1: SGLang is not installed")
-    return Path(next(iter(spec.submodule_search_locations)))
+    return sources.installed("sglang", "SGLang", SWITCH)
 
 
 def release(version: str, strict: bool) -> str | None:
     """Check the installed SGLang. Returns a line to log, or None; raises `Refused`."""
     folder = installed()
-    for difference in differences(folder):
-        raise Refused(f"VMEM_SGLANG=1: vMem does not know SGLang {version}: {difference}; docs/sglang.md names the "
-                      "releases that it runs on (or unset VMEM_SGLANG)")  # fmt: skip
-    changed = unknown(folder)
-    if not changed:
-        return None
-    what = f"vMem was not checked with SGLang {version}, where these have changed: {', '.join(changed)}"
-    if strict:
-        raise Refused(f"VMEM_SGLANG_STRICT=1: {what}")
-    return f"{what}. It goes on, since the signatures are as it needs (VMEM_SGLANG_STRICT=1 refuses)"
+    changed = sources.unknown(sources.fingerprints(folder, BODIES), KNOWN)
+    return sources.verdict(f"SGLang {version}", SWITCH, differences(folder), changed, strict)
 
 
 def main(folders: list[str]) -> int:
     """Check the SGLang in each folder; returns the number of those that differ."""
     wrong = 0
     for name in folders:
-        found, changed = list(differences(Path(name))), unknown(Path(name))
-        wrong += bool(found or changed)
-        print(name, "fits" if not found and not changed else "; ".join([*found, *(f"new: {c}" for c in changed)]))
-        for path, value in fingerprints(Path(name)).items():
-            print(f"    {path} {value}")
+        found = sources.fingerprints(Path(name), BODIES)
+        wrong += sources.report(name, list(differences(Path(name))), found, sources.unknown(found, KNOWN))
     return wrong
 
 

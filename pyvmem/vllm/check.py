@@ -1,11 +1,7 @@
 """Recognises releases of vLLM on which vMem cannot work.
 
-Three checks, none of which imports a part of vLLM that needs a GPU:
-
-1. **Signatures** of the functions that vMem extends or calls, complete, and all names that it reads (`names`). Any
-   difference refuses the release.
-2. **Fingerprints** of the bodies that vMem relies on. An unknown one is reported, and refused with VMEM_VLLM_STRICT=1.
-3. **Behaviour** of the block pool, by trying it. Any difference refuses the release.
+By `pyvmem.engine.sources`, by all names that vMem reads (`names`), and by the behaviour of the block pool, which is
+tried. None of these imports a part of vLLM that needs a GPU.
 
 ``python -m pyvmem.vllm.check FOLDER`` checks the vLLM in a folder, and prints its fingerprints.
 
@@ -15,16 +11,16 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pyvmem.vllm.names import KNOWN, NAMES
+from pyvmem.engine import sources
 from pyvmem.engine.refuse import Refused
-from pyvmem.engine.sources import Source, fingerprint, parameters
+from pyvmem.vllm.names import KNOWN, NAMES
+from pyvmem.vllm.settings import SWITCH
 
 _WORKER, _SCHEDULER = "v1/worker/gpu_worker.py", "v1/core/sched/scheduler.py"
 _POOL, _UTILS, _OUTPUT = "v1/core/block_pool.py", "v1/core/kv_cache_utils.py", "v1/core/sched/output.py"
@@ -92,21 +88,10 @@ BODIES = (
 )
 
 
-def fingerprints(folder: Path) -> dict[str, str]:
-    """{function: fingerprint} of the bodies that vMem relies on, of the vLLM in `folder`."""
-    source = Source(folder)
-    return {path: fingerprint(source.find(file, path)) for file, path in BODIES}
-
-
 def differences(folder: Path) -> Iterator[str]:
     """Signatures and names of the vLLM in `folder` that are not as vMem needs them."""
-    source = Source(folder)
-    for file, path, *wanted in SIGNATURES:
-        node = source.find(file, path)
-        if node is None or not hasattr(node, "args"):
-            yield f"{path} is not in {file}"
-        elif (found := parameters(node.args)) not in wanted:
-            yield f"{path} takes ({found}), not ({wanted[-1]})"
+    source = sources.Source(folder)
+    yield from sources.other_signatures(source, SIGNATURES)
     number = _number(folder)
     for kind, (file, names) in NAMES.items():
         there = _names_of(source.find(file, kind.partition(" ")[0]))
@@ -140,32 +125,16 @@ def _names_of(kind: Any) -> set[str]:
     return names
 
 
-def unknown(folder: Path) -> list[str]:
-    """Bodies that vMem relies on and that no release has that it was checked with."""
-    return [path for path, found in fingerprints(folder).items() if found not in KNOWN.get(path, ())]
-
-
 def installed() -> Path:
     """The folder of the vLLM that this process would import."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise Refused("VMEM_VLLM=1: vLLM is not installed")
-    return Path(next(iter(spec.submodule_search_locations)))
+    return sources.installed("vllm", "vLLM", SWITCH)
 
 
 def release(version: str, strict: bool) -> str | None:
     """Check the installed vLLM. Returns a line to log, or None; raises `Refused`."""
     folder = installed()
-    for difference in differences(folder):
-        raise Refused(f"VMEM_VLLM=1: vMem does not know vLLM {version}: {difference}; docs/vllm.md names the releases "
-                      "that it runs on (or unset VMEM_VLLM)")  # fmt: skip
-    changed = unknown(folder)
-    if not changed:
-        return None
-    what = f"vMem was not checked with vLLM {version}, where these have changed: {', '.join(changed)}"
-    if strict:
-        raise Refused(f"VMEM_VLLM_STRICT=1: {what}")
-    return f"{what}. It goes on, since they behave as it needs (VMEM_VLLM_STRICT=1 refuses)"
+    changed = sources.unknown(sources.fingerprints(folder, BODIES), KNOWN)
+    return sources.verdict(f"vLLM {version}", SWITCH, differences(folder), changed, strict)
 
 
 def _misbehaviour(pool: Any) -> Iterator[str]:
@@ -210,12 +179,8 @@ def main(folders: list[str]) -> int:
     """Check the vLLM in each folder; returns the number of those that differ."""
     wrong = 0
     for name in folders:
-        found = list(differences(Path(name)))
-        changed = unknown(Path(name))
-        wrong += bool(found or changed)
-        print(name, "fits" if not found and not changed else "; ".join([*found, *(f"new: {c}" for c in changed)]))
-        for path, value in fingerprints(Path(name)).items():
-            print(f"    {path} {value}")
+        found = sources.fingerprints(Path(name), BODIES)
+        wrong += sources.report(name, list(differences(Path(name))), found, sources.unknown(found, KNOWN))
     return wrong
 
 

@@ -66,7 +66,7 @@ def test_a_name_that_is_gone_is_refused(copy, kind):
     file, names = NAMES[kind]
     text = (check.installed() / file).read_text()
     for name in listed(kind):
-        if name not in check._names_of(check.Source(check.installed()).find(file, kind.partition(" ")[0])):
+        if name not in check._names_of(check.sources.Source(check.installed()).find(file, kind.partition(" ")[0])):
             assert re.search(rf"{name}[><]", names)  # of other releases
             continue
         (check.installed() / file).write_text(re.sub(rf"\b{name}\b", "renamed", text))
