@@ -8,17 +8,20 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from pyvmem.engine import sources
+from pyvmem.engine.refuse import Refused
 from pyvmem.sglang import doors
 from pyvmem.sglang.settings import SWITCH
 
 _POOL, _SCHEDULER, _BASE, _TOKEN = doors._POOL, doors._SCHEDULER, doors._BASE, doors._TOKEN
 _PAGED, _SWA = doors._PAGED, doors._SWA
 _CHECKER = "srt/managers/scheduler_components/invariant_checker.py"
+OLDEST = (0, 5, 21)
 _STATS = "srt/managers/scheduler_components/pool_stats_observer.py"
 
 # (file, function, parameters without annotations) of what vMem hooks, and of what it calls
@@ -87,6 +90,10 @@ def installed() -> Path:
 
 def release(version: str, strict: bool) -> str | None:
     """Check the installed SGLang. Returns a line to log, or None; raises `Refused`."""
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
+        raise Refused(f"VMEM_SGLANG=1: SGLang {version} is older than {'.'.join(map(str, OLDEST))}, the first whose "
+                      "scheduler asks an object (PrefillBudget) whether a request may begin, and vMem answers for it; "
+                      "update SGLang (or unset VMEM_SGLANG)")  # fmt: skip
     folder = installed()
     changed = sources.unknown(sources.fingerprints(folder, BODIES), KNOWN)
     return sources.verdict(f"SGLang {version}", SWITCH, differences(folder), changed, strict)

@@ -21,23 +21,29 @@ def copy(tmp_path, monkeypatch):
 
 
 def test_the_installed_release_fits(copy):
-    assert check.release("0.0", strict=True) is None
+    assert check.release("9.9", strict=True) is None
 
 
 @pytest.mark.parametrize(
     "file, old, new, says",
     [
-        (check._SCHEDULER, "def on_idle(self)", "def on_idle(self, now)", "Scheduler.on_idle takes .self, now., not"),
+        (check._SCHEDULER, "def flush_cache(self,", "def flush_cache(self, now,",
+         "Scheduler.flush_cache takes .self, now, empty_cache=True., not"),
         (check._SWA, "def alloc(self, need_size", "def take(self, need_size", "alloc is not in"),
         (check._CHECKER, "max_total_num_tokens: int\n", "tokens: int\n", "has no field max_total_num_tokens"),
     ],
-)
+)  # fmt: skip
 def test_a_difference_is_refused_by_name(copy, file, old, new, says):
     text = (copy / file).read_text()
     assert old in text
     (copy / file).write_text(text.replace(old, new))
     with pytest.raises(Refused, match=f"^VMEM_SGLANG=1: vMem does not know SGLang 9.9: .*{says}"):
         check.release("9.9", strict=False)
+
+
+def test_a_release_that_is_too_old_is_refused_with_the_reason(copy):
+    with pytest.raises(Refused, match="^VMEM_SGLANG=1: SGLang 0.5.20 is older than 0.5.21, .*PrefillBudget"):
+        check.release("0.5.20", strict=False)
 
 
 def test_a_changed_body_is_reported_and_refused_if_strict(copy):
