@@ -8,8 +8,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from pyvmem.engine import control, refuse
+from pyvmem.engine import control, http, refuse
 from pyvmem.sglang import memory, settings
+
+
+class Limits(http.Limits):
+    """ASGI middleware that serves ``/vmem/limit`` and ``/vmem/metrics`` for the engines of this server."""
+
+    prefix = "sglang:"
+    hint = "VMEM_SGLANG must be 1, and SGLANG_PLUGINS, where it is set, must include vmem"
 
 
 def _end(error: Exception) -> None:
@@ -116,8 +123,6 @@ def retracted(result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
 def serve(*args: Any, **kwargs: Any) -> None:
     """The HTTP server is about to run."""
     from sglang.srt.entrypoints import http_server
-
-    from pyvmem.sglang.http import Limits
 
     if settings.read().http:
         http_server.app.add_middleware(Limits)
