@@ -57,7 +57,7 @@ def adapter(kind):
     from safetensors.torch import save_file
 
     config, path = _config(kind), Path(_folder.name, f"{kind}-adapter")
-    path.mkdir()
+    path.mkdir(exist_ok=True)  # forks make it, each for itself
     about = dict(peft_type="LORA", r=8, lora_alpha=64, target_modules=["q_proj", "v_proj"], bias="none",
                  task_type="CAUSAL_LM", base_model_name_or_path=model(kind))  # fmt: skip
     (path / "adapter_config.json").write_text(json.dumps(about))
