@@ -6,12 +6,12 @@ from pathlib import Path
 GROUP, VALUE = "sglang.srt.plugins", "pyvmem.sglang.plugin:activate"
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, group: str = GROUP, value: str = VALUE) -> Path:
     """Write the entry point's metadata into a folder for PYTHONPATH."""
     made = Path(folder) / "pyvmem-0.dist-info"
     made.mkdir(parents=True, exist_ok=True)
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: pyvmem\nVersion: 0\n")
-    (made / "entry_points.txt").write_text(f"[{GROUP}]\nvmem = {VALUE}\n")
+    (made / "entry_points.txt").write_text(f"[{group}]\nvmem = {value}\n")
     return Path(folder)
 
 
