@@ -46,7 +46,8 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND, PATIENCE = range(8)
 # before they do. WAITED: microseconds that steps waited for blocks. HEAD: when the first request came that lacks some,
 # in microseconds; 0: none does; negative: others come first for a while. GROWS: whether running requests lack some, of
 # which the last came then. STARVED: whether at most one request runs meanwhile. BEAT: changes while the process runs.
-# PARTS: whether the columns are parts of one worker, whose bytes add up, such as pools of several kinds of layers.
+# PARTS: pools of several kinds of layers in each worker, whose bytes add up; 0: one. The columns of the first pool's
+# workers come first.
 (PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
  PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED, AHEAD, HEAD, GROWS,
  BEAT, PARTS) = range(16, 44)  # fmt: skip
@@ -380,14 +381,19 @@ class Engine:
     def of(cls, name: str, rank: int, page: Page) -> Engine:
         """What a page says."""
         block, ranks = page[BLOCK_BYTES], max(min(page[RANKS_USED], RANKS), 1)
-        whole = np.sum if page[PARTS] else np.max
+        parts = max(page[PARTS], 1)
+
+        def whole(words: Words) -> int:
+            return int(words.reshape(parts, -1).max(1).sum())
+
         columns = (RESIDENT, STEP_MAPS, WEIGHTS, WEIGHTS_HELD)
-        most = {f: int(whole(page.words[f : f + ranks])) for f in columns}
+        most = {f: whole(page.words[f : f + ranks]) for f in columns}
         state = State(page[STATE]).name.lower() if page[STATE] in list(State)[1:] else ""
         return cls(
-            name, rank, page[PID], ranks, block, page[BLOCKS], None if page[LIMIT] >= NO_LIMIT else page[LIMIT],
-            page[MIN], page[MAX], page[PRIORITY], page[LEAST] * block, page[ALLOWED] * block, page[USED] * block,
-            page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, int(whole(page.boards(ranks)[:, HELD])),
+            name, rank, page[PID], ranks // parts, block, page[BLOCKS],
+            None if page[LIMIT] >= NO_LIMIT else page[LIMIT], page[MIN], page[MAX], page[PRIORITY],
+            page[LEAST] * block, page[ALLOWED] * block, page[USED] * block,
+            page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, whole(page.boards(ranks)[:, HELD]),
             most[RESIDENT], most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
             page[WAITED] / 1e6, page.model, page[PORT], state, page[RUNNING], page[QUEUED], most[WEIGHTS],
             most[WEIGHTS_HELD], page[LACKS], page[WAKES], page[SLEEPS], page[WAKING] / 1e6, page[UNSERVED],

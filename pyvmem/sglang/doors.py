@@ -61,9 +61,19 @@ def before_step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     scheduler._vmem.before()
 
 
-def before_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """The scheduler has nothing to run."""
-    scheduler._vmem.idle()
+def broadcast(original: Any, receiver: Any, recv_reqs: Any, local_reqs: Any = None) -> Any:
+    """Rank 0 gives its requests to the other ranks, and with them what its keepers have seen."""
+    from pyvmem.sglang.scheduler import Seen
+
+    held = memory.here().scheduler
+    if held is None or held.ranks.size == 1:
+        return original(receiver, recv_reqs, local_reqs)
+    news = held.news() if held.ranks.leads else None
+    came = original(receiver, recv_reqs, [*(local_reqs or ()), news] if news else local_reqs)
+    for told in came:
+        if isinstance(told, Seen):
+            held.see(told)
+    return [request for request in came if not isinstance(request, Seen)]
 
 
 def flush(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +162,8 @@ ENGINE = (
      "self, pre_model_load_memory", "AROUND", profile),
     (_SCHEDULER, "Scheduler.__init__", "self, server_args, port_args", "AFTER", started),
     (_SCHEDULER, "Scheduler.get_next_batch_to_run", "self, running_batch, last_batch", "BEFORE", before_step),
-    (_SCHEDULER, "Scheduler.on_idle", "self", "BEFORE", before_idle),
+    ("srt/managers/scheduler_components/request_receiver.py", "SchedulerRequestReceiver._broadcast_reqs_across_ranks",
+     "self, recv_reqs, local_reqs=None", "AROUND", broadcast),
     (_SCHEDULER, "Scheduler.flush_cache", "self, empty_cache=True", "AROUND", flush),
     (_BASE, "BaseTokenToKVPoolAllocator.create_prefill_budget", _BUDGET, "AROUND", prefill_budget),
     (_SWA, "SWATokenToKVPoolAllocator.create_prefill_budget", _BUDGET, "AROUND", prefill_budget),

@@ -4,6 +4,10 @@ SGLang's allocator keeps its free pages as a tensor on the device. The keeper co
 slices pages off the end. Both are in stream order, so no step waits for the device; the numbers of what was sliced off
 come with an asynchronous copy. Scheduler and model worker share a process, so nothing has to be told to workers.
 
+With tensor parallelism every rank has a keeper, and all must decide alike. What differs between ranks, or changes while
+they run, is taken from rank 0 (`View`, `News`), and memory is there when every rank has it. The rest is equal on all:
+SGLang's schedulers have the same requests, and so the same free lists.
+
 This module does not import SGLang: the scheduler and the allocator are SGLang's own.
 
 SPDX-License-Identifier: MIT
@@ -12,10 +16,11 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +30,7 @@ from pyvmem.engine.control import Page
 from pyvmem.engine.packing import PagePacking
 from pyvmem.errors import OutOfMemory
 from pyvmem.sglang.memory import KVMemory
+from pyvmem.sglang.ranks import Ranks
 
 RETRY = 0.03  # seconds until memory that was refused is asked for again
 PART = 512 << 20  # bytes of blocks in one order: what is backed serves before the rest is
@@ -32,6 +38,44 @@ KEEP = 64 << 20  # bytes of free blocks at most that an idle engine keeps for th
 SOME = 8  # blocks beside those of the running requests that are kept ready
 MOST_WAITING = 64  # requests that are looked at
 CLIP = 4096  # output tokens of a request that SGLang reserves at most (CLIP_MAX_NEW_TOKENS)
+
+
+class View(NamedTuple):
+    """What the keepers of all ranks take for given, as rank 0 sees it. Bytes, but for `keeps`.
+
+    Attributes
+    ----------
+    limit : int
+        The smaller of limit and maximum.
+    left, room : int
+        What others of the pool leave, and what nobody in it uses.
+    keeps : int
+        Pages that are not offered to others.
+    overhead, correction : int
+        As `PagePacking` has measured them.
+    behind, waits : bool
+        Whether another engine of the pool comes first, and whether memory was refused a moment ago.
+    """
+
+    limit: int = control.NO_LIMIT
+    left: int = control.NO_LIMIT
+    room: int = 0
+    keeps: int = 0
+    overhead: int = 0
+    correction: int = 0
+    behind: bool = False
+    waits: bool = False
+
+
+class News(NamedTuple):
+    """What has come to rank 0's keeper since it looked last."""
+
+    view: View
+    answers: tuple[int, ...]  # to orders, as `KVMemory.answer` has them
+    num_left: int  # copies of pages that leave, which have come
+
+    def differs(self, view: View | None) -> bool:
+        return bool(self.answers or self.num_left or self.view != view)
 
 
 class Keeper(BlockBudget):
@@ -44,26 +88,31 @@ class Keeper(BlockBudget):
     memory : KVMemory
         The pool whose rows the allocator's pages number.
     page : Page
+    ranks : Ranks
     window : bool
         Whether the allocator is that of the layers with windows, beside another one.
     alone : bool
         Whether the engine has no other keeper.
     """
 
-    def __init__(self, scheduler: Any, allocator: Any, memory: KVMemory, page: Page, *,
+    def __init__(self, scheduler: Any, allocator: Any, memory: KVMemory, page: Page, ranks: Ranks, *,
                  window: bool = False, alone: bool = True) -> None:  # fmt: skip
         self._scheduler, self._allocator, self.memory = scheduler, allocator, memory
         self.tokens: int = allocator.page_size  # of a page
-        self.window, self._alone = window, alone
+        self.window, self._alone, self._ranks = window, alone, ranks
+        self.view: View | None = None  # a rank that is alone looks whenever it decides
         self._leaving: collections.deque[tuple[Any, Any, int]] = collections.deque()  # copy, event, fence
         self._num_leaving = 0
         self._coming: collections.deque[tuple[int, list[int]]] = collections.deque()  # order, ids
         self._retry = 0.0
         step = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         least = self._pages(scheduler.max_req_len) + 2
-        super().__init__(page, memory.number - 1, memory.block_bytes, least, self._pages(step) + SOME, 1)
+        super().__init__(page, memory.number - 1, memory.block_bytes, least, self._pages(step) + SOME, ranks.size)
         self._out = PagePacking(self.total, self.block_bytes, memory.span)
         self._take_all()
+
+    def start(self) -> None:
+        """Have the first pages backed."""
         self._grow(self.ready(), wait=True)
 
     def _pages(self, tokens: int) -> int:
@@ -109,6 +158,53 @@ class Keeper(BlockBudget):
         batch = getattr(self._scheduler, "running_batch", None)
         return batch.reqs if batch is not None else []
 
+    # ---- what all ranks take for given -----------------------------------------------------------------------
+
+    def news(self) -> News:
+        """What came, on rank 0."""
+        answers = itertools.takewhile(lambda told: told < 2, (self.memory.answer(order) for order, _ in self._coming))
+        there = itertools.takewhile(lambda leaving: leaving[1].query(), self._leaving)
+        view, self.view = self.view, None
+        self.fit()
+        pool, out = self.page.cells[control.POOL], self._out
+        seen = View(self._limit(), *(self._left_bytes(), self._room_bytes(), self._keeps) if pool else View()[1:4],
+                    out.page_overhead, out.limit_correction, self.behind, self._waits())  # fmt: skip
+        self.view = view
+        return News(seen, tuple(answers), sum(1 for _ in there))
+
+    def see(self, news: News) -> None:
+        """Take for given what rank 0 has seen."""
+        if self._ranks.size > 1:
+            self.view = view = news.view
+            self._out.page_overhead, self._out.limit_correction = view.overhead, view.correction
+            self._keeps, self.behind = view.keeps, view.behind
+        for told in news.answers:
+            _, ids = self._coming.popleft()
+            self._n_coming -= len(ids)
+            if told:
+                self.memory.blocks.unback(ids)
+                self._refused(ids)
+            else:
+                self._give(ids)
+        for _ in range(news.num_left):
+            copy, event, fence = self._leaving.popleft()
+            event.synchronize()  # it may come later here than on rank 0
+            self._num_leaving -= len(copy)
+            self._left(copy.tolist(), fence)
+
+    def _limit(self) -> int:
+        return super()._limit() if self.view is None else self.view.limit
+
+    def _left_bytes(self) -> int:
+        return super()._left_bytes() if self.view is None else self.view.left
+
+    def _room_bytes(self) -> int:
+        return super()._room_bytes() if self.view is None else self.view.room
+
+    def _waits(self) -> bool:
+        """Whether memory was refused a moment ago."""
+        return time.monotonic() < self._retry if self.view is None else self.view.waits
+
     # ---- what the next step takes ----------------------------------------------------------------------------
 
     @staticmethod
@@ -150,7 +246,7 @@ class Keeper(BlockBudget):
 
     def growable(self) -> int:
         """Tokens for which memory may still be backed."""
-        if time.monotonic() < self._retry:
+        if self._waits():
             return 0
         more = self.allowed() - self.circulating - self._n_coming
         if self.page.cells[control.POOL]:
@@ -183,10 +279,15 @@ class Keeper(BlockBudget):
         free.free_pages = torch.cat((free.free_pages, more))
 
     def _back(self, ids: list[int], over: bool) -> bool:
-        """Back pages now, all or none. Returns whether there was memory for them."""
+        """Back pages now, all or none, on all ranks. Returns whether there was memory for them."""
+        refused = 0
         try:
             self.memory.back(ids, over)
         except OutOfMemory:
+            refused = 1
+        if self._ranks.most([refused])[0]:
+            if not refused:
+                self.memory.blocks.unback(ids)
             self._refused(ids)
             return False
         self._give(ids)
@@ -197,6 +298,7 @@ class Keeper(BlockBudget):
         self._out.put(ids)
         self.page[control.REFUSED] += 1
         self._retry = time.monotonic() + RETRY
+        self.view = self.view and self.view._replace(waits=True)
 
     def _grow(self, n: int, wait: bool = False, over: bool = False) -> bool:
         """Have up to `n` pages backed. over: whatever the limit is. Returns whether all are there, or on their way."""
@@ -207,7 +309,7 @@ class Keeper(BlockBudget):
             n = min(n, self.allowed() - self.circulating - self._n_coming)
             if self.page.cells[control.POOL]:  # others give memory to who asks, not to orders
                 n = min(n, self._room() - self._n_coming)
-            ids = self._take_out(n) if n > 0 and time.monotonic() >= self._retry else []
+            ids = self._take_out(n) if n > 0 and not self._waits() else []
         if not ids:
             return wanted <= 0
         if wait:
@@ -222,24 +324,14 @@ class Keeper(BlockBudget):
                 self._n_coming += len(some)
         return len(ids) >= wanted
 
-    def _enter(self, wait: bool = False) -> None:
-        """Pages whose orders were carried out circulate. wait: until all were."""
-        if wait and self._coming:
-            begin = time.monotonic()
-            self.memory.blocks.flush()
-            self.page[control.WAITED] += int(1e6 * (time.monotonic() - begin))
-        while self._coming:
-            order, ids = self._coming[0]
-            told = self.memory.answer(order)
-            if told < 0:
-                return
-            self._coming.popleft()
-            self._n_coming -= len(ids)
-            if told:
-                self.memory.blocks.unback(ids)
-                self._refused(ids)
-            else:
-                self._give(ids)
+    def _await_orders(self) -> None:
+        """Pages that are on their way circulate."""
+        begin = time.monotonic()
+        self.memory.blocks.flush()
+        answers = self._ranks.most([self.memory.answer(order) for order, _ in self._coming])
+        self.page[control.WAITED] += int(1e6 * (time.monotonic() - begin))
+        there = itertools.takewhile(lambda told: told < 2, answers)
+        self.see(News(self.view or View(), tuple(there), 0))
 
     def _shrink(self, n: int, evict: bool = True) -> None:
         """Take up to `n` pages out of circulation: free ones, then the least recently used of the radix cache."""
@@ -273,13 +365,6 @@ class Keeper(BlockBudget):
         self.memory.blocks.unback(ids, after=fence)
         self._out.put(ids)
 
-    def _see_left(self) -> None:
-        """The numbers of pages that were taken have come."""
-        while self._leaving and self._leaving[0][1].query():
-            copy, _, fence = self._leaving.popleft()
-            self._num_leaving -= len(copy)
-            self._left(copy.tolist(), fence)
-
     # ---- SGLang's steps --------------------------------------------------------------------------------------
 
     def before(self) -> None:
@@ -289,7 +374,7 @@ class Keeper(BlockBudget):
         need = self.need()
         short = need - self.num_free()
         if short > 0 and self._coming:
-            self._enter(wait=True)
+            self._await_orders()
             short = need - self.num_free()
         if short > 0:
             self._grow(short, wait=True)
@@ -298,10 +383,7 @@ class Keeper(BlockBudget):
             self._grow(ready)
 
     def _obey(self) -> bool:
-        """See what came and left, and take out what is above the limit. Returns whether something is."""
-        self._see_left()
-        self._enter()
-        self.fit()
+        """Take out what is above the limit. Returns whether something is."""
         self._allowed = self.allowed()
         beyond = self.circulating + self._n_coming - self._allowed
         if not self._leaving:
@@ -315,7 +397,7 @@ class Keeper(BlockBudget):
         """The allocator must have so many tokens, or SGLang evicts or retracts. Returns whether it has."""
         short = self._pages(tokens) - self.spare
         if short > 0 and self._coming:
-            self._enter(wait=True)
+            self._await_orders()
             short = self._pages(tokens) - self.spare
         return short <= 0 or self._grow(short, wait=True)
 

@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -23,6 +24,7 @@ from pyvmem.engine import control, geometry, refuse
 from pyvmem.engine.control import Page
 from pyvmem.engine.memory import BlockMemory, context_on
 from pyvmem.sglang import settings
+from pyvmem.sglang.ranks import Ranks
 from pyvmem.tensor import VirtualTensor
 
 logger = logging.getLogger("sglang.vmem")
@@ -73,7 +75,8 @@ class KVMemory(BlockMemory):
     page : Page
         The engine's control page.
     column : int
-        Which column of the page the pool has.
+        The column of the page that rank 0's pool has. Those of the other ranks follow.
+    ranks : Ranks
     pool : sglang.srt.mem_cache.memory_pool.KVCache
         While it makes its buffers.
     make : callable
@@ -86,8 +89,9 @@ class KVMemory(BlockMemory):
     block_bytes : int
     """
 
-    def __init__(self, page: Page, column: int, pool: Any, make: Callable[[Any], None]) -> None:
-        super().__init__(page, column, settings.read())
+    def __init__(self, page: Page, column: int, ranks: Ranks, pool: Any, make: Callable[[Any], None]) -> None:
+        super().__init__(page, column + ranks.rank, settings.read())
+        self._columns = range(column, column + ranks.size)
         device = torch.device(pool.device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -104,7 +108,7 @@ class KVMemory(BlockMemory):
             self._by_layers(pool, make, context)
         self.block_bytes = sum(r.bytes * r.layers for r in self._ranges)
         alone = self._make_blocks(self.number, self.block_bytes)
-        page[control.ATTACHED + column] = control.IN_BLOCKS
+        page[control.ATTACHED + self._rank] = control.IN_BLOCKS
         self.publish()
         logger.info(
             "KV cache on vMem: backend %s, %d pages of %d tokens and %.1f KiB in pages of %d KiB, %.2f GiB at most, "
@@ -155,8 +159,9 @@ class KVMemory(BlockMemory):
         return self._tensor
 
     def answer(self, order: int) -> int:
-        """What became of an order: -1 nothing yet, 0 carried out, 1 refused."""
-        return self._page.answer(order, self._rank)
+        """What became of an order, which every rank gave: 0 carried out, 1 refused by one of them, 2 nothing yet."""
+        told = [self._page.answer(order, column) for column in self._columns]
+        return 2 if -1 in told else max(told)
 
     @property
     def span(self) -> int:
@@ -184,10 +189,11 @@ class KVMemory(BlockMemory):
 def _data_parallel_rank() -> int:
     from sglang.srt import runtime_context
 
-    try:
-        return runtime_context.get_parallel().dp_rank or 0
-    except (AttributeError, RuntimeError, ValueError):  # a pool without a scheduler
-        return 0
+    found = 0
+    for name in ("dp_rank", "attn_dp_rank"):
+        with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # a pool without a scheduler
+            found = found or getattr(runtime_context.get_parallel(), name) or 0
+    return found
 
 
 class Memories:
@@ -195,9 +201,14 @@ class Memories:
 
     def __init__(self) -> None:
         control.sweep()
-        self.name = uuid.uuid4().hex[:12]
+        self.ranks = Ranks()
+        self.name: str = self.ranks.tell(uuid.uuid4().hex[:12])
         self.page = control.open_page(self.name, _data_parallel_rank())
+        if self.ranks.size > 1 and not self.page.shared:
+            raise refuse.Refused("VMEM_SGLANG=1: the ranks of tensor parallelism need a folder that they share, and "
+                                 "none is writable: set XDG_RUNTIME_DIR (or unset VMEM_SGLANG)")  # fmt: skip
         self.all: list[KVMemory] = []
+        self.scheduler: Any = None  # `pyvmem.sglang.scheduler.SchedulerMemory`, once there is one
 
     def make(self, pool: Any, make: Callable[[Any], None]) -> None:
         """Put the buffers of a pool on vMem."""
@@ -205,7 +216,8 @@ class Memories:
             raise refuse.Refused(f"VMEM_SGLANG_POOL={settings.read().pool}: this model has several KV pools (windows "
                                  "or a draft model), and one of them can be in a pool of vMem's so far; unset "
                                  "VMEM_SGLANG_POOL")  # fmt: skip
-        pool._vmem = memory = KVMemory(self.page, len(self.all), pool, make)
+        column = len(self.all) * self.ranks.size
+        pool._vmem = memory = KVMemory(self.page, column, self.ranks, pool, make)
         self.all.append(memory)
 
 

@@ -24,8 +24,9 @@ _FLAGS = (
     ("elastic_ep_backend", "elastic expert parallelism adds ranks while it runs"),
 )
 _SIZES = (
-    ("attn_dp_size", "DP attention needs several ranks, which schedule for themselves"),
-    ("tp_size", "each rank schedules for itself, and memory comes to each at another time"),
+    ("attn_dp_size", "with DP attention, ranks without requests run beside others, which vMem has not been tried with"),
+    ("attn_cp_size", "context parallelism deals a prompt's rows out to several GPUs"),
+    ("nnodes", "ranks on several hosts have no memory in which they could agree"),
     ("pp_size", "a pipeline has several batches in flight"),
     ("dcp_size", "decode context parallelism deals a request's rows out to several GPUs"),
 )

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyvmem.engine import control, pool_policy, pools
 from pyvmem.sglang import memory, refuse, settings
-from pyvmem.sglang.keeper import Keeper, shares
+from pyvmem.sglang.keeper import Keeper, News, shares
 
 logger = logging.getLogger("sglang.vmem")
 
@@ -29,8 +29,31 @@ def _came(request: Any) -> int:
     return came
 
 
+class Seen(NamedTuple):
+    """What rank 0 tells all ranks, with SGLang's requests, if it differs from what they know.
+
+    Attributes
+    ----------
+    drains : bool
+        Whether the owner wants everything: requests that run go on to their end, and none begins.
+    closed : bool
+        Whether no request begins.
+    rests : bool
+        Whether none has run for a while.
+    news : tuple of News
+        For each keeper.
+    """
+
+    drains: bool
+    closed: bool
+    rests: bool
+    news: tuple[News, ...]
+
+
 class SchedulerMemory:
     """The keepers of one scheduler, and its part in a pool.
+
+    Rank 0 reads the control page and the pool, and publishes. The page of every other rank is its own.
 
     Parameters
     ----------
@@ -40,18 +63,23 @@ class SchedulerMemory:
     def __init__(self, scheduler: Any) -> None:
         refuse.scheduler(scheduler)
         chosen, here = settings.read(), memory.here()
-        self._scheduler, self.page = scheduler, here.page
-        page = self.page
+        self._scheduler, self.ranks = scheduler, here.ranks
+        self.page = page = here.page if here.ranks.leads else control.private_page()
         if chosen.limit is not None:
             page[control.LIMIT] = chosen.limit
         page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
         page[control.PRIORITY], page[control.POOL] = chosen.priority, pools.number_of(chosen.pool)
-        page[control.RANKS_USED], page[control.PARTS] = len(here.all), 1
+        self._seen = Seen(False, False, False, ())
+        self._had: list[int] = []  # pages that circulated in the last step
         self._peers = pool_policy.PoolPeers(page)
-        self._tended = self._still = 0.0
+        self._looked = self._tended = self._still = 0.0
         self.keepers = self._make_keepers(scheduler, here)
         scheduler.token_to_kv_pool_allocator._vmem = self
-        page[control.RANKS_USED] = len(here.all)  # a keeper alone has set it
+        page[control.RANKS_USED], page[control.PARTS] = len(here.all) * self.ranks.size, len(here.all)
+        self._agree()
+        for keeper in self.keepers:
+            keeper.start()
+        here.scheduler = self
         self._check_sizes(chosen)
         args = scheduler.server_args
         control.claim(page, args.served_model_name or args.model_path)
@@ -70,8 +98,8 @@ class SchedulerMemory:
             raise refuse.Refused(f"VMEM_SGLANG=1: vMem does not know KV pools of kind {type(pool).__name__} "
                                  "(or unset VMEM_SGLANG)")  # fmt: skip
         if len(kinds) == 1:
-            return [Keeper(scheduler, allocator, pool._vmem, self.page)]
-        made = [Keeper(scheduler, part, own._vmem, control.private_page(), window=i > 0, alone=False)
+            return [Keeper(scheduler, allocator, pool._vmem, self.page, self.ranks)]
+        made = [Keeper(scheduler, part, own._vmem, control.private_page(), self.ranks, window=i > 0, alone=False)
                 for i, (part, own) in enumerate(kinds)]  # fmt: skip
         shares(made, self.page)
         return made
@@ -98,31 +126,47 @@ class SchedulerMemory:
         chunked = getattr(s, "chunked_req", None) is not None
         return bool(s.waiting_queue or s.running_batch.reqs or s.last_batch or chunked)
 
-    def before(self) -> None:
-        """SGLang is about to choose what runs in the next step."""
-        if not self._active:
-            return  # `idle` follows
-        self._still = 0.0
-        self.page.cells[control.STEP] += 1
-        self._look_around()
-        grown = [k.circulating for k in self.keepers]
-        for keeper in self.keepers:
-            keeper.before()
-        if any(k.circulating > n for k, n in zip(self.keepers, grown)):
-            self._scheduler.running_batch.batch_is_full = False  # SGLang looks again whether a request fits
-        self.publish()
-
-    def idle(self) -> None:
-        """SGLang has nothing to run."""
-        now, active = time.monotonic(), self._active
-        if active:
+    def news(self) -> Seen | None:
+        """What all ranks must know before the next step, if they do not: rank 0 tells it."""
+        now = time.monotonic()
+        if self._active:
             self._still = 0.0
-        elif not self._still:
-            self._still = now
+        self._still = self._still or now
         self._look_around()
-        rest = not active and now - self._still >= IDLE
+        drains = bool(self.page.cells[control.LEND])
+        closed, rests = drains or self._peers.full, now - self._still >= IDLE
+        told = Seen(drains, closed, rests, tuple(keeper.news() for keeper in self.keepers))
+        known = all(not n.differs(k.view) for k, n in zip(self.keepers, told.news)) and told[:3] == self._seen[:3]
+        return None if known else told
+
+    def see(self, told: Seen | None) -> None:
+        """Take for given what rank 0 told."""
+        if told is None:
+            return
+        for keeper, news in zip(self.keepers, told.news):
+            keeper.see(news)
+        self._seen = told
+
+    def _agree(self) -> None:
+        """See now what rank 0 sees now. Every rank calls this at the same point."""
+        self.see(self.ranks.tell(self.news() if self.ranks.leads else None))
+
+    def before(self) -> None:
+        """SGLang is about to choose what runs in the next step, if anything does."""
+        scheduler, active = self._scheduler, self._active
+        if self.ranks.size == 1:  # else it came with the requests
+            self.see(self.news())
+        idle = not scheduler.running_batch.reqs and not scheduler.last_batch and scheduler.chunked_req is None
         for keeper in self.keepers:
-            keeper.idle(rest)
+            keeper.lent = self._seen.drains and idle
+            if active:
+                keeper.before()
+            else:
+                keeper.idle(self._seen.rests)
+        had, self._had = self._had, [k.circulating for k in self.keepers]
+        if any(now > before for now, before in zip(self._had, had)):
+            scheduler.running_batch.batch_is_full = False  # SGLang looks again whether a request fits
+        self.page.cells[control.STEP] += active
         self.publish()
 
     def flushed(self) -> None:
@@ -148,10 +192,10 @@ class SchedulerMemory:
         end = time.monotonic() + AWAIT
         lacks = not all([k.ensure(tokens) for k in self.keepers])
         while lacks and self.page[control.POOL] and len(self._scheduler.running_batch.reqs) == 1:
-            if time.monotonic() >= end:
+            if self.ranks.tell(time.monotonic() >= end):
                 break
             time.sleep(TEND)
-            self._look_around()
+            self._agree()
             self.publish()
             lacks = not all([k.ensure(tokens) for k in self.keepers])
         self._sums()
@@ -169,7 +213,7 @@ class SchedulerMemory:
         budget.current_offset += max(promised - chunk, 0)
         if not tree_cache.supports_prefix_sharing():
             budget.current_offset -= more  # SGLang reserves answers here, too
-        if self._drains or self._peers.full:
+        if self._seen.closed:
             budget.total_offset += NEVER
             return
         check, page = budget.check_prefill, self.keepers[0].tokens
@@ -183,30 +227,27 @@ class SchedulerMemory:
 
     # ---- the pool --------------------------------------------------------------------------------------------
 
-    @property
-    def _drains(self) -> bool:
-        """Whether the owner wants everything: requests that run go on to their end, and none begins."""
-        return bool(self.page.cells[control.LEND])
-
     def _look_around(self) -> None:
         """See what the owner and the other engines of the pool want, and answer."""
-        page, scheduler = self.page, self._scheduler
-        running = scheduler.running_batch.reqs
-        lent = self._drains and not running and getattr(scheduler, "chunked_req", None) is None
-        for keeper in self.keepers:
-            keeper.lent = lent and not scheduler.last_batch
+        page, running = self.page, self._scheduler.running_batch.reqs
         now = time.monotonic()
-        if now < self._tended + TEND:
+        if now < self._looked + TEND:
             return
-        self._tended = now
+        self._looked = now
         page[control.BEAT] += 1
         shares(self.keepers, page)
         if page[control.POOL]:
             near, (keeper,) = self._peers, self.keepers
             near.look(_came(running[-1]) if running else 0)
             keeper.behind, keeper.offers = near.behind, near.offers
-        for keeper in self.keepers:
-            keeper.memory.tend()
+
+    def _tend(self) -> None:
+        """Each rank's memory has its own part in the pool of its device."""
+        now = time.monotonic()
+        if now >= self._tended + TEND:
+            self._tended = now
+            for keeper in self.keepers:
+                keeper.memory.tend()
 
     def _sums(self) -> None:
         """SGLang's own sums, which its leak check compares, are those of what circulates."""
@@ -221,6 +262,9 @@ class SchedulerMemory:
         """Write the numbers of the control page."""
         page, near, scheduler = self.page, self._peers, self._scheduler
         self._sums()
+        self._tend()
+        if not self.ranks.leads:
+            return
         if len(self.keepers) > 1:
             for keeper in self.keepers:
                 keeper.publish()
@@ -228,7 +272,7 @@ class SchedulerMemory:
             return
         (keeper,) = self.keepers
         running, wanted, head, grow, soon = scheduler.running_batch.reqs, 0, 0, 0, 0
-        if page[control.POOL] and not self._drains:
+        if page[control.POOL] and not self._seen.drains:
             wait = list(scheduler.waiting_queue[:1])
             grow = keeper.lacking([])
             lacks = grow or keeper.lacking(wait)
@@ -242,7 +286,3 @@ class SchedulerMemory:
         page[control.HEAD] = -head if near.passes else head
         page[control.GROWS], page[control.STARVED] = grow > 0, head > 0 and len(running) <= 1
         keeper.publish(wanted, near.yields, soon)
-
-    def close(self) -> None:
-        """The engine ends."""
-        self.page.unlink()

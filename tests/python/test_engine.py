@@ -121,5 +121,5 @@ def test_parts_of_one_worker_add_up():
     page.words[control.RESIDENT : control.RESIDENT + 2] = 3, 4
     page.boards(2)[:, control.HELD] = 5, 6
     assert (control.Engine.of("", 0, page).resident, control.Engine.of("", 0, page).backed) == (4, 6)
-    page[control.PARTS] = 1
+    page[control.PARTS] = 2
     assert (control.Engine.of("", 0, page).resident, control.Engine.of("", 0, page).backed) == (7, 11)

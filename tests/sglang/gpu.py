@@ -36,6 +36,7 @@ CLASSES = {
     "llama-page-1": (dict(LLAMA, num_key_value_heads=8), dict(page_size=1), {}),
     "llama-uncached": (LLAMA, dict(disable_radix_cache=True), {}),
     "llama-fp8": (LLAMA, dict(kv_cache_dtype="fp8_e4m3"), {}),
+    "llama-tp2": (dict(LLAMA, num_key_value_heads=4), dict(tp_size=2), {}),  # on two GPUs
     "llama-triton": (LLAMA, dict(attention_backend="triton"), {}),
     "qwen2": (dict(BASE, architectures=["Qwen2ForCausalLM"], model_type="qwen2"), {}, {}),
     "qwen3": (dict(BASE, architectures=["Qwen3ForCausalLM"], model_type="qwen3"), {}, {}),

@@ -9,6 +9,9 @@ import collections
 import os
 import pickle
 import random
+import selectors
+import signal
+import socket
 import sys
 import threading
 import traceback
@@ -61,7 +64,9 @@ class Unpinned(TorchFunctionMode):
 
 
 class Engine:
-    """A scheduler of SGLang's. arguments: of ServerArgs."""
+    """A scheduler of SGLang's. arguments: of ServerArgs. In forks of `forked(ranks=..)`, one of several ranks."""
+
+    rank, ranks, port = 0, 1, None
 
     def __init__(self, model, page_size=64, tokens=16384, chunk=512, overlap=True, two_pools=False, **arguments):
         from sglang.srt.managers import scheduler as module
@@ -74,12 +79,13 @@ class Engine:
                           attention_backend="torch_native", disable_cuda_graph=True, mem_fraction_static=0.95,
                           log_level="warning", max_total_tokens=tokens, sampling_backend="pytorch",
                           page_size=page_size, chunked_prefill_size=chunk, max_running_requests=64,
-                          **arguments)  # fmt: skip
+                          nccl_port=self.port, **{"tp_size": self.ranks, **arguments})  # fmt: skip
         args.resolve_once()
         args.check_server_args()
         ports = PortArgs.init_new(args)
         threading.Thread(target=self._drain, args=(ports,), daemon=True).start()
-        module.publish(args, role="scheduler", ranks=module.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        place = module.SpawnRanks(world_rank=self.rank, dp_rank=None, gpu_id=self.rank)
+        module.publish(args, role="scheduler", ranks=place)
         self.scheduler = module.Scheduler(args, ports)
         self.overlap, self.requests, self.steps, self.rows, self.aborted = overlap, [], 0, {}, set()
         self.scheduler.result_queue = collections.deque()
@@ -142,6 +148,8 @@ class Engine:
     def step(self):
         """One turn of SGLang's event loop; returns the batch that ran."""
         s = self.scheduler
+        if self.ranks > 1:
+            s.process_input_requests(s.request_receiver._broadcast_reqs_across_ranks(None if self.rank else []))
         plan = s.get_next_batch_to_run(running_batch=s.running_batch, last_batch=s.last_batch)
         s.running_batch = plan.running_batch
         batch = s.cur_batch_for_debug = plan.batch_to_run
@@ -227,6 +235,32 @@ class Engine:
         return sum(keeper.memory.blocks.stats().held for keeper in self.memory.keepers)
 
 
+def random_load(engine, many, move):
+    """Requests, aborts and flushes for so many steps, and then until all have ended. Returns the number of flushes.
+
+    move : called before each step.
+    """
+    rng, flushed, number = random.Random(11), 0, 0
+    while engine.steps < many:
+        while engine.unfinished < rng.randrange(2, 20) and rng.random() < 0.7:
+            prompt = [rng.randrange(3, 500) for _ in range(rng.choice((5, 60, 300, 700)))]
+            engine.submit(f"r{number}", prompt, rng.choice((1, 8, 40, 120)))
+            number += 1
+        if rng.random() < 0.02 and engine.unfinished:
+            name = rng.choice([r.rid for r in engine.requests if not r.finished() and r.rid not in engine.aborted])
+            engine.abort(name)
+        if rng.random() < 0.005:
+            while engine.unfinished or engine.step() is not None:
+                move(engine)
+                engine.step()
+            flushed += engine.scheduler.flush_cache()
+        move(engine)
+        engine.step()
+    while engine.unfinished or engine.step() is not None:
+        engine.step()
+    return flushed
+
+
 def tie(path, prompt, own, other):
     """How near to each other two answers' first differing tokens are, in standard deviations of the logits.
 
@@ -241,33 +275,60 @@ def tie(path, prompt, own, other):
     return float(abs(logits[own[at]] - logits[other[at]]) / logits.std())
 
 
-def forked(do, *args, vmem=True, **environment):
-    """What `do(*args)` returns in a fork. environment: VMEM_SGLANG_* without its beginning, or other variables."""
+def forked(do, *args, vmem=True, ranks=1, **environment):
+    """What `do(*args)` returns in a fork. environment: VMEM_SGLANG_* without its beginning, or other variables.
+
+    ranks : if more than one, forks that are ranks of tensor parallelism; a list of what it returns in each.
+    """
     sys.stdout.flush()
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read)
-        status, answer = 0, None
-        try:
-            os.environ["VMEM_SGLANG"] = "1" if vmem else "0"
-            os.environ.update(environment)
-            with torch.inference_mode():
-                answer = True, do(*args)
-        except BaseException as error:
-            answer = False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-            status = 1
-        with os.fdopen(write, "wb") as file:
-            pickle.dump(answer, file)
-        sys.stdout.flush()
-        os._exit(status)
-    os.close(write)
-    with os.fdopen(read, "rb") as file:
-        told = file.read()
-    _, status = os.waitpid(pid, 0)
-    if not told:
-        raise ChildProcessError(f"the engine's process ended with status {status}")
-    there, answer = pickle.loads(told)
-    if not there:
-        raise ChildProcessError(answer)
-    return answer
+    port = free_port() if ranks > 1 else None
+    pids, pipes, told = [], selectors.DefaultSelector(), [b""] * ranks
+    for rank in range(ranks):
+        read, write = os.pipe()
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            Engine.rank, Engine.ranks, Engine.port = rank, ranks, port
+            os.environ.update(environment, VMEM_SGLANG="1" if vmem else "0")
+            _run(do, args, os.fdopen(write, "wb"))
+        os.close(write)
+        pipes.register(read, selectors.EVENT_READ, rank)
+    failed = None
+    while pipes.get_map():
+        for key, _ in pipes.select():
+            more = os.read(key.fd, 1 << 20)
+            told[key.data] += more
+            if more:
+                continue
+            pipes.unregister(key.fd)
+            os.close(key.fd)
+            _, status = os.waitpid(pids[key.data], 0)
+            there, answer = pickle.loads(told[key.data]) if told[key.data] else (False, None)
+            if not there and failed is None:
+                failed = answer or f"the engine's process ended with status {status}"
+                for other in (fd.data for fd in pipes.get_map().values()):  # it waits for this one
+                    os.kill(pids[other], signal.SIGKILL)
+            told[key.data] = answer
+    if failed is not None:
+        raise ChildProcessError(failed)
+    return told if ranks > 1 else told[0]
+
+
+def _run(do, args, file):
+    """In a fork: write what `do(*args)` returns or raises, and end."""
+    status = 0
+    try:
+        with torch.inference_mode():
+            answer = True, do(*args)
+    except BaseException as error:
+        answer = False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        status = 1
+    with file:
+        pickle.dump(answer, file)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ import urllib.request
 
 import pytest
 from models import model
-from steps import workload
+from steps import free_port, workload
 
 SECONDS = 600
 OPTIONS = dict(device="cpu", dtype="float32", attention_backend="torch_native", disable_cuda_graph=True,
@@ -81,12 +80,6 @@ def test_what_cannot_work_ends_the_engine_with_one_line(tmp_path):
     answer, told = run(tmp_path, dict(OPTIONS, enable_hierarchical_cache=True), VMEM_SGLANG="1")
     assert answer is None and told.returncode
     assert told.stderr.rstrip().splitlines()[-1].startswith("pyvmem: VMEM_SGLANG=1: HiCache copies rows")
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def get(url, body=None):

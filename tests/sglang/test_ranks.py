@@ -1,0 +1,157 @@
+"""SGLang's schedulers of two ranks on vMem, step by step: each runs for itself, and all must decide alike.
+
+Both ranks are forks of one process that has imported SGLang. Each gets the same requests at the same step, as from
+SGLang's broadcast, and reads back its own rows after each step. Only rank 0 sees that limits move.
+"""
+
+import os
+import random
+
+import pytest
+import steps
+from models import model
+from steps import MIB, Engine, forked, workload
+
+JOBS = [(f"r{i}", prompt, n) for i, (prompt, n) in enumerate(workload(30))]
+BIND = dict(SGLANG_CPU_OMP_THREADS_BIND="0|0")  # without it, SGLang wants a NUMA node for each rank
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    steps.imports()
+
+
+def both(do, *args, vmem=True, **environment):
+    """What both ranks return, which is the same."""
+    first, second = forked(do, *args, vmem=vmem, ranks=2, **BIND, **environment)
+    assert first == second
+    return first
+
+
+_own = {}
+
+
+def plain(kind, jobs=JOBS, **options):
+    """SGLang's own tokens with two ranks, computed once."""
+
+    def run():
+        engine = Engine(model(kind), **options)
+        engine.run(jobs)
+        return engine.tokens()
+
+    asked = repr((kind, jobs, options))
+    _own[asked] = _own.get(asked) or both(run, vmem=False)
+    return _own[asked]
+
+
+def moving(sizes, every=25, seed=3):
+    """What has the owner set one of these limits now and then. A rank's own page, but for rank 0's, is not read."""
+    from pyvmem.engine import control
+
+    rng = random.Random(seed)
+
+    def each(engine):
+        if engine.steps % every == 0:
+            limit = rng.choice((control.NO_LIMIT, *sizes))
+            engine.memory.page[control.LIMIT] = 1 if engine.rank else limit
+
+    return each
+
+
+CASES = {
+    "gqa": ("gqa", {}),
+    "mha in pages of 1": ("mha", dict(page_size=1)),
+    "windows in a pool of their own": ("windows", dict(two_pools=True, page_size=16)),
+    "gqa without overlap": ("gqa", dict(overlap=False, disable_overlap_schedule=True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_limits_that_move_leave_the_tokens_as_they_are(name):
+    kind, options = CASES[name]
+
+    def run():
+        engine = Engine(model(kind), **options)
+        held, move = [], moving((2 * MIB, 3 * MIB, 6 * MIB, 12 * MIB))
+
+        def each(engine):
+            move(engine)
+            held.append(engine.held())
+
+        engine.run(JOBS, each=each)
+        assert max(held) < sum(k.memory.nbytes for k in engine.memory.keepers)
+        return engine.tokens(), [k.circulating for k in engine.memory.keepers]
+
+    tokens, _ = both(run)
+    assert tokens == plain(kind, **options)
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_memory_that_one_rank_lacks_counts_for_both(short):
+    """The device of one rank has less than the other's: both get as many pages as that one has, and go on."""
+
+    def run():
+        engine = Engine(model("gqa"), page_size=16)
+        keeper = engine.memory.keepers[0]
+        most = keeper.least + 20
+
+        def each(engine):
+            if engine.steps == 20 and engine.rank == short:
+                keeper.memory.blocks.set_budget((most + 1) * keeper.block_bytes)
+            if engine.steps == 400 and engine.rank == short:
+                keeper.memory.blocks.set_budget(0)
+
+        engine.run(JOBS, each=each)
+        return engine.tokens(), keeper.circulating
+
+    tokens, _ = both(run)
+    assert tokens == plain("gqa", page_size=16)
+
+
+def test_a_rank_that_does_not_hear_the_other_is_seen():
+    """A seeded fault: rank 1 goes by a limit of its own. The ranks no longer decide alike, and one of them ends."""
+
+    def run():
+        engine = Engine(model("gqa"))
+        if engine.rank:
+            engine.memory.see = lambda told: None
+        engine.run(JOBS, each=moving((2 * MIB, 3 * MIB, 6 * MIB)))
+        return engine.tokens(), engine.memory.keepers[0].circulating
+
+    with pytest.raises((ChildProcessError, AssertionError)):
+        assert both(run)[0] == plain("gqa")
+
+
+def test_random_load_with_limits_flushes_aborts_and_retractions():
+    """As many steps as VMEM_STEPS says (default 600), each with all rows of both ranks read back and the leak check."""
+    many = int(os.environ.get("VMEM_STEPS", 600))
+
+    def run():
+        engine = Engine(model("gqa"), page_size=16, tokens=6144)
+        move = moving((MIB // 2, MIB, 2 * MIB, 5 * MIB), every=13)
+        flushed = steps.random_load(engine, many, move)
+        wanted = {r.rid: (list(r.origin_input_ids), r.sampling_params.max_new_tokens) for r in engine.requests}
+        return engine.tokens(), wanted, engine.aborted, flushed, engine.retractions(), engine.steps
+
+    tokens, wanted, aborted, flushed, retracted, count = both(run)
+    jobs = [(name, *wanted[name]) for name in wanted if name not in aborted]
+    own = plain("gqa", jobs, page_size=16)
+    ties = {n: steps.tie(model("gqa"), wanted[n][0], own[n], tokens[n]) for n in own if tokens[n] != own[n]}
+    print(f"{count} steps, {len(wanted)} requests, {len(aborted)} aborted, {flushed} flushes, {retracted} retractions, "
+          f"ties {ties}")  # fmt: skip
+    assert max(ties.values(), default=0) < 1e-4 and len(ties) <= max(len(own) / 200, 1)
+    assert aborted and flushed and retracted
+
+
+def test_a_step_without_news_tells_nothing():
+    """While a batch decodes and nothing changes, rank 0 adds nothing to SGLang's own broadcast."""
+
+    def run():
+        engine = Engine(model("gqa"), page_size=16)
+        told, news = [], engine.memory.news
+        engine.memory.news = lambda: told.append(news()) or told[-1]
+        engine.run([("r0", list(range(3, 40)), 200)])
+        return sum(one is not None for one in told), len(told)
+
+    (some, all_), _ = forked(run, ranks=2, **BIND)
+    assert all_ > 200 and some < all_ // 4
