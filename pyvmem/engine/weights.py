@@ -212,6 +212,12 @@ class Weights:
             time.sleep(0.02)
         return True
 
+    def make_room(self, size: int, seconds: float, lacks: Callable[[int], None]) -> None:
+        """Have the other members give `size` bytes, and the driver have them, as far as they do in time."""
+        self.reserve(size, seconds, lacks)
+        self._lease.trim()
+        self._lease.context.trim()
+
     def adopt(self, modules: Iterable[torch.nn.Module]) -> None:
         """Move the parameters and buffers of modules to the pool, where torch has no memory pools."""
         moved: dict[int, torch.UntypedStorage] = {}
@@ -327,6 +333,11 @@ class Weights:
             torch.cuda.synchronize(self._device)
 
     # ---- sleep and wake --------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._device
 
     @property
     def bytes(self) -> int:

@@ -135,6 +135,8 @@ class WorkerDoor:
         super().execute_dummy_batch()  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:
+        if self._vmem is not None:
+            self._vmem.falls_asleep()
         try:
             super().sleep(level)  # type: ignore[misc]
         except AssertionError:  # vLLM's last word: the device has less free memory than before

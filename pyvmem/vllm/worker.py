@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pyvmem.engine import control, pools
+from pyvmem.engine.activations import Activations
 from pyvmem.engine.control import Page
 from pyvmem.engine.geometry import page_size
 from pyvmem.engine.memory import BlockMemory
@@ -83,6 +84,7 @@ class WorkerMemory(BlockMemory):
         self._asleep: list[int] | None = None  # what circulates while the memory sleeps
         self._level = 1  # at which it sleeps, or slept last
         self.weights: Weights | None = None
+        self._activations: Activations | None = None
         self._real = False  # whether the scheduler's first step has come
         self._stream: Any = None
         self._failure = ""
@@ -97,6 +99,7 @@ class WorkerMemory(BlockMemory):
         pool, page, rank = self.pool(device), self._page, self._rank
         page[control.POOL_OF + rank] = pools.number_of(Path(str(pool.path)).stem)
         self.weights = Weights(pool, self.context(device), f"weights {os.getpid()}")
+        self._activations = Activations(self.weights)
         begin = time.monotonic_ns() // 1000
 
         def lacks(missing: int) -> None:
@@ -311,6 +314,11 @@ class WorkerMemory(BlockMemory):
 
     # ---- sleep and the end -----------------------------------------------------------------------------------
 
+    def falls_asleep(self) -> None:
+        """vLLM is about to give the driver what torch caches."""
+        if self._activations is not None:
+            self._activations.note()
+
     def sleep(self, level: int = 1) -> None:
         """Give up the memory of the weights and of the blocks: other members of the pool may have all of it.
 
@@ -359,6 +367,8 @@ class WorkerMemory(BlockMemory):
         try:
             if wakes is not None:
                 self._wake_weights(wakes, wait)
+            if wakes is not None and self._activations is not None:
+                self._activations.take(wait, self._lacks)
             with self._lock:
                 if blocks and self._blocks is not None and self._asleep is not None:
                     self._ring(self._page[control.POSITION])
@@ -371,6 +381,8 @@ class WorkerMemory(BlockMemory):
         if not self._agree(failed is None, wait):
             if wakes is not None:
                 wakes.park(keep=self._level == 1)
+                if self._activations is not None:
+                    self._activations.drop()
             with self._lock:
                 if backs and self._blocks is not None:
                     self._blocks.unback(self._asleep)
@@ -391,6 +403,9 @@ class WorkerMemory(BlockMemory):
         """Whether running requests hold blocks."""
         return self._page[control.USED] > 0
 
+    def _lacks(self, missing: int) -> None:
+        self._page.cells[control.SHORT + self._rank] = missing
+
     def _wake_weights(self, weights: Weights, seconds: float) -> None:
         """Wake them, and publish meanwhile what they lack. Raises OutOfMemory after so many seconds."""
         end = time.monotonic() + seconds
@@ -399,7 +414,7 @@ class WorkerMemory(BlockMemory):
                 weights.wake(min(seconds, TRY))
                 return
             except OutOfMemory as error:
-                self._page.cells[control.SHORT + self._rank] = error.missing  # type: ignore[attr-defined]
+                self._lacks(error.missing)  # type: ignore[attr-defined]
                 if time.monotonic() >= end:
                     raise
             time.sleep(1e-3)

@@ -181,7 +181,8 @@ def behind_door():
         told.append(("pages come", weights, blocks))
         return True
 
-    made._vmem = types.SimpleNamespace(sleep=write("pages go"), drop=write("blocks go"), wake=wake)
+    made._vmem = types.SimpleNamespace(falls_asleep=write("sleep begins"), sleep=write("pages go"),
+                                       drop=write("blocks go"), wake=wake)  # fmt: skip
     return made, told
 
 
@@ -192,9 +193,9 @@ def test_sleep_and_discard_give_up_the_kv_cache(behind_door):
     made.wake_up(["kv_cache"])
     made.discard(("weights",))
     made.discard(("kv_cache",))
-    assert told == [("sleep", 1), ("pages go", 1), ("pages come", True, False), ("wake_up", ["weights"]),
-                    ("pages come", False, True), ("wake_up", ["kv_cache"]), ("discard", ("weights",)),
-                    ("discard", ("kv_cache",)), ("blocks go",)]  # fmt: skip
+    assert told == [("sleep begins",), ("sleep", 1), ("pages go", 1), ("pages come", True, False),
+                    ("wake_up", ["weights"]), ("pages come", False, True), ("wake_up", ["kv_cache"]),
+                    ("discard", ("weights",)), ("discard", ("kv_cache",)), ("blocks go",)]  # fmt: skip
 
 
 def test_a_neighbour_that_grows_during_a_sleep_ends_no_engine_of_a_pool(behind_door, monkeypatch):
@@ -209,8 +210,9 @@ def test_a_neighbour_that_grows_during_a_sleep_ends_no_engine_of_a_pool(behind_d
         made.sleep(1)
     monkeypatch.setenv("VMEM_VLLM", "1")
     monkeypatch.setenv("VMEM_VLLM_POOL", "gpu0")
+    told.clear()
     made.sleep(1)
-    assert told == [("pages go", 1)]
+    assert told == [("sleep begins",), ("pages go", 1)]
 
 
 @pytest.mark.parametrize("sampled", ["in the same call", "by the worker", "elsewhere"])
@@ -525,6 +527,42 @@ def test_a_rank_without_requests_keeps_the_null_block_and_waits_for_its_fences(w
     worker.dummy()
     assert worker._tensor.resident_bytes == PAGE
     assert (flat[:PAGE] == 7).all()
+
+
+def test_a_worker_sleeps_on_whose_activations_have_no_room(worker, monkeypatch):
+    import torch
+
+    from pyvmem import Context, KVPool, OutOfMemory
+    from pyvmem.engine import activations
+
+    taken = []
+
+    def take(self, seconds, lacks):
+        if not taken:
+            lacks(5)
+            error = OutOfMemory(12, "no room")
+            error.missing = 5
+            raise error
+
+    monkeypatch.setattr(activations.Activations, "take", take)
+    monkeypatch.setattr(activations.Activations, "drop", lambda self: taken.append("dropped"))
+    with KVPool(40 << 20, name="of-the-test") as pool:
+        monkeypatch.setattr(worker, "pool", lambda device: pool)
+        context = Context("host")
+        monkeypatch.setattr(worker, "context", lambda device: context)
+        with worker.load(torch.device("cpu"), 0):
+            worker.weights.adopt([torch.nn.Linear(512, 512)])
+        worker.run(1)
+        worker._page[control.RANKS_USED] = 1
+        worker.falls_asleep()
+        worker.sleep(2)
+        with pytest.raises(OutOfMemory, match="no room"):
+            worker.wake()
+        assert worker.weights.parked and taken == ["dropped"]
+        assert worker._page.cells[control.SHORT] == 5
+        assert worker.wake()
+        assert not worker.weights.parked and worker._page.cells[control.SHORT] == 0
+        worker.close()
 
 
 def test_two_engines_with_one_configuration_are_refused(worker):
