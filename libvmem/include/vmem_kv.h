@@ -55,7 +55,7 @@ struct vmem_kv_tensor {
 #define VMEM_KV_OVERLAP 0x1u   // a background thread maps what the next iterations need
 #define VMEM_KV_DEFER 0x2u     // a freed slot keeps its pages for the next request, until they are needed elsewhere
 #define VMEM_KV_EAGER 0x4u     // keep the slot that is handed out next backed for eager_tokens (with OVERLAP)
-#define VMEM_KV_ZERO 0x8u      // never show a request what an earlier one left: zero pages on reuse
+#define VMEM_KV_ZERO 0x8u      // never show a request what an earlier one left: each gets zero pages, and keeps none
 #define VMEM_KV_GENEROUS 0x10u // while memory is plentiful, back whole 2 MiB blocks; take the rest back under pressure
 #define VMEM_KV_CHECK 0x20u    // verify the kernel rule and the bookkeeping at every operation (slow)
 #define VMEM_KV_LAZY 0x40u     // take device memory when pages are needed, not the whole budget at creation
@@ -345,7 +345,6 @@ struct vmem_kv_stats {
     uint64_t adopted_pages;                // pages of an earlier request that the first step found in place
     uint64_t reclaims, reclaimed_pages;    // kept pages given up
     uint64_t window_pages;                 // given up by sliding windows
-    uint64_t zeroed_bytes;                 // of kept pages, before reuse
     uint64_t attached_pages, copied_pages; // by attach; copied by it and by truncate
     uint64_t swap_out_bytes, swap_in_bytes;
     uint64_t worker_errors; // background operations that failed (the step does them again)

@@ -82,7 +82,8 @@ class KVCacheOptions:
         then have no backdrop: kernels must not read past whole tiles (`tile_rows`), nor free slots. None: False on the
         cuda backend, True on the others; `KVCache.sharing` says which.
     zero : bool
-        Pages are zeroed before another request gets them.
+        Each request gets pages of zeros. A slot that is freed keeps none, as without ``Spare.defer``: a request's first
+        step creates its pages.
     lazy : bool
         Device memory is allocated when pages are needed, instead of the whole budget at creation.
     watermark : int or float

@@ -100,8 +100,6 @@ class KVStats:
         Requests; those that began with pages of an earlier one; and pages that their first step found in place.
     reclaims, reclaimed_pages, window_pages : int
         How often kept pages were given up, how many, and those that sliding windows gave up.
-    zeroed_bytes : int
-        Of kept pages, before reuse.
     attached_pages, copied_pages : int
         By prefixes; copied for them and by truncations.
     swap_out_bytes, swap_in_bytes : int
@@ -146,7 +144,6 @@ class KVStats:
     reclaims: int
     reclaimed_pages: int
     window_pages: int
-    zeroed_bytes: int
     attached_pages: int
     copied_pages: int
     swap_out_bytes: int

@@ -63,7 +63,6 @@ HELP = {
     "reclaims": "Times that kept pages were given up",
     "reclaimed_pages": "Kept pages that were given up",
     "window_pages": "Pages that sliding windows gave up",
-    "zeroed_bytes": "Bytes of kept pages that were zeroed before reuse",
     "attached_pages": "Pages that requests took over from prefixes",
     "copied_pages": "Pages copied for prefixes and truncations",
     "swap_out_bytes": "Bytes copied to CPU memory",

@@ -56,28 +56,6 @@ static uint32_t alloc(uint32_t slot)
     return chosen;
 }
 
-// VMEM_KV_ZERO where one tensor's kept pages were taken back and another's were not, and a request ends before it began:
-// the next does not see them.
-static void test_zero_where_one_tensor_kept_pages(void)
-{
-    const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 16}};
-    struct vmem_kv_slot_info info = {.size = sizeof info};
-    make(VMEM_KV_DEFER | VMEM_KV_ZERO, tensors, 2, 40);
-    alloc(0);
-    step(1, 0);
-    put_word(ctx, row(1, 0, 0), 0x5ec2e7);
-    OK(vmem_kv_free(kv, 0, 0));
-    OK(vmem_kv_reclaim(kv, test_page, VMEM_KV_KEPT, NULL));
-    OK(vmem_kv_get_slot(kv, 0, &info));
-    CHECK_EQ(info.pages, 1);
-    alloc(0);
-    OK(vmem_kv_free(kv, 0, 0));
-    alloc(0);
-    step(1, 0);
-    CHECK_EQ(get_word(ctx, row(1, 0, 0)), 0);
-    end();
-}
-
 // Shared rows are not written: neither by stepping back nor by a truncation behind a fence.
 static void test_shared_rows_are_not_written(void)
 {
@@ -478,7 +456,6 @@ int main(int argc, char **argv)
 {
     test_start(argc, argv);
     ctx = test_context(0);
-    test_zero_where_one_tensor_kept_pages();
     test_a_shortage_names_the_step_to_wait_for();
     test_an_alloc_is_no_longer_than_a_slot();
     test_shared_rows_are_not_written();

@@ -268,19 +268,23 @@ static void sweep_destroy(void (*before)(void), bool lasting)
     }
 }
 
-// With VMEM_KV_ZERO: an attach that fails leaves none of the prefix's rows in the slot's kept pages.
+// With VMEM_KV_ZERO: an attach that fails leaves none of the prefix's rows in the pages that the slot was prepared with.
 static void sweep_attach_with_zero(void)
 {
     bool reached = true;
     for (unsigned long n = 1; reached; n++) {
         uint32_t slot;
-        make(VMEM_KV_DEFER | VMEM_KV_ZERO);
-        running();
-        OK(step(1, 150));
+        make((VMEM_KV_DEFAULT & ~VMEM_KV_GENEROUS) | VMEM_KV_ZERO);
+        start(100);
+        CHECK_EQ(tokens[0], 100);
         OK(k_save(kv, 0, 100, &prefix));
-        OK(vmem_kv_free(kv, 1, 0));
+        OK(vmem_kv_wait(kv));
         OK(k_alloc(kv, 150, &slot));
         CHECK_EQ(slot, 1);
+        OK(vmem_kv_wait(kv));
+        struct vmem_kv_slot_info info = {.size = sizeof info};
+        OK(vmem_kv_get_slot(kv, slot, &info));
+        CHECK(info.pages);
         checked_fail(n);
         int rc = do_attach();
         reached = checked_failed();

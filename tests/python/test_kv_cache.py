@@ -156,10 +156,10 @@ def test_zero_hides_what_an_earlier_request_left(backend, device):
             if device != "cpu":
                 torch.cuda.synchronize()
             cache.free(slot)
+            assert overlap or cache.stats().kept_pages == 0
             # By name: the background thread may have prepared another slot that fits as well.
             start(cache, 150, slot)
             assert not cache.keys[0][slot, :150].any()
-            assert cache.stats().zeroed_bytes > 0
 
 
 def test_the_background_thread_maps_what_the_next_steps_need(backend):

@@ -42,7 +42,8 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 // of use, the rest goes. Of what stays, the pages that will contain shared rows are not taken back during the attach.
 static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    int rc = vmem__kv_stale_now(kv, slot);
+    // With VMEM_KV_ZERO, no kept page gets rows of the runs: should the attach fail, the request would see them.
+    int rc = kv->flags & VMEM_KV_ZERO ? vmem__kv_cut_slot(kv, slot) : vmem__kv_stale_now(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
         struct kv_split s = vmem__kv_split(kv, &kv->groups[i], tokens);
@@ -50,9 +51,6 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         rc = vmem__kv_cut_now(kv, slot, i, s.full, hi);
         vmem__kv_set_pinned(kv, slot, i, (struct kv_range){sp->lo, KV_MIN(KV_MAX(s.hi, sp->lo), sp->hi)});
     }
-    if (!rc && kv->slots[slot].dirty)
-        rc = vmem__kv_clear_slot(kv, slot);
-    kv->slots[slot].dirty &= rc != 0;
     return rc;
 }
 
@@ -99,7 +97,6 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         kv->ledger.held -= l->total;
     }
     if (rc) {
-        kv->slots[slot].dirty |= (kv->flags & VMEM_KV_ZERO) != 0; // a kept page may already contain rows of the prefix
         vmem__kv_update_pinned(kv, slot);
         vmem__kv_grow_reset(l);
         return rc;

@@ -97,6 +97,8 @@ static void configure(vmem_kv *kv, const struct vmem_kv_config *c)
 {
     kv->pid = getpid();
     kv->flags = c->flags;
+    if (c->flags & VMEM_KV_ZERO) // pages are zero when they are created, and no slot keeps any for another request
+        kv->flags &= ~VMEM_KV_DEFER;
 #ifdef VMEM_DEBUG
     kv->flags |= VMEM_KV_CHECK;
 #endif

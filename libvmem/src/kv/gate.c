@@ -159,7 +159,6 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->free_pages = kv_less(vmem__kv_page_limit_known(kv), kv->ledger.pinned_pages);
     st->shared_pages = kv->shared.shared;
     st->prefix_pages = kv->shared.runs_only;
-    st->zeroed_bytes = kv->copy.zeroed_bytes;
     st->slots = kv->n_slots;
     st->prefixes = kv->runs.n - kv->runs.reported;
     st->evictable_pages = kv->shared.evictable;

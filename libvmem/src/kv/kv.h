@@ -79,7 +79,6 @@ struct kv_slot {
     bool skip;            // the worker failed here, and does not try again before the next step
     bool stuck;           // the worker failed to unmap here, and skips the slot until it is otherwise idle
     bool busy;            // the worker is changing it
-    bool dirty;           // its kept pages hold an earlier request's rows (VMEM_KV_ZERO)
     bool stale;           // some span has stale mappings
     uint8_t list;         // cached, from state and backed: the list in vmem_kv.lists that has it
 };
@@ -268,8 +267,7 @@ struct kv_doomed {
 
 #define KV_SCRATCH 64u // pages
 struct kv_copies {
-    uint64_t scratch;              // a reservation to access pages that no slot has mapped: a page per tensor, or more
-    _Atomic uint64_t zeroed_bytes; // the counter that the background thread adds to as well
+    uint64_t scratch; // a reservation to access pages that no slot has mapped: a page per tensor, or more
 };
 
 // Calls and the worker take turns.
@@ -689,8 +687,6 @@ void vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n);
 void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l);
 void vmem__kv_grow_reset(struct kv_grow *l);
 
-// Zeroes a slot's pages; needs no lock.
-int vmem__kv_clear_slot(vmem_kv *kv, uint32_t slot);
 // Copies the first `bytes` bytes of one page for each tensor of the group, from or to these pages, which need not be
 // mapped anywhere.
 int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pages, uint64_t stride, bool to_scratch,

@@ -1,5 +1,4 @@
-// Backing: creates pages and maps them, all or nothing. What pages contain: zeroes a slot's pages, and copies single
-// pages.
+// Backing: creates pages and maps them, all or nothing. Copies single pages.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>
@@ -220,22 +219,6 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
 }
 
 // ---- what pages contain ---------------------------------------------------------------------------------------------
-
-int vmem__kv_clear_slot(vmem_kv *kv, uint32_t slot)
-{
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        const struct kv_span *s = kv_span(kv, slot, i);
-        for (uint32_t t = 0; t < g->n && s->lo < s->hi; t++) {
-            uint64_t length = (uint64_t)(s->hi - s->lo) << kv->page_shift;
-            int rc = vmem_fill(kv->ctx, kv_addr(kv, g, slot, t, s->lo), 0, length);
-            if (rc)
-                return rc;
-            kv->copy.zeroed_bytes += length;
-        }
-    }
-    return 0;
-}
 
 int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pages, uint64_t stride, bool to_scratch,
                         uint32_t slot, uint32_t page, uint64_t bytes)

@@ -72,7 +72,6 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     }
     vmem__kv_clear_history(kv, slot);
     vmem__kv_unpin(kv, slot);
-    s->dirty = kv->flags & VMEM_KV_ZERO && vmem__kv_has_pages(kv, slot);
     struct kv_idle *idle = &kv->idle[slot];
     idle->first_private_row = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++)

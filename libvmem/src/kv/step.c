@@ -210,12 +210,6 @@ static int reuse_kept_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         if (!s->tokens && usable(sp, hi))
             kv->stats.adopted_pages += (uint64_t)(KV_MIN(hi, sp->hi) - sp->lo) * kv->groups[i].n;
     }
-    if (s->dirty) {
-        int rc = vmem__kv_clear_slot(kv, slot);
-        if (rc)
-            return rc;
-        s->dirty = false;
-    }
     return 0;
 }
 

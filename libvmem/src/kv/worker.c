@@ -1,5 +1,5 @@
 // The background thread. While an iteration runs, it backs the rows that the next iterations need. It gives up rows
-// that windows have passed, keeps some memory unused, clears kept pages, and backs the slot of the next request.
+// that windows have passed, keeps some memory unused, and backs the slot of the next request.
 //
 // SPDX-License-Identifier: MIT
 #include <string.h>
@@ -232,21 +232,6 @@ static bool evict_some(vmem_kv *kv)
     return release_doomed(kv);
 }
 
-static bool clear_one(vmem_kv *kv)
-{
-    for (uint32_t s = 0; kv->flags & VMEM_KV_ZERO && s < kv->n_slots; s++) {
-        struct kv_slot *sl = &kv->slots[s];
-        if (!sl->dirty || sl->state != VMEM_KV_FREE || sl->skip)
-            continue;
-        begin(kv, s, 0);
-        int rc = vmem__kv_clear_slot(kv, s);
-        end(kv, s, rc);
-        sl->dirty = rc != 0;
-        return true;
-    }
-    return false;
-}
-
 static bool eager_one(vmem_kv *kv)
 {
     if (!kv_plentiful(kv))
@@ -363,7 +348,7 @@ static bool do_job(vmem_kv *kv)
     vmem__kv_claim_plenty(kv);
     // Jobs for the next steps come first.
     return evict_some(kv) || extend_one(kv) || (kv_unused(kv) < kv_low(kv) && release_doomed(kv)) || release_one(kv) ||
-           eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv) || clear_one(kv);
+           eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv);
 }
 
 // VMEM_KV_CHECK: the answers to calls must not depend on the jobs that were done. Calls may come while a job runs, and
