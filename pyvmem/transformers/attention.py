@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from pyvmem import attention
 from pyvmem.attention.kernel import Shape, capability
 from pyvmem.attention.table import KERNELS, choose
-from pyvmem.transformers.carried import Carried, Handover, KVLength, Padding
+from pyvmem.transformers.opaque import Carried, Handover, KVLength, Padding
 from pyvmem.transformers.layers import VMemLayer
 from pyvmem.transformers.plan import Plan
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from pyvmem.attention import Again
-from pyvmem.transformers.carried import Handover, KVLength
+from pyvmem.transformers.opaque import Handover, KVLength
 from pyvmem.transformers.plan import Plan
 from pyvmem.transformers.rows import Rows
 

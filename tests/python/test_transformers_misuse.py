@@ -18,7 +18,7 @@ from pyvmem.kv import swap  # noqa: E402
 from pyvmem.kv.options import Spare  # noqa: E402
 from pyvmem.transformers import DecodeGraphs, VMemCache  # noqa: E402
 from pyvmem.transformers.attention import vmem_attention  # noqa: E402
-from pyvmem.transformers.carried import Carried  # noqa: E402
+from pyvmem.transformers.opaque import Carried  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4", "deepseek_v3"])
