@@ -59,7 +59,7 @@ class InvalidArgument(VmemError, ValueError):
 
 _TYPES: dict[int, type[VmemError]] = {errno.ENOMEM: OutOfMemory, errno.EINVAL: InvalidArgument}
 
-# What libvmem's texts call by the names of C.
+# Names of C in libvmem's texts, and those of Python.
 _NAMES = {
     "VMEM_MAP_REPLACE": "replace=True",
     "VMEM_MAP_FINE": "fine=True",
@@ -80,7 +80,7 @@ def _error(number: int, text: str, index: int | None = None) -> VmemError:
     return _TYPES.get(number, VmemError)(number, text, index)
 
 
-# What a signal's handler raised in the middle of a native call, until the call has ended.
+# The exception that a signal's handler raised in the middle of a native call, until the call has ended.
 _raised: list[BaseException] = []
 
 

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from pyvmem import attention
 from pyvmem.attention.kernel import Shape, capability
 from pyvmem.attention.table import KERNELS, choose
-from pyvmem.transformers.opaque import Carried, Handover, KVLength, Padding
+from pyvmem.transformers.opaque import KVLength, OpaqueTensor, Padding, PendingKV
 from pyvmem.transformers.layers import VMemLayer
 from pyvmem.transformers.plan import Plan
 
@@ -34,7 +34,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Extras(NamedTuple):
-    """What some models add to attention: a cap of scores, sinks, and a bias of positions. None: not."""
+    """A cap of scores, sinks, and a bias of positions, which some models add to attention. None: the model does not."""
 
     softcap: float | None
     sinks: torch.Tensor | None
@@ -63,7 +63,7 @@ def vmem_mask(
     """The mask for `vmem_attention`: sdpa's, unless the rows of a `VMemCache` are read by their lengths.
 
     They are if the pattern is the one that the lengths and the layer's window give. The mask is then None if nothing is
-    padded, and otherwise a `Carried` 2D mask.
+    padded, and otherwise an `OpaqueTensor`, the 2D mask.
     """
 
     kind: Any = type(config)
@@ -92,7 +92,9 @@ def vmem_mask(
     padded = attention_mask is not None and (rows.ragged or not attention_mask.all())
     if padded or rows.kv is None:  # until then, the layers do not know whether they hand over
         mask = dense(allow_is_causal_skip=not rows.ragged)
-        return None if mask is None else Carried.of(mask, Padding(attention_mask if padded else None, lambda: mask))
+        return (
+            None if mask is None else OpaqueTensor.of(mask, Padding(attention_mask if padded else None, lambda: mask))
+        )
     return None
 
 
@@ -133,8 +135,8 @@ def vmem_attention(
     extras = Extras(softcap, s_aux, position_bias)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    handover: Handover | None = getattr(key, "vmem", None)
-    if handover is None:
+    pending: PendingKV | None = getattr(key, "vmem", None)
+    if pending is None:
         padding: Padding | None = getattr(attention_mask, "vmem", None)
         if padding is not None:
             attention_mask = padding.dense()
@@ -145,12 +147,12 @@ def vmem_attention(
             return out, None
         return _dense(module, query, key, value, attention_mask, dropout, scaling, causal, extras), None
     call = _untraced if torch.compiler.is_compiling() else _of_rows
-    return call(module, handover, query, value, attention_mask, dropout, scaling, extras, causal), None
+    return call(module, pending, query, value, attention_mask, dropout, scaling, extras, causal), None
 
 
 def _of_rows(
     module: torch.nn.Module,
-    handover: Handover,
+    pending: PendingKV,
     query: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -160,30 +162,30 @@ def _of_rows(
     causal: bool,
 ) -> torch.Tensor:
     """Attention over the rows of a `VMemCache`."""
-    if getattr(value, "vmem", None) is not handover:
-        handover.layer.rows.pending = None
+    if getattr(value, "vmem", None) is not pending:
+        pending.layer.rows.pending = None
         raise RuntimeError(
-            f"layer {handover.layer.index}: the model attends over other values than the cache returned: use another "
+            f"layer {pending.layer.index}: the model attends over other values than the cache returned: use another "
             "attention than vmem for this model"
         )
     softcap, sinks, bias = extras
     if attention_mask is None and sinks is None and bias is None and not dropout:
-        out = _step_again(handover, query, scaling, softcap)
+        out = _step_again(pending, query, scaling, softcap)
         if out is not None:
             return out
-    layer, rows, key = handover.layer, handover.layer.rows, handover.key
+    layer, rows, key = pending.layer, pending.layer.rows, pending.key
     window, queries = layer.window, query.shape[2]
-    if queries > handover.tokens:
+    if queries > pending.tokens:
         rows.pending = None
         raise RuntimeError(
-            f"layer {layer.index}: the model attends from {queries} columns, of which the cache got {handover.tokens}: "
+            f"layer {layer.index}: the model attends from {queries} columns, of which the cache got {pending.tokens}: "
             "use another attention than vmem for this model"
         )
     padding: Padding | None = getattr(attention_mask, "vmem", None)
     # Where sdpa has no mask, the module says whether a prompt is causal (PaliGemma's is not). eager always has one.
     both_ways = (
         attention_mask is None and not causal and not rows.eager
-        and handover.start == 0 and handover.tokens > 1 and not 0 < window <= handover.tokens
+        and pending.start == 0 and pending.tokens > 1 and not 0 < window <= pending.tokens
     )  # fmt: skip
     by_kernel = (padding is not None or attention_mask is None) and not both_ways
     by_kernel = by_kernel and _by_kernel(layer, query, key, dropout, window, extras)
@@ -194,24 +196,24 @@ def _of_rows(
             f"layer {layer.index} reads its rows as one tensor, as with attention sinks or a 4D mask, and the cache "
             "has left padding out: pass the 2D attention_mask, or use another attention than vmem"
         )
-    plan = handover.write(key, mask, uniform=not by_kernel, by_kernel=by_kernel and layer.appends)
+    plan = pending.write(key, mask, uniform=not by_kernel, by_kernel=by_kernel and layer.appends)
     # If the cache is not ragged, the padding is stored as well.
     by_kernel = by_kernel and not plan.masked and (mask is None or rows.ragged)
     if not by_kernel:
-        keys, values = layer.view(handover.start)
+        keys, values = layer.view(pending.start)
         if padding is not None:
             attention_mask = padding.dense()
         elif attention_mask is None and not both_ways:
-            first, start = layer.length - keys.shape[2], handover.start + handover.tokens - queries
+            first, start = layer.length - keys.shape[2], pending.start + pending.tokens - queries
             attention_mask = _dense_mask(query, keys.shape[2], start, first, window)
         if softcap is None and sinks is None:
             out, _ = sdpa_attention_forward(module, query, keys, values, attention_mask, dropout, scaling,
                                             is_causal=not both_ways, position_bias=bias)  # fmt: skip
             return out
         return _dense(module, query, keys, values, attention_mask, dropout, scaling, not both_ways, extras)
-    if handover.value is not None:
-        return _decode(layer, plan, query, key, handover.value, scaling, window, softcap or 0.0)
-    if queries < handover.tokens:
+    if pending.value is not None:
+        return _decode(layer, plan, query, key, pending.value, scaling, window, softcap or 0.0)
+    if queries < pending.tokens:
         plan = rows.narrowed(plan, queries)
     return _by_length(layer, plan, query, scaling, window, softcap or 0.0)
 
@@ -300,28 +302,28 @@ def _decode(
 
 
 def _step_again(
-    handover: Handover, query: torch.Tensor, scaling: float | None, softcap: float | None
+    pending: PendingKV, query: torch.Tensor, scaling: float | None, softcap: float | None
 ) -> torch.Tensor | None:
     """A decode step whose first layer has planned the pass and the launch, as its last step did; otherwise None.
 
     An eager step waits for Python, layer by layer. This is what remains to be done in the layers after the first.
     """
-    layer = handover.layer
+    layer = pending.layer
     rows = layer.rows
     plan = rows.plan
     if (
-        plan is None or plan.batch is None or plan.kept is not None or handover.plan is not None
-        or handover.tokens != 1 or plan.tokens != 1 or plan.start != handover.start
+        plan is None or plan.batch is None or plan.kept is not None or pending.plan is not None
+        or pending.tokens != 1 or plan.tokens != 1 or plan.start != pending.start
         or not layer.appends or layer.again is None or layer.again_version != rows.version
         or layer.asked[0] != softcap or layer.asked[1] is not query.dtype
     ):  # fmt: skip
         return None
-    value, handover.value = handover.value, None
+    value, pending.value = pending.value, None
     assert value is not None  # the rows are not stored
     rows.pending = None
-    handover.plan = plan
-    layer.length = handover.start + 1
-    return layer.again(query, handover.key, value, plan.batch, scaling, layer.window, softcap or 0.0)
+    pending.plan = plan
+    layer.length = pending.start + 1
+    return layer.again(query, pending.key, value, plan.batch, scaling, layer.window, softcap or 0.0)
 
 
 def _by_length(

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from pyvmem.attention import Again
-from pyvmem.transformers.opaque import Handover, KVLength
+from pyvmem.transformers.opaque import KVLength, PendingKV
 from pyvmem.transformers.plan import Plan
 from pyvmem.transformers.rows import Rows
 
@@ -62,7 +62,7 @@ class VMemLayer(CacheLayerMixin):
 
     @property
     def hands_over(self) -> bool:
-        """True if the attention ``"vmem"`` gets this layer's rows as a `Handover`, as far as is known."""
+        """True if the attention ``"vmem"`` gets this layer's rows as a `PendingKV`, as far as is known."""
         return self.by_length and not self.rows.whole
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -123,9 +123,9 @@ class VMemLayer(CacheLayerMixin):
                     "AttentionInterface, so they were not stored: if the last pass was interrupted, reset() the cache; "
                     "otherwise use another attention than vmem for this model"
                 )
-            handover = rows.pending = Handover(self, start, tokens, key_states, value_states)
-            carried = handover.carried(start + tokens - self._first(start))
-            return carried, carried
+            pending = rows.pending = PendingKV(self, start, tokens, key_states, value_states)
+            opaque = pending.opaque(start + tokens - self._first(start))
+            return opaque, opaque
         plan = rows.begin(start, tokens, key_states.shape[0])
         if rows.ragged:
             raise ValueError(

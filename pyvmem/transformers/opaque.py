@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from pyvmem.transformers.layers import VMemLayer
 
 
-class Carried(torch.Tensor):
+class OpaqueTensor(torch.Tensor):
     """A tensor that raises RuntimeError if it is read. Its attribute ``vmem`` is its owner, which has the data."""
 
-    vmem: Handover | Padding
+    vmem: PendingKV | Padding
 
     @staticmethod
-    def of(tensor: torch.Tensor, owner: Handover | Padding) -> Carried:
-        carried: Carried = tensor.as_subclass(Carried)
-        carried.vmem = owner
-        return carried
+    def of(tensor: torch.Tensor, owner: PendingKV | Padding) -> OpaqueTensor:
+        opaque: OpaqueTensor = tensor.as_subclass(OpaqueTensor)
+        opaque.vmem = owner
+        return opaque
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -44,17 +44,17 @@ class Carried(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if name == "__getitem__" and isinstance(args[0].vmem, Padding) and _of_queries(args[1]):
             with torch._C.DisableTorchFunctionSubclass():
-                return Carried.of(func(*args), args[0].vmem.of_queries(args[1]))
+                return OpaqueTensor.of(func(*args), args[0].vmem.of_queries(args[1]))
         if name in ("to", "contiguous"):  # which usually change nothing
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             if result is args[0]:
                 return result
-        found = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Carried)]
+        found = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, OpaqueTensor)]
         found[0].vmem.read(name)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return "Carried(...)"
+        return "OpaqueTensor(...)"
 
 
 _HARMLESS = {"device", "dtype", "ndim", "requires_grad", "shape"}  # they tell nothing of what is in a tensor
@@ -66,10 +66,10 @@ def _of_queries(index: Any) -> bool:
     return isinstance(index, tuple) and len(index) == 4 and (*index[:2], index[3]) == (whole,) * 3
 
 
-class Handover:
+class PendingKV:
     """K and V of one layer on their way to the attention ``"vmem"``. Only that attention knows the padding.
 
-    The `Carried` tensor that `VMemLayer.update` returns as K and as V has it as its attribute ``vmem``.
+    The `OpaqueTensor` that `VMemLayer.update` returns as K and as V has it as its attribute ``vmem``.
     """
 
     __slots__ = ("layer", "start", "tokens", "key", "value", "plan")
@@ -82,10 +82,10 @@ class Handover:
         self.value: torch.Tensor | None = value  # None: its rows are stored
         self.plan: Plan | None = None
 
-    def carried(self, columns: int) -> Carried:
+    def opaque(self, columns: int) -> OpaqueTensor:
         """A tensor of the shape that K and V have for other attentions. It has no memory of its own."""
         batch, heads, _, dim = self.key.shape
-        return Carried.of(self.layer.rows.blank.expand(batch, heads, columns, dim), self)
+        return OpaqueTensor.of(self.layer.rows.blank.expand(batch, heads, columns, dim), self)
 
     def read(self, what: str) -> None:
         """Raises RuntimeError: `what` reads K or V before the attention."""
@@ -101,7 +101,7 @@ class Handover:
         """Store the rows, once, and return the pass's `Plan`.
 
         mask: as in `Rows.begin`. uniform: padding is stored as well, unless the cache has left out some. by_kernel: the
-        attention kernel may store a decode step's rows; `Handover.value` is then not None.
+        attention kernel may store a decode step's rows; `PendingKV.value` is then not None.
         """
         if self.plan is None:
             layer, rows = self.layer, self.layer.rows

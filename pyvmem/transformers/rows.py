@@ -92,14 +92,14 @@ class Rows:
         self.device: Any = None
         self.dtype: Any = None
         self.autocast = False  # whether torch.autocast chose the dtype of any rows
-        self.blank: Any = None  # one element, of which `Carried` tensors are made
+        self.blank: Any = None  # one element, of which each `OpaqueTensor` is a view
         self.plan: Plan | None = None
         # The last pass whose mask leaves causality and windows to lengths (`vmem_mask`): start, tokens.
         self.masked: tuple[int, int] | None = None
         self.eager = False  # whether the model has eager attention only, whose masks are never left out
         self.closed = False
         self.whole = False  # whether some layer's K and V are read as one tensor, which needs sdpa's mask
-        self.pending: Any = None  # a `Handover` whose keys have not reached the attention yet
+        self.pending: Any = None  # a `PendingKV` whose keys have not reached the attention yet
         self.batch = self.version = 0
         self.slots: list[int] = []
         self.tile_rows = 1

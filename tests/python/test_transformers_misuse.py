@@ -18,7 +18,7 @@ from pyvmem.kv import swap  # noqa: E402
 from pyvmem.kv.options import Spare  # noqa: E402
 from pyvmem.transformers import DecodeGraphs, VMemCache  # noqa: E402
 from pyvmem.transformers.attention import vmem_attention  # noqa: E402
-from pyvmem.transformers.opaque import Carried  # noqa: E402
+from pyvmem.transformers.opaque import OpaqueTensor  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4", "deepseek_v3"])
@@ -80,17 +80,17 @@ def test_what_is_carried_says_what_read_it():
         def read(self, what):
             raise RuntimeError(what)
 
-    carried = Carried.of(torch.zeros(2, 3), Owner())
+    opaque = OpaqueTensor.of(torch.zeros(2, 3), Owner())
     for read, what in ((lambda x: x + 1, "add"), (lambda x: torch.cat([x, x]), "cat"),
                        (lambda x: x[0], "__getitem__"), (len, "__len__"), (lambda x: x.sum(), "sum"),
                        (bool, "__bool__"), (lambda x: x.numpy(), "numpy"), (lambda x: x.data, "data")):  # fmt: skip
         with pytest.raises(RuntimeError, match=what):
-            read(carried)
-    assert carried.shape == carried.size() == (2, 3) and carried.ndim == carried.dim() == 2  # T5 asks for K's length
-    assert carried.to("cpu") is carried and carried.contiguous() is carried
+            read(opaque)
+    assert opaque.shape == opaque.size() == (2, 3) and opaque.ndim == opaque.dim() == 2  # T5 asks for K's length
+    assert opaque.to("cpu") is opaque and opaque.contiguous() is opaque
     with pytest.raises(RuntimeError, match="to"):
-        carried.to(torch.bfloat16)
-    assert carried.dtype is torch.float32 and carried.device.type == "cpu" and "Carried" in repr(carried)
+        opaque.to(torch.bfloat16)
+    assert opaque.dtype is torch.float32 and opaque.device.type == "cpu" and "OpaqueTensor" in repr(opaque)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "vmem"])
