@@ -1,7 +1,9 @@
 // A cache that nobody uses gives its memory back, and answers other processes, without a call.
 //
 // SPDX-License-Identifier: MIT
+#include <fcntl.h>
 #include <pthread.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "kv.h"
@@ -110,8 +112,8 @@ static void test_the_first_look(void)
     vmem_kv_destroy(kv, 0);
 }
 
-// Lets another process set a limit.
-static void publish(void)
+// What another process that asks for a budget has mapped: the published view.
+static struct vmem_kv_view *open_view(void)
 {
     char path[] = "/tmp/test_kv_idle.XXXXXX";
     int fd = mkstemp(path);
@@ -119,15 +121,22 @@ static void publish(void)
     close(fd);
     unlink(path);
     OK(vmem_kv_publish(kv, path, "idle"));
+    fd = open(path, O_RDWR);
+    CHECK(fd >= 0);
+    struct vmem_kv_view *view = mmap(NULL, sizeof *view, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(view != MAP_FAILED);
+    close(fd);
+    return view;
 }
 
 static void test_a_limit_needs_no_call(void)
 {
     make(0, 1024 * test_page, 2);
-    publish();
-    __atomic_store_n(&kv->view.map->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
+    struct vmem_kv_view *view = open_view();
+    __atomic_store_n(&view->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
     wait_for_looks(3);
     CHECK_EQ(stats().budget_pages, 512);
+    munmap(view, sizeof *view);
     vmem_kv_destroy(kv, 0);
 }
 
@@ -135,14 +144,15 @@ static void test_a_limit_needs_no_call(void)
 static void test_a_limit_does_not_wait_for_a_call(void)
 {
     make(0, 1024 * test_page, 2);
-    publish();
+    struct vmem_kv_view *view = open_view();
     pthread_mutex_lock(&kv->gate.api);
-    __atomic_store_n(&kv->view.map->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
+    __atomic_store_n(&view->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
     wait_for_looks(3);
     CHECK_EQ(stats().budget_pages, 1024);
     pthread_mutex_unlock(&kv->gate.api);
     wait_for_looks(3);
     CHECK_EQ(stats().budget_pages, 512);
+    munmap(view, sizeof *view);
     vmem_kv_destroy(kv, 0);
 }
 
