@@ -90,7 +90,7 @@ int vmem_probe(const struct vmem_options *opts);
 // The names of all backends, best first; NULL ends the list.
 const char *const *vmem_backends(void);
 
-// What the layers above may rely on.
+// Guarantees to the layers above.
 #define VMEM_CAP_GPU 0x1u          // addresses are GPU addresses
 #define VMEM_CAP_CUDA_POINTER 0x2u // CUDA accepts the addresses: cuMemcpy, cuPointerGetAttribute, Triton, torch
 #define VMEM_CAP_LIVE_REMAP 0x4u   // VMEM_MAP_REPLACE works beside running kernels: see there

@@ -45,7 +45,7 @@ struct vmem_block_range {
 // The answers to the last so many orders are known.
 #define VMEM_BLOCKS_ANSWERS 256
 
-// What other processes may read while the object's own process changes it. Sizes are bytes.
+// Words that other processes may read while the object's own process changes them. Sizes are bytes.
 struct vmem_blocks_board {
     uint64_t done;    // the last order that was answered; all before it were
     uint64_t refused; // orders refused so far

@@ -150,7 +150,7 @@ void vmem__blocks_queue_unback(vmem_blocks *b, struct block_call *c);
 void vmem__blocks_end_call(vmem_blocks *b, struct block_call *c, int rc);
 // Lets the first fences pass that have.
 void vmem__blocks_advance_fences(vmem_blocks *b);
-// Whether an unback waits for a fence that only the driver knows.
+// True if an unback waits for a fence that only the driver knows.
 bool vmem__blocks_needs_driver(const vmem_blocks *b);
 // Asks the driver whether fences have passed that unbacks wait for.
 void vmem__blocks_poll_events(vmem_blocks *b);

@@ -25,14 +25,14 @@ static uint64_t last_byte(const struct vmem_block_range *r, uint32_t blocks)
     return end;
 }
 
-// Whether n parts of `bytes`, `stride` apart, overlap; *all: the bytes that they extend over.
+// True if n parts of `bytes`, `stride` apart, overlap; *all: the bytes that they extend over.
 static bool parts_overlap(uint64_t bytes, uint64_t stride, uint32_t n, uint64_t *all)
 {
     return (n > 1 && stride < bytes) || __builtin_mul_overflow(stride, n - 1, all) ||
            __builtin_add_overflow(*all, bytes, all);
 }
 
-// Whether the parts of blocks overlap: neither do the layers lie in each block, nor the blocks in each layer.
+// True if the parts of blocks overlap: neither do the layers lie in each block, nor the blocks in each layer.
 static bool overlap(const struct vmem_block_range *r, uint32_t blocks)
 {
     uint64_t all;

@@ -8,7 +8,7 @@
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
 
-// How many extents of one list are examined for a fit before a list of longer ones is tried.
+// Extents of one list that are examined for a fit before a list of longer ones is tried.
 #define FIT_TRIES 8
 
 static inline uint64_t round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
@@ -98,7 +98,7 @@ static void extent_insert(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t
     extent_link(ctx, a, first, granules, committed);
 }
 
-// How many aligned granules, in multiples of align, a free extent has. *first is where they start.
+// The number of aligned granules, in multiples of align, in a free extent. *first is where they start.
 static inline uint64_t usable(const struct vmem__arena_rec *a, const struct vmem__page *extent, uint32_t align,
                               uint32_t *first)
 {
@@ -235,7 +235,7 @@ static void blocks_put(vmem_context *ctx, struct vmem__arena_rec *a)
         uint32_t generation = 0;
         for (uint32_t u = 0; u < BLOCK_GRANULES; u++) {
             // Releasing a page increments its generation. The highest one here was therefore never handed out, or
-            // belongs to a worn granule.
+            // belongs to a retired granule.
             const struct vmem__page *p = &a->pages[i * BLOCK_GRANULES + u];
             uint32_t next = p->state == GRANULE_RETIRED ? GENERATION_MAX + 1 : p->generation;
             generation = next > generation ? next : generation;
@@ -252,7 +252,7 @@ static void arena_unlink(vmem_context *ctx, struct vmem__arena_rec *a)
 {
     for (uint32_t u = 0; u < a->granules;) {
         if (a->pages[u].state != GRANULE_FREE) {
-            u++; // worn
+            u++; // retired
             continue;
         }
         uint32_t n = a->pages[u].granules;
@@ -388,7 +388,7 @@ int vmem__grow_exactly(vmem_context *ctx, uint64_t granules)
     return grow(ctx, size, size, false, true);
 }
 
-// Whether memory that has just been freed stays, for vmem_prealloc or for those who expect some.
+// True if memory that has just been freed stays: for vmem_prealloc, or for those who expect some.
 static bool stays(vmem_context *ctx, uint64_t bytes)
 {
     const uint64_t expected = ctx->expected + ctx->expected_back;
@@ -400,11 +400,11 @@ static bool stays(vmem_context *ctx, uint64_t bytes)
     return true;
 }
 
-// Whether an arena that has just become empty should go back to the system.
+// True if an arena that has just become empty should go back to the system.
 static bool arena_surplus(vmem_context *ctx, const struct vmem__arena_rec *a)
 {
     const bool lazy = ctx->b.ops->populate != NULL;
-    if (a->worn)
+    if (a->retired)
         return true;
     if (lazy ? a->committed != 0 : stays(ctx, a->b.size))
         return false;
@@ -476,7 +476,7 @@ struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p
             continue;
         }
         a->pages[u].state = GRANULE_RETIRED;
-        a->worn++;
+        a->retired++;
         a->committed += p->committed;
         if (u > start && !a->b.whole)
             extent_insert(ctx, a, start, u - start, p->committed);
@@ -484,7 +484,7 @@ struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p
     }
     if (VMEM__UNLIKELY(a->b.whole)) { // it can be had again when all of it is free
         start = 0;
-        end = a->used || a->worn ? 0 : a->granules;
+        end = a->used || a->retired ? 0 : a->granules;
     }
     if (end > start)
         extent_insert(ctx, a, start, end - start, p->committed);

@@ -64,7 +64,7 @@ static int hold(struct commit *c, uint64_t *bytes)
     return 0;
 }
 
-// Whether nothing is missing and nobody works there: then no marks are needed, which take two passes. One range only,
+// True if nothing is missing and nobody works there: then no marks are needed, which take two passes. One range only,
 // because ranges that overlap are an error.
 static bool backed(struct commit *c)
 {

@@ -43,7 +43,7 @@ static int find_backend(const char *name, const char *whence, const struct vmem_
     return vmem__error(-EINVAL, "%s \"%.32s\" is not one of %s", whence, name, names);
 }
 
-// Whether a context that names no backend may use this one, which works.
+// 0 if a context that names no backend may use this one, which works.
 static int may_be_chosen(const struct vmem__ops *ops, const struct vmem_options *o)
 {
     return ops->by_default ? ops->by_default(o) : 0;

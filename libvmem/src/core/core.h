@@ -86,8 +86,8 @@ struct vmem__arena_rec {
     uint64_t base; // frame of offset 0
     uint32_t granules;
     uint32_t used;      // granules in pages, or otherwise outside the free lists
-    uint32_t worn;      // granules
-    uint32_t committed; // granules in free extents, or worn, that hold device memory
+    uint32_t retired;   // granules
+    uint32_t committed; // granules in free extents, or retired, that hold device memory
     uint64_t leaving;   // bytes of these that go with the arena
     struct vmem__page pages[];
 };

@@ -3,7 +3,7 @@
 // SPDX-License-Identifier: MIT
 #include "core/batch.h"
 
-// Whether the pages mapped in [addr, addr + granules) may be replaced: they lie inside it, and no other call works on
+// An error unless the pages mapped in [addr, addr + granules) may be replaced: they lie inside it, and no other call works on
 // them.
 static int check_entries(struct batch *b, const uint64_t *entry, uint32_t granules, uint64_t addr)
 {

@@ -69,7 +69,7 @@ int vmem__create_apart(vmem_context *ctx, uint64_t page_size, size_t n, vmem_pag
 // Copies pages to others of the same size, without mapping them. All are the caller's. -EOPNOTSUPP where the backend
 // cannot: no error text is set then.
 int vmem__copy_pages(vmem_context *ctx, const vmem_page *from, const vmem_page *to, size_t n, uint64_t page_size);
-// How many granules of the page's arena are in use; UINT32_MAX if less than a block of it is not.
+// The granules in use of the page's arena; UINT32_MAX if less than a block of it is not.
 uint32_t vmem__arena_used(vmem_context *ctx, vmem_page page);
 
 // ---- threads (call.c) ---------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ void vmem__make_pages(const vmem_context *ctx, const struct vmem__piece *piece, 
     }
 }
 
-// Whether a granule must be zeroed before it becomes part of a page.
+// True if a granule must be zeroed before it becomes part of a page.
 static inline bool unclean(const struct vmem__page *granule, uint32_t flags)
 {
     return flags & VMEM_CREATE_ZERO ? granule->dirty : granule->raw;
@@ -418,8 +418,8 @@ int vmem_set_budget(vmem_context *ctx, uint64_t bytes)
 
 int vmem_prealloc(vmem_context *ctx, uint64_t bytes) { return vmem__prealloc(ctx, bytes, false); }
 
-// Whether so many bytes could be, beside the pages that exist. Without a check, the call would first allocate all memory of
-// the machine.
+// -ENOMEM if so many bytes could never be there beside the pages that exist. Without this check, the call would first
+// allocate all memory of the machine.
 static int check_ahead(const vmem_context *ctx, uint64_t bytes)
 {
     if (ctx->budget && (ctx->created > ctx->budget || bytes > ctx->budget - ctx->created))

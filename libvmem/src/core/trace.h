@@ -10,7 +10,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-// Whether events are written: opens the file at the first call in a process. Cheap afterwards.
+// True if events are written. Opens the file at the first call in a process. Cheap afterwards.
 bool vmem__tracing(void);
 
 // Now, in nanoseconds, as the start of an event; 0 if none is written.

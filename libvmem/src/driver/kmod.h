@@ -18,7 +18,7 @@ struct vmem__kmod {
     _Atomic uint64_t *syscalls; // where calls are counted; set before open
 };
 
-// Whether the loaded module contains vMem. Needs no CUDA context. -ENODEV: no module; -EOPNOTSUPP: the stock module.
+// 0 if the loaded module contains vMem. Needs no CUDA context. -ENODEV: no module; -EOPNOTSUPP: the stock module.
 int vmem__kmod_probe(void);
 // Finds the process's descriptor in whose address space CUDA has mapped something at addr.
 int vmem__kmod_open(struct vmem__kmod *k, const uint8_t uuid[16], uint64_t addr);

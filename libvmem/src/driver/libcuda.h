@@ -108,7 +108,7 @@ struct vmem__cuda {
 
 // Loads the library and initialises it. Errors: -ENODEV without a library, a driver or a device.
 int vmem__libcuda_load(struct vmem__libcuda *fn);
-// Whether vmem__cuda_open() of this ordinal would find its device; creates no context.
+// 0 if vmem__cuda_open() of this ordinal would find its device; creates no context.
 int vmem__cuda_probe(int ordinal);
 // Its compute capability, ten times the major number and the minor one; creates no context.
 int vmem__cuda_capability(int ordinal, int *capability);

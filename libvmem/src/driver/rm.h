@@ -23,7 +23,7 @@ int vmem__rm_open(struct vmem__rm *rm, const struct vmem__abi *abi, const uint8_
 // In a forked child, this closes the child's descriptor; the parent's keeps the client.
 void vmem__rm_close(struct vmem__rm *rm);
 
-// Whether memory that RM allocates is zero, because RM clears what anybody frees before it hands it out again. RM says so
+// True if memory that RM allocates is zero, because RM clears what anybody frees before it hands it out again. RM says so
 // for each GPU and mode; if it does not answer, the memory counts as undefined.
 bool vmem__rm_memory_is_zero(struct vmem__rm *rm);
 // The same for a GPU of which no client is open.

@@ -4,7 +4,7 @@
 // numbered blocks. The pool is below its members: they call its functions, and it knows each of them by a table of
 // functions, struct vmem__member_ops.
 //
-// What a member must do:
+// A member must do this:
 // - It keeps its own budget, in pages of its own size, and never has more pages than that, those in the making included.
 //   After vmem__pool_join the budget is what the pool granted; 0 is a normal grant. It changes only by raise, give_down_to
 //   and go_on, and by what claim and foresee return.
@@ -98,7 +98,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
 // Takes free budget of the pool. Returns by how many pages the member's budget grows: `least`, or less if there is not
 // enough, up to `most` of what nobody waits for. A member that is giving stops to.
 uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
-// How many pages a claim would find.
+// The pages that a claim would find.
 uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget);
 // The device has no memory for what the budget allows: what nobody holds counts as used for some time, so that `ask` gets
 // what others hold. Returns the member's budget from now on.

@@ -148,7 +148,8 @@ uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms);
 // From now on, the context retains up to `bytes` of the memory that others free, for this member.
 void vmem__pool_retain(struct vmem__member *m, uint64_t bytes);
 void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why);
-// Whether the member in that place can have this share; a maximum of 0 or too much becomes the pool's budget.
+// -EINVAL or -ENOMEM unless the member in that place can have this share. A maximum of 0 or too much becomes the pool's
+// budget.
 int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max);
 // Begins and ends itself. The member follows when the thread looks at it, or with vmem__pool_keep_to_max.
 int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why);

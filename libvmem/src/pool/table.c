@@ -60,7 +60,7 @@ static void unlock_table(int fd)
     pthread_mutex_unlock(&at_file);
 }
 
-// Whether this process still has the lock: somebody may have opened the file and closed it again.
+// True if this process still has the lock: somebody may have opened the file and closed it again.
 static bool holds_table(int fd)
 {
     struct flock l = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
@@ -168,7 +168,7 @@ static off_t process_at(uint32_t place)
     return (off_t)(sizeof(struct pool_table) + place * sizeof(struct pool_process));
 }
 
-// Whether the process of a place is known to have ended.
+// True if the process of a place is known to have ended.
 static bool has_ended(const vmem_kv_pool *pool, uint32_t place)
 {
     struct pool_process named, found;
@@ -183,7 +183,7 @@ static bool has_ended(const vmem_kv_pool *pool, uint32_t place)
     return kill((pid_t)named.pid, 0) && errno == ESRCH; // /proc may hide a process
 }
 
-// Whether somebody else in one of these places is alive.
+// True if somebody else in one of these places is alive.
 static bool any_lives(const vmem_kv_pool *pool, uint32_t first, uint32_t n)
 {
     for (off_t at = 1 + (off_t)first, end = at + n; at < end; at++) {
@@ -248,7 +248,7 @@ static void take_back(struct vmem__member *m)
     m->row.needs = sat_add(m->row.needs, granted);
 }
 
-// Whether the row must be written now. What it says beside the budget may be published some milliseconds late, but is not
+// True if the row must be written now. Its fields beside the budget may be published some milliseconds late, but are not
 // forgotten.
 static bool due(const struct vmem__member *m)
 {
@@ -319,7 +319,7 @@ void vmem__table_reap(vmem_kv_pool *pool)
             empty_row(pool, i);
 }
 
-// Whether another process, or another pool of this one, has the file open.
+// True if another process, or another pool of this one, has the file open.
 static bool somebody(const vmem_kv_pool *pool) { return any_lives(pool, VMEM_KV_POOL_MEMBERS, OPENERS); }
 
 void vmem__table_remove(vmem_kv_pool *pool)

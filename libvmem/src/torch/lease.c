@@ -345,7 +345,7 @@ static void sweep(struct lease *l)
             drop(l, &l->slots[i]);
 }
 
-// Whether an unpark has to back this segment.
+// True if an unpark has to back this segment.
 static bool lacks_pages(const struct slot *s) { return s->wanted && s->state == PARKED; }
 
 // Backs this segment, or all parked ones that are wanted (NULL), or none. Waits at most `ms` for the pool. A refusal is not final: a member

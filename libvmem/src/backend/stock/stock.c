@@ -145,7 +145,7 @@ static int stock_map(struct vmem__backend *b, const struct vmem__run *runs, size
     return 0;
 }
 
-// How many runs, from the first on, are whole blocks that follow each other. *length: their bytes.
+// The number of runs, from the first on, that are whole blocks and follow each other. *length: their bytes.
 static size_t whole_blocks(const struct vmem__run *runs, size_t n, uint64_t *length)
 {
     size_t i = 0;

@@ -32,7 +32,7 @@ struct stock_reservation {
     // Its lock is held during the driver calls for a run: while one call changes the entry size of a block, no other
     // call may touch that block. The driver serializes the maps of one process anyway.
     struct vmem__cuda_reservation cuda;
-    // Whether unbacked addresses of active segments are readable. If not, a segment is emptied as soon as it is
+    // True if unbacked addresses of active segments are readable. If not, a segment is emptied as soon as it is
     // activated. CUDA then considers the backdrop mapped there, but accesses fault. Maps and unmaps next to other pages
     // are a quarter cheaper, because there is no backdrop to replace.
     bool backdrop;
