@@ -118,10 +118,10 @@ def _is_control(body, close):
     return False
 
 
-def subject(where):
-    """(path, tokens of the function) of FOLDER/FUNCTION or FOLDER/FILE.c:FUNCTION."""
+def subject(where, root=SRC):
+    """(path, tokens of the function) of FOLDER/FUNCTION or FOLDER/FILE.c:FUNCTION below `root`."""
     place, _, name = where.rpartition(":" if ":" in where else "/")
-    files = [SRC / place] if ":" in where else sorted((SRC / place).glob("*.c"))
+    files = [root / place] if ":" in where else sorted((root / place).glob("*.c"))
     having = [path for path in files if path.is_file() and name in functions(path)]
     if len(having) != 1:
         raise LookupError(f"{len(having)} files have the function {name}")

@@ -1,179 +1,185 @@
 # SPDX-License-Identifier: MIT
-"""The mutants: which text of uvm_ext becomes which, and the test that must notice."""
+"""The mutants: which function of uvm_ext goes wrong and how (tests/c/mutation.py), and the test that must notice."""
 
 import dataclasses
+import sys
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parents[2]
+sys.path.append(str(TOP / "tests" / "c"))
+from mutation import Fault, always, drop, never, replace, subject  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """`edits` are (file, text as it is, text of the fault); a text that ends in ; or } is a statement, else an
-    expression."""
+    """`faults` are (function, fault): both are on, or none. A fault of tokens that end in ; or } is of statements."""
 
     name: str
     what: str
     test: str  # program and case
-    edits: tuple
+    faults: tuple[tuple[str, Fault], ...]
     gpu: str = ""  # parameters of the simulated GPU
 
+    def places(self):
+        """Yield (file, start, end, fault, new): in each file of uvm_ext, `new` stands between the offsets."""
+        for where, fault in self.faults:
+            try:
+                path, body = subject(f"uvm_ext/{where}", TOP)
+                start, end, new = fault.span(body)
+            except LookupError as error:
+                raise LookupError(f"mutant {self.name}: {where}: {error}") from None
+            yield path.name, start, end, fault, new
 
-def _m(name, what, test, file, old, new, gpu=""):
-    return Mutant(name, what, test, ((file, old, new),), gpu)
 
+def _m(name, what, test, where, fault, gpu=""):
+    return Mutant(name, what, test, ((where, fault),), gpu)
 
-_B, _C, _F, _L, _M, _N, _P, _R, _W, _S = (
-    f"uvm_vmem_{n}.c"
-    for n in ("batch", "commit", "file", "call", "memory", "create", "push", "release", "overlay", "space")
-)
 
 # fmt: off
 MUTANTS = (
     # ---- invalidates, membars, page-table entries
     _m("no_invalidate", "no TLB invalidate follows the entries", "test_calls test_replace",
-       _C,
-       "        if (!mask)\n            continue;\n"
-       "        if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M)\n"
-       "            uvm_vmem_push_invalidate_add(&call->push, overlay->start, overlay->end, true);\n        else\n"
-       "            uvm_vmem_push_invalidate_add(&call->push, block + __ffs(mask) * UVM_VMEM_GRANULE,\n"
-       "                                         block + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1, false);",
-       "(void)block; (void)mask;"),
+       "stage_invalidate", replace("if (!mask) continue;", "continue;")),
     _m("narrow_invalidate", "the invalidate omits the last granule of a run", "test_random",
-       _C, "block + (__fls(mask) + 1) * UVM_VMEM_GRANULE - 1",
-       "block + (__fls(mask) + (__fls(mask) == __ffs(mask))) * UVM_VMEM_GRANULE - 1"),
-    _m("runs_merged_wrongly", "runs that are not adjacent are merged, and only the first is invalidated",
-       "test_random",
-       _P, "push->pending_end + 1 == start && push->pending_huge == huge",
-       "push->pending_huge == huge && (end = push->pending_end, 1)"),
+       "stage_invalidate", replace("(__fls(mask) + 1)", "(__fls(mask) + (__fls(mask) == __ffs(mask)))")),
+    _m("runs_merged_wrongly", "runs that are not adjacent are merged, and only the first is invalidated", "test_random",
+       "uvm_vmem_push_invalidate_add",
+       replace("push->pending_end + 1 == start && push->pending_huge == huge",
+               "push->pending_huge == huge && (end = push->pending_end, 1)")),
     _m("huge_size_left_out", "an invalidate of 2 MiB entries names only the size 64 KiB",
        "test_calls test_huge_page_replaced_by_huge_page",
-       _P, "(push->pending_huge ? UVM_PAGE_SIZE_2M : 0)", "0"),
+       "pending_flush", replace("push->pending_huge ? UVM_PAGE_SIZE_2M : 0", "0")),
     _m("no_membar", "no membar is issued before memory is freed", "test_lifetime test_late_write",
-       _C, "call->downgrade || overlay->former_map", "(call->downgrade = false, overlay->former_map)"),
+       "tables_write",
+       replace("call->downgrade || overlay->former_map", "(call->downgrade = false, overlay->former_map)")),
     _m("entry_off_by_one", "the neighbouring entry is written", "test_calls test_map_overlay_rest_is_sparse",
-       _C, "(va - start) / UVM_VMEM_GRANULE", "((va - start) / UVM_VMEM_GRANULE) ^ 1"),
+       "entry_write", replace("(va - start) / UVM_VMEM_GRANULE", "((va - start) / UVM_VMEM_GRANULE) ^ 1")),
     _m("read_only", "pages are mapped read-only", "test_calls test_map_overlay_rest_is_sparse",
-       _C, "UVM_PROT_READ_WRITE_ATOMIC", "UVM_PROT_READ_ONLY"),
+       "page_pte", replace("UVM_PROT_READ_WRITE_ATOMIC", "UVM_PROT_READ_ONLY")),
     _m("offset_ignored", "every granule of a page is mapped to the page's first",
        "test_calls test_map_parts_of_a_page_by_offset",
-       _C, "entry->granule * UVM_VMEM_GRANULE", "0"),
+       "page_pte", replace("entry->granule", "0")),
     _m("no_backdrop", "unbacked entries of an overlay are invalid instead of sparse",
        "test_calls test_map_overlay_rest_is_sparse",
-       _C, "call->tree->hal->make_sparse_pte()", "0"),
+       "entry_pte", replace("call->tree->hal->make_sparse_pte()", "0")),
     _m("directory_not_written", "a cut 2 MiB entry is never replaced by its table",
        "test_calls test_huge_page_gets_one_entry",
-       _C, "        uvm_page_tree_write_pde(call->tree, single, &call->push.push);", ""),
+       "stage_directories", drop("uvm_page_tree_write_pde")),
     _m("gathered_entries_not_counted", "room in a push is reserved without the entries that the PTE batch has gathered",
        "test_atomic test_largest_range",
-       _P, "push->ptes.pte_count * push->ptes.pte_entry_size + FLUSH_SPACE", "0"),
+       "entries_space", replace("push->ptes.pte_count * push->ptes.pte_entry_size + FLUSH_SPACE", "0")),
     _m("one_step", "a 2 MiB entry turns directly into a table", "test_live test_live_takeover",
-       _C, "overlay->cut && (overlay->taken || overlay->pages_before)", "false"),
+       "overlay_needs_break", replace("overlay->cut", "false")),
     _m("not_ahead", "the next block is not opened before a kernel reads there",
        "test_live test_live_growth_over_a_backdrop",
-       _B, "(op->flags & UVM_VMEM_MAP_AHEAD) && !overlay->pages_before", "false"),
+       "map_op", never("UVM_VMEM_MAP_AHEAD")),
     _m("no_membar_for_sparse", "no membar is issued when a sparse entry becomes a page",
        "test_calls test_sparse_goes_behind_a_membar",
-       _C, "call->replaces_sparse || !overlay->opened", "false"),
+       "granule_map", replace("call->replaces_sparse || !overlay->opened", "false")),
     # ---- checks
     _m("replace_unasked", "a mapped page is replaced without the flag", "test_errors test_err_map_elements",
-       _B, "!(op->flags & UVM_VMEM_MAP_REPLACE) && (overlay->pages_after & mask)", "false"),
+       "map_op", never("UVM_VMEM_MAP_REPLACE")),
     _m("page_end_unchecked", "an element may extend past the end of its page", "test_errors test_err_map_elements",
-       _B, "op->offset + op->length > (*handle)->granules * UVM_VMEM_GRANULE", "false"),
+       "handle_find", never("(*handle)->granules")),
     _m("other_gpus_page", "a page of another GPU may be mapped", "test_calls test_two_gpus",
-       _B, "(*handle)->slab->owner != call->vgpu", "false", gpu="gpus=2"),
+       "handle_find", replace("(*handle)->slab->owner != call->vgpu", "false"), gpu="gpus=2"),
     _m("range_end_unchecked", "an element may extend past its range", "test_errors test_err_map_elements",
-       _B, "op->va + op->length - 1 > uvm_vmem_va_range(*range)->node.end", "false"),
+       "range_find", replace("op->va + op->length - 1 > uvm_vmem_va_range(*range)->node.end", "false")),
     _m("gpu_reach_unchecked", "pages are mapped where the GPU cannot address them", "test_errors test_err_out_of_reach",
-       _B, "uvm_gpu_can_address(call->gpu, op->va, op->length)", "true"),
+       "range_find", replace("uvm_gpu_can_address(call->gpu, op->va, op->length)", "true")),
     _m("half_a_batch", "a failed batch keeps the elements before the failure",
        "test_atomic test_one_bad_element_anywhere",
-       _B, "        uvm_vmem_call_undo(call);\n        return status;",
-       "        (void)uvm_vmem_call_commit(call);\n        return status;"),
+       "batch_change", replace("uvm_vmem_call_undo(call);", "(void)uvm_vmem_call_commit(call);")),
     _m("element_size_unchecked", "elements of another size are read as if they were of this one",
        "test_errors test_err_op_size",
-       "uvm_vmem_check.c", "p->opSize != sizeof(struct uvm_vmem_op)", "false"),
+       "uvm_vmem_check_batch", never("opSize")),
     _m("offset_overflow", "an offset past the largest page is accepted", "test_errors test_err_map_elements",
-       "uvm_vmem_check.c", "op->offset >= UVM_VMEM_BLOCK ||\n            op->length > UVM_VMEM_BLOCK - op->offset",
-       "false"),
+       "uvm_vmem_check_op",
+       replace("op->offset >= UVM_VMEM_BLOCK || op->length > UVM_VMEM_BLOCK - op->offset", "false")),
     _m("limit_unchecked", "one call may touch any amount", "test_errors test_err_limits",
-       "uvm_vmem_check.c", "op->length > UVM_VMEM_MAX_BYTES - *total", "false"),
+       "uvm_vmem_check_op", never("UVM_VMEM_MAX_BYTES - *total")),
     _m("flags_unchecked", "unknown flags of an element are ignored", "test_errors test_err_flags_and_reserved",
-       "uvm_vmem_check.c", "(op->flags & ~(__u32)(map ? MAP_FLAGS : 0))", "false"),
+       "uvm_vmem_check_op", replace("op->flags", "0")),
     _m("descriptor_unchecked", "any nvidia-uvm descriptor is accepted as an address space",
        "test_errors test_err_wrong_descriptor",
-       "uvm_vmem_dispatch.c", "!uvm_fd_va_space(filp)", "false"),
+       "uvm_vmem_ioctl", replace("!uvm_fd_va_space(filp)", "false")),
     _m("overlays_charged_to_nobody", "overlays are not charged to the memory cgroup",
        "test_process test_overlays_are_charged_to_the_cgroup",
-       _W, "NV_UVM_GFP_FLAGS_ACCOUNT", "NV_UVM_GFP_FLAGS"),
+       "overlay_alloc", replace("NV_UVM_GFP_FLAGS_ACCOUNT", "NV_UVM_GFP_FLAGS")),
     _m("reader_holds_the_list", "a reader that waits for a busy file holds the list of all files",
        "test_race test_reader_of_the_proc_file_holds_nobody_up",
-       _S, "            nv_kref_get(&space->refs);",
-       "nv_kref_get(&space->refs); mutex_lock(&space->lock); mutex_unlock(&space->lock);"),
+       "uvm_vmem_space_nth",
+       replace("nv_kref_get(&space->refs);",
+               "nv_kref_get(&space->refs); mutex_lock(&space->lock); mutex_unlock(&space->lock);")),
     # ---- memory
     _m("fresh_memory_not_zeroed", "memory that another process used is handed out unzeroed",
        "test_lifetime test_memory_of_a_dead_process",
-       _M, "chunks[i]->is_zero ? 0 : ~0U", "0"),
+       "slabs_alloc", replace("chunks[i]->is_zero ? 0 : ~0U", "0")),
     _m("reused_memory_not_zeroed", "memory of a released page is handed out unzeroed",
        "test_lifetime test_released_page_comes_back_zeroed",
-       _M, "        c->handles[i]->slab->dirty |= handle_mask(c->handles[i]);", ""),
+       "pages_zero", drop("|=")),
     _m("zeroed_short", "the last 4 KiB are not zeroed", "test_calls test_fresh_pages_read_as_zero",
-       _M, "granules_size(count)", "granules_size(count) - 4096"),
+       "granules_zero", replace("granules_size(count)", "granules_size(count) - 4096")),
     _m("leaked_slab", "a slab is never freed", "test_errors test_err_out_of_memory",
-       _M, "    uvm_pmm_gpu_free(&vgpu->gpu->pmm, slab->chunk, NULL);", ""),
+       "slab_free", drop("uvm_pmm_gpu_free")),
     _m("held_not_reduced", "freed slabs still count", "test_calls test_slabs_are_shared_and_given_back",
-       _M, "    vgpu->bytes_held -= UVM_VMEM_BLOCK;", ""),
+       "slab_free", drop("bytes_held")),
     _m("page_handed_out_twice", "a taken page counts as free", "test_calls test_pages_of_a_create_do_not_overlap",
-       _M, "        slab->used |= handle_mask(handle);", ""),
+       "pages_take_from", drop("|=")),
     _m("lost_unwind", "a failed CREATE keeps the slabs that it allocated", "test_errors test_err_out_of_memory",
-       _M, "    list_for_each_entry_safe(slab, next, &c->slabs, node)\n        slab_free(slab);",
-       "(void)next; (void)slab;"),
+       "create_unwind", drop("slab_free")),
     _m("handles_used_again", "a handle is reused for another page", "test_calls test_handles_are_never_used_twice",
-       _M, "    c->space->next_handle += c->count;", ""),
+       "create_run", drop("next_handle")),
     Mutant("missing_lock", "CREATE does not take the file's lock", "test_race test_concurrent_maps_and_releases",
-           ((_N, "    mutex_lock(&space->lock);", ""), (_N, "    mutex_unlock(&space->lock);", ""))),
+           (("pages_create", drop("mutex_lock")), ("pages_create", drop("mutex_unlock")))),
     _m("no_wait", "calls return, and RELEASE frees pages, before the GPU has processed the entries", "test_random",
-       _L, "uvm_vmem_push_wait(&call->push)", "NV_OK"),
+       "call_step", replace("uvm_vmem_push_wait(&call->push)", "NV_OK")),
     _m("released_but_mapped", "RELEASE leaves the last entry of a page mapped",
        "test_calls test_alias_one_page_at_many_addresses",
-       _R, "            uvm_vmem_entry_unmap(call, overlay, entry->index, false);",
-       "uvm_vmem_entry_clear(overlay, entry->index);"),
+       "handle_unmap",
+       replace("uvm_vmem_entry_unmap(call, overlay, entry->index, false);",
+               "uvm_vmem_entry_clear(overlay, entry->index);")),
     _m("double_release", "RELEASE accepts the same handle twice", "test_errors test_err_release",
-       _R, "        handle->releasing = true;", "handle->releasing = i > 1;"),
+       "handles_claim", replace("handle->releasing = true;", "handle->releasing = i > 1;")),
     _m("claim_not_given_up", "a failed RELEASE keeps the handles that it claimed", "test_errors test_err_release",
-       _R, "        uvm_vmem_handle_find_releasing(call->space, r->ids[--i])->releasing = false;", "i--;"),
-    _m("release_in_one_step", "RELEASE holds the lock for any amount of work",
-       "test_release test_release_in_steps",
-       _R, "        *budget -= min(*budget, done);", ""),
+       "handles_claim",
+       replace("uvm_vmem_handle_find_releasing(call->space, r->ids[--i])->releasing = false;", "i--;")),
+    _m("release_in_one_step", "RELEASE holds the lock for any amount of work", "test_release test_release_in_steps",
+       "handle_unmap", drop("-=")),
     _m("large_mapping_taken", "blocks of a mapping of any size are taken over",
        "test_errors test_err_takeover_of_a_large_mapping",
-       _W, "UVM_VMEM_BASE(map)->pt_range_vec.range_count > UVM_VMEM_TAKE_TABLES", "false"),
+       "map_can_be_taken", never("UVM_VMEM_TAKE_TABLES")),
     _m("handles_copied_under_a_lock", "RELEASE copies its handles under the lock that other RELEASEs wait for",
        "test_release test_release_that_waits_for_its_handles",
-       _R, "ids && !ids_copy(ids, p)", "(uvm_kvfree(ids), ids = NULL, false)"),
-    _m("reserved_word_ignored", "QUERY does not look at its last reserved word", "test_errors test_err_flags_and_reserved",
-       "uvm_vmem_check.c", "any_set(p->reserved, COUNT(p->reserved))", "any_set(p->reserved, COUNT(p->reserved) - 1)"),
+       "uvm_vmem_api_release", replace("ids && !ids_copy(ids, p)", "(uvm_kvfree(ids), ids = NULL, false)")),
+    _m("reserved_word_ignored", "QUERY does not look at its last reserved word",
+       "test_errors test_err_flags_and_reserved",
+       "uvm_vmem_check_query", replace("COUNT(p->reserved)", "COUNT(p->reserved) - 1")),
     _m("name_printed_raw", "the proc file shows a process's name as it is", "test_errors test_err_proc_file",
-       "uvm_vmem_proc.c", "*comm > ' ' && *comm < 0x7F && *comm != '\\\\'", "true"),
+       "comm_show", always("0x7F")),
     # ---- ends of life
     _m("unfinished_mapping_taken_for_an_overlay", "a memory handle without an RM object makes a mapping vMem's",
        "test_stock test_refused_mappings",
-       "uvm_vmem_overlay.h", "return map->vmem;",
-       "return map->vmem || !map->mem_handle || map->mem_handle->rm_handle\n"
-       "           ? map->vmem : *(struct uvm_vmem_overlay **)(map->mem_handle + 1);", gpu="gpus=2"),
+       "uvm_vmem_overlay.h:uvm_vmem_overlay_of",
+       replace("map->vmem",
+               "map->vmem || !map->mem_handle || map->mem_handle->rm_handle\n"
+               "? map->vmem : *(struct uvm_vmem_overlay **)(map->mem_handle + 1)"), gpu="gpus=2"),
     _m("undone_takeover_stays_marked", "a mapping whose takeover is undone still names the overlay",
-       "test_stock test_takeover_that_is_undone", _W, "        map->vmem = NULL;", ""),
+       "test_stock test_takeover_that_is_undone",
+       "uvm_vmem_overlay_undo", drop("map->vmem")),
     _m("overlay_cut", "UVM's own calls may cut an overlay", "test_release test_release_after_uvm_closed_overlays",
-       _W, "uvm_vmem_overlay_of(ext_gpu_map) != NULL", "false"),
+       "uvm_vmem_is_overlay", replace("uvm_vmem_overlay_of(ext_gpu_map) != NULL", "false")),
     _m("closing_unnoticed", "the records of an overlay that UVM has closed stay",
        "test_lifetime test_unmap_external_closes_an_overlay",
-       _W, "    overlay_drop(overlay);\n    spin_unlock(&space->records);", "spin_unlock(&space->records);"),
+       "uvm_vmem_closed", drop("overlay_drop")),
     _m("leaked_overlay", "an overlay is never freed", "test_process test_overlays_are_charged_to_the_cgroup",
-       _W, "    atomic64_dec(&overlay->vgpu->overlays);\n    kfree(overlay);",
-       "atomic64_dec(&overlay->vgpu->overlays);"),
+       "overlay_drop", drop("kfree")),
     _m("lost_unwind_of_an_overlay", "an overlay opened for a failed batch stays registered with UVM", "test_atomic",
-       _W, "        map_destroy(overlay->range, map);", "(void)map;"),
+       "uvm_vmem_overlay_undo", drop("map_destroy")),
     _m("gpu_leaves_its_pages", "unregistering a GPU frees none of its pages",
        "test_lifetime test_unregister_gpu_ends_its_handles",
-       _F, "        uvm_vmem_memory_free_all(vgpu);", ""),
+       "uvm_vmem_unregister_gpu", drop("uvm_vmem_memory_free_all")),
     _m("gpu_takes_others_pages", "unregistering a GPU also frees another GPU's pages", "test_calls test_two_gpus",
-       _M, "        if (handle->slab->owner != vgpu)\n            continue;", "", gpu="gpus=2"),
+       "uvm_vmem_memory_free_all", never("owner"), gpu="gpus=2"),
 )
 # fmt: on

@@ -2,8 +2,8 @@
 """Seeded faults in uvm_ext, each of which a named test must notice.
 
 All of them are compiled into one module, each switched off until the parameter uvm_vmem_mutant names its number; so one
-build serves all runs, and number 0 shows that the tests pass without a fault. A mutant whose text is no longer in the
-source once is an error: then it has to follow the source.
+build serves all runs, and number 0 shows that the tests pass without a fault. A mutant whose function or tokens are
+gone is an error: then it has to follow the source.
 """
 
 import dataclasses
@@ -17,23 +17,31 @@ from kernel import CACHE, TOP, Missing, digest, say
 from mutant_list import MUTANTS
 
 
-def _selected(number, old, new):
+def _selected(number, fault, old, new):
     """C text that is `new` when the mutant is on and `old` otherwise."""
-    if old.rstrip().endswith((";", "}")):  # statements
+    if fault.operator == "drop" or fault.old.endswith((";", "}")):  # statements
         return f"if (uvm_vmem_mutant == {number}) {{ {new} }} else {{ {old} }}"
     return f"(uvm_vmem_mutant == {number} ? ({new}) : ({old}))"
 
 
 def apply(sources):
     """{file: text} with every mutant in it."""
-    out = dict(sources)
+    places = {}  # {file: [(start, end, number, fault, new)]}
     for number, mutant in enumerate(MUTANTS, 1):
-        for file, old, new in mutant.edits:
-            if sources[file].count(old) != 1:
-                raise Missing(f"mutant {mutant.name}: its text is {sources[file].count(old)} times in {file}, not once")
-            if out[file].count(old) != 1:
-                raise Missing(f"mutant {mutant.name}: another mutant has its text in {file}")
-            out[file] = out[file].replace(old, _selected(number, old, new))
+        try:
+            for file, start, end, fault, new in mutant.places():
+                places.setdefault(file, []).append((start, end, number, fault, new))
+        except LookupError as error:
+            raise Missing(str(error)) from None
+    out = dict(sources)
+    for file, found in places.items():
+        text, before = sources[file], len(sources[file])
+        for start, end, number, fault, new in sorted(found, key=lambda place: place[:2], reverse=True):
+            if end > before:
+                raise Missing(f"mutant {MUTANTS[number - 1].name}: another mutant has its place in {file}")
+            text = text[:start] + _selected(number, fault, text[start:end], new) + text[end:]
+            before = start
+        out[file] = text
     for file, text in out.items():
         if text != sources[file]:
             # behind the last include of the head of the file
