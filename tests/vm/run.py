@@ -229,7 +229,7 @@ def test(args):
               flush=True)  # fmt: skip
         t0 = time.monotonic()
         which = [] if archs == [plan.DEFAULT_ARCH] else archs
-        label = "-".join([args.tier, release, *which, *(args.only or ())]).replace(" ", "_")
+        label = "-".join([args.tier, release, *which, *(args.only or ())]).replace(" ", "_")[:120]  # names files
         ok, results = side_by_side(args, kernel, files, plan.shares(steps, args.jobs), label=label,
                                    memory=3072 if debug else 1536)  # fmt: skip
         for line in same_set(results) + same_leaks(results):
