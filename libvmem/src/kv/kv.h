@@ -123,6 +123,16 @@ struct kv_rows {
     vmem_page *pages; // tensor after tensor, n of each
 };
 // Rows [first, first + tokens) of a request, held beyond its slot.
+//
+//                  the last request that           memory is short,
+//  share           pins it ends                    and keep is not set
+//  -----> PINNED ------------------------> LISTED --------------------> evicted, and reported if asked for
+//                <------------------------
+//                  a request begins with it
+//
+// pins is above 0 while it is pinned. Listed runs are in kv_runs.order[keep], the oldest first. A run can be dropped in
+// either state: requests that pin it keep their pages. Where listed runs do not suffice, one that is pinned is evicted if
+// that frees pages which its requests no longer have. Once it is evicted or dropped, its number names nothing.
 struct kv_run {
     uint64_t id; // see kv_run_id(); 0: not in use
     uint32_t first, tokens;
