@@ -16,11 +16,14 @@ TICK = 0.05
 
 
 class Server:
-    """One model: its requests, and whether it is stopped or dead."""
+    """One model: its requests, and whether it is stopped or dead.
 
-    def __init__(self, name, size, priority, idle):
-        self.name, self.size, self.priority, self.idle = name, size, priority, idle
-        self.state, self.held = State.ASLEEP, 0
+    copies : seconds after its first sleep in which its weights are copied to the host, and cannot be taken yet.
+    """
+
+    def __init__(self, name, size, priority, idle, copies=0.0):
+        self.name, self.size, self.priority, self.idle, self.copies = name, size, priority, idle, copies
+        self.state, self.held, self.copied = State.ASLEEP, 0, 0.0
         # What waits in the server and in the engine: (came, seconds, units of KV), and what runs: (its end, units).
         self.queue, self.inside, self.runs = [], [], []
         self.used = self.awake = self.lacking = self.starved = 0.0
@@ -48,15 +51,17 @@ class World:
     def step(self, order):
         """All act once, in this order; each sees what the others have published until then."""
         self.now += TICK
+        models = {s.name: s.publish() for s in self.servers}
         for s in (self.servers[i % len(self.servers)] for i in order):
             if not (s.stopped or s.dead):
-                self.act(s)
+                self.act(s, models)
+                models[s.name] = s.publish()
         assert self.free >= 0
 
-    def act(self, s):
+    def act(self, s, models):
         s.used = max([s.used, *(end for end, _ in s.runs if end <= self.now)])
         s.runs = [(end, kv) for end, kv in s.runs if end > self.now]
-        models = {o.name: o.publish() for o in self.servers}
+        models[s.name] = s.publish()
         todo = decide(list(models.values()), models[s.name], self.now, SLICE, s.idle)
         if todo is Action.WAKE:
             self.take_parked(s, s.size - s.held)
@@ -72,6 +77,7 @@ class World:
         elif todo in (Action.SLEEP, Action.FREEZE):
             assert not s.runs and (todo is Action.FREEZE or not s.inside)
             s.state = State.ASLEEP
+            s.copied = s.copied or self.now + s.copies
         if not s.queue and not s.inside:
             s.lacks = 0
         if s.state == State.AWAKE:
@@ -84,9 +90,10 @@ class World:
             s.starved = 0.0
 
     def take_parked(self, s, need):
-        """Parked weights are the pool's: those of the sleeping ones go at once."""
+        """Parked weights are the pool's: those of the sleeping ones go at once, if there is a copy."""
         for other in self.servers:
-            if other is not s and other.state == State.ASLEEP and not other.stopped and self.free < need:
+            parked = other.state == State.ASLEEP and other.copied <= self.now
+            if other is not s and parked and not other.stopped and self.free < need:
                 other.held = 0
 
     def begin(self, s):
@@ -119,14 +126,18 @@ EVENTS = st.lists(st.one_of(
     st.tuples(st.just("die"), st.integers(0, 5), st.none()),
 ), max_size=60)  # fmt: skip
 WORLDS = st.tuples(
-    st.lists(st.tuples(st.integers(1, 10), st.integers(0, 3), st.sampled_from([0.0, 1.0])), min_size=2, max_size=5),
+    st.lists(
+        st.tuples(st.integers(1, 10), st.integers(0, 3), st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5, 5.0])),
+        min_size=2,
+        max_size=5,
+    ),
     st.integers(0, 12),
 )
 
 
 def world_of(shape):
     models, beyond = shape
-    servers = [Server(f"m{i}", size, priority, idle) for i, (size, priority, idle) in enumerate(models)]
+    servers = [Server(f"m{i}", *about) for i, about in enumerate(models)]
     return World(max(s.size for s in servers) + beyond, servers)
 
 
