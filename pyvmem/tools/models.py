@@ -324,7 +324,7 @@ def aibrix(pool: Pool) -> str:
 def vllm_router(pool: Pool) -> str:
     """A script that starts vLLM's own router (the package vllm-router) and tells it of the servers, which run.
 
-    No other server has the model: so a request that is refused is not tried again, and its model stays in the list.
+    No other server has the model, so a request that is refused is not tried again.
     """
     add = "".join(
         "curl -sf --retry 60 --retry-delay 1 --retry-connrefused -H 'Content-Type: application/json' "

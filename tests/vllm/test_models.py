@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import http.client
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import uuid
 from pathlib import Path
@@ -246,6 +248,10 @@ class Router:
         body = dict(model=name, prompt=prompt, max_tokens=tokens, temperature=0, ignore_eos=True, return_token_ids=True)
         return call(f"{self.url}/v1/completions", body)
 
+    def remove(self, url):
+        asked = urllib.request.Request(f"{self.url}/workers/{urllib.parse.quote(url, safe='')}", method="DELETE")
+        urllib.request.urlopen(asked, timeout=60).close()
+
     def kill(self):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -291,7 +297,7 @@ def test_behind_vllms_router_models_sleep_and_wake(three, router):
         assert all(answer == (200, expected) for answer in pool.map(one, range(24)))
     assert "asleep" in [m.state()["state"] for m in three.values()]  # so that they took turns
     three["b"].order("drain")
-    for _ in range(12):
+    for _ in range(3):
         status, headers, _ = router.ask("b", PROMPT, 8)
         assert status == 503 and int(headers["Retry-After"]) > 0
     assert three["b"].order("wake")[2]["state"] == "awake"
@@ -349,6 +355,53 @@ def test_killed_processes_leave_their_memory_at_once(three, router):
         time.sleep(0.05)
     three["c"].process.wait()
     assert router.ask("a", PROMPT, 8)[0] == 200
+
+
+@pytest.fixture
+def versions(folder):
+    """Two servers of one model, and a router before the first."""
+    if not importlib.util.find_spec("vllm_router"):
+        pytest.skip("vllm-router is not installed")
+    args = ["--kv-cache-memory-bytes", str(32 << 20), "--served-model-name", "chat"]
+    pool = tool.read(toml(folder, 2 * POOL, ("old", "new"), *args, queue=90))
+    with contextlib.ExitStack() as stack:
+        made = [started(stack, pool, name) for name in ("old", "new")]
+        for model in made:
+            model.wait()
+        router = Router(dataclasses.replace(pool, models=(dataclasses.replace(pool.models[0], name="chat"),)))
+        stack.callback(router.kill)
+        yield *made, router
+
+
+def test_an_upgrade_behind_the_router_loses_no_request(versions):
+    """As docs/models.md says, while four clients ask all the time."""
+    old, new, router = versions
+    seen, over, told = threading.Semaphore(0), threading.Event(), []
+
+    def ask():
+        while not over.is_set():
+            told.append(router.ask("chat", PROMPT, 8)[0])
+            seen.release()
+
+    def some():
+        for _ in range(12):
+            assert seen.acquire(timeout=60)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as clients:
+        asked = [clients.submit(ask) for _ in range(4)]
+        try:
+            some()
+            assert call(f"{router.url}/workers", dict(url=new.url, model_id="chat"))[0] == 200
+            router.remove(old.url)
+            some()
+            assert old.order("drain")[2]["state"] == "drained"
+            old.kill(signal.SIGTERM)
+            some()
+        finally:
+            over.set()
+        for one in asked:
+            one.result()
+    assert set(told) == {200}
 
 
 WEIGHTS = 34 << 20  # bytes of a model's that are in the pool
