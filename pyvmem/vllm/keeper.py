@@ -37,7 +37,7 @@ TAKEN = 0.5  # seconds after which what steps took says less about the next ones
 
 
 def _count_front(queue: Any) -> set[int]:
-    """Of the blocks in vLLM's queue of free ones, the numbers of those that were free of contents when they came.
+    """Numbers of the free blocks in vLLM's queue that hold no cached prefix. The queue keeps the set up to date.
 
     vLLM puts these at the front and cached ones at the end.
     """
@@ -219,7 +219,7 @@ class Keeper(BlockBudget):
         return bool(self._coming) or self.circulating < self.allowed()
 
     def lacks(self, need: int) -> bool:
-        """Whether an order is to go out, and a step that takes `need` blocks before would give up others for them."""
+        """Whether the step must wait: it would evict cached blocks although ordered ones are about to come."""
         return self.spare < need and bool(self._order)
 
     def await_blocks(self, need: int, seconds: float) -> float:

@@ -30,8 +30,8 @@ from pyvmem.vllm.waiting import Lookup, Wants, paused, stopped, waiting
 logger = logging.getLogger("vllm.vmem")
 
 LOOK = 0.05  # seconds between looks at the control page while no step runs
-ASKED = 0.005  # and at what other engines of the pool ask for
-BUSY = 0.2  # and while steps run, which look themselves: a thread that wakes up delays them
+ASKED = 0.005  # seconds between looks at what other engines of the pool ask for, while no step runs
+BUSY = 0.2  # seconds between looks while steps run: steps look themselves, and a wake-up would delay them
 IDLE = 0.3  # seconds without requests after which spare blocks lose their pages
 LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory that is lent
 GROWTH = 2  # blocks of each group that a request which runs may take before others get what is free

@@ -35,8 +35,8 @@ from pyvmem.vllm.orders import StepOrders
 logger = logging.getLogger("vllm.vmem")
 
 POLL = 0.02  # seconds between looks at the ring
-LOOK = 0.005  # and in a pool at whether there is something new
-BUSY = 0.1  # and while steps run, which look themselves: a thread that wakes up delays them
+LOOK = 0.005  # seconds between looks at what the scheduler has published, in a pool
+BUSY = 0.1  # seconds between looks while steps run: steps look themselves, and a wake-up would delay them
 TRY = 0.1  # seconds after which weights that wake say what they lack
 LOAD = 60.0  # seconds in which the other members give the memory of the weights of a model that is loaded
 AGREE = 10.0  # seconds that a worker waits for the others to wake

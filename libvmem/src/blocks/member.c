@@ -6,7 +6,7 @@
 #include "core/memory.h"
 #include "pool/pool.h"
 
-#define LAPSE_NS 100000000            // after the pool last asked for pages
+#define LAPSE_NS 100000000            // time for which the pool's last order to shrink holds
 #define BORROW_NS UINT64_C(100000000) // that an order waits for other members of the pool,
 #define BORROW_LOOK_NS 2000000        // which looks for fences meanwhile
 
@@ -62,7 +62,7 @@ static void evict(void *blocks, uint64_t pages)
     pthread_mutex_lock(&b->lock);
     // Blocks may have left since the pool decided by what was reported: it does not want as many of what remains.
     const uint64_t to = sat_sub(b->reported, pages);
-    b->shrink_to = to ? to : 1;
+    b->shrink_to = to ? to : 1; // 0 on the board means that nobody asks
     b->shrink_until = vmem__now() + LAPSE_NS;
     vmem__blocks_publish(b);
     pthread_mutex_unlock(&b->lock);

@@ -1,5 +1,5 @@
-// The budget: whether there is memory for what calls are about to fix, also from the pool that the cache is a member of;
-// where there is none, what is missing, and what it waits for.
+// The budget: says whether there is memory for the pages that a call is about to pin, and claims it from the pool if the
+// cache is a member of one. If there is none, it records how much is missing and what could help.
 //
 // The answers are arithmetic: what could be taken back is not looked at, and what the background thread is about changes
 // none of them.

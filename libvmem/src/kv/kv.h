@@ -62,7 +62,7 @@ struct kv_span {
     struct kv_range in_flight; // pages that kernels in flight access: those of the last steps and of the next
     struct kv_range pinned;    // cached: vmem__kv_pinned_part, which kv_ledger.pinned_pages counts
     uint32_t shared_hi;        // no other slot or run holds pages from here on
-    uint32_t coarse_hi;        // 2 MiB blocks that end above this are mapped page by page, pages behind it one by one
+    uint32_t coarse_hi;        // below it, 2 MiB entries may map whole blocks; other pages have their own entries
 };
 
 // Every step reads these structures of all slots, usually from memory that is no longer in the CPU's caches. They are
@@ -76,7 +76,7 @@ struct kv_slot {
     uint32_t last_step;   // in which the slot took part; of a new slot, the step before its allocation
     uint8_t state;        // enum vmem_kv_slot_state or KV_ENDING; written by vmem__kv_set_state alone
     bool fresh;           // no step since it was allocated or swapped in: no kernel accesses it
-    bool skip;            // the worker failed here, and does not try again before the next step
+    bool skip;            // the worker failed here, and does not try again before the slot's next step
     bool stuck;           // the worker failed to unmap here, and skips the slot until it is otherwise idle
     bool busy;            // the worker is changing it
     bool stale;           // some span has stale mappings
@@ -164,7 +164,8 @@ struct kv_shared_rows {
     uint64_t evictable;  // cached: of these, pages of rows that only runs which can be evicted hold
 };
 
-// Parts of spans to back, and the lists for that. The pages of a part are created and mapped alike.
+// Parts of spans to back: kv_grow lists them, grow_run creates and maps their pages, all or none, and grow_commit enters
+// them in the spans. The pages of a part are created and mapped alike.
 struct kv_part {
     uint32_t slot, group, from, to;
     bool joins;              // the page before also belongs to the slot
@@ -217,7 +218,7 @@ struct kv_membership {
     uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_pool_share
     void *evict_arg;
     uint64_t offered;      // pages of requests that evict would release
-    uint64_t missed;       // bytes of pages that were taken and will be wanted again
+    uint64_t missed;       // bytes of pages that the pool took back and the cache will want again
     bool giving;           // other members wait for what is beyond give_to; the budget falls as it goes
     bool foresees;         // the cache has said what requests that wait will need
     uint64_t give_to;      // pages
@@ -287,7 +288,7 @@ struct kv_turn {
     bool stuck;     // some slot is
     bool unmapping; // the worker is unmapping or releasing pages that others may hold or release
     bool cutting;   // it is giving up pages that one slot alone holds; where mappings are stale, others may have them
-    uint32_t hold;  // calls that want the worker to pause
+    uint32_t hold;  // calls that have paused the worker
 };
 
 struct kv_worker {

@@ -22,12 +22,12 @@ uint64_t vmem__kv_min_pages(const vmem_kv *kv)
     return pages;
 }
 
-static bool passed_over(const struct kv_slot *slot, bool stuck) { return slot->busy || (slot->stuck && !stuck); }
+static bool is_skipped(const struct kv_slot *slot, bool stuck) { return slot->busy || (slot->stuck && !stuck); }
 
 bool vmem__kv_find_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v)
 {
     for (uint32_t s = 0; kv->windows && (s = kv_next_used(kv, s)) != KV_NO_SLOT; s++) {
-        if (!kv_accessed(kv, s) || passed_over(&kv->slots[s], stuck))
+        if (!kv_accessed(kv, s) || is_skipped(&kv->slots[s], stuck))
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -45,7 +45,7 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, bool stuck, struct kv_
     uint64_t oldest = UINT64_MAX;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *slot = &kv->slots[s];
-        if (kv_accessed(kv, s) || passed_over(slot, stuck) || kv->idle[s].freed_seq >= oldest)
+        if (kv_accessed(kv, s) || is_skipped(slot, stuck) || kv->idle[s].freed_seq >= oldest)
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -68,7 +68,7 @@ static bool ahead_victim(const vmem_kv *kv, bool spare_ahead, bool stuck, struct
 {
     for (uint32_t s = 0; (s = kv_next_used(kv, s)) != KV_NO_SLOT; s++) {
         const struct kv_slot *slot = &kv->slots[s];
-        if (!kv_accessed(kv, s) || passed_over(slot, stuck))
+        if (!kv_accessed(kv, s) || is_skipped(slot, stuck))
             continue;
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_span *sp = kv_span(kv, s, i);
@@ -161,8 +161,8 @@ int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages)
     return rc;
 }
 
-// Unmaps free slots as a whole, which needs no additional mapping.
-static int make_mappings(vmem_kv *kv, uint64_t pages)
+// Unmaps free slots as a whole, so that the process has mappings again. To unmap a whole slot needs none.
+static int free_mappings(vmem_kv *kv, uint64_t pages)
 {
     uint64_t before = kv->ledger.held;
     vmem__kv_worker_pause(kv);
@@ -190,7 +190,7 @@ int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, int tries)
         rc = run(kv, l);
     for (; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
         bool create = l->at == KV_GROW_CREATE;
-        rc = create ? vmem__kv_make_device_room(kv, l->total) : make_mappings(kv, l->total + l->others);
+        rc = create ? vmem__kv_make_device_room(kv, l->total) : free_mappings(kv, l->total + l->others);
         if (rc)
             break;
         rc = run(kv, l);

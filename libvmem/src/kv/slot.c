@@ -52,7 +52,7 @@ static bool is_better(const struct fitness *a, uint32_t slot, const struct fitne
     return a->from != b->from ? a->from < b->from : slot < best;
 }
 
-#define LOOKS 16 // at slots whose pages are of about the same number: one of many is as good as the others
+#define LOOKS 16 // slots examined in each list: those of one list have about equally many pages
 uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken,
                               uint32_t n)
 {
@@ -140,8 +140,8 @@ uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request)
     for (uint32_t i = 0; i < kv->expect.n; i++) {
         *request = kv->expect.list[i];
         taken[i] = vmem__kv_choose_slot(kv, request->tokens, request->prefix, taken, i);
-        if (taken[i] == UINT32_MAX || kv->slots[taken[i]].backed < request->tokens)
+        if (taken[i] == KV_NO_SLOT || kv->slots[taken[i]].backed < request->tokens)
             return taken[i];
     }
-    return UINT32_MAX;
+    return KV_NO_SLOT;
 }

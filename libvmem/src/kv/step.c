@@ -42,8 +42,8 @@ static uint32_t missing_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uin
     const struct kv_span *sp = kv_span(kv, slot, group);
     if (!usable(sp, hi))
         return hi - lo;
-    const uint32_t serves = vmem__kv_usable_end(kv, slot, group, hi);
-    return (uint32_t)(kv_less(sp->lo, lo) + kv_less(hi, serves));
+    const uint32_t usable_hi = vmem__kv_usable_end(kv, slot, group, hi);
+    return (uint32_t)(kv_less(sp->lo, lo) + kv_less(hi, usable_hi));
 }
 
 static bool extends(const struct kv_slot *s, uint32_t tokens) { return s->fresh || tokens > s->backed; }
@@ -246,7 +246,7 @@ static int list_parts(vmem_kv *kv, uint64_t spare)
     return 0;
 }
 
-// Whether the budget has room for what the step fixes. Where it has room for every page, nothing need be counted.
+// Claims budget for the pages that the step pins. Where there is room for every page, nothing need be counted.
 static int claim_budget(vmem_kv *kv)
 {
     const struct kv_plan *plan = &kv->plan;
@@ -399,7 +399,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         kv->stats.step_failures++;
         vmem__kv_count_shortage(kv);
     }
-    if (ends) // now, since a check counts on the pages that ended requests left for this step
+    if (ends) // not before: a dry step's answer counted on the pages that ended requests left for this step
         vmem__kv_shrink_to_budget(kv);
     // After the step, so that it answers what a dry one before it did.
     if (vmem__kv_wanted_budget(kv))

@@ -197,6 +197,7 @@ static uint64_t unmet_bytes(const vmem_kv_pool *pool)
     return sat_sub(needs, coming);
 }
 
+// Grants a member free budget for what it needs, at least its minimum. A question that nobody repeats lapses here.
 static void grant(vmem_kv_pool *pool, struct vmem__member *m)
 {
     struct vmem_kv_pool_member *r = &m->row;
@@ -381,7 +382,7 @@ static bool apply(struct vmem__member *m)
     ops->lock(m->self);
     ops->state(m->self, &s);
     ops->unlock(m->self);
-    return s.fixed < fixed;
+    return s.fixed < fixed; // something was evicted: another round gives it
 }
 
 // Serves every member of this process once. Returns true if another round is due at once.

@@ -35,7 +35,7 @@ struct vmem__lend_state {
     uint64_t budget;    // the most pages that the member may have
     uint64_t held;      // pages that exist or are in the making
     uint64_t used;      // of these, that the member could not take back for other uses of its own
-    uint64_t after;     // what the budget is on its way down to; else the budget
+    uint64_t after;     // the budget once the member has given what it is giving
     uint64_t fixed;     // the smallest size to which the member can shrink now without breaking a promise to a caller
     uint64_t evictable; // of `fixed`, what evict could free
     uint64_t margin;    // beyond `fixed`, pages that the member needs to go on without asking at once
@@ -90,13 +90,13 @@ struct vmem__member_terms {
 // ---- what members call, in their pages ---------------------------------------------------------------------------------
 //
 // With the member's lock held, but for wake, show, leave and left. But for join, claim and foresee, m may be NULL: of no
-// pool. Then nothing happens, and nothing is to be had.
+// pool. The call then does nothing and returns 0.
 
 // Makes a member. *budget: what it may have from now on.
 int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void *self,
                     const struct vmem__member_terms *terms, struct vmem__member **out, uint64_t *budget);
 // Takes free budget of the pool. Returns by how many pages the member's budget grows: `least`, or less if there is not
-// enough, up to `most` of what nobody waits for. A member that is giving stops to.
+// enough, up to `most` of what nobody waits for. A member that is giving pages stops giving.
 uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
 // The pages that a claim would find.
 uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget);

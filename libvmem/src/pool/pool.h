@@ -99,7 +99,7 @@ struct vmem__member {
     uint64_t granted;                        // bytes in row.has that the member's budget does not have yet
     uint64_t foreseen_pages;                 // the pages there will be with the requests that wait; 0: not known
     uint64_t foreseen_at;                    // ns
-    bool reserving;        // the budget gets of them only what is ready, and no call takes free budget of the pool
+    bool reserving;        // of the foreseen pages, the budget gets only ready_bytes, and no call takes free budget
     uint64_t ready_bytes;  // that the budget can grow by without asking the device for memory
     uint64_t to_give;      // bytes that the member is to give back
     uint64_t saw_revision; // the last question before the thread looked at the member
