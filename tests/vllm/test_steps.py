@@ -281,6 +281,35 @@ def test_a_request_of_which_all_is_cached_orders_no_more_than_vllm_allocates(eng
     assert maps_in_steps(e) == 0 or "slots" in options
 
 
+@pytest.mark.parametrize("kinds", [("full",), ("full", "window"), ("full", "mamba")])
+def test_neighbours_are_asked_for_no_more_than_vllm_allocates_for_a_request_of_which_all_is_cached(engine, kinds):
+    e = engine(kinds=kinds, batch=256)
+    prompt = [e.random.randrange(3, 900) for _ in range(240)]
+    e.scheduler.add_request(first := e._request("first", prompt, 60))
+    flight = collections.deque()
+    while first.num_tokens == len(prompt):  # until its prompt is computed, and it holds these blocks
+        e.turn(flight)
+    with e.scheduler._vmem.lock:
+        while e.keeper.coming:
+            e._flush()
+            e.keeper.between(False)
+        e.keeper.leave(e.keeper.num_free())
+        e.page[control.POOL] = 1
+        e.scheduler.add_request(e._request("again", prompt, 5))
+        e.scheduler._vmem._publish()
+        wanted, e.page[control.POOL] = e.page[control.WANTED], 0
+        seen = ordered_and_allocated(e)
+        while e.scheduler.waiting:
+            e._flush()
+            e.turn(flight)
+    running, watermark = len(kinds), e.keeper.watermark  # blocks for the other one's next tokens
+    assert seen["allocated"] <= 4
+    assert 0 < wanted <= seen["allocated"] + watermark + running
+    while flight:
+        e.update(*flight.popleft())
+    e.answer([])
+
+
 def test_looking_a_request_up_changes_nothing_of_vllms(engine):
     e = engine(log_stats=True)
     prompt = [5] * 200
