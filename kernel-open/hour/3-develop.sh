@@ -4,11 +4,12 @@
 # shellcheck source=common.sh
 . "$(dirname "$0")/common.sh"
 export UVM_BUILD_TYPE=develop
-make module
+make module > "$OUT/module"
+module=$(tail -n 1 "$OUT/module")
 begin develop
-make module-load MODULE_PARAMETERS=uvm_leak_checker=2
+root make module-load MODULE="$module" MODULE_PARAMETERS=uvm_leak_checker=2
 kernel-open/hour/2-cuda.sh develop
 # A process in the kernel that does not end keeps rmmod: then only a reboot gets rid of the module.
-timeout 120 make module-unload || fail "the module does not unload: see who holds it (lsof /dev/nvidia-uvm), else reboot"
+root timeout 120 make module-unload || fail "the module does not unload: see who holds it (lsof /dev/nvidia-uvm), else reboot"
 end develop
 say "step 3 passed: no assert, no leak"

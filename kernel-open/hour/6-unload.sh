@@ -7,7 +7,7 @@ if root test -e /proc/driver/nvidia-uvm/vmem; then
     [ "$(root grep -c ^process /proc/driver/nvidia-uvm/vmem || true)" = 0 ] || fail "/proc/driver/nvidia-uvm/vmem still lists a process"
 fi
 begin unload
-timeout 120 make module-unload || fail "the module does not unload: see who holds it (lsof /dev/nvidia-uvm), else reboot"
+root timeout 120 make module-unload || fail "the module does not unload: see who holds it (lsof /dev/nvidia-uvm), else reboot"
 kernel-open/hour/2-cuda.sh stock-again
 end unload
 gpu_state > "$OUT/gpu.end"
