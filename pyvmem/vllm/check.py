@@ -26,6 +26,7 @@ _WORKER, _SCHEDULER = "v1/worker/gpu_worker.py", "v1/core/sched/scheduler.py"
 _POOL, _UTILS, _OUTPUT = "v1/core/block_pool.py", "v1/core/kv_cache_utils.py", "v1/core/sched/output.py"
 _INTERFACE = "v1/kv_cache_interface.py"
 _MANAGER, _COORDINATOR = "v1/core/kv_cache_manager.py", "v1/core/kv_cache_coordinator.py"
+_OFFLOADING = "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py"
 _TO_ALLOCATE = ("self, request_id, num_tokens, new_computed_blocks, num_encoder_tokens, total_computed_tokens, "
                 "num_local_computed_tokens, num_tokens_main_model, apply_admission_cap=False")  # fmt: skip
 
@@ -85,6 +86,9 @@ BODIES = (
     (_UTILS, "FreeKVCacheBlockQueue"),
     ("v1/worker/utils.py", "KVBlockZeroer"),
     ("v1/worker/gpu/block_table.py", "BlockTables.get_dummy_block_tables"),
+    (_OFFLOADING, "OffloadingConnectorScheduler.build_connector_meta"),
+    (_OFFLOADING, "OffloadingConnectorScheduler.request_finished"),
+    (_OFFLOADING, "OffloadingConnectorScheduler._update_req_states"),
 )
 
 

@@ -98,7 +98,8 @@ class WorkerDoor:
 
         made = memory.choose(kv_cache_config, self, self._vmem_place)
         if made is None:
-            self._vmem_memory().expect(kv_cache_config)
+            copied = self.vllm_config.kv_transfer_config is not None  # type: ignore[attr-defined]
+            self._vmem_memory().expect(kv_cache_config, copied)
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         else:  # to the model runner, slots are a cache with more blocks
             self._vmem, config = made
@@ -189,12 +190,12 @@ class SchedulerDoor:
             memory.after(output)
         return output
 
-    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if self._vmem is None:
-            return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         with self._vmem.lock:
-            outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-            self._vmem.answered(scheduler_output)
+            outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+            self._vmem.answered(scheduler_output, model_runner_output)
         return outputs
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:

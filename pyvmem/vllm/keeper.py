@@ -22,6 +22,7 @@ from typing import Any
 from pyvmem.engine import control
 from pyvmem.engine.budget import BlockBudget
 from pyvmem.engine.control import Page
+from pyvmem.vllm.copies import Copies
 
 MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time
@@ -99,10 +100,14 @@ class Keeper(BlockBudget):
     manager : vllm.v1.core.kv_cache_manager.KVCacheManager
     page, block_bytes, least, low, ranks
         As for `BlockBudget`.
+    copies : Copies, optional
+        Blocks that these name keep their memory.
     """
 
-    def __init__(self, manager: Any, page: Page, block_bytes: int, least: int, low: int, ranks: int) -> None:
-        self.manager, self.pool = manager, manager.block_pool
+    def __init__(
+        self, manager: Any, page: Page, block_bytes: int, least: int, low: int, ranks: int, copies: Copies | None = None
+    ) -> None:
+        self.manager, self.pool, self._copies = manager, manager.block_pool, copies
         self._gone: list[int] = []  # for the workers
         self._evicted: list[int] = []
         self._order: list[int] = []
@@ -259,10 +264,10 @@ class Keeper(BlockBudget):
         self.step += 1
         self.page.cells[control.STEP] = self.step
         self._count_taken()
-        gone, ahead = self._gone, self._order
+        gone, ahead = self._part_gone(), self._order
         if not gone and not ahead:
             return [], [], 0
-        self._gone, self._order = [], []
+        self._order = []
         self._left = self.step if gone else self._left
         part = max(self._part, -(-len(ahead) // (MOST_ORDERS - 1)))  # the page keeps the last answers alone
         soon = min(self._soon, part) if self._soon > 0 else part
@@ -272,6 +277,11 @@ class Keeper(BlockBudget):
             self._coming.append((self._orders, self.step, ids))
         self._n_coming += len(ahead)
         return gone, parts, first
+
+    def _part_gone(self) -> list[int]:
+        """Those of the blocks that left of which the workers may know now."""
+        gone, self._gone = (self._gone, []) if self._copies is None else self._copies.part(self._gone)
+        return gone
 
     def leave(self, n: int) -> int:
         """Take up to `n` free blocks out of circulation; returns how many."""
@@ -307,7 +317,10 @@ class Keeper(BlockBudget):
 
     def _want(self, n: int) -> None:
         if n > 0 and self._out and time.monotonic() >= self._retry:
-            self._order += self._take_out(min(n, self._most_order))
+            ids = self._take_out(min(n, self._most_order))
+            self._order += ids
+            if self._copies is not None and self._gone:  # of which the workers do not know yet
+                self._gone = list(set(self._gone).difference(ids))
 
     def _enter(self) -> None:
         while self._coming:
@@ -348,13 +361,14 @@ class Keeper(BlockBudget):
 
     def tell(self) -> None:
         """Send what has left to the workers by the ring. Without the page, workers learn it with the next step."""
-        if len(self._gone) > MOST_LEAVING:
-            self._gone.sort()  # neighbours leave together, by few calls of the driver
-        while self._gone and self.page.attached(self.ranks):
-            part = self._gone[:MOST_LEAVING]
-            if not self.page.push(self.step, part, self.ranks):
-                break  # with the next step, or the next time
-            del self._gone[: len(part)]
+        if not self._gone or not self.page.attached(self.ranks):
+            return
+        gone = self._part_gone()
+        if len(gone) > MOST_LEAVING:
+            gone.sort()  # neighbours leave together, by few calls of the driver
+        while gone and self.page.push(self.step, gone[:MOST_LEAVING], self.ranks):
+            del gone[:MOST_LEAVING]
+        self._gone += gone  # with the next step, or the next time
 
     def forgot(self) -> None:
         """vLLM has forgotten what free blocks hold, and left them where they are in the queue."""

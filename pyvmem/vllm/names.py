@@ -6,12 +6,14 @@ a setting that is refused, or a feature, would vanish without a word otherwise.
 SPDX-License-Identifier: MIT
 """
 
+_CONNECTORS = "distributed/kv_transfer/kv_connector/v1/"
 _CORE, _CONFIG, _INTERFACE = "v1/core/", "config/", "v1/kv_cache_interface.py"
 
 # {class, perhaps with what tells it from another: (file, names)}. NAME>=0.30: the releases before do not have it;
 # NAME<0.31: those since do not.
 NAMES = {
-    "Scheduler": (_CORE + "sched/scheduler.py", "add_request finish_requests kv_cache_config kv_cache_manager "
+    "Scheduler": (_CORE + "sched/scheduler.py", "add_request connector finish_requests finished_req_ids "
+                  "kv_cache_config kv_cache_manager "
                   "kv_holding_waiting>=0.31 max_num_scheduled_tokens need_mamba_block_aligned_split pause_state "
                   "reset_prefix_cache running schedule scheduler_reserve_full_isl set_pause_state shutdown "
                   "skipped_waiting<0.31 update_from_output vllm_config waiting"),
@@ -29,9 +31,9 @@ NAMES = {
     "KVCacheMetricsCollector": (_CORE + "kv_cache_metrics.py", "block_metrics"),
     "KVCacheBlock": (_CORE + "kv_cache_utils.py", "block_hash block_id is_null ref_cnt set_block_hash"),
     "KVCacheBlockCopy": (_CORE + "kv_cache_utils.py", "dst_block_id src_block_id"),
-    "SchedulerOutput": (_CORE + "sched/output.py", "finished_req_ids kv_cache_block_copies new_block_ids_to_zero "
-                        "num_scheduled_tokens preempted_req_ids scheduled_cached_reqs scheduled_new_reqs "
-                        "total_num_scheduled_tokens"),
+    "SchedulerOutput": (_CORE + "sched/output.py", "finished_req_ids kv_cache_block_copies kv_connector_metadata "
+                        "new_block_ids_to_zero num_scheduled_tokens preempted_req_ids scheduled_cached_reqs "
+                        "scheduled_new_reqs total_num_scheduled_tokens"),
     "NewRequestData": (_CORE + "sched/output.py", "block_ids num_computed_tokens req_id"),
     "CachedRequestData": (_CORE + "sched/output.py", "new_block_ids num_computed_tokens req_ids resumed_req_ids"),
     "KVCacheTensor": (_INTERFACE, "block_stride host_resident>=0.30 layer_stride layers offset size"),
@@ -47,8 +49,17 @@ NAMES = {
                        "prefill_context_parallel_size tensor_parallel_size worker_cls"),
     "SchedulerConfig": (_CONFIG + "scheduler.py", "async_scheduling enable_chunked_prefill get_scheduler_cls "
                         "max_num_batched_tokens max_num_seqs scheduler_cls"),
-    "CacheConfig": (_CONFIG + "cache.py", "kv_offloading_size num_gpu_blocks"),
-    "ModelConfig": (_CONFIG + "model.py", "max_model_len model revision served_model_name"),
+    "CacheConfig": (_CONFIG + "cache.py", "kv_offloading_backend kv_offloading_size num_gpu_blocks"),
+    "KVTransferConfig": (_CONFIG + "kv_transfer.py", "kv_connector kv_connector_extra_config"),
+    "OffloadingConnector": (_CONNECTORS + "offloading_connector.py", "connector_scheduler handle_preemptions"),
+    "OffloadingConnectorScheduler": (_CONNECTORS + "offloading/scheduler.py", "_current_batch_allocated_block_ids"),
+    "OffloadingConnectorMetadata": (_CONNECTORS + "offloading/common.py", "load_jobs store_jobs"),
+    "OffloadingWorkerMetadata": (_CONNECTORS + "offloading/common.py", "completed_jobs"),
+    "TransferJob": (_CONNECTORS + "offloading/common.py", "dst_spec src_spec"),
+    "BlockIDsLoadStoreSpec": ("v1/kv_offload/base.py", "block_ids"),
+    "ModelRunnerOutput": ("v1/outputs.py", "kv_connector_output"),
+    "KVConnectorOutput": ("v1/outputs.py", "kv_connector_worker_meta"),
+    "ModelConfig": (_CONFIG + "model.py", "is_hybrid max_model_len model revision served_model_name"),
     "LoadConfig": (_CONFIG + "load.py", "download_dir load_format"),
     "AttentionConfig": (_CONFIG + "attention.py", "flash_attn_version hisparse_config>=0.30"),
     "CompilationConfig": (_CONFIG + "compilation.py", "cudagraph_mode"),
@@ -80,4 +91,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "FreeKVCacheBlockQueue": ("71012622eeb26846", "37d424ec8c163358"),
     "KVBlockZeroer": ("65be0f4cff8cf23e", "98335838cffda01f"),
     "BlockTables.get_dummy_block_tables": ("de87ed5b5677c52a", "e40296e2394e8763"),
+    "OffloadingConnectorScheduler.build_connector_meta": ("562f90165057f9b8", "29425cd1c014f5dd"),
+    "OffloadingConnectorScheduler.request_finished": ("e976b044e49cc15c", "e1d216a519d3616c"),
+    "OffloadingConnectorScheduler._update_req_states": ("74edd42810dba020", "a2314f5a8c1465dd"),
 }

@@ -22,6 +22,7 @@ from typing import Any
 from pyvmem.engine import control, pool_policy, pools
 from pyvmem.engine.refuse import Refused
 from pyvmem.vllm import check, layout, settings
+from pyvmem.vllm.copies import Copies
 from pyvmem.vllm.keeper import Keeper
 from pyvmem.vllm.orders import AHEAD, StepOrders
 from pyvmem.vllm.pace import Pace
@@ -151,8 +152,9 @@ class SchedulerMemory:
         columns = (page.cells[word : word + ranks].tolist() for word in (control.OWN_BLOCK, control.NULL))
         own, null = map(max, columns)  # of the worker that has the largest blocks, if they are there
         block = own or layout.bytes_of(config) // config.num_blocks
+        self._copies = Copies(scheduler, ranks) if scheduler.connector is not None else None
         self.keeper = Keeper(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
-                             low_of(vllm_config, config), ranks)  # fmt: skip
+                             low_of(vllm_config, config), ranks, self._copies)  # fmt: skip
         needs = self.keeper.least * block + null
         for name, size in (("LIMIT", chosen.limit), ("MAX", chosen.maximum or None)):
             if size is not None and size < self.keeper.least * block:
@@ -220,6 +222,8 @@ class SchedulerMemory:
             keeper.await_blocks(need, min(self._pace.left(time.monotonic()) - LAUNCH, AWAIT))
         ahead = self._mapped_ahead() if self._in_slots else 0
         keeper.before(max(need, whole, ahead), must, not running and (need > keeper.spare or not wait))
+        if self._copies is not None:
+            self._copies.begin()
         if self._in_slots:
             keeper.evict_ahead(min(2 * keeper.low, max(keeper.ready(), ahead)))
         if keeper.lacks(must) or (keeper.full and not running):  # where none runs, vLLM ignores the watermark
@@ -313,6 +317,8 @@ class SchedulerMemory:
     def after(self, output: Any) -> None:
         """A step was scheduled: send the orders with it."""
         keeper = self.keeper
+        if self._copies is not None:
+            self._copies.scheduled(output)
         gone, ahead, order = keeper.take()
         if output.preempted_req_ids:
             keeper.page[control.PREEMPTED] += len(output.preempted_req_ids)
@@ -358,8 +364,10 @@ class SchedulerMemory:
             if wait and self._lacking(0, wait) == 0:
                 self._beyond = min(max(2 * self._beyond, 1), self.keeper.least)
 
-    def answered(self, output: Any) -> None:
-        """A step has ended."""
+    def answered(self, output: Any, answer: Any) -> None:
+        """A step has ended. answer: vLLM's ModelRunnerOutput."""
+        if self._copies is not None:
+            self._copies.answered(answer)
         if output.num_scheduled_tokens:
             self._pace.end(output.vmem.step, time.monotonic())
         self.ended()
@@ -481,7 +489,8 @@ class SchedulerMemory:
         """
         with self.lock:
             running = list(self._scheduler.running)
-            kept = [r for r in running if not _drops(r)]
+            # What these give may end a request, whose blocks a connector would store when they have gone.
+            kept = [r for r in running if not _drops(r)] if self._copies is None else []
             with contextlib.suppress(RuntimeError):  # vLLM's word for blocks that are still in use
                 self._scheduler.reset_prefix_cache(reset_running_requests=bool(running))
             for request in kept:  # blocks leave after the steps in flight, so what these give is right

@@ -21,12 +21,27 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     return settings.read(SWITCH, LAYOUTS, environ, sleeps=True)
 
 
+def _connector(c: Any) -> str | None:
+    """The KV connector of a configuration, and which of its settings goes beyond copies of single blocks."""
+    given, kv_cache = getattr(c, "kv_transfer_config", None), getattr(c, "cache_config", None)
+    name, more = getattr(given, "kv_connector", None), {} if given is None else given.kv_connector_extra_config
+    # Of a chunk of several blocks, vLLM stores what is left if a window has passed the first ones.
+    beyond = [key for key in ("spec_name", "blocks_per_chunk", "block_size") if key in more]
+    if kv_cache is not None and kv_cache.kv_offloading_size is not None:  # from which vLLM makes the connector later
+        simple = os.environ.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") != "0"
+        name = "OffloadingConnector" if kv_cache.kv_offloading_backend == "native" else kv_cache.kv_offloading_backend
+        name = "SimpleCPUOffloadConnector" if simple else name
+    return f"{name} with {beyond[0]}" if name == "OffloadingConnector" and beyond else name
+
+
 def _reasons(c: Any) -> Iterator[str]:
     parallel = c.parallel_config
-    offloads = getattr(getattr(c, "cache_config", None), "kv_offloading_size", None) is not None
-    if offloads or getattr(c, "kv_transfer_config", None) is not None:  # which vLLM makes later from the former
-        yield ("KV connectors register KV memory and would see unbacked addresses; unset --kv-transfer-config and "
-               "--kv-offloading-size")  # fmt: skip
+    connector = _connector(c)
+    if connector == "OffloadingConnector" and getattr(c.model_config, "is_hybrid", False):
+        yield "offloading of Mamba's states to host memory has not been tried; unset --kv-offloading-size"
+    elif connector not in (None, "OffloadingConnector"):
+        yield (f"{connector}: only --kv-offloading-size is known to copy blocks alone, and others would see unbacked "
+               "addresses; unset --kv-transfer-config")  # fmt: skip
     if any(getattr(parallel, f"{kind}_context_parallel_size", 1) > 1 for kind in ("decode", "prefill")):
         yield "context parallelism deals a request's blocks out to several GPUs; set its sizes to 1"
     if getattr(getattr(c, "attention_config", None), "hisparse_config", None) is not None:

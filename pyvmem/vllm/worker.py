@@ -30,6 +30,7 @@ from pyvmem.engine.weights import Weights
 from pyvmem.errors import OutOfMemory
 from pyvmem.tensor import VirtualTensor
 from pyvmem.vllm import layout, settings
+from pyvmem.vllm.copies import copied_blocks, submit_stores
 from pyvmem.vllm.orders import StepOrders
 
 logger = logging.getLogger("vllm.vmem")
@@ -85,6 +86,7 @@ class WorkerMemory(BlockMemory):
         self._level = 1  # at which it sleeps, or slept last
         self.weights: Weights | None = None
         self._activations: Activations | None = None
+        self._copied = False  # whether a connector copies blocks
         self._real = False  # whether the scheduler's first step has come
         self._stream: Any = None
         self._failure = ""
@@ -118,9 +120,14 @@ class WorkerMemory(BlockMemory):
                                  f"of the weights within {LOAD:.0f} s")  # fmt: skip
         return self.weights.loading()
 
-    def expect(self, config: Any) -> None:
-        """vLLM is about to allocate its KV cache with this configuration, which may change."""
-        layout.spread(config)
+    def expect(self, config: Any, copied: bool = False) -> None:
+        """vLLM is about to allocate its KV cache with this configuration, which may change.
+
+        copied: whether a connector copies blocks, whose size it takes from the configuration of the model.
+        """
+        self._copied = copied
+        if not copied:
+            layout.spread(config)
         self._ranges = layout.ranges_of(config)
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
@@ -341,6 +348,8 @@ class WorkerMemory(BlockMemory):
         if self._blocks is None or self._asleep is not None:
             return
         with self._lock:
+            if self._copied:
+                submit_stores()
             self._synchronize()
             self._blocks.flush()
             self._asleep = self._in()
@@ -467,6 +476,7 @@ def named_blocks(output: Any) -> list[int]:
     for groups in filter(None, output.scheduled_cached_reqs.new_block_ids):  # None: no new blocks
         for ids in groups:
             found += ids
+    found += copied_blocks(output)
     found += output.new_block_ids_to_zero or ()
     for copy in output.kv_cache_block_copies or ():
         found += [copy.src_block_id, copy.dst_block_id]

@@ -265,13 +265,14 @@ def config(**changes):
     return made
 
 
+NIXL = types.SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
 EXTERNAL = dict(parallel_config__distributed_executor_backend="external_launcher")
 
 
 @pytest.mark.parametrize(
     "changes, says",
     [
-        (dict(kv_transfer_config=1), "--kv-transfer-config"),
+        (dict(kv_transfer_config=NIXL), "NixlConnector: .* --kv-transfer-config"),
         (dict(parallel_config__decode_context_parallel_size=2), "context parallelism"),
         (dict(attention_config__hisparse_config=1), "HiSparse"),
         (dict(parallel_config__enable_elastic_ep=True), "--enable-elastic-ep"),

@@ -164,10 +164,18 @@ def serve(folder, options=None, limits=(), lora=None, out=24, turns=2, sounds=Fa
         for _ in range(turns):
             answers = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
             tokens += [list(a.outputs[0].token_ids) for a in answers]
+        settle(llm)
     told = dict(tokens=tokens, cached=sum(a.num_cached_tokens or 0 for a in answers))
     if vmem:
         told.update(idle_state(llm, vmem[1]), core=vmem[0].pid, here=os.getpid())
     return told
+
+
+def settle(llm):
+    """Have an engine in this process do what is left without requests, as one in a process of its own does."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    while core is not None and core.scheduler.has_requests():
+        core.step_fn()
 
 
 @contextlib.contextmanager

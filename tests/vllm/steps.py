@@ -138,7 +138,7 @@ def kv_config(blocks, kinds, page):
 
 
 def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True, engine=None, drafts=0, ranks=1,
-                   batch=64, log_stats=False):  # fmt: skip
+                   batch=64, log_stats=False, transfer=None):  # fmt: skip
     """A scheduler of vLLM's as vMem extends it, for a model with one layer of each kind."""
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.structured_output import StructuredOutputManager
@@ -154,9 +154,9 @@ def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True,
     cache = CacheConfig(block_size=TOKENS, cache_dtype="auto", enable_prefix_caching=caching, **more)
     config = VllmConfig(model_config=ModelConfig(model=str(folder), dtype="float16", skip_tokenizer_init=True,
                                                  max_model_len=MOST, enforce_eager=True),
-                        scheduler_config=chosen, cache_config=cache,
+                        scheduler_config=chosen, cache_config=cache, kv_transfer_config=transfer,
                         device_config=DeviceConfig(device="cpu"))  # fmt: skip
-    config.parallel_config.tensor_parallel_size = ranks
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
     cache.num_gpu_blocks = blocks
     kv = kv_config(blocks, kinds, page)
     kind = "AsyncScheduler" if asynchronous else "Scheduler"
@@ -172,14 +172,14 @@ def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True,
 class Worker:
     """One worker: it backs blocks as the product does, and computes rows on the `Gpu`."""
 
-    def __init__(self, page, rank, kv, kinds, size, depth, slots, pages):
+    def __init__(self, page, rank, kv, kinds, size, depth, slots, pages, copied):
         self.gpu, self.depth, self.kinds = Gpu(), depth, kinds
         self.memory = Slots(page, rank) if slots else Memory(page, rank)
         self.memory.gpu = self.gpu
         if slots:
             kv = self.memory.prepare(kv, slots, torch.device("cpu"))
         else:
-            self.memory.expect(kv)
+            self.memory.expect(kv, copied)
         blocks = kv.num_blocks
         with mock.patch.dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_PAGE_SIZE=str(pages)):
             flat = self.memory.allocate(blocks * size, torch.device("cpu"))
@@ -188,9 +188,13 @@ class Worker:
         self.tokens, self.table, self.computed = {}, {}, {}
         self.read = self.states = 0
         self.resident = []
+        self.copies = None  # of a connector, and what they answer
+        self.copied = None
 
     def execute(self, scheduled, seed=11):
         output = self.memory.begin(scheduled)
+        if self.copies is not None:
+            self.copies.begin(scheduled)
         fence = self.gpu.mark()
         for i in output.new_block_ids_to_zero or ():
             self.gpu.enqueue(lambda i=i: self.rows[i].fill(0))
@@ -219,6 +223,8 @@ class Worker:
                 tokens.append(sampled[name])
         if work:
             self.gpu.enqueue(lambda: [self._write(*w) for w in work] + [self._check(*w) for w in work])
+        if self.copies is not None:
+            self.copied = self.copies.end(scheduled)
         self.gpu.wait(fence - self.depth)  # so many steps are in flight
         self.memory.end(scheduled)
         self.resident.append(int(self.memory._board[control.HELD]))
@@ -267,7 +273,8 @@ class Engine:
         name, rank = self.page.path.stem.rsplit("-", 1)
         config = self.scheduler.vllm_config if slots else None
         self.workers = [Worker(control.open_page(name, int(rank)), r, kv_config(blocks, kinds, size), kinds, size,
-                               depth, config, pages) for r, size in enumerate(stages)]  # fmt: skip
+                               depth, config, pages, "transfer" in options)
+                        for r, size in enumerate(stages)]  # fmt: skip
         self.preempted = self.steps = 0
         self.every = lambda: None  # called before each step
         self.prompts = 1, 100  # tokens of prompts that begin anew
@@ -291,13 +298,16 @@ class Engine:
         return output, sampled[0]
 
     def update(self, output, sampled):
+        self.scheduler.update_from_output(output, self.answer_of(output, sampled))
+
+    def answer_of(self, output, sampled):
         from vllm.v1.outputs import ModelRunnerOutput
 
         ids = list(output.num_scheduled_tokens)
-        self.scheduler.update_from_output(output, ModelRunnerOutput(
+        return ModelRunnerOutput(
             req_ids=ids, req_id_to_index={name: i for i, name in enumerate(ids)},
             sampled_token_ids=[[sampled[i]] if i in sampled else [] for i in ids], logprobs=None,
-            prompt_logprobs_dict={}, pooler_output=[]))  # fmt: skip
+            prompt_logprobs_dict={}, pooler_output=[])  # fmt: skip
 
     def run(self, n=60, abort=0.03):
         """Serve `n` requests to their ends, some of which are aborted."""

@@ -78,6 +78,15 @@ def test_a_name_that_is_gone_is_refused(copy, kind):
 # What the plugin's sources call an object of vLLM's. Where two classes have one name, either may have the attribute.
 CALLED = {
     "Scheduler": "scheduler self._scheduler",
+    "KVTransferConfig": "given",
+    "OffloadingConnector": "self._scheduler.connector get_kv_transfer_group()",
+    "OffloadingConnectorScheduler": "self._scheduler.connector.connector_scheduler",
+    "OffloadingConnectorMetadata": "told",
+    "OffloadingWorkerMetadata": "told",
+    "TransferJob": "job",
+    "BlockIDsLoadStoreSpec": "job.src_spec job.dst_spec",
+    "ModelRunnerOutput": "answer",
+    "KVConnectorOutput": "answer.kv_connector_output",
     "SchedulerInterface": "self._scheduler",
     "Request": "request r running[-1] wait[0]",
     "NewRequestData": "request",
@@ -99,8 +108,8 @@ CALLED = {
     "VllmConfig": "vllm_config c config self.vllm_config worker.vllm_config",
     "ParallelConfig": "parallel",
     "SchedulerConfig": "batch chosen scheduler vllm_config.scheduler_config",
-    "CacheConfig": "self.cache_config getattr(c,'cache_config',None)",
-    "ModelConfig": "model vllm_config.model_config",
+    "CacheConfig": "self.cache_config kv_cache",
+    "ModelConfig": "model vllm_config.model_config c.model_config",
     "LoadConfig": "load",
     "AsyncLLM": "state.engine_client",
     "AttentionConfig": "config.attention_config getattr(c,'attention_config',None)",
@@ -115,7 +124,8 @@ CALLED = {
 }
 # Objects of these names that are not vLLM's, and vMem's own attribute of an output.
 NOT_VLLMS = {
-    "kernels.py": {"request.to"}, "check.py": {"spec.submodule_search_locations"},
+    "kernels.py": {"request.to"}, "decode.py": {"kv_cache.shape", "kv_cache.stride"},
+    "check.py": {"spec.submodule_search_locations"},
     "layout.py": {"r.bytes", "r.layer_stride", "r.layers", "r.offset", "r.stride"},
     "http.py": {"metrics.engines", "metrics.register"},
     "platform.py": {"asked.on", "asked.strict", "chosen.__module__", "chosen.__qualname__"},

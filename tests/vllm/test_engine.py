@@ -7,6 +7,7 @@ from functools import partial
 
 import engines
 import models
+import offload
 import pytest
 
 KEEP = 96 << 20  # of spare blocks, as pyvmem.vllm.keeper.KEEP
@@ -215,6 +216,24 @@ def test_a_seeded_fault_changes_tokens(model, monkeypatch):
         assert on["tokens"] != own["tokens"]
 
 
+def serve_and_offload(folder, options, limits=()):
+    """Serve all prompts three times, where the device keeps few prefixes and the host all of them."""
+    copies = offload.copy_on_the_host()
+    told = engines.serve(folder, dict(options, kv_offloading_size=1), limits=limits, turns=3)
+    return dict(told, **copies[0].counts)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_prefixes_come_back_from_host_memory_while_limits_move(model, name):
+    options = dict(kv_cache_memory_bytes=24 << 20)
+    own = engines.in_child(engines.serve, model(name), options, vmem=False, turns=3)
+    on = engines.in_child(serve_and_offload, model(name), options, vmem=True, limits=(1, 2, 4, 20))
+    assert on["loaded"] > 30 and on["stored"] > 30  # blocks of 128 tokens
+    assert on["tokens"] == own["tokens"]
+    assert on["idle"]["step_maps"] == 0
+    check_idle(on)
+
+
 def refusal(folder, **options):
     try:
         engines.make(folder, **options)
@@ -223,11 +242,16 @@ def refusal(folder, **options):
     return "not refused"
 
 
+CHUNKS = dict(kv_connector="OffloadingConnector", kv_role="kv_both",
+              kv_connector_extra_config=dict(cpu_bytes_to_use=1 << 30, blocks_per_chunk=2))  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "options, environ, says",
     [
         (dict(kv_transfer_config=dict(kv_connector="ExampleConnector", kv_role="kv_both")), {}, "--kv-transfer-config"),
-        (dict(kv_offloading_size=1.0), {}, "--kv-offloading-size"),
+        (dict(kv_transfer_config=CHUNKS), {}, "OffloadingConnector with blocks_per_chunk"),
+        (dict(kv_offloading_size=1.0), dict(VLLM_USE_SIMPLE_KV_OFFLOAD="1"), "SimpleCPUOffloadConnector"),
         ({}, dict(VMEM_VLLM_LIMIT="much"), "VMEM_VLLM_LIMIT=much must be a size in bytes"),
     ],
 )

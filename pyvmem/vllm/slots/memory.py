@@ -103,6 +103,8 @@ def unfit(config: Any, vllm_config: Any) -> str:
         return "pipeline parallelism has several steps in flight"
     if settings.read().pool:
         return "VMEM_VLLM_POOL lends blocks"
+    if vllm_config.kv_transfer_config is not None:
+        return "a KV connector copies blocks"
     sizes = {t.size for t in config.kv_cache_tensors}
     strides = {t.block_stride for t in config.kv_cache_tensors}
     if len(sizes) != 1 or len(strides) != 1 or sizes != {s * config.num_blocks for s in strides}:

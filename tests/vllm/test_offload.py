@@ -1,0 +1,136 @@
+"""vLLM's offloading to host memory beside blocks that come and go: every row that attention can read is read back."""
+
+import collections
+
+import offload
+import pytest
+from offload import OffloadingEngine
+from steps import next_token
+from test_steps import fails_in_a_child, maps_in_steps, set_limit
+
+from pyvmem.vllm import copies, scheduler
+
+
+@pytest.fixture
+def engine(tmp_path):
+    made = []
+
+    def make(**options):
+        made.append(OffloadingEngine(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+CASES = {
+    "full": dict(kinds=("full",)),
+    "window": dict(),
+    "answers, too": dict(prompts_alone=False),
+    "few chunks": dict(chunks=12),
+    "not asynchronous": dict(asynchronous=False, queue=1),
+    "two workers": dict(ranks=2),
+    "blocks of 40 KiB": dict(page=40 << 10),
+    "batches in a queue": dict(queue=3, depth=3),
+}
+
+
+@pytest.mark.parametrize("limit", [None, 70, "moves"])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_right_beside_copies(engine, monkeypatch, case, limit):
+    monkeypatch.setattr(scheduler, "CHUNK", 32)
+    e = engine(**CASES[case])
+    set_limit(e, limit)
+    if limit == "moves":
+        e.every = lambda: e.random.random() < 0.2 and e.limit(e.random.choice([40, 60, 110, 400]))
+    e.run(60)
+    assert e.read > 20_000
+    assert e.counts["stored"] > 50 and (limit is None or e.counts["loaded"] > 5 or "chunks" in CASES[case])
+    assert maps_in_steps(e) == 0
+    assert not e.keeper._gone
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Copies are carried out many steps later, or when vLLM waits for them."""
+    monkeypatch.setattr(offload.HostCopies, "late", 0.95)
+
+
+def test_rows_are_right_if_copies_are_late(engine, late):
+    e = engine(kinds=("full",))
+    e.every = lambda: e.limit(e.random.choice([40, 400]))
+    e.run(60)
+    assert e.counts["loaded"] > 50 and maps_in_steps(e) == 0
+
+
+def test_what_a_request_leaves_is_stored_also_if_the_limit_falls_first(engine):
+    """vLLM names the last store with the step after the end. The thread between steps may give up blocks before."""
+    e = engine(kinds=("full",), prompts_alone=False)
+    tokens = [7] * 100
+    request = e._request("first", list(tokens), 29)
+    for _ in range(29):
+        tokens.append(next_token(tokens))
+    flight = collections.deque()
+    e.scheduler.add_request(request)
+    while not request.is_finished():
+        e.turn(flight)
+    with e.scheduler._vmem.lock:
+        e.keeper.lent = True
+        e.idle()
+        e.keeper.lent = False
+    e.settle()
+    e.idle()
+    assert e.scheduler.reset_prefix_cache()
+    read = e.read
+    e.answer([e._request("again", tokens, 2)])
+    e.settle()
+    assert e.counts["loaded"] == 8 and e.read > read
+
+
+def test_what_is_to_be_stored_is_stored_before_the_memory_sleeps(engine, late, monkeypatch):
+    """vLLM begins a store with the step after the one that names it, which comes when the model is awake again."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    e = engine(kinds=("full",), asynchronous=False, queue=1)
+    worker = e.workers[0]
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker.copies.connector)
+
+    def synchronize():
+        worker.copies.copies.synchronize()
+        worker.finish()
+
+    worker.memory._synchronize = synchronize
+    tokens = [7] * 100
+    e.answer([e._request("first", list(tokens), 1)])
+    worker.memory.sleep(2)
+    assert worker.memory._tensor.resident_bytes <= 2 * e.keeper.block_bytes
+    assert worker.memory.wake()
+    e.settle()
+    assert e.scheduler.reset_prefix_cache()
+    read = e.read
+    e.answer([e._request("again", tokens, 2)])
+    e.settle()
+    assert e.counts["loaded"] == 6 and e.read > read
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_rows_are_right_if_the_host_has_no_room_and_windows_move_on(engine, late, seed):
+    """vLLM tries to store a block later again, when the window may have left it behind."""
+    e = engine(chunks=8, seed=seed)
+    e.every = lambda: e.limit(e.random.choice([40, 400]))
+    named = e.workers[0].memory.begin
+
+    def begin(output):
+        known = set(e.workers[0].memory._in())
+        assert known.issuperset(set(copies.copied_blocks(output)) - {0})  # a copy finds its blocks backed
+        return named(output)
+
+    e.workers[0].memory.begin = begin
+    e.run(60)
+    assert maps_in_steps(e) == 0
+
+
+def test_the_check_sees_it_if_blocks_leave_before_they_are_copied(engine, late, monkeypatch):
+    monkeypatch.setattr(copies.Copies, "part", lambda self, leaving: (list(leaving), []))
+    assert fails_in_a_child(lambda: engine(kinds=("full",)))
