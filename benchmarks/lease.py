@@ -58,8 +58,9 @@ class Segments(_Owned):
         _check(lib.pv_own_torch(owner, context._owned(), context._use(), pool._use(), raw, place))
         self._own(owner)
         self.place, self.device = int(place[0]), context.device
-        self._alloc = getattr(lib, f"vmem_torch_alloc_{self.place}")
-        self._free = getattr(lib, f"vmem_torch_free_{self.place}")
+        pair = self.place % lib.VMEM_TORCH_PLACES
+        self._alloc = getattr(lib, f"vmem_torch_alloc_{pair}")
+        self._free = getattr(lib, f"vmem_torch_free_{pair}")
 
     def alloc(self, size: int) -> Any:
         addr = self._alloc(size, self.device, ffi.NULL)
