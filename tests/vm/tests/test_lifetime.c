@@ -236,7 +236,7 @@ TEST(test_close_with_everything_outstanding)
         live[round] = sim_counters(0, false).pma_live;
         sim_check(0);
     }
-    CHECK_EQ(live[3], live[1]);
+    CHECK(live[3] <= live[1]); // less if UVM has meanwhile freed what an earlier case left to it
 }
 
 // RM wants memory back: pages of ours are pinned, and stay.
