@@ -104,11 +104,13 @@ static void swapped(void)
     k_rows(ctx, kv, 0, host, true);
     OK(do_out());
 }
-static void tight(void) // no memory but the kept pages
+static void tight(void) // no memory but the pages of a request that has ended, which its slot keeps or has given up
 {
-    kept();
     struct vmem_kv_stats st = {.size = sizeof st};
+    running();
+    start(150);
     OK(vmem_kv_get_stats(kv, &st));
+    OK(vmem_kv_free(kv, 3, 0));
     OK(vmem_kv_set_budget(kv, st.held_pages * test_page));
 }
 
