@@ -696,6 +696,52 @@ static void in_a_pool(void)
     vmem_kv_pool_destroy(pool);
 }
 
+// A member that was idle asks for more than is free. What it claims of that does not go back before the others have given
+// the rest: it would be the answer to its own question.
+static void an_idle_members_question(void)
+{
+    enum { N = 32, FREE = 16 };
+    vmem_kv_pool *pool;
+    vmem_blocks *b[2];
+    struct vmem_blocks_board boards[2] = {0};
+    uint32_t ids[N];
+    uint64_t missing, to = 0;
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = (N + FREE) * P};
+    OK(vmem_kv_pool_create(&cfg, &pool));
+    for (uint32_t i = 0; i < 2; i++) {
+        const struct vmem_block_range range = {.addr = base + i * N * P, .bytes = P, .block_stride = P, .layers = 1};
+        const struct vmem_blocks_config c =
+            {.size = sizeof c, .ranges = &range, .n_ranges = 1, .blocks = N, .page_size = P, .board = &boards[i]};
+        OK(vmem_blocks_create(ctx, &c, &b[i]));
+        OK(vmem_blocks_join(b[i], pool, "engine", 0, 0));
+    }
+    for (uint32_t i = 0; i < N; i++)
+        ids[i] = i;
+    OK(vmem_blocks_back(b[1], ids, FREE, 0, NULL));
+    OK(vmem_blocks_unback(b[1], ids, FREE, 0));
+    OK(vmem_blocks_flush(b[1]));
+    while (pool_free(pool) < (N + FREE) * P) // until it is idle
+        sched_yield();
+    OK(vmem_blocks_back(b[0], ids, N, 0, NULL));
+    OK(vmem_blocks_offer(b[0], N * P));
+    for (int tries = 0; !to && tries < 4; tries++) { // a machine that is busy may take too long once
+        OK(vmem_blocks_ask(b[1], (FREE + 4) * P, &missing));
+        CHECK_EQ(missing, 4 * P);
+        for (int ms = 0; !(to = __atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED)) && ms < 1000; ms++)
+            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    CHECK_EQ(to, (N - 4) * P);
+    OK(vmem_blocks_unback(b[0], ids, 4, 0));
+    OK(vmem_blocks_flush(b[0]));
+    do
+        OK(vmem_blocks_ask(b[1], (FREE + 4) * P, &missing));
+    while (missing);
+    OK(vmem_blocks_back(b[1], ids, FREE + 4, 0, NULL));
+    vmem_blocks_destroy(b[1]);
+    vmem_blocks_destroy(b[0]);
+    vmem_kv_pool_destroy(pool);
+}
+
 static struct vmem_kv_pool_member row_of(vmem_kv_pool *pool, const char *name)
 {
     struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS], *out[VMEM_KV_POOL_MEMBERS];
@@ -934,6 +980,7 @@ int main(int argc, char **argv)
     threads();
     ends_in_use();
     in_a_pool();
+    an_idle_members_question();
     a_driver_that_unmaps_nothing();
     a_row_stays_while_pages_do(false);
     a_row_stays_while_pages_do(true);

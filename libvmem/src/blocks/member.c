@@ -158,6 +158,11 @@ int vmem_blocks_ask(vmem_blocks *b, uint64_t bytes, uint64_t *missing)
     if (want > b->budget)
         vmem__blocks_claim(b, want - b->budget, want - b->budget);
     const uint64_t lacks = sat_sub(want, b->budget);
+    if (bytes) { // what it has claimed stays until nothing has been asked for a while, or it would answer the question
+        b->number++;
+        b->idle = false;
+        pthread_cond_signal(&b->work);
+    }
     if (!lacks)
         vmem__pool_unask(b->member);
     else if (!vmem__pool_ask(b->member, b->held, lacks, &why))
