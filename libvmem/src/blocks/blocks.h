@@ -63,7 +63,7 @@ struct page_span {
 };
 
 // A call that names blocks, while it runs or waits.
-#define CALL_HOLDS 0x80000000u // among the ids: the call holds the block, which was to leave
+#define CALL_HOLDS 0x80000000u // mark in block_call.ids: the call holds the block, for which an unback waits
 struct block_call {
     struct block_call *next;
     uint64_t number;
@@ -119,7 +119,7 @@ struct vmem_blocks {
     bool idle;              // nothing was asked of it for a while
     struct page_batch *stuck;
     struct vmem__member *member;      // of a pool; else NULL
-    uint64_t offer, keeps;            // pages that the engine would give up, and what it would still hold then
+    uint64_t offer, keeps;            // pages that the engine would give up if asked; `held` without them, at that call
     uint64_t reported;                // `held` as the pool has seen it last
     uint64_t shrink_to;               // pages that others of the pool have left it; UINT64_MAX: they want nothing
     uint64_t shrink_until;            // ns: then it lapses

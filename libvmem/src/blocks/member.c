@@ -7,8 +7,8 @@
 #include "pool/pool.h"
 
 #define LAPSE_NS 100000000            // time for which the pool's last order to shrink holds
-#define BORROW_NS UINT64_C(100000000) // that an order waits for other members of the pool,
-#define BORROW_LOOK_NS 2000000        // which looks for fences meanwhile
+#define BORROW_NS UINT64_C(100000000) // time for which an order waits for other members of the pool to give
+#define BORROW_LOOK_NS 2000000        // time between its looks for fences that have passed
 
 // ---- what the pool's thread calls -------------------------------------------------------------------------------
 
@@ -18,7 +18,7 @@ static void unlock(void *blocks) { pthread_mutex_unlock(&((vmem_blocks *)blocks)
 static void state(void *blocks, struct vmem__lend_state *out)
 {
     vmem_blocks *b = blocks;
-    const uint64_t beyond = sat_sub(b->held, b->keeps); // what has left since is not given twice
+    const uint64_t beyond = sat_sub(b->held, b->keeps); // of the offered pages, those that have not left since
     b->reported = b->held;
     *out = (struct vmem__lend_state){
         .budget = b->budget,

@@ -226,7 +226,7 @@ int vmem__kv_leave(vmem_kv *kv, int rc)
         rc = vmem__kv_check_books(kv);
     kv->report.stale = true;
     kv->gate.calls++;
-    // Idle steps defer aggregation to the next query; the published view may lag.
+    // A step that maps nothing leaves the aggregation to the next query; the published view may lag.
     if (kv->report.long_call || (kv->view.map && coarse_now() - kv->report.summarised > VIEW_NS))
         vmem__kv_summarise(kv);
     kv->report.long_call = false;

@@ -24,7 +24,7 @@
 #include "pool/member.h"
 #include "vmem_kv.h"
 
-#define KV_BLOCK VMEM_PAGE_2M // what a 2 MiB page-table entry maps
+#define KV_BLOCK VMEM_PAGE_2M // bytes that one large page-table entry maps
 #define KV_MIN(a, b) ((a) < (b) ? (a) : (b))
 #define KV_MAX(a, b) ((a) > (b) ? (a) : (b))
 
@@ -56,6 +56,12 @@ struct kv_range {
 //                    |<- pinned: no call can take them back ->|
 //
 // The pinned part begins at in_flight.lo, and ends at in_flight.hi or behind it, where pages go together.
+//
+// Functions that give an end of pages:
+//   vmem__kv_need_hi     of those that rows up to a length lie in, whether or not they are mapped
+//   vmem__kv_usable_end  of those that are mapped and that a step to there can use
+//   kv_end_of            of those that are unmapped with the page before a given one
+//   vmem__kv_tail        the first page that may be cut off the end of the span
 struct kv_span {
     uint32_t lo, hi;           // pages that are mapped
     struct kv_range step;      // pages that the slot's last step needs
@@ -76,11 +82,12 @@ struct kv_slot {
     uint32_t last_step;   // in which the slot took part; of a new slot, the step before its allocation
     uint8_t state;        // enum vmem_kv_slot_state or KV_ENDING; written by vmem__kv_set_state alone
     bool fresh;           // no step since it was allocated or swapped in: no kernel accesses it
-    bool skip;            // the worker failed here, and does not try again before the slot's next step
-    bool stuck;           // the worker failed to unmap here, and skips the slot until it is otherwise idle
-    bool busy;            // the worker is changing it
-    bool stale;           // some span has stale mappings
-    uint8_t list;         // cached, from state and backed: the list in vmem_kv.lists that has it
+    // Both until the slot's next step:
+    bool skip;    // the worker failed to back pages here, and does not try again
+    bool stuck;   // the worker failed to unmap pages here, and tries again only when it is otherwise idle
+    bool busy;    // the worker is changing it
+    bool stale;   // some span has stale mappings
+    uint8_t list; // cached, from state and backed: the list in vmem_kv.lists that has it
 };
 
 // A set of slots. Any number of them is put in, taken out and found in their order without a look at the others.
@@ -288,13 +295,13 @@ struct kv_turn {
     bool stuck;     // some slot is
     bool unmapping; // the worker is unmapping or releasing pages that others may hold or release
     bool cutting;   // it is giving up pages that one slot alone holds; where mappings are stale, others may have them
-    uint32_t hold;  // calls that have paused the worker
+    uint32_t hold;  // calls that have paused the worker and not resumed it
 };
 
 struct kv_worker {
     pthread_t thread;
     uint32_t idle_ms;
-    bool idle_once, gave; // it saw the cache idle; it gave back what an idle one gives
+    bool idle_once, gave; // it saw the cache idle; it returned the pages that an idle cache does not keep
     struct kv_grow grow;
     struct kv_cut cut;
 };
@@ -335,7 +342,7 @@ struct vmem_kv {
     uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent, steps_in_flight;
     uint32_t create_flags; // for vMemCreate
     uint64_t page_size;
-    uint32_t page_shift, block; // block: pages in 2 MiB
+    uint32_t page_shift, block; // block: pages in KV_BLOCK
     uint32_t whole;             // most pages that are created, mapped and unmapped together; 0: each can go alone
     bool windows;               // some group has one
     uint64_t *addrs;            // tensors, group after group
@@ -667,14 +674,14 @@ int vmem__kv_use_slot(vmem_kv *kv, uint32_t slot, uint32_t states);
 // As vmem__kv_use_slot, without waiting for the worker's work on the slot.
 int vmem__kv_check_slot(const vmem_kv *kv, uint32_t slot, uint32_t states);
 // The free slot, but for the n taken ones, for a request of that many tokens, of which so many come from a prefix;
-// UINT32_MAX: none.
+// KV_NO_SLOT: none.
 uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken,
                               uint32_t n);
 
 // Takes the list of the requests that come next.
 int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
-// The free slot that is to be backed next for a request that is expected, and which that is; UINT32_MAX: none. It is
-// the slot that the request will get if those expected before it have got theirs.
+// The free slot that is to be backed next for an expected request, and in *request that request; KV_NO_SLOT: none. It
+// is the slot that the request will get if those expected before it have got theirs.
 uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
 
 // ---- map.c ----------------------------------------------------------------------------------------------------------
@@ -873,7 +880,7 @@ void vmem__kv_clear_shortage(void);
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want); // want: pages there would be
 int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages);
 int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages);
-// A new request would make it `want` pages, and must leave `back` of the limit.
+// A new request would raise the pinned pages to `want`, and the watermark keeps `back` pages of the limit for others.
 int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back);
 int vmem__kv_short_of_slots(vmem_kv *kv);
 void vmem__kv_count_shortage(vmem_kv *kv);                   // in the statistics, of a call that really needed them

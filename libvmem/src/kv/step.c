@@ -399,7 +399,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         kv->stats.step_failures++;
         vmem__kv_count_shortage(kv);
     }
-    if (ends) // not before: a dry step's answer counted on the pages that ended requests left for this step
+    if (ends) // only now: the answer of a dry step before this one counted on the pages that ended requests left
         vmem__kv_shrink_to_budget(kv);
     // After the step, so that it answers what a dry one before it did.
     if (vmem__kv_wanted_budget(kv))

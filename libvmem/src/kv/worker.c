@@ -88,7 +88,7 @@ static void cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 {
     struct kv_cut *c = &kv->worker.cut;
     int rc = vmem__kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
-    if (rc) { // the slot is passed over, and the thread goes on with others
+    if (rc) { // the slot is skipped, and the thread goes on with others
         kv->slots[v->slot].stuck = kv->turn.stuck = true;
         return;
     }

@@ -253,8 +253,9 @@ static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
     return left;
 }
 
-// Decides how much a member gives, and records its reply. It refuses only questions that are older than the look at its
-// cache, because requests may have begun or ended since. Returns true if a younger one waits for another look.
+// Decides how much a member gives, which `apply` carries out, and records its reply. It refuses only questions that are
+// older than the look at its cache, because requests may have begun or ended since. Returns true if a younger one waits
+// for another look.
 static bool give(vmem_kv_pool *pool, struct vmem__member *m)
 {
     struct vmem_kv_pool_member *r = &m->row;

@@ -8,9 +8,9 @@
 
 #define REFUSED_NS UINT64_C(2000000000) // what the device has refused is not free for so long; then it is tried again
 #define AGAIN_NS UINT64_C(500000000)    // a refusal within this time of the last one is the same
-#define TOLD_NS UINT64_C(2000000)    // after it was told of a refusal, the member does not ask the others again so long
-#define PREPARE (UINT64_C(2) << 30)  // bytes of device memory that the pool's thread takes at a time,
-#define PORTION (UINT64_C(32) << 20) // so many in a call, or a larger arena; the budget can grow after each
+#define TOLD_NS UINT64_C(2000000) // a member that was told of a refusal does not ask the others again within this time
+#define PREPARE (UINT64_C(2) << 30)  // bytes of device memory that the pool's thread takes for a member in one round
+#define PORTION (UINT64_C(32) << 20) // bytes of it in one call, or a larger arena; the budget can grow after each call
 
 _Atomic uint64_t vmem__pool_ask_ns = 250000000;
 
@@ -73,7 +73,8 @@ uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t leas
     const uint64_t granted = vmem__pool_accept(m);
     least = sat_sub(least, granted);
     most = sat_sub(most, granted);
-    // First take back the budget that the member was about to give back and still has.
+    // First take back the budget that the member was about to give back and its row still has. had: bytes of the row
+    // that are the member's already.
     const uint64_t had = ((budget + granted) << m->page_shift) + m->granted;
     uint64_t pages = MIN(floor_pages(sat_sub(MIN(m->row.has, m->row.max), had), m), most);
     m->retained_bytes = MIN(m->retained_bytes, sat_sub(m->row.has, had + (pages << m->page_shift)));
@@ -218,9 +219,9 @@ void vmem__pool_unask(struct vmem__member *m)
 
 // ---- foresight ------------------------------------------------------------------------------------------------------
 
-// Requests that wait tell how much they will need in all, long before their steps do. If the whole is asked for at
-// once, the other members give it back while the first of these requests is being backed, and the pool's thread takes
-// the device memory for it meanwhile.
+// A member knows how much its waiting requests will need in all, long before their steps do. If it asks for the whole
+// at once, the other members give it back while the first of these requests is being backed, and the pool's thread
+// takes the device memory for it meanwhile.
 //
 // The driver may let an allocation wait, as for memory that it clears first. So while such a question is open, the
 // member's budget grows only by what the thread has taken memory for: a step finds too little budget, and does not wait
@@ -279,7 +280,7 @@ void vmem__pool_end_foreseen(struct vmem__member *m, uint64_t used)
         forget(m);
 }
 
-// Takes more until there are so many.
+// Takes device memory until the context has that many bytes of it.
 static int take_memory(vmem_context *ctx, uint64_t bytes)
 {
     vmem__lock(ctx);
@@ -292,12 +293,12 @@ static int take_memory(vmem_context *ctx, uint64_t bytes)
 // The device memory that the pool's thread is to take for a member.
 struct ahead {
     uint64_t pages;   // to take device memory for
-    uint64_t bare;    // pages of the budget that have none
+    uint64_t bare;    // pages of the budget without device memory
     uint64_t memory;  // bytes that the context has
     uint64_t granted; // pages that the budget is still to get
 };
 
-// Notes what is ready, and finds what is to come.
+// Updates ready_bytes, and finds what the thread is to take.
 static struct ahead plan_ahead(struct vmem__member *m)
 {
     struct vmem__lend_state s;

@@ -69,12 +69,19 @@ struct pool_process {
 extern _Atomic uint64_t vmem__pool_ask_ns;
 
 #define POLL_MS 100          // longest delay of reading the others' rows without a notice, and of updating ours
-#define POOL_WAIT_US 50000   // longest wait for the file's lock: of the thread, and of the end of a cache or pool,
-#define POOL_CALL_US 1000000 // and of other calls
+#define POOL_WAIT_US 50000   // longest wait for the file's lock: of the thread, and of the end of a cache or pool
+#define POOL_CALL_US 1000000 // the same of other calls
 
 // Which unused memory of its context a member's next look returns to the device.
 enum trimming { TRIM_NOTHING, TRIM_UNWANTED, TRIM_ALL };
 
+// Five amounts of one member, the first two in bytes and the others in pages:
+//
+//   row.has   what the member has of the pool's budget, as the others see it; falls once memory is back on the device
+//   row.held  its pages, as the others see them
+//   s.budget  the most pages that the member itself may have; behind row.has by `granted`, and by what it is giving
+//   s.held    its pages; at most s.budget, unless the budget has just shrunk
+//   s.used    of these, the pages that it could not use for anything else
 struct vmem__member {
     struct vmem__member *next;
     struct vmem_kv_pool *pool;
@@ -95,7 +102,7 @@ struct vmem__member {
     uint64_t asked_at;                       // ns
     uint64_t told_at;                        // ns
     bool told;                               // of the refusal of its last question
-    uint64_t freed;                          // vmem_kv_pool.freed before the looks that the refusal rests on
+    uint64_t freed;                          // the counter vmem_kv_pool.freed when the round began that refused
     uint64_t granted;                        // bytes in row.has that the member's budget does not have yet
     uint64_t foreseen_pages;                 // the pages there will be with the requests that wait; 0: not known
     uint64_t foreseen_at;                    // ns
