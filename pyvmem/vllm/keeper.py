@@ -27,8 +27,8 @@ from pyvmem.vllm.copies import Copies
 MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time
 RETRY = 0.03  # seconds until memory that was refused is asked for again
-PART = 128 << 20  # bytes of blocks in one order: what is backed serves before the rest is
-KEEP = 96 << 20  # bytes of spare blocks at most that are kept for the first step of a request that may come
+PART = 64 << 20  # bytes of blocks in one order: what is backed serves before the rest is
+KEEP = 128 << 20  # bytes at most, the null block's included, that an idle engine keeps for a request that may come
 TAKEN = 0.5  # seconds after which what steps took says less about the next ones
 
 
@@ -164,7 +164,7 @@ class Keeper(BlockBudget):
     @property
     def floor(self) -> int:
         """Blocks without contents that are kept for the first step of a request that may come."""
-        return min(KEEP // self.block_bytes, self.low)
+        return max(min(KEEP // self.block_bytes - 1, self.low), 0)
 
     def ready(self, need: int = 0) -> int:
         """Blocks that are kept ready: free, and without contents. need: what the next step takes."""

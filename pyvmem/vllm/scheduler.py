@@ -219,7 +219,10 @@ class SchedulerMemory:
         if must > keeper.spare:
             self.page[control.WAITED] += int(1e6 * keeper.await_blocks(must, AWAIT))
         if early and need > keeper.spare:  # as long as no step would begin earlier
-            keeper.await_blocks(need, min(self._pace.left(time.monotonic()) - LAUNCH, AWAIT))
+            spare = keeper.spare
+            waited = keeper.await_blocks(need, min(self._pace.left(time.monotonic()) - LAUNCH, AWAIT))
+            if waited * (need - keeper.spare) < LAUNCH * (keeper.spare - spare):  # so soon that one part less pays
+                keeper.await_blocks(need, LAUNCH)
         ahead = self._mapped_ahead() if self._in_slots else 0
         keeper.before(max(need, whole, ahead), must, not running and (need > keeper.spare or not wait))
         if self._copies is not None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pyvmem.engine import control
-from pyvmem.vllm import doors
+from pyvmem.vllm import doors, keeper, scheduler
 from pyvmem.vllm.slots.memory import SlotsMemory
 from pyvmem.vllm.worker import WorkerMemory
 
@@ -415,6 +415,63 @@ class Engine:
         for worker in self.workers:
             worker.finish()
             worker.memory.close()
+
+
+class Clock:
+    """Stands for module `time`: seconds go by only where somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def steps_of_a_prompt(e, monkeypatch, tokens, block, token, prepare):
+    """The sizes of an idle engine's steps for one prompt, and the seconds without work of its device between them.
+
+    block, token : seconds in which a block comes and in which a token is computed. prepare: seconds from the schedule
+    of a step until the device has it, and until the next one can be scheduled.
+    """
+    clock, ready, made, flight = Clock(), {}, [], collections.deque()
+    arrives = ends = idle = 0.0
+    for module in (keeper, scheduler):
+        monkeypatch.setattr(module, "time", clock)
+    for worker in e.workers:
+        monkeypatch.setattr(worker, "_write", lambda *work: None)
+        monkeypatch.setattr(worker, "_check", lambda *work: None)
+    with e.scheduler._vmem.lock:
+        e.answer([e._request("first", [5] * 1000, 1)])
+        e.scheduler._vmem._pace._best = {10: token}
+        clock.now += 10
+        e.scheduler.reset_prefix_cache()
+        e._flush()
+        e.keeper.between(True, e.keeper.floor)
+        e._flush()
+        told = e.page.answer
+        e.page.answer = lambda order, rank: told(order, rank) if ready.get(order, 0) <= clock.now else -1
+        e.scheduler.add_request(e._request("long", [i % 900 for i in range(tokens)], 1))
+        while e.scheduler.has_unfinished_requests() or flight:
+            if len(flight) == 2 or (flight and flight[0][2] <= clock.now):
+                output, sampled, end = flight.popleft()
+                clock.now = max(clock.now, end)
+                e.update(output, sampled)
+                continue
+            output, sampled = e.step()
+            clock.now += prepare
+            arrives = max(arrives, clock.now)
+            for order, ids in enumerate(output.vmem.ahead, output.vmem.order):
+                ready[order] = arrives = arrives + len(ids) * block
+            e._flush()
+            if n := output.total_num_scheduled_tokens:
+                idle += max(clock.now - ends, 0) * bool(made)
+                ends = max(clock.now, ends) + n * token
+                made.append(n)
+                flight.append((output, sampled, ends))
+    return made, idle
 
 
 _numbers = itertools.count()

@@ -10,7 +10,7 @@ import models
 import offload
 import pytest
 
-KEEP = 96 << 20  # of spare blocks, as pyvmem.vllm.keeper.KEEP
+KEEP = 128 << 20  # of spare blocks and the null block, as pyvmem.vllm.keeper.KEEP
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def check_idle(on, whole=True):
     block, idle, reset = on["idle"]["block_bytes"], on["idle"], on["reset"]
     assert on["reset_done"] and idle["used"] == reset["used"] == 0 and reset["cached"] == 0
     for state in (idle, reset):  # to the block, and the null block
-        assert state["spare"] <= KEEP
+        assert state["spare"] + block <= KEEP
         circulates = state["cached"] + state["spare"] + block
         assert circulates <= state["resident"] <= circulates * (1 if whole else 2)
 

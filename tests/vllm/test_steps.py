@@ -9,7 +9,8 @@ import time
 from unittest import mock
 
 import pytest
-from steps import Engine, make_scheduler, next_token
+import steps
+from steps import Engine, make_scheduler, next_token, steps_of_a_prompt
 
 from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
@@ -414,6 +415,19 @@ def test_while_the_device_computes_a_step_waits_for_all_of_its_blocks(engine, mo
         e.update(*second)
         e.answer([])
     assert maps_in_steps(e) == 0
+
+
+# rate: GiB/s at which memory comes for a model with 128 KiB a token. A part waits for what comes soon, and no longer.
+@pytest.mark.parametrize("tokens, rate, parts", [(8000, 40, [992, 7008]), (9000, 44, [992, 8008]),
+                                                 (4000, 20, [992, 3008]), (8000, 20, [992, 3072, 3936])])  # fmt: skip
+def test_a_prompt_from_nothing_is_computed_in_few_parts(engine, monkeypatch, tokens, rate, parts):
+    monkeypatch.setattr(steps, "MOST", 16384)
+    monkeypatch.setattr(keeper, "KEEP", keeper.KEEP // 32)  # blocks of 64 KiB stand for those of 2 MiB
+    monkeypatch.setattr(keeper, "PART", keeper.PART // 32)
+    e = engine(kinds=("full",), blocks=1200, batch=8192)
+    block, token, prepare = (2 << 20) / (rate << 30), 26e-6, 0.003  # seconds
+    made, idle = steps_of_a_prompt(e, monkeypatch, tokens, block, token, prepare)
+    assert (made, idle) == (parts, 0)
 
 
 def test_the_scheduler_learns_how_long_a_device_computes(engine):
