@@ -114,11 +114,12 @@ def loads(args: argparse.Namespace) -> Any:
     kvcached = dict(kind="hot", prefixes=16, prefix=128, suffix=64, ratio=0.3, cold=[192, 1024], output=[16, 256],
                     seed=1234)  # fmt: skip
     made["hot"] = dict(kvcached, batch=args.requests or 2500)
+    made["hot-from-nothing"] = dict(made["hot"], forget=True)
     # kvcached's workload for the memory of an idle engine.
     made["idle"] = dict(kvcached, batch=args.requests or 2500, concurrency=96, reset=True)
     made["pauses"] = dict(kind="pauses", prompts=[n for n in PROMPTS if n < longest], pauses=PAUSES, batch=1, seed=11)
     hot = ("cold", "hot", "idle") if not args.prefix_caching else ()
-    wanted = args.load or [name for name in made if name not in (*hot, "pauses")]
+    wanted = args.load or [name for name in made if name not in (*hot, "hot-from-nothing", "pauses")]
     found = {}
     for entry in wanted:
         name, _, number = entry.partition(":")

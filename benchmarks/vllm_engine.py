@@ -312,6 +312,7 @@ def run(llm: Any, load: Any, ended: Steps | None = None) -> Any:
     vocabulary = min(30000, llm.llm_engine.vllm_config.model_config.get_vocab_size())
     if load.get("forget"):
         llm.reset_prefix_cache()
+        time.sleep(1.0)  # spare memory is given back meanwhile
     if load["kind"] == "pauses":
         return run_pauses(llm, load, vocabulary)
     wanted = requests_of({"vocabulary": vocabulary, **load})
