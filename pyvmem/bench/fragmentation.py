@@ -242,7 +242,7 @@ def run(session: Session) -> list[Record]:
             except VmemError:
                 beside = None
         places += [(beside, 2 * MIB)] if beside else []
-        shape = f"{args.model}, {layers} layers" if layers != model.layers else args.model
+        shape = f"{args.model}, {layers} layer{'s' * (layers > 1)}" if layers != model.layers else args.model
         batches = {}
         for where, page_size in places:
             load = (session, where, page_size, model, layers, trace, shape)

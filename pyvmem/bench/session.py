@@ -206,8 +206,11 @@ def table(records: Sequence[Record]) -> list[str]:
 
 
 def show(title: str, records: Sequence[Record]) -> None:
-    """Print records as a table."""
-    print("\n".join([title, *table(records), ""]))
+    """Print records as a table, and below it what its words mean."""
+    words = ["paper: vAttention on an A100"] if any(r.paper is not None for r in records) else []
+    if any(r.backend.endswith("-bare") for r in records):
+        words.append("bare: CUDA's or the system's own calls, in turns with vMem's; over: the ratio of the two")
+    print("\n".join([title, *table(records), "", *words, *[""] * bool(words)]))
 
 
 def plot(records: Sequence[Record], figure: Figure) -> None:

@@ -290,7 +290,7 @@ def run(session: Session) -> list[Record]:
                 continue
             for metric in ("map", "release, unmap included"):
                 ratios = paired(seen[metric], cuda[metric], TURN)
-                records.append(session.record(ratios, context, f"{metric}, of CUDA's at 2M", "x", page_size=page_size))
+                records.append(session.record(ratios, context, f"{metric}, over CUDA's at 2M", "x", page_size=page_size))
         for page_size in session.track(sizes, "batches"):
             bare = bare_host(page_size) if context.backend == "host" else None
             both = batches(context, page_size, repeats, bare)
@@ -298,7 +298,7 @@ def run(session: Session) -> list[Record]:
                 add({metric: samples}, page_size, backend=f"{context.backend}-bare" if who == "bare" else None)
                 if who == "bare":
                     ratios = paired(both["ours", metric], samples, 1)
-                    metric += ", of the bare calls"
+                    metric += ", over the bare calls"
                     records.append(session.record(ratios, context, metric, "x", page_size=page_size))
         try:
             took, overhead = largest_reservation(context)
@@ -306,5 +306,5 @@ def run(session: Session) -> list[Record]:
             pass
         else:
             records.append(session.record(took, context, "reserve 12 TiB", "ms"))
-            records.append(session.record(overhead, context, "memory held by 12 TiB reserved", "MiB"))
+            records.append(session.record(overhead, context, "memory that reserving 12 TiB takes", "MiB"))
     return records

@@ -173,7 +173,7 @@ def test_vmm(backend, tmp_path):
             {r["metric"] for r in rows if "batch" in r["metric"] and r["backend"] == who}
             for who in ("host", "host-bare")
         )
-        assert ours == bare | {f"{metric}, of the bare calls" for metric in bare}
+        assert ours == bare | {f"{metric}, over the bare calls" for metric in bare}
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
