@@ -290,7 +290,7 @@ def run(session: Session) -> list[Record]:
                 continue
             for metric in ("map", "release, unmap included"):
                 ratios = paired(seen[metric], cuda[metric], TURN)
-                records.append(session.record(ratios, context, f"{metric}, over CUDA's at 2M", "x", page_size=page_size))
+                records.append(session.record(ratios, context, f"{metric}, over CUDA's", "x", page_size=page_size))
         for page_size in session.track(sizes, "batches"):
             bare = bare_host(page_size) if context.backend == "host" else None
             both = batches(context, page_size, repeats, bare)
