@@ -80,6 +80,13 @@ def new_handles(n: SupportsIndex) -> UInts:
         raise OutOfMemory(errno.ENOMEM, f"n {n}: no memory for so many handles") from None
 
 
+def _index(value: Any) -> int:
+    """value as an int; raises TypeError for what is none: an array, which `uints` takes, or what it will name."""
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
 class Uncopyable:
     """Base of objects that own something native. They cannot be copied: a copy would free it a second time."""
 
@@ -264,7 +271,7 @@ class Reservation(_Owned):
         handles, size = pages._handles_for(self.context), pages.page_size
         flags, bad = map_flags(replace, fine), no_index()
         try:
-            first = operator.index(offset)
+            first = _index(offset)
         except TypeError:
             ops = make_ops(MAP_OP, offset=self._parts(uints("offset", offset), size), pages=handles)
             buffer = as_buffer("struct vmem_map_op[]", ops)
@@ -293,7 +300,7 @@ class Reservation(_Owned):
             Bytes; by default, up to the end.
         """
         try:
-            first, size = operator.index(offset), None if length is None else operator.index(length)
+            first, size = _index(offset), None if length is None else _index(length)
         except TypeError:
             offsets = uints("offset", offset)
             left = np.uint64(self.length) - np.minimum(offsets, np.uint64(self.length))

@@ -13,9 +13,9 @@ static void errors(vmem_context *ctx)
     OK(vMemUnmapBatch(ctx, NULL, 0, &bad));
     ERR(vMemUnmapBatch(ctx, NULL, 1, &bad), EINVAL, "ops is NULL");
     ERR(vMemUnmap(ctx, addr, 0), EINVAL, "multiples of 64 KiB");
-    ERR(vMemUnmap(ctx, addr + 1, P), EINVAL, "multiples of 64 KiB");
+    ERR(vMemUnmap(ctx, addr + 1, P), EINVAL, ": both must be multiples of 64 KiB");
     ERR(vMemUnmap(ctx, addr, P + 1), EINVAL, "multiples of 64 KiB");
-    ERR(vMemUnmap(ctx, addr, 64 * MIB + P), EINVAL, "not inside one reservation");
+    ERR(vMemUnmap(ctx, addr, 64 * MIB + P), EINVAL, ": the range is not inside one reservation");
     ERR(vMemUnmap(ctx, addr + 64 * MIB, P), EINVAL, "not inside one reservation");
     ERR(vMemUnmap(ctx, addr, UINT64_MAX & ~(VMEM_PAGE_64K - 1)), EINVAL, "not inside one reservation");
     ERR(vMemUnmap(ctx, 0, P), EINVAL, "not inside one reservation");

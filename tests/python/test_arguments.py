@@ -21,6 +21,7 @@ WRONG = {
     "None": None,
     "2^70": 1 << 70,
     "a word": "x",
+    "True": True,
     "an object": object(),
     "rows of different lengths": [[1, 2], [3]],
 }
@@ -35,6 +36,7 @@ TAKES = {
     "dtype": ["None"],
     "context": ["None"],
     "data": ["an array", "a table"],
+    **dict.fromkeys(("backdrop", "zero", "replace", "fine", "unknown_driver"), ["True"]),
 }
 
 

@@ -52,7 +52,7 @@ int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_
     struct vmem__reservation_rec *s;
     int rc = vmem__reservation_of(ctx, range->addr, range->length, &s);
     if (!rc && (range->addr % granule || range->length % granule))
-        rc = vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of %" PRIu64,
+        rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 ", length %" PRIu64 ": both must be multiples of %" PRIu64,
                          range->addr, range->length, granule);
     return rc;
 }

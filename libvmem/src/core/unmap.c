@@ -83,8 +83,9 @@ static int prepare_range(struct batch *b, uint64_t addr, uint64_t length, size_t
         step = p->granules * GRANULE;
         const bool cuts_start = vmem__page_frame(a, p) != vmem__entry_frame(*entry) - 1;
         if (cuts_start || step > end - addr)
-            return vmem__error(-EINVAL, "[0x%" PRIx64 ", +%" PRIu64 ") cuts the page mapped at its %s", start, length,
-                               cuts_start ? "start" : "end");
+            return vmem__error(-EINVAL,
+                               "addr 0x%" PRIx64 ", length %" PRIu64 ": the range cuts the page mapped at its %s",
+                               start, length, cuts_start ? "start" : "end");
         if (p->opid && p->opid != b->opid)
             return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call works on the page mapped there", addr);
         if (*entry & ENTRY_PENDING) {
@@ -113,8 +114,7 @@ static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t
     int rc = vmem__reservation_of(b->ctx, op->addr, op->length, &s);
     if (!rc && (op->addr % GRANULE || op->length % GRANULE || !op->length))
         rc = vmem__error(-EINVAL,
-                         "[0x%" PRIx64 ", +%" PRIu64 "): address and length must be multiples of 64 KiB, "
-                         "the length not 0",
+                         "addr 0x%" PRIx64 ", length %" PRIu64 ": both must be multiples of 64 KiB, the length not 0",
                          op->addr, op->length);
     return rc ? rc : prepare_range(b, op->addr, op->length, i, false, &bytes);
 }
