@@ -13,7 +13,8 @@ caches, if that package is installed.
 
 Parts: ``wake``, each model sleeps and gets a request, first while nobody wants its memory, then one after the other so
 that it has gone; ``alternate``, two models with a long prefix take turns, then all; ``zipf``, requests arrive at a rate
-for models whose popularity falls by Zipf's law, with the lengths of a trace.
+for models whose popularity falls by Zipf's law, with the lengths of a trace; ``bursts``, only by name, each model in
+turn gets many requests at once: compare ``--way vmem`` in a pool for one burst with ``--way static`` and room for all.
 
 SPDX-License-Identifier: MIT
 """
@@ -46,14 +47,15 @@ OUTSIDE, BESIDE = 3 << 29, 2 << 30  # bytes of a process outside the pool, and w
 GIB = 1 << 30
 
 
-def device_memory(gpu: int, what: str) -> int:
-    """Bytes of a GPU: "total" or "used"; 0 if it cannot be asked."""
+def device_memory(gpu: int, what: str) -> list[int]:
+    """What nvidia-smi tells of a GPU in MiB, in bytes; empty if it cannot be asked.
+
+    what : ``gpu=memory.total``, ``gpu=memory.used``, or ``compute-apps=used_memory``: of each process
+    """
     ask = shutil.which("nvidia-smi")
-    if not ask:
-        return 0
-    told = subprocess.run([ask, f"--id={gpu}", f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits"],
-                          capture_output=True, text=True, check=False)  # fmt: skip
-    return int(told.stdout) << 20 if told.stdout.strip().isdecimal() else 0
+    told = subprocess.run([ask, f"--id={gpu}", f"--query-{what}", "--format=csv,noheader,nounits"],
+                          capture_output=True, text=True, check=False).stdout if ask else ""  # fmt: skip
+    return [int(line) << 20 for line in told.split() if line.isdecimal()]
 
 
 def percentiles(name: str, seconds: list[float], scale: float = 1.0) -> dict[str, float]:
@@ -158,18 +160,22 @@ class Run:
                     **await self.held())  # fmt: skip
 
     async def held(self) -> dict[str, float]:
-        """What a sleeping model holds that nobody can have, in MiB."""
+        """What a sleeping model holds that nobody can have, in MiB: of the device, and of the processes on it."""
         if self.args.device == "cpu" or not self.way.sleeps:
             return {}
         for server in self.way.servers:
             await self.sleep("held", server)
-        used = device_memory(self.args.gpu, "used")
-        if not used:
-            return {}
-        states = [self.way.state(server) for server in self.way.servers]
-        pool = self.way.pooled()
-        self.note("held", used=used, pool=pool, states=states)
-        return {"held by a sleeping model when others ask, MiB": (used - pool) // len(states) >> 20}
+        for _ in range(50):  # an engine still gives up what is spare
+            pool, states = self.way.pooled(), [self.way.state(server) for server in self.way.servers]
+            used = sum(device_memory(self.args.gpu, "gpu=memory.used"))
+            processes = device_memory(self.args.gpu, "compute-apps=used_memory")
+            if pool == self.way.pooled():
+                break
+            await asyncio.sleep(0.1)
+        self.note("held", used=used, processes=processes, pool=pool, states=states)
+        names = ("held by a sleeping model when others ask, MiB", "the same, by what the processes hold, MiB")
+        return {name: (all_ - pool) // len(states) >> 20
+                for name, all_ in zip(names, (used, sum(processes))) if all_}  # fmt: skip
 
     def equal(self) -> dict[str, str]:
         return {"answers with the tokens of before": f"{sum(self._equal)} of {len(self._equal)}"}
@@ -255,6 +261,21 @@ class Run:
                     **{"output, tokens/s": round(sum(len(a.tokens) for a in good) / took)}, **self.equal(),
                     **(dict(errors=errors[:3]) if errors else {}))  # fmt: skip
 
+    async def bursts(self) -> None:
+        """Each model in turn gets many new prompts at once, so that the memory of a burst moves to the next model."""
+        args, rng = self.args, np.random.default_rng(self.args.seed)
+        answers: list[Answer] = []
+        for turn in range(1 + args.turns):  # the first one warms up
+            for server in self.way.servers:
+                if not self.late:
+                    prompts = rng.integers(10, 900, (args.burst, args.burst_prompt)).tolist()
+                    made = await asyncio.gather(*(self.request("bursts", server, p, 32, turn=turn) for p in prompts))
+                    answers += made if turn else []
+        good = [a for a in answers if not a.error]
+        self.sum_up("bursts", requests=len(answers), failed=len(answers) - len(good),
+                    **percentiles("first token, s", [a.first for a in good if a.first]),
+                    **percentiles("whole request, s", [a.end for a in good if a.end]))  # fmt: skip
+
     # ---- all of it -------------------------------------------------------------------------------------------
 
     async def run(self) -> int:
@@ -315,7 +336,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--way", choices=WAYS)
     parser.add_argument("--report", nargs="+", metavar="FILE", help="print a table of such files, and run nothing")
     parser.add_argument("--out", type=argtypes.output_file, metavar="FILE", help="append what is seen, JSON lines")
-    parser.add_argument("--part", action="append", choices=PARTS, help="repeat for more (all, in this order)")
+    parser.add_argument("--part", action="append", choices=(*PARTS, "bursts"),
+                        help=f"repeat for more ({', '.join(PARTS)})")  # fmt: skip
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: tiny models, to try it")
     parser.add_argument("--gpu", type=argtypes.whole(0), default=0, metavar="INDEX")
     parser.add_argument("--models", type=whole, default=5, metavar="N")
@@ -328,8 +350,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=whole, default=2, metavar="N", help="servers that start at a time (2)")
     parser.add_argument("--option", action="append", default=[], metavar="TEXT", help="further argument of vllm serve")
     parser.add_argument("--seconds", type=argtypes.positive, default=240, metavar="N", help="for all parts (240)")
-    parser.add_argument("--turns", type=whole, default=2, metavar="N", help="of wake and alternate (2)")
+    parser.add_argument("--turns", type=whole, default=2, metavar="N", help="of wake, alternate and bursts (2)")
     parser.add_argument("--prefix", type=whole, metavar="N", help="tokens of alternate's prefixes (50000; cpu: 2000)")
+    parser.add_argument("--burst", type=whole, default=16, metavar="N", help="requests of a burst (16)")
+    parser.add_argument("--burst-prompt", type=whole, metavar="N", help="tokens of each (2000; cpu: 500)")
     parser.add_argument("--duration", type=argtypes.positive, default=90, metavar="SECONDS", help="of zipf (90)")
     parser.add_argument("--rate", type=argtypes.positive, default=2, metavar="N", help="requests a second (2)")
     parser.add_argument("--zipf", type=argtypes.positive, default=1, metavar="S", help="exponent of Zipf's law (1)")
@@ -349,8 +373,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.model = args.model or ("mini" if cpu else "llama-3-8b")
     args.max_model_len = args.max_model_len or (4096 if cpu else 65536)
     args.prefix = args.prefix or (2000 if cpu else 50000)
-    if args.prefix + 64 > args.max_model_len:
-        parser.error(f"--prefix {args.prefix} must be at least 64 below --max-model-len {args.max_model_len}")
+    args.burst_prompt = args.burst_prompt or (500 if cpu else 2000)
+    used = {"alternate": "prefix", "bursts": "burst_prompt"}
+    for name in (used[part] for part in args.part or PARTS if part in used):
+        if getattr(args, name) + 64 > args.max_model_len:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 64 below --max-model-len "
+                         f"{args.max_model_len}")  # fmt: skip
     args.logs = args.logs or tempfile.mkdtemp(prefix="models-")
     Path(args.logs).mkdir(parents=True, exist_ok=True)
     return args
@@ -366,7 +394,7 @@ def main(args: argparse.Namespace) -> int:
 
             args.size = int((args.models - 0.5) * bytes_of(args.model, 4)[0])
         else:
-            args.size = device_memory(args.gpu, "total") - args.models * OUTSIDE - BESIDE
+            args.size = sum(device_memory(args.gpu, "gpu=memory.total")) - args.models * OUTSIDE - BESIDE
             if args.size <= 0:
                 print(f"nvidia-smi does not tell the memory of GPU {args.gpu}: give --size", file=sys.stderr)
                 return 2
