@@ -129,6 +129,8 @@ class Serve(http.Limits):
             self._running -= 1
             self._used = _now()
             self._publish()
+            if not self._open():  # who closes waits for it
+                self._came.set()
 
     def _open(self) -> bool:
         return all(p[control.STATE] == State.AWAKE for p in self._pages)
@@ -146,19 +148,20 @@ class Serve(http.Limits):
                 self._waiting.setdefault(token, _now())
                 self._publish()
                 self._came.set()  # it need not wait for the next look
-                left = end - time.monotonic()
-                if left <= 0 or self._pages[0][control.STATE] == State.DRAINED:
-                    return False
-                moved = asyncio.ensure_future(self._moved.wait())
-                listens = asyncio.ensure_future(body.listen())
-                await asyncio.wait((moved, listens), timeout=min(left, 1), return_when=asyncio.FIRST_COMPLETED)
-                moved.cancel()
-                await body.stop(listens)
-                if body.gone:
+                if self._pages[0][control.STATE] == State.DRAINED or not await self._change(body, end):
                     return False
         finally:
             self._waiting.pop(token, None)
             self._publish()
+
+    async def _change(self, body: _Receive, end: float) -> bool:
+        """Wait until the model's state may have changed. False: the time is over, or the client is gone."""
+        moved, listens = asyncio.ensure_future(self._moved.wait()), asyncio.ensure_future(body.listen())
+        left = max(end - time.monotonic(), 0)
+        await asyncio.wait((moved, listens), timeout=min(left, 1), return_when=asyncio.FIRST_COMPLETED)
+        moved.cancel()
+        await body.stop(listens)
+        return left > 0 and not body.gone
 
     async def _refuse(self, kind: str, send: Send) -> None:
         self._unserved += 1
@@ -206,21 +209,17 @@ class Serve(http.Limits):
             await _json(send, 409, {"error": "another order is being carried out"})
             return
         body, end = _Receive(receive), time.monotonic() + self._settings.queue
-        goals = {SLEEP: (State.ASLEEP,), WAKE: (State.AWAKE,), DRAIN: (State.DRAINED,)}
-        token = object()
+        goal = {SLEEP: State.ASLEEP, WAKE: State.AWAKE, DRAIN: State.DRAINED}[order]
+        page, token = self._pages[0], object()
         try:
             self._order = order
             if order == WAKE:
                 self._waiting[token] = _now()
             self._publish()
-            while True:
-                state = self._pages[0][control.STATE]
-                done = state in goals[order] and not (order == DRAIN and self._pages[0][control.RUNNING])
-                if done or time.monotonic() >= end or body.gone:
+            self._came.set()
+            while not (done := page[control.STATE] == goal and not (order == DRAIN and page[control.RUNNING])):
+                if not await self._change(body, end):
                     break
-                listens = asyncio.ensure_future(body.listen())
-                await asyncio.wait((listens,), timeout=TICK)
-                await body.stop(listens)
         finally:
             self._waiting.pop(token, None)
             self._order = NONE
@@ -295,7 +294,7 @@ class Serve(http.Limits):
     # ---- what it does ----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        failure, seen = "", 0
+        failure, seen = "", (0, 0)
         while True:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two classes until Python 3.11
                 await asyncio.wait_for(self._came.wait(), TICK)
@@ -304,8 +303,8 @@ class Serve(http.Limits):
                 if not self._find():
                     continue
                 page = self._pages[0]
-                if page[control.STATE] != seen:
-                    seen = page[control.STATE]
+                if (now := (page[control.STATE], page[control.RUNNING])) != seen:
+                    seen = now
                     self._stir()
                 servers = self._servers(page)
                 if servers and servers[0][control.S_PID] == os.getpid():
@@ -350,7 +349,7 @@ class Serve(http.Limits):
             self._set(State.DRAINED)
             return
         if order == SLEEP and state in (State.AWAKE, State.CLOSING):
-            action = Action.CLOSE if state == State.AWAKE else Action.NOTHING if running else Action.SLEEP
+            action = Action.SLEEP if not running else Action.CLOSE if state == State.AWAKE else Action.NOTHING
         else:
             me = self._model(page)
             models = [me, *(self._model(p) for p in self._others)]

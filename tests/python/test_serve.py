@@ -141,6 +141,29 @@ def test_a_request_wakes_its_model_and_all_is_counted(played):
     played(history)
 
 
+def test_no_order_and_no_request_waits_for_a_look(played, monkeypatch):
+    """Each is begun and answered at once: looks, which are hours apart here, are for what other processes do."""
+    monkeypatch.setattr(serve, "TICK", 3600)
+
+    async def orders(engine, app):
+        for path in ("sleep", "wake", "drain", "wake", "sleep"):
+            assert (await ask(engine, f"/vmem/{path}"))[0] == 200, path
+        assert (await ask(engine))[0] == 200  # wakes it
+        app.may.clear()
+        runs = asyncio.create_task(ask(engine))
+        await until(lambda: engine.page.server(0)[control.S_RUNNING], engine)
+        sleeps = asyncio.create_task(ask(engine, "/vmem/sleep"))
+        await until(lambda: engine.page[control.STATE] == State.CLOSING, engine)
+        app.may.set()
+        assert [(await t)[0] for t in (runs, sleeps)] == [200, 200]
+        assert engine.calls == ["sleep", "wake", "sleep", "wake", "sleep"]
+
+    async def history(engine, app, other):
+        await asyncio.wait_for(orders(engine, app), 30)
+
+    played(history)
+
+
 def test_who_waits_in_vain_is_refused_and_counted(played):
     async def history(engine, app, other):
         await ask(engine, "/vmem/sleep")
