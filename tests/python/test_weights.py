@@ -78,6 +78,20 @@ def test_adopted_tensors_are_as_they_were_and_in_the_pool(pool, weights):
     assert member.name == "weights" and member.has >= 16 * MIB
 
 
+def test_what_is_published_asks_torch_for_nothing_and_each_sleep_once(pool, weights, monkeypatch):
+    """Its snapshot takes about a millisecond, and the rest of the process waits for it."""
+    net, asked = Net(), []
+    weights.adopt([net])
+    copied(weights)
+    snapshot = weights._lease._doors.snapshot
+    monkeypatch.setattr(weights._lease._doors, "snapshot", lambda pool: asked.append(1) or snapshot(pool))
+    assert weights.bytes == weights.held == 16 * MIB and not asked
+    weights.park()
+    assert weights.bytes == 16 * MIB and len(asked) == 1
+    weights.wake(0)
+    assert len(asked) == 2
+
+
 def test_parked_weights_stay_until_somebody_asks_and_only_what_went_is_copied(pool, weights):
     net = Net()
     told = tensors(net)
