@@ -3,10 +3,13 @@
     python -m benchmarks.sglang --azure azure_llm_2023_conv.csv --json sglang.json
 
 All engines stay up, and each workload runs on one after the other, so that changes of the machine over time affect all.
-Prompts are token numbers, decoding is greedy, and the cache is flushed before each turn. Every turn is a line of the
-output and an entry of the JSON file. Workloads: ``azure`` (conversations of a trace, all at once), ``decode`` (32
-requests of 6,000 tokens: milliseconds of a decode step), ``rate`` (requests that arrive at a rate) and ``idle`` (what
-an idle engine holds, and what it caches).
+Prompts are token numbers, decoding is greedy, and the cache is flushed after each turn. Every turn is a line of the
+output and an entry of the JSON file, with what the engine on vMem then holds and caches. Workloads: ``azure``
+(conversations of a trace, all at once), ``decode`` (32 requests of 6,000 tokens: milliseconds of a decode step) and
+``rate`` (requests that arrive at a rate).
+
+The weights of all engines must fit the GPU beside the KV memory of SGLang's own and of one on vMem. Two engines of
+llama-3-8b with 204,800 tokens take 82 GiB; 80 GB are enough for two of llama-3-8b:24, or for three of llama-3-8b:16.
 
 SPDX-License-Identifier: MIT
 """
@@ -43,12 +46,17 @@ def workloads(args: argparse.Namespace) -> Iterator[tuple[str, list[Job]]]:
     def prompt(n: int) -> list[int]:
         return [rng.randrange(100, 30000) for _ in range(n)]
 
-    if args.azure:
+    chosen = args.workload or ["azure", "decode", "rate"]
+    if args.azure and "azure" in chosen:
         trace = read_trace(args.azure)
         fit = [(int(p), int(n)) for p, n in zip(trace.prompt, trace.output) if p + n < args.max_len]
         yield f"azure {args.requests}", [(0.0, prompt(p), n) for p, n in fit[: args.requests]]
-    decode = min(DECODE_PROMPT, args.max_len - DECODE_TOKENS - 8)
-    yield f"decode {DECODE} x {decode}", [(0.0, prompt(decode), DECODE_TOKENS) for _ in range(DECODE)]
+    if "decode" in chosen:
+        room = min(args.max_len - 8, args.kv_tokens // DECODE - 2 * args.page_size)  # they run at the same time
+        decode = min(DECODE_PROMPT, room - DECODE_TOKENS)
+        yield f"decode {DECODE} x {decode}", [(0.0, prompt(decode), DECODE_TOKENS) for _ in range(DECODE)]
+    if "rate" not in chosen:
+        return
     at, jobs = 0.0, []
     for _ in range(args.requests):
         jobs.append((at, prompt(rng.randrange(64, 1024)), rng.randrange(16, 256)))
@@ -63,17 +71,37 @@ def parse() -> argparse.Namespace:
         "--model", type=model_name, default="llama-3-8b", metavar="SHAPE[:LAYERS]", help=", ".join(SHAPES)
     )
     parser.add_argument("--engine", action="append", choices=ENGINES, help="repeat for more (default: all)")
+    parser.add_argument("--workload", action="append", choices=("azure", "decode", "rate"), help="(default: all)")
     parser.add_argument("--azure", type=argtypes.input_file, metavar="FILE", help="the Azure conversation trace")
     parser.add_argument("--requests", type=whole, default=512, metavar="N", help="of azure and rate (512)")
     parser.add_argument("--rate", type=argtypes.positive, default=32.0, metavar="N", help="requests a second (32)")
     parser.add_argument("--turns", type=whole, default=3, metavar="N", help="of each engine and workload (3)")
-    parser.add_argument("--kv-tokens", type=whole, default=131072, metavar="N", help="KV memory of each (131072)")
+    parser.add_argument("--kv-tokens", type=whole, default=204800, metavar="N", help="KV memory of each (204800)")
     parser.add_argument("--max-len", type=whole, default=8192, metavar="N", help="greatest length of a request (8192)")
     parser.add_argument("--page-size", type=whole, default=64, metavar="N", help="as in SGLang (64)")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="another of sgl.Engine's")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--json", type=argtypes.output_file, metavar="FILE", help="write every turn")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.workload == ["azure"] and not args.azure:
+        parser.error("--workload azure needs --azure FILE")
+    if min(args.max_len, args.kv_tokens // DECODE) < DECODE_TOKENS + 2 * args.page_size + 16:
+        parser.error("--kv-tokens and --max-len are too small for the decode workload")
+    return args
+
+
+def _start(args: argparse.Namespace, folder: str, options: dict[str, Any]) -> dict[str, Child]:
+    """The engines, by name. Those on vMem start first: SGLang measures what memory is free, and its own takes it."""
+    names = args.engine or list(ENGINES)
+    engines: dict[str, Child] = {}
+    for on_vmem in (True, False):
+        begun = [name for name in names if (ENGINES[name]["VMEM_SGLANG"] == "1") is on_vmem]
+        engines.update({name: Child("benchmarks.sglang_engine", [folder, options], ENGINES[name]) for name in begun})
+        for name in begun:
+            if (there := engines[name].answer()["kv_tokens"]) < args.kv_tokens:
+                raise SystemExit(f"{name} has KV memory for {there} tokens, not {args.kv_tokens}: choose "
+                                 "fewer engines, fewer --kv-tokens or a --model with fewer layers")  # fmt: skip
+    return {name: engines[name] for name in names}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -87,15 +115,13 @@ def main(args: argparse.Namespace) -> None:
     turns: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, args.model, 131072)
-        engines = {
-            name: Child("benchmarks.sglang_engine", [folder, options], ENGINES[name]) for name in args.engine or ENGINES
-        }
-        for engine in engines.values():
-            engine.answer()
+        engines = _start(args, folder, options)
         for name, jobs in workloads(args):
             own: list[list[int]] | None = None
             # Compiles and warms up; the others do so in their first turn, which is left out.
-            next(iter(engines.values())).ask(jobs[:16])
+            first = next(iter(engines.values()))
+            first.ask(jobs[:16])
+            first.ask([])
             for turn in range(args.turns + 1):
                 for which, engine in engines.items():
                     told = engine.ask(jobs)
@@ -113,16 +139,18 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _summary(name: str, turns: list[dict[str, Any]]) -> None:
-    """The medians of each engine beside those of the first."""
+    """The medians of each engine beside those of the first, with the least and the greatest value."""
     first = turns[0]["engine"]
     keys = ("tokens_per_second", "step_ms", "ttft_p50", "ttft_p99")
-    medians = {
-        engine: {k: statistics.median(t[k] or 0 for t in turns if t["engine"] == engine) for k in keys}
-        for engine in dict.fromkeys(t["engine"] for t in turns)
-    }
-    for engine, found in medians.items():
-        beside = ", ".join(f"{k} {v:.4g} ({v / (medians[first][k] or 1):.3f}x)" for k, v in found.items() if v)
-        print(f"== {name}: {engine}: {beside}", flush=True)
+    for engine in dict.fromkeys(t["engine"] for t in turns):
+        told = []
+        for key in keys:
+            own, values = ([t[key] for t in turns if t["engine"] == which and t[key]] for which in (first, engine))
+            if own and values:
+                middle = statistics.median(values)
+                told.append(f"{key} {middle:.4g} ({middle / statistics.median(own):.3f}x, {min(values):.4g} to "
+                            f"{max(values):.4g})")  # fmt: skip
+        print(f"== {name}: {engine}: {', '.join(told)}", flush=True)
 
 
 if __name__ == "__main__":

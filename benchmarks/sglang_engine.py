@@ -22,8 +22,8 @@ class Client:
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         import sglang
 
-        self._engine = sglang.Engine(model_path=path, skip_tokenizer_init=True, **options)
-        self._loop = asyncio.get_event_loop()
+        self.engine = sglang.Engine(model_path=path, skip_tokenizer_init=True, **options)
+        self._loop = self.engine.loop
 
     async def _one(self, job: Job, begin: float) -> tuple[list[int], list[float]]:
         after, prompt, n = job
@@ -31,8 +31,8 @@ class Client:
         asked = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True}
         made: list[int] = []
         times = [time.monotonic()]
-        async for part in await self._engine.async_generate(input_ids=prompt, sampling_params=asked, stream=True):
-            made = part["output_ids"] if len(part["output_ids"]) > len(made) else made + part["output_ids"]
+        async for part in await self.engine.async_generate(input_ids=prompt, sampling_params=asked, stream=True):
+            made = part["output_ids"]  # all so far
             times.append(time.monotonic())
         return made, times
 
@@ -42,7 +42,6 @@ class Client:
 
     def run(self, jobs: list[Job]) -> dict[str, Any]:
         """Seconds, tokens a second, times to the first token, milliseconds of a decode step, and the tokens."""
-        self._loop.run_until_complete(self._engine.tokenizer_manager.flush_cache())
         begin = time.monotonic()
         ended = self._loop.run_until_complete(self._all(jobs))
         seconds = time.monotonic() - begin
@@ -56,11 +55,14 @@ class Client:
         )  # fmt: skip
 
     def idle(self) -> dict[str, Any]:
-        """Bytes that the engine holds and caches after a second without requests; nothing without vMem."""
+        """Bytes that the engine holds and caches after 1.5 s without requests; nothing without vMem. Then flush it."""
         from pyvmem.engine import control
 
         time.sleep(1.5)
         mine = [e for e, _ in control.engines() if self._is_mine(e.pid)]
+        flushed = self.engine.flush_cache()
+        if not flushed.success:
+            raise RuntimeError(f"SGLang did not flush its cache: {flushed}")
         return dict(backed=mine[0].backed, cached=mine[0].cached) if mine else {}
 
     @staticmethod
@@ -74,11 +76,11 @@ def main() -> None:
     """Carry out the parent's orders."""
     (path, options), orders, say = of_parent()
     client = Client(path, options)
-    say()
+    say(kv_tokens=client.engine.get_server_info()["max_total_num_tokens"])
     for line in orders:
         jobs = json.loads(line)
         say(**(client.run(jobs) if jobs else client.idle()))
-    client._engine.shutdown()
+    client.engine.shutdown()
 
 
 if __name__ == "__main__":

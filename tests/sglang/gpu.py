@@ -5,7 +5,10 @@
 For each class two engines run at the same time, one of them on vMem. Both answer the same requests twice (the second
 time from the radix cache), with SGLang's kernels whose results do not depend on the batch
 (``--enable-deterministic-inference``). Their tokens are compared. Then the engine on vMem serves them again while its
-limit moves ten times a second, is left idle, and is flushed. ``--cpu`` runs the classes that SGLang's CPU engine takes.
+limit moves ten times a second, is left idle, and is flushed. Of an answer that differs then, the gap is told: by how
+much the log probabilities of the two most likely tokens differ where the answers part. ``--own-chunk 192`` compares
+SGLang with SGLang itself, whose prompts are computed in parts of so many tokens: what differs there is SGLang's own.
+``--cpu`` runs the classes that SGLang's CPU engine takes.
 """
 
 import argparse
@@ -99,12 +102,12 @@ def jobs_of(n):
     return prompts
 
 
-def engine(name, folder, kv_tokens, requests, cpu):
+def engine(name, folder, kv_tokens, requests, chunk, cpu):
     """In a process of its own: serve the requests; prints one line of JSON."""
     import sglang
 
     begin = time.perf_counter()
-    options = dict(page_size=64, chunked_prefill_size=2048, context_length=4096, max_total_tokens=kv_tokens,
+    options = dict(page_size=64, chunked_prefill_size=chunk, context_length=4096, max_total_tokens=kv_tokens,
                    max_running_requests=64, mem_fraction_static=0.85, load_format="dummy", random_seed=1,
                    sampling_backend="pytorch", log_level="warning", dtype="float32" if cpu else "bfloat16")  # fmt: skip
     options.update(CPU if cpu else GPU)
@@ -122,12 +125,21 @@ def engine(name, folder, kv_tokens, requests, cpu):
 
     told["tokens"] = serve() + serve()
     if os.environ.get("VMEM_SGLANG") == "1":
-        told.update(on_vmem(llm, serve, told["tokens"]))
+        told.update(on_vmem(llm, serve, jobs_of(requests), told["tokens"]))
     print("RESULT " + json.dumps(told), flush=True)
     llm.shutdown()
 
 
-def on_vmem(llm, serve, tokens):
+def gap(llm, prompt, own, other):
+    """By how much the log probabilities of the two most likely tokens differ where two answers part."""
+    at = next(i for i, (a, b) in enumerate(zip(own, other)) if a != b)
+    made = llm.generate(input_ids=prompt + own[:at], sampling_params={"temperature": 0, "max_new_tokens": 1},
+                        return_logprob=True, top_logprobs_num=2)  # fmt: skip
+    (first, *_), (second, *_) = made["meta_info"]["output_top_logprobs"][0]
+    return first - second
+
+
+def on_vmem(llm, serve, prompts, tokens):
     from pyvmem.engine import control, metrics
 
     ((found, page),) = metrics.engines(os.getpid())
@@ -147,12 +159,13 @@ def on_vmem(llm, serve, tokens):
         stop.set()
         mover.join()
     page[control.LIMIT] = control.NO_LIMIT
+    gaps = [gap(llm, prompt, a, b) for prompt, a, b in zip(prompts, tokens, moved) if a != b]
     time.sleep(1.5)
     idle = control.Engine.of("", 0, page)
     llm.flush_cache()
     time.sleep(1.5)
     flushed = control.Engine.of("", 0, page)
-    return dict(moved=sum(a == b for a, b in zip(moved, tokens)), preempted=idle.preempted, refused=idle.refused,
+    return dict(moved=len(prompts) - len(gaps), gaps=gaps, preempted=idle.preempted, refused=idle.refused,
                 maps=idle.step_maps, steps=idle.steps, idle=idle.backed, idle_cached=idle.cached,
                 flushed=flushed.backed, least=found.least, whole=found.blocks * found.block_bytes)  # fmt: skip
 
@@ -160,7 +173,7 @@ def on_vmem(llm, serve, tokens):
 # ---- the parent ------------------------------------------------------------------------------------------------------
 
 
-def start(name, vmem, folder, args, log):
+def start(name, vmem, folder, args, log, chunk=2048):
     plugins = Path(folder, "plugins")
     entries = f"weights = {Path(__file__).stem}:activate\n"
     made = plugins / "made_up_weights-0.dist-info"
@@ -177,7 +190,7 @@ def start(name, vmem, folder, args, log):
                        **(dict(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1") if args.cpu else {}),
                        **(CLASSES[name][2] if vmem else {}))  # fmt: skip
     command = [sys.executable, __file__, "--engine", name, folder, str(args.kv_tokens), str(args.requests),
-               str(int(args.cpu))]  # fmt: skip
+               str(chunk), str(int(args.cpu))]  # fmt: skip
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True,
                             start_new_session=True)  # fmt: skip
 
@@ -202,7 +215,9 @@ def compare(name, args):
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(dict(CLASSES[name][0], torch_dtype="bfloat16")))
         files = [open(Path(args.logs, f"{name}-{kind}.log"), "w") for kind in ("own", "vmem")]
-        ran = [start(name, vmem, folder, args, files[vmem]) for vmem in (False, True)]
+        second = (False, args.own_chunk) if args.own_chunk else (True, 2048)
+        ran = [start(name, vmem, folder, args, file, chunk)
+               for file, (vmem, chunk) in zip(files, ((False, 2048), second))]  # fmt: skip
         own, on = [answer(process, max(end - time.monotonic(), 1)) for process in ran]
         for file in files:
             file.close()
@@ -214,8 +229,11 @@ def compare(name, args):
     same = sum(a == b for a, b in zip(own["tokens"], on["tokens"]))
     again = sum(a == b for a, b in zip(own["tokens"], own["tokens"][n:]))
     distinct = len({tuple(tokens) for tokens in own["tokens"]})
+    if args.own_chunk:
+        return f"{name}: {same} of {2 * n} equal with parts of {args.own_chunk} tokens, of SGLang's own", same == 2 * n
+    gaps = f" (gaps {', '.join(f'{gap:.2g}' for gap in on['gaps'])})" if on["gaps"] else ""
     return (f"{name}: {same} of {2 * n} equal ({again} of {n} of SGLang's own are when cached, {distinct} distinct); "
-            f"limit moving: {on['moved']} of {n}, {on['preempted']} retracted, {on['refused']} refused, "
+            f"limit moving: {on['moved']} of {n}{gaps}, {on['preempted']} retracted, {on['refused']} refused, "
             f"{on['maps']} pages mapped in {on['steps']} steps; idle {on['idle'] >> 20} MiB for "
             f"{on['idle_cached'] >> 20} cached ({on['idle'] / max(on['idle_cached'], 1):.3f}x), flushed "
             f"{on['flushed'] >> 10} KiB, of {on['whole'] >> 20} MiB; seconds "
@@ -225,13 +243,14 @@ def compare(name, args):
 
 def main():
     if sys.argv[1:2] == ["--engine"]:
-        return engine(*sys.argv[2:4], *map(int, sys.argv[4:7]))
+        return engine(*sys.argv[2:4], *map(int, sys.argv[4:8]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[], help=", ".join(CLASSES))
     parser.add_argument("--jobs", type=int, default=3, help="pairs of engines at a time")
     parser.add_argument("--seconds", type=int, default=240, help="for one pair")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--kv-tokens", type=int, default=65536)
+    parser.add_argument("--own-chunk", type=int, default=0, metavar="TOKENS")
     parser.add_argument("--logs", default=tempfile.gettempdir())
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
