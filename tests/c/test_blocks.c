@@ -136,7 +136,7 @@ static void errors(void)
     ERR(vmem_blocks_query(b, IDS(1), 1, NULL), EINVAL, "states is NULL");
     ERR(vmem_blocks_order(b, NULL, 0, NULL), EINVAL, "seq is NULL");
     ERR(vmem_blocks_order(b, IDS(4), 1, &fence), EINVAL, "block 4");
-    ERR(vmem_blocks_get_stats(b, NULL), EINVAL, "out is NULL");
+    ERR(vmem_blocks_get_stats(b, NULL), EINVAL, "out must not be NULL");
     OK(vmem_blocks_back(b, NULL, 0, 0, NULL));
     OK(vmem_blocks_unback(b, NULL, 0, 0));
     CHECK_EQ(mapped(), 0);

@@ -76,8 +76,8 @@ static void information(void)
     struct vmem_stats s = test_stats(ctx);
     CHECK_EQ(s.budget, 123 * MIB);
     CHECK_EQ(s.reserved + s.created + s.mapped + s.map_ops + s.map_runs + s.unmap_ops + s.unmap_runs, 0);
-    ERR(vmem_context_info(ctx, NULL), EINVAL, "out is NULL");
-    ERR(vmem_context_stats(ctx, NULL), EINVAL, "out is NULL");
+    ERR(vmem_context_info(ctx, NULL), EINVAL, "out must not be NULL");
+    ERR(vmem_context_stats(ctx, NULL), EINVAL, "out must not be NULL");
     vmem_context_destroy(ctx);
 }
 

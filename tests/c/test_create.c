@@ -38,7 +38,7 @@ static void errors(vmem_context *ctx)
     ERR(vmem_page_query(ctx, 0, &info), EINVAL, "not a page");
     ERR(vmem_page_query(ctx, ~UINT64_C(0), &info), EINVAL, "not a page");
     OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page));
-    ERR(vmem_page_query(ctx, page, NULL), EINVAL, "out is NULL");
+    ERR(vmem_page_query(ctx, page, NULL), EINVAL, "out must not be NULL");
     ERR(vmem_page_query(ctx, page + 1, &info), EINVAL, "not a page"); // inside the page
     OK(vMemRelease(ctx, page));
     ERR(vmem_page_query(ctx, page, &info), EINVAL, "not a page");

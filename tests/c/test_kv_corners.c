@@ -262,7 +262,7 @@ static void test_over_the_budget_mapped_pages_are_no_promise(uint32_t flags, boo
     OK(vmem_kv_last_step(kv, &last));
     OK(vmem_kv_truncate(kv, 0, 158, in_flight ? last : 0, 0));
     for (int32_t n = 159; n < 162 && in_flight; n++)
-        step(KV_MIN(n, 160), 320);
+        step(MIN(n, 160), 320);
     // The 15 pages that are left are pinned. What is behind them is mapped.
     for (int gone = 0; gone < 2; gone++) {
         CHECK_EQ(k_missing(vmem_kv_step(kv, more, SLOTS, VMEM_KV_DRY), &missing), -ENOMEM);

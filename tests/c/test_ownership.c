@@ -147,7 +147,7 @@ static void giving_up_a_reservation(void)
     CHECK_EQ(info.mapped, 5 * P);
     CHECK_EQ(info.flags, 0);
     ERR(vmem_reservation_query(ctx, 0, &info), EINVAL, "no reservation contains addr");
-    ERR(vmem_reservation_query(ctx, addr, NULL), EINVAL, "out is NULL");
+    ERR(vmem_reservation_query(ctx, addr, NULL), EINVAL, "out must not be NULL");
 
     ERR(vmem_unreserve(ctx, addr + P), EINVAL, "not the start of a reservation");
     OK(vmem_unreserve(ctx, addr));

@@ -327,6 +327,5 @@ int vmem_blocks_get_stats(vmem_blocks *b, struct vmem_blocks_stats *out)
     s.blocks = b->n_blocks;
     s.orders = b->seq;
     s.waiting = b->seq - b->done;
-    return vmem__blocks_leave(b,
-                              out ? vmem__struct_give(out, &s, sizeof s, "out") : vmem__error(-EINVAL, "out is NULL"));
+    return vmem__blocks_leave(b, vmem__struct_give(out, &s, sizeof s, "out"));
 }

@@ -313,6 +313,22 @@ static int first_zero(struct vmem__backend *b, struct vmem__arena_rec *a, bool n
     return a->b.raw && now ? b->ops->zero(b, &all, 1) : 0;
 }
 
+// Numbers a new arena's frames, and adds it to the context's arenas.
+static int add_arena(vmem_context *ctx, struct vmem__arena_rec *a)
+{
+    int rc = blocks_take(ctx, a);
+    if (rc)
+        return rc;
+    a->next = ctx->arenas;
+    if (a->next)
+        a->next->prev = a;
+    ctx->arenas = a;
+    ctx->arena_bytes += a->b.size;
+    ctx->moved++;
+    extent_link(ctx, a, 0, a->granules, !ctx->b.ops->populate);
+    return 0;
+}
+
 // A new arena of `size` bytes, or of less, down to `least`, where there is no memory for it.
 static int grow(vmem_context *ctx, uint64_t size, uint64_t least, bool whole, bool zeroed)
 {
@@ -343,23 +359,14 @@ static int grow(vmem_context *ctx, uint64_t size, uint64_t least, bool whole, bo
         if (!rc && (rc = first_zero(b, a, zeroed)))
             b->ops->arena_free(b, &a->b);
         come_back(ctx);
-        if (!rc) {
-            rc = blocks_take(ctx, a);
-            if (!rc) {
-                a->next = ctx->arenas;
-                if (a->next)
-                    a->next->prev = a;
-                ctx->arenas = a;
-                ctx->arena_bytes += size;
-                ctx->moved++;
-                extent_link(ctx, a, 0, a->granules, !lazy);
-                return 0;
-            }
+        if (!rc && (rc = add_arena(ctx, a))) {
             leave(ctx);
             b->ops->arena_free(b, &a->b);
             come_back(ctx);
             rc = vmem__error(rc, "no memory for bookkeeping of %" PRIu64 " bytes of pages", size);
         }
+        if (!rc)
+            return 0;
         ctx->committed -= lazy ? 0 : size;
         free(a);
         if (rc != -ENOMEM || size <= least)
@@ -464,7 +471,8 @@ uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t by
     return freed;
 }
 
-struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p)
+// Puts a piece into the free lists. Returns the arena, unlinked, if it is now empty and should be freed.
+static struct vmem__arena_rec *put(vmem_context *ctx, const struct vmem__piece *p)
 {
     struct vmem__arena_rec *a = p->arena;
     uint32_t start = p->first, end = p->first + p->granules;
@@ -495,11 +503,29 @@ struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p
     return a;
 }
 
+// Puts a piece back, and adds its arena to the list if that should be freed.
+static void put_into(vmem_context *ctx, const struct vmem__piece *p, struct vmem__arena_rec **gone)
+{
+    struct vmem__arena_rec *a = put(ctx, p);
+    if (!a)
+        return;
+    a->next = *gone;
+    *gone = a;
+}
+
+static void release_arenas(vmem_context *ctx, struct vmem__arena_rec *gone)
+{
+    for (struct vmem__arena_rec *a; (a = gone);) {
+        gone = a->next;
+        arena_release(ctx, a);
+    }
+}
+
 // all: also what is expected goes back.
 static void give(vmem_context *ctx, struct vmem__piece *p, size_t n, bool all)
 {
     struct vmem__backend *b = &ctx->b;
-    struct vmem__arena_rec *gone = NULL, *a;
+    struct vmem__arena_rec *gone = NULL;
     uint64_t discard = 0;
 
     for (size_t i = 0; i < n; i++) {
@@ -511,10 +537,7 @@ static void give(vmem_context *ctx, struct vmem__piece *p, size_t n, bool all)
             discard += bytes;
             continue;
         }
-        if ((a = vmem__put(ctx, &p[i]))) {
-            a->next = gone;
-            gone = a;
-        }
+        put_into(ctx, &p[i], &gone);
         p[i].granules = 0; // done
     }
     if (discard) {
@@ -536,16 +559,10 @@ static void give(vmem_context *ctx, struct vmem__piece *p, size_t n, bool all)
                 p[i].arena->pages[p[i].first + u].dirty = 0;
             if (p[i].committed)
                 ctx->committed += p[i].granules * GRANULE;
-            if ((a = vmem__put(ctx, &p[i]))) {
-                a->next = gone;
-                gone = a;
-            }
+            put_into(ctx, &p[i], &gone);
         }
     }
-    while ((a = gone)) {
-        gone = a->next;
-        arena_release(ctx, a);
-    }
+    release_arenas(ctx, gone);
 }
 
 void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n) { give(ctx, p, n, false); }
@@ -577,10 +594,7 @@ void vmem__shrink(vmem_context *ctx, bool wanted)
         a->next = gone;
         gone = a;
     }
-    while ((a = gone)) {
-        gone = a->next;
-        arena_release(ctx, a);
-    }
+    release_arenas(ctx, gone);
 }
 
 static void *shrink(void *arg)

@@ -258,8 +258,6 @@ bool vmem__take(vmem_context *ctx, bool committed, uint64_t granules, uint32_t a
 // The same from the extent that starts at granule `first` of the arena, if there is one.
 bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t granules, uint32_t align,
                    struct vmem__piece *out);
-// Puts a piece into the free lists. Returns the arena, unlinked, if it is now empty and should be freed.
-struct vmem__arena_rec *vmem__put(vmem_context *ctx, const struct vmem__piece *p);
 // Puts pieces into the free lists, and returns to the system what exceeds what is kept, expected and the hysteresis.
 void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n);
 // An arena of exactly so many granules that is mapped whole; false when there is none.

@@ -12,8 +12,10 @@
 #include "core/error.h"
 #include "vmem.h"
 
-// ---- arithmetic that stays within 64 bits ---------------------------------------------------------------------
+// ---- arithmetic; sat_ stays within 64 bits ---------------------------------------------------------------------
 
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 static inline uint64_t sat_sub(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 static inline uint64_t sat_add(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
 

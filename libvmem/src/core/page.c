@@ -389,8 +389,6 @@ int vmem_page_query(vmem_context *ctx, vmem_page page, struct vmem_page_info *ou
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    if (!out)
-        return vmem__error(-EINVAL, "out is NULL");
     struct vmem_page_info info;
     vmem__begin(ctx);
     struct vmem__arena_rec *a;

@@ -242,8 +242,6 @@ int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reserva
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    if (!out)
-        return vmem__error(-EINVAL, "out is NULL");
     struct vmem_reservation_info info;
     vmem__begin(ctx);
     const struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);

@@ -25,7 +25,7 @@ static uint32_t most_tokens(vmem_kv *kv, int32_t slot, uint64_t limit)
 {
     uint32_t least = slot < 0 ? 0 : kv->slots[slot].tokens, most = kv->max_tokens;
     if (slot < 0)
-        limit = kv_less(limit, kept_back(kv));
+        limit = sat_sub(limit, kept_back(kv));
     while (least < most) {
         uint32_t middle = least + (most - least + 1) / 2;
         if (fits(kv, slot, middle, limit))
@@ -84,47 +84,57 @@ static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, siz
     if (r->prefix_tokens > r->tokens)
         return vmem__error(-EINVAL, "requests[%zu].prefix_tokens %u is over its tokens, %u", i, r->prefix_tokens,
                            r->tokens);
-    if (r->n_runs && !r->runs)
-        return vmem__error(-EINVAL, "requests[%zu].runs must not be NULL", i);
     if (r->n_runs && r->prefix_tokens)
         return vmem__error(-EINVAL, "requests[%zu] has prefix_tokens and runs", i);
-    for (uint64_t k = 0; k < r->n_runs; k++)
-        if (vmem__kv_run_owned(&kv->runs, r->runs[k], "", k))
-            return vmem__error(-EINVAL, "requests[%zu].%s", i, vmem_last_error());
+    if (vmem__kv_check_ids(&kv->runs, r->runs, r->n_runs))
+        return vmem__error(-EINVAL, "requests[%zu].%s", i, vmem_last_error());
+    return 0;
+}
+
+// The pages that are pinned when some requests have been admitted: once their prefixes are attached, and after the step.
+struct admitted {
+    uint64_t attached, stepped;
+    uint64_t peak; // of both, with what cannot be evicted until the last of them has begun
+};
+
+// Adds a request's pages. -EINVAL: its runs are not of this cache.
+static int add_request(vmem_kv *kv, const struct vmem_kv_request *r, struct admitted *a)
+{
+    uint32_t prefix_tokens = r->prefix_tokens;
+    uint64_t beside = 0;
+    const int rc = r->n_runs ? vmem__kv_find_runs(kv, r->runs, r->n_runs, r->tokens, &prefix_tokens) : 0;
+    if (rc)
+        return rc;
+    if (r->n_runs && prefix_tokens) {
+        vmem__kv_protect_found(kv, prefix_tokens);
+        const uint64_t taken = vmem__kv_taken(kv, prefix_tokens, &beside);
+        a->stepped += taken;
+        a->attached += taken;
+    }
+    a->stepped += vmem__kv_pages_beside(kv, r->tokens, prefix_tokens);
+    a->attached += prefix_tokens ? vmem__kv_pages_beside(kv, prefix_tokens, prefix_tokens) : 0;
+    a->peak = MAX(a->stepped, a->attached + beside);
     return 0;
 }
 
 static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
-    int rc = 0;
-    // Prefixes are attached before the step. `before` counts the pages that are pinned at that point, and `want` those
-    // after the step.
-    uint64_t before = kv->ledger.pinned_pages, want = before;
+    struct admitted a = {.attached = kv->ledger.pinned_pages, .stepped = kv->ledger.pinned_pages};
     uint64_t limit = 0, back = kept_back(kv), most = 0;
+    int rc = 0;
     kv->mark++;
     // A pool is asked for what all of them need. So those that do not fit are counted, too.
     size_t i = 0;
     for (; i < n && i < kv->in_state[VMEM_KV_FREE]; i++, back = kv_watermark(kv)) { // a request runs from here on
-        const struct vmem_kv_request *r = &requests[i];
-        uint32_t prefix_tokens = r->prefix_tokens;
-        uint64_t beside = 0;
-        const int failed = r->n_runs ? vmem__kv_find_runs(kv, r->runs, r->n_runs, r->tokens, &prefix_tokens) : 0;
+        const int failed = add_request(kv, &requests[i], &a);
         if (failed)
             return rc ? rc : failed;
-        if (r->n_runs && prefix_tokens) {
-            vmem__kv_protect_found(kv, prefix_tokens);
-            const uint64_t taken = vmem__kv_taken(kv, prefix_tokens, &beside);
-            want += taken;
-            before += taken;
-        }
-        want += vmem__kv_pages_beside(kv, r->tokens, prefix_tokens);
-        before += prefix_tokens ? vmem__kv_pages_beside(kv, prefix_tokens, prefix_tokens) : 0;
-        most = KV_MAX(want, before + beside) + back;
+        most = a.peak + back;
         if (!rc && most > limit)
             limit = vmem__kv_page_limit(kv, most);
         if (!rc && most > limit)
-            rc = vmem__kv_short_beside(kv, most - back, limit, back);
-        if (r->n_runs)
+            rc = vmem__kv_short_beside(kv, a.peak, limit, back);
+        if (requests[i].n_runs)
             vmem__kv_unprotect_found(kv);
         if (rc && !kv->membership.member)
             return rc;

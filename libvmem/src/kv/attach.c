@@ -23,7 +23,7 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         if (s.lo == s.hi)
             continue;
         struct kv_span now = kv_span_at(s.lo);
-        now.hi = KV_MAX(s.hi, kv_span(kv, slot, i)->hi);
+        now.hi = MAX(s.hi, kv_span(kv, slot, i)->hi);
         now.step = now.in_flight = (struct kv_range){s.lo, s.hi};
         now.shared_hi = s.full > s.lo ? s.full : 0;
         now.coarse_hi = kv_span(kv, slot, i)->coarse_hi;
@@ -49,7 +49,7 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         struct kv_split s = vmem__kv_split(kv, &kv->groups[i], tokens);
         uint32_t hi = sp->lo > s.hi ? sp->lo : sp->coarse_hi > s.full ? s.hi : sp->hi;
         rc = vmem__kv_cut_now(kv, slot, i, s.full, hi);
-        vmem__kv_set_pinned(kv, slot, i, (struct kv_range){sp->lo, KV_MIN(KV_MAX(s.hi, sp->lo), sp->hi)});
+        vmem__kv_set_pinned(kv, slot, i, (struct kv_range){sp->lo, MIN(MAX(s.hi, sp->lo), sp->hi)});
     }
     return rc;
 }

@@ -7,12 +7,12 @@
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
 
-#include "core/memory.h"
 #include "kv/kv.h"
 
 // ---- the pool -------------------------------------------------------------------------------------------------------
 
-void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most)
+// The budget grows by what is free in the pool: by `least` pages if there are so many, and up to `most`.
+static void claim(vmem_kv *kv, uint64_t least, uint64_t most)
 {
     kv->membership.giving = false; // a cache that is short itself keeps what it has not given back yet
     kv->ledger.budget += vmem__pool_claim(kv->membership.member, kv->ledger.budget, least, most);
@@ -24,7 +24,7 @@ void vmem__kv_claim_plenty(vmem_kv *kv)
         return;
     const uint64_t want = kv->ledger.held + kv->ledger.held / 2;
     if (want > kv->ledger.budget && kv_unused(kv) < 2 * kv_low(kv) + kv->ledger.held / 8)
-        vmem__kv_claim(kv, 0, want - kv->ledger.budget);
+        claim(kv, 0, want - kv->ledger.budget);
 }
 
 void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part)
@@ -46,7 +46,7 @@ void vmem__kv_pool_leave(vmem_kv *kv)
     vmem__expect(kv->ctx, 0, -(int64_t)kv->membership.missed);
     kv->membership.missed = 0;
     if (m) // what it has not used goes back now
-        kv->ledger.budget = KV_MIN(kv->ledger.budget, kv->ledger.held);
+        kv->ledger.budget = MIN(kv->ledger.budget, kv->ledger.held);
     const uint64_t held = kv->ledger.held;
     pthread_mutex_unlock(&kv->gate.state);
     pthread_mutex_unlock(&kv->gate.api);
@@ -155,7 +155,7 @@ int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t b
     else
         record_shortage(kv, limit < kv->ledger.budget ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET,
                         want + back - limit);
-    shortage.watermark_pages = KV_MIN(back, shortage.missing_pages);
+    shortage.watermark_pages = MIN(back, shortage.missing_pages);
     if (want > limit)
         return -ENOMEM; // the error text is set
     return vmem__error(-ENOMEM,
@@ -186,7 +186,7 @@ int vmem__kv_claim_budget(vmem_kv *kv, int64_t delta, uint64_t pages)
     // Claim from the pool before reporting a shortage. While the member is shrinking, claim only what it needs beyond its
     // budget.
     if (kv->membership.member && there > kv->ledger.budget && (!kv->membership.giving || want > kv->ledger.budget))
-        vmem__kv_claim(kv, there - kv->ledger.budget, there + kv->ledger.held / 2 - kv->ledger.budget);
+        claim(kv, there - kv->ledger.budget, there + kv->ledger.held / 2 - kv->ledger.budget);
     return delta > 0 && want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want) : 0;
 }
 

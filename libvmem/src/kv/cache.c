@@ -73,7 +73,7 @@ static int reserve(vmem_kv *kv)
                 return rc;
         }
     }
-    return vMemReserve(kv->ctx, KV_MAX(kv->n_tensors, KV_SCRATCH) * kv->page_size, backdrop ? VMEM_RESERVE_BACKDROP : 0,
+    return vMemReserve(kv->ctx, MAX(kv->n_tensors, KV_SCRATCH) * kv->page_size, backdrop ? VMEM_RESERVE_BACKDROP : 0,
                        &kv->copy.scratch);
 }
 
@@ -108,7 +108,7 @@ static void configure(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->tile_rows = c->tile_rows ? c->tile_rows : 1;
     kv->ahead_tokens = c->ahead_tokens ? c->ahead_tokens : 128;
     kv->ahead_min = c->ahead_min ? c->ahead_min : 4;
-    kv->eager_tokens = KV_MIN(c->eager_tokens ? c->eager_tokens : 512, c->max_tokens);
+    kv->eager_tokens = MIN(c->eager_tokens ? c->eager_tokens : 512, c->max_tokens);
     kv->reclaim_percent = c->reclaim_percent ? c->reclaim_percent : 10;
     kv->worker.idle_ms = c->idle_ms;
     kv->page_size = c->page_size;
@@ -383,16 +383,15 @@ int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *ou
                                       .window = g->window,
                                       .page_tokens = (uint32_t)(kv->page_size / g->row_bytes),
                                       .row_bytes = g->row_bytes};
-    info.free_pages = kv_less(vmem__kv_page_limit_lately(kv), kv->ledger.pinned_pages);
+    info.free_pages = sat_sub(vmem__kv_page_limit_lately(kv), kv->ledger.pinned_pages);
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         const struct kv_span *sp = kv_span(kv, s, group);
         info.held_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
         if (sl->state != VMEM_KV_ACTIVE)
             continue;
-        uint32_t rows = KV_MIN(sl->tokens, g->max_tokens);
         info.needed_pages += (uint64_t)(sp->step.hi - sp->step.lo) * g->n;
-        info.tokens += g->window ? KV_MIN(rows, g->window) : rows;
+        info.tokens += kv_live_rows(g, sl->tokens);
     }
     info.free_tokens = ((info.free_pages / g->n) << kv->page_shift) / g->row_bytes;
     info.free_tokens -= info.free_tokens % kv->tile_rows;
@@ -439,7 +438,7 @@ int vmem_kv_get_rows(vmem_kv *kv, uint32_t slot, uint32_t tensor, uint32_t *firs
         const uint32_t tokens = kv->slots[slot].tokens;
         const uint64_t bytes = (uint64_t)vmem__kv_need_lo(kv, g, tokens) << kv->page_shift;
         *first = (uint32_t)((bytes + g->row_bytes - 1) / g->row_bytes);
-        *end = KV_MIN(tokens, g->max_tokens);
+        *end = MIN(tokens, g->max_tokens);
     }
     return vmem__kv_leave(kv, rc);
 }

@@ -10,7 +10,7 @@ static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
     const struct kv_group *g = &kv->groups[group];
     const struct kv_span *sp = kv_span(kv, slot, group);
     for (uint32_t t = 0; t < g->n; t++)
-        for (uint32_t p = sp->lo ? sp->lo - 1 : 0; p < KV_MIN(sp->hi + 1, g->slot_pages); p++) {
+        for (uint32_t p = sp->lo ? sp->lo - 1 : 0; p < MIN(sp->hi + 1, g->slot_pages); p++) {
             vmem_page page, want = p >= sp->lo && p < sp->hi ? kv_table(kv, g, slot, t)[p] : 0;
             if (p >= kv_stale(kv, slot, group)->lo && p < kv_stale(kv, slot, group)->hi)
                 continue;
@@ -35,10 +35,10 @@ struct counts {
 static int check_budget(vmem_kv *kv)
 {
     struct kv_ledger *l = &kv->ledger;
-    l->ceiling = KV_MAX(l->ceiling, l->budget); // the budget may have grown
+    l->ceiling = MAX(l->ceiling, l->budget); // the budget may have grown
     if (l->held > l->ceiling)
         return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, l->held, l->budget);
-    l->ceiling = KV_MAX(l->held, l->budget);
+    l->ceiling = MAX(l->held, l->budget);
     return l->disturbed ? vmem__error(-EFAULT, "the background thread changed how many pages are pinned") : 0;
 }
 

@@ -10,7 +10,6 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "core/memory.h"
 #include "kv/kv.h"
 
 #define CHUNK (KV_SCRATCH / 2)        // pages copied at once where the backend has to map them
@@ -89,7 +88,7 @@ static int copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to, uint64_
         return rc;
     rc = 0;
     for (uint64_t i = 0; i < n && !rc; i += CHUNK)
-        rc = map_and_copy(kv, from + i, to + i, KV_MIN(n - i, CHUNK));
+        rc = map_and_copy(kv, from + i, to + i, MIN(n - i, CHUNK));
     return rc;
 }
 
@@ -111,12 +110,12 @@ static void commit(vmem_kv *kv, const struct row *rows, uint64_t n, const vmem_p
 // little memory for it.
 static int move(vmem_kv *kv, const struct row *rows, uint64_t n, uint64_t *moved)
 {
-    uint64_t most = KV_MAX(PORTION >> kv->page_shift, 1), used = 0;
+    uint64_t most = MAX(PORTION >> kv->page_shift, 1), used = 0;
     const uint64_t room = kv_unused(kv);
     vmem_page *from = malloc(2 * most * sizeof(*from)), *to = from + most;
     int rc = from ? -ENOMEM : vmem__error(-ENOMEM, "no memory to list %llu pages", (unsigned long long)most);
     *moved = 0;
-    most = KV_MIN(most, room);
+    most = MIN(most, room);
     for (; from && rc == -ENOMEM && most; most /= 2) {
         uint64_t pages = 0;
         for (used = 0; used < n && pages + rows[used].n <= most; used++)

@@ -20,7 +20,7 @@ static uint64_t ahead_of_others(const vmem_kv *kv)
             continue;
         pthread_mutex_lock(&c->report.lock);
         uint64_t held = c->report.shown.held_pages;
-        bytes += kv_less(c->ledger.preallocated, held) << c->page_shift;
+        bytes += sat_sub(c->ledger.preallocated, held) << c->page_shift;
         pthread_mutex_unlock(&c->report.lock);
     }
     return bytes;
@@ -65,10 +65,10 @@ void vmem__kv_unregister(vmem_kv *kv)
 
 int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
 {
-    const uint64_t own = kv_less(pages, kv->ledger.held) << kv->page_shift;
+    const uint64_t own = sat_sub(pages, kv->ledger.held) << kv->page_shift;
     // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches have taken ahead.
     const uint64_t others = locked_ahead_of_others(kv);
-    int rc = own ? vmem__prealloc(kv->ctx, own + KV_MIN(others, UINT64_MAX - own), kv->whole) : 0;
+    int rc = own ? vmem__prealloc(kv->ctx, own + MIN(others, UINT64_MAX - own), kv->whole) : 0;
     if (!rc)
         vmem__kv_set_preallocated(kv, pages);
     return rc;
@@ -77,7 +77,7 @@ int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
 void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages)
 {
     vmem__kv_set_preallocated(kv, pages);
-    const uint64_t own = kv_less(pages, kv->ledger.held) << kv->page_shift;
+    const uint64_t own = sat_sub(pages, kv->ledger.held) << kv->page_shift;
     vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), false, NULL);
 }
 
@@ -88,12 +88,12 @@ uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room)
     vmem_context *ctx = kv->ctx;
     vmem__lock(ctx);
     const uint64_t others = ahead_of_others(kv), used = ctx->created + others;
-    const uint64_t spare = kv_less(ctx->committed, used);
-    const uint64_t most = ctx->budget ? kv_less(ctx->budget, used) : UINT64_MAX;
+    const uint64_t spare = sat_sub(ctx->committed, used);
+    const uint64_t most = ctx->budget ? sat_sub(ctx->budget, used) : UINT64_MAX;
     vmem__unlock(ctx);
     if (room)
         *room = most >> kv->page_shift;
-    return KV_MIN(spare, most) >> kv->page_shift;
+    return MIN(spare, most) >> kv->page_shift;
 }
 
 // The device's free memory in bytes, as the driver says it, or as it said no longer than `age` ago, less what the
@@ -104,7 +104,7 @@ static int device_free(const vmem_kv *kv, uint64_t age, uint64_t *bytes)
     uint64_t total;
     vmem__lock(kv->ctx);
     const uint64_t taken = kv->ctx->committed;
-    *bytes = kv_less(last->bytes + last->committed, taken);
+    *bytes = sat_sub(last->bytes + last->committed, taken);
     const bool known = last->at && vmem__now() - last->at < age;
     vmem__unlock(kv->ctx);
     if (known)
@@ -124,7 +124,7 @@ static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
         return UINT64_MAX >> kv->page_shift; // unknown: a later request for pages succeeds or fails
     if (!kv->ctx->b.ops->populate)           // the device's memory comes in arenas of whole blocks
         free -= free % KV_BLOCK;
-    return KV_MIN(spare + (free >> kv->page_shift), room);
+    return MIN(spare + (free >> kv->page_shift), room);
 }
 
 uint64_t vmem__kv_device_pages(const vmem_kv *kv) { return device_pages(kv, 0); }
@@ -142,21 +142,15 @@ bool vmem__kv_asks_device(const vmem_kv *kv)
     return (kv->membership.member || kv->ledger.preallocated < kv->ledger.budget) && vmem__kv_device_due(kv);
 }
 
-// Pages that the worker makes or releases may count twice: as held, and as memory that no page uses.
-bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want)
-{
-    const uint64_t there = kv->ledger.held - kv->ledger.pending;
-    return want <= there || want <= there + vmem__kv_spare_memory(kv, NULL);
-}
-
-// How many of `most` pages there can be. The device is asked only where fewer than `want` are at hand.
+// How many of `most` pages there can be. The device is asked only where fewer than `want` are at hand. Pages that the
+// worker makes or releases would count twice: as held, and as memory that no page uses.
 static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
 {
     if (!kv->membership.member && kv->ledger.preallocated >= kv->ledger.budget)
         return most;
     const uint64_t there = kv->ledger.held - kv->ledger.pending, at_hand = there + vmem__kv_spare_memory(kv, NULL);
     const uint64_t reached = at_hand >= want ? at_hand : there + device_pages(kv, age);
-    return KV_MIN(most, reached);
+    return MIN(most, reached);
 }
 
 static uint64_t most_reached(const vmem_kv *kv)

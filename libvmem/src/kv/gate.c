@@ -15,7 +15,7 @@
 
 // ---- the view -------------------------------------------------------------------------------------------------------
 
-void vmem__kv_publish_stats(vmem_kv *kv)
+static void publish_stats(vmem_kv *kv)
 {
     struct vmem_kv_view *v = kv->view.map;
     uint64_t seq = v->sequence;
@@ -88,7 +88,7 @@ int vmem__kv_publish(vmem_kv *kv, const char *path, const char *name)
     memcpy(v->backend, info.backend, sizeof(v->backend));
     strncpy(v->name, name, sizeof(v->name) - 1);
     kv->view.map = v;
-    vmem__kv_publish_stats(kv);
+    publish_stats(kv);
     __atomic_store_n(&v->magic, VMEM_KV_VIEW_MAGIC, __ATOMIC_RELEASE);
     return 0;
 }
@@ -126,29 +126,19 @@ static uint64_t coarse_now(void) // to a few ms
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-void vmem__kv_summarise(vmem_kv *kv)
+// Counts the pages and rows of the slots, by what the slots are for.
+static void count_slots(const vmem_kv *kv, struct vmem_kv_stats *st)
 {
-    struct vmem_kv_stats *st = &kv->stats;
-    st->page_size = kv->page_size;
-    st->budget_pages = kv->ledger.budget;
-    st->held_pages = kv->ledger.held;
-    st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = 0;
-    st->active_slots = kv->in_state[VMEM_KV_ACTIVE];
-    st->swapped_slots = kv->in_state[VMEM_KV_SWAPPED];
-    st->ending_slots = kv->in_state[KV_ENDING];
-    st->absent_slots = 0;
+    st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = st->absent_slots = 0;
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         const struct kv_slot *sl = &kv->slots[s];
-        bool active = sl->state == VMEM_KV_ACTIVE;
+        const bool active = sl->state == VMEM_KV_ACTIVE;
         st->absent_slots += active && kv_absent(kv, s);
         for (uint32_t i = 0; i < kv->n_groups; i++) {
             const struct kv_group *g = &kv->groups[i];
             const struct kv_span *sp = kv_span(kv, s, i);
-            if (active) {
-                uint32_t rows = KV_MIN(sl->tokens, g->max_tokens);
-                st->live_bytes += (g->window ? KV_MIN(rows, g->window) : rows) * g->row_bytes * g->n;
-            }
-            if (active || sl->state == KV_ENDING) {
+            st->live_bytes += active ? kv_live_rows(g, sl->tokens) * g->row_bytes * g->n : 0;
+            if (kv_accessed(kv, s)) {
                 st->needed_pages += (uint64_t)(sp->step.hi - sp->step.lo) * g->n;
                 st->ahead_pages += (uint64_t)(sp->hi - sp->step.hi) * g->n;
             } else {
@@ -156,7 +146,19 @@ void vmem__kv_summarise(vmem_kv *kv)
             }
         }
     }
-    st->free_pages = kv_less(vmem__kv_page_limit_known(kv), kv->ledger.pinned_pages);
+}
+
+void vmem__kv_summarise(vmem_kv *kv)
+{
+    struct vmem_kv_stats *st = &kv->stats;
+    count_slots(kv, st);
+    st->page_size = kv->page_size;
+    st->budget_pages = kv->ledger.budget;
+    st->held_pages = kv->ledger.held;
+    st->active_slots = kv->in_state[VMEM_KV_ACTIVE];
+    st->swapped_slots = kv->in_state[VMEM_KV_SWAPPED];
+    st->ending_slots = kv->in_state[KV_ENDING];
+    st->free_pages = sat_sub(vmem__kv_page_limit_known(kv), kv->ledger.pinned_pages);
     st->shared_pages = kv->shared.shared;
     st->prefix_pages = kv->shared.runs_only;
     st->slots = kv->n_slots;
@@ -170,7 +172,7 @@ void vmem__kv_summarise(vmem_kv *kv)
     kv->report.stale = false;
     if (kv->view.map) {
         kv->report.summarised = coarse_now();
-        vmem__kv_publish_stats(kv);
+        publish_stats(kv);
     }
 }
 

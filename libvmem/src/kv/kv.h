@@ -20,13 +20,11 @@
 #include <sys/types.h>
 
 #include "core/clock.h"
-#include "core/error.h"
+#include "core/memory.h"
 #include "pool/member.h"
 #include "vmem_kv.h"
 
 #define KV_BLOCK VMEM_PAGE_2M // bytes that one large page-table entry maps
-#define KV_MIN(a, b) ((a) < (b) ? (a) : (b))
-#define KV_MAX(a, b) ((a) > (b) ? (a) : (b))
 
 struct kv_group {
     uint64_t row_bytes;
@@ -424,8 +422,6 @@ static inline bool kv_joined(const vmem_kv *kv, uint32_t slot, uint32_t group, u
     return kv->whole && page < g->slot_pages && kv->joined[g->joined + (uint64_t)slot * g->slot_pages + page];
 }
 
-static inline uint64_t kv_less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
-
 static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
 {
     return (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0);
@@ -437,17 +433,24 @@ static inline bool kv_accessed(const vmem_kv *kv, uint32_t slot)
     return kv->slots[slot].state != VMEM_KV_FREE && kv->slots[slot].state != VMEM_KV_SWAPPED;
 }
 
+// The rows of a request that its next token reads, in each tensor of the group.
+static inline uint64_t kv_live_rows(const struct kv_group *g, uint32_t tokens)
+{
+    const uint32_t rows = MIN(tokens, g->max_tokens);
+    return g->window ? MIN(rows, g->window) : rows;
+}
+
 // Slots that wait for kernels to end.
 static inline uint32_t kv_num_ending(const vmem_kv *kv) { return kv->in_state[KV_ENDING]; }
 
 // Pages that could be added without reclaiming any.
-static inline uint64_t kv_unused(const vmem_kv *kv) { return kv_less(kv->ledger.budget, kv->ledger.held); }
+static inline uint64_t kv_unused(const vmem_kv *kv) { return sat_sub(kv->ledger.budget, kv->ledger.held); }
 
 // Pages that the watermark keeps back while requests run.
 static inline uint64_t kv_watermark(const vmem_kv *kv)
 {
     const struct kv_ledger *l = &kv->ledger;
-    return KV_MIN(KV_MAX(l->watermark_pages, (l->budget * l->watermark_percent + 99) / 100), l->budget);
+    return MIN(MAX(l->watermark_pages, (l->budget * l->watermark_percent + 99) / 100), l->budget);
 }
 
 // Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
@@ -490,7 +493,7 @@ static inline struct kv_range *kv_past_of(const vmem_kv *kv, uint32_t slot, uint
 }
 static inline struct kv_range kv_range_union(struct kv_range a, struct kv_range b)
 {
-    return b.lo == b.hi ? a : (struct kv_range){KV_MIN(a.lo, b.lo), KV_MAX(a.hi, b.hi)};
+    return b.lo == b.hi ? a : (struct kv_range){MIN(a.lo, b.lo), MAX(a.hi, b.hi)};
 }
 // The pages of a span that kernels in flight access when a step needs `now`.
 static inline struct kv_range kv_in_flight(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range now)
@@ -541,7 +544,7 @@ static inline uint32_t kv_next_active(const vmem_kv *kv, uint32_t from)
 static inline uint32_t kv_next_used(const vmem_kv *kv, uint32_t from) // that is not free
 {
     const uint32_t active = kv_next_active(kv, from), other = vmem__kv_set_next(kv, &kv->lists[KV_LIST_OTHERS], from);
-    return KV_MIN(active, other);
+    return MIN(active, other);
 }
 
 // Grows an array so that it has room for n elements of `size` bytes.
@@ -622,10 +625,10 @@ struct kv_range vmem__kv_pinned_part(const vmem_kv *kv, uint32_t slot, uint32_t 
 static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    hi = running ? KV_MAX(hi, s->coarse_hi) : hi;
+    hi = running ? MAX(hi, s->coarse_hi) : hi;
     while (hi < s->hi && kv_joined(kv, slot, group, hi))
         hi++;
-    return KV_MIN(hi, s->hi);
+    return MIN(hi, s->hi);
 }
 // The pages of a span that kernels access, and those that go with them; running: while the kernels run.
 static inline struct kv_range kv_in_use(const vmem_kv *kv, uint32_t slot, uint32_t group, bool running)
@@ -644,7 +647,7 @@ int64_t vmem__kv_pinned_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, 
 // vmem__kv_set_pinned for steps: in most, only the end changes, among pages that nobody else has.
 static inline bool kv_at_own_end(const struct kv_span *s, struct kv_range to)
 {
-    return to.lo == s->pinned.lo && KV_MIN(to.hi, s->pinned.hi) >= s->shared_hi;
+    return to.lo == s->pinned.lo && MIN(to.hi, s->pinned.hi) >= s->shared_hi;
 }
 static inline void kv_set_pinned(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
 {
@@ -762,20 +765,12 @@ struct kv_split vmem__kv_split(const vmem_kv *kv, const struct kv_group *g, uint
 // The pages that a request of `tokens` tokens needs, in addition to those of prefix_tokens rows that it shares.
 uint64_t vmem__kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
 
-// -EINVAL: the run is of another cache, whether or not it is still there. 0 is no run, and of every cache. name: of the
-// argument, runs[i].
-int vmem__kv_run_owned(const struct kv_runs *runs, uint64_t id, const char *name, size_t i);
-uint32_t vmem__kv_run_find(const struct kv_runs *runs, uint64_t id); // KV_NO_RUN: there is none (any more)
-void vmem__kv_run_link(struct kv_runs *runs, uint32_t run);          // as the newest of those like it
-void vmem__kv_run_unlink(struct kv_runs *runs, uint32_t run);
-// The run that is to be evicted next, which nobody pins; KV_NO_RUN: there is none.
-uint32_t vmem__kv_run_victim(const struct kv_runs *runs);
-// The slot's request uses the run until it ends. Fails only without room in its list (vmem__kv_pin_room).
+// -EINVAL: one of the runs is of another cache, whether or not it is still there. 0 is no run, and of every cache.
+int vmem__kv_check_ids(const struct kv_runs *runs, const uint64_t *ids, uint64_t n);
+// The slot's request uses the run until it ends. Fails only without memory for the slot's list.
 int vmem__kv_pin(vmem_kv *kv, uint32_t slot, uint32_t run);
-int vmem__kv_pin_room(vmem_kv *kv, uint32_t slot, uint64_t n);
 void vmem__kv_unpin(vmem_kv *kv, uint32_t slot); // the slot's request has ended, or has given up its pages
 
-uint64_t vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *rows); // how many they are, of all groups
 int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
 int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep);
 int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got);
@@ -831,8 +826,6 @@ uint64_t vmem__kv_device_pages(const vmem_kv *kv);
 bool vmem__kv_device_due(const vmem_kv *kv);
 // Whether an answer may ask the driver: the cache has not taken its memory ahead, and the driver's last word is old.
 bool vmem__kv_asks_device(const vmem_kv *kv);
-// Whether there can be `want` pages without memory that the device has not given yet.
-bool vmem__kv_at_hand(const vmem_kv *kv, uint64_t want);
 // The most pages that the cache can have: the budget, and what is free in its pool, as far as the device has memory. An
 // answer of at least `want` may be capped there. The driver is asked only where its memory decides: its answer is reused
 // for 100 ms, but never to refuse. The call may wait for the worker before an answer of less than `want`.
@@ -856,7 +849,6 @@ int vmem__kv_enter_step(vmem_kv *kv);
 int vmem__kv_leave(vmem_kv *kv, int rc);
 
 int vmem__kv_publish(vmem_kv *kv, const char *path, const char *name);
-void vmem__kv_publish_stats(vmem_kv *kv); // what is shown, as it is now
 void vmem__kv_unpublish(vmem_kv *kv);
 // The budget that another process wrote into the view, until it is answered; 0: none. reason: of an error.
 uint64_t vmem__kv_wanted_budget(const vmem_kv *kv);
@@ -864,9 +856,7 @@ void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason
 
 // ---- budget.c -------------------------------------------------------------------------------------------------------
 
-// With api and state held, and without effect on a cache of no pool, but for the first.
-// A member's budget grows by what is free in the pool: by `least` pages if there are so many, and up to `most`.
-void vmem__kv_claim(vmem_kv *kv, uint64_t least, uint64_t most);
+// With api and state held, and without effect on a cache of no pool.
 // With the requests that wait, the cache will have `want` pages: claims and asks for them, and lets the pool's thread
 // take the device memory. part: if the member may not have so many, as many as it may.
 void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part);

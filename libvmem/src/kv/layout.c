@@ -12,7 +12,7 @@ static uint64_t round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * t
 
 uint32_t vmem__kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t before)
 {
-    uint64_t rows = KV_MIN(before, g->max_tokens);
+    uint64_t rows = MIN(before, g->max_tokens);
     if (!g->window || rows <= g->window)
         return 0;
     rows -= g->window;
@@ -21,9 +21,9 @@ uint32_t vmem__kv_need_lo(const vmem_kv *kv, const struct kv_group *g, uint32_t 
 
 uint32_t vmem__kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t tokens)
 {
-    uint64_t rows = KV_MIN(tokens, g->max_tokens);
+    uint64_t rows = MIN(tokens, g->max_tokens);
     if (kv->tile_rows > 1)
-        rows = KV_MIN(round_up(rows, kv->tile_rows), g->slot_rows);
+        rows = MIN(round_up(rows, kv->tile_rows), g->slot_rows);
     return (uint32_t)((rows * g->row_bytes + kv->page_size - 1) >> kv->page_shift);
 }
 
@@ -32,9 +32,9 @@ uint32_t vmem__kv_need_hi(const vmem_kv *kv, const struct kv_group *g, uint64_t 
 static int lay_out(const vmem_kv *kv, struct kv_group *g)
 {
     uint64_t rows = round_up(g->max_tokens, kv->tile_rows), bytes = rows * g->row_bytes;
-    for (uint64_t align = KV_MAX(KV_BLOCK, kv->page_size);; align = kv->page_size) {
+    for (uint64_t align = MAX(KV_BLOCK, kv->page_size);; align = kv->page_size) {
         // `align` is a power of two, so that what it has in common with row_bytes is one, too.
-        g->slot_rows = round_up(rows, align / KV_MIN(align, g->row_bytes & -g->row_bytes));
+        g->slot_rows = round_up(rows, align / MIN(align, g->row_bytes & -g->row_bytes));
         g->slot_stride = g->slot_rows * g->row_bytes;
         bool fits = g->slot_stride / kv->page_size <= UINT32_MAX && g->slot_stride <= (UINT64_C(1) << 46) / kv->n_slots;
         if (fits && (align == kv->page_size || (bytes >= align && g->slot_stride <= 4 * bytes)))

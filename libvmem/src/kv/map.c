@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/memory.h"
 #include "kv/kv.h"
 
 // A run of at least this many 2 MiB blocks is mapped separately from the small pages around it, so that it can use 2
@@ -37,7 +36,7 @@ static int add_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gro
     int rc = room_for_parts(kv, l, slot, group, from, to);
     if (rc)
         return rc;
-    const uint32_t b = kv->block, head = KV_MIN((from + b - 1) / b * b, to), last = KV_MIN(to, coarse_hi) / b * b;
+    const uint32_t b = kv->block, head = MIN((from + b - 1) / b * b, to), last = MIN(to, coarse_hi) / b * b;
     const bool pays = kv->whole ? last >= head + 2 : b > 1 && last >= head + COARSE_BLOCKS * b;
     const uint32_t tail = pays && !g->window ? last : head;
     const bool joins = from > s->lo && from == s->hi;
@@ -209,8 +208,8 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
             s = kv_span_at(p->from);
         if (p->from < s.lo)
             s.lo = s.step.lo = s.step.hi = s.in_flight.lo = s.in_flight.hi = p->from; // no step has asked for rows yet
-        s.hi = KV_MAX(s.hi, p->to);
-        s.coarse_hi = p->coarse ? KV_MAX(s.coarse_hi, p->to) : s.coarse_hi;
+        s.hi = MAX(s.hi, p->to);
+        s.coarse_hi = p->coarse ? MAX(s.coarse_hi, p->to) : s.coarse_hi;
         if (kv->whole)
             set_joined(kv, p);
         vmem__kv_span_set(kv, p->slot, p->group, &s);

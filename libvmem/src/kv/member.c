@@ -2,7 +2,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
-#include "core/memory.h"
 #include "core/struct.h"
 #include "kv/kv.h"
 #include "kv/member.h"
@@ -33,7 +32,7 @@ static uint64_t evictable(const vmem_kv *kv)
 // A check of the books must not take pages that were created under the old one for too many.
 static void shrink_budget(vmem_kv *kv, uint64_t pages)
 {
-    kv->ledger.ceiling = KV_MAX(kv->ledger.ceiling, kv->ledger.held);
+    kv->ledger.ceiling = MAX(kv->ledger.ceiling, kv->ledger.held);
     kv->ledger.budget = pages;
 }
 
@@ -46,7 +45,7 @@ static void state(void *self, struct vmem__lend_state *out)
                                      .used = kv->ledger.pinned_pages,
                                      .after = kv->membership.giving ? kv->membership.give_to : kv->ledger.budget,
                                      .fixed = fixed,
-                                     .evictable = KV_MIN(evictable(kv), fixed),
+                                     .evictable = MIN(evictable(kv), fixed),
                                      .margin = kv->in_state[VMEM_KV_FREE] < kv->n_slots ? fixed / 32 : 0};
 }
 
@@ -75,7 +74,7 @@ static uint64_t next_pages(const vmem_kv *kv) { return (uint64_t)kv->in_state[VM
 // Ends giving: pages that are left above give_to cannot be given back now.
 static void stop_giving(vmem_kv *kv)
 {
-    shrink_budget(kv, KV_MAX(kv->membership.give_to, kv->ledger.held));
+    shrink_budget(kv, MAX(kv->membership.give_to, kv->ledger.held));
     kv->membership.giving = false;
 }
 
@@ -89,12 +88,12 @@ static bool go_on_giving(void *self, uint64_t least)
     if (!kv->membership.giving)
         return false;
     if (alone)
-        vmem__kv_reclaim_to(kv, KV_MAX(kv->membership.give_to, kv_less(kv->ledger.held, kv->membership.portion)), true);
+        vmem__kv_reclaim_to(kv, MAX(kv->membership.give_to, sat_sub(kv->ledger.held, kv->membership.portion)), true);
     const bool rests = alone ? kv->ledger.held <= vmem__kv_min_pages(kv) : !kv->turn.due && !kv->turn.working;
     if (kv->ledger.held <= kv->membership.give_to || rests)
         stop_giving(kv);
     else
-        shrink_budget(kv, KV_MIN(kv->ledger.budget, KV_MAX(kv->membership.give_to, kv->ledger.held + next_pages(kv))));
+        shrink_budget(kv, MIN(kv->ledger.budget, MAX(kv->membership.give_to, kv->ledger.held + next_pages(kv))));
     return kv->membership.giving && alone;
 }
 
@@ -109,7 +108,7 @@ static void evict(void *self, uint64_t pages)
         return;
     }
     lock(kv);
-    vmem__kv_evict(kv, KV_MIN(pages, KV_MAX(kv->membership.portion, kv->block)));
+    vmem__kv_evict(kv, MIN(pages, MAX(kv->membership.portion, kv->block)));
     unlock(kv);
 }
 

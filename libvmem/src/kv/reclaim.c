@@ -55,7 +55,7 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, bool stuck, struct kv_
             uint32_t hi = n < sp->hi - sp->lo ? (sp->hi - (uint32_t)n) / kv->block * kv->block : sp->lo;
             while (hi > sp->lo && kv_joined(kv, s, i, hi))
                 hi--;
-            *v = (struct kv_victim){s, i, sp->lo, KV_MAX(hi, sp->lo)};
+            *v = (struct kv_victim){s, i, sp->lo, MAX(hi, sp->lo)};
             oldest = kv->idle[s].freed_seq;
             break;
         }
@@ -134,9 +134,9 @@ int vmem__kv_make_room(vmem_kv *kv, uint64_t pages)
     if (vmem__kv_has_room(kv, pages))
         return 0;
     vmem__kv_worker_pause(kv);
-    const uint64_t most = KV_MAX(kv->ledger.held, kv->ledger.budget);
+    const uint64_t most = MAX(kv->ledger.held, kv->ledger.budget);
     if (kv->ledger.held + pages > kv->ledger.budget) {
-        rc = vmem__kv_reclaim_to(kv, kv_less(kv->ledger.budget, pages), true);
+        rc = vmem__kv_reclaim_to(kv, sat_sub(kv->ledger.budget, pages), true);
         if (!rc && kv->ledger.held + pages > most) // reclaiming got less than counted on
             rc = vmem__kv_short_of_budget(kv, kv->ledger.held + pages);
     }
@@ -149,14 +149,14 @@ int vmem__kv_make_room(vmem_kv *kv, uint64_t pages)
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages)
 {
     vmem__kv_worker_pause(kv);
-    uint64_t device = vmem__kv_device_pages(kv), kept = kv_less(kv->ledger.held, kv->ledger.pinned_pages);
+    uint64_t device = vmem__kv_device_pages(kv), kept = sat_sub(kv->ledger.held, kv->ledger.pinned_pages);
     int rc;
     if (pages > device && pages - device > kept)
         rc = vmem__kv_short_of_device(kv, pages - device - kept);
     else if (!kept)
         rc = vmem__kv_short_of_device(kv, pages);
     else
-        rc = vmem__kv_reclaim_to(kv, kv_less(kv->ledger.held, pages > device ? pages - device : pages), true);
+        rc = vmem__kv_reclaim_to(kv, sat_sub(kv->ledger.held, pages > device ? pages - device : pages), true);
     vmem__kv_worker_resume(kv);
     return rc;
 }
@@ -256,7 +256,7 @@ int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
     const uint64_t pages = bytes == UINT64_MAX ? bytes : kv_ceil_pages(bytes, kv);
     vmem__kv_worker_pause(kv); // what it makes or gives back is not this call's
     const uint64_t before = kv->ledger.held;
-    int rc = vmem__kv_reclaim_to(kv, kv_less(before, pages), false);
+    int rc = vmem__kv_reclaim_to(kv, sat_sub(before, pages), false);
     if (rc == -ENOMEM) // the system has no mappings to cut the rest: less is freed, and nothing is lost
         rc = 0;
     *freed = (before - kv->ledger.held) << kv->page_shift;

@@ -23,7 +23,7 @@ int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uin
     if (o.tokens > kv->max_tokens || o.prefix_tokens > kv->max_tokens)
         rc =
             vmem__error(-EINVAL, "%s %u is over max_tokens, %u", o.tokens > kv->max_tokens ? "tokens" : "prefix_tokens",
-                        KV_MAX(o.tokens, o.prefix_tokens), kv->max_tokens);
+                        MAX(o.tokens, o.prefix_tokens), kv->max_tokens);
     else if (wanted && o.slot >= kv->n_slots)
         rc = vmem__error(-EINVAL, "slot %u is out of range: the cache has %u slots", o.slot, kv->n_slots);
     else if (wanted && kv->slots[o.slot].state != VMEM_KV_FREE)
@@ -76,8 +76,8 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     idle->first_private_row = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++)
         idle->first_private_row =
-            KV_MAX(idle->first_private_row,
-                   (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) / kv->groups[i].row_bytes));
+            MAX(idle->first_private_row,
+                (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) / kv->groups[i].row_bytes));
     vmem__kv_set_state(kv, slot, VMEM_KV_FREE);
     s->tokens = s->shared_tokens = 0;
     s->skip = s->stuck = false;
@@ -130,7 +130,7 @@ int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after)
 int vmem__kv_end_requests(vmem_kv *kv, uint64_t step)
 {
     int rc = 0;
-    kv->fence.retired = KV_MAX(kv->fence.retired, step);
+    kv->fence.retired = MAX(kv->fence.retired, step);
     for (uint32_t s = 0; s < kv->n_slots && kv_num_ending(kv); s++) {
         if (kv->slots[s].state != KV_ENDING || kv->idle[s].ends > kv->fence.retired)
             continue;
@@ -145,7 +145,7 @@ int vmem__kv_retire_to(vmem_kv *kv, uint64_t step)
 {
     int rc = vmem__kv_check_fence(kv, step);
     if (!rc) {
-        rc = vmem__kv_end_requests(kv, KV_MAX(vmem__kv_last_ended_step(kv), step));
+        rc = vmem__kv_end_requests(kv, MAX(vmem__kv_last_ended_step(kv), step));
         vmem__kv_shrink_to_budget(kv);
     }
     return rc;
@@ -227,7 +227,7 @@ static int copy_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, s.full + (s.part != 0));
         if (rc)
             return rc;
-        sp->shared_hi = KV_MIN(sp->shared_hi, s.full);
+        sp->shared_hi = MIN(sp->shared_hi, s.full);
     }
     return 0;
 }
@@ -289,11 +289,11 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     vmem__kv_clear_history(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         struct kv_span *sp = kv_span(kv, slot, i);
-        const uint32_t hi = KV_MIN(vmem__kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);
-        sp->step = sp->in_flight = (struct kv_range){KV_MIN(vmem__kv_need_lo(kv, &kv->groups[i], tokens), hi), hi};
+        const uint32_t hi = MIN(vmem__kv_need_hi(kv, &kv->groups[i], tokens), sp->hi);
+        sp->step = sp->in_flight = (struct kv_range){MIN(vmem__kv_need_lo(kv, &kv->groups[i], tokens), hi), hi};
     }
     s->tokens = tokens;
-    s->shared_tokens = KV_MIN(s->shared_tokens, tokens);
+    s->shared_tokens = MIN(s->shared_tokens, tokens);
     vmem__kv_update_pinned(kv, slot);
     vmem__kv_pass_windows(kv, slot);
     return 0;
@@ -340,7 +340,7 @@ static uint64_t bytes_of(const vmem_kv *kv, uint32_t slot)
     for (const struct kv_group *g = kv->groups; g < kv->groups + kv->n_groups; g++) {
         const uint32_t tokens = kv->slots[slot].tokens;
         const uint64_t passed = (uint64_t)vmem__kv_need_lo(kv, g, tokens) << kv->page_shift;
-        bytes += (KV_MIN(tokens, g->max_tokens) * g->row_bytes - passed) * g->n;
+        bytes += (MIN(tokens, g->max_tokens) * g->row_bytes - passed) * g->n;
     }
     return bytes;
 }

@@ -14,12 +14,12 @@
 
 struct kv_split vmem__kv_split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
 {
-    uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
+    uint64_t bytes = MIN(tokens, g->max_tokens) * g->row_bytes;
     struct kv_split s = {.lo = vmem__kv_need_lo(kv, g, tokens),
                          .full = (uint32_t)(bytes >> kv->page_shift),
                          .hi = vmem__kv_need_hi(kv, g, tokens),
                          .part = bytes & (kv->page_size - 1)};
-    s.full = KV_MAX(s.full, s.lo);
+    s.full = MAX(s.full, s.lo);
     return s;
 }
 
@@ -37,20 +37,29 @@ uint64_t vmem__kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t pref
 // the runs that it began with or wrote. When it ends, the end of its sequence comes first into the list: fewer requests
 // can use it. Runs that are to be kept have a list of their own, which nothing evicts from.
 
-int vmem__kv_run_owned(const struct kv_runs *runs, uint64_t id, const char *name, size_t i)
+static int check_owned(const struct kv_runs *runs, uint64_t id, const char *name, size_t i)
 {
     if (!id || id >> KV_RUN_TAG == runs->tag)
         return 0;
     return vmem__error(-EINVAL, "runs[%zu]%s %#" PRIx64 " is no run of this cache", i, name, id);
 }
 
-uint32_t vmem__kv_run_find(const struct kv_runs *runs, uint64_t id)
+int vmem__kv_check_ids(const struct kv_runs *runs, const uint64_t *ids, uint64_t n)
+{
+    int rc = n && !ids ? vmem__error(-EINVAL, "runs must not be NULL") : 0;
+    for (uint64_t i = 0; i < n && !rc; i++)
+        rc = check_owned(runs, ids[i], "", i);
+    return rc;
+}
+
+// KV_NO_RUN: there is none (any more).
+static uint32_t find_run(const struct kv_runs *runs, uint64_t id)
 {
     const uint32_t i = kv_run_place(id);
     return id && i < runs->used && runs->list[i].id == id ? (uint32_t)i : KV_NO_RUN;
 }
 
-void vmem__kv_run_unlink(struct kv_runs *runs, uint32_t run)
+static void unlink_run(struct kv_runs *runs, uint32_t run)
 {
     const struct kv_run *r = &runs->list[run];
     struct kv_use *use = &runs->order[r->keep];
@@ -58,7 +67,8 @@ void vmem__kv_run_unlink(struct kv_runs *runs, uint32_t run)
     *(r->older == KV_NO_RUN ? &use->oldest : &runs->list[r->older].newer) = r->newer;
 }
 
-void vmem__kv_run_link(struct kv_runs *runs, uint32_t run)
+// As the newest of those like it.
+static void link_run(struct kv_runs *runs, uint32_t run)
 {
     struct kv_run *r = &runs->list[run];
     struct kv_use *use = &runs->order[r->keep];
@@ -68,18 +78,16 @@ void vmem__kv_run_link(struct kv_runs *runs, uint32_t run)
     use->newest = run;
 }
 
-uint32_t vmem__kv_run_victim(const struct kv_runs *runs) { return runs->order[false].oldest; }
-
 // ---- pins ------------------------------------------------------------------------------------------------------------
 
 static void let_go(struct kv_runs *runs, const struct kv_pin *pin)
 {
-    const uint32_t i = vmem__kv_run_find(runs, pin->id);
+    const uint32_t i = find_run(runs, pin->id);
     if (i != KV_NO_RUN && !--runs->list[i].pins)
-        vmem__kv_run_link(runs, i);
+        link_run(runs, i);
 }
 
-int vmem__kv_pin_room(vmem_kv *kv, uint32_t slot, uint64_t n)
+static int room_for_pins(vmem_kv *kv, uint32_t slot, uint64_t n)
 {
     struct kv_pins *p = &kv->runs.pins[slot];
     return vmem__kv_room_for(&p->list, &p->cap, p->n + n, sizeof(*p->list));
@@ -90,7 +98,7 @@ int vmem__kv_pin(vmem_kv *kv, uint32_t slot, uint32_t run)
     struct kv_runs *runs = &kv->runs;
     struct kv_run *r = &runs->list[run];
     struct kv_pins *p = &runs->pins[slot];
-    int rc = vmem__kv_pin_room(kv, slot, 1);
+    int rc = room_for_pins(kv, slot, 1);
     uint64_t at = p->n; // in the order of rows: nearly always the last
     while (!rc && at && p->list[at - 1].first > r->first)
         at--;
@@ -98,7 +106,7 @@ int vmem__kv_pin(vmem_kv *kv, uint32_t slot, uint32_t run)
     if (rc || (same && p->list[at - 1].id == r->id))
         return rc;
     if (!r->pins++)
-        vmem__kv_run_unlink(runs, run);
+        unlink_run(runs, run);
     if (same) {
         let_go(runs, &p->list[--at]);
     } else {
@@ -121,7 +129,8 @@ void vmem__kv_unpin(vmem_kv *kv, uint32_t slot)
     }
 }
 
-uint64_t vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *rows)
+// The pages of rows of all groups.
+static uint64_t num_pages(const vmem_kv *kv, const struct kv_rows *rows)
 {
     uint64_t pages = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++)
@@ -136,10 +145,10 @@ uint64_t vmem__kv_rows_pages(const vmem_kv *kv, const struct kv_rows *rows)
 static struct kv_rows rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, uint32_t group)
 {
     const struct kv_group *g = &kv->groups[group];
-    const uint64_t from = KV_MIN((uint64_t)run->first, g->max_tokens);
-    const uint64_t to = KV_MIN((uint64_t)run->first + run->tokens, g->max_tokens);
+    const uint64_t from = MIN((uint64_t)run->first, g->max_tokens);
+    const uint64_t to = MIN((uint64_t)run->first + run->tokens, g->max_tokens);
     const uint32_t lo =
-        KV_MAX((uint32_t)(from * g->row_bytes >> kv->page_shift), kv_span(kv, run->slot, group)->in_flight.lo);
+        MAX((uint32_t)(from * g->row_bytes >> kv->page_shift), kv_span(kv, run->slot, group)->in_flight.lo);
     const uint32_t hi = (uint32_t)((to * g->row_bytes + kv->page_size - 1) >> kv->page_shift);
     return from < to && lo < hi ? (struct kv_rows){.lo = lo, .n = hi - lo} : (struct kv_rows){0};
 }
@@ -173,14 +182,12 @@ static int check_run(vmem_kv *kv, const struct vmem_kv_run *run, size_t i)
                            run->first, run->slot, kv->slots[run->slot].tokens);
     if (run->keep > 1)
         return vmem__error(-EINVAL, "runs[%zu].keep %u is neither 0 nor 1", i, run->keep);
-    const int rc = vmem__kv_run_owned(&kv->runs, run->id, ".id", i);
+    const int rc = check_owned(&kv->runs, run->id, ".id", i);
     if (rc)
         return rc;
-    const uint32_t at = vmem__kv_run_find(&kv->runs, run->id);
+    const uint32_t at = find_run(&kv->runs, run->id);
     const struct kv_run *old = at == KV_NO_RUN ? NULL : &kv->runs.list[at];
-    if (!old)
-        return 0;
-    if (old->first != run->first || old->tokens != run->tokens)
+    if (old && (old->first != run->first || old->tokens != run->tokens))
         return vmem__error(-EINVAL, "runs[%zu].id is of %u rows from row %u on", i, old->tokens, old->first);
     return 0;
 }
@@ -193,13 +200,13 @@ static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct
     uint64_t fresh = 0, pages = 0;
     int rc = 0;
     for (size_t i = 0; i < n && !rc; i++) {
-        rc = vmem__kv_pin_room(kv, runs[i].slot, n);
-        if (rc || vmem__kv_run_find(all, runs[i].id) != KV_NO_RUN)
+        rc = room_for_pins(kv, runs[i].slot, n);
+        if (rc || find_run(all, runs[i].id) != KV_NO_RUN)
             continue;
         rc = rows_new(kv, &runs[i], &made[i]);
         if (!made[i])
             continue;
-        pages += vmem__kv_rows_pages(kv, made[i]);
+        pages += num_pages(kv, made[i]);
         fresh++;
     }
     if (!rc && fresh + all->used > KV_RUNS_MAX)
@@ -230,9 +237,9 @@ static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows 
                          .report = report,
                          .rows = rows};
     all->n++;
-    all->pages += vmem__kv_rows_pages(kv, rows);
+    all->pages += num_pages(kv, rows);
     all->reported += report;
-    vmem__kv_run_link(all, i);
+    link_run(all, i);
     for (uint32_t j = 0; j < kv->n_groups; j++) {
         const struct kv_group *g = &kv->groups[j];
         struct kv_span *sp = kv_span(kv, run->slot, j);
@@ -244,9 +251,9 @@ static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows 
             vmem__kv_change_holders(kv, ref, (struct kv_holders){.runs = 1, .evictable_runs = !r->keep});
         }
         if (at->n)
-            sp->shared_hi = KV_MAX(sp->shared_hi, at->lo + at->n);
+            sp->shared_hi = MAX(sp->shared_hi, at->lo + at->n);
     }
-    kv->slots[run->slot].shared_tokens = KV_MAX(kv->slots[run->slot].shared_tokens, run->first + run->tokens);
+    kv->slots[run->slot].shared_tokens = MAX(kv->slots[run->slot].shared_tokens, run->first + run->tokens);
     return i;
 }
 
@@ -270,7 +277,7 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
             free(made[i]);
             continue;
         }
-        uint32_t at = vmem__kv_run_find(&kv->runs, runs[i].id);
+        uint32_t at = find_run(&kv->runs, runs[i].id);
         if (made[i])
             at = make(kv, &runs[i], made[i], flags & VMEM_KV_RUN_REPORT);
         runs[i].id = at == KV_NO_RUN ? 0 : kv->runs.list[at].id;
@@ -292,23 +299,19 @@ static void set_keep(vmem_kv *kv, uint32_t i, bool keep)
             vmem__kv_change_holders(kv, vmem__kv_shared_find(&kv->shared, r->rows[j].pages[k]),
                                     (struct kv_holders){.evictable_runs = -kept});
     if (!r->pins)
-        vmem__kv_run_unlink(&kv->runs, i);
+        unlink_run(&kv->runs, i);
     r->keep = keep;
     if (!r->pins)
-        vmem__kv_run_link(&kv->runs, i);
+        link_run(&kv->runs, i);
 }
 
 int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep)
 {
-    if (n && !runs)
-        return vmem__error(-EINVAL, "runs must not be NULL");
-    if (keep > 1)
-        return vmem__error(-EINVAL, "keep %u is neither 0 nor 1", keep);
-    int rc = 0;
-    for (size_t k = 0; k < n && !rc; k++)
-        rc = vmem__kv_run_owned(&kv->runs, runs[k], "", k);
+    int rc = vmem__kv_check_ids(&kv->runs, runs, n);
+    if (!rc && keep > 1)
+        rc = vmem__error(-EINVAL, "keep %u is neither 0 nor 1", keep);
     for (size_t k = n; k-- && !rc;) { // from the last: the end of a sequence becomes the oldest
-        const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);
+        const uint32_t i = find_run(&kv->runs, runs[k]);
         if (i != KV_NO_RUN)
             set_keep(kv, i, keep);
     }
@@ -320,7 +323,7 @@ int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got)
     struct kv_runs *all = &kv->runs;
     if (!got || (n && !runs))
         return vmem__error(-EINVAL, "got must not be NULL, nor runs unless n is 0");
-    *got = KV_MIN(n, all->n_gone);
+    *got = MIN(n, all->n_gone);
     if (*got)
         memcpy(runs, all->gone, *got * sizeof(*runs));
     all->n_gone -= *got;
@@ -337,18 +340,18 @@ static uint32_t least_tokens(const vmem_kv *kv, const struct kv_run *r)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_group *g = &kv->groups[i];
         const struct kv_rows *has = &r->rows[i];
-        const uint64_t bytes = KV_MIN((uint64_t)r->first + r->tokens, g->max_tokens) * g->row_bytes;
+        const uint64_t bytes = MIN((uint64_t)r->first + r->tokens, g->max_tokens) * g->row_bytes;
         const uint64_t from = has->n ? (uint64_t)has->lo << kv->page_shift : kv_ceil_pages(bytes, kv) << kv->page_shift;
         const uint64_t tiles = (from + g->row_bytes * kv->tile_rows - 1) / (g->row_bytes * kv->tile_rows);
         const uint64_t tokens = from ? tiles * kv->tile_rows + g->window : 0;
-        least = KV_MAX(least, from && (!g->window || tokens > g->max_tokens) ? none : tokens);
+        least = MAX(least, from && (!g->window || tokens > g->max_tokens) ? none : tokens);
     }
-    return (uint32_t)KV_MIN(least, none);
+    return (uint32_t)MIN(least, none);
 }
 
 int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
 {
-    const uint32_t i = vmem__kv_run_find(&kv->runs, run);
+    const uint32_t i = find_run(&kv->runs, run);
     if (i == KV_NO_RUN)
         return vmem__error(-EINVAL, "this cache has no run %#" PRIx64 ": it was dropped or evicted, or is another's",
                            run);
@@ -358,7 +361,7 @@ int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
                                     .min_tokens = least_tokens(kv, r),
                                     .keep = r->keep,
                                     .requests = r->pins,
-                                    .pages = vmem__kv_rows_pages(kv, r->rows)};
+                                    .pages = num_pages(kv, r->rows)};
     for (uint32_t j = 0; j < kv->n_groups; j++)
         for (uint32_t k = 0; k < r->rows[j].n; k++) {
             const struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, r->rows[j].pages[k]);
@@ -413,9 +416,9 @@ int vmem__kv_check_runs(const vmem_kv *kv)
 // The pages of a group that contain the rows that the next token of a request of `tokens` tokens reads.
 static struct kv_range rows_read(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
 {
-    const uint64_t bytes = KV_MIN(tokens, g->max_tokens) * g->row_bytes;
+    const uint64_t bytes = MIN(tokens, g->max_tokens) * g->row_bytes;
     const uint32_t lo = vmem__kv_need_lo(kv, g, tokens), hi = (uint32_t)((bytes + kv->page_size - 1) >> kv->page_shift);
-    return (struct kv_range){lo, KV_MAX(lo, hi)};
+    return (struct kv_range){lo, MAX(lo, hi)};
 }
 
 // The place in the list of the found run that has this row.
@@ -437,7 +440,7 @@ static uint32_t run_with(const vmem_kv *kv, uint32_t row)
 static uint32_t run_of(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens, uint32_t page)
 {
     const uint64_t behind = (((uint64_t)page + 1) << kv->page_shift) + g->row_bytes - 1;
-    return run_with(kv, (uint32_t)KV_MIN(behind / g->row_bytes, KV_MIN(tokens, g->max_tokens)) - 1);
+    return run_with(kv, (uint32_t)MIN(behind / g->row_bytes, MIN(tokens, g->max_tokens)) - 1);
 }
 
 // Whether a request that begins with `tokens` tokens of the runs found has all rows that its next token reads. Windows
@@ -459,20 +462,18 @@ int vmem__kv_find_runs(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t m
 {
     struct kv_runs *all = &kv->runs;
     *tokens = all->n_found = 0;
-    int rc = n && !runs ? vmem__error(-EINVAL, "runs must not be NULL") : 0;
-    for (uint64_t k = 0; k < n && !rc; k++)
-        rc = vmem__kv_run_owned(all, runs[k], "", k);
-    n = KV_MIN(n, kv->max_tokens); // a run has at least one token
+    int rc = vmem__kv_check_ids(all, runs, n);
+    n = MIN(n, kv->max_tokens); // a run has at least one token
     if (!rc)
         rc = vmem__kv_room_for(&all->found, &all->cap_found, n, sizeof(*all->found));
     for (uint64_t k = 0; k < n && !rc && *tokens < most; k++) {
-        const uint32_t i = vmem__kv_run_find(all, runs[k]);
+        const uint32_t i = find_run(all, runs[k]);
         if (i == KV_NO_RUN || all->list[i].first != *tokens)
             break;
         all->found[all->n_found++] = i;
         *tokens += all->list[i].tokens;
     }
-    *tokens = KV_MIN(*tokens, most);
+    *tokens = MIN(*tokens, most);
     while (*tokens && !windows_allow(kv, *tokens)) {
         *tokens = all->list[all->found[all->n_found - 1]].first;
         all->n_found--;
@@ -591,7 +592,7 @@ static void drop(vmem_kv *kv, uint32_t i)
     struct kv_runs *all = &kv->runs;
     struct kv_doomed *d = &kv->doomed;
     struct kv_run *run = &all->list[i];
-    all->pages -= vmem__kv_rows_pages(kv, run->rows);
+    all->pages -= num_pages(kv, run->rows);
     for (uint32_t j = 0; j < kv->n_groups; j++) {
         const struct kv_rows *r = &run->rows[j];
         for (uint32_t k = 0; k < r->n; k++) {
@@ -602,7 +603,7 @@ static void drop(vmem_kv *kv, uint32_t i)
         }
     }
     if (!run->pins)
-        vmem__kv_run_unlink(all, i);
+        unlink_run(all, i);
     all->n--;
     all->reported -= run->report;
     free(run->rows);
@@ -625,7 +626,7 @@ static void evict_one(vmem_kv *kv, uint32_t i)
 static void evict_next(vmem_kv *kv, size_t n, uint64_t doomed, bool counted)
 {
     for (; n && kv->doomed.n < doomed && (counted || kv->shared.evictable); n--) {
-        const uint32_t victim = vmem__kv_run_victim(&kv->runs);
+        const uint32_t victim = kv->runs.order[false].oldest;
         if (victim == KV_NO_RUN)
             break;
         evict_one(kv, victim);
@@ -637,7 +638,7 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
     const struct kv_runs *all = &kv->runs;
     const bool counted = pages == UINT64_MAX;
     vmem__kv_wait_unmapping(kv);
-    const uint64_t before = kv->doomed.n, most = before + KV_MIN(pages, UINT64_MAX - before);
+    const uint64_t before = kv->doomed.n, most = before + MIN(pages, UINT64_MAX - before);
     evict_next(kv, n, most, counted);
     // A run that a running request pins can hold pages that the request no longer has or never had.
     for (uint32_t i = 0; i < all->used && !counted && kv->doomed.n < most && kv->shared.evictable; i++)
@@ -650,7 +651,7 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
     return freed;
 }
 
-uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages) { return evict(kv, SIZE_MAX, KV_MIN(pages, UINT64_MAX - 1)); }
+uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages) { return evict(kv, SIZE_MAX, MIN(pages, UINT64_MAX - 1)); }
 
 void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages) { evict_next(kv, SIZE_MAX, kv->doomed.n + pages, false); }
 
@@ -665,15 +666,12 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
         *freed = evict(kv, n, most_pages);
         return 0;
     }
-    if (n && !runs)
-        return vmem__error(-EINVAL, "runs must not be NULL");
-    for (size_t k = 0; k < n && !rc; k++)
-        rc = vmem__kv_run_owned(&kv->runs, runs[k], "", k);
+    rc = vmem__kv_check_ids(&kv->runs, runs, n);
     if (rc)
         return rc;
     const uint64_t before = kv->doomed.n;
     for (size_t k = 0; k < n && kv->doomed.n - before < most_pages; k++) {
-        const uint32_t i = vmem__kv_run_find(&kv->runs, runs[k]);
+        const uint32_t i = find_run(&kv->runs, runs[k]);
         if (i == KV_NO_RUN)
             continue;
         const struct kv_run *r = &kv->runs.list[i];

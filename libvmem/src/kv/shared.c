@@ -139,14 +139,14 @@ void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t fr
             kv->ledger.pinned_pages -= needed ? kv->groups[group].n : 0;
     }
     if (from <= s->pinned.lo && to > s->pinned.lo)
-        s->pinned.lo = KV_MIN(to, s->pinned.hi);
+        s->pinned.lo = MIN(to, s->pinned.hi);
 }
 
 uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
     uint64_t n = s->pinned.hi - s->pinned.lo;
-    for (uint32_t p = s->pinned.lo; p < KV_MIN(s->pinned.hi, s->shared_hi); p++) {
+    for (uint32_t p = s->pinned.lo; p < MIN(s->pinned.hi, s->shared_hi); p++) {
         struct kv_shared_row *ref = vmem__kv_row(kv, slot, group, p);
         n -= ref && (kv_row_see(kv, ref) != ref->pinning_slots || kv_row_kept(ref));
     }
@@ -157,7 +157,7 @@ uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *sp = kv_span(kv, slot, group);
     const vmem_page *pages = kv_table(kv, &kv->groups[group], slot, 0);
-    const uint32_t end = KV_MIN(sp->hi, sp->shared_hi), ahead = 16;
+    const uint32_t end = MIN(sp->hi, sp->shared_hi), ahead = 16;
     uint32_t n = 0;
     for (uint32_t p = sp->lo; p < end; p++) {
         if (end - p > ahead)
@@ -182,8 +182,8 @@ uint32_t vmem__kv_shared_tokens(const vmem_kv *kv, uint32_t slot)
             sp->shared_hi--;
         sp->shared_hi = sp->shared_hi > sp->lo ? sp->shared_hi : 0;
         fell |= sp->shared_hi < before;
-        shared = KV_MAX(shared, (((uint64_t)sp->shared_hi << kv->page_shift) + row_bytes - 1) / row_bytes);
+        shared = MAX(shared, (((uint64_t)sp->shared_hi << kv->page_shift) + row_bytes - 1) / row_bytes);
     }
-    *tokens = fell ? (uint32_t)KV_MIN(*tokens, shared) : *tokens;
+    *tokens = fell ? (uint32_t)MIN(*tokens, shared) : *tokens;
     return *tokens;
 }

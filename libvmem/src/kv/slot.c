@@ -7,9 +7,9 @@
 // replace.
 static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, uint32_t prefix_tokens)
 {
-    int64_t used = (int64_t)KV_MIN(tokens, fit) - KV_MAX(prefix_tokens, s->first_private_row);
-    int64_t lost = (int64_t)KV_MIN(prefix_tokens, fit) - s->first_private_row;
-    return KV_MAX(used, 0) - KV_MAX(lost, 0);
+    int64_t used = (int64_t)MIN(tokens, fit) - MAX(prefix_tokens, s->first_private_row);
+    int64_t lost = (int64_t)MIN(prefix_tokens, fit) - s->first_private_row;
+    return MAX(used, 0) - MAX(lost, 0);
 }
 
 // Whether a request must wait for the slot or for an unmap. This depends on the worker's progress.
@@ -117,7 +117,7 @@ int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_
     struct kv_expected list[VMEM_KV_EXPECT];
     if (n && !tokens)
         return vmem__error(-EINVAL, "tokens must not be NULL");
-    n = KV_MIN(n, VMEM_KV_EXPECT);
+    n = MIN(n, VMEM_KV_EXPECT);
     for (size_t i = 0; i < n; i++) {
         list[i] = (struct kv_expected){tokens[i], prefix_tokens ? prefix_tokens[i] : 0};
         if (tokens[i] > kv->max_tokens)

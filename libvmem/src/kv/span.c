@@ -34,7 +34,7 @@ struct kv_range vmem__kv_pinned_part(const vmem_kv *kv, uint32_t slot, uint32_t 
 
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from)
 {
-    return kv_end_of(kv, slot, group, KV_MAX(from, kv_span(kv, slot, group)->pinned.hi), false);
+    return kv_end_of(kv, slot, group, MAX(from, kv_span(kv, slot, group)->pinned.hi), false);
 }
 
 // Pages [lo, hi) that enter (by 1) or leave (-1) the pinned part.
@@ -45,10 +45,10 @@ struct change {
 
 static void changes_of(const struct kv_span *s, struct kv_range to, struct change out[4])
 {
-    out[0] = (struct change){s->pinned.lo, KV_MIN(s->pinned.hi, to.lo), -1};
-    out[1] = (struct change){KV_MAX(s->pinned.lo, to.hi), s->pinned.hi, -1};
-    out[2] = (struct change){to.lo, KV_MIN(to.hi, s->pinned.lo), 1};
-    out[3] = (struct change){KV_MAX(to.lo, s->pinned.hi), to.hi, 1};
+    out[0] = (struct change){s->pinned.lo, MIN(s->pinned.hi, to.lo), -1};
+    out[1] = (struct change){MAX(s->pinned.lo, to.hi), s->pinned.hi, -1};
+    out[2] = (struct change){to.lo, MIN(to.hi, s->pinned.lo), 1};
+    out[3] = (struct change){MAX(to.lo, s->pinned.hi), to.hi, 1};
 }
 
 // Pages from shared_hi on have no other holder.
@@ -58,7 +58,7 @@ static void account_change(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv
     changes_of(kv_span(kv, slot, group), to, changes);
     for (const struct change *c = changes; c < changes + 4; c++) {
         int64_t own = c->lo < c->hi ? c->hi - c->lo : 0;
-        for (uint32_t p = c->lo; p < KV_MIN(c->hi, shared_hi); p++) {
+        for (uint32_t p = c->lo; p < MIN(c->hi, shared_hi); p++) {
             struct kv_shared_row *ref = vmem__kv_row(kv, slot, group, p);
             if (!ref)
                 continue;
@@ -79,7 +79,7 @@ int64_t vmem__kv_pinned_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, 
     changes_of(s, to, changes);
     for (const struct change *c = changes; c < changes + 4; c++) {
         delta += c->lo < c->hi ? ((int64_t)c->hi - c->lo) * c->by : 0;
-        for (uint32_t p = c->lo; p < KV_MIN(c->hi, s->shared_hi); p++) {
+        for (uint32_t p = c->lo; p < MIN(c->hi, s->shared_hi); p++) {
             const struct kv_shared_row *ref = vmem__kv_row(kv, slot, group, p);
             if (ref && (c->by < 0 || kv_row_pinned(ref)))
                 delta -= c->by;
@@ -104,7 +104,7 @@ static void set_backed(vmem_kv *kv, uint32_t slot)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *s = kv_span(kv, slot, i);
         const uint32_t rows = s->lo < s->hi ? kv_rows_before(kv, &kv->groups[i], s->hi) : 0;
-        backed = KV_MIN(backed, rows);
+        backed = MIN(backed, rows);
     }
     kv->slots[slot].backed = backed;
     kv_list(kv, slot);
@@ -114,7 +114,7 @@ void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct 
 {
     struct kv_span *s = kv_span(kv, slot, group);
     if (s->pinned.lo != now->pinned.lo || s->pinned.hi != now->pinned.hi)
-        account_change(kv, slot, group, now->pinned, KV_MAX(s->shared_hi, now->shared_hi));
+        account_change(kv, slot, group, now->pinned, MAX(s->shared_hi, now->shared_hi));
     *s = *now;
     set_backed(kv, slot);
 }

@@ -43,7 +43,7 @@ static uint32_t missing_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uin
     if (!usable(sp, hi))
         return hi - lo;
     const uint32_t usable_hi = vmem__kv_usable_end(kv, slot, group, hi);
-    return (uint32_t)(kv_less(sp->lo, lo) + kv_less(hi, usable_hi));
+    return (uint32_t)(sat_sub(sp->lo, lo) + sat_sub(hi, usable_hi));
 }
 
 static bool extends(const struct kv_slot *s, uint32_t tokens) { return s->fresh || tokens > s->backed; }
@@ -59,7 +59,7 @@ static int plan_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         struct kv_want *w = &plan->wants[plan->n++];
         w->slot = slot;
         w->group = i;
-        w->step.lo = g->window ? vmem__kv_need_lo(kv, g, KV_MIN(s->tokens, tokens)) : 0;
+        w->step.lo = g->window ? vmem__kv_need_lo(kv, g, MIN(s->tokens, tokens)) : 0;
         w->step.hi = vmem__kv_need_hi(kv, g, tokens);
         w->touched = kv_in_flight(kv, slot, i, w->step);
         w->extends = extends(s, tokens);
@@ -84,7 +84,7 @@ static inline struct kv_range part_of(const vmem_kv *kv, const struct kv_want *w
     const struct kv_span *sp = kv_span(kv, w->slot, w->group);
     const bool fresh = kv->slots[w->slot].fresh;
     const uint32_t serves = fresh ? vmem__kv_usable_end(kv, w->slot, w->group, w->step.hi) : sp->hi;
-    const uint32_t hi = KV_MIN(KV_MAX(w->touched.hi, sp->lo), serves), lo = KV_MIN(KV_MAX(w->touched.lo, sp->lo), hi);
+    const uint32_t hi = MIN(MAX(w->touched.hi, sp->lo), serves), lo = MIN(MAX(w->touched.lo, sp->lo), hi);
     return (struct kv_range){lo, kv_end_of(kv, w->slot, w->group, hi, !fresh)};
 }
 
@@ -203,12 +203,12 @@ static int reuse_kept_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         const struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t hi = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
         if (sp->coarse_hi > hi || !usable(sp, hi)) {
-            int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, KV_MIN(hi, vmem__kv_usable_end(kv, slot, i, hi)));
+            int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, MIN(hi, vmem__kv_usable_end(kv, slot, i, hi)));
             if (rc)
                 return rc;
         }
         if (!s->tokens && usable(sp, hi))
-            kv->stats.adopted_pages += (uint64_t)(KV_MIN(hi, sp->hi) - sp->lo) * kv->groups[i].n;
+            kv->stats.adopted_pages += (uint64_t)(MIN(hi, sp->hi) - sp->lo) * kv->groups[i].n;
     }
     return 0;
 }
@@ -218,7 +218,7 @@ static int reuse_kept_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 {
     const bool generous = kv->flags & VMEM_KV_GENEROUS && !kv->membership.giving;
-    const uint64_t spare = generous ? kv_less(kv_unused(kv), 2 * kv_low(kv) + missing) : 0;
+    const uint64_t spare = generous ? sat_sub(kv_unused(kv), 2 * kv_low(kv) + missing) : 0;
     return spare && vmem__kv_leaves_others(kv, missing + spare) ? spare : 0;
 }
 
@@ -233,7 +233,7 @@ static int list_parts(vmem_kv *kv, uint64_t spare)
         const struct kv_span *sp = kv_span(kv, w->slot, w->group);
         if (!w->extends || (sp->lo < sp->hi && sp->lo <= w->step.lo && w->step.hi <= sp->hi))
             continue;
-        uint32_t to = KV_MIN((w->step.hi + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+        uint32_t to = MIN((w->step.hi + kv->block - 1) / kv->block * kv->block, g->slot_pages);
         uint64_t extra = (uint64_t)(to - w->step.hi) * g->n;
         if (extra > spare || w->step.hi <= sp->hi)
             to = w->step.hi;
@@ -326,13 +326,13 @@ static void record_needs(vmem_kv *kv)
         struct kv_slot *s = &kv->slots[w->slot];
         const uint32_t rows = kv_rows_before(kv, &kv->groups[w->group], w->step.hi);
         push_history(kv, w->slot, w->group);
-        sp->in_flight = (struct kv_range){KV_MAX(w->touched.lo, sp->lo), KV_MIN(w->touched.hi, sp->hi)};
+        sp->in_flight = (struct kv_range){MAX(w->touched.lo, sp->lo), MIN(w->touched.hi, sp->hi)};
         sp->step = w->step;
         kv_set_pinned(kv, w->slot, w->group, kv_in_use(kv, w->slot, w->group, true));
         if (!w->group)
             same_pages_until = kv->windows ? 0 : kv->max_tokens;
         same_pages_until =
-            sp->in_flight.lo == w->step.lo && sp->in_flight.hi == w->step.hi ? KV_MIN(same_pages_until, rows) : 0;
+            sp->in_flight.lo == w->step.lo && sp->in_flight.hi == w->step.hi ? MIN(same_pages_until, rows) : 0;
         s->same_pages_until = same_pages_until;
         s->fresh = false; // kernels access the slot from now on
     }
@@ -371,7 +371,7 @@ static int __attribute__((noinline)) end_waiting(vmem_kv *kv, const int32_t *len
     }
     vmem__kv_begin_long_call(kv);
     // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
-    vmem__kv_end_requests(kv, kv_less(kv->fence.step, kv->steps_in_flight));
+    vmem__kv_end_requests(kv, sat_sub(kv->fence.step, kv->steps_in_flight));
     return 0;
 }
 

@@ -92,7 +92,7 @@ int vmem__kv_check_usable(const vmem_kv *kv)
 // Kernels of the last step, and of the steps in flight at that time, may still run.
 uint64_t vmem__kv_last_ended_step(const vmem_kv *kv)
 {
-    return KV_MAX(kv->fence.retired, kv_less(kv->fence.step, (uint64_t)kv->steps_in_flight + 1));
+    return MAX(kv->fence.retired, sat_sub(kv->fence.step, (uint64_t)kv->steps_in_flight + 1));
 }
 
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step)

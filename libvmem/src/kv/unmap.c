@@ -5,7 +5,7 @@
 
 #include "kv/kv.h"
 
-static uint32_t clamp(uint32_t x, uint32_t lo, uint32_t hi) { return KV_MIN(KV_MAX(x, lo), hi); }
+static uint32_t clamp(uint32_t x, uint32_t lo, uint32_t hi) { return MIN(MAX(x, lo), hi); }
 
 static struct kv_range within(struct kv_range r, uint32_t lo, uint32_t hi)
 {
@@ -71,11 +71,11 @@ static void shrink(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint
                                .step = within(s.step, lo, hi),
                                .in_flight = within(s.in_flight, lo, hi),
                                .pinned = within(s.pinned, lo, hi),
-                               .shared_hi = shared > lo ? KV_MIN(shared, hi) : 0,
-                               .coarse_hi = KV_MIN(s.coarse_hi, hi)};
+                               .shared_hi = shared > lo ? MIN(shared, hi) : 0,
+                               .coarse_hi = MIN(s.coarse_hi, hi)};
     vmem__kv_span_set(kv, slot, group, &now);
-    vmem__kv_rows_leave(kv, slot, group, s.lo, KV_MIN(lo, shared));
-    vmem__kv_rows_leave(kv, slot, group, KV_MIN(hi, shared), KV_MIN(s.hi, shared));
+    vmem__kv_rows_leave(kv, slot, group, s.lo, MIN(lo, shared));
+    vmem__kv_rows_leave(kv, slot, group, MIN(hi, shared), MIN(s.hi, shared));
 }
 
 int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
@@ -176,7 +176,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     const struct kv_group *g = &kv->groups[group];
     const struct kv_span *s = kv_span(kv, slot, group);
     struct kv_doomed *d = &kv->doomed;
-    const uint32_t end = KV_MAX(s->shared_hi, s->lo);
+    const uint32_t end = MAX(s->shared_hi, s->lo);
     const uint64_t own = end - s->lo - vmem__kv_span_shared(kv, slot, group); // rare: left by dropped prefixes
     // Room for what runs may doom stays.
     int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + own * g->n + kv->runs.pages, sizeof(*d->pages));

@@ -50,7 +50,7 @@ static void plan(vmem_kv *kv, uint32_t slot, uint64_t tokens, uint32_t prefix, b
         const struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t to = vmem__kv_need_hi(kv, g, tokens);
         if (blocks)
-            to = KV_MIN((to + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+            to = MIN((to + kv->block - 1) / kv->block * kv->block, g->slot_pages);
         // Skip the page that the prefix ends in: the attach makes a copy of it when the request arrives.
         const uint32_t from = is_free ? (uint32_t)kv_ceil_pages(prefix * g->row_bytes, kv) : sp->lo;
         // If pages go together, a request that needs fewer pages gets other ones.
@@ -129,7 +129,7 @@ static bool unmap_stale_one(vmem_kv *kv)
 static bool release_doomed(vmem_kv *kv)
 {
     vmem_page pages[DOOMED_PAGES]; // calls may move the list meanwhile
-    const uint64_t n = KV_MIN(kv->doomed.n, DOOMED_PAGES);
+    const uint64_t n = MIN(kv->doomed.n, DOOMED_PAGES);
     if (!n)
         return false;
     kv->doomed.n -= n;
@@ -147,7 +147,7 @@ static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 {
     // Map twice as far ahead, so that calls are rarer. Each call interrupts address translation on the GPU, no matter
     // how many pages it maps.
-    plan(kv, slot, KV_MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens), 0, plenty);
+    plan(kv, slot, MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens), 0, plenty);
     // Leave enough pages unused that the worker need not give these up again.
     const bool did = grow(kv, slot, plenty ? kv_low(kv) : 0, &kv->stats.ahead_mapped_pages);
     kv->stats.ahead_jobs += did && !kv->slots[slot].skip;
@@ -163,7 +163,7 @@ static bool extend_one(vmem_kv *kv)
         const struct kv_slot *sl = &kv->slots[s];
         if (sl->fresh || sl->skip || sl->busy || kv_absent(kv, s) > 1)
             continue;
-        const uint32_t left = (uint32_t)kv_less(sl->backed, sl->tokens);
+        const uint32_t left = (uint32_t)sat_sub(sl->backed, sl->tokens);
         if (sl->backed < kv->max_tokens && left < ahead && left < least) {
             least = left;
             slot = s;
@@ -190,16 +190,16 @@ static bool return_some_pages(vmem_kv *kv)
     if (kv->ledger.held <= kv->membership.give_to)
         return false;
     const uint64_t want =
-        by_call ? kv->membership.portion : KV_MIN(kv->ledger.held - kv->membership.give_to, kv->membership.portion);
+        by_call ? kv->membership.portion : MIN(kv->ledger.held - kv->membership.give_to, kv->membership.portion);
     if (!vmem__kv_find_victim(kv, want, true, false, &v))
         return false;
     const uint64_t start = vmem__now();
     cut(kv, &v, &kv->stats.reclaimed_pages);
     const uint64_t ns = vmem__now() - start;
     if (ns > GIVE_NS && !by_call)
-        kv->membership.portion = KV_MAX(kv->membership.portion / 2, kv->block);
+        kv->membership.portion = MAX(kv->membership.portion / 2, kv->block);
     else if (ns < GIVE_NS / 3 && !by_call)
-        kv->membership.portion = KV_MIN(kv->membership.portion * 2, UINT64_C(1) << 20);
+        kv->membership.portion = MIN(kv->membership.portion * 2, UINT64_C(1) << 20);
     kv->stats.reclaims++;
     vmem__pool_wake(kv->membership.member);
     return true;
@@ -228,7 +228,7 @@ static bool evict_some(vmem_kv *kv)
     const uint64_t unused = kv_unused(kv) + kv->doomed.n, low = kv_low(kv) / 4;
     if (unused >= low || !kv->shared.evictable)
         return false;
-    vmem__kv_evict_later(kv, KV_MIN(low - unused, DOOMED_PAGES));
+    vmem__kv_evict_later(kv, MIN(low - unused, DOOMED_PAGES));
     return release_doomed(kv);
 }
 

@@ -22,9 +22,6 @@
 #include "core/memory.h"
 #include "pool/member.h"
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-
 struct pool_head {
     uint64_t magic;
     uint32_t size, rows; // sizeof(struct pool_table), VMEM_KV_POOL_MEMBERS

@@ -695,14 +695,14 @@ static uint64_t give(void *lease, uint64_t pages)
 static int unpark(struct lease *l, uint32_t wait_ms)
 {
     uint32_t n = 0;
+    bool any = false;
     for (uint32_t i = 0; i < l->n_slots; i++)
-        if (lacks_pages(&l->slots[i]))
+        if (lacks_pages(&l->slots[i])) {
+            any = true;
             n = list_slots(l, &l->slots[i], false, n);
+        }
     int rc = n ? cache_begin(l, n) : 0;
-    bool lack = false;
-    for (uint32_t i = 0; i < l->n_slots && !lack; i++)
-        lack = lacks_pages(&l->slots[i]);
-    if (!rc && lack)
+    if (!rc && any)
         rc = back(l, NULL, wait_ms);
     n = 0;
     for (uint32_t i = 0; i < l->n_slots && rc; i++)
@@ -813,8 +813,6 @@ int vmem_torch_trim(uint32_t place)
 int vmem_torch_get_stats(uint32_t place, struct vmem_torch_stats *out)
 {
     struct lease *l;
-    if (!out)
-        return vmem__error(-EINVAL, "out must not be NULL");
     int rc = enter(place, &l);
     if (rc)
         return rc;
@@ -827,8 +825,6 @@ int vmem_torch_get_stats(uint32_t place, struct vmem_torch_stats *out)
 int vmem_torch_last_shortage(uint32_t place, struct vmem_kv_shortage *out)
 {
     struct lease *l;
-    if (!out)
-        return vmem__error(-EINVAL, "out must not be NULL");
     int rc = enter(place, &l);
     if (rc)
         return rc;
