@@ -181,9 +181,10 @@ check-sglang-releases: venv ## SGLang's newest releases: what vMem relies on, an
 bench: venv ## Run every benchmark but `vllm` quickly, on the best backend
 	$(Q)$(PY) -m benchmarks all --quick
 
-lint: venv $(OBJECTS) ## Compile every C file with warnings as errors; calls only go down; clang-format, ruff and mypy --strict
+lint: venv $(OBJECTS) ## Compile every C file with warnings as errors; calls only go down; no retired words; clang-format, ruff and mypy --strict
 	$(Q)$(PY) .ci/compile.py --cc "$(CC)"
 	$(Q)$(PY) .ci/circles.py
+	$(Q)$(PY) .ci/words.py
 	$(Q)$(PY) .ci/lint.py --beside $(PYTHON)
 
 DOCS := $(PY) -m sphinx -q -W --keep-going -d build/docs/.doctrees

@@ -256,7 +256,7 @@ static int gives_up(void *arg)
     OK(vmem_set_interrupt(arg, NULL, NULL));
     return 0;
 }
-static void given_up(vmem_context *ctx)
+static void memory_freed(vmem_context *ctx)
 {
     const struct vmem_stats before = test_stats(ctx);
     held.all.length = 576 * MIB;
@@ -330,7 +330,7 @@ int main(int argc, char **argv)
     many_holes(ctx);
     overlapping(ctx);
     beside_another(ctx);
-    given_up(ctx);
+    memory_freed(ctx);
     vmem_context_destroy(ctx);
     fine();
     return 0;

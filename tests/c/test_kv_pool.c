@@ -293,7 +293,7 @@ static void test_a_lower_maximum_holds_at_once(uint32_t flags, bool kept, bool g
 }
 
 // A scheduler asks for all that wait, and the pool is asked for the whole: not for the first request that does not fit.
-static void test_waiting_requests_are_foreseen(uint32_t flags)
+static void test_waiting_requests_are_announced(uint32_t flags)
 {
     vmem_kv_pool *pool = make_pool(600);
     vmem_context *own = test_context(0);
@@ -408,7 +408,7 @@ static void test_a_giver_that_gets_no_more_pages(void)
     CHECK_EQ(wait_for(giver), VMEM_KV_APPLIED);
     const uint32_t slot = alloc(giver, 0);
     vmem__pool_ask_ns = 0;
-    while (!stats(giver).worker_errors) { // until the thread knows that nobody foresees growth
+    while (!stats(giver).worker_errors) { // until the thread knows that nobody announces growth
         OK(step(giver, slot, 900));
         usleep(100);
     }
@@ -669,8 +669,8 @@ int main(int argc, char **argv)
         test_a_lower_maximum_holds_at_once(overlap ? VMEM_KV_OVERLAP : 0, false, true);
     }
     test_a_maximum_holds();
-    test_waiting_requests_are_foreseen(0);
-    test_waiting_requests_are_foreseen(VMEM_KV_OVERLAP);
+    test_waiting_requests_are_announced(0);
+    test_waiting_requests_are_announced(VMEM_KV_OVERLAP);
     test_fit_knows_what_a_step_would_get();
     test_a_step_leaves_the_larger_question();
     test_a_question_lapses();

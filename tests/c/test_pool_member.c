@@ -12,11 +12,11 @@
 
 static vmem_context *ctx;
 
-// Its pages are numbers. It needs `fixed` of them. Others could be freed by its owner, as blocks that nobody reads.
+// Its pages are numbers. It needs `min_pages` of them. Others could be freed by its owner, as blocks that nobody reads.
 struct holder {
     struct vmem__member *member;
     pthread_mutex_t lock;
-    uint64_t budget, held, fixed, evictable;
+    uint64_t budget, held, min_pages, evictable;
     unsigned trims, evictions;
     bool locked;
     vmem_page pages[BUDGET]; // of a holder with `real` functions
@@ -41,16 +41,16 @@ static void unlock(void *self)
     pthread_mutex_unlock(&h->lock);
 }
 
-static void state(void *self, struct vmem__lend_state *out)
+static void get_state(void *self, struct vmem__member_state *out)
 {
     const struct holder *h = self;
     CHECK(h->locked);
-    *out = (struct vmem__lend_state){.budget = h->budget,
-                                     .held = h->held,
-                                     .used = h->held,
-                                     .after = h->budget,
-                                     .fixed = h->fixed,
-                                     .evictable = h->evictable};
+    *out = (struct vmem__member_state){.budget = h->budget,
+                                       .held = h->held,
+                                       .pinned = h->held,
+                                       .target = h->budget,
+                                       .min_pages = h->min_pages,
+                                       .evictable = h->evictable};
 }
 
 static void raise_budget(void *self, uint64_t pages)
@@ -60,10 +60,10 @@ static void raise_budget(void *self, uint64_t pages)
     h->budget += pages;
 }
 
-static void give_down_to(void *self, uint64_t pages)
+static void lower_budget(void *self, uint64_t pages)
 {
     struct holder *h = self;
-    CHECK(h->locked && pages >= h->fixed && pages <= h->budget);
+    CHECK(h->locked && pages >= h->min_pages && pages <= h->budget);
     h->held = h->held < pages ? h->held : pages;
     h->budget = pages;
 }
@@ -81,7 +81,7 @@ static void evict(void *self, uint64_t pages)
     struct holder *h = self;
     lock(h);
     CHECK(pages && pages <= h->evictable);
-    h->fixed -= pages;
+    h->min_pages -= pages;
     h->evictable -= pages;
     h->evictions++;
     unlock(h);
@@ -89,13 +89,17 @@ static void evict(void *self, uint64_t pages)
 
 static const struct vmem__member_ops all = {.lock = lock,
                                             .unlock = unlock,
-                                            .state = state,
-                                            .raise = raise_budget,
-                                            .give_down_to = give_down_to,
+                                            .get_state = get_state,
+                                            .raise_budget = raise_budget,
+                                            .lower_budget = lower_budget,
                                             .trim = trim,
                                             .evict = evict};
-static const struct vmem__member_ops least =
-    {.lock = lock, .unlock = unlock, .state = state, .raise = raise_budget, .give_down_to = give_down_to, .trim = trim};
+static const struct vmem__member_ops least = {.lock = lock,
+                                              .unlock = unlock,
+                                              .get_state = get_state,
+                                              .raise_budget = raise_budget,
+                                              .lower_budget = lower_budget,
+                                              .trim = trim};
 
 static int join(vmem_kv_pool *pool, struct holder *h, const struct vmem__member_ops *ops, uint64_t min)
 {
@@ -133,7 +137,7 @@ static uint32_t take(struct holder *h, uint64_t pages)
         const uint64_t coming = missing ? vmem__pool_ask(h->member, h->held, missing, &refusal) : 0;
         if (!missing) {
             h->held += pages;
-            h->fixed = h->held;
+            h->min_pages = h->held;
             vmem__pool_unask(h->member);
         }
         unlock(h);
@@ -173,7 +177,7 @@ static void test_budget_moves(void)
     CHECK_EQ(take(&a, 80), 0); // all that is free
     CHECK_EQ(take(&b, 21), VMEM_KV_IN_USE);
     lock(&a);
-    a.fixed = 50; // 30 of its pages are no longer needed
+    a.min_pages = 50; // 30 of its pages are no longer needed
     vmem__pool_wake(a.member);
     unlock(&a);
     CHECK_EQ(take(&b, 40), 0);
@@ -214,7 +218,7 @@ static void test_the_owner_evicts(void)
 static void test_members_join_with_pages(void)
 {
     vmem_kv_pool *pool = make_pool();
-    struct holder a = {.held = 70, .fixed = 70, .budget = 70}, b = {.held = 31, .fixed = 31, .budget = 31};
+    struct holder a = {.held = 70, .min_pages = 70, .budget = 70}, b = {.held = 31, .min_pages = 31, .budget = 31};
     OK(join(pool, &a, &least, 0));
     CHECK_EQ(a.budget, 70);
     ERR(join(pool, &b, &least, 0), ENOMEM, "holds");
@@ -244,11 +248,11 @@ static void create_to(struct holder *h, uint64_t pages)
 }
 
 // Called between the looks at two members: at every moment, the rows cover the device memory.
-static void real_state(void *self, struct vmem__lend_state *out)
+static void real_get_state(void *self, struct vmem__member_state *out)
 {
     struct holder *h = self;
     uint64_t rows = 0;
-    state(self, out);
+    get_state(self, out);
     if (!h->member)
         return;
     pthread_mutex_lock(&h->member->pool->lock);
@@ -268,12 +272,12 @@ static void real_raise(void *self, uint64_t pages)
     raise_budget(self, pages);
 }
 
-static void real_give(void *self, uint64_t pages)
+static void real_lower(void *self, uint64_t pages)
 {
     struct holder *h = self;
     if (pages < h->created)
         create_to(h, pages);
-    give_down_to(h, pages);
+    lower_budget(h, pages);
 }
 
 static void real_trim(void *self, bool wanted)
@@ -286,9 +290,9 @@ static void real_trim(void *self, bool wanted)
 
 static const struct vmem__member_ops real = {.lock = lock,
                                              .unlock = unlock,
-                                             .state = real_state,
-                                             .raise = real_raise,
-                                             .give_down_to = real_give,
+                                             .get_state = real_get_state,
+                                             .raise_budget = real_raise,
+                                             .lower_budget = real_lower,
                                              .trim = real_trim};
 
 // `a` has 80 pages and needs none of them. The thread looks at it first.
@@ -317,7 +321,7 @@ static void end_exchange(vmem_kv_pool *pool, struct holder *a, struct holder *b)
 static void need_none(struct holder *h)
 {
     lock(h);
-    h->fixed = 0;
+    h->min_pages = 0;
     unlock(h);
 }
 
@@ -424,7 +428,7 @@ static void test_memory_on_its_way_is_covered(void)
     struct holder a = {0}, b = {0};
     struct vmem__member_ops noting = least;
     pthread_t thread;
-    noting.raise = raise_and_note;
+    noting.raise_budget = raise_and_note;
     vmem_kv_pool *pool = make_pool();
     OK(join(pool, &a, &real, 0));
     OK(join(pool, &b, &noting, 0));
@@ -433,7 +437,7 @@ static void test_memory_on_its_way_is_covered(void)
     vmem__expect(ctx, (int64_t)(50 * test_page), 0);
     lock(&a);
     create_to(&a, 30);
-    a.held = a.fixed = 30;
+    a.held = a.min_pages = 30;
     unlock(&a);
     vmem__expect(ctx, -(int64_t)(50 * test_page), 0);
     CHECK_EQ(unused_memory(), 50 * test_page);

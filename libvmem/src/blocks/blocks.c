@@ -79,7 +79,7 @@ static int call_new(const vmem_blocks *b, const uint32_t *ids, uint32_t n, struc
 }
 
 // Numbers a call that backs blocks. Returns how many of them are not backed.
-static uint32_t begin(vmem_blocks *b, struct block_call *c)
+static uint32_t number_call(vmem_blocks *b, struct block_call *c)
 {
     uint32_t missing = 0;
     c->number = ++b->number;
@@ -116,7 +116,7 @@ int vmem_blocks_back(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint32_t f
     if (rc)
         return rc;
     c->flags = flags;
-    const uint32_t missing = begin(b, c);
+    const uint32_t missing = number_call(b, c);
     if (missing)
         rc = vmem__blocks_back(b, c);
     vmem__blocks_end_call(b, c, rc);
@@ -135,7 +135,7 @@ int vmem_blocks_order(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t 
     if (rc)
         return rc;
     *seq = c->seq = ++b->seq;
-    begin(b, c);
+    number_call(b, c);
     *b->orders_end = c;
     b->orders_end = &c->next;
     pthread_cond_signal(&b->work);
@@ -144,7 +144,7 @@ int vmem_blocks_order(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t 
 
 static bool is_fence(const vmem_blocks *b, uint64_t fence) { return fence > b->no_fence && fence <= b->fence; }
 
-static int not_made(const vmem_blocks *b, uint64_t fence)
+static int no_such_fence(const vmem_blocks *b, uint64_t fence)
 {
     if (b->fence == b->no_fence)
         return vmem__error(-EINVAL, "fence %" PRIu64 ": these blocks have made none", fence);
@@ -160,7 +160,7 @@ int vmem_blocks_unback(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t
         return rc;
     if (fence && !is_fence(b, fence)) {
         free(c);
-        return vmem__blocks_leave(b, not_made(b, fence));
+        return vmem__blocks_leave(b, no_such_fence(b, fence));
     }
     n = 0;
     c->fence = fence;
@@ -239,7 +239,7 @@ int vmem_blocks_pass(vmem_blocks *b, uint64_t fence)
     if (rc)
         return rc;
     if (!is_fence(b, fence))
-        return vmem__blocks_leave(b, not_made(b, fence));
+        return vmem__blocks_leave(b, no_such_fence(b, fence));
     for (struct fence *f = b->fences; f && f->number <= fence; f = f->next)
         f->passed |= f->by_hand;
     vmem__blocks_advance_fences(b);

@@ -67,9 +67,9 @@ struct page_span {
 struct block_call {
     struct block_call *next;
     uint64_t number;
-    uint64_t seq;   // of an order
-    uint64_t fence; // of an unback
-    uint64_t lacks; // of an order that has just failed: pages of the budget; 0: it did not fail for that
+    uint64_t seq;           // of an order
+    uint64_t fence;         // of an unback
+    uint64_t missing_pages; // of an order that has just failed: pages of the budget; 0: it did not fail for that
     uint32_t flags, n;
     uint32_t ids[];
 };

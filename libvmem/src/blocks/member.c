@@ -15,22 +15,22 @@
 static void lock(void *blocks) { pthread_mutex_lock(&((vmem_blocks *)blocks)->lock); }
 static void unlock(void *blocks) { pthread_mutex_unlock(&((vmem_blocks *)blocks)->lock); }
 
-static void state(void *blocks, struct vmem__lend_state *out)
+static void get_state(void *blocks, struct vmem__member_state *out)
 {
     vmem_blocks *b = blocks;
     const uint64_t beyond = sat_sub(b->held, b->keeps); // of the offered pages, those that have not left since
     b->reported = b->held;
-    *out = (struct vmem__lend_state){
+    *out = (struct vmem__member_state){
         .budget = b->budget,
         .held = b->held,
-        .used = b->held,
-        .after = b->budget,
-        .fixed = b->held,
+        .pinned = b->held,
+        .target = b->budget,
+        .min_pages = b->held,
         .evictable = b->offer < beyond ? b->offer : beyond,
     };
 }
 
-static void raise(void *blocks, uint64_t pages)
+static void raise_budget(void *blocks, uint64_t pages)
 {
     vmem_blocks *b = blocks;
     b->budget += pages;
@@ -38,7 +38,7 @@ static void raise(void *blocks, uint64_t pages)
     pthread_cond_broadcast(&b->change); // an order may wait for it
 }
 
-static void give_down_to(void *blocks, uint64_t pages)
+static void lower_budget(void *blocks, uint64_t pages)
 {
     vmem_blocks *b = blocks;
     b->budget = pages;
@@ -46,11 +46,11 @@ static void give_down_to(void *blocks, uint64_t pages)
 }
 
 // An idle member keeps what its pages need, and its minimum.
-static bool go_on(void *blocks, uint64_t least)
+static bool continue_lowering(void *blocks, uint64_t least)
 {
     vmem_blocks *b = blocks;
     if (b->idle && b->budget > least)
-        give_down_to(b, least);
+        lower_budget(b, least);
     return false;
 }
 
@@ -71,10 +71,10 @@ static void evict(void *blocks, uint64_t pages)
 static const struct vmem__member_ops ops = {
     .lock = lock,
     .unlock = unlock,
-    .state = state,
-    .raise = raise,
-    .give_down_to = give_down_to,
-    .go_on = go_on,
+    .get_state = get_state,
+    .raise_budget = raise_budget,
+    .lower_budget = lower_budget,
+    .continue_lowering = continue_lowering,
     .trim = trim,
     .evict = evict,
 };
@@ -157,18 +157,18 @@ int vmem_blocks_ask(vmem_blocks *b, uint64_t bytes, uint64_t *missing)
     uint32_t why;
     if (want > b->budget)
         vmem__blocks_claim(b, want - b->budget, want - b->budget);
-    const uint64_t lacks = sat_sub(want, b->budget);
+    const uint64_t short_pages = sat_sub(want, b->budget);
     if (bytes) { // what it has claimed stays until nothing has been asked for a while, or it would answer the question
         b->number++;
         b->idle = false;
         pthread_cond_signal(&b->work);
     }
-    if (!lacks)
+    if (!short_pages)
         vmem__pool_unask(b->member);
-    else if (!vmem__pool_ask(b->member, b->held, lacks, &why))
-        rc = vmem__error(-ENOMEM, "no member of the pool can give %" PRIu64 " pages now", lacks);
+    else if (!vmem__pool_ask(b->member, b->held, short_pages, &why))
+        rc = vmem__error(-ENOMEM, "no member of the pool can give %" PRIu64 " pages now", short_pages);
     if (missing)
-        *missing = lacks << b->page_shift;
+        *missing = short_pages << b->page_shift;
     vmem__blocks_publish(b);
     return vmem__blocks_leave(b, rc);
 }

@@ -76,7 +76,7 @@ static int by_index(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-static void sort(struct page_batch *w)
+static void sort_batch(struct page_batch *w)
 {
     for (uint64_t i = 1; i < w->n; i++)
         if (w->pages[i] < w->pages[i - 1]) {
@@ -98,7 +98,7 @@ static uint64_t addr_of(const vmem_blocks *b, uint64_t page)
 // ---- mapping and unmapping, without the lock --------------------------------------------------------------------
 
 // *done: how many of the pages are unmapped, from the first on.
-static int unmap(vmem_blocks *b, const uint64_t *pages, uint64_t n, uint64_t *done)
+static int unmap_pages(vmem_blocks *b, const uint64_t *pages, uint64_t n, uint64_t *done)
 {
     struct vmem_unmap_op ops[256];
     uint64_t i = 0;
@@ -123,7 +123,7 @@ static int unmap(vmem_blocks *b, const uint64_t *pages, uint64_t n, uint64_t *do
 
 // Creates pages for all places, then maps them. The pages are bound: they are released when they are unmapped.
 // *refused: whether the device has no memory for them.
-static int map(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool *refused)
+static int map_pages(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool *refused)
 {
     const uint64_t most = n < BLOCKS_PART ? n : BLOCKS_PART;
     vmem_page *handles = malloc(n * sizeof(*handles));
@@ -175,8 +175,8 @@ static void unmap_batch(vmem_blocks *b, struct page_batch *w)
         part = w->n - at < BLOCKS_PART ? w->n - at : BLOCKS_PART;
         pthread_mutex_unlock(&b->lock);
         if (!at)
-            sort(w);
-        const int rc = unmap(b, w->pages + at, part, &done);
+            sort_batch(w);
+        const int rc = unmap_pages(b, w->pages + at, part, &done);
         pthread_mutex_lock(&b->lock);
         end_busy(b, w->pages + at, done, false);
         end_busy(b, w->pages + at + done, part - done, true);
@@ -235,14 +235,14 @@ static int map_batch(vmem_blocks *b, struct block_call *c, struct page_batch *w)
     const bool over = c->flags & VMEM_BLOCKS_OVER;
     if (b->member && b->held > b->budget)
         vmem__blocks_claim(b, over ? b->held - b->budget : 0, b->held - b->budget);
-    c->lacks = b->held > b->budget && b->held <= b->shrink_to ? b->held - b->budget : 0;
+    c->missing_pages = b->held > b->budget && b->held <= b->shrink_to ? b->held - b->budget : 0;
     if (b->held > (b->budget < b->shrink_to ? b->budget : b->shrink_to) && !over)
         rc = vmem__error(-ENOMEM, "%" PRIu64 " pages more exceed the budget of %" PRIu64 ": %" PRIu64 " are held", w->n,
                          b->budget, b->held - w->n);
     if (!rc) {
         pthread_mutex_unlock(&b->lock);
-        sort(w);
-        rc = map(b, w->pages, w->n, &refused);
+        sort_batch(w);
+        rc = map_pages(b, w->pages, w->n, &refused);
         pthread_mutex_lock(&b->lock);
     }
     end_busy(b, w->pages, w->n, !rc);
@@ -250,7 +250,7 @@ static int map_batch(vmem_blocks *b, struct block_call *c, struct page_batch *w)
         char why[VMEM__TEXT];
         vmem__keep_error(why);
         b->budget = vmem__pool_refused(b->member, b->budget, b->held);
-        c->lacks = sat_sub(b->held + w->n, b->budget);
+        c->missing_pages = sat_sub(b->held + w->n, b->budget);
         vmem__error(rc, "%s", why);
     }
     if (!rc) {
@@ -309,7 +309,7 @@ static int back_missing(vmem_blocks *b, const struct block_call *c, struct block
 {
     wait_for_backing(b, c);
     todo->n = 0;
-    todo->lacks = 0;
+    todo->missing_pages = 0;
     todo->seq = c->seq;
     todo->flags = c->flags;
     for (uint32_t i = 0; i < c->n; i++) {
@@ -372,7 +372,8 @@ int vmem__blocks_back(vmem_blocks *b, struct block_call *c)
         if (b->unbacking)
             while (b->unbacking)
                 pthread_cond_wait(&b->change, &b->lock);
-        else if (!vmem__blocks_unback_due(b) && !(c->seq && vmem__blocks_borrow(b, todo ? todo->lacks : 0, &until)))
+        else if (!vmem__blocks_unback_due(b) &&
+                 !(c->seq && vmem__blocks_borrow(b, todo ? todo->missing_pages : 0, &until)))
             break;
     }
     free(todo);
@@ -421,7 +422,7 @@ bool vmem__blocks_unback_due(vmem_blocks *b)
 
 // Unmaps pages, which releases them. What the driver refuses, the context unmaps once the driver has unmapped something
 // else.
-static void clear(vmem_blocks *b, const struct vmem_unmap_op *op)
+static void unmap_or_drop(vmem_blocks *b, const struct vmem_unmap_op *op)
 {
     vmem_page page;
     if (!op->length || !vMemUnmap(b->ctx, op->addr, op->length))
@@ -442,8 +443,8 @@ void vmem__blocks_unmap_all(vmem_blocks *b)
             op.length += b->page_size;
             continue;
         }
-        clear(b, &op);
+        unmap_or_drop(b, &op);
         op = (struct vmem_unmap_op){addr, b->page_size};
     }
-    clear(b, &op);
+    unmap_or_drop(b, &op);
 }

@@ -151,7 +151,7 @@ void vmem__blocks_free(vmem_blocks *b)
     free(b);
 }
 
-static int make(vmem_context *ctx, const struct vmem_blocks_config *cfg, vmem_blocks **out)
+static int make_blocks(vmem_context *ctx, const struct vmem_blocks_config *cfg, vmem_blocks **out)
 {
     int rc = 0;
     vmem_blocks *b = calloc(1, sizeof(*b));
@@ -205,7 +205,7 @@ int vmem__blocks_new(vmem_context *ctx, const struct vmem_blocks_config *config,
     rc = vmem__struct_take(&cfg, sizeof cfg, offsetof(struct vmem_blocks_config, board), config, "cfg");
     if (!rc)
         rc = check_config(ctx, &cfg);
-    return rc ? rc : make(ctx, &cfg, out);
+    return rc ? rc : make_blocks(ctx, &cfg, out);
 }
 
 // ---- calls -----------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ static inline void extent_cut(vmem_context *ctx, struct vmem__arena_rec *a, uint
     *out = (struct vmem__piece){.arena = a, .first = first, .granules = granules, .committed = committed};
 }
 
-bool vmem__take(vmem_context *ctx, bool committed, uint64_t granules, uint32_t align, struct vmem__piece *out)
+bool vmem__take_piece(vmem_context *ctx, bool committed, uint64_t granules, uint32_t align, struct vmem__piece *out)
 {
     const struct vmem__freelist *fl = &ctx->free[committed];
     struct vmem__arena_rec *a;
@@ -164,8 +164,8 @@ bool vmem__take(vmem_context *ctx, bool committed, uint64_t granules, uint32_t a
     return false;
 }
 
-bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t granules, uint32_t align,
-                   struct vmem__piece *out)
+bool vmem__take_piece_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t granules,
+                         uint32_t align, struct vmem__piece *out)
 {
     uint32_t start;
     if (first >= a->granules || first % align || a->pages[first].state != GRANULE_FREE)
@@ -283,20 +283,20 @@ void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes)
 }
 
 // Between these two, a call has dropped the lock to make an arena or to return one.
-static void leave(vmem_context *ctx)
+static void begin_move(vmem_context *ctx)
 {
     ctx->moving++;
     vmem__unlock(ctx);
 }
 
-static void come_back(vmem_context *ctx)
+static void end_move(vmem_context *ctx)
 {
     vmem__lock(ctx);
     ctx->moving--;
     pthread_cond_broadcast(&ctx->settled);
 }
 
-bool vmem__look_again(vmem_context *ctx, uint64_t seen)
+bool vmem__wait_moved(vmem_context *ctx, uint64_t seen)
 {
     const bool again = ctx->moving || ctx->moved != seen;
     while (ctx->moving && ctx->moved == seen)
@@ -330,7 +330,7 @@ static int add_arena(vmem_context *ctx, struct vmem__arena_rec *a)
 }
 
 // A new arena of `size` bytes, or of less, down to `least`, where there is no memory for it.
-static int grow(vmem_context *ctx, uint64_t size, uint64_t least, bool whole, bool zeroed)
+static int new_arena(vmem_context *ctx, uint64_t size, uint64_t least, bool whole, bool zeroed)
 {
     struct vmem__backend *b = &ctx->b;
     const bool lazy = b->ops->populate != NULL; // an arena costs nothing until it is populated
@@ -354,15 +354,15 @@ static int grow(vmem_context *ctx, uint64_t size, uint64_t least, bool whole, bo
         a->b.whole = whole;
         a->granules = (uint32_t)(size / GRANULE);
         ctx->committed += lazy ? 0 : size; // before the lock is dropped: other calls must see it
-        leave(ctx);
+        begin_move(ctx);
         rc = b->ops->arena_new(b, &a->b);
         if (!rc && (rc = first_zero(b, a, zeroed)))
             b->ops->arena_free(b, &a->b);
-        come_back(ctx);
+        end_move(ctx);
         if (!rc && (rc = add_arena(ctx, a))) {
-            leave(ctx);
+            begin_move(ctx);
             b->ops->arena_free(b, &a->b);
-            come_back(ctx);
+            end_move(ctx);
             rc = vmem__error(rc, "no memory for bookkeeping of %" PRIu64 " bytes of pages", size);
         }
         if (!rc)
@@ -379,24 +379,24 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole,
 {
     const struct vmem__backend *b = &ctx->b;
     if (whole)
-        return grow(ctx, granules * GRANULE, granules * GRANULE, true, zeroed);
+        return new_arena(ctx, granules * GRANULE, granules * GRANULE, true, zeroed);
 
     // Arenas grow with the memory in use, so that there are few, but waste at most an eighth.
     uint64_t size = round_up(granules * GRANULE, BLOCK), eighth = round_up(ctx->arena_bytes / 8, BLOCK);
     size = size < eighth ? eighth : size;
     size = size < b->arena_min ? b->arena_min : size;
     size = size > b->arena_max ? b->arena_max : size;
-    return grow(ctx, size, round_up(align * GRANULE, BLOCK), false, zeroed);
+    return new_arena(ctx, size, round_up(align * GRANULE, BLOCK), false, zeroed);
 }
 
 int vmem__grow_exactly(vmem_context *ctx, uint64_t granules)
 {
     const uint64_t size = round_up(granules * GRANULE, BLOCK);
-    return grow(ctx, size, size, false, true);
+    return new_arena(ctx, size, size, false, true);
 }
 
 // True if memory that has just been freed stays: for vmem_prealloc, or for those who expect some.
-static bool stays(vmem_context *ctx, uint64_t bytes)
+static bool is_retained(vmem_context *ctx, uint64_t bytes)
 {
     const uint64_t expected = ctx->expected + ctx->expected_back;
     if (ctx->committed - bytes < ctx->keep)
@@ -413,7 +413,7 @@ static bool arena_surplus(vmem_context *ctx, const struct vmem__arena_rec *a)
     const bool lazy = ctx->b.ops->populate != NULL;
     if (a->retired)
         return true;
-    if (lazy ? a->committed != 0 : stays(ctx, a->b.size))
+    if (lazy ? a->committed != 0 : is_retained(ctx, a->b.size))
         return false;
     // Hysteresis: free memory stays while it is small compared with the rest.
     uint64_t stay = (ctx->arena_bytes - a->b.size) / 8;
@@ -432,10 +432,10 @@ static void uncommit(vmem_context *ctx, struct vmem__arena_rec *a, uint64_t byte
 static void arena_release(vmem_context *ctx, struct vmem__arena_rec *a)
 {
     const uint64_t bytes = a->leaving;
-    leave(ctx);
+    begin_move(ctx);
     ctx->b.ops->arena_free(&ctx->b, &a->b);
     free(a);
-    come_back(ctx);
+    end_move(ctx);
     ctx->gone += bytes;
     ctx->moved++;
 }
@@ -472,7 +472,7 @@ uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t by
 }
 
 // Puts a piece into the free lists. Returns the arena, unlinked, if it is now empty and should be freed.
-static struct vmem__arena_rec *put(vmem_context *ctx, const struct vmem__piece *p)
+static struct vmem__arena_rec *put_piece(vmem_context *ctx, const struct vmem__piece *p)
 {
     struct vmem__arena_rec *a = p->arena;
     uint32_t start = p->first, end = p->first + p->granules;
@@ -504,9 +504,9 @@ static struct vmem__arena_rec *put(vmem_context *ctx, const struct vmem__piece *
 }
 
 // Puts a piece back, and adds its arena to the list if that should be freed.
-static void put_into(vmem_context *ctx, const struct vmem__piece *p, struct vmem__arena_rec **gone)
+static void put_and_list(vmem_context *ctx, const struct vmem__piece *p, struct vmem__arena_rec **gone)
 {
-    struct vmem__arena_rec *a = put(ctx, p);
+    struct vmem__arena_rec *a = put_piece(ctx, p);
     if (!a)
         return;
     a->next = *gone;
@@ -522,7 +522,7 @@ static void release_arenas(vmem_context *ctx, struct vmem__arena_rec *gone)
 }
 
 // all: also what is expected goes back.
-static void give(vmem_context *ctx, struct vmem__piece *p, size_t n, bool all)
+static void free_pieces(vmem_context *ctx, struct vmem__piece *p, size_t n, bool all)
 {
     struct vmem__backend *b = &ctx->b;
     struct vmem__arena_rec *gone = NULL;
@@ -530,14 +530,14 @@ static void give(vmem_context *ctx, struct vmem__piece *p, size_t n, bool all)
 
     for (size_t i = 0; i < n; i++) {
         uint64_t bytes = p[i].granules * GRANULE;
-        if (b->ops->discard && p[i].committed && !ctx->undoing && (all || !stays(ctx, bytes))) {
+        if (b->ops->discard && p[i].committed && !ctx->undoing && (all || !is_retained(ctx, bytes))) {
             ctx->committed -= bytes;
             ctx->going += bytes;
             p[i].committed = false;
             discard += bytes;
             continue;
         }
-        put_into(ctx, &p[i], &gone);
+        put_and_list(ctx, &p[i], &gone);
         p[i].granules = 0; // done
     }
     if (discard) {
@@ -559,13 +559,13 @@ static void give(vmem_context *ctx, struct vmem__piece *p, size_t n, bool all)
                 p[i].arena->pages[p[i].first + u].dirty = 0;
             if (p[i].committed)
                 ctx->committed += p[i].granules * GRANULE;
-            put_into(ctx, &p[i], &gone);
+            put_and_list(ctx, &p[i], &gone);
         }
     }
     release_arenas(ctx, gone);
 }
 
-void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n) { give(ctx, p, n, false); }
+void vmem__free_pieces(vmem_context *ctx, struct vmem__piece *p, size_t n) { free_pieces(ctx, p, n, false); }
 
 void vmem__shrink(vmem_context *ctx, bool wanted)
 {
@@ -578,9 +578,9 @@ void vmem__shrink(vmem_context *ctx, bool wanted)
     // threads wait in the kernel meanwhile. An extent that cannot be discarded returns to its list and ends the loop.
     while (lazy && ctx->committed >= keep + GRANULE) {
         const uint64_t granules = (ctx->committed - keep) / GRANULE, step = VMEM__PORTION / GRANULE;
-        if (!vmem__take(ctx, true, granules < step ? granules : step, 1, &p))
+        if (!vmem__take_piece(ctx, true, granules < step ? granules : step, 1, &p))
             break;
-        give(ctx, &p, 1, true);
+        free_pieces(ctx, &p, 1, true);
         if (p.committed)
             break;
     }

@@ -82,7 +82,7 @@ int vmem__batch_run(struct batch *b, int (*call)(struct vmem__backend *, const s
     return rc;
 }
 
-void vmem__batch_give(struct batch *b)
+void vmem__batch_free_ended(struct batch *b)
 {
     struct vmem__piece pieces[16];
     while (b->ended) {
@@ -101,7 +101,7 @@ void vmem__batch_give(struct batch *b)
                 b->ended = &b->ended_arena->pages[b->ended_frame - b->ended_arena->base];
             }
         } while (b->ended && n < sizeof pieces / sizeof pieces[0]);
-        vmem__give(b->ctx, pieces, n);
+        vmem__free_pieces(b->ctx, pieces, n);
     }
 }
 

@@ -35,7 +35,7 @@ int vmem__batch_push(struct batch *b, const struct vmem__run *run);
 int vmem__batch_run(struct batch *b, int (*call)(struct vmem__backend *, const struct vmem__run *, size_t, size_t *),
                     size_t *op);
 // Frees what batch_end_page() collected. Drops the lock for a while, so no part of the batch may be unfinished.
-void vmem__batch_give(struct batch *b);
+void vmem__batch_free_ended(struct batch *b);
 // map.c. Records that the backend has mapped a run, and removes its marks. A page may be in several runs; its first
 // granule is in the first of them.
 void vmem__commit_run(vmem_context *ctx, const struct vmem__run *run);
@@ -148,7 +148,7 @@ static inline uint64_t next_mapping(vmem_context *ctx, uint64_t addr, const stru
     return p->mappings > 1 ? link_at(ctx, addr)->next : 0;
 }
 
-// Ends a page that is mapped nowhere. vmem__batch_give() frees its memory.
+// Ends a page that is mapped nowhere. vmem__batch_free_ended() frees its memory.
 static inline void batch_end_page(struct batch *b, struct vmem__arena_rec *a, struct vmem__page *p)
 {
     const uint64_t frame = vmem__page_frame(a, p);

@@ -36,7 +36,7 @@ struct commit {
 };
 
 // Gives other calls the lock now and then.
-static void looked(struct commit *c, size_t entries)
+static void yield_lock(struct commit *c, size_t entries)
 {
     c->looks += entries;
     if (c->looks >= LOOK) {
@@ -49,7 +49,7 @@ static void looked(struct commit *c, size_t entries)
 // ---- checks -------------------------------------------------------------------------------------------------
 
 // Checks the ranges and keeps their reservations. *bytes: at most this much is missing.
-static int hold(struct commit *c, uint64_t *bytes)
+static int hold_ranges(struct commit *c, uint64_t *bytes)
 {
     *bytes = 0;
     for (; c->held < c->n; c->held++) {
@@ -66,7 +66,7 @@ static int hold(struct commit *c, uint64_t *bytes)
 
 // True if nothing is missing and nobody works there: then no marks are needed, which take two passes. One range only,
 // because ranges that overlap are an error.
-static bool backed(struct commit *c)
+static bool all_backed(struct commit *c)
 {
     const struct vmem__reservation_rec *s = vmem__reservation_find(c->b.ctx, c->ranges[0].addr);
     const uint64_t end = c->ranges[0].addr + c->ranges[0].length;
@@ -101,12 +101,12 @@ static int check_holes(struct commit *c)
         for (uint64_t addr = range->addr, next; addr < end; addr = next) {
             struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
             next = leaf ? addr + c->page_size : leaf_end(s, addr, end);
-            if (!leaf || !*vmem__entry_in(s, leaf, addr)) // where another call maps, mark() finds it
+            if (!leaf || !*vmem__entry_in(s, leaf, addr)) // where another call maps, mark_ranges() finds it
                 holes += (next - addr) / c->page_size;
             int rc = holes ? vmem__check_room(ctx, c->page_size, holes) : 0;
             if (rc)
                 return rc;
-            looked(c, 1);
+            yield_lock(c, 1);
         }
     }
     return 0;
@@ -190,7 +190,7 @@ static inline int mark_leaf(struct commit *c, struct vmem__reservation_rec *s, u
     return 0;
 }
 
-static int mark(struct commit *c)
+static int mark_ranges(struct commit *c)
 {
     for (c->at = 0; c->at < c->n; c->at++) {
         const struct vmem_range *range = &c->ranges[c->at];
@@ -199,7 +199,7 @@ static int mark(struct commit *c)
             int rc = mark_leaf(c, s, &addr, end);
             if (rc)
                 return rc;
-            looked(c, LEAF_ENTRIES);
+            yield_lock(c, LEAF_ENTRIES);
         }
     }
     return 0;
@@ -231,7 +231,7 @@ static void unmark(struct commit *c, bool filled)
 // ---- pages --------------------------------------------------------------------------------------------------
 
 // Creates the pages. The caller holds the lock, which this drops.
-static int create(struct commit *c, uint32_t flags)
+static int create_pages(struct commit *c, uint32_t flags)
 {
     vmem_context *ctx = c->b.ctx;
     vmem__unlock(ctx);
@@ -268,7 +268,7 @@ static inline size_t continue_build(struct commit *c, const vmem_page *pages, si
 }
 
 // Builds the runs that map the pages at the holes. No run is longer than a portion of mapping, or in two of them.
-static int build(struct commit *c)
+static int build_runs(struct commit *c)
 {
     uint64_t portion = 0;
     size_t next = 0;
@@ -296,7 +296,7 @@ static int build(struct commit *c)
             next += more;
             added = (more + 1) * c->page_size;
             portion += added;
-            looked(c, more + 1);
+            yield_lock(c, more + 1);
         }
     }
     return 0;
@@ -304,7 +304,7 @@ static int build(struct commit *c)
 
 // Maps the runs, a portion at a time. *mapped: how many of them the backend has mapped. The caller holds the lock, which
 // this drops.
-static int map(struct commit *c, size_t *mapped)
+static int map_runs(struct commit *c, size_t *mapped)
 {
     vmem_context *ctx = c->b.ctx;
     const struct vmem__run *runs = c->b.runs;
@@ -329,7 +329,7 @@ static int map(struct commit *c, size_t *mapped)
 // ---- ends ---------------------------------------------------------------------------------------------------
 
 // Records a run that the backend could not unmap. Its pages go as soon as something else has been unmapped.
-static void leave(struct commit *c, const struct vmem__run *run)
+static void doom_run(struct commit *c, const struct vmem__run *run)
 {
     vmem_context *ctx = c->b.ctx;
     struct vmem__page *p = &((struct vmem__arena_rec *)run->arena)->pages[run->offset >> GRANULE_SHIFT];
@@ -342,7 +342,7 @@ static void leave(struct commit *c, const struct vmem__run *run)
 }
 
 // Unmaps what was mapped and ends the pages. The caller holds the lock, which this drops.
-static void undo(struct commit *c, size_t mapped, int rc)
+static void undo_commit(struct commit *c, size_t mapped, int rc)
 {
     vmem_context *ctx = c->b.ctx;
     const struct vmem__run *runs = c->b.runs;
@@ -358,7 +358,7 @@ static void undo(struct commit *c, size_t mapped, int rc)
         const bool gone = !ctx->b.ops->unmap(&ctx->b, &runs[i], 1, &bad);
         vmem__lock(ctx);
         if (!gone)
-            leave(c, &runs[i]);
+            doom_run(c, &runs[i]);
     }
     unmark(c, false);
     for (size_t i = 0; i < c->created; i++) {
@@ -367,14 +367,14 @@ static void undo(struct commit *c, size_t mapped, int rc)
             batch_end_page(&c->b, a, p);
     }
     ctx->undoing += rc == -EINTR;
-    vmem__batch_give(&c->b);
+    vmem__batch_free_ended(&c->b);
     ctx->undoing -= rc == -EINTR;
     if (rc == -EINTR)
         vmem__shrink_later(ctx);
     vmem__error(0, "%s", text);
 }
 
-static void finish(struct commit *c)
+static void finish_commit(struct commit *c)
 {
     for (size_t r = 0; r < c->b.n; r++)
         vmem__commit_run(c->b.ctx, &c->b.runs[r]);
@@ -408,23 +408,23 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     c.pages = c.few_pages;
     c.n_stretches = c.held = c.looks = c.holes = c.created = 0;
     vmem__batch_begin(&c.b, ctx, flags & VMEM_MAP_FINE);
-    rc = hold(&c, &most);
-    const bool marks = !rc && n && !backed(&c);
+    rc = hold_ranges(&c, &most);
+    const bool marks = !rc && n && !all_backed(&c);
     if (marks && (most > MAX_RESERVE || ctx->created + most > ctx->limit))
         rc = check_holes(&c);
     if (marks && !rc)
-        rc = mark(&c);
+        rc = mark_ranges(&c);
     if (!rc && c.holes) {
-        rc = create(&c, flags & VMEM_CREATE_ZERO);
+        rc = create_pages(&c, flags & VMEM_CREATE_ZERO);
         if (!rc)
-            rc = build(&c);
+            rc = build_runs(&c);
         if (!rc)
-            rc = map(&c, &mapped);
+            rc = map_runs(&c, &mapped);
     }
     if (rc)
-        undo(&c, mapped, rc);
+        undo_commit(&c, mapped, rc);
     else
-        finish(&c);
+        finish_commit(&c);
     vmem__batch_end(&c.b);
     if (rc && c.at < n)
         vmem__batch_fail(rc, "ranges", n, c.at, NULL);

@@ -254,12 +254,12 @@ int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_opti
 //
 // Takes up to `granules` from the free extents, in multiples of `align` granules and aligned to it. False if there are
 // none.
-bool vmem__take(vmem_context *ctx, bool committed, uint64_t granules, uint32_t align, struct vmem__piece *out);
+bool vmem__take_piece(vmem_context *ctx, bool committed, uint64_t granules, uint32_t align, struct vmem__piece *out);
 // The same from the extent that starts at granule `first` of the arena, if there is one.
-bool vmem__take_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t granules, uint32_t align,
-                   struct vmem__piece *out);
+bool vmem__take_piece_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint64_t granules,
+                         uint32_t align, struct vmem__piece *out);
 // Puts pieces into the free lists, and returns to the system what exceeds what is kept, expected and the hysteresis.
-void vmem__give(vmem_context *ctx, struct vmem__piece *p, size_t n);
+void vmem__free_pieces(vmem_context *ctx, struct vmem__piece *p, size_t n);
 // An arena of exactly so many granules that is mapped whole; false when there is none.
 bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *out);
 // A new arena, of at least `align` granules and up to `granules` where it can; whole: of exactly `granules`. Unless
@@ -267,7 +267,7 @@ bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *
 int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole, bool zeroed);
 // After a call was refused memory: whether arenas came or went since ctx->moved was `seen`, so that it should look again.
 // Waits for those on their way, because what another call makes is counted before anybody can take from it.
-bool vmem__look_again(vmem_context *ctx, uint64_t seen);
+bool vmem__wait_moved(vmem_context *ctx, uint64_t seen);
 // A new arena of exactly so many granules in whole blocks. It is ctx->arenas while the caller holds the lock.
 int vmem__grow_exactly(vmem_context *ctx, uint64_t granules);
 // Returns unused arenas of the one kind or the other to the system, up to `bytes` or one more, while `keep` bytes of

@@ -63,7 +63,7 @@ int vmem__check_accesses(const vmem_context *ctx, const struct vmem__run *runs, 
     return 0;
 }
 
-static void hold(vmem_context *ctx, uint64_t addr, uint64_t length, int by)
+static void hold_reservation(vmem_context *ctx, uint64_t addr, uint64_t length, int by)
 {
     struct vmem__reservation_rec *s = length ? reservation_at(ctx, addr, length) : NULL;
     if (s)
@@ -76,9 +76,9 @@ static void access_begin(vmem_context *ctx, struct vmem__access *a)
     a->next = ctx->accesses;
     ctx->accesses = a;
     for (size_t i = 0; i < a->n; i++) {
-        hold(ctx, a->ops[i].dst, a->ops[i].length, 1);
+        hold_reservation(ctx, a->ops[i].dst, a->ops[i].length, 1);
         if (!a->fill)
-            hold(ctx, a->ops[i].src, a->ops[i].length, 1);
+            hold_reservation(ctx, a->ops[i].src, a->ops[i].length, 1);
     }
 }
 
@@ -89,9 +89,9 @@ static void access_end(vmem_context *ctx, struct vmem__access *a)
         link = &(*link)->next;
     *link = a->next;
     for (size_t i = 0; i < a->n; i++) {
-        hold(ctx, a->ops[i].dst, a->ops[i].length, -1);
+        hold_reservation(ctx, a->ops[i].dst, a->ops[i].length, -1);
         if (!a->fill)
-            hold(ctx, a->ops[i].src, a->ops[i].length, -1);
+            hold_reservation(ctx, a->ops[i].src, a->ops[i].length, -1);
     }
 }
 

@@ -33,7 +33,7 @@ static struct vmem__page *next_page(vmem_context *ctx, struct vmem__reservation_
 
 // Removes a reservation from the table although the kernel or the driver refused to unmap its pages; unreserve()
 // removes them. False if another call works on one of its pages. The caller holds the lock, which this drops.
-static bool force(vmem_context *ctx, struct vmem__reservation_rec *s)
+static bool force_free(vmem_context *ctx, struct vmem__reservation_rec *s)
 {
     const uint64_t start = s->b.addr;
     struct vmem__arena_rec *a;
@@ -63,7 +63,7 @@ static bool force(vmem_context *ctx, struct vmem__reservation_rec *s)
             p->opid = 0;
     }
     vmem__reservation_free(s, true);
-    vmem__batch_give(&b);
+    vmem__batch_free_ended(&b);
     return true;
 }
 
@@ -81,7 +81,7 @@ static bool end_reservation(vmem_context *ctx, struct vmem__reservation_rec *s)
     if (s->inflight || rc == -EBUSY)
         return false; // the other call tries again when it ends
     if (s->mapped)
-        return force(ctx, s);
+        return force_free(ctx, s);
     vmem__reservation_remove(ctx, s);
     vmem__unlock(ctx);
     vmem__reservation_end(ctx, s);

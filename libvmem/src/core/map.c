@@ -273,7 +273,7 @@ int vMemMapBatch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n, uin
         ctx->map_ops += n;
         ctx->map_runs += b.n;
     }
-    vmem__batch_give(&b);
+    vmem__batch_free_ended(&b);
     vmem__batch_end(&b);
     return rc ? vmem__batch_fail(rc, "ops", n, at, bad) : 0;
 }

@@ -21,7 +21,7 @@ int vmem__create_apart(vmem_context *ctx, uint64_t page_size, size_t n, vmem_pag
     if (!rc) {
         ctx->created += n * page_size; // before the lock is dropped: other calls must see it
         rc = vmem__grow_exactly(ctx, granules);
-        if (!rc && !vmem__take_at(ctx, ctx->arenas, 0, granules, (uint32_t)(page_size >> GRANULE_SHIFT), &piece))
+        if (!rc && !vmem__take_piece_at(ctx, ctx->arenas, 0, granules, (uint32_t)(page_size >> GRANULE_SHIFT), &piece))
             rc = vmem__error(-ENOMEM, "the new arena has no room for %zu pages of %" PRIu64 " bytes", n, page_size);
         if (rc)
             ctx->created -= n * page_size;

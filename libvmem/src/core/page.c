@@ -87,7 +87,7 @@ static int zero_unclean(struct vmem__backend *b, const struct vmem__piece *piece
 }
 
 // Commits as many bytes of a piece as possible; *done is their number.
-static int populate(struct vmem__backend *b, const struct vmem__piece *p, uint64_t *done)
+static int populate_whole(struct vmem__backend *b, const struct vmem__piece *p, uint64_t *done)
 {
     const uint64_t length = p->granules * GRANULE;
     int rc = 0;
@@ -111,7 +111,7 @@ static int pages_ready(vmem_context *ctx, const struct vmem__piece *pieces, size
     int rc = 0;
     for (; done < n && !rc; done++) {
         if (!pieces[done].committed)
-            rc = populate(b, &pieces[done], &length);
+            rc = populate_whole(b, &pieces[done], &length);
     }
     if (!rc)
         rc = zero_unclean(b, pieces, n, flags);
@@ -158,27 +158,28 @@ int vmem__no_room(const vmem_context *ctx, uint64_t page_size, size_t n)
 
 // Takes up to `left` granules for pages of `granules` each: after page `near`, or otherwise from committed memory, or
 // otherwise from uncommitted memory.
-static inline bool take(vmem_context *ctx, uint32_t granules, uint64_t left, vmem_page near, bool scraps,
-                        struct vmem__piece *p)
+static inline bool take_for_pages(vmem_context *ctx, uint32_t granules, uint64_t left, vmem_page near, bool scraps,
+                                  struct vmem__piece *p)
 {
     struct vmem__arena_rec *a;
     const struct vmem__page *q = near ? vmem__page_get(ctx, near, &a) : NULL;
-    if (q && vmem__take_at(ctx, a, (uint32_t)(q - a->pages) + q->granules, left, granules, p))
+    if (q && vmem__take_piece_at(ctx, a, (uint32_t)(q - a->pages) + q->granules, left, granules, p))
         return true;
     // Long stretches start at whole blocks, so that 2 MiB page-table entries can map them.
     const bool blocks = left >= BLOCK_GRANULES && granules < BLOCK_GRANULES;
-    if (blocks && vmem__take(ctx, true, left, BLOCK_GRANULES, p))
+    if (blocks && vmem__take_piece(ctx, true, left, BLOCK_GRANULES, p))
         return true;
     // A new arena rather than parts of blocks: to map these takes a call for each, and others for the entries around.
     if (blocks && !scraps && !ctx->b.ops->populate && ctx->arena_free <= ctx->arena_bytes / 8)
         return false;
-    return vmem__take(ctx, true, left, granules, p) || (blocks && vmem__take(ctx, false, left, BLOCK_GRANULES, p)) ||
-           vmem__take(ctx, false, left, granules, p);
+    return vmem__take_piece(ctx, true, left, granules, p) ||
+           (blocks && vmem__take_piece(ctx, false, left, BLOCK_GRANULES, p)) ||
+           vmem__take_piece(ctx, false, left, granules, p);
 }
 
 // A new arena. Arenas of other sizes that hold memory taken ahead, or expected, give way to it, so that the sum stays what
 // was asked for; in a pool, all of them do, so that it stays within what the members have.
-static int grow(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole)
+static int replace_arenas(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole)
 {
     const uint64_t bytes = whole ? wanted * GRANULE : BLOCK, keep = ctx->keep > bytes ? ctx->keep - bytes : 0;
     int rc;
@@ -203,8 +204,8 @@ static int __attribute__((cold)) make_arena(vmem_context *ctx, uint64_t wanted, 
         *fresh = 0;
     }
     if (!rc)
-        rc = grow(ctx, wanted, granules, whole);
-    if (rc == -ENOMEM && vmem__look_again(ctx, seen))
+        rc = replace_arenas(ctx, wanted, granules, whole);
+    if (rc == -ENOMEM && vmem__wait_moved(ctx, seen))
         return 0;
     if (!rc)
         *fresh += ctx->b.ops->populate ? 0 : ctx->arena_bytes - before;
@@ -250,7 +251,8 @@ static inline int make_part(vmem_context *ctx, struct part *part, struct pieces 
     while (left && !rc) {
         struct vmem__piece *p = &pieces->all[pieces->n];
         const bool whole = part->whole; // false once there was none to be had
-        if (whole ? !vmem__take_whole(ctx, left, p) : !take(ctx, part->granules, left, part->near, part->scraps, p)) {
+        if (whole ? !vmem__take_whole(ctx, left, p)
+                  : !take_for_pages(ctx, part->granules, left, part->near, part->scraps, p)) {
             rc = make_arena(ctx, whole ? left : left + part->more, part->granules, whole, &fresh);
             part->grown |= !rc;
             if (rc == -ENOMEM && whole) {
@@ -288,7 +290,7 @@ static void __attribute__((cold)) undo_part(vmem_context *ctx, const struct piec
     for (size_t i = 0; i < pieces->n; i++)
         if (!pieces->all[i].committed)
             ctx->committed -= pieces->all[i].granules * GRANULE;
-    vmem__give(ctx, pieces->all, pieces->n);
+    vmem__free_pieces(ctx, pieces->all, pieces->n);
 }
 
 // Creates the part's pages. The caller holds the lock, which this drops for a while.
@@ -440,7 +442,7 @@ static int populate_piece(vmem_context *ctx, struct vmem__piece *p)
     vmem__lock(ctx);
     p->committed = !rc;
     ctx->committed -= rc ? p->granules * GRANULE : 0;
-    vmem__give(ctx, p, 1);
+    vmem__free_pieces(ctx, p, 1);
     return rc;
 }
 
@@ -451,7 +453,7 @@ static int grow_ahead(vmem_context *ctx, uint64_t granules, bool whole)
     int rc = most && granules >= most ? vmem__grow(ctx, most, BLOCK_GRANULES, true, true) : -ENOMEM;
     if (rc == -ENOMEM)
         rc = vmem__grow(ctx, granules, BLOCK_GRANULES, false, true);
-    return rc == -ENOMEM && vmem__look_again(ctx, seen) ? 0 : rc;
+    return rc == -ENOMEM && vmem__wait_moved(ctx, seen) ? 0 : rc;
 }
 
 // Commits memory until there are `goal` bytes, or a concurrent trim ends that. Pages created meanwhile do not change the
@@ -469,7 +471,8 @@ static int fill_to(vmem_context *ctx, uint64_t goal, bool whole)
             vmem__unlock(ctx);
             rc = vmem__interrupted(&ctx->b);
             vmem__lock(ctx);
-        } else if (ctx->b.ops->populate && vmem__take(ctx, false, granules < portion ? granules : portion, 1, &p)) {
+        } else if (ctx->b.ops->populate &&
+                   vmem__take_piece(ctx, false, granules < portion ? granules : portion, 1, &p)) {
             since += p.granules * GRANULE;
             rc = populate_piece(ctx, &p);
         } else {

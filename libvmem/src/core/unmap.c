@@ -201,7 +201,7 @@ int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n,
     if (!rc)
         rc = vmem__batch_run(&b, ctx->b.ops->unmap, &at);
     finish_unmap(&b, rc ? TAKE_BACK : UNMAPPED);
-    vmem__batch_give(&b);
+    vmem__batch_free_ended(&b);
     vmem__batch_end(&b);
     return rc ? vmem__batch_fail(rc, "ops", n, at, bad) : 0;
 }
@@ -308,7 +308,7 @@ int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t
         finish_unmap(&b, rc ? TAKE_BACK : RELEASED);
     if (loose)
         finish_loose(&b, pages, marked, !rc);
-    vmem__batch_give(&b);
+    vmem__batch_free_ended(&b);
     vmem__batch_end(&b);
     return rc ? vmem__batch_fail(rc, "pages", n, at, bad) : 0;
 }
@@ -338,7 +338,7 @@ int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, 
     if (!rc)
         rc = vmem__batch_run(&b, ctx->b.ops->unmap, &at);
     finish_unmap(&b, rc ? TAKE_BACK : RELEASED);
-    vmem__batch_give(&b);
+    vmem__batch_free_ended(&b);
     vmem__batch_end(&b);
     if (rc)
         return vmem__batch_fail(rc, "ranges", n, at, NULL);

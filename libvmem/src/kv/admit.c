@@ -40,13 +40,13 @@ static uint32_t most_tokens(vmem_kv *kv, int32_t slot, uint64_t limit)
 }
 
 // Statistics that others read while the device is asked are those of now.
-static void look_at_device(vmem_kv *kv)
+static void begin_if_device_is_asked(vmem_kv *kv)
 {
     if (vmem__kv_asks_device(kv))
         vmem__kv_begin_long_call(kv);
 }
 
-static int room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
+static int count_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
 {
     int rc = 0;
     if (!tokens)
@@ -60,7 +60,7 @@ static int room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     *tokens = 0;
     if (slot < 0 && !kv->in_state[VMEM_KV_FREE])
         return 0;
-    look_at_device(kv);
+    begin_if_device_is_asked(kv);
     const uint32_t has = slot < 0 ? 0 : kv->slots[slot].tokens;
     *tokens = most_tokens(kv, slot, vmem__kv_page_limit_lately(kv));
     if (*tokens <= has && has < kv->max_tokens) // before it says that there is none, it asks
@@ -71,7 +71,7 @@ static int room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
 {
     int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, room(kv, slot, tokens));
+    return rc ? rc : vmem__kv_leave(kv, count_room(kv, slot, tokens));
 }
 
 // ---- requests --------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, 
     }
     if (!rc && i < n)
         rc = vmem__kv_short_of_slots(kv);
-    vmem__kv_foresee(kv, most, true);
+    vmem__kv_announce(kv, most, true);
     return rc;
 }
 
@@ -157,7 +157,7 @@ static int count_fitting(vmem_kv *kv, const struct vmem_kv_request *requests, si
     vmem__kv_clear_shortage();
     if (!rc && n) {
         const uint64_t budget = kv->ledger.budget;
-        look_at_device(kv);
+        begin_if_device_is_asked(kv);
         rc = admit(kv, requests, n, &fits);
         // A pool of several processes may have had more than this one knew. The first count has taken it.
         if (rc == -ENOMEM && kv->ledger.budget > budget) {

@@ -55,7 +55,7 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 }
 
 // The number of pages that become pinned when a slot which makes so many copies begins with the runs found.
-static int64_t delta_of(vmem_kv *kv, uint32_t tokens, uint64_t copies)
+static int64_t attach_delta(vmem_kv *kv, uint32_t tokens, uint64_t copies)
 {
     uint64_t beside;
     kv->mark++;
@@ -64,7 +64,7 @@ static int64_t delta_of(vmem_kv *kv, uint32_t tokens, uint64_t copies)
 }
 
 // Starts a newly allocated slot with so many tokens of the runs found.
-static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+static int attach_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_grow *l = &kv->grow;
     uint32_t stride;
@@ -80,7 +80,7 @@ static int attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         }
     }
     if (!rc && l->total) // else it only maps pages that are there
-        rc = vmem__kv_claim_budget(kv, delta_of(kv, tokens, l->total), l->total);
+        rc = vmem__kv_claim_budget(kv, attach_delta(kv, tokens, l->total), l->total);
     if (!rc)
         rc = vmem__kv_grow_make(kv, l, KV_TRIES);
     const bool mapped = !rc;
@@ -113,7 +113,7 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         rc = vmem__kv_pin(kv, slot, kv->runs.found[k]);
     vmem__kv_protect_found(kv, tokens); // so that making room evicts others
     if (!rc)
-        rc = attach(kv, slot, tokens);
+        rc = attach_pages(kv, slot, tokens);
     vmem__kv_unprotect_found(kv);
     if (rc)
         vmem__kv_unpin(kv, slot);
@@ -127,13 +127,13 @@ static int would_attach(vmem_kv *kv, uint32_t tokens)
     if (!copies) // attaching only maps pages that are there
         return 0;
     vmem__kv_protect_found(kv, tokens);
-    const int rc = vmem__kv_would_fit(kv, delta_of(kv, tokens, copies), copies);
+    const int rc = vmem__kv_would_fit(kv, attach_delta(kv, tokens, copies), copies);
     vmem__kv_unprotect_found(kv);
     return rc;
 }
 
-static int begin_with(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
-                      uint32_t *tokens)
+static int begin_with_runs(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
+                           uint32_t *tokens)
 {
     int rc = tokens ? 0 : vmem__error(-EINVAL, "tokens must not be NULL");
     if (!rc)
@@ -166,5 +166,5 @@ int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, u
                    uint32_t *tokens)
 {
     int rc = flags & VMEM_KV_LOOK ? vmem__kv_enter_step(kv) : vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, begin_with(kv, slot, runs, n, most, flags, tokens));
+    return rc ? rc : vmem__kv_leave(kv, begin_with_runs(kv, slot, runs, n, most, flags, tokens));
 }

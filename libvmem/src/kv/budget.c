@@ -12,28 +12,28 @@
 // ---- the pool -------------------------------------------------------------------------------------------------------
 
 // The budget grows by what is free in the pool: by `least` pages if there are so many, and up to `most`.
-static void claim(vmem_kv *kv, uint64_t least, uint64_t most)
+static void claim_pages(vmem_kv *kv, uint64_t least, uint64_t most)
 {
-    kv->membership.giving = false; // a cache that is short itself keeps what it has not given back yet
+    kv->membership.lowering = false; // a cache that is short itself keeps what it has not given back yet
     kv->ledger.budget += vmem__pool_claim(kv->membership.member, kv->ledger.budget, least, most);
 }
 
 void vmem__kv_claim_plenty(vmem_kv *kv)
 {
-    if (!kv->membership.member || kv->membership.giving)
+    if (!kv->membership.member || kv->membership.lowering)
         return;
     const uint64_t want = kv->ledger.held + kv->ledger.held / 2;
     if (want > kv->ledger.budget && kv_unused(kv) < 2 * kv_low(kv) + kv->ledger.held / 8)
-        claim(kv, 0, want - kv->ledger.budget);
+        claim_pages(kv, 0, want - kv->ledger.budget);
 }
 
-void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part)
+void vmem__kv_announce(vmem_kv *kv, uint64_t want, bool part)
 {
     if (!kv->membership.member)
         return;
-    kv->membership.giving &= want <= kv->ledger.budget;
-    kv->ledger.budget += vmem__pool_foresee(kv->membership.member, kv->ledger.budget, want, part);
-    kv->membership.foresees = want != 0;
+    kv->membership.lowering &= want <= kv->ledger.budget;
+    kv->ledger.budget += vmem__pool_announce(kv->membership.member, kv->ledger.budget, want, part);
+    kv->membership.announced = want != 0;
 }
 
 void vmem__kv_pool_leave(vmem_kv *kv)
@@ -42,7 +42,7 @@ void vmem__kv_pool_leave(vmem_kv *kv)
     pthread_mutex_lock(&kv->gate.state);
     struct vmem__member *m = kv->membership.member;
     kv->membership.member = NULL;
-    kv->membership.giving = kv->membership.foresees = false;
+    kv->membership.lowering = kv->membership.announced = false;
     vmem__expect(kv->ctx, 0, -(int64_t)kv->membership.missed);
     kv->membership.missed = 0;
     if (m) // what it has not used goes back now
@@ -185,8 +185,8 @@ int vmem__kv_claim_budget(vmem_kv *kv, int64_t delta, uint64_t pages)
     const uint64_t there = kv->ledger.held + pages;
     // Claim from the pool before reporting a shortage. While the member is shrinking, claim only what it needs beyond its
     // budget.
-    if (kv->membership.member && there > kv->ledger.budget && (!kv->membership.giving || want > kv->ledger.budget))
-        claim(kv, there - kv->ledger.budget, there + kv->ledger.held / 2 - kv->ledger.budget);
+    if (kv->membership.member && there > kv->ledger.budget && (!kv->membership.lowering || want > kv->ledger.budget))
+        claim_pages(kv, there - kv->ledger.budget, there + kv->ledger.held / 2 - kv->ledger.budget);
     return delta > 0 && want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want) : 0;
 }
 

@@ -51,7 +51,7 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
     return 0;
 }
 
-static int reserve(vmem_kv *kv)
+static int reserve_tensors(vmem_kv *kv)
 {
     struct vmem_info info = {.size = sizeof info};
     int rc = vmem_context_info(kv->ctx, &info);
@@ -155,12 +155,12 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     configure(kv, c);
     int rc = make_tables(kv, c);
     if (!rc)
-        rc = reserve(kv);
+        rc = reserve_tensors(kv);
     if (rc)
         return rc;
     vmem__kv_register(kv);
     if (!(c->flags & VMEM_KV_LAZY))
-        rc = vmem__kv_take_ahead(kv, c->budget >> kv->page_shift);
+        rc = vmem__kv_prealloc(kv, c->budget >> kv->page_shift);
     if (rc)
         return vmem__error(rc, "budget %" PRIu64 ": %s", c->budget, vmem_last_error());
     kv->ledger.budget = c->budget >> kv->page_shift;
@@ -180,7 +180,7 @@ static void release_slot(vmem_kv *kv, uint32_t slot)
     }
 }
 
-static void release(vmem_kv *kv)
+static void release_pages(vmem_kv *kv)
 {
     const bool begun = kv->spans && kv->copy.scratch;
     bool cut = true;
@@ -215,21 +215,21 @@ static void free_cut(struct kv_cut *c)
 }
 
 // Frees all memory of a cache that no call uses any more, but for the handle itself.
-static void give_up(vmem_kv *kv)
+static void free_memory(vmem_kv *kv)
 {
-    if (kv->life.given_up || kv->pid != getpid()) // a forked child has neither the worker nor the pages
+    if (kv->life.memory_freed || kv->pid != getpid()) // a forked child has neither the worker nor the pages
         return;
     vmem__kv_pool_leave(kv);
     vmem__kv_worker_stop(kv);
-    release(kv);
+    release_pages(kv);
     vmem__pool_left(kv->membership.left);
     vmem__kv_unpublish(kv);
-    kv->life.given_up = true;
+    kv->life.memory_freed = true;
 }
 
 static void destroy(vmem_kv *kv)
 {
-    give_up(kv);
+    free_memory(kv);
     if (kv->pages)
         munmap(kv->pages, kv->pages_bytes);
     if (kv->joined)
@@ -317,7 +317,7 @@ int vmem_kv_destroy(vmem_kv *kv, uint64_t after)
     }
     int rc = vmem__kv_close(kv, after, &quiet);
     if (quiet && !rc)
-        give_up(kv); // not the handle: callers need not know which steps are known to have ended
+        free_memory(kv); // not the handle: callers need not know which steps are known to have ended
     return rc;
 }
 

@@ -39,7 +39,7 @@ static int by_use(const void *a, const void *b)
 }
 
 // Lists rows that can be moved, of the emptiest arenas first. Those in full arenas stay, so that none moves twice.
-static int find(vmem_kv *kv, struct row **rows, uint64_t *n)
+static int find_rows(vmem_kv *kv, struct row **rows, uint64_t *n)
 {
     uint64_t most = kv->shared.runs_only;
     *n = 0;
@@ -81,7 +81,7 @@ static int map_and_copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to,
     return rc;
 }
 
-static int copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to, uint64_t n)
+static int copy_pages(vmem_kv *kv, const vmem_page *from, const vmem_page *to, uint64_t n)
 {
     int rc = vmem__copy_pages(kv->ctx, from, to, n, kv->page_size);
     if (rc != -EOPNOTSUPP)
@@ -93,7 +93,7 @@ static int copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to, uint64_
 }
 
 // Makes the runs hold the new pages. Needs no memory, because the table of references keeps its size.
-static void commit(vmem_kv *kv, const struct row *rows, uint64_t n, const vmem_page *to)
+static void commit_moves(vmem_kv *kv, const struct row *rows, uint64_t n, const vmem_page *to)
 {
     for (uint64_t i = 0; i < n; i++) {
         struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, *rows[i].held);
@@ -108,7 +108,7 @@ static void commit(vmem_kv *kv, const struct row *rows, uint64_t n, const vmem_p
 
 // Moves as many of the rows as fit into a portion; *moved is how many pages. Halves the portion where there is too
 // little memory for it.
-static int move(vmem_kv *kv, const struct row *rows, uint64_t n, uint64_t *moved)
+static int move_rows(vmem_kv *kv, const struct row *rows, uint64_t n, uint64_t *moved)
 {
     uint64_t most = MAX(PORTION >> kv->page_shift, 1), used = 0;
     const uint64_t room = kv_unused(kv);
@@ -126,9 +126,9 @@ static int move(vmem_kv *kv, const struct row *rows, uint64_t n, uint64_t *moved
         rc = vmem__create_apart(kv->ctx, kv->page_size, pages, to);
         if (rc)
             continue;
-        rc = copy(kv, from, to, pages);
+        rc = copy_pages(kv, from, to, pages);
         if (!rc)
-            commit(kv, rows, used, to);
+            commit_moves(kv, rows, used, to);
         vmem__kv_release(kv, rc ? to : from, pages);
         *moved = rc ? 0 : pages;
         break;
@@ -144,17 +144,17 @@ static int compact_portion(vmem_kv *kv, uint64_t *moved)
     struct row *rows = NULL;
     *moved = 0;
     vmem__kv_release_doomed(kv);
-    vmem__kv_give_ahead(kv, 0);
+    vmem__kv_trim_prealloc(kv, 0);
     int rc = device_bytes(kv, &all, &overhead);
     // Compact only if it pays.
     if (rc || overhead <= kv->ledger.held * kv->page_size / 32)
         return rc;
-    rc = find(kv, &rows, &n);
+    rc = find_rows(kv, &rows, &n);
     if (!rc && n)
-        rc = move(kv, rows, n, moved);
+        rc = move_rows(kv, rows, n, moved);
     free(rows);
     if (*moved)
-        vmem__kv_give_ahead(kv, 0);
+        vmem__kv_trim_prealloc(kv, 0);
     return rc;
 }
 

@@ -12,7 +12,7 @@
 #define DEVICE_NS UINT64_C(100000000)
 
 // The bytes that the context's other caches have taken ahead and not used. Call it with the context's lock held.
-static uint64_t ahead_of_others(const vmem_kv *kv)
+static uint64_t preallocated_by_others(const vmem_kv *kv)
 {
     uint64_t bytes = 0;
     for (vmem_kv *c = kv->ctx->caches; c; c = c->next) {
@@ -26,10 +26,10 @@ static uint64_t ahead_of_others(const vmem_kv *kv)
     return bytes;
 }
 
-static uint64_t locked_ahead_of_others(const vmem_kv *kv)
+static uint64_t lock_preallocated_by_others(const vmem_kv *kv)
 {
     vmem__lock(kv->ctx);
-    uint64_t bytes = ahead_of_others(kv);
+    uint64_t bytes = preallocated_by_others(kv);
     vmem__unlock(kv->ctx);
     return bytes;
 }
@@ -60,34 +60,34 @@ void vmem__kv_unregister(vmem_kv *kv)
         *at = kv->next;
     vmem__unlock(kv->ctx);
     if (joined)
-        vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), false, NULL);
+        vmem__trim_to(kv->ctx, lock_preallocated_by_others(kv), false, NULL);
 }
 
-int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages)
+int vmem__kv_prealloc(vmem_kv *kv, uint64_t pages)
 {
     const uint64_t own = sat_sub(pages, kv->ledger.held) << kv->page_shift;
     // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches have taken ahead.
-    const uint64_t others = locked_ahead_of_others(kv);
+    const uint64_t others = lock_preallocated_by_others(kv);
     int rc = own ? vmem__prealloc(kv->ctx, own + MIN(others, UINT64_MAX - own), kv->whole) : 0;
     if (!rc)
         vmem__kv_set_preallocated(kv, pages);
     return rc;
 }
 
-void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages)
+void vmem__kv_trim_prealloc(vmem_kv *kv, uint64_t pages)
 {
     vmem__kv_set_preallocated(kv, pages);
     const uint64_t own = sat_sub(pages, kv->ledger.held) << kv->page_shift;
-    vmem__trim_to(kv->ctx, own + locked_ahead_of_others(kv), false, NULL);
+    vmem__trim_to(kv->ctx, own + lock_preallocated_by_others(kv), false, NULL);
 }
 
-void vmem__kv_trim(vmem_kv *kv, bool wanted) { vmem__trim_to(kv->ctx, locked_ahead_of_others(kv), wanted, NULL); }
+void vmem__kv_trim(vmem_kv *kv, bool wanted) { vmem__trim_to(kv->ctx, lock_preallocated_by_others(kv), wanted, NULL); }
 
 uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room)
 {
     vmem_context *ctx = kv->ctx;
     vmem__lock(ctx);
-    const uint64_t others = ahead_of_others(kv), used = ctx->created + others;
+    const uint64_t others = preallocated_by_others(kv), used = ctx->created + others;
     const uint64_t spare = sat_sub(ctx->committed, used);
     const uint64_t most = ctx->budget ? sat_sub(ctx->budget, used) : UINT64_MAX;
     vmem__unlock(ctx);
@@ -144,7 +144,7 @@ bool vmem__kv_asks_device(const vmem_kv *kv)
 
 // How many of `most` pages there can be. The device is asked only where fewer than `want` are at hand. Pages that the
 // worker makes or releases would count twice: as held, and as memory that no page uses.
-static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
+static uint64_t count_reachable(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
 {
     if (!kv->membership.member && kv->ledger.preallocated >= kv->ledger.budget)
         return most;
@@ -153,43 +153,43 @@ static uint64_t count(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t 
     return MIN(most, reached);
 }
 
-static uint64_t most_reached(const vmem_kv *kv)
+static uint64_t most_pages(const vmem_kv *kv)
 {
     return kv->ledger.budget + vmem__pool_claimable(kv->membership.member, kv->ledger.budget);
 }
 
 // An answer of less than `want` is as old as `age` allows, and given while the worker makes no pages: these count as lost.
-static uint64_t reach(vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
+static uint64_t count_lately(vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
 {
-    const uint64_t lately = count(kv, most, want, DEVICE_NS);
+    const uint64_t lately = count_reachable(kv, most, want, DEVICE_NS);
     if (lately >= want)
         return lately;
     if (kv->ledger.pending)
         vmem__kv_wait_job(kv);
-    return count(kv, most, want, age);
+    return count_reachable(kv, most, want, age);
 }
 
 uint64_t vmem__kv_page_limit(vmem_kv *kv, uint64_t want)
 {
-    const uint64_t most = most_reached(kv);
-    return want > most ? most : reach(kv, most, want, 0);
+    const uint64_t most = most_pages(kv);
+    return want > most ? most : count_lately(kv, most, want, 0);
 }
 
 uint64_t vmem__kv_page_limit_lately(vmem_kv *kv)
 {
-    const uint64_t most = most_reached(kv);
-    return reach(kv, most, most, DEVICE_NS);
+    const uint64_t most = most_pages(kv);
+    return count_lately(kv, most, most, DEVICE_NS);
 }
 
 uint64_t vmem__kv_page_limit_known(const vmem_kv *kv)
 {
-    const uint64_t most = most_reached(kv);
-    return count(kv, most, most, UINT64_MAX);
+    const uint64_t most = most_pages(kv);
+    return count_reachable(kv, most, most, UINT64_MAX);
 }
 
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages)
 {
     const uint64_t want = kv->ledger.held + pages, most = kv->ledger.budget;
-    return kv->ledger.preallocated >= most || !locked_ahead_of_others(kv) || want <= count(kv, most, want, DEVICE_NS) ||
-           want <= count(kv, most, want, 0);
+    return kv->ledger.preallocated >= most || !lock_preallocated_by_others(kv) ||
+           want <= count_reachable(kv, most, want, DEVICE_NS) || want <= count_reachable(kv, most, want, 0);
 }

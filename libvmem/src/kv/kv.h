@@ -224,9 +224,9 @@ struct kv_membership {
     void *evict_arg;
     uint64_t offered;      // pages of requests that evict would release
     uint64_t missed;       // bytes of pages that the pool took back and the cache will want again
-    bool giving;           // other members wait for what is beyond give_to; the budget falls as it goes
-    bool foresees;         // the cache has said what requests that wait will need
-    uint64_t give_to;      // pages
+    bool lowering;         // other members wait for what is beyond lower_to: the budget falls as the pages go
+    bool announced;        // the cache has told the pool what requests that wait will need
+    uint64_t lower_to;     // pages
     uint64_t portion;      // pages that the worker gives back in one call while others wait for them
     uint64_t pinned_pages; // kv_ledger.pinned_pages after the last call
 };
@@ -299,7 +299,7 @@ struct kv_turn {
 struct kv_worker {
     pthread_t thread;
     uint32_t idle_ms;
-    bool idle_once, gave; // it saw the cache idle; it returned the pages that an idle cache does not keep
+    bool idle_once, released_all; // it saw the cache idle; it returned the pages that an idle cache does not keep
     struct kv_grow grow;
     struct kv_cut cut;
 };
@@ -328,7 +328,7 @@ struct kv_view {
 struct kv_life {
     uint64_t closes; // vmem_kv_destroy with a fence: the step
     bool closing;
-    bool given_up; // its memory is free, and only the handle is left
+    bool memory_freed; // its memory is free, and only the handle is left
 };
 
 struct vmem_kv {
@@ -458,7 +458,7 @@ static inline uint64_t kv_low(const vmem_kv *kv) { return kv->ledger.budget * kv
 // Not while the memory is promised to others, or requests wait for it.
 static inline bool kv_plentiful(const vmem_kv *kv)
 {
-    return !kv->membership.giving && !kv->membership.foresees && kv_unused(kv) >= 2 * kv_low(kv);
+    return !kv->membership.lowering && !kv->membership.announced && kv_unused(kv) >= 2 * kv_low(kv);
 }
 
 // ---- turn.c ---------------------------------------------------------------------------------------------------------
@@ -811,8 +811,8 @@ int vmem__kv_check_books(vmem_kv *kv); // VMEM_KV_CHECK: recounts everything
 void vmem__kv_register(vmem_kv *kv);
 void vmem__kv_unregister(vmem_kv *kv);
 // Takes device memory for that many pages in all, or gives back what is more.
-int vmem__kv_take_ahead(vmem_kv *kv, uint64_t pages);
-void vmem__kv_give_ahead(vmem_kv *kv, uint64_t pages);
+int vmem__kv_prealloc(vmem_kv *kv, uint64_t pages);
+void vmem__kv_trim_prealloc(vmem_kv *kv, uint64_t pages);
 void vmem__kv_set_preallocated(vmem_kv *kv, uint64_t pages); // without doing either
 // Returns device memory that nobody uses or has taken ahead; wanted: nor waits for. With no lock held.
 void vmem__kv_trim(vmem_kv *kv, bool wanted);
@@ -859,7 +859,7 @@ void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason
 // With api and state held, and without effect on a cache of no pool.
 // With the requests that wait, the cache will have `want` pages: claims and asks for them, and lets the pool's thread
 // take the device memory. part: if the member may not have so many, as many as it may.
-void vmem__kv_foresee(vmem_kv *kv, uint64_t want, bool part);
+void vmem__kv_announce(vmem_kv *kv, uint64_t want, bool part);
 // For the worker: keeps memory plentiful from what is free in the pool.
 void vmem__kv_claim_plenty(vmem_kv *kv);
 // With no lock held: before a cache is taken apart.

@@ -18,7 +18,7 @@ static int room_for_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_
 }
 
 // There is room.
-static void add(struct kv_grow *l, struct kv_part part)
+static void add_part(struct kv_grow *l, struct kv_part part)
 {
     if (part.from < part.to)
         l->parts[l->n_parts++] = part;
@@ -40,9 +40,9 @@ static int add_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gro
     const bool pays = kv->whole ? last >= head + 2 : b > 1 && last >= head + COARSE_BLOCKS * b;
     const uint32_t tail = pays && !g->window ? last : head;
     const bool joins = from > s->lo && from == s->hi;
-    add(l, (struct kv_part){.slot = slot, .group = group, .from = from, .to = head, .joins = joins});
-    add(l, (struct kv_part){.slot = slot, .group = group, .from = head, .to = tail, .coarse = true});
-    add(l, (struct kv_part){.slot = slot, .group = group, .from = tail, .to = to});
+    add_part(l, (struct kv_part){.slot = slot, .group = group, .from = from, .to = head, .joins = joins});
+    add_part(l, (struct kv_part){.slot = slot, .group = group, .from = head, .to = tail, .coarse = true});
+    add_part(l, (struct kv_part){.slot = slot, .group = group, .from = tail, .to = to});
     l->total += (uint64_t)(to - from) * g->n;
     l->n_coarse += kv->whole ? 0 : (uint64_t)(tail - head) * g->n;
     return 0;
@@ -71,8 +71,8 @@ int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t 
     }
     int rc = room_for_parts(kv, l, slot, group, row, row + 1);
     if (!rc)
-        add(l, (struct kv_part){
-                   .slot = slot, .group = group, .from = row, .to = row + 1, .others = pages, .stride = stride});
+        add_part(l, (struct kv_part){
+                        .slot = slot, .group = group, .from = row, .to = row + 1, .others = pages, .stride = stride});
     return rc;
 }
 
@@ -120,7 +120,7 @@ static void set_joined(vmem_kv *kv, const struct kv_part *p)
 }
 
 // Creates all pages in one call. The pages of one tensor are physically consecutive where possible.
-static int create(vmem_kv *kv, struct kv_grow *l)
+static int create_pages(vmem_kv *kv, struct kv_grow *l)
 {
     uint64_t n = 0;
     for (uint64_t i = 0; i < l->n_parts; i++) {
@@ -153,8 +153,8 @@ static int create(vmem_kv *kv, struct kv_grow *l)
     return rc;
 }
 
-// Lists the address of each page. The pages are in l->pages in the order in which create() requested them.
-static void place(vmem_kv *kv, struct kv_grow *l)
+// Lists the address of each page. The pages are in l->pages in the order in which create_pages() requested them.
+static void list_addresses(vmem_kv *kv, struct kv_grow *l)
 {
     const vmem_page *pages = l->pages;
     struct vmem_map_op *coarse = l->maps, *fine = l->maps + l->n_coarse;
@@ -184,9 +184,9 @@ int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l)
     l->n_pages = 0;
     l->at = rc ? KV_GROW_LISTS : KV_GROW_CREATE;
     if (!rc && l->total)
-        rc = create(kv, l);
+        rc = create_pages(kv, l);
     if (!rc)
-        place(kv, l);
+        list_addresses(kv, l);
     l->at = rc ? l->at : KV_GROW_MAP;
     if (!rc && l->n_coarse)
         rc = vMemMapBatch(kv->ctx, l->maps, l->n_coarse, 0, NULL);

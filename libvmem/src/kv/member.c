@@ -30,23 +30,23 @@ static uint64_t evictable(const vmem_kv *kv)
 }
 
 // A check of the books must not take pages that were created under the old one for too many.
-static void shrink_budget(vmem_kv *kv, uint64_t pages)
+static void set_budget(vmem_kv *kv, uint64_t pages)
 {
     kv->ledger.ceiling = MAX(kv->ledger.ceiling, kv->ledger.held);
     kv->ledger.budget = pages;
 }
 
-static void state(void *self, struct vmem__lend_state *out)
+static void get_state(void *self, struct vmem__member_state *out)
 {
     vmem_kv *kv = self;
     const uint64_t fixed = vmem__kv_min_pages(kv);
-    *out = (struct vmem__lend_state){.budget = kv->ledger.budget,
-                                     .held = kv->ledger.held,
-                                     .used = kv->ledger.pinned_pages,
-                                     .after = kv->membership.giving ? kv->membership.give_to : kv->ledger.budget,
-                                     .fixed = fixed,
-                                     .evictable = MIN(evictable(kv), fixed),
-                                     .margin = kv->in_state[VMEM_KV_FREE] < kv->n_slots ? fixed / 32 : 0};
+    *out = (struct vmem__member_state){.budget = kv->ledger.budget,
+                                       .held = kv->ledger.held,
+                                       .pinned = kv->ledger.pinned_pages,
+                                       .target = kv->membership.lowering ? kv->membership.lower_to : kv->ledger.budget,
+                                       .min_pages = fixed,
+                                       .evictable = MIN(evictable(kv), fixed),
+                                       .margin = kv->in_state[VMEM_KV_FREE] < kv->n_slots ? fixed / 32 : 0};
 }
 
 static void raise_budget(void *self, uint64_t pages)
@@ -57,44 +57,45 @@ static void raise_budget(void *self, uint64_t pages)
 
 // From now on, the background thread gives back what the cache holds beyond `pages`. The budget falls as the pages go,
 // so that a step that needs pages meanwhile does not wait for all of them.
-static void give_down_to(void *self, uint64_t pages)
+static void lower_budget(void *self, uint64_t pages)
 {
     vmem_kv *kv = self;
-    kv->membership.give_to = pages;
-    kv->membership.giving = kv->ledger.held > pages;
-    if (kv->membership.giving)
+    kv->membership.lower_to = pages;
+    kv->membership.lowering = kv->ledger.held > pages;
+    if (kv->membership.lowering)
         vmem__kv_worker_wake(kv);
     else
-        shrink_budget(kv, pages);
+        set_budget(kv, pages);
 }
 
 // The pages that a step may need next: requests grow by a page in each tensor at a time.
 static uint64_t next_pages(const vmem_kv *kv) { return (uint64_t)kv->in_state[VMEM_KV_ACTIVE] * kv->n_tensors; }
 
-// Ends giving: pages that are left above give_to cannot be given back now.
-static void stop_giving(vmem_kv *kv)
+// The budget falls no further: pages that are left above lower_to cannot be given back now.
+static void stop_lowering(vmem_kv *kv)
 {
-    shrink_budget(kv, MAX(kv->membership.give_to, kv->ledger.held));
-    kv->membership.giving = false;
+    set_budget(kv, MAX(kv->membership.lower_to, kv->ledger.held));
+    kv->membership.lowering = false;
 }
 
 // Continues to shrink a cache that is idle or was asked to give. One without a background thread gives a portion here.
-static bool go_on_giving(void *self, uint64_t least)
+static bool continue_lowering(void *self, uint64_t least)
 {
     vmem_kv *kv = self;
     const bool alone = !kv->turn.has_worker;
-    if (kv->worker.gave && (kv->membership.giving ? kv->membership.give_to : kv->ledger.budget) > least) // idle
-        give_down_to(kv, least);
-    if (!kv->membership.giving)
+    if (kv->worker.released_all &&
+        (kv->membership.lowering ? kv->membership.lower_to : kv->ledger.budget) > least) // idle
+        lower_budget(kv, least);
+    if (!kv->membership.lowering)
         return false;
     if (alone)
-        vmem__kv_reclaim_to(kv, MAX(kv->membership.give_to, sat_sub(kv->ledger.held, kv->membership.portion)), true);
+        vmem__kv_reclaim_to(kv, MAX(kv->membership.lower_to, sat_sub(kv->ledger.held, kv->membership.portion)), true);
     const bool rests = alone ? kv->ledger.held <= vmem__kv_min_pages(kv) : !kv->turn.due && !kv->turn.working;
-    if (kv->ledger.held <= kv->membership.give_to || rests)
-        stop_giving(kv);
+    if (kv->ledger.held <= kv->membership.lower_to || rests)
+        stop_lowering(kv);
     else
-        shrink_budget(kv, MIN(kv->ledger.budget, MAX(kv->membership.give_to, kv->ledger.held + next_pages(kv))));
-    return kv->membership.giving && alone;
+        set_budget(kv, MIN(kv->ledger.budget, MAX(kv->membership.lower_to, kv->ledger.held + next_pages(kv))));
+    return kv->membership.lowering && alone;
 }
 
 static void trim(void *self, bool wanted) { vmem__kv_trim(self, wanted); }
@@ -112,16 +113,16 @@ static void evict(void *self, uint64_t pages)
     unlock(kv);
 }
 
-static uint64_t ready(void *self)
+static uint64_t ready_pages(void *self)
 {
     vmem_kv *kv = self;
     return kv->ledger.held + vmem__kv_spare_memory(kv, NULL);
 }
 
-static void forget(void *self)
+static void announced_ended(void *self)
 {
     vmem_kv *kv = self;
-    kv->membership.foresees = false;
+    kv->membership.announced = false;
     vmem__kv_worker_wake(kv);
 }
 
@@ -139,14 +140,14 @@ static void answered(void *self, uint64_t bytes, int rc, uint32_t why)
 static const struct vmem__member_ops ops = {
     .lock = lock,
     .unlock = unlock,
-    .state = state,
-    .raise = raise_budget,
-    .give_down_to = give_down_to,
-    .go_on = go_on_giving,
+    .get_state = get_state,
+    .raise_budget = raise_budget,
+    .lower_budget = lower_budget,
+    .continue_lowering = continue_lowering,
     .trim = trim,
     .evict = evict,
-    .ready = ready,
-    .forget = forget,
+    .ready_pages = ready_pages,
+    .announced_ended = announced_ended,
     .wanted = wanted,
     .answered = answered,
 };
@@ -184,11 +185,11 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
         // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
         kv->membership.portion =
             kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
-        shrink_budget(kv, budget);
+        set_budget(kv, budget);
     }
     vmem__kv_worker_resume(kv);
     if (!rc)
-        vmem__kv_give_ahead(kv, 0);
+        vmem__kv_trim_prealloc(kv, 0);
     return vmem__kv_leave(kv, rc);
 }
 
@@ -230,9 +231,9 @@ int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
         return rc;
     lock(kv);
     vmem__pool_keep_to_max(m);
-    if (kv->membership.giving) { // now, not in portions
-        vmem__kv_reclaim_to(kv, kv->membership.give_to, false);
-        stop_giving(kv);
+    if (kv->membership.lowering) { // now, not in portions
+        vmem__kv_reclaim_to(kv, kv->membership.lower_to, false);
+        stop_lowering(kv);
     }
     unlock(kv);
     return 0;
@@ -245,7 +246,7 @@ int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
         return rc;
     if (!kv->membership.member)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is in no pool"));
-    vmem__kv_foresee(kv, vmem__kv_min_pages(kv) + kv_ceil_pages(bytes, kv), false);
+    vmem__kv_announce(kv, vmem__kv_min_pages(kv) + kv_ceil_pages(bytes, kv), false);
     return vmem__kv_leave(kv, 0);
 }
 

@@ -173,7 +173,7 @@ static int free_mappings(vmem_kv *kv, uint64_t pages)
     return kv->ledger.held < before ? 0 : vmem__kv_short_of_mappings(kv, pages);
 }
 
-static int run(vmem_kv *kv, struct kv_grow *l)
+static int run_grow(vmem_kv *kv, struct kv_grow *l)
 {
     kv->ledger.held += l->total;
     int rc = vmem__kv_grow_run(kv, l);
@@ -187,13 +187,13 @@ int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, int tries)
     l->at = KV_GROW_LISTS;
     int rc = tries ? vmem__kv_make_room(kv, l->total) : 0;
     if (!rc)
-        rc = run(kv, l);
+        rc = run_grow(kv, l);
     for (; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
         bool create = l->at == KV_GROW_CREATE;
         rc = create ? vmem__kv_make_device_room(kv, l->total) : free_mappings(kv, l->total + l->others);
         if (rc)
             break;
-        rc = run(kv, l);
+        rc = run_grow(kv, l);
         if (rc == -ENOMEM && tries == 1)
             rc = create ? vmem__kv_short_of_device(kv, l->total) : vmem__kv_short_of_mappings(kv, l->total + l->others);
     }
@@ -219,7 +219,7 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
     if (!pages)
         return vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page, %" PRIu64, bytes, kv->page_size);
     if (pages > kv->ledger.budget) {
-        int rc = lazy ? 0 : vmem__kv_take_ahead(kv, pages);
+        int rc = lazy ? 0 : vmem__kv_prealloc(kv, pages);
         if (!rc)
             kv->ledger.budget = pages;
         return rc;
@@ -228,10 +228,10 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
     if (rc)
         return rc;
     kv->ledger.budget = pages;
-    vmem__kv_give_ahead(kv, lazy ? 0 : pages);
+    vmem__kv_trim_prealloc(kv, lazy ? 0 : pages);
     // Keep the device memory of the remaining budget preallocated. If another process has taken it first, pages are
     // created when they are needed.
-    if (!lazy && vmem__kv_take_ahead(kv, pages))
+    if (!lazy && vmem__kv_prealloc(kv, pages))
         vmem__kv_set_preallocated(kv, 0);
     return 0;
 }
@@ -247,7 +247,7 @@ void vmem__kv_apply_wanted_budget(vmem_kv *kv)
 
 void vmem__kv_shrink_to_budget(vmem_kv *kv)
 {
-    if (kv->ledger.held > kv->ledger.budget && !kv->membership.giving)
+    if (kv->ledger.held > kv->ledger.budget && !kv->membership.lowering)
         vmem__kv_reclaim_to(kv, kv->ledger.budget, true);
 }
 
@@ -261,6 +261,6 @@ int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
         rc = 0;
     *freed = (before - kv->ledger.held) << kv->page_shift;
     vmem__kv_worker_resume(kv);
-    vmem__kv_give_ahead(kv, 0);
+    vmem__kv_trim_prealloc(kv, 0);
     return rc;
 }

@@ -80,7 +80,7 @@ static void link_run(struct kv_runs *runs, uint32_t run)
 
 // ---- pins ------------------------------------------------------------------------------------------------------------
 
-static void let_go(struct kv_runs *runs, const struct kv_pin *pin)
+static void unpin_run(struct kv_runs *runs, const struct kv_pin *pin)
 {
     const uint32_t i = find_run(runs, pin->id);
     if (i != KV_NO_RUN && !--runs->list[i].pins)
@@ -108,7 +108,7 @@ int vmem__kv_pin(vmem_kv *kv, uint32_t slot, uint32_t run)
     if (!r->pins++)
         unlink_run(runs, run);
     if (same) {
-        let_go(runs, &p->list[--at]);
+        unpin_run(runs, &p->list[--at]);
     } else {
         memmove(p->list + at + 1, p->list + at, (p->n - at) * sizeof(*p->list));
         p->n++;
@@ -125,7 +125,7 @@ void vmem__kv_unpin(vmem_kv *kv, uint32_t slot)
     while (p->n) {
         if (--p->n >= ahead)
             __builtin_prefetch(&runs->list[kv_run_place(p->list[p->n - ahead].id)].id);
-        let_go(runs, &p->list[p->n]);
+        unpin_run(runs, &p->list[p->n]);
     }
 }
 
@@ -193,7 +193,7 @@ static int check_run(vmem_kv *kv, const struct vmem_kv_run *run, size_t i)
 }
 
 // Everything that sharing needs memory for.
-static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct kv_rows **made)
+static int prepare_runs(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct kv_rows **made)
 {
     struct kv_runs *all = &kv->runs;
     struct kv_doomed *d = &kv->doomed;
@@ -221,7 +221,7 @@ static int prepare(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct
 }
 
 // Holds the slot's rows. There is room.
-static uint32_t make(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows *rows, bool report)
+static uint32_t make_run(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows *rows, bool report)
 {
     struct kv_runs *all = &kv->runs;
     const uint32_t i = all->unused == KV_NO_RUN ? all->used : all->unused;
@@ -271,7 +271,7 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
     if (rc || !n)
         return rc;
     struct kv_rows **made = calloc(n, sizeof(struct kv_rows *));
-    rc = made ? prepare(kv, runs, n, made) : vmem__error(-ENOMEM, "no memory for %zu runs", n);
+    rc = made ? prepare_runs(kv, runs, n, made) : vmem__error(-ENOMEM, "no memory for %zu runs", n);
     for (size_t i = 0; i < n && made; i++) {
         if (rc) {
             free(made[i]);
@@ -279,7 +279,7 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
         }
         uint32_t at = find_run(&kv->runs, runs[i].id);
         if (made[i])
-            at = make(kv, &runs[i], made[i], flags & VMEM_KV_RUN_REPORT);
+            at = make_run(kv, &runs[i], made[i], flags & VMEM_KV_RUN_REPORT);
         runs[i].id = at == KV_NO_RUN ? 0 : kv->runs.list[at].id;
         if (at != KV_NO_RUN)
             vmem__kv_pin(kv, runs[i].slot, at); // cannot fail: there is room
@@ -577,7 +577,7 @@ uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside)
 // background thread releases them.
 
 // Whether dropping the run, and the runs that share a page with it, frees a page.
-static bool frees(const vmem_kv *kv, const struct kv_run *r)
+static bool frees_pages(const vmem_kv *kv, const struct kv_run *r)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++)
         for (uint32_t k = 0; k < r->rows[i].n; k++)
@@ -587,7 +587,7 @@ static bool frees(const vmem_kv *kv, const struct kv_run *r)
 }
 
 // Removes the run, and dooms pages without another holder: vmem__kv_share made room for them.
-static void drop(vmem_kv *kv, uint32_t i)
+static void drop_run(vmem_kv *kv, uint32_t i)
 {
     struct kv_runs *all = &kv->runs;
     struct kv_doomed *d = &kv->doomed;
@@ -616,7 +616,7 @@ static void evict_one(vmem_kv *kv, uint32_t i)
     struct kv_runs *all = &kv->runs;
     const bool report = all->list[i].report;
     const uint64_t id = all->list[i].id;
-    drop(kv, i);
+    drop_run(kv, i);
     kv->stats.evicted_blocks++;
     if (report)
         all->gone[all->n_gone++] = id; // vmem__kv_share made room for it, too
@@ -633,7 +633,7 @@ static void evict_next(vmem_kv *kv, size_t n, uint64_t doomed, bool counted)
     }
 }
 
-static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
+static uint64_t evict_runs(vmem_kv *kv, size_t n, uint64_t pages)
 {
     const struct kv_runs *all = &kv->runs;
     const bool counted = pages == UINT64_MAX;
@@ -642,7 +642,7 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
     evict_next(kv, n, most, counted);
     // A run that a running request pins can hold pages that the request no longer has or never had.
     for (uint32_t i = 0; i < all->used && !counted && kv->doomed.n < most && kv->shared.evictable; i++)
-        if (all->list[i].id && !all->list[i].keep && !all->list[i].is_protected && frees(kv, &all->list[i]))
+        if (all->list[i].id && !all->list[i].keep && !all->list[i].is_protected && frees_pages(kv, &all->list[i]))
             evict_one(kv, i);
     const uint64_t freed = kv->doomed.n - before;
     vmem__kv_release(kv, kv->doomed.pages + before, freed);
@@ -651,7 +651,7 @@ static uint64_t evict(vmem_kv *kv, size_t n, uint64_t pages)
     return freed;
 }
 
-uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages) { return evict(kv, SIZE_MAX, MIN(pages, UINT64_MAX - 1)); }
+uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages) { return evict_runs(kv, SIZE_MAX, MIN(pages, UINT64_MAX - 1)); }
 
 void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages) { evict_next(kv, SIZE_MAX, kv->doomed.n + pages, false); }
 
@@ -663,7 +663,7 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
     if (flags & VMEM_KV_NEXT) {
         if (runs)
             return vmem__error(-EINVAL, "runs must be NULL with VMEM_KV_NEXT");
-        *freed = evict(kv, n, most_pages);
+        *freed = evict_runs(kv, n, most_pages);
         return 0;
     }
     rc = vmem__kv_check_ids(&kv->runs, runs, n);
@@ -676,7 +676,7 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pag
             continue;
         const struct kv_run *r = &kv->runs.list[i];
         if (!(flags & VMEM_KV_UNUSED))
-            drop(kv, i);
+            drop_run(kv, i);
         else if (!r->pins && !r->keep)
             evict_one(kv, i);
     }
@@ -691,6 +691,6 @@ void vmem__kv_drop_all_runs(vmem_kv *kv)
 {
     for (uint32_t i = 0; i < kv->runs.used; i++)
         if (kv->runs.list[i].id)
-            drop(kv, i);
+            drop_run(kv, i);
     vmem__kv_release_doomed(kv);
 }

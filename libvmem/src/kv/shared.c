@@ -13,7 +13,7 @@ static uint64_t home(const struct kv_shared_rows *r, vmem_page page)
 }
 
 // Loads what finding the page will read, and does not wait for it: a large table is in no cache of the CPU.
-static void expect(const struct kv_shared_rows *r, vmem_page page)
+static void prefetch_entry(const struct kv_shared_rows *r, vmem_page page)
 {
     if (!r->used)
         return;
@@ -85,7 +85,7 @@ static void remove_entry(struct kv_shared_rows *r, struct kv_shared_row *ref)
     r->used--;
 }
 
-static void count(struct kv_shared_rows *r, const struct kv_shared_row *ref, bool on)
+static void count_row(struct kv_shared_rows *r, const struct kv_shared_row *ref, bool on)
 {
     uint64_t shared = ref->slots + ref->runs > 1 ? ref->n : 0, only = ref->slots ? 0 : ref->n;
     uint64_t evictable = ref->evictable_runs && ref->evictable_runs == ref->runs ? only : 0;
@@ -114,14 +114,14 @@ void vmem__kv_change_holders(vmem_kv *kv, struct kv_shared_row *ref, struct kv_h
 {
     struct kv_shared_rows *r = &kv->shared;
     const bool pinned = kv_row_pinned(ref);
-    count(r, ref, false);
+    count_row(r, ref, false);
     ref->slots += (uint32_t)by.slots;
     ref->pinning_slots += (uint32_t)by.pinning_slots;
     ref->runs += (uint32_t)by.runs;
     ref->evictable_runs += (uint32_t)by.evictable_runs;
     kv->ledger.pinned_pages += (uint64_t)((kv_row_pinned(ref) - pinned) * (int64_t)ref->n);
     if (ref->runs || ref->slots > 1) {
-        count(r, ref, true);
+        count_row(r, ref, true);
         return;
     }
     remove_entry(r, ref);
@@ -161,7 +161,7 @@ uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group)
     uint32_t n = 0;
     for (uint32_t p = sp->lo; p < end; p++) {
         if (end - p > ahead)
-            expect(&kv->shared, pages[p + ahead]);
+            prefetch_entry(&kv->shared, pages[p + ahead]);
         n += vmem__kv_shared_find(&kv->shared, pages[p]) != NULL;
     }
     return n;

@@ -34,13 +34,13 @@ static inline int check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
 }
 
 // Whether a step that needs pages up to hi can continue from the pages of the span.
-static bool usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
+static bool is_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
 
 // Pages that the span lacks of [lo, hi). Pages that an earlier request left after a prefix do not help.
 static uint32_t missing_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
     const struct kv_span *sp = kv_span(kv, slot, group);
-    if (!usable(sp, hi))
+    if (!is_usable(sp, hi))
         return hi - lo;
     const uint32_t usable_hi = vmem__kv_usable_end(kv, slot, group, hi);
     return (uint32_t)(sat_sub(sp->lo, lo) + sat_sub(hi, usable_hi));
@@ -79,7 +79,7 @@ static void plan_nothing(vmem_kv *kv)
 }
 
 // The span's pinned part after the step, without the pages that are missing now.
-static inline struct kv_range part_of(const vmem_kv *kv, const struct kv_want *w)
+static inline struct kv_range pinned_after_step(const vmem_kv *kv, const struct kv_want *w)
 {
     const struct kv_span *sp = kv_span(kv, w->slot, w->group);
     const bool fresh = kv->slots[w->slot].fresh;
@@ -94,7 +94,7 @@ static int64_t plan_delta(const vmem_kv *kv)
     int64_t delta = (int64_t)kv->plan.missing;
     const struct kv_want *end = kv->plan.wants + kv->plan.n;
     for (const struct kv_want *w = kv->plan.wants; w < end; w++)
-        delta += vmem__kv_pinned_delta(kv, w->slot, w->group, part_of(kv, w));
+        delta += vmem__kv_pinned_delta(kv, w->slot, w->group, pinned_after_step(kv, w));
     return delta;
 }
 
@@ -158,7 +158,7 @@ static int plan_step(vmem_kv *kv, const int32_t *lengths, bool *waited)
 static void plan_pin(vmem_kv *kv)
 {
     for (const struct kv_want *w = kv->plan.wants; w < kv->plan.wants + kv->plan.n; w++)
-        vmem__kv_set_pinned(kv, w->slot, w->group, part_of(kv, w));
+        vmem__kv_set_pinned(kv, w->slot, w->group, pinned_after_step(kv, w));
 }
 
 static void plan_unpin(vmem_kv *kv)
@@ -202,12 +202,12 @@ static int reuse_kept_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t hi = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
-        if (sp->coarse_hi > hi || !usable(sp, hi)) {
+        if (sp->coarse_hi > hi || !is_usable(sp, hi)) {
             int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, MIN(hi, vmem__kv_usable_end(kv, slot, i, hi)));
             if (rc)
                 return rc;
         }
-        if (!s->tokens && usable(sp, hi))
+        if (!s->tokens && is_usable(sp, hi))
             kv->stats.adopted_pages += (uint64_t)(MIN(hi, sp->hi) - sp->lo) * kv->groups[i].n;
     }
     return 0;
@@ -217,7 +217,7 @@ static int reuse_kept_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 // call that maps many pages takes as long as a call for one.
 static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 {
-    const bool generous = kv->flags & VMEM_KV_GENEROUS && !kv->membership.giving;
+    const bool generous = kv->flags & VMEM_KV_GENEROUS && !kv->membership.lowering;
     const uint64_t spare = generous ? sat_sub(kv_unused(kv), 2 * kv_low(kv) + missing) : 0;
     return spare && vmem__kv_leaves_others(kv, missing + spare) ? spare : 0;
 }
@@ -338,7 +338,7 @@ static void record_needs(vmem_kv *kv)
     }
 }
 
-static void commit(vmem_kv *kv, const int32_t *lengths)
+static void commit_step(vmem_kv *kv, const int32_t *lengths)
 {
     bool due = false;
     bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
@@ -362,7 +362,7 @@ static void commit(vmem_kv *kv, const int32_t *lengths)
 }
 
 // Frees the slots whose last kernels have ended. All lengths are checked first, so that a bad call changes nothing.
-static int __attribute__((noinline)) end_waiting(vmem_kv *kv, const int32_t *lengths)
+static int __attribute__((noinline)) free_ended_slots(vmem_kv *kv, const int32_t *lengths)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         int rc = check_length(kv, s, lengths[s]);
@@ -382,7 +382,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     int rc = check_lengths(kv, lengths, n);
     const bool ends = kv_num_ending(kv);
     if (ends && !rc)
-        rc = end_waiting(kv, lengths);
+        rc = free_ended_slots(kv, lengths);
     if (!rc)
         rc = plan_step(kv, lengths, &waited);
     if (rc || plan->extends || kv->windows)
@@ -394,7 +394,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     kv->stats.step_waits += waited;
     if (!rc) {
         kv->stats.steps++;
-        commit(kv, lengths);
+        commit_step(kv, lengths);
     } else if (rc == -ENOMEM) {
         kv->stats.step_failures++;
         vmem__kv_count_shortage(kv);

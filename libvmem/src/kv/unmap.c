@@ -13,7 +13,7 @@ static struct kv_range within(struct kv_range r, uint32_t lo, uint32_t hi)
 }
 
 // Lists pages [from, to) of a span, which are to go: their mappings, and those that nobody else holds.
-static int list(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
+static int list_pages(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
     const struct kv_group *g = &kv->groups[group];
     if (from >= to)
@@ -55,12 +55,12 @@ static int list_ends(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t grou
     if (!rc && kv->flags & VMEM_KV_CHECK)
         rc = vmem__kv_check_rule(kv, slot, group, c->hi, s->hi);
     if (!rc)
-        rc = list(kv, c, slot, group, s->lo, c->lo);
-    return rc ? rc : list(kv, c, slot, group, c->hi, s->hi);
+        rc = list_pages(kv, c, slot, group, s->lo, c->lo);
+    return rc ? rc : list_pages(kv, c, slot, group, c->hi, s->hi);
 }
 
 // The span is cut down to [lo, hi), and the slot no longer holds the other rows.
-static void shrink(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+static void shrink_span(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
     const struct kv_span s = *kv_span(kv, slot, group);
     const uint32_t shared = s.shared_hi;
@@ -83,7 +83,7 @@ int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t gr
     int rc = list_ends(kv, c, slot, group, lo, hi);
     rc = !rc && c->shared ? -EBUSY : rc;
     if (!rc)
-        shrink(kv, slot, group, c->lo, c->hi);
+        shrink_span(kv, slot, group, c->lo, c->hi);
     return rc;
 }
 
@@ -123,7 +123,7 @@ int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, ui
         rc = vmem__kv_cut_run(kv, c);
     if (rc)
         return rc;
-    shrink(kv, slot, group, c->lo, c->hi);
+    shrink_span(kv, slot, group, c->lo, c->hi);
     kv->ledger.held -= c->n_pages;
     return 0;
 }
@@ -136,13 +136,13 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
     c->n_ops = c->n_pages = 0;
     for (uint64_t k = 0; k < n * kv->n_groups && !rc; k++) {
         const uint32_t slot = slots[k / kv->n_groups], group = (uint32_t)(k % kv->n_groups);
-        rc = list(kv, c, slot, group, kv_span(kv, slot, group)->lo, kv_span(kv, slot, group)->hi);
+        rc = list_pages(kv, c, slot, group, kv_span(kv, slot, group)->lo, kv_span(kv, slot, group)->hi);
     }
     rc = rc ? rc : vmem__kv_cut_run(kv, c);
     for (uint64_t k = 0; k < n * kv->n_groups && !rc; k++) {
         const uint32_t slot = slots[k / kv->n_groups], group = (uint32_t)(k % kv->n_groups);
         const uint32_t lo = kv_span(kv, slot, group)->lo;
-        shrink(kv, slot, group, lo, lo);
+        shrink_span(kv, slot, group, lo, lo);
     }
     kv->ledger.held -= rc ? 0 : c->n_pages;
     return rc;
@@ -150,7 +150,7 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 
 int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot) { return vmem__kv_cut_slots(kv, &slot, 1); }
 
-static bool passed(const vmem_kv *kv, const struct kv_span *sp)
+static bool window_passed(const vmem_kv *kv, const struct kv_span *sp)
 {
     return sp->lo < sp->in_flight.lo && (!kv->turn.has_worker || sp->lo < sp->shared_hi);
 }
@@ -160,9 +160,9 @@ bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot)
     bool left = false;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
-        if (passed(kv, sp))
+        if (window_passed(kv, sp))
             vmem__kv_wait_slot(kv, slot); // the worker may be cutting this very span
-        if (passed(kv, sp) && !vmem__kv_cut_now(kv, slot, i, sp->in_flight.lo, sp->hi))
+        if (window_passed(kv, sp) && !vmem__kv_cut_now(kv, slot, i, sp->in_flight.lo, sp->hi))
             kv->stats.window_pages += kv->cut.n_pages;
         left |= sp->lo < sp->in_flight.lo;
     }

@@ -25,13 +25,13 @@ static void take_lock(vmem_kv *kv)
     kv->ledger.pending = 0;
 }
 
-static void begin(vmem_kv *kv, uint32_t slot, uint64_t pages)
+static void begin_job(vmem_kv *kv, uint32_t slot, uint64_t pages)
 {
     kv->slots[slot].busy = true;
     drop_lock(kv, pages);
 }
 
-static void end(vmem_kv *kv, uint32_t slot, int rc)
+static void end_job(vmem_kv *kv, uint32_t slot, int rc)
 {
     take_lock(kv);
     kv->slots[slot].busy = false;
@@ -42,7 +42,7 @@ static void end(vmem_kv *kv, uint32_t slot, int rc)
 }
 
 // Plans to back a slot up to so many tokens: what it has goes on, or a free slot begins behind a prefix.
-static void plan(vmem_kv *kv, uint32_t slot, uint64_t tokens, uint32_t prefix, bool blocks)
+static void plan_backing(vmem_kv *kv, uint32_t slot, uint64_t tokens, uint32_t prefix, bool blocks)
 {
     const bool is_free = kv->slots[slot].state == VMEM_KV_FREE;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -60,7 +60,7 @@ static void plan(vmem_kv *kv, uint32_t slot, uint64_t tokens, uint32_t prefix, b
 }
 
 // Backs what is planned, if that leaves `leave` pages unused, and counts the pages. Returns false if it did nothing.
-static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave, uint64_t *pages)
+static bool back_planned(vmem_kv *kv, uint32_t slot, uint64_t leave, uint64_t *pages)
 {
     struct kv_grow *l = &kv->worker.grow;
     uint64_t total = l->total;
@@ -69,9 +69,9 @@ static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave, uint64_t *pages)
         return false;
     }
     kv->ledger.held += total;
-    begin(kv, slot, total);
+    begin_job(kv, slot, total);
     int rc = vmem__kv_grow_run(kv, l);
-    end(kv, slot, rc);
+    end_job(kv, slot, rc);
     if (rc) {
         kv->ledger.held -= total;
         vmem__kv_grow_reset(l);
@@ -84,7 +84,7 @@ static bool grow(vmem_kv *kv, uint32_t slot, uint64_t leave, uint64_t *pages)
 
 // Adds the number of pages given up to *gone. The change of kv->ledger.held would not tell, because other calls may
 // change it while the lock is dropped.
-static void cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
+static void cut_span(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 {
     struct kv_cut *c = &kv->worker.cut;
     int rc = vmem__kv_cut_begin(kv, c, v->slot, v->group, v->lo, v->hi);
@@ -93,9 +93,9 @@ static void cut(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
         return;
     }
     kv->turn.cutting = true;
-    begin(kv, v->slot, c->n_pages);
+    begin_job(kv, v->slot, c->n_pages);
     rc = vmem__kv_cut_run(kv, c);
-    end(kv, v->slot, rc);
+    end_job(kv, v->slot, rc);
     kv->turn.cutting = false;
     kv->slots[v->slot].stuck |= rc != 0;
     kv->turn.stuck |= rc != 0;
@@ -112,10 +112,10 @@ static bool unmap_stale_one(vmem_kv *kv)
             continue;
         int rc = vmem__kv_stale_begin(kv, &kv->worker.cut, s);
         kv->turn.unmapping = true;
-        begin(kv, s, 0);
+        begin_job(kv, s, 0);
         if (!rc)
             rc = vmem__kv_cut_run(kv, &kv->worker.cut);
-        end(kv, s, rc);
+        end_job(kv, s, rc);
         kv->turn.unmapping = false;
         if (!rc)
             vmem__kv_stale_end(kv, s);
@@ -143,13 +143,13 @@ static bool release_doomed(vmem_kv *kv)
     return true;
 }
 
-static bool extend(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
+static bool extend_slot(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 {
     // Map twice as far ahead, so that calls are rarer. Each call interrupts address translation on the GPU, no matter
     // how many pages it maps.
-    plan(kv, slot, MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens), 0, plenty);
+    plan_backing(kv, slot, MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens), 0, plenty);
     // Leave enough pages unused that the worker need not give these up again.
-    const bool did = grow(kv, slot, plenty ? kv_low(kv) : 0, &kv->stats.ahead_mapped_pages);
+    const bool did = back_planned(kv, slot, plenty ? kv_low(kv) : 0, &kv->stats.ahead_mapped_pages);
     kv->stats.ahead_jobs += did && !kv->slots[slot].skip;
     return did;
 }
@@ -171,8 +171,8 @@ static bool extend_one(vmem_kv *kv)
     }
     if (least == UINT32_MAX)
         return false;
-    bool did =
-        (plenty && extend(kv, slot, ahead, true)) || (least < kv->ahead_min && extend(kv, slot, kv->ahead_min, false));
+    bool did = (plenty && extend_slot(kv, slot, ahead, true)) ||
+               (least < kv->ahead_min && extend_slot(kv, slot, kv->ahead_min, false));
     if (!did)
         kv->slots[slot].skip = true; // no memory: the step will reclaim some or report the shortage
     return true;
@@ -187,14 +187,14 @@ static bool return_some_pages(vmem_kv *kv)
     // parts are left takes more calls to back again. Where each page is unmapped, or is a handle, portions adapt.
     const bool by_call = !kv->ctx->b.ops->populate && kv->ctx->b.arena_max > KV_BLOCK;
     struct kv_victim v;
-    if (kv->ledger.held <= kv->membership.give_to)
+    if (kv->ledger.held <= kv->membership.lower_to)
         return false;
     const uint64_t want =
-        by_call ? kv->membership.portion : MIN(kv->ledger.held - kv->membership.give_to, kv->membership.portion);
+        by_call ? kv->membership.portion : MIN(kv->ledger.held - kv->membership.lower_to, kv->membership.portion);
     if (!vmem__kv_find_victim(kv, want, true, false, &v))
         return false;
     const uint64_t start = vmem__now();
-    cut(kv, &v, &kv->stats.reclaimed_pages);
+    cut_span(kv, &v, &kv->stats.reclaimed_pages);
     const uint64_t ns = vmem__now() - start;
     if (ns > GIVE_NS && !by_call)
         kv->membership.portion = MAX(kv->membership.portion / 2, kv->block);
@@ -209,16 +209,16 @@ static bool release_one(vmem_kv *kv)
 {
     struct kv_victim v;
     if (vmem__kv_find_passed(kv, false, &v)) {
-        cut(kv, &v, &kv->stats.window_pages);
+        cut_span(kv, &v, &kv->stats.window_pages);
         return true;
     }
-    if (kv->membership.giving)
+    if (kv->membership.lowering)
         return return_some_pages(kv);
     uint64_t unused = kv_unused(kv), low = kv_low(kv);
     if (unused >= low || !vmem__kv_find_victim(kv, low - unused, true, false, &v))
         return false;
     kv->stats.reclaims++;
-    cut(kv, &v, &kv->stats.reclaimed_pages);
+    cut_span(kv, &v, &kv->stats.reclaimed_pages);
     return true;
 }
 
@@ -232,7 +232,7 @@ static bool evict_some(vmem_kv *kv)
     return release_doomed(kv);
 }
 
-static bool eager_one(vmem_kv *kv)
+static bool back_next_slot(vmem_kv *kv)
 {
     if (!kv_plentiful(kv))
         return false;
@@ -245,8 +245,8 @@ static bool eager_one(vmem_kv *kv)
     if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
         return false;
     const bool empty = !vmem__kv_has_pages(kv, slot);
-    plan(kv, slot, request.tokens, request.prefix, kv->flags & VMEM_KV_GENEROUS);
-    if (!grow(kv, slot, kv_low(kv), &kv->stats.eager_pages))
+    plan_backing(kv, slot, request.tokens, request.prefix, kv->flags & VMEM_KV_GENEROUS);
+    if (!back_planned(kv, slot, kv_low(kv), &kv->stats.eager_pages))
         return false;
     if (empty && !kv->slots[slot].skip)
         kv->idle[slot].first_private_row = request.prefix;
@@ -261,7 +261,7 @@ static bool has_requests(const vmem_kv *kv)
 }
 
 // Gives up the pages, and then the memory, until a call arrives. Returns false if a call arrived.
-static bool give_all(vmem_kv *kv)
+static bool release_everything(vmem_kv *kv)
 {
     const uint64_t calls = kv->gate.calls;
     struct kv_victim v;
@@ -271,7 +271,7 @@ static bool give_all(vmem_kv *kv)
             continue;
         if (!vmem__kv_find_victim(kv, kv->ledger.held, false, false, &v))
             break;
-        cut(kv, &v, &kv->stats.reclaimed_pages);
+        cut_span(kv, &v, &kv->stats.reclaimed_pages);
     }
     const bool all = !kv->turn.stop && !kv->turn.hold && kv->gate.calls == calls;
     if (all) {
@@ -313,12 +313,12 @@ static void wait_for_work(vmem_kv *kv)
     apply_wanted_budget(kv);
     const bool idle = kv->gate.calls == calls && !has_requests(kv);
     if (!idle)
-        kv->worker.gave = kv->worker.idle_once = false;
+        kv->worker.released_all = kv->worker.idle_once = false;
     else if (!kv->worker.idle_once)
         kv->worker.idle_once = true; // idle for at least half of idle_ms
-    else if (!kv->worker.gave && !kv->turn.stop && !kv->turn.hold) {
-        kv->worker.gave = give_all(kv);
-        if (kv->worker.gave)
+    else if (!kv->worker.released_all && !kv->turn.stop && !kv->turn.hold) {
+        kv->worker.released_all = release_everything(kv);
+        if (kv->worker.released_all)
             vmem__pool_wake(kv->membership.member);
     }
     kv_at(KV_WORKER_IDLE);
@@ -348,7 +348,7 @@ static bool do_job(vmem_kv *kv)
     vmem__kv_claim_plenty(kv);
     // Jobs for the next steps come first.
     return evict_some(kv) || extend_one(kv) || (kv_unused(kv) < kv_low(kv) && release_doomed(kv)) || release_one(kv) ||
-           eager_one(kv) || unmap_stale_one(kv) || release_doomed(kv);
+           back_next_slot(kv) || unmap_stale_one(kv) || release_doomed(kv);
 }
 
 // VMEM_KV_CHECK: the answers to calls must not depend on the jobs that were done. Calls may come while a job runs, and
@@ -370,7 +370,7 @@ static void *work(void *arg)
             wait_for_work(kv);
             continue;
         }
-        kv->worker.gave = kv->worker.idle_once = false;
+        kv->worker.released_all = kv->worker.idle_once = false;
         kv->turn.working = true;
         const uint64_t start = vmem__trace_start();
         const bool did = kv->flags & VMEM_KV_CHECK ? do_checked_job(kv) : do_job(kv);

@@ -6,8 +6,8 @@
 // at any moment.
 //
 // Where another member of the same context waits, the memory need not go to the device and come back. It stays in the
-// context, and in the giver's row as `retained_bytes`, until decide() moves it from row to row under the table's lock. What
-// nobody takes there goes back to the device at the next look, and only then leaves the row.
+// context, and in the giver's row as `retained_bytes`, until update_table() moves it from row to row under the table's
+// lock. What nobody takes there goes back to the device at the next look, and only then leaves the row.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -23,12 +23,12 @@
 // ---- the thread --------------------------------------------------------------------------------------------------
 
 // The smallest budget that a member in this state can shrink to now.
-static uint64_t least_pages(const struct vmem__member *m, const struct vmem__lend_state *s)
+static uint64_t least_pages(const struct vmem__member *m, const struct vmem__member_state *s)
 {
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t min = ceil_pages(m->row.min, m);
     pthread_mutex_unlock(&m->pool->lock);
-    return MAX(min, s->fixed + s->margin);
+    return MAX(min, s->min_pages + s->margin);
 }
 
 // Applies a limit that another process wants, if one does. With the member's lock held, which is dropped meanwhile.
@@ -50,20 +50,20 @@ static void apply_wanted_limit(struct vmem__member *m)
 }
 
 // Gives back what a member has beyond its maximum, except pages that it needs. Those follow when it no longer does.
-static void keep_to_max(struct vmem__member *m, const struct vmem__lend_state *s)
+static void keep_to_max(struct vmem__member *m, const struct vmem__member_state *s)
 {
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t most = floor_pages(m->row.max, m);
     pthread_mutex_unlock(&m->pool->lock);
-    const uint64_t least = MAX(most, s->fixed);
-    if (s->after == s->budget && s->budget > least)
-        m->ops->give_down_to(m->self, least);
+    const uint64_t least = MAX(most, s->min_pages);
+    if (s->target == s->budget && s->budget > least)
+        m->ops->lower_budget(m->self, least);
 }
 
 void vmem__pool_keep_to_max(struct vmem__member *m)
 {
-    struct vmem__lend_state s;
-    m->ops->state(m->self, &s);
+    struct vmem__member_state s;
+    m->ops->get_state(m->self, &s);
     keep_to_max(m, &s);
 }
 
@@ -75,17 +75,17 @@ static uint64_t uncovered_bytes(const struct vmem__member *m, uint64_t fall)
     for (const struct vmem__member *o = m->pool->members; o; o = o->next)
         rows += o->ctx == m->ctx ? o->row.has : 0;
     vmem__lock(m->ctx);
-    const uint64_t stayed = MIN(m->ctx->retained_peak, sat_sub(m->ctx->committed, m->ctx->created));
+    const uint64_t retained = MIN(m->ctx->retained_peak, sat_sub(m->ctx->committed, m->ctx->created));
     const uint64_t there = m->ctx->committed + m->ctx->going - m->ctx->gone, bare = sat_sub(there, rows);
     vmem__unlock(m->ctx);
-    return MIN(fall, MIN(stayed, bare));
+    return MIN(fall, MIN(retained, bare));
 }
 
 // A member that neither asks nor waits any more wants no memory to stay.
 static void expire_wants(struct vmem__member *m)
 {
     pthread_mutex_lock(&m->pool->lock);
-    if (!m->waiting && !m->foreseen_pages && vmem__now() - m->asked_at > vmem__pool_ask_ns)
+    if (!m->waiting && !m->announced_pages && vmem__now() - m->asked_at > vmem__pool_ask_ns)
         vmem__pool_retain(m, 0);
     pthread_mutex_unlock(&m->pool->lock);
 }
@@ -95,13 +95,13 @@ static void expire_wants(struct vmem__member *m)
 // It shrinks the member, returns the memory of what has gone, and only then lowers the row.
 
 // With the member's lock held: gives what the member can give now. True: there is more to do.
-static bool shrink(struct vmem__member *m, struct vmem__lend_state *s)
+static bool shrink_member(struct vmem__member *m, struct vmem__member_state *s)
 {
-    m->ops->state(m->self, s);
-    vmem__pool_end_foreseen(m, s->used);
+    m->ops->get_state(m->self, s);
+    vmem__pool_expire_announced(m, s->pinned);
     keep_to_max(m, s);
-    const bool more = m->ops->go_on && m->ops->go_on(m->self, least_pages(m, s));
-    m->ops->state(m->self, s);
+    const bool more = m->ops->continue_lowering && m->ops->continue_lowering(m->self, least_pages(m, s));
+    m->ops->get_state(m->self, s);
     return more;
 }
 
@@ -110,11 +110,11 @@ static bool shrink(struct vmem__member *m, struct vmem__lend_state *s)
 static enum trimming plan_trim(struct vmem__member *m, uint64_t pages)
 {
     vmem__lock(m->ctx);
-    const bool stayed = m->ctx->retained_peak;
+    const bool retains = m->ctx->retained_peak;
     vmem__unlock(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
     const bool falls = (pages << m->page_shift) + m->granted < m->row.has;
-    const enum trimming asked = m->trim == TRIM_UNWANTED && !stayed ? TRIM_NOTHING : m->trim;
+    const enum trimming asked = m->trim == TRIM_UNWANTED && !retains ? TRIM_NOTHING : m->trim;
     m->trim = TRIM_NOTHING;
     pthread_mutex_unlock(&m->pool->lock);
     return MAX(asked, falls ? TRIM_UNWANTED : TRIM_NOTHING);
@@ -123,8 +123,8 @@ static enum trimming plan_trim(struct vmem__member *m, uint64_t pages)
 // With the member's lock held: the row says what the member has. gone_to: the pages that it had before the trim.
 static void write_row(struct vmem__member *m, uint64_t gone_to, enum trimming trimmed)
 {
-    struct vmem__lend_state s;
-    m->ops->state(m->self, &s);
+    struct vmem__member_state s;
+    m->ops->get_state(m->self, &s);
     const uint64_t least = least_pages(m, &s), has = MAX(s.budget, s.held);
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t min = ceil_pages(m->row.min, m), before = m->row.has;
@@ -134,21 +134,21 @@ static void write_row(struct vmem__member *m, uint64_t gone_to, enum trimming tr
     m->row.has += m->retained_bytes;
     m->row.held = s.held << m->page_shift;
     m->row.could_give = sat_sub(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
-    m->row.giving = sat_sub(m->row.has - m->granted, s.after << m->page_shift);
+    m->row.giving = sat_sub(m->row.has - m->granted, s.target << m->page_shift);
     pthread_mutex_unlock(&m->pool->lock);
 }
 
 // Returns true if there is more to do.
 static bool refresh_member(struct vmem__member *m)
 {
-    struct vmem__lend_state s;
+    struct vmem__member_state s;
     pthread_mutex_lock(&m->pool->lock);
     m->saw_revision = m->pool->table.head.revision;
     pthread_mutex_unlock(&m->pool->lock);
     expire_wants(m);
     m->ops->lock(m->self);
     apply_wanted_limit(m);
-    const bool more = shrink(m, &s);
+    const bool more = shrink_member(m, &s);
     const uint64_t gone_to = MAX(s.budget, s.held);
     const enum trimming trimming = plan_trim(m, gone_to);
     if (trimming) {
@@ -198,7 +198,7 @@ static uint64_t unmet_bytes(const vmem_kv_pool *pool)
 }
 
 // Grants a member free budget for what it needs, at least its minimum. A question that nobody repeats lapses here.
-static void grant(vmem_kv_pool *pool, struct vmem__member *m)
+static void grant_free_budget(vmem_kv_pool *pool, struct vmem__member *m)
 {
     struct vmem_kv_pool_member *r = &m->row;
     if (m->leaving)
@@ -242,7 +242,7 @@ static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
         const uint64_t before = o->row.has;
         if (o == m || o->ctx != m->ctx)
             continue;
-        grant(pool, o);
+        grant_free_budget(pool, o);
         left = sat_sub(left, o->row.has - before);
     }
     r->has += left;
@@ -253,10 +253,10 @@ static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
     return left;
 }
 
-// Decides how much a member gives, which `apply` carries out, and records its reply. It refuses only questions that are
-// older than the look at its cache, because requests may have begun or ended since. Returns true if a younger one waits
-// for another look.
-static bool give(vmem_kv_pool *pool, struct vmem__member *m)
+// Decides how much a member gives, which apply_decisions() carries out, and records its reply. It refuses only questions
+// that are older than the look at its cache, because requests may have begun or ended since. Returns true if a younger
+// one waits for another look.
+static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
 {
     struct vmem_kv_pool_member *r = &m->row;
     const uint64_t wanted = sat_sub(unmet_bytes(pool), r->needs);
@@ -287,7 +287,7 @@ static bool give(vmem_kv_pool *pool, struct vmem__member *m)
     return looked < revision;
 }
 
-static void refuse(struct vmem__member *m, uint32_t why)
+static void refuse_question(struct vmem__member *m, uint32_t why)
 {
     m->told = false;
     m->freed = m->pool->freed_before;
@@ -312,11 +312,11 @@ static void refuse_unsatisfiable(const vmem_kv_pool *pool, struct vmem__member *
         else if (why == VMEM_KV_AT_MINIMUM && (r->has > r->min || r->needs))
             why = VMEM_KV_IN_USE;
     }
-    refuse(m, why);
+    refuse_question(m, why);
 }
 
 // Returns true if another round is due at once.
-static bool decide(vmem_kv_pool *pool)
+static bool update_table(vmem_kv_pool *pool)
 {
     bool again = false;
     const int rc = vmem__table_wait(pool, POOL_WAIT_US);
@@ -325,7 +325,7 @@ static bool decide(vmem_kv_pool *pool)
     const bool locked = t - pool->locked_at > SILENT_NS;
     for (struct vmem__member *m = pool->members; m && (rc == -EBADMSG || locked); m = m->next)
         if (m->row.needs) // no other member will read the question
-            refuse(m, locked ? VMEM_KV_NO_ANSWER : VMEM_KV_FILE_DAMAGED);
+            refuse_question(m, locked ? VMEM_KV_NO_ANSWER : VMEM_KV_FILE_DAMAGED);
     if (rc)
         return false;
     if (t - pool->reaped_at > REAP_NS) {
@@ -336,26 +336,26 @@ static bool decide(vmem_kv_pool *pool)
     for (struct vmem__member *m = pool->members; m; m = m->next)
         again |= grant_within_context(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
-        grant(pool, m);
+        grant_free_budget(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
-        again |= give(pool, m);
+        again |= answer_questions(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
         refuse_unsatisfiable(pool, m);
     vmem__table_end(pool);
     for (struct vmem__member *m = pool->members; m; m = m->next) {
-        m->trim = m->unwritten ? TRIM_ALL : m->trim; // the table may say that memory which has stayed is free
+        m->trim = m->unwritten ? TRIM_ALL : m->trim; // the table may say that retained memory is free
         if (m->unwritten && m->row.needs)            // no other member can read the question
-            refuse(m, VMEM_KV_FILE_DAMAGED);
+            refuse_question(m, VMEM_KV_FILE_DAMAGED);
     }
     return again;
 }
 
 // Applies the decisions to the member. Returns true if there is more to do at once.
-static bool apply(struct vmem__member *m)
+static bool apply_decisions(struct vmem__member *m)
 {
     const struct vmem__member_ops *ops = m->ops;
     vmem_kv_pool *pool = m->pool;
-    struct vmem__lend_state s;
+    struct vmem__member_state s;
     uint64_t evict = 0;
     pthread_mutex_lock(&pool->lock);
     const bool any = vmem__pool_acceptable_bytes(m) >> m->page_shift || m->to_give;
@@ -367,23 +367,23 @@ static bool apply(struct vmem__member *m)
     const uint64_t accepted = vmem__pool_accept(m), bytes = m->to_give;
     m->to_give = 0;
     pthread_mutex_unlock(&pool->lock);
-    ops->raise(m->self, accepted);
+    ops->raise_budget(m->self, accepted);
     if (bytes) {
-        ops->state(m->self, &s);
-        const uint64_t want = ceil_pages(bytes, m), pages = MIN(want, sat_sub(s.after, least_pages(m, &s)));
+        ops->get_state(m->self, &s);
+        const uint64_t want = ceil_pages(bytes, m), pages = MIN(want, sat_sub(s.target, least_pages(m, &s)));
         if (pages)
-            ops->give_down_to(m->self, s.after - pages);
+            ops->lower_budget(m->self, s.target - pages);
         evict = MIN(want - pages, s.evictable);
     }
     ops->unlock(m->self);
     if (!evict)
         return bytes != 0;
     ops->evict(m->self, evict); // the next round gives the budget that this frees, which may take an engine a while
-    const uint64_t fixed = s.fixed;
+    const uint64_t before = s.min_pages;
     ops->lock(m->self);
-    ops->state(m->self, &s);
+    ops->get_state(m->self, &s);
     ops->unlock(m->self);
-    return s.fixed < fixed; // something was evicted: another round gives it
+    return s.min_pages < before; // something was evicted: another round gives it
 }
 
 // Serves every member of this process once. Returns true if another round is due at once.
@@ -397,14 +397,14 @@ static bool serve_members(vmem_kv_pool *pool)
                 continue;
             m->busy = true;
             pthread_mutex_unlock(&pool->lock);
-            again |= pass ? apply(m) : refresh_member(m);
+            again |= pass ? apply_decisions(m) : refresh_member(m);
             again |= pass && vmem__pool_prealloc(m);
             pthread_mutex_lock(&pool->lock);
             m->busy = false;
             pthread_cond_broadcast(&pool->news);
         }
         if (!pass)
-            again |= decide(pool);
+            again |= update_table(pool);
     }
     return again;
 }

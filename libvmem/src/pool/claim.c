@@ -1,4 +1,4 @@
-// Members' parts of a pool's budget: claims of what is free, questions to the others, foreseen needs, and shares.
+// Members' parts of a pool's budget: claims of what is free, questions to the others, announced needs, and shares.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -147,7 +147,7 @@ uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t he
 //
 // A refusal that the member has not been told of yet is the answer, once, and for a moment after it was told. Then the
 // others are asked again, and at once if something has become free here since.
-static uint64_t ask(struct vmem__member *m, uint64_t bytes, uint32_t *why)
+static uint64_t ask_others(struct vmem__member *m, uint64_t bytes, uint32_t *why)
 {
     struct vmem_kv_pool_member *r = &m->row;
     const uint64_t room = sat_sub(r->max, r->has);
@@ -174,7 +174,7 @@ static uint64_t ask(struct vmem__member *m, uint64_t bytes, uint32_t *why)
     if (r->needs < bytes || r->answer != VMEM_KV_DEFERRED)
         r->asked = 0; // the thread assigns the revision
     m->asked_at = t;
-    r->needs = m->foreseen_pages ? MAX(bytes, MIN(r->needs, room)) : bytes;
+    r->needs = m->announced_pages ? MAX(bytes, MIN(r->needs, room)) : bytes;
     vmem__pool_answer(m, VMEM_KV_DEFERRED, 0);
     m->pool->needed = true;
     pool_ring(m->pool);
@@ -196,7 +196,7 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
         return pages;
     }
     const uint64_t bytes = MAX(exact, MIN(exact + (held / 64 << m->page_shift), room));
-    const uint64_t coming = ask(m, bytes, refusal);
+    const uint64_t coming = ask_others(m, bytes, refusal);
     if (coming) // and what it has been granted meanwhile
         vmem__pool_retain(m, sat_sub(sat_add(m->row.has, bytes), held << m->page_shift));
     pthread_mutex_unlock(&m->pool->lock);
@@ -208,16 +208,16 @@ void vmem__pool_unask(struct vmem__member *m)
     if (!m)
         return;
     pthread_mutex_lock(&m->pool->lock);
-    if (!m->foreseen_pages)
+    if (!m->announced_pages)
         vmem__pool_retain(m, 0);
-    if (m->row.needs && !m->foreseen_pages) {
+    if (m->row.needs && !m->announced_pages) {
         m->row.needs = 0;
         vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
     pthread_mutex_unlock(&m->pool->lock);
 }
 
-// ---- foresight ------------------------------------------------------------------------------------------------------
+// ---- announced needs --------------------------------------------------------------------------------------------------
 
 // A member knows how much its waiting requests will need in all, long before their steps do. If it asks for the whole
 // at once, the other members give it back while the first of these requests is being backed, and the pool's thread
@@ -227,22 +227,22 @@ void vmem__pool_unask(struct vmem__member *m)
 // member's budget grows only by what the thread has taken memory for: a step finds too little budget, and does not wait
 // in the driver. (Where memory is populated, not allocated, no driver lets anybody wait, and the budget grows at once.)
 
-uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t want, bool part)
+uint64_t vmem__pool_announce(struct vmem__member *m, uint64_t budget, uint64_t want, bool part)
 {
     // From here on, the budget promised by an earlier answer is the member's own.
     const uint64_t grown = want > budget ? vmem__pool_claim(m, budget, want - budget, want - budget) : 0;
     budget += grown;
     pthread_mutex_lock(&m->pool->lock);
-    m->foreseen_pages = 0; // the new question replaces the last one
+    m->announced_pages = 0; // the new question replaces the last one
     const uint64_t has = budget + floor_pages(m->granted, m);
     uint32_t why;
     if (part)
         want = MIN(want, has + floor_pages(sat_sub(m->row.max, m->row.has), m));
     if (want > has) {
-        if (ask(m, (want - has) << m->page_shift, &why))
+        if (ask_others(m, (want - has) << m->page_shift, &why))
             vmem__pool_retain(m, sat_sub(want << m->page_shift, m->row.held));
         if (!m->reserving) {
-            m->reserving = m->row.answer == VMEM_KV_DEFERRED && !m->kept_out && m->ops->ready && !m->whole &&
+            m->reserving = m->row.answer == VMEM_KV_DEFERRED && !m->kept_out && m->ops->ready_pages && !m->whole &&
                            !m->ctx->b.ops->populate;
             m->ready_bytes = 0;
         }
@@ -251,33 +251,33 @@ uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t wa
         if (!m->reserving || want <= budget)
             vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
-    m->foreseen_pages = want;
-    m->foreseen_at = vmem__now();
+    m->announced_pages = want;
+    m->announced_at = vmem__now();
     pool_ring(m->pool);
     pthread_mutex_unlock(&m->pool->lock);
     return grown;
 }
 
 // With the member's lock held.
-static void forget(struct vmem__member *m)
+static void end_announced(struct vmem__member *m)
 {
     pthread_mutex_lock(&m->pool->lock);
-    m->foreseen_pages = 0;
+    m->announced_pages = 0;
     m->reserving = false;
     vmem__pool_retain(m, 0);
     pthread_mutex_unlock(&m->pool->lock);
-    if (m->ops->forget)
-        m->ops->forget(m->self);
+    if (m->ops->announced_ended)
+        m->ops->announced_ended(m->self);
 }
 
-void vmem__pool_end_foreseen(struct vmem__member *m, uint64_t used)
+void vmem__pool_expire_announced(struct vmem__member *m, uint64_t used)
 {
     pthread_mutex_lock(&m->pool->lock);
-    const bool asked = m->waiting || vmem__now() - m->foreseen_at < vmem__pool_ask_ns;
-    const bool waits = m->foreseen_pages && (!asked || used >= m->foreseen_pages);
+    const bool asked = m->waiting || vmem__now() - m->announced_at < vmem__pool_ask_ns;
+    const bool waits = m->announced_pages && (!asked || used >= m->announced_pages);
     pthread_mutex_unlock(&m->pool->lock);
     if (waits)
-        forget(m);
+        end_announced(m);
 }
 
 // Takes device memory until the context has that many bytes of it.
@@ -299,19 +299,19 @@ struct ahead {
 };
 
 // Updates ready_bytes, and finds what the thread is to take.
-static struct ahead plan_ahead(struct vmem__member *m)
+static struct ahead plan_prealloc(struct vmem__member *m)
 {
-    struct vmem__lend_state s;
+    struct vmem__member_state s;
     struct ahead a;
     m->ops->lock(m->self);
-    m->ops->state(m->self, &s);
-    const uint64_t there = m->ops->ready(m->self);
+    m->ops->get_state(m->self, &s);
+    const uint64_t there = m->ops->ready_pages(m->self);
     vmem__lock(m->ctx);
     a.memory = m->ctx->committed;
     vmem__unlock(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
     a.granted = m->reserving ? floor_pages(m->granted, m) : 0;
-    a.pages = s.after < s.budget ? 0 : sat_sub(MIN(m->foreseen_pages, s.budget + a.granted), there);
+    a.pages = s.target < s.budget ? 0 : sat_sub(MIN(m->announced_pages, s.budget + a.granted), there);
     a.bare = sat_sub(s.budget, there);
     const uint64_t ready = a.pages ? sat_sub(there, s.budget) << m->page_shift : m->granted;
     m->ready_bytes = MIN(m->granted, MAX(m->ready_bytes, ready)); // what a call was told is ready stays so
@@ -323,14 +323,14 @@ static struct ahead plan_ahead(struct vmem__member *m)
 bool vmem__pool_prealloc(struct vmem__member *m)
 {
     // Where pages go together, the memory of each is allocated apart, in the size that a request turns out to need.
-    if (!m->ops->ready || m->whole)
+    if (!m->ops->ready_pages || m->whole)
         return false;
     pthread_mutex_lock(&m->pool->lock);
-    const bool waits = m->foreseen_pages;
+    const bool waits = m->announced_pages;
     pthread_mutex_unlock(&m->pool->lock);
     if (!waits)
         return false;
-    struct ahead a = plan_ahead(m);
+    struct ahead a = plan_prealloc(m);
     if (!a.pages)
         return a.granted;
     const uint64_t portion = MAX(PORTION, m->ctx->b.arena_max) >> m->page_shift;
@@ -339,7 +339,7 @@ bool vmem__pool_prealloc(struct vmem__member *m)
         a.memory += n << m->page_shift;
         if (take_memory(m->ctx, a.memory)) { // the device has too little: steps take what they need
             m->ops->lock(m->self);
-            forget(m);
+            end_announced(m);
             m->ops->unlock(m->self);
             return a.granted;
         }

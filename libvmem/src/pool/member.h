@@ -6,8 +6,8 @@
 //
 // A member must do this:
 // - It keeps its own budget, in pages of its own size, and never has more pages than that, those in the making included.
-//   After vmem__pool_join the budget is what the pool granted; 0 is a normal grant. It changes only by raise, give_down_to
-//   and go_on, and by what claim and foresee return.
+//   After vmem__pool_join the budget is what the pool granted; 0 is a normal grant. It changes only by raise_budget,
+//   lower_budget and continue_lowering, and by what claim and announce return.
 // - It has a lock that guards the budget and all that `state` reports. The pool's thread takes it for microseconds, one
 //   member at a time, and holds none of the pool's locks meanwhile.
 // - Before a call fails for want of budget, it claims. What the claim does not find, it asks for, and reports the shortage.
@@ -31,14 +31,14 @@
 struct vmem__member;
 
 // A member's state, which the pool reads before it decides. In pages.
-struct vmem__lend_state {
+struct vmem__member_state {
     uint64_t budget;    // the most pages that the member may have
     uint64_t held;      // pages that exist or are in the making
-    uint64_t used;      // of these, that the member could not take back for other uses of its own
-    uint64_t after;     // the budget once the member has given what it is giving
-    uint64_t fixed;     // the smallest size to which the member can shrink now without breaking a promise to a caller
-    uint64_t evictable; // of `fixed`, what evict could free
-    uint64_t margin;    // beyond `fixed`, pages that the member needs to go on without asking at once
+    uint64_t pinned;    // of these, that the member could not take back for other uses of its own
+    uint64_t target;    // the budget once the member has shrunk as it was told
+    uint64_t min_pages; // the smallest size to which the member can shrink now without breaking a promise to a caller
+    uint64_t evictable; // of `min_pages`, what evict could free
+    uint64_t margin;    // beyond `min_pages`, pages that the member needs to go on without asking at once
 };
 
 // The functions of a member that the pool's thread calls. "Locked" means between lock and unlock. NULL is allowed where
@@ -48,15 +48,16 @@ struct vmem__member_ops {
     void (*unlock)(void *self);
 
     // Locked. Fills in the state.
-    void (*state)(void *self, struct vmem__lend_state *out);
+    void (*get_state)(void *self, struct vmem__member_state *out);
     // Locked. The budget grows by so many pages.
-    void (*raise)(void *self, uint64_t pages);
-    // Locked. The member shrinks to `pages`, which is at least `fixed` as `state` has just said it. It may do so at once, or
-    // in portions: then `after` is less than the budget, which falls as the pages go, by itself or in go_on.
-    void (*give_down_to)(void *self, uint64_t pages);
-    // Locked, once in every round of the thread; NULL: give_down_to does everything. Goes on giving. `least` is the smallest
+    void (*raise_budget)(void *self, uint64_t pages);
+    // Locked. The member shrinks to `pages`, which is at least `min_pages` as get_state has just said it. It may do so at
+    // once, or in portions: then `target` is less than the budget, which falls as the pages go, by itself or in
+    // continue_lowering.
+    void (*lower_budget)(void *self, uint64_t pages);
+    // Locked, once in every round of the thread; NULL: lower_budget does everything. `least` is the smallest
     // budget that the pool leaves the member: an idle one may shrink to it. True: there is more to do at once.
-    bool (*go_on)(void *self, uint64_t least);
+    bool (*continue_lowering)(void *self, uint64_t least);
     // Not locked. Returns memory of pages that are gone to the device; wanted: except what members of the context wait for.
     // Only then do other members get the budget.
     void (*trim)(void *self, bool wanted);
@@ -66,9 +67,9 @@ struct vmem__member_ops {
 
     // Locked; NULL: the pool's thread never takes device memory ahead for this member. Pages that exist, and those that the
     // device has already given memory for.
-    uint64_t (*ready)(void *self);
-    // Locked; NULL with `ready`. What the member foresaw has come or is not wanted any more.
-    void (*forget)(void *self);
+    uint64_t (*ready_pages)(void *self);
+    // Locked; NULL with `ready_pages`. The pages that the member announced have come, or nobody waits for them.
+    void (*announced_ended)(void *self);
 
     // NULL: nobody asks from outside. Locked: a maximum in bytes that another process asks for, until it is answered; 0:
     // none.
@@ -82,21 +83,21 @@ struct vmem__member_terms {
     vmem_context *ctx;
     uint64_t page_size;
     uint64_t held; // pages
-    bool whole;    // pages go together, in sizes that nobody can foresee: no memory is taken ahead
+    bool whole;    // pages go together, in sizes that nobody knows before: no memory is taken ahead
     const char *name;
     uint64_t min, max; // bytes, as in struct vmem_kv_pool_share
 };
 
 // ---- what members call, in their pages ---------------------------------------------------------------------------------
 //
-// With the member's lock held, but for wake, show, leave and left. But for join, claim and foresee, m may be NULL: of no
+// With the member's lock held, but for wake, show, leave and left. But for join, claim and announce, m may be NULL: of no
 // pool. The call then does nothing and returns 0.
 
 // Makes a member. *budget: what it may have from now on.
 int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void *self,
                     const struct vmem__member_terms *terms, struct vmem__member **out, uint64_t *budget);
 // Takes free budget of the pool. Returns by how many pages the member's budget grows: `least`, or less if there is not
-// enough, up to `most` of what nobody waits for. A member that is giving pages stops giving.
+// enough, up to `most` of what nobody waits for. A member that is shrinking stops.
 uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
 // The pages that a claim would find.
 uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget);
@@ -110,8 +111,8 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
 void vmem__pool_unask(struct vmem__member *m);
 // The member will have `want` pages in all, with the requests that wait. Claims and asks for them, and has the thread take
 // device memory for them. part: if the member may not have so many, as many as it may. Returns by how many pages the
-// budget grows at once. It holds until `forget`, or until the member foresees something else.
-uint64_t vmem__pool_foresee(struct vmem__member *m, uint64_t budget, uint64_t want, bool part);
+// budget grows at once. It holds until `announced_ended`, or until the member announces something else.
+uint64_t vmem__pool_announce(struct vmem__member *m, uint64_t budget, uint64_t want, bool part);
 // The member can give more than before: if somebody asks for it, has the thread look at the members soon.
 void vmem__pool_wake(const struct vmem__member *m);
 // The member's row, and the path of the pool's file if `path` is empty.

@@ -85,7 +85,7 @@ static void end_pool(vmem_kv_pool *pool)
     free(pool);
 }
 
-static void drop(vmem_kv_pool *pool)
+static void drop_reference(vmem_kv_pool *pool)
 {
     pthread_mutex_lock(&pool->lock);
     const bool last = --pool->refs == 0;
@@ -94,7 +94,7 @@ static void drop(vmem_kv_pool *pool)
         end_pool(pool);
 }
 
-static int start(vmem_kv_pool *pool)
+static int start_thread(vmem_kv_pool *pool)
 {
     pool->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (pool->bell < 0)
@@ -135,11 +135,11 @@ int vmem_kv_pool_create(const struct vmem_kv_pool_config *cfg, vmem_kv_pool **ou
     if (c.path)
         rc = vmem__table_open(pool, c.path, c.budget);
     if (!rc)
-        rc = start(pool);
+        rc = start_thread(pool);
     if (rc) {
         char why[VMEM__TEXT];
         vmem__keep_error(why);
-        drop(pool);
+        drop_reference(pool);
         return vmem__error(rc, "%s", why);
     }
     *out = pool;
@@ -149,7 +149,7 @@ int vmem_kv_pool_create(const struct vmem_kv_pool_config *cfg, vmem_kv_pool **ou
 void vmem_kv_pool_destroy(vmem_kv_pool *pool)
 {
     if (pool)
-        drop(pool);
+        drop_reference(pool);
 }
 
 // ---- members -----------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ static int find_place(vmem_kv_pool *pool, uint32_t *place)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
         const bool used = pool->table.rows[i].size || pool_owns(pool, i);
-        const int rc = used ? -EAGAIN : vmem__table_take(pool, i);
+        const int rc = used ? -EAGAIN : vmem__table_take_place(pool, i);
         if (rc == -EAGAIN)
             continue;
         *place = i;
@@ -245,7 +245,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
         vmem__table_end(pool);
         if (!rc && m->unwritten) {
             pool->members = m->next;
-            vmem__table_give(pool, m->place, true);
+            vmem__table_leave_place(pool, m->place, true);
             rc = vmem__table_unwritten(pool);
         }
     }
@@ -294,14 +294,14 @@ static void remove_member(struct vmem__member *m)
         ;
     *at = m->next;
     // Even if the table cannot be locked, other members then find nobody alive in this place.
-    vmem__table_give(pool, m->place, rc == -EBADMSG);
+    vmem__table_leave_place(pool, m->place, rc == -EBADMSG);
     if (!rc)
         vmem__table_end(pool);
     pthread_cond_broadcast(&pool->news);
     pool_ring(pool);
     pthread_mutex_unlock(&pool->lock);
     free(m);
-    drop(pool);
+    drop_reference(pool);
 }
 
 static void end_remnant(struct vmem__remnant *r)
@@ -358,7 +358,7 @@ uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
 
 // ---- the pool as others see it -----------------------------------------------------------------------------------
 
-static int refresh(vmem_kv_pool *pool)
+static int lock_and_refresh(vmem_kv_pool *pool)
 {
     if (!pool)
         return vmem__error(-EINVAL, "pool is NULL");
@@ -378,7 +378,7 @@ static int refresh(vmem_kv_pool *pool)
 int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
 {
     struct vmem_kv_pool_info info = {0};
-    int rc = refresh(pool);
+    int rc = lock_and_refresh(pool);
     if (rc)
         return rc;
     uint64_t taken = 0;
@@ -412,7 +412,7 @@ int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *con
     struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS];
     if (!out || !found)
         return vmem__error(-EINVAL, "out and found must not be NULL");
-    int rc = refresh(pool);
+    int rc = lock_and_refresh(pool);
     if (rc)
         return rc;
     memcpy(rows, pool->table.rows, sizeof rows);

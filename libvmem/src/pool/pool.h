@@ -101,16 +101,17 @@ struct vmem__member {
     bool told;                               // of the refusal of its last question
     uint64_t freed;                          // the counter vmem_kv_pool.freed when the round began that refused
     uint64_t granted;                        // bytes in row.has that the member's budget does not have yet
-    uint64_t foreseen_pages;                 // the pages there will be with the requests that wait; 0: not known
-    uint64_t foreseen_at;                    // ns
-    bool reserving;        // of the foreseen pages, the budget gets only ready_bytes, and no call takes free budget
+    uint64_t announced_pages;                // the pages there will be with the requests that wait; 0: not known
+    uint64_t announced_at;                   // ns
+    bool reserving;        // of the announced pages, the budget gets only ready_bytes, and no call takes free budget
     uint64_t ready_bytes;  // that the budget can grow by without asking the device for memory
     uint64_t to_give;      // bytes that the member is to give back
     uint64_t saw_revision; // the last question before the thread looked at the member
     // Members of one context hand device memory over: what one frees stays in the context for those who wait.
-    uint64_t wants;          // bytes beyond its pages that the member waits for, as the context knows it
-    uint64_t retained_bytes; // that the member no longer has and that stayed: its row states them until another's does
-    enum trimming trim;      // ALL: of what has stayed, no row may state some. UNWANTED: the member waits no longer
+    uint64_t wants; // bytes beyond its pages that the member waits for, as the context knows it
+    uint64_t
+        retained_bytes; // that the member no longer has and the context kept: its row states them until another's does
+    enum trimming trim; // ALL: retained memory that no row may state any more. UNWANTED: the member waits no longer
 };
 
 struct vmem_kv_pool {
@@ -164,7 +165,7 @@ uint64_t vmem__pool_accept(struct vmem__member *m);
 
 // With the member's lock held, and not the pool's: forgets the requests that wait when the member uses the pages for
 // them, or nobody has asked for them for some time.
-void vmem__pool_end_foreseen(struct vmem__member *m, uint64_t used);
+void vmem__pool_expire_announced(struct vmem__member *m, uint64_t used);
 // With no lock held: takes some device memory for requests that wait. True: another round is due at once.
 bool vmem__pool_prealloc(struct vmem__member *m);
 
@@ -195,8 +196,8 @@ uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__memb
 int vmem__table_unwritten(const vmem_kv_pool *pool); // the error of a call whose row could not be written
 // Between the two: takes a place for a member, gives it back, and empties the rows of members whose process has ended.
 // -EAGAIN: somebody else is in that place.
-int vmem__table_take(vmem_kv_pool *pool, uint32_t place);
-void vmem__table_give(vmem_kv_pool *pool, uint32_t place, bool damaged);
+int vmem__table_take_place(vmem_kv_pool *pool, uint32_t place);
+void vmem__table_leave_place(vmem_kv_pool *pool, uint32_t place, bool damaged);
 void vmem__table_reap(vmem_kv_pool *pool);
 // Removes the file if nobody is in it.
 void vmem__table_remove(vmem_kv_pool *pool);

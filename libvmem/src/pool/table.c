@@ -131,7 +131,7 @@ static bool write_row(const vmem_kv_pool *pool, uint32_t place)
 // ---- who is alive ----------------------------------------------------------------------------------------------------
 
 // Reads a process's PID and start from /proc. *ended: it is a zombie, and none of its threads still runs.
-static bool look_up(const char *path, struct pool_process *out, bool *ended)
+static bool read_process(const char *path, struct pool_process *out, bool *ended)
 {
     char text[1024], state;
     long threads;
@@ -155,7 +155,7 @@ static struct pool_process this_process(void)
     struct pool_process p = {0};
     struct stat pids, times;
     bool ended;
-    if (stat("/proc/self/ns/pid", &pids) || !look_up("/proc/self/stat", &p, &ended) || p.pid != (uint32_t)getpid())
+    if (stat("/proc/self/ns/pid", &pids) || !read_process("/proc/self/stat", &p, &ended) || p.pid != (uint32_t)getpid())
         return (struct pool_process){0};
     p.space = (uint64_t)pids.st_ino;
     if (!stat("/proc/self/ns/time", &times)) // in which `began` counts
@@ -178,7 +178,7 @@ static bool has_ended(const vmem_kv_pool *pool, uint32_t place)
         !pool->process.pid || named.space != pool->process.space)
         return false;
     snprintf(path, sizeof path, "/proc/%" PRIu32 "/stat", named.pid);
-    if (look_up(path, &found, &ended))
+    if (read_process(path, &found, &ended))
         return ended || found.began != named.began;
     return kill((pid_t)named.pid, 0) && errno == ESRCH; // /proc may hide a process
 }
@@ -210,7 +210,7 @@ static int take_place(const vmem_kv_pool *pool, uint32_t place)
 
 // ---- reading and writing ---------------------------------------------------------------------------------------------
 
-static int begin(vmem_kv_pool *pool, unsigned most_us)
+static int lock_and_read(vmem_kv_pool *pool, unsigned most_us)
 {
     int rc = pool->fd < 0 ? 0 : lock_table(pool->fd, most_us, &pool->lock);
     if (rc)
@@ -228,11 +228,11 @@ static int begin(vmem_kv_pool *pool, unsigned most_us)
     return 0;
 }
 
-int vmem__table_begin(vmem_kv_pool *pool) { return begin(pool, 0); }
+int vmem__table_begin(vmem_kv_pool *pool) { return lock_and_read(pool, 0); }
 
 int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us)
 {
-    int rc = begin(pool, most_us);
+    int rc = lock_and_read(pool, most_us);
     if (!rc || rc == -EBADMSG)
         return rc;
     const char *why = rc == -EAGAIN ? "another process holds the pool's lock" : strerror(-rc);
@@ -240,7 +240,7 @@ int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us)
 }
 
 // Others may take the budget of a row that they cannot read, so the member gives up what it took since the last one.
-static void take_back(struct vmem__member *m)
+static void revert_unwritten(struct vmem__member *m)
 {
     const uint64_t more = sat_sub(m->row.has, m->written.has), granted = MIN(more, m->granted);
     m->row.has -= more;
@@ -250,7 +250,7 @@ static void take_back(struct vmem__member *m)
 
 // True if the row must be written now. Its fields beside the budget may be published some milliseconds late, but are not
 // forgotten.
-static bool due(const struct vmem__member *m)
+static bool must_write(const struct vmem__member *m)
 {
     const struct vmem_kv_pool_member *w = &m->written;
     struct vmem_kv_pool_member row = m->row;
@@ -271,10 +271,10 @@ void vmem__table_end(vmem_kv_pool *pool)
         (void)!write_at(pool->fd, &pool->table.head, sizeof(pool->table.head), 0);
     for (struct vmem__member *m = pool->members; m; m = m->next) {
         pool->table.rows[m->place] = m->row;
-        const bool writes = due(m);
+        const bool writes = must_write(m);
         m->unwritten = writes && pool->fd >= 0 && !(writable && write_row(pool, m->place));
         if (m->unwritten) {
-            take_back(m);
+            revert_unwritten(m);
             pool->table.rows[m->place] = m->row;
         } else if (writes) {
             m->written = m->row;
@@ -295,7 +295,7 @@ int vmem__table_unwritten(const vmem_kv_pool *pool)
     return vmem__error(-EBADMSG, "path %s: the table cannot be written", pool->path);
 }
 
-int vmem__table_take(vmem_kv_pool *pool, uint32_t place) { return pool->fd < 0 ? 0 : take_place(pool, place); }
+int vmem__table_take_place(vmem_kv_pool *pool, uint32_t place) { return pool->fd < 0 ? 0 : take_place(pool, place); }
 
 static void empty_row(vmem_kv_pool *pool, uint32_t place)
 {
@@ -304,7 +304,7 @@ static void empty_row(vmem_kv_pool *pool, uint32_t place)
         (void)!write_row(pool, place);
 }
 
-void vmem__table_give(vmem_kv_pool *pool, uint32_t place, bool damaged)
+void vmem__table_leave_place(vmem_kv_pool *pool, uint32_t place, bool damaged)
 {
     if (!damaged) // what is no table, such as an empty file, stays as it is
         empty_row(pool, place);
@@ -320,12 +320,12 @@ void vmem__table_reap(vmem_kv_pool *pool)
 }
 
 // True if another process, or another pool of this one, has the file open.
-static bool somebody(const vmem_kv_pool *pool) { return any_lives(pool, VMEM_KV_POOL_MEMBERS, OPENERS); }
+static bool others_have_open(const vmem_kv_pool *pool) { return any_lives(pool, VMEM_KV_POOL_MEMBERS, OPENERS); }
 
 void vmem__table_remove(vmem_kv_pool *pool)
 {
     struct stat ours, there;
-    if (pool->fd < 0 || somebody(pool) || fstat(pool->fd, &ours) || stat(pool->path, &there))
+    if (pool->fd < 0 || others_have_open(pool) || fstat(pool->fd, &ours) || stat(pool->path, &there))
         return;
     if (ours.st_ino == there.st_ino && ours.st_dev == there.st_dev)
         unlink(pool->path);
@@ -350,9 +350,9 @@ static int check_file(vmem_kv_pool *pool, const char *path, bool *again)
     return 0;
 }
 
-static int begin_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
+static int check_or_make_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
 {
-    const bool old = read_table(pool), alone = !somebody(pool);
+    const bool old = read_table(pool), alone = !others_have_open(pool);
     if (old && !alone) {
         const uint64_t has = pool->table.head.budget;
         return !budget || budget == has
@@ -409,7 +409,7 @@ int vmem__table_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
     if (rc || again)
         return rc ? rc : vmem__error(-EBUSY, "path %s: other processes keep creating and removing the file", path);
     pool->process = this_process();
-    rc = begin_table(pool, path, budget);
+    rc = check_or_make_table(pool, path, budget);
     pool->budget = rc ? 0 : pool->table.head.budget;
     if (!rc)
         rc = enter_file(pool);

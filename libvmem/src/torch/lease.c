@@ -4,7 +4,7 @@
 // consecutive slots, which are consecutive in addresses, too. A slot whose pages are there is a request of the cache:
 // the pool therefore takes none of them. To give up a segment's pages is to end its requests; its addresses stay, as
 // nobody else asks this cache for slots. A parked segment is first IDLE: its pages are offered to the pool, and go when
-// somebody asks for them, in give(). Only the functions under "the cache" below call the cache.
+// somebody asks for them, in evict_idle(). Only the functions under "the cache" below call the cache.
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
@@ -36,7 +36,7 @@ enum next { GIVE_UP, ASK_AGAIN, WAIT };
 
 // The states of a segment:
 //
-//     NO_SEGMENT --alloc--> COMING --its pages came--> LIVE --park--> IDLE --give()--> PARKED
+//     NO_SEGMENT --alloc--> COMING --its pages came--> LIVE --park--> IDLE --evict_idle()--> PARKED
 //                                                       ^               |                |
 //                                                       +----unpark-----+----------------+
 //     LIVE, IDLE --free--> FREEING --its kernels ended--> NO_SEGMENT
@@ -67,7 +67,7 @@ struct lease {
     _Atomic pid_t pid;   // of the process that opened it; 0: the pair is free
     uint32_t generation; // counts the leases that this pair had
     bool closing;
-    bool giving;    // the pool's thread is in give()
+    bool giving;    // the pool's thread is in evict_idle()
     bool moving;    // a thread parks or unparks
     uint64_t moves; // how often one began
     uint64_t idle;  // bytes of IDLE segments
@@ -94,7 +94,7 @@ static pthread_mutex_t places = PTHREAD_MUTEX_INITIALIZER; // taken before a lea
 
 // ---- the cache: every call of it, with the lease's lock held but where it says otherwise ------------------------------
 
-static uint64_t give(void *lease, uint64_t pages);
+static uint64_t evict_idle(void *lease, uint64_t pages);
 
 static int cache_new(struct lease *l, vmem_kv_pool *pool, const char *name, uint32_t flags)
 {
@@ -112,7 +112,7 @@ static int cache_new(struct lease *l, vmem_kv_pool *pool, const char *name, uint
     const struct vmem_kv_pool_share share = {.size = sizeof share,
                                              .max = l->most,
                                              .name = name,
-                                             .evict = give,
+                                             .evict = evict_idle,
                                              .arg = l};
     struct vmem_kv_layout layout = {.size = sizeof layout};
     int rc = vmem_kv_create(l->ctx, &cfg, &l->kv);
@@ -133,7 +133,7 @@ static int cache_new(struct lease *l, vmem_kv_pool *pool, const char *name, uint
     return rc;
 }
 
-// The listed slots become requests without pages. Nothing is asked for before back().
+// The listed slots become requests without pages. Nothing is asked for before back_segments().
 static int cache_begin(struct lease *l, uint32_t n)
 {
     int rc = vmem__kv_begin(l->kv, l->list, n);
@@ -215,7 +215,7 @@ static struct slot *segment_at(const struct lease *l, uint64_t addr)
     return s->state == LIVE || s->state == IDLE || s->state == PARKED ? s : NULL;
 }
 
-static bool fits(const struct lease *l, uint32_t first, uint32_t length)
+static bool is_free(const struct lease *l, uint32_t first, uint32_t length)
 {
     for (uint32_t i = 0; i < length; i++)
         if (l->slots[first + i].taken)
@@ -228,7 +228,7 @@ static int find_run(const struct lease *l, uint32_t length, uint32_t *first)
 {
     for (uint32_t i = 0; length <= l->n_slots && i <= l->n_slots - length; i++) {
         *first = length == 1 ? l->n_slots - 1 - i : i;
-        if (fits(l, *first, length))
+        if (is_free(l, *first, length))
             return 0;
     }
     return vmem__error(-ENOMEM,
@@ -236,7 +236,7 @@ static int find_run(const struct lease *l, uint32_t length, uint32_t *first)
                        length * l->slot_bytes >> 20, l->stats.bytes >> 20);
 }
 
-static void take(struct lease *l, uint32_t first, uint32_t length, uint64_t bytes)
+static void take_slots(struct lease *l, uint32_t first, uint32_t length, uint64_t bytes)
 {
     for (uint32_t i = 0; i < length; i++)
         l->slots[first + i].taken = true;
@@ -262,7 +262,7 @@ static uint32_t list_slots(struct lease *l, const struct slot *s, bool active, u
     return n;
 }
 
-static int begin_all(struct lease *l, const struct slot *s)
+static int begin_slots(struct lease *l, const struct slot *s)
 {
     const uint32_t n = list_slots(l, s, false, 0);
     return n ? cache_begin(l, n) : 0;
@@ -282,13 +282,13 @@ static int end_listed(struct lease *l, uint32_t n)
     return rc;
 }
 
-static int end_all(struct lease *l, const struct slot *s) { return end_listed(l, list_slots(l, s, true, 0)); }
+static int end_slots(struct lease *l, const struct slot *s) { return end_listed(l, list_slots(l, s, true, 0)); }
 
 // Gives the segment's pages and addresses back. If that fails, the segment is ENDED.
-static void drop(struct lease *l, struct slot *s)
+static void drop_segment(struct lease *l, struct slot *s)
 {
     const bool counted = s->state == ENDED;
-    if (end_all(l, s)) {
+    if (end_slots(l, s)) {
         l->n_ended += !counted;
         s->state = ENDED;
         return;
@@ -317,7 +317,7 @@ static int unlock_for_kernels(struct lease *l)
 
 // The pages of IDLE segments go until so many bytes have; their kernels have ended. What cannot be unmapped stays with the
 // cache. *gone: bytes of the segments.
-static int give_up(struct lease *l, uint64_t bytes, uint64_t *gone)
+static int release_idle(struct lease *l, uint64_t bytes, uint64_t *gone)
 {
     uint32_t n = 0;
     *gone = 0;
@@ -342,7 +342,7 @@ static void sweep(struct lease *l)
         return;
     for (uint32_t i = 0; i < l->n_slots && l->n_ended; i++)
         if (l->slots[i].state == ENDED)
-            drop(l, &l->slots[i]);
+            drop_segment(l, &l->slots[i]);
 }
 
 // True if an unpark has to back this segment.
@@ -350,7 +350,7 @@ static bool lacks_pages(const struct slot *s) { return s->wanted && s->state == 
 
 // Backs this segment, or all parked ones that are wanted (NULL), or none. Waits at most `ms` for the pool. A refusal is not final: a member
 // gives in portions, and finds more to give when it looks again. It is after three in which nothing more has come.
-static int back(struct lease *l, const struct slot *only, uint32_t ms)
+static int back_segments(struct lease *l, const struct slot *only, uint32_t ms)
 {
     const uint64_t until = vmem__now() + ms * UINT64_C(1000000);
     uint64_t least = UINT64_MAX;
@@ -405,7 +405,7 @@ static int enter(uint32_t place, struct lease **out)
     return vmem__error(-EINVAL, "place %u has no lease", place);
 }
 
-static void forget(struct lease *l)
+static void free_lists(struct lease *l)
 {
     free(l->slots);
     free(l->lengths);
@@ -420,12 +420,12 @@ static void leave(struct lease *l)
 {
     void (*ended)(void *) = NULL;
     void *arg = l->arg;
-    while (l->giving && l->closing && !l->stats.segments) // in give(), the cache cannot end
+    while (l->giving && l->closing && !l->stats.segments) // in evict_idle(), the cache cannot end
         pthread_cond_wait(&l->moved, &l->lock);
     if (l->closing && !l->users && !l->stats.segments) {
         ended = l->ended;
         vmem_kv_destroy(l->kv, 0);
-        forget(l);
+        free_lists(l);
         l->kv = NULL;
         l->closing = false;
         l->generation = (l->generation + 1) % (UINT32_MAX / VMEM_TORCH_PLACES);
@@ -478,7 +478,7 @@ static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const 
     rc = l->slots && l->lengths && l->list ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping");
     rc = rc ? rc : cache_new(l, pool, c->name ? c->name : "torch", c->flags);
     if (rc)
-        forget(l);
+        free_lists(l);
     return rc;
 }
 
@@ -538,7 +538,7 @@ int vmem_torch_close(uint32_t place)
     return rc;
 }
 
-static int alloc(struct lease *l, uint64_t bytes, struct slot **out)
+static int alloc_segment(struct lease *l, uint64_t bytes, struct slot **out)
 {
     const uint64_t slots = bytes / l->slot_bytes + (bytes % l->slot_bytes != 0);
     uint32_t first = 0;
@@ -547,12 +547,12 @@ static int alloc(struct lease *l, uint64_t bytes, struct slot **out)
     rc = rc ? rc : find_run(l, slots < UINT32_MAX ? (uint32_t)slots : UINT32_MAX, &first);
     if (rc)
         return rc;
-    take(l, first, (uint32_t)slots, bytes);
+    take_slots(l, first, (uint32_t)slots, bytes);
     struct slot *s = *out = &l->slots[first];
-    rc = begin_all(l, s);
-    rc = rc ? rc : back(l, s, l->wait_ms);
+    rc = begin_slots(l, s);
+    rc = rc ? rc : back_segments(l, s, l->wait_ms);
     if (rc) {
-        drop(l, s);
+        drop_segment(l, s);
         return rc;
     }
     s->state = LIVE;
@@ -568,7 +568,7 @@ void *vmem__torch_alloc(uint32_t pair, size_t size, int device)
     if (!size || enter_pair(pair, &l))
         return NULL;
     const int mode = l->gpu ? vmem__torch_beside_captures() : 0;
-    if ((!l->gpu || device == l->device) && !alloc(l, size, &s))
+    if ((!l->gpu || device == l->device) && !alloc_segment(l, size, &s))
         addr = (void *)(uintptr_t)address(l, (uint32_t)(s - l->slots));
     else
         l->stats.refused++;
@@ -609,7 +609,7 @@ void vmem__torch_free(uint32_t pair, void *addr)
         s->state = ENDED;
         l->n_ended++;
     } else {
-        drop(l, s);
+        drop_segment(l, s);
     }
     leave(l);
 }
@@ -675,7 +675,7 @@ int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *by
 
 // For the pool's thread: other members ask for pages. It must not wait for the lock, because a thread that holds the lock
 // may wait for the pool's. The pool asks again.
-static uint64_t give(void *lease, uint64_t pages)
+static uint64_t evict_idle(void *lease, uint64_t pages)
 {
     struct lease *l = lease;
     uint64_t gone = 0;
@@ -684,7 +684,7 @@ static uint64_t give(void *lease, uint64_t pages)
     l->giving = true;
     const uint64_t moves = l->moves;
     if (!l->moving && l->idle && unlock_for_kernels(l) != -EBUSY && !l->moving && l->moves == moves)
-        give_up(l, pages * l->page_size, &gone);
+        release_idle(l, pages * l->page_size, &gone);
     l->giving = false;
     pthread_cond_broadcast(&l->moved);
     pthread_mutex_unlock(&l->lock);
@@ -703,7 +703,7 @@ static int unpark(struct lease *l, uint32_t wait_ms)
         }
     int rc = n ? cache_begin(l, n) : 0;
     if (!rc && any)
-        rc = back(l, NULL, wait_ms);
+        rc = back_segments(l, NULL, wait_ms);
     n = 0;
     for (uint32_t i = 0; i < l->n_slots && rc; i++)
         if (lacks_pages(&l->slots[i]))
@@ -728,7 +728,7 @@ static void revive(struct lease *l)
     }
 }
 
-static void want(struct lease *l, const uint64_t *segments, size_t n)
+static void mark_wanted(struct lease *l, const uint64_t *segments, size_t n)
 {
     for (uint32_t i = 0; i < l->n_slots; i++)
         l->slots[i].wanted = !segments;
@@ -757,7 +757,7 @@ static int unpark_some(uint32_t place, const uint64_t *segments, size_t n, uint3
                              segments[i]);
     if (!rc) {
         sweep(l);
-        want(l, segments, n);
+        mark_wanted(l, segments, n);
         rc = l->stats.parked_segments ? unpark(l, wait_ms) : 0;
         if (missing && rc == -ENOMEM)
             *missing = l->stats.short_bytes;
@@ -800,7 +800,7 @@ int vmem_torch_trim(uint32_t place)
         rc = unlock_for_kernels(l);
         end_move(l);
         if (rc != -EBUSY) {
-            const int failed = give_up(l, UINT64_MAX, &gone);
+            const int failed = release_idle(l, UINT64_MAX, &gone);
             sweep(l);
             rc = cache_trim(l);
             rc = rc ? rc : failed;
@@ -813,6 +813,8 @@ int vmem_torch_trim(uint32_t place)
 int vmem_torch_get_stats(uint32_t place, struct vmem_torch_stats *out)
 {
     struct lease *l;
+    if (!out)
+        return vmem__error(-EINVAL, "out must not be NULL");
     int rc = enter(place, &l);
     if (rc)
         return rc;
@@ -825,6 +827,8 @@ int vmem_torch_get_stats(uint32_t place, struct vmem_torch_stats *out)
 int vmem_torch_last_shortage(uint32_t place, struct vmem_kv_shortage *out)
 {
     struct lease *l;
+    if (!out)
+        return vmem__error(-EINVAL, "out must not be NULL");
     int rc = enter(place, &l);
     if (rc)
         return rc;
