@@ -94,7 +94,8 @@ def environment(devices: list[str], root: str = "/") -> list[str]:
         found.append("gVisor: it passes on only the driver calls that it knows, and none of uvm's")
     if os.path.exists(os.path.join(root, "etc/nv_tegra_release")) or "tegra" in version.lower():
         found.append("Jetson: its driver does not have the calls that stock makes: backends cuda and host")
-    contained = any(os.path.exists(os.path.join(root, path)) for path in (".dockerenv", "run/.containerenv"))
+    marks = (".dockerenv", "run/.containerenv")  # of Docker and Podman; Kubernetes sets a variable in each container
+    contained = any(os.path.exists(os.path.join(root, m)) for m in marks) or "KUBERNETES_SERVICE_HOST" in os.environ
     if contained and text("proc/driver/nvidia/version"):
         found.append("a container: the host's self-tests are not seen here, so uvm is never the default: set "
                      "VMEM_BACKEND=uvm, or mount the host's /var/lib/vmem (docs/install.md)")  # fmt: skip

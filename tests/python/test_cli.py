@@ -78,6 +78,7 @@ def test_doctor_says_whether_the_chosen_backend_works(chosen, status, said, monk
     ({"etc/nv_tegra_release": "# R36"}, {}, [], "Jetson"),
     ({".dockerenv": "", "proc/driver/nvidia/version": "580.65.06"}, {}, [], "a container"),
     ({"run/.containerenv": "", "proc/driver/nvidia/version": "580.65.06"}, {}, [], "a container"),
+    ({"proc/driver/nvidia/version": "580.65.06"}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, [], "a container"),
     ({"proc/driver/nvidia/capabilities/gpu0/mig/gi7/access": ""}, {}, [], "MIG"),
     ({}, {"CUDA_VISIBLE_DEVICES": "MIG-1b2c"}, [], "MIG"),
     ({}, {}, ["", "NVIDIA A16-4Q"], "vGPU"),
@@ -88,7 +89,8 @@ def test_doctor_recognises_where_it_is(files, variables, devices, said, tmp_path
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "nothing")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
