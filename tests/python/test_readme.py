@@ -46,7 +46,8 @@ def test_a_block_runs(block):
             pytest.skip("a lease needs a GPU")
         python(block)
         return
-    python(block, env={"VMEM_BACKEND": "host"})
+    # Nothing that a page shows is about to be dropped.
+    python(block, env={"VMEM_BACKEND": "host", "PYTHONWARNINGS": "error::FutureWarning"})
 
 
 def test_the_tutorial_runs_and_draws_its_pictures(tmp_path):
