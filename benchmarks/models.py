@@ -174,7 +174,8 @@ class Run:
             await asyncio.sleep(0.1)
         self.note("held", used=used, processes=processes, pool=pool, states=states)
         names = ("held by a sleeping model when others ask, MiB", "the same, by what the processes hold, MiB")
-        return {name: (all_ - pool) // len(states) >> 20
+        held = sum(pages for _, pages, _ in pool)
+        return {name: (all_ - held) // len(states) >> 20
                 for name, all_ in zip(names, (used, sum(processes))) if all_}  # fmt: skip
 
     def equal(self) -> dict[str, str]:

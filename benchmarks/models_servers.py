@@ -205,9 +205,9 @@ class Way:
             raise Failed(f"{server.name}: {answer.error}")
         return answer.tokens
 
-    def pooled(self) -> int:
-        """Bytes that the models have of a pool: others get them if they ask."""
-        return 0
+    def pooled(self) -> list[tuple[str, int, int]]:
+        """The members of the pool: name, bytes of pages, and bytes of the pool's budget."""
+        return []
 
     async def sleep(self, session: Any, server: Server) -> float:
         """Have a model sleep: the seconds from the decision until it does."""
@@ -260,9 +260,6 @@ class Kvcached(Static):
 
     def check(self) -> str:
         return super().check() if importlib.util.find_spec("kvcached") else "the package kvcached is not installed here"
-
-    def command(self) -> list[str]:
-        return ["--no-enable-prefix-caching"]
 
 
 class Swap(Way):
@@ -360,13 +357,13 @@ class VMem(Way):
     async def sleep(self, session: Any, server: Server) -> float:
         return await server.post(session, "/vmem/sleep")
 
-    def pooled(self) -> int:
+    def pooled(self) -> list[tuple[str, int, int]]:
         from pyvmem.kv.pool import KVPool
         from pyvmem.kv.view import view_folder
 
         with contextlib.ExitStack() as pools:
             opened = [pools.enter_context(KVPool(path=path)) for path in (view_folder() or Path()).glob("*.pool")]
-            return sum(member.held for pool in opened for member in pool.members())
+            return [(member.name, member.held, member.has) for pool in opened for member in pool.members()]
 
     def state(self, server: Server) -> dict[str, Any]:
         from pyvmem.engine import control
