@@ -29,10 +29,11 @@ class Server:
         self.used = self.awake = self.lacking = self.starved = 0.0
         self.lacks = 0
         self.stopped = self.dead = False
+        self.last = None  # what a dead one had published
         self.served = []  # seconds that each request waited
 
     def publish(self):
-        return Model(self.name, self.state, self.priority, len(self.runs) + len(self.inside), len(self.queue),
+        return self.last or Model(self.name, self.state, self.priority, len(self.runs) + len(self.inside), len(self.queue),
                      self.queue[0][0] if self.queue else 0.0, self.used, self.awake, self.lacks, self.lacking,
                      self.starved, not (self.stopped or self.dead))  # fmt: skip
 
@@ -76,6 +77,7 @@ class World:
             s.state = State.AWAKE
         elif todo in (Action.SLEEP, Action.FREEZE):
             assert not s.runs and (todo is Action.FREEZE or not s.inside)
+            assert not s.queue or s.state == State.CLOSING  # whoever comes to an awake model is served first
             s.state = State.ASLEEP
             s.copied = s.copied or self.now + s.copies
         if not s.queue and not s.inside:
@@ -114,6 +116,7 @@ class World:
 
     def die(self, i):
         s = self.servers[i % len(self.servers)]
+        s.last = replace(s.publish(), alive=False)
         s.dead, s.held, s.runs, s.queue, s.inside = True, 0, [], [], []
 
 
@@ -207,12 +210,40 @@ def test_a_model_that_always_has_requests_starves_nobody(shape, busy, other):
 def test_an_order_to_drain_ends_with_its_asker(shape, events):
     world = world_of(shape)
     play(world, events)
-    for s in world.servers:
+    for i, s in enumerate(world.servers):
         if s.state in (State.ASLEEP, State.WAKING):
-            s.dead, s.held = True, 0
+            world.die(i)
     for _ in range(3):
         world.step(range(len(world.servers)))
     assert all(s.state != State.CLOSING for s in world.servers if not s.dead and not s.stopped)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 3), st.integers(0, 3), st.sampled_from(["dies", "stops", "gives up"]))
+def test_a_model_that_drains_opens_when_its_asker_is_gone(size, high, low, end):
+    """However it goes, and requests that came meanwhile begin."""
+    world = World(10, [Server("busy", 10, high, 0.0), Server("asks", size, low, 0.0)])
+    busy, asker = world.servers
+    world.ask(0, 100.0)
+    world.step((0, 1))
+    world.ask(1, 0.3)
+    for _ in range(int((OVERDUE + 8) * SLICE / TICK)):
+        world.step((0, 1))
+        if busy.state == State.CLOSING:
+            break
+    assert busy.state == State.CLOSING
+    world.ask(0, 0.3)
+    world.step((0, 1))
+    assert busy.queue  # it waits: the model drains
+    if end == "dies":
+        world.die(1)
+    elif end == "stops":
+        asker.stopped = True
+    else:
+        asker.queue.clear()
+    for _ in range(2):
+        world.step((0, 1))
+    assert busy.state == State.AWAKE and not busy.queue and len(busy.runs) == 2
 
 
 def awake(name, **more):
