@@ -33,9 +33,10 @@ class Server:
         self.served = []  # seconds that each request waited
 
     def publish(self):
-        return self.last or Model(self.name, self.state, self.priority, len(self.runs) + len(self.inside), len(self.queue),
-                     self.queue[0][0] if self.queue else 0.0, self.used, self.awake, self.lacks, self.lacking,
-                     self.starved, not (self.stopped or self.dead))  # fmt: skip
+        return self.last or Model(
+            self.name, self.state, self.priority, len(self.runs) + len(self.inside), len(self.queue),
+            self.queue[0][0] if self.queue else 0.0, self.used, self.awake, self.lacks, self.lacking,
+            self.starved, not self.stopped)  # fmt: skip
 
 
 class World:
