@@ -73,7 +73,7 @@ def rank(order, name):
 
 
 def faults(folder, arrows):
-    """What breaks the order of a folder."""
+    """The calls that break the order of a folder."""
     order = ORDER[folder]
     unknown = [name for name in arrows if rank(order, name) is None]
     yield from (f"{name}.c is not in the order" for name in unknown)
@@ -91,7 +91,7 @@ def faults(folder, arrows):
 
 
 def module_upward():
-    """What in the kernel module calls or includes a file that stands later in uvm_ext.Kbuild."""
+    """The calls and includes in the kernel module of a file that stands later in uvm_ext.Kbuild."""
     folder = TOP / "uvm_ext"
     order = re.search(r"^UVM_VMEM_SOURCES := (.*)$", (folder / "uvm_ext.Kbuild").read_text(), re.M)[1].split()
     files = {path: path.stem.removeprefix("uvm_vmem_") for path in sorted(folder.glob("uvm_vmem_*.[ch]"))}

@@ -6,7 +6,7 @@ The wheel serves every Python from 3.10 on (limited API) and every Linux with gl
 against that release's symbols, whatever this machine has. auditwheel and abi3audit check both promises. Two builds of
 one commit are the same bytes: SOURCE_DATE_EPOCH is the commit's time, if it is not given.
 
-What the wheel is tried in is an environment with no torch and no compiler: a context on host memory, the command, and
+The wheel is tried in an environment with no torch and no compiler: a context on host memory, the command, and
 the error that names torch where tensors are asked for. A free-threaded interpreter gets a wheel of its own.
 
 SPDX-License-Identifier: MIT

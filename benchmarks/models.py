@@ -48,7 +48,7 @@ GIB = 1 << 30
 
 
 def device_memory(gpu: int, what: str) -> list[int]:
-    """What nvidia-smi tells of a GPU in MiB, in bytes; empty if it cannot be asked.
+    """nvidia-smi's figures of a GPU, converted from MiB to bytes; empty if it cannot be asked.
 
     what : ``gpu=memory.total``, ``gpu=memory.used``, or ``compute-apps=used_memory``: of each process
     """
@@ -160,7 +160,7 @@ class Run:
                     **await self.held())  # fmt: skip
 
     async def held(self) -> dict[str, float]:
-        """What a sleeping model holds that nobody can have, in MiB: of the device, and of the processes on it."""
+        """Memory that a sleeping model holds and nobody can have, in MiB: of the device, and of the processes on it."""
         if self.args.device == "cpu" or not self.way.sleeps:
             return {}
         for server in self.way.servers:

@@ -49,7 +49,7 @@ def bytes_of(shape: str, item: int) -> tuple[int, int]:
 
 @dataclass
 class Answer:
-    """What became of a request. Times are in seconds since it was sent."""
+    """The outcome of a request. Times are in seconds since it was sent."""
 
     first: float | None = None
     end: float | None = None
@@ -153,7 +153,7 @@ class Way:
         raise NotImplementedError
 
     def command(self) -> list[str]:
-        """What this way adds to the command of each server."""
+        """The arguments that this way adds to the command of each server."""
         return []
 
     def check(self) -> str:
@@ -220,7 +220,7 @@ class Way:
         """A request has ended."""
 
     def state(self, server: Server) -> dict[str, Any]:
-        """Whether it is awake, and what of its weights and KV cache is on the device, in bytes."""
+        """(awake or not, bytes of its weights and KV cache on the device)."""
         return dict(awake=True)
 
     def end(self) -> None:

@@ -40,7 +40,7 @@ static uint32_t *row(int tensor, int slot, uint32_t token)
     return (uint32_t *)(uintptr_t)(l->addr + (uint64_t)slot * l->slot_stride + token * l->row_bytes);
 }
 
-// What a layer would write for a token: rows of the shared beginning are alike for all requests.
+// The row that a layer would write for a token: rows of the shared beginning are alike for all requests.
 static uint32_t value(int request, uint32_t token) { return token < SYSTEM ? token : (uint32_t)request << 16 | token; }
 
 // One iteration's forward pass for a request: writes rows [done, length), then reads all of them.

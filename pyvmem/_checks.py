@@ -1,6 +1,6 @@
 """Checks of arguments before they become C integers, which would wrap, truncate or not say which argument was wrong.
 
-Whether a number means anything (a page size, an address, a slot) is libvmem's to say.
+libvmem says whether a number means anything (a page size, an address, a slot).
 
 SPDX-License-Identifier: MIT
 """

@@ -17,7 +17,7 @@ NATIVE = TOP / "pyvmem" / "native"
 
 
 def declarations(header: str) -> str:
-    """What cffi can read of a header: no comments, no conditionals, constants left for the compiler to evaluate."""
+    """The part of a header that cffi can read: no comments or conditionals; constants are left to the compiler."""
     text = re.sub(r"/\*.*?\*/", "", re.sub(r"//[^\n]*", "", header), flags=re.S)
     text = text.replace("\\\n", " ")
     text = re.sub(r"#ifdef __cplusplus\n.*?#endif", "", text, flags=re.S)

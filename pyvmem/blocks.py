@@ -47,7 +47,7 @@ class BlockRange:
 
 @dataclass(frozen=True)
 class BlocksStats:
-    """What is backed, and what happened so far; see ``struct vmem_blocks_stats`` in vmem_blocks.h.
+    """Counts of blocks and pages now, and of events so far; see ``struct vmem_blocks_stats`` in vmem_blocks.h.
 
     `held`, `most_held` and `budget` are bytes; `backed` and `leaving` are blocks, `waiting` orders.
     """
@@ -164,7 +164,7 @@ class Blocks(_Owned):
             config.board = ffi.cast("struct vmem_blocks_board *", shared)
         owner, out = self._new_owner(at._owned()), ffi.new("vmem_blocks **")
         _check(lib.pv_own_blocks(owner, at.context._use(), config, out))
-        self._owner = self._thing = ffi.gc(out[0], _KeepBoard(owner, shared))
+        self._owner = self._handle = ffi.gc(out[0], _KeepBoard(owner, shared))
         self._answered = 0  # orders whose answers refused() has looked at
         at.context._children[id(self)] = self
 

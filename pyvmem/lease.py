@@ -74,7 +74,7 @@ class LeaseStats:
     short_bytes: int
 
 
-class Doors:
+class TorchPools:
     """Every call of PyTorch's that a lease makes, those with private names included.
 
     ``torch._C._cuda_beginAllocateToPool`` routes the allocations of all threads to a pool;
@@ -107,7 +107,7 @@ class Doors:
         return [s for s in segments if tuple(s.get("segment_pool_id", ids)) == ids and s["device"] == self.device]
 
     def is_shared(self, pool: Any) -> bool:
-        """Whether somebody beside the lease holds the pool: a captured graph does until it is reset."""
+        """True if somebody beside the lease holds the pool: a captured graph does until it is reset."""
         return bool(pool.use_count() > 1)
 
     @property
@@ -181,10 +181,10 @@ def _end_routing(end: Callable[[], None]) -> None:
 class _Pools:
     """The MemPools of a lease: for eager code, and for captured graphs."""
 
-    def __init__(self, doors: Doors, pair: int) -> None:
-        self.doors = doors
+    def __init__(self, torch_pools: TorchPools, pair: int) -> None:
+        self.torch_pools = torch_pools
         self.pair = pair
-        self.eager = doors.new_pool(pair)
+        self.eager = torch_pools.new_pool(pair)
         self.graphs: Any = None
 
     def __del__(self) -> None:
@@ -223,7 +223,7 @@ class Lease(_Owned):
         wait: float,
         context: Context,
         name: str,
-        doors: Doors,
+        torch_pools: TorchPools,
         alloc_wait: float = 1.0,
     ) -> None:
         raw = structure("vmem_torch_config")
@@ -238,10 +238,10 @@ class Lease(_Owned):
         self._pair = self._place % lib.VMEM_TORCH_PLACES
         self._page_size = page_size
         self._shrink, self._lose_graphs = shrink, graphs == "lost"
-        self._all_threads = threads == "all" and doors.routes_all_threads
+        self._all_threads = threads == "all" and torch_pools.routes_all_threads
         self._wait_ms = round(wait * 1000)
-        self._doors = doors
-        self._pools: _Pools | None = _Pools(doors, self._pair)
+        self._torch = torch_pools
+        self._pools: _Pools | None = _Pools(torch_pools, self._pair)
         self._end: Callable[[], None] | None = None  # what ends the routing, within a block
         self._lock = threading.RLock()
 
@@ -283,7 +283,7 @@ class Lease(_Owned):
                 raise self._out_of_memory(int(missing[0]))
             else:
                 _check(rc)
-            self._doors.settle()
+            self._torch.settle()
             self._route(pools)
         return self
 
@@ -294,20 +294,20 @@ class Lease(_Owned):
                 return
             _end_routing(end)  # before anything is parked: other threads must not get a parked block
             if not self.closed:
-                self._doors.settle()
+                self._torch.settle()
                 self._park()
 
     def _route(self, pools: _Pools) -> None:
-        self._end = _begin_routing(lambda: self._doors.route(pools.eager, self._all_threads))
+        self._end = _begin_routing(lambda: self._torch.route(pools.eager, self._all_threads))
 
     def _park(self) -> None:
         pools = self._open()
         idle: list[int] = []
         for pool in (pools.eager, pools.graphs):
-            if pool is None or (self._doors.is_shared(pool) and not self._lose_graphs):
+            if pool is None or (self._torch.is_shared(pool) and not self._lose_graphs):
                 continue
             # A block that waits for another stream's event is idle, too: libvmem waits for all kernels before pages go.
-            for segment in self._doors.snapshot(pool):
+            for segment in self._torch.snapshot(pool):
                 if all(block["state"] != "active_allocated" for block in segment["blocks"]):
                     idle.append(segment["address"])
         _check(lib.vmem_torch_park(self._place, ffi.new("uint64_t[]", idle), len(idle), ffi.NULL))
@@ -327,7 +327,7 @@ class Lease(_Owned):
 
     def _segments(self) -> dict[int, int]:
         """The segments in which a tensor lives: bytes by address."""
-        found = self._doors.snapshot(self._open().eager)
+        found = self._torch.snapshot(self._open().eager)
         return {
             int(s["address"]): int(s["total_size"]) for s in found
             if any(b["state"] == "active_allocated" for b in s["blocks"])
@@ -379,12 +379,12 @@ class Lease(_Owned):
             if end is None:
                 raise RuntimeError("capture within a with block of the lease: its segments may be parked now")
             if pools.graphs is None:
-                pools.graphs = self._doors.new_pool(self._pair)
+                pools.graphs = self._torch.new_pool(self._pair)
             # PyTorch 2.10 and older prefer the pool that was routed first, which would be the eager one.
             self._end = None
             _end_routing(end)
             try:
-                with self._doors.graph(graph, pools.graphs, options):
+                with self._torch.graph(graph, pools.graphs, options):
                     yield
             finally:
                 self._route(pools)
@@ -408,7 +408,7 @@ class Lease(_Owned):
 
     def _renew(self) -> _Pools:
         self._pools = None  # before the new ones: PyTorch frees the old segments now
-        self._pools = _Pools(self._doors, self._pair)
+        self._pools = _Pools(self._torch, self._pair)
         return self._pools
 
     @property
@@ -420,7 +420,7 @@ class Lease(_Owned):
     def allocated_bytes(self) -> int:
         """Bytes of the blocks in use."""
         pools = self._open()
-        segments = [s for pool in (pools.eager, pools.graphs) if pool is not None for s in self._doors.snapshot(pool)]
+        segments = [s for pool in (pools.eager, pools.graphs) if pool is not None for s in self._torch.snapshot(pool)]
         return sum(b["size"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated")
 
     def trim(self) -> None:
@@ -549,7 +549,7 @@ def torch_pool(
             f"the pool's memory is on the {own.backend} backend: PyTorch has memory pools only for CUDA, not for "
             "CPU tensors",
         )
-    doors = Doors(own.device)
-    doors.check()
+    torch_pools = TorchPools(own.device)
+    torch_pools.check()
     page_size = min(own.page_sizes) if fine else 2 * MIB
-    return Lease(pool, bytes, page_size, shrink, graphs, threads, float(wait), own, name, doors)
+    return Lease(pool, bytes, page_size, shrink, graphs, threads, float(wait), own, name, torch_pools)

@@ -101,7 +101,7 @@ class _Owned(Uncopyable):
 
     _what = "object"
     _owner: Any = None
-    _thing: Any = None  # a pointer for native calls that keeps the owner
+    _handle: Any = None  # a pointer for native calls that keeps the owner
 
     @staticmethod
     def _new_owner(parent: Any = None) -> Any:
@@ -120,7 +120,7 @@ class _Owned(Uncopyable):
 
     def _own(self, owner: Any, thing: Any = None) -> None:
         if thing is not None:
-            self._thing = ffi.gc(thing, _Keep(owner))
+            self._handle = ffi.gc(thing, _Keep(owner))
         self._owner = owner
 
     def _owned(self) -> Any:
@@ -135,19 +135,19 @@ class _Owned(Uncopyable):
 
     def _use(self) -> Any:
         """Return the pointer that libvmem's own calls take; otherwise as `_owned`."""
-        thing = self._thing
+        thing = self._handle
         if thing is None:
             raise ValueError(f"the {self._what} is closed")
         return thing
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called."""
+        """True if close() was called."""
         return self._owner is None
 
     def _drop(self) -> None:
         # If calls in other threads still use the owner, the last of them drops the last reference.
-        self._owner = self._thing = None
+        self._owner = self._handle = None
 
     def close(self) -> None:
         self._drop()

@@ -258,7 +258,7 @@ class VirtualTensor(Uncopyable):
 
     @property
     def closed(self) -> bool:
-        """Whether this object or its context was closed."""
+        """True if this object or its context was closed."""
         return self._range.closed
 
     @property

@@ -357,7 +357,7 @@ struct vmem_kv_stats {
 };
 int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out);
 
-// What a call that returned -ENOMEM or -ENOSPC was short of, and what could help.
+// The shortage behind a call's -ENOMEM or -ENOSPC, and what could help.
 enum vmem_kv_reason {
     VMEM_KV_SHORT_OF_NOTHING,
     VMEM_KV_SHORT_OF_BUDGET,   // end or swap out a request, drop runs, raise the budget

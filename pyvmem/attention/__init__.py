@@ -22,14 +22,14 @@ import torch
 from pyvmem._checks import integer, shown
 from pyvmem.attention.batch import Batch, Cache, Ints
 from pyvmem.attention.kernel import Call, Kernel, Shape, capability, slot_rows
-from pyvmem.attention.table import KERNELS, Choice, choose, demand, stops
+from pyvmem.attention.table import KERNELS, Choice, choose, refusal_of, require
 
 # A request's slots: a `Batch`, or their numbers. A layer: its number in the cache, or its K and V.
 Slots = Batch | Ints
 Layer = int | tuple[torch.Tensor, torch.Tensor]
 NewRows = tuple[torch.Tensor, torch.Tensor]
 
-__all__ = ["Again", "Batch", "Choice", "Kernel", "Shape", "best", "decode", "kernels", "prefill", "tile_rows"]
+__all__ = ["Batch", "Choice", "Kernel", "RepeatedDecode", "Shape", "best", "decode", "kernels", "prefill", "tile_rows"]
 
 
 def decode(
@@ -211,7 +211,7 @@ def kernels(
     """
     k, _ = _layer(cache, layer)
     shape = _shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap)
-    return {name: stops(name, shape) for name in KERNELS}
+    return {name: refusal_of(name, shape) for name in KERNELS}
 
 
 def tile_rows(
@@ -384,7 +384,7 @@ def _resolve(
         raise ValueError(f"layer: K has {have}; the batch goes up to {need}")
     shape = _shape(phase, cache, k, q.shape[1], q.dtype, window, softcap, len(batch), batch.max_length)
     name = choose(shape).kernel if kernel == "best" else kernel
-    chosen = demand(name, shape)
+    chosen = require(name, shape)
     call = Call(q, k, v, batch, shape, scale, num_splits, None, None)
     with torch.inference_mode(False):  # as in Batch
         found = chosen, chosen.plan(batch, shape, call), shape
@@ -432,7 +432,7 @@ def _attend(
     return chosen.run(Call(q, k, v, batch, shape, scale, num_splits, out, plan, new))
 
 
-class Again:
+class RepeatedDecode:
     """One layer's `decode` with `new`, repeated in every iteration of a batch. Only the first call checks arguments.
 
     An eager decode step waits for Python. Later calls therefore only compare shapes, strides and dtypes with the first.
@@ -469,5 +469,5 @@ class Again:
                                        scale, new)  # fmt: skip
         out = _attend("decode", q3, self._cache, self._layer, batch, "best", scale, window, softcap, 0, None, new)
         self._like, self._device, self._shape = like, q.device, (n, 1, heads, dim)
-        self._launch = chosen.again(Call(q3, k, v, batch, shape, scale, 0, out, plan, new))
+        self._launch = chosen.repeat(Call(q3, k, v, batch, shape, scale, 0, out, plan, new))
         return out.unsqueeze(1)

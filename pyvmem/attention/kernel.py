@@ -170,7 +170,7 @@ class Kernel:
     def plan(self, batch: Batch, shape: Shape, call: Call) -> Any:
         """An iteration's data besides the batch. `Batch.update` calls its ``refresh(batch)`` if it has one."""
 
-    def again(self, call: Call) -> Callable[[int, int, int, int], bool] | None:
+    def repeat(self, call: Call) -> Callable[[int, int, int, int], bool] | None:
         """A function that repeats a decode `call` with new rows for tensors of the same shapes, strides and dtypes.
 
         It takes the addresses of q, of the result and of the new K and V. It returns False, and does nothing, if the

@@ -45,7 +45,7 @@ class Choice:
     refused: dict[str, str]
 
 
-def stops(name: str, shape: Shape) -> str | None:
+def refusal_of(name: str, shape: Shape) -> str | None:
     """Why the kernel cannot take the shape on this machine, in one line; None if it can."""
     kernel = KERNELS[name]
     return kernel.refusal(shape) or kernel.unavailable(shape)
@@ -56,7 +56,7 @@ def choose(shape: Shape) -> Choice:
     refused: dict[str, str] = {}
     second: list[str] = []
     for name in _order(shape):
-        reason = stops(name, shape)
+        reason = refusal_of(name, shape)
         if reason is None:
             reason = KERNELS[name].reluctance(shape)
             if reason is None:
@@ -84,7 +84,7 @@ def _choice(name: str, shape: Shape, refused: dict[str, str]) -> Choice:
     return Choice(name, f"{name}: {first} for {shape.phase} on {where}{why}", refused)
 
 
-def demand(name: str, shape: Shape) -> Kernel:
+def require(name: str, shape: Shape) -> Kernel:
     """The kernel of that name. The ValueError is one line that says what prevents it and what would work."""
     if name not in KERNELS:
         raise ValueError(f"kernel {name!r} must be one of best, {', '.join(KERNELS)}")
@@ -97,5 +97,5 @@ def demand(name: str, shape: Shape) -> Kernel:
         if reason is None:
             return kernel
         reason = f"kernel {name} does not run here: {reason}"
-    others = [other for other in ORDER[shape.phase] if other != name and stops(other, shape) is None]
+    others = [other for other in ORDER[shape.phase] if other != name and refusal_of(other, shape) is None]
     raise ValueError(f"{reason}; {'kernel ' + ' or '.join(others) + ' does' if others else 'no other kernel does'}")

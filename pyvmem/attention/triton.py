@@ -110,7 +110,7 @@ class Triton(Kernel):
     def plan(self, batch: Batch, shape: Shape, call: Call) -> _Parts | None:
         return _Parts(batch, shape, call) if shape.phase == "decode" else None
 
-    def again(self, call: Call) -> Callable[[int, int, int, int], bool] | None:
+    def repeat(self, call: Call) -> Callable[[int, int, int, int], bool] | None:
         parts, k, v = call.plan, call.k.data_ptr(), call.v.data_ptr()
         if call.new is None or call.out is None:
             return None

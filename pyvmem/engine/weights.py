@@ -26,7 +26,7 @@ import torch
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.kv.pool import KVPool
-from pyvmem.lease import MIB, Doors, Lease
+from pyvmem.lease import MIB, TorchPools, Lease
 from pyvmem.tensor import tensor_at
 
 logger = logging.getLogger("vllm.vmem")
@@ -64,7 +64,7 @@ class HostPool:
             self._free(ffi.cast("void *", address), size, 0, ffi.NULL)
 
 
-class HostDoors(Doors):
+class HostPools(TorchPools):
     """Takes the place of torch's memory pools where there is no GPU."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class Weights:
 
     def __init__(self, pool: KVPool, context: Context, name: str = "weights") -> None:
         self._gpu = "gpu" in context.capabilities
-        doors = Doors(context.device) if self._gpu else HostDoors()
+        doors = TorchPools(context.device) if self._gpu else HostPools()
         doors.check()
         self._device = torch.device("cuda", context.device) if self._gpu else torch.device("cpu")
         self._lease = Lease(pool, 0, PAGE, False, "kept", "all", LOAD_WAIT, context, name, doors, LOAD_WAIT)

@@ -1,4 +1,4 @@
-"""What the calls of a KV cache take, as the C structures of vmem_kv.h: tensors, lengths, waiting requests.
+"""Arguments of a KV cache's calls as the C structures of vmem_kv.h: tensors, lengths, waiting requests.
 
 SPDX-License-Identifier: MIT
 """

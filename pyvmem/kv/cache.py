@@ -120,7 +120,7 @@ class KVCache(_Owned):
     context : Context
         The context that provides the memory.
     shortage : Shortage
-        What the calling thread's last call of this cache that needed memory or a slot was short of.
+        The shortage of the calling thread's last call of this cache that needed memory or a slot.
     options : KVCacheOptions
         The options given, with the keywords applied.
     sharing : bool
@@ -510,7 +510,7 @@ class KVCache(_Owned):
 
     @property
     def shortage(self) -> Shortage:
-        """What the calling thread's last call of this cache that needed memory or a slot was short of."""
+        """The shortage of the calling thread's last call of this cache that needed memory or a slot."""
         return self._last.shortage
 
     @shortage.setter
@@ -638,7 +638,7 @@ class KVCache(_Owned):
         """As `_use`, for a call that takes or returns a slot or memory: completed events may have made some free."""
         if self._events:
             self._poll()
-        return self._thing or self._use()  # one call less
+        return self._handle or self._use()  # one call less
 
     def _poll(self) -> None:
         """Retire the steps whose events have completed."""
@@ -946,7 +946,7 @@ class KVCache(_Owned):
 
     def _repr_html_(self) -> str | None:
         """The picture, for notebooks; None for a closed cache, which leaves its repr."""
-        return None if self._thing is None else self.picture()
+        return None if self._handle is None else self.picture()
 
     def metrics_prometheus(self, prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
         """Return the statistics in Prometheus's text exposition format.
@@ -999,7 +999,7 @@ class KVCache(_Owned):
         ended = lib.pv_kv_close(self._use(), number)
         if ended < 0 and ended != -errno.EPERM:  # EPERM: a forked child of the cache's process has nothing to end
             _check(ended)
-        self._closing = number, self._owner, self._thing
+        self._closing = number, self._owner, self._handle
         self._events.clear()
         self._drop()
         if ended:

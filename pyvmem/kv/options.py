@@ -19,7 +19,7 @@ from pyvmem.kv.pool import KVPool
 
 @dataclass(frozen=True, kw_only=True)
 class Spare:
-    """What a `KVCache` does with memory that no request needs at the moment. The defaults suit a server.
+    """Use that a `KVCache` makes of memory which no request needs at the moment. The defaults suit a server.
 
     Attributes
     ----------

@@ -226,14 +226,14 @@ class GroupInfo:
         return -(-rows * self.row_bytes // self.page_size) * len(self.tensors)
 
 
-# What is short, and what helps besides ending requests.
+# reason: (the shortage in words, the remedy besides ending requests)
 _CAUSES = {
     "budget": ("the budget is used up", "raise the budget"),
     "device": ("the device has less memory than the budget", "free memory elsewhere"),
     "mappings": ("the process has all its mappings", "raise vm.max_map_count or use larger pages"),
     "slots": ("all slots are taken", "create the cache with more slots"),
 }
-# What helps a member of a pool that is refused.
+# refusal: the remedy of a pool's member
 _POOL_HELPS = {
     "at maximum": "raise its share's maximum",
     "at minimum": "use a pool with a larger budget, or lower the minimum of another member",
@@ -288,7 +288,7 @@ class Shortage:
 
     @property
     def remedy(self) -> str:
-        """What helps besides ending requests and dropping prefixes."""
+        """The remedy besides ending requests and dropping prefixes."""
         return _POOL_HELPS.get(self.refusal or "") or _CAUSES[self.reason or "budget"][1]
 
     def __str__(self) -> str:
@@ -328,7 +328,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a cache knows of a run.
+    """A run, as its cache has it.
 
     Attributes
     ----------

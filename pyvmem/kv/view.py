@@ -132,7 +132,7 @@ REASONS = (None, "at maximum", "at minimum", "in use", "no memory", "file damage
 
 @dataclass(frozen=True)
 class PoolMember:
-    """What a member of a pool has and needs, in bytes.
+    """A member of a pool: the bytes that it has and needs.
 
     Attributes
     ----------
@@ -305,7 +305,7 @@ def check_budget(view: View, bytes: int) -> int:
     return bytes
 
 
-def want_budget(view: View, bytes: int) -> None:
+def request_budget(view: View, bytes: int) -> None:
     """Ask a process to change its cache's budget, which it does when idle or at its next step.
 
     A member of a pool adopts it as its maximum, without a step. Raises ValueError as `check_budget`.
@@ -314,8 +314,8 @@ def want_budget(view: View, bytes: int) -> None:
         raise ValueError(f"{view.path} must be a view")
 
 
-def budget_answer(view: View, bytes: int, seconds: float) -> str:
-    """The answer to a `want_budget` as text, after at most `seconds`: applied, refused or deferred.
+def await_budget(view: View, bytes: int, seconds: float) -> str:
+    """The answer to a `request_budget` as text, after at most `seconds`: applied, refused or deferred.
 
     view: as read before the request.
     """
@@ -357,7 +357,7 @@ def _in_words(now: View, bytes: int) -> str:
 
 
 def describe(name: str) -> str:
-    """What a statistic counts, in one line."""
+    """The meaning of a statistic, in one line."""
     return HELP.get(name, name.replace("_", " "))
 
 

@@ -1,5 +1,5 @@
-// What pyvmem adds to libvmem in C: owners that any thread can drop without an interpreter, DLPack, signal handlers, and
-// the loops of the benchmarks.
+// Additions of pyvmem to libvmem in C: owners that any thread can drop without an interpreter, DLPack, signal handlers,
+// and the loops of the benchmarks.
 //
 // SPDX-License-Identifier: MIT
 #ifndef PYVMEM_NATIVE_H

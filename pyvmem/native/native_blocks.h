@@ -1,4 +1,4 @@
-// What pyvmem adds to libvmem's blocks in C: their owner.
+// Additions of pyvmem to libvmem's blocks in C: their owner.
 //
 // SPDX-License-Identifier: MIT
 #ifndef PYVMEM_NATIVE_BLOCKS_H

@@ -1,4 +1,4 @@
-// What pyvmem adds to libvmem's KV-cache manager in C: its owner, its end as Python needs it, and the loop of
+// Additions of pyvmem to libvmem's KV-cache manager in C: its owner, its end as Python needs it, and the loop of
 // its benchmark.
 //
 // SPDX-License-Identifier: MIT

@@ -1,4 +1,4 @@
-// What pyvmem adds to libvmem's leases in C: their owner.
+// Additions of pyvmem to libvmem's leases in C: their owner.
 //
 // SPDX-License-Identifier: MIT
 #ifndef PYVMEM_NATIVE_TORCH_H

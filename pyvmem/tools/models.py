@@ -68,7 +68,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Pool:
-    """What the file says."""
+    """The contents of the file."""
 
     pool: str
     size: int

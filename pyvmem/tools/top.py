@@ -21,7 +21,7 @@ from typing import TextIO
 from pyvmem.bench import argtypes
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
-from pyvmem.kv.view import View, budget_answer, check_budget, read_views, want_budget
+from pyvmem.kv.view import View, await_budget, check_budget, read_views, request_budget
 from pyvmem.engine import control
 
 COLUMNS = (
@@ -68,7 +68,7 @@ def pool_rows(views: Iterable[View]) -> list[tuple[str, ...]]:
     return found
 
 
-def called(engine: control.Engine) -> str:
+def model_name(engine: control.Engine) -> str:
     """The name of an engine's model, without the folders of a path; "" if the engine does not say it."""
     return engine.model.rstrip("/").rpartition("/")[2]
 
@@ -94,7 +94,7 @@ def engine_rows(engines: Iterable[tuple[control.Engine, control.Page]]) -> list[
         limit = "" if e.limit is None else f"{e.limit / MIB:.0f}"
         share = [f"{size / MIB:.0f}" if size else "" for size in (e.min, e.max)]
         held = [f"{size / MIB:.0f}" for size in (e.least, e.resident, e.used, e.cached, e.spare)]
-        who = f"{e.name}-{e.rank}", called(e), str(e.port or ""), engine_state(e, page)
+        who = f"{e.name}-{e.rank}", model_name(e), str(e.port or ""), engine_state(e, page)
         requests = (str(e.running), str(e.queued)) if e.state else ("", "")
         weights = f"{e.weights_held / MIB:.0f}/{e.weights / MIB:.0f}" if e.weights else ""
         found.append((str(e.pid), *who, *requests, weights, limit, *share, *held, str(e.preempted), str(e.refused)))
@@ -209,7 +209,7 @@ def limit(text: str) -> list[Wanted]:
         known = control.engines()
         engines = [(e, p) for e, p in known if which in (str(e.pid), e.name, f"{e.name}-{e.rank}")]
         if not engines:
-            engines = [(e, p) for e, p in known if which in (e.model, called(e))]
+            engines = [(e, p) for e, p in known if which in (e.model, model_name(e))]
             if len(pids := sorted({e.pid for e, _ in engines})) > 1:
                 raise ValueError(f"processes {', '.join(map(str, pids))} serve a model of that name; give one")
         if engines:
@@ -237,9 +237,9 @@ def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
             wanted.append(one)
     for view, size in wanted:
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, as the answer will say
-            want_budget(view, size)
+            request_budget(view, size)
     for view, size in wanted:
-        print(f"{view.pid} {view.name}: {budget_answer(view, size, args.wait)}", file=sys.stderr)
+        print(f"{view.pid} {view.name}: {await_budget(view, size, args.wait)}", file=sys.stderr)
     if args.json:
         print(json.dumps([{**asdict(v), "path": str(v.path)} for v in read_views()]), file=out)
         return 0

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyvmem.kv.picture import ASCII, CHARACTERS, PARTS, cells, shares, size
-from pyvmem.kv.view import View, budget_answer, read_views, want_budget
+from pyvmem.kv.view import View, await_budget, read_views, request_budget
 from pyvmem.tools.top import ENGINE_COLUMNS, Rates, engine_rows, fitting, limit, pool_rows, set_engine
 from pyvmem.engine import control
 
@@ -230,7 +230,7 @@ class Screen:
                 said.append(set_engine(*one))
                 continue
             with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, as the answer will say
-                want_budget(*one)
+                request_budget(*one)
             self._asked.append((*one, time.monotonic() + self._wait))
         self._message = "; ".join(said)
         self._answers()
@@ -238,7 +238,7 @@ class Screen:
     def _answers(self) -> None:
         """Show what became of the budgets that were asked for."""
         if self._asked:
-            said = [(view, budget_answer(view, bytes, 0), until) for view, bytes, until in self._asked]
+            said = [(view, await_budget(view, bytes, 0), until) for view, bytes, until in self._asked]
             self._message = "; ".join(f"{view.name}: {answer}" for view, answer, _ in said)
             if all(not a.startswith("deferred") or time.monotonic() > until + 30 for _, a, until in said):
                 self._asked = []

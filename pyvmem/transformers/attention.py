@@ -296,9 +296,9 @@ def _decode(
     rows = layer.rows
     batch = rows.batch_of(plan)
     assert batch is not None  # the whole batch decodes: nothing is padding
-    if layer.again is None or layer.again_version != rows.version:
-        layer.again, layer.again_version = attention.Again(rows.kv, layer.kv()), rows.version
-    return layer.again(query, key, value, batch, scaling, window, softcap)
+    if layer.repeated is None or layer.repeated_version != rows.version:
+        layer.repeated, layer.repeated_version = attention.RepeatedDecode(rows.kv, layer.kv()), rows.version
+    return layer.repeated(query, key, value, batch, scaling, window, softcap)
 
 
 def _step_again(
@@ -314,7 +314,7 @@ def _step_again(
     if (
         plan is None or plan.batch is None or plan.kept is not None or pending.plan is not None
         or pending.tokens != 1 or plan.tokens != 1 or plan.start != pending.start
-        or not layer.appends or layer.again is None or layer.again_version != rows.version
+        or not layer.appends or layer.repeated is None or layer.repeated_version != rows.version
         or layer.asked[0] != softcap or layer.asked[1] is not query.dtype
     ):  # fmt: skip
         return None
@@ -323,7 +323,7 @@ def _step_again(
     rows.pending = None
     pending.plan = plan
     layer.length = pending.start + 1
-    return layer.again(query, pending.key, value, plan.batch, scaling, layer.window, softcap or 0.0)
+    return layer.repeated(query, pending.key, value, plan.batch, scaling, layer.window, softcap or 0.0)
 
 
 def _by_length(

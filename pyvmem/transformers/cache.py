@@ -207,7 +207,7 @@ class VMemCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether each layer has a linear-attention state and no rows."""
+        """True if each layer has a linear-attention state and no rows."""
         return [
             isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, VMemLayer)
             for layer in self.layers

@@ -17,7 +17,7 @@ _lock = threading.Lock()
 _users = 0
 
 
-def keep_off(owner: object) -> weakref.finalize[..., Any] | Literal[False]:
+def switch_off(owner: object) -> weakref.finalize[..., Any] | Literal[False]:
     """Switch cuDNN's attention off in this process while `owner` lives, or until the returned function is called.
 
     Returns False if other code has already switched it off.
@@ -28,10 +28,10 @@ def keep_off(owner: object) -> weakref.finalize[..., Any] | Literal[False]:
             return False
         _users += 1
         torch.backends.cuda.enable_cudnn_sdp(False)
-    return weakref.finalize(owner, _let_go)
+    return weakref.finalize(owner, _switch_on)
 
 
-def _let_go() -> None:
+def _switch_on() -> None:
     global _users
     with _lock:
         _users -= 1

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from pyvmem.attention import Again
+from pyvmem.attention import RepeatedDecode
 from pyvmem.transformers.opaque import KVLength, PendingKV
 from pyvmem.transformers.plan import Plan
 from pyvmem.transformers.rows import Rows
@@ -36,8 +36,8 @@ class VMemLayer(CacheLayerMixin):
         self.is_initialized = False
         self.asked: Any = None  # the last shape that the kernels were asked to take,
         self.taken = self.appends = False  # whether they take it, and whether decode stores the rows
-        self.again: Again | None = None  # this layer's decode step, for one version of `rows`
-        self.again_version = -1
+        self.repeated: RepeatedDecode | None = None  # this layer's decode step, for one version of `rows`
+        self.repeated_version = -1
         self._version = -1  # of `rows` when the views were created
         self._like: tuple[int, ...] = ()  # the KV heads of its rows, and their dimension
         self._equal = True  # whether K and V have one head_dim, as far as is known

@@ -20,7 +20,7 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.kv.cache import KVCache, Run, Spare, TensorSpec
 from pyvmem.kv.pool import KVPool
 from pyvmem.transformers import spares
-from pyvmem.transformers.cudnn import keep_off
+from pyvmem.transformers.cudnn import switch_off
 from pyvmem.transformers.memory import default_budget, leave_pool, try_step, what_helps, with_pool
 from pyvmem.transformers.plan import Plan, follow
 
@@ -53,10 +53,10 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _late(kept: npt.NDArray[np.bool_], before: Any) -> npt.NDArray[np.bool_]:
+def _padding_after_tokens(kept: npt.NDArray[np.bool_], before: Any) -> npt.NDArray[np.bool_]:
     """Bool ``[batch, tokens]``: padding that follows tokens. before: the rows of each sequence before the pass."""
-    late: npt.NDArray[np.bool_] = ~kept & (np.asarray(before)[:, None] + np.cumsum(kept, 1) > 0)
-    return late
+    found: npt.NDArray[np.bool_] = ~kept & (np.asarray(before)[:, None] + np.cumsum(kept, 1) > 0)
+    return found
 
 
 class Rows:
@@ -310,7 +310,7 @@ class Rows:
     def for_stock_attention(self) -> None:
         """Prepare the rows for torch's own attention."""
         if self.cudnn is None:
-            self.cudnn = self.device.type == "cuda" and keep_off(self)
+            self.cudnn = self.device.type == "cuda" and switch_off(self)
 
     # ---- a forward pass --------------------------------------------------------------------------------------
 
@@ -378,7 +378,7 @@ class Rows:
     def _plan(self, start: int, tokens: int, mask: torch.Tensor | None) -> Plan:
         kept, masked = (None, False) if mask is None else self._padding(start, tokens, mask.bool())
         before = self._stored(start)
-        if kept is not None and any(self.windows) and _late(kept, before).any():
+        if kept is not None and any(self.windows) and _padding_after_tokens(kept, before).any():
             # A window counts columns, and rows would be fewer: this padding is stored, like any other token.
             kept, masked = None, True
         added = [tokens] * self.batch if kept is None else kept.sum(1).tolist()
@@ -460,7 +460,7 @@ class Rows:
         if plan.kept is not None:
             plan.sources = self._upload(np.flatnonzero(kept))
             ends = before + rank + 1
-            late = _late(kept, before[:, 0])
+            late = _padding_after_tokens(kept, before[:, 0])
             rows = np.flatnonzero(late.any(1))
             plan.padding = [(int(row), np.flatnonzero(late[row]), ends[row][late[row]]) for row in rows]
 

@@ -134,7 +134,7 @@ def show(key, expression):
 
 
 def theirs(directory, read):
-    """What one release's headers say."""
+    """The declarations of one release's headers."""
     text = "\n".join(read(path) for path in FILES)
     source, body = PREAMBLE, ""
     for name in MACROS + sorted({re.search(r"[A-Z]\w+", n).group(0) for n, _ in NUMBERS}):
@@ -163,7 +163,7 @@ def theirs(directory, read):
 
 
 def ours(directory, tag):
-    """What libvmem believes of that release."""
+    """The same, as libvmem assumes it for that release."""
     source = """
 #include <stdarg.h>
 #include <stdio.h>

@@ -24,14 +24,14 @@ void checked_refuse_unmaps(bool on);
 void checked_device_memory(uint64_t bytes);
 // The next n calls of munmap() by the library fail, as they may at vm.max_map_count.
 void checked_fail_munmap(int n);
-// What the host backend is told of the memory there is, instead of the system's word; NULL: that.
+// The free memory that the host backend is told, instead of the system's figure; NULL: that.
 struct vmem__host_memory;
 extern int (*checked_host_memory)(struct vmem__host_memory *out);
 // The free memory in the answer of sysinfo(); 0: the system's.
 extern uint64_t checked_free_memory;
-// What fallocate() does instead of allocating so many bytes: 0 goes on, EINTR and others are its error.
+// Stands in for fallocate(), which is to allocate so many bytes: 0 goes on, EINTR and others are its error.
 extern int (*checked_fallocate)(uint64_t length);
-// Whether that fault point was reached.
+// True if that fault point was reached.
 bool checked_failed(void);
 
 // The next backend call that maps, unmaps, populates, discards, zeroes, copies or fills stops before it does so, in

@@ -1,4 +1,4 @@
-// What every C test uses. A test is a program of one subject: it exits 0, 1 with the failed check on stderr, or 77 with
+// Helpers of every C test. A test is a program of one subject: it exits 0, 1 with the failed check on stderr, or 77 with
 // the reason why it cannot run here. Its backend is argv[1], else $VMEM_BACKEND, else host.
 //
 // Device memory is only touched through vmem_fill and vmem_copy_batch, so that the suite runs on every backend.
@@ -115,7 +115,7 @@ __attribute__((unused)) static void test_start(int argc, char **argv)
 
 __attribute__((unused)) static bool test_cpu(void) { return !(test_info.caps & VMEM_CAP_GPU); }
 
-// Whether the CPU can access the backend's pages: the host's, and those of the fake GPU driver.
+// True if the CPU can access the backend's pages: the host's, and those of the fake GPU driver.
 __attribute__((unused)) static bool test_cpu_sees_pages(void)
 {
     vmem_context *ctx = test_context(0);
@@ -149,7 +149,7 @@ __attribute__((unused)) static uint64_t get_word(vmem_context *ctx, uint64_t add
     OK(vmem_copy_batch(ctx, &(struct vmem_copy_op){(uintptr_t)&word, addr, sizeof word}, 1));
     return word;
 }
-// Whether all words of [addr, addr + length) are `word`.
+// True if all words of [addr, addr + length) are `word`.
 __attribute__((unused)) static bool all_words(vmem_context *ctx, uint64_t addr, uint64_t length, uint64_t word)
 {
     uint64_t *buf = malloc(length);

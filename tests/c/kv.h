@@ -1,4 +1,4 @@
-// What the tests of the KV-cache manager use beside its calls.
+// Helpers of the KV-cache manager's tests, beside its calls.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_TEST_KV_H

@@ -56,7 +56,7 @@ def functions(path):
 
 @dataclass(frozen=True)
 class Fault:
-    """What becomes of the n-th place in the function that has the tokens `old`; of the only one if n is 0.
+    """Change of the n-th place in the function that has the tokens `old`; of the only one if n is 0.
 
     replace: `new` stands there. drop: the statement is gone. always, never: the condition around it is 1 or 0.
     """
@@ -109,7 +109,7 @@ def _statement(body, at):
 
 
 def _is_control(body, close):
-    """Whether the parenthesis closes those of an if, a for or a while."""
+    """True if the parenthesis closes those of an if, a for or a while."""
     depth = 0
     for i in range(close, 0, -1):
         depth += (body[i][0] == ")") - (body[i][0] == "(")

@@ -1,4 +1,4 @@
-// What unbacked addresses do, and the checks of vmem_copy_batch and vmem_fill.
+// Accesses of unbacked addresses, and the checks of vmem_copy_batch and vmem_fill.
 //
 // SPDX-License-Identifier: MIT
 #include <signal.h>
@@ -7,7 +7,7 @@
 
 #include "harness.h"
 
-// Whether the access kills a process with SIGSEGV. What runs in the child is only the access: no call into the library.
+// True if the access kills a process with SIGSEGV. What runs in the child is only the access: no call into the library.
 static bool faults(uint64_t at, bool write)
 {
     pid_t pid = fork();

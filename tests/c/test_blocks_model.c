@@ -21,8 +21,8 @@ static struct vmem_block_range ranges[MOST_RANGES];
 static uint64_t no_fence, last_fence, passed, last_order;
 static long refusals, cancels, steps;
 
-// What the calls say of a block. One that is not wanted any more is gone when fence `hi` has passed, and is still there
-// while `lo` has not.
+// A block's state by the calls made. One that is not wanted any more is gone when fence `hi` has passed, and is still
+// there while `lo` has not.
 static struct {
     bool wanted, leaving;
     uint64_t lo, hi;

@@ -19,7 +19,7 @@ static uint64_t addr, spare; // addresses that all share; a reservation that com
 static uint64_t rounds = 30;
 static atomic_uint_fast64_t now = 1;
 
-// What a thread has done: changes of addresses by calls that succeeded.
+// A thread's successful work: changes of addresses by calls that succeeded.
 struct deed {
     uint64_t start, end, addr, length;
 };

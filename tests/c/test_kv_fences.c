@@ -82,7 +82,7 @@ static void do_truncate(uint32_t s)
 
 // ---- sharing --------------------------------------------------------------------------------------------------
 
-// Whether no tensor's last page of so many rows is partial.
+// True if no tensor's last page of so many rows is partial.
 static bool whole_pages(uint32_t tokens)
 {
     bool whole = true;

@@ -112,7 +112,7 @@ static void test_the_first_look(void)
     vmem_kv_destroy(kv, 0);
 }
 
-// What another process that asks for a budget has mapped: the published view.
+// The mapping of another process that asks for a budget: the published view.
 static struct vmem_kv_view *open_view(void)
 {
     char path[] = "/tmp/test_kv_idle.XXXXXX";

@@ -256,7 +256,7 @@ static void step_map(void)
         ops[i] = (struct vmem_map_op){at(r, u), p->handle};
         plan[i].r = r, plan[i].p = p, plan[i].u = u;
         next = u + p->granules;
-        // What must come of this element, if none before it fails.
+        // The result that this element must have, if none before it fails.
         for (uint32_t k = u; k < u + p->granules && !err; k++) {
             if (u + p->granules > r->granules) {
                 err = EINVAL;

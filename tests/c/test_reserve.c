@@ -119,7 +119,7 @@ static void huge(vmem_context *ctx, uint32_t flags)
     OK(vMemFree(ctx, addr));
 }
 
-// Whether the process has anything mapped in [at, at + length).
+// True if the process has anything mapped in [at, at + length).
 static bool anything(uint64_t at, uint64_t length)
 {
     unsigned long lo, hi;

@@ -478,7 +478,7 @@ static uint64_t unused_memory(void)
     return bytes;
 }
 
-// Whether the pages hold what mark(..., value) wrote to other addresses, each once.
+// True if the pages hold what mark(..., value) wrote to other addresses, each once.
 static bool shows(const char *p, uint64_t pages, uint64_t value)
 {
     bool seen[96] = {0}, all = true;

@@ -111,7 +111,7 @@ EXPORT uint64_t fakegpu_used(void)
     return bytes;
 }
 
-// Whether this call is the one that shall fail.
+// True if this call is the one that shall fail.
 static bool fails(void)
 {
     calls++;
@@ -195,7 +195,7 @@ static struct mapping *mapping_at(uint64_t addr, uint64_t length)
     return m;
 }
 
-// Whether CUDA takes an address: CPU memory, or mapped by CUDA and allowed.
+// True if CUDA takes an address: CPU memory, or mapped by CUDA and allowed.
 static bool known(uint64_t addr, uint64_t length)
 {
     for (struct reservation *r = reservations; r; r = r->next) {
@@ -225,7 +225,7 @@ static struct client *client_at(ino_t inode)
 
 // ---- UVM ----------------------------------------------------------------------------------------------------
 
-// Whether the mapping's entries can be split at an address: not in the middle of one of 2 MiB.
+// True if the mapping's entries can be split at an address: not in the middle of one of 2 MiB.
 static bool splits(const struct mapping *m, uint64_t addr)
 {
     uint64_t i = (addr - m->addr) / PAGE;

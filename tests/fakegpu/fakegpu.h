@@ -1,4 +1,4 @@
-// What tests ask of the fake driver; see fakegpu.c. Weak: NULL where it is not preloaded.
+// Questions that tests may put to the fake driver; see fakegpu.c. Weak: NULL where it is not preloaded.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_FAKEGPU_H

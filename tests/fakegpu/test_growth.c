@@ -1,4 +1,4 @@
-// What memory costs that an engine gets from nothing: the driver calls for a page of 2 MiB on the GPU's backends, where
+// The cost of memory that an engine gets from nothing: the driver calls for a page of 2 MiB on the GPU's backends, where
 // the driver clears what is freed ($FAKEGPU_SCRUB) and where it does not. And that pages are zero either way, when fresh
 // and when they come again.
 //

@@ -32,7 +32,7 @@ def loop(x, n):
 
 
 def fault():
-    """What the interpreter itself says to a loop; None where it runs one."""
+    """The interpreter's own answer to a loop; None where it runs one."""
     x = torch.ones(1, dtype=torch.int32)
     try:
         loop[(1,)](x, 4)
@@ -49,7 +49,7 @@ def at(pointer, shape, dtype):
 
 
 def repeated():
-    """`attention.Again` repeats a decode for other addresses, until the batch is split another way.
+    """`attention.RepeatedDecode` repeats a decode for other addresses, until the batch is split another way.
 
     A compiled kernel takes addresses; here the interpreter stands in for it.
     """
@@ -79,7 +79,7 @@ def repeated():
     table.ORDER = {name: ("triton", *order) for name, order in table.ORDER.items()}
     with cache:
         k, v = cache.keys[0], cache.values[0]
-        again, batch = attention.Again(cache, (k, v)), attention.Batch(cache, slots[:2], (40, 60))
+        again, batch = attention.RepeatedDecode(cache, (k, v)), attention.Batch(cache, slots[:2], (40, 60))
         for number, lengths, many in ((0, (40, 59), 2), (1, (39, 60), 2), (2, (39, 59), 2), (2, (40, 300), 2)):
             if lengths[1] == 300:
                 batch.update([slots[0], slots[2]], lengths)

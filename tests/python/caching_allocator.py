@@ -68,7 +68,7 @@ class Pool:
 
 
 class Inner:
-    """What PyTorch keeps of a pool, also when its MemPool is gone."""
+    """A pool as PyTorch keeps it, also when its MemPool is gone."""
 
     def __init__(self, pool):
         self.id, self.raw_alloc, self.raw_free = pool.id, pool.raw_alloc, pool.raw_free
@@ -135,7 +135,7 @@ class Inner:
 
 
 class FakeCuda:
-    """Takes the place of `pyvmem.lease.Doors`."""
+    """Takes the place of `pyvmem.lease.TorchPools`."""
 
     routes_all_threads = True
 

@@ -56,7 +56,7 @@ class Event:
 
 
 def run_top(*words):
-    """What `pyvmem top` prints with these arguments."""
+    """The output of `pyvmem top` with these arguments."""
     parser = ArgumentParser()
     top.arguments(parser)
     out = io.StringIO()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 
 class Numbers:
-    """What a rule draws: all at once, since the background thread may change what there is to choose from."""
+    """The arguments that a rule draws: all at once, since the background thread may change the choice."""
 
     def __init__(self, numbers):
         self.numbers, self.used = numbers, 0

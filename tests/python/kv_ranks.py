@@ -1,4 +1,4 @@
-"""What every rank of test_kv_ranks runs: random requests that begin alike, of which rank 0 decides everything.
+"""The program of every rank of test_kv_ranks: random requests that begin alike, of which rank 0 decides everything.
 
 The last rank has less memory, and ranks are slow in turns. Every row is verified, and after every iteration the ranks
 compare what their caches hold.

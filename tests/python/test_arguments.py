@@ -1,4 +1,4 @@
-"""What each public call says of an argument that it cannot take: the argument's name, whatever the value.
+"""Errors of each public call for an argument that it cannot take: the argument's name, whatever the value.
 
 SPDX-License-Identifier: MIT
 """
@@ -25,7 +25,7 @@ WRONG = {
     "an object": object(),
     "rows of different lengths": [[1, 2], [3]],
 }
-# What these arguments take beside integers.
+# Values that these arguments take beside integers.
 TAKES = {
     "backend": ["None"],
     "offset": [],
@@ -125,7 +125,7 @@ TENSOR_CALLS = {
 
 
 def refuses(call, calls, value):
-    """Whether the call's error for a wrong value names the argument, and nothing was changed."""
+    """True if the call's error for a wrong value names the argument, and nothing was changed."""
     name = call.split()[-1].rstrip("!")
     world = World(tensor=calls is TENSOR_CALLS)
     before = world.c.stats()

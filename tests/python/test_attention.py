@@ -42,7 +42,7 @@ def make(kv_heads=4, head_dim=64, dtype=torch.float32, layout="separate", length
 
 
 def plain_cache(k, v, tile_rows=1):
-    """What attention needs of a cache, over tensors ``[slots, tokens, heads, dim]``."""
+    """The parts of a cache that attention needs, over tensors ``[slots, tokens, heads, dim]``."""
     return SimpleNamespace(keys=[k], values=[v], slots=len(k), max_tokens=k.shape[1], tile_rows=tile_rows,
                            tokens=lambda slots: [k.shape[1]] * len(slots))  # fmt: skip
 
@@ -314,7 +314,7 @@ def test_err_what_a_kernel_does_not_take(name, text, monkeypatch):
     assert table.KERNELS[name].refusal(shape) == text
     monkeypatch.setattr(table.SDPA, "unavailable", lambda self, shape: None)
     with pytest.raises(ValueError) as raised:
-        table.demand(name, shape)
+        table.require(name, shape)
     assert str(raised.value).startswith(f"kernel {name} does not take {text}; ") and "\n" not in str(raised.value)
 
 
@@ -322,7 +322,7 @@ def test_err_what_a_kernel_does_not_take(name, text, monkeypatch):
 def test_err_a_kernel_that_is_not_installed(name, how, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda *a: None)
     with pytest.raises(ValueError, match=f"kernel {name} does not run here: .* is not installed .*{how}.*sdpa"):
-        table.demand(name, HOPPER)
+        table.require(name, HOPPER)
 
 
 def test_best_says_why_not_the_others(monkeypatch):

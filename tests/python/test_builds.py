@@ -1,4 +1,4 @@
-"""What builds: every C file is compiled by `make lint`, and sources build the same with the compilers at hand.
+"""Builds: every C file is compiled by `make lint`, and sources build the same with the compilers at hand.
 
 SPDX-License-Identifier: MIT
 """

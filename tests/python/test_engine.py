@@ -1,4 +1,4 @@
-"""What the plugins of engines share, with an engine of the test's own."""
+"""The common parts of the plugins of engines, with an engine of the test's own."""
 
 import subprocess
 import sys

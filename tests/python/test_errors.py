@@ -34,7 +34,7 @@ def untouched(context):
         assert getattr(after, name) == getattr(before, name), name
 
 
-# What each public call says of an argument that is no number, or one that no C integer holds.
+# Errors of each public call for an argument that is no number, or one that no C integer holds.
 CALLS = {
     "device": lambda c, x: pyvmem.Context(c.backend, x),
     "budget": lambda c, x: pyvmem.Context(c.backend, budget=x),

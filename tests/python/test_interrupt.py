@@ -24,7 +24,7 @@ ONE_STEP = {("stock", "prealloc")}
 
 
 def may_be_quick(context):
-    """Whether every call may be done in one step: a driver that clears what is freed leaves nothing to zero."""
+    """True if every call may be done in one step: a driver that clears what is freed leaves nothing to zero."""
     return context.backend == "stock" and "fakegpu" not in os.environ.get("LD_PRELOAD", "")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is built and installed: where the source is found, the prepared tree, and the DKMS package made of it."""
+"""Building and installing: where the source is found, the prepared tree, and the DKMS package made of it."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What a KV cache is given: options, lengths and numbers; what is wrong is named.
+"""Arguments of a KV cache: options, lengths and numbers; what is wrong is named.
 
 SPDX-License-Identifier: MIT
 """

@@ -227,7 +227,7 @@ def _layout(data):
 
 
 def _has(path):
-    """What the members have, by their place, read at one moment: under the table's lock."""
+    """The bytes of the members, by their place, read at one moment: under the table's lock."""
     with open(path, "r+b") as file:
         fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0))
         data = file.read()

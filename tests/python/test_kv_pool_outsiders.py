@@ -1,4 +1,4 @@
-"""What others do to a pool: processes that stop, hold its file's lock, or write to its file.
+"""Outsiders of a pool: processes that stop, hold its file's lock, or write to its file.
 
 SPDX-License-Identifier: MIT
 """
@@ -62,7 +62,7 @@ def serve(cache, pool, requests):
 
 
 def shortage(cache):
-    """What a step is told while the refusal stands; its slot stays."""
+    """The answer to a step while the refusal stands; its slot stays."""
     slot = cache.alloc(TOKENS)
     while not cache.shortage.refusal:
         assert not cache.step([TOKENS if s == slot else 0 for s in range(cache.slots)])

@@ -1,4 +1,4 @@
-"""What processes publish of their KV caches, and ``pyvmem top``.
+"""Published statistics of KV caches, and ``pyvmem top``.
 
 SPDX-License-Identifier: MIT
 """
@@ -150,12 +150,12 @@ def test_a_budget_below_what_requests_hold_says_so(capsys):
         slot = cache.alloc(1000)
         assert cache.step([1000 if s == slot else 0 for s in range(4)])
         view = kv_view.read_views()[0]
-        kv_view.want_budget(view, MIB)
+        kv_view.request_budget(view, MIB)
         cache.step([0] * 4, dry=True)
         held = cache.stats().held_pages * cache.page_size >> 20
-        answer = kv_view.budget_answer(view, MIB, 60)
+        answer = kv_view.await_budget(view, MIB, 60)
         assert answer == f"applied: 1 MiB; requests hold {held - 1} MiB more until they end"
-    assert kv_view.budget_answer(view, MIB, 0).startswith("gone")
+    assert kv_view.await_budget(view, MIB, 0).startswith("gone")
 
 
 def test_pages_that_no_request_needs_are_not_said_to_be_held_by_requests():
@@ -180,9 +180,9 @@ def test_a_cache_that_is_closed_meanwhile_is_gone(monkeypatch, capsys):
 
         def want(view, size):
             closed.close()
-            kv_view.want_budget(view, size)
+            kv_view.request_budget(view, size)
 
-        monkeypatch.setattr("pyvmem.tools.top.want_budget", want)
+        monkeypatch.setattr("pyvmem.tools.top.request_budget", want)
         run_top("--limit", "closed=16M", "--limit", "alive=16M", "--wait", "60")
         said = capsys.readouterr().err
         assert "closed: gone: " in said and "alive: applied: 16 MiB" in said
@@ -203,7 +203,7 @@ def test_a_request_reaches_no_other_file(monkeypatch, tmp_path):
             return file
 
         monkeypatch.setattr(os, "open", open_and_replace)
-        kv_view.want_budget(view, 16 * MIB)
+        kv_view.request_budget(view, 16 * MIB)
         assert other.read_bytes() == bytes(100000)
         assert kv_view.read_views() == []
 
@@ -213,7 +213,7 @@ def test_a_budget_that_takes_long_to_adopt_is_deferred():
     with make():
         view = kv_view.read_views()[0]
         assert not view.wanted  # it was read; the answer is still to come
-        assert kv_view.budget_answer(view, MIB, 0).startswith("deferred: it is being taken over")
+        assert kv_view.await_budget(view, MIB, 0).startswith("deferred: it is being taken over")
 
 
 def test_limits_that_no_cache_can_have_are_refused():

@@ -16,7 +16,7 @@ from kv_pools import free, load, make
 import pyvmem
 import pyvmem.lease
 from pyvmem import KVPool, OutOfMemory, VmemError, torch_pool
-from pyvmem.lease import Doors, Lease
+from pyvmem.lease import TorchPools, Lease
 
 
 def lease_of(pool, most=64 * MIB, *, cuda=None, context=None, fine=True, shrink=False, graphs="kept", threads="all"):
@@ -409,7 +409,7 @@ def test_a_recorded_training_step_is_replayed():
 
 
 def test_doors_call_pytorch_by_the_names_it_has(monkeypatch):
-    """What a lease asks of PyTorch, with torch.cuda recorded."""
+    """The calls that a lease makes of PyTorch, with torch.cuda recorded."""
     calls = []
 
     class MemPool:
@@ -444,20 +444,20 @@ def test_doors_call_pytorch_by_the_names_it_has(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
     for name in ("_cuda_beginAllocateToPool", "_cuda_endAllocateToPool", "_cuda_releasePool"):
         monkeypatch.setattr(torch._C, name, named(name), raising=False)
-    doors = Doors(1)
+    torch_pools = TorchPools(1)
     with pytest.raises(VmemError, match="no CUDA device"):
-        doors.check()
-    pool = doors.new_pool(3)
-    doors.new_pool(3)
+        torch_pools.check()
+    pool = torch_pools.new_pool(3)
+    torch_pools.new_pool(3)
     assert calls == [("vmem_torch_alloc_3", "vmem_torch_free_3"), ("MemPool", "allocator"), ("MemPool", "allocator")]
     calls.clear()
-    assert [s["address"] for s in doors.snapshot(pool)] == [4096] and calls == [("snapshot", False)]
+    assert [s["address"] for s in torch_pools.snapshot(pool)] == [4096] and calls == [("snapshot", False)]
     monkeypatch.setattr(MemPool, "snapshot", lambda self: [{"device": 1, "address": 8192, "blocks": []}])
-    assert [s["address"] for s in doors.snapshot(pool)] == [8192]  # as torch 2.11 has it
-    assert doors.is_shared(pool)
+    assert [s["address"] for s in torch_pools.snapshot(pool)] == [8192]  # as torch 2.11 has it
+    assert torch_pools.is_shared(pool)
     calls.clear()
-    assert doors.routes_all_threads
-    doors.route(pool, True)()
+    assert torch_pools.routes_all_threads
+    torch_pools.route(pool, True)()
     assert calls == [
         ("_cuda_beginAllocateToPool", 1, (0, 5)),
         ("_cuda_endAllocateToPool", 1, (0, 5)),
@@ -480,10 +480,10 @@ def test_without_the_private_names_one_thread_is_routed(monkeypatch):
 
     monkeypatch.delattr(torch._C, "_cuda_beginAllocateToPool", raising=False)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", Use)
-    doors = Doors(0)
-    assert not doors.routes_all_threads
+    torch_pools = TorchPools(0)
+    assert not torch_pools.routes_all_threads
     before = torch.autograd.is_multithreading_enabled()
-    end = doors.route("pool", False)
+    end = torch_pools.route("pool", False)
     assert not torch.autograd.is_multithreading_enabled()
     end()
     assert torch.autograd.is_multithreading_enabled() == before

@@ -32,7 +32,7 @@ def declared():
 
 
 def names(*command):
-    """What nm says: {name: kind}."""
+    """The output of nm: {name: kind}."""
     out = subprocess.run(["nm", *command], capture_output=True, text=True, check=True).stdout
     return {m[2]: m[1] for m in re.finditer(r"^[0-9a-f]{16} ([A-Z]) (\S+)$", out, re.M)}
 

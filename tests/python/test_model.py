@@ -23,7 +23,7 @@ RANGE_UNITS = 4 * MIB // UNIT
 
 
 class Page:
-    """What the shadow knows of a physical page: its bytes, and where it is mapped."""
+    """The shadow's record of a physical page: its bytes, and where it is mapped."""
 
     def __init__(self, handle, size, bound=False):
         self.handle = handle
@@ -34,7 +34,7 @@ class Page:
 
 
 class Range:
-    """What the shadow knows of a reservation: for each 64 KiB, the page there and which part of it, or None."""
+    """The shadow's record of a reservation: for each 64 KiB, the page there and which part of it, or None."""
 
     def __init__(self, reservation, backdrop):
         self.reservation = reservation
@@ -44,12 +44,12 @@ class Range:
 
 
 def cut_before(what):
-    """Whether a range that starts with this unit cuts a page."""
+    """True if a range that starts with this unit cuts a page."""
     return bool(what) and what[1] != 0
 
 
 def cut_after(what):
-    """Whether a range that ends with this unit cuts a page."""
+    """True if a range that ends with this unit cuts a page."""
     return bool(what) and what[1] != what[0].size // UNIT - 1
 
 

@@ -205,7 +205,7 @@ def memory_held(context):
 
 
 def seen_once(check, tries=20):
-    """Whether check() is true at least once: a GPU's free memory also moves with what other processes do."""
+    """True if check() is true at least once: a GPU's free memory also moves with what other processes do."""
     return any(check() for _ in range(tries))
 
 

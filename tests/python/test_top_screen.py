@@ -59,7 +59,7 @@ class Terminal:
         self.seen = ""
 
     def until(self, pattern):
-        """What was drawn until the pattern appears; then forgets it."""
+        """Returns the output until the pattern appears, and forgets it."""
         end = time.monotonic() + 120
         while not (found := re.search(pattern, self.seen)):
             assert time.monotonic() < end, self.seen

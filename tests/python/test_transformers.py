@@ -630,7 +630,7 @@ def test_limits_are_named(make, device):
 
 
 def test_cudnns_attention_is_off_while_a_cache_needs_it_off():
-    from pyvmem.transformers.cudnn import keep_off
+    from pyvmem.transformers.cudnn import switch_off
 
     class Owner:
         pass
@@ -639,8 +639,8 @@ def test_cudnns_attention_is_off_while_a_cache_needs_it_off():
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
         first, second = Owner(), Owner()
-        let_go = keep_off(first)
-        keep_off(second)
+        let_go = switch_off(first)
+        switch_off(second)
         let_go()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         let_go()
@@ -648,7 +648,7 @@ def test_cudnns_attention_is_off_while_a_cache_needs_it_off():
         gc.collect()
         assert torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
-        assert keep_off(first) is False  # the user's own wish stays
+        assert switch_off(first) is False  # the user's own wish stays
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from generations import generate, make_cache, padding, reference, single_thread  # noqa: E402, F401
 from tiny_models import prompts, tiny_model  # noqa: E402
 
-from pyvmem.attention import Again, Batch, decode, table  # noqa: E402
+from pyvmem.attention import RepeatedDecode, Batch, decode, table  # noqa: E402
 from pyvmem.attention.sdpa import SDPA  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -43,7 +43,7 @@ class Appends(SDPA):
                 x.index_put_(rows, row)
         return super().run(replace(call, new=None))
 
-    def again(self, call):
+    def repeat(self, call):
         def launch(q, out, k_new, v_new):
             self.full -= 1
             self.repeated += 1
@@ -107,7 +107,7 @@ def test_other_values_than_the_first_calls_are_seen(make, kernel, other):
     k, v = layer = cache.layers[0].kv()
     q = torch.randn(2, k.shape[2], 1, k.shape[3])
     rows = torch.randn(2, *k.shape[2:])[:, :, None]
-    again, most = Again(cache.kv, layer), k.shape[2]
+    again, most = RepeatedDecode(cache.kv, layer), k.shape[2]
     again(q, rows, rows, batch, None, 0, 0.0)
     again(q, rows, rows, batch, None, 0, 0.0)
     assert kernel.repeated > 0

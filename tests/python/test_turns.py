@@ -24,7 +24,7 @@ class Server:
     def __init__(self, name, size, priority, idle, copies=0.0):
         self.name, self.size, self.priority, self.idle, self.copies = name, size, priority, idle, copies
         self.state, self.held, self.copied = State.ASLEEP, 0, 0.0
-        # What waits in the server and in the engine: (came, seconds, units of KV), and what runs: (its end, units).
+        # Requests that wait in the server and in the engine: (came, seconds, units of KV); that run: (end, units).
         self.queue, self.inside, self.runs = [], [], []
         self.used = self.awake = self.lacking = self.starved = 0.0
         self.lacks = 0

@@ -83,8 +83,8 @@ def test_what_is_published_asks_torch_for_nothing_and_each_sleep_once(pool, weig
     net, asked = Net(), []
     weights.adopt([net])
     copied(weights)
-    snapshot = weights._lease._doors.snapshot
-    monkeypatch.setattr(weights._lease._doors, "snapshot", lambda pool: asked.append(1) or snapshot(pool))
+    snapshot = weights._lease._torch.snapshot
+    monkeypatch.setattr(weights._lease._torch, "snapshot", lambda pool: asked.append(1) or snapshot(pool))
     assert weights.bytes == weights.held == 16 * MIB and not asked
     weights.park()
     assert weights.bytes == 16 * MIB and len(asked) == 1

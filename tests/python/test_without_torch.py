@@ -1,4 +1,4 @@
-"""What is there without torch, which only tensors need: contexts, the command, its benchmarks.
+"""pyvmem without torch, which only tensors need: contexts, the command, its benchmarks.
 
 SPDX-License-Identifier: MIT
 """

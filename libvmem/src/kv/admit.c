@@ -10,7 +10,7 @@
 // request could never begin.
 static uint64_t kept_back(const vmem_kv *kv) { return kv->in_state[VMEM_KV_ACTIVE] ? kv_watermark(kv) : 0; }
 
-// Whether a request could have `tokens` tokens.
+// True if a request could have `tokens` tokens.
 static bool fits(vmem_kv *kv, int32_t slot, uint32_t tokens, uint64_t limit)
 {
     int64_t delta;

@@ -120,7 +120,7 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return rc;
 }
 
-// Whether attaching so many tokens of the runs found would find memory.
+// 0, or -ENOMEM where attaching so many tokens of the runs found would find no memory.
 static int would_attach(vmem_kv *kv, uint32_t tokens)
 {
     const uint64_t copies = vmem__kv_pages_beside(kv, tokens, tokens);

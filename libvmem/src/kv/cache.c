@@ -92,7 +92,7 @@ static void init_locks(vmem_kv *kv)
     pthread_cond_init(&kv->turn.done, NULL);
 }
 
-// What the configuration says, with the defaults.
+// The configuration, with the defaults filled in.
 static void configure(vmem_kv *kv, const struct vmem_kv_config *c)
 {
     kv->pid = getpid();

@@ -24,7 +24,7 @@ static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
     return 0;
 }
 
-// What the tables say, counted anew.
+// Counts of the tables, made anew.
 struct counts {
     uint64_t pages, pinned;           // that exist; that no call can take back
     uint64_t slot_rows, holders;      // shared rows as the slots have them, and as the rows count their slots
@@ -42,7 +42,7 @@ static int check_budget(vmem_kv *kv)
     return l->disturbed ? vmem__error(-EFAULT, "the background thread changed how many pages are pinned") : 0;
 }
 
-// What is cached of a slot, and the lists that have it.
+// Checks the cached fields of a slot, and the lists that have it.
 static int check_slot(const vmem_kv *kv, uint32_t slot)
 {
     const struct kv_slot *s = &kv->slots[slot];

@@ -415,7 +415,7 @@ static inline uint64_t kv_addr(const vmem_kv *kv, const struct kv_group *g, uint
     return kv->addrs[g->first + tensor] + slot * g->slot_stride + (page << kv->page_shift);
 }
 
-// Whether a page of a span is joined to the page before it.
+// True if a page of a span is joined to the page before it.
 static inline bool kv_joined(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
 {
     const struct kv_group *g = &kv->groups[group];
@@ -427,7 +427,7 @@ static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
     return (bytes >> kv->page_shift) + (bytes & (kv->page_size - 1) ? 1 : 0);
 }
 
-// Whether kernels may access the slot: it is active or ending.
+// True if kernels may access the slot: it is active or ending.
 static inline bool kv_accessed(const vmem_kv *kv, uint32_t slot)
 {
     return kv->slots[slot].state != VMEM_KV_FREE && kv->slots[slot].state != VMEM_KV_SWAPPED;
@@ -603,11 +603,11 @@ static inline uint32_t kv_row_see(const vmem_kv *kv, struct kv_shared_row *ref)
     ref->mark = kv->mark;
     return ref->seen;
 }
-// Whether some run that may not be evicted holds the row.
+// True if some run that may not be evicted holds the row.
 static inline bool kv_row_kept(const struct kv_shared_row *ref) { return ref->runs != ref->evictable_runs; }
-// Whether evicting runs would free the row's pages.
+// True if evicting runs would free the row's pages.
 static inline bool kv_row_evictable(const struct kv_shared_row *ref) { return !ref->slots && !kv_row_kept(ref); }
-// Whether no call can take the row's pages back: a slot pins it, or a run that may not be evicted holds it.
+// True if no call can take the row's pages back: a slot pins it, or a run that may not be evicted holds it.
 static inline bool kv_row_pinned(const struct kv_shared_row *ref) { return ref->pinning_slots || kv_row_kept(ref); }
 
 // ---- span.c ---------------------------------------------------------------------------------------------------------
@@ -615,7 +615,7 @@ static inline bool kv_row_pinned(const struct kv_shared_row *ref) { return ref->
 // The end of the pages of a span that a step up to page `hi` can use. In a slot without rows, a stretch of pages that go
 // together is useless if the step needs only some of them: it gets others.
 uint32_t vmem__kv_usable_end(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
-// Whether a slot has any page. `backed` cannot tell: a group may have pages while another has none, or less than a row.
+// True if a slot has any page. `backed` cannot tell: a group may have pages while another has none, or less than a row.
 bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot);
 // The part of a span that no call could take back: what kernels access, and what goes with it. Of a slot that no kernel
 // accesses, nothing.
@@ -821,10 +821,10 @@ void vmem__kv_trim(vmem_kv *kv, bool wanted);
 uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room);
 // Pages that the device could make now. Needs no lock.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
-// Whether the driver's last word on the device's free memory is old. Before statistics are shown, who holds no lock
+// True if the driver's last word on the device's free memory is old. Before statistics are shown, who holds no lock
 // asks.
 bool vmem__kv_device_due(const vmem_kv *kv);
-// Whether an answer may ask the driver: the cache has not taken its memory ahead, and the driver's last word is old.
+// True if an answer may ask the driver: the cache has not taken its memory ahead, and the driver's last word is old.
 bool vmem__kv_asks_device(const vmem_kv *kv);
 // The most pages that the cache can have: the budget, and what is free in its pool, as far as the device has memory. An
 // answer of at least `want` may be capped there. The driver is asked only where its memory decides: its answer is reused
@@ -833,7 +833,7 @@ uint64_t vmem__kv_page_limit(vmem_kv *kv, uint64_t want);
 // The same by the driver's answer of the last 100 ms, and by its last one, however old.
 uint64_t vmem__kv_page_limit_lately(vmem_kv *kv);
 uint64_t vmem__kv_page_limit_known(const vmem_kv *kv);
-// Whether so many pages more leave the context's other caches what they have taken ahead: pages come from there, too.
+// True if so many pages more leave the context's other caches what they have taken ahead: pages come from there, too.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
 // ---- gate.c ---------------------------------------------------------------------------------------------------------
@@ -876,8 +876,8 @@ int vmem__kv_short_of_slots(vmem_kv *kv);
 void vmem__kv_count_shortage(vmem_kv *kv);                   // in the statistics, of a call that really needed them
 const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
 
-// Whether the budget has room for `delta` more pinned pages, with so many new pages: -ENOMEM, with what is missing. A cache
-// over its budget has room for what pins no more pages, even if that needs new pages: it gives up as many. But
+// Claims budget for `delta` more pinned pages, and for so many new pages. -ENOMEM, with what is missing: there is none. A
+// cache over its budget has room for what pins no more pages, even if that needs new pages: it gives up as many. But
 // pages that are mapped and not pinned are no room: another call may take them back before the step.
 int vmem__kv_claim_budget(vmem_kv *kv, int64_t delta, uint64_t pages);
 // The same, and whether the device has the memory.
@@ -897,7 +897,7 @@ bool vmem__kv_find_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bo
 bool vmem__kv_find_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v); // only what a window has passed
 // Takes pages back until `to` are left, if there are so many to take; evict: of runs, too. May wait for the worker.
 int vmem__kv_reclaim_to(vmem_kv *kv, uint64_t to, bool evict);
-// Whether there is room for `pages` more without reclaiming any.
+// True if there is room for `pages` more without reclaiming any.
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
 // Makes it, after vmem__kv_claim_budget has said that there is memory: what is to go is pinned no more.
 int vmem__kv_make_room(vmem_kv *kv, uint64_t pages);

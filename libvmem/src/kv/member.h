@@ -1,5 +1,5 @@
-// What others use of the manager beside the public calls: torch/lease.c, for a cache that holds its segments, and pyvmem,
-// for the end of a cache.
+// The parts of the manager that others use beside the public calls: torch/lease.c, for a cache that holds its segments,
+// and pyvmem, for the end of a cache.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM__KV_MEMBER_H

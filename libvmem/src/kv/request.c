@@ -193,7 +193,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     return 0;
 }
 
-// Whether the group's page that contains row `tokens` is shared and must be copied.
+// True if the group's page that contains row `tokens` is shared and must be copied.
 static bool cuts_shared(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_split s)
 {
     return s.part && s.full < kv_span(kv, slot, group)->shared_hi && vmem__kv_row(kv, slot, group, s.full);
@@ -381,7 +381,7 @@ int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
     return vmem__kv_leave(kv, rc);
 }
 
-// Whether there is memory for the slot's rows.
+// 0, or -ENOMEM where there is no memory for the slot's rows.
 static int would_swap_in(vmem_kv *kv, uint32_t slot)
 {
     const uint32_t tokens = kv->slots[slot].tokens;

@@ -443,7 +443,7 @@ static uint32_t run_of(const vmem_kv *kv, const struct kv_group *g, uint32_t tok
     return run_with(kv, (uint32_t)MIN(behind / g->row_bytes, MIN(tokens, g->max_tokens)) - 1);
 }
 
-// Whether a request that begins with `tokens` tokens of the runs found has all rows that its next token reads. Windows
+// True if a request that begins with `tokens` tokens of the runs found has all rows that its next token reads. Windows
 // may have passed some of them.
 static bool windows_allow(const vmem_kv *kv, uint32_t tokens)
 {
@@ -576,7 +576,7 @@ uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside)
 // Runs are dropped by name or in their order. Pages that no run or slot has any more are doomed: the call or the
 // background thread releases them.
 
-// Whether dropping the run, and the runs that share a page with it, frees a page.
+// True if dropping the run, and the runs that share a page with it, frees a page.
 static bool frees_pages(const vmem_kv *kv, const struct kv_run *r)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++)

@@ -33,7 +33,7 @@ static inline int check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
     return 0;
 }
 
-// Whether a step that needs pages up to hi can continue from the pages of the span.
+// True if a step that needs pages up to hi can continue from the pages of the span.
 static bool is_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
 
 // Pages that the span lacks of [lo, hi). Pages that an earlier request left after a prefix do not help.

@@ -1,4 +1,4 @@
-"""What CUDA's ways to hand memory to others make of an address with vMem's pages behind it.
+"""CUDA's ways to hand memory to others, tried on an address with vMem's pages behind it.
 
 CUDA knows the backdrop (or nothing) behind such an address, so a handle that it gave out would lead there, not to the
 pages. Run as ``exports.py BACKEND``: one JSON line, a way each, with CUDA's result. test_exports.py runs it.

@@ -1,4 +1,4 @@
-"""What torch must be able to do with virtual tensors on a GPU: one function a case.
+"""Operations of torch that must work on virtual tensors on a GPU: one function a case.
 
 Run as ``matrix.py BACKEND PAGE_SIZE CASE...``: one JSON line a case. test_torch.py runs it, in processes of its own,
 since one bad access costs a process its CUDA context.

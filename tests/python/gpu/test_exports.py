@@ -1,4 +1,4 @@
-"""Whether others can get at a virtual tensor's memory: what is refused stays refused, and nothing damages the pages.
+"""Attempts of others to get at a virtual tensor's memory: what is refused stays refused, and nothing damages the pages.
 
 SPDX-License-Identifier: MIT
 """

@@ -91,11 +91,11 @@ def default_segments():
 
 
 def test_the_names_of_this_torch(context):
-    from pyvmem.lease import Doors
+    from pyvmem.lease import TorchPools
 
-    doors = Doors(0)
-    doors.check()
-    assert doors.routes_all_threads, torch.__version__
+    torch_pools = TorchPools(0)
+    torch_pools.check()
+    assert torch_pools.routes_all_threads, torch.__version__
 
 
 @pytest.mark.parametrize("threads", ["all", "this"])
