@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import gc
 import logging
 from contextlib import AbstractContextManager
 from typing import Any
@@ -85,6 +86,9 @@ class WorkerDoor:
         done = super().compile_or_warm_up_model()  # type: ignore[misc]
         if self._vmem is not None and self._vmem.weights is not None:
             self._vmem.weights.copy_behind(self._vmem.busy)  # not before: graphs have been captured
+            # vLLM collects garbage whenever it goes to sleep, and freezes only the engine core's process.
+            gc.collect()
+            gc.freeze()
         return done
 
     def get_supported_kv_cache_layouts(self) -> list[str]:

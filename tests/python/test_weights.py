@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 import gc
 import random
 import threading
+import types
 
 import pytest
 import torch
@@ -90,6 +91,26 @@ def test_what_is_published_asks_torch_for_nothing_and_each_sleep_once(pool, weig
     assert weights.bytes == 16 * MIB and len(asked) == 1
     weights.wake(0)
     assert len(asked) == 2
+
+
+def test_no_sleep_looks_for_garbage_in_what_a_worker_has_loaded():
+    """Half a million objects, where a worker is a process of its own."""
+    from pyvmem.vllm.doors import WorkerDoor
+
+    class Loads:
+        def compile_or_warm_up_model(self):
+            return "warm"
+
+    class Worker(WorkerDoor, Loads):
+        pass
+
+    worker, loaded = Worker(), [[]]
+    worker._vmem = types.SimpleNamespace(weights=types.SimpleNamespace(copy_behind=lambda busy: None), busy=bool)
+    try:
+        assert worker.compile_or_warm_up_model() == "warm"
+        assert not any(seen is loaded for seen in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_parked_weights_stay_until_somebody_asks_and_only_what_went_is_copied(pool, weights):
