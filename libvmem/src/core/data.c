@@ -70,16 +70,22 @@ static void hold_reservation(vmem_context *ctx, uint64_t addr, uint64_t length, 
         s->inflight += (uint64_t)by;
 }
 
+// Holds the reservations that the calls access, or lets go of them (by -1).
+static void hold_accessed(vmem_context *ctx, const struct vmem__access *a, int by)
+{
+    for (size_t i = 0; i < a->n; i++) {
+        hold_reservation(ctx, a->ops[i].dst, a->ops[i].length, by);
+        if (!a->fill)
+            hold_reservation(ctx, a->ops[i].src, a->ops[i].length, by);
+    }
+}
+
 // Marks the addresses, so that no page is unmapped there and no reservation freed. The caller holds the lock.
 static void access_begin(vmem_context *ctx, struct vmem__access *a)
 {
     a->next = ctx->accesses;
     ctx->accesses = a;
-    for (size_t i = 0; i < a->n; i++) {
-        hold_reservation(ctx, a->ops[i].dst, a->ops[i].length, 1);
-        if (!a->fill)
-            hold_reservation(ctx, a->ops[i].src, a->ops[i].length, 1);
-    }
+    hold_accessed(ctx, a, 1);
 }
 
 static void access_end(vmem_context *ctx, struct vmem__access *a)
@@ -88,11 +94,7 @@ static void access_end(vmem_context *ctx, struct vmem__access *a)
     while (*link != a)
         link = &(*link)->next;
     *link = a->next;
-    for (size_t i = 0; i < a->n; i++) {
-        hold_reservation(ctx, a->ops[i].dst, a->ops[i].length, -1);
-        if (!a->fill)
-            hold_reservation(ctx, a->ops[i].src, a->ops[i].length, -1);
-    }
+    hold_accessed(ctx, a, -1);
 }
 
 // If the backdrop is lazy, maps it at the sources before they are read. The caller holds the lock, which this drops.

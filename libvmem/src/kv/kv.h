@@ -615,8 +615,6 @@ static inline bool kv_row_pinned(const struct kv_shared_row *ref) { return ref->
 // The end of the pages of a span that a step up to page `hi` can use. In a slot without rows, a stretch of pages that go
 // together is useless if the step needs only some of them: it gets others.
 uint32_t vmem__kv_usable_end(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
-// True if a slot has any page. `backed` cannot tell: a group may have pages while another has none, or less than a row.
-bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot);
 // The part of a span that no call could take back: what kernels access, and what goes with it. Of a slot that no kernel
 // accesses, nothing.
 struct kv_range vmem__kv_pinned_part(const vmem_kv *kv, uint32_t slot, uint32_t group);

@@ -14,14 +14,6 @@ uint32_t vmem__kv_usable_end(const vmem_kv *kv, uint32_t slot, uint32_t group, u
     return hi;
 }
 
-bool vmem__kv_has_pages(const vmem_kv *kv, uint32_t slot)
-{
-    bool some = false;
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        some |= kv_span(kv, slot, i)->lo < kv_span(kv, slot, i)->hi;
-    return some;
-}
-
 // ---- the pinned part --------------------------------------------------------------------------------------------------
 
 struct kv_range vmem__kv_pinned_part(const vmem_kv *kv, uint32_t slot, uint32_t group)

@@ -244,7 +244,9 @@ static bool back_next_slot(vmem_kv *kv)
     }
     if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
         return false;
-    const bool empty = !vmem__kv_has_pages(kv, slot);
+    bool empty = true; // `backed` cannot tell: a group may have pages while another has none, or less than a row
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        empty &= kv_span(kv, slot, i)->lo == kv_span(kv, slot, i)->hi;
     plan_backing(kv, slot, request.tokens, request.prefix, kv->flags & VMEM_KV_GENEROUS);
     if (!back_planned(kv, slot, kv_low(kv), &kv->stats.eager_pages))
         return false;

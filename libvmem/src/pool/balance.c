@@ -81,15 +81,6 @@ static uint64_t uncovered_bytes(const struct vmem__member *m, uint64_t fall)
     return MIN(fall, MIN(retained, bare));
 }
 
-// A member that neither asks nor waits any more wants no memory to stay.
-static void expire_wants(struct vmem__member *m)
-{
-    pthread_mutex_lock(&m->pool->lock);
-    if (!m->waiting && !m->announced_pages && vmem__now() - m->asked_at > vmem__pool_ask_ns)
-        vmem__pool_retain(m, 0);
-    pthread_mutex_unlock(&m->pool->lock);
-}
-
 // ---- a look at a member ---------------------------------------------------------------------------------------------
 //
 // It shrinks the member, returns the memory of what has gone, and only then lowers the row.
@@ -144,8 +135,10 @@ static bool refresh_member(struct vmem__member *m)
     struct vmem__member_state s;
     pthread_mutex_lock(&m->pool->lock);
     m->saw_revision = m->pool->table.head.revision;
+    // A member that neither asks nor waits any more wants no memory to stay.
+    if (!m->waiting && !m->announced_pages && vmem__now() - m->asked_at > vmem__pool_ask_ns)
+        vmem__pool_retain(m, 0);
     pthread_mutex_unlock(&m->pool->lock);
-    expire_wants(m);
     m->ops->lock(m->self);
     apply_wanted_limit(m);
     const bool more = shrink_member(m, &s);
@@ -289,7 +282,7 @@ static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
 
 static void refuse_question(struct vmem__member *m, uint32_t why)
 {
-    m->told = false;
+    m->told_at = 0;
     m->freed = m->pool->freed_before;
     vmem__pool_answer(m, VMEM_KV_REFUSED, why);
 }

@@ -164,9 +164,8 @@ static uint64_t ask_others(struct vmem__member *m, uint64_t bytes, uint32_t *why
     }
     const uint64_t t = vmem__now();
     const bool refused = r->answer == VMEM_KV_REFUSED && r->needs && r->needs <= bytes && m->freed == m->pool->freed;
-    if (refused && (!m->told || t - m->told_at < TOLD_NS)) {
-        m->told_at = m->told ? m->told_at : t;
-        m->told = true;
+    if (refused && (!m->told_at || t - m->told_at < TOLD_NS)) {
+        m->told_at = m->told_at ? m->told_at : t;
         m->asked_at = t;
         *why = r->reason;
         return 0;

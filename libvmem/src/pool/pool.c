@@ -349,10 +349,8 @@ uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
             break;
     m->waiting--;
     m->asked_at = vmem__now();
-    if (m->row.answer == VMEM_KV_REFUSED && !m->told) {
-        m->told = true;
+    if (m->row.answer == VMEM_KV_REFUSED && !m->told_at)
         m->told_at = m->asked_at;
-    }
     return m->row.answer;
 }
 

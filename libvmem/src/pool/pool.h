@@ -97,8 +97,7 @@ struct vmem__member {
     uint64_t written_at;                     // ns
     uint32_t waiting;                        // calls that wait for an answer
     uint64_t asked_at;                       // ns
-    uint64_t told_at;                        // ns
-    bool told;                               // of the refusal of its last question
+    uint64_t told_at;                        // ns, when it was told of the refusal of its last question; 0: it was not
     uint64_t freed;                          // the counter vmem_kv_pool.freed when the round began that refused
     uint64_t granted;                        // bytes in row.has that the member's budget does not have yet
     uint64_t announced_pages;                // the pages there will be with the requests that wait; 0: not known
@@ -196,7 +195,7 @@ uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__memb
 int vmem__table_unwritten(const vmem_kv_pool *pool); // the error of a call whose row could not be written
 // Between the two: takes a place for a member, gives it back, and empties the rows of members whose process has ended.
 // -EAGAIN: somebody else is in that place.
-int vmem__table_take_place(vmem_kv_pool *pool, uint32_t place);
+int vmem__table_take_place(const vmem_kv_pool *pool, uint32_t place);
 void vmem__table_leave_place(vmem_kv_pool *pool, uint32_t place, bool damaged);
 void vmem__table_reap(vmem_kv_pool *pool);
 // Removes the file if nobody is in it.

@@ -199,10 +199,10 @@ static bool any_lives(const vmem_kv_pool *pool, uint32_t first, uint32_t n)
     return false;
 }
 
-static int take_place(const vmem_kv_pool *pool, uint32_t place)
+int vmem__table_take_place(const vmem_kv_pool *pool, uint32_t place)
 {
-    int rc = lock_place(pool->fd, F_WRLCK, place);
-    if (rc || write_at(pool->fd, &pool->process, sizeof(pool->process), process_at(place)))
+    int rc = pool->fd < 0 ? 0 : lock_place(pool->fd, F_WRLCK, place);
+    if (rc || pool->fd < 0 || write_at(pool->fd, &pool->process, sizeof(pool->process), process_at(place)))
         return rc;
     lock_place(pool->fd, F_UNLCK, place);
     return vmem__table_unwritten(pool);
@@ -295,8 +295,6 @@ int vmem__table_unwritten(const vmem_kv_pool *pool)
     return vmem__error(-EBADMSG, "path %s: the table cannot be written", pool->path);
 }
 
-int vmem__table_take_place(vmem_kv_pool *pool, uint32_t place) { return pool->fd < 0 ? 0 : take_place(pool, place); }
-
 static void empty_row(vmem_kv_pool *pool, uint32_t place)
 {
     pool->table.rows[place] = (struct vmem_kv_pool_member){0};
@@ -383,7 +381,7 @@ static int enter_file(const vmem_kv_pool *pool)
 {
     int rc = -EAGAIN;
     for (uint32_t i = VMEM_KV_POOL_MEMBERS; i < PLACES && rc == -EAGAIN; i++)
-        rc = take_place(pool, i);
+        rc = vmem__table_take_place(pool, i);
     if (rc == -EAGAIN)
         return vmem__error(-ENOSPC, "path %s: %u others have the pool open, the most that can", pool->path, OPENERS);
     return rc;
