@@ -153,10 +153,10 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step);
 // rows, as vmem_kv_truncate does; -EINVAL: some of them are shared, or windows have passed rows that the step reads.
 // -ENOMEM: pages are missing; free or swap out a request and try again.
 //
-// VMEM_KV_DRY: changes nothing but a budget that another process requested. Requests that end count as
-// running: after -ENOMEM, the step may still find that they have ended. After 0, the step may find that others have
-// taken device memory that the cache has not taken ahead (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), or the free
-// budget of a pool. The same holds for every dry call.
+// VMEM_KV_DRY: changes nothing but a budget: that which another process requested, and in a pool that of the member,
+// which claims what is free. Requests that end count as running: after -ENOMEM, the step may still find that they have
+// ended. After 0, the step may find that others have taken device memory that the cache has not taken ahead
+// (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), or the free budget of a pool. The same holds for every dry call.
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags);
 // Returns the most tokens that the slot could have in the next step if it alone took part, or 0 if there is no memory
 // for a step to the length that it has. Slot -1 means a new request, which must leave the watermark free.

@@ -7,7 +7,7 @@
 #define IDLE_NS 100000000 // without work, after which memory that nothing uses returns to the system
 #define RETRY_NS 10000000 // until what failed for lack of memory is tried again
 
-static void run_order(vmem_blocks *b)
+static void carry_out_order(vmem_blocks *b)
 {
     struct block_call *c = b->orders;
     b->orders = c->next;
@@ -55,7 +55,7 @@ void *vmem__blocks_work(void *blocks)
             vmem__blocks_poll_events(b);
         bool did = b->orders != NULL;
         if (did)
-            run_order(b);
+            carry_out_order(b);
         const bool due = b->unbacks && b->unbacks->fence <= b->passed;
         failed = due && !vmem__blocks_unback_due(b);
         if (due && !failed)

@@ -107,7 +107,7 @@ static int add_request(vmem_kv *kv, const struct vmem_kv_request *r, struct admi
         return rc;
     if (r->n_runs && prefix_tokens) {
         vmem__kv_protect_found(kv, prefix_tokens);
-        const uint64_t taken = vmem__kv_taken(kv, prefix_tokens, &beside);
+        const uint64_t taken = vmem__kv_count_taken(kv, prefix_tokens, &beside);
         a->stepped += taken;
         a->attached += taken;
     }

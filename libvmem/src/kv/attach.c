@@ -59,7 +59,7 @@ static int64_t attach_delta(vmem_kv *kv, uint32_t tokens, uint64_t copies)
 {
     uint64_t beside;
     kv->mark++;
-    const uint64_t taken = vmem__kv_taken(kv, tokens, &beside);
+    const uint64_t taken = vmem__kv_count_taken(kv, tokens, &beside);
     return (int64_t)(copies + taken + beside);
 }
 
@@ -127,7 +127,7 @@ static int would_attach(vmem_kv *kv, uint32_t tokens)
     if (!copies) // attaching only maps pages that are there
         return 0;
     vmem__kv_protect_found(kv, tokens);
-    const int rc = vmem__kv_would_fit(kv, attach_delta(kv, tokens, copies), copies);
+    const int rc = vmem__kv_claim_memory(kv, attach_delta(kv, tokens, copies), copies);
     vmem__kv_unprotect_found(kv);
     return rc;
 }

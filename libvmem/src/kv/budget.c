@@ -190,7 +190,7 @@ int vmem__kv_claim_budget(vmem_kv *kv, int64_t delta, uint64_t pages)
     return delta > 0 && want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want) : 0;
 }
 
-int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages)
+int vmem__kv_claim_memory(vmem_kv *kv, int64_t delta, uint64_t pages)
 {
     const uint64_t want = kv->ledger.pinned_pages + (uint64_t)delta;
     vmem__kv_clear_shortage();

@@ -92,7 +92,7 @@ static void init_locks(vmem_kv *kv)
     pthread_cond_init(&kv->turn.done, NULL);
 }
 
-// The configuration, with the defaults filled in.
+// Sets the constants by the configuration and the defaults.
 static void configure(vmem_kv *kv, const struct vmem_kv_config *c)
 {
     kv->pid = getpid();

@@ -24,7 +24,7 @@ static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
     return 0;
 }
 
-// Counts of the tables, made anew.
+// The counts that the ledger and the shared rows keep, counted anew from the tables.
 struct counts {
     uint64_t pages, pinned;           // that exist; that no call can take back
     uint64_t slot_rows, holders;      // shared rows as the slots have them, and as the rows count their slots

@@ -169,7 +169,7 @@ struct kv_shared_rows {
     uint64_t evictable;  // cached: of these, pages of rows that only runs which can be evicted hold
 };
 
-// Parts of spans to back: kv_grow lists them, grow_run creates and maps their pages, all or none, and grow_commit enters
+// Parts of spans to back: kv_grow lists them, grow_map creates and maps their pages, all or none, and grow_commit enters
 // them in the spans. The pages of a part are created and mapped alike.
 struct kv_part {
     uint32_t slot, group, from, to;
@@ -290,10 +290,10 @@ struct kv_copies {
 struct kv_turn {
     pthread_cond_t work, done;
     bool has_worker, stop, due, working;
-    bool stuck;     // some slot is
-    bool unmapping; // the worker is unmapping or releasing pages that others may hold or release
-    bool cutting;   // it is giving up pages that one slot alone holds; where mappings are stale, others may have them
-    uint32_t hold;  // calls that have paused the worker and not resumed it
+    bool stuck;      // some slot is
+    bool unmapping;  // the worker is unmapping or releasing pages that others may hold or release
+    bool cutting;    // it is giving up pages that one slot alone holds; where mappings are stale, others may have them
+    uint32_t pauses; // calls that have paused the worker and not resumed it
 };
 
 struct kv_worker {
@@ -481,7 +481,7 @@ void vmem__kv_wait_job(vmem_kv *kv);  // until it has ended its job; it begins n
 // first.
 void vmem__kv_wait_unmapping(vmem_kv *kv);
 void vmem__kv_wait_cutting(vmem_kv *kv); // until it unmaps nothing at all: for a call that unmaps what is stale
-// Between these two the worker does nothing. Both with state held; hold may drop it for a moment.
+// Between these two the worker does nothing. Both with state held; pause may drop it for a moment.
 void vmem__kv_worker_pause(vmem_kv *kv);
 void vmem__kv_worker_resume(vmem_kv *kv);
 // -EPERM in a child of the process that made it; -EINVAL: NULL, or being closed
@@ -696,13 +696,13 @@ int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gro
 int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t row,
                         const vmem_page *pages, uint32_t stride);
 // Creates and maps, all or nothing; needs no lock. Before it the caller adds l->total to kv->ledger.held.
-int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l);
+int vmem__kv_grow_map(vmem_kv *kv, struct kv_grow *l);
 // Adds the new pages to the spans.
 void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l);
 // Releases pages. If the driver refuses to unmap one, as it may where a freed slot still maps it, the context releases it
 // once the driver has unmapped something else.
 void vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n);
-// Unmaps and releases what a run created.
+// Unmaps and releases what vmem__kv_grow_map created.
 void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l);
 void vmem__kv_grow_reset(struct kv_grow *l);
 
@@ -713,11 +713,11 @@ int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *
 
 // ---- unmap.c --------------------------------------------------------------------------------------------------------
 
-// Cuts a span down to [lo, hi): begin changes the span, run (no lock needed) the mapping, end the rest, or restores the
-// span if run failed. begin returns -EBUSY if rows would go that others hold, too: no reference changes while the worker
+// Cuts a span down to [lo, hi): begin changes the span, unmap (no lock needed) the mapping, end the rest, or restores the
+// span if unmap failed. begin returns -EBUSY if rows would go that others hold, too: no reference changes while the worker
 // has dropped the lock.
 int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
-int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c);
+int vmem__kv_cut_unmap(vmem_kv *kv, struct kv_cut *c);
 void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
 int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // any rows
 // Everything of a slot, or of several, that no kernel accesses, in one call of the core: all or nothing.
@@ -729,7 +729,7 @@ bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot);
 // Ends a request: its own pages stay in the span, shared ones are released, and their mappings become stale. After
 // vmem__kv_shared_tokens, so that the last row below shared_hi is shared.
 int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group);
-// Unmaps what is stale in a slot: begin collects, vmem__kv_cut_run unmaps.
+// Unmaps what is stale in a slot: begin collects, vmem__kv_cut_unmap unmaps.
 int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
 void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot);
 int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot);
@@ -791,9 +791,9 @@ void vmem__kv_protect_found(vmem_kv *kv, uint32_t tokens);
 void vmem__kv_unprotect_found(vmem_kv *kv); // these can be evicted again
 // Marks the pages of the runs held as seen more often than slots can: they do not become free with the slots that have them.
 void vmem__kv_mark_found(vmem_kv *kv);
-// Of the runs held, pages that a request which begins with them takes from those that can be evicted. Marked ones do not
-// count. *beside: the others that cannot be evicted until it has begun.
-uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside);
+// Counts and marks the evictable pages of the runs found that a request which begins with them takes. Marked ones do not
+// count again. *beside: the others that cannot be evicted until it has begun.
+uint64_t vmem__kv_count_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside);
 // That page of the group's first tensor, of a request that begins with so many tokens of the runs found; `stride`
 // further on, that of the next tensor.
 const vmem_page *vmem__kv_found_page(const vmem_kv *kv, uint32_t group, uint32_t tokens, uint32_t page,
@@ -805,24 +805,24 @@ int vmem__kv_check_books(vmem_kv *kv); // VMEM_KV_CHECK: recounts everything
 
 // ---- device.c -------------------------------------------------------------------------------------------------------
 
-// A context's caches are linked. A cache that leaves them gives back what it has taken ahead.
+// A context's caches are linked. A cache that leaves them gives back what it preallocated.
 void vmem__kv_register(vmem_kv *kv);
 void vmem__kv_unregister(vmem_kv *kv);
-// Takes device memory for that many pages in all, or gives back what is more.
+// Takes device memory for that many pages in all; returns to the device what exceeds that many.
 int vmem__kv_prealloc(vmem_kv *kv, uint64_t pages);
 void vmem__kv_trim_prealloc(vmem_kv *kv, uint64_t pages);
 void vmem__kv_set_preallocated(vmem_kv *kv, uint64_t pages); // without doing either
-// Returns device memory that nobody uses or has taken ahead; wanted: nor waits for. With no lock held.
+// Returns device memory that no page uses and no cache preallocated; wanted: and that nobody waits for. With no lock held.
 void vmem__kv_trim(vmem_kv *kv, bool wanted);
 // Pages whose memory the device has given and no page uses. *room, unless NULL: those that the context's budget has
 // room for.
 uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room);
 // Pages that the device could make now. Needs no lock.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
-// True if the driver's last word on the device's free memory is old. Before statistics are shown, who holds no lock
-// asks.
+// True if the driver's last answer on the device's free memory is old. A call that shows statistics then asks before it
+// takes a lock.
 bool vmem__kv_device_due(const vmem_kv *kv);
-// True if an answer may ask the driver: the cache has not taken its memory ahead, and the driver's last word is old.
+// True if an answer may ask the driver: not all memory of the cache is preallocated, and the driver's last answer is old.
 bool vmem__kv_asks_device(const vmem_kv *kv);
 // The most pages that the cache can have: the budget, and what is free in its pool, as far as the device has memory. An
 // answer of at least `want` may be capped there. The driver is asked only where its memory decides: its answer is reused
@@ -831,7 +831,7 @@ uint64_t vmem__kv_page_limit(vmem_kv *kv, uint64_t want);
 // The same by the driver's answer of the last 100 ms, and by its last one, however old.
 uint64_t vmem__kv_page_limit_lately(vmem_kv *kv);
 uint64_t vmem__kv_page_limit_known(const vmem_kv *kv);
-// True if so many pages more leave the context's other caches what they have taken ahead: pages come from there, too.
+// True if so many more pages leave the context's other caches what they preallocated: pages come from there, too.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
 // ---- gate.c ---------------------------------------------------------------------------------------------------------
@@ -874,12 +874,12 @@ int vmem__kv_short_of_slots(vmem_kv *kv);
 void vmem__kv_count_shortage(vmem_kv *kv);                   // in the statistics, of a call that really needed them
 const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
 
-// Claims budget for `delta` more pinned pages, and for so many new pages. -ENOMEM, with what is missing: there is none. A
-// cache over its budget has room for what pins no more pages, even if that needs new pages: it gives up as many. But
-// pages that are mapped and not pinned are no room: another call may take them back before the step.
+// Claims budget for `delta` more pinned pages, with so many new pages, from the pool if need be. -ENOMEM: records what is
+// missing. A cache over its budget has room for what pins no more pages, even if that needs new pages: it gives up as
+// many. But pages that are mapped and not pinned are no room: another call may take them back before the step.
 int vmem__kv_claim_budget(vmem_kv *kv, int64_t delta, uint64_t pages);
-// The same, and whether the device has the memory.
-int vmem__kv_would_fit(vmem_kv *kv, int64_t delta, uint64_t pages);
+// The same. -ENOMEM, too, if the device lacks the memory.
+int vmem__kv_claim_memory(vmem_kv *kv, int64_t delta, uint64_t pages);
 
 // ---- reclaim.c ------------------------------------------------------------------------------------------------------
 
@@ -902,7 +902,7 @@ int vmem__kv_make_room(vmem_kv *kv, uint64_t pages);
 // The device has refused pages: reclaims as many as it lacks, if there are that many.
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages);
 #define KV_TRIES 2
-// vmem__kv_grow_run and vmem__kv_grow_commit. tries: 0, or KV_TRIES to take back what vmem__kv_claim_budget has found room for,
+// vmem__kv_grow_map and vmem__kv_grow_commit. tries: 0, or KV_TRIES to take back what vmem__kv_claim_budget has found room for,
 // and more where the device has less than the budget says, or no mappings.
 int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, int tries);
 // That without vmem__kv_grow_commit. The pages are in kv->ledger.held.

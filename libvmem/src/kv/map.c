@@ -175,7 +175,7 @@ static void list_addresses(vmem_kv *kv, struct kv_grow *l)
     }
 }
 
-int vmem__kv_grow_run(vmem_kv *kv, struct kv_grow *l)
+int vmem__kv_grow_map(vmem_kv *kv, struct kv_grow *l)
 {
     const uint64_t n = l->total + l->others;
     int rc = vmem__kv_room_for(&l->pages, &l->cap_pages, l->total, sizeof(*l->pages));

@@ -1,5 +1,4 @@
-// The parts of the manager that others use beside the public calls: torch/lease.c, for a cache that holds its segments,
-// and pyvmem, for the end of a cache.
+// Calls that are not public: torch/lease.c makes them for the cache that holds its segments, and pyvmem to end a cache.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM__KV_MEMBER_H

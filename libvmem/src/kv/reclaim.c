@@ -173,10 +173,10 @@ static int free_mappings(vmem_kv *kv, uint64_t pages)
     return kv->ledger.held < before ? 0 : vmem__kv_short_of_mappings(kv, pages);
 }
 
-static int run_grow(vmem_kv *kv, struct kv_grow *l)
+static int map_planned(vmem_kv *kv, struct kv_grow *l)
 {
     kv->ledger.held += l->total;
-    int rc = vmem__kv_grow_run(kv, l);
+    int rc = vmem__kv_grow_map(kv, l);
     if (rc)
         kv->ledger.held -= l->total;
     return rc;
@@ -187,13 +187,13 @@ int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, int tries)
     l->at = KV_GROW_LISTS;
     int rc = tries ? vmem__kv_make_room(kv, l->total) : 0;
     if (!rc)
-        rc = run_grow(kv, l);
+        rc = map_planned(kv, l);
     for (; rc == -ENOMEM && l->at != KV_GROW_LISTS && tries; tries--) {
         bool create = l->at == KV_GROW_CREATE;
         rc = create ? vmem__kv_make_device_room(kv, l->total) : free_mappings(kv, l->total + l->others);
         if (rc)
             break;
-        rc = run_grow(kv, l);
+        rc = map_planned(kv, l);
         if (rc == -ENOMEM && tries == 1)
             rc = create ? vmem__kv_short_of_device(kv, l->total) : vmem__kv_short_of_mappings(kv, l->total + l->others);
     }

@@ -239,7 +239,7 @@ static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     int rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && tokens > kv->slots[slot].tokens)
         rc = vmem__error(-EINVAL, "tokens %u: slot %u has %u", tokens, slot, kv->slots[slot].tokens);
-    // Whether the pages in front of in_flight.lo are still there depends on the background thread. No answer does.
+    // The background thread may have cut the pages in front of in_flight.lo or not. No answer depends on it.
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
         if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->in_flight.lo)
             rc = vmem__error(-ENODATA, "tokens %u: the window has given up rows that the next token reads", tokens);
@@ -258,7 +258,7 @@ static int64_t truncation_delta(const vmem_kv *kv, uint32_t slot, uint64_t copie
 static int would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     const uint64_t copies = pages_to_copy(kv, slot, tokens);
-    return vmem__kv_would_fit(kv, truncation_delta(kv, slot, copies), copies);
+    return vmem__kv_claim_memory(kv, truncation_delta(kv, slot, copies), copies);
 }
 
 // All groups find room for their copies, or none does.
@@ -388,7 +388,7 @@ static int would_swap_in(vmem_kv *kv, uint32_t slot)
     uint64_t pages = 0;
     for (const struct kv_group *g = kv->groups; g < kv->groups + kv->n_groups; g++)
         pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
-    return vmem__kv_would_fit(kv, (int64_t)pages, pages);
+    return vmem__kv_claim_memory(kv, (int64_t)pages, pages);
 }
 
 static int swap_in(vmem_kv *kv, uint32_t slot)

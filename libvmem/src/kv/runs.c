@@ -550,7 +550,7 @@ static uint64_t only_held(const vmem_kv *kv, uint32_t group, uint32_t tokens)
     return pages;
 }
 
-uint64_t vmem__kv_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside)
+uint64_t vmem__kv_count_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside)
 {
     uint64_t pages = 0;
     *beside = 0;

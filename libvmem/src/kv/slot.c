@@ -12,7 +12,7 @@ static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, u
     return MAX(used, 0) - MAX(lost, 0);
 }
 
-// Whether a request must wait for the slot or for an unmap. This depends on the worker's progress.
+// True if a request must wait for the slot or for an unmap. This depends on the worker's progress.
 static bool delays(const vmem_kv *kv, uint32_t slot) { return kv->slots[slot].busy || kv->slots[slot].stale; }
 
 static bool among(const uint32_t *slots, uint32_t n, uint32_t slot)

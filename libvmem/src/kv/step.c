@@ -186,7 +186,7 @@ static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t 
     rc = check_lengths(kv, lengths, n);
     if (!rc)
         rc = plan_step(kv, lengths, NULL);
-    return rc ? rc : vmem__kv_would_fit(kv, plan_delta(kv), kv->plan.missing);
+    return rc ? rc : vmem__kv_claim_memory(kv, plan_delta(kv), kv->plan.missing);
 }
 
 // ---- the step --------------------------------------------------------------------------------------------------------

@@ -33,14 +33,14 @@ void vmem__kv_wait_idle(vmem_kv *kv)
 
 void vmem__kv_worker_pause(vmem_kv *kv)
 {
-    kv->turn.hold++;
+    kv->turn.pauses++;
     while (kv->turn.working)
         wait_for_worker(kv);
 }
 
 void vmem__kv_worker_resume(vmem_kv *kv)
 {
-    if (--kv->turn.hold == 0 && kv->turn.due)
+    if (--kv->turn.pauses == 0 && kv->turn.due)
         pthread_cond_signal(&kv->turn.work);
 }
 
@@ -68,7 +68,7 @@ void vmem__kv_worker_wake(vmem_kv *kv)
     if (!kv->turn.has_worker || kv->turn.due)
         return;
     kv->turn.due = true;
-    if (!kv->turn.hold)
+    if (!kv->turn.pauses)
         pthread_cond_signal(&kv->turn.work);
 }
 

@@ -87,7 +87,7 @@ int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t gr
     return rc;
 }
 
-int vmem__kv_cut_run(vmem_kv *kv, struct kv_cut *c)
+int vmem__kv_cut_unmap(vmem_kv *kv, struct kv_cut *c)
 {
     if (!c->n_ops)
         return 0;
@@ -120,7 +120,7 @@ int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, ui
     vmem__kv_wait_unmapping(kv);
     int rc = list_ends(kv, c, slot, group, lo, hi);
     if (!rc)
-        rc = vmem__kv_cut_run(kv, c);
+        rc = vmem__kv_cut_unmap(kv, c);
     if (rc)
         return rc;
     shrink_span(kv, slot, group, c->lo, c->hi);
@@ -138,7 +138,7 @@ int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
         const uint32_t slot = slots[k / kv->n_groups], group = (uint32_t)(k % kv->n_groups);
         rc = list_pages(kv, c, slot, group, kv_span(kv, slot, group)->lo, kv_span(kv, slot, group)->hi);
     }
-    rc = rc ? rc : vmem__kv_cut_run(kv, c);
+    rc = rc ? rc : vmem__kv_cut_unmap(kv, c);
     for (uint64_t k = 0; k < n * kv->n_groups && !rc; k++) {
         const uint32_t slot = slots[k / kv->n_groups], group = (uint32_t)(k % kv->n_groups);
         const uint32_t lo = kv_span(kv, slot, group)->lo;
@@ -245,7 +245,7 @@ int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot)
     vmem__kv_wait_cutting(kv);
     int rc = vmem__kv_stale_begin(kv, &kv->cut, slot);
     if (!rc)
-        rc = vmem__kv_cut_run(kv, &kv->cut);
+        rc = vmem__kv_cut_unmap(kv, &kv->cut);
     if (!rc)
         vmem__kv_stale_end(kv, slot);
     return rc;

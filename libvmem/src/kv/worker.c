@@ -70,7 +70,7 @@ static bool back_planned(vmem_kv *kv, uint32_t slot, uint64_t leave, uint64_t *p
     }
     kv->ledger.held += total;
     begin_job(kv, slot, total);
-    int rc = vmem__kv_grow_run(kv, l);
+    int rc = vmem__kv_grow_map(kv, l);
     end_job(kv, slot, rc);
     if (rc) {
         kv->ledger.held -= total;
@@ -94,7 +94,7 @@ static void cut_span(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
     }
     kv->turn.cutting = true;
     begin_job(kv, v->slot, c->n_pages);
-    rc = vmem__kv_cut_run(kv, c);
+    rc = vmem__kv_cut_unmap(kv, c);
     end_job(kv, v->slot, rc);
     kv->turn.cutting = false;
     kv->slots[v->slot].stuck |= rc != 0;
@@ -114,7 +114,7 @@ static bool unmap_stale_one(vmem_kv *kv)
         kv->turn.unmapping = true;
         begin_job(kv, s, 0);
         if (!rc)
-            rc = vmem__kv_cut_run(kv, &kv->worker.cut);
+            rc = vmem__kv_cut_unmap(kv, &kv->worker.cut);
         end_job(kv, s, rc);
         kv->turn.unmapping = false;
         if (!rc)
@@ -268,14 +268,14 @@ static bool release_everything(vmem_kv *kv)
     const uint64_t calls = kv->gate.calls;
     struct kv_victim v;
     kv->turn.working = true;
-    while (!kv->turn.stop && !kv->turn.hold && kv->gate.calls == calls) {
+    while (!kv->turn.stop && !kv->turn.pauses && kv->gate.calls == calls) {
         if (unmap_stale_one(kv) || release_doomed(kv))
             continue;
         if (!vmem__kv_find_victim(kv, kv->ledger.held, false, false, &v))
             break;
         cut_span(kv, &v, &kv->stats.reclaimed_pages);
     }
-    const bool all = !kv->turn.stop && !kv->turn.hold && kv->gate.calls == calls;
+    const bool all = !kv->turn.stop && !kv->turn.pauses && kv->gate.calls == calls;
     if (all) {
         vmem__kv_set_preallocated(kv, 0);
         pthread_mutex_unlock(&kv->gate.state);
@@ -310,7 +310,7 @@ static void wait_for_work(vmem_kv *kv)
     const uint64_t calls = kv->gate.calls;
     const struct timespec until = vmem__in_ns(kv->worker.idle_ms * UINT64_C(500000));
     if (pthread_cond_timedwait(&kv->turn.work, &kv->gate.state, &until) != ETIMEDOUT || kv->turn.stop ||
-        kv->turn.hold || kv->turn.due)
+        kv->turn.pauses || kv->turn.due)
         return;
     apply_wanted_budget(kv);
     const bool idle = kv->gate.calls == calls && !has_requests(kv);
@@ -318,7 +318,7 @@ static void wait_for_work(vmem_kv *kv)
         kv->worker.released_all = kv->worker.idle_once = false;
     else if (!kv->worker.idle_once)
         kv->worker.idle_once = true; // idle for at least half of idle_ms
-    else if (!kv->worker.released_all && !kv->turn.stop && !kv->turn.hold) {
+    else if (!kv->worker.released_all && !kv->turn.stop && !kv->turn.pauses) {
         kv->worker.released_all = release_everything(kv);
         if (kv->worker.released_all)
             vmem__pool_wake(kv->membership.member);
@@ -368,7 +368,7 @@ static void *work(void *arg)
     vmem_kv *kv = arg;
     pthread_mutex_lock(&kv->gate.state);
     while (!kv->turn.stop) {
-        if (!kv->turn.due || kv->turn.hold) {
+        if (!kv->turn.due || kv->turn.pauses) {
             wait_for_work(kv);
             continue;
         }
