@@ -61,8 +61,8 @@ _NEED_TORCH = {
     "torch_pool": "lease",
     "virtual_empty": "tensor",
 }
-# Where names are that were here once.
-_MOVED = {
+# Public names of modules, of which the error for a wrong name here tells.
+_ELSEWHERE = {
     **dict.fromkeys(("Info", "PageInfo", "Pages", "Reservation", "Stats", "default_context"), "core"),
     "PrefixCache": "kv.prefix",
 }
@@ -70,7 +70,7 @@ _MOVED = {
 
 def __getattr__(name: str) -> _Any:
     if name not in _NEED_TORCH:
-        place = "paper" if name.startswith("vMem") else _MOVED.get(name)
+        place = "paper" if name.startswith("vMem") else _ELSEWHERE.get(name)
         text = f"module 'pyvmem' has no attribute {name!r}"
         raise AttributeError(f"{text}: from pyvmem.{place} import {name}" if place else text)
     try:

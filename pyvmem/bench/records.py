@@ -102,10 +102,3 @@ def load(path: str | os.PathLike[str]) -> list[Record]:
     if not isinstance(rows, list) or any(not isinstance(r, dict) or set(r) != set(FIELDS) for r in rows):
         raise ValueError(f"{path} must be a list of records with the fields {', '.join(FIELDS)}")
     return [Record(**row) for row in rows]
-
-
-def load_about(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The setting that `dump` wrote beside the records; {} if the file names none."""
-    with open(path, encoding="utf-8") as file:
-        found = json.load(file)
-    return dict(found.get("about", {})) if isinstance(found, dict) else {}
