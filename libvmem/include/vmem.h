@@ -37,9 +37,9 @@ extern "C" {
 #define VMEM_VERSION (VMEM_VERSION_MAJOR << 16 | VMEM_VERSION_MINOR << 8 | VMEM_VERSION_PATCH)
 
 // The VMEM_VERSION of the loaded library, which may differ from the header that the program was compiled with. Compare
-// it before using what a later version added. A patch changes nothing in this header, and a minor version adds calls. What
-// may remove or change calls is a minor version before 1.0, and a major version from then on: the shared library's name
-// (libvmem.so.0.3) and the CMake package tell such versions apart.
+// it before using what a later version added. A patch changes nothing in this header, and a minor version adds calls.
+// Calls are removed or changed by a minor version before 1.0, and by a major version from then on. The shared
+// library's name (libvmem.so.0.3) and the CMake package tell such versions apart.
 uint32_t vmem_version(void);
 
 // Page sizes. A backend supports some of them: struct vmem_info.page_sizes.
@@ -154,9 +154,9 @@ int vMemFree(vmem_context *ctx, uint64_t addr);
 // handle a failure: it needs no memory and never returns -EBUSY. If another call works there, the reservation is freed
 // when that call returns. -EINVAL: no reservation starts at addr.
 int vmem_unreserve(vmem_context *ctx, uint64_t addr);
-// Establishes the backdrop over [addr, addr+length) now, for good. The cuda and stock backends establish it lazily:
-// mapping a page does so behind the page, for the rest of its segment of 64 MiB and the next one on stock, for 2 MiB on
-// cuda. Unmapping leaves a backdrop: everywhere on stock, over the first 2 MiB on cuda.
+// Establishes the backdrop over [addr, addr+length) now, for good. The cuda and stock backends establish it lazily,
+// when a page is mapped: on stock, for the rest of the page's segment of 64 MiB and the next one; on cuda, for 2 MiB.
+// Unmapping leaves a backdrop: everywhere on stock, over the first 2 MiB on cuda.
 int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length);
 
 // ---- physical pages ---------------------------------------------------------------------------------------
@@ -222,10 +222,10 @@ struct vmem_range {
 // Backs every unbacked part of the ranges with new pages of one size, consecutive where possible. Backed parts stay as
 // they are. Each range is a multiple of page_size and lies in one reservation; unbacked parts of two ranges do not
 // overlap. All or nothing. The ranges belong to the call until it returns: another call that changes a part of them
-// returns -EBUSY, and so does this one if another call works there, or if pages there are about to be released
-// (vmem_drop). -EEXIST: a page there is smaller than page_size. flags: VMEM_CREATE_ZERO and VMEM_MAP_FINE, for the new
-// pages. If bytes is not NULL, *bytes receives the bytes newly backed. The pages belong to the addresses: a page is
-// released when it is no longer mapped anywhere, because it was unmapped or replaced or its reservation was freed.
+// returns -EBUSY. So does this one, if another call works there or pages there are about to be released (vmem_drop).
+// -EEXIST: a page there is smaller than page_size. flags: VMEM_CREATE_ZERO and VMEM_MAP_FINE, for the new pages. If
+// bytes is not NULL, *bytes receives the bytes newly backed. The pages belong to the addresses: a page is released
+// when it is no longer mapped anywhere, because it was unmapped or replaced or its reservation was freed.
 int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t flags,
                 uint64_t *bytes);
 // Releases every page mapped in the ranges, even if it is also mapped elsewhere. A range must not cut a page; unbacked

@@ -125,10 +125,10 @@ int vmem_blocks_set_budget(vmem_blocks *blocks, uint64_t bytes);
 
 // ---- pools --------------------------------------------------------------------------------------------------
 //
-// As a member of a pool (vmem_kv_pool.h), the blocks lend what they do not hold to KV caches and other blocks on the
-// device, in this process and in others, and borrow from them. Backing takes what the pool has free, also what a member
-// has not used for 100 ms. An order that lacks budget asks the other members and waits for them up to 100 ms before it is
-// refused. An engine that foresees a need asks earlier. It gives blocks up when the board says that others ask.
+// As a member of a pool (vmem_kv_pool.h), the blocks share its budget with KV caches and other blocks on the device,
+// in this process and in others. Backing takes what the pool has free, also what a member has not used for 100 ms. An
+// order that lacks budget asks the other members and waits for them up to 100 ms before it is refused. An engine that
+// knows of a need earlier asks earlier. It gives blocks up when the board says that others ask.
 
 // Joins a pool, which sets the budget from then on: at least `min` bytes are guaranteed, at most `max` (0: all of the
 // pool's) possible. vmem_blocks_destroy leaves it. What others see is `name` (NULL: "blocks"). -ENOMEM: the minimums, or

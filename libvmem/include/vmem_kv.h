@@ -83,9 +83,9 @@ struct vmem_kv_config {
     uint32_t eager_tokens;    // (512)
     uint32_t reclaim_percent; // memory is scarce when less than this part of the budget is free (10; at most 50)
     uint32_t steps_in_flight; // iterations whose kernels may be running when a step is called (1; at most 16)
-    // With OVERLAP: a cache that has no request, and was asked for nothing for this many milliseconds, gives all kept
-    // pages and the memory that it took ahead back to the system; it takes memory when it is needed from then on, as
-    // with LAZY. It also takes over a budget that another process wants. 0: never.
+    // With OVERLAP: a cache is idle if it has no request and was asked for nothing for this many milliseconds. It then
+    // returns all kept pages and its preallocated memory to the system. From then on it takes memory when it is
+    // needed, as with LAZY. It also takes over a budget that another process wants. 0: never.
     uint32_t idle_ms;
 };
 
@@ -137,9 +137,9 @@ int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_t
 // once. If the call fails, the rows are lost anyway; call it again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after);
 
-// Fences. Successful steps of a cache have consecutive numbers, which no other cache of the process has; *step receives
-// the number of the last one, and before the first, a number that is lower by one. An iteration's kernels carry the number
-// of its step.
+// Fences. Successful steps of a cache have consecutive numbers, which no other cache of the process has. *step
+// receives the number of the last one; before the first, a number that is lower by one. An iteration's kernels carry
+// the number of its step.
 int vmem_kv_last_step(vmem_kv *kv, uint64_t *step);
 // Declares that the kernels of all steps up to this one have ended; the caller saw an event or synchronised. Otherwise
 // the manager assumes it once `steps_in_flight` later steps have been called. 0 declares nothing. -EINVAL: the cache
@@ -149,9 +149,9 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step);
 #define VMEM_KV_DRY 0x1u // return what the call would return now, and change nothing
 
 // Backs the rows of the coming iteration. lengths[s] is the number of tokens of slot s after the iteration; 0 means
-// that the slot takes no part and keeps what it holds. n must be the number of slots. A length below the slot's discards
-// rows, as vmem_kv_truncate does; -EINVAL: some of them are shared, or windows have passed rows that the step reads.
-// -ENOMEM: pages are missing; free or swap out a request and try again.
+// that the slot takes no part and keeps what it holds. n must be the number of slots. A length below the slot's
+// discards rows, as vmem_kv_truncate does. -EINVAL: some of them are shared, or windows have passed rows that the step
+// reads. -ENOMEM: pages are missing; free or swap out a request and try again.
 //
 // VMEM_KV_DRY: changes nothing but a budget: that which another process requested, and in a pool that of the member,
 // which claims what is free. Requests that end count as running: after -ENOMEM, the step may still find that they have
@@ -235,10 +235,11 @@ int vmem_kv_get_rows(vmem_kv *kv, uint32_t slot, uint32_t tensor, uint32_t *firs
 // map the full pages of runs; the last, partial page is copied. A page that two slots have mapped is never written.
 //
 // A request pins the runs that it wrote or began with. While memory is short, runs that no running request pins are
-// evicted, but for those to be kept: the least recently used first, the end of a sequence before its beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry calls, vmem_kv_room,
-// vmem_kv_fit). The manager never calls the engine back to ask what to evict. A prefix that the engine holds itself is
-// a run to be kept. An engine with hashes of blocks has a table from hashes to runs, and looks into vmem_kv_evicted. An
-// engine that decides itself what to evict (vLLM) has a table from its blocks to runs to be kept, and drops them.
+// evicted, but for those to be kept. The least recently used one goes first, and the end of a sequence before its
+// beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry calls, vmem_kv_room, vmem_kv_fit). The
+// manager never calls the engine back to ask what to evict. A prefix that the engine holds itself is a run to be kept.
+// An engine with hashes of blocks has a table from hashes to runs, and looks into vmem_kv_evicted. An engine that
+// decides itself what to evict (vLLM) has a table from its blocks to runs to be kept, and drops them.
 
 struct vmem_kv_run {
     uint32_t slot;
@@ -255,12 +256,12 @@ struct vmem_kv_run {
 // in flight and the next token read. -ENOMEM: the system has no memory for the lists; no page is needed.
 int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
 #define VMEM_KV_LOOK 0x10u // dry, and without regard to memory
-// Starts a newly allocated slot, which no kernel accesses, with runs that follow each other from row 0, whichever slots
-// wrote them: with as many as are still there, at most `most` tokens. *tokens receives the slot's length, 0 if no run
-// is there, or if windows have passed rows that the next token reads. That token must be computed, so leave a row of
-// the prompt out. A run's first page may also have rows before the run: these must be what its writer has there. Rows
-// in a last, partial page are copied by this call and must have been written. -ENOMEM: there is no memory for the copy.
-// flags: VMEM_KV_DRY or VMEM_KV_LOOK; the slot need not be allocated yet, and is ignored.
+// Starts a newly allocated slot, which no kernel accesses, with runs that follow each other from row 0, whichever
+// slots wrote them. It gets as many as are still there, at most `most` tokens. *tokens receives the slot's length, 0
+// if no run is there, or if windows have passed rows that the next token reads. That token must be computed, so leave
+// a row of the prompt out. A run's first page may also have rows before the run: these must be what its writer has
+// there. Rows in a last, partial page are copied by this call and must have been written. -ENOMEM: there is no memory
+// for the copy. flags: VMEM_KV_DRY or VMEM_KV_LOOK; the slot need not be allocated yet, and is ignored.
 int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
                    uint32_t *tokens);
 #define VMEM_KV_UNUSED 0x4u // skip runs that requests pin and runs to be kept; those that go count as evicted

@@ -53,9 +53,9 @@ struct vmem_kv_pool_share {
     void *arg;
 };
 // Makes a cache a member. From then on, the pool sets its budget, and the cache allocates device memory as with
-// VMEM_KV_LAZY; create it with this flag and a budget of one page. vmem_kv_destroy leaves the pool. -ENOMEM: the
-// minimums, or the cache's pages, exceed the pool's budget. -ENOSPC: the pool has no place for another member. -EINVAL:
-// the cache is already a member, or is on another device than the other members.
+// VMEM_KV_LAZY. Create it with this flag and a budget of one page. vmem_kv_destroy leaves the pool. -ENOMEM: the
+// minimums, or the cache's pages, exceed the pool's budget. -ENOSPC: the pool has no place for another member.
+// -EINVAL: the cache is already a member, or is on another device than the other members.
 int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool_share *share);
 // Changes a member's share; max 0 means the pool's budget. The member gives back what exceeds the maximum: before the
 // call returns if no request needs it, otherwise when these requests end.

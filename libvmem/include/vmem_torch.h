@@ -7,9 +7,9 @@
 //
 // A segment is a range of addresses that stays with PyTorch until PyTorch frees it. Its pages may go meanwhile:
 // vmem_torch_park offers the pages of segments in which no block is in use to the pool, which takes them when another
-// member asks, and vmem_torch_unpark backs all of them again at the same addresses, with undefined contents. PyTorch's
-// free lists stay valid across both. In between, no new kernel may access a parked segment, and PyTorch must not allocate
-// in the lease.
+// member asks. vmem_torch_unpark backs all of them again at the same addresses, with undefined contents. PyTorch's
+// free lists stay valid across both. In between, no new kernel may access a parked segment, and PyTorch must not
+// allocate in the lease.
 //
 // Errors are as in vmem.h: 0, or a negative errno and vmem_last_error(). Nothing here calls back into Python, waits
 // without a limit, or ends the process. Any thread may call any function.
@@ -61,10 +61,10 @@ int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *by
 // Backs all parked segments again, or none. Waits at most wait_ms for what other members give back. -ENOMEM: *missing
 // (NULL is allowed) receives the bytes that did not become free; vmem_torch_last_shortage says why.
 int vmem_torch_unpark(uint32_t place, uint32_t wait_ms, uint64_t *missing);
-// The same for these segments alone, whether they are parked or not; others stay parked. lost[i] (NULL is allowed) becomes 1
-// if the contents of segments[i] are undefined, because its pages went while it was parked, and otherwise 0: pages for
-// which nobody asked are as they were. So a caller that parks segments with blocks in use, and keeps a copy of them,
-// copies back only what went. -EINVAL: no segment begins at one of the addresses.
+// The same for these segments alone, whether they are parked or not; others stay parked. lost[i] (NULL is allowed)
+// becomes 1 if the contents of segments[i] are undefined, because its pages went while it was parked. Otherwise it
+// becomes 0: pages for which nobody asked are as they were. So a caller that parks segments with blocks in use, and
+// keeps a copy of them, copies back only what went. -EINVAL: no segment begins at one of the addresses.
 int vmem_torch_unpark_segments(uint32_t place, const uint64_t *segments, size_t n, uint32_t wait_ms, uint64_t *missing,
                                uint8_t *lost);
 // Gives back the pages of all parked segments now, and returns device memory that the lease does not use to the system.
@@ -94,9 +94,9 @@ int vmem_torch_get_stats(uint32_t place, struct vmem_torch_stats *out);
 int vmem_torch_last_shortage(uint32_t place, struct vmem_kv_shortage *out);
 
 // The pairs, as PyTorch declares them. They may run with PyTorch's lock held. alloc returns NULL when there is too
-// little memory, which PyTorch reports as an OutOfMemoryError, and for another device, a closed lease and a forked
-// child. The lease does not zero memory that this process has used before. free waits until all kernels of the device
-// have ended. The stream is not used: it is the current one, not the block's.
+// little memory, which PyTorch reports as an OutOfMemoryError. It also does for another device, a closed lease and a
+// forked child. The lease does not zero memory that this process has used before. free waits until all kernels of the
+// device have ended. The stream is not used: it is the current one, not the block's.
 void *vmem_torch_alloc_0(size_t size, int device, void *stream);
 void *vmem_torch_alloc_1(size_t size, int device, void *stream);
 void *vmem_torch_alloc_2(size_t size, int device, void *stream);
