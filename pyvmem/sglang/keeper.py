@@ -230,11 +230,11 @@ class Keeper(BlockBudget):
             rest += min(rest + more, self._scheduler.sliding_window_size or CLIP) + self.tokens
         return self._pages(rest) + 1
 
-    def need(self) -> int:
-        """Pages that the next step takes: those of running requests, and those of prompts that it may begin."""
+    def need(self, steps: int = 1) -> int:
+        """Pages that the next steps take: those of running requests, and those of prompts that they may begin."""
         scheduler = self._scheduler
         need = self._decodes() + self.promised
-        left = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        left = steps * (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens)
         if need and getattr(scheduler, "chunked_req", None) is not None:
             left -= self.promised * self.tokens
         for request in scheduler.waiting_queue[:MOST_WAITING]:
@@ -378,6 +378,9 @@ class Keeper(BlockBudget):
             short = need - self.num_free()
         if short > 0:
             self._grow(short, wait=True)
+        after = self.need(2) - self.num_free() - self._n_coming
+        if after > 0:  # for the step after this one, while it runs
+            self._grow(after)
         ready = self.ready() - self.spare - self._n_coming
         if 4 * ready > self.ready():  # not a few in each step: a driver's calls disturb the device
             self._grow(ready)

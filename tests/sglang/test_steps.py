@@ -282,6 +282,22 @@ def test_answers_that_need_more_than_is_backed_begin():
     assert len(tokens["r0"]) == 1500 and early < 1500
 
 
+def test_memory_of_the_next_prompts_comes_while_a_step_runs():
+    """From nothing, a step backs what it takes itself, and orders what the step after it takes."""
+    jobs = [(f"r{i}", list(range(3 + i, 483 + i)), 2) for i in range(16)]
+
+    def run():
+        from pyvmem.engine import control
+
+        engine = Engine(model("gqa"))
+        engine.run(jobs)
+        return engine.tokens(), engine.memory.page[control.STEP_MAPS], engine.memory.keepers[0].circulating
+
+    tokens, by_steps, pages = forked(run)
+    assert tokens == plain("gqa", jobs)
+    assert pages >= 16 * 480 // 64 and by_steps <= pages // 4
+
+
 def test_lending_waits_for_what_runs_and_then_gives_all():
     def run():
         from pyvmem.engine import control
