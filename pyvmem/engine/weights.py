@@ -165,14 +165,19 @@ class Weights:
         Of the worker's KV cache: its members exchange pages.
     name : str
         Of the pool's member.
+
+    Attributes
+    ----------
+    lease : Lease
+        The pool's member, whose segments hold the weights.
     """
 
     def __init__(self, pool: KVPool, context: Context, name: str = "weights") -> None:
         self._gpu = "gpu" in context.capabilities
-        doors = TorchPools(context.device) if self._gpu else HostPools()
-        doors.check()
+        torch_pools = TorchPools(context.device) if self._gpu else HostPools()
+        torch_pools.check()
         self._device = torch.device("cuda", context.device) if self._gpu else torch.device("cpu")
-        self._lease = Lease(pool, 0, PAGE, False, "kept", "all", LOAD_WAIT, context, name, doors, LOAD_WAIT)
+        self.lease = Lease(pool, 0, PAGE, False, "kept", "all", LOAD_WAIT, context, name, torch_pools, LOAD_WAIT)
         self._lock = threading.RLock()
         self._copy = HostCopy(self._gpu)
         self._sum = Sums()
@@ -191,7 +196,7 @@ class Weights:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """The context in which the model is loaded. Raises torch's or Python's error if the pool has too little."""
-        with self._lease:
+        with self.lease:
             yield
 
     def reserve(self, size: int, seconds: float, lacks: Callable[[int], None]) -> bool:
@@ -199,7 +204,7 @@ class Weights:
 
         lacks : called with the bytes that are missing before each attempt but the first.
         """
-        pair, size = self._lease._pair, -(-size // PAGE) * PAGE
+        pair, size = self.lease._pair, -(-size // PAGE) * PAGE
         device, end = self._device.index or 0, time.monotonic() + seconds
         while size:
             address = getattr(lib, f"vmem_torch_alloc_{pair}")(size, device, ffi.NULL)
@@ -208,15 +213,15 @@ class Weights:
                 return True
             if time.monotonic() >= end:
                 return False
-            lacks(max(self._lease.stats().short_bytes, 1))
+            lacks(max(self.lease.stats().short_bytes, 1))
             time.sleep(0.02)
         return True
 
     def make_room(self, size: int, seconds: float, lacks: Callable[[int], None]) -> None:
         """Have the other members give `size` bytes, and the driver have them, as far as they do in time."""
         self.reserve(size, seconds, lacks)
-        self._lease.trim()
-        self._lease.context.trim()
+        self.lease.trim()
+        self.lease.context.trim()
 
     def adopt(self, modules: Iterable[torch.nn.Module]) -> None:
         """Move the parameters and buffers of modules to the pool, where torch has no memory pools."""
@@ -235,16 +240,16 @@ class Weights:
                     tensor.data = view.set_(
                         moved[old.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride()
                     )
-                    tensor._vmem_pool = self._lease.mem_pool  # type: ignore[attr-defined] # it ends with the last one
+                    tensor._vmem_pool = self.lease.mem_pool  # type: ignore[attr-defined] # it ends with the last one
 
     def _bytes(self, size: int) -> torch.Tensor:
         """Memory of the pool, uint8[size], on the host."""
         padded = -(-size // ALIGN) * ALIGN
-        pool = self._lease.mem_pool
+        pool = self.lease.mem_pool
         if not self._last or self._end + padded > pool.segments[self._last]:
             self._last, self._end = pool.alloc(-(-padded // PAGE) * PAGE), 0
         address, self._end = self._last + self._end, self._end + padded
-        return tensor_at(self._lease._owned(), address, (size,), torch.uint8, "cpu")
+        return tensor_at(self.lease._owned(), address, (size,), torch.uint8, "cpu")
 
     # ---- the copy --------------------------------------------------------------------------------------------
 
@@ -264,7 +269,7 @@ class Weights:
         begin, told, portion = time.monotonic(), time.monotonic(), PORTION
         size = done = 0
         try:
-            segments = self._lease._segments()
+            segments = self.lease._segments()
             size = sum(segments.values())
             for address, n in segments.items():
                 again = time.monotonic() + BUSY
@@ -300,12 +305,12 @@ class Weights:
         if address not in self._sums:
             self._refresh({address: size})
         if self._asleep:
-            self._lease._park_segments([address])
+            self.lease._park_segments([address])
             self._parked.append(address)
 
     def _memory(self, address: int, size: int) -> torch.Tensor:
         """A segment, uint8[size]."""
-        return tensor_at(self._lease._owned(), address, (size,), torch.uint8, self._device)
+        return tensor_at(self.lease._owned(), address, (size,), torch.uint8, self._device)
 
     def _refresh(self, segments: dict[int, int]) -> None:
         """Copy the segments that differ from their copies. Memory is reserved for all of them."""
@@ -342,12 +347,12 @@ class Weights:
     @property
     def bytes(self) -> int:
         """Bytes of the weights' segments. It is asked many times a second: torch's own snapshot would take too long."""
-        return self._lease.stats().bytes
+        return self.lease.stats().bytes
 
     @property
     def held(self) -> int:
         """Bytes of them that are on the device now."""
-        return self._lease.stats().held_bytes
+        return self.lease.stats().held_bytes
 
     @property
     def parked(self) -> bool:
@@ -363,14 +368,14 @@ class Weights:
             if self._asleep:
                 return
             self._synchronize()
-            segments = self._lease._segments()
+            segments = self.lease._segments()
             if keep:
                 copied = {address: n for address, n in segments.items() if address in self._copy}
                 self._refresh(copied)
             else:
                 copied = segments
                 self._sums.clear()
-            self._lease._park_segments(list(copied))
+            self.lease._park_segments(list(copied))
             self._asleep, self._parked = True, list(copied)
             if len(copied) < len(segments):
                 self.copy_behind(self._busy)
@@ -384,8 +389,8 @@ class Weights:
         with self._lock:
             if not self._asleep:
                 return 0
-            self._lost.update(self._lease._unpark_segments(self._parked, wait))
-            segments, copied = self._lease._segments(), 0
+            self._lost.update(self.lease._unpark_segments(self._parked, wait))
+            segments, copied = self.lease._segments(), 0
             for address in self._lost & set(self._sums):
                 memory = self._memory(address, segments[address])
                 for part, begin, end in self._copy.parts(address, segments[address]):
@@ -401,4 +406,4 @@ class Weights:
         self._stop = True
         with self._lock:
             self._copy.drop()
-            self._lease.close()
+            self.lease.close()

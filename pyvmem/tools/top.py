@@ -130,7 +130,8 @@ def _table(
     return "\n".join(lines)
 
 
-def _screen(views: Sequence[View], rates: Mapping[Path, float], room: int | None = None) -> str:
+def screen(views: Sequence[View], rates: Mapping[Path, float], room: int | None = None) -> str:
+    """The tables of caches, pools and engines as text. room: characters in a line; None: as many as it takes."""
     many = f"{len(views)} KV cache{'' if len(views) == 1 else 's'}"
     text = _table(rows(views, rates), f"{many}; memory in MiB", room=room)
     if pooled := pool_rows(views):
@@ -246,7 +247,7 @@ def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
     terminal = out.isatty()
     room = shutil.get_terminal_size().columns if terminal else None
     if args.once or args.limit or not terminal:
-        print(_screen(read_views(), {}, room), file=out)
+        print(screen(read_views(), {}, room), file=out)
         return 0
     if sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         with contextlib.suppress(ModuleNotFoundError):  # rich is an extra
@@ -256,7 +257,7 @@ def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
     rate = Rates()
     while True:
         views = read_views()
-        print(_screen(views, rate(views), room), end="\n\n", file=out, flush=True)
+        print(screen(views, rate(views), room), end="\n\n", file=out, flush=True)
         try:
             time.sleep(args.interval)
         except KeyboardInterrupt:

@@ -84,8 +84,8 @@ def test_what_is_published_asks_torch_for_nothing_and_each_sleep_once(pool, weig
     net, asked = Net(), []
     weights.adopt([net])
     copied(weights)
-    snapshot = weights._lease._torch.snapshot
-    monkeypatch.setattr(weights._lease._torch, "snapshot", lambda pool: asked.append(1) or snapshot(pool))
+    snapshot = weights.lease._torch.snapshot
+    monkeypatch.setattr(weights.lease._torch, "snapshot", lambda pool: asked.append(1) or snapshot(pool))
     assert weights.bytes == weights.held == 16 * MIB and not asked
     weights.park()
     assert weights.bytes == 16 * MIB and len(asked) == 1
@@ -125,7 +125,7 @@ def test_parked_weights_stay_until_somebody_asks_and_only_what_went_is_copied(po
     assert weights.wake(0) == 0
     same(net, told)
     weights.park()
-    cache = make(pool, context=weights._lease.context)
+    cache = make(pool, context=weights.lease.context)
     slots = load(cache, 8, pool)  # 32 MiB
     assert weights.held < 16 * MIB
     with pytest.raises(OutOfMemory, match="lacks") as short:
@@ -154,7 +154,7 @@ def test_weights_that_changed_in_place_come_back_as_they_are(pool, weights, chan
             net.norm += 1
     told = tensors(net)
     weights.park(keep=change != "level 2")
-    weights._lease.trim()
+    weights.lease.trim()
     assert weights.held == 0
     came_back = weights.wake(0)
     if change == "level 2":
@@ -163,7 +163,7 @@ def test_weights_that_changed_in_place_come_back_as_they_are(pool, weights, chan
             for name, t in [*net.named_parameters(), *net.named_buffers()]:
                 t.copy_(told[name])
         weights.park()
-        weights._lease.trim()
+        weights.lease.trim()
         assert weights.wake(0) == 16 * MIB
     else:
         assert came_back == 16 * MIB
@@ -177,7 +177,7 @@ def test_weights_are_copied_while_requests_run_but_not_at_once(pool, weights, mo
     net = Net()
     weights.adopt([net])
     copied(weights, lambda: seen.append(len(weights._sums)) or True)
-    assert len(weights._sums) == len(weights._lease._segments()) == len(set(seen))  # it asked before each
+    assert len(weights._sums) == len(weights.lease._segments()) == len(set(seen))  # it asked before each
 
 
 class Host:
@@ -220,16 +220,16 @@ def test_sleep_begins_before_the_copy_and_each_segment_goes_once_it_has_one(pool
         host.asked()
     with torch.no_grad():
         net.large += 1
-    told, sizes = tensors(net), list(weights._lease._segments().values())
+    told, sizes = tensors(net), list(weights.lease._segments().values())
     weights.park()
-    weights._lease.trim()
+    weights.lease.trim()
     assert weights.parked and weights.held == sum(sizes[done:])
     assert weights.wake(0) == sum(sizes[:done])
     same(net, told)
     weights.park()
     host.give(3)
     wait(weights)
-    weights._lease.trim()
+    weights.lease.trim()
     assert weights.held == 0
     assert weights.wake(0) == 16 * MIB
     same(net, told)
@@ -243,7 +243,7 @@ def test_without_host_memory_the_weights_stay_and_the_next_sleep_tries_again(poo
         weights.park()
         host.give(3)
         wait(weights)
-        weights._lease.trim()
+        weights.lease.trim()
         assert weights.parked and weights.held == (16 * MIB if host.full else 0)
         while host._given.acquire(blocking=False):
             pass
@@ -257,7 +257,7 @@ def test_weights_that_are_discarded_are_not_read_for_the_copy(pool, weights, hos
     weights.copy_behind()
     host.asked()
     weights.park(keep=False)
-    weights._lease.trim()
+    weights.lease.trim()
     host.give(3)
     wait(weights)
     assert weights.held == 0 and not weights._sums
@@ -268,7 +268,7 @@ def test_weights_that_are_discarded_are_not_read_for_the_copy(pool, weights, hos
 def test_any_history_of_sleeps_while_the_copy_is_made_keeps_the_weights(pool, weights, host, seed):
     draw, net = random.Random(seed), Net()
     weights.adopt([net])
-    told, cache = tensors(net), make(pool, context=weights._lease.context)
+    told, cache = tensors(net), make(pool, context=weights.lease.context)
     discarded = False
 
     def wake():
@@ -305,7 +305,7 @@ def test_any_history_of_sleeps_while_the_copy_is_made_keeps_the_weights(pool, we
         elif what == "take" and weights.parked:
             free(cache, load(cache, draw.randrange(1, 9), pool))
         elif what == "trim":
-            weights._lease.trim()
+            weights.lease.trim()
     host.full = False
     host.give(100)
     wake()
@@ -364,7 +364,7 @@ def test_a_full_device_has_no_memory_for_sums_and_loses_nothing(pool, weights, m
         told = tensors(net)
         weights.park()
         wait(weights)
-        weights._lease.trim()
+        weights.lease.trim()
         assert weights.held == 0
         assert weights.wake(0) == 16 * MIB
         same(net, told)
