@@ -114,6 +114,28 @@ def test_what_is_to_be_stored_is_stored_before_the_memory_sleeps(engine, late, m
     assert e.counts["loaded"] == 6 and e.read > read
 
 
+def test_a_prefix_that_others_took_while_its_model_slept_comes_from_the_host(engine, monkeypatch):
+    """vLLM resets the prefix cache and the connector's copies when it goes to sleep; the model keeps both."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    monkeypatch.setenv("VMEM_VLLM_SLEEP", "keep")
+    e = engine(kinds=("full",), asynchronous=False, queue=1)
+    memory, tokens = e.workers[0].memory, [7] * 100
+    e.answer([e._request("first", list(tokens), 2)])
+    e.settle()
+    e.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert e.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    memory.sleep(1)
+    assert e.scheduler.kv_cache_manager.reset_prefix_cache()  # the blocks on the device alone
+    assert memory.wake()
+    e.scheduler.set_pause_state(PauseState.UNPAUSED)
+    read = e.read
+    e.answer([e._request("again", tokens, 2)])
+    e.settle()
+    assert e.counts["loaded"] == 6 and e.read > read
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_rows_are_right_if_the_host_has_no_room_and_windows_move_on(engine, late, seed):
     """vLLM tries to store a block later again, when the window may have left it behind."""
