@@ -6,6 +6,8 @@ SPDX-License-Identifier: MIT
 """
 
 import difflib
+import logging
+import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -137,6 +139,15 @@ def mistyped(switch: str, environ: Iterable[str]) -> list[tuple[str, str]]:
             near = [full for full in whole if full in known] or difflib.get_close_matches(name, known, 1, 0.85)
             found += [(name, near[0])] if near else []
     return found
+
+
+def warn_if_forgotten(switch: str, engine: str) -> None:
+    """Tell who sets up vMem for an engine and leaves it off by mistake; once, and not in each of its processes."""
+    given = [name for name in os.environ if name.startswith(f"{switch}_")]
+    given += [name for name, _ in mistyped(switch, os.environ)]
+    if given and not os.environ.get(switch) and multiprocessing.parent_process() is None:
+        logger = logging.getLogger(f"{engine.lower()}.vmem")
+        logger.warning("%s has no effect, because %s is not 1: %s runs without vMem", min(given), switch, engine)
 
 
 def read(

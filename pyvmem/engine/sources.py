@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,19 @@ def verdict(engine: str, switch: str, differences: Iterable[str], changed: Colle
     return f"{what}. It goes on, since all signatures are as it needs ({switch}_STRICT=1 refuses)"
 
 
-def report(name: str, differences: Collection[str], found: Mapping[str, str], changed: Collection[str]) -> bool:
-    """Print what is said of the release in a folder; returns whether it differs."""
-    print(name, "; ".join([*differences, *(f"new: {one}" for one in changed)]) or "fits")
-    for path, value in found.items():
-        print(f"    {path} {value}")
-    return bool(differences or changed)
+def main(
+    folders: Iterable[str],
+    differences: Callable[[Path], Iterable[str]],
+    bodies: Iterable[tuple[str, str]],
+    known: Mapping[str, Collection[str]],
+) -> int:
+    """Print what is said of the release in each folder, and its fingerprints; returns how many differ."""
+    wrong = 0
+    for name in folders:
+        found = fingerprints(Path(name), bodies)
+        differ = [*differences(Path(name)), *(f"new: {one}" for one in unknown(found, known))]
+        print(name, "; ".join(differ) or "fits")
+        for path, value in found.items():
+            print(f"    {path} {value}")
+        wrong += bool(differ)
+    return wrong

@@ -99,14 +99,5 @@ def release(version: str, strict: bool) -> str | None:
     return sources.verdict(f"SGLang {version}", SWITCH, differences(folder), changed, strict)
 
 
-def main(folders: list[str]) -> int:
-    """Check the SGLang in each folder; returns the number of those that differ."""
-    wrong = 0
-    for name in folders:
-        found = sources.fingerprints(Path(name), BODIES)
-        wrong += sources.report(name, list(differences(Path(name))), found, sources.unknown(found, KNOWN))
-    return wrong
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(sources.main(sys.argv[1:], differences, BODIES, KNOWN))

@@ -5,19 +5,11 @@ SPDX-License-Identifier: MIT
 
 import logging
 import multiprocessing
-import os
 import sys
 from typing import Any
 
+from pyvmem.engine.settings import warn_if_forgotten
 from pyvmem.sglang import settings
-
-
-def _warn_if_forgotten() -> None:
-    """Tell who sets up vMem and leaves it off by mistake; once, and not in each process of SGLang's."""
-    given = [name for name in os.environ if name.startswith("VMEM_SGLANG_")]
-    if given and not os.environ.get("VMEM_SGLANG") and multiprocessing.parent_process() is None:
-        logging.getLogger("sglang.vmem").warning("%s has no effect, because VMEM_SGLANG is not 1: SGLang runs without "
-                                                 "vMem", min(given))  # fmt: skip
 
 
 def _doors(http: bool) -> list[tuple[str, str, Any]]:
@@ -41,7 +33,7 @@ def activate() -> None:
     try:
         chosen = settings.read()
         if not chosen.on:
-            _warn_if_forgotten()
+            warn_if_forgotten(settings.SWITCH, "SGLang")
             return
         import sglang
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType

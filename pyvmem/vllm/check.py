@@ -179,14 +179,5 @@ def behaviour() -> None:
         raise Refused(f"VMEM_VLLM=1: vLLM's block pool is not as vMem needs it: {wrong} (or unset VMEM_VLLM)")
 
 
-def main(folders: list[str]) -> int:
-    """Check the vLLM in each folder; returns the number of those that differ."""
-    wrong = 0
-    for name in folders:
-        found = sources.fingerprints(Path(name), BODIES)
-        wrong += sources.report(name, list(differences(Path(name))), found, sources.unknown(found, KNOWN))
-    return wrong
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(sources.main(sys.argv[1:], differences, BODIES, KNOWN))

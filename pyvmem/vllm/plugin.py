@@ -6,14 +6,12 @@ SPDX-License-Identifier: MIT
 """
 
 import contextlib
-import logging
-import multiprocessing
 import os
 import sys
 from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 
-from pyvmem.engine.settings import mistyped
+from pyvmem.engine.settings import warn_if_forgotten
 from pyvmem.vllm import settings
 
 GROUP = "vllm.platform_plugins"
@@ -41,15 +39,6 @@ def _other() -> str | None:
     return None
 
 
-def _warn_if_forgotten() -> None:
-    """Tell who sets up vMem and leaves it off by mistake; once, and not in each process of vLLM's."""
-    given = [name for name in os.environ if name.startswith(f"{settings.SWITCH}_")]
-    given += [name for name, _ in mistyped(settings.SWITCH, os.environ)]
-    if given and not os.environ.get("VMEM_VLLM") and multiprocessing.parent_process() is None:
-        logging.getLogger("vllm.vmem").warning("%s has no effect, because VMEM_VLLM is not 1: vLLM runs without vMem",
-                                               min(given))  # fmt: skip
-
-
 def platform() -> str | None:
     """The name of the platform if the environment says ``VMEM_VLLM=1``; otherwise None.
 
@@ -59,7 +48,7 @@ def platform() -> str | None:
     """
     with contextlib.suppress(ValueError):
         if not settings.read().on:
-            _warn_if_forgotten()
+            warn_if_forgotten(settings.SWITCH, "vLLM")
             return None
     other = _other()
     if other is not None:

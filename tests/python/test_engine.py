@@ -8,6 +8,8 @@ import pytest
 from pyvmem.engine import control
 from pyvmem.engine.budget import BlockBudget
 from pyvmem.engine.settings import read
+from pyvmem.sglang import plugin as sglang_plugin
+from pyvmem.vllm import plugin as vllm_plugin
 
 MIB = 1 << 20
 
@@ -113,6 +115,17 @@ def test_settings_have_the_engines_own_names(switch):
         with pytest.raises(ValueError, match=f"^{switch}_{name}"):
             read(switch, layouts, {switch: "1", f"{switch}_MAX": "1G", f"{switch}_{name}": text})
     assert read(switch, layouts, {switch: "1", f"{switch}_HTTP": "1"}, ("http",)).http
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+@pytest.mark.parametrize("name", ["_POOL", "_LAYOUT", "LIMIT"])
+def test_settings_without_the_switch_are_worth_a_line(monkeypatch, caplog, engine, name):
+    switch = f"VMEM_{engine.upper()}"
+    monkeypatch.delenv(switch, raising=False)
+    monkeypatch.setenv(f"{switch}{name}", "1")
+    {"vLLM": vllm_plugin.platform, "SGLang": sglang_plugin.activate}[engine]()
+    said = [r.getMessage() for r in caplog.records]
+    assert said == [f"{switch}{name} has no effect, because {switch} is not 1: {engine} runs without vMem"]
 
 
 def test_parts_of_one_worker_add_up():
