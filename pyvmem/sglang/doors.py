@@ -140,10 +140,8 @@ def serve(*args: Any, **kwargs: Any) -> None:
 
 def check_arguments(result: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang has checked its arguments."""
-    from pyvmem.sglang.refuse import arguments
-
     try:
-        arguments(server_args)
+        settings.check_arguments(server_args)
     except refuse.Refused as error:
         _end(error)
 

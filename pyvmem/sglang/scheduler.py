@@ -9,8 +9,8 @@ import logging
 import time
 from typing import Any, NamedTuple
 
-from pyvmem.engine import control, pool_policy, pools
-from pyvmem.sglang import memory, refuse, settings
+from pyvmem.engine import control, pool_policy, pools, refuse
+from pyvmem.sglang import memory, settings
 from pyvmem.sglang.keeper import Keeper, News, shares
 
 logger = logging.getLogger("sglang.vmem")
@@ -61,7 +61,7 @@ class SchedulerMemory:
     """
 
     def __init__(self, scheduler: Any) -> None:
-        refuse.scheduler(scheduler)
+        settings.check_scheduler(scheduler)
         chosen, here = settings.read(), memory.here()
         self._scheduler, self.ranks = scheduler, here.ranks
         self.page = page = here.page if here.ranks.leads else control.private_page()
@@ -122,9 +122,14 @@ class SchedulerMemory:
     @property
     def _active(self) -> bool:
         """Whether requests run or wait."""
+        return bool(self._scheduler.waiting_queue) or self._runs
+
+    @property
+    def _runs(self) -> bool:
+        """Whether requests run. With DP attention, steps run without any while other ranks have some."""
         s = self._scheduler
-        chunked = getattr(s, "chunked_req", None) is not None
-        return bool(s.waiting_queue or s.running_batch.reqs or s.last_batch or chunked)
+        ran = s.last_batch is not None and not s.last_batch.forward_mode.is_idle()
+        return bool(s.running_batch.reqs) or ran or getattr(s, "chunked_req", None) is not None
 
     def news(self) -> Seen | None:
         """What all ranks must know before the next step, if they do not: rank 0 tells it."""
@@ -153,10 +158,9 @@ class SchedulerMemory:
 
     def before(self) -> None:
         """SGLang is about to choose what runs in the next step, if anything does."""
-        scheduler, active = self._scheduler, self._active
+        scheduler, active, idle = self._scheduler, self._active, not self._runs
         if self.ranks.size == 1:  # else it came with the requests
             self.see(self.news())
-        idle = not scheduler.running_batch.reqs and not scheduler.last_batch and scheduler.chunked_req is None
         for keeper in self.keepers:
             keeper.lent = self._seen.drains and idle
             if active:

@@ -43,6 +43,8 @@ CLASSES = {
     "llama-triton": (LLAMA, dict(attention_backend="triton"), {}),
     "qwen2": (dict(BASE, architectures=["Qwen2ForCausalLM"], model_type="qwen2"), {}, {}),
     "qwen3": (dict(BASE, architectures=["Qwen3ForCausalLM"], model_type="qwen3"), {}, {}),
+    "qwen3-dp2": (dict(BASE, architectures=["Qwen3ForCausalLM"], model_type="qwen3"),
+                  dict(tp_size=2, attn_dp_size=2), {}),  # on two GPUs
     "gemma3": (dict(BASE, architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", num_hidden_layers=12,
                     num_key_value_heads=4, sliding_window=512, query_pre_attn_scalar=128, rms_norm_eps=1e-6,
                     hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True,
@@ -142,13 +144,16 @@ def gap(llm, prompt, own, other):
 def on_vmem(llm, serve, prompts, tokens):
     from pyvmem.engine import control, metrics
 
-    ((found, page),) = metrics.engines(os.getpid())
+    engines = metrics.engines(os.getpid())  # one for each group of DP attention: the first is told
+    found, page = engines[0]
     stop, most = threading.Event(), []
 
     def move():
         draw = random.Random(1)
         while not stop.wait(0.1):
-            page[control.LIMIT] = draw.choice([1, 2, 4, 8, 1000]) * found.least
+            limit = draw.choice([1, 2, 4, 8, 1000]) * found.least
+            for _, one in engines:
+                one[control.LIMIT] = limit
             most.append(control.Engine.of("", 0, page).used)
 
     mover = threading.Thread(target=move)
@@ -158,7 +163,8 @@ def on_vmem(llm, serve, prompts, tokens):
     finally:
         stop.set()
         mover.join()
-    page[control.LIMIT] = control.NO_LIMIT
+    for _, one in engines:
+        one[control.LIMIT] = control.NO_LIMIT
     gaps = [gap(llm, prompt, a, b) for prompt, a, b in zip(prompts, tokens, moved) if a != b]
     time.sleep(1.5)
     idle = control.Engine.of("", 0, page)

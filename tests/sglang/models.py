@@ -11,7 +11,7 @@ COMMON = dict(vocab_size=512, max_position_embeddings=2048, initializer_range=0.
 
 
 def _config(kind):
-    from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config
+    from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
     if kind in ("mha", "gqa"):
         heads = 4 if kind == "mha" else 2
@@ -20,6 +20,9 @@ def _config(kind):
     if kind == "qwen2":
         return Qwen2Config(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
                            num_key_value_heads=1, tie_word_embeddings=True, **COMMON)  # fmt: skip
+    if kind == "qwen3":
+        return Qwen3Config(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=4, head_dim=64, tie_word_embeddings=False, **COMMON)  # fmt: skip
     if kind == "windows":
         return Gemma3TextConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
                                 num_key_value_heads=2, head_dim=128, sliding_window=128,

@@ -64,11 +64,15 @@ class Unpinned(TorchFunctionMode):
 
 
 class Engine:
-    """A scheduler of SGLang's. arguments: of ServerArgs. In forks of `forked(ranks=..)`, one of several ranks."""
+    """A scheduler of SGLang's. arguments: of ServerArgs. In forks of `forked(ranks=..)`, one of several ranks.
+
+    With `attn_dp_size`, each group of ranks has requests of its own, and `run` ends when all have ended.
+    """
 
     rank, ranks, port = 0, 1, None
 
     def __init__(self, model, page_size=64, tokens=16384, chunk=512, overlap=True, two_pools=False, **arguments):
+        from sglang.srt import server_args
         from sglang.srt.managers import scheduler as module
         from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -82,11 +86,17 @@ class Engine:
                           nccl_port=self.port, **{"tp_size": self.ranks, **arguments})  # fmt: skip
         args.resolve_once()
         args.check_server_args()
+        if "attn_dp_size" in arguments:
+            from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+            # Sockets of its own for each rank, instead of ports that they share; and what pads a batch.
+            server_args.attn_dp_enabled_of = lambda args: False
+            TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
         ports = PortArgs.init_new(args)
         threading.Thread(target=self._drain, args=(ports,), daemon=True).start()
         place = module.SpawnRanks(world_rank=self.rank, dp_rank=None, gpu_id=self.rank)
         module.publish(args, role="scheduler", ranks=place)
-        self.scheduler = module.Scheduler(args, ports)
+        self.scheduler, self.parallel = module.Scheduler(args, ports), module.get_parallel()
         self.overlap, self.requests, self.steps, self.rows, self.aborted = overlap, [], 0, {}, set()
         self.scheduler.result_queue = collections.deque()
         self.scheduler.enable_skip_finishing_decode = overlap  # as event_loop_overlap and run_event_loop do
@@ -149,7 +159,8 @@ class Engine:
         """One turn of SGLang's event loop; returns the batch that ran."""
         s = self.scheduler
         if self.ranks > 1:
-            s.process_input_requests(s.request_receiver._broadcast_reqs_across_ranks(None if self.rank else []))
+            pulled = None if self.parallel.attn_tp_rank else []
+            s.process_input_requests(s.request_receiver._broadcast_reqs_across_ranks(pulled))
         plan = s.get_next_batch_to_run(running_batch=s.running_batch, last_batch=s.last_batch)
         s.running_batch = plan.running_batch
         batch = s.cur_batch_for_debug = plan.batch_to_run
@@ -210,9 +221,18 @@ class Engine:
                 self.submit(name, prompt, n, **dict(*more))
             if each is not None:
                 each(self)
-            if self.step() is None and not jobs and not self.unfinished:
+            if self._all(self.step() is None and not jobs and not self.unfinished):
                 return
             assert self.steps - start < 30000, "stuck"
+
+    def _all(self, ended):
+        """Whether all groups of DP attention have ended: they run each step together."""
+        if self.ranks == 1 or self.parallel.attn_dp_size == 1:
+            return ended
+        all_ended = torch.tensor(int(ended))
+        least, group = torch.distributed.ReduceOp.MIN, self.parallel.world_group.cpu_group
+        torch.distributed.all_reduce(all_ended, least, group=group)
+        return bool(all_ended)
 
     def rest(self, n=40):
         """Nothing runs for a while."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from pyvmem.engine.refuse import Refused
-from pyvmem.sglang import check, refuse
+from pyvmem.sglang import check, settings
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_changed_body_is_reported_and_refused_if_strict(copy):
         check.release("9.9", strict=True)
 
 
-NAMES = [name for name, _ in (*refuse._FLAGS, *refuse._SIZES)]
+NAMES = [name for name, _ in (*settings._FLAGS, *settings._SIZES)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,10 +65,10 @@ def test_what_is_refused_is_an_argument_of_sglangs(name):
     assert name in {field.name for field in record_fields(ServerArgs)}
     option = f"--{name.replace('_', '-')}"
     with pytest.raises(Refused, match=rf"^VMEM_SGLANG=1: .*{option}( to 1)? \(or unset VMEM_SGLANG\)$"):
-        refuse.arguments(SimpleNamespace(**{name: 2}))
+        settings.check_arguments(SimpleNamespace(**{name: 2}))
 
 
 def test_models_with_states_are_refused():
     with pytest.raises(Refused, match="^VMEM_SGLANG=1: models with states beside attention"):
-        refuse.scheduler(SimpleNamespace(is_hybrid_ssm=True))
-    refuse.scheduler(SimpleNamespace(is_hybrid_ssm=False))
+        settings.check_scheduler(SimpleNamespace(is_hybrid_ssm=True))
+    settings.check_scheduler(SimpleNamespace(is_hybrid_ssm=False))

@@ -155,3 +155,51 @@ def test_a_step_without_news_tells_nothing():
 
     (some, all_), _ = forked(run, ranks=2, **BIND)
     assert all_ > 200 and some < all_ // 4
+
+
+def own_limits(engine):
+    """What sets limits of this group of ranks alone: with DP attention each has a page of its own."""
+    from pyvmem.engine import control
+
+    group, leads = engine.parallel.attn_dp_rank, not engine.parallel.attn_tp_rank
+    rng = random.Random(group)
+
+    def each(engine):
+        if engine.steps % 25 == 0:
+            limit = rng.choice((control.NO_LIMIT, 2 * MIB, 3 * MIB, 6 * MIB, 12 * MIB))
+            engine.memory.page[control.LIMIT] = limit if leads else 1
+
+    return each
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_groups_of_dp_attention_have_limits_of_their_own(ranks):
+    """Each group has requests and memory of its own, and all run each step together; with 4 ranks, two to a group."""
+
+    def run(vmem):
+        engine = Engine(model("qwen3"), attn_dp_size=2)
+        group = engine.parallel.attn_dp_rank
+        engine.run(JOBS[group::2], each=own_limits(engine) if vmem else None)
+        return group, engine.tokens()
+
+    def told(vmem):
+        return forked(run, vmem, vmem=vmem, ranks=ranks, SGLANG_CPU_OMP_THREADS_BIND="|".join("0" * ranks))
+
+    own, on = told(False), told(True)
+    assert [group for group, _ in on] == sorted(list(range(2)) * (ranks // 2))
+    assert [tokens for _, tokens in on] == [tokens for _, tokens in own]
+    assert len({name for _, tokens in on for name in tokens}) == len(JOBS)
+
+
+def test_a_group_without_requests_gives_its_memory_back_while_another_runs():
+    def run():
+        engine = Engine(model("qwen3"), attn_dp_size=2)
+        group, held = engine.parallel.attn_dp_rank, []
+        engine.run(JOBS[group::2])
+        engine.scheduler.flush_cache()
+        engine.run([] if group else [("long", list(range(3, 40)), 400)], each=lambda e: held.append(e.held()))
+        return held, engine.memory.keepers[0].block_bytes
+
+    (busy, _), (idle, block) = forked(run, ranks=2, **BIND)
+    assert len(idle) == len(busy) > 400
+    assert min(busy[100:-10]) > block and idle[-1] <= 10 * block

@@ -351,8 +351,8 @@ def test_random_load_with_limits_flushes_aborts_and_retractions():
         (dict(enable_hierarchical_cache=True), "HiCache copies rows"),
         (dict(disaggregation_mode="prefill"), "disaggregated prefill registers KV memory"),
         (dict(enable_streaming_session=True), "streaming sessions hold rows"),
-        (dict(pp_size=2), "a pipeline has several batches in flight; set --pp-size to 1"),
-        (dict(tp_size=2, attn_dp_size=2), "with DP attention, ranks without requests.* set --attn-dp-size to 1"),
+        (dict(pp_size=2), "the stages of a pipeline schedule .*; set --pp-size to 1"),
+        (dict(speculative_algorithm="NGRAM"), "drafts take more rows in a step.*; unset --speculative-algorithm"),
     ],
 )
 def test_what_cannot_work_is_refused_with_one_line(options, says):
