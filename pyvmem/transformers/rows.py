@@ -109,7 +109,7 @@ class Rows:
         self._known = [False] * len(self.windows)
         # bool [batch, max_tokens]: the columns that have rows; None: all columns. And the same on the device.
         self._kept: npt.NDArray[np.bool_] | None = None
-        self._kept_there: Any = None
+        self._kept_on_device: Any = None
         self._columns: Any = None  # what `columns` returned last, and for which columns
         self._floor: list[int] = []  # rows below this minus a window may be gone
         self._lengths: Any = None  # of every slot in the last step, int32
@@ -146,8 +146,8 @@ class Rows:
             self.blank = torch.zeros((), dtype=self.dtype, device=self.device)
             # Until a layer reports other shapes, all layers are assumed to have the first one's.
             self._shapes = [shapes] * len(self.windows)
-            self._take(*self._create(max(key.shape[0], self._least_slots)))
-            self._bind(key.shape[0])
+            self._use_cache(*self._create(max(key.shape[0], self._least_slots)))
+            self._begin_batch(key.shape[0])
         elif key.device != self.device or key.dtype is not self.dtype and not self.autocast:
             raise ValueError(
                 f"layer {layer} has {key.dtype} on {key.device}, the layers before it {self.dtype} on {self.device}: "
@@ -197,7 +197,7 @@ class Rows:
         left = spares.take(key) if key else None
         if left is not None:
             return left, (key, spares.users(left))
-        kv = KVCache(specs, slots, self.max_tokens, self._most(), **options)
+        kv = KVCache(specs, slots, self.max_tokens, self._max_budget(), **options)
         if kv.tensors[0].device != self.device:
             backend = kv.context.backend
             kv.close()
@@ -206,7 +206,7 @@ class Rows:
             kv.alloc(slot=slot)
         return kv, (key, spares.users(kv)) if key else None
 
-    def _most(self) -> int:
+    def _max_budget(self) -> int:
         """The budget in bytes; in a pool, the largest one."""
         return self.budget or (self.pool.budget if self.pool else default_budget(self.device))
 
@@ -216,7 +216,7 @@ class Rows:
         each = iter(zip(kv.specs, kv.tensors))
         return [(t[:, :, 0], t[:, :, 1]) if spec.name.startswith("kv") else (t, next(each)[1]) for spec, t in each]
 
-    def _take(self, kv: KVCache, kind: Kind) -> None:
+    def _use_cache(self, kv: KVCache, kind: Kind) -> None:
         self.kv = kv
         self.pairs = self._pairs(kv)
         self._finalizer = weakref.finalize(self, _drop, kv, self.device, kind)
@@ -224,16 +224,16 @@ class Rows:
         self.plan = None
         self.version += 1
 
-    def _end(self) -> None:
+    def _free_cache(self) -> None:
         """Free the memory of the present cache, once no kernel reads it."""
         if self._finalizer.detach() is not None:
             _finish(self.kv, self.device)
 
-    def _bind(self, batch: int) -> None:
+    def _begin_batch(self, batch: int) -> None:
         """Start with `batch` empty sequences."""
         if batch > self.kv.slots:
-            self._end()
-            self._take(*self._create(batch))
+            self._free_cache()
+            self._use_cache(*self._create(batch))
         self.batch = batch
         self.slots = list(range(batch))
         self._floor = [0] * batch
@@ -245,21 +245,23 @@ class Rows:
         """Move the rows to tensors of other shapes, or with more slots."""
         lengths = self._lengths
         least = self.options.get("pool_min", 0)
-        new = self._copied(slots, pool_min=0) if least else self._copied(slots)  # the old tensors have it until the end
-        self._end()
+        new = (
+            self._copy_cache(slots, pool_min=0) if least else self._copy_cache(slots)
+        )  # the old tensors have it until the end
+        self._free_cache()
         if self.pool and least:
-            self.pool.set_share(new[0], least, self._most())
-        self._take(*new)
+            self.pool.set_share(new[0], least, self._max_budget())
+        self._use_cache(*new)
         self._lengths[: len(lengths)] = lengths
 
-    def _copied(self, slots: int, **more: Any) -> tuple[KVCache, Kind]:
+    def _copy_cache(self, slots: int, **more: Any) -> tuple[KVCache, Kind]:
         """A `KVCache` with the current shapes and copies of the rows, in the same slots."""
         new, kind = self._create(slots, **more)
         try:
             lengths = np.zeros(slots, np.int32)
             lengths[: len(self._lengths)] = self._lengths
             if lengths.any():
-                self._back(new, lengths)
+                self._back_rows(new, lengths)
             for window, old, copies in zip(self.windows, self.pairs, self._pairs(new)):
                 if any(source.shape[2:] != target.shape[2:] for source, target in zip(old, copies)):
                     continue  # this layer has no rows yet
@@ -291,15 +293,15 @@ class Rows:
         other.slots, other._floor = self.slots[:], self._floor[:]
         other._shapes, other._known = self._shapes[:], self._known[:]
         if self._kept is not None:
-            other._keep(self._kept.copy())
-        other._take(*self._copied(self.kv.slots))
+            other._set_kept(self._kept.copy())
+        other._use_cache(*self._copy_cache(self.kv.slots))
         other._lengths[:] = self._lengths
         return other
 
     def close(self) -> None:
         self.closed = True
         if self.kv is not None:
-            self._end()
+            self._free_cache()
             if self.cudnn:
                 self.cudnn()
             self.kv = self.plan = self.cudnn = None
@@ -342,7 +344,7 @@ class Rows:
                 f"{start + tokens} tokens exceed the cache's max_tokens={self.max_tokens}: create it with a larger one"
             )
         plan = self._plan(start, tokens, mask)
-        before = self._stored(start)
+        before = self._num_rows(start)
         want = self._lengths.copy()
         for slot, length in zip(self.slots, plan.lengths):
             want[slot] = max(length, want[slot])
@@ -351,24 +353,24 @@ class Rows:
             # A run of pages is mapped as fast as one page: a prompt takes what the first decode steps need with it.
             ahead = AHEAD if tokens > 1 and not any(self.windows) else 0
             if not ahead or not try_step(self.kv, np.minimum(want + ahead * (want > 0), self.max_tokens)):
-                self._back(self.kv, want)
+                self._back_rows(self.kv, want)
             self._lengths = want
         if any(self.windows):
             least = min(w for w in self.windows if w)
             self._floor = [max(f, b) if b > least else f for f, b in zip(self._floor, before)]
         if plan.kept is not None and self._kept is None:
-            self._keep(np.ones((self.batch, self.max_tokens), bool))
+            self._set_kept(np.ones((self.batch, self.max_tokens), bool))
         if self._kept is not None:
             self._kept[:, start : start + tokens] = True if plan.kept is None else plan.kept
-            self._kept_there[:, start : start + tokens] = True if plan.kept is None else self._upload(plan.kept)
+            self._kept_on_device[:, start : start + tokens] = True if plan.kept is None else self._upload(plan.kept)
         self.plan, self._columns = plan, None
         return plan
 
-    def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
+    def _set_kept(self, kept: npt.NDArray[np.bool_]) -> None:
         with torch.inference_mode(False):  # later passes, which write here, may run in another mode
-            self._kept, self._kept_there = kept, self._upload(kept)
+            self._kept, self._kept_on_device = kept, self._upload(kept)
 
-    def _stored(self, start: int) -> list[int]:
+    def _num_rows(self, start: int) -> list[int]:
         """The rows of each sequence among its first `start` columns."""
         if self._kept is None:
             return [start] * self.batch
@@ -377,7 +379,7 @@ class Rows:
 
     def _plan(self, start: int, tokens: int, mask: torch.Tensor | None) -> Plan:
         kept, masked = (None, False) if mask is None else self._padding(start, tokens, mask.bool())
-        before = self._stored(start)
+        before = self._num_rows(start)
         if kept is not None and any(self.windows) and _padding_after_tokens(kept, before).any():
             # A window counts columns, and rows would be fewer: this padding is stored, like any other token.
             kept, masked = None, True
@@ -390,7 +392,7 @@ class Rows:
         if mask.shape[0] != self.batch or mask.shape[1] < start + tokens:
             raise ValueError(f"attention_mask of shape {tuple(mask.shape)} must be [{self.batch}, {start + tokens}]")
         past, new = mask[:, :start], mask[:, start : start + tokens]
-        have = torch.ones_like(past) if self._kept is None else self._kept_there[:, :start]
+        have = torch.ones_like(past) if self._kept is None else self._kept_on_device[:, :start]
         differ = torch.stack([(have & ~past).any(1), (past & ~have).any(1)], 1)
         known = torch.cat([differ, new], 1).cpu().numpy()
         if known[:, 1].any():
@@ -424,7 +426,7 @@ class Rows:
                 return False
             self._lengths[slot] = length
             kept[row] = seen[row]
-            self._kept_there[row, :start] = self._upload(seen[row])
+            self._kept_on_device[row, :start] = self._upload(seen[row])
         return True
 
     def columns(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -452,7 +454,7 @@ class Rows:
         if plan.located:
             return
         plan.located = True
-        before = np.array(self._stored(plan.start))[:, None]
+        before = np.array(self._num_rows(plan.start))[:, None]
         kept = np.ones((self.batch, plan.tokens), bool) if plan.kept is None else plan.kept
         rank = np.cumsum(kept, 1) - 1
         slots = np.broadcast_to(np.array(self.slots)[:, None], kept.shape)
@@ -513,7 +515,7 @@ class Rows:
             self._fence.synchronize()
         self._fence = fence
 
-    def _back(self, kv: KVCache, lengths: Int32s) -> None:
+    def _back_rows(self, kv: KVCache, lengths: Int32s) -> None:
         if try_step(kv, lengths):
             return
         spares.clear()
@@ -539,7 +541,7 @@ class Rows:
             return
         if self._swapped:
             self.swap_in()
-        lengths = self._stored(columns)
+        lengths = self._num_rows(columns)
         for row, (length, floor) in enumerate(zip(lengths, self._floor)):
             if length < floor:
                 raise RuntimeError(
@@ -566,11 +568,11 @@ class Rows:
             return
         _wait(self.device)
         for slot in np.flatnonzero(self._lengths).tolist():
-            self._empty(slot)
+            self._empty_slot(slot)
         self._swapped = False
-        self._bind(self.batch if batch is None else batch)
+        self._begin_batch(self.batch if batch is None else batch)
 
-    def _empty(self, slot: int) -> None:
+    def _empty_slot(self, slot: int) -> None:
         self.kv.free(slot)
         self.kv.alloc(slot=slot)
         self._lengths[slot] = 0
@@ -610,7 +612,7 @@ class Rows:
         self.batch, self.slots = len(sources), new
         self._floor = [self._floor[s] for s in sources]
         if self._kept is not None:
-            self._keep(self._kept[sources])
+            self._set_kept(self._kept[sources])
         self.version += 1
 
     def _allow_sharing(self) -> None:
@@ -643,13 +645,13 @@ class Rows:
                     runs[s] = self.kv.share(old[s], lengths[s])
             for slot in set(old) - set(new):
                 if self._lengths[slot]:
-                    self._empty(slot)
+                    self._empty_slot(slot)
             for s, slot in moves:
                 if self._lengths[slot] or slot in old:
-                    self._empty(slot)
+                    self._empty_slot(slot)
                 if not lengths[s]:
                     continue
-                if not with_pool(self.kv, partial(self._begins, slot, runs[s])):
+                if not with_pool(self.kv, partial(self._attach_run, slot, runs[s])):
                     raise OutOfMemory(
                         errno.ENOMEM,
                         f"{self.kv.shortage.missing_pages} pages are missing for {len(new)} sequences of up to "
@@ -660,7 +662,7 @@ class Rows:
         finally:
             self.kv.drop(runs.values())
 
-    def _begins(self, slot: int, run: Run) -> bool:
+    def _attach_run(self, slot: int, run: Run) -> bool:
         return self.kv.attach(slot, run) is not None
 
     # ---- swapping --------------------------------------------------------------------------------------------
