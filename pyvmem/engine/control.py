@@ -54,11 +54,12 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND, PATIENCE = range(8)
 # The port of its server, or 0, and the name of its model, as UTF-8 in so many words.
 PORT, _MODEL, _MODEL_WORDS = 46, 47, 16
 # What the server of the model publishes (`turns.Model`), times in microseconds of the machine's monotonic clock. STATE:
-# `turns.State`. RUNNING, QUEUED: requests. SINCE: when the first of the queued came. USED_AT, AWAKE_AT: when a request
-# last ended, and when the model last woke. LACKS: bytes for waking. LACKING: since when. SERVER_BEAT: as BEAT. WAKES,
-# SLEEPS: how often it did. WAKING: how long the first request of each wake has waited, in all. UNSERVED: requests that
-# waited in vain or met a drained model. STARVING: since when its requests cannot go on, as KV memory is lacking.
-(STATE, RUNNING, QUEUED, SINCE, USED_AT, AWAKE_AT, LACKS, LACKING, SERVER_BEAT,
+# `turns.State`. RUNNING, QUEUED: requests. SINCE: when the first of the queued came. USED_AT, CHANGED_AT: when a
+# request last ended, and when the model last woke or fell asleep. LACKS: bytes for waking. LACKING: since when.
+# SERVER_BEAT: as BEAT. WAKES, SLEEPS: how often it did. WAKING: how long the first request of each wake has waited, in
+# all. UNSERVED: requests that waited in vain or met a drained model. STARVING: since when its requests cannot go on, as
+# KV memory is lacking.
+(STATE, RUNNING, QUEUED, SINCE, USED_AT, CHANGED_AT, LACKS, LACKING, SERVER_BEAT,
  WAKES, SLEEPS, WAKING, UNSERVED, STARVING) = range(1984, 1998)  # fmt: skip
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.

@@ -250,7 +250,7 @@ class Serve(http.Limits):
                 for page in new:
                     control.serves(page, name, port)
                     if not page[control.STATE]:
-                        page[control.AWAKE_AT] = page[control.USED_AT] = _now()
+                        page[control.CHANGED_AT] = page[control.USED_AT] = _now()
                         page[control.STATE] = State.ASLEEP if page.asleep else State.AWAKE
                     slot = page.server(self._number)
                     slot[control.S_STARTED] = int(started("self") or 0)
@@ -278,11 +278,12 @@ class Serve(http.Limits):
     def _set(self, state: State) -> None:
         for page in self._pages:
             if state == State.AWAKE and page[control.STATE] in (State.ASLEEP, State.WAKING):
-                page[control.AWAKE_AT] = _now()
+                page[control.CHANGED_AT] = _now()
                 page[control.WAKES] += 1
                 if page[control.SINCE]:
                     page[control.WAKING] += _now() - page[control.SINCE]
             if state == State.ASLEEP and page[control.STATE] in (State.AWAKE, State.CLOSING):
+                page[control.CHANGED_AT] = _now()
                 page[control.SLEEPS] += 1
             page[control.STATE] = state
         self._stir()
@@ -323,7 +324,8 @@ class Serve(http.Limits):
         order = next((s[control.S_ORDER] for s in servers if s[control.S_ORDER]), NONE)
         for page in self._pages:
             page[control.RUNNING], page[control.QUEUED], page[control.SINCE] = running, queued, since
-            page[control.USED_AT] = max(used, page[control.AWAKE_AT])
+            awake = page[control.STATE] in (State.AWAKE, State.CLOSING)
+            page[control.USED_AT] = max(used, page[control.CHANGED_AT] if awake else 0)
             page[control.SERVER_BEAT] += 1
             page[control.UNSERVED] = unserved
             if not queued and not running:
@@ -390,7 +392,7 @@ class Serve(http.Limits):
         state = page[control.STATE]
         return Model(name, State(state) if state in list(State) else State.NONE, page[control.PRIORITY],
                      page[control.RUNNING], page[control.QUEUED], page[control.SINCE] / 1e6,
-                     page[control.USED_AT] / 1e6, page[control.AWAKE_AT] / 1e6, page[control.LACKS],
+                     page[control.USED_AT] / 1e6, page[control.CHANGED_AT] / 1e6, page[control.LACKS],
                      page[control.LACKING] / 1e6, page[control.STARVING] / 1e6,
                      fresh or now - last[1] < HANGS)  # fmt: skip
 

@@ -55,8 +55,8 @@ class Model:
         Requests that the engine has, and that wait for it to wake.
     since : float
         When the first of those that wait came.
-    used, awake : float
-        When a request last ended, and when the model last woke.
+    used, changed : float
+        When a request last ended, and when the model last woke or fell asleep.
     lacks : int
         Bytes that it lacked when it last tried to wake; 0: none, or it has not tried.
     lacking : float
@@ -74,7 +74,7 @@ class Model:
     queued: int = 0
     since: float = 0.0
     used: float = 0.0
-    awake: float = 0.0
+    changed: float = 0.0
     lacks: int = 0
     lacking: float = 0.0
     starved: float = 0.0
@@ -120,13 +120,15 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
 
     Idle models go first: of the lowest priority, then the longest idle. A busy one follows when it has been awake for
     its slice, which is longer by one for each step of priority above the asker's. One that drains already goes on. For
-    an awake model that is starved, others give later than for one that wakes, as what it lacks may be on its way.
+    an awake model that is starved, others give later than for one that wakes, as what it lacks may be on its way. So
+    may the memory of a model that fell asleep just now: the next one waits as long again.
     """
     asker = first(models, now, slice)
     if asker is None:
         return None
     wakes = asker.state in (State.ASLEEP, State.WAKING)
     since, patience = (asker.lacking, PATIENCE) if wakes else (asker.starved, HUNGRY)
+    since = max([since, *(m.changed for m in models if m.state == State.ASLEEP and m is not asker)])
     if (wakes and not asker.lacks) or now - since < patience:
         return None
     others = [m for m in models if m.alive and m.state in (State.AWAKE, State.CLOSING) and m is not asker]
@@ -135,8 +137,8 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
         return min(idle, key=lambda m: (m.state != State.CLOSING, m.priority, m.used, m.name))
     if not wakes and now - asker.starved < slice:
         return None
-    busy = [m for m in others if now - m.awake >= slice * (1 + max(0, m.priority - asker.priority))]
-    return min(busy, key=lambda m: (m.state != State.CLOSING, m.priority, m.awake, m.name), default=None)
+    busy = [m for m in others if now - m.changed >= slice * (1 + max(0, m.priority - asker.priority))]
+    return min(busy, key=lambda m: (m.state != State.CLOSING, m.priority, m.changed, m.name), default=None)
 
 
 def decide(models: Sequence[Model], me: Model, now: float, slice: float, idle: float = 0.0) -> Action:

@@ -380,16 +380,18 @@ class Weights:
             if len(copied) < len(segments):
                 self.copy_behind(self._busy)
 
-    def wake(self, wait: float) -> int:
+    def wake(self, wait: float, came: Callable[[], None] = lambda: None) -> int:
         """Take the memory back, all or nothing, and copy what went; returns the bytes copied.
 
         wait: the most seconds that the other members have to give it. Raises `OutOfMemory`; then the weights are parked
-        as before, and its `missing` says how many bytes they wait for.
+        as before, and its `missing` says how many bytes they wait for. came: called when the memory is there, before
+        the copies begin.
         """
         with self._lock:
             if not self._asleep:
                 return 0
             self._lost.update(self.lease._unpark_segments(self._parked, wait))
+            came()
             segments, copied = self.lease._segments(), 0
             for address in self._lost & set(self._sums):
                 memory = self._memory(address, segments[address])

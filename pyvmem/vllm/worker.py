@@ -420,7 +420,7 @@ class WorkerMemory(BlockMemory):
         end = time.monotonic() + seconds
         while True:
             try:
-                weights.wake(min(seconds, TRY))
+                weights.wake(min(seconds, TRY), lambda: self._lacks(0))  # while they are copied, nobody need give more
                 return
             except OutOfMemory as error:
                 self._lacks(error.missing)  # type: ignore[attr-defined]

@@ -136,11 +136,14 @@ def played(tmp_path, monkeypatch):
 
 def test_a_request_wakes_its_model_and_all_is_counted(played):
     async def history(engine, app, other):
+        before = engine.page[control.CHANGED_AT]
         assert (await ask(engine, "/vmem/sleep"))[0] == 200
+        slept = engine.page[control.CHANGED_AT]
         answers = await asyncio.gather(*(ask(engine) for _ in range(5)))
         assert [status for status, _ in answers] == [200] * 5
         assert engine.calls == ["sleep", "wake"]  # once for all
         page = engine.page
+        assert before < slept < page[control.CHANGED_AT]
         assert (page[control.SLEEPS], page[control.WAKES], page[control.UNSERVED]) == (1, 1, 0)
         assert page[control.WAKING] > 0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyvmem.engine.turns import OVERDUE, PATIENCE, Action, Model, State, decide, first, giver
+from pyvmem.engine.turns import HUNGRY, OVERDUE, PATIENCE, Action, Model, State, decide, first, giver
 
 SLICE = 2.0
 TICK = 0.05
@@ -26,7 +26,7 @@ class Server:
         self.state, self.held, self.copied = State.ASLEEP, 0, 0.0
         # Requests that wait in the server and in the engine: (came, seconds, units of KV); that run: (end, units).
         self.queue, self.inside, self.runs = [], [], []
-        self.used = self.awake = self.lacking = self.starved = 0.0
+        self.used = self.changed = self.lacking = self.starved = 0.0
         self.lacks = 0
         self.stopped = self.dead = False
         self.last = None  # what a dead one had published
@@ -35,7 +35,7 @@ class Server:
     def publish(self):
         return self.last or Model(
             self.name, self.state, self.priority, len(self.runs) + len(self.inside), len(self.queue),
-            self.queue[0][0] if self.queue else 0.0, self.used, self.awake, self.lacks, self.lacking,
+            self.queue[0][0] if self.queue else 0.0, self.used, self.changed, self.lacks, self.lacking,
             self.starved, not self.stopped)  # fmt: skip
 
 
@@ -69,7 +69,7 @@ class World:
             self.take_parked(s, s.size - s.held)
             missing = s.size - s.held - self.free
             if missing <= 0:
-                s.held, s.state, s.awake, s.used, s.lacks = s.size, State.AWAKE, self.now, self.now, 0
+                s.held, s.state, s.changed, s.used, s.lacks = s.size, State.AWAKE, self.now, self.now, 0
             else:
                 s.lacking, s.lacks = s.lacking if s.lacks else self.now, missing
         elif todo is Action.CLOSE:
@@ -79,7 +79,7 @@ class World:
         elif todo in (Action.SLEEP, Action.FREEZE):
             assert not s.runs and (todo is Action.FREEZE or not s.inside)
             assert not s.queue or s.state == State.CLOSING  # whoever comes to an awake model is served first
-            s.state = State.ASLEEP
+            s.state, s.changed = State.ASLEEP, self.now
             s.copied = s.copied or self.now + s.copies
         if not s.queue and not s.inside:
             s.lacks = 0
@@ -248,7 +248,7 @@ def test_a_model_that_drains_opens_when_its_asker_is_gone(size, high, low, end):
 
 
 def awake(name, **more):
-    return Model(name, State.AWAKE, used=10.0, awake=10.0, **more)
+    return Model(name, State.AWAKE, used=10.0, changed=10.0, **more)
 
 
 ASKER = Model("asker", State.ASLEEP, queued=1, since=50.0, lacks=5, lacking=60.0 - PATIENCE)
@@ -267,6 +267,15 @@ def test_idle_weights_go_by_priority_and_then_the_longest_idle():
     assert decide(models, c, 60.0, SLICE) is Action.SLEEP
     assert decide(models, b, 60.0, SLICE) is Action.NOTHING
     assert giver([ASKER, a], 60.0, SLICE) is a
+
+
+def test_who_gives_waits_for_what_another_one_gave_just_now():
+    slept = Model("slept", State.ASLEEP, changed=60.0)
+    assert giver([ASKER, slept, awake("a")], 60.0 + PATIENCE / 2, SLICE) is None
+    assert giver([ASKER, slept, awake("a")], 60.0 + PATIENCE, SLICE).name == "a"
+    starved = awake("starved", running=1, starved=50.0)
+    assert giver([starved, slept, awake("a")], 60.0 + HUNGRY / 2, SLICE) is None
+    assert giver([starved, slept, awake("a")], 60.0 + HUNGRY, SLICE).name == "a"
 
 
 def test_a_busy_model_drains_after_its_slice_and_a_higher_one_after_more():

@@ -128,11 +128,13 @@ def test_parked_weights_stay_until_somebody_asks_and_only_what_went_is_copied(po
     cache = make(pool, context=weights.lease.context)
     slots = load(cache, 8, pool)  # 32 MiB
     assert weights.held < 16 * MIB
+    came = []
     with pytest.raises(OutOfMemory, match="lacks") as short:
-        weights.wake(0)
-    assert weights.parked and short.value.missing > 0
+        weights.wake(0, lambda: came.append(weights.held))
+    assert weights.parked and short.value.missing > 0 and not came
     free(cache, slots)
-    assert 0 < weights.wake(10) < 16 * MIB  # some stayed
+    assert 0 < weights.wake(10, lambda: came.append(weights.held)) < 16 * MIB  # some stayed
+    assert came == [16 * MIB]  # once
     same(net, told)
     assert net.large.data_ptr() == before
     cache.close()
