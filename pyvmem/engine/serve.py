@@ -295,7 +295,7 @@ class Serve(http.Limits):
     # ---- what it does ----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        failure, seen = "", (0, 0)
+        failure, seen = "", (0, False)
         while True:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two classes until Python 3.11
                 await asyncio.wait_for(self._came.wait(), TICK)
@@ -304,7 +304,7 @@ class Serve(http.Limits):
                 if not self._find():
                     continue
                 page = self._pages[0]
-                if (now := (page[control.STATE], page[control.RUNNING])) != seen:
+                if (now := (page[control.STATE], page[control.RUNNING] > 0)) != seen:
                     seen = now
                     self._stir()
                 servers = self._servers(page)
