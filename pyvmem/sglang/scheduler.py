@@ -255,12 +255,14 @@ class SchedulerMemory:
 
     def _sums(self) -> None:
         """SGLang's own sums, which its leak check compares, are those of what circulates."""
+        one = len(self.keepers) == 1
         for keeper in self.keepers:
             name = "swa_tokens_per_layer" if keeper.window else "full_tokens_per_layer"
-            name = "max_total_num_tokens" if len(self.keepers) == 1 else name
             tokens = keeper.circulating * keeper.tokens
-            for part, least in ("invariant_checker", 0), ("pool_stats_observer", 1):  # one is frozen, and divides by it
-                object.__setattr__(getattr(self._scheduler, part), name, max(tokens, least))
+            # One part is frozen. It divides by the sum of one pool; of two pools, the leak check takes its sums.
+            for part, least in ("invariant_checker", 0), ("pool_stats_observer", int(one)):
+                object.__setattr__(getattr(self._scheduler, part), "max_total_num_tokens" if one else name,
+                                   max(tokens, least))  # fmt: skip
 
     def publish(self) -> None:
         """Write the numbers of the control page."""

@@ -98,6 +98,7 @@ class Engine:
         module.publish(args, role="scheduler", ranks=place)
         self.scheduler, self.parallel = module.Scheduler(args, ports), module.get_parallel()
         self.overlap, self.requests, self.steps, self.rows, self.aborted = overlap, [], 0, {}, set()
+        self.compared = 0  # rows
         self.scheduler.result_queue = collections.deque()
         self.scheduler.enable_skip_finishing_decode = overlap  # as event_loop_overlap and run_event_loop do
         self.scheduler._war_barrier_enabled = False
@@ -188,23 +189,30 @@ class Engine:
         self.check_rows()
         return batch
 
-    def _buffer(self):
-        pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
-        return getattr(pool, "full_kv_pool", pool).k_buffer[0]
+    def _rows(self, index, n):
+        """[(first position, rows)] of a request: keys of the first layer and values of the last, in each pool."""
+        s, pool = self.scheduler, self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+        where = s.req_to_token_pool.req_to_token[index, :n]
+        found = [(0, getattr(pool, "full_kv_pool", pool), where)]
+        if hasattr(pool, "swa_kv_pool"):  # what the window has passed may be gone
+            first = max(n - s.sliding_window_size + 8, 0)
+            found.append((first, pool.swa_kv_pool, pool.full_to_swa_index_mapping[where[first:]]))
+        return [(first, torch.cat((one.k_buffer[0][rows], one.v_buffer[-1][rows]), -1)) for first, one, rows in found]
 
     def check_rows(self):
         """The rows of each running request are those that were computed."""
-        s, buffer, seen = self.scheduler, self._buffer(), {}
-        for request in s.running_batch.reqs:
+        seen = {}
+        for request in self.scheduler.running_batch.reqs:
             index = request.req_pool_idx if hasattr(request, "req_pool_idx") else request.kv.req_pool_idx
             if request.finished() or index is None:
                 continue
-            n = len(request.origin_input_ids) + len(request.output_ids) - 1
-            where = s.req_to_token_pool.req_to_token[index, :n]
-            rows, known = buffer[where], self.rows.get(request.rid)
-            if known is not None and len(known) <= n:
-                assert torch.equal(rows[: len(known)], known), f"step {self.steps}: {request.rid} has other rows"
-            seen[request.rid] = rows.clone()
+            seen[request.rid] = now = self._rows(index, len(request.origin_input_ids) + len(request.output_ids) - 1)
+            for (first, rows), (known_first, known) in zip(now, self.rows.get(request.rid, ())):
+                start, end = max(first, known_first), min(first + len(rows), known_first + len(known))
+                assert torch.equal(rows[start - first : end - first], known[start - known_first : end - known_first]), (
+                    f"step {self.steps}: {request.rid} has other rows"
+                )
+                self.compared += max(end - start, 0)
         self.rows = seen
 
     @property

@@ -3,7 +3,9 @@
 SGLang's leak check runs after each step. Each test runs in forks of one process that has imported SGLang.
 """
 
+import os
 import random
+import signal
 import time
 
 import pytest
@@ -187,22 +189,23 @@ def test_a_page_that_is_lost_is_seen_by_sglangs_own_check():
         forked(run)
 
 
-def test_a_flush_and_idleness_give_memory_back():
+@pytest.mark.parametrize("kind, options", [("gqa", {}), ("windows", dict(two_pools=True))])
+def test_a_flush_and_idleness_give_memory_back(kind, options):
     def run():
-        engine = Engine(model("gqa"))
+        engine = Engine(model(kind), **options)
         engine.run(JOBS)
         busy = engine.held()
         engine.rest()
-        keeper = engine.memory.keepers[0]
-        idle, cached = engine.held(), keeper.cached * keeper.block_bytes
+        keepers = engine.memory.keepers
+        idle, cached = engine.held(), sum(keeper.cached * keeper.block_bytes for keeper in keepers)
         assert engine.scheduler.flush_cache()
         flushed = engine.held()
         engine.rest(3)
         engine.run([(f"again {name}", prompt, n) for name, prompt, n in JOBS])
-        return engine.tokens(), busy, idle, cached, flushed, keeper.block_bytes
+        return engine.tokens(), busy, idle, cached, flushed, sum(keeper.block_bytes for keeper in keepers)
 
     tokens, busy, idle, cached, flushed, block = forked(run)
-    own = plain("gqa")
+    own = plain(kind, **options)
     assert {name: tokens[name] for name in own} == own == {name: tokens[f"again {name}"] for name in own}
     assert 0 < cached < idle < busy and flushed == block  # page 0 alone
     assert idle <= cached + 10 * block
@@ -324,22 +327,21 @@ def test_lending_waits_for_what_runs_and_then_gives_all():
 
 def test_random_load_with_limits_flushes_aborts_and_retractions():
     """As many steps as VMEM_STEPS says (default 1,500), each with all rows read back and SGLang's leak check."""
-    import os
-
     many = int(os.environ.get("VMEM_STEPS", 1500))
 
     def run():
         engine = Engine(model("gqa"), page_size=16, tokens=6144)
         flushed = steps.random_load(engine, many, moving((MIB, 2 * MIB, 5 * MIB, 9 * MIB), every=13))
         wanted = {r.rid: (list(r.origin_input_ids), r.sampling_params.max_new_tokens) for r in engine.requests}
-        return engine.tokens(), wanted, engine.aborted, flushed, engine.retractions(), engine.steps
+        counts = engine.steps, engine.compared
+        return engine.tokens(), wanted, engine.aborted, flushed, engine.retractions(), counts
 
-    tokens, wanted, aborted, flushed, retracted, count = forked(run)
+    tokens, wanted, aborted, flushed, retracted, (count, compared) = forked(run)
     jobs = [(name, *wanted[name]) for name in wanted if name not in aborted]
     own = plain("gqa", jobs, page_size=16)
     ties = {n: steps.tie(model("gqa"), wanted[n][0], own[n], tokens[n]) for n in own if tokens[n] != own[n]}
     print(f"{count} steps, {len(wanted)} requests, {len(aborted)} aborted, {flushed} flushes, {retracted} retractions, "
-          f"ties {ties}")  # fmt: skip
+          f"{compared} rows read back, ties {ties}")  # fmt: skip
     assert all(len(tokens[n]) == len(own[n]) for n in own)
     assert max(ties.values(), default=0) < 1e-4 and len(ties) <= len(own) / 200
     assert aborted and flushed
@@ -352,7 +354,7 @@ def test_random_load_with_limits_flushes_aborts_and_retractions():
         (dict(disaggregation_mode="prefill"), "disaggregated prefill registers KV memory"),
         (dict(enable_streaming_session=True), "streaming sessions hold rows"),
         (dict(pp_size=2), "the stages of a pipeline schedule .*; set --pp-size to 1"),
-        (dict(speculative_algorithm="NGRAM"), "drafts take more rows in a step.*; unset --speculative-algorithm"),
+        (dict(speculative_algorithm="NGRAM", page_size=1), "drafts take more rows.*; unset --speculative-algorithm"),
     ],
 )
 def test_what_cannot_work_is_refused_with_one_line(options, says):
@@ -378,6 +380,35 @@ def test_a_hook_that_does_not_take_is_refused():
 
     with pytest.raises(ChildProcessError, match="SGLang did not apply the hook of .*Scheduler.gone"):
         forked(run)
+
+
+def test_an_engine_that_is_killed_leaves_its_memory_to_the_other():
+    """Two engines of SGLang's in a pool with room for little more than one: SIGKILL ends the one that has it."""
+
+    def run():
+        told, tell = os.pipe()
+        other = os.fork()
+        if other == 0:
+            try:
+                engine = Engine(model("gqa"), tokens=4096)
+                engine.run(JOBS[:20])
+                os.write(tell, engine.held().to_bytes(8, "little"))
+                while True:  # its cache stays
+                    engine.step()
+            finally:
+                os._exit(1)
+        os.close(tell)
+        held = int.from_bytes(os.read(told, 8), "little")
+        engine = Engine(model("gqa"), tokens=4096)
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+        most = []
+        engine.run(JOBS, each=lambda engine: most.append(engine.held()))
+        return engine.tokens(), held, max(most)
+
+    tokens, held, most = forked(run, VMEM_SGLANG_POOL="one", VMEM_SGLANG_POOL_SIZE="24M")
+    assert tokens == plain("gqa", tokens=4096)
+    assert held > 12 * MIB < most
 
 
 def test_an_engine_and_another_member_lend_each_other_memory():
