@@ -1,10 +1,14 @@
 """SGLang's own processes on vMem: `sgl.Engine`, and the HTTP server under OpenAI's client."""
 
+import collections
+import concurrent.futures
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -147,6 +151,59 @@ def test_the_server_gives_sglangs_tokens_to_openais_client(servers):
     get(f"{address}/flush_cache", {})
     with pytest.raises(urllib.error.HTTPError, match="400"):
         get(f"{address}/vmem/limit", {"limits": 5})
+
+
+def test_the_servers_tokens_stay_while_everything_happens_at_once(servers):
+    """Limits, flushes and aborts beside requests of eight clients; then the memory is released, and resumed."""
+    own, address = servers[:2]
+    least = json.loads(get(f"{address}/vmem/limit"))["engines"][0]["least"]
+    stop, happened = threading.Event(), collections.Counter()
+
+    def ask(address, job):
+        prompt, n = job
+        asked = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": n, "ignore_eos": True}}
+        return json.loads(get(f"{address}/generate", asked))["output_ids"]
+
+    def disturb():
+        draw = random.Random(2)
+        while not stop.wait(0.05):
+            limit = draw.choice((1, least, 2 * least, 4 * least, None))
+            get(f"{address}/vmem/limit", {"limit": limit})
+            try:
+                get(f"{address}/flush_cache", {})
+                happened["flushed"] += 1
+            except urllib.error.HTTPError:  # requests run
+                happened["not flushed"] += 1
+            get(f"{address}/abort_request", {"rid": f"gone {happened['gone']}"})
+
+    def begin_and_abort():
+        while not stop.is_set():
+            asked = {"input_ids": JOBS[0][0], "rid": f"gone {happened['gone']}",
+                     "sampling_params": {"temperature": 0, "max_new_tokens": 500, "ignore_eos": True}}  # fmt: skip
+            try:
+                get(f"{address}/generate", asked)
+            except urllib.error.HTTPError:
+                pass
+            happened["gone"] += 1
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        wanted = list(pool.map(lambda job: ask(own, job), JOBS))
+        others = [threading.Thread(target=disturb), threading.Thread(target=begin_and_abort)]
+        for thread in others:
+            thread.start()
+        try:
+            got = [list(pool.map(lambda job: ask(address, job), JOBS)) for _ in range(2)]
+        finally:
+            stop.set()
+            for thread in others:
+                thread.join()
+        get(f"{address}/vmem/limit", {"limit": None})
+        assert got == [wanted, wanted] and happened["not flushed"] and happened["gone"]
+        get(f"{address}/release_memory_occupation", {"tags": ["kv_cache"]})
+        (engine,) = json.loads(get(f"{address}/vmem/limit"))["engines"]
+        assert engine["cached"] == engine["used"] == 0 and engine["backed"] <= engine["block_bytes"]
+        get(f"{address}/resume_memory_occupation", {"tags": ["kv_cache"]})
+        assert list(pool.map(lambda job: ask(address, job), JOBS)) == wanted
 
 
 def test_the_server_has_no_limits_over_http_unless_asked_for(servers):
