@@ -24,7 +24,7 @@ from benchmarks import Child
 from benchmarks.vllm_engine import SHAPES, model_name
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.records import Record, Samples
-from pyvmem.vllm.settings import LAYOUTS
+from pyvmem.vllm.plugin import LAYOUTS
 
 if TYPE_CHECKING:
     from pyvmem.bench.session import Session

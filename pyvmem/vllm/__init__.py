@@ -9,7 +9,7 @@ SPDX-License-Identifier: MIT
 from pyvmem.core import Context
 from pyvmem.engine import pools
 from pyvmem.kv.pool import KVPool
-from pyvmem.vllm import settings
+from pyvmem.vllm import plugin
 
 
 def open_pool(context: Context) -> KVPool:
@@ -33,4 +33,4 @@ def open_pool(context: Context) -> KVPool:
     VmemError
         As for `KVPool`.
     """
-    return pools.open_pool(settings.read(), context)
+    return pools.open_pool(plugin.settings(), context)

@@ -17,7 +17,7 @@ import torch
 
 from pyvmem.engine import control
 from pyvmem.engine.files import weight_bytes
-from pyvmem.vllm import settings
+from pyvmem.vllm import plugin
 
 logger = logging.getLogger("vllm.vmem")
 _DOT = "__"
@@ -67,7 +67,7 @@ class WorkerDoor:
             from pyvmem.vllm.worker import Allocation
 
             return Allocation(self._vmem_memory())
-        if tag == "weights" and settings.read().weights:
+        if tag == "weights" and plugin.settings().weights:
             loading: AbstractContextManager[Any] = self._vmem_memory().load(
                 self.device, _bytes_of_weights(self.vllm_config))  # type: ignore[attr-defined] # fmt: skip
             return loading
@@ -145,7 +145,7 @@ class WorkerDoor:
         try:
             super().sleep(level)  # type: ignore[misc]
         except AssertionError:  # vLLM's last word: the device has less free memory than before
-            if self._vmem is None or not settings.read().pool:
+            if self._vmem is None or not plugin.settings().pool:
                 raise
             logger.info("vMem: a neighbour in the pool has taken memory while this engine went to sleep")
         if self._vmem is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pyvmem.engine import control, http, metrics, serve
 from pyvmem.engine.settings import Settings
-from pyvmem.vllm import settings
+from pyvmem.vllm import plugin
 
 
 PREFIX = "vllm:"
@@ -51,7 +51,7 @@ class Serve(Limits, serve.Serve):
     """ASGI middleware that holds requests while the model sleeps. It serves ``/vmem/state`` and orders, too."""
 
     def settings(self) -> Settings:
-        return settings.read()
+        return plugin.settings()
 
     def number(self) -> int:
         found = re.fullmatch(r"ApiServer_([0-9]+)", multiprocessing.current_process().name)

@@ -22,7 +22,7 @@ from typing import Any
 from pyvmem.engine import control
 from pyvmem.engine.budget import BlockBudget
 from pyvmem.engine.control import Page
-from pyvmem.vllm.copies import Copies
+from pyvmem.vllm.orders import Copies
 
 MOST_LEAVING = 4096  # blocks that leave in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time

@@ -22,7 +22,7 @@ from typing import Any
 
 from pyvmem.blocks import BlockRange
 from pyvmem.engine.geometry import in_one_piece
-from pyvmem.vllm import settings
+from pyvmem.vllm import plugin
 
 UNEVEN, PADDING = 80 << 10, 512  # see `spread`
 
@@ -96,9 +96,9 @@ def beyond(ranges: Sequence[BlockRange], blocks: int, size: int) -> str | None:
 
 def preferred(names: Sequence[str], worker: Any) -> list[str]:
     """The layouts that every attention backend of a worker takes, in the order in which vLLM shall choose."""
-    if settings.read().layout == "vllm" or os.environ.get("VLLM_KV_CACHE_LAYOUT"):
+    if plugin.settings().layout == "vllm" or os.environ.get("VLLM_KV_CACHE_LAYOUT"):
         return list(names)
-    if worker.device.type == "cpu" and settings.read().layout == "slots" and names == ["LBHNC"]:
+    if worker.device.type == "cpu" and plugin.settings().layout == "slots" and names == ["LBHNC"]:
         return ["BLHNC"]  # of one group of layers, CPU_ATTN reads it, too
     if worker.device.type == "cpu":  # backends there offer every layout, and some read vLLM's own only
         return list(names)

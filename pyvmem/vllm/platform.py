@@ -18,7 +18,7 @@ from vllm.platforms import builtin_platform_plugins, interface
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from pyvmem.engine.refuse import Refused
-from pyvmem.vllm import check, doors, http, settings
+from pyvmem.vllm import check, doors, http, plugin
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -59,10 +59,10 @@ def install(vllm_config: Any) -> None:
         return  # vLLM makes its configuration several times, for a draft model with another parallel_config
     if vllm_config.model_config is None or parallel.worker_cls == "auto":
         return  # a configuration without an engine
-    asked = settings.read()
+    asked = plugin.settings()
     if not asked.on:
         return  # switched off since vLLM was imported
-    settings.check(vllm_config)
+    plugin.check_config(vllm_config)
     note = check.release(vllm.__version__, asked.strict)
     if note:
         logger.warning(note)
@@ -96,7 +96,7 @@ class Platform(_Base):  # type: ignore[misc]
         """Attention by slots, where it was asked for, the user named no backend and vLLM chooses FlashAttention 3."""
         chosen: str = super().get_attn_backend_cls(selected_backend, *args, **more)
         flash = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
-        if selected_backend is not None or settings.read().layout != "slots" or chosen != flash:
+        if selected_backend is not None or plugin.settings().layout != "slots" or chosen != flash:
             return chosen
         from pyvmem.vllm.slots import attention
 

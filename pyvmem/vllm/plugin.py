@@ -1,4 +1,7 @@
-"""The entry point that vLLM calls in each of its processes (group ``vllm.platform_plugins``).
+"""How vLLM finds vMem: the entry point that it calls in each of its processes (group ``vllm.platform_plugins``).
+
+The settings are environment variables, which these processes inherit. `check_config` refuses those of vLLM's own that
+cannot work. See docs/vllm.md.
 
 It runs while vLLM is imported, so it imports neither torch nor vLLM.
 
@@ -8,13 +11,62 @@ SPDX-License-Identifier: MIT
 import contextlib
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from importlib.metadata import entry_points
+from typing import Any
 
-from pyvmem.engine.settings import warn_if_forgotten
-from pyvmem.vllm import settings
+from pyvmem.engine import settings as engine_settings
+from pyvmem.engine.refuse import Refused
+from pyvmem.engine.settings import Settings, warn_if_forgotten
 
 GROUP = "vllm.platform_plugins"
+SWITCH = "VMEM_VLLM"
+LAYOUTS = ("auto", "vllm", "slots")
+
+
+def settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    """The `Settings` of an environment, as `pyvmem.engine.settings.read` has them."""
+    return engine_settings.read(SWITCH, LAYOUTS, environ, sleeps=True)
+
+
+def _connector(c: Any) -> str | None:
+    """The KV connector of a configuration, and which of its settings goes beyond copies of single blocks."""
+    given, kv_cache = getattr(c, "kv_transfer_config", None), getattr(c, "cache_config", None)
+    name, more = getattr(given, "kv_connector", None), {} if given is None else given.kv_connector_extra_config
+    # Of a chunk of several blocks, vLLM stores what is left if a window has passed the first ones.
+    beyond = [key for key in ("spec_name", "blocks_per_chunk", "block_size") if key in more]
+    if kv_cache is not None and kv_cache.kv_offloading_size is not None:  # from which vLLM makes the connector later
+        simple = os.environ.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") != "0"
+        name = "OffloadingConnector" if kv_cache.kv_offloading_backend == "native" else kv_cache.kv_offloading_backend
+        name = "SimpleCPUOffloadConnector" if simple else name
+    return f"{name} with {beyond[0]}" if name == "OffloadingConnector" and beyond else name
+
+
+def _reasons(c: Any) -> Iterator[str]:
+    parallel = c.parallel_config
+    connector = _connector(c)
+    if connector == "OffloadingConnector" and getattr(c.model_config, "is_hybrid", False):
+        yield "offloading of Mamba's states to host memory has not been tried; unset --kv-offloading-size"
+    elif connector not in (None, "OffloadingConnector"):
+        yield (f"{connector}: only --kv-offloading-size is known to copy blocks alone, and others would see unbacked "
+               "addresses; unset --kv-transfer-config")  # fmt: skip
+    if any(getattr(parallel, f"{kind}_context_parallel_size", 1) > 1 for kind in ("decode", "prefill")):
+        yield "context parallelism deals a request's blocks out to several GPUs; set its sizes to 1"
+    if getattr(getattr(c, "attention_config", None), "hisparse_config", None) is not None:
+        yield "HiSparse keeps blocks in host memory, which vMem does not follow; unset its configuration"
+    ranks = getattr(parallel, "tensor_parallel_size", 1) * getattr(parallel, "pipeline_parallel_size", 1)
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and ranks > 1:
+        yield ("an external launcher runs a scheduler for each worker, which must all decide alike, and memory comes "
+               "to each at another time; let vLLM start the workers, or set --tensor-parallel-size and "
+               "--pipeline-parallel-size to 1")  # fmt: skip
+    if getattr(parallel, "enable_elastic_ep", False):
+        yield "elastic expert parallelism adds workers while it runs; unset --enable-elastic-ep"
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raise `Refused` with the first reason why vLLM's own settings cannot work on vMem."""
+    for reason in _reasons(vllm_config):
+        raise Refused(f"VMEM_VLLM=1: {reason} (or unset VMEM_VLLM)")
 
 
 def _copy_to_ray(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -47,8 +99,8 @@ def platform() -> str | None:
     another platform, the process ends here with one line.
     """
     with contextlib.suppress(ValueError):
-        if not settings.read().on:
-            warn_if_forgotten(settings.SWITCH, "vLLM")
+        if not settings().on:
+            warn_if_forgotten(SWITCH, "vLLM")
             return None
     other = _other()
     if other is not None:

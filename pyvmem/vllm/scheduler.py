@@ -21,12 +21,10 @@ from typing import Any
 
 from pyvmem.engine import control, pool_policy, pools
 from pyvmem.engine.refuse import Refused
-from pyvmem.vllm import check, layout, settings
-from pyvmem.vllm.copies import Copies
+from pyvmem.vllm import check, layout, plugin
 from pyvmem.vllm.keeper import Keeper
-from pyvmem.vllm.orders import AHEAD, StepOrders
-from pyvmem.vllm.pace import Pace
-from pyvmem.vllm.waiting import Lookup, Wants, paused, stopped, waiting
+from pyvmem.vllm.orders import AHEAD, Copies, StepOrders
+from pyvmem.vllm.waiting import Lookup, Pace, Wants, paused, stopped, waiting
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -131,7 +129,7 @@ class SchedulerMemory:
 
     def __init__(self, scheduler: Any, engine: str) -> None:
         vllm_config, config = scheduler.vllm_config, scheduler.kv_cache_config
-        parallel, chosen = vllm_config.parallel_config, settings.read()
+        parallel, chosen = vllm_config.parallel_config, plugin.settings()
         check.behaviour()
         self.lock = threading.RLock()
         self._scheduler = scheduler

@@ -29,9 +29,8 @@ from pyvmem.engine.turns import State
 from pyvmem.engine.weights import Weights
 from pyvmem.errors import OutOfMemory
 from pyvmem.tensor import VirtualTensor
-from pyvmem.vllm import layout, settings
-from pyvmem.vllm.copies import copied_blocks, submit_stores
-from pyvmem.vllm.orders import StepOrders
+from pyvmem.vllm import layout, plugin
+from pyvmem.vllm.orders import StepOrders, named_blocks, submit_stores
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -72,7 +71,7 @@ class WorkerMemory(BlockMemory):
     """
 
     def __init__(self, page: Page, rank: int) -> None:
-        super().__init__(page, rank, settings.read())
+        super().__init__(page, rank, plugin.settings())
         if page[control.ATTACHED + rank]:  # the name of an engine comes with its configuration
             raise Refused("VMEM_VLLM=1: an engine with this VllmConfig runs already, and one control page "
                                  "cannot serve both; make a VllmConfig for each (or unset VMEM_VLLM)")  # fmt: skip
@@ -136,7 +135,7 @@ class WorkerMemory(BlockMemory):
             raise Refused("VMEM_VLLM=1: vLLM allocated its KV cache in two parts, which this release of vMem "
                                  "does not know (or unset VMEM_VLLM)")  # fmt: skip
         context = self.context(device)
-        page = settings.read().page_size or page_size(self._ranges, context.page_sizes)
+        page = plugin.settings().page_size or page_size(self._ranges, context.page_sizes)
         self._tensor = VirtualTensor((size,), torch.int8, device, page_size=page, zero=True, context=context)
         return self._tensor.tensor
 
@@ -465,19 +464,3 @@ class WorkerMemory(BlockMemory):
             self.weights.close()
         self._leave_pool()
         self._page[control.ATTACHED + self._rank] = 0
-
-
-def named_blocks(output: Any) -> list[int]:
-    """Every block that a step writes or newly reads. `output` is vLLM's SchedulerOutput."""
-    found: list[int] = []
-    for request in output.scheduled_new_reqs:
-        for ids in request.block_ids:
-            found += ids
-    for groups in filter(None, output.scheduled_cached_reqs.new_block_ids):  # None: no new blocks
-        for ids in groups:
-            found += ids
-    found += copied_blocks(output)
-    found += output.new_block_ids_to_zero or ()
-    for copy in output.kv_cache_block_copies or ():
-        found += [copy.src_block_id, copy.dst_block_id]
-    return found

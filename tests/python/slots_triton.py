@@ -10,7 +10,7 @@ import triton.runtime.interpreter as interpreter
 from attention_triton import fault
 
 from pyvmem.vllm.slots import decode as slot_decode
-from pyvmem.vllm.slots.decode import Work, decode
+from pyvmem.vllm.slots.kernels import Work, decode
 
 TOKENS = 16
 LENGTHS = ((100, 1, 33, 300, 64), (500,), (5, 5), (0, 100, 0, 33, 0), (77,) * 9)

@@ -46,9 +46,9 @@ def test_a_file_gives_commands_and_variables():
     assert command[:3] == ["vllm", "serve", "/models/llama"] and command[-2:] == ["--max-model-len", "8192"]
     env = pool.environment(chat)
     assert env["VMEM_VLLM_MIN"] == str(4 << 30) and env["VMEM_VLLM_IDLE"] == "60"
-    from pyvmem.vllm import settings
+    from pyvmem.vllm import plugin
 
-    made = settings.read(env)  # every variable is one that vMem knows
+    made = plugin.settings(env)  # every variable is one that vMem knows
     assert (made.pool, made.weights, made.sleep, made.idle, made.priority) == ("gpu0", True, "keep", 60, 1)
 
 

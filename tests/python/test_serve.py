@@ -12,7 +12,7 @@ import pytest
 
 from pyvmem.engine import control, serve
 from pyvmem.engine.turns import State
-from pyvmem.vllm import settings
+from pyvmem.vllm import plugin
 
 SLICE = 0.1
 
@@ -21,7 +21,7 @@ class Engine(serve.Serve):
     """`Serve` with an engine that sleeps and wakes at once, or lacks memory."""
 
     def __init__(self, app, queue="60"):  # seconds, which end only a test that hangs
-        self._chosen = settings.read(dict(
+        self._chosen = plugin.settings(dict(
             VMEM_VLLM="1", VMEM_VLLM_POOL="p", VMEM_VLLM_POOL_SIZE="1G", VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep",
             VMEM_VLLM_SLICE=str(SLICE), VMEM_VLLM_QUEUE=queue))  # fmt: skip
         super().__init__(app)

@@ -18,7 +18,7 @@ from pyvmem.engine import geometry as pages
 from pyvmem.engine import settings as engine_settings
 from pyvmem.engine.memory import context_on
 from pyvmem.engine.refuse import Refused
-from pyvmem.vllm import doors, http, layout, open_pool, plugin, settings
+from pyvmem.vllm import doors, http, layout, open_pool, plugin
 
 PAGE = 64 << 10
 
@@ -33,13 +33,13 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_settings_are_off_unless_asked_for():
-    assert settings.read({}) == settings.read({})
-    assert settings.read({"VMEM_VLLM": "0", "VMEM_VLLM_LIMIT": "much"}) == settings.read({})
+    assert plugin.settings({}) == plugin.settings({})
+    assert plugin.settings({"VMEM_VLLM": "0", "VMEM_VLLM_LIMIT": "much"}) == plugin.settings({})
 
 
 def test_sizes():
     def read(text):
-        return settings.read({"VMEM_VLLM": "1", "VMEM_VLLM_LIMIT": text}).limit
+        return plugin.settings({"VMEM_VLLM": "1", "VMEM_VLLM_LIMIT": text}).limit
 
     assert [read(t) for t in ("4096", "16G", "1.5M", "2 GiB", "3kb")] == [4096, 16 << 30, 3 << 19, 2 << 30, 3072]
 
@@ -63,7 +63,7 @@ def test_sizes():
 )
 def test_wrong_settings_name_the_variable(name, text, must):
     with pytest.raises(ValueError, match=f"^{name}=.* must be {must}$"):
-        settings.read({"VMEM_VLLM": "1", name: text})
+        plugin.settings({"VMEM_VLLM": "1", name: text})
 
 
 @pytest.mark.parametrize("given, told", [
@@ -81,15 +81,15 @@ def test_wrong_settings_name_the_variable(name, text, must):
 ])  # fmt: skip
 def test_settings_that_contradict_each_other(given, told):
     with pytest.raises(ValueError, match=told):
-        settings.read(dict(given, VMEM_VLLM="1"))
+        plugin.settings(dict(given, VMEM_VLLM="1"))
     fits = dict(VMEM_VLLM_LIMIT="2G", VMEM_VLLM_MAX="2G", VMEM_VLLM_POOL="a", VMEM_VLLM_POOL_SIZE="2G")
-    settings.read(dict(given, VMEM_VLLM="1", **fits))
+    plugin.settings(dict(given, VMEM_VLLM="1", **fits))
 
 
 def test_a_name_that_is_no_setting_is_not_ignored():
     with pytest.raises(ValueError, match="^VMEM_VLLM_LIMITS is not a setting of vMem's: .* VMEM_VLLM_LIMIT,"):
-        settings.read({"VMEM_VLLM": "1", "VMEM_VLLM_LIMITS": "16G"})
-    settings.read({"VMEM_VLLM": "0", "VMEM_VLLM_LIMITS": "16G"})
+        plugin.settings({"VMEM_VLLM": "1", "VMEM_VLLM_LIMITS": "16G"})
+    plugin.settings({"VMEM_VLLM": "0", "VMEM_VLLM_LIMITS": "16G"})
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_a_name_that_is_no_setting_is_not_ignored():
 )
 def test_a_name_that_is_nearly_a_setting_is_not_ignored(name, meant):
     with pytest.raises(ValueError, match=f"^{name} is not a setting of vMem's: {meant} may be meant$"):
-        settings.read({"VMEM_VLLM": "1", name: "16G"})
+        plugin.settings({"VMEM_VLLM": "1", name: "16G"})
     others = ("VMEM_BACKEND", "VMEM_TRACE", "VMEM_DEBUG", "VMEM_CHECK", "VMEM_SGLANG", "VMEM_SGLANG_POOL_SIZE")
-    assert settings.read(dict.fromkeys(others, "1") | {"VMEM_VLLM": "1"}).on
+    assert plugin.settings(dict.fromkeys(others, "1") | {"VMEM_VLLM": "1"}).on
 
 
 # ---- the plugin -----------------------------------------------------------------------------------------------------
@@ -282,9 +282,9 @@ EXTERNAL = dict(parallel_config__distributed_executor_backend="external_launcher
 )
 def test_refusals_say_what_to_do(changes, says):
     for fine in ({}, EXTERNAL, dict(parallel_config__tensor_parallel_size=2)):
-        settings.check(config(**fine))
+        plugin.check_config(config(**fine))
     with pytest.raises(Refused, match=f"^VMEM_VLLM=1: .*{says}.*unset VMEM_VLLM.$"):
-        settings.check(config(**changes))
+        plugin.check_config(config(**changes))
 
 
 # ---- the control page -----------------------------------------------------------------------------------------------
@@ -730,11 +730,11 @@ def test_a_backend_of_the_gpu_is_refused_where_vllm_runs_on_the_cpu(monkeypatch)
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("VMEM_BACKEND", "stock")
     with pytest.raises(Refused, match="^VMEM_BACKEND=stock: the engine runs on the CPU here.* unset it$"):
-        context_on(torch.device("cpu"), settings.read())
+        context_on(torch.device("cpu"), plugin.settings())
     monkeypatch.setenv("VMEM_BACKEND", "host")
-    context_on(torch.device("cpu"), settings.read()).close()
+    context_on(torch.device("cpu"), plugin.settings()).close()
     with pytest.raises(Refused, match="^VMEM_BACKEND=host has memory of the CPU only"):
-        context_on(torch.device("cuda"), settings.read())
+        context_on(torch.device("cuda"), plugin.settings())
 
 
 def test_a_page_size_that_the_backend_does_not_have_is_refused(monkeypatch):
@@ -742,9 +742,9 @@ def test_a_page_size_that_the_backend_does_not_have_is_refused(monkeypatch):
     monkeypatch.setenv("VMEM_VLLM", "1")
     monkeypatch.setenv("VMEM_VLLM_PAGE_SIZE", "512K")
     with pytest.raises(Refused, match="VMEM_VLLM_PAGE_SIZE=524288: pages of backend host have 65536, "):
-        context_on(torch.device("cpu"), settings.read())
+        context_on(torch.device("cpu"), plugin.settings())
     monkeypatch.setenv("VMEM_VLLM_PAGE_SIZE", "256K")
-    context_on(torch.device("cpu"), settings.read()).close()
+    context_on(torch.device("cpu"), plugin.settings()).close()
 
 
 def test_tensors_in_host_memory_are_left_out():
@@ -889,7 +889,7 @@ def test_a_server_that_is_not_on_vmem_says_so(folder):
 
 def test_the_name_of_a_pool():
     def read(text):
-        return settings.read({"VMEM_VLLM": "1", "VMEM_VLLM_POOL": text, "VMEM_VLLM_POOL_SIZE": "2G"})
+        return plugin.settings({"VMEM_VLLM": "1", "VMEM_VLLM_POOL": text, "VMEM_VLLM_POOL_SIZE": "2G"})
 
     assert (read("gpu-0").pool, read("gpu-0").pool_size) == ("gpu-0", 2 << 30)
     for wrong in ("../x", ".x", "a b", "x" * 61):

@@ -1,9 +1,9 @@
-"""How long a device still computes: `pyvmem.vllm.pace`, which needs no vLLM.
+"""How long a device still computes: `pyvmem.vllm.waiting.Pace`, which needs no vLLM.
 
 SPDX-License-Identifier: MIT
 """
 
-from pyvmem.vllm.pace import Pace
+from pyvmem.vllm.waiting import Pace
 
 
 def test_nothing_is_known_at_first_and_nothing_is_left_while_no_step_is_in_flight():

@@ -11,9 +11,9 @@ class Neighbour:
         import pyvmem
         import torch
         from pyvmem.blocks import BlockRange, Blocks
-        from pyvmem.vllm import open_pool, settings
+        from pyvmem.vllm import open_pool, plugin
 
-        size = settings.read().pool_size
+        size = plugin.settings().pool_size
         self.context = pyvmem.Context("host")
         self.pool = open_pool(self.context)
         page = 64 << 10

@@ -18,8 +18,7 @@ from pyvmem.kv.pool import KVPool
 from pyvmem.engine import budget, control
 from pyvmem.engine.refuse import Refused
 from pyvmem.vllm import keeper, scheduler
-from pyvmem.vllm.pace import Pace
-from pyvmem.vllm.waiting import Lookup, waiting
+from pyvmem.vllm.waiting import Lookup, Pace, waiting
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Attention by slots, vLLM's attention backend CUSTOM.
 
-Decode steps of many requests run `pyvmem.vllm.slots.decode`, which reads from a request's first row to its last without
+Decode steps of many requests run `kernels.decode`, which reads from a request's first row to its last without
 a block table. One kernel a layer also stores the new rows, for which vLLM has a kernel of its own, and joins the parts
 of its result. Prompts and mixed steps use FlashAttention over the constant table, as with vLLM's own backend.
 
@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from pyvmem.vllm.slots import memory
-from pyvmem.vllm.slots.decode import LEAST, Work, decode
+from pyvmem.vllm.slots.kernels import LEAST, Work, decode
 
 
 def window_of(impl: Any) -> int:

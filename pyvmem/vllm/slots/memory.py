@@ -26,7 +26,7 @@ from pyvmem.engine import control, geometry
 from pyvmem.engine.control import Page
 from pyvmem.engine.memory import context_on
 from pyvmem.engine.refuse import Refused
-from pyvmem.vllm import settings
+from pyvmem.vllm import plugin
 from pyvmem.vllm.orders import AHEAD, StepOrders
 from pyvmem.vllm.slots.requests import Fences, Requests
 from pyvmem.vllm.worker import POLL, WorkerMemory
@@ -101,7 +101,7 @@ def unfit(config: Any, vllm_config: Any) -> str:
         return f"the layers' caches are of kind {kind}"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism has several steps in flight"
-    if settings.read().pool:
+    if plugin.settings().pool:
         return "VMEM_VLLM_POOL lends blocks"
     if vllm_config.kv_transfer_config is not None:
         return "a KV connector copies blocks"
@@ -116,7 +116,7 @@ def choose(config: Any, worker: Any, place: Callable[[], tuple[Page, int]]) -> t
     """The KV memory of a worker in slots, and the configuration for its model runner; None for mode "blocks"."""
     global active
     active = False
-    if settings.read().layout != "slots" or not config.kv_cache_tensors:
+    if plugin.settings().layout != "slots" or not config.kv_cache_tensors:
         return None
     made = None
     why: Any = unfit(config, worker.vllm_config)
@@ -148,10 +148,10 @@ class SlotsMemory(WorkerMemory):
     def prepare(self, config: Any, vllm_config: Any, device: torch.device) -> Any:
         """Reserve the slots. Returns the configuration for vLLM's model runner, or a reason against slots."""
         self._device = device
-        context = context_on(device, settings.read())
+        context = context_on(device, plugin.settings())
         self._block = block = config.kv_cache_tensors[0].block_stride
         tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
-        largest = settings.read().page_size or geometry.PAGE
+        largest = plugin.settings().page_size or geometry.PAGE
         fitting = [size for size in context.page_sizes if block % size == 0 and size <= largest]
         if not fitting:
             context.close()
