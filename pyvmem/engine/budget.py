@@ -1,8 +1,8 @@
 """How many blocks of an engine may have memory: by its limits, by what its requests use, and by what others ask for.
 
-An engine has a table of numbered blocks and a list of the free ones. A block *circulates* if the engine may use it: it
-is in use or in the free list, and its pages are backed. All others are *out*, and have no memory. `BlockBudget` counts.
-Its subclass moves blocks into the engine's free list and out of it, before each step and between steps.
+An engine has a table of numbered blocks and a list of the free ones. A block is *backed* if the engine may use it: it
+is in use or in the free list, and has pages. All others are *unbacked*, and have no memory. `BlockBudget` counts. Its
+subclass moves blocks into the engine's free list and out of it, before each step and between steps.
 
 SPDX-License-Identifier: MIT
 """
@@ -31,7 +31,7 @@ class BlockBudget:
         Bytes of a block in one worker, all layers, until workers tell their own. Of these, the largest counts: a
         stage of a pipeline may have more layers than another.
     least : int
-        Blocks that one request of the greatest length needs. As many always circulate.
+        Blocks that one request of the greatest length needs. As many are always backed.
     low : int
         Blocks that one step may take. Twice as many are kept ready, or a part of those that are allowed
         (`pool_policy.SPARE`) if that is less.
@@ -43,9 +43,8 @@ class BlockBudget:
         self.page, self.total, self.block_bytes, self.ranks = page, total, block_bytes, ranks
         self.least, self.low = min(least, total), low
         self._allowed = total  # as of the last step
-        self._out = PagePacking(total, block_bytes, 0)
+        self.unbacked = PagePacking(total, block_bytes, 0)
         self._span = 0  # as the worker says that has the largest blocks
-        self._n_coming = 0
         self._measured = 0.0
         self.lent = False
         self.behind = False  # another engine of the pool gets memory first
@@ -71,54 +70,54 @@ class BlockBudget:
 
     def _moving(self) -> bool:
         """Whether blocks are on their way in or out, as far as the boards do not say."""
-        return self._n_coming > 0
+        return self.coming > 0
 
     # ---- what there is ---------------------------------------------------------------------------------------
 
     @property
     def held(self) -> int:
         """Blocks that the engine cannot hand out."""
-        return self._out.count + self._n_coming
+        return self.unbacked.count + self.coming
 
     @property
-    def circulating(self) -> int:
-        """Blocks in use or in the free queue."""
+    def num_backed(self) -> int:
+        """Blocks in use or in the free list."""
         return self.total - self.held
 
     @property
     def used(self) -> int:
         """Blocks in use."""
-        return self.circulating - self.num_free()
+        return self.num_backed - self.num_free()
 
     @property
     def coming(self) -> int:
         """Blocks that workers are backing."""
-        return self._n_coming
+        raise NotImplementedError
 
     @property
     def most(self) -> int:
-        """Blocks that may circulate, whatever other engines have."""
+        """Blocks that may be backed, whatever other engines have."""
         most: int = min(max(self._most_bytes() // self.block_bytes, self.least), self.total)
         return most
 
     def allowed(self) -> int:
-        """Blocks that may circulate now."""
+        """Blocks that may be backed now."""
         if self.lent:
             return 0
         most = min(self.most, self._left_bytes() // self.block_bytes)
         if self.behind:
-            most = min(most, self.circulating + self._n_coming)
+            most = min(most, self.num_backed + self.coming)
         return most
 
     def _limit(self) -> int:
         """The smaller of limit and maximum, in whole pages."""
         cells = self.page.cells
         limit, most = cells[control.LIMIT], cells[control.MAX]
-        return self._out.whole(min(limit, most) if most else limit)
+        return self.unbacked.whole(min(limit, most) if most else limit)
 
     def _most_bytes(self) -> int:
         """The most that blocks may take, in whole pages in which they begin."""
-        return self._out.whole(self._limit() - self._out.limit_correction)
+        return self.unbacked.whole(self._limit() - self.unbacked.limit_correction)
 
     def _left_bytes(self) -> int:
         """What others of the pool that ask leave to blocks, in whole pages. They asked for what was offered then."""
@@ -127,7 +126,7 @@ class BlockBudget:
             for rank in range(self.ranks):
                 if shrink_to := page.told(rank, control.SHRINK_TO):
                     most = min(most, self._in_largest(rank, shrink_to - page.cells[control.NULL + rank]))
-        return max(self._out.whole(most - self._out.page_overhead), self._keeps * self.block_bytes)
+        return max(self.unbacked.whole(most - self.unbacked.page_overhead), self._keeps * self.block_bytes)
 
     def _in_largest(self, rank: int, size: int) -> int:
         """What blocks of a worker with so many bytes take in the worker that has the largest blocks."""
@@ -135,39 +134,39 @@ class BlockBudget:
 
     def _pages_beyond(self) -> int:
         """Pages that must go because of a limit: if blocks are scattered, their pages may be too many, not they."""
-        out = self._out
+        out = self.unbacked
         if not out.shared:
             return 0
         most, left = self._most_bytes() // out.span, self._left_bytes() // out.span
-        if self.circulating <= self.least and out.pages > min(most, left):
+        if self.num_backed <= self.least and out.pages > min(most, left):
             # Instead of free blocks that leave, others come which share pages.
             most = max(most, out.fewest_pages(self.least, self.free_ids()))
-        asked = min(out.pages - left, self.circulating - self._keeps)  # a block frees one page at most
+        asked = min(out.pages - left, self.num_backed - self._keeps)  # a block frees one page at most
         return max(out.pages - most, asked, 0)
 
     def fit(self) -> None:
         """See what pages hold beyond the blocks that begin in them, which may reach into others."""
         most = self._limit()
-        self._out.forget(most)
+        self.unbacked.forget(most)
         limited = most < self.total * self.block_bytes or self.page.cells[control.POOL]
         if not limited or time.monotonic() < self._measured + FIT:
             return
         words, ranks = self.page.words, self.ranks
         boards = self.page.boards(ranks)
-        if self._moving() or self.circulating > self.allowed() or boards[:, control.LEAVING].any():
+        if self._moving() or self.num_backed > self.allowed() or boards[:, control.LEAVING].any():
             return  # blocks are on their way
         self._measured = time.monotonic()
         held = int((boards[:, control.HELD] - words[control.NULL : control.NULL + ranks]).max())
-        self._out.measure(held, most)
+        self.unbacked.measure(held, most)
 
     def reachable(self) -> int:
-        """Blocks that may circulate now; in a pool, as far as nobody's requests use its memory.
+        """Blocks that may be backed now; in a pool, as far as nobody's requests use its memory.
 
         Leases and caches that are members of the pool may offer more.
         """
         allowed = self.allowed()
         if self.page.cells[control.POOL]:
-            allowed = min(allowed, self.circulating + self._room() + self.offers // self.block_bytes)
+            allowed = min(allowed, self.num_backed + self._room() + self.offers // self.block_bytes)
         return allowed
 
     def usage(self) -> float:
@@ -181,7 +180,7 @@ class BlockBudget:
 
     def _room(self) -> int:
         """Blocks for which the pool has memory that nobody uses: those of pages that are there need none."""
-        return self._out.blocks_in(self._room_bytes())
+        return self.unbacked.blocks_in(self._room_bytes())
 
     def _room_bytes(self) -> int:
         """Bytes of the pool that nobody uses, as far as workers see the page."""
@@ -194,12 +193,12 @@ class BlockBudget:
 
     def soon_there(self, need: int) -> bool:
         """Whether blocks that are not spare come without that other engines give any up."""
-        return not self.page.cells[control.POOL] or self._room() >= max(need - self.spare, self._n_coming)
+        return not self.page.cells[control.POOL] or self._room() >= max(need - self.spare, self.coming)
 
     def asked(self) -> bool:
-        """Whether other engines of the pool ask for blocks that circulate here, or for their pages."""
-        out = self._out
-        return self._left_bytes() < max(self.circulating * self.block_bytes, out.pages * out.span)
+        """Whether other engines of the pool ask for blocks that are backed here, or for their pages."""
+        out = self.unbacked
+        return self._left_bytes() < max(self.num_backed * self.block_bytes, out.pages * out.span)
 
     def _learn_pages(self) -> None:
         """Workers know which blocks share pages when they have their memory."""
@@ -209,20 +208,20 @@ class BlockBudget:
         if block and (span, block) != (self._span, self.block_bytes):
             self._span, self.block_bytes = span, block
             self.page[control.BLOCK_BYTES] = block
-            out = set(self._out)
-            self._out = PagePacking(self.total, block, span)
-            self._out.take(self.total, self.total)
-            self._out.put(out)
+            out = set(self.unbacked)
+            self.unbacked = PagePacking(self.total, block, span)
+            self.unbacked.take(self.total, self.total)
+            self.unbacked.put(out)
 
-    def _take_out(self, n: int) -> list[int]:
-        """Take up to `n` blocks that are out, whose pages fit the limits. The caller has them backed."""
-        out, pages = self._out, self.total
+    def _take_unbacked(self, n: int) -> list[int]:
+        """Take up to `n` unbacked blocks, whose pages fit the limits. The caller has them backed."""
+        out, pages = self.unbacked, self.total
         if out.shared:
             pages = min(self._most_bytes(), self._left_bytes()) // out.span - out.pages
-            short = self.least - self.circulating - self._n_coming
+            short = self.least - self.num_backed - self.coming
             n, pages = min(n, short) if pages < 0 else n, max(pages, short)
             if self.page.cells[control.POOL]:
-                coming = -(-self._n_coming // out.together)
+                coming = -(-self.coming // out.together)
                 pages = min(pages, max(self._room_bytes() // out.span - coming, 0))
         return out.take(n, pages)
 
@@ -232,13 +231,13 @@ class BlockBudget:
         wanted : blocks that requests lack. yields: whether requests give way to another engine's. keeps: free blocks
         that requests take next, which are not for others.
         """
-        page, free, spare, circulating = self.page.cells, self.num_free(), self.spare, self.circulating
-        page[control.ALLOWED], page[control.OUT] = self.reachable(), self._out.count
-        page[control.COMING], page[control.SPARE], page[control.CACHED] = self._n_coming, spare, free - spare
-        page[control.USED], page[control.WANTED] = circulating - free, wanted
-        page[control.LENT] = self.lent and not circulating
+        page, free, spare, backed = self.page.cells, self.num_free(), self.spare, self.num_backed
+        page[control.ALLOWED], page[control.OUT] = self.reachable(), self.unbacked.count
+        page[control.COMING], page[control.SPARE], page[control.CACHED] = self.coming, spare, free - spare
+        page[control.USED], page[control.WANTED] = backed - free, wanted
+        page[control.LENT] = self.lent and not backed
         minimum = 0 if self.page.asleep else -(-page[control.MIN] // self.block_bytes)
         # Without `yields`, others get what no request uses; with it, the engine preempts requests for them.
-        offered = circulating if yields else free - keeps
-        page[control.OFFERED] = offered = max(min(offered, circulating - minimum), 0)
-        self._keeps = circulating - offered
+        offered = backed if yields else free - keeps
+        page[control.OFFERED] = offered = max(min(offered, backed - minimum), 0)
+        self._keeps = backed - offered

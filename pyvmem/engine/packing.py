@@ -31,7 +31,7 @@ class PagePacking:
     Attributes
     ----------
     pages : int
-        Pages of which some block circulates. That of block 0, which is always there, does not count.
+        Pages of which some block is backed. That of block 0, which is always there, does not count.
     count : int
         Blocks that are out.
     at_hand : int

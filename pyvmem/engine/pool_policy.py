@@ -137,5 +137,5 @@ class PoolPeers:
 
 
 def _bytes(page: control.Page) -> int:
-    """Bytes of the blocks that circulate in an engine."""
+    """Bytes of the blocks of an engine that are backed."""
     return (page[control.USED] + page[control.CACHED] + page[control.SPARE]) * page[control.BLOCK_BYTES]

@@ -108,7 +108,7 @@ class Keeper(BlockBudget):
         step = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         least = self._pages(scheduler.max_req_len) + 2
         super().__init__(page, memory.number - 1, memory.block_bytes, least, self._pages(step) + SOME, ranks.size)
-        self._out = PagePacking(self.total, self.block_bytes, memory.span)
+        self.unbacked = PagePacking(self.total, self.block_bytes, memory.span)
         self._take_all()
 
     def start(self) -> None:
@@ -141,6 +141,11 @@ class Keeper(BlockBudget):
         return found
 
     @property
+    def coming(self) -> int:
+        """Pages that are being backed."""
+        return sum(len(ids) for _, ids in self._coming)
+
+    @property
     def held(self) -> int:
         """Pages that SGLang cannot hand out."""
         return super().held + self._num_leaving
@@ -166,7 +171,7 @@ class Keeper(BlockBudget):
         there = itertools.takewhile(lambda leaving: leaving[1].query(), self._leaving)
         view, self.view = self.view, None
         self.fit()
-        pool, out = self.page.cells[control.POOL], self._out
+        pool, out = self.page.cells[control.POOL], self.unbacked
         seen = View(self._limit(), *(self._left_bytes(), self._room_bytes(), self._keeps) if pool else View()[1:4],
                     out.page_overhead, out.limit_correction, self.behind, self._waits())  # fmt: skip
         self.view = view
@@ -176,11 +181,10 @@ class Keeper(BlockBudget):
         """Take for given what rank 0 has seen."""
         if self._ranks.size > 1:
             self.view = view = news.view
-            self._out.page_overhead, self._out.limit_correction = view.overhead, view.correction
+            self.unbacked.page_overhead, self.unbacked.limit_correction = view.overhead, view.correction
             self._keeps, self.behind = view.keeps, view.behind
         for told in news.answers:
             _, ids = self._coming.popleft()
-            self._n_coming -= len(ids)
             if told:
                 self.memory.blocks.unback(ids)
                 self._refused(ids)
@@ -248,9 +252,9 @@ class Keeper(BlockBudget):
         """Tokens for which memory may still be backed."""
         if self._waits():
             return 0
-        more = self.allowed() - self.circulating - self._n_coming
+        more = self.allowed() - self.num_backed - self.coming
         if self.page.cells[control.POOL]:
-            more = min(more, self._room() - self._n_coming)
+            more = min(more, self._room() - self.coming)
         return max(more, 0) * self.tokens
 
     # ---- pages in and out ------------------------------------------------------------------------------------
@@ -266,10 +270,10 @@ class Keeper(BlockBudget):
         free.merge_and_sort_free()
         self._coming.clear()
         self._leaving.clear()
-        self._n_coming = self._num_leaving = 0
+        self._num_leaving = 0
         self.memory.blocks.unback(range(1, self.total + 1), after=self._fence())
         free.free_pages = free.free_pages[:0]
-        self._out.put(set(range(1, self.total + 1)).difference(self._out))
+        self.unbacked.put(set(range(1, self.total + 1)).difference(self.unbacked))
 
     def _give(self, ids: list[int]) -> None:
         free = self._allocator
@@ -295,7 +299,7 @@ class Keeper(BlockBudget):
 
     def _refused(self, ids: list[int]) -> None:
         """There was no memory for these pages."""
-        self._out.put(ids)
+        self.unbacked.put(ids)
         self.page[control.REFUSED] += 1
         self._retry = time.monotonic() + RETRY
         self.view = self.view and self.view._replace(waits=True)
@@ -304,12 +308,12 @@ class Keeper(BlockBudget):
         """Have up to `n` pages backed. over: whatever the limit is. Returns whether all are there, or on their way."""
         wanted = n
         if over:
-            ids = self._out.take(n, self.total)
+            ids = self.unbacked.take(n, self.total)
         else:
-            n = min(n, self.allowed() - self.circulating - self._n_coming)
+            n = min(n, self.allowed() - self.num_backed - self.coming)
             if self.page.cells[control.POOL]:  # others give memory to who asks, not to orders
-                n = min(n, self._room() - self._n_coming)
-            ids = self._take_out(n) if n > 0 and not self._waits() else []
+                n = min(n, self._room() - self.coming)
+            ids = self._take_unbacked(n) if n > 0 and not self._waits() else []
         if not ids:
             return wanted <= 0
         if wait:
@@ -321,7 +325,6 @@ class Keeper(BlockBudget):
             for at in range(0, len(ids), part):
                 some = ids[at : at + part]
                 self._coming.append((self.memory.blocks.order(some), some))
-                self._n_coming += len(some)
         return len(ids) >= wanted
 
     def _await_orders(self) -> None:
@@ -342,7 +345,7 @@ class Keeper(BlockBudget):
         n = min(n, len(free.free_pages))
         if n <= 0:
             return
-        if self._out.shared:  # the highest numbers leave, so that what stays shares few pages
+        if self.unbacked.shared:  # the highest numbers leave, so that what stays shares few pages
             free.free_pages = torch.sort(free.free_pages)[0]
         taken, free.free_pages = free.free_pages[-n:], free.free_pages[:-n]
         fence = self._fence()
@@ -363,7 +366,7 @@ class Keeper(BlockBudget):
 
     def _left(self, ids: list[int], fence: int) -> None:
         self.memory.blocks.unback(ids, after=fence)
-        self._out.put(ids)
+        self.unbacked.put(ids)
 
     # ---- SGLang's steps --------------------------------------------------------------------------------------
 
@@ -378,17 +381,17 @@ class Keeper(BlockBudget):
             short = need - self.num_free()
         if short > 0:
             self._grow(short, wait=True)
-        after = self.need(2) - self.num_free() - self._n_coming
+        after = self.need(2) - self.num_free() - self.coming
         if after > 0:  # for the step after this one, while it runs
             self._grow(after)
-        ready = self.ready() - self.spare - self._n_coming
+        ready = self.ready() - self.spare - self.coming
         if 4 * ready > self.ready():  # not a few in each step: a driver's calls disturb the device
             self._grow(ready)
 
     def _obey(self) -> bool:
         """Take out what is above the limit. Returns whether something is."""
         self._allowed = self.allowed()
-        beyond = self.circulating + self._n_coming - self._allowed
+        beyond = self.num_backed + self.coming - self._allowed
         if not self._leaving:
             beyond = max(beyond, self._pages_beyond())
         if beyond > 0:
@@ -425,7 +428,7 @@ class Keeper(BlockBudget):
     def lacking(self, requests: Sequence[Any]) -> int:
         """Pages that running requests lack, and the known tokens of these."""
         need = self._decodes() + self.promised + sum(map(self._rest_of, requests))
-        return max(min(need - self.num_free() - self._n_coming, self.most - self.circulating), 0)
+        return max(min(need - self.num_free() - self.coming, self.most - self.num_backed), 0)
 
 
 def shares(keepers: Sequence[Keeper], page: Page) -> None:

@@ -167,7 +167,7 @@ class SchedulerMemory:
                 keeper.before()
             else:
                 keeper.idle(self._seen.rests)
-        had, self._had = self._had, [k.circulating for k in self.keepers]
+        had, self._had = self._had, [k.num_backed for k in self.keepers]
         if any(now > before for now, before in zip(self._had, had)):
             scheduler.running_batch.batch_is_full = False  # SGLang looks again whether a request fits
         self.page.cells[control.STEP] += active
@@ -258,7 +258,7 @@ class SchedulerMemory:
         one = len(self.keepers) == 1
         for keeper in self.keepers:
             name = "swa_tokens_per_layer" if keeper.window else "full_tokens_per_layer"
-            tokens = keeper.circulating * keeper.tokens
+            tokens = keeper.num_backed * keeper.tokens
             # One part is frozen. It divides by the sum of one pool; of two pools, the leak check takes its sums.
             for part, least in ("invariant_checker", 0), ("pool_stats_observer", int(one)):
                 object.__setattr__(getattr(self._scheduler, part), "max_total_num_tokens" if one else name,
@@ -288,7 +288,7 @@ class SchedulerMemory:
             if wait and not (near.full or (near.behind and lacks)):
                 soon += keeper._rest_of(wait[0])
             wanted = min(keeper.lacking(list(scheduler.waiting_queue[:16])) if near.alone else lacks,
-                         max(keeper.allowed() - keeper.circulating, 0))  # fmt: skip
+                         max(keeper.allowed() - keeper.num_backed, 0))  # fmt: skip
         page[control.HEAD] = -head if near.passes else head
         page[control.GROWS], page[control.STARVED] = grow > 0, head > 0 and len(running) <= 1
         keeper.publish(wanted, near.yields, soon)

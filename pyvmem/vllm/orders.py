@@ -27,13 +27,13 @@ class StepOrders(NamedTuple):
     position : int
         What the ring held when the step was scheduled: to be carried out before it.
     gone : sequence of int
-        Blocks that no longer circulate.
+        Blocks that the scheduler gives up.
     ahead : sequence of lists of int
         Blocks to be backed in the background, one order after the other.
     order : int
         The number of the first of these orders.
     evicted : sequence of int
-        Blocks that circulate and whose contents vLLM has forgotten.
+        Backed blocks whose contents vLLM has forgotten.
     coming : sequence of (str, int, int)
         In slots, the requests that begin next: name, tokens, and how many of these are cached.
     """

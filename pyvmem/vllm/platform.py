@@ -1,4 +1,4 @@
-"""vLLM's own platform with three hooks: this is what makes vLLM use the classes of `doors`.
+"""vLLM's own platform with three hooks: this is what makes vLLM use the classes of `mixins`.
 
 vLLM resolves the platform in each of its processes, by the entry point group ``vllm.platform_plugins``. The base is
 what vLLM's own detection finds, so every question that vLLM asks its platform has vLLM's own answer.
@@ -18,14 +18,14 @@ from vllm.platforms import builtin_platform_plugins, interface
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from pyvmem.engine.refuse import Refused
-from pyvmem.vllm import check, doors, http, plugin
+from pyvmem.vllm import check, http, mixins, plugin
 
 logger = logging.getLogger("vllm.vmem")
 
 
 def _of_others(record: logging.LogRecord) -> bool:
     """Whether a line is not vLLM's warning of a scheduler class that may be slower: vMem's extends vLLM's own."""
-    return not (doors.__name__ in str(record.args) and "__vllm__" in str(record.args))
+    return not (mixins.__name__ in str(record.args) and "__vllm__" in str(record.args))
 
 
 logging.getLogger("vllm.config.scheduler").addFilter(_of_others)
@@ -53,9 +53,9 @@ def _diffusion(vllm_config: Any) -> str | None:
 
 
 def install(vllm_config: Any) -> None:
-    """Put the doors into a configuration, once. Raises `Refused`."""
+    """Put the mixins into a configuration, once. Raises `Refused`."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
-    if any(doors.engine_of(_qualname(chosen)) for chosen in (parallel.worker_cls, scheduler.scheduler_cls) if chosen):
+    if any(mixins.engine_of(_qualname(chosen)) for chosen in (parallel.worker_cls, scheduler.scheduler_cls) if chosen):
         return  # vLLM makes its configuration several times, for a draft model with another parallel_config
     if vllm_config.model_config is None or parallel.worker_cls == "auto":
         return  # a configuration without an engine
@@ -69,8 +69,8 @@ def install(vllm_config: Any) -> None:
     engine = uuid.uuid4().hex[:12]
     worker = _qualname(parallel.worker_cls)
     chosen = _diffusion(vllm_config) or _qualname(scheduler.get_scheduler_cls())
-    parallel.worker_cls = doors.name_of("Worker", engine, worker)
-    scheduler.scheduler_cls = doors.name_of("Scheduler", engine, chosen)
+    parallel.worker_cls = mixins.name_of("Worker", engine, worker)
+    scheduler.scheduler_cls = mixins.name_of("Scheduler", engine, chosen)
     http.register()
 
 

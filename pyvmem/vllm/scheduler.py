@@ -1,4 +1,4 @@
-"""The scheduler's side: a `Keeper` around each of vLLM's steps, and a thread for the time between them.
+"""The scheduler's side: a `VllmBudget` around each of vLLM's steps, and a thread for the time between them.
 
 SPDX-License-Identifier: MIT
 """
@@ -22,7 +22,7 @@ from typing import Any
 from pyvmem.engine import control, pool_policy, pools
 from pyvmem.engine.refuse import Refused
 from pyvmem.vllm import check, layout, plugin
-from pyvmem.vllm.keeper import Keeper
+from pyvmem.vllm.budget import VllmBudget
 from pyvmem.vllm.orders import AHEAD, Copies, StepOrders
 from pyvmem.vllm.waiting import Lookup, Pace, Wants, paused, stopped, waiting
 
@@ -118,7 +118,7 @@ def _end() -> None:
 
 
 class SchedulerMemory:
-    """The keeper of one scheduler's blocks, its control page and its thread.
+    """The budget of one scheduler's blocks, its control page and its thread.
 
     Parameters
     ----------
@@ -151,13 +151,13 @@ class SchedulerMemory:
         own, null = map(max, columns)  # of the worker that has the largest blocks, if they are there
         block = own or layout.bytes_of(config) // config.num_blocks
         self._copies = Copies(scheduler, ranks) if scheduler.connector is not None else None
-        self.keeper = Keeper(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
+        self.budget = VllmBudget(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
                              low_of(vllm_config, config), ranks, self._copies)  # fmt: skip
-        needs = self.keeper.least * block + null
+        needs = self.budget.least * block + null
         for name, size in (("LIMIT", chosen.limit), ("MAX", chosen.maximum or None)):
-            if size is not None and size < self.keeper.least * block:
+            if size is not None and size < self.budget.least * block:
                 logger.warning("VMEM_VLLM_%s=%d counts as %d bytes, which a request of the greatest length needs", name,
-                               size, self.keeper.least * block)  # fmt: skip
+                               size, self.budget.least * block)  # fmt: skip
         pool = chosen.pool_size or page[control.POOL_BYTES]  # that of the pool which the workers have found
         if chosen.pool and 0 < pool < needs:
             raise Refused(f"VMEM_VLLM_POOL={chosen.pool}: a request of the greatest length needs {needs} bytes "
@@ -172,9 +172,9 @@ class SchedulerMemory:
         # A step may be part of a prompt, but a state of Mamba is kept where a step ends.
         batch, aligned = vllm_config.scheduler_config, scheduler.need_mamba_block_aligned_split
         self._chunks = batch.enable_chunked_prefill and batch.max_num_batched_tokens > CHUNK and not aligned
-        self.keeper.follows = self._chunks
+        self.budget.adapts = self._chunks
         # In a pipeline, the device that comes first is free before a step ends.
-        self._pace = Pace(CHUNK if parallel.pipeline_parallel_size == 1 else sys.maxsize)
+        self.pace = Pace(CHUNK if parallel.pipeline_parallel_size == 1 else sys.maxsize)
         self._tokens = 0  # of a step, if the scheduler was told to schedule less in the last one
         self._whole = False  # whether vLLM was told to begin requests whose blocks are on their way
         self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_need` counts
@@ -185,10 +185,10 @@ class SchedulerMemory:
             0  # resets that were put off, and sleeps of the workers' when the scheduler last went on
         )
         self._stop, self._wake = False, threading.Event()
-        threading.Thread(target=self._tend, name="vmem-keeper", daemon=True).start()
+        threading.Thread(target=self._tend, name="vmem-scheduler", daemon=True).start()
         logger.info(
             "vMem: engine %s, %d blocks of %.1f KiB, %d of them always, %d ready for a step", engine,
-            self.keeper.total, block / 1024, self.keeper.least, self.keeper.low,
+            self.budget.total, block / 1024, self.budget.least, self.budget.low,
         )  # fmt: skip
 
     def before(self) -> None:
@@ -196,43 +196,43 @@ class SchedulerMemory:
         self._busy, self._tokens = time.monotonic(), 0
         self._obey()
         self._look_around()
-        keeper = self.keeper
-        if keeper.lent or self._short:
+        budget = self.budget
+        if budget.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
-        running, grows = self._scheduler.running, keeper.grows()
+        running, grows = self._scheduler.running, budget.grows()
         wait = waiting(self._scheduler) if grows or not running else []  # a long look, of no use otherwise
         need = whole = must = 0
         early = False
-        if grows and (wait or keeper.spare < (self._one_each if self._decodes else keeper.low)):
+        if grows and (wait or budget.spare < (self._one_each if self._decodes else budget.low)):
             must, whole = self._need(wait, self._scheduler.max_num_scheduled_tokens)
             need = must
-            early = self._chunks and keeper.comes(max(need, whole))
+            early = self._chunks and budget.can_grow(max(need, whole))
             if early:  # the step waits for blocks that are worth one, and the others come while it runs
                 must = min(self._need(wait, self._worthwhile())[0] + self._margin, need)
-            elif not running or whole <= keeper.low:
+            elif not running or whole <= budget.low:
                 need = must = max(need, whole)  # else the running ones go on meanwhile
-        if must > keeper.spare and not keeper.soon_there(must):
+        if must > budget.spare and not budget.soon_there(must):
             # Others have to give blocks up first: what is cached here serves meanwhile.
             must, early = self._for_running(), False
-        if must > keeper.spare:
-            self.page[control.WAITED] += int(1e6 * keeper.await_blocks(must, AWAIT))
-        if early and need > keeper.spare:  # as long as no step would begin earlier
-            spare = keeper.spare
-            waited = keeper.await_blocks(need, min(self._pace.left(time.monotonic()) - LAUNCH, AWAIT))
-            if waited * (need - keeper.spare) < LAUNCH * (keeper.spare - spare):  # so soon that one part less pays
-                keeper.await_blocks(need, LAUNCH)
+        if must > budget.spare:
+            self.page[control.WAITED] += int(1e6 * budget.await_blocks(must, AWAIT))
+        if early and need > budget.spare:  # as long as no step would begin earlier
+            spare = budget.spare
+            waited = budget.await_blocks(need, min(self.pace.left(time.monotonic()) - LAUNCH, AWAIT))
+            if waited * (need - budget.spare) < LAUNCH * (budget.spare - spare):  # so soon that one part less pays
+                budget.await_blocks(need, LAUNCH)
         ahead = self._mapped_ahead() if self._in_slots else 0
-        keeper.before(max(need, whole, ahead), must, not running and (need > keeper.spare or not wait))
+        budget.before(max(need, whole, ahead), must, not running and (need > budget.spare or not wait))
         if self._copies is not None:
             self._copies.begin()
         if self._in_slots:
-            keeper.evict_ahead(min(2 * keeper.low, max(keeper.ready(), ahead)))
-        if keeper.lacks(must) or (keeper.full and not running):  # where none runs, vLLM ignores the watermark
+            budget.evict_ahead(min(2 * budget.low, max(budget.ready(), ahead)))
+        if budget.must_wait(must) or (budget.full and not running):  # where none runs, vLLM ignores the watermark
             # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
             self._limit(0)
-        elif early and keeper.spare < max(need, whole) <= keeper.spare + keeper.ordered:
-            if need > keeper.spare:
-                self._limit(self._fitting(wait, max(keeper.spare - self._margin, 0)))
+        elif early and budget.spare < max(need, whole) <= budget.spare + budget.ordered:
+            if need > budget.spare:
+                self._limit(self._fitting(wait, max(budget.spare - self._margin, 0)))
             self._whole = self._scheduler.scheduler_reserve_full_isl
             self._scheduler.scheduler_reserve_full_isl = False
 
@@ -269,13 +269,13 @@ class SchedulerMemory:
         need = whole = 0
         for _, done, tokens, wants in self._next(wait):
             if wants is not None:
-                fits = min(wants.rest + self._beyond, self.keeper.least)
-                whole = max(whole, need + fits + self.keeper.watermark)
+                fits = min(wants.rest + self._beyond, self.budget.least)
+                whole = max(whole, need + fits + self.budget.watermark)
             need += self._blocks(done, min(tokens, left), wants)
             left -= tokens
             if left <= 0:
                 break
-        return min(need, self.keeper.low), whole
+        return min(need, self.budget.low), whole
 
     def _worthwhile(self) -> int:
         """Tokens that are worth a step: of each request that decodes; if none does, so many of prompts."""
@@ -317,12 +317,12 @@ class SchedulerMemory:
 
     def after(self, output: Any) -> None:
         """A step was scheduled: send the orders with it."""
-        keeper = self.keeper
+        budget = self.budget
         if self._copies is not None:
             self._copies.scheduled(output)
-        gone, ahead, order = keeper.take()
+        gone, ahead, order = budget.take_orders()
         if output.preempted_req_ids:
-            keeper.page[control.PREEMPTED] += len(output.preempted_req_ids)
+            budget.page[control.PREEMPTED] += len(output.preempted_req_ids)
         if output.scheduled_new_reqs:
             self._came = time.monotonic()
         steps = len(output.num_scheduled_tokens)
@@ -331,10 +331,10 @@ class SchedulerMemory:
         self._count_beyond(steps)
         position = self.page.cells[control.POSITION]
         coming = [(request.request_id, request.num_tokens, wants.computed) for request, wants in self._coming()]
-        output.vmem = StepOrders(keeper.step, position, gone, ahead, order, keeper.take_evicted(), coming)
+        output.vmem = StepOrders(budget.step, position, gone, ahead, order, budget.take_evicted(), coming)
         if steps:
-            self._pace.begin(keeper.step, output.total_num_scheduled_tokens, time.monotonic())
-        self._publish()
+            self.pace.begin(budget.step, output.total_num_scheduled_tokens, time.monotonic())
+        self.publish()
 
     def _mapped_ahead(self) -> int:
         """Blocks whose pages slots map ahead: for the next tokens of running requests, and for those that come."""
@@ -360,33 +360,33 @@ class SchedulerMemory:
         """
         if requests:
             self._beyond = 0
-        elif not (self._scheduler.running or self._tokens or self.keeper.full):
+        elif not (self._scheduler.running or self._tokens or self.budget.full):
             wait = waiting(self._scheduler)[:1]
             if wait and self._lacking(0, wait) == 0:
-                self._beyond = min(max(2 * self._beyond, 1), self.keeper.least)
+                self._beyond = min(max(2 * self._beyond, 1), self.budget.least)
 
     def answered(self, output: Any, answer: Any) -> None:
         """A step has ended. answer: vLLM's ModelRunnerOutput."""
         if self._copies is not None:
             self._copies.answered(answer)
         if output.num_scheduled_tokens:
-            self._pace.end(output.vmem.step, time.monotonic())
+            self.pace.end(output.vmem.step, time.monotonic())
         self.ended()
 
     def ended(self) -> None:
         """Requests may have ended. If none is there, no step may follow, and neighbours must not wait to learn it."""
         if not self._scheduler.running and not self._scheduler.has_unfinished_requests():
-            self._publish()
+            self.publish()
             self._wake.set()
 
     @property
     def _in_slots(self) -> bool:
         return bool(self.page.cells[control.ATTACHED] == control.IN_SLOTS)
 
-    def _publish(self) -> None:
-        keeper, page, near, running = self.keeper, self.page.cells, self._neighbours, self._scheduler.running
+    def publish(self) -> None:
+        budget, page, near, running = self.budget, self.page.cells, self._neighbours, self._scheduler.running
         wanted = ahead = head = soon = grow = 0
-        if page[control.POOL] and not keeper.lent and not stopped(self._scheduler):
+        if page[control.POOL] and not budget.lent and not stopped(self._scheduler):
             wait = waiting(self._scheduler)
             runs = self._one_each + self._prompts()
             grow = self._lacking(runs, [])
@@ -397,24 +397,24 @@ class SchedulerMemory:
             if wait and not (near.full or (near.behind and lacks)):
                 soon += self._begin(wait)
             expected = time.monotonic() < self._came + COMING
-            surplus = near.surplus // keeper.block_bytes if expected else 0
+            surplus = near.surplus // budget.block_bytes if expected else 0
             if surplus:
-                soon = max(soon, keeper.ready())  # who asks finds enough elsewhere
-            most = max(keeper.allowed() - keeper.circulating, 0)
+                soon = max(soon, budget.ready())  # who asks finds enough elsewhere
+            most = max(budget.allowed() - budget.num_backed, 0)
             wanted = min(self._lacking(runs, wait) if near.alone else lacks, most)
             ahead = max(min(self._ahead(surplus), most), 0) if surplus else 0
         page[control.HEAD], page[control.AHEAD] = -head if near.passes else head, ahead
         page[control.GROWS] = grow > 0
         page[control.STARVED] = head > 0 and len(running) <= 1
         self._short = not running and (head > 0 or near.full)
-        keeper.publish(wanted, near.yields, soon)
+        budget.publish(wanted, near.yields, soon)
 
     def _lacking(self, need: int, wait: list[Any]) -> int:
         """Blocks that are lacking for running requests, which want so many, and for the known rows of these."""
-        keeper = self.keeper
-        need += self._begun(wait) + (keeper.watermark + self._beyond if wait else 0)
-        need -= int(keeper.pool.get_num_free_blocks()) + keeper.coming
-        return max(min(need, keeper.most - keeper.circulating), 0)
+        budget = self.budget
+        need += self._begun(wait) + (budget.watermark + self._beyond if wait else 0)
+        need -= budget.num_free() + budget.coming
+        return max(min(need, budget.most - budget.num_backed), 0)
 
     def _begun(self, wait: list[Any]) -> int:
         """Free blocks that requests take if they begin. What is cached may be the same for all."""
@@ -428,7 +428,7 @@ class SchedulerMemory:
             left -= request.num_tokens - self._wants(request).computed
             if left <= 0:
                 break
-        return self.keeper.watermark + self._beyond + self._begun(wait[:n])
+        return self.budget.watermark + self._beyond + self._begun(wait[:n])
 
     def _prompts(self) -> int:
         """Blocks for the rest of the running requests' prompts."""
@@ -442,9 +442,9 @@ class SchedulerMemory:
 
         surplus : what others have beyond what they keep ready. So engines do not take that from each other.
         """
-        keeper = self.keeper
-        ready = keeper.ready()
-        lacks = ready - int(keeper.pool.get_num_free_blocks()) - keeper.coming
+        budget = self.budget
+        ready = budget.ready()
+        lacks = ready - budget.num_free() - budget.coming
         return min(lacks, surplus) if 4 * lacks > ready else 0
 
     def _look_around(self) -> None:
@@ -453,15 +453,15 @@ class SchedulerMemory:
             near = self._neighbours
             running = self._scheduler.running
             near.look(_came(running[-1]) if running else 0)
-            self.keeper.behind, self.keeper.full, self.keeper.offers = near.behind, near.full, near.offers
+            self.budget.behind, self.budget.full, self.budget.offers = near.behind, near.full, near.offers
 
     def _obey(self) -> None:
         """Lend everything, or stop to, as the owner says."""
-        lend, lent = self.page.cells[control.LEND], self.keeper.lent
+        lend, lent = self.page.cells[control.LEND], self.budget.lent
         if lend and not lent:
             self.lend()
         elif lent and not lend:
-            self.keeper.lent = False  # the next step orders memory
+            self.budget.lent = False  # the next step orders memory
 
     def defers_reset(self, scheduler: Any) -> bool:
         """Whether a reset of the prefix cache is put off until the scheduler goes on: it runs no request until then.
@@ -478,7 +478,7 @@ class SchedulerMemory:
         """Whether the scheduler goes on and a reset that was put off is due: all are but those of sleeps."""
         if paused(scheduler):
             return False
-        kept = min(self.page.cells[control.KEPT : control.KEPT + self.keeper.ranks])
+        kept = min(self.page.cells[control.KEPT : control.KEPT + self.budget.ranks])
         due, self._resets, self._kept = self._resets > kept - self._kept, 0, kept
         return due
 
@@ -496,16 +496,16 @@ class SchedulerMemory:
                 self._scheduler.reset_prefix_cache(reset_running_requests=bool(running))
             for request in kept:  # blocks leave after the steps in flight, so what these give is right
                 request.drop_stale_output = False
-            self.keeper.lent = True
-            self.keeper.between(True)
-            self._publish()
+            self.budget.lent = True
+            self.budget.between(True)
+            self.publish()
 
     def _rest(self, steps: bool) -> None:
         """Wait until it is time to look, or until there is something to do. steps: whether steps run."""
         pause = BUSY if steps else LOOK
         # While no step runs, requests of other engines of the pool may wait for what is cached here.
         look = ASKED if self.page.cells[control.POOL] and not steps else pause
-        control.rest(self._wake, pause, look, self.keeper.asked)
+        control.rest(self._wake, pause, look, self.budget.asked)
 
     def _tend(self) -> None:
         failure, steps = "", False
@@ -528,12 +528,12 @@ class SchedulerMemory:
                     idle = not self._scheduler.has_unfinished_requests()
                     idle = idle and time.monotonic() - self._busy >= IDLE
                     asleep = self.page.asleep
-                    self.keeper.between(idle or asleep, 0 if asleep else self.keeper.floor)
-                    self._publish()
+                    self.budget.between(idle or asleep, 0 if asleep else self.budget.floor)
+                    self.publish()
             except Exception as error:
                 if str(error) != failure:  # the next step does what was not done
                     failure = str(error)
-                    logger.exception("vMem: the keeper's thread failed and goes on")
+                    logger.exception("vMem: the background thread failed and goes on")
 
     def close(self) -> None:
         """The engine ends."""

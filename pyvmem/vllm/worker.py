@@ -81,7 +81,7 @@ class WorkerMemory(BlockMemory):
         self._finished = 0  # the last step that was executed
         self._sure: set[int] = set()  # blocks that are backed and stay until `_give_up` names them
         self._ordered: collections.deque[tuple[int, set[int]]] = collections.deque()  # orders without an answer
-        self._asleep: list[int] | None = None  # what circulates while the memory sleeps
+        self._asleep: list[int] | None = None  # the blocks that are backed when the memory wakes
         self._level = 1  # at which it sleeps, or slept last
         self.weights: Weights | None = None
         self._activations: Activations | None = None
@@ -273,7 +273,7 @@ class WorkerMemory(BlockMemory):
                 self._give_up(ids)
 
     def _give_up(self, ids: Sequence[int]) -> None:
-        """These blocks no longer circulate."""
+        """The scheduler has given up these blocks."""
         assert self._blocks is not None
         self._sure.difference_update(ids)
         for _, ordered in self._ordered:  # they were not carried out yet: now these blocks are left out
@@ -362,7 +362,7 @@ class WorkerMemory(BlockMemory):
         self.publish()
 
     def wake(self, weights: bool = True, blocks: bool = True) -> bool:
-        """Take back the memory of the weights, and back what circulates: what was spare, the scheduler has given up.
+        """Take back the memory of the weights, and back the blocks: what was spare, the scheduler has given up.
 
         All workers do, or none. If one lacks memory, the last raises OutOfMemory, and the others return False: vLLM
         would leave the answers that follow the first failure to its next call. Nothing has changed then.

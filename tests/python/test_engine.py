@@ -43,12 +43,14 @@ class Budget(BlockBudget):
     def free_ids(self):
         return self.free
 
+    coming = 0
+
     @property
     def spare(self):
         return min(self.unused, len(self.free))
 
     def _grow(self, n):
-        ids = self._take_out(n)
+        ids = self._take_unbacked(n)
         self.free += ids
         self.unused += len(ids)
         return ids
@@ -61,7 +63,7 @@ def budget():
 
 def test_a_limit_counts_as_at_least_one_request(budget):
     page = budget.page
-    assert budget.allowed() == 100 and budget.circulating == 100
+    assert budget.allowed() == 100 and budget.num_backed == 100
     for limit, most, allowed in ((50, 0, 50), (3, 0, 10), (50, 20, 20), (5, 3, 10), (1000, 0, 100)):
         page[control.LIMIT], page[control.MAX] = limit * MIB, most * MIB
         assert budget.allowed() == allowed
@@ -85,23 +87,23 @@ def test_what_others_ask_for_leaves_what_is_not_offered(budget):
 
 
 def test_an_engine_that_is_behind_takes_no_more(budget):
-    budget._out.put(budget.free[:40])
+    budget.unbacked.put(budget.free[:40])
     budget.free = budget.free[40:]
-    assert budget.circulating == 60
+    assert budget.num_backed == 60
     budget.behind = True
-    assert budget.allowed() == 60 and budget._take_out(5) == [1, 2, 3, 4, 5]
+    assert budget.allowed() == 60 and budget._take_unbacked(5) == [1, 2, 3, 4, 5]
 
 
 def test_shared_pages_are_counted_whole(budget):
     page = budget.page
     page[control.OWN_BLOCK], page[control.SPAN] = MIB, 4 * MIB
     budget._learn_pages()
-    assert budget._out.shared and budget._out.together == 4
+    assert budget.unbacked.shared and budget.unbacked.together == 4
     page[control.LIMIT] = 18 * MIB  # four pages and a half
     assert budget.allowed() == 16
-    budget._out.put(budget.free)
+    budget.unbacked.put(budget.free)
     budget.free = []
-    ids = budget._take_out(budget.allowed())
+    ids = budget._take_unbacked(budget.allowed())
     assert len(ids) == 16 and len({i // 4 for i in ids} - {0}) <= 4
 
 

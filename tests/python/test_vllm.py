@@ -18,7 +18,7 @@ from pyvmem.engine import geometry as pages
 from pyvmem.engine import settings as engine_settings
 from pyvmem.engine.memory import context_on
 from pyvmem.engine.refuse import Refused
-from pyvmem.vllm import doors, http, layout, open_pool, plugin
+from pyvmem.vllm import http, layout, mixins, open_pool, plugin
 
 PAGE = 64 << 10
 
@@ -157,17 +157,17 @@ def test_with_a_wrong_setting_vllm_does_not_start_with_its_own_cache(monkeypatch
 
 
 def test_names_of_classes_carry_the_engine():
-    name = doors.name_of("Worker", "abc", "vllm.v1.worker.gpu_worker.Worker")
-    assert name == "pyvmem.vllm.doors.Worker__abc__vllm__v1__worker__gpu_worker__Worker"
-    assert doors.engine_of(name) == "abc" and doors.engine_of("vllm.v1.worker.gpu_worker.Worker") is None
+    name = mixins.name_of("Worker", "abc", "vllm.v1.worker.gpu_worker.Worker")
+    assert name == "pyvmem.vllm.mixins.Worker__abc__vllm__v1__worker__gpu_worker__Worker"
+    assert mixins.engine_of(name) == "abc" and mixins.engine_of("vllm.v1.worker.gpu_worker.Worker") is None
     for wrong in ("__main__.Worker", "a._b.C", "a.b__c.D"):
         with pytest.raises(ValueError, match="must have a name without __"):
-            doors.name_of("Worker", "abc", wrong)
+            mixins.name_of("Worker", "abc", wrong)
 
 
 @pytest.fixture
-def behind_door():
-    """A worker behind the door, whose base class and memory write down what they are told."""
+def mixed_in():
+    """A worker with the mixin, whose base class and memory write down what they are told."""
     told = []
 
     def write(what):
@@ -175,7 +175,7 @@ def behind_door():
 
     names = ("sleep", "discard", "wake_up")
     base = type("Base", (), {name: (lambda self, *args, n=name: told.append((n, *args))) for name in names})
-    made = type("Worker", (doors.WorkerDoor, base), {})()
+    made = type("Worker", (mixins.WorkerMixin, base), {})()
 
     def wake(weights, blocks):
         told.append(("pages come", weights, blocks))
@@ -186,8 +186,8 @@ def behind_door():
     return made, told
 
 
-def test_sleep_and_discard_give_up_the_kv_cache(behind_door):
-    made, told = behind_door
+def test_sleep_and_discard_give_up_the_kv_cache(mixed_in):
+    made, told = mixed_in
     made.sleep(1)
     made.wake_up(["weights"])
     made.wake_up(["kv_cache"])
@@ -198,9 +198,9 @@ def test_sleep_and_discard_give_up_the_kv_cache(behind_door):
                     ("discard", ("weights",)), ("discard", ("kv_cache",)), ("blocks go",)]  # fmt: skip
 
 
-def test_a_neighbour_that_grows_during_a_sleep_ends_no_engine_of_a_pool(behind_door, monkeypatch):
+def test_a_neighbour_that_grows_during_a_sleep_ends_no_engine_of_a_pool(mixed_in, monkeypatch):
     """vLLM asserts that the device has no less free memory after a sleep than before."""
-    made, told = behind_door
+    made, told = mixed_in
 
     def fails(self, level):
         raise AssertionError("Memory usage increased after sleeping.")
@@ -228,7 +228,7 @@ def test_a_step_ends_when_its_drafts_have_been_made(sampled):
             told.append("samples")
             return grammar
 
-    made = type("Worker", (doors.WorkerDoor, Base), {})()
+    made = type("Worker", (mixins.WorkerMixin, Base), {})()
     made._vmem = types.SimpleNamespace(begin=lambda step: step, end=lambda step: told.append(f"ended {step}"))
     assert made.execute_model(1) == own
     if sampled == "by the worker":
@@ -239,8 +239,8 @@ def test_a_step_ends_when_its_drafts_have_been_made(sampled):
     assert told == ["runs 1", *then[sampled]]
 
 
-def test_a_worker_without_memory_for_its_blocks_does_not_wake_by_half(behind_door):
-    made, told = behind_door
+def test_a_worker_without_memory_for_its_blocks_does_not_wake_by_half(mixed_in):
+    made, told = mixed_in
     made._vmem.wake = lambda *parts: (_ for _ in ()).throw(MemoryError("none"))
     with pytest.raises(MemoryError):
         made.wake_up(None)

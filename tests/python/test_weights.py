@@ -95,13 +95,13 @@ def test_what_is_published_asks_torch_for_nothing_and_each_sleep_once(pool, weig
 
 def test_no_sleep_looks_for_garbage_in_what_a_worker_has_loaded():
     """Half a million objects, where a worker is a process of its own."""
-    from pyvmem.vllm.doors import WorkerDoor
+    from pyvmem.vllm.mixins import WorkerMixin
 
     class Loads:
         def compile_or_warm_up_model(self):
             return "warm"
 
-    class Worker(WorkerDoor, Loads):
+    class Worker(WorkerMixin, Loads):
         pass
 
     worker, loaded = Worker(), [[]]

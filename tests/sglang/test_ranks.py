@@ -80,7 +80,7 @@ def test_limits_that_move_leave_the_tokens_as_they_are(name):
 
         engine.run(JOBS, each=each)
         assert max(held) < sum(k.memory.nbytes for k in engine.memory.keepers)
-        return engine.tokens(), [k.circulating for k in engine.memory.keepers]
+        return engine.tokens(), [k.num_backed for k in engine.memory.keepers]
 
     tokens, _ = both(run)
     assert tokens == plain(kind, **options)
@@ -102,7 +102,7 @@ def test_memory_that_one_rank_lacks_counts_for_both(short):
                 keeper.memory.blocks.set_budget(0)
 
         engine.run(JOBS, each=each)
-        return engine.tokens(), keeper.circulating
+        return engine.tokens(), keeper.num_backed
 
     tokens, _ = both(run)
     assert tokens == plain("gqa", page_size=16)
@@ -116,7 +116,7 @@ def test_a_rank_that_does_not_hear_the_other_is_seen():
         if engine.rank:
             engine.memory.see = lambda told: None
         engine.run(JOBS, each=moving((2 * MIB, 3 * MIB, 6 * MIB)))
-        return engine.tokens(), engine.memory.keepers[0].circulating
+        return engine.tokens(), engine.memory.keepers[0].num_backed
 
     with pytest.raises((ChildProcessError, AssertionError)):
         assert both(run)[0] == plain("gqa")

@@ -278,7 +278,7 @@ def test_answers_that_need_more_than_is_backed_begin():
     def run():
         engine = Engine(model("gqa"), tokens=4096)
         most = []
-        engine.run(jobs, each=lambda e: most.append(e.memory.keepers[0].circulating * 64))
+        engine.run(jobs, each=lambda e: most.append(e.memory.keepers[0].num_backed * 64))
         return engine.tokens(), most[3]
 
     tokens, early = forked(run)
@@ -294,7 +294,7 @@ def test_memory_of_the_next_prompts_comes_while_a_step_runs():
 
         engine = Engine(model("gqa"))
         engine.run(jobs)
-        return engine.tokens(), engine.memory.page[control.STEP_MAPS], engine.memory.keepers[0].circulating
+        return engine.tokens(), engine.memory.page[control.STEP_MAPS], engine.memory.keepers[0].num_backed
 
     tokens, by_steps, pages = forked(run)
     assert tokens == plain("gqa", jobs)

@@ -157,7 +157,7 @@ class OffloadingEngine(Engine):
         """Prompts that come again: more than the device keeps, and about as many as the host does."""
         draw = self.random.randrange
         known = [[draw(3, 900) for _ in range(draw(60, 180))] for _ in range(12)]
-        return [self._request(f"o{next(_numbers)}", self.random.choice(known) + [draw(3, 900) for _ in range(draw(30))],
+        return [self.request(f"o{next(_numbers)}", self.random.choice(known) + [draw(3, 900) for _ in range(draw(30))],
                               draw(1, 40)) for _ in range(n)]  # fmt: skip
 
     def turn(self, flight):
@@ -175,4 +175,4 @@ class OffloadingEngine(Engine):
             self.turn(flight)
         for worker in self.workers:
             worker.finish()
-        self._flush()
+        self.flush()

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler over vMem's own keeper and pages, and a GPU that computes steps later.
+"""vLLM's own scheduler over vMem's own budget and pages, and a GPU that computes steps later.
 
 What attention would read is read back row by row: a row holds a number made of every token up to its own.
 """
@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from pyvmem.engine import control
-from pyvmem.vllm import doors, keeper, scheduler
+from pyvmem.vllm import budget, mixins, scheduler
 from pyvmem.vllm.slots.memory import SlotsMemory
+from pyvmem.vllm.waiting import Pace
 from pyvmem.vllm.worker import WorkerMemory
 
 TOKENS, MOST, REQUESTS, WINDOW, VOCABULARY = 16, 256, 6, 40, 1000
@@ -161,8 +162,8 @@ def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True,
     kv = kv_config(blocks, kinds, page)
     kind = "AsyncScheduler" if asynchronous else "Scheduler"
     module = "async_scheduler" if asynchronous else "scheduler"
-    name = doors.name_of("Scheduler", engine or uuid.uuid4().hex[:12], f"vllm.v1.core.sched.{module}.{kind}")
-    made = getattr(doors, name.rpartition(".")[2])(
+    name = mixins.name_of("Scheduler", engine or uuid.uuid4().hex[:12], f"vllm.v1.core.sched.{module}.{kind}")
+    made = getattr(mixins, name.rpartition(".")[2])(
         vllm_config=config, block_size=TOKENS, hash_block_size=TOKENS, log_stats=log_stats, kv_cache_config=kv,
         structured_output_manager=StructuredOutputManager(config))  # fmt: skip
     made.use_v2_model_runner = True
@@ -268,8 +269,9 @@ class Engine:
                  slots=False, pages=64 << 10, stages=(), **options):  # fmt: skip
         stages = stages or [page] * ranks
         self.scheduler, self.kv = make_scheduler(folder, blocks, kinds, stages[0], ranks=len(stages), **options)
-        self.keeper = self.scheduler._vmem.keeper
-        self.page, self.random, self.queue = self.scheduler._vmem.page, random.Random(seed), queue
+        self.memory = self.scheduler._vmem
+        self.budget, self.page = self.memory.budget, self.memory.page
+        self.random, self.queue = random.Random(seed), queue
         name, rank = self.page.path.stem.rsplit("-", 1)
         config = self.scheduler.vllm_config if slots else None
         self.workers = [Worker(control.open_page(name, int(rank)), r, kv_config(blocks, kinds, size), kinds, size,
@@ -284,7 +286,7 @@ class Engine:
         return min(w.read for w in self.workers)
 
     def limit(self, blocks):
-        self.page[control.LIMIT] = blocks * self.keeper.block_bytes
+        self.page[control.LIMIT] = blocks * self.budget.block_bytes
 
     def step(self):
         """Schedule and execute once."""
@@ -293,7 +295,7 @@ class Engine:
         self.preempted += len(output.preempted_req_ids or ())
         self.steps += 1
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        assert free + self.keeper.held <= self.keeper.total
+        assert free + self.budget.held <= self.budget.total
         sampled = [w.execute(output) for w in self.workers]
         return output, sampled[0]
 
@@ -343,7 +345,7 @@ class Engine:
 
     def session(self, name, prompt, more=True):
         """An input of a streaming session, or its end."""
-        return self._request(name, prompt, 5, resumable=more)
+        return self.request(name, prompt, 5, resumable=more)
 
     def turn(self, flight):
         """One step, and the answer of the oldest in flight if the queue is full or nothing was scheduled."""
@@ -360,23 +362,23 @@ class Engine:
             self.step()
         for worker in self.workers:
             worker.finish()
-        self._flush()
+        self.flush()
 
     def idle(self):
         """The engine has been without requests for a while."""
-        self._flush()  # orders on their way
-        with self.scheduler._vmem.lock:
-            self.keeper.between(True)
+        self.flush()  # orders on their way
+        with self.memory.lock:
+            self.budget.between(True)
         for worker in self.workers:
             worker.finish()
             with worker.memory._lock:
                 worker.memory._ring(self.page[control.POSITION])
             worker.finish()  # the device has passed the last of its events
-        self._flush()
+        self.flush()
         for worker in self.workers:
             worker.memory.publish()
 
-    def _flush(self):
+    def flush(self):
         for worker in self.workers:
             if worker.memory._blocks:
                 worker.memory._blocks.flush()
@@ -386,7 +388,7 @@ class Engine:
 
     def resident(self):
         """Blocks that are backed, in each worker, without the null block."""
-        return [w.memory._tensor.resident_bytes // self.keeper.block_bytes - 1 for w in self.workers]
+        return [w.memory._tensor.resident_bytes // self.budget.block_bytes - 1 for w in self.workers]
 
     def requests(self, n):
         draw = self.random.randrange
@@ -396,10 +398,10 @@ class Engine:
             prompt = [draw(3, 900) for _ in range(draw(*self.prompts))]
             if self.random.random() < 0.5:
                 prompt = self.random.choice(prefixes) + prompt[:50]
-            made.append(self._request(f"r{next(_numbers)}", prompt, draw(1, 60)))
+            made.append(self.request(f"r{next(_numbers)}", prompt, draw(1, 60)))
         return made
 
-    def _request(self, name, prompt, out, **options):
+    def request(self, name, prompt, out, **options):
         from vllm import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -411,7 +413,7 @@ class Engine:
                        block_hasher=get_request_block_hasher(TOKENS, sha256), arrival_time=0.0, **options)  # fmt: skip
 
     def close(self):
-        self.scheduler._vmem.close()
+        self.memory.close()
         for worker in self.workers:
             worker.finish()
             worker.memory.close()
@@ -438,22 +440,24 @@ def steps_of_a_prompt(e, monkeypatch, tokens, block, token, prepare):
     """
     clock, ready, made, flight = Clock(), {}, [], collections.deque()
     arrives = ends = idle = 0.0
-    for module in (keeper, scheduler):
+    for module in (budget, scheduler):
         monkeypatch.setattr(module, "time", clock)
     for worker in e.workers:
         monkeypatch.setattr(worker, "_write", lambda *work: None)
         monkeypatch.setattr(worker, "_check", lambda *work: None)
-    with e.scheduler._vmem.lock:
-        e.answer([e._request("first", [5] * 1000, 1)])
-        e.scheduler._vmem._pace._best = {10: token}
+    with e.memory.lock:
+        e.answer([e.request("first", [5] * 1000, 1)])
+        e.memory.pace = Pace(512)  # what the first request has taught is of no use: its steps took no time
+        e.memory.pace.begin(0, 512, 0.0)
+        e.memory.pace.end(0, 512 * token)
         clock.now += 10
         e.scheduler.reset_prefix_cache()
-        e._flush()
-        e.keeper.between(True, e.keeper.floor)
-        e._flush()
+        e.flush()
+        e.budget.between(True, e.budget.floor)
+        e.flush()
         told = e.page.answer
         e.page.answer = lambda order, rank: told(order, rank) if ready.get(order, 0) <= clock.now else -1
-        e.scheduler.add_request(e._request("long", [i % 900 for i in range(tokens)], 1))
+        e.scheduler.add_request(e.request("long", [i % 900 for i in range(tokens)], 1))
         while e.scheduler.has_unfinished_requests() or flight:
             if len(flight) == 2 or (flight and flight[0][2] <= clock.now):
                 output, sampled, end = flight.popleft()
@@ -465,7 +469,7 @@ def steps_of_a_prompt(e, monkeypatch, tokens, block, token, prepare):
             arrives = max(arrives, clock.now)
             for order, ids in enumerate(output.vmem.ahead, output.vmem.order):
                 ready[order] = arrives = arrives + len(ids) * block
-            e._flush()
+            e.flush()
             if n := output.total_num_scheduled_tokens:
                 idle += max(clock.now - ends, 0) * bool(made)
                 ends = max(clock.now, ends) + n * token

@@ -93,7 +93,7 @@ CALLED = {
     "CachedRequestData": "cached output.scheduled_cached_reqs",
     "KVCacheManager": "manager self.manager self._manager scheduler.kv_cache_manager self._scheduler.kv_cache_manager",
     "KVCacheCoordinator": "self._coordinator",
-    "BlockPool": "pool self.pool keeper.pool self._scheduler.kv_cache_manager.block_pool",
+    "BlockPool": "pool self.pool self._pool self._scheduler.kv_cache_manager.block_pool",
     "BlockHashToBlockMap": "pool.cached_block_hash_to_block",
     "FreeKVCacheBlockQueue": "queue self._queue",
     "KVCacheMetricsCollector": "metrics",
@@ -164,15 +164,15 @@ def test_the_list_of_names_is_what_the_sources_read():
         if what in called and not kinds and not ours:
             unknown.append(f"{file}: {what}.{name}")
     assert not unknown, "neither listed in check.NAMES nor said to be vMem's own"
-    doors = {n.name for n in ast.walk(ast.parse((Path(pyvmem.vllm.__file__).parent / "doors.py").read_text()))
+    mixins = {n.name for n in ast.walk(ast.parse((Path(pyvmem.vllm.__file__).parent / "mixins.py").read_text()))
              if isinstance(n, ast.FunctionDef)}  # fmt: skip
-    overridden = {"Worker": "WorkerDoor", "WorkerBase": "WorkerDoor", "Scheduler": "SchedulerDoor"}
-    for door in ast.parse((Path(pyvmem.vllm.__file__).parent / "doors.py").read_text()).body:
-        theirs = set().union(*(listed(kind) for kind, name in overridden.items() if name == getattr(door, "name", "")))
-        added = {node.name for node in getattr(door, "body", ()) if isinstance(node, ast.FunctionDef)}
+    overridden = {"Worker": "WorkerMixin", "WorkerBase": "WorkerMixin", "Scheduler": "SchedulerMixin"}
+    for mixin in ast.parse((Path(pyvmem.vllm.__file__).parent / "mixins.py").read_text()).body:
+        theirs = set().union(*(listed(kind) for kind, name in overridden.items() if name == getattr(mixin, "name", "")))
+        added = {node.name for node in getattr(mixin, "body", ()) if isinstance(node, ast.FunctionDef)}
         added = {name for name in added if not name.startswith("_vmem") and name != "__init__"}
-        assert not theirs or added <= theirs, "a method of vLLM's that a door overrides is not in check.NAMES"
-    assert {kind: listed(kind) - used[kind] - doors for kind in NAMES if listed(kind) - used[kind] - doors} == {}
+        assert not theirs or added <= theirs, "a method of vLLM's that a mixin overrides is not in check.NAMES"
+    assert {kind: listed(kind) - used[kind] - mixins for kind in NAMES if listed(kind) - used[kind] - mixins} == {}
 
 
 def test_a_changed_body_is_reported_and_refused_if_strict(copy):

@@ -10,7 +10,7 @@ import models
 import offload
 import pytest
 
-KEEP = 128 << 20  # of spare blocks and the null block, as pyvmem.vllm.keeper.KEEP
+KEEP = 128 << 20  # of spare blocks and the null block, as pyvmem.vllm.budget.KEEP
 
 
 @pytest.fixture(scope="session")
@@ -197,17 +197,17 @@ def test_tokens_are_vllms_where_requests_begin_with_the_blocks_that_are_there(mo
 
 def test_a_seeded_fault_changes_tokens(model, monkeypatch):
     """The comparison sees it if blocks lose their contents: here every block that leaves was still in use."""
-    from pyvmem.vllm import keeper
+    from pyvmem.vllm.budget import VllmBudget
 
-    real = keeper.Keeper.take
+    real = VllmBudget.take_orders
 
     def take(self):
         gone, ahead, order = real(self)
-        used = [b.block_id for b in self.pool.blocks[1:] if b.ref_cnt and b.block_id not in self._out]
+        used = [b.block_id for b in self.pool.blocks[1:] if b.ref_cnt and b.block_id not in self.unbacked]
         return gone + used[: self.step % 7 == 0], ahead, order
 
     own = engines.in_child(engines.serve, model("llama"), vmem=False)
-    monkeypatch.setattr(keeper.Keeper, "take", take)
+    monkeypatch.setattr(VllmBudget, "take_orders", take)
     try:
         on = engines.in_child(engines.serve, model("llama"), vmem=True)
     except RuntimeError as error:

@@ -8,7 +8,7 @@ from offload import OffloadingEngine
 from steps import next_token
 from test_steps import fails_in_a_child, maps_in_steps, set_limit
 
-from pyvmem.vllm import copies, scheduler
+from pyvmem.vllm import orders, scheduler
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_rows_are_right_beside_copies(engine, monkeypatch, case, limit):
     assert e.read > 20_000
     assert e.counts["stored"] > 50 and (limit is None or e.counts["loaded"] > 5 or "chunks" in CASES[case])
     assert maps_in_steps(e) == 0
-    assert not e.keeper._gone
+    assert not e.budget._leaving
 
 
 @pytest.fixture
@@ -68,22 +68,22 @@ def test_what_a_request_leaves_is_stored_also_if_the_limit_falls_first(engine):
     """vLLM names the last store with the step after the end. The thread between steps may give up blocks before."""
     e = engine(kinds=("full",), prompts_alone=False)
     tokens = [7] * 100
-    request = e._request("first", list(tokens), 29)
+    request = e.request("first", list(tokens), 29)
     for _ in range(29):
         tokens.append(next_token(tokens))
     flight = collections.deque()
     e.scheduler.add_request(request)
     while not request.is_finished():
         e.turn(flight)
-    with e.scheduler._vmem.lock:
-        e.keeper.lent = True
+    with e.memory.lock:
+        e.budget.lent = True
         e.idle()
-        e.keeper.lent = False
+        e.budget.lent = False
     e.settle()
     e.idle()
     assert e.scheduler.reset_prefix_cache()
     read = e.read
-    e.answer([e._request("again", tokens, 2)])
+    e.answer([e.request("again", tokens, 2)])
     e.settle()
     assert e.counts["loaded"] == 8 and e.read > read
 
@@ -102,14 +102,14 @@ def test_what_is_to_be_stored_is_stored_before_the_memory_sleeps(engine, late, m
 
     worker.memory._synchronize = synchronize
     tokens = [7] * 100
-    e.answer([e._request("first", list(tokens), 1)])
+    e.answer([e.request("first", list(tokens), 1)])
     worker.memory.sleep(2)
-    assert worker.memory._tensor.resident_bytes <= 2 * e.keeper.block_bytes
+    assert worker.memory._tensor.resident_bytes <= 2 * e.budget.block_bytes
     assert worker.memory.wake()
     e.settle()
     assert e.scheduler.reset_prefix_cache()
     read = e.read
-    e.answer([e._request("again", tokens, 2)])
+    e.answer([e.request("again", tokens, 2)])
     e.settle()
     assert e.counts["loaded"] == 6 and e.read > read
 
@@ -122,7 +122,7 @@ def test_a_prefix_that_others_took_while_its_model_slept_comes_from_the_host(eng
     monkeypatch.setenv("VMEM_VLLM_SLEEP", "keep")
     e = engine(kinds=("full",), asynchronous=False, queue=1)
     memory, tokens = e.workers[0].memory, [7] * 100
-    e.answer([e._request("first", list(tokens), 2)])
+    e.answer([e.request("first", list(tokens), 2)])
     e.settle()
     e.scheduler.set_pause_state(PauseState.PAUSED_NEW)
     assert e.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
@@ -131,7 +131,7 @@ def test_a_prefix_that_others_took_while_its_model_slept_comes_from_the_host(eng
     assert memory.wake()
     e.scheduler.set_pause_state(PauseState.UNPAUSED)
     read = e.read
-    e.answer([e._request("again", tokens, 2)])
+    e.answer([e.request("again", tokens, 2)])
     e.settle()
     assert e.counts["loaded"] == 6 and e.read > read
 
@@ -145,7 +145,7 @@ def test_rows_are_right_if_the_host_has_no_room_and_windows_move_on(engine, late
 
     def begin(output):
         known = set(e.workers[0].memory._in())
-        assert known.issuperset(set(copies.copied_blocks(output)) - {0})  # a copy finds its blocks backed
+        assert known.issuperset(set(orders.copied_blocks(output)) - {0})  # a copy finds its blocks backed
         return named(output)
 
     e.workers[0].memory.begin = begin
@@ -154,5 +154,5 @@ def test_rows_are_right_if_the_host_has_no_room_and_windows_move_on(engine, late
 
 
 def test_the_check_sees_it_if_blocks_leave_before_they_are_copied(engine, late, monkeypatch):
-    monkeypatch.setattr(copies.Copies, "part", lambda self, leaving: (list(leaving), []))
+    monkeypatch.setattr(orders.Copies, "part", lambda self, leaving: (list(leaving), []))
     assert fails_in_a_child(lambda: engine(kinds=("full",)))

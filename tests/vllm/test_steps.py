@@ -1,4 +1,4 @@
-"""The keeper and the pages on vLLM's own scheduler: every row that attention can read is read back, in every step."""
+"""The budget and the pages on vLLM's own scheduler: every row that attention can read is read back, in every step."""
 
 import collections
 import contextlib
@@ -15,9 +15,10 @@ from steps import Engine, make_scheduler, next_token, steps_of_a_prompt
 from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
-from pyvmem.engine import budget, control
+from pyvmem.engine import control
 from pyvmem.engine.refuse import Refused
-from pyvmem.vllm import keeper, scheduler
+from pyvmem.vllm import scheduler
+from pyvmem.vllm.budget import KEEP, MOST_LEAVING, PART
 from pyvmem.vllm.waiting import Lookup, Pace, waiting
 
 
@@ -86,7 +87,7 @@ def test_rows_are_right_and_no_step_maps(engine, monkeypatch, case, limit):
     assert maps_in_steps(e) == 0
     if limit == 70:
         for worker in e.workers:  # the null block's page, and those that blocks share at the ends
-            most = (max(70, e.keeper.least) + 1) * e.keeper.block_bytes + 3 * worker.memory._tensor.page_size
+            most = (max(70, e.budget.least) + 1) * e.budget.block_bytes + 3 * worker.memory._tensor.page_size
             assert max(worker.resident) <= most
     if "mamba" in CASES[case].get("kinds", ()):
         assert e.workers[0].states > 100
@@ -130,7 +131,7 @@ def test_in_slots_few_steps_without_prompts_map(engine, blocks):
     e.every = requests.cache.wait  # the background thread has had its time
     e.run(60)
     assert maps[True] > 20 and maps[False] <= maps[True] / 4
-    assert blocks == 400 or e.keeper.circulating == e.keeper.total
+    assert blocks == 400 or e.budget.num_backed == e.budget.total
 
 
 def test_in_slots_the_pages_of_waiting_requests_are_mapped_ahead(engine):
@@ -146,7 +147,7 @@ def test_in_slots_the_pages_of_waiting_requests_are_mapped_ahead(engine):
         return n
 
     def had_their_time():
-        while memory._board[control.DONE] < e.keeper._orders:
+        while e.page.told(0, control.DONE) < e.budget.orders.number:
             time.sleep(1e-3)
         requests.cache.wait()
 
@@ -202,8 +203,8 @@ def test_below_the_limit_nothing_is_evicted_or_preempted_for_memory_that_comes_l
     for _ in range(3):
         e.run(7)
         e.idle()  # gives up spare blocks: the next requests find none
-        assert e.keeper.spare == 0
-    assert e.cached() > 50 and e.keeper.circulating < e.keeper.total
+        assert e.budget.spare == 0
+    assert e.cached() > 50 and e.budget.num_backed < e.budget.total
     assert not evicted and not e.preempted
 
 
@@ -212,31 +213,31 @@ def test_below_the_limit_nothing_is_evicted_or_preempted_for_memory_that_comes_l
 )
 def test_blocks_that_are_kept_ready_are_a_part_of_those_that_are_allowed(engine, blocks, limit, ready, most):
     e = engine(blocks=blocks, batch=4096)  # a step may take 524 blocks
-    assert e.keeper.low == 524
+    assert e.budget.low == 524
     set_limit(e, limit)
     for requests in (1, 1, 12):
         e.run(requests, abort=0)
-        assert e.keeper.spare <= most + 30  # what requests had, too
-        assert e.keeper.spare >= ready * 3 / 4 or e.keeper.circulating == limit
+        assert e.budget.spare <= most + 30  # what requests had, too
+        assert e.budget.spare >= ready * 3 / 4 or e.budget.num_backed == limit
     assert maps_in_steps(e) == 0 and e.preempted == 0
 
 
 def ordered_and_allocated(e):
-    """Counts the blocks that are ordered, and those that vLLM takes out of its pool."""
-    seen, keeper, get = collections.Counter(), e.keeper, e.keeper.pool.get_new_blocks
+    """Counts the blocks that are ordered, and those that vLLM allocates."""
+    seen, budget, manager = collections.Counter(), e.budget, e.scheduler.kv_cache_manager
+    allocate, take = manager.allocate_slots, budget.take_orders
 
-    def counted(n):
-        seen["allocated"] += n
-        return get(n)
-
-    take = keeper.take
+    def counted(*args, **more):
+        made = allocate(*args, **more)
+        seen["allocated"] += sum(map(len, made.blocks)) if made is not None else 0
+        return made
 
     def took():
         gone, ahead, order = take()
         seen["ordered"] += sum(map(len, ahead))
         return gone, ahead, order
 
-    keeper.pool.get_new_blocks, keeper._get, keeper.take = counted, get, took
+    manager.allocate_slots, budget.take_orders = counted, took
     return seen
 
 
@@ -256,21 +257,21 @@ def test_a_request_of_which_all_is_cached_orders_no_more_than_vllm_allocates(eng
     from vllm.lora.request import LoRARequest
 
     monkeypatch.setattr(scheduler, "CHUNK", 64)
+    monkeypatch.setattr("pyvmem.vllm.budget.TAKEN", 0)  # only the last step says what the next ones take
     options = dict(FOUND[case])
     more = dict(lora_request=LoRARequest("adapter", 1, "/none")) if options.pop("lora", False) else {}
     e = engine(**options, batch=256)
     draw = e.random.randrange
     prompt = [draw(3, 900) for _ in range(240)]
-    e.answer([e._request("first", prompt, 2, **more)])
+    e.answer([e.request("first", prompt, 2, **more)])
     e.settle()
-    with e.scheduler._vmem.lock:  # its thread would change what there is
-        e.keeper._taken = [0, 0]  # a while later
-        e.keeper.between(True, e.keeper.floor if kept else 0)
-        e._flush()
+    with e.memory.lock:  # its thread would change what there is
+        e.budget.between(True, e.budget.floor if kept else 0)
+        e.flush()
         seen, stats = ordered_and_allocated(e), e.scheduler.kv_cache_manager.prefix_cache_stats
-        e.scheduler.add_request(e._request("again", prompt, 2, **more))
+        e.scheduler.add_request(e.request("again", prompt, 2, **more))
         while not (step := e.step())[0].total_num_scheduled_tokens:
-            e._flush()
+            e.flush()
         assert 0 < step[0].total_num_scheduled_tokens <= 48  # the rest was found
         behind = sum(map(len, step[0].vmem.ahead))
         assert seen["ordered"] - behind <= seen["allocated"] < 8
@@ -285,24 +286,24 @@ def test_a_request_of_which_all_is_cached_orders_no_more_than_vllm_allocates(eng
 def test_neighbours_are_asked_for_no_more_than_vllm_allocates_for_a_request_of_which_all_is_cached(engine, kinds):
     e = engine(kinds=kinds, batch=256)
     prompt = [e.random.randrange(3, 900) for _ in range(240)]
-    e.scheduler.add_request(first := e._request("first", prompt, 60))
+    e.scheduler.add_request(first := e.request("first", prompt, 60))
     flight = collections.deque()
     while first.num_tokens == len(prompt):  # until its prompt is computed, and it holds these blocks
         e.turn(flight)
-    with e.scheduler._vmem.lock:
-        while e.keeper.coming:
-            e._flush()
-            e.keeper.between(False)
-        e.keeper.leave(e.keeper.num_free())
+    with e.memory.lock:
+        while e.budget.coming:
+            e.flush()
+            e.budget.between(False)
+        e.budget.unback(e.budget.num_free())
         e.page[control.POOL] = 1
-        e.scheduler.add_request(e._request("again", prompt, 5))
-        e.scheduler._vmem._publish()
+        e.scheduler.add_request(e.request("again", prompt, 5))
+        e.memory.publish()
         wanted, e.page[control.POOL] = e.page[control.WANTED], 0
         seen = ordered_and_allocated(e)
         while e.scheduler.waiting:
-            e._flush()
+            e.flush()
             e.turn(flight)
-    running, watermark = len(kinds), e.keeper.watermark  # blocks for the other one's next tokens
+    running, watermark = len(kinds), e.budget.watermark  # blocks for the other one's next tokens
     assert seen["allocated"] <= 4
     assert 0 < wanted <= seen["allocated"] + watermark + running
     while flight:
@@ -313,10 +314,10 @@ def test_neighbours_are_asked_for_no_more_than_vllm_allocates_for_a_request_of_w
 def test_looking_a_request_up_changes_nothing_of_vllms(engine):
     e = engine(log_stats=True)
     prompt = [5] * 200
-    e.answer([e._request("first", prompt, 2)])
+    e.answer([e.request("first", prompt, 2)])
     manager = e.scheduler.kv_cache_manager
     manager.enable_kv_cache_events = manager.block_pool.enable_kv_cache_events = True
-    again = e._request("again", prompt, 2)
+    again = e.request("again", prompt, 2)
     again.kv_cache_report_mode = "full"
 
     def state():
@@ -325,7 +326,7 @@ def test_looking_a_request_up_changes_nothing_of_vllms(engine):
         return queue, told and (told.requests, told.queries, told.hits), list(manager.block_pool.kv_event_queue)
 
     before = state()
-    wants = e.scheduler._vmem._wants(again)
+    wants = e.memory._wants(again)
     assert state() == before and wants.computed == 192
     blocks, computed = manager.get_computed_blocks(again)[:2]
     assert computed == wants.computed and tuple(map(len, blocks.blocks)) == wants.found
@@ -333,7 +334,7 @@ def test_looking_a_request_up_changes_nothing_of_vllms(engine):
 
 def test_a_prefix_is_found_by_halving_as_by_reading_each_block(engine):
     e = engine(kinds=("full",), blocks=120)
-    manager, sizes, compared = e.scheduler.kv_cache_manager, e.scheduler._vmem._sizes, []
+    manager, sizes, compared = e.scheduler.kv_cache_manager, e.memory._sizes, []
 
     def compare():
         for request in waiting(e.scheduler):
@@ -344,7 +345,7 @@ def test_a_prefix_is_found_by_halving_as_by_reading_each_block(engine):
 
     e.every = compare
     e.run(80)
-    assert e.scheduler._vmem._wants._plain
+    assert e.memory._wants._plain
     assert any(wants.computed for wants in compared) and any(wants.cached < wants.found[0] for wants in compared)
 
 
@@ -352,8 +353,8 @@ def test_what_was_found_of_a_request_is_looked_up_again_when_it_is_evicted_or_ol
     from pyvmem.vllm import waiting as module
 
     e = engine(kinds=("full",))
-    e.answer([e._request("first", [5] * 200, 2)])
-    pool, wants, again = e.keeper.pool, e.scheduler._vmem._wants, e._request("again", [5] * 240, 2)
+    e.answer([e.request("first", [5] * 200, 2)])
+    pool, wants, again = e.budget.pool, e.memory._wants, e.request("again", [5] * 240, 2)
     monkeypatch.setattr(module, "SHARE", 0)
     assert wants(again).computed == 192
     looked = mock.Mock(side_effect=wants._look_up)
@@ -362,7 +363,7 @@ def test_what_was_found_of_a_request_is_looked_up_again_when_it_is_evicted_or_ol
     assert wants(again).computed == 192 and not looked.called
     pool.evict_blocks({b.block_id for b in pool.blocks if b.block_hash})
     assert wants(again).computed == 0 and looked.call_count == 1
-    e.answer([e._request("more", [5] * 240, 2)])
+    e.answer([e.request("more", [5] * 240, 2)])
     assert wants(again).computed == 0
     monkeypatch.setattr(module, "FRESH", -1)
     assert wants(again).computed == 224
@@ -375,15 +376,15 @@ def test_a_first_request_begins_with_what_is_there_and_the_rest_comes_behind_it(
     e = engine(kinds=("full",), batch=256, **options)
     e.run(3)
     e.scheduler.reset_prefix_cache()
-    with e.scheduler._vmem.lock:
-        e.keeper.between(True, 5)
-        e._flush()
-        assert e.keeper.spare == 5
-        e.scheduler.add_request(e._request("long", [5] * 240, 2))
+    with e.memory.lock:
+        e.budget.between(True, 5)
+        e.flush()
+        assert e.budget.spare == 5
+        e.scheduler.add_request(e.request("long", [5] * 240, 2))
         output, sampled = e.step()
         assert output.total_num_scheduled_tokens == 64  # of 240, in four of the blocks that are there
         assert sum(map(len, output.vmem.ahead)) >= 10  # the rest is ordered with it
-        e._flush()
+        e.flush()
         e.update(output, sampled)
         e.answer([])
     assert maps_in_steps(e) == 0 and e.preempted == 0
@@ -397,15 +398,15 @@ def test_while_the_device_computes_a_step_waits_for_all_of_its_blocks(engine, mo
     e.run(3)
     e.scheduler.reset_prefix_cache()
     told, looks = e.page.answer, itertools.count(0, 1 / 3)
-    with e.scheduler._vmem.lock:
-        e.keeper.between(True, 5)
-        e._flush()
-        e.keeper._part = 2
-        e.scheduler._vmem._pace.left = lambda now: 60.0 * busy
-        e.scheduler.add_request(e._request("long", [5] * 240, 2))
+    with e.memory.lock:
+        e.budget.between(True, 5)
+        e.flush()
+        monkeypatch.setattr("pyvmem.vllm.budget.PART", 2 * e.budget.block_bytes)
+        e.memory.pace.left = lambda now: 60.0 * busy
+        e.scheduler.add_request(e.request("long", [5] * 240, 2))
         first = e.step()
         order = first[0].vmem.order
-        e._flush()
+        e.flush()
         e.page.answer = lambda n, rank: told(n, rank) if n < order + next(looks) else -1  # one after the other
         second = e.step()
         assert first[0].total_num_scheduled_tokens == 64
@@ -421,8 +422,8 @@ def test_while_the_device_computes_a_step_waits_for_all_of_its_blocks(engine, mo
                                                  (4000, 20, [992, 3008]), (8000, 20, [992, 3072, 3936])])  # fmt: skip
 def test_a_prompt_from_nothing_is_computed_in_few_parts(engine, monkeypatch, tokens, rate, parts):
     monkeypatch.setattr(steps, "MOST", 16384)
-    monkeypatch.setattr(keeper, "KEEP", keeper.KEEP // 32)  # blocks of 64 KiB stand for those of 2 MiB
-    monkeypatch.setattr(keeper, "PART", keeper.PART // 32)
+    monkeypatch.setattr("pyvmem.vllm.budget.KEEP", KEEP // 32)  # blocks of 64 KiB stand for those of 2 MiB
+    monkeypatch.setattr("pyvmem.vllm.budget.PART", PART // 32)
     e = engine(kinds=("full",), blocks=1200, batch=8192)
     block, token, prepare = (2 << 20) / (rate << 30), 26e-6, 0.003  # seconds
     made, idle = steps_of_a_prompt(e, monkeypatch, tokens, block, token, prepare)
@@ -431,7 +432,7 @@ def test_a_prompt_from_nothing_is_computed_in_few_parts(engine, monkeypatch, tok
 
 def test_the_scheduler_learns_how_long_a_device_computes(engine):
     e = engine(kinds=("full",))
-    pace = e.scheduler._vmem._pace = Pace(8)
+    pace = e.memory.pace = Pace(8)
     e.run(3)
     assert pace._best and not pace._flight and pace.left(0.0) == 0
 
@@ -441,14 +442,14 @@ def test_a_request_begins_in_parts_only_if_the_rest_of_it_comes(engine, monkeypa
     e = engine(kinds=("full",), batch=256)
     e.run(3)
     e.scheduler.reset_prefix_cache()
-    with e.scheduler._vmem.lock:
-        e.keeper.between(True, 4)
-        e.keeper._retry = time.monotonic() + 1e9  # memory was refused
-        e.scheduler.add_request(e._request("long", [5] * 240, 2))
+    with e.memory.lock:
+        e.budget.between(True, 4)
+        e.budget._retry = time.monotonic() + 1e9  # memory was refused
+        e.scheduler.add_request(e.request("long", [5] * 240, 2))
         for _ in range(3):
             assert not e.step()[0].total_num_scheduled_tokens
         assert not e.scheduler.running
-        e.keeper._retry = 0.0
+        e.budget._retry = 0.0
         e.answer([])
 
 
@@ -467,7 +468,7 @@ def test_requests_begin_for_which_vllm_wants_more_blocks_than_their_rows(engine)
     e.scheduler.num_lookahead_tokens = 5  # of drafts, which lie in one block more
     e.limit(24)
     for n in (16 * 12 + 13, 16 * 3 + 13, 16 * 13 + 13):
-        e.answer([e._request(f"of-{n}", [5] * n, 3)])
+        e.answer([e.request(f"of-{n}", [5] * n, 3)])
         e.scheduler.reset_prefix_cache()
     assert maps_in_steps(e) == 0
 
@@ -500,7 +501,7 @@ def test_idle_memory_is_what_is_cached(engine):
     assert e.cached() > 50
     e.idle()
     assert e.resident() == [e.cached()]
-    assert e.page[control.SPARE] == 0 or e.keeper.spare == 0
+    assert e.page[control.SPARE] == 0 or e.budget.spare == 0
     assert e.scheduler.reset_prefix_cache()
     assert e.cached() == 0
     e.idle()
@@ -512,10 +513,10 @@ def test_a_limit_that_falls_while_idle_takes_cached_blocks(engine):
     e = engine()
     e.run(30)
     e.idle()
-    assert e.resident()[0] > e.keeper.least + 10
-    e.limit(e.keeper.least + 5)
+    assert e.resident()[0] > e.budget.least + 10
+    e.limit(e.budget.least + 5)
     e.idle()
-    assert e.resident() == [e.keeper.least + 5]
+    assert e.resident() == [e.budget.least + 5]
     e.run(20)
 
 
@@ -526,23 +527,24 @@ def bytes_held(e):
 
 def bytes_of_pages(e, ids):
     """What pages of 2 MiB behind blocks have, without that of the null block."""
-    return len({i * e.keeper.block_bytes >> 21 for i in ids} - {0}) << 21
+    return len({i * e.budget.block_bytes >> 21 for i in ids} - {0}) << 21
 
 
 def test_idle_blocks_leave_whose_pages_go(engine):
     e = engine(blocks=1200, pages=2 << 20)
     e.run(30)
     pool = e.scheduler.kv_cache_manager.block_pool
-    e.keeper._want(64)
+    e.budget.order(64)
     e.settle()
     e.idle()  # they have come, two pages of them
     cached = [b.block_id for b in pool.blocks if b.block_hash]
     assert len(cached) > 50
     assert bytes_held(e) == bytes_of_pages(e, cached)
-    assert e.keeper.spare > 0  # beside cached blocks, where they take no memory
+    assert e.budget.spare > 0  # beside cached blocks, where they take no memory
     orders = e.page.boards(1)[0, control.DONE]
-    e.keeper.before()
-    assert set(map(e.keeper._out.page_of, e.keeper._order[:10])) <= set(map(e.keeper._out.page_of, cached)) | {0}
+    e.budget.before()
+    page_of = e.budget.unbacked.page_of
+    assert set(map(page_of, e.budget.orders.unsent[:10])) <= set(map(page_of, cached)) | {0}
     assert e.scheduler.reset_prefix_cache()
     e.idle()
     assert bytes_held(e) == 0
@@ -558,16 +560,16 @@ def test_scattered_blocks_leave_until_their_pages_fit(engine):
     cached = [b.block_id for b in pool.blocks if b.block_hash]
     pool.evict_blocks(set(e.random.sample(cached, len(cached) * 2 // 3)))  # scattered
     before = bytes_held(e)
-    e.limit(before // e.keeper.block_bytes // 2)
-    assert e.keeper.allowed() < e.keeper.circulating
-    for _ in range(20):  # spare blocks go whose neighbours have gone, some of them by the keeper's thread
+    e.limit(before // e.budget.block_bytes // 2)
+    assert e.budget.allowed() < e.budget.num_backed
+    for _ in range(20):  # spare blocks go whose neighbours have gone, some of them by the scheduler's thread
         e.idle()
         kept = [b.block_id for b in pool.blocks if b.block_hash]
         if bytes_of_pages(e, kept) == bytes_held(e):
             break
     assert kept and bytes_of_pages(e, kept) == bytes_held(e) <= before // 2
     e.run(60)
-    most = max(before // 2, e.keeper.least * e.keeper.block_bytes) + (4 << 20)  # and the null block's page, and a part
+    most = max(before // 2, e.budget.least * e.budget.block_bytes) + (4 << 20)  # and the null block's page, and a part
     assert max(e.workers[0].resident[-20:]) <= most
     assert maps_in_steps(e) == 0
 
@@ -578,7 +580,7 @@ def scatter(e):
     e.idle()
     pool = e.scheduler.kv_cache_manager.block_pool
     cached = [b.block_id for b in pool.blocks if b.block_hash]
-    one = {e.keeper._out.page_of(i): i for i in cached}
+    one = {e.budget.unbacked.page_of(i): i for i in cached}
     pool.evict_blocks(set(cached) - set(one.values()))
     last = [pool.blocks[i] for i in one.values()]
     pool.touch(last)
@@ -592,7 +594,7 @@ def test_blocks_that_vllm_forgets_are_spare(engine):
     e = engine(blocks=1200, pages=2 << 20)
     scatter(e)
     pool = e.scheduler.kv_cache_manager.block_pool
-    assert e.keeper.spare == pool.get_num_free_blocks() - e.cached()
+    assert e.budget.spare == pool.get_num_free_blocks() - e.cached()
     pool.evict_blocks({b.block_id for b in pool.blocks if b.block_hash and b.block_id % 2})
     e.idle()  # below every limit
     kept = [b.block_id for b in pool.blocks if b.block_hash]
@@ -608,46 +610,46 @@ def test_scattered_blocks_do_not_stay_above_a_limit_because_they_are_few(engine,
         e.idle()
         assert bytes_held(e) <= 8 << 20
     e.run(60)
-    assert e.keeper.circulating > e.keeper.least and bytes_held(e) <= 8 << 20
+    assert e.budget.num_backed > e.budget.least and bytes_held(e) <= 8 << 20
     assert maps_in_steps(e) == 0
 
 
 def test_an_engine_grows_soon_after_what_held_it_above_a_limit_has_ended(engine):
     e = engine(blocks=1200, pages=2 << 20)
-    last, pool, keeper = scatter(e), e.scheduler.kv_cache_manager.block_pool, e.keeper
+    last, pool, budget = scatter(e), e.scheduler.kv_cache_manager.block_pool, e.budget
     pool.touch(last)  # in use
     e.limit(4 * 32)  # blocks of four pages
 
     def looks(n):
         e.idle()
         for _ in range(n):
-            with e.scheduler._vmem.lock:
-                keeper._measured = 0.0
-                keeper.fit()
+            with e.memory.lock:
+                budget._measured = 0.0
+                budget.fit()
 
     looks(100)
-    assert len(last) <= keeper.circulating <= keeper.least and bytes_held(e) > 8 << 20
+    assert len(last) <= budget.num_backed <= budget.least and bytes_held(e) > 8 << 20
     pool.free_blocks(last)
     looks(10)
-    assert bytes_held(e) <= 8 << 20 and keeper.allowed() == 4 * 32
+    assert bytes_held(e) <= 8 << 20 and budget.allowed() == 4 * 32
 
 
 def test_an_engine_that_another_comes_before_takes_no_more_memory(engine):
     e = engine()
     e.run(30)
-    e.page[control.POOL], keeper, most = 1, e.keeper, e.keeper.allowed()
-    free = keeper.pool.get_num_free_blocks()
+    e.page[control.POOL], budget, most = 1, e.budget, e.budget.allowed()
+    free = budget.pool.get_num_free_blocks()
 
     def offered(**more):
-        keeper.publish(**more)
+        budget.publish(**more)
         return e.page[control.OFFERED]
 
     assert offered() == free and offered(keeps=10) == free - 10 and offered(keeps=free + 1) == 0
-    assert offered(keeps=free, yields=True) == keeper.circulating
-    keeper.behind = True
-    assert keeper.allowed() == keeper.circulating + keeper.coming < most
+    assert offered(keeps=free, yields=True) == budget.num_backed
+    budget.behind = True
+    assert budget.allowed() == budget.num_backed + budget.coming < most
     turns = [(False, False), (True, False), (True, True)]
-    e.every = lambda: vars(keeper).update(zip(("behind", "full"), e.random.choice(turns)))
+    e.every = lambda: vars(budget).update(zip(("behind", "full"), e.random.choice(turns)))
     e.run(60)
     assert maps_in_steps(e) == 0
 
@@ -658,20 +660,20 @@ def test_while_another_comes_first_an_engine_offers_what_its_first_request_canno
     e = engine(kinds=("full",))
     e.run(20)
     e.page[control.POOL] = 1
-    memory, keeper, near = e.scheduler._vmem, e.keeper, e.scheduler._vmem._neighbours
-    keeper.leave(keeper.pool.get_num_free_blocks() - 10)
-    e.scheduler.add_request(e._request("long", [5] * 200, 5))  # 13 blocks
-    memory._publish()
+    memory, budget, near = e.memory, e.budget, e.memory._neighbours
+    budget.unback(budget.pool.get_num_free_blocks() - 10)
+    e.scheduler.add_request(e.request("long", [5] * 200, 5))  # 13 blocks
+    memory.publish()
     assert e.page[control.HEAD] and not e.page[control.OFFERED]
-    near.behind = keeper.behind = True
-    memory._publish()
+    near.behind = budget.behind = True
+    memory.publish()
     assert (e.page[control.OFFERED], e.page[control.WANTED]) == (10, 0)
     e.scheduler.finish_requests(["long"], RequestStatus.FINISHED_ABORTED)
-    e.scheduler.add_request(e._request("short", [5] * 40, 5))
-    memory._publish()
+    e.scheduler.add_request(e.request("short", [5] * 40, 5))
+    memory.publish()
     assert not e.page[control.HEAD] and 0 < e.page[control.OFFERED] < 10  # it begins, and keeps what it takes
     near.full = True
-    memory._publish()
+    memory.publish()
     assert e.page[control.OFFERED] == 10
 
 
@@ -679,15 +681,15 @@ def test_in_a_pool_the_rest_of_a_prompt_that_runs_is_not_for_others(engine):
     e = engine(kinds=("full",), depth=0)
     e.limit(40)
     e.run(10)
-    e.page[control.POOL], keeper = 1, e.keeper
-    e.scheduler.add_request(e._request("long", [5] * 250, 5))  # 16 blocks, in steps of 4
+    e.page[control.POOL], budget = 1, e.budget
+    e.scheduler.add_request(e.request("long", [5] * 250, 5))  # 16 blocks, in steps of 4
     while not e.scheduler.running:
         output, _ = e.step()
     assert 0 < output.total_num_scheduled_tokens <= 64
-    free = keeper.pool.get_num_free_blocks()
+    free = budget.pool.get_num_free_blocks()
     assert free - 16 <= e.page[control.OFFERED] <= free - 12 and not e.page[control.HEAD]
-    keeper.leave(free - 10)
-    e.scheduler._vmem._publish()
+    budget.unback(free - 10)
+    e.memory.publish()
     assert e.page[control.HEAD] and e.page[control.GROWS] and not e.page[control.OFFERED]
 
 
@@ -697,14 +699,14 @@ def test_requests_that_wait_for_something_else_lack_no_memory(engine):
 
     e = engine(kinds=("full",))
     e.run(20)
-    e.page[control.POOL], memory = 1, e.scheduler._vmem
-    e.keeper.leave(e.keeper.pool.get_num_free_blocks() - 10)
-    first, second = (e._request(name, [5] * 200, 5) for name in "ab")
+    e.page[control.POOL], memory = 1, e.memory
+    e.budget.unback(e.budget.pool.get_num_free_blocks() - 10)
+    first, second = (e.request(name, [5] * 200, 5) for name in "ab")
     for request in (first, second):
         e.scheduler.add_request(request)
 
     def lacks():
-        memory._publish()
+        memory.publish()
         return bool(e.page[control.HEAD]), waiting(e.scheduler)
 
     first.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -722,13 +724,13 @@ def test_requests_that_wait_for_something_else_lack_no_memory(engine):
 def test_an_engine_begins_no_request_while_another_may_need_all(engine, monkeypatch):
     e = engine(kinds=("full",))
     e.run(20)
-    monkeypatch.setattr(e.scheduler._vmem, "_look_around", lambda: None)
-    e.keeper.full = True
-    e.scheduler.add_request(e._request("a", [5] * 20, 5))
+    monkeypatch.setattr(e.memory, "_look_around", lambda: None)
+    e.budget.full = True
+    e.scheduler.add_request(e.request("a", [5] * 20, 5))
     for _ in range(5):
         e.step()
     assert not e.scheduler.running
-    e.keeper.full = False
+    e.budget.full = False
     e.answer([])
     assert not e.scheduler.has_unfinished_requests()
 
@@ -736,23 +738,23 @@ def test_an_engine_begins_no_request_while_another_may_need_all(engine, monkeypa
 def test_an_engine_gives_no_more_than_it_offers(engine):
     e = engine(kinds=("full",), pages=128 << 10)  # pages of two blocks
     e.run(20)
-    e.page[control.POOL], keeper = 1, e.keeper
-    keeper.publish(keeps=keeper.pool.get_num_free_blocks() - 20)
-    circulating = keeper.circulating
-    e.workers[0].memory._board[control.SHRINK_TO] = e.page[control.NULL] + 8 * keeper.block_bytes
-    keeper.before()
-    assert keeper.circulating == circulating - 20
+    e.page[control.POOL], budget = 1, e.budget
+    budget.publish(keeps=budget.pool.get_num_free_blocks() - 20)
+    backed = budget.num_backed
+    e.workers[0].memory._board[control.SHRINK_TO] = e.page[control.NULL] + 8 * budget.block_bytes
+    budget.before()
+    assert budget.num_backed == backed - 20
 
 
 def test_in_a_pool_what_is_kept_ready_takes_no_memory_of_others(engine):
     e = engine(blocks=1000, batch=4096)
     e.page[control.POOL], has = 1, 150
-    e.keeper._room = lambda: has - e.keeper.circulating
+    e.budget._room = lambda: has - e.budget.num_backed
     e.run(12)
-    assert 0 < e.keeper.circulating <= 150 and maps_in_steps(e) == 0
+    assert 0 < e.budget.num_backed <= 150 and maps_in_steps(e) == 0
     has = 350
     e.run(4)
-    assert e.keeper.spare > 90
+    assert e.budget.spare > 90
 
 
 def in_pool(monkeypatch, name, **settings):
@@ -767,12 +769,12 @@ def test_in_a_pool_no_step_waits_for_what_others_must_give_while_it_has_enough(e
     e = engine()
     e.run(20)
     e.page[control.POOL] = 1
-    e.keeper._room = lambda: 0
-    if e.keeper.spare:
-        e.keeper.leave(e.keeper.spare)  # all that is left is cached
-    assert e.keeper.spare == 0 and e.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > 100
+    e.budget._room = lambda: 0
+    if e.budget.spare:
+        e.budget.unback(e.budget.spare)  # all that is left is cached
+    assert e.budget.spare == 0 and e.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > 100
     waited, held = e.page[control.WAITED], []
-    e.every = lambda: held.append(bool(e.scheduler._vmem._tokens))
+    e.every = lambda: held.append(bool(e.memory._tokens))
     e.answer(e.requests(2))
     assert e.page[control.WAITED] == waited and not any(held) and maps_in_steps(e) == 0
 
@@ -780,52 +782,52 @@ def test_in_a_pool_no_step_waits_for_what_others_must_give_while_it_has_enough(e
 def test_in_a_pool_nothing_is_ordered_that_it_does_not_have(engine):
     e = engine(kinds=("full",))
     e.run(20)
-    e.page[control.POOL], keeper, room = 1, e.keeper, 0
-    keeper._room = lambda: room
-    keeper.leave(keeper.pool.get_num_free_blocks())
+    e.page[control.POOL], budget, room = 1, e.budget, 0
+    budget._room = lambda: room
+    budget.unback(budget.pool.get_num_free_blocks())
     e.scheduler.add_request(e.requests(1)[0])
     for _ in range(3):
         e.step()
-    assert e.page[control.WANTED] and not keeper.coming and not e.page[control.REFUSED]
+    assert e.page[control.WANTED] and not budget.coming and not e.page[control.REFUSED]
     room = 3
-    keeper.before(9)
-    assert len(keeper._order) == 3
+    budget.before(9)
+    assert len(budget.orders.unsent) == 3
 
 
 def test_in_a_pool_an_order_takes_no_more_pages_than_it_has_room_for(engine):
     e = engine(kinds=("full",), pages=256 << 10)  # pages of 4 blocks
-    e.page[control.POOL], keeper = 1, e.keeper
-    keeper.lent = True
-    keeper.between(True)
-    keeper.lent, keeper._room_bytes = False, lambda: 7 * keeper.block_bytes
-    keeper.before(200)
-    assert keeper._order == [1, 2, 3, 4, 5, 6, 7] and keeper._out.pages == 1  # 3 of them beside block 0
-    keeper.take()
-    keeper.before(200)
-    assert not keeper._order  # those are on their way
+    e.page[control.POOL], budget = 1, e.budget
+    budget.lent = True
+    budget.between(True)
+    budget.lent, budget._room_bytes = False, lambda: 7 * budget.block_bytes
+    budget.before(200)
+    assert budget.orders.unsent == [1, 2, 3, 4, 5, 6, 7] and budget.unbacked.pages == 1  # 3 of them beside block 0
+    budget.take_orders()
+    budget.before(200)
+    assert not budget.orders.unsent  # those are on their way
 
 
 def test_a_refusal_of_the_pool_makes_later_orders_no_smaller(engine, monkeypatch):
     e = engine(kinds=("full",))
-    e.page[control.POOL], keeper, room = 1, e.keeper, 40
-    keeper._room = lambda: room
+    e.page[control.POOL], budget, room = 1, e.budget, 40
+    budget._room = lambda: room
     monkeypatch.setattr(e.page, "answer", lambda order, rank: 1)
-    for room, most in ((0, keeper.total), (40, 20)):  # the pool has the memory, but the device has not
-        keeper._order = keeper._out.take(40, keeper.total)
-        keeper.take()
-        keeper._enter()
-        assert keeper._most_order == most
+    for room, most in ((0, budget.total), (40, 20)):  # the pool has the memory, but the device has not
+        budget.orders.unsent = budget.unbacked.take(40, budget.total)
+        budget.take_orders()
+        budget.enter()
+        assert budget._most_order == most
 
 
 def test_an_engine_whose_requests_lack_blocks_gives_none(engine):
     e = engine(kinds=("full",))
     e.run(20)
     e.page[control.POOL] = 1
-    e.workers[0].memory._board[control.SHRINK_TO] = e.page[control.NULL] + 8 * e.keeper.block_bytes
+    e.workers[0].memory._board[control.SHRINK_TO] = e.page[control.NULL] + 8 * e.budget.block_bytes
     e.page[control.OFFERED] = 100
-    assert e.keeper.asked() and e.keeper.allowed() == 8
+    assert e.budget.asked() and e.budget.allowed() == 8
     e.page[control.OFFERED] = 0  # it was asked for what it offered before
-    assert not e.keeper.asked() and e.keeper.allowed() > 100
+    assert not e.budget.asked() and e.budget.allowed() > 100
 
 
 def test_an_idle_engine_of_a_pool_gives_what_others_ask_for_without_delay(engine, monkeypatch):
@@ -833,10 +835,10 @@ def test_an_idle_engine_of_a_pool_gives_what_others_ask_for_without_delay(engine
     in_pool(monkeypatch, "asks", VMEM_VLLM_POOL_SIZE="8M")
     e = engine(kinds=("full",))
     e.run(20)
-    assert e.keeper.circulating > 60
-    asked, end = e.page[control.NULL] + 50 * e.keeper.block_bytes, time.monotonic() + 60
-    while e.keeper.circulating > 50 or e.page[control.RING_DONE] < e.page[control.POSITION]:
-        assert time.monotonic() < end, (e.keeper.circulating, e.page[control.POSITION], e.page[control.RING_DONE])
+    assert e.budget.num_backed > 60
+    asked, end = e.page[control.NULL] + 50 * e.budget.block_bytes, time.monotonic() + 60
+    while e.budget.num_backed > 50 or e.page[control.RING_DONE] < e.page[control.POSITION]:
+        assert time.monotonic() < end, (e.budget.num_backed, e.page[control.POSITION], e.page[control.RING_DONE])
         e.workers[0].memory._board[control.SHRINK_TO] = asked  # libvmem writes the board again when it becomes idle
         time.sleep(0.01)  # the engine's threads give blocks up meanwhile; the deadline is above
 
@@ -845,15 +847,15 @@ def test_an_idle_engine_of_a_pool_hears_what_others_ask_for_of_scattered_blocks(
     in_pool(monkeypatch, "scattered", VMEM_VLLM_POOL_SIZE="64M")
     e = engine(blocks=1200, pages=2 << 20)
     last = scatter(e)
-    e.keeper.leave(e.keeper.spare)
+    e.budget.unback(e.budget.spare)
     e.idle()
-    with e.scheduler._vmem.lock:  # its thread would give them
+    with e.memory.lock:  # its thread would give them
         held = bytes_held(e)
-        assert e.keeper.circulating * e.keeper.block_bytes < held - (4 << 20) and len(last) <= e.keeper.circulating
-        e.keeper._left_bytes = lambda: held - (4 << 20)
-        assert e.keeper.asked()
-        e.keeper._left_bytes = lambda: held
-        assert not e.keeper.asked()
+        assert e.budget.num_backed * e.budget.block_bytes < held - (4 << 20) and len(last) <= e.budget.num_backed
+        e.budget._left_bytes = lambda: held - (4 << 20)
+        assert e.budget.asked()
+        e.budget._left_bytes = lambda: held
+        assert not e.budget.asked()
 
 
 def test_in_a_pool_blocks_that_reach_into_more_pages_than_they_begin_in_leave_them(engine, monkeypatch):
@@ -861,14 +863,14 @@ def test_in_a_pool_blocks_that_reach_into_more_pages_than_they_begin_in_leave_th
     e = engine(blocks=1200, page=16 * 4384, pages=2 << 20)
     last = scatter(e)
     e.scheduler.kv_cache_manager.block_pool.evict_blocks({b.block_id for i, b in enumerate(last) if i % 3})
-    e.keeper.leave(e.keeper.spare)
+    e.budget.unback(e.budget.spare)
     e.idle()
     board = e.page.boards(1)[0]
     asked = int(board[control.HELD]) - (2 << 20)
-    assert bytes_held(e) > e.keeper._out.pages << 21
+    assert bytes_held(e) > e.budget.unbacked.pages << 21
     for _ in range(3):
         board[control.SHRINK_TO] = asked
-        e.keeper._measured = 0.0
+        e.budget._measured = 0.0
         e.idle()
     assert board[control.HELD] <= asked
 
@@ -930,11 +932,11 @@ def test_what_sleeps_reserves_nothing_and_wakes_with_what_its_requests_hold(engi
     e.run(10)
     assert e.scheduler.reset_prefix_cache()
     memory = e.workers[0].memory
-    with e.scheduler._vmem.lock:
-        e.keeper._want(20)
+    with e.memory.lock:
+        e.budget.order(20)
         e.settle()
-        e.keeper._enter()
-        assert e.keeper.spare >= 20
+        e.budget.enter()
+        assert e.budget.spare >= 20
     memory._between()
 
     def minimum():
@@ -944,7 +946,7 @@ def test_what_sleeps_reserves_nothing_and_wakes_with_what_its_requests_hold(engi
     with fences_pass(e):
         memory.sleep()
         assert minimum() == 0
-        while e.keeper.circulating:  # the scheduler's thread gives up what is spare
+        while e.budget.num_backed:  # the scheduler's thread gives up what is spare
             time.sleep(0.001)
         memory.wake()
     assert memory._asleep is None and not memory._in() and minimum() == 4 << 20
@@ -960,13 +962,13 @@ def test_an_engine_wakes_in_a_pool_that_another_has_filled(engine, monkeypatch):
     one.run(10)
     one.scheduler.reset_prefix_cache()
     memory = one.workers[0].memory
-    with one.scheduler._vmem.lock:  # it gives up none of the blocks that circulate
+    with one.memory.lock:  # it gives up none of the blocks that circulate
         memory.sleep()
         for _ in range(3):
             two.run(30)  # its prefix cache fills the pool
         blocks = two.workers[0].memory._blocks
         blocks.ask(blocks.stats().budget - blocks.stats().held + memory._pool.free)
-        assert memory._pool.free == 0 and one.keeper.circulating
+        assert memory._pool.free == 0 and one.budget.num_backed
         with fences_pass(one, two):
             memory.wake()
     one.run(10)
@@ -1083,10 +1085,10 @@ def test_a_maximum_counts_as_what_a_request_of_the_greatest_length_needs(engine,
 
 
 def test_a_limit_counts_the_bytes_of_pages_that_blocks_share(engine, monkeypatch):
-    monkeypatch.setattr(budget, "FIT", 0)
+    monkeypatch.setattr("pyvmem.engine.budget.FIT", 0)
     e = engine(page=16 * 4384)
     e.run(30)
-    kept = e.keeper.least + 40
+    kept = e.budget.least + 40
     pool = e.scheduler.kv_cache_manager.block_pool
     pool.evict_blocks(set(e.random.sample([b.block_id for b in pool.blocks if b.block_hash], 100)))  # scattered
     e.limit(kept)
@@ -1094,47 +1096,47 @@ def test_a_limit_counts_the_bytes_of_pages_that_blocks_share(engine, monkeypatch
         e.idle()
     board = e.page.boards(1)[0]
     held = board[control.HELD] - e.page[control.NULL]
-    assert kept / 2 < held / e.keeper.block_bytes <= kept
-    assert e.keeper.circulating < kept
+    assert kept / 2 < held / e.budget.block_bytes <= kept
+    assert e.budget.num_backed < kept
     e.page[control.LIMIT] = control.NO_LIMIT
-    e.keeper.before()
-    assert e.keeper.allowed() == e.keeper.total
+    e.budget.before()
+    assert e.budget.allowed() == e.budget.total
 
 
 def test_more_blocks_come_and_leave_at_once_than_an_order_or_the_ring_holds(engine):
     e = engine(blocks=40_000, kinds=("full",), page=1 << 10)
-    total = e.keeper.total
+    total = e.budget.total
 
     def all_come():
-        e.keeper._want(total)
-        assert len(e.keeper._order) > total - 2000 > control.RING - 2000 > keeper.MOST_LEAVING
+        e.budget.order(total)
+        assert len(e.budget.orders.unsent) > total - 2000 > control.RING - 2000 > MOST_LEAVING
         e.settle()
-        e.keeper._enter()
-        assert e.keeper.circulating == total
+        e.budget.enter()
+        assert e.budget.num_backed == total
 
-    with e.scheduler._vmem.lock:  # its thread would give them up
+    with e.memory.lock:  # its thread would give them up
         all_come()
     for _ in range(3):  # the ring is full meanwhile
         e.idle()
-    assert bytes_held(e) == 0 and not e.keeper._gone
+    assert bytes_held(e) == 0 and not e.budget._leaving
     e.run(20)
-    with e.scheduler._vmem.lock:
+    with e.memory.lock:
         all_come()
         e.limit(100)
         e.run(40)  # 4,096 leave in each step
-    assert e.keeper.circulating <= 100 and bytes_held(e) <= 128 << 10
+    assert e.budget.num_backed <= 100 and bytes_held(e) <= 128 << 10
     assert maps_in_steps(e) == 0
 
 
 def test_no_answer_is_lost_of_blocks_that_are_more_than_orders_in_flight_may_be(engine, monkeypatch):
-    monkeypatch.setattr(keeper, "PART", 1)  # else a block of gigabytes, or a request of a hundred, does so
+    monkeypatch.setattr("pyvmem.vllm.budget.PART", 1)  # else a block of gigabytes, or a request of a hundred, does so
     e = engine(blocks=1000, kinds=("full",), page=1 << 10)
-    with e.scheduler._vmem.lock:  # its thread would give them up
-        e.keeper._want(e.keeper.total)
+    with e.memory.lock:  # its thread would give them up
+        e.budget.order(e.budget.total)
         e.step()
-        e._flush()  # all are answered before the keeper looks
-        e.keeper._enter()
-        assert e.keeper.circulating == e.keeper.total > control.ANSWERS
+        e.flush()  # all are answered before the budget looks
+        e.budget.enter()
+        assert e.budget.num_backed == e.budget.total > control.ANSWERS
 
 
 def test_resetting_forgets_all_and_holds_the_same_blocks(engine):
@@ -1142,11 +1144,11 @@ def test_resetting_forgets_all_and_holds_the_same_blocks(engine):
     e.run(20)
     e.limit(60)
     e.run(20)
-    held = sorted(e.keeper._out)
+    held = sorted(e.budget.unbacked)
     assert e.scheduler.reset_prefix_cache()
-    assert sorted(e.keeper._out) == held
+    assert sorted(e.budget.unbacked) == held
     pool = e.scheduler.kv_cache_manager.block_pool
-    assert pool.num_gpu_blocks == 400 and e.keeper.spare == pool.get_num_free_blocks()
+    assert pool.num_gpu_blocks == 400 and e.budget.spare == pool.get_num_free_blocks()
     e.run(20)
 
 
@@ -1159,7 +1161,7 @@ def test_vllms_metrics_of_blocks_are_those_of_requests(engine):
     set_limit(e, "moves")
     e.run(20)
     e.idle()
-    assert metrics.block_metrics and not metrics.block_metrics.keys() & set(e.keeper._out)
+    assert metrics.block_metrics and not metrics.block_metrics.keys() & set(e.budget.unbacked)
 
 
 def test_usage_counts_what_is_allowed(engine):
@@ -1183,9 +1185,9 @@ def test_usage_in_a_pool_counts_what_its_memory_and_the_others_requests_leave(en
     def look():
         for e in (one, two):
             e.workers[0].memory._between()  # as its thread does
-            e.scheduler._vmem._neighbours._looked = 0.0
-            e.scheduler._vmem._look_around()
-            e.scheduler._vmem._publish()
+            e.memory._neighbours._looked = 0.0
+            e.memory._look_around()
+            e.memory.publish()
         return [pool.get_usage() for pool in pools]
 
     assert look() == [0, 0] and one.page[control.ALLOWED] <= 63
@@ -1196,7 +1198,7 @@ def test_usage_in_a_pool_counts_what_its_memory_and_the_others_requests_leave(en
         one.turn(flight)
         now = look()
         most = [max(pair) for pair in zip(most, now)]
-        assert two.page[control.ALLOWED] <= 64 - one.keeper.used
+        assert two.page[control.ALLOWED] <= 64 - one.budget.used
     assert most[0] > 0.25 and most[1] == 0
     assert look() == [0, 0]
 
@@ -1233,7 +1235,7 @@ def test_a_limit_is_that_of_the_stage_with_the_largest_blocks(engine, stages):
     null = [e.page[control.NULL + w.memory._rank] for w in e.workers]
     held = [max(w.resident) - n for w, n in zip(e.workers, null)]
     assert most / 2 < max(held) <= most
-    assert e.page[control.BLOCK_BYTES] == e.keeper.block_bytes == max(stages)
+    assert e.page[control.BLOCK_BYTES] == e.budget.block_bytes == max(stages)
     assert maps_in_steps(e) == 0
 
 
@@ -1244,7 +1246,7 @@ def test_a_stage_offers_the_bytes_of_its_own_blocks(engine, monkeypatch):
     e.every = lambda: [w.finish() for w in e.workers]  # fences pass
     e.run(10)
     assert maps_in_steps(e) == 0
-    with e.scheduler._vmem.lock:  # or its thread publishes what it offers itself
+    with e.memory.lock:  # or its thread publishes what it offers itself
         e.page[control.OFFERED] = 10
         for worker, size in zip(e.workers, stages):
             offer = mock.Mock()
@@ -1279,7 +1281,7 @@ def test_slots_give_up_everything_when_they_sleep_and_wake(engine):
     memory = e.workers[0].memory
     assert e.scheduler.reset_prefix_cache()
     memory.sleep()
-    assert memory._context.stats().created <= e.page[control.NULL] + e.keeper.block_bytes
+    assert memory._context.stats().created <= e.page[control.NULL] + e.budget.block_bytes
     memory.wake()
     before = e.read
     e.run(20)
@@ -1295,7 +1297,7 @@ def test_slots_keep_what_a_step_uses_that_takes_longer_than_idleness(engine, mon
         e.update(output, e.workers[0].execute(output))
     with memory._lock:  # the worker's own thread looks only where this test does
         memory.begin(output)
-        e.scheduler._vmem.lend()  # its request goes back to the waiting ones while the step runs
+        e.memory.lend()  # its request goes back to the waiting ones while the step runs
         memory._look()
         assert e.page[control.USED] == 0 and memory._requests._slots
         memory.end(output)
@@ -1305,7 +1307,7 @@ def test_slots_keep_what_a_step_uses_that_takes_longer_than_idleness(engine, mon
 
 def test_all_memory_is_lent_and_requests_go_on(engine):
     e = engine(asynchronous=False, queue=1)
-    memory, lent = e.scheduler._vmem, []
+    memory, lent = e.memory, []
 
     def lend():
         if len(lent) == 2 or e.steps < 60 * (len(lent) + 1) or not e.scheduler.running:
@@ -1324,7 +1326,7 @@ def test_all_memory_is_lent_and_requests_go_on(engine):
             for worker in e.workers:
                 worker.execute(output)
         e.page[control.LEND] = 0
-        e.keeper.lent = False
+        e.budget.lent = False
 
     e.every = lend
     e.run(60)
@@ -1335,16 +1337,16 @@ def test_all_memory_is_lent_and_requests_go_on(engine):
 @pytest.mark.parametrize("options", [dict(), dict(queue=1, asynchronous=False)])
 def test_blocks_leave_and_all_is_lent_while_steps_are_in_flight(engine, options):
     e = engine(**options)
-    memory, update, lent = e.scheduler._vmem, e.update, []
+    memory, update, lent = e.memory, e.update, []
 
     def late(output, sampled):
         known = e.scheduler.requests
         said = {name: known[name].num_output_tokens for name in sampled if name in known}
         with memory.lock:  # as its thread does
-            e.keeper.between(True)
+            e.budget.between(True)
             if e.random.random() < 0.1:
                 memory.lend()
-                lent.append(e.keeper.circulating)
+                lent.append(e.budget.num_backed)
         for worker in e.workers:
             worker.memory._look()
         update(output, sampled)
@@ -1365,7 +1367,7 @@ def test_all_is_lent_but_what_a_session_holds_that_waits_for_input(engine):
     draw, flight = e.random.randrange, collections.deque()
     first, last = (e.session("s", [draw(3, 900) for _ in range(40)], more) for more in (True, False))
     e.answer([first])
-    used = e.keeper.used
+    used = e.budget.used
     for request in e.requests(4):
         e.scheduler.add_request(request)
     for _ in range(4):
@@ -1373,11 +1375,11 @@ def test_all_is_lent_but_what_a_session_holds_that_waits_for_input(engine):
     e.page[control.LEND] = 1
     for _ in range(10):
         e.turn(flight)
-    assert not e.scheduler.running and e.keeper.circulating == e.keeper.used == used > 0
+    assert not e.scheduler.running and e.budget.num_backed == e.budget.used == used > 0
     assert not e.page[control.LENT]
     e.scheduler.add_request(last)
     e.turn(flight)
-    assert e.page[control.LENT] and not e.keeper.circulating
+    assert e.page[control.LENT] and not e.budget.num_backed
     e.page[control.LEND] = 0
     while e.scheduler.has_unfinished_requests() or flight:
         e.turn(flight)

@@ -36,7 +36,7 @@ logger = logging.getLogger("vllm.vmem")
 IDLE = 0.2  # seconds without a step after which what ended requests have goes back
 PIECE = 2 << 20  # slots begin at multiples of it
 
-SLACK = 16  # blocks beyond those that circulate: what ended requests have until their kernels have ended
+SLACK = 16  # blocks beyond those that vLLM has: what ended requests have until their kernels have ended
 
 active = False  # whether the KV cache that this process made last is in slots
 
@@ -139,7 +139,7 @@ class SlotsMemory(WorkerMemory):
         self._requests: Requests | None = None
         self._orders: collections.deque[int] = collections.deque()
         self._due = threading.Event()
-        self._count = 0  # blocks that circulate
+        self._count = 0  # blocks that the scheduler has not given up
         self._dirty = False
         self._still = 0.0  # since when no step runs; while one does, which may take long, it is infinite
 
@@ -296,7 +296,7 @@ class SlotsMemory(WorkerMemory):
                 requests.shrink()
 
     def _fit(self) -> None:
-        """Hold the cache to what circulates."""
+        """Hold the cache to what the scheduler has not given up."""
         assert self._cache is not None
         budget = min((self._count + 1 + SLACK) * self._block, self._most)
         if budget != self._budget:

@@ -1,6 +1,6 @@
 """The classes of vLLM's that vMem extends: whichever worker and scheduler vLLM or the user chose.
 
-``pyvmem.vllm.doors.Worker__ENGINE__a__b__C`` is a subclass of ``a.b.C``, made when it is first asked for, in every
+``pyvmem.vllm.mixins.Worker__ENGINE__a__b__C`` is a subclass of ``a.b.C``, made when it is first asked for, in every
 process. vLLM's configuration carries the name, and with it the engine's, to its other processes.
 
 SPDX-License-Identifier: MIT
@@ -44,7 +44,7 @@ def _bytes_of_weights(vllm_config: Any) -> int:
     return weight_bytes(model.model, model.revision, load.download_dir) // workers
 
 
-class WorkerDoor:
+class WorkerMixin:
     """What vMem adds to a worker of vLLM's."""
 
     _vmem_engine: str
@@ -168,7 +168,7 @@ class WorkerDoor:
             self._vmem.close()
 
 
-class SchedulerDoor:
+class SchedulerMixin:
     """What vMem adds to a scheduler of vLLM's."""
 
     _vmem_engine: str
@@ -235,17 +235,17 @@ class SchedulerDoor:
             self._vmem.close()
 
 
-_DOORS: dict[str, type] = {"Worker": WorkerDoor, "Scheduler": SchedulerDoor}
+_MIXINS: dict[str, type] = {"Worker": WorkerMixin, "Scheduler": SchedulerMixin}
 
 
 def __getattr__(name: str) -> type:
     kind, _, rest = name.partition(_DOT)
     engine, _, path = rest.partition(_DOT)
-    if kind not in _DOORS or not path:
+    if kind not in _MIXINS or not path:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     base = resolve_obj_by_qualname(path.replace(_DOT, "."))
-    made = type(name, (_DOORS[kind], base), {"__module__": __name__, "__qualname__": name, "_vmem_engine": engine})
+    made = type(name, (_MIXINS[kind], base), {"__module__": __name__, "__qualname__": name, "_vmem_engine": engine})
     globals()[name] = made
     return made

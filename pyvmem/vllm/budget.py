@@ -1,0 +1,457 @@
+"""The scheduler's side: which of vLLM's blocks have memory.
+
+A block is *backed* if vLLM's block pool may hand it out: it is in use or in the pool's free queue, and has pages. All
+others are *unbacked*: the budget holds them, taken with the pool's own `get_new_blocks`, and they have no pages. To
+grow, the budget orders unbacked blocks from the workers; they enter the free queue when every worker has backed them.
+To shrink, it takes blocks off the free queue, in vLLM's own order: unused ones first, then the least recently used of
+the prefix cache. So vLLM's admission, eviction and preemption act on the memory that there is, and no step waits for
+pages.
+
+This module does not import vLLM: the pool is vLLM's BlockPool, the manager its KVCacheManager.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from pyvmem.engine import control
+from pyvmem.engine.budget import BlockBudget
+from pyvmem.engine.control import Page
+from pyvmem.vllm.orders import Copies
+
+MOST_LEAVING = 4096  # blocks that are given up in one step: 0.7 ms
+MOST_ORDERS = control.ANSWERS // 2  # at a time
+RETRY = 0.03  # seconds until memory that was refused is asked for again
+PART = 64 << 20  # bytes of blocks in one order: what is backed serves before the rest is
+KEEP = 128 << 20  # bytes at most, the null block's included, that an idle engine keeps for a request that may come
+TAKEN = 0.5  # seconds after which what steps took says less about the next ones
+
+
+class FreeQueue:
+    """The free blocks of vLLM's block pool. Those that hold no cached prefix come first in its queue.
+
+    vLLM's queue and pool do their own work: functions of these two objects are wrapped. A class that is given to an
+    object which is there would do as well, but CPython then reads every attribute of the object from a dict, in vLLM's
+    own code, too: three times as slowly.
+
+    Parameters
+    ----------
+    pool : vllm.v1.core.block_pool.BlockPool
+    held : callable
+        Returns how many blocks the pool must not count.
+
+    Attributes
+    ----------
+    empty : set of int
+        Numbers of the free blocks that hold no cached prefix.
+    """
+
+    def __init__(self, pool: Any, held: Callable[[], int]) -> None:
+        self._pool, self._queue = pool, pool.free_block_queue
+        self.empty: set[int] = set(self)
+        self._follow_queue()
+        self._leave_out(held)
+
+    def __len__(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    def __iter__(self) -> Iterator[int]:
+        return (b.block_id for b in self._queue.get_all_free_blocks())
+
+    def _follow_queue(self) -> None:
+        """Have the queue keep `empty` up to date."""
+        queue, empty = self._queue, self.empty
+        popleft, popleft_n, remove, prepend_n = queue.popleft, queue.popleft_n, queue.remove, queue.prepend_n
+
+        def counted_popleft() -> Any:
+            block = popleft()
+            empty.discard(block.block_id)
+            return block
+
+        def counted_popleft_n(n: int) -> Any:
+            blocks = popleft_n(n)
+            if empty:
+                for block in blocks:
+                    empty.discard(block.block_id)
+            return blocks
+
+        def counted_remove(block: Any) -> None:
+            remove(block)
+            empty.discard(block.block_id)
+
+        def counted_prepend_n(blocks: Any) -> None:
+            prepend_n(blocks)
+            empty.update([b.block_id for b in blocks])
+
+        queue.popleft, queue.popleft_n = counted_popleft, counted_popleft_n
+        queue.remove, queue.prepend_n = counted_remove, counted_prepend_n
+
+    def _leave_out(self, held: Callable[[], int]) -> None:
+        """Have the pool count its blocks without those that are held."""
+        pool, evict_blocks, reset_prefix_cache = self._pool, self._pool.evict_blocks, self._pool.reset_prefix_cache
+
+        def evict(block_ids: set[int]) -> None:
+            evict_blocks(block_ids)
+            self.sort()
+
+        def reset() -> bool:
+            left_out = held()
+            pool.num_gpu_blocks -= left_out
+            try:
+                done: bool = reset_prefix_cache()
+            finally:
+                pool.num_gpu_blocks += left_out
+            if done:
+                self.sort()
+            return done
+
+        pool.evict_blocks, pool.reset_prefix_cache = evict, reset
+
+    def sort(self) -> None:
+        """Put blocks first whose contents vLLM has forgotten. It leaves them where they are in the queue."""
+        self.put_first(b for b in self._queue.get_all_free_blocks() if b.block_hash is None)
+
+    def put_first(self, blocks: Iterable[Any]) -> None:
+        """Move free blocks to the front of the queue."""
+        blocks = list(blocks)
+        for block in blocks:
+            self._queue.remove(block)
+        self._queue.prepend_n(blocks)
+
+    def take(self, n: int) -> list[int]:
+        """Take blocks off the front. vLLM's metrics of blocks (--kv-cache-metrics) count no request's end for them."""
+        blocks = self._pool.get_new_blocks(n)
+        if metrics := getattr(self._pool, "metrics_collector", None):
+            for block in blocks:
+                metrics.block_metrics.pop(block.block_id, None)
+        return [b.block_id for b in blocks]
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Give blocks back that `take` has returned. The first in `ids` comes first in the queue."""
+        self._pool.free_blocks(self._pool.blocks[i] for i in ids)
+
+
+class BackingOrders:
+    """Orders to the workers to back blocks: those that go out with the next step, and those without an answer.
+
+    Attributes
+    ----------
+    unsent : list of int
+        Blocks of which the workers will be told with the next step.
+    num_sent : int
+        Blocks that the workers are backing.
+    number : int
+        The last order's number.
+    """
+
+    def __init__(self, page: Page, ranks: int) -> None:
+        self._page, self._ranks = page, ranks
+        self.unsent: list[int] = []
+        self._sent: collections.deque[tuple[int, int, list[int]]] = collections.deque()  # order, step, ids
+        self.number = self.num_sent = 0
+
+    def __len__(self) -> int:
+        """Orders without an answer."""
+        return len(self._sent)
+
+    def send(self, step: int, first: int, part: int) -> tuple[list[list[int]], int]:
+        """The unsent blocks as orders that go with a step: (blocks of each, the number of the first).
+
+        first, part : the most blocks of the first order and of the others.
+        """
+        ids, self.unsent = self.unsent, []
+        part = max(part, -(-len(ids) // (MOST_ORDERS - 1)))  # the page keeps the last answers alone
+        first = min(first, part) if first > 0 else part
+        parts = [ids[:first], *(ids[i : i + part] for i in range(first, len(ids), part))] if ids else []
+        number = self.number + 1
+        for self.number, some in enumerate(parts, number):
+            self._sent.append((self.number, step, some))
+        self.num_sent += len(ids)
+        return parts, number
+
+    def answered(self, step: int) -> Iterator[tuple[list[int], bool]]:
+        """(blocks, whether some worker refused) of the orders that every worker has answered. step: the last one."""
+        while self._sent:
+            order, sent_with, ids = self._sent[0]
+            seen = [rank for rank in range(self._ranks) if self._page[control.ATTACHED + rank]]
+            told = [self._page.answer(order, rank) for rank in seen]
+            # A worker that does not see the page backs in time.
+            if -1 in told or (len(seen) < self._ranks and step < sent_with + 2):
+                return
+            self._sent.popleft()
+            self.num_sent -= len(ids)
+            yield ids, 1 in told
+
+
+class TakenBlocks:
+    """How many empty blocks steps took of late: while they take few, few are kept ready."""
+
+    def __init__(self) -> None:
+        self._before, self._counts, self._since = 0, [0, 0], 0.0
+
+    def begin(self, spare: int) -> None:
+        """A step is about to be scheduled."""
+        self._before = spare
+
+    def end(self, spare: int) -> None:
+        """It was scheduled."""
+        now = time.monotonic()
+        if now >= self._since + TAKEN:
+            self._counts = [0, self._counts[0] if now < self._since + 2 * TAKEN else 0]
+            self._since = now
+        self._counts[0] += max(self._before - spare, 0)
+
+    def recent(self) -> int:
+        """The blocks of the last `TAKEN` to 2 * `TAKEN` seconds before the last step."""
+        return sum(self._counts)
+
+
+class VllmBudget(BlockBudget):
+    """Decides which blocks of one block pool of vLLM's are backed.
+
+    Parameters
+    ----------
+    manager : vllm.v1.core.kv_cache_manager.KVCacheManager
+    page, block_bytes, least, low, ranks
+        As for `BlockBudget`.
+    copies : Copies, optional
+        Blocks that these name keep their memory.
+    """
+
+    def __init__(
+        self, manager: Any, page: Page, block_bytes: int, least: int, low: int, ranks: int, copies: Copies | None = None
+    ) -> None:
+        self.manager, self.pool, self._copies = manager, manager.block_pool, copies
+        self._leaving: list[int] = []  # unbacked blocks of which the workers have not been told
+        self._evicted: list[int] = []
+        self.orders = BackingOrders(page, ranks)
+        super().__init__(page, self.pool.num_gpu_blocks - 1, block_bytes, least, low, ranks)  # without the null block
+        self.watermark: int = manager.watermark_blocks
+        self._watermark = self.watermark / max(self.total, 1)
+        self._full = False
+        self._free = FreeQueue(self.pool, lambda: self.held)
+        self.pool.get_usage = self.usage
+        self._free.take(len(self._free))
+        self._taken = TakenBlocks()
+        self._awaited = 0  # blocks of the first order, for which a step waits
+        self._retry = 0.0
+        self._most_order = self.total  # less after a refusal
+        self._left = 0  # the step that last told of blocks that leave
+        self.step = 0
+        self.full = False  # no request begins meanwhile
+        self.adapts = False  # whether what is kept ready follows what steps took: else they wait for what they lack
+        self.publish()
+
+    # ---- what there is ---------------------------------------------------------------------------------------
+
+    @property
+    def coming(self) -> int:
+        """Blocks that workers are backing."""
+        return self.orders.num_sent
+
+    @property
+    def ordered(self) -> int:
+        """Blocks that workers are backing or will be told to."""
+        return self.coming + len(self.orders.unsent)
+
+    @property
+    def held(self) -> int:
+        """Blocks that vLLM cannot hand out."""
+        return self.unbacked.count + self.ordered
+
+    @property
+    def spare(self) -> int:
+        """Free blocks without contents."""
+        return len(self._free.empty)
+
+    def num_free(self) -> int:
+        """Blocks in the pool's queue."""
+        return len(self._free)
+
+    def free_ids(self) -> Iterator[int]:
+        """Their numbers."""
+        return iter(self._free)
+
+    def _moving(self) -> bool:
+        """Whether orders are out, or workers have not read yet what left."""
+        words, ranks = self.page.words, self.ranks
+        ran = words[control.FINISHED : control.FINISHED + ranks].min() >= self._left
+        read = words[control.RING_DONE : control.RING_DONE + ranks].min() >= self.page[control.POSITION]
+        return bool(self._leaving or self.ordered or not ran or not read)
+
+    @property
+    def floor(self) -> int:
+        """Blocks without contents that are kept for the first step of a request that may come."""
+        return max(min(KEEP // self.block_bytes - 1, self.low), 0)
+
+    def ready(self, need: int = 0) -> int:
+        """Blocks that are kept ready: free, and without contents. need: what the next step takes."""
+        most = super().ready()
+        return max(min(most, max(self._taken.recent(), self.floor)) if self.adapts else most, need)
+
+    def can_grow(self, need: int) -> bool:
+        """Whether so many blocks are spare or soon will be: there is memory that nobody has to give up."""
+        more = self.allowed() - self.num_backed
+        if self.page.cells[control.POOL]:
+            more = min(more, self._room())
+        return need - self.spare <= more and time.monotonic() >= self._retry
+
+    def grows(self) -> bool:
+        """Whether blocks are on their way or may be ordered."""
+        return bool(self.orders) or self.num_backed < self.allowed()
+
+    def must_wait(self, need: int) -> bool:
+        """Whether the step must wait: it would evict cached blocks although ordered ones are about to come."""
+        return self.spare < need and bool(self.orders.unsent)
+
+    # ---- before and after vLLM's schedule() ---------------------------------------------------------------------
+
+    def before(self, need: int = 0, awaited: int = 0, first: bool = False) -> None:
+        """A step is about to be scheduled: blocks that are backed by now enter, and blocks above the limit leave.
+
+        need : blocks that it takes at most, as far as known, and that requests which begin take later. awaited: how
+        many of them it waits for. first: whether to order no more than `need` now.
+        """
+        self._learn_pages()
+        self.enter()
+        self.fit()
+        allowed = self.allowed()
+        if (allowed, self.full) != (self._allowed, self._full):
+            self._allowed, self._full = allowed, self.full
+            self.watermark = int(self._watermark * allowed)
+            self.manager.watermark_blocks = self.total if self.full else self.watermark
+        beyond = self.num_backed + self.coming - allowed
+        if beyond > 0 or self._pages_beyond():
+            self._shrink(beyond, MOST_LEAVING)
+        elif len(self.orders) < MOST_ORDERS:
+            ready = self.ready(need)
+            wanted = ready - self.spare - self.coming
+            if self.page.cells[control.POOL]:  # others give memory to who asks, not to orders
+                wanted = min(wanted, self._room() - self.coming)
+            if first:
+                self.order(min(wanted, need, -beyond))
+            elif 4 * wanted > ready or self.spare < need:  # not a few in each step: a driver's calls disturb the device
+                self.order(min(wanted, -beyond))
+        self._taken.begin(self.spare)
+        self._awaited = awaited - self.spare - self.coming
+
+    def await_blocks(self, need: int, seconds: float) -> float:
+        """Wait until `need` blocks are spare, until workers have backed what was ordered, or for so many seconds.
+
+        Returns the seconds that it took.
+        """
+        if not self.page.attached(self.ranks):
+            return 0.0  # their answers are not seen
+        begin = now = time.monotonic()
+        while self.spare < need and self.orders and now < begin + seconds:
+            time.sleep(1e-4)
+            self.enter()
+            now = time.monotonic()
+        return now - begin
+
+    def evict_ahead(self, n: int) -> None:
+        """Make vLLM forget what is least recently used, if fewer than `n` / 2 blocks are spare and no more may come.
+
+        The blocks stay in the queue. In slots, a new block needs a page at a place of its own. Workers can map it ahead
+        of the step only if they know earlier whose page it will be.
+        """
+        if 2 * self.spare >= n or self.grows():
+            return
+        known = set(self._free.empty)
+        ids = self._free.take(min(n, len(self._free)))
+        self._evicted += [i for i in ids if i not in known]
+        self._free.free(ids)
+
+    def take_evicted(self) -> list[int]:
+        """What was evicted ahead since the last call."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def take_orders(self) -> tuple[list[int], list[list[int]], int]:
+        """What the workers must know with this step: (blocks that leave, orders to back others, the first's number)."""
+        self.step += 1
+        self.page.cells[control.STEP] = self.step
+        self._taken.end(self.spare)
+        leaving = self._take_leaving()
+        if leaving:
+            self._left = self.step
+        return leaving, *self.orders.send(self.step, self._awaited, max(PART // self.block_bytes, 1))
+
+    def _take_leaving(self) -> list[int]:
+        """Those of the blocks that leave of which the workers may know now."""
+        ids, self._leaving = (self._leaving, []) if self._copies is None else self._copies.part(self._leaving)
+        return ids
+
+    def order(self, n: int) -> None:
+        """Have workers back up to `n` blocks more. They are told with the next step."""
+        if n > 0 and self.unbacked and time.monotonic() >= self._retry:
+            ids = self._take_unbacked(min(n, self._most_order))
+            self.orders.unsent += ids
+            if self._copies is not None and self._leaving:  # of which the workers do not know yet
+                self._leaving = list(set(self._leaving).difference(ids))
+
+    def unback(self, n: int) -> int:
+        """Take up to `n` free blocks from vLLM; returns how many. Their memory goes when the workers know."""
+        n = min(n, MOST_LEAVING, len(self._free))
+        if n > 0:
+            ids = self._free.take(n)
+            self._leaving += ids
+            self.unbacked.put(ids)
+        return max(n, 0)
+
+    def _shrink(self, beyond: int, most: int) -> None:
+        """So many blocks leave, and then others while pages are too many, but at most `most` in all.
+
+        The first are spare ones that free a page, with the highest numbers. The others leave in vLLM's own order.
+        """
+        beyond = min(beyond, most)
+        if beyond > 0 and self.unbacked.shared:
+            freeing = heapq.nlargest(beyond, self.unbacked.freeing(self._free.empty))
+            self._free.put_first(self.pool.blocks[i] for i in freeing)
+        # A block frees one page at most.
+        while most > 0 and (n := self.unback(min(beyond if beyond > 0 else self._pages_beyond(), most))):
+            beyond, most = beyond - n, most - n
+
+    def enter(self) -> None:
+        """Give vLLM the blocks that every worker has backed."""
+        for ids, refused in self.orders.answered(self.step):
+            if refused:
+                self.page[control.REFUSED] += 1
+                self._retry = time.monotonic() + RETRY
+                if not self.page.cells[control.POOL] or self._room() >= len(ids):
+                    self._most_order = max(len(ids) // 2, 1)  # the device lacks memory, not the pool
+                self._leaving += ids  # other workers may have backed them
+                self.unbacked.put(ids)
+            else:
+                self._free.free(ids)  # the lowest number first, so that blocks in use stay close together
+                self._most_order = max(self._most_order, min(2 * len(ids), self.total))
+
+    # ---- between steps ---------------------------------------------------------------------------------------
+
+    def between(self, idle: bool, keep: int = 0) -> None:
+        """Blocks above the limit leave, and if `idle`, spare ones but `keep`. Workers learn it by the ring."""
+        self._learn_pages()
+        self.enter()
+        self.fit()
+        beyond = self.num_backed + self.coming - self.allowed()
+        if idle and self.spare > keep:  # others would give back nothing
+            beyond = max(beyond, min(self.spare - keep, len(self.unbacked.freeing(self._free.empty))))
+        self._shrink(beyond, self.total)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the workers by the ring what leaves. Without the page, workers learn it with the next step."""
+        if not self._leaving or not self.page.attached(self.ranks):
+            return
+        leaving = self._take_leaving()
+        if len(leaving) > MOST_LEAVING:
+            leaving.sort()  # neighbours leave together, by few calls of the driver
+        while leaving and self.page.push(self.step, leaving[:MOST_LEAVING], self.ranks):
+            del leaving[:MOST_LEAVING]
+        self._leaving += leaving  # with the next step, or the next time
