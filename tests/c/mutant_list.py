@@ -214,7 +214,7 @@ _MUTANTS = [
     ("a lazy cache takes its neighbour's", "kv/vmem__kv_leaves_others",
      replace("!lock_preallocated_by_others(kv)", "want"), "test_kv_corners"),
     ("room counts twice beside the thread", "kv/count_lately",
-     replace("return lately", "return count(kv, most, want, DEVICE_NS)"), "test_kv_races"),
+     replace("return lately", "return count_reachable(kv, most, want, DEVICE_NS)"), "test_kv_races"),
     ("memory at hand is asked for", "kv/device.c:count_reachable", replace("at_hand >= want ? at_hand :", ""), "test_kv_memory"),
     ("the pool hears of one request at a time", "kv/admit",
      replace("vmem__kv_announce(kv, most, true)", "(void) most"), "test_kv_pool"),
