@@ -15,18 +15,18 @@ from pathlib import Path
 
 from pyvmem.engine import sources
 from pyvmem.engine.refuse import Refused
-from pyvmem.sglang import doors
+from pyvmem.sglang import hooks
 from pyvmem.sglang.settings import SWITCH
 
-_POOL, _SCHEDULER, _BASE, _TOKEN = doors._POOL, doors._SCHEDULER, doors._BASE, doors._TOKEN
-_PAGED, _SWA = doors._PAGED, doors._SWA
+_POOL, _SCHEDULER, _BASE, _TOKEN = hooks._POOL, hooks._SCHEDULER, hooks._BASE, hooks._TOKEN
+_PAGED, _SWA = hooks._PAGED, hooks._SWA
 _CHECKER = "srt/managers/scheduler_components/invariant_checker.py"
 OLDEST = (0, 5, 21)
 _STATS = "srt/managers/scheduler_components/pool_stats_observer.py"
 
 # (file, function, parameters without annotations) of what vMem hooks, and of what it calls
 SIGNATURES = (
-    *((file, path, wanted) for file, path, wanted, _, _ in (*doors.ENGINE, *doors.EVERYWHERE)),
+    *((file, path, wanted) for file, path, wanted, _, _ in (*hooks.ENGINE, *hooks.EVERYWHERE)),
     (_BASE, "BaseTokenToKVPoolAllocator.merge_and_sort_free", "self"),
     (_TOKEN, "TokenToKVPoolAllocator.available_size", "self"),
     (_PAGED, "PagedTokenToKVPoolAllocator.available_size", "self"),

@@ -12,16 +12,16 @@ from pyvmem.engine.settings import warn_if_forgotten
 from pyvmem.sglang import settings
 
 
-def _doors(http: bool) -> list[tuple[str, str, Any]]:
+def _hooks(http: bool) -> list[tuple[str, str, Any]]:
     """(target, kind, hook) of this process. To apply one imports its module, which takes seconds if nothing has."""
-    from pyvmem.sglang import doors
+    from pyvmem.sglang import hooks
 
-    chosen: list[Any] = list(doors.EVERYWHERE)
+    chosen: list[Any] = list(hooks.EVERYWHERE)
     if "sglang.srt.managers.scheduler" in sys.modules or "sglang.srt.managers.detokenizer_manager" not in sys.modules:
-        chosen += doors.ENGINE
+        chosen += hooks.ENGINE
     if http and multiprocessing.parent_process() is None:  # it serves, and imports the server later than its plugins
-        chosen += doors.SERVER
-    return [(doors.target(file, function), kind, hook) for file, function, _, kind, hook in chosen]
+        chosen += hooks.SERVER
+    return [(hooks.target(file, function), kind, hook) for file, function, _, kind, hook in chosen]
 
 
 def activate() -> None:
@@ -43,8 +43,8 @@ def activate() -> None:
         note = check.release(sglang.__version__, chosen.strict)
         if note and multiprocessing.parent_process() is None:
             logging.getLogger("sglang.vmem").warning(note)
-        doors = _doors(chosen.http)
-        for target, kind, hook in doors:
+        hooked = _hooks(chosen.http)
+        for target, kind, hook in hooked:
             HookRegistry.register(target, hook, HookType[kind])
     except (ValueError, ImportError) as error:
         sys.exit(f"pyvmem: {error}")
@@ -53,7 +53,7 @@ def activate() -> None:
     def applied() -> None:
         """SGLang's own function, and then the check that each of vMem's hooks has taken."""
         apply()
-        missing = [target for target, _, _ in doors if target not in HookRegistry._patched]
+        missing = [target for target, _, _ in hooked if target not in HookRegistry._patched]
         if missing:
             sys.exit(f"pyvmem: VMEM_SGLANG=1: SGLang did not apply the hook of {missing[0]} (or unset VMEM_SGLANG)")
 

@@ -1,4 +1,4 @@
-"""The scheduler's side: a `Keeper` for each of its allocators, before each of SGLang's steps and between them.
+"""The scheduler's side: a `PageBudget` for each of its allocators, before each of SGLang's steps and between them.
 
 SPDX-License-Identifier: MIT
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pyvmem.engine import control, pool_policy, pools, refuse
 from pyvmem.sglang import memory, settings
-from pyvmem.sglang.keeper import Keeper, News, shares
+from pyvmem.sglang.budget import News, PageBudget, shares
 
 logger = logging.getLogger("sglang.vmem")
 
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     rests : bool
         Whether none has run for a while.
     news : tuple of News
-        For each keeper.
+        For each budget.
     """
 
     drains: bool
@@ -51,7 +51,7 @@ class Seen(NamedTuple):
 
 
 class SchedulerMemory:
-    """The keepers of one scheduler, and its part in a pool.
+    """The budgets of one scheduler, and its part in a pool.
 
     Rank 0 reads the control page and the pool, and publishes. The page of every other rank is its own.
 
@@ -70,22 +70,22 @@ class SchedulerMemory:
         page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
         page[control.PRIORITY], page[control.POOL] = chosen.priority, pools.number_of(chosen.pool)
         self._seen = Seen(False, False, False, ())
-        self._had: list[int] = []  # pages that circulated in the last step
+        self._had: list[int] = []  # pages that were backed in the last step
         self._peers = pool_policy.PoolPeers(page)
         self._looked = self._tended = self._still = 0.0
-        self.keepers = self._make_keepers(scheduler, here)
+        self.budgets = self._make_budgets(scheduler, here)
         scheduler.token_to_kv_pool_allocator._vmem = self
         page[control.RANKS_USED], page[control.PARTS] = len(here.all) * self.ranks.size, len(here.all)
         self._agree()
-        for keeper in self.keepers:
-            keeper.start()
+        for budget in self.budgets:
+            budget.start()
         here.scheduler = self
         self._check_sizes(chosen)
         args = scheduler.server_args
         control.claim(page, args.served_model_name or args.model_path)
         self.publish()
 
-    def _make_keepers(self, scheduler: Any, here: memory.Memories) -> list[Keeper]:
+    def _make_budgets(self, scheduler: Any, here: memory.Memories) -> list[PageBudget]:
         allocator = scheduler.token_to_kv_pool_allocator
         pool = allocator.get_kvcache()
         kinds = [(allocator, pool)]
@@ -98,20 +98,20 @@ class SchedulerMemory:
             raise refuse.Refused(f"VMEM_SGLANG=1: vMem does not know KV pools of kind {type(pool).__name__} "
                                  "(or unset VMEM_SGLANG)")  # fmt: skip
         if len(kinds) == 1:
-            return [Keeper(scheduler, allocator, pool._vmem, self.page, self.ranks)]
-        made = [Keeper(scheduler, part, own._vmem, control.private_page(), self.ranks, window=i > 0, alone=False)
+            return [PageBudget(scheduler, allocator, pool._vmem, self.page, self.ranks)]
+        made = [PageBudget(scheduler, part, own._vmem, control.private_page(), self.ranks, window=i > 0, alone=False)
                 for i, (part, own) in enumerate(kinds)]  # fmt: skip
         shares(made, self.page)
         return made
 
     def _check_sizes(self, chosen: Any) -> None:
-        needs = sum(k.least * k.block_bytes for k in self.keepers)
+        needs = sum(k.least * k.block_bytes for k in self.budgets)
         for name, size in (("LIMIT", chosen.limit), ("MAX", chosen.maximum or None)):
             if size is not None and size < needs:
                 logger.warning("VMEM_SGLANG_%s=%d counts as %d bytes, which a request of the greatest length needs",
                                name, size, needs)  # fmt: skip
         pool = self.page[control.POOL_BYTES]
-        needs += sum(self.page[control.NULL + i] for i in range(len(self.keepers)))
+        needs += sum(self.page[control.NULL + i] for i in range(len(self.budgets)))
         if chosen.pool and 0 < pool < needs:
             raise refuse.Refused(f"VMEM_SGLANG_POOL={chosen.pool}: a request of the greatest length needs {needs} "
                                  f"bytes, and the pool has {pool}; lower --context-length, or raise "
@@ -140,16 +140,16 @@ class SchedulerMemory:
         self._look_around()
         drains = bool(self.page.cells[control.LEND])
         closed, rests = drains or self._peers.full, now - self._still >= IDLE
-        told = Seen(drains, closed, rests, tuple(keeper.news() for keeper in self.keepers))
-        known = all(not n.differs(k.view) for k, n in zip(self.keepers, told.news)) and told[:3] == self._seen[:3]
+        told = Seen(drains, closed, rests, tuple(budget.news() for budget in self.budgets))
+        known = all(not n.differs(k.view) for k, n in zip(self.budgets, told.news)) and told[:3] == self._seen[:3]
         return None if known else told
 
     def see(self, told: Seen | None) -> None:
         """Take for given what rank 0 told."""
         if told is None:
             return
-        for keeper, news in zip(self.keepers, told.news):
-            keeper.see(news)
+        for budget, news in zip(self.budgets, told.news):
+            budget.see(news)
         self._seen = told
 
     def _agree(self) -> None:
@@ -161,13 +161,13 @@ class SchedulerMemory:
         scheduler, active, idle = self._scheduler, self._active, not self._runs
         if self.ranks.size == 1:  # else it came with the requests
             self.see(self.news())
-        for keeper in self.keepers:
-            keeper.lent = self._seen.drains and idle
+        for budget in self.budgets:
+            budget.lent = self._seen.drains and idle
             if active:
-                keeper.before()
+                budget.before()
             else:
-                keeper.idle(self._seen.rests)
-        had, self._had = self._had, [k.num_backed for k in self.keepers]
+                budget.idle(self._seen.rests)
+        had, self._had = self._had, [k.num_backed for k in self.budgets]
         if any(now > before for now, before in zip(self._had, had)):
             scheduler.running_batch.batch_is_full = False  # SGLang looks again whether a request fits
         self.page.cells[control.STEP] += active
@@ -175,44 +175,44 @@ class SchedulerMemory:
 
     def flushed(self) -> None:
         """SGLang has flushed its cache."""
-        for keeper in self.keepers:
-            keeper.flushed()
+        for budget in self.budgets:
+            budget.flushed()
         self.publish()
 
     def ensure(self, tokens: int) -> None:
         """The allocator needs so many free tokens: back pages rather than to evict what is cached."""
-        for keeper in self.keepers:
-            keeper.ensure(tokens)
+        for budget in self.budgets:
+            budget.ensure(tokens)
         self._sums()
 
     def force(self, tokens: int) -> bool:
         """As `ensure`, above the limit if need be."""
-        there = all([keeper.force(tokens) for keeper in self.keepers])
+        there = all([budget.force(tokens) for budget in self.budgets])
         self._sums()
         return there
 
     def await_memory(self, tokens: int) -> None:
         """The last running request lacks tokens, and SGLang would abort it: wait for other members of the pool."""
         end = time.monotonic() + AWAIT
-        lacks = not all([k.ensure(tokens) for k in self.keepers])
+        lacks = not all([k.ensure(tokens) for k in self.budgets])
         while lacks and self.page[control.POOL] and len(self._scheduler.running_batch.reqs) == 1:
             if self.ranks.tell(time.monotonic() >= end):
                 break
             time.sleep(TEND)
             self._agree()
             self.publish()
-            lacks = not all([k.ensure(tokens) for k in self.keepers])
+            lacks = not all([k.ensure(tokens) for k in self.budgets])
         self._sums()
 
-    def budget(self, budget: Any, tree_cache: Any) -> None:
+    def extend_prefill_budget(self, budget: Any, tree_cache: Any) -> None:
         """SGLang begins a prefill pass: count memory that can still be backed for tokens to come.
 
         SGLang begins a request only if all its tokens fit, those of its answer included. These may be backed when they
         are there. The tokens of its prompt must be backed before.
         """
-        more = min(k.growable() for k in self.keepers)
+        more = min(k.growable() for k in self.budgets)
         budget.total_offset -= more
-        promised = max(k.promised for k in self.keepers) * self.keepers[0].tokens
+        promised = max(k.promised for k in self.budgets) * self.budgets[0].tokens
         chunk = self._scheduler.chunked_prefill_size or 0
         budget.current_offset += max(promised - chunk, 0)
         if not tree_cache.supports_prefix_sharing():
@@ -220,7 +220,7 @@ class SchedulerMemory:
         if self._seen.closed:
             budget.total_offset += NEVER
             return
-        check, page = budget.check_prefill, self.keepers[0].tokens
+        check, page = budget.check_prefill, self.budgets[0].tokens
 
         def checked(**asked: Any) -> Any:
             if -(-asked["extend_input_len"] // page) * page + page > budget.remaining_current:
@@ -239,26 +239,26 @@ class SchedulerMemory:
             return
         self._looked = now
         page[control.BEAT] += 1
-        shares(self.keepers, page)
+        shares(self.budgets, page)
         if page[control.POOL]:
-            near, (keeper,) = self._peers, self.keepers
+            near, (budget,) = self._peers, self.budgets
             near.look(_came(running[-1]) if running else 0)
-            keeper.behind, keeper.offers = near.behind, near.offers
+            budget.behind, budget.offers = near.behind, near.offers
 
     def _tend(self) -> None:
         """Each rank's memory has its own part in the pool of its device."""
         now = time.monotonic()
         if now >= self._tended + TEND:
             self._tended = now
-            for keeper in self.keepers:
-                keeper.memory.tend()
+            for budget in self.budgets:
+                budget.memory.tend()
 
     def _sums(self) -> None:
-        """SGLang's own sums, which its leak check compares, are those of what circulates."""
-        one = len(self.keepers) == 1
-        for keeper in self.keepers:
-            name = "swa_tokens_per_layer" if keeper.window else "full_tokens_per_layer"
-            tokens = keeper.num_backed * keeper.tokens
+        """SGLang's own sums, which its leak check compares, are those of the pages that are backed."""
+        one = len(self.budgets) == 1
+        for budget in self.budgets:
+            name = "swa_tokens_per_layer" if budget.window else "full_tokens_per_layer"
+            tokens = budget.num_backed * budget.tokens
             # One part is frozen. It divides by the sum of one pool; of two pools, the leak check takes its sums.
             for part, least in ("invariant_checker", 0), ("pool_stats_observer", int(one)):
                 object.__setattr__(getattr(self._scheduler, part), "max_total_num_tokens" if one else name,
@@ -271,24 +271,24 @@ class SchedulerMemory:
         self._tend()
         if not self.ranks.leads:
             return
-        if len(self.keepers) > 1:
-            for keeper in self.keepers:
-                keeper.publish()
-            shares(self.keepers, page)
+        if len(self.budgets) > 1:
+            for budget in self.budgets:
+                budget.publish()
+            shares(self.budgets, page)
             return
-        (keeper,) = self.keepers
+        (budget,) = self.budgets
         running, wanted, head, grow, soon = scheduler.running_batch.reqs, 0, 0, 0, 0
         if page[control.POOL] and not self._seen.drains:
             wait = list(scheduler.waiting_queue[:1])
-            grow = keeper.lacking([])
-            lacks = grow or keeper.lacking(wait)
+            grow = budget.lacking([])
+            lacks = grow or budget.lacking(wait)
             if lacks:
                 head = _came(running[-1] if grow and running else wait[0]) if running or wait else 0
-            soon = keeper._decodes() + keeper.promised
+            soon = budget._decodes() + budget.promised
             if wait and not (near.full or (near.behind and lacks)):
-                soon += keeper._rest_of(wait[0])
-            wanted = min(keeper.lacking(list(scheduler.waiting_queue[:16])) if near.alone else lacks,
-                         max(keeper.allowed() - keeper.num_backed, 0))  # fmt: skip
+                soon += budget._rest_of(wait[0])
+            wanted = min(budget.lacking(list(scheduler.waiting_queue[:16])) if near.alone else lacks,
+                         max(budget.allowed() - budget.num_backed, 0))  # fmt: skip
         page[control.HEAD] = -head if near.passes else head
         page[control.GROWS], page[control.STARVED] = grow > 0, head > 0 and len(running) <= 1
-        keeper.publish(wanted, near.yields, soon)
+        budget.publish(wanted, near.yields, soon)

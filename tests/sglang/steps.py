@@ -258,9 +258,9 @@ class Engine:
 
     def held(self):
         """Bytes that the engine's blocks hold."""
-        for keeper in self.memory.keepers:
-            keeper.memory.blocks.flush()
-        return sum(keeper.memory.blocks.stats().held for keeper in self.memory.keepers)
+        for budget in self.memory.budgets:
+            budget.memory.blocks.flush()
+        return sum(budget.memory.blocks.stats().held for budget in self.memory.budgets)
 
 
 def random_load(engine, many, move):

@@ -79,8 +79,8 @@ def test_limits_that_move_leave_the_tokens_as_they_are(name):
             held.append(engine.held())
 
         engine.run(JOBS, each=each)
-        assert max(held) < sum(k.memory.nbytes for k in engine.memory.keepers)
-        return engine.tokens(), [k.num_backed for k in engine.memory.keepers]
+        assert max(held) < sum(k.memory.nbytes for k in engine.memory.budgets)
+        return engine.tokens(), [k.num_backed for k in engine.memory.budgets]
 
     tokens, _ = both(run)
     assert tokens == plain(kind, **options)
@@ -92,17 +92,17 @@ def test_memory_that_one_rank_lacks_counts_for_both(short):
 
     def run():
         engine = Engine(model("gqa"), page_size=16)
-        keeper = engine.memory.keepers[0]
-        most = keeper.least + 20
+        budget = engine.memory.budgets[0]
+        most = budget.least + 20
 
         def each(engine):
             if engine.steps == 20 and engine.rank == short:
-                keeper.memory.blocks.set_budget((most + 1) * keeper.block_bytes)
+                budget.memory.blocks.set_budget((most + 1) * budget.block_bytes)
             if engine.steps == 400 and engine.rank == short:
-                keeper.memory.blocks.set_budget(0)
+                budget.memory.blocks.set_budget(0)
 
         engine.run(JOBS, each=each)
-        return engine.tokens(), keeper.num_backed
+        return engine.tokens(), budget.num_backed
 
     tokens, _ = both(run)
     assert tokens == plain("gqa", page_size=16)
@@ -116,7 +116,7 @@ def test_a_rank_that_does_not_hear_the_other_is_seen():
         if engine.rank:
             engine.memory.see = lambda told: None
         engine.run(JOBS, each=moving((2 * MIB, 3 * MIB, 6 * MIB)))
-        return engine.tokens(), engine.memory.keepers[0].num_backed
+        return engine.tokens(), engine.memory.budgets[0].num_backed
 
     with pytest.raises((ChildProcessError, AssertionError)):
         assert both(run)[0] == plain("gqa")
@@ -198,7 +198,7 @@ def test_a_group_without_requests_gives_its_memory_back_while_another_runs():
         engine.run(JOBS[group::2])
         engine.scheduler.flush_cache()
         engine.run([] if group else [("long", list(range(3, 40)), 400)], each=lambda e: held.append(e.held()))
-        return held, engine.memory.keepers[0].block_bytes
+        return held, engine.memory.budgets[0].block_bytes
 
     (busy, _), (idle, block) = forked(run, ranks=2, **BIND)
     assert len(idle) == len(busy) > 400

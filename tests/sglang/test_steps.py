@@ -85,7 +85,7 @@ def test_limits_that_move_leave_the_tokens_as_they_are(name):
 
         engine.run(JOBS, each=each)
         engine.memory.page[control.LIMIT] = control.NO_LIMIT
-        return engine.tokens(), max(held), sum(k.memory.nbytes for k in engine.memory.keepers)
+        return engine.tokens(), max(held), sum(k.memory.nbytes for k in engine.memory.budgets)
 
     tokens, most, whole = forked(run)
     assert tokens == plain(kind, **options)
@@ -161,7 +161,7 @@ def test_a_seeded_fault_is_seen():
                 index = getattr(request, "req_pool_idx", None)
                 index = request.kv.req_pool_idx if index is None else index
                 row = int(engine.scheduler.req_to_token_pool.req_to_token[index, 0])
-                memory = engine.memory.keepers[0].memory
+                memory = engine.memory.budgets[0].memory
                 memory.blocks.unback([row // 64])
                 memory.blocks.flush()
 
@@ -179,7 +179,7 @@ def test_a_page_that_is_lost_is_seen_by_sglangs_own_check():
             if engine.steps == 40:
                 allocator = engine.scheduler.token_to_kv_pool_allocator
                 allocator.free_pages = allocator.free_pages[1:]
-                engine.memory.keepers[0].__class__.spare = property(lambda k: 99)
+                engine.memory.budgets[0].__class__.spare = property(lambda k: 99)
             if engine.steps > 40:
                 engine.scheduler.invariant_checker.self_check_during_busy()
 
@@ -196,13 +196,13 @@ def test_a_flush_and_idleness_give_memory_back(kind, options):
         engine.run(JOBS)
         busy = engine.held()
         engine.rest()
-        keepers = engine.memory.keepers
-        idle, cached = engine.held(), sum(keeper.cached * keeper.block_bytes for keeper in keepers)
+        budgets = engine.memory.budgets
+        idle, cached = engine.held(), sum(budget.cached * budget.block_bytes for budget in budgets)
         assert engine.scheduler.flush_cache()
         flushed = engine.held()
         engine.rest(3)
         engine.run([(f"again {name}", prompt, n) for name, prompt, n in JOBS])
-        return engine.tokens(), busy, idle, cached, flushed, sum(keeper.block_bytes for keeper in keepers)
+        return engine.tokens(), busy, idle, cached, flushed, sum(budget.block_bytes for budget in budgets)
 
     tokens, busy, idle, cached, flushed, block = forked(run)
     own = plain(kind, **options)
@@ -222,7 +222,7 @@ def test_release_memory_occupation_gives_all_memory_back():
         held = engine.held()
         updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
         engine.run(JOBS[10:])
-        return engine.tokens(), held, engine.memory.keepers[0].block_bytes
+        return engine.tokens(), held, engine.memory.budgets[0].block_bytes
 
     tokens, held, block = forked(run)
     assert tokens == plain("gqa") and held == block
@@ -278,7 +278,7 @@ def test_answers_that_need_more_than_is_backed_begin():
     def run():
         engine = Engine(model("gqa"), tokens=4096)
         most = []
-        engine.run(jobs, each=lambda e: most.append(e.memory.keepers[0].num_backed * 64))
+        engine.run(jobs, each=lambda e: most.append(e.memory.budgets[0].num_backed * 64))
         return engine.tokens(), most[3]
 
     tokens, early = forked(run)
@@ -294,7 +294,7 @@ def test_memory_of_the_next_prompts_comes_while_a_step_runs():
 
         engine = Engine(model("gqa"))
         engine.run(jobs)
-        return engine.tokens(), engine.memory.page[control.STEP_MAPS], engine.memory.keepers[0].num_backed
+        return engine.tokens(), engine.memory.page[control.STEP_MAPS], engine.memory.budgets[0].num_backed
 
     tokens, by_steps, pages = forked(run)
     assert tokens == plain("gqa", jobs)
@@ -318,7 +318,7 @@ def test_lending_waits_for_what_runs_and_then_gives_all():
                 control.change(page, lend=False)
 
         engine.run(JOBS, each=each)
-        return engine.tokens(), seen, engine.memory.keepers[0].block_bytes
+        return engine.tokens(), seen, engine.memory.budgets[0].block_bytes
 
     tokens, seen, block = forked(run)
     assert tokens == plain("gqa")
@@ -372,10 +372,10 @@ def test_a_wrong_setting_is_refused_with_one_line():
 
 def test_a_hook_that_does_not_take_is_refused():
     def run():
-        from pyvmem.sglang import doors, plugin
+        from pyvmem.sglang import hooks, plugin
 
-        real, gone = plugin._doors, ("sglang.srt.managers.scheduler.Scheduler.gone", "BEFORE", doors.before_step)
-        plugin._doors = lambda http: [*real(http), gone]
+        real, gone = plugin._hooks, ("sglang.srt.managers.scheduler.Scheduler.gone", "BEFORE", hooks.before_step)
+        plugin._hooks = lambda http: [*real(http), gone]
         Engine(model("gqa"))
 
     with pytest.raises(ChildProcessError, match="SGLang did not apply the hook of .*Scheduler.gone"):

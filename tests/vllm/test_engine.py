@@ -54,8 +54,8 @@ def check_idle(on, whole=True):
     assert on["reset_done"] and idle["used"] == reset["used"] == 0 and reset["cached"] == 0
     for state in (idle, reset):  # to the block, and the null block
         assert state["spare"] + block <= KEEP
-        circulates = state["cached"] + state["spare"] + block
-        assert circulates <= state["resident"] <= circulates * (1 if whole else 2)
+        backed = state["cached"] + state["spare"] + block
+        assert backed <= state["resident"] <= backed * (1 if whole else 2)
 
 
 # vLLM's CPU kernels give a request without an adapter the last of the slots for adapters, so that one stays empty.

@@ -962,7 +962,7 @@ def test_an_engine_wakes_in_a_pool_that_another_has_filled(engine, monkeypatch):
     one.run(10)
     one.scheduler.reset_prefix_cache()
     memory = one.workers[0].memory
-    with one.memory.lock:  # it gives up none of the blocks that circulate
+    with one.memory.lock:  # it gives up none of its backed blocks
         memory.sleep()
         for _ in range(3):
             two.run(30)  # its prefix cache fills the pool

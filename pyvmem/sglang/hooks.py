@@ -62,7 +62,7 @@ def before_step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def broadcast(original: Any, receiver: Any, recv_reqs: Any, local_reqs: Any = None) -> Any:
-    """Rank 0 gives its requests to the other ranks, and with them what its keepers have seen."""
+    """Rank 0 gives its requests to the other ranks, and with them what its budgets have seen."""
     from pyvmem.sglang.scheduler import Seen
 
     held = memory.here().scheduler
@@ -88,7 +88,7 @@ def prefill_budget(original: Any, allocator: Any, tree_cache: Any, **kwargs: Any
     """The scheduler asks what a prefill pass may take."""
     budget = original(allocator, tree_cache, **kwargs)
     if hasattr(allocator, "_vmem"):
-        allocator._vmem.budget(budget, tree_cache)
+        allocator._vmem.extend_prefill_budget(budget, tree_cache)
     return budget
 
 

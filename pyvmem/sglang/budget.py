@@ -1,10 +1,10 @@
-"""Which of an allocator's pages circulate: those in use, in the radix cache or in its free list. All others are out.
+"""Which of an allocator's pages are backed: those in use, in the radix cache or free. Others have no memory.
 
-SGLang's allocator keeps its free pages as a tensor on the device. The keeper concatenates pages that are backed, and
+SGLang's allocator keeps its free pages as a tensor on the device. The budget concatenates pages that are backed, and
 slices pages off the end. Both are in stream order, so no step waits for the device; the numbers of what was sliced off
 come with an asynchronous copy. Scheduler and model worker share a process, so nothing has to be told to workers.
 
-With tensor parallelism every rank has a keeper, and all must decide alike. What differs between ranks, or changes while
+With tensor parallelism every rank has a budget, and all must decide alike. What differs between ranks, or changes while
 they run, is taken from rank 0 (`View`, `News`), and memory is there when every rank has it. The rest is equal on all:
 SGLang's schedulers have the same requests, and so the same free lists.
 
@@ -41,7 +41,7 @@ CLIP = 4096  # output tokens of a request that SGLang reserves at most (CLIP_MAX
 
 
 class View(NamedTuple):
-    """What the keepers of all ranks take for given, as rank 0 sees it. Bytes, but for `keeps`.
+    """What the budgets of all ranks take for given, as rank 0 sees it. Bytes, but for `keeps`.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class View(NamedTuple):
 
 
 class News(NamedTuple):
-    """What has come to rank 0's keeper since it looked last."""
+    """What has come to rank 0's budget since it looked last."""
 
     view: View
     answers: tuple[int, ...]  # to orders, as `KVMemory.answer` has them
@@ -78,8 +78,8 @@ class News(NamedTuple):
         return bool(self.answers or self.num_left or self.view != view)
 
 
-class Keeper(BlockBudget):
-    """Decides which pages of one allocator circulate.
+class PageBudget(BlockBudget):
+    """Decides which pages of one allocator are backed.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class Keeper(BlockBudget):
     window : bool
         Whether the allocator is that of the layers with windows, beside another one.
     alone : bool
-        Whether the engine has no other keeper.
+        Whether the engine has no other budget.
     """
 
     def __init__(self, scheduler: Any, allocator: Any, memory: KVMemory, page: Page, ranks: Ranks, *,
@@ -265,7 +265,7 @@ class Keeper(BlockBudget):
         return self.memory.blocks.record(getattr(stream, "cuda_stream", None))
 
     def _take_all(self) -> None:
-        """No page circulates: the allocator has just put all into its free list."""
+        """No page is backed: the allocator has just put all into its free list."""
         free = self._allocator
         free.merge_and_sort_free()
         self._coming.clear()
@@ -328,7 +328,7 @@ class Keeper(BlockBudget):
         return len(ids) >= wanted
 
     def _await_orders(self) -> None:
-        """Pages that are on their way circulate."""
+        """Wait for the pages that are being backed."""
         begin = time.monotonic()
         self.memory.blocks.flush()
         answers = self._ranks.most([self.memory.answer(order) for order, _ in self._coming])
@@ -337,7 +337,7 @@ class Keeper(BlockBudget):
         self.see(News(self.view or View(), tuple(there), 0))
 
     def _shrink(self, n: int, evict: bool = True) -> None:
-        """Take up to `n` pages out of circulation: free ones, then the least recently used of the radix cache."""
+        """Take the memory of up to `n` pages: free ones, then the least recently used of the radix cache."""
         if evict and n > self.spare and self.cached:
             self._evict((n - self.spare) * self.tokens)
         free = self._allocator
@@ -431,19 +431,19 @@ class Keeper(BlockBudget):
         return max(min(need - self.num_free() - self.coming, self.most - self.num_backed), 0)
 
 
-def shares(keepers: Sequence[Keeper], page: Page) -> None:
-    """Give each keeper its part of the engine's limit, and add up what they have. One alone has the page itself."""
-    if len(keepers) < 2:
+def shares(budgets: Sequence[PageBudget], page: Page) -> None:
+    """Give each budget its part of the engine's limit, and add up what they have. One alone has the page itself."""
+    if len(budgets) < 2:
         return
-    cells, whole = page.cells, sum(k.total * k.block_bytes for k in keepers)
+    cells, whole = page.cells, sum(k.total * k.block_bytes for k in budgets)
     limit = min(cells[control.LIMIT], cells[control.MAX] or control.NO_LIMIT)
-    unit = math.gcd(*(k.block_bytes for k in keepers))
-    for keeper in keepers:
-        part = keeper.total * keeper.block_bytes / whole
-        keeper.page[control.LIMIT] = limit if limit >= whole else int(limit * part)
+    unit = math.gcd(*(k.block_bytes for k in budgets))
+    for budget in budgets:
+        part = budget.total * budget.block_bytes / whole
+        budget.page[control.LIMIT] = limit if limit >= whole else int(limit * part)
     cells[control.BLOCK_BYTES] = unit
     for word in (control.BLOCKS, control.LEAST, control.LOW, control.ALLOWED, control.USED, control.CACHED,
                  control.SPARE, control.OUT, control.COMING):  # fmt: skip
-        cells[word] = sum(k.page[word] * (k.block_bytes // unit) for k in keepers)
-    cells[control.REFUSED] = sum(k.page[control.REFUSED] for k in keepers)
-    cells[control.LENT] = all(k.page[control.LENT] for k in keepers)
+        cells[word] = sum(k.page[word] * (k.block_bytes // unit) for k in budgets)
+    cells[control.REFUSED] = sum(k.page[control.REFUSED] for k in budgets)
+    cells[control.LENT] = all(k.page[control.LENT] for k in budgets)
