@@ -225,8 +225,10 @@ class Lease(_Owned):
         name: str,
         torch_pools: TorchPools,
         alloc_wait: float = 1.0,
+        small: bool = False,
     ) -> None:
         raw = structure("vmem_torch_config")
+        raw.flags = lib.VMEM_TORCH_SMALL if small else 0
         text = ffi.new("char[]", name.encode(errors="replace")[:63])
         raw.most, raw.page_size, raw.wait_ms, raw.name = most, page_size, round(alloc_wait * 1000), text
         owner, place = self._new_owner(context._owned()), ffi.new("uint32_t *")

@@ -38,10 +38,10 @@ static void open_pool(uint64_t pages)
     OK(vmem_kv_pool_create(&cfg, &pool));
 }
 
-static void open_lease(uint64_t most, uint32_t wait_ms)
+static void open_lease_with(uint64_t most, uint32_t wait_ms, uint32_t flags)
 {
     struct vmem_torch_config cfg = {.size = sizeof cfg,
-                                    .flags = VMEM_TORCH_CHECK,
+                                    .flags = VMEM_TORCH_CHECK | flags,
                                     .most = most * test_page,
                                     .page_size = test_page,
                                     .wait_ms = wait_ms,
@@ -50,6 +50,8 @@ static void open_lease(uint64_t most, uint32_t wait_ms)
     ended = 0;
     OK(vmem_torch_open(ctx, pool, &cfg, &place));
 }
+
+static void open_lease(uint64_t most, uint32_t wait_ms) { open_lease_with(most, wait_ms, 0); }
 
 // Calls the thread's functions for the lease there; returns the place before.
 static uint32_t use(uint32_t other)
@@ -201,8 +203,8 @@ static void test_arguments(void)
     ERR(vmem_torch_open(ctx, NULL, &cfg, &other), EINVAL, "pool");
     ERR(vmem_torch_open(ctx, pool, NULL, &other), EINVAL, "cfg");
     ERR(vmem_torch_open(ctx, pool, &cfg, NULL), EINVAL, "place");
-    cfg.flags = 2;
-    ERR(vmem_torch_open(ctx, pool, &cfg, &other), EINVAL, "flags 0x2");
+    cfg.flags = 4;
+    ERR(vmem_torch_open(ctx, pool, &cfg, &other), EINVAL, "flags 0x4");
     cfg.flags = 0;
     cfg.size = 4;
     ERR(vmem_torch_open(ctx, pool, &cfg, &other), EINVAL, "cfg->size");
@@ -523,6 +525,27 @@ static void test_leases_hand_their_memory_over(void)
     OK(vmem_torch_close(first));
     use(second);
     ended = 0;
+    close_all();
+}
+
+// What the pool takes of a lease with small allocations is the device's, although its neighbours in memory stay.
+static void test_segments_between_others_go_back(void)
+{
+    const uint64_t pages = VMEM_PAGE_2M / test_page; // of a segment
+    char *segments[16];
+    open_pool(17 * pages);
+    open_lease_with(0, 1, VMEM_TORCH_SMALL);
+    for (int i = 0; i < 16; i++)
+        CHECK((segments[i] = get(VMEM_PAGE_2M)));
+    for (int i = 0; i < 16; i += 2)
+        put(segments[i]);
+    OK(trim());
+    while (stats().held_bytes > 8 * VMEM_PAGE_2M)
+        usleep(1000);
+    OK(trim());
+    CHECK_EQ(unused_memory(), 0);
+    for (int i = 1; i < 16; i += 2)
+        put(segments[i]);
     close_all();
 }
 
@@ -1011,6 +1034,9 @@ int main(int argc, char **argv)
     test_threads();
     if (fakegpu_fail)
         each_fault(fail_driver, driver_failed);
+    vmem_context_destroy(ctx);
+    ctx = test_context(0); // its allocations are small from then on
+    test_segments_between_others_go_back();
     vmem_context_destroy(ctx);
     OK(checked_context(test_backend, 0, false, &ctx));
     each_fault(checked_fail, checked_failed);

@@ -19,6 +19,7 @@
 
 #include "core/clock.h"
 #include "core/error.h"
+#include "core/memory.h"
 #include "core/struct.h"
 #include "kv/member.h"
 #include "torch/device.h"
@@ -476,6 +477,8 @@ static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const 
     l->lengths = calloc(l->n_slots, sizeof(*l->lengths));
     l->list = calloc(l->n_slots, sizeof(*l->list));
     rc = l->slots && l->lengths && l->list ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping");
+    if (!rc && c->flags & VMEM_TORCH_SMALL)
+        vmem__limit_arenas(ctx, VMEM_PAGE_2M);
     rc = rc ? rc : cache_new(l, pool, c->name ? c->name : "torch", c->flags);
     if (rc)
         free_lists(l);
@@ -502,7 +505,7 @@ int vmem_torch_open(vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_tor
     struct vmem_torch_config c;
     int rc = vmem__struct_take(&c, sizeof c, sizeof c, cfg, "cfg");
     if (!rc)
-        rc = vmem__check_flags(c.flags, VMEM_TORCH_CHECK);
+        rc = vmem__check_flags(c.flags, VMEM_TORCH_CHECK | VMEM_TORCH_SMALL);
     if (rc)
         return rc;
     end_closed();
