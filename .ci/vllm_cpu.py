@@ -64,7 +64,8 @@ def main(what: str, *arguments: str) -> int:
         return pytest(["tests/vllm/test_engine.py"], [], "-k", QUICK)
     if what == "test":
         # The engines' tests fork from a process that has imported vLLM on vMem and started no thread.
-        parts = [["tests/vllm/test_engine.py"], ["tests/vllm", "--ignore=tests/vllm/test_engine.py"]]
+        fork = ["tests/vllm/test_engine.py", "tests/vllm/test_sleep.py"]
+        parts = [fork, ["tests/vllm", *(f"--ignore={file}" for file in fork)]]
         ended = [pytest(part, [], *arguments) for part in parts]
         return 0 if 0 in ended and set(ended) <= {0, NO_TEST} else max(ended)
     failed = 0
