@@ -32,6 +32,7 @@ def figures() -> list[tuple[str, int, list[str]]]:
         ("lease-train-cuda", 120, [*lease, "cuda", "--part", "train"]),
         ("lease-saver", 60, [*lease, "stock", "--part", "saver"]),
         *(with_vllm() if importlib.util.find_spec("vllm") else ()),
+        *(with_sglang() if importlib.util.find_spec("sglang") else ()),
         ("selftest-stock", 300, [*PYVMEM, "doctor", "--selftest", "--backend", "stock", "--prove"]),
         ("step", 240, [*BENCH, "step", "--quick"]),
         ("vmm", 120, [*BENCH, "vmm", "--quick"]),
@@ -62,6 +63,10 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     lengths = ["--trace", trace] if trace else []
     several = [*BENCH[:-1], "benchmarks.models", *lengths, "--out", str(OUT / "models.jsonl"), "--way"]
     models = [(f"models-{way}", 600, [*several, way]) for way in ("vmem", "swap", "static", "kvcached")]
+    hot = [*vllm, "5", *half, "17G", "--load", "hot-from-nothing:800"]
+    bursts = [*several, "vmem", "--models", "3", "--at-once", "3", "--max-model-len", "8192", "--part", "bursts",
+              "--turns", "8", "--burst", "16", "--burst-prompt", "2000", "--eager"]  # fmt: skip
+    room = [*bursts, "--way", "static", "--size", "66G", "--fit", "3"]
     serve = [sys.executable, "tests/vllm/serve.py"]
     serve_on_two = [
         ("vllm-serve-experts", 400, [*serve, "mixtral", "--data-parallel", "2", "--expert-parallel"]),
@@ -75,6 +80,9 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
         ("vllm", 600, [*vllm, "4", *llama, *loads]),
         ("vllm-blocks-outermost", 600, outermost),
         ("vllm-pauses", 900, pauses),
+        ("vllm-hot-from-nothing", 500, hot),
+        ("bursts-room", 300, room),
+        ("bursts-pool", 300, [*bursts, "--size", "54G", "--idle", "0"]),
         *models,
         ("vllm-windows", 400, [*vllm, "4", "--model", "gemma-3-4b", *some]),
         *([("vllm-two-gpus", 600, two)] if torch.cuda.device_count() > 1 else ()),
@@ -87,6 +95,22 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
         *([("vllm-sanitizer", 600, sanitizer)] if shutil.which("compute-sanitizer") else ()),
         ("rollout-vllm", 300, [sys.executable, "examples/rollout_vllm.py"]),
         ("rollout-vllm-no-lease", 300, [sys.executable, "examples/rollout_vllm.py", "--no-lease"]),
+    ]
+
+
+def with_sglang() -> list[tuple[str, int, list[str]]]:
+    """The figures that need SGLang."""
+    import torch
+
+    trace = os.environ.get("VLLM_TRACE")
+    lengths = ["--azure", trace] if trace else []
+    speed = [sys.executable, "-m", "benchmarks.sglang", "--model", "llama-3-8b:16", *lengths]
+    tokens = [sys.executable, "tests/sglang/gpu.py"]
+    two = [*tokens, "llama-tp2", "qwen3-dp2", "--jobs", "1", "--seconds", "240"]
+    return [
+        ("sglang", 1200, speed),
+        ("sglang-tokens", 900, [*tokens, "gemma3", "llama-fp8", "gptoss", "qwen3", "mixtral", "--seconds", "400"]),
+        *([("sglang-two-gpus", 500, two)] if torch.cuda.device_count() > 1 else ()),
     ]
 
 
