@@ -5,7 +5,7 @@ The page is a file in the folder of `pyvmem.kv.view`, ``ENGINE-RANK.engine``, wh
 - what the owner sets: a limit, the engine's share (minimum, maximum, priority), a request to lend everything;
 - what the scheduler publishes: blocks used, cached, spare and wanted;
 - what each worker publishes, and the board of its `pyvmem.blocks.Blocks`: bytes held, orders carried out;
-- what the model's server publishes: whether it sleeps, and the requests that run and wait (`pyvmem.engine.serve`);
+- what the model's server publishes: whether it sleeps, and the requests that run and wait (`pyvmem.sleep.serve`);
 - a ring of blocks that the scheduler gave up while no step ran.
 
 Every process writes only its own words, and each word is written whole, so writing needs no lock. The processes of an
@@ -31,9 +31,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pyvmem._checks import shown
-from pyvmem.kv.view import started, view_folder
 from pyvmem.engine import pools
-from pyvmem.engine.turns import State
+from pyvmem.kv.view import started, view_folder
+from pyvmem.sleep.turns import State
 
 MAGIC, VERSION = 0x6D656D76_6C6C6D00, 8
 RANKS = 64  # workers of one engine that have a column in the page

@@ -23,8 +23,8 @@ from typing import Any, TextIO
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
 from pyvmem.engine import control
-from pyvmem.engine.files import weight_bytes
 from pyvmem.kv.view import view_folder
+from pyvmem.sleep.checkpoint import weight_bytes
 
 FIRST_PORT = 8001
 GIB = 1 << 30

@@ -1,6 +1,6 @@
 """Limits, sleep and metrics over HTTP: ``vllm serve MODEL --middleware pyvmem.vllm.http.Limits``, or ``.Serve``.
 
-See `pyvmem.engine.http` and `pyvmem.engine.serve`.
+See `pyvmem.engine.http` and `pyvmem.sleep.serve`.
 
 SPDX-License-Identifier: MIT
 """
@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pyvmem.engine import control, http, metrics, serve
+from pyvmem.engine import control, http, metrics
 from pyvmem.engine.settings import Settings
+from pyvmem.sleep import serve
 from pyvmem.vllm import plugin
-
 
 PREFIX = "vllm:"
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pyvmem.engine import control
-from pyvmem.engine.files import weight_bytes
+from pyvmem.sleep.checkpoint import weight_bytes
 from pyvmem.vllm import plugin
 
 logger = logging.getLogger("vllm.vmem")

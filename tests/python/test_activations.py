@@ -12,8 +12,8 @@ from kv_pools import free, load, make
 
 import pyvmem
 from pyvmem import KVPool, OutOfMemory
-from pyvmem.engine.activations import Activations
-from pyvmem.engine.weights import MIB, Weights
+from pyvmem.sleep.activations import Activations
+from pyvmem.sleep.weights import MIB, Weights
 
 
 class Device:

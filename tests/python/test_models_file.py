@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pyvmem.engine.files import weight_bytes
 from pyvmem.kv.view import view_folder
+from pyvmem.sleep.checkpoint import weight_bytes
 from pyvmem.tools import cli, models
 
 pytest.importorskip("tomllib")

@@ -10,8 +10,9 @@ import types
 
 import pytest
 
-from pyvmem.engine import control, serve
-from pyvmem.engine.turns import State
+from pyvmem.engine import control
+from pyvmem.sleep import serve
+from pyvmem.sleep.turns import State
 from pyvmem.vllm import plugin
 
 SLICE = 0.1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyvmem.engine.turns import HUNGRY, OVERDUE, PATIENCE, Action, Model, State, decide, first, giver
+from pyvmem.sleep.turns import HUNGRY, OVERDUE, PATIENCE, Action, Model, State, decide, first, giver
 
 SLICE = 2.0
 TICK = 0.05

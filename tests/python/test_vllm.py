@@ -534,7 +534,7 @@ def test_a_worker_sleeps_on_whose_activations_have_no_room(worker, monkeypatch):
     import torch
 
     from pyvmem import Context, KVPool, OutOfMemory
-    from pyvmem.engine import activations
+    from pyvmem.sleep import activations
 
     taken = []
 

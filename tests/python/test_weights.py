@@ -14,7 +14,7 @@ from kv_pools import free, load, make
 
 import pyvmem
 from pyvmem import KVPool, OutOfMemory
-from pyvmem.engine.weights import ARENA, MIB, PIECE, TILE, HostCopy, Sums, Weights
+from pyvmem.sleep.weights import ARENA, MIB, PIECE, TILE, HostCopy, Sums, Weights
 
 
 class Net(torch.nn.Module):
@@ -174,8 +174,8 @@ def test_weights_that_changed_in_place_come_back_as_they_are(pool, weights, chan
 
 def test_weights_are_copied_while_requests_run_but_not_at_once(pool, weights, monkeypatch):
     seen = []
-    monkeypatch.setattr("pyvmem.engine.weights.BUSY", 0.1)
-    monkeypatch.setattr("pyvmem.engine.weights.PORTION", 1)
+    monkeypatch.setattr("pyvmem.sleep.weights.BUSY", 0.1)
+    monkeypatch.setattr("pyvmem.sleep.weights.PORTION", 1)
     net = Net()
     weights.adopt([net])
     copied(weights, lambda: seen.append(len(weights._sums)) or True)
@@ -332,7 +332,7 @@ def test_a_copy_has_its_segments_across_arenas():
 
 @pytest.mark.parametrize("piece", [PIECE, 4 * TILE * TILE])
 def test_the_sums_see_every_kind_of_change(piece, monkeypatch):
-    monkeypatch.setattr("pyvmem.engine.weights.PIECE", piece)
+    monkeypatch.setattr("pyvmem.sleep.weights.PIECE", piece)
     sums = Sums()
     draw = torch.Generator().manual_seed(2)
     words = torch.randint(-(2**63), 2**63 - 1, (10 * TILE * TILE,), generator=draw)

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from pyvmem.errors import OutOfMemory
-from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.engine import control, geometry
 from pyvmem.engine.control import Page
 from pyvmem.engine.memory import context_on
 from pyvmem.engine.refuse import Refused
+from pyvmem.errors import OutOfMemory
+from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.vllm import plugin
 from pyvmem.vllm.orders import AHEAD, StepOrders
 from pyvmem.vllm.slots.requests import Fences, Requests

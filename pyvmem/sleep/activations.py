@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from pyvmem.engine.weights import Weights
 from pyvmem.errors import OutOfMemory
+from pyvmem.sleep.weights import Weights
 
 TRY = 0.1  # seconds in which the other members of the pool give what is missing, until that is told again
 

@@ -26,7 +26,7 @@ import torch
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.kv.pool import KVPool
-from pyvmem.lease import MIB, TorchPools, Lease
+from pyvmem.lease import MIB, Lease, TorchPools
 from pyvmem.tensor import tensor_at
 
 logger = logging.getLogger("vllm.vmem")

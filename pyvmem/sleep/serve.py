@@ -26,12 +26,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from pyvmem.engine import control, http, metrics, turns
+from pyvmem.engine import control, http, metrics
 from pyvmem.engine.control import Page
 from pyvmem.engine.http import Receive, Scope, Send
 from pyvmem.engine.settings import Settings
-from pyvmem.engine.turns import Action, Model, State
 from pyvmem.kv.view import started
+from pyvmem.sleep import turns
+from pyvmem.sleep.turns import Action, Model, State
 
 logger = logging.getLogger("vllm.vmem")
 
