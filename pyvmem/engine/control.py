@@ -17,6 +17,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import contextlib
+import enum
 import fcntl
 import mmap
 import os
@@ -33,7 +34,6 @@ import numpy.typing as npt
 from pyvmem._checks import shown
 from pyvmem.engine import pools
 from pyvmem.kv.view import started, view_folder
-from pyvmem.sleep.turns import State
 
 MAGIC, VERSION = 0x6D656D76_6C6C6D00, 8
 RANKS = 64  # workers of one engine that have a column in the page
@@ -53,12 +53,12 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND, PATIENCE = range(8)
  BEAT, PARTS) = range(16, 44)  # fmt: skip
 # The port of its server, or 0, and the name of its model, as UTF-8 in so many words.
 PORT, _MODEL, _MODEL_WORDS = 46, 47, 16
-# What the server of the model publishes (`turns.Model`), times in microseconds of the machine's monotonic clock. STATE:
-# `turns.State`. RUNNING, QUEUED: requests. SINCE: when the first of the queued came. USED_AT, CHANGED_AT: when a
-# request last ended, and when the model last woke or fell asleep. LACKS: bytes for waking. LACKING: since when.
-# SERVER_BEAT: as BEAT. WAKES, SLEEPS: how often it did. WAKING: how long the first request of each wake has waited, in
-# all. UNSERVED: requests that waited in vain or met a drained model. STARVING: since when its requests cannot go on, as
-# KV memory is lacking.
+# What the server of the model publishes, times in microseconds of the machine's monotonic clock. STATE: `State`.
+# RUNNING, QUEUED: requests. SINCE: when the first of the queued came. USED_AT, CHANGED_AT: when a request last ended,
+# and when the model last woke or fell asleep. LACKS: bytes for waking. LACKING: since when. SERVER_BEAT: as BEAT.
+# WAKES, SLEEPS: how often it did. WAKING: how long the first request of each wake has waited, in all. UNSERVED:
+# requests that waited in vain or met a drained model. STARVING: since when its requests cannot go on, as KV memory is
+# lacking.
 (STATE, RUNNING, QUEUED, SINCE, USED_AT, CHANGED_AT, LACKS, LACKING, SERVER_BEAT,
  WAKES, SLEEPS, WAKING, UNSERVED, STARVING) = range(1984, 1998)  # fmt: skip
 # What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
@@ -85,6 +85,17 @@ WORDS = _SERVERS + SERVERS * SERVER_WORDS
 NO_LIMIT = (1 << 62) - 1
 
 Words = npt.NDArray[np.int64]
+
+
+class State(enum.IntEnum):
+    """What the server of a model does with requests."""
+
+    NONE = 0  # nobody holds requests: the model takes no part
+    ASLEEP = 1  # requests wait; the weights are for whoever asks
+    WAKING = 2  # the same, and it takes its memory
+    AWAKE = 3
+    CLOSING = 4  # requests wait, those that run end
+    DRAINED = 5  # an operator has closed it: requests are refused
 
 
 def path_of(engine: str, rank: int) -> Path | None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pyvmem.engine import control
-from pyvmem.sleep.turns import State
+from pyvmem.engine.control import State
 
 COUNTS = ("step_maps", "steps", "preempted", "refused")
 BYTES = ("limit", "min", "max", "least", "allowed", "used", "cached", "spare", "wanted", "backed", "resident")

@@ -27,12 +27,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from pyvmem.engine import control, http, metrics
-from pyvmem.engine.control import Page
+from pyvmem.engine.control import Page, State
 from pyvmem.engine.http import Receive, Scope, Send
 from pyvmem.engine.settings import Settings
 from pyvmem.kv.view import started
 from pyvmem.sleep import turns
-from pyvmem.sleep.turns import Action, Model, State
+from pyvmem.sleep.turns import Action, Model
 
 logger = logging.getLogger("vllm.vmem")
 

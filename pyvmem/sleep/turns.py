@@ -4,7 +4,7 @@ Each engine looks at what all of them publish, and decides by `decide` for itsel
 rules, so at most one acts at a time. Nothing is remembered: an order to drain is what the rules say now. It lapses when
 its asker has been served, has given up, or has died.
 
-This module is pure: it knows neither pages nor processes.
+This module is pure: it reads no control page and asks about no process.
 
 SPDX-License-Identifier: MIT
 """
@@ -15,20 +15,11 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pyvmem.engine.control import State
+
 PATIENCE = 0.1  # seconds that a model which wakes waits for spare memory and prefixes before other weights go
 HUNGRY = 1.0  # seconds after which idle weights go for an awake model whose requests lack memory
 OVERDUE = 8  # slices after which a model that waits goes before every priority
-
-
-class State(enum.IntEnum):
-    """What the server of a model does with requests."""
-
-    NONE = 0  # nobody holds requests: the model takes no part
-    ASLEEP = 1  # requests wait; the weights are for whoever asks
-    WAKING = 2  # the same, and it takes its memory
-    AWAKE = 3
-    CLOSING = 4  # requests wait, those that run end
-    DRAINED = 5  # an operator has closed it: requests are refused
 
 
 class Action(enum.Enum):

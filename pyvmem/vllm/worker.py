@@ -20,13 +20,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pyvmem.engine import control, pools
-from pyvmem.engine.control import Page
+from pyvmem.engine.control import Page, State
 from pyvmem.engine.geometry import page_size
 from pyvmem.engine.memory import BlockMemory
 from pyvmem.engine.refuse import Refused
 from pyvmem.errors import OutOfMemory
 from pyvmem.sleep.activations import Activations
-from pyvmem.sleep.turns import State
 from pyvmem.sleep.weights import Weights
 from pyvmem.tensor import VirtualTensor
 from pyvmem.vllm import layout, plugin

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pyvmem.engine import control, metrics
-from pyvmem.sleep.turns import State
+from pyvmem.engine.control import State
 from pyvmem.tools import top
 
 pytest.importorskip("prometheus_client")

@@ -11,8 +11,8 @@ import types
 import pytest
 
 from pyvmem.engine import control
+from pyvmem.engine.control import State
 from pyvmem.sleep import serve
-from pyvmem.sleep.turns import State
 from pyvmem.vllm import plugin
 
 SLICE = 0.1

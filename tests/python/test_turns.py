@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyvmem.sleep.turns import HUNGRY, OVERDUE, PATIENCE, Action, Model, State, decide, first, giver
+from pyvmem.engine.control import State
+from pyvmem.sleep.turns import HUNGRY, OVERDUE, PATIENCE, Action, Model, decide, first, giver
 
 SLICE = 2.0
 TICK = 0.05
