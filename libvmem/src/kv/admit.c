@@ -6,8 +6,8 @@
 #include "core/struct.h"
 #include "kv/kv.h"
 
-// The pages that a new request must leave unused. Zero if no request runs: no request could need the pages, and the new
-// request could never begin.
+// The pages that a new request must leave unused. Zero if no request runs: none could need them, and the new request
+// might never begin.
 static uint64_t kept_back(const vmem_kv *kv) { return kv->in_state[VMEM_KV_ACTIVE] ? kv_watermark(kv) : 0; }
 
 // True if a request could have `tokens` tokens.
@@ -39,7 +39,7 @@ static uint32_t most_tokens(vmem_kv *kv, int32_t slot, uint64_t limit)
     return least;
 }
 
-// Statistics that others read while the device is asked are those of now.
+// Enters a call that may ask the device. Brings the statistics that others read meanwhile up to date.
 static void begin_if_device_is_asked(vmem_kv *kv)
 {
     if (vmem__kv_asks_device(kv))
@@ -91,10 +91,11 @@ static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, siz
     return 0;
 }
 
-// The pages that are pinned when some requests have been admitted: once their prefixes are attached, and after the step.
+// The pages that are pinned when some requests have been admitted: once their prefixes are attached, and after the
+// step.
 struct admitted {
     uint64_t attached, stepped;
-    uint64_t peak; // of both, with what cannot be evicted until the last of them has begun
+    uint64_t peak; // the larger of both, and pages that cannot be evicted before the last request has begun
 };
 
 // Adds a request's pages. -EINVAL: its runs are not of this cache.
@@ -159,7 +160,8 @@ static int count_fitting(vmem_kv *kv, const struct vmem_kv_request *requests, si
         const uint64_t budget = kv->ledger.budget;
         begin_if_device_is_asked(kv);
         rc = admit(kv, requests, n, &fits);
-        // A pool of several processes may have had more than this one knew. The first count has taken it.
+        // The pool may have had more free budget than this process knew. The first count has claimed it, so count
+        // again.
         if (rc == -ENOMEM && kv->ledger.budget > budget) {
             fits = 0;
             vmem__kv_clear_shortage();

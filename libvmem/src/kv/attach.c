@@ -1,4 +1,5 @@
-// Attaching: a request begins with pages of others. It copies the last, partial one, which it is about to write.
+// Attaching: a request begins with pages of runs. It copies the last of them if that is partial, as it will write
+// there.
 //
 // SPDX-License-Identifier: MIT
 #include "kv/kv.h"
@@ -38,11 +39,12 @@ static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     vmem__kv_update_pinned(kv, slot);
 }
 
-// The slot is about to begin with the full pages of `tokens` shared rows: what it has behind them stays as far as it is
-// of use, the rest goes. Of what stays, the pages that will contain shared rows are not taken back during the attach.
+// Prepares a slot that will begin with the full pages of `tokens` shared rows. Its kept pages behind them stay if they
+// are of use, and the others are cut off. Kept pages that will contain shared rows are pinned during the attach.
 static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    // With VMEM_KV_ZERO, no kept page gets rows of the runs: should the attach fail, the request would see them.
+    // With VMEM_KV_ZERO, no rows of the runs are copied to a kept page: if the attach failed, the request would see
+    // them.
     int rc = kv->flags & VMEM_KV_ZERO ? vmem__kv_cut_slot(kv, slot) : vmem__kv_stale_now(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
@@ -54,7 +56,7 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return rc;
 }
 
-// The number of pages that become pinned when a slot which makes so many copies begins with the runs found.
+// By how many pages pinned_pages rises when a slot begins with runs.found and makes so many copies.
 static int64_t attach_delta(vmem_kv *kv, uint32_t tokens, uint64_t copies)
 {
     uint64_t beside;
@@ -63,7 +65,7 @@ static int64_t attach_delta(vmem_kv *kv, uint32_t tokens, uint64_t copies)
     return (int64_t)(copies + taken + beside);
 }
 
-// Starts a newly allocated slot with so many tokens of the runs found.
+// Starts a newly allocated slot with `tokens` tokens of runs.found.
 static int attach_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_grow *l = &kv->grow;
@@ -105,7 +107,7 @@ static int attach_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return 0;
 }
 
-// The same; the slot's request uses the runs from then on.
+// The same, and pins the runs for the slot's request.
 static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     int rc = 0;
@@ -120,7 +122,7 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return rc;
 }
 
-// 0, or -ENOMEM where attaching so many tokens of the runs found would find no memory.
+// A dry attach of `tokens` tokens of runs.found: 0, or -ENOMEM if there is no memory for it.
 static int would_attach(vmem_kv *kv, uint32_t tokens)
 {
     const uint64_t copies = vmem__kv_pages_beside(kv, tokens, tokens);
@@ -153,7 +155,7 @@ static int begin_with_runs(vmem_kv *kv, uint32_t slot, const uint64_t *runs, siz
         return rc;
     if (flags)
         return would_attach(kv, *tokens);
-    const bool counted = kv->runs.list[kv->runs.found[0]].report; // it may be evicted meanwhile
+    const bool counted = kv->runs.list[kv->runs.found[0]].report; // read now: the run may be evicted meanwhile
     rc = attach_found(kv, slot, *tokens);
     if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);

@@ -1,8 +1,8 @@
-// The budget: says whether there is memory for the pages that a call is about to pin, and claims it from the pool if the
-// cache is a member of one. If there is none, it records how much is missing and what could help.
+// The budget: decides whether there is memory for the pages that a call is about to pin. A member of a pool claims it
+// from the pool. If there is none, a shortage is recorded: how much is missing, and what could help.
 //
-// The answers are arithmetic: what could be taken back is not looked at, and what the background thread is about changes
-// none of them.
+// The answers are arithmetic on the ledger: every page that is not pinned can be taken back, and no job of the
+// background thread changes an answer.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -11,7 +11,7 @@
 
 // ---- the pool -------------------------------------------------------------------------------------------------------
 
-// The budget grows by what is free in the pool: by `least` pages if there are so many, and up to `most`.
+// Raises the budget by what is free in the pool, by at least `least` pages and up to `most`, or not at all.
 static void claim_pages(vmem_kv *kv, uint64_t least, uint64_t most)
 {
     kv->membership.lowering = false; // a cache that is short itself keeps what it has not given back yet
@@ -64,8 +64,8 @@ const struct vmem_kv_shortage *vmem__kv_last_shortage(void) { return &shortage; 
 
 void vmem__kv_clear_shortage(void) { shortage = (struct vmem_kv_shortage){0}; }
 
-// Pages that become available once the kernels up to a step have ended. Slots that end by then may share rows, also with
-// the request that lacks the pages.
+// Pages that become available once the kernels up to a step have ended. Slots that end by then may share rows, also
+// with the request that lacks the pages.
 static uint64_t pages_after(vmem_kv *kv, uint64_t step)
 {
     uint64_t pages = 0;
@@ -181,13 +181,13 @@ void vmem__kv_count_shortage(vmem_kv *kv)
 
 int vmem__kv_claim_budget(vmem_kv *kv, int64_t delta, uint64_t pages)
 {
-    const uint64_t want = kv->ledger.pinned_pages + (uint64_t)delta;
-    const uint64_t there = kv->ledger.held + pages;
-    // Claim from the pool before reporting a shortage. While the member is shrinking, claim only what it needs beyond its
-    // budget.
-    if (kv->membership.member && there > kv->ledger.budget && (!kv->membership.lowering || want > kv->ledger.budget))
-        claim_pages(kv, there - kv->ledger.budget, there + kv->ledger.held / 2 - kv->ledger.budget);
-    return delta > 0 && want > kv->ledger.budget ? vmem__kv_short_of_budget(kv, want) : 0;
+    const uint64_t pinned = kv->ledger.pinned_pages + (uint64_t)delta; // after the call
+    const uint64_t held = kv->ledger.held + pages;                     // if nothing is taken back
+    // Claim from the pool before reporting a shortage. While the member is shrinking, claim only what it needs beyond
+    // its budget.
+    if (kv->membership.member && held > kv->ledger.budget && (!kv->membership.lowering || pinned > kv->ledger.budget))
+        claim_pages(kv, held - kv->ledger.budget, held + kv->ledger.held / 2 - kv->ledger.budget);
+    return delta > 0 && pinned > kv->ledger.budget ? vmem__kv_short_of_budget(kv, pinned) : 0;
 }
 
 int vmem__kv_claim_memory(vmem_kv *kv, int64_t delta, uint64_t pages)

@@ -1,4 +1,4 @@
-// A cache: its creation and its end, and what callers may ask of it.
+// A cache: its creation, its end, and the public calls that ask for its state.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -57,8 +57,8 @@ static int reserve_tensors(vmem_kv *kv)
     int rc = vmem_context_info(kv->ctx, &info);
     if (rc)
         return rc;
-    // On a GPU, to take the backdrop's place and to put it back costs half of each map and unmap. What maps pages
-    // together leaves it out by itself.
+    // On a GPU, replacing the backdrop and restoring it takes half the time of each map and unmap. Addresses whose
+    // pages go together have no backdrop in any case.
     const bool bare = info.caps & VMEM_CAP_GPU && kv->flags & VMEM_KV_UNSHARED && !kv->whole;
     bool backdrop = info.caps & VMEM_CAP_BACKDROP && !bare;
     for (uint32_t j = 0; j < kv->n_groups; j++) {
@@ -170,7 +170,7 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
 
 // ---- the end ---------------------------------------------------------------------------------------------------------
 
-// The pages that a slot could not be cut off.
+// Releases the pages of a slot that the driver refused to unmap.
 static void release_slot(vmem_kv *kv, uint32_t slot)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -188,7 +188,7 @@ static void release_pages(vmem_kv *kv)
         kv->slots[s].fresh = true; // the caller guarantees that no kernel accesses the slot
         cut = !vmem__kv_cut_slot(kv, s) && cut;
     }
-    // With the addresses, the last mappings go, those that the driver would not unmap as well.
+    // Freeing the addresses ends all mappings, also those that the driver has refused to unmap.
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
             vmem_unreserve(kv->ctx, kv->addrs[i]);

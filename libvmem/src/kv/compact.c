@@ -2,9 +2,8 @@
 // system.
 //
 // The library takes device memory in arenas, and an arena returns to the system as a whole. After a busy time, a few
-// such pages are spread over many arenas. Compaction moves them to arenas that they fill. It moves a portion at a time,
-// those in the emptiest arenas first, so that little memory is needed beside what there is, and calls that arrive go
-// first.
+// such pages are spread over many arenas. Compaction moves them to arenas that they fill, pages of the emptiest arenas
+// first. It moves a portion at a time, so that it needs little additional memory, and lets calls that arrive go first.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>

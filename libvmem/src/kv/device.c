@@ -8,10 +8,10 @@
 #include "core/core.h"
 #include "kv/kv.h"
 
-// How long the driver's last word on its free memory is good enough for a yes.
+// For so long, the driver's last answer on its free memory is reused to say that there is enough.
 #define DEVICE_NS UINT64_C(100000000)
 
-// The bytes that the context's other caches have taken ahead and not used. Call it with the context's lock held.
+// The bytes that the context's other caches have preallocated and not used. Needs the context's lock.
 static uint64_t preallocated_by_others(const vmem_kv *kv)
 {
     uint64_t bytes = 0;
@@ -96,8 +96,8 @@ uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room)
     return MIN(spare, most) >> kv->page_shift;
 }
 
-// The device's free memory in bytes, as the driver says it, or as it said no longer than `age` ago, less what the
-// context has taken since. To ask takes a system call, or on the host reading a file: too long for each admission.
+// The device's free memory in bytes: the driver's answer, which may be `age` ns old, less what the context has taken
+// since. Asking takes a system call, or on the host reading a file: too long for each admission.
 static int device_free(const vmem_kv *kv, uint64_t age, uint64_t *bytes)
 {
     struct vmem__device_free *last = &kv->ctx->device_free;
@@ -142,8 +142,8 @@ bool vmem__kv_asks_device(const vmem_kv *kv)
     return (kv->membership.member || kv->ledger.preallocated < kv->ledger.budget) && vmem__kv_device_due(kv);
 }
 
-// How many of `most` pages there can be. The device is asked only where fewer than `want` are at hand. Pages that the
-// worker makes or releases would count twice: as held, and as memory that no page uses.
+// How many pages, at most `most`, the cache can have. The device is asked only if fewer than `want` are at hand.
+// Pending pages do not count as held, because their memory may already count as memory that no page uses.
 static uint64_t count_reachable(const vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
 {
     if (!kv->membership.member && kv->ledger.preallocated >= kv->ledger.budget)
@@ -158,7 +158,8 @@ static uint64_t most_pages(const vmem_kv *kv)
     return kv->ledger.budget + vmem__pool_claimable(kv->membership.member, kv->ledger.budget);
 }
 
-// An answer of less than `want` is as old as `age` allows, and given while the worker makes no pages: these count as lost.
+// As count_reachable. An answer of less than `want` rests on a word of the driver that is at most `age` ns old, and is
+// given while no page is pending.
 static uint64_t count_lately(vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
 {
     const uint64_t lately = count_reachable(kv, most, want, DEVICE_NS);

@@ -1,5 +1,6 @@
-// The gate: how every public call begins and ends, and what others see of the cache meanwhile: statistics, and the view,
-// in which other processes read its state and write requests to it. kv.h states the order of the locks.
+// The gate: every public call begins and ends here. Between calls, others see the cache's statistics, and other
+// processes its view: memory in which they read its state and write a request for another budget. kv.h states the order
+// of the locks.
 //
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>
@@ -115,7 +116,7 @@ void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason
     __atomic_store_n(&v->answers, v->answers + 1, __ATOMIC_RELEASE);
 }
 
-#define VIEW_NS 5000000 // how far the published view may be behind
+#define VIEW_NS 5000000 // how old the published view may be
 
 // ---- counters and gauges ---------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ static uint64_t coarse_now(void) // to a few ms
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-// Counts the pages and rows of the slots, by what the slots are for.
+// Counts the pages and rows of active, ending and free slots.
 static void count_slots(const vmem_kv *kv, struct vmem_kv_stats *st)
 {
     st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = st->absent_slots = 0;

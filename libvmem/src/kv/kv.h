@@ -26,18 +26,20 @@
 
 #define KV_BLOCK VMEM_PAGE_2M // bytes that one large page-table entry maps
 
+// Tensors whose mapped pages always cover the same part of a slot.
 struct kv_group {
-    uint64_t row_bytes;
-    uint32_t max_tokens, window;
-    uint32_t n;     // tensors
-    uint32_t first; // of them, in vmem_kv.addrs
-    uint64_t slot_rows, slot_stride;
-    uint32_t slot_pages;
-    uint64_t table;  // index in vmem_kv.pages of (slot 0, first tensor, page 0)
-    uint64_t joined; // index in vmem_kv.joined of (slot 0, page 0)
+    uint64_t row_bytes;              // a token's bytes in one tensor
+    uint32_t max_tokens, window;     // rows of a slot; the last rows that a token reads, 0: all
+    uint32_t n;                      // number of tensors
+    uint32_t first;                  // index of the first in vmem_kv.addrs; the others follow it
+    uint64_t slot_rows, slot_stride; // a slot's addresses in one tensor: in rows, and in bytes
+    uint32_t slot_pages;             // the most pages of a slot in one tensor
+    uint64_t table;                  // index in vmem_kv.pages of (slot 0, first tensor, page 0)
+    uint64_t joined;                 // index in vmem_kv.joined of (slot 0, page 0)
 };
 
-// A state beside those of enum vmem_kv_slot_state. For callers, such slots are free: see struct vmem_kv_slot_info, after.
+// A state beside those of enum vmem_kv_slot_state: the request has been freed, and its kernels may be running. Callers
+// see such a slot as free (struct vmem_kv_slot_info has the step in `after`).
 enum { KV_ENDING = VMEM_KV_SWAPPED + 1, KV_STATES };
 
 // Pages [lo, hi) of a slot; equal: none.
@@ -75,11 +77,11 @@ struct kv_slot {
     uint32_t tokens;        // the request's length
     uint32_t shared_tokens; // rows below this are, at least partly, in shared pages
     uint32_t backed;        // cached, from the spans: tokens up to which a step has nothing to map
-    uint32_t
-        same_pages_until; // a step to any length in [tokens, same_pages_until] needs the last step's pages; 0: unknown
-    uint32_t last_step;   // in which the slot took part; of a new slot, the step before its allocation
-    uint8_t state;        // enum vmem_kv_slot_state or KV_ENDING; written by vmem__kv_set_state alone
-    bool fresh;           // no step since it was allocated or swapped in: no kernel accesses it
+    // A step to any length in [tokens, same_pages_until] needs the last step's pages; 0: unknown.
+    uint32_t same_pages_until;
+    uint32_t last_step; // the last step in which the slot took part; a new slot has the step before its allocation
+    uint8_t state;      // enum vmem_kv_slot_state or KV_ENDING; written by vmem__kv_set_state alone
+    bool fresh;         // no step since it was allocated or swapped in: no kernel accesses it
     // Both until the slot's next step:
     bool skip;    // the worker failed to back pages here, and does not try again
     bool stuck;   // the worker failed to unmap pages here, and tries again only when it is otherwise idle
@@ -88,17 +90,18 @@ struct kv_slot {
     uint8_t list; // cached, from state and backed: the list in vmem_kv.lists that has it
 };
 
-// A set of slots. Any number of them is put in, taken out and found in their order without a look at the others.
+// A set of slots, as a bitmap with a summary: the next slot of the set is found without a look at slots outside it.
 struct kv_set {
-    uint64_t *slots; // a bit for each
-    uint64_t *words; // a bit for each word of slots that has one
+    uint64_t *slots; // a bit for each slot
+    uint64_t *words; // a bit for each word of `slots` that is not 0
 };
-// Each slot is in one list: of free slots by the bits of `backed`, of active ones, or of all others.
+// Each slot is in one list. A free slot's list is the number of bits of `backed`, so that slots of one list have about
+// equally many rows. Active slots have a list, and all other slots have one.
 enum { KV_FREE_LISTS = 32, KV_LIST_ACTIVE = KV_FREE_LISTS, KV_LIST_OTHERS, KV_LISTS };
 struct kv_idle {
-    uint32_t first_private_row; // a free slot has no pages of the rows before it: a prefix had them
-    uint64_t freed_seq;         // vmem_kv.clock when it was freed; 0: its pages are the first to be taken back
-    uint64_t ends;              // KV_ENDING: the step whose kernels must end
+    uint32_t first_private_row; // a free slot's pages begin at this row; the rows before it were a prefix's
+    uint64_t freed_seq;         // vmem_kv.clock when the slot was freed; 0: its pages are the first to be taken back
+    uint64_t ends;              // of a KV_ENDING slot: the step whose kernels must end
 };
 
 // The pages that a step needs in the tensors of a group of a slot.
@@ -108,13 +111,13 @@ struct kv_want {
     struct kv_range touched; // these, and those that kernels in flight access
     bool extends;            // pages may be missing
 };
-// The pages that a step needs, of the slots that need other pages than in the last step.
+// A planned step: the pages that it needs of each slot that needs other pages than in the last step.
 struct kv_plan {
     struct kv_want *wants; // slot by slot, all groups of each
-    uint64_t n;            // wants
-    uint64_t missing;      // pages
-    uint32_t *changed;     // slots that the step examines
-    bool extends;          // some want does
+    uint64_t n;            // number of wants
+    uint64_t missing;      // pages to be mapped
+    uint32_t *changed;     // the slots that have wants
+    bool extends;          // some want extends its slot
 };
 
 // An announced request: rows up to `tokens`, the first of which a prefix will provide.
@@ -136,52 +139,52 @@ struct kv_rows {
 //                  a request begins with it
 //
 // pins is above 0 while it is pinned. Listed runs are in kv_runs.order[keep], the oldest first. A run can be dropped in
-// either state: requests that pin it keep their pages. Where listed runs do not suffice, one that is pinned is evicted if
-// that frees pages which its requests no longer have. Once it is evicted or dropped, its number names nothing.
+// either state: requests that pin it keep their pages. Where listed runs do not suffice, one that is pinned is evicted
+// if that frees pages which its requests no longer have. Once it is evicted or dropped, its number names nothing.
 struct kv_run {
     uint64_t id; // see kv_run_id(); 0: not in use
     uint32_t first, tokens;
-    uint32_t pins;         // running requests that began with it or wrote it
-    uint32_t newer, older; // in the order of use, while nobody pins it
-    uint32_t next;         // of those not in use
-    bool keep;             // not evicted
-    bool report;           // vmem_kv_evicted names it
-    bool is_protected;     // not evicted: it is being attached
+    uint32_t pins;         // running requests that began with the run or wrote it
+    uint32_t newer, older; // neighbours in the order of use, while no request pins the run
+    uint32_t next;         // the next unused entry, in an unused entry
+    bool keep;             // the run is never evicted
+    bool report;           // vmem_kv_evicted names the run
+    bool is_protected;     // the run is not evicted now, because a request is being attached to it
     struct kv_rows *rows;  // [group]
 };
 
-// A shared row: the pages with one page number in the tensors of a group, and who holds them. Exists for rows that a run
-// holds or that several slots have mapped.
+// A shared row: the pages with one page number in the tensors of a group, and who holds them. Exists for rows that a
+// run holds or that several slots have mapped.
 struct kv_shared_row {
-    vmem_page page;          // of the group's first tensor; 0: empty
-    uint32_t slots, runs;    // that hold it
-    uint32_t n;              // pages
+    vmem_page page;          // the page of the group's first tensor; 0: the entry is empty
+    uint32_t slots, runs;    // holders: slots that have mapped the row, runs that contain it
+    uint32_t n;              // pages: one for each tensor of the group
     uint32_t pinning_slots;  // of the slots, those with the row in the pinned part of their span
     uint32_t evictable_runs; // of the runs, those that can be evicted
-    uint32_t seen;           // how often the call of `mark` saw it
-    uint64_t mark;           // vmem_kv.mark of the last call that saw it
+    uint32_t seen;           // how often the call with number `mark` has met the row
+    uint64_t mark;           // vmem_kv.mark of the last call that met the row
 };
 struct kv_shared_rows {
     struct kv_shared_row *entries;
-    uint64_t size, used; // size: a power of two
+    uint64_t size, used; // entries: all, a power of two; not empty
     uint64_t shared;     // cached: pages of rows with several holders
-    uint64_t runs_only;  // cached: pages of rows that runs alone hold
-    uint64_t evictable;  // cached: of these, pages of rows that only runs which can be evicted hold
+    uint64_t runs_only;  // cached: pages of rows that no slot holds
+    uint64_t evictable;  // cached: of runs_only, the pages that evictions can free
 };
 
-// Parts of spans to back: kv_grow lists them, grow_map creates and maps their pages, all or none, and grow_commit enters
-// them in the spans. The pages of a part are created and mapped alike.
+// Parts of spans to back: kv_grow lists them, grow_map creates and maps their pages, all or none, and grow_commit
+// enters them in the spans. The pages of a part are created and mapped alike.
 struct kv_part {
-    uint32_t slot, group, from, to;
-    bool joins;              // the page before also belongs to the slot
-    bool coarse;             // whole blocks, which 2 MiB entries may map
-    const vmem_page *others; // pages that exist, of the first tensor; NULL: they are to be created
-    uint32_t stride;         // of these, from one tensor to the next
+    uint32_t slot, group, from, to; // pages [from, to) of the slot
+    bool joins;                     // page `from - 1` also belongs to the slot
+    bool coarse;                    // the part is whole blocks, which 2 MiB entries may map
+    const vmem_page *others;        // existing pages of the first tensor; NULL: the pages are to be created
+    uint32_t stride;                // the distance in `others` from one tensor's page to the next tensor's
 };
 struct kv_grow {
-    uint64_t total, others; // pages to be created, and that exist
-    uint64_t n_parts, n_pages;
-    uint64_t n_coarse; // of the maps, which come first: in a call of their own, so that 2 MiB entries may be used
+    uint64_t total, others;    // pages to be created; existing pages to be mapped
+    uint64_t n_parts, n_pages; // entries of `parts`; created pages
+    uint64_t n_coarse; // the first entries of `maps`; they have a map call of their own, which may use 2 MiB entries
     uint64_t cap_parts, cap_pages, cap_maps, cap_stretches;
     struct kv_part *parts;
     vmem_page *pages;
@@ -192,25 +195,25 @@ struct kv_grow {
 // A part of a span to release: the front, the tail, or both.
 struct kv_cut {
     uint32_t slot, group;
-    struct kv_span before;
-    uint32_t lo, hi; // what remains; equal: nothing
-    bool shared;     // some of the rows that go have other holders
+    struct kv_span before; // the span before the cut
+    uint32_t lo, hi;       // the pages that remain; equal: none
+    bool shared;           // some row that is cut off has other holders
     struct vmem_unmap_op *ops;
     uint64_t n_ops, cap_ops;
-    vmem_page *pages; // those without another holder
+    vmem_page *pages; // pages to release: no other slot or run holds them
     uint64_t n_pages, cap_pages;
 };
 
 // ---- the parts of a cache ---------------------------------------------------------------------------------------------
 
-// Pages.
+// The cache's numbers of pages.
 struct kv_ledger {
-    uint64_t budget;          // the most that may exist
-    uint64_t held;            // that exist, including pending ones
-    uint64_t pinned_pages;    // of these, that no call can take back. Changed by shared.c and span.c alone
-    uint64_t pending;         // of `held`, that the worker is mapping or unmapping; they become unused, or can be taken
-    uint64_t preallocated;    // that the cache can create without asking the device. Written with report.lock, too
-    uint64_t ceiling;         // VMEM_KV_CHECK: the budget, or the pages that existed when it shrank
+    uint64_t budget;       // the most pages that may exist
+    uint64_t held;         // existing pages, pending ones included
+    uint64_t pinned_pages; // of `held`, pages that no call can take back. Only shared.c and span.c change it
+    uint64_t pending;      // of `held`, pages that the worker is mapping, unmapping or releasing; never pinned
+    uint64_t preallocated; // pages that the cache can create without asking the device. Writers hold report.lock, too
+    uint64_t ceiling;      // VMEM_KV_CHECK: the budget, or the pages that existed when the budget shrank
     uint64_t watermark_pages; // new requests leave max(watermark_pages, watermark_percent of the budget) free
     uint32_t watermark_percent;
     bool disturbed; // VMEM_KV_CHECK: a job of the worker changed pinned_pages
@@ -218,26 +221,27 @@ struct kv_ledger {
 
 // A cache's membership in a pool.
 struct kv_membership {
-    struct vmem__member *member;                  // NULL: of no pool
-    struct vmem__member *left;                    // the same while the cache is destroyed
+    struct vmem__member *member;                  // NULL: the cache is in no pool
+    struct vmem__member *left;                    // the member after it has left the pool, until the cache is destroyed
     uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_pool_share
     void *evict_arg;
     uint64_t offered;      // pages of requests that evict would release
     uint64_t missed;       // bytes of pages that the pool took back and the cache will want again
-    bool lowering;         // other members wait for what is beyond lower_to: the budget falls as the pages go
-    bool announced;        // the cache has told the pool what requests that wait will need
-    uint64_t lower_to;     // pages
+    bool lowering;         // other members wait for pages beyond lower_to: each page that goes lowers the budget
+    bool announced;        // the cache has told the pool how many pages its waiting requests will need
+    uint64_t lower_to;     // pages: the budget to which the cache shrinks while it is `lowering`
     uint64_t portion;      // pages that the worker gives back in one call while others wait for them
     uint64_t pinned_pages; // kv_ledger.pinned_pages after the last call
 };
 
 // Kernels that may be in flight. A step's number has a tag of the cache from bit KV_STEP_TAG on, so that no cache takes
-// another's step for its own. Below the tag, the count begins behind 0, so that the steps before the first have numbers.
+// another's step for its own. Below the tag is the count of steps. It begins above 0, so that the `steps_in_flight`
+// steps before the first have numbers, too.
 #define KV_STEP_TAG 40u
 #define KV_STEP_TAGS ((UINT64_C(1) << (63 - KV_STEP_TAG)) - 1)
 #define KV_STEP_NONE (UINT64_C(1) << 20) // the count before the first step
 struct kv_fences {
-    uint64_t step, retired; // numbers of the last step, and of the last whose kernels have ended
+    uint64_t step, retired; // numbers of the last step, and of the last step whose kernels have ended
     struct kv_range *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
 };
 
@@ -249,8 +253,8 @@ struct kv_expect {
 
 // The runs that a request pins, in the order of their rows.
 struct kv_pin {
-    uint64_t id;
-    uint32_t first;
+    uint64_t id;    // the run's
+    uint32_t first; // the run's first row
 };
 struct kv_pins {
     struct kv_pin *list;
@@ -259,23 +263,25 @@ struct kv_pins {
 struct kv_runs {
     struct kv_run *list;
     uint64_t cap;
-    uint64_t pages;             // of all runs together, each counted for itself
-    uint32_t used, n, reported; // entries that were ever in use, that are, and that are reported
-    uint32_t unused;            // the first of the others
-    uint64_t tag;               // of the cache, in its runs' numbers
-    uint32_t generation;
+    uint64_t pages;      // of all runs; a page of several runs counts once for each
+    uint32_t used;       // entries that were ever in use: list[0] to list[used - 1]
+    uint32_t n;          // entries in use
+    uint32_t reported;   // of these, entries with `report`
+    uint32_t unused;     // the first entry that was in use and is not; its `next` leads to the others
+    uint64_t tag;        // the cache's part of its runs' numbers
+    uint32_t generation; // the last run's part of its number
     struct kv_use {
         uint32_t newest, oldest;
-    } order[2];           // of those that can be evicted, and of those to be kept
+    } order[2];           // listed runs, by `keep`: those that can be evicted, and those that are kept
     struct kv_pins *pins; // [slot]
-    uint64_t *gone;       // evicted ones that are reported, the oldest first
+    uint64_t *gone;       // numbers of evicted runs with `report`, the oldest first
     uint64_t n_gone, cap_gone;
-    uint32_t *found; // of the look-up that is at work
+    uint32_t *found; // the runs that the current call has looked up
     uint64_t cap_found;
     uint32_t n_found;
 };
 
-// Pages without a run or a slot, which the worker releases.
+// Doomed pages: no run and no slot holds them any more, and the worker will release them.
 struct kv_doomed {
     vmem_page *pages;
     uint64_t n, cap;
@@ -283,40 +289,44 @@ struct kv_doomed {
 
 #define KV_SCRATCH 64u // pages
 struct kv_copies {
-    uint64_t scratch; // a reservation to access pages that no slot has mapped: a page per tensor, or more
+    uint64_t scratch; // reserved addresses, at least a page for each tensor, to access pages that no slot has mapped
 };
 
 // Calls and the worker take turns.
 struct kv_turn {
     pthread_cond_t work, done;
-    bool has_worker, stop, due, working;
-    bool stuck;      // some slot is
-    bool unmapping;  // the worker is unmapping or releasing pages that others may hold or release
-    bool cutting;    // it is giving up pages that one slot alone holds; where mappings are stale, others may have them
+    bool has_worker; // false: calls do the worker's part themselves
+    bool stop;       // the worker is to end
+    bool due;        // there may be work
+    bool working;    // the worker does a job now
+    bool stuck;      // some slot is `stuck`
+    bool unmapping;  // the worker is unmapping or releasing pages that other slots may hold or release
+    bool cutting;    // the worker is giving up pages of one slot; a stale mapping of another may still lead to them
     uint32_t pauses; // calls that have paused the worker and not resumed it
 };
 
 struct kv_worker {
     pthread_t thread;
     uint32_t idle_ms;
-    bool idle_once, released_all; // it saw the cache idle; it returned the pages that an idle cache does not keep
+    bool idle_once;    // the last look found the cache idle
+    bool released_all; // since then, the worker has released all pages that nobody needs
     struct kv_grow grow;
     struct kv_cut cut;
 };
 
 struct kv_gate {
     pthread_mutex_t api, state;
-    uint64_t calls; // public calls so far
-    bool called;    // one is in progress, and may have dropped state to wait
+    uint64_t calls; // public calls that have ended
+    bool called;    // a public call is in progress; it may have dropped `state` to wait
 };
 
 // The statistics that others see.
 struct kv_report {
     pthread_mutex_t lock;
-    struct vmem_kv_stats shown; // under the lock
-    uint64_t summarised;        // when that was last updated, in ns
-    bool stale;                 // shown is older than the statistics
-    _Atomic bool long_call;     // a public call has state and may be calling core; shown is older
+    struct vmem_kv_stats shown; // protected by `lock`
+    uint64_t summarised;        // time of the last update of a published `shown`, in ns
+    bool stale;                 // `shown` is older than the statistics
+    _Atomic bool long_call;     // a public call has `state` and may be calling core: readers take `shown` as it is
 };
 
 struct kv_view {
@@ -326,13 +336,13 @@ struct kv_view {
 };
 
 struct kv_life {
-    uint64_t closes; // vmem_kv_destroy with a fence: the step
+    uint64_t closes; // the step whose kernels must end before the cache is destroyed; 0: none
     bool closing;
-    bool memory_freed; // its memory is free, and only the handle is left
+    bool memory_freed; // only the handle is left
 };
 
 struct vmem_kv {
-    // Constant once it has been created, but for flags (a pool's member is LAZY) and owned.
+    // Constant once the cache has been created, but for `flags` (joining a pool sets VMEM_KV_LAZY) and `owned`.
     vmem_context *ctx;
     const unsigned char *owned; // reads 1; reads 0 in a forked child, and once the cache is being closed
     pid_t pid;
@@ -340,28 +350,29 @@ struct vmem_kv {
     uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent, steps_in_flight;
     uint32_t create_flags; // for vMemCreate
     uint64_t page_size;
-    uint32_t page_shift, block; // block: pages in KV_BLOCK
+    uint32_t page_shift, block; // log2 of page_size; pages in KV_BLOCK
     uint32_t whole;             // most pages that are created, mapped and unmapped together; 0: each can go alone
-    bool windows;               // some group has one
+    bool windows;               // some group has a window
     uint64_t *addrs;            // tensors, group after group
     uint32_t *order;            // tensor as the caller counts -> index in addrs
     struct kv_group *groups;
     vmem_page *pages; // see kv_table(); address space, used where there are pages
     uint64_t pages_bytes;
-    bool *joined; // with `whole`, [group][slot][page]: it goes with the page before it
+    bool *joined; // if `whole` is not 0, [group][slot][page]: the page goes with the page before it
     uint64_t joined_bytes;
 
     struct kv_slot *slots;
     struct kv_set lists[KV_LISTS], stale_slots;
-    uint64_t *bits;               // of these sets
+    uint64_t *bits;               // the memory of these sets
     uint32_t in_state[KV_STATES]; // cached: slots in each state
     struct kv_idle *idle;         // [slot]
     struct kv_span *spans;        // [slot][group]
-    // [slot][group]: mappings of shared pages, before lo, that the slot released when it was freed
+    // [slot][group]: stale mappings. When a slot is freed, it no longer holds its shared pages, which lie before its
+    // own. Their mappings stay until the worker or a call unmaps them.
     struct kv_range *stale;
     uint64_t clock; // counts the slots that are freed
     struct kv_shared_rows shared;
-    uint64_t mark; // the number of the last call that marked what it saw
+    uint64_t mark; // number of the last call that marked shared rows
     struct kv_ledger ledger;
     struct kv_fences fence;
     struct kv_plan plan; // of the public call in progress
@@ -455,7 +466,7 @@ static inline uint64_t kv_watermark(const vmem_kv *kv)
 
 // Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
 static inline uint64_t kv_low(const vmem_kv *kv) { return kv->ledger.budget * kv->reclaim_percent / 100; }
-// Not while the memory is promised to others, or requests wait for it.
+// False, too, while other members or waiting requests have a claim to the memory.
 static inline bool kv_plentiful(const vmem_kv *kv)
 {
     return !kv->membership.lowering && !kv->membership.announced && kv_unused(kv) >= 2 * kv_low(kv);
@@ -463,8 +474,8 @@ static inline bool kv_plentiful(const vmem_kv *kv)
 
 // ---- turn.c ---------------------------------------------------------------------------------------------------------
 
-// For tests, which delay the worker: called where it has dropped the lock and goes to the library below, before and
-// after a call waits for it, and where the worker has looked whether the cache is idle. NULL outside of them.
+// Points at which tests delay a thread: the worker has dropped the lock and is about to call core; a call is about to
+// wait for the worker, or has waited; the worker has checked for idleness. The hook is NULL outside of tests.
 enum vmem__kv_point { KV_WORKER_UNLOCKED, KV_CALL_WAITS, KV_CALL_WAITED, KV_WORKER_IDLE };
 extern void (*_Atomic vmem__kv_hook)(enum vmem__kv_point point);
 static inline void kv_at(enum vmem__kv_point point)
@@ -475,16 +486,18 @@ static inline void kv_at(enum vmem__kv_point point)
 }
 void vmem__kv_worker_wake(vmem_kv *kv);
 void vmem__kv_wait_slot(vmem_kv *kv, uint32_t slot);
-void vmem__kv_wait_idle(vmem_kv *kv); // until it has nothing left to do
-void vmem__kv_wait_job(vmem_kv *kv);  // until it has ended its job; it begins no other until state is dropped
-// Until it unmaps and releases nothing that others may hold: a call that maps, unmaps or releases such pages waits here
-// first.
+// These wait for the worker: until it has nothing left to do, or has ended its job. It begins no other job before the
+// caller drops `state`.
+void vmem__kv_wait_idle(vmem_kv *kv);
+void vmem__kv_wait_job(vmem_kv *kv);
+// Waits until the worker unmaps and releases no page that others may hold. Calls that map, unmap or release such pages
+// wait here first.
 void vmem__kv_wait_unmapping(vmem_kv *kv);
-void vmem__kv_wait_cutting(vmem_kv *kv); // until it unmaps nothing at all: for a call that unmaps what is stale
-// Between these two the worker does nothing. Both with state held; pause may drop it for a moment.
+void vmem__kv_wait_cutting(vmem_kv *kv); // waits until the worker unmaps nothing at all; for calls on stale mappings
+// Between these two calls the worker does nothing. The caller holds `state`, which pause may drop for a moment.
 void vmem__kv_worker_pause(vmem_kv *kv);
 void vmem__kv_worker_resume(vmem_kv *kv);
-// -EPERM in a child of the process that made it; -EINVAL: NULL, or being closed
+// -EPERM: the caller is a child of the process that created the cache; -EINVAL: kv is NULL or being closed.
 int vmem__kv_check_usable(const vmem_kv *kv);
 
 static inline struct kv_range *kv_past_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -504,9 +517,9 @@ static inline struct kv_range kv_in_flight(const vmem_kv *kv, uint32_t slot, uin
         now = kv_range_union(now, kv_past_of(kv, slot, group)[i]);
     return now;
 }
-// No kernel accesses the slot, so its earlier steps no longer count.
+// Forgets the slot's earlier steps. The caller knows that no kernel accesses the slot.
 void vmem__kv_clear_history(vmem_kv *kv, uint32_t slot);
-// Kernels up to this step have ended.
+// The last step whose kernels, and those of all steps before it, have ended.
 uint64_t vmem__kv_last_ended_step(const vmem_kv *kv);
 int vmem__kv_check_fence(const vmem_kv *kv, uint64_t step); // -EINVAL: neither 0 nor a step that this cache has made
 // Steps since the slot took part in one, or was allocated.
@@ -521,7 +534,7 @@ static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot)
 int vmem__kv_make_sets(vmem_kv *kv); // all slots are free, and have no page
 void vmem__kv_set_add(struct kv_set *set, uint32_t slot);
 void vmem__kv_set_remove(struct kv_set *set, uint32_t slot);
-// The first slot of the set from there on; KV_NO_SLOT: there is none.
+// The first slot of the set that is not below `from`; KV_NO_SLOT: there is none.
 uint32_t vmem__kv_set_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from);
 void vmem__kv_set_list(vmem_kv *kv, uint32_t slot, uint8_t list);
 static inline uint8_t kv_list_of(const struct kv_slot *s)
@@ -530,7 +543,7 @@ static inline uint8_t kv_list_of(const struct kv_slot *s)
         return (uint8_t)(s->backed ? 32 - __builtin_clz(s->backed) : 0);
     return s->state == VMEM_KV_ACTIVE ? KV_LIST_ACTIVE : KV_LIST_OTHERS;
 }
-// After a change of the slot's state, or of what it has backed.
+// Moves a slot to its list after a change of its state or of `backed`.
 static inline void kv_list(vmem_kv *kv, uint32_t slot)
 {
     const uint8_t list = kv_list_of(&kv->slots[slot]);
@@ -541,7 +554,7 @@ static inline uint32_t kv_next_active(const vmem_kv *kv, uint32_t from)
 {
     return vmem__kv_set_next(kv, &kv->lists[KV_LIST_ACTIVE], from);
 }
-static inline uint32_t kv_next_used(const vmem_kv *kv, uint32_t from) // that is not free
+static inline uint32_t kv_next_used(const vmem_kv *kv, uint32_t from) // the next slot that is not free
 {
     const uint32_t active = kv_next_active(kv, from), other = vmem__kv_set_next(kv, &kv->lists[KV_LIST_OTHERS], from);
     return MIN(active, other);
@@ -573,26 +586,26 @@ struct kv_shared_row *vmem__kv_shared_find(const struct kv_shared_rows *r, vmem_
 struct kv_shared_row *vmem__kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page);
 // How many rows of a span others hold as well.
 uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group);
-// Rows of a slot below this are (partly) in pages that others hold, too. Those at the end that others have left become
-// the slot's own.
+// Rows of a slot below this are, at least partly, in pages that others hold, too. First, rows at the end of that part
+// that have no other holder any more become the slot's own.
 uint32_t vmem__kv_shared_tokens(const vmem_kv *kv, uint32_t slot);
-// How many rows of a span's pinned part are pinned for this slot alone. Slots looked at since vmem_kv.mark was raised
-// count as gone.
+// Counts the rows of a span's pinned part that only this slot pins. Slots for which the call was made since
+// vmem_kv.mark was raised count as gone: so a caller adds up the pages that become free when several slots end.
 uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group);
 // The entry of a slot's row, made if there was none; NULL: out of memory.
 struct kv_shared_row *vmem__kv_row_get(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page);
-// A new entry, of one slot.
+// Makes an entry, with one slot as its holder.
 struct kv_shared_row *vmem__kv_shared_new(struct kv_shared_rows *r, vmem_page page, uint32_t n);
-int vmem__kv_shared_reserve(struct kv_shared_rows *r, uint64_t more); // the next `more` of these do not fail
-// Adds holders, counted as in struct kv_shared_row. The entry goes when no prefix and at most one slot holds the row: it is
-// that slot's own then.
+int vmem__kv_shared_reserve(struct kv_shared_rows *r, uint64_t more); // makes room for `more` new entries
+// Adds holders, counted as in struct kv_shared_row. The entry is removed once no run and at most one slot holds the
+// row, which is that slot's own then.
 struct kv_holders {
     int slots, pinning_slots, runs, evictable_runs;
 };
 void vmem__kv_change_holders(vmem_kv *kv, struct kv_shared_row *ref, struct kv_holders by);
-// A slot loses rows: those in front of the pinned part or behind it, or both its front and as much of the part.
+// A slot gives up rows [from, to). They lie before or behind the pinned part of its span, or contain its beginning.
 void vmem__kv_rows_leave(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
-// How often the row has been looked at since vmem_kv.mark was raised.
+// How often kv_row_see has met the row since vmem_kv.mark was raised.
 static inline uint32_t kv_row_seen(const vmem_kv *kv, const struct kv_shared_row *ref)
 {
     return ref->mark == kv->mark ? ref->seen : 0;
@@ -612,14 +625,14 @@ static inline bool kv_row_pinned(const struct kv_shared_row *ref) { return ref->
 
 // ---- span.c ---------------------------------------------------------------------------------------------------------
 
-// The end of the pages of a span that a step up to page `hi` can use. In a slot without rows, a stretch of pages that go
-// together is useless if the step needs only some of them: it gets others.
+// The end of the pages of a span that a step up to page `hi` can use. Joined pages that a freed request left are of no
+// use if the step needs only some of them: they are replaced.
 uint32_t vmem__kv_usable_end(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
-// The part of a span that no call could take back: what kernels access, and what goes with it. Of a slot that no kernel
-// accesses, nothing.
+// The part of a span that no call can take back: the pages that kernels access, and pages joined to them. Empty for a
+// slot that no kernel accesses.
 struct kv_range vmem__kv_pinned_part(const vmem_kv *kv, uint32_t slot, uint32_t group);
-// Where the pages end that go with those before `hi`. running: while kernels run, a block mapped by a 2 MiB entry goes
-// as a whole.
+// The end of the pages that cannot go without page `hi - 1`: pages joined to it, and with `running`, while kernels may
+// use the slot, the rest of a block that a 2 MiB entry maps.
 static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
@@ -628,7 +641,7 @@ static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t grou
         hi++;
     return MIN(hi, s->hi);
 }
-// The pages of a span that kernels access, and those that go with them; running: while the kernels run.
+// The pages of a span that kernels access, and those that cannot go without them; running: as for kv_end_of.
 static inline struct kv_range kv_in_use(const vmem_kv *kv, uint32_t slot, uint32_t group, bool running)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
@@ -636,13 +649,13 @@ static inline struct kv_range kv_in_use(const vmem_kv *kv, uint32_t slot, uint32
 }
 // The first page, at or after `from`, of the part that can be cut off the end of a span.
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from);
-// Makes this the pinned part, and moves the ledger's pinned_pages by the pages that enter or leave it. These are in the
-// slot's table, and the rows among them have their entries: before a row loses the slot as a holder, the row leaves.
+// Sets the pinned part, and changes the ledger's pinned_pages by the pages that enter or leave it. They must be in the
+// slot's table, and their shared rows must have entries: a row leaves the pinned part before the slot stops holding it.
 void vmem__kv_set_pinned(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to);
-// By how many pages that would raise the pinned pages. Shared rows that leave count as if they stayed: other slots may leave
-// them, too, and only then is it known what goes.
+// By how many pages vmem__kv_set_pinned would raise pinned_pages. Shared rows that leave count as if they stayed,
+// because it depends on their other holders whether their pages are still pinned.
 int64_t vmem__kv_pinned_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to);
-// vmem__kv_set_pinned for steps: in most, only the end changes, among pages that nobody else has.
+// kv_set_pinned is vmem__kv_set_pinned for steps: most steps move only the end, among pages without other holders.
 static inline bool kv_at_own_end(const struct kv_span *s, struct kv_range to)
 {
     return to.lo == s->pinned.lo && MIN(to.hi, s->pinned.hi) >= s->shared_hi;
@@ -657,13 +670,12 @@ static inline void kv_set_pinned(vmem_kv *kv, uint32_t slot, uint32_t group, str
     kv->ledger.pinned_pages += (uint64_t)(((int64_t)to.hi - s->pinned.hi) * kv->groups[group].n);
     s->pinned.hi = to.hi;
 }
-// Changes a span, and with it its pinned part and what of the slot is backed.
+// Replaces a span, and updates pinned_pages and the slot's `backed`.
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now);
-// After a change of what kernels access, or of the slot's state: brings the pinned parts up to date.
+// Updates the pinned parts after a change of the slot's state or of the pages that kernels access.
 void vmem__kv_update_pinned(vmem_kv *kv, uint32_t slot);
 
-// VMEM_KV_CHECK: whether pages [from, to) of a span may be mapped or unmapped now. No mapping changes that kernels may
-// use.
+// VMEM_KV_CHECK: checks the kernel rule. -EFAULT: kernels may be using a mapping of pages [from, to) of the span.
 int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
 
 // ---- slot.c ---------------------------------------------------------------------------------------------------------
@@ -674,75 +686,75 @@ void vmem__kv_set_state(vmem_kv *kv, uint32_t slot, uint8_t state);
 int vmem__kv_use_slot(vmem_kv *kv, uint32_t slot, uint32_t states);
 // As vmem__kv_use_slot, without waiting for the worker's work on the slot.
 int vmem__kv_check_slot(const vmem_kv *kv, uint32_t slot, uint32_t states);
-// The free slot, but for the n taken ones, for a request of that many tokens, of which so many come from a prefix;
-// KV_NO_SLOT: none.
+// The best free slot for a request of so many tokens, the first prefix_tokens of which a prefix provides. The n slots
+// in `taken` are not considered. KV_NO_SLOT: none is free.
 uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken,
                               uint32_t n);
 
-// Takes the list of the requests that come next.
+// Stores the list of announced requests.
 int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
-// The free slot that is to be backed next for an expected request, and in *request that request; KV_NO_SLOT: none. It
-// is the slot that the request will get if those expected before it have got theirs.
+// The free slot to back next, and in *request the expected request that will get it, once those expected before it have
+// theirs. KV_NO_SLOT: none.
 uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
 
 // ---- map.c ----------------------------------------------------------------------------------------------------------
 
-// Plans to back pages [from, to) of a span as far as they are not. What the span has must begin at `to` at the latest.
-// 2 MiB entries may map the blocks that end up to coarse_hi.
+// Plans to back those of pages [from, to) that the span does not have. The span is empty, or begins at `to` or before.
+// 2 MiB entries may map blocks that end at coarse_hi or before.
 int vmem__kv_grow_to(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
                      uint32_t coarse_hi);
-// Plans to map a row there that others hold; pages: of the first tensor, and `stride` further on of the next one. The
+// Plans to map a row that others hold. pages: the first tensor's page; the next tensor's is `stride` further on. The
 // caller adds the row to the span.
 int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t row,
                         const vmem_page *pages, uint32_t stride);
-// Creates and maps, all or nothing; needs no lock. Before it the caller adds l->total to kv->ledger.held.
+// Creates and maps the planned pages, all or none; needs no lock. The caller has added l->total to kv->ledger.held.
 int vmem__kv_grow_map(vmem_kv *kv, struct kv_grow *l);
 // Adds the new pages to the spans.
 void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l);
-// Releases pages. If the driver refuses to unmap one, as it may where a freed slot still maps it, the context releases it
-// once the driver has unmapped something else.
+// Releases pages. If the driver refuses to unmap one, as it may where a freed slot still maps it, the context releases
+// it once the driver has unmapped something else.
 void vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n);
 // Unmaps and releases what vmem__kv_grow_map created.
 void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l);
 void vmem__kv_grow_reset(struct kv_grow *l);
 
-// Copies the first `bytes` bytes of one page for each tensor of the group, from or to these pages, which need not be
-// mapped anywhere.
+// Copies the first `bytes` bytes of a slot's page in each tensor of the group to `pages` (to_scratch), or from them.
+// They need not be mapped anywhere.
 int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pages, uint64_t stride, bool to_scratch,
                         uint32_t slot, uint32_t page, uint64_t bytes);
 
 // ---- unmap.c --------------------------------------------------------------------------------------------------------
 
-// Cuts a span down to [lo, hi): begin changes the span, unmap (no lock needed) the mapping, end the rest, or restores the
-// span if unmap failed. begin returns -EBUSY if rows would go that others hold, too: no reference changes while the worker
-// has dropped the lock.
+// Cuts a span down to [lo, hi) in three calls. begin changes the span. unmap, which needs no lock, unmaps and releases
+// the pages. end updates the ledger, or restores the span if unmap has failed. begin returns -EBUSY if a row that is
+// cut off has other holders: the worker, which drops the lock between the calls, must not change holders.
 int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
 int vmem__kv_cut_unmap(vmem_kv *kv, struct kv_cut *c);
 void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
-int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // any rows
-// Everything of a slot, or of several, that no kernel accesses, in one call of the core: all or nothing.
+int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // all at once, any rows
+// Cuts off all pages of one slot, or of several, by one call of core: all or none. No kernel may access the slots.
 int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot);
 int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // Releases shared pages that a window has passed, so that the number of available pages never depends on the worker.
-// True: it left some to the worker, or to the next step.
+// True if passed pages remain, for the worker or the next step.
 bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot);
 // Ends a request: its own pages stay in the span, shared ones are released, and their mappings become stale. After
 // vmem__kv_shared_tokens, so that the last row below shared_hi is shared.
 int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group);
-// Unmaps what is stale in a slot: begin collects, vmem__kv_cut_unmap unmaps.
+// Unmap a slot's stale mappings. begin lists them, vmem__kv_cut_unmap unmaps them, end clears the marks; now does all.
 int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
 void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot);
 int vmem__kv_stale_now(vmem_kv *kv, uint32_t slot);
 // Releases the doomed pages. The worker is held, or there is none.
 void vmem__kv_release_doomed(vmem_kv *kv);
-void vmem__kv_release_soon(vmem_kv *kv); // the worker does, or if there is none, this call
+void vmem__kv_release_soon(vmem_kv *kv); // the worker releases them, or this call if there is none
 
 // ---- runs.c ---------------------------------------------------------------------------------------------------------
 
 #define KV_NO_RUN UINT32_MAX
 
-// A run's number: 7 bits for the cache, so that a run of another one is told from one that has gone; a generation of 32;
-// and its place in the list + 1. It is a positive int64_t, too.
+// A run's number: 7 bits for the cache, so that a run of another one is told from one that has gone; a generation of
+// 32; and its place in the list + 1. It is a positive int64_t, too.
 #define KV_RUN_TAGS 127u
 #define KV_RUN_GENERATION 24u // the first bit
 #define KV_RUN_TAG 56u
@@ -753,8 +765,8 @@ static inline uint64_t kv_run_id(uint64_t tag, uint32_t generation, uint32_t run
 }
 static inline uint32_t kv_run_place(uint64_t id) { return (uint32_t)(id & ((1u << KV_RUN_GENERATION) - 1)) - 1; }
 
-// How the pages of a group are divided if a slot shares its first `tokens` rows. It has pages [lo, full) with others, and
-// pages [full, hi) for itself. The first of these begins with `part` bytes of shared rows.
+// Pages of a slot that shares its first `tokens` rows: it shares pages [lo, full), and [full, hi) are its own. The
+// first of its own begins with `part` bytes of shared rows.
 struct kv_split {
     uint32_t lo, full, hi;
     uint64_t part;
@@ -763,9 +775,9 @@ struct kv_split vmem__kv_split(const vmem_kv *kv, const struct kv_group *g, uint
 // The pages that a request of `tokens` tokens needs, in addition to those of prefix_tokens rows that it shares.
 uint64_t vmem__kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
 
-// -EINVAL: one of the runs is of another cache, whether or not it is still there. 0 is no run, and of every cache.
+// -EINVAL: some number names a run of another cache, which may be gone. 0 names no run and is accepted.
 int vmem__kv_check_ids(const struct kv_runs *runs, const uint64_t *ids, uint64_t n);
-// The slot's request uses the run until it ends. Fails only without memory for the slot's list.
+// Pins the run until the slot's request ends. Fails only without memory for the slot's list.
 int vmem__kv_pin(vmem_kv *kv, uint32_t slot, uint32_t run);
 void vmem__kv_unpin(vmem_kv *kv, uint32_t slot); // the slot's request has ended, or has given up its pages
 
@@ -773,29 +785,29 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
 int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep);
 int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got);
 int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
-void vmem__kv_runs_free(vmem_kv *kv); // the lists, which no call uses any more
+void vmem__kv_runs_free(vmem_kv *kv); // frees the lists, which no call uses any more
 int vmem__kv_check_runs(const vmem_kv *kv);
 
 int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed);
-// Evicts runs in their order until that many pages are freed or no more can be: how many were.
+// Evicts runs in their order until `pages` pages are freed or no more can be, and returns the number freed.
 uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages);
-// For the worker: dooms the pages.
+// The same for the worker: the pages are doomed, not released.
 void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages);
 void vmem__kv_drop_all_runs(vmem_kv *kv); // and releases what is doomed, while there is no worker
 
-// How many tokens a request could begin with, at most `most`, and leaves the runs in runs.found.
+// *tokens: with how many tokens of these runs, at most `most`, a request can begin. The runs stay in runs.found.
 int vmem__kv_find_runs(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most, uint32_t *tokens);
-// Runs found whose pages the request begins with stay found and are not evicted. The others may be: windows
-// have passed their rows, or a later run has the same ones.
+// Protects those runs in runs.found whose pages the request will begin with, and removes the others from the list:
+// windows have passed their rows, or a later run has the same ones.
 void vmem__kv_protect_found(vmem_kv *kv, uint32_t tokens);
-void vmem__kv_unprotect_found(vmem_kv *kv); // these can be evicted again
-// Marks the pages of the runs held as seen more often than slots can: they do not become free with the slots that have them.
+void vmem__kv_unprotect_found(vmem_kv *kv);
+// Marks the rows of runs.found, so that vmem__kv_rows_left does not count them: the runs keep them when slots end.
 void vmem__kv_mark_found(vmem_kv *kv);
-// Counts and marks the evictable pages of the runs found that a request which begins with them takes. Marked ones do not
-// count again. *beside: the others that cannot be evicted until it has begun.
+// Counts and marks the evictable pages that a request which begins with `tokens` tokens of runs.found will pin. Marked
+// pages do not count again. *beside: other pages of these runs, which cannot be evicted before the request has begun.
 uint64_t vmem__kv_count_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside);
-// That page of the group's first tensor, of a request that begins with so many tokens of the runs found; `stride`
-// further on, that of the next tensor.
+// The page number `page` of a request that begins with `tokens` tokens of runs.found, in the group's first tensor. The
+// next tensor's is `stride` further on.
 const vmem_page *vmem__kv_found_page(const vmem_kv *kv, uint32_t group, uint32_t tokens, uint32_t page,
                                      uint32_t *stride);
 
@@ -805,39 +817,41 @@ int vmem__kv_check_books(vmem_kv *kv); // VMEM_KV_CHECK: recounts everything
 
 // ---- device.c -------------------------------------------------------------------------------------------------------
 
-// A context's caches are linked. A cache that leaves them gives back what it preallocated.
+// Add a cache to its context's list, or remove it. A cache that is removed gives back the memory that it preallocated.
 void vmem__kv_register(vmem_kv *kv);
 void vmem__kv_unregister(vmem_kv *kv);
-// Takes device memory for that many pages in all; returns to the device what exceeds that many.
+// Takes device memory for that many pages in all, held ones included; returns the memory beyond that many.
 int vmem__kv_prealloc(vmem_kv *kv, uint64_t pages);
 void vmem__kv_trim_prealloc(vmem_kv *kv, uint64_t pages);
-void vmem__kv_set_preallocated(vmem_kv *kv, uint64_t pages); // without doing either
-// Returns device memory that no page uses and no cache preallocated; wanted: and that nobody waits for. With no lock held.
+void vmem__kv_set_preallocated(vmem_kv *kv, uint64_t pages); // sets only the number
+// Returns device memory that no page uses and no cache preallocated. wanted: keeps what somebody waits for. No lock is
+// held.
 void vmem__kv_trim(vmem_kv *kv, bool wanted);
-// Pages whose memory the device has given and no page uses. *room, unless NULL: those that the context's budget has
-// room for.
+// How many pages fit into device memory that the context has and no page uses. *room, unless NULL: how many more pages
+// the context's budget allows.
 uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room);
-// Pages that the device could make now. Needs no lock.
+// How many pages could be created now, by the driver's word on its free memory. Needs no lock.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
 // True if the driver's last answer on the device's free memory is old. A call that shows statistics then asks before it
 // takes a lock.
 bool vmem__kv_device_due(const vmem_kv *kv);
-// True if an answer may ask the driver: not all memory of the cache is preallocated, and the driver's last answer is old.
+// True if an answer may ask the driver: not all memory of the cache is preallocated, and the driver's last answer is
+// old.
 bool vmem__kv_asks_device(const vmem_kv *kv);
 // The most pages that the cache can have: the budget, and what is free in its pool, as far as the device has memory. An
-// answer of at least `want` may be capped there. The driver is asked only where its memory decides: its answer is reused
-// for 100 ms, but never to refuse. The call may wait for the worker before an answer of less than `want`.
+// answer of at least `want` may be capped there. The driver is asked only where its memory decides: its answer is
+// reused for 100 ms, but never to refuse. The call may wait for the worker before an answer of less than `want`.
 uint64_t vmem__kv_page_limit(vmem_kv *kv, uint64_t want);
-// The same by the driver's answer of the last 100 ms, and by its last one, however old.
+// The same limit by an answer of the driver that is at most 100 ms old (lately), or by its last one (known).
 uint64_t vmem__kv_page_limit_lately(vmem_kv *kv);
 uint64_t vmem__kv_page_limit_known(const vmem_kv *kv);
-// True if so many more pages leave the context's other caches what they preallocated: pages come from there, too.
+// True if so many more pages can be created without memory that the context's other caches have preallocated.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
 // ---- gate.c ---------------------------------------------------------------------------------------------------------
 
-void vmem__kv_summarise(vmem_kv *kv); // stats -> shown, and the published view
-// The same of what nobody waits for: whoever asks for the statistics sums them up, if they are not published.
+void vmem__kv_summarise(vmem_kv *kv); // copies the statistics to `shown` and to the published view
+// Marks `shown` as stale, if it is not published: whoever asks for the statistics summarises them.
 void vmem__kv_defer_summary(vmem_kv *kv);
 void vmem__kv_begin_long_call(vmem_kv *kv); // before a public call goes to the library below
 // How every public call begins and ends: enter takes api and state, and leave updates the statistics. A step enters by
@@ -848,80 +862,82 @@ int vmem__kv_leave(vmem_kv *kv, int rc);
 
 int vmem__kv_publish(vmem_kv *kv, const char *path, const char *name);
 void vmem__kv_unpublish(vmem_kv *kv);
-// The budget that another process wrote into the view, until it is answered; 0: none. reason: of an error.
+// The budget that another process has written into the view and that is not yet answered; 0: none. The answer is rc,
+// and in case of an error the reason (VMEM_KV_NO_MEMORY or another of the kind).
 uint64_t vmem__kv_wanted_budget(const vmem_kv *kv);
 void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason);
 
 // ---- budget.c -------------------------------------------------------------------------------------------------------
 
-// With api and state held, and without effect on a cache of no pool.
-// With the requests that wait, the cache will have `want` pages: claims and asks for them, and lets the pool's thread
-// take the device memory. part: if the member may not have so many, as many as it may.
+// These need api and state, and do nothing for a cache that is in no pool.
+// Announces that the cache will have `want` pages once its waiting requests run: claims free budget, asks other members
+// for the rest, and lets the pool's thread take the device memory. part: if the member's maximum is less, up to that.
 void vmem__kv_announce(vmem_kv *kv, uint64_t want, bool part);
-// For the worker: keeps memory plentiful from what is free in the pool.
+// For the worker: claims free budget of the pool, so that memory stays plentiful.
 void vmem__kv_claim_plenty(vmem_kv *kv);
-// With no lock held: before a cache is taken apart.
+// Leaves the pool, before the cache is destroyed. No lock is held.
 void vmem__kv_pool_leave(vmem_kv *kv);
 
 // Records shortages for vmem_kv_last_shortage.
 void vmem__kv_clear_shortage(void);
-int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want); // want: pages there would be
+int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want); // want: pages that would be pinned, or would exist
 int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages);
 int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages);
 // A new request would raise the pinned pages to `want`, and the watermark keeps `back` pages of the limit for others.
 int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back);
 int vmem__kv_short_of_slots(vmem_kv *kv);
-void vmem__kv_count_shortage(vmem_kv *kv);                   // in the statistics, of a call that really needed them
+void vmem__kv_count_shortage(vmem_kv *kv);                   // counts it in the statistics; dry calls do not
 const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
 
-// Claims budget for `delta` more pinned pages, with so many new pages, from the pool if need be. -ENOMEM: records what is
-// missing. A cache over its budget has room for what pins no more pages, even if that needs new pages: it gives up as
-// many. But pages that are mapped and not pinned are no room: another call may take them back before the step.
+// Checks that the budget covers `delta` more pinned pages, `pages` of which are new. If it does not, claims from the
+// pool. -ENOMEM: a shortage is recorded. A call that pins no additional pages succeeds even over a reduced budget:
+// other pages go for its new ones. A page that is mapped but not pinned still counts as one to be found, because
+// another call may take it back before the step.
 int vmem__kv_claim_budget(vmem_kv *kv, int64_t delta, uint64_t pages);
-// The same. -ENOMEM, too, if the device lacks the memory.
+// The same, and checks that the device has the memory.
 int vmem__kv_claim_memory(vmem_kv *kv, int64_t delta, uint64_t pages);
 
 // ---- reclaim.c ------------------------------------------------------------------------------------------------------
 
-// The fewest pages that the cache could have now if nothing is evicted, and nothing unmapped that would be mapped again
-// at once.
+// The fewest pages to which the cache can shrink now without an eviction, and without pages that the worker would map
+// again at once.
 uint64_t vmem__kv_min_pages(const vmem_kv *kv);
-// The pages to take back next, best first: those of the slot that was freed first; then what active slots have ahead of
-// need. want: pages asked for. stuck: also where the worker has failed to unmap. False: nothing.
+// Finds pages to take back, in this order: pages that windows have passed; pages of the slot that was freed first;
+// pages that active slots have ahead. want: how many are asked for. spare_ahead: leaves pages that the worker would map
+// again at once. stuck: also considers slots where the worker has failed to unmap. False: there are none.
 struct kv_victim {
-    uint32_t slot, group, lo, hi; // what the span is to be cut down to
+    uint32_t slot, group, lo, hi; // the span is to be cut down to [lo, hi)
 };
 bool vmem__kv_find_victim(const vmem_kv *kv, uint64_t want, bool spare_ahead, bool stuck, struct kv_victim *v);
 bool vmem__kv_find_passed(const vmem_kv *kv, bool stuck, struct kv_victim *v); // only what a window has passed
-// Takes pages back until `to` are left, if there are so many to take; evict: of runs, too. May wait for the worker.
+// Takes pages back until only `to` exist or no more can be taken. evict: evicts runs, too. May wait for the worker.
 int vmem__kv_reclaim_to(vmem_kv *kv, uint64_t to, bool evict);
 // True if there is room for `pages` more without reclaiming any.
 bool vmem__kv_has_room(const vmem_kv *kv, uint64_t pages);
-// Makes it, after vmem__kv_claim_budget has said that there is memory: what is to go is pinned no more.
+// Makes that room. vmem__kv_claim_budget has found that there is memory, and the caller has unpinned what may go.
 int vmem__kv_make_room(vmem_kv *kv, uint64_t pages);
 // The device has refused pages: reclaims as many as it lacks, if there are that many.
 int vmem__kv_make_device_room(vmem_kv *kv, uint64_t pages);
 #define KV_TRIES 2
-// vmem__kv_grow_map and vmem__kv_grow_commit. tries: 0, or KV_TRIES to take back what vmem__kv_claim_budget has found room for,
-// and more where the device has less than the budget says, or no mappings.
+// Calls vmem__kv_grow_map and vmem__kv_grow_commit. tries: 0 takes nothing back. With KV_TRIES, the call makes room
+// first, and takes back more if the device has less memory than the budget says, or the system no mappings.
 int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, int tries);
-// That without vmem__kv_grow_commit. The pages are in kv->ledger.held.
+// The same without vmem__kv_grow_commit. The pages count in kv->ledger.held.
 int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, int tries);
 
 int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes);
-// Gives up what a smaller budget left above itself. Callers that end requests call it, a step only after its plan.
+// Takes pages back that exceed the budget. Calls that end requests call it; a step does so only after its plan.
 void vmem__kv_shrink_to_budget(vmem_kv *kv);
 int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
-// Takes over the budget that another process asked for, if one did.
+// Applies the budget that another process has asked for, if any.
 void vmem__kv_apply_wanted_budget(vmem_kv *kv);
 
 // ---- request.c ------------------------------------------------------------------------------------------------------
 
 int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot);
-// All or none of the slots, which no kernel accesses, in one call of the core. As vmem__kv_cut_slots, for a lease's
-// cache.
+// Frees slots that no kernel accesses, all or none, by one call of core. For leases.
 int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
-// The kernels up to this step have ended: requests that end after them end.
+// Frees the slots that wait for kernels of this step or earlier ones, which have ended.
 int vmem__kv_end_requests(vmem_kv *kv, uint64_t step);
 int vmem__kv_retire_to(vmem_kv *kv, uint64_t step);
 
@@ -932,8 +948,8 @@ void vmem__kv_worker_stop(vmem_kv *kv);
 
 // ---- step.c ---------------------------------------------------------------------------------------------------------
 
-// Plans a step in which this slot alone takes part: -EINVAL, if its window has given up rows that it reads. *delta: by how
-// many pages the step would raise kv_ledger.pinned_pages, the missing ones included.
+// Plans a step in which only this slot takes part. -EINVAL: its window has given up rows that the step reads. *delta:
+// by how many pages the step would raise kv_ledger.pinned_pages, the missing ones included.
 int vmem__kv_plan_one(vmem_kv *kv, uint32_t slot, uint32_t tokens, int64_t *delta);
 
 #endif

@@ -33,7 +33,7 @@ static int lay_out(const vmem_kv *kv, struct kv_group *g)
 {
     uint64_t rows = round_up(g->max_tokens, kv->tile_rows), bytes = rows * g->row_bytes;
     for (uint64_t align = MAX(KV_BLOCK, kv->page_size);; align = kv->page_size) {
-        // `align` is a power of two, so that what it has in common with row_bytes is one, too.
+        // `align` is a power of two, so its greatest common divisor with row_bytes is one, too.
         g->slot_rows = round_up(rows, align / MIN(align, g->row_bytes & -g->row_bytes));
         g->slot_stride = g->slot_rows * g->row_bytes;
         bool fits = g->slot_stride / kv->page_size <= UINT32_MAX && g->slot_stride <= (UINT64_C(1) << 46) / kv->n_slots;

@@ -6,9 +6,8 @@
 
 #include "kv/kv.h"
 
-// A run of at least this many 2 MiB blocks is mapped separately from the small pages around it, so that it can use 2
-// MiB entries. The separate call costs more than writing the small entries of two blocks, and about as much as those of
-// three.
+// If at least so many 2 MiB blocks are consecutive, they are mapped by a call of their own, which can use 2 MiB
+// entries. That call costs more than writing the small entries of two blocks, and about as much as those of three.
 #define COARSE_BLOCKS 3
 
 static int room_for_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
@@ -17,15 +16,15 @@ static int room_for_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_
     return rc ? rc : vmem__kv_room_for(&l->parts, &l->cap_parts, l->n_parts + 3, sizeof(*l->parts));
 }
 
-// There is room.
+// The list has room (room_for_parts).
 static void add_part(struct kv_grow *l, struct kv_part part)
 {
     if (part.from < part.to)
         l->parts[l->n_parts++] = part;
 }
 
-// Plans to back pages [from, to) of a span, next to what it has. Whole blocks form one aligned part. The rest of a partly
-// backed block is placed next to the pages that the block has.
+// Plans to back pages [from, to), which the span lacks. Whole blocks form one aligned part. The rest of a partly backed
+// block is placed next to the pages that the block has.
 static int add_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t group, uint32_t from, uint32_t to,
                      uint32_t coarse_hi)
 {
@@ -136,8 +135,8 @@ static int create_pages(vmem_kv *kv, struct kv_grow *l)
             l->stretches[n++] = (struct vmem__stretch){.n = pages * g->n};
             continue;
         }
-        // Blocks are placed tensor by tensor. If one tensor gets scattered pages, those of the next are aligned again, so
-        // that 2 MiB entries can map them.
+        // Blocks are placed tensor by tensor. If one tensor gets scattered pages, those of the next are aligned again,
+        // so that 2 MiB entries can map them.
         for (uint32_t t = 0; t < g->n; t++) {
             if (p->coarse && kv->whole)
                 n += list_whole(kv, (uint32_t)pages, l->stretches + n);
@@ -217,7 +216,7 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
     vmem__kv_grow_reset(l);
 }
 
-// ---- what pages contain ---------------------------------------------------------------------------------------------
+// ---- contents -------------------------------------------------------------------------------------------------------
 
 int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pages, uint64_t stride, bool to_scratch,
                         uint32_t slot, uint32_t page, uint64_t bytes)

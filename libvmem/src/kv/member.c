@@ -1,4 +1,4 @@
-// A cache as a member of a pool: what the pool asks of it, the calls that name both, and what a lease adds.
+// A cache as a member of a pool: the functions that the pool calls, the public calls that name both, and a lease's.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
@@ -29,7 +29,7 @@ static uint64_t evictable(const vmem_kv *kv)
     return kv->membership.evict ? kv->shared.runs_only + kv->membership.offered : kv->shared.evictable;
 }
 
-// A check of the books must not take pages that were created under the old one for too many.
+// Pages that were created under the old budget are not too many for VMEM_KV_CHECK.
 static void set_budget(vmem_kv *kv, uint64_t pages)
 {
     kv->ledger.ceiling = MAX(kv->ledger.ceiling, kv->ledger.held);
@@ -39,14 +39,14 @@ static void set_budget(vmem_kv *kv, uint64_t pages)
 static void get_state(void *self, struct vmem__member_state *out)
 {
     vmem_kv *kv = self;
-    const uint64_t fixed = vmem__kv_min_pages(kv);
+    const uint64_t min_pages = vmem__kv_min_pages(kv);
     *out = (struct vmem__member_state){.budget = kv->ledger.budget,
                                        .held = kv->ledger.held,
                                        .pinned = kv->ledger.pinned_pages,
                                        .target = kv->membership.lowering ? kv->membership.lower_to : kv->ledger.budget,
-                                       .min_pages = fixed,
-                                       .evictable = MIN(evictable(kv), fixed),
-                                       .margin = kv->in_state[VMEM_KV_FREE] < kv->n_slots ? fixed / 32 : 0};
+                                       .min_pages = min_pages,
+                                       .evictable = MIN(evictable(kv), min_pages),
+                                       .margin = kv->in_state[VMEM_KV_FREE] < kv->n_slots ? min_pages / 32 : 0};
 }
 
 static void raise_budget(void *self, uint64_t pages)
@@ -100,7 +100,7 @@ static bool continue_lowering(void *self, uint64_t least)
 
 static void trim(void *self, bool wanted) { vmem__kv_trim(self, wanted); }
 
-// One portion of runs in a round, or what their owner can spare.
+// Evicts one portion of runs in a round, or has their owner release pages.
 static void evict(void *self, uint64_t pages)
 {
     vmem_kv *kv = self;
@@ -132,7 +132,7 @@ static void answered(void *self, uint64_t bytes, int rc, uint32_t why)
 {
     vmem_kv *kv = self;
     lock(kv);
-    vmem__kv_summarise(kv); // whoever reads the answer finds the new maximum
+    vmem__kv_summarise(kv); // a reader of the answer also finds the new maximum
     vmem__kv_answer_wanted(kv, bytes, rc, why);
     unlock(kv);
 }
@@ -193,7 +193,8 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
     return vmem__kv_leave(kv, rc);
 }
 
-// Finds the membership. If this succeeds, state is held, and the cache does not leave its pool.
+// Locks `state` and finds the membership. If this succeeds, the cache does not leave its pool before `state` is
+// dropped.
 static int find_member(vmem_kv *kv, struct vmem__member **m)
 {
     int rc = vmem__kv_check_usable(kv);

@@ -1,12 +1,12 @@
-// Makes room: what can be taken back of the memory that is kept for later use, in which order, and what is backed with
-// it.
+// Makes room: finds pages that are kept for later use and takes them back, in an order. Backs the pages that a call has
+// planned, with as much room as they need.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
 
 #include "kv/kv.h"
 
-// The end of the pages that the background thread would map again at once.
+// The end of the pages ahead that the background thread would map again at once if they were taken.
 static uint32_t near_end(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     return vmem__kv_need_hi(kv, &kv->groups[group], kv->slots[slot].tokens + 2 * (uint64_t)kv->ahead_min);
@@ -254,7 +254,7 @@ void vmem__kv_shrink_to_budget(vmem_kv *kv)
 int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
 {
     const uint64_t pages = bytes == UINT64_MAX ? bytes : kv_ceil_pages(bytes, kv);
-    vmem__kv_worker_pause(kv); // what it makes or gives back is not this call's
+    vmem__kv_worker_pause(kv); // pages that it creates or releases must not count as this call's
     const uint64_t before = kv->ledger.held;
     int rc = vmem__kv_reclaim_to(kv, sat_sub(before, pages), false);
     if (rc == -ENOMEM) // the system has no mappings to cut the rest: less is freed, and nothing is lost

@@ -82,14 +82,14 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     s->tokens = s->shared_tokens = 0;
     s->skip = s->stuck = false;
     idle->freed_seq = ++kv->clock;
-    vmem__kv_release_soon(kv); // and has the worker do what the next request needs
+    vmem__kv_release_soon(kv); // this also wakes the worker, which prepares for the next request
     return 0;
 }
 
 int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 {
     int rc = 0;
-    vmem__kv_worker_pause(kv); // while the call waits for one of them, it could begin at another
+    vmem__kv_worker_pause(kv); // else it could begin with one of the slots while the call waits for another
     for (uint64_t k = 0; k < n && !rc; k++)
         rc = vmem__kv_use_slot(kv, slots[k], 1u << VMEM_KV_ACTIVE);
     rc = rc ? rc : vmem__kv_cut_slots(kv, slots, n);
@@ -261,7 +261,7 @@ static int would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return vmem__kv_claim_memory(kv, truncation_delta(kv, slot, copies), copies);
 }
 
-// All groups find room for their copies, or none does.
+// Makes room for the copies of all groups, or fails.
 static int room_for_copies(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     const uint64_t copies = pages_to_copy(kv, slot, tokens);
@@ -366,7 +366,7 @@ static int swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
     s->shared_tokens = 0;
     kv->idle[slot].freed_seq = 0; // its pages are the first to be taken back
     vmem__kv_clear_history(kv, slot);
-    vmem__kv_cut_slot(kv, slot); // what could not be unmapped, others take back
+    vmem__kv_cut_slot(kv, slot); // if this fails, the pages are taken back when they are needed
     return 0;
 }
 
@@ -375,13 +375,13 @@ int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    vmem__kv_worker_pause(kv); // a slot that is swapped out is the first that it would take pages from
+    vmem__kv_worker_pause(kv); // it takes pages from swapped-out slots first
     rc = swap_out(kv, slot, tokens, step);
     vmem__kv_worker_resume(kv);
     return vmem__kv_leave(kv, rc);
 }
 
-// 0, or -ENOMEM where there is no memory for the slot's rows.
+// A dry swap_in: 0, or -ENOMEM if there is no memory for the slot's rows.
 static int would_swap_in(vmem_kv *kv, uint32_t slot)
 {
     const uint32_t tokens = kv->slots[slot].tokens;

@@ -1,8 +1,9 @@
-// Runs: rows of a slot that are held beyond it.
+// Runs: rows of a request whose pages stay after the request has ended, so that others can begin with them.
 //
 // A run holds the pages that contain its rows, in all tensors of the slot that wrote them. Neighbouring runs share the
-// page between them. Whoever attaches a run says that the rows before it are the same, too. So the rows that its pages
-// contain before its own are valid, and a request can begin with pages of runs that several slots wrote.
+// page between them. A caller that attaches a run states that the new request's rows before the run are the same, too.
+// So the rows that the run's first page contains before its own are valid, and a request can begin with pages of runs
+// that several slots wrote.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -33,9 +34,10 @@ uint64_t vmem__kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t pref
 
 // ---- the order of eviction ------------------------------------------------------------------------------------------
 //
-// A list has the runs that no running request pins, in the order in which they were released or let go. A request pins
-// the runs that it began with or wrote. When it ends, the end of its sequence comes first into the list: fewer requests
-// can use it. Runs that are to be kept have a list of their own, which nothing evicts from.
+// A list has the runs that no running request pins, in the order in which their last request ended. A request pins the
+// runs that it began with or wrote. When it ends, its runs enter the list from the last to the first, so that the end
+// of its sequence, which fewer requests can use, is evicted first. Runs with `keep` have a list of their own, from
+// which nothing is evicted.
 
 static int check_owned(const struct kv_runs *runs, uint64_t id, const char *name, size_t i)
 {
@@ -52,7 +54,7 @@ int vmem__kv_check_ids(const struct kv_runs *runs, const uint64_t *ids, uint64_t
     return rc;
 }
 
-// KV_NO_RUN: there is none (any more).
+// The place of the run with this number; KV_NO_RUN: there is none, or none any more.
 static uint32_t find_run(const struct kv_runs *runs, uint64_t id)
 {
     const uint32_t i = kv_run_place(id);
@@ -67,7 +69,7 @@ static void unlink_run(struct kv_runs *runs, uint32_t run)
     *(r->older == KV_NO_RUN ? &use->oldest : &runs->list[r->older].newer) = r->newer;
 }
 
-// As the newest of those like it.
+// Lists a run as the newest of its list.
 static void link_run(struct kv_runs *runs, uint32_t run)
 {
     struct kv_run *r = &runs->list[run];
@@ -129,7 +131,7 @@ void vmem__kv_unpin(vmem_kv *kv, uint32_t slot)
     }
 }
 
-// The pages of rows of all groups.
+// The number of pages of these rows in all groups.
 static uint64_t num_pages(const vmem_kv *kv, const struct kv_rows *rows)
 {
     uint64_t pages = 0;
@@ -140,8 +142,8 @@ static uint64_t num_pages(const vmem_kv *kv, const struct kv_rows *rows)
 
 // ---- sharing ---------------------------------------------------------------------------------------------------------
 
-// The pages of the rows that the slot is sure to have. Those in front of in_flight.lo may be cut at any time, by the
-// background thread or by a step, so what is shared would depend on the time, and on the rank.
+// The run's rows, without those before in_flight.lo. The background thread or a step may cut these off at any time, so
+// what is shared would depend on the time, and would differ between ranks.
 static struct kv_rows rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, uint32_t group)
 {
     const struct kv_group *g = &kv->groups[group];
@@ -192,7 +194,7 @@ static int check_run(vmem_kv *kv, const struct vmem_kv_run *run, size_t i)
     return 0;
 }
 
-// Everything that sharing needs memory for.
+// Allocates all memory that sharing needs.
 static int prepare_runs(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, struct kv_rows **made)
 {
     struct kv_runs *all = &kv->runs;
@@ -220,7 +222,7 @@ static int prepare_runs(vmem_kv *kv, const struct vmem_kv_run *runs, size_t n, s
     return rc ? rc : vmem__kv_shared_reserve(&kv->shared, pages);
 }
 
-// Holds the slot's rows. There is room.
+// Makes the run hold the slot's rows. The lists and the table of shared rows have room.
 static uint32_t make_run(vmem_kv *kv, const struct vmem_kv_run *run, struct kv_rows *rows, bool report)
 {
     struct kv_runs *all = &kv->runs;
@@ -288,7 +290,7 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
     return rc;
 }
 
-// ---- what others ask for ---------------------------------------------------------------------------------------------
+// ---- orders and questions --------------------------------------------------------------------------------------------
 
 static void set_keep(vmem_kv *kv, uint32_t i, bool keep)
 {
@@ -421,7 +423,7 @@ static struct kv_range rows_read(const vmem_kv *kv, const struct kv_group *g, ui
     return (struct kv_range){lo, MAX(lo, hi)};
 }
 
-// The place in the list of the found run that has this row.
+// The place, in the list, of that run of runs.found which has this row.
 static uint32_t run_with(const vmem_kv *kv, uint32_t row)
 {
     const struct kv_runs *all = &kv->runs;
@@ -436,7 +438,8 @@ static uint32_t run_with(const vmem_kv *kv, uint32_t row)
     return all->found[lo];
 }
 
-// The run of a sequence of `tokens` tokens that has the page with all rows that begin in it: the last one with the page.
+// The found run from which a request of `tokens` tokens takes page `page`: the last run with the page, whose copy of it
+// has all rows that begin in the page.
 static uint32_t run_of(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens, uint32_t page)
 {
     const uint64_t behind = (((uint64_t)page + 1) << kv->page_shift) + g->row_bytes - 1;
@@ -524,7 +527,7 @@ void vmem__kv_mark_found(vmem_kv *kv)
     }
 }
 
-// Pages of a group that could be evicted if the runs found were not held, and that the request does not map.
+// Counts pages of a group that could be evicted if runs.found were not protected, and that the request does not map.
 static uint64_t only_held(const vmem_kv *kv, uint32_t group, uint32_t tokens)
 {
     const struct kv_runs *all = &kv->runs;
@@ -586,7 +589,7 @@ static bool frees_pages(const vmem_kv *kv, const struct kv_run *r)
     return false;
 }
 
-// Removes the run, and dooms pages without another holder: vmem__kv_share made room for them.
+// Removes the run, and dooms its pages without another holder. vmem__kv_share made room for them in the list.
 static void drop_run(vmem_kv *kv, uint32_t i)
 {
     struct kv_runs *all = &kv->runs;
@@ -622,7 +625,7 @@ static void evict_one(vmem_kv *kv, uint32_t i)
         all->gone[all->n_gone++] = id; // vmem__kv_share made room for it, too
 }
 
-// The next n runs, until that many pages are doomed. counted: runs go whether or not that frees a page.
+// Evicts up to n runs in their order, until `pages` pages are doomed. counted: a run goes even if that frees no page.
 static void evict_next(vmem_kv *kv, size_t n, uint64_t doomed, bool counted)
 {
     for (; n && kv->doomed.n < doomed && (counted || kv->shared.evictable); n--) {

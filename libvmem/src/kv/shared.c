@@ -12,7 +12,7 @@ static uint64_t home(const struct kv_shared_rows *r, vmem_page page)
     return (page * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (r->size - 1);
 }
 
-// Loads what finding the page will read, and does not wait for it: a large table is in no cache of the CPU.
+// Starts loading the entry that a look-up of the page will read: a large table does not fit in the CPU's caches.
 static void prefetch_entry(const struct kv_shared_rows *r, vmem_page page)
 {
     if (!r->used)
@@ -171,7 +171,7 @@ uint32_t vmem__kv_shared_tokens(const vmem_kv *kv, uint32_t slot)
 {
     uint32_t *tokens = &kv->slots[slot].shared_tokens;
     uint64_t shared = 0;
-    bool fell = false; // else a copy of a last, partial page stays counted, whatever is dropped elsewhere
+    bool fell = false; // if not, the rows in the slot's copy of a prefix's last, partial page stay counted as shared
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const uint64_t row_bytes = kv->groups[i].row_bytes;
         struct kv_span *sp = kv_span(kv, slot, i);

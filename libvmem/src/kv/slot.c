@@ -1,4 +1,4 @@
-// Slots: their states, and which free one a request gets, or will get.
+// Slots: their states, and the choice of a free one for a request that begins or is announced.
 //
 // SPDX-License-Identifier: MIT
 #include "kv/kv.h"
@@ -22,12 +22,12 @@ static bool among(const uint32_t *slots, uint32_t n, uint32_t slot)
     return n;
 }
 
-// How good a free slot is for a request.
+// How well a free slot fits a request.
 struct fitness {
-    int64_t gain;
-    uint32_t pages; // in tokens; of no matter to a request that begins with a prefix
-    bool delays;
-    uint32_t from;
+    int64_t gain;   // see gain_of
+    uint32_t pages; // rows that the slot has kept; 0 if the request begins with a prefix, which replaces them
+    bool delays;    // see delays
+    uint32_t from;  // kv_idle.first_private_row
 };
 
 static struct fitness fitness_of(const vmem_kv *kv, uint32_t slot, uint32_t tokens, uint32_t prefix_tokens)
@@ -39,8 +39,8 @@ static struct fitness fitness_of(const vmem_kv *kv, uint32_t slot, uint32_t toke
                             .from = kv->idle[slot].first_private_row};
 }
 
-// The slot of the largest gain. Of equal ones, that with the fewest pages, or for a prefix, that where nothing waits; in
-// the end the first one.
+// Slots are compared by the largest gain, then the fewest pages, then no delay, then the smallest first_private_row,
+// and last by their number.
 static bool is_better(const struct fitness *a, uint32_t slot, const struct fitness *b, uint32_t best)
 {
     if (a->gain != b->gain)

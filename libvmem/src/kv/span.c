@@ -43,7 +43,8 @@ static void changes_of(const struct kv_span *s, struct kv_range to, struct chang
     out[3] = (struct change){MAX(to.lo, s->pinned.hi), to.hi, 1};
 }
 
-// Pages from shared_hi on have no other holder.
+// Counts the change of the pinned part to `to` in the ledger and in the shared rows. Pages from shared_hi on have no
+// other holder.
 static void account_change(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to, uint32_t shared_hi)
 {
     struct change changes[4];
@@ -117,7 +118,7 @@ void vmem__kv_update_pinned(vmem_kv *kv, uint32_t slot)
         vmem__kv_set_pinned(kv, slot, i, vmem__kv_pinned_part(kv, slot, i));
 }
 
-// ---- the rule --------------------------------------------------------------------------------------------------------
+// ---- the kernel rule -------------------------------------------------------------------------------------------------
 
 int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {

@@ -1,5 +1,5 @@
-// The step before an iteration: a plan, made before anything changes, of what each slot needs; and its execution, after
-// which every row up to the lengths has a page.
+// The step, which an engine makes before each iteration. It first plans, without changing anything, which pages each
+// slot needs. Then it backs them: after a successful step, every row below the lengths has a page.
 //
 // SPDX-License-Identifier: MIT
 #include <string.h>
@@ -36,7 +36,8 @@ static inline int check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
 // True if a step that needs pages up to hi can continue from the pages of the span.
 static bool is_usable(const struct kv_span *sp, uint32_t hi) { return sp->lo < sp->hi && sp->lo <= hi; }
 
-// Pages that the span lacks of [lo, hi). Pages that an earlier request left after a prefix do not help.
+// How many of pages [lo, hi) the span lacks. Pages that an earlier request left behind its prefix are of no use if they
+// begin after `hi`.
 static uint32_t missing_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
     const struct kv_span *sp = kv_span(kv, slot, group);
@@ -48,7 +49,8 @@ static uint32_t missing_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uin
 
 static bool extends(const struct kv_slot *s, uint32_t tokens) { return s->fresh || tokens > s->backed; }
 
-// Adds what a step to `tokens` needs of a slot. -EINVAL: its window has given up rows that it reads.
+// Adds the pages that a step to `tokens` needs of a slot to the plan. -EINVAL: its window has given up rows that the
+// step reads.
 static int plan_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_plan *plan = &kv->plan;
@@ -83,8 +85,8 @@ static inline struct kv_range pinned_after_step(const vmem_kv *kv, const struct 
 {
     const struct kv_span *sp = kv_span(kv, w->slot, w->group);
     const bool fresh = kv->slots[w->slot].fresh;
-    const uint32_t serves = fresh ? vmem__kv_usable_end(kv, w->slot, w->group, w->step.hi) : sp->hi;
-    const uint32_t hi = MIN(MAX(w->touched.hi, sp->lo), serves), lo = MIN(MAX(w->touched.lo, sp->lo), hi);
+    const uint32_t usable_hi = fresh ? vmem__kv_usable_end(kv, w->slot, w->group, w->step.hi) : sp->hi;
+    const uint32_t hi = MIN(MAX(w->touched.hi, sp->lo), usable_hi), lo = MIN(MAX(w->touched.lo, sp->lo), hi);
     return (struct kv_range){lo, kv_end_of(kv, w->slot, w->group, hi, !fresh)};
 }
 
@@ -124,7 +126,8 @@ static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
     return 0;
 }
 
-// Waits until the worker is at none of the slots that are to be extended; whether it had to: the lock was dropped then.
+// Waits for one slot that is to be extended and that the worker is changing. True if there was one: the lock was
+// dropped, so the caller looks again.
 static bool wait_for_changed(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 {
     for (uint32_t k = 0; k < n; k++) {
@@ -137,8 +140,8 @@ static bool wait_for_changed(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     return false;
 }
 
-// Plans a step to these lengths, or returns -EINVAL. If waited is not NULL, the call waits until the worker changes none
-// of the slots that will be extended, and *waited receives whether it had to.
+// Plans a step to these lengths, or returns -EINVAL. If waited is not NULL, the call waits until the worker changes
+// none of the slots that will be extended, and sets *waited if it had to.
 static int plan_step(vmem_kv *kv, const int32_t *lengths, bool *waited)
 {
     uint32_t n;
@@ -153,8 +156,8 @@ static int plan_step(vmem_kv *kv, const int32_t *lengths, bool *waited)
     return rc;
 }
 
-// Between these two calls, nothing takes back what the step needs or what kernels in flight access. What kernels of the
-// step do not access any more can be taken.
+// Between these two calls, nothing takes back pages that the step needs or that kernels in flight access. Other pages
+// of the slots can be taken.
 static void plan_pin(vmem_kv *kv)
 {
     for (const struct kv_want *w = kv->plan.wants; w < kv->plan.wants + kv->plan.n; w++)
@@ -176,7 +179,7 @@ static int check_lengths(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     return 0;
 }
 
-// A step with flags: what it would return.
+// A dry step (VMEM_KV_DRY): returns what the step would return, and changes nothing.
 static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
 {
     int rc = vmem__check_flags(flags, VMEM_KV_DRY);
@@ -191,9 +194,9 @@ static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t 
 
 // ---- the step --------------------------------------------------------------------------------------------------------
 
-// Reuses the pages that a slot kept, in its request's first step, except those under a 2 MiB entry that extends past the
-// request: these could not be released in small pieces later.
-static int reuse_kept_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
+// Reuses the pages that a slot kept, in its request's first step, except those under a 2 MiB entry that extends past
+// the request: these could not be released in small pieces later.
+static int reuse_kept_of_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];
     int failed = vmem__kv_stale_now(kv, slot);
@@ -213,8 +216,8 @@ static int reuse_kept_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return 0;
 }
 
-// Pages that may be mapped beyond the missing ones. While memory is plentiful, these complete 2 MiB blocks, because a
-// call that maps many pages takes as long as a call for one.
+// How many pages the step may map beyond the missing ones. While memory is plentiful, they complete 2 MiB blocks,
+// because a call that maps many pages takes as long as a call for one.
 static uint64_t spare_for(const vmem_kv *kv, uint64_t missing)
 {
     const bool generous = kv->flags & VMEM_KV_GENEROUS && !kv->membership.lowering;
@@ -246,7 +249,8 @@ static int list_parts(vmem_kv *kv, uint64_t spare)
     return 0;
 }
 
-// Claims budget for the pages that the step pins. Where there is room for every page, nothing need be counted.
+// Claims budget for the pages that the step pins. If the budget has room for all missing pages, nothing need be
+// counted.
 static int claim_budget(vmem_kv *kv)
 {
     const struct kv_plan *plan = &kv->plan;
@@ -256,18 +260,19 @@ static int claim_budget(vmem_kv *kv)
     return plan->extends || delta > 0 ? vmem__kv_claim_budget(kv, delta, plan->missing) : 0;
 }
 
-static int reuse_kept(vmem_kv *kv, const int32_t *lengths)
+static int reuse_kept_pages(vmem_kv *kv, const int32_t *lengths)
 {
     int rc = 0;
     for (uint64_t k = 0; k < kv->plan.n && !rc; k += kv->n_groups) {
         const uint32_t slot = kv->plan.wants[k].slot;
         if (kv->slots[slot].fresh)
-            rc = reuse_kept_pages(kv, slot, (uint32_t)lengths[slot]);
+            rc = reuse_kept_of_slot(kv, slot, (uint32_t)lengths[slot]);
     }
     return rc;
 }
 
-// Maps the pages that the step lacks, and up to `spare` more: *total. tries: as for vmem__kv_grow_all.
+// Maps the pages that the step lacks, and up to `spare` more; *total receives their number. tries: as for
+// vmem__kv_grow_all.
 static int map_missing(vmem_kv *kv, uint64_t spare, int tries, uint64_t *total)
 {
     int rc = list_parts(kv, spare);
@@ -287,7 +292,7 @@ static int back_step(vmem_kv *kv, const int32_t *lengths)
         rc = vmem__kv_make_room(kv, missing);
     }
     if (!rc)
-        rc = reuse_kept(kv, lengths);
+        rc = reuse_kept_pages(kv, lengths);
     if (!rc)
         rc = map_missing(kv, spare_for(kv, missing), 0, &total);
     if (rc == -ENOMEM && total) { // the device has less than the budget: back only what is needed
@@ -305,7 +310,7 @@ static int back_step(vmem_kv *kv, const int32_t *lengths)
     return 0;
 }
 
-// Pushes the pages of the last step to the history of steps in flight, before record_needs replaces them.
+// Adds the pages of the last step to the history of steps in flight, before record_needs replaces them.
 static void push_history(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
@@ -316,7 +321,8 @@ static void push_history(vmem_kv *kv, uint32_t slot, uint32_t group)
         past[0] = s->step;
 }
 
-// Records in the spans the pages that kernels of the step access, and those that kernels of earlier steps may still access.
+// Records in the spans the pages that kernels of the step access, and those that kernels of earlier steps may still
+// access.
 static void record_needs(vmem_kv *kv)
 {
     uint32_t same_pages_until = 0;
@@ -370,7 +376,7 @@ static int __attribute__((noinline)) free_ended_slots(vmem_kv *kv, const int32_t
             return rc;
     }
     vmem__kv_begin_long_call(kv);
-    // The kernels of so many steps may be running now. Should it fail, it is done at the next step.
+    // Kernels of the last steps_in_flight steps may be running. If this fails, the next step does it.
     vmem__kv_end_requests(kv, sat_sub(kv->fence.step, kv->steps_in_flight));
     return 0;
 }
@@ -380,8 +386,8 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     const struct kv_plan *plan = &kv->plan;
     bool waited = false;
     int rc = check_lengths(kv, lengths, n);
-    const bool ends = kv_num_ending(kv);
-    if (ends && !rc)
+    const bool has_ending = kv_num_ending(kv);
+    if (has_ending && !rc)
         rc = free_ended_slots(kv, lengths);
     if (!rc)
         rc = plan_step(kv, lengths, &waited);
@@ -399,9 +405,10 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         kv->stats.step_failures++;
         vmem__kv_count_shortage(kv);
     }
-    if (ends) // only now: the answer of a dry step before this one counted on the pages that ended requests left
+    // Both come after the plan, because a dry step has counted on the pages that ended requests left, and on the
+    // budget.
+    if (has_ending)
         vmem__kv_shrink_to_budget(kv);
-    // After the step, so that it answers what a dry one before it did.
     if (vmem__kv_wanted_budget(kv))
         vmem__kv_apply_wanted_budget(kv);
     return rc;

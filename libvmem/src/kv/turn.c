@@ -89,7 +89,8 @@ int vmem__kv_check_usable(const vmem_kv *kv)
 
 // ---- kernels in flight ----------------------------------------------------------------------------------------------
 
-// Kernels of the last step, and of the steps in flight at that time, may still run.
+// When the last step was made, up to steps_in_flight steps before it were in flight. Kernels of all of these may still
+// run.
 uint64_t vmem__kv_last_ended_step(const vmem_kv *kv)
 {
     return MAX(kv->fence.retired, sat_sub(kv->fence.step, (uint64_t)kv->steps_in_flight + 1));

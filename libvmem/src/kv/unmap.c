@@ -12,7 +12,7 @@ static struct kv_range within(struct kv_range r, uint32_t lo, uint32_t hi)
     return (struct kv_range){clamp(r.lo, lo, hi), clamp(r.hi, lo, hi)};
 }
 
-// Lists pages [from, to) of a span, which are to go: their mappings, and those that nobody else holds.
+// Lists pages [from, to) of a span, which are to be cut off: all their mappings, and the pages without another holder.
 static int list_pages(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t from, uint32_t to)
 {
     const struct kv_group *g = &kv->groups[group];
@@ -40,7 +40,7 @@ static int list_pages(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t gro
     return 0;
 }
 
-// Lists what goes if the span is cut down to [lo, hi), and notes what stays.
+// Lists the pages to cut off so that [lo, hi) of the span remain.
 static int list_ends(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
@@ -59,7 +59,7 @@ static int list_ends(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t grou
     return rc ? rc : list_pages(kv, c, slot, group, c->hi, s->hi);
 }
 
-// The span is cut down to [lo, hi), and the slot no longer holds the other rows.
+// Cuts the span down to [lo, hi) in the books: the slot no longer holds the other rows.
 static void shrink_span(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
 {
     const struct kv_span s = *kv_span(kv, slot, group);
@@ -103,8 +103,8 @@ void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc)
         kv->ledger.held -= c->n_pages;
         return;
     }
-    // Steps may have changed `step` and `in_flight` while the worker ran, and others may hold more rows. These lie in the part that
-    // was to stay, so they remain valid.
+    // While the worker had dropped the lock, steps may have changed `step` and `in_flight`, and runs may have come to
+    // hold more rows. All of these lie in the part that was to remain, so they stay valid.
     struct kv_span s = *kv_span(kv, c->slot, c->group);
     if (c->lo == c->hi)
         s = c->before;
@@ -178,7 +178,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
     struct kv_doomed *d = &kv->doomed;
     const uint32_t end = MAX(s->shared_hi, s->lo);
     const uint64_t own = end - s->lo - vmem__kv_span_shared(kv, slot, group); // rare: left by dropped prefixes
-    // Room for what runs may doom stays.
+    // Runs may doom all of their pages: keep room for them.
     int rc = vmem__kv_room_for(&d->pages, &d->cap, d->n + own * g->n + kv->runs.pages, sizeof(*d->pages));
     if (rc)
         return rc;

@@ -9,8 +9,8 @@
 #include "core/trace.h"
 #include "kv/kv.h"
 
-// Between these two the worker has dropped the lock. pages: those of kv->ledger.held that it maps, unmaps or releases
-// meanwhile.
+// Between these two calls the worker has dropped the lock. pages: how many pages of kv->ledger.held it maps, unmaps or
+// releases meanwhile.
 static void drop_lock(vmem_kv *kv, uint64_t pages)
 {
     kv->ledger.pending = pages;
@@ -41,7 +41,8 @@ static void end_job(vmem_kv *kv, uint32_t slot, int rc)
     }
 }
 
-// Plans to back a slot up to so many tokens: what it has goes on, or a free slot begins behind a prefix.
+// Plans to back a slot up to so many tokens. An active slot's pages go on where they end; a free slot's begin behind
+// the prefix of the request that will get it.
 static void plan_backing(vmem_kv *kv, uint32_t slot, uint64_t tokens, uint32_t prefix, bool blocks)
 {
     const bool is_free = kv->slots[slot].state == VMEM_KV_FREE;
@@ -59,7 +60,8 @@ static void plan_backing(vmem_kv *kv, uint32_t slot, uint64_t tokens, uint32_t p
     }
 }
 
-// Backs what is planned, if that leaves `leave` pages unused, and counts the pages. Returns false if it did nothing.
+// Backs the planned pages if that leaves `leave` pages unused, and adds their number to *pages. Returns false if it did
+// nothing.
 static bool back_planned(vmem_kv *kv, uint32_t slot, uint64_t leave, uint64_t *pages)
 {
     struct kv_grow *l = &kv->worker.grow;
@@ -82,8 +84,8 @@ static bool back_planned(vmem_kv *kv, uint32_t slot, uint64_t leave, uint64_t *p
     return true;
 }
 
-// Adds the number of pages given up to *gone. The change of kv->ledger.held would not tell, because other calls may
-// change it while the lock is dropped.
+// Cuts a victim's pages off, and adds their number to *gone. kv->ledger.held does not tell it, because calls may change
+// that while the lock is dropped.
 static void cut_span(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 {
     struct kv_cut *c = &kv->worker.cut;
@@ -103,7 +105,7 @@ static void cut_span(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
     *gone += rc ? 0 : c->n_pages;
 }
 
-// Unmaps pages that freed requests had shared.
+// Unmaps the stale mappings of one slot.
 static bool unmap_stale_one(vmem_kv *kv)
 {
     for (uint32_t s = 0; (s = vmem__kv_set_next(kv, &kv->stale_slots, s)) != KV_NO_SLOT; s++) {
@@ -124,7 +126,7 @@ static bool unmap_stale_one(vmem_kv *kv)
     return false;
 }
 
-// Releases a portion of the doomed pages: a call that releases pages, too, waits for one.
+// Releases a portion of the doomed pages. A call that releases pages, too, waits for one portion at most.
 #define DOOMED_PAGES 256
 static bool release_doomed(vmem_kv *kv)
 {
@@ -222,7 +224,7 @@ static bool release_one(vmem_kv *kv)
     return true;
 }
 
-// Hashed blocks fill the memory over time. The worker evicts the oldest before a step needs their pages.
+// Runs of hashed blocks fill the memory over time. The worker evicts the oldest before a step needs their pages.
 static bool evict_some(vmem_kv *kv)
 {
     const uint64_t unused = kv_unused(kv) + kv->doomed.n, low = kv_low(kv) / 4;
@@ -262,7 +264,8 @@ static bool has_requests(const vmem_kv *kv)
     return kv->in_state[VMEM_KV_FREE] + kv->in_state[VMEM_KV_SWAPPED] < kv->n_slots;
 }
 
-// Gives up the pages, and then the memory, until a call arrives. Returns false if a call arrived.
+// Releases all pages that nobody needs, and then returns their memory to the device. Stops and returns false if a
+// public call arrives.
 static bool release_everything(vmem_kv *kv)
 {
     const uint64_t calls = kv->gate.calls;
@@ -335,7 +338,7 @@ static void ask_device(vmem_kv *kv)
     pthread_mutex_lock(&kv->gate.state);
 }
 
-// Nothing is left to do. What could not be unmapped is tried again when there is work.
+// Nothing is left to do. Slots that could not be unmapped are tried again when there is work.
 static void clear_due(vmem_kv *kv)
 {
     kv->turn.due = false;
