@@ -17,7 +17,8 @@ int vmem_blocks_create(vmem_context *ctx, const struct vmem_blocks_config *confi
         vmem__blocks_free(b);
         return vmem__error(-rc, "no thread for the blocks: %s", strerror(rc));
     }
-    // Blocks are given up in no order of their addresses, and device memory goes back an arena at a time.
+    // Device memory goes back an arena at a time, and blocks are unbacked in no order of their addresses: keep arenas
+    // small.
     vmem__limit_arenas(ctx, BLOCK);
     vmem__blocks_publish(b);
     *out = b;
@@ -61,7 +62,7 @@ static int check_ids(const vmem_blocks *b, const uint32_t *ids, uint32_t n)
     return 0;
 }
 
-// A call that names these blocks.
+// Makes a call that names these blocks.
 static int call_new(const vmem_blocks *b, const uint32_t *ids, uint32_t n, struct block_call **out)
 {
     int rc = check_ids(b, ids, n);
@@ -95,7 +96,7 @@ static uint32_t number_call(vmem_blocks *b, struct block_call *c)
     return missing;
 }
 
-// Begins a call with a list of blocks.
+// Begins a public call with a list of blocks.
 static int enter_with(vmem_blocks *b, const uint32_t *ids, uint32_t n, struct block_call **c)
 {
     int rc = vmem__blocks_enter(b);
@@ -169,7 +170,8 @@ int vmem_blocks_unback(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t
         struct block *block = &b->blocks[c->ids[i]];
         block->last_unback = c->number;
         block->num_holders = 0;
-        // The later fence counts. A call that waits, and is cut now, may not have cancelled the other one.
+        // A block unbacked twice goes after the later of the two fences. The first unback may still be pending, because
+        // a call that would have cancelled it has not run yet.
         if (block->state == BLOCK_UNBACKED || (block->pending_unback && !block->fence_passed && fence <= block->fence))
             continue;
         b->stats.leaving += !block->pending_unback;
@@ -189,7 +191,7 @@ int vmem_blocks_unback(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t
 
 // ---- fences -----------------------------------------------------------------------------------------------------
 
-// A fence that passes at once, by hand, or with the event.
+// Makes a fence that passes at once, by hand, or with the event.
 enum kind { AT_ONCE, BY_HAND, BY_EVENT };
 static int make_fence(vmem_blocks *b, enum kind kind, void *stream, uint64_t *fence)
 {

@@ -1,14 +1,15 @@
-// Blocks as a member of a pool: what member.h asks of a member, and the calls that name both. Every page belongs to some
-// block, so the member shrinks only as the engine gives blocks up, which it does when it reads shrink_to on its board.
+// Blocks as a member of a pool: the functions that member.h asks for, and the public calls that name both. Every page
+// belongs to some block. So the member shrinks only as the engine unbacks blocks, which it does when it finds shrink_to
+// on the board.
 //
 // SPDX-License-Identifier: MIT
 #include "blocks/blocks.h"
 #include "core/memory.h"
 #include "pool/pool.h"
 
-#define LAPSE_NS 100000000            // time for which the pool's last order to shrink holds
-#define BORROW_NS UINT64_C(100000000) // time for which an order waits for other members of the pool to give
-#define BORROW_LOOK_NS 2000000        // time between its looks for fences that have passed
+#define LAPSE_NS 100000000           // time after which a request of the pool to shrink lapses
+#define AWAIT_NS UINT64_C(100000000) // time for which an order waits for other members of the pool to give
+#define AWAIT_LOOK_NS 2000000        // time between its looks for fences that have passed
 
 // ---- what the pool's thread calls -------------------------------------------------------------------------------
 
@@ -18,7 +19,7 @@ static void unlock(void *blocks) { pthread_mutex_unlock(&((vmem_blocks *)blocks)
 static void get_state(void *blocks, struct vmem__member_state *out)
 {
     vmem_blocks *b = blocks;
-    const uint64_t beyond = sat_sub(b->held, b->keeps); // of the offered pages, those that have not left since
+    const uint64_t still_offered = sat_sub(b->held, b->keeps); // the engine may have unbacked some since its offer
     b->reported = b->held;
     *out = (struct vmem__member_state){
         .budget = b->budget,
@@ -26,7 +27,7 @@ static void get_state(void *blocks, struct vmem__member_state *out)
         .pinned = b->held,
         .target = b->budget,
         .min_pages = b->held,
-        .evictable = b->offer < beyond ? b->offer : beyond,
+        .evictable = b->offer < still_offered ? b->offer : still_offered,
     };
 }
 
@@ -35,7 +36,7 @@ static void raise_budget(void *blocks, uint64_t pages)
     vmem_blocks *b = blocks;
     b->budget += pages;
     vmem__blocks_publish(b);
-    pthread_cond_broadcast(&b->change); // an order may wait for it
+    pthread_cond_broadcast(&b->change); // an order may wait for budget
 }
 
 static void lower_budget(void *blocks, uint64_t pages)
@@ -45,7 +46,7 @@ static void lower_budget(void *blocks, uint64_t pages)
     vmem__blocks_publish(b);
 }
 
-// An idle member keeps what its pages need, and its minimum.
+// An idle member keeps only the budget of its pages, or its minimum.
 static bool continue_lowering(void *blocks, uint64_t least)
 {
     vmem_blocks *b = blocks;
@@ -60,7 +61,7 @@ static void evict(void *blocks, uint64_t pages)
 {
     vmem_blocks *b = blocks;
     pthread_mutex_lock(&b->lock);
-    // Blocks may have left since the pool decided by what was reported: it does not want as many of what remains.
+    // The pool decided by what was last reported. If blocks have left since, fewer are still to go.
     const uint64_t to = sat_sub(b->reported, pages);
     b->shrink_to = to ? to : 1; // 0 on the board means that nobody asks
     b->shrink_until = vmem__now() + LAPSE_NS;
@@ -86,14 +87,14 @@ void vmem__blocks_claim(vmem_blocks *b, uint64_t least, uint64_t most)
     b->budget += vmem__pool_claim(b->member, b->budget, least, most);
 }
 
-bool vmem__blocks_borrow(vmem_blocks *b, uint64_t pages, uint64_t *until)
+bool vmem__blocks_await_budget(vmem_blocks *b, uint64_t pages, uint64_t *until)
 {
     const uint64_t now = vmem__now();
     uint32_t why;
-    *until = *until ? *until : now + BORROW_NS;
+    *until = *until ? *until : now + AWAIT_NS;
     if (!pages || b->stop || now >= *until || !vmem__pool_ask(b->member, b->held, pages, &why))
         return false;
-    vmem__blocks_wait(b, &b->change, BORROW_LOOK_NS);
+    vmem__blocks_wait(b, &b->change, AWAIT_LOOK_NS);
     if (vmem__blocks_needs_driver(b))
         vmem__blocks_poll_events(b);
     return true;
@@ -158,7 +159,9 @@ int vmem_blocks_ask(vmem_blocks *b, uint64_t bytes, uint64_t *missing)
     if (want > b->budget)
         vmem__blocks_claim(b, want - b->budget, want - b->budget);
     const uint64_t short_pages = sat_sub(want, b->budget);
-    if (bytes) { // what it has claimed stays until nothing has been asked for a while, or it would answer the question
+    // An idle member would give the claimed budget back, and its next question would be answered by it. So it is not
+    // idle.
+    if (bytes) {
         b->number++;
         b->idle = false;
         pthread_cond_signal(&b->work);

@@ -1,16 +1,17 @@
-// Backing and unbacking: which pages a call needs, and the calls of the core that map and unmap them.
+// Backing and unbacking: finds the pages of a call's blocks, and maps and unmaps them by calls of core.
 //
 // SPDX-License-Identifier: MIT
 #include "blocks/blocks.h"
 
-// ---- which pages ------------------------------------------------------------------------------------------------
+// ---- the pages of a call ----------------------------------------------------------------------------------------
 
-// The pages of a call's blocks, range by range and layer by layer, so that those of consecutive blocks follow each other.
+// Walks over the pages of a call's blocks, range by range and layer by layer, so that pages of consecutive blocks
+// follow each other.
 struct page_iter {
     const struct block_call *c;
     uint32_t range, layer, id;
-    uint64_t page, end; // indices in vmem_blocks.pages: the rest of the block's part
-    uint32_t looks;
+    uint64_t page, end; // indices in vmem_blocks.pages: the rest of one block's part in one layer
+    uint32_t looks;     // pages since the lock was last dropped
 };
 
 static bool next_part(const vmem_blocks *b, struct page_iter *w)
@@ -33,7 +34,7 @@ static bool next_part(const vmem_blocks *b, struct page_iter *w)
     return true;
 }
 
-// The next page's word; NULL after the last. Drops the lock for a moment every BLOCKS_LOOK pages.
+// Returns the next page's word; NULL after the last. Drops the lock for a moment every BLOCKS_LOOK pages.
 static uint32_t *next_page(vmem_blocks *b, struct page_iter *w)
 {
     if (w->page == w->end && !next_part(b, w))
@@ -46,7 +47,7 @@ static uint32_t *next_page(vmem_blocks *b, struct page_iter *w)
     return &b->pages[w->page++];
 }
 
-// Room for every page of n blocks. Called without the lock.
+// Makes a batch with room for every page of n blocks. Without the lock.
 static int batch_new(const vmem_blocks *b, uint64_t n, struct page_batch **out)
 {
     uint64_t room = 0;
@@ -97,7 +98,7 @@ static uint64_t addr_of(const vmem_blocks *b, uint64_t page)
 
 // ---- mapping and unmapping, without the lock --------------------------------------------------------------------
 
-// *done: how many of the pages are unmapped, from the first on.
+// Unmaps pages in order. *done: how many are unmapped.
 static int unmap_pages(vmem_blocks *b, const uint64_t *pages, uint64_t n, uint64_t *done)
 {
     struct vmem_unmap_op ops[256];
@@ -121,8 +122,7 @@ static int unmap_pages(vmem_blocks *b, const uint64_t *pages, uint64_t n, uint64
     return rc;
 }
 
-// Creates pages for all places, then maps them. The pages are bound: they are released when they are unmapped.
-// *refused: whether the device has no memory for them.
+// Creates pages and maps them, all or none; unmapping them releases them. *refused: the device has no memory for them.
 static int map_pages(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool *refused)
 {
     const uint64_t most = n < BLOCKS_PART ? n : BLOCKS_PART;
@@ -152,7 +152,7 @@ static int map_pages(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool *re
 
 // ---- with the lock ----------------------------------------------------------------------------------------------
 
-// Ends the work of pages that were busy.
+// Marks pages as no longer busy.
 static void end_busy(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool mapped)
 {
     for (uint64_t i = 0; i < n; i++) {
@@ -167,7 +167,8 @@ static void end_busy(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool map
     pthread_cond_broadcast(&b->change);
 }
 
-// Unmaps busy pages. Pages that cannot be unmapped now wait in b->stuck, with the work, which is freed otherwise.
+// Unmaps the pages of a batch, which are busy. A batch of pages that cannot be unmapped now goes to b->stuck; otherwise
+// it is freed.
 static void unmap_batch(vmem_blocks *b, struct page_batch *w)
 {
     uint64_t kept = 0;
@@ -195,7 +196,7 @@ static void unmap_batch(vmem_blocks *b, struct page_batch *w)
 
 static bool unused(uint32_t page) { return page == PAGE_MAPPED; } // no count, and not busy
 
-// Takes the counts of a call's blocks, and unmaps what nobody needs any more. Frees the work.
+// Lowers the counts of the pages of a call's blocks, and unmaps pages that no block needs any more. Frees the batch.
 static void drop_counts(vmem_blocks *b, const struct block_call *c, struct page_batch *work)
 {
     struct page_iter w = {.c = c};
@@ -224,7 +225,7 @@ void vmem__blocks_retry_unmaps(vmem_blocks *b)
     }
 }
 
-// Maps the busy pages of a work.
+// Maps the pages of a batch, which are busy, all or none. They are no longer busy afterwards.
 static int map_batch(vmem_blocks *b, struct block_call *c, struct page_batch *w)
 {
     if (!w->n)
@@ -261,9 +262,9 @@ static int map_batch(vmem_blocks *b, struct block_call *c, struct page_batch *w)
     return rc;
 }
 
-// Maps every page of the call's blocks, which are counted already, that is not mapped. Pages that other calls work on
-// when it finds them may be mapped or unmapped afterwards, so it looks until it finds none. It waits for such a call
-// only while it keeps no page busy itself.
+// Maps the pages of the call's blocks that are still not mapped; their counts are raised already. A page that another
+// call keeps busy may turn out mapped or unmapped, so this looks until it finds none of these. It waits for another
+// call only while it keeps no page busy itself.
 static int map_rest(vmem_blocks *b, struct block_call *c, struct page_batch *work)
 {
     for (;;) {
@@ -304,7 +305,7 @@ static void wait_for_backing(vmem_blocks *b, const struct block_call *c)
         pthread_cond_wait(&b->change, &b->lock);
 }
 
-// One attempt. todo: room for the blocks that are not backed.
+// Attempts once to back the call's blocks. todo: a call with room for the ids of those that are not backed.
 static int back_missing(vmem_blocks *b, const struct block_call *c, struct block_call *todo, struct page_batch **work)
 {
     wait_for_backing(b, c);
@@ -326,7 +327,7 @@ static int back_missing(vmem_blocks *b, const struct block_call *c, struct block
     for (uint32_t *page; (page = next_page(b, &w));) {
         ++*page;
         if (*page & PAGE_BUSY)
-            others = true; // or it was this call
+            others = true; // another call keeps the page busy, or this one does for another block
         else if (!(*page & PAGE_MAPPED))
             batch_add(b, *work, page);
     }
@@ -373,7 +374,7 @@ int vmem__blocks_back(vmem_blocks *b, struct block_call *c)
             while (b->unbacking)
                 pthread_cond_wait(&b->change, &b->lock);
         else if (!vmem__blocks_unback_due(b) &&
-                 !(c->seq && vmem__blocks_borrow(b, todo ? todo->missing_pages : 0, &until)))
+                 !(c->seq && vmem__blocks_await_budget(b, todo ? todo->missing_pages : 0, &until)))
             break;
     }
     free(todo);

@@ -1,4 +1,4 @@
-// Queues: calls that wait for others which name the same blocks, and unbacks that wait for their fences.
+// Queues: calls that name the same blocks take effect in order, and unbacks wait for their fences.
 //
 // SPDX-License-Identifier: MIT
 #include "blocks/blocks.h"
@@ -50,14 +50,14 @@ void vmem__blocks_end_call(vmem_blocks *b, struct block_call *c, int rc)
             block->fence_passed = false;
             b->stats.leaving--;
             b->stats.cancelled++;
-        } else if (rc && block->fence_passed) { // if another call holds it, taking it waits for that call's end, too
+        } else if (rc && block->fence_passed) { // if another call holds the block, the unback waits for that call, too
             block->pending_unback = c->number;
             block->fence_passed = false;
             c->ids[n++] = id;
         }
     }
     c->n = n;
-    c->fence = 0; // it has passed
+    c->fence = 0; // the fence of these blocks' unback has passed
     if (n)
         vmem__blocks_queue_unback(b, c);
     else
@@ -94,7 +94,7 @@ void vmem__blocks_poll_events(vmem_blocks *b)
         pthread_cond_wait(&b->change, &b->lock);
     b->asking = true;
     while (vmem__blocks_needs_driver(b)) {
-        struct fence *f = b->fences; // it stays: nobody else lets it pass
+        struct fence *f = b->fences; // stays first while the lock is dropped: no other call lets it pass
         pthread_mutex_unlock(&b->lock);
         const bool passed = b->ctx->b.ops->passed(&b->ctx->b, f->event) > 0;
         pthread_mutex_lock(&b->lock);

@@ -1,4 +1,4 @@
-// How blocks come into being and end, how calls enter and leave, and what other processes see.
+// The creation and end of a vmem_blocks, the begin and end of its calls, and the board that other processes read.
 //
 // SPDX-License-Identifier: MIT
 #include <stdatomic.h>
@@ -8,8 +8,8 @@
 
 // ---- creation --------------------------------------------------------------------------------------------------
 
-// The numbers of an object's fences begin where no other object's do, so that nobody takes a fence for one of its own:
-// it might have passed already.
+// Each object's fences are numbered from a start of its own, so that a fence of another object is refused, and not
+// taken for one that has passed.
 #define FENCE_BITS 40
 #define FENCE_OBJECTS ((UINT64_C(1) << (64 - FENCE_BITS)) - 1)
 static _Atomic uint64_t objects;
@@ -32,7 +32,7 @@ static bool parts_overlap(uint64_t bytes, uint64_t stride, uint32_t n, uint64_t 
            __builtin_add_overflow(*all, bytes, all);
 }
 
-// True if the parts of blocks overlap: neither do the layers lie in each block, nor the blocks in each layer.
+// True if the parts of blocks overlap. They do not if each block contains its layers, or each layer its blocks.
 static bool overlap(const struct vmem_block_range *r, uint32_t blocks)
 {
     uint64_t all;
@@ -88,7 +88,7 @@ static int by_first(const void *a, const void *b)
     return x->first < y->first ? -1 : x->first > y->first;
 }
 
-// Which pages there are, each once, and where the ranges' pages are among them.
+// Lists the pages of all ranges, each once, and sets each range's `shift`.
 static void lay_out(vmem_blocks *b, const struct vmem_blocks_config *cfg)
 {
     for (uint32_t i = 0; i < cfg->n_ranges; i++) {
@@ -210,7 +210,7 @@ int vmem__blocks_new(vmem_context *ctx, const struct vmem_blocks_config *config,
 
 // ---- calls -----------------------------------------------------------------------------------------------------
 
-// For other processes. Each word is whole; between two of them anything may happen.
+// Writes the board for other processes. A reader finds each word whole, but not all words of the same moment.
 void vmem__blocks_publish(vmem_blocks *b)
 {
     struct vmem_blocks_board *board = b->board;

@@ -3,9 +3,9 @@
 // SPDX-License-Identifier: MIT
 #include "blocks/blocks.h"
 
-#define POLL_NS 500000    // between two looks at a CUDA event that an unback waits for
-#define IDLE_NS 100000000 // without work, after which memory that nothing uses returns to the system
-#define RETRY_NS 10000000 // until what failed for lack of memory is tried again
+#define POLL_NS 500000    // time between two looks at a CUDA event that an unback waits for
+#define IDLE_NS 100000000 // time without work after which memory that nothing uses returns to the system
+#define RETRY_NS 10000000 // time before an unback or unmap that has failed is tried again
 
 static void carry_out_order(vmem_blocks *b)
 {
@@ -34,7 +34,7 @@ static void return_memory(vmem_blocks *b)
     pthread_mutex_lock(&b->lock);
 }
 
-// Nothing was asked of the blocks for a while: memory that nothing uses goes back, and so does the pool's budget.
+// Returns memory that nothing uses, and the pool's budget, when no call has named blocks for a while.
 static void become_idle(vmem_blocks *b)
 {
     return_memory(b);
@@ -47,8 +47,8 @@ static void become_idle(vmem_blocks *b)
 void *vmem__blocks_work(void *blocks)
 {
     vmem_blocks *b = blocks;
-    bool failed = false;   // to take an unback
-    uint64_t unmapped = 0; // pages, when memory last returned to the system
+    bool failed = false;   // an unback had no memory for its bookkeeping
+    uint64_t unmapped = 0; // stats.unmapped_pages when memory last returned to the system
     pthread_mutex_lock(&b->lock);
     while (!b->stop) {
         if (vmem__blocks_needs_driver(b))

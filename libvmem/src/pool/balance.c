@@ -1,13 +1,14 @@
-// Moves a pool's budget between its members. A call takes budget that is free, and a thread does the rest.
+// Moves a pool's budget between its members. A member's call takes free budget at once; the pool's thread does the
+// rest.
 //
 // A member's row states its part of the pool's budget. The member's own budget never exceeds that part. A grant enters
 // the row before the member uses it. Budget that the member gives back leaves the row only after its pages are unmapped
 // and their memory is back on the device. So the members together never have more than the pool, even if a process dies
 // at any moment.
 //
-// Where another member of the same context waits, the memory need not go to the device and come back. It stays in the
+// If another member of the same context waits, the memory need not go to the device and come back. It stays in the
 // context, and in the giver's row as `retained_bytes`, until update_table() moves it from row to row under the table's
-// lock. What nobody takes there goes back to the device at the next look, and only then leaves the row.
+// lock. Memory that nobody takes there goes back to the device at the next look, and only then leaves the row.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -18,7 +19,7 @@
 #include "pool/pool.h"
 
 #define REAP_NS UINT64_C(100000000)    // interval between searches for members whose process has ended
-#define SILENT_NS UINT64_C(2000000000) // a member that answers nothing for so long is not waited for
+#define SILENT_NS UINT64_C(2000000000) // nobody waits for a member that has not answered for so long
 
 // ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -31,7 +32,8 @@ static uint64_t least_pages(const struct vmem__member *m, const struct vmem__mem
     return MAX(min, s->min_pages + s->margin);
 }
 
-// Applies a limit that another process wants, if one does. With the member's lock held, which is dropped meanwhile.
+// Applies the maximum that another process has asked for, if any. With the member's lock held, which it drops
+// meanwhile.
 static void apply_wanted_limit(struct vmem__member *m)
 {
     const uint64_t bytes = m->ops->wanted ? m->ops->wanted(m->self) : 0;
@@ -44,7 +46,7 @@ static void apply_wanted_limit(struct vmem__member *m)
     if (rc == -EBADMSG)
         why = VMEM_KV_FILE_DAMAGED;
     pthread_mutex_unlock(&m->pool->lock);
-    if (rc != -EAGAIN) // another process holds the lock: the next look finds the wish again
+    if (rc != -EAGAIN) // otherwise another process has the file's lock, and the next look tries again
         m->ops->answered(m->self, bytes, rc, why);
     m->ops->lock(m->self);
 }
@@ -67,8 +69,8 @@ void vmem__pool_keep_to_max(struct vmem__member *m)
     keep_to_max(m, &s);
 }
 
-// Device memory that the context retained for waiting members and that no row accounts for, at most `fall`: by how much
-// this row falls.
+// Bytes of device memory that the context retains for waiting members and that no row has, at most `fall`, by which
+// this member's row is about to fall.
 static uint64_t uncovered_bytes(const struct vmem__member *m, uint64_t fall)
 {
     uint64_t rows = 0;
@@ -76,16 +78,16 @@ static uint64_t uncovered_bytes(const struct vmem__member *m, uint64_t fall)
         rows += o->ctx == m->ctx ? o->row.has : 0;
     vmem__lock(m->ctx);
     const uint64_t retained = MIN(m->ctx->retained_peak, sat_sub(m->ctx->committed, m->ctx->created));
-    const uint64_t there = m->ctx->committed + m->ctx->going - m->ctx->gone, bare = sat_sub(there, rows);
+    const uint64_t device_bytes = m->ctx->committed + m->ctx->going - m->ctx->gone;
     vmem__unlock(m->ctx);
-    return MIN(fall, MIN(retained, bare));
+    return MIN(fall, MIN(retained, sat_sub(device_bytes, rows)));
 }
 
 // ---- a look at a member ---------------------------------------------------------------------------------------------
 //
-// It shrinks the member, returns the memory of what has gone, and only then lowers the row.
+// The thread shrinks the member, returns the memory of released pages, and only then lowers the row.
 
-// With the member's lock held: gives what the member can give now. True: there is more to do.
+// With the member's lock held: continues to shrink it. Returns true if there is more to do.
 static bool shrink_member(struct vmem__member *m, struct vmem__member_state *s)
 {
     m->ops->get_state(m->self, s);
@@ -96,8 +98,8 @@ static bool shrink_member(struct vmem__member *m, struct vmem__member_state *s)
     return more;
 }
 
-// With the member's lock held: which unused memory of the context must go back before the row falls to `pages`. Memory
-// that no page uses may be any member's of the context: this one's row may be what covers it.
+// With the member's lock held: decides which unused memory of the context must go back before the row falls to `pages`.
+// Unused memory belongs to no particular member of the context, and this member's row may be what accounts for it.
 static enum trimming plan_trim(struct vmem__member *m, uint64_t pages)
 {
     vmem__lock(m->ctx);
@@ -111,8 +113,8 @@ static enum trimming plan_trim(struct vmem__member *m, uint64_t pages)
     return MAX(asked, falls ? TRIM_UNWANTED : TRIM_NOTHING);
 }
 
-// With the member's lock held: the row says what the member has. gone_to: the pages that it had before the trim.
-static void write_row(struct vmem__member *m, uint64_t gone_to, enum trimming trimmed)
+// With the member's lock held: updates the row. before_trim: the pages that the member had then.
+static void write_row(struct vmem__member *m, uint64_t before_trim, enum trimming trimmed)
 {
     struct vmem__member_state s;
     m->ops->get_state(m->self, &s);
@@ -120,7 +122,7 @@ static void write_row(struct vmem__member *m, uint64_t gone_to, enum trimming tr
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t min = ceil_pages(m->row.min, m), before = m->row.has;
     // A claim may have taken back part of the budget meanwhile.
-    m->row.has = MIN(m->row.has, (MAX(has, gone_to) << m->page_shift) + m->granted);
+    m->row.has = MIN(m->row.has, (MAX(has, before_trim) << m->page_shift) + m->granted);
     m->retained_bytes = trimmed == TRIM_UNWANTED ? uncovered_bytes(m, before - m->row.has) : 0;
     m->row.has += m->retained_bytes;
     m->row.held = s.held << m->page_shift;
@@ -129,34 +131,35 @@ static void write_row(struct vmem__member *m, uint64_t gone_to, enum trimming tr
     pthread_mutex_unlock(&m->pool->lock);
 }
 
-// Returns true if there is more to do.
+// Looks at a member. Returns true if there is more to do.
 static bool refresh_member(struct vmem__member *m)
 {
     struct vmem__member_state s;
     pthread_mutex_lock(&m->pool->lock);
     m->saw_revision = m->pool->table.head.revision;
-    // A member that neither asks nor waits any more wants no memory to stay.
+    // A member that neither asks nor waits any more does not want retained memory.
     if (!m->waiting && !m->announced_pages && vmem__now() - m->asked_at > vmem__pool_ask_ns)
         vmem__pool_retain(m, 0);
     pthread_mutex_unlock(&m->pool->lock);
     m->ops->lock(m->self);
     apply_wanted_limit(m);
     const bool more = shrink_member(m, &s);
-    const uint64_t gone_to = MAX(s.budget, s.held);
-    const enum trimming trimming = plan_trim(m, gone_to);
+    const uint64_t before_trim = MAX(s.budget, s.held);
+    const enum trimming trimming = plan_trim(m, before_trim);
     if (trimming) {
         m->ops->unlock(m->self);
         m->ops->trim(m->self, trimming == TRIM_UNWANTED);
         m->ops->lock(m->self);
     }
-    write_row(m, gone_to, trimming);
+    write_row(m, before_trim, trimming);
     m->ops->unlock(m->self);
     return more;
 }
 
 // ---- decisions ------------------------------------------------------------------------------------------------------
 
-// Notes which members owe the others something and do nothing about it: their row does not change.
+// Notes when each member last answered. A member that owes the others pages or an answer, and whose row has not
+// changed, keeps its old time.
 static void note_replies(vmem_kv_pool *pool, uint64_t t)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
@@ -170,13 +173,13 @@ static void note_replies(vmem_kv_pool *pool, uint64_t t)
     }
 }
 
-// A process may be stopped, or wait in its driver for ever. Nobody else must wait for it.
+// True if a member has owed something for too long. Its process may be stopped, or wait in the driver for ever.
 static bool has_timed_out(const vmem_kv_pool *pool, uint32_t place)
 {
     return vmem__now() - pool->seen[place].at > SILENT_NS;
 }
 
-// The needs that neither free budget nor budget being given back covers.
+// The bytes that members need and that neither free budget nor budget being given back covers.
 static uint64_t unmet_bytes(const vmem_kv_pool *pool)
 {
     uint64_t needs = 0, coming = vmem__pool_free_bytes(pool, NULL);
@@ -221,8 +224,8 @@ static void grant_free_budget(vmem_kv_pool *pool, struct vmem__member *m)
     pool->table.rows[m->place] = *r;
 }
 
-// Grants what a member's row retains, and with it the memory, to those of its context who wait. Returns true if
-// something is left: another look at the member returns that.
+// Grants the memory that a member's row retains to waiting members of its context. Returns true if some is left, which
+// the next look at the member returns to the device.
 static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
 {
     uint64_t left = m->retained_bytes;
@@ -246,9 +249,9 @@ static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
     return left;
 }
 
-// Decides how much a member gives, which apply_decisions() carries out, and records its reply. It refuses only questions
-// that are older than the look at its cache, because requests may have begun or ended since. Returns true if a younger
-// one waits for another look.
+// Decides how much a member gives, and records its reply; apply_decisions() carries it out. A member refuses only
+// questions that are older than the thread's look at it, because requests may have begun or ended since. Returns true
+// if a younger question waits for another look.
 static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
 {
     struct vmem_kv_pool_member *r = &m->row;
@@ -283,7 +286,7 @@ static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
 static void refuse_question(struct vmem__member *m, uint32_t why)
 {
     m->told_at = 0;
-    m->freed = m->pool->freed_before;
+    m->freed_at_refusal = m->pool->freed_before;
     vmem__pool_answer(m, VMEM_KV_REFUSED, why);
 }
 

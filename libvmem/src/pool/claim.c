@@ -1,4 +1,5 @@
-// Members' parts of a pool's budget: claims of what is free, questions to the others, announced needs, and shares.
+// A member's part of the pool's budget: it claims free budget, asks the other members for more, announces what its
+// waiting requests will need, and has a share (a minimum and a maximum).
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -6,10 +7,10 @@
 #include "core/memory.h"
 #include "pool/pool.h"
 
-#define REFUSED_NS UINT64_C(2000000000) // what the device has refused is not free for so long; then it is tried again
-#define AGAIN_NS UINT64_C(500000000)    // a refusal within this time of the last one is the same
-#define TOLD_NS UINT64_C(2000000) // a member that was told of a refusal does not ask the others again within this time
-#define PREPARE (UINT64_C(2) << 30)  // bytes of device memory that the pool's thread takes for a member in one round
+#define REFUSED_NS UINT64_C(2000000000) // budget that the device has refused memory for is tried again after this time
+#define AGAIN_NS UINT64_C(500000000)    // another refusal within this time counts as the same one
+#define TOLD_NS UINT64_C(2000000)       // a member that has learned of a refusal does not ask again within this time
+#define ROUND_BYTES (UINT64_C(2) << 30) // device memory that the pool's thread takes for a member in one round
 #define PORTION (UINT64_C(32) << 20) // bytes of it in one call, or a larger arena; the budget can grow after each call
 
 _Atomic uint64_t vmem__pool_ask_ns = 250000000;
@@ -73,15 +74,15 @@ uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t leas
     const uint64_t granted = vmem__pool_accept(m);
     least = sat_sub(least, granted);
     most = sat_sub(most, granted);
-    // First take back the budget that the member was about to give back and its row still has. had: bytes of the row
-    // that are the member's already.
-    const uint64_t had = ((budget + granted) << m->page_shift) + m->granted;
-    uint64_t pages = MIN(floor_pages(sat_sub(MIN(m->row.has, m->row.max), had), m), most);
-    m->retained_bytes = MIN(m->retained_bytes, sat_sub(m->row.has, had + (pages << m->page_shift)));
-    const bool worth = !m->reserving && pages < most && (pool->free || pages < least);
-    if (worth && !(rc = vmem__table_begin(pool))) {
+    // First take back budget that the member was about to give back and its row still has. own: bytes of the row that
+    // the member's budget already contains, or has been granted.
+    const uint64_t own = ((budget + granted) << m->page_shift) + m->granted;
+    uint64_t pages = MIN(floor_pages(sat_sub(MIN(m->row.has, m->row.max), own), m), most);
+    m->retained_bytes = MIN(m->retained_bytes, sat_sub(m->row.has, own + (pages << m->page_shift)));
+    const bool may_find_more = !m->reserving && pages < most && (pool->free || pages < least);
+    if (may_find_more && !(rc = vmem__table_begin(pool))) {
         const uint64_t room = MIN(vmem__pool_free_bytes(pool, m), sat_sub(m->row.max, m->row.has));
-        // Budget to spare is what nobody waits for: it may be what another member has just given for a question.
+        // spare: budget that no member waits for. The rest may have just been given for another member's question.
         const uint64_t spare = MIN(floor_pages(sat_sub(room, bytes_others_need(pool, m)), m), most - pages);
         const uint64_t more = MIN(floor_pages(room, m), MAX(spare, sat_sub(least, pages)));
         const uint64_t before = m->row.has;
@@ -95,7 +96,7 @@ uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t leas
             vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
     pthread_mutex_unlock(&pool->lock);
-    m->kept_out = rc;
+    m->table_error = rc;
     return granted + pages;
 }
 
@@ -114,9 +115,9 @@ uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget)
 
 // ---- a device with less memory than the budget --------------------------------------------------------------------------
 
-// Memory outside the pool, such as contexts and activations, may leave the device less than the pool's budget. The table
-// then has free budget without memory behind it, and no member asks the others. So bytes that the device has refused do
-// not count as free for a while, and a member that lacks memory asks as in a pool whose budget is used up.
+// Memory outside the pool, such as contexts and activations, may leave the device less than the pool's budget. The
+// table then has free budget without memory behind it, and no member asks the others. So bytes that the device has
+// refused do not count as free for a while, and a member that lacks memory asks as in a pool whose budget is used up.
 uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t held)
 {
     if (!m)
@@ -126,7 +127,7 @@ uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t he
     pthread_mutex_lock(&pool->lock);
     if (!vmem__table_begin(pool)) {
         const uint64_t t = vmem__now();
-        // Calls that began before the others have given anything are refused once more, for the same reason.
+        // A call that is refused again before the others have given anything does not extend the time.
         if (t + REFUSED_NS - AGAIN_NS >= h->refused_until) {
             h->refused_until = 0;
             h->refused =
@@ -143,10 +144,10 @@ uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t he
 
 // ---- questions, with the member's lock held -------------------------------------------------------------------------
 
-// With the pool's lock held: asks the other members. What may still come, in bytes; if nothing, *why.
+// With the pool's lock held: asks the other members. Returns how many bytes may still come; if none, *why says why.
 //
-// A refusal that the member has not been told of yet is the answer, once, and for a moment after it was told. Then the
-// others are asked again, and at once if something has become free here since.
+// If the last question was refused and no call has learned of it, this call returns the refusal, and so do calls within
+// TOLD_NS after it. Later calls ask the others again, and so does one before which a member here has freed something.
 static uint64_t ask_others(struct vmem__member *m, uint64_t bytes, uint32_t *why)
 {
     struct vmem_kv_pool_member *r = &m->row;
@@ -157,13 +158,14 @@ static uint64_t ask_others(struct vmem__member *m, uint64_t bytes, uint32_t *why
         r->needs = 0;
         return 0;
     }
-    if (m->kept_out == -EBADMSG || m->unwritten) { // no other member can read the question
+    if (m->table_error == -EBADMSG || m->unwritten) { // no other member can read the question
         vmem__pool_answer(m, VMEM_KV_REFUSED, *why = VMEM_KV_FILE_DAMAGED);
         r->needs = 0;
         return 0;
     }
     const uint64_t t = vmem__now();
-    const bool refused = r->answer == VMEM_KV_REFUSED && r->needs && r->needs <= bytes && m->freed == m->pool->freed;
+    const bool refused =
+        r->answer == VMEM_KV_REFUSED && r->needs && r->needs <= bytes && m->freed_at_refusal == m->pool->freed;
     if (refused && (!m->told_at || t - m->told_at < TOLD_NS)) {
         m->told_at = m->told_at ? m->told_at : t;
         m->asked_at = t;
@@ -196,7 +198,7 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
     }
     const uint64_t bytes = MAX(exact, MIN(exact + (held / 64 << m->page_shift), room));
     const uint64_t coming = ask_others(m, bytes, refusal);
-    if (coming) // and what it has been granted meanwhile
+    if (coming) // row.has: what the member has been granted meanwhile is to be retained, too
         vmem__pool_retain(m, sat_sub(sat_add(m->row.has, bytes), held << m->page_shift));
     pthread_mutex_unlock(&m->pool->lock);
     return coming ? pages : 0;
@@ -241,7 +243,7 @@ uint64_t vmem__pool_announce(struct vmem__member *m, uint64_t budget, uint64_t w
         if (ask_others(m, (want - has) << m->page_shift, &why))
             vmem__pool_retain(m, sat_sub(want << m->page_shift, m->row.held));
         if (!m->reserving) {
-            m->reserving = m->row.answer == VMEM_KV_DEFERRED && !m->kept_out && m->ops->ready_pages && !m->whole &&
+            m->reserving = m->row.answer == VMEM_KV_DEFERRED && !m->table_error && m->ops->ready_pages && !m->whole &&
                            !m->ctx->b.ops->populate;
             m->ready_bytes = 0;
         }
@@ -291,13 +293,13 @@ static int take_memory(vmem_context *ctx, uint64_t bytes)
 
 // The device memory that the pool's thread is to take for a member.
 struct ahead {
-    uint64_t pages;   // to take device memory for
+    uint64_t pages;   // pages to take device memory for
     uint64_t bare;    // pages of the budget without device memory
-    uint64_t memory;  // bytes that the context has
-    uint64_t granted; // pages that the budget is still to get
+    uint64_t memory;  // bytes of device memory that the context has
+    uint64_t granted; // granted pages that the budget does not have yet
 };
 
-// Updates ready_bytes, and finds what the thread is to take.
+// Updates ready_bytes, and counts the memory that the thread is to take.
 static struct ahead plan_prealloc(struct vmem__member *m)
 {
     struct vmem__member_state s;
@@ -313,7 +315,7 @@ static struct ahead plan_prealloc(struct vmem__member *m)
     a.pages = s.target < s.budget ? 0 : sat_sub(MIN(m->announced_pages, s.budget + a.granted), there);
     a.bare = sat_sub(s.budget, there);
     const uint64_t ready = a.pages ? sat_sub(there, s.budget) << m->page_shift : m->granted;
-    m->ready_bytes = MIN(m->granted, MAX(m->ready_bytes, ready)); // what a call was told is ready stays so
+    m->ready_bytes = MIN(m->granted, MAX(m->ready_bytes, ready)); // never less than a call was told
     pthread_mutex_unlock(&m->pool->lock);
     m->ops->unlock(m->self);
     return a;
@@ -321,7 +323,7 @@ static struct ahead plan_prealloc(struct vmem__member *m)
 
 bool vmem__pool_prealloc(struct vmem__member *m)
 {
-    // Where pages go together, the memory of each is allocated apart, in the size that a request turns out to need.
+    // Pages that go together get allocations of their own, in the sizes that a request turns out to need.
     if (!m->ops->ready_pages || m->whole)
         return false;
     pthread_mutex_lock(&m->pool->lock);
@@ -333,7 +335,7 @@ bool vmem__pool_prealloc(struct vmem__member *m)
     if (!a.pages)
         return a.granted;
     const uint64_t portion = MAX(PORTION, m->ctx->b.arena_max) >> m->page_shift;
-    for (uint64_t left = MAX(PREPARE >> m->page_shift, portion); a.pages && left >= portion; left -= portion) {
+    for (uint64_t left = MAX(ROUND_BYTES >> m->page_shift, portion); a.pages && left >= portion; left -= portion) {
         const uint64_t n = MIN(a.pages, portion), covers = MIN(a.bare, n);
         a.memory += n << m->page_shift;
         if (take_memory(m->ctx, a.memory)) { // the device has too little: steps take what they need
@@ -391,7 +393,7 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uin
         m->row.max = max_before;
         rc = vmem__table_unwritten(pool);
     }
-    if (!rc) { // what the thread has granted and the member does not have yet: the row follows when the memory is back
+    if (!rc) { // take back grants beyond the new maximum; the row falls once their memory is back on the device
         m->granted = MIN(m->granted, sat_sub(max, sat_sub(m->row.has, m->granted)));
         m->ready_bytes = MIN(m->ready_bytes, m->granted);
     }

@@ -13,8 +13,8 @@
 // - Before a call fails for want of budget, it claims. What the claim does not find, it asks for, and reports the shortage.
 //   The thread then raises the budget while the other members give, or the question is refused.
 // - It wakes the pool when it has given back pages that others wait for.
-// - Its destruction first calls leave, without its lock and before pages are released; and left once no page exists any more.
-//   Between the two, none of its functions is called; leave itself trims.
+// - When it is destroyed, it calls leave, without its lock and before it releases pages. Once no page exists any more, it
+//   calls left. leave calls its trim, and no function of the member is called after that.
 //
 // Locks, in this order: a member's lock, the pool's lock, the lock of the pool's file.
 //
@@ -34,47 +34,49 @@ struct vmem__member;
 struct vmem__member_state {
     uint64_t budget;    // the most pages that the member may have
     uint64_t held;      // pages that exist or are in the making
-    uint64_t pinned;    // of these, that the member could not take back for other uses of its own
-    uint64_t target;    // the budget once the member has shrunk as it was told
+    uint64_t pinned;    // of `held`, pages that the member could not take back for other uses of its own
+    uint64_t target;    // the budget to which the member is shrinking; equal to `budget`: it is not
     uint64_t min_pages; // the smallest size to which the member can shrink now without breaking a promise to a caller
-    uint64_t evictable; // of `min_pages`, what evict could free
-    uint64_t margin;    // beyond `min_pages`, pages that the member needs to go on without asking at once
+    uint64_t evictable; // of `min_pages`, pages that evict could free
+    uint64_t margin;    // pages beyond `min_pages` that the member needs so as not to ask again at once
 };
 
-// The functions of a member that the pool's thread calls. "Locked" means between lock and unlock. NULL is allowed where
-// it says so.
+// The functions of a member, which the pool's thread calls. "Locked" means between lock and unlock. A function may be
+// NULL only where its comment says so.
 struct vmem__member_ops {
     void (*lock)(void *self);
     void (*unlock)(void *self);
 
     // Locked. Fills in the state.
     void (*get_state)(void *self, struct vmem__member_state *out);
-    // Locked. The budget grows by so many pages.
+    // Locked. Raises the budget by so many pages.
     void (*raise_budget)(void *self, uint64_t pages);
-    // Locked. The member shrinks to `pages`, which is at least `min_pages` as get_state has just said it. It may do so at
-    // once, or in portions: then `target` is less than the budget, which falls as the pages go, by itself or in
-    // continue_lowering.
+    // Locked. Shrinks the member to `pages`, at least the `min_pages` that get_state has just reported. It may do so at
+    // once or in portions. In portions, `target` is less than the budget, which falls as pages go: in
+    // continue_lowering, or whenever the member releases some.
     void (*lower_budget)(void *self, uint64_t pages);
     // Locked, once in every round of the thread; NULL: lower_budget does everything. `least` is the smallest
     // budget that the pool leaves the member: an idle one may shrink to it. True: there is more to do at once.
     bool (*continue_lowering)(void *self, uint64_t least);
-    // Not locked. Returns memory of pages that are gone to the device; wanted: except what members of the context wait for.
-    // Only then do other members get the budget.
+    // Not locked. Returns the memory of released pages to the device; wanted: keeps what members of the context wait
+    // for. Other members get the budget only after that.
     void (*trim)(void *self, bool wanted);
 
-    // Not locked; NULL: nothing can be evicted. Frees up to so many of the `evictable` pages. The next round gives them.
+    // Not locked; NULL: nothing can be evicted. Frees up to so many of the `evictable` pages. Their budget goes to
+    // others in the next round.
     void (*evict)(void *self, uint64_t pages);
 
-    // Locked; NULL: the pool's thread never takes device memory ahead for this member. Pages that exist, and those that the
-    // device has already given memory for.
+    // Locked; NULL: the pool's thread never preallocates device memory for this member. Returns how many pages exist or
+    // have device memory that is already taken.
     uint64_t (*ready_pages)(void *self);
-    // Locked; NULL with `ready_pages`. The pages that the member announced have come, or nobody waits for them.
+    // Locked; NULL if `ready_pages` is. Tells the member that its announcement has ended: the pages have come, or
+    // nobody waits for them any more.
     void (*announced_ended)(void *self);
 
-    // NULL: nobody asks from outside. Locked: a maximum in bytes that another process asks for, until it is answered; 0:
-    // none.
+    // Locked; NULL: no other process can ask. Returns the maximum, in bytes, that another process asks for and that is
+    // not answered yet; 0: none.
     uint64_t (*wanted)(void *self);
-    // Not locked, NULL with `wanted`. Tells the answer: rc is 0 or a negative errno. why: enum vmem_kv_refusal.
+    // Not locked; NULL if `wanted` is. Answers that process: rc is 0 or a negative errno. why: enum vmem_kv_refusal.
     void (*answered)(void *self, uint64_t bytes, int rc, uint32_t why);
 };
 
@@ -83,43 +85,43 @@ struct vmem__member_terms {
     vmem_context *ctx;
     uint64_t page_size;
     uint64_t held; // pages
-    bool whole;    // pages go together, in sizes that nobody knows before: no memory is taken ahead
+    bool whole;    // pages are allocated several at a time, in sizes known only then: no memory is preallocated
     const char *name;
     uint64_t min, max; // bytes, as in struct vmem_kv_pool_share
 };
 
-// ---- what members call, in their pages ---------------------------------------------------------------------------------
+// ---- what members call -------------------------------------------------------------------------------------------------
 //
-// With the member's lock held, but for wake, show, leave and left. But for join, claim and announce, m may be NULL: of no
-// pool. The call then does nothing and returns 0.
+// Pages are of the member's size. The member's lock is held, except in wake, show, leave and left. m may be NULL, for a
+// member of no pool, except in join, claim and announce: the call then does nothing and returns 0.
 
-// Makes a member. *budget: what it may have from now on.
+// Makes a member. *budget: the pages that it may have from now on.
 int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void *self,
                     const struct vmem__member_terms *terms, struct vmem__member **out, uint64_t *budget);
-// Takes free budget of the pool. Returns by how many pages the member's budget grows: `least`, or less if there is not
-// enough, up to `most` of what nobody waits for. A member that is shrinking stops.
+// Takes free budget of the pool, and returns by how many pages the member's budget grows: by `least`, or by less if
+// there is not so much, and by up to `most` if no member waits for the rest. A member that is shrinking stops.
 uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
-// The pages that a claim would find.
+// How many pages a claim would find.
 uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget);
-// The device has no memory for what the budget allows: what nobody holds counts as used for some time, so that `ask` gets
-// what others hold. Returns the member's budget from now on.
+// The device has refused memory that the budget allows. For some time, budget without pages counts as used, so that
+// `ask` gets what others hold. Returns the member's budget from now on.
 uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t held);
-// The budget lacks so many pages even after a claim: asks the other members. How many of them may still come; if none,
-// *refusal says why (enum vmem_kv_refusal). `held`: pages that the member has.
+// Asks the other members for the pages that the budget lacks after a claim. Returns how many of them may still come; if
+// none, *refusal says why (enum vmem_kv_refusal). `held`: pages that the member has.
 uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, uint32_t *refusal);
-// The member found what it asked for.
+// Withdraws the question: the member has found the pages.
 void vmem__pool_unask(struct vmem__member *m);
-// The member will have `want` pages in all, with the requests that wait. Claims and asks for them, and has the thread take
-// device memory for them. part: if the member may not have so many, as many as it may. Returns by how many pages the
-// budget grows at once. It holds until `announced_ended`, or until the member announces something else.
+// Announces that the member will have `want` pages in all once its waiting requests run. Claims them, asks for the
+// rest, and has the thread take device memory for them. part: if the member's maximum is less, up to that. Returns by
+// how many pages the budget grows at once. An announcement holds until `announced_ended` or the next one.
 uint64_t vmem__pool_announce(struct vmem__member *m, uint64_t budget, uint64_t want, bool part);
 // The member can give more than before: if somebody asks for it, has the thread look at the members soon.
 void vmem__pool_wake(const struct vmem__member *m);
-// The member's row, and the path of the pool's file if `path` is empty.
+// Copies the member's row, and if `path` is empty the path of the pool's file.
 void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256]);
-// The member is being destroyed, and still has so many pages. It asks and gets nothing more.
+// Begins a member's end. It still has `held` pages, and gets no more.
 void vmem__pool_leave(struct vmem__member *m, uint64_t held);
-// Its memory is gone, and so is m. Where pages remain that the driver refuses to unmap, the row stays until they are gone.
+// Ends the member, and frees m. If the driver refuses to unmap pages, their budget stays taken until they are unmapped.
 void vmem__pool_left(struct vmem__member *m);
 
 #endif

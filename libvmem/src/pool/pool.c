@@ -1,5 +1,4 @@
-// Pools: one budget for several members. This file creates pools, and members come and go here; balance.c moves the
-// budget.
+// Pools: one budget for several members. This file creates pools, and members join and leave here.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -40,7 +39,7 @@ static void in_child(void)
 
 static void handle_forks(void) { pthread_atfork(before_fork, after_fork, in_child); }
 
-// A pool that leaves the list closes its file: in between, a child would keep it.
+// Adds a pool to the list, or removes it and closes its file. A child forked between the two would keep the file open.
 static void list_pool(vmem_kv_pool *pool, bool listed)
 {
     pthread_once(&once, handle_forks);
@@ -186,7 +185,7 @@ static int find_place(vmem_kv_pool *pool, uint32_t *place)
     return vmem__error(-ENOSPC, "the pool has %u members, the most that it can have", VMEM_KV_POOL_MEMBERS);
 }
 
-// Enters the member's row; the pages that it has become its grant. Call it between begin and end, with all locks held.
+// Enters the member's row; the pages that it already has become its grant. Between begin and end, with all locks held.
 static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held)
 {
     struct vmem_info info = {.size = sizeof info};
@@ -269,7 +268,7 @@ void vmem__pool_leave(struct vmem__member *m, uint64_t held)
     if (!m)
         return;
     vmem_kv_pool *pool = m->pool;
-    m->ops->trim(m->self, false); // of what the row says beyond the pages, memory may have stayed
+    m->ops->trim(m->self, false); // row.has beyond the pages may account for memory that is still in the context
     pthread_mutex_lock(&pool->lock);
     while (m->busy)
         pthread_cond_wait(&pool->news, &pool->lock);

@@ -3,15 +3,16 @@
 //
 // The file is not mapped into memory. If somebody truncates or corrupts it, the pool is lost, but no process dies.
 //
-// The kernel drops a process's locks however it ends. Byte 0 locks the table. It is locked for the process (F_SETLK), so
-// no child inherits it. But the process loses such a lock when it closes the file anywhere, and two of its pools would
-// not exclude each other. Hence `at_file`, and a look before a row is written.
+// The kernel drops a process's locks however it ends. Byte 0 locks the table. The lock belongs to the process
+// (F_SETLK), so no child inherits it. But a process loses such a lock when any of its threads closes the file, and the
+// lock does not exclude a second pool of the same process. The mutex `at_file` does, and a row is written only if the
+// lock is still there.
 //
-// A lock on byte 1 + i marks whoever is in place i as alive: a member, or a pool that has the file open. These locks
-// belong to the open file (F_OFD_SETLK), as several pools of a process may have them. A child inherits them. fork() has
-// the child close the file, but a child of a plain system call keeps it, and the locks outlive the parent. The file
-// therefore names the process of each place, too. Processes of another PID namespace cannot be looked up: of those, the
-// lock alone says whether they are alive.
+// A lock on byte 1 + i shows that the holder of place i is alive: a member, or a pool that has the file open. These
+// locks belong to the open file (F_OFD_SETLK), because several pools of a process may have them, and children inherit
+// them. After fork() the child closes the file. A child of a plain system call does not, and the locks outlive the
+// parent. The file therefore names the process of each place, too. A process of another PID namespace cannot be looked
+// up: only its lock shows that it is alive.
 //
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>
@@ -86,8 +87,8 @@ uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__memb
     return sat_sub(h->budget, sat_add(taken, vmem__now() < h->refused_until ? h->refused : 0));
 }
 
-// Tries for this time, by the clock: a pause may last much longer than it should. Between the tries, others can have
-// the mutex (NULL: there is none).
+// Tries to lock the file until the time is over by the clock, as a pause may last longer than it should. Between its
+// tries, other threads can have the mutex (NULL: there is none).
 static int lock_table(int fd, unsigned most_us, pthread_mutex_t *mutex)
 {
     const struct timespec pause = {.tv_nsec = 100000};
@@ -222,7 +223,7 @@ static int lock_and_read(vmem_kv_pool *pool, unsigned most_us)
     pool->written = pool->table.head;
     for (struct vmem__member *m = pool->members; m; m = m->next) {
         struct vmem_kv_pool_member *row = &pool->table.rows[m->place];
-        m->written = *row; // whoever wrote there
+        m->written = *row; // what the file has, even if another process wrote it
         *row = m->row;     // our own rows in memory are authoritative
     }
     return 0;
@@ -239,7 +240,8 @@ int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us)
     return vmem__error(rc, "path %s: %s", pool->path, why);
 }
 
-// Others may take the budget of a row that they cannot read, so the member gives up what it took since the last one.
+// Takes back what a row has gained since it was last written: others may take the budget of a row that they cannot
+// read.
 static void revert_unwritten(struct vmem__member *m)
 {
     const uint64_t more = sat_sub(m->row.has, m->written.has), granted = MIN(more, m->granted);
@@ -248,8 +250,7 @@ static void revert_unwritten(struct vmem__member *m)
     m->row.needs = sat_add(m->row.needs, granted);
 }
 
-// True if the row must be written now. Its fields beside the budget may be published some milliseconds late, but are not
-// forgotten.
+// True if the row must be written now. Changes of `held`, `could_give` and a falling `giving` may wait for POLL_MS.
 static bool must_write(const struct vmem__member *m)
 {
     const struct vmem_kv_pool_member *w = &m->written;
