@@ -369,7 +369,7 @@ _MUTANTS = [
     ("an order does not ask", "blocks/vmem__blocks_back",
      replace("(c->seq && vmem__blocks_await_budget(b, todo ? todo->missing_pages : 0, &until))", "0"), "test_blocks"),
     ("an idle member keeps its budget", "blocks/continue_lowering", never("idle"), "test_blocks"),
-    ("what has left is given twice", "blocks/get_state", replace("< beyond ? b->offer : beyond", ""), "test_blocks"),
+    ("what has left is given twice", "blocks/get_state", replace("< still_offered ? b->offer : still_offered", ""), "test_blocks"),
     ("what is no longer offered stays wanted", "blocks/vmem_blocks_offer",
      replace("(!b->offer || vmem__now() > b->shrink_until)", "vmem__now() > b->shrink_until"), "test_blocks"),
     ("a fence is not waited for", "blocks/vmem__blocks_unback_due",
