@@ -38,7 +38,7 @@ def build(path):
         if kind == "text":
             made.cells.append(nbformat.v4.new_markdown_cell(text))
         else:
-            drawn = re.sub(r'^cache\.picture\(".*?", (.*)\)$', r"picture = cache.picture(\1)", text, flags=re.M)
+            drawn = re.sub(r'^Path\(".*?"\)\.write_text\((cache\.picture\(.*\))\)$', r"picture = \1", text, flags=re.M)
             if drawn != text:
                 drawn += "\n\nfrom IPython.display import SVG\n\nSVG(picture)"
             made.cells.append(nbformat.v4.new_code_cell(drawn))

@@ -6,15 +6,13 @@
     REGISTRY.register(Collector())
     start_http_server(9100)
 
-A cache's own text is `KVCache.metrics_prometheus`, which needs no package.
-
 SPDX-License-Identifier: MIT
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pyvmem.kv.view import GAUGES, View, describe, read_views
+from pyvmem.kv.view import GAUGES, HELP, View, read_views
 
 
 class Collector:
@@ -43,8 +41,7 @@ class Collector:
             for name, value in view.stats.items():
                 if name not in families:
                     kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-                    about = f"{describe(name)}."
-                    families[name] = kind(self._prefix + name, about, labels=("name", "pid", "device"))
+                    families[name] = kind(self._prefix + name, f"{HELP[name]}.", labels=("name", "pid", "device"))
                 families[name].add_metric(labels, value)
         return families.values()
 

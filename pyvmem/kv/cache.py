@@ -13,11 +13,9 @@ import logging
 import math
 import os
 import threading
-import time
 import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, fields
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import numpy.typing as npt
@@ -32,7 +30,6 @@ from pyvmem.kv.arguments import Lengths, Request, config_of, lengths_of, request
 from pyvmem.kv.options import KVCacheOptions, Spare, options_of, watermark_of
 from pyvmem.kv.types import (
     NO_SHORTAGE,
-    GroupInfo,
     KVStats,
     Run,
     RunInfo,
@@ -50,7 +47,6 @@ if TYPE_CHECKING:
     from pyvmem.kv.prefix import PrefixCache
 
 __all__ = [
-    "GroupInfo",
     "KVCache",
     "KVCacheOptions",
     "KVStats",
@@ -69,7 +65,6 @@ Cache = TypeVar("Cache", bound="KVCache")
 _log = logging.getLogger("pyvmem")
 _MOST = 2**32 - 1  # tokens: all
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
-_GROUP = tuple(field.name for field in fields(GroupInfo))[3:]
 
 
 class _Last(threading.local):
@@ -160,12 +155,9 @@ class KVCache(_Owned):
     ) -> None:
         self._last = _Last()
         self._short: set[int] = set()  # threads whose last call was short of something
-        self._raw_stats: Any = None
-        self._reported: KVStats | None = None  # the statistics that were read last
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self._polling = threading.RLock()
         self._prefixes: PrefixCache | None = None
-        self._closing: tuple[int, Any, Any] | None = None  # (step, owner, pointer) of a cache closed after a step
         self._swapped: dict[int, list[torch.Tensor]] = {}  # the rows, tensor after tensor
         self.options = options = options_of(options, keywords)
         self.specs = elements("specs", specs)
@@ -199,7 +191,7 @@ class KVCache(_Owned):
             raise
         self._own(owner, kv[0])
         if options.watermark:
-            self.set_watermark(options.watermark)
+            _check(lib.vmem_kv_set_watermark(self._use(), *watermark_of(options.watermark)))
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
         if options.name is not None:
             path = new_view_path()
@@ -308,26 +300,6 @@ class KVCache(_Owned):
         """
         self._use()
         return self._tensor(tensor, flat=True)
-
-    def groups(self) -> list[GroupInfo]:
-        """Describe each group of tensors with the same row size, window and max_tokens.
-
-        Returns
-        -------
-        list of GroupInfo
-        """
-        raw, kv = structure("vmem_kv_group_info"), self._use()
-        layout: Any = structure("vmem_kv_layout")
-        members: dict[int, list[int]] = {}
-        for i in range(len(self.specs)):
-            _check(lib.vmem_kv_get_layout(kv, i, layout))
-            members.setdefault(layout.group, []).append(i)
-        found = []
-        for number, tensors in sorted(members.items()):
-            _check(lib.vmem_kv_get_group(kv, number, raw))
-            numbers = {name: int(getattr(raw, name)) for name in _GROUP}
-            found.append(GroupInfo(tuple(tensors), self.page_size, self.tile_rows, **numbers))
-        return found
 
     # ---- requests --------------------------------------------------------------------------------------------
 
@@ -543,7 +515,7 @@ class KVCache(_Owned):
 
         The answer is exact, and changes nothing: that many can be allocated, begin with their prefixes, and take part
         in the next step, unless others take the memory before. The next request would not fit, and `shortage` says what
-        it lacks. New requests must leave the watermark free (`set_watermark`).
+        it lacks. New requests must leave the watermark free (`KVCacheOptions.watermark`).
 
         Parameters
         ----------
@@ -579,19 +551,6 @@ class KVCache(_Owned):
         _check(lib.vmem_kv_room(self._ready(), -1 if slot is None else uint("slot", slot, 31), tokens))
         return int(tokens[0])
 
-    def set_watermark(self, watermark: SupportsIndex | float) -> None:
-        """Set the memory that new requests leave free for running ones.
-
-        `fit` and `room` leave it free; `step` and the growth of running requests do not. While no request is active, a
-        new one may use everything. vLLM has the same watermark.
-
-        Parameters
-        ----------
-        watermark : int or float
-            An int is bytes. A float from 0.0 to 1.0 is a part of the budget, rounded up to a whole percentage.
-        """
-        _check(lib.vmem_kv_set_watermark(self._use(), *watermark_of(watermark)))
-
     # ---- fences ----------------------------------------------------------------------------------------------
 
     @property
@@ -609,21 +568,13 @@ class KVCache(_Owned):
         """Declare that the kernels of all steps up to this one have ended.
 
         Without this call, a step's kernels count as ended once the steps that may be in flight have been called after
-        it. This is the only call that may follow ``close(after=step)``: it frees the memory.
+        it.
 
         Parameters
         ----------
         step : int, optional
             Its number; None: every step.
         """
-        closing = self._closing
-        if closing is not None:
-            number, _owner, kv = closing
-            ended = lib.pv_kv_retire_closed(kv, number if step is None else uint("step", step))
-            _check(min(ended, 0))
-            if ended:
-                self._end()
-            return
         _check(lib.pv_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
 
     def _fence(self, after: Any) -> int:
@@ -886,14 +837,6 @@ class KVCache(_Owned):
 
     # ---- metrics ---------------------------------------------------------------------------------------------
 
-    @property
-    def step_maps(self) -> int:
-        """The number of steps so far that had to map pages themselves. `stats` includes it, but this is faster."""
-        if self._raw_stats is None:
-            self._raw_stats = structure("vmem_kv_stats")
-        _check(lib.vmem_kv_get_stats(self._use(), self._raw_stats))
-        return int(self._raw_stats.step_maps)
-
     def stats(self) -> KVStats:
         """Return what the cache holds at this moment, and counts of its calls.
 
@@ -903,29 +846,13 @@ class KVCache(_Owned):
         """
         raw = structure("vmem_kv_stats")
         _check(lib.vmem_kv_get_stats(self._use(), raw))
-        stats = KVStats(**{name: int(getattr(raw, name)) for name in STATS})
-        self._report(stats)
-        return stats
+        return KVStats(**{name: int(getattr(raw, name)) for name in STATS})
 
-    def _report(self, now: KVStats) -> None:
-        """Log what has happened in the background since the statistics were read before."""
-        before, self._reported = self._reported, now
-        if before is None:
-            return
-        if now.worker_errors != before.worker_errors:
-            errors = now.worker_errors - before.worker_errors
-            _log.warning("%r: %d operations of the background thread failed; a step does them again", self, errors)
-        if now.budget_pages != before.budget_pages:
-            mib = [n * now.page_size >> 20 for n in (before.budget_pages, now.budget_pages)]
-            _log.info("%r: the budget changed from %d to %d MiB", self, *mib)
-
-    def picture(self, path: str | os.PathLike[str] | None = None, *, slots: int = 32, title: str = "") -> str:
+    def picture(self, *, slots: int = 32, title: str = "") -> str:
         """Draw who owns the cache's pages: requests, prefixes, memory mapped ahead or kept, and what is unused.
 
         Parameters
         ----------
-        path : str or os.PathLike, optional
-            A file to write: .svg, .png or .pdf (the last two need matplotlib, and draw the budget alone).
         slots : int
             Draw the pages of at most so many slots, those with the most pages.
         title : str
@@ -938,33 +865,11 @@ class KVCache(_Owned):
         """
         from pyvmem.kv import picture
 
-        stats = asdict(self.stats())
-        text = picture.svg(stats, picture.slots_of(self, uint("slots", slots)), title)
-        if path is not None:
-            picture.save(text, path, stats, title)
-        return text
+        return picture.svg(asdict(self.stats()), picture.slots_of(self, uint("slots", slots)), title)
 
     def _repr_html_(self) -> str | None:
         """The picture, for notebooks; None for a closed cache, which leaves its repr."""
         return None if self._handle is None else self.picture()
-
-    def metrics_prometheus(self, prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
-        """Return the statistics in Prometheus's text exposition format.
-
-        Parameters
-        ----------
-        prefix : str
-            Of each metric's name.
-        labels : mapping, optional
-            Added to every sample.
-
-        Returns
-        -------
-        str
-        """
-        from pyvmem.kv.view import prometheus
-
-        return prometheus(asdict(self.stats()), prefix, labels)
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
@@ -972,48 +877,21 @@ class KVCache(_Owned):
         if self._own_context:
             self.context.close()
 
-    def close(self, after: Any = None) -> None:
+    def close(self) -> None:
         """Free the memory, now or when the last view of a tensor is gone. No other call may follow.
 
-        With `after`, the call returns at once, and the memory is freed when the kernels have ended. If `after` is an
-        event, a thread queries it every millisecond, and the interpreter waits for that thread before it exits. If
-        `after` is a step's number, `retire` declares the end. Keep the cache until then: garbage collection frees its
-        memory.
-
-        Parameters
-        ----------
-        after : int or event, optional
-            As in `free`; None: quiet.
+        *Quiet*: no kernel in flight may access the cache.
         """
         with self._polling:  # another thread may close it, too
             if self._owner is None:
                 return
-            self._close_after(after)
+            ended = lib.pv_kv_close(self._use())
+            if ended != -errno.EPERM:  # a forked child of the cache's process has nothing to end
+                _check(ended)
+            self._events.clear()
+            self._drop()
+        self._close_context()
         self.tensors = []
         self.__dict__.pop("keys", None)
         self.__dict__.pop("values", None)
         self._swapped.clear()
-
-    def _close_after(self, after: Any) -> None:
-        number = 0 if after is None else self._fence(after)
-        ended = lib.pv_kv_close(self._use(), number)
-        if ended < 0 and ended != -errno.EPERM:  # EPERM: a forked child of the cache's process has nothing to end
-            _check(ended)
-        self._closing = number, self._owner, self._handle
-        self._events.clear()
-        self._drop()
-        if ended:
-            self._end()
-        elif callable(getattr(after, "query", None)):
-            threading.Thread(target=self._end_after, args=(after,), name="pyvmem close").start()
-
-    def _end_after(self, event: Any) -> None:
-        lib.pv_beside_captures()
-        with suppress(Exception):  # if the CUDA context is lost, no kernel runs any more
-            while not event.query():
-                time.sleep(0.001)
-        self._end()
-
-    def _end(self) -> None:
-        self._closing = None
-        self._close_context()

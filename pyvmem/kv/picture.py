@@ -16,10 +16,8 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -147,31 +145,3 @@ def slots_of(cache: Any, most: int) -> list[tuple[int, SlotInfo]]:
     """The slots of a cache that have pages: the `most` with the most pages, in order."""
     found = [(slot, info) for slot, info in ((s, cache.slot(s)) for s in range(cache.slots)) if info.pages]
     return sorted(sorted(found, key=lambda pair: -pair[1].pages)[:most])
-
-
-def save(text: str, path: str | os.PathLike[str], summary: Mapping[str, int], title: str) -> None:
-    """Write the picture to a file: SVG, or by its ending what matplotlib writes, which draws the budget's bar."""
-    ending = Path(path).suffix.lower()
-    if ending == ".svg":
-        Path(path).write_text(text, encoding="utf-8")
-        return
-    if ending not in (".png", ".pdf"):
-        raise ValueError(f"path {os.fspath(path)!r} must end in .svg, .png or .pdf")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(f"path {os.fspath(path)!r}: {ending} needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(9, 1.7), layout="constrained")
-    axes = figure.add_subplot()
-    at, page = 0.0, summary["page_size"] / (1 << 20)
-    for part, hatch in zip(PARTS, ("", "xx", "//", "--", "..", "")):
-        pages = shares(summary)[part] * page
-        label = f"{part} {size(int(pages * (1 << 20)))}"
-        axes.barh(0, pages, left=at, color=COLOURS[part], hatch=hatch, edgecolor="#555555", linewidth=0.5, label=label)
-        at += pages
-    axes.set_yticks([])
-    axes.set_xlabel("MiB of the budget")
-    axes.set_title(title or "KV cache", fontsize="medium", loc="left")
-    axes.set_xlim(0, at)
-    figure.legend(ncols=6, fontsize="x-small", loc="outside lower center", frameon=False)
-    figure.savefig(path, dpi=150)

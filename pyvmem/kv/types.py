@@ -12,7 +12,7 @@ import torch
 
 from pyvmem._checks import one_of, uint
 from pyvmem.errors import InvalidArgument
-from pyvmem.kv.view import REASONS
+from pyvmem.kv.view import HELP, REASONS, STATS
 
 LAYOUTS = ("separate", "fused", "token-major")
 
@@ -65,54 +65,6 @@ class KVStats:
     """The state of a cache and what it has counted since its creation: struct vmem_kv_stats.
 
     Pages of all tensors together. A shared page counts once, except in `needed_pages`.
-
-    Attributes
-    ----------
-    page_size : int
-        Bytes.
-    budget_pages, held_pages : int
-        The most pages that may exist, and those that do.
-    needed_pages : int
-        Held for the lengths of active and ending requests. A shared page counts once per slot.
-    kept_pages : int
-        Of free slots, for reuse.
-    ahead_pages : int
-        Of active and ending requests, mapped ahead of need.
-    shared_pages : int
-        Mapped or held more than once.
-    prefix_pages : int
-        Held by prefixes and by no slot.
-    free_pages : int
-        What a step could get: the budget less what cannot be taken back.
-    live_bytes : int
-        Of the rows that active requests have.
-    active_slots, swapped_slots, slots, prefixes : int
-        Slots with a request, swapped out, and all; prefixes that are saved.
-    ending_slots : int
-        Freed after a step whose kernels may be in flight.
-    steps, step_failures : int
-        Steps that were made, and steps that found too little memory.
-    step_mapped_pages, step_maps, step_waits : int
-        Pages that steps had to map themselves; the steps that did; and those that waited for the background thread.
-    ahead_mapped_pages, ahead_jobs, eager_pages : int
-        Pages that the background thread mapped, the times that it extended a slot, and the pages for the next request.
-    allocs, adopted_slots, adopted_pages : int
-        Requests; those that began with pages of an earlier one; and pages that their first step found in place.
-    reclaims, reclaimed_pages, window_pages : int
-        How often kept pages were given up, how many, and those that sliding windows gave up.
-    attached_pages, copied_pages : int
-        By prefixes; copied for them and by truncations.
-    swap_out_bytes, swap_in_bytes : int
-    worker_errors : int
-        Operations of the background thread that failed. A step does them again.
-    short_budget, short_device, short_mappings, short_slots : int
-        Calls that failed, by what was short; see `Shortage`.
-    watermark_pages, hashed_blocks, evictable_pages : int
-        The watermark; blocks known by hash; and pages that only these hold, which count as free. Present values.
-    hit_tokens, evicted_blocks : int
-        Tokens that requests began with because their blocks were known by hash, and blocks evicted.
-    absent_slots : int
-        Active, and without part in the last step. The present value.
     """
 
     page_size: int
@@ -161,6 +113,12 @@ class KVStats:
     absent_slots: int
 
 
+if KVStats.__doc__:  # python -OO has none
+    KVStats.__doc__ += "".join(
+        ["\n    Attributes\n    ----------\n", *(f"    {n} : int\n        {HELP[n]}.\n" for n in STATS)]
+    )
+
+
 @dataclass(frozen=True)
 class SlotInfo:
     """One slot: its state (free, active or swapped), length, and pages over all tensors together.
@@ -177,53 +135,6 @@ class SlotInfo:
     needed_pages: int
     absent_steps: int = 0
     after: int = 0
-
-
-@dataclass(frozen=True)
-class GroupInfo:
-    """A group: the tensors with the same row size, window and max_tokens, whose pages are mapped together.
-
-    Attributes
-    ----------
-    tensors : tuple of int
-        Indices of the cache's specs.
-    page_size, tile_rows : int
-        As in the cache.
-    row_bytes, max_tokens, window : int
-        As in `TensorSpec`; max_tokens is the cache's if the spec has none.
-    page_tokens : int
-        Whole rows per page; 0 if a row is larger than a page. ``page_size / row_bytes`` need not be whole.
-    held_pages : int
-        Pages mapped in slots, over all tensors of the group, including kept pages and pages ahead.
-    needed_pages : int
-        Pages of these that the lengths of active requests need.
-    tokens : int
-        Rows that active requests have in each tensor.
-    free_pages : int
-        Pages that a step could get. All groups share them.
-    free_tokens : int
-        Rows in each tensor of the group if this group got all free pages. A long request gets this many if the other
-        groups have windows, and any request if there is only one group.
-    """
-
-    tensors: tuple[int, ...]
-    page_size: int
-    tile_rows: int
-    row_bytes: int
-    max_tokens: int
-    window: int
-    page_tokens: int
-    held_pages: int
-    needed_pages: int
-    tokens: int
-    free_pages: int
-    free_tokens: int
-
-    def pages(self, tokens: int) -> int:
-        """Return the pages that a new request of `tokens` tokens needs in all tensors of this group."""
-        rows = min(uint("tokens", tokens, 32), self.max_tokens)
-        rows = -(-rows // self.tile_rows) * self.tile_rows
-        return -(-rows * self.row_bytes // self.page_size) * len(self.tensors)
 
 
 # reason: (the shortage in words, the remedy besides ending requests)

@@ -15,12 +15,11 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyvmem._checks import shown, uint
+from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
 
 STATS = tuple(name for name, _ in ffi.typeof("struct vmem_kv_stats").fields if name not in ("size", "pad"))
@@ -354,29 +353,3 @@ def _in_words(now: View, bytes: int) -> str:
     if needed > 0:
         return f"{text}; requests hold {needed >> 20} MiB more until they end"
     return f"{text}; {held >> 20} MiB that no request needs are being given back" if held > 0 else text
-
-
-def describe(name: str) -> str:
-    """The meaning of a statistic, in one line."""
-    return HELP.get(name, name.replace("_", " "))
-
-
-def prometheus(stats: Mapping[str, Any], prefix: str = "pyvmem_kv_", labels: Mapping[str, Any] | None = None) -> str:
-    """Statistics (a dict) in Prometheus's text exposition format."""
-    if not isinstance(prefix, str):
-        raise TypeError(f"prefix must be a string, not {shown(prefix)}")
-    if not isinstance(labels, Mapping | None):
-        raise TypeError(f"labels must be a dict, not {shown(labels)}")
-    text = ",".join(f'{k}="{_escape(v)}"' for k, v in (labels or {}).items())
-    text = f"{{{text}}}" if text else ""
-    lines = []
-    for name, value in stats.items():
-        gauge = name in GAUGES
-        full = prefix + name + ("" if gauge else "_total")
-        lines += [f"# HELP {full} {describe(name)}.", f"# TYPE {full} {'gauge' if gauge else 'counter'}"]
-        lines.append(f"{full}{text} {value}")
-    return "\n".join(lines) + "\n"
-
-
-def _escape(value: Any) -> str:
-    return str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

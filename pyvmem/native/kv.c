@@ -1,8 +1,6 @@
 // The owner of a KV-cache manager, and its end as Python needs it.
 //
 // SPDX-License-Identifier: MIT
-#include <dlfcn.h>
-
 #include "kv/member.h"
 #include "native_kv.h"
 
@@ -26,28 +24,10 @@ int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_
     return rc;
 }
 
-int pv_kv_close(vmem_kv *kv, uint64_t step)
+int pv_kv_close(vmem_kv *kv)
 {
-    bool quiet = false;
-    int rc = vmem__kv_close(kv, step, &quiet);
-    return rc ? rc : quiet;
+    bool quiet;
+    return vmem__kv_close(kv, 0, &quiet);
 }
 
 int pv_kv_retire(vmem_kv *kv, uint64_t step) { return vmem__kv_retire(kv, step); }
-
-int pv_kv_retire_closed(vmem_kv *kv, uint64_t step)
-{
-    bool over;
-    int rc = vmem__kv_retire_closed(kv, step, &over);
-    return rc ? rc : over;
-}
-
-// In CUDA's default mode, a query by any thread breaks the capture.
-void pv_beside_captures(void)
-{
-    int relaxed = 2;
-    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-    int (*exchange)(int *) = library ? (int (*)(int *))dlsym(library, "cuThreadExchangeStreamCaptureMode") : NULL;
-    if (exchange)
-        exchange(&relaxed);
-}

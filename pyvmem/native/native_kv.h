@@ -13,15 +13,10 @@
 int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv);
 int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_pool **pool);
 
-// Closes the manager: no call may follow, and it writes no host memory any more. Returns 1 if the kernels of all steps up
-// to this one have ended, 0 if they may be running, or a negative errno.
-int pv_kv_close(vmem_kv *kv, uint64_t step);
-// As vmem_kv_retire, but a closed cache is left to its owner, who may destroy it if pv_kv_retire_closed returns 1.
+// Closes the manager, which no kernel uses: it leaves its pool, and writes no host memory any more. No call may follow.
+int pv_kv_close(vmem_kv *kv);
+// As vmem_kv_retire, but a cache that another thread closes is left to its owner.
 int pv_kv_retire(vmem_kv *kv, uint64_t step);
-int pv_kv_retire_closed(vmem_kv *kv, uint64_t step);
-
-// Lets this thread query events while another thread captures a CUDA graph.
-void pv_beside_captures(void);
 
 // n decode iterations: in each, every length above 0 grows by one, and vmem_kv_step is called. samples: nanoseconds of
 // each call. Stops at the first step that fails, and returns its error.

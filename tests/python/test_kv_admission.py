@@ -73,8 +73,7 @@ def test_a_prefix_counts_for_its_rows(backend):
 
 
 def test_the_watermark_is_for_those_that_run(backend):
-    with make(backend=backend, pages=20) as cache:
-        cache.set_watermark(4 * PAGE - 1)
+    with make(backend=backend, pages=20, watermark=4 * PAGE - 1) as cache:
         assert cache.stats().watermark_pages == 4
         assert cache.room() == 400 and cache.fit([400]) == 1  # nobody runs
         assert cache.fit([320, 192]) == 2 and cache.fit([320, 193]) == 1
@@ -86,15 +85,11 @@ def test_the_watermark_is_for_those_that_run(backend):
         assert "watermark" not in str(cache.shortage.reason) and cache.shortage.reason == "budget"
         assert cache.fit([400]) == 0 and cache.shortage.missing_pages == 7 and cache.shortage.watermark_pages == 4
         assert cache.room(slot) == 400 and cache.step([400 if n else 0 for n in lengths])
-        cache.set_watermark(0.505)  # whole percentages
-        assert cache.stats().watermark_pages == 11 and cache.room() == 0
-        cache.set_watermark(2**64 - 1)
-        assert cache.stats().watermark_pages == 20
-        cache.set_watermark(0)
-        assert cache.room() == 7 * 32
-        cache.set_watermark(4 * PAGE)
         cache.set_budget(13 * PAGE)
         assert cache.room() == 0 and cache.fit([1]) == 0
+    with make(backend=backend, pages=20) as cache:
+        started(cache, 400)
+        assert cache.stats().watermark_pages == 0 and cache.room() == 7 * 32
 
 
 def test_the_watermark_as_an_option():
@@ -103,40 +98,32 @@ def test_the_watermark_as_an_option():
     for whole in (1, 7, 29, 55, 58, 100):  # of which some are no exact hundredths
         with make(pages=100, watermark=whole / 100) as cache:
             assert cache.stats().watermark_pages == whole
+    for watermark, pages in ((0.505, 11), (2**64 - 1, 20)):  # whole percentages; more than there is
+        with make(pages=20, watermark=watermark) as cache:
+            assert cache.stats().watermark_pages == pages
     with make(pages=20, watermark=3 * PAGE) as cache:
         assert cache.stats().watermark_pages == 3
-        assert "pyvmem_kv_watermark_pages 3\n" in cache.metrics_prometheus()
     for wrong in (1.01, -0.1, float("nan")):
         with pytest.raises(ValueError, match=f"watermark {wrong} must lie between 0.0 and 1.0, or be an int of bytes"):
             KVCacheOptions(watermark=wrong)
-    with pytest.raises(ValueError, match="watermark -1"):
-        KVCacheOptions(watermark=-1)
+    for wrong in (-1, 1 << 64):
+        with pytest.raises(ValueError, match=f"watermark {wrong}"):
+            KVCacheOptions(watermark=wrong)
+    with pytest.raises(TypeError, match="watermark must be an integer, not '1'"):
+        KVCacheOptions(watermark="1")
 
 
-def test_groups_say_what_rows_need(backend):
+def test_tensors_of_several_shapes_need_pages_of_their_own(backend):
     with make(MIXED, backend=backend, slots=3, pages=200) as cache:
-        groups = cache.groups()
-        assert [g.tensors for g in groups] == [(0, 4), (1,), (2,), (3,)]
-        assert [(g.row_bytes, g.page_tokens, g.max_tokens, g.window) for g in groups] == [
-            (2048, 32, 400, 0), (3072, 21, 400, 0), (2048, 32, 400, 64), (2048, 32, 100, 0),
-        ]  # fmt: skip
         lengths = started(cache, 350)
-        slot = lengths.index(350)
-        groups = cache.groups()
-        assert sum(g.pages(350) for g in groups) == cache.slot(slot).needed_pages == 22 + 17 + 11 + 4
-        assert [g.needed_pages for g in groups] == [22, 17, 11, 4]
-        assert [g.tokens for g in groups] == [350, 350, 64, 100]
-        assert {g.free_pages for g in groups} == {cache.stats().free_pages} == {200 - 54}
-        assert [g.free_tokens for g in groups] == [73 * 32, 146 * 65536 // 3072, 146 * 32, 146 * 32]
+        assert cache.slot(lengths.index(350)).needed_pages == 22 + 17 + 11 + 4
+        assert cache.stats().free_pages == 200 - 54
 
 
 def test_rows_larger_than_a_page():
     with make([TensorSpec("big", (50000,), HALF)], max_tokens=9, pages=17, slots=2) as cache:
-        (group,) = cache.groups()
-        assert (group.page_tokens, group.free_tokens, group.pages(3)) == (0, 11, 5)
         started(cache, 9)
-        (group,) = cache.groups()
-        assert group.free_pages == 17 - 14 and group.free_tokens == 1 == cache.room()
+        assert cache.stats().free_pages == 17 - 14 and cache.room() == 1
 
 
 @pytest.mark.parametrize("tile", [1, 48])
@@ -147,12 +134,12 @@ def test_free_tokens_can_be_filled(tile):
             lengths = started(cache, size)
             cache.free(lengths.index(size))
             lengths = started(cache, 50)
-            (group,) = cache.groups()
-            assert group.free_tokens == cache.room() == group.free_tokens // tile * tile
-            slot = cache.alloc(group.free_tokens)
-            lengths[slot] = group.free_tokens + 1
+            free = cache.room()
+            assert free == free // tile * tile
+            slot = cache.alloc(free)
+            lengths[slot] = free + 1
             assert not cache.step(lengths, dry=True)
-            lengths[slot] = group.free_tokens
+            lengths[slot] = free
             assert cache.step(lengths)
             for s, n in enumerate(lengths):
                 if n:
@@ -238,14 +225,5 @@ def test_wrong_arguments_are_named():
                 cache.fit(wrong)
         with pytest.raises(TypeError):
             cache.fit(5)
-        for value in (-1, 1 << 64):
-            with pytest.raises(ValueError, match="watermark"):
-                cache.set_watermark(value)
-        with pytest.raises(ValueError, match="watermark 1.01 must lie between 0.0 and 1.0"):
-            cache.set_watermark(1.01)
-        with pytest.raises(TypeError, match="watermark must be an integer, not '1'"):
-            cache.set_watermark("1")
-        with pytest.raises(ValueError, match="tokens"):
-            cache.groups()[0].pages(-1)
     with pytest.raises(ValueError, match="closed"):
         cache.fit([1])

@@ -499,16 +499,6 @@ def test_memory_goes_back_to_the_system(backend):
         assert context.stats().reserved == 0
 
 
-def test_metrics_are_prometheus_text(backend):
-    with make(backend) as cache:
-        start(cache, 10)
-        text = cache.metrics_prometheus(labels={"model": 'a "b"'})
-        assert 'pyvmem_kv_active_slots{model="a \\"b\\""} 1' in text.splitlines()
-        assert "# TYPE pyvmem_kv_steps_total counter" in text.splitlines()
-        for line in text.splitlines():
-            assert line.startswith("#") or float(line.rpartition(" ")[2]) >= 0
-
-
 def test_a_tensor_outlives_the_cache(backend, device):
     cache = make(backend)
     slot, _ = start(cache, 10)

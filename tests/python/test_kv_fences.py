@@ -3,8 +3,6 @@
 SPDX-License-Identifier: MIT
 """
 
-import threading
-
 import pytest
 import torch
 
@@ -36,14 +34,13 @@ def test_a_fence_of_the_future_changes_nothing(context):
         for call in (
             lambda: cache.free(slot, after=last + 1),
             lambda: cache.truncate(slot, 5, after=last + 1),
-            lambda: cache.close(after=last + 1),
             lambda: cache.retire(last + 1),
         ):
             with pytest.raises(InvalidArgument, match=f"step {last + 1} has not been made yet; the last is {last}"):
                 call()
         for wrong in (-1, 1.5, "1"):
             with pytest.raises((InvalidArgument, TypeError), match="after"):
-                cache.close(after=wrong)
+                cache.free(slot, after=wrong)
         assert not cache.closed and cache.slot(slot).tokens == 60
         assert cache.step([61, 0])
 
@@ -67,10 +64,6 @@ def test_a_slot_that_is_being_given_up_is_left_alone(context):
         assert cache.slot(slot).state == "free" and cache.slot(slot).after
         cache.retire()
         assert cache.slot(slot).state == "free" and not cache.slot(slot).after
-
-
-def close_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "pyvmem close"]
 
 
 @pytest.mark.parametrize("call", ["reclaim", "dry truncate", "truncate", "set_budget"])
@@ -98,44 +91,6 @@ def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
             assert cache.truncate(slot, 1, dry=True)
 
 
-def test_a_cache_closes_after_an_event(context):
-    cache, event = make(context), Event()
-    assert cache.step([0, 0])
-    slot = cache.alloc()
-    assert cache.step([60 if s == slot else 0 for s in range(2)])
-    cache.close(after=event)
-    assert cache.closed and context.stats().created >= 60 * 65536
-    with pytest.raises(ValueError, match="closed"):
-        cache.step([0, 0])
-    cache.close()  # it is
-    event.come = True
-    for thread in close_threads():
-        thread.join(60)
-    assert context.stats().created == 0
-
-
-def test_a_cache_closes_after_a_step(context):
-    cache = make(context)
-    cache.alloc()
-    assert cache.step([60, 0])
-    assert cache.step([61, 0])
-    last = cache.last_step
-    cache.close(after=last)
-    cache.retire(last - 1)
-    with pytest.raises(InvalidArgument, match=f"step {last + 1} has not been made yet"):
-        cache.retire(last + 1)
-    assert context.stats().created >= 60 * 65536 and not close_threads()
-    cache.retire(last)
-    assert context.stats().created == 0
-    with pytest.raises(ValueError, match="closed"):
-        cache.retire(last)
-    cache = make(context)
-    assert cache.step([0, 0])
-    cache.retire()
-    cache.close(after=cache.last_step)  # its kernels have ended
-    assert context.stats().created == 0
-
-
 @pytest.mark.parametrize("other", ["last_step", "before", "one"])
 def test_a_step_of_another_cache_is_refused(context, other):
     """A target and its draft are such a pair: the kernels of one have ended before those of the other."""
@@ -151,27 +106,8 @@ def test_a_step_of_another_cache_is_refused(context, other):
             lambda: cache.truncate(slot, 5, after=step),
             lambda: cache.truncate(slot, 5, after=step, dry=True),
             lambda: cache.retire(step),
-            lambda: cache.close(after=step),
         ):
             with pytest.raises(InvalidArgument, match=f"step {step} is no step of this cache; its last one is "):
                 call()
         assert cache.slot(slot).tokens == 60 and cache.slot(ending).after == cache.last_step
-        cache.close(after=cache.last_step)
-        held = context.stats().created
-        with pytest.raises(InvalidArgument, match="is no step of this cache"):
-            cache.retire(step)
-        assert context.stats().created == held >= 60 * 65536
-        cache.retire()
-
-
-def test_an_event_that_cannot_be_asked_does_not_keep_the_memory(context):
-    class Lost:
-        def query(self):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    cache = make(context)
-    assert cache.step([0, 0])
-    cache.close(after=Lost())
-    for thread in close_threads():
-        thread.join(60)
-    assert context.stats().created == 0
+        cache.close()

@@ -103,7 +103,7 @@ def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
     cases = {
         f"step {last + 3} has not been made yet; the last is {last}": [
             lambda: cache.free(running, after=last + 3), lambda: cache.truncate(running, 5, after=last + 3),
-            lambda: cache.close(after=last + 3), lambda: cache.retire(last + 3),
+            lambda: cache.retire(last + 3),
         ],
         f"slot {ending} is being given up": [
             lambda: cache.free(ending), lambda: cache.truncate(ending, 1),
@@ -351,7 +351,7 @@ def test_a_child_is_refused(cache):
     child = os.fork()
     if not child:
         try:
-            for call in (cache.stats, cache.metrics_prometheus, cache.room, lambda: cache.step([0] * 4)):
+            for call in (cache.stats, cache.room, lambda: cache.step([0] * 4)):
                 with pytest.raises(pyvmem.VmemError, match="belongs to process"):
                     call()
             os._exit(0)

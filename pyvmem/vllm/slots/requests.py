@@ -212,11 +212,11 @@ class Requests:
             return 0
         # Reassigned numbers are dropped before anything is backed, because the scheduler counts on their pages.
         ops, self._ops = self._ops, []
-        before = self.cache.step_maps
+        before = self.cache.stats().step_maps
         self.forget([i for _, _, ids, hits in ops for i in ids[hits:]])
         for group in in_order(ops) if ops else ([],):
             self._back(group)
-        return self.cache.step_maps - before
+        return self.cache.stats().step_maps - before
 
     def expect(self, coming: Sequence[tuple[str, int, int]]) -> None:
         """These requests begin next: name, tokens, and how many of these have rows.
