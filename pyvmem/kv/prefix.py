@@ -83,8 +83,6 @@ class PrefixCache:
     block_tokens : int
         Tokens per block, 1 to the cache's `max_tokens`. Small blocks match more tokens, but only whole pages are shared
         without a copy.
-    max_tokens : int
-        The most tokens of all blocks together; 0: what memory allows.
     events : bool
         Keep the hashes of evicted blocks for `evicted`.
 
@@ -100,17 +98,10 @@ class PrefixCache:
     them, or has runs of its own (`KVCache.share`).
     """
 
-    def __init__(
-        self,
-        cache: "KVCache",
-        block_tokens: SupportsIndex = 32,
-        max_tokens: SupportsIndex = 0,
-        *,
-        events: bool = False,
-    ) -> None:
+    def __init__(self, cache: "KVCache", block_tokens: SupportsIndex = 32, *, events: bool = False) -> None:
         if not hasattr(cache, "_prefixes"):
             raise TypeError(f"cache must be a KVCache, not {shown(cache)}")
-        kv, size, most = cache._use(), uint("block_tokens", block_tokens, 32), uint("max_tokens", max_tokens)
+        kv, size = cache._use(), uint("block_tokens", block_tokens, 32)
         if cache._prefixes is not None:
             raise InvalidArgument(
                 errno.EINVAL, f"this cache has a PrefixCache already, of blocks of {cache._prefixes.block_tokens}"
@@ -122,9 +113,6 @@ class PrefixCache:
             )
         self.cache = cache
         self.block_tokens: int = size
-        if most and most < size:
-            raise InvalidArgument(errno.EINVAL, f"max_tokens {most} is less than a block, {size}")
-        self._most = most // size if most else None  # the most blocks
         self._events = flag("events", events)
         self._length: int | None = None  # length of hashes that are bytes; 0: they are integers
         self._lock = threading.RLock()  # of the following
@@ -242,16 +230,9 @@ class PrefixCache:
             The tokens that the slot then has; 0 if no block is known. None: there is no memory to copy the last,
             partial page.
         """
-        if dry:
-            tokens, answer = self._look(hashes)
-        else:
-            runs = self._beginning(self._checked(hashes))
-            tokens, answer = self.cache._attach(uint("slot", slot, 32), runs, _MOST)
+        number, flags = (0, lib.VMEM_KV_DRY) if dry else (uint("slot", slot, 32), 0)
+        tokens, answer = self.cache._attach(number, self._beginning(self._checked(hashes)), _MOST, flags)
         return tokens if answer else None
-
-    def _look(self, hashes: Iterable[Hash], most: int = _MOST) -> tuple[int, bool]:
-        """How many tokens, at most `most`, are known, and whether there is memory to begin with them."""
-        return self.cache._attach(0, self._beginning(self._checked(hashes)), most, lib.VMEM_KV_DRY)
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:
         """Allocate a slot for a prompt, and start it with the known ones of its blocks.
@@ -290,8 +271,7 @@ class PrefixCache:
         """Add the slot's blocks first, first + 1, ..., whose rows are written and will not change.
 
         Rows in whole pages may also be written later, by kernels that run before those that read them elsewhere. Known
-        blocks are not added again. If `max_tokens` is reached and all other blocks belong to running requests, no more
-        are added.
+        blocks are not added again.
 
         Parameters
         ----------
@@ -320,19 +300,10 @@ class PrefixCache:
                     text = f"hashes[{i}] is that of block {self._runs[hash][1]}: a hash covers all tokens before it"
                     raise InvalidArgument(errno.EINVAL, text)
             self._forget_evicted()
-            added = self._within_cap(self._share(number, at, found))
+            added = self._share(number, at, found)
         if found and self._length is None:
             self._length = self._kind(found[0], 0)
         return added
-
-    def _within_cap(self, new: list[Hash]) -> int:
-        """Make room for new blocks, and drop the last of them where others have none to give. Returns how many stay."""
-        if self._most is None:
-            return len(new)
-        self._evict_next(len(self._runs) - self._most)
-        stay = len(new) - max(len(self._runs) - self._most, 0)
-        self._drop(new[stay:])
-        return stay
 
     def _check_rows(self, slot: int, first: int, n: int) -> None:
         info = self.cache.slot(slot)
@@ -340,8 +311,8 @@ class PrefixCache:
             text = f"first {first}, n {n}: slot {slot} has {info.tokens} tokens, {self.block_tokens} to a block"
             raise InvalidArgument(errno.EINVAL, text)
 
-    def _share(self, slot: int, first: int, hashes: list[Hash]) -> list[Hash]:
-        """Share blocks of the slot. Returns those that are new."""
+    def _share(self, slot: int, first: int, hashes: list[Hash]) -> int:
+        """Share blocks of the slot. Returns how many are new."""
         raw = ffi.new("struct vmem_kv_run[]", len(hashes))
         before = [self._runs.get(hash, (0, 0))[0] for hash in hashes]
         for i, run in enumerate(raw):
@@ -351,7 +322,7 @@ class PrefixCache:
         if rc == -errno.EINVAL:
             self._check_rows(slot, first, len(hashes))
         _check(rc)
-        new = []
+        new = 0
         for i, (run, old, hash) in enumerate(zip(raw, before, hashes)):
             if run.id == old:
                 continue
@@ -361,15 +332,10 @@ class PrefixCache:
             if run.id:
                 self._runs[hash] = int(run.id), first + i
                 self._hash_of[int(run.id)] = hash
-                new.append(hash)
+                new += 1
         return new
 
     # ---- eviction --------------------------------------------------------------------------------------------
-
-    def _evict_next(self, blocks: int) -> None:
-        if blocks > 0:
-            _check(lib.vmem_kv_drop(self.cache._use(), ffi.NULL, blocks, 2**64 - 1, lib.VMEM_KV_NEXT, ffi.NULL))
-            self._forget_evicted()
 
     def _drop(self, hashes: list[Hash]) -> None:
         runs, n = self._known(hashes)
@@ -389,16 +355,13 @@ class PrefixCache:
         with self._lock:
             self._drop(found)
 
-    def evict(self, pages: SupportsIndex, hashes: Iterable[Hash] | None = None) -> int:
-        """Evict blocks until enough pages are freed.
+    def evict(self, pages: SupportsIndex) -> int:
+        """Evict blocks that no request uses, the least recently used first, until enough pages are freed.
 
         Parameters
         ----------
         pages : int
             How many are enough.
-        hashes : iterable of bytes or int, optional
-            Only these blocks, in this order; unknown blocks, blocks of running requests and blocks to be kept are
-            skipped. By default, the least recently used first.
 
         Returns
         -------
@@ -406,12 +369,8 @@ class PrefixCache:
             Pages freed.
         """
         freed, most = ffi.new("uint64_t *"), min(uint("pages", pages), 2**64 - 2)
-        if hashes is None:
-            runs, n, how = ffi.NULL, 2**64 - 1, lib.VMEM_KV_NEXT
-        else:
-            (runs, n), how = self._known(self._checked(hashes)), lib.VMEM_KV_UNUSED
         with self._lock:
-            _check(lib.vmem_kv_drop(self.cache._use(), runs, n, most, how, freed))
+            _check(lib.vmem_kv_drop(self.cache._use(), ffi.NULL, 2**64 - 1, most, lib.VMEM_KV_NEXT, freed))
             self._forget_evicted()
         return int(freed[0])
 
@@ -433,7 +392,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Evict every block, also those to be kept."""
         with self._lock:
-            self._evict_next(2**64 - 1)
+            self.evict(2**64 - 1)
             self._gone += self._runs if self._events else []
             self._drop(list(self._runs))
 

@@ -37,19 +37,20 @@ class Engine(RuleBasedStateMachine):
         shape=st.sampled_from(sorted(SHAPES)), pages=st.integers(12, 80), flights=st.integers(1, 3),
         tile=st.sampled_from([1, 1, 16]), overlap=st.booleans(), defer=st.booleans(), lazy=st.booleans(),
         zero=st.booleans(), idle=st.sampled_from([0.002, float("inf")]), hashed=st.sampled_from([16, 32, 50]),
-        most=st.sampled_from([0, 0, 150]),
+        watermark=st.sampled_from([0.0, 0.0, 0.1, 0.3]),
     )  # fmt: skip
-    def make(self, shape, pages, flights, tile, overlap, defer, lazy, zero, idle, hashed, most):
+    def make(self, shape, pages, flights, tile, overlap, defer, lazy, zero, idle, hashed, watermark):
         self.specs, self.flights = SHAPES[shape], flights
         self.context = pyvmem.Context("host")
         self.budget = pages << 16
         self.cache = KVCache(
             self.specs, SLOTS, TOKENS, self.budget, context=self.context, tile_rows=tile,
             spare=Spare(overlap=overlap, defer=defer), lazy=lazy, zero=zero, idle_seconds=idle, steps_in_flight=flights,
-            check=True, name=None, page_size=1 << 16,
+            check=True, name=None, page_size=1 << 16, watermark=watermark,
         )  # fmt: skip
+        self.watermark = watermark
         self.runs = BlockRuns(self.cache, BLOCK) if shape == "k and v" else None
-        self.hashes = PrefixCache(self.cache, hashed, most, events=True)
+        self.hashes = PrefixCache(self.cache, hashed, events=True)
         self.known = {}  # hash -> numbers up to the end of its block, of what was ever added
         self.sequences = []  # numbers of requests whose blocks were added
         self.rows = {}  # slot -> numbers of its rows
@@ -206,13 +207,6 @@ class Engine(RuleBasedStateMachine):
         if wanted and (fit or self.cache.step(self.lengths(wanted), dry=True)):
             assert self.cache.step(self.lengths(wanted)), "it was said to fit"
             self.stepped(wanted)
-
-    watermark = 0
-
-    @rule(percent=st.sampled_from([0, 0, 10, 30]))
-    def set_watermark(self, percent):
-        self.watermark = percent
-        self.cache.set_watermark(percent / 100)
 
     @rule(data=NUMBERS)
     @when(lambda self: self.active)

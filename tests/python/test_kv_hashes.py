@@ -194,7 +194,7 @@ def test_the_least_recently_used_blocks_go_first(cache):
 
 
 def test_blocks_that_are_kept_are_no_free_memory(cache):
-    blocks = PrefixCache(cache, 32, max_tokens=640, events=True)
+    blocks = PrefixCache(cache, 32, events=True)
     tokens = list(range(320))
     hashes = block_hashes(tokens, 32)
     slot, _ = serve(blocks, tokens)
@@ -215,22 +215,6 @@ def test_blocks_that_are_kept_are_no_free_memory(cache):
     assert cache.stats().free_pages == cache.stats().evictable_pages == 12
 
 
-def test_an_engine_evicts_given_blocks_in_its_own_order(cache):
-    blocks = PrefixCache(cache, 32, events=True)
-    first, second, running = ([1000 * i + j for j in range(320)] for i in range(3))
-    for prompt in (first, second):
-        cache.free(serve(blocks, prompt)[0])
-    serve(blocks, running)
-    blocks.order(block_hashes(second, 32)[:8], keep=True)
-    order = [h for prompt in (running, second, first) for h in block_hashes(prompt, 32)[::-1]]
-    assert blocks.evict(5, [b"\0" * 16, *order]) == 6
-    assert blocks.evicted() == [*block_hashes(second, 32)[:7:-1], block_hashes(first, 32)[-1]]
-    assert blocks.evict(1, []) == 0 and blocks.evict(0, order) == 0
-    assert [known(blocks, p) for p in (first, second, running)] == [288, 256, 320]
-    blocks.clear()
-    assert len(blocks) == 0 and cache.stats().held_pages == 20
-
-
 def test_blocks_in_use_may_be_dropped(cache):
     blocks = PrefixCache(cache, 16)
     tokens = list(range(100))
@@ -245,17 +229,6 @@ def test_blocks_in_use_may_be_dropped(cache):
     assert blocks.add(other, block_hashes(tokens, 16)) == 6
     cache.free(other)
     assert serve(blocks, tokens)[1] == 96
-
-
-def test_a_cap_in_tokens(cache):
-    blocks = PrefixCache(cache, 16, max_tokens=100, events=True)  # six blocks
-    slot, _ = serve(blocks, list(range(200)))
-    assert len(blocks) == 6  # all are of a running request: no more come
-    cache.free(slot)
-    slot, _ = serve(blocks, list(range(500, 570)))
-    assert len(blocks) == 6 and known(blocks, list(range(200))) == 32 and known(blocks, list(range(500, 570))) == 64
-    assert blocks.evicted() == block_hashes(list(range(200)), 16)[5:1:-1]
-    cache.free(slot)
 
 
 def test_the_same_hash_at_another_place(cache):
@@ -388,8 +361,6 @@ def test_wrong_arguments_are_named(cache):
     for value in (0, 1001, -1, 1 << 32):
         with pytest.raises(ValueError, match="tokens"):
             PrefixCache(cache, value)
-    with pytest.raises(ValueError, match="max_tokens 15 is less than a block, 16"):
-        PrefixCache(cache, 16, 15)
     with pytest.raises(TypeError, match="events"):
         PrefixCache(cache, 16, events="yes")
     with pytest.raises(ValueError, match=r"requests\[0\] has hashes"):

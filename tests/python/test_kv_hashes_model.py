@@ -21,13 +21,12 @@ class Engine(RuleBasedStateMachine):
     @initialize(
         specs=st.sampled_from([ALIKE, MIXED]), block=st.sampled_from([8, 16, 32, 50]), pages=st.integers(30, 90),
         tile=st.sampled_from([1, 24]), steps=st.sampled_from([1, 2]), overlap=st.booleans(), defer=st.booleans(),
-        cap=st.sampled_from([0, 400]),
     )  # fmt: skip
-    def begin(self, specs, block, pages, tile, steps, overlap, defer, cap):
+    def begin(self, specs, block, pages, tile, steps, overlap, defer):
         self.cache = make(specs, 4, 300, pages * len(specs) // 2, tile_rows=tile, steps_in_flight=steps,
                           overlap=overlap, defer=defer)  # fmt: skip
-        self.blocks = PrefixCache(self.cache, block, cap, events=True)
-        self.cap, self.overlap = cap, overlap
+        self.blocks = PrefixCache(self.cache, block, events=True)
+        self.overlap = overlap
         self.rows: dict[int, list[int]] = {}
         self.known: set[bytes] = set()
         self.kept: set[bytes] = set()
@@ -140,16 +139,10 @@ class Engine(RuleBasedStateMachine):
             found.update(chain[: self.blocks.peek(chain) // self.blocks.block_tokens])
         self.kept = before | (found.intersection(hashes) if keep else set())
 
-    @rule(data=NUMBERS, pages=st.integers(0, 20))
-    @when(lambda self: self.known)
-    def evict_these(self, data, pages):
-        hashes = self.some(data, 6)
-        self.evict(pages, hashes)
-
     @rule(pages=st.integers(0, 20))
-    def evict(self, pages, hashes=None):
+    def evict(self, pages):
         free = self.cache.stats().free_pages
-        freed = self.blocks.evict(pages, hashes)
+        freed = self.blocks.evict(pages)
         assert self.cache.stats().free_pages == free
         assert freed == 0 or pages > 0
 
@@ -190,9 +183,8 @@ class Engine(RuleBasedStateMachine):
             assert not self.kept & set(self.blocks.evicted())
 
     @invariant()
-    def the_cap_holds(self):
+    def the_thread_has_no_errors(self):
         if hasattr(self, "blocks"):
-            assert not self.cap or len(self.blocks) * self.blocks.block_tokens <= self.cap
             assert self.cache.stats().worker_errors == 0
 
 
