@@ -16,6 +16,9 @@ that it has gone; ``alternate``, two models with a long prefix take turns, then 
 for models whose popularity falls by Zipf's law, with the lengths of a trace; ``bursts``, only by name, each model in
 turn gets many requests at once: compare ``--way vmem`` in a pool for one burst with ``--way static`` and room for all.
 
+``--engines vllm,sglang`` has models of vLLM and of SGLang in turn, in the ways ``static`` and ``vmem``. None of them
+sleeps then, and ``vmem`` is one pool for their KV caches. ``--size`` is weights and KV caches, as always.
+
 SPDX-License-Identifier: MIT
 """
 
@@ -36,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.models_servers import WAYS, Answer, Failed, Server, Way
+from benchmarks.models_servers import ENGINES, WAYS, Answer, Failed, Server, Way
 from benchmarks.vllm_engine import model_name
 from pyvmem.bench import argtypes
 from pyvmem.bench.traces import read_trace, synthetic_trace
@@ -108,8 +111,8 @@ class Run:
             finally:
                 self.way.leave()
             made.first, made.end = (t and t + waited for t in (made.first, made.end))
-        self.note(part, model=server.name, prompt=len(prompt), output=n, first=made.first, end=made.end,
-                  cached=made.cached, error=made.error, before=before, **told)  # fmt: skip
+        self.note(part, model=server.name, engine=server.engine, prompt=len(prompt), output=n, first=made.first,
+                  end=made.end, cached=made.cached, error=made.error, before=before, **told)  # fmt: skip
         return made
 
     def taken(self, server: Server) -> int:
@@ -265,17 +268,20 @@ class Run:
     async def bursts(self) -> None:
         """Each model in turn gets many new prompts at once, so that the memory of a burst moves to the next model."""
         args, rng = self.args, np.random.default_rng(self.args.seed)
-        answers: list[Answer] = []
+        answers: list[tuple[str, Answer]] = []
         for turn in range(1 + args.turns):  # the first one warms up
             for server in self.way.servers:
                 if not self.late:
                     prompts = rng.integers(10, 900, (args.burst, args.burst_prompt)).tolist()
                     made = await asyncio.gather(*(self.request("bursts", server, p, 32, turn=turn) for p in prompts))
-                    answers += made if turn else []
-        good = [a for a in answers if not a.error]
-        self.sum_up("bursts", requests=len(answers), failed=len(answers) - len(good),
-                    **percentiles("first token, s", [a.first for a in good if a.first]),
-                    **percentiles("whole request, s", [a.end for a in good if a.end]))  # fmt: skip
+                    answers += [(server.engine, answer) for answer in made if turn]
+        good = [(engine, a) for engine, a in answers if not a.error]
+        told: dict[str, float] = {}
+        for engine in dict.fromkeys(args.engines):
+            of = f"{engine}, " if len(set(args.engines)) > 1 else ""
+            told |= percentiles(f"{of}first token, s", [a.first for e, a in good if e == engine and a.first])
+            told |= percentiles(f"{of}whole request, s", [a.end for e, a in good if e == engine and a.end])
+        self.sum_up("bursts", requests=len(answers), failed=len(answers) - len(good), **told)
 
     # ---- all of it -------------------------------------------------------------------------------------------
 
@@ -313,6 +319,15 @@ class Run:
         return 0
 
 
+def engines(text: str) -> list[str]:
+    """A type of argument: names of engines, with commas."""
+    names = text.split(",")
+    for name in names:
+        if name not in ENGINES:
+            raise argparse.ArgumentTypeError(f"{name!r} must be {' or '.join(ENGINES)}")
+    return names
+
+
 def report(files: list[str]) -> str:
     """A table of what the parts of several runs found, a column for each way."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -341,7 +356,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
                         help=f"repeat for more ({', '.join(PARTS)})")  # fmt: skip
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: tiny models, to try it")
     parser.add_argument("--gpu", type=argtypes.whole(0), default=0, metavar="INDEX")
-    parser.add_argument("--models", type=whole, default=5, metavar="N")
+    parser.add_argument("--models", type=whole, metavar="N", help="(5, or one for each of --engines)")
+    parser.add_argument("--engines", type=engines, default=["vllm"], metavar="NAME,..",
+                        help="vllm or sglang of each model, in turn (vllm)")  # fmt: skip
+    parser.add_argument("--sglang-env", type=argtypes.input_file, metavar="FILE", help="a script that bash sources "
+                        "for SGLang's servers; their python3 has SGLang and pyvmem (this Python)")  # fmt: skip
     parser.add_argument("--model", type=model_name, metavar="SHAPE[:LAYERS]", help="a Llama's (llama-3-8b; cpu: mini)")
     parser.add_argument("--size", type=argtypes.size, help="memory for weights and KV caches (what the GPU has, less "
                         "1.5 GiB for each model, and 2 GiB)")  # fmt: skip
@@ -350,6 +369,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
     parser.add_argument("--at-once", type=whole, default=2, metavar="N", help="servers that start at a time (2)")
     parser.add_argument("--option", action="append", default=[], metavar="TEXT", help="further argument of vllm serve")
+    parser.add_argument("--sglang-option", action="append", default=[], metavar="TEXT", help="and of SGLang's server")
     parser.add_argument("--seconds", type=argtypes.positive, default=240, metavar="N", help="for all parts (240)")
     parser.add_argument("--turns", type=whole, default=2, metavar="N", help="of wake, alternate and bursts (2)")
     parser.add_argument("--prefix", type=whole, metavar="N", help="tokens of alternate's prefixes (50000; cpu: 2000)")
@@ -370,7 +390,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.report and not args.way:
         parser.error("--way or --report is needed")
+    if args.way and "sglang" in args.engines and args.way not in ("vmem", "static"):
+        parser.error(f"--engines sglang needs --way vmem or static, not {args.way}")
     cpu = args.device == "cpu"
+    args.models = args.models or (5 if len(args.engines) == 1 else len(args.engines))
     args.model = args.model or ("mini" if cpu else "llama-3-8b")
     args.max_model_len = args.max_model_len or (4096 if cpu else 65536)
     args.prefix = args.prefix or (2000 if cpu else 50000)

@@ -1,4 +1,4 @@
-"""The servers of the benchmark ``models``: `vllm serve` for each model, in one of several ways to share a GPU.
+"""The servers of the benchmark ``models``: vLLM's or SGLang's for each model, in one of several ways to share a GPU.
 
 SPDX-License-Identifier: MIT
 """
@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.vllm_engine import SHAPES, write_config
 
 START = 300  # seconds in which a server must answer
+SGLANG_PAGE = 64  # tokens
 GIB = 1 << 30
 
 
@@ -59,20 +60,55 @@ class Answer:
 
 
 class Server:
-    """`vllm serve` of one model, in a session of its own."""
+    """The server of one model, in a session of its own: `vllm serve`."""
 
-    def __init__(self, name: str, folder: Path, command: list[str], variables: dict[str, str], log: Path) -> None:
+    engine, path = "vllm", "/v1/completions"
+
+    def __init__(self, name: str, folder: Path, way: Way) -> None:
+        args = way.args
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.name, self.url, self.log, self.begin = name, f"http://127.0.0.1:{self.port}", log, time.monotonic()
+        self.name, self.url, self.begin = name, f"http://127.0.0.1:{self.port}", time.monotonic()
+        self.log = Path(args.logs, f"{args.way}-{name}.log")
         self.reference: list[int] = []  # the tokens that it made before it slept
-        with open(log, "ab") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1",
-                 "--port", str(self.port), "--served-model-name", name, *command],
-                env={**os.environ, **variables}, stdout=file, stderr=file, start_new_session=True,
-                preexec_fn=ends_with_parent)  # fmt: skip
+        program, options, flags, variables = self.how(way)
+        options |= dict(host="127.0.0.1", port=self.port, served_model_name=name, load_format="dummy")
+        given = [text for key, value in options.items() for text in ("--" + key.replace("_", "-"), str(value))]
+        command = [*program, str(folder), *given, *flags]
+        variables = dict(HF_HUB_OFFLINE="1", DO_NOT_TRACK="1", **variables, **way.variables)
+        if args.device == "cpu":
+            variables["OMP_NUM_THREADS"] = "1"
+        else:
+            variables["CUDA_VISIBLE_DEVICES"] = str(args.gpu)
+        with open(self.log, "ab") as file:
+            self.process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=file, stderr=file,
+                                            start_new_session=True, preexec_fn=ends_with_parent)  # fmt: skip
+
+    def how(self, way: Way) -> tuple[list[str], dict[str, Any], list[str], dict[str, str]]:
+        """The program, options with values, further arguments, and variables."""
+        args, longest = way.args, way.args.max_model_len
+        options = dict(max_model_len=longest, max_num_batched_tokens=min(8192, longest), max_num_seqs=64, seed=0,
+                       kv_cache_memory_bytes=way.kv_memory, gpu_memory_utilization=0.02)  # fmt: skip
+        flags = ["--skip-tokenizer-init", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
+                 *(["--enforce-eager"] if args.eager else []), *way.command(), *args.option]  # fmt: skip
+        variables = dict(VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0")
+        if args.device == "cpu":
+            options["dtype"] = "float32"
+            variables |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind", VMEM_VLLM_PAGE_SIZE="64K")
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"], options, flags, variables
+
+    def body(self, prompt: list[int], n: int) -> dict[str, Any]:
+        """The request for n tokens, streamed."""
+        return dict(model=self.name, prompt=prompt, max_tokens=n, temperature=0, ignore_eos=True, stream=True,
+                    return_token_ids=True, stream_options=dict(include_usage=True))  # fmt: skip
+
+    def read(self, told: dict[str, Any], made: Answer) -> None:
+        """Take what a part of the stream tells."""
+        for choice in told.get("choices", ()):
+            made.tokens += choice.get("token_ids") or []
+        if told.get("usage"):
+            made.cached = (told["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     async def wait(self, session: Any) -> float:
         """Until it answers: the seconds since its start. Raises `Failed`."""
@@ -97,17 +133,18 @@ class Server:
 
     async def ask(self, session: Any, prompt: list[int], n: int) -> Answer:
         """Stream a completion of n tokens."""
-        body = dict(model=self.name, prompt=prompt, max_tokens=n, temperature=0, ignore_eos=True, stream=True,
-                    return_token_ids=True, stream_options=dict(include_usage=True))  # fmt: skip
         begin, made = time.monotonic(), Answer()
         try:
-            async with session.post(f"{self.url}/v1/completions", json=body) as answer:
+            async with session.post(f"{self.url}{self.path}", json=self.body(prompt, n)) as answer:
                 if answer.status != 200:
                     made.error = f"status {answer.status}: {(await answer.text())[:200]}"
                     return made
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
-                        self._read(json.loads(line[6:]), made, time.monotonic() - begin)
+                        told, now = json.loads(line[6:]), time.monotonic() - begin
+                        made.error = made.error or str(told.get("error", ""))[:200]
+                        self.read(told, made)
+                        made.first = made.first or (now if made.tokens else None)
                     elif line.startswith(b"data: [DONE]"):
                         made.end = time.monotonic() - begin
         except Exception as error:
@@ -116,21 +153,43 @@ class Server:
             made.error = f"the stream ended after {len(made.tokens)} of {n} tokens"
         return made
 
-    @staticmethod
-    def _read(told: dict[str, Any], made: Answer, now: float) -> None:
-        if "error" in told:
-            made.error = str(told["error"])[:200]
-        for choice in told.get("choices", ()):
-            if choice.get("token_ids"):
-                made.first = made.first or now
-                made.tokens += choice["token_ids"]
-        if told.get("usage"):
-            made.cached = (told["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+class SGLangServer(Server):
+    """`sglang.launch_server` of one model, in the environment that --sglang-env makes."""
+
+    engine, path = "sglang", "/generate"
+
+    def how(self, way: Way) -> tuple[list[str], dict[str, Any], list[str], dict[str, str]]:
+        args, longest = way.args, way.args.max_model_len
+        tokens = way.kv_memory // way.token_bytes // SGLANG_PAGE * SGLANG_PAGE
+        options = dict(context_length=longest, chunked_prefill_size=min(8192, longest), max_running_requests=64,
+                       max_total_tokens=tokens, mem_fraction_static=0.9, page_size=SGLANG_PAGE,
+                       random_seed=0)  # fmt: skip
+        if args.device == "cpu":
+            options |= dict(device="cpu", dtype="float32", attention_backend="torch_native",
+                            sampling_backend="pytorch")  # fmt: skip
+        graphs = ["--disable-cuda-graph"] if args.eager or args.device == "cpu" else []
+        program = [sys.executable, "-m", "sglang.launch_server", "--model-path"]
+        if args.sglang_env:
+            program = ["bash", "-c", '. "$0" && exec python3 "$@"', args.sglang_env, *program[1:]]
+        variables = dict(SGLANG_USE_CPU_ENGINE="1") if args.device == "cpu" else {}
+        return program, options, ["--skip-tokenizer-init", *graphs, *args.sglang_option], variables
+
+    def body(self, prompt: list[int], n: int) -> dict[str, Any]:
+        return dict(input_ids=prompt, stream=True,
+                    sampling_params=dict(max_new_tokens=n, temperature=0, ignore_eos=True))  # fmt: skip
+
+    def read(self, told: dict[str, Any], made: Answer) -> None:
+        made.tokens = told.get("output_ids") or made.tokens  # all so far
+        made.cached = (told.get("meta_info") or {}).get("cached_tokens") or 0
+
+
+ENGINES: dict[str, type[Server]] = {server.engine: server for server in (Server, SGLangServer)}
 
 
 class Way:
@@ -169,20 +228,7 @@ class Way:
         config = json.loads((folder / "config.json").read_text())
         config["rope_theta"] = float(config.get("rope_theta", 10000.0)) + 1000 * index  # so that their tokens differ
         (folder / "config.json").write_text(json.dumps(config))
-        options = dict(max_model_len=self.args.max_model_len, max_num_batched_tokens=min(8192, self.args.max_model_len),
-                       kv_cache_memory_bytes=self.kv_memory, gpu_memory_utilization=0.02, load_format="dummy",
-                       max_num_seqs=64, seed=0)  # fmt: skip
-        command = [text for name, value in options.items() for text in ("--" + name.replace("_", "-"), str(value))]
-        command += ["--skip-tokenizer-init", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
-                    *(["--enforce-eager"] if self.args.eager else []), *self.command(), *self.args.option]  # fmt: skip
-        variables = dict(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", DO_NOT_TRACK="1",
-                         VLLM_USE_FLASHINFER_SAMPLER="0", **self.variables)  # fmt: skip
-        if self.args.device == "cpu":
-            command += ["--dtype", "float32"]
-            variables |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", VMEM_VLLM_PAGE_SIZE="64K")
-        else:
-            variables["CUDA_VISIBLE_DEVICES"] = str(self.args.gpu)
-        return Server(f"m{index}", folder, command, variables, Path(self.args.logs, f"{self.args.way}-m{index}.log"))
+        return ENGINES[self.args.engines[index % len(self.args.engines)]](f"m{index}", folder, self)
 
     async def start(self, session: Any, note: Callable[..., None]) -> None:
         """Start all servers, `at_once` at a time, and note what is seen of each. Raises `Failed`."""
@@ -337,22 +383,28 @@ class VMem(Way):
     """One pool for weights and KV caches; each server lets its model sleep and wake."""
 
     about = "one pool for weights and KV caches; a model sleeps when another one needs its memory"
-    sleeps = True
 
     def __init__(self, args: Any, folder: Path) -> None:
         super().__init__(args, folder)
-        self.variables = dict(
-            VMEM_VLLM="1", VMEM_VLLM_POOL=f"models{os.getpid()}", VMEM_VLLM_POOL_SIZE=str(args.size),
-            VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep", VMEM_VLLM_SLICE=str(args.slice),
-            VMEM_VLLM_IDLE=str(args.idle), VMEM_VLLM_QUEUE=str(args.timeout))  # fmt: skip
+        self.sleeps = "sglang" not in args.engines  # its weights are in no pool
+        self._pool = args.size if self.sleeps else args.size - args.models * self.weights
+        if not self.sleeps:
+            self.about = "one pool for KV caches; the weights are outside"
+        for switch in ("VMEM_VLLM", "VMEM_SGLANG"):
+            pool = {"": "1", "_POOL": f"models{os.getpid()}", "_POOL_SIZE": str(self._pool)}
+            self.variables = {**self.variables, **{switch + name: value for name, value in pool.items()}}
+        if self.sleeps:
+            self.variables |= dict(
+                VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep", VMEM_VLLM_SLICE=str(args.slice),
+                VMEM_VLLM_IDLE=str(args.idle), VMEM_VLLM_QUEUE=str(args.timeout))  # fmt: skip
         self._pages: dict[str, Any] = {}
 
     @property
     def kv_memory(self) -> int:
-        return int(self.args.size - self.weights)
+        return int(self._pool - (self.weights if self.sleeps else 0))
 
     def command(self) -> list[str]:
-        return ["--middleware", "pyvmem.vllm.http.Serve"]
+        return ["--middleware", "pyvmem.vllm.http.Serve"] if self.sleeps else []
 
     async def sleep(self, session: Any, server: Server) -> float:
         return await server.post(session, "/vmem/sleep")
@@ -368,6 +420,8 @@ class VMem(Way):
     def state(self, server: Server) -> dict[str, Any]:
         from pyvmem.engine import control
 
+        if not self.sleeps:
+            return super().state(server)
         if server.name not in self._pages:
             self._pages.update((engine.model, page) for engine, page in control.engines())
         page = self._pages[server.name]
