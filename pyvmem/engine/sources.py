@@ -1,6 +1,7 @@
 """Recognises releases of an engine by its source files, without importing them.
 
-1. **Signatures** of the functions that a plugin hooks, extends or calls. Any difference refuses the release.
+1. **Signatures** of the functions that a plugin hooks, extends or calls, and **names** that it reads of the engine's
+   classes. Any difference refuses the release.
 2. **Fingerprints** of the bodies that it relies on. An unknown one is reported, and refused if the settings are strict.
 
 SPDX-License-Identifier: MIT
@@ -11,7 +12,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,65 +72,113 @@ def fingerprint(node: Any) -> str:
     return hashlib.sha256(_shape(node).encode()).hexdigest()[:16] if node is not None else "absent"
 
 
-def installed(package: str, engine: str, switch: str) -> Path:
-    """The folder of the package that this process would import. Raises `Refused`."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise Refused(f"{switch}=1: {engine} is not installed")
-    return Path(next(iter(spec.submodule_search_locations)))
+def names_of(kind: Any) -> set[str]:
+    """The attributes that a class defines: in its body, and of `self` in its functions."""
+    names = {getattr(node, "name", "") for node in getattr(kind, "body", ())}
+    for node in ast.walk(kind) if kind is not None else ():
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    for node in getattr(kind, "body", ()):
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        names.update(target.id for target in targets if isinstance(target, ast.Name))
+    return names
 
 
-def other_signatures(source: Source, signatures: Iterable[Sequence[str]]) -> Iterator[str]:
-    """What differs from (file, function, parameters without annotations; releases may differ)."""
-    for file, path, *wanted in signatures:
-        node = source.find(file, path)
-        if node is None or not hasattr(node, "args"):
-            yield f"{path} is not in {file}"
-        elif (found := parameters(node.args)) not in wanted:
-            yield f"{path} takes ({found}), not ({wanted[-1]})"
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
-def fingerprints(folder: Path, bodies: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """{function: fingerprint} of (file, function), of the engine in a folder."""
-    source = Source(folder)
-    return {path: fingerprint(source.find(file, path)) for file, path in bodies}
+def _number(folder: Path) -> tuple[int, ...]:
+    """The release in a folder, such as (0, 33, 0); a later one than all if it does not say."""
+    try:
+        found = re.search(r"^__version__ = .*?'([0-9.]+)", (folder / "_version.py").read_text(), re.M)
+    except OSError:
+        found = None
+    return _parts(found[1]) if found else (sys.maxsize,)
 
 
-def unknown(found: Mapping[str, str], known: Mapping[str, Collection[str]]) -> list[str]:
-    """Functions whose fingerprints are of no release that a plugin was checked with."""
-    return [path for path, value in found.items() if value not in known.get(path, ())]
+@dataclass(frozen=True)
+class Needs:
+    """What a plugin relies on in the releases of an engine. Files are below the folder of the engine's package.
 
-
-def verdict(engine: str, switch: str, differences: Iterable[str], changed: Collection[str], strict: bool) -> str | None:
-    """A line to log about a release, or None. Raises `Refused` for one on which a plugin cannot work.
-
-    engine : its name and release. changed: what `unknown` says.
+    Attributes
+    ----------
+    engine, package : str
+        The engine's name, and that of its package.
+    switch : str
+        With which the settings begin.
+    signatures : iterable of (file, function, parameters, ..)
+        Parameters without annotations; releases may differ.
+    names : {class: (file, names)}
+        Attributes that the class defines. Behind a blank, the key may tell the class from another one of its name.
+        NAME>=0.30: releases before that do not have it; NAME<0.31: those since do not.
+    bodies : {(file, function or class): fingerprints}
+        Of the releases that the plugin was checked with.
     """
-    for difference in differences:
-        page = f"docs/{engine.partition(' ')[0].lower()}.md"
-        raise Refused(f"{switch}=1: vMem does not know {engine}: {difference}; {page} names the releases that it runs "
-                      f"on (or unset {switch})")  # fmt: skip
-    if not changed:
-        return None
-    what = f"vMem was not checked with {engine}, where these have changed: {', '.join(changed)}"
-    if strict:
-        raise Refused(f"{switch}_STRICT=1: {what}")
-    return f"{what}. It goes on, since all signatures are as it needs ({switch}_STRICT=1 refuses)"
 
+    engine: str
+    package: str
+    switch: str
+    signatures: Iterable[Sequence[str]]
+    names: Mapping[str, tuple[str, str]]
+    bodies: Mapping[tuple[str, str], Sequence[str]]
 
-def main(
-    folders: Iterable[str],
-    differences: Callable[[Path], Iterable[str]],
-    bodies: Iterable[tuple[str, str]],
-    known: Mapping[str, Collection[str]],
-) -> int:
-    """Print what is said of the release in each folder, and its fingerprints; returns how many differ."""
-    wrong = 0
-    for name in folders:
-        found = fingerprints(Path(name), bodies)
-        differ = [*differences(Path(name)), *(f"new: {one}" for one in unknown(found, known))]
-        print(name, "; ".join(differ) or "fits")
-        for path, value in found.items():
-            print(f"    {path} {value}")
-        wrong += bool(differ)
-    return wrong
+    def installed(self) -> Path:
+        """The folder of the package that this process would import. Raises `Refused`."""
+        spec = importlib.util.find_spec(self.package)
+        if spec is None or not spec.submodule_search_locations:
+            raise Refused(f"{self.switch}=1: {self.engine} is not installed")
+        return Path(next(iter(spec.submodule_search_locations)))
+
+    def differences(self, folder: Path) -> Iterator[str]:
+        """Signatures and names of the engine in a folder that are not as the plugin needs them."""
+        source, number = Source(folder), _number(folder)
+        for file, path, *wanted in self.signatures:
+            node = source.find(file, path)
+            if node is None or not hasattr(node, "args"):
+                yield f"{path} is not in {file}"
+            elif (found := parameters(node.args)) not in wanted:
+                yield f"{path} takes ({found}), not ({wanted[-1]})"
+        for kind, (file, names) in self.names.items():
+            there = names_of(source.find(file, kind.partition(" ")[0]))
+            for name, sign, since in re.findall(r"(\w+)(>=|<)?([0-9.]*)", names):
+                if name not in there and (not sign or (number >= _parts(since)) == (sign == ">=")):
+                    yield f"{kind} in {file} has no {name}"
+
+    def fingerprints(self, folder: Path) -> dict[tuple[str, str], str]:
+        """The fingerprints of the bodies, of the engine in a folder."""
+        source = Source(folder)
+        return {body: fingerprint(source.find(*body)) for body in self.bodies}
+
+    def unknown(self, found: Mapping[tuple[str, str], str]) -> list[str]:
+        """Functions whose fingerprints are of no release that the plugin was checked with."""
+        return [body[1] for body, value in found.items() if value not in self.bodies[body]]
+
+    def release(self, version: str, strict: bool) -> str | None:
+        """Check the installed engine. Returns a line to log, or None. Raises `Refused`: the plugin cannot work on it.
+
+        version : what the engine says of itself. strict: whether bodies must be known.
+        """
+        folder, engine, switch = self.installed(), f"{self.engine} {version}", self.switch
+        for difference in self.differences(folder):
+            raise Refused(f"{switch}=1: vMem does not know {engine}: {difference}; docs/{self.package}.md names the "
+                          f"releases that it runs on (or unset {switch})")  # fmt: skip
+        changed = self.unknown(self.fingerprints(folder))
+        if not changed:
+            return None
+        what = f"vMem was not checked with {engine}, where these have changed: {', '.join(changed)}"
+        if strict:
+            raise Refused(f"{switch}_STRICT=1: {what}")
+        return f"{what}. It goes on, since all signatures are as it needs ({switch}_STRICT=1 refuses)"
+
+    def main(self, folders: Iterable[str]) -> int:
+        """Print what is said of the release in each folder, and its fingerprints; returns how many differ."""
+        wrong = 0
+        for name in folders:
+            found = self.fingerprints(Path(name))
+            differ = [*self.differences(Path(name)), *(f"new: {one}" for one in self.unknown(found))]
+            print(name, "; ".join(differ) or "fits")
+            for (_, path), value in found.items():
+                print(f"    {path} {value}")
+            wrong += bool(differ)
+        return wrong

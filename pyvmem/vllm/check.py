@@ -10,11 +10,8 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-import ast
-import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from pyvmem.engine import sources
@@ -70,32 +67,11 @@ SIGNATURES = (
     (_UTILS, "FreeKVCacheBlockQueue.get_all_free_blocks", "self"),
 )
 
-# Fields that vMem does not know may carry blocks: SchedulerOutput's must all be known, by name.
-BODIES = (
-    ("v1/worker/utils.py", "allocate_kv_cache"),
-    ("v1/worker/gpu/attn_utils.py", "init_kv_cache"),
-    ("v1/worker/gpu_model_runner.py", "GPUModelRunner.initialize_kv_cache_tensors"),
-    (_INTERFACE, "create_kv_cache_views"),
-    (_OUTPUT, "SchedulerOutput"),
-    (_POOL, "BlockPool.get_new_blocks"),
-    (_POOL, "BlockPool.free_blocks"),
-    (_POOL, "BlockPool.touch"),
-    (_POOL, "BlockPool.evict_blocks"),
-    (_POOL, "BlockPool.reset_prefix_cache"),
-    (_UTILS, "FreeKVCacheBlockQueue"),
-    ("v1/worker/utils.py", "KVBlockZeroer"),
-    ("v1/worker/gpu/block_table.py", "BlockTables.get_dummy_block_tables"),
-    (_OFFLOADING, "OffloadingConnectorScheduler.build_connector_meta"),
-    (_OFFLOADING, "OffloadingConnectorScheduler.request_finished"),
-    (_OFFLOADING, "OffloadingConnectorScheduler._update_req_states"),
-)
-
 _CONNECTORS = "distributed/kv_transfer/kv_connector/v1/"
 _CORE, _CONFIG = "v1/core/", "config/"
 
-# What the plugin reads of vLLM's classes: {class, perhaps with what tells it from another: (file, names)}. A release
-# without one of them is refused, also where the plugin reads it with a default: otherwise, a feature or a setting that
-# is refused would vanish without a word. NAME>=0.30: the releases before do not have it; NAME<0.31: those since do not.
+# What the plugin reads of vLLM's classes. A release without one of these names is refused, also where the plugin reads
+# it with a default: otherwise, a feature or a setting that is refused would vanish without a word.
 NAMES = {
     "Scheduler": (_CORE + "sched/scheduler.py", "add_request connector finish_requests finished_req_ids "
                   "kv_cache_config kv_cache_manager "
@@ -161,74 +137,29 @@ NAMES = {
     "AttentionSelectorConfig": ("v1/attention/selector.py", "head_size"),
 }  # fmt: skip
 
-# {function: fingerprints} of the bodies that vMem relies on, in the releases 0.30.0, 0.31.0, 0.32.0, 0.33.0.
-KNOWN: dict[str, tuple[str, ...]] = {
-    "allocate_kv_cache": ("a8d78466837b65bc", "3de4f8c655e7633f"),
-    "init_kv_cache": ("437af52748fdb03d", "f9cbb5de964d6969"),
-    "GPUModelRunner.initialize_kv_cache_tensors": ("e4ab5fd51df2896a", "9b5bb43fd76ded15"),
-    "create_kv_cache_views": ("b75f829e3f560fb3",),
-    "SchedulerOutput": ("67306401c1602734", "50a6609d307fa220", "ed8d6b9006956398", "bf97b16c93564cdf"),
-    "BlockPool.get_new_blocks": ("97c798cdba867c44",),
-    "BlockPool.free_blocks": ("b88b78a0eabbf2ba", "6d87133b1995685c"),
-    "BlockPool.touch": ("d40848179309a5cc", "f3ff989445d1969a"),
-    "BlockPool.evict_blocks": ("3f8d7a3d62bb98bd",),
-    "BlockPool.reset_prefix_cache": ("bc0cf1689fa2a801",),
-    "FreeKVCacheBlockQueue": ("71012622eeb26846", "37d424ec8c163358"),
-    "KVBlockZeroer": ("65be0f4cff8cf23e", "98335838cffda01f"),
-    "BlockTables.get_dummy_block_tables": ("de87ed5b5677c52a", "e40296e2394e8763"),
-    "OffloadingConnectorScheduler.build_connector_meta": ("562f90165057f9b8", "29425cd1c014f5dd"),
-    "OffloadingConnectorScheduler.request_finished": ("e976b044e49cc15c", "e1d216a519d3616c"),
-    "OffloadingConnectorScheduler._update_req_states": ("74edd42810dba020", "a2314f5a8c1465dd"),
-}
+# {(file, function or class): fingerprints} of the bodies that vMem relies on, in 0.30.0, 0.31.0, 0.32.0 and 0.33.0.
+# Fields that vMem does not know may carry blocks: SchedulerOutput's must all be known, by name.
+BODIES = {
+    ("v1/worker/utils.py", "allocate_kv_cache"): ("a8d78466837b65bc", "3de4f8c655e7633f"),
+    ("v1/worker/gpu/attn_utils.py", "init_kv_cache"): ("437af52748fdb03d", "f9cbb5de964d6969"),
+    ("v1/worker/gpu_model_runner.py", "GPUModelRunner.initialize_kv_cache_tensors"):
+        ("e4ab5fd51df2896a", "9b5bb43fd76ded15"),
+    (_INTERFACE, "create_kv_cache_views"): ("b75f829e3f560fb3",),
+    (_OUTPUT, "SchedulerOutput"): ("67306401c1602734", "50a6609d307fa220", "ed8d6b9006956398", "bf97b16c93564cdf"),
+    (_POOL, "BlockPool.get_new_blocks"): ("97c798cdba867c44",),
+    (_POOL, "BlockPool.free_blocks"): ("b88b78a0eabbf2ba", "6d87133b1995685c"),
+    (_POOL, "BlockPool.touch"): ("d40848179309a5cc", "f3ff989445d1969a"),
+    (_POOL, "BlockPool.evict_blocks"): ("3f8d7a3d62bb98bd",),
+    (_POOL, "BlockPool.reset_prefix_cache"): ("bc0cf1689fa2a801",),
+    (_UTILS, "FreeKVCacheBlockQueue"): ("71012622eeb26846", "37d424ec8c163358"),
+    ("v1/worker/utils.py", "KVBlockZeroer"): ("65be0f4cff8cf23e", "98335838cffda01f"),
+    ("v1/worker/gpu/block_table.py", "BlockTables.get_dummy_block_tables"): ("de87ed5b5677c52a", "e40296e2394e8763"),
+    (_OFFLOADING, "OffloadingConnectorScheduler.build_connector_meta"): ("562f90165057f9b8", "29425cd1c014f5dd"),
+    (_OFFLOADING, "OffloadingConnectorScheduler.request_finished"): ("e976b044e49cc15c", "e1d216a519d3616c"),
+    (_OFFLOADING, "OffloadingConnectorScheduler._update_req_states"): ("74edd42810dba020", "a2314f5a8c1465dd"),
+}  # fmt: skip
 
-
-def differences(folder: Path) -> Iterator[str]:
-    """Signatures and names of the vLLM in `folder` that are not as vMem needs them."""
-    source = sources.Source(folder)
-    yield from sources.other_signatures(source, SIGNATURES)
-    number = _number(folder)
-    for kind, (file, names) in NAMES.items():
-        there = _names_of(source.find(file, kind.partition(" ")[0]))
-        for name, sign, since in re.findall(r"(\w+)(>=|<)?([0-9.]*)", names):
-            if name not in there and (not sign or (number >= _parts(since)) == (sign == ">=")):
-                yield f"{kind} in {file} has no {name}"
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
-
-
-def _number(folder: Path) -> tuple[int, ...]:
-    """The release in a folder, (0, 33); a later one than all if it does not say."""
-    try:
-        found = re.search(r"^__version__ = .*?'([0-9.]+)", (folder / "_version.py").read_text(), re.M)
-    except OSError:
-        found = None
-    return _parts(found[1]) if found else (sys.maxsize,)
-
-
-def _names_of(kind: Any) -> set[str]:
-    """The attributes that a class defines: in its body, and of `self` in its functions."""
-    names = {getattr(node, "name", "") for node in getattr(kind, "body", ())}
-    for node in ast.walk(kind) if kind is not None else ():
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            names.add(node.attr)
-    for node in getattr(kind, "body", ()):
-        targets = getattr(node, "targets", [getattr(node, "target", None)])
-        names.update(target.id for target in targets if isinstance(target, ast.Name))
-    return names
-
-
-def installed() -> Path:
-    """The folder of the vLLM that this process would import."""
-    return sources.installed("vllm", "vLLM", SWITCH)
-
-
-def release(version: str, strict: bool) -> str | None:
-    """Check the installed vLLM. Returns a line to log, or None; raises `Refused`."""
-    folder = installed()
-    changed = sources.unknown(sources.fingerprints(folder, BODIES), KNOWN)
-    return sources.verdict(f"vLLM {version}", SWITCH, differences(folder), changed, strict)
+NEEDS = sources.Needs("vLLM", "vllm", SWITCH, SIGNATURES, NAMES, BODIES)
 
 
 def _misbehaviour(pool: Any) -> Iterator[str]:
@@ -270,4 +201,4 @@ def behaviour() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(sources.main(sys.argv[1:], differences, BODIES, KNOWN))
+    sys.exit(NEEDS.main(sys.argv[1:]))

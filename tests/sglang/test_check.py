@@ -1,10 +1,12 @@
 """The check of a release: what differs is named, and what was never seen is reported."""
 
+import re
 import shutil
 from types import SimpleNamespace
 
 import pytest
 
+from pyvmem.engine import sources
 from pyvmem.engine.refuse import Refused
 from pyvmem.sglang import check, settings
 
@@ -12,11 +14,11 @@ from pyvmem.sglang import check, settings
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """A copy of the installed SGLang's files that vMem relies on."""
-    own = check.installed()
-    for file in {name for name, *_ in (*check.SIGNATURES, *check.FIELDS, *check.BODIES)}:
+    own = check.NEEDS.installed()
+    for file in {name for name, *_ in (*check.SIGNATURES, *check.NAMES.values(), *check.BODIES)}:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(own / file, tmp_path / file)
-    monkeypatch.setattr(check, "installed", lambda: tmp_path)
+    monkeypatch.setattr(sources.Needs, "installed", lambda self: tmp_path)
     return tmp_path
 
 
@@ -30,7 +32,8 @@ def test_the_installed_release_fits(copy):
         (check._SCHEDULER, "def flush_cache(self,", "def flush_cache(self, now,",
          "Scheduler.flush_cache takes .self, now, empty_cache=True., not"),
         (check._SWA, "def alloc(self, need_size", "def take(self, need_size", "alloc is not in"),
-        (check._CHECKER, "max_total_num_tokens: int\n", "tokens: int\n", "has no field max_total_num_tokens"),
+        (check._CHECKER, "max_total_num_tokens: int\n", "tokens: int\n",
+         "SchedulerInvariantChecker .* has no max_total_num_tokens"),
     ],
 )  # fmt: skip
 def test_a_difference_is_refused_by_name(copy, file, old, new, says):
@@ -39,6 +42,15 @@ def test_a_difference_is_refused_by_name(copy, file, old, new, says):
     (copy / file).write_text(text.replace(old, new))
     with pytest.raises(Refused, match=f"^VMEM_SGLANG=1: vMem does not know SGLang 9.9: .*{says}"):
         check.release("9.9", strict=False)
+
+
+@pytest.mark.parametrize("kind", check.NAMES)
+def test_a_name_that_is_gone_is_refused(copy, kind):
+    file, names = check.NAMES[kind]
+    text = (copy / file).read_text()
+    for name in names.split():
+        (copy / file).write_text(re.sub(rf"\b{name}\b", "renamed", text))
+        assert any(re.search(rf"\b{name}\b", said) for said in check.NEEDS.differences(copy)), name
 
 
 def test_a_release_that_is_too_old_is_refused_with_the_reason(copy):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import pyvmem.vllm
+from pyvmem.engine import sources
 from pyvmem.engine.refuse import Refused
 from pyvmem.vllm import check
 from pyvmem.vllm.check import NAMES
@@ -19,8 +20,8 @@ def copy(tmp_path, monkeypatch):
     files = {f for f, *_ in (*check.SIGNATURES, *NAMES.values(), *check.BODIES)}
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(check.installed() / file, tmp_path / file)
-    monkeypatch.setattr(check, "installed", lambda: tmp_path)
+        shutil.copy(check.NEEDS.installed() / file, tmp_path / file)
+    monkeypatch.setattr(sources.Needs, "installed", lambda self: tmp_path)
 
     def change(file, old, new):
         text = (tmp_path / file).read_text()
@@ -31,7 +32,7 @@ def copy(tmp_path, monkeypatch):
 
 
 def test_this_release_fits(copy):
-    assert check.release("0.0", strict=True) is None
+    assert check.NEEDS.release("0.0", strict=True) is None
 
 
 def test_the_pool_behaves(copy):
@@ -53,7 +54,7 @@ def test_the_pool_behaves(copy):
 def test_a_difference_is_refused_by_name(copy, file, old, new, says):
     copy(file, old, new)
     with pytest.raises(Refused, match=says):
-        check.release("9.9", strict=False)
+        check.NEEDS.release("9.9", strict=False)
 
 
 def listed(kind):
@@ -64,15 +65,16 @@ def listed(kind):
 def test_a_name_that_is_gone_is_refused(copy, kind):
     """Every name of a class, also those that the plugin reads with a default."""
     file, names = NAMES[kind]
-    text = (check.installed() / file).read_text()
+    folder = check.NEEDS.installed()
+    text = (folder / file).read_text()
     for name in listed(kind):
-        if name not in check._names_of(check.sources.Source(check.installed()).find(file, kind.partition(" ")[0])):
+        if name not in sources.names_of(sources.Source(folder).find(file, kind.partition(" ")[0])):
             assert re.search(rf"{name}[><]", names)  # of other releases
             continue
-        (check.installed() / file).write_text(re.sub(rf"\b{name}\b", "renamed", text))
-        assert any(f" {name}" in said or f".{name} " in said for said in check.differences(check.installed())), name
-    (check.installed() / file).write_text(text)
-    assert not list(check.differences(check.installed()))
+        (folder / file).write_text(re.sub(rf"\b{name}\b", "renamed", text))
+        assert any(f" {name}" in said or f".{name} " in said for said in check.NEEDS.differences(folder)), name
+    (folder / file).write_text(text)
+    assert not list(check.NEEDS.differences(folder))
 
 
 # What the plugin's sources call an object of vLLM's. Where two classes have one name, either may have the attribute.
@@ -178,15 +180,15 @@ def test_the_list_of_names_is_what_the_sources_read():
 def test_a_changed_body_is_reported_and_refused_if_strict(copy):
     copy("v1/core/block_pool.py", "ret: list[KVCacheBlock] = self.free_block_queue.popleft_n(num_blocks)",
          "ret = list(self.free_block_queue.popleft_n(num_blocks))")  # fmt: skip
-    assert "BlockPool.get_new_blocks" in check.release("9.9", strict=False)
+    assert "BlockPool.get_new_blocks" in check.NEEDS.release("9.9", strict=False)
     with pytest.raises(Refused, match="STRICT"):
-        check.release("9.9", strict=True)
+        check.NEEDS.release("9.9", strict=True)
 
 
 def test_comments_and_docstrings_change_nothing(copy):
     copy("v1/core/block_pool.py", '"""Get new blocks from the free block pool.', '"""Something else.')
     copy("v1/core/block_pool.py", "    def get_new_blocks", "    # a comment\n    def get_new_blocks")
-    assert check.release("9.9", strict=True) is None
+    assert check.NEEDS.release("9.9", strict=True) is None
 
 
 class Lifo:
