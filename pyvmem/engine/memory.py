@@ -1,14 +1,18 @@
 """The KV memory of one worker: a virtual tensor in numbered blocks, the pages behind them, and its part in a pool.
 
+A block has parts at several places, such as one in each layer (`BlockRange`). Blocks whose parts are not whole pages
+share pages.
+
 SPDX-License-Identifier: MIT
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +20,67 @@ import torch
 
 from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
-from pyvmem.engine import control, geometry, pools, refuse
+from pyvmem.engine import control, pools
 from pyvmem.engine.control import Page
-from pyvmem.engine.settings import Settings
+from pyvmem.engine.settings import Refused, Settings, cannot
 from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.kv.pool import KVPool
 from pyvmem.tensor import VirtualTensor
 
 logger = logging.getLogger("pyvmem.engine")
 
+PAGE = 2 << 20  # bytes of a page, if nothing else is set
 POLL = 0.02  # seconds between two attempts to get memory from a pool
 START = 60.0  # seconds in which an engine that starts gets the memory of block 0 from the other members of a pool
 ASK = 0.06  # seconds in which an engine that runs requests asks others for memory, before it gives for once
 
 
+def in_one_piece(ranges: Sequence[BlockRange]) -> bool:
+    """Whether a block of all layers is one piece of memory, and the next block the next piece."""
+    first = min(r.offset for r in ranges)
+    end = max(r.offset + (r.layers - 1) * r.layer_stride + r.bytes for r in ranges)
+    return len({r.stride for r in ranges}) == 1 and end - first <= ranges[0].stride
+
+
+def page_size(ranges: Sequence[BlockRange], sizes: Collection[int]) -> int:
+    """The page size for blocks, of those that the backend has.
+
+    For blocks in one piece it is at most 2 MiB: the device finds the memory of few, large pages faster, and a request's
+    blocks are mostly neighbours, which share pages. Where the layers are apart, a page of one layer would be shared by
+    many blocks, so it is the largest of which every part of a block is a whole number; else the smallest.
+    """
+    if in_one_piece(ranges):
+        return max((size for size in sizes if size <= PAGE), default=min(sizes))
+    parts = math.gcd(*(n for r in ranges for n in (r.offset, r.bytes, r.stride, r.layer_stride)))
+    return max((size for size in sizes if parts % size == 0), default=min(sizes))
+
+
+def bytes_under(blocks: Collection[int], ranges: Sequence[BlockRange], page: int) -> int:
+    """Bytes of the pages under some blocks."""
+    parts = (
+        (r.offset + layer * r.layer_stride + block * r.stride, r.bytes)
+        for r in ranges for layer in range(r.layers) for block in blocks
+    )  # fmt: skip
+    return page * len({i for at, size in parts for i in range(at // page, -(-(at + size) // page))})
+
+
+def _check_backend(name: str, device: str) -> None:
+    """Raise `Refused` if the backend's memory is not that of the engine's device. name: "" for the best that works."""
+    if name == "host" and device != "cpu":
+        raise Refused("VMEM_BACKEND=host has memory of the CPU only; unset it, or choose uvm, stock or cuda")
+    if name not in ("", "host") and device == "cpu":
+        raise Refused(f"VMEM_BACKEND={name}: the engine runs on the CPU here, whose memory is that of host; unset it")
+
+
 def context_on(device: torch.device, chosen: Settings) -> Context:
-    """A context for the KV memory of a worker. Raises `refuse.Refused` for a backend or page size that cannot be."""
-    refuse.backend(os.environ.get("VMEM_BACKEND", ""), device.type)
+    """A context for the KV memory of a worker. Raises `Refused` for a backend or page size that cannot be."""
+    _check_backend(os.environ.get("VMEM_BACKEND", ""), device.type)
     context = Context(device=device.index or 0) if device.type == "cuda" else Context("host")
-    refuse.backend(context.backend, device.type)
-    refuse.page_size(chosen.switch, chosen.page_size, context.backend, context.page_sizes)
+    _check_backend(context.backend, device.type)
+    name, size, sizes = f"{chosen.switch}_PAGE_SIZE", chosen.page_size, sorted(context.page_sizes)
+    if size and size not in sizes:
+        has = ", ".join(map(str, sizes))
+        raise Refused(f"{name}={size}: pages of backend {context.backend} have {has} bytes (or unset {name})")
     return context
 
 
@@ -53,8 +98,7 @@ class BlockMemory:
 
     def __init__(self, page: Page, rank: int, chosen: Settings) -> None:
         if rank >= control.RANKS:
-            raise refuse.Refused(f"{chosen.switch}=1: worker {rank} is out of range: an engine may have "
-                                 f"{control.RANKS} workers (or unset {chosen.switch})")  # fmt: skip
+            raise cannot(chosen.switch, f"worker {rank} is out of range: an engine may have {control.RANKS} workers")
         self._page, self._rank, self._chosen = page, rank, chosen
         self._tensor: VirtualTensor | None = None
         self._ranges: list[BlockRange] = []
@@ -72,15 +116,18 @@ class BlockMemory:
         return self._shared
 
     def pool(self, device: torch.device) -> KVPool:
-        """The pool that the settings name. Raises `refuse.Refused`."""
+        """The pool that the settings name. Raises `Refused`."""
         if self._pool is None:
-            asked, switch = self._chosen, self._chosen.switch
             try:
-                self._pool = pools.open_pool(asked, self.context(device))
+                self._pool = pools.open_pool(self._chosen, self.context(device))
             except (OSError, ValueError, MemoryError) as error:
-                size = f"{switch}_POOL_SIZE {f'is {asked.pool_size}' if asked.pool_size else 'is not set'}"
-                raise refuse.Refused(f"{switch}_POOL={asked.pool}: {error}; {size} (or unset {switch}_POOL)") from error
+                raise self._without_pool(error) from error
         return self._pool
+
+    def _without_pool(self, error: Exception) -> Refused:
+        asked, switch = self._chosen, self._chosen.switch
+        size = f"{switch}_POOL_SIZE {f'is {asked.pool_size}' if asked.pool_size else 'is not set'}"
+        return Refused(f"{switch}_POOL={asked.pool}: {error}; {size} (or unset {switch}_POOL)")
 
     @property
     def _board(self) -> Any:
@@ -106,7 +153,8 @@ class BlockMemory:
         self._join(self._tensor.tensor.device)
         self._back_null()
         page[control.NULL + rank] = alone = self._blocks.stats().held
-        page[control.SPAN + rank] = geometry.span(self._ranges, self._tensor.page_size, block)
+        # Bytes of the blocks that share a page, or a page of each layer.
+        page[control.SPAN + rank] = self._tensor.page_size * block // min(r.stride for r in self._ranges)
         page[control.OWN_BLOCK + rank] = block
         return alone
 
@@ -120,19 +168,18 @@ class BlockMemory:
             self._pool_size, self._share = self._pool.budget, (asked.minimum, asked.maximum)
             self._page[control.POOL_BYTES + self._rank] = self._pool_size
             if asked.minimum > self._pool_size:
-                raise refuse.Refused(f"{switch}_MIN={asked.minimum} is over the {self._pool_size} bytes of "
-                                     f"{switch}_POOL={asked.pool}")  # fmt: skip
+                raise Refused(f"{switch}_MIN={asked.minimum} is over the {self._pool_size} bytes of "
+                              f"{switch}_POOL={asked.pool}")  # fmt: skip
             self._page[control.POOL_OF + self._rank] = pools.number_of(Path(str(self._pool.path)).stem)
             name = f"{pools.ENGINE}{os.getpid()}"
             self._blocks.join(self._pool, name=name, min=asked.minimum, max=asked.maximum)
-        except refuse.Refused:
+        except Refused:
             raise
         except OutOfMemory as error:  # of the pool
-            raise refuse.Refused(f"{switch}_MIN={asked.minimum} does not fit {switch}_POOL={asked.pool}: {error}; "
-                                 "lower it, or the minimum of another member") from error  # fmt: skip
+            raise Refused(f"{switch}_MIN={asked.minimum} does not fit {switch}_POOL={asked.pool}: {error}; "
+                          "lower it, or the minimum of another member") from error  # fmt: skip
         except (OSError, ValueError, MemoryError, VmemError) as error:
-            size = f"{switch}_POOL_SIZE {f'is {asked.pool_size}' if asked.pool_size else 'is not set'}"
-            raise refuse.Refused(f"{switch}_POOL={asked.pool}: {error}; {size} (or unset {switch}_POOL)") from error
+            raise self._without_pool(error) from error
 
     def _back_null(self) -> None:
         """Back block 0."""
@@ -142,12 +189,12 @@ class BlockMemory:
             if self._pool is None:
                 raise
             size, chosen = self._bytes_under([0]), self._chosen
-            raise refuse.Refused(f"{chosen.switch}_POOL={chosen.pool}: the other members did not give {size} bytes "
-                                 f"within {START:.0f} s: {error}") from error  # fmt: skip
+            raise Refused(f"{chosen.switch}_POOL={chosen.pool}: the other members did not give {size} bytes "
+                          f"within {START:.0f} s: {error}") from error  # fmt: skip
 
     def _bytes_under(self, ids: Sequence[int]) -> int:
         assert self._tensor is not None
-        return geometry.bytes_under(ids, self._ranges, self._tensor.page_size)
+        return bytes_under(ids, self._ranges, self._tensor.page_size)
 
     def _back(self, ids: Sequence[int], seconds: float) -> None:
         """Back blocks. In a pool, the other members may have to give their bytes first, and have them in use now."""

@@ -18,6 +18,15 @@ MOST = 10**15 - 1
 MOST_BYTES = 1 << 60
 
 
+class Refused(ValueError):
+    """The engine cannot run on vMem with this configuration. The message says which setting, and what to do."""
+
+
+def cannot(switch: str, reason: str) -> Refused:
+    """A `Refused` for an engine that runs on vMem because of its switch. reason: what is wrong, and what to do."""
+    return Refused(f"{switch}=1: {reason} (or unset {switch})")
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings in the environment. switch: the name with which they begin."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyvmem.engine.refuse import Refused
+from pyvmem.engine.settings import Refused
 
 
 class Source:

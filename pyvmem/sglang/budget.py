@@ -220,7 +220,10 @@ class PageBudget(BlockBudget):
     def promised(self) -> int:
         """Pages that a prompt in chunks still takes. SGLang began it when there was room, and does not look again."""
         request = getattr(self._scheduler, "chunked_req", None)
-        return 0 if request is None else self._pages(max(self._known(request) - request.prefix_len, 0)) + 1
+        if request is None:
+            return 0
+        done = request.prefix_len if hasattr(request, "prefix_len") else len(request.prefix_indices)  # until 0.5.21
+        return self._pages(max(self._known(request) - done, 0)) + 1
 
     def _decodes(self) -> int:
         """Pages that the running requests may take in the next step."""

@@ -11,7 +11,7 @@ import re
 import sys
 
 from pyvmem.engine import sources
-from pyvmem.engine.refuse import Refused
+from pyvmem.engine.settings import cannot
 from pyvmem.sglang import hooks
 from pyvmem.sglang.settings import SWITCH
 
@@ -33,7 +33,7 @@ SIGNATURES = (
 _SUMS = "full_tokens_per_layer max_total_num_tokens swa_tokens_per_layer"
 _CACHE, _BATCH = "srt/mem_cache/base_prefix_cache.py", "srt/managers/schedule_batch.py"
 
-# {class: (file, names)} of what vMem reads of SGLang's classes
+# What vMem reads of SGLang's classes.
 NAMES = {
     "SchedulerInvariantChecker": (_CHECKER, _SUMS),
     "SchedulerPoolStatsObserver": (_STATS, _SUMS),
@@ -41,13 +41,14 @@ NAMES = {
                   "kv_shard_widening last_batch max_prefill_tokens max_req_len pool_stats_observer running_batch "
                   "server_args sliding_window_size token_to_kv_pool_allocator tree_cache waiting_queue"),
     "ScheduleBatch": (_BATCH, "batch_is_full forward_mode reqs token_to_kv_pool_allocator"),
-    "Req": (_BATCH, "origin_input_ids output_ids prefix_len sampling_params"),
+    "Req": (_BATCH, "origin_input_ids output_ids prefix_indices<0.5.22 prefix_len>=0.5.22 sampling_params"),
     "SamplingParams": ("srt/sampling/sampling_params.py", "max_new_tokens"),
     "PrefillBudget": (_PREFILL, "check_prefill current_offset remaining_current total_offset"),
     "BaseTokenToKVPoolAllocator": (_BASE, "available_size free_pages get_all_free_pages get_kvcache "
                                    "merge_and_sort_free page_size"),
     "SWATokenToKVPoolAllocator": (_SWA, "full_attn_allocator swa_attn_allocator"),
-    "BasePrefixCache": (_CACHE, "evict evictable_size full_evictable_size supports_prefix_sharing swa_evictable_size"),
+    "BasePrefixCache": (_CACHE, "evict evictable_size full_evictable_size is_chunk_cache<0.5.22 "
+                        "supports_prefix_sharing>=0.5.22 swa_evictable_size"),
     "EvictParams": (_CACHE, "num_tokens swa_num_tokens"),
     "KVCache": (_POOL, "device layer_num page_size size store_dtype"),
     "MHATokenToKVPool": (_POOL, "head_dim head_num k_buffer v_buffer v_head_dim"),
@@ -78,9 +79,9 @@ NEEDS = sources.Needs("SGLang", "sglang", SWITCH, SIGNATURES, NAMES, BODIES)
 def release(version: str, strict: bool) -> str | None:
     """Check the installed SGLang. Returns a line to log, or None; raises `Refused`."""
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
-        raise Refused(f"VMEM_SGLANG=1: SGLang {version} is older than {'.'.join(map(str, OLDEST))}, the first whose "
-                      "scheduler asks an object (PrefillBudget) whether a request may begin, and vMem answers for it; "
-                      "update SGLang (or unset VMEM_SGLANG)")  # fmt: skip
+        raise cannot(SWITCH, f"SGLang {version} is older than {'.'.join(map(str, OLDEST))}, the first whose scheduler "
+                             "asks an object (PrefillBudget) whether a request may begin, and vMem answers for it; "
+                             "update SGLang")  # fmt: skip
     return NEEDS.release(version, strict)
 
 

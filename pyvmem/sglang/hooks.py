@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from pyvmem.engine import control, http, refuse
+from pyvmem.engine import control, http
+from pyvmem.engine.settings import Refused
 from pyvmem.sglang import memory, settings
 
 
@@ -28,7 +29,7 @@ def create_buffers(original: Any, pool: Any) -> None:
     """A pool makes its KV buffers."""
     try:
         memory.here().make(pool, original)
-    except (refuse.Refused, ValueError) as error:
+    except ValueError as error:
         _end(error)
 
 
@@ -52,7 +53,7 @@ def started(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
     try:
         scheduler._vmem = SchedulerMemory(scheduler)
-    except (refuse.Refused, ValueError) as error:
+    except ValueError as error:
         _end(error)
 
 
@@ -142,7 +143,7 @@ def check_arguments(result: Any, server_args: Any, *args: Any, **kwargs: Any) ->
     """SGLang has checked its arguments."""
     try:
         settings.check_arguments(server_args)
-    except refuse.Refused as error:
+    except Refused as error:
         _end(error)
 
 

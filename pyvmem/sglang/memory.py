@@ -20,9 +20,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pyvmem.blocks import BlockRange, Blocks
-from pyvmem.engine import control, geometry, refuse
+from pyvmem.engine import control
 from pyvmem.engine.control import Page
-from pyvmem.engine.memory import BlockMemory, context_on
+from pyvmem.engine.memory import PAGE, BlockMemory, context_on, page_size
+from pyvmem.engine.settings import Refused, cannot
 from pyvmem.sglang import settings
 from pyvmem.sglang.ranks import Ranks
 from pyvmem.tensor import VirtualTensor
@@ -63,8 +64,8 @@ def _part(pool: Any, buffer: torch.Tensor) -> int:
         return int(row * pool.page_size)
     if rows == pool.size // pool.page_size + 1:
         return int(row)
-    raise refuse.Refused(f"VMEM_SGLANG=1: a KV buffer has {rows} rows for {pool.size} tokens in pages of "
-                         f"{pool.page_size}, which vMem does not know (or unset VMEM_SGLANG)")  # fmt: skip
+    raise cannot(settings.SWITCH, f"a KV buffer has {rows} rows for {pool.size} tokens in pages of {pool.page_size}, "
+                                  "which vMem does not know")  # fmt: skip
 
 
 class KVMemory(BlockMemory):
@@ -123,7 +124,7 @@ class KVMemory(BlockMemory):
             make(pool)
         on_meta = _buffers(pool)
         whole = math.gcd(*(_part(pool, b) for b in on_meta), *(b.storage_offset() * b.itemsize for b in on_meta))
-        fitting = (size for size in context.page_sizes if whole % size == 0 and size <= geometry.PAGE)
+        fitting = (size for size in context.page_sizes if whole % size == 0 and size <= PAGE)
         page = self._chosen.page_size or max(fitting, default=min(context.page_sizes))
         size = sum(-(-n // page) * page for n in zeros.sizes)
         self._tensor = VirtualTensor((size,), torch.int8, self._device, page_size=page, zero=True, context=context)
@@ -131,8 +132,7 @@ class KVMemory(BlockMemory):
             make(pool)
         parts = [(b.data_ptr() - self._tensor.addr, _part(pool, b)) for b in _buffers(pool)]
         if any(at < 0 or at + n * self.number > size for at, n in parts):
-            raise refuse.Refused(f"VMEM_SGLANG=1: {type(pool).__name__} made its KV buffers where vMem cannot see it "
-                                 "(or unset VMEM_SGLANG)")  # fmt: skip
+            raise cannot(settings.SWITCH, f"{type(pool).__name__} made its KV buffers where vMem cannot see it")
         self._ranges = [BlockRange(at, n, n) for at, n in parts]
 
     def _by_tokens(self, pool: Any, context: Any) -> None:
@@ -142,7 +142,7 @@ class KVMemory(BlockMemory):
         size = rows * row * pool.store_dtype.itemsize
         unit = pool.page_size * row * pool.store_dtype.itemsize
         self._ranges = [BlockRange(0, unit, unit)]
-        page = self._chosen.page_size or geometry.page_size(self._ranges, context.page_sizes)
+        page = self._chosen.page_size or page_size(self._ranges, context.page_sizes)
         self._tensor = VirtualTensor((size,), torch.int8, self._device, page_size=page, zero=True, context=context)
         flat = self._tensor.tensor.view(pool.store_dtype).view(rows, layers, heads * (k + v))
         pool.k_buffer = [flat[:, i, : heads * k].unflatten(1, (heads, k)) for i in range(layers)]
@@ -165,7 +165,7 @@ class KVMemory(BlockMemory):
 
     @property
     def span(self) -> int:
-        """Bytes of blocks that share a page, as `geometry.span` has it."""
+        """Bytes of blocks that share a page, or a page of each layer."""
         return self._page[control.SPAN + self._rank]
 
     @property
@@ -205,17 +205,17 @@ class Memories:
         self.name: str = self.ranks.tell(uuid.uuid4().hex[:12])
         self.page = control.open_page(self.name, _data_parallel_rank())
         if self.ranks.size > 1 and not self.page.shared:
-            raise refuse.Refused("VMEM_SGLANG=1: the ranks of tensor parallelism need a folder that they share, and "
-                                 "none is writable: set XDG_RUNTIME_DIR (or unset VMEM_SGLANG)")  # fmt: skip
+            raise cannot(settings.SWITCH, "the ranks of tensor parallelism need a folder that they share, and none is "
+                                          "writable: set XDG_RUNTIME_DIR")  # fmt: skip
         self.all: list[KVMemory] = []
         self.scheduler: Any = None  # `pyvmem.sglang.scheduler.SchedulerMemory`, once there is one
 
     def make(self, pool: Any, make: Callable[[Any], None]) -> None:
         """Put the buffers of a pool on vMem."""
         if self.all and settings.read().pool:
-            raise refuse.Refused(f"VMEM_SGLANG_POOL={settings.read().pool}: this model has several KV pools (windows "
-                                 "or a draft model), and one of them can be in a pool of vMem's so far; unset "
-                                 "VMEM_SGLANG_POOL")  # fmt: skip
+            raise Refused(f"VMEM_SGLANG_POOL={settings.read().pool}: this model has several KV pools (windows or a "
+                          "draft model), and one of them can be in a pool of vMem's so far; unset "
+                          "VMEM_SGLANG_POOL")  # fmt: skip
         column = len(self.all) * self.ranks.size
         pool._vmem = memory = KVMemory(self.page, column, self.ranks, pool, make)
         self.all.append(memory)

@@ -9,7 +9,8 @@ import logging
 import time
 from typing import Any, NamedTuple
 
-from pyvmem.engine import control, pool_policy, pools, refuse
+from pyvmem.engine import control, pool_policy, pools
+from pyvmem.engine.settings import Refused, cannot
 from pyvmem.sglang import memory, settings
 from pyvmem.sglang.budget import News, PageBudget, shares
 
@@ -95,8 +96,7 @@ class SchedulerMemory:
                 (allocator.swa_attn_allocator, pool.swa_kv_pool),
             ]
         if len(kinds) != len(here.all) or not all(hasattr(pool, "_vmem") for _, pool in kinds):
-            raise refuse.Refused(f"VMEM_SGLANG=1: vMem does not know KV pools of kind {type(pool).__name__} "
-                                 "(or unset VMEM_SGLANG)")  # fmt: skip
+            raise cannot(settings.SWITCH, f"vMem does not know KV pools of kind {type(pool).__name__}")
         if len(kinds) == 1:
             return [PageBudget(scheduler, allocator, pool._vmem, self.page, self.ranks)]
         made = [PageBudget(scheduler, part, own._vmem, control.private_page(), self.ranks, window=i > 0, alone=False)
@@ -113,9 +113,8 @@ class SchedulerMemory:
         pool = self.page[control.POOL_BYTES]
         needs += sum(self.page[control.NULL + i] for i in range(len(self.budgets)))
         if chosen.pool and 0 < pool < needs:
-            raise refuse.Refused(f"VMEM_SGLANG_POOL={chosen.pool}: a request of the greatest length needs {needs} "
-                                 f"bytes, and the pool has {pool}; lower --context-length, or raise "
-                                 "VMEM_SGLANG_POOL_SIZE")  # fmt: skip
+            raise Refused(f"VMEM_SGLANG_POOL={chosen.pool}: a request of the greatest length needs {needs} bytes, and "
+                          f"the pool has {pool}; lower --context-length, or raise VMEM_SGLANG_POOL_SIZE")  # fmt: skip
 
     # ---- SGLang's steps --------------------------------------------------------------------------------------
 
@@ -215,7 +214,11 @@ class SchedulerMemory:
         promised = max(k.promised for k in self.budgets) * self.budgets[0].tokens
         chunk = self._scheduler.chunked_prefill_size or 0
         budget.current_offset += max(promised - chunk, 0)
-        if not tree_cache.supports_prefix_sharing():
+        if hasattr(tree_cache, "supports_prefix_sharing"):
+            caches = tree_cache.supports_prefix_sharing()
+        else:  # until 0.5.21
+            caches = not tree_cache.is_chunk_cache()
+        if not caches:
             budget.current_offset -= more  # SGLang reserves answers here, too
         if self._seen.closed:
             budget.total_offset += NEVER

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pyvmem.engine import settings
-from pyvmem.engine.refuse import Refused
-from pyvmem.engine.settings import Settings
+from pyvmem.engine.settings import Settings, cannot
 
 SWITCH = "VMEM_SGLANG"
 LAYOUTS = ("layers", "tokens")
@@ -65,14 +64,13 @@ def _reasons(args: Any) -> Iterator[str]:
 def check_arguments(args: Any) -> None:
     """Raise `Refused` with the first reason why SGLang's ServerArgs cannot work."""
     for reason in _reasons(args):
-        raise Refused(f"VMEM_SGLANG=1: {reason} (or unset VMEM_SGLANG)")
+        raise cannot(SWITCH, reason)
 
 
 def check_scheduler(scheduler: Any) -> None:
     """Raise `Refused` if a scheduler is of a kind that vMem does not know."""
     if getattr(scheduler, "is_hybrid_ssm", False):
-        raise Refused("VMEM_SGLANG=1: models with states beside attention (Mamba, linear attention) have not been "
-                      "tried with vMem: SGLang's CPU engine runs none (or unset VMEM_SGLANG)")  # fmt: skip
+        raise cannot(SWITCH, "models with states beside attention (Mamba, linear attention) have not been tried with "
+                             "vMem: SGLang's CPU engine runs none")  # fmt: skip
     if getattr(scheduler, "kv_shard_widening", 1) > 1:
-        raise Refused("VMEM_SGLANG=1: KV sharding deals a request's pages out to several GPUs "
-                      "(or unset VMEM_SGLANG)")  # fmt: skip
+        raise cannot(SWITCH, "KV sharding deals a request's pages out to several GPUs")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pyvmem.engine import sources
-from pyvmem.engine.refuse import Refused
+from pyvmem.engine.settings import cannot
 from pyvmem.vllm.plugin import SWITCH
 
 _WORKER, _SCHEDULER = "v1/worker/gpu_worker.py", "v1/core/sched/scheduler.py"
@@ -197,7 +197,7 @@ def behaviour() -> None:
     from vllm.v1.core.block_pool import BlockPool
 
     for wrong in _misbehaviour(BlockPool(8, True, 16)):
-        raise Refused(f"VMEM_VLLM=1: vLLM's block pool is not as vMem needs it: {wrong} (or unset VMEM_VLLM)")
+        raise cannot(SWITCH, f"vLLM's block pool is not as vMem needs it: {wrong}")
 
 
 if __name__ == "__main__":

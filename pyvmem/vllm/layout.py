@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pyvmem.blocks import BlockRange
-from pyvmem.engine.geometry import in_one_piece
+from pyvmem.engine.memory import in_one_piece
 from pyvmem.vllm import plugin
 
 UNEVEN, PADDING = 80 << 10, 512  # see `spread`

@@ -17,7 +17,7 @@ import vllm
 from vllm.platforms import builtin_platform_plugins, interface
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from pyvmem.engine.refuse import Refused
+from pyvmem.engine.settings import Refused
 from pyvmem.vllm import check, http, mixins, plugin
 
 logger = logging.getLogger("vllm.vmem")

@@ -16,8 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from pyvmem.engine import settings as engine_settings
-from pyvmem.engine.refuse import Refused
-from pyvmem.engine.settings import Settings, warn_if_forgotten
+from pyvmem.engine.settings import Settings, cannot, warn_if_forgotten
 
 GROUP = "vllm.platform_plugins"
 SWITCH = "VMEM_VLLM"
@@ -66,7 +65,7 @@ def _reasons(c: Any) -> Iterator[str]:
 def check_config(vllm_config: Any) -> None:
     """Raise `Refused` with the first reason why vLLM's own settings cannot work on vMem."""
     for reason in _reasons(vllm_config):
-        raise Refused(f"VMEM_VLLM=1: {reason} (or unset VMEM_VLLM)")
+        raise cannot(SWITCH, reason)
 
 
 def _copy_to_ray(environ: MutableMapping[str, str] = os.environ) -> None:

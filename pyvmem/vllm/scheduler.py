@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.engine import control, pool_policy, pools
-from pyvmem.engine.refuse import Refused
+from pyvmem.engine.settings import Refused
 from pyvmem.vllm import check, layout, plugin
 from pyvmem.vllm.budget import VllmBudget
 from pyvmem.vllm.orders import AHEAD, Copies, StepOrders

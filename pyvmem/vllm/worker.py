@@ -21,9 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from pyvmem.engine import control, pools
 from pyvmem.engine.control import Page, State
-from pyvmem.engine.geometry import page_size
-from pyvmem.engine.memory import BlockMemory
-from pyvmem.engine.refuse import Refused
+from pyvmem.engine.memory import BlockMemory, page_size
+from pyvmem.engine.settings import Refused, cannot
 from pyvmem.errors import OutOfMemory
 from pyvmem.sleep.activations import Activations
 from pyvmem.sleep.weights import Weights
@@ -72,8 +71,8 @@ class WorkerMemory(BlockMemory):
     def __init__(self, page: Page, rank: int) -> None:
         super().__init__(page, rank, plugin.settings())
         if page[control.ATTACHED + rank]:  # the name of an engine comes with its configuration
-            raise Refused("VMEM_VLLM=1: an engine with this VllmConfig runs already, and one control page "
-                                 "cannot serve both; make a VllmConfig for each (or unset VMEM_VLLM)")  # fmt: skip
+            raise cannot(plugin.SWITCH, "an engine with this VllmConfig runs already, and one control page cannot "
+                                        "serve both; make a VllmConfig for each")  # fmt: skip
         self._lock = threading.RLock()
         self._stop, self._wake = False, threading.Event()
         self._known: list[int] = []  # of what the scheduler publishes, when the thread last looked
@@ -114,8 +113,8 @@ class WorkerMemory(BlockMemory):
         for word in (control.STATE, control.QUEUED, control.SINCE, control.LACKS, control.LACKING):
             page[word] = 0
         if not there:
-            raise Refused(f"VMEM_VLLM_POOL={self._chosen.pool}: the other members did not give the {size} bytes "
-                                 f"of the weights within {LOAD:.0f} s")  # fmt: skip
+            raise Refused(f"VMEM_VLLM_POOL={self._chosen.pool}: the other members did not give the {size} bytes of "
+                          f"the weights within {LOAD:.0f} s")  # fmt: skip
         return self.weights.loading()
 
     def expect(self, config: Any, copied: bool = False) -> None:
@@ -131,8 +130,8 @@ class WorkerMemory(BlockMemory):
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
         """The tensor for vLLM's KV cache, int8[size], with no page behind it."""
         if self._tensor is not None:
-            raise Refused("VMEM_VLLM=1: vLLM allocated its KV cache in two parts, which this release of vMem "
-                                 "does not know (or unset VMEM_VLLM)")  # fmt: skip
+            raise cannot(plugin.SWITCH, "vLLM allocated its KV cache in two parts, which this release of vMem does "
+                                        "not know")  # fmt: skip
         context = self.context(device)
         page = plugin.settings().page_size or page_size(self._ranges, context.page_sizes)
         self._tensor = VirtualTensor((size,), torch.int8, device, page_size=page, zero=True, context=context)
@@ -143,15 +142,13 @@ class WorkerMemory(BlockMemory):
         tensor = self._tensor
         if tensor is None:
             if layout.bytes_of(config):
-                raise Refused("VMEM_VLLM=1: vLLM allocated its KV cache where vMem cannot see it "
-                                     "(or unset VMEM_VLLM)")  # fmt: skip
+                raise cannot(plugin.SWITCH, "vLLM allocated its KV cache where vMem cannot see it")
             return
         ranges = self._ranges
         wrong = layout.beyond(ranges, config.num_blocks, tensor.nbytes)
         if tensor.nbytes != layout.bytes_of(config) or wrong:
             wrong = wrong or f"{tensor.nbytes} bytes were allocated, not {layout.bytes_of(config)}"
-            raise Refused(f"VMEM_VLLM=1: vLLM's KV cache is not as its configuration says: {wrong} "
-                                 "(or unset VMEM_VLLM)")  # fmt: skip
+            raise cannot(plugin.SWITCH, f"vLLM's KV cache is not as its configuration says: {wrong}")
         block = tensor.nbytes // config.num_blocks
         alone = self._make_blocks(config.num_blocks, block)
         self._attach()

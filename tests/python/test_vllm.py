@@ -14,10 +14,10 @@ from kv_caches import run_top
 from pyvmem import Context, InvalidArgument, KVPool
 from pyvmem.blocks import BOARD_WORDS, BlockRange, Blocks
 from pyvmem.engine import control, pool_policy, pools
-from pyvmem.engine import geometry as pages
+from pyvmem.engine import memory as pages
 from pyvmem.engine import settings as engine_settings
 from pyvmem.engine.memory import context_on
-from pyvmem.engine.refuse import Refused
+from pyvmem.engine.settings import Refused
 from pyvmem.vllm import http, layout, mixins, open_pool, plugin
 
 PAGE = 64 << 10

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from pyvmem.engine.geometry import page_size
+from pyvmem.engine.memory import page_size
 from pyvmem.vllm import layout
 
 LENGTHS = 12, 1000, 32000

@@ -16,7 +16,7 @@ from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
 from pyvmem.engine import control
-from pyvmem.engine.refuse import Refused
+from pyvmem.engine.settings import Refused
 from pyvmem.vllm import scheduler
 from pyvmem.vllm.budget import KEEP, MOST_LEAVING, PART
 from pyvmem.vllm.waiting import Lookup, Pace, waiting

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from pyvmem.engine import control, geometry
+from pyvmem.engine import control
 from pyvmem.engine.control import Page
-from pyvmem.engine.memory import context_on
-from pyvmem.engine.refuse import Refused
+from pyvmem.engine.memory import PAGE, context_on
+from pyvmem.engine.settings import Refused
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.vllm import plugin
@@ -151,7 +151,7 @@ class SlotsMemory(WorkerMemory):
         context = context_on(device, plugin.settings())
         self._block = block = config.kv_cache_tensors[0].block_stride
         tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
-        largest = plugin.settings().page_size or geometry.PAGE
+        largest = plugin.settings().page_size or PAGE
         fitting = [size for size in context.page_sizes if block % size == 0 and size <= largest]
         if not fitting:
             context.close()
