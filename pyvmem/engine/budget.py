@@ -12,11 +12,37 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from pyvmem.engine import control, pool_policy
+from pyvmem.engine import control, pool_policy, pools
 from pyvmem.engine.control import Page
 from pyvmem.engine.packing import PagePacking
+from pyvmem.engine.settings import Refused, Settings
 
 FIT = 0.1  # seconds between two looks at what pages that blocks share take
+RETRY = 0.03  # seconds until memory that was refused is asked for again
+
+
+def take_settings(page: Page, chosen: Settings) -> None:
+    """Write an engine's limits, its share and its pool into its control page, as its settings say."""
+    if chosen.limit is not None:
+        page[control.LIMIT] = chosen.limit
+    page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
+    page[control.PRIORITY], page[control.POOL] = chosen.priority, pools.number_of(chosen.pool)
+
+
+def check_sizes(chosen: Settings, least: int, alone: int, pool: int, option: str) -> None:
+    """Warn of limits below `least`, which are not kept. Raises `Refused` if a request cannot have it in its pool.
+
+    least : bytes of the blocks of one request of the greatest length. alone: bytes of the pages under block 0. pool:
+        bytes of the pool, 0 if they are not known. option: of the engine, which limits a request's length.
+    """
+    for name, size in (("LIMIT", chosen.limit), ("MAX", chosen.maximum or None)):
+        if size is not None and size < least:
+            chosen.logger.warning("%s_%s=%d counts as %d bytes, which a request of the greatest length needs",
+                                  chosen.switch, name, size, least)  # fmt: skip
+    if chosen.pool and 0 < pool < least + alone:
+        raise Refused(f"{chosen.switch}_POOL={chosen.pool}: a request of the greatest length needs {least + alone} "
+                      f"bytes of a worker, and the pool has {pool}; lower {option}, or raise "
+                      f"{chosen.switch}_POOL_SIZE")  # fmt: skip
 
 
 class BlockBudget:
@@ -50,6 +76,7 @@ class BlockBudget:
         self.behind = False  # another engine of the pool gets memory first
         self._keeps = 0  # blocks that are not offered
         self.offers = 0  # bytes that other engines of the pool offer
+        self._retry = 0.0
         page[control.BLOCKS], page[control.BLOCK_BYTES] = total, block_bytes
         page[control.LEAST], page[control.LOW], page[control.RANKS_USED] = self.least, low, ranks
 
@@ -108,6 +135,23 @@ class BlockBudget:
         if self.behind:
             most = min(most, self.num_backed + self.coming)
         return most
+
+    def growable(self) -> int:
+        """Blocks that may be backed beyond those that are, or are coming. Negative: so many are too many."""
+        more = self.allowed() - self.num_backed - self.coming
+        if self.page.cells[control.POOL]:  # others give memory to who asks, not to orders
+            more = min(more, self._room() - self.coming)
+        return more
+
+    def refused(self, ids: Iterable[int]) -> None:
+        """There was no memory for these blocks, which were to be backed."""
+        self.unbacked.put(ids)
+        self.page[control.REFUSED] += 1
+        self._retry = time.monotonic() + RETRY
+
+    def waits(self) -> bool:
+        """Whether memory was refused a moment ago."""
+        return time.monotonic() < self._retry
 
     def _limit(self) -> int:
         """The smaller of limit and maximum, in whole pages."""
@@ -232,7 +276,7 @@ class BlockBudget:
         that requests take next, which are not for others.
         """
         page, free, spare, backed = self.page.cells, self.num_free(), self.spare, self.num_backed
-        page[control.ALLOWED], page[control.OUT] = self.reachable(), self.unbacked.count
+        page[control.ALLOWED] = self.reachable()
         page[control.COMING], page[control.SPARE], page[control.CACHED] = self.coming, spare, free - spare
         page[control.USED], page[control.WANTED] = backed - free, wanted
         page[control.LENT] = self.lent and not backed

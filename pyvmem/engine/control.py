@@ -35,7 +35,7 @@ from pyvmem._checks import shown
 from pyvmem.engine import pools
 from pyvmem.kv.view import started, view_folder
 
-MAGIC, VERSION = 0x6D656D76_6C6C6D00, 8
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 9
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
@@ -48,9 +48,9 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND, PATIENCE = range(8)
 # which the last came then. STARVED: whether at most one request runs meanwhile. BEAT: changes while the process runs.
 # PARTS: pools of several kinds of layers in each worker, whose bytes add up; 0: one. The columns of the first pool's
 # workers come first.
-(PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, OUT, COMING, WANTED, STEP,
+(PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, COMING, WANTED, STEP,
  PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED, AHEAD, HEAD, GROWS,
- BEAT, PARTS) = range(16, 44)  # fmt: skip
+ BEAT, PARTS) = range(16, 43)  # fmt: skip
 # The port of its server, or 0, and the name of its model, as UTF-8 in so many words.
 PORT, _MODEL, _MODEL_WORDS = 46, 47, 16
 # What the server of the model publishes, times in microseconds of the machine's monotonic clock. STATE: `State`.
@@ -69,9 +69,9 @@ PORT, _MODEL, _MODEL_WORDS = 46, 47, 16
 # worker sleeps, and so reserves nothing. KEPT: how often it went to sleep and kept its blocks. SHORT: bytes for which
 # it last failed to wake. WOKE: how often it has tried to, twice, and one more if the last one failed.
 IN_BLOCKS, IN_SLOTS = 1, 2
-(ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, LATE, DUMMIES, NULL, SPAN, POOL_BYTES,
+(ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, NULL, SPAN, POOL_BYTES,
  POOL_MAY, OWN_BLOCK, POOL_OF, WEIGHTS, WEIGHTS_HELD, ASLEEP, KEPT,
- SHORT, WOKE) = range(64, 64 + 19 * RANKS, RANKS)  # fmt: skip
+ SHORT, WOKE) = range(64, 64 + 17 * RANKS, RANKS)  # fmt: skip
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
 BOARD_WORDS, ANSWERS = 264, 256
 DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, BUDGET, SHRINK_TO, _FIRST_ANSWER = range(9)

@@ -8,7 +8,6 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -26,8 +25,6 @@ from pyvmem.engine.settings import Refused, Settings, cannot
 from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.kv.pool import KVPool
 from pyvmem.tensor import VirtualTensor
-
-logger = logging.getLogger("pyvmem.engine")
 
 PAGE = 2 << 20  # bytes of a page, if nothing else is set
 POLL = 0.02  # seconds between two attempts to get memory from a pool
@@ -245,7 +242,7 @@ class BlockMemory:
             self._blocks.set_share(*share)
         except OutOfMemory as error:
             if share != self._unfit:
-                logger.warning("vMem: the pool has no room for this engine's minimum yet: %s", error)
+                self._chosen.logger.warning("vMem: the pool has no room for this engine's minimum yet: %s", error)
             self._unfit = share
             return
         self._share, self._unfit = share, None

@@ -49,6 +49,11 @@ class Settings:
     queue: float = 60.0
     slice: float = 10.0
 
+    @property
+    def logger(self) -> logging.Logger:
+        """Below the engine's own, which shows what it logs."""
+        return logging.getLogger(f"{self.switch.removeprefix('VMEM_').lower()}.vmem")
+
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "").strip()
@@ -155,8 +160,8 @@ def warn_if_forgotten(switch: str, engine: str) -> None:
     given = [name for name in os.environ if name.startswith(f"{switch}_")]
     given += [name for name, _ in mistyped(switch, os.environ)]
     if given and not os.environ.get(switch) and multiprocessing.parent_process() is None:
-        logger = logging.getLogger(f"{engine.lower()}.vmem")
-        logger.warning("%s has no effect, because %s is not 1: %s runs without vMem", min(given), switch, engine)
+        Settings(switch).logger.warning("%s has no effect, because %s is not 1: %s runs without vMem", min(given),
+                                        switch, engine)  # fmt: skip
 
 
 def read(

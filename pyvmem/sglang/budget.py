@@ -32,7 +32,6 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.sglang.memory import KVMemory
 from pyvmem.sglang.ranks import Ranks
 
-RETRY = 0.03  # seconds until memory that was refused is asked for again
 PART = 512 << 20  # bytes of blocks in one order: what is backed serves before the rest is
 KEEP = 64 << 20  # bytes of free blocks at most that an idle engine keeps for the next request
 SOME = 8  # blocks beside those of the running requests that are kept ready
@@ -104,7 +103,6 @@ class PageBudget(BlockBudget):
         self._leaving: collections.deque[tuple[Any, Any, int]] = collections.deque()  # copy, event, fence
         self._num_leaving = 0
         self._coming: collections.deque[tuple[int, list[int]]] = collections.deque()  # order, ids
-        self._retry = 0.0
         step = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         least = self._pages(scheduler.max_req_len) + 2
         super().__init__(page, memory.number - 1, memory.block_bytes, least, self._pages(step) + SOME, ranks.size)
@@ -173,7 +171,7 @@ class PageBudget(BlockBudget):
         self.fit()
         pool, out = self.page.cells[control.POOL], self.unbacked
         seen = View(self._limit(), *(self._left_bytes(), self._room_bytes(), self._keeps) if pool else View()[1:4],
-                    out.page_overhead, out.limit_correction, self.behind, self._waits())  # fmt: skip
+                    out.page_overhead, out.limit_correction, self.behind, self.waits())  # fmt: skip
         self.view = view
         return News(seen, tuple(answers), sum(1 for _ in there))
 
@@ -187,7 +185,7 @@ class PageBudget(BlockBudget):
             _, ids = self._coming.popleft()
             if told:
                 self.memory.blocks.unback(ids)
-                self._refused(ids)
+                self.refused(ids)
             else:
                 self._give(ids)
         for _ in range(news.num_left):
@@ -205,9 +203,8 @@ class PageBudget(BlockBudget):
     def _room_bytes(self) -> int:
         return super()._room_bytes() if self.view is None else self.view.room
 
-    def _waits(self) -> bool:
-        """Whether memory was refused a moment ago."""
-        return time.monotonic() < self._retry if self.view is None else self.view.waits
+    def waits(self) -> bool:
+        return super().waits() if self.view is None else self.view.waits
 
     # ---- what the next step takes ----------------------------------------------------------------------------
 
@@ -252,13 +249,7 @@ class PageBudget(BlockBudget):
         return need + 2
 
     def growable(self) -> int:
-        """Tokens for which memory may still be backed."""
-        if self._waits():
-            return 0
-        more = self.allowed() - self.num_backed - self.coming
-        if self.page.cells[control.POOL]:
-            more = min(more, self._room() - self.coming)
-        return max(more, 0) * self.tokens
+        return 0 if self.waits() else max(super().growable(), 0)
 
     # ---- pages in and out ------------------------------------------------------------------------------------
 
@@ -295,30 +286,20 @@ class PageBudget(BlockBudget):
         if self._ranks.most([refused])[0]:
             if not refused:
                 self.memory.blocks.unback(ids)
-            self._refused(ids)
+            self.refused(ids)
             return False
         self._give(ids)
         return True
 
-    def _refused(self, ids: list[int]) -> None:
-        """There was no memory for these pages."""
-        self.unbacked.put(ids)
-        self.page[control.REFUSED] += 1
-        self._retry = time.monotonic() + RETRY
+    def refused(self, ids: Iterable[int]) -> None:
+        super().refused(ids)
         self.view = self.view and self.view._replace(waits=True)
 
     def _grow(self, n: int, wait: bool = False, over: bool = False) -> bool:
         """Have up to `n` pages backed. over: whatever the limit is. Returns whether all are there, or on their way."""
-        wanted = n
-        if over:
-            ids = self.unbacked.take(n, self.total)
-        else:
-            n = min(n, self.allowed() - self.num_backed - self.coming)
-            if self.page.cells[control.POOL]:  # others give memory to who asks, not to orders
-                n = min(n, self._room() - self.coming)
-            ids = self._take_unbacked(n) if n > 0 and not self._waits() else []
+        ids = self.unbacked.take(n, self.total) if over else self._take_unbacked(min(n, self.growable()))
         if not ids:
-            return wanted <= 0
+            return n <= 0
         if wait:
             if not self._back(ids, over):
                 return False
@@ -328,7 +309,7 @@ class PageBudget(BlockBudget):
             for at in range(0, len(ids), part):
                 some = ids[at : at + part]
                 self._coming.append((self.memory.blocks.order(some), some))
-        return len(ids) >= wanted
+        return len(ids) >= n
 
     def _await_orders(self) -> None:
         """Wait for the pages that are being backed."""
@@ -423,8 +404,9 @@ class PageBudget(BlockBudget):
             self._shrink(self.spare - keep, evict=False)
 
     def flushed(self) -> None:
-        """SGLang has forgotten everything, and put every page into its free list."""
+        """SGLang has forgotten everything, and put every page into its free list. The memory has gone on return."""
         self._take_all()
+        self.memory.empty()
 
     # ---- what others see -------------------------------------------------------------------------------------
 
@@ -446,7 +428,7 @@ def shares(budgets: Sequence[PageBudget], page: Page) -> None:
         budget.page[control.LIMIT] = limit if limit >= whole else int(limit * part)
     cells[control.BLOCK_BYTES] = unit
     for word in (control.BLOCKS, control.LEAST, control.LOW, control.ALLOWED, control.USED, control.CACHED,
-                 control.SPARE, control.OUT, control.COMING):  # fmt: skip
+                 control.SPARE, control.COMING):  # fmt: skip
         cells[word] = sum(k.page[word] * (k.block_bytes // unit) for k in budgets)
     cells[control.REFUSED] = sum(k.page[control.REFUSED] for k in budgets)
     cells[control.LENT] = all(k.page[control.LENT] for k in budgets)

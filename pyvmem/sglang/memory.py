@@ -180,6 +180,12 @@ class KVMemory(BlockMemory):
         else:
             self._back(ids, 0)
 
+    def empty(self) -> None:
+        """Wait until every block that left has lost its memory, and give the device what is unused."""
+        self.blocks.flush()
+        self._trim()
+        self.publish()
+
     def tend(self) -> None:
         """What is done now and then: tell the pool what the engine offers and wants, and publish."""
         self._between()

@@ -9,8 +9,9 @@ import logging
 import time
 from typing import Any, NamedTuple
 
-from pyvmem.engine import control, pool_policy, pools
-from pyvmem.engine.settings import Refused, cannot
+from pyvmem.engine import control, pool_policy
+from pyvmem.engine.budget import check_sizes, take_settings
+from pyvmem.engine.settings import cannot
 from pyvmem.sglang import memory, settings
 from pyvmem.sglang.budget import News, PageBudget, shares
 
@@ -66,10 +67,7 @@ class SchedulerMemory:
         chosen, here = settings.read(), memory.here()
         self._scheduler, self.ranks = scheduler, here.ranks
         self.page = page = here.page if here.ranks.leads else control.private_page()
-        if chosen.limit is not None:
-            page[control.LIMIT] = chosen.limit
-        page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
-        page[control.PRIORITY], page[control.POOL] = chosen.priority, pools.number_of(chosen.pool)
+        take_settings(page, chosen)
         self._seen = Seen(False, False, False, ())
         self._had: list[int] = []  # pages that were backed in the last step
         self._peers = pool_policy.PoolPeers(page)
@@ -81,7 +79,9 @@ class SchedulerMemory:
         for budget in self.budgets:
             budget.start()
         here.scheduler = self
-        self._check_sizes(chosen)
+        least = sum(k.least * k.block_bytes for k in self.budgets)
+        alone = sum(page[control.NULL + i] for i in range(len(self.budgets)))
+        check_sizes(chosen, least, alone, page[control.POOL_BYTES], "--context-length")
         args = scheduler.server_args
         control.claim(page, args.served_model_name or args.model_path)
         self.publish()
@@ -103,18 +103,6 @@ class SchedulerMemory:
                 for i, (part, own) in enumerate(kinds)]  # fmt: skip
         shares(made, self.page)
         return made
-
-    def _check_sizes(self, chosen: Any) -> None:
-        needs = sum(k.least * k.block_bytes for k in self.budgets)
-        for name, size in (("LIMIT", chosen.limit), ("MAX", chosen.maximum or None)):
-            if size is not None and size < needs:
-                logger.warning("VMEM_SGLANG_%s=%d counts as %d bytes, which a request of the greatest length needs",
-                               name, size, needs)  # fmt: skip
-        pool = self.page[control.POOL_BYTES]
-        needs += sum(self.page[control.NULL + i] for i in range(len(self.budgets)))
-        if chosen.pool and 0 < pool < needs:
-            raise Refused(f"VMEM_SGLANG_POOL={chosen.pool}: a request of the greatest length needs {needs} bytes, and "
-                          f"the pool has {pool}; lower --context-length, or raise VMEM_SGLANG_POOL_SIZE")  # fmt: skip
 
     # ---- SGLang's steps --------------------------------------------------------------------------------------
 
@@ -209,7 +197,7 @@ class SchedulerMemory:
         SGLang begins a request only if all its tokens fit, those of its answer included. These may be backed when they
         are there. The tokens of its prompt must be backed before.
         """
-        more = min(k.growable() for k in self.budgets)
+        more = min(k.growable() * k.tokens for k in self.budgets)
         budget.total_offset -= more
         promised = max(k.promised for k in self.budgets) * self.budgets[0].tokens
         chunk = self._scheduler.chunked_prefill_size or 0

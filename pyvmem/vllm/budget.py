@@ -27,7 +27,6 @@ from pyvmem.vllm.orders import Copies
 
 MOST_LEAVING = 4096  # blocks that are given up in one step: 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # at a time
-RETRY = 0.03  # seconds until memory that was refused is asked for again
 PART = 64 << 20  # bytes of blocks in one order: what is backed serves before the rest is
 KEEP = 128 << 20  # bytes at most, the null block's included, that an idle engine keeps for a request that may come
 TAKEN = 0.5  # seconds after which what steps took says less about the next ones
@@ -240,7 +239,6 @@ class VllmBudget(BlockBudget):
         self._free.take(len(self._free))
         self._taken = TakenBlocks()
         self._awaited = 0  # blocks of the first order, for which a step waits
-        self._retry = 0.0
         self._most_order = self.total  # less after a refusal
         self._left = 0  # the step that last told of blocks that leave
         self.step = 0
@@ -297,10 +295,7 @@ class VllmBudget(BlockBudget):
 
     def can_grow(self, need: int) -> bool:
         """Whether so many blocks are spare or soon will be: there is memory that nobody has to give up."""
-        more = self.allowed() - self.num_backed
-        if self.page.cells[control.POOL]:
-            more = min(more, self._room())
-        return need - self.spare <= more and time.monotonic() >= self._retry
+        return need - self.spare <= self.growable() + self.coming and not self.waits()
 
     def grows(self) -> bool:
         """Whether blocks are on their way or may be ordered."""
@@ -390,7 +385,7 @@ class VllmBudget(BlockBudget):
 
     def order(self, n: int) -> None:
         """Have workers back up to `n` blocks more. They are told with the next step."""
-        if n > 0 and self.unbacked and time.monotonic() >= self._retry:
+        if n > 0 and self.unbacked and not self.waits():
             ids = self._take_unbacked(min(n, self._most_order))
             self.orders.unsent += ids
             if self._copies is not None and self._leaving:  # of which the workers do not know yet
@@ -422,12 +417,10 @@ class VllmBudget(BlockBudget):
         """Give vLLM the blocks that every worker has backed."""
         for ids, refused in self.orders.answered(self.step):
             if refused:
-                self.page[control.REFUSED] += 1
-                self._retry = time.monotonic() + RETRY
                 if not self.page.cells[control.POOL] or self._room() >= len(ids):
                     self._most_order = max(len(ids) // 2, 1)  # the device lacks memory, not the pool
                 self._leaving += ids  # other workers may have backed them
-                self.unbacked.put(ids)
+                self.refused(ids)
             else:
                 self._free.free(ids)  # the lowest number first, so that blocks in use stay close together
                 self._most_order = max(self._most_order, min(2 * len(ids), self.total))

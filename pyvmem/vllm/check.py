@@ -32,7 +32,6 @@ SIGNATURES = (
     (_WORKER, "Worker._maybe_get_memory_pool_context", "self, tag"),
     (_WORKER, "Worker.initialize_from_config", "self, kv_cache_config"),
     (_WORKER, "Worker.execute_model", "self, scheduler_output"),
-    (_WORKER, "Worker.execute_dummy_batch", "self"),
     (_WORKER, "Worker.sleep", "self, level=1"),
     (_WORKER, "Worker.wake_up", "self, tags=None"),
     (_WORKER, "Worker.shutdown", "self"),
@@ -125,7 +124,7 @@ NAMES = {
     "AttentionConfig": (_CONFIG + "attention.py", "flash_attn_version hisparse_config>=0.30"),
     "CompilationConfig": (_CONFIG + "compilation.py", "cudagraph_mode"),
     "Worker": ("v1/worker/gpu_worker.py", "_maybe_get_memory_pool_context compile_or_warm_up_model device "
-               "discard>=0.31 execute_dummy_batch execute_model initialize_from_config load_model model_runner "
+               "discard>=0.31 execute_model initialize_from_config load_model model_runner "
                "sample_tokens shutdown sleep wake_up"),
     "WorkerBase": ("v1/worker/worker_base.py", "cache_config get_supported_kv_cache_layouts rank vllm_config"),
     "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec get_model kv_cache_config"),

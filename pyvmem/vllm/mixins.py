@@ -134,11 +134,6 @@ class WorkerMixin:
             self._vmem.end(self._vmem_step)
             self._vmem_step = None
 
-    def execute_dummy_batch(self) -> None:
-        if self._vmem is not None:
-            self._vmem.dummy()
-        super().execute_dummy_batch()  # type: ignore[misc]
-
     def sleep(self, level: int = 1) -> None:
         if self._vmem is not None:
             self._vmem.falls_asleep()

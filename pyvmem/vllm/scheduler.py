@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pyvmem.engine import control, pool_policy, pools
-from pyvmem.engine.settings import Refused
+from pyvmem.engine import control, pool_policy
+from pyvmem.engine.budget import check_sizes, take_settings
 from pyvmem.vllm import check, layout, plugin
 from pyvmem.vllm.budget import VllmBudget
 from pyvmem.vllm.orders import AHEAD, Copies, StepOrders
@@ -135,10 +135,7 @@ class SchedulerMemory:
         self._scheduler = scheduler
         control.sweep()
         self.page = page = control.open_page(engine, parallel.data_parallel_index)
-        if chosen.limit is not None:
-            page[control.LIMIT] = chosen.limit
-        page[control.MIN], page[control.MAX] = chosen.minimum, chosen.maximum
-        page[control.PRIORITY], page[control.POOL] = chosen.priority, pools.number_of(chosen.pool)
+        take_settings(page, chosen)
         control.claim(page, _model_of(vllm_config), _port_of_server())
         if not page.shared:
             logger.warning("vMem: no folder for control pages is private to this user (XDG_RUNTIME_DIR, or the folder "
@@ -153,16 +150,8 @@ class SchedulerMemory:
         self._copies = Copies(scheduler, ranks) if scheduler.connector is not None else None
         self.budget = VllmBudget(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
                              low_of(vllm_config, config), ranks, self._copies)  # fmt: skip
-        needs = self.budget.least * block + null
-        for name, size in (("LIMIT", chosen.limit), ("MAX", chosen.maximum or None)):
-            if size is not None and size < self.budget.least * block:
-                logger.warning("VMEM_VLLM_%s=%d counts as %d bytes, which a request of the greatest length needs", name,
-                               size, self.budget.least * block)  # fmt: skip
         pool = chosen.pool_size or page[control.POOL_BYTES]  # that of the pool which the workers have found
-        if chosen.pool and 0 < pool < needs:
-            raise Refused(f"VMEM_VLLM_POOL={chosen.pool}: a request of the greatest length needs {needs} bytes "
-                                 f"of a worker, and the pool has {pool}; lower --max-model-len, or raise "
-                                 "VMEM_VLLM_POOL_SIZE")  # fmt: skip
+        check_sizes(chosen, self.budget.least * block, null, pool, "--max-model-len")
         self._sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
         self._drafts = drafts_of(vllm_config)
         specs = [type(g.kv_cache_spec).__name__ for g in config.kv_cache_groups]
@@ -181,9 +170,8 @@ class SchedulerMemory:
         self._decodes = False  # whether the last step had no prompt
         self._busy = time.monotonic()
         self._keeps = chosen.sleep == "keep"  # what is cached stays while the model sleeps
-        self._resets = self._kept = (
-            0  # resets that were put off, and sleeps of the workers' when the scheduler last went on
-        )
+        self._resets = 0  # that were put off
+        self._kept = 0  # sleeps of the workers' when the scheduler last went on
         self._stop, self._wake = False, threading.Event()
         threading.Thread(target=self._tend, name="vmem-scheduler", daemon=True).start()
         logger.info(

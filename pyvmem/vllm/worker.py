@@ -222,7 +222,6 @@ class WorkerMemory(BlockMemory):
     def _count_maps(self, n: int) -> None:
         """A step of the scheduler's had to map this often itself."""
         if n:
-            self._page.words[control.LATE + self._rank] += 1
             self._page.words[control.STEP_MAPS + self._rank] += n
 
     def end(self, output: Any) -> None:
@@ -233,11 +232,6 @@ class WorkerMemory(BlockMemory):
             self._page.cells[control.FINISHED + self._rank] = orders.step
             if self._pool is not None and self._news():
                 self._wake.set()
-
-    def dummy(self) -> None:
-        """vLLM runs a step without requests, beside ranks that have some. It reads the null block alone."""
-        if self.active:
-            self._page.words[control.DUMMIES + self._rank] += 1
 
     def _in(self) -> list[int]:
         """The blocks that are backed and stay, without the null block, which vLLM reads at any time."""
