@@ -75,7 +75,8 @@ def test_an_engine_gives_sglangs_tokens_while_limits_move(tmp_path):
 
 def test_schedulers_side_by_side_have_a_page_each(tmp_path):
     """Data parallelism without DP attention: two whole engines behind one door."""
-    told, _ = run(tmp_path, dict(OPTIONS, dp_size=2, max_total_tokens=8192), VMEM_SGLANG="1")
+    bind = dict(SGLANG_CPU_OMP_THREADS_BIND="0|0")  # without it, SGLang wants a NUMA node for each
+    told, _ = run(tmp_path, dict(OPTIONS, dp_size=2, max_total_tokens=8192), VMEM_SGLANG="1", **bind)
     own, _ = run(tmp_path, OPTIONS)
     assert told[0] == own[0] and told[1] == 2 and told[4] == [0, 1]
 

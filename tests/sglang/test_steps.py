@@ -212,14 +212,18 @@ def test_a_flush_and_idleness_give_memory_back(kind, options):
 
 
 def test_release_memory_occupation_gives_all_memory_back():
+    """It has gone when the call returns: whoever releases it uses it next."""
+
     def run():
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+
+        from pyvmem.engine import control
 
         engine = Engine(model("gqa"))
         engine.run(JOBS[:10])
         updater = engine.scheduler.weight_updater
         updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
-        held = engine.held()
+        held = control.Engine.of("", 0, engine.memory.page).backed
         updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
         engine.run(JOBS[10:])
         return engine.tokens(), held, engine.memory.budgets[0].block_bytes
