@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import secrets
 import time
@@ -34,8 +33,6 @@ from pyvmem.kv.view import started
 from pyvmem.sleep import turns
 from pyvmem.sleep.turns import Action, Model
 
-logger = logging.getLogger("vllm.vmem")
-
 TICK = 0.02  # seconds between looks at the control pages
 FIND = 1.0  # and between searches for engines
 HANGS = 1.0  # seconds without a sign of life after which a model is not waited for
@@ -43,9 +40,6 @@ TRY = 2000  # milliseconds that one attempt to wake waits for memory
 ANSWER = 15.0  # seconds in which every engine has tried, after the first has failed
 RETRY_AFTER = 5  # seconds
 NONE, SLEEP, WAKE, DRAIN = range(4)  # orders
-# Paths of POST that need no model, or that wake or pause it themselves.
-FREE = ("/sleep", "/wake_up", "/pause", "/resume", "/is_", "/reset_", "/collective_rpc", "/start_profile",
-        "/stop_profile", "/tokenize", "/detokenize", "/abort_requests", "/release_kv_cache_memory")  # fmt: skip
 
 
 def _now() -> int:
@@ -58,11 +52,19 @@ class Serve(http.Limits):
     Parameters
     ----------
     app : ASGI application
+
+    Attributes
+    ----------
+    free : tuple of str
+        How paths begin whose POST needs no model, or wakes or pauses it itself.
     """
+
+    free: tuple[str, ...] = ()
 
     def __init__(self, app: Any) -> None:
         super().__init__(app)
         self._settings = self.settings()
+        self._log = self._settings.logger
         self._number = self.number()
         self._pages: list[Page] = []
         self._others: list[Page] = []
@@ -114,7 +116,7 @@ class Serve(http.Limits):
         if kind == "http" and path.startswith("/vmem/"):
             await self._own(path, scope, receive, send)
             return
-        needs = (kind == "http" and scope["method"] == "POST" and not path.startswith(FREE)) or kind == "websocket"
+        needs = (kind == "http" and scope["method"] == "POST" and not path.startswith(self.free)) or kind == "websocket"
         if not needs or not self._find() or not self._allowed(scope):
             await self._app(scope, receive, send)
             return
@@ -314,7 +316,7 @@ class Serve(http.Limits):
             except Exception as error:
                 if str(error) != failure:
                     failure = str(error)
-                    logger.exception("vMem: what watches over the model failed and goes on")
+                    self._log.exception("vMem: what watches over the model failed and goes on")
 
     def _lead(self, servers: list[memoryview]) -> None:
         """Sum up what the processes of this server publish, and do what the rules say."""
@@ -401,7 +403,7 @@ class Serve(http.Limits):
         try:
             await act()
         except Exception as error:
-            logger.warning("vMem: the model could not change: %s", str(error)[:500])
+            self._log.warning("vMem: the model could not change: %s", str(error)[:500])
             self._set(State.ASLEEP if any(p.asleep for p in self._pages) else State.AWAKE)
 
     async def _to_sleep(self, freeze: bool) -> None:
@@ -413,8 +415,8 @@ class Serve(http.Limits):
         begin = time.monotonic()
         await self.sleep(self._host, freeze)
         self._set(State.ASLEEP)
-        logger.info("vMem: the model sleeps%s (%.0f ms)", " with requests that lack memory" if freeze else "",
-                    1000 * (time.monotonic() - begin))  # fmt: skip
+        self._log.info("vMem: the model sleeps%s (%.0f ms)", " with requests that lack memory" if freeze else "",
+                       1000 * (time.monotonic() - begin))  # fmt: skip
 
     async def _to_wake(self) -> None:
         page = self._pages[0]
@@ -426,7 +428,7 @@ class Serve(http.Limits):
         try:
             await self.wake(self._host)
         except Exception as error:
-            logger.info("vMem: the model lacks memory to wake and tries again: %s", str(error)[:300])
+            self._log.info("vMem: the model lacks memory to wake and tries again: %s", str(error)[:300])
             self._lack()
             if len(self._pages) > 1:
                 await self._wake_none(before)
@@ -436,8 +438,8 @@ class Serve(http.Limits):
             page[control.LACKS] = 0
         self._used = _now()
         self._set(State.AWAKE)
-        logger.info("vMem: the model wakes (%.0f ms after the request, %.0f ms of them for this)", waits / 1000 +
-                    1000 * (time.monotonic() - begin), 1000 * (time.monotonic() - begin))  # fmt: skip
+        self._log.info("vMem: the model wakes (%.0f ms after the request, %.0f ms of them for this)", waits / 1000 +
+                       1000 * (time.monotonic() - begin), 1000 * (time.monotonic() - begin))  # fmt: skip
 
     def _attempts(self) -> list[list[int]]:
         """What the workers of each engine last said of an attempt to wake: odd if it failed."""

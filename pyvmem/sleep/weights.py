@@ -29,8 +29,7 @@ from pyvmem.kv.pool import KVPool
 from pyvmem.lease import MIB, Lease, TorchPools
 from pyvmem.tensor import tensor_at
 
-logger = logging.getLogger("vllm.vmem")
-
+LOG = logging.getLogger(__name__)
 PAGE = 2 * MIB
 PORTION, BUSY = 256 * MIB, 1.0  # while requests run, so many bytes are copied, and then none for so many seconds
 ARENA = 32 * MIB  # pinned at once, in which few kernels begin; a power of two, to which torch's allocator rounds
@@ -165,6 +164,8 @@ class Weights:
         Of the worker's KV cache: its members exchange pages.
     name : str
         Of the pool's member.
+    log : logging.Logger
+        The engine's.
 
     Attributes
     ----------
@@ -172,7 +173,8 @@ class Weights:
         The pool's member, whose segments hold the weights.
     """
 
-    def __init__(self, pool: KVPool, context: Context, name: str = "weights") -> None:
+    def __init__(self, pool: KVPool, context: Context, name: str = "weights", log: logging.Logger = LOG) -> None:
+        self._log = log
         self._gpu = "gpu" in context.capabilities
         torch_pools = TorchPools(context.device) if self._gpu else HostPools()
         torch_pools.check()
@@ -285,12 +287,13 @@ class Weights:
                 done += n
                 if time.monotonic() > told + 5:
                     told = time.monotonic()
-                    logger.info("vMem: copied %.1f of %.1f GiB of weights to the host", done / 2**30, size / 2**30)
-            logger.info("vMem: %.2f GiB of weights are in the pool, and in pinned host memory after %.1f s",
-                        size / 2**30, time.monotonic() - begin)  # fmt: skip
+                    self._log.info("vMem: copied %.1f of %.1f GiB of weights to the host", done / 2**30, size / 2**30)
+            self._log.info("vMem: %.2f GiB of weights are in the pool, and in pinned host memory after %.1f s",
+                           size / 2**30, time.monotonic() - begin)  # fmt: skip
         except Exception as error:
-            logger.warning("vMem: %.2f of %.2f GiB of weights have no copy in host memory. They stay on the device "
-                           "while the model sleeps: %s", (size - done) / 2**30, size / 2**30, str(error))  # fmt: skip
+            self._log.warning("vMem: %.2f of %.2f GiB of weights have no copy in host memory. They stay on the "
+                              "device while the model sleeps: %s", (size - done) / 2**30, size / 2**30,
+                              str(error))  # fmt: skip
         finally:
             with self._lock:
                 self._thread = None

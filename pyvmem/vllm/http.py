@@ -50,6 +50,9 @@ class Limits(http.Limits):
 class Serve(Limits, serve.Serve):
     """ASGI middleware that holds requests while the model sleeps. It serves ``/vmem/state`` and orders, too."""
 
+    free = ("/sleep", "/wake_up", "/pause", "/resume", "/is_", "/reset_", "/collective_rpc", "/start_profile",
+            "/stop_profile", "/tokenize", "/detokenize", "/abort_requests", "/release_kv_cache_memory")  # fmt: skip
+
     def settings(self) -> Settings:
         return plugin.settings()
 

@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from contextlib import AbstractContextManager
@@ -167,7 +168,8 @@ class SchedulerMixin:
     """What vMem adds to a scheduler of vLLM's."""
 
     _vmem_engine: str
-    _vmem: Any = None
+    _vmem: Any = None  # a model without a KV cache has none
+    _vmem_lock: AbstractContextManager[Any] = contextlib.nullcontext()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -175,6 +177,7 @@ class SchedulerMixin:
 
         if self.kv_cache_config.kv_cache_tensors:  # type: ignore[attr-defined]
             self._vmem = SchedulerMemory(self, self._vmem_engine)
+            self._vmem_lock = self._vmem.lock
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         memory = self._vmem
@@ -190,33 +193,27 @@ class SchedulerMixin:
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        if self._vmem is None:
-            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        with self._vmem.lock:
+        with self._vmem_lock:
             outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-            self._vmem.answered(scheduler_output, model_runner_output)
+            if self._vmem is not None:
+                self._vmem.answered(scheduler_output, model_runner_output)
         return outputs
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:
-        if self._vmem is None:
-            return super().add_request(*args, **kwargs)  # type: ignore[misc]
-        with self._vmem.lock:
+        with self._vmem_lock:
             return super().add_request(*args, **kwargs)  # type: ignore[misc]
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        if self._vmem is None:
-            return super().finish_requests(*args, **kwargs)  # type: ignore[misc]
-        with self._vmem.lock:
+        with self._vmem_lock:
             ended = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
-            self._vmem.ended()
+            if self._vmem is not None:
+                self._vmem.ended()
         return ended
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        if self._vmem is None:
-            return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
-        if self._vmem.defers_reset(self):
+        if self._vmem is not None and self._vmem.defers_reset(self):
             return True
-        with self._vmem.lock:
+        with self._vmem_lock:
             return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
 
     def set_pause_state(self, pause_state: Any) -> None:

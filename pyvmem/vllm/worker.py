@@ -97,7 +97,7 @@ class WorkerMemory(BlockMemory):
         """
         pool, page, rank = self.pool(device), self._page, self._rank
         page[control.POOL_OF + rank] = pools.number_of(Path(str(pool.path)).stem)
-        self.weights = Weights(pool, self.context(device), f"weights {os.getpid()}")
+        self.weights = Weights(pool, self.context(device), f"weights {os.getpid()}", self._chosen.logger)
         self._activations = Activations(self.weights)
         begin = time.monotonic_ns() // 1000
 

@@ -44,8 +44,8 @@ def test_the_pool_behaves(copy):
     [
         ("v1/worker/gpu_worker.py", "def sleep(self, level: int = 1)", "def sleep(self, level: int = 1, *, hard=False)",
          "Worker.sleep takes"),
-        ("v1/worker/gpu_worker.py", "def execute_dummy_batch(self)", "def execute_idle_batch(self)",
-         "Worker.execute_dummy_batch is not in"),
+        ("v1/worker/gpu_worker.py", "def shutdown(self)", "def stop(self)",
+         "Worker.shutdown is not in"),
         ("v1/core/block_pool.py", "def get_new_blocks(self, num_blocks: int)",
          "def get_new_blocks(self, num_blocks: int, group: int)", "BlockPool.get_new_blocks takes"),
         ("v1/core/sched/output.py", "new_block_ids_to_zero:", "block_ids_to_zero:", "has no new_block_ids_to_zero"),
