@@ -83,6 +83,7 @@ class Engine:
                           attention_backend="torch_native", disable_cuda_graph=True, mem_fraction_static=0.95,
                           log_level="warning", max_total_tokens=tokens, sampling_backend="pytorch",
                           page_size=page_size, chunked_prefill_size=chunk, max_running_requests=64,
+                          watchdog_timeout=1e6,  # SGLang's watchdog ends the parent, which runs the tests
                           nccl_port=self.port, **{"tp_size": self.ranks, **arguments})  # fmt: skip
         args.resolve_once()
         args.check_server_args()

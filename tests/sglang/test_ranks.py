@@ -6,6 +6,7 @@ SGLang's broadcast, and reads back its own rows after each step. Only rank 0 see
 
 import os
 import random
+import signal
 
 import pytest
 import steps
@@ -109,9 +110,13 @@ def test_memory_that_one_rank_lacks_counts_for_both(short):
 
 
 def test_a_rank_that_does_not_hear_the_other_is_seen():
-    """A seeded fault: rank 1 goes by a limit of its own. The ranks no longer decide alike, and one of them ends."""
+    """A seeded fault: rank 1 goes by a limit of its own. The ranks no longer decide alike.
+
+    Then one of them ends, or each waits for the other, until an alarm ends both.
+    """
 
     def run():
+        signal.alarm(200)
         engine = Engine(model("gqa"))
         if engine.rank:
             engine.memory.see = lambda told: None
