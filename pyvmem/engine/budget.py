@@ -96,7 +96,7 @@ class BlockBudget:
         raise NotImplementedError
 
     def _moving(self) -> bool:
-        """Whether blocks are on their way in or out, as far as the boards do not say."""
+        """Return whether blocks are on their way in or out, as far as the boards do not say."""
         return self.coming > 0
 
     # ---- what there is ---------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class BlockBudget:
         self._retry = time.monotonic() + RETRY
 
     def waits(self) -> bool:
-        """Whether memory was refused a moment ago."""
+        """Return whether memory was refused a moment ago."""
         return time.monotonic() < self._retry
 
     def _limit(self) -> int:
@@ -164,7 +164,7 @@ class BlockBudget:
         return self.unbacked.whole(self._limit() - self.unbacked.limit_correction)
 
     def _left_bytes(self) -> int:
-        """What others of the pool that ask leave to blocks, in whole pages. They asked for what was offered then."""
+        """Bytes that other engines of the pool leave to blocks, in whole pages. They ask for what was offered."""
         most, page = control.NO_LIMIT, self.page
         if page.cells[control.POOL] and page.cells[control.OFFERED]:
             for rank in range(self.ranks):
@@ -173,7 +173,7 @@ class BlockBudget:
         return max(self.unbacked.whole(most - self.unbacked.page_overhead), self._keeps * self.block_bytes)
 
     def _in_largest(self, rank: int, size: int) -> int:
-        """What blocks of a worker with so many bytes take in the worker that has the largest blocks."""
+        """Bytes in the worker that has the largest blocks, for the blocks that take `size` bytes in another worker."""
         return size * self.block_bytes // (self.page.cells[control.OWN_BLOCK + rank] or self.block_bytes)
 
     def _pages_beyond(self) -> int:
@@ -236,11 +236,11 @@ class BlockBudget:
         return max(room, 0)
 
     def soon_there(self, need: int) -> bool:
-        """Whether blocks that are not spare come without that other engines give any up."""
+        """Return whether the blocks that are lacking come without any other engine giving some up."""
         return not self.page.cells[control.POOL] or self._room() >= max(need - self.spare, self.coming)
 
     def asked(self) -> bool:
-        """Whether other engines of the pool ask for blocks that are backed here, or for their pages."""
+        """Return whether other engines of the pool ask for blocks that are backed here, or for their pages."""
         out = self.unbacked
         return self._left_bytes() < max(self.num_backed * self.block_bytes, out.pages * out.span)
 

@@ -39,10 +39,10 @@ MAGIC, VERSION = 0x6D656D76_6C6C6D00, 9
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
-# What the owner sets. Sizes in bytes; 0 means "not set" for all but LIMIT. PATIENCE: milliseconds that waking waits for
+# The owner's words. Sizes in bytes; 0 means "not set" for all but LIMIT. PATIENCE: milliseconds that waking waits for
 # memory before it fails, which the server that wakes sets, as it can try again.
 _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND, PATIENCE = range(8)
-# What the scheduler publishes. Blocks, unless it says otherwise. WANTED: what requests lack; AHEAD: what it asks for
+# The scheduler's words. Blocks, unless it says otherwise. WANTED: what requests lack; AHEAD: what it asks for
 # before they do. WAITED: microseconds that steps waited for blocks. HEAD: when the first request came that lacks some,
 # in microseconds; 0: none does; negative: others come first for a while. GROWS: whether running requests lack some, of
 # which the last came then. STARVED: whether at most one request runs meanwhile. BEAT: changes while the process runs.
@@ -53,7 +53,7 @@ _MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND, PATIENCE = range(8)
  BEAT, PARTS) = range(16, 43)  # fmt: skip
 # The port of its server, or 0, and the name of its model, as UTF-8 in so many words.
 PORT, _MODEL, _MODEL_WORDS = 46, 47, 16
-# What the server of the model publishes, times in microseconds of the machine's monotonic clock. STATE: `State`.
+# The words of the model's server, times in microseconds of the machine's monotonic clock. STATE: `State`.
 # RUNNING, QUEUED: requests. SINCE: when the first of the queued came. USED_AT, CHANGED_AT: when a request last ended,
 # and when the model last woke or fell asleep. LACKS: bytes for waking. LACKING: since when. SERVER_BEAT: as BEAT.
 # WAKES, SLEEPS: how often it did. WAKING: how long the first request of each wake has waited, in all. UNSERVED:
@@ -61,7 +61,7 @@ PORT, _MODEL, _MODEL_WORDS = 46, 47, 16
 # lacking.
 (STATE, RUNNING, QUEUED, SINCE, USED_AT, CHANGED_AT, LACKS, LACKING, SERVER_BEAT,
  WAKES, SLEEPS, WAKING, UNSERVED, STARVING) = range(1984, 1998)  # fmt: skip
-# What each worker publishes, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
+# The words of each worker, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
 # NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
 # OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers. POOL_MAY: bytes that it
 # may hold without that others of the pool give any up. POOL_OF: what stands for the pool of this worker's device.
@@ -88,7 +88,7 @@ Words = npt.NDArray[np.int64]
 
 
 class State(enum.IntEnum):
-    """What the server of a model does with requests."""
+    """How the server of a model treats requests."""
 
     NONE = 0  # nobody holds requests: the model takes no part
     ASLEEP = 1  # requests wait; the weights are for whoever asks
@@ -129,7 +129,7 @@ class Page:
     cells : memoryview
         The same words, of which one is read or written in a fraction of numpy's time.
     shared : bool
-        Whether other processes see it.
+        Other processes see it.
     """
 
     def __init__(self, words: Words, path: Path | None) -> None:
@@ -146,7 +146,7 @@ class Page:
         self.cells[word] = value
 
     def attached(self, ranks: int) -> bool:
-        """Whether each of the first workers has its memory and sees the page."""
+        """Return whether each of the first workers has its memory and sees the page."""
         return 0 not in self.cells[ATTACHED : ATTACHED + ranks]
 
     @property
@@ -156,11 +156,11 @@ class Page:
 
     @property
     def asleep(self) -> bool:
-        """Whether the engine's workers sleep, or one of them does."""
+        """A worker of the engine sleeps."""
         return any(self.cells[ASLEEP : ASLEEP + max(min(self[RANKS_USED], RANKS), 1)])
 
     def pools(self) -> list[int]:
-        """What stands for the pool of each worker; for that which the scheduler knows, until a worker has joined."""
+        """The number of each worker's pool (`pools.number_of`); of the scheduler's pool, until a worker has joined."""
         ranks = max(min(self[RANKS_USED], RANKS), 1)
         return [pool for pool in self.cells[POOL_OF : POOL_OF + ranks].tolist() if pool] or [self[POOL]]
 
@@ -183,7 +183,7 @@ class Page:
         return value
 
     def answer(self, order: int, rank: int) -> int:
-        """What a rank says about an order: -1 nothing yet, 0 carried out, 1 refused."""
+        """A rank's answer to an order: -1 none yet, 0 carried out, 1 refused."""
         told = self.told(rank, _FIRST_ANSWER + order % ANSWERS)
         return told & 1 if told >> 1 == order else -1
 
@@ -261,7 +261,7 @@ def rest(event: threading.Event, seconds: float, look: float, stirred: Callable[
 
 
 def _ended(path: Path, remove: bool = False) -> bool:
-    """Whether no process of a page's engine lives. remove: remove it then, before another may open it."""
+    """Return whether no process of a page's engine lives. remove: remove it then, before another may open it."""
     try:
         with open(path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -300,7 +300,7 @@ def claim(page: Page, model: str = "", port: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine holds, and what its owner set. Sizes are in bytes, of one worker: of the largest.
+    """The memory of an engine, and the limits that its owner set. Sizes are in bytes, of one worker: of the largest.
 
     Attributes
     ----------
@@ -318,18 +318,18 @@ class Engine:
     min, max, priority : int
         Its share among engines; 0: not set.
     least : int
-        What one request of the greatest length needs. A limit below it counts as this.
+        Bytes that one request of the greatest length needs. A limit below it counts as this.
     allowed, used, cached, spare, wanted : int
-        What blocks may take, and what running requests, the prefix cache and free blocks take; what the requests that
-        wait need.
+        Bytes that blocks may take, and those that running requests, the prefix cache and free blocks take; those that
+        waiting requests need.
     backed, resident : int
-        What is backed, in the worker that has most.
+        Bytes that are backed, in the worker that has most.
     step_maps : int
         Blocks that a step had to map itself.
     steps, preempted, refused : int
         Steps so far, preemptions, and orders for which there was no memory.
     lent : bool
-        Whether the engine has lent everything, as LEND asks for.
+        The engine has lent everything, as LEND asks for.
     waited : float
         Seconds that steps have waited for blocks on their way.
     model : str
@@ -391,7 +391,7 @@ class Engine:
 
     @classmethod
     def of(cls, name: str, rank: int, page: Page) -> Engine:
-        """What a page says."""
+        """Read a control page."""
         block, ranks = page[BLOCK_BYTES], max(min(page[RANKS_USED], RANKS), 1)
         parts = max(page[PARTS], 1)
 
@@ -413,7 +413,7 @@ class Engine:
 
 
 def is_here(page: Page) -> bool:
-    """Whether the process of an engine's scheduler has its number here, and not in another container."""
+    """Return whether the process of an engine's scheduler has its number here, and not in another container."""
     return started(str(page[PID])) == str(page[STARTED])
 
 

@@ -57,7 +57,7 @@ class Limits:
     prefix : str
         How the metrics' names begin.
     hint : str
-        What to check if no engine of the server is on vMem.
+        Advice for a user whose server has no engine on vMem.
     """
 
     prefix, hint = "", ""

@@ -33,7 +33,7 @@ ASK = 0.06  # seconds in which an engine that runs requests asks others for memo
 
 
 def in_one_piece(ranges: Sequence[BlockRange]) -> bool:
-    """Whether a block of all layers is one piece of memory, and the next block the next piece."""
+    """Return whether a block of all layers is one piece of memory, and the next block the next piece."""
     first = min(r.offset for r in ranges)
     end = max(r.offset + (r.layers - 1) * r.layer_stride + r.bytes for r in ranges)
     return len({r.stride for r in ranges}) == 1 and end - first <= ranges[0].stride

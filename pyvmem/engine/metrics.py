@@ -37,7 +37,7 @@ def _parent(pid: int) -> int:
 
 
 def started_by(pid: int, ancestor: int) -> bool:
-    """Whether a process is `ancestor`, or was started by it or by one that it started."""
+    """Return whether a process is `ancestor`, or a descendant of it."""
     while pid not in (0, 1, ancestor):
         pid = _parent(pid)
     return pid == ancestor

@@ -37,7 +37,7 @@ class PagePacking:
     at_hand : int
         Blocks that are out and whose page is there.
     shared : bool
-        Whether blocks share pages.
+        Blocks share pages.
     together : int
         Blocks that share a page at least.
     page_overhead : int

@@ -1,4 +1,4 @@
-"""What the scheduler knows of other engines in its pool, and what its own requests lack.
+"""The order in which the engines of a pool get memory that their requests lack.
 
 Engines that name the same pool lend each other memory by libvmem's pool (`pyvmem.KVPool`), whose
 members are the workers' blocks. A worker asks for what the scheduler publishes as wanted, and offers what it publishes
@@ -40,17 +40,17 @@ class PoolPeers:
     Attributes
     ----------
     alone : bool
-        Whether no other engine has a request that lacks memory.
+        No other engine has a request that lacks memory.
     behind : bool
-        Whether another engine comes first, and this one has its minimum. Then it takes no more memory than it has.
+        Another engine comes first, and this one has its minimum. Then it takes no more memory than it has.
     full : bool
-        Whether no request begins meanwhile: this engine has its share, and another that lacks memory has not; or the
+        No request begins meanwhile: this engine has its share, and another that lacks memory has not; or the
         first runs at most one request and so may need what all others have.
     yields : bool
-        Whether the first has a higher priority, or lacks memory for running requests that all came before the last one
+        The first has a higher priority, or lacks memory for running requests that all came before the last one
         here. So the oldest requests always go on, as within one engine.
     passes : bool
-        Whether this engine lets the others go first.
+        This engine lets the others go first.
     surplus : int
         Bytes of a worker's blocks that the others offer beyond what they keep ready; 0 while one of them lacks memory.
     offers : int
@@ -110,7 +110,7 @@ class PoolPeers:
         return page[control.USED] * page[control.BLOCK_BYTES] >= max(self._share, page[control.MIN])
 
     def _turn(self, page: control.Page) -> tuple[int, bool, bool, int, str]:
-        """What sorts engines that lack memory."""
+        """The key that sorts engines that lack memory."""
         grows = page[control.GROWS]
         has_share = self._has_share(page) and not (grows and page[control.STARVED])
         return -page[control.PRIORITY], not grows, has_share, page[control.HEAD], str(page.path)

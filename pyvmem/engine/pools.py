@@ -1,4 +1,4 @@
-"""Pools in which engines lend each other memory: what stands for one in a control page, and who else is a member.
+"""Pools in which engines lend each other memory: their names and numbers, and their other members.
 
 SPDX-License-Identifier: MIT
 """
@@ -16,7 +16,7 @@ ENGINE = "engine "  # how the names of members begin that are workers of an engi
 
 
 def number_of(pool: str) -> int:
-    """What stands for a pool in a control page; 0 for none."""
+    """The number of a pool in a control page; 0 for none."""
     return zlib.crc32(pool.encode()) | 1 << 32 if pool else 0
 
 

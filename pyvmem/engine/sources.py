@@ -99,7 +99,7 @@ def _number(folder: Path) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a plugin relies on in the releases of an engine. Files are below the folder of the engine's package.
+    """The parts of an engine that a plugin relies on. Files are below the folder of the engine's package.
 
     Attributes
     ----------

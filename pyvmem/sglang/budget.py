@@ -40,20 +40,20 @@ CLIP = 4096  # output tokens of a request that SGLang reserves at most (CLIP_MAX
 
 
 class View(NamedTuple):
-    """What the budgets of all ranks take for given, as rank 0 sees it. Bytes, but for `keeps`.
+    """The state that the budgets of all ranks assume, as rank 0 sees it. Bytes, but for `keeps`.
 
     Attributes
     ----------
     limit : int
         The smaller of limit and maximum.
     left, room : int
-        What others of the pool leave, and what nobody in it uses.
+        Bytes that others of the pool leave, and those that nobody in it uses.
     keeps : int
         Pages that are not offered to others.
     overhead, correction : int
         As `PagePacking` has measured them.
     behind, waits : bool
-        Whether another engine of the pool comes first, and whether memory was refused a moment ago.
+        Another engine of the pool comes first; memory was refused a moment ago.
     """
 
     limit: int = control.NO_LIMIT
@@ -67,7 +67,7 @@ class View(NamedTuple):
 
 
 class News(NamedTuple):
-    """What has come to rank 0's budget since it looked last."""
+    """Changes that have come to rank 0's budget since it looked last."""
 
     view: View
     answers: tuple[int, ...]  # to orders, as `KVMemory.answer` has them
@@ -89,9 +89,9 @@ class PageBudget(BlockBudget):
     page : Page
     ranks : Ranks
     window : bool
-        Whether the allocator is that of the layers with windows, beside another one.
+        The allocator is that of the layers with windows, beside another one.
     alone : bool
-        Whether the engine has no other budget.
+        The engine has no other budget.
     """
 
     def __init__(self, scheduler: Any, allocator: Any, memory: KVMemory, page: Page, ranks: Ranks, *,
@@ -164,7 +164,7 @@ class PageBudget(BlockBudget):
     # ---- what all ranks take for given -----------------------------------------------------------------------
 
     def news(self) -> News:
-        """What came, on rank 0."""
+        """The changes, on rank 0."""
         answers = itertools.takewhile(lambda told: told < 2, (self.memory.answer(order) for order, _ in self._coming))
         there = itertools.takewhile(lambda leaving: leaving[1].query(), self._leaving)
         view, self.view = self.view, None

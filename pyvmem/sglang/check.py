@@ -33,7 +33,7 @@ SIGNATURES = (
 _SUMS = "full_tokens_per_layer max_total_num_tokens swa_tokens_per_layer"
 _CACHE, _BATCH = "srt/mem_cache/base_prefix_cache.py", "srt/managers/schedule_batch.py"
 
-# What vMem reads of SGLang's classes.
+# Attributes that vMem reads of SGLang's classes.
 NAMES = {
     "SchedulerInvariantChecker": (_CHECKER, _SUMS),
     "SchedulerPoolStatsObserver": (_STATS, _SUMS),

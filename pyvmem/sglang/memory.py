@@ -159,7 +159,7 @@ class KVMemory(BlockMemory):
         return self._tensor
 
     def answer(self, order: int) -> int:
-        """What became of an order, which every rank gave: 0 carried out, 1 refused by one of them, 2 nothing yet."""
+        """The ranks' answer to an order that each of them gave: 0 carried out, 1 refused by one of them, 2 none yet."""
         told = [self._page.answer(order, column) for column in self._columns]
         return 2 if -1 in told else max(told)
 
@@ -187,7 +187,7 @@ class KVMemory(BlockMemory):
         self.publish()
 
     def tend(self) -> None:
-        """What is done now and then: tell the pool what the engine offers and wants, and publish."""
+        """Tell the pool now and then what the engine offers and wants, and publish."""
         self._between()
         self.publish()
 

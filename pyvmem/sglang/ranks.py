@@ -28,11 +28,11 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which sees for all."""
+        """This is rank 0, which sees for all."""
         return not self.rank
 
     def tell(self, what: Any) -> Any:
-        """What rank 0 passes. Every rank calls this at the same point."""
+        """Return what rank 0 passes. Every rank calls this at the same point."""
         if self._group is None or self.size == 1:
             return what
         return self._group.broadcast_object(what)

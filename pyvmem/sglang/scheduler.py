@@ -32,16 +32,16 @@ def _came(request: Any) -> int:
 
 
 class Seen(NamedTuple):
-    """What rank 0 tells all ranks, with SGLang's requests, if it differs from what they know.
+    """A message of rank 0 to all ranks, with SGLang's requests, if it tells them something new.
 
     Attributes
     ----------
     drains : bool
-        Whether the owner wants everything: requests that run go on to their end, and none begins.
+        The owner wants everything: requests that run go on to their end, and none begins.
     closed : bool
-        Whether no request begins.
+        No request begins.
     rests : bool
-        Whether none has run for a while.
+        None has run for a while.
     news : tuple of News
         For each budget.
     """
@@ -108,18 +108,18 @@ class SchedulerMemory:
 
     @property
     def _active(self) -> bool:
-        """Whether requests run or wait."""
+        """Requests run or wait."""
         return bool(self._scheduler.waiting_queue) or self._runs
 
     @property
     def _runs(self) -> bool:
-        """Whether requests run. With DP attention, steps run without any while other ranks have some."""
+        """Requests run. With DP attention, steps run without any while other ranks have some."""
         s = self._scheduler
         ran = s.last_batch is not None and not s.last_batch.forward_mode.is_idle()
         return bool(s.running_batch.reqs) or ran or getattr(s, "chunked_req", None) is not None
 
     def news(self) -> Seen | None:
-        """What all ranks must know before the next step, if they do not: rank 0 tells it."""
+        """The message that all ranks must have before the next step; None: they know it."""
         now = time.monotonic()
         if self._active:
             self._still = 0.0

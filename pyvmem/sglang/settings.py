@@ -21,7 +21,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     return settings.read(SWITCH, LAYOUTS, environ, ("http",))
 
 
-# What copies or registers KV memory, or shares its rows among devices or with the host: (argument, reason).
+# Arguments with which SGLang copies or registers KV memory, or shares its rows among devices, each with the reason.
 _FLAGS = (
     ("enable_hierarchical_cache", "HiCache copies rows to host memory, which vMem does not follow"),
     ("enable_lmcache", "LMCache copies rows to host memory, which vMem does not follow"),

@@ -19,7 +19,7 @@ TRY = 0.1  # seconds in which the other members of the pool give what is missing
 
 
 class Activations:
-    """What torch caches of a worker's device.
+    """The memory that torch caches on a worker's device.
 
     Parameters
     ----------

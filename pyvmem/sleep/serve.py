@@ -241,7 +241,7 @@ class Serve(http.Limits):
     # ---- the page --------------------------------------------------------------------------------------------
 
     def _find(self) -> bool:
-        """Whether there are engines of this server; looks for them now and then."""
+        """Look now and then for engines of this server; return whether there are some."""
         now = time.monotonic()
         if now >= self._found + FIND:
             self._found = now
@@ -442,7 +442,7 @@ class Serve(http.Limits):
                        1000 * (time.monotonic() - begin), 1000 * (time.monotonic() - begin))  # fmt: skip
 
     def _attempts(self) -> list[list[int]]:
-        """What the workers of each engine last said of an attempt to wake: odd if it failed."""
+        """The workers' last answers of each engine to an attempt to wake: odd if it failed."""
         return [p.cells[control.WOKE : control.WOKE + p[control.RANKS_USED]].tolist() for p in self._pages]
 
     async def _wake_none(self, before: list[list[int]]) -> None:
@@ -458,7 +458,7 @@ class Serve(http.Limits):
 
 
 class _Receive:
-    """What a client sends, kept while nobody reads it, so that its end is noticed."""
+    """A client's messages, kept while nobody reads them, so that its end is noticed."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive, self.gone = receive, False

@@ -23,7 +23,7 @@ OVERDUE = 8  # slices after which a model that waits goes before every priority
 
 
 class Action(enum.Enum):
-    """What a model does next."""
+    """The next act of a model."""
 
     NOTHING = "nothing"
     WAKE = "wake"  # try to take memory
@@ -35,7 +35,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Model:
-    """What a model publishes. Times are in seconds of one clock.
+    """The published state of a model. Times are in seconds of one clock.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Model:
     starved : float
         Since when it is awake and its requests cannot go on, as memory for their KV cache is lacking; 0: they can.
     alive : bool
-        Whether its server and its engine have shown signs of life lately.
+        Its server and its engine have shown signs of life lately.
     """
 
     name: str
@@ -73,12 +73,12 @@ class Model:
 
     @property
     def waits(self) -> bool:
-        """Whether it sleeps and requests wait for it, in its server or frozen in its engine."""
+        """It sleeps, and requests wait for it, in its server or frozen in its engine."""
         return self.queued + self.running > 0 and self.state in (State.ASLEEP, State.WAKING)
 
     @property
     def asks(self) -> bool:
-        """Whether it needs memory of others: to wake, or to go on."""
+        """It needs memory of others: to wake, or to go on."""
         return self.alive and (self.waits or (self.starved > 0 and self.state in (State.AWAKE, State.DRAINED)))
 
     @property
@@ -88,7 +88,7 @@ class Model:
 
     @property
     def idle(self) -> bool:
-        """Whether it can sleep now: no request runs, and none may begin."""
+        """It can sleep now: no request runs, and none may begin."""
         return not self.running and (not self.queued or self.state == State.CLOSING)
 
 
@@ -133,7 +133,7 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
 
 
 def decide(models: Sequence[Model], me: Model, now: float, slice: float, idle: float = 0.0) -> Action:
-    """What `me`, one of `models`, does now.
+    """Decide what `me`, one of `models`, does now.
 
     Parameters
     ----------

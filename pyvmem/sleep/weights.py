@@ -127,7 +127,7 @@ class HostCopy:
         self._end = 0
 
     def __contains__(self, address: int) -> bool:
-        """Whether there is memory for the copy of this segment."""
+        """Return whether there is memory for the copy of this segment."""
         return address in self._at
 
     def reserve(self, address: int, size: int) -> None:
@@ -299,7 +299,7 @@ class Weights:
                 self._thread = None
 
     def _hurts(self) -> bool:
-        """Whether requests run now, so that pinning memory would delay them."""
+        """Return whether requests run now, so that pinning memory would delay them."""
         return not self._asleep and not self._stop and self._busy()
 
     def _copy_one(self, address: int, size: int) -> None:

@@ -277,7 +277,7 @@ class VllmBudget(BlockBudget):
         return iter(self._free)
 
     def _moving(self) -> bool:
-        """Whether orders are out, or workers have not read yet what left."""
+        """Return whether orders are out, or workers have not read yet what left."""
         words, ranks = self.page.words, self.ranks
         ran = words[control.FINISHED : control.FINISHED + ranks].min() >= self._left
         read = words[control.RING_DONE : control.RING_DONE + ranks].min() >= self.page[control.POSITION]
@@ -294,15 +294,15 @@ class VllmBudget(BlockBudget):
         return max(min(most, max(self._taken.recent(), self.floor)) if self.adapts else most, need)
 
     def can_grow(self, need: int) -> bool:
-        """Whether so many blocks are spare or soon will be: there is memory that nobody has to give up."""
+        """Return whether so many blocks are spare or soon will be: there is memory that nobody has to give up."""
         return need - self.spare <= self.growable() + self.coming and not self.waits()
 
     def grows(self) -> bool:
-        """Whether blocks are on their way or may be ordered."""
+        """Return whether blocks are on their way or may be ordered."""
         return bool(self.orders) or self.num_backed < self.allowed()
 
     def must_wait(self, need: int) -> bool:
-        """Whether the step must wait: it would evict cached blocks although ordered ones are about to come."""
+        """Return whether the step must wait: it would evict cached blocks although ordered ones are about to come."""
         return self.spare < need and bool(self.orders.unsent)
 
     # ---- before and after vLLM's schedule() ---------------------------------------------------------------------
@@ -364,12 +364,12 @@ class VllmBudget(BlockBudget):
         self._free.free(ids)
 
     def take_evicted(self) -> list[int]:
-        """What was evicted ahead since the last call."""
+        """Take the blocks that were evicted ahead since the last call."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def take_orders(self) -> tuple[list[int], list[list[int]], int]:
-        """What the workers must know with this step: (blocks that leave, orders to back others, the first's number)."""
+        """Take the orders that go with this step: (blocks that leave, orders to back others, the first's number)."""
         self.step += 1
         self.page.cells[control.STEP] = self.step
         self._taken.end(self.spare)

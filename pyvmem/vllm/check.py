@@ -69,8 +69,8 @@ SIGNATURES = (
 _CONNECTORS = "distributed/kv_transfer/kv_connector/v1/"
 _CORE, _CONFIG = "v1/core/", "config/"
 
-# What the plugin reads of vLLM's classes. A release without one of these names is refused, also where the plugin reads
-# it with a default: otherwise, a feature or a setting that is refused would vanish without a word.
+# Attributes that the plugin reads of vLLM's classes. A release without one of them is refused, also where the plugin
+# reads it with a default: otherwise, a feature or a setting that is refused would vanish without a word.
 NAMES = {
     "Scheduler": (_CORE + "sched/scheduler.py", "add_request connector finish_requests finished_req_ids "
                   "kv_cache_config kv_cache_manager "
@@ -162,7 +162,7 @@ NEEDS = sources.Needs("vLLM", "vllm", SWITCH, SIGNATURES, NAMES, BODIES)
 
 
 def _misbehaviour(pool: Any) -> Iterator[str]:
-    """What a pool of 8 blocks, with block 0 the null block, does otherwise than vMem needs."""
+    """Yield how a pool of 8 blocks, with block 0 the null block, behaves otherwise than vMem needs."""
     queue = pool.free_block_queue
 
     def order() -> list[int]:

@@ -86,7 +86,7 @@ def bytes_of(config: Any) -> int:
 
 
 def beyond(ranges: Sequence[BlockRange], blocks: int, size: int) -> str | None:
-    """What does not fit into the allocation; None if all blocks do."""
+    """Say what does not fit into the allocation; None if all blocks do."""
     for r in ranges:
         end = r.offset + (r.layers - 1) * r.layer_stride + (blocks - 1) * r.stride + r.bytes
         if r.offset < 0 or end > size:

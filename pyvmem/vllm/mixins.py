@@ -46,7 +46,7 @@ def _bytes_of_weights(vllm_config: Any) -> int:
 
 
 class WorkerMixin:
-    """What vMem adds to a worker of vLLM's."""
+    """vMem's part of a worker of vLLM's."""
 
     _vmem_engine: str
     _vmem: Any = None
@@ -165,7 +165,7 @@ class WorkerMixin:
 
 
 class SchedulerMixin:
-    """What vMem adds to a scheduler of vLLM's."""
+    """vMem's part of a scheduler of vLLM's."""
 
     _vmem_engine: str
     _vmem: Any = None  # a model without a KV cache has none

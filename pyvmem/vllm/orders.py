@@ -1,4 +1,4 @@
-"""What a scheduler of vLLM's tells its workers with each step: vMem's orders, and the blocks that the step names.
+"""The orders that a scheduler of vLLM's sends its workers with each step, and the blocks that the step names.
 
 vLLM's offloading connector copies blocks to host memory or from there. vLLM frees the blocks of a request when it ends,
 and names the store that reads them with the step after that. It waits for a store only if it hands one of its blocks
@@ -25,7 +25,7 @@ class StepOrders(NamedTuple):
     step : int
         The step's number.
     position : int
-        What the ring held when the step was scheduled: to be carried out before it.
+        The ring's end when the step was scheduled: its records are carried out before the step.
     gone : sequence of int
         Blocks that the scheduler gives up.
     ahead : sequence of lists of int

@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.vmem")
 
 
 def _of_others(record: logging.LogRecord) -> bool:
-    """Whether a line is not vLLM's warning of a scheduler class that may be slower: vMem's extends vLLM's own."""
+    """Leave out vLLM's warning of a scheduler class that may be slower: vMem's extends vLLM's own."""
     return not (mixins.__name__ in str(record.args) and "__vllm__" in str(record.args))
 
 

@@ -77,7 +77,7 @@ def _came(request: Any) -> int:
 
 
 def _drops(request: Any) -> bool:
-    """Whether vLLM drops what the steps in flight give a request, because it was reset within them."""
+    """Return whether vLLM drops what the steps in flight give a request, because it was reset within them."""
     return bool(getattr(request, "drop_stale_output", False) and request.num_stale_output_tokens)
 
 
@@ -100,7 +100,7 @@ def _port_of_server() -> int:
 
 
 def _is_orphan() -> bool:
-    """Whether this is an engine core of vLLM's whose server or `LLM` has gone without a word, by SIGKILL or a crash."""
+    """Return whether the server or `LLM` of this engine core has gone without a word, by SIGKILL or a crash."""
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith("EngineCore"):
         return False
@@ -230,7 +230,7 @@ class SchedulerMemory:
         self._scheduler.max_num_scheduled_tokens = min(tokens, self._tokens)
 
     def _next(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
-        """What the next step may compute of each request, in vLLM's order: (request, tokens before, tokens, wants)."""
+        """Yield the work of the next step, in vLLM's order: (request, tokens before, tokens, wants)."""
         for request in self._scheduler.running:
             done = request.num_computed_tokens
             yield request, done, max(request.num_tokens - done, 1), None
@@ -452,7 +452,7 @@ class SchedulerMemory:
             self.budget.lent = False  # the next step orders memory
 
     def defers_reset(self, scheduler: Any) -> bool:
-        """Whether a reset of the prefix cache is put off until the scheduler goes on: it runs no request until then.
+        """Return whether to put off a reset of the prefix cache until the scheduler goes on: no request runs before.
 
         vLLM resets the cache whenever it goes to sleep. Only the workers learn next whether that was the reason, and at
         which level, and count the sleeps in which they kept what is cached.
@@ -463,7 +463,7 @@ class SchedulerMemory:
         return True
 
     def resumes(self, scheduler: Any) -> bool:
-        """Whether the scheduler goes on and a reset that was put off is due: all are but those of sleeps."""
+        """Return whether the scheduler goes on and a reset that was put off is due: all are but those of sleeps."""
         if paused(scheduler):
             return False
         kept = min(self.page.cells[control.KEPT : control.KEPT + self.budget.ranks])
@@ -478,7 +478,7 @@ class SchedulerMemory:
         """
         with self.lock:
             running = list(self._scheduler.running)
-            # What these give may end a request, whose blocks a connector would store when they have gone.
+            # Their tokens may end a request, whose blocks a connector would store when they have gone.
             kept = [r for r in running if not _drops(r)] if self._copies is None else []
             with contextlib.suppress(RuntimeError):  # vLLM's word for blocks that are still in use
                 self._scheduler.reset_prefix_cache(reset_running_requests=bool(running))

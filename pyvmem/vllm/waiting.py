@@ -32,17 +32,17 @@ def waiting(scheduler: Any) -> list[Any]:
 
 
 def paused(scheduler: Any) -> bool:
-    """Whether no request begins, because the engine's user has paused it."""
+    """Return whether no request begins, because the engine's user has paused it."""
     return getattr(scheduler, "pause_state", 0) > 0
 
 
 def stopped(scheduler: Any) -> bool:
-    """Whether no request goes on, because the engine's user has paused it."""
+    """Return whether no request goes on, because the engine's user has paused it."""
     return getattr(scheduler, "pause_state", 0) > 1
 
 
 class Wants(NamedTuple):
-    """What a waiting request takes when it begins.
+    """The blocks that a waiting request takes when it begins.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class Lookup:
         self._next = 0.0  # no request is looked up anew before
 
     def __call__(self, request: Any) -> Wants:
-        """What a waiting request takes."""
+        """Count what a waiting request takes."""
         tokens, known = request.num_tokens, self._known.get(request.request_id)
         if request.num_computed_tokens:  # it holds blocks already
             return self._held(tokens, request.num_computed_tokens)

@@ -169,7 +169,7 @@ class WorkerMemory(BlockMemory):
 
     @property
     def active(self) -> bool:
-        """Whether vLLM's KV cache is here."""
+        """vLLM's KV cache is here."""
         return self._blocks is not None
 
     def _pending(self) -> int:
@@ -291,11 +291,11 @@ class WorkerMemory(BlockMemory):
         return [cells[word] for word in (control.POSITION, control.WANTED, control.AHEAD, control.OFFERED)]
 
     def _news(self) -> bool:
-        """Whether the scheduler has published something since the thread last looked."""
+        """Return whether the scheduler has published something since the thread last looked."""
         return self._published() != self._known
 
     def _look(self) -> None:
-        """What is done between steps."""
+        """Do between steps what has come up."""
         self._known = self._published()
         try:
             if self._page[control.POSITION] != self._page[control.RING_DONE + self._rank]:
@@ -398,7 +398,7 @@ class WorkerMemory(BlockMemory):
         return True
 
     def busy(self) -> bool:
-        """Whether running requests hold blocks."""
+        """Return whether running requests hold blocks."""
         return self._page[control.USED] > 0
 
     def _lacks(self, missing: int) -> None:
@@ -418,7 +418,7 @@ class WorkerMemory(BlockMemory):
             time.sleep(1e-3)
 
     def _agree(self, done: bool, seconds: float) -> bool:
-        """Whether every worker of the engine could wake. One that does not answer in time counts as failed."""
+        """Return whether every worker of the engine could wake. One that does not answer in time counts as failed."""
         page, ranks, rank = self._page, self._page[control.RANKS_USED], self._rank
         attempt = page[control.WOKE + rank] // 2 + 1
         page[control.WOKE + rank] = 2 * attempt + (not done)

@@ -39,7 +39,7 @@ def plan_kernel(ends, lengths, requests, window, REQUESTS: tl.constexpr, BLOCK_N
 @triton.jit
 def _joined(partial, lse, first, final, start, tiles, programs, g, d,
             GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):  # fmt: skip
-    """What the programs from `first` to `final` have computed of the head whose tiles begin with `start`."""
+    """Combine what the programs from `first` to `final` computed for the head whose tiles begin with `start`."""
     best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)

@@ -59,7 +59,7 @@ class Fences(Protocol):
         """Wait until the kernels before mark n have ended."""
 
     def done(self, n: int) -> bool:
-        """Whether the kernels before mark n have ended."""
+        """Return whether the kernels before mark n have ended."""
 
 
 class BlockRuns:
@@ -122,7 +122,7 @@ class Writer:
 
     @property
     def forgotten(self) -> bool:
-        """Whether most of its blocks are not known any more."""
+        """Most of its blocks are not known any more."""
         return 2 * self.known <= self.wrote
 
 
@@ -232,7 +232,7 @@ class Requests:
 
     @property
     def idle(self) -> bool:
-        """Whether no request runs and no kernel reads an ended one's slot."""
+        """No request runs, and no kernel reads an ended one's slot."""
         self._reap()
         return not self._slots and not self._retiring
 
