@@ -127,6 +127,12 @@ class BlockMemory:
         return Refused(f"{switch}_POOL={asked.pool}: {error}; {size} (or unset {switch}_POOL)")
 
     @property
+    def blocks(self) -> Blocks:
+        """The blocks, once `_make_blocks` has made them."""
+        assert self._blocks is not None
+        return self._blocks
+
+    @property
     def _board(self) -> Any:
         """This worker's row of the boards."""
         return self._page.boards(control.RANKS)[self._rank]
@@ -146,10 +152,10 @@ class BlockMemory:
         assert self._tensor is not None
         page, rank = self._page, self._rank
         self._block = block
-        self._blocks = Blocks(self._tensor, self._ranges, number, zero=True, board=self._board)
+        self._blocks = blocks = Blocks(self._tensor, self._ranges, number, zero=True, board=self._board)
         self._join(self._tensor.tensor.device)
         self._back_null()
-        page[control.NULL + rank] = alone = self._blocks.stats().held
+        page[control.NULL + rank] = alone = blocks.stats().held
         # Bytes of the blocks that share a page, or a page of each layer.
         page[control.SPAN + rank] = self._tensor.page_size * block // min(r.stride for r in self._ranges)
         page[control.OWN_BLOCK + rank] = block
@@ -195,14 +201,13 @@ class BlockMemory:
 
     def _back(self, ids: Sequence[int], seconds: float) -> None:
         """Back blocks. In a pool, the other members may have to give their bytes first, and have them in use now."""
-        assert self._blocks is not None
         end = time.monotonic() + seconds
         size = self._bytes_under(ids) if self._pool is not None else 0
         while True:
             try:
                 if self._pool is not None:
-                    self._blocks.ask(size)
-                self._blocks.back(ids)
+                    self.blocks.ask(size)
+                self.blocks.back(ids)
                 break
             except OutOfMemory:
                 if self._pool is None or time.monotonic() >= end:
@@ -215,18 +220,21 @@ class BlockMemory:
 
     # ---- between steps ---------------------------------------------------------------------------------------
 
-    def _between(self) -> None:
-        """Tell the pool what the scheduler offers and wants."""
-        page, blocks = self._page, self._blocks
-        if self._pool is None or blocks is None or not page[control.PID]:
-            return
+    def tend(self) -> None:
+        """Tell the pool what the scheduler offers and wants, and publish."""
+        if self._pool is not None and self._blocks is not None and self._page[control.PID]:
+            self._tell_pool(self._pool)
+        self.publish()
+
+    def _tell_pool(self, pool: KVPool) -> None:
+        page = self._page
         least = page[control.LEAST] * self._block + page[control.NULL + self._rank]
         nothing = page[control.LENT] or page[control.ASLEEP + self._rank]
         share = (0 if nothing else page[control.MIN], page[control.MAX] and max(page[control.MAX], least))
         self._set_share(share)
-        blocks.offer(page[control.OFFERED] * self._block)
+        self.blocks.offer(page[control.OFFERED] * self._block)
         page[control.POOL_BYTES + self._rank] = self._pool_size
-        page[control.POOL_MAY + self._rank] = int(self._board[control.BUDGET]) + self._pool.free
+        page[control.POOL_MAY + self._rank] = int(self._board[control.BUDGET]) + pool.free
         most = min(share[1] or self._pool_size, self._pool_size)
         held = int(self._board[control.HELD])
         wanted = max(page[control.WANTED], page[control.AHEAD]) + self._pending()
@@ -235,11 +243,10 @@ class BlockMemory:
 
     def _set_share(self, share: tuple[int, int]) -> None:
         """Set minimum and maximum. While the minimums of all members exceed the pool, this one's is as before."""
-        assert self._blocks is not None
         if share == self._share:
             return
         try:
-            self._blocks.set_share(*share)
+            self.blocks.set_share(*share)
         except OutOfMemory as error:
             if share != self._unfit:
                 self._chosen.logger.warning("vMem: the pool has no room for this engine's minimum yet: %s", error)
@@ -253,14 +260,13 @@ class BlockMemory:
 
     def _ask(self, wanted: int, runs: bool) -> None:
         """Ask the pool. An engine that runs requests pauses now and then, as who asks gives others nothing."""
-        assert self._blocks is not None
         now = time.monotonic()
         if self._asking and (wanted <= 0 or (runs and now >= self._asking + ASK)):
-            self._blocks.ask(0)
+            self.blocks.ask(0)
             self._asking = 0.0
         elif wanted > 0:
             try:
-                missing = self._blocks.ask(wanted)
+                missing = self.blocks.ask(wanted)
             except OutOfMemory:
                 missing = wanted
             self._asking = (self._asking or now) if missing else 0.0

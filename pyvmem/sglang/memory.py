@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pyvmem.blocks import BlockRange, Blocks
+from pyvmem.blocks import BlockRange
 from pyvmem.engine import control
 from pyvmem.engine.control import Page
 from pyvmem.engine.memory import PAGE, BlockMemory, context_on, page_size
@@ -149,11 +149,6 @@ class KVMemory(BlockMemory):
         pool.v_buffer = [flat[:, i, heads * k :].unflatten(1, (heads, v)) for i in range(layers)]
 
     @property
-    def blocks(self) -> Blocks:
-        assert self._blocks is not None
-        return self._blocks
-
-    @property
     def _space(self) -> VirtualTensor:
         assert self._tensor is not None
         return self._tensor
@@ -184,11 +179,6 @@ class KVMemory(BlockMemory):
         """Wait until every block that left has lost its memory, and give the device what is unused."""
         self.blocks.flush()
         self._trim()
-        self.publish()
-
-    def tend(self) -> None:
-        """Tell the pool now and then what the engine offers and wants, and publish."""
-        self._between()
         self.publish()
 
 

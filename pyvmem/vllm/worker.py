@@ -235,8 +235,7 @@ class WorkerMemory(BlockMemory):
 
     def _in(self) -> list[int]:
         """The blocks that are backed and stay, without the null block, which vLLM reads at any time."""
-        assert self._blocks is not None
-        return [i for i in self._blocks.backed().tolist() if i]
+        return [i for i in self.blocks.backed().tolist() if i]
 
     def _fence(self) -> int | None:
         """A fence behind what the device has been given so far; None if it computes at once."""
@@ -264,11 +263,10 @@ class WorkerMemory(BlockMemory):
 
     def _give_up(self, ids: Sequence[int]) -> None:
         """The scheduler has given up these blocks."""
-        assert self._blocks is not None
         self._sure.difference_update(ids)
         for _, ordered in self._ordered:  # they were not carried out yet: now these blocks are left out
             ordered.difference_update(ids)
-        self._blocks.unback(ids, self._fence())
+        self.blocks.unback(ids, self._fence())
 
     def _poll(self) -> None:
         finished = 0
@@ -301,8 +299,7 @@ class WorkerMemory(BlockMemory):
             if self._page[control.POSITION] != self._page[control.RING_DONE + self._rank]:
                 with self._lock:
                     self._ring(self._page[control.POSITION])
-            self._between()
-            self.publish()
+            self.tend()
         except Exception as error:
             if not self._stop and str(error) != self._failure:  # the next step does what was not done
                 self._failure = str(error)
@@ -329,27 +326,25 @@ class WorkerMemory(BlockMemory):
             self._page.cells[control.KEPT + self._rank] += 1
         with self._lock:
             self._page.cells[control.ASLEEP + self._rank] = 1
-            self._between()  # neighbours may have its minimum, too
-        self.publish()
+            self.tend()  # neighbours may have its minimum, too
 
     def drop(self) -> None:
         """Give up every page but those of the null block. What the blocks held is lost."""
-        if self._blocks is None or self._asleep is not None:
+        if not self.active or self._asleep is not None:
             return
         with self._lock:
             if self._copied:
                 submit_stores()
             self._synchronize()
-            self._blocks.flush()
+            self.blocks.flush()
             self._asleep = self._in()
             self._sure.clear()
             self._ordered.clear()
-            self._blocks.unback(self._asleep)
-            self._blocks.flush()
+            self.blocks.unback(self._asleep)
+            self.blocks.flush()
             self._trim()
             self._page.cells[control.ASLEEP + self._rank] = 1
-            self._between()  # neighbours may have its minimum, too
-        self.publish()
+            self.tend()  # neighbours may have its minimum, too
 
     def wake(self, weights: bool = True, blocks: bool = True) -> bool:
         """Take back the memory of the weights, and back the blocks: what was spare, the scheduler has given up.
@@ -368,7 +363,7 @@ class WorkerMemory(BlockMemory):
             if wakes is not None and self._activations is not None:
                 self._activations.take(wait, self._lacks)
             with self._lock:
-                if blocks and self._blocks is not None and self._asleep is not None:
+                if blocks and self.active and self._asleep is not None:
                     self._ring(self._page[control.POSITION])
                     lacks = self._bytes_under(self._asleep)
                     self._back(self._asleep, wait)
@@ -382,8 +377,8 @@ class WorkerMemory(BlockMemory):
                 if self._activations is not None:
                     self._activations.drop()
             with self._lock:
-                if backs and self._blocks is not None:
-                    self._blocks.unback(self._asleep)
+                if backs:
+                    self.blocks.unback(self._asleep or ())
             if rank == self._page[control.RANKS_USED] - 1 or not self._page.shared:
                 raise failed or OutOfMemory(errno.ENOMEM, "another worker lacks memory to wake")
             return False
@@ -393,8 +388,7 @@ class WorkerMemory(BlockMemory):
                 self._asleep = None
             cells[control.ASLEEP + rank] = self._asleep is not None or (
                 self.weights is not None and self.weights.parked)  # fmt: skip
-            self._between()
-        self.publish()
+            self.tend()
         return True
 
     def busy(self) -> bool:
@@ -446,10 +440,10 @@ class WorkerMemory(BlockMemory):
         """Give up all pages and stop the threads. The addresses go with the last view of the tensor."""
         self._stop = True
         self._wake.set()
-        if self._blocks is not None:
+        if self.active:
             self._synchronize()
             with self._lock:
-                self._blocks.close()
+                self.blocks.close()
         if self.weights is not None:
             self.weights.close()
         self._leave_pool()

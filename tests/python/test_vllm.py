@@ -500,8 +500,8 @@ def worker(monkeypatch):
     memory.expect(config)
     memory.flat = memory.allocate(10 * PAGE, torch.device("cpu"))
     memory.start(config)
-    back = memory._blocks.back
-    memory._blocks.back = lambda ids, **more: memory.backed.extend(ids) or back(ids, **more)
+    back = memory.blocks.back
+    memory.blocks.back = lambda ids, **more: memory.backed.extend(ids) or back(ids, **more)
     yield memory
     memory.close()
 
@@ -509,7 +509,7 @@ def worker(monkeypatch):
 def test_a_rank_without_requests_keeps_the_null_block_and_waits_for_its_fences(worker):
     """With data parallelism and experts, vLLM runs batches without requests, which read the null block, beside kernels
     that still read the blocks of requests that have ended."""
-    flat, blocks = worker.flat, worker._blocks
+    flat, blocks = worker.flat, worker.blocks
     assert worker._tensor.resident_bytes == PAGE
     flat[:PAGE].fill_(7)
     worker.run(1, range(1, 10))
@@ -573,7 +573,7 @@ def test_two_engines_with_one_configuration_are_refused(worker):
 
 
 def test_a_step_backs_what_it_does_not_know_to_be_backed(worker):
-    blocks = worker._blocks
+    blocks = worker.blocks
 
     def leave():
         blocks.passed(worker.fences[-1])
@@ -598,7 +598,7 @@ def test_a_step_backs_what_it_does_not_know_to_be_backed(worker):
 
 
 def test_orders_that_are_refused_or_cut_are_not_known_to_be_backed(worker):
-    blocks = worker._blocks
+    blocks = worker.blocks
     worker.run(1)
     blocks.set_budget(PAGE)
     worker.run(2, ahead=[[1, 2]], order=1)

@@ -381,7 +381,7 @@ class Engine:
     def flush(self):
         for worker in self.workers:
             if worker.memory._blocks:
-                worker.memory._blocks.flush()
+                worker.memory.blocks.flush()
 
     def cached(self):
         return sum(b.block_hash is not None for b in self.scheduler.kv_cache_manager.block_pool.blocks)

@@ -937,7 +937,7 @@ def test_what_sleeps_reserves_nothing_and_wakes_with_what_its_requests_hold(engi
         e.settle()
         e.budget.enter()
         assert e.budget.spare >= 20
-    memory._between()
+    memory.tend()
 
     def minimum():
         return memory._pool.members()[0].min
@@ -966,7 +966,7 @@ def test_an_engine_wakes_in_a_pool_that_another_has_filled(engine, monkeypatch):
         memory.sleep()
         for _ in range(3):
             two.run(30)  # its prefix cache fills the pool
-        blocks = two.workers[0].memory._blocks
+        blocks = two.workers[0].memory.blocks
         blocks.ask(blocks.stats().budget - blocks.stats().held + memory._pool.free)
         assert memory._pool.free == 0 and one.budget.num_backed
         with fences_pass(one, two):
@@ -979,7 +979,7 @@ def test_an_engine_starts_in_a_pool_that_another_has_filled(engine, monkeypatch)
     in_pool(monkeypatch, "full", VMEM_VLLM_POOL_SIZE="8M")
     one = engine(kinds=("full",))
     one.run(60)
-    blocks = one.workers[0].memory._blocks
+    blocks = one.workers[0].memory.blocks
     blocks.ask(blocks.stats().budget - blocks.stats().held + one.workers[0].memory._pool.free)  # all that nobody has
     assert one.workers[0].memory._pool.free == 0
     with fences_pass(one):
@@ -1059,11 +1059,11 @@ def test_a_minimum_that_does_not_fit_yet_is_taken_when_it_does(engine, monkeypat
     blocks, pool = member(name, 6 << 20)
     e = engine(kinds=("full",))
     memory, offer = e.workers[0].memory, mock.Mock()
-    monkeypatch.setattr(memory._blocks, "offer", offer)
+    monkeypatch.setattr(memory.blocks, "offer", offer)
 
     def minimum():
         offer.reset_mock()
-        memory._between()
+        memory.tend()
         assert offer.called  # whatever becomes of the minimum
         (least,) = (m.min for m in pool.members() if m.name != "trainer")
         return least
@@ -1184,7 +1184,7 @@ def test_usage_in_a_pool_counts_what_its_memory_and_the_others_requests_leave(en
 
     def look():
         for e in (one, two):
-            e.workers[0].memory._between()  # as its thread does
+            e.workers[0].memory.tend()  # as its thread does
             e.memory._neighbours._looked = 0.0
             e.memory._look_around()
             e.memory.publish()
@@ -1205,7 +1205,7 @@ def test_usage_in_a_pool_counts_what_its_memory_and_the_others_requests_leave(en
 
 def test_refused_orders_fail_no_step(engine):
     e = engine()
-    blocks, others = e.workers[0].memory._blocks, [0]
+    blocks, others = e.workers[0].memory.blocks, [0]
 
     def every():  # another process takes the memory for a time
         others[0] += 1
@@ -1250,8 +1250,8 @@ def test_a_stage_offers_the_bytes_of_its_own_blocks(engine, monkeypatch):
         e.page[control.OFFERED] = 10
         for worker, size in zip(e.workers, stages):
             offer = mock.Mock()
-            monkeypatch.setattr(worker.memory._blocks, "offer", offer)
-            worker.memory._between()
+            monkeypatch.setattr(worker.memory.blocks, "offer", offer)
+            worker.memory.tend()
             offer.assert_called_with(10 * size)
 
 

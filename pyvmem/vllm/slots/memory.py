@@ -269,7 +269,11 @@ class SlotsMemory(WorkerMemory):
 
     # ---- between steps ---------------------------------------------------------------------------------------
 
-    def _between(self) -> None:
+    def tend(self) -> None:
+        self._carry_out()
+        self.publish()
+
+    def _carry_out(self) -> None:
         """Make memory for the blocks that were ordered, and give back what is not needed."""
         cache, requests = self._cache, self._requests
         assert cache is not None and requests is not None
