@@ -1,4 +1,4 @@
-"""The common part of the plugins of serving engines: it names no engine, and imports none.
+"""The common part of the plugins for serving engines. It names no engine, and imports none.
 
 An engine keeps a table of numbered blocks for its KV cache. A block has memory only while a request or the prefix cache
 uses it. `control` is the page of shared memory in which an engine, its workers and its owner meet; `memory` has the

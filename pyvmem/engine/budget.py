@@ -96,7 +96,7 @@ class BlockBudget:
         raise NotImplementedError
 
     def _moving(self) -> bool:
-        """Return whether blocks are on their way in or out, as far as the boards do not say."""
+        """Return whether blocks are being backed or unbacked in a way that the boards do not show."""
         return self.coming > 0
 
     # ---- what there is ---------------------------------------------------------------------------------------
@@ -164,32 +164,32 @@ class BlockBudget:
         return self.unbacked.whole(self._limit() - self.unbacked.limit_correction)
 
     def _left_bytes(self) -> int:
-        """Bytes that other engines of the pool leave to blocks, in whole pages. They ask for what was offered."""
+        """Bytes that other members of the pool leave to blocks, in whole pages; they have asked for offered blocks."""
         most, page = control.NO_LIMIT, self.page
         if page.cells[control.POOL] and page.cells[control.OFFERED]:
             for rank in range(self.ranks):
-                if shrink_to := page.told(rank, control.SHRINK_TO):
+                if shrink_to := page.board_word(rank, control.SHRINK_TO):
                     most = min(most, self._in_largest(rank, shrink_to - page.cells[control.NULL + rank]))
         return max(self.unbacked.whole(most - self.unbacked.page_overhead), self._keeps * self.block_bytes)
 
     def _in_largest(self, rank: int, size: int) -> int:
-        """Bytes in the worker that has the largest blocks, for the blocks that take `size` bytes in another worker."""
+        """Convert bytes of a worker's blocks to bytes of the same blocks in the worker that has the largest ones."""
         return size * self.block_bytes // (self.page.cells[control.OWN_BLOCK + rank] or self.block_bytes)
 
     def _pages_beyond(self) -> int:
-        """Pages that must go because of a limit: if blocks are scattered, their pages may be too many, not they."""
+        """Pages beyond a limit that must go. Blocks within the limit may be scattered over too many pages."""
         out = self.unbacked
         if not out.shared:
             return 0
         most, left = self._most_bytes() // out.span, self._left_bytes() // out.span
         if self.num_backed <= self.least and out.pages > min(most, left):
-            # Instead of free blocks that leave, others come which share pages.
+            # Free blocks may leave, and blocks that share pages come in their place.
             most = max(most, out.fewest_pages(self.least, self.free_ids()))
         asked = min(out.pages - left, self.num_backed - self._keeps)  # a block frees one page at most
         return max(out.pages - most, asked, 0)
 
     def fit(self) -> None:
-        """See what pages hold beyond the blocks that begin in them, which may reach into others."""
+        """Measure what pages hold beyond the blocks that begin in them: blocks may reach into the next page."""
         most = self._limit()
         self.unbacked.forget(most)
         limited = most < self.total * self.block_bytes or self.page.cells[control.POOL]
@@ -219,11 +219,11 @@ class BlockBudget:
         return min(self.used / allowed, 1.0) if allowed else 0.0
 
     def ready(self, need: int = 0) -> int:
-        """Blocks that are kept ready: free, and without contents. need: what the next step takes."""
+        """Blocks to keep ready: free, and without contents. need: blocks that the next step takes."""
         return max(pool_policy.ready(self.low, self._allowed), need)
 
     def _room(self) -> int:
-        """Blocks for which the pool has memory that nobody uses: those of pages that are there need none."""
+        """Blocks for which the pool has unused memory. Blocks of pages that exist need none."""
         return self.unbacked.blocks_in(self._room_bytes())
 
     def _room_bytes(self) -> int:
@@ -231,12 +231,12 @@ class BlockBudget:
         page, room = self.page, self.total * self.block_bytes
         for rank in range(self.ranks):
             if page.cells[control.ATTACHED + rank]:
-                most = max(page.told(rank, control.BUDGET), page.cells[control.POOL_MAY + rank])
-                room = min(room, self._in_largest(rank, most - page.told(rank, control.HELD)))
+                most = max(page.board_word(rank, control.BUDGET), page.cells[control.POOL_MAY + rank])
+                room = min(room, self._in_largest(rank, most - page.board_word(rank, control.HELD)))
         return max(room, 0)
 
     def soon_there(self, need: int) -> bool:
-        """Return whether the blocks that are lacking come without any other engine giving some up."""
+        """Return whether the blocks that `spare` lacks will come without another engine giving any up."""
         return not self.page.cells[control.POOL] or self._room() >= max(need - self.spare, self.coming)
 
     def asked(self) -> bool:
@@ -245,7 +245,7 @@ class BlockBudget:
         return self._left_bytes() < max(self.num_backed * self.block_bytes, out.pages * out.span)
 
     def _learn_pages(self) -> None:
-        """Workers know which blocks share pages when they have their memory."""
+        """Take over which blocks share pages, once workers have their memory and know it."""
         cells = self.page.cells
         largest = max(range(self.ranks), key=lambda rank: cells[control.OWN_BLOCK + rank])
         block, span = cells[control.OWN_BLOCK + largest], cells[control.SPAN + largest]
@@ -273,7 +273,7 @@ class BlockBudget:
         """Write the numbers of the control page.
 
         wanted : blocks that requests lack. yields: whether requests give way to another engine's. keeps: free blocks
-        that requests take next, which are not for others.
+        that requests take next, and that are not offered to others.
         """
         page, free, spare, backed = self.page.cells, self.num_free(), self.spare, self.num_backed
         page[control.ALLOWED] = self.reachable()

@@ -39,39 +39,82 @@ MAGIC, VERSION = 0x6D656D76_6C6C6D00, 9
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
-# The owner's words. Sizes in bytes; 0 means "not set" for all but LIMIT. PATIENCE: milliseconds that waking waits for
-# memory before it fails, which the server that wakes sets, as it can try again.
-_MAGIC, _VERSION, LIMIT, MIN, MAX, PRIORITY, LEND, PATIENCE = range(8)
-# The scheduler's words. Blocks, unless it says otherwise. WANTED: what requests lack; AHEAD: what it asks for
-# before they do. WAITED: microseconds that steps waited for blocks. HEAD: when the first request came that lacks some,
-# in microseconds; 0: none does; negative: others come first for a while. GROWS: whether running requests lack some, of
-# which the last came then. STARVED: whether at most one request runs meanwhile. BEAT: changes while the process runs.
-# PARTS: pools of several kinds of layers in each worker, whose bytes add up; 0: one. The columns of the first pool's
-# workers come first.
-(PID, STARTED, BLOCKS, BLOCK_BYTES, LEAST, LOW, RANKS_USED, ALLOWED, USED, CACHED, SPARE, COMING, WANTED, STEP,
- PREEMPTED, REFUSED, LENT, POSITION, POOL, OFFERED, STARVED, WAITED, AHEAD, HEAD, GROWS,
- BEAT, PARTS) = range(16, 43)  # fmt: skip
-# The port of its server, or 0, and the name of its model, as UTF-8 in so many words.
-PORT, _MODEL, _MODEL_WORDS = 46, 47, 16
-# The words of the model's server, times in microseconds of the machine's monotonic clock. STATE: `State`.
-# RUNNING, QUEUED: requests. SINCE: when the first of the queued came. USED_AT, CHANGED_AT: when a request last ended,
-# and when the model last woke or fell asleep. LACKS: bytes for waking. LACKING: since when. SERVER_BEAT: as BEAT.
-# WAKES, SLEEPS: how often it did. WAKING: how long the first request of each wake has waited, in all. UNSERVED:
-# requests that waited in vain or met a drained model. STARVING: since when its requests cannot go on, as KV memory is
-# lacking.
-(STATE, RUNNING, QUEUED, SINCE, USED_AT, CHANGED_AT, LACKS, LACKING, SERVER_BEAT,
- WAKES, SLEEPS, WAKING, UNSERVED, STARVING) = range(1984, 1998)  # fmt: skip
-# The words of each worker, in its own column. ATTACHED is 0 until its memory is there, and then how that is kept.
-# NULL: bytes of pages under the null block. SPAN: bytes of blocks that share a page, or a page of each layer.
-# OWN_BLOCK: bytes of a block here: stages of a pipeline may have different numbers of layers. POOL_MAY: bytes that it
-# may hold without that others of the pool give any up. POOL_OF: what stands for the pool of this worker's device.
-# WEIGHTS, WEIGHTS_HELD: bytes of the weights that are in the pool, and of these on the device. ASLEEP: 1 while the
-# worker sleeps, and so reserves nothing. KEPT: how often it went to sleep and kept its blocks. SHORT: bytes for which
-# it last failed to wake. WOKE: how often it has tried to, twice, and one more if the last one failed.
+# Words that the owner sets. 0 means "not set", except for LIMIT.
+_MAGIC, _VERSION = 0, 1
+LIMIT = 2  # bytes that blocks may take now; NO_LIMIT: no limit
+MIN = 3  # bytes that are not lent to other members of the pool
+MAX = 4  # bytes that blocks may ever take
+PRIORITY = 5  # engines of a lower one give way to this one
+LEND = 6  # 1: the engine is to give up every block
+PATIENCE = 7  # milliseconds that waking waits for memory before it fails; set by the server, which tries again
+
+# Words that the scheduler publishes. Those without a unit are numbers of blocks.
+PID = 16  # process of the scheduler
+STARTED = 17  # start of that process, in /proc's ticks
+BLOCKS = 18
+BLOCK_BYTES = 19  # bytes of a block, all layers
+LEAST = 20  # blocks of one request of the greatest length
+LOW = 21  # blocks that one step may take
+RANKS_USED = 22  # workers
+ALLOWED = 23  # blocks that may be backed now
+USED = 24  # blocks of running requests
+CACHED = 25  # blocks of the prefix cache that no request uses
+SPARE = 26  # free blocks without contents
+COMING = 27  # blocks that workers are backing
+WANTED = 28  # blocks that requests lack
+STEP = 29  # number of the last step
+PREEMPTED = 30  # preemptions
+REFUSED = 31  # orders for which there was no memory
+LENT = 32  # 1: everything is lent, as LEND asks for
+POSITION = 33  # end of the ring's records
+POOL = 34  # number of the pool's name (`pools.number_of`); 0: no pool
+OFFERED = 35  # blocks that other members of the pool may have
+STARVED = 36  # 1: requests lack blocks, and at most one runs meanwhile
+WAITED = 37  # microseconds that steps have waited for blocks
+AHEAD = 38  # blocks that the engine asks for before requests lack them
+HEAD = 39  # microseconds: when the first request came that lacks blocks; 0: none; < 0: others come first for a while
+GROWS = 40  # 1: running requests lack blocks; HEAD is of the last of them
+BEAT = 41  # changes while the process runs
+PARTS = 42  # pools of several kinds of layers in each worker, whose bytes add up; 0: one. The first pool's come first
+PORT = 46  # port of the server; 0: unknown
+_MODEL, _MODEL_WORDS = 47, 16  # name of the model, UTF-8
+
+# Words that the model's server publishes. Times are microseconds of the machine's monotonic clock.
+STATE = 1984  # `State`
+RUNNING = 1985  # requests that run
+QUEUED = 1986  # requests that wait until the model is awake
+SINCE = 1987  # when the first of these came
+USED_AT = 1988  # when a request last ended
+CHANGED_AT = 1989  # when the model last woke or fell asleep
+LACKS = 1990  # bytes that waking lacks
+LACKING = 1991  # since when
+SERVER_BEAT = 1992  # changes while the server runs
+WAKES = 1993  # times that the model woke
+SLEEPS = 1994  # times that it fell asleep
+WAKING = 1995  # microseconds that the first request of each wake has waited, in all
+UNSERVED = 1996  # requests that waited in vain or met a drained model
+STARVING = 1997  # since when the model's requests cannot go on for lack of KV memory
+
+# Words that each worker publishes in its own column: the word of rank r is at NAME + r.
 IN_BLOCKS, IN_SLOTS = 1, 2
-(ATTACHED, FINISHED, RING_DONE, STEP_MAPS, RESIDENT, NULL, SPAN, POOL_BYTES,
- POOL_MAY, OWN_BLOCK, POOL_OF, WEIGHTS, WEIGHTS_HELD, ASLEEP, KEPT,
- SHORT, WOKE) = range(64, 64 + 17 * RANKS, RANKS)  # fmt: skip
+ATTACHED = 64  # 0 until the worker has its memory, then IN_BLOCKS or IN_SLOTS
+FINISHED = 64 + RANKS  # the last step that was executed
+RING_DONE = 64 + 2 * RANKS  # position in the ring up to which blocks have been given up
+STEP_MAPS = 64 + 3 * RANKS  # blocks that steps had to map themselves
+RESIDENT = 64 + 4 * RANKS  # bytes of pages
+NULL = 64 + 5 * RANKS  # bytes of pages under the null block
+SPAN = 64 + 6 * RANKS  # bytes of blocks that share a page, or one page of each layer
+POOL_BYTES = 64 + 7 * RANKS  # size of the pool
+POOL_MAY = 64 + 8 * RANKS  # bytes that the worker may hold before other members of the pool must give any
+OWN_BLOCK = 64 + 9 * RANKS  # bytes of a block here: stages of a pipeline may differ in their layers
+POOL_OF = 64 + 10 * RANKS  # number of the pool of this worker's device
+WEIGHTS = 64 + 11 * RANKS  # bytes of weights in the pool
+WEIGHTS_HELD = 64 + 12 * RANKS  # of these, bytes on the device
+ASLEEP = 64 + 13 * RANKS  # 1 while the worker sleeps; it reserves nothing then
+KEPT = 64 + 14 * RANKS  # times that the worker went to sleep and kept its blocks
+SHORT = 64 + 15 * RANKS  # bytes that the worker lacked when it last failed to wake
+WOKE = 64 + 16 * RANKS  # attempts to wake, times two; odd if the last one failed
+
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
 BOARD_WORDS, ANSWERS = 264, 256
 DONE, _REFUSED, HELD, MOST_HELD, _BACKED, LEAVING, BUDGET, SHRINK_TO, _FIRST_ANSWER = range(9)
@@ -88,14 +131,14 @@ Words = npt.NDArray[np.int64]
 
 
 class State(enum.IntEnum):
-    """How the server of a model treats requests."""
+    """State of a model: it says what its server does with requests."""
 
     NONE = 0  # nobody holds requests: the model takes no part
-    ASLEEP = 1  # requests wait; the weights are for whoever asks
-    WAKING = 2  # the same, and it takes its memory
-    AWAKE = 3
-    CLOSING = 4  # requests wait, those that run end
-    DRAINED = 5  # an operator has closed it: requests are refused
+    ASLEEP = 1  # requests wait, and other models may have the memory of the weights
+    WAKING = 2  # requests wait, and the model takes its memory back
+    AWAKE = 3  # requests run
+    CLOSING = 4  # requests wait, and those that run end
+    DRAINED = 5  # an operator has closed the model: requests are refused
 
 
 def path_of(engine: str, rank: int) -> Path | None:
@@ -156,11 +199,11 @@ class Page:
 
     @property
     def asleep(self) -> bool:
-        """A worker of the engine sleeps."""
+        """True if one of the engine's workers sleeps, or all do."""
         return any(self.cells[ASLEEP : ASLEEP + max(min(self[RANKS_USED], RANKS), 1)])
 
     def pools(self) -> list[int]:
-        """The number of each worker's pool (`pools.number_of`); of the scheduler's pool, until a worker has joined."""
+        """Numbers of the workers' pools (`pools.number_of`); until a worker has joined, the scheduler's."""
         ranks = max(min(self[RANKS_USED], RANKS), 1)
         return [pool for pool in self.cells[POOL_OF : POOL_OF + ranks].tolist() if pool] or [self[POOL]]
 
@@ -177,15 +220,15 @@ class Page:
         """The boards of the first workers, int64[ranks, BOARD_WORDS]."""
         return self.words[_BOARDS : _BOARDS + ranks * BOARD_WORDS].reshape(ranks, BOARD_WORDS)
 
-    def told(self, rank: int, word: int) -> int:
+    def board_word(self, rank: int, word: int) -> int:
         """One word of a worker's board."""
         value: int = self.cells[_BOARDS + rank * BOARD_WORDS + word]
         return value
 
     def answer(self, order: int, rank: int) -> int:
-        """A rank's answer to an order: -1 none yet, 0 carried out, 1 refused."""
-        told = self.told(rank, _FIRST_ANSWER + order % ANSWERS)
-        return told & 1 if told >> 1 == order else -1
+        """A rank's answer to an order: -1 nothing yet, 0 carried out, 1 refused."""
+        word = self.board_word(rank, _FIRST_ANSWER + order % ANSWERS)
+        return word & 1 if word >> 1 == order else -1
 
     # ---- the ring --------------------------------------------------------------------------------------------
 
@@ -212,7 +255,7 @@ class Page:
     # ---- the end ---------------------------------------------------------------------------------------------
 
     def unlink(self) -> None:
-        """Remove the file. Who has the page mapped keeps it."""
+        """Remove the file. Processes that have the page mapped keep using it."""
         if self.path is not None:
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -261,7 +304,7 @@ def rest(event: threading.Event, seconds: float, look: float, stirred: Callable[
 
 
 def _ended(path: Path, remove: bool = False) -> bool:
-    """Return whether no process of a page's engine lives. remove: remove it then, before another may open it."""
+    """Return whether no process of a page's engine lives. remove: then also remove the file."""
     try:
         with open(path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -300,7 +343,7 @@ def claim(page: Page, model: str = "", port: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """The memory of an engine, and the limits that its owner set. Sizes are in bytes, of one worker: of the largest.
+    """An engine as its control page describes it. Sizes are in bytes of one worker, the one with the most.
 
     Attributes
     ----------
@@ -318,12 +361,12 @@ class Engine:
     min, max, priority : int
         Its share among engines; 0: not set.
     least : int
-        Bytes that one request of the greatest length needs. A limit below it counts as this.
+        Bytes of one request of the greatest length. A lower limit counts as this.
     allowed, used, cached, spare, wanted : int
-        Bytes that blocks may take, and those that running requests, the prefix cache and free blocks take; those that
-        waiting requests need.
+        Bytes that blocks may take now; bytes of running requests, of the prefix cache, and of free blocks without
+        contents; bytes that waiting requests lack.
     backed, resident : int
-        Bytes that are backed, in the worker that has most.
+        Bytes of backed blocks' pages, and of all pages.
     step_maps : int
         Blocks that a step had to map itself.
     steps, preempted, refused : int
@@ -343,9 +386,9 @@ class Engine:
     weights, weights_held : int
         Bytes of the weights that are in the pool, and of these on the device now.
     lacks : int
-        Bytes that it lacks to wake.
+        Bytes that waking lacks.
     wakes, sleeps : int
-        How often it did.
+        How often the model woke and fell asleep.
     waking : float
         Seconds that the first request of each wake has waited, in all.
     unserved : int
@@ -391,7 +434,7 @@ class Engine:
 
     @classmethod
     def of(cls, name: str, rank: int, page: Page) -> Engine:
-        """Read a control page."""
+        """Read an engine from its page."""
         block, ranks = page[BLOCK_BYTES], max(min(page[RANKS_USED], RANKS), 1)
         parts = max(page[PARTS], 1)
 
@@ -413,7 +456,7 @@ class Engine:
 
 
 def is_here(page: Page) -> bool:
-    """Return whether the process of an engine's scheduler has its number here, and not in another container."""
+    """Return whether the number of the scheduler's process is valid here, and not in another container."""
     return started(str(page[PID])) == str(page[STARTED])
 
 
@@ -448,7 +491,7 @@ def change(*pages: Page, **settings: int | bool | None) -> None:
 
     limit : bytes that the blocks of a worker may take now; None for no limit. What one request of the greatest length
         needs is always allowed.
-    max : as a limit, which stays; 0: none.
+    max : a permanent limit, in bytes; 0: none.
     min : bytes that are not lent to other members of its pool; 0: all may be. Those of all members fit the pool.
     priority : engines of the pool with a lower one give way if this one lacks memory.
     lend : whether the engine gives up every block. Its requests wait, and later compute their rows again.

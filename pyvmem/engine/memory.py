@@ -105,7 +105,7 @@ class BlockMemory:
         self._pool: KVPool | None = None
         self._pool_size, self._share = 0, (0, 0)
         self._unfit: tuple[int, int] | None = None  # a share that the pool has refused
-        self._asking = 0.0  # since when the pool has been asked for what it does not give; 0: for nothing
+        self._asking = 0.0  # since when the pool has been asked for memory that it has not given; 0: it is not asked
 
     def context(self, device: torch.device) -> Context:
         """The context of all that this worker has on vMem. Raises as `context_on`."""
@@ -242,7 +242,8 @@ class BlockMemory:
         self._ask(wanted, page[control.USED] > 0)
 
     def _set_share(self, share: tuple[int, int]) -> None:
-        """Set minimum and maximum. While the minimums of all members exceed the pool, this one's is as before."""
+        """Set minimum and maximum. If the minimums of all members would exceed the pool, nothing changes."""
+        assert self._blocks is not None
         if share == self._share:
             return
         try:
@@ -255,11 +256,12 @@ class BlockMemory:
         self._share, self._unfit = share, None
 
     def _pending(self) -> int:
-        """Blocks of orders on their way. What they lack is asked for, too, as a question replaces the last one."""
+        """Blocks of orders without an answer. Each question to the pool asks for them, too, as it replaces the last."""
         return 0
 
     def _ask(self, wanted: int, runs: bool) -> None:
-        """Ask the pool. An engine that runs requests pauses now and then, as who asks gives others nothing."""
+        """Ask the pool. An engine that runs requests pauses now and then: a member that asks gives others nothing."""
+        assert self._blocks is not None
         now = time.monotonic()
         if self._asking and (wanted <= 0 or (runs and now >= self._asking + ASK)):
             self.blocks.ask(0)

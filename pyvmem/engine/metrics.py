@@ -37,7 +37,7 @@ def _parent(pid: int) -> int:
 
 
 def started_by(pid: int, ancestor: int) -> bool:
-    """Return whether a process is `ancestor`, or a descendant of it."""
+    """Return whether a process is `ancestor` or one of its descendants."""
     while pid not in (0, 1, ancestor):
         pid = _parent(pid)
     return pid == ancestor

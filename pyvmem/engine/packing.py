@@ -1,10 +1,11 @@
-"""How numbered blocks share pages: which blocks to back so that they take few pages, and what pages hold beyond them.
+"""Numbered blocks that share pages: chooses blocks to back so that they take few pages, and counts the pages.
 
-A page is there while one of its blocks is backed. The others take no memory when they come back, so they come first;
-then whole pages do. The lowest number comes first in either case, so that blocks in use stay close together.
+A page exists while one of its blocks is backed. Backing another of its blocks takes no memory, so these are chosen
+first, and then blocks of new pages. The lowest number comes first in either case, so that blocks in use stay close
+together.
 
-Blocks may reach into pages in which none of them begins. What these take cannot be counted from numbers: it is measured
-now and then (`measure`), and a limit is lowered by it.
+Blocks may reach into pages in which none of them begins. The memory of such pages cannot be counted from block numbers:
+it is measured now and then (`measure`), and a limit is lowered by it.
 
 SPDX-License-Identifier: MIT
 """
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator
 
 
 class PagePacking:
-    """The blocks 1 to `total`, of which those that have no memory are *out*: all at first.
+    """The blocks 1 to `total`. Blocks without memory are *out*; at first, all are.
 
     Parameters
     ----------
@@ -25,23 +26,23 @@ class PagePacking:
     block_bytes : int
         Bytes of a block, all layers.
     span : int
-        Bytes of blocks that share a page: of the page, or of as many as there are layers, if these are apart. 0 if no
-        two blocks share one.
+        Bytes of blocks that share a page; if layers are apart, that share one page of each layer. 0 if no two blocks
+        share one.
 
     Attributes
     ----------
     pages : int
-        Pages of which some block is backed. That of block 0, which is always there, does not count.
+        Pages with a backed block. The page of block 0, which always exists, does not count.
     count : int
         Blocks that are out.
     at_hand : int
-        Blocks that are out and whose page is there.
+        Blocks that are out and whose page exists.
     shared : bool
-        Blocks share pages.
+        True if blocks share pages.
     together : int
-        Blocks that share a page at least.
+        The fewest blocks that share a page.
     page_overhead : int
-        Bytes that pages held beyond the blocks which begin in them, when they were last measured.
+        Bytes that pages held beyond the blocks that begin in them, when last measured.
     limit_correction : int
         Bytes by which blocks stay below a limit, so that their pages keep it.
     """
@@ -56,9 +57,9 @@ class PagePacking:
         self._first = [-(-page * self.span // block_bytes) for page in pages]  # the first block of each page
         self._first.append(total + 1)
         self._size = [self._first[page + 1] - self._first[page] for page in pages]
-        self._of = [self._size[0] - 1, *self._size[1:]]  # the blocks of each page that are out
+        self._of = [self._size[0] - 1, *self._size[1:]]  # the number of blocks of each page that are out
         self.at_hand = self._of[0]
-        self._part = [0]  # a heap of pages that are there and have blocks that are out; some no longer do
+        self._part = [0]  # a heap of pages that exist and have blocks that are out, or had some
         self._whole = list(range(1, len(self._size)))  # a heap of pages whose blocks are all out
 
     def __len__(self) -> int:
@@ -76,7 +77,7 @@ class PagePacking:
         return self._size[page] - self._of[page]
 
     def put(self, ids: Iterable[int]) -> None:
-        """These blocks are out now."""
+        """Mark these blocks as out."""
         size, span, out, of, whole = self._bytes, self.span, self._is_out, self._of, self._size
         for i in ids:
             page = i * size // span
@@ -130,22 +131,23 @@ class PagePacking:
         return size - size % self.span
 
     def measure(self, held: int, limit: int) -> None:
-        """See what pages hold beyond the blocks that begin in them.
+        """Compute what pages hold beyond the blocks that begin in them.
 
-        held : bytes of all pages but those of block 0, while no block is on its way. limit: bytes that they may hold.
+        held : bytes of all pages but those of block 0, while no block is being backed. limit: bytes that they may hold.
         """
         own = self.pages * self.span
         self.page_overhead = max(held - own, 0)
-        # Above the limit, what leaves takes its part of this with it; below it, what comes is taken to add nothing.
+        # Above the limit, blocks that leave take their part of the overhead with them. Below it, blocks that come are
+        # taken to add none.
         self.limit_correction = limit - own * limit // held if held > max(limit, own) else self.page_overhead
 
     def forget(self, limit: int) -> None:
-        """Forget what was measured, if it was under another limit: it says little about this one."""
+        """Forget a measurement under another limit, which says little about this one."""
         if limit != self._measured_limit:
             self._measured_limit, self.limit_correction, self.page_overhead = limit, 0, 0
 
     def fewest_pages(self, blocks: int, free: Iterable[int]) -> int:
-        """Pages of so many blocks if only those in use are scattered. Page 0 makes up for the last, maybe a part.
+        """Pages of so many blocks if only those in use are scattered. Page 0 makes up for a last, partial page.
 
         free : the blocks that are backed and not in use.
         """
@@ -154,7 +156,7 @@ class PagePacking:
         return max(used, -(-blocks // self.together))
 
     def freeing(self, free: Iterable[int]) -> list[int]:
-        """Those of the blocks, backed and not in use, whose pages have no other ones: if they leave, pages go."""
+        """Those of `free` (backed blocks that are not in use) whose pages have no other blocks: they can free pages."""
         free = list(free)
         if not self.shared:
             return free
@@ -162,5 +164,5 @@ class PagePacking:
         return [i for i in free if count[page := self.page_of(i)] == self.inside(page)]
 
     def blocks_in(self, room: int) -> int:
-        """Blocks that need no more than so many bytes: those of pages that are there need none."""
+        """Blocks that need no more than so many bytes. Blocks of pages that exist need none."""
         return self.at_hand + room // self.span * self.together if self.shared else room // self._bytes

@@ -1,8 +1,9 @@
-"""The order in which the engines of a pool get memory that their requests lack.
+"""The policy among engines in one pool: which of them gets memory first, and which give way.
 
-Engines that name the same pool lend each other memory by libvmem's pool (`pyvmem.KVPool`), whose
-members are the workers' blocks. A worker asks for what the scheduler publishes as wanted, and offers what it publishes
-as offered. Which blocks leave is the decision of the engine's `budget`.
+Engines that name the same pool lend each other memory by libvmem's pool (`pyvmem.KVPool`), whose members are the
+workers' blocks. Each scheduler reads the control pages of the other engines, and publishes what it wants and offers on
+its own. Its workers ask the pool for the one, and offer it the other. The engine's `BlockBudget` decides which blocks
+leave.
 
 SPDX-License-Identifier: MIT
 """
@@ -14,9 +15,9 @@ import time
 from pyvmem.engine import control
 
 LOOK = 0.005  # seconds between looks at the other engines' pages
-FIND = 1.0  # and between searches for engines
-SPARE = 8  # of the allowed blocks, this part at most is kept ready
-HANGS = 1.0  # seconds without a sign of life after which an engine is not waited for
+FIND = 1.0  # seconds between searches for engines
+SPARE = 8  # at most one allowed block in so many is kept ready
+HANGS = 1.0  # seconds without a sign of life after which nobody waits for an engine
 PATIENCE, MOST_PATIENCE = 4.0, 64.0  # seconds that others wait for an engine which gets nothing: at first, and at most
 
 
@@ -28,29 +29,32 @@ def ready(low: int, allowed: int) -> int:
 class PoolPeers:
     """The other engines in the pool of one engine.
 
-    Of the engines whose requests lack memory, one comes first: that of the highest priority; then one whose running
-    requests lack it; then one whose requests use less than its share, which is the pool divided by the engines that
-    have requests now, but at least its minimum; then the one whose request came first. Of running requests, the last
-    counts, which the engine would preempt.
+    One of the engines whose requests lack memory comes first. They are sorted by, in this order:
 
-    Requests of the others will end, and the first gets their memory. If it gets nothing for some time, it lets the
-    others go first for twice as long, and then waits for twice as long as before: something else may hold the memory,
-    or these requests take long. An engine that hangs is not waited for at all.
+    1. the highest priority;
+    2. running requests that lack memory, before waiting ones;
+    3. requests that use less than the engine's share: the pool divided by the engines that have requests now, but at
+       least the engine's minimum;
+    4. the time at which the request came. Of running requests, the last one counts, which the engine would preempt.
+
+    The first engine gets the memory of the others' requests as these end. If it gets nothing for PATIENCE, something
+    else may hold the memory, or the requests take long. It then lets the others go first for twice as long, and waits
+    twice as long the next time. Nobody waits for an engine that hangs.
 
     Attributes
     ----------
     alone : bool
-        No other engine has a request that lacks memory.
+        True if no other engine has a request that lacks memory.
     behind : bool
-        Another engine comes first, and this one has its minimum. Then it takes no more memory than it has.
+        True if another engine comes first, and this one has its minimum. This one then takes no more memory.
     full : bool
-        No request begins meanwhile: this engine has its share, and another that lacks memory has not; or the
-        first runs at most one request and so may need what all others have.
+        True if no request may begin here: this engine has its share, and another that lacks memory has not; or the
+        first engine runs at most one request, and so may need what all others have.
     yields : bool
-        The first has a higher priority, or lacks memory for running requests that all came before the last one
-        here. So the oldest requests always go on, as within one engine.
+        True if requests here give way: the first engine has a higher priority, or lacks memory for running requests
+        that all came before the last one here. So the oldest requests always go on, as within one engine.
     passes : bool
-        This engine lets the others go first.
+        True if this engine lets the others go first.
     surplus : int
         Bytes of a worker's blocks that the others offer beyond what they keep ready; 0 while one of them lacks memory.
     offers : int
@@ -61,10 +65,10 @@ class PoolPeers:
         self._page = page
         self._pages: list[control.Page] = []
         self._found = self._looked = 0.0
-        self._beats: dict[tuple[str, int], tuple[int, float]] = {}  # of each engine the last, and since when
-        self._share = 0  # bytes of a worker's pool
-        self._patience, self._had = PATIENCE, -1  # -1: this engine had no bytes yet
-        self._since = 0.0  # when this engine, which comes first, last got some; later than now: it lets others go first
+        self._beats: dict[tuple[str, int], tuple[int, float]] = {}  # (page, word): its last value, and since when
+        self._share = 0  # the engine's share, in bytes of a worker's pool
+        self._patience, self._had = PATIENCE, -1  # bytes at the last look; -1: there was none
+        self._since = 0.0  # when this engine, coming first, last got memory; in the future: others go first until then
         self.alone, self.behind, self.full, self.yields, self.passes = True, False, False, False, False
         self.surplus = self.offers = 0
 
@@ -75,7 +79,7 @@ class PoolPeers:
             return
         if now >= self._found + FIND:
             self._found = now
-            own = page.pools()  # those of other GPUs have nothing to lend
+            own = page.pools()  # engines on other GPUs have nothing to lend
             self._pages = [
                 other for _, other in control.engines()
                 if other[control.POOL] == page[control.POOL] and other.path != page.path
@@ -110,7 +114,7 @@ class PoolPeers:
         return page[control.USED] * page[control.BLOCK_BYTES] >= max(self._share, page[control.MIN])
 
     def _turn(self, page: control.Page) -> tuple[int, bool, bool, int, str]:
-        """The key that sorts engines that lack memory."""
+        """The sort key of engines that lack memory: see the class."""
         grows = page[control.GROWS]
         has_share = self._has_share(page) and not (grows and page[control.STARVED])
         return -page[control.PRIORITY], not grows, has_share, page[control.HEAD], str(page.path)

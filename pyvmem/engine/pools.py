@@ -16,7 +16,7 @@ ENGINE = "engine "  # how the names of members begin that are workers of an engi
 
 
 def number_of(pool: str) -> int:
-    """The number of a pool in a control page; 0 for none."""
+    """The number that stands for a pool's name in a control page; 0 for none."""
     return zlib.crc32(pool.encode()) | 1 << 32 if pool else 0
 
 

@@ -1,11 +1,22 @@
 """The scheduler's side: which of vLLM's blocks have memory.
 
 A block is *backed* if vLLM's block pool may hand it out: it is in use or in the pool's free queue, and has pages. All
-others are *unbacked*: the budget holds them, taken with the pool's own `get_new_blocks`, and they have no pages. To
-grow, the budget orders unbacked blocks from the workers; they enter the free queue when every worker has backed them.
-To shrink, it takes blocks off the free queue, in vLLM's own order: unused ones first, then the least recently used of
-the prefix cache. So vLLM's admission, eviction and preemption act on the memory that there is, and no step waits for
-pages.
+others are *unbacked* and have no pages. The budget keeps them from vLLM by taking them with the pool's own
+`get_new_blocks`. vLLM's admission, eviction and preemption therefore act on the memory that there is, and no step waits
+for pages.
+
+The life of a block::
+
+                   order, take_orders                  every worker has answered: enter
+    UNBACKED ------------------------> workers back it -----------------------------> in the free queue
+       ^  ^                               |  some worker refused                        |           ^
+       |  +-------------------------------+                              vLLM allocates |           | its request ends
+       |                                                                                v           |
+       |        unback: spare blocks first, then the least recently used            in use by a request
+       +---------------------------------------- from the free queue; it may be cached there
+
+A block that leaves is `unbacked` at once. Workers learn of it with the next step, or by the control page's ring if no
+step runs, and unmap its pages behind a fence: kernels of steps in flight may still read it.
 
 This module does not import vLLM: the pool is vLLM's BlockPool, the manager its KVCacheManager.
 
@@ -25,25 +36,25 @@ from pyvmem.engine.budget import BlockBudget
 from pyvmem.engine.control import Page
 from pyvmem.vllm.orders import Copies
 
-MOST_LEAVING = 4096  # blocks that are given up in one step: 0.7 ms
-MOST_ORDERS = control.ANSWERS // 2  # at a time
-PART = 64 << 20  # bytes of blocks in one order: what is backed serves before the rest is
-KEEP = 128 << 20  # bytes at most, the null block's included, that an idle engine keeps for a request that may come
-TAKEN = 0.5  # seconds after which what steps took says less about the next ones
+MOST_LEAVING = 4096  # most blocks that are unbacked in one step, which takes 0.7 ms
+MOST_ORDERS = control.ANSWERS // 2  # most orders without an answer
+PART = 64 << 20  # bytes of blocks in one order: its blocks can be used before the next order's are backed
+KEEP = 128 << 20  # most bytes, the null block's included, that an idle engine keeps for the next request
+TAKEN = 0.5  # seconds; blocks that steps took count for one to two such times
 
 
 class FreeQueue:
     """The free blocks of vLLM's block pool. Those that hold no cached prefix come first in its queue.
 
-    vLLM's queue and pool do their own work: functions of these two objects are wrapped. A class that is given to an
-    object which is there would do as well, but CPython then reads every attribute of the object from a dict, in vLLM's
-    own code, too: three times as slowly.
+    vLLM's queue and pool keep working as they do; this class wraps functions of the two objects. It does not change the
+    objects' classes instead: CPython would then read all of their attributes from a dict, three times as slowly, in
+    vLLM's own code, too.
 
     Parameters
     ----------
     pool : vllm.v1.core.block_pool.BlockPool
     held : callable
-        Returns how many blocks the pool must not count.
+        Returns how many blocks the pool must not count: the unbacked ones.
 
     Attributes
     ----------
@@ -55,7 +66,7 @@ class FreeQueue:
         self._pool, self._queue = pool, pool.free_block_queue
         self.empty: set[int] = set(self)
         self._follow_queue()
-        self._leave_out(held)
+        self._hide_unbacked(held)
 
     def __len__(self) -> int:
         return int(self._pool.get_num_free_blocks())
@@ -91,8 +102,8 @@ class FreeQueue:
         queue.popleft, queue.popleft_n = counted_popleft, counted_popleft_n
         queue.remove, queue.prepend_n = counted_remove, counted_prepend_n
 
-    def _leave_out(self, held: Callable[[], int]) -> None:
-        """Have the pool count its blocks without those that are held."""
+    def _hide_unbacked(self, held: Callable[[], int]) -> None:
+        """Have the pool count its blocks without unbacked ones."""
         pool, evict_blocks, reset_prefix_cache = self._pool, self._pool.evict_blocks, self._pool.reset_prefix_cache
 
         def evict(block_ids: set[int]) -> None:
@@ -100,12 +111,12 @@ class FreeQueue:
             self.sort()
 
         def reset() -> bool:
-            left_out = held()
-            pool.num_gpu_blocks -= left_out
+            hidden = held()
+            pool.num_gpu_blocks -= hidden
             try:
                 done: bool = reset_prefix_cache()
             finally:
-                pool.num_gpu_blocks += left_out
+                pool.num_gpu_blocks += hidden
             if done:
                 self.sort()
             return done
@@ -113,7 +124,7 @@ class FreeQueue:
         pool.evict_blocks, pool.reset_prefix_cache = evict, reset
 
     def sort(self) -> None:
-        """Put blocks first whose contents vLLM has forgotten. It leaves them where they are in the queue."""
+        """Move blocks whose contents vLLM has forgotten to the front; vLLM leaves them where they are in the queue."""
         self.put_first(b for b in self._queue.get_all_free_blocks() if b.block_hash is None)
 
     def put_first(self, blocks: Iterable[Any]) -> None:
@@ -124,7 +135,7 @@ class FreeQueue:
         self._queue.prepend_n(blocks)
 
     def take(self, n: int) -> list[int]:
-        """Take blocks off the front. vLLM's metrics of blocks (--kv-cache-metrics) count no request's end for them."""
+        """Take blocks off the front. vLLM's block metrics (--kv-cache-metrics) must not count them as a request's."""
         blocks = self._pool.get_new_blocks(n)
         if metrics := getattr(self._pool, "metrics_collector", None):
             for block in blocks:
@@ -137,12 +148,12 @@ class FreeQueue:
 
 
 class BackingOrders:
-    """Orders to the workers to back blocks: those that go out with the next step, and those without an answer.
+    """Orders to the workers to back blocks: those that go out with the next step, and those that await answers.
 
     Attributes
     ----------
     unsent : list of int
-        Blocks of which the workers will be told with the next step.
+        Blocks that the next step will order.
     num_sent : int
         Blocks that the workers are backing.
     number : int
@@ -156,16 +167,16 @@ class BackingOrders:
         self.number = self.num_sent = 0
 
     def __len__(self) -> int:
-        """Orders without an answer."""
+        """The number of orders without an answer."""
         return len(self._sent)
 
     def send(self, step: int, first: int, part: int) -> tuple[list[list[int]], int]:
-        """The unsent blocks as orders that go with a step: (blocks of each, the number of the first).
+        """Divide the unsent blocks into orders that go with a step: (blocks of each, the number of the first).
 
         first, part : the most blocks of the first order and of the others.
         """
         ids, self.unsent = self.unsent, []
-        part = max(part, -(-len(ids) // (MOST_ORDERS - 1)))  # the page keeps the last answers alone
+        part = max(part, -(-len(ids) // (MOST_ORDERS - 1)))  # the page keeps only the last answers
         first = min(first, part) if first > 0 else part
         parts = [ids[:first], *(ids[i : i + part] for i in range(first, len(ids), part))] if ids else []
         number = self.number + 1
@@ -175,31 +186,31 @@ class BackingOrders:
         return parts, number
 
     def answered(self, step: int) -> Iterator[tuple[list[int], bool]]:
-        """(blocks, whether some worker refused) of the orders that every worker has answered. step: the last one."""
+        """Remove orders that every worker has answered: (blocks, whether some worker refused). step: the last one."""
         while self._sent:
             order, sent_with, ids = self._sent[0]
             seen = [rank for rank in range(self._ranks) if self._page[control.ATTACHED + rank]]
-            told = [self._page.answer(order, rank) for rank in seen]
-            # A worker that does not see the page backs in time.
-            if -1 in told or (len(seen) < self._ranks and step < sent_with + 2):
+            answers = [self._page.answer(order, rank) for rank in seen]
+            # A worker without a shared page cannot answer. It has backed the blocks within two steps.
+            if -1 in answers or (len(seen) < self._ranks and step < sent_with + 2):
                 return
             self._sent.popleft()
             self.num_sent -= len(ids)
-            yield ids, 1 in told
+            yield ids, 1 in answers
 
 
 class TakenBlocks:
-    """How many empty blocks steps took of late: while they take few, few are kept ready."""
+    """Counts the spare blocks that recent steps took: if they take few, few need be kept ready."""
 
     def __init__(self) -> None:
         self._before, self._counts, self._since = 0, [0, 0], 0.0
 
     def begin(self, spare: int) -> None:
-        """A step is about to be scheduled."""
+        """Note how many blocks are spare before a step is scheduled."""
         self._before = spare
 
     def end(self, spare: int) -> None:
-        """It was scheduled."""
+        """Count the blocks that the step took, by those that are still spare."""
         now = time.monotonic()
         if now >= self._since + TAKEN:
             self._counts = [0, self._counts[0] if now < self._since + 2 * TAKEN else 0]
@@ -207,7 +218,7 @@ class TakenBlocks:
         self._counts[0] += max(self._before - spare, 0)
 
     def recent(self) -> int:
-        """The blocks of the last `TAKEN` to 2 * `TAKEN` seconds before the last step."""
+        """Blocks taken in the last `TAKEN` to 2 * `TAKEN` seconds."""
         return sum(self._counts)
 
 
@@ -227,8 +238,8 @@ class VllmBudget(BlockBudget):
         self, manager: Any, page: Page, block_bytes: int, least: int, low: int, ranks: int, copies: Copies | None = None
     ) -> None:
         self.manager, self.pool, self._copies = manager, manager.block_pool, copies
-        self._leaving: list[int] = []  # unbacked blocks of which the workers have not been told
-        self._evicted: list[int] = []
+        self._leaving: list[int] = []  # unbacked blocks that the workers do not know of yet
+        self._evicted: list[int] = []  # blocks that evict_ahead has evicted, for the workers
         self.orders = BackingOrders(page, ranks)
         super().__init__(page, self.pool.num_gpu_blocks - 1, block_bytes, least, low, ranks)  # without the null block
         self.watermark: int = manager.watermark_blocks
@@ -238,12 +249,12 @@ class VllmBudget(BlockBudget):
         self.pool.get_usage = self.usage
         self._free.take(len(self._free))
         self._taken = TakenBlocks()
-        self._awaited = 0  # blocks of the first order, for which a step waits
-        self._most_order = self.total  # less after a refusal
-        self._left = 0  # the step that last told of blocks that leave
+        self._awaited = 0  # blocks of the first order: the next step will wait for them
+        self._most_order = self.total  # most blocks to order at once; less after a refusal
+        self._left = 0  # number of the step that last named blocks that leave
         self.step = 0
-        self.full = False  # no request begins meanwhile
-        self.adapts = False  # whether what is kept ready follows what steps took: else they wait for what they lack
+        self.full = False  # no request may begin
+        self.adapts = False  # whether the number of blocks kept ready follows what recent steps took
         self.publish()
 
     # ---- what there is ---------------------------------------------------------------------------------------
@@ -273,11 +284,11 @@ class VllmBudget(BlockBudget):
         return len(self._free)
 
     def free_ids(self) -> Iterator[int]:
-        """Their numbers."""
+        """The numbers of these blocks."""
         return iter(self._free)
 
     def _moving(self) -> bool:
-        """Return whether orders are out, or workers have not read yet what left."""
+        """Return whether orders await answers, or workers have not yet read which blocks left."""
         words, ranks = self.page.words, self.ranks
         ran = words[control.FINISHED : control.FINISHED + ranks].min() >= self._left
         read = words[control.RING_DONE : control.RING_DONE + ranks].min() >= self.page[control.POSITION]
@@ -289,16 +300,16 @@ class VllmBudget(BlockBudget):
         return max(min(KEEP // self.block_bytes - 1, self.low), 0)
 
     def ready(self, need: int = 0) -> int:
-        """Blocks that are kept ready: free, and without contents. need: what the next step takes."""
+        """Blocks to keep ready: free, and without contents. need: blocks that the next step takes."""
         most = super().ready()
         return max(min(most, max(self._taken.recent(), self.floor)) if self.adapts else most, need)
 
     def can_grow(self, need: int) -> bool:
-        """Return whether so many blocks are spare or soon will be: there is memory that nobody has to give up."""
+        """Return whether so many blocks are spare or can be backed with memory that nobody has to give up."""
         return need - self.spare <= self.growable() + self.coming and not self.waits()
 
     def grows(self) -> bool:
-        """Return whether blocks are on their way or may be ordered."""
+        """Return whether blocks are being backed or may be ordered."""
         return bool(self.orders) or self.num_backed < self.allowed()
 
     def must_wait(self, need: int) -> bool:
@@ -308,10 +319,10 @@ class VllmBudget(BlockBudget):
     # ---- before and after vLLM's schedule() ---------------------------------------------------------------------
 
     def before(self, need: int = 0, awaited: int = 0, first: bool = False) -> None:
-        """A step is about to be scheduled: blocks that are backed by now enter, and blocks above the limit leave.
+        """Before a step is scheduled, let backed blocks enter the free queue, and unback blocks above the limit.
 
-        need : blocks that it takes at most, as far as known, and that requests which begin take later. awaited: how
-        many of them it waits for. first: whether to order no more than `need` now.
+        need : most blocks that the step, and later the requests that begin in it, will take. awaited: how many of them
+        the step will wait for. first: whether to order no more than `need` now.
         """
         self._learn_pages()
         self.enter()
@@ -327,11 +338,11 @@ class VllmBudget(BlockBudget):
         elif len(self.orders) < MOST_ORDERS:
             ready = self.ready(need)
             wanted = ready - self.spare - self.coming
-            if self.page.cells[control.POOL]:  # others give memory to who asks, not to orders
+            if self.page.cells[control.POOL]:  # others give memory to a member that asks, not to one that orders
                 wanted = min(wanted, self._room() - self.coming)
             if first:
                 self.order(min(wanted, need, -beyond))
-            elif 4 * wanted > ready or self.spare < need:  # not a few in each step: a driver's calls disturb the device
+            elif 4 * wanted > ready or self.spare < need:  # not a few in each step: map calls disturb the device
                 self.order(min(wanted, -beyond))
         self._taken.begin(self.spare)
         self._awaited = awaited - self.spare - self.coming
@@ -351,10 +362,10 @@ class VllmBudget(BlockBudget):
         return now - begin
 
     def evict_ahead(self, n: int) -> None:
-        """Make vLLM forget what is least recently used, if fewer than `n` / 2 blocks are spare and no more may come.
+        """Evict the least recently used cached blocks if fewer than `n` / 2 are spare and no more can be backed.
 
-        The blocks stay in the queue. In slots, a new block needs a page at a place of its own. Workers can map it ahead
-        of the step only if they know earlier whose page it will be.
+        The blocks stay in the free queue. This is for slots, where a new block's page is mapped at the address of its
+        request. Workers can map it before the step only if they learn early which block's page is free.
         """
         if 2 * self.spare >= n or self.grows():
             return
@@ -364,12 +375,12 @@ class VllmBudget(BlockBudget):
         self._free.free(ids)
 
     def take_evicted(self) -> list[int]:
-        """Take the blocks that were evicted ahead since the last call."""
+        """The blocks that were evicted ahead since the last call."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def take_orders(self) -> tuple[list[int], list[list[int]], int]:
-        """Take the orders that go with this step: (blocks that leave, orders to back others, the first's number)."""
+        """Begin a step, and return its orders: (blocks that leave, blocks of each order, number of the first order)."""
         self.step += 1
         self.page.cells[control.STEP] = self.step
         self._taken.end(self.spare)
@@ -379,20 +390,20 @@ class VllmBudget(BlockBudget):
         return leaving, *self.orders.send(self.step, self._awaited, max(PART // self.block_bytes, 1))
 
     def _take_leaving(self) -> list[int]:
-        """Those of the blocks that leave of which the workers may know now."""
+        """The leaving blocks that the workers may learn of now. Copies in flight keep the others' memory."""
         ids, self._leaving = (self._leaving, []) if self._copies is None else self._copies.part(self._leaving)
         return ids
 
     def order(self, n: int) -> None:
-        """Have workers back up to `n` blocks more. They are told with the next step."""
+        """Order up to `n` blocks more. The next step tells the workers."""
         if n > 0 and self.unbacked and not self.waits():
             ids = self._take_unbacked(min(n, self._most_order))
             self.orders.unsent += ids
-            if self._copies is not None and self._leaving:  # of which the workers do not know yet
+            if self._copies is not None and self._leaving:  # a block that leaves and comes back does neither
                 self._leaving = list(set(self._leaving).difference(ids))
 
     def unback(self, n: int) -> int:
-        """Take up to `n` free blocks from vLLM; returns how many. Their memory goes when the workers know."""
+        """Take up to `n` free blocks from vLLM; returns how many. Workers release their memory when they learn it."""
         n = min(n, MOST_LEAVING, len(self._free))
         if n > 0:
             ids = self._free.take(n)
@@ -401,9 +412,9 @@ class VllmBudget(BlockBudget):
         return max(n, 0)
 
     def _shrink(self, beyond: int, most: int) -> None:
-        """So many blocks leave, and then others while pages are too many, but at most `most` in all.
+        """Unback `beyond` blocks, and then others while there are too many pages, but at most `most` in all.
 
-        The first are spare ones that free a page, with the highest numbers. The others leave in vLLM's own order.
+        Spare blocks that free a page go first, the highest numbers before others. The rest go in vLLM's own order.
         """
         beyond = min(beyond, most)
         if beyond > 0 and self.unbacked.shared:
@@ -428,23 +439,23 @@ class VllmBudget(BlockBudget):
     # ---- between steps ---------------------------------------------------------------------------------------
 
     def between(self, idle: bool, keep: int = 0) -> None:
-        """Blocks above the limit leave, and if `idle`, spare ones but `keep`. Workers learn it by the ring."""
+        """Between steps, unback blocks above the limit, and if `idle` spare ones except `keep`, by the ring."""
         self._learn_pages()
         self.enter()
         self.fit()
         beyond = self.num_backed + self.coming - self.allowed()
-        if idle and self.spare > keep:  # others would give back nothing
+        if idle and self.spare > keep:  # only blocks that free a page: the others would give back no memory
             beyond = max(beyond, min(self.spare - keep, len(self.unbacked.freeing(self._free.empty))))
         self._shrink(beyond, self.total)
         self._tell()
 
     def _tell(self) -> None:
-        """Tell the workers by the ring what leaves. Without the page, workers learn it with the next step."""
+        """Tell the workers by the ring which blocks leave. Without a shared page, the next step tells them."""
         if not self._leaving or not self.page.attached(self.ranks):
             return
         leaving = self._take_leaving()
         if len(leaving) > MOST_LEAVING:
-            leaving.sort()  # neighbours leave together, by few calls of the driver
+            leaving.sort()  # neighbours can then be unmapped by one call of the driver
         while leaving and self.page.push(self.step, leaving[:MOST_LEAVING], self.ranks):
             del leaving[:MOST_LEAVING]
         self._leaving += leaving  # with the next step, or the next time

@@ -46,7 +46,7 @@ def _bytes_of_weights(vllm_config: Any) -> int:
 
 
 class WorkerMixin:
-    """vMem's part of a worker of vLLM's."""
+    """Methods that vMem adds to a worker class of vLLM's."""
 
     _vmem_engine: str
     _vmem: Any = None
@@ -140,12 +140,12 @@ class WorkerMixin:
             self._vmem.falls_asleep()
         try:
             super().sleep(level)  # type: ignore[misc]
-        except AssertionError:  # vLLM's last word: the device has less free memory than before
+        except AssertionError:  # vLLM checks last that the device has more free memory than before
             if self._vmem is None or not plugin.settings().pool:
                 raise
             logger.info("vMem: a neighbour in the pool has taken memory while this engine went to sleep")
         if self._vmem is not None:
-            self._vmem.sleep(level)  # last, as neighbours take this
+            self._vmem.sleep(level)  # last: other engines of the pool take this memory at once
 
     def discard(self, tags: tuple[str, ...]) -> None:
         super().discard(tags)  # type: ignore[misc]
@@ -165,7 +165,7 @@ class WorkerMixin:
 
 
 class SchedulerMixin:
-    """vMem's part of a scheduler of vLLM's."""
+    """Methods that vMem adds to a scheduler class of vLLM's."""
 
     _vmem_engine: str
     _vmem: Any = None  # a model without a KV cache has none
@@ -184,19 +184,19 @@ class SchedulerMixin:
         if memory is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         with memory.lock:
-            memory.before()
+            memory.before_schedule()
             try:
                 output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             finally:
-                memory.scheduled()
-            memory.after(output)
+                memory.restore_limits()
+            memory.after_schedule(output)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         with self._vmem_lock:
             outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
             if self._vmem is not None:
-                self._vmem.answered(scheduler_output, model_runner_output)
+                self._vmem.step_ended(scheduler_output, model_runner_output)
         return outputs
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ class SchedulerMixin:
         with self._vmem_lock:
             ended = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
             if self._vmem is not None:
-                self._vmem.ended()
+                self._vmem.requests_ended()
         return ended
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:

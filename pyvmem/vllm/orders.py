@@ -1,9 +1,9 @@
-"""The orders that a scheduler of vLLM's sends its workers with each step, and the blocks that the step names.
+"""Messages from a vLLM scheduler to its workers: vMem's orders, which go with each step, and the blocks in use.
 
-vLLM's offloading connector copies blocks to host memory or from there. vLLM frees the blocks of a request when it ends,
-and names the store that reads them with the step after that. It waits for a store only if it hands one of its blocks
-out again. So blocks that leave keep their memory until every store that can name them is known, and every copy that
-names them has ended (`Copies`).
+vLLM's offloading connector copies blocks to host memory and back. When a request ends, vLLM frees its blocks, and only
+the next step names the store that reads them. vLLM waits for a store only if it hands one of its blocks out again. So
+blocks that leave keep their memory until every store that can name them is known, and every copy that names them has
+ended (`Copies`).
 
 SPDX-License-Identifier: MIT
 """
@@ -14,22 +14,22 @@ import collections
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-AHEAD = 64  # tokens of a running request whose pages slots map ahead, or up to twice as many
+AHEAD = 64  # in slots, pages are mapped ahead for so many tokens of a running request, or up to twice as many
 
 
 class StepOrders(NamedTuple):
-    """Travels as attribute `vmem` of vLLM's SchedulerOutput.
+    """Orders of one step. They travel as attribute `vmem` of vLLM's SchedulerOutput.
 
     Attributes
     ----------
     step : int
         The step's number.
     position : int
-        The ring's end when the step was scheduled: its records are carried out before the step.
+        End of the ring's records when the step was scheduled. Workers carry these records out before the step.
     gone : sequence of int
-        Blocks that the scheduler gives up.
+        Blocks to unback.
     ahead : sequence of lists of int
-        Blocks to be backed in the background, one order after the other.
+        Blocks to back in the background, a list for each order.
     order : int
         The number of the first of these orders.
     evicted : sequence of int
@@ -48,7 +48,7 @@ class StepOrders(NamedTuple):
 
 
 def named_blocks(output: Any) -> list[int]:
-    """Every block that a step writes or newly reads. `output` is vLLM's SchedulerOutput."""
+    """Every block that a step writes, or reads for the first time. `output` is vLLM's SchedulerOutput."""
     found: list[int] = []
     for request in output.scheduled_new_reqs:
         for ids in request.block_ids:
@@ -78,7 +78,7 @@ def _copies(output: Any) -> dict[int, list[int]]:
 
 
 def submit_stores() -> None:
-    """In a worker, give the device the stores that wait for the next step. It may be long in coming."""
+    """In a worker, submit the stores that wait for the next step, which may not come for a long time."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if has_kv_transfer_group():
@@ -88,38 +88,38 @@ def submit_stores() -> None:
 
 
 class Copies:
-    """The copies in flight of a scheduler of vLLM's with an OffloadingConnector.
+    """Copies in flight of a vLLM scheduler that has an OffloadingConnector.
 
     Parameters
     ----------
     scheduler : vllm.v1.core.sched.scheduler.Scheduler
     workers : int
-        Those that carry out each copy.
+        Number of workers, each of which carries out its part of a copy.
     """
 
     def __init__(self, scheduler: Any, workers: int) -> None:
         self._scheduler, self._workers = scheduler, workers
-        self._jobs: dict[int, list[int]] = {}
-        self._missing: dict[int, int] = {}  # workers that have not carried out a copy
-        self._used: collections.Counter[int] = collections.Counter()  # copies of each block
-        self._gone: set[int] = set()  # since the connector last named copies
+        self._jobs: dict[int, list[int]] = {}  # blocks by the number of a copy
+        self._missing: dict[int, int] = {}  # workers that have not finished a copy, by its number
+        self._used: collections.Counter[int] = collections.Counter()  # number of copies of each block
+        self._gone: set[int] = set()  # blocks that left since the connector last named copies
 
     def begin(self) -> None:
-        """A step is about to be scheduled. For the connector, blocks that left are in other hands now.
+        """Before a step is scheduled, tell the connector that blocks which left no longer belong to their requests.
 
-        Else it would still count a block on its list that a window has left behind as one of the request's.
+        The connector lists the blocks of each request, and keeps those that a window has passed on its list.
         """
         self._scheduler.connector.connector_scheduler._current_batch_allocated_block_ids |= self._gone
         self._gone.clear()
 
     def scheduled(self, output: Any) -> None:
-        """A step was scheduled, and names copies."""
+        """Count the copies that a scheduled step names."""
         for number, ids in _copies(output).items():
             self._jobs[number], self._missing[number] = ids, self._workers
             self._used.update(ids)
 
     def answered(self, answer: Any) -> None:
-        """A step has ended. answer: vLLM's ModelRunnerOutput."""
+        """Count the copies that workers have finished by the end of a step. answer: vLLM's ModelRunnerOutput."""
         told = getattr(answer.kv_connector_output, "kv_connector_worker_meta", None)
         for number, workers in (told.completed_jobs if told is not None else {}).items():
             self._missing[number] -= workers
@@ -128,8 +128,8 @@ class Copies:
                 self._used -= collections.Counter(self._jobs.pop(number))
 
     def part(self, leaving: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Of blocks that leave, (those that may lose their memory now, those that may not yet)."""
-        if self._scheduler.finished_req_ids:  # the connector stores what these have when it is next asked
+        """Divide blocks that leave: (those that may lose their memory now, those that may not yet)."""
+        if self._scheduler.finished_req_ids:  # the connector has not said yet which blocks of these it stores
             return [], list(leaving)
         parts: tuple[list[int], list[int]] = [], []
         for i in leaving:

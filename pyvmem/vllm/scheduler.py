@@ -28,17 +28,17 @@ from pyvmem.vllm.waiting import Lookup, Pace, Wants, paused, stopped, waiting
 
 logger = logging.getLogger("vllm.vmem")
 
-LOOK = 0.05  # seconds between looks at the control page while no step runs
-ASKED = 0.005  # seconds between looks at what other engines of the pool ask for, while no step runs
-BUSY = 0.2  # seconds between looks while steps run: steps look themselves, and a wake-up would delay them
+LOOK = 0.05  # seconds between the thread's looks at the control page while no step runs
+ASKED = 0.005  # seconds between its looks at requests of the pool's other engines, while no step runs
+BUSY = 0.2  # seconds between its looks while steps run: steps look themselves, and a wake-up would delay them
 IDLE = 0.3  # seconds without requests after which spare blocks lose their pages
 LENT_STEP = 0.005  # seconds that a step takes while requests wait for memory that is lent
-GROWTH = 2  # blocks of each group that a request which runs may take before others get what is free
-AWAIT = 0.2  # seconds that a step waits for blocks that are being backed rather than to evict or preempt
-COMING = 1.0  # seconds after a request for which others are expected
-VLLMS_PORT = 8000  # of a server, if its command line names none
-GRACE = 10.0  # seconds in which an engine ends whose server has gone
-CHUNK = 512  # tokens of prompts that are worth a step of their own while memory for others comes
+GROWTH = 2  # free blocks of each group that are reserved for a running request before others get any
+AWAIT = 0.2  # most seconds that a step waits for blocks that are being backed, rather than evict or preempt
+COMING = 1.0  # seconds after a request begins in which others are expected
+VLLMS_PORT = 8000  # port of a server whose command line names none
+GRACE = 10.0  # seconds in which an engine must end after its server has gone
+CHUNK = 512  # tokens of prompts that are worth a step of their own while memory for more is being backed
 LAUNCH = 0.004  # seconds from the schedule of a step until the device computes it
 
 
@@ -57,7 +57,7 @@ def drafts_of(vllm_config: Any) -> int:
 
 
 def least_of(vllm_config: Any, config: Any) -> int:
-    """Blocks that the greatest request may need at one time: then it can run alone, and nothing waits for ever."""
+    """Blocks that a request of the greatest length may need. With as many, it can run alone, so none waits for ever."""
     groups = len(config.kv_cache_groups)
     smallest = min(g.kv_cache_spec.block_size for g in config.kv_cache_groups)
     return int(_groups_need(vllm_config, config) + groups * (1 + -(-drafts_of(vllm_config) // smallest)))
@@ -77,7 +77,7 @@ def _came(request: Any) -> int:
 
 
 def _drops(request: Any) -> bool:
-    """Return whether vLLM drops what the steps in flight give a request, because it was reset within them."""
+    """Return whether vLLM drops a request's results of steps in flight, because it was reset meanwhile."""
     return bool(getattr(request, "drop_stale_output", False) and request.num_stale_output_tokens)
 
 
@@ -100,7 +100,7 @@ def _port_of_server() -> int:
 
 
 def _is_orphan() -> bool:
-    """Return whether the server or `LLM` of this engine core has gone without a word, by SIGKILL or a crash."""
+    """Return whether this is a vLLM engine core whose server or `LLM` has been killed or has crashed."""
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith("EngineCore"):
         return False
@@ -110,7 +110,7 @@ def _is_orphan() -> bool:
 
 
 def _end() -> None:
-    """End this process, which nobody can reach any more, as vLLM's own server would. It gives its memory back."""
+    """End this process as vLLM's server would have, since nobody can reach it any more. Its memory is freed."""
     logger.error("vMem: the process that started this engine core has gone: it ends")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
@@ -142,15 +142,15 @@ class SchedulerMemory:
                            "for temporary files): this engine's limits cannot change, and no pool sees it")  # fmt: skip
         self._neighbours = pool_policy.PoolPeers(page)
         self._came = -COMING  # when a request last began
-        self._short = False  # whether requests wait for other engines, and none runs
+        self._short = False  # whether requests wait for memory of other engines, and none runs
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         columns = (page.cells[word : word + ranks].tolist() for word in (control.OWN_BLOCK, control.NULL))
-        own, null = map(max, columns)  # of the worker that has the largest blocks, if they are there
+        own, null = map(max, columns)  # the largest worker's; 0 before workers have their memory
         block = own or layout.bytes_of(config) // config.num_blocks
         self._copies = Copies(scheduler, ranks) if scheduler.connector is not None else None
         self.budget = VllmBudget(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
                              low_of(vllm_config, config), ranks, self._copies)  # fmt: skip
-        pool = chosen.pool_size or page[control.POOL_BYTES]  # that of the pool which the workers have found
+        pool = chosen.pool_size or page[control.POOL_BYTES]  # of an existing pool, the workers know the size
         check_sizes(chosen, self.budget.least * block, null, pool, "--max-model-len")
         self._sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
         self._drafts = drafts_of(vllm_config)
@@ -158,20 +158,20 @@ class SchedulerMemory:
         plain = specs in (["FullAttentionSpec"], ["MLAAttentionSpec"]) and not self._drafts
         plain = plain and parallel.decode_context_parallel_size == 1
         self._wants = Lookup(scheduler.kv_cache_manager, self._sizes, plain)
-        # A step may be part of a prompt, but a state of Mamba is kept where a step ends.
+        # A step may compute a part of a prompt, unless Mamba states, which are kept where steps end, must be aligned.
         batch, aligned = vllm_config.scheduler_config, scheduler.need_mamba_block_aligned_split
         self._chunks = batch.enable_chunked_prefill and batch.max_num_batched_tokens > CHUNK and not aligned
         self.budget.adapts = self._chunks
-        # In a pipeline, the device that comes first is free before a step ends.
+        # In a pipeline, the first device is free before a step ends.
         self.pace = Pace(CHUNK if parallel.pipeline_parallel_size == 1 else sys.maxsize)
-        self._tokens = 0  # of a step, if the scheduler was told to schedule less in the last one
-        self._whole = False  # whether vLLM was told to begin requests whose blocks are on their way
+        self._tokens = 0  # vLLM's own limit of a step's tokens, while `_limit` has lowered it; else 0
+        self._whole = False  # whether vLLM may begin requests before all their blocks are free, in this step
         self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_need` counts
         self._decodes = False  # whether the last step had no prompt
-        self._busy = time.monotonic()
-        self._keeps = chosen.sleep == "keep"  # what is cached stays while the model sleeps
-        self._resets = 0  # that were put off
-        self._kept = 0  # sleeps of the workers' when the scheduler last went on
+        self._busy = time.monotonic()  # when a step was last scheduled
+        self._keeps = chosen.sleep == "keep"  # whether the prefix cache stays while the model sleeps
+        self._resets = 0  # resets of the prefix cache that were put off
+        self._kept = 0  # the workers' KEPT when the scheduler last went on
         self._stop, self._wake = False, threading.Event()
         threading.Thread(target=self._tend, name="vmem-scheduler", daemon=True).start()
         logger.info(
@@ -179,8 +179,13 @@ class SchedulerMemory:
             self.budget.total, block / 1024, self.budget.least, self.budget.low,
         )  # fmt: skip
 
-    def before(self) -> None:
-        """A step is about to be scheduled."""
+    def before_schedule(self) -> None:
+        """Before vLLM schedules a step, find out which blocks it needs, order them, and wait for them if that pays.
+
+        `must` is the number of blocks for which the step waits, `need` those that it takes at most, and `whole` those
+        that must be free for requests that begin in it. `early`: more blocks can be backed, so the step waits only for
+        as many as are worth a step, and the rest come while it runs.
+        """
         self._busy, self._tokens = time.monotonic(), 0
         self._obey()
         self._look_around()
@@ -188,14 +193,14 @@ class SchedulerMemory:
         if budget.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
         running, grows = self._scheduler.running, budget.grows()
-        wait = waiting(self._scheduler) if grows or not running else []  # a long look, of no use otherwise
+        wait = waiting(self._scheduler) if grows or not running else []  # skipped where its result is of no use
         need = whole = must = 0
         early = False
         if grows and (wait or budget.spare < (self._one_each if self._decodes else budget.low)):
             must, whole = self._need(wait, self._scheduler.max_num_scheduled_tokens)
             need = must
             early = self._chunks and budget.can_grow(max(need, whole))
-            if early:  # the step waits for blocks that are worth one, and the others come while it runs
+            if early:
                 must = min(self._need(wait, self._worthwhile())[0] + self._margin, need)
             elif not running or whole <= budget.low:
                 need = must = max(need, whole)  # else the running ones go on meanwhile
@@ -204,10 +209,10 @@ class SchedulerMemory:
             must, early = self._for_running(), False
         if must > budget.spare:
             self.page[control.WAITED] += int(1e6 * budget.await_blocks(must, AWAIT))
-        if early and need > budget.spare:  # as long as no step would begin earlier
+        if early and need > budget.spare:  # wait for all of them as long as the device is busy anyway
             spare = budget.spare
             waited = budget.await_blocks(need, min(self.pace.left(time.monotonic()) - LAUNCH, AWAIT))
-            if waited * (need - budget.spare) < LAUNCH * (budget.spare - spare):  # so soon that one part less pays
+            if waited * (need - budget.spare) < LAUNCH * (budget.spare - spare):  # the rest is likely to come in time
                 budget.await_blocks(need, LAUNCH)
         ahead = self._mapped_ahead() if self._in_slots else 0
         budget.before(max(need, whole, ahead), must, not running and (need > budget.spare or not wait))
@@ -216,7 +221,7 @@ class SchedulerMemory:
         if self._in_slots:
             budget.evict_ahead(min(2 * budget.low, max(budget.ready(), ahead)))
         if budget.must_wait(must) or (budget.full and not running):  # where none runs, vLLM ignores the watermark
-            # The order goes out with a step that schedules nothing, as vLLM's own do while it is paused.
+            # Schedule nothing in this step. It still carries the order to the workers.
             self._limit(0)
         elif early and budget.spare < max(need, whole) <= budget.spare + budget.ordered:
             if need > budget.spare:
@@ -225,12 +230,12 @@ class SchedulerMemory:
             self._scheduler.scheduler_reserve_full_isl = False
 
     def _limit(self, tokens: int) -> None:
-        """Have vLLM schedule so many tokens at most, this time."""
+        """Have vLLM schedule at most so many tokens in this step."""
         self._tokens = self._scheduler.max_num_scheduled_tokens
         self._scheduler.max_num_scheduled_tokens = min(tokens, self._tokens)
 
     def _next(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
-        """Yield the work of the next step, in vLLM's order: (request, tokens before, tokens, wants)."""
+        """Yield the tokens that the next step may compute, in vLLM's order: (request, tokens before, tokens, wants)."""
         for request in self._scheduler.running:
             done = request.num_computed_tokens
             yield request, done, max(request.num_tokens - done, 1), None
@@ -239,7 +244,7 @@ class SchedulerMemory:
             yield request, wants.computed, max(request.num_tokens - wants.computed, 1), wants
 
     def _blocks(self, done: int, tokens: int, wants: Wants | None) -> int:
-        """Blocks for so many tokens of a request behind those that are done."""
+        """Blocks for so many tokens of a request behind those that are computed."""
         blocks = 0
         if wants is None:
             for size in self._sizes:
@@ -266,7 +271,7 @@ class SchedulerMemory:
         return min(need, self.budget.low), whole
 
     def _worthwhile(self) -> int:
-        """Tokens that are worth a step: of each request that decodes; if none does, so many of prompts."""
+        """Fewest tokens that are worth a step: those of all decoding requests; if there are none, CHUNK of a prompt."""
         decoding = sum(r.num_tokens - r.num_computed_tokens <= 1 for r in self._scheduler.running)
         return decoding * (1 + self._drafts) or CHUNK
 
@@ -283,11 +288,11 @@ class SchedulerMemory:
 
     @property
     def _margin(self) -> int:
-        """Blocks for drafts, and for tokens that a request leaves to the next one, because it ends."""
+        """Additional blocks for drafts, and for tokens that the next request gets when one ends early."""
         return len(self._sizes) + self._drafts * self._one_each
 
     def _for_running(self) -> int:
-        """Blocks for which the running requests must wait: 0 if there are enough for them, cached ones included."""
+        """Blocks for which the running requests must wait: 0 if enough are free, cached ones included."""
         need = self._need([], self._scheduler.max_num_scheduled_tokens)[0]
         return need if need > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 0
 
@@ -296,15 +301,15 @@ class SchedulerMemory:
         """Blocks that the running requests take if each begins one in each group."""
         return len(self._scheduler.running) * len(self._sizes)
 
-    def scheduled(self) -> None:
-        """vLLM has scheduled, or failed to."""
+    def restore_limits(self) -> None:
+        """Undo `_limit` once vLLM has scheduled, or has failed to."""
         if self._tokens:
             self._scheduler.max_num_scheduled_tokens = self._tokens
         if self._whole:
             self._scheduler.scheduler_reserve_full_isl, self._whole = True, False
 
-    def after(self, output: Any) -> None:
-        """A step was scheduled: send the orders with it."""
+    def after_schedule(self, output: Any) -> None:
+        """Send the orders with a scheduled step. output: vLLM's SchedulerOutput."""
         budget = self.budget
         if self._copies is not None:
             self._copies.scheduled(output)
@@ -314,7 +319,7 @@ class SchedulerMemory:
         if output.scheduled_new_reqs:
             self._came = time.monotonic()
         steps = len(output.num_scheduled_tokens)
-        # A step that was told to schedule less may have left prompts out.
+        # A step with a lowered limit may have left prompts out.
         self._decodes = not self._tokens and output.total_num_scheduled_tokens <= steps * (1 + self._drafts)
         self._count_beyond(steps)
         position = self.page.cells[control.POSITION]
@@ -325,7 +330,7 @@ class SchedulerMemory:
         self.publish()
 
     def _mapped_ahead(self) -> int:
-        """Blocks whose pages slots map ahead: for the next tokens of running requests, and for those that come."""
+        """In slots, blocks whose pages are mapped ahead: for running requests' next tokens and for coming requests."""
         each = 1 + -(-2 * AHEAD // self._sizes[0])
         return int(len(self._scheduler.running) * each + sum(wants.rest for _, wants in self._coming()))
 
@@ -341,10 +346,10 @@ class SchedulerMemory:
         return coming
 
     def _count_beyond(self, requests: int) -> None:
-        """So many requests were scheduled. If none begins for which there are enough blocks, vLLM wants more for it.
+        """Raise `_beyond` if vLLM has scheduled no request although there seem to be enough blocks for the first one.
 
-        It also allocates for drafts to come, and for what a cross attention reads. Its rules differ from release to
-        release, and none needs more than the greatest request.
+        vLLM also allocates blocks for later drafts, and for the rows that cross attention reads. Its rules differ
+        between releases, but no request needs more than one of the greatest length.
         """
         if requests:
             self._beyond = 0
@@ -353,16 +358,16 @@ class SchedulerMemory:
             if wait and self._lacking(0, wait) == 0:
                 self._beyond = min(max(2 * self._beyond, 1), self.budget.least)
 
-    def answered(self, output: Any, answer: Any) -> None:
-        """A step has ended. answer: vLLM's ModelRunnerOutput."""
+    def step_ended(self, output: Any, answer: Any) -> None:
+        """Take note of a step that has ended. answer: vLLM's ModelRunnerOutput."""
         if self._copies is not None:
             self._copies.answered(answer)
         if output.num_scheduled_tokens:
             self.pace.end(output.vmem.step, time.monotonic())
-        self.ended()
+        self.requests_ended()
 
-    def ended(self) -> None:
-        """Requests may have ended. If none is there, no step may follow, and neighbours must not wait to learn it."""
+    def requests_ended(self) -> None:
+        """Publish at once if the last request has ended: no step may follow, and the pool's other engines may wait."""
         if not self._scheduler.running and not self._scheduler.has_unfinished_requests():
             self.publish()
             self._wake.set()
@@ -372,6 +377,7 @@ class SchedulerMemory:
         return bool(self.page.cells[control.ATTACHED] == control.IN_SLOTS)
 
     def publish(self) -> None:
+        """Write to the control page which blocks requests lack and take next, for the workers and other engines."""
         budget, page, near, running = self.budget, self.page.cells, self._neighbours, self._scheduler.running
         wanted = ahead = head = soon = grow = 0
         if page[control.POOL] and not budget.lent and not stopped(self._scheduler):
@@ -398,19 +404,19 @@ class SchedulerMemory:
         budget.publish(wanted, near.yields, soon)
 
     def _lacking(self, need: int, wait: list[Any]) -> int:
-        """Blocks that are lacking for running requests, which want so many, and for the known rows of these."""
+        """Blocks that are lacking: running requests need `need`, and waiting ones all blocks of their known tokens."""
         budget = self.budget
         need += self._begun(wait) + (budget.watermark + self._beyond if wait else 0)
         need -= budget.num_free() + budget.coming
         return max(min(need, budget.most - budget.num_backed), 0)
 
     def _begun(self, wait: list[Any]) -> int:
-        """Free blocks that requests take if they begin. What is cached may be the same for all."""
+        """Free blocks that waiting requests take when they begin. They may all share the same cached blocks."""
         wants = list(map(self._wants, wait))
         return sum(w.rest for w in wants) + max((w.cached for w in wants), default=0)
 
     def _begin(self, wait: list[Any]) -> int:
-        """Blocks for those that may begin in the next step."""
+        """Blocks for the waiting requests that may begin in the next step."""
         left = self._scheduler.max_num_scheduled_tokens
         for n, request in enumerate(wait, 1):
             left -= request.num_tokens - self._wants(request).computed
@@ -426,9 +432,9 @@ class SchedulerMemory:
         return sum(self._blocks(done, rest, None) for done, rest in rests if rest > 0)
 
     def _ahead(self, surplus: int) -> int:
-        """Blocks to ask for before requests need them, while requests come.
+        """Blocks to ask other engines for before requests need them.
 
-        surplus : what others have beyond what they keep ready. So engines do not take that from each other.
+        surplus : blocks that others offer beyond those that they keep ready, which engines do not take from each other.
         """
         budget = self.budget
         ready = budget.ready()
@@ -436,7 +442,7 @@ class SchedulerMemory:
         return min(lacks, surplus) if 4 * lacks > ready else 0
 
     def _look_around(self) -> None:
-        """See what the other engines of the pool have and lack."""
+        """Read what the other engines of the pool have and lack."""
         if self.page.cells[control.POOL]:
             near = self._neighbours
             running = self._scheduler.running
@@ -444,7 +450,7 @@ class SchedulerMemory:
             self.budget.behind, self.budget.full, self.budget.offers = near.behind, near.full, near.offers
 
     def _obey(self) -> None:
-        """Lend everything, or stop to, as the owner says."""
+        """Lend everything, or end that, as the owner has ordered by LEND."""
         lend, lent = self.page.cells[control.LEND], self.budget.lent
         if lend and not lent:
             self.lend()
@@ -452,10 +458,10 @@ class SchedulerMemory:
             self.budget.lent = False  # the next step orders memory
 
     def defers_reset(self, scheduler: Any) -> bool:
-        """Return whether to put off a reset of the prefix cache until the scheduler goes on: no request runs before.
+        """Put off a reset of the prefix cache until the scheduler goes on, if it runs no request. True: it is put off.
 
-        vLLM resets the cache whenever it goes to sleep. Only the workers learn next whether that was the reason, and at
-        which level, and count the sleeps in which they kept what is cached.
+        vLLM resets the cache whenever it goes to sleep. Only the workers learn whether that was the reason, and at
+        which level; they count the sleeps in which they kept the cache.
         """
         if not self._keeps or not paused(scheduler) or scheduler.running or self.page.asleep:
             return False
@@ -463,7 +469,7 @@ class SchedulerMemory:
         return True
 
     def resumes(self, scheduler: Any) -> bool:
-        """Return whether the scheduler goes on and a reset that was put off is due: all are but those of sleeps."""
+        """Return whether the scheduler goes on and a reset that was put off is due, because it belonged to no sleep."""
         if paused(scheduler):
             return False
         kept = min(self.page.cells[control.KEPT : control.KEPT + self.budget.ranks])
@@ -471,27 +477,28 @@ class SchedulerMemory:
         return due
 
     def lend(self) -> None:
-        """Give up every block; running requests go back to the waiting ones, and later compute their rows again.
+        """Give up every block. Running requests wait again, and later recompute their rows.
 
-        It may come while steps are in flight. What a streaming session holds that waits for input leaves when the
-        session ends, because vLLM cannot compute its rows again.
+        Steps may be in flight. A streaming session that waits for input keeps its blocks until it ends, because vLLM
+        cannot recompute its rows.
         """
         with self.lock:
             running = list(self._scheduler.running)
-            # Their tokens may end a request, whose blocks a connector would store when they have gone.
+            # With a connector, results of steps in flight are dropped: one could end a request, and the connector would
+            # store its blocks after they have left.
             kept = [r for r in running if not _drops(r)] if self._copies is None else []
-            with contextlib.suppress(RuntimeError):  # vLLM's word for blocks that are still in use
+            with contextlib.suppress(RuntimeError):  # vLLM raises it if blocks are still in use
                 self._scheduler.reset_prefix_cache(reset_running_requests=bool(running))
-            for request in kept:  # blocks leave after the steps in flight, so what these give is right
+            for request in kept:  # blocks leave after the steps in flight, so their results are right
                 request.drop_stale_output = False
             self.budget.lent = True
             self.budget.between(True)
             self.publish()
 
     def _rest(self, steps: bool) -> None:
-        """Wait until it is time to look, or until there is something to do. steps: whether steps run."""
+        """Wait until the thread's next look is due or there is something to do. steps: whether steps run."""
         pause = BUSY if steps else LOOK
-        # While no step runs, requests of other engines of the pool may wait for what is cached here.
+        # While no step runs, requests of the pool's other engines may wait for the prefix cache of this one.
         look = ASKED if self.page.cells[control.POOL] and not steps else pause
         control.rest(self._wake, pause, look, self.budget.asked)
 
@@ -509,7 +516,7 @@ class SchedulerMemory:
                 steps = time.monotonic() - self._busy < LOOK and self._scheduler.has_unfinished_requests()
                 if steps:
                     continue
-                # A step longer than LOOK may be in flight. It loses nothing: workers give up blocks after it.
+                # A step longer than LOOK may be in flight. Workers unback blocks only after it, so it loses none.
                 with self.lock:
                     self._obey()
                     self._look_around()
@@ -519,12 +526,12 @@ class SchedulerMemory:
                     self.budget.between(idle or asleep, 0 if asleep else self.budget.floor)
                     self.publish()
             except Exception as error:
-                if str(error) != failure:  # the next step does what was not done
+                if str(error) != failure:  # nothing is lost: the next step does the rest
                     failure = str(error)
                     logger.exception("vMem: the background thread failed and goes on")
 
     def close(self) -> None:
-        """The engine ends."""
+        """End the thread and remove the control page."""
         self._stop = True
         self._wake.set()
         self.page.unlink()

@@ -1,4 +1,4 @@
-"""Which requests of a scheduler of vLLM's wait for blocks, how many each of them takes, and how long a step may wait.
+"""Requests of a vLLM scheduler that wait for blocks: how many each takes, and how long a step may wait for them.
 
 SPDX-License-Identifier: MIT
 """
@@ -10,18 +10,18 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-MOST = 64  # requests that are looked at
-FRESH = 0.05  # seconds after which a request is looked up anew,
-SHARE = 20  # which takes one part in so many of the time at most
-REMEMBERED = 4 * MOST
+MOST = 64  # most requests that are examined
+FRESH = 0.05  # seconds for which a look-up is valid
+SHARE = 20  # looking requests up again takes at most one part in so many of the time
+REMEMBERED = 4 * MOST  # most look-ups that are kept
 
 
 def waiting(scheduler: Any) -> list[Any]:
-    """The first requests that vLLM may begin or go on with, in the order in which it looks at them.
+    """The first waiting requests that vLLM may begin or resume, in the order in which it considers them.
 
     Requests that wait for something else, such as a grammar or a session's next input, need no blocks yet. Sessions
-    whose next input has come wait in a queue of their own, as they hold blocks. Until 0.30, requests that vLLM has once
-    skipped were there, too. An engine that its user has paused begins none that holds no blocks.
+    whose next input has come hold blocks, and wait in a queue of their own. In vLLM 0.30, requests that were skipped
+    once wait there, too. While the user has paused the engine, only requests that hold blocks go on.
     """
     held = getattr(scheduler, "kv_holding_waiting", None) or getattr(scheduler, "skipped_waiting", None) or ()
     new = () if getattr(scheduler, "pause_state", None) else scheduler.waiting or ()
@@ -32,28 +32,28 @@ def waiting(scheduler: Any) -> list[Any]:
 
 
 def paused(scheduler: Any) -> bool:
-    """Return whether no request begins, because the engine's user has paused it."""
+    """Return whether no request begins, because the user has paused the engine."""
     return getattr(scheduler, "pause_state", 0) > 0
 
 
 def stopped(scheduler: Any) -> bool:
-    """Return whether no request goes on, because the engine's user has paused it."""
+    """Return whether no request goes on, because the user has paused the engine."""
     return getattr(scheduler, "pause_state", 0) > 1
 
 
 class Wants(NamedTuple):
-    """The blocks that a waiting request takes when it begins.
+    """The tokens and blocks that a waiting request has and needs when it begins.
 
     Attributes
     ----------
     computed : int
-        Tokens whose rows are there: of its own, or in the prefix cache.
+        Tokens whose rows exist: the request's own, or in the prefix cache.
     found : tuple of int
-        Blocks of each group that it holds or that vLLM finds, those before a window included.
+        Blocks of each group that the request holds or vLLM will find in the cache, those before a window included.
     rest : int
         Blocks for its other known tokens.
     cached : int
-        Of the blocks that vLLM finds, those that no request uses: they leave the queue of free blocks with it.
+        Of the blocks found, those that no request uses. They leave the free queue when the request begins.
     """
 
     computed: int
@@ -63,11 +63,11 @@ class Wants(NamedTuple):
 
 
 class Lookup:
-    """Counts what waiting requests take, as vLLM will when it begins them.
+    """Counts the blocks of waiting requests, as vLLM will when it begins them.
 
-    A lookup reads each block of a prompt's prefix (0.3 us), so what was found is remembered. It is looked up anew if
-    one of the last blocks has been evicted, or after a while, as other requests may have cached more. Neither changes
-    vLLM's statistics, its events or the order of eviction.
+    A look-up reads each block of a prompt's prefix (0.3 us each), so its result is kept. It is repeated if one of the
+    last blocks has been evicted, and after a while, because other requests may have cached more. Look-ups do not change
+    vLLM's statistics, its events or its order of eviction.
 
     Parameters
     ----------
@@ -75,20 +75,20 @@ class Lookup:
     sizes : sequence of int
         Tokens of a block in each group.
     plain : bool
-        The model has one group, of full attention, and no drafts: a prefix is cached up to one block and not beyond,
-        since a block's hash covers all before it. The lookup then halves the prefix instead of reading each block.
+        True if the model has one group, of full attention, and no drafts. A block's hash covers all blocks before it,
+        so a prefix is cached up to one block and not beyond. The look-up then bisects instead of reading each block.
     """
 
     def __init__(self, manager: Any, sizes: Sequence[int], plain: bool = False) -> None:
         self._plain = plain
         self._manager, self._coordinator, self._sizes = manager, manager.coordinator, sizes
         self._nothing: tuple[list[Any], ...] = tuple([] for _ in sizes)
-        # Of each request: its tokens then, the time, the last blocks that were found with their hashes, the answer.
+        # By request: its tokens then, the time, the last blocks found and their hashes, the result.
         self._known: dict[str, tuple[int, float, list[tuple[Any, Any]], Wants]] = {}
-        self._next = 0.0  # no request is looked up anew before
+        self._next = 0.0  # time before which no look-up is repeated
 
     def __call__(self, request: Any) -> Wants:
-        """Count what a waiting request takes."""
+        """Count the blocks of a waiting request."""
         tokens, known = request.num_tokens, self._known.get(request.request_id)
         if request.num_computed_tokens:  # it holds blocks already
             return self._held(tokens, request.num_computed_tokens)
@@ -133,7 +133,7 @@ class Lookup:
             blocks = tuple(ids[: -(-computed // size)] for ids, size in zip(blocks, self._sizes))
         cached = sum(block.ref_cnt == 0 and not block.is_null for ids in blocks for block in ids)
         found = tuple(map(len, blocks))
-        # It counts windows and states of Mamba by what they keep, and in some steps says "not now" by a huge number.
+        # vLLM counts windows and Mamba states by what they keep. In some steps, it says "not now" by a huge number.
         rest = self._coordinator.get_num_blocks_to_allocate(
             request_id=request.request_id, num_tokens=tokens, new_computed_blocks=blocks, num_encoder_tokens=0,
             total_computed_tokens=computed, num_local_computed_tokens=computed, num_tokens_main_model=tokens,
@@ -144,39 +144,39 @@ class Lookup:
 
 
 class Pace:
-    """How long a device still computes the prompts of the steps in flight, by the least time that steps of a size took.
+    """Estimates how long the device still computes the prompts of steps in flight, by the least time of similar steps.
 
-    Until then, a step that waits for blocks delays nothing, so it may wait for more of them and take a larger part of a
-    prompt: small parts use a device badly. Times are in seconds, on one clock.
+    Until then, a step that waits for blocks delays nothing. So it may wait for more of them and take a larger part of a
+    prompt, because small parts use a device badly. Times are in seconds, on one clock.
 
     Parameters
     ----------
     least : int
-        Tokens of a step that counts. Smaller ones end too soon.
+        Fewest tokens of a step that counts. Smaller steps end too soon to be measured.
     """
 
     def __init__(self, least: int) -> None:
         self._least = least
         self._flight: collections.deque[tuple[int, int, float]] = collections.deque()  # (step, tokens, when it began)
-        self._ended = 0.0  # the last step
+        self._ended = 0.0  # when the last step ended
         self._best: dict[int, float] = {}  # seconds for a token, by the number of bits of a step's tokens
 
     def begin(self, step: int, tokens: int, now: float) -> None:
-        """A step was scheduled."""
+        """Note a scheduled step."""
         self._flight.append((step, tokens, now))
 
     def end(self, step: int, now: float) -> None:
-        """The answer of a step has come, and those of the steps before it."""
+        """Note that a step, and with it those before, has ended."""
         while self._flight and self._flight[0][0] <= step:
             number, tokens, began = self._flight.popleft()
             if number == step and tokens >= self._least:
-                # Who reads answers late learns too long times, so the least counts.
+                # If answers are read late, the times are too long, so the least one counts.
                 size, taken = tokens.bit_length(), (now - max(began, self._ended)) / tokens
                 self._best[size] = min(self._best.get(size, taken), taken)
         self._ended = now
 
     def left(self, now: float) -> float:
-        """Seconds for which the device computes at least; 0 if that is not known."""
+        """Seconds for which the device will compute at least; 0 if unknown."""
         end = self._ended
         for _, tokens, began in self._flight:
             size = tokens.bit_length()

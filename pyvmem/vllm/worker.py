@@ -32,13 +32,13 @@ from pyvmem.vllm.orders import StepOrders, named_blocks, submit_stores
 
 logger = logging.getLogger("vllm.vmem")
 
-POLL = 0.02  # seconds between looks at the ring
-LOOK = 0.005  # seconds between looks at what the scheduler has published, in a pool
-BUSY = 0.1  # seconds between looks while steps run: steps look themselves, and a wake-up would delay them
-TRY = 0.1  # seconds after which weights that wake say what they lack
-LOAD = 60.0  # seconds in which the other members give the memory of the weights of a model that is loaded
+POLL = 0.02  # seconds between the thread's looks at the ring
+LOOK = 0.005  # in a pool, seconds between its looks at what the scheduler has published
+BUSY = 0.1  # seconds between its looks while steps run: steps look themselves, and a wake-up would delay them
+TRY = 0.1  # seconds of an attempt to wake the weights, after which it is published how much they lack
+LOAD = 60.0  # seconds in which the pool's other members must give the memory of the weights of a model that is loaded
 AGREE = 10.0  # seconds that a worker waits for the others to wake
-WAKE = 10.0  # seconds in which an engine that wakes gets the memory of its blocks from the other members of a pool
+WAKE = 10.0  # seconds in which the pool's other members must give the memory of an engine's blocks when it wakes
 
 
 class Allocation(TorchFunctionMode):
@@ -75,18 +75,18 @@ class WorkerMemory(BlockMemory):
                                         "serve both; make a VllmConfig for each")  # fmt: skip
         self._lock = threading.RLock()
         self._stop, self._wake = False, threading.Event()
-        self._known: list[int] = []  # of what the scheduler publishes, when the thread last looked
-        self._finished = 0  # the last step that was executed
-        self._sure: set[int] = set()  # blocks that are backed and stay until `_give_up` names them
+        self._known: list[int] = []  # words that the scheduler had published when the thread last looked
+        self._finished = 0  # number of the last step that was executed
+        self._backed: set[int] = set()  # blocks that are known to be backed, and stay so until `_give_up` names them
         self._ordered: collections.deque[tuple[int, set[int]]] = collections.deque()  # orders without an answer
-        self._asleep: list[int] | None = None  # the blocks that are backed when the memory wakes
-        self._level = 1  # at which it sleeps, or slept last
+        self._asleep: list[int] | None = None  # while asleep, the blocks to back when the memory wakes
+        self._level = 1  # vLLM's level of the present or last sleep
         self.weights: Weights | None = None
         self._activations: Activations | None = None
         self._copied = False  # whether a connector copies blocks
-        self._real = False  # whether the scheduler's first step has come
-        self._stream: Any = None
-        self._failure = ""
+        self._warm = False  # whether vLLM's warm-up is over: the scheduler's first step has come
+        self._stream: Any = None  # the stream that steps use, for fences of the thread
+        self._failure = ""  # the last error of the thread
 
     # ---- the start -------------------------------------------------------------------------------------------
 
@@ -118,9 +118,9 @@ class WorkerMemory(BlockMemory):
         return self.weights.loading()
 
     def expect(self, config: Any, copied: bool = False) -> None:
-        """vLLM is about to allocate its KV cache with this configuration, which may change.
+        """Prepare for vLLM's allocation of its KV cache. The configuration may be changed.
 
-        copied: whether a connector copies blocks, whose size it takes from the configuration of the model.
+        copied: whether a connector copies blocks. It takes their size from the model's configuration, so that stays.
         """
         self._copied = copied
         if not copied:
@@ -138,7 +138,7 @@ class WorkerMemory(BlockMemory):
         return self._tensor.tensor
 
     def start(self, config: Any) -> None:
-        """vLLM has placed its layers: back the null block."""
+        """Make the blocks and back the null block, after vLLM has placed its layers."""
         tensor = self._tensor
         if tensor is None:
             if layout.bytes_of(config):
@@ -162,18 +162,18 @@ class WorkerMemory(BlockMemory):
                         alone / 1024)  # fmt: skip
 
     def _attach(self, kept: int = control.IN_BLOCKS) -> None:
-        """The memory is there: tell the scheduler, and start the thread."""
+        """Tell the scheduler that the memory is there, and start the thread."""
         self._page[control.ATTACHED + self._rank] = kept
         threading.Thread(target=self._poll, name="vmem", daemon=True).start()
         self.publish()
 
     @property
     def active(self) -> bool:
-        """vLLM's KV cache is here."""
+        """True if vLLM's KV cache is in this memory."""
         return self._blocks is not None
 
     def _pending(self) -> int:
-        """Blocks of orders on their way. What they lack is asked for, too, as a question replaces the last one."""
+        """Blocks of orders without an answer. Each question to the pool asks for them, too, as it replaces the last."""
         with self._lock:
             done = self._board[control.DONE]
             return sum(len(ids) for number, ids in self._ordered if number > done)
@@ -181,7 +181,7 @@ class WorkerMemory(BlockMemory):
     # ---- steps -----------------------------------------------------------------------------------------------
 
     def begin(self, output: Any) -> Any:
-        """A step is about to run: carry out its orders, and back every block that it names. Returns what to run."""
+        """Before a step runs, carry out its orders and back every block that it names. Returns the step to run."""
         blocks = self._blocks
         if blocks is None:
             return output
@@ -190,9 +190,9 @@ class WorkerMemory(BlockMemory):
             if self._asleep is not None:  # vLLM runs a step only if it is awake
                 self.wake(weights=False)
             if orders is not None:
-                if not self._real:  # what vLLM's warm-up used
-                    self._real = True
-                    self._give_up(self._in())
+                if not self._warm:
+                    self._warm = True
+                    self._give_up(self._backed_ids())  # blocks that the warm-up used
                 self._ring(orders.position)
                 if orders.gone:
                     self._give_up(orders.gone)
@@ -204,9 +204,9 @@ class WorkerMemory(BlockMemory):
             if self._ordered:
                 self._see_answers()
             named = named_blocks(output)
-            if not self._sure.issuperset(named):
-                late = blocks.back([i for i in named if i not in self._sure], over=True)
-                self._sure.update(named)
+            if not self._backed.issuperset(named):
+                late = blocks.back([i for i in named if i not in self._backed], over=True)
+                self._backed.update(named)
                 if orders is not None:
                     self._count_maps(late)
         return output
@@ -217,15 +217,15 @@ class WorkerMemory(BlockMemory):
         while self._ordered and self._ordered[0][0] <= done:
             number, ids = self._ordered.popleft()
             if self._page.answer(number, self._rank) == 0:
-                self._sure |= ids
+                self._backed |= ids
 
     def _count_maps(self, n: int) -> None:
-        """A step of the scheduler's had to map this often itself."""
+        """Count the blocks that a step had to map itself."""
         if n:
             self._page.words[control.STEP_MAPS + self._rank] += n
 
     def end(self, output: Any) -> None:
-        """The step has been given to the device."""
+        """Publish that a step has been given to the device."""
         orders: StepOrders | None = getattr(output, "vmem", None)
         if self.active and orders is not None:
             self._finished = orders.step
@@ -233,12 +233,13 @@ class WorkerMemory(BlockMemory):
             if self._pool is not None and self._news():
                 self._wake.set()
 
-    def _in(self) -> list[int]:
-        """The blocks that are backed and stay, without the null block, which vLLM reads at any time."""
-        return [i for i in self.blocks.backed().tolist() if i]
+    def _backed_ids(self) -> list[int]:
+        """The blocks that are backed and stay. The null block, which vLLM may read at any time, is not among them."""
+        assert self._blocks is not None
+        return [i for i in self._blocks.backed().tolist() if i]
 
     def _fence(self) -> int | None:
-        """A fence behind what the device has been given so far; None if it computes at once."""
+        """Make a fence behind all work that the device has been given; None if it computes at once."""
         tensor, blocks = self._tensor, self._blocks
         if tensor is None or blocks is None or not tensor.tensor.is_cuda:
             return None
@@ -249,7 +250,7 @@ class WorkerMemory(BlockMemory):
     # ---- between steps ---------------------------------------------------------------------------------------
 
     def _ring(self, upto: int) -> None:
-        """Give up what the scheduler gave up between steps, as far as the steps before have run."""
+        """Give up the blocks of the ring's records, as far as the steps before them have run."""
         if upto == self._page.cells[control.RING_DONE + self._rank]:
             return
         for step, ids in self._page.pull(self._rank, upto):
@@ -262,9 +263,13 @@ class WorkerMemory(BlockMemory):
                 self._give_up(ids)
 
     def _give_up(self, ids: Sequence[int]) -> None:
-        """The scheduler has given up these blocks."""
-        self._sure.difference_update(ids)
-        for _, ordered in self._ordered:  # they were not carried out yet: now these blocks are left out
+        """Unback blocks that the scheduler has given up, behind a fence."""
+        assert self._blocks is not None
+        self._backed.difference_update(ids)
+        for (
+            _,
+            ordered,
+        ) in self._ordered:  # an order that is carried out later does not make these blocks known as backed
             ordered.difference_update(ids)
         self.blocks.unback(ids, self._fence())
 
@@ -276,7 +281,7 @@ class WorkerMemory(BlockMemory):
             self._look()
 
     def _rest(self, steps: bool) -> None:
-        """Wait until it is time to look again. In a pool, that is when the scheduler gives up, wants or offers some.
+        """Wait until the thread's next look is due: in a pool, when the scheduler gives up, wants or offers blocks.
 
         steps: whether steps run, which look themselves.
         """
@@ -293,7 +298,7 @@ class WorkerMemory(BlockMemory):
         return self._published() != self._known
 
     def _look(self) -> None:
-        """Do between steps what has come up."""
+        """Do the work between steps: give up blocks of the ring, tell the pool, and publish."""
         self._known = self._published()
         try:
             if self._page[control.POSITION] != self._page[control.RING_DONE + self._rank]:
@@ -301,21 +306,21 @@ class WorkerMemory(BlockMemory):
                     self._ring(self._page[control.POSITION])
             self.tend()
         except Exception as error:
-            if not self._stop and str(error) != self._failure:  # the next step does what was not done
+            if not self._stop and str(error) != self._failure:  # nothing is lost: the next step does the rest
                 self._failure = str(error)
                 logger.exception("vMem: the background thread failed and goes on")
 
     # ---- sleep and the end -----------------------------------------------------------------------------------
 
     def falls_asleep(self) -> None:
-        """vLLM is about to give the driver what torch caches."""
+        """Note how much memory torch caches, before vLLM gives it to the driver."""
         if self._activations is not None:
             self._activations.note()
 
     def sleep(self, level: int = 1) -> None:
         """Give up the memory of the weights and of the blocks: other members of the pool may have all of it.
 
-        Blocks are dropped, as vLLM expects, or at level 1 with VMEM_VLLM_SLEEP=keep stay as long as nobody asks.
+        Blocks are dropped, as vLLM expects. At level 1 with VMEM_VLLM_SLEEP=keep, they stay until another member asks.
         """
         self._level = level
         if self.weights is not None:
@@ -329,16 +334,16 @@ class WorkerMemory(BlockMemory):
             self.tend()  # neighbours may have its minimum, too
 
     def drop(self) -> None:
-        """Give up every page but those of the null block. What the blocks held is lost."""
-        if not self.active or self._asleep is not None:
+        """Give up every page but those of the null block. The blocks' contents are lost."""
+        if self._blocks is None or self._asleep is not None:
             return
         with self._lock:
             if self._copied:
                 submit_stores()
             self._synchronize()
-            self.blocks.flush()
-            self._asleep = self._in()
-            self._sure.clear()
+            self._blocks.flush()
+            self._asleep = self._backed_ids()
+            self._backed.clear()
             self._ordered.clear()
             self.blocks.unback(self._asleep)
             self.blocks.flush()
@@ -347,10 +352,10 @@ class WorkerMemory(BlockMemory):
             self.tend()  # neighbours may have its minimum, too
 
     def wake(self, weights: bool = True, blocks: bool = True) -> bool:
-        """Take back the memory of the weights, and back the blocks: what was spare, the scheduler has given up.
+        """Take back the memory of the weights, and back the blocks that the scheduler has not given up meanwhile.
 
-        All workers do, or none. If one lacks memory, the last raises OutOfMemory, and the others return False: vLLM
-        would leave the answers that follow the first failure to its next call. Nothing has changed then.
+        All workers do, or none. If one lacks memory, nothing changes: the last worker raises OutOfMemory, and the
+        others return False. If each raised, vLLM would take the later errors for answers to its next call.
         """
         rank, cells = self._rank, self._page.cells
         wait = cells[control.PATIENCE] / 1000 or WAKE
@@ -384,7 +389,7 @@ class WorkerMemory(BlockMemory):
             return False
         with self._lock:
             if backs and self._asleep is not None:
-                self._sure.update(self._asleep)
+                self._backed.update(self._asleep)
                 self._asleep = None
             cells[control.ASLEEP + rank] = self._asleep is not None or (
                 self.weights is not None and self.weights.parked)  # fmt: skip
@@ -399,7 +404,7 @@ class WorkerMemory(BlockMemory):
         self._page.cells[control.SHORT + self._rank] = missing
 
     def _wake_weights(self, weights: Weights, seconds: float) -> None:
-        """Wake them, and publish meanwhile what they lack. Raises OutOfMemory after so many seconds."""
+        """Wake the weights, and publish meanwhile how much they lack. Raises OutOfMemory after so many seconds."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -420,10 +425,10 @@ class WorkerMemory(BlockMemory):
             return done
         end = time.monotonic() + seconds + AGREE
         while True:
-            told = page.cells[control.WOKE : control.WOKE + ranks].tolist()
-            if any(t // 2 >= attempt and t & 1 for t in told):
+            woke = page.cells[control.WOKE : control.WOKE + ranks].tolist()
+            if any(n // 2 >= attempt and n & 1 for n in woke):
                 return False
-            if all(t // 2 >= attempt for t in told):
+            if all(n // 2 >= attempt for n in woke):
                 return True
             if time.monotonic() >= end:
                 return False

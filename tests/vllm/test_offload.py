@@ -144,7 +144,7 @@ def test_rows_are_right_if_the_host_has_no_room_and_windows_move_on(engine, late
     named = e.workers[0].memory.begin
 
     def begin(output):
-        known = set(e.workers[0].memory._in())
+        known = set(e.workers[0].memory._backed_ids())
         assert known.issuperset(set(orders.copied_blocks(output)) - {0})  # a copy finds its blocks backed
         return named(output)
 

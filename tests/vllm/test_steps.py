@@ -147,7 +147,7 @@ def test_in_slots_the_pages_of_waiting_requests_are_mapped_ahead(engine):
         return n
 
     def had_their_time():
-        while e.page.told(0, control.DONE) < e.budget.orders.number:
+        while e.page.board_word(0, control.DONE) < e.budget.orders.number:
             time.sleep(1e-3)
         requests.cache.wait()
 
@@ -949,7 +949,7 @@ def test_what_sleeps_reserves_nothing_and_wakes_with_what_its_requests_hold(engi
         while e.budget.num_backed:  # the scheduler's thread gives up what is spare
             time.sleep(0.001)
         memory.wake()
-    assert memory._asleep is None and not memory._in() and minimum() == 4 << 20
+    assert memory._asleep is None and not memory._backed_ids() and minimum() == 4 << 20
     e.run(10)
     assert maps_in_steps(e) == 0
 

@@ -211,8 +211,8 @@ class SlotsMemory(WorkerMemory):
             self._asleep, self._dirty, self._still = None, True, math.inf
             requests.begin()
             if orders is not None:
-                if not self._real:  # what vLLM's warm-up used
-                    self._real = True
+                if not self._warm:  # the warm-up is over: give up its blocks
+                    self._warm = True
                     self._synchronize()
                     requests.reset()
                 self._ring(orders.position)
@@ -287,7 +287,7 @@ class SlotsMemory(WorkerMemory):
                 refused = 1
             self._board[control._FIRST_ANSWER + order % control.ANSWERS] = order << 1 | refused
             self._board[control.DONE] = order
-        if not self._real or not self._dirty:  # what vLLM captures in graphs forbids calls in another thread
+        if not self._warm or not self._dirty:  # while vLLM captures graphs, other threads may make no calls
             return
         self._fit()
         with self._lock:
