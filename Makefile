@@ -78,7 +78,7 @@ test: ## `check`, and every test that needs no GPU; lists at the end what was no
 	$(Q)JOBS=$(CPUS) $(PYTHON) .ci/not_run.py $(MAKE) --no-print-directory all-tests
 CPUS := $(shell nproc)
 .PHONY: all-tests
-# What `check` runs beside lint is part of the others.
+# The tests of `check` are part of the others.
 all-tests: lint test-uvm-ext test-c test-asan test-python test-python-fake test-module test-vm-quick test-vllm-quick
 
 # C and Python tests that take a second or less and start no further process.

@@ -1,4 +1,4 @@
-"""What pyproject.toml has no field for: the extension, the version's source, the wheel's tag, and the description.
+"""Settings that pyproject.toml has no field for: the extension, the version's source, the wheel's tag, the description.
 
 SPDX-License-Identifier: MIT
 """

@@ -538,7 +538,7 @@ static void driver_fails(void)
         reached = fakegpu_calls() - calls >= n;
         fakegpu_fail(0);
         // 1 and 2 (of block 1), 4 and 5 (3), 10 and 11 (7), 30 and 31 (20), and of the other range 96, 97 and 101.
-        // What is unmapped later is counted a moment after that.
+        // Pages that the thread has unmapped are counted a moment later.
         while (mapped() != (rc ? 3 : 11) || stats(b).held != mapped() * P)
             sched_yield();
         OK(vmem_blocks_flush(b));
@@ -681,7 +681,7 @@ static void in_a_pool(void)
     CHECK(answer(b[1], order(b[1], ids, N)) != 0);
     const uint64_t left = __atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED);
     CHECK(!left || left == (N - 8) * P);
-    // What is offered no longer is no longer wanted. The pool's thread may be about to want what was offered.
+    // The pool no longer wants blocks that are no longer offered. Its thread may be about to ask for the earlier offer.
     uint32_t tries = 0;
     do {
         OK(vmem_blocks_offer(b[0], 8 * P));

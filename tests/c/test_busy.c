@@ -189,7 +189,7 @@ static void data_during(int (*held)(void), bool mapped_now)
     CHECK_EQ(page_at(ctx, addr) != 0, mapped_now);
 }
 
-// What cannot be given up at once goes with the call that is at work there.
+// A range that cannot be given up at once goes when the call that works on it ends.
 static void gives_up_later(void)
 {
     pthread_t t;

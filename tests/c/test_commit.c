@@ -35,7 +35,7 @@ static void grows_and_shrinks(vmem_context *ctx)
 {
     const uint64_t P = test_page;
     uint64_t bytes;
-    // What is backed already stays as it is: a row that grows asks for all of itself.
+    // Backed granules stay as they are: a row that grows commits its whole range again.
     for (uint64_t n = 1; n <= 16; n++) {
         OK(vmem_commit(ctx, &(struct vmem_range){addr, n * P}, 1, P, VMEM_CREATE_ZERO, &bytes));
         CHECK_EQ(bytes, P);

@@ -142,7 +142,7 @@ static void near_hint(void)
     vmem_context_destroy(ctx);
 }
 
-// What does not fit in the whole blocks of one stretch goes on behind them, and where there is memory, none is committed.
+// The rest of a stretch that does not fill whole blocks goes on behind them. If there is free memory, none is committed.
 static void goes_on_behind(void)
 {
     enum { FILL = 256, GAP = 40, N = 38 };

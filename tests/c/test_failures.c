@@ -231,7 +231,7 @@ static void giving_up(void)
     }
 }
 
-// What a failed commit cannot undo either stays out of the way, and goes as soon as something else is unmapped.
+// Pages that a failed commit cannot unmap stay out of the way, and go as soon as something else is unmapped.
 static void undoing(void)
 {
     bool some_left = false;

@@ -70,7 +70,7 @@ static void dirty_memory(void) // committed, and written before
     OK(vMemReleaseBatch(ctx, pages, SIZE * MIB / test_page, NULL));
 }
 
-// Whether memory is still on its way back.
+// True while memory is on its way back.
 static bool shrinking(void)
 {
     vmem__lock(ctx);

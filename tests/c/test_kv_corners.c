@@ -120,7 +120,7 @@ static void test_a_copied_row_stays_shared(void)
     end();
 }
 
-// What runs hold of a request that went back is not counted as free: check and step agree.
+// Pages that runs hold of a truncated request do not count as free: check and step agree.
 static void test_runs_behind_a_request_are_not_free(void)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 16};
@@ -299,8 +299,8 @@ static void test_over_the_budget_windows_move_on(void)
     end();
 }
 
-// What a window has passed is gone for truncations and steps, whether or not the thread has unmapped it. What kernels in
-// flight access is there.
+// Rows that a window has passed are gone for truncations and steps, whether or not the thread has unmapped them. Rows
+// that kernels in flight access are there.
 static void test_no_answer_depends_on_the_thread(bool behind)
 {
     const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32},

@@ -76,7 +76,7 @@ static void test_a_device_with_less_than_the_budget(void)
     CHECK_EQ(stats(kv).short_device, 1);
     OK(step(kv, slot, 25 * 32, &missing));
     OK(vmem_kv_free(kv, slot, 0));
-    // What is kept gives way, too.
+    // Kept pages give way, too.
     uint32_t other;
     struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slot ^ 1};
     OK(vmem_kv_alloc(kv, &o, &other));

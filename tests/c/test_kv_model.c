@@ -128,7 +128,7 @@ static void verify(bool all)
 
 // ---- kernels in flight ----------------------------------------------------------------------------------------
 //
-// What the manager may not touch: the rows of the last steps, of requests that have ended since, too.
+// Rows that the manager may not touch: those of the last steps, also of requests that have ended since.
 
 struct flight {
     uint64_t step;

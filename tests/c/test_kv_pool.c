@@ -164,8 +164,8 @@ static void test_kept_pages_move(uint32_t flags)
     vmem_kv_pool_destroy(pool);
 }
 
-// What is outside the pool leaves the device less than the pool's budget: a request gets what others only keep, as if
-// the budget were used up. The two contexts are two processes, of which one sees what the other leaves of the device.
+// Memory outside the pool leaves the device less than the pool's budget. A request gets pages that others only keep, as if
+// the budget were used up. The two contexts stand for two processes, of which one sees what the other leaves of the device.
 static void test_a_device_with_less_than_the_budget(uint32_t flags)
 {
     vmem_context *other;
@@ -332,7 +332,7 @@ static void test_waiting_requests_are_announced(uint32_t flags)
     vmem_kv_pool_destroy(pool);
 }
 
-// What another process has just given back counts, whether or not this one has heard of it.
+// Budget that another process has just given back counts, whether or not this one has heard of it.
 static void test_fit_knows_what_a_step_would_get(void)
 {
     vmem_kv_pool *pool = make_pool(300);

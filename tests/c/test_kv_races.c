@@ -263,8 +263,8 @@ static void test_a_cut_fails(void)
     vmem_kv_destroy(kv, 0);
 }
 
-// What a window has passed of rows that a prefix holds, too: a step cuts it. Where that fails, the thread does not, since
-// references would change while it has dropped the lock, and the next step tries again.
+// A step cuts rows that a window has passed and that a prefix holds, too. If that fails, the next step tries again. The
+// thread does not, because holders would change while it has dropped the lock.
 static void test_the_thread_leaves_what_others_hold(void)
 {
     vmem_context *device = ctx, *failing;

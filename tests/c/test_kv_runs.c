@@ -263,8 +263,8 @@ static void make_windowed(void)
     create(40, VMEM_KV_OVERLAP, &(struct vmem_kv_tensor){.row_bytes = test_page / 32, .window = 64}, 1);
 }
 
-// What is shared of a windowed tensor does not depend on whether somebody has already cut the rows that its window has
-// passed: the background thread does so when it comes to it, and ranks would disagree.
+// The shared rows of a windowed tensor do not depend on whether rows that its window has passed are already cut. The
+// background thread cuts them at any time, and ranks would disagree.
 static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
 {
     make_windowed();

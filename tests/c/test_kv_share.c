@@ -127,7 +127,7 @@ static void test_an_old_look_refuses_no_question(void)
     close(file);
 }
 
-// What a cache holds and could give is in the table some milliseconds later, however often that changes.
+// The table states some milliseconds later what a cache holds and could give, however often that changes.
 static void test_changes_are_published(void)
 {
     vmem_kv *kv;
@@ -152,7 +152,7 @@ static void test_changes_are_published(void)
     close(file);
 }
 
-// What the other process waits for is not budget to spare: a step takes of it only what it needs itself.
+// Budget that the other process waits for is not spare: a step takes of it only what it needs itself.
 static void test_budget_to_spare_is_what_nobody_waits_for(void)
 {
     vmem_kv *kv;

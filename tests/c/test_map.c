@@ -92,7 +92,7 @@ static void aliases(vmem_context *ctx)
     OK(vmem_page_query(ctx, page[0], &info));
     CHECK_EQ(info.mappings, (n + 1) / 2);
     CHECK_EQ(test_stats(ctx).mapped, n * P);
-    // What is written at one address is read at all others.
+    // A word written at one address is read at all others.
     for (int i = 0; i < n; i++) {
         put_word(ctx, ops[i].addr + 8 * i, 100 + i);
         for (int k = i % 2; k < n; k += 2)
@@ -277,7 +277,7 @@ static void across_tables(vmem_context *ctx)
     OK(vMemFree(ctx, at));
 }
 
-// What a backdrop costs goes with the number of runs, not with the bytes around them.
+// The cost of a backdrop grows with the number of runs, not with the bytes around them.
 static void calls_beside_a_backdrop(vmem_context *ctx)
 {
     enum { N = 16, BESIDE = 6 };

@@ -36,7 +36,7 @@ int main(int argc, char **argv)
     CHECK_EQ(test_stats(ctx).mapped, done * P);
     for (size_t i = 0; i < n; i++)
         CHECK_EQ(page_at(ctx, ops[i].addr), i < done ? ops[i].page : 0);
-    // What the batch mapped before it failed is unbacked again: reading it would fault, so look at the mappings.
+    // Pages that the batch mapped before it failed are unmapped again. Reading them would fault, so look at the mappings.
     unsigned long lo, hi;
     char line[512], prot[8];
     bool seen = false;

@@ -166,7 +166,7 @@ static struct vmem_kv_pool_info info(vmem_kv_pool *pool)
     return i;
 }
 
-// What one member needs, it keeps; what it does not, it gives once the other asks.
+// A member keeps the pages that it needs, and gives the others when another asks.
 static void test_budget_moves(void)
 {
     vmem_kv_pool *pool = make_pool();
@@ -214,7 +214,7 @@ static void test_the_owner_evicts(void)
     vmem_kv_pool_destroy(pool);
 }
 
-// What a member brings along is its grant, or it does not join.
+// Pages that a new member already has become its grant, or it does not join.
 static void test_members_join_with_pages(void)
 {
     vmem_kv_pool *pool = make_pool();
@@ -360,7 +360,7 @@ static void test_memory_that_nobody_takes_leaves_the_row(void)
     end_exchange(pool, &a, &b);
 }
 
-// What has stayed for a member that asks no longer is covered until it is gone, too.
+// Memory retained for a member that no longer asks stays in a row until it has gone back, too.
 static void test_a_question_ends_beside_the_trim(void)
 {
     struct holder a = {0}, b = {0};

@@ -342,7 +342,7 @@ static void test_large_segments(void)
     close_all();
 }
 
-// What the cache keeps goes to the lease, what a request needs does not.
+// Pages that the cache keeps go to the lease, and pages that a request needs do not.
 static void test_kept_pages_come_and_a_request_keeps_its_own(void)
 {
     open_pool(200);
@@ -492,7 +492,7 @@ static bool shows(const char *p, uint64_t pages, uint64_t value)
     return all;
 }
 
-// What one lease gives another of its context is the same device memory, with what was in it: none goes back and comes.
+// One lease gives another of its context the same device memory, contents included: none goes back to the device.
 static void test_leases_hand_their_memory_over(void)
 {
     const uint64_t pages = 96;
@@ -528,7 +528,7 @@ static void test_leases_hand_their_memory_over(void)
     close_all();
 }
 
-// What the pool takes of a lease with small allocations is the device's, although its neighbours in memory stay.
+// Memory that the pool takes from a lease with small allocations is the device's, although its neighbours stay.
 static void test_segments_between_others_go_back(void)
 {
     const uint64_t pages = VMEM_PAGE_2M / test_page; // of a segment

@@ -402,7 +402,7 @@ static void test_arenas_are_created_whole_or_not_at_all(void)
     end();
 }
 
-// What RELEASE refuses is neither lost nor released twice: it goes with the next arena.
+// Granules that RELEASE refuses are neither lost nor released twice: they go with the next arena.
 static void test_a_refused_release_is_tried_again(void)
 {
     struct vmem__arena a = {.size = 50 * MIB}, b = {.size = 20 * MIB};

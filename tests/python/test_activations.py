@@ -1,4 +1,4 @@
-"""What torch caches for activations is there again before a model that slept runs, or it goes on sleeping.
+"""A model that wakes gets the memory of its activations first, which torch caches; without it, it goes on sleeping.
 
 SPDX-License-Identifier: MIT
 """

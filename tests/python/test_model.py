@@ -259,7 +259,7 @@ class Memory(RuleBasedStateMachine):
     @precondition(lambda self: self.closed)
     @rule(c=st.integers(0, 99), r=st.integers(0, 99), unit=st.integers(0, RANGE_UNITS))
     def use_closed(self, c, r, unit):
-        """What is closed does nothing to what has taken its place."""
+        """A closed object does nothing to another one in its place."""
         thing = self.closed[c % len(self.closed)]
         if isinstance(thing, pyvmem.core.Pages):
             calls = [lambda: self.context.release(thing), lambda: self.context.map(0, thing)]

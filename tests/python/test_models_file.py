@@ -62,7 +62,7 @@ def test_the_manuals_file_is_read_and_fits_a_gpu_of_80_gb(monkeypatch):
 
 
 def test_the_servers_are_started_with_the_vllm_of_this_environment(tmp_path, monkeypatch):
-    """What starts them may have another path."""
+    """llama-swap and systemd may have another PATH."""
     (tmp_path / "vllm").write_text("#!/bin/sh")
     monkeypatch.setattr(models.sys, "executable", str(tmp_path / "python"))
     pool = models.read(FILE)

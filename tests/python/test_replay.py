@@ -77,7 +77,7 @@ def test_rows_are_right_and_the_hits_are_the_ideals(module, tmp_path, trace, bud
     agree(real, ideal, memory, len(trace))
     assert (real.preemptions > 0) == (budget == 8 << 20), "the budget makes no difference"
     assert (real.hits > 0) == (trace.hash_ids is not None)
-    # What is decided is the same too, request by request.
+    # Decisions are the same too, request by request.
     assert (real.iterations, real.preemptions) == (ideal.iterations, ideal.preemptions)
 
 

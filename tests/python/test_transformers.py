@@ -339,7 +339,7 @@ def test_batch_repeat_interleave(attention, make, device):
 
 
 def test_reorder_again_and_again(make, device):
-    """What is shared is never written: random reorders, steps and crops agree with copies."""
+    """Shared rows are never written: random reorders, steps and crops agree with copies."""
     model, ours, theirs = pair("llama", "vmem", make, device, batch=4)
     generator = torch.Generator().manual_seed(5)
     for step in range(12):

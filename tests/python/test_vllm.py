@@ -913,7 +913,7 @@ def test_a_pool_is_opened_by_its_name_for_each_gpu(monkeypatch, folder):
 
 
 def looking(monkeypatch, *pages):
-    """What each engine sees of the others, at every call: (behind, full). live: whether all give a sign of life."""
+    """At every call, each engine's view of the others: (behind, full). live: whether all give a sign of life."""
     for interval in ("LOOK", "FIND"):
         monkeypatch.setattr(pool_policy, interval, 0)
     now = [100.0]

@@ -202,7 +202,7 @@ def start(name, vmem, folder, args, log, chunk=2048):
 
 
 def answer(process, seconds):
-    """What an engine's process printed; its group ends with it, or after so many seconds."""
+    """The output of an engine's process. Its process group ends with it, or after so many seconds."""
     try:
         out = process.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:

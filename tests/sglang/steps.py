@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def imports():
-    """What the process of an engine imports; once, before the forks."""
+    """Import the modules that an engine's process needs: once, before the forks."""
     torch.set_num_threads(1)
     import sglang.srt.entrypoints.engine  # noqa: F401
     import sglang.srt.managers.scheduler  # noqa: F401
@@ -235,7 +235,7 @@ class Engine:
             assert self.steps - start < 30000, "stuck"
 
     def _all(self, ended):
-        """Whether all groups of DP attention have ended: they run each step together."""
+        """True once all groups of DP attention have ended: they run each step together."""
         if self.ranks == 1 or self.parallel.attn_dp_size == 1:
             return ended
         all_ended = torch.tensor(int(ended))
@@ -305,9 +305,9 @@ def tie(path, prompt, own, other):
 
 
 def forked(do, *args, vmem=True, ranks=1, **environment):
-    """What `do(*args)` returns in a fork. environment: VMEM_SGLANG_* without its beginning, or other variables.
+    """Run `do(*args)` in a fork, and return its result. environment: VMEM_SGLANG_* without its beginning, or others.
 
-    ranks : if more than one, forks that are ranks of tensor parallelism; a list of what it returns in each.
+    ranks : if more than one, forks that are ranks of tensor parallelism; then a list of their results.
     """
     sys.stdout.flush()
     port = free_port() if ranks > 1 else None

@@ -57,7 +57,7 @@ def environment(**more):
 
 
 def run(tmp_path, options, **more):
-    """What an `sgl.Engine` in a process of its own says."""
+    """The answers of an `sgl.Engine` in a process of its own."""
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
     told = subprocess.run([sys.executable, script], input=json.dumps([model("gqa"), options, JOBS]), text=True,

@@ -23,7 +23,7 @@ def imported():
 
 
 def both(do, *args, vmem=True, **environment):
-    """What both ranks return, which is the same."""
+    """The result of both ranks, which must be equal."""
     first, second = forked(do, *args, vmem=vmem, ranks=2, **BIND, **environment)
     assert first == second
     return first
@@ -46,7 +46,7 @@ def plain(kind, jobs=JOBS, **options):
 
 
 def moving(sizes, every=25, seed=3):
-    """What has the owner set one of these limits now and then. A rank's own page, but for rank 0's, is not read."""
+    """A function that sets one of these limits now and then, as an owner. Only the page of rank 0 is read."""
     from pyvmem.engine import control
 
     rng = random.Random(seed)
@@ -163,7 +163,7 @@ def test_a_step_without_news_tells_nothing():
 
 
 def own_limits(engine):
-    """What sets limits of this group of ranks alone: with DP attention each has a page of its own."""
+    """A function that sets limits of this group of ranks alone: with DP attention each has a page of its own."""
     from pyvmem.engine import control
 
     group, leads = engine.parallel.attn_dp_rank, not engine.parallel.attn_tp_rank

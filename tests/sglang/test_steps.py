@@ -40,7 +40,7 @@ def plain(kind, jobs=JOBS, **options):
 
 
 def moving(sizes, every=25, seed=3):
-    """What sets one of these limits now and then."""
+    """A function that sets one of these limits now and then."""
     from pyvmem.engine import control
 
     rng = random.Random(seed)

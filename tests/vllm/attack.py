@@ -103,7 +103,7 @@ class Attack:
                    f"{now.step_maps - before.step_maps} blocks mapped by steps")  # fmt: skip
 
     def accounts(self, when):
-        """What the driver counts less when the prefix caches are dropped, against what the engines say."""
+        """Compare the bytes that the driver gets back when prefix caches are dropped with the engines' own numbers."""
         time.sleep(1.5)
         alive = [i for i, e in enumerate(self.engines) if e._process.poll() is None]
         before = self.used(), sum(map(self.resident, alive))

@@ -54,7 +54,7 @@ class Child:
         self._read, self._ended = read, False
 
     def result(self):
-        """What it returned. Raises what it raised, as text."""
+        """The child's result. An error in the child is raised here, as text."""
         with os.fdopen(self._read) as file:
             text = file.read()
         status = self._wait()
@@ -76,7 +76,7 @@ class Child:
 
 
 def in_child(function, *args, **kwargs):
-    """What `function` returns in a `Child`."""
+    """The result of `function` in a `Child`."""
     return Child(function, *args, **kwargs).result()
 
 
@@ -262,7 +262,7 @@ def lend_while_drafts_are_made(folder, options):
 
 
 def idle_state(llm, page):
-    """What the engine holds when it is idle, and after its prefix cache was reset."""
+    """The bytes that the engine holds when it is idle, and after its prefix cache was reset."""
     import dataclasses
 
     from pyvmem.engine import control

@@ -16,5 +16,5 @@ def write(folder: Path) -> Path:
 
 
 def needed() -> bool:
-    """Whether pyvmem is not installed with its entry point."""
+    """True if pyvmem is not installed with its entry point."""
     return not any(p.value == VALUE for p in importlib.metadata.entry_points(group=NAME))

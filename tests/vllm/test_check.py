@@ -75,7 +75,7 @@ def test_a_name_that_is_gone_is_refused(copy, kind):
     assert [name for name in here if not re.search(rf"[ .]{name} ", said + " ")] == []
 
 
-# What the plugin's sources call an object of vLLM's. Where two classes have one name, either may have the attribute.
+# Names of vLLM's objects in the plugin's sources. If two classes share a name, either may have the attribute.
 CALLED = {
     "Scheduler": "scheduler self._scheduler",
     "KVTransferConfig": "given",

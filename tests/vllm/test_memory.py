@@ -1,4 +1,4 @@
-"""What pages behind vLLM's blocks hold, for models of every kind (`memory`)."""
+"""The bytes of pages behind vLLM's blocks, for models of every kind (`memory`)."""
 
 import memory
 import pytest

@@ -338,7 +338,7 @@ def test_a_stopped_process_holds_up_nobody(three, router, what):
 
 
 def test_killed_processes_leave_their_memory_at_once(three, router):
-    """What dies takes its own requests with it, and no other one."""
+    """A process that dies takes its own requests with it, and no others."""
     engine = Asked(router, three["b"])
     os.kill(engine_of(three["b"]), signal.SIGKILL)
     assert engine.ended() != 200

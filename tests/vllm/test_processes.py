@@ -157,7 +157,7 @@ def test_vllm_serve_gives_vllms_tokens_over_http(server, own):
 
 @pytest.fixture
 def rollout(printed):
-    """What examples/rollout_vllm.py prints of its rounds, and its last line."""
+    """The lines that examples/rollout_vllm.py prints of its rounds, and its last line."""
     example = os.path.join(os.path.dirname(__file__), "..", "..", "examples", "rollout_vllm.py")
 
     def run(*options):

@@ -193,7 +193,7 @@ def test_a_wake_without_memory_leaves_the_model_asleep_and_says_what_it_waits_fo
 
 
 def resets(folder):
-    """What of a prefix cache is left after each way of calling for a reset around a sleep."""
+    """The part of a prefix cache that is left after each way of calling for a reset around a sleep."""
     made, told = Llm(folder), {}
     core = made.llm.llm_engine.engine_core.engine_core
 

@@ -48,7 +48,7 @@ def set_limit(e, limit):
 
 
 def fails_in_a_child(make):
-    """Whether the engine that `make` makes reads a wrong row, or faults, under a limit that moves in every step."""
+    """True if the engine that `make` makes reads a wrong row, or faults, under a limit that moves in every step."""
     child = os.fork()
     if not child:
         try:
@@ -526,7 +526,7 @@ def bytes_held(e):
 
 
 def bytes_of_pages(e, ids):
-    """What pages of 2 MiB behind blocks have, without that of the null block."""
+    """Bytes of the pages of 2 MiB behind blocks, without the null block's."""
     return len({i * e.budget.block_bytes >> 21 for i in ids} - {0}) << 21
 
 

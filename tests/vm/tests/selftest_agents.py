@@ -1,4 +1,4 @@
-"""What accesses memory in place of a GPU's kernels in the self-test (`pyvmem.selftest.agents`).
+"""Agents that access memory in place of a GPU's kernels in the self-test (`pyvmem.selftest.agents`).
 
 The simulated GPU has /dev/simgpu for it. Over the fake driver, the CPU does it.
 
