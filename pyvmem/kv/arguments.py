@@ -6,7 +6,7 @@ SPDX-License-Identifier: MIT
 import array
 import errno
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +15,13 @@ import torch
 from pyvmem._checks import elements, shown, uint
 from pyvmem._ffi import ffi
 from pyvmem.errors import InvalidArgument
+from pyvmem.kv.prefix import Hash, PrefixCache, hashes_of
 from pyvmem.kv.types import TensorSpec
-
-if TYPE_CHECKING:
-    from pyvmem.kv.prefix import Hash, PrefixCache
 
 # The lengths that a step takes: one token count per slot.
 Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 # A waiting request: the tokens of its first step; or these, and how many of them a prefix provides, or its hashes.
-Request = SupportsIndex | tuple[SupportsIndex, "SupportsIndex | Sequence[Hash]"]
+Request = SupportsIndex | tuple[SupportsIndex, SupportsIndex | Sequence[Hash]]
 
 _INT32 = np.dtype(np.int32)
 _REQUEST = np.dtype([("tokens", np.uint32), ("prefix", np.uint32), ("runs", np.uintp), ("n", np.uint64)])
@@ -81,7 +79,7 @@ def lengths_of(lengths: Lengths, slots: int) -> Any:
     return ffi.from_buffer("int32_t[]", narrow)
 
 
-def requests_of(requests: Iterable[Request], prefixes: "PrefixCache | None") -> tuple[npt.NDArray[Any], list[Any]]:
+def requests_of(requests: Iterable[Request], prefixes: PrefixCache | None) -> tuple[npt.NDArray[Any], list[Any]]:
     """The requests as C structures, and the objects that these point to."""
     if type(requests) is list:
         try:
@@ -100,7 +98,7 @@ def requests_of(requests: Iterable[Request], prefixes: "PrefixCache | None") -> 
             if prefixes is None:
                 raise ValueError(f"requests[{i}] has hashes, but the cache has no PrefixCache: create one first")
             length = uint(f"requests[{i}].tokens", tokens, 32)
-            found = prefixes._checked(prefix)
+            found = hashes_of(prefix)
             block = prefixes.block_tokens
             if len(found) * block > length:
                 text = f"requests[{i}].n_hashes {len(found)}: its {length} tokens have {length // block} blocks"

@@ -9,6 +9,7 @@ SPDX-License-Identifier: MIT
 
 import errno
 import hashlib
+import operator
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pyvmem._checks import elements, flag, integer, shown, uint
+from pyvmem._checks import elements, flag, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import InvalidArgument, _check
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 Hash: TypeAlias = "bytes | int"
 
-SIZE = 32  # bytes of a hash
 _MOST = 2**32 - 1
 
 
@@ -70,11 +70,21 @@ def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") ->
     return hashes
 
 
+def hashes_of(hashes: Iterable[Hash]) -> list[Hash]:
+    """The hashes of a call, integers as Python's. Raises TypeError for anything else."""
+    found = elements("hashes", hashes)
+    for i, hash in enumerate(found):
+        if not isinstance(hash, bytes):
+            if isinstance(hash, bool) or not hasattr(hash, "__index__"):
+                raise TypeError(f"hashes[{i}] must be bytes or an integer, not {shown(hash)}")
+            found[i] = operator.index(hash)
+    return found
+
+
 class PrefixCache:
     """Blocks of tokens of a cache's requests, running or finished, found by their hashes.
 
-    The hashes are the engine's, or those of `block_hashes`. A hash is ``bytes`` (1 to 32, all of one length) or an
-    ``int`` (at most 256 bits, may be negative). An engine uses one kind. All calls are thread-safe.
+    The hashes, bytes or integers, are the engine's, or those of `block_hashes`. All calls are thread-safe.
 
     Parameters
     ----------
@@ -114,7 +124,6 @@ class PrefixCache:
         self.cache = cache
         self.block_tokens: int = size
         self._events = flag("events", events)
-        self._length: int | None = None  # length of hashes that are bytes; 0: they are integers
         self._lock = threading.RLock()  # of the following
         self._runs: dict[Hash, tuple[int, int]] = {}  # the number of each block's run, and which block it is
         self._hash_of: dict[int, Hash] = {}  # by the number of the run
@@ -131,33 +140,6 @@ class PrefixCache:
         return True  # also if it is empty
 
     # ---- the table -------------------------------------------------------------------------------------------
-
-    def _kind(self, hash: Any, i: int) -> int:
-        if type(hash) is bytes and 1 <= len(hash) <= SIZE:
-            return len(hash)
-        if isinstance(hash, bytes) or not hasattr(hash, "__index__"):
-            raise TypeError(f"hashes[{i}] must be 1 to {SIZE} bytes or an int, not {shown(hash)}")
-        return 0
-
-    def _checked(self, hashes: Iterable[Hash]) -> list[Hash]:
-        """The hashes, all of this cache's kind; integers as Python's."""
-        found = elements("hashes", hashes)
-        if not found:
-            return found
-        length = self._kind(found[0], 0) if self._length is None else self._length
-        if length and all(type(hash) is bytes and len(hash) == length for hash in found):
-            return found
-        for i, hash in enumerate(found):
-            kind = self._kind(hash, i)
-            if kind != length:
-                words = [f"of {n} bytes" if n else "an int" for n in (kind, length)]
-                raise InvalidArgument(errno.EINVAL, f"hashes[{i}] is {words[0]}, but this cache's are {words[1]}")
-            if length:
-                continue
-            found[i] = integer("hash", hash)
-            if not -(1 << 255) <= found[i] < 1 << 255:
-                raise InvalidArgument(errno.EINVAL, f"hashes[{i}] has more than 256 bits")
-        return found
 
     def _beginning(self, hashes: list[Hash]) -> "tuple[Any, int]":
         """(uint64_t[n], n): the runs of the first blocks that are known. Some may have been evicted meanwhile."""
@@ -205,7 +187,7 @@ class PrefixCache:
         -------
         int
         """
-        runs, n = self._beginning(self._checked(hashes))
+        runs, n = self._beginning(hashes_of(hashes))
         tokens = ffi.new("uint32_t *")
         _check(lib.vmem_kv_attach(self.cache._use(), 0, runs, n, _MOST, lib.VMEM_KV_LOOK, tokens))
         return int(tokens[0])
@@ -231,7 +213,7 @@ class PrefixCache:
             partial page.
         """
         number, flags = (0, lib.VMEM_KV_DRY) if dry else (uint("slot", slot, 32), 0)
-        tokens, answer = self.cache._attach(number, self._beginning(self._checked(hashes)), _MOST, flags)
+        tokens, answer = self.cache._attach(number, self._beginning(hashes_of(hashes)), _MOST, flags)
         return tokens if answer else None
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:
@@ -291,7 +273,7 @@ class PrefixCache:
         InvalidArgument
             The slot has fewer rows, or a hash is known for another place.
         """
-        found = self._checked(hashes)
+        found = hashes_of(hashes)
         number, at = uint("slot", slot, 32), uint("first", first, 32)
         with self._lock:
             self._check_rows(number, at, len(found))
@@ -301,8 +283,6 @@ class PrefixCache:
                     raise InvalidArgument(errno.EINVAL, text)
             self._forget_evicted()
             added = self._share(number, at, found)
-        if found and self._length is None:
-            self._length = self._kind(found[0], 0)
         return added
 
     def _check_rows(self, slot: int, first: int, n: int) -> None:
@@ -351,7 +331,7 @@ class PrefixCache:
         hashes : iterable of bytes or int
             Unknown ones are skipped.
         """
-        found = self._checked(hashes)
+        found = hashes_of(hashes)
         with self._lock:
             self._drop(found)
 
@@ -386,7 +366,7 @@ class PrefixCache:
         keep : bool
             Do not evict these blocks, and do not count their pages as free, until they are let go or dropped.
         """
-        runs, n = self._known(self._checked(hashes))
+        runs, n = self._known(hashes_of(hashes))
         _check(lib.vmem_kv_order(self.cache._use(), runs, n, flag("keep", keep)))
 
     def clear(self) -> None:

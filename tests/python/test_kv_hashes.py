@@ -336,7 +336,9 @@ def test_what_a_request_takes_from_the_free_pages():
 
 
 def test_hashes_of_both_kinds():
-    for kind in (lambda h: h, lambda h: int.from_bytes(h, "little") - (1 << 127)):
+    kinds = (lambda h: h, lambda h: int.from_bytes(h, "little") - (1 << 127), lambda h: h * 20,
+             lambda h: torch.tensor(int.from_bytes(h[:7], "little")))  # fmt: skip
+    for kind in kinds:
         with make() as cache:
             blocks = PrefixCache(cache, 16, events=True)
             hashes = [kind(h) for h in block_hashes(list(range(64)), 16)]
@@ -368,12 +370,10 @@ def test_wrong_arguments_are_named(cache):
     blocks = PrefixCache(cache, 16)
     with pytest.raises(ValueError, match="has a PrefixCache already, of blocks of 16"):
         PrefixCache(cache, 16)
-    for wrong in ([1.5], [b""], [b"x" * 33], ["text"], [None]):
-        with pytest.raises(TypeError, match=r"hashes\[0\] must be 1 to 32 bytes or an int"):
+    for wrong in ([1.5], ["text"], [None], [True]):
+        with pytest.raises(TypeError, match=r"hashes\[0\] must be bytes or an integer"):
             blocks.peek(wrong)
     assert blocks.peek([]) == 0 and blocks.peek([b"12"]) == 0
-    with pytest.raises(ValueError, match=r"hashes\[1\] is of 3 bytes, but this cache's are of 2 bytes"):
-        blocks.peek([b"12", b"123"])
     for wrong in (5, None, "text", b"12", np.array(5)):
         for call in (
             blocks.peek,
@@ -383,8 +383,6 @@ def test_wrong_arguments_are_named(cache):
         ):
             with pytest.raises(TypeError, match="hashes must be a sequence, not"):
                 call(wrong)
-    with pytest.raises(TypeError, match=r"hashes\[1\] must be 1 to 32 bytes or an int"):
-        blocks.peek([b"12", np.bytes_(b"34")])
     slot = cache.alloc()
     with pytest.raises(ValueError, match="first 0, n 1: slot 0 has 0 tokens, 16 to a block"):
         blocks.add(slot, [b"12"])
@@ -397,10 +395,7 @@ def test_wrong_arguments_are_named(cache):
     assert cache.step(lengths)
     with pytest.raises(ValueError, match="not newly allocated"):
         blocks.attach(slot, [b"12"])
-    assert blocks.peek([5]) == 0  # no block has a hash yet, so the kind is open
-    assert blocks.add(slot, [b"12"]) == 1
-    with pytest.raises(ValueError, match=r"hashes\[0\] is an int, but this cache's are of 2 bytes"):
-        blocks.peek([5])
+    assert blocks.add(slot, [b"12"]) == 1 and blocks.peek([np.bytes_(b"12")]) == 16
     with pytest.raises(ValueError, match="first 1, n 1"):
         blocks.add(slot, [b"12"], first=1)
     with pytest.raises(ValueError, match="first"):
@@ -409,12 +404,6 @@ def test_wrong_arguments_are_named(cache):
         cache.fit([(20, [b"12", b"34"])])
     with pytest.raises(ValueError, match="pages"):
         blocks.evict(-1)
-    with make() as other:
-        ints = PrefixCache(other, 16)
-        assert ints.peek([5, -(1 << 255)]) == 0
-        for wrong in (1 << 255, -(1 << 255) - 1):
-            with pytest.raises(ValueError, match=r"hashes\[1\] has more than 256 bits"):
-                ints.peek([5, wrong])
     for wrong in ("text", [1.5], 5):
         with pytest.raises(TypeError, match="tokens"):
             block_hashes(wrong, 16)
