@@ -414,11 +414,6 @@ class Lease(_Owned):
         return self._pools
 
     @property
-    def reserved_bytes(self) -> int:
-        """Bytes of the segments that PyTorch has."""
-        return self.stats().bytes
-
-    @property
     def allocated_bytes(self) -> int:
         """Bytes of the blocks in use."""
         pools = self._open()

@@ -486,8 +486,6 @@ class Pages(_Owned):
             if reservation := home():
                 reservation._pages.discard(self)
 
-    release = close
-
 
 def check_process(pid: int) -> None:
     """Raise unless this is process `pid`. Call it before taking a lock that a thread may have held during a fork."""

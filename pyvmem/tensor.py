@@ -243,19 +243,6 @@ class VirtualTensor(Uncopyable):
             raise ValueError("the virtual tensor is closed")
         return self._tensor
 
-    def __dlpack__(self, **options: Any) -> Any:
-        """A DLPack capsule of `tensor` (https://dmlc.github.io/dlpack), for ``numpy.from_dlpack`` and its like.
-
-        options: of the protocol, ``stream=``, ``max_version=``, ``dl_device=`` and ``copy=``. The capsule keeps the
-        addresses and the memory behind them, also after `close`. It covers all rows: a consumer must not touch rows
-        that are not backed, as with `tensor` itself.
-        """
-        return self.tensor.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[Any, int]:
-        """(type, index) of the device, as DLPack numbers them: (1, 0) for host memory, (2, i) for CUDA device i."""
-        return self.tensor.__dlpack_device__()
-
     @property
     def closed(self) -> bool:
         """True if this object or its context was closed."""

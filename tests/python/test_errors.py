@@ -148,7 +148,7 @@ def test_budget(backend):
         pages = context.create(size, 4)
         assert context.stats().budget == 4 * size
         assert "budget" in refused(errno.ENOMEM, context.create, size)
-        pages.release()
+        pages.close()
         context.set_budget(2 * size)
         refused(errno.ENOMEM, context.create, size, 3)
         context.create(size, 2)
@@ -171,7 +171,7 @@ def test_a_released_handle_never_comes_back(context):
         handle = int(page.handles[0])
         assert handle not in seen
         seen.add(handle)
-        page.release()
+        page.close()
         refused(errno.EINVAL, context.map, range_.addr, handle)
         refused(errno.EINVAL, context.release, handle)
         refused(errno.EINVAL, context.page_info, handle)
@@ -241,7 +241,7 @@ def test_free_while_mapped(context, page_size):
     page = context.create(page_size)
     context.map(addr, page)
     refused(errno.EBUSY, paper.vMemFree, context, addr)
-    page.release()
+    page.close()
     paper.vMemFree(context, addr)
     refused(errno.EINVAL, paper.vMemFree, context, addr)
 

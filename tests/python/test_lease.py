@@ -47,14 +47,14 @@ def test_addresses_stay_and_pages_go(pool):
         a, b = cuda.alloc(100), cuda.alloc(30 * MIB)
         words(a)[:2] = 1, 2
         words(b)[-1] = 5
-        assert resident(lease) == lease.reserved_bytes == 32 * MIB
+        assert resident(lease) == lease.stats().bytes == 32 * MIB
         cuda.free(b)
     assert resident(lease) == 32 * MIB  # nobody has asked
     with lease:
         pass
     lease.trim()
     assert resident(lease) == 2 * MIB  # the segment with the living block
-    assert lease.reserved_bytes == 32 * MIB and lease.allocated_bytes == 512
+    assert lease.stats().bytes == 32 * MIB and lease.allocated_bytes == 512
     assert list(words(a)[:2]) == [1, 2]
     with lease:
         assert resident(lease) == 32 * MIB
@@ -110,12 +110,12 @@ def test_shrink_begins_anew(pool):
         cuda.free(a)
     load(cache, 8, pool)
     with lease:
-        assert lease.reserved_bytes == 20 * MIB  # the segment that lives
+        assert lease.stats().bytes == 20 * MIB  # the segment that lives
         b = cuda.alloc(100)
         assert words(kept)[0] == 9
         cuda.free(b)
     cuda.free(kept)
-    assert lease.reserved_bytes == 2 * MIB  # that of b
+    assert lease.stats().bytes == 2 * MIB  # that of b
     lease.close()
     cache.close()
 
@@ -130,9 +130,9 @@ def test_reset_drops_what_is_not_alive(pool):
         with pytest.raises(RuntimeError, match="within a with block"):
             lease.close()
     lease.reset()
-    assert lease.reserved_bytes == 14 * MIB and lease.allocated_bytes == 0  # b is of the old pool
+    assert lease.stats().bytes == 14 * MIB and lease.allocated_bytes == 0  # b is of the old pool
     cuda.free(b)
-    assert lease.reserved_bytes == 0
+    assert lease.stats().bytes == 0
     with lease:
         cuda.free(cuda.alloc(12 * MIB))
     lease.close()

@@ -53,7 +53,7 @@ def test_zero_clears_memory_used_before(context, page_size):
         range_.map(pages)
         assert not any(context.read(range_.addr, 4 * page_size))
         context.fill(range_.addr, 0xA5, 4 * page_size)
-        pages.release()
+        pages.close()
 
 
 def test_one_page_at_two_addresses_is_one_memory(context, page_size):
@@ -83,7 +83,7 @@ def test_release_unmaps_wherever_mapped(context, page_size):
     page = context.create(page_size)
     first.map(page)
     second.map(page)
-    page.release()
+    page.close()
     assert context.query(first.addr) == context.query(second.addr) == (0, 0)
     assert context.stats().mapped == context.stats().created == 0
 
@@ -109,7 +109,7 @@ def test_unbacked_addresses_read_as_zero_with_a_backdrop(context):
     context.fill(range_.addr + page_size, 7, page_size)
     assert context.read(range_.addr, page_size) == bytes(page_size)
     assert context.read(range_.addr + 2 * page_size, page_size) == bytes(page_size)
-    page.release()
+    page.close()
     assert not any(context.read(range_.addr, 3 * page_size))
 
 
@@ -181,7 +181,7 @@ def test_a_failed_release_batch_changes_nothing(context, page_size):
     pages = context.create(page_size, 4)
     stale = context.create(page_size)
     handle = int(stale.handles[0])
-    stale.release()
+    stale.close()
     with pytest.raises(pyvmem.InvalidArgument) as caught:
         context.release([*pages.handles[:2], handle, *pages.handles[2:]])
     assert caught.value.index == 2

@@ -61,7 +61,7 @@ def test_threads_on_their_own_ranges_never_disturb_each_other(context):
                 assert context.read(range_.addr + slot * size, 64) == bytes([value]) * 64
             if turn % 2:
                 range_.unmap()
-            pages.release()
+            pages.close()
         range_.close()
 
     run_threads(*(lambda seed=seed: work(seed) for seed in range(6)))
@@ -220,7 +220,7 @@ def test_memory_goes_back(context):
         range_.map(pages)
         context.fill(range_.addr, 1, 1 << 30)
         taken = memory_held(context) - before
-        pages.release()
+        pages.close()
         range_.close()
         context.trim()
         # Some of it may have been held in reserve before.
@@ -259,7 +259,7 @@ def test_a_kill_in_the_middle_leaves_nothing(backend):
         pages = context.create(size, 64)
         range_.map(pages, 512 << 20)
         range_.unmap(512 << 20, 64 * size)
-        pages.release()
+        pages.close()
     """
     with pyvmem.Context(backend) as context:
 
