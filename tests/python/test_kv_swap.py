@@ -10,7 +10,6 @@ import torch
 from kv_caches import PAGE_TOKENS, make, start, view_dim
 
 from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError
-from pyvmem.kv import swap
 from pyvmem.kv.cache import KVCache, TensorSpec
 
 
@@ -119,18 +118,17 @@ def test_without_pages_it_stays_out(backend):
 def test_what_another_thread_does_meanwhile_is_not_lost(backend, monkeypatch, call):
     with make(backend) as cache:
         slot, values = start(cache, 100)
-        copy = swap._copy
 
-        def copy_beside(to, source):
-            copy(to, source)
+        def copy_beside(to, source, non_blocking):
+            monkeypatch.undo()
             assert cache.step(values) if call == "step" else cache.truncate(slot, 99)
+            return to.copy_(source)
 
-        monkeypatch.setattr(swap, "_copy", copy_beside)
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_beside)
         with pytest.raises(VmemError, match="copied too early") as caught:
             cache.swap_out(slot)
         assert caught.value.errno == errno.EBUSY
         not_swapped(cache, slot)
-        monkeypatch.undo()
         cache.swap_out(slot)
         assert cache.swap_in(slot)
 
@@ -141,10 +139,10 @@ def test_a_copy_back_that_fails_can_be_tried_again(backend, monkeypatch):
         cache.keys[0][slot, :100] = 5
         cache.swap_out(slot)
 
-        def fail(*_):
+        def fail(*_, **__):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-        monkeypatch.setattr(swap, "_copy", fail)
+        monkeypatch.setattr(torch.Tensor, "copy_", fail)
         with pytest.raises(RuntimeError, match="illegal"):
             cache.swap_in(slot)
         monkeypatch.undo()

@@ -158,7 +158,7 @@ def test_a_budget_below_what_requests_hold_says_so(capsys):
     assert kv_view.await_budget(view, MIB, 0).startswith("gone")
 
 
-def test_pages_that_no_request_needs_are_not_said_to_be_held_by_requests():
+def test_pages_that_no_request_needs_are_not_said_to_be_held_by_requests(monkeypatch):
     """As of an idle member of a pool, which gives its kept pages back by itself."""
     with make(spare=Spare(overlap=False)) as cache:
         slot = cache.alloc(1000)
@@ -166,11 +166,14 @@ def test_pages_that_no_request_needs_are_not_said_to_be_held_by_requests():
         cache.free(slot)
         view = kv_view.read_views()[0]
         stats = {**view.stats, "held_pages": 40, "needed_pages": 0, "page_size": MIB}
-        idle = dataclasses.replace(view, stats=stats, answer="applied")
-        assert kv_view._in_words(idle, 24 * MIB) == (
+        idle = dataclasses.replace(view, stats=stats, answer="applied", answers=view.answers + 1, answered=24 * MIB)
+        monkeypatch.setattr(kv_view, "read_view", lambda path: idle)
+        assert kv_view.await_budget(view, 24 * MIB, 0) == (
             "applied: 24 MiB; 16 MiB that no request needs are being given back")  # fmt: skip
         busy = dataclasses.replace(idle, stats={**stats, "needed_pages": 30})
-        assert kv_view._in_words(busy, 24 * MIB) == "applied: 24 MiB; requests hold 6 MiB more until they end"
+        monkeypatch.setattr(kv_view, "read_view", lambda path: busy)
+        answer = kv_view.await_budget(view, 24 * MIB, 0)
+        assert answer == "applied: 24 MiB; requests hold 6 MiB more until they end"
 
 
 def test_a_cache_that_is_closed_meanwhile_is_gone(monkeypatch, capsys):

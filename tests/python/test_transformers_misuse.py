@@ -14,7 +14,6 @@ from generations import generate, make_cache, padding, reference, single_thread 
 from tiny_models import _BASE, prompts, tiny_model  # noqa: E402
 
 from pyvmem import KVCache, KVCacheOptions, OutOfMemory  # noqa: E402
-from pyvmem.kv import swap  # noqa: E402
 from pyvmem.kv.options import Spare  # noqa: E402
 from pyvmem.transformers import DecodeGraphs, VMemCache  # noqa: E402
 from pyvmem.transformers.attention import vmem_attention  # noqa: E402
@@ -157,20 +156,21 @@ def test_an_offload_without_cpu_memory_leaves_the_cache_usable(make, device, mon
     """Some of the sequences were moved by then."""
     model, ids = tiny_model("llama", device=device), prompts(3, device=device)
     cache, other = make(model), make(model)
-    allocate, calls = swap._host_memory, []
+    allocate, slots = torch.empty_like, []
 
-    def allocate_once(*args):
-        calls.append(args)
-        if len(calls) == 2:
+    def allocate_once(rows, **options):
+        slots.append(rows.data_ptr())
+        if len(slots) > len(cache.kv.tensors):  # the second sequence's
             raise RuntimeError("no pinned memory")
-        return allocate(*args)
+        return allocate(rows, **options)
 
     with torch.no_grad():
         for each in (cache, other):
             model(ids, past_key_values=each)
-        monkeypatch.setattr(swap, "_host_memory", allocate_once)
-        with pytest.raises(RuntimeError, match="no pinned memory"):
+        monkeypatch.setattr(torch, "empty_like", allocate_once)
+        with pytest.raises(OutOfMemory, match="no CPU memory for the .* bytes of slot 1's rows: no pinned memory"):
             cache.offload()
+        monkeypatch.undo()
         assert [cache.kv.slot(slot).state for slot in range(3)] == ["swapped", "active", "active"]
         again = model(ids[:, :1], past_key_values=cache).logits
         assert torch.equal(again, model(ids[:, :1], past_key_values=other).logits)
