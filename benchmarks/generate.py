@@ -157,7 +157,7 @@ class Bench:
             )  # fmt: skip
         pages = 0
         if kind == "VMemCache":
-            stats = cache.stats()
+            stats = cache.kv.stats()
             pages = stats.held_pages * stats.page_size
         del cache  # as a loop over prompts does: not closed
         most = torch.cuda.max_memory_allocated(self.device) - self.weights if self.gpu else 0

@@ -49,7 +49,7 @@ def main():
 
     for prompt, row in zip(args.prompts, out[:, inputs["input_ids"].shape[1] :]):
         print(f"{prompt} -> {tokenizer.decode(row) if args.model else row.tolist()}")
-    stats = cache.stats()
+    stats = cache.kv.stats()
     reserved = sum(t.numel() * t.element_size() for t in cache.kv.tensors)
     print(f"{stats.held_pages * stats.page_size >> 10} KiB of pages in {reserved >> 10} KiB of addresses")
     cache.close()

@@ -154,7 +154,6 @@ class KVCache(_Owned):
         **keywords: Any,
     ) -> None:
         self._last = _Last()
-        self._short: set[int] = set()  # threads whose last call was short of something
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self._polling = threading.RLock()
         self._prefixes: PrefixCache | None = None
@@ -488,17 +487,14 @@ class KVCache(_Owned):
     @shortage.setter
     def shortage(self, shortage: Shortage) -> None:
         self._last.shortage = shortage
-        (self._short.add if shortage.reason else self._short.discard)(threading.get_ident())
 
     def _answer(self, rc: int) -> bool:
         """Return whether a call found memory and a slot, and note what it was short of."""
-        if not rc and not self._short:
-            return True
-        if rc not in (0, -errno.ENOMEM, -errno.ENOSPC):
-            _check(rc)
         if not rc:
-            self.shortage = NO_SHORTAGE
+            self._last.shortage = NO_SHORTAGE
             return True
+        if rc not in (-errno.ENOMEM, -errno.ENOSPC):
+            _check(rc)
         raw = structure("vmem_kv_shortage")
         _check(lib.vmem_kv_last_shortage(raw))  # libvmem keeps it for each thread
         self.shortage = shortage = shortage_of(raw)

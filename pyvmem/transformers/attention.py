@@ -133,19 +133,14 @@ def vmem_attention(
         raise ValueError("output_attentions: the attention vmem returns no weights; use eager")
     s_aux = kwargs.pop("sinks", None) if s_aux is None else s_aux  # Inkling 2: one for each query
     extras = Extras(softcap, s_aux, position_bias)
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
     pending: PendingKV | None = getattr(key, "vmem", None)
     if pending is None:
         padding: Padding | None = getattr(attention_mask, "vmem", None)
         if padding is not None:
             attention_mask = padding.dense()
-        if softcap is None and s_aux is None:
-            out, _ = sdpa_attention_forward(
-                module, query, key, value, attention_mask, dropout, scaling, position_bias=position_bias, **kwargs
-            )
-            return out, None
-        return _dense(module, query, key, value, attention_mask, dropout, scaling, causal, extras), None
+        return _dense(module, query, key, value, attention_mask, dropout, scaling, extras, **kwargs), None
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
     call = _untraced if torch.compiler.is_compiling() else _of_rows
     return call(module, pending, query, value, attention_mask, dropout, scaling, extras, causal), None
 
@@ -206,11 +201,7 @@ def _of_rows(
         elif attention_mask is None and not both_ways:
             first, start = layer.length - keys.shape[2], pending.start + pending.tokens - queries
             attention_mask = _dense_mask(query, keys.shape[2], start, first, window)
-        if softcap is None and sinks is None:
-            out, _ = sdpa_attention_forward(module, query, keys, values, attention_mask, dropout, scaling,
-                                            is_causal=not both_ways, position_bias=bias)  # fmt: skip
-            return out
-        return _dense(module, query, keys, values, attention_mask, dropout, scaling, not both_ways, extras)
+        return _dense(module, query, keys, values, attention_mask, dropout, scaling, extras, is_causal=not both_ways)
     if pending.value is not None:
         return _decode(layer, plan, query, key, pending.value, scaling, window, softcap or 0.0)
     if queries < pending.tokens:
@@ -361,14 +352,10 @@ def _of_padding(
     Only ``generate()`` with padding on the right reads the result: it takes the first new token from the last column,
     whether that is padding or not. Layers with windows store such padding (`Rows.begin`).
     """
-    end, groups = int(ends[-1]), query.shape[0] // kv[0].shape[2]
+    end = int(ends[-1])
     k, v = (t[slot, :end].transpose(0, 1)[None] for t in kv)
     mask = torch.arange(end, device=query.device) < torch.as_tensor(ends, device=query.device)[:, None]
-    if softcap:
-        return _scored(query[None], k, v, mask, scaling, Extras(softcap, None, None), 0.0)[0]
-    k, v = (repeat_kv(t, groups) for t in (k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(query[None], k, v, attn_mask=mask, scale=scaling)
-    return out[0].transpose(0, 1)
+    return _scored(query[None], k, v, mask, scaling, Extras(softcap or None, None, None), 0.0)[0]
 
 
 # ---- with a mask --------------------------------------------------------------------------------------------------
@@ -399,15 +386,19 @@ def _dense(
     mask: torch.Tensor | None,
     dropout: float,
     scaling: float | None,
-    causal: bool,
     extras: Extras,
+    is_causal: bool | None = None,
+    **kwargs: Any,
 ) -> torch.Tensor:
-    """Soft caps and sinks, which sdpa does not have."""
+    """Attention over K and V as tensors: sdpa's, or step by step for soft caps and sinks, which sdpa does not have."""
+    if extras.softcap is None and extras.sinks is None:
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=is_causal,
+                                        position_bias=extras.bias, **kwargs)  # fmt: skip
+        return out
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if mask is None and query.shape[2] > 1 and causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    if not module.training:
-        dropout = 0.0
-    return _scored(query, key, value, mask, scaling, extras, dropout)
+    return _scored(query, key, value, mask, scaling, extras, dropout if module.training else 0.0)
 
 
 def _scored(

@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from pyvmem._checks import uint
-from pyvmem.kv.cache import KVCache, KVStats
+from pyvmem.kv.cache import KVCache
 from pyvmem.kv.options import options_of
 from pyvmem.transformers.layers import (
     VMemHybridLayer,
@@ -148,19 +148,9 @@ class VMemCache(Cache):
 
     @property
     def kv(self) -> KVCache | None:
-        """The `KVCache` with the rows (for its statistics), or None before the first forward pass."""
+        """The `KVCache` with the rows, for its statistics and `reclaim`; None before the first forward pass."""
         kv: KVCache | None = self.rows.kv
         return kv
-
-    def stats(self) -> KVStats | None:
-        """Return the statistics of the rows' `KVCache`.
-
-        Returns
-        -------
-        KVStats or None
-            None before the first forward pass.
-        """
-        return None if self.kv is None else self.kv.stats()
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         """K and V of each layer, and None, as `DynamicCache` has them for layers without a fixed window."""
@@ -216,7 +206,7 @@ class VMemCache(Cache):
     # ---- sequences -------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Discard every sequence. The next batch may have another size. Pages are kept for it (`trim` frees them)."""
+        """Discard every sequence. The next batch may have another size; its pages are kept (``kv.reclaim()``)."""
         self._forget()
         self.rows.reset()
 
@@ -343,16 +333,6 @@ class VMemCache(Cache):
             There is too little memory. `prefetch` again once there is more.
         """
         self.rows.swap_in()
-
-    def trim(self) -> int:
-        """Return memory that no sequence needs to the device.
-
-        Returns
-        -------
-        int
-            Bytes of freed pages.
-        """
-        return 0 if self.kv is None else self.kv.reclaim()
 
     def close(self) -> None:
         """Free all memory once no kernel reads it. Garbage collection of the cache does the same.

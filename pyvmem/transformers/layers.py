@@ -133,8 +133,7 @@ class VMemLayer(CacheLayerMixin):
                 "attention vmem can read, uncompiled: reset() the cache before another attention or torch.compile "
                 "uses it"
             )
-        if rows.cudnn is None:
-            rows.for_stock_attention()
+        rows.for_stock_attention()
         self.store(plan, key_states, value_states)
         return self.view(start)
 
@@ -230,16 +229,11 @@ class VMemLayer(CacheLayerMixin):
         self.length = 0
         self.viewed = False
 
-    def offload(self) -> None:
-        self.rows.swap_out()
-
-    def prefetch(self) -> None:
-        self.rows.swap_in()
-
     def _whole(self, *args: Any) -> NoReturn:
         raise NotImplementedError("the layers of a VMemCache share their slots: call the cache's method instead")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _whole  # type: ignore[assignment]
+    offload = prefetch = _whole
 
 
 def cropped(length: int, tokens_to_remove: int | torch.Tensor) -> int:
@@ -302,13 +296,7 @@ class _LinearAndRows(LinearAttentionLayer):
         LinearAttentionLayer.crop(self, int(tokens_to_remove))
         VMemLayer.crop(cast("VMemLayer", self), tokens_to_remove)
 
-    def offload(self) -> None:
-        LinearAttentionLayer.offload(self)
-        VMemLayer.offload(cast("VMemLayer", self))
-
-    def prefetch(self) -> None:
-        LinearAttentionLayer.prefetch(self)
-        VMemLayer.prefetch(cast("VMemLayer", self))
+    offload = prefetch = VMemLayer._whole
 
 
 class VMemHybridLayer(_LinearAndRows, VMemLayer):

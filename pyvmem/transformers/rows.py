@@ -28,8 +28,6 @@ MIB = 1 << 20
 AHEAD = 8  # tokens behind a prompt that are backed with it
 
 Int32s = npt.NDArray[np.int32]
-# Of a cache that may serve another `VMemCache` later: what must be the same, and `spares.users` when it was new.
-Kind = tuple[Any, list[int]] | None
 
 
 def _finish(kv: KVCache, device: torch.device) -> None:
@@ -39,13 +37,10 @@ def _finish(kv: KVCache, device: torch.device) -> None:
     kv.close()
 
 
-def _drop(kv: KVCache, device: torch.device, kind: Kind) -> None:
+def _drop(kv: KVCache, device: torch.device) -> None:
     """Leave a cache to the next `VMemCache` of its kind, or free its memory, once no kernel reads it."""
     _wait(device)
-    if kind is None:
-        kv.close()
-    else:
-        spares.put(kv, *kind)
+    spares.put(kv)
 
 
 def _wait(device: torch.device) -> None:
@@ -146,7 +141,7 @@ class Rows:
             self.blank = torch.zeros((), dtype=self.dtype, device=self.device)
             # Until a layer reports other shapes, all layers are assumed to have the first one's.
             self._shapes = [shapes] * len(self.windows)
-            self._use_cache(*self._create(max(key.shape[0], self._least_slots)))
+            self._use_cache(self._create(max(key.shape[0], self._least_slots)))
             self._begin_batch(key.shape[0])
         elif key.device != self.device or key.dtype is not self.dtype and not self.autocast:
             raise ValueError(
@@ -176,7 +171,7 @@ class Rows:
             raise
         self.blank = torch.empty((), dtype=wide, device=self.device)
 
-    def _create(self, slots: int, **more: Any) -> tuple[KVCache, Kind]:
+    def _create(self, slots: int, **more: Any) -> KVCache:
         specs = []
         for i, ((k, v), window) in enumerate(zip(self._shapes, self.windows)):
             # K and V side by side, row by row: half as many tensors, so half as many runs of pages to map.
@@ -196,7 +191,7 @@ class Rows:
         key = None if shared else (specs, slots, self.max_tokens, self.budget, self.device, options)
         left = spares.take(key) if key else None
         if left is not None:
-            return left, (key, spares.users(left))
+            return left
         kv = KVCache(specs, slots, self.max_tokens, self._max_budget(), **options)
         if kv.tensors[0].device != self.device:
             backend = kv.context.backend
@@ -204,7 +199,9 @@ class Rows:
             raise ValueError(f"backend {backend} has no memory on {self.device}, the model's device")
         for slot in range(slots):
             kv.alloc(slot=slot)
-        return kv, (key, spares.users(kv)) if key else None
+        if key:
+            spares.may_serve(kv, key)
+        return kv
 
     def _max_budget(self) -> int:
         """The budget in bytes; in a pool, the largest one."""
@@ -216,10 +213,10 @@ class Rows:
         each = iter(zip(kv.specs, kv.tensors))
         return [(t[:, :, 0], t[:, :, 1]) if spec.name.startswith("kv") else (t, next(each)[1]) for spec, t in each]
 
-    def _use_cache(self, kv: KVCache, kind: Kind) -> None:
+    def _use_cache(self, kv: KVCache) -> None:
         self.kv = kv
         self.pairs = self._pairs(kv)
-        self._finalizer = weakref.finalize(self, _drop, kv, self.device, kind)
+        self._finalizer = weakref.finalize(self, _drop, kv, self.device)
         self._lengths = np.zeros(kv.slots, np.int32)
         self.plan = None
         self.version += 1
@@ -233,7 +230,7 @@ class Rows:
         """Start with `batch` empty sequences."""
         if batch > self.kv.slots:
             self._free_cache()
-            self._use_cache(*self._create(batch))
+            self._use_cache(self._create(batch))
         self.batch = batch
         self.slots = list(range(batch))
         self._floor = [0] * batch
@@ -245,18 +242,16 @@ class Rows:
         """Move the rows to tensors of other shapes, or with more slots."""
         lengths = self._lengths
         least = self.options.get("pool_min", 0)
-        new = (
-            self._copy_cache(slots, pool_min=0) if least else self._copy_cache(slots)
-        )  # the old tensors have it until the end
+        new = self._copy_cache(slots, **({"pool_min": 0} if least else {}))  # the old tensors have it until the end
         self._free_cache()
         if self.pool and least:
-            self.pool.set_share(new[0], least, self._max_budget())
-        self._use_cache(*new)
+            self.pool.set_share(new, least, self._max_budget())
+        self._use_cache(new)
         self._lengths[: len(lengths)] = lengths
 
-    def _copy_cache(self, slots: int, **more: Any) -> tuple[KVCache, Kind]:
+    def _copy_cache(self, slots: int, **more: Any) -> KVCache:
         """A `KVCache` with the current shapes and copies of the rows, in the same slots."""
-        new, kind = self._create(slots, **more)
+        new = self._create(slots, **more)
         try:
             lengths = np.zeros(slots, np.int32)
             lengths[: len(self._lengths)] = self._lengths
@@ -272,7 +267,7 @@ class Rows:
         except BaseException:
             _finish(new, self.device)
             raise
-        return new, kind
+        return new
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -294,7 +289,7 @@ class Rows:
         other._shapes, other._known = self._shapes[:], self._known[:]
         if self._kept is not None:
             other._set_kept(self._kept.copy())
-        other._use_cache(*self._copy_cache(self.kv.slots))
+        other._use_cache(self._copy_cache(self.kv.slots))
         other._lengths[:] = self._lengths
         return other
 

@@ -15,7 +15,7 @@ import atexit
 import contextlib
 import os
 import threading
-from dataclasses import dataclass, field
+import weakref
 from typing import Any
 
 import torch
@@ -29,15 +29,17 @@ MOST = 4  # caches: a model, its assistant, and those of another call
 
 # Lists change in single steps, without a lock: garbage collection may end a cache in the middle of any call here.
 _spares: list[_Spare] = []
+# Of each cache that may serve another `VMemCache`: the process, what must be the same, and `_users` when it was new.
+_kinds: weakref.WeakKeyDictionary[KVCache, tuple[int, Any, list[int]]] = weakref.WeakKeyDictionary()
 
 
-@dataclass(eq=False)
 class _Spare:
-    kv: KVCache
-    key: Any
-    users: list[int]
-    bytes: int
-    timer: threading.Timer | None = field(default=None, repr=False)
+    def __init__(self, kv: KVCache) -> None:
+        stats = kv.stats()
+        self.kv = kv
+        self.bytes = stats.held_pages * stats.page_size
+        self.timer = threading.Timer(SECONDS, self.end)
+        self.timer.daemon = True
 
     def claim(self) -> bool:
         """Take it off the list; False if another call did."""
@@ -45,8 +47,7 @@ class _Spare:
             _spares.remove(self)
         except ValueError:
             return False
-        if self.timer is not None:
-            self.timer.cancel()
+        self.timer.cancel()
         return True
 
     def end(self) -> None:
@@ -54,31 +55,30 @@ class _Spare:
             self.kv.close()
 
 
-def users(kv: KVCache) -> list[int]:
+def _users(kv: KVCache) -> list[int]:
     """How many tensors share the memory of each tensor of the cache, views included."""
     # Private to torch, which uses it for the same question (inductor's CUDA graph trees).
     count = torch._C._storage_Use_Count
     return [count(tensor.untyped_storage()._cdata) for tensor in kv.tensors]
 
 
-def put(kv: KVCache, key: Any, before: list[int]) -> None:
-    """Keep a cache that no `VMemCache` has, or close it.
+def may_serve(kv: KVCache, key: Any) -> None:
+    """Note that a new cache may serve another `VMemCache` of this key later."""
+    _kinds[kv] = os.getpid(), key, _users(kv)
 
-    before: `users` when the cache was new.
-    """
+
+def put(kv: KVCache) -> None:
+    """Keep a cache that no `VMemCache` has any more, if it may serve another one; otherwise close it."""
     try:
-        stats = kv.stats()
-        held = stats.held_pages * stats.page_size
-        if held <= BYTES:
-            spare = _Spare(kv, (os.getpid(), key), before, held)
-            spare.timer = threading.Timer(SECONDS, spare.end)
-            spare.timer.daemon = True
-            spare.timer.start()
-            _spares.append(spare)
+        spare = _Spare(kv)
+        if kv not in _kinds or spare.bytes > BYTES:
+            kv.close()
+            return
+        spare.timer.start()
     except Exception:  # at the interpreter's end there are no new threads
-        held = BYTES + 1
-    if held > BYTES:
         kv.close()
+        return
+    _spares.append(spare)
     while len(_spares) > MOST or sum(each.bytes for each in list(_spares)) > BYTES:
         with contextlib.suppress(IndexError):
             _spares[0].end()
@@ -87,18 +87,20 @@ def put(kv: KVCache, key: Any, before: list[int]) -> None:
 def take(key: Any) -> KVCache | None:
     """A kept cache of this key, whose memory nothing else uses. All its slots are taken, and none has a row."""
     for spare in list(_spares):
-        if spare.key != (os.getpid(), key) or not spare.claim():
+        kv = spare.kv
+        pid, its, users = _kinds[kv]
+        if (pid, its) != (os.getpid(), key) or not spare.claim():
             continue
         # A view of rows that outlives its cache keeps them. Only now are the views gone that a cache itself had.
-        if users(spare.kv) == spare.users:
+        if _users(kv) == users:
             try:
-                for slot in range(spare.kv.slots):
-                    spare.kv.free(slot)
-                    spare.kv.alloc(slot=slot)
-                return spare.kv
+                for slot in range(kv.slots):
+                    kv.free(slot)
+                    kv.alloc(slot=slot)
+                return kv
             except VmemError:
                 pass
-        spare.kv.close()
+        kv.close()
     return None
 
 

@@ -143,7 +143,7 @@ def test_beams_share_pages(make, device, small_pages):
     ids = prompts(1, 2048 + 100, device=device)
     cache = make(model)
     generate(model, ids, cache, "vmem", new=6, num_beams=4)
-    stats = cache.stats()
+    stats = cache.kv.stats()
     assert stats.attached_pages > 0
     row = 2 * 2 * 2 * 16 * 4  # bytes of one token over both layers
     one = (2148 + 6) * row
@@ -189,14 +189,14 @@ def test_a_cache_is_continued_and_reset(attention, make, device):
     longer = torch.cat([first, prompts(2, 5, 7, device=device)], 1)  # the conversation goes on
     again = generate(model, longer, cache, attention)
     assert again.tolist() == generate(model, longer, dynamic).tolist()
-    held = cache.stats().held_pages
+    held = cache.kv.stats().held_pages
     for batch in (1, 2, 5):  # and others of any size begin
         cache.reset()
         assert cache.get_seq_length() == 0
         ids = prompts(batch, 9, seed=batch, device=device)
         assert generate(model, ids, cache, attention).tolist() == reference(model, ids).tolist()
         if batch <= 2:
-            assert cache.stats().held_pages <= held
+            assert cache.kv.stats().held_pages <= held
 
 
 def test_several_caches_in_one_context(backend, device):
@@ -290,9 +290,9 @@ def test_crop_gives_pages_back(make, device, small_pages):
     model = tiny_model("llama", device=device, max_position_embeddings=4096)
     cache = make(model)
     run(model, prompts(1, 3000, device=device), cache)
-    needed = cache.stats().needed_pages
+    needed = cache.kv.stats().needed_pages
     cache.crop(-2900)
-    assert cache.stats().needed_pages < needed / 4
+    assert cache.kv.stats().needed_pages < needed / 4
 
 
 def test_crop_behind_a_window_is_refused(make, device):
@@ -370,7 +370,7 @@ def test_only_live_rows_have_pages(make, device):
     cache = make(model, slots=32)
     run(model, prompts(2, 10, device=device), cache)
     # K and V of a layer lie side by side: 2 tensors of 2 sequences with a page each.
-    assert cache.stats().held_pages <= 2 * 2 * 2
+    assert cache.kv.stats().held_pages <= 2 * 2 * 2
     assert sum(t.numel() for t in cache.kv.tensors) * 4 > 1 << 30
 
 
@@ -381,7 +381,7 @@ def test_sliding_layers_give_rows_up(make, device, small_pages):
         run(model, prompts(1, 700, seed, device=device), cache)
     cache.kv.wait()
     all_rows = 5600 * 2 * 2 * 2 * 16 * 4
-    assert cache.stats().held_pages * cache.stats().page_size < all_rows / 1.5
+    assert cache.kv.stats().held_pages * cache.kv.stats().page_size < all_rows / 1.5
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "vmem"])
@@ -426,7 +426,7 @@ def test_offload_and_back(attention, make, device):
     theirs.crop(0)
     ours.offload()
     ours.offload()
-    assert ours.stats().needed_pages == 0
+    assert ours.kv.stats().needed_pages == 0
     same_next(model, ours, theirs, attention, device)
     theirs.crop(0)
     ours.offload()
@@ -463,7 +463,7 @@ def test_the_next_cache_of_a_kind_takes_what_is_mapped(attention, device, backen
         cache = VMemCache(model, backend=backend, name=None, check=True)
         assert generate(model, ids, cache, attention).tolist() == want.tolist()
         kvs.append(id(cache.kv))
-        mapped.append(cache.stats().step_mapped_pages)
+        mapped.append(cache.kv.stats().step_mapped_pages)
         del cache
         gc.collect()
     assert len(set(kvs)) == 1 and len(set(mapped)) == 1
@@ -473,7 +473,7 @@ def test_the_next_cache_of_a_kind_takes_what_is_mapped(attention, device, backen
     other.close()
     again = VMemCache(model, backend=backend, name=None, check=True, max_tokens=64)  # closed is closed
     generate(model, ids, again, attention)
-    assert again.stats().step_mapped_pages < 2 * mapped[0]
+    assert again.kv.stats().step_mapped_pages < 2 * mapped[0]
     again.close()
     first = VMemCache(model, backend=backend, name=None, check=True)
     generate(model, ids, first, attention)
@@ -523,7 +523,7 @@ def test_a_closed_cache_is_closed(make, device):
             generate(model, ids, cache)
         cache.close()
         cache.close()
-        assert cache.stats() is None and cache.get_seq_length() == 0
+        assert cache.kv is None and cache.get_seq_length() == 0
         for attention in ("sdpa", "vmem"):
             with pytest.raises(ValueError, match="the cache is closed: create another VMemCache"):
                 generate(model, ids, cache, attention)

@@ -50,7 +50,7 @@ def test_what_one_model_keeps_the_other_can_have(make, device, page, rows, small
         for _ in range(2):
             for model, cache in both:
                 forward(model, prompts(2, 4 * rows, device=device), cache)  # 16 pages, and some ahead
-                assert cache.stats().needed_pages >= 16
+                assert cache.kv.stats().needed_pages >= 16
                 cache.reset()
                 ids = prompts(3, 13, device=device)  # and a batch of another size, in other tensors
                 assert generate(model, ids, cache, "vmem").tolist() == reference(model, ids).tolist()
