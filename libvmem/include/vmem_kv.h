@@ -102,7 +102,7 @@ int vmem_kv_destroy(vmem_kv *kv, uint64_t after);
 // max_tokens.
 struct vmem_kv_layout {
     uint32_t size;  // sizeof(struct vmem_kv_layout), set by the caller
-    uint32_t group; // the tensor's, for vmem_kv_get_group
+    uint32_t group; // of tensors with the same row size, max_tokens and window: their pages are mapped together
     uint64_t addr, length;
     uint64_t slot_stride; // bytes
     uint64_t slot_rows;
@@ -192,24 +192,6 @@ int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, s
 // vmem_kv_room (slot -1) take it into account. It is `bytes` or `percent` of the budget (at most 100), whichever is
 // more, and 0 at first. If no request is active, a new one may use everything. Steps and growth ignore the watermark.
 int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent);
-
-// A group: the tensors with the same row size, max_tokens and window. Their pages are mapped and unmapped together.
-struct vmem_kv_group_info {
-    uint32_t size;         // sizeof(struct vmem_kv_group_info), set by the caller
-    uint32_t groups;       // of the cache
-    uint32_t tensors;      // of the group
-    uint32_t max_tokens;   // rows of a slot
-    uint32_t window;       // 0: none
-    uint32_t page_tokens;  // whole rows in a page; 0: a row is larger. page_size / row_bytes need not be whole
-    uint64_t row_bytes;    // of one tensor
-    uint64_t held_pages;   // mapped in slots, for whatever reason (a shared page counts once per slot)
-    uint64_t needed_pages; // of these, for the lengths of active requests
-    uint64_t tokens;       // rows that active requests have in each tensor
-    uint64_t free_pages;   // what a step could get, for all groups together
-    uint64_t free_tokens;  // rows in each tensor of the group, if it alone got all of them
-};
-// Groups are numbered from 0 in the order of their first tensors. -EINVAL: there is no such group.
-int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *out);
 
 enum vmem_kv_slot_state { VMEM_KV_FREE, VMEM_KV_ACTIVE, VMEM_KV_SWAPPED };
 struct vmem_kv_slot_info {

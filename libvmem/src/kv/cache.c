@@ -368,36 +368,6 @@ int vmem_kv_get_layout(vmem_kv *kv, uint32_t tensor, struct vmem_kv_layout *out)
     return vmem__struct_give(out, &layout, sizeof layout, "out");
 }
 
-int vmem_kv_get_group(vmem_kv *kv, uint32_t group, struct vmem_kv_group_info *out)
-{
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    if (group >= kv->n_groups)
-        return vmem__kv_leave(kv, vmem__error(-EINVAL, "group %u is out of range: the cache has %u groups", group,
-                                              kv->n_groups));
-    const struct kv_group *g = &kv->groups[group];
-    struct vmem_kv_group_info info = {.groups = kv->n_groups,
-                                      .tensors = g->n,
-                                      .max_tokens = g->max_tokens,
-                                      .window = g->window,
-                                      .page_tokens = (uint32_t)(kv->page_size / g->row_bytes),
-                                      .row_bytes = g->row_bytes};
-    info.free_pages = sat_sub(vmem__kv_page_limit_lately(kv), kv->ledger.pinned_pages);
-    for (uint32_t s = 0; s < kv->n_slots; s++) {
-        const struct kv_slot *sl = &kv->slots[s];
-        const struct kv_span *sp = kv_span(kv, s, group);
-        info.held_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
-        if (sl->state != VMEM_KV_ACTIVE)
-            continue;
-        info.needed_pages += (uint64_t)(sp->step.hi - sp->step.lo) * g->n;
-        info.tokens += kv_live_rows(g, sl->tokens);
-    }
-    info.free_tokens = ((info.free_pages / g->n) << kv->page_shift) / g->row_bytes;
-    info.free_tokens -= info.free_tokens % kv->tile_rows;
-    return vmem__kv_leave(kv, vmem__struct_give(out, &info, sizeof info, "out"));
-}
-
 int vmem_kv_get_slot(vmem_kv *kv, uint32_t slot, struct vmem_kv_slot_info *out)
 {
     int rc = vmem__kv_enter(kv);
