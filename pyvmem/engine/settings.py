@@ -100,10 +100,13 @@ def _flag(name: str, text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
-def _sleep(name: str, text: str) -> str:
-    if text not in ("drop", "keep"):
-        raise _wrong(name, text, "drop or keep")
-    return text
+def _one_of(options: Sequence[str]) -> Callable[[str, str], str]:
+    def parse(name: str, text: str) -> str:
+        if text not in options:
+            raise _wrong(name, text, f"one of {', '.join(options)}")
+        return text
+
+    return parse
 
 
 def _seconds(name: str, text: str) -> float:
@@ -118,24 +121,24 @@ def _name(name: str, text: str) -> str:
     return text
 
 
-_FIELDS = (
-    ("strict", _flag),
-    ("page_size", _page),
-    ("limit", _bytes),
-    ("minimum", _bytes),
-    ("maximum", _bytes),
-    ("priority", _whole),
-    ("pool", _name),
-    ("pool_size", _pool_size),
-)
-# Of engines whose models can sleep.
-_SLEEP_FIELDS = (
-    ("sleep", _sleep),
-    ("weights", _flag),
-    ("idle", _seconds),
-    ("queue", _seconds),
-    ("slice", _seconds),
-)
+_PARSERS: dict[str, Callable[[str, str], Any]] = {
+    "strict": _flag,
+    "page_size": _page,
+    "limit": _bytes,
+    "minimum": _bytes,
+    "maximum": _bytes,
+    "priority": _whole,
+    "pool": _name,
+    "pool_size": _pool_size,
+    "http": _flag,
+    "sleep": _one_of(("drop", "keep")),
+    "weights": _flag,
+    "idle": _seconds,
+    "queue": _seconds,
+    "slice": _seconds,
+}
+SLEEPS = ("sleep", "weights", "idle", "queue", "slice")  # fields of engines whose models can sleep
+_COMMON = [field for field in _PARSERS if field not in (*SLEEPS, "http")]
 _SUFFIXES = {"minimum": "MIN", "maximum": "MAX"}
 
 
@@ -145,7 +148,7 @@ def _variable(switch: str, field: str) -> str:
 
 def mistyped(switch: str, environ: Iterable[str]) -> list[tuple[str, str]]:
     """Names in an environment that are nearly those of a setting, each with the setting that may be meant."""
-    known = [switch, *(_variable(switch, field) for field, _ in (*_FIELDS, ("layout", None)))]
+    known = [switch, *(_variable(switch, field) for field in (*_COMMON, "layout"))]
     found = []
     for name in environ:
         if name.startswith("VMEM_") and name != switch and not name.startswith(f"{switch}_"):
@@ -165,41 +168,29 @@ def warn_if_forgotten(switch: str, engine: str) -> None:
 
 
 def read(
-    switch: str,
-    layouts: Sequence[str],
-    environ: Mapping[str, str] = os.environ,
-    flags: Sequence[str] = (),
-    sleeps: bool = False,
+    switch: str, layouts: Sequence[str], environ: Mapping[str, str] = os.environ, more: Sequence[str] = ()
 ) -> Settings:
     """The `Settings` of an environment; the defaults where the switch is off, whatever else is set.
 
-    layouts : what SWITCH_LAYOUT may be, the default first. flags: fields that only some engines have. sleeps: whether
-        the engine's model can sleep.
+    layouts : what SWITCH_LAYOUT may be, the default first. more: fields that only some engines have.
 
     Raises `ValueError` naming the variable.
     """
     if not _flag(switch, _text(environ, switch)):
         return Settings(switch, layout=layouts[0])
 
-    def layout(name: str, text: str) -> str:
-        if text not in layouts:
-            raise _wrong(name, text, f"one of {', '.join(layouts)}")
-        return text
-
     def variable(field: str) -> str:
         return _variable(switch, field)
 
-    fields: tuple[tuple[str, Callable[[str, str], Any]], ...] = (
-        *_FIELDS, ("layout", layout), *((name, _flag) for name in flags), *(_SLEEP_FIELDS if sleeps else ())
-    )  # fmt: skip
-    known = [switch, *(variable(field) for field, _ in fields)]
+    fields = {field: _PARSERS[field] for field in (*_COMMON, *more)} | {"layout": _one_of(layouts)}
+    known = [switch, *map(variable, fields)]
     for name in environ:
         if name.startswith(f"{switch}_") and name not in known:
             raise ValueError(f"{name} is not a setting of vMem's: these are {', '.join(known)}")
     for name, meant in mistyped(switch, environ):
         raise ValueError(f"{name} is not a setting of vMem's: {meant} may be meant")
     given: dict[str, Any] = {"on": True, "layout": layouts[0]}
-    for field, parse in fields:
+    for field, parse in fields.items():
         if text := _text(environ, variable(field)):
             given[field] = parse(variable(field), text)
     made = Settings(switch, **given)

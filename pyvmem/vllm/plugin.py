@@ -25,7 +25,7 @@ LAYOUTS = ("auto", "vllm", "slots")
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """The `Settings` of an environment, as `pyvmem.engine.settings.read` has them."""
-    return engine_settings.read(SWITCH, LAYOUTS, environ, sleeps=True)
+    return engine_settings.read(SWITCH, LAYOUTS, environ, engine_settings.SLEEPS)
 
 
 def _connector(c: Any) -> str | None:
