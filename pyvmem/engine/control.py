@@ -114,6 +114,7 @@ ASLEEP = 64 + 13 * RANKS  # 1 while the worker sleeps; it reserves nothing then
 KEPT = 64 + 14 * RANKS  # times that the worker went to sleep and kept its blocks
 SHORT = 64 + 15 * RANKS  # bytes that the worker lacked when it last failed to wake
 WOKE = 64 + 16 * RANKS  # attempts to wake, times two; odd if the last one failed
+GIVES = 64 + 17 * RANKS  # bytes of weights on the device that others can have while the worker sleeps
 
 # The boards of the workers' blocks, which a thread of libvmem's writes (struct vmem_blocks_board).
 BOARD_WORDS, ANSWERS = 264, 256

@@ -1,8 +1,9 @@
 """A model that sleeps while nobody uses it and wakes when a request comes: ASGI middleware in its own server.
 
 Requests are held while the model sleeps. The first wakes it, once for all. Those that run are counted until their last
-byte. When the model has been idle, or another one of its pool needs the memory (`turns`), no further request begins.
-It sleeps when the last has ended. A request that waits too long gets status 503 with Retry-After.
+byte. When the model has been idle, it sleeps. If another one of its pool needs the memory (`turns`), it sleeps with its
+requests, which go on when it wakes, or no further request begins until the last has ended. A request that waits too
+long gets status 503 with Retry-After.
 
 ``GET /vmem/state`` tells what the model does. ``POST /vmem/sleep``, ``/vmem/wake`` and ``/vmem/drain`` order it, and
 answer when that is done. An order ends with its request, but a drained model refuses requests until it is woken.
@@ -397,7 +398,9 @@ class Serve(http.Limits):
                      page[control.RUNNING], page[control.QUEUED], page[control.SINCE] / 1e6,
                      page[control.USED_AT] / 1e6, page[control.CHANGED_AT] / 1e6, page[control.LACKS],
                      page[control.LACKING] / 1e6, page[control.STARVING] / 1e6,
-                     fresh or now - last[1] < HANGS)  # fmt: skip
+                     fresh or now - last[1] < HANGS,
+                     min(page.cells[control.GIVES : control.GIVES + page[control.RANKS_USED]].tolist(),
+                         default=0))  # fmt: skip
 
     async def _go(self, act: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -415,7 +418,7 @@ class Serve(http.Limits):
         begin = time.monotonic()
         await self.sleep(self._host, freeze)
         self._set(State.ASLEEP)
-        self._log.info("vMem: the model sleeps%s (%.0f ms)", " with requests that lack memory" if freeze else "",
+        self._log.info("vMem: the model sleeps%s (%.0f ms)", " with its requests" if freeze else "",
                        1000 * (time.monotonic() - begin))  # fmt: skip
 
     async def _to_wake(self) -> None:

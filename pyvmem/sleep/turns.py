@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pyvmem.engine.control import State
 
 PATIENCE = 0.1  # seconds that a model which wakes waits for spare memory and prefixes before other weights go
-HUNGRY = 1.0  # seconds after which idle weights go for an awake model whose requests lack memory
+HUNGRY = 1.0  # and for an awake model whose requests lack memory, or while what sleeping models give suffices
 OVERDUE = 8  # slices after which a model that waits goes before every priority
 
 
@@ -30,7 +30,7 @@ class Action(enum.Enum):
     CLOSE = "close"  # let no further request begin
     OPEN = "open"  # let them begin again
     SLEEP = "sleep"
-    FREEZE = "freeze"  # sleep with its requests, which lack memory and could not end; they go on when it wakes
+    FREEZE = "freeze"  # sleep with its requests, which go on when it wakes
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Model:
         Since when it is awake and its requests cannot go on, as memory for their KV cache is lacking; 0: they can.
     alive : bool
         Its server and its engine have shown signs of life lately.
+    gives : int
+        Bytes of its weights on the device that others can have while it sleeps.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Model:
     lacking: float = 0.0
     starved: float = 0.0
     alive: bool = True
+    gives: int = 0
 
     @property
     def waits(self) -> bool:
@@ -83,8 +86,11 @@ class Model:
 
     @property
     def asked(self) -> float:
-        """Since when."""
-        return self.since if self.queued and self.waits else self.starved
+        """Since when. A model that sleeps with its requests has had its turn, and waits since then."""
+        if not self.waits:
+            return self.starved
+        slept = max(self.starved, self.changed) if self.running else self.since
+        return min(self.since, slept) if self.queued else slept
 
     @property
     def idle(self) -> bool:
@@ -112,14 +118,17 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
     Idle models go first: of the lowest priority, then the longest idle. A busy one follows when it has been awake for
     its slice, which is longer by one for each step of priority above the asker's. One that drains already goes on. For
     an awake model that is starved, others give later than for one that wakes, as what it lacks may be on its way. So
-    may the memory of a model that fell asleep just now: the next one waits as long again.
+    may the memory of models that sleep: the next one waits as long again after each, and longer if theirs suffices.
     """
     asker = first(models, now, slice)
     if asker is None:
         return None
     wakes = asker.state in (State.ASLEEP, State.WAKING)
+    asleep = [m for m in models if m.state == State.ASLEEP and m is not asker]
     since, patience = (asker.lacking, PATIENCE) if wakes else (asker.starved, HUNGRY)
-    since = max([since, *(m.changed for m in models if m.state == State.ASLEEP and m is not asker)])
+    if wakes and sum(m.gives for m in asleep if m.alive) >= asker.lacks:
+        patience = HUNGRY
+    since = max([since, *(m.changed for m in asleep)])
     if (wakes and not asker.lacks) or now - since < patience:
         return None
     others = [m for m in models if m.alive and m.state in (State.AWAKE, State.CLOSING) and m is not asker]
@@ -128,8 +137,21 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
         return min(idle, key=lambda m: (m.state != State.CLOSING, m.priority, m.used, m.name))
     if not wakes and now - asker.starved < slice:
         return None
+    if not others and not wakes and any(m.alive and m.running for m in asleep):
+        return asker  # what it lacks is held by requests of theirs, which go on first
     busy = [m for m in others if now - m.changed >= slice * (1 + max(0, m.priority - asker.priority))]
     return min(busy, key=lambda m: (m.state != State.CLOSING, m.priority, m.changed, m.name), default=None)
+
+
+def suffices(models: Sequence[Model], me: Model, now: float, slice: float) -> bool:
+    """Whether the weights that models give would wake the asker, or let it go on, while `me` keeps its requests' KV."""
+    asker = first(models, now, slice)
+    if asker is None or not me.gives:
+        return False
+    if asker.state not in (State.ASLEEP, State.WAKING):
+        return True  # how much it lacks is not known
+    given = (State.ASLEEP, State.AWAKE, State.CLOSING)
+    return sum(m.gives for m in models if m.alive and m is not asker and m.state in given) >= asker.lacks
 
 
 def decide(models: Sequence[Model], me: Model, now: float, slice: float, idle: float = 0.0) -> Action:
@@ -141,7 +163,7 @@ def decide(models: Sequence[Model], me: Model, now: float, slice: float, idle: f
         All that share memory with it, itself included.
     now : float
     slice : float
-        Seconds that a model which others wait for may serve before it drains.
+        Seconds that a model which others wait for may serve before it sleeps with its requests, or drains.
     idle : float
         Seconds without a request after which it sleeps by itself; 0: never.
     """
@@ -152,7 +174,7 @@ def decide(models: Sequence[Model], me: Model, now: float, slice: float, idle: f
     if giver(models, now, slice) is me:
         if me.idle:
             return Action.SLEEP
-        if me.starved and now - me.starved >= slice:
+        if (me.starved and now - me.starved >= slice) or suffices(models, me, now, slice):
             return Action.FREEZE
         return Action.NOTHING if me.state == State.CLOSING else Action.CLOSE
     if me.state == State.CLOSING:

@@ -130,6 +130,11 @@ class HostCopy:
         """Return whether there is memory for the copy of this segment."""
         return address in self._at
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the segments for which there is memory."""
+        return self._end
+
     def reserve(self, address: int, size: int) -> None:
         """Allocate the memory of a segment's copy, which takes long. Raises RuntimeError if the host has none."""
         if address not in self._at:
@@ -357,6 +362,12 @@ class Weights:
     def held(self) -> int:
         """Bytes of them that are on the device now."""
         return self.lease.stats().held_bytes
+
+    @property
+    def gives(self) -> int:
+        """Bytes on the device that others can have while the model sleeps: those of which there is a copy."""
+        stats = self.lease.stats()
+        return max(stats.held_bytes - max(stats.bytes - self._copy.bytes, 0), 0)
 
     @property
     def parked(self) -> bool:

@@ -458,12 +458,15 @@ class SchedulerMemory:
             self.budget.lent = False  # the next step orders memory
 
     def defers_reset(self, scheduler: Any) -> bool:
-        """Put off a reset of the prefix cache until the scheduler goes on, if it runs no request. True: it is put off.
+        """Put off a reset of the prefix cache until the scheduler goes on, if none runs until then. True: it is put off.
 
         vLLM resets the cache whenever it goes to sleep. Only the workers learn whether that was the reason, and at
-        which level; they count the sleeps in which they kept the cache.
+        which level; they count the sleeps in which they kept the cache. Running requests keep their rows, too, unless
+        some lack memory: then all give up theirs, and compute them again later.
         """
-        if not self._keeps or not paused(scheduler) or scheduler.running or self.page.asleep:
+        if not self._keeps or not paused(scheduler) or self.page.asleep:
+            return False
+        if scheduler.running and (self.page[control.STARVED] or not stopped(scheduler)):
             return False
         self._resets += 1
         return True

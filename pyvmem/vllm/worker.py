@@ -440,6 +440,7 @@ class WorkerMemory(BlockMemory):
         if self.weights is not None:
             cells, rank = self._page.cells, self._rank
             cells[control.WEIGHTS + rank], cells[control.WEIGHTS_HELD + rank] = self.weights.bytes, self.weights.held
+            cells[control.GIVES + rank] = self.weights.gives
 
     def close(self) -> None:
         """Give up all pages and stop the threads. The addresses go with the last view of the tensor."""

@@ -19,7 +19,8 @@ TICK = 0.05
 class Server:
     """One model: its requests, and whether it is stopped or dead.
 
-    copies : seconds after its first sleep in which its weights are copied to the host, and cannot be taken yet.
+    copies : seconds after its first sleep in which its weights are copied to the host, and cannot be taken yet; 0: they
+        have been copied before.
     """
 
     def __init__(self, name, size, priority, idle, copies=0.0):
@@ -33,11 +34,12 @@ class Server:
         self.last = None  # what a dead one had published
         self.served = []  # seconds that each request waited
 
-    def publish(self):
+    def publish(self, now):
+        gives = self.held if not self.copies or 0 < self.copied <= now else 0
         return self.last or Model(
             self.name, self.state, self.priority, len(self.runs) + len(self.inside), len(self.queue),
             self.queue[0][0] if self.queue else 0.0, self.used, self.changed, self.lacks, self.lacking,
-            self.starved, not self.stopped)  # fmt: skip
+            self.starved, not self.stopped, gives)  # fmt: skip
 
 
 class World:
@@ -54,17 +56,19 @@ class World:
     def step(self, order):
         """All act once, in this order; each sees what the others have published until then."""
         self.now += TICK
-        models = {s.name: s.publish() for s in self.servers}
+        models = {s.name: s.publish(self.now) for s in self.servers}
         for s in (self.servers[i % len(self.servers)] for i in order):
             if not (s.stopped or s.dead):
                 self.act(s, models)
-                models[s.name] = s.publish()
+                models[s.name] = s.publish(self.now)
         assert self.free >= 0
 
     def act(self, s, models):
+        if s.state == State.ASLEEP:  # its requests do not go on
+            s.runs = [(end + TICK, kv) for end, kv in s.runs]
         s.used = max([s.used, *(end for end, _ in s.runs if end <= self.now)])
         s.runs = [(end, kv) for end, kv in s.runs if end > self.now]
-        models[s.name] = s.publish()
+        models[s.name] = s.publish(self.now)
         todo = decide(list(models.values()), models[s.name], self.now, SLICE, s.idle)
         if todo is Action.WAKE:
             self.take_parked(s, s.size - s.held)
@@ -78,11 +82,12 @@ class World:
         elif todo is Action.OPEN:
             s.state = State.AWAKE
         elif todo in (Action.SLEEP, Action.FREEZE):
-            assert not s.runs and (todo is Action.FREEZE or not s.inside)
-            assert not s.queue or s.state == State.CLOSING  # whoever comes to an awake model is served first
+            if todo is Action.SLEEP:
+                assert not s.runs and not s.inside
+                assert not s.queue or s.state == State.CLOSING  # whoever comes to an awake model is served first
             s.state, s.changed = State.ASLEEP, self.now
             s.copied = s.copied or self.now + s.copies
-        if not s.queue and not s.inside:
+        if not s.queue and not s.inside and not s.runs:
             s.lacks = 0
         if s.state == State.AWAKE:
             s.inside += s.queue
@@ -90,8 +95,8 @@ class World:
         if s.state in (State.AWAKE, State.CLOSING):
             self.begin(s)
             s.starved = (s.starved or self.now) if s.inside and not s.runs else 0.0
-        elif not s.inside:
-            s.starved = 0.0
+        else:
+            s.starved = (s.starved or self.now) if s.inside or s.runs else 0.0
 
     def take_parked(self, s, need):
         """Parked weights are the pool's: those of the sleeping ones go at once, if there is a copy."""
@@ -118,7 +123,7 @@ class World:
 
     def die(self, i):
         s = self.servers[i % len(self.servers)]
-        s.last = replace(s.publish(), alive=False)
+        s.last = replace(s.publish(self.now), alive=False)
         s.dead, s.held, s.runs, s.queue, s.inside = True, 0, [], [], []
 
 
@@ -176,9 +181,9 @@ def test_every_request_of_a_living_model_is_served(shape, events):
     steps = int((OVERDUE + 4 * len(world.servers) + 8) * (SLICE + 1) / TICK)
     for _ in range(steps):
         world.step(range(len(world.servers)))
-        if not any(s.queue or s.inside for s in living):
+        if not any(s.queue or s.inside or s.runs for s in living):
             break
-    assert not [s.name for s in living if s.queue or s.inside]
+    assert not [s.name for s in living if s.queue or s.inside or s.runs]
     for _ in range(int(8 / TICK)):  # nobody asks: no order outlives its asker
         world.step(range(len(world.servers)))
     assert all(s.state in (State.AWAKE, State.ASLEEP) for s in living)
@@ -224,7 +229,7 @@ def test_an_order_to_drain_ends_with_its_asker(shape, events):
 @given(st.integers(1, 9), st.integers(0, 3), st.integers(0, 3), st.sampled_from(["dies", "stops", "gives up"]))
 def test_a_model_that_drains_opens_when_its_asker_is_gone(size, high, low, end):
     """However it goes, and requests that came meanwhile begin."""
-    world = World(10, [Server("busy", 10, high, 0.0), Server("asks", size, low, 0.0)])
+    world = World(10, [Server("busy", 10, high, 0.0, copies=1e9), Server("asks", size, low, 0.0)])
     busy, asker = world.servers
     world.ask(0, 100.0)
     world.step((0, 1))
@@ -246,6 +251,22 @@ def test_a_model_that_drains_opens_when_its_asker_is_gone(size, high, low, end):
     for _ in range(2):
         world.step((0, 1))
     assert busy.state == State.AWAKE and not busy.queue and len(busy.runs) == 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 4), st.lists(st.integers(0, 4), min_size=1, max_size=40))
+def test_long_answers_of_others_delay_nobody_for_more_than_a_slice_each(n, seats, asked):
+    """Whose answers are long sleeps with them, and goes on in its turn: nobody waits until they end."""
+    seats = min(seats, n)
+    world = World(10 * seats, [Server(f"m{i}", 10, 0, 0.0) for i in range(n)])
+    for i in asked:
+        world.ask(i, 20.0)
+        for _ in range(20):
+            world.step(range(n))
+    for _ in range(int(len(asked) * 20 * (n + 1) / seats / TICK)):
+        world.step(range(n))
+    assert not any(s.runs or s.queue or s.inside for s in world.servers)
+    assert max(w for s in world.servers for w in s.served) <= n * (SLICE + HUNGRY)
 
 
 def awake(name, **more):
@@ -291,6 +312,25 @@ def test_a_busy_model_drains_after_its_slice_and_a_higher_one_after_more():
     done = replace(closing, running=0)
     assert decide([late, done], done, 20.0, SLICE) is Action.SLEEP
     assert decide([replace(late, queued=0), closing], closing, 20.0, SLICE) is Action.OPEN
+
+
+def test_a_busy_model_sleeps_with_its_requests_if_that_suffices():
+    """It does not if others cannot have enough of its weights: then its requests end before."""
+    late = replace(ASKER, since=10.0, lacking=10.0)
+    busy = awake("busy", running=1, gives=4)
+    asleep = Model("asleep", State.ASLEEP, gives=1)
+    assert decide([late, busy, asleep], busy, 10.0 + SLICE / 2, SLICE) is Action.NOTHING
+    assert decide([late, busy, asleep], busy, 10.0 + SLICE, SLICE) is Action.FREEZE
+    assert decide([late, busy], busy, 10.0 + SLICE, SLICE) is Action.CLOSE
+    closing = replace(busy, state=State.CLOSING, gives=5)  # its copy is complete now
+    assert decide([late, closing], closing, 20.0, SLICE) is Action.FREEZE
+
+
+def test_nobody_gives_while_what_sleeping_models_give_suffices():
+    asleep = Model("asleep", State.ASLEEP, changed=59.0, gives=5)
+    assert giver([ASKER, asleep, awake("a")], 60.0, SLICE) is None
+    assert giver([replace(ASKER, lacks=6), asleep, awake("a")], 60.0, SLICE).name == "a"
+    assert giver([ASKER, asleep, awake("a")], 60.0 + HUNGRY, SLICE).name == "a"  # it does not come
 
 
 def test_who_wakes_first():

@@ -167,6 +167,20 @@ def test_many_at_once_are_all_served(three):
         assert all(t == expected for t in pool.map(one, range(36)))
 
 
+def test_long_answers_of_two_models_keep_no_third_one_waiting(three):
+    """A busy model sleeps with its requests, and they go on as if nothing had been."""
+    expected, long = three["a"].tokens(PROMPT), three["a"].tokens(PROMPT, 380)
+    three["b"].tokens(PROMPT)
+    busy = three["a"], three["b"]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        answers = [pool.submit(busy[i % 2].tokens, PROMPT, 380) for i in range(16)]
+        for model in busy:
+            model.until(lambda s: s["running"] == 8)
+        assert three["c"].tokens(PROMPT) == expected
+        assert all(model.state()["running"] for model in busy)  # neither of them has ended its requests
+        assert all(answer.result() == long for answer in answers)
+
+
 def test_a_stream_counts_until_its_last_byte(three):
     three["a"].tokens(PROMPT)
     body = dict(model="a", prompt=PROMPT, max_tokens=300, temperature=0, ignore_eos=True, stream=True)
