@@ -168,17 +168,28 @@ def test_many_at_once_are_all_served(three):
 
 
 def test_long_answers_of_two_models_keep_no_third_one_waiting(three):
-    """A busy model sleeps with its requests, and they go on as if nothing had been."""
+    """A model that is never idle sleeps with its requests, and they go on as if nothing had been."""
     expected, long = three["a"].tokens(PROMPT), three["a"].tokens(PROMPT, 380)
-    three["b"].tokens(PROMPT)
-    busy = three["a"], three["b"]
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        answers = [pool.submit(busy[i % 2].tokens, PROMPT, 380) for i in range(16)]
-        for model in busy:
-            model.until(lambda s: s["running"] == 8)
-        assert three["c"].tokens(PROMPT) == expected
-        assert all(model.state()["running"] for model in busy)  # neither of them has ended its requests
-        assert all(answer.result() == long for answer in answers)
+    busy, done = (three["a"], three["b"]), threading.Event()
+
+    def ask(model):
+        answers = [model.tokens(PROMPT, 380)]
+        while not done.is_set():
+            answers.append(model.tokens(PROMPT, 380))
+        return answers
+
+    with concurrent.futures.ThreadPoolExecutor(7) as pool:
+        asked = [pool.submit(ask, model) for model in busy * 3]
+        try:
+            for model in busy:
+                model.until(lambda s: s["running"])
+            third = pool.submit(three["c"].tokens, PROMPT)
+            while not any(s["state"] == "asleep" and s["running"] for s in (m.state() for m in busy)):
+                assert not third.done()
+            assert third.result() == expected
+        finally:
+            done.set()
+        assert all(answer == long for answers in asked for answer in answers.result())
 
 
 def test_a_stream_counts_until_its_last_byte(three):
