@@ -458,7 +458,7 @@ class SchedulerMemory:
             self.budget.lent = False  # the next step orders memory
 
     def defers_reset(self, scheduler: Any) -> bool:
-        """Put off a reset of the prefix cache until the scheduler goes on, if none runs until then. True: it is put off.
+        """Put off a reset of the prefix cache until the scheduler goes on, if nothing runs before. True: it is put off.
 
         vLLM resets the cache whenever it goes to sleep. Only the workers learn whether that was the reason, and at
         which level; they count the sleeps in which they kept the cache. Running requests keep their rows, too, unless
