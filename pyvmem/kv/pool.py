@@ -73,7 +73,7 @@ class KVPool(_Owned):
             raise TypeError(f"path must be a path, not {shown(path)}")
         self.path = None if path is None else os.fspath(path)
         if self.path is not None and "\0" in os.fsdecode(self.path):
-            raise ValueError(f"path {self.path!r} must not contain a zero")
+            raise ValueError(f"path {self.path!r} must not contain a NUL byte")
         raw = ffi.new("struct vmem_kv_pool_config *", {"size": ffi.sizeof("struct vmem_kv_pool_config")})
         raw.budget = 0 if budget is None else uint("budget", budget)
         if budget is not None and not raw.budget:

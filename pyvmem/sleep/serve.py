@@ -317,7 +317,7 @@ class Serve(http.Limits):
             except Exception as error:
                 if str(error) != failure:
                     failure = str(error)
-                    self._log.exception("vMem: what watches over the model failed and goes on")
+                    self._log.exception("vMem: the task that lets the model sleep and wake failed, and continues")
 
     def _lead(self, servers: list[memoryview]) -> None:
         """Sum up what the processes of this server publish, and do what the rules say."""
@@ -406,7 +406,7 @@ class Serve(http.Limits):
         try:
             await act()
         except Exception as error:
-            self._log.warning("vMem: the model could not change: %s", str(error)[:500])
+            self._log.warning("vMem: the model could not fall asleep or wake: %s", str(error)[:500])
             self._set(State.ASLEEP if any(p.asleep for p in self._pages) else State.AWAKE)
 
     async def _to_sleep(self, freeze: bool) -> None:

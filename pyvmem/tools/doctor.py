@@ -89,11 +89,11 @@ def environment(devices: list[str], root: str = "/") -> list[str]:
 
     found, version = [], text("proc/version")
     if "microsoft" in version.lower():
-        found.append("WSL2: CUDA goes through Windows's driver, and there is no nvidia-uvm: backends cuda and host")
+        found.append("WSL2: CUDA goes through Windows's driver, and there is no nvidia-uvm: only cuda and host work")
     if version.startswith("Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"):  # the same in every release
         found.append("gVisor: it passes on only the driver calls that it knows, and none of uvm's")
     if os.path.exists(os.path.join(root, "etc/nv_tegra_release")) or "tegra" in version.lower():
-        found.append("Jetson: its driver does not have the calls that stock makes: backends cuda and host")
+        found.append("Jetson: its driver does not have the calls that stock makes: only cuda and host work")
     marks = (".dockerenv", "run/.containerenv")  # of Docker and Podman; Kubernetes sets a variable in each container
     contained = any(os.path.exists(os.path.join(root, m)) for m in marks) or "KUBERNETES_SERVICE_HOST" in os.environ
     if contained and text("proc/driver/nvidia/version"):
@@ -102,9 +102,9 @@ def environment(devices: list[str], root: str = "/") -> list[str]:
     if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") or glob.glob(
         os.path.join(root, "proc/driver/nvidia/capabilities/gpu*/mig/gi*")
     ):
-        found.append("MIG: the driver does not tell how nvidia-uvm names an instance: backends cuda and host")
+        found.append("MIG: the driver does not tell how nvidia-uvm names an instance: only cuda and host work")
     if any(name.startswith("GRID ") or re.search(r"-\d+[ABCQ]$", name) for name in devices):
-        found.append("vGPU: not tried")
+        found.append("vGPU: vMem has not been tried with it")
     if os.path.exists(os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")):
         found.append("CUDA MPS: measured with stock, not tried with uvm")
     return found

@@ -149,13 +149,13 @@ def _seconds(key: str, value: Any) -> float:
 
 def _texts(key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(v, str | int | float) for v in value):
-        raise ValueError(f"{key} must be a list of texts")
+        raise ValueError(f"{key} must be a list of strings or numbers")
     return tuple(map(str, value))
 
 
 def _env(key: str, value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise ValueError(f"{key} must be a table of texts")
+        raise ValueError(f"{key} must be a table of strings")
     return dict(value)
 
 
@@ -206,15 +206,16 @@ def _check(pool: Pool) -> None:
     outside = sum(m.outside for m in pool.models)
     if 0 < pool.gpu < pool.size + outside:
         raise ValueError(f"size: {pool.size / GIB:.1f} GiB, and {outside / GIB:.1f} GiB that the {len(pool.models)} "
-                         f"servers need besides (outside), exceed the GPU's {pool.gpu / GIB:.1f} GiB; at most "
-                         f"{max(pool.gpu - outside, 0) / GIB:.1f} GiB can be size")  # fmt: skip
+                         f"servers need outside of it, exceed the GPU's {pool.gpu / GIB:.1f} GiB; size can be at most "
+                         f"{max(pool.gpu - outside, 0) / GIB:.1f} GiB")  # fmt: skip
     ports: dict[int, str] = {}
     minimums = sum(m.min for m in pool.models)
     if minimums > pool.size:
-        raise ValueError(f"the minimums are {minimums / GIB:.1f} GiB, over size, {pool.size / GIB:.1f} GiB")
+        raise ValueError(f"the minimums of all models are {minimums / GIB:.1f} GiB, more than size, "
+                         f"{pool.size / GIB:.1f} GiB")  # fmt: skip
     for m in pool.models:
         if m.port in ports:
-            raise ValueError(f"models.{m.name}.port: {m.port} is that of {ports[m.port]}, too")
+            raise ValueError(f"models.{m.name}.port: {m.port} is also the port of {ports[m.port]}")
         ports[m.port] = m.name
         if m.max and m.min > m.max:
             raise ValueError(f"models.{m.name}.min is over its max")
@@ -399,20 +400,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("file", help="the models, in TOML (docs/models.md)")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    render = actions.add_parser("render", help="print the configuration of what runs the models")
+    render = actions.add_parser("render", help="print a configuration for the program that runs the models")
     render.add_argument("what", choices=tuple(RENDERERS))
     actions.add_parser("ls", help="show the models and what they do")
-    for what, about in (("sleep", "let a model's memory be taken by others"), ("wake", "wake a model"),
+    for what, about in (("sleep", "put a model to sleep: others may take its memory"), ("wake", "wake a model"),
                         ("drain", "refuse further requests, and wait for those that run")):  # fmt: skip
         actions.add_parser(what, help=about).add_argument("name")
-    limit = actions.add_parser("limit", help="set what the KV cache of a model may take")
+    limit = actions.add_parser("limit", help="limit the memory of a model's KV cache")
     limit.add_argument("name")
     limit.add_argument("size", help="such as 16G, or none")
 
 
 def models(args: argparse.Namespace, out: TextIO | None = None) -> int:
     """Run the command; returns the exit status."""
-    pool = read(Path(args.file).read_text(encoding="utf-8"))
+    try:
+        pool = read(Path(args.file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{args.file}: {error}") from None
     if args.action == "render":
         print(RENDERERS[args.what](pool), end="", file=out)
     elif args.action == "ls":

@@ -531,7 +531,7 @@ class SchedulerMemory:
             except Exception as error:
                 if str(error) != failure:  # nothing is lost: the next step does the rest
                     failure = str(error)
-                    logger.exception("vMem: the background thread failed and goes on")
+                    logger.exception("vMem: the background thread failed, and continues")
 
     def close(self) -> None:
         """End the thread and remove the control page."""

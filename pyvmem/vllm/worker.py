@@ -308,7 +308,7 @@ class WorkerMemory(BlockMemory):
         except Exception as error:
             if not self._stop and str(error) != self._failure:  # nothing is lost: the next step does the rest
                 self._failure = str(error)
-                logger.exception("vMem: the background thread failed and goes on")
+                logger.exception("vMem: the background thread failed, and continues")
 
     # ---- sleep and the end -----------------------------------------------------------------------------------
 

@@ -113,10 +113,10 @@ def test_systemd_reads_the_units(tmp_path):
 
 @pytest.mark.parametrize("wrong, error", [
     ("size = 1", "pool is missing"),
-    (FILE + "[models.c]\nport = 9001\npath='x'", "models.c.port: 9001 is that of code"),
+    (FILE + "[models.c]\nport = 9001\npath='x'", "models.c.port: 9001 is also the port of code"),
     (FILE + "[models.c]\nport = true\npath='x'", "models.c.port must be a whole number"),
     (FILE + "[models.c]\npath='x'\nidel = 3", "models.c.idel: unknown"),
-    (FILE + "[models.c]\nmin='80G'\npath='x'", "the minimums are 84.0 GiB"),
+    (FILE + "[models.c]\nmin='80G'\npath='x'", "the minimums of all models are 84.0 GiB"),
     (FILE + "[models.c]\nidle='x'\npath='x'", "models.c.idle must be a number"),
     (FILE + "[models.c]\n", "models.c.path is missing"),
     ("pool='a'\nsize='7X'\n[models.a]\npath='x'", "size must be a size"),
@@ -127,6 +127,14 @@ def test_systemd_reads_the_units(tmp_path):
 def test_an_error_names_the_key(wrong, error):
     with pytest.raises(ValueError, match=error.replace(".", r"\.")):
         models.read(wrong)
+
+
+def test_the_command_names_the_file(tmp_path, capsys):
+    for text in ("not TOML", "size = 1", "\0"):
+        (tmp_path / "models.toml").write_text(text)
+        assert cli.main(["models", str(tmp_path / "models.toml"), "ls"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"pyvmem: {tmp_path / 'models.toml'}: ")
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_starts(tmp_path):
