@@ -177,6 +177,7 @@ class Worker:
         self.gpu, self.depth, self.kinds = Gpu(), depth, kinds
         self.memory = Slots(page, rank) if slots else Memory(page, rank)
         self.memory.gpu = self.gpu
+        self.held = lambda: page.board_word(rank, control.HELD)  # bytes
         if slots:
             kv = self.memory.prepare(kv, slots, torch.device("cpu"))
         else:
@@ -228,7 +229,7 @@ class Worker:
             self.copied = self.copies.end(scheduled)
         self.gpu.wait(fence - self.depth)  # so many steps are in flight
         self.memory.end(scheduled)
-        self.resident.append(int(self.memory._board[control.HELD]))
+        self.resident.append(self.held())
         return sampled
 
     def _write(self, tokens, first, tables):

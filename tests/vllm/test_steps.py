@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import steps
+import torch
 from steps import Engine, make_scheduler, next_token, steps_of_a_prompt
 
 from pyvmem import Context
@@ -20,6 +21,8 @@ from pyvmem.engine.settings import Refused
 from pyvmem.vllm import scheduler
 from pyvmem.vllm.budget import KEEP, MOST_LEAVING, PART
 from pyvmem.vllm.waiting import Lookup, Pace, waiting
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def engine(tmp_path, request):
 
 
 def maps_in_steps(engine):
-    return sum(int(engine.page.words[control.STEP_MAPS + w.memory._rank]) for w in engine.workers)
+    return sum(int(engine.page.words[control.STEP_MAPS + rank]) for rank in range(len(engine.workers)))
 
 
 def set_limit(e, limit):
@@ -741,7 +744,7 @@ def test_an_engine_gives_no_more_than_it_offers(engine):
     e.page[control.POOL], budget = 1, e.budget
     budget.publish(keeps=budget.pool.get_num_free_blocks() - 20)
     backed = budget.num_backed
-    e.workers[0].memory._board[control.SHRINK_TO] = e.page[control.NULL] + 8 * budget.block_bytes
+    e.page.boards(1)[0, control.SHRINK_TO] = e.page[control.NULL] + 8 * budget.block_bytes
     budget.before()
     assert budget.num_backed == backed - 20
 
@@ -823,7 +826,7 @@ def test_an_engine_whose_requests_lack_blocks_gives_none(engine):
     e = engine(kinds=("full",))
     e.run(20)
     e.page[control.POOL] = 1
-    e.workers[0].memory._board[control.SHRINK_TO] = e.page[control.NULL] + 8 * e.budget.block_bytes
+    e.page.boards(1)[0, control.SHRINK_TO] = e.page[control.NULL] + 8 * e.budget.block_bytes
     e.page[control.OFFERED] = 100
     assert e.budget.asked() and e.budget.allowed() == 8
     e.page[control.OFFERED] = 0  # it was asked for what it offered before
@@ -839,7 +842,7 @@ def test_an_idle_engine_of_a_pool_gives_what_others_ask_for_without_delay(engine
     asked, end = e.page[control.NULL] + 50 * e.budget.block_bytes, time.monotonic() + 60
     while e.budget.num_backed > 50 or e.page[control.RING_DONE] < e.page[control.POSITION]:
         assert time.monotonic() < end, (e.budget.num_backed, e.page[control.POSITION], e.page[control.RING_DONE])
-        e.workers[0].memory._board[control.SHRINK_TO] = asked  # libvmem writes the board again when it becomes idle
+        e.page.boards(1)[0, control.SHRINK_TO] = asked  # libvmem writes the board again when it becomes idle
         time.sleep(0.01)  # the engine's threads give blocks up meanwhile; the deadline is above
 
 
@@ -940,7 +943,7 @@ def test_what_sleeps_reserves_nothing_and_wakes_with_what_its_requests_hold(engi
     memory.tend()
 
     def minimum():
-        return memory._pool.members()[0].min
+        return memory.pool(CPU).members()[0].min
 
     assert minimum() == 4 << 20
     with fences_pass(e):
@@ -967,8 +970,8 @@ def test_an_engine_wakes_in_a_pool_that_another_has_filled(engine, monkeypatch):
         for _ in range(3):
             two.run(30)  # its prefix cache fills the pool
         blocks = two.workers[0].memory.blocks
-        blocks.ask(blocks.stats().budget - blocks.stats().held + memory._pool.free)
-        assert memory._pool.free == 0 and one.budget.num_backed
+        blocks.ask(blocks.stats().budget - blocks.stats().held + memory.pool(CPU).free)
+        assert memory.pool(CPU).free == 0 and one.budget.num_backed
         with fences_pass(one, two):
             memory.wake()
     one.run(10)
@@ -979,9 +982,9 @@ def test_an_engine_starts_in_a_pool_that_another_has_filled(engine, monkeypatch)
     in_pool(monkeypatch, "full", VMEM_VLLM_POOL_SIZE="8M")
     one = engine(kinds=("full",))
     one.run(60)
-    blocks = one.workers[0].memory.blocks
-    blocks.ask(blocks.stats().budget - blocks.stats().held + one.workers[0].memory._pool.free)  # all that nobody has
-    assert one.workers[0].memory._pool.free == 0
+    blocks, pool = one.workers[0].memory.blocks, one.workers[0].memory.pool(CPU)
+    blocks.ask(blocks.stats().budget - blocks.stats().held + pool.free)  # all that nobody has
+    assert pool.free == 0
     with fences_pass(one):
         two = engine(kinds=("full",))
     one.every = two.every = lambda: [w.finish() for w in one.workers + two.workers]
@@ -1232,7 +1235,7 @@ def test_a_limit_is_that_of_the_stage_with_the_largest_blocks(engine, stages):
     e.page[control.LIMIT] = most = 40 * max(stages)
     e.run(40)
     e.idle()
-    null = [e.page[control.NULL + w.memory._rank] for w in e.workers]
+    null = [e.page[control.NULL + rank] for rank in range(len(e.workers))]
     held = [max(w.resident) - n for w, n in zip(e.workers, null)]
     assert most / 2 < max(held) <= most
     assert e.page[control.BLOCK_BYTES] == e.budget.block_bytes == max(stages)
