@@ -327,20 +327,12 @@ int vmem__kv_retire(vmem_kv *kv, uint64_t step)
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_retire_to(kv, step));
 }
 
-int vmem__kv_retire_closed(const vmem_kv *kv, uint64_t step, bool *over)
-{
-    int rc = vmem__kv_check_fence(kv, step);
-    *over = !rc && step >= kv->life.closes;
-    return rc;
-}
-
 int vmem_kv_retire(vmem_kv *kv, uint64_t step)
 {
     if (!kv || !kv->life.closing)
         return vmem__kv_retire(kv, step);
-    bool over;
-    int rc = vmem__kv_retire_closed(kv, step, &over);
-    if (over)
+    int rc = vmem__kv_check_fence(kv, step);
+    if (!rc && step >= kv->life.closes)
         destroy(kv);
     return rc;
 }

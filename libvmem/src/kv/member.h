@@ -19,8 +19,7 @@ void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed);
 // Ends all calls but vmem_kv_retire and vmem_kv_destroy, and the background thread. *quiet: the kernels up to the step
 // have ended.
 int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet);
-// vmem_kv_retire of a cache that is not being closed, and of one that is: *over says that the caller may destroy it.
+// vmem_kv_retire, but for a cache that is being closed, which its owner destroys.
 int vmem__kv_retire(vmem_kv *kv, uint64_t step);
-int vmem__kv_retire_closed(const vmem_kv *kv, uint64_t step, bool *over);
 
 #endif
