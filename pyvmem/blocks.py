@@ -33,7 +33,7 @@ BOARD_WORDS: int = ffi.sizeof("struct vmem_blocks_board") // 8
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Where blocks lie: layer ``l`` of block ``b`` begins at ``offset + l * layer_stride + b * stride``.
+    """Addresses of blocks: layer ``l`` of block ``b`` begins at ``offset + l * layer_stride + b * stride``.
 
     All in bytes, but for `layers`; the offset counts from the first byte of the reservation or tensor.
     """

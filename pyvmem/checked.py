@@ -106,7 +106,7 @@ def _pieces(tensor: torch.Tensor, name: str, args: Any, unit: int) -> Iterator[t
 
 
 def _indexed(dims: list[tuple[int, int]], index: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """Where the parts begin that an index by tensors chooses, in bytes, and the dimensions of a part."""
+    """Offsets in bytes of the parts that an index by tensors chooses, and the dimensions of a part."""
     left, chosen, at = [], [], 0
     for entry in index:
         if entry is None:

@@ -30,7 +30,7 @@ typedef struct vmem_blocks vmem_blocks;
 
 // ---- creation -----------------------------------------------------------------------------------------------
 
-// Where blocks lie: layer l of block b is the `bytes` bytes at addr + l * layer_stride + b * block_stride.
+// Addresses of blocks: layer l of block b is the `bytes` bytes at addr + l * layer_stride + b * block_stride.
 struct vmem_block_range {
     uint64_t addr;         // of layer 0 of block 0, in a reservation
     uint64_t layer_stride; // bytes

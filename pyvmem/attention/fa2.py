@@ -13,7 +13,7 @@ from pyvmem.attention.kernel import BF16, FP16, Call, Kernel, Shape, flat_rows, 
 
 
 class _Offsets:
-    """Where each request's rows begin: ``slot * rows``, int32[n + 1] on the device (the last is not used)."""
+    """The beginning of each request's rows: ``slot * rows``, int32[n + 1] on the device (the last is not used)."""
 
     def __init__(self, batch: Batch, rows: int) -> None:
         self._rows = rows

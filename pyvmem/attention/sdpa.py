@@ -20,7 +20,7 @@ _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 def _mask(queries: int, first: int, length: int, window: int, device: torch.device) -> torch.Tensor | None:
-    """Which of the rows from first to length the last `queries` tokens see; None for all of them."""
+    """The rows from first to length that the last `queries` tokens see; None for all of them."""
     if queries == 1:
         return None
     position = torch.arange(length - queries, length, device=device)[:, None]

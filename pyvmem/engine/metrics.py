@@ -14,7 +14,7 @@ from pyvmem.engine.control import State
 
 COUNTS = ("step_maps", "steps", "preempted", "refused")
 BYTES = ("limit", "min", "max", "least", "allowed", "used", "cached", "spare", "wanted", "backed", "resident")
-# Of the model, if its server lets it sleep: (field, name of the metric, what it is, whether it counts).
+# Metrics of a model whose server lets it sleep: (field, name of the metric, what it is, whether it counts).
 MODEL = (
     ("running", "running", "requests that the engine has", False),
     ("queued", "queued", "requests that wait for the model to wake", False),

@@ -156,7 +156,7 @@ class PagePacking:
         return max(used, -(-blocks // self.together))
 
     def freeing(self, free: Iterable[int]) -> list[int]:
-        """Those of `free` (backed blocks that are not in use) whose pages have no other blocks: they can free pages."""
+        """The blocks of `free` (backed, not in use) whose pages have no other blocks: giving them up frees pages."""
         free = list(free)
         if not self.shared:
             return free

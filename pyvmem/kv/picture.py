@@ -1,4 +1,4 @@
-"""Who owns a KV cache's pages, as a picture: a bar of text for terminals, SVG for notebooks and documents, PNG.
+"""Pictures of the owners of a KV cache's pages: a bar of text for terminals, SVG for notebooks and documents, PNG.
 
 The parts of a cache's budget, in the order in which they are drawn:
 

@@ -1,4 +1,4 @@
-"""Which of an allocator's pages are backed: those in use, in the radix cache or free. Others have no memory.
+"""The backed pages of an allocator: those in use, in the radix cache or free. Others have no memory.
 
 SGLang's allocator keeps its free pages as a tensor on the device. The budget concatenates pages that are backed, and
 slices pages off the end. Both are in stream order, so no step waits for the device; the numbers of what was sliced off

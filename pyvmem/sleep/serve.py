@@ -87,7 +87,7 @@ class Serve(http.Limits):
         raise NotImplementedError
 
     def number(self) -> int:
-        """Which of the server's processes this is, from 0 on."""
+        """The number of this process among the server's, from 0 on."""
         return 0
 
     def keys(self, state: Any) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Who sleeps, who wakes and who waits, among models that share a pool. There is no daemon.
+"""Decides which of the models that share a pool sleeps, wakes or waits. There is no daemon.
 
 Each engine looks at what all of them publish, and decides by `decide` for itself alone. All engines decide by the same
 rules, so at most one acts at a time. Nothing is remembered: an order to drain is what the rules say now. It lapses when
@@ -144,7 +144,7 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
 
 
 def suffices(models: Sequence[Model], me: Model, now: float, slice: float) -> bool:
-    """Whether the weights that models give would wake the asker, or let it go on, while `me` keeps its requests' KV."""
+    """Return whether the weights that models give would wake the asker, or let it go on, while `me` keeps its requests' KV."""
     asker = first(models, now, slice)
     if asker is None or not me.gives:
         return False

@@ -350,7 +350,7 @@ class Weights:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that has the weights."""
         return self._device
 
     @property

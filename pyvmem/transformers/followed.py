@@ -12,7 +12,7 @@ import ast
 import hashlib
 from pathlib import Path
 
-# Of the newest release that `make test-transformers-releases` has passed: {file: {function or class: digest}}.
+# Digests of the newest release that `make test-transformers-releases` has passed: {file: {function or class: digest}}.
 FOLLOWED = {
     "cache_utils.py": {
         "CacheLayerMixin": "ff278b39", "DynamicLayer": "a88a0d50", "DynamicSlidingWindowLayer": "19efd5c9",

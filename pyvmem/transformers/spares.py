@@ -29,7 +29,7 @@ MOST = 4  # caches: a model, its assistant, and those of another call
 
 # Lists change in single steps, without a lock: garbage collection may end a cache in the middle of any call here.
 _spares: list[_Spare] = []
-# Of each cache that may serve another `VMemCache`: the process, what must be the same, and `_users` when it was new.
+# For each cache that may serve another `VMemCache`: the process, what must be the same, and `_users` when it was new.
 _kinds: weakref.WeakKeyDictionary[KVCache, tuple[int, Any, list[int]]] = weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""Where a block lies in the one allocation that holds vLLM's KV cache, and which of vLLM's layouts the cache gets.
+"""The place of each block in the one allocation that holds vLLM's KV cache, and the choice among vLLM's layouts.
 
 vLLM places layer ``l`` of block ``b`` at ``offset + l * layer_stride + b * block_stride`` (``KVCacheTensor``). That
 covers every kind of layer: full and latent attention, windows, states of Mamba, drafts. Groups of layers overlay each

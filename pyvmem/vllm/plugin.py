@@ -32,7 +32,7 @@ def _connector(c: Any) -> str | None:
     """The KV connector of a configuration, and which of its settings goes beyond copies of single blocks."""
     given, kv_cache = getattr(c, "kv_transfer_config", None), getattr(c, "cache_config", None)
     name, more = getattr(given, "kv_connector", None), {} if given is None else given.kv_connector_extra_config
-    # Of a chunk of several blocks, vLLM stores what is left if a window has passed the first ones.
+    # If a window has passed the first blocks of a chunk, vLLM stores the others.
     beyond = [key for key in ("spec_name", "blocks_per_chunk", "block_size") if key in more]
     if kv_cache is not None and kv_cache.kv_offloading_size is not None:  # from which vLLM makes the connector later
         simple = os.environ.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") != "0"

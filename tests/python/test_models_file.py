@@ -162,7 +162,9 @@ def test_weights_are_found_in_the_cache_of_hugging_face_and_counted_once(tmp_pat
 def test_what_each_server_needs_besides_is_counted_against_the_gpu(monkeypatch):
     monkeypatch.setattr(models, "_gpu", lambda: 72 << 30)  # it is asked where the file does not say it
     wrong = FILE.replace('gpu = "80G"\n', "")
-    with pytest.raises(ValueError, match=r"size: 70\.0 GiB, and 2\.5 GiB .* 2 servers .* 72\.0 GiB; size can be at most 69\.5 GiB"):
+    with pytest.raises(
+        ValueError, match=r"size: 70\.0 GiB, and 2\.5 GiB .* 2 servers .* 72\.0 GiB; size can be at most 69\.5 GiB"
+    ):
         models.read(wrong)
     assert models.read(wrong.replace("priority", 'outside = "700M"\npriority')).gpu == 72 << 30
     monkeypatch.setattr(models, "_gpu", int)  # no GPU here

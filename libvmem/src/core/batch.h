@@ -88,7 +88,7 @@ static inline void mark_empty(struct batch *b, struct vmem__leaf *leaf, uint64_t
         entry[u] = ENTRY_PENDING | ENTRY_COMING | b->opid;
 }
 
-// Where the leaf of addr ends, but at most `end`.
+// The end of the leaf that contains addr, but at most `end`.
 static inline uint64_t leaf_end(const struct vmem__reservation_rec *s, uint64_t addr, uint64_t end)
 {
     const uint64_t stop = addr + LEAF_ENTRIES * GRANULE - (addr - s->b.addr) % (LEAF_ENTRIES * GRANULE);

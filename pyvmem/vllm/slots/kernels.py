@@ -28,7 +28,7 @@ TILE = 64  # rows that are loaded together
 # Compiled once for all numbers of requests: CUDA graphs are captured for many.
 @triton.jit(do_not_specialize=["requests"])
 def plan_kernel(ends, lengths, requests, window, REQUESTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where each request's tiles end in the sequence, for one head. REQUESTS: a power of 2, at least `requests`."""
+    """The end of each request's tiles in the sequence, for one head. REQUESTS: a power of 2, at least `requests`."""
     r = tl.arange(0, REQUESTS)
     rows = tl.load(lengths + r, mask=r < requests, other=0)
     if window > 0:
