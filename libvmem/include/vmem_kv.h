@@ -183,10 +183,10 @@ struct vmem_kv_request {
     uint64_t n_runs;
 };
 // Asks how many of these new requests, in this order, would find a slot and memory if each were allocated, began with
-// its prefix, and took part in the next step. *fit (NULL is
-// allowed) receives the number. Returns 0 if all n fit. Otherwise it returns what the first request that does not fit
-// lacks: -ENOMEM for memory, -ENOSPC for a slot. Changes nothing, but a member of a pool takes and asks for what all n
-// need. Requests that end count as running. The step may find that they have ended.
+// its prefix, and took part in the next step. *fit (NULL is allowed) receives the number. Returns 0 if all n fit.
+// Otherwise it returns what the first request that does not fit lacks: -ENOMEM for memory, -ENOSPC for a slot. Changes
+// nothing, but a member of a pool takes what is free there, and asks for what that request lacks. Requests that end
+// count as running. The step may find that they have ended.
 int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit);
 // Sets the watermark: the memory that new requests must leave free for the growth of running ones. vmem_kv_fit and
 // vmem_kv_room (slot -1) take it into account. It is `bytes` or `percent` of the budget (at most 100), whichever is

@@ -292,8 +292,16 @@ static void test_a_lower_maximum_holds_at_once(uint32_t flags, bool kept, bool g
     }
 }
 
-// A scheduler asks for all that wait, and the pool is asked for the whole: not for the first request that does not fit.
-static void test_waiting_requests_are_announced(uint32_t flags)
+// Asks the pool for what waiting requests lack, until all of them fit.
+static void wait_until_they_fit(vmem_kv *kv, const struct vmem_kv_request *waiting, size_t n)
+{
+    for (size_t fit = 0; fit < n;)
+        if (vmem_kv_fit(kv, waiting, n, &fit))
+            CHECK(wait_for(kv) != VMEM_KV_DEFERRED);
+}
+
+// The pool is asked for the first request that does not fit, and then for the next.
+static void test_fit_asks_for_what_does_not_fit(uint32_t flags)
 {
     vmem_kv_pool *pool = make_pool(600);
     vmem_context *own = test_context(0);
@@ -314,15 +322,9 @@ static void test_waiting_requests_are_announced(uint32_t flags)
     CHECK(missing && missing <= 250);
     CHECK(shortage().coming_pages >= missing);
     CHECK_EQ(wait_for(b), VMEM_KV_APPLIED);
-    CHECK(stats(b).budget_pages >= 20 + 250 + 126);
+    CHECK(stats(b).budget_pages >= 20 + 250);
+    wait_until_they_fit(b, waiting, 3);
     CHECK(row_of(pool, "a").has >= 20 * test_page && row_of(pool, "a").has <= 210 * test_page);
-    OK(vmem_kv_fit(b, waiting, 3, &fit));
-    CHECK_EQ(fit, 3);
-    // The pool's thread takes the memory for them before any step does.
-    while (test_stats(own).overhead < (20 + 250 + 126) * test_page) {
-        OK(vmem_kv_fit(b, waiting, 3, &fit));
-        usleep(100);
-    }
     for (size_t i = 0; i < 3; i++)
         OK(step(b, alloc(b, waiting[i].tokens), (int32_t)waiting[i].tokens));
     CHECK(stats(b).held_pages >= 20 + 250 + 126);
@@ -332,7 +334,69 @@ static void test_waiting_requests_are_announced(uint32_t flags)
     vmem_kv_pool_destroy(pool);
 }
 
-// Budget that another process has just given back counts, whether or not this one has heard of it.
+// The pool is asked for what only the watermark keeps from a new request, too.
+static void test_fit_asks_for_the_watermark(void)
+{
+    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
+    join(pool, a, 0, 0, "a");
+    join(pool, b, 0, 0, "b");
+    uint32_t kept = alloc(a, ROWS);
+    OK(step(a, kept, ROWS)); // 250 pages
+    OK(vmem_kv_free(a, kept, 0));
+    OK(step(b, alloc(b, 0), 320)); // 20 pages
+    OK(vmem_kv_set_watermark(b, 20 * test_page, 0));
+    const struct vmem_kv_request waiting = {.tokens = 320};
+    size_t fit;
+    ERR(vmem_kv_fit(b, &waiting, 1, &fit), ENOMEM, "the watermark keeps");
+    CHECK(shortage().watermark_pages && shortage().coming_pages);
+    wait_until_they_fit(b, &waiting, 1);
+    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(b, 0);
+    vmem_kv_pool_destroy(pool);
+}
+
+// What fit counts can be allocated and stepped, whatever has arrived meanwhile.
+static void test_fit_is_exact(void)
+{
+    uint64_t seed = 1;
+    vmem_kv_pool *pool = make_pool(900);
+    vmem_context *own = test_context(0);
+    vmem_kv *giver = make(ctx, 0, 0), *getter = make(own, 0, 0);
+    join(pool, giver, 0, 800, "giver");
+    join(pool, getter, 0, 0, "getter");
+    for (int turn = 0; turn < 5; turn++) {
+        uint32_t given[3];
+        for (int i = 0; i < 3; i++) {
+            given[i] = alloc(giver, 0);
+            while (step(giver, given[i], ROWS - (int32_t)(rnd(&seed) % (ROWS / 2))))
+                wait_for(giver);
+        }
+        for (int i = 0; i < 3; i++)
+            OK(vmem_kv_free(giver, given[i], 0));
+        struct vmem_kv_request waiting[SLOTS];
+        for (int i = 0; i < SLOTS; i++)
+            waiting[i] = (struct vmem_kv_request){.tokens = 1 + (uint32_t)(rnd(&seed) % (ROWS - ROWS / 8))};
+        uint32_t slots[SLOTS], n = 0;
+        while (n < SLOTS) {
+            size_t fits;
+            if (vmem_kv_fit(getter, waiting + n, SLOTS - n, &fits))
+                wait_for(getter);
+            for (; fits; fits--, n++) {
+                slots[n] = alloc(getter, 0);
+                OK(step(getter, slots[n], (int32_t)waiting[n].tokens));
+            }
+        }
+        while (n)
+            OK(vmem_kv_free(getter, slots[--n], 0));
+    }
+    vmem_kv_destroy(giver, 0);
+    vmem_kv_destroy(getter, 0);
+    vmem_context_destroy(own);
+    vmem_kv_pool_destroy(pool);
+}
+
+// What another process has just given back counts, whether or not this one has heard of it.
 static void test_fit_knows_what_a_step_would_get(void)
 {
     vmem_kv_pool *pool = make_pool(300);
@@ -350,8 +414,8 @@ static void test_fit_knows_what_a_step_would_get(void)
     vmem_kv_pool_destroy(pool);
 }
 
-// A step asks for what it lacks itself. That does not take back what was asked for all that wait.
-static void test_a_step_leaves_the_larger_question(void)
+// A step that finds what it needs does not take back what was asked for requests that wait. One that was short does.
+static void test_a_step_ends_its_own_question(void)
 {
     vmem_kv_pool *pool = make_pool(300);
     vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
@@ -365,9 +429,13 @@ static void test_a_step_leaves_the_larger_question(void)
     CHECK(needs >= 150 * test_page);
     OK(step(b, t, 100)); // 8 pages: there are as many
     CHECK_EQ(row_of(pool, "b").needs, needs);
-    ERR(step(b, t, 1000), ENOMEM, "pages are missing");
-    CHECK_EQ(row_of(pool, "b").needs, needs);
-    OK(vmem_kv_pool_ask(b, 0)); // a new question replaces the last
+    ERR(step(b, t, 1000), ENOMEM, "pages are missing"); // a new question replaces the last
+    CHECK(row_of(pool, "b").needs && row_of(pool, "b").needs < needs);
+    OK(step(b, t, 200));
+    CHECK_EQ(row_of(pool, "b").needs, 0);
+    OK(vmem_kv_pool_ask(b, 200 * test_page));
+    CHECK(row_of(pool, "b").needs);
+    OK(vmem_kv_pool_ask(b, 0));
     CHECK_EQ(row_of(pool, "b").needs, 0);
     vmem_kv_destroy(a, 0);
     vmem_kv_destroy(b, 0);
@@ -408,7 +476,7 @@ static void test_a_giver_that_gets_no_more_pages(void)
     CHECK_EQ(wait_for(giver), VMEM_KV_APPLIED);
     const uint32_t slot = alloc(giver, 0);
     vmem__pool_ask_ns = 0;
-    while (!stats(giver).worker_errors) { // until the thread knows that nobody announces growth
+    while (!stats(giver).worker_errors) {
         OK(step(giver, slot, 900));
         usleep(100);
     }
@@ -669,10 +737,12 @@ int main(int argc, char **argv)
         test_a_lower_maximum_holds_at_once(overlap ? VMEM_KV_OVERLAP : 0, false, true);
     }
     test_a_maximum_holds();
-    test_waiting_requests_are_announced(0);
-    test_waiting_requests_are_announced(VMEM_KV_OVERLAP);
+    test_fit_asks_for_what_does_not_fit(0);
+    test_fit_asks_for_what_does_not_fit(VMEM_KV_OVERLAP);
+    test_fit_asks_for_the_watermark();
+    test_fit_is_exact();
     test_fit_knows_what_a_step_would_get();
-    test_a_step_leaves_the_larger_question();
+    test_a_step_ends_its_own_question();
     test_a_question_lapses();
     test_a_giver_that_gets_no_more_pages();
     test_a_giver_that_fails_to_unmap();

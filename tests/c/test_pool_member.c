@@ -47,7 +47,6 @@ static void get_state(void *self, struct vmem__member_state *out)
     CHECK(h->locked);
     *out = (struct vmem__member_state){.budget = h->budget,
                                        .held = h->held,
-                                       .pinned = h->held,
                                        .target = h->budget,
                                        .min_pages = h->min_pages,
                                        .evictable = h->evictable};

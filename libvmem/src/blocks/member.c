@@ -24,7 +24,6 @@ static void get_state(void *blocks, struct vmem__member_state *out)
     *out = (struct vmem__member_state){
         .budget = b->budget,
         .held = b->held,
-        .pinned = b->held,
         .target = b->budget,
         .min_pages = b->held,
         .evictable = b->offer < still_offered ? b->offer : still_offered,

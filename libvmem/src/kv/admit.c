@@ -121,30 +121,32 @@ static int add_request(vmem_kv *kv, const struct vmem_kv_request *r, struct admi
 static int admit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
 {
     struct admitted a = {.attached = kv->ledger.pinned_pages, .stepped = kv->ledger.pinned_pages};
-    uint64_t limit = 0, back = kept_back(kv), most = 0;
+    uint64_t limit = 0, back = kept_back(kv);
     int rc = 0;
     kv->mark++;
-    // A pool is asked for what all of them need. So those that do not fit are counted, too.
-    size_t i = 0;
-    for (; i < n && i < kv->in_state[VMEM_KV_FREE]; i++, back = kv_watermark(kv)) { // a request runs from here on
-        const int failed = add_request(kv, &requests[i], &a);
-        if (failed)
-            return rc ? rc : failed;
-        most = a.peak + back;
-        if (!rc && most > limit)
-            limit = vmem__kv_page_limit(kv, most);
-        if (!rc && most > limit)
-            rc = vmem__kv_short_beside(kv, a.peak, limit, back);
-        if (requests[i].n_runs)
-            vmem__kv_unprotect_found(kv);
-        if (rc && !kv->membership.member)
+    while (*fit < n && *fit < kv->in_state[VMEM_KV_FREE]) {
+        const struct vmem_kv_request *r = &requests[*fit];
+        rc = add_request(kv, r, &a);
+        if (rc)
             return rc;
-        *fit += !rc;
+        const uint64_t most = a.peak + back;
+        if (most > limit)
+            limit = vmem__kv_page_limit(kv, most);
+        // The pool may have more free budget than this process knows.
+        if (most > limit && most > kv->ledger.budget) {
+            vmem__kv_claim(kv, most);
+            limit = vmem__kv_page_limit(kv, most);
+        }
+        if (most > limit)
+            rc = vmem__kv_short_beside(kv, a.peak, limit, back);
+        if (r->n_runs)
+            vmem__kv_unprotect_found(kv);
+        if (rc)
+            return rc;
+        ++*fit;
+        back = kv_watermark(kv); // a request runs from here on
     }
-    if (!rc && i < n)
-        rc = vmem__kv_short_of_slots(kv);
-    vmem__kv_announce(kv, most, true);
-    return rc;
+    return *fit < n ? vmem__kv_short_of_slots(kv) : 0;
 }
 
 static int count_fitting(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit)
@@ -157,16 +159,8 @@ static int count_fitting(vmem_kv *kv, const struct vmem_kv_request *requests, si
         rc = check_request(kv, &requests[i], i);
     vmem__kv_clear_shortage();
     if (!rc && n) {
-        const uint64_t budget = kv->ledger.budget;
         begin_if_device_is_asked(kv);
         rc = admit(kv, requests, n, &fits);
-        // The pool may have had more free budget than this process knew. The first count has claimed it, so count
-        // again.
-        if (rc == -ENOMEM && kv->ledger.budget > budget) {
-            fits = 0;
-            vmem__kv_clear_shortage();
-            rc = admit(kv, requests, n, &fits);
-        }
     }
     if (fit)
         *fit = fits;

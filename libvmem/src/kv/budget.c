@@ -27,13 +27,20 @@ void vmem__kv_claim_plenty(vmem_kv *kv)
         claim_pages(kv, 0, want - kv->ledger.budget);
 }
 
-void vmem__kv_announce(vmem_kv *kv, uint64_t want, bool part)
+void vmem__kv_claim(vmem_kv *kv, uint64_t want)
 {
-    if (!kv->membership.member)
-        return;
-    kv->membership.lowering &= want <= kv->ledger.budget;
-    kv->ledger.budget += vmem__pool_announce(kv->membership.member, kv->ledger.budget, want, part);
-    kv->membership.announced = want != 0;
+    if (kv->membership.member && want > kv->ledger.budget)
+        claim_pages(kv, want - kv->ledger.budget, want - kv->ledger.budget);
+}
+
+void vmem__kv_ask(vmem_kv *kv, uint64_t want)
+{
+    uint32_t why;
+    vmem__kv_claim(kv, want);
+    if (want > kv->ledger.budget)
+        vmem__pool_ask(kv->membership.member, kv->ledger.held, want - kv->ledger.budget, &why);
+    else
+        vmem__pool_unask(kv->membership.member);
 }
 
 void vmem__kv_pool_leave(vmem_kv *kv)
@@ -42,7 +49,7 @@ void vmem__kv_pool_leave(vmem_kv *kv)
     pthread_mutex_lock(&kv->gate.state);
     struct vmem__member *m = kv->membership.member;
     kv->membership.member = NULL;
-    kv->membership.lowering = kv->membership.announced = false;
+    kv->membership.lowering = false;
     vmem__expect(kv->ctx, 0, -(int64_t)kv->membership.missed);
     kv->membership.missed = 0;
     if (m) // what it has not used goes back now
@@ -155,6 +162,9 @@ int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t b
     else
         record_shortage(kv, limit < kv->ledger.budget ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET,
                         want + back - limit);
+    if (want <= limit && limit >= kv->ledger.budget)
+        shortage.coming_pages =
+            vmem__pool_ask(kv->membership.member, kv->ledger.held, shortage.missing_pages, &shortage.refusal);
     shortage.watermark_pages = MIN(back, shortage.missing_pages);
     if (want > limit)
         return -ENOMEM; // the error text is set

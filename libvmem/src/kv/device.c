@@ -83,7 +83,9 @@ void vmem__kv_trim_prealloc(vmem_kv *kv, uint64_t pages)
 
 void vmem__kv_trim(vmem_kv *kv, bool wanted) { vmem__trim_to(kv->ctx, lock_preallocated_by_others(kv), wanted, NULL); }
 
-uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room)
+// Pages whose memory the device has given and no page uses. *room, unless NULL: those that the context's budget has
+// room for.
+static uint64_t spare_memory(const vmem_kv *kv, uint64_t *room)
 {
     vmem_context *ctx = kv->ctx;
     vmem__lock(ctx);
@@ -119,7 +121,7 @@ static int device_free(const vmem_kv *kv, uint64_t age, uint64_t *bytes)
 
 static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
 {
-    uint64_t free, room, spare = vmem__kv_spare_memory(kv, &room);
+    uint64_t free, room, spare = spare_memory(kv, &room);
     if (device_free(kv, age, &free))
         return UINT64_MAX >> kv->page_shift; // unknown: a later request for pages succeeds or fails
     if (!kv->ctx->b.ops->populate)           // the device's memory comes in arenas of whole blocks
@@ -148,7 +150,7 @@ static uint64_t count_reachable(const vmem_kv *kv, uint64_t most, uint64_t want,
 {
     if (!kv->membership.member && kv->ledger.preallocated >= kv->ledger.budget)
         return most;
-    const uint64_t there = kv->ledger.held - kv->ledger.pending, at_hand = there + vmem__kv_spare_memory(kv, NULL);
+    const uint64_t there = kv->ledger.held - kv->ledger.pending, at_hand = there + spare_memory(kv, NULL);
     const uint64_t reached = at_hand >= want ? at_hand : there + device_pages(kv, age);
     return MIN(most, reached);
 }

@@ -228,7 +228,7 @@ struct kv_membership {
     uint64_t offered;      // pages of requests that evict would release
     uint64_t missed;       // bytes of pages that the pool took back and the cache will want again
     bool lowering;         // other members wait for pages beyond lower_to: each page that goes lowers the budget
-    bool announced;        // the cache has told the pool how many pages its waiting requests will need
+    bool asked;            // a step lacked pages, and the pool was asked for them
     uint64_t lower_to;     // pages: the budget to which the cache shrinks while it is `lowering`
     uint64_t portion;      // pages that the worker gives back in one call while others wait for them
     uint64_t pinned_pages; // kv_ledger.pinned_pages after the last call
@@ -466,10 +466,10 @@ static inline uint64_t kv_watermark(const vmem_kv *kv)
 
 // Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
 static inline uint64_t kv_low(const vmem_kv *kv) { return kv->ledger.budget * kv->reclaim_percent / 100; }
-// False, too, while other members or waiting requests have a claim to the memory.
+// False, too, while other members have a claim to the memory.
 static inline bool kv_plentiful(const vmem_kv *kv)
 {
-    return !kv->membership.lowering && !kv->membership.announced && kv_unused(kv) >= 2 * kv_low(kv);
+    return !kv->membership.lowering && kv_unused(kv) >= 2 * kv_low(kv);
 }
 
 // ---- turn.c ---------------------------------------------------------------------------------------------------------
@@ -827,9 +827,6 @@ void vmem__kv_set_preallocated(vmem_kv *kv, uint64_t pages); // sets only the nu
 // Returns device memory that no page uses and no cache preallocated. wanted: keeps what somebody waits for. No lock is
 // held.
 void vmem__kv_trim(vmem_kv *kv, bool wanted);
-// How many pages fit into device memory that the context has and no page uses. *room, unless NULL: how many more pages
-// the context's budget allows.
-uint64_t vmem__kv_spare_memory(const vmem_kv *kv, uint64_t *room);
 // How many pages could be created now, by the driver's word on its free memory. Needs no lock.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
 // True if the driver's last answer on the device's free memory is old. A call that shows statistics then asks before it
@@ -870,9 +867,10 @@ void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason
 // ---- budget.c -------------------------------------------------------------------------------------------------------
 
 // These need api and state, and do nothing for a cache that is in no pool.
-// Announces that the cache will have `want` pages once its waiting requests run: claims free budget, asks other members
-// for the rest, and lets the pool's thread take the device memory. part: if the member's maximum is less, up to that.
-void vmem__kv_announce(vmem_kv *kv, uint64_t want, bool part);
+// The cache will have `want` pages: vmem__kv_claim claims those that its budget lacks; vmem__kv_ask also asks the other
+// members for the rest.
+void vmem__kv_claim(vmem_kv *kv, uint64_t want);
+void vmem__kv_ask(vmem_kv *kv, uint64_t want);
 // For the worker: claims free budget of the pool, so that memory stays plentiful.
 void vmem__kv_claim_plenty(vmem_kv *kv);
 // Leaves the pool, before the cache is destroyed. No lock is held.

@@ -42,7 +42,6 @@ static void get_state(void *self, struct vmem__member_state *out)
     const uint64_t min_pages = vmem__kv_min_pages(kv);
     *out = (struct vmem__member_state){.budget = kv->ledger.budget,
                                        .held = kv->ledger.held,
-                                       .pinned = kv->ledger.pinned_pages,
                                        .target = kv->membership.lowering ? kv->membership.lower_to : kv->ledger.budget,
                                        .min_pages = min_pages,
                                        .evictable = MIN(evictable(kv), min_pages),
@@ -113,19 +112,6 @@ static void evict(void *self, uint64_t pages)
     unlock(kv);
 }
 
-static uint64_t ready_pages(void *self)
-{
-    vmem_kv *kv = self;
-    return kv->ledger.held + vmem__kv_spare_memory(kv, NULL);
-}
-
-static void announced_ended(void *self)
-{
-    vmem_kv *kv = self;
-    kv->membership.announced = false;
-    vmem__kv_worker_wake(kv);
-}
-
 static uint64_t wanted(void *self) { return vmem__kv_wanted_budget(self); }
 
 static void answered(void *self, uint64_t bytes, int rc, uint32_t why)
@@ -146,8 +132,6 @@ static const struct vmem__member_ops ops = {
     .continue_lowering = continue_lowering,
     .trim = trim,
     .evict = evict,
-    .ready_pages = ready_pages,
-    .announced_ended = announced_ended,
     .wanted = wanted,
     .answered = answered,
 };
@@ -171,7 +155,6 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
         .ctx = kv->ctx,
         .page_size = kv->page_size,
         .held = kv->ledger.held,
-        .whole = kv->whole,
         .name = s.name ? s.name : "kv",
         .min = s.min,
         .max = s.max,
@@ -247,7 +230,7 @@ int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
         return rc;
     if (!kv->membership.member)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is in no pool"));
-    vmem__kv_announce(kv, vmem__kv_min_pages(kv) + kv_ceil_pages(bytes, kv), false);
+    vmem__kv_ask(kv, vmem__kv_min_pages(kv) + kv_ceil_pages(bytes, kv));
     return vmem__kv_leave(kv, 0);
 }
 

@@ -91,7 +91,6 @@ static uint64_t uncovered_bytes(const struct vmem__member *m, uint64_t fall)
 static bool shrink_member(struct vmem__member *m, struct vmem__member_state *s)
 {
     m->ops->get_state(m->self, s);
-    vmem__pool_expire_announced(m, s->pinned);
     keep_to_max(m, s);
     const bool more = m->ops->continue_lowering && m->ops->continue_lowering(m->self, least_pages(m, s));
     m->ops->get_state(m->self, s);
@@ -138,7 +137,7 @@ static bool refresh_member(struct vmem__member *m)
     pthread_mutex_lock(&m->pool->lock);
     m->saw_revision = m->pool->table.head.revision;
     // A member that neither asks nor waits any more does not want retained memory.
-    if (!m->waiting && !m->announced_pages && vmem__now() - m->asked_at > vmem__pool_ask_ns)
+    if (!m->waiting && vmem__now() - m->asked_at > vmem__pool_ask_ns)
         vmem__pool_retain(m, 0);
     pthread_mutex_unlock(&m->pool->lock);
     m->ops->lock(m->self);
@@ -354,7 +353,7 @@ static bool apply_decisions(struct vmem__member *m)
     struct vmem__member_state s;
     uint64_t evict = 0;
     pthread_mutex_lock(&pool->lock);
-    const bool any = vmem__pool_acceptable_bytes(m) >> m->page_shift || m->to_give;
+    const bool any = m->granted >> m->page_shift || m->to_give;
     pthread_mutex_unlock(&pool->lock);
     if (!any)
         return false;
@@ -394,7 +393,6 @@ static bool serve_members(vmem_kv_pool *pool)
             m->busy = true;
             pthread_mutex_unlock(&pool->lock);
             again |= pass ? apply_decisions(m) : refresh_member(m);
-            again |= pass && vmem__pool_prealloc(m);
             pthread_mutex_lock(&pool->lock);
             m->busy = false;
             pthread_cond_broadcast(&pool->news);

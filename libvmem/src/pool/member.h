@@ -7,7 +7,7 @@
 // A member must do this:
 // - It keeps its own budget, in pages of its own size, and never has more pages than that, those in the making included.
 //   After vmem__pool_join the budget is what the pool granted; 0 is a normal grant. It changes only by raise_budget,
-//   lower_budget and continue_lowering, and by what claim and announce return.
+//   lower_budget and continue_lowering, and by what claim returns.
 // - It has a lock that guards the budget and all that `state` reports. The pool's thread takes it for microseconds, one
 //   member at a time, and holds none of the pool's locks meanwhile.
 // - Before a call fails for want of budget, it claims. What the claim does not find, it asks for, and reports the shortage.
@@ -34,7 +34,6 @@ struct vmem__member;
 struct vmem__member_state {
     uint64_t budget;    // the most pages that the member may have
     uint64_t held;      // pages that exist or are in the making
-    uint64_t pinned;    // of `held`, pages that the member could not take back for other uses of its own
     uint64_t target;    // the budget to which the member is shrinking; equal to `budget`: it is not
     uint64_t min_pages; // the smallest size to which the member can shrink now without breaking a promise to a caller
     uint64_t evictable; // of `min_pages`, pages that evict could free
@@ -66,13 +65,6 @@ struct vmem__member_ops {
     // others in the next round.
     void (*evict)(void *self, uint64_t pages);
 
-    // Locked; NULL: the pool's thread never preallocates device memory for this member. Returns how many pages exist or
-    // have device memory that is already taken.
-    uint64_t (*ready_pages)(void *self);
-    // Locked; NULL if `ready_pages` is. Tells the member that its announcement has ended: the pages have come, or
-    // nobody waits for them any more.
-    void (*announced_ended)(void *self);
-
     // Locked; NULL: no other process can ask. Returns the maximum, in bytes, that another process asks for and that is
     // not answered yet; 0: none.
     uint64_t (*wanted)(void *self);
@@ -85,7 +77,6 @@ struct vmem__member_terms {
     vmem_context *ctx;
     uint64_t page_size;
     uint64_t held; // pages
-    bool whole;    // pages are allocated several at a time, in sizes known only then: no memory is preallocated
     const char *name;
     uint64_t min, max; // bytes, as in struct vmem_kv_pool_share
 };
@@ -93,7 +84,7 @@ struct vmem__member_terms {
 // ---- what members call -------------------------------------------------------------------------------------------------
 //
 // Pages are of the member's size. The member's lock is held, except in wake, show, leave and left. m may be NULL, for a
-// member of no pool, except in join, claim and announce: the call then does nothing and returns 0.
+// member of no pool, except in join and claim: the call then does nothing and returns 0.
 
 // Makes a member. *budget: the pages that it may have from now on.
 int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void *self,
@@ -111,10 +102,6 @@ uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t he
 uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, uint32_t *refusal);
 // Withdraws the question: the member has found the pages.
 void vmem__pool_unask(struct vmem__member *m);
-// Announces that the member will have `want` pages in all once its waiting requests run. Claims them, asks for the
-// rest, and has the thread take device memory for them. part: if the member's maximum is less, up to that. Returns by
-// how many pages the budget grows at once. An announcement holds until `announced_ended` or the next one.
-uint64_t vmem__pool_announce(struct vmem__member *m, uint64_t budget, uint64_t want, bool part);
 // The member can give more than before: if somebody asks for it, has the thread look at the members soon.
 void vmem__pool_wake(const struct vmem__member *m);
 // Copies the member's row, and if `path` is empty the path of the pool's file.

@@ -232,7 +232,6 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     m->self = self;
     m->ctx = terms->ctx;
     m->page_shift = (uint32_t)__builtin_ctzll(terms->page_size);
-    m->whole = terms->whole;
     m->row.min = terms->min;
     m->row.max = terms->max;
     strncpy(m->row.name, terms->name, sizeof(m->row.name) - 1);

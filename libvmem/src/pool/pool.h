@@ -72,13 +72,12 @@ extern _Atomic uint64_t vmem__pool_ask_ns;
 // The unused memory of its context that the next look at a member returns to the device.
 enum trimming { TRIM_NOTHING, TRIM_UNWANTED, TRIM_ALL };
 
-// Five amounts of one member, the first two in bytes and the others in pages:
+// Four amounts of one member, the first two in bytes and the others in pages:
 //
 //   row.has   the member's part of the pool's budget, as others see it; falls only when memory is back on the device
 //   row.held  the member's pages, as others see them
 //   s.budget  the most pages that the member may have now; less than row.has by `granted` and by what it is giving
 //   s.held    the member's pages; at most s.budget, unless the budget has just shrunk
-//   s.pinned  of these, pages that the member could not use for anything else
 struct vmem__member {
     struct vmem__member *next;
     struct vmem_kv_pool *pool;
@@ -86,7 +85,6 @@ struct vmem__member {
     void *self;
     vmem_context *ctx;
     uint32_t page_shift;
-    bool whole;                   // as in struct vmem__member_terms
     uint32_t place;               // the index of the member's row in the table
     struct vmem__remnant remnant; // pages that stay after the member has left, and its row with them
     bool busy;                    // the pool's thread serves the member now, without the pool's lock
@@ -100,12 +98,8 @@ struct vmem__member {
     uint64_t told_at;                        // ns, when a call learned that the last question was refused; 0: none has
     uint64_t freed_at_refusal;               // vmem_kv_pool.freed when the round began that refused the last question
     uint64_t granted;                        // bytes in row.has that the member's budget does not have yet
-    uint64_t announced_pages; // pages that the member will have once its waiting requests run; 0: unknown
-    uint64_t announced_at;    // ns
-    bool reserving;           // of the announced pages, the budget gets only ready_bytes, and no call takes free budget
-    uint64_t ready_bytes;     // bytes by which the budget can grow without asking the device for memory
-    uint64_t to_give;         // bytes that the member is to give back
-    uint64_t saw_revision;    // number of the last question that had been asked when the thread looked at the member
+    uint64_t to_give;                        // bytes that the member is to give back
+    uint64_t saw_revision; // number of the last question that had been asked when the thread looked at the member
     // Members of one context hand device memory over: memory that one frees stays in the context for those that wait.
     uint64_t wants; // bytes beyond its pages that the member waits for, as it has told the context
     // Bytes that the member no longer has and that the context keeps. They stay in row.has until another row has them.
@@ -158,16 +152,9 @@ int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uin
 // Changes a member's share; calls begin and end itself. A member over its new maximum shrinks when the thread looks at
 // it, or in vmem__pool_keep_to_max.
 int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why);
-// How many granted bytes the member's budget may grow by now; and the call that takes them out of `granted` and returns
-// them in pages. The pool's thread makes it, or a call that is short, whichever comes first.
-uint64_t vmem__pool_acceptable_bytes(const struct vmem__member *m);
+// Takes what the member has been granted out of `granted`, and returns it in pages, by which its budget grows. The pool's
+// thread calls it, or a call that is short, whichever comes first.
 uint64_t vmem__pool_accept(struct vmem__member *m);
-
-// With the member's lock held, and not the pool's: ends an announcement when the member uses so many pages, or has not
-// repeated it for some time.
-void vmem__pool_expire_announced(struct vmem__member *m, uint64_t used);
-// With no lock held: takes some device memory for announced pages. True: another round is due at once.
-bool vmem__pool_prealloc(struct vmem__member *m);
 
 // ---- balance.c
 
