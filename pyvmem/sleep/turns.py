@@ -144,7 +144,7 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
 
 
 def suffices(models: Sequence[Model], me: Model, now: float, slice: float) -> bool:
-    """Return whether the weights that models give would wake the asker, or let it go on, while `me` keeps its requests' KV."""
+    """Return whether the weights that models give would wake the asker or let it go on, without the KV of `me`."""
     asker = first(models, now, slice)
     if asker is None or not me.gives:
         return False
