@@ -70,7 +70,7 @@ class BlockBudget:
         self.least, self.low = min(least, total), low
         self._allowed = total  # as of the last step
         self.unbacked = PagePacking(total, block_bytes, 0)
-        self._span = 0  # as the worker says that has the largest blocks
+        self._page_bytes = 0  # as the worker says that has the largest blocks
         self._measured = 0.0
         self.lent = False
         self.behind = False  # another engine of the pool gets memory first
@@ -181,7 +181,7 @@ class BlockBudget:
         out = self.unbacked
         if not out.shared:
             return 0
-        most, left = self._most_bytes() // out.span, self._left_bytes() // out.span
+        most, left = self._most_bytes() // out.page_bytes, self._left_bytes() // out.page_bytes
         if self.num_backed <= self.least and out.pages > min(most, left):
             # Free blocks may leave, and blocks that share pages come in their place.
             most = max(most, out.fewest_pages(self.least, self.free_ids()))
@@ -242,18 +242,18 @@ class BlockBudget:
     def asked(self) -> bool:
         """Return whether other engines of the pool ask for blocks that are backed here, or for their pages."""
         out = self.unbacked
-        return self._left_bytes() < max(self.num_backed * self.block_bytes, out.pages * out.span)
+        return self._left_bytes() < max(self.num_backed * self.block_bytes, out.pages * out.page_bytes)
 
     def _learn_pages(self) -> None:
         """Take over which blocks share pages, once workers have their memory and know it."""
         cells = self.page.cells
         largest = max(range(self.ranks), key=lambda rank: cells[control.OWN_BLOCK + rank])
-        block, span = cells[control.OWN_BLOCK + largest], cells[control.SPAN + largest]
-        if block and (span, block) != (self._span, self.block_bytes):
-            self._span, self.block_bytes = span, block
+        block, page_bytes = cells[control.OWN_BLOCK + largest], cells[control.PAGE_BYTES + largest]
+        if block and (page_bytes, block) != (self._page_bytes, self.block_bytes):
+            self._page_bytes, self.block_bytes = page_bytes, block
             self.page[control.BLOCK_BYTES] = block
             out = set(self.unbacked)
-            self.unbacked = PagePacking(self.total, block, span)
+            self.unbacked = PagePacking(self.total, block, page_bytes)
             self.unbacked.take(self.total, self.total)
             self.unbacked.put(out)
 
@@ -261,12 +261,12 @@ class BlockBudget:
         """Take up to `n` unbacked blocks, whose pages fit the limits. The caller has them backed."""
         out, pages = self.unbacked, self.total
         if out.shared:
-            pages = min(self._most_bytes(), self._left_bytes()) // out.span - out.pages
+            pages = min(self._most_bytes(), self._left_bytes()) // out.page_bytes - out.pages
             short = self.least - self.num_backed - self.coming
             n, pages = min(n, short) if pages < 0 else n, max(pages, short)
             if self.page.cells[control.POOL]:
                 coming = -(-self.coming // out.together)
-                pages = min(pages, max(self._room_bytes() // out.span - coming, 0))
+                pages = min(pages, max(self._room_bytes() // out.page_bytes - coming, 0))
         return out.take(n, pages)
 
     def publish(self, wanted: int = 0, yields: bool = False, keeps: int = 0) -> None:

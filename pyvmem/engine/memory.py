@@ -157,7 +157,7 @@ class BlockMemory:
         self._back_null()
         page[control.NULL + rank] = alone = blocks.stats().held
         # Bytes of the blocks that share a page, or a page of each layer.
-        page[control.SPAN + rank] = self._tensor.page_size * block // min(r.stride for r in self._ranges)
+        page[control.PAGE_BYTES + rank] = self._tensor.page_size * block // min(r.stride for r in self._ranges)
         page[control.OWN_BLOCK + rank] = block
         return alone
 

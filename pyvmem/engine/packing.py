@@ -25,7 +25,7 @@ class PagePacking:
     total : int
     block_bytes : int
         Bytes of a block, all layers.
-    span : int
+    page_bytes : int
         Bytes of blocks that share a page; if layers are apart, that share one page of each layer. 0 if no two blocks
         share one.
 
@@ -47,14 +47,14 @@ class PagePacking:
         Bytes by which blocks stay below a limit, so that their pages keep it.
     """
 
-    def __init__(self, total: int, block_bytes: int, span: int) -> None:
-        self.span, self._bytes = max(span, block_bytes), block_bytes
-        self.count, self.pages, self.shared = total, 0, self.span > block_bytes
+    def __init__(self, total: int, block_bytes: int, page_bytes: int) -> None:
+        self.page_bytes, self._bytes = max(page_bytes, block_bytes), block_bytes
+        self.count, self.pages, self.shared = total, 0, self.page_bytes > block_bytes
         self.page_overhead = self.limit_correction = self._measured_limit = 0
-        self.together = self.span // block_bytes
+        self.together = self.page_bytes // block_bytes
         self._is_out = bytearray(b"\0" + b"\1" * total)
         pages = range(self.page_of(total) + 1)
-        self._first = [-(-page * self.span // block_bytes) for page in pages]  # the first block of each page
+        self._first = [-(-page * self.page_bytes // block_bytes) for page in pages]  # the first block of each page
         self._first.append(total + 1)
         self._size = [self._first[page + 1] - self._first[page] for page in pages]
         self._of = [self._size[0] - 1, *self._size[1:]]  # the number of blocks of each page that are out
@@ -70,7 +70,7 @@ class PagePacking:
 
     def page_of(self, block: int) -> int:
         """The page in which a block begins."""
-        return block * self._bytes // self.span
+        return block * self._bytes // self.page_bytes
 
     def inside(self, page: int) -> int:
         """How many blocks of a page are not out."""
@@ -78,9 +78,9 @@ class PagePacking:
 
     def put(self, ids: Iterable[int]) -> None:
         """Mark these blocks as out."""
-        size, span, out, of, whole = self._bytes, self.span, self._is_out, self._of, self._size
+        size, page_bytes, out, of, whole = self._bytes, self.page_bytes, self._is_out, self._of, self._size
         for i in ids:
-            page = i * size // span
+            page = i * size // page_bytes
             out[i] = 1
             of[page] += 1
             self.count += 1
@@ -128,14 +128,14 @@ class PagePacking:
 
     def whole(self, size: int) -> int:
         """The bytes of the whole pages in so many bytes."""
-        return size - size % self.span
+        return size - size % self.page_bytes
 
     def measure(self, held: int, limit: int) -> None:
         """Compute what pages hold beyond the blocks that begin in them.
 
         held : bytes of all pages but those of block 0, while no block is being backed. limit: bytes that they may hold.
         """
-        own = self.pages * self.span
+        own = self.pages * self.page_bytes
         self.page_overhead = max(held - own, 0)
         # Above the limit, blocks that leave take their part of the overhead with them. Below it, blocks that come are
         # taken to add none.
@@ -165,4 +165,4 @@ class PagePacking:
 
     def blocks_in(self, room: int) -> int:
         """Blocks that need no more than so many bytes. Blocks of pages that exist need none."""
-        return self.at_hand + room // self.span * self.together if self.shared else room // self._bytes
+        return self.at_hand + room // self.page_bytes * self.together if self.shared else room // self._bytes

@@ -106,7 +106,7 @@ class PageBudget(BlockBudget):
         step = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         least = self._pages(scheduler.max_req_len) + 2
         super().__init__(page, memory.number - 1, memory.block_bytes, least, self._pages(step) + SOME, ranks.size)
-        self.unbacked = PagePacking(self.total, self.block_bytes, memory.span)
+        self.unbacked = PagePacking(self.total, self.block_bytes, memory.page_bytes)
         self._take_all()
 
     def start(self) -> None:

@@ -159,9 +159,9 @@ class KVMemory(BlockMemory):
         return 2 if -1 in told else max(told)
 
     @property
-    def span(self) -> int:
+    def page_bytes(self) -> int:
         """Bytes of blocks that share a page, or a page of each layer."""
-        return self._page[control.SPAN + self._rank]
+        return self._page[control.PAGE_BYTES + self._rank]
 
     @property
     def nbytes(self) -> int:

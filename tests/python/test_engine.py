@@ -96,7 +96,7 @@ def test_an_engine_that_is_behind_takes_no_more(budget):
 
 def test_shared_pages_are_counted_whole(budget):
     page = budget.page
-    page[control.OWN_BLOCK], page[control.SPAN] = MIB, 4 * MIB
+    page[control.OWN_BLOCK], page[control.PAGE_BYTES] = MIB, 4 * MIB
     budget._learn_pages()
     assert budget.unbacked.shared and budget.unbacked.together == 4
     page[control.LIMIT] = 18 * MIB  # four pages and a half
