@@ -305,7 +305,7 @@ _MUTANTS = [
      replace("kv_row_see(kv, ref) != ref->pinning_slots ||", ""), "test_kv_corners"),
     ("the first step that ends is named", "kv/record_shortage",
      replace("!slots && pages_after(kv, shortage.step) < missing", "0"), "test_kv_corners"),
-    ("a slot takes any length", "kv/vmem__kv_alloc", never("max_tokens || o"), "test_kv_corners"),
+    ("a slot takes any length", "kv/alloc_slot", never("max_tokens || o"), "test_kv_corners"),
     ("a reclaim without mappings is an error", "kv/vmem__kv_reclaim_bytes", never("ENOMEM"), "test_kv_memory"),
     ("a fence may lie ahead", "kv/vmem__kv_check_fence", never("step > kv"), "test_kv_swap test_kv_fences"),
     ("steps of two caches have the same numbers", "kv/configure",

@@ -932,7 +932,8 @@ void vmem__kv_apply_wanted_budget(vmem_kv *kv);
 
 // ---- request.c ------------------------------------------------------------------------------------------------------
 
-int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot);
+// Begins a request in a free slot.
+int vmem__kv_begin_request(vmem_kv *kv, uint32_t slot);
 // Frees slots that no kernel accesses, all or none, by one call of core. For leases.
 int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // Frees the slots that wait for kernels of this step or earlier ones, which have ended.

@@ -252,14 +252,11 @@ int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *out)
 int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 {
     uint64_t done = 0;
-    uint32_t got;
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    for (; done < n && !rc; done += !rc) {
-        const struct vmem_kv_alloc_options o = {.size = sizeof o, .flags = VMEM_KV_ALLOC_SLOT, .slot = slots[done]};
-        rc = vmem__kv_alloc(kv, &o, &got);
-    }
+    for (; done < n && !rc; done += !rc)
+        rc = vmem__kv_begin_request(kv, slots[done]);
     if (rc) // they have no pages: this cannot fail
         vmem__kv_free_slots(kv, slots, done);
     return vmem__kv_leave(kv, rc);

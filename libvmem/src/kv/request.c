@@ -8,51 +8,56 @@
 
 // ---- begins ---------------------------------------------------------------------------------------------------------
 
-int vmem__kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
+int vmem__kv_begin_request(vmem_kv *kv, uint32_t slot)
+{
+    if (slot >= kv->n_slots)
+        return vmem__error(-EINVAL, "slot %u is out of range: the cache has %u slots", slot, kv->n_slots);
+    struct kv_slot *s = &kv->slots[slot];
+    if (s->state != VMEM_KV_FREE)
+        return vmem__error(-EBUSY, "slot %u is taken", slot);
+    vmem__kv_wait_slot(kv, slot);
+    s->tokens = s->shared_tokens = 0;
+    s->fresh = true;
+    vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
+    s->skip = s->stuck = false;
+    s->last_step = (uint32_t)kv->fence.step;
+    kv->stats.allocs++;
+    kv->stats.adopted_slots += s->backed > 0;
+    vmem__kv_worker_wake(kv); // it prepares the next slot
+    return 0;
+}
+
+static int alloc_slot(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
 {
     struct vmem_kv_alloc_options o = {0};
     if (!slot)
         return vmem__error(-EINVAL, "slot must not be NULL");
     int rc = options ? vmem__struct_take(&o, sizeof o, sizeof o, options, "options") : 0;
+    if (!rc)
+        rc = vmem__check_flags(o.flags, VMEM_KV_ALLOC_SLOT);
     if (rc)
         return rc;
-    rc = vmem__check_flags(o.flags, VMEM_KV_ALLOC_SLOT);
-    if (rc)
-        return rc;
-    bool wanted = o.flags & VMEM_KV_ALLOC_SLOT;
     if (o.tokens > kv->max_tokens || o.prefix_tokens > kv->max_tokens)
-        rc =
-            vmem__error(-EINVAL, "%s %u is over max_tokens, %u", o.tokens > kv->max_tokens ? "tokens" : "prefix_tokens",
-                        MAX(o.tokens, o.prefix_tokens), kv->max_tokens);
-    else if (wanted && o.slot >= kv->n_slots)
-        rc = vmem__error(-EINVAL, "slot %u is out of range: the cache has %u slots", o.slot, kv->n_slots);
-    else if (wanted && kv->slots[o.slot].state != VMEM_KV_FREE)
-        rc = vmem__error(-EBUSY, "slot %u is taken", o.slot);
-    if (rc)
-        return rc;
-    uint32_t chosen = wanted ? o.slot : vmem__kv_choose_slot(kv, o.tokens, o.prefix_tokens, NULL, 0);
-    if (chosen == KV_NO_SLOT) {
-        kv->stats.short_slots++;
-        return vmem__kv_short_of_slots(kv);
+        return vmem__error(-EINVAL, "%s %u is over max_tokens, %u",
+                           o.tokens > kv->max_tokens ? "tokens" : "prefix_tokens", MAX(o.tokens, o.prefix_tokens),
+                           kv->max_tokens);
+    if (!(o.flags & VMEM_KV_ALLOC_SLOT)) {
+        o.slot = vmem__kv_choose_slot(kv, o.tokens, o.prefix_tokens, NULL, 0);
+        if (o.slot == KV_NO_SLOT) {
+            kv->stats.short_slots++;
+            return vmem__kv_short_of_slots(kv);
+        }
     }
-    vmem__kv_wait_slot(kv, chosen);
-    struct kv_slot *s = &kv->slots[chosen];
-    s->tokens = s->shared_tokens = 0;
-    s->fresh = true;
-    vmem__kv_set_state(kv, chosen, VMEM_KV_ACTIVE);
-    s->skip = s->stuck = false;
-    s->last_step = (uint32_t)kv->fence.step;
-    kv->stats.allocs++;
-    kv->stats.adopted_slots += s->backed > 0;
-    *slot = chosen;
-    vmem__kv_worker_wake(kv); // it prepares the next slot
-    return 0;
+    rc = vmem__kv_begin_request(kv, o.slot);
+    if (!rc)
+        *slot = o.slot;
+    return rc;
 }
 
 int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot)
 {
     int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_alloc(kv, options, slot));
+    return rc ? rc : vmem__kv_leave(kv, alloc_slot(kv, options, slot));
 }
 
 // ---- ends -----------------------------------------------------------------------------------------------------------
