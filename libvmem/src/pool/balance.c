@@ -52,21 +52,15 @@ static void apply_wanted_limit(struct vmem__member *m)
 }
 
 // Gives back what a member has beyond its maximum, except pages that it needs. Those follow when it no longer does.
-static void keep_to_max(struct vmem__member *m, const struct vmem__member_state *s)
-{
-    pthread_mutex_lock(&m->pool->lock);
-    const uint64_t most = floor_pages(m->row.max, m);
-    pthread_mutex_unlock(&m->pool->lock);
-    const uint64_t least = MAX(most, s->min_pages);
-    if (s->target == s->budget && s->budget > least)
-        m->ops->lower_budget(m->self, least);
-}
-
 void vmem__pool_keep_to_max(struct vmem__member *m)
 {
     struct vmem__member_state s;
     m->ops->get_state(m->self, &s);
-    keep_to_max(m, &s);
+    pthread_mutex_lock(&m->pool->lock);
+    const uint64_t least = MAX(floor_pages(m->row.max, m), s.min_pages);
+    pthread_mutex_unlock(&m->pool->lock);
+    if (s.target == s.budget && s.budget > least)
+        m->ops->lower_budget(m->self, least);
 }
 
 // Bytes of device memory that the context retains for waiting members and that no row has, at most `fall`, by which
@@ -90,8 +84,8 @@ static uint64_t uncovered_bytes(const struct vmem__member *m, uint64_t fall)
 // With the member's lock held: continues to shrink it. Returns true if there is more to do.
 static bool shrink_member(struct vmem__member *m, struct vmem__member_state *s)
 {
+    vmem__pool_keep_to_max(m);
     m->ops->get_state(m->self, s);
-    keep_to_max(m, s);
     const bool more = m->ops->continue_lowering && m->ops->continue_lowering(m->self, least_pages(m, s));
     m->ops->get_state(m->self, s);
     return more;
