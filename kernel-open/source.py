@@ -123,7 +123,6 @@ def _fetch_debian(want, cache):
     apt = (cache / "apt").resolve()
     for folder in ("lists/partial", "cache/archives/partial"):
         (apt / folder).mkdir(parents=True, exist_ok=True)
-    lines = []
     shown = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(CODENAME) $(COMPONENT) $(REPO_URI)", "Created-By: Packages"],
         check=True, capture_output=True, text=True,

@@ -356,7 +356,7 @@ static void test_fit_asks_for_the_watermark(void)
     vmem_kv_pool_destroy(pool);
 }
 
-// What fit counts can be allocated and stepped, whatever has arrived meanwhile.
+// Requests that fit counts can be allocated and stepped, whatever has arrived meanwhile.
 static void test_fit_is_exact(void)
 {
     uint64_t seed = 1;
@@ -396,7 +396,7 @@ static void test_fit_is_exact(void)
     vmem_kv_pool_destroy(pool);
 }
 
-// What another process has just given back counts, whether or not this one has heard of it.
+// Budget that another process has just given back counts, whether or not this one has heard of it.
 static void test_fit_knows_what_a_step_would_get(void)
 {
     vmem_kv_pool *pool = make_pool(300);
