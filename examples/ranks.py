@@ -12,6 +12,7 @@ SPDX-License-Identifier: MIT
 
 import argparse
 import math
+import os
 from typing import Any
 
 import torch
@@ -192,6 +193,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     gpu = parser.parse_args().device == "cuda"
+    if "RANK" not in os.environ:
+        parser.error("start it with python -m torch.distributed.run --nproc-per-node 2 examples/ranks.py")
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     where = {"device": rank} if gpu else {"backend": "host"}
