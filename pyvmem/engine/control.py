@@ -203,6 +203,11 @@ class Page:
         """True if one of the engine's workers sleeps, or all do."""
         return any(self.cells[ASLEEP : ASLEEP + max(min(self[RANKS_USED], RANKS), 1)])
 
+    @property
+    def gives(self) -> int:
+        """Bytes of each worker's weights on the device that others can have while the model sleeps."""
+        return int(min(self.cells[GIVES : GIVES + max(min(self[RANKS_USED], RANKS), 1)]))
+
     def pools(self) -> list[int]:
         """Numbers of the workers' pools (`pools.number_of`); until a worker has joined, the scheduler's."""
         ranks = max(min(self[RANKS_USED], RANKS), 1)

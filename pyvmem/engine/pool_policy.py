@@ -98,9 +98,9 @@ class PoolPeers:
             )  # fmt: skip
             lack = [o for o in others if self._lives(o, now) and o[control.HEAD] > 0]
             first = min([page, *lack] if page[control.HEAD] > 0 else lack, key=self._turn, default=page)
-            reserved = any(
-                o[control.LACKS] and self._lives(o, now, control.SERVER_BEAT) for o in others
-            )  # for a model that wakes
+            lacks = sum(o[control.LACKS] for o in others if self._lives(o, now, control.SERVER_BEAT))
+            # Models that wake come first, as far as the weights of those that sleep do not suffice for them.
+            reserved = lacks > sum(o.gives for o in others if o.asleep and not o[control.LACKS])
             self.behind = (first is not page or reserved) and _bytes(page) >= page[control.MIN]
             less = any(o[control.PRIORITY] >= page[control.PRIORITY] and not self._has_share(o) for o in lack)
             beyond = _bytes(page) - page[control.BLOCK_BYTES] >= page[control.MIN]  # it has a block that it may give

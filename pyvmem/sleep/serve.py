@@ -398,9 +398,7 @@ class Serve(http.Limits):
                      page[control.RUNNING], page[control.QUEUED], page[control.SINCE] / 1e6,
                      page[control.USED_AT] / 1e6, page[control.CHANGED_AT] / 1e6, page[control.LACKS],
                      page[control.LACKING] / 1e6, page[control.STARVING] / 1e6,
-                     fresh or now - last[1] < HANGS,
-                     min(page.cells[control.GIVES : control.GIVES + page[control.RANKS_USED]].tolist(),
-                         default=0))  # fmt: skip
+                     fresh or now - last[1] < HANGS, page.gives)  # fmt: skip
 
     async def _go(self, act: Callable[[], Awaitable[None]]) -> None:
         try:

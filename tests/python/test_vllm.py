@@ -1020,6 +1020,28 @@ def test_of_running_requests_the_oldest_go_on(monkeypatch):
     assert yields(3000) == [True, False]
 
 
+def test_a_model_that_wakes_comes_first_unless_weights_of_sleeping_models_suffice(monkeypatch):
+    mine, wakes, sleeps = engine(POOL=5, HEAD=1000), engine("def", POOL=5), engine("fed", POOL=5)
+    _, look = looking(monkeypatch, mine)
+
+    def is_behind():
+        for page in (wakes, sleeps):
+            page[control.SERVER_BEAT] += 1
+        return look()[0][0]
+
+    for page in (wakes, sleeps):
+        page.cells[control.ASLEEP] = 1
+    assert not is_behind()
+    wakes[control.LACKS], wakes.cells[control.GIVES] = 7, 9  # what it has itself is no gain to it
+    assert is_behind()
+    sleeps.cells[control.GIVES] = 6
+    assert is_behind()
+    sleeps.cells[control.GIVES] = 7
+    assert not is_behind()
+    sleeps.cells[control.ASLEEP] = 0
+    assert is_behind()
+
+
 def test_an_engine_that_hangs_is_not_waited_for(monkeypatch):
     mine, other = engine(POOL=5, HEAD=1100), engine("def", POOL=5, HEAD=1000)
     _, look = looking(monkeypatch, mine)
