@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from pyvmem.engine import control
-from pyvmem.engine.budget import BlockBudget
-from pyvmem.engine.settings import read
+from pyvmem.engine.budget import BlockBudget, check_sizes
+from pyvmem.engine.settings import Refused, read
 from pyvmem.sglang import plugin as sglang_plugin
 from pyvmem.vllm import plugin as vllm_plugin
 
@@ -105,6 +105,39 @@ def test_shared_pages_are_counted_whole(budget):
     budget.free = []
     ids = budget._take_unbacked(budget.allowed())
     assert len(ids) == 16 and len({i // 4 for i in ids} - {0}) <= 4
+
+
+def test_in_a_pool_blocks_grow_as_far_as_nobody_must_give_any_up(budget):
+    page = budget.page
+    budget.unbacked.put(budget.free[:40])
+    budget.free = budget.free[40:]
+    assert budget.growable() == 40
+    page[control.POOL], page[control.ATTACHED], page[control.OWN_BLOCK] = 5, 1, MIB
+    page.boards(1)[0, control.HELD], page.boards(1)[0, control.BUDGET] = 60 * MIB, 75 * MIB
+    assert budget.growable() == 15
+    page[control.LIMIT] = 50 * MIB
+    assert budget.growable() == -10
+
+
+def test_memory_that_was_refused_is_not_asked_for_at_once(budget, monkeypatch):
+    monkeypatch.setattr("pyvmem.engine.budget.RETRY", 3600)
+    assert not budget.waits()
+    budget.refused(budget.free[:5])
+    budget.free = budget.free[5:]
+    assert budget.waits() and budget.unbacked.count == 5 and budget.page[control.REFUSED] == 1
+    monkeypatch.setattr("pyvmem.engine.budget.RETRY", 0)
+    budget.refused([])
+    assert not budget.waits()
+
+
+def test_sizes_that_one_request_exceeds_are_told(caplog):
+    chosen = read("VMEM_ONE", ("plain",), dict(VMEM_ONE="1", VMEM_ONE_LIMIT="1M", VMEM_ONE_MAX="8M", VMEM_ONE_POOL="p"))
+    check_sizes(chosen, 4 * MIB, MIB, 5 * MIB, "--length")
+    assert [r.getMessage() for r in caplog.records] == [
+        "VMEM_ONE_LIMIT=1048576 counts as 4194304 bytes, which a request of the greatest length needs"
+    ]
+    with pytest.raises(Refused, match="^VMEM_ONE_POOL=p: .* needs 5242880 .* has 5242879; lower --length, or"):
+        check_sizes(chosen, 4 * MIB, MIB, 5 * MIB - 1, "--length")
 
 
 @pytest.mark.parametrize("switch", ["VMEM_ONE", "VMEM_OTHER"])
