@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from pyvmem.engine.control import State
 
-PATIENCE = 0.1  # seconds that a model which wakes waits for spare memory and prefixes before other weights go
+PATIENCE = 0.02  # seconds between what a model that wakes lacks, and the first weights that go for it
 HUNGRY = 1.0  # and for an awake model whose requests lack memory, or while what sleeping models give suffices
 OVERDUE = 8  # slices after which a model that waits goes before every priority
 
