@@ -72,8 +72,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{what}", type=_numbers(known), metavar="N,N", help=text)
     text = "build of FlashAttention-3: the package fa3-fwd, or vLLM's, which also has paged kernels (fa3-fwd)"
     group.add_argument("--fa3", choices=("fa3-fwd", "vllm"), default="fa3-fwd", help=text)
-    text = "leave these libraries out, as if they were not installed"
-    group.add_argument("--without", action="append", choices=("fa3", "flashinfer", "triton"), default=[], help=text)
     text = "stop before the next point after S seconds; the cheapest points come first"
     group.add_argument("--stop-after", type=argtypes.seconds, metavar="S", help=text)
     text = "bytes of K per kind of memory (4G; 256M if quick)"
@@ -193,16 +191,14 @@ def runs_at(point: Point, kinds: Any, pools: Any, have: Any) -> Any:
     return runs
 
 
-def installed(device: Any, without: Any, say: Any) -> Any:
+def installed(device: Any, say: Any) -> Any:
     """The libraries and memories that this machine can measure."""
     from pyvmem.attention import fa3
 
     if device.type == "cpu":
         return {"contiguous": ["sdpa"], "flashinfer": False, "fa3 paged": False, "triton": False}
-    there = fa3.build() if "fa3" not in without else None
-    have: dict[str, Any] = {
-        name: name not in without and importlib.util.find_spec(name) is not None for name in ("triton", "flashinfer")
-    }
+    there = fa3.build()
+    have: dict[str, Any] = {name: importlib.util.find_spec(name) is not None for name in ("triton", "flashinfer")}
     libraries = {"fa3": there is not None, "fa2": True, **have}
     have["contiguous"] = [name for name, here in libraries.items() if here]
     have["fa3 paged"] = there is not None and "PAGEDKV" not in there.disabled
@@ -272,7 +268,7 @@ def run(session: Session) -> list[Record]:
         points = grid(figures, tables, quick)
         if not gpu:  # only the kinds of memory, at sizes that a CPU can do
             points = {Point("decode", 1, KIB, 32, 8): {"memories"}, Point("prefill", 1, 128, 32, 8): {"memories"}}
-        have = installed(device, args.without, lambda text: print(text, flush=True))
+        have = installed(device, lambda text: print(text, flush=True))
         most = max((p.bytes // 4 for p in points), default=0)
         elements = max(most, (args.pool or ((256 << 20 if quick else 4 << 30) if gpu else 8 << 20)) // 2)
         sizes = session.page_sizes(context)

@@ -34,9 +34,7 @@ OWN, ON_VMEM = "vLLM", "vLLM on vMem"
 PROMPTS, PAUSES = (8000, 50000), (0.1, 0.5, 1, 5)  # of --load pauses: tokens, and seconds without a request
 TRACES = {
     "azure": "the Azure conversation trace",
-    "code": "the Azure code trace",
     "offline": "the paper's offline trace (its Figure 8)",
-    "mooncake": "Mooncake's conversation trace",
 }
 
 
@@ -62,12 +60,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     text = "one more engine, with these variables in its environment, such as slots:VMEM_VLLM=1,VMEM_VLLM_LAYOUT=slots"
     add("--beside", action="append", type=beside, default=[], metavar="NAME:VARIABLE=VALUE,...", help=text)
     text = (
-        "equal, equal-hot, azure, code, offline, mooncake, decode, decode-short, decode-long, cold, hot or idle, also "
+        "equal, azure, offline, decode, decode-short, cold, hot or idle, also with a number of requests (azure:256), "
     )
-    text += (
-        "with a number of requests (azure:256), or pauses: the first token of a request after idle times, cached and "
-    )
-    text += "not; repeat for more (default: all that are possible, but for pauses)"
+    text += "or pauses: the first token of a request after idle times, cached and not; repeat for more (default: all "
+    text += "that are possible, but for pauses)"
     add("--load", action="append", metavar="NAME", help=text)
     argtypes.trace(group)
     for name, what in TRACES.items():
@@ -94,21 +90,16 @@ def loads(args: argparse.Namespace) -> Any:
         "equal": dict(kind="ramp", batch=64, prompt=100, step=max(1, (longest - 300) // 80), output=64, tokens=True),
     }
 
-    made["equal-hot"] = dict(kind="hot", batch=200, prefixes=8, prefix=longest // 8, suffix=64, ratio=0.5,
-                             cold=[64, longest // 4], output=[16, 128], seed=7, tokens=True)  # fmt: skip
-
     def decode(batch: int, prompt: int) -> Any:
         batch, prompt = min(batch, args.max_num_seqs), min(prompt, longest - 300)
         return dict(kind="fixed", batch=batch, prompt=prompt, output=args.output, decode=True)
 
     made["decode"] = decode(32, 6000)
     made["decode-short"] = decode(256, 900)
-    made["decode-long"] = decode(8, 32000)
     for name in TRACES:
         path = args.trace if name == "azure" else getattr(args, name)
         if path:
-            kind = "mooncake" if name == "mooncake" else "trace"
-            made[name] = dict(kind=kind, path=path, batch=n, longest=longest, most_output=most)
+            made[name] = dict(kind="trace", path=path, batch=n, longest=longest, most_output=most)
     made["cold"] = dict(kind="hot", batch=args.requests or 160, prefixes=1, prefix=1, suffix=1, ratio=0, seed=3,
                         cold=[longest // 8, 3 * longest // 8], output=[longest // 128, longest // 32])  # fmt: skip
     kvcached = dict(kind="hot", prefixes=16, prefix=128, suffix=64, ratio=0.3, cold=[192, 1024], output=[16, 256],
@@ -124,8 +115,8 @@ def loads(args: argparse.Namespace) -> Any:
     for entry in wanted:
         name, _, number = entry.partition(":")
         if name not in made:
-            raise ValueError(f"--load {name} must be one of {', '.join(made)} (azure needs --trace; code, offline and "
-                             "mooncake need their files)")  # fmt: skip
+            raise ValueError(f"--load {name} must be one of {', '.join(made)} (azure needs --trace, and offline "
+                             "--offline)")  # fmt: skip
         found[name] = dict(made[name], batch=argtypes.whole(1)(number)) if number else made[name]
     if "pauses" in found and not (args.prefix_caching and made["pauses"]["prompts"]):
         raise ValueError(f"--load pauses needs --prefix-caching, and a --max-model-len over {PROMPTS[0]}")

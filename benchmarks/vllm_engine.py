@@ -107,21 +107,12 @@ def requests_of(load: Any) -> Any:
                 tokens(rng.integers(low, high + 1))  # fmt: skip
             made.append((prompt, int(rng.integers(load["output"][0], load["output"][1] + 1))))
         return made
-    from pyvmem.bench.traces import HASHED_TOKENS, read_trace
+    from pyvmem.bench.traces import read_trace
 
     trace = read_trace(load["path"]).head(load["batch"])
     most = load.get("most_output", 1000)
     prompts, outputs = (np.clip(n, 1, m).tolist() for n, m in ((trace.prompt, longest - most), (trace.output, most)))
-    if kind == "trace":
-        return [(tokens(prompt), output) for prompt, output in zip(prompts, outputs)]
-    if trace.hash_ids is None:
-        raise ValueError(f"{trace.name} has no hash_ids in each request, as Mooncake's trace has")
-
-    def block(name: int) -> Any:  # equal hash ids are equal blocks
-        return np.random.default_rng(name).integers(10, vocabulary, HASHED_TOKENS).tolist()
-
-    hashed = [[token for name in names for token in block(name)] for names in trace.hash_ids]
-    return [(tokens_of[:prompt], output) for tokens_of, prompt, output in zip(hashed, prompts, outputs)]
+    return [(tokens(prompt), output) for prompt, output in zip(prompts, outputs)]
 
 
 class Sampler:

@@ -21,8 +21,8 @@ from pyvmem.tools import cli
 def arguments(**changes):
     return types.SimpleNamespace(**{**dict(
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
-        prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, mooncake=None,
-        code=None, offline=None, raw=None, output=200,
+        prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, offline=None,
+        raw=None, output=200,
         warm_up=1, stop_after=None, beside=[],
     ), **changes})  # fmt: skip
 
@@ -39,7 +39,7 @@ def test_an_engine_beside_has_a_name_and_variables():
 
 
 def test_workloads_fit_the_engine_and_repeat():
-    names = ["equal", "equal-hot", "hot", "idle", "decode", "decode-long"]
+    names = ["equal", "hot", "idle", "decode"]
     for name, load in vllm.loads(arguments(requests=20, load=names)).items():
         made = vllm_engine.requests_of(load)
         assert made == vllm_engine.requests_of(load), name
@@ -51,25 +51,6 @@ def test_hot_prompts_begin_alike():
     load = vllm.loads(arguments(requests=60, load=["hot"]))["hot"]
     starts = [tuple(prompt[:128]) for prompt, _ in vllm_engine.requests_of(load)]
     assert len(set(starts)) < len(starts)
-
-
-def test_mooncakes_hash_ids_are_the_prompts_blocks(tmp_path):
-    rows = [dict(timestamp=0, input_length=1100, output_length=5, hash_ids=[1, 2, 3]),
-            dict(timestamp=1, input_length=900, output_length=7, hash_ids=[1, 2])]  # fmt: skip
-    path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    load = vllm.loads(arguments(mooncake=str(path), load=["mooncake"]))["mooncake"]
-    (first, five), (second, seven) = vllm_engine.requests_of(load)
-    assert (len(first), five, len(second), seven) == (1100, 5, 900, 7)
-    assert first[:900] == second
-    assert first[512:1024] != first[:512]
-    path.write_text(json.dumps(rows[0]) + "\n\n" + json.dumps({**rows[1], "hash_ids": None}))
-    with pytest.raises(ValueError, match="hash_ids"):
-        vllm_engine.requests_of(load)
-    del rows[1]["hash_ids"]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ValueError, match="trace.jsonl has no hash_ids in each request"):
-        vllm_engine.requests_of(load)
 
 
 def test_kvcacheds_workload_has_its_parameters():
@@ -85,8 +66,8 @@ def test_kvcacheds_workload_has_its_parameters():
 def test_every_trace_has_a_name(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n900,7\n70000,9\n")
-    made = vllm.loads(arguments(trace=str(path), code=str(path), offline=str(path)))
-    for name in ("azure", "code", "offline"):
+    made = vllm.loads(arguments(trace=str(path), offline=str(path)))
+    for name in ("azure", "offline"):
         assert [len(p) for p, _ in vllm_engine.requests_of(made[name])] == [900, 2048 - 256]
 
 
