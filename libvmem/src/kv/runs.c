@@ -151,7 +151,7 @@ static struct kv_rows rows_of(const vmem_kv *kv, const struct vmem_kv_run *run, 
     const uint64_t to = MIN((uint64_t)run->first + run->tokens, g->max_tokens);
     const uint32_t lo =
         MAX((uint32_t)(from * g->row_bytes >> kv->page_shift), kv_span(kv, run->slot, group)->in_flight.lo);
-    const uint32_t hi = (uint32_t)((to * g->row_bytes + kv->page_size - 1) >> kv->page_shift);
+    const uint32_t hi = (uint32_t)kv_ceil_pages(to * g->row_bytes, kv);
     return from < to && lo < hi ? (struct kv_rows){.lo = lo, .n = hi - lo} : (struct kv_rows){0};
 }
 
@@ -419,7 +419,7 @@ int vmem__kv_check_runs(const vmem_kv *kv)
 static struct kv_range rows_read(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
 {
     const uint64_t bytes = MIN(tokens, g->max_tokens) * g->row_bytes;
-    const uint32_t lo = vmem__kv_need_lo(kv, g, tokens), hi = (uint32_t)((bytes + kv->page_size - 1) >> kv->page_shift);
+    const uint32_t lo = vmem__kv_need_lo(kv, g, tokens), hi = (uint32_t)kv_ceil_pages(bytes, kv);
     return (struct kv_range){lo, MAX(lo, hi)};
 }
 
