@@ -76,7 +76,7 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
     top.arguments(commands.add_parser("top", help="show the KV caches of this user's processes, and set their budgets"))
     from pyvmem.tools import models
 
-    models.arguments(commands.add_parser("models", help="render, list and order models that share a GPU"))
+    models.arguments(commands.add_parser("models", help="configure, list and control models that share a GPU"))
     completion = commands.add_parser("completion", help="print the completion of this command for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='for bash: eval "$(pyvmem completion bash)"')
     bench_parser(commands.add_parser("bench", help="measure what calls and steps cost on this machine"), benchmarks)

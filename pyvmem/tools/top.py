@@ -161,9 +161,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--limit", action="append", default=[], metavar="WHICH=SIZE",
-        help="set the budget of the KV caches of a process, or of those with a name: 1234=16G, chat=60%% (of the "
-        "device); they adopt it at their next step or when idle, members of a pool at once, as their maximum; or the "
-        "limit of each worker of an engine, by its process, its name or its model: 60%% is of all its blocks",
+        help="set a budget. WHICH is a process or the name of a KV cache: 1234=16G, chat=60%% (of the device). Caches "
+        "adopt it at their next step or when idle; members of a pool at once, as their maximum. WHICH can also be the "
+        "process, name or model of an engine, for the limit of each worker: 60%% is of all its blocks",
     )  # fmt: skip
     parser.add_argument(
         "--wait", type=wait, default=1.0, metavar="SECONDS", help="time to wait for the answer to --limit (1)"
