@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
 from pyvmem.engine import control
+from pyvmem.engine.settings import MOST
 from pyvmem.kv.view import view_folder
 from pyvmem.sleep.checkpoint import weight_bytes
 
@@ -106,7 +107,7 @@ class Pool:
 
 def _take(where: str, table: Any, kinds: Mapping[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
     if not isinstance(table, dict):
-        raise ValueError(f"{where or 'the file'} must be a table")
+        raise ValueError(f"{where.rstrip('.')} must be a table, not {table!r}")
     for key in table:
         if key not in kinds:
             raise ValueError(f"{where}{key}: unknown; there are {', '.join(kinds)}")
@@ -114,22 +115,25 @@ def _take(where: str, table: Any, kinds: Mapping[str, Callable[[str, Any], Any]]
 
 
 def _text(key: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{key} must be a text")
+    if not isinstance(value, str) or not value or "\0" in value or value.startswith("-"):
+        raise ValueError(f"{key} must be a string of at least one character, without NUL and no option, not {value!r}")
     return value
 
 
 def _name(key: str, value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,59}", value):
-        raise ValueError(f"{key} must be at most 60 letters, digits, _, . and -")
+        raise ValueError(f"{key} must be at most 60 letters, digits, _, . and -, and not begin with '.': {value!r}")
     return value
 
 
 def _size(key: str, value: Any) -> int:
     try:
-        return parse_size(str(value))
+        size = parse_size(str(value))
     except ValueError:
         raise ValueError(f'{key} must be a size, such as "16G", not {value!r}') from None
+    if not 0 <= size <= MOST:
+        raise ValueError(f"{key} must be from 0 to {MOST} bytes, not {value!r}")
+    return size
 
 
 def _whole(least: int, most: int) -> Callable[[str, Any], int]:
@@ -144,18 +148,21 @@ def _whole(least: int, most: int) -> Callable[[str, Any], int]:
 def _seconds(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
         raise ValueError(f"{key} must be a number of seconds from 0 to 999999, not {value!r}")
-    return float(value)
+    return float(value) + 0.0  # no -0.0
 
 
 def _texts(key: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(v, str | int | float) for v in value):
-        raise ValueError(f"{key} must be a list of strings or numbers")
+    if not isinstance(value, list) or not all(isinstance(v, str | int | float) and "\0" not in str(v) for v in value):
+        raise ValueError(f"{key} must be a list of strings without NUL or numbers, not {value!r}")
     return tuple(map(str, value))
 
 
 def _env(key: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise ValueError(f"{key} must be a table of strings")
+    if not isinstance(value, dict) or not all(isinstance(v, str) and "\0" not in v for v in value.values()):
+        raise ValueError(f"{key} must be a table of strings without NUL, not {value!r}")
+    for name in value:
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{key}: {name!r} must be the name of a variable: letters, digits and _")
     return dict(value)
 
 

@@ -16,6 +16,7 @@ import pytest
 from pyvmem.kv.view import view_folder
 from pyvmem.sleep.checkpoint import weight_bytes
 from pyvmem.tools import cli, models
+from pyvmem.vllm.plugin import settings
 
 pytest.importorskip("tomllib")
 
@@ -123,10 +124,25 @@ def test_systemd_reads_the_units(tmp_path):
     ("pool='a b'\nsize='7G'\n[models.a]\npath='x'", "pool must be at most 60"),
     ("pool='a'\nsize='7G'\nmodels=3", "models must have a table"),
     ("pool='a'\nsize='7G'\nmodels={}", "models must have a table"),
+    ("pool='a'\nsize='7G'\n[models]\nchat=3", "models.chat must be a table, not 3"),
+    ("pool='a'\nsize='1000T'\n[models.a]\npath='x'", "size must be from 0 to 999999999999999 bytes, not '1000T'"),
+    ("pool='a'\nsize=-1\n[models.a]\npath='x'", "size must be from 0 to"),
+    (FILE + "[models.c]\npath='x'\nmax='1e9T'", "models.c.max must be from 0 to 999999999999999 bytes"),
+    (FILE + "[models.c]\npath='--port'", "models.c.path must be a string"),
+    (FILE + '[models.c]\npath="a\\u0000"', "models.c.path must be a string"),
+    (FILE + '[models.c]\npath="x"\nargs=["a\\u0000"]', "models.c.args must be a list of strings without NUL"),
+    (FILE + '[models.c]\npath="x"\nenv={A="\\u0000"}', "models.c.env must be a table of strings without NUL"),
+    (FILE + "[models.c]\npath='x'\nenv={'A=B'='1'}", "models.c.env: 'A=B' must be the name of a variable"),
 ])  # fmt: skip
 def test_an_error_names_the_key(wrong, error):
     with pytest.raises(ValueError, match=error.replace(".", r"\.")):
         models.read(wrong)
+
+
+def test_what_the_file_takes_the_servers_take():
+    for text in (f"size={10**15 - 1}", "size='72G'\nslice=-0.0", "size='72G'\nslice=999999"):
+        pool = models.read(f"pool='a'\n{text}\n[models.a]\npath='x'\npriority=999999999999999\nmax={10**15 - 1}")
+        settings(pool.environment(pool.models[0]))
 
 
 def test_the_command_names_the_file(tmp_path, capsys):
