@@ -71,7 +71,7 @@ def low_of(vllm_config: Any, config: Any) -> int:
     return int(low + chosen.max_num_seqs * len(config.kv_cache_groups))
 
 
-def _came(request: Any) -> int:
+def _arrival_us(request: Any) -> int:
     """When a request came, in microseconds."""
     return max(int(1e6 * request.arrival_time), 1)
 
@@ -141,7 +141,7 @@ class SchedulerMemory:
             logger.warning("vMem: no folder for control pages is private to this user (XDG_RUNTIME_DIR, or the folder "
                            "for temporary files): this engine's limits cannot change, and no pool sees it")  # fmt: skip
         self._neighbours = pool_policy.PoolPeers(page)
-        self._came = -COMING  # when a request last began
+        self._last_begin = -COMING  # when a request last began
         self._short = False  # whether requests wait for memory of other engines, and none runs
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         columns = (page.cells[word : word + ranks].tolist() for word in (control.OWN_BLOCK, control.NULL))
@@ -166,14 +166,14 @@ class SchedulerMemory:
         self.pace = Pace(CHUNK if parallel.pipeline_parallel_size == 1 else sys.maxsize)
         self._tokens = 0  # vLLM's own limit of a step's tokens, while `_limit` has lowered it; else 0
         self._whole = False  # whether vLLM may begin requests before all their blocks are free, in this step
-        self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_need` counts
+        self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_num_needed` counts
         self._decodes = False  # whether the last step had no prompt
         self._busy = time.monotonic()  # when a step was last scheduled
         self._keeps = chosen.sleep == "keep"  # whether the prefix cache stays while the model sleeps
         self._resets = 0  # resets of the prefix cache that were put off
         self._kept = 0  # the workers' KEPT when the scheduler last went on
         self._stop, self._wake = False, threading.Event()
-        threading.Thread(target=self._tend, name="vmem-scheduler", daemon=True).start()
+        threading.Thread(target=self._run_thread, name="vmem-scheduler", daemon=True).start()
         logger.info(
             "vMem: engine %s, %d blocks of %.1f KiB, %d of them always, %d ready for a step", engine,
             self.budget.total, block / 1024, self.budget.least, self.budget.low,
@@ -187,8 +187,8 @@ class SchedulerMemory:
         as many as are worth a step, and the rest come while it runs.
         """
         self._busy, self._tokens = time.monotonic(), 0
-        self._obey()
-        self._look_around()
+        self._apply_lend()
+        self._read_peers()
         budget = self.budget
         if budget.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
@@ -196,17 +196,17 @@ class SchedulerMemory:
         wait = waiting(self._scheduler) if grows or not running else []  # skipped where its result is of no use
         need = whole = must = 0
         early = False
-        if grows and (wait or budget.spare < (self._one_each if self._decodes else budget.low)):
-            must, whole = self._need(wait, self._scheduler.max_num_scheduled_tokens)
+        if grows and (wait or budget.spare < (self._one_block_each if self._decodes else budget.low)):
+            must, whole = self._num_needed(wait, self._scheduler.max_num_scheduled_tokens)
             need = must
             early = self._chunks and budget.can_grow(max(need, whole))
             if early:
-                must = min(self._need(wait, self._worthwhile())[0] + self._margin, need)
+                must = min(self._num_needed(wait, self._worthwhile_tokens())[0] + self._margin_blocks, need)
             elif not running or whole <= budget.low:
                 need = must = max(need, whole)  # else the running ones go on meanwhile
         if must > budget.spare and not budget.soon_there(must):
             # Others have to give blocks up first: what is cached here serves meanwhile.
-            must, early = self._for_running(), False
+            must, early = self._awaited_by_running(), False
         if must > budget.spare:
             self.page[control.WAITED] += int(1e6 * budget.await_blocks(must, AWAIT))
         if early and need > budget.spare:  # wait for all of them as long as the device is busy anyway
@@ -214,7 +214,7 @@ class SchedulerMemory:
             waited = budget.await_blocks(need, min(self.pace.left(time.monotonic()) - LAUNCH, AWAIT))
             if waited * (need - budget.spare) < LAUNCH * (budget.spare - spare):  # the rest is likely to come in time
                 budget.await_blocks(need, LAUNCH)
-        ahead = self._mapped_ahead() if self._in_slots else 0
+        ahead = self._num_mapped_ahead() if self._in_slots else 0
         budget.before(max(need, whole, ahead), must, not running and (need > budget.spare or not wait))
         if self._copies is not None:
             self._copies.begin()
@@ -225,7 +225,7 @@ class SchedulerMemory:
             self._limit(0)
         elif early and budget.spare < max(need, whole) <= budget.spare + budget.ordered:
             if need > budget.spare:
-                self._limit(self._fitting(wait, max(budget.spare - self._margin, 0)))
+                self._limit(self._fitting_tokens(wait, max(budget.spare - self._margin_blocks, 0)))
             self._whole = self._scheduler.scheduler_reserve_full_isl
             self._scheduler.scheduler_reserve_full_isl = False
 
@@ -234,7 +234,7 @@ class SchedulerMemory:
         self._tokens = self._scheduler.max_num_scheduled_tokens
         self._scheduler.max_num_scheduled_tokens = min(tokens, self._tokens)
 
-    def _next(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
+    def _requests_of_step(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
         """Yield the tokens that the next step may compute, in vLLM's order: (request, tokens before, tokens, wants)."""
         for request in self._scheduler.running:
             done = request.num_computed_tokens
@@ -243,7 +243,7 @@ class SchedulerMemory:
             wants = self._wants(request)
             yield request, wants.computed, max(request.num_tokens - wants.computed, 1), wants
 
-    def _blocks(self, done: int, tokens: int, wants: Wants | None) -> int:
+    def _num_blocks(self, done: int, tokens: int, wants: Wants | None) -> int:
         """Blocks for so many tokens of a request behind those that are computed."""
         blocks = 0
         if wants is None:
@@ -254,50 +254,50 @@ class SchedulerMemory:
             blocks += max(-(-(done + tokens) // size) - found, 0)
         return min(blocks, wants.rest)
 
-    def _need(self, wait: list[Any], left: int) -> tuple[int, int]:
+    def _num_needed(self, wait: list[Any], left: int) -> tuple[int, int]:
         """Blocks that the next step, of `left` tokens, takes at most, and those that must be free for all that begin.
 
         vLLM begins a request only if all its tokens fit, however many of them the step computes.
         """
         need = whole = 0
-        for _, done, tokens, wants in self._next(wait):
+        for _, done, tokens, wants in self._requests_of_step(wait):
             if wants is not None:
                 fits = min(wants.rest + self._beyond, self.budget.least)
                 whole = max(whole, need + fits + self.budget.watermark)
-            need += self._blocks(done, min(tokens, left), wants)
+            need += self._num_blocks(done, min(tokens, left), wants)
             left -= tokens
             if left <= 0:
                 break
         return min(need, self.budget.low), whole
 
-    def _worthwhile(self) -> int:
+    def _worthwhile_tokens(self) -> int:
         """Fewest tokens that are worth a step: those of all decoding requests; if there are none, CHUNK of a prompt."""
         decoding = sum(r.num_tokens - r.num_computed_tokens <= 1 for r in self._scheduler.running)
         return decoding * (1 + self._drafts) or CHUNK
 
-    def _fitting(self, wait: list[Any], blocks: int) -> int:
+    def _fitting_tokens(self, wait: list[Any], blocks: int) -> int:
         """The most tokens for which so many blocks are enough, in vLLM's order."""
         fitting = 0
-        for _, done, tokens, wants in self._next(wait):
-            taken = self._blocks(done, tokens, wants)
+        for _, done, tokens, wants in self._requests_of_step(wait):
+            taken = self._num_blocks(done, tokens, wants)
             if taken > blocks:
-                less = bisect.bisect_right(range(tokens), blocks, key=lambda n: self._blocks(done, n, wants))
+                less = bisect.bisect_right(range(tokens), blocks, key=lambda n: self._num_blocks(done, n, wants))
                 return fitting + less - 1
             fitting, blocks = fitting + tokens, blocks - taken
         return fitting
 
     @property
-    def _margin(self) -> int:
+    def _margin_blocks(self) -> int:
         """Additional blocks for drafts, and for tokens that the next request gets when one ends early."""
-        return len(self._sizes) + self._drafts * self._one_each
+        return len(self._sizes) + self._drafts * self._one_block_each
 
-    def _for_running(self) -> int:
+    def _awaited_by_running(self) -> int:
         """Blocks for which the running requests must wait: 0 if enough are free, cached ones included."""
-        need = self._need([], self._scheduler.max_num_scheduled_tokens)[0]
+        need = self._num_needed([], self._scheduler.max_num_scheduled_tokens)[0]
         return need if need > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 0
 
     @property
-    def _one_each(self) -> int:
+    def _one_block_each(self) -> int:
         """Blocks that the running requests take if each begins one in each group."""
         return len(self._scheduler.running) * len(self._sizes)
 
@@ -317,24 +317,26 @@ class SchedulerMemory:
         if output.preempted_req_ids:
             budget.page[control.PREEMPTED] += len(output.preempted_req_ids)
         if output.scheduled_new_reqs:
-            self._came = time.monotonic()
+            self._last_begin = time.monotonic()
         steps = len(output.num_scheduled_tokens)
         # A step with a lowered limit may have left prompts out.
         self._decodes = not self._tokens and output.total_num_scheduled_tokens <= steps * (1 + self._drafts)
         self._count_beyond(steps)
         position = self.page.cells[control.POSITION]
-        coming = [(request.request_id, request.num_tokens, wants.computed) for request, wants in self._coming()]
+        coming = [
+            (request.request_id, request.num_tokens, wants.computed) for request, wants in self._coming_requests()
+        ]
         output.vmem = StepOrders(budget.step, position, gone, ahead, order, budget.take_evicted(), coming)
         if steps:
             self.pace.begin(budget.step, output.total_num_scheduled_tokens, time.monotonic())
         self.publish()
 
-    def _mapped_ahead(self) -> int:
+    def _num_mapped_ahead(self) -> int:
         """In slots, blocks whose pages are mapped ahead: for running requests' next tokens and for coming requests."""
         each = 1 + -(-2 * AHEAD // self._sizes[0])
-        return int(len(self._scheduler.running) * each + sum(wants.rest for _, wants in self._coming()))
+        return int(len(self._scheduler.running) * each + sum(wants.rest for _, wants in self._coming_requests()))
 
-    def _coming(self) -> list[tuple[Any, Wants]]:
+    def _coming_requests(self) -> list[tuple[Any, Wants]]:
         """In slots, the requests that the next two steps may begin: their pages are mapped ahead."""
         coming: list[tuple[Any, Wants]] = []
         left = 2 * self._scheduler.max_num_scheduled_tokens
@@ -355,7 +357,7 @@ class SchedulerMemory:
             self._beyond = 0
         elif not (self._scheduler.running or self._tokens or self.budget.full):
             wait = waiting(self._scheduler)[:1]
-            if wait and self._lacking(0, wait) == 0:
+            if wait and self._num_lacking(0, wait) == 0:
                 self._beyond = min(max(2 * self._beyond, 1), self.budget.least)
 
     def step_ended(self, output: Any, answer: Any) -> None:
@@ -382,56 +384,56 @@ class SchedulerMemory:
         wanted = ahead = head = soon = grow = 0
         if page[control.POOL] and not budget.lent and not stopped(self._scheduler):
             wait = waiting(self._scheduler)
-            runs = self._one_each + self._prompts()
-            grow = self._lacking(runs, [])
-            lacks = grow or self._lacking(runs, wait[:1])  # until one more begins
+            runs = self._one_block_each + self._blocks_of_prompts()
+            grow = self._num_lacking(runs, [])
+            lacks = grow or self._num_lacking(runs, wait[:1])  # until one more begins
             if lacks:
-                head = _came(running[-1] if grow else wait[0])
-            soon = runs + (GROWTH - 1) * self._one_each  # what requests take in the next steps
+                head = _arrival_us(running[-1] if grow else wait[0])
+            soon = runs + (GROWTH - 1) * self._one_block_each  # what requests take in the next steps
             if wait and not (near.full or (near.behind and lacks)):
-                soon += self._begin(wait)
-            expected = time.monotonic() < self._came + COMING
+                soon += self._blocks_of_next(wait)
+            expected = time.monotonic() < self._last_begin + COMING
             surplus = near.surplus // budget.block_bytes if expected else 0
             if surplus:
                 soon = max(soon, budget.ready())  # who asks finds enough elsewhere
             most = max(budget.allowed() - budget.num_backed, 0)
-            wanted = min(self._lacking(runs, wait) if near.alone else lacks, most)
-            ahead = max(min(self._ahead(surplus), most), 0) if surplus else 0
+            wanted = min(self._num_lacking(runs, wait) if near.alone else lacks, most)
+            ahead = max(min(self._num_ahead(surplus), most), 0) if surplus else 0
         page[control.HEAD], page[control.AHEAD] = -head if near.passes else head, ahead
         page[control.GROWS] = grow > 0
         page[control.STARVED] = head > 0 and len(running) <= 1
         self._short = not running and (head > 0 or near.full)
         budget.publish(wanted, near.yields, soon)
 
-    def _lacking(self, need: int, wait: list[Any]) -> int:
+    def _num_lacking(self, need: int, wait: list[Any]) -> int:
         """Blocks that are lacking: running requests need `need`, and waiting ones all blocks of their known tokens."""
         budget = self.budget
-        need += self._begun(wait) + (budget.watermark + self._beyond if wait else 0)
+        need += self._blocks_of_waiting(wait) + (budget.watermark + self._beyond if wait else 0)
         need -= budget.num_free() + budget.coming
         return max(min(need, budget.most - budget.num_backed), 0)
 
-    def _begun(self, wait: list[Any]) -> int:
+    def _blocks_of_waiting(self, wait: list[Any]) -> int:
         """Free blocks that waiting requests take when they begin. They may all share the same cached blocks."""
         wants = list(map(self._wants, wait))
         return sum(w.rest for w in wants) + max((w.cached for w in wants), default=0)
 
-    def _begin(self, wait: list[Any]) -> int:
+    def _blocks_of_next(self, wait: list[Any]) -> int:
         """Blocks for the waiting requests that may begin in the next step."""
         left = self._scheduler.max_num_scheduled_tokens
         for n, request in enumerate(wait, 1):
             left -= request.num_tokens - self._wants(request).computed
             if left <= 0:
                 break
-        return self.budget.watermark + self._beyond + self._begun(wait[:n])
+        return self.budget.watermark + self._beyond + self._blocks_of_waiting(wait[:n])
 
-    def _prompts(self) -> int:
+    def _blocks_of_prompts(self) -> int:
         """Blocks for the rest of the running requests' prompts."""
         if self._decodes:
             return 0
         rests = ((r.num_computed_tokens, r.num_tokens - r.num_computed_tokens) for r in self._scheduler.running)
-        return sum(self._blocks(done, rest, None) for done, rest in rests if rest > 0)
+        return sum(self._num_blocks(done, rest, None) for done, rest in rests if rest > 0)
 
-    def _ahead(self, surplus: int) -> int:
+    def _num_ahead(self, surplus: int) -> int:
         """Blocks to ask other engines for before requests need them.
 
         surplus : blocks that others offer beyond those that they keep ready, which engines do not take from each other.
@@ -441,15 +443,15 @@ class SchedulerMemory:
         lacks = ready - budget.num_free() - budget.coming
         return min(lacks, surplus) if 4 * lacks > ready else 0
 
-    def _look_around(self) -> None:
+    def _read_peers(self) -> None:
         """Read what the other engines of the pool have and lack."""
         if self.page.cells[control.POOL]:
             near = self._neighbours
             running = self._scheduler.running
-            near.look(_came(running[-1]) if running else 0)
+            near.look(_arrival_us(running[-1]) if running else 0)
             self.budget.behind, self.budget.full, self.budget.offers = near.behind, near.full, near.offers
 
-    def _obey(self) -> None:
+    def _apply_lend(self) -> None:
         """Lend everything, or end that, as the owner has ordered by LEND."""
         lend, lent = self.page.cells[control.LEND], self.budget.lent
         if lend and not lent:
@@ -498,17 +500,17 @@ class SchedulerMemory:
             self.budget.between(True)
             self.publish()
 
-    def _rest(self, steps: bool) -> None:
+    def _wait(self, steps: bool) -> None:
         """Wait until the thread's next look is due or there is something to do. steps: whether steps run."""
         pause = BUSY if steps else LOOK
         # While no step runs, requests of the pool's other engines may wait for the prefix cache of this one.
         look = ASKED if self.page.cells[control.POOL] and not steps else pause
         control.rest(self._wake, pause, look, self.budget.asked)
 
-    def _tend(self) -> None:
+    def _run_thread(self) -> None:
         failure, steps = "", False
         while True:
-            self._rest(steps)
+            self._wait(steps)
             self._wake.clear()
             if self._stop:
                 return
@@ -521,8 +523,8 @@ class SchedulerMemory:
                     continue
                 # A step longer than LOOK may be in flight. Workers unback blocks only after it, so it loses none.
                 with self.lock:
-                    self._obey()
-                    self._look_around()
+                    self._apply_lend()
+                    self._read_peers()
                     idle = not self._scheduler.has_unfinished_requests()
                     idle = idle and time.monotonic() - self._busy >= IDLE
                     asleep = self.page.asleep

@@ -727,7 +727,7 @@ def test_requests_that_wait_for_something_else_lack_no_memory(engine):
 def test_an_engine_begins_no_request_while_another_may_need_all(engine, monkeypatch):
     e = engine(kinds=("full",))
     e.run(20)
-    monkeypatch.setattr(e.memory, "_look_around", lambda: None)
+    monkeypatch.setattr(e.memory, "_read_peers", lambda: None)
     e.budget.full = True
     e.scheduler.add_request(e.request("a", [5] * 20, 5))
     for _ in range(5):
@@ -1189,7 +1189,7 @@ def test_usage_in_a_pool_counts_what_its_memory_and_the_others_requests_leave(en
         for e in (one, two):
             e.workers[0].memory.tend()  # as its thread does
             e.memory._neighbours._looked = 0.0
-            e.memory._look_around()
+            e.memory._read_peers()
             e.memory.publish()
         return [pool.get_usage() for pool in pools]
 
