@@ -3,7 +3,7 @@
 Requests are held while the model sleeps. The first wakes it, once for all. Those that run are counted until their last
 byte. When the model has been idle, it sleeps. If another one of its pool needs the memory (`turns`), it sleeps with its
 requests, which go on when it wakes, or no further request begins until the last has ended. A request that waits too
-long gets status 503 with Retry-After.
+long for its model or its first token gets status 503 with Retry-After.
 
 ``GET /vmem/state`` tells what the model does. ``POST /vmem/sleep``, ``/vmem/wake`` and ``/vmem/drain`` order it, and
 answer when that is done. An order ends with its request, but a drained model refuses requests until it is woken.
@@ -128,13 +128,47 @@ class Serve(http.Limits):
             return
         self._publish()
         try:
-            await self._app(scope, body, send)
+            if kind == "websocket":
+                await self._app(scope, body, send)
+            elif not await self._answer(scope, body, send):
+                await self._refuse(kind, send)
         finally:
             self._running -= 1
             self._used = _now()
             self._publish()
             if not self._open():  # who closes waits for it
                 self._came.set()
+
+    async def _answer(self, scope: Scope, body: _Receive, send: Send) -> bool:
+        """Have the application answer. False: memory for it did not come in time, and nothing was sent.
+
+        A stream's headers wait for its first bytes, so that it can be refused until then.
+        """
+        began, starts, sent = _now(), [], False
+
+        async def tell(message: dict[str, Any]) -> None:
+            nonlocal sent
+            if message["type"] == "http.response.start":
+                starts.append(message)
+                return
+            while starts:
+                await send(starts.pop())
+            sent = True
+            await send(message)
+
+        answers = asyncio.ensure_future(self._app(scope, body, tell))
+        try:
+            while not (sent or answers.done()):
+                await asyncio.wait([answers], timeout=FIND)
+                starved = self._pages[0][control.STARVING] if self._pages else 0
+                if starved and _now() - max(starved, began) > 1e6 * self._settings.queue and not sent:
+                    return False
+            await answers
+            return True
+        finally:
+            if not answers.done():
+                answers.cancel()
+                await asyncio.wait([answers])
 
     def _open(self) -> bool:
         return all(p[control.STATE] == State.AWAKE for p in self._pages)
@@ -175,7 +209,7 @@ class Serve(http.Limits):
             return
         told = self._told()
         why = "is drained" if told["state"] == "drained" else f"lacks {told['lacks']} bytes to wake" if told["lacks"] \
-            else "did not wake in time"  # fmt: skip
+            else "lacks memory for its KV cache" if told["state"] == "awake" else "did not wake in time"  # fmt: skip
         error = {"message": f"the model {why}: try again later", "type": "service_unavailable", "code": 503}
         await _json(send, 503, {"error": error})
 

@@ -81,7 +81,7 @@ class App:
         await send({"type": "http.response.body", "body": b"{}"})
 
 
-async def ask(engine, path="/v1/completions", method="POST"):
+async def ask(engine, path="/v1/completions", method="POST", headers=()):
     """Status and headers of an answer."""
     sent = []
 
@@ -96,7 +96,7 @@ async def ask(engine, path="/v1/completions", method="POST"):
     async def send(message):
         answers.append(message)
 
-    scope = dict(type="http", method=method, path=path, headers=[], app=types.SimpleNamespace(state=None))
+    scope = dict(type="http", method=method, path=path, headers=headers, app=types.SimpleNamespace(state=None))
     await engine(scope, receive, send)
     return answers[0]["status"], dict(answers[0]["headers"])
 
@@ -214,6 +214,44 @@ def test_a_starved_model_sleeps_with_its_requests_and_they_go_on(played):
         assert (await request)[0] == 200
 
     played(history)
+
+
+def test_a_request_whose_memory_never_comes_is_refused(played):
+    """Its engine can run no request, and no other model can give: it is ended, unless it has sent something."""
+    ended = []
+
+    async def history(engine, app, other):
+        other[control.PID] = 0
+        answer = app.__class__.__call__
+
+        async def call(self, scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            if scope["headers"]:
+                await send({"type": "http.response.body", "body": b"1", "more_body": True})
+            try:
+                await self.may.wait()
+            except asyncio.CancelledError:
+                ended.append(1)
+                raise
+            await send({"type": "http.response.body", "body": b"2"})
+
+        app.__class__.__call__ = call
+        try:
+            app.may.clear()
+            stream = asyncio.create_task(ask(engine, headers=[(b"x", b"y")]))
+            waits = asyncio.create_task(ask(engine))
+            await until(lambda: engine.page[control.RUNNING] == 2, engine)
+            engine.page[control.STARVED] = 1
+            status, headers = await waits
+            assert status == 503 and int(headers[b"retry-after"]) > 0 and ended == [1]
+            await until(lambda: engine.page[control.UNSERVED] == 1 and engine.page[control.RUNNING] == 1, engine)
+            assert not stream.done()
+            app.may.set()
+            assert (await stream)[0] == 200
+        finally:
+            app.__class__.__call__ = answer
+
+    played(history, queue="0.3")
 
 
 def test_who_drains_a_frozen_model_waits_for_its_requests(played):
