@@ -31,7 +31,8 @@ class Loop:
         row = 2 * layers * HEADS * DIM * 2
         one = about["layout"] == "block"
         self.requests = about["requests"]
-        self.tokens = about["amount"] // self.requests // row - AHEAD
+        self.amount = about["amount"]
+        self.tokens = self.amount // self.requests // row - AHEAD
         self.cache = KVCache.for_model(
             layers, HEADS, DIM, self.requests + 2, max(self.tokens, 16384), about["budget"], dtype=torch.bfloat16,
             layout="token-major" if one else "separate", sharing=one, backend=about["backend"], device=about["device"],
@@ -94,7 +95,7 @@ class Loop:
         """
         calls = self.calls()
         need, steps = time.perf_counter(), []
-        self.cache.fit([self.tokens] * self.requests)  # as a scheduler asks; so the pool hears of the whole need
+        self.pool.ask(self.cache, self.amount)  # so that the pool hears of the whole need
         for _ in range(self.requests):
             slot = self._slot(self.tokens)
             self.lengths[slot] = self.tokens

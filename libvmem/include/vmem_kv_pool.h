@@ -61,8 +61,9 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
 // call returns if no request needs it, otherwise when these requests end.
 int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max);
 // Requests a budget that leaves `bytes` unused, before they are needed. Returns at once: the member has then received
-// what is free in the pool, and the other members are asked for the rest. vmem_kv_fit asks for the first request that
-// does not fit, and a step for what it lacks. Each call replaces the request of the last one, which lapses after 250 ms.
+// what is free in the pool, and the other members are asked for the rest. Each call replaces the request of the last
+// one, which lapses after 250 ms. Until then, calls that find too little ask for no less: vmem_kv_fit for the first
+// request that does not fit, a step for what it lacks.
 int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes);
 
 // The answer to a member's last request, for memory or for a limit.

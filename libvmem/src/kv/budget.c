@@ -33,13 +33,36 @@ void vmem__kv_claim(vmem_kv *kv, uint64_t want)
         claim_pages(kv, want - kv->ledger.budget, want - kv->ledger.budget);
 }
 
-void vmem__kv_ask(vmem_kv *kv, uint64_t want)
+// The pages that vmem_kv_pool_ask asked for and the budget lacks still.
+static uint64_t awaited_pages(const vmem_kv *kv)
 {
-    uint32_t why;
+    return vmem__now() < kv->membership.wanted_until ? sat_sub(kv->membership.wanted, kv->ledger.budget) : 0;
+}
+
+// Asks the pool's other members for what a call lacks, or for what is awaited if that is more. Returns how many pages
+// may come.
+static uint64_t ask_for(vmem_kv *kv, uint64_t pages, uint32_t *refusal)
+{
+    return vmem__pool_ask(kv->membership.member, kv->ledger.held, MAX(pages, awaited_pages(kv)), refusal);
+}
+
+void vmem__kv_ask(vmem_kv *kv, uint64_t want, uint64_t until)
+{
+    uint32_t why = 0;
     vmem__kv_claim(kv, want);
-    if (want > kv->ledger.budget)
-        vmem__pool_ask(kv->membership.member, kv->ledger.held, want - kv->ledger.budget, &why);
+    kv->membership.wanted = want;
+    kv->membership.wanted_until = until;
+    if (awaited_pages(kv))
+        ask_for(kv, 0, &why);
     else
+        vmem__pool_unask(kv->membership.member);
+    if (why == VMEM_KV_AT_MAXIMUM) // what a step asks for may be less
+        kv->membership.wanted = 0;
+}
+
+void vmem__kv_unask(vmem_kv *kv)
+{
+    if (kv->membership.member && !awaited_pages(kv))
         vmem__pool_unask(kv->membership.member);
 }
 
@@ -116,7 +139,7 @@ int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want)
     const uint64_t most = kv->ledger.budget + vmem__pool_claimable(kv->membership.member, kv->ledger.budget);
     uint64_t n = want > most ? want - most : 1;
     record_shortage(kv, VMEM_KV_SHORT_OF_BUDGET, n);
-    shortage.coming_pages = vmem__pool_ask(kv->membership.member, kv->ledger.held, n, &shortage.refusal);
+    shortage.coming_pages = ask_for(kv, n, &shortage.refusal);
     return vmem__error(-ENOMEM,
                        "%" PRIu64 " pages are missing: the budget has %" PRIu64 ", of which prefixes alone hold "
                        "%" PRIu64 " and kept pages are counted as free; end or swap out a request, drop prefixes, or "
@@ -139,7 +162,7 @@ int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages)
     int rc = short_of_device(kv, pages);
     if (kv->membership.member) {
         kv->ledger.budget = vmem__pool_refused(kv->membership.member, kv->ledger.budget, kv->ledger.held);
-        shortage.coming_pages = vmem__pool_ask(kv->membership.member, kv->ledger.held, pages, &shortage.refusal);
+        shortage.coming_pages = ask_for(kv, pages, &shortage.refusal);
     }
     return rc;
 }
@@ -163,8 +186,7 @@ int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t b
         record_shortage(kv, limit < kv->ledger.budget ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET,
                         want + back - limit);
     if (want <= limit && limit >= kv->ledger.budget)
-        shortage.coming_pages =
-            vmem__pool_ask(kv->membership.member, kv->ledger.held, shortage.missing_pages, &shortage.refusal);
+        shortage.coming_pages = ask_for(kv, shortage.missing_pages, &shortage.refusal);
     shortage.watermark_pages = MIN(back, shortage.missing_pages);
     if (want > limit)
         return -ENOMEM; // the error text is set

@@ -228,10 +228,11 @@ struct kv_membership {
     uint64_t offered;      // pages of requests that evict would release
     uint64_t missed;       // bytes of pages that the pool took back and the cache will want again
     bool lowering;         // other members wait for pages beyond lower_to: each page that goes lowers the budget
-    bool asked;            // a step lacked pages, and the pool was asked for them
     uint64_t lower_to;     // pages: the budget to which the cache shrinks while it is `lowering`
     uint64_t portion;      // pages that the worker gives back in one call while others wait for them
     uint64_t pinned_pages; // kv_ledger.pinned_pages after the last call
+    uint64_t wanted;       // pages that vmem_kv_pool_ask asked for: the budget in all
+    uint64_t wanted_until; // ns: the time at which that lapses
 };
 
 // Kernels that may be in flight. A step's number has a tag of the cache from bit KV_STEP_TAG on, so that no cache takes
@@ -868,9 +869,11 @@ void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason
 
 // These need api and state, and do nothing for a cache that is in no pool.
 // The cache will have `want` pages: vmem__kv_claim claims those that its budget lacks; vmem__kv_ask also asks the other
-// members for the rest.
+// members for the rest. Until then (ns), calls that are short ask for no less.
 void vmem__kv_claim(vmem_kv *kv, uint64_t want);
-void vmem__kv_ask(vmem_kv *kv, uint64_t want);
+void vmem__kv_ask(vmem_kv *kv, uint64_t want, uint64_t until);
+// Withdraws a step's question, but not what was asked for before it is needed.
+void vmem__kv_unask(vmem_kv *kv);
 // For the worker: claims free budget of the pool, so that memory stays plentiful.
 void vmem__kv_claim_plenty(vmem_kv *kv);
 // Leaves the pool, before the cache is destroyed. No lock is held.

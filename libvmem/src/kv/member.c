@@ -214,6 +214,7 @@ int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
     if (rc)
         return rc;
     lock(kv);
+    kv->membership.wanted = 0; // it may exceed the maximum now
     vmem__pool_keep_to_max(m);
     if (kv->membership.lowering) { // now, not in portions
         vmem__kv_reclaim_to(kv, kv->membership.lower_to, false);
@@ -230,7 +231,7 @@ int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
         return rc;
     if (!kv->membership.member)
         return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is in no pool"));
-    vmem__kv_ask(kv, vmem__kv_min_pages(kv) + kv_ceil_pages(bytes, kv));
+    vmem__kv_ask(kv, vmem__kv_min_pages(kv) + kv_ceil_pages(bytes, kv), sat_add(vmem__now(), vmem__pool_ask_ns));
     return vmem__kv_leave(kv, 0);
 }
 

@@ -302,12 +302,9 @@ static int back_step(vmem_kv *kv, const int32_t *lengths)
     if (rc) {
         vmem__kv_grow_reset(&kv->grow);
         plan_unpin(kv);
-        kv->membership.asked = true;
         return rc;
     }
-    if (kv->membership.asked) // not what was asked for requests that wait
-        vmem__pool_unask(kv->membership.member);
-    kv->membership.asked = false;
+    vmem__kv_unask(kv);
     kv->stats.step_maps += total != 0;
     kv->stats.step_mapped_pages += total;
     return 0;
