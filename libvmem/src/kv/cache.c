@@ -115,7 +115,7 @@ static void configure(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->page_shift = (uint32_t)__builtin_ctzll(c->page_size);
     const uint64_t whole = c->flags & VMEM_KV_UNSHARED ? kv->ctx->b.whole_max >> kv->page_shift : 0;
     kv->whole = whole >= 2 ? (uint32_t)whole : 0;
-    kv->block = c->page_size < KV_BLOCK ? (uint32_t)(KV_BLOCK / c->page_size) : 1;
+    kv->block_pages = c->page_size < KV_BLOCK ? (uint32_t)(KV_BLOCK / c->page_size) : 1;
     for (uint32_t i = 0; i < c->n_tensors; i++)
         if (c->flags & VMEM_KV_ZERO || c->tensors[i].kind != c->tensors[0].kind)
             kv->create_flags = VMEM_CREATE_ZERO;

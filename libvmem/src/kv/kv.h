@@ -351,11 +351,12 @@ struct vmem_kv {
     uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent, steps_in_flight;
     uint32_t create_flags; // for vMemCreate
     uint64_t page_size;
-    uint32_t page_shift, block; // log2 of page_size; pages in KV_BLOCK
-    uint32_t whole;             // most pages that are created, mapped and unmapped together; 0: each can go alone
-    bool windows;               // some group has a window
-    uint64_t *addrs;            // tensors, group after group
-    uint32_t *order;            // tensor as the caller counts -> index in addrs
+    uint32_t page_shift;  // log2 of page_size
+    uint32_t block_pages; // pages in KV_BLOCK; 1 if a page is as large
+    uint32_t whole;       // most pages that are created, mapped and unmapped together; 0: each can go alone
+    bool windows;         // some group has a window
+    uint64_t *addrs;      // tensors, group after group
+    uint32_t *order;      // tensor as the caller counts -> index in addrs
     struct kv_group *groups;
     vmem_page *pages; // see kv_table(); address space, used where there are pages
     uint64_t pages_bytes;

@@ -35,7 +35,7 @@ static int add_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gro
     int rc = room_for_parts(kv, l, slot, group, from, to);
     if (rc)
         return rc;
-    const uint32_t b = kv->block, head = MIN((from + b - 1) / b * b, to), last = MIN(to, coarse_hi) / b * b;
+    const uint32_t b = kv->block_pages, head = MIN((from + b - 1) / b * b, to), last = MIN(to, coarse_hi) / b * b;
     const bool pays = kv->whole ? last >= head + 2 : b > 1 && last >= head + COARSE_BLOCKS * b;
     const uint32_t tail = pays && !g->window ? last : head;
     const bool joins = from > s->lo && from == s->hi;

@@ -108,7 +108,7 @@ static void evict(void *self, uint64_t pages)
         return;
     }
     lock(kv);
-    vmem__kv_evict(kv, MIN(pages, MAX(kv->membership.portion, kv->block)));
+    vmem__kv_evict(kv, MIN(pages, MAX(kv->membership.portion, kv->block_pages)));
     unlock(kv);
 }
 
@@ -167,7 +167,7 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
         kv->flags |= VMEM_KV_LAZY;
         // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
         kv->membership.portion =
-            kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block : UINT64_C(16) * kv->block * kv->n_tensors;
+            kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block_pages : UINT64_C(16) * kv->block_pages * kv->n_tensors;
         set_budget(kv, budget);
     }
     vmem__kv_worker_resume(kv);

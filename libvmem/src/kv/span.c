@@ -129,7 +129,7 @@ int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32
     if (from < sp->pinned.hi && to > sp->pinned.lo)
         return vmem__error(-EFAULT, "slot %u, pages [%u, %u) change while kernels may touch [%u, %u)", slot, from, to,
                            sp->pinned.lo, sp->pinned.hi);
-    if (from < sp->coarse_hi && from % kv->block)
+    if (from < sp->coarse_hi && from % kv->block_pages)
         return vmem__error(-EFAULT, "slot %u, page %u: a part of a 2 MiB entry changes beside kernels", slot, from);
     return 0;
 }

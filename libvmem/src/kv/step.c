@@ -236,7 +236,7 @@ static int list_parts(vmem_kv *kv, uint64_t spare)
         const struct kv_span *sp = kv_span(kv, w->slot, w->group);
         if (!w->extends || (sp->lo < sp->hi && sp->lo <= w->step.lo && w->step.hi <= sp->hi))
             continue;
-        uint32_t to = MIN((w->step.hi + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+        uint32_t to = MIN((w->step.hi + kv->block_pages - 1) / kv->block_pages * kv->block_pages, g->slot_pages);
         uint64_t extra = (uint64_t)(to - w->step.hi) * g->n;
         if (extra > spare || w->step.hi <= sp->hi)
             to = w->step.hi;

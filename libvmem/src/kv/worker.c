@@ -51,7 +51,7 @@ static void plan_backing(vmem_kv *kv, uint32_t slot, uint64_t tokens, uint32_t p
         const struct kv_span *sp = kv_span(kv, slot, i);
         uint32_t to = vmem__kv_need_hi(kv, g, tokens);
         if (blocks)
-            to = MIN((to + kv->block - 1) / kv->block * kv->block, g->slot_pages);
+            to = MIN((to + kv->block_pages - 1) / kv->block_pages * kv->block_pages, g->slot_pages);
         // Skip the page that the prefix ends in: the attach makes a copy of it when the request arrives.
         const uint32_t from = is_free ? (uint32_t)kv_ceil_pages(prefix * g->row_bytes, kv) : sp->lo;
         // If pages go together, a request that needs fewer pages gets other ones.
@@ -199,7 +199,7 @@ static bool return_some_pages(vmem_kv *kv)
     cut_span(kv, &v, &kv->stats.reclaimed_pages);
     const uint64_t ns = vmem__now() - start;
     if (ns > GIVE_NS && !by_call)
-        kv->membership.portion = MAX(kv->membership.portion / 2, kv->block);
+        kv->membership.portion = MAX(kv->membership.portion / 2, kv->block_pages);
     else if (ns < GIVE_NS / 3 && !by_call)
         kv->membership.portion = MIN(kv->membership.portion * 2, UINT64_C(1) << 20);
     kv->stats.reclaims++;
