@@ -164,6 +164,8 @@ class Serve(http.Limits):
                 if starved and _now() - max(starved, began) > 1e6 * self._settings.queue and not sent:
                     return False
             await answers
+            while starts:  # an answer without a body
+                await send(starts.pop())
             return True
         finally:
             if not answers.done():

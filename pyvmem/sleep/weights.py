@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,7 @@ ARENA = 32 * MIB  # pinned at once, in which few kernels begin; a power of two, 
 ALIGN = 512  # bytes, as of the blocks of torch's allocator
 TILE = 64  # rows of a tile of the sums, and words of a row
 PIECE = 256 * MIB // 8  # words that are summed at once
+AGAIN = 10.0  # seconds after which a model that sleeps tries to copy what the host had no memory for
 LOAD_WAIT = 60.0  # seconds in which a model that is loaded gets memory from the other members of the pool
 
 
@@ -198,6 +200,7 @@ class Weights:
         self._thread: threading.Thread | None = None
         self._busy: Callable[[], bool] = bool
         self._stop = False
+        self._again, self._missing = math.inf, 0  # when to copy what is missing, and its bytes as the log has them
 
     # ---- loading ---------------------------------------------------------------------------------------------
 
@@ -275,7 +278,7 @@ class Weights:
 
     def _copy_all(self) -> None:
         begin, told, portion = time.monotonic(), time.monotonic(), PORTION
-        size = done = 0
+        size, done, retry = 0, 0, math.inf
         try:
             segments = self.lease._segments()
             size = sum(segments.values())
@@ -295,13 +298,23 @@ class Weights:
                     self._log.info("vMem: copied %.1f of %.1f GiB of weights to the host", done / 2**30, size / 2**30)
             self._log.info("vMem: %.2f GiB of weights are in the pool, and in pinned host memory after %.1f s",
                            size / 2**30, time.monotonic() - begin)  # fmt: skip
+            self._missing = 0
         except Exception as error:
-            self._log.warning("vMem: %.2f of %.2f GiB of weights have no copy in host memory. They stay on the "
-                              "device while the model sleeps: %s", (size - done) / 2**30, size / 2**30,
-                              str(error))  # fmt: skip
+            retry = time.monotonic() + AGAIN
+            if self._missing != size - done:
+                self._missing = size - done
+                self._log.warning("vMem: %.2f of %.2f GiB of weights have no copy in host memory. They stay on the "
+                                  "device while the model sleeps: %s", self._missing / 2**30, size / 2**30,
+                                  str(error))  # fmt: skip
         finally:
             with self._lock:
-                self._thread = None
+                self._thread, self._again = None, retry
+
+    def copy_again(self) -> None:
+        """Try to copy what the host had no memory for, now and then while the model sleeps."""
+        if self._asleep and time.monotonic() >= self._again:
+            self._again = math.inf
+            self.copy_behind(self._busy)
 
     def _hurts(self) -> bool:
         """Return whether requests run now, so that pinning memory would delay them."""

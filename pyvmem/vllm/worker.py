@@ -305,6 +305,8 @@ class WorkerMemory(BlockMemory):
                 with self._lock:
                     self._ring(self._page[control.POSITION])
             self.tend()
+            if self.weights is not None:
+                self.weights.copy_again()
         except Exception as error:
             if not self._stop and str(error) != self._failure:  # nothing is lost: the next step does the rest
                 self._failure = str(error)

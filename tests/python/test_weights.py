@@ -253,6 +253,30 @@ def test_without_host_memory_the_weights_stay_and_the_next_sleep_tries_again(poo
         same(net, told)
 
 
+def test_a_model_that_sleeps_is_copied_when_the_host_has_memory_again(pool, weights, host, monkeypatch, caplog):
+    monkeypatch.setattr("pyvmem.sleep.weights.AGAIN", 0)
+    net = Net()
+    told = tensors(net)
+    weights.adopt([net])
+    host.full = True
+    host.give(9)
+    weights.park()
+    for _ in range(3):
+        wait(weights)
+        weights.lease.trim()
+        assert weights.parked and weights.held == 16 * MIB
+        weights.copy_again()
+    wait(weights)
+    assert len([r for r in caplog.records if "have no copy in host memory" in r.message]) == 1
+    host.full = False
+    weights.copy_again()
+    wait(weights)
+    weights.lease.trim()
+    weights.copy_again()
+    assert weights._thread is None and weights.held == 0 and weights.wake(0) == 16 * MIB
+    same(net, told)
+
+
 def test_weights_that_are_discarded_are_not_read_for_the_copy(pool, weights, host):
     net = Net()
     weights.adopt([net])
