@@ -437,6 +437,11 @@ static void test_a_step_leaves_the_larger_question(void)
     CHECK(row_of(pool, "b").needs && row_of(pool, "b").needs < needs);
     OK(step(b, t, 200)); // and ends the question of the step before
     CHECK_EQ(row_of(pool, "b").needs, 0);
+    // A maximum that is lowered below it ends it, too.
+    OK(vmem_kv_pool_ask(b, 200 * test_page));
+    OK(vmem_kv_pool_set_share(b, 20 * test_page, 60 * test_page));
+    ERR(step(b, t, 900), ENOMEM, "pages are missing"); // 58
+    CHECK(shortage().refusal != VMEM_KV_AT_MAXIMUM);
     vmem_kv_destroy(a, 0);
     vmem_kv_destroy(b, 0);
     vmem_kv_pool_destroy(pool);
