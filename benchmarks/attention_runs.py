@@ -78,7 +78,7 @@ class Pool:
         return tensor_at(range_._owner, range_.addr, (elements,), torch.bfloat16, device)
 
     def sets(self, point: Point) -> int:
-        """How many sets of the point's K and V to use: as many as fit and are needed."""
+        """Number of sets of K and V of the point: as many as fit and are needed."""
         size = point.bytes // 4
         return max(1, min(self.elements // size, -(-L2_BYTES // point.bytes), 16))
 

@@ -4,7 +4,7 @@
     python -m benchmarks.models --report vmem.jsonl swap.jsonl
 
 It needs vLLM's environment with pyvmem in it. The models have one shape and random weights, and are made in place.
-What is seen is a line of the file at once, so that a run that is cut off keeps what it has. Runs with another ``--gpu``
+Each observation is a line of the file at once, so that a run that is cut off keeps what it has. Runs with another ``--gpu``
 may go on at the same time.
 
 Ways: ``vmem``, one pool for weights and KV caches; ``swap``, one model awake, by vLLM's sleep of level 1, and a driver
@@ -351,7 +351,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     whole = argtypes.whole(1)
     parser.add_argument("--way", choices=WAYS)
     parser.add_argument("--report", nargs="+", metavar="FILE", help="print a table of such files, and run nothing")
-    parser.add_argument("--out", type=argtypes.output_file, metavar="FILE", help="append what is seen, JSON lines")
+    parser.add_argument("--out", type=argtypes.output_file, metavar="FILE", help="append observations, JSON lines")
     parser.add_argument("--part", action="append", choices=(*PARTS, "bursts"),
                         help=f"repeat for more ({', '.join(PARTS)})")  # fmt: skip
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: tiny models, to try it")

@@ -193,7 +193,7 @@ ENGINES: dict[str, type[Server]] = {server.engine: server for server in (Server,
 
 
 class Way:
-    """How the models share the GPU: all of them are there, and none sleeps."""
+    """A way in which models share the GPU. In this one all of them are there, and none sleeps."""
 
     about = "all stay awake"
     variables: dict[str, str] = {}

@@ -176,12 +176,12 @@ def kv_state() -> Any:
 
 
 def preemptions(llm: Any) -> int:
-    """How often vLLM has preempted a request so far."""
+    """Count of the requests that vLLM has preempted so far."""
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 
 class Steps:
-    """When each step's tokens were known, in an engine of one process."""
+    """Times at which the tokens of each step were known, in an engine of one process."""
 
     def __init__(self) -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
