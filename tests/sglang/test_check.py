@@ -15,7 +15,7 @@ from pyvmem.sglang import check, settings
 def copy(tmp_path, monkeypatch):
     """A copy of the installed SGLang's files that vMem relies on."""
     own = check.NEEDS.installed()
-    for file in {name for name, *_ in (*check.SIGNATURES, *check.NAMES.values(), *check.BODIES)}:
+    for file in {"_version.py", *(name for name, *_ in (*check.SIGNATURES, *check.NAMES.values(), *check.BODIES))}:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(own / file, tmp_path / file)
     monkeypatch.setattr(sources.Needs, "installed", lambda self: tmp_path)
