@@ -4,8 +4,8 @@
     python -m benchmarks.models --report vmem.jsonl swap.jsonl
 
 It needs vLLM's environment with pyvmem in it. The models have one shape and random weights, and are made in place.
-Each observation is a line of the file at once, so that a run that is cut off keeps what it has. Runs with another ``--gpu``
-may go on at the same time.
+Each observation is a line of the file at once, so that a run that is cut off keeps what it has. Runs with another
+``--gpu`` may go on at the same time.
 
 Ways: ``vmem``, one pool for weights and KV caches; ``swap``, one model awake, by vLLM's sleep of level 1, and a driver
 that holds requests; ``static``, as many as fit, while requests for the others fail; ``kvcached``, the same with its KV
