@@ -19,6 +19,7 @@ from pyvmem.engine.control import State
 
 PATIENCE = 0.02  # seconds between what a model that wakes lacks, and the first weights that go for it
 HUNGRY = 1.0  # and for an awake model whose requests lack memory, or while what sleeping models give suffices
+TAKES_PART = (State.ASLEEP, State.WAKING, State.AWAKE, State.CLOSING)
 OVERDUE = 8  # slices after which a model that waits goes before every priority
 
 
@@ -102,14 +103,22 @@ def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
     """The model whose turn it is to wake or to go on: what becomes free is for it.
 
     The highest priority comes first, then the longest wait. One that has waited for `OVERDUE` slices goes before all.
-    Engines of one server wait equally long: one that lacks memory stands for them.
+    Engines of one server wait equally long: one that lacks memory stands for them. If all sleep and the first cannot
+    have what it lacks, as rows of sleeping requests hold it, each tries for a slice in turn, so that these go on.
     """
 
     def turn(m: Model) -> tuple[bool, int, float, bool, str]:
         overdue = now - m.asked > OVERDUE * slice
         return not overdue, 0 if overdue else -m.priority, m.asked, not m.lacks, m.name
 
-    return min((m for m in models if m.asks), key=turn, default=None)
+    order = sorted((m for m in models if m.asks), key=turn)
+    if not order:
+        return None
+    sleeping = [m for m in models if m.alive and m.state in (State.ASLEEP, State.WAKING)]
+    if len(sleeping) < sum(m.alive and m.state in TAKES_PART for m in models):
+        return order[0]
+    given = sum(m.gives for m in sleeping if m is not order[0])
+    return order[int(now / slice) % len(order) if order[0].lacks > given else 0]
 
 
 def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:

@@ -343,6 +343,15 @@ def test_who_wakes_first():
     assert decide([old, ASKER], ASKER, 41.0, 10.0) is Action.NOTHING
 
 
+def test_where_all_sleep_and_rows_hold_what_the_first_lacks_each_tries_in_turn():
+    """The requests of those whose rows they are go on, and end."""
+    frozen = Model("frozen", State.ASLEEP, running=1, changed=55.0, starved=55.0)
+    models = [ASKER, frozen]
+    assert {first(models, 60.0 + turn * SLICE, SLICE).name for turn in range(2)} == {"asker", "frozen"}
+    assert first([*models, awake("a")], 60.0 + SLICE, SLICE) is first([*models, awake("a")], 60.0, SLICE) is ASKER
+    assert {first([ASKER, replace(frozen, gives=5)], 60.0 + turn * SLICE, SLICE) for turn in range(2)} == {ASKER}
+
+
 def test_of_a_servers_engines_one_that_lacks_memory_asks():
     one, two = replace(ASKER, name="engine 0", lacks=0), replace(ASKER, name="engine 1")
     assert first([one, two], 60.0, SLICE) is two
