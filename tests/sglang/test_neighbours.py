@@ -90,6 +90,10 @@ class Engine:
                 return json.loads(line[7:])
         raise AssertionError(f"the engine's process ended with status {self._process.wait()}")
 
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+
     def close(self):
         self._process.stdin.close()
         self._process.wait(60)
@@ -141,7 +145,11 @@ def test_engines_of_two_kinds_lend_each_other_memory(tmp_path):
         for kind, engine in engines.items():
             assert engine.answer() == own[kind]
         held(pool)
+        for engine in engines.values():
+            engine.begin(JOBS)
+        engines["vllm"].kill()  # while both run
+        assert engines["sglang"].answer() == own["sglang"]
+        assert [member.name for member in pool.members()] == [f"engine {pages['sglang'][control.PID]}"]
     for runs, has in seen:
         assert has[runs] == max(has.values()) > 2 * min(has.values()), seen
-    for engine in engines.values():
-        engine.close()
+    engines["sglang"].close()
