@@ -167,7 +167,9 @@ def serve(folder, options=None, limits=(), lora=None, out=24, turns=2, sounds=Fa
         settle(llm)
     told = dict(tokens=tokens, cached=sum(a.num_cached_tokens or 0 for a in answers))
     if vmem:
-        told.update(idle_state(llm, vmem[1]), core=vmem[0].pid, here=os.getpid())
+        from pyvmem.engine import control
+
+        told.update(idle_state(llm, vmem[1]), core=vmem[0].pid, here=os.getpid(), preempted=vmem[1][control.PREEMPTED])
     return told
 
 
