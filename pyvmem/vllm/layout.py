@@ -103,14 +103,17 @@ def preferred(names: Sequence[str], worker: Any) -> list[str]:
     if worker.device.type == "cpu":  # backends there offer every layout, and some read vLLM's own only
         return list(names)
     specs = list(specs_of(worker.model_runner.get_kv_cache_spec().values()))
-    return order(names, [int(s.page_size_bytes) for s in specs])
+    copied = worker.vllm_config.kv_transfer_config is not None
+    return order(names, [int(s.page_size_bytes) for s in specs], copied)
 
 
-def order(names: Sequence[str], sizes: Sequence[int]) -> list[str]:
+def order(names: Sequence[str], sizes: Sequence[int], copied: bool = False) -> list[str]:
     """`names` with block-outermost layouts first, where all layers have parts of one size.
 
-    sizes : bytes of each layer's part of a block.
+    sizes : bytes of each layer's part of a block. copied: whether a connector copies blocks. It prefers layers
+        outermost, where each layer of a block is a copy of its own, so such layouts are then left out.
     """
     if len(set(sizes)) != 1:  # packing pages of several sizes may take more of them
         return list(names)
-    return sorted(names, key=lambda name: not name.startswith("B"))
+    whole = [name for name in names if name.startswith("B")]
+    return whole if whole and copied else sorted(names, key=lambda name: name not in whole)

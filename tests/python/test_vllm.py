@@ -758,6 +758,13 @@ def test_layouts():
     assert layout.order(["LBHNC"], [8192]) == ["LBHNC"]
 
 
+def test_blocks_that_a_connector_copies_are_in_one_piece():
+    """vLLM takes the connector's own choice, layers outermost, if the worker names it at all."""
+    assert layout.order(["LBHNC", "BLHNC", "BLNHC"], [PAGE, PAGE], copied=True) == ["BLHNC", "BLNHC"]
+    assert layout.order(["LBHNC", "LBNHC"], [PAGE, PAGE], copied=True) == ["LBHNC", "LBNHC"]
+    assert layout.order(["LBHNC", "BLHNC"], [PAGE, 8192], copied=True) == ["LBHNC", "BLHNC"]
+
+
 # ---- HTTP -----------------------------------------------------------------------------------------------------------
 
 
