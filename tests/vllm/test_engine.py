@@ -233,9 +233,7 @@ def serve_and_offload(folder, options, limits=(), one_piece=False):
 def test_prefixes_come_back_from_host_memory_while_limits_move(model, name, one_piece):
     options = dict(kv_cache_memory_bytes=24 << 20)
     own = engines.in_child(engines.serve, model(name), options, vmem=False, turns=3)
-    on = engines.in_child(
-        serve_and_offload, model(name), options, vmem=True, limits=(1, 2, 4, 20), one_piece=one_piece
-    )
+    on = engines.in_child(serve_and_offload, model(name), options, vmem=True, limits=(1, 2, 4, 20), one_piece=one_piece)
     assert on["regions"] == 1 or not one_piece  # each is a copy for every block
     assert on["loaded"] > 30 and on["stored"] > 30  # blocks of 128 tokens
     assert on["tokens"] == own["tokens"]
