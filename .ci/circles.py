@@ -18,13 +18,13 @@ ORDER = {
     "driver": ["abi", "libcuda", "rm", "uvm", "kmod", "reserve", "stamp"],
     "backend": ["traced", "gpu", "host/fork", "host/memory", "host/host", "cuda/cuda", "stock/pages", "stock/alias",
                 "stock/stock", "uvm/batch", "uvm/arena", "uvm/uvm", "backends"],
-    "core": ["error", "struct", "trace", "call", "reservation", "data", "arena", "batch", "map", "unmap", "drop",
+    "core": ["error", "trace", "call", "reservation", "data", "arena", "batch", "map", "unmap", "drop",
              "page", "commit", "move", "context"],
     "pool": ["table", "claim", "balance", "pool"],
     "blocks": ["state", "queue", "member", "pages", "worker", "blocks"],
-    "kv": ["turn", "sets", "layout", "shared", "span", "slot", "map", "unmap", "runs", "check", "device", "gate",
-           "budget", "reclaim", "compact", "request", "worker", "step", "admit", "attach", "cache", "member"],
-    "torch": ["device", "lease", "pairs"],
+    "kv": ["turn", "layout", "shared", "slot", "pages", "runs", "check", "budget", "gate",
+           "reclaim", "compact", "request", "worker", "step", "admit", "attach", "cache", "member"],
+    "torch": ["device", "lease"],
 }  # fmt: skip
 
 

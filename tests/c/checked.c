@@ -3,7 +3,7 @@
 #include <sys/sysinfo.h>
 #include <unistd.h>
 
-#include "backend/host/memory.h"
+#include "backend/host/host.h"
 #include "checked.h"
 
 #define BROKEN(...)                                          \

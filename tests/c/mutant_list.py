@@ -215,7 +215,7 @@ _MUTANTS = [
      replace("!lock_preallocated_by_others(kv)", "want"), "test_kv_corners"),
     ("room counts twice beside the thread", "kv/count_lately",
      replace("return lately", "return count_reachable(kv, most, want, DEVICE_NS)"), "test_kv_races"),
-    ("memory at hand is asked for", "kv/device.c:count_reachable", replace("at_hand >= want ? at_hand :", ""), "test_kv_memory"),
+    ("memory at hand is asked for", "kv/count_reachable", replace("at_hand >= want ? at_hand :", ""), "test_kv_memory"),
     ("the pool does not hear of the watermark", "kv/vmem__kv_short_beside",
      replace("ask_for(kv, shortage.missing_pages, &shortage.refusal)", "0"), "test_kv_pool"),
     ("a step takes back the larger question", "kv/ask_for",
@@ -344,7 +344,7 @@ _MUTANTS = [
     ("what has stayed is what is still waited for", "pool/uncovered_bytes",
      replace("retained_peak", "expected"), "test_pool_member"),
     ("what nobody takes stays in the row", "pool/grant_within_context", drop("m->trim = left"), "test_pool_member"),
-    ("a parked segment that is freed stays counted", "torch/vmem__torch_free", never("was", n=2), "test_torch"),
+    ("a parked segment that is freed stays counted", "torch/free_in", never("was", n=2), "test_torch"),
     ("all parked pages go at once", "torch/evict_idle", replace("pages * l->page_size", "UINT64_MAX"), "test_torch"),
     ("a place ends without a word", "torch/leave", drop("ended = l"), "test_torch"),
     # blocks

@@ -10,7 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "backend/host/memory.h"
+#include "backend/host/host.h"
 #include "checked.h"
 #include "harness.h"
 

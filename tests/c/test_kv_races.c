@@ -5,7 +5,7 @@
 #include <sched.h>
 #include <string.h>
 
-#include "backend/host/memory.h"
+#include "backend/host/host.h"
 #include "checked.h"
 #include "kv.h"
 #include "kv/kv.h"

@@ -1,12 +1,11 @@
-// Nothing here runs without VMEM_TRACE.
+// A backend whose calls are events of a timeline (core/trace.h). Nothing here runs without VMEM_TRACE.
 //
 // SPDX-License-Identifier: MIT
-#include "backend/traced.h"
-
 #include <errno.h>
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "backend/backend.h"
 #include "core/trace.h"
 
 struct traced {
@@ -24,92 +23,53 @@ static uint64_t bytes_of(const struct vmem__run *runs, size_t n)
     return bytes;
 }
 
-#define RUNS "\"bytes\":%" PRIu64 ",\"runs\":%zu,\"result\":%d"
-#define BYTES "\"bytes\":%" PRIu64 ",\"result\":%d"
+#define RUNS "\"bytes\":%" PRIu64 ",\"runs\":%zu"
+#define BYTES "\"bytes\":%" PRIu64
+#define END(event, bytes, rc) vmem__trace_end(event, start, BYTES ",\"result\":%d", bytes, rc)
 
-static int map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
-{
-    const uint64_t start = vmem__trace_start();
-    const int rc = inner(b)->map(b, runs, n, bad);
-    vmem__trace_end("map", start, RUNS, bytes_of(runs, n), n, rc);
-    return rc;
-}
-
-static int unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
-{
-    const uint64_t start = vmem__trace_start();
-    const int rc = inner(b)->unmap(b, runs, n, bad);
-    vmem__trace_end("unmap", start, RUNS, bytes_of(runs, n), n, rc);
-    return rc;
-}
-
-static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
-{
-    const uint64_t start = vmem__trace_start();
-    const int rc = inner(b)->zero(b, runs, n);
-    vmem__trace_end("zero", start, RUNS, bytes_of(runs, n), n, rc);
-    return rc;
-}
-
-static int move(struct vmem__backend *b, const struct vmem__run *from, const struct vmem__run *to, size_t n)
-{
-    const uint64_t start = vmem__trace_start();
-    const int rc = inner(b)->move(b, from, to, n);
-    vmem__trace_end("move", start, RUNS, bytes_of(from, n), n, rc);
-    return rc;
-}
-
-static int reserve(struct vmem__backend *b, struct vmem__reservation *r)
-{
-    const uint64_t start = vmem__trace_start();
-    const int rc = inner(b)->reserve(b, r);
-    vmem__trace_end("reserve addresses", start, BYTES, r->length, rc);
-    return rc;
-}
+// The operation `op`, and its event, whose members are fmt and the values after it.
+#define TRACED(op, params, args, event, fmt, ...)                             \
+    static int op params                                                      \
+    {                                                                         \
+        const uint64_t start = vmem__trace_start();                           \
+        const int rc = inner(b)->op args;                                     \
+        vmem__trace_end(event, start, fmt ",\"result\":%d", __VA_ARGS__, rc); \
+        return rc;                                                            \
+    }
+TRACED(map, (struct vmem__backend * b, const struct vmem__run *runs, size_t n, size_t *bad), (b, runs, n, bad), "map",
+       RUNS, bytes_of(runs, n), n)
+TRACED(unmap, (struct vmem__backend * b, const struct vmem__run *runs, size_t n, size_t *bad), (b, runs, n, bad),
+       "unmap", RUNS, bytes_of(runs, n), n)
+TRACED(zero, (struct vmem__backend * b, const struct vmem__run *runs, size_t n), (b, runs, n), "zero", RUNS,
+       bytes_of(runs, n), n)
+TRACED(move, (struct vmem__backend * b, const struct vmem__run *from, const struct vmem__run *to, size_t n),
+       (b, from, to, n), "move", RUNS, bytes_of(from, n), n)
+TRACED(reserve, (struct vmem__backend * b, struct vmem__reservation *r), (b, r), "reserve addresses", BYTES, r->length)
+TRACED(backdrop, (struct vmem__backend * b, struct vmem__reservation *r, uint64_t addr, uint64_t length),
+       (b, r, addr, length), "backdrop", BYTES, length)
+TRACED(arena_new, (struct vmem__backend * b, struct vmem__arena *a), (b, a), "allocate memory", BYTES, a->size)
+TRACED(populate, (struct vmem__backend * b, struct vmem__arena *a, uint64_t offset, uint64_t length),
+       (b, a, offset, length), "allocate memory", BYTES, length)
 
 static void unreserve(struct vmem__backend *b, struct vmem__reservation *r)
 {
     const uint64_t start = vmem__trace_start(), length = r->length;
     inner(b)->unreserve(b, r);
-    vmem__trace_end("free addresses", start, BYTES, length, 0);
-}
-
-static int backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length)
-{
-    const uint64_t start = vmem__trace_start();
-    const int rc = inner(b)->backdrop(b, r, addr, length);
-    vmem__trace_end("backdrop", start, BYTES, length, rc);
-    return rc;
-}
-
-static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
-{
-    const uint64_t start = vmem__trace_start();
-    const int rc = inner(b)->arena_new(b, a);
-    vmem__trace_end("allocate memory", start, BYTES, a->size, rc);
-    return rc;
+    END("free addresses", length, 0);
 }
 
 static void arena_free(struct vmem__backend *b, struct vmem__arena *a)
 {
     const uint64_t start = vmem__trace_start(), size = a->size;
     inner(b)->arena_free(b, a);
-    vmem__trace_end("free memory", start, BYTES, size, 0);
-}
-
-static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
-{
-    const uint64_t start = vmem__trace_start();
-    const int rc = inner(b)->populate(b, a, offset, length);
-    vmem__trace_end("allocate memory", start, BYTES, length, rc);
-    return rc;
+    END("free memory", size, 0);
 }
 
 static int discard(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
 {
     const uint64_t start = vmem__trace_start();
     const int rc = inner(b)->discard(b, a, offset, length);
-    vmem__trace_end("free memory", start, BYTES, length, rc < 0 ? rc : 0);
+    END("free memory", length, rc < 0 ? rc : 0);
     return rc;
 }
 

@@ -2,7 +2,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include "blocks/blocks.h"
-#include "core/struct.h"
 
 // ---- life ------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@
 #ifndef VMEM_BLOCKS_STATE_H
 #define VMEM_BLOCKS_STATE_H
 
-#include "core/clock.h"
+#include "core/memory.h"
 #include "core/core.h"
 #include "pool/member.h"
 #include "vmem_blocks.h"

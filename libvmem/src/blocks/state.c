@@ -4,7 +4,6 @@
 #include <stdatomic.h>
 
 #include "blocks/blocks.h"
-#include "core/struct.h"
 
 // ---- creation --------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "backend/traced.h"
 #include "core/core.h"
-#include "core/struct.h"
 
 // ---- options ------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 #include "core/error.h"
 #include "vmem.h"
@@ -18,6 +19,22 @@
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 static inline uint64_t sat_sub(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 static inline uint64_t sat_add(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
+
+// ---- times of the monotonic clock, in ns ------------------------------------------------------------------------
+
+static inline uint64_t vmem__now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+// For pthread_cond_timedwait.
+static inline struct timespec vmem__in_ns(uint64_t ns)
+{
+    const uint64_t then = vmem__now() + ns;
+    return (struct timespec){.tv_sec = (time_t)(then / 1000000000u), .tv_nsec = (long)(then % 1000000000u)};
+}
 
 // ---- creation (page.c) --------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@
 #include <stdio.h>
 
 #include "core/core.h"
-#include "core/struct.h"
 
 // Bytes per part of a create call, for which the lock is held once. If memory is committed page by page, an interrupted
 // call frees at most one part.

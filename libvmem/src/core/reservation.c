@@ -5,7 +5,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
-#include "core/struct.h"
 
 // Empty leaves kept for the next mapping: 1.5 MiB.
 #define SPARE_LEAVES 256

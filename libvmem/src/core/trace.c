@@ -11,7 +11,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "core/clock.h"
+#include "core/memory.h"
 
 #define LINE 512
 

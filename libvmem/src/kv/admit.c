@@ -3,7 +3,6 @@
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
 
-#include "core/struct.h"
 #include "kv/kv.h"
 
 // The pages that a new request must leave unused. Zero if no request runs: none could need them, and the new request

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include "core/core.h"
-#include "core/struct.h"
 #include "kv/kv.h"
 #include "kv/member.h"
 
@@ -321,12 +320,6 @@ int vmem_kv_destroy(vmem_kv *kv, uint64_t after)
     return rc;
 }
 
-int vmem__kv_retire(vmem_kv *kv, uint64_t step)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_retire_to(kv, step));
-}
-
 int vmem_kv_retire(vmem_kv *kv, uint64_t step)
 {
     if (!kv || !kv->life.closing)
@@ -441,15 +434,32 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
     return rc;
 }
 
-int vmem_kv_last_shortage(struct vmem_kv_shortage *out)
+static int expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n)
 {
-    return vmem__struct_give(out, vmem__kv_last_shortage(), sizeof(struct vmem_kv_shortage), "out");
+    struct kv_expected list[VMEM_KV_EXPECT];
+    if (n && !tokens)
+        return vmem__error(-EINVAL, "tokens must not be NULL");
+    n = MIN(n, VMEM_KV_EXPECT);
+    for (size_t i = 0; i < n; i++) {
+        list[i] = (struct kv_expected){tokens[i], prefix_tokens ? prefix_tokens[i] : 0};
+        if (tokens[i] > kv->max_tokens)
+            return vmem__error(-EINVAL, "tokens %u of request %zu: max_tokens is %u", tokens[i], i, kv->max_tokens);
+        if (list[i].prefix > tokens[i])
+            return vmem__error(-EINVAL, "prefix_tokens %u of request %zu: it has %u tokens", list[i].prefix, i,
+                               tokens[i]);
+    }
+    for (size_t i = 0; i < n; i++)
+        kv->expect.list[i] = list[i];
+    kv->expect.n = (uint32_t)n;
+    if (n)
+        vmem__kv_worker_wake(kv);
+    return 0;
 }
 
 int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n)
 {
     int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_expect(kv, tokens, prefix_tokens, n));
+    return rc ? rc : vmem__kv_leave(kv, expect(kv, tokens, prefix_tokens, n));
 }
 
 // ---- runs ------------------------------------------------------------------------------------------------------------
@@ -491,17 +501,6 @@ int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
-int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
-{
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    if (kv->membership.member)
-        rc = vmem__error(-EINVAL,
-                         "the cache is in a pool, which sets its budget: set the cache's share of the pool instead");
-    return vmem__kv_leave(kv, rc ? rc : vmem__kv_set_budget(kv, bytes));
-}
-
 int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent)
 {
     int rc = vmem__kv_enter(kv);
@@ -521,10 +520,4 @@ int vmem_kv_wait(vmem_kv *kv)
         return rc;
     vmem__kv_wait_idle(kv);
     return vmem__kv_leave(kv, 0);
-}
-
-int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_publish(kv, path, name));
 }

@@ -64,7 +64,7 @@ static int make_view(const char *path, int *fd, struct vmem_kv_view **out)
     return 0;
 }
 
-int vmem__kv_publish(vmem_kv *kv, const char *path, const char *name)
+static int publish(vmem_kv *kv, const char *path, const char *name)
 {
     int rc = 0;
     struct vmem_info info = {.size = sizeof info};
@@ -240,4 +240,10 @@ int vmem__kv_leave(vmem_kv *kv, int rc)
     pthread_mutex_unlock(&kv->gate.state);
     pthread_mutex_unlock(&kv->gate.api);
     return rc;
+}
+
+int vmem_kv_publish(vmem_kv *kv, const char *path, const char *name)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, publish(kv, path, name));
 }

@@ -19,7 +19,6 @@
 #include <stdbool.h>
 #include <sys/types.h>
 
-#include "core/clock.h"
 #include "core/memory.h"
 #include "pool/member.h"
 #include "vmem_kv.h"
@@ -530,41 +529,6 @@ static inline uint32_t kv_absent(const vmem_kv *kv, uint32_t slot)
     return (uint32_t)kv->fence.step - kv->slots[slot].last_step;
 }
 
-// ---- sets.c ---------------------------------------------------------------------------------------------------------
-
-#define KV_NO_SLOT UINT32_MAX
-int vmem__kv_make_sets(vmem_kv *kv); // all slots are free, and have no page
-void vmem__kv_set_add(struct kv_set *set, uint32_t slot);
-void vmem__kv_set_remove(struct kv_set *set, uint32_t slot);
-// The first slot of the set that is not below `from`; KV_NO_SLOT: there is none.
-uint32_t vmem__kv_set_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from);
-void vmem__kv_set_list(vmem_kv *kv, uint32_t slot, uint8_t list);
-static inline uint8_t kv_list_of(const struct kv_slot *s)
-{
-    if (s->state == VMEM_KV_FREE)
-        return (uint8_t)(s->backed ? 32 - __builtin_clz(s->backed) : 0);
-    return s->state == VMEM_KV_ACTIVE ? KV_LIST_ACTIVE : KV_LIST_OTHERS;
-}
-// Moves a slot to its list after a change of its state or of `backed`.
-static inline void kv_list(vmem_kv *kv, uint32_t slot)
-{
-    const uint8_t list = kv_list_of(&kv->slots[slot]);
-    if (list != kv->slots[slot].list)
-        vmem__kv_set_list(kv, slot, list);
-}
-static inline uint32_t kv_next_active(const vmem_kv *kv, uint32_t from)
-{
-    return vmem__kv_set_next(kv, &kv->lists[KV_LIST_ACTIVE], from);
-}
-static inline uint32_t kv_next_used(const vmem_kv *kv, uint32_t from) // the next slot that is not free
-{
-    const uint32_t active = kv_next_active(kv, from), other = vmem__kv_set_next(kv, &kv->lists[KV_LIST_OTHERS], from);
-    return MIN(active, other);
-}
-
-// Grows an array so that it has room for n elements of `size` bytes.
-int vmem__kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
-
 // ---- layout.c -------------------------------------------------------------------------------------------------------
 
 // The pages that an iteration accesses when it extends a slot from `before` tokens to `tokens`.
@@ -578,6 +542,15 @@ static inline uint32_t kv_rows_before(const vmem_kv *kv, const struct kv_group *
         rows -= rows % kv->tile_rows;
     return rows < g->max_tokens ? (uint32_t)rows : UINT32_MAX;
 }
+// Pages of a slot that shares its first `tokens` rows: it shares pages [lo, full), and [full, hi) are its own. The
+// first of its own begins with `part` bytes of shared rows.
+struct kv_split {
+    uint32_t lo, full, hi;
+    uint64_t part;
+};
+struct kv_split vmem__kv_split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens);
+// The pages that a request of `tokens` tokens needs, in addition to those of prefix_tokens rows that it shares.
+uint64_t vmem__kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
 // Divides the tensors into groups, and makes the tables of their pages.
 int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c);
 
@@ -625,7 +598,29 @@ static inline bool kv_row_evictable(const struct kv_shared_row *ref) { return !r
 // True if no call can take the row's pages back: a slot pins it, or a run that may not be evicted holds it.
 static inline bool kv_row_pinned(const struct kv_shared_row *ref) { return ref->pinning_slots || kv_row_kept(ref); }
 
-// ---- span.c ---------------------------------------------------------------------------------------------------------
+// ---- slot.c ---------------------------------------------------------------------------------------------------------
+
+#define KV_NO_SLOT UINT32_MAX
+int vmem__kv_make_sets(vmem_kv *kv); // all slots are free, and have no page
+void vmem__kv_set_add(struct kv_set *set, uint32_t slot);
+void vmem__kv_set_remove(struct kv_set *set, uint32_t slot);
+// The first slot of the set that is not below `from`; KV_NO_SLOT: there is none.
+uint32_t vmem__kv_set_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from);
+static inline uint8_t kv_list_of(const struct kv_slot *s)
+{
+    if (s->state == VMEM_KV_FREE)
+        return (uint8_t)(s->backed ? 32 - __builtin_clz(s->backed) : 0);
+    return s->state == VMEM_KV_ACTIVE ? KV_LIST_ACTIVE : KV_LIST_OTHERS;
+}
+static inline uint32_t kv_next_active(const vmem_kv *kv, uint32_t from)
+{
+    return vmem__kv_set_next(kv, &kv->lists[KV_LIST_ACTIVE], from);
+}
+static inline uint32_t kv_next_used(const vmem_kv *kv, uint32_t from) // the next slot that is not free
+{
+    const uint32_t active = kv_next_active(kv, from), other = vmem__kv_set_next(kv, &kv->lists[KV_LIST_OTHERS], from);
+    return MIN(active, other);
+}
 
 // The end of the pages of a span that a step up to page `hi` can use. Joined pages that a freed request left are of no
 // use if the step needs only some of them: they are replaced.
@@ -677,11 +672,6 @@ void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct 
 // Updates the pinned parts after a change of the slot's state or of the pages that kernels access.
 void vmem__kv_update_pinned(vmem_kv *kv, uint32_t slot);
 
-// VMEM_KV_CHECK: checks the kernel rule. -EFAULT: kernels may be using a mapping of pages [from, to) of the span.
-int vmem__kv_check_rule(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from, uint32_t to);
-
-// ---- slot.c ---------------------------------------------------------------------------------------------------------
-
 const char *vmem__kv_state_name(uint8_t state);
 void vmem__kv_set_state(vmem_kv *kv, uint32_t slot, uint8_t state);
 // Checks the number and state (a set of 1 << enum vmem_kv_slot_state) of a slot and waits until it is not busy.
@@ -693,13 +683,14 @@ int vmem__kv_check_slot(const vmem_kv *kv, uint32_t slot, uint32_t states);
 uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken,
                               uint32_t n);
 
-// Stores the list of announced requests.
-int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
 // The free slot to back next, and in *request the expected request that will get it, once those expected before it have
 // theirs. KV_NO_SLOT: none.
 uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
 
-// ---- map.c ----------------------------------------------------------------------------------------------------------
+// ---- pages.c --------------------------------------------------------------------------------------------------------
+
+// Grows an array so that it has room for n elements of `size` bytes.
+int vmem__kv_room_for(void *array, uint64_t *cap, uint64_t n, size_t size);
 
 // Plans to back those of pages [from, to) that the span does not have. The span is empty, or begins at `to` or before.
 // 2 MiB entries may map blocks that end at coarse_hi or before.
@@ -724,8 +715,6 @@ void vmem__kv_grow_reset(struct kv_grow *l);
 // They need not be mapped anywhere.
 int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *pages, uint64_t stride, bool to_scratch,
                         uint32_t slot, uint32_t page, uint64_t bytes);
-
-// ---- unmap.c --------------------------------------------------------------------------------------------------------
 
 // Cuts a span down to [lo, hi) in three calls. begin changes the span. unmap, which needs no lock, unmaps and releases
 // the pages. end updates the ledger, or restores the span if unmap has failed. begin returns -EBUSY if a row that is
@@ -767,16 +756,6 @@ static inline uint64_t kv_run_id(uint64_t tag, uint32_t generation, uint32_t run
 }
 static inline uint32_t kv_run_place(uint64_t id) { return (uint32_t)(id & ((1u << KV_RUN_GENERATION) - 1)) - 1; }
 
-// Pages of a slot that shares its first `tokens` rows: it shares pages [lo, full), and [full, hi) are its own. The
-// first of its own begins with `part` bytes of shared rows.
-struct kv_split {
-    uint32_t lo, full, hi;
-    uint64_t part;
-};
-struct kv_split vmem__kv_split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens);
-// The pages that a request of `tokens` tokens needs, in addition to those of prefix_tokens rows that it shares.
-uint64_t vmem__kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
-
 // -EINVAL: some number names a run of another cache, which may be gone. 0 names no run and is accepted.
 int vmem__kv_check_ids(const struct kv_runs *runs, const uint64_t *ids, uint64_t n);
 // Pins the run until the slot's request ends. Fails only without memory for the slot's list.
@@ -817,7 +796,7 @@ const vmem_page *vmem__kv_found_page(const vmem_kv *kv, uint32_t group, uint32_t
 
 int vmem__kv_check_books(vmem_kv *kv); // VMEM_KV_CHECK: recounts everything
 
-// ---- device.c -------------------------------------------------------------------------------------------------------
+// ---- budget.c -------------------------------------------------------------------------------------------------------
 
 // Add a cache to its context's list, or remove it. A cache that is removed gives back the memory that it preallocated.
 void vmem__kv_register(vmem_kv *kv);
@@ -847,27 +826,6 @@ uint64_t vmem__kv_page_limit_known(const vmem_kv *kv);
 // True if so many more pages can be created without memory that the context's other caches have preallocated.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
-// ---- gate.c ---------------------------------------------------------------------------------------------------------
-
-void vmem__kv_summarise(vmem_kv *kv); // copies the statistics to `shown` and to the published view
-// Marks `shown` as stale, if it is not published: whoever asks for the statistics summarises them.
-void vmem__kv_defer_summary(vmem_kv *kv);
-void vmem__kv_begin_long_call(vmem_kv *kv); // before a public call goes to the library below
-// How every public call begins and ends: enter takes api and state, and leave updates the statistics. A step enters by
-// vmem__kv_enter_step and calls vmem__kv_begin_long_call if there is something to do.
-int vmem__kv_enter(vmem_kv *kv);
-int vmem__kv_enter_step(vmem_kv *kv);
-int vmem__kv_leave(vmem_kv *kv, int rc);
-
-int vmem__kv_publish(vmem_kv *kv, const char *path, const char *name);
-void vmem__kv_unpublish(vmem_kv *kv);
-// The budget that another process has written into the view and that is not yet answered; 0: none. The answer is rc,
-// and in case of an error the reason (VMEM_KV_NO_MEMORY or another of the kind).
-uint64_t vmem__kv_wanted_budget(const vmem_kv *kv);
-void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason);
-
-// ---- budget.c -------------------------------------------------------------------------------------------------------
-
 // These need api and state, and do nothing for a cache that is in no pool.
 // The cache will have `want` pages: vmem__kv_claim claims those that its budget lacks; vmem__kv_ask also asks the other
 // members for the rest. Until then (ns), calls that are short ask for no less.
@@ -888,8 +846,7 @@ int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages);
 // A new request would raise the pinned pages to `want`, and the watermark keeps `back` pages of the limit for others.
 int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back);
 int vmem__kv_short_of_slots(vmem_kv *kv);
-void vmem__kv_count_shortage(vmem_kv *kv);                   // counts it in the statistics; dry calls do not
-const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
+void vmem__kv_count_shortage(vmem_kv *kv); // counts it in the statistics; dry calls do not
 
 // Checks that the budget covers `delta` more pinned pages, `pages` of which are new. If it does not, claims from the
 // pool. -ENOMEM: a shortage is recorded. A call that pins no additional pages succeeds even over a reduced budget:
@@ -898,6 +855,24 @@ const struct vmem_kv_shortage *vmem__kv_last_shortage(void); // of this thread
 int vmem__kv_claim_budget(vmem_kv *kv, int64_t delta, uint64_t pages);
 // The same, and checks that the device has the memory.
 int vmem__kv_claim_memory(vmem_kv *kv, int64_t delta, uint64_t pages);
+
+// ---- gate.c ---------------------------------------------------------------------------------------------------------
+
+void vmem__kv_summarise(vmem_kv *kv); // copies the statistics to `shown` and to the published view
+// Marks `shown` as stale, if it is not published: whoever asks for the statistics summarises them.
+void vmem__kv_defer_summary(vmem_kv *kv);
+void vmem__kv_begin_long_call(vmem_kv *kv); // before a public call goes to the library below
+// How every public call begins and ends: enter takes api and state, and leave updates the statistics. A step enters by
+// vmem__kv_enter_step and calls vmem__kv_begin_long_call if there is something to do.
+int vmem__kv_enter(vmem_kv *kv);
+int vmem__kv_enter_step(vmem_kv *kv);
+int vmem__kv_leave(vmem_kv *kv, int rc);
+
+void vmem__kv_unpublish(vmem_kv *kv);
+// The budget that another process has written into the view and that is not yet answered; 0: none. The answer is rc,
+// and in case of an error the reason (VMEM_KV_NO_MEMORY or another of the kind).
+uint64_t vmem__kv_wanted_budget(const vmem_kv *kv);
+void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason);
 
 // ---- reclaim.c ------------------------------------------------------------------------------------------------------
 
@@ -927,7 +902,6 @@ int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, int tries);
 // The same without vmem__kv_grow_commit. The pages count in kv->ledger.held.
 int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, int tries);
 
-int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes);
 // Takes pages back that exceed the budget. Calls that end requests call it; a step does so only after its plan.
 void vmem__kv_shrink_to_budget(vmem_kv *kv);
 int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
@@ -936,13 +910,8 @@ void vmem__kv_apply_wanted_budget(vmem_kv *kv);
 
 // ---- request.c ------------------------------------------------------------------------------------------------------
 
-// Begins a request in a free slot.
-int vmem__kv_begin_request(vmem_kv *kv, uint32_t slot);
-// Frees slots that no kernel accesses, all or none, by one call of core. For leases.
-int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // Frees the slots that wait for kernels of this step or earlier ones, which have ended.
 int vmem__kv_end_requests(vmem_kv *kv, uint64_t step);
-int vmem__kv_retire_to(vmem_kv *kv, uint64_t step);
 
 // ---- worker.c -------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
-// A cache as a member of a pool: the functions that the pool calls, the public calls that name both, and a lease's.
+// A cache as a member of a pool: the functions that the pool calls, and the calls that name both.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
-#include "core/struct.h"
 #include "kv/kv.h"
 #include "kv/member.h"
 #include "pool/pool.h"
@@ -246,27 +245,6 @@ int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *out)
         *out = answer;
     pthread_mutex_unlock(&m->pool->lock);
     return 0;
-}
-
-// ---- for a lease -------------------------------------------------------------------------------------------------------
-
-int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n)
-{
-    uint64_t done = 0;
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    for (; done < n && !rc; done += !rc)
-        rc = vmem__kv_begin_request(kv, slots[done]);
-    if (rc) // they have no pages: this cannot fail
-        vmem__kv_free_slots(kv, slots, done);
-    return vmem__kv_leave(kv, rc);
-}
-
-int vmem__kv_end(vmem_kv *kv, const uint32_t *slots, uint64_t n)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_free_slots(kv, slots, n));
 }
 
 void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed)

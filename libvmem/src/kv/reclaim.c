@@ -212,7 +212,7 @@ int vmem__kv_grow_all(vmem_kv *kv, struct kv_grow *l, int tries)
 
 // ---- the budget -----------------------------------------------------------------------------------------------------
 
-int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
+static int set_budget(vmem_kv *kv, uint64_t bytes)
 {
     uint64_t pages = bytes >> kv->page_shift;
     bool lazy = kv->flags & VMEM_KV_LAZY;
@@ -236,13 +236,24 @@ int vmem__kv_set_budget(vmem_kv *kv, uint64_t bytes)
     return 0;
 }
 
+int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    if (kv->membership.member)
+        rc = vmem__error(-EINVAL,
+                         "the cache is in a pool, which sets its budget: set the cache's share of the pool instead");
+    return vmem__kv_leave(kv, rc ? rc : set_budget(kv, bytes));
+}
+
 void vmem__kv_apply_wanted_budget(vmem_kv *kv)
 {
     uint64_t wanted = kv->membership.member ? 0 : vmem__kv_wanted_budget(kv); // the pool's thread serves members
     if (!wanted)
         return;
     vmem__kv_begin_long_call(kv);
-    vmem__kv_answer_wanted(kv, wanted, vmem__kv_set_budget(kv, wanted), VMEM_KV_NO_MEMORY);
+    vmem__kv_answer_wanted(kv, wanted, set_budget(kv, wanted), VMEM_KV_NO_MEMORY);
 }
 
 void vmem__kv_shrink_to_budget(vmem_kv *kv)

@@ -3,12 +3,12 @@
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
 
-#include "core/struct.h"
 #include "kv/kv.h"
+#include "kv/member.h"
 
 // ---- begins ---------------------------------------------------------------------------------------------------------
 
-int vmem__kv_begin_request(vmem_kv *kv, uint32_t slot)
+static int begin_request(vmem_kv *kv, uint32_t slot)
 {
     if (slot >= kv->n_slots)
         return vmem__error(-EINVAL, "slot %u is out of range: the cache has %u slots", slot, kv->n_slots);
@@ -48,7 +48,7 @@ static int alloc_slot(vmem_kv *kv, const struct vmem_kv_alloc_options *options, 
             return vmem__kv_short_of_slots(kv);
         }
     }
-    rc = vmem__kv_begin_request(kv, o.slot);
+    rc = begin_request(kv, o.slot);
     if (!rc)
         *slot = o.slot;
     return rc;
@@ -76,7 +76,8 @@ static int end_now(vmem_kv *kv, uint32_t slot)
         return rc;
     }
     vmem__kv_clear_history(kv, slot);
-    vmem__kv_unpin(kv, slot);
+    if (kv->runs.pins[slot].n)
+        vmem__kv_unpin(kv, slot);
     struct kv_idle *idle = &kv->idle[slot];
     idle->first_private_row = 0;
     for (uint32_t i = 0; i < kv->n_groups; i++)
@@ -91,7 +92,8 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     return 0;
 }
 
-int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+// Frees slots that no kernel accesses, all or none, by one call of core.
+static int free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
 {
     int rc = 0;
     vmem__kv_worker_pause(kv); // else it could begin with one of the slots while the call waits for another
@@ -103,6 +105,25 @@ int vmem__kv_free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
     vmem__kv_worker_resume(kv);
     vmem__kv_shrink_to_budget(kv);
     return rc;
+}
+
+int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+{
+    uint64_t done = 0;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    for (; done < n && !rc; done += !rc)
+        rc = begin_request(kv, slots[done]);
+    if (rc) // they have no pages: this cannot fail
+        free_slots(kv, slots, done);
+    return vmem__kv_leave(kv, rc);
+}
+
+int vmem__kv_end(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+{
+    int rc = vmem__kv_enter(kv);
+    return rc ? rc : vmem__kv_leave(kv, free_slots(kv, slots, n));
 }
 
 static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
@@ -146,14 +167,17 @@ int vmem__kv_end_requests(vmem_kv *kv, uint64_t step)
     return rc;
 }
 
-int vmem__kv_retire_to(vmem_kv *kv, uint64_t step)
+int vmem__kv_retire(vmem_kv *kv, uint64_t step)
 {
-    int rc = vmem__kv_check_fence(kv, step);
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__kv_check_fence(kv, step);
     if (!rc) {
         rc = vmem__kv_end_requests(kv, MAX(vmem__kv_last_ended_step(kv), step));
         vmem__kv_shrink_to_budget(kv);
     }
-    return rc;
+    return vmem__kv_leave(kv, rc);
 }
 
 // ---- copy before write -----------------------------------------------------------------------------------------------

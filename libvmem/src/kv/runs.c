@@ -10,27 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/struct.h"
 #include "kv/kv.h"
-
-struct kv_split vmem__kv_split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens)
-{
-    uint64_t bytes = MIN(tokens, g->max_tokens) * g->row_bytes;
-    struct kv_split s = {.lo = vmem__kv_need_lo(kv, g, tokens),
-                         .full = (uint32_t)(bytes >> kv->page_shift),
-                         .hi = vmem__kv_need_hi(kv, g, tokens),
-                         .part = bytes & (kv->page_size - 1)};
-    s.full = MAX(s.full, s.lo);
-    return s;
-}
-
-uint64_t vmem__kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
-{
-    uint64_t pages = 0;
-    for (const struct kv_group *g = kv->groups; g < kv->groups + kv->n_groups; g++)
-        pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_split(kv, g, prefix_tokens).full) * g->n;
-    return pages;
-}
 
 // ---- the order of eviction ------------------------------------------------------------------------------------------
 //

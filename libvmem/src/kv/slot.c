@@ -1,7 +1,201 @@
-// Slots: their states, and the choice of a free one for a request that begins or is announced.
+// Slots: sets that list them, the mapped and pinned page ranges of a slot (spans), states, and the choice of a free one
+// for a request that begins or is announced.
 //
 // SPDX-License-Identifier: MIT
+#include <stdlib.h>
+
 #include "kv/kv.h"
+
+// ---- sets: a bit for each slot, and a bit for each word of these bits that is not 0 ----------------------------------
+
+static uint64_t words_of(uint64_t bits) { return (bits + 63) / 64; }
+
+int vmem__kv_make_sets(vmem_kv *kv)
+{
+    const uint64_t slots = words_of(kv->n_slots), words = words_of(slots);
+    kv->bits = calloc((KV_LISTS + 1) * (slots + words), sizeof(*kv->bits));
+    if (!kv->bits)
+        return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
+    uint64_t *at = kv->bits;
+    for (uint32_t i = 0; i <= KV_LISTS; i++, at += slots + words)
+        *(i < KV_LISTS ? &kv->lists[i] : &kv->stale_slots) = (struct kv_set){at, at + slots};
+    for (uint32_t s = 0; s < kv->n_slots; s++)
+        vmem__kv_set_add(&kv->lists[0], s);
+    return 0;
+}
+
+void vmem__kv_set_add(struct kv_set *set, uint32_t slot)
+{
+    const uint32_t word = slot / 64;
+    set->slots[word] |= UINT64_C(1) << slot % 64;
+    set->words[word / 64] |= UINT64_C(1) << word % 64;
+}
+
+void vmem__kv_set_remove(struct kv_set *set, uint32_t slot)
+{
+    const uint32_t word = slot / 64;
+    set->slots[word] &= ~(UINT64_C(1) << slot % 64);
+    if (!set->slots[word])
+        set->words[word / 64] &= ~(UINT64_C(1) << word % 64);
+}
+
+// The first bit that is set, from there on; `size` if there is none among so many.
+static uint32_t next_bit(const uint64_t *words, uint32_t from, uint32_t size)
+{
+    if (from >= size)
+        return size;
+    uint32_t i = from / 64;
+    uint64_t bits = words[i] >> from % 64 << from % 64;
+    while (!bits && ++i * 64 < size)
+        bits = words[i];
+    return bits ? i * 64 + (uint32_t)__builtin_ctzll(bits) : size;
+}
+
+uint32_t vmem__kv_set_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from)
+{
+    if (from >= kv->n_slots)
+        return KV_NO_SLOT;
+    uint32_t word = from / 64;
+    uint64_t bits = set->slots[word] >> from % 64 << from % 64;
+    if (!bits) {
+        const uint32_t n = (uint32_t)words_of(kv->n_slots);
+        word = next_bit(set->words, word + 1, n);
+        if (word == n)
+            return KV_NO_SLOT;
+        bits = set->slots[word];
+    }
+    return word * 64 + (uint32_t)__builtin_ctzll(bits);
+}
+
+// Moves a slot to its list after a change of its state or of `backed`.
+static inline void update_list(vmem_kv *kv, uint32_t slot)
+{
+    const uint8_t list = kv_list_of(&kv->slots[slot]);
+    if (list == kv->slots[slot].list)
+        return;
+    vmem__kv_set_remove(&kv->lists[kv->slots[slot].list], slot);
+    vmem__kv_set_add(&kv->lists[list], slot);
+    kv->slots[slot].list = list;
+}
+
+// ---- spans -----------------------------------------------------------------------------------------------------------
+
+uint32_t vmem__kv_usable_end(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi)
+{
+    const struct kv_slot *s = &kv->slots[slot];
+    const struct kv_span *sp = kv_span(kv, slot, group);
+    if (!s->fresh || s->tokens || hi >= sp->hi || !kv_joined(kv, slot, group, hi))
+        return sp->hi;
+    while (kv_joined(kv, slot, group, hi))
+        hi--;
+    return hi;
+}
+
+// ---- the pinned part --------------------------------------------------------------------------------------------------
+
+struct kv_range vmem__kv_pinned_part(const vmem_kv *kv, uint32_t slot, uint32_t group)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    if (!kv_accessed(kv, slot))
+        return (struct kv_range){s->lo, s->lo};
+    return kv_in_use(kv, slot, group, !kv->slots[slot].fresh);
+}
+
+uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from)
+{
+    return kv_end_of(kv, slot, group, MAX(from, kv_span(kv, slot, group)->pinned.hi), false);
+}
+
+// Pages [lo, hi) that enter (by 1) or leave (-1) the pinned part.
+struct change {
+    uint32_t lo, hi;
+    int by;
+};
+
+static void changes_of(const struct kv_span *s, struct kv_range to, struct change out[4])
+{
+    out[0] = (struct change){s->pinned.lo, MIN(s->pinned.hi, to.lo), -1};
+    out[1] = (struct change){MAX(s->pinned.lo, to.hi), s->pinned.hi, -1};
+    out[2] = (struct change){to.lo, MIN(to.hi, s->pinned.lo), 1};
+    out[3] = (struct change){MAX(to.lo, s->pinned.hi), to.hi, 1};
+}
+
+// Counts the change of the pinned part to `to` in the ledger and in the shared rows. Pages from shared_hi on have no
+// other holder.
+static void account_change(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to, uint32_t shared_hi)
+{
+    struct change changes[4];
+    changes_of(kv_span(kv, slot, group), to, changes);
+    for (const struct change *c = changes; c < changes + 4; c++) {
+        int64_t own = c->lo < c->hi ? c->hi - c->lo : 0;
+        for (uint32_t p = c->lo; p < MIN(c->hi, shared_hi); p++) {
+            struct kv_shared_row *ref = vmem__kv_row(kv, slot, group, p);
+            if (!ref)
+                continue;
+            vmem__kv_change_holders(kv, ref, (struct kv_holders){.pinning_slots = c->by});
+            own--;
+        }
+        kv->ledger.pinned_pages += (uint64_t)(own * c->by * kv->groups[group].n);
+    }
+}
+
+int64_t vmem__kv_pinned_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
+{
+    const struct kv_span *s = kv_span(kv, slot, group);
+    struct change changes[4];
+    int64_t delta = 0;
+    if (kv_at_own_end(s, to))
+        return ((int64_t)to.hi - s->pinned.hi) * kv->groups[group].n;
+    changes_of(s, to, changes);
+    for (const struct change *c = changes; c < changes + 4; c++) {
+        delta += c->lo < c->hi ? ((int64_t)c->hi - c->lo) * c->by : 0;
+        for (uint32_t p = c->lo; p < MIN(c->hi, s->shared_hi); p++) {
+            const struct kv_shared_row *ref = vmem__kv_row(kv, slot, group, p);
+            if (ref && (c->by < 0 || kv_row_pinned(ref)))
+                delta -= c->by;
+        }
+    }
+    return delta * kv->groups[group].n;
+}
+
+void vmem__kv_set_pinned(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
+{
+    struct kv_span *s = kv_span(kv, slot, group);
+    if (s->pinned.lo == to.lo && s->pinned.hi == to.hi)
+        return;
+    account_change(kv, slot, group, to, s->shared_hi);
+    s->pinned = to;
+}
+
+static void set_backed(vmem_kv *kv, uint32_t slot)
+{
+    kv->slots[slot].same_pages_until = 0;
+    uint32_t backed = kv->max_tokens;
+    for (uint32_t i = 0; i < kv->n_groups; i++) {
+        const struct kv_span *s = kv_span(kv, slot, i);
+        const uint32_t rows = s->lo < s->hi ? kv_rows_before(kv, &kv->groups[i], s->hi) : 0;
+        backed = MIN(backed, rows);
+    }
+    kv->slots[slot].backed = backed;
+    update_list(kv, slot);
+}
+
+void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now)
+{
+    struct kv_span *s = kv_span(kv, slot, group);
+    if (s->pinned.lo != now->pinned.lo || s->pinned.hi != now->pinned.hi)
+        account_change(kv, slot, group, now->pinned, MAX(s->shared_hi, now->shared_hi));
+    *s = *now;
+    set_backed(kv, slot);
+}
+
+void vmem__kv_update_pinned(vmem_kv *kv, uint32_t slot)
+{
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        vmem__kv_set_pinned(kv, slot, i, vmem__kv_pinned_part(kv, slot, i));
+}
+
+// ---- states, and the choice of a free slot ------------------------------------------------------------------------------
 
 // How many of the slot's kept rows a request could reuse, minus those that its prefix, perhaps of no tokens, would
 // replace.
@@ -89,7 +283,7 @@ void vmem__kv_set_state(vmem_kv *kv, uint32_t slot, uint8_t state)
     kv->in_state[state]++;
     s->state = state;
     s->same_pages_until = 0;
-    kv_list(kv, slot);
+    update_list(kv, slot);
     vmem__kv_update_pinned(kv, slot);
 }
 
@@ -111,28 +305,6 @@ int vmem__kv_use_slot(vmem_kv *kv, uint32_t slot, uint32_t states)
 }
 
 // ---- requests that come next ------------------------------------------------------------------------------------------
-
-int vmem__kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n)
-{
-    struct kv_expected list[VMEM_KV_EXPECT];
-    if (n && !tokens)
-        return vmem__error(-EINVAL, "tokens must not be NULL");
-    n = MIN(n, VMEM_KV_EXPECT);
-    for (size_t i = 0; i < n; i++) {
-        list[i] = (struct kv_expected){tokens[i], prefix_tokens ? prefix_tokens[i] : 0};
-        if (tokens[i] > kv->max_tokens)
-            return vmem__error(-EINVAL, "tokens %u of request %zu: max_tokens is %u", tokens[i], i, kv->max_tokens);
-        if (list[i].prefix > tokens[i])
-            return vmem__error(-EINVAL, "prefix_tokens %u of request %zu: it has %u tokens", list[i].prefix, i,
-                               tokens[i]);
-    }
-    for (size_t i = 0; i < n; i++)
-        kv->expect.list[i] = list[i];
-    kv->expect.n = (uint32_t)n;
-    if (n)
-        vmem__kv_worker_wake(kv);
-    return 0;
-}
 
 uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request)
 {

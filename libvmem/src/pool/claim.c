@@ -198,6 +198,15 @@ void vmem__pool_unask(struct vmem__member *m)
     pthread_mutex_unlock(&m->pool->lock);
 }
 
+void vmem__pool_wake(const struct vmem__member *m)
+{
+    if (!m)
+        return;
+    m->pool->freed++;
+    if (m->pool->needed)
+        pool_ring(m->pool);
+}
+
 // ---- shares ----------------------------------------------------------------------------------------------------------
 
 int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max)

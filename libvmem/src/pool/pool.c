@@ -7,7 +7,6 @@
 #include <sys/eventfd.h>
 
 #include "core/memory.h"
-#include "core/struct.h"
 #include "pool/pool.h"
 
 #define ARENA (UINT64_C(256) << 20) // small arenas, since device memory goes back a whole arena at a time
@@ -327,15 +326,6 @@ void vmem__pool_left(struct vmem__member *m)
     if (!vmem__table_wait(pool, POOL_WAIT_US))
         vmem__table_end(pool);
     pthread_mutex_unlock(&pool->lock);
-}
-
-void vmem__pool_wake(const struct vmem__member *m)
-{
-    if (!m)
-        return;
-    m->pool->freed++;
-    if (m->pool->needed)
-        pool_ring(m->pool);
 }
 
 uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)

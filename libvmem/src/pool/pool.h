@@ -17,7 +17,6 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-#include "core/clock.h"
 #include "core/core.h"
 #include "core/memory.h"
 #include "pool/member.h"

@@ -17,13 +17,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/clock.h"
-#include "core/error.h"
 #include "core/memory.h"
-#include "core/struct.h"
 #include "kv/member.h"
 #include "torch/device.h"
-#include "torch/pairs.h"
 #include "vmem_torch.h"
 
 #define SLOT_BYTES (UINT64_C(32) << 20) // the least that a slot spans. Most segments are of 2 or 20 MiB
@@ -563,7 +559,7 @@ static int alloc_segment(struct lease *l, uint64_t bytes, struct slot **out)
     return 0;
 }
 
-void *vmem__torch_alloc(uint32_t pair, size_t size, int device)
+static void *alloc_in(uint32_t pair, size_t size, int device)
 {
     struct lease *l;
     struct slot *s;
@@ -581,7 +577,7 @@ void *vmem__torch_alloc(uint32_t pair, size_t size, int device)
     return addr;
 }
 
-void vmem__torch_free(uint32_t pair, void *addr)
+static void free_in(uint32_t pair, void *addr)
 {
     struct lease *l;
     if (!addr || enter_pair(pair, &l))
@@ -839,3 +835,36 @@ int vmem_torch_last_shortage(uint32_t place, struct vmem_kv_shortage *out)
     leave(l);
     return vmem__struct_give(out, &shortage, sizeof shortage, "out");
 }
+
+// ---- the functions that PyTorch calls by their addresses: a pair for each place --------------------------------------
+//
+// PyTorch looks them up by name in whatever library they are compiled into, which may hide all other names.
+
+#define PAIR(n)                                                                                                        \
+    __attribute__((visibility("default"))) void *vmem_torch_alloc_##n(size_t size, int device, void *stream)           \
+    {                                                                                                                  \
+        (void)stream;                                                                                                  \
+        return alloc_in(n, size, device);                                                                              \
+    }                                                                                                                  \
+    __attribute__((visibility("default"))) void vmem_torch_free_##n(void *addr, size_t size, int device, void *stream) \
+    {                                                                                                                  \
+        (void)size, (void)device, (void)stream;                                                                        \
+        free_in(n, addr);                                                                                              \
+    }
+
+PAIR(0)
+PAIR(1)
+PAIR(2)
+PAIR(3)
+PAIR(4)
+PAIR(5)
+PAIR(6)
+PAIR(7)
+PAIR(8)
+PAIR(9)
+PAIR(10)
+PAIR(11)
+PAIR(12)
+PAIR(13)
+PAIR(14)
+PAIR(15)

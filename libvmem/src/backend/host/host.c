@@ -26,7 +26,6 @@
 
 #include "backend/backend.h"
 #include "backend/host/host.h"
-#include "backend/host/memory.h"
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x8U

@@ -24,4 +24,12 @@ void vmem__host_file_remove(struct host_file *f);
 void vmem__host_reservation_add(struct host_file *f, struct vmem__reservation *r);
 void vmem__host_reservation_remove(struct vmem__reservation *r);
 
+struct vmem__host_memory {
+    uint64_t total, available; // bytes
+    bool cgroup;               // a control group allows less than the machine has
+};
+
+// Reads the memory that this process may use from /proc and /sys below `root`, which is "" except in tests.
+int vmem__host_memory(const char *root, struct vmem__host_memory *out);
+
 #endif

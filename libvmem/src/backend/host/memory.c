@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "backend/backend.h"
-#include "backend/host/memory.h"
+#include "backend/host/host.h"
 
 // The memory controller's files, for cgroup versions 1 and 2. Every distribution and container runtime mounts them
 // here.
