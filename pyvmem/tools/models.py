@@ -110,13 +110,13 @@ def _take(where: str, table: Any, kinds: Mapping[str, Callable[[str, Any], Any]]
         raise ValueError(f"{where.rstrip('.')} must be a table, not {table!r}")
     for key in table:
         if key not in kinds:
-            raise ValueError(f"{where}{key}: unknown; there are {', '.join(kinds)}")
+            raise ValueError(f"{where}{key} is not a key of the file: the keys are {', '.join(kinds)}")
     return {key: kinds[key](f"{where}{key}", value) for key, value in table.items()}
 
 
 def _text(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value or "\0" in value or value.startswith("-"):
-        raise ValueError(f"{key} must be a string of at least one character, without NUL and no option, not {value!r}")
+        raise ValueError(f"{key} must be a non-empty string without NUL, and not begin with '-': {value!r}")
     return value
 
 
@@ -225,11 +225,11 @@ def _check(pool: Pool) -> None:
             raise ValueError(f"models.{m.name}.port: {m.port} is also the port of {ports[m.port]}")
         ports[m.port] = m.name
         if m.max and m.min > m.max:
-            raise ValueError(f"models.{m.name}.min is over its max")
+            raise ValueError(f"models.{m.name}.min, {m.min} bytes, is over its max, {m.max}")
         # The minimums of the others stay theirs while they are awake, and those that sleep have none.
         if m.weights + max(m.min, 2 * MIB) > pool.size:
-            raise ValueError(f"models.{m.name}: its weights are {m.weights / GIB:.1f} GiB, and with a minimum for its "
-                             f"KV cache do not fit size, {pool.size / GIB:.1f} GiB")  # fmt: skip
+            raise ValueError(f"models.{m.name}: its weights of {m.weights / GIB:.1f} GiB and the minimum of its KV "
+                             f"cache exceed size, {pool.size / GIB:.1f} GiB")  # fmt: skip
 
 
 # ---- render ----------------------------------------------------------------------------------------------------
@@ -379,8 +379,8 @@ def listing(pool: Pool) -> str:
         cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
         lines.append("  ".join(cells).rstrip())
     if all(row[1] == "stopped" for row in rows[1:]):
-        lines.append(f"No server of these models has its control page in {view_folder()}. Servers of systemd, compose "
-                     "and AIBrix have another XDG_RUNTIME_DIR, as their configuration says.")  # fmt: skip
+        lines.append(f"No server of these models publishes its state below {view_folder()}. Servers of systemd, compose "
+                     "and AIBrix have another XDG_RUNTIME_DIR, which their configuration names: set it here, too.")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -408,7 +408,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="the models, in TOML (docs/models.md)")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     render = actions.add_parser("render", help="print a configuration for the program that runs the models")
-    render.add_argument("what", choices=tuple(RENDERERS))
+    render.add_argument("what", metavar="PROGRAM", choices=tuple(RENDERERS), help=", ".join(RENDERERS))
     actions.add_parser("ls", help="show the models and what they do")
     for what, about in (("sleep", "put a model to sleep: others may take its memory"), ("wake", "wake a model"),
                         ("drain", "refuse further requests, and wait for those that run")):  # fmt: skip
@@ -430,10 +430,11 @@ def models(args: argparse.Namespace, out: TextIO | None = None) -> int:
         print(listing(pool), file=out)
     elif args.action == "limit":
         pool.model(args.name)
+        limit = None if args.size == "none" else _size("size", args.size)
         pages = [page for _, page in running(pool)[args.name]]
         if not pages:
             raise ValueError(f"{args.name} does not run")
-        control.change(*pages, limit=None if args.size == "none" else parse_size(args.size))
+        control.change(*pages, limit=limit)
     else:
         print(json.dumps(order(pool, args.name, args.action)), file=out)
     return 0

@@ -30,13 +30,13 @@ COLUMNS = (
 )  # fmt: skip
 
 POOL_COLUMNS = (
-    "pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "answer (question)", "reply (up to)",
+    "pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "own request", "reply to others",
 )  # fmt: skip
 ENGINE_COLUMNS = (
     "pid", "engine", "model", "port", "state", "running", "queued", "weights", "limit", "min", "max", "least", "backed",
     "used", "cached", "spare", "preempted", "refused",
 )  # fmt: skip
-_TEXT = {"name", "where", "pool", "answer (question)", "reply (up to)", "engine", "model", "state"}
+_TEXT = {"name", "where", "pool", "own request", "reply to others", "engine", "model", "state"}
 
 
 def rows(views: Iterable[View], rates: Mapping[Path, float]) -> list[tuple[str, ...]]:
@@ -63,8 +63,8 @@ def pool_rows(views: Iterable[View]) -> list[tuple[str, ...]]:
         memory = [f"{b / MIB:.0f}" for b in (m.min, m.max, m.has, m.needs, m.could_give, m.giving)]
         own = f"{m.answer}: {m.reason}" if m.reason else m.answer
         reply = f"{m.reply}: {m.why}" if m.why else m.reply
-        found.append((where, str(v.pid), v.name, *memory, "" if own == "unasked" else f"{own} ({m.asked})",
-                      "" if reply == "unasked" else f"{reply} ({m.looked})"))  # fmt: skip
+        found.append((where, str(v.pid), v.name, *memory, "" if own == "unasked" else own,
+                      "" if reply == "unasked" else reply))  # fmt: skip
     return found
 
 
@@ -103,8 +103,8 @@ def engine_rows(engines: Iterable[tuple[control.Engine, control.Page]]) -> list[
 
 # The columns that a narrow terminal leaves out first. A file or a pipe gets all of them.
 _LESS = ("swapped", "free", "ahead", "kept", "where", "needed", "live", "steps/s", "giving", "could give", "needs",
-         "reply (up to)", "port", "refused", "preempted", "spare", "least", "cached", "max", "min",
-         "running", "answer (question)", "limit", "engine", "backed")  # fmt: skip
+         "reply to others", "port", "refused", "preempted", "spare", "least", "cached", "max", "min",
+         "running", "own request", "limit", "engine", "backed")  # fmt: skip
 
 
 def fitting(text: Sequence[tuple[str, ...]], columns: Sequence[str], room: int | None, gap: int = 2) -> list[int]:
@@ -133,15 +133,18 @@ def _table(
 def screen(views: Sequence[View], rates: Mapping[Path, float], room: int | None = None) -> str:
     """The tables of caches, pools and engines as text. room: characters in a line; None: as many as it takes."""
     many = f"{len(views)} KV cache{'' if len(views) == 1 else 's'}"
-    text = _table(rows(views, rates), f"{many}; memory in MiB", room=room)
-    if pooled := pool_rows(views):
-        text += "\n\n" + _table(pooled, "in pools", POOL_COLUMNS, room)
     engines = engine_rows(control.engines())
-    if not views and not engines:
-        text += '\n\nListed are the caches of this user that have a name, such as KVCache(..., name="chat").'
+    tables = []
+    if views or not engines:
+        tables.append(_table(rows(views, rates), f"{many}; memory in MiB", room=room))
+    if pooled := pool_rows(views):
+        tables.append(_table(pooled, "members of pools; memory in MiB", POOL_COLUMNS, room))
     if engines:
-        text += "\n\n" + _table(engines, "engines; a worker's memory in MiB", ENGINE_COLUMNS, room)
-    return text
+        tables.append(_table(engines, "engines; a worker's memory in MiB", ENGINE_COLUMNS, room))
+    if not views and not engines:
+        tables.append('Listed are the caches of this user that have a name, such as KVCache(..., name="chat"), and its '
+                      "engines on vMem.")  # fmt: skip
+    return "\n\n".join(tables)
 
 
 def _interval(text: str) -> float:
@@ -267,7 +270,7 @@ def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
 def set_engine(engine: control.Engine, page: control.Page, size: int) -> str:
     """Set the limit of each worker of an engine; returns what to say about it."""
     page[control.LIMIT] = size
-    at_least = f", which counts as its least, {engine.least} bytes" if size < engine.least else ""
+    at_least = f", which counts as the {engine.least} that its longest request needs" if size < engine.least else ""
     return f"{engine.pid} {engine.name}-{engine.rank}: {size} bytes for each worker{at_least}"
 
 

@@ -123,16 +123,17 @@ class Screen:
         pooled = pool_rows(self._views)
         if not pooled:
             return []
-        columns = ("pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "answer", "reply")
+        columns = ("pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "own request", "reply to others")
         show = [
-            i for i, c in enumerate(columns) if width >= 110 or c not in ("could give", "giving", "answer", "reply")
+            i for i, c in enumerate(columns)
+            if width >= 110 or c not in ("could give", "giving", "own request", "reply to others")
         ]
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
         for i in show:
             table.add_column(columns[i], justify="right" if 2 < i < 9 or i == 1 else "left", no_wrap=True)
         for row in pooled:
             table.add_row(*(Text(row[i]) for i in show))
-        return [Text(), Text("in pools (MiB)", style="bold"), table]
+        return [Text(), Text("members of pools (MiB)", style="bold"), table]
 
     def _engines(self, width: int) -> list[RenderableType]:
         rows = engine_rows(control.engines())
@@ -179,7 +180,7 @@ class Screen:
                 engines = self._engines(width)
             body += engines
         else:
-            body.append(Text("No process of this user has a KV cache. They appear here as soon as they are created."))
+            body.append(Text("No process of this user has a KV cache with a name, or an engine on vMem. They appear here as they start."))
         body.append(Text())
         if self._prompt is not None:
             body.append(Text(f"limit (NAME=SIZE or PID=SIZE): {self._prompt}_", style="reverse"))

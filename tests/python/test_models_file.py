@@ -116,9 +116,11 @@ def test_systemd_reads_the_units(tmp_path):
     ("size = 1", "pool is missing"),
     (FILE + "[models.c]\nport = 9001\npath='x'", "models.c.port: 9001 is also the port of code"),
     (FILE + "[models.c]\nport = true\npath='x'", "models.c.port must be a whole number"),
-    (FILE + "[models.c]\npath='x'\nidel = 3", "models.c.idel: unknown"),
+    (FILE + "[models.c]\npath='x'\nidel = 3", "models.c.idel is not a key of the file: the keys are path, port"),
     (FILE + "[models.c]\nmin='80G'\npath='x'", "the minimums of all models are 84.0 GiB"),
     (FILE + "[models.c]\nidle='x'\npath='x'", "models.c.idle must be a number"),
+    (FILE + "[models.c]\nmin='4G'\nmax='2G'\npath='x'",
+     "models.c.min, 4294967296 bytes, is over its max, 2147483648"),
     (FILE + "[models.c]\n", "models.c.path is missing"),
     ("pool='a'\nsize='7X'\n[models.a]\npath='x'", "size must be a size"),
     ("pool='a b'\nsize='7G'\n[models.a]\npath='x'", "pool must be at most 60"),
@@ -128,8 +130,8 @@ def test_systemd_reads_the_units(tmp_path):
     ("pool='a'\nsize='1000T'\n[models.a]\npath='x'", "size must be from 0 to 999999999999999 bytes, not '1000T'"),
     ("pool='a'\nsize=-1\n[models.a]\npath='x'", "size must be from 0 to"),
     (FILE + "[models.c]\npath='x'\nmax='1e9T'", "models.c.max must be from 0 to 999999999999999 bytes"),
-    (FILE + "[models.c]\npath='--port'", "models.c.path must be a string"),
-    (FILE + '[models.c]\npath="a\\u0000"', "models.c.path must be a string"),
+    (FILE + "[models.c]\npath='--port'", "models.c.path must be a non-empty string"),
+    (FILE + '[models.c]\npath="a\\u0000"', "models.c.path must be a non-empty string"),
     (FILE + '[models.c]\npath="x"\nargs=["a\\u0000"]', "models.c.args must be a list of strings without NUL"),
     (FILE + '[models.c]\npath="x"\nenv={A="\\u0000"}', "models.c.env must be a table of strings without NUL"),
     (FILE + "[models.c]\npath='x'\nenv={'A=B'='1'}", "models.c.env: 'A=B' must be the name of a variable"),
@@ -156,7 +158,7 @@ def test_the_command_names_the_file(tmp_path, capsys):
 def test_weights_that_do_not_fit_are_refused_before_anything_starts(tmp_path):
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.truncate(8 << 30)
-    with pytest.raises(ValueError, match=r"models.big: its weights are 8.0 GiB"):
+    with pytest.raises(ValueError, match=r"models.big: its weights of 8.0 GiB"):
         models.read(f"pool='a'\nsize='8G'\n[models.big]\npath={json.dumps(str(tmp_path))}")
     two = f"pool='a'\nsize='8G'\n[models.big]\npath={json.dumps(str(tmp_path))}\nargs=['--tensor-parallel-size', 2]"
     assert models.read(two).models[0].weights == 4 << 30  # on each GPU
