@@ -379,8 +379,8 @@ def listing(pool: Pool) -> str:
         cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
         lines.append("  ".join(cells).rstrip())
     if all(row[1] == "stopped" for row in rows[1:]):
-        lines.append(f"No server of these models publishes its state below {view_folder()}. Servers of systemd, compose "
-                     "and AIBrix have another XDG_RUNTIME_DIR, which their configuration names: set it here, too.")  # fmt: skip
+        lines.append(f"No server of these models publishes its state below {view_folder()}. Servers of systemd, "
+                     "compose and AIBrix have another XDG_RUNTIME_DIR: set the one of their configuration.")  # fmt: skip
     return "\n".join(lines)
 
 

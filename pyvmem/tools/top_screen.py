@@ -23,7 +23,7 @@ from rich.text import Text
 
 from pyvmem.kv.picture import ASCII, CHARACTERS, PARTS, cells, shares, size
 from pyvmem.kv.view import View, await_budget, read_views, request_budget
-from pyvmem.tools.top import ENGINE_COLUMNS, Rates, engine_rows, fitting, limit, pool_rows, set_engine
+from pyvmem.tools.top import ENGINE_COLUMNS, POOL_COLUMNS, Rates, engine_rows, fitting, limit, pool_rows, set_engine
 from pyvmem.engine import control
 
 _STYLES = {
@@ -123,14 +123,11 @@ class Screen:
         pooled = pool_rows(self._views)
         if not pooled:
             return []
-        columns = ("pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "own request", "reply to others")
-        show = [
-            i for i, c in enumerate(columns)
-            if width >= 110 or c not in ("could give", "giving", "own request", "reply to others")
-        ]
+        wide = ("could give", "giving", "own request", "reply to others")
+        show = [i for i, c in enumerate(POOL_COLUMNS) if width >= 110 or c not in wide]
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
         for i in show:
-            table.add_column(columns[i], justify="right" if 2 < i < 9 or i == 1 else "left", no_wrap=True)
+            table.add_column(POOL_COLUMNS[i], justify="right" if 2 < i < 9 or i == 1 else "left", no_wrap=True)
         for row in pooled:
             table.add_row(*(Text(row[i]) for i in show))
         return [Text(), Text("members of pools (MiB)", style="bold"), table]
@@ -180,7 +177,7 @@ class Screen:
                 engines = self._engines(width)
             body += engines
         else:
-            body.append(Text("No process of this user has a KV cache with a name, or an engine on vMem. They appear here as they start."))
+            body.append(Text("No process of this user has a KV cache with a name, or an engine on vMem."))
         body.append(Text())
         if self._prompt is not None:
             body.append(Text(f"limit (NAME=SIZE or PID=SIZE): {self._prompt}_", style="reverse"))
