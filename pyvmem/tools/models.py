@@ -380,7 +380,7 @@ def listing(pool: Pool) -> str:
         lines.append("  ".join(cells).rstrip())
     if all(row[1] == "stopped" for row in rows[1:]):
         lines.append(f"No server of these models publishes its state below {view_folder()}. Servers of systemd, "
-                     "compose and AIBrix have another XDG_RUNTIME_DIR: set the one of their configuration.")  # fmt: skip
+                     "compose and AIBrix have another XDG_RUNTIME_DIR: set theirs.")  # fmt: skip
     return "\n".join(lines)
 
 
