@@ -8,23 +8,21 @@ from __future__ import annotations
 import collections
 import errno
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pyvmem.engine import control, pools
-from pyvmem.engine.control import Page, State
+from pyvmem.engine import control
+from pyvmem.engine.control import Page
 from pyvmem.engine.memory import BlockMemory, page_size
-from pyvmem.engine.settings import Refused, cannot
+from pyvmem.engine.settings import cannot
 from pyvmem.errors import OutOfMemory
-from pyvmem.sleep.activations import Activations
+from pyvmem.sleep.sleeper import Sleeper
 from pyvmem.sleep.weights import Weights
 from pyvmem.tensor import VirtualTensor
 from pyvmem.vllm import layout, plugin
@@ -35,8 +33,6 @@ logger = logging.getLogger("vllm.vmem")
 POLL = 0.02  # seconds between the thread's looks at the ring
 LOOK = 0.005  # in a pool, seconds between its looks at what the scheduler has published
 BUSY = 0.1  # seconds between its looks while steps run: steps look themselves, and a wake-up would delay them
-TRY = 0.06  # seconds in which spare memory and prefixes of others wake the weights, before it is published what lacks
-LOAD = 60.0  # seconds in which the pool's other members must give the memory of the weights of a model that is loaded
 AGREE = 10.0  # seconds that a worker waits for the others to wake
 WAKE = 10.0  # seconds in which the pool's other members must give the memory of an engine's blocks when it wakes
 
@@ -81,8 +77,7 @@ class WorkerMemory(BlockMemory):
         self._ordered: collections.deque[tuple[int, set[int]]] = collections.deque()  # orders without an answer
         self._asleep: list[int] | None = None  # while asleep, the blocks to back when the memory wakes
         self._level = 1  # vLLM's level of the present or last sleep
-        self.weights: Weights | None = None
-        self._activations: Activations | None = None
+        self._sleeper: Sleeper | None = None
         self._copied = False  # whether a connector copies blocks
         self._warm = False  # whether vLLM's warm-up is over: the scheduler's first step has come
         self._stream: Any = None  # the stream that steps use, for fences of the thread
@@ -91,31 +86,15 @@ class WorkerMemory(BlockMemory):
     # ---- the start -------------------------------------------------------------------------------------------
 
     def load(self, device: torch.device, size: int) -> AbstractContextManager[None]:
-        """The context in which vLLM loads the weights, about `size` bytes. Raises `Refused`.
+        """The context in which vLLM loads the weights, as `Sleeper.load` has it."""
+        pool, context = self.pool(device), self.context(device)
+        self._sleeper = Sleeper(self._page, self._rank, self._chosen, pool, context)
+        return self._sleeper.load(size)
 
-        Models that are idle go to sleep for one that is loaded, as for one that wakes.
-        """
-        pool, page, rank = self.pool(device), self._page, self._rank
-        page[control.POOL_OF + rank] = pools.number_of(Path(str(pool.path)).stem)
-        self.weights = Weights(pool, self.context(device), f"weights {os.getpid()}", self._chosen.logger)
-        self._activations = Activations(self.weights)
-        begin = time.monotonic_ns() // 1000
-
-        def lacks(missing: int) -> None:
-            if not page[control.PID]:
-                control.claim(page)  # until the scheduler does
-            page[control.STATE], page[control.QUEUED], page[control.SINCE] = State.WAKING, 1, begin
-            page[control.LACKS], page[control.LACKING] = missing, begin
-            page[control.BEAT] += 1
-            page[control.SERVER_BEAT] += 1
-
-        there = self.weights.reserve(min(size, pool.budget), LOAD, lacks)
-        for word in (control.STATE, control.QUEUED, control.SINCE, control.LACKS, control.LACKING):
-            page[word] = 0
-        if not there:
-            raise Refused(f"VMEM_VLLM_POOL={self._chosen.pool}: the other members did not give the {size} bytes of "
-                          f"the weights within {LOAD:.0f} s")  # fmt: skip
-        return self.weights.loading()
+    @property
+    def weights(self) -> Weights | None:
+        """The weights, if they are in the pool."""
+        return self._sleeper.weights if self._sleeper is not None else None
 
     def expect(self, config: Any, copied: bool = False) -> None:
         """Prepare for vLLM's allocation of its KV cache. The configuration may be changed.
@@ -316,8 +295,8 @@ class WorkerMemory(BlockMemory):
 
     def falls_asleep(self) -> None:
         """Note how much memory torch caches, before vLLM gives it to the driver."""
-        if self._activations is not None:
-            self._activations.note()
+        if self._sleeper is not None:
+            self._sleeper.falls_asleep()
 
     def sleep(self, level: int = 1) -> None:
         """Give up the memory of the weights and of the blocks: other members of the pool may have all of it.
@@ -361,14 +340,12 @@ class WorkerMemory(BlockMemory):
         """
         rank, cells = self._rank, self._page.cells
         wait = cells[control.PATIENCE] / 1000 or WAKE
-        wakes = self.weights if weights and self.weights is not None and self.weights.parked else None
+        wakes = self._sleeper if weights and self.weights is not None and self.weights.parked else None
         failed: OutOfMemory | None = None
         backs, lacks = False, 0
         try:
             if wakes is not None:
-                self._wake_weights(wakes, wait)
-            if wakes is not None and self._activations is not None:
-                self._activations.take(wait, self._lacks)
+                wakes.wake(wait)
             with self._lock:
                 if blocks and self.active and self._asleep is not None:
                     self._ring(self._page[control.POSITION])
@@ -380,9 +357,7 @@ class WorkerMemory(BlockMemory):
         cells[control.SHORT + rank] = getattr(failed, "missing", lacks) if failed else 0
         if not self._agree(failed is None, wait):
             if wakes is not None:
-                wakes.park(keep=self._level == 1)
-                if self._activations is not None:
-                    self._activations.drop()
+                wakes.park(self._level == 1)
             with self._lock:
                 if backs:
                     self.blocks.unback(self._asleep or ())
@@ -401,22 +376,6 @@ class WorkerMemory(BlockMemory):
     def busy(self) -> bool:
         """Return whether running requests hold blocks."""
         return self._page[control.USED] > 0
-
-    def _lacks(self, missing: int) -> None:
-        self._page.cells[control.SHORT + self._rank] = missing
-
-    def _wake_weights(self, weights: Weights, seconds: float) -> None:
-        """Wake the weights, and publish meanwhile how much they lack. Raises OutOfMemory after so many seconds."""
-        end = time.monotonic() + seconds
-        while True:
-            try:
-                weights.wake(min(seconds, TRY), lambda: self._lacks(0))  # while they are copied, nobody need give more
-                return
-            except OutOfMemory as error:
-                self._lacks(error.missing)  # type: ignore[attr-defined]
-                if time.monotonic() >= end:
-                    raise
-            time.sleep(1e-3)
 
     def _agree(self, done: bool, seconds: float) -> bool:
         """Return whether every worker of the engine could wake. One that does not answer in time counts as failed."""
@@ -439,10 +398,8 @@ class WorkerMemory(BlockMemory):
     def publish(self) -> None:
         """Write this worker's column of the control page; libvmem writes the board."""
         super().publish()
-        if self.weights is not None:
-            cells, rank = self._page.cells, self._rank
-            cells[control.WEIGHTS + rank], cells[control.WEIGHTS_HELD + rank] = self.weights.bytes, self.weights.held
-            cells[control.GIVES + rank] = self.weights.gives
+        if self._sleeper is not None:
+            self._sleeper.publish()
 
     def close(self) -> None:
         """Give up all pages and stop the threads. The addresses go with the last view of the tensor."""

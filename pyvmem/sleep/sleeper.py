@@ -1,0 +1,109 @@
+"""The memory of one worker that sleeps and wakes as a whole, beside its KV cache: weights and activations.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from pyvmem.core import Context
+from pyvmem.engine import control, pools
+from pyvmem.engine.control import Page, State
+from pyvmem.engine.settings import Refused, Settings
+from pyvmem.errors import OutOfMemory
+from pyvmem.kv.pool import KVPool
+from pyvmem.sleep.activations import Activations
+from pyvmem.sleep.weights import LOAD_WAIT, Weights
+
+TRY = 0.06  # seconds in which spare memory and prefixes of others wake the weights, before it is published what lacks
+
+
+class Sleeper:
+    """A worker's weights, and what torch caches for its activations.
+
+    Parameters
+    ----------
+    page : Page
+        The engine's control page.
+    rank : int
+        The worker's column in the page.
+    chosen : Settings
+    pool : KVPool
+    context : Context
+        Of the worker's KV cache.
+
+    Attributes
+    ----------
+    weights : Weights
+    """
+
+    def __init__(self, page: Page, rank: int, chosen: Settings, pool: KVPool, context: Context) -> None:
+        self._page, self._rank, self._chosen, self._pool = page, rank, chosen, pool
+        page[control.POOL_OF + rank] = pools.number_of(Path(str(pool.path)).stem)
+        self.weights = Weights(pool, context, f"weights {os.getpid()}", chosen.logger)
+        self._activations = Activations(self.weights)
+
+    def load(self, size: int) -> AbstractContextManager[None]:
+        """The context in which the engine loads the weights, about `size` bytes. Raises `Refused`.
+
+        Models that are idle go to sleep for one that is loaded, as for one that wakes.
+        """
+        page, begin = self._page, time.monotonic_ns() // 1000
+
+        def lacks(missing: int) -> None:
+            if not page[control.PID]:
+                control.claim(page)  # until the scheduler does
+            page[control.STATE], page[control.QUEUED], page[control.SINCE] = State.WAKING, 1, begin
+            page[control.LACKS], page[control.LACKING] = missing, begin
+            page[control.BEAT] += 1
+            page[control.SERVER_BEAT] += 1
+
+        there = self.weights.reserve(min(size, self._pool.budget), LOAD_WAIT, lacks)
+        for word in (control.STATE, control.QUEUED, control.SINCE, control.LACKS, control.LACKING):
+            page[word] = 0
+        if not there:
+            raise Refused(f"{self._chosen.switch}_POOL={self._chosen.pool}: the other members did not give the {size} "
+                          f"bytes of the weights within {LOAD_WAIT:.0f} s")  # fmt: skip
+        return self.weights.loading()
+
+    def falls_asleep(self) -> None:
+        """Note how much memory torch caches, before the engine gives it to the driver."""
+        self._activations.note()
+
+    def wake(self, seconds: float, waits: Callable[[], None] = lambda: None) -> None:
+        """Take everything back, or raise OutOfMemory after so many seconds. Then `park` must follow.
+
+        Meanwhile, the page says how much is missing. waits : called while it waits for others.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                # While the weights are copied, nobody need give more.
+                self.weights.wake(min(seconds, TRY), lambda: self._lacks(0))
+                break
+            except OutOfMemory as error:
+                self._lacks(error.missing)  # type: ignore[attr-defined]
+                if time.monotonic() >= end:
+                    raise
+            waits()
+            time.sleep(1e-3)
+        self._activations.take(seconds, self._lacks)
+
+    def park(self, keep: bool = True) -> None:
+        """Put everything to sleep, also after an attempt to wake that failed. keep: as `Weights.park` has it."""
+        self.weights.park(keep)
+        self._activations.drop()
+
+    def _lacks(self, missing: int) -> None:
+        self._page.cells[control.SHORT + self._rank] = missing
+
+    def publish(self) -> None:
+        """Write this worker's column of the control page."""
+        cells, rank, weights = self._page.cells, self._rank, self.weights
+        cells[control.WEIGHTS + rank], cells[control.WEIGHTS_HELD + rank] = weights.bytes, weights.held
+        cells[control.GIVES + rank] = weights.gives
