@@ -378,7 +378,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--duration", type=argtypes.positive, default=90, metavar="SECONDS", help="of zipf (90)")
     parser.add_argument("--rate", type=argtypes.positive, default=2, metavar="N", help="requests a second (2)")
     parser.add_argument("--zipf", type=argtypes.positive, default=1, metavar="S", help="exponent of Zipf's law (1)")
-    parser.add_argument("--slice", type=argtypes.positive, default=3, metavar="SECONDS",
+    parser.add_argument("--slice", type=argtypes.positive, default=2, metavar="SECONDS",
                         help="that a busy model serves while others wait (3)")  # fmt: skip
     parser.add_argument("--idle", type=argtypes.seconds, default=1, metavar="SECONDS",
                         help="after which a model of vmem sleeps; 0: when others need its memory (1)")  # fmt: skip

@@ -47,7 +47,7 @@ class Settings:
     weights: bool = False
     idle: float = 0.0
     queue: float = 60.0
-    slice: float = 3.0
+    slice: float = 2.0
 
     @property
     def logger(self) -> logging.Logger:

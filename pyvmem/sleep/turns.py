@@ -19,8 +19,8 @@ from pyvmem.engine.control import State
 
 PATIENCE = 0.02  # seconds between what a model that wakes lacks, and the first weights that go for it
 HUNGRY = 1.0  # and for an awake model whose requests lack memory, or while what sleeping models give suffices
-TAKES_PART = (State.ASLEEP, State.WAKING, State.AWAKE, State.CLOSING)
 OVERDUE = 8  # slices after which a model that waits goes before every priority
+REST = 3  # slices that a model which sleeps with its requests leaves to busy ones, unless a new request comes
 
 
 class Action(enum.Enum):
@@ -103,19 +103,29 @@ def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
     """The model whose turn it is to wake or to go on: what becomes free is for it.
 
     The highest priority comes first, then the longest wait. One that has waited for `OVERDUE` slices goes before all.
-    Engines of one server wait equally long: one that lacks memory stands for them. If all sleep and the first cannot
-    have what it lacks, as rows of sleeping requests hold it, each tries for a slice in turn, so that these go on.
+    A model that sleeps with its requests rests for `REST` slices while all others that are awake are busy and of no
+    lower priority, unless a new request comes or sleeping models give what it lacks: a switch takes as long as a wake,
+    and new requests wait for their first token. Engines of one server wait equally long: one that lacks memory stands
+    for them. If all sleep and the first cannot have what it lacks, as rows of sleeping requests hold it, each tries for
+    a slice in turn, so that these go on.
     """
+    sleeping = [m for m in models if m.alive and m.state in (State.ASLEEP, State.WAKING)]
+    awake = [m for m in models if m.alive and m.state in (State.AWAKE, State.CLOSING)]
+
+    def rests(m: Model) -> bool:
+        if not awake or m.queued or not m.waits or now - m.changed >= REST * slice:
+            return False
+        given = sum(other.gives for other in sleeping if other is not m)
+        return not (0 < m.lacks <= given or any(other.idle or other.priority < m.priority for other in awake))
 
     def turn(m: Model) -> tuple[bool, int, float, bool, str]:
         overdue = now - m.asked > OVERDUE * slice
         return not overdue, 0 if overdue else -m.priority, m.asked, not m.lacks, m.name
 
-    order = sorted((m for m in models if m.asks), key=turn)
+    order = sorted((m for m in models if m.asks and not rests(m)), key=turn)
     if not order:
         return None
-    sleeping = [m for m in models if m.alive and m.state in (State.ASLEEP, State.WAKING)]
-    if len(sleeping) < sum(m.alive and m.state in TAKES_PART for m in models):
+    if awake:
         return order[0]
     given = sum(m.gives for m in sleeping if m is not order[0])
     return order[int(now / slice) % len(order) if order[0].lacks > given else 0]
@@ -125,9 +135,10 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
     """The model whose weights go next, or which drains so that they can; None if nobody has to, or nobody can.
 
     Idle models go first: of the lowest priority, then the longest idle. A busy one follows when it has been awake for
-    its slice, which is longer by one for each step of priority above the asker's. One that drains already goes on. For
-    an awake model that is starved, others give later than for one that wakes, as what it lacks may be on its way. So
-    may the memory of models that sleep: the next one waits as long again after each, and longer if theirs suffices.
+    its slice, which is longer by one for each step of priority above the asker's: the one with the fewest requests, as
+    most new ones come to the others. One that drains already goes on. For an awake model that is starved, others give
+    later than for one that wakes, as what it lacks may be on its way. So may the memory of models that sleep: the next
+    one waits as long again after each, and longer if theirs suffices.
     """
     asker = first(models, now, slice)
     if asker is None:
@@ -149,7 +160,7 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
     if not others and not wakes and any(m.alive and m.running for m in asleep):
         return asker  # what it lacks is held by requests of theirs, which go on first
     busy = [m for m in others if now - m.changed >= slice * (1 + max(0, m.priority - asker.priority))]
-    return min(busy, key=lambda m: (m.state != State.CLOSING, m.priority, m.changed, m.name), default=None)
+    return min(busy, key=lambda m: (m.state != State.CLOSING, m.priority, m.running, m.changed, m.name), default=None)
 
 
 def suffices(models: Sequence[Model], me: Model, now: float, slice: float) -> bool:

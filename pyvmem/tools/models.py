@@ -193,7 +193,7 @@ def read(text: str) -> Pool:
         if "path" not in given:
             raise ValueError(f"models.{name}.path is missing")
         made.append(Model(_name(f"models.{name}", name), **{"port": FIRST_PORT + i, **given}))
-    pool = Pool(about["pool"], about["size"], about.get("slice", 3.0), tuple(made), about.get("gpu") or _gpu())
+    pool = Pool(about["pool"], about["size"], about.get("slice", 2.0), tuple(made), about.get("gpu") or _gpu())
     _check(pool)
     return pool
 

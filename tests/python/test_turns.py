@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pyvmem.engine.control import State
-from pyvmem.sleep.turns import HUNGRY, OVERDUE, PATIENCE, Action, Model, decide, first, giver
+from pyvmem.sleep.turns import HUNGRY, OVERDUE, PATIENCE, REST, Action, Model, decide, first, giver
 
 SLICE = 2.0
 TICK = 0.05
@@ -312,6 +312,30 @@ def test_a_busy_model_drains_after_its_slice_and_a_higher_one_after_more():
     done = replace(closing, running=0)
     assert decide([late, done], done, 20.0, SLICE) is Action.SLEEP
     assert decide([replace(late, queued=0), closing], closing, 20.0, SLICE) is Action.OPEN
+
+
+def test_of_busy_models_the_one_with_the_fewest_requests_gives():
+    late = replace(ASKER, since=10.0, lacking=10.0)
+    many, few = awake("many", running=3), replace(awake("few", running=1), changed=11.0)
+    assert giver([late, many, few], 11.0 + SLICE, SLICE) is few
+    assert giver([late, many, few], 10.0 + SLICE, SLICE) is many  # the other one has its slice
+    assert giver([late, many, replace(few, priority=1)], 60.0, SLICE) is many
+
+
+def test_a_model_that_sleeps_with_its_requests_rests_while_others_are_busy():
+    """New requests are served first, and fewer switches leave more time for all."""
+    frozen = Model("frozen", State.ASLEEP, running=1, changed=50.0, starved=50.0, lacks=5)
+    busy, early, late = awake("busy", running=1), 50.0 + SLICE, 50.0 + REST * SLICE
+    new = replace(ASKER, since=51.0)
+    assert first([frozen, busy], early, SLICE) is None
+    assert first([frozen, busy, new], early, SLICE) is new
+    assert first([frozen, busy, new], late, SLICE) is frozen
+    assert first([replace(frozen, queued=1, since=51.5), busy, new], early, SLICE).name == "frozen"
+    assert first([frozen, busy, awake("idle")], early, SLICE) is frozen
+    assert first([frozen], early, SLICE) is frozen
+    assert first([replace(frozen, priority=1), busy], early, SLICE).name == "frozen"
+    assert first([frozen, busy, Model("asleep", State.ASLEEP, gives=5)], early, SLICE) is frozen
+    assert first([frozen, busy, Model("asleep", State.ASLEEP, gives=4)], early, SLICE) is None
 
 
 def test_a_busy_model_sleeps_with_its_requests_if_that_suffices():
