@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pyvmem._checks import UInts, flag, integer, one_of, shown, uint, uints
 from pyvmem._ffi import ffi, lib
-from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check
+from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check, structure
 
 if TYPE_CHECKING:
     from pyvmem.core import Context
@@ -120,7 +120,9 @@ class _Owned(Uncopyable):
 
     def _own(self, owner: Any, thing: Any = None) -> None:
         if thing is not None:
-            self._handle = ffi.gc(thing, _Keep(owner))
+            # A destructor that does nothing, but keeps the owner as long as the pointer. It is no Python function, in
+            # which a signal's handler could raise.
+            self._handle = ffi.gc(thing, (owner,).count)
         self._owner = owner
 
     def _owned(self) -> Any:
@@ -161,18 +163,6 @@ class _Owned(Uncopyable):
         self.close()
 
 
-class _Keep:
-    """The destructor of a pointer. It does nothing itself, but keeps the owner alive as long as the pointer."""
-
-    __slots__ = ("owner",)
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-    def __call__(self, thing: Any) -> None:
-        pass
-
-
 def _check_context(context: Any) -> None:
     if not isinstance(context, _Owned) or context._what != "context":
         raise TypeError(f"context must be a Context, not {shown(context)}")
@@ -204,7 +194,7 @@ class Reservation(_Owned):
         flags = lib.VMEM_RESERVE_BACKDROP if backdrop else 0
         owner, addr = self._new_owner(context._owned()), ffi.new("uint64_t *")
         _check(lib.pv_own_range(owner, length, flags, -1 if device is None else device, addr))
-        self._own(owner)
+        self._own(owner, context._use())
         self.context = context
         self.addr = addr[0]
         self.length = length
@@ -275,11 +265,11 @@ class Reservation(_Owned):
         except TypeError:
             ops = make_ops(MAP_OP, offset=self._parts(uints("offset", offset), size), pages=handles)
             buffer = as_buffer("struct vmem_map_op[]", ops)
-            _check(lib.pv_range_map_batch(self._owned(), buffer, len(ops), flags, bad), bad)
+            _check(lib.vMemMapBatch(self._use(), buffer, len(ops), flags, bad), bad)
         else:
             n = len(handles)
             self._part(first, n * size)
-            _check(lib.pv_range_map(self._owned(), first, size, pages._buffer, n, flags, bad), bad)
+            _check(lib.pv_map(self._use(), self.addr + first, size, pages._buffer, n, flags, bad), bad)
         # The pages are mapped now, whatever another thread did with them. Only closing removes them from the set.
         if pages not in self._pages:
             self._pages.add(pages)
@@ -307,10 +297,10 @@ class Reservation(_Owned):
             ops, bad = make_ops(UNMAP_OP, offset=offsets, length=left if length is None else length), no_index()
             ops["addr"] = self._parts(ops["addr"], ops["length"])
             buffer = as_buffer("struct vmem_unmap_op[]", ops)
-            _check(lib.pv_range_unmap_batch(self._owned(), buffer, len(ops), bad), bad)
+            _check(lib.vMemUnmapBatch(self._use(), buffer, len(ops), bad), bad)
         else:
             first, size = self._part(first, size)
-            _check(lib.pv_range_unmap(self._owned(), first, size))
+            _check(lib.vMemUnmap(self._use(), self.addr + first, size))
 
     # ---- pages that belong to the addresses ------------------------------------------------------------------
 
@@ -355,8 +345,8 @@ class Reservation(_Owned):
         sizes = self.context.page_sizes
         page_size = min(sizes) if page_size is None else one_of("page_size", page_size, sizes)
         first, size = self._part(offset, length)
-        done = ffi.new("uint64_t *")
-        _check(lib.pv_range_commit(self._owned(), first, size, page_size, commit_flags(zero, fine), done))
+        part, done = ffi.new("struct vmem_range *", (self.addr + first, size)), ffi.new("uint64_t *")
+        _check(lib.vmem_commit(self._use(), part, 1, page_size, commit_flags(zero, fine), done))
         return int(done[0])
 
     def decommit(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> int:
@@ -380,7 +370,7 @@ class Reservation(_Owned):
         if not size:
             return 0
         backed = sum(length for _, length in self.backed(first, size))
-        _check(lib.pv_range_unmap(self._owned(), first, size))
+        _check(lib.vMemUnmap(self._use(), self.addr + first, size))
         return backed
 
     def backdrop(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> None:
@@ -397,16 +387,12 @@ class Reservation(_Owned):
             Bytes; by default, up to the end.
         """
         first, size = self._part(offset, length)
-        _check(lib.pv_range_backdrop(self._owned(), first, size))
+        _check(lib.vmem_backdrop(self._use(), self.addr + first, size))
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that are backed now, by pages of any origin; 0 once the reservation is closed."""
-        if self._owner is None:
-            return 0
-        done = ffi.new("uint64_t *")
-        _check(lib.pv_range_mapped(self._owned(), done))
-        return int(done[0])
+        return 0 if self._owner is None else backed_bytes(self._use(), self.addr)
 
     def backed(self, offset: SupportsIndex = 0, length: SupportsIndex | None = None) -> list[tuple[int, int]]:
         """List the backed parts of a range. Adjacent parts are joined.
@@ -424,18 +410,26 @@ class Reservation(_Owned):
             Offset and length of each part, in bytes and in order.
         """
         at, left = self._part(offset, length)
-        end, first, found = at + left, ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        end, found = at + left, ffi.new("struct vmem_range *")
         parts: list[tuple[int, int]] = []
         while at < end:
-            _check(lib.pv_range_next_mapped(self._owned(), at, end - at, first, found))
-            if not found[0]:
+            _check(lib.vmem_next_mapped(self._use(), self.addr + at, end - at, found))
+            if not found.length:
                 break
-            if parts and sum(parts[-1]) == first[0]:
-                parts[-1] = (parts[-1][0], parts[-1][1] + found[0])
+            first = found.addr - self.addr
+            if parts and sum(parts[-1]) == first:
+                parts[-1] = (parts[-1][0], parts[-1][1] + found.length)
             else:
-                parts.append((first[0], found[0]))
-            at = first[0] + found[0]
+                parts.append((first, found.length))
+            at = first + found.length
         return parts
+
+
+def backed_bytes(context: Any, addr: int) -> int:
+    """Return the bytes that are backed of the reservation at an address. context: a pointer for native calls."""
+    raw = structure("vmem_reservation_info")
+    _check(lib.vmem_reservation_query(context, addr, raw))
+    return int(raw.mapped)
 
 
 class Pages(_Owned):

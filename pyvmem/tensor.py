@@ -22,8 +22,8 @@ from pyvmem._checks import flag, integer, one_of, shown
 from pyvmem._ffi import ffi, lib
 from pyvmem.checked import Checker
 from pyvmem.core import Context, Reservation, default_context
-from pyvmem.errors import InvalidArgument, OutOfMemory, _check
-from pyvmem.owned import Uncopyable, check_process
+from pyvmem.errors import InvalidArgument, OutOfMemory
+from pyvmem.owned import Uncopyable, backed_bytes, check_process
 
 _DEVICE_CPU, _DEVICE_CUDA = 1, 2  # DLPack's DLDeviceType
 
@@ -115,47 +115,34 @@ def _unbacked(
     return f"row {at // max(row_bytes, 1)} of a virtual tensor, which is not backed: commit it first"
 
 
-def _backed_whole(owner: Any, nbytes: int, what: str) -> None:
-    """Raise unless the whole tensor is backed."""
-    mapped = ffi.new("uint64_t *")
-    _check(lib.pv_range_mapped(owner, mapped))
-    if mapped[0] < nbytes:
+def _alias(tensor: weakref.ref[torch.Tensor], backed: Callable[[], int], nbytes: int, what: str) -> torch.Tensor:
+    """Return a tensor over the same memory, without the attributes that `_guard` sets. Raise unless all is backed."""
+    found, there = cast(torch.Tensor, tensor()), backed()
+    if there < nbytes:
         raise RuntimeError(
-            f"{what} would read all {nbytes} bytes of the tensor, of which {mapped[0]} are backed: use "
+            f"{what} would read all {nbytes} bytes of the tensor, of which {there} are backed: use "
             "a clone of the rows that are backed"
         )
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory, without the attributes that `_guard` sets."""
-    alias = tensor.detach().requires_grad_(tensor.requires_grad)
-    alias.grad = tensor.grad
+    alias = found.detach().requires_grad_(found.requires_grad)
+    alias.grad = found.grad
     return alias
-
-
-def _reduce(owner: Any, nbytes: int, tensor: weakref.ref[torch.Tensor], protocol: SupportsIndex) -> Any:
-    _backed_whole(owner, nbytes, "pickling or torch.save")
-    reduce: Callable[[SupportsIndex], Any] = _alias(cast(torch.Tensor, tensor())).__reduce_ex__
-    return reduce(protocol)
-
-
-def _deepcopy(owner: Any, nbytes: int, tensor: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> Any:
-    _backed_whole(owner, nbytes, "copy.deepcopy")
-    return copy.deepcopy(_alias(cast(torch.Tensor, tensor())), memo)
 
 
 def _share_memory() -> None:
     raise RuntimeError("share_memory_ would move the tensor off its pages: share a clone of it, or of its backed rows")
 
 
-def _guard(tensor: torch.Tensor, owner: Any, nbytes: int) -> None:
+def _guard(tensor: torch.Tensor, range_: Reservation, nbytes: int) -> None:
     """Make the tensor refuse operations that would read unbacked parts or move it off its pages.
 
     torch looks these methods up on the tensor itself, so its views are not guarded.
     """
     own: dict[str, Any] = tensor.__dict__
-    own["__reduce_ex__"] = functools.partial(_reduce, owner, nbytes, weakref.ref(tensor))
-    own["__deepcopy__"] = functools.partial(_deepcopy, owner, nbytes, weakref.ref(tensor))
+    whole = functools.partial(
+        _alias, weakref.ref(tensor), functools.partial(backed_bytes, range_._use(), range_.addr), nbytes
+    )
+    own["__reduce_ex__"] = lambda protocol: whole("pickling or torch.save").__reduce_ex__(protocol)
+    own["__deepcopy__"] = lambda memo: copy.deepcopy(whole("copy.deepcopy"), memo)
     own["share_memory_"] = _share_memory
 
 
@@ -234,7 +221,7 @@ class VirtualTensor(Uncopyable):
             self._range._owner, self._range.addr, shape, dtype, device,
             checker=(functools.partial(_unbacked, weakref.ref(self._range), self._row_bytes, backdrop), page_size),
         )  # fmt: skip
-        _guard(self._tensor, self._range._owner, self.nbytes)
+        _guard(self._tensor, self._range, self.nbytes)
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -8,7 +8,7 @@
 #include "core/error.h"
 #include "driver/kmod.h"
 #include "driver/libcuda.h"
-#include "native_kv.h"
+#include "native.h"
 
 static uint64_t now(void)
 {
@@ -43,18 +43,6 @@ int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_
             rc = vMemMap(ctx, at, page);
         int released = TIME(release[i], vMemRelease(ctx, page));
         rc = rc ? rc : released;
-    }
-    return rc;
-}
-
-int pv_bench_batch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n_ops, uint64_t addr, uint64_t length,
-                   size_t n, uint64_t *map, uint64_t *unmap)
-{
-    int rc = 0;
-    for (size_t i = 0; i < n && !rc; i++) {
-        rc = TIME(map[i], vMemMapBatch(ctx, ops, n_ops, 0, NULL));
-        if (!rc)
-            rc = TIME(unmap[i], vMemUnmap(ctx, addr, length));
     }
     return rc;
 }
@@ -211,7 +199,7 @@ static int host_unmap(char *base, size_t length)
     return mmap(base, length, PROT_NONE, flags, -1, 0) == MAP_FAILED ? vmem__error(-errno, "mmap failed") : 0;
 }
 
-int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, size_t n, uint64_t *map, uint64_t *unmap)
+int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, uint64_t *map, uint64_t *unmap)
 {
     uint64_t last = 0;
     for (size_t i = 0; i < pages; i++)
@@ -224,11 +212,10 @@ int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, size_
     int rc = 0;
     if (base == MAP_FAILED || ftruncate(fd, (off_t)(pages * page_size)))
         rc = vmem__error(-errno, "mmap or ftruncate failed");
-    for (size_t i = 0; i < n && !rc; i++) {
-        rc = TIME(map[i], host_map(fd, base, page_size, slots, pages));
-        if (!rc)
-            rc = TIME(unmap[i], host_unmap(base, length));
-    }
+    if (!rc)
+        rc = TIME(*map, host_map(fd, base, page_size, slots, pages));
+    if (!rc)
+        rc = TIME(*unmap, host_unmap(base, length));
     if (base != MAP_FAILED)
         munmap(base, length);
     close(fd);

@@ -38,19 +38,18 @@ static void drop(struct dl_managed *managed)
 
 void *pv_dlpack_bytes(uint64_t addr, uint64_t length, int32_t device_type, int32_t device_id)
 {
-    struct dl_managed *managed = calloc(1, sizeof(*managed));
+    struct dl_managed *managed = malloc(sizeof(*managed));
     if (!managed)
         return NULL;
-    managed->shape = (int64_t)length;
-    managed->deleter = drop;
-    managed->tensor.data = (void *)(uintptr_t)addr;
-    managed->tensor.device.type = device_type;
-    managed->tensor.device.id = device_id;
-    managed->tensor.ndim = 1;
-    managed->tensor.dtype.code = DL_UINT;
-    managed->tensor.dtype.bits = 8;
-    managed->tensor.dtype.lanes = 1;
-    managed->tensor.shape = &managed->shape;
+    *managed = (struct dl_managed){
+        .tensor = {.data = (void *)(uintptr_t)addr,
+                   .device = {device_type, device_id},
+                   .ndim = 1,
+                   .dtype = {DL_UINT, 8, 1},
+                   .shape = &managed->shape},
+        .deleter = drop,
+        .shape = (int64_t)length,
+    };
     return managed;
 }
 

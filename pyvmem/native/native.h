@@ -5,7 +5,9 @@
 #ifndef PYVMEM_NATIVE_H
 #define PYVMEM_NATIVE_H
 
-#include "vmem.h"
+#include "vmem_blocks.h"
+#include "vmem_kv_pool.h"
+#include "vmem_torch.h"
 
 // The value of *bad before a call: no element is at fault.
 #define PV_NO_INDEX SIZE_MAX
@@ -35,22 +37,22 @@ int pv_own_pages(pv_owner *owner, uint64_t page_size, size_t n, uint32_t flags, 
 // Leaves the pages to the caller.
 void pv_disown_pages(pv_owner *owner);
 
-// Calls on an owned range. Offsets count from its first byte; the caller has checked that they lie in the range.
+// The parent of these owners is that of the context, of the blocks' reservation, or none.
+int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv);
+int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_pool **pool);
+int pv_own_blocks(pv_owner *owner, vmem_context *ctx, const struct vmem_blocks_config *cfg, vmem_blocks **blocks);
+// The lease keeps the context's owner until it has ended, which may be after its own owner is gone.
+int pv_own_torch(pv_owner *owner, pv_owner *context, vmem_context *ctx, vmem_kv_pool *pool,
+                 const struct vmem_torch_config *cfg, uint32_t *place);
 
-// Maps pages[i] at offset + i * page_size.
-int pv_range_map(pv_owner *owner, uint64_t offset, uint64_t page_size, const vmem_page *pages, size_t n, uint32_t flags,
-                 size_t *bad);
-int pv_range_map_batch(pv_owner *owner, const struct vmem_map_op *ops, size_t n, uint32_t flags, size_t *bad);
-int pv_range_unmap(pv_owner *owner, uint64_t offset, uint64_t length);
-int pv_range_unmap_batch(pv_owner *owner, const struct vmem_unmap_op *ops, size_t n, size_t *bad);
-int pv_range_commit(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t page_size, uint32_t flags,
-                    uint64_t *bytes);
-int pv_range_backdrop(pv_owner *owner, uint64_t offset, uint64_t length);
-// Sets *bytes to the bytes that are backed now.
-int pv_range_mapped(pv_owner *owner, uint64_t *bytes);
-// Sets *first and *found to the offset and length of the first backed run in [offset, offset + length); *found is 0 if
-// there is none.
-int pv_range_next_mapped(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t *first, uint64_t *found);
+// Maps pages[i] at addr + i * page_size: vMemMapBatch() for pages that follow each other.
+int pv_map(vmem_context *ctx, uint64_t addr, uint64_t page_size, const vmem_page *pages, size_t n, uint32_t flags,
+           size_t *bad);
+
+// Closes the manager, which no kernel uses: it leaves its pool, and writes no host memory any more. No call may follow.
+int pv_kv_close(vmem_kv *kv);
+// As vmem_kv_retire, but a cache that another thread closes is left to its owner.
+int pv_kv_retire(vmem_kv *kv, uint64_t step);
 
 // Sets the interpreter's main thread, and the function that runs the handlers of pending signals. run() returns nonzero
 // if a handler raised.
@@ -78,8 +80,6 @@ int pv_stamp_folder(unsigned n, char *path, size_t size);
 // large odd stride, consecutive samples are far apart.
 int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
                    size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release);
-int pv_bench_batch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n_ops, uint64_t addr, uint64_t length,
-                   size_t n, uint64_t *map, uint64_t *unmap);
 int pv_bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free);
 // The same with CUDA's own calls at 2 MiB, over `length` bytes. map includes cuMemSetAccess; access is that part.
 typedef struct pv_cuda pv_cuda;
@@ -89,12 +89,15 @@ int pv_bench_cuda_reserve(pv_cuda *cuda, size_t n, uint64_t *reserve, uint64_t *
 // As pv_bench_pages().
 int pv_bench_cuda_pages(pv_cuda *cuda, size_t stride, size_t first, size_t n, uint64_t *create, uint64_t *map,
                         uint64_t *access, uint64_t *unmap, uint64_t *release);
-// The bare system calls for a batch of pages on the host, n times: maps page i of a memfd at page slots[i] of a range,
-// one call per run of neighbours, and unmaps the range.
 // As pv_bench_pages(), by the ioctls of the patched nvidia-uvm.ko themselves: pages of the module's own sizes, and no
 // records of libvmem's. ctx is of the uvm backend, and the addresses are reserved with a backdrop, with nothing mapped.
 int pv_bench_ioctls(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
                     size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release);
-int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, size_t n, uint64_t *map, uint64_t *unmap);
+// The bare system calls for a batch of pages on the host: maps page i of a memfd at page slots[i] of a range, one call per
+// run of neighbours, and unmaps the range. One sample each.
+int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, uint64_t *map, uint64_t *unmap);
+// n decode iterations: in each, every length above 0 grows by one, and vmem_kv_step is called. samples: nanoseconds of
+// each call. Stops at the first step that fails, and returns its error.
+int pv_bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n, uint64_t *samples);
 
 #endif

@@ -8,6 +8,8 @@
 
 #include "core/error.h"
 #include "driver/libcuda.h"
+#include "driver/stamp.h"
+#include "kv/member.h"
 #include "native.h"
 
 struct pv_owner {
@@ -119,72 +121,17 @@ int pv_own_range(pv_owner *owner, uint64_t length, uint32_t flags, int device, u
 
 #define FEW 64 // elements of a batch that are built on the stack
 
-int pv_range_map(pv_owner *owner, uint64_t offset, uint64_t page_size, const vmem_page *pages, size_t n, uint32_t flags,
-                 size_t *bad)
+int pv_map(vmem_context *ctx, uint64_t addr, uint64_t page_size, const vmem_page *pages, size_t n, uint32_t flags,
+           size_t *bad)
 {
-    const struct range *r = owner->thing;
     struct vmem_map_op few[FEW], *ops = few;
     if (n > FEW && !(ops = malloc(n * sizeof(*ops))))
         return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", n);
     for (size_t i = 0; i < n; i++)
-        ops[i] = (struct vmem_map_op){r->addr + offset + i * page_size, pages[i]};
-    int rc = vMemMapBatch(r->ctx, ops, n, flags, bad);
+        ops[i] = (struct vmem_map_op){addr + i * page_size, pages[i]};
+    int rc = vMemMapBatch(ctx, ops, n, flags, bad);
     if (ops != few)
         free(ops);
-    return rc;
-}
-
-int pv_range_map_batch(pv_owner *owner, const struct vmem_map_op *ops, size_t n, uint32_t flags, size_t *bad)
-{
-    const struct range *r = owner->thing;
-    return vMemMapBatch(r->ctx, ops, n, flags, bad);
-}
-
-int pv_range_unmap(pv_owner *owner, uint64_t offset, uint64_t length)
-{
-    const struct range *r = owner->thing;
-    return vMemUnmap(r->ctx, r->addr + offset, length);
-}
-
-int pv_range_unmap_batch(pv_owner *owner, const struct vmem_unmap_op *ops, size_t n, size_t *bad)
-{
-    const struct range *r = owner->thing;
-    return vMemUnmapBatch(r->ctx, ops, n, bad);
-}
-
-int pv_range_commit(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t page_size, uint32_t flags,
-                    uint64_t *bytes)
-{
-    const struct range *r = owner->thing;
-    const struct vmem_range range = {r->addr + offset, length};
-    return vmem_commit(r->ctx, &range, 1, page_size, flags, bytes);
-}
-
-int pv_range_backdrop(pv_owner *owner, uint64_t offset, uint64_t length)
-{
-    const struct range *r = owner->thing;
-    return vmem_backdrop(r->ctx, r->addr + offset, length);
-}
-
-int pv_range_mapped(pv_owner *owner, uint64_t *bytes)
-{
-    const struct range *r = owner->thing;
-    struct vmem_reservation_info info = {.size = sizeof info};
-    int rc = vmem_reservation_query(r->ctx, r->addr, &info);
-    if (!rc)
-        *bytes = info.mapped;
-    return rc;
-}
-
-int pv_range_next_mapped(pv_owner *owner, uint64_t offset, uint64_t length, uint64_t *first, uint64_t *found)
-{
-    const struct range *r = owner->thing;
-    struct vmem_range run;
-    int rc = vmem_next_mapped(r->ctx, r->addr + offset, length, &run);
-    if (!rc) {
-        *first = run.addr - r->addr;
-        *found = run.length;
-    }
     return rc;
 }
 
@@ -226,3 +173,67 @@ void pv_disown_pages(pv_owner *owner)
     struct pages *pages = owner->thing;
     pages->n = 0;
 }
+
+// ---- caches, pools, blocks, leases --------------------------------------------------------------------------
+
+// Gives an owner what a call has made, if it has.
+static int own(pv_owner *owner, int rc, void (*destroy)(void *), void *thing)
+{
+    if (!rc)
+        pv_owner_set(owner, destroy, thing);
+    return rc;
+}
+
+static void destroy_kv(void *kv) { vmem_kv_destroy(kv, 0); }
+static void destroy_pool(void *pool) { vmem_kv_pool_destroy(pool); }
+static void destroy_blocks(void *blocks) { vmem_blocks_destroy(blocks); }
+static void close_lease(void *place) { vmem_torch_close((uint32_t)(uintptr_t)place); }
+static void drop_context(void *context) { pv_owner_drop(context); }
+
+int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv)
+{
+    int rc = vmem_kv_create(ctx, cfg, kv);
+    return own(owner, rc, destroy_kv, *kv);
+}
+
+int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_pool **pool)
+{
+    int rc = vmem_kv_pool_create(cfg, pool);
+    return own(owner, rc, destroy_pool, *pool);
+}
+
+int pv_own_blocks(pv_owner *owner, vmem_context *ctx, const struct vmem_blocks_config *cfg, vmem_blocks **blocks)
+{
+    int rc = vmem_blocks_create(ctx, cfg, blocks);
+    return own(owner, rc, destroy_blocks, *blocks);
+}
+
+int pv_own_torch(pv_owner *owner, pv_owner *context, vmem_context *ctx, vmem_kv_pool *pool,
+                 const struct vmem_torch_config *cfg, uint32_t *place)
+{
+    struct vmem_torch_config c = *cfg;
+    c.ended = drop_context;
+    c.arg = context;
+    pv_owner_keep(context); // for the lease, which may outlive its owner: until PyTorch has freed its last segment
+    int rc = vmem_torch_open(ctx, pool, &c, place);
+    if (rc)
+        pv_owner_drop(context);
+    return own(owner, rc, close_lease, (void *)(uintptr_t)*place);
+}
+
+int pv_kv_close(vmem_kv *kv)
+{
+    bool quiet;
+    return vmem__kv_close(kv, 0, &quiet);
+}
+
+int pv_kv_retire(vmem_kv *kv, uint64_t step) { return vmem__kv_retire(kv, step); }
+
+// ---- self-test ----------------------------------------------------------------------------------------------
+
+int pv_stamp_name(const char *backend, int device, char *name, size_t size)
+{
+    return vmem__stamp_name(backend, device, name, size);
+}
+
+int pv_stamp_folder(unsigned n, char *path, size_t size) { return vmem__stamp_folder(n, path, size); }

@@ -386,7 +386,7 @@ def test_pages_stay_when_another_call_maps_them_too(context, page_size, monkeypa
         def __getattr__(self, name):
             return getattr(lib, name)
 
-        def pv_range_map(self, *arguments):
+        def pv_map(self, *arguments):
             monkeypatch.undo()
             range_.map(pages, page_size)  # the other thread, in the middle of this one's call
             return -errno.EBUSY
@@ -410,8 +410,8 @@ def test_what_is_closed_in_the_middle_of_a_map_keeps_nothing(context, page_size,
         def __getattr__(self, name):
             return getattr(lib, name)
 
-        def pv_range_map(self, *arguments):
-            done = lib.pv_range_map(*arguments)
+        def pv_map(self, *arguments):
+            done = lib.pv_map(*arguments)
             {"range_": range_, "pages": pages}[which].close()
             return done
 
