@@ -12,7 +12,7 @@ SPDX-License-Identifier: MIT
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pyvmem.kv.view import GAUGES, HELP, View, read_views
+from pyvmem.kv.view import STATS, View, read_views
 
 
 class Collector:
@@ -40,8 +40,9 @@ class Collector:
             labels = (view.name, str(view.pid), f"{view.backend}:{view.device}")
             for name, value in view.stats.items():
                 if name not in families:
-                    kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-                    families[name] = kind(self._prefix + name, f"{HELP[name]}.", labels=("name", "pid", "device"))
+                    kind = GaugeMetricFamily if STATS[name]["gauge"] else CounterMetricFamily
+                    text = f"{STATS[name]['text']}."
+                    families[name] = kind(self._prefix + name, text, labels=("name", "pid", "device"))
                 families[name].add_metric(labels, value)
         return families.values()
 

@@ -1,8 +1,8 @@
 """The KV-cache manager (docs/kv-cache.md). `pyvmem.KVCache` and its relatives are exported by `pyvmem` itself.
 
 `cache` is the manager, `arguments` what its calls take, `types` what they return, and `pool` the budget that the
-caches of a device share. `prefix`, `hashes` and `blocks` name rows or pages for engines. `view` and `picture` show a
-cache to other processes and to people; they need no torch.
+caches of a device share. `prefix` finds rows by the tokens that they are of. `view` and `picture` show a cache to other
+processes and to people; they need no torch.
 
 SPDX-License-Identifier: MIT
 """

@@ -81,15 +81,6 @@ def lengths_of(lengths: Lengths, slots: int) -> Any:
 
 def requests_of(requests: Iterable[Request], prefixes: PrefixCache | None) -> tuple[npt.NDArray[Any], list[Any]]:
     """The requests as C structures, and the objects that these point to."""
-    if type(requests) is list:
-        try:
-            sizes = array.array("I", requests)
-        except (OverflowError, TypeError):
-            pass
-        else:
-            raw = np.zeros(len(sizes), _REQUEST)
-            raw["tokens"] = sizes
-            return raw, []
     given = elements("requests", requests)
     raw, kept = np.zeros(len(given), _REQUEST), []
     for i, request in enumerate(given):
@@ -105,9 +96,9 @@ def requests_of(requests: Iterable[Request], prefixes: PrefixCache | None) -> tu
                 raise InvalidArgument(errno.EINVAL, text)
             if len(found) * block == length:  # the last token remains, as in PrefixCache.alloc
                 del found[-1:]
-            data, n = prefixes._beginning(found)
-            kept.append(data)
-            raw[i] = (length, 0, int(ffi.cast("uintptr_t", data)), n)
+            runs = prefixes._beginning(found)
+            kept.append(ffi.new("uint64_t[]", runs))
+            raw[i] = (length, 0, int(ffi.cast("uintptr_t", kept[-1])), len(runs))
             continue
         if not hasattr(tokens, "__index__") or not hasattr(prefix, "__index__"):
             wanted = "must be a number of tokens, (tokens, prefix_tokens) or (tokens, hashes)"

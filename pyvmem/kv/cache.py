@@ -15,7 +15,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import numpy.typing as npt
@@ -24,13 +23,11 @@ import torch
 from pyvmem._checks import elements, flag, one_of, shown, uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
-from pyvmem.errors import InvalidArgument, VmemError, _check, structure
-from pyvmem.kv import swap
+from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check, structure
 from pyvmem.kv.arguments import Lengths, Request, config_of, lengths_of, requests_of
 from pyvmem.kv.options import KVCacheOptions, Spare, options_of, watermark_of
 from pyvmem.kv.types import (
     NO_SHORTAGE,
-    KVStats,
     Run,
     RunInfo,
     Shortage,
@@ -39,7 +36,7 @@ from pyvmem.kv.types import (
     model_specs,
     shortage_of,
 )
-from pyvmem.kv.view import STATS, new_view_path
+from pyvmem.kv.view import STATS, KVStats, new_view_path
 from pyvmem.owned import _Owned
 from pyvmem.tensor import tensor_at
 
@@ -85,6 +82,14 @@ def _not_backed(
             row = max((max(first, start) - start) // row_bytes, rows)
             return f"row {row} of slot {slot} of {name}, which has {rows} rows backed: call step first"
     return None
+
+
+def _copy(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """Copy behind the kernels of the current stream, and wait for the end."""
+    for a, b in zip(to, source, strict=True):
+        a.copy_(b, non_blocking=True)
+    for device in {t.device for t in (*to[:1], *source[:1]) if t.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 class KVCache(_Owned):
@@ -637,24 +642,19 @@ class KVCache(_Owned):
         return shared
 
     @staticmethod
-    def _runs_of(runs: Run | Iterable[Run]) -> list[Run]:
+    def _numbers_of(runs: Run | Iterable[Run]) -> list[int]:
         found = [runs] if isinstance(runs, Run) else elements("runs", runs)
         for run in found:
             if not isinstance(run, Run):
                 raise TypeError(f"runs must be a Run or a sequence of them, not of {shown(run)}")
-        return found
+        return [run.id for run in found]
 
-    @classmethod
-    def _numbers_of(cls, runs: Run | Iterable[Run]) -> tuple[Any, int]:
-        """(uint64_t[n], n): the numbers of runs."""
-        numbers = [run.id for run in cls._runs_of(runs)]
-        return ffi.new("uint64_t[]", numbers), len(numbers)
-
-    def _attach(self, slot: int, runs: tuple[Any, int], most: int, flags: int = 0) -> tuple[int, bool]:
-        """How many tokens of runs (uint64_t[n], n) the slot begins with, and whether there is memory for it."""
+    def _attach(self, slot: SupportsIndex | None, runs: list[int], most: int, dry: bool) -> int | None:
+        """`attach`, by the numbers of runs."""
+        number, flags = (0, lib.VMEM_KV_DRY) if dry else (uint("slot", slot, 32), 0)
         tokens = ffi.new("uint32_t *")
-        answer = self._answer(lib.vmem_kv_attach(self._ready(), slot, *runs, most, flags, tokens))
-        return int(tokens[0]), answer
+        rc = lib.vmem_kv_attach(self._ready(), number, runs, len(runs), most, flags, tokens)
+        return int(tokens[0]) if self._answer(rc) else None
 
     def attach(
         self,
@@ -687,10 +687,7 @@ class KVCache(_Owned):
             The tokens that the slot then has: those of the runs before the first that is gone. It is 0 if none is
             left, or if windows have given up rows that the next token reads. None: there is no memory to copy a page.
         """
-        at_most = _MOST if most is None else uint("most", most, 32)
-        number, flags = (0, lib.VMEM_KV_DRY) if dry else (uint("slot", slot, 32), 0)
-        tokens, answer = self._attach(number, self._numbers_of(runs), at_most, flags)
-        return tokens if answer else None
+        return self._attach(slot, self._numbers_of(runs), _MOST if most is None else uint("most", most, 32), dry)
 
     def drop(self, runs: Run | Iterable[Run]) -> None:
         """Hold runs no longer. Pages without another holder are released.
@@ -700,7 +697,8 @@ class KVCache(_Owned):
         runs : Run or sequence of Run
             Runs that are gone are skipped.
         """
-        _check(lib.vmem_kv_drop(self._use(), *self._numbers_of(runs), 2**64 - 1, 0, ffi.NULL))
+        numbers = self._numbers_of(runs)
+        _check(lib.vmem_kv_drop(self._use(), numbers, len(numbers), 2**64 - 1, 0, ffi.NULL))
 
     def order(self, runs: Run | Iterable[Run], *, keep: bool = False) -> None:
         """Let a call that needs memory evict runs which no request uses, the least recently used first.
@@ -712,7 +710,8 @@ class KVCache(_Owned):
         keep : bool
             Evict them no more, as every run at first. Keep no run without the runs before it.
         """
-        _check(lib.vmem_kv_order(self._use(), *self._numbers_of(runs), flag("keep", keep)))
+        numbers = self._numbers_of(runs)
+        _check(lib.vmem_kv_order(self._use(), numbers, len(numbers), flag("keep", keep)))
 
     def run(self, run: Run) -> RunInfo:
         """Describe a run.
@@ -758,7 +757,27 @@ class KVCache(_Owned):
             EBUSY: another thread makes a step of the slot meanwhile, or the current stream is being captured.
         """
         slot = uint("slot", slot, 32)
-        self._swapped[slot] = swap.swap_out(self, slot)
+        if self.tensors and self.tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise VmemError(errno.EBUSY, f"slot {slot}: a captured step has not run: swap before or after the capture")
+        step = self.last_step
+        tokens = self.slot(slot).tokens  # after the step's number: a step in between is noticed
+        rows = self._rows(slot)
+        try:  # pinned for a GPU: PyTorch keeps it for the next request that is swapped out
+            host = [torch.empty_like(view, device="cpu", pin_memory=view.is_cuda) for view in rows]
+        except RuntimeError as error:
+            text = f"no CPU memory for the {sum(view.nbytes for view in rows)} bytes of slot {slot}'s rows: {error}"
+            raise OutOfMemory(errno.ENOMEM, text) from error
+        _copy(host, rows)
+        _check(lib.vmem_kv_swap_out(self._use(), slot, tokens, step))
+        self._swapped[slot] = host
+
+    def _rows(self, slot: int) -> list[torch.Tensor]:
+        """For each tensor, a view of the rows of a slot that its request can read."""
+        first, end, views = ffi.new("uint32_t *"), ffi.new("uint32_t *"), []
+        for i, tensor in enumerate(self.tensors):
+            _check(lib.vmem_kv_get_rows(self._use(), slot, i, first, end))
+            views.append(tensor[slot, first[0] : end[0]])
+        return views
 
     def swap_in(self, slot: SupportsIndex, *, dry: bool = False) -> bool:
         """Copy a swapped slot back to the same addresses.
@@ -781,13 +800,18 @@ class KVCache(_Owned):
             The slot is not swapped out.
         """
         kv, slot = self._ready(), uint("slot", slot, 32)
-        if dry:
-            return self._answer(lib.vmem_kv_swap_in(kv, slot, lib.VMEM_KV_DRY))
         host = self._swapped.get(slot)
-        if host is None:
+        if host is None and not dry:
             raise ValueError(f"slot {slot} is not swapped out")
-        if not swap.swap_in(self, slot, host):
+        if not self._answer(lib.vmem_kv_swap_in(kv, slot, lib.VMEM_KV_DRY if dry else 0)):
             return False
+        if host is None or dry:
+            return True
+        try:
+            _copy(self._rows(slot), host)
+        except BaseException:
+            lib.vmem_kv_swap_out(self._use(), slot, self.slot(slot).tokens, self.last_step)
+            raise
         self._swapped.pop(slot, None)  # close() in another thread may have taken it
         return True
 
@@ -861,7 +885,7 @@ class KVCache(_Owned):
         """
         from pyvmem.kv import picture
 
-        return picture.svg(asdict(self.stats()), picture.slots_of(self, uint("slots", slots)), title)
+        return picture.svg(self, uint("slots", slots), title)
 
     def _repr_html_(self) -> str | None:
         """The picture, for notebooks; None for a closed cache, which leaves its repr."""

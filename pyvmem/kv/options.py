@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import errno
 import math
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
 from pyvmem._checks import flag, shown, uint
 from pyvmem._ffi import lib
@@ -122,12 +122,6 @@ class KVCacheOptions:
     check: bool = False
     spare: Spare = Spare()
 
-    if not TYPE_CHECKING:
-
-        def __new__(cls, **keywords: Any) -> KVCacheOptions:
-            _refuse(keywords)
-            return super().__new__(cls)
-
     def __post_init__(self) -> None:
         if not isinstance(self.context, Context | None):
             raise TypeError(f"context must be a Context, not {self.context!r}")
@@ -178,17 +172,6 @@ _SWITCHES = {
     "lazy": lib.VMEM_KV_LAZY,
 }
 _NUMBERS = ("tile_rows", "ahead_tokens", "ahead_min", "eager_tokens", "reclaim_percent", "steps_in_flight")
-_NAMES = frozenset(field.name for field in fields(KVCacheOptions))
-_SPARE_NAMES = frozenset(field.name for field in fields(Spare))
-
-
-def _refuse(keywords: dict[str, Any]) -> None:
-    """Refuse unknown options, and say where those of `Spare` belong."""
-    for name in keywords:
-        if name in _SPARE_NAMES:
-            raise TypeError(f"{name} is an option of Spare: use spare=Spare({name}=...)")
-        if name not in _NAMES:
-            raise TypeError(f"unknown KVCache option {name}: the options are {', '.join(sorted(_NAMES))}")
 
 
 def watermark_of(watermark: SupportsIndex | float) -> tuple[int, int]:
@@ -206,4 +189,10 @@ def options_of(given: KVCacheOptions | None, keywords: dict[str, Any]) -> KVCach
     """The options of a call that takes them as an object, as keywords, or both. Keywords override the object."""
     if not isinstance(given, KVCacheOptions | None):
         raise TypeError(f"options must be KVCacheOptions, not {given!r}")
+    names = KVCacheOptions.__dataclass_fields__
+    for name in keywords:
+        if name in Spare.__dataclass_fields__:
+            raise TypeError(f"{name} is an option of Spare: use spare=Spare({name}=...)")
+        if name not in names:
+            raise TypeError(f"unknown KVCache option {name}: the options are {', '.join(sorted(names))}")
     return KVCacheOptions(**{**(vars(given) if given else {}), **keywords})

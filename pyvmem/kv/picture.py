@@ -16,12 +16,12 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pyvmem.kv.types import SlotInfo
+    from pyvmem.kv.cache import KVCache
 
 PARTS = ("used", "shared", "cached", "ahead", "kept", "unused")
 # Paul Tol's bright scheme, in which colour-blind readers tell any two apart; the terminal's nearest; the characters.
@@ -88,9 +88,12 @@ def size(bytes: int) -> str:
     return f"{value:.3g} {unit}"
 
 
-def svg(stats: Mapping[str, int], slots: Sequence[tuple[int, SlotInfo]] = (), title: str = "") -> str:
-    """The picture as SVG: the budget as one bar, then the pages of each slot that has some, and a legend."""
+def svg(cache: KVCache, most: int, title: str) -> str:
+    """The picture as SVG: the budget as one bar, then the pages of the `most` slots that have most, and a legend."""
     width, left, row = 720, 96, 18
+    stats = vars(cache.stats())
+    slots = [(slot, info) for slot, info in ((s, cache.slot(s)) for s in range(cache.slots)) if info.pages]
+    slots = sorted(sorted(slots, key=lambda pair: -pair[1].pages)[:most])
     parts, page = shares(stats), stats["page_size"]
     held, budget = (size(stats[f"{name}_pages"] * page) for name in ("held", "budget"))
     summary = f"{held} of {budget} held, {stats['active_slots']} of {stats['slots']} slots active"
@@ -139,9 +142,3 @@ def svg(stats: Mapping[str, int], slots: Sequence[tuple[int, SlotInfo]] = (), ti
         f'height="{y + 26:g}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(summary)}">'
         f'<defs>{patterns}</defs><rect x="-8" y="-4" width="100%" height="100%" fill="#fff"/>{"".join(out)}</svg>'
     )
-
-
-def slots_of(cache: Any, most: int) -> list[tuple[int, SlotInfo]]:
-    """The slots of a cache that have pages: the `most` with the most pages, in order."""
-    found = [(slot, info) for slot, info in ((s, cache.slot(s)) for s in range(cache.slots)) if info.pages]
-    return sorted(sorted(found, key=lambda pair: -pair[1].pages)[:most])

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from pyvmem._checks import elements, flag, shown, uint
 from pyvmem._ffi import ffi, lib
@@ -27,17 +26,6 @@ if TYPE_CHECKING:
 Hash: TypeAlias = "bytes | int"
 
 _MOST = 2**32 - 1
-
-
-def token_array(tokens: Any) -> npt.NDArray[np.int64]:
-    """A token sequence (a list, or an integer array or CPU tensor) as int64[n]. Raises TypeError for anything else."""
-    try:
-        array = np.asarray(tokens)
-    except ValueError:  # of sequences that differ in length
-        array = np.empty((0, 0))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"tokens must be a sequence of integers, not {shown(tokens)}")
-    return np.ascontiguousarray(array, dtype=np.int64)
 
 
 def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") -> list[bytes]:
@@ -62,7 +50,13 @@ def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") ->
         raise InvalidArgument(errno.EINVAL, "block_tokens 0 must be at least 1")
     if not isinstance(salt, bytes):
         raise TypeError(f"salt must be bytes, not {shown(salt)}")
-    array = token_array(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # of sequences that differ in length
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"tokens must be a sequence of integers, not {shown(tokens)}")
+    array = array.astype(np.int64)
     hashes, before = [], hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
     for end in range(size, len(array) + 1, size):
         before = hashlib.blake2b(before + array[end - size : end].tobytes(), digest_size=16).digest()
@@ -141,20 +135,21 @@ class PrefixCache:
 
     # ---- the table -------------------------------------------------------------------------------------------
 
-    def _beginning(self, hashes: list[Hash]) -> "tuple[Any, int]":
-        """(uint64_t[n], n): the runs of the first blocks that are known. Some may have been evicted meanwhile."""
+    def _beginning(self, hashes: list[Hash]) -> list[int]:
+        """The runs of the first blocks that are known. Some may have been evicted meanwhile."""
+        runs: list[int] = []
         with self._lock:
-            runs = [self._runs.get(hash) for hash in hashes]
-        n = 0
-        while n < len(runs) and (run := runs[n]) is not None and run[1] == n:
-            n += 1
-        return ffi.new("uint64_t[]", [run[0] for run in runs[:n] if run]), n
+            for n, hash in enumerate(hashes):
+                run, block = self._runs.get(hash, (0, -1))
+                if block != n:
+                    break
+                runs.append(run)
+        return runs
 
-    def _known(self, hashes: list[Hash]) -> "tuple[Any, int]":
-        """(uint64_t[n], n): the runs of all known blocks among these."""
+    def _known(self, hashes: list[Hash]) -> list[int]:
+        """The runs of all known blocks among these."""
         with self._lock:
-            runs = [self._runs[hash][0] for hash in hashes if hash in self._runs]
-        return ffi.new("uint64_t[]", runs), len(runs)
+            return [self._runs[hash][0] for hash in hashes if hash in self._runs]
 
     def _forget(self, run: int) -> "Hash | None":
         hash = self._hash_of.pop(run, None)
@@ -187,9 +182,8 @@ class PrefixCache:
         -------
         int
         """
-        runs, n = self._beginning(hashes_of(hashes))
-        tokens = ffi.new("uint32_t *")
-        _check(lib.vmem_kv_attach(self.cache._use(), 0, runs, n, _MOST, lib.VMEM_KV_LOOK, tokens))
+        runs, tokens = self._beginning(hashes_of(hashes)), ffi.new("uint32_t *")
+        _check(lib.vmem_kv_attach(self.cache._use(), 0, runs, len(runs), _MOST, lib.VMEM_KV_LOOK, tokens))
         return int(tokens[0])
 
     def attach(self, slot: SupportsIndex | None, hashes: Iterable[Hash], *, dry: bool = False) -> int | None:
@@ -212,9 +206,7 @@ class PrefixCache:
             The tokens that the slot then has; 0 if no block is known. None: there is no memory to copy the last,
             partial page.
         """
-        number, flags = (0, lib.VMEM_KV_DRY) if dry else (uint("slot", slot, 32), 0)
-        tokens, answer = self.cache._attach(number, self._beginning(hashes_of(hashes)), _MOST, flags)
-        return tokens if answer else None
+        return self.cache._attach(slot, self._beginning(hashes_of(hashes)), _MOST, dry)
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:
         """Allocate a slot for a prompt, and start it with the known ones of its blocks.
@@ -282,8 +274,7 @@ class PrefixCache:
                     text = f"hashes[{i}] is that of block {self._runs[hash][1]}: a hash covers all tokens before it"
                     raise InvalidArgument(errno.EINVAL, text)
             self._forget_evicted()
-            added = self._share(number, at, found)
-        return added
+            return self._share(number, at, found)
 
     def _check_rows(self, slot: int, first: int, n: int) -> None:
         info = self.cache.slot(slot)
@@ -318,8 +309,8 @@ class PrefixCache:
     # ---- eviction --------------------------------------------------------------------------------------------
 
     def _drop(self, hashes: list[Hash]) -> None:
-        runs, n = self._known(hashes)
-        _check(lib.vmem_kv_drop(self.cache._use(), runs, n, 2**64 - 1, 0, ffi.NULL))
+        runs = self._known(hashes)
+        _check(lib.vmem_kv_drop(self.cache._use(), runs, len(runs), 2**64 - 1, 0, ffi.NULL))
         for run in runs:
             self._forget(run)
 
@@ -366,8 +357,8 @@ class PrefixCache:
         keep : bool
             Do not evict these blocks, and do not count their pages as free, until they are let go or dropped.
         """
-        runs, n = self._known(hashes_of(hashes))
-        _check(lib.vmem_kv_order(self.cache._use(), runs, n, flag("keep", keep)))
+        runs = self._known(hashes_of(hashes))
+        _check(lib.vmem_kv_order(self.cache._use(), runs, len(runs), flag("keep", keep)))
 
     def clear(self) -> None:
         """Evict every block, also those to be kept."""

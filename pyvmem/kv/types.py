@@ -12,7 +12,7 @@ import torch
 
 from pyvmem._checks import one_of, uint
 from pyvmem.errors import InvalidArgument
-from pyvmem.kv.view import HELP, REASONS, STATS
+from pyvmem.kv.view import REASONS
 
 LAYOUTS = ("separate", "fused", "token-major")
 
@@ -58,65 +58,6 @@ class TensorSpec:
 
 
 _MOST_LAYERS = 32768  # two tensors each
-
-
-@dataclass(frozen=True)
-class KVStats:
-    """The state of a cache and what it has counted since its creation: struct vmem_kv_stats.
-
-    Pages of all tensors together. A shared page counts once, except in `needed_pages`.
-    """
-
-    page_size: int
-    budget_pages: int
-    held_pages: int
-    needed_pages: int
-    kept_pages: int
-    ahead_pages: int
-    shared_pages: int
-    prefix_pages: int
-    free_pages: int
-    live_bytes: int
-    active_slots: int
-    swapped_slots: int
-    slots: int
-    prefixes: int
-    ending_slots: int
-    steps: int
-    step_failures: int
-    step_mapped_pages: int
-    step_maps: int
-    step_waits: int
-    ahead_mapped_pages: int
-    ahead_jobs: int
-    eager_pages: int
-    allocs: int
-    adopted_slots: int
-    adopted_pages: int
-    reclaims: int
-    reclaimed_pages: int
-    window_pages: int
-    attached_pages: int
-    copied_pages: int
-    swap_out_bytes: int
-    swap_in_bytes: int
-    worker_errors: int
-    short_budget: int
-    short_device: int
-    short_mappings: int
-    short_slots: int
-    watermark_pages: int
-    hashed_blocks: int
-    evictable_pages: int
-    hit_tokens: int
-    evicted_blocks: int
-    absent_slots: int
-
-
-if KVStats.__doc__:  # python -OO has none
-    KVStats.__doc__ += "".join(
-        ["\n    Attributes\n    ----------\n", *(f"    {n} : int\n        {HELP[n]}.\n" for n in STATS)]
-    )
 
 
 @dataclass(frozen=True)

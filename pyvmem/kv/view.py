@@ -15,69 +15,82 @@ import stat
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from pyvmem._checks import uint
 from pyvmem._ffi import ffi, lib
 
-STATS = tuple(name for name, _ in ffi.typeof("struct vmem_kv_stats").fields if name not in ("size", "pad"))
-
 _number = itertools.count()
-GAUGES = {
-    "page_size", "budget_pages", "held_pages", "needed_pages", "kept_pages", "ahead_pages", "shared_pages",
-    "prefix_pages", "free_pages", "live_bytes", "active_slots", "swapped_slots", "ending_slots", "slots", "prefixes",
-    "watermark_pages", "hashed_blocks", "evictable_pages", "absent_slots",
-}  # fmt: skip
 
 
-HELP = {
-    "page_size": "Bytes of a page",
-    "budget_pages": "The most pages that may exist",
-    "held_pages": "Pages that exist",
-    "needed_pages": "Pages held for the lengths of requests; a shared page counts once per slot",
-    "kept_pages": "Pages of free slots, kept for the next requests",
-    "ahead_pages": "Pages mapped behind the lengths of requests, ahead of need",
-    "shared_pages": "Pages mapped or held more than once",
-    "prefix_pages": "Pages held by prefixes and by no slot",
-    "free_pages": "Pages that a step could get",
-    "live_bytes": "Bytes of the rows that active requests have",
-    "active_slots": "Slots with a request",
-    "swapped_slots": "Slots whose request is in CPU memory",
-    "slots": "All slots",
-    "prefixes": "Prefixes that are saved",
-    "ending_slots": "Slots freed after a step whose kernels may be in flight",
-    "steps": "Steps that succeeded",
-    "step_failures": "Steps that found too little memory",
-    "step_mapped_pages": "Pages that steps had to map themselves",
-    "step_maps": "Steps that had to map pages themselves",
-    "step_waits": "Steps that waited for the background thread",
-    "ahead_mapped_pages": "Pages that the background thread mapped",
-    "ahead_jobs": "Times that the background thread extended a slot",
-    "eager_pages": "Pages that the background thread mapped for the next request",
-    "allocs": "Requests that were given a slot",
-    "adopted_slots": "Requests that began with pages of an earlier one",
-    "adopted_pages": "Pages of an earlier request that a first step found in place",
-    "reclaims": "Times that kept pages were given up",
-    "reclaimed_pages": "Kept pages that were given up",
-    "window_pages": "Pages that sliding windows gave up",
-    "attached_pages": "Pages that requests took over from prefixes",
-    "copied_pages": "Pages copied for prefixes and truncations",
-    "swap_out_bytes": "Bytes copied to CPU memory",
-    "swap_in_bytes": "Bytes copied back from CPU memory",
-    "worker_errors": "Operations of the background thread that failed, which a step does again",
-    "short_budget": "Calls that failed because the budget was short",
-    "short_device": "Calls that failed because the device's memory was short",
-    "short_mappings": "Calls that failed because the process's mappings were short (vm.max_map_count)",
-    "short_slots": "Calls that failed because no slot was free",
-    "watermark_pages": "Pages of the budget that are kept free of new requests",
-    "hashed_blocks": "Blocks known by hash",
-    "evictable_pages": "Pages that only blocks known by hash hold, which count as free",
-    "hit_tokens": "Tokens that requests began with because their blocks were known",
-    "evicted_blocks": "Blocks known by hash that were evicted",
-    "absent_slots": "Active slots without part in the last step",
-}
+def _gauge(text: str) -> Any:
+    return field(metadata={"text": text, "gauge": True})
+
+
+def _count(text: str) -> Any:
+    return field(metadata={"text": text, "gauge": False})
+
+
+@dataclass(frozen=True)
+class KVStats:
+    """The state of a cache and what it has counted since its creation: struct vmem_kv_stats.
+
+    Pages of all tensors together. A shared page counts once, except in `needed_pages`.
+    """
+
+    page_size: int = _gauge("Bytes of a page")
+    budget_pages: int = _gauge("The most pages that may exist")
+    held_pages: int = _gauge("Pages that exist")
+    needed_pages: int = _gauge("Pages held for the lengths of requests; a shared page counts once per slot")
+    kept_pages: int = _gauge("Pages of free slots, kept for the next requests")
+    ahead_pages: int = _gauge("Pages mapped behind the lengths of requests, ahead of need")
+    shared_pages: int = _gauge("Pages mapped or held more than once")
+    prefix_pages: int = _gauge("Pages held by prefixes and by no slot")
+    free_pages: int = _gauge("Pages that a step could get")
+    live_bytes: int = _gauge("Bytes of the rows that active requests have")
+    active_slots: int = _gauge("Slots with a request")
+    swapped_slots: int = _gauge("Slots whose request is in CPU memory")
+    slots: int = _gauge("All slots")
+    prefixes: int = _gauge("Prefixes that are saved")
+    ending_slots: int = _gauge("Slots freed after a step whose kernels may be in flight")
+    steps: int = _count("Steps that succeeded")
+    step_failures: int = _count("Steps that found too little memory")
+    step_mapped_pages: int = _count("Pages that steps had to map themselves")
+    step_maps: int = _count("Steps that had to map pages themselves")
+    step_waits: int = _count("Steps that waited for the background thread")
+    ahead_mapped_pages: int = _count("Pages that the background thread mapped")
+    ahead_jobs: int = _count("Times that the background thread extended a slot")
+    eager_pages: int = _count("Pages that the background thread mapped for the next request")
+    allocs: int = _count("Requests that were given a slot")
+    adopted_slots: int = _count("Requests that began with pages of an earlier one")
+    adopted_pages: int = _count("Pages of an earlier request that a first step found in place")
+    reclaims: int = _count("Times that kept pages were given up")
+    reclaimed_pages: int = _count("Kept pages that were given up")
+    window_pages: int = _count("Pages that sliding windows gave up")
+    attached_pages: int = _count("Pages that requests took over from prefixes")
+    copied_pages: int = _count("Pages copied for prefixes and truncations")
+    swap_out_bytes: int = _count("Bytes copied to CPU memory")
+    swap_in_bytes: int = _count("Bytes copied back from CPU memory")
+    worker_errors: int = _count("Operations of the background thread that failed, which a step does again")
+    short_budget: int = _count("Calls that failed because the budget was short")
+    short_device: int = _count("Calls that failed because the device's memory was short")
+    short_mappings: int = _count("Calls that failed because the process's mappings were short (vm.max_map_count)")
+    short_slots: int = _count("Calls that failed because no slot was free")
+    watermark_pages: int = _gauge("Pages of the budget that are kept free of new requests")
+    hashed_blocks: int = _gauge("Blocks known by hash")
+    evictable_pages: int = _gauge("Pages that only blocks known by hash hold, which count as free")
+    hit_tokens: int = _count("Tokens that requests began with because their blocks were known")
+    evicted_blocks: int = _count("Blocks known by hash that were evicted")
+    absent_slots: int = _gauge("Active slots without part in the last step")
+
+
+STATS = {each.name: each.metadata for each in fields(KVStats)}
+if KVStats.__doc__:  # python -OO has none
+    KVStats.__doc__ += "".join(
+        ["\n    Attributes\n    ----------\n", *(f"    {n} : int\n        {STATS[n]['text']}.\n" for n in STATS)]
+    )
 
 
 def view_folder() -> Path | None:

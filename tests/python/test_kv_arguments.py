@@ -34,7 +34,7 @@ def test_options_as_an_object_and_by_name(backend):
 def test_options_can_be_copied_and_read_back():
     options = KVCacheOptions(name="a", spare=Spare(defer=False, ahead_tokens=7), watermark=0.25)
     assert pickle.loads(pickle.dumps(options)) == copy.copy(options) == options
-    with pytest.raises(TypeError, match=r"use spare=Spare\(defer=...\)"):
+    with pytest.raises(TypeError, match="argument 'defer'"):
         KVCacheOptions(defer=False)
     with pytest.raises(TypeError, match="overlap must be True or False, not 'no'"):
         Spare(overlap="no")
