@@ -13,8 +13,6 @@ from dataclasses import replace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -30,15 +28,20 @@ from pyvmem.transformers.plan import Plan
 
 NAME = "vmem"
 
-Int64s = npt.NDArray[np.int64]
-
 
 class Extras(NamedTuple):
-    """A cap of scores, sinks, and a bias of positions, which some models add to attention. None: the model does not."""
+    """What a model changes in attention. None, or 0: it does not. sinks: of a head, or of each of its queries."""
 
-    softcap: float | None
-    sinks: torch.Tensor | None
-    bias: torch.Tensor | None
+    scaling: float | None = None
+    dropout: float = 0.0
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # of positions
+
+    @property
+    def plain(self) -> bool:
+        """True if the kernels of `pyvmem.attention` compute it."""
+        return self.sinks is None and self.bias is None and not self.dropout
 
 
 def register() -> None:
@@ -132,17 +135,17 @@ def vmem_attention(
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: the attention vmem returns no weights; use eager")
     s_aux = kwargs.pop("sinks", None) if s_aux is None else s_aux  # Inkling 2: one for each query
-    extras = Extras(softcap, s_aux, position_bias)
+    extras = Extras(scaling, dropout, softcap or None, s_aux, position_bias)
     pending: PendingKV | None = getattr(key, "vmem", None)
     if pending is None:
         padding: Padding | None = getattr(attention_mask, "vmem", None)
         if padding is not None:
             attention_mask = padding.dense()
-        return _dense(module, query, key, value, attention_mask, dropout, scaling, extras, **kwargs), None
+        return _dense(module, query, key, value, attention_mask, extras, **kwargs), None
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     call = _untraced if torch.compiler.is_compiling() else _of_rows
-    return call(module, pending, query, value, attention_mask, dropout, scaling, extras, causal), None
+    return call(module, pending, query, value, attention_mask, extras, causal), None
 
 
 def _of_rows(
@@ -151,31 +154,20 @@ def _of_rows(
     query: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
     extras: Extras,
     causal: bool,
 ) -> torch.Tensor:
     """Attention over the rows of a `VMemCache`."""
     if getattr(value, "vmem", None) is not pending:
-        pending.layer.rows.pending = None
-        raise RuntimeError(
-            f"layer {pending.layer.index}: the model attends over other values than the cache returned: use another "
-            "attention than vmem for this model"
-        )
-    softcap, sinks, bias = extras
-    if attention_mask is None and sinks is None and bias is None and not dropout:
-        out = _step_again(pending, query, scaling, softcap)
+        pending.refuse("attends over other values than the cache returned")
+    if attention_mask is None and extras.plain:
+        out = _step_again(pending, query, extras)
         if out is not None:
             return out
     layer, rows, key = pending.layer, pending.layer.rows, pending.key
     window, queries = layer.window, query.shape[2]
     if queries > pending.tokens:
-        rows.pending = None
-        raise RuntimeError(
-            f"layer {layer.index}: the model attends from {queries} columns, of which the cache got {pending.tokens}: "
-            "use another attention than vmem for this model"
-        )
+        pending.refuse(f"attends from {queries} columns, of which the cache got {pending.tokens}")
     padding: Padding | None = getattr(attention_mask, "vmem", None)
     # Where sdpa has no mask, the module says whether a prompt is causal (PaliGemma's is not). eager always has one.
     both_ways = (
@@ -183,7 +175,7 @@ def _of_rows(
         and pending.start == 0 and pending.tokens > 1 and not 0 < window <= pending.tokens
     )  # fmt: skip
     by_kernel = (padding is not None or attention_mask is None) and not both_ways
-    by_kernel = by_kernel and _by_kernel(layer, query, key, dropout, window, extras)
+    by_kernel = by_kernel and extras.plain and _by_kernel(layer, query, key, extras.softcap)
     mask = None if padding is None else padding.mask
     if not by_kernel and padding is None and rows.ragged:
         rows.pending = None
@@ -201,12 +193,17 @@ def _of_rows(
         elif attention_mask is None and not both_ways:
             first, start = layer.length - keys.shape[2], pending.start + pending.tokens - queries
             attention_mask = _dense_mask(query, keys.shape[2], start, first, window)
-        return _dense(module, query, keys, values, attention_mask, dropout, scaling, extras, is_causal=not both_ways)
-    if pending.value is not None:
-        return _decode(layer, plan, query, key, pending.value, scaling, window, softcap or 0.0)
+        return _dense(module, query, keys, values, attention_mask, extras, is_causal=not both_ways)
+    if pending.value is not None:  # a decode step of the whole batch, in which the kernel stores the new rows
+        batch = rows.batch_of(plan)
+        assert batch is not None  # nothing is padding
+        if layer.repeated is None or layer.repeated_version != rows.version:
+            layer.repeated, layer.repeated_version = attention.RepeatedDecode(rows.kv, layer.kv()), rows.version
+        repeated: attention.RepeatedDecode = layer.repeated
+        return repeated(query, key, pending.value, batch, extras.scaling, window, extras.softcap or 0.0)
     if queries < pending.tokens:
         plan = rows.narrowed(plan, queries)
-    return _by_length(layer, plan, query, scaling, window, softcap or 0.0)
+    return _by_length(layer, plan, query, extras)
 
 
 _untraced = torch.compiler.disable(_of_rows)  # native code cannot be traced
@@ -252,19 +249,15 @@ def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -
     return math.lcm(*rows)
 
 
-def _by_kernel(
-    layer: VMemLayer, query: torch.Tensor, key: torch.Tensor, dropout: float, window: int, extras: Extras
-) -> bool:
-    """True if the kernels of `pyvmem.attention` can compute this."""
-    softcap, sinks, bias = extras
-    if sinks is not None or bias is not None or dropout:
-        return False
+def _by_kernel(layer: VMemLayer, query: torch.Tensor, key: torch.Tensor, softcap: float | None) -> bool:
+    """True if the kernels of `pyvmem.attention` take these tensors."""
     asked = (softcap, query.dtype, query.shape[:2], key.dtype)
     if layer.asked != asked:
         layer.asked, layer.taken, layer.appends = asked, query.dtype == key.dtype, False
         try:
             for phase in ("prefill", "decode") if layer.taken else ():
-                shape = _shape(phase, query.shape[1], key, window, float(softcap or 0.0), layer.rows.kv.tile_rows)
+                tile_rows, cap = layer.rows.kv.tile_rows, float(softcap or 0.0)
+                shape = _shape(phase, query.shape[1], key, layer.window, cap, tile_rows)
                 shape = replace(shape, requests=query.shape[0], rows=layer.length)
                 kernel = KERNELS[choose(shape).kernel]
                 layer.appends = kernel.appends
@@ -273,28 +266,7 @@ def _by_kernel(
     return layer.taken
 
 
-def _decode(
-    layer: VMemLayer,
-    plan: Plan,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
-    """A decode step of the whole batch in which the kernel stores the new rows."""
-    rows = layer.rows
-    batch = rows.batch_of(plan)
-    assert batch is not None  # the whole batch decodes: nothing is padding
-    if layer.repeated is None or layer.repeated_version != rows.version:
-        layer.repeated, layer.repeated_version = attention.RepeatedDecode(rows.kv, layer.kv()), rows.version
-    return layer.repeated(query, key, value, batch, scaling, window, softcap)
-
-
-def _step_again(
-    pending: PendingKV, query: torch.Tensor, scaling: float | None, softcap: float | None
-) -> torch.Tensor | None:
+def _step_again(pending: PendingKV, query: torch.Tensor, extras: Extras) -> torch.Tensor | None:
     """A decode step whose first layer has planned the pass and the launch, as its last step did; otherwise None.
 
     An eager step waits for Python, layer by layer. This is what remains to be done in the layers after the first.
@@ -306,7 +278,7 @@ def _step_again(
         plan is None or plan.batch is None or plan.kept is not None or pending.plan is not None
         or pending.tokens != 1 or plan.tokens != 1 or plan.start != pending.start
         or not layer.appends or layer.repeated is None or layer.repeated_version != rows.version
-        or layer.asked[0] != softcap or layer.asked[1] is not query.dtype
+        or layer.asked[0] != extras.softcap or layer.asked[1] is not query.dtype
     ):  # fmt: skip
         return None
     value, pending.value = pending.value, None
@@ -314,12 +286,12 @@ def _step_again(
     rows.pending = None
     pending.plan = plan
     layer.length = pending.start + 1
-    return layer.repeated(query, pending.key, value, plan.batch, scaling, layer.window, softcap or 0.0)
+    scaling, softcap = extras.scaling, extras.softcap or 0.0
+    return layer.repeated(query, pending.key, value, plan.batch, scaling, layer.window, softcap)
 
 
-def _by_length(
-    layer: VMemLayer, plan: Plan, query: torch.Tensor, scaling: float | None, window: int, softcap: float
-) -> torch.Tensor:
+def _by_length(layer: VMemLayer, plan: Plan, query: torch.Tensor, extras: Extras) -> torch.Tensor:
+    """Attention over the rows that a pass's lengths include."""
     rows = layer.rows
     batch = rows.batch_of(plan)
     n, heads, tokens, dim = query.shape
@@ -330,32 +302,20 @@ def _by_length(
         q = q.index_select(0, plan.sources)
     kv = layer.kv()
     call = attention.decode if batch.max_query == 1 else attention.prefill
-    out = call(q, rows.kv, kv, batch, softmax_scale=scaling, window=window, softcap=softcap)
+    cap = extras.softcap or 0.0
+    out = call(q, rows.kv, kv, batch, softmax_scale=extras.scaling, window=layer.window, softcap=cap)
     if plan.sources is not None:
         out = out.new_zeros(n * tokens, heads, dim).index_copy_(0, plan.sources, out)
     out = out.view(n, tokens, heads, dim)
     for row, columns, ends in plan.padding:
-        out[row, columns] = _of_padding(query[row, :, columns], kv, rows.slots[row], ends, scaling, softcap)
+        # Padding that follows tokens, over all rows before it. Only generate() with padding on the right reads this: it
+        # takes the first new token from the last column, whether that is padding or not. Layers with windows store such
+        # padding (`Rows.begin`).
+        end = int(ends[-1])
+        k, v = (t[rows.slots[row], :end].transpose(0, 1)[None] for t in kv)
+        mask = torch.arange(end, device=query.device) < torch.as_tensor(ends, device=query.device)[:, None]
+        out[row, columns] = _scored(query[row, :, columns][None], k, v, mask, extras)[0]
     return out
-
-
-def _of_padding(
-    query: torch.Tensor,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    slot: int,
-    ends: Int64s,
-    scaling: float | None,
-    softcap: float,
-) -> torch.Tensor:
-    """The attention of padding that follows tokens, over all rows before it: ``[columns, heads, dim]``.
-
-    Only ``generate()`` with padding on the right reads the result: it takes the first new token from the last column,
-    whether that is padding or not. Layers with windows store such padding (`Rows.begin`).
-    """
-    end = int(ends[-1])
-    k, v = (t[slot, :end].transpose(0, 1)[None] for t in kv)
-    mask = torch.arange(end, device=query.device) < torch.as_tensor(ends, device=query.device)[:, None]
-    return _scored(query[None], k, v, mask, scaling, Extras(softcap or None, None, None), 0.0)[0]
 
 
 # ---- with a mask --------------------------------------------------------------------------------------------------
@@ -384,34 +344,26 @@ def _dense(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
     extras: Extras,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Attention over K and V as tensors: sdpa's, or step by step for soft caps and sinks, which sdpa does not have."""
     if extras.softcap is None and extras.sinks is None:
-        out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=is_causal,
-                                        position_bias=extras.bias, **kwargs)  # fmt: skip
+        options = {"is_causal": is_causal, "position_bias": extras.bias, **kwargs}
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, extras.dropout, extras.scaling, **options)
         return out
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if mask is None and query.shape[2] > 1 and causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    return _scored(query, key, value, mask, scaling, extras, dropout if module.training else 0.0)
+    return _scored(query, key, value, mask, extras if module.training else extras._replace(dropout=0.0))
 
 
 def _scored(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    extras: Extras,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, extras: Extras
 ) -> torch.Tensor:
     """Attention step by step, as transformers' eager attention computes it: ``[batch, tokens, heads, dim]``."""
-    softcap, sinks, bias = extras
+    scaling, dropout, softcap, sinks, bias = extras
     groups = query.shape[1] // key.shape[1]
     scores = query @ repeat_kv(key, groups).transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -422,7 +374,7 @@ def _scored(
         lowest = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
-        sinks = sinks.reshape(1, -1, 1, 1) if sinks.dim() == 1 else sinks  # of a head, or of each of its queries
+        sinks = sinks.reshape(1, -1, 1, 1) if sinks.dim() == 1 else sinks
         scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], 3)
     weights = scores.float().softmax(-1).to(query.dtype)[..., : key.shape[2]]
     weights = torch.nn.functional.dropout(weights, dropout)

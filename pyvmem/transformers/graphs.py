@@ -14,7 +14,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,18 +35,8 @@ _TAKEN = {"input_ids", "attention_mask", "position_ids", *_CACHE, *_SETTINGS}
 _LEAST = 1024  # the fewest rows that a graph's kernels are launched for; further graphs double them
 
 
-class Recorder(Protocol):
-    """Captures the kernels that a function launches, and replays them."""
-
-    def capture(self, function: Callable[[], Any]) -> Any:
-        """The function's result; its kernels are recorded, not run."""
-
-    def replay(self) -> None:
-        """Run them."""
-
-
 class CudaGraph:
-    """Captures the kernels that a function launches, and replays them."""
+    """Captures the kernels that a function launches, without running them, and replays them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,7 +81,7 @@ def _name_of_cache(kwargs: dict[str, Any]) -> str:
 class _Step:
     """One captured decode step of a batch, for lengths up to `limit`. Its inputs are in buffers at fixed addresses."""
 
-    def __init__(self, rows: Rows, batch: int, limit: int, recorder: Recorder) -> None:
+    def __init__(self, rows: Rows, batch: int, limit: int, recorder: Any) -> None:
         self.limit = limit
         self.recorder = recorder
         with torch.inference_mode(False):  # later steps, which write here, may run in another mode
@@ -112,7 +102,7 @@ class _Step:
         self.targets.copy_(where.pin_memory() if rows.device.type == "cuda" else where, non_blocking=True)
         follow(self.batch, rows.slots, plan.lengths)
         # The pass's rows go through these buffers, whether or not the graph computes it.
-        plan.uniform, plan.located, plan.batch = False, True, self.batch
+        plan.uniform, plan.batch = False, self.batch
         plan.targets, plan.sources = tuple(self.targets), None
 
 
@@ -124,7 +114,7 @@ class DecodeGraphs:
     model : PreTrainedModel
         Steps are captured only if its attention is ``"vmem"``.
     recorder : callable
-        Creates the object that captures and replays on a device; `CudaGraph` by default.
+        Creates the object that captures and replays on a device; `CudaGraph` by default, whose two methods it has.
 
     Attributes
     ----------
@@ -145,7 +135,7 @@ class DecodeGraphs:
     ...     model.generate(**inputs, past_key_values=VMemCache(model))
     """
 
-    def __init__(self, model: PreTrainedModel, recorder: Callable[[torch.device], Recorder] = CudaGraph) -> None:
+    def __init__(self, model: PreTrainedModel, recorder: Callable[[torch.device], Any] = CudaGraph) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a model of transformers, not {type(model).__name__}")
         if "forward" in vars(model):
@@ -206,7 +196,7 @@ class DecodeGraphs:
             return self._forward(*args, **kwargs)
         step.load(rows, plan, ids, kwargs.get("position_ids"))
         if step.output is None and not self._capture(step, cache, start, kwargs):
-            plan.batch, plan.located = None, False
+            plan.batch = plan.targets = None
             return self._forward(*args, **kwargs)
         step.recorder.replay()
         for layer in cache.layers:

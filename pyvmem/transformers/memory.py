@@ -1,4 +1,4 @@
-"""The memory of a `VMemCache`: how much it may have, and what it does when that is short.
+"""The memory of a `VMemCache`: how much it may have, what it does when that is short, and which kernels may read it.
 
 SPDX-License-Identifier: MIT
 """
@@ -6,9 +6,12 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
@@ -59,3 +62,31 @@ def what_helps(kv: KVCache) -> str:
     """A remedy for a shortage, besides a smaller batch, in words."""
     shortage = kv.shortage
     return "use a pool with a larger budget" if shortage.coming_pages else shortage.remedy
+
+
+_lock = threading.RLock()  # garbage collection may end an owner in the middle of a call here
+_users = 0
+
+
+def cudnn_off(owner: object) -> weakref.finalize[..., Any] | Literal[False]:
+    """Switch cuDNN's attention off in this process while `owner` lives, or until the returned function is called.
+
+    torch's scaled_dot_product_attention would use it. It makes a plan for every new length, which takes tens of
+    milliseconds: longer than all else in a decode step, where the rows grow by one. Returns False if other code has
+    already switched it off.
+    """
+    global _users
+    with _lock:
+        if not _users and not torch.backends.cuda.cudnn_sdp_enabled():
+            return False
+        _users += 1
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return weakref.finalize(owner, _cudnn_on)
+
+
+def _cudnn_on() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if not _users:
+            torch.backends.cuda.enable_cudnn_sdp(True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -87,12 +87,15 @@ class PendingKV:
         batch, heads, _, dim = self.key.shape
         return OpaqueTensor.of(self.layer.rows.blank.expand(batch, heads, columns, dim), self)
 
-    def read(self, what: str) -> None:
+    def read(self, what: str) -> NoReturn:
         """Raises RuntimeError: `what` reads K or V before the attention."""
+        self.refuse(f"computes with the keys or values that the cache returned ({what})")
+
+    def refuse(self, does: str) -> NoReturn:
+        """Raises RuntimeError: the model `does` what this attention cannot follow."""
         self.layer.rows.pending = None
         raise RuntimeError(
-            f"layer {self.layer.index}: the model computes with the keys or values that the cache returned ({what}): "
-            "use another attention than vmem for this model"
+            f"layer {self.layer.index}: the model {does}: use another attention than vmem for this model"
         )
 
     def write(

@@ -51,16 +51,15 @@ class Plan:
     uniform: bool = True
     masked: bool = False
     batch: Batch | None = None
-    located: bool = False
     padding: Sequence[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = ()
     targets: tuple[torch.Tensor, torch.Tensor] | None = None
     sources: torch.Tensor | None = None
     narrowed: Plan | None = None
 
 
-def follow(batch: Batch, slots: list[int], lengths: list[int]) -> None:
-    """Update a decode batch. Most steps add one row to each request, which needs no upload."""
-    if batch.slots.tolist() == slots and (batch.lengths + 1).tolist() == lengths:
+def follow(batch: Batch, slots: list[int], lengths: list[int], queries: list[int] | None = None) -> None:
+    """Update a batch. Most decode steps add one row to each request, which needs no upload."""
+    if batch.max_query == 1 and batch.slots.tolist() == slots and (batch.lengths + 1).tolist() == lengths:
         batch.advance()
     else:
-        batch.update(slots, lengths)
+        batch.update(slots, lengths, queries)

@@ -20,8 +20,7 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.kv.cache import KVCache, Run, Spare, TensorSpec
 from pyvmem.kv.pool import KVPool
 from pyvmem.transformers import spares
-from pyvmem.transformers.cudnn import switch_off
-from pyvmem.transformers.memory import default_budget, leave_pool, try_step, what_helps, with_pool
+from pyvmem.transformers.memory import cudnn_off, default_budget, leave_pool, try_step, what_helps, with_pool
 from pyvmem.transformers.plan import Plan, follow
 
 MIB = 1 << 20
@@ -307,7 +306,7 @@ class Rows:
     def for_stock_attention(self) -> None:
         """Prepare the rows for torch's own attention."""
         if self.cudnn is None:
-            self.cudnn = self.device.type == "cuda" and switch_off(self)
+            self.cudnn = self.device.type == "cuda" and cudnn_off(self)
 
     # ---- a forward pass --------------------------------------------------------------------------------------
 
@@ -446,9 +445,8 @@ class Rows:
 
     def locate(self, plan: Plan) -> None:
         """Find the rows that a pass writes if its sequences differ. Done once per pass."""
-        if plan.located:
+        if plan.targets is not None:
             return
-        plan.located = True
         before = np.array(self._num_rows(plan.start))[:, None]
         kept = np.ones((self.batch, plan.tokens), bool) if plan.kept is None else plan.kept
         rank = np.cumsum(kept, 1) - 1
@@ -478,19 +476,14 @@ class Rows:
     def batch_of(self, plan: Plan) -> Batch | None:
         """The `pyvmem.attention.Batch` of a pass, created once; None if the pass is only padding."""
         if plan.batch is None or plan.batch.cache is not self.kv:  # a later layer's shapes may have moved the rows
-            like = self.version, self.batch, 1, self.batch
-            if plan.tokens == 1 and plan.kept is None and self._batch_shape == like:
-                plan.batch = self._batch
-                follow(self._batch, self.slots, plan.lengths)
-                return plan.batch
             queries = [plan.tokens] * self.batch if plan.kept is None else plan.kept.sum(1).tolist()
             chosen = [(s, n, q) for s, n, q in zip(self.slots, plan.lengths, queries) if q]
             if not chosen:
                 return None
-            slots, lengths, queries = zip(*chosen)
+            slots, lengths, queries = map(list, zip(*chosen))
             shape = (self.version, len(chosen), max(queries), sum(queries))
             if shape == self._batch_shape:
-                self._batch.update(slots, lengths, queries)
+                follow(self._batch, slots, lengths, queries)
             else:
                 self._batch = Batch(self.kv, slots, lengths, queries, check=False)
                 self._batch_shape = shape

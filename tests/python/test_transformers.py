@@ -536,12 +536,14 @@ def test_a_closed_cache_is_closed(make, device):
 def test_no_mask_is_built_and_nothing_is_concatenated(make, device, monkeypatch):
     model, ids = tiny_model("llama", device=device), prompts(device=device)
     seen = []
-    from pyvmem.transformers import attention
+    from pyvmem import attention
+    from pyvmem.transformers import attention as adapter
 
-    for name in ("_by_length", "_decode"):  # on a GPU, decode stores the rows itself
-        inner = getattr(attention, name)
-        monkeypatch.setattr(attention, name, lambda layer, *a, inner=inner: seen.append(layer) or inner(layer, *a))
-    monkeypatch.setattr(attention, "_dense", lambda *a: pytest.fail("a mask was used"))
+    repeated = attention.RepeatedDecode  # on a GPU, decode stores the rows itself
+    for owner, name in ((attention, "decode"), (attention, "prefill"), (repeated, "__call__")):
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, inner=inner, **k: seen.append(name) or inner(*a, **k))
+    monkeypatch.setattr(adapter, "sdpa_attention_forward", lambda *a, **k: pytest.fail("a mask was used"))
     generate(model, ids, make(model), "vmem", new=3, attention_mask=padding("left").to(device))
     assert len(seen) == 3 * 2
 
@@ -630,7 +632,7 @@ def test_limits_are_named(make, device):
 
 
 def test_cudnns_attention_is_off_while_a_cache_needs_it_off():
-    from pyvmem.transformers.cudnn import switch_off
+    from pyvmem.transformers.memory import cudnn_off
 
     class Owner:
         pass
@@ -639,8 +641,8 @@ def test_cudnns_attention_is_off_while_a_cache_needs_it_off():
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
         first, second = Owner(), Owner()
-        let_go = switch_off(first)
-        switch_off(second)
+        let_go = cudnn_off(first)
+        cudnn_off(second)
         let_go()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         let_go()
@@ -648,7 +650,7 @@ def test_cudnns_attention_is_off_while_a_cache_needs_it_off():
         gc.collect()
         assert torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
-        assert switch_off(first) is False  # the user's own wish stays
+        assert cudnn_off(first) is False  # the user's own wish stays
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
