@@ -323,7 +323,7 @@ def request_budget(view: View, bytes: int) -> None:
     A member of a pool adopts it as its maximum, without a step. Raises ValueError as `check_budget`.
     """
     if _read(view.path, check_budget(view, bytes)) is None:
-        raise ValueError(f"{view.path} must be a view")
+        raise ValueError(f"the cache {view.name} of process {view.pid} has ended")
 
 
 def await_budget(view: View, bytes: int, seconds: float) -> str:

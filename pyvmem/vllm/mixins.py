@@ -27,7 +27,9 @@ _DOT = "__"
 def name_of(kind: str, engine: str, qualname: str) -> str:
     """The name of a subclass, for vLLM's configuration. Raises ValueError if the class's own name does not allow it."""
     if any(_DOT in part or part.strip("_") != part for part in qualname.split(".")):
-        raise ValueError(f"VMEM_VLLM=1: the class {qualname} must have a name without {_DOT} and outer underscores")
+        raise ValueError(
+            f"VMEM_VLLM=1: rename the class {qualname}: it must not contain {_DOT}, nor begin or end with _"
+        )
     return f"{__name__}.{kind}{_DOT}{engine}{_DOT}{qualname.replace('.', _DOT)}"
 
 
@@ -143,7 +145,10 @@ class WorkerMixin:
         except AssertionError:  # vLLM checks last that the device has more free memory than before
             if self._vmem is None or not plugin.settings().pool:
                 raise
-            logger.info("vMem: a neighbour in the pool has taken memory while this engine went to sleep")
+            logger.info(
+                "vMem: another member of the pool took memory while this engine went to sleep, so vLLM's own "
+                "check of the free memory does not count"
+            )
         if self._vmem is not None:
             self._vmem.sleep(level)  # last: other engines of the pool take this memory at once
 

@@ -111,7 +111,7 @@ def _is_orphan() -> bool:
 
 def _end() -> None:
     """End this process as vLLM's server would have, since nobody can reach it any more. Its memory is freed."""
-    logger.error("vMem: the process that started this engine core has gone: it ends")
+    logger.error("vMem: the process that started this engine has ended: the engine ends, too")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
     os.kill(os.getpid(), signal.SIGKILL)  # it waits for a device, or for its workers
@@ -138,8 +138,8 @@ class SchedulerMemory:
         take_settings(page, chosen)
         control.claim(page, _model_of(vllm_config), _port_of_server())
         if not page.shared:
-            logger.warning("vMem: no folder for control pages is private to this user (XDG_RUNTIME_DIR, or the folder "
-                           "for temporary files): this engine's limits cannot change, and no pool sees it")  # fmt: skip
+            logger.warning("vMem: this engine's limits cannot change, and no pool sees it: it found no folder that "
+                           "only this user can write; set XDG_RUNTIME_DIR to one of mode 0700")  # fmt: skip
         self._neighbours = pool_policy.PoolPeers(page)
         self._last_begin = -COMING  # when a request last began
         self._short = False  # whether requests wait for memory of other engines, and none runs
@@ -175,8 +175,8 @@ class SchedulerMemory:
         self._stop, self._wake = False, threading.Event()
         threading.Thread(target=self._run_thread, name="vmem-scheduler", daemon=True).start()
         logger.info(
-            "vMem: engine %s, %d blocks of %.1f KiB, %d of them always, %d ready for a step", engine,
-            self.budget.total, block / 1024, self.budget.least, self.budget.low,
+            "vMem: engine %s has %d blocks of %.1f KiB; at least %d are backed, and %d are kept ready for a step",
+            engine, self.budget.total, block / 1024, self.budget.least, self.budget.low,
         )  # fmt: skip
 
     def before_schedule(self) -> None:

@@ -8,9 +8,9 @@ static void budget(void)
 {
     vmem_context *ctx = test_context(8 * VMEM_PAGE_2M);
     vmem_page page[9];
-    ERR(vMemCreate(ctx, VMEM_PAGE_2M, 9, 0, page), ENOMEM, "of a budget of 16777216");
+    ERR(vMemCreate(ctx, VMEM_PAGE_2M, 9, 0, page), ENOMEM, "exceed the budget of 16777216: 0 bytes exist");
     OK(vMemCreate(ctx, VMEM_PAGE_2M, 8, 0, page));
-    ERR(vMemCreate(ctx, test_page, 1, 0, &page[8]), ENOMEM, "16777216 bytes exist of a budget of 16777216");
+    ERR(vMemCreate(ctx, test_page, 1, 0, &page[8]), ENOMEM, "exceed the budget of 16777216: 16777216 bytes exist");
     CHECK_EQ(test_stats(ctx).created, 8 * VMEM_PAGE_2M);
     OK(vMemRelease(ctx, page[3]));
     OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page[3]));
@@ -53,9 +53,9 @@ static void commit_looks_first(void)
     vmem_context *ctx = test_context(4 * VMEM_PAGE_2M);
     uint64_t addr;
     OK(vMemReserve(ctx, 16 * TIB, 0, &addr));
-    ERR(vmem_commit(ctx, &(struct vmem_range){addr, 16 * TIB}, 1, test_page, 0, NULL), ENOMEM, "of a budget of");
+    ERR(vmem_commit(ctx, &(struct vmem_range){addr, 16 * TIB}, 1, test_page, 0, NULL), ENOMEM, "exceed the budget of");
     OK(vmem_commit(ctx, &(struct vmem_range){addr + 8 * TIB, 2 * VMEM_PAGE_2M}, 1, test_page, 0, NULL));
-    ERR(vmem_commit(ctx, &(struct vmem_range){addr, 16 * TIB}, 1, test_page, 0, NULL), ENOMEM, "of a budget of");
+    ERR(vmem_commit(ctx, &(struct vmem_range){addr, 16 * TIB}, 1, test_page, 0, NULL), ENOMEM, "exceed the budget of");
     OK(vmem_set_budget(ctx, 0));
     ERR(vmem_commit(ctx, &(struct vmem_range){addr, 16 * TIB}, 1, test_page, 0, NULL), ENOMEM, "bytes of memory");
     CHECK_EQ(test_stats(ctx).created, 2 * VMEM_PAGE_2M);

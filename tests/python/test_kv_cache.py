@@ -608,9 +608,9 @@ def test_expected_requests_take_nothing_that_is_scarce():
 
 def test_expecting_more_than_fits_is_refused():
     with KVCache([TensorSpec("kv", (4096,), torch.uint8)], 2, 64, 1 << 20, backend="host", name=None) as cache:
-        with pytest.raises(InvalidArgument, match="tokens 65 of request 1: max_tokens is 64"):
+        with pytest.raises(InvalidArgument, match="tokens 65 of request 1 is over max_tokens, 64"):
             cache.expect([64, 65])
-        with pytest.raises(InvalidArgument, match="prefix_tokens 33 of request 0: it has 32 tokens"):
+        with pytest.raises(InvalidArgument, match="prefix_tokens 33 of request 0 is over its tokens, 32"):
             cache.expect([32], [33])
         with pytest.raises(InvalidArgument, match="prefix_tokens has 1 elements: it must have as many as tokens, 2"):
             cache.expect([32, 32], [16])

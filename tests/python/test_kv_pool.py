@@ -397,7 +397,9 @@ def test_the_file_goes_with_the_last_member(tmp_path):
     with make(pool):
         again = KVPool(path=path)
         assert again.budget == 40 * MIB
-        with pytest.raises(InvalidArgument, match="budget 1048576: the pool at .* has 41943040"):
+        with pytest.raises(
+            InvalidArgument, match="budget 1048576: the pool at .* has 41943040, and all that use it give the same"
+        ):
             KVPool(MIB, path=path)
         pool.close()
     again.close()

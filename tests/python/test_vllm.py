@@ -161,7 +161,7 @@ def test_names_of_classes_carry_the_engine():
     assert name == "pyvmem.vllm.mixins.Worker__abc__vllm__v1__worker__gpu_worker__Worker"
     assert mixins.engine_of(name) == "abc" and mixins.engine_of("vllm.v1.worker.gpu_worker.Worker") is None
     for wrong in ("__main__.Worker", "a._b.C", "a.b__c.D"):
-        with pytest.raises(ValueError, match="must have a name without __"):
+        with pytest.raises(ValueError, match="it must not contain __, nor begin or end with _"):
             mixins.name_of("Worker", "abc", wrong)
 
 

@@ -1031,7 +1031,7 @@ def test_an_engine_without_a_control_page_that_others_see_says_so(tmp_path, monk
     monkeypatch.setattr(control, "view_folder", lambda: None)
     made, _ = make_scheduler(tmp_path, 400, ("full",), 64 << 10)
     made._vmem.close()
-    assert "no folder for control pages is private" in caplog.text
+    assert "set XDG_RUNTIME_DIR to one of mode 0700" in caplog.text
 
 
 @pytest.fixture

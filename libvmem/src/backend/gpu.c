@@ -30,7 +30,7 @@ int vmem__gpu_reserve(struct vmem__backend *b, struct vmem__reservation *r, uint
     struct vmem__gpu *gpu = b->priv;
     struct vmem__cuda_reservation *cuda = malloc(sizeof(*cuda));
     int rc = cuda ? vmem__cuda_reserve(&gpu->cuda, &gpu->backdrop, r->length, ahead, cuda)
-                  : vmem__error(-ENOMEM, "reserve: no memory");
+                  : vmem__error(-ENOMEM, "no memory for bookkeeping of a reservation");
 
     if (rc) {
         free(cuda);
@@ -85,7 +85,7 @@ int vmem__gpu_move(struct vmem__backend *b, const struct vmem__run *from, const 
     int rc;
 
     if (!ops)
-        return vmem__error(-ENOMEM, "move: no memory");
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of a move");
     for (size_t i = 0; i < n; i++)
         ops[i] = (struct vmem_copy_op){.dst = alias_of(&to[i]), .src = alias_of(&from[i]), .length = from[i].length};
     rc = vmem__cuda_copy(&gpu->cuda, ops, n);

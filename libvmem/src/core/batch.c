@@ -55,7 +55,8 @@ static int check_whole(const struct batch *b, size_t *op)
             (r->old_arena && r->old_arena->whole && r->length != r->old_arena->size)) {
             *op = r->op;
             return vmem__error(-EINVAL,
-                               "addr 0x%" PRIx64 ": %" PRIu64 " bytes are a part of pages that are mapped together",
+                               "addr 0x%" PRIx64 ": the %" PRIu64
+                               " bytes are a part of what the backend maps as a whole",
                                r->addr, r->length);
         }
     }

@@ -14,7 +14,7 @@ int vmem__create_apart(vmem_context *ctx, uint64_t page_size, size_t n, vmem_pag
     if (rc)
         return rc;
     if (ctx->b.ops->populate || granules * GRANULE > ctx->b.arena_max)
-        return vmem__error(-ENOMEM, "the %s backend makes no arena of %" PRIu64 " bytes", ctx->b.ops->name,
+        return vmem__error(-ENOMEM, "the %s backend cannot allocate %" PRIu64 " bytes in one piece", ctx->b.ops->name,
                            granules * GRANULE);
     vmem__begin(ctx);
     rc = vmem__check_room(ctx, page_size, n);
@@ -22,7 +22,8 @@ int vmem__create_apart(vmem_context *ctx, uint64_t page_size, size_t n, vmem_pag
         ctx->created += n * page_size; // before the lock is dropped: other calls must see it
         rc = vmem__grow_exactly(ctx, granules);
         if (!rc && !vmem__take_piece_at(ctx, ctx->arenas, 0, granules, (uint32_t)(page_size >> GRANULE_SHIFT), &piece))
-            rc = vmem__error(-ENOMEM, "the new arena has no room for %zu pages of %" PRIu64 " bytes", n, page_size);
+            rc = vmem__error(-ENOMEM, "the memory just allocated has no room for %zu pages of %" PRIu64 " bytes", n,
+                             page_size);
         if (rc)
             ctx->created -= n * page_size;
         else

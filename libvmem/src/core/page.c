@@ -148,8 +148,9 @@ int vmem__no_room(const vmem_context *ctx, uint64_t page_size, size_t n)
 {
     const uint64_t total = ctx->b.info.memory_total, created = ctx->created, bytes = n * page_size;
     if (ctx->budget && (created >= ctx->budget || bytes > ctx->budget - created))
-        return vmem__error(-ENOMEM, "%zu pages of %" PRIu64 " bytes: %" PRIu64 " bytes exist of a budget of %" PRIu64,
-                           n, page_size, ctx->created, ctx->budget);
+        return vmem__error(-ENOMEM,
+                           "%zu pages of %" PRIu64 " bytes exceed the budget of %" PRIu64 ": %" PRIu64 " bytes exist",
+                           n, page_size, ctx->budget, ctx->created);
     return vmem__error(-ENOMEM,
                        "%zu pages of %" PRIu64 " bytes besides %" PRIu64 " bytes: the %s %" PRIu64 " bytes of memory",
                        n, page_size, ctx->created, whose_memory(ctx), total);

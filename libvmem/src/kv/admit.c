@@ -53,7 +53,8 @@ static int count_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     else if (slot >= 0)
         rc = vmem__kv_use_slot(kv, (uint32_t)slot, 1u << VMEM_KV_ACTIVE);
     else if (slot != -1)
-        rc = vmem__error(-EINVAL, "slot %d must be a slot, or -1 for a new request", slot);
+        rc = vmem__error(-EINVAL, "slot %d is out of range: the cache has %u slots, and -1 asks for a new request",
+                         slot, kv->n_slots);
     if (rc)
         return rc;
     *tokens = 0;
@@ -84,7 +85,7 @@ static int check_request(const vmem_kv *kv, const struct vmem_kv_request *r, siz
         return vmem__error(-EINVAL, "requests[%zu].prefix_tokens %u is over its tokens, %u", i, r->prefix_tokens,
                            r->tokens);
     if (r->n_runs && r->prefix_tokens)
-        return vmem__error(-EINVAL, "requests[%zu] has prefix_tokens and runs", i);
+        return vmem__error(-EINVAL, "requests[%zu]: prefix_tokens and runs exclude each other", i);
     if (vmem__kv_check_ids(&kv->runs, r->runs, r->n_runs))
         return vmem__error(-EINVAL, "requests[%zu].%s", i, vmem_last_error());
     return 0;

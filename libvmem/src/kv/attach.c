@@ -148,7 +148,7 @@ static int begin_with_runs(vmem_kv *kv, uint32_t slot, const uint64_t *runs, siz
     if (!flags) // before the runs are found: the worker may evict some meanwhile
         rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && !flags && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
-        rc = vmem__error(-EINVAL, "slot %u is not newly allocated", slot);
+        rc = vmem__error(-EINVAL, "slot %u is not newly allocated: attach before its first step", slot);
     if (!rc)
         rc = vmem__kv_find_runs(kv, runs, n, most, tokens);
     if (rc || !*tokens || flags & VMEM_KV_LOOK)

@@ -443,9 +443,10 @@ static int expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_to
     for (size_t i = 0; i < n; i++) {
         list[i] = (struct kv_expected){tokens[i], prefix_tokens ? prefix_tokens[i] : 0};
         if (tokens[i] > kv->max_tokens)
-            return vmem__error(-EINVAL, "tokens %u of request %zu: max_tokens is %u", tokens[i], i, kv->max_tokens);
+            return vmem__error(-EINVAL, "tokens %u of request %zu is over max_tokens, %u", tokens[i], i,
+                               kv->max_tokens);
         if (list[i].prefix > tokens[i])
-            return vmem__error(-EINVAL, "prefix_tokens %u of request %zu: it has %u tokens", list[i].prefix, i,
+            return vmem__error(-EINVAL, "prefix_tokens %u of request %zu is over its tokens, %u", list[i].prefix, i,
                                tokens[i]);
     }
     for (size_t i = 0; i < n; i++)

@@ -48,7 +48,7 @@ static int make_view(const char *path, int *fd, struct vmem_kv_view **out)
     char target[64];
     *fd = sealed_memory(sizeof(**out));
     if (*fd < 0)
-        return vmem__error(*fd, "no memory for a view: %s", strerror(-*fd));
+        return vmem__error(*fd, "no memory to publish the cache's statistics: %s", strerror(-*fd));
     struct vmem_kv_view *v = mmap(NULL, sizeof(*v), PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
     int rc = v == MAP_FAILED ? -errno : 0;
     snprintf(target, sizeof target, "/proc/%d/fd/%d", (int)getpid(), *fd);

@@ -267,7 +267,7 @@ static int check_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     int rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_ACTIVE);
     if (!rc && tokens > kv->slots[slot].tokens)
-        rc = vmem__error(-EINVAL, "tokens %u: slot %u has %u", tokens, slot, kv->slots[slot].tokens);
+        rc = vmem__error(-EINVAL, "tokens %u is over the %u that slot %u has", tokens, kv->slots[slot].tokens, slot);
     // The background thread may have cut the pages in front of in_flight.lo or not. No answer depends on it.
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
         if (vmem__kv_need_lo(kv, &kv->groups[i], tokens) < kv_span(kv, slot, i)->in_flight.lo)
@@ -385,10 +385,9 @@ static int swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
     if (!s->tokens)
         return vmem__error(-EINVAL, "slot %u has no tokens", slot);
     if (s->tokens != tokens || kv_absent(kv, slot) < kv->fence.step - step)
-        return vmem__error(-EBUSY,
-                           "slot %u has %u tokens and has made a step since step %" PRIu64
-                           ": its %u rows were copied too early",
-                           slot, s->tokens, step, tokens);
+        return vmem__error(
+            -EBUSY, "slot %u: its %u rows were copied too early: it has %u tokens, and steps since step %" PRIu64, slot,
+            tokens, s->tokens, step);
     kv->stats.swap_out_bytes += bytes_of(kv, slot);
     s->fresh = true; // the caller guarantees that no kernel accesses the slot
     vmem__kv_set_state(kv, slot, VMEM_KV_SWAPPED);

@@ -111,7 +111,7 @@ int vmem_kv_pool_create(const struct vmem_kv_pool_config *cfg, vmem_kv_pool **ou
     if (!rc)
         rc = vmem__check_flags(c.flags, 0);
     if (!rc && !c.budget && !c.path)
-        rc = vmem__error(-EINVAL, "budget 0: only a pool with a path may have one already");
+        rc = vmem__error(-EINVAL, "budget 0 opens a pool that exists, and needs its path");
     if (!rc && c.budget > MAX_RESERVE)
         rc = vmem__error(-EINVAL, "budget %" PRIu64 " is over 2^46", c.budget);
     if (rc)

@@ -354,9 +354,11 @@ static int check_or_make_table(vmem_kv_pool *pool, const char *path, uint64_t bu
     const bool old = read_table(pool), alone = !others_have_open(pool);
     if (old && !alone) {
         const uint64_t has = pool->table.head.budget;
-        return !budget || budget == has
-                   ? 0
-                   : vmem__error(-EINVAL, "budget %" PRIu64 ": the pool at %s has %" PRIu64, budget, path, has);
+        return !budget || budget == has ? 0
+                                        : vmem__error(-EINVAL,
+                                                      "budget %" PRIu64 ": the pool at %s has %" PRIu64
+                                                      ", and all that use it give the same",
+                                                      budget, path, has);
     }
     if (!alone)
         return vmem__error(-EBADMSG, "path %s: the file does not hold a pool, but other processes use it", path);

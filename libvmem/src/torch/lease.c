@@ -229,7 +229,7 @@ static int find_run(const struct lease *l, uint32_t length, uint32_t *first)
             return 0;
     }
     return vmem__error(-ENOMEM,
-                       "the lease has no addresses for a segment of %" PRIu64 " MiB: it has segments of %" PRIu64,
+                       "the lease has no addresses for a segment of %" PRIu64 " MiB: its segments take %" PRIu64 " MiB",
                        length * l->slot_bytes >> 20, l->stats.bytes >> 20);
 }
 

@@ -243,7 +243,7 @@ class SlotsMemory(WorkerMemory):
         assert requests is not None
         if output.new_block_ids_to_zero or output.kv_cache_block_copies:
             raise RuntimeError(
-                "vLLM clears or copies blocks, which mode slots does not know (set VMEM_VLLM_LAYOUT=auto)"
+                "vLLM clears or copies blocks, which VMEM_VLLM_LAYOUT=slots does not support: set it to auto"
             )
         for name in output.finished_req_ids | (output.preempted_req_ids or set()):
             requests.finish(name)

@@ -106,7 +106,7 @@ static int cuda_reserve(struct vmem__backend *b, struct vmem__reservation *r)
     struct vmem__gpu *c = b->priv;
     struct cuda_reservation *reservation = calloc(1, sizeof(*reservation));
     int rc = reservation ? vmem__cuda_reserve(&c->cuda, &c->backdrop, r->length, 0, &reservation->cuda)
-                         : vmem__error(-ENOMEM, "reserve: no memory");
+                         : vmem__error(-ENOMEM, "no memory for bookkeeping of a reservation");
 
     if (rc) {
         free(reservation);
@@ -141,7 +141,7 @@ static int cuda_arena_new(struct vmem__backend *b, struct vmem__arena *a)
 {
     struct vmem__gpu *c = b->priv;
     struct cuda_arena *arena = malloc(sizeof(*arena));
-    int rc = arena ? vmem__cuda_enter(&c->cuda) : vmem__error(-ENOMEM, "arena: no memory");
+    int rc = arena ? vmem__cuda_enter(&c->cuda) : vmem__error(-ENOMEM, "no memory for bookkeeping of an allocation");
 
     if (!rc) {
         rc = vmem__cuda_create(&c->cuda, a->size, &arena->handle);

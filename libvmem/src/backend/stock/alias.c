@@ -31,7 +31,7 @@ static int take_place(struct stock *s, struct stock_alias *alias)
     if (!shared) {
         shared = calloc(1, sizeof(*shared));
         rc = shared ? vmem__stock_reservation_new(s, SHARED_BYTES, false, &shared->reservation)
-                    : vmem__error(-ENOMEM, "arena: no memory");
+                    : vmem__error(-ENOMEM, "no memory for bookkeeping of an allocation");
         if (rc) {
             free(shared);
             return rc;

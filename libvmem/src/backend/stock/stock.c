@@ -19,7 +19,7 @@ static int stock_reserve(struct vmem__backend *b, struct vmem__reservation *r)
     struct stock_reservation *reservation = malloc(sizeof(*reservation));
     int rc = reservation
                  ? vmem__stock_reservation_new(b->priv, r->length, r->flags & VMEM_RESERVE_BACKDROP, reservation)
-                 : vmem__error(-ENOMEM, "reserve: no memory");
+                 : vmem__error(-ENOMEM, "no memory for bookkeeping of a reservation");
 
     if (rc) {
         free(reservation);
@@ -57,7 +57,7 @@ static int stock_arena_new(struct vmem__backend *b, struct vmem__arena *a)
     int rc;
 
     if (!arena)
-        return vmem__error(-ENOMEM, "arena: no memory");
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of an allocation");
     atomic_fetch_add(&b->syscalls, 1);
     rc = vmem__rm_memory_new(&s->rm, a->size, &arena->memory);
     if (rc) {
@@ -239,8 +239,8 @@ static int check_space(struct stock *s, uint64_t addr, uint32_t memory)
     if (!rc && (mapped != 0x5a5a5a5a || removed != 0 || mapped_fine != 0x5a5a5a5a)) {
         vmem__cuda_fill(&s->gpu.cuda, addr, 0, STOCK_BLOCK); // the fill may have written to the backdrop
         rc = vmem__error(-EIO,
-                         "a map accepted by UVM did not reach the GPU: read 0x%x, 0x%x after removal, 0x%x in a "
-                         "64 KiB page",
+                         "a map that UVM accepted did not reach the GPU, so stock cannot be used with this driver: "
+                         "read 0x%x, 0x%x after removal, 0x%x in a 64 KiB page",
                          mapped, removed, mapped_fine);
     }
     return rc;
