@@ -166,6 +166,7 @@ class SchedulerMemory:
         self.pace = Pace(CHUNK if parallel.pipeline_parallel_size == 1 else sys.maxsize)
         self._tokens = 0  # vLLM's own limit of a step's tokens, while `_limit` has lowered it; else 0
         self._whole = False  # whether vLLM may begin requests before all their blocks are free, in this step
+        self._split, self._loads = False, ""  # whether a part of a request could begin; a request that did not
         self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_num_needed` counts
         self._decodes = False  # whether the last step had no prompt
         self._busy = time.monotonic()  # when a step was last scheduled
@@ -184,7 +185,8 @@ class SchedulerMemory:
 
         `must` is the number of blocks for which the step waits, `need` those that it takes at most, and `whole` those
         that must be free for requests that begin in it. `early`: more blocks can be backed, so the step waits only for
-        as many as are worth a step, and the rest come while it runs.
+        as many as are worth a step, and the rest come while it runs. A request whose prefix a connector loads cannot
+        begin in parts (`_loads`). The connector looks up a whole prompt in each attempt, so there is none in vain.
         """
         self._busy, self._tokens = time.monotonic(), 0
         self._apply_lend()
@@ -196,10 +198,12 @@ class SchedulerMemory:
         wait = waiting(self._scheduler) if grows or not running else []  # skipped where its result is of no use
         need = whole = must = 0
         early = False
+        new = wait[0] if self._copies is not None and wait and not running else None
+        loads = new is not None and new.request_id == self._loads
         if grows and (wait or budget.spare < (self._one_block_each if self._decodes else budget.low)):
             must, whole = self._num_needed(wait, self._scheduler.max_num_scheduled_tokens)
             need = must
-            early = self._chunks and budget.can_grow(max(need, whole))
+            early = self._chunks and not loads and budget.can_grow(max(need, whole))
             if early:
                 must = min(self._num_needed(wait, self._worthwhile_tokens())[0] + self._margin_blocks, need)
             elif not running or whole <= budget.low:
@@ -220,7 +224,10 @@ class SchedulerMemory:
             self._copies.begin()
         if self._in_slots:
             budget.evict_ahead(min(2 * budget.low, max(budget.ready(), ahead)))
-        if budget.must_wait(must) or (budget.full and not running):  # where none runs, vLLM ignores the watermark
+        in_vain = not early and (loads or self._scheduler.scheduler_reserve_full_isl) and new is not None
+        in_vain = in_vain and self._wants(new).rest > budget.num_free()
+        self._split = early and budget.spare >= must
+        if budget.must_wait(must) or in_vain or (budget.full and not running):  # of which vLLM ignores the watermark
             # Schedule nothing in this step. It still carries the order to the workers.
             self._limit(0)
         elif early and budget.spare < max(need, whole) <= budget.spare + budget.ordered:
@@ -322,6 +329,8 @@ class SchedulerMemory:
         # A step with a lowered limit may have left prompts out.
         self._decodes = not self._tokens and output.total_num_scheduled_tokens <= steps * (1 + self._drafts)
         self._count_beyond(steps)
+        if self._split and not steps and not self._scheduler.running:
+            self._loads = next((r.request_id for r in waiting(self._scheduler)), "")
         position = self.page.cells[control.POSITION]
         coming = [
             (request.request_id, request.num_tokens, wants.computed) for request, wants in self._coming_requests()

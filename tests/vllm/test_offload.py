@@ -5,10 +5,10 @@ import collections
 import offload
 import pytest
 from offload import OffloadingEngine
-from steps import next_token
+from steps import Clock, next_token
 from test_steps import fails_in_a_child, maps_in_steps, set_limit
 
-from pyvmem.vllm import orders, scheduler
+from pyvmem.vllm import budget, orders, scheduler
 
 
 @pytest.fixture
@@ -156,3 +156,41 @@ def test_rows_are_right_if_the_host_has_no_room_and_windows_move_on(engine, late
 def test_the_check_sees_it_if_blocks_leave_before_they_are_copied(engine, late, monkeypatch):
     monkeypatch.setattr(orders.Copies, "part", lambda self, leaving: (list(leaving), []))
     assert fails_in_a_child(lambda: engine(kinds=("full",)))
+
+
+@pytest.mark.parametrize("others_give", [False, True])
+@pytest.mark.parametrize("chunk", [512, 32])
+def test_a_prefix_from_the_host_is_loaded_when_all_its_blocks_are_there(engine, monkeypatch, chunk, others_give):
+    """Its request cannot begin in parts, and each attempt would look up the whole prompt: two attempts are enough."""
+    monkeypatch.setattr(scheduler, "CHUNK", chunk)
+    e = engine(kinds=("full",))
+    tokens, clock, ready = [7] * 240, Clock(), {}
+    e.answer([e.request("first", list(tokens), 2)])
+    e.settle()
+    assert e.scheduler.kv_cache_manager.reset_prefix_cache()  # the blocks on the device alone
+    for module in (budget, scheduler):
+        monkeypatch.setattr(module, "time", clock)
+    with e.memory.lock:
+        clock.now += 10
+        e.flush()
+        e.budget.between(True, 0)
+        e.flush()
+        told, asks = e.page.answer, []
+        e.page.answer = lambda order, rank: told(order, rank) if ready.get(order, 0) <= clock.now else -1
+        connector = e.scheduler.connector.connector_scheduler
+        real = connector.get_num_new_matched_tokens
+        connector.get_num_new_matched_tokens = lambda *a, **more: [asks.append(a), real(*a, **more)][1]
+        if others_give:  # as in a pool without room
+            monkeypatch.setattr(e.budget, "can_grow", lambda need: False)
+            monkeypatch.setattr(e.budget, "soon_there", lambda need: False)
+        e.scheduler.add_request(e.request("again", tokens, 2))
+        steps, loads = 0, {}
+        while not loads:
+            output, sampled = e.step()
+            steps, loads = steps + 1, output.kv_connector_metadata.load_jobs
+            arrives = clock.now
+            for order, ids in enumerate(output.vmem.ahead, output.vmem.order):
+                ready[order] = arrives = arrives + len(ids) * 5e-3
+            clock.now += 1e-3
+            e.flush()
+        assert len(asks) <= 2 and (steps <= 3 or others_give)
