@@ -162,7 +162,7 @@ int main(void)
     printf("%d requests, %d preemptions, %d began with the prefix, %llu iterations, %llu pages of the budget's %llu\n",
            ended, preemptions, attached, (unsigned long long)stats.steps, (unsigned long long)stats.held_pages,
            (unsigned long long)stats.budget_pages);
-    check(vmem_kv_destroy(kv, 0), "vmem_kv_destroy");
+    vmem_kv_destroy(kv);
     vmem_context_destroy(ctx);
     return 0;
 }

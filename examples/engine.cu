@@ -193,7 +193,7 @@ int main(int argc, char **argv)
     printf("%u requests, %u preemptions, %llu steps, %llu pages of the budget's %llu, %llu wrong words\n", ended,
            preemptions, (unsigned long long)stats.steps, (unsigned long long)stats.held_pages,
            (unsigned long long)stats.budget_pages, found);
-    check(vmem_kv_destroy(kv, 0), "vmem_kv_destroy");
+    vmem_kv_destroy(kv);
     vmem_context_destroy(ctx);
     cudaFreeHost(work);
     cudaFree(wrong);

@@ -18,8 +18,7 @@
 // return -EINVAL.
 //
 // A shortage is an ordinary answer. A call that finds too little memory returns -ENOMEM, a call that finds no slot
-// -ENOSPC, and vmem_kv_last_shortage says what is missing and what could help. With VMEM_KV_DRY, a call returns what it
-// would return now, and changes nothing.
+// -ENOSPC, and vmem_kv_last_shortage says what is missing and what could help.
 //
 // Backed rows that have not been written hold finite values: zero, or what an earlier request left in a tensor of the
 // same kind (always zero with VMEM_KV_ZERO). Without VMEM_KV_ZERO, this requires that nothing else in the context, such
@@ -91,11 +90,8 @@ struct vmem_kv_config {
 
 // Reserves the address space and takes the budget's memory. The context must outlive the manager.
 int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out);
-// Frees everything that the manager holds, and the handle. NULL is allowed. With `after`, the memory is freed once the
-// kernels of all steps up to this one have ended: now, if they are known to have, else in the vmem_kv_retire that says
-// so. In either case, the handle lives until that vmem_kv_retire, or until vmem_kv_destroy with 0, and no other call
-// may follow.
-int vmem_kv_destroy(vmem_kv *kv, uint64_t after);
+// Frees everything that the manager holds, and the handle. NULL is allowed. No kernel in flight may access the cache.
+void vmem_kv_destroy(vmem_kv *kv);
 
 // The location of a tensor. Row r of slot s starts at addr + s * slot_stride + r * row_bytes. Since slot_rows *
 // row_bytes equals slot_stride, the tensor is also a contiguous one of slots * slot_rows rows. slot_rows may exceed
@@ -146,28 +142,27 @@ int vmem_kv_last_step(vmem_kv *kv, uint64_t *step);
 // has made no such step.
 int vmem_kv_retire(vmem_kv *kv, uint64_t step);
 
-#define VMEM_KV_DRY 0x1u // return what the call would return now, and change nothing
-
 // Backs the rows of the coming iteration. lengths[s] is the number of tokens of slot s after the iteration; 0 means
 // that the slot takes no part and keeps what it holds. n must be the number of slots. A length below the slot's
 // discards rows, as vmem_kv_truncate does. -EINVAL: some of them are shared, or windows have passed rows that the step
 // reads. -ENOMEM: pages are missing; free or swap out a request and try again.
 //
-// VMEM_KV_DRY: changes nothing but a budget: that which another process requested, and in a pool that of the member,
-// which claims what is free. Requests that end count as running: after -ENOMEM, the step may still find that they have
-// ended. After 0, the step may find that others have taken device memory that the cache has not taken ahead
-// (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), or the free budget of a pool. The same holds for every dry call.
+// VMEM_KV_DRY: returns what the call would return now, and changes nothing but a budget: that which another process
+// requested, and in a pool that of the member, which claims what is free. Requests that end count as running: after
+// -ENOMEM, the step may still find that they have ended. After 0, the step may find that others have taken device memory
+// that the cache has not taken ahead (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), or the free budget of a pool.
+#define VMEM_KV_DRY 0x1u
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags);
 // Returns the most tokens that the slot could have in the next step if it alone took part, or 0 if there is no memory
 // for a step to the length that it has. Slot -1 means a new request, which must leave the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied. The
-// rows that the window of the shorter request has passed go, too. flags: VMEM_KV_DRY. -ENODATA: the next token reads
+// rows that the window of the shorter request has passed go, too. -ENODATA: the next token reads
 // rows that a window has passed. Rows that kernels in flight may access are there; older ones count as gone, whether or
 // not the background thread has unmapped them. -EBUSY, and nothing has changed: kernels up to `after` may access shared
 // pages that would have to be replaced. If the call fails otherwise, rows from `tokens` onward may be lost, but none
 // before; call it again.
-int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags);
+int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after);
 // Waits until the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);
 
@@ -218,7 +213,7 @@ int vmem_kv_get_rows(vmem_kv *kv, uint32_t slot, uint32_t tensor, uint32_t *firs
 //
 // A request pins the runs that it wrote or began with. While memory is short, runs that no running request pins are
 // evicted, but for those to be kept. The least recently used one goes first, and the end of a sequence before its
-// beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry calls, vmem_kv_room, vmem_kv_fit). The
+// beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry steps, vmem_kv_room, vmem_kv_fit). The
 // manager never calls the engine back to ask what to evict. A prefix that the engine holds itself is a run to be kept.
 // An engine with hashes of blocks has a table from hashes to runs, and looks into vmem_kv_evicted. An engine that
 // decides itself what to evict (vLLM) has a table from its blocks to runs to be kept, and drops them.
@@ -237,13 +232,13 @@ struct vmem_kv_run {
 // those that write them, and after that they are not written again. In a tensor with a window, a run holds what kernels
 // in flight and the next token read. -ENOMEM: the system has no memory for the lists; no page is needed.
 int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
-#define VMEM_KV_LOOK 0x10u // dry, and without regard to memory
+#define VMEM_KV_LOOK 0x10u // only find the runs: the slot need not be allocated yet, and is ignored
 // Starts a newly allocated slot, which no kernel accesses, with runs that follow each other from row 0, whichever
 // slots wrote them. It gets as many as are still there, at most `most` tokens. *tokens receives the slot's length, 0
 // if no run is there, or if windows have passed rows that the next token reads. That token must be computed, so leave
 // a row of the prompt out. A run's first page may also have rows before the run: these must be what its writer has
 // there. Rows in a last, partial page are copied by this call and must have been written. -ENOMEM: there is no memory
-// for the copy. flags: VMEM_KV_DRY or VMEM_KV_LOOK; the slot need not be allocated yet, and is ignored.
+// for the copy. flags: VMEM_KV_LOOK.
 int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
                    uint32_t *tokens);
 #define VMEM_KV_UNUSED 0x4u // skip runs that requests pin and runs to be kept; those that go count as evicted
@@ -281,8 +276,7 @@ int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
 // nothing has changed: the slot has other rows by now, so the copy may be incomplete.
 int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step);
 // Backs the rows of such a slot at the addresses that they had. The caller copies them back before a kernel reads them.
-// flags: VMEM_KV_DRY.
-int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, uint32_t flags);
+int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot);
 
 // ---- memory -------------------------------------------------------------------------------------------------
 

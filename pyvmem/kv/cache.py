@@ -136,9 +136,8 @@ class KVCache(_Owned):
     Notes
     -----
     A call that finds too little memory, or no slot, returns False, or None where it would return a number. Nothing has
-    changed then, and `shortage` says what is missing and what would help. With ``dry=True``, a call returns what it
-    would return now and changes nothing: others, such as another process, may take the memory of a `lazy` cache or of a
-    pool before the call itself.
+    changed then, and `shortage` says what is missing and what would help. ``step(dry=True)`` and `fit` only answer:
+    others, such as another process, may take the memory of a `lazy` cache or of a pool before the call itself.
 
     Between one step and the next, kernels may access the rows that the step backed. A call marked *Quiet* requires that
     no kernel in flight accesses the slot.
@@ -408,7 +407,7 @@ class KVCache(_Owned):
         flags = lib.VMEM_KV_DRY if dry else 0
         return self._answer(lib.vmem_kv_step(self._ready(), lengths_of(lengths, self.slots), self.slots, flags))
 
-    def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None, *, dry: bool = False) -> bool:
+    def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None) -> bool:
         """Discard rows from `tokens` onward (rejected speculation).
 
         Parameters
@@ -419,8 +418,6 @@ class KVCache(_Owned):
             Rows that stay.
         after : int or event, optional
             As in `free`: kernels up to that point may still touch the rows.
-        dry : bool
-            Only answer.
 
         Returns
         -------
@@ -435,10 +432,9 @@ class KVCache(_Owned):
         """
         kv, slot, tokens = self._ready(), uint("slot", slot, 32), uint("tokens", tokens, 32)
         number = 0 if after is None else self._fence(after)
-        if not self._answer(lib.vmem_kv_truncate(kv, slot, tokens, number, lib.VMEM_KV_DRY if dry else 0)):
+        if not self._answer(lib.vmem_kv_truncate(kv, slot, tokens, number)):
             return False
-        if not dry:
-            self._watch(after, number)
+        self._watch(after, number)
         return True
 
     def wait(self) -> None:
@@ -576,7 +572,7 @@ class KVCache(_Owned):
         step : int, optional
             Its number; None: every step.
         """
-        _check(lib.pv_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
+        _check(lib.vmem_kv_retire(self._use(), self.last_step if step is None else uint("step", step)))
 
     def _fence(self, after: Any) -> int:
         return self.last_step if callable(getattr(after, "query", None)) else uint("after", after)
@@ -649,21 +645,13 @@ class KVCache(_Owned):
                 raise TypeError(f"runs must be a Run or a sequence of them, not of {shown(run)}")
         return [run.id for run in found]
 
-    def _attach(self, slot: SupportsIndex | None, runs: list[int], most: int, dry: bool) -> int | None:
+    def _attach(self, slot: SupportsIndex, runs: list[int], most: int) -> int | None:
         """`attach`, by the numbers of runs."""
-        number, flags = (0, lib.VMEM_KV_DRY) if dry else (uint("slot", slot, 32), 0)
         tokens = ffi.new("uint32_t *")
-        rc = lib.vmem_kv_attach(self._ready(), number, runs, len(runs), most, flags, tokens)
+        rc = lib.vmem_kv_attach(self._ready(), uint("slot", slot, 32), runs, len(runs), most, 0, tokens)
         return int(tokens[0]) if self._answer(rc) else None
 
-    def attach(
-        self,
-        slot: SupportsIndex | None,
-        runs: Run | Iterable[Run],
-        most: SupportsIndex | None = None,
-        *,
-        dry: bool = False,
-    ) -> int | None:
+    def attach(self, slot: SupportsIndex, runs: Run | Iterable[Run], most: SupportsIndex | None = None) -> int | None:
         """Start a newly allocated slot, which no kernel accesses, with the rows of runs.
 
         Full pages are mapped, not copied. Kernels that write their rows may still be in flight, provided that kernels
@@ -673,13 +661,11 @@ class KVCache(_Owned):
         Parameters
         ----------
         slot : int
-            Ignored, and may be None, with `dry`.
+            Its number.
         runs : Run or sequence of Run
             They follow each other from row 0. Different requests may have written them.
         most : int, optional
             Begin with at most so many tokens.
-        dry : bool
-            Only answer.
 
         Returns
         -------
@@ -687,7 +673,7 @@ class KVCache(_Owned):
             The tokens that the slot then has: those of the runs before the first that is gone. It is 0 if none is
             left, or if windows have given up rows that the next token reads. None: there is no memory to copy a page.
         """
-        return self._attach(slot, self._numbers_of(runs), _MOST if most is None else uint("most", most, 32), dry)
+        return self._attach(slot, self._numbers_of(runs), _MOST if most is None else uint("most", most, 32))
 
     def drop(self, runs: Run | Iterable[Run]) -> None:
         """Hold runs no longer. Pages without another holder are released.
@@ -779,15 +765,13 @@ class KVCache(_Owned):
             views.append(tensor[slot, first[0] : end[0]])
         return views
 
-    def swap_in(self, slot: SupportsIndex, *, dry: bool = False) -> bool:
+    def swap_in(self, slot: SupportsIndex) -> bool:
         """Copy a swapped slot back to the same addresses.
 
         Parameters
         ----------
         slot : int
             Its number.
-        dry : bool
-            Only answer.
 
         Returns
         -------
@@ -801,12 +785,10 @@ class KVCache(_Owned):
         """
         kv, slot = self._ready(), uint("slot", slot, 32)
         host = self._swapped.get(slot)
-        if host is None and not dry:
+        if host is None:
             raise ValueError(f"slot {slot} is not swapped out")
-        if not self._answer(lib.vmem_kv_swap_in(kv, slot, lib.VMEM_KV_DRY if dry else 0)):
+        if not self._answer(lib.vmem_kv_swap_in(kv, slot)):
             return False
-        if host is None or dry:
-            return True
         try:
             _copy(self._rows(slot), host)
         except BaseException:

@@ -186,19 +186,16 @@ class PrefixCache:
         _check(lib.vmem_kv_attach(self.cache._use(), 0, runs, len(runs), _MOST, lib.VMEM_KV_LOOK, tokens))
         return int(tokens[0])
 
-    def attach(self, slot: SupportsIndex | None, hashes: Iterable[Hash], *, dry: bool = False) -> int | None:
+    def attach(self, slot: SupportsIndex, hashes: Iterable[Hash]) -> int | None:
         """Start a newly allocated slot, which no kernel accesses, with the known ones of these blocks.
 
         The next token must be computed, so leave out the hash of a block that ends the prompt.
 
         Parameters
         ----------
-        slot : int or None
-            Ignored with `dry`.
+        slot : int
         hashes : iterable of bytes or int
             Of blocks, from the first of the prompt on.
-        dry : bool
-            Only answer.
 
         Returns
         -------
@@ -206,7 +203,7 @@ class PrefixCache:
             The tokens that the slot then has; 0 if no block is known. None: there is no memory to copy the last,
             partial page.
         """
-        return self.cache._attach(slot, self._beginning(hashes_of(hashes)), _MOST, dry)
+        return self.cache._attach(slot, self._beginning(hashes_of(hashes)), _MOST)
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:
         """Allocate a slot for a prompt, and start it with the known ones of its blocks.

@@ -51,8 +51,6 @@ int pv_map(vmem_context *ctx, uint64_t addr, uint64_t page_size, const vmem_page
 
 // Closes the manager, which no kernel uses: it leaves its pool, and writes no host memory any more. No call may follow.
 int pv_kv_close(vmem_kv *kv);
-// As vmem_kv_retire, but a cache that another thread closes is left to its owner.
-int pv_kv_retire(vmem_kv *kv, uint64_t step);
 
 // Sets the interpreter's main thread, and the function that runs the handlers of pending signals. run() returns nonzero
 // if a handler raised.

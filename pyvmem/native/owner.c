@@ -184,7 +184,7 @@ static int own(pv_owner *owner, int rc, void (*destroy)(void *), void *thing)
     return rc;
 }
 
-static void destroy_kv(void *kv) { vmem_kv_destroy(kv, 0); }
+static void destroy_kv(void *kv) { vmem_kv_destroy(kv); }
 static void destroy_pool(void *pool) { vmem_kv_pool_destroy(pool); }
 static void destroy_blocks(void *blocks) { vmem_blocks_destroy(blocks); }
 static void close_lease(void *place) { vmem_torch_close((uint32_t)(uintptr_t)place); }
@@ -221,13 +221,7 @@ int pv_own_torch(pv_owner *owner, pv_owner *context, vmem_context *ctx, vmem_kv_
     return own(owner, rc, close_lease, (void *)(uintptr_t)*place);
 }
 
-int pv_kv_close(vmem_kv *kv)
-{
-    bool quiet;
-    return vmem__kv_close(kv, 0, &quiet);
-}
-
-int pv_kv_retire(vmem_kv *kv, uint64_t step) { return vmem__kv_retire(kv, step); }
+int pv_kv_close(vmem_kv *kv) { return vmem__kv_close(kv); }
 
 // ---- self-test ----------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ __attribute__((unused)) static int k_swap_out(vmem_context *ctx, vmem_kv *kv, ui
 // Swaps it in, and frees host then.
 __attribute__((unused)) static int k_swap_in(vmem_context *ctx, vmem_kv *kv, uint32_t slot, char **host)
 {
-    int rc = vmem_kv_swap_in(kv, slot, 0);
+    int rc = vmem_kv_swap_in(kv, slot);
     if (rc)
         return rc;
     k_rows(ctx, kv, slot, *host, false);

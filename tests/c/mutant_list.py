@@ -185,8 +185,6 @@ _MUTANTS = [
     ("shared rows are written", "kv/explain_length", never("vmem__kv_shared_tokens"), "test_kv_corners"),
     ("a fence writes what others read", "kv/shorten",
      replace("tokens < vmem__kv_shared_tokens(kv, slot)", "false"), "test_kv_corners"),
-    ("a dry truncation truncates", "kv/shorten",
-     replace("flags ? would_truncate(kv, slot, tokens) :", ""), "test_kv_corners"),
     ("a dry step is one", "kv/vmem_kv_step",
      replace("flags ? would_step(kv, lengths, n, flags) :", ""), "test_kv_model test_kv_idle"),
     ("rows copied before a step are kept", "kv/swap_out",

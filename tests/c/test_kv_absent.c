@@ -47,7 +47,7 @@ static void test_swapped_in(void)
     CHECK_EQ(k_state(kv, slot), VMEM_KV_SWAPPED);
     OK(k_swap_in(ctx, kv, slot, &rows));
     CHECK_EQ(slot_of(slot).absent_steps, 0);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 int main(int argc, char **argv)
@@ -67,7 +67,7 @@ int main(int argc, char **argv)
     CHECK_EQ(slot_of(2).absent_steps, 3);
     OK(vmem_kv_free(kv, 2, k_step(kv, 1)));
     CHECK_EQ(slot_of(2).absent_steps, 0);
-    OK(vmem_kv_destroy(kv, 0));
+    vmem_kv_destroy(kv);
     test_swapped_in();
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);

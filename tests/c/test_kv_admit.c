@@ -74,7 +74,7 @@ static void test_fit(uint32_t flags)
     OK(vmem_kv_get_stats(kv, &st));
     CHECK_EQ(st.watermark_pages, 4);
     CHECK_EQ(st.short_slots + st.short_budget, 0); // nothing was really needed
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // A request that gives up shared rows lacks the rest of its tile, and has no room where there is no memory for that.
@@ -95,7 +95,7 @@ static void test_room_for_a_tile(void)
     OK(vmem_kv_create(ctx, &cfg, &kv));
     const uint32_t slot = start(40);
     OK(k_save(kv, slot, 40, &prefix));
-    OK(vmem_kv_truncate(kv, slot, 20, 0, 0)); // one page is copied, the other is the prefix's alone
+    OK(vmem_kv_truncate(kv, slot, 20, 0)); // one page is copied, the other is the prefix's alone
     int32_t lengths[SLOTS] = {0};
     lengths[slot] = 20;
     CHECK_EQ(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY), -ENOMEM);
@@ -105,7 +105,7 @@ static void test_room_for_a_tile(void)
     OK(vmem_kv_room(kv, (int32_t)slot, &tokens));
     CHECK_EQ(tokens, 64);
     ERR(vmem_kv_room(kv, -2, &tokens), EINVAL, "slot -2");
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // A caller from before the shortage had a watermark.
@@ -131,7 +131,7 @@ static void test_groups(void)
     OK(vmem_kv_get_slot(kv, number, &slot));
     CHECK_EQ(slot.needed_pages, 8 + 4);
     OK(vmem_kv_free(kv, number, 0));
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 // Of slots without pages, a request gets the first one, however many there are.
@@ -162,7 +162,7 @@ static void test_many_slots(void)
         CHECK_EQ(slot, freed[i]);
     }
     CHECK_EQ(vmem_kv_alloc(many, NULL, &slot), -ENOSPC);
-    vmem_kv_destroy(many, 0);
+    vmem_kv_destroy(many);
 }
 
 int main(int argc, char **argv)

@@ -215,7 +215,7 @@ static void run(uint32_t flags)
             verify();
     }
     verify();
-    vmem_kv_destroy(kv, 0); // with runs and slots taken
+    vmem_kv_destroy(kv); // with runs and slots taken
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).mapped, 0);
 }

@@ -139,7 +139,7 @@ int main(int argc, char **argv)
     CHECK_EQ(freed, 0);
     CHECK_EQ(device_bytes(), before);
     verify();
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);
     return 0;

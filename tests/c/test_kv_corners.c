@@ -24,7 +24,7 @@ static void make(uint32_t flags, const struct vmem_kv_tensor *tensors, uint32_t 
 
 static void end(void)
 {
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -85,15 +85,11 @@ static void test_shared_rows_are_not_written(void)
     OK(vmem_kv_drop(kv, runs, 2, UINT64_MAX, 0, NULL)); // the other request has them
     ERR(vmem_kv_step(kv, back, SLOTS, 0), EINVAL, "truncate the slot first");
     OK(vmem_kv_last_step(kv, &last));
-    ERR(vmem_kv_truncate(kv, 0, 20, last, VMEM_KV_DRY), EBUSY, "are shared");
-    ERR(vmem_kv_truncate(kv, 0, 20, last, 0), EBUSY, "are shared");
-    OK(vmem_kv_truncate(kv, 0, 32, last, VMEM_KV_DRY));
-    OK(vmem_kv_truncate(kv, 0, 20, 0, VMEM_KV_DRY));
-    ERR(vmem_kv_truncate(kv, 0, 20, 0, VMEM_KV_DRY << 1), EINVAL, "unknown bits");
+    ERR(vmem_kv_truncate(kv, 0, 20, last), EBUSY, "are shared");
     OK(vmem_kv_get_slot(kv, 0, &info));
     CHECK_EQ(info.tokens, 40);
-    OK(vmem_kv_truncate(kv, 0, 32, last, 0));
-    OK(vmem_kv_truncate(kv, 0, 20, 0, 0));
+    OK(vmem_kv_truncate(kv, 0, 32, last));
+    OK(vmem_kv_truncate(kv, 0, 20, 0));
     step(40, 0);
     put_word(ctx, row(0, 0, 30), 31);
     CHECK_EQ(get_word(ctx, row(0, 1, 30)), 30);
@@ -131,7 +127,7 @@ static void test_runs_behind_a_request_are_not_free(void)
     step(160, 1);
     for (uint32_t i = 0; i < 5; i++)
         OK(k_hold(kv, 0, (5 + i) * 16, 16, &runs[i]));
-    OK(vmem_kv_truncate(kv, 0, 80, 0, 0));
+    OK(vmem_kv_truncate(kv, 0, 80, 0));
     step(80, 1);
     step(80, 1);
     CHECK_EQ(k_missing(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, VMEM_KV_DRY), &missing), -ENOMEM);
@@ -163,7 +159,7 @@ static uint64_t full_device(vmem_context **device)
 }
 static void end_full_device(vmem_context *device)
 {
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     vmem_context_destroy(ctx);
     ctx = device;
 }
@@ -175,7 +171,6 @@ static void test_attach_on_a_full_device(void)
     uint64_t prefix = full_device(&device), missing;
     OK(vmem_kv_free(kv, 0, 0));
     alloc(0);
-    OK(k_missing(k_attach(kv, prefix, 0, 72, VMEM_KV_DRY), &missing));
     OK(k_missing(k_attach(kv, prefix, 0, 72, 0), &missing));
     CHECK_EQ(get_word(ctx, row(0, 0, 69)), 69);
     end_full_device(device);
@@ -183,10 +178,8 @@ static void test_attach_on_a_full_device(void)
 static void test_truncate_on_a_full_device(void)
 {
     vmem_context *device;
-    uint64_t missing;
     full_device(&device);
-    OK(k_missing(vmem_kv_truncate(kv, 0, 70, 0, VMEM_KV_DRY), &missing));
-    OK(vmem_kv_truncate(kv, 0, 70, 0, 0));
+    OK(vmem_kv_truncate(kv, 0, 70, 0));
     CHECK_EQ(get_word(ctx, row(0, 0, 69)), 69);
     end_full_device(device);
 }
@@ -203,10 +196,9 @@ static void test_truncate_on_a_full_budget(void)
     alloc(1);
     step(80, 20);
     OK(k_save(kv, 0, 72, &prefix));
-    OK(vmem_kv_truncate(kv, 1, 10, 0, 0)); // the third tensor's second page is ahead of need
-    CHECK_EQ(k_missing(vmem_kv_truncate(kv, 0, 70, 0, VMEM_KV_DRY), &missing), -ENOMEM);
+    OK(vmem_kv_truncate(kv, 1, 10, 0)); // the third tensor's second page is ahead of need
+    CHECK_EQ(k_missing(vmem_kv_truncate(kv, 0, 70, 0), &missing), -ENOMEM);
     CHECK_EQ(missing, 2);
-    CHECK_EQ(vmem_kv_truncate(kv, 0, 70, 0, 0), -ENOMEM);
     CHECK_EQ(test_stats(ctx).created, 15 * test_page);
     end();
 }
@@ -222,7 +214,7 @@ static void hold_by_runs(uint32_t slot, uint32_t blocks)
         CHECK(runs[i].id);
 }
 
-// A truncation that copies pages of several groups finds memory for all of them or copies none, as the check says: not
+// A truncation that copies pages of several groups finds memory for all of them or copies none: not
 // the first, after which the block that held the old page could be evicted for the second.
 static void test_truncate_copies_all_groups_or_none(void)
 {
@@ -234,13 +226,11 @@ static void test_truncate_copies_all_groups_or_none(void)
     hold_by_runs(0, 5);
     const uint64_t held = stats().held_pages;
     OK(vmem_kv_set_budget(kv, (held + 1) * test_page));
-    CHECK_EQ(k_missing(vmem_kv_truncate(kv, 0, 40, 0, VMEM_KV_DRY), &missing), -ENOMEM);
+    CHECK_EQ(k_missing(vmem_kv_truncate(kv, 0, 40, 0), &missing), -ENOMEM);
     CHECK_EQ(missing, 1);
-    CHECK_EQ(vmem_kv_truncate(kv, 0, 40, 0, 0), -ENOMEM);
     CHECK_EQ(stats().held_pages, held);
     OK(vmem_kv_set_budget(kv, (held + 2) * test_page));
-    OK(k_missing(vmem_kv_truncate(kv, 0, 40, 0, VMEM_KV_DRY), &missing));
-    OK(vmem_kv_truncate(kv, 0, 40, 0, 0));
+    OK(vmem_kv_truncate(kv, 0, 40, 0));
     end();
 }
 
@@ -260,7 +250,7 @@ static void test_over_the_budget_mapped_pages_are_no_promise(uint32_t flags, boo
     OK(vmem_kv_step(kv, all, SLOTS, VMEM_KV_DRY));
     step(320, 320);
     OK(vmem_kv_last_step(kv, &last));
-    OK(vmem_kv_truncate(kv, 0, 158, in_flight ? last : 0, 0));
+    OK(vmem_kv_truncate(kv, 0, 158, in_flight ? last : 0));
     for (int32_t n = 159; n < 162 && in_flight; n++)
         step(MIN(n, 160), 320);
     // The 15 pages that are left are pinned. What is behind them is mapped.
@@ -319,16 +309,13 @@ static void test_no_answer_depends_on_the_thread(bool behind)
     if (!behind)
         OK(vmem_kv_wait(kv));
     OK(vmem_kv_last_step(kv, &last));
-    for (uint64_t after = 0; after <= last; after += last) {
-        ERR(vmem_kv_truncate(kv, 0, 165, after, VMEM_KV_DRY), ENODATA, "tokens 165: the window has given up rows");
-        ERR(vmem_kv_truncate(kv, 0, 165, after, 0), ENODATA, "tokens 165: the window has given up rows");
-        OK(vmem_kv_truncate(kv, 0, 166, after, VMEM_KV_DRY));
-    }
+    for (uint64_t after = 0; after <= last; after += last)
+        ERR(vmem_kv_truncate(kv, 0, 165, after), ENODATA, "tokens 165: the window has given up rows");
     const int32_t back[SLOTS] = {165, 0};
     ERR(vmem_kv_step(kv, back, SLOTS, VMEM_KV_DRY), EINVAL, "slot 0, 165 tokens: the window has given up rows");
     ERR(vmem_kv_step(kv, back, SLOTS, 0), EINVAL, "slot 0, 165 tokens: the window has given up rows");
-    OK(vmem_kv_truncate(kv, 0, 198, last, 0));
-    OK(vmem_kv_truncate(kv, 0, 197, 0, 0));
+    OK(vmem_kv_truncate(kv, 0, 198, last));
+    OK(vmem_kv_truncate(kv, 0, 197, 0));
     step(198, 0);
     CHECK_EQ(get_word(ctx, row(1, 0, 196)), 196);
     if (behind) {
@@ -361,8 +348,8 @@ static void test_a_promise_holds_beside_a_lazy_cache(void)
     alloc(0);
     OK(vmem_kv_step(strict, all, SLOTS, VMEM_KV_DRY));
     OK(vmem_kv_step(strict, all, SLOTS, 0));
-    vmem_kv_destroy(strict, 0);
-    vmem_kv_destroy(lazy, 0);
+    vmem_kv_destroy(strict);
+    vmem_kv_destroy(lazy);
     vmem_context_destroy(ctx);
     ctx = device;
 }

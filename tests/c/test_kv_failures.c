@@ -121,10 +121,10 @@ static int do_free(void) { return vmem_kv_free(kv, 0, 0); }
 static int do_save(void) { return k_save(kv, 0, 90, &prefix); }
 static int do_attach(void) { return k_attach(kv, prefix, 1, 99, 0); }
 static int do_drop(void) { return k_drop(kv, prefix); }
-static int do_truncate(void) { return vmem_kv_truncate(kv, 0, 91, 0, 0); }
+static int do_truncate(void) { return vmem_kv_truncate(kv, 0, 91, 0); }
 static int do_in(void)
 {
-    int rc = vmem_kv_swap_in(kv, 0, 0);
+    int rc = vmem_kv_swap_in(kv, 0);
     back = !rc;
     return rc;
 }
@@ -228,7 +228,7 @@ static void sweep(size_t i, uint32_t flags)
         }
         if (reached && !rc)
             OK(step(2, 70)); // it coped; so must what follows
-        vmem_kv_destroy(kv, 0);
+        vmem_kv_destroy(kv);
         CHECK_EQ(test_stats(ctx).created, 0);
         CHECK_EQ(test_stats(ctx).reserved, 0);
         if (!reached)
@@ -258,7 +258,7 @@ static void sweep_destroy(void (*before)(void), bool lasting)
             checked_fail_from(n);
         else
             checked_fail(n);
-        OK(vmem_kv_destroy(kv, 0));
+        vmem_kv_destroy(kv);
         reached = checked_failed();
         checked_fail(0);
         checked_fail_always(false);
@@ -296,7 +296,7 @@ static void sweep_attach_with_zero(void)
         for (uint32_t t = 0; rc && t < 3; t++)
             for (uint32_t r = 0; r < 100; r++)
                 CHECK_EQ(get_word(ctx, layouts[t].addr + layouts[t].slot_stride + r * layouts[t].row_bytes), 0);
-        vmem_kv_destroy(kv, 0);
+        vmem_kv_destroy(kv);
     }
 }
 
@@ -317,7 +317,7 @@ static void sweep_create(void)
         bool reached = checked_failed();
         checked_fail(0);
         if (!rc)
-            vmem_kv_destroy(kv, 0);
+            vmem_kv_destroy(kv);
         CHECK(!rc || reached);
         CHECK_EQ(test_stats(ctx).reserved, 0);
         if (!reached)

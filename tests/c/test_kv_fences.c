@@ -12,6 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "kv/member.h"
 #include "lagging.h"
 
 // ---- requests -------------------------------------------------------------------------------------------------
@@ -48,9 +49,8 @@ static void do_swap(uint32_t s)
     if (!r->tokens)
         return;
     if (r->swapped) {
-        const int check = k_missing(vmem_kv_swap_in(kv, s, VMEM_KV_DRY), &missing);
         const int rc = k_missing(k_swap_in(ctx, kv, s, &r->host), &missing);
-        CHECK(!rc || (rc == -ENOMEM && missing && check));
+        CHECK(!rc || (rc == -ENOMEM && missing));
         r->swapped = rc;
         return;
     }
@@ -69,10 +69,10 @@ static void do_truncate(uint32_t s)
     if (r->swapped || !r->tokens)
         return;
     const uint32_t tokens = r->tokens - (uint32_t)below(r->tokens < 20 ? r->tokens : 20);
-    int rc = quiet(s) && below(2) ? -EBUSY : vmem_kv_truncate(kv, s, tokens, fence_of(s), 0);
+    int rc = quiet(s) && below(2) ? -EBUSY : vmem_kv_truncate(kv, s, tokens, fence_of(s));
     if (rc == -EBUSY) {
         land(r->part);
-        rc = vmem_kv_truncate(kv, s, tokens, 0, 0);
+        rc = vmem_kv_truncate(kv, s, tokens, 0);
     }
     if (rc == -ENODATA || rc == -ENOMEM)
         return;
@@ -107,11 +107,8 @@ static void attach(const struct prefix *p)
         land(p->ready);
     if (!alloc(&slot, tokens))
         return;
-    const int check = k_missing(k_attach(kv, p->id, 0, tokens, VMEM_KV_DRY), &missing);
     const int rc = k_missing(k_attach(kv, p->id, slot, tokens, 0), &missing);
     CHECK(!rc || (rc == -ENOMEM && missing));
-    if (rc && !check)
-        FAIL("%s: attach %d, check %d: %s", shape->name, rc, check, vmem_last_error());
     if (rc) {
         do_free(slot);
         return;
@@ -306,10 +303,9 @@ static void do_misuse(uint32_t s)
 {
     int32_t none[K_SLOTS] = {0};
     ERR(vmem_kv_retire(kv, steps + 1), EINVAL, "has not been made yet");
-    ERR(vmem_kv_destroy(kv, steps + 1), EINVAL, "has not been made yet");
     if (requests[s].taken && !requests[s].swapped && requests[s].tokens) {
         ERR(vmem_kv_free(kv, s, steps + 1), EINVAL, "has not been made yet");
-        ERR(vmem_kv_truncate(kv, s, requests[s].tokens, steps + 1, 0), EINVAL, "has not been made yet");
+        ERR(vmem_kv_truncate(kv, s, requests[s].tokens, steps + 1), EINVAL, "has not been made yet");
         ERR(vmem_kv_swap_out(kv, s, requests[s].tokens, steps + 1), EINVAL, "has not been made yet");
         ERR(vmem_kv_swap_out(kv, s, requests[s].tokens - 1, steps), EBUSY, "copied too early");
     }
@@ -319,11 +315,11 @@ static void do_misuse(uint32_t s)
         ERR(vmem_kv_free(kv, s, 0), EINVAL, " is ");
         ERR(vmem_kv_free(kv, s, 0), EINVAL, " is ");
         ERR(vmem_kv_swap_out(kv, s, 1, steps), EINVAL, " is ");
-        ERR(vmem_kv_swap_in(kv, s, 0), EINVAL, " is ");
+        ERR(vmem_kv_swap_in(kv, s), EINVAL, " is ");
     }
     if (state != VMEM_KV_ACTIVE) {
         ERR(vmem_kv_step(kv, none, K_SLOTS, 0), EINVAL, "but the slot is");
-        ERR(vmem_kv_truncate(kv, s, 0, 0, 0), EINVAL, " is ");
+        ERR(vmem_kv_truncate(kv, s, 0, 0), EINVAL, " is ");
     }
 }
 
@@ -392,26 +388,18 @@ static void create(void)
     }
 }
 
-// The end of a cache whose kernels are running: nobody waits, and nothing is left.
+// The end of a cache whose kernels are running: it accepts no call from then on. When they have ended, nothing is left.
 static void destroy(void)
 {
     struct vmem_kv_stats st = {.size = sizeof st};
-    const bool running = steps > landed;
     OK(vmem_kv_get_stats(kv, &st));
     CHECK_EQ(st.worker_errors, 0);
-    if (!running) // the manager may not know it yet
-        OK(vmem_kv_retire(kv, steps));
-    OK(vmem_kv_destroy(kv, steps));
-    if (running) {
-        ERR(vmem_kv_get_stats(kv, &st), EINVAL, "is being closed");
-        ERR(vmem_kv_step(kv, (int32_t[K_SLOTS]){0}, K_SLOTS, 0), EINVAL, "is being closed");
-        ERR(vmem_kv_retire(kv, steps + 1), EINVAL, "has not been made yet");
-        OK(vmem_kv_retire(kv, steps - 1));
-        land(steps);
-    } else { // its memory is gone, and the handle is there
-        CHECK_EQ(test_stats(ctx).created, 0);
-    }
-    OK(vmem_kv_retire(kv, steps));
+    OK(vmem__kv_close(kv));
+    ERR(vmem_kv_get_stats(kv, &st), EINVAL, "is closed");
+    ERR(vmem_kv_step(kv, (int32_t[K_SLOTS]){0}, K_SLOTS, 0), EINVAL, "is closed");
+    ERR(vmem_kv_retire(kv, steps), EINVAL, "is closed");
+    land(steps);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).reserved, 0);
 }

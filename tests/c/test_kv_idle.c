@@ -100,7 +100,7 @@ static void test_kept_pages_and_memory_ahead_go(void)
     OK(k_drop(kv, prefix));
     wait_for_looks(6);
     CHECK_EQ(stats().held_pages, 0);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -109,7 +109,7 @@ static void test_the_first_look(void)
 {
     make(0, 16 * test_page, 2);
     wait_for_looks(1);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // The mapping of another process that asks for a budget: the published view.
@@ -137,7 +137,7 @@ static void test_a_limit_needs_no_call(void)
     wait_for_looks(3);
     CHECK_EQ(stats().budget_pages, 512);
     munmap(view, sizeof *view);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // A call that has entered may wait for the thread: for vmem_kv_wait, a slot or a cut.
@@ -153,7 +153,7 @@ static void test_a_limit_does_not_wait_for_a_call(void)
     wait_for_looks(3);
     CHECK_EQ(stats().budget_pages, 512);
     munmap(view, sizeof *view);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 int main(int argc, char **argv)

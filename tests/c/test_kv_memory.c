@@ -83,7 +83,7 @@ static void test_a_device_with_less_than_the_budget(void)
     OK(step(kv, other, 20 * 32, &missing));
     OK(vmem_set_budget(ctx, 0));
     CHECK_EQ(step(kv, other, 4000, &missing), 0);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 static void test_every_cache_keeps_what_it_took_ahead(void)
@@ -97,13 +97,13 @@ static void test_every_cache_keeps_what_it_took_ahead(void)
     CHECK(test_stats(ctx).overhead <= both - 64 * MIB);
     OK(vmem_kv_set_budget(a, 32 * MIB));
     CHECK(test_stats(ctx).overhead >= 96 * MIB);
-    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(a);
     CHECK(test_stats(ctx).overhead >= 64 * MIB);
     CHECK(test_stats(ctx).overhead <= both - 64 * MIB);
     uint32_t slot;
     OK(k_alloc(b, 0, &slot));
     OK(step(b, slot, 320, NULL));
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(b);
     CHECK(test_stats(ctx).overhead <= both - 128 * MIB);
 }
 
@@ -119,8 +119,8 @@ static void test_a_full_budget_leaves_the_others_theirs(void)
     OK(vmem_kv_set_budget(a, held * test_page));
     CHECK_EQ(stats(a).budget_pages, stats(a).held_pages);
     CHECK(test_stats(ctx).overhead >= 64 * MIB);
-    vmem_kv_destroy(a, 0);
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
 }
 
 static void test_the_reasons(void)
@@ -142,7 +142,7 @@ static void test_the_reasons(void)
     CHECK_EQ(stats(kv).short_slots, 1);
     s.size = 7;
     ERR(vmem_kv_last_shortage(&s), EINVAL, "size");
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // ---- vm.max_map_count -----------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ static void test_no_mappings(void)
     OK(k_alloc(kv, 0, &slot));
     OK(step(kv, slot, 64, &missing));
     OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, NULL));
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     OK(vMemUnmap(ctx, filler, (uint64_t)limit * test_page));
     OK(vMemFree(ctx, filler));
 }
@@ -235,7 +235,7 @@ static void test_reclaim_frees_what_it_can(void)
     OK(step(kv, slot, 64, &missing));
     OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed));
     CHECK(freed > 0);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // A request gets whole blocks, which 2 MiB entries can map, although there are parts of blocks, too.
@@ -262,7 +262,7 @@ static void test_blocks_are_whole(void)
         }
     }
     OK(vMemRelease(ctx, stray));
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // Where the pages of a request lie, on the host: what goes on in a block goes on behind its pages, and blocks are mapped
@@ -298,7 +298,7 @@ static void test_pages_lie_together(void)
     const uint64_t mapped = test_stats(ctx).map_runs;
     OK(step(kv, slots[0], 4 * block + 96, NULL));
     CHECK_EQ(test_stats(ctx).map_runs - mapped, 3);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // ---- a device that is almost full --------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ static void test_a_device_with_part_of_a_block_left(void)
     CHECK_EQ(reason(), VMEM_KV_SHORT_OF_DEVICE);
     CHECK_EQ(missing, 1);
     OK(step(kv, slot, 32 * 32, &missing));
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     ctx->b.ops = inner;
 }
 
@@ -389,7 +389,7 @@ static void test_admission_seldom_asks_the_device(void)
     CHECK(asked - asked_before <= 2 + 2 * (vmem__now() - begin) / 100000000);
     // Nobody is refused by an old figure.
     CHECK_EQ(step(kv, slots[0], 3999, NULL), -ENOMEM); // of the budget
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     ctx->b.ops = before;
 }
 
@@ -423,7 +423,7 @@ static void test_memory_at_hand_asks_nobody(void)
     lengths[other] = 32 * 90; // more than there was
     OK(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY));
     CHECK(asked > asked_before);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     ctx->b.ops = before;
 }
 
@@ -451,7 +451,7 @@ static void reclaim_all(void)
     OK(vmem_kv_retire(kv, k_step(kv, 1)));
     OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed));
     CHECK_EQ(freed, 64 * test_page);
-    OK(vmem_kv_destroy(kv, 0));
+    vmem_kv_destroy(kv);
     vmem_context_destroy(own);
 }
 

@@ -327,13 +327,13 @@ static void do_truncate(uint32_t s)
     uint32_t tokens = r->tokens - (uint32_t)below(r->tokens < 20 ? r->tokens : 20);
     int rc = -EBUSY;
     if (below(2)) {
-        rc = vmem_kv_truncate(kv, s, tokens, part[s], 0);
+        rc = vmem_kv_truncate(kv, s, tokens, part[s]);
         for (uint32_t i = 0; i < n_flights && !rc; i++)
             flights[i].valid[s] = flights[i].valid[s] < tokens ? flights[i].valid[s] : tokens;
     }
     if (rc == -EBUSY) {
         quiet(s);
-        rc = vmem_kv_truncate(kv, s, tokens, 0, 0);
+        rc = vmem_kv_truncate(kv, s, tokens, 0);
     }
     if (rc == -ENODATA || rc == -ENOMEM)
         return;
@@ -528,7 +528,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
     CHECK_EQ(st.shared_pages, 0);
     CHECK_EQ(st.worker_errors, 0);
     CHECK(st.window_pages < UINT32_MAX && st.reclaimed_pages < UINT32_MAX);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     OK(vmem_set_budget(ctx, 0));
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).reserved, 0);

@@ -8,6 +8,7 @@
 #include "checked.h"
 #include "kv.h"
 #include "kv/kv.h"
+#include "kv/member.h"
 #include "pool/pool.h"
 
 #define SLOTS 4
@@ -119,23 +120,22 @@ static void test_free_budget_is_had_at_once(void)
     lengths[t] = ROWS;
     CHECK_EQ(k_missing(vmem_kv_step(b, lengths, SLOTS, 0), &missing), -ENOMEM);
     CHECK_EQ(stats(a).held_pages, 250);
-    vmem_kv_destroy(a, 0);
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
 }
 
-// A cache that is being closed is a member until its kernels have ended, and its pages are gone.
+// A closed cache is a member until its pages are gone.
 static void test_a_closed_cache_leaves(void)
 {
     vmem_kv_pool *pool = make_pool(400);
     vmem_kv *kv = make(ctx, 0, 0);
     join(pool, kv, 20, 0, "a");
     OK(step(kv, alloc(kv, 100), 100));
-    const uint64_t step = k_step(kv, 1);
-    OK(vmem_kv_destroy(kv, step));
+    OK(vmem__kv_close(kv));
     CHECK_EQ(info(pool).members, 1);
     CHECK(info(pool).free < 400 * test_page);
-    OK(vmem_kv_retire(kv, step));
+    vmem_kv_destroy(kv);
     CHECK_EQ(info(pool).members, 0);
     CHECK_EQ(info(pool).free, 400 * test_page);
     vmem_kv_pool_destroy(pool);
@@ -159,8 +159,8 @@ static void test_kept_pages_move(uint32_t flags)
         CHECK(stats(from).budget_pages >= 20 && stats(from).budget_pages <= 50);
         OK(vmem_kv_free(to, s, 0));
     }
-    vmem_kv_destroy(a, 0);
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -188,8 +188,8 @@ static void test_a_device_with_less_than_the_budget(uint32_t flags)
     CHECK_EQ(stats(b).needed_pages, 250);
     CHECK(stats(a).held_pages <= 50);
     checked_device_memory(UINT64_MAX);
-    vmem_kv_destroy(a, 0);
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
     vmem_context_destroy(other);
 }
@@ -223,8 +223,8 @@ static void test_what_requests_hold_is_refused(void)
             wait_for(a);
         t = alloc(b, ROWS);
     }
-    vmem_kv_destroy(a, 0);
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -242,8 +242,8 @@ static void test_shares_hold(void)
         ERR(step(b, alloc(b, ROWS), ROWS), ENOMEM, "pages are missing");
         ERR(step(a, alloc(a, ROWS), ROWS), ENOMEM, "pages are missing"); // 250 pages are over its maximum
         CHECK(stats(a).budget_pages <= 120);
-        vmem_kv_destroy(a, 0);
-        vmem_kv_destroy(b, 0);
+        vmem_kv_destroy(a);
+        vmem_kv_destroy(b);
         vmem_kv_pool_destroy(pool);
     }
 }
@@ -258,7 +258,7 @@ static void test_a_maximum_holds(void)
     ERR(step(a, slot, ROWS), ENOMEM, "pages are missing"); // 250 pages
     CHECK(stats(a).budget_pages <= 120);
     OK(step(a, slot, 1920)); // 120
-    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(a);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -285,8 +285,8 @@ static void test_a_lower_maximum_holds_at_once(uint32_t flags, bool kept, bool g
         CHECK(stats(a).budget_pages <= 120);
         while (step(a, next, 1920)) // 120 pages: what was granted beyond them goes back first
             wait_for(a);
-        vmem_kv_destroy(a, 0);
-        vmem_kv_destroy(b, 0);
+        vmem_kv_destroy(a);
+        vmem_kv_destroy(b);
         vmem_context_destroy(own);
         vmem_kv_pool_destroy(pool);
     }
@@ -328,8 +328,8 @@ static void test_fit_asks_for_what_does_not_fit(uint32_t flags)
     for (size_t i = 0; i < 3; i++)
         OK(step(b, alloc(b, waiting[i].tokens), (int32_t)waiting[i].tokens));
     CHECK(stats(b).held_pages >= 20 + 250 + 126);
-    vmem_kv_destroy(a, 0);
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
     vmem_context_destroy(own);
     vmem_kv_pool_destroy(pool);
 }
@@ -351,8 +351,8 @@ static void test_fit_asks_for_the_watermark(void)
     ERR(vmem_kv_fit(b, &waiting, 1, &fit), ENOMEM, "the watermark keeps");
     CHECK(shortage().watermark_pages && shortage().coming_pages);
     wait_until_they_fit(b, &waiting, 1);
-    vmem_kv_destroy(a, 0);
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -390,8 +390,8 @@ static void test_fit_is_exact(void)
         while (n)
             OK(vmem_kv_free(getter, slots[--n], 0));
     }
-    vmem_kv_destroy(giver, 0);
-    vmem_kv_destroy(getter, 0);
+    vmem_kv_destroy(giver);
+    vmem_kv_destroy(getter);
     vmem_context_destroy(own);
     vmem_kv_pool_destroy(pool);
 }
@@ -410,7 +410,7 @@ static void test_fit_knows_what_a_step_would_get(void)
     OK(vmem_kv_fit(a, &waiting, 1, &fit));
     CHECK_EQ(fit, 1);
     OK(step(a, alloc(a, ROWS), ROWS));
-    vmem_kv_destroy(a, 0);
+    vmem_kv_destroy(a);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -442,8 +442,8 @@ static void test_a_step_leaves_the_larger_question(void)
     OK(vmem_kv_pool_set_share(b, 20 * test_page, 60 * test_page));
     ERR(step(b, t, 900), ENOMEM, "pages are missing"); // 58
     CHECK(shortage().refusal != VMEM_KV_AT_MAXIMUM);
-    vmem_kv_destroy(a, 0);
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -463,8 +463,8 @@ static void test_a_question_lapses(void)
         usleep(100);
     CHECK_EQ(row_of(pool, "b").answer, VMEM_KV_UNASKED);
     vmem__pool_ask_ns = UINT64_MAX;
-    vmem_kv_destroy(a, 0);
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -489,8 +489,8 @@ static void test_a_giver_that_gets_no_more_pages(void)
     OK(vmem_kv_pool_ask(other, 1000 * test_page));
     CHECK_EQ(wait_for(other), VMEM_KV_REFUSED);
     CHECK_EQ(stats(giver).held_pages, 58);
-    vmem_kv_destroy(giver, 0);
-    vmem_kv_destroy(other, 0);
+    vmem_kv_destroy(giver);
+    vmem_kv_destroy(other);
     vmem_kv_pool_destroy(pool);
     vmem_context_destroy(device);
 }
@@ -526,8 +526,8 @@ static void test_a_giver_that_fails_to_unmap(void)
     CHECK_EQ(failures, 0);
     CHECK_EQ(stats(a).worker_errors, 1);
     CHECK_EQ(stats(a).held_pages, 0);
-    vmem_kv_destroy(a, 0);
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
     vmem_context_destroy(device);
 }
@@ -580,8 +580,8 @@ static uint32_t begin_to_give(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
 static void end_giving(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
 {
     vmem__kv_hook = NULL;
-    vmem_kv_destroy(a, 0);
-    vmem_kv_destroy(b, 0);
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -691,7 +691,7 @@ static void *meddle(void *arg)
                 CHECK(row.has <= i.budget);
         vmem_kv *guest = make(ctx, VMEM_KV_OVERLAP, 0);
         join(m->pool, guest, 1, 0, "guest");
-        vmem_kv_destroy(guest, 0);
+        vmem_kv_destroy(guest);
     }
     return NULL;
 }
@@ -716,7 +716,7 @@ static void test_threads(uint32_t flags)
     over = true;
     pthread_join(threads[2], NULL);
     for (int i = 0; i < 2; i++)
-        vmem_kv_destroy(servers[i].kv, 0);
+        vmem_kv_destroy(servers[i].kv);
     vmem__kv_hook = NULL;
     CHECK_EQ(info(pool).free, info(pool).budget);
     vmem_kv_pool_destroy(pool);

@@ -116,7 +116,7 @@ static void end(uint64_t prefix)
     OK(vmem_kv_free(kv, 0, 0));
     OK(k_drop(kv, prefix));
     OK(vmem_kv_free(kv, 1, 0));
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -169,7 +169,7 @@ static void test_the_thread_begins_nothing_while_a_call_waits(void)
         step(0, n); // pages [0, 2) of slot 1 are due, too
     waited = 0;
     greedy = true;
-    OK(vmem_kv_truncate(kv, 1, 130, 0, 0)); // cuts these itself
+    OK(vmem_kv_truncate(kv, 1, 130, 0)); // cuts these itself
     greedy = false;
     CHECK(waited);
     end(prefix);
@@ -191,7 +191,7 @@ static void test_a_request_ends_beside_a_cut(bool shared)
         OK(k_drop(kv, other));
     OK(vmem_kv_free(kv, 0, 0));
     OK(k_drop(kv, prefix));
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -234,7 +234,7 @@ static void test_a_request_begins_where_a_page_going_away_is_mapped(bool attache
     }
     CHECK(waited);
     end_cut();
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -260,7 +260,7 @@ static void test_a_cut_fails(void)
     free(cut.pages);
     step(226, 0);
     OK(vmem_kv_free(kv, 0, 0));
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // A step cuts rows that a window has passed and that a prefix holds, too. If that fails, the next step tries again. The
@@ -289,7 +289,7 @@ static void test_the_thread_leaves_what_others_hold(void)
     CHECK_EQ(kv_span(kv, b, 0)->lo, kv_span(kv, b, 0)->in_flight.lo); // it goes on with other slots
     step(227, 227);
     CHECK(kv_span(kv, a, 0)->lo > lo);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);
     ctx = device;
@@ -324,7 +324,7 @@ static void test_room_beside_growth(void)
     end_cut();
     OK(vmem_kv_room(kv, -1, &quiet));
     CHECK_EQ(room, quiet);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     OK(vmem_set_budget(ctx, 0));
 }
 

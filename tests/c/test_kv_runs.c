@@ -178,7 +178,7 @@ static void test_life(void)
     CHECK_EQ(freed, 2);
     CHECK_EQ(stats().hashed_blocks, 0);
     CHECK_EQ(stats().evicted_blocks, 5);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -203,14 +203,13 @@ static void test_engines_order(void)
     CHECK_EQ(k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing), -ENOMEM);
     CHECK_EQ(missing, 4);
     const uint64_t *runs = runs_of(hashes_of(0), 4);
-    OK(k_missing(vmem_kv_attach(kv, 0, runs, 4, UINT32_MAX, VMEM_KV_DRY, &tokens), &missing)); // only maps pages
+    OK(vmem_kv_attach(kv, 0, runs, 4, UINT32_MAX, VMEM_KV_LOOK, &tokens));
     CHECK_EQ(tokens, 64);
-    CHECK_EQ(missing, 0);
     OK(vmem_kv_drop(kv, runs_of(hashes_of(1), 6), 6, UINT64_MAX, 0, NULL)); // unknown ones are skipped
     CHECK_EQ(peek(0), 64);
     CHECK_EQ(peek(1), 0);
     OK(k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing));
-    vmem_kv_destroy(kv, 0); // with blocks
+    vmem_kv_destroy(kv); // with blocks
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
@@ -254,7 +253,7 @@ static void test_kept_and_evictable(void)
     CHECK_EQ(freed, 0);
     OK(vmem_kv_drop(kv, kept, 2, UINT64_MAX, 0, &freed));
     CHECK_EQ(freed, 2);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // One tensor with a window of two pages, and a background thread.
@@ -286,7 +285,7 @@ static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
     pthread_mutex_lock(&kv->gate.state);
     vmem__kv_worker_resume(kv);
     pthread_mutex_unlock(&kv->gate.state);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 static void test_sharing_does_not_depend_on_what_is_cut(void)
@@ -312,7 +311,7 @@ static void test_truncation_passes_windows(void)
         OK(vmem_kv_step(kv, lengths, SLOTS, 0));
         size_t added;
         OK(hold(slot, 0, hashes_of(3), (size_t)n / BLOCK, &added));
-        OK(vmem_kv_truncate(kv, slot, (uint32_t)n, 0, 0));
+        OK(vmem_kv_truncate(kv, slot, (uint32_t)n, 0));
         pthread_mutex_lock(&kv->gate.state);
         const uint64_t used = kv->ledger.pinned_pages;
         vmem__kv_worker_wake(kv);
@@ -320,7 +319,7 @@ static void test_truncation_passes_windows(void)
         CHECK_EQ(kv->ledger.pinned_pages, used);
         pthread_mutex_unlock(&kv->gate.state);
     }
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // A request begins with `most` tokens of runs which fill the cache, each of 16 rows but the last, of 8. All answers agree.
@@ -340,17 +339,15 @@ static int begin_in_a_full_cache(uint32_t window, uint32_t rows_per_run, uint32_
     OK(vmem_kv_free(kv, slot, 0));
     CHECK_EQ(stats().evictable_pages, 3);
     const struct vmem_kv_request request = {.tokens = most, .runs = runs, .n_runs = n};
-    const int fits = vmem_kv_fit(kv, &request, 1, NULL),
-              dry = vmem_kv_attach(kv, 0, runs, n, most, VMEM_KV_DRY, &tokens);
+    const int fits = vmem_kv_fit(kv, &request, 1, NULL);
     OK(k_alloc(kv, 0, &slot));
     const int rc = vmem_kv_attach(kv, slot, runs, n, most, 0, &tokens);
-    CHECK_EQ(fits, dry);
-    CHECK_EQ(rc, dry);
+    CHECK_EQ(rc, fits);
     CHECK_EQ(tokens, rc ? 0 : most);
     OK(vmem_kv_free(kv, slot, 0));
     OK(vmem_kv_drop(kv, NULL, SIZE_MAX, UINT64_MAX, VMEM_KV_NEXT, NULL));
     CHECK_EQ(stats().held_pages, 0);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     return rc;
 }
 
@@ -391,7 +388,7 @@ static void test_a_shortage_waits_for_other_pages(void)
     OK(vmem_kv_retire(kv, shortage.step));
     OK(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, 0, &tokens));
     CHECK_EQ(tokens, 40);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 static void test_misuse(void)
@@ -435,7 +432,7 @@ static void test_misuse(void)
     ERR(vmem_kv_get_run(kv, run.id, &info), EINVAL, "has no run");
     OK(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, VMEM_KV_LOOK, &tokens));
     CHECK_EQ(tokens, 0);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // A run of another cache is refused by every call, and this cache's run of the same place stays what it is. A target and
@@ -469,13 +466,12 @@ static void test_runs_of_another_cache(void)
     ERR(vmem_kv_get_run(kv, runs[0], &info), EINVAL, "another");
     OK(k_alloc(kv, 64, &slot));
     ERR(vmem_kv_attach(kv, slot, &runs[0], 1, 64, 0, &tokens), EINVAL, "runs[0]");
-    ERR(vmem_kv_attach(kv, 0, &runs[0], 1, 64, VMEM_KV_DRY, &tokens), EINVAL, "runs[0]");
     ERR(vmem_kv_attach(kv, 0, &runs[0], 1, 64, VMEM_KV_LOOK, &tokens), EINVAL, "runs[0]");
     OK(vmem_kv_get_run(kv, runs[1], &info));
     CHECK(info.tokens == 64 && !info.keep);
-    vmem_kv_destroy(caches[0], 0);
+    vmem_kv_destroy(caches[0]);
     ERR(vmem_kv_drop(kv, &runs[0], 1, UINT64_MAX, 0, NULL), EINVAL, "runs[0]"); // which has gone
-    vmem_kv_destroy(caches[1], 0);
+    vmem_kv_destroy(caches[1]);
 }
 
 int main(int argc, char **argv)

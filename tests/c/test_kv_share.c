@@ -122,7 +122,7 @@ static void test_an_old_look_refuses_no_question(void)
         lock(F_UNLCK, 0);
     }
     lock(F_UNLCK, 1 + OTHER);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     vmem_kv_pool_destroy(pool);
     close(file);
 }
@@ -147,7 +147,7 @@ static void test_changes_are_published(void)
         while (table().rows[0].could_give < PAGES * test_page)
             usleep(100);
     }
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     vmem_kv_pool_destroy(pool);
     close(file);
 }
@@ -177,7 +177,7 @@ static void test_budget_to_spare_is_what_nobody_waits_for(void)
         CHECK(others ? spare <= 2 : spare > 10); // what the cache asks for is a little more than it needs
         lock(F_UNLCK, 1 + OTHER);
     }
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     vmem_kv_pool_destroy(pool);
     close(file);
 }
@@ -192,14 +192,14 @@ static void test_a_forked_child_ends_its_pool(void)
     const pid_t child = fork();
     if (!child) {
         alarm(120);
-        vmem_kv_destroy(kv, 0);
+        vmem_kv_destroy(kv);
         vmem_kv_pool_destroy(pool);
         _exit(0);
     }
     pthread_mutex_unlock(&pool->lock);
     CHECK(waitpid(child, &status, 0) == child);
     CHECK_EQ(status, 0);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     vmem_kv_pool_destroy(pool);
 }
 
@@ -287,7 +287,7 @@ static void test_a_lost_lock_is_noticed(void)
     vmem__table_end(pool);
     CHECK_EQ(table().rows[m->place].has, has + test_page);
     pthread_mutex_unlock(&pool->lock);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     vmem_kv_pool_destroy(pool);
     close(file);
 }

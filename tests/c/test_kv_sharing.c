@@ -59,7 +59,7 @@ static struct vmem_kv_stats stats(void)
 
 static void done(void)
 {
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).reserved, 0);
 }
@@ -169,7 +169,7 @@ static void test_a_step_to_the_same_length(void)
     OK(k_save(kv, slot, 224, &prefix));
     uint32_t other = start_with(prefix, 224, 224);
     OK(step(other, 225));
-    OK(vmem_kv_truncate(kv, slot, 224, 0, 0));
+    OK(vmem_kv_truncate(kv, slot, 224, 0));
     OK(k_swap_out(ctx, kv, slot, &host));
     OK(k_swap_in(ctx, kv, slot, &host));
     OK(step(slot, 224));

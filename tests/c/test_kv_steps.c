@@ -150,7 +150,7 @@ int main(int argc, char **argv)
     CHECK_EQ(st.held_pages, 0);
     CHECK_EQ(st.worker_errors, 0);
     CHECK_EQ(test_stats(ctx).created, 0);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -65,7 +65,7 @@ static void done(uint32_t slot)
 
 static void end(void)
 {
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     OK(vmem_trim(ctx, NULL));
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(ctx->arena_bytes, 0);
@@ -124,7 +124,7 @@ static void parts(void)
     CHECK_EQ(stats().held_pages, 5 * TENSORS);
     lengths[slot] = 30; // chunk by chunk: 16, 8 and 1 more
     OK(vmem_kv_step(kv, lengths, SLOTS, 0));
-    OK(vmem_kv_truncate(kv, slot, 9, 0, 0));
+    OK(vmem_kv_truncate(kv, slot, 9, 0));
     lengths[slot] = 9;
     // Pages 5 to 20 go together, and stay as long as page 8 does.
     OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, VMEM_KV_KEPT, &freed));
@@ -219,7 +219,7 @@ static void no_backdrop(uint32_t slot)
         lengths[slot] = PAGES;
         OK(vmem_kv_step(kv, lengths, SLOTS, 0));
         OK(vmem_copy_batch(ctx, &beyond, 1));
-        OK(vmem_kv_truncate(kv, slot, 4, 0, 0));
+        OK(vmem_kv_truncate(kv, slot, 4, 0));
         OK(vmem_kv_reclaim(kv, PAGES * TENSORS * test_page, VMEM_KV_KEPT, NULL));
     }
 }
@@ -237,7 +237,7 @@ int main(int argc, char **argv)
     ERR(k_hold(kv, slot, 1, 1, &prefix), EOPNOTSUPP, "VMEM_KV_UNSHARED");
     no_backdrop(slot);
     done(slot);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     OK(vmem_trim(ctx, NULL));
     if (ctx->b.whole_max) {
         few_calls();

@@ -75,7 +75,7 @@ static void the_thread_leaves_the_core_to_a_step(struct vmem_kv_config cfg)
     OK(vmem_kv_create(ctx, &cfg, &kv));
     CHECK_EQ(batch_threads(), before + 1);
     CHECK_EQ(sched_getscheduler(0), SCHED_OTHER);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // Where the device may have less than the budget, missing pages are counted while the background thread pauses. Growth
@@ -89,7 +89,7 @@ static void growth_waits_for_nothing(struct vmem_kv_config cfg)
     OK(k_alloc(kv, 0, &b));
     step(40, 100);
     OK(vmem_kv_wait(kv));
-    OK(vmem_kv_truncate(kv, b, 10, 0, 0));
+    OK(vmem_kv_truncate(kv, b, 10, 0));
     checked_hold();
     step(62, 0);
     checked_held();
@@ -101,7 +101,7 @@ static void growth_waits_for_nothing(struct vmem_kv_config cfg)
     }
     vmem__kv_hook = NULL;
     checked_resume();
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 // Runs are bookkeeping: they are made and dropped beside the background thread's maps and unmaps, which release the pages.
@@ -140,7 +140,7 @@ static void runs_wait_for_nothing(struct vmem_kv_config cfg)
     checked_resume();
     OK(vmem_kv_wait(kv));
     CHECK_EQ(stats().held_pages, held - 3);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
 }
 
 int main(int argc, char **argv)
@@ -223,7 +223,7 @@ int main(int argc, char **argv)
     OK(vmem_kv_free(kv, 0, 0));
     OK(k_alloc(kv, 0, &a));
     step(94, 0);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
     vmem_context_destroy(ctx);
     return 0;

@@ -125,7 +125,7 @@ int main(int argc, char **argv)
         test_no_size(all[i].get);
     }
     test_options();
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     vmem_context_destroy(ctx);
     return 0;
 }

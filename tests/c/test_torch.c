@@ -381,7 +381,7 @@ static void test_kept_pages_come_and_a_request_keeps_its_own(void)
     verify_rows(mine, ROWS, 5000);
     verify_rows(next, 40, 1);
     put(a);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     close_all();
 }
 
@@ -416,7 +416,7 @@ static void test_parked_pages_go_when_somebody_asks(void)
     verify_rows(first, 20, 1);
     put(a);
     put(b);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     close_all();
 }
 
@@ -467,7 +467,7 @@ static void test_only_what_went_is_lost(void)
     put(a);
     put(b);
     put(idle);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     close_all();
 }
 
@@ -568,7 +568,7 @@ static void test_memory_that_nobody_takes_goes_back(void)
     CHECK_EQ(kv_stats().held_pages, 0);
     vmem__pool_ask_ns = before;
     put(a);
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     close_all();
 }
 
@@ -1001,7 +1001,7 @@ static void test_threads(void)
         CHECK_EQ(st.strangers, 0);
         CHECK(st.parks && st.unparks);
     }
-    vmem_kv_destroy(kv, 0);
+    vmem_kv_destroy(kv);
     OK(vmem_torch_close(lease_of[0]));
     ended = 0;
     close_all();

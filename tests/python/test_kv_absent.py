@@ -120,11 +120,9 @@ def test_calls_that_really_lack_memory_are_counted():
         assert cache.step(lengths_of(cache, {a: 640}))
         cache.swap_out(a)
         assert cache.step(lengths_of(cache, {b: 1280}))
-        assert not cache.swap_in(a, dry=True) and cache.stats().short_budget == 0  # a question
         assert not cache.swap_in(a)
         assert (cache.shortage.missing_pages, cache.shortage.reason, cache.stats().short_budget) == (20, "budget", 1)
         prefix = cache.share(b, 1270)
-        assert not cache.truncate(b, 1260, dry=True) and cache.stats().short_budget == 1
         assert not cache.truncate(b, 1260) and "4 pages are missing" in str(cache.shortage)
         assert cache.slot(b).tokens == 1280
         assert (cache.shortage.reason, cache.stats().short_budget) == ("budget", 2)

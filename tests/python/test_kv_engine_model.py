@@ -299,9 +299,7 @@ class Engine(RuleBasedStateMachine):
     def swap_in(self, data):
         self.polled()
         slot = pick(data, sorted(self.swapped))
-        predicted = self.cache.swap_in(slot, dry=True)
-        assert self.cache.swap_in(slot) == predicted
-        if predicted:
+        if self.cache.swap_in(slot):
             self.swapped.discard(slot)
 
     @rule(data=NUMBERS)
@@ -322,12 +320,11 @@ class Engine(RuleBasedStateMachine):
         self.polled()
         prefix, numbers = pick(data, self.prefixes)
         tokens = pick(data, range(max(self.cache.run(prefix).min_tokens, 1), prefix.tokens + 1))
-        predicted = self.cache.attach(None, prefix, tokens, dry=True)
         slot = self.cache.alloc(tokens, prefix_tokens=tokens)
         if slot is None:
             return
         answer = self.cache.attach(slot, prefix, tokens)
-        assert answer == predicted and answer in (None, tokens)
+        assert answer in (None, tokens)
         self.begin(slot, numbers[:tokens] if answer else [])
 
     @rule(data=NUMBERS)

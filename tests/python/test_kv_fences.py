@@ -66,7 +66,7 @@ def test_a_slot_that_is_being_given_up_is_left_alone(context):
         assert cache.slot(slot).state == "free" and not cache.slot(slot).after
 
 
-@pytest.mark.parametrize("call", ["reclaim", "dry truncate", "truncate", "set_budget"])
+@pytest.mark.parametrize("call", ["reclaim", "truncate", "set_budget"])
 def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
     """No step, nor another call that would look at the event, comes between."""
     with KVCache([TensorSpec("k", (ROWS // 2,), torch.float32)], 2, 100, 10 * 65536, context=context, name=None,
@@ -75,7 +75,7 @@ def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
         assert cache.step([5, 1])
         cache.share(slot, 5)
         assert cache.step([5, 14])  # no page is left for a copy of the shared ones
-        assert not cache.truncate(slot, 1, dry=True)
+        assert not cache.truncate(slot, 1)
         event = Event()
         cache.free(other, after=event)
         event.come = True
@@ -84,11 +84,9 @@ def test_an_event_that_has_completed_frees_memory_for_every_call(context, call):
         elif call == "set_budget":
             cache.set_budget(3 * 65536)
             assert cache.stats().held_pages == 3
-        elif call == "truncate":
+        else:
             assert cache.truncate(slot, 1)
             assert cache.slot(slot).tokens == 1
-        else:
-            assert cache.truncate(slot, 1, dry=True)
 
 
 @pytest.mark.parametrize("other", ["last_step", "before", "one"])
@@ -104,7 +102,6 @@ def test_a_step_of_another_cache_is_refused(context, other):
         for call in (
             lambda: cache.free(slot, after=step),
             lambda: cache.truncate(slot, 5, after=step),
-            lambda: cache.truncate(slot, 5, after=step, dry=True),
             lambda: cache.retire(step),
         ):
             with pytest.raises(InvalidArgument, match=f"step {step} is no step of this cache; its last one is "):

@@ -78,7 +78,7 @@ def test_a_run_of_another_cache_is_refused(cache):
             runs.append(one.share(slot, 128))
         slot = draft.alloc()
         calls = (
-            lambda: draft.attach(slot, runs[0]), lambda: draft.attach(None, runs[::-1], dry=True),
+            lambda: draft.attach(slot, runs[0]), lambda: draft.attach(slot, runs[::-1]),
             lambda: draft.order(runs[0]), lambda: draft.drop(runs[::-1]), lambda: draft.run(runs[0]),
         )  # fmt: skip
         for call in calls:
@@ -152,7 +152,6 @@ def test_numbers_are_not_rounded(cache):
 
 def test_what_is_no_run_or_specification_is_named(cache):
     for call in (
-        lambda runs: cache.attach(None, runs, dry=True),
         lambda runs: cache.attach(0, runs),
         lambda runs: cache.order(runs),
         cache.drop,
@@ -301,7 +300,7 @@ def test_a_cache_that_is_closed_while_steps_are_retired_ends_once():
             cache.close()
             return 0
 
-    with pytest.raises(ValueError, match="the cache is being closed"):
+    with pytest.raises(ValueError, match="the cache is closed"):
         cache.retire(Closes())
     assert cache.closed
 

@@ -43,7 +43,6 @@ def test_a_request_begins_with_the_runs_of_several_others():
             cache.free(slot)
         for most, tokens in ((None, 90), (90, 90), (89, 89), (33, 33), (0, 0)):
             slot = cache.alloc()
-            assert cache.attach(None, runs, most, dry=True) == tokens
             assert cache.attach(slot, runs, most) == cache.slot(slot).tokens == tokens
             row = cache.tensors[0][slot, :tokens, 0]
             assert row.tolist() == [float(1 if i < 32 else 33 if i < 48 else 49) for i in range(tokens)]
@@ -77,8 +76,8 @@ def test_runs_are_kept_until_the_engine_lets_them_be_evicted():
         cache.order(high, keep=True)
         assert cache.stats().evictable_pages == 4
         assert cache.step(lengths)
-        assert cache.attach(None, low, dry=True) == 0
         slot = cache.alloc()
+        assert cache.attach(slot, low) == 0
         assert cache.attach(slot, high) == 64 and (cache.tensors[0][slot, :64] == 2).all()
 
 
@@ -95,4 +94,4 @@ def test_a_run_has_what_its_request_has():
         assert refused.value.errno == errno.ENODATA and cache.stats().prefixes == 0
         run = cache.share(slot, 102)
         assert 16 < cache.run(run).min_tokens <= 102
-        assert cache.attach(None, run, cache.run(run).min_tokens - 1, dry=True) == 0
+        assert cache.attach(cache.alloc(), run, cache.run(run).min_tokens - 1) == 0

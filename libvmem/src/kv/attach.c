@@ -122,39 +122,25 @@ static int attach_found(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return rc;
 }
 
-// A dry attach of `tokens` tokens of runs.found: 0, or -ENOMEM if there is no memory for it.
-static int would_attach(vmem_kv *kv, uint32_t tokens)
-{
-    const uint64_t copies = vmem__kv_pages_beside(kv, tokens, tokens);
-    if (!copies) // attaching only maps pages that are there
-        return 0;
-    vmem__kv_protect_found(kv, tokens);
-    const int rc = vmem__kv_claim_memory(kv, attach_delta(kv, tokens, copies), copies);
-    vmem__kv_unprotect_found(kv);
-    return rc;
-}
-
 static int begin_with_runs(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
                            uint32_t *tokens)
 {
     int rc = tokens ? 0 : vmem__error(-EINVAL, "tokens must not be NULL");
     if (!rc)
-        rc = vmem__check_flags(flags, VMEM_KV_DRY | VMEM_KV_LOOK);
+        rc = vmem__check_flags(flags, VMEM_KV_LOOK);
     if (rc)
         return rc;
     *tokens = 0;
-    if (!(flags & VMEM_KV_LOOK))
-        vmem__kv_clear_shortage();
-    if (!flags) // before the runs are found: the worker may evict some meanwhile
-        rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_ACTIVE);
-    if (!rc && !flags && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
+    if (flags)
+        return vmem__kv_find_runs(kv, runs, n, most, tokens);
+    vmem__kv_clear_shortage();
+    rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_ACTIVE); // first: the worker may evict runs meanwhile
+    if (!rc && (!kv->slots[slot].fresh || kv->slots[slot].tokens))
         rc = vmem__error(-EINVAL, "slot %u is not newly allocated: attach before its first step", slot);
     if (!rc)
         rc = vmem__kv_find_runs(kv, runs, n, most, tokens);
-    if (rc || !*tokens || flags & VMEM_KV_LOOK)
+    if (rc || !*tokens)
         return rc;
-    if (flags)
-        return would_attach(kv, *tokens);
     const bool counted = kv->runs.list[kv->runs.found[0]].report; // read now: the run may be evicted meanwhile
     rc = attach_found(kv, slot, *tokens);
     if (rc == -ENOMEM)

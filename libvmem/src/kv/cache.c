@@ -213,22 +213,18 @@ static void free_cut(struct kv_cut *c)
     free(c->pages);
 }
 
-// Frees all memory of a cache that no call uses any more, but for the handle itself.
-static void free_memory(vmem_kv *kv)
+void vmem_kv_destroy(vmem_kv *kv)
 {
-    if (kv->life.memory_freed || kv->pid != getpid()) // a forked child has neither the worker nor the pages
+    if (!kv)
         return;
-    vmem__kv_pool_leave(kv);
-    vmem__kv_worker_stop(kv);
-    release_pages(kv);
-    vmem__pool_left(kv->membership.left);
-    vmem__kv_unpublish(kv);
-    kv->life.memory_freed = true;
-}
-
-static void destroy(vmem_kv *kv)
-{
-    free_memory(kv);
+    if (kv->pid == getpid()) { // a forked child has neither the worker nor the pages
+        vmem__kv_pool_leave(kv);
+        vmem__kv_worker_stop(kv);
+        release_pages(kv);
+        vmem__pool_left(kv->membership.left);
+        if (kv->view.path)
+            unlink(kv->view.path);
+    }
     if (kv->pages)
         munmap(kv->pages, kv->pages_bytes);
     if (kv->joined)
@@ -278,56 +274,25 @@ int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv 
     kv->owned = ctx->owned;
     rc = init(kv, &c);
     if (rc) {
-        destroy(kv);
+        vmem_kv_destroy(kv);
         return rc;
     }
     *out = kv;
     return 0;
 }
 
-int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet)
+int vmem__kv_close(vmem_kv *kv)
 {
     static const unsigned char none;
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__kv_check_fence(kv, step);
-    *quiet = step <= vmem__kv_last_ended_step(kv);
-    if (!rc) {
-        kv->life.closing = true;
-        kv->life.closes = step;
-        kv->owned = &none;
-    }
-    vmem__kv_leave(kv, rc);
-    if (!rc) {
-        vmem__kv_pool_leave(kv);
-        vmem__kv_worker_stop(kv); // the worker copies no row after this
-    }
-    return rc;
-}
-
-int vmem_kv_destroy(vmem_kv *kv, uint64_t after)
-{
-    bool quiet = false;
-    if (!after) {
-        if (kv)
-            destroy(kv);
-        return 0;
-    }
-    int rc = vmem__kv_close(kv, after, &quiet);
-    if (quiet && !rc)
-        free_memory(kv); // not the handle: callers need not know which steps are known to have ended
-    return rc;
-}
-
-int vmem_kv_retire(vmem_kv *kv, uint64_t step)
-{
-    if (!kv || !kv->life.closing)
-        return vmem__kv_retire(kv, step);
-    int rc = vmem__kv_check_fence(kv, step);
-    if (!rc && step >= kv->life.closes)
-        destroy(kv);
-    return rc;
+    kv->owned = &none;
+    kv->closed = true;
+    vmem__kv_leave(kv, 0);
+    vmem__kv_pool_leave(kv);
+    vmem__kv_worker_stop(kv);
+    return 0;
 }
 
 // ---- questions ------------------------------------------------------------------------------------------------------

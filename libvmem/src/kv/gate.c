@@ -94,12 +94,6 @@ static int publish(vmem_kv *kv, const char *path, const char *name)
     return 0;
 }
 
-void vmem__kv_unpublish(vmem_kv *kv)
-{
-    if (kv->view.path)
-        unlink(kv->view.path);
-}
-
 uint64_t vmem__kv_wanted_budget(const vmem_kv *kv)
 {
     return kv->view.map ? __atomic_load_n(&kv->view.map->wanted_budget, __ATOMIC_ACQUIRE) : 0;

@@ -335,12 +335,6 @@ struct kv_view {
     int fd;
 };
 
-struct kv_life {
-    uint64_t closes; // the step whose kernels must end before the cache is destroyed; 0: none
-    bool closing;
-    bool memory_freed; // only the handle is left
-};
-
 struct vmem_kv {
     // Constant once the cache has been created, but for `flags` (joining a pool sets VMEM_KV_LAZY) and `owned`.
     vmem_context *ctx;
@@ -393,7 +387,7 @@ struct vmem_kv {
     struct kv_expect expect;
     vmem_kv *next; // the context's next cache
     struct kv_worker worker;
-    struct kv_life life;
+    bool closed; // vmem__kv_close
 };
 
 // ---- the state -------------------------------------------------------------------------------------------------------
@@ -498,7 +492,7 @@ void vmem__kv_wait_cutting(vmem_kv *kv); // waits until the worker unmaps nothin
 // Between these two calls the worker does nothing. The caller holds `state`, which pause may drop for a moment.
 void vmem__kv_worker_pause(vmem_kv *kv);
 void vmem__kv_worker_resume(vmem_kv *kv);
-// -EPERM: the caller is a child of the process that created the cache; -EINVAL: kv is NULL or being closed.
+// -EPERM: the caller is a child of the process that created the cache; -EINVAL: kv is NULL or closed.
 int vmem__kv_check_usable(const vmem_kv *kv);
 
 static inline struct kv_range *kv_past_of(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -868,7 +862,6 @@ int vmem__kv_enter(vmem_kv *kv);
 int vmem__kv_enter_step(vmem_kv *kv);
 int vmem__kv_leave(vmem_kv *kv, int rc);
 
-void vmem__kv_unpublish(vmem_kv *kv);
 // The budget that another process has written into the view and that is not yet answered; 0: none. The answer is rc,
 // and in case of an error the reason (VMEM_KV_NO_MEMORY or another of the kind).
 uint64_t vmem__kv_wanted_budget(const vmem_kv *kv);

@@ -4,7 +4,6 @@
 #ifndef VMEM__KV_MEMBER_H
 #define VMEM__KV_MEMBER_H
 
-#include <stdbool.h>
 #include <stdint.h>
 
 #include "vmem_kv.h"
@@ -16,10 +15,7 @@ int vmem__kv_end(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // has released that will be wanted again (missed).
 void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed);
 
-// Ends all calls but vmem_kv_retire and vmem_kv_destroy, and the background thread. *quiet: the kernels up to the step
-// have ended.
-int vmem__kv_close(vmem_kv *kv, uint64_t step, bool *quiet);
-// vmem_kv_retire, but for a cache that is being closed, which its owner destroys.
-int vmem__kv_retire(vmem_kv *kv, uint64_t step);
+// Leaves the pool and ends the background thread. No call may follow but vmem_kv_destroy: others return -EINVAL.
+int vmem__kv_close(vmem_kv *kv);
 
 #endif

@@ -167,7 +167,7 @@ int vmem__kv_end_requests(vmem_kv *kv, uint64_t step)
     return rc;
 }
 
-int vmem__kv_retire(vmem_kv *kv, uint64_t step)
+int vmem_kv_retire(vmem_kv *kv, uint64_t step)
 {
     int rc = vmem__kv_enter(kv);
     if (rc)
@@ -284,12 +284,6 @@ static int64_t truncation_delta(const vmem_kv *kv, uint32_t slot, uint64_t copie
     return delta;
 }
 
-static int would_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens)
-{
-    const uint64_t copies = pages_to_copy(kv, slot, tokens);
-    return vmem__kv_claim_memory(kv, truncation_delta(kv, slot, copies), copies);
-}
-
 // Makes room for the copies of all groups, or fails.
 static int room_for_copies(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
@@ -328,11 +322,9 @@ static int truncate_now(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return 0;
 }
 
-static int shorten(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags)
+static int shorten(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after)
 {
-    int rc = vmem__check_flags(flags, VMEM_KV_DRY);
-    if (!rc)
-        rc = check_truncate(kv, slot, tokens);
+    int rc = check_truncate(kv, slot, tokens);
     if (!rc)
         rc = vmem__kv_check_fence(kv, after);
     if (rc)
@@ -341,23 +333,21 @@ static int shorten(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, 
     // Even if the slot is fresh, kernels may still be writing the shared rows attached to it.
     const bool shared = tokens < vmem__kv_shared_tokens(kv, slot);
     if (!after || after <= vmem__kv_last_ended_step(kv) || (s->fresh && !shared))
-        return flags ? would_truncate(kv, slot, tokens) : truncate_now(kv, slot, tokens);
+        return truncate_now(kv, slot, tokens);
     if (shared)
         return vmem__error(-EBUSY,
                            "tokens %u: rows from there on are shared, and kernels of step %" PRIu64 " may be in flight",
                            tokens, after);
-    if (flags)
-        return 0;
     // Changes no mapping that running kernels use: the rows go after later steps no longer ask for them.
     s->tokens = tokens;
     s->same_pages_until = 0;
     return 0;
 }
 
-int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after, uint32_t flags)
+int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after)
 {
     int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, shorten(kv, slot, tokens, after, flags));
+    return rc ? rc : vmem__kv_leave(kv, shorten(kv, slot, tokens, after));
 }
 
 // ---- swapping -------------------------------------------------------------------------------------------------------
@@ -409,16 +399,6 @@ int vmem_kv_swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
     return vmem__kv_leave(kv, rc);
 }
 
-// A dry swap_in: 0, or -ENOMEM if there is no memory for the slot's rows.
-static int would_swap_in(vmem_kv *kv, uint32_t slot)
-{
-    const uint32_t tokens = kv->slots[slot].tokens;
-    uint64_t pages = 0;
-    for (const struct kv_group *g = kv->groups; g < kv->groups + kv->n_groups; g++)
-        pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_need_lo(kv, g, tokens)) * g->n;
-    return vmem__kv_claim_memory(kv, (int64_t)pages, pages);
-}
-
 static int swap_in(vmem_kv *kv, uint32_t slot)
 {
     struct kv_slot *s = &kv->slots[slot];
@@ -446,20 +426,18 @@ static int swap_in(vmem_kv *kv, uint32_t slot)
     return 0;
 }
 
-int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot, uint32_t flags)
+int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot)
 {
     int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    rc = vmem__check_flags(flags, VMEM_KV_DRY);
     vmem__kv_clear_shortage();
     vmem__kv_worker_pause(kv);
+    rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_SWAPPED);
     if (!rc)
-        rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_SWAPPED);
-    if (!rc)
-        rc = flags ? would_swap_in(kv, slot) : swap_in(kv, slot);
+        rc = swap_in(kv, slot);
     vmem__kv_worker_resume(kv);
-    if (rc == -ENOMEM && !flags)
+    if (rc == -ENOMEM)
         vmem__kv_count_shortage(kv);
     return vmem__kv_leave(kv, rc);
 }

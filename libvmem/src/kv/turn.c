@@ -76,8 +76,8 @@ static int __attribute__((cold)) unusable(const vmem_kv *kv)
 {
     if (!kv)
         return vmem__error(-EINVAL, "kv is NULL");
-    if (kv->life.closing)
-        return vmem__error(-EINVAL, "the cache is being closed: it accepts only retire");
+    if (kv->closed)
+        return vmem__error(-EINVAL, "the cache is closed");
     return vmem__error(-EPERM, "this KV cache belongs to process %d, which forked", (int)kv->pid);
 }
 

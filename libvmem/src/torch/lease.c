@@ -124,7 +124,7 @@ static int cache_new(struct lease *l, vmem_kv_pool *pool, const char *name, uint
     if (rc) {
         char text[VMEM__TEXT];
         vmem__keep_error(text);
-        vmem_kv_destroy(l->kv, 0);
+        vmem_kv_destroy(l->kv);
         vmem__error(0, "%s", text);
     }
     return rc;
@@ -421,7 +421,7 @@ static void leave(struct lease *l)
         pthread_cond_wait(&l->moved, &l->lock);
     if (l->closing && !l->users && !l->stats.segments) {
         ended = l->ended;
-        vmem_kv_destroy(l->kv, 0);
+        vmem_kv_destroy(l->kv);
         free_lists(l);
         l->kv = NULL;
         l->closing = false;
