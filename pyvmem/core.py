@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 
 from pyvmem._checks import UInts, flag, one_of, uint, uints
 from pyvmem._ffi import ffi, lib
@@ -32,10 +31,8 @@ from pyvmem.owned import (
     _Owned,
     as_buffer,
     commit_flags,
-    create_flags,
     make_ops,
     map_flags,
-    new_handles,
     no_index,
 )
 
@@ -387,26 +384,6 @@ class Context(_Owned):
         """
         return Pages(self, page_size, n, zero=zero)
 
-    def create_handles(self, page_size: int, n: SupportsIndex = 1, *, zero: bool = False) -> UInts:
-        """As `create`, but return bare handles.
-
-        Parameters
-        ----------
-        page_size, n, zero
-            As in `create`.
-
-        Returns
-        -------
-        numpy.ndarray
-            uint64[n]. The pages exist until `release` or the end of the context.
-        """
-        one_of("page_size", page_size, self.page_sizes)
-        handles, owner = new_handles(n), self._new_owner(self._owned())
-        buffer = as_buffer("vmem_page[]", handles)
-        _check(lib.pv_own_pages(owner, page_size, len(handles), create_flags(zero), buffer))
-        lib.pv_disown_pages(owner)  # must be last: until here, the owner frees the pages on an exception
-        return handles
-
     def _handles(self, pages: Any) -> Any:
         """Return the handles of `pages`, which may be `Pages` of this context or handles already."""
         return pages._handles_for(self) if isinstance(pages, Pages) else pages
@@ -473,23 +450,9 @@ class Context(_Owned):
             op, bad = ffi.new("struct vmem_map_op *", (uint("addrs", addrs), uint("pages", pages))), no_index()
             _check(lib.vMemMapBatch(self._use(), op, 1, map_flags(replace, fine), bad), bad)
         else:
-            self.map_ops(make_ops(MAP_OP, addrs=addrs, pages=self._handles(pages)), replace=replace, fine=fine)
-
-    def map_ops(self, ops: npt.NDArray[Any], *, replace: bool = False, fine: bool = False) -> None:
-        """As `map`, for an array of operations. A contiguous array is passed on without a copy.
-
-        Parameters
-        ----------
-        ops : numpy.ndarray
-            Of dtype `MAP_OP` and any shape.
-        replace, fine
-            As in `map`.
-        """
-        if not isinstance(ops, np.ndarray) or ops.dtype != MAP_OP:
-            raise TypeError(f"ops must be an array of dtype MAP_OP, not {_kind(ops)}")
-        ops, bad = np.ascontiguousarray(ops).reshape(-1), no_index()
-        buffer = as_buffer("struct vmem_map_op[]", ops)
-        _check(lib.vMemMapBatch(self._use(), buffer, len(ops), map_flags(replace, fine), bad), bad)
+            ops, bad = make_ops(MAP_OP, addrs=addrs, pages=self._handles(pages)), no_index()
+            buffer = as_buffer("struct vmem_map_op[]", ops)
+            _check(lib.vMemMapBatch(self._use(), buffer, len(ops), map_flags(replace, fine), bad), bad)
 
     def unmap(self, addrs: Any, lengths: Any) -> None:
         """Unmap ranges, all or none. Unbacked parts are skipped.

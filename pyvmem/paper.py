@@ -9,10 +9,11 @@ SPDX-License-Identifier: MIT
 
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from pyvmem._checks import UInts, flag, shown, uint
+from pyvmem._checks import UInts, flag, one_of, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import _check
+from pyvmem.owned import as_buffer, create_flags, new_handles
 
 if TYPE_CHECKING:
     from pyvmem.kv.arguments import Lengths
@@ -98,7 +99,12 @@ def vMemCreate(context: Context, page_size: int, n: SupportsIndex = 1, *, zero: 
     numpy.ndarray
         Their handles, uint64[n].
     """
-    return _context(context).create_handles(page_size, n, zero=zero)
+    one_of("page_size", page_size, _context(context).page_sizes)
+    handles, owner = new_handles(n), context._new_owner(context._owned())
+    buffer = as_buffer("vmem_page[]", handles)
+    _check(lib.pv_own_pages(owner, page_size, len(handles), create_flags(zero), buffer))
+    lib.pv_disown_pages(owner)  # must be last: until here, the owner frees the pages on an exception
+    return handles
 
 
 def vMemMap(context: Context, addr: SupportsIndex, page: SupportsIndex) -> None:

@@ -92,7 +92,7 @@ def decode(
     batch = _batch(cache, slots, lengths, None)
     if batch.max_query != 1:
         raise ValueError(f"query_lengths of the batch go up to {batch.max_query}: decode takes 1; prefill takes any")
-    return _attend("decode", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out, new)
+    return _attend("decode", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out, new)[0]
 
 
 def prefill(
@@ -137,7 +137,7 @@ def prefill(
     if not isinstance(slots, Batch) and query_lengths is None:
         raise ValueError("query_lengths is missing: the number of queries of each request")
     batch = _batch(cache, slots, lengths, query_lengths)
-    return _attend("prefill", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out)
+    return _attend("prefill", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out)[0]
 
 
 def best(
@@ -349,7 +349,6 @@ def _resolve(
     phase: str,
     q: torch.Tensor,
     cache: Cache,
-    layer: Layer,
     k: torch.Tensor,
     v: torch.Tensor,
     batch: Batch,
@@ -405,12 +404,13 @@ def _attend(
     num_splits: int,
     out: torch.Tensor | None,
     new: NewRows | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, Kernel, Call]:
+    """(result, kernel, the kernel's call), after all checks."""
     k, v = _layer(cache, layer)
     if not isinstance(q, torch.Tensor) or not q.dim():
         raise TypeError(f"q must be a tensor, [tokens, query_heads, head_dim], not {shown(q)}")
     scale = _scale(softmax_scale, q.shape[-1])
-    chosen, plan, shape = _resolve(phase, q, cache, layer, k, v, batch, kernel, window, softcap, num_splits, scale, new)
+    chosen, plan, shape = _resolve(phase, q, cache, k, v, batch, kernel, window, softcap, num_splits, scale, new)
     if out is not None:
         want = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
         if (
@@ -429,7 +429,8 @@ def _attend(
                 x, row = x.view(torch.uint8), row.view(torch.uint8)
             x.index_put_(rows, row)
         new = None
-    return chosen.run(Call(q, k, v, batch, shape, scale, num_splits, out, plan, new))
+    call = Call(q, k, v, batch, shape, scale, num_splits, out, plan, new)
+    return chosen.run(call), chosen, call
 
 
 class RepeatedDecode:
@@ -463,11 +464,9 @@ class RepeatedDecode:
                 return out
         n, heads, _, dim = q.shape
         q3, new = q.select(2, 0), (k_new.select(2, 0), v_new.select(2, 0))
-        k, v = _layer(self._cache, self._layer)
-        scale = _scale(softmax_scale, dim)
-        chosen, plan, shape = _resolve("decode", q3, self._cache, self._layer, k, v, batch, "best", window, softcap, 0,
-                                       scale, new)  # fmt: skip
-        out = _attend("decode", q3, self._cache, self._layer, batch, "best", scale, window, softcap, 0, None, new)
+        where = self._cache, self._layer, batch
+        out, chosen, call = _attend("decode", q3, *where, "best", softmax_scale, window, softcap, 0, None, new)
         self._like, self._device, self._shape = like, q.device, (n, 1, heads, dim)
-        self._launch = chosen.repeat(Call(q3, k, v, batch, shape, scale, 0, out, plan, new))
+        call.out = out
+        self._launch = chosen.repeat(call)
         return out.unsqueeze(1)

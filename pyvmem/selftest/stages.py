@@ -373,7 +373,7 @@ def _failed_batch(run: Run, space: Reservation, ops: Any) -> None:
     bad = ops.copy()
     bad["page"][-1] = 0
     try:
-        run.context.map_ops(bad, fine=True)
+        run.context.map(bad["addr"], bad["page"], fine=True)
     except InvalidArgument as error:
         same("the element that an error names", error.index, len(ops) - 1)
     else:
@@ -389,7 +389,7 @@ def _threads(run: Run, space: Reservation, ops: Any, tags: UInts) -> None:
         try:
             for _ in range(run.scaled(50, 4)):
                 run.context.unmap(int(mine["addr"][0]), len(mine) * PAGE)
-                run.context.map_ops(np.ascontiguousarray(mine), fine=True)
+                run.context.map(mine["addr"], mine["page"], fine=True)
         except VmemError as error:
             errors.append(error)
 

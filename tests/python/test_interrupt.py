@@ -14,7 +14,7 @@ import threading
 import pytest
 
 import pyvmem
-from pyvmem import errors
+from pyvmem import errors, paper
 from pyvmem._ffi import ffi, lib
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ def long_calls(context):
         return context.create(size, LENGTH // size).close
 
     def handles():
-        pages = context.create_handles(size, LENGTH // size)
+        pages = paper.vMemCreate(context, size, LENGTH // size)
         return lambda: context.release(pages)
 
     def commit():

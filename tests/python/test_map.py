@@ -169,12 +169,12 @@ def test_a_failed_batch_changes_nothing_and_names_the_element(context, page_size
     ops["addr"][5] = range_.addr + 8 * page_size
     before = context.stats()
     with pytest.raises(pyvmem.InvalidArgument) as caught:
-        context.map_ops(ops)
+        context.map(ops["addr"], ops["page"])
     assert caught.value.index == 5
     assert context.stats() == before
     assert all(context.query(a) == (0, 0) for a in ops["addr"][:5])
     ops["addr"][5] = range_.addr + 5 * page_size
-    context.map_ops(ops)
+    context.map(ops["addr"], ops["page"])
 
 
 def test_a_failed_release_batch_changes_nothing(context, page_size):

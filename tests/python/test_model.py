@@ -164,7 +164,7 @@ class Memory(RuleBasedStateMachine):
     @rule(size=st.integers(0, 3), n=st.integers(1, 6), zero=st.booleans())
     def create(self, size, n, zero):
         size = self.sizes[size % len(self.sizes)]
-        for handle in self.context.create_handles(size, n, zero=zero):
+        for handle in paper.vMemCreate(self.context, size, n, zero=zero):
             page = Page(int(handle), size)
             assert page.handle not in self.stale
             if zero:
@@ -194,7 +194,7 @@ class Memory(RuleBasedStateMachine):
                 at_fault = i
             taken |= {(target, u) for u in range(unit, unit + page.size // UNIT)}
             places.append((target, unit, page))
-        if self.attempt(faults, lambda: self.context.map_ops(ops, replace=replace, fine=fine)):
+        if self.attempt(faults, lambda: self.context.map(ops["addr"], ops["page"], replace=replace, fine=fine)):
             for target, unit, page in places:
                 self.set_page(target, unit, page)
             self.settle()
@@ -202,7 +202,7 @@ class Memory(RuleBasedStateMachine):
                 self.define(page)
         else:
             with pytest.raises(pyvmem.VmemError) as caught:
-                self.context.map_ops(ops, replace=replace, fine=fine)
+                self.context.map(ops["addr"], ops["page"], replace=replace, fine=fine)
             assert caught.value.index == at_fault
 
     @precondition(lambda self: len(self.pages) < 24)

@@ -16,7 +16,6 @@ import pytest
 import pyvmem
 from pyvmem import paper
 from pyvmem._ffi import lib
-from pyvmem.core import MAP_OP
 
 from conftest import python
 
@@ -120,20 +119,15 @@ def test_a_mapping_ends_within_its_reservation(context):
 # ---- arrays of any shape ------------------------------------------------------------------------------------
 
 
-def test_ops_of_any_shape_are_all_mapped(context):
+def test_arrays_of_any_shape_are_all_mapped(context):
     size = min(context.page_sizes)
     range_, pages = context.reserve(16 * MIB), context.create(size, 6)
-    ops = np.empty((2, 3), MAP_OP)
-    ops["addr"] = range_.addr + np.arange(6).reshape(2, 3) * size
-    ops["page"] = pages.handles.reshape(2, 3)
-    context.map_ops(ops)
+    addrs, handles = range_.addr + np.arange(6).reshape(2, 3) * size, pages.handles.reshape(2, 3)
+    context.map(addrs, handles)
     assert range_.resident_bytes == 6 * size
     range_.unmap()
-    context.map_ops(ops.T)
+    context.map(addrs.T, handles.T)
     assert [context.query(range_.addr + i * size)[0] for i in range(6)] == pages.handles.tolist()
-    for wrong in (None, 5, [(1, 2)], np.zeros(3), np.zeros((3, 2), np.uint64)):
-        with pytest.raises(TypeError, match="ops"):
-            context.map_ops(wrong)
 
 
 # ---- what belongs to whom -----------------------------------------------------------------------------------
@@ -185,7 +179,7 @@ def test_a_reservation_takes_along_what_was_committed_there(context, page_size):
 
 
 def test_a_reservation_leaves_other_objects_pages(context, page_size):
-    pages, handles = context.create(page_size, 2), context.create_handles(page_size, 2)
+    pages, handles = context.create(page_size, 2), paper.vMemCreate(context, page_size, 2)
     home = context.reserve(4 * page_size)
     home.map(pages)
     context.fill(home.addr, 7, 2 * page_size)
@@ -298,7 +292,7 @@ def test_closing_beside_calls_of_other_threads(backend):
                     failed.append(error)
 
         ranges = [context.reserve(64 * MIB) for _ in range(2)]
-        handles = context.create_handles(size, 4)
+        handles = paper.vMemCreate(context, size, 4)
 
         def commit():
             try:

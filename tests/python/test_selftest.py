@@ -120,20 +120,20 @@ def broken(self, addrs, pages, **options):
     if addrs % (2 << 20) == 0: self.fill(addrs, 1, 1)
 pyvmem.Context.map = broken""",
     "everything: a batch that fails": """
-real = pyvmem.Context.map_ops
-def broken(self, ops, **options):
-    try: real(self, ops, **options)
+real = pyvmem.Context.map
+def broken(self, addrs, pages, **options):
+    try: real(self, addrs, pages, **options)
     except pyvmem.InvalidArgument:
-        real(self, ops[:1], **options)
+        real(self, addrs[:1], pages[:1], **options)
         raise
-pyvmem.Context.map_ops = broken""",
+pyvmem.Context.map = broken""",
     "everything: threads": """
 import threading
-real = pyvmem.Context.map_ops
-def broken(self, ops, **options):
-    ours = threading.current_thread() is not threading.main_thread() and len(ops) > 2
-    real(self, ops[1:] if ours else ops, **options)
-pyvmem.Context.map_ops = broken""",
+real = pyvmem.Context.map
+def broken(self, addrs, pages, **options):
+    ours = threading.current_thread() is not threading.main_thread() and len(addrs) > 2
+    real(self, addrs[1:] if ours else addrs, pages[1:] if ours else pages, **options)
+pyvmem.Context.map = broken""",
     "everything: unmaps too little": """
 real = pyvmem.Context.unmap
 def broken(self, addrs, lengths):

@@ -63,7 +63,7 @@ def run(device, backend):
                 ops["addr"] = range_.addr + np.arange(PAGES, dtype=np.uint64) * step
                 mapped, unmapped = [], []
                 for i in range(ROUNDS + 1):  # the first opens overlays and page tables
-                    one = measure(device, context, "map", lambda: context.map_ops(ops))
+                    one = measure(device, context, "map", lambda: context.map(ops["addr"], ops["page"]))
                     other = measure(device, context, "unmap", range_.unmap)
                     if i:
                         mapped.append(one)
