@@ -11,9 +11,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from pyvmem.core import Context
+import torch
+
 from pyvmem.engine import control, pools
 from pyvmem.engine.control import Page, State
+from pyvmem.engine.memory import context_on
 from pyvmem.engine.settings import Refused, Settings
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv.pool import KVPool
@@ -34,18 +36,19 @@ class Sleeper:
         The worker's column in the page.
     chosen : Settings
     pool : KVPool
-    context : Context
-        Of the worker's KV cache.
+    device : torch.device
+        The worker's.
 
     Attributes
     ----------
     weights : Weights
     """
 
-    def __init__(self, page: Page, rank: int, chosen: Settings, pool: KVPool, context: Context) -> None:
+    def __init__(self, page: Page, rank: int, chosen: Settings, pool: KVPool, device: torch.device) -> None:
         self._page, self._rank, self._chosen, self._pool = page, rank, chosen, pool
         page[control.POOL_OF + rank] = pools.number_of(Path(str(pool.path)).stem)
-        self.weights = Weights(pool, context, f"weights {os.getpid()}", chosen.logger)
+        own = context_on(device, chosen)  # whose allocations are larger than those for blocks
+        self.weights = Weights(pool, own, f"weights {os.getpid()}", chosen.logger)
         self._activations = Activations(self.weights)
 
     def load(self, size: int) -> AbstractContextManager[None]:

@@ -168,7 +168,7 @@ class Weights:
     ----------
     pool : KVPool
     context : Context
-        Of the worker's KV cache: its members exchange pages.
+        Of the weights alone.
     name : str
         Of the pool's member.
     log : logging.Logger
@@ -186,7 +186,7 @@ class Weights:
         torch_pools = TorchPools(context.device) if self._gpu else HostPools()
         torch_pools.check()
         self._device = torch.device("cuda", context.device) if self._gpu else torch.device("cpu")
-        # Others take segments one by one, and a large allocation goes back whole: so allocations are small.
+        # Others take segments one by one, and an allocation goes back whole: so allocations are small.
         self.lease = Lease(pool, 0, PAGE, False, "kept", "all", LOAD_WAIT, context, name, torch_pools, LOAD_WAIT, True)
         self._lock = threading.RLock()
         self._copy = HostCopy(self._gpu)

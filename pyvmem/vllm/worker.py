@@ -87,8 +87,7 @@ class WorkerMemory(BlockMemory):
 
     def load(self, device: torch.device, size: int) -> AbstractContextManager[None]:
         """The context in which vLLM loads the weights, as `Sleeper.load` has it."""
-        pool, context = self.pool(device), self.context(device)
-        self._sleeper = Sleeper(self._page, self._rank, self._chosen, pool, context)
+        self._sleeper = Sleeper(self._page, self._rank, self._chosen, self.pool(device), device)
         return self._sleeper.load(size)
 
     @property

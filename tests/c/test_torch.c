@@ -531,16 +531,16 @@ static void test_leases_hand_their_memory_over(void)
 // Memory that the pool takes from a lease with small allocations is the device's, although its neighbours stay.
 static void test_segments_between_others_go_back(void)
 {
-    const uint64_t pages = VMEM_PAGE_2M / test_page; // of a segment
+    const uint64_t bytes = UINT64_C(8) << 20, pages = bytes / test_page; // of a segment
     char *segments[16];
     open_pool(17 * pages);
     open_lease_with(0, 1, VMEM_TORCH_SMALL);
     for (int i = 0; i < 16; i++)
-        CHECK((segments[i] = get(VMEM_PAGE_2M)));
+        CHECK((segments[i] = get(bytes)));
     for (int i = 0; i < 16; i += 2)
         put(segments[i]);
     OK(trim());
-    while (stats().held_bytes > 8 * VMEM_PAGE_2M)
+    while (stats().held_bytes > 8 * bytes)
         usleep(1000);
     OK(trim());
     CHECK_EQ(unused_memory(), 0);
