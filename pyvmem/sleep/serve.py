@@ -73,6 +73,7 @@ class Serve(http.Limits):
         self._lives: dict[str, tuple[tuple[int, int], float]] = {}
         self._running = self._unserved = 0
         self._waiting: dict[object, int] = {}  # when each request came that waits
+        self._fresh: dict[object, int] = {}  # when each stream came that the engine has, and that has sent nothing
         self._used = _now()
         self._moved, self._came = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -144,13 +145,15 @@ class Serve(http.Limits):
 
         A stream's headers wait for its first bytes, so that it can be refused until then.
         """
-        began, starts, sent = _now(), [], False
+        began, starts, sent, token = _now(), [], False, object()
 
         async def tell(message: dict[str, Any]) -> None:
             nonlocal sent
             if message["type"] == "http.response.start":
                 starts.append(message)
+                self._fresh[token] = began
                 return
+            self._fresh.pop(token, None)
             while starts:
                 await send(starts.pop())
             sent = True
@@ -160,17 +163,27 @@ class Serve(http.Limits):
         try:
             while not (sent or answers.done()):
                 await asyncio.wait([answers], timeout=FIND)
-                starved = self._pages[0][control.STARVING] if self._pages else 0
-                if starved and _now() - max(starved, began) > 1e6 * self._settings.queue and not sent:
+                if not sent and self._in_vain(began, bool(starts)):
                     return False
             await answers
             while starts:  # an answer without a body
                 await send(starts.pop())
             return True
         finally:
+            self._fresh.pop(token, None)
             if not answers.done():
                 answers.cancel()
                 await asyncio.wait([answers])
+
+    def _in_vain(self, began: int, stream: bool) -> bool:
+        """Return whether a request that has sent nothing has waited too long for memory.
+
+        One that answers as a whole may be half done if its model went on until it fell asleep: it goes on when it wakes.
+        """
+        starved = self._pages[0][control.STARVING] if self._pages else 0
+        if not starved or (not stream and starved >= self._pages[0][control.CHANGED_AT] and not self._open()):
+            return False
+        return _now() - max(starved, began) > 1e6 * self._settings.queue
 
     def _open(self) -> bool:
         return all(p[control.STATE] == State.AWAKE for p in self._pages)
@@ -302,10 +315,11 @@ class Serve(http.Limits):
         return bool(self._pages)
 
     def _publish(self) -> None:
-        since = min(self._waiting.values(), default=0)
+        waits = [*self._waiting.values(), *(() if self._open() else self._fresh.values())]
+        since = min(waits, default=0)
         for page in self._pages:
             slot = page.server(self._number)
-            slot[control.S_RUNNING], slot[control.S_QUEUED] = self._running, len(self._waiting)
+            slot[control.S_RUNNING], slot[control.S_QUEUED] = self._running, len(waits)
             slot[control.S_UNSERVED] = self._unserved
             slot[control.S_SINCE], slot[control.S_USED_AT], slot[control.S_ORDER] = since, self._used, self._order
 
@@ -329,6 +343,7 @@ class Serve(http.Limits):
         self._stir()
 
     def _stir(self) -> None:
+        self._publish()
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
 

@@ -254,6 +254,45 @@ def test_a_request_whose_memory_never_comes_is_refused(played):
     played(history, queue="0.3")
 
 
+def test_a_request_that_is_half_done_is_held_while_its_model_sleeps(played):
+    """Also for longer than one may wait for its first step: a stream that has sent nothing is refused then."""
+
+    async def history(engine, app, other):
+        call = app.__class__.__call__
+
+        async def streams(self, scope, receive, send):
+            if scope["headers"]:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await self.may.wait()
+                await send({"type": "http.response.body", "body": b"1"})
+            else:
+                await call(self, scope, receive, send)
+
+        app.__class__.__call__ = streams
+        try:
+            app.may.clear()
+            half_done = asyncio.create_task(ask(engine))
+            stream = asyncio.create_task(ask(engine, headers=[(b"x", b"y")]))
+            await until(lambda: engine.page[control.RUNNING] == 2, engine)
+            engine.lacks = 5
+            other[control.RUNNING] = 1
+            engine.page[control.GIVES] = 9
+            other[control.STATE], other[control.QUEUED], other[control.SINCE] = State.ASLEEP, 1, 1
+            other[control.LACKS], other[control.LACKING] = 5, 1
+            await until(lambda: engine.calls[:1] == ["freeze"], engine)
+            await until(lambda: engine.page[control.QUEUED] == 1, engine)  # the stream waits for its first token
+            assert (await stream)[0] == 503
+            await until(lambda: engine.page[control.UNSERVED] == 1 and not engine.page[control.QUEUED], engine)
+            await asyncio.sleep(2 * serve.FIND)  # it looks again
+            assert not half_done.done() and engine.page[control.RUNNING] == 1
+            app.may.set()
+            assert (await half_done)[0] == 200
+        finally:
+            app.__class__.__call__ = call
+
+    played(history, queue="0.3")
+
+
 def test_who_drains_a_frozen_model_waits_for_its_requests(played):
     async def history(engine, app, other):
         request = starve(engine, app, other)
