@@ -110,10 +110,11 @@ fuzz-kv-gpu: ## The same on a GPU, with nvcc and two steps in flight; GPU_BACKEN
 
 CROSS ?= aarch64-linux-gnu
 # QEMU keeps a table of all reserved addresses; test_reserve reserves 12 TiB, which takes it more memory than there is.
+# It ignores MADV_WIPEONFORK, by which test_blocks finds that a forked child is refused.
 test-cross: ## The quick C tests, cross-built for aarch64 and run under qemu-user (CROSS=aarch64-linux-gnu)
 	$(Q).ci/need $(CROSS)-gcc=gcc-aarch64-linux-gnu qemu-$(firstword $(subst -, ,$(CROSS)))=qemu-user
 	$(Q)RUN="qemu-$(firstword $(subst -, ,$(CROSS))) -L /usr/$(CROSS)" $(MAKE) --no-print-directory -C tests/c check \
-	    CC=$(CROSS)-gcc BUILD=../../build/tests-c-$(CROSS) BACKENDS=host T="$(patsubst %,test_%,$(filter-out reserve,$(FAST_C)))"
+	    CC=$(CROSS)-gcc BUILD=../../build/tests-c-$(CROSS) BACKENDS=host T="$(patsubst %,test_%,$(filter-out reserve blocks,$(FAST_C)))"
 
 test-tsan: ## C tests under the thread sanitizer
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-tsan

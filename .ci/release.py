@@ -31,6 +31,8 @@ def disagreements(ref=""):
     heading = re.search(r"^## .*", (TOP / "CHANGELOG.md").read_text(), re.M)[0]
     if "the tag" in found and "not released" in heading:
         said.append(f"CHANGELOG.md still says {heading!r}: write the date")
+    if "the tag" in found and "UNRELEASED" in (TOP / "packaging/debian/changelog").read_text().partition("\n")[0]:
+        said.append("packaging/debian/changelog still says UNRELEASED: write unstable")
     return said
 
 

@@ -51,6 +51,6 @@ suppress_warnings = [
 ]
 
 man_pages = [
-    ("reference/cli", "pyvmem", "fine-grained virtual memory for GPU and CPU tensors", author, 1),
+    ("reference/cli", "pyvmem", "GPU memory on demand, at addresses that never change", author, 1),
     ("kernel-module", "vmem-module", "the patched nvidia-uvm.ko: build, install, load", author, 8),
 ]

@@ -51,7 +51,7 @@ def _common() -> _Parser:
 
 
 def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
-    parser = _Parser(prog="pyvmem", description="Fine-grained virtual memory for GPU and CPU tensors.")
+    parser = _Parser(prog="pyvmem", description="GPU memory on demand, at addresses that never change.")
     parser.add_argument("--version", action="version", version=f"pyvmem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser(
