@@ -24,7 +24,7 @@ OWN = {"uvm", "stock", "cuda", "host"}
 
 # Label of the row, benchmark, pattern of the metric, and the figure beside it: the same metric of bare calls or plain
 # memory ("bare"), another metric's pattern, or nothing.
-_ROWS = (
+ROWS = (
     ("reserve 1 GiB of addresses", "vmm", "reserve 1 GiB", None),
     ("create a page", "vmm", "create", "bare"),
     ("map a page", "vmm", "map", "bare"),
@@ -41,7 +41,7 @@ _ROWS = (
     ("waste, 256 requests, default", "fragmentation", "waste, B=256.*, default", None),
     ("requests in the same memory", "fragmentation", r"largest batch, .* MiB", None),
 )
-_COLUMNS = (33, 11, 11, 13, 8)  # with a blank between them: 80
+COLUMNS = (33, 11, 11, 13, 8)  # with a blank between them: 80
 
 
 def about() -> dict[str, Any]:
@@ -64,7 +64,7 @@ def rows(records: Sequence[Record]) -> list[tuple[str, str, str, str, str]]:
     """(text, small pages, 2 MiB pages, beside, paper) of each row that the records have, as text."""
     best = next((r.backend for r in records if r.backend in OWN), None)
     found = []
-    for text, bench, pattern, beside in _ROWS:
+    for text, bench, pattern, beside in ROWS:
         same = [r for r in records if r.bench == bench and re.fullmatch(pattern, r.metric)]
         mine = sorted((r for r in same if r.backend == best), key=lambda r: r.page_size or 0)
         if not mine:
@@ -96,7 +96,7 @@ def screen(records: Sequence[Record], about: Mapping[str, Any]) -> list[str]:
     small, large = (size_text(sizes[0]), size_text(sizes[-1])) if sizes else ("", "")
     heads = ("median", small, large if len(sizes) > 1 else "", "bare calls", "paper")
     for row in [heads, *rows(records)]:
-        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, _COLUMNS))]
+        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, COLUMNS))]
         lines.append(" ".join(cells).rstrip())
     lines += [
         "",

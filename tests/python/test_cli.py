@@ -236,7 +236,7 @@ def test_the_screen_names_bare_calls_and_the_paper_beside_each_row():
     ]  # fmt: skip
     assert summary.rows(batches) == [("requests in the same memory", "1234", "1234", "", "258")]
     assert max(map(len, summary.screen(found + batches, summary.about()))) <= 80
-    assert max(len(text) for text, *_ in summary._ROWS) <= summary._COLUMNS[0]
+    assert max(len(text) for text, *_ in summary.ROWS) <= summary.COLUMNS[0]
 
 
 @pytest.mark.parametrize(

@@ -238,22 +238,21 @@ def test_two_threads_do_not_take_each_others_events():
                 self.lock.release()
 
         class Slow(Event):
-            come = True
-
             def query(self):
                 if threading.current_thread() is thread:
                     asked.set()
                     assert go_on.wait(60)
-                else:
+                elif asked.is_set():
                     other_came.set()
-                return True
+                return asked.is_set()
 
         cache._polling = Polling()
         slow, late = Slow(), Event()
         thread = threading.Thread(target=cache.step, args=([0] * 3,), kwargs={"dry": True})
         cache.free(slots[0], after=slow)
         assert cache.slot(slots[0]).after
-        cache._events.append((late, cache.last_step))
+        assert cache.step([0, 10, 10])
+        cache.free(slots[1], after=late)
         thread.start()
         assert asked.wait(60)
         other = threading.Thread(target=cache.step, args=([0] * 3,), kwargs={"dry": True})
@@ -262,7 +261,9 @@ def test_two_threads_do_not_take_each_others_events():
         go_on.set()
         thread.join()
         other.join()
-        assert cache._events == [(late, cache.last_step)]
+        assert not cache.slot(slots[0]).after and cache.slot(slots[1]).after == cache.last_step
+        late.come = True
+        assert cache.step([0] * 3, dry=True) and not cache.slot(slots[1]).after
 
 
 def test_a_slot_that_another_thread_gets_keeps_its_swapped_rows():

@@ -16,6 +16,7 @@ from kv_pools import free, load, make
 import pyvmem
 import pyvmem.lease
 from pyvmem import KVPool, OutOfMemory, VmemError, torch_pool
+from pyvmem._ffi import lib
 from pyvmem.lease import TorchPools, Lease
 
 
@@ -438,7 +439,6 @@ def test_doors_call_pytorch_by_the_names_it_has(monkeypatch):
     def named(name):
         return lambda *arguments: calls.append((name, *arguments))
 
-    monkeypatch.setattr(pyvmem.lease, "_allocators", {})
     monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
     monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Pluggable)
     monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
@@ -447,9 +447,11 @@ def test_doors_call_pytorch_by_the_names_it_has(monkeypatch):
     torch_pools = TorchPools(1)
     with pytest.raises(VmemError, match="no CUDA device"):
         torch_pools.check()
-    pool = torch_pools.new_pool(3)
-    torch_pools.new_pool(3)
-    assert calls == [("vmem_torch_alloc_3", "vmem_torch_free_3"), ("MemPool", "allocator"), ("MemPool", "allocator")]
+    pair = lib.VMEM_TORCH_PLACES - 1  # which no other lease of this process gets to
+    pool = torch_pools.new_pool(pair)
+    torch_pools.new_pool(pair)
+    made = f"vmem_torch_alloc_{pair}", f"vmem_torch_free_{pair}"
+    assert calls == [made, ("MemPool", "allocator"), ("MemPool", "allocator")]
     calls.clear()
     assert [s["address"] for s in torch_pools.snapshot(pool)] == [4096] and calls == [("snapshot", False)]
     monkeypatch.setattr(MemPool, "snapshot", lambda self: [{"device": 1, "address": 8192, "blocks": []}])

@@ -667,7 +667,7 @@ def test_another_release_of_transformers_is_refused_in_one_line(version, tmp_pat
 
 def test_a_newer_release_is_judged_by_the_functions_in_use(tmp_path, monkeypatch):
     """It is accepted if they are the same, and otherwise refused with their names."""
-    if not transformers.__version__.startswith(f"{pyvmem.transformers._LAST}."):
+    if not transformers.__version__.startswith("5.24."):
         pytest.skip("the table is of the newest release that was tried")
     monkeypatch.delenv("VMEM_TRANSFORMERS_FORCE", raising=False)
     here = Path(transformers.__file__).parent
