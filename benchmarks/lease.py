@@ -360,7 +360,7 @@ def run(session: Session) -> list[Record]:
     with session.context() as context:
         gpu = "cuda_pointer" in context.capabilities and torch.cuda.is_available()
         amount = args.amount or (4 * GIB if gpu else 256 * MIB)
-        amount = min(amount, math.floor(context.info().memory_free / 4)) // SEGMENT * SEGMENT
+        amount = min(amount, math.floor(context.memory_free / 4)) // SEGMENT * SEGMENT
         if not amount:
             raise MemoryError("the device has no 256 MiB free")
         chosen = args.part or PARTS

@@ -13,8 +13,7 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -65,13 +64,9 @@ _CAPS = {
 }
 
 
-def _no_context() -> None:
-    """Stand for the context of an `Info` that was copied or unpickled, perhaps in another process."""
-
-
 @dataclass(frozen=True)
 class Info:
-    """The backend and device of a context. Sizes are in bytes. Only `memory_free` ever changes."""
+    """The backend and device of a context, which never change. Sizes are in bytes."""
 
     backend: str
     device_name: str
@@ -82,22 +77,6 @@ class Info:
     page_sizes: tuple[int, ...]
     reserve_align: int
     memory_total: int
-    _context: Callable[[], Context | None] = field(repr=False, compare=False)  # a weak reference
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_context": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _context=_no_context)
-
-    @property
-    def memory_free(self) -> int:
-        """Bytes of `memory_total` that are free now. Reading it asks the driver or the system (about 0.2 ms)."""
-        context, free = self._context(), ffi.new("uint64_t *")
-        if context is None:
-            raise ValueError("memory_free: the context is closed, or this Info is a copy")
-        _check(lib.vmem_context_memory(context._use(), ffi.NULL, free))
-        return int(free[0])
 
 
 @dataclass(frozen=True)
@@ -280,8 +259,14 @@ class Context(_Owned):
             page_sizes=tuple(1 << bit for bit in range(64) if raw.page_sizes >> bit & 1),
             reserve_align=raw.reserve_align,
             memory_total=raw.memory_total,
-            _context=weakref.ref(self),
         )
+
+    @property
+    def memory_free(self) -> int:
+        """Bytes of the device that are free now. Reading it asks the driver or the system (about 0.2 ms)."""
+        free = ffi.new("uint64_t *")
+        _check(lib.vmem_context_memory(self._use(), ffi.NULL, free))
+        return int(free[0])
 
     def stats(self) -> Stats:
         """Return what the context holds at this moment, and counts of its calls.

@@ -74,7 +74,7 @@ def run(session: Session) -> list[Record]:
 
     def measure(context: Context, page_sizes: Sequence[int]) -> None:
         # At most half of the free memory: the defaults take 2 GiB, which a small machine may not have.
-        tensors = max(1, min(args.tensors, context.info().memory_free // 2 // args.size))
+        tensors = max(1, min(args.tensors, context.memory_free // 2 // args.size))
         what = f"{tensors} tensors of {size_text(args.size)}"
         for page_size in session.track(page_sizes, f"{context.backend} page sizes"):
             figure = PAPER.get(page_size)

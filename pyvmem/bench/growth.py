@@ -121,7 +121,7 @@ def run(session: Session) -> list[Record]:
     records = []
     with session.context() as context:
         page_sizes = session.args.page_size and session.page_sizes(context) or [max(context.page_sizes)]
-        room = context.info().memory_free // 2
+        room = context.memory_free // 2
         sizes = session.args.grow or [size for size in SIZES[: 2 if session.quick else None] if size <= room]
         for page_size in session.track(page_sizes, "page sizes"):
             for size in sizes:

@@ -184,4 +184,4 @@ class Attention:
 
 def memory_for(context: Context, fraction: float) -> int:
     """A budget in bytes: a fraction of the device's free memory."""
-    return int(context.info().memory_free * fraction) // (2 * MIB) * 2 * MIB
+    return int(context.memory_free * fraction) // (2 * MIB) * 2 * MIB

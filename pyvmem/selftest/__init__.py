@@ -99,9 +99,8 @@ class _Canary:
 
     def __init__(self, device: int) -> None:
         self._context = Context("cuda", device)
-        info = self._context.info()
         self.slow = agent(device).slow
-        self.free = info.memory_free
+        self.free = self._context.memory_free
         length = min(CANARY, self.free // 16 // HUGE * HUGE) or HUGE
         self._range = self._context.reserve(length)
         self._pages = self._context.create(HUGE, length // HUGE)

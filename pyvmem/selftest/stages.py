@@ -107,7 +107,7 @@ def _come_and_go(run: Run) -> None:
 
     def free() -> int:
         context.trim()
-        return context.info().memory_free
+        return context.memory_free
 
     before = free()
     for turn in range(3):
@@ -161,10 +161,10 @@ def victim(run: Run) -> None:
 
 def _kills(run: Run) -> None:
     """Kill processes in the middle of their calls."""
-    kills, before = run.scaled(8, 2), run.context.info().memory_free
+    kills, before = run.scaled(8, 2), run.context.memory_free
     for i in range(kills):
         _kill_one(run, 0.05 + 0.4 * random.Random(i).random())
-        _within(f"after kill {i + 1}", lambda: run.context.info().memory_free, before, STRAY, run.scaled(10, 60))
+        _within(f"after kill {i + 1}", lambda: run.context.memory_free, before, STRAY, run.scaled(10, 60))
     run.figures["kills"] = kills
 
 

@@ -117,7 +117,7 @@ def _backend(name: str, device: int, unknown_driver: bool) -> dict[str, Any]:
         try:
             with Context(name, device, unknown_driver=unknown_driver) as context:
                 info = context.info()
-                free = info.memory_free
+                free = context.memory_free
         except VmemError as failed:
             error = failed
     if error is not None:

@@ -281,6 +281,11 @@ class _LinearAndRows(LinearAttentionLayer):
     is_croppable = LinearAttentionLayer.is_croppable
     dtype = device = None  # of the states; `rows` has its own
 
+    def __init__(self, *args: Any, number_of_states: int = 1) -> None:
+        layer: Any = type(self).__bases__[1]
+        layer.__init__(self, *args)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         # Only `update` passes positional arguments, K and V. States are passed by name.
         if args:
@@ -302,24 +307,11 @@ class _LinearAndRows(LinearAttentionLayer):
 class VMemHybridLayer(_LinearAndRows, VMemLayer):
     """A linear-attention state beside full attention."""
 
-    def __init__(
-        self, rows: Rows, index: int, config: PreTrainedConfig, settings: dict[str, Any], number_of_states: int = 1
-    ) -> None:
-        VMemLayer.__init__(self, rows, index, config, settings)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-
     get_max_length = VMemLayer.get_max_length
 
 
 class VMemHybridSlidingLayer(_LinearAndRows, VMemSlidingLayer):
     """A linear-attention state beside attention with a sliding window."""
-
-    def __init__(
-        self, rows: Rows, index: int, config: PreTrainedConfig, settings: dict[str, Any], window: int,
-        number_of_states: int = 1,
-    ) -> None:  # fmt: skip
-        VMemSlidingLayer.__init__(self, rows, index, config, settings, window)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     activate_past_recording = LinearAttentionLayer.activate_past_recording
     get_max_length = VMemSlidingLayer.get_max_length

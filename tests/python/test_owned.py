@@ -252,9 +252,6 @@ def test_facts_about_a_context_can_be_copied(context, how):
     info = context.info()
     other = how(info)
     assert other == info and other.page_sizes == context.page_sizes
-    assert info.memory_free > 0
-    with pytest.raises(ValueError, match="memory_free: the context is closed, or this Info is a copy"):
-        other.memory_free  # noqa: B018
 
 
 @pytest.mark.parametrize("what", [5, None, "host", pyvmem.Context])
@@ -358,7 +355,7 @@ def test_a_closed_context_is_forgotten_at_once(context):
 def test_what_a_context_runs_on_is_asked_once(context, monkeypatch):
     """Reservations and tensors look at it for every argument."""
     info = context.info()
-    assert 0 < info.memory_free <= info.memory_total
+    assert 0 < context.memory_free <= info.memory_total
 
     class Library:
         def __getattr__(self, name):
@@ -370,7 +367,7 @@ def test_what_a_context_runs_on_is_asked_once(context, monkeypatch):
     context.reserve(16 * MIB, backdrop="backdrop" in context.info().capabilities).commit()
     monkeypatch.undo()
     context.close()
-    for look in (context.info, lambda: info.memory_free):
+    for look in (context.info, lambda: context.memory_free):
         with pytest.raises(ValueError, match="closed"):
             look()
 

@@ -196,8 +196,7 @@ def count_lines(path):
 def memory_held(context):
     """Bytes of memory that this process's contexts hold, as the system counts them."""
     if context.backend != "host":
-        info = context.info()
-        return info.memory_total - info.memory_free
+        return context.info().memory_total - context.memory_free
     # The machine's free memory is everybody's; a memfd's blocks are ours.
     descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     files = [d for d in descriptors if os.path.islink(d) and os.readlink(d).startswith("/memfd:")]

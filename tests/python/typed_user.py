@@ -59,7 +59,7 @@ def lease(pool: pyvmem.KVPool) -> int:
 
 if __name__ == "__main__":
     with pyvmem.Context("host") as context:
-        free: int = context.info().memory_free
+        free: int = context.memory_free
         print(free > 0, pages(context), tensors(), cache())
     error: pyvmem.VmemError | None = pyvmem.probe("host")
     assert error is None
