@@ -9,40 +9,31 @@
 SPDX-License-Identifier: MIT
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from pyvmem.kv.view import STATS, View, read_views
+from pyvmem.kv.view import STATS, read_views
 
 
 class Collector:
     """A collector for a registry of prometheus_client: all statistics of all caches, read when it is scraped.
 
-    Parameters
-    ----------
-    prefix : str
-        What the metrics' names begin with.
-    views : callable, optional
-        Returns the caches' views; by default those of all processes of this user.
-
-    Every sample has the labels `name` (the cache's), `pid` and `device` (such as ``host:0``).
+    The names begin with ``pyvmem_kv_``. Every sample has the labels `name` (the cache's), `pid` and `device` (such as
+    ``host:0``).
     """
-
-    def __init__(self, prefix: str = "pyvmem_kv_", views: Callable[[], Iterable[View]] = read_views) -> None:
-        self._prefix, self._views = prefix, views
 
     def collect(self) -> Iterable[Any]:
         """Yield the metric families."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
-        for view in self._views():
+        for view in read_views():
             labels = (view.name, str(view.pid), f"{view.backend}:{view.device}")
             for name, value in view.stats.items():
                 if name not in families:
                     kind = GaugeMetricFamily if STATS[name]["gauge"] else CounterMetricFamily
                     text = f"{STATS[name]['text']}."
-                    families[name] = kind(self._prefix + name, text, labels=("name", "pid", "device"))
+                    families[name] = kind(f"pyvmem_kv_{name}", text, labels=("name", "pid", "device"))
                 families[name].add_metric(labels, value)
         return families.values()
 

@@ -225,7 +225,7 @@ def _softcap(config: PreTrainedConfig) -> float:
 
 def decode_shape(layer: VMemLayer) -> Shape:
     """The `Shape` of a decode step of a `VMemLayer`."""
-    key, heads = layer.slot(0)[:, :1].transpose(1, 2), layer.config.num_attention_heads
+    key, heads = layer.kv()[0][:, :1].transpose(1, 2), layer.config.num_attention_heads
     return _shape("decode", heads, key, layer.window, _softcap(layer.config), layer.rows.kv.tile_rows)
 
 

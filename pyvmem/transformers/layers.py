@@ -147,11 +147,11 @@ class VMemLayer(CacheLayerMixin):
             self._v.narrow(2, start, tokens).copy_(value)
         else:
             self.rows.locate(plan)
-            for which, new in enumerate((key, value)):
+            for rows, new in zip(self.kv(), (key, value)):
                 new = new.transpose(1, 2).reshape(-1, new.shape[1], new.shape[3])
                 if plan.sources is not None:
                     new = new.index_select(0, plan.sources)
-                self.slot(which).index_put_(plan.targets, new)
+                rows.index_put_(plan.targets, new)
         self.length = start + tokens
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VMemLayer:
@@ -163,18 +163,14 @@ class VMemLayer(CacheLayerMixin):
         new._settings = self._settings
         return new
 
-    def slot(self, which: int) -> torch.Tensor:
-        """K (0) or V (1), ``[slots, max_tokens, heads, head_dim]``. It is backed up to the lengths."""
-        return self.rows.pairs[self.index][which]
-
     def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as `slot` returns them."""
+        """K and V, ``[slots, max_tokens, heads, head_dim]`` each. They are backed up to the lengths."""
         return self.rows.pairs[self.index]
 
     def _bind(self) -> None:
         """The views of the batch, ``[batch, heads, max_tokens, head_dim]``. Its slots must be in order."""
         rows = self.rows
-        self._k, self._v = (self.slot(which)[: rows.batch].transpose(1, 2) for which in (0, 1))
+        self._k, self._v = (t[: rows.batch].transpose(1, 2) for t in self.kv())
         self._version = rows.version
 
     def view(self, start: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,7 +187,7 @@ class VMemLayer(CacheLayerMixin):
         first = self._first(self.length if start is None else start)
         if not self.rows.in_order:
             where = self.rows.columns(first, self.length)
-            k, v = (self.slot(which)[where].transpose(1, 2) for which in (0, 1))
+            k, v = (t[where].transpose(1, 2) for t in self.kv())
             return k, v
         if self._version != self.rows.version:
             self._bind()
