@@ -178,7 +178,7 @@ class Serve(http.Limits):
     def _in_vain(self, began: int, stream: bool) -> bool:
         """Return whether a request that has sent nothing has waited too long for memory.
 
-        One that answers as a whole may be half done if its model went on until it fell asleep: it goes on when it wakes.
+        One that answers as a whole may be half done if its model went on until it fell asleep: it goes on at the wake.
         """
         starved = self._pages[0][control.STARVING] if self._pages else 0
         if not starved or (not stream and starved >= self._pages[0][control.CHANGED_AT] and not self._open()):
