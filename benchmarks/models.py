@@ -223,11 +223,15 @@ class Run:
         self.sum_up("alternate", **told, **percentiles("decision to asleep, ms", self._asleep, 1e3), **self.equal())
 
     async def zipf(self) -> None:
-        """Requests of a trace's lengths at a rate, for models by Zipf's law."""
+        """Requests of a trace's lengths, at one rate after the other, for models by Zipf's law."""
+        for rate in self.args.rate:
+            await self.zipf_at(rate, "zipf" if len(self.args.rate) == 1 else f"zipf, {rate:g} requests/s")
+
+    async def zipf_at(self, rate: float, part: str) -> None:
         args, rng = self.args, np.random.default_rng(self.args.seed)
         seconds = min(args.duration, max(self.end - time.monotonic(), 1))
-        n = int(2 * args.rate * args.duration) + 16
-        when = np.cumsum(rng.exponential(1 / args.rate, n))
+        n = int(2 * rate * args.duration) + 16
+        when = np.cumsum(rng.exponential(1 / rate, n))
         shares = 1 / np.arange(1, args.models + 1) ** args.zipf
         models = rng.choice(args.models, n, p=shares / shares.sum())
         trace = read_trace(args.trace) if args.trace else synthetic_trace(n)
@@ -244,22 +248,22 @@ class Run:
             await asyncio.sleep(max(begin + after - time.monotonic(), 0))
             if model >= len(self.way.servers):  # it does not fit
                 answers.append((Answer(error="no such model"), False))
-                self.note("zipf", model=f"m{model}", error="no such model")
+                self.note(part, model=f"m{model}", error="no such model")
                 return
             server = self.way.servers[model]
             awake = bool(self.way.state(server)["awake"])
-            answers.append((await self.request("zipf", server, prompt, output, after=after), awake))
+            answers.append((await self.request(part, server, prompt, output, after=after), awake))
 
-        await asyncio.gather(*(one(*job, seed=i) for i, job in enumerate(jobs)))
+        await asyncio.gather(*(one(*job, seed=int(1e6 * rate) + i) for i, job in enumerate(jobs)))
         took = time.monotonic() - begin
         self._equal = []
         for server in self.way.servers:
-            await self.check("zipf", server)
+            await self.check(part, server)
         good = [a for a, _ in answers if not a.error]
         times = [a.first for a in good if a.first is not None]
         here = [a.first for a, awake in answers if awake and not a.error and a.first is not None]
         errors = sorted({a.error for a, _ in answers if a.error})
-        self.sum_up("zipf", requests=len(answers), failed=len(answers) - len(good), seconds=round(took, 1),
+        self.sum_up(part, requests=len(answers), failed=len(answers) - len(good), seconds=round(took, 1),
                     **{f"within {IN_TIME:g} s": sum(t <= IN_TIME for t in times)},
                     **percentiles("first token, s", times), **percentiles("first token, awake models, s", here),
                     **{"output, tokens/s": round(sum(len(a.tokens) for a in good) / took)}, **self.equal(),
@@ -376,9 +380,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--burst", type=whole, default=16, metavar="N", help="requests of a burst (16)")
     parser.add_argument("--burst-prompt", type=whole, metavar="N", help="tokens of each (2000; cpu: 500)")
     parser.add_argument("--duration", type=argtypes.positive, default=90, metavar="SECONDS", help="of zipf (90)")
-    parser.add_argument("--rate", type=argtypes.positive, default=2, metavar="N", help="requests a second (2)")
+    parser.add_argument("--rate", type=argtypes.positive, action="append", metavar="N",
+                        help="requests a second; repeat for more (2)")  # fmt: skip
     parser.add_argument("--zipf", type=argtypes.positive, default=1, metavar="S", help="exponent of Zipf's law (1)")
-    parser.add_argument("--slice", type=argtypes.positive, default=2, metavar="SECONDS",
+    parser.add_argument("--slice", type=argtypes.positive, default=3, metavar="SECONDS",
                         help="that a busy model serves while others wait (3)")  # fmt: skip
     parser.add_argument("--idle", type=argtypes.seconds, default=1, metavar="SECONDS",
                         help="after which a model of vmem sleeps; 0: when others need its memory (1)")  # fmt: skip
@@ -396,6 +401,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.models = args.models or (5 if len(args.engines) == 1 else len(args.engines))
     args.model = args.model or ("mini" if cpu else "llama-3-8b")
     args.max_model_len = args.max_model_len or (4096 if cpu else 65536)
+    args.rate = args.rate or [2.0]
     args.prefix = args.prefix or (2000 if cpu else 50000)
     args.burst_prompt = args.burst_prompt or (500 if cpu else 2000)
     used = {"alternate": "prefix", "bursts": "burst_prompt"}
