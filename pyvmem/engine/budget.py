@@ -102,14 +102,14 @@ class BlockBudget:
     # ---- what there is ---------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> int:
+    def num_withheld(self) -> int:
         """Blocks that the engine cannot hand out."""
         return self.unbacked.count + self.coming
 
     @property
     def num_backed(self) -> int:
         """Blocks in use or in the free list."""
-        return self.total - self.held
+        return self.total - self.num_withheld
 
     @property
     def used(self) -> int:
@@ -178,15 +178,15 @@ class BlockBudget:
 
     def _pages_beyond(self) -> int:
         """Pages beyond a limit that must go. Blocks within the limit may be scattered over too many pages."""
-        out = self.unbacked
-        if not out.shared:
+        unbacked = self.unbacked
+        if not unbacked.shared:
             return 0
-        most, left = self._most_bytes() // out.page_bytes, self._left_bytes() // out.page_bytes
-        if self.num_backed <= self.least and out.pages > min(most, left):
+        most, left = self._most_bytes() // unbacked.page_bytes, self._left_bytes() // unbacked.page_bytes
+        if self.num_backed <= self.least and unbacked.pages > min(most, left):
             # Free blocks may leave, and blocks that share pages come in their place.
-            most = max(most, out.fewest_pages(self.least, self.free_ids()))
-        asked = min(out.pages - left, self.num_backed - self._keeps)  # a block frees one page at most
-        return max(out.pages - most, asked, 0)
+            most = max(most, unbacked.fewest_pages(self.least, self.free_ids()))
+        asked = min(unbacked.pages - left, self.num_backed - self._keeps)  # a block frees one page at most
+        return max(unbacked.pages - most, asked, 0)
 
     def fit(self) -> None:
         """Measure what pages hold beyond the blocks that begin in them: blocks may reach into the next page."""
@@ -241,8 +241,8 @@ class BlockBudget:
 
     def asked(self) -> bool:
         """Return whether other engines of the pool ask for blocks that are backed here, or for their pages."""
-        out = self.unbacked
-        return self._left_bytes() < max(self.num_backed * self.block_bytes, out.pages * out.page_bytes)
+        unbacked = self.unbacked
+        return self._left_bytes() < max(self.num_backed * self.block_bytes, unbacked.pages * unbacked.page_bytes)
 
     def _learn_pages(self) -> None:
         """Take over which blocks share pages, once workers have their memory and know it."""
@@ -252,22 +252,22 @@ class BlockBudget:
         if block and (page_bytes, block) != (self._page_bytes, self.block_bytes):
             self._page_bytes, self.block_bytes = page_bytes, block
             self.page[control.BLOCK_BYTES] = block
-            out = set(self.unbacked)
+            before = set(self.unbacked)
             self.unbacked = PagePacking(self.total, block, page_bytes)
             self.unbacked.take(self.total, self.total)
-            self.unbacked.put(out)
+            self.unbacked.put(before)
 
     def _take_unbacked(self, n: int) -> list[int]:
         """Take up to `n` unbacked blocks, whose pages fit the limits. The caller has them backed."""
-        out, pages = self.unbacked, self.total
-        if out.shared:
-            pages = min(self._most_bytes(), self._left_bytes()) // out.page_bytes - out.pages
+        unbacked, pages = self.unbacked, self.total
+        if unbacked.shared:
+            pages = min(self._most_bytes(), self._left_bytes()) // unbacked.page_bytes - unbacked.pages
             short = self.least - self.num_backed - self.coming
             n, pages = min(n, short) if pages < 0 else n, max(pages, short)
             if self.page.cells[control.POOL]:
-                coming = -(-self.coming // out.together)
-                pages = min(pages, max(self._room_bytes() // out.page_bytes - coming, 0))
-        return out.take(n, pages)
+                coming = -(-self.coming // unbacked.together)
+                pages = min(pages, max(self._room_bytes() // unbacked.page_bytes - coming, 0))
+        return unbacked.take(n, pages)
 
     def publish(self, wanted: int = 0, yields: bool = False, keeps: int = 0) -> None:
         """Write the numbers of the control page.

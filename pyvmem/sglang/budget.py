@@ -144,9 +144,9 @@ class PageBudget(BlockBudget):
         return sum(len(ids) for _, ids in self._coming)
 
     @property
-    def held(self) -> int:
+    def num_withheld(self) -> int:
         """Pages that SGLang cannot hand out."""
-        return super().held + self._num_leaving
+        return super().num_withheld + self._num_leaving
 
     def _moving(self) -> bool:
         return bool(self._coming or self._leaving)

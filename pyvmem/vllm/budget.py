@@ -53,7 +53,7 @@ class FreeQueue:
     Parameters
     ----------
     pool : vllm.v1.core.block_pool.BlockPool
-    held : callable
+    num_withheld : callable
         Returns how many blocks the pool must not count: the unbacked ones.
 
     Attributes
@@ -62,11 +62,11 @@ class FreeQueue:
         Numbers of the free blocks that hold no cached prefix.
     """
 
-    def __init__(self, pool: Any, held: Callable[[], int]) -> None:
+    def __init__(self, pool: Any, num_withheld: Callable[[], int]) -> None:
         self._pool, self._queue = pool, pool.free_block_queue
         self.empty: set[int] = set(self)
         self._follow_queue()
-        self._hide_unbacked(held)
+        self._hide_unbacked(num_withheld)
 
     def __len__(self) -> int:
         return int(self._pool.get_num_free_blocks())
@@ -102,7 +102,7 @@ class FreeQueue:
         queue.popleft, queue.popleft_n = counted_popleft, counted_popleft_n
         queue.remove, queue.prepend_n = counted_remove, counted_prepend_n
 
-    def _hide_unbacked(self, held: Callable[[], int]) -> None:
+    def _hide_unbacked(self, num_withheld: Callable[[], int]) -> None:
         """Have the pool count its blocks without unbacked ones."""
         pool, evict_blocks, reset_prefix_cache = self._pool, self._pool.evict_blocks, self._pool.reset_prefix_cache
 
@@ -111,7 +111,7 @@ class FreeQueue:
             self.sort()
 
         def reset() -> bool:
-            hidden = held()
+            hidden = num_withheld()
             pool.num_gpu_blocks -= hidden
             try:
                 done: bool = reset_prefix_cache()
@@ -245,7 +245,7 @@ class VllmBudget(BlockBudget):
         self.watermark: int = manager.watermark_blocks
         self._watermark = self.watermark / max(self.total, 1)
         self._full = False
-        self._free = FreeQueue(self.pool, lambda: self.held)
+        self._free = FreeQueue(self.pool, lambda: self.num_withheld)
         self.pool.get_usage = self.usage
         self._free.take(len(self._free))
         self._taken = TakenBlocks()
@@ -270,7 +270,7 @@ class VllmBudget(BlockBudget):
         return self.coming + len(self.orders.unsent)
 
     @property
-    def held(self) -> int:
+    def num_withheld(self) -> int:
         """Blocks that vLLM cannot hand out."""
         return self.unbacked.count + self.ordered
 

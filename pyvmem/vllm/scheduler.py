@@ -325,18 +325,18 @@ class SchedulerMemory:
             budget.page[control.PREEMPTED] += len(output.preempted_req_ids)
         if output.scheduled_new_reqs:
             self._last_begin = time.monotonic()
-        steps = len(output.num_scheduled_tokens)
+        requests = len(output.num_scheduled_tokens)
         # A step with a lowered limit may have left prompts out.
-        self._decodes = not self._tokens and output.total_num_scheduled_tokens <= steps * (1 + self._drafts)
-        self._count_beyond(steps)
-        if self._split and not steps and not self._scheduler.running:
+        self._decodes = not self._tokens and output.total_num_scheduled_tokens <= requests * (1 + self._drafts)
+        self._count_beyond(requests)
+        if self._split and not requests and not self._scheduler.running:
             self._loads = next((r.request_id for r in waiting(self._scheduler)), "")
         position = self.page.cells[control.POSITION]
         coming = [
             (request.request_id, request.num_tokens, wants.computed) for request, wants in self._coming_requests()
         ]
         output.vmem = StepOrders(budget.step, position, gone, ahead, order, budget.take_evicted(), coming)
-        if steps:
+        if requests:
             self.pace.begin(budget.step, output.total_num_scheduled_tokens, time.monotonic())
         self.publish()
 

@@ -244,10 +244,8 @@ class WorkerMemory(BlockMemory):
         """Unback blocks that the scheduler has given up, behind a fence."""
         assert self._blocks is not None
         self._backed.difference_update(ids)
-        for (
-            _,
-            ordered,
-        ) in self._ordered:  # an order that is carried out later does not make these blocks known as backed
+        # An order that is carried out later does not make these blocks known as backed.
+        for _, ordered in self._ordered:
             ordered.difference_update(ids)
         self.blocks.unback(ids, self._fence())
 

@@ -296,7 +296,7 @@ class Engine:
         self.preempted += len(output.preempted_req_ids or ())
         self.steps += 1
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        assert free + self.budget.held <= self.budget.total
+        assert free + self.budget.num_withheld <= self.budget.total
         sampled = [w.execute(output) for w in self.workers]
         return output, sampled[0]
 

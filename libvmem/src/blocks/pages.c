@@ -50,16 +50,16 @@ static uint32_t *next_page(vmem_blocks *b, struct page_iter *w)
 // Makes a batch with room for every page of n blocks. Without the lock.
 static int batch_new(const vmem_blocks *b, uint64_t n, struct page_batch **out)
 {
-    uint64_t room = 0;
-    for (uint32_t i = 0; i < b->n_ranges && room < b->n_pages; i++) {
+    uint64_t cap = 0;
+    for (uint32_t i = 0; i < b->n_ranges && cap < b->n_pages; i++) {
         const struct vmem_block_range *r = &b->ranges[i].at;
         const uint64_t parts = n * r->layers, most = (r->bytes >> b->page_shift) + 2;
-        room = parts > b->n_pages || most > b->n_pages ? b->n_pages : room + parts * most;
+        cap = parts > b->n_pages || most > b->n_pages ? b->n_pages : cap + parts * most;
     }
-    room = room < b->n_pages ? room : b->n_pages;
-    struct page_batch *w = malloc(sizeof(*w) + room * sizeof(w->pages[0]));
+    cap = cap < b->n_pages ? cap : b->n_pages;
+    struct page_batch *w = malloc(sizeof(*w) + cap * sizeof(w->pages[0]));
     if (!w)
-        return vmem__error(-ENOMEM, "no memory for bookkeeping of %" PRIu64 " pages", room);
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of %" PRIu64 " pages", cap);
     *w = (struct page_batch){.pages = (uint64_t *)(w + 1)};
     *out = w;
     return 0;

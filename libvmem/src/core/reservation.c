@@ -90,8 +90,8 @@ void vmem__leaf_drop(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_
 
 static size_t leaf_count(uint64_t length)
 {
-    const uint64_t span = GRANULE * LEAF_ENTRIES;
-    return (length + span - 1) / span;
+    const uint64_t leaf_bytes = GRANULE * LEAF_ENTRIES;
+    return (length + leaf_bytes - 1) / leaf_bytes;
 }
 
 void vmem__reservation_free(struct vmem__reservation_rec *s, bool leaves)
@@ -256,7 +256,7 @@ int vmem_reservation_query(vmem_context *ctx, uint64_t addr, struct vmem_reserva
 
 int vmem_next_mapped(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem_range *out)
 {
-    const uint64_t span = GRANULE * LEAF_ENTRIES;
+    const uint64_t leaf_bytes = GRANULE * LEAF_ENTRIES;
     struct vmem__reservation_rec *s;
     int rc = vmem__enter(ctx);
     if (rc)
@@ -278,7 +278,7 @@ int vmem_next_mapped(vmem_context *ctx, uint64_t addr, uint64_t length, struct v
             first = at < addr ? addr : at;
         else if (first != end && (!backed || at - first >= LONGEST))
             break;
-        at += leaf ? GRANULE : span - (at - s->b.addr) % span;
+        at += leaf ? GRANULE : leaf_bytes - (at - s->b.addr) % leaf_bytes;
     }
     vmem__end(ctx);
     *out = (struct vmem_range){first, first == end ? 0 : (at < end ? at : end) - first};

@@ -171,8 +171,8 @@ struct kv_shared_rows {
     uint64_t evictable;  // cached: of runs_only, the pages that evictions can free
 };
 
-// Parts of spans to back: kv_grow lists them, grow_map creates and maps their pages, all or none, and grow_commit
-// enters them in the spans. The pages of a part are created and mapped alike.
+// Parts of spans to back. vmem__kv_grow_to lists them, vmem__kv_grow_map creates and maps their pages, all or none, and
+// vmem__kv_grow_commit enters them in the spans. The pages of a part are created and mapped alike.
 struct kv_part {
     uint32_t slot, group, from, to; // pages [from, to) of the slot
     bool joins;                     // page `from - 1` also belongs to the slot
@@ -189,7 +189,7 @@ struct kv_grow {
     vmem_page *pages;
     struct vmem_map_op *maps;
     struct vmem__stretch *stretches;
-    enum { KV_GROW_LISTS, KV_GROW_CREATE, KV_GROW_MAP } at; // how far a failed run came
+    enum { KV_GROW_LISTS, KV_GROW_CREATE, KV_GROW_MAP } at; // how far a failed attempt came
 };
 // A part of a span to release: the front, the tail, or both.
 struct kv_cut {
@@ -825,7 +825,7 @@ bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 // members for the rest. Until then (ns), calls that are short ask for no less.
 void vmem__kv_claim(vmem_kv *kv, uint64_t want);
 void vmem__kv_ask(vmem_kv *kv, uint64_t want, uint64_t until);
-// Withdraws a step's question, but not what was asked for before it is needed.
+// Withdraws what a step asked the other members for, unless vmem_kv_pool_ask still waits for as much.
 void vmem__kv_unask(vmem_kv *kv);
 // For the worker: claims free budget of the pool, so that memory stays plentiful.
 void vmem__kv_claim_plenty(vmem_kv *kv);

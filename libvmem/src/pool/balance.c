@@ -204,13 +204,13 @@ static void grant_free_budget(vmem_kv_pool *pool, struct vmem__member *m)
         return;
     }
     const uint64_t unused = vmem__pool_free_bytes(pool, m);
-    uint64_t room = MIN(MIN(unused, sat_sub(r->max, r->has)), r->needs);
-    const uint64_t whole = ceil_pages(room, m) << m->page_shift;
-    room = whole <= unused ? whole : floor_pages(room, m) << m->page_shift;
-    if (room) {
-        r->has += room;
-        m->granted += room;
-        r->needs = sat_sub(r->needs, room); // at 0, the answer follows once the budget has grown
+    uint64_t grant = MIN(MIN(unused, sat_sub(r->max, r->has)), r->needs);
+    const uint64_t whole = ceil_pages(grant, m) << m->page_shift;
+    grant = whole <= unused ? whole : floor_pages(grant, m) << m->page_shift;
+    if (grant) {
+        r->has += grant;
+        m->granted += grant;
+        r->needs = sat_sub(r->needs, grant); // at 0, the answer follows once the budget has grown
     }
     if (r->needs && !r->asked)
         r->asked = ++pool->table.head.revision;

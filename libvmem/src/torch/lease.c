@@ -1,7 +1,7 @@
 // Leases: segments for PyTorch, out of a pool of KV caches.
 //
-// A lease is a KV cache whose slots are pieces of address space and whose tokens are pages. A segment is a run of
-// consecutive slots, which are consecutive in addresses, too. A slot whose pages are there is a request of the cache:
+// A lease is a KV cache whose slots are pieces of address space and whose tokens are pages. A segment consists
+// of consecutive slots, which are consecutive in addresses, too. A slot whose pages are there is a request of the cache:
 // the pool therefore takes none of them. To give up a segment's pages is to end its requests; its addresses stay, as
 // nobody else asks this cache for slots. A parked segment is first IDLE: its pages are offered to the pool, and go when
 // somebody asks for them, in evict_idle(). Only the functions under "the cache" below call the cache.
@@ -22,9 +22,9 @@
 #include "torch/device.h"
 #include "vmem_torch.h"
 
-#define SLOT_BYTES (UINT64_C(32) << 20) // the least that a slot spans. Most segments are of 2 or 20 MiB
+#define SLOT_BYTES (UINT64_C(32) << 20) // the least bytes of a slot. Most segments are of 2 or 20 MiB
 #define MOST_SLOTS 2048                 // that the lease's pages may fill; there are four times as many, and
-#define EXTRA_SLOTS 1024                // these, so that there is a run of slots for a large segment, too
+#define EXTRA_SLOTS 1024                // these, so that a large segment finds consecutive slots, too
 // The device memory that is allocated at once with VMEM_TORCH_SMALL: a GiB takes 24 ms in pieces of 2 MiB, and 6 ms in
 // pieces of 8 MiB (H100). What has left holds at most a piece at each of its ends.
 #define SMALL_ARENA (UINT64_C(8) << 20)
