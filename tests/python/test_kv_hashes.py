@@ -359,7 +359,7 @@ def test_salts_keep_equal_tokens_apart():
 
 
 def test_wrong_arguments_are_named(cache):
-    for value in (0, 1001, -1, 1 << 32):
+    for value in (0, 1001, -1, 1 << 32, 1 << 64):
         with pytest.raises(ValueError, match="tokens"):
             PrefixCache(cache, value)
     with pytest.raises(TypeError, match="events"):
@@ -403,7 +403,7 @@ def test_wrong_arguments_are_named(cache):
         cache.fit([(20, [b"12", b"34"])])
     with pytest.raises(ValueError, match="pages"):
         blocks.evict(-1)
-    for wrong in ("text", [1.5], 5):
+    for wrong in ("text", [1.5], 5, [[1, 2], [3, 4]]):
         with pytest.raises(TypeError, match="tokens"):
             block_hashes(wrong, 16)
     with pytest.raises(ValueError, match="block_tokens"):
