@@ -12,6 +12,7 @@ import torch
 from kv_caches import Event
 
 import pyvmem
+from pyvmem._ffi import lib
 from pyvmem.errors import InvalidArgument, OutOfMemory
 from pyvmem.kv.cache import KVCache, TensorSpec
 from pyvmem.kv.prefix import PrefixCache, block_hashes
@@ -266,29 +267,25 @@ def test_two_threads_do_not_take_each_others_events():
         assert cache.step([0] * 3, dry=True) and not cache.slot(slots[1]).after
 
 
-def test_a_slot_that_another_thread_gets_keeps_its_swapped_rows():
+def test_a_slot_that_another_thread_gets_keeps_its_swapped_rows(monkeypatch):
+    from pyvmem.kv import cache as module
+
+    class Library:
+        def __getattr__(self, name):
+            return getattr(lib, name)
+
+        def vmem_kv_free(self, *arguments):
+            rc = lib.vmem_kv_free(*arguments)
+            monkeypatch.undo()
+            assert cache.alloc() == slot and cache.step([10])  # another thread, as soon as the slot is free
+            cache.swap_out(slot)
+            return rc
+
     with make(slots=1) as cache:
-        taken = []
-
-        class Swapped(dict):
-            """In place of the cache's: another thread runs where a freed slot's rows are dropped."""
-
-            def pop(self, *args):
-                slot = None if taken else cache.alloc()
-                if slot is not None:
-                    taken.append(slot)
-                    assert cache.step([10])
-                    cache.swap_out(slot)
-                return super().pop(*args)
-
         slot = cache.alloc()
-        cache._swapped = Swapped()
+        monkeypatch.setattr(module, "lib", Library())
         cache.free(slot)
-        for slot in taken or [cache.alloc()]:
-            if not taken:
-                assert cache.step([10])
-                cache.swap_out(slot)
-            assert cache.swap_in(slot)
+        assert cache.slot(slot).state == "swapped" and cache.swap_in(slot)
         with pytest.raises(InvalidArgument, match="slot 7"):
             cache.free(7)
 
