@@ -155,8 +155,8 @@ int vMemFree(vmem_context *ctx, uint64_t addr);
 // when that call returns. -EINVAL: no reservation starts at addr.
 int vmem_unreserve(vmem_context *ctx, uint64_t addr);
 // Establishes the backdrop over [addr, addr+length) now, for good. The cuda and stock backends establish it lazily,
-// when a page is mapped: on stock, for the rest of the page's segment of 64 MiB and the next one; on cuda, for 2 MiB.
-// Unmapping leaves a backdrop: everywhere on stock, over the first 2 MiB on cuda.
+// when a page is mapped. On stock, that is for the rest of the page's segment of 64 MiB and the next one; on cuda, for
+// 2 MiB. Unmapping leaves a backdrop: everywhere on stock, over the first 2 MiB on cuda.
 int vmem_backdrop(vmem_context *ctx, uint64_t addr, uint64_t length);
 
 // ---- physical pages ---------------------------------------------------------------------------------------
@@ -193,16 +193,16 @@ struct vmem_unmap_op {
     uint64_t addr, length; // inside one reservation, cutting no mapped page; unbacked parts are skipped
 };
 
-// Replaces what is mapped there, which must lie within the new page. Without the flag the call returns -EEXIST.
-// On a backend without VMEM_CAP_LIVE_REMAP, no kernel may access the addresses during the call. With it, no access
-// faults. Kernels launched after the call use only the new page, and so do stores, atomics and L2 loads (volatile, or
-// relaxed at gpu scope) of kernels that were running. Weak loads of those kernels may still return what L1 cached from
-// the old page; if a running kernel must not notice the change, give both pages the same content first. Mapping a first
-// page replaces nothing: on uvm, the first small page in an aligned 2 MiB interrupts reads of the backdrop there for a
+// Replaces what is mapped there, which must lie within the new page. Without the flag the call returns -EEXIST. On a
+// backend without VMEM_CAP_LIVE_REMAP, no kernel may access the addresses during the call. With it, no access faults.
+// Kernels launched after the call use only the new page, and so do stores, atomics and L2 loads (volatile, or relaxed
+// at gpu scope) of kernels that were running. Weak loads of those kernels may still return what L1 cached from the old
+// page. If a running kernel must not notice the change, give both pages the same content first. Mapping a first page
+// replaces nothing. On uvm, the first small page in an aligned 2 MiB interrupts reads of the backdrop there for a
 // moment, unless the 2 MiB before it hold a small page.
 #define VMEM_MAP_REPLACE 0x1u
 // Keeps every page separately unmappable while kernels run. Without the flag, a 2 MiB aligned run of small pages may be
-// mapped by 2 MiB entries; unmapping a part of it later interrupts the rest of those 2 MiB for a moment.
+// mapped by 2 MiB entries. Unmapping a part of it later interrupts the rest of those 2 MiB for a moment.
 #define VMEM_MAP_FINE 0x2u
 
 int vMemMap(vmem_context *ctx, uint64_t addr, vmem_page page);

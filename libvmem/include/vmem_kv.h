@@ -128,9 +128,9 @@ int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint
 #define VMEM_KV_EXPECT 64
 int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
 // Ends a request. The pages of its slot are kept for the next one (VMEM_KV_DEFER) or released; shared pages are
-// dropped. With `after`, the slot cannot be had until the kernels up to that step have ended: no call may name it, and
-// the pages that these kernels access stay in use. A slot that no step has accessed, or that is swapped out, is free at
-// once. If the call fails, the rows are lost anyway; call it again.
+// dropped. With `after`, nobody can allocate the slot until the kernels up to that step have ended. No call may name
+// it, and the pages that these kernels access stay in use. A slot that no step has accessed, or that is swapped out, is
+// free at once. If the call fails, the rows are lost anyway; call it again.
 int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after);
 
 // Fences. Successful steps of a cache have consecutive numbers, which no other cache of the process has. *step
@@ -147,13 +147,13 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step);
 // discards rows, as vmem_kv_truncate does. -EINVAL: some of them are shared, or windows have passed rows that the step
 // reads. -ENOMEM: pages are missing; free or swap out a request and try again.
 //
-// VMEM_KV_DRY: returns what the call would return now, and changes nothing but a budget: that which another process
-// requested, and in a pool that of the member, which claims what is free. Requests that end count as running: after
-// -ENOMEM, the step may still find that they have ended. After 0, the step may find that others have taken device memory
-// that the cache has not taken ahead (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), or the free budget of a pool.
+// VMEM_KV_DRY: returns what the call would return now. It changes only budgets: it applies one that another process
+// requested, and a member of a pool claims what is free. Requests that end count as running: after -ENOMEM, the step
+// may still find that they have ended. After 0, the step may find that others have taken device memory that the cache
+// has not taken ahead (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), or the free budget of a pool.
 #define VMEM_KV_DRY 0x1u
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags);
-// Returns the most tokens that the slot could have in the next step if it alone took part, or 0 if there is no memory
+// Returns the most tokens that the slot could have in the next step if it alone took part. 0: there is no memory even
 // for a step to the length that it has. Slot -1 means a new request, which must leave the watermark free.
 int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied. The
@@ -177,8 +177,8 @@ struct vmem_kv_request {
     const uint64_t *runs;
     uint64_t n_runs;
 };
-// Asks how many of these new requests, in this order, would find a slot and memory if each were allocated, began with
-// its prefix, and took part in the next step. *fit (NULL is allowed) receives the number. Returns 0 if all n fit.
+// Asks how many of these new requests, in this order, would find a slot and memory. Each would be allocated, begin with
+// its prefix, and take part in the next step. *fit (NULL is allowed) receives the number. Returns 0 if all n fit.
 // Otherwise it returns what the first request that does not fit lacks: -ENOMEM for memory, -ENOSPC for a slot. Changes
 // nothing, but a member of a pool takes what is free there, and asks for what that request lacks. Requests that end
 // count as running. The step may find that they have ended.

@@ -5,11 +5,11 @@
 // It is a member of the pool: its pages come out of the pool's budget, and the pool takes them from what the KV caches
 // can spare, never from their requests.
 //
-// A segment is a range of addresses that stays with PyTorch until PyTorch frees it. Its pages may go meanwhile:
-// vmem_torch_park offers the pages of segments in which no block is in use to the pool, which takes them when another
-// member asks. vmem_torch_unpark backs all of them again at the same addresses, with undefined contents. PyTorch's
-// free lists stay valid across both. In between, no new kernel may access a parked segment, and PyTorch must not
-// allocate in the lease.
+// A segment is a range of addresses that stays with PyTorch until PyTorch frees it. Its pages may go meanwhile.
+// vmem_torch_park offers the pool the pages of segments in which no block is in use, and the pool takes them when
+// another member asks. vmem_torch_unpark backs all of them again at the same addresses, with undefined contents.
+// PyTorch's free lists stay valid across both. In between, no new kernel may access a parked segment, and PyTorch must
+// not allocate in the lease.
 //
 // Errors are as in vmem.h: 0, or a negative errno and vmem_last_error(). Nothing here calls back into Python, waits
 // without a limit, or ends the process. Any thread may call any function.
@@ -57,7 +57,7 @@ int vmem_torch_open(vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_tor
 int vmem_torch_close(uint32_t place);
 
 // Offers the pages of these segments to the pool: each element is the address that the allocation returned. The caller
-// knows that none of them has a block in use. Kernels may still use them: the pool's thread waits until all kernels of
+// knows that none of them has a block in use. Kernels may still use them. The pool's thread waits until all kernels of
 // the device have ended before it takes pages, and takes none while a CUDA graph is being captured. Segments that are
 // already parked are skipped. *bytes (NULL is allowed) receives the bytes of the others.
 // -EINVAL: no segment begins at one of the addresses; nothing was parked.

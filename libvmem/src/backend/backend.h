@@ -6,8 +6,9 @@
 // handle.
 //
 // Concurrency: the core calls a backend from several threads at once, without holding a lock. No two calls in flight
-// concern the same addresses of a reservation or the same bytes of an arena; reserve/unreserve and arena_new/arena_free
-// of one object never run beside other calls on it. The backend serialises whatever else must be.
+// concern the same addresses of a reservation or the same bytes of an arena. Those that make or free an object
+// (reserve, unreserve, arena_new, arena_free) never run beside other calls on it. The backend serialises whatever else
+// must be.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_BACKEND_H

@@ -1,7 +1,7 @@
 // Numbered blocks: the state of a vmem_blocks, and what the files offer each other.
 //
 // One lock guards everything here. No thread holds it across a call of core or of a driver, or for more than
-// BLOCKS_LOOK pages at a time: a call on the engine's path waits for microseconds.
+// BLOCKS_LOOK pages at a time. So a call on the engine's path waits for microseconds.
 //
 // Every page of the blocks has a word (vmem_blocks.pages): the number of blocks that need the page, and two marks.
 // PAGE_BUSY: some call is mapping or unmapping the page, without the lock. PAGE_MAPPED: it is mapped. The call that

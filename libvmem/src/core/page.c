@@ -177,8 +177,8 @@ static inline bool take_for_pages(vmem_context *ctx, uint32_t granules, uint64_t
            vmem__take_piece(ctx, false, left, granules, p);
 }
 
-// A new arena. Arenas of other sizes that hold memory taken ahead, or expected, give way to it, so that the sum stays what
-// was asked for; in a pool, all of them do, so that it stays within what the members have.
+// A new arena. Arenas of other sizes that hold memory taken ahead, or expected, give way to it, so that the sum stays
+// what was asked for. In a pool, all of them do, so that it stays within what the members have.
 static int replace_arenas(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole)
 {
     const uint64_t bytes = whole ? wanted * GRANULE : BLOCK, keep = ctx->keep > bytes ? ctx->keep - bytes : 0;

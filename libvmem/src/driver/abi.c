@@ -8,8 +8,8 @@
 #include "core/error.h"
 
 // Oldest first. Checked against every release tag from 515.43.04 to 595.45.04. The sources of 610 and 615 were not at
-// hand: they count as known because another program's table of the same calls (gVisor's nvproxy) changes nothing there,
-// and because stock_open() maps memory and reads it back before it uses a release.
+// hand. They count as known because another program's table of the same calls (gVisor's nvproxy) changes nothing there.
+// Besides, stock_open() maps memory and reads it back before it uses a release.
 static const struct vmem__abi table[] = {
     {{515, 0, 0}, 24, 120, 32},
     {{535, 0, 0}, 28, 120, 32},    // params_size enters rm_alloc, before the status

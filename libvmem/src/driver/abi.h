@@ -1,6 +1,6 @@
-// The binary interface of the stock NVIDIA driver that the stock backend relies on: ioctls of the resource manager
-// (rm_abi.h) and of UVM (/dev/nvidia-uvm), with their changes between releases 515 and 615. The declarations restate
-// facts from the open kernel modules. tests/c/test_abi_stock.c pins every size and offset, and
+// The binary interface of the stock NVIDIA driver that the stock backend relies on. It has ioctls of the resource
+// manager (rm_abi.h) and of UVM (/dev/nvidia-uvm), with their changes between releases 515 and 615. The declarations
+// restate facts from the open kernel modules. tests/c/test_abi_stock.c pins every size and offset, and
 // tests/abi/compare_releases.py compares them with a checkout of the driver's source, up to 595.
 //
 // SPDX-License-Identifier: MIT

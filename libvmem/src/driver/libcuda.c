@@ -169,9 +169,9 @@ void vmem__cuda_leave(struct vmem__cuda *cu)
 
 // A fill is a kernel, which does two things to the kernels of an engine that runs beside it. It waits until they leave
 // room, 0.35 ms each time beside kernels of 50 us. And an H100 (driver 580) that has run kernels of two streams
-// alternately, 16 times, begins every kernel 0.2 to 0.5 us later from then on, until another process uses the GPU: 1.3 %
-// of a decode step. A copy from the host, which a copy engine makes, does neither, but takes longer than a fill that
-// need not wait.
+// alternately, 16 times, begins every kernel 0.2 to 0.5 us later from then on, which is 1.3 % of a decode step. It ends
+// when another process uses the GPU. A copy from the host, which a copy engine makes, does neither, but takes longer
+// than a fill that need not wait.
 #define FILL_FROM (UINT64_C(16) << 20) // bytes for which both take as long beside such kernels
 
 int vmem__cuda_zero(struct vmem__cuda *cu, uint64_t addr, uint64_t length)

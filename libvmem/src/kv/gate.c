@@ -1,6 +1,6 @@
-// The gate: every public call begins and ends here. Between calls, others see the cache's statistics, and other
-// processes its view: memory in which they read its state and write a request for another budget. kv.h states the order
-// of the locks.
+// The gate: every public call begins and ends here. Between calls, others see the cache's statistics. Other processes
+// see its view: memory in which they read its state and write a request for another budget. kv.h states the order of
+// the locks.
 //
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>

@@ -1,7 +1,7 @@
 // The KV-cache manager: the state of a cache, and what its files offer each other. A file calls those above it in this
 // header alone; `make lint` follows the calls.
 //
-// Tensors of equal row size, length and window form a group: their mapped pages always cover the same part of a slot,
+// Tensors of equal row size, length and window form a group. Their mapped pages always cover the same part of a slot,
 // so all decisions are made once per (slot, group) instead of per tensor. The unit of bookkeeping is the span: the
 // mapped part [lo, hi) of a slot in the tensors of a group, in pages.
 //
@@ -622,8 +622,8 @@ uint32_t vmem__kv_usable_end(const vmem_kv *kv, uint32_t slot, uint32_t group, u
 // The part of a span that no call can take back: the pages that kernels access, and pages joined to them. Empty for a
 // slot that no kernel accesses.
 struct kv_range vmem__kv_pinned_part(const vmem_kv *kv, uint32_t slot, uint32_t group);
-// The end of the pages that cannot go without page `hi - 1`: pages joined to it, and with `running`, while kernels may
-// use the slot, the rest of a block that a 2 MiB entry maps.
+// The end of the pages that cannot go without page `hi - 1`: pages joined to it. With `running`, while kernels may use
+// the slot, these are also the rest of a block that a 2 MiB entry maps.
 static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
@@ -712,7 +712,7 @@ int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *
 
 // Cuts a span down to [lo, hi) in three calls. begin changes the span. unmap, which needs no lock, unmaps and releases
 // the pages. end updates the ledger, or restores the span if unmap has failed. begin returns -EBUSY if a row that is
-// cut off has other holders: the worker, which drops the lock between the calls, must not change holders.
+// cut off has other holders. The worker drops the lock between the calls, so it must not change holders.
 int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
 int vmem__kv_cut_unmap(vmem_kv *kv, struct kv_cut *c);
 void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
@@ -772,8 +772,8 @@ void vmem__kv_drop_all_runs(vmem_kv *kv); // and releases what is doomed, while 
 
 // *tokens: with how many tokens of these runs, at most `most`, a request can begin. The runs stay in runs.found.
 int vmem__kv_find_runs(vmem_kv *kv, const uint64_t *runs, uint64_t n, uint32_t most, uint32_t *tokens);
-// Protects those runs in runs.found whose pages the request will begin with, and removes the others from the list:
-// windows have passed their rows, or a later run has the same ones.
+// Protects those runs in runs.found whose pages the request will begin with. Removes the others from the list: windows
+// have passed their rows, or a later run has the same ones.
 void vmem__kv_protect_found(vmem_kv *kv, uint32_t tokens);
 void vmem__kv_unprotect_found(vmem_kv *kv);
 // Marks the rows of runs.found, so that vmem__kv_rows_left does not count them: the runs keep them when slots end.

@@ -1,5 +1,5 @@
-// Slots: sets that list them, the mapped and pinned page ranges of a slot (spans), states, and the choice of a free one
-// for a request that begins or is announced.
+// Slots: the sets that list them, their states, and the mapped and pinned page ranges of each (spans). Chooses a free
+// slot for a request that begins or is announced.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>

@@ -194,8 +194,8 @@ static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t 
 
 // ---- the step --------------------------------------------------------------------------------------------------------
 
-// Reuses the pages that a slot kept, in its request's first step, except those under a 2 MiB entry that extends past
-// the request: these could not be released in small pieces later.
+// Reuses the pages that a slot kept, in its request's first step. Those under a 2 MiB entry that extends past the
+// request are not reused, as they could not be released in small pieces later.
 static int reuse_kept_of_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     struct kv_slot *s = &kv->slots[slot];

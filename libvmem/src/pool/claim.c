@@ -107,7 +107,7 @@ uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget)
 
 // Memory outside the pool, such as contexts and activations, may leave the device less than the pool's budget. The
 // table then has free budget without memory behind it, and no member asks the others. So bytes that the device has
-// refused do not count as free for a while, and a member that lacks memory asks as in a pool whose budget is used up.
+// refused do not count as free for a while. A member that lacks memory then asks as in a pool whose budget is used up.
 uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t held)
 {
     if (!m)

@@ -89,8 +89,8 @@ struct vmem__member_terms {
 // Makes a member. *budget: the pages that it may have from now on.
 int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void *self,
                     const struct vmem__member_terms *terms, struct vmem__member **out, uint64_t *budget);
-// Takes free budget of the pool, and returns by how many pages the member's budget grows: by `least`, or by less if
-// there is not so much, and by up to `most` if no member waits for the rest. A member that is shrinking stops.
+// Takes free budget of the pool, and returns by how many pages the member's budget grows. These are `least`, or fewer
+// if there are not so many, and up to `most` if no member waits for the rest. A member that is shrinking stops.
 uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t least, uint64_t most);
 // How many pages a claim would find.
 uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget);

@@ -3,7 +3,7 @@
 // members, in a file if they are in several processes.
 //
 // Locks, in this order: a member's lock, the pool's lock, the file's lock. A member that is short takes the pool's lock
-// while it holds its own, for a few us: it reads and writes the table, and never waits for the file's lock. The pool's
+// for a few us while it holds its own. It reads and writes the table, and never waits for the file's lock. The pool's
 // thread takes the lock of one member at a time, and none of them while it holds the pool's. So no call ever waits for
 // another member. Backends are called with neither the pool's nor the file's lock held.
 //

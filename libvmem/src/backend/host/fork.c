@@ -1,6 +1,6 @@
 // Makes the pages of a forked child private. Pages are shared mappings of one memfd, so that a page can be mapped at
 // several addresses. If a child kept them, its stray write into an old tensor would reach the parent's new one. The
-// child's mappings are therefore made private before fork() returns there: the child reads the parent's pages until it
+// child's mappings are therefore made private before fork() returns there. The child reads the parent's pages until it
 // writes a page, and its writes are its own, as with any other memory.
 //
 // The child closes the memfd, so that nothing it does takes memory from its parent.
