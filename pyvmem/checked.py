@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 ON = os.environ.get("VMEM_CHECK", "0") not in ("", "0")
 
-# A function of two addresses and of whether the operation writes, which names what must not be touched between them, or
-# returns None; and a number of bytes: pieces of memory that lie closer together are checked as one.
+# A function and a number of bytes. The function gets two addresses, and whether the operation writes; it names what
+# must not be touched between them, or returns None. Pieces of memory that lie closer together than the bytes are
+# checked as one.
 Checker = tuple[Callable[[int, int, bool], str | None], int]
 
 _BY_DIM = {"aten::index_select", "aten::index_copy_", "aten::index_add_", "aten::index_fill_"}

@@ -13,7 +13,7 @@
 #define PV_NO_INDEX SIZE_MAX
 
 // A reference-counted owner of a native object. It holds a reference to its parent. The last reference destroys the
-// object and drops the parent's. Each Python object, each tensor and each call in progress holds a reference: a tensor
+// object and drops the parent's. Each Python object, each tensor and each call in progress holds a reference. A tensor
 // may outlive all Python objects, a thread without an interpreter may free it, and no call of another thread can end an
 // object that a call still uses.
 typedef struct pv_owner pv_owner;

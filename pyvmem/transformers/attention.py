@@ -30,7 +30,7 @@ NAME = "vmem"
 
 
 class Extras(NamedTuple):
-    """What a model changes in attention. None, or 0: it does not. sinks: of a head, or of each of its queries."""
+    """A model's changes of attention; None, or 0: it makes none. sinks: of a head, or of each of its queries."""
 
     scaling: float | None = None
     dropout: float = 0.0

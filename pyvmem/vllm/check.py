@@ -70,7 +70,7 @@ _CONNECTORS = "distributed/kv_transfer/kv_connector/v1/"
 _CORE, _CONFIG = "v1/core/", "config/"
 
 # Attributes that the plugin reads of vLLM's classes. A release without one of them is refused, also where the plugin
-# reads it with a default: otherwise, a feature or a setting that is refused would vanish without a word.
+# reads it with a default. Otherwise, a feature or a setting that is refused would vanish without a word.
 NAMES = {
     "Scheduler": (_CORE + "sched/scheduler.py", "add_request connector finish_requests finished_req_ids "
                   "kv_cache_config kv_cache_manager "

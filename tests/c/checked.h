@@ -35,8 +35,7 @@ extern int (*checked_fallocate)(uint64_t length);
 bool checked_failed(void);
 
 // The next backend call that maps, unmaps, populates, discards, zeroes, copies or fills stops before it does so, in
-// whatever thread;
-// checked_held() waits until it has, and checked_resume() lets it go on.
+// whatever thread. To wait until it has, call checked_held(); checked_resume() lets it go on.
 void checked_hold(void);
 void checked_held(void);
 void checked_resume(void);

@@ -1,4 +1,4 @@
-// Kernels for the fence test: each belongs to a step, reads every row of its requests again and again until it is
+// Kernels for the fence test. Each belongs to a step, reads every row of its requests again and again until it is
 // released, checks what the rows say, and writes the new ones. They run one after another, as on a stream.
 //
 // kernels.c runs them in a thread; kernels.cu on a GPU.

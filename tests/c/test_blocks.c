@@ -628,8 +628,8 @@ static uint64_t pool_free(vmem_kv_pool *pool)
     return info.free;
 }
 
-// Two engines in a pool of 36 pages. What an idle one has of it and does not use is free for the other, and an order that
-// lacks budget asks for it: no order waits for an engine to ask.
+// Two engines in a pool of 36 pages. What an idle one has of it and does not use is free for the other, and an order
+// that lacks budget asks for it. No order waits for an engine to ask.
 static void in_a_pool(void)
 {
     enum { N = 32 };

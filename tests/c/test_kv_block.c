@@ -1,6 +1,7 @@
-// Random requests of an engine that accounts in blocks and decides itself which ones stay (as vLLM does), against a shadow
-// that knows what every block's rows hold: each block is a run to be kept; runs are made and dropped, requests start with
-// blocks that several others wrote, and end in any order. The manager checks itself (VMEM_KV_CHECK) throughout.
+// Random requests of an engine that accounts in blocks and decides itself which ones stay (as vLLM does), against a
+// shadow that knows what every block's rows hold. Each block is a run to be kept. Runs are made and dropped, requests
+// start with blocks that several others wrote, and end in any order. The manager checks itself (VMEM_KV_CHECK)
+// throughout.
 //
 // SPDX-License-Identifier: MIT
 #include "kv.h"

@@ -234,8 +234,8 @@ static void test_truncate_copies_all_groups_or_none(void)
     end();
 }
 
-// Over a budget that has shrunk, a request grows only within it, also into pages that are still mapped: whoever has heard
-// that there is memory finds it, whatever he gives back before the step.
+// Over a budget that has shrunk, a request grows only within it, also into pages that are still mapped. Whoever has
+// heard that there is memory finds it, whatever he gives back before the step.
 static void test_over_the_budget_mapped_pages_are_no_promise(uint32_t flags, bool in_flight)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};

@@ -1,5 +1,5 @@
-// Every fault point of the KV cache's calls, one after the other: a call that fails for want of memory, or because the
-// device refuses, has changed no row and no length; the books balance, and the call works when it is repeated.
+// Every fault point of the KV cache's calls, one after the other. A call that fails for want of memory, or because the
+// device refuses, has changed no row and no length. The books balance, and the call works when it is repeated.
 //
 // SPDX-License-Identifier: MIT
 #include "checked.h"

@@ -1,7 +1,7 @@
 // Random requests against a shadow that knows every row: growth, sharing, truncation, swapping, windows, budgets, in
 // caches of several shapes, with and without each optimisation. The manager checks itself (VMEM_KV_CHECK) throughout.
 // The background thread is stopped at random where it has dropped the lock, and goes on some calls later or when a call
-// waits for it: whatever may happen beside it does.
+// waits for it. Whatever may happen beside it does.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"

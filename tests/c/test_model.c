@@ -1,8 +1,8 @@
 // Random calls against a model that knows every byte.
 //
 // test_model [BACKEND [SEED [STEPS]]]. The model holds what is reserved, which pages exist with which contents, and
-// what is mapped where; after every step some of it is compared with the real memory, at the end all of it. The
-// backend is wrapped (checked.c), so that the core's calls are checked too.
+// what is mapped where. After every step some of it is compared with the real memory, at the end all of it. The backend
+// is wrapped (checked.c), so that the core's calls are checked too.
 //
 // SPDX-License-Identifier: MIT
 #include "checked.h"

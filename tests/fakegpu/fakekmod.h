@@ -3,7 +3,7 @@
 // As in the kernel, a 2 MiB block that a page was mapped in is an overlay: each 64 KiB of it is a page or sparse,
 // whatever CUDA mapped there before. A call changes all that it was asked to or nothing. Few elements and bytes per
 // call are allowed, so that batches need several. An entry of 2 MiB that would have to be cut beside a page that stays
-// ends the program: the kernel passes through an invalid entry then, and a backend that promises live replacement must
+// ends the program. The kernel passes through an invalid entry then, and a backend that promises live replacement must
 // never ask for it.
 //
 // SPDX-License-Identifier: MIT

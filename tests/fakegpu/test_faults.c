@@ -1,6 +1,6 @@
-// Random pages, maps, replacements, unmaps and releases on the GPU's backends over the fake driver, half of
-// them with a driver call failing somewhere inside. A shadow knows what every 64 KiB must hold: a call that fails
-// changes nothing, and nobody else's pages move when page-table entries change their size. $SEED and $STEPS vary it.
+// Random pages, maps, replacements, unmaps and releases on the GPU's backends over the fake driver, half of them with a
+// driver call failing somewhere inside. A shadow knows what every 64 KiB must hold. A call that fails changes nothing,
+// and nobody else's pages move when page-table entries change their size. $SEED and $STEPS vary it.
 //
 // SPDX-License-Identifier: MIT
 #define FAKEGPU_USER

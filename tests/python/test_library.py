@@ -170,7 +170,7 @@ def test_pyvmem_refuses_another_version_of_the_library():
 
 
 def test_python_has_every_call_of_the_kv_cache():
-    """What C can do, pyvmem can, and docs/engine.md says how."""
+    """Each call of C has its counterpart in pyvmem, and docs/engine.md names it."""
     files = [*(TOP / "pyvmem").rglob("*.py"), *(TOP / "pyvmem/native").glob("*.c")]
     text, page = "".join(p.read_text() for p in files), (TOP / "docs/engine.md").read_text()
     table = page[page.index("## C and Python") :]

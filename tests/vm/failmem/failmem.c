@@ -1,6 +1,6 @@
-// Fails allocations of nvidia-uvm.ko, one at a time, without a kernel built for fault injection: probes on UVM's own
-// allocators and on the kernel's slab caches make the nth call return NULL, and a probe on the kernel's threads makes it
-// return -ENOMEM. Slabs and threads count when the caller is nvidia-uvm's code.
+// Fails allocations of nvidia-uvm.ko, one at a time, without a kernel built for fault injection. Probes on UVM's own
+// allocators and on the kernel's slab caches make the nth call return NULL, and a probe on the kernel's threads makes
+// it return -ENOMEM. Slabs and threads count when the caller is nvidia-uvm's code.
 //
 // SPDX-License-Identifier: GPL-2.0
 #include <linux/kprobes.h>

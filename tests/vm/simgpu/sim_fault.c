@@ -1,7 +1,7 @@
 // The SMs: accesses through UVM's page tables, with replayable faults.
 //
 // A fault is put into the fault buffer, the interrupt's top half runs from hard interrupt context, UVM services it and
-// pushes a replay, and the engine retries the stalled accesses inside the replay method: UVM relies on a replay not
+// pushes a replay, and the engine retries the stalled accesses inside the replay method. UVM relies on a replay not
 // completing before each access it restarted has either succeeded or put its fault back.
 //
 // SPDX-License-Identifier: GPL-2.0

@@ -1,10 +1,10 @@
 // TLBs and page-directory caches.
 //
 // Every address space has, per unit (GPC for the SMs, HUB for copy engines and host), a cache of translations and of
-// directory entries. Nothing is ever evicted: an entry goes only with an invalidate whose scope covers it, so that an
+// directory entries. Nothing is ever evicted. An entry goes only with an invalidate whose scope covers it, so that an
 // invalidate that is missing, aims at the wrong address, leaves out the GPCs or does not reach the right level of the
 // tables leaves a stale entry that the next access uses. What an invalidate drops is fetched again at once, since work
-// in flight may do just that; so tables that were not yet written (or not yet flushed to memory) are caught too.
+// in flight may do just that. So tables that were not yet written (or not yet flushed to memory) are caught too.
 //
 // SPDX-License-Identifier: GPL-2.0
 #include "sim.h"
@@ -123,7 +123,7 @@ static bool covered(const struct scope *s, const struct sim_tlbe *t)
     return !s->targeted || (t->va < s->va + s->size && s->va < t->va + (1ULL << t->shift));
 }
 
-// An address must not turn from an entry of one size into one of another while a TLB still holds the first: a TLB could
+// An address must not turn from an entry of one size into one of another while a TLB still holds the first. A TLB could
 // then hold both, and accesses to it would lose their order. Between the two lies a moment without an entry.
 static void check_size(struct sim_vas *v, const struct sim_tlbe *t)
 {

@@ -1,8 +1,8 @@
 // Page tables: the walk that every format has in common. From the top (PDE4 or PDE3) down to PDE0, then tables of
 // pages. The formats' entries are in sim_ver2.c and sim_ver3.c.
 //
-// A directory is named by the number that the hardware's manuals give it: PDE0 covers 2M with each entry, and is dual
-// (a page of 2M, or tables of 64K and of 4K pages); an entry of PDE1 or PDE2 may be a page on some architectures.
+// A directory is named by the number that the hardware's manuals give it. PDE0 covers 2M with each entry, and is dual
+// (a page of 2M, or tables of 64K and of 4K pages). An entry of PDE1 or PDE2 may be a page on some architectures.
 //
 // SPDX-License-Identifier: GPL-2.0
 #include <linux/mm.h>

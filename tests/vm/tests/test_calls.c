@@ -295,7 +295,7 @@ TEST(test_replace_seen_by_copy_engines)
     CHECK(gpu_access_ce(&u, 0, false, BASE, &value, 8) < 0);
 }
 
-// A GPU with 49 bits of address gives user space as many as the CPU has; with 57 bits it gives the lower half of them,
+// A GPU with 49 bits of address gives user space as many as the CPU has. With 57 bits it gives the lower half of them,
 // where every level of the tables has other indices than at BASE.
 TEST(test_last_addresses)
 {

@@ -1,4 +1,4 @@
-// Every allocation on the way of every call fails once, and every call into RM and for physical memory: the call says
+// Every allocation on the way of every call fails once, and every call into RM and for physical memory. The call says
 // so and has changed nothing, then works when tried again.
 //
 // SPDX-License-Identifier: MIT

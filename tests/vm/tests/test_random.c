@@ -1,4 +1,4 @@
-// A long random sequence of calls against a shadow: after each one the page tables of what it touched are walked, and
+// A long random sequence of calls against a shadow. After each one the page tables of what it touched are walked, and
 // the words that stand for the data are read through the TLB.
 //
 // OPS sets the length, SEED the sequence.

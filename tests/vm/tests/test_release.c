@@ -194,7 +194,7 @@ TEST(test_takeover_of_4_gib)
     sim_check(0);
 }
 
-// A GPU that is unregistered while a RELEASE of its pages is at work takes the rest of them along: whichever comes
+// A GPU that is unregistered while a RELEASE of its pages is at work takes the rest of them along. Whichever comes
 // first, every page is freed once and the file can go on.
 static struct uvm shared;
 static uint64_t leaving;
