@@ -1,9 +1,9 @@
 """Looks at the whole tree with clang-format, ruff and mypy; --fix brings it into form instead.
 
-The releases are pinned, in pyproject.toml's extra "dev": another release of a formatter wants another form. A tool is
-taken where that release is found: beside this interpreter, beside the one given by --beside, on PATH. A tool that is
-not found is installed beside this interpreter. Where that fails, one line names the tools that are missing, and it is
-no failure: without a network `make check` says less, but works.
+The releases are pinned, in pyproject.toml's extra "dev": formatter releases format differently. A tool is taken where
+that release is found: beside this interpreter, beside the one given by --beside, on PATH. A tool that is not found is
+installed beside this interpreter. Where that fails, one line names the tools that are missing, and it is no failure:
+without a network `make check` says less, but works.
 
 SPDX-License-Identifier: MIT
 """

@@ -134,7 +134,7 @@ static void test_groups(void)
     vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
-// Of slots without pages, a request gets the first one, however many there are.
+// A request gets the first of the slots without pages, however many there are.
 static void test_many_slots(void)
 {
     enum { MANY = 5000 };

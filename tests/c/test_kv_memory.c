@@ -327,7 +327,7 @@ static void little_arena_free(struct vmem__backend *b, struct vmem__arena *a)
     inner->arena_free(b, a);
 }
 
-// Of a device's last bytes, a cache counts on those that make a block: an arena has no less.
+// A cache counts on a device's last bytes only as far as they make a block: an arena has no less.
 static void test_a_device_with_part_of_a_block_left(void)
 {
     struct vmem__ops ops = *ctx->b.ops;

@@ -35,7 +35,7 @@ static const struct shape shapes[] = {
     {"wide row", {{.row_bytes = 96 * 1024}}, 1, 1, 200},
     {"window, tiles", {{.row_bytes = 32768, .window = 64}, {.row_bytes = 16384, .max_tokens = 200}}, 2, 16, 120},
 };
-// Of pages that go together, where the backend has such (VMEM_KV_UNSHARED).
+// Shapes whose pages go together, where the backend has such (VMEM_KV_UNSHARED).
 static const struct shape together[] = {
     {"long", {{.row_bytes = 256 * 1024}, {.row_bytes = 256 * 1024}}, 2, 1, 120 * 32},
     {"long, tiles, window", {{.row_bytes = 192 * 1024}, {.row_bytes = 128 * 1024, .window = 60}}, 2, 24, 100 * 32},

@@ -182,7 +182,7 @@ static void test_life(void)
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
-// Of an engine that decides itself what to evict.
+// The engine decides itself which runs stay.
 static void test_engines_order(void)
 {
     int32_t lengths[SLOTS] = {0};

@@ -507,7 +507,7 @@ def test_a_spoilt_file_ends_the_pool_and_no_process(tmp_path, how):
 
 
 def test_rows_that_nobody_stands_behind_count_for_nothing(tmp_path):
-    """Of a table that has the right form, and wild numbers in all rows but ours."""
+    """The table has the right form, and wild numbers in all rows but ours."""
     path = tmp_path / "pool"
     pool = KVPool(40 * MIB, path=path)
     with make(pool) as cache:

@@ -28,7 +28,7 @@ void vmem__backdrop_free(struct vmem__cuda *cu, struct vmem__backdrop *backdrop)
 // Reserves at least length bytes at a multiple of 2 MiB. The segments of the first `ahead` bytes become active.
 int vmem__cuda_reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop, uint64_t length, uint64_t ahead,
                        struct vmem__cuda_reservation *out);
-// Also unmaps all active segments.
+// Unmaps all active segments, too.
 void vmem__cuda_unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *backdrop,
                           struct vmem__cuda_reservation *r);
 // Activates every segment that overlaps [addr, addr + length), which may extend beyond the reservation. After a
