@@ -5,11 +5,13 @@
 SPDX-License-Identifier: MIT
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -56,6 +58,48 @@ class Child:
             self._process.kill()
             self._process.wait()
         self._answers.close()
+
+
+def some_of(known: Collection[Any]) -> Callable[[str], list[Any]]:
+    """A type of argument: some of these, with commas."""
+
+    def chosen(text: str) -> list[Any]:
+        named = {str(each): each for each in known}
+        if not named.keys() >= set(text.split(",")):
+            raise argparse.ArgumentTypeError(f"{text!r} must be some of {', '.join(named)}")
+        return [named[name] for name in text.split(",")]
+
+    return chosen
+
+
+class Peaks:
+    """The most that each of some functions returned while a block ran, sampled every so many seconds."""
+
+    def __init__(self, pause: float, *read: Callable[[], int]) -> None:
+        self.most, self._pause, self._read, self._stop = [0] * len(read), pause, read, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Peaks":
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while True:
+            self.most = [max(most, read()) for most, read in zip(self.most, self._read)]
+            if self._stop.wait(self._pause):
+                return
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def device_memory_used() -> int:
+    """Bytes of the current device that the driver counts as used; 0 without a GPU."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    return int(total - free)
 
 
 def of_parent() -> tuple[Any, TextIO, Callable[..., None]]:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-from collections.abc import Collection
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.attention_plots import draw
+from benchmarks import some_of
 from pyvmem.bench import argtypes, benchmark
 from pyvmem.bench.kv_load import MODELS
 from pyvmem.bench.session import size_text
@@ -69,7 +68,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     for what, known in (("figure", FIGURES), ("table", TABLES)):
         names = "; ".join(f"{n}: {text}" for n, text in known.items())
         text = f"only these {what}s of the paper ({names})"
-        group.add_argument(f"--{what}", type=_numbers(known), metavar="N,N", help=text)
+        group.add_argument(f"--{what}", type=some_of(known), metavar="N,N", help=text)
     text = "build of FlashAttention-3: the package fa3-fwd, or vLLM's, which also has paged kernels (fa3-fwd)"
     group.add_argument("--fa3", choices=("fa3-fwd", "vllm"), default="fa3-fwd", help=text)
     text = "stop before the next point after S seconds; the cheapest points come first"
@@ -78,19 +77,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pool", type=argtypes.size, metavar="SIZE", help=text)
     text = "duration of a point's turns (0.3)"
     group.add_argument("--seconds", type=argtypes.seconds, default=0.3, metavar="S", help=text)
-
-
-def _numbers(known: Collection[int]) -> Any:
-    def numbers(text: str) -> Any:
-        try:
-            found = [int(part) for part in text.split(",")]
-        except ValueError:
-            found = [-1]
-        if any(n not in known for n in found):
-            raise argparse.ArgumentTypeError(f"{text!r} must be some of {', '.join(map(str, known))}")
-        return found
-
-    return numbers
 
 
 # ---- the grid -------------------------------------------------------------------------------------------------------
@@ -207,14 +193,6 @@ def installed(device: Any, say: Any) -> Any:
     return have
 
 
-def _load_vllm() -> None:
-    """Load vLLM's build of FlashAttention-3 without the rest of vLLM's start. Raises ValueError."""
-    try:
-        importlib.import_module("vllm.vllm_flash_attn")
-    except ImportError as error:
-        raise ValueError(f"--fa3 vllm: {error}") from None
-
-
 def hbm(pool: Pool, repeats: int = 20) -> Any:
     """Bytes per microsecond that a streaming kernel reads from cudaMalloc's memory."""
     import torch
@@ -241,11 +219,7 @@ def hbm(pool: Pool, repeats: int = 20) -> Any:
 
 
 @benchmark(
-    "attention",
-    "attention on virtual tensors, on cudaMalloc's memory, and paged",
-    arguments=arguments,
-    plot=draw,
-    order=50,
+    "attention", "attention on virtual tensors, on cudaMalloc's memory, and paged", arguments=arguments, order=50
 )
 def run(session: Session) -> list[Record]:
     """All figures and tables, or the selected ones."""
@@ -258,8 +232,11 @@ def run(session: Session) -> list[Record]:
     if figures is None and tables is None:
         figures, tables = ([11], []) if session.quick else (list(FIGURES), list(TABLES))
     figures, tables = figures or [], tables or []
-    if args.fa3 == "vllm":
-        _load_vllm()
+    if args.fa3 == "vllm":  # its build of FlashAttention-3, without the rest of vLLM's start
+        try:
+            importlib.import_module("vllm.vllm_flash_attn")
+        except ImportError as error:
+            raise ValueError(f"--fa3 vllm: {error}") from None
     records = []
     with session.context() as context:
         gpu = "gpu" in context.info().capabilities

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks import some_of
 from pyvmem.bench import argtypes, benchmark
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pyvmem.core import Context
 
 GIB = 1 << 30
+CHUNK = 1024  # tokens of a long prompt that are computed at a time
 # Name: (attention, kind of cache, decode steps as CUDA graphs, cuDNN's attention allowed).
 CACHES = {
     "vmem": ("vmem", "VMemCache", False, True),
@@ -35,23 +37,13 @@ CACHES = {
 }
 
 
-def _caches(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in CACHES:
-            raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(CACHES)}")
-    return names
-
-
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own arguments."""
     add, whole = parser.add_argument_group("generate").add_argument, argtypes.whole
     add("--batch", type=whole(1), metavar="N", help="sequences (8; 2 on a CPU)")
     add("--prompt", type=whole(2), metavar="N", help="tokens of each prompt (8192; 64 on a CPU)")
     add("--new", type=whole(3), metavar="N", help="tokens to generate (48; 4 on a CPU)")
-    text = "tokens per prefill chunk; 0 for all at once (1024)"
-    add("--chunk", type=whole(0), default=1024, metavar="N", help=text)
-    add("--caches", type=_caches, default=list(CACHES), metavar="LIST", help=f"some of {','.join(CACHES)}")
+    add("--caches", type=some_of(CACHES), default=list(CACHES), metavar="LIST", help=f"some of {','.join(CACHES)}")
     add("--repeats", type=whole(1), default=3, metavar="N", help="runs of each cache, in turns (3)")
 
 
@@ -104,7 +96,7 @@ class Bench:
 
         self.session = session
         self.gpu = "gpu" in context.info().capabilities
-        self.backend = context.backend
+        self.backend, self.size, self.brief = context.backend, (0, 0, 0), (128, 32) if self.gpu else (16, 4)
         self.device = torch.device("cuda", session.args.device) if self.gpu else torch.device("cpu")
         self.model = llama(self.device, **(SHAPE_8B if self.gpu else SMALL))
         self.weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
@@ -165,18 +157,10 @@ class Bench:
         return clock.times[0] - start, steps, most + pages, pages
 
 
-def _records(
-    session: Session,
-    context: Context,
-    bench: Bench,
-    size: tuple[int, int, int],
-    long: dict[str, list[Any]],
-    brief: tuple[int, int],
-    short: dict[str, list[Any]],
-) -> list[Record]:
+def _records(session: Session, context: Context, bench: Bench, long: Any, short: Any) -> list[Record]:
     """Records of the runs so far: {name: results of `Bench.run`} for long and for short prompts."""
     records = []
-    batch, prompt, new = size
+    batch, prompt, new = bench.size
 
     def note(samples: Samples, name: str, metric: str, unit: str) -> None:
         attention, kind, graphs, cudnn = CACHES[name]
@@ -184,7 +168,7 @@ def _records(
         backend += ", graphs" * graphs + ", no cuDNN" * (not cudnn)
         records.append(session.record(samples, context, metric, unit, backend=backend))
 
-    for runs_of, (tokens, few) in ((long, (prompt, new)), (short, brief)):
+    for runs_of, (tokens, few) in ((long, (prompt, new)), (short, bench.brief)):
         text = f"{batch} x {tokens} tokens"
         for name, runs in runs_of.items():
             if not runs:
@@ -222,7 +206,8 @@ def run(session: Session) -> list[Record]:
         batch = args.batch or (8 if bench.gpu else 2)
         prompt = args.prompt or (8192 if bench.gpu else 64)
         new = args.new or (48 if bench.gpu else 4)
-        brief, few = (128, 32) if bench.gpu else (16, 4)
+        brief, few = bench.brief
+        bench.size = batch, prompt, new
         repeats = 1 if session.quick else args.repeats
         if not bench.gpu:  # no cuDNN and no CUDA graphs
             args.caches = [name for name in args.caches if name != "vmem-graphs" and not name.endswith("-nocudnn")]
@@ -233,10 +218,10 @@ def run(session: Session) -> list[Record]:
             bench.run(name, batch, brief, 4, 0)
         order = [name for i in range(repeats) for name in args.caches[:: 1 if i % 2 == 0 else -1]]
         for name in session.track(order, "long prompts"):
-            long[name].append(bench.run(name, batch, prompt, new, args.chunk))
-            session.keep(_records(session, context, bench, (batch, prompt, new), long, (brief, few), short))
+            long[name].append(bench.run(name, batch, prompt, new, CHUNK))
+            session.keep(_records(session, context, bench, long, short))
         for name in session.track(2 * order, "short prompts"):
             short[name].append(bench.run(name, batch, brief, few, 0))
-            session.keep(_records(session, context, bench, (batch, prompt, new), long, (brief, few), short))
+            session.keep(_records(session, context, bench, long, short))
         torch.backends.cuda.enable_cudnn_sdp(allowed)
-        return _records(session, context, bench, (batch, prompt, new), long, (brief, few), short)
+        return _records(session, context, bench, long, short)

@@ -10,11 +10,11 @@ import gc
 import importlib
 import importlib.util
 import math
-import threading
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import Peaks, device_memory_used
 from benchmarks.generate import llama
 from pyvmem._ffi import ffi, lib
 from pyvmem.bench import argtypes, benchmark
@@ -41,7 +41,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own arguments."""
     group = parser.add_argument_group("lease")
     group.add_argument("--amount", type=argtypes.size, metavar="SIZE", help="memory to park (4G on a GPU, else 256M)")
-    group.add_argument("--layers", type=argtypes.whole(1), metavar="N", help="of the model that is trained (16: 1B)")
     group.add_argument("--steps", type=argtypes.whole(1), metavar="N", help="training steps of each kind (20; quick 5)")
     group.add_argument("--part", choices=PARTS, action="append", help="only this part; can be repeated")
 
@@ -133,13 +132,7 @@ def parking(session: Session, context: Context, page_size: int, amount: int, tur
         session.record([t / gib for t in samples], context, f"{name} a GiB", "ms", page_size=page_size)
         for name, samples in times.items()
     ]
-    for what, (first, second) in (
-        ("park and unpark", ("park", "unpark")),
-        ("give and take back", ("give parked pages", "take them back")),
-    ):
-        both = [a + b for a, b in zip(times[first], times[second])]
-        records.append(session.record(both, context, f"{what} {size_text(amount)}", "ms", page_size=page_size))
-    records.append(session.record(calls, context, "driver calls of that", "", page_size=page_size))
+    records.append(session.record(calls, context, "driver calls to give and take back", "", page_size=page_size))
     for size, samples in new.items():
         records.append(session.record(samples, context, f"new segment of {size_text(size)}", "us", page_size=page_size))
     return records
@@ -205,31 +198,6 @@ def blocks(session: Session, context: Context, page_size: int, amount: int, turn
     return [session.record(t[2:], context, f"{end} a {what}", "ms", page_size=page_size) for end, t in both]
 
 
-class DriversCount:
-    """The most device memory in use while a block runs, as the driver counts it, sampled every millisecond."""
-
-    def __enter__(self) -> DriversCount:
-        self.most, self._stop = 0, threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-        return self
-
-    @staticmethod
-    def now() -> int:
-        import torch
-
-        free, total = torch.cuda.mem_get_info()
-        return int(total - free)
-
-    def _sample(self) -> None:
-        while not self._stop.wait(0.001):
-            self.most = max(self.most, self.now())
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
 def training(session: Session, context: Context, layers: int, turns: int) -> list[Record]:
     """A training step within a lease beside a serving cache, and with PyTorch's own allocator, in turns."""
     import torch
@@ -283,8 +251,8 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
             torch.cuda.synchronize()
 
         torch.cuda.synchronize()
-        base = DriversCount.now() - sum(member.held for member in pool.members())
-        with DriversCount() as count:
+        base = device_memory_used() - sum(member.held for member in pool.members())
+        with Peaks(1e-3, device_memory_used) as count:
             inside()  # PyTorch's own pool has no activations yet
         for i in range(turns + 1):
             torch.cuda.synchronize()
@@ -318,7 +286,7 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
         ("activations of a step", "GiB", needs / GIB),
         ("budget of cache and lease", "GiB", budget / GIB),
         ("most of it that both had", "GiB", peak / GIB),
-        ("the same by the driver's count", "GiB", (count.most - base) / GIB),
+        ("the same by the driver's count", "GiB", (count.most[0] - base) / GIB),
         ("tokens that need no recomputation", "tokens", len(kept) * tokens),
         ("tokens of running requests", "tokens", len(running) * tokens),
         ("prefill that this saves", "ms", len(kept) * prefill * 1e3),
@@ -370,7 +338,7 @@ def run(session: Session) -> list[Record]:
             session.keep(records)
         if not gpu:
             return records
-        layers, steps = args.layers or (4 if session.quick else 16), args.steps or turns
+        layers, steps = 4 if session.quick else 16, args.steps or turns
         parts: dict[str, Callable[[], list[Record]]] = {
             "block": lambda: blocks(session, context, 2 * MIB, amount, turns),
             "new": lambda: torch_segments(session, context, turns),

@@ -1,7 +1,6 @@
 """Several models on one GPU, each behind a port of its own: which requests are answered in time, and how models wake.
 
     python -m benchmarks.models --way vmem --trace azure_llm_2023_conv.csv --out vmem.jsonl
-    python -m benchmarks.models --report vmem.jsonl swap.jsonl
 
 It needs vLLM's environment with pyvmem in it. The models have one shape and random weights, and are made in place.
 Each observation is a line of the file at once, so that a run that is cut off keeps what it has. Runs with another
@@ -39,13 +38,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.models_servers import ENGINES, WAYS, Answer, Failed, Server, Way
+from benchmarks import some_of
+from benchmarks.models_servers import ENGINES, TIMEOUT, WAYS, Answer, Failed, Server, Way, bytes_of
 from benchmarks.vllm_engine import model_name
 from pyvmem.bench import argtypes
 from pyvmem.bench.traces import read_trace, synthetic_trace
 
 PARTS = ("wake", "alternate", "zipf")
 IN_TIME = 2.0  # seconds to the first token
+MOST_OUTPUT = 1000  # tokens of a request
 OUTSIDE, BESIDE = 3 << 29, 2 << 30  # bytes of a process outside the pool, and what nobody counts, for the default size
 GIB = 1 << 30
 
@@ -101,7 +102,7 @@ class Run:
         """One request, from its arrival on, as the way lets it in."""
         before, begin = self.way.state(server), time.monotonic()
         try:
-            await asyncio.wait_for(self.way.enter(server), self.args.timeout)
+            await asyncio.wait_for(self.way.enter(server), TIMEOUT)
         except TimeoutError:
             made = Answer(error="it did not begin in time")
         else:
@@ -228,14 +229,14 @@ class Run:
             await self.zipf_at(rate, "zipf" if len(self.args.rate) == 1 else f"zipf, {rate:g} requests/s")
 
     async def zipf_at(self, rate: float, part: str) -> None:
-        args, rng = self.args, np.random.default_rng(self.args.seed)
+        args, rng = self.args, np.random.default_rng(0)
         seconds = min(args.duration, max(self.end - time.monotonic(), 1))
         n = int(2 * rate * args.duration) + 16
         when = np.cumsum(rng.exponential(1 / rate, n))
-        shares = 1 / np.arange(1, args.models + 1) ** args.zipf
+        shares = 1 / np.arange(1, args.models + 1)
         models = rng.choice(args.models, n, p=shares / shares.sum())
         trace = read_trace(args.trace) if args.trace else synthetic_trace(n)
-        most = min(args.most_output, args.max_model_len // 4)
+        most = min(MOST_OUTPUT, args.max_model_len // 4)
         first = rng.integers(0, max(len(trace) - n, 1))
         lengths = zip(trace.prompt[first:], trace.output[first:])
         jobs = [(float(t), int(m), int(np.clip(p, 1, args.max_model_len - most - 8)), int(np.clip(o, 1, most)))
@@ -271,7 +272,7 @@ class Run:
 
     async def bursts(self) -> None:
         """Each model in turn gets many new prompts at once, so that the memory of a burst moves to the next model."""
-        args, rng = self.args, np.random.default_rng(self.args.seed)
+        args, rng = self.args, np.random.default_rng(0)
         answers: list[tuple[str, Answer]] = []
         for turn in range(1 + args.turns):  # the first one warms up
             for server in self.way.servers:
@@ -299,7 +300,7 @@ class Run:
         if why or not self.way.fit:
             print(f"{args.way}: skipped: {why or 'no model fits'}", flush=True)
             return 0
-        limits = aiohttp.ClientTimeout(total=args.timeout)
+        limits = aiohttp.ClientTimeout(total=TIMEOUT)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=limits, connector=connector, read_bufsize=1 << 20) as session:
             self.session = session
@@ -323,79 +324,43 @@ class Run:
         return 0
 
 
-def engines(text: str) -> list[str]:
-    """A type of argument: names of engines, with commas."""
-    names = text.split(",")
-    for name in names:
-        if name not in ENGINES:
-            raise argparse.ArgumentTypeError(f"{name!r} must be {' or '.join(ENGINES)}")
-    return names
-
-
-def report(files: list[str]) -> str:
-    """A table of what the parts of several runs found, a column for each way."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    ways: list[str] = []
-    for path in files:
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
-            told = json.loads(line)
-            if told["way"] not in ways:
-                ways.append(told["way"])
-            for name, value in told.get("summary", {}).items():
-                if not name.endswith(" n"):
-                    found.setdefault((told["part"], name), {})[told["way"]] = value
-    lines = [f"| part | | {' | '.join(ways)} |", f"|---|---|{'---|' * len(ways)}"]
-    lines += [f"| {part} | {name} | {' | '.join(str(of.get(way, '')) for way in ways)} |"
-              for (part, name), of in found.items()]  # fmt: skip
-    return "\n".join(lines)
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole = argtypes.whole(1)
-    parser.add_argument("--way", choices=WAYS)
-    parser.add_argument("--report", nargs="+", metavar="FILE", help="print a table of such files, and run nothing")
-    parser.add_argument("--out", type=argtypes.output_file, metavar="FILE", help="append observations, JSON lines")
-    parser.add_argument("--part", action="append", choices=(*PARTS, "bursts"),
-                        help=f"repeat for more ({', '.join(PARTS)})")  # fmt: skip
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: tiny models, to try it")
-    parser.add_argument("--gpu", type=argtypes.whole(0), default=0, metavar="INDEX")
-    parser.add_argument("--models", type=whole, metavar="N", help="(5, or one for each of --engines)")
-    parser.add_argument("--engines", type=engines, default=["vllm"], metavar="NAME,..",
-                        help="vllm or sglang of each model, in turn (vllm)")  # fmt: skip
-    parser.add_argument("--sglang-env", type=argtypes.input_file, metavar="FILE", help="a script that bash sources "
-                        "for SGLang's servers; their python3 has SGLang and pyvmem (this Python)")  # fmt: skip
-    parser.add_argument("--model", type=model_name, metavar="SHAPE[:LAYERS]", help="a Llama's (llama-3-8b; cpu: mini)")
-    parser.add_argument("--size", type=argtypes.size, help="memory for weights and KV caches (what the GPU has, less "
-                        "1.5 GiB for each model, and 2 GiB)")  # fmt: skip
-    parser.add_argument("--fit", type=whole, metavar="N", help="models of static and kvcached (as many as fit)")
-    parser.add_argument("--max-model-len", type=whole, metavar="L", help="(65536; cpu: 4096)")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
-    parser.add_argument("--at-once", type=whole, default=2, metavar="N", help="servers that start at a time (2)")
-    parser.add_argument("--option", action="append", default=[], metavar="TEXT", help="further argument of vllm serve")
-    parser.add_argument("--sglang-option", action="append", default=[], metavar="TEXT", help="and of SGLang's server")
-    parser.add_argument("--seconds", type=argtypes.positive, default=240, metavar="N", help="for all parts (240)")
-    parser.add_argument("--turns", type=whole, default=2, metavar="N", help="of wake, alternate and bursts (2)")
-    parser.add_argument("--prefix", type=whole, metavar="N", help="tokens of alternate's prefixes (50000; cpu: 2000)")
-    parser.add_argument("--burst", type=whole, default=16, metavar="N", help="requests of a burst (16)")
-    parser.add_argument("--burst-prompt", type=whole, metavar="N", help="tokens of each (2000; cpu: 500)")
-    parser.add_argument("--duration", type=argtypes.positive, default=90, metavar="SECONDS", help="of zipf (90)")
-    parser.add_argument("--rate", type=argtypes.positive, action="append", metavar="N",
-                        help="requests a second; repeat for more (2)")  # fmt: skip
-    parser.add_argument("--zipf", type=argtypes.positive, default=1, metavar="S", help="exponent of Zipf's law (1)")
-    parser.add_argument("--slice", type=argtypes.positive, default=3, metavar="SECONDS",
-                        help="that a busy model serves while others wait (3)")  # fmt: skip
-    parser.add_argument("--idle", type=argtypes.seconds, default=1, metavar="SECONDS",
-                        help="after which a model of vmem sleeps; 0: when others need its memory (1)")  # fmt: skip
-    parser.add_argument("--timeout", type=argtypes.positive, default=60, metavar="SECONDS", help="of a request (60)")
-    parser.add_argument("--most-output", type=whole, default=1000, metavar="N", help="tokens of a request (1000)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals, models and lengths")
-    parser.add_argument("--logs", metavar="FOLDER", help="of the servers' output (a temporary one)")
-    parser.add_argument("--trace", type=argtypes.input_file, metavar="FILE", help="of request lengths, such as Azure's")
+    add, whole = parser.add_argument, argtypes.whole(1)
+    add("--way", choices=WAYS, required=True)
+    add("--out", type=argtypes.output_file, metavar="FILE", help="append observations, JSON lines")
+    add("--part", action="append", choices=(*PARTS, "bursts"), help=f"repeat for more ({', '.join(PARTS)})")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: tiny models, to try it")
+    add("--gpu", type=argtypes.whole(0), default=0, metavar="INDEX")
+    add("--models", type=whole, metavar="N", help="(5, or one for each of --engines)")
+    add("--engines", type=some_of(ENGINES), default=["vllm"], metavar="NAME,..", help="of each model, in turn (vllm)")
+    add("--sglang-env", type=argtypes.input_file, metavar="FILE", help="sourced by bash: its python3 has SGLang (ours)")
+    add("--model", type=model_name, metavar="SHAPE[:LAYERS]", help="a Llama's (llama-3-8b; cpu: mini)")
+    add("--size", type=argtypes.size, help="of weights and KV caches (the GPU, less 1.5 GiB a model and 2 GiB)")
+    add("--fit", type=whole, metavar="N", help="models of static and kvcached (as many as fit)")
+    add("--max-model-len", type=whole, metavar="L", help="(65536; cpu: 4096)")
+    add("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
+    add("--at-once", type=whole, default=2, metavar="N", help="servers that start at a time (2)")
+    add("--option", action="append", default=[], metavar="TEXT", help="further argument of vllm serve")
+    add("--seconds", type=argtypes.positive, default=240, metavar="N", help="for all parts (240)")
+    add("--turns", type=whole, default=2, metavar="N", help="of wake, alternate and bursts (2)")
+    add("--prefix", type=whole, metavar="N", help="tokens of alternate's prefixes (50000; cpu: 2000)")
+    add("--burst", type=whole, default=16, metavar="N", help="requests of a burst (16)")
+    add("--burst-prompt", type=whole, metavar="N", help="tokens of each (2000; cpu: 500)")
+    add("--duration", type=argtypes.positive, default=90, metavar="SECONDS", help="of zipf (90)")
+    add("--rate", type=argtypes.positive, action="append", metavar="N", help="requests a second; repeat for more (2)")
+    add("--slice", type=argtypes.positive, default=2, metavar="SECONDS", help="of a busy model if others wait (2)")
+    add(
+        "--idle",
+        type=argtypes.seconds,
+        default=1,
+        metavar="SECONDS",
+        help="until a model sleeps; 0: only for others (1)",
+    )
+    add("--logs", metavar="FOLDER", help="of the servers' output (a temporary one)")
+    add("--trace", type=argtypes.input_file, metavar="FILE", help="of request lengths, such as Azure's")
     args = parser.parse_args(argv)
-    if not args.report and not args.way:
-        parser.error("--way or --report is needed")
-    if args.way and "sglang" in args.engines and args.way not in ("vmem", "static"):
+    if "sglang" in args.engines and args.way not in ("vmem", "static"):
         parser.error(f"--engines sglang needs --way vmem or static, not {args.way}")
     cpu = args.device == "cpu"
     args.models = args.models or (5 if len(args.engines) == 1 else len(args.engines))
@@ -415,13 +380,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.report:
-        print(report(args.report))
-        return 0
     if not args.size:
         if args.device == "cpu":
-            from benchmarks.models_servers import bytes_of
-
             args.size = int((args.models - 0.5) * bytes_of(args.model, 4)[0])
         else:
             args.size = sum(device_memory(args.gpu, "gpu=memory.total")) - args.models * OUTSIDE - BESIDE

@@ -23,9 +23,8 @@ from typing import Any
 
 from benchmarks.vllm_engine import SHAPES, write_config
 
-START = 300  # seconds in which a server must answer
+START, TIMEOUT = 300, 60  # seconds in which a server, and a request, must be answered
 SGLANG_PAGE = 64  # tokens
-GIB = 1 << 30
 
 
 def ends_with_parent() -> None:
@@ -178,7 +177,7 @@ class SGLangServer(Server):
         if args.sglang_env:
             program = ["bash", "-c", '. "$0" && exec python3 "$@"', args.sglang_env, *program[1:]]
         variables = dict(SGLANG_USE_CPU_ENGINE="1") if args.device == "cpu" else {}
-        return program, options, ["--skip-tokenizer-init", *graphs, *args.sglang_option], variables
+        return program, options, ["--skip-tokenizer-init", *graphs], variables
 
     def body(self, prompt: list[int], n: int) -> dict[str, Any]:
         return dict(input_ids=prompt, stream=True,
@@ -396,7 +395,7 @@ class VMem(Way):
         if self.sleeps:
             self.variables |= dict(
                 VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep", VMEM_VLLM_SLICE=str(args.slice),
-                VMEM_VLLM_IDLE=str(args.idle), VMEM_VLLM_QUEUE=str(args.timeout))  # fmt: skip
+                VMEM_VLLM_IDLE=str(args.idle), VMEM_VLLM_QUEUE=str(TIMEOUT))  # fmt: skip
         self._pages: dict[str, Any] = {}
 
     @property

@@ -36,82 +36,64 @@ ENGINES = {
     "on vMem, by tokens": dict(VMEM_SGLANG="1", VMEM_SGLANG_LAYOUT="tokens"),
 }
 DECODE, DECODE_PROMPT, DECODE_TOKENS = 32, 6000, 200
+LONGEST, PAGE, RATE = 8192, 64, 32  # tokens of a request and of a page, and requests a second of the last workload
 Job = tuple[float, list[int], int]  # seconds after the start, prompt, tokens to make
 
 
 def workloads(args: argparse.Namespace) -> Iterator[tuple[str, list[Job]]]:
     """(name, jobs) of the workloads that were chosen."""
-    rng = random.Random(args.seed)
+    rng = random.Random(0)
 
     def prompt(n: int) -> list[int]:
         return [rng.randrange(100, 30000) for _ in range(n)]
 
-    chosen = args.workload or ["azure", "decode", "rate"]
-    if args.azure and "azure" in chosen:
+    if args.azure:
         trace = read_trace(args.azure)
-        fit = [(int(p), int(n)) for p, n in zip(trace.prompt, trace.output) if p + n < args.max_len]
+        fit = [(int(p), int(n)) for p, n in zip(trace.prompt, trace.output) if p + n < LONGEST]
         yield f"azure {args.requests}", [(0.0, prompt(p), n) for p, n in fit[: args.requests]]
-    if "decode" in chosen:
-        room = min(args.max_len - 8, args.kv_tokens // DECODE - 2 * args.page_size)  # they run at the same time
-        decode = min(DECODE_PROMPT, room - DECODE_TOKENS)
-        yield f"decode {DECODE} x {decode}", [(0.0, prompt(decode), DECODE_TOKENS) for _ in range(DECODE)]
-    if "rate" not in chosen:
-        return
+    room = min(LONGEST - 8, args.kv_tokens // DECODE - 2 * PAGE)  # they run at the same time
+    decode = min(DECODE_PROMPT, room - DECODE_TOKENS)
+    yield f"decode {DECODE} x {decode}", [(0.0, prompt(decode), DECODE_TOKENS) for _ in range(DECODE)]
     at, jobs = 0.0, []
     for _ in range(args.requests):
         jobs.append((at, prompt(rng.randrange(64, 1024)), rng.randrange(16, 256)))
-        at += rng.expovariate(args.rate)
-    yield f"rate {args.rate:g}", jobs
+        at += rng.expovariate(RATE)
+    yield f"rate {RATE}", jobs
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole = argtypes.whole(1)
-    parser.add_argument(
-        "--model", type=model_name, default="llama-3-8b", metavar="SHAPE[:LAYERS]", help=", ".join(SHAPES)
-    )
-    parser.add_argument("--engine", action="append", choices=ENGINES, help="repeat for more (default: all)")
-    parser.add_argument("--workload", action="append", choices=("azure", "decode", "rate"), help="(default: all)")
-    parser.add_argument("--azure", type=argtypes.input_file, metavar="FILE", help="the Azure conversation trace")
-    parser.add_argument("--requests", type=whole, default=512, metavar="N", help="of azure and rate (512)")
-    parser.add_argument("--rate", type=argtypes.positive, default=32.0, metavar="N", help="requests a second (32)")
-    parser.add_argument("--turns", type=whole, default=3, metavar="N", help="of each engine and workload (3)")
-    parser.add_argument("--kv-tokens", type=whole, default=204800, metavar="N", help="KV memory of each (204800)")
-    parser.add_argument("--max-len", type=whole, default=8192, metavar="N", help="greatest length of a request (8192)")
-    parser.add_argument("--page-size", type=whole, default=64, metavar="N", help="as in SGLang (64)")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="another of sgl.Engine's")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--json", type=argtypes.output_file, metavar="FILE", help="write every turn")
+    add, whole = parser.add_argument, argtypes.whole(1)
+    add("--model", type=model_name, default="llama-3-8b", metavar="SHAPE[:LAYERS]", help=", ".join(SHAPES))
+    add("--azure", type=argtypes.input_file, metavar="FILE", help="the Azure conversation trace")
+    add("--requests", type=whole, default=512, metavar="N", help="of azure and rate (512)")
+    add("--turns", type=whole, default=3, metavar="N", help="of each engine and workload (3)")
+    add("--kv-tokens", type=whole, default=204800, metavar="N", help="KV memory of each (204800)")
+    add("--json", type=argtypes.output_file, metavar="FILE", help="write every turn")
     args = parser.parse_args()
-    if args.workload == ["azure"] and not args.azure:
-        parser.error("--workload azure needs --azure FILE")
-    if min(args.max_len, args.kv_tokens // DECODE) < DECODE_TOKENS + 2 * args.page_size + 16:
-        parser.error("--kv-tokens and --max-len are too small for the decode workload")
+    if args.kv_tokens // DECODE < DECODE_TOKENS + 2 * PAGE + 16:
+        parser.error("--kv-tokens is too small for the decode workload")
     return args
 
 
 def _start(args: argparse.Namespace, folder: str, options: dict[str, Any]) -> dict[str, Child]:
     """The engines, by name. Those on vMem start first: SGLang measures what memory is free, and its own takes it."""
-    names = args.engine or list(ENGINES)
     engines: dict[str, Child] = {}
     for on_vmem in (True, False):
-        begun = [name for name in names if (ENGINES[name]["VMEM_SGLANG"] == "1") is on_vmem]
+        begun = [name for name in ENGINES if (ENGINES[name]["VMEM_SGLANG"] == "1") is on_vmem]
         engines.update({name: Child("benchmarks.sglang_engine", [folder, options], ENGINES[name]) for name in begun})
         for name in begun:
             if (there := engines[name].answer()["kv_tokens"]) < args.kv_tokens:
                 raise SystemExit(f"{name} has KV memory for {there} tokens, not {args.kv_tokens}: choose "
-                                 "fewer engines, fewer --kv-tokens or a --model with fewer layers")  # fmt: skip
-    return {name: engines[name] for name in names}
+                                 "fewer --kv-tokens or a --model with fewer layers")  # fmt: skip
+    return {name: engines[name] for name in ENGINES}
 
 
 def main(args: argparse.Namespace) -> None:
     """Start the engines, and run each workload on one after the other."""
-    options: dict[str, Any] = dict(load_format="dummy", page_size=args.page_size, max_total_tokens=args.kv_tokens,
-                                   context_length=args.max_len, random_seed=1, log_level="warning",
+    options: dict[str, Any] = dict(load_format="dummy", page_size=PAGE, max_total_tokens=args.kv_tokens,
+                                   context_length=LONGEST, random_seed=1, log_level="warning",
                                    mem_fraction_static=0.9)  # fmt: skip
-    for option in args.option:
-        name, _, value = option.partition("=")
-        options[name] = json.loads(value)
     turns: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, args.model, 131072)

@@ -57,19 +57,14 @@ class Client:
     def idle(self) -> dict[str, Any]:
         """Bytes that the engine holds and caches after 1.5 s without requests; nothing without vMem. Then flush it."""
         from pyvmem.engine import control
+        from pyvmem.engine.metrics import started_by
 
         time.sleep(1.5)
-        mine = [e for e, _ in control.engines() if self._is_mine(e.pid)]
+        mine = [e for e, _ in control.engines() if started_by(e.pid, os.getpid())]
         flushed = self.engine.flush_cache()
         if not flushed.success:
             raise RuntimeError(f"SGLang did not flush its cache: {flushed}")
         return dict(backed=mine[0].backed, cached=mine[0].cached) if mine else {}
-
-    @staticmethod
-    def _is_mine(pid: int) -> bool:
-        from pyvmem.engine.metrics import started_by
-
-        return started_by(pid, os.getpid())
 
 
 def main() -> None:

@@ -104,17 +104,13 @@ class _Run:
     def _exchange(self, to: Child, other: Child) -> None:
         calls = other.ask({"do": "steps"})["calls"]
         answer = to.ask({"do": "load"})
-        start, end, steps = answer["need"], answer["mapped"], answer["steps"]
+        start, end = answer["need"], answer["mapped"]
         self._note_steps(answer, "exchange")
         report = other.ask({"do": "steps"})
         others = [s for s in report["steps"] if s[0] >= start - 0.2]
         self._note("exchange: driver calls of the other", report["calls"] - calls)
         self._note("exchange: a step of the other, longest", _longest(others, start, end))
         self._note("a step of the other just before, longest", _longest(others, start - 0.2, start))
-        self._note("steps that found too little meanwhile", sum(not ok for _, _, ok in steps))
-        self._note("time in steps that back a request", sum(ms for _, ms, ok in steps if ok))
-        longest = max(steps, key=lambda step: step[1])
-        self._note("from need to the longest step", (longest[0] - start) * 1e3)
         to.ask({"do": "free"})
         to.ask({"do": "drop"})
         self._own(to, "own free memory")
@@ -139,8 +135,7 @@ class _Run:
         """The records of what was measured."""
         return [
             self.session.record(values, self.context, f"{self.name}, {metric}",
-                                "" if metric.startswith("steps") or "driver calls" in metric else "ms",
-                                page_size=self.page_size)
+                                "" if "driver calls" in metric else "ms", page_size=self.page_size)
             for metric, values in self.found.items()
         ]  # fmt: skip
 

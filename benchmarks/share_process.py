@@ -120,10 +120,6 @@ class Loop:
             self.cache.free(slot)
         self.loaded.clear()
 
-    def drop(self) -> None:
-        """Return the kept pages to the device, but keep the budget."""
-        self.cache.reclaim()
-
 
 def main() -> None:
     """Decode, and execute orders until there are no more."""
@@ -144,7 +140,8 @@ def main() -> None:
             elif do == "steps":
                 say(steps=list(loop.steps), calls=loop.calls())
             else:
-                {"free": loop.free, "drop": loop.drop, "verify": loop.verify}[do]()
+                known: dict[str, Any] = {"free": loop.free, "drop": loop.cache.reclaim, "verify": loop.verify}
+                known[do]()
                 say()
     except Exception as error:  # of any kind: the parent reports it
         say(error=f"{type(error).__name__}: {error}")

@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +31,6 @@ if TYPE_CHECKING:
 
 OWN, ON_VMEM = "vLLM", "vLLM on vMem"
 PROMPTS, PAUSES = (8000, 50000), (0.1, 0.5, 1, 5)  # of --load pauses: tokens, and seconds without a request
-TRACES = {
-    "azure": "the Azure conversation trace",
-    "offline": "the paper's offline trace (its Figure 8)",
-}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,24 +46,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefix-caching", action="store_true", help="enable the prefix cache in both engines")
     add("--layout", choices=LAYOUTS, default="auto", help="VMEM_VLLM_LAYOUT of the engines on vMem (auto)")
     add("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
-    text = "tokens that each request of a fixed shape gets (200)"
-    add("--output", type=whole, default=200, metavar="N", help=text)
     add("--warm-up", type=whole, default=1, metavar="N", help="one in N of the requests warms up (1: all of them)")
-    text = "begin no other workload so long after the engines' start"
-    add("--stop-after", type=whole, metavar="SECONDS", help=text)
     add("--tensor-parallel", type=whole, default=1, metavar="N", help="GPUs per engine (1)")
     text = "one more engine, with these variables in its environment, such as slots:VMEM_VLLM=1,VMEM_VLLM_LAYOUT=slots"
     add("--beside", action="append", type=beside, default=[], metavar="NAME:VARIABLE=VALUE,...", help=text)
-    text = (
-        "equal, azure, offline, decode, decode-short, cold, hot or idle, also with a number of requests (azure:256), "
-    )
-    text += "or pauses: the first token of a request after idle times, cached and not; repeat for more (default: all "
-    text += "that are possible, but for pauses)"
+    text = "equal, azure (of --trace), decode, decode-short, cold, hot or idle, perhaps with a number of requests "
+    text += "(azure:256), or pauses: first tokens after idle times; repeat for more (default: all but pauses)"
     add("--load", action="append", metavar="NAME", help=text)
     argtypes.trace(group)
-    for name, what in TRACES.items():
-        if name != "azure":
-            add(f"--{name}", type=argtypes.input_file, metavar="FILE", help=what)
     add("--raw", type=argtypes.output_file, metavar="FILE", help="write every turn as JSON")
 
 
@@ -92,14 +77,12 @@ def loads(args: argparse.Namespace) -> Any:
 
     def decode(batch: int, prompt: int) -> Any:
         batch, prompt = min(batch, args.max_num_seqs), min(prompt, longest - 300)
-        return dict(kind="fixed", batch=batch, prompt=prompt, output=args.output, decode=True)
+        return dict(kind="fixed", batch=batch, prompt=prompt, output=200, decode=True)
 
     made["decode"] = decode(32, 6000)
     made["decode-short"] = decode(256, 900)
-    for name in TRACES:
-        path = args.trace if name == "azure" else getattr(args, name)
-        if path:
-            made[name] = dict(kind="trace", path=path, batch=n, longest=longest, most_output=most)
+    if args.trace:
+        made["azure"] = dict(kind="trace", path=args.trace, batch=n, longest=longest, most_output=most)
     made["cold"] = dict(kind="hot", batch=args.requests or 160, prefixes=1, prefix=1, suffix=1, ratio=0, seed=3,
                         cold=[longest // 8, 3 * longest // 8], output=[longest // 128, longest // 32])  # fmt: skip
     kvcached = dict(kind="hot", prefixes=16, prefix=128, suffix=64, ratio=0.3, cold=[192, 1024], output=[16, 256],
@@ -115,8 +98,7 @@ def loads(args: argparse.Namespace) -> Any:
     for entry in wanted:
         name, _, number = entry.partition(":")
         if name not in made:
-            raise ValueError(f"--load {name} must be one of {', '.join(made)} (azure needs --trace, and offline "
-                             "--offline)")  # fmt: skip
+            raise ValueError(f"--load {name} must be one of {', '.join(made)} (azure needs --trace)")
         found[name] = dict(made[name], batch=argtypes.whole(1)(number)) if number else made[name]
     if "pauses" in found and not (args.prefix_caching and made["pauses"]["prompts"]):
         raise ValueError(f"--load pauses needs --prefix-caching, and a --max-model-len over {PROMPTS[0]}")
@@ -148,24 +130,17 @@ class Engines:
         self, args: argparse.Namespace, device: str, log: Any, keep: Callable[[list[Record]], None] = lambda _: None
     ) -> None:
         """keep: takes the records so far, after each turn."""
-        self._args = args
-        self._keep_records = keep
-        self._device = device
+        self._args, self._keep_records, self._device = args, keep, device
         self.records: list[Record] = []
         self.raw: list[Any] = []  # of every turn
-        self.engines: dict[str, Engine] = {}
-        self.engines = self.start(log)
+        more = dict(args.beside)
+        share = 0.8 / (2 + len(more))
+        self.engines = {name: Engine(args, name == ON_VMEM, log, more.get(name, {}), share)
+                        for name in (OWN, ON_VMEM, *more)}  # fmt: skip
         for name, engine in self.engines.items():
             answer = engine.answer()
             self._add(name, "start", "s", answer["started"])
             self._keep(engine=name, load="start", **answer)
-
-    def start(self, log: Any) -> dict[str, Engine]:
-        """The engines by name."""
-        more = dict(self._args.beside)
-        share = 0.8 / (2 + len(more))
-        return {name: Engine(self._args, name == ON_VMEM, log, more.get(name, {}), share)
-                for name in (OWN, ON_VMEM, *more)}  # fmt: skip
 
     def _add(self, engine: str, metric: str, unit: str, samples: Samples) -> None:
         if np.size(samples):
@@ -191,18 +166,16 @@ class Engines:
                     self._equal(name + (" again" if again else ""), load)
             else:
                 found[name] = {engine: [] for engine in self.engines}
-        end = time.monotonic() + (self._args.stop_after or float("inf"))
         for turn, name in track([(turn, name) for turn in range(self._args.turns + 1) for name in found]):
-            if time.monotonic() < end:
-                # Each turn has its own seed; otherwise the prefix cache would have the prompts of the turn before.
-                load = dict(loads[name], seed=loads[name].get("seed", 0) + 1000 * turn, tokens=not turn)
-                if not turn:
-                    load["batch"] = -(-load["batch"] // self._args.warm_up)
-                self.turn(name, load, turn, found[name])
-                before = len(self.records)
-                self._all_results(loads, found)
-                self._keep_records(self.records)
-                del self.records[before:]
+            # Each turn has its own seed; otherwise the prefix cache would have the prompts of the turn before.
+            load = dict(loads[name], seed=loads[name].get("seed", 0) + 1000 * turn, tokens=not turn)
+            if not turn:
+                load["batch"] = -(-load["batch"] // self._args.warm_up)
+            self.turn(name, load, turn, found[name])
+            before = len(self.records)
+            self._all_results(loads, found)
+            self._keep_records(self.records)
+            del self.records[before:]
         self._all_results(loads, found)
 
     def _all_results(self, loads: Any, found: dict[str, dict[str, list[Any]]]) -> None:
@@ -244,20 +217,15 @@ class Engines:
             # Their throughput is the figure above: it also depends on what the prefix cache had.
             self._add(engine, f"{name}: decode step", "ms", [f["median"] for f in full])
             self._add(engine, f"{name}: the same, mean", "ms", [f["mean"] for f in full])
-            self._add(engine, f"{name}: prompt tokens from the prefix cache", "", [r["cached"] for r in results])
-            self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
-            return
-        self._add(engine, f"{name}: time to first token", "ms", [1e3 * x for r in results for x in r["ttft"]])
-        self._add(engine, f"{name}: time between tokens", "ms",
-                  [1e3 * gap for r in results for gaps in r["gaps"] for gap in gaps])  # fmt: skip
+        else:
+            self._add(engine, f"{name}: time to first token", "ms", [1e3 * x for r in results for x in r["ttft"]])
+            self._add(engine, f"{name}: time between tokens", "ms",
+                      [1e3 * gap for r in results for gaps in r["gaps"] for gap in gaps])  # fmt: skip
+            self._add(engine, f"{name}: preemptions", "", [r["preemptions"] for r in results])
         self._add(engine, f"{name}: prompt tokens from the prefix cache", "", [r["cached"] for r in results])
-        self._add(engine, f"{name}: preemptions", "", [r["preemptions"] for r in results])
-        self._kv(engine, name, [r["kv"] for r in results if r["kv"]])
-
-    def _kv(self, engine: str, name: str, states: Any) -> None:
-        if states:
-            self._add(engine, f"{name}: memory of cached blocks", "GiB", [k["cached"] / 2**30 for k in states])
-            self._add(engine, f"{name}: blocks that a step mapped itself", "", [k["step_maps"] for k in states])
+        states = [r["kv"] for r in results if r["kv"]]
+        self._add(engine, f"{name}: memory of cached blocks", "GiB", [k["cached"] / 2**30 for k in states])
+        self._add(engine, f"{name}: blocks that a step mapped itself", "", [k["step_maps"] for k in states])
 
     def _compare(self, name: str, load: Any, tokens: dict[str, Any], forget: bool) -> None:
         """Record how many tokens are vLLM's. If some are not, vLLM's own of another turn stand beside them.

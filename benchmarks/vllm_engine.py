@@ -17,12 +17,11 @@ import math
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import of_parent
+from benchmarks import Peaks, device_memory_used, of_parent
 
 # Shapes of models; weights are random (vLLM's load_format "dummy", the same in every engine).
 SHAPES: dict[str, dict[str, Any]] = {
@@ -32,12 +31,6 @@ SHAPES: dict[str, dict[str, Any]] = {
                  num_key_value_heads=4, head_dim=128, vocab_size=32000, rope_theta=10000.0),
     "llama-3-8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
                        num_key_value_heads=8, head_dim=128, vocab_size=128256, rope_theta=500000.0),
-    "qwen-2.5-7b": dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=3584,
-                        intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-                        head_dim=128, vocab_size=152064, rope_theta=1000000.0),
-    "mistral-7b": dict(model_type="mistral", architectures=["MistralForCausalLM"], hidden_size=4096,
-                       intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-                       head_dim=128, vocab_size=32768, rope_theta=1000000.0, sliding_window=None),
     # Five layers with a window of 1,024 tokens to one with full attention.
     "gemma-3-4b": dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], hidden_size=2560,
                        intermediate_size=10240, num_hidden_layers=34, num_attention_heads=8, num_key_value_heads=4,
@@ -115,50 +108,18 @@ def requests_of(load: Any) -> Any:
     return [(tokens(prompt), output) for prompt, output in zip(prompts, outputs)]
 
 
-class Sampler:
-    """The peak of device memory in use, as the driver reports it, and the KV cache's part of it."""
-
-    def __init__(self, kv_memory: bool) -> None:
-        self._stop = threading.Event()
-        self._kv_memory = kv_memory
-        self.peak = self.kv_peak = 0
-
-    def used(self) -> int:
-        import torch
-
-        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-        return total - free
-
-    def kv(self) -> Any:
-        """Device memory of the KV cache: what vLLM allocated at its start, or what vMem has now."""
-        engine = own_engine()
-        return self._kv_memory if engine is None else engine[0].resident
-
-    def __enter__(self) -> Any:
-        self._look()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        return self
-
-    def _look(self) -> None:
-        self.peak = max(self.peak, self.used())
-        self.kv_peak = max(self.kv_peak, self.kv())
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.05):
-            self._look()
-
-    def __exit__(self, *_: Any) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
 def own_engine() -> Any:
     """The (`Engine`, `Page`) of this process or of one that it started, on vMem; None on unmodified vLLM."""
     from pyvmem.vllm import http
 
     own = http.engines()
     return own[0] if own else None
+
+
+def kv_memory(llm: Any) -> int:
+    """Device memory of the KV cache: what vLLM allocated at its start, or what vMem has now."""
+    engine = own_engine()
+    return int(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes if engine is None else engine[0].resident)
 
 
 _told: dict[str, float] = collections.defaultdict(float)
@@ -204,8 +165,7 @@ class Steps:
         if len(at) < 3:
             return None
         ms = 1e3 * np.diff(at)
-        return dict(steps=len(ms), mean=float(ms.mean()), median=float(np.median(ms)), most=float(ms.max()),
-                    p90=float(np.percentile(ms, 90)), p99=float(np.percentile(ms, 99)))  # fmt: skip
+        return dict(steps=len(ms), mean=float(ms.mean()), median=float(np.median(ms)))
 
 
 _runs = itertools.count()
@@ -257,16 +217,6 @@ def serve(llm: Any, prompts: list[Any], params: list[Any], concurrency: int | No
     return made
 
 
-def idle_memory(memory: Sampler) -> Any:
-    """[(seconds since now, bytes of the KV cache)] in the first second after a workload."""
-    begin = time.perf_counter()
-    found: list[tuple[float, int]] = []
-    while not found or found[-1][0] < 1.0:
-        time.sleep(0.05)
-        found.append((time.perf_counter() - begin, memory.kv()))
-    return found
-
-
 def pauses(llm: Any, load: Any, prompt: Callable[[int], list[int]], params: Any) -> dict[str, Request]:
     """{what: the request}, one at a time: its prompt in the prefix cache or not, after seconds without a request.
 
@@ -297,6 +247,7 @@ def pauses(llm: Any, load: Any, prompt: Callable[[int], list[int]], params: Any)
 
 def run(llm: Any, load: Any, ended: Steps | None = None) -> Any:
     """Run one workload and return its results."""
+    import numpy as np
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -304,21 +255,30 @@ def run(llm: Any, load: Any, ended: Steps | None = None) -> Any:
     if load.get("forget"):
         llm.reset_prefix_cache()
         time.sleep(1.0)  # spare memory is given back meanwhile
-    if load["kind"] == "pauses":
-        return run_pauses(llm, load, vocabulary)
-    wanted = requests_of({"vocabulary": vocabulary, **load})
-    prompts = [{"prompt_token_ids": p} for p, _ in wanted]
-    params = [SamplingParams(temperature=0, max_tokens=o, ignore_eos=True, detokenize=False,
-                             output_kind=RequestOutputKind.DELTA) for _, o in wanted]  # fmt: skip
+
+    def params(n: int) -> Any:
+        return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False,
+                              output_kind=RequestOutputKind.DELTA)  # fmt: skip
+
     kv_state()
+    if load["kind"] == "pauses":
+        rng, begin = np.random.default_rng(load["seed"]), time.perf_counter()
+        firsts = pauses(llm, load, lambda n: rng.integers(10, vocabulary, n).tolist(), params(1))
+        return dict(
+            firsts={what: round(r.first, 6) for what, r in firsts.items()}, tokens=[r.tokens for r in firsts.values()],
+            ttft=[round(r.first, 6) for r in firsts.values()], cached={what: r.cached for what, r in firsts.items()},
+            output=len(firsts), seconds=time.perf_counter() - begin, kv=kv_state(),
+        )  # fmt: skip
+    wanted = requests_of({"vocabulary": vocabulary, **load})
     preempted = preemptions(llm)
     gc.collect()
-    with Sampler(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes) as memory:
+    with Peaks(0.05, device_memory_used, lambda: kv_memory(llm)) as memory:
         begin = time.perf_counter()
-        made = serve(llm, prompts, params, load.get("concurrency"))
+        made = serve(llm, [{"prompt_token_ids": p} for p, _ in wanted], [params(n) for _, n in wanted],
+                     load.get("concurrency"))  # fmt: skip
         seconds = time.perf_counter() - begin
-        kv_after = idle_memory(memory)
-        idle, kv_idle, state = memory.used(), memory.kv(), kv_state()
+        time.sleep(1.0)
+        idle, kv_idle, state = device_memory_used(), kv_memory(llm), kv_state()
     full = None  # the steps in which every request decodes
     if ended and load.get("decode") and made:
         full = ended.between(max(r.at[0] for r in made), min(r.at[-1] for r in made))
@@ -330,47 +290,23 @@ def run(llm: Any, load: Any, ended: Steps | None = None) -> Any:
         ttft=[round(r.first, 6) for r in made],
         gaps=[[round(gap, 6) for gap in r.gaps] for r in made],
         preemptions=preemptions(llm) - preempted,
-        peak=memory.peak, idle=idle, kv_peak=memory.kv_peak, kv_idle=kv_idle, kv_after=kv_after, kv=state,
-        full=full,
+        peak=memory.most[0], idle=idle, kv_peak=memory.most[1], kv_idle=kv_idle, kv=state, full=full,
     )  # fmt: skip
     if load.get("tokens"):
         result["tokens"] = [r.tokens for r in made]
     if load.get("reset"):
         llm.reset_prefix_cache()
         time.sleep(1.0)
-        result["kv_reset"] = memory.kv()
-    return result
-
-
-def run_pauses(llm: Any, load: Any, vocabulary: int) -> Any:
-    """Run `pauses` and return its results."""
-    import numpy as np
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    rng = np.random.default_rng(load["seed"])
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False,
-                            output_kind=RequestOutputKind.DELTA)  # fmt: skip
-    kv_state()
-    begin = time.perf_counter()
-    made = pauses(llm, load, lambda n: rng.integers(10, vocabulary, n).tolist(), params)
-    result = dict(
-        firsts={what: round(r.first, 6) for what, r in made.items()}, ttft=[round(r.first, 6) for r in made.values()],
-        cached={what: r.cached for what, r in made.items()}, output=len(made), seconds=time.perf_counter() - begin,
-        kv=kv_state(),
-    )  # fmt: skip
-    if load.get("tokens"):
-        result["tokens"] = [r.tokens for r in made.values()]
+        result["kv_reset"] = kv_memory(llm)
     return result
 
 
 def main() -> None:
     settings, orders, say = of_parent()
     shape = settings.pop("shape")
-    begin = time.perf_counter()
     from vllm import LLM
 
-    imported = time.perf_counter()
+    begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         model = shape
         if known(shape):
@@ -383,7 +319,7 @@ def main() -> None:
         blocks = llm.llm_engine.vllm_config.cache_config
         # With several processes, the steps run in another one.
         steps = Steps() if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else None
-        say(ready=True, imported=imported - begin, started=time.perf_counter() - imported, kv=kv_state(),
+        say(ready=True, started=time.perf_counter() - begin, kv=kv_state(),
             blocks=blocks.num_gpu_blocks, block_size=blocks.block_size)  # fmt: skip
         for line in orders:
             load = json.loads(line)

@@ -13,7 +13,6 @@ import benchmarks
 from benchmarks import __main__ as command
 from benchmarks import vllm, vllm_engine
 from pyvmem.bench import Benchmark, all_benchmarks
-from pyvmem.bench.records import Record
 from pyvmem.bench.records import load as load_records
 from pyvmem.tools import cli
 
@@ -21,9 +20,8 @@ from pyvmem.tools import cli
 def arguments(**changes):
     return types.SimpleNamespace(**{**dict(
         bench="vllm", model="tiny", kv_memory=1 << 30, max_model_len=2048, max_num_seqs=16, turns=1,
-        prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, offline=None,
-        raw=None, output=200,
-        warm_up=1, stop_after=None, beside=[],
+        prefix_caching=False, eager=True, tensor_parallel=1, load=None, trace=None, requests=None, raw=None,
+        warm_up=1, beside=[],
     ), **changes})  # fmt: skip
 
 
@@ -63,12 +61,11 @@ def test_kvcacheds_workload_has_its_parameters():
     assert {192 <= len(prompt) <= 1024 and 16 <= output <= 256 for prompt, output in made} == {True}
 
 
-def test_every_trace_has_a_name(tmp_path):
+def test_a_traces_lengths_fit_the_engine(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n900,7\n70000,9\n")
-    made = vllm.loads(arguments(trace=str(path), offline=str(path)))
-    for name in ("azure", "offline"):
-        assert [len(p) for p, _ in vllm_engine.requests_of(made[name])] == [900, 2048 - 256]
+    made = vllm.loads(arguments(trace=str(path)))["azure"]
+    assert [len(p) for p, _ in vllm_engine.requests_of(made)] == [900, 2048 - 256]
 
 
 class Llm:
@@ -202,7 +199,7 @@ def test_pauses_need_a_prefix_cache_and_have_records_of_their_own(monkeypatch):
     assert (record.metric, record.median) == ("pauses, 8000 tokens, cached, after 1 s: time to first token", 200)
 
 
-def test_all_workloads_run_in_each_turn_until_time_is_up(monkeypatch):
+def test_all_workloads_run_in_each_turn(monkeypatch):
     monkeypatch.setattr(vllm, "Engine", FakeEngine)
     monkeypatch.setattr(vllm.Engines, "record_results", lambda *_: None)
     loads = {"decode": dict(kind="fixed", batch=8), "hot": dict(kind="hot", batch=30)}
@@ -213,17 +210,12 @@ def test_all_workloads_run_in_each_turn_until_time_is_up(monkeypatch):
     assert [(load["kind"], load["batch"], load["tokens"]) for load in asked] == [
         ("fixed", 2, True), ("hot", 8, True), ("fixed", 8, False), ("hot", 30, False), ("fixed", 8, False),
         ("hot", 30, False)]  # fmt: skip
-    clock = iter(range(100))
-    monkeypatch.setattr(vllm.time, "monotonic", lambda: next(clock))
-    cut = vllm.Engines(arguments(turns=2, stop_after=3), "gpu", None)
-    cut.measure(loads)
-    assert len(cut.engines[vllm.OWN].asked) == 2
 
 
 def test_a_workload_may_have_a_number_of_requests():
     assert vllm.loads(arguments(load=["hot:7"], requests=20))["hot"]["batch"] == 7
-    assert vllm.loads(arguments(load=["decode:3"], output=9))["decode"] == dict(
-        kind="fixed", batch=3, prompt=1748, output=9, decode=True)  # fmt: skip
+    assert vllm.loads(arguments(load=["decode:3"]))["decode"] == dict(
+        kind="fixed", batch=3, prompt=1748, output=200, decode=True)  # fmt: skip
 
 
 def test_an_unknown_workload_is_named():
@@ -353,41 +345,3 @@ def test_err_bench_attention(args, text, capsys):
     except SystemExit as end:  # argparse's
         assert end.code == 2
     assert text in capsys.readouterr().err
-
-
-def test_every_figure_has_a_panel():
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    from benchmarks.attention import FIGURES
-    from benchmarks.attention_plots import PANELS, draw
-
-    assert set(PANELS) == set(FIGURES)
-    records = []
-    for phase, batch, tokens in (("decode", 1, 1024), ("decode", 4, 1024), ("decode", 1, 16384), ("decode", 2, 16384),
-                                 ("prefill", 1, 1024), ("prefill", 1, 8192)):  # fmt: skip
-        paged = [(f"fa3 paged {block}", "cudaMalloc", None) for block in (16, 32, 64, 128, 256)]
-        for name, backend, size in (
-            ("fa3 contiguous", "stock", 64 << 10), ("fa3 contiguous", "stock", 2 << 20),
-            ("fa3 contiguous", "cudaMalloc", None), ("flashinfer unpaged", "stock", 64 << 10), *paged,
-        ):  # fmt: skip
-            records.append(Record.of(
-                [batch * tokens + 1.0], bench="attention", backend=backend, device="d", page_size=size, unit="us",
-                metric=f"{phase} B={batch} L={tokens} heads 32/8, {name}",
-            ))  # fmt: skip
-    figure = Figure()
-    draw(records, figure)
-    assert [bool(axes.lines or axes.patches) for axes in figure.axes] == [True] * len(PANELS)
-    assert len(figure.axes[3].lines) == 6  # prefill: three memories, FlashInfer's, and two block sizes
-    assert [line.get_ydata().tolist() for line in figure.axes[0].lines] == [[1, 1]] * 2  # all took the same time
-    assert figure.axes[4].lines[0].get_ydata().tolist() == [1 / 16385e-6, 2 / 32769e-6]  # tokens per second
-
-
-def test_a_figure_without_records_has_no_panel():
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    from benchmarks import attention_plots
-
-    metric = "prefill B=1 L=128 heads 32/8, sdpa contiguous"
-    record = Record.of(5, bench="attention", backend="host", device="d", page_size=64 << 10, metric=metric, unit="us")
-    attention_plots.draw([record], figure)
-    assert [axes.get_title() for axes in figure.axes] == ["Figure 6: prefill"]
