@@ -111,6 +111,25 @@ def test_nothing_says_to_install_from_an_index():
     assert [str(p.relative_to(TOP)) for p in texts if said.search(p.read_text())] == []
 
 
+CLASSES = ("Context", "Reservation", "Pages", "KVCache", "KVPool", "PrefixCache", "Blocks", "VirtualTensor", "Spare")
+
+
+def test_every_attribute_that_a_page_names_exists():
+    """`Context.map`, for instance: a call that was renamed or deleted is so on every page."""
+    pytest.importorskip("torch")
+    from pyvmem import blocks, core, kv, owned, tensor
+    from pyvmem.kv import cache, options, pool, prefix
+
+    places = (blocks, core, kv, owned, tensor, cache, options, pool, prefix)
+    found = {name: next(getattr(place, name) for place in places if hasattr(place, name)) for name in CLASSES}
+    pages = [*TOP.glob("*.md"), *(p for p in TOP.glob("docs/**/*.md") if "reference" not in p.parts)]
+    named = {(p.name, *pair) for p in pages for pair in re.findall(r"`(\w+)\.(\w+)[`(]", p.read_text())}
+    named = {one for one in named if one[1] in CLASSES}
+    assert len(named) > 20
+    gone = [one for one in named if not hasattr(found[one[1]], one[2])]
+    assert [one for one in gone if one[2] not in getattr(found[one[1]], "__dataclass_fields__", ())] == []
+
+
 def test_every_link_leads_somewhere():
     pages = [*TOP.glob("*.md"), TOP / "benchmarks/README.md", *TOP.glob("docs/**/*.md")]
     for page in (p for p in pages if "reference" not in p.parts):
