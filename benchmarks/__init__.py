@@ -26,7 +26,7 @@ class Child:
         down, up = os.pipe(), os.pipe()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # from any folder
         command = [sys.executable, "-m", module, json.dumps(about), str(down[0]), str(up[1])]
-        self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, **more},
+        self.process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, **more},
                                          pass_fds=(down[0], up[1]), stdout=log, stderr=log)  # fmt: skip
         os.close(down[0])
         os.close(up[1])
@@ -40,7 +40,7 @@ class Child:
     def answer(self) -> Any:
         """The next answer. Raises RuntimeError if the process has ended, or its answer is an error."""
         line = self._answers.readline()
-        found = json.loads(line) if line else {"error": f"it ended with status {self._process.wait()}"}
+        found = json.loads(line) if line else {"error": f"it ended with status {self.process.wait()}"}
         if "error" in found:
             raise RuntimeError(f"a process of the benchmark failed: {found['error']}")
         return found
@@ -53,10 +53,10 @@ class Child:
         """End the process: there are no more orders."""
         try:
             self._orders.close()
-            self._process.wait(30)
+            self.process.wait(30)
         except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         self._answers.close()
 
 

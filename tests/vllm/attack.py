@@ -54,7 +54,7 @@ class Attack:
         self.loads = [dict(kind="hot", batch=args.requests, prefixes=8, prefix=256, suffix=64, ratio=0.5,
                            cold=[64, 1024], output=[16, 64], seed=seed, tokens=True) for seed in (1, 2)]  # fmt: skip
         pages = {e.pid: page for e, page in control.engines()}
-        self.pages = [pages[e._process.pid] for e in self.engines]
+        self.pages = [pages[e.process.pid] for e in self.engines]
         self.tokens = [e.ask(load)["tokens"] for e, load in zip(self.engines, self.loads)]
 
     def check(self, attack, good, *words):
@@ -105,7 +105,7 @@ class Attack:
     def accounts(self, when):
         """Compare the bytes that the driver gets back when prefix caches are dropped with the engines' own numbers."""
         time.sleep(1.5)
-        alive = [i for i, e in enumerate(self.engines) if e._process.poll() is None]
+        alive = [i for i, e in enumerate(self.engines) if e.process.poll() is None]
         before = self.used(), sum(map(self.resident, alive))
         for i in alive:
             self.engines[i].ask(dict(self.loads[i], batch=1, output=[1, 2], reset=True))
@@ -121,11 +121,11 @@ class Attack:
         survivor.tell(self.loads[0])
         time.sleep(0.5)
         held = self.resident(1)
-        os.kill(victim._process.pid, signal.SIGKILL)
-        victim._process.wait()
+        os.kill(victim.process.pid, signal.SIGKILL)
+        victim.process.wait()
         same = self.same(0, survivor.answer())
         same += self.same(0, survivor.ask(self.loads[0]))
-        left = [e.pid for e, _ in control.engines() if e.pid == victim._process.pid]
+        left = [e.pid for e, _ in control.engines() if e.pid == victim.process.pid]
         self.check("kill -9", not left, f"the neighbour held {held >> 20} MiB; {2 * self.args.requests} requests "
                    f"answered since, {same} with their tokens; engines that are still listed: {left}")  # fmt: skip
 

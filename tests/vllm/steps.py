@@ -188,7 +188,7 @@ class Worker:
         self.memory.start(kv)
         self.rows = flat.numpy().view(np.uint64).reshape(blocks, TOKENS, -1)
         self.tokens, self.table, self.computed = {}, {}, {}
-        self.read = self.states = 0
+        self.read, self.states, self.page_size = 0, 0, pages
         self.resident = []
         self.copies = None  # of a connector, and what they answer
         self.copied = None
@@ -389,7 +389,10 @@ class Engine:
 
     def resident(self):
         """Blocks that are backed, in each worker, without the null block."""
-        return [w.memory._tensor.resident_bytes // self.budget.block_bytes - 1 for w in self.workers]
+        for worker in self.workers:
+            worker.memory.publish()
+        words = self.page.cells[control.RESIDENT : control.RESIDENT + len(self.workers)].tolist()
+        return [held // self.budget.block_bytes - 1 for held in words]
 
     def requests(self, n):
         draw = self.random.randrange
