@@ -549,6 +549,16 @@ def test_no_mask_is_built_and_nothing_is_concatenated(make, device, monkeypatch)
     assert len(seen) == 3 * 2
 
 
+def test_a_soft_cap_of_zero_is_none():
+    """Beside sinks, where the attention goes step by step."""
+    from pyvmem.transformers.attention import vmem_attention
+
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
+    got, want = (vmem_attention(torch.nn.Module(), q, k, v, None, softcap=cap, s_aux=torch.zeros(2))[0]
+                 for cap in (0.0, None))  # fmt: skip
+    assert want.isfinite().all() and torch.equal(got, want)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_our_attention_without_our_cache(name, device):
     """A model set to "vmem" is right with any cache, padded or not, and with none."""
