@@ -70,6 +70,17 @@ def uint32s(name: str, values: Any) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(values, np.uint32)
 
 
+def integers(name: str, values: Any) -> npt.NDArray[Any]:
+    """values, a sequence of integers or an array, as an array of one dimension. Raises TypeError."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # of sequences that differ in length
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"{name} must be a sequence of integers, not {shown(values)}")
+    return array
+
+
 def elements(name: str, values: Any) -> list[Any]:
     """The elements of a sequence, or of anything that can be iterated over but text and bytes. Raises TypeError."""
     try:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyvmem._checks import shown
+from pyvmem._checks import integers
 
 Ints = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
@@ -35,12 +35,7 @@ def _ints(name: str, values: Ints) -> npt.NDArray[np.int32]:
         if values.device.type != "cpu":
             raise TypeError(f"{name} must be on the CPU: its values determine the launches")
         values = values.tolist()
-    try:
-        array = np.asarray(values)
-    except ValueError:  # of sequences that differ in length
-        array = np.empty((0, 0))
-    if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be a sequence of integers, not {shown(values)}")
+    array = integers(name, values)
     narrow: npt.NDArray[np.int32] = array.astype(np.int32)
     if (narrow != array).any():
         i = int(np.flatnonzero(narrow != array)[0])

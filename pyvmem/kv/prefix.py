@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from pyvmem._checks import elements, flag, shown, uint
+from pyvmem._checks import elements, flag, integers, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import InvalidArgument, _check
 
@@ -50,13 +50,7 @@ def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") ->
         raise InvalidArgument(errno.EINVAL, "block_tokens 0 must be at least 1")
     if not isinstance(salt, bytes):
         raise TypeError(f"salt must be bytes, not {shown(salt)}")
-    try:
-        array = np.asarray(tokens)
-    except ValueError:  # of sequences that differ in length
-        array = np.empty((0, 0))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"tokens must be a sequence of integers, not {shown(tokens)}")
-    array = array.astype(np.int64)
+    array = integers("tokens", tokens).astype(np.int64)
     hashes, before = [], hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
     for end in range(size, len(array) + 1, size):
         before = hashlib.blake2b(before + array[end - size : end].tobytes(), digest_size=16).digest()
