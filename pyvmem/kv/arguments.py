@@ -4,6 +4,7 @@ SPDX-License-Identifier: MIT
 """
 
 import array
+import contextlib
 import errno
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
@@ -81,6 +82,12 @@ def lengths_of(lengths: Lengths, slots: int) -> Any:
 
 def requests_of(requests: Iterable[Request], prefixes: PrefixCache | None) -> tuple[npt.NDArray[Any], list[Any]]:
     """The requests as C structures, and the objects that these point to."""
+    if type(requests) is list:  # of numbers: 3 us for 64 of them, not 56
+        with contextlib.suppress(OverflowError, TypeError):
+            sizes = array.array("I", requests)
+            raw = np.zeros(len(sizes), _REQUEST)
+            raw["tokens"] = sizes
+            return raw, []
     given = elements("requests", requests)
     raw, kept = np.zeros(len(given), _REQUEST), []
     for i, request in enumerate(given):
