@@ -216,6 +216,8 @@ def limit(text: str) -> list[Wanted]:
             engines = [(e, p) for e, p in known if which in (e.model, model_name(e))]
             if len(pids := sorted({e.pid for e, _ in engines})) > 1:
                 raise ValueError(f"processes {', '.join(map(str, pids))} serve a model of that name; give one")
+        if engines and not which.isdecimal() and any(v.name == which for v in read_views()):
+            raise ValueError("an engine and a KV cache have that name; give a process")
         if engines:
             sizes = [_bytes(wanted, e.blocks * e.block_bytes) for e, _ in engines]
             if max(sizes) > control.NO_LIMIT:

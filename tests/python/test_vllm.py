@@ -466,6 +466,17 @@ def test_top_shows_models_and_their_ports_and_finds_engines_by_them():
     assert (page[control.LIMIT], other[control.LIMIT]) == (40 << 20, 30 << 20)
 
 
+def test_top_sets_no_limit_by_a_name_that_an_engine_and_a_cache_have():
+    pytest.importorskip("torch")
+    from pyvmem import KVCache
+
+    page = engine()
+    with KVCache.for_model(1, 2, 64, slots=2, max_tokens=512, budget=8 << 20, backend="host", name="abc") as cache:
+        with pytest.raises(ValueError, match="--limit abc=4M: an engine and a KV cache have that name; give a process"):
+            run_top("--once", "--limit", "abc=4M")
+        assert page[control.LIMIT] == control.NO_LIMIT and cache.stats().budget_pages * cache.page_size == 8 << 20
+
+
 # ---- steps of a worker ----------------------------------------------------------------------------------------------
 
 
