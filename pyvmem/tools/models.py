@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
 from pyvmem.engine import control
+from pyvmem.engine.pools import number_of
 from pyvmem.engine.settings import MOST
 from pyvmem.kv.view import view_folder
 from pyvmem.sleep.checkpoint import weight_bytes
@@ -105,12 +106,20 @@ class Pool:
         return [*command, *model.args]
 
 
+def _told(size: float) -> str:
+    """A size in a message."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB or not size else f"{size / MIB:.1f} MiB"
+
+
 def _take(where: str, table: Any, kinds: Mapping[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ValueError(f"{where.rstrip('.')} must be a table, not {table!r}")
-    for key in table:
+    for key, value in table.items():
         if key not in kinds:
-            raise ValueError(f"{where}{key} is not a key of the file: the keys are {', '.join(kinds)}")
+            # TOML takes [models.llama-3.1] for a table "1" in the table of llama-3.
+            dotted = where and isinstance(value, dict)
+            hint = f'; a name with a dot needs quotes: [models."{where[7:]}{key}"]' if dotted else ""
+            raise ValueError(f"{where}{key} is not a key of the file: the keys are {', '.join(kinds)}{hint}")
     return {key: kinds[key](f"{where}{key}", value) for key, value in table.items()}
 
 
@@ -154,6 +163,8 @@ def _seconds(key: str, value: Any) -> float:
 def _texts(key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(v, str | int | float) and "\0" not in str(v) for v in value):
         raise ValueError(f"{key} must be a list of strings without NUL or numbers, not {value!r}")
+    if any(str(v).partition("=")[0] == "--port" for v in value):
+        raise ValueError(f"{key}: --port is what the key 'port' sets")
     return tuple(map(str, value))
 
 
@@ -163,9 +174,15 @@ def _env(key: str, value: Any) -> dict[str, str]:
     for name in value:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"{key}: {name!r} must be the name of a variable: letters, digits and _")
+        if name in _KEYS:
+            raise ValueError(f"{key}: {name} is what the key {_KEYS[name]!r} sets")
     return dict(value)
 
 
+# What has a key in the file. A second value elsewhere would escape the checks, and `ls` would not find the server.
+_KEYS = {"VMEM_VLLM_POOL": "pool", "VMEM_VLLM_POOL_SIZE": "size", "VMEM_VLLM_SLICE": "slice", "VMEM_VLLM_MIN": "min",
+         "VMEM_VLLM_MAX": "max", "VMEM_VLLM_PRIORITY": "priority", "VMEM_VLLM_IDLE": "idle",
+         "VMEM_VLLM_QUEUE": "queue"}  # fmt: skip
 _MODEL: dict[str, Callable[[str, Any], Any]] = dict(
     path=_text, port=_whole(1, 65535), min=_size, max=_size, priority=_whole(0, 10**15 - 1), idle=_seconds,
     queue=_seconds, outside=_size, args=_texts, env=_env, image=_text)  # fmt: skip
@@ -212,14 +229,14 @@ def _check(pool: Pool) -> None:
     """Raise ValueError if what the file asks for cannot be."""
     outside = sum(m.outside for m in pool.models)
     if 0 < pool.gpu < pool.size + outside:
-        raise ValueError(f"size: {pool.size / GIB:.1f} GiB, and {outside / GIB:.1f} GiB that the {len(pool.models)} "
-                         f"servers need outside of it, exceed the GPU's {pool.gpu / GIB:.1f} GiB; size can be at most "
-                         f"{max(pool.gpu - outside, 0) / GIB:.1f} GiB")  # fmt: skip
+        raise ValueError(f"size: {_told(pool.size)}, and {_told(outside)} that the {len(pool.models)} "
+                         f"servers need outside of it, exceed the GPU's {_told(pool.gpu)}; size can be at most "
+                         f"{_told(max(pool.gpu - outside, 0))}")  # fmt: skip
     ports: dict[int, str] = {}
     minimums = sum(m.min for m in pool.models)
     if minimums > pool.size:
-        raise ValueError(f"the minimums of all models are {minimums / GIB:.1f} GiB, more than size, "
-                         f"{pool.size / GIB:.1f} GiB")  # fmt: skip
+        raise ValueError(f"the minimums of all models are {_told(minimums)}, more than size, "
+                         f"{_told(pool.size)}")  # fmt: skip
     for m in pool.models:
         if m.port in ports:
             raise ValueError(f"models.{m.name}.port: {m.port} is also the port of {ports[m.port]}")
@@ -228,8 +245,8 @@ def _check(pool: Pool) -> None:
             raise ValueError(f"models.{m.name}.min, {m.min} bytes, is over its max, {m.max}")
         # The minimums of the others stay theirs while they are awake, and those that sleep have none.
         if m.weights + max(m.min, 2 * MIB) > pool.size:
-            raise ValueError(f"models.{m.name}: its weights of {m.weights / GIB:.1f} GiB and the minimum of its KV "
-                             f"cache exceed size, {pool.size / GIB:.1f} GiB")  # fmt: skip
+            raise ValueError(f"models.{m.name}: its weights of {_told(m.weights)} and the minimum of its KV "
+                             f"cache exceed size, {_told(pool.size)}")  # fmt: skip
 
 
 # ---- render ----------------------------------------------------------------------------------------------------
@@ -354,10 +371,14 @@ RENDERERS: dict[str, Callable[[Pool], str]] = {
 
 
 def running(pool: Pool) -> dict[str, list[tuple[control.Engine, control.Page]]]:
-    """The engines of each model of the file that run on this machine, by what their control pages say."""
+    """The engines of each model of the file that run on this machine, by what their control pages say.
+
+    An engine of another pool is not meant: its model may have the same name.
+    """
     found: dict[str, list[tuple[control.Engine, control.Page]]] = {m.name: [] for m in pool.models}
     for engine, page in control.engines():
-        found.get(engine.model, []).append((engine, page))
+        if page[control.POOL] == number_of(pool.pool):
+            found.get(engine.model, []).append((engine, page))
     return found
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from pyvmem.engine import control
+from pyvmem.engine.pools import number_of
 from pyvmem.kv.view import view_folder
 from pyvmem.sleep.checkpoint import weight_bytes
 from pyvmem.tools import cli, models
@@ -135,9 +137,15 @@ def test_systemd_reads_the_units(tmp_path):
     (FILE + '[models.c]\npath="x"\nargs=["a\\u0000"]', "models.c.args must be a list of strings without NUL"),
     (FILE + '[models.c]\npath="x"\nenv={A="\\u0000"}', "models.c.env must be a table of strings without NUL"),
     (FILE + "[models.c]\npath='x'\nenv={'A=B'='1'}", "models.c.env: 'A=B' must be the name of a variable"),
+    (FILE + "[models.c]\npath='x'\nenv={VMEM_VLLM_POOL='b'}", "models.c.env: VMEM_VLLM_POOL is what the key"),
+    (FILE + "[models.c]\npath='x'\nenv={VMEM_VLLM_MIN='99G'}", "models.c.env: VMEM_VLLM_MIN is what the key"),
+    (FILE + "[models.c]\npath='x'\nargs=['--port', 9000]", "models.c.args: --port is what the key 'port' sets"),
+    (FILE + "[models.c]\npath='x'\nargs=['--port=9000']", "models.c.args: --port is what the key 'port' sets"),
+    (FILE + "[models.llama-3.1]\npath='x'", 'a name with a dot needs quotes: [models."llama-3.1"]'),
+    ("pool='a'\nsize='9M'\n[models.a]\nmin='20M'\npath='x'", "are 20.0 MiB, more than size, 9.0 MiB"),
 ])  # fmt: skip
 def test_an_error_names_the_key(wrong, error):
-    with pytest.raises(ValueError, match=error.replace(".", r"\.")):
+    with pytest.raises(ValueError, match=re.escape(error)):
         models.read(wrong)
 
 
@@ -189,7 +197,28 @@ def test_what_each_server_needs_besides_is_counted_against_the_gpu(monkeypatch):
     assert models.read(wrong).gpu == 0
 
 
-def test_the_command(tmp_path, capsys):
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of control pages in which nobody else's servers are."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_a_model_of_another_pool_with_the_same_name_is_not_touched(folder):
+    files = {name: folder / f"{name}.toml" for name in ("gpu0", "gpu1")}
+    pages = {}
+    for name, file in files.items():
+        file.write_text(FILE.replace("gpu0", name))
+        pages[name] = control.open_page(name, 0)
+        control.claim(pages[name], "chat")
+        pages[name][control.POOL] = number_of(name)
+    for name, file in files.items():
+        assert [e.name for e, _ in models.running(models.read(file.read_text()))["chat"]] == [name]
+    assert cli.main(["models", str(files["gpu1"]), "limit", "chat", "8G"]) == 0
+    assert {name: page[control.LIMIT] for name, page in pages.items()} == {"gpu0": control.NO_LIMIT, "gpu1": 8 << 30}
+
+
+def test_the_command(folder, tmp_path, capsys):
     file = tmp_path / "models.toml"
     file.write_text(FILE)
     assert cli.main(["models", str(file), "ls"]) == 0
