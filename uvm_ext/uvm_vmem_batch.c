@@ -62,7 +62,11 @@ static NV_STATUS range_find(struct uvm_vmem_call *call, const struct uvm_vmem_op
 static NV_STATUS handle_find(struct uvm_vmem_call *call, const struct uvm_vmem_op *op, struct uvm_vmem_handle **handle)
 {
     *handle = op->handle ? uvm_vmem_handle_find(call->space, op->handle) : NULL;
-    return *handle && (*handle)->owner == call->vgpu ? NV_OK : NV_ERR_INVALID_OBJECT_HANDLE;
+    if (!*handle || (*handle)->slab->owner != call->vgpu)
+        return NV_ERR_INVALID_OBJECT_HANDLE;
+    if (op->offset + op->length > (*handle)->granules * UVM_VMEM_GRANULE)
+        return NV_ERR_INVALID_OFFSET;
+    return NV_OK;
 }
 
 // Open the block that follows an overlay, if possible.

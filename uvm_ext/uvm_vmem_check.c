@@ -27,9 +27,9 @@ NV_STATUS uvm_vmem_check_query(const struct uvm_vmem_query *p)
 
 NV_STATUS uvm_vmem_check_create(const struct uvm_vmem_create *p)
 {
-    if (p->flags || p->reserved || p->pad || !p->count || p->page_size != UVM_VMEM_BLOCK)
+    if (p->flags || p->reserved || p->pad || !p->count || !uvm_vmem_page_granules(p->page_size))
         return NV_ERR_INVALID_ARGUMENT;
-    if (p->count * p->page_size > UVM_VMEM_MAX_BYTES)
+    if (p->count > UVM_VMEM_MAX_OPS || p->count * p->page_size > UVM_VMEM_MAX_BYTES)
         return NV_ERR_INVALID_LIMIT;
     return NV_OK;
 }

@@ -49,7 +49,7 @@ static NV_STATUS pages_create(struct uvm_vmem_space *space, struct uvm_vmem_crea
     vgpu = uvm_vmem_gpu_find_or_add(space, gpu);
     status = NV_ERR_NO_MEMORY;
     if (vgpu)
-        status = uvm_vmem_pages_create(vgpu, handles, p->count, &p->out_handle);
+        status = uvm_vmem_pages_create(vgpu, uvm_vmem_page_granules(p->page_size), handles, p->count, &p->out_handle);
     mutex_unlock(&space->lock);
     return status;
 }

@@ -74,8 +74,8 @@
 // out_max_bytes       bytes that one call accepts: the sum of the elements' lengths; page_size * count for CREATE
 // out_caps            UVM_VMEM_CAP_*
 // out_page_sizes      page sizes that CREATE accepts, ORed
-// out_bytes_held      physical bytes that this file holds on the GPU
-// out_bytes_created   the same
+// out_bytes_held      physical bytes that this file holds on the GPU, including free parts of 2 MiB slabs
+// out_bytes_created   bytes of these that belong to handles
 // out_bytes_mapped    bytes of this GPU's address space that pages back now
 // out_bytes_free      free physical bytes of the GPU, for all its users
 // out_bytes_total     physical bytes of the GPU that can be allocated
@@ -106,9 +106,11 @@ struct uvm_vmem_query {
     __u32 rmStatus;
 };
 
-// Allocates `count` pages of the GPU's physical memory, all or none. They read as zero. MAP maps parts of a page, too.
+// Allocates `count` pages of the GPU's physical memory, all or none. They read as zero. Small pages are cut from 2 MiB
+// slabs, which are kept per GPU and page size. A slab is freed with its last page.
 //
-// page_size           one of out_page_sizes: 2 MiB. A page is physically contiguous and aligned to its size
+// page_size           one of out_page_sizes: 64, 128, 256 KiB or 2 MiB. A page is physically contiguous and aligned to
+//                     its size
 // count               1 to out_max_ops
 // flags, reserved     zero
 // out_handle          the first page's handle; the others are out_handle + 1, ...
@@ -157,7 +159,7 @@ struct uvm_vmem_release {
 // va, length          multiples of 64 KiB, length not zero
 // MAP:
 // handle, offset      what to map: bytes [offset, offset + length) of the handle's page; offset is a multiple of
-//                     64 KiB
+//                     64 KiB. The caller can thus use a large page as its own slab.
 // flags               UVM_VMEM_MAP_REPLACE, UVM_VMEM_MAP_64K, UVM_VMEM_MAP_AHEAD, UVM_VMEM_TAKEOVER
 // UNMAP:
 // handle, offset, flags  zero

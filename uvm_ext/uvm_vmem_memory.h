@@ -1,4 +1,4 @@
-// Physical memory: pages of 2 MiB, and the table of handles.
+// Physical memory: 2 MiB slabs cut into pages, and the table of handles.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #ifndef UVM_VMEM_MEMORY_H
@@ -16,11 +16,12 @@ struct uvm_vmem_handle *uvm_vmem_handle_find(struct uvm_vmem_space *space, NvU64
 // LOCKING: the VA space lock in write mode.
 struct uvm_vmem_handle *uvm_vmem_handle_find_releasing(struct uvm_vmem_space *space, NvU64 id);
 
-// Create `count` pages, all zero, for handles that the caller has allocated and the table owns from
+// Create `count` pages of `granules` each, all zero, for handles that the caller has allocated and the table owns from
 // then on. Their ids are consecutive, from *first. Waits for the GPU. A failure changes nothing.
 //
 // LOCKING: space->lock and the VA space lock in read mode.
-NV_STATUS uvm_vmem_pages_create(struct uvm_vmem_gpu *vgpu, struct uvm_vmem_handle **handles, NvU32 count, NvU64 *first);
+NV_STATUS uvm_vmem_pages_create(struct uvm_vmem_gpu *vgpu, NvU32 granules, struct uvm_vmem_handle **handles,
+                                NvU32 count, NvU64 *first);
 
 // Free a page that no PTE and no TLB entry reaches and that is no longer in the table.
 //

@@ -60,8 +60,9 @@ static int vmem_seq_show(struct seq_file *s, void *v)
                (NvU64)atomic64_read(&space->pushes), (NvU64)atomic64_read(&space->invalidates),
                (NvU64)atomic64_read(&space->waits), (NvU64)atomic64_read(&space->entries_examined));
     list_for_each_entry(vgpu, &space->gpus, node) {
-        seq_printf(s, "  gpu %s: held %llu, mapped %llu, overlays %llu\n", uvm_gpu_name(vgpu->gpu), vgpu->bytes_held,
-                   (NvU64)atomic64_read(&vgpu->bytes_mapped), (NvU64)atomic64_read(&vgpu->overlays));
+        seq_printf(s, "  gpu %s: held %llu, created %llu, mapped %llu, overlays %llu\n", uvm_gpu_name(vgpu->gpu),
+                   vgpu->bytes_held, vgpu->bytes_created, (NvU64)atomic64_read(&vgpu->bytes_mapped),
+                   (NvU64)atomic64_read(&vgpu->overlays));
     }
     mutex_unlock(&space->lock);
     return 0;

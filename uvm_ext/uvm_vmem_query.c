@@ -15,7 +15,7 @@ static void query_gpu(struct uvm_vmem_space *space, uvm_gpu_t *gpu, struct uvm_v
     p->out_caps = UVM_VMEM_CAP_LIVE_REPLACE | UVM_VMEM_CAP_SPARSE | UVM_VMEM_CAP_TAKEOVER;
     if (uvm_vmem_gpu_has_huge(gpu))
         p->out_caps |= UVM_VMEM_CAP_HUGE;
-    p->out_page_sizes = UVM_VMEM_BLOCK;
+    p->out_page_sizes = UVM_VMEM_PAGE_SIZES;
     p->out_bytes_total = gpu->mem_info.size;
     if (stats)
         p->out_bytes_free = READ_ONCE(stats->numFreePages64k) * UVM_PAGE_SIZE_64K;
@@ -23,7 +23,8 @@ static void query_gpu(struct uvm_vmem_space *space, uvm_gpu_t *gpu, struct uvm_v
     mutex_lock(&space->lock);
     vgpu = uvm_vmem_gpu_find(space, gpu);
     if (vgpu) {
-        p->out_bytes_held = p->out_bytes_created = vgpu->bytes_held;
+        p->out_bytes_held = vgpu->bytes_held;
+        p->out_bytes_created = vgpu->bytes_created;
         p->out_bytes_mapped = atomic64_read(&vgpu->bytes_mapped);
     }
     mutex_unlock(&space->lock);

@@ -33,9 +33,9 @@ static NV_STATUS handles_claim(struct uvm_vmem_call *call, struct release *r)
     for (i = 0; i < r->count; i++) {
         struct uvm_vmem_handle *handle = uvm_vmem_handle_find(call->space, r->ids[i]);
 
-        if (!handle || (call->vgpu && handle->owner != call->vgpu))
+        if (!handle || (call->vgpu && handle->slab->owner != call->vgpu))
             break;
-        call->vgpu = handle->owner;
+        call->vgpu = handle->slab->owner;
         handle->releasing = true;
     }
     if (i == r->count) {

@@ -108,6 +108,7 @@ struct uvm_vmem_gpu *uvm_vmem_gpu_find(struct uvm_vmem_space *space, uvm_gpu_t *
 struct uvm_vmem_gpu *uvm_vmem_gpu_find_or_add(struct uvm_vmem_space *space, uvm_gpu_t *gpu)
 {
     struct uvm_vmem_gpu *vgpu = uvm_vmem_gpu_find(space, gpu);
+    int i;
 
     if (vgpu)
         return vgpu;
@@ -118,6 +119,8 @@ struct uvm_vmem_gpu *uvm_vmem_gpu_find_or_add(struct uvm_vmem_space *space, uvm_
 
     vgpu->space = space;
     vgpu->gpu = gpu;
+    for (i = 0; i < UVM_VMEM_CLASSES; i++)
+        INIT_LIST_HEAD(&vgpu->slabs[i]);
     list_add_tail(&vgpu->node, &space->gpus);
     return vgpu;
 }

@@ -5,7 +5,7 @@
 //   VA space lock   write mode: MAP, UNMAP and RELEASE while they change overlays, entries and the handle table; GPU
 //                   unregister. Not held while user memory is copied. No RM call is made under it.
 //                   read mode: CREATE and QUERY; waiting for a push, after a downgrade.
-//   space->lock     protects the handle table and byte counts, which CREATE changes with the VA space lock in
+//   space->lock     protects the handle table, slabs and byte counts, which CREATE changes with the VA space lock in
 //                   read mode only. Every change takes it, also in write mode, because readers of the proc file
 //                   hold no VA space lock.
 //   ext. range tree, page tree, push, PMM   UVM's own, as its functions require. No range tree or page tree lock is
@@ -30,13 +30,20 @@
 #include <linux/sched.h>
 #include <linux/xarray.h>
 
+// Page sizes: 64K, 128K, 256K, 2M
+#define UVM_VMEM_CLASSES 4
+
 // One file's pages and overlays on one GPU.
 struct uvm_vmem_gpu {
     struct list_head node; // in uvm_vmem_space.gpus
     struct uvm_vmem_space *space;
     uvm_gpu_t *gpu;
 
+    // Slabs by page size; those with a free page come first
+    struct list_head slabs[UVM_VMEM_CLASSES];
+
     NvU64 bytes_held;
+    NvU64 bytes_created;
 
     // These two change under the VA space lock in write mode, and are read without locks
     atomic64_t bytes_mapped;
@@ -73,18 +80,32 @@ struct uvm_vmem_space {
     char comm[TASK_COMM_LEN];
 };
 
+// 2 MiB of physical memory, cut into pages of one size
+struct uvm_vmem_slab {
+    struct list_head node;
+    struct uvm_vmem_gpu *owner;
+    uvm_gpu_chunk_t *chunk;
+    NvU32 granules; // per page
+    NvU32 used;     // granules that belong to a handle
+    NvU32 dirty;    // granules not known to be zero
+};
+
 // A page of physical memory, and the file's handle of it.
 struct uvm_vmem_handle {
     NvU64 id;
-    struct uvm_vmem_gpu *owner;
-    uvm_gpu_chunk_t *chunk;
+    struct uvm_vmem_slab *slab;
+    NvU8 first; // granule of the slab at which the page begins
+    NvU8 granules;
     bool releasing; // a RELEASE is working on it, and no other call finds it. VA space lock in write mode
 
     // The entries that map the page (uvm_vmem_entry.node). They change under the VA space lock in write mode
     struct list_head entries;
 };
 
-static inline NvU64 uvm_vmem_handle_address(const struct uvm_vmem_handle *handle) { return handle->chunk->address; }
+static inline NvU64 uvm_vmem_handle_address(const struct uvm_vmem_handle *handle)
+{
+    return handle->slab->chunk->address + handle->first * UVM_VMEM_GRANULE;
+}
 
 // A new state of the file's VA space, which takes over the reserve. NULL if there is no memory.
 struct uvm_vmem_space *uvm_vmem_space_alloc(uvm_va_space_t *va_space, struct uvm_vmem_reserve *reserve);

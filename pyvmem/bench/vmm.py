@@ -122,7 +122,7 @@ class Calls:
 
 
 class Ioctls:
-    """The same for the ioctls of the patched module: a 2 MiB page, of which the first `page_size` bytes are mapped."""
+    """The same for the ioctls of the patched module, which also creates pages of 64, 128 and 256 KiB."""
 
     def __init__(self, context: Context, page_size: int, n: int, stack: contextlib.ExitStack) -> None:
         self._context, self._page_size = context, page_size

@@ -164,7 +164,7 @@ int pv_bench_ioctls(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64
                                   .flags = UVM_VMEM_TAKEOVER | (page_size < VMEM_PAGE_2M ? UVM_VMEM_MAP_64K : 0)};
         struct uvm_vmem_op take = {.va = put.va, .length = page_size};
         uint64_t handle;
-        rc = TIME(create[i], vmem__kmod_create(&k, 1, &handle));
+        rc = TIME(create[i], vmem__kmod_create(&k, page_size, 1, &handle));
         if (rc)
             break;
         put.handle = handle;

@@ -87,8 +87,8 @@ int pv_bench_cuda_reserve(pv_cuda *cuda, size_t n, uint64_t *reserve, uint64_t *
 // As pv_bench_pages().
 int pv_bench_cuda_pages(pv_cuda *cuda, size_t stride, size_t first, size_t n, uint64_t *create, uint64_t *map,
                         uint64_t *access, uint64_t *unmap, uint64_t *release);
-// As pv_bench_pages(), by the ioctls of the patched nvidia-uvm.ko themselves, without records of libvmem's. CREATE
-// makes pages of 2 MiB, of which page_size is mapped. ctx is of the uvm backend, and the addresses are reserved with a backdrop, with nothing mapped.
+// As pv_bench_pages(), by the ioctls of the patched nvidia-uvm.ko themselves: pages of the module's own sizes, and no
+// records of libvmem's. ctx is of the uvm backend, and the addresses are reserved with a backdrop, with nothing mapped.
 int pv_bench_ioctls(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
                     size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release);
 // The bare system calls for a batch of pages on the host: maps page i of a memfd at page slots[i] of a range, one call per

@@ -12,6 +12,7 @@
 #define KMOD_CLIENT 0xffffffffu // whose memory a page of the module is, among RM's clients and CUDA
 #define KMOD_OPS 48
 #define KMOD_BYTES (UINT64_C(96) << 20)
+#define KMOD_SIZES (PAGE | PAGE << 1 | PAGE << 2 | BLOCK) // that CREATE accepts
 
 #define ILLEGAL_ACTION 0x16
 #define INVALID_DEVICE 0x26
@@ -118,11 +119,12 @@ static uint32_t kmod_batch(struct uvm_vmem_batch *b, bool map)
     return 0;
 }
 
+// A small page takes a block of the fake memory.
 static uint32_t kmod_create(struct uvm_vmem_create *c)
 {
     if (memcmp(c->gpu_uuid, uuid, 16))
         return INVALID_DEVICE;
-    if (c->page_size != BLOCK || c->count == 0 || c->flags || c->reserved)
+    if (!(c->page_size & KMOD_SIZES) || c->page_size & (c->page_size - 1) || c->count == 0 || c->flags || c->reserved)
         return INVALID_ARGUMENT;
     if (c->count > KMOD_OPS || c->count * c->page_size > KMOD_BYTES)
         return INVALID_LIMIT;
@@ -173,7 +175,7 @@ static uint32_t kmod_query(struct uvm_vmem_query *q)
     q->out_max_ops = KMOD_OPS;
     q->out_max_bytes = KMOD_BYTES;
     q->out_caps = UVM_VMEM_CAP_LIVE_REPLACE | UVM_VMEM_CAP_SPARSE | UVM_VMEM_CAP_TAKEOVER | UVM_VMEM_CAP_HUGE;
-    q->out_page_sizes = BLOCK;
+    q->out_page_sizes = KMOD_SIZES;
     return 0;
 }
 

@@ -1,4 +1,4 @@
-// The arithmetic of blocks, and the checks of what user space passes: the module's own source, in a program.
+// The arithmetic of slabs and blocks, and the checks of what user space passes: the module's own source, in a program.
 //
 // SPDX-License-Identifier: MIT
 #include <stdint.h>
@@ -24,11 +24,84 @@
         }                                                                                           \
     } while (0)
 
+static uint32_t seed = 1;
+
+static uint32_t rnd(void)
+{
+    seed = seed * 1664525u + 1013904223u;
+    return seed ^ (seed >> 16);
+}
+
 static void test_masks(void)
 {
     CHECK(uvm_vmem_mask(0, 32) == 0xFFFFFFFFu);
     CHECK(uvm_vmem_mask(31, 1) == 0x80000000u);
     CHECK(uvm_vmem_mask(4, 4) == 0xF0u);
+
+    // The runs of a mask are the mask: disjoint, in order, with a gap between.
+    for (int i = 0; i < 100000; i++) {
+        __u32 mask = i == 0 ? 0 : i == 1 ? ~0u : rnd() & (i % 2 ? rnd() : ~0u), rest = mask, sum = 0;
+        unsigned int first, count, end = 0;
+        for (bool any = false; uvm_vmem_next_run(&rest, &first, &count); any = true) {
+            CHECK(count >= 1 && first + count <= 32);
+            CHECK(!any || first > end);
+            CHECK((sum & uvm_vmem_mask(first, count)) == 0);
+            sum |= uvm_vmem_mask(first, count);
+            end = first + count;
+        }
+        CHECK(sum == mask && rest == 0);
+    }
+}
+
+static void test_page_sizes(void)
+{
+    CHECK(uvm_vmem_page_granules(1u << 16) == 1);
+    CHECK(uvm_vmem_page_granules(1u << 17) == 2);
+    CHECK(uvm_vmem_page_granules(1u << 18) == 4);
+    CHECK(uvm_vmem_page_granules(1u << 21) == 32);
+    for (unsigned int bit = 0; bit < 64; bit++) {
+        if (bit != 16 && bit != 17 && bit != 18 && bit != 21)
+            CHECK(uvm_vmem_page_granules(1ull << bit) == 0);
+    }
+    CHECK(uvm_vmem_page_granules(0) == 0);
+    CHECK(uvm_vmem_page_granules((1u << 16) | (1u << 17)) == 0);
+}
+
+// A slab against a model that knows every granule.
+static void test_slab(void)
+{
+    static const unsigned int sizes[] = {1, 2, 4, 32};
+
+    for (unsigned int s = 0; s < 4; s++) {
+        unsigned int granules = sizes[s];
+        __u32 used = 0;
+        bool taken[32] = {false};
+
+        for (int i = 0; i < 20000; i++) {
+            unsigned int n_free = 0;
+            for (unsigned int u = 0; u < 32; u += granules)
+                n_free += !taken[u];
+            CHECK(uvm_vmem_slab_num_free(used, granules) == n_free);
+
+            if (rnd() % 2) {
+                int first = uvm_vmem_slab_first_free(used, granules);
+                CHECK((first < 0) == (n_free == 0));
+                if (first < 0)
+                    continue;
+                CHECK((unsigned int)first % granules == 0 && !taken[first]);
+                for (unsigned int u = 0; u < (unsigned int)first; u += granules)
+                    CHECK(taken[u]); // the lowest
+                used |= uvm_vmem_mask((unsigned int)first, granules);
+                memset(&taken[first], 1, granules);
+            } else {
+                unsigned int first = rnd() % 32 / granules * granules;
+                if (!taken[first])
+                    continue;
+                used &= ~uvm_vmem_mask(first, granules);
+                memset(&taken[first], 0, granules);
+            }
+        }
+    }
 }
 
 static void test_blocks(void)
@@ -97,20 +170,24 @@ static void test_check_query(void)
 
 static void test_check_create(void)
 {
-    struct uvm_vmem_create good = {.page_size = UVM_VMEM_BLOCK, .count = 1}, p;
+    struct uvm_vmem_create good = {.page_size = 1u << 16, .count = 1}, p;
 
     STATUS(uvm_vmem_check_create(&good), NV_OK);
     p = good, p.count = 0;
     STATUS(uvm_vmem_check_create(&p), NV_ERR_INVALID_ARGUMENT);
-    p = good, p.page_size = UVM_VMEM_GRANULE;
+    p = good, p.page_size = 4096;
     STATUS(uvm_vmem_check_create(&p), NV_ERR_INVALID_ARGUMENT);
     p = good, p.flags = 0x80000000u;
     STATUS(uvm_vmem_check_create(&p), NV_ERR_INVALID_ARGUMENT);
     p = good, p.reserved = 1;
     STATUS(uvm_vmem_check_create(&p), NV_ERR_INVALID_ARGUMENT);
+    p = good, p.count = UVM_VMEM_MAX_OPS;
+    STATUS(uvm_vmem_check_create(&p), NV_OK);
+    p = good, p.count = UVM_VMEM_MAX_OPS + 1;
+    STATUS(uvm_vmem_check_create(&p), NV_ERR_INVALID_LIMIT);
     p = good, p.count = ~0u;
     STATUS(uvm_vmem_check_create(&p), NV_ERR_INVALID_LIMIT);
-    p = good, p.count = UVM_VMEM_MAX_BYTES / UVM_VMEM_BLOCK;
+    p = good, p.page_size = UVM_VMEM_BLOCK, p.count = UVM_VMEM_MAX_BYTES / UVM_VMEM_BLOCK;
     STATUS(uvm_vmem_check_create(&p), NV_OK);
     p.count++;
     STATUS(uvm_vmem_check_create(&p), NV_ERR_INVALID_LIMIT);
@@ -239,6 +316,8 @@ static void test_check_total(void)
 int main(void)
 {
     test_masks();
+    test_page_sizes();
+    test_slab();
     test_blocks();
     test_whole_granules();
     test_check_query();

@@ -106,9 +106,9 @@ void vmem__kmod_close(struct vmem__kmod *k)
     k->fd = -1;
 }
 
-int vmem__kmod_create(struct vmem__kmod *k, uint32_t count, uint64_t *first)
+int vmem__kmod_create(struct vmem__kmod *k, uint64_t page_size, uint32_t count, uint64_t *first)
 {
-    struct uvm_vmem_create create = {.page_size = UVM_VMEM_BLOCK, .count = count};
+    struct uvm_vmem_create create = {.page_size = page_size, .count = count};
     int rc;
 
     memcpy(create.gpu_uuid, k->uuid, sizeof(create.gpu_uuid));

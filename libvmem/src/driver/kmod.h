@@ -25,8 +25,8 @@ int vmem__kmod_open(struct vmem__kmod *k, const uint8_t uuid[16], uint64_t addr)
 // Also for a forked child. The parent's descriptor keeps what it created.
 void vmem__kmod_close(struct vmem__kmod *k);
 
-// Creates `count` zeroed pages of 2 MiB with consecutive handles from *first; at most as many as one call accepts.
-int vmem__kmod_create(struct vmem__kmod *k, uint32_t count, uint64_t *first);
+// Creates `count` zeroed pages with consecutive handles from *first; at most as many as one call accepts.
+int vmem__kmod_create(struct vmem__kmod *k, uint64_t page_size, uint32_t count, uint64_t *first);
 // Releases pages. On failure, the first *done are released, and the others are unchanged.
 int vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count, uint32_t *done);
 // request: UVM_VMEM_MAP or UVM_VMEM_UNMAP. On failure nothing changed; *failed is the op at fault or UVM_VMEM_NO_OP.

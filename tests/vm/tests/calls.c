@@ -17,9 +17,9 @@ struct uvm_vmem_query vm_query(const struct uvm *u, unsigned gpu)
     return q;
 }
 
-NV_STATUS vm_create_on(const struct uvm *u, unsigned gpu, uint32_t count, uint64_t *first)
+NV_STATUS vm_create_on(const struct uvm *u, unsigned gpu, uint64_t page_size, uint32_t count, uint64_t *first)
 {
-    struct uvm_vmem_create p = {.page_size = BLOCK, .count = count};
+    struct uvm_vmem_create p = {.page_size = page_size, .count = count};
 
     memcpy(p.gpu_uuid, &u->uuid[gpu], 16);
     CALL(u, UVM_VMEM_CREATE, &p);
@@ -28,7 +28,10 @@ NV_STATUS vm_create_on(const struct uvm *u, unsigned gpu, uint32_t count, uint64
     return p.rmStatus;
 }
 
-NV_STATUS vm_create(const struct uvm *u, uint32_t count, uint64_t *first) { return vm_create_on(u, 0, count, first); }
+NV_STATUS vm_create(const struct uvm *u, uint64_t page_size, uint32_t count, uint64_t *first)
+{
+    return vm_create_on(u, 0, page_size, count, first);
+}
 
 NV_STATUS vm_release(const struct uvm *u, const uint64_t *handles, uint32_t count, struct uvm_vmem_release *out)
 {
@@ -93,7 +96,7 @@ NV_STATUS vm_open(const struct uvm *u, uint64_t va, uint64_t length)
     uint32_t n = 0;
     NV_STATUS status;
 
-    CHECK_EQ(vm_create(u, 1, &page), NV_OK);
+    CHECK_EQ(vm_create(u, BLOCK, 1, &page), NV_OK);
     for (uint64_t at = va, next; at < end; at = next) {
         next = (at / BLOCK + 1) * BLOCK < end ? (at / BLOCK + 1) * BLOCK : end;
         ops[n++] = vm_op(at, next - at, page, 0, UVM_VMEM_MAP_64K);

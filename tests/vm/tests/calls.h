@@ -15,19 +15,14 @@
 #define BASE 0x200000000000ull
 
 struct uvm_vmem_query vm_query(const struct uvm *u, unsigned gpu);
-NV_STATUS vm_create(const struct uvm *u, uint32_t count, uint64_t *first);
-NV_STATUS vm_create_on(const struct uvm *u, unsigned gpu, uint32_t count, uint64_t *first);
+NV_STATUS vm_create(const struct uvm *u, uint64_t page_size, uint32_t count, uint64_t *first);
+NV_STATUS vm_create_on(const struct uvm *u, unsigned gpu, uint64_t page_size, uint32_t count, uint64_t *first);
 NV_STATUS vm_release(const struct uvm *u, const uint64_t *handles, uint32_t count, struct uvm_vmem_release *out);
 NV_STATUS vm_release_one(const struct uvm *u, uint64_t handle);
 
 static inline struct uvm_vmem_op vm_op(uint64_t va, uint64_t length, uint64_t handle, uint64_t offset, uint32_t flags)
 {
     return (struct uvm_vmem_op){.va = va, .length = length, .handle = handle, .offset = offset, .flags = flags};
-}
-// Maps the i-th granule of the pages from `first` on.
-static inline struct uvm_vmem_op vm_granule(uint64_t va, uint64_t first, unsigned i)
-{
-    return vm_op(va, GRANULE, first + i / 32, i % 32 * GRANULE, 0);
 }
 NV_STATUS vm_map_ops(const struct uvm *u, unsigned gpu, const struct uvm_vmem_op *ops, uint32_t n,
                      struct uvm_vmem_batch *out);

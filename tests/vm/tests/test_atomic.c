@@ -15,14 +15,14 @@ TEST(test_one_bad_element_anywhere)
     uint64_t h;
 
     vm_start(&u, MB(2) * N);
-    CHECK_EQ(vm_create(&u, N / 32 + 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), N + 1, &h), NV_OK);
     CHECK_EQ(vm_open(&u, BASE, MB(2) * N), NV_OK);
-    CHECK_EQ(vm_map(&u, BASE + KB(640), KB(64), h + N / 32 + 1, 0, 0), NV_OK);
+    CHECK_EQ(vm_map(&u, BASE + KB(640), KB(64), h + N, 0, 0), NV_OK);
     vm_state_take(&u, BASE, MB(2) * N, &s);
     for (unsigned bad = 0; bad < N; bad += 7) {
         struct simgpu_counters c;
         for (unsigned i = 0; i < N; i++)
-            ops[i] = vm_granule(BASE + i * MB(2), h, i);
+            ops[i] = vm_op(BASE + i * MB(2), KB(64), h + i, 0, 0);
         ops[bad].va = BASE + KB(640); // taken
         sim_counters(0, true);
         CHECK_EQ(vm_map_ops(&u, 0, ops, N, &b), NV_ERR_UVM_ADDRESS_IN_USE);
@@ -44,7 +44,7 @@ TEST(test_overlap_inside_a_batch)
     uint64_t h;
 
     vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(128), 2, &h), NV_OK);
     vm_state_take(&u, BASE, MB(4), &s);
     ops[0] = vm_op(BASE, KB(128), h, 0, 0);
     ops[1] = vm_op(BASE + KB(64), KB(128), h + 1, 0, 0);
@@ -69,7 +69,7 @@ TEST(test_unmap_all_or_nothing)
     uint64_t h;
 
     vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, 8, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 8, &h), NV_OK);
     for (unsigned i = 0; i < 8; i++) {
         CHECK_EQ(vm_map(&u, BASE + i * GRANULE, KB(64), h + i, 0, 0), NV_OK);
         ops[i] = vm_op(BASE + i * GRANULE, KB(64), 0, 0, 0);
@@ -94,11 +94,11 @@ TEST(test_largest_batch)
     vm_start(&u, MB(2) * 128);
     q = vm_query(&u, 0);
     ops = calloc(q.out_max_ops, sizeof(*ops));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 64, &h), NV_OK);
     CHECK_EQ(vm_open(&u, BASE, MB(2) * 128), NV_OK);
     vm_state_take(&u, BASE, MB(2) * 128, &s);
     for (uint32_t i = 0; i < q.out_max_ops; i++) // a stride that leaves no two neighbours
-        ops[i] = vm_granule(BASE + (uint64_t)(i * 37 % 4096) * GRANULE, h, i % 64);
+        ops[i] = vm_op(BASE + (uint64_t)(i * 37 % 4096) * GRANULE, KB(64), h + i % 64, 0, 0);
     ops[q.out_max_ops - 1].handle = 1ull << 50;
     CHECK_EQ(vm_map_ops(&u, 0, ops, q.out_max_ops, &b), NV_ERR_INVALID_OBJECT_HANDLE);
     CHECK_EQ(b.out_failed, q.out_max_ops - 1);
@@ -108,7 +108,7 @@ TEST(test_largest_batch)
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, (uint64_t)q.out_max_ops * KB(64));
     CHECK(b.out_pushes <= 3);
     CHECK_EQ(b.out_waits, 1);
-    for (unsigned i = 0; i < 64; i++) // each granule through its first address, seen through its second
+    for (unsigned i = 0; i < 64; i++) // each page through its first address, seen through its second
         CHECK_EQ(gpu_mark(&u, ops[i].va, KB(64), i + 1), 0);
     for (unsigned i = 64; i < 128; i++)
         CHECK(gpu_marked(&u, ops[i].va, KB(64), i - 63, &at));
@@ -142,7 +142,7 @@ TEST(test_largest_range)
     uint64_t h;
 
     vm_start(&u, GB(4));
-    CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
     CHECK_EQ(vm_open(&u, BASE, GB(4)), NV_OK);
     check_states(&u, SIMGPU_PTE_SPARSE, KB(64));
 
@@ -168,7 +168,7 @@ TEST(test_largest_range_of_huge_entries)
     uint64_t h;
 
     vm_start(&u, GB(4));
-    CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
     for (unsigned i = 0; i < COUNT(ops); i++)
         ops[i] = vm_op(BASE + i * BLOCK, BLOCK, h, 0, 0);
     CHECK_EQ(vm_map_ops(&u, 0, ops, COUNT(ops), &b), NV_OK);
@@ -191,15 +191,15 @@ TEST(test_batch_of_120_pages_costs_one_push)
     struct uvm_vmem_batch b;
     struct uvm_vmem_release r;
     struct simgpu_counters c;
-    uint64_t h, handles[N / 32 + 1];
+    uint64_t h, handles[N];
 
     vm_start(&u, MB(2) * N);
-    CHECK_EQ(vm_create(&u, COUNT(handles), &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), N, &h), NV_OK);
     CHECK_EQ(vm_open(&u, BASE, MB(2) * N), NV_OK);
-    for (unsigned i = 0; i < COUNT(handles); i++)
+    for (unsigned i = 0; i < N; i++) {
+        ops[i] = vm_op(BASE + i * MB(2) + i % 32 * GRANULE, KB(64), h + i, 0, 0);
         handles[i] = h + i;
-    for (unsigned i = 0; i < N; i++)
-        ops[i] = vm_granule(BASE + i * MB(2) + i % 32 * GRANULE, h, i);
+    }
 
     sim_counters(0, true);
     CHECK_EQ(vm_map_ops(&u, 0, ops, N, &b), NV_OK);
@@ -227,10 +227,10 @@ TEST(test_batch_of_120_pages_costs_one_push)
     CHECK_EQ(c.rm_calls, 0);
 
     for (unsigned i = 0; i < N; i++)
-        ops[i] = vm_granule(ops[i].va, h, i);
+        ops[i] = vm_op(ops[i].va, KB(64), h + i, 0, 0);
     CHECK_EQ(vm_map_ops(&u, 0, ops, N, &b), NV_OK);
     sim_counters(0, true);
-    CHECK_EQ(vm_release(&u, handles, COUNT(handles), &r), NV_OK);
+    CHECK_EQ(vm_release(&u, handles, N, &r), NV_OK);
     c = sim_counters(0, false);
     CHECK_EQ(r.out_pushes, 1);
     CHECK_EQ(r.out_waits, 1);

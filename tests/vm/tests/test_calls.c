@@ -3,6 +3,8 @@
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
+static const uint64_t sizes[] = {KB(64), KB(128), KB(256), MB(2)};
+
 TEST(test_query_without_gpu)
 {
     struct uvm u;
@@ -25,39 +27,44 @@ TEST(test_query_gpu)
 
     uvm_start(&u);
     q = vm_query(&u, 0);
-    CHECK_EQ(q.out_page_sizes, BLOCK);
+    CHECK_EQ(q.out_page_sizes, KB(64) | KB(128) | KB(256) | MB(2));
     CHECK(q.out_caps & UVM_VMEM_CAP_LIVE_REPLACE);
     CHECK(q.out_caps & UVM_VMEM_CAP_SPARSE);
     CHECK(q.out_bytes_total > 0 && q.out_bytes_free <= q.out_bytes_total);
     CHECK_EQ(q.out_bytes_held, 0);
 }
 
-TEST(test_create)
+TEST(test_create_every_size)
 {
     struct uvm u;
-    uint64_t first[2];
+    uint64_t first[4], created = 0;
 
     vm_start(&u, MB(16));
-    CHECK_EQ(vm_create(&u, 5, &first[0]), NV_OK);
-    CHECK_EQ(vm_create(&u, 5, &first[1]), NV_OK);
-    CHECK(first[0] != 0 && first[1] >= first[0] + 5);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_created, 10 * BLOCK);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_held, 10 * BLOCK);
+    for (unsigned i = 0; i < COUNT(sizes); i++) {
+        CHECK_EQ(vm_create(&u, sizes[i], 5, &first[i]), NV_OK);
+        CHECK(first[i] != 0);
+        created += 5 * sizes[i];
+        for (unsigned j = 0; j < i; j++)
+            CHECK(first[i] >= first[j] + 5 || first[j] >= first[i] + 5);
+    }
+    CHECK_EQ(vm_query(&u, 0).out_bytes_created, created);
+    CHECK(vm_query(&u, 0).out_bytes_held >= created);
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
     // a page is physically contiguous and aligned to its size
-    for (unsigned n = 0; n < 10; n++) {
-        uint64_t phys;
-        CHECK_EQ(vm_map(&u, BASE, BLOCK, first[n / 5] + n % 5, 0, UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K), NV_OK);
-        phys = sim_pte(&u, BASE).phys;
-        CHECK_EQ(phys % BLOCK, 0);
-        for (uint64_t off = 0; off < BLOCK; off += GRANULE)
-            CHECK_EQ(sim_pte(&u, BASE + off).phys, phys + off);
-    }
-    for (unsigned n = 0; n < 10; n++) {
-        CHECK_EQ(vm_release_one(&u, first[n / 5] + n % 5), NV_OK);
-        CHECK_EQ(vm_query(&u, 0).out_bytes_created, (9 - n) * BLOCK);
-        CHECK_EQ(vm_query(&u, 0).out_bytes_held, (9 - n) * BLOCK);
-    }
+    for (unsigned i = 0; i < COUNT(sizes); i++)
+        for (unsigned n = 0; n < 5; n++) {
+            uint64_t phys;
+            CHECK_EQ(vm_map(&u, BASE, sizes[i], first[i] + n, 0, UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K), NV_OK);
+            phys = sim_pte(&u, BASE).phys;
+            CHECK_EQ(phys % sizes[i], 0);
+            for (uint64_t off = 0; off < sizes[i]; off += GRANULE)
+                CHECK_EQ(sim_pte(&u, BASE + off).phys, phys + off);
+        }
+    for (unsigned i = 0; i < COUNT(sizes); i++)
+        for (unsigned n = 0; n < 5; n++)
+            CHECK_EQ(vm_release_one(&u, first[i] + n), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_created, 0);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
     sim_check(0);
 }
 
@@ -65,21 +72,25 @@ TEST(test_pages_of_a_create_do_not_overlap)
 {
     struct uvm u;
     uint64_t first;
-    enum { N = 32 };
+    enum { N = 64 };
 
     vm_start(&u, MB(64));
-    CHECK_EQ(vm_create(&u, N, &first), NV_OK);
-    for (unsigned i = 0; i < N; i++) {
-        CHECK_EQ(vm_map(&u, BASE + i * BLOCK, BLOCK, first + i, 0, 0), NV_OK);
-        CHECK_EQ(gpu_mark(&u, BASE + i * BLOCK, BLOCK, i + 1), 0);
+    for (unsigned s = 0; s < COUNT(sizes); s++) {
+        unsigned n = s == 3 ? 8 : N;
+        CHECK_EQ(vm_create(&u, sizes[s], n, &first), NV_OK);
+        for (unsigned i = 0; i < n; i++) {
+            CHECK_EQ(vm_map(&u, BASE + i * sizes[s], sizes[s], first + i, 0, 0), NV_OK);
+            CHECK_EQ(gpu_mark(&u, BASE + i * sizes[s], sizes[s], 0x1000 * s + i + 1), 0);
+        }
+        for (unsigned i = 0; i < n; i++) {
+            uint64_t at;
+            CHECK_MSG(gpu_marked(&u, BASE + i * sizes[s], sizes[s], 0x1000 * s + i + 1, &at),
+                      "page %u of 0x%llx lost its data at 0x%llx", i, (unsigned long long)sizes[s],
+                      (unsigned long long)at);
+        }
+        for (unsigned i = 0; i < n; i++)
+            CHECK_EQ(vm_release_one(&u, first + i), NV_OK);
     }
-    for (unsigned i = 0; i < N; i++) {
-        uint64_t at;
-        CHECK_MSG(gpu_marked(&u, BASE + i * BLOCK, BLOCK, i + 1, &at), "page %u lost its data at 0x%llx", i,
-                  (unsigned long long)at);
-    }
-    for (unsigned i = 0; i < N; i++)
-        CHECK_EQ(vm_release_one(&u, first + i), NV_OK);
     sim_check(0);
 }
 
@@ -90,13 +101,16 @@ TEST(test_fresh_pages_read_as_zero)
     unsigned char *data = malloc(MB(2));
 
     vm_start(&u, MB(16));
-    CHECK_EQ(vm_create(&u, 2, &first), NV_OK);
-    for (unsigned i = 0; i < 2; i++) {
-        CHECK_EQ(vm_map(&u, BASE, MB(2), first + i, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
-        memset(data, 0xff, MB(2));
-        CHECK_EQ(gpu_access(&u, 0, false, BASE, data, MB(2)), 0);
-        for (uint64_t b = 0; b < MB(2); b++)
-            CHECK_MSG(data[b] == 0, "byte 0x%llx of a fresh page is 0x%02x", (unsigned long long)b, data[b]);
+    for (unsigned s = 0; s < COUNT(sizes); s++) {
+        CHECK_EQ(vm_create(&u, sizes[s], 2, &first), NV_OK);
+        for (unsigned i = 0; i < 2; i++) {
+            CHECK_EQ(vm_map(&u, BASE, sizes[s], first + i, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
+            memset(data, 0xff, MB(2));
+            CHECK_EQ(gpu_access(&u, 0, false, BASE, data, sizes[s]), 0);
+            for (uint64_t b = 0; b < sizes[s]; b++)
+                CHECK_MSG(data[b] == 0, "byte 0x%llx of a fresh page of 0x%llx is 0x%02x", (unsigned long long)b,
+                          (unsigned long long)sizes[s], data[b]);
+        }
     }
 }
 
@@ -106,7 +120,7 @@ TEST(test_map_overlay_rest_is_sparse)
     uint64_t h, value = 0x1122334455667788ull;
 
     vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + KB(64) * 5, KB(64), h, 0, 0), NV_OK);
     for (unsigned i = 0; i < 32; i++)
         CHECK_EQ(sim_pte(&u, BASE + i * GRANULE).state, i == 5 ? SIMGPU_PTE_VALID : SIMGPU_PTE_SPARSE);
@@ -129,7 +143,7 @@ TEST(test_alias_one_page_at_many_addresses)
     uint64_t h;
 
     vm_start(&u, MB(64));
-    CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(128), 1, &h), NV_OK);
     for (unsigned i = 0; i < 16; i++)
         CHECK_EQ(vm_map(&u, BASE + i * MB(4), KB(128), h, 0, 0), NV_OK);
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 16 * KB(128));
@@ -154,7 +168,7 @@ TEST(test_sparse_goes_behind_a_membar)
     uint64_t h;
 
     vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
     CHECK_EQ(vm_open(&u, BASE, BLOCK), NV_OK);
     sim_counters(0, true);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
@@ -173,7 +187,7 @@ TEST(test_map_parts_of_a_page_by_offset)
     uint64_t h;
 
     vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
     for (unsigned i = 0; i < 32; i++) // reversed, one granule each
         CHECK_EQ(vm_map(&u, BASE + (31 - i) * GRANULE, GRANULE, h, i * GRANULE, 0), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + MB(2), MB(2), h, 0, 0), NV_OK);
@@ -189,7 +203,7 @@ TEST(test_page_across_two_overlays)
     uint64_t h, va = BASE + MB(2) - KB(128);
 
     vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(256), 1, &h), NV_OK);
     CHECK_EQ(vm_map(&u, va, KB(256), h, 0, 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, va, KB(256), 5), 0);
     CHECK(gpu_marked(&u, va, KB(256), 5, NULL));
@@ -209,8 +223,8 @@ TEST(test_huge_page_gets_one_entry)
     vm_start(&u, MB(8));
     if (!(vm_query(&u, 0).out_caps & UVM_VMEM_CAP_HUGE))
         vmtest_skip("the module announces no UVM_VMEM_CAP_HUGE");
-    CHECK_EQ(vm_create(&u, 1, &h[0]), NV_OK);
-    CHECK_EQ(vm_create(&u, 1, &h[1]), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h[0]), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h[1]), NV_OK);
     CHECK_EQ(vm_map(&u, BASE, MB(2), h[0], 0, 0), NV_OK);
     CHECK_EQ(sim_pte(&u, BASE + KB(64)).page_size, MB(2));
     CHECK_EQ(vm_map(&u, BASE + MB(2), MB(2), h[1], 0, UVM_VMEM_MAP_64K), NV_OK);
@@ -234,7 +248,7 @@ TEST(test_huge_page_replaced_by_huge_page)
     uint64_t h;
 
     vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 2, &h), NV_OK);
     CHECK_EQ(vm_map(&u, BASE, MB(2), h, 0, 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, BASE, MB(2), 1), 0);
     CHECK_EQ(vm_map(&u, BASE, MB(2), h + 1, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
@@ -254,7 +268,7 @@ TEST(test_replace)
     uint64_t h;
 
     vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, BASE, KB(64), 1), 0);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h + 1, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
@@ -271,7 +285,7 @@ TEST(test_replace_seen_by_copy_engines)
     uint64_t h, value = 1;
 
     vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
     CHECK_EQ(gpu_access_ce(&u, 0, true, BASE, &value, 8), 0);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h + 1, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
@@ -292,9 +306,9 @@ TEST(test_last_addresses)
     uvm_start(&u);
     CHECK_EQ(uvm_create_external(&u, base, MB(8)), NV_OK);
     CHECK_EQ(uvm_create_external(&u, end, MB(2)), NV_OK);
-    CHECK_EQ(vm_create(&u, 3, &first), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 3, &first), NV_OK);
     CHECK_EQ(vm_map(&u, end, KB(64), first, 0, 0), NV_ERR_OUT_OF_RANGE);
-    CHECK_EQ(vm_create(&u, 1, &huge), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &huge), NV_OK);
     CHECK_EQ(vm_map(&u, end - KB(64), KB(64), first, 0, 0), NV_OK);
     CHECK_EQ(vm_map(&u, base, KB(64), first + 1, 0, 0), NV_OK);
     CHECK_EQ(vm_map(&u, base + MB(2), MB(2), huge, 0, 0), NV_OK);
@@ -323,7 +337,7 @@ TEST(test_unmap_to_sparse)
     uint64_t h;
 
     vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + KB(64), KB(64), h + 1, 0, 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, BASE, KB(128), 3), 0);
@@ -360,7 +374,7 @@ TEST(test_elements_take_effect_in_order)
     struct uvm_vmem_op ops[3];
 
     vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, 3, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 3, &h), NV_OK);
     for (unsigned i = 0; i < 3; i++) {
         CHECK_EQ(vm_map(&u, BASE + MB(2) + i * GRANULE, KB(64), h + i, 0, 0), NV_OK);
         CHECK_EQ(gpu_mark(&u, BASE + MB(2) + i * GRANULE, KB(64), 40 + i), 0);
@@ -380,7 +394,7 @@ TEST(test_map_in_a_range_of_the_drivers_own)
 
     vm_start(&u, MB(4));
     CHECK_EQ(uvm_create_external(&u, base, MB(8)), NV_OK);
-    CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
     CHECK_EQ(vm_map(&u, base + MB(3), KB(64), h, 0, 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, base + MB(3), KB(64), 8), 0);
     CHECK(gpu_marked(&u, base + MB(3), KB(64), 8, NULL));
@@ -401,7 +415,7 @@ TEST(test_takeover_of_a_foreign_mapping)
     sim_mem(&u, 0, 91, MB(2), MB(8));
     CHECK_EQ(uvm_map_external(&u, 0, base, MB(8), 0, 91), NV_OK);
     CHECK_EQ(gpu_access(&u, 0, true, base + MB(4), &value, 8), 0);
-    CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
     CHECK_EQ(vm_map(&u, base + MB(2), KB(64), h, 0, 0), NV_ERR_UVM_ADDRESS_IN_USE);
     CHECK_EQ(vm_unmap(&u, base + MB(2), KB(64)), NV_OK); // no overlay there: skipped
     CHECK_EQ(gpu_word(&u, base + MB(4)), value);
@@ -424,12 +438,30 @@ TEST(test_handles_are_never_used_twice)
 
     vm_start(&u, MB(4));
     for (unsigned i = 0; i < 200; i++) {
-        CHECK_EQ(vm_create(&u, 1 + i % 3, &h), NV_OK);
+        CHECK_EQ(vm_create(&u, KB(64), 1 + i % 3, &h), NV_OK);
         CHECK(h > last);
         last = h + i % 3;
         for (unsigned n = 0; n < 1 + i % 3; n++)
             CHECK_EQ(vm_release_one(&u, h + n), NV_OK);
     }
+}
+
+TEST(test_slabs_are_shared_and_given_back)
+{
+    struct uvm u;
+    uint64_t h, more;
+
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 32, &h), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, MB(2));
+    CHECK_EQ(vm_release_one(&u, h + 7), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &more), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, MB(2)); // the free 64 KiB were used
+    CHECK_EQ(vm_release_one(&u, more), NV_OK);
+    for (unsigned i = 0; i < 32; i++)
+        if (i != 7)
+            CHECK_EQ(vm_release_one(&u, h + i), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
 }
 
 TEST(test_two_gpus)
@@ -443,10 +475,10 @@ TEST(test_two_gpus)
         vmtest_skip("the simulator was loaded with one GPU");
     CHECK_EQ(uvm_register(&u, 1), NV_OK);
     CHECK_EQ(uvm_register_vaspace(&u, 1), NV_OK);
-    CHECK_EQ(vm_create_on(&u, 0, 1, &h0), NV_OK);
-    CHECK_EQ(vm_create_on(&u, 1, 1, &h1), NV_OK);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_created, MB(2));
-    CHECK_EQ(vm_query(&u, 1).out_bytes_created, MB(2));
+    CHECK_EQ(vm_create_on(&u, 0, KB(64), 1, &h0), NV_OK);
+    CHECK_EQ(vm_create_on(&u, 1, KB(64), 1, &h1), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_created, KB(64));
+    CHECK_EQ(vm_query(&u, 1).out_bytes_created, KB(64));
     // one address, one page per GPU
     op = vm_op(BASE, KB(64), h0, 0, 0);
     CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);

@@ -31,12 +31,12 @@ TEST(cost_of_120_pages)
     uint64_t h;
 
     vm_start(&u, MB(2) * N);
-    CHECK_EQ(vm_create(&u, N / 32 + 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), N, &h), NV_OK);
     CHECK_EQ(vm_open(&u, BASE, MB(2) * N), NV_OK);
     for (unsigned r = 0; r < ROUNDS; r++) {
         double t0;
         for (unsigned i = 0; i < N; i++)
-            ops[i] = vm_granule(va_of(i), h, i);
+            ops[i] = vm_op(va_of(i), KB(64), h + i, 0, 0);
         sim_counters(0, true);
         t0 = seconds();
         CHECK_EQ(vm_map_ops(&u, 0, ops, N, NULL), NV_OK);

@@ -7,13 +7,15 @@
 #include <sys/stat.h>
 
 static struct uvm u;
-static uint64_t pages[4]; // the first is mapped at BASE + 64 KiB
+static uint64_t pages[4]; // 64, 128, 256 KiB, 2 MiB; the first is mapped at BASE + 64 KiB
 
 static void start(struct vm_state *s)
 {
+    static const uint64_t sizes[] = {KB(64), KB(128), KB(256), MB(2)};
+
     vm_start(&u, MB(8));
-    for (unsigned i = 0; i < COUNT(pages); i++)
-        CHECK_EQ(vm_create(&u, 1, &pages[i]), NV_OK);
+    for (unsigned i = 0; i < COUNT(sizes); i++)
+        CHECK_EQ(vm_create(&u, sizes[i], 1, &pages[i]), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + KB(64), KB(64), pages[0], 0, 0), NV_OK);
     vm_state_take(&u, BASE, MB(8), s);
 }
@@ -38,7 +40,7 @@ static NV_STATUS run(unsigned long cmd, struct uvm_vmem_batch *b)
 TEST(test_err_wrong_descriptor)
 {
     struct uvm_vmem_query q = {0};
-    struct uvm_vmem_create c = {.page_size = MB(2), .count = 1};
+    struct uvm_vmem_create c = {.page_size = KB(64), .count = 1};
     struct uvm_vmem_batch b = {0};
     int fd = open("/dev/nvidia-uvm", O_RDWR);
 
@@ -105,8 +107,8 @@ TEST(test_err_flags_and_reserved)
     } while (0)
     BAD_FIELD(struct uvm_vmem_query, q, UVM_VMEM_QUERY, flags, 1, 0);
     BAD_FIELD(struct uvm_vmem_query, q, UVM_VMEM_QUERY, reserved[4], 1, 0);
-    BAD_FIELD(struct uvm_vmem_create, c, UVM_VMEM_CREATE, flags, 2, .page_size = MB(2), .count = 1);
-    BAD_FIELD(struct uvm_vmem_create, c, UVM_VMEM_CREATE, reserved, 2, .page_size = MB(2), .count = 1);
+    BAD_FIELD(struct uvm_vmem_create, c, UVM_VMEM_CREATE, flags, 2, .page_size = KB(64), .count = 1);
+    BAD_FIELD(struct uvm_vmem_create, c, UVM_VMEM_CREATE, reserved, 2, .page_size = KB(64), .count = 1);
     BAD_FIELD(struct uvm_vmem_release, l, UVM_VMEM_RELEASE, flags, 1, .handles = (uintptr_t)&pages[1], .count = 1);
     BAD_FIELD(struct uvm_vmem_release, l, UVM_VMEM_RELEASE, reserved, 1, .handles = (uintptr_t)&pages[1], .count = 1);
     BAD_FIELD(struct uvm_vmem_release, l, UVM_VMEM_RELEASE, count, 0, .handles = (uintptr_t)&pages[1]);
@@ -204,14 +206,14 @@ TEST(test_err_limits)
     CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_LIMIT);
     b = batch_of(ops, ~0u);
     CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_INVALID_LIMIT);
-    CHECK_EQ(vm_create(&u, q.out_max_ops + 1, NULL), NV_ERR_INVALID_LIMIT);
-    CHECK_EQ(vm_create(&u, ~0u, NULL), NV_ERR_INVALID_LIMIT);
+    CHECK_EQ(vm_create(&u, KB(64), q.out_max_ops + 1, NULL), NV_ERR_INVALID_LIMIT);
+    CHECK_EQ(vm_create(&u, KB(64), ~0u, NULL), NV_ERR_INVALID_LIMIT);
     CHECK_EQ(vm_release(&u, handles, q.out_max_ops + 1, NULL), NV_ERR_INVALID_LIMIT);
     ops[0] = vm_op(BASE + MB(2), q.out_max_bytes + KB(64), 0, 0, 0);
     b = batch_of(ops, 1);
     CHECK_EQ(run(UVM_VMEM_UNMAP, &b), NV_ERR_INVALID_LIMIT);
     if (q.out_max_bytes / MB(2) < q.out_max_ops)
-        CHECK_EQ(vm_create(&u, q.out_max_bytes / MB(2) + 1, NULL), NV_ERR_INVALID_LIMIT);
+        CHECK_EQ(vm_create(&u, MB(2), q.out_max_bytes / MB(2) + 1, NULL), NV_ERR_INVALID_LIMIT);
     UNCHANGED(&s);
 }
 
@@ -221,7 +223,7 @@ TEST(test_err_device)
     struct uvm_vmem_op op;
     struct uvm_vmem_batch b;
     struct uvm_vmem_query q = {.gpu_uuid = {1, 2, 3}};
-    struct uvm_vmem_create c = {.gpu_uuid = {1, 2, 3}, .page_size = MB(2), .count = 1};
+    struct uvm_vmem_create c = {.gpu_uuid = {1, 2, 3}, .page_size = KB(64), .count = 1};
     struct uvm bare;
     uint64_t h;
 
@@ -241,7 +243,7 @@ TEST(test_err_device)
     uvm_open(&bare);
     CHECK_EQ(uvm_register(&bare, 0), NV_OK);
     CHECK_EQ(uvm_create_external(&bare, BASE, MB(8)), NV_OK);
-    CHECK_EQ(vm_create(&bare, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&bare, KB(64), 1, &h), NV_OK);
     op.handle = h;
     CHECK_EQ(vm_map_ops(&bare, 0, &op, 1, NULL), NV_ERR_INVALID_DEVICE);
     op.handle = 0;
@@ -251,18 +253,13 @@ TEST(test_err_device)
 
 TEST(test_err_create)
 {
-    static const uint64_t bad[] = {0, 1, 4096, KB(64), MB(1), MB(2) - 1, MB(2) + 1, MB(4), MB(512), ~0ull};
-    struct uvm_vmem_create c;
+    static const uint64_t bad[] = {0, 1, 4096, KB(32), KB(64) + 1, KB(192), KB(512), MB(1), MB(4), MB(512), ~0ull};
     struct vm_state s;
 
     start(&s);
-    for (unsigned i = 0; i < COUNT(bad); i++) {
-        c = (struct uvm_vmem_create){.page_size = bad[i], .count = 1};
-        memcpy(c.gpu_uuid, &u.uuid[0], 16);
-        CHECK(ioctl(u.fd, UVM_VMEM_CREATE, &c) == 0);
-        CHECK_EQ(c.rmStatus, NV_ERR_INVALID_ARGUMENT);
-    }
-    CHECK_EQ(vm_create(&u, 0, NULL), NV_ERR_INVALID_ARGUMENT);
+    for (unsigned i = 0; i < COUNT(bad); i++)
+        CHECK_EQ(vm_create(&u, bad[i], 1, NULL), NV_ERR_INVALID_ARGUMENT);
+    CHECK_EQ(vm_create(&u, KB(64), 0, NULL), NV_ERR_INVALID_ARGUMENT);
     UNCHANGED(&s);
 }
 
@@ -273,13 +270,13 @@ TEST(test_err_out_of_memory)
 
     start(&s);
     // all that there is, then one more: all or none
-    while (n < COUNT(handles) && vm_create(&u, 1, &h) == NV_OK)
+    while (n < COUNT(handles) && vm_create(&u, MB(2), 1, &h) == NV_OK)
         handles[n++] = h;
     CHECK(n < COUNT(handles) && n > 90);
-    CHECK_EQ(vm_create(&u, 1, NULL), NV_ERR_NO_MEMORY);
+    CHECK_EQ(vm_create(&u, MB(2), 1, NULL), NV_ERR_NO_MEMORY);
     CHECK_EQ(vm_release(&u, handles, 70, NULL), NV_OK);
-    CHECK_EQ(vm_create(&u, 80, NULL), NV_ERR_NO_MEMORY); // fails when it has got most of them
-    CHECK_EQ(vm_create(&u, 70, &h), NV_OK);              // the failed call kept nothing
+    CHECK_EQ(vm_create(&u, MB(2), 80, NULL), NV_ERR_NO_MEMORY); // fails when it has got most of them
+    CHECK_EQ(vm_create(&u, MB(2), 70, &h), NV_OK);              // the failed call kept nothing
     for (uint64_t i = 0; i < n; i++)
         CHECK_EQ(vm_release_one(&u, i < 70 ? h + i : handles[i]), NV_OK);
     UNCHANGED(&s);
@@ -298,7 +295,7 @@ TEST(test_err_takeover_of_a_large_mapping)
     CHECK_EQ(uvm_create_external(&u, BASE, GB(32)), NV_OK);
     CHECK_EQ(uvm_map_sparse(&u, 0, BASE, (UVM_VMEM_TAKE_TABLES + 1) * BLOCK), NV_OK);
     CHECK_EQ(uvm_map_sparse(&u, 0, BASE + GB(16), UVM_VMEM_TAKE_TABLES * BLOCK), NV_OK);
-    CHECK_EQ(vm_create(&u, 1, &page), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &page), NV_OK);
     op = vm_op(BASE + MB(64), KB(64), page, 0, UVM_VMEM_TAKEOVER | UVM_VMEM_MAP_64K);
     b = batch_of(&op, 1);
     CHECK_EQ(run(UVM_VMEM_MAP, &b), NV_ERR_UVM_ADDRESS_IN_USE);
@@ -399,8 +396,8 @@ TEST(test_err_map_elements)
         {~0ull & ~(KB(64) - 1), KB(128), 3, 0, 0, NV_ERR_INVALID_ADDRESS}, // wraps
         {BASE + MB(2), KB(64), -1, 0, 0, NV_ERR_INVALID_OBJECT_HANDLE},
         {BASE + MB(2), KB(64), 3, 4096, 0, NV_ERR_INVALID_OFFSET},
-        {BASE + MB(2), MB(2) + KB(64), 0, 0, 0, NV_ERR_INVALID_OFFSET}, // longer than the page
-        {BASE + MB(2), KB(128), 1, MB(2) - KB(64), 0, NV_ERR_INVALID_OFFSET},
+        {BASE + MB(2), KB(128), 0, 0, 0, NV_ERR_INVALID_OFFSET}, // longer than the page
+        {BASE + MB(2), KB(128), 1, KB(64), 0, NV_ERR_INVALID_OFFSET},
         {BASE + MB(2), KB(64), 3, MB(2), 0, NV_ERR_INVALID_OFFSET},
         {BASE + MB(2), KB(64), 3, ~0ull & ~(KB(64) - 1), 0, NV_ERR_INVALID_OFFSET}, // offset + length wraps
         {BASE + KB(64), KB(64), 3, 0, 0, NV_ERR_UVM_ADDRESS_IN_USE},

@@ -23,13 +23,13 @@ struct scenario {
 
 static void nothing(void) {}
 
-static NV_STATUS create_small(void) { return vm_create(&u, 20, &made); }
+static NV_STATUS create_small(void) { return vm_create(&u, KB(64), 40, &made); }
 static void undo_create_small(void)
 {
-    for (unsigned i = 0; i < 20; i++)
+    for (unsigned i = 0; i < 40; i++)
         CHECK_EQ(vm_release_one(&u, made + i), NV_OK);
 }
-static NV_STATUS create_huge(void) { return vm_create(&u, 3, &made); }
+static NV_STATUS create_huge(void) { return vm_create(&u, MB(2), 3, &made); }
 static void undo_create_huge(void)
 {
     for (unsigned i = 0; i < 3; i++)
@@ -71,7 +71,7 @@ static void release_mapped(void)
     uint64_t h;
 
     open_overlays();
-    CHECK_EQ(vm_create(&u, 6, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 6, &h), NV_OK);
     for (unsigned i = 0; i < 6; i++) {
         victims[i] = h + i;
         CHECK_EQ(vm_map(&u, BASE + i * KB(192), KB(64), h + i, 0, 0), NV_OK);
@@ -81,7 +81,7 @@ static void release_huge(void)
 {
     close_overlays();
     for (unsigned i = 0; i < 6; i++) {
-        CHECK_EQ(vm_create(&u, 1, &victims[i]), NV_OK);
+        CHECK_EQ(vm_create(&u, MB(2), 1, &victims[i]), NV_OK);
         if (i < 3)
             CHECK_EQ(vm_map(&u, BASE + i * BLOCK, MB(2), victims[i], 0, 0), NV_OK);
     }
@@ -188,8 +188,8 @@ static unsigned sweep(const struct scenario *s, bool memory, uint32_t sites)
 static void start(void)
 {
     vm_start(&u, OVERLAYS * BLOCK);
-    CHECK_EQ(vm_create(&u, 6, &small), NV_OK);
-    CHECK_EQ(vm_create(&u, 1, &big), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 6, &small), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &big), NV_OK);
     sim_mem(&u, 0, 33, MB(2), MB(6));
 }
 

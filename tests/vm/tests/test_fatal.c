@@ -10,7 +10,7 @@ static uint64_t h;
 static void start(void)
 {
     vm_start(&u, MB(16));
-    CHECK_EQ(vm_create(&u, 8, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 8, &h), NV_OK);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
 }
 
@@ -24,7 +24,7 @@ static void after(NV_STATUS status)
     CHECK_MSG(i.fired > 0, "no push was made");
     CHECK_MSG(status != NV_OK, "the call succeeded although its push faulted");
     CHECK(vm_map(&u, BASE + MB(4), KB(64), h + 1, 0, 0) != NV_OK);
-    CHECK(vm_create(&u, 1, &more) != NV_OK || vm_map(&u, BASE + MB(6), MB(2), more, 0, 0) != NV_OK);
+    CHECK(vm_create(&u, MB(2), 1, &more) != NV_OK || vm_map(&u, BASE + MB(6), MB(2), more, 0, 0) != NV_OK);
     uvm_close(&u);
     CHECK_EQ(sim_counters(0, false).bad_use_after_free, 0);
     CHECK_EQ(sim_counters(0, false).bad_double_free, 0);
@@ -74,7 +74,7 @@ TEST(in_create_)
 
     start();
     sim_inject(SIMGPU_SITE_CHANNEL, 1, false, NULL);
-    after(vm_create(&u, 1, &n));
+    after(vm_create(&u, MB(2), 1, &n));
 }
 
 TEST(in_huge_split_)
@@ -82,7 +82,7 @@ TEST(in_huge_split_)
     uint64_t big;
 
     start();
-    CHECK_EQ(vm_create(&u, 1, &big), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &big), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + MB(8), MB(2), big, 0, 0), NV_OK);
     sim_inject(SIMGPU_SITE_CHANNEL, 1, false, NULL);
     after(vm_unmap(&u, BASE + MB(8), KB(64)));

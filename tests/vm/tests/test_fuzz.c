@@ -127,7 +127,7 @@ static void one_call(void)
     case QUERY: memcpy(p.query.gpu_uuid, &u.uuid[0], 16); break;
     case CREATE:
         memcpy(p.create.gpu_uuid, &u.uuid[0], 16);
-        p.create.page_size = BLOCK;
+        p.create.page_size = KB(64) << rng_below(&rng, 3);
         p.create.count = 1 + rng_below(&rng, 3);
         break;
     case RELEASE:
@@ -176,7 +176,7 @@ static void one_call(void)
             for (unsigned i = 0; i < p.release.count && i < OPS; i++)
                 for (unsigned k = 0; k < COUNT(pages); k++)
                     if (pages[k] == handles[i])
-                        CHECK_EQ(vm_create(&u, 1, &pages[k]), NV_OK);
+                        CHECK_EQ(vm_create(&u, KB(64), 1, &pages[k]), NV_OK);
         }
         return;
     }
@@ -198,7 +198,7 @@ TEST(test_fuzz_every_call)
     rng = env_long("SEED", 1);
     vm_start(&u, BLOCKS * BLOCK);
     for (unsigned i = 0; i < COUNT(pages); i++)
-        CHECK_EQ(vm_create(&u, 1, &pages[i]), NV_OK);
+        CHECK_EQ(vm_create(&u, KB(64), 1, &pages[i]), NV_OK);
     for (uint64_t i = 0; i < calls; i++) {
         one_call();
         if (i % 4096 == 4095)

@@ -31,31 +31,38 @@ static void fill(const struct uvm *u, uint64_t va, uint64_t length)
 
 TEST(test_released_page_comes_back_zeroed)
 {
+    static const uint64_t sizes[] = {KB(64), KB(128), KB(256), MB(2)};
     struct uvm u;
-    uint64_t h;
+    uint64_t h, keep;
 
     vm_start(&u, MB(8));
-    for (int round = 0; round < 12; round++) {
-        CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
-        CHECK_EQ(vm_map(&u, BASE, MB(2), h, 0, 0), NV_OK);
-        CHECK_MSG(all_zero(&u, BASE, MB(2)), "a page is not zero in round %d", round);
-        fill(&u, BASE, MB(2));
-        CHECK_EQ(vm_release_one(&u, h), NV_OK);
+    for (unsigned s = 0; s < COUNT(sizes); s++) {
+        // another page of the slab keeps it alive, so that the same memory is handed out again
+        CHECK_EQ(vm_create(&u, sizes[s], 1, &keep), NV_OK);
+        for (int round = 0; round < 3; round++) {
+            CHECK_EQ(vm_create(&u, sizes[s], 1, &h), NV_OK);
+            CHECK_EQ(vm_map(&u, BASE, sizes[s], h, 0, 0), NV_OK);
+            CHECK_MSG(all_zero(&u, BASE, sizes[s]), "a page of 0x%llx is not zero in round %d",
+                      (unsigned long long)sizes[s], round);
+            fill(&u, BASE, sizes[s]);
+            CHECK_EQ(vm_release_one(&u, h), NV_OK);
+        }
+        CHECK_EQ(vm_release_one(&u, keep), NV_OK);
     }
     sim_check(0);
 }
 
 TEST(test_memory_of_a_dead_process_is_not_readable)
 {
-    uint64_t n = 6;
+    uint64_t slabs = 6;
     pid_t pid = fork();
     struct uvm u;
     uint64_t h;
 
     if (pid == 0) {
         vm_start(&u, MB(16));
-        CHECK_EQ(vm_create(&u, n, &h), NV_OK);
-        for (unsigned i = 0; i < n; i++) {
+        CHECK_EQ(vm_create(&u, MB(2), slabs, &h), NV_OK);
+        for (unsigned i = 0; i < slabs; i++) {
             CHECK_EQ(vm_map(&u, BASE + i * MB(2), MB(2), h + i, 0, 0), NV_OK);
             fill(&u, BASE + i * MB(2), MB(2));
         }
@@ -63,9 +70,11 @@ TEST(test_memory_of_a_dead_process_is_not_readable)
     }
     CHECK_EQ(wait_child(pid), 128 + SIGKILL);
     vm_start(&u, MB(16));
-    CHECK_EQ(vm_create(&u, n, &h), NV_OK);
-    for (unsigned i = 0; i < n; i++) {
-        CHECK_EQ(vm_map(&u, BASE + i * MB(2), MB(2), h + i, 0, 0), NV_OK);
+    for (unsigned i = 0; i < slabs; i++) {
+        unsigned n = i % 2 ? 32 : 1;
+        CHECK_EQ(vm_create(&u, n > 1 ? KB(64) : MB(2), n, &h), NV_OK);
+        for (unsigned k = 0; k < n; k++)
+            CHECK_EQ(vm_map(&u, BASE + i * MB(2) + k * GRANULE, n > 1 ? KB(64) : MB(2), h + k, 0, 0), NV_OK);
         CHECK(all_zero(&u, BASE + i * MB(2), MB(2)));
     }
     sim_check(0);
@@ -85,7 +94,7 @@ TEST(test_late_write_lands_before_the_memory_is_free)
                                   .buf = (uintptr_t)&value,
                                   .batch = 1,
                                   .flags = SIMGPU_ACCESS_WRITE | SIMGPU_ACCESS_NOFAULT | SIMGPU_ACCESS_POSTED};
-        CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+        CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
         CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
         CHECK(ioctl(sim_fd(), SIMGPU_ACCESS, &a) == 0);
         CHECK_EQ(a.result, 0);
@@ -103,11 +112,11 @@ TEST(test_unregister_vaspace_keeps_pages)
     uint64_t h;
 
     vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, BASE, KB(64), 3), 0);
     CHECK_EQ(uvm_unregister_vaspace(&u, 0), NV_OK);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_created, MB(4));
+    CHECK_EQ(vm_query(&u, 0).out_bytes_created, KB(128));
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_ERR_INVALID_DEVICE);
     CHECK_EQ(uvm_register_vaspace(&u, 0), NV_OK);
     CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_INVALID);
@@ -125,14 +134,14 @@ TEST(test_unregister_gpu_ends_its_handles)
 
     vm_start(&u, MB(16));
     for (int round = 0; round < 3; round++) {
-        CHECK_EQ(vm_create(&u, 20, &h), NV_OK);
-        for (unsigned i = 0; i < 20; i++)
+        CHECK_EQ(vm_create(&u, KB(64), 40, &h), NV_OK);
+        for (unsigned i = 0; i < 40; i++)
             CHECK_EQ(vm_map(&u, BASE + i * KB(192), KB(64), h + i, 0, 0), NV_OK);
         CHECK_EQ(gpu_mark(&u, BASE, KB(64), 1), 0);
         before = sim_counters(0, false).pma_live;
         CHECK_EQ(uvm_unregister_vaspace(&u, 0), NV_OK);
         CHECK_EQ(uvm_unregister(&u, 0), NV_OK);
-        CHECK(sim_counters(0, false).pma_live + 20 * 32 <= before);
+        CHECK(sim_counters(0, false).pma_live + 2 * 32 <= before);
         CHECK_EQ(vm_release_one(&u, h), NV_ERR_INVALID_OBJECT_HANDLE);
         CHECK_EQ(uvm_register(&u, 0), NV_OK);
         CHECK_EQ(uvm_register_vaspace(&u, 0), NV_OK);
@@ -150,7 +159,7 @@ TEST(test_unregister_gpu_at_once)
     uint64_t h;
 
     vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 2, &h), NV_OK);
     CHECK_EQ(vm_map(&u, BASE, MB(2), h, 0, 0), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + MB(2), MB(2), h + 1, 0, UVM_VMEM_MAP_64K), NV_OK);
     CHECK_EQ(uvm_unregister(&u, 0), NV_OK);
@@ -164,13 +173,13 @@ TEST(test_uvm_free_takes_overlays_not_pages)
     uint64_t h;
 
     vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(256), 2, &h), NV_OK);
     CHECK_EQ(vm_map(&u, BASE, KB(256), h, 0, 0), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + MB(4), KB(256), h, 0, 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, BASE, KB(256), 4), 0);
     CHECK_EQ(uvm_free_range(&u, BASE, MB(8)), NV_OK);
     CHECK(gpu_access(&u, 0, false, BASE, &(uint64_t){0}, 8) < 0);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_created, MB(4));
+    CHECK_EQ(vm_query(&u, 0).out_bytes_created, 2 * KB(256));
     CHECK_EQ(vm_map(&u, BASE, KB(256), h, 0, 0), NV_ERR_INVALID_ADDRESS);
     CHECK_EQ(uvm_create_external(&u, BASE, MB(8)), NV_OK);
     CHECK_EQ(vm_map(&u, BASE + MB(2), KB(256), h, 0, 0), NV_OK);
@@ -187,7 +196,7 @@ TEST(test_unmap_external_closes_an_overlay)
     uint64_t h;
 
     vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
     for (int round = 0; round < 5; round++) {
         CHECK_EQ(vm_map(&u, BASE + MB(2), KB(64), h, 0, 0), NV_OK);
         CHECK_EQ(vm_map(&u, BASE + MB(4), KB(64), h, 0, 0), NV_OK);
@@ -214,13 +223,13 @@ TEST(test_close_with_everything_outstanding)
     for (int round = 0; round < 4; round++) {
         vm_start(&u, MB(32));
         for (unsigned s = 0; s < 3; s++) {
-            CHECK_EQ(vm_create(&u, 10, &h), NV_OK);
+            CHECK_EQ(vm_create(&u, KB(64) << s, 20, &h), NV_OK);
             for (unsigned i = 0; i < 20; i++)
-                CHECK_EQ(vm_map(&u, BASE + s * MB(8) + i * KB(384) / KB(128) * KB(128), KB(64) << s, h + i / 2, 0,
+                CHECK_EQ(vm_map(&u, BASE + s * MB(8) + i * KB(384) / KB(128) * KB(128), KB(64) << s, h + i, 0,
                                 UVM_VMEM_MAP_REPLACE),
                          NV_OK);
         }
-        CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+        CHECK_EQ(vm_create(&u, MB(2), 2, &h), NV_OK);
         CHECK_EQ(vm_map(&u, BASE + MB(24), MB(2), h, 0, 0), NV_OK);
         CHECK_EQ(gpu_mark(&u, BASE + MB(24), MB(2), 1), 0);
         uvm_close(&u);
@@ -237,7 +246,7 @@ TEST(test_pma_eviction_leaves_pages_alone)
     uint64_t h, phys;
 
     vm_start(&u, MB(16));
-    CHECK_EQ(vm_create(&u, 4, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 4, &h), NV_OK);
     for (unsigned i = 0; i < 4; i++) {
         CHECK_EQ(vm_map(&u, BASE + i * MB(2), MB(2), h + i, 0, 0), NV_OK);
         CHECK_EQ(gpu_mark(&u, BASE + i * MB(2), MB(2), i + 1), 0);
@@ -271,7 +280,7 @@ TEST(test_pages_push_managed_memory_out)
     CHECK_EQ(m.rmStatus, NV_OK);
     // more than what is free now
     for (n = 0; n < rest + 4; n++)
-        if (vm_create(&u, 1, &h) != NV_OK)
+        if (vm_create(&u, MB(2), 1, &h) != NV_OK)
             break;
     CHECK_MSG(n >= rest, "only %llu slabs of %llu", (unsigned long long)n, (unsigned long long)rest);
     for (uint64_t i = 0; i < room / 8; i += 64)
@@ -289,8 +298,8 @@ TEST(hold_everything)
     if (!env_long("HOLD", 0))
         vmtest_skip("only run by the unload step");
     vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, 20, &h), NV_OK);
-    for (unsigned i = 0; i < 20; i++)
+    CHECK_EQ(vm_create(&u, KB(64), 50, &h), NV_OK);
+    for (unsigned i = 0; i < 50; i++)
         CHECK_EQ(vm_map(&u, BASE + i * GRANULE, KB(64), h + i, 0, 0), NV_OK);
     printf("holding\n");
     fflush(stdout);

@@ -28,7 +28,7 @@ static uint64_t baseline(void)
             struct uvm u;
             uint64_t h;
             vm_start(&u, MB(4));
-            CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+            CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
             CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
             _exit(0);
         }
@@ -49,7 +49,7 @@ static void busy(uint64_t seed, int ready)
     CHECK(write(ready, "", 1) == 1);
     for (;;) {
         uint64_t size = KB(64) << rng_below(&seed, 3);
-        CHECK_EQ(vm_create(&u, 24, &h), NV_OK);
+        CHECK_EQ(vm_create(&u, size, 24, &h), NV_OK);
         for (unsigned i = 0; i < 24; i++) {
             ops[i] = vm_op(BASE + i * MB(2) + rng_below(&seed, 8) * KB(256), size, h + i, 0, UVM_VMEM_MAP_REPLACE);
             handles[i] = h + i;
@@ -89,13 +89,13 @@ TEST(test_state_survives_fork)
     pid_t pid;
 
     vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, BASE, KB(64), 5), 0);
     pid = fork();
     if (pid == 0) {
         // the child sees the same pages, and what it does is seen by the parent
-        CHECK_EQ(vm_query(&u, 0).out_bytes_created, MB(4));
+        CHECK_EQ(vm_query(&u, 0).out_bytes_created, KB(128));
         CHECK_EQ(vm_map(&u, BASE + MB(2), KB(64), h + 1, 0, 0), NV_OK);
         CHECK_EQ(gpu_mark(&u, BASE + MB(2), KB(64), 6), 0);
         _exit(0);
@@ -122,7 +122,7 @@ TEST(test_state_ends_with_the_last_descriptor)
         struct uvm u;
         uint64_t h;
         vm_start(&u, MB(8));
-        CHECK_EQ(vm_create(&u, 3, &h), NV_OK);
+        CHECK_EQ(vm_create(&u, MB(2), 3, &h), NV_OK);
         CHECK_EQ(vm_map(&u, BASE, MB(2), h, 0, 0), NV_OK);
         holder = fork();
         if (holder == 0) {
@@ -164,13 +164,13 @@ TEST(test_descriptor_passed_to_another_process)
         uvm_open(&got); // for its UUIDs; the descriptor is the other's
         close(got.fd);
         memcpy(&got.fd, CMSG_DATA(CMSG_FIRSTHDR(&msg)), sizeof(int));
-        CHECK_EQ(vm_query(&got, 0).out_bytes_created, MB(2));
+        CHECK_EQ(vm_query(&got, 0).out_bytes_created, KB(64));
         CHECK_EQ(vm_map(&got, BASE + KB(64), KB(64), h, 0, 0), NV_OK);
         CHECK_EQ(vm_unmap(&got, BASE, KB(64)), NV_OK);
         _exit(0);
     }
     vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
     CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, BASE, KB(64), 9), 0);
     CMSG_FIRSTHDR(&msg)->cmsg_level = SOL_SOCKET;
@@ -196,14 +196,14 @@ TEST(test_handles_of_another_process)
     pid = fork();
     if (pid == 0) {
         vm_start(&u, MB(4));
-        CHECK_EQ(vm_create(&u, 20, &first), NV_OK);
+        CHECK_EQ(vm_create(&u, KB(64), 40, &first), NV_OK);
         CHECK_EQ(vm_map(&u, BASE, KB(64), first, 0, 0), NV_OK);
         CHECK_EQ(gpu_mark(&u, BASE, KB(64), 0x5ec4e7), 0);
         CHECK_EQ(write(from[1], &first, 8), 8);
         CHECK(read(to[0], &c, 1) == 1);
         // untouched by what the other tried
         CHECK(gpu_marked(&u, BASE, KB(64), 0x5ec4e7, NULL));
-        CHECK_EQ(vm_query(&u, 0).out_bytes_created, 20 * MB(2));
+        CHECK_EQ(vm_query(&u, 0).out_bytes_created, 40 * KB(64));
         CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, KB(64));
         _exit(0);
     }
@@ -214,8 +214,8 @@ TEST(test_handles_of_another_process)
         CHECK_EQ(vm_release_one(&u, h), NV_ERR_INVALID_OBJECT_HANDLE);
     }
     // pages of its own are other memory, and never hold the other's data
-    for (int i = 0; i < 20; i++) {
-        CHECK_EQ(vm_create(&u, 1, &mine), NV_OK);
+    for (int i = 0; i < 40; i++) {
+        CHECK_EQ(vm_create(&u, KB(64), 1, &mine), NV_OK);
         CHECK_EQ(vm_map(&u, BASE + i * GRANULE, KB(64), mine, 0, 0), NV_OK);
         CHECK_EQ(gpu_word(&u, BASE + i * GRANULE), 0);
         CHECK_EQ(gpu_mark(&u, BASE + i * GRANULE, KB(64), 1), 0);

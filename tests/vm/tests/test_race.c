@@ -38,7 +38,7 @@ static void *mapper(void *arg)
 
     while (!stop) {
         uint64_t size = KB(64) << rng_below(&rng, 3);
-        NV_STATUS s = vm_create(&u, 12, &h);
+        NV_STATUS s = vm_create(&u, size, 12, &h);
         if (s == NV_ERR_NO_MEMORY)
             continue;
         CHECK_EQ(s, NV_OK);
@@ -149,12 +149,11 @@ TEST(test_concurrent_with_uvm_free_and_unmap_external)
 // The same handles from two threads: each release happens once.
 static atomic_ulong released;
 static uint64_t shared_first;
-enum { SHARED = 40 };
 
 static void *releaser(void *arg)
 {
     (void)arg;
-    for (unsigned i = 0; i < SHARED; i++) {
+    for (unsigned i = 0; i < 64; i++) {
         NV_STATUS s = vm_release_one(&u, shared_first + i);
         CHECK(s == NV_OK || s == NV_ERR_INVALID_OBJECT_HANDLE);
         released += s == NV_OK;
@@ -169,14 +168,14 @@ TEST(test_concurrent_release_of_one_handle)
     vm_start(&u, BLOCK * 4);
     for (int round = 0; round < 5; round++) {
         released = 0;
-        CHECK_EQ(vm_create(&u, SHARED, &shared_first), NV_OK);
-        for (unsigned i = 0; i < SHARED; i++)
+        CHECK_EQ(vm_create(&u, KB(64), 64, &shared_first), NV_OK);
+        for (unsigned i = 0; i < 64; i++)
             CHECK_EQ(vm_map(&u, BASE + i * GRANULE, KB(64), shared_first + i, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
         for (unsigned i = 0; i < COUNT(t); i++)
             pthread_create(&t[i], NULL, releaser, NULL);
         for (unsigned i = 0; i < COUNT(t); i++)
             pthread_join(t[i], NULL);
-        CHECK_EQ(released, SHARED);
+        CHECK_EQ(released, 64);
         CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
     }
     sim_check(0);
@@ -202,7 +201,7 @@ static void *tolerant_mapper(void *arg)
     uint64_t rng = (uintptr_t)arg, h = 0;
 
     while (!stop) {
-        EXPECT(vm_create(&u, 4, &h), NV_OK, NV_ERR_INVALID_DEVICE, NV_ERR_NO_MEMORY);
+        EXPECT(vm_create(&u, KB(64), 4, &h), NV_OK, NV_ERR_INVALID_DEVICE, NV_ERR_NO_MEMORY);
         for (unsigned i = 0; i < 4; i++)
             EXPECT(vm_map(&u, BASE + rng_below(&rng, BLOCKS * 32) * GRANULE, KB(64), h + i, 0, UVM_VMEM_MAP_REPLACE),
                    NV_OK, NV_ERR_INVALID_DEVICE, NV_ERR_INVALID_OBJECT_HANDLE);
@@ -243,7 +242,7 @@ TEST(test_concurrent_processes)
             uint64_t rng = p + 1, h, end = seconds() + env_long("SECONDS_EACH", 2);
             vm_start(&u, BLOCK * 4);
             while (seconds() < end) {
-                CHECK_EQ(vm_create(&u, 8, &h), NV_OK);
+                CHECK_EQ(vm_create(&u, KB(64), 8, &h), NV_OK);
                 for (unsigned i = 0; i < 8; i++) {
                     uint64_t va = BASE + i * KB(256) + rng_below(&rng, 4) * GRANULE;
                     CHECK_EQ(vm_map(&u, va, KB(64), h + i, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
@@ -292,7 +291,7 @@ static void ends(pid_t pid)
 
 static void *creator(void *status)
 {
-    *(NV_STATUS *)status = vm_create(&u, 1, NULL);
+    *(NV_STATUS *)status = vm_create(&u, MB(2), 1, NULL);
     return NULL;
 }
 
@@ -315,7 +314,7 @@ TEST(test_reader_of_the_proc_file_holds_nobody_up)
 
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         vm_start(&other, MB(8));
-        CHECK_EQ(vm_create(&other, 1, NULL), NV_OK);
+        CHECK_EQ(vm_create(&other, MB(2), 1, NULL), NV_OK);
         CHECK(write(ready[1], "", 1) == 1 && read(go[0], &c, 1) == 1);
         uvm_close(&other);
         _exit(0);
@@ -348,7 +347,7 @@ TEST(test_reader_of_the_proc_file_holds_nobody_up)
 
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         vm_start(&other, MB(8));
-        CHECK_EQ(vm_create(&other, 1, NULL), NV_OK);
+        CHECK_EQ(vm_create(&other, MB(2), 1, NULL), NV_OK);
         uvm_close(&other);
         _exit(0);
     }

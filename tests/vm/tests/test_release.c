@@ -38,7 +38,7 @@ TEST(test_release_in_steps)
     uint64_t h;
 
     vm_start(&u, GB(1));
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
     for (unsigned k = 0; k < 3; k++) {
         for (unsigned i = 0; i < COUNT(ops); i++)
             ops[i] = vm_op(BASE + (k * COUNT(ops) + i) * GRANULE, KB(64), h, 0, 0);
@@ -92,7 +92,7 @@ TEST(test_release_after_uvm_closed_overlays)
     uint64_t h;
 
     vm_start(&u, n * GRANULE);
-    CHECK_EQ(vm_create(&u, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
     for (unsigned i = 0; i < n; i += k) {
         for (k = 0; k < COUNT(ops) && i + k < n; k++)
             ops[k] = vm_op(BASE + (i + k) * GRANULE, KB(64), h, 0, 0);
@@ -151,7 +151,7 @@ TEST(test_release_of_a_huge_page)
     vm_start(&u, MB(8));
     if (!(vm_query(&u, 0).out_caps & UVM_VMEM_CAP_HUGE))
         vmtest_skip("the module announces no UVM_VMEM_CAP_HUGE");
-    CHECK_EQ(vm_create(&u, 1, &h), NV_OK);
+    CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
     for (unsigned i = 0; i < 3; i++)
         CHECK_EQ(vm_map(&u, BASE + i * MB(2), MB(2), h, 0, i == 1 ? UVM_VMEM_MAP_64K : 0), NV_OK);
     CHECK_EQ(gpu_mark(&u, BASE, MB(2), 3), 0);
@@ -174,7 +174,7 @@ TEST(test_takeover_of_4_gib)
     double t0;
 
     uvm_start(&u);
-    CHECK_EQ(vm_create(&u, 1, &page), NV_OK);
+    CHECK_EQ(vm_create(&u, KB(64), 1, &page), NV_OK);
     for (unsigned i = 0; i < COUNT(ops); i++)
         ops[i] = vm_op(BASE + i * BLOCK, KB(64), page, 0, UVM_VMEM_TAKEOVER | UVM_VMEM_MAP_64K);
     CHECK_EQ(uvm_create_external(&u, BASE, GB(4)), NV_OK);
@@ -214,7 +214,7 @@ TEST(test_release_beside_gpu_unregister)
         NV_STATUS status = 0xdead;
         pthread_t thread;
 
-        CHECK_EQ(vm_create(&shared, 1, &leaving), NV_OK);
+        CHECK_EQ(vm_create(&shared, KB(64), 1, &leaving), NV_OK);
         for (unsigned k = 0; k < 2; k++) {
             for (unsigned i = 0; i < COUNT(ops); i++)
                 ops[i] = vm_op(BASE + (k * COUNT(ops) + i) * GRANULE, KB(64), leaving, 0, 0);
@@ -291,7 +291,7 @@ TEST(test_release_that_waits_for_its_handles_holds_nobody_up)
     int fd;
 
     vm_start(&slow, MB(8));
-    CHECK_EQ(vm_create(&slow, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&slow, KB(64), 2, &h), NV_OK);
     fd = missing_page();
     CHECK(pthread_create(&thread, NULL, slow_releaser, NULL) == 0);
     touched(fd);
@@ -314,11 +314,11 @@ TEST(test_release_that_waits_without_memory_can_be_killed)
     if (failmem < 0)
         vmtest_skip("/dev/failmem: %s", strerror(errno));
     vm_start(&slow, MB(8));
-    CHECK_EQ(vm_create(&slow, 2, &h), NV_OK);
+    CHECK_EQ(vm_create(&slow, KB(64), 2, &h), NV_OK);
     fd = missing_page();
     CHECK(pthread_create(&thread, NULL, slow_releaser, &failmem) == 0);
     touched(fd);
-    CHECK_EQ(vm_query(&slow, 0).out_bytes_created, MB(4)); // no other call waits
+    CHECK_EQ(vm_query(&slow, 0).out_bytes_created, KB(128)); // no other call waits
     pid = fork();
     if (pid == 0) {
         (void)vm_release_one(&slow, h);

@@ -53,7 +53,7 @@ static void start(void)
     if (u.gpus > 1)
         sim_mem(&u, 1, OTHERS, MB(2), MB(2));
     if (vmem)
-        CHECK_EQ(vm_create(&u, 1, &page), NV_OK);
+        CHECK_EQ(vm_create(&u, BLOCK, 1, &page), NV_OK);
 }
 
 // Blocks 0 to 2: memory of RM's. 3: sparse. 4 and 5: overlays with a part of a page each. 6: a 2 MiB page. 7: nothing.
@@ -494,7 +494,7 @@ static void *mapper(void *arg)
     while (!stop) {
         uint64_t size = rng_below(&rng, 4) ? KB(64) << rng_below(&rng, 3) : MB(2);
         unsigned count = size == MB(2) ? 2 : 8;
-        NV_STATUS status = vm_create(&u, count, &first);
+        NV_STATUS status = vm_create(&u, size, count, &first);
 
         CHECK_MSG(among(status, NV_ERR_NO_MEMORY, NV_OK), "CREATE: 0x%x", status);
         if (status != NV_OK)

@@ -78,7 +78,7 @@ int vmem__uvm_arena_new(struct vmem__backend *b, struct vmem__arena *a)
     while (arena->pages < pages) {
         uint64_t left = pages - arena->pages;
         uint32_t n = left < chunk ? (uint32_t)left : chunk;
-        int rc = vmem__kmod_create(&u->kmod, n, &arena->first[arena->pages / chunk]);
+        int rc = vmem__kmod_create(&u->kmod, VMEM_PAGE_2M, n, &arena->first[arena->pages / chunk]);
 
         if (!rc)
             arena->pages += n;
