@@ -234,6 +234,11 @@ class PageBudget(BlockBudget):
             rest += min(rest + more, self._scheduler.sliding_window_size or CLIP) + self.tokens
         return self._pages(rest) + 1
 
+    def _whole_of(self, request: Any) -> int:
+        """Pages that SGLang reserves for a request before it begins, for its answer as far as it counts that."""
+        answer = max(request.sampling_params.max_new_tokens - len(request.output_ids), 0)
+        return self._rest_of(request) + self._pages(min(answer, CLIP)) + 1
+
     def need(self, steps: int = 1) -> int:
         """Pages that the next steps take: those of running requests, and those of prompts that they may begin."""
         scheduler = self._scheduler
@@ -411,9 +416,15 @@ class PageBudget(BlockBudget):
     # ---- what others see -------------------------------------------------------------------------------------
 
     def lacking(self, requests: Sequence[Any]) -> int:
-        """Pages that running requests lack, and the known tokens of these."""
+        """Pages that running requests lack, and the known tokens of these.
+
+        SGLang begins the first one only if its answer fits, too. While none runs, nothing else would make room for it.
+        """
         need = self._decodes() + self.promised + sum(map(self._rest_of, requests))
-        return max(min(need - self.num_free() - self.coming, self.most - self.num_backed), 0)
+        short = need - self.num_free() - self.coming
+        if requests and not self._running:
+            short = max(short, self._whole_of(requests[0]) - self.num_free() - self.coming - self.growable())
+        return max(min(short, self.most - self.num_backed), 0)
 
 
 def shares(budgets: Sequence[PageBudget], page: Page) -> None:

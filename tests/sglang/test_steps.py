@@ -415,6 +415,35 @@ def test_an_engine_that_is_killed_leaves_its_memory_to_the_other():
     assert held > 12 * MIB < most
 
 
+def test_a_long_answer_begins_although_a_model_that_sleeps_has_what_is_free():
+    """SGLang begins a request only if its answer fits, too, so a prompt that fits is not enough to ask for."""
+
+    def run():
+        import torch
+
+        from pyvmem.sglang import open_pool
+        from pyvmem.sleep.weights import Weights
+
+        engine = Engine(model("gqa"), tokens=4096)
+        with Context("host") as context, open_pool(context) as pool:
+            engine.run(JOBS[:1])
+            engine.rest()  # it gives back what it does not need
+            size = pool.free // (2 * MIB) * 2 * MIB
+            module = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size, dtype=torch.uint8), False)])
+            weights = Weights(pool, context)
+            weights.adopt([module])
+            weights.copy_behind()
+            weights.park()
+            while weights.gives < size:  # until they have been copied
+                time.sleep(0.01)
+            engine.run([("long", [7] * 40, 1800)])
+            held = weights.held
+            weights.close()
+        return len(engine.tokens()["long"]), held < size
+
+    assert forked(run, VMEM_SGLANG_POOL="one", VMEM_SGLANG_POOL_SIZE="32M") == (1800, True)
+
+
 def test_an_engine_and_another_member_lend_each_other_memory():
     """A pool with room for one: the cache of the idle engine goes to a neighbour that asks, and comes back."""
 
