@@ -208,6 +208,11 @@ class Page:
         """Bytes of each worker's weights on the device that others can have while the model sleeps."""
         return int(min(self.cells[GIVES : GIVES + max(min(self[RANKS_USED], RANKS), 1)]))
 
+    @property
+    def short(self) -> int:
+        """Bytes that the worker which lacked most did when it last failed to wake."""
+        return max(self.cells[SHORT : SHORT + max(min(self[RANKS_USED], RANKS), 1)])
+
     def pools(self) -> list[int]:
         """Numbers of the workers' pools (`pools.number_of`); until a worker has joined, the scheduler's."""
         ranks = max(min(self[RANKS_USED], RANKS), 1)

@@ -43,7 +43,8 @@ def _change(body: bytes, mine: list[tuple[control.Engine, control.Page]], hint: 
     control.change(*chosen, **asked)
 
 
-async def _answer(send: Send, status: int, body: bytes, kind: bytes) -> None:
+async def answer(send: Send, status: int, body: bytes, kind: bytes) -> None:
+    """Send a whole answer. kind: its content type."""
     headers = [(b"content-type", kind)] + ([(b"allow", b"GET, POST")] if status == 405 else [])
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -76,7 +77,7 @@ class Limits:
             await self._app(scope, receive, send)
             return
         if path == METRICS:
-            await _answer(send, 200, text(self.prefix, self.server), b"text/plain; version=0.0.4; charset=utf-8")
+            await answer(send, 200, text(self.prefix, self.server), b"text/plain; version=0.0.4; charset=utf-8")
             return
         status: int = 200
         told: dict[str, Any] = {}
@@ -96,4 +97,4 @@ class Limits:
         elif scope["method"] != "GET":
             status, told = 405, {"error": f"{PATH} takes GET and POST"}
         told = told or {"engines": [asdict(engine) for engine, _ in engines(self.server())]}
-        await _answer(send, status, json.dumps(told).encode(), b"application/json")
+        await answer(send, status, json.dumps(told).encode(), b"application/json")

@@ -361,7 +361,8 @@ class PageBudget(BlockBudget):
 
     def before(self) -> None:
         """A step is about to be scheduled."""
-        if self._obey():
+        # What running requests and prompts in chunks need next stays, until they have used it.
+        if self._obey(self.promised + self._decodes()):
             return
         need = self.need()
         short = need - self.num_free()
@@ -377,14 +378,13 @@ class PageBudget(BlockBudget):
         if 4 * ready > self.ready():  # not a few in each step: a driver's calls disturb the device
             self._grow(ready)
 
-    def _obey(self) -> bool:
-        """Take out what is above the limit. Returns whether something is."""
+    def _obey(self, kept: int = 0) -> bool:
+        """Take out what is above the limit, but for `kept` free pages. Returns whether something is."""
         self._allowed = self.allowed()
         beyond = self.num_backed + self.coming - self._allowed
         if not self._leaving:
             beyond = max(beyond, self._pages_beyond())
         if beyond > 0:
-            kept = self.promised + self._decodes()  # what these need next stays, until they have used it
             self._shrink(min(beyond, max(self.num_free() - kept, 0)))
         return beyond > 0
 

@@ -24,7 +24,7 @@ _PREFILL, _HOOKS = "srt/mem_cache/prefill_budget.py", "srt/plugins/hook_registry
 
 # (file, function, parameters without annotations) of what vMem hooks, and of what it calls
 SIGNATURES = (
-    *((file, path, wanted) for file, path, wanted, _, _ in (*hooks.ENGINE, *hooks.EVERYWHERE)),
+    *(hook[:3] for hook in (*hooks.ENGINE, *hooks.WEIGHTS, *hooks.ORDERS, *hooks.EVERYWHERE)),
     (_BASE, "BaseTokenToKVPoolAllocator.merge_and_sort_free", "self"),
     (_TOKEN, "TokenToKVPoolAllocator.available_size", "self"),
     (_PAGED, "PagedTokenToKVPoolAllocator.available_size", "self"),
@@ -37,9 +37,10 @@ _CACHE, _BATCH = "srt/mem_cache/base_prefix_cache.py", "srt/managers/schedule_ba
 NAMES = {
     "SchedulerInvariantChecker": (_CHECKER, _SUMS),
     "SchedulerPoolStatsObserver": (_STATS, _SUMS),
-    "Scheduler": (_SCHEDULER, "chunked_prefill_size chunked_req forward_stream invariant_checker is_hybrid_ssm "
-                  "kv_shard_widening last_batch max_prefill_tokens max_req_len pool_stats_observer running_batch "
-                  "server_args sliding_window_size token_to_kv_pool_allocator tree_cache waiting_queue"),
+    "Scheduler": (_SCHEDULER, "_engine_paused chunked_prefill_size chunked_req cur_batch_for_debug forward_stream "
+                  "invariant_checker is_hybrid_ssm kv_shard_widening last_batch max_prefill_tokens max_req_len "
+                  "pool_stats_observer running_batch server_args sliding_window_size token_to_kv_pool_allocator "
+                  "tree_cache waiting_queue"),
     "ScheduleBatch": (_BATCH, "batch_is_full forward_mode reqs token_to_kv_pool_allocator"),
     "Req": (_BATCH, "origin_input_ids output_ids prefix_indices<0.5.22 prefix_len>=0.5.22 sampling_params"),
     "SamplingParams": ("srt/sampling/sampling_params.py", "max_new_tokens"),
@@ -53,6 +54,7 @@ NAMES = {
     "KVCache": (_POOL, "device layer_num page_size size store_dtype"),
     "MHATokenToKVPool": (_POOL, "head_dim head_num k_buffer v_buffer v_head_dim"),
     "MLATokenToKVPool": (_POOL, "kv_buffer"),
+    "ModelRunner": ("srt/model_executor/model_runner.py", "device memory_saver_adapter model server_args"),
     "HookRegistry": (_HOOKS, "_patched apply_hooks register"),
 }  # fmt: skip
 

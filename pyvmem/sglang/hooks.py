@@ -5,19 +5,15 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from typing import Any
 
-from pyvmem.engine import control, http
+from pyvmem.engine import control, metrics
 from pyvmem.engine.settings import Refused
-from pyvmem.sglang import memory, settings
-
-
-class Limits(http.Limits):
-    """ASGI middleware that serves ``/vmem/limit`` and ``/vmem/metrics`` for the engines of this server."""
-
-    prefix = "sglang:"
-    hint = "VMEM_SGLANG must be 1, and SGLANG_PLUGINS, where it is set, must include vmem"
+from pyvmem.errors import OutOfMemory
+from pyvmem.sglang import http, memory, settings, sleep
 
 
 def _end(error: Exception) -> None:
@@ -67,14 +63,16 @@ def broadcast(original: Any, receiver: Any, recv_reqs: Any, local_reqs: Any = No
     from pyvmem.sglang.scheduler import Seen
 
     held = memory.here().scheduler
-    if held is None or held.ranks.size == 1:
+    if held is None:
         return original(receiver, recv_reqs, local_reqs)
-    news = held.news() if held.ranks.leads else None
+    news = held.news() if held.ranks.size > 1 and held.ranks.leads else None
     came = original(receiver, recv_reqs, [*(local_reqs or ()), news] if news else local_reqs)
-    for told in came:
+    for told in came or ():
         if isinstance(told, Seen):
             held.see(told)
-    return [request for request in came if not isinstance(request, Seen)]
+    if held.asleep:
+        held.sleep.turn(not came)
+    return [request for request in came or () if not isinstance(request, Seen)]
 
 
 def flush(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +122,50 @@ def alloc_extend(original: Any, allocator: Any, *args: Any, **kwargs: Any) -> An
     return found
 
 
+def load(original: Any, runner: Any) -> None:
+    """A model runner loads its weights."""
+    try:
+        memory.here().load(runner, original)
+    except ValueError as error:
+        _end(error)
+
+
+def release(original: Any, updater: Any, recv_req: Any) -> Any:
+    """The model is to release memory; with vMem's tag, it sleeps with what it has."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+    held, tags = memory.here().scheduler.sleep, recv_req.tags or (sleep.WEIGHTS,)
+    answer = ReleaseMemoryOccupationReqOutput() if sleep.TAG in tags else original(updater, recv_req)
+    if sleep.WEIGHTS in tags or sleep.TAG in tags:
+        held.begin()
+    return answer
+
+
+def resume(original: Any, updater: Any, recv_req: Any) -> Any:
+    """The model is to take its memory back. If there is too little, it goes on sleeping (`resumed` raises)."""
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+    held, tags = memory.here().scheduler.sleep, recv_req.tags or (sleep.WEIGHTS,)
+    if sleep.WEIGHTS in tags or sleep.TAG in tags:
+        held.end()
+    if sleep.TAG in tags or (sleep.WEIGHTS in tags and held.asleep):
+        return ResumeMemoryOccupationReqOutput()
+    return original(updater, recv_req)
+
+
+async def resumed(original: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """The process that gave the order hears that its engines have obeyed. Raises `OutOfMemory` if one still sleeps."""
+    await original(manager, *args, **kwargs)
+    lacks = [page.short for _, page in metrics.engines(os.getpid()) if page.asleep]
+    if lacks:
+        raise OutOfMemory(errno.ENOMEM, f"the model lacks {max(lacks) >> 20} MiB of its pool to wake")
+
+
+def paused(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """An order has paused the engine, or has it go on."""
+    scheduler._vmem.sleep.paused()
+
+
 def retracted(result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     """Running requests went back to the waiting ones."""
     held = getattr(batch.token_to_kv_pool_allocator, "_vmem", None)
@@ -135,8 +177,7 @@ def serve(*args: Any, **kwargs: Any) -> None:
     """The HTTP server is about to run."""
     from sglang.srt.entrypoints import http_server
 
-    if settings.read().http:
-        http_server.app.add_middleware(Limits)
+    http_server.app.add_middleware(http.Serve if settings.read().weights else http.Limits)
 
 
 def check_arguments(result: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -175,6 +216,17 @@ ENGINE = (
     (_SWA, "SWATokenToKVPoolAllocator.alloc_extend", _EXTEND, "AROUND", alloc_extend),
     ("srt/managers/schedule_batch.py", "ScheduleBatch.retract_decode", "self", "AFTER", retracted),
 )  # fmt: skip
+# With weights in the pool, of processes with a scheduler, and of those that give orders
+_UPDATER = "srt/managers/scheduler_components/weight_updater.py"
+WEIGHTS = (
+    ("srt/model_executor/model_runner.py", "ModelRunner.load_model", "self", "AROUND", load),
+    (_UPDATER, "SchedulerWeightUpdaterManager.release_memory_occupation", "self, recv_req", "AROUND", release),
+    (_UPDATER, "SchedulerWeightUpdaterManager.resume_memory_occupation", "self, recv_req", "AROUND", resume),
+    (_SCHEDULER, "Scheduler.pause_generation", "self, recv_req", "AFTER", paused),
+    (_SCHEDULER, "Scheduler.continue_generation", "self, recv_req", "AFTER", paused),
+)
+ORDERS = (("srt/managers/tokenizer_control_mixin.py", "TokenizerControlMixin.resume_memory_occupation",
+           "self, obj, request=None", "AROUND", resumed),)  # fmt: skip
 # of all processes, and of the server's
 EVERYWHERE = (("srt/server_args.py", "ServerArgs.check_server_args", "self", "AFTER", check_arguments),)
 SERVER = (("srt/entrypoints/http_server.py", "_setup_and_run_http_server", None, "BEFORE", serve),)

@@ -22,10 +22,12 @@ from torch.overrides import TorchFunctionMode
 from pyvmem.blocks import BlockRange
 from pyvmem.engine import control
 from pyvmem.engine.control import Page
-from pyvmem.engine.memory import PAGE, BlockMemory, context_on, page_size
+from pyvmem.engine.memory import PAGE, BlockMemory, page_size
 from pyvmem.engine.settings import Refused, cannot
 from pyvmem.sglang import settings
 from pyvmem.sglang.ranks import Ranks
+from pyvmem.sleep.checkpoint import weight_bytes
+from pyvmem.sleep.sleeper import Sleeper
 from pyvmem.tensor import VirtualTensor
 
 logger = logging.getLogger("sglang.vmem")
@@ -53,6 +55,14 @@ class _Zeros(TorchFunctionMode):
         return self._space.tensor[at : at + size].view(made.dtype).view(made.shape)
 
 
+def device_of(what: Any) -> torch.device:
+    """The device of a pool or a model runner of SGLang's."""
+    device = torch.device(what.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def _buffers(pool: Any) -> list[torch.Tensor]:
     return list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
 
@@ -78,6 +88,8 @@ class KVMemory(BlockMemory):
     column : int
         The column of the page that rank 0's pool has. Those of the other ranks follow.
     ranks : Ranks
+    base : BlockMemory or None
+        That of this process whose context and pool the weights use.
     pool : sglang.srt.mem_cache.memory_pool.KVCache
         While it makes its buffers.
     make : callable
@@ -90,14 +102,14 @@ class KVMemory(BlockMemory):
     block_bytes : int
     """
 
-    def __init__(self, page: Page, column: int, ranks: Ranks, pool: Any, make: Callable[[Any], None]) -> None:
+    def __init__(self, page: Page, column: int, ranks: Ranks, base: BlockMemory | None, pool: Any,
+                 make: Callable[[Any], None]) -> None:  # fmt: skip
         super().__init__(page, column + ranks.rank, settings.read())
         self._columns = range(column, column + ranks.size)
-        device = torch.device(pool.device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self._device = device
-        context = context_on(device, self._chosen)
+        self._device = device_of(pool)
+        if base is not None:
+            self._shared, self._pool = base.context(self._device), base.pool(self._device)
+        context = self.context(self._device)
         tokens = self._chosen.layout == "tokens"
         if tokens and not hasattr(pool, "head_num"):
             logger.warning("VMEM_SGLANG_LAYOUT=tokens does not apply to %s", type(pool).__name__)
@@ -204,6 +216,8 @@ class Memories:
             raise cannot(settings.SWITCH, "the ranks of tensor parallelism need a folder that they share, and none is "
                                           "writable: set XDG_RUNTIME_DIR")  # fmt: skip
         self.all: list[KVMemory] = []
+        self.sleeper: Sleeper | None = None
+        self._base: BlockMemory | None = None
         self.scheduler: Any = None  # `pyvmem.sglang.scheduler.SchedulerMemory`, once there is one
 
     def make(self, pool: Any, make: Callable[[Any], None]) -> None:
@@ -213,8 +227,22 @@ class Memories:
                           "draft model), and one of them can be in a pool of vMem's so far; unset "
                           "VMEM_SGLANG_POOL")  # fmt: skip
         column = len(self.all) * self.ranks.size
-        pool._vmem = memory = KVMemory(self.page, column, self.ranks, pool, make)
+        pool._vmem = memory = KVMemory(self.page, column, self.ranks, self._base, pool, make)
         self.all.append(memory)
+
+    def load(self, runner: Any, load: Callable[[Any], None]) -> None:
+        """Have a model runner load its weights into the pool. Raises `Refused`."""
+        chosen, device = settings.read(), device_of(runner)
+        self._base = base = BlockMemory(self.page, self.ranks.rank, chosen)
+        self.sleeper = Sleeper(self.page, self.ranks.rank, chosen, base.pool(device), base.context(device))
+        args = runner.server_args
+        size = weight_bytes(args.model_path, args.revision, args.download_dir) if args.load_format != "dummy" else 0
+        # What SGLang would do with torch_memory_saver: the allocations of this region are the weights.
+        region = self.sleeper.load(size // args.tp_size)
+        runner.memory_saver_adapter.region = lambda *args, **kwargs: region
+        load(runner)
+        if device.type == "cpu":  # torch has no pools there
+            self.sleeper.weights.adopt([runner.model])
 
 
 _here: Memories | None = None

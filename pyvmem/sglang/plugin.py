@@ -8,20 +8,25 @@ import multiprocessing
 import sys
 from typing import Any
 
-from pyvmem.engine.settings import warn_if_forgotten
+from pyvmem.engine.settings import Settings, warn_if_forgotten
 from pyvmem.sglang import settings
 
 
-def _hooks(http: bool) -> list[tuple[str, str, Any]]:
+def _hooks(chosen: Settings) -> list[tuple[str, str, Any]]:
     """(target, kind, hook) of this process. To apply one imports its module, which takes seconds if nothing has."""
     from pyvmem.sglang import hooks
 
-    chosen: list[Any] = list(hooks.EVERYWHERE)
-    if "sglang.srt.managers.scheduler" in sys.modules or "sglang.srt.managers.detokenizer_manager" not in sys.modules:
-        chosen += hooks.ENGINE
-    if http and multiprocessing.parent_process() is None:  # it serves, and imports the server later than its plugins
-        chosen += hooks.SERVER
-    return [(hooks.target(file, function), kind, hook) for file, function, _, kind, hook in chosen]
+    wanted: list[Any] = list(hooks.EVERYWHERE)
+    modules = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
+    engine = modules[0] in sys.modules or modules[1] not in sys.modules
+    if engine:
+        wanted += hooks.ENGINE
+    if chosen.weights:
+        wanted += hooks.ORDERS + (hooks.WEIGHTS if engine else ())
+    # The process that serves imports the server later than its plugins.
+    if (chosen.http or chosen.weights) and multiprocessing.parent_process() is None:
+        wanted += hooks.SERVER
+    return [(hooks.target(file, function), kind, hook) for file, function, _, kind, hook in wanted]
 
 
 def activate() -> None:
@@ -43,7 +48,7 @@ def activate() -> None:
         note = check.release(sglang.__version__, chosen.strict)
         if note and multiprocessing.parent_process() is None:
             logging.getLogger("sglang.vmem").warning(note)
-        hooked = _hooks(chosen.http)
+        hooked = _hooks(chosen)
         for target, kind, hook in hooked:
             HookRegistry.register(target, hook, HookType[kind])
     except (ValueError, ImportError) as error:

@@ -14,6 +14,8 @@ from pyvmem.engine.budget import check_sizes, take_settings
 from pyvmem.engine.settings import cannot
 from pyvmem.sglang import memory, settings
 from pyvmem.sglang.budget import News, PageBudget, shares
+from pyvmem.sglang.sleep import Sleep
+from pyvmem.sleep.sleeper import Sleeper
 
 logger = logging.getLogger("sglang.vmem")
 
@@ -42,6 +44,9 @@ class Seen(NamedTuple):
         No request begins.
     rests : bool
         None has run for a while.
+    drops : bool
+        The model sleeps, and gives up the rows of its requests: it has slept because it lacked memory for them, or
+        their clients have gone.
     news : tuple of News
         For each budget.
     """
@@ -49,6 +54,7 @@ class Seen(NamedTuple):
     drains: bool
     closed: bool
     rests: bool
+    drops: bool
     news: tuple[News, ...]
 
 
@@ -68,17 +74,21 @@ class SchedulerMemory:
         self._scheduler, self.ranks = scheduler, here.ranks
         self.page = page = here.page if here.ranks.leads else control.private_page()
         take_settings(page, chosen)
-        self._seen = Seen(False, False, False, ())
+        self._seen = Seen(False, False, False, False, ())
         self._had: list[int] = []  # pages that were backed in the last step
         self._peers = pool_policy.PoolPeers(page)
         self._looked = self._tended = self._still = 0.0
+        self._starved = False  # whether requests lack memory, or did when the model fell asleep
+        self.sleep: Sleep | None = None  # with weights in the pool
+        self._sleeper: Sleeper | None = None
         self.budgets = self._make_budgets(scheduler, here)
         scheduler.token_to_kv_pool_allocator._vmem = self
         page[control.RANKS_USED], page[control.PARTS] = len(here.all) * self.ranks.size, len(here.all)
         self._agree()
         for budget in self.budgets:
             budget.start()
-        here.scheduler = self
+        here.scheduler, self._sleeper = self, here.sleeper
+        self.sleep = Sleep(self, scheduler, here.sleeper, here.page, here.ranks) if here.sleeper is not None else None
         least = sum(k.least * k.block_bytes for k in self.budgets)
         alone = sum(page[control.NULL + i] for i in range(len(self.budgets)))
         check_sizes(chosen, least, alone, page[control.POOL_BYTES], "--context-length")
@@ -123,12 +133,15 @@ class SchedulerMemory:
         now = time.monotonic()
         if self._active:
             self._still = 0.0
+        if not self.asleep:
+            self._starved = self.page[control.STARVED] > 0
         self._still = self._still or now
         self._look_around()
         drains = bool(self.page.cells[control.LEND])
         closed, rests = drains or self._peers.full, now - self._still >= IDLE
-        told = Seen(drains, closed, rests, tuple(budget.news() for budget in self.budgets))
-        known = all(not n.differs(k.view) for k, n in zip(self.budgets, told.news)) and told[:3] == self._seen[:3]
+        drops = self.asleep and (self._starved or not self.page[control.RUNNING])
+        told = Seen(drains, closed, rests, drops, tuple(budget.news() for budget in self.budgets))
+        known = all(not n.differs(k.view) for k, n in zip(self.budgets, told.news)) and told[:4] == self._seen[:4]
         return None if known else told
 
     def see(self, told: Seen | None) -> None:
@@ -158,6 +171,24 @@ class SchedulerMemory:
         if any(now > before for now, before in zip(self._had, had)):
             scheduler.running_batch.batch_is_full = False  # SGLang looks again whether a request fits
         self.page.cells[control.STEP] += active
+        self.publish()
+
+    @property
+    def asleep(self) -> bool:
+        return self.sleep is not None and self.sleep.asleep
+
+    @property
+    def drops(self) -> bool:
+        """The model sleeps, and is to give up the rows of its requests."""
+        return self._seen.drops and self._runs
+
+    def rest(self) -> None:
+        """The model sleeps: give what others ask for."""
+        if self.ranks.size == 1:  # else it came with the requests
+            self.see(self.news())
+        for budget in self.budgets:
+            budget.lent = self._seen.drains and not self._runs
+            budget.idle(True)
         self.publish()
 
     def flushed(self) -> None:
@@ -243,6 +274,8 @@ class SchedulerMemory:
             self._tended = now
             for budget in self.budgets:
                 budget.memory.tend()
+            if self._sleeper is not None:
+                self._sleeper.publish()
 
     def _sums(self) -> None:
         """SGLang's own sums, which its leak check compares, are those of the pages that are backed."""
@@ -269,7 +302,7 @@ class SchedulerMemory:
             return
         (budget,) = self.budgets
         running, wanted, head, grow, soon = scheduler.running_batch.reqs, 0, 0, 0, 0
-        if page[control.POOL] and not self._seen.drains:
+        if page[control.POOL] and not self._seen.drains and not self.asleep:
             wait = list(scheduler.waiting_queue[:1])
             grow = budget.lacking([])
             lacks = grow or budget.lacking(wait)
@@ -282,4 +315,4 @@ class SchedulerMemory:
                          max(budget.allowed() - budget.num_backed, 0))  # fmt: skip
         page[control.HEAD] = -head if near.passes else head
         page[control.GROWS], page[control.STARVED] = grow > 0, head > 0 and len(running) <= 1
-        budget.publish(wanted, near.yields, soon)
+        budget.publish(wanted, near.yields and not self.asleep, soon)

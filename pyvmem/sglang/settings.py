@@ -18,7 +18,7 @@ LAYOUTS = ("layers", "tokens")
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """The `Settings` of an environment, as `pyvmem.engine.settings.read` has them."""
-    return settings.read(SWITCH, LAYOUTS, environ, ("http",))
+    return settings.read(SWITCH, LAYOUTS, environ, ("http", "weights", "idle", "queue", "slice"))
 
 
 # Arguments with which SGLang copies or registers KV memory, or shares its rows among devices, each with the reason.
@@ -56,9 +56,24 @@ def _reasons(args: Any) -> Iterator[str]:
         size = getattr(args, name, None)
         if isinstance(size, int) and size > 1:
             yield f"{reason}; set {_option(name)} to 1"
+    if read().weights:
+        yield from _against_sleep(args)
     if getattr(args, "disaggregation_mode", "null") not in ("null", None):
         yield ("disaggregated prefill registers KV memory, and would see addresses without memory; unset "
                "--disaggregation-mode")  # fmt: skip
+
+
+def _against_sleep(args: Any) -> Iterator[str]:
+    """Reasons why a model cannot sleep with its weights in the pool."""
+    weights = f"{SWITCH}_WEIGHTS=1 has the weights in the pool"
+    if getattr(args, "enable_memory_saver", False):
+        yield f"{weights}, where torch_memory_saver would have them, too; unset --enable-memory-saver"
+    if getattr(args, "weight_cache_mode", "off") != "off":
+        yield f"{weights}, and a weight cache shares them with other processes; set --weight-cache-mode off"
+    if getattr(args, "tokenizer_worker_num", 1) > 1:
+        yield f"{weights}, and one process must hold the requests of a model that sleeps; set --tokenizer-worker-num 1"
+    if getattr(args, "enable_dp_attention", False):
+        yield f"{weights}, and the groups of DP attention run each step together; unset --enable-dp-attention"
 
 
 def check_arguments(args: Any) -> None:

@@ -95,6 +95,10 @@ class Serve(http.Limits):
         """The keys of which a request must have one; none: it needs no key."""
         return ()
 
+    def needs(self, method: str, path: str) -> bool:
+        """Return whether a request needs the model to be awake."""
+        return method == "POST" and not path.startswith(self.free)
+
     def about(self, state: Any) -> tuple[str, int]:
         """The model's name, and the server's port."""
         return "", 0
@@ -118,7 +122,7 @@ class Serve(http.Limits):
         if kind == "http" and path.startswith("/vmem/"):
             await self._own(path, scope, receive, send)
             return
-        needs = (kind == "http" and scope["method"] == "POST" and not path.startswith(self.free)) or kind == "websocket"
+        needs = self.needs(scope["method"], path) if kind == "http" else kind == "websocket"
         if not needs or not self._find() or not self._allowed(scope):
             await self._app(scope, receive, send)
             return
@@ -184,6 +188,10 @@ class Serve(http.Limits):
         if not starved or (not stream and starved >= self._pages[0][control.CHANGED_AT] and not self._open()):
             return False
         return _now() - max(starved, began) > 1e6 * self._settings.queue
+
+    def _alive(self) -> bool:
+        """Return whether the engines and this process show signs of life."""
+        return all(self._model(p).alive for p in self._pages)
 
     def _open(self) -> bool:
         return all(p[control.STATE] == State.AWAKE for p in self._pages)
@@ -432,7 +440,7 @@ class Serve(http.Limits):
     def _lack(self) -> None:
         """Publish what the workers lack to wake."""
         for page in self._pages:
-            lacks = max(page.cells[control.SHORT : control.SHORT + page[control.RANKS_USED]].tolist(), default=0)
+            lacks = page.short
             if lacks and not page[control.LACKS]:
                 page[control.LACKING] = _now()
             page[control.LACKS] = lacks

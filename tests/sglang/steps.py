@@ -154,15 +154,24 @@ class Engine:
         self.aborted.add(name)
         self.scheduler.process_input_requests([AbortReq(rid=name)])
 
+    def order(self, kind, **more):
+        """Give the scheduler an order of `sglang.srt.managers.io_struct`."""
+        from sglang.srt.managers import io_struct
+
+        self.scheduler.process_input_requests([getattr(io_struct, f"{kind}ReqInput")(**more)])
+
     def _pop(self):
         self.scheduler.process_batch_result(*self.scheduler.result_queue.popleft())
 
     def step(self):
         """One turn of SGLang's event loop; returns the batch that ran."""
         s = self.scheduler
-        if self.ranks > 1:
+        if self.ranks > 1 or s._engine_paused:
             pulled = None if self.parallel.attn_tp_rank else []
             s.process_input_requests(s.request_receiver._broadcast_reqs_across_ranks(pulled))
+        if s._engine_paused:
+            self.steps += 1
+            return None
         plan = s.get_next_batch_to_run(running_batch=s.running_batch, last_batch=s.last_batch)
         s.running_batch = plan.running_batch
         batch = s.cur_batch_for_debug = plan.batch_to_run

@@ -1,0 +1,333 @@
+"""Models that sleep, on SGLang's scheduler step by step: what neighbours take comes back, and SGLang's own tokens.
+
+Each test runs in forks of one process that has imported SGLang.
+"""
+
+import random
+import uuid
+
+import pytest
+import steps
+from models import model
+from steps import MIB, Engine, forked, workload
+
+JOBS = [(f"r{i}", prompt, n) for i, (prompt, n) in enumerate(workload(30))]
+POOL = 64 * MIB  # 14 MiB of them for weights
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    steps.imports()
+
+
+def on_vmem(do, *args, ranks=1, **more):
+    """As `forked`, with the weights in a pool of its own."""
+    more = dict(VMEM_SGLANG_POOL=uuid.uuid4().hex[:12], VMEM_SGLANG_POOL_SIZE=str(POOL), VMEM_SGLANG_WEIGHTS="1",
+                **more)  # fmt: skip
+    return forked(do, *args, ranks=ranks, **more)
+
+
+_own = {}
+
+
+def plain(**options):
+    """SGLang's own tokens, computed once."""
+
+    def run():
+        engine = Engine(model("gqa"), **options)
+        engine.run(JOBS)
+        return engine.tokens()
+
+    asked = repr(options)
+    _own[asked] = _own.get(asked) or forked(run, vmem=False)
+    return _own[asked]
+
+
+class Neighbour:
+    """Another member of the pool, which takes what a sleeping engine gives."""
+
+    def __init__(self):
+        import torch
+
+        import pyvmem
+        from pyvmem.blocks import BlockRange, Blocks
+        from pyvmem.sglang import open_pool
+
+        self.context, page = pyvmem.Context("host"), 64 << 10
+        self.pool = open_pool(self.context)
+        size = self.pool.budget
+        self.tensor = pyvmem.VirtualTensor((size,), torch.int8, "cpu", page_size=page, zero=True, context=self.context)
+        self.blocks = Blocks(self.tensor, [BlockRange(offset=0, stride=page, bytes=page)], size // page, zero=True)
+        self.blocks.join(self.pool, name="neighbour")
+        self.page = page
+
+    def take(self, engine, size):
+        """Take so many bytes while the engine sleeps, and write them."""
+        for _ in range(3000):
+            try:
+                if not self.blocks.ask(size):
+                    self.blocks.back(range(size // self.page))
+                    break
+            except MemoryError:
+                pass
+            engine.step()
+        else:
+            raise AssertionError(f"the pool did not give {size} bytes")
+        self.tensor.tensor[: size // self.page * self.page].fill_(7)
+
+    def give(self):
+        self.blocks.unback(range(self.blocks.blocks))
+        self.blocks.flush()
+        self.blocks.ask(0)
+        self.context.trim()
+
+
+def sleep(engine):
+    engine.order("ReleaseMemoryOccupation", tags=["vmem"])
+    assert engine.memory.asleep and engine.memory.page.asleep
+
+
+def wake(engine):
+    engine.order("ResumeMemoryOccupation", tags=["vmem"])
+    return not engine.memory.page.asleep
+
+
+def used(engine):
+    return sum(k.used * k.block_bytes for k in engine.memory.budgets)
+
+
+def serves(engine):
+    """The engine's page says that its server has requests, as in a server."""
+    from pyvmem.engine import control
+
+    engine.memory.page[control.RUNNING] = 1
+
+
+CASES = {
+    "pages of 16": {},
+    "pages of 1": dict(page_size=1),
+    "without overlap": dict(overlap=False, disable_overlap_schedule=True),
+    "without a radix cache": dict(disable_radix_cache=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_sleeps_with_its_requests_and_a_neighbour_takes_its_weights(name):
+    """It falls asleep at any step: in prompts that are cut in chunks, and with a step whose tokens have not come."""
+
+    def run():
+        engine = Engine(model("gqa"), **{"page_size": 16, **CASES[name]})
+        neighbour, rng, seen = Neighbour(), random.Random(4), []
+        weights = engine.memory.sleep._sleeper.weights
+        serves(engine)
+
+        def each(engine):
+            if engine.steps % 17 != 5:
+                return
+            rows = used(engine)
+            sleep(engine)
+            engine.step()
+            kept = used(engine)
+            size = POOL - engine.held() - rng.choice((2, 6, 20)) * MIB  # nothing of rows, which may share pages
+            neighbour.take(engine, size)
+            seen.append((rows, kept, weights.held, size))
+            neighbour.give()
+            assert wake(engine) and weights.held == weights.bytes
+
+        engine.run(JOBS, each=each)
+        return engine.tokens(), seen, weights.bytes
+
+    tokens, seen, whole = on_vmem(run)
+    assert tokens == plain(**{"page_size": 16, **CASES[name]})
+    assert len(seen) > 5 and any(rows for rows, *_ in seen) and all(rows == kept for rows, kept, *_ in seen)
+    assert min(held for _, _, held, _ in seen) < whole // 2 < whole > 8 * MIB
+
+
+def test_what_nobody_takes_stays():
+    """Weights and prefixes are there after a sleep, and nothing is computed again."""
+
+    def run():
+        engine = Engine(model("gqa"), page_size=16)
+        engine.run(JOBS)
+        cached, weights = engine.memory.budgets[0].cached, engine.memory.sleep._sleeper.weights
+        sleep(engine)
+        engine.rest()
+        held, still = weights.held, engine.memory.budgets[0].cached
+        assert wake(engine)
+        return cached, still, held, weights.bytes
+
+    cached, still, held, whole = on_vmem(run)
+    assert cached == still > 0 and held == whole
+
+
+def test_a_wake_without_memory_leaves_the_model_asleep_and_says_what_it_lacks():
+    def run():
+        from pyvmem.engine import control
+
+        engine, neighbour = Engine(model("gqa"), page_size=16), Neighbour()
+        engine.run(JOBS[:10])
+        page = engine.memory.page
+        sleep(engine)
+        neighbour.take(engine, POOL - 4 * MIB)
+        page[control.PATIENCE] = 50
+        failed = [wake(engine) for _ in range(2)]
+        told = page.short, page[control.WOKE] % 2, engine.memory.sleep._sleeper.weights.held
+        engine.submit(*JOBS[10])  # it waits
+        engine.rest(5)
+        assert not engine.requests[10].output_ids
+        neighbour.give()
+        assert wake(engine)
+        engine.run(JOBS[11:])
+        return engine.tokens(), failed, told, page.short, engine.memory.sleep._sleeper.weights.bytes
+
+    tokens, failed, (short, odd, held), after, whole = on_vmem(run)
+    assert tokens == plain(page_size=16)
+    assert failed == [False, False] and odd and 0 < short <= whole and held < whole and not after
+
+
+def test_sglangs_own_orders_mean_what_they_mean_in_sglang():
+    """Also among those of vMem: an engine that sleeps goes on only when it wakes."""
+
+    def run():
+        engine, neighbour = Engine(model("gqa"), page_size=16), Neighbour()
+        engine.run(JOBS[:10])
+        budget, done = engine.memory.budgets[0], []
+        engine.order("ReleaseMemoryOccupation", tags=["weights"])
+        done.append((engine.memory.asleep, budget.cached > 0))
+        engine.order("ReleaseMemoryOccupation", tags=["kv_cache"])
+        done.append((engine.memory.asleep, budget.cached > 0))
+        neighbour.take(engine, POOL - 4 * MIB)
+        neighbour.give()
+        engine.order("ResumeMemoryOccupation", tags=["weights"])
+        engine.order("ResumeMemoryOccupation", tags=["kv_cache"])
+        assert not engine.memory.asleep
+        engine.run(JOBS[10:20])
+        engine.order("ReleaseMemoryOccupation")
+        engine.order("ResumeMemoryOccupation")
+        assert not engine.memory.asleep
+        serves(engine)
+        engine.submit(*JOBS[20])
+        for _ in range(4):
+            engine.step()
+        sleep(engine)
+        sleep(engine)
+        engine.order("PauseGeneration", mode="in_place")
+        engine.order("ContinueGeneration", torch_empty_cache=False)
+        made = len(engine.requests[20].output_ids)
+        neighbour.take(engine, POOL - used(engine) - 4 * MIB)  # a step would read what is not there
+        neighbour.give()
+        engine.rest(3)
+        assert len(engine.requests[20].output_ids) == made
+        engine.order("PauseGeneration", mode="in_place")
+        assert wake(engine) and wake(engine)
+        engine.rest(3)  # SGLang's own pause goes on
+        assert len(engine.requests[20].output_ids) == made
+        engine.order("ContinueGeneration", torch_empty_cache=False)
+        engine.run(JOBS[21:])
+        return engine.tokens(), done
+
+    tokens, done = on_vmem(run)
+    assert tokens == plain(page_size=16)
+    assert done == [(True, True), (True, False)]
+
+
+@pytest.mark.parametrize("why", ["gone", "starved"])
+def test_a_model_that_sleeps_gives_up_rows_that_nobody_waits_for(why):
+    """Those of requests whose clients have gone, and all of an engine that slept because it lacked memory for rows."""
+
+    def run():
+        from pyvmem.engine import control
+
+        engine, neighbour = Engine(model("gqa"), page_size=16), Neighbour()
+        page = engine.memory.page
+        serves(engine)
+        for job in JOBS[:8]:
+            engine.submit(*job)
+        while not engine.scheduler.running_batch.reqs:
+            engine.step()
+        engine.step()
+        if why == "starved":
+            page[control.STARVED] = 1
+            engine.memory.news()
+        sleep(engine)
+        if why == "gone":
+            for name, *_ in JOBS[:8]:
+                engine.abort(name)
+            assert used(engine)
+            page[control.RUNNING] = 0
+        engine.rest(3)
+        left = used(engine)
+        neighbour.take(engine, POOL - 4 * MIB)
+        neighbour.give()
+        assert wake(engine)
+        serves(engine)
+        engine.run(JOBS[8:])
+        return engine.tokens(), left, len(engine.aborted)
+
+    tokens, left, aborted = on_vmem(run)
+    own = plain(page_size=16)
+    names = [name for name, *_ in JOBS[8 if why == "gone" else 0 :]]
+    assert not left and aborted == (8 if why == "gone" else 0)
+    assert {name: tokens[name] for name in names} == {name: own[name] for name in names}
+
+
+def test_weights_that_change_in_place_sleep_as_they_are():
+    def run():
+        import torch
+
+        engine, neighbour = Engine(model("gqa"), page_size=16), Neighbour()
+        engine.run(JOBS[:5])
+        with torch.no_grad():
+            for p in engine.scheduler.tp_worker.model_runner.model.parameters():
+                p.mul_(1.05)
+        engine.scheduler.flush_cache()
+        engine.run([(f"a{name}", *job) for name, *job in JOBS])
+        sleep(engine)
+        neighbour.take(engine, POOL - 4 * MIB)
+        neighbour.give()
+        assert wake(engine)
+        engine.scheduler.flush_cache()
+        engine.run([(f"b{name}", *job) for name, *job in JOBS])
+        return engine.tokens()
+
+    tokens = on_vmem(run)
+    before = [tokens[f"a{name}"] for name, *_ in JOBS]
+    assert before == [tokens[f"b{name}"] for name, *_ in JOBS]
+    assert before != list(plain(page_size=16).values())
+
+
+def test_weights_that_do_not_come_back_are_seen():
+    """A seeded fault: a model wakes without the copies of what a neighbour took."""
+
+    def run():
+        engine, neighbour = Engine(model("gqa"), page_size=16), Neighbour()
+        engine.run(JOBS[:5])
+        sleep(engine)
+        neighbour.take(engine, POOL - 4 * MIB)
+        neighbour.give()
+        engine.memory.sleep._sleeper.weights._sums.clear()
+        assert wake(engine)
+        engine.run(JOBS[5:])
+        return engine.tokens()
+
+    try:
+        tokens = on_vmem(run)
+    except ChildProcessError:
+        return
+    assert tokens != plain(page_size=16)
+
+
+@pytest.mark.parametrize("names", ["enable_memory_saver", "tokenizer_worker_num", "enable_dp_attention"])
+def test_arguments_with_which_no_model_can_sleep_are_refused(names, monkeypatch):
+    import types
+
+    from pyvmem.engine.settings import Refused
+    from pyvmem.sglang import settings
+
+    asked = types.SimpleNamespace(**{names: 2})
+    for name in ("", "_POOL"):
+        monkeypatch.setenv(f"VMEM_SGLANG{name}", "1")
+    settings.check_arguments(asked)
+    monkeypatch.setenv("VMEM_SGLANG_WEIGHTS", "1")
+    with pytest.raises(Refused, match=f"VMEM_SGLANG_WEIGHTS=1 has the weights.*--{names.replace('_', '-')}"):
+        settings.check_arguments(asked)
