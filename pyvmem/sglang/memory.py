@@ -88,8 +88,6 @@ class KVMemory(BlockMemory):
     column : int
         The column of the page that rank 0's pool has. Those of the other ranks follow.
     ranks : Ranks
-    base : BlockMemory or None
-        That of this process whose context and pool the weights use.
     pool : sglang.srt.mem_cache.memory_pool.KVCache
         While it makes its buffers.
     make : callable
@@ -102,13 +100,10 @@ class KVMemory(BlockMemory):
     block_bytes : int
     """
 
-    def __init__(self, page: Page, column: int, ranks: Ranks, base: BlockMemory | None, pool: Any,
-                 make: Callable[[Any], None]) -> None:  # fmt: skip
+    def __init__(self, page: Page, column: int, ranks: Ranks, pool: Any, make: Callable[[Any], None]) -> None:
         super().__init__(page, column + ranks.rank, settings.read())
         self._columns = range(column, column + ranks.size)
         self._device = device_of(pool)
-        if base is not None:
-            self._shared, self._pool = base.context(self._device), base.pool(self._device)
         context = self.context(self._device)
         tokens = self._chosen.layout == "tokens"
         if tokens and not hasattr(pool, "head_num"):
@@ -217,7 +212,6 @@ class Memories:
                                           "writable: set XDG_RUNTIME_DIR")  # fmt: skip
         self.all: list[KVMemory] = []
         self.sleeper: Sleeper | None = None
-        self._base: BlockMemory | None = None
         self.scheduler: Any = None  # `pyvmem.sglang.scheduler.SchedulerMemory`, once there is one
 
     def make(self, pool: Any, make: Callable[[Any], None]) -> None:
@@ -227,14 +221,14 @@ class Memories:
                           "draft model), and one of them can be in a pool of vMem's so far; unset "
                           "VMEM_SGLANG_POOL")  # fmt: skip
         column = len(self.all) * self.ranks.size
-        pool._vmem = memory = KVMemory(self.page, column, self.ranks, self._base, pool, make)
+        pool._vmem = memory = KVMemory(self.page, column, self.ranks, pool, make)
         self.all.append(memory)
 
     def load(self, runner: Any, load: Callable[[Any], None]) -> None:
         """Have a model runner load its weights into the pool. Raises `Refused`."""
         chosen, device = settings.read(), device_of(runner)
-        self._base = base = BlockMemory(self.page, self.ranks.rank, chosen)
-        self.sleeper = Sleeper(self.page, self.ranks.rank, chosen, base.pool(device), base.context(device))
+        pool = BlockMemory(self.page, self.ranks.rank, chosen).pool(device)
+        self.sleeper = Sleeper(self.page, self.ranks.rank, chosen, pool, device)
         args = runner.server_args
         size = weight_bytes(args.model_path, args.revision, args.download_dir) if args.load_format != "dummy" else 0
         # What SGLang would do with torch_memory_saver: the allocations of this region are the weights.
