@@ -34,6 +34,7 @@ CONCURRENCY = 1024  # requests for a model at a time that llama-swap lets pass; 
 # Memory of each server that is not in the pool: its CUDA context, libraries and CUDA graphs. vLLM 0.33 held 1,106 to
 # 1,204 MiB on an H100 while Llama-3-8B's shape slept (docs/models.md). An awake model has activations, too.
 OUTSIDE = 1300 * MIB
+GPUS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp", "--pipeline-parallel-size", "-pp")
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,15 @@ class Model:
     outside: int = OUTSIDE
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    image: str = "vllm-vmem"  # vLLM's with vMem in it (docs/models.md)
+    image: str = ""  # the engine's with vMem in it (docs/models.md); "": vllm-vmem or sglang-vmem
+    engine: str = "vllm"
 
     @property
     def gpus(self) -> int:
         """GPUs among which its weights are divided."""
         n, parts = 1, [part for arg in self.args for part in arg.split("=", 1)]
         for key, value in zip(parts, parts[1:]):
-            if key in ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp") and value.isdecimal():
+            if key in GPUS and value.isdecimal():
                 n *= int(value)
         return max(n, 1)
 
@@ -87,18 +89,24 @@ class Pool:
 
     def environment(self, model: Model) -> dict[str, str]:
         """The variables of a model's server."""
-        told = {"VMEM_VLLM": "1", "VMEM_VLLM_POOL": self.pool, "VMEM_VLLM_POOL_SIZE": str(self.size),
-                "VMEM_VLLM_WEIGHTS": "1", "VMEM_VLLM_SLEEP": "keep", "VMEM_VLLM_SLICE": f"{self.slice:g}",
-                "VMEM_VLLM_QUEUE": f"{model.queue:g}"}  # fmt: skip
+        switch = f"VMEM_{model.engine.upper()}"
+        told = {switch: "1", f"{switch}_POOL": self.pool, f"{switch}_POOL_SIZE": str(self.size),
+                f"{switch}_WEIGHTS": "1", f"{switch}_SLICE": f"{self.slice:g}",
+                f"{switch}_QUEUE": f"{model.queue:g}"}  # fmt: skip
+        if model.engine == "vllm":
+            told[f"{switch}_SLEEP"] = "keep"
         for name, value in (("MIN", model.min), ("MAX", model.max), ("PRIORITY", model.priority), ("IDLE", model.idle)):
             if value:
-                told[f"VMEM_VLLM_{name}"] = f"{value:g}" if isinstance(value, float) else str(value)
+                told[f"{switch}_{name}"] = f"{value:g}" if isinstance(value, float) else str(value)
         return {**told, **model.env}
 
-    def command(self, model: Model, host: str = "127.0.0.1", vllm: str = "vllm") -> list[str]:
-        """The command of a model's server."""
-        command = [vllm, "serve", model.path, "--host", host, "--port", str(model.port), "--served-model-name",
-                   model.name, "--middleware", "pyvmem.vllm.http.Serve"]  # fmt: skip
+    def command(self, model: Model, host: str = "127.0.0.1", here: bool = False) -> list[str]:
+        """The command of a model's server. here: on this machine, with the engine of this environment."""
+        about = ["--host", host, "--port", str(model.port), "--served-model-name", model.name]
+        if model.engine == "sglang":
+            command = [sys.executable if here else "python3", "-m", "sglang.launch_server", "--model-path", model.path]
+            return [*command, *about, *([] if "--page-size" in model.args else ["--page-size", "64"]), *model.args]
+        command = [_vllm() if here else "vllm", "serve", model.path, *about, "--middleware", "pyvmem.vllm.http.Serve"]
         if "--kv-cache-memory-bytes" not in model.args:
             command += ["--kv-cache-memory-bytes", str(model.max or self.size - model.weights)]
         if "--gpu-memory-utilization" not in model.args:
@@ -179,13 +187,18 @@ def _env(key: str, value: Any) -> dict[str, str]:
     return dict(value)
 
 
+def _engine(key: str, value: Any) -> str:
+    if value not in ("vllm", "sglang"):
+        raise ValueError(f'{key} must be "vllm" or "sglang", not {value!r}')
+    return str(value)
+
+
 # What has a key in the file. A second value elsewhere would escape the checks, and `ls` would not find the server.
-_KEYS = {"VMEM_VLLM_POOL": "pool", "VMEM_VLLM_POOL_SIZE": "size", "VMEM_VLLM_SLICE": "slice", "VMEM_VLLM_MIN": "min",
-         "VMEM_VLLM_MAX": "max", "VMEM_VLLM_PRIORITY": "priority", "VMEM_VLLM_IDLE": "idle",
-         "VMEM_VLLM_QUEUE": "queue"}  # fmt: skip
+_KEYS = {f"VMEM_{engine}_{key.upper()}": "size" if key == "pool_size" else key for engine in ("VLLM", "SGLANG")
+         for key in ("pool", "pool_size", "slice", "min", "max", "priority", "idle", "queue")}  # fmt: skip
 _MODEL: dict[str, Callable[[str, Any], Any]] = dict(
     path=_text, port=_whole(1, 65535), min=_size, max=_size, priority=_whole(0, 10**15 - 1), idle=_seconds,
-    queue=_seconds, outside=_size, args=_texts, env=_env, image=_text)  # fmt: skip
+    queue=_seconds, outside=_size, args=_texts, env=_env, image=_text, engine=_engine)  # fmt: skip
 
 
 def read(text: str) -> Pool:
@@ -279,7 +292,7 @@ def llama_swap(pool: Pool) -> str:
         "healthCheckTimeout": 600,
         "logToStdout": "both",  # also what vLLM says
         "models": {m.name: {
-            "cmd": shlex.join(pool.command(m, vllm=_vllm())), "proxy": f"http://127.0.0.1:{m.port}",
+            "cmd": shlex.join(pool.command(m, here=True)), "proxy": f"http://127.0.0.1:{m.port}",
             "checkEndpoint": "/health", "ttl": 0, "concurrencyLimit": CONCURRENCY,
             "env": [f"{k}={v}" for k, v in pool.environment(m).items()]}
             for m in pool.models},
@@ -302,7 +315,7 @@ def systemd(pool: Pool) -> str:
     told = []
     for m in pool.models:
         env = "".join(f"Environment={_word(f'{k}={v}')}\n" for k, v in pool.environment(m).items())
-        command = " ".join(_word(part).replace("$", "$$") for part in ["/usr/bin/env", *pool.command(m, vllm=_vllm())])
+        command = " ".join(_word(part).replace("$", "$$") for part in ["/usr/bin/env", *pool.command(m, here=True)])
         told.append(f"# /etc/systemd/system/vmem-{m.name}.service\n[Unit]\nDescription={m.name} on vMem\n"
                     f"After=network-online.target\n\n[Service]\n{env}RuntimeDirectory=pyvmem\n"
                     "RuntimeDirectoryPreserve=yes\nEnvironment=XDG_RUNTIME_DIR=/run/pyvmem\n"
@@ -315,7 +328,8 @@ def compose(pool: Pool) -> str:
     """A service for each model. They share the folder of control pages, and the host's process numbers."""
     return _yaml({
         "services": {m.name: {
-            "image": m.image, "entrypoint": ["vllm", "serve"], "command": pool.command(m, "0.0.0.0")[2:],
+            "image": m.image or f"{m.engine}-vmem", "entrypoint": pool.command(m, "0.0.0.0")[:1],
+            "command": pool.command(m, "0.0.0.0")[1:],
             "environment": {**pool.environment(m), "XDG_RUNTIME_DIR": "/run/vmem"}, "ports": [f"{m.port}:{m.port}"],
             "volumes": ["vmem:/run/vmem", *([f"{m.path}:{m.path}:ro"] if m.path.startswith("/") else [])],
             "pid": "host", "ipc": "host", "restart": "on-failure",
@@ -337,7 +351,8 @@ def aibrix(pool: Pool) -> str:
             "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": {
                 "metadata": {"labels": labels},
                 "spec": {"hostPID": True, "hostIPC": True, "containers": [{
-                    "name": "vllm", "image": m.image, "command": pool.command(m, "0.0.0.0"), "env": env,
+                    "name": m.engine, "image": m.image or f"{m.engine}-vmem",
+                    "command": pool.command(m, "0.0.0.0"), "env": env,
                     "ports": [{"containerPort": m.port}],
                     "readinessProbe": {"httpGet": {"path": "/health", "port": m.port}},
                     "volumeMounts": [{"name": "vmem", "mountPath": "/run/vmem"}]}],
@@ -349,8 +364,11 @@ def aibrix(pool: Pool) -> str:
 def vllm_router(pool: Pool) -> str:
     """A script that starts vLLM's own router (the package vllm-router) and tells it of the servers, which run.
 
-    No other server has the model, so a request that is refused is not tried again.
+    No other server has the model, so a request that is refused is not tried again. Raises ValueError for SGLang.
     """
+    for m in pool.models:
+        if m.engine != "vllm":
+            raise ValueError(f"models.{m.name}.engine: vLLM's router tokenizes at its servers, by paths of vLLM's")
     add = "".join(
         "curl -sf --retry 60 --retry-delay 1 --retry-connrefused -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps({'url': f'http://127.0.0.1:{m.port}', 'model_id': m.name}))} "
@@ -410,16 +428,20 @@ def order(pool: Pool, name: str, what: str) -> dict[str, Any]:
     model = pool.model(name)
     engines = running(pool)[name]
     if not engines or not engines[0][0].port:
-        raise ValueError(f"{name} does not run, or its server has no --middleware pyvmem.vllm.http.Serve")
+        raise ValueError(
+            f"{name} does not run, or its server has no "
+            + ("--middleware pyvmem.vllm.http.Serve" if model.engine == "vllm" else "VMEM_SGLANG_WEIGHTS=1")
+        )
     url = f"http://127.0.0.1:{engines[0][0].port}/vmem/{what}"
-    key = model.env.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY", "")
+    given = [value for name, value in zip(model.args, model.args[1:]) if name == "--api-key"]
+    key = next(iter(given), "") or model.env.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY", "")
     asked = urllib.request.Request(url, b"", {"Authorization": f"Bearer {key}"} if key else {}, method="POST")
     try:
         with urllib.request.urlopen(asked, timeout=model.queue + 30) as answer:
             told: dict[str, Any] = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         if error.code == 401:
-            raise ValueError(f"{name}: the server asks for its key; set VLLM_API_KEY") from None
+            raise ValueError(f"{name}: the server asks for its key; set VLLM_API_KEY, or --api-key in args") from None
         raise ValueError(f"{name}: the server answers {error.code}: {error.read()[:300].decode()}") from None
     return told
 

@@ -104,6 +104,25 @@ def test_what_is_rendered_has_every_model(what):
         assert [p["metadata"]["name"] for p in parts] == ["chat", "code"]
 
 
+def test_a_model_of_sglang_has_a_server_of_sglang():
+    pool = models.read(FILE.replace("port = 9001", 'port = 9001\nengine = "sglang"\nqueue = 5'))
+    chat, code = pool.models
+    command = pool.command(code)
+    assert command[:4] == ["python3", "-m", "sglang.launch_server", "--model-path"]
+    assert command[-2:] == ["--page-size", "64"] and "--middleware" not in command
+    from pyvmem.sglang import settings as sglang
+
+    made = sglang.read(pool.environment(code))  # every variable is one that vMem knows
+    assert (made.on, made.pool, made.weights, made.queue) == (True, "gpu0", True, 5)
+    assert "VMEM_VLLM" in pool.environment(chat) and "VMEM_VLLM" not in pool.environment(code)
+    assert "sglang-vmem" in models.compose(pool) and "vllm-vmem" in models.compose(pool)
+    assert models.sys.executable in models.llama_swap(pool)
+    with pytest.raises(ValueError, match="models.code.engine: vLLM's router"):
+        models.vllm_router(pool)
+    with pytest.raises(ValueError, match=r'models.chat.engine must be "vllm" or "sglang"'):
+        models.read(FILE.replace("priority = 1", 'engine = "llama.cpp"'))
+
+
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
 def test_systemd_reads_the_units(tmp_path):
     odd = FILE.replace("env = {", 'args = ["50%", "$HOME", "a\\"b"]\nenv = {PERCENT = "%n", ')
