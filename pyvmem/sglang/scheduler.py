@@ -33,6 +33,16 @@ def _came(request: Any) -> int:
     return came
 
 
+class _Poller:
+    """SGLang's poller of ``--sleep-on-idle``, which would leave the rest of a pool without an answer for a second."""
+
+    def __init__(self, poller: Any) -> None:
+        self._poller = poller
+
+    def poll(self, milliseconds: int) -> Any:
+        return self._poller.poll(min(milliseconds, int(1000 * TEND)))
+
+
 class Seen(NamedTuple):
     """A message of rank 0 to all ranks, with SGLang's requests, if it tells them something new.
 
@@ -84,6 +94,9 @@ class SchedulerMemory:
         self.budgets = self._make_budgets(scheduler, here)
         scheduler.token_to_kv_pool_allocator._vmem = self
         page[control.RANKS_USED], page[control.PARTS] = len(here.all) * self.ranks.size, len(here.all)
+        idle: Any = getattr(scheduler, "idle_sleeper", None)
+        if chosen.pool and hasattr(idle, "poller"):
+            idle.poller = _Poller(idle.poller)
         self._agree()
         for budget in self.budgets:
             budget.start()

@@ -72,8 +72,8 @@ def _against_sleep(args: Any) -> Iterator[str]:
         yield f"{weights}, and a weight cache shares them with other processes; set --weight-cache-mode off"
     if getattr(args, "tokenizer_worker_num", 1) > 1:
         yield f"{weights}, and one process must hold the requests of a model that sleeps; set --tokenizer-worker-num 1"
-    if getattr(args, "enable_dp_attention", False):
-        yield f"{weights}, and the groups of DP attention run each step together; unset --enable-dp-attention"
+    if getattr(args, "enable_dp_attention", False) or (getattr(args, "attn_dp_size", 1) or 1) > 1:
+        yield f"{weights}, and the groups of DP attention run each step together; set --attn-dp-size 1"
 
 
 def check_arguments(args: Any) -> None:

@@ -8,7 +8,8 @@ time from the radix cache), with SGLang's kernels whose results do not depend on
 limit moves ten times a second, is left idle, and is flushed. Of an answer that differs then, the gap is told: by how
 much the log probabilities of the two most likely tokens differ where the answers part. ``--own-chunk 192`` compares
 SGLang with SGLang itself, whose prompts are computed in parts of so many tokens: what differs there is SGLang's own.
-``--cpu`` runs the classes that SGLang's CPU engine takes.
+``--cpu`` runs the classes that SGLang's CPU engine takes. In ``llama-sleep``, the weights are in a pool: the model
+sleeps, another member takes the whole pool and gives it back, the model wakes, and serves them once more.
 """
 
 import argparse
@@ -41,6 +42,7 @@ CLASSES = {
     "llama-fp8": (LLAMA, dict(kv_cache_dtype="fp8_e4m3"), {}),
     "llama-tp2": (dict(LLAMA, num_key_value_heads=4), dict(tp_size=2), {}),  # on two GPUs
     "llama-triton": (LLAMA, dict(attention_backend="triton"), {}),
+    "llama-sleep": (LLAMA, {}, dict(VMEM_SGLANG_POOL="sleep", VMEM_SGLANG_POOL_SIZE="4G", VMEM_SGLANG_WEIGHTS="1")),
     "qwen2": (dict(BASE, architectures=["Qwen2ForCausalLM"], model_type="qwen2"), {}, {}),
     "qwen3": (dict(BASE, architectures=["Qwen3ForCausalLM"], model_type="qwen3"), {}, {}),
     "qwen3-dp2": (dict(BASE, architectures=["Qwen3ForCausalLM"], model_type="qwen3"),
@@ -141,6 +143,44 @@ def gap(llm, prompt, own, other):
     return first - second
 
 
+def sleep(llm, serve, tokens):
+    """How many answers are the same after a sleep in which another member of the pool took everything, and seconds."""
+    import torch
+
+    import pyvmem
+    from pyvmem.blocks import BlockRange, Blocks
+    from pyvmem.engine import metrics
+    from pyvmem.sglang import open_pool
+
+    (engine, page), *_ = metrics.engines(os.getpid())
+    context = pyvmem.Context(device=0) if torch.cuda.is_available() else pyvmem.Context("host")
+    with open_pool(context) as pool:
+        size, unit = pool.budget - (64 << 20), 2 << 20
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        space = pyvmem.VirtualTensor((size,), torch.int8, device, page_size=unit, zero=True, context=context)
+        blocks = Blocks(space, [BlockRange(offset=0, stride=unit, bytes=unit)], size // unit, zero=True)
+        blocks.join(pool, name="neighbour")
+        begin, told = time.perf_counter(), {}
+        llm.release_memory_occupation(tags=["vmem"])
+        told["sleep"] = time.perf_counter() - begin
+        while True:
+            try:
+                if not blocks.ask(size):
+                    blocks.back(range(size // unit))
+                    break
+            except MemoryError:
+                pass
+            time.sleep(0.001)
+        told["taken"], told["held"] = time.perf_counter() - begin, type(engine).of("", 0, page).weights_held
+        blocks.close()
+        begin = time.perf_counter()
+        llm.resume_memory_occupation(tags=["vmem"])
+        told["wake"] = time.perf_counter() - begin
+        told["weights"] = type(engine).of("", 0, page).weights
+    told["equal"] = sum(a == b for a, b in zip(serve(), tokens))
+    return told
+
+
 def on_vmem(llm, serve, prompts, tokens):
     from pyvmem.engine import control, metrics
 
@@ -165,13 +205,14 @@ def on_vmem(llm, serve, prompts, tokens):
         mover.join()
     for _, one in engines:
         one[control.LIMIT] = control.NO_LIMIT
+    slept = sleep(llm, serve, tokens) if os.environ.get("VMEM_SGLANG_WEIGHTS") else None
     gaps = [gap(llm, prompt, a, b) for prompt, a, b in zip(prompts, tokens, moved) if a != b]
     time.sleep(1.5)
     idle = control.Engine.of("", 0, page)
     llm.flush_cache()
     time.sleep(1.5)
     flushed = control.Engine.of("", 0, page)
-    return dict(moved=len(prompts) - len(gaps), gaps=gaps, preempted=idle.preempted, refused=idle.refused,
+    return dict(moved=len(prompts) - len(gaps), gaps=gaps, slept=slept, preempted=idle.preempted, refused=idle.refused,
                 maps=idle.step_maps, steps=idle.steps, idle=idle.backed, idle_cached=idle.cached,
                 flushed=flushed.backed, least=found.least, whole=found.blocks * found.block_bytes)  # fmt: skip
 
@@ -237,14 +278,19 @@ def compare(name, args):
     distinct = len({tuple(tokens) for tokens in own["tokens"]})
     if args.own_chunk:
         return f"{name}: {same} of {2 * n} equal with parts of {args.own_chunk} tokens, of SGLang's own", same == 2 * n
+    slept = on["slept"] and (f"asleep in {1000 * on['slept']['sleep']:.0f} ms, weights taken in "
+                             f"{1000 * on['slept']['taken']:.0f} ({on['slept']['held'] >> 20} MiB left of "
+                             f"{on['slept']['weights'] >> 20}), awake in {1000 * on['slept']['wake']:.0f}, "
+                             f"{on['slept']['equal']} of {n} equal; ")  # fmt: skip
     gaps = f" (gaps {', '.join(f'{gap:.2g}' for gap in on['gaps'])})" if on["gaps"] else ""
     return (f"{name}: {same} of {2 * n} equal ({again} of {n} of SGLang's own are when cached, {distinct} distinct); "
-            f"limit moving: {on['moved']} of {n}{gaps}, {on['preempted']} retracted, {on['refused']} refused, "
-            f"{on['maps']} pages mapped in {on['steps']} steps; idle {on['idle'] >> 20} MiB for "
+            f"limit moving: {on['moved']} of {n}{gaps}, {on['preempted']} retracted, {on['refused']} refused; "
+            f"{slept or ''}{on['maps']} pages mapped in {on['steps']} steps; idle {on['idle'] >> 20} MiB for "
             f"{on['idle_cached'] >> 20} cached ({on['idle'] / max(on['idle_cached'], 1):.3f}x), flushed "
             f"{on['flushed'] >> 10} KiB, of {on['whole'] >> 20} MiB; seconds "
             f"{'/'.join(f'{s:.1f}' for s in on['seconds'])} (own {'/'.join(f'{s:.1f}' for s in own['seconds'])}), "
-            f"start {on['start']:.0f} ({own['start']:.0f})"), same == 2 * n and on["moved"] == n  # fmt: skip
+            f"start {on['start']:.0f} ({own['start']:.0f})"), (
+                same == 2 * n and on["moved"] == n and (not slept or on["slept"]["equal"] == n))  # fmt: skip
 
 
 def main():

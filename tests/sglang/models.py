@@ -17,6 +17,10 @@ def _config(kind):
         heads = 4 if kind == "mha" else 2
         return LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
                            num_key_value_heads=heads, head_dim=128, tie_word_embeddings=False, **COMMON)  # fmt: skip
+    if kind == "wide":  # 32 MiB in its embeddings, which vLLM keeps as they are, too
+        return LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=2, head_dim=64, tie_word_embeddings=False,
+                           **dict(COMMON, vocab_size=16000))  # fmt: skip
     if kind == "qwen2":
         return Qwen2Config(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
                            num_key_value_heads=1, tie_word_embeddings=True, **COMMON)  # fmt: skip

@@ -92,6 +92,22 @@ def test_limits_that_move_leave_the_tokens_as_they_are(name):
     assert most < whole
 
 
+def test_an_idle_engine_of_a_pool_looks_around_although_sglang_would_sleep():
+    """``--sleep-on-idle`` waits for requests for a second at a time, and so would everybody who waits for memory."""
+
+    def run():
+        import types
+
+        asked = []
+        engine = Engine(model("gqa"), page_size=16, sleep_on_idle=True)
+        engine.scheduler.idle_sleeper.poller._poller = types.SimpleNamespace(poll=asked.append)
+        engine.step()
+        return asked
+
+    asked = forked(run, VMEM_SGLANG_POOL="idle", VMEM_SGLANG_POOL_SIZE=str(64 * MIB))
+    assert asked and max(asked) <= 10
+
+
 @pytest.mark.parametrize("core", ["rust", "python"])
 def test_either_core_of_the_radix_cache(core):
     def run():
