@@ -277,51 +277,6 @@ def test_a_model_that_sleeps_gives_up_rows_that_nobody_waits_for(why):
     assert {name: tokens[name] for name in names} == {name: own[name] for name in names}
 
 
-def test_ranks_of_tensor_parallelism_wake_together_or_not_at_all():
-    """The pool has memory for the weights of one rank: it gives them up again, and both wait."""
-
-    def run():
-        from pyvmem.engine import control
-
-        engine, told = Engine(model("gqa"), page_size=16), []
-        neighbour = None if engine.rank else Neighbour()
-        weights, page = engine.memory.sleep._sleeper.weights, engine.memory.sleep._page
-        serves(engine)
-
-        def each(engine):
-            if engine.steps % 40 != 5:
-                return
-            sleep(engine)
-            rows, taken = used(engine), False
-            for _ in range(200):  # both ranks make as many steps
-                taken = taken or (neighbour is not None and neighbour.try_to_take(POOL - 2 * 14 * MIB))
-                engine.step()
-            page[control.PATIENCE] = 50
-            told.append((wake(engine), used(engine) == rows))
-            held = weights.held
-            engine.step()
-            if neighbour is not None:
-                assert taken and held < weights.bytes
-                neighbour.give()
-            engine.step()
-            assert wake(engine) and weights.held == weights.bytes
-            engine.step()
-
-        engine.run(JOBS, each=each)
-        return engine.tokens(), told
-
-    def own():
-        engine = Engine(model("gqa"), page_size=16)
-        engine.run(JOBS)
-        return engine.tokens()
-
-    bind = dict(SGLANG_CPU_OMP_THREADS_BIND="0|0")  # without it, SGLang wants a NUMA node for each rank
-    (tokens, told), (other, _) = on_vmem(run, ranks=2, **bind)
-    (expected, _) = forked(own, vmem=False, ranks=2, **bind)
-    assert tokens == other == expected
-    assert len(told) > 2 and all(one == (False, True) for one in told), told
-
-
 def test_weights_that_change_in_place_sleep_as_they_are():
     def run():
         import torch
