@@ -72,8 +72,9 @@ def _against_sleep(args: Any) -> Iterator[str]:
         yield f"{weights}, and a weight cache shares them with other processes; set --weight-cache-mode off"
     if getattr(args, "tokenizer_worker_num", 1) > 1:
         yield f"{weights}, and one process must hold the requests of a model that sleeps; set --tokenizer-worker-num 1"
-    if getattr(args, "enable_dp_attention", False) or (getattr(args, "attn_dp_size", 1) or 1) > 1:
-        yield f"{weights}, and the groups of DP attention run each step together; set --attn-dp-size 1"
+    for name in ("tp_size", "dp_size"):
+        if (getattr(args, name, 1) or 1) > 1:
+            yield f"{weights}, and no sleep of several ranks has been tried; set {_option(name)} to 1"
 
 
 def check_arguments(args: Any) -> None:

@@ -323,7 +323,7 @@ def test_weights_that_do_not_come_back_are_seen():
     assert tokens != plain(page_size=16)
 
 
-@pytest.mark.parametrize("names", ["enable_memory_saver", "tokenizer_worker_num", "attn_dp_size"])
+@pytest.mark.parametrize("names", ["enable_memory_saver", "tokenizer_worker_num", "tp_size", "dp_size"])
 def test_arguments_with_which_no_model_can_sleep_are_refused(names, monkeypatch):
     import types
 
