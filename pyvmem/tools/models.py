@@ -319,7 +319,7 @@ def systemd(pool: Pool) -> str:
         told.append(f"# /etc/systemd/system/vmem-{m.name}.service\n[Unit]\nDescription={m.name} on vMem\n"
                     f"After=network-online.target\n\n[Service]\n{env}RuntimeDirectory=pyvmem\n"
                     "RuntimeDirectoryPreserve=yes\nEnvironment=XDG_RUNTIME_DIR=/run/pyvmem\n"
-                    f"ExecStart={command}\nRestart=on-failure\nKillMode=mixed\nTimeoutStopSec=120\n\n"
+                    f"ExecStart={command}\nRestart=always\nKillMode=mixed\nTimeoutStopSec=120\n\n"
                     "[Install]\nWantedBy=multi-user.target\n")  # fmt: skip
     return "\n".join(told)
 
@@ -332,7 +332,7 @@ def compose(pool: Pool) -> str:
             "command": pool.command(m, "0.0.0.0")[1:],
             "environment": {**pool.environment(m), "XDG_RUNTIME_DIR": "/run/vmem"}, "ports": [f"{m.port}:{m.port}"],
             "volumes": ["vmem:/run/vmem", *([f"{m.path}:{m.path}:ro"] if m.path.startswith("/") else [])],
-            "pid": "host", "ipc": "host", "restart": "on-failure",
+            "pid": "host", "ipc": "host", "restart": "unless-stopped",
             "deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": 1,
                                                                   "capabilities": ["gpu"]}]}}}}
             for m in pool.models},

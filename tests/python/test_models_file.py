@@ -216,6 +216,14 @@ def test_what_each_server_needs_besides_is_counted_against_the_gpu(monkeypatch):
     assert models.read(wrong).gpu == 0
 
 
+def test_a_server_that_ended_well_is_started_again():
+    """vLLM's server exits with status 0 after its engine was killed."""
+    pool = models.read(FILE)
+    assert (
+        models.systemd(pool).count("\nRestart=always\n") == models.compose(pool).count('restart: "unless-stopped"') == 2
+    )
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder of control pages in which nobody else's servers are."""
