@@ -564,7 +564,8 @@ static void test_memory_that_nobody_takes_goes_back(void)
     OK(k_alloc(kv, ROWS, &slot));
     CHECK_EQ(kv_step(slot, ROWS), -ENOMEM); // asks for 80 pages, and never looks again
     for (int ms = 0; stats().held_bytes || unused_memory() >= 32 * MIB; ms++) {
-        if (ms % 1000 == 999) { // on a busy machine, the question lapsed before the lease gave: the lease has the memory
+        if (ms % 1000 ==
+            999) { // on a busy machine, the question lapsed before the lease gave: the lease has the memory
             OK(vmem_torch_unpark(place, 60000, NULL));
             OK(park(a));
             CHECK_EQ(kv_step(slot, ROWS), -ENOMEM);
