@@ -36,6 +36,7 @@ ENGINES = {
     "on vMem, by tokens": dict(VMEM_SGLANG="1", VMEM_SGLANG_LAYOUT="tokens"),
 }
 DECODE, DECODE_PROMPT, DECODE_TOKENS = 32, 6000, 200
+LOADS = ("azure", "decode", "rate")
 LONGEST, PAGE, RATE = 8192, 64, 32  # tokens of a request and of a page, and requests a second of the last workload
 Job = tuple[float, list[int], int]  # seconds after the start, prompt, tokens to make
 
@@ -47,18 +48,20 @@ def workloads(args: argparse.Namespace) -> Iterator[tuple[str, list[Job]]]:
     def prompt(n: int) -> list[int]:
         return [rng.randrange(100, 30000) for _ in range(n)]
 
-    if args.azure:
+    if args.azure and "azure" in args.load:
         trace = read_trace(args.azure)
         fit = [(int(p), int(n)) for p, n in zip(trace.prompt, trace.output) if p + n < LONGEST]
         yield f"azure {args.requests}", [(0.0, prompt(p), n) for p, n in fit[: args.requests]]
-    room = min(LONGEST - 8, args.kv_tokens // DECODE - 2 * PAGE)  # they run at the same time
-    decode = min(DECODE_PROMPT, room - DECODE_TOKENS)
-    yield f"decode {DECODE} x {decode}", [(0.0, prompt(decode), DECODE_TOKENS) for _ in range(DECODE)]
-    at, jobs = 0.0, []
-    for _ in range(args.requests):
-        jobs.append((at, prompt(rng.randrange(64, 1024)), rng.randrange(16, 256)))
-        at += rng.expovariate(RATE)
-    yield f"rate {RATE}", jobs
+    if "decode" in args.load:
+        room = min(LONGEST - 8, args.kv_tokens // DECODE - 2 * PAGE)  # they run at the same time
+        decode = min(DECODE_PROMPT, room - DECODE_TOKENS)
+        yield f"decode {DECODE} x {decode}", [(0.0, prompt(decode), DECODE_TOKENS) for _ in range(DECODE)]
+    if "rate" in args.load:
+        at, jobs = 0.0, []
+        for _ in range(args.requests):
+            jobs.append((at, prompt(rng.randrange(64, 1024)), rng.randrange(16, 256)))
+            at += rng.expovariate(RATE)
+        yield f"rate {RATE}", jobs
 
 
 def parse() -> argparse.Namespace:
@@ -66,11 +69,13 @@ def parse() -> argparse.Namespace:
     add, whole = parser.add_argument, argtypes.whole(1)
     add("--model", type=model_name, default="llama-3-8b", metavar="SHAPE[:LAYERS]", help=", ".join(SHAPES))
     add("--azure", type=argtypes.input_file, metavar="FILE", help="the Azure conversation trace")
+    add("--load", action="append", choices=LOADS, help="a workload; may be repeated (all of them)")
     add("--requests", type=whole, default=512, metavar="N", help="of azure and rate (512)")
     add("--turns", type=whole, default=3, metavar="N", help="of each engine and workload (3)")
     add("--kv-tokens", type=whole, default=204800, metavar="N", help="KV memory of each (204800)")
     add("--json", type=argtypes.output_file, metavar="FILE", help="write every turn")
     args = parser.parse_args()
+    args.load = args.load or LOADS
     if args.kv_tokens // DECODE < DECODE_TOKENS + 2 * PAGE + 16:
         parser.error("--kv-tokens is too small for the decode workload")
     return args
