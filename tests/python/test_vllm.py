@@ -99,7 +99,7 @@ def test_a_name_that_is_no_setting_is_not_ignored():
 def test_a_name_that_is_nearly_a_setting_is_not_ignored(name, meant):
     with pytest.raises(ValueError, match=f"^{name} is not a setting of vMem's: {meant} may be meant$"):
         plugin.settings({"VMEM_VLLM": "1", name: "16G"})
-    others = ("VMEM_BACKEND", "VMEM_TRACE", "VMEM_DEBUG", "VMEM_CHECK", "VMEM_SGLANG", "VMEM_SGLANG_POOL_SIZE")
+    others = ("VMEM_BACKEND", "VMEM_DEBUG", "VMEM_CHECK", "VMEM_SGLANG", "VMEM_SGLANG_POOL_SIZE")
     assert plugin.settings(dict.fromkeys(others, "1") | {"VMEM_VLLM": "1"}).on
 
 

@@ -113,10 +113,6 @@ struct vmem__ops {
 extern const struct vmem__ops *const vmem__backends[];
 extern const struct vmem__ops vmem__uvm_ops, vmem__stock_ops, vmem__cuda_ops, vmem__host_ops;
 
-// VMEM_TRACE: puts the events of a timeline (core/trace.h) in front of the operations of an open backend. -ENOMEM:
-// nothing has changed.
-int vmem__trace_backend(struct vmem__backend *b);
-
 // Calls the context's interrupt function: 0, or -EINTR with the text set. For loops in arena_new() that may take more
 // than about 50 ms; they must then leave nothing behind. Not for code that undoes something.
 int vmem__interrupted(struct vmem__backend *b);

@@ -96,8 +96,6 @@ int vmem__context_create_ops(const struct vmem__ops *ops, const struct vmem_opti
         pthread_cond_init(&ctx->idle, NULL);
         pthread_cond_init(&ctx->settled, NULL);
         rc = ops->open(&ctx->b, opts);
-        if (!rc && (rc = vmem__trace_backend(&ctx->b)))
-            ops->close(&ctx->b, false);
         vmem__limit(ctx, opts->budget);
     }
     if (rc) {

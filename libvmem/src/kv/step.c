@@ -4,7 +4,6 @@
 // SPDX-License-Identifier: MIT
 #include <string.h>
 
-#include "core/trace.h"
 #include "kv/kv.h"
 
 // ---- the plan --------------------------------------------------------------------------------------------------------
@@ -416,11 +415,6 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
 
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
 {
-    const uint64_t start = vmem__trace_start();
     int rc = flags ? vmem__kv_enter(kv) : vmem__kv_enter_step(kv);
-    if (!rc)
-        rc = vmem__kv_leave(kv, flags ? would_step(kv, lengths, n, flags) : do_step(kv, lengths, n));
-    if (!flags)
-        vmem__trace_end("step", start, "\"result\":%d", rc);
-    return rc;
+    return rc ? rc : vmem__kv_leave(kv, flags ? would_step(kv, lengths, n, flags) : do_step(kv, lengths, n));
 }

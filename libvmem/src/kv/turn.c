@@ -3,7 +3,6 @@
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
 
-#include "core/trace.h"
 #include "kv/kv.h"
 
 // ---- the worker -----------------------------------------------------------------------------------------------------
@@ -13,9 +12,7 @@ void (*_Atomic vmem__kv_hook)(enum vmem__kv_point point);
 static void wait_for_worker(vmem_kv *kv)
 {
     kv_at(KV_CALL_WAITS);
-    const uint64_t start = vmem__trace_start();
     pthread_cond_wait(&kv->turn.done, &kv->gate.state);
-    vmem__trace_end("wait for the background thread", start, "\"step\":%llu", (unsigned long long)kv->stats.steps);
     kv_at(KV_CALL_WAITED);
 }
 

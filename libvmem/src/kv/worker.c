@@ -6,7 +6,6 @@
 #include <time.h>
 
 #include "core/core.h"
-#include "core/trace.h"
 #include "kv/kv.h"
 
 // Between these two calls the worker has dropped the lock. pages: how many pages of kv->ledger.held it maps, unmaps or
@@ -377,10 +376,7 @@ static void *work(void *arg)
         }
         kv->worker.released_all = kv->worker.idle_once = false;
         kv->turn.working = true;
-        const uint64_t start = vmem__trace_start();
         const bool did = kv->flags & VMEM_KV_CHECK ? do_checked_job(kv) : do_job(kv);
-        if (did)
-            vmem__trace_end("background work", start, "\"after step\":%llu", (unsigned long long)kv->stats.steps);
         kv->turn.working = false;
         if (!did)
             clear_due(kv);
