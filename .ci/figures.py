@@ -119,7 +119,7 @@ def beside_vllm() -> list[tuple[str, int, list[str]]]:
     """Bursts of a vLLM and an SGLang server that this Python has: with room for both, and in one pool."""
     both = [sys.executable, "-m", "benchmarks.models", "--engines", "vllm,sglang", "--model", "llama-3-8b:8",
             "--max-model-len", "8192", "--part", "bursts", "--turns", "6", "--burst", "32", "--burst-prompt", "4000",
-            "--eager", "--out", str(OUT / "engines.jsonl"), "--way"]  # fmt: skip
+            "--eager", "--awake", "--out", str(OUT / "engines.jsonl"), "--way"]  # fmt: skip
     return [
         ("engines-room", 250, [*both, "static", "--size", "24.4G"]),
         ("engines-pool", 250, [*both, "vmem", "--size", "19.4G"]),

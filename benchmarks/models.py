@@ -15,8 +15,9 @@ that it has gone; ``alternate``, two models with a long prefix take turns, then 
 for models whose popularity falls by Zipf's law, with the lengths of a trace; ``bursts``, only by name, each model in
 turn gets many requests at once: compare ``--way vmem`` in a pool for one burst with ``--way static`` and room for all.
 
-``--engines vllm,sglang`` has models of vLLM and of SGLang in turn, in the ways ``static`` and ``vmem``. None of them
-sleeps then, and ``vmem`` is one pool for their KV caches. ``--size`` is weights and KV caches, as always.
+``--engines vllm,sglang`` has models of vLLM and of SGLang in turn, in the ways ``static`` and ``vmem``. With
+``--awake``, none of them sleeps, and ``vmem`` is one pool for their KV caches. ``--size`` is weights and KV caches, as
+always.
 
 SPDX-License-Identifier: MIT
 """
@@ -335,6 +336,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--models", type=whole, metavar="N", help="(5, or one for each of --engines)")
     add("--engines", type=some_of(ENGINES), default=["vllm"], metavar="NAME,..", help="of each model, in turn (vllm)")
     add("--sglang-env", type=argtypes.input_file, metavar="FILE", help="sourced by bash: its python3 has SGLang (ours)")
+    add("--sglang-option", action="append", default=[], metavar="TEXT", help="further argument of SGLang's server")
+    add("--awake", action="store_true", help="no model sleeps; vmem: the pool is for KV caches alone")
     add("--model", type=model_name, metavar="SHAPE[:LAYERS]", help="a Llama's (llama-3-8b; cpu: mini)")
     add("--size", type=argtypes.size, help="of weights and KV caches (the GPU, less 1.5 GiB a model and 2 GiB)")
     add("--fit", type=whole, metavar="N", help="models of static and kvcached (as many as fit)")
@@ -362,6 +365,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if "sglang" in args.engines and args.way not in ("vmem", "static"):
         parser.error(f"--engines sglang needs --way vmem or static, not {args.way}")
+    if args.awake and args.way == "swap":
+        parser.error("--way swap is a way to sleep: --awake has no part in it")
     cpu = args.device == "cpu"
     args.models = args.models or (5 if len(args.engines) == 1 else len(args.engines))
     args.model = args.model or ("mini" if cpu else "llama-3-8b")

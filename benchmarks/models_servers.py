@@ -177,7 +177,7 @@ class SGLangServer(Server):
         if args.sglang_env:
             program = ["bash", "-c", '. "$0" && exec python3 "$@"', args.sglang_env, *program[1:]]
         variables = dict(SGLANG_USE_CPU_ENGINE="1") if args.device == "cpu" else {}
-        return program, options, ["--skip-tokenizer-init", *graphs], variables
+        return program, options, ["--skip-tokenizer-init", *graphs, *args.sglang_option], variables
 
     def body(self, prompt: list[int], n: int) -> dict[str, Any]:
         return dict(input_ids=prompt, stream=True,
@@ -385,17 +385,16 @@ class VMem(Way):
 
     def __init__(self, args: Any, folder: Path) -> None:
         super().__init__(args, folder)
-        self.sleeps = "sglang" not in args.engines  # its weights are in no pool
+        self.sleeps = not args.awake
         self._pool = args.size if self.sleeps else args.size - args.models * self.weights
-        if not self.sleeps:
-            self.about = "one pool for KV caches; the weights are outside"
-        for switch in ("VMEM_VLLM", "VMEM_SGLANG"):
-            pool = {"": "1", "_POOL": f"models{os.getpid()}", "_POOL_SIZE": str(self._pool)}
-            self.variables = {**self.variables, **{switch + name: value for name, value in pool.items()}}
+        settings = {"": "1", "_POOL": f"models{os.getpid()}", "_POOL_SIZE": str(self._pool)}
         if self.sleeps:
-            self.variables |= dict(
-                VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep", VMEM_VLLM_SLICE=str(args.slice),
-                VMEM_VLLM_IDLE=str(args.idle), VMEM_VLLM_QUEUE=str(TIMEOUT))  # fmt: skip
+            settings |= dict(_WEIGHTS="1", _SLICE=str(args.slice), _IDLE=str(args.idle), _QUEUE=str(TIMEOUT))
+            self.variables = dict(VMEM_VLLM_SLEEP="keep")
+        else:
+            self.about = "one pool for KV caches; the weights are outside, and no model sleeps"
+        for switch in ("VMEM_VLLM", "VMEM_SGLANG"):
+            self.variables = {**self.variables, **{switch + name: value for name, value in settings.items()}}
         self._pages: dict[str, Any] = {}
 
     @property
