@@ -377,13 +377,14 @@ class KVCache(_Owned):
             the last step's kernels. None: quiet, no kernel in flight may access the slot.
         """
         kv, slot = self._use(), uint("slot", slot, 32)
-        host = self._swapped.pop(slot, None)  # before the call: once the slot is free, another thread may allocate it
+        host = self._swapped.get(slot)
         try:
+            self._swapped.pop(slot, None)  # before the call: once the slot is free, another thread may allocate it
             number = 0 if after is None else self._fence(after)
             _check(lib.vmem_kv_free(kv, slot, number))
-        except Exception:
-            if host is not None:
-                self._swapped[slot] = host
+        except BaseException:
+            if host is not None and self.slot(slot).state == "swapped":
+                self._swapped.setdefault(slot, host)
             raise
         self._watch(after, number)
 
@@ -628,14 +629,18 @@ class KVCache(_Owned):
         run = ffi.new("struct vmem_kv_run *", {"keep": 1})
         run.slot, run.first = uint("slot", slot, 32), uint("first", first, 32)
         run.tokens = uint("tokens", tokens, 32)
-        _check(lib.vmem_kv_share(self._use(), run, 1, 0))
-        shared = Run(int(run.id), run.first, run.tokens)
-        info = self.run(shared) if run.id else None
-        if info is None or (not info.first and info.min_tokens > info.tokens):
-            self.drop(shared)
-            text = f"tokens {run.tokens}: a window has given up rows before them; share when a step ends there"
-            raise VmemError(errno.ENODATA, text)
-        return shared
+        try:
+            _check(lib.vmem_kv_share(self._use(), run, 1, 0))
+            shared = Run(int(run.id), run.first, run.tokens)
+            info = self.run(shared) if run.id else None
+            if info is None or (not info.first and info.min_tokens > info.tokens):
+                text = f"tokens {run.tokens}: a window has given up rows before them; share when a step ends there"
+                raise VmemError(errno.ENODATA, text)
+            return shared
+        except BaseException:  # also Ctrl-C: nobody else knows the run
+            if run.id:
+                self.drop(Run(int(run.id), run.first, run.tokens))
+            raise
 
     @staticmethod
     def _numbers_of(runs: Run | Iterable[Run]) -> list[int]:
@@ -754,8 +759,16 @@ class KVCache(_Owned):
             text = f"no CPU memory for the {sum(view.nbytes for view in rows)} bytes of slot {slot}'s rows: {error}"
             raise OutOfMemory(errno.ENOMEM, text) from error
         _copy(host, rows)
-        _check(lib.vmem_kv_swap_out(self._use(), slot, tokens, step))
-        self._swapped[slot] = host
+        before = self._swapped.get(slot)
+        self._swapped[slot] = host  # before the call: after it nobody else has the rows, whatever Ctrl-C interrupts
+        try:
+            _check(lib.vmem_kv_swap_out(self._use(), slot, tokens, step))
+        except VmemError:
+            if before is None:
+                self._swapped.pop(slot, None)
+            else:
+                self._swapped[slot] = before
+            raise
 
     def _rows(self, slot: int) -> list[torch.Tensor]:
         """For each tensor, a view of the rows of a slot that its request can read."""
@@ -787,12 +800,15 @@ class KVCache(_Owned):
         host = self._swapped.get(slot)
         if host is None:
             raise ValueError(f"slot {slot} is not swapped out")
-        if not self._answer(lib.vmem_kv_swap_in(kv, slot)):
-            return False
         try:
+            if not self._answer(lib.vmem_kv_swap_in(kv, slot)):
+                return False
             _copy(self._rows(slot), host)
-        except BaseException:
-            lib.vmem_kv_swap_out(self._use(), slot, self.slot(slot).tokens, self.last_step)
+        except VmemError:  # refused
+            raise
+        except BaseException:  # also Ctrl-C: the slot has pages, and not all rows
+            if self.slot(slot).state == "active":
+                lib.vmem_kv_swap_out(self._use(), slot, self.slot(slot).tokens, self.last_step)
             raise
         self._swapped.pop(slot, None)  # close() in another thread may have taken it
         return True

@@ -147,7 +147,7 @@ class PrefixCache:
 
     def _forget(self, run: int) -> "Hash | None":
         hash = self._hash_of.pop(run, None)
-        if hash is not None and self._runs[hash][0] == run:
+        if hash is not None and self._runs.get(hash, (0, 0))[0] == run:
             del self._runs[hash]
         return hash
 
@@ -292,8 +292,8 @@ class PrefixCache:
                 gone = self._forget(old)  # evicted a moment ago
                 self._gone += [gone] if self._events and gone is not None else []
             if run.id:
+                self._hash_of[int(run.id)] = hash  # first: Ctrl-C after it leaves no block that is never forgotten
                 self._runs[hash] = int(run.id), first + i
-                self._hash_of[int(run.id)] = hash
                 new += 1
         return new
 

@@ -306,3 +306,74 @@ def test_an_exception_at_any_moment_leaves_nothing(make):
     assert n > 100 and files <= memory_files()
     context.close()
     assert files and not files & memory_files()
+
+
+def swap_back(cache, slot):
+    if cache.slot(slot).state == "swapped":
+        assert cache.swap_in(slot)
+
+
+CALLS = {
+    "swap_out": (None, lambda cache, slot: cache.swap_out(slot)),
+    "swap_in": (lambda cache, slot: cache.swap_out(slot), swap_back),
+    "free": (lambda cache, slot: cache.swap_out(slot), lambda cache, slot: cache.free(slot)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_survive_an_exception_at_any_moment(name):
+    """Ctrl-C during a native call comes right after it. A request then has its rows or is free; no page is lost."""
+    torch = pytest.importorskip("torch")
+    before, call = CALLS[name]
+    spare = pyvmem.Spare(overlap=False, generous=False)
+    with pyvmem.KVCache.for_model(1, 2, 32, 2, 512, 1 << 20, dtype=torch.float32, backend="host", spare=spare) as cache:
+        n, stopped = 0, True
+        while stopped:
+            slot = cache.alloc(300)
+            assert slot == 0 and cache.step([300, 0])
+            cache.keys[0][slot, :300], cache.values[0][slot, :300] = n, -n
+            if before:
+                before(cache, slot)
+            stopped = stopped_at(n, lambda: call(cache, slot)) or not n
+            swap_back(cache, slot)
+            if cache.slot(slot).state == "active":
+                assert cache.step([301, 0]), f"at bytecode {n}"
+                assert (cache.keys[0][slot, :300] == n).all(), f"at bytecode {n}"
+                assert (cache.values[0][slot, :300] == -n).all(), f"at bytecode {n}"
+                cache.free(slot)
+            cache.reclaim()
+            assert not cache.stats().held_pages, f"at bytecode {n}"
+            n += 1
+        assert n > 50
+
+
+def test_an_interrupted_share_holds_nothing():
+    torch = pytest.importorskip("torch")
+    runs, n = [], 0
+    with pyvmem.KVCache.for_model(1, 1, 64, 2, 64, 1 << 20, dtype=torch.float32, backend="host") as cache:
+        slot = cache.alloc(64)
+        assert cache.step([64, 0])
+        while not cache.slot(slot).shared_tokens:
+            assert stopped_at(n, lambda: runs.append(cache.share(slot, 64))) or not n
+            cache.drop([runs.pop() for _ in range(len(runs))])
+            n += 1
+        # Nothing can be done about the last bytecodes, which leave the call.
+        assert n > 200 and not stopped_at(n + 1, lambda: runs.append(cache.share(slot, 64)))
+
+
+def test_a_table_of_blocks_forgets_all_of_them_after_an_exception_at_any_moment():
+    torch = pytest.importorskip("torch")
+    from pyvmem.kv.prefix import PrefixCache
+
+    with pyvmem.KVCache.for_model(1, 1, 64, 2, 64, 8 << 20, dtype=torch.float32, backend="host") as cache:
+        blocks, n, stopped = PrefixCache(cache, 16), 0, True
+        slot = cache.alloc(32)
+        assert cache.step([32, 0])
+        while stopped:
+            stopped = stopped_at(n, lambda: blocks.add(slot, [b"a", b"b"])) or not n
+            blocks.add(slot, [b"a", b"b"])
+            assert len(blocks) == 2 and blocks.peek([b"a", b"b"]) == 32, f"at bytecode {n}"
+            blocks.clear()
+            assert len(blocks) == 0, f"at bytecode {n}"
+            n += 1
+        assert n > 50
