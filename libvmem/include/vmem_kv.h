@@ -26,7 +26,7 @@
 //
 // Errors and thread safety are as in vmem.h: 0, or a negative errno and vmem_last_error(). A call that fails changes
 // nothing that a caller can see, but may have given up pages that were kept for reuse. The manager serialises calls
-// from several threads; vmem_kv_get_stats does not wait for system calls of others.
+// from several threads. vmem_kv_get_stats waits for a call in progress, but not for the background thread.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_KV_H

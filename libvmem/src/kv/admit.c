@@ -38,13 +38,6 @@ static uint32_t most_tokens(vmem_kv *kv, int32_t slot, uint64_t limit)
     return least;
 }
 
-// Enters a call that may ask the device. Brings the statistics that others read meanwhile up to date.
-static void begin_if_device_is_asked(vmem_kv *kv)
-{
-    if (vmem__kv_asks_device(kv))
-        vmem__kv_begin_long_call(kv);
-}
-
 static int count_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
 {
     int rc = 0;
@@ -60,7 +53,6 @@ static int count_room(vmem_kv *kv, int32_t slot, uint32_t *tokens)
     *tokens = 0;
     if (slot < 0 && !kv->in_state[VMEM_KV_FREE])
         return 0;
-    begin_if_device_is_asked(kv);
     const uint32_t has = slot < 0 ? 0 : kv->slots[slot].tokens;
     *tokens = most_tokens(kv, slot, vmem__kv_page_limit_lately(kv));
     if (*tokens <= has && has < kv->max_tokens) // before it says that there is none, it asks
@@ -158,10 +150,8 @@ static int count_fitting(vmem_kv *kv, const struct vmem_kv_request *requests, si
     for (size_t i = 0; i < n && !rc; i++)
         rc = check_request(kv, &requests[i], i);
     vmem__kv_clear_shortage();
-    if (!rc && n) {
-        begin_if_device_is_asked(kv);
+    if (!rc && n)
         rc = admit(kv, requests, n, &fits);
-    }
     if (fit)
         *fit = fits;
     return rc;

@@ -26,10 +26,7 @@ static uint64_t preallocated_by_others(const vmem_kv *kv)
     for (vmem_kv *c = kv->ctx->caches; c; c = c->next) {
         if (c == kv)
             continue;
-        pthread_mutex_lock(&c->report.lock);
-        uint64_t held = c->report.shown.held_pages;
-        bytes += sat_sub(c->ledger.preallocated, held) << c->page_shift;
-        pthread_mutex_unlock(&c->report.lock);
+        bytes += sat_sub(c->ledger.preallocated, c->ledger.last_held) << c->page_shift;
     }
     return bytes;
 }
@@ -40,13 +37,6 @@ static uint64_t lock_preallocated_by_others(const vmem_kv *kv)
     uint64_t bytes = preallocated_by_others(kv);
     vmem__unlock(kv->ctx);
     return bytes;
-}
-
-void vmem__kv_set_preallocated(vmem_kv *kv, uint64_t pages)
-{
-    pthread_mutex_lock(&kv->report.lock);
-    kv->ledger.preallocated = pages;
-    pthread_mutex_unlock(&kv->report.lock);
 }
 
 void vmem__kv_register(vmem_kv *kv)
@@ -78,13 +68,13 @@ int vmem__kv_prealloc(vmem_kv *kv, uint64_t pages)
     const uint64_t others = lock_preallocated_by_others(kv);
     int rc = own ? vmem__prealloc(kv->ctx, own + MIN(others, UINT64_MAX - own), kv->whole) : 0;
     if (!rc)
-        vmem__kv_set_preallocated(kv, pages);
+        kv->ledger.preallocated = pages;
     return rc;
 }
 
 void vmem__kv_trim_prealloc(vmem_kv *kv, uint64_t pages)
 {
-    vmem__kv_set_preallocated(kv, pages);
+    kv->ledger.preallocated = pages;
     const uint64_t own = sat_sub(pages, kv->ledger.held) << kv->page_shift;
     vmem__trim_to(kv->ctx, own + lock_preallocated_by_others(kv), false, NULL);
 }
@@ -139,17 +129,10 @@ static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
 
 uint64_t vmem__kv_device_pages(const vmem_kv *kv) { return device_pages(kv, 0); }
 
-bool vmem__kv_device_due(const vmem_kv *kv)
+void vmem__kv_ask_device(const vmem_kv *kv)
 {
-    vmem__lock(kv->ctx);
-    const uint64_t at = kv->ctx->device_free.at;
-    vmem__unlock(kv->ctx);
-    return !at || vmem__now() - at >= DEVICE_NS;
-}
-
-bool vmem__kv_asks_device(const vmem_kv *kv)
-{
-    return (kv->membership.member || kv->ledger.preallocated < kv->ledger.budget) && vmem__kv_device_due(kv);
+    uint64_t bytes;
+    device_free(kv, DEVICE_NS, &bytes);
 }
 
 // How many pages, at most `most`, the cache can have. The device is asked only if fewer than `want` are at hand.

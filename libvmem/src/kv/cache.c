@@ -2,7 +2,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
-#include <sched.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -82,7 +81,6 @@ static void init_locks(vmem_kv *kv)
 {
     pthread_mutex_init(&kv->gate.api, NULL);
     pthread_mutex_init(&kv->gate.state, NULL);
-    pthread_mutex_init(&kv->report.lock, NULL);
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -163,7 +161,6 @@ static int init(vmem_kv *kv, const struct vmem_kv_config *c)
     if (rc)
         return vmem__error(rc, "budget %" PRIu64 ": %s", c->budget, vmem_last_error());
     kv->ledger.budget = c->budget >> kv->page_shift;
-    vmem__kv_summarise(kv);
     return c->flags & VMEM_KV_OVERLAP ? vmem__kv_worker_start(kv) : 0;
 }
 
@@ -378,24 +375,11 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
     int rc = vmem__kv_check_usable(kv); // in a forked child, a thread that is gone may hold a lock
     if (rc)
         return rc;
-    // The driver is asked without a lock, because it may take long to answer, and a step would wait.
-    const bool due = vmem__kv_device_due(kv);
-    if (due)
-        vmem__kv_device_pages(kv);
-    // Unless long_call is set, every holder releases this lock soon.
-    while (!kv->report.long_call) {
-        if (pthread_mutex_trylock(&kv->gate.state)) {
-            sched_yield();
-            continue;
-        }
-        if (kv->report.stale || due)
-            vmem__kv_summarise(kv);
-        pthread_mutex_unlock(&kv->gate.state);
-        break;
-    }
-    pthread_mutex_lock(&kv->report.lock);
-    rc = vmem__struct_give(out, &kv->report.shown, sizeof kv->report.shown, "out");
-    pthread_mutex_unlock(&kv->report.lock);
+    vmem__kv_ask_device(kv); // without a lock, because the driver may take long, and a step would wait
+    pthread_mutex_lock(&kv->gate.state);
+    vmem__kv_count(kv);
+    rc = vmem__struct_give(out, &kv->stats, sizeof kv->stats, "out");
+    pthread_mutex_unlock(&kv->gate.state);
     return rc;
 }
 

@@ -22,7 +22,7 @@ static void publish_stats(vmem_kv *kv)
     uint64_t seq = v->sequence;
     __atomic_store_n(&v->sequence, seq + 1, __ATOMIC_RELAXED);
     atomic_thread_fence(memory_order_release);
-    v->stats = kv->report.shown;
+    v->stats = kv->stats;
     vmem__pool_show(kv->membership.member, &v->pool, v->pool_path);
     __atomic_store_n(&v->sequence, seq + 2, __ATOMIC_RELEASE);
 }
@@ -89,7 +89,7 @@ static int publish(vmem_kv *kv, const char *path, const char *name)
     memcpy(v->backend, info.backend, sizeof(v->backend));
     strncpy(v->name, name, sizeof(v->name) - 1);
     kv->view.map = v;
-    publish_stats(kv);
+    vmem__kv_tell(kv);
     __atomic_store_n(&v->magic, VMEM_KV_VIEW_MAGIC, __ATOMIC_RELEASE);
     return 0;
 }
@@ -143,7 +143,7 @@ static void count_slots(const vmem_kv *kv, struct vmem_kv_stats *st)
     }
 }
 
-void vmem__kv_summarise(vmem_kv *kv)
+void vmem__kv_count(vmem_kv *kv)
 {
     struct vmem_kv_stats *st = &kv->stats;
     count_slots(kv, st);
@@ -161,33 +161,16 @@ void vmem__kv_summarise(vmem_kv *kv)
     st->evictable_pages = kv->shared.evictable;
     st->hashed_blocks = kv->runs.reported;
     st->watermark_pages = kv_watermark(kv);
-    pthread_mutex_lock(&kv->report.lock);
-    kv->report.shown = *st;
-    pthread_mutex_unlock(&kv->report.lock);
-    kv->report.stale = false;
-    if (kv->view.map) {
-        kv->report.summarised = coarse_now();
-        publish_stats(kv);
-    }
 }
 
-void vmem__kv_defer_summary(vmem_kv *kv)
+void vmem__kv_tell(vmem_kv *kv)
 {
-    if (kv->view.map) {
-        vmem__kv_summarise(kv);
+    kv->ledger.last_held = kv->ledger.held;
+    if (!kv->view.map || (kv->view.may_lag && coarse_now() - kv->view.updated <= VIEW_NS))
         return;
-    }
-    pthread_mutex_lock(&kv->report.lock);
-    kv->report.shown.held_pages = kv->ledger.held; // which the context's other caches count with
-    pthread_mutex_unlock(&kv->report.lock);
-    kv->report.stale = true;
-}
-
-void vmem__kv_begin_long_call(vmem_kv *kv)
-{
-    if (kv->report.stale)
-        vmem__kv_summarise(kv);
-    kv->report.long_call = true;
+    vmem__kv_count(kv);
+    publish_stats(kv);
+    kv->view.updated = coarse_now();
 }
 
 // ---- calls -----------------------------------------------------------------------------------------------------------
@@ -205,7 +188,7 @@ int vmem__kv_enter_step(vmem_kv *kv)
         pthread_mutex_unlock(&kv->gate.api);
         return rc;
     }
-    kv->gate.called = true;
+    kv->gate.called = kv->view.may_lag = true;
     return 0;
 }
 
@@ -213,7 +196,7 @@ int vmem__kv_enter(vmem_kv *kv)
 {
     int rc = vmem__kv_enter_step(kv);
     if (!rc)
-        vmem__kv_begin_long_call(kv);
+        kv->view.may_lag = false;
     return rc;
 }
 
@@ -221,13 +204,9 @@ int vmem__kv_leave(vmem_kv *kv, int rc)
 {
     if (kv->flags & VMEM_KV_CHECK && !rc)
         rc = vmem__kv_check_books(kv);
-    kv->report.stale = true;
     kv->gate.calls++;
-    // A step that maps nothing leaves the aggregation to the next query; the published view may lag.
-    if (kv->report.long_call || (kv->view.map && coarse_now() - kv->report.summarised > VIEW_NS))
-        vmem__kv_summarise(kv);
-    kv->report.long_call = false;
-    kv->gate.called = false;
+    vmem__kv_tell(kv);
+    kv->gate.called = kv->view.may_lag = false;
     if (kv->ledger.pinned_pages < kv->membership.pinned_pages)
         vmem__pool_wake(kv->membership.member);
     kv->membership.pinned_pages = kv->ledger.pinned_pages;

@@ -7,7 +7,7 @@
 //
 // Locks, in this order: api serialises the public calls; state protects every field below from the background worker.
 // The worker drops state while it calls core, and marks the slot busy instead. A call that needs a busy slot waits for
-// it (vmem__kv_wait_slot). A public call keeps state while it calls core. The statistics have their own lock.
+// it (vmem__kv_wait_slot). A public call keeps state while it calls core.
 //
 // SPDX-License-Identifier: MIT
 #ifndef VMEM__KV_H
@@ -211,7 +211,9 @@ struct kv_ledger {
     uint64_t held;         // existing pages, pending ones included
     uint64_t pinned_pages; // of `held`, pages that no call can take back. Only shared.c and span.c change it
     uint64_t pending;      // of `held`, pages that the worker is mapping, unmapping or releasing; never pinned
-    uint64_t preallocated; // pages that the cache can create without asking the device. Writers hold report.lock, too
+    // Read by the context's other caches: pages that the cache can create without asking the device, and how many pages
+    // it held after the last call or job. The difference is not theirs.
+    _Atomic uint64_t preallocated, last_held;
     uint64_t ceiling;      // VMEM_KV_CHECK: the budget, or the pages that existed when the budget shrank
     uint64_t watermark_pages; // new requests leave max(watermark_pages, watermark_percent of the budget) free
     uint32_t watermark_percent;
@@ -320,19 +322,13 @@ struct kv_gate {
     bool called;    // a public call is in progress; it may have dropped `state` to wait
 };
 
-// The statistics that others see.
-struct kv_report {
-    pthread_mutex_t lock;
-    struct vmem_kv_stats shown; // protected by `lock`
-    uint64_t summarised;        // time of the last update of a published `shown`, in ns
-    bool stale;                 // `shown` is older than the statistics
-    _Atomic bool long_call;     // a public call has `state` and may be calling core: readers take `shown` as it is
-};
-
+// The statistics that other processes see.
 struct kv_view {
     struct vmem_kv_view *map; // NULL: not published
     char *path;
     int fd;
+    uint64_t updated; // the time of the last update, in ns
+    bool may_lag;     // the public call in progress need not update it
 };
 
 struct vmem_kv {
@@ -375,8 +371,7 @@ struct vmem_kv {
     struct kv_membership membership;
     struct kv_view view;
     struct kv_copies copy;
-    struct vmem_kv_stats stats; // counters; the rest is filled in by vmem__kv_summarise
-    struct kv_report report;
+    struct vmem_kv_stats stats; // the counters are up to date, and the gauges after vmem__kv_count
     struct kv_turn turn;
 
     // Most steps read nothing from here on.
@@ -798,18 +793,13 @@ void vmem__kv_unregister(vmem_kv *kv);
 // Takes device memory for that many pages in all, held ones included; returns the memory beyond that many.
 int vmem__kv_prealloc(vmem_kv *kv, uint64_t pages);
 void vmem__kv_trim_prealloc(vmem_kv *kv, uint64_t pages);
-void vmem__kv_set_preallocated(vmem_kv *kv, uint64_t pages); // sets only the number
 // Returns device memory that no page uses and no cache preallocated. wanted: keeps what somebody waits for. No lock is
 // held.
 void vmem__kv_trim(vmem_kv *kv, bool wanted);
 // How many pages could be created now, by the driver's word on its free memory. Needs no lock.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
-// True if the driver's last answer on the device's free memory is old. A call that shows statistics then asks before it
-// takes a lock.
-bool vmem__kv_device_due(const vmem_kv *kv);
-// True if an answer may ask the driver: not all memory of the cache is preallocated, and the driver's last answer is
-// old.
-bool vmem__kv_asks_device(const vmem_kv *kv);
+// Asks for it if the driver's last answer is old, so that a call with a lock need not. Needs no lock.
+void vmem__kv_ask_device(const vmem_kv *kv);
 // The most pages that the cache can have: the budget, and what is free in its pool, as far as the device has memory. An
 // answer of at least `want` may be capped there. The driver is asked only where its memory decides: its answer is
 // reused for 100 ms, but never to refuse. The call may wait for the worker before an answer of less than `want`.
@@ -852,12 +842,11 @@ int vmem__kv_claim_memory(vmem_kv *kv, int64_t delta, uint64_t pages);
 
 // ---- gate.c ---------------------------------------------------------------------------------------------------------
 
-void vmem__kv_summarise(vmem_kv *kv); // copies the statistics to `shown` and to the published view
-// Marks `shown` as stale, if it is not published: whoever asks for the statistics summarises them.
-void vmem__kv_defer_summary(vmem_kv *kv);
-void vmem__kv_begin_long_call(vmem_kv *kv); // before a public call goes to the library below
-// How every public call begins and ends: enter takes api and state, and leave updates the statistics. A step enters by
-// vmem__kv_enter_step and calls vmem__kv_begin_long_call if there is something to do.
+void vmem__kv_count(vmem_kv *kv); // brings the gauges in kv->stats up to date
+// Says what the cache holds: to the context's other caches, and in the published view if there is one.
+void vmem__kv_tell(vmem_kv *kv);
+// How every public call begins and ends: enter takes api and state, and leave tells what has changed. After
+// vmem__kv_enter_step, for calls that come often and change little, the published view may lag by VIEW_NS.
 int vmem__kv_enter(vmem_kv *kv);
 int vmem__kv_enter_step(vmem_kv *kv);
 int vmem__kv_leave(vmem_kv *kv, int rc);

@@ -18,7 +18,7 @@ static void lock(void *self)
 static void unlock(void *self)
 {
     vmem_kv *kv = self;
-    vmem__kv_summarise(kv);
+    vmem__kv_tell(kv);
     pthread_mutex_unlock(&kv->gate.state);
     pthread_mutex_unlock(&kv->gate.api);
 }
@@ -117,7 +117,7 @@ static void answered(void *self, uint64_t bytes, int rc, uint32_t why)
 {
     vmem_kv *kv = self;
     lock(kv);
-    vmem__kv_summarise(kv); // a reader of the answer also finds the new maximum
+    vmem__kv_tell(kv); // a reader of the answer also finds the new maximum
     vmem__kv_answer_wanted(kv, bytes, rc, why);
     unlock(kv);
 }

@@ -232,7 +232,7 @@ static int set_budget(vmem_kv *kv, uint64_t bytes)
     // Keep the device memory of the remaining budget preallocated. If another process has taken it first, pages are
     // created when they are needed.
     if (!lazy && vmem__kv_prealloc(kv, pages))
-        vmem__kv_set_preallocated(kv, 0);
+        kv->ledger.preallocated = 0;
     return 0;
 }
 
@@ -252,7 +252,7 @@ void vmem__kv_apply_wanted_budget(vmem_kv *kv)
     uint64_t wanted = kv->membership.member ? 0 : vmem__kv_wanted_budget(kv); // the pool's thread serves members
     if (!wanted)
         return;
-    vmem__kv_begin_long_call(kv);
+    kv->view.may_lag = false;
     vmem__kv_answer_wanted(kv, wanted, set_budget(kv, wanted), VMEM_KV_NO_MEMORY);
 }
 

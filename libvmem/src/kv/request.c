@@ -137,12 +137,9 @@ static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)
 
 int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after)
 {
-    int rc = vmem__kv_enter_step(kv);
+    int rc = vmem__kv_enter(kv);
     if (rc)
         return rc;
-    // Where the slot keeps its pages and the background thread unmaps shared ones, there is nothing to wait for.
-    if (!(kv->flags & VMEM_KV_DEFER) || !kv->turn.has_worker || kv->ledger.held > kv->ledger.budget)
-        vmem__kv_begin_long_call(kv);
     rc = vmem__kv_use_slot(kv, slot, 1u << VMEM_KV_ACTIVE | 1u << VMEM_KV_SWAPPED);
     if (!rc)
         rc = vmem__kv_check_fence(kv, after);

@@ -374,7 +374,6 @@ static int __attribute__((noinline)) free_ended_slots(vmem_kv *kv, const int32_t
         if (rc)
             return rc;
     }
-    vmem__kv_begin_long_call(kv);
     // Kernels of the last steps_in_flight steps may be running. If this fails, the next step does it.
     vmem__kv_end_requests(kv, sat_sub(kv->fence.step, kv->steps_in_flight));
     return 0;
@@ -390,8 +389,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         rc = free_ended_slots(kv, lengths);
     if (!rc)
         rc = plan_step(kv, lengths, &waited);
-    if (rc || plan->extends || kv->windows)
-        vmem__kv_begin_long_call(kv);
+    kv->view.may_lag = !has_ending && !plan->extends;
     if (!rc && plan->extends)
         rc = back_step(kv, lengths);
     else if (!rc) // its pages are mapped, but they could be taken back

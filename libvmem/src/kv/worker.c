@@ -13,7 +13,6 @@
 static void drop_lock(vmem_kv *kv, uint64_t pages)
 {
     kv->ledger.pending = pages;
-    vmem__kv_defer_summary(kv);
     pthread_mutex_unlock(&kv->gate.state);
     kv_at(KV_WORKER_UNLOCKED);
 }
@@ -279,13 +278,13 @@ static bool release_everything(vmem_kv *kv)
     }
     const bool all = !kv->turn.stop && !kv->turn.pauses && kv->gate.calls == calls;
     if (all) {
-        vmem__kv_set_preallocated(kv, 0);
+        kv->ledger.preallocated = 0;
         pthread_mutex_unlock(&kv->gate.state);
         vmem__kv_trim(kv, false);
         pthread_mutex_lock(&kv->gate.state);
     }
     kv->turn.working = false;
-    vmem__kv_summarise(kv);
+    vmem__kv_tell(kv);
     pthread_cond_broadcast(&kv->turn.done);
     return all;
 }
@@ -328,12 +327,13 @@ static void wait_for_work(vmem_kv *kv)
     kv_at(KV_WORKER_IDLE);
 }
 
+// So that a step finds the driver's word on the device's memory.
 static void ask_device(vmem_kv *kv)
 {
-    if (!vmem__kv_asks_device(kv))
+    if (!kv->membership.member && kv->ledger.preallocated >= kv->ledger.budget)
         return;
     pthread_mutex_unlock(&kv->gate.state);
-    vmem__kv_device_pages(kv);
+    vmem__kv_ask_device(kv);
     pthread_mutex_lock(&kv->gate.state);
 }
 
@@ -380,7 +380,7 @@ static void *work(void *arg)
         kv->turn.working = false;
         if (!did)
             clear_due(kv);
-        vmem__kv_defer_summary(kv);
+        vmem__kv_tell(kv);
         pthread_cond_broadcast(&kv->turn.done);
     }
     pthread_mutex_unlock(&kv->gate.state);
