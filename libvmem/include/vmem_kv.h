@@ -121,12 +121,6 @@ struct vmem_kv_alloc_options {
 // Allocates a slot for a request. Chooses the free slot whose kept pages fit best, and maps nothing. options: NULL for
 // the defaults, which are all 0. -ENOSPC: all slots are taken. -EBUSY: the slot in the options is taken.
 int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint32_t *slot);
-// Announces the requests that will be allocated next, in this order, by the tokens of their first step. The first
-// prefix_tokens[i] rows of a request come from runs (NULL: of no request). The call replaces what was
-// announced before. While memory is plentiful, the background thread backs a free slot for each of the first
-// VMEM_KV_EXPECT requests, from the row after its prefix.
-#define VMEM_KV_EXPECT 64
-int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n);
 // Ends a request. The pages of its slot are kept for the next one (VMEM_KV_DEFER) or released; shared pages are
 // dropped. With `after`, nobody can allocate the slot until the kernels up to that step have ended. No call may name
 // it, and the pages that these kernels access stay in use. A slot that no step has accessed, or that is swapped out, is

@@ -17,10 +17,9 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
-import numpy.typing as npt
 import torch
 
-from pyvmem._checks import elements, flag, one_of, shown, uint, uint32s
+from pyvmem._checks import elements, flag, one_of, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check, structure
@@ -339,28 +338,6 @@ class KVCache(_Owned):
         chosen = ffi.new("uint32_t *")
         rc = lib.vmem_kv_alloc(self._ready(), ffi.new("struct vmem_kv_alloc_options *", options), chosen)
         return int(chosen[0]) if self._answer(rc) else None
-
-    def expect(self, tokens: npt.ArrayLike, prefix_tokens: npt.ArrayLike | None = None) -> None:
-        """Announce the requests that will be allocated next, by the tokens of their first step.
-
-        It replaces what was announced before. While memory is plentiful, the background thread backs a free slot for
-        each of the first 64.
-
-        Parameters
-        ----------
-        tokens : sequence of int
-        prefix_tokens : sequence of int, optional
-            For each request, the rows that `attach` or blocks will provide. Only the rows after them are backed.
-        """
-        sizes = uint32s("tokens", tokens)
-        prefixes = uint32s("prefix_tokens", [] if prefix_tokens is None else prefix_tokens)
-        if prefix_tokens is not None and prefixes.size != sizes.size:
-            raise InvalidArgument(
-                errno.EINVAL,
-                f"prefix_tokens has {prefixes.size} elements: it must have as many as tokens, {sizes.size}",
-            )
-        behind = ffi.NULL if prefix_tokens is None else ffi.from_buffer("uint32_t[]", prefixes)
-        _check(lib.vmem_kv_expect(self._use(), ffi.from_buffer("uint32_t[]", sizes), behind, sizes.size))
 
     def free(self, slot: SupportsIndex, after: Any = None) -> None:
         """End a request. Its pages are kept for the next one while memory allows.

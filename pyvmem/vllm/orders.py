@@ -34,8 +34,6 @@ class StepOrders(NamedTuple):
         The number of the first of these orders.
     evicted : sequence of int
         Backed blocks whose contents vLLM has forgotten.
-    coming : sequence of (str, int, int)
-        In slots, the requests that begin next: name, tokens, and how many of these are cached.
     """
 
     step: int
@@ -44,7 +42,6 @@ class StepOrders(NamedTuple):
     ahead: Sequence[list[int]] = ()
     order: int = 0
     evicted: Sequence[int] = ()
-    coming: Sequence[tuple[str, int, int]] = ()
 
 
 def named_blocks(output: Any) -> list[int]:

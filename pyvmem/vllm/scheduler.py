@@ -332,29 +332,15 @@ class SchedulerMemory:
         if self._split and not requests and not self._scheduler.running:
             self._loads = next((r.request_id for r in waiting(self._scheduler)), "")
         position = self.page.cells[control.POSITION]
-        coming = [
-            (request.request_id, request.num_tokens, wants.computed) for request, wants in self._coming_requests()
-        ]
-        output.vmem = StepOrders(budget.step, position, gone, ahead, order, budget.take_evicted(), coming)
+        output.vmem = StepOrders(budget.step, position, gone, ahead, order, budget.take_evicted())
         if requests:
             self.pace.begin(budget.step, output.total_num_scheduled_tokens, time.monotonic())
         self.publish()
 
     def _num_mapped_ahead(self) -> int:
-        """In slots, blocks whose pages are mapped ahead: for running requests' next tokens and for coming requests."""
+        """In slots, blocks whose pages are mapped ahead, for the next tokens of running requests."""
         each = 1 + -(-2 * AHEAD // self._sizes[0])
-        return int(len(self._scheduler.running) * each + sum(wants.rest for _, wants in self._coming_requests()))
-
-    def _coming_requests(self) -> list[tuple[Any, Wants]]:
-        """In slots, the requests that the next two steps may begin: their pages are mapped ahead."""
-        coming: list[tuple[Any, Wants]] = []
-        left = 2 * self._scheduler.max_num_scheduled_tokens
-        for request in waiting(self._scheduler) if self._in_slots else ():
-            coming.append((request, self._wants(request)))
-            left -= request.num_tokens - coming[-1][1].computed
-            if left <= 0:
-                break
-        return coming
+        return int(len(self._scheduler.running) * each)
 
     def _count_beyond(self, requests: int) -> None:
         """Raise `_beyond` if vLLM has scheduled no request although there seem to be enough blocks for the first one.

@@ -4,7 +4,6 @@ SPDX-License-Identifier: MIT
 """
 
 import errno
-import math
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,6 @@ import torch
 from kv_caches import PAGE_TOKENS, Event, make, start, view_dim
 
 import pyvmem
-from pyvmem.errors import InvalidArgument
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 
 MIB = 1 << 20
@@ -548,69 +546,6 @@ def test_a_forked_child_is_refused_and_harms_nothing(backend):
         assert os.waitpid(pid, 0)[1] == 0
         values[slot] = 700
         assert cache.step(values)
-
-
-def test_expected_requests_find_their_pages():
-    page = 65536
-    specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
-    with KVCache(specs, 8, 512, 200 * page, backend="host", page_size=page, lazy=True, name=None,
-                 spare=Spare(eager=False, generous=False), check=True, idle_seconds=math.inf) as cache:  # fmt: skip
-        sizes = [100, 33, 500]
-        cache.expect(sizes)
-        cache.wait()
-        assert cache.stats().eager_pages == 7 + 3 + 32
-        lengths = [0] * 8
-        for tokens in sizes:
-            lengths[cache.alloc(tokens)] = tokens
-        assert cache.step(lengths)
-        assert cache.stats().step_maps == 0
-
-
-def test_expected_requests_are_backed_behind_their_prefix():
-    page = 65536
-    specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
-    with KVCache(specs, 6, 512, 200 * page, backend="host", page_size=page, lazy=True, name=None,
-                 spare=Spare(eager=False, generous=False), check=True, idle_seconds=math.inf) as cache:  # fmt: skip
-        first = cache.alloc(64)
-        assert cache.step([64 if s == first else 0 for s in range(6)])
-        prefix = cache.share(first, 64)
-        cache.expect([100, 90, 80], [64, 0, 64])
-        cache.wait()
-        assert cache.stats().eager_pages == 3 + 6 + 1
-        before = cache.stats()
-        lengths = [0] * 6
-        for tokens, begins in ((100, 64), (90, 0), (80, 64)):
-            slot = cache.alloc(tokens, prefix_tokens=begins)
-            if begins:
-                assert cache.attach(slot, prefix) == begins
-            lengths[slot] = tokens
-        assert cache.step(lengths)
-        after = cache.stats()
-        assert (after.attached_pages, after.step_maps) == (8, before.step_maps)
-
-
-def test_expected_requests_take_nothing_that_is_scarce():
-    page = 65536
-    specs = [TensorSpec("kv", (page // 16,), torch.uint8)]
-    with KVCache(specs, 8, 512, 40 * page, backend="host", page_size=page, lazy=True, name=None,
-                 spare=Spare(eager=False, reclaim_percent=10, ahead_tokens=1, ahead_min=1),
-                 idle_seconds=math.inf) as cache:  # fmt: skip
-        cache.expect([300] * 8)
-        cache.wait()
-        assert 0 < cache.stats().held_pages <= 40 - 4
-        slot = cache.alloc(512)
-        assert cache.step([512 if s == slot else 0 for s in range(8)])  # what is kept for others goes to it
-
-
-def test_expecting_more_than_fits_is_refused():
-    with KVCache([TensorSpec("kv", (4096,), torch.uint8)], 2, 64, 1 << 20, backend="host", name=None) as cache:
-        with pytest.raises(InvalidArgument, match="tokens 65 of request 1 is over max_tokens, 64"):
-            cache.expect([64, 65])
-        with pytest.raises(InvalidArgument, match="prefix_tokens 33 of request 0 is over its tokens, 32"):
-            cache.expect([32], [33])
-        with pytest.raises(InvalidArgument, match="prefix_tokens has 1 elements: it must have as many as tokens, 2"):
-            cache.expect([32, 32], [16])
-        cache.expect([64] * 1000)
 
 
 @pytest.mark.parametrize("plenty", [True, False])

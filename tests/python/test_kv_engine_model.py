@@ -464,10 +464,6 @@ class Engine(RuleBasedStateMachine):
     def reclaim(self, bytes):
         self.cache.reclaim(bytes)
 
-    @rule(sizes=st.lists(st.integers(1, TOKENS), max_size=4))
-    def expect(self, sizes):
-        self.cache.expect(sizes)
-
     @rule()
     def wait(self):
         self.cache.wait()

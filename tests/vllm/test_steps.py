@@ -137,29 +137,6 @@ def test_in_slots_few_steps_without_prompts_map(engine, blocks):
     assert blocks == 400 or e.budget.num_backed == e.budget.total
 
 
-def test_in_slots_the_pages_of_waiting_requests_are_mapped_ahead(engine):
-    e = engine(kinds=("full",), slots=True, batch=256, page=512 << 10)
-    e.prompts = 100, 200
-    memory, steps = e.workers[0].memory, []  # of those in which a request begins: whether they mapped
-    requests = memory._requests
-    back = requests.back
-
-    def counted():
-        begins, n = any(not first for _, first, _, _ in requests._ops), back()
-        steps.append(n > 0) if begins else None
-        return n
-
-    def had_their_time():
-        while e.page.board_word(0, control.DONE) < e.budget.orders.number:
-            time.sleep(1e-3)
-        requests.cache.wait()
-
-    requests.back, e.every = counted, had_their_time
-    e.answer(e.requests(30))  # all are there from the beginning, and six run at a time
-    assert len(steps) > 20 and sum(steps) <= 2 / 3 * len(steps)
-    assert e.read > 5000
-
-
 def test_slots_of_ended_requests_wait_for_their_kernels(engine, monkeypatch):
     monkeypatch.setattr("pyvmem.vllm.slots.memory.SLACK", 0)  # a step needs their memory at once
     e = engine(kinds=("full",), slots=True, caching=False)

@@ -383,35 +383,6 @@ int vmem_kv_get_stats(vmem_kv *kv, struct vmem_kv_stats *out)
     return rc;
 }
 
-static int expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n)
-{
-    struct kv_expected list[VMEM_KV_EXPECT];
-    if (n && !tokens)
-        return vmem__error(-EINVAL, "tokens must not be NULL");
-    n = MIN(n, VMEM_KV_EXPECT);
-    for (size_t i = 0; i < n; i++) {
-        list[i] = (struct kv_expected){tokens[i], prefix_tokens ? prefix_tokens[i] : 0};
-        if (tokens[i] > kv->max_tokens)
-            return vmem__error(-EINVAL, "tokens %u of request %zu is over max_tokens, %u", tokens[i], i,
-                               kv->max_tokens);
-        if (list[i].prefix > tokens[i])
-            return vmem__error(-EINVAL, "prefix_tokens %u of request %zu is over its tokens, %u", list[i].prefix, i,
-                               tokens[i]);
-    }
-    for (size_t i = 0; i < n; i++)
-        kv->expect.list[i] = list[i];
-    kv->expect.n = (uint32_t)n;
-    if (n)
-        vmem__kv_worker_wake(kv);
-    return 0;
-}
-
-int vmem_kv_expect(vmem_kv *kv, const uint32_t *tokens, const uint32_t *prefix_tokens, size_t n)
-{
-    int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, expect(kv, tokens, prefix_tokens, n));
-}
-
 // ---- runs ------------------------------------------------------------------------------------------------------------
 
 int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags)

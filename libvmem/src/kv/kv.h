@@ -98,9 +98,8 @@ struct kv_set {
 // equally many rows. Active slots have a list, and all other slots have one.
 enum { KV_FREE_LISTS = 32, KV_LIST_ACTIVE = KV_FREE_LISTS, KV_LIST_OTHERS, KV_LISTS };
 struct kv_idle {
-    uint32_t first_private_row; // a free slot's pages begin at this row; the rows before it were a prefix's
-    uint64_t freed_seq;         // vmem_kv.clock when the slot was freed; 0: its pages are the first to be taken back
-    uint64_t ends;              // of a KV_ENDING slot: the step whose kernels must end
+    uint64_t freed_seq; // vmem_kv.clock when the slot was freed; 0: its pages are the first to be taken back
+    uint64_t ends;      // of a KV_ENDING slot: the step whose kernels must end
 };
 
 // The pages that a step needs in the tensors of a group of a slot.
@@ -117,11 +116,6 @@ struct kv_plan {
     uint64_t missing;      // pages to be mapped
     uint32_t *changed;     // the slots that have wants
     bool extends;          // some want extends its slot
-};
-
-// An announced request: rows up to `tokens`, the first of which a prefix will provide.
-struct kv_expected {
-    uint32_t tokens, prefix;
 };
 
 // Rows of pages in the tensors of a group: page numbers [lo, lo + n).
@@ -214,7 +208,7 @@ struct kv_ledger {
     // Read by the context's other caches: pages that the cache can create without asking the device, and how many pages
     // it held after the last call or job. The difference is not theirs.
     _Atomic uint64_t preallocated, last_held;
-    uint64_t ceiling;      // VMEM_KV_CHECK: the budget, or the pages that existed when the budget shrank
+    uint64_t ceiling;         // VMEM_KV_CHECK: the budget, or the pages that existed when the budget shrank
     uint64_t watermark_pages; // new requests leave max(watermark_pages, watermark_percent of the budget) free
     uint32_t watermark_percent;
     bool disturbed; // VMEM_KV_CHECK: a job of the worker changed pinned_pages
@@ -245,12 +239,6 @@ struct kv_membership {
 struct kv_fences {
     uint64_t step, retired; // numbers of the last step, and of the last step whose kernels have ended
     struct kv_range *past;  // [slot][group][steps_in_flight - 1]: the steps before the last, the newest first
-};
-
-// The requests that come next.
-struct kv_expect {
-    struct kv_expected list[VMEM_KV_EXPECT];
-    uint32_t n;
 };
 
 // The runs that a request pins, in the order of their rows.
@@ -379,7 +367,6 @@ struct vmem_kv {
     struct kv_cut cut;
     struct kv_runs runs;
     struct kv_doomed doomed;
-    struct kv_expect expect;
     vmem_kv *next; // the context's next cache
     struct kv_worker worker;
     bool closed; // vmem__kv_close
@@ -667,14 +654,9 @@ void vmem__kv_set_state(vmem_kv *kv, uint32_t slot, uint8_t state);
 int vmem__kv_use_slot(vmem_kv *kv, uint32_t slot, uint32_t states);
 // As vmem__kv_use_slot, without waiting for the worker's work on the slot.
 int vmem__kv_check_slot(const vmem_kv *kv, uint32_t slot, uint32_t states);
-// The best free slot for a request of so many tokens, the first prefix_tokens of which a prefix provides. The n slots
-// in `taken` are not considered. KV_NO_SLOT: none is free.
-uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken,
-                              uint32_t n);
-
-// The free slot to back next, and in *request the expected request that will get it, once those expected before it have
-// theirs. KV_NO_SLOT: none.
-uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request);
+// The best free slot for a request of so many tokens, the first prefix_tokens of which a prefix provides. KV_NO_SLOT:
+// none is free.
+uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
 
 // ---- pages.c --------------------------------------------------------------------------------------------------------
 

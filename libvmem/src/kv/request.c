@@ -42,7 +42,7 @@ static int alloc_slot(vmem_kv *kv, const struct vmem_kv_alloc_options *options, 
                            o.tokens > kv->max_tokens ? "tokens" : "prefix_tokens", MAX(o.tokens, o.prefix_tokens),
                            kv->max_tokens);
     if (!(o.flags & VMEM_KV_ALLOC_SLOT)) {
-        o.slot = vmem__kv_choose_slot(kv, o.tokens, o.prefix_tokens, NULL, 0);
+        o.slot = vmem__kv_choose_slot(kv, o.tokens, o.prefix_tokens);
         if (o.slot == KV_NO_SLOT) {
             kv->stats.short_slots++;
             return vmem__kv_short_of_slots(kv);
@@ -78,16 +78,10 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     vmem__kv_clear_history(kv, slot);
     if (kv->runs.pins[slot].n)
         vmem__kv_unpin(kv, slot);
-    struct kv_idle *idle = &kv->idle[slot];
-    idle->first_private_row = 0;
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        idle->first_private_row =
-            MAX(idle->first_private_row,
-                (uint32_t)(((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) / kv->groups[i].row_bytes));
     vmem__kv_set_state(kv, slot, VMEM_KV_FREE);
     s->tokens = s->shared_tokens = 0;
     s->skip = s->stuck = false;
-    idle->freed_seq = ++kv->clock;
+    kv->idle[slot].freed_seq = ++kv->clock;
     vmem__kv_release_soon(kv); // this also wakes the worker, which prepares for the next request
     return 0;
 }

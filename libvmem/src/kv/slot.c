@@ -1,5 +1,5 @@
 // Slots: the sets that list them, their states, and the mapped and pinned page ranges of each (spans). Chooses a free
-// slot for a request that begins or is announced.
+// slot for a request.
 //
 // SPDX-License-Identifier: MIT
 #include <stdlib.h>
@@ -199,42 +199,44 @@ void vmem__kv_update_pinned(vmem_kv *kv, uint32_t slot)
 
 // How many of the slot's kept rows a request could reuse, minus those that its prefix, perhaps of no tokens, would
 // replace.
-static int64_t gain_of(const struct kv_idle *s, uint32_t fit, uint32_t tokens, uint32_t prefix_tokens)
+static int64_t gain_of(uint32_t from, uint32_t fit, uint32_t tokens, uint32_t prefix_tokens)
 {
-    int64_t used = (int64_t)MIN(tokens, fit) - MAX(prefix_tokens, s->first_private_row);
-    int64_t lost = (int64_t)MIN(prefix_tokens, fit) - s->first_private_row;
+    int64_t used = (int64_t)MIN(tokens, fit) - MAX(prefix_tokens, from);
+    int64_t lost = (int64_t)MIN(prefix_tokens, fit) - from;
     return MAX(used, 0) - MAX(lost, 0);
+}
+
+// The row at which a free slot's pages begin; the rows before it were a prefix's.
+static uint32_t first_kept_row(const vmem_kv *kv, uint32_t slot)
+{
+    uint64_t row = 0;
+    for (uint32_t i = 0; i < kv->n_groups; i++)
+        row = MAX(row, ((uint64_t)kv_span(kv, slot, i)->lo << kv->page_shift) / kv->groups[i].row_bytes);
+    return (uint32_t)row;
 }
 
 // True if a request must wait for the slot or for an unmap. This depends on the worker's progress.
 static bool delays(const vmem_kv *kv, uint32_t slot) { return kv->slots[slot].busy || kv->slots[slot].stale; }
-
-static bool among(const uint32_t *slots, uint32_t n, uint32_t slot)
-{
-    while (n && slots[n - 1] != slot)
-        n--;
-    return n;
-}
 
 // How well a free slot fits a request.
 struct fitness {
     int64_t gain;   // see gain_of
     uint32_t pages; // rows that the slot has kept; 0 if the request begins with a prefix, which replaces them
     bool delays;    // see delays
-    uint32_t from;  // kv_idle.first_private_row
+    uint32_t from;  // see first_kept_row
 };
 
 static struct fitness fitness_of(const vmem_kv *kv, uint32_t slot, uint32_t tokens, uint32_t prefix_tokens)
 {
-    const uint32_t has = kv->slots[slot].backed;
-    return (struct fitness){.gain = gain_of(&kv->idle[slot], has, tokens, prefix_tokens),
+    const uint32_t has = kv->slots[slot].backed, from = first_kept_row(kv, slot);
+    return (struct fitness){.gain = gain_of(from, has, tokens, prefix_tokens),
                             .pages = prefix_tokens ? 0 : has,
                             .delays = delays(kv, slot),
-                            .from = kv->idle[slot].first_private_row};
+                            .from = from};
 }
 
-// Slots are compared by the largest gain, then the fewest pages, then no delay, then the smallest first_private_row,
-// and last by their number.
+// Slots are compared by the largest gain, then the fewest pages, then no delay, then the smallest first row, and
+// last by their number.
 static bool is_better(const struct fitness *a, uint32_t slot, const struct fitness *b, uint32_t best)
 {
     if (a->gain != b->gain)
@@ -247,8 +249,7 @@ static bool is_better(const struct fitness *a, uint32_t slot, const struct fitne
 }
 
 #define LOOKS 16 // slots examined in each list: those of one list have about equally many pages
-uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens, const uint32_t *taken,
-                              uint32_t n)
+uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
 {
     uint32_t best = KV_NO_SLOT;
     struct fitness most = {0};
@@ -257,8 +258,6 @@ uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefi
     for (const struct kv_set *set = kv->lists; set < kv->lists + KV_FREE_LISTS; set++) {
         uint32_t looks = 0;
         for (uint32_t s = 0; (s = vmem__kv_set_next(kv, set, s)) != KV_NO_SLOT && looks < LOOKS; s++) {
-            if (among(taken, n, s))
-                continue;
             const struct fitness one = fitness_of(kv, s, tokens, prefix_tokens);
             if (best == KV_NO_SLOT || is_better(&one, s, &most, best)) {
                 best = s;
@@ -302,18 +301,4 @@ int vmem__kv_use_slot(vmem_kv *kv, uint32_t slot, uint32_t states)
     if (!rc)
         vmem__kv_wait_slot(kv, slot);
     return rc;
-}
-
-// ---- requests that come next ------------------------------------------------------------------------------------------
-
-uint32_t vmem__kv_expected_slot(const vmem_kv *kv, struct kv_expected *request)
-{
-    uint32_t taken[VMEM_KV_EXPECT];
-    for (uint32_t i = 0; i < kv->expect.n; i++) {
-        *request = kv->expect.list[i];
-        taken[i] = vmem__kv_choose_slot(kv, request->tokens, request->prefix, taken, i);
-        if (taken[i] == KV_NO_SLOT || kv->slots[taken[i]].backed < request->tokens)
-            return taken[i];
-    }
-    return KV_NO_SLOT;
 }

@@ -39,9 +39,8 @@ static void end_job(vmem_kv *kv, uint32_t slot, int rc)
     }
 }
 
-// Plans to back a slot up to so many tokens. An active slot's pages go on where they end; a free slot's begin behind
-// the prefix of the request that will get it.
-static void plan_backing(vmem_kv *kv, uint32_t slot, uint64_t tokens, uint32_t prefix, bool blocks)
+// Plans to back a slot up to so many tokens. An active slot's pages go on where they end; a free slot's begin at row 0.
+static void plan_backing(vmem_kv *kv, uint32_t slot, uint64_t tokens, bool blocks)
 {
     const bool is_free = kv->slots[slot].state == VMEM_KV_FREE;
     for (uint32_t i = 0; i < kv->n_groups; i++) {
@@ -50,8 +49,7 @@ static void plan_backing(vmem_kv *kv, uint32_t slot, uint64_t tokens, uint32_t p
         uint32_t to = vmem__kv_need_hi(kv, g, tokens);
         if (blocks)
             to = MIN((to + kv->block_pages - 1) / kv->block_pages * kv->block_pages, g->slot_pages);
-        // Skip the page that the prefix ends in: the attach makes a copy of it when the request arrives.
-        const uint32_t from = is_free ? (uint32_t)kv_ceil_pages(prefix * g->row_bytes, kv) : sp->lo;
+        const uint32_t from = is_free ? 0 : sp->lo;
         // If pages go together, a request that needs fewer pages gets other ones.
         if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker.grow, slot, i, from, to, is_free && kv->whole ? to : 0))
             kv->slots[slot].skip = true;
@@ -147,7 +145,7 @@ static bool extend_slot(vmem_kv *kv, uint32_t slot, uint32_t ahead, bool plenty)
 {
     // Map twice as far ahead, so that calls are rarer. Each call interrupts address translation on the GPU, no matter
     // how many pages it maps.
-    plan_backing(kv, slot, MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens), 0, plenty);
+    plan_backing(kv, slot, MIN(kv->slots[slot].tokens + 2 * (uint64_t)ahead, kv->max_tokens), plenty);
     // Leave enough pages unused that the worker need not give these up again.
     const bool did = back_planned(kv, slot, plenty ? kv_low(kv) : 0, &kv->stats.ahead_mapped_pages);
     kv->stats.ahead_jobs += did && !kv->slots[slot].skip;
@@ -234,25 +232,13 @@ static bool evict_some(vmem_kv *kv)
 
 static bool back_next_slot(vmem_kv *kv)
 {
-    if (!kv_plentiful(kv))
+    if (!(kv->flags & VMEM_KV_EAGER) || !kv_plentiful(kv))
         return false;
-    struct kv_expected request;
-    uint32_t slot = vmem__kv_expected_slot(kv, &request);
-    if (slot == UINT32_MAX && kv->flags & VMEM_KV_EAGER) {
-        request = (struct kv_expected){.tokens = kv->eager_tokens};
-        slot = vmem__kv_choose_slot(kv, 0, 0, NULL, 0);
-    }
-    if (slot == UINT32_MAX || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
+    const uint32_t slot = vmem__kv_choose_slot(kv, 0, 0);
+    if (slot == KV_NO_SLOT || kv->slots[slot].skip || kv->slots[slot].busy || kv->slots[slot].stale)
         return false;
-    bool empty = true; // `backed` cannot tell: a group may have pages while another has none, or less than a row
-    for (uint32_t i = 0; i < kv->n_groups; i++)
-        empty &= kv_span(kv, slot, i)->lo == kv_span(kv, slot, i)->hi;
-    plan_backing(kv, slot, request.tokens, request.prefix, kv->flags & VMEM_KV_GENEROUS);
-    if (!back_planned(kv, slot, kv_low(kv), &kv->stats.eager_pages))
-        return false;
-    if (empty && !kv->slots[slot].skip)
-        kv->idle[slot].first_private_row = request.prefix;
-    return true;
+    plan_backing(kv, slot, kv->eager_tokens, kv->flags & VMEM_KV_GENEROUS);
+    return back_planned(kv, slot, kv_low(kv), &kv->stats.eager_pages);
 }
 
 // ---- idle caches -----------------------------------------------------------------------------------------------------

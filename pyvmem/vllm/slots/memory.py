@@ -224,8 +224,6 @@ class SlotsMemory(WorkerMemory):
                     self._due.set()
             output = self._translated(output)
             maps = requests.back()
-            if orders is not None:
-                requests.expect(orders.coming)
         if orders is not None:
             self._count_maps(maps)
         return output

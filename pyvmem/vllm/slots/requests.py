@@ -148,7 +148,6 @@ class Requests:
         self._blocks: dict[str, int] = {}  # of each request
         self._lengths = np.zeros(cache.slots, np.int32)
         self._ops: list[Operation] = []  # of this step
-        self._coming: dict[str, int] = {}  # tokens of requests that begin next
         self._retiring: collections.deque[tuple[int, int]] = collections.deque()  # (fence, slot)
         self._lingering: dict[int, Writer] = {}  # slots of ended requests, the first to end first
         self._writers = [Writer(slot) for slot in range(cache.slots)]  # the slots' last requests
@@ -197,7 +196,7 @@ class Requests:
         """Start a request with these blocks; `computed` tokens have rows already. Returns the numbers for its table."""
         self.finish(name)
         hits = min(-(-computed // self.tokens), len(ids))
-        slot = self._alloc(max(len(ids) * self.tokens, self._coming.get(name, 0)), hits * self.tokens)
+        slot = self._alloc(len(ids) * self.tokens, hits * self.tokens)
         self._slots[name], self._blocks[name] = slot, 0
         self._writers[slot] = Writer(slot)
         return self._add(name, ids, hits)
@@ -218,16 +217,6 @@ class Requests:
             self._back(group)
         return self.cache.stats().step_maps - before
 
-    def expect(self, coming: Sequence[tuple[str, int, int]]) -> None:
-        """These requests begin next: name, tokens, and how many of these have rows.
-
-        The cache's thread maps their pages while kernels run, as far as memory is free.
-        """
-        sizes = {name: min(-(-n // self.tokens) * self.tokens, self.cache.max_tokens) for name, n, _ in coming}
-        if sizes or self._coming:
-            self.cache.expect(list(sizes.values()), [done for _, _, done in coming])
-        self._coming = sizes
-
     # ---- between steps -----------------------------------------------------------------------------------------
 
     @property
@@ -240,7 +229,6 @@ class Requests:
         """Give back what only ended requests have, but for blocks that are known."""
         while self._lingering:
             self._free(next(iter(self._lingering)))
-        self.cache.expect(())
         self.cache.wait()  # otherwise the background thread could still back the next slot
         self.cache.reclaim(compact=True)
 
