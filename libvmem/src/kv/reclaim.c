@@ -97,7 +97,6 @@ int vmem__kv_reclaim_to(vmem_kv *kv, uint64_t to, bool evict)
     int rc = 0, refused = 0; // refused: no mappings to cut part of a span
     vmem__kv_worker_pause(kv);
     const uint64_t start = kv->ledger.held;
-    kv->stats.reclaims += start > to;
     vmem__kv_release_doomed(kv);
     while (!rc && kv->ledger.held > to) {
         const uint64_t left = kv->ledger.held - to;

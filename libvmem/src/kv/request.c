@@ -343,18 +343,6 @@ int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after
 
 // ---- swapping -------------------------------------------------------------------------------------------------------
 
-// Bytes of the pages that the next token can read, up to the last row.
-static uint64_t bytes_of(const vmem_kv *kv, uint32_t slot)
-{
-    uint64_t bytes = 0;
-    for (const struct kv_group *g = kv->groups; g < kv->groups + kv->n_groups; g++) {
-        const uint32_t tokens = kv->slots[slot].tokens;
-        const uint64_t passed = (uint64_t)vmem__kv_need_lo(kv, g, tokens) << kv->page_shift;
-        bytes += (MIN(tokens, g->max_tokens) * g->row_bytes - passed) * g->n;
-    }
-    return bytes;
-}
-
 static int swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
 {
     struct kv_slot *s = &kv->slots[slot];
@@ -369,7 +357,6 @@ static int swap_out(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t step)
         return vmem__error(
             -EBUSY, "slot %u: its %u rows were copied too early: it has %u tokens, and steps since step %" PRIu64, slot,
             tokens, s->tokens, step);
-    kv->stats.swap_out_bytes += bytes_of(kv, slot);
     s->fresh = true; // the caller guarantees that no kernel accesses the slot
     vmem__kv_set_state(kv, slot, VMEM_KV_SWAPPED);
     s->shared_tokens = 0;
@@ -410,7 +397,6 @@ static int swap_in(vmem_kv *kv, uint32_t slot)
         struct kv_span *sp = kv_span(kv, slot, i);
         sp->step = sp->in_flight = (struct kv_range){sp->lo, sp->hi};
     }
-    kv->stats.swap_in_bytes += bytes_of(kv, slot);
     s->fresh = true;
     vmem__kv_set_state(kv, slot, VMEM_KV_ACTIVE);
     s->last_step = (uint32_t)kv->fence.step;

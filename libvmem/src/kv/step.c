@@ -197,22 +197,14 @@ static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t 
 // request are not reused, as they could not be released in small pieces later.
 static int reuse_kept_of_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
-    struct kv_slot *s = &kv->slots[slot];
-    int failed = vmem__kv_stale_now(kv, slot);
-    if (failed)
-        return failed;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
+    int rc = vmem__kv_stale_now(kv, slot);
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
-        uint32_t hi = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
-        if (sp->coarse_hi > hi || !is_usable(sp, hi)) {
-            int rc = vmem__kv_cut_now(kv, slot, i, sp->lo, MIN(hi, vmem__kv_usable_end(kv, slot, i, hi)));
-            if (rc)
-                return rc;
-        }
-        if (!s->tokens && is_usable(sp, hi))
-            kv->stats.adopted_pages += (uint64_t)(MIN(hi, sp->hi) - sp->lo) * kv->groups[i].n;
+        const uint32_t hi = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
+        if (sp->coarse_hi > hi || !is_usable(sp, hi))
+            rc = vmem__kv_cut_now(kv, slot, i, sp->lo, MIN(hi, vmem__kv_usable_end(kv, slot, i, hi)));
     }
-    return 0;
+    return rc;
 }
 
 // How many pages the step may map beyond the missing ones. While memory is plentiful, they complete 2 MiB blocks,

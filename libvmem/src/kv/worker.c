@@ -198,7 +198,6 @@ static bool return_some_pages(vmem_kv *kv)
         kv->membership.portion = MAX(kv->membership.portion / 2, kv->block_pages);
     else if (ns < GIVE_NS / 3 && !by_call)
         kv->membership.portion = MIN(kv->membership.portion * 2, UINT64_C(1) << 20);
-    kv->stats.reclaims++;
     vmem__pool_wake(kv->membership.member);
     return true;
 }
@@ -215,7 +214,6 @@ static bool release_one(vmem_kv *kv)
     uint64_t unused = kv_unused(kv), low = kv_low(kv);
     if (unused >= low || !vmem__kv_find_victim(kv, low - unused, true, false, &v))
         return false;
-    kv->stats.reclaims++;
     cut_span(kv, &v, &kv->stats.reclaimed_pages);
     return true;
 }
