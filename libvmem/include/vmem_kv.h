@@ -226,7 +226,7 @@ struct vmem_kv_run {
 // those that write them, and after that they are not written again. In a tensor with a window, a run holds what kernels
 // in flight and the next token read. -ENOMEM: the system has no memory for the lists; no page is needed.
 int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
-#define VMEM_KV_LOOK 0x10u // only find the runs: the slot need not be allocated yet, and is ignored
+#define VMEM_KV_LOOK 0x1u // only find the runs: the slot need not be allocated yet, and is ignored
 // Starts a newly allocated slot, which no kernel accesses, with runs that follow each other from row 0, whichever
 // slots wrote them. It gets as many as are still there, at most `most` tokens. *tokens receives the slot's length, 0
 // if no run is there, or if windows have passed rows that the next token reads. That token must be computed, so leave
@@ -235,13 +235,12 @@ int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flag
 // for the copy. flags: VMEM_KV_LOOK.
 int vmem_kv_attach(vmem_kv *kv, uint32_t slot, const uint64_t *runs, size_t n, uint32_t most, uint32_t flags,
                    uint32_t *tokens);
-#define VMEM_KV_UNUSED 0x4u // skip runs that requests pin and runs to be kept; those that go count as evicted
-#define VMEM_KV_NEXT 0x8u   // runs is NULL: the next n in the order of eviction
-// Drops runs until they have freed that many pages. Those that are gone already are skipped. Requests that use them
-// keep their pages. With VMEM_KV_NEXT and fewer pages than UINT64_MAX, nothing is dropped that frees no page in the
-// end. *freed (NULL is allowed) receives the number of freed pages. They count as free at once; the background thread
-// releases them (vmem_kv_wait).
-int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed);
+// Drops runs. Those that are gone already are skipped. Requests that use them keep their pages. *freed (NULL is allowed)
+// receives the number of freed pages. They count as free at once; the background thread releases them (vmem_kv_wait).
+int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t *freed);
+// Evicts runs in their order until that many pages are freed, or no eviction frees any more. *freed (NULL is allowed)
+// receives their number.
+int vmem_kv_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed);
 // Keeps runs (1), or lets them be evicted (0) as the most recently used ones, the last of them first. Runs that are gone
 // are skipped. A request finds a run only behind those before it: keep no run without the runs before it.
 int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep);

@@ -666,7 +666,7 @@ class KVCache(_Owned):
             Runs that are gone are skipped.
         """
         numbers = self._numbers_of(runs)
-        _check(lib.vmem_kv_drop(self._use(), numbers, len(numbers), 2**64 - 1, 0, ffi.NULL))
+        _check(lib.vmem_kv_drop(self._use(), numbers, len(numbers), ffi.NULL))
 
     def order(self, runs: Run | Iterable[Run], *, keep: bool = False) -> None:
         """Let a call that needs memory evict runs which no request uses, the least recently used first.

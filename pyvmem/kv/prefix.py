@@ -301,7 +301,7 @@ class PrefixCache:
 
     def _drop(self, hashes: list[Hash]) -> None:
         runs = self._known(hashes)
-        _check(lib.vmem_kv_drop(self.cache._use(), runs, len(runs), 2**64 - 1, 0, ffi.NULL))
+        _check(lib.vmem_kv_drop(self.cache._use(), runs, len(runs), ffi.NULL))
         for run in runs:
             self._forget(run)
 
@@ -330,9 +330,9 @@ class PrefixCache:
         int
             Pages freed.
         """
-        freed, most = ffi.new("uint64_t *"), min(uint("pages", pages), 2**64 - 2)
+        freed, most = ffi.new("uint64_t *"), uint("pages", pages)
         with self._lock:
-            _check(lib.vmem_kv_drop(self.cache._use(), ffi.NULL, 2**64 - 1, most, lib.VMEM_KV_NEXT, freed))
+            _check(lib.vmem_kv_evict(self.cache._use(), most, freed))
             self._forget_evicted()
         return int(freed[0])
 

@@ -127,7 +127,7 @@ __attribute__((unused)) static int k_save(vmem_kv *kv, uint32_t slot, uint32_t t
     if (!rc)
         OK(vmem_kv_get_run(kv, run.id, &info));
     if (!rc && info.min_tokens > tokens) {
-        OK(vmem_kv_drop(kv, &run.id, 1, UINT64_MAX, 0, NULL));
+        OK(vmem_kv_drop(kv, &run.id, 1, NULL));
         return -ENODATA;
     }
     *prefix = run.id;
@@ -150,9 +150,6 @@ __attribute__((unused)) static int k_attach(vmem_kv *kv, uint64_t prefix, uint32
     return rc;
 }
 
-__attribute__((unused)) static int k_drop(vmem_kv *kv, uint64_t prefix)
-{
-    return vmem_kv_drop(kv, &prefix, 1, UINT64_MAX, 0, NULL);
-}
+__attribute__((unused)) static int k_drop(vmem_kv *kv, uint64_t prefix) { return vmem_kv_drop(kv, &prefix, 1, NULL); }
 
 #endif

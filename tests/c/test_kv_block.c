@@ -166,7 +166,7 @@ static void do_drop(void)
         runs[i] = blocks[b].run;
         blocks[b].run = 0;
     }
-    OK(vmem_kv_drop(kv, runs, 4, UINT64_MAX, 0, NULL));
+    OK(vmem_kv_drop(kv, runs, 4, NULL));
 }
 
 static void do_free(void)

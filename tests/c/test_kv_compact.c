@@ -52,7 +52,7 @@ static void busy_time(void)
         }
     for (uint32_t s = 0; s < SLOTS; s++)
         OK(vmem_kv_free(kv, s, 0));
-    OK(vmem_kv_drop(kv, gone, n_gone, UINT64_MAX, 0, NULL));
+    OK(vmem_kv_drop(kv, gone, n_gone, NULL));
     OK(vmem_kv_wait(kv));
     OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, VMEM_KV_KEPT, NULL));
 }
@@ -110,7 +110,7 @@ int main(int argc, char **argv)
 
     // Those that are in use stay where they are; the rest moves.
     uint32_t slot, tokens;
-    OK(vmem_kv_drop(kv, kept, PLACES, UINT64_MAX, 0, NULL));
+    OK(vmem_kv_drop(kv, kept, PLACES, NULL));
     busy_time();
     before = device_bytes();
     OK(k_alloc(kv, 0, &slot));
@@ -122,7 +122,7 @@ int main(int argc, char **argv)
     verify();
 
     // Where the context's budget leaves little beside what there is, they move in small portions.
-    OK(vmem_kv_drop(kv, kept, PLACES, UINT64_MAX, 0, NULL));
+    OK(vmem_kv_drop(kv, kept, PLACES, NULL));
     busy_time();
     OK(vmem_set_budget(ctx, device_bytes() - own + 4 * MIB));
     OK(vmem_kv_reclaim(kv, 0, VMEM_KV_COMPACT, &freed));
@@ -131,7 +131,7 @@ int main(int argc, char **argv)
     verify();
 
     // Without memory to move them they stay.
-    OK(vmem_kv_drop(kv, kept, PLACES, UINT64_MAX, 0, NULL));
+    OK(vmem_kv_drop(kv, kept, PLACES, NULL));
     busy_time();
     before = device_bytes();
     OK(vmem_set_budget(ctx, test_stats(ctx).created));

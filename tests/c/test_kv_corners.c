@@ -74,7 +74,7 @@ static void test_shared_rows_are_not_written(void)
         OK(k_hold(kv, 0, i ? 16 : 0, 16, &runs[i]));
     alloc(1);
     ERR(vmem_kv_step(kv, back, SLOTS, 0), EINVAL, "truncate the slot first");
-    OK(vmem_kv_drop(kv, runs + 1, 2, UINT64_MAX, 0, NULL));
+    OK(vmem_kv_drop(kv, runs + 1, 2, NULL));
     OK(vmem_kv_get_slot(kv, 0, &info));
     CHECK_EQ(info.shared_tokens, 16);
     OK(vmem_kv_step(kv, back, SLOTS, 0)); // only the rows before these are shared now
@@ -82,7 +82,7 @@ static void test_shared_rows_are_not_written(void)
     OK(k_hold(kv, 0, 16, 16, &runs[1]));
     OK(vmem_kv_attach(kv, 1, runs, 2, UINT32_MAX, 0, &tokens));
     CHECK_EQ(tokens, 32);
-    OK(vmem_kv_drop(kv, runs, 2, UINT64_MAX, 0, NULL)); // the other request has them
+    OK(vmem_kv_drop(kv, runs, 2, NULL)); // the other request has them
     ERR(vmem_kv_step(kv, back, SLOTS, 0), EINVAL, "truncate the slot first");
     OK(vmem_kv_last_step(kv, &last));
     ERR(vmem_kv_truncate(kv, 0, 20, last), EBUSY, "are shared");
@@ -109,7 +109,7 @@ static void test_a_copied_row_stays_shared(void)
     OK(k_hold(kv, 0, 0, 36, &runs[0]));
     OK(k_attach(kv, runs[0], 1, 36, 0));
     OK(k_hold(kv, 0, 36, 4, &runs[1]));
-    OK(vmem_kv_drop(kv, &runs[1], 1, UINT64_MAX, 0, NULL));
+    OK(vmem_kv_drop(kv, &runs[1], 1, NULL));
     OK(vmem_kv_get_slot(kv, 1, &info));
     CHECK_EQ(info.shared_tokens, 36);
     ERR(vmem_kv_step(kv, (int32_t[SLOTS]){0, 34}, SLOTS, 0), EINVAL, "rows below 36 are shared");
@@ -134,7 +134,7 @@ static void test_runs_behind_a_request_are_not_free(void)
     CHECK_EQ(missing, 2);
     CHECK_EQ(k_missing(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, 0), &missing), -ENOMEM);
     CHECK_EQ(missing, 2);
-    OK(vmem_kv_drop(kv, runs, 2, UINT64_MAX, 0, NULL));
+    OK(vmem_kv_drop(kv, runs, 2, NULL));
     OK(k_missing(vmem_kv_step(kv, (int32_t[SLOTS]){80, 64}, SLOTS, 0), &missing));
     end();
 }

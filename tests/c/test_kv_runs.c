@@ -174,7 +174,7 @@ static void test_life(void)
     CHECK_EQ(gone[0], *run_of(hashes_of(1) + 2));
     OK(vmem_kv_evicted(kv, NULL, 0, &got));
     OK(vmem_kv_free(kv, second, 0));
-    OK(vmem_kv_drop(kv, NULL, SIZE_MAX, UINT64_MAX, VMEM_KV_NEXT, &freed));
+    OK(vmem_kv_evict(kv, UINT64_MAX, &freed));
     CHECK_EQ(freed, 2);
     CHECK_EQ(stats().hashed_blocks, 0);
     CHECK_EQ(stats().evicted_blocks, 5);
@@ -205,7 +205,7 @@ static void test_engines_order(void)
     const uint64_t *runs = runs_of(hashes_of(0), 4);
     OK(vmem_kv_attach(kv, 0, runs, 4, UINT32_MAX, VMEM_KV_LOOK, &tokens));
     CHECK_EQ(tokens, 64);
-    OK(vmem_kv_drop(kv, runs_of(hashes_of(1), 6), 6, UINT64_MAX, 0, NULL)); // unknown ones are skipped
+    OK(vmem_kv_drop(kv, runs_of(hashes_of(1), 6), 6, NULL)); // unknown ones are skipped
     CHECK_EQ(peek(0), 64);
     CHECK_EQ(peek(1), 0);
     OK(k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing));
@@ -229,29 +229,25 @@ static void test_kept_and_evictable(void)
     OK(vmem_kv_order(kv, runs_of(hashes_of(0) + 2, 2), 2, 0)); // are the most recently used ones
     OK(vmem_kv_order(kv, runs_of(hashes_of(1), 6), 6, 0));     // unknown ones are skipped
     CHECK_EQ(stats().evictable_pages, 10);
-    OK(vmem_kv_drop(kv, NULL, SIZE_MAX, 1, VMEM_KV_NEXT, &freed)); // two blocks to a page
+    OK(vmem_kv_evict(kv, 1, &freed)); // two blocks to a page
     CHECK_EQ(freed, 2);
     OK(vmem_kv_evicted(kv, gone, 8, &got));
     CHECK_EQ(got, 2);
     CHECK_EQ(gone[0], *run_of(&hashes_of(2)[3]));
-    OK(vmem_kv_drop(kv, runs_of(hashes_of(0), 4), 4, UINT64_MAX, VMEM_KV_UNUSED, &freed));
+    OK(vmem_kv_drop(kv, runs_of(hashes_of(0) + 2, 2), 2, &freed));
     CHECK_EQ(freed, 2);
     CHECK_EQ(peek(0), 32);
-    OK(vmem_kv_drop(kv, NULL, 0, 1, VMEM_KV_UNUSED, NULL));
-    OK(vmem_kv_drop(kv, NULL, 1, UINT64_MAX, VMEM_KV_NEXT, &freed)); // one, whether or not it frees a page
-    CHECK_EQ(freed, 0);
-    CHECK_EQ(stats().hashed_blocks, 7);
-    OK(vmem_kv_drop(kv, NULL, SIZE_MAX, UINT64_MAX - 1, VMEM_KV_NEXT, &freed));
+    OK(vmem_kv_drop(kv, NULL, 0, NULL));
+    OK(vmem_kv_evict(kv, UINT64_MAX, &freed));
     CHECK_EQ(freed, 6);
     CHECK_EQ(stats().hashed_blocks, 2);
     const uint64_t *kept = runs_of(hashes_of(0), 2);
     ERR(vmem_kv_order(kv, kept, 1, 2), EINVAL, "keep 2 is neither 0 nor 1");
     ERR(vmem_kv_order(kv, NULL, 1, 0), EINVAL, "runs must not be NULL");
-    ERR(vmem_kv_drop(kv, NULL, 1, 0, VMEM_KV_UNUSED, NULL), EINVAL, "runs must not be NULL");
-    ERR(vmem_kv_drop(kv, kept, 1, 0, VMEM_KV_NEXT, NULL), EINVAL, "runs must be NULL");
-    OK(vmem_kv_drop(kv, NULL, SIZE_MAX, UINT64_MAX, VMEM_KV_NEXT, &freed)); // they are to be kept
+    ERR(vmem_kv_drop(kv, NULL, 1, NULL), EINVAL, "runs must not be NULL");
+    OK(vmem_kv_evict(kv, UINT64_MAX, &freed)); // they are to be kept
     CHECK_EQ(freed, 0);
-    OK(vmem_kv_drop(kv, kept, 2, UINT64_MAX, 0, &freed));
+    OK(vmem_kv_drop(kv, kept, 2, &freed));
     CHECK_EQ(freed, 2);
     vmem_kv_destroy(kv);
 }
@@ -345,7 +341,7 @@ static int begin_in_a_full_cache(uint32_t window, uint32_t rows_per_run, uint32_
     CHECK_EQ(rc, fits);
     CHECK_EQ(tokens, rc ? 0 : most);
     OK(vmem_kv_free(kv, slot, 0));
-    OK(vmem_kv_drop(kv, NULL, SIZE_MAX, UINT64_MAX, VMEM_KV_NEXT, NULL));
+    OK(vmem_kv_evict(kv, UINT64_MAX, NULL));
     CHECK_EQ(stats().held_pages, 0);
     vmem_kv_destroy(kv);
     return rc;
@@ -419,11 +415,10 @@ static void test_misuse(void)
         "runs[0].id is of 16 rows from row 0 on");
     ERR(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, VMEM_KV_LOOK, NULL), EINVAL, "tokens must not be NULL");
     ERR(vmem_kv_attach(kv, slot, NULL, 1, UINT32_MAX, VMEM_KV_LOOK, &tokens), EINVAL, "runs must not be NULL");
-    ERR(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, VMEM_KV_NEXT, &tokens), EINVAL, "unknown bits");
+    ERR(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, VMEM_KV_LOOK * 2, &tokens), EINVAL, "unknown bits");
     OK(vmem_kv_attach(kv, slot, &run.id, 1, 5, VMEM_KV_LOOK, &tokens)); // a part of it
     CHECK_EQ(tokens, 5);
     ERR(vmem_kv_evicted(kv, NULL, 0, NULL), EINVAL, "got must not be NULL");
-    ERR(vmem_kv_drop(kv, &run.id, 1, 0, 64, NULL), EINVAL, "unknown bits");
     OK(vmem_kv_get_run(kv, run.id, &info));
     CHECK(info.tokens == BLOCK && info.requests == 1 && info.pages == 2 && !info.own_pages);
     ERR(vmem_kv_get_run(kv, run.id, NULL), EINVAL, "out must not be NULL");
@@ -459,7 +454,7 @@ static void test_runs_of_another_cache(void)
     const struct vmem_kv_request request = {.tokens = 100, .runs = mixed, .n_runs = 2};
     struct vmem_kv_run_info info = {.size = sizeof info};
     ERR(vmem_kv_share(kv, &again, 1, 0), EINVAL, "runs[0].id");
-    ERR(vmem_kv_drop(kv, mixed, 2, UINT64_MAX, 0, &freed), EINVAL, "runs[1]");
+    ERR(vmem_kv_drop(kv, mixed, 2, &freed), EINVAL, "runs[1]");
     CHECK_EQ(freed, 0);
     ERR(vmem_kv_order(kv, mixed, 2, 0), EINVAL, "runs[1]");
     ERR(vmem_kv_fit(kv, &request, 1, &fit), EINVAL, "requests[0].runs[1]");
@@ -470,7 +465,7 @@ static void test_runs_of_another_cache(void)
     OK(vmem_kv_get_run(kv, runs[1], &info));
     CHECK(info.tokens == 64 && !info.keep);
     vmem_kv_destroy(caches[0]);
-    ERR(vmem_kv_drop(kv, &runs[0], 1, UINT64_MAX, 0, NULL), EINVAL, "runs[0]"); // which has gone
+    ERR(vmem_kv_drop(kv, &runs[0], 1, NULL), EINVAL, "runs[0]"); // which has gone
     vmem_kv_destroy(caches[1]);
 }
 

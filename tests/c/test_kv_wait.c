@@ -125,7 +125,7 @@ static void runs_wait_for_nothing(struct vmem_kv_config cfg)
     OK(vmem_kv_free(kv, b, 0));
     checked_held(); // unmapping what the slot shared
     vmem__kv_hook = may_not_wait;
-    OK(vmem_kv_drop(kv, runs, 3, UINT64_MAX, 0, &freed));
+    OK(vmem_kv_drop(kv, runs, 3, &freed));
     vmem__kv_hook = NULL;
     CHECK_EQ(freed, 3);
     CHECK_EQ(stats().held_pages, held);

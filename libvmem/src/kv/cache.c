@@ -391,15 +391,26 @@ int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flag
     return rc ? rc : vmem__kv_leave(kv, vmem__kv_share(kv, runs, n, flags));
 }
 
-int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed)
+int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t *freed)
 {
     uint64_t got = 0;
     int rc = vmem__kv_enter(kv);
     if (!rc)
-        rc = vmem__kv_leave(kv, vmem__kv_drop(kv, runs, n, most_pages, flags, &got));
+        rc = vmem__kv_leave(kv, vmem__kv_drop(kv, runs, n, &got));
     if (freed)
         *freed = got;
     return rc;
+}
+
+int vmem_kv_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed)
+{
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    const uint64_t got = vmem__kv_evict(kv, pages);
+    if (freed)
+        *freed = got;
+    return vmem__kv_leave(kv, 0);
 }
 
 int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep)

@@ -29,6 +29,7 @@ struct counts {
     uint64_t pages, pinned;           // that exist; that no call can take back
     uint64_t slot_rows, holders;      // shared rows as the slots have them, and as the rows count their slots
     uint64_t shared_pages, runs_only; // of rows with several holders; of rows that runs alone hold
+    uint64_t evictable;               // of the latter, those that evictions can free
     uint32_t in_state[KV_STATES];     // slots
 };
 
@@ -134,9 +135,35 @@ static int check_shared_rows(const vmem_kv *kv, struct counts *c)
         c->holders += r->slots;
         c->pages += r->n;
         c->runs_only += r->slots ? 0 : r->n;
+        c->evictable += kv_row_evictable(r) ? r->n : 0;
         c->shared_pages += r->slots + r->runs > 1 ? r->n : 0;
         c->pinned += kv_row_pinned(r) ? r->n : 0;
     }
+    return 0;
+}
+
+static int check_runs(const vmem_kv *kv)
+{
+    const struct kv_runs *all = &kv->runs;
+    uint64_t n = 0, listed = 0, pinned = 0;
+    for (uint32_t i = 0; i < all->used; i++) {
+        const struct kv_run *r = &all->list[i];
+        n += r->id != 0;
+        pinned += r->id && r->pins;
+        for (uint32_t j = 0; j < kv->n_groups && r->id; j++)
+            for (uint32_t k = 0; k < r->rows[j].n; k++) {
+                const struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, r->rows[j].pages[k]);
+                if (!ref || ref->runs < ref->evictable_runs + r->keep || !(ref->evictable_runs || r->keep))
+                    return vmem__error(-EFAULT, "run %u, page %#" PRIx64 " is not held", i, r->rows[j].pages[k]);
+            }
+    }
+    for (uint32_t p = 0; p < 2; p++)
+        for (uint32_t i = all->order[p].oldest; i != KV_NO_RUN; i = all->list[i].newer, listed++)
+            if (all->list[i].keep != p)
+                return vmem__error(-EFAULT, "run %u, keep %d, is listed with %u", i, all->list[i].keep, p);
+    if (n != all->n || listed + pinned != n)
+        return vmem__error(-EFAULT, "%" PRIu64 " runs, %" PRIu64 " listed, %" PRIu64 " pinned, not %u", n, listed,
+                           pinned, all->n);
     return 0;
 }
 
@@ -153,6 +180,9 @@ static int compare(const vmem_kv *kv, const struct counts *c)
                            ", %" PRIu64 ", %" PRIu64 " and %" PRIu64,
                            c->pages + l->pending, c->slot_rows, c->runs_only, c->shared_pages, l->held, c->holders,
                            kv->shared.runs_only, kv->shared.shared);
+    if (c->evictable != kv->shared.evictable)
+        return vmem__error(-EFAULT, "%" PRIu64 " pages can be evicted, not %" PRIu64, c->evictable,
+                           kv->shared.evictable);
     for (uint32_t i = 0; i < KV_STATES; i++)
         if (c->in_state[i] != kv->in_state[i])
             return vmem__error(-EFAULT, "%u slots are %s, not %u", c->in_state[i], vmem__kv_state_name((uint8_t)i),
@@ -171,5 +201,5 @@ int vmem__kv_check_books(vmem_kv *kv)
         rc = check_shared_rows(kv, &c);
     if (!rc)
         rc = compare(kv, &c);
-    return rc ? rc : vmem__kv_check_runs(kv);
+    return rc ? rc : check_runs(kv);
 }

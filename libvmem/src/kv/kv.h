@@ -738,9 +738,8 @@ int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep);
 int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got);
 int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
 void vmem__kv_runs_free(vmem_kv *kv); // frees the lists, which no call uses any more
-int vmem__kv_check_runs(const vmem_kv *kv);
 
-int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed);
+int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t *freed);
 // Evicts runs in their order until `pages` pages are freed or no more can be, and returns the number freed.
 uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages);
 // The same for the worker: the pages are doomed, not released.

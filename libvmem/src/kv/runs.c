@@ -362,37 +362,6 @@ void vmem__kv_runs_free(vmem_kv *kv)
     free(kv->runs.found);
 }
 
-int vmem__kv_check_runs(const vmem_kv *kv)
-{
-    const struct kv_runs *all = &kv->runs;
-    uint64_t n = 0, listed = 0, pinned = 0, evictable = 0;
-    for (uint32_t i = 0; i < all->used; i++) {
-        const struct kv_run *r = &all->list[i];
-        n += r->id != 0;
-        pinned += r->id && r->pins;
-        for (uint32_t j = 0; j < kv->n_groups && r->id; j++)
-            for (uint32_t k = 0; k < r->rows[j].n; k++) {
-                const struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, r->rows[j].pages[k]);
-                if (!ref || ref->runs < ref->evictable_runs + r->keep || !(ref->evictable_runs || r->keep))
-                    return vmem__error(-EFAULT, "run %u, page %#" PRIx64 " is not held", i, r->rows[j].pages[k]);
-            }
-    }
-    for (uint32_t p = 0; p < 2; p++)
-        for (uint32_t i = all->order[p].oldest; i != KV_NO_RUN; i = all->list[i].newer, listed++)
-            if (all->list[i].keep != p)
-                return vmem__error(-EFAULT, "run %u, keep %d, is listed with %u", i, all->list[i].keep, p);
-    for (uint64_t i = 0; i < kv->shared.size; i++) {
-        const struct kv_shared_row *ref = &kv->shared.entries[i];
-        evictable += ref->page && !ref->slots && ref->evictable_runs && ref->evictable_runs == ref->runs ? ref->n : 0;
-    }
-    if (n != all->n || listed + pinned != n)
-        return vmem__error(-EFAULT, "%" PRIu64 " runs, %" PRIu64 " listed, %" PRIu64 " pinned, not %u", n, listed,
-                           pinned, all->n);
-    if (evictable != kv->shared.evictable)
-        return vmem__error(-EFAULT, "%" PRIu64 " pages can be evicted, not %" PRIu64, evictable, kv->shared.evictable);
-    return 0;
-}
-
 // ---- runs that a request begins with --------------------------------------------------------------------------------
 
 // The pages of a group that contain the rows that the next token of a request of `tokens` tokens reads.
@@ -605,26 +574,24 @@ static void evict_one(vmem_kv *kv, uint32_t i)
         all->gone[all->n_gone++] = id; // vmem__kv_share made room for it, too
 }
 
-// Evicts up to n runs in their order, until `pages` pages are doomed. counted: a run goes even if that frees no page.
-static void evict_next(vmem_kv *kv, size_t n, uint64_t doomed, bool counted)
+// Evicts runs in their order until so many pages are doomed, or no eviction frees any more.
+static void evict_next(vmem_kv *kv, uint64_t doomed)
 {
-    for (; n && kv->doomed.n < doomed && (counted || kv->shared.evictable); n--) {
-        const uint32_t victim = kv->runs.order[false].oldest;
-        if (victim == KV_NO_RUN)
-            break;
-        evict_one(kv, victim);
-    }
+    const uint32_t *oldest = &kv->runs.order[false].oldest;
+    while (*oldest != KV_NO_RUN && kv->doomed.n < doomed && kv->shared.evictable)
+        evict_one(kv, *oldest);
 }
 
-static uint64_t evict_runs(vmem_kv *kv, size_t n, uint64_t pages)
+void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages) { evict_next(kv, kv->doomed.n + pages); }
+
+uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages)
 {
     const struct kv_runs *all = &kv->runs;
-    const bool counted = pages == UINT64_MAX;
     vmem__kv_wait_unmapping(kv);
-    const uint64_t before = kv->doomed.n, most = before + MIN(pages, UINT64_MAX - before);
-    evict_next(kv, n, most, counted);
+    const uint64_t before = kv->doomed.n, most = sat_add(before, pages);
+    evict_next(kv, most);
     // A run that a running request pins can hold pages that the request no longer has or never had.
-    for (uint32_t i = 0; i < all->used && !counted && kv->doomed.n < most && kv->shared.evictable; i++)
+    for (uint32_t i = 0; i < all->used && kv->doomed.n < most && kv->shared.evictable; i++)
         if (all->list[i].id && !all->list[i].keep && !all->list[i].is_protected && frees_pages(kv, &all->list[i]))
             evict_one(kv, i);
     const uint64_t freed = kv->doomed.n - before;
@@ -634,40 +601,20 @@ static uint64_t evict_runs(vmem_kv *kv, size_t n, uint64_t pages)
     return freed;
 }
 
-uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages) { return evict_runs(kv, SIZE_MAX, MIN(pages, UINT64_MAX - 1)); }
-
-void vmem__kv_evict_later(vmem_kv *kv, uint64_t pages) { evict_next(kv, SIZE_MAX, kv->doomed.n + pages, false); }
-
-int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t most_pages, uint32_t flags, uint64_t *freed)
+int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t *freed)
 {
-    int rc = vmem__check_flags(flags, VMEM_KV_UNUSED | VMEM_KV_NEXT);
-    if (rc)
-        return rc;
-    if (flags & VMEM_KV_NEXT) {
-        if (runs)
-            return vmem__error(-EINVAL, "runs must be NULL with VMEM_KV_NEXT");
-        *freed = evict_runs(kv, n, most_pages);
-        return 0;
-    }
-    rc = vmem__kv_check_ids(&kv->runs, runs, n);
-    if (rc)
-        return rc;
+    int rc = vmem__kv_check_ids(&kv->runs, runs, n);
     const uint64_t before = kv->doomed.n;
-    for (size_t k = 0; k < n && kv->doomed.n - before < most_pages; k++) {
+    for (size_t k = 0; k < n && !rc; k++) {
         const uint32_t i = find_run(&kv->runs, runs[k]);
-        if (i == KV_NO_RUN)
-            continue;
-        const struct kv_run *r = &kv->runs.list[i];
-        if (!(flags & VMEM_KV_UNUSED))
+        if (i != KV_NO_RUN)
             drop_run(kv, i);
-        else if (!r->pins && !r->keep)
-            evict_one(kv, i);
     }
     *freed = kv->doomed.n - before;
     // Slots that were freed may still map the pages. The worker unmaps each slot at once, and then releases the pages.
     // To release them here would unmap page by page, and the next step would wait for it.
     vmem__kv_release_soon(kv);
-    return 0;
+    return rc;
 }
 
 void vmem__kv_drop_all_runs(vmem_kv *kv)

@@ -29,7 +29,7 @@ from pyvmem.errors import OutOfMemory, _check
 from pyvmem.kv.cache import KVCache
 
 _RUNS, _NUMBERS, _FOUND = ffi.typeof("struct vmem_kv_run[]"), ffi.typeof("uint64_t[]"), ffi.typeof("uint32_t *")
-_KEEP, _MOST, _ALL = 1, 2**32 - 1, 2**64 - 1
+_KEEP, _MOST = 1, 2**32 - 1
 WAIT = 30.0  # seconds that a step waits for memory that another process uses before it fails
 
 # (slot, first block, numbers of the blocks, how many of them exist already)
@@ -109,7 +109,7 @@ class BlockRuns:
     def drop(self, blocks: Iterable[int]) -> None:
         """Hold these blocks no longer. Those that are not held are skipped."""
         runs = [self._runs.pop(block, 0) for block in blocks]
-        _check(lib.vmem_kv_drop(self._cache._use(), ffi.new(_NUMBERS, runs), len(runs), _ALL, 0, ffi.NULL))
+        _check(lib.vmem_kv_drop(self._cache._use(), ffi.new(_NUMBERS, runs), len(runs), ffi.NULL))
 
 
 @dataclass
