@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyvmem._checks import shown
+from pyvmem._ffi import lib
 from pyvmem.engine import pools
 from pyvmem.kv.view import started, view_folder
 
@@ -251,16 +252,19 @@ class Page:
             return False
         record = np.array([step, len(ids), *ids], np.int64)
         self.words[_RING + (position + np.arange(len(record))) % RING] = record
-        self[POSITION] = position + len(record)  # last: until then, nobody reads the record
+        lib.pv_fence()  # nobody reads the record before POSITION covers it
+        self[POSITION] = position + len(record)
         return True
 
     def pull(self, rank: int, upto: int) -> Iterator[tuple[int, list[int]]]:
         """Yield the records (step, ids) before position `upto`; one is taken off when the next is asked for."""
         done = int(self.words[RING_DONE + rank])
+        lib.pv_fence()  # after `upto` was read from the page
         while done < upto:
             step, n = (int(self.words[_RING + (done + k) % RING]) for k in range(2))
             yield step, self.words[_RING + (done + 2 + np.arange(n)) % RING].tolist()
             done += n + 2
+            lib.pv_fence()  # the record may be overwritten from here on
             self.words[RING_DONE + rank] = done
 
     # ---- the end ---------------------------------------------------------------------------------------------

@@ -71,6 +71,9 @@ void pv_dlpack_capsule_free(void *capsule);
 int pv_stamp_name(const char *backend, int device, char *name, size_t size);
 int pv_stamp_folder(unsigned n, char *path, size_t size);
 
+// No access to shared memory before this call is seen after one behind it, on processors that reorder them (aarch64).
+void pv_fence(void);
+
 // ---- benchmark loops: samples are nanoseconds of single calls, n of each ------------------------------------
 
 // Creates, maps, unmaps and releases (mapped) one page at a time over the reserved range [addr, addr + length). Writes

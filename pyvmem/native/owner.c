@@ -231,3 +231,5 @@ int pv_stamp_name(const char *backend, int device, char *name, size_t size)
 }
 
 int pv_stamp_folder(unsigned n, char *path, size_t size) { return vmem__stamp_folder(n, path, size); }
+
+void pv_fence(void) { atomic_thread_fence(memory_order_seq_cst); }
