@@ -201,8 +201,8 @@ notebook: venv ## Run the tutorial as a notebook, into build/docs/tutorial.ipynb
 format: venv ## Format the C and Python code (.clang-format, pyproject.toml)
 	$(Q)$(PY) .ci/lint.py --beside $(PYTHON) --fix
 
-wheel: | toolchain ## Build and test the manylinux wheel and the source distribution, in build/dist
-	$(Q)$(PYTHON) .ci/make_wheel.py build/dist
+wheel: | toolchain ## Build and test the manylinux wheel and the source distribution, in build/dist (WHEEL=aarch64: for another machine)
+	$(Q)$(PYTHON) .ci/make_wheel.py build/dist $(WHEEL)
 
 deb: ## Build Debian packages of the C library, in build/deb (dpkg-buildpackage and debhelper)
 	$(Q).ci/need dpkg-buildpackage=dpkg-dev dh=debhelper

