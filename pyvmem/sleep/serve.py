@@ -132,22 +132,31 @@ class Serve(http.Limits):
                 await self._refuse(kind, send)
             return
         self._publish()
+        running = True
+
+        def end() -> None:
+            nonlocal running
+            if running:
+                running = False
+                self._running -= 1
+                self._used = _now()
+                self._publish()
+                if not self._open():  # who closes waits for it
+                    self._came.set()
+
         try:
             if kind == "websocket":
                 await self._app(scope, body, send)
-            elif not await self._answer(scope, body, send):
+            elif not await self._answer(scope, body, send, end):
                 await self._refuse(kind, send)
         finally:
-            self._running -= 1
-            self._used = _now()
-            self._publish()
-            if not self._open():  # who closes waits for it
-                self._came.set()
+            end()
 
-    async def _answer(self, scope: Scope, body: _Receive, send: Send) -> bool:
+    async def _answer(self, scope: Scope, body: _Receive, send: Send, end: Callable[[], None]) -> bool:
         """Have the application answer. False: memory for it did not come in time, and nothing was sent.
 
-        A stream's headers wait for its first bytes, so that it can be refused until then.
+        A stream's headers wait for its first bytes, so that it can be refused until then. The request ends with its
+        last byte: SGLang's application still waits for two seconds then.
         """
         began, starts, sent, token = _now(), [], False, object()
 
@@ -162,6 +171,8 @@ class Serve(http.Limits):
                 await send(starts.pop())
             sent = True
             await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                end()
 
         answers = asyncio.ensure_future(self._app(scope, body, tell))
         try:

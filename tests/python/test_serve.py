@@ -151,6 +151,31 @@ def test_a_request_wakes_its_model_and_all_is_counted(played):
     played(history)
 
 
+def test_a_request_ends_with_its_last_byte_not_with_its_application(played):
+    """SGLang's application stays for two seconds after a stream, and its model would not sleep so long."""
+
+    async def history(engine, app, other):
+        answers, stays, sent = engine._app, asyncio.Event(), asyncio.Event()
+
+        async def streams(scope, receive, send):
+            await answers(scope, receive, send)
+            sent.set()
+            await stays.wait()
+
+        engine._app = streams
+        asked = asyncio.create_task(ask(engine))
+        await sent.wait()
+        assert (await ask(engine, "/vmem/sleep"))[0] == 200
+        assert engine.page[control.RUNNING] == 0 and not asked.done()
+        stays.set()
+        assert (await asked)[0] == 200
+        engine._app = answers
+        assert (await ask(engine))[0] == 200
+        assert engine.calls == ["sleep", "wake"] and engine.page[control.UNSERVED] == 0
+
+    played(history, queue="5")
+
+
 def test_no_order_and_no_request_waits_for_a_look(played, monkeypatch):
     """Each is begun and answered at once: looks, which are hours apart here, are for what other processes do."""
     monkeypatch.setattr(serve, "TICK", 3600)
