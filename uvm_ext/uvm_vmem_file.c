@@ -6,7 +6,6 @@
 #include "uvm_vmem_call.h"
 #include "uvm_vmem_hooks.h"
 #include "uvm_vmem_memory.h"
-#include "uvm_vmem_proc.h"
 
 #include "uvm_kvmalloc.h"
 
@@ -26,22 +25,22 @@ static struct uvm_vmem_space *space_make(struct file *filp)
 
 struct uvm_vmem_space *uvm_vmem_file_space(struct file *filp)
 {
-    struct uvm_vmem_space *space = smp_load_acquire(&uvm_va_space_get(filp)->vmem);
+    struct uvm_vmem_space **vmem = &uvm_va_space_get(filp)->vmem;
+    struct uvm_vmem_space *space = smp_load_acquire(vmem);
     struct uvm_vmem_space *made;
 
     if (space)
         return space;
-
-    uvm_vmem_proc_init();
 
     made = space_make(filp);
     if (!made)
         return NULL;
 
     // Two threads may make their first call at once. One state is the file's, and the other goes.
-    space = uvm_vmem_space_publish(made);
-    if (space != made)
-        uvm_vmem_space_put(made);
+    space = cmpxchg(vmem, NULL, made);
+    if (!space)
+        return made;
+    uvm_vmem_space_free(made);
     return space;
 }
 
@@ -69,5 +68,6 @@ void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
 void uvm_vmem_destroy(uvm_va_space_t *va_space)
 {
     if (va_space->vmem)
-        uvm_vmem_space_end(va_space->vmem);
+        uvm_vmem_space_free(va_space->vmem);
+    va_space->vmem = NULL;
 }

@@ -111,7 +111,6 @@ void uvm_vmem_handle_free(struct uvm_vmem_handle *handle)
 
     slab->used &= ~handle_mask(handle);
     slab->owner->bytes_created -= granules_size(handle->granules);
-    slab->owner->space->num_handles--;
     if (slab->used)
         slab_sort(slab);
     else
@@ -329,7 +328,6 @@ static NV_STATUS create_run(struct create *c)
     list_for_each_entry_safe(slab, next, &c->slabs, node)
         slab_sort(slab);
     c->space->next_handle += c->count;
-    c->space->num_handles += c->count;
     return NV_OK;
 }
 

@@ -70,7 +70,6 @@ static bool handle_unmap(struct uvm_vmem_call *call, struct uvm_vmem_handle *han
 
         if (!*budget)
             return false;
-        atomic64_inc(&call->space->entries_examined);
 
         uvm_vmem_overlay_touch(call, overlay);
         if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !overlay->cut)

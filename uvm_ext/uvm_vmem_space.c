@@ -1,4 +1,4 @@
-// The records of an open file and of its GPUs, and the list of all files.
+// The records of an open file and of its GPUs.
 //
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_space.h"
@@ -11,19 +11,15 @@ static bool uvm_vmem_confidential;
 module_param(uvm_vmem_confidential, bool, 0444);
 MODULE_PARM_DESC(uvm_vmem_confidential, "vMem: allow with confidential computing (default: no). Not tested there.");
 
-static LIST_HEAD(g_uvm_vmem_spaces);
-static DEFINE_MUTEX(g_uvm_vmem_spaces_lock);
-
-static void space_free(nv_kref_t *ref)
+void uvm_vmem_space_free(struct uvm_vmem_space *space)
 {
-    struct uvm_vmem_space *space = container_of(ref, struct uvm_vmem_space, refs);
+    UVM_ASSERT(list_empty(&space->gpus));
+    UVM_ASSERT(xa_empty(&space->handles));
 
     uvm_kvfree(space->reserve);
     xa_destroy(&space->handles);
     uvm_kvfree(space);
 }
-
-void uvm_vmem_space_put(struct uvm_vmem_space *space) { nv_kref_put(&space->refs, space_free); }
 
 struct uvm_vmem_space *uvm_vmem_space_alloc(uvm_va_space_t *va_space, struct uvm_vmem_reserve *reserve)
 {
@@ -32,7 +28,6 @@ struct uvm_vmem_space *uvm_vmem_space_alloc(uvm_va_space_t *va_space, struct uvm
     if (!space)
         return NULL;
 
-    nv_kref_init(&space->refs);
     space->va_space = va_space;
     space->reserve = reserve;
     mutex_init(&space->lock);
@@ -42,54 +37,7 @@ struct uvm_vmem_space *uvm_vmem_space_alloc(uvm_va_space_t *va_space, struct uvm
 
     // Files start at different numbers, so a handle of another file is almost certainly not found.
     space->next_handle = (((NvU64)get_random_u32() & 0xFFFF) << 32) + 1;
-    space->tgid = task_tgid_nr(current);
-    get_task_comm(space->comm, current);
     return space;
-}
-
-struct uvm_vmem_space *uvm_vmem_space_publish(struct uvm_vmem_space *made)
-{
-    uvm_va_space_t *va_space = made->va_space;
-    struct uvm_vmem_space *space;
-
-    mutex_lock(&g_uvm_vmem_spaces_lock);
-    space = va_space->vmem;
-    if (!space) {
-        space = made;
-        list_add_tail(&space->node, &g_uvm_vmem_spaces);
-        smp_store_release(&va_space->vmem, space);
-    }
-    mutex_unlock(&g_uvm_vmem_spaces_lock);
-    return space;
-}
-
-void uvm_vmem_space_end(struct uvm_vmem_space *space)
-{
-    mutex_lock(&g_uvm_vmem_spaces_lock);
-    list_del(&space->node);
-    mutex_unlock(&g_uvm_vmem_spaces_lock);
-
-    UVM_ASSERT(list_empty(&space->gpus));
-    UVM_ASSERT(xa_empty(&space->handles));
-
-    space->va_space->vmem = NULL;
-    uvm_vmem_space_put(space);
-}
-
-struct uvm_vmem_space *uvm_vmem_space_nth(loff_t n)
-{
-    struct uvm_vmem_space *space, *found = NULL;
-
-    mutex_lock(&g_uvm_vmem_spaces_lock);
-    list_for_each_entry(space, &g_uvm_vmem_spaces, node) {
-        if (!n--) {
-            nv_kref_get(&space->refs);
-            found = space;
-            break;
-        }
-    }
-    mutex_unlock(&g_uvm_vmem_spaces_lock);
-    return found;
 }
 
 struct uvm_vmem_gpu *uvm_vmem_gpu_find(struct uvm_vmem_space *space, uvm_gpu_t *gpu)

@@ -6,14 +6,12 @@
 //                   unregister. Not held while user memory is copied. No RM call is made under it.
 //                   read mode: CREATE and QUERY; waiting for a push, after a downgrade.
 //   space->lock     protects the handle table, slabs and byte counts, which CREATE changes with the VA space lock in
-//                   read mode only. Every change takes it, also in write mode, because readers of the proc file
-//                   hold no VA space lock.
+//                   read mode only.
 //   ext. range tree, page tree, push, PMM   UVM's own, as its functions require. No range tree or page tree lock is
 //                   taken while a push is open.
 //
 // RELEASE takes the lock of the file's uvm_vmem_reserve before all others. Only other calls of RELEASE wait for it, and
-// a signal that kills ends the wait. The lock of the list of files protects only the list, and no other lock is taken
-// under it, so a reader of the proc file delays no other process.
+// a signal that kills ends the wait.
 //
 // Lifetime. An overlay ends with its uvm_ext_gpu_map_t, which UVM may close whenever the VA space lock is not held in
 // write mode: as a whole, and only after it has cleared and invalidated the PTEs and waited. Memory is freed only when
@@ -27,7 +25,6 @@
 #include "uvm_vmem_pure.h"
 
 #include <linux/mutex.h>
-#include <linux/sched.h>
 #include <linux/xarray.h>
 
 // Page sizes: 64K, 128K, 256K, 2M
@@ -51,15 +48,12 @@ struct uvm_vmem_gpu {
 };
 
 struct uvm_vmem_space {
-    struct list_head node; // in the list of all files
-    nv_kref_t refs;        // one of the file, and one of each reader of the proc file
     uvm_va_space_t *va_space;
     struct mutex lock;
 
     struct list_head gpus;
     struct xarray handles;
     NvU64 next_handle;
-    NvU64 num_handles;
     struct uvm_vmem_reserve *reserve; // uvm_vmem_call.h
 
     // Protects overlays and entries while the VA space lock is held in read mode only. No lock is taken under it
@@ -69,15 +63,10 @@ struct uvm_vmem_space {
     // close fails. Protected like overlays
     NV_STATUS fatal;
 
-    // Totals over the file's life, for QUERY and the proc file
+    // Totals over the file's life, for QUERY
     atomic64_t pushes;
     atomic64_t invalidates;
     atomic64_t waits;
-    atomic64_t entries_examined; // by RELEASE
-
-    // The process that made the file's first call, for the proc file
-    pid_t tgid;
-    char comm[TASK_COMM_LEN];
 };
 
 // 2 MiB of physical memory, cut into pages of one size
@@ -110,11 +99,8 @@ static inline NvU64 uvm_vmem_handle_address(const struct uvm_vmem_handle *handle
 // A new state of the file's VA space, which takes over the reserve. NULL if there is no memory.
 struct uvm_vmem_space *uvm_vmem_space_alloc(uvm_va_space_t *va_space, struct uvm_vmem_reserve *reserve);
 
-// Make a new state the file's, unless the file has one, and return the file's.
-struct uvm_vmem_space *uvm_vmem_space_publish(struct uvm_vmem_space *made);
-
-// End the file's state. No GPU and no handle is left in it.
-void uvm_vmem_space_end(struct uvm_vmem_space *space);
+// Free a state. No GPU and no handle is left in it.
+void uvm_vmem_space_free(struct uvm_vmem_space *space);
 
 // The file's record of the GPU, or NULL.
 //
@@ -133,10 +119,5 @@ NV_STATUS uvm_vmem_gpu_check(uvm_gpu_t *gpu);
 //
 // LOCKING: the VA space lock.
 NV_STATUS uvm_vmem_gpu_lookup(uvm_va_space_t *va_space, const NvU8 *uuid, uvm_gpu_t **gpu, uvm_page_tree_t **tree);
-
-// The state of the nth file, or NULL after the last. The state exists until uvm_vmem_space_put(), but its GPUs may go
-// earlier.
-struct uvm_vmem_space *uvm_vmem_space_nth(loff_t n);
-void uvm_vmem_space_put(struct uvm_vmem_space *space);
 
 #endif

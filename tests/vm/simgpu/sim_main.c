@@ -41,18 +41,15 @@ struct sim_gpu *sim_gpu_by_uuid(const void *uuid)
 
 static DEFINE_SPINLOCK(inject_lock);
 static struct {
-    u32 sites, nth, again, hold;
-    u32 round;  // of arming, which ends what the one before holds
+    u32 sites, nth, again;
     pid_t tgid; // 0: any
     u64 seen, fired;
 } inject;
-static DECLARE_WAIT_QUEUE_HEAD(inject_wait);
 
 bool sim_inject(struct sim_gpu *g, u32 site)
 {
-    bool fire = false, hold = false;
+    bool fire = false;
     unsigned long flags;
-    u32 round = 0;
 
     if (!(READ_ONCE(inject.sites) & site))
         return false;
@@ -62,15 +59,11 @@ bool sim_inject(struct sim_gpu *g, u32 site)
         inject.seen++;
         fire = inject.nth && (inject.again ? inject.seen >= inject.nth : inject.seen == inject.nth);
         inject.fired += fire;
-        hold = fire && inject.hold && site != SIMGPU_SITE_CHANNEL;
-        round = inject.round;
     }
     spin_unlock_irqrestore(&inject_lock, flags);
     if (fire)
         atomic64_inc(&g->injected);
-    if (hold)
-        (void)wait_event_killable(inject_wait, READ_ONCE(inject.round) != round);
-    return fire && !hold;
+    return fire;
 }
 
 int sim_inject_ioctl(struct simgpu_inject *io)
@@ -84,11 +77,8 @@ int sim_inject_ioctl(struct simgpu_inject *io)
     inject.sites = io->sites;
     inject.nth = io->nth;
     inject.again = io->again;
-    inject.hold = io->hold;
     inject.tgid = io->mine ? current->tgid : 0;
-    inject.round++;
     spin_unlock_irqrestore(&inject_lock, flags);
-    wake_up_all(&inject_wait);
     return 0;
 }
 

@@ -162,8 +162,6 @@ struct simgpu_inject {
     __u32 nth;   // fail the nth call from now on, 1 the next; 0: only count
     __u32 mine;  // count only calls made by the calling process
     __u32 again; // keep failing after the nth
-    __u32 hold;  // RM and PMA: the nth call is not failed but waits for the next SIMGPU_INJECT
-    __u32 pad;
     __u64 seen;  // OUT: calls counted since the last arming (before this call)
     __u64 fired; // OUT: of these, failed
 };

@@ -332,13 +332,6 @@ void sim_inject(uint32_t sites, uint32_t nth, bool mine, struct simgpu_inject *o
         *out = i;
 }
 
-void sim_hold(uint32_t site)
-{
-    struct simgpu_inject i = {.sites = site, .nth = 1, .mine = 1, .hold = 1};
-
-    sim_ioctl(SIMGPU_INJECT, &i, "SIMGPU_INJECT");
-}
-
 void sim_mode(unsigned gpu, uint32_t set, uint32_t clear)
 {
     struct simgpu_mode m = {.gpu = gpu, .set = set, .clear = clear};

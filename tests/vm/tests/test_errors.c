@@ -3,9 +3,6 @@
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
-#include <sys/prctl.h>
-#include <sys/stat.h>
-
 static struct uvm u;
 static uint64_t pages[4]; // 64, 128, 256 KiB, 2 MiB; the first is mapped at BASE + 64 KiB
 
@@ -328,28 +325,6 @@ TEST(test_err_register_without_the_device)
         _exit(0);
     }
     CHECK_EQ(wait_child(pid), 0);
-}
-
-// The list of who holds what names processes of all users: it is the administrator's.
-TEST(test_err_proc_file)
-{
-    char text[4096];
-    struct stat st;
-    FILE *f;
-    size_t n;
-
-    // The file shows any name of a process as one word.
-    CHECK(prctl(PR_SET_NAME, "a b\n\033[2J\\\xff:") == 0);
-    vm_start(&u, MB(8));
-    CHECK(stat("/proc/driver/nvidia-uvm/vmem", &st) == 0);
-    CHECK_EQ(st.st_mode & 0777, 0400);
-    f = fopen("/proc/driver/nvidia-uvm/vmem", "r");
-    CHECK(f);
-    n = fread(text, 1, sizeof(text) - 1, f);
-    text[n] = 0;
-    CHECK(strstr(text, "abi 2\n") == text && strstr(text, "examined 0\n"));
-    CHECK_MSG(strstr(text, " a\\040b\\012\\033[2J\\134\\377:: handles "), "the process's name: %s", text);
-    fclose(f);
 }
 
 TEST(test_err_release)

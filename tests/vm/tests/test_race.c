@@ -8,7 +8,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <sys/prctl.h>
 
 enum { BLOCKS = 8 };
 
@@ -258,106 +257,5 @@ TEST(test_concurrent_processes)
     }
     for (unsigned p = 0; p < COUNT(pids); p++)
         CHECK_EQ(wait_child(pids[p]), 0);
-    sim_check(0);
-}
-
-// The function in which a process waits in the kernel.
-static bool waits_in(pid_t pid, const char *part)
-{
-    char path[64], name[128] = "";
-    FILE *f;
-
-    snprintf(path, sizeof(path), "/proc/%d/wchan", pid);
-    f = fopen(path, "r");
-    if (!f)
-        return false;
-    CHECK(fgets(name, sizeof(name), f) || !ferror(f));
-    fclose(f);
-    return strstr(name, part);
-}
-
-// A process ends well, and is not held up by the list of files: in the first call that enters it, in the last close.
-static void ends(pid_t pid)
-{
-    int status;
-
-    while (waitpid(pid, &status, WNOHANG) == 0) {
-        CHECK_MSG(!waits_in(pid, "uvm_vmem_file_space"), "its first call waits for a reader of the proc file");
-        CHECK_MSG(!waits_in(pid, "uvm_vmem_destroy"), "its last close waits for a reader of the proc file");
-        usleep(1000);
-    }
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-}
-
-static void *creator(void *status)
-{
-    *(NV_STATUS *)status = vm_create(&u, MB(2), 1, NULL);
-    return NULL;
-}
-
-// A file whose CREATE waits for memory holds up who reads about it, but the reader nobody: others come and go meanwhile.
-TEST(test_reader_of_the_proc_file_holds_nobody_up)
-{
-    uint64_t injected = sim_counters(0, false).injected;
-    NV_STATUS status = 0xdead;
-    int ready[2], go[2];
-    pid_t early, late, reader;
-    pthread_t thread;
-    char c;
-
-    CHECK(pipe(ready) == 0 && pipe(go) == 0);
-    vm_start(&u, MB(8));
-    (void)vm_query(&u, 0); // in the list, and first there
-    early = fork();
-    if (early == 0) {
-        struct uvm other;
-
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        vm_start(&other, MB(8));
-        CHECK_EQ(vm_create(&other, MB(2), 1, NULL), NV_OK);
-        CHECK(write(ready[1], "", 1) == 1 && read(go[0], &c, 1) == 1);
-        uvm_close(&other);
-        _exit(0);
-    }
-    CHECK(read(ready[0], &c, 1) == 1);
-
-    sim_hold(SIMGPU_SITE_PMA);
-    CHECK(pthread_create(&thread, NULL, creator, &status) == 0);
-    while (sim_counters(0, false).injected == injected)
-        usleep(1000);
-    reader = fork();
-    if (reader == 0) {
-        char text[4096];
-        FILE *f = fopen("/proc/driver/nvidia-uvm/vmem", "r");
-
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        CHECK(f && fread(text, 1, sizeof(text), f) > 0);
-        _exit(0);
-    }
-    while (!waits_in(reader, "vmem")) {
-        CHECK(waitpid(reader, NULL, WNOHANG) == 0);
-        usleep(1000);
-    }
-
-    CHECK(write(go[1], "", 1) == 1);
-    ends(early);
-    late = fork();
-    if (late == 0) {
-        struct uvm other;
-
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        vm_start(&other, MB(8));
-        CHECK_EQ(vm_create(&other, MB(2), 1, NULL), NV_OK);
-        uvm_close(&other);
-        _exit(0);
-    }
-    ends(late);
-    CHECK(waits_in(reader, "vmem"));
-    CHECK_EQ(status, 0xdead);
-
-    sim_inject(0, 0, false, NULL);
-    pthread_join(thread, NULL);
-    CHECK_EQ(status, NV_OK);
-    CHECK_EQ(wait_child(reader), 0);
     sim_check(0);
 }

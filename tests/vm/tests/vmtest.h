@@ -128,8 +128,6 @@ void sim_check(unsigned gpu);
 void sim_baseline(void); // called before each case
 uint64_t sim_mem(const struct uvm *u, unsigned gpu, uint32_t handle, uint32_t page_size, uint64_t size);
 void sim_inject(uint32_t sites, uint32_t nth, bool mine, struct simgpu_inject *out);
-// The next call of this process at `site` waits in there until the next sim_inject().
-void sim_hold(uint32_t site);
 void sim_mode(unsigned gpu, uint32_t set, uint32_t clear);
 
 #endif
