@@ -62,11 +62,7 @@ class BlocksStats:
     waiting: int
     orders: int
     refused: int
-    ordered_pages: int
-    direct_calls: int
-    direct_pages: int
     unmapped_pages: int
-    cancelled: int
     failed_unmaps: int
 
 
@@ -95,8 +91,6 @@ class Blocks(_Owned):
         Of the pages that back them, in bytes; by default the smallest (of a VirtualTensor: its own).
     budget : int
         Most bytes of pages; 0 for no limit but the context's.
-    zero : bool
-        Whether pages are cleared before they are mapped.
     board : buffer of uint64, optional
         `BOARD_WORDS` words, such as a numpy array over shared memory, where the native thread writes for other
         processes: the last answered order, the orders refused so far, bytes held, most bytes held, blocks backed,
@@ -130,7 +124,6 @@ class Blocks(_Owned):
         *,
         page_size: int | None = None,
         budget: SupportsIndex = 0,
-        zero: bool = False,
         board: Any = None,
     ) -> None:
         at = space if isinstance(space, Reservation) else getattr(space, "_range", None)
@@ -157,7 +150,6 @@ class Blocks(_Owned):
             raw[i].layers = uint(f"ranges[{i}].layers", part.layers, 32)
         shared = None if board is None else _board(board)
         config = structure("vmem_blocks_config")
-        config.flags = lib.VMEM_BLOCKS_ZERO if flag("zero", zero) else 0
         config.ranges, config.n_ranges, config.blocks = raw, len(parts), self.blocks
         config.page_size, config.budget = self.page_size, uint("budget", budget)
         if shared is not None:
@@ -165,7 +157,6 @@ class Blocks(_Owned):
         owner, out = self._new_owner(at._owned()), ffi.new("vmem_blocks **")
         _check(lib.pv_own_blocks(owner, at.context._use(), config, out))
         self._owner = self._handle = ffi.gc(out[0], _KeepBoard(owner, shared))
-        self._answered = 0  # orders whose answers refused() has looked at
         at.context._children[id(self)] = self
 
     def __repr__(self) -> str:
@@ -232,25 +223,7 @@ class Blocks(_Owned):
         """Let a fence of `fence`, and all such before it, pass."""
         _check(lib.vmem_blocks_pass(self._use(), uint("fence", fence)))
 
-    # ---- answers ---------------------------------------------------------------------------------------------
-
-    def done(self) -> int:
-        """Return the number of the last order that was answered; all before it were."""
-        seq = ffi.new("uint64_t *")
-        _check(lib.vmem_blocks_done(self._use(), seq))
-        return int(seq[0])
-
-    def refused(self) -> list[int]:
-        """Return the orders that were refused since the last call, oldest first.
-
-        At most those among the last 256 answered orders, so call it more often than that.
-        """
-        done, found = self.done(), []
-        for seq in range(max(self._answered, done - lib.VMEM_BLOCKS_ANSWERS) + 1, done + 1):
-            if lib.vmem_blocks_answer(self._use(), seq):
-                found.append(seq)
-        self._answered = done
-        return found
+    # ---- what is there ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Wait until every order made before is answered, and no block waits whose fence has passed."""
@@ -268,10 +241,6 @@ class Blocks(_Owned):
         ids = np.arange(self.blocks, dtype=np.uint32)
         found: npt.NDArray[np.uint32] = ids[self.states(ids) == 1]
         return found
-
-    def set_budget(self, bytes: SupportsIndex) -> None:
-        """Limit the bytes of pages; 0 for no limit. Pages beyond a lower limit stay; only further backing fails."""
-        _check(lib.vmem_blocks_set_budget(self._use(), uint("bytes", bytes)))
 
     # ---- pools -----------------------------------------------------------------------------------------------
 

@@ -40,9 +40,7 @@ struct vmem_block_range {
     uint32_t reserved; // 0
 };
 
-#define VMEM_BLOCKS_ZERO 0x1u // Pages are zero when they are mapped.
-
-// The answers to the last so many orders are known.
+// The board has the answers to the last so many orders.
 #define VMEM_BLOCKS_ANSWERS 256
 
 // Words that other processes may read while the object's own process changes them. Sizes are bytes.
@@ -58,13 +56,13 @@ struct vmem_blocks_board {
 
 struct vmem_blocks_config {
     uint32_t size;  // sizeof(struct vmem_blocks_config)
-    uint32_t flags; // VMEM_BLOCKS_ZERO
+    uint32_t flags; // 0
     const struct vmem_block_range *ranges;
     uint32_t n_ranges;
     uint32_t blocks;    // numbers are 0 to blocks - 1
     uint64_t page_size; // of the pages that back them
     uint64_t budget;    // most bytes of pages; 0: no limit but the context's
-    // Memory for the answers, for example shared with the process that makes the orders. It must outlive the object,
+    // Memory for the answers to orders, for example shared with the process that makes them. It must outlive the object,
     // which writes to it without system calls and never reads it. NULL: none.
     struct vmem_blocks_board *board;
 };
@@ -83,12 +81,12 @@ void vmem_blocks_destroy(vmem_blocks *blocks);
 // Backs the blocks now, in the calling thread, before orders that wait; all or none. A block may be named twice, and
 // blocks that are backed stay as they are. If fresh is not NULL, *fresh receives the number of blocks that were not.
 // Where possible, pages are consecutive in memory, and each stays separately unmappable while kernels run
-// (VMEM_MAP_FINE). -ENOMEM: the budget or the device has no memory for all of them.
+// (VMEM_MAP_FINE). New pages are zero. -ENOMEM: the budget or the device has no memory for all of them.
 int vmem_blocks_back(vmem_blocks *blocks, const uint32_t *ids, uint32_t n, uint32_t flags, uint32_t *fresh);
 
 // The same by the object's thread, in the order of the calls; returns at once. *seq receives the order's number: 1 for
-// the first, and one more for each. An order that fails is refused: its blocks are as before the call. -ENOMEM: no
-// memory for the order itself.
+// the first, and one more for each. The board has its answer: an order that fails is refused, and its blocks are as before the call.
+// -ENOMEM: no memory for the order itself.
 int vmem_blocks_order(vmem_blocks *blocks, const uint32_t *ids, uint32_t n, uint64_t *seq);
 
 // Gives up the blocks after the fence has passed; 0: as soon as possible. Never waits. Blocks that are not backed are
@@ -107,21 +105,12 @@ int vmem_blocks_record(vmem_blocks *blocks, void *stream, uint64_t *fence);
 int vmem_blocks_fence(vmem_blocks *blocks, uint64_t *fence);
 int vmem_blocks_pass(vmem_blocks *blocks, uint64_t fence);
 
-// ---- answers ------------------------------------------------------------------------------------------------
+// ---- what is there ------------------------------------------------------------------------------------------------
 
-// The last order that was answered; all before it were.
-int vmem_blocks_done(vmem_blocks *blocks, uint64_t *seq);
-// How an order ended: 0, or the negative errno for which it was refused. -EAGAIN: it has not been answered yet. -EINVAL: it was
-// not made, or is older than the last VMEM_BLOCKS_ANSWERS orders.
-int vmem_blocks_answer(vmem_blocks *blocks, uint64_t seq);
 // Waits until every order made before is answered and no block waits whose fence has passed.
 int vmem_blocks_flush(vmem_blocks *blocks);
 // Sets states[i] to the state of block ids[i]: 0 if it is not backed, 1 if it is, 2 if it is and waits to be given up.
 int vmem_blocks_query(vmem_blocks *blocks, const uint32_t *ids, uint32_t n, uint8_t *states);
-
-// Limits the bytes of pages; 0: no limit but the context's. If more exist, they stay, and only further backing fails.
-// -EINVAL: the blocks are in a pool, which sets the budget.
-int vmem_blocks_set_budget(vmem_blocks *blocks, uint64_t bytes);
 
 // ---- pools --------------------------------------------------------------------------------------------------
 //
@@ -159,11 +148,7 @@ struct vmem_blocks_stats {
     uint64_t waiting;         // orders without an answer
     // Counts so far.
     uint64_t orders, refused;
-    uint64_t ordered_pages; // mapped by the thread
-    uint64_t direct_calls;  // calls of vmem_blocks_back that had to map pages,
-    uint64_t direct_pages;  // and those pages
     uint64_t unmapped_pages;
-    uint64_t cancelled; // blocks that were backed again before they were unmapped
     uint64_t failed_unmaps;
 };
 int vmem_blocks_get_stats(vmem_blocks *blocks, struct vmem_blocks_stats *out);

@@ -95,7 +95,7 @@ def turn(context: Context, page_size: int, size: int, beside: Launches | None) -
             found[f"longest launch beside, {what} {size_text(size)}", "ms"] = beside.longest
 
     with context.reserve(n * page_size, backdrop=bool(backdrop_flag(context))) as space:
-        with Blocks(space, [BlockRange(0, page_size, page_size)], n, page_size=page_size, zero=True) as blocks:
+        with Blocks(space, [BlockRange(0, page_size, page_size)], n, page_size=page_size) as blocks:
             ids = np.arange(n, dtype=np.uint32)
 
             def grow() -> None:

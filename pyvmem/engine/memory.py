@@ -152,7 +152,7 @@ class BlockMemory:
         assert self._tensor is not None
         page, rank = self._page, self._rank
         self._block = block
-        self._blocks = blocks = Blocks(self._tensor, self._ranges, number, zero=True, board=self._board)
+        self._blocks = blocks = Blocks(self._tensor, self._ranges, number, board=self._board)
         self._join(self._tensor.tensor.device)
         self._back_null()
         page[control.NULL + rank] = alone = blocks.stats().held

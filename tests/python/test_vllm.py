@@ -611,10 +611,11 @@ def test_a_step_backs_what_it_does_not_know_to_be_backed(worker):
 def test_orders_that_are_refused_or_cut_are_not_known_to_be_backed(worker):
     blocks = worker.blocks
     worker.run(1)
-    blocks.set_budget(PAGE)
+    context = worker.context(worker.flat.device)
+    context.set_budget(PAGE)
     worker.run(2, ahead=[[1, 2]], order=1)
     blocks.flush()
-    blocks.set_budget(0)
+    context.set_budget(0)
     assert worker.run(3, [2]) == [2]
     worker.run(4, ahead=[[3, 4]], order=2)
     see, worker._see_answers = worker._see_answers, lambda: None  # it comes late

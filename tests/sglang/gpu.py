@@ -158,7 +158,7 @@ def sleep(llm, serve, tokens):
         size, unit = pool.budget - (64 << 20), 2 << 20
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         space = pyvmem.VirtualTensor((size,), torch.int8, device, page_size=unit, zero=True, context=context)
-        blocks = Blocks(space, [BlockRange(offset=0, stride=unit, bytes=unit)], size // unit, zero=True)
+        blocks = Blocks(space, [BlockRange(offset=0, stride=unit, bytes=unit)], size // unit)
         blocks.join(pool, name="neighbour")
         begin, told = time.perf_counter(), {}
         llm.release_memory_occupation(tags=["vmem"])

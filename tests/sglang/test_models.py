@@ -272,7 +272,7 @@ from pyvmem.sglang import open_pool
 context = pyvmem.Context("host")
 pool, page, size = open_pool(context), 64 << 10, int(sys.argv[1])
 tensor = pyvmem.VirtualTensor((size,), torch.int8, "cpu", page_size=page, zero=True, context=context)
-blocks = Blocks(tensor, [BlockRange(offset=0, stride=page, bytes=page)], size // page, zero=True)
+blocks = Blocks(tensor, [BlockRange(offset=0, stride=page, bytes=page)], size // page)
 blocks.join(pool, name="neighbour")
 while True:
     try:

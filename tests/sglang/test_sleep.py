@@ -57,7 +57,7 @@ class Neighbour:
         self.pool = open_pool(self.context)
         size = self.pool.budget
         self.tensor = pyvmem.VirtualTensor((size,), torch.int8, "cpu", page_size=page, zero=True, context=self.context)
-        self.blocks = Blocks(self.tensor, [BlockRange(offset=0, stride=page, bytes=page)], size // page, zero=True)
+        self.blocks = Blocks(self.tensor, [BlockRange(offset=0, stride=page, bytes=page)], size // page)
         self.blocks.join(self.pool, name="neighbour")
         self.page = page
 

@@ -247,33 +247,7 @@ int vmem_blocks_pass(vmem_blocks *b, uint64_t fence)
     return vmem__blocks_leave(b, 0);
 }
 
-// ---- answers ----------------------------------------------------------------------------------------------------
-
-int vmem_blocks_done(vmem_blocks *b, uint64_t *seq)
-{
-    int rc = vmem__blocks_enter(b);
-    if (rc)
-        return rc;
-    if (seq)
-        *seq = b->done;
-    return vmem__blocks_leave(b, seq ? 0 : vmem__error(-EINVAL, "seq is NULL"));
-}
-
-int vmem_blocks_answer(vmem_blocks *b, uint64_t seq)
-{
-    int rc = vmem__blocks_enter(b);
-    if (rc)
-        return rc;
-    if (!seq || seq > b->seq || seq + VMEM_BLOCKS_ANSWERS <= b->done)
-        rc = vmem__error(-EINVAL, "seq %" PRIu64 ": the orders made are 1 to %" PRIu64 ", and %u answers are kept", seq,
-                         b->seq, VMEM_BLOCKS_ANSWERS);
-    else if (seq > b->done)
-        rc = vmem__error(-EAGAIN, "order %" PRIu64 " has not been answered yet", seq);
-    else if (b->answers[seq % VMEM_BLOCKS_ANSWERS])
-        rc = vmem__error(b->answers[seq % VMEM_BLOCKS_ANSWERS], "order %" PRIu64 " was refused: %s", seq,
-                         strerror(-b->answers[seq % VMEM_BLOCKS_ANSWERS]));
-    return vmem__blocks_leave(b, rc);
-}
+// ---- what is there ----------------------------------------------------------------------------------------------------
 
 int vmem_blocks_flush(vmem_blocks *b)
 {
@@ -298,21 +272,6 @@ int vmem_blocks_query(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint8_t *
     for (uint32_t i = 0; i < n && !rc; i++)
         states[i] = b->blocks[ids[i]].state != BLOCK_BACKED ? 0 : b->blocks[ids[i]].pending_unback ? 2 : 1;
     return vmem__blocks_leave(b, rc);
-}
-
-int vmem_blocks_set_budget(vmem_blocks *b, uint64_t bytes)
-{
-    int rc = vmem__blocks_enter(b);
-    if (rc)
-        return rc;
-    if (b->member)
-        return vmem__blocks_leave(b, vmem__error(-EINVAL, "the blocks are in a pool, which sets their budget"));
-    if (bytes && bytes < b->page_size)
-        return vmem__blocks_leave(b, vmem__error(-EINVAL, "bytes %" PRIu64 " is less than a page, %" PRIu64, bytes,
-                                                 b->page_size));
-    b->budget = bytes ? bytes >> b->page_shift : UINT64_MAX;
-    vmem__blocks_publish(b);
-    return vmem__blocks_leave(b, 0);
 }
 
 int vmem_blocks_get_stats(vmem_blocks *b, struct vmem_blocks_stats *out)

@@ -95,7 +95,7 @@ struct vmem_blocks {
     vmem_context *ctx;
     const unsigned char *owned;
     uint64_t page_size;
-    uint32_t create_flags, page_shift, n_blocks, n_ranges, n_spans;
+    uint32_t page_shift, n_blocks, n_ranges, n_spans;
     struct range *ranges;
     struct page_span *spans; // by address
     uint64_t n_pages;
@@ -131,7 +131,6 @@ struct vmem_blocks {
     uint64_t shrink_to;          // pages to which the pool has asked the engine to shrink; UINT64_MAX: it has not
     uint64_t shrink_until;       // ns: the time at which that lapses
 
-    int answers[VMEM_BLOCKS_ANSWERS]; // the answer to order s is at [s % VMEM_BLOCKS_ANSWERS]
     struct vmem_blocks_stats stats;
 };
 

@@ -130,7 +130,7 @@ static int map_pages(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool *re
     struct vmem_map_op *ops = malloc(most * sizeof(*ops));
     int rc = handles && ops ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping of %" PRIu64 " pages", n);
     if (!rc)
-        rc = vmem__create_near(b->ctx, b->page_size, n, 0, b->create_flags, handles);
+        rc = vmem__create_near(b->ctx, b->page_size, n, 0, VMEM__CREATE_BOUND | VMEM_CREATE_ZERO, handles);
     const bool created = !rc;
     *refused = rc == -ENOMEM && handles && ops;
     for (uint64_t at = 0, part; !rc && at < n; at += part) {
@@ -254,10 +254,7 @@ static int map_batch(vmem_blocks *b, struct block_call *c, struct page_batch *w)
         c->missing_pages = sat_sub(b->held + w->n, b->budget);
         vmem__error(rc, "%s", why);
     }
-    if (!rc) {
-        *(c->seq ? &b->stats.ordered_pages : &b->stats.direct_pages) += w->n;
-        b->stats.most_held = b->held > b->stats.most_held ? b->held : b->stats.most_held;
-    }
+    b->stats.most_held = !rc && b->held > b->stats.most_held ? b->held : b->stats.most_held;
     w->n = 0;
     return rc;
 }
@@ -342,7 +339,6 @@ static int back_missing(vmem_blocks *b, const struct block_call *c, struct block
         block->pending_unback = rc ? 0 : block->pending_unback;
         block->fence_passed &= !rc;
     }
-    b->stats.direct_calls += !c->seq && !rc;
     pthread_cond_broadcast(&b->change);
     if (rc) {
         drop_counts(b, todo, *work);

@@ -49,7 +49,6 @@ void vmem__blocks_end_call(vmem_blocks *b, struct block_call *c, int rc)
             block->pending_unback = 0;
             block->fence_passed = false;
             b->stats.leaving--;
-            b->stats.cancelled++;
         } else if (rc && block->fence_passed) { // if another call holds the block, the unback waits for that call, too
             block->pending_unback = c->number;
             block->fence_passed = false;

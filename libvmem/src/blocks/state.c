@@ -64,13 +64,13 @@ static int check_range(vmem_context *ctx, const struct vmem_blocks_config *cfg, 
 
 static int check_config(vmem_context *ctx, const struct vmem_blocks_config *cfg)
 {
-    if (cfg->flags & ~VMEM_BLOCKS_ZERO)
-        return vmem__error(-EINVAL, "cfg->flags 0x%x: only VMEM_BLOCKS_ZERO is known", cfg->flags);
     if (!cfg->ranges || !cfg->n_ranges)
         return vmem__error(-EINVAL, "cfg->ranges must have at least one element");
     if (!cfg->blocks || cfg->blocks & CALL_HOLDS)
         return vmem__error(-EINVAL, "cfg->blocks %u is not between 1 and 2^31 - 1", cfg->blocks);
-    int rc = vmem__check_page_size(ctx, cfg->page_size);
+    int rc = vmem__check_flags(cfg->flags, 0);
+    if (!rc)
+        rc = vmem__check_page_size(ctx, cfg->page_size);
     if (!rc && cfg->budget && cfg->budget < cfg->page_size)
         rc = vmem__error(-EINVAL, "cfg->budget %" PRIu64 " is less than a page, %" PRIu64, cfg->budget, cfg->page_size);
     for (uint32_t i = 0; i < cfg->n_ranges && !rc; i++) {
@@ -160,7 +160,6 @@ static int make_blocks(vmem_context *ctx, const struct vmem_blocks_config *cfg, 
     b->owned = ctx->owned;
     b->page_size = cfg->page_size;
     b->page_shift = (uint32_t)__builtin_ctzll(cfg->page_size);
-    b->create_flags = VMEM__CREATE_BOUND | (cfg->flags & VMEM_BLOCKS_ZERO ? VMEM_CREATE_ZERO : 0);
     b->n_blocks = cfg->blocks;
     b->n_ranges = cfg->n_ranges;
     b->budget = cfg->budget ? cfg->budget >> b->page_shift : UINT64_MAX;

@@ -15,7 +15,6 @@ static void carry_out_order(vmem_blocks *b)
         b->orders_end = &b->orders;
     const uint64_t seq = c->seq;
     const int rc = vmem__blocks_back(b, c);
-    b->answers[seq % VMEM_BLOCKS_ANSWERS] = rc;
     if (b->board)
         __atomic_store_n(&b->board->answers[seq % VMEM_BLOCKS_ANSWERS], 2 * seq + (rc != 0), __ATOMIC_RELAXED);
     b->stats.refused += rc != 0;
