@@ -5,7 +5,6 @@
 Prints the module's path last. The build folder keeps one tree per release and build type.
 """
 
-import argparse
 import contextlib
 import fcntl
 import os
@@ -15,7 +14,7 @@ import sys
 from pathlib import Path
 
 import source
-from insert import InsertError, diff, tree_patched
+from insert import InsertError, diff, patched
 from tree import HERE, kbuild_environment, prepare
 
 _STAMP = ".vmem-kernel"
@@ -98,24 +97,18 @@ def _unresolved(module, kernel, symvers):
 
 def main():
     env = os.environ.get
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = source.arguments(__doc__)
     parser.add_argument("action", choices=("build", "diff"), nargs="?", default="build")
-    parser.add_argument("--src", default=env("NVIDIA_SRC"), help="NVIDIA's tree; default: the installed driver's")
-    parser.add_argument("--release", default=env("NVIDIA_RELEASE"), help="driver release or its beginning, as 550")
-    parser.add_argument(
-        "--kernel", default=env("KERNEL"), help="kernel to build for, or newest; default: the running one"
-    )
     parser.add_argument("--type", default=env("UVM_BUILD_TYPE") or "release", choices=("release", "develop", "debug"))
     parser.add_argument("--symvers", default=env("KBUILD_EXTRA_SYMBOLS"), help="nvidia.ko's Module.symvers")
     parser.add_argument("--out", default="build/module", help="build folder")
-    parser.add_argument("--cache", default="build/nvidia", help="where Debian's package is unpacked to")
     parser.add_argument("--check", action="store_true", help="run sparse; fail on any warning in vMem's files")
     parser.add_argument("--verbose", action="store_true", help="show the build as it runs")
     args = parser.parse_args()
     try:
         src, release = source.nvidia(args.src or None, args.release or None, args.cache)
         if args.action == "diff":
-            text, added = diff(tree_patched(src))
+            text, added = diff(patched(src))
             print(text, end="", flush=True)
             print(f"{release}: {added} lines inserted in NVIDIA's files", file=sys.stderr)
             return 0

@@ -1,14 +1,11 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: MIT OR GPL-2.0-only
 """Insert vMem's hooks into a copy of NVIDIA's kernel-open tree.
 
 All anchors are checked before the first file is written, and a tree that already carries the hooks is left alone.
 """
 
-import argparse
 import difflib
 import re
-import sys
 from pathlib import Path
 
 from hooks import HOOKS
@@ -49,50 +46,32 @@ def _hooked(text, hook):
     return text[:start] + block + text[start + len(hook.anchor) :]
 
 
-def patched(read, name, hooks=HOOKS):
-    """Compute the hooked files of a tree.
-
-    Parameters
-    ----------
-    read : callable
-        Returns the text of a file of the tree, given its path there; raises `OSError` or `KeyError` where it is absent.
-    name : str
-        How errors call the tree: its release.
-
-    Returns
-    -------
-    dict
-        Path to (old text, new text); the two are equal where the hooks were in place already.
-    """
-    files = {}
-    done = 0
-    for hook in hooks:
+def patched(tree):
+    """{path in the tree: (old text, text with the hooks)}; the two are equal where the hooks were in place already."""
+    files, done = {}, 0
+    for hook in HOOKS:
+        named = f"release {release(tree)}: hook '{hook.name}'"
         try:
-            old, new = files.get(hook.file) or (read(hook.file),) * 2
-        except (OSError, KeyError):
-            raise InsertError(f"release {name}: hook '{hook.name}': there is no {hook.file}") from None
+            old, new = files.get(hook.file) or ((Path(tree) / hook.file).read_text(),) * 2
+        except OSError:
+            raise InsertError(f"{named}: there is no {hook.file}") from None
         try:
             text = _hooked(new, hook)
         except InsertError as e:
-            raise InsertError(
-                f"release {name}: hook '{hook.name}' in {hook.file}: {e}\n  anchor: {hook.anchor!r}"
-            ) from None
+            raise InsertError(f"{named} in {hook.file}: {e}\n  anchor: {hook.anchor!r}") from None
         done += text is None
         files[hook.file] = (old, new if text is None else text)
-    if done not in (0, len(hooks)):
-        raise InsertError(f"release {name}: {done} of {len(hooks)} hooks are in place: start from a fresh copy")
+    if done not in (0, len(HOOKS)):
+        raise InsertError(
+            f"release {release(tree)}: {done} of {len(HOOKS)} hooks are in place: start from a fresh copy"
+        )
     return files
-
-
-def tree_patched(tree):
-    """`patched` of a tree on disk."""
-    return patched(lambda file: (Path(tree) / file).read_text(), release(tree))
 
 
 def insert(tree):
     """Insert the hooks into the tree's files; True if that changed anything."""
     changed = False
-    for file, (old, new) in tree_patched(tree).items():
+    for file, (old, new) in patched(tree).items():
         if new != old:
             (Path(tree) / file).write_text(new)
             changed = True
@@ -106,25 +85,3 @@ def diff(files):
         lines += difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{file}", f"b/{file}")
     added = sum(line.startswith("+") and not line.startswith("+++") for line in lines)
     return "".join(lines), added
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("tree", help="folder that holds nvidia-uvm/ and Kbuild")
-    parser.add_argument("--diff", action="store_true", help="change nothing, print what would be inserted")
-    args = parser.parse_args()
-    try:
-        if not args.diff:
-            print("hooks inserted" if insert(args.tree) else "hooks were in place")
-            return 0
-        text, added = diff(tree_patched(args.tree))
-        print(text, end="")
-        print(f"{release(args.tree)}: {added} lines inserted in NVIDIA's files", file=sys.stderr)
-        return 0
-    except InsertError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ The package's source is a prepared tree of the installed driver, so it needs nei
 built again for a new kernel. Its module is called nvidia-uvm-vmem and stands beside the stock one.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -143,12 +142,8 @@ def install(src, release, kernel, boot=False, root="/"):
 
 def main():
     env = os.environ.get
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = source.arguments(__doc__)
     parser.add_argument("action", choices=("install", "remove"))
-    parser.add_argument("--src", default=env("NVIDIA_SRC"), help="NVIDIA's tree; default: the installed driver's")
-    parser.add_argument("--release", default=env("NVIDIA_RELEASE"), help="driver release or its beginning, as 550")
-    parser.add_argument("--kernel", default=env("KERNEL"), help="kernel to build for; default: the running one")
-    parser.add_argument("--cache", default="build/nvidia", help="where Debian's package is unpacked to")
     parser.add_argument("--boot", action="store_true", default=env("MODULE_BOOT") == "1",
                         help="let `modprobe nvidia-uvm` load the patched module from now on")  # fmt: skip
     args = parser.parse_args()

@@ -13,7 +13,7 @@ KERNEL_OPEN := $(patsubst %/,%,$(dir $(lastword $(MAKEFILE_LIST))))
 MODULE_RELEASES ?= 535 550
 
 .PHONY: module module-check module-diff module-install module-uninstall module-load module-unload
-.PHONY: module-check-releases test-module
+.PHONY: test-module
 
 module: module-tools ## Build nvidia-uvm.ko with vMem inside
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py $(if $(V),--verbose)
@@ -29,7 +29,7 @@ module-check-%: # skipped where the tools, the kernel's headers or the driver's 
 	    $(PYTHON) $(KERNEL_OPEN)/build.py --check --release $* --kernel $(or $(KERNEL),newest) $(if $(V),--verbose) || \
 	    { [ $$? = 77 ] && echo "skip test-module $*: what it needs is not here"; }
 
-module-diff: ## Show what is inserted into NVIDIA's files, as a diff
+module-diff: ## Show what is inserted into NVIDIA's files, as a diff, or why the hooks do not fit
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/build.py diff
 
 module-install: module-tools ## Install the DKMS package nvidia-uvm-vmem; with MODULE_BOOT=1, modprobe loads it from now on
@@ -45,9 +45,6 @@ module-load: ## Load the patched module in place of the stock one
 
 module-unload: ## Load the stock module again
 	$(Q)$(PYTHON) $(KERNEL_OPEN)/load.py unload
-
-module-check-releases: ## Show which driver releases the hooks fit; SRC is a git repository or a folder of trees
-	$(Q)$(PYTHON) $(KERNEL_OPEN)/releases.py "$(SRC)"
 
 test-dkms: module-tools ## Test the DKMS package with the real dkms, in a Debian tree of each suite (root, 20 minutes)
 	$(Q).ci/need debootstrap=debootstrap unshare=util-linux

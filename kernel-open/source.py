@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR GPL-2.0-only
 """Where NVIDIA's source and the kernel's headers come from: what the system has, else Debian's packages."""
 
+import argparse
 import os
 import re
 import shutil
@@ -22,6 +23,19 @@ class SourceError(Exception):
 
 class Unavailable(SourceError):
     """The system has none, and none can be fetched: a test that needs it is skipped."""
+
+
+def arguments(description):
+    """A parser of the options that say what to build from, and for which kernel."""
+    env = os.environ.get
+    parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
+    parser.add_argument("--src", default=env("NVIDIA_SRC"), help="NVIDIA's tree; default: the installed driver's")
+    parser.add_argument("--release", default=env("NVIDIA_RELEASE"), help="driver release or its beginning, as 550")
+    parser.add_argument(
+        "--kernel", default=env("KERNEL"), help="kernel to build for, or newest; default: the running one"
+    )
+    parser.add_argument("--cache", default="build/nvidia", help="where Debian's package is unpacked to")
+    return parser
 
 
 def order(text):

@@ -2,11 +2,14 @@
 """A build tree: the parts of NVIDIA's kernel-open that nvidia-uvm.ko needs, with vMem's hooks and sources in place."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
-import features
 from insert import insert
+
+# Which of the driver's interfaces a tree has, for uvm_vmem_compat.h
+FEATURES = "uvm_vmem_features.h"
 
 HERE = Path(__file__).resolve().parent
 UVM_EXT = HERE.parent / "uvm_ext"
@@ -36,6 +39,19 @@ def _write(path, text):
         path.write_text(text)
 
 
+def features(nvidia_uvm, listed=UVM_EXT / "features.list"):
+    """Text of the feature header for one nvidia-uvm folder, from lines of "NAME file regular-expression"."""
+    lines = ["// Generated from features.list and the driver's source.\n", "#pragma once\n"]
+    for line in Path(listed).read_text().splitlines():
+        line = line.split("#")[0].strip()
+        if line:
+            name, file, pattern = line.split(None, 2)
+            path = Path(nvidia_uvm) / file
+            found = path.is_file() and re.search(pattern, path.read_text())
+            lines.append(f"#define {name} {int(bool(found))}\n")
+    return "".join(lines)
+
+
 def prepare(src, tree):
     """Make `tree` the build tree of the driver tree `src`; one of a former run is brought up to date."""
     src, tree = Path(src), Path(tree)
@@ -57,9 +73,9 @@ def prepare(src, tree):
     sources = [path for path in sorted(UVM_EXT.iterdir()) if path.suffix in (".c", ".h", ".Kbuild")]
     for path in sources:
         _write(ours / path.name, path.read_text())
-    _write(ours / features.HEADER, features.header(tree / "nvidia-uvm", UVM_EXT / "features.list"))
+    _write(ours / FEATURES, features(tree / "nvidia-uvm"))
     for path in ours.glob("*.[ch]"):
-        if path.name not in {source.name for source in sources} | {features.HEADER}:
+        if path.name not in {source.name for source in sources} | {FEATURES}:
             path.unlink()
     for name in _OURS:
         _write(tree / name, (HERE / name).read_text())

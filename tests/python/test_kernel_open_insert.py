@@ -11,7 +11,6 @@ KERNEL_OPEN = Path(__file__).resolve().parents[2] / "kernel-open"
 sys.path.insert(0, str(KERNEL_OPEN))
 
 import insert  # noqa: E402
-import releases  # noqa: E402
 from hooks import HOOKS  # noqa: E402
 
 FILES = sorted({hook.file for hook in HOOKS})
@@ -40,7 +39,9 @@ def tree(tmp_path):
 
 
 def run(*args):
-    return subprocess.run([sys.executable, KERNEL_OPEN / "insert.py", *args], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, KERNEL_OPEN / "build.py", "diff", "--src", *args], capture_output=True, text=True
+    )
 
 
 def test_every_hook_stands_at_its_anchor_and_nothing_else_changes(tree):
@@ -55,7 +56,7 @@ def test_every_hook_stands_at_its_anchor_and_nothing_else_changes(tree):
 
 
 def test_eight_hooks_insert_fewer_than_40_lines_and_each_is_marked(tree):
-    text, added = insert.diff(insert.tree_patched(tree))
+    text, added = insert.diff(insert.patched(tree))
     assert len(HOOKS) == 8
     assert 0 < added < 40
     assert not [line for line in text.splitlines() if line.startswith("-") and not line.startswith("---")]
@@ -124,7 +125,7 @@ def test_a_hook_of_another_version_is_refused(tree):
 def test_a_folder_that_is_no_driver_tree_is_refused(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 1
-    assert "no NVIDIA kernel module tree" in done.stderr
+    assert "no nvidia-uvm/ with a release" in done.stderr
 
 
 def test_a_missing_file_is_refused_by_name(tree):
@@ -135,44 +136,8 @@ def test_a_missing_file_is_refused_by_name(tree):
 
 def test_diff_prints_and_changes_nothing(tree):
     before = snapshot(tree)
-    done = run("--diff", tree)
+    done = run(tree)
     assert done.returncode == 0
     assert "+++ b/nvidia-uvm/uvm.c" in done.stdout
     assert "550.163.01" in done.stderr
     assert snapshot(tree) == before
-
-
-def broken(root, release):
-    path = vendor_tree(root, release) / "nvidia-uvm/uvm_va_space.c"
-    path.write_text(path.read_text().replace("uvm_hmm_unregister_gpu", "uvm_hmm_forget_gpu"))
-
-
-def test_releases_of_a_folder_of_trees(tmp_path):
-    vendor_tree(tmp_path / "550.163.01")
-    broken(tmp_path / "515.43.04" / "kernel-open", "515.43.04")
-    found = dict(releases.check(tmp_path))
-    assert found["550.163.01"] is None
-    assert "unregister GPU" in found["515.43.04"]
-
-
-def test_releases_of_a_git_repository_are_its_tags_in_order(tmp_path):
-    repo = tmp_path / "repo"
-
-    def git(*args):
-        subprocess.run(["git", "-C", repo, "-c", "user.name=t", "-c", "user.email=t@t", *args], check=True)
-
-    repo.mkdir()
-    git("init", "-q")
-    for number, release in enumerate(("550.9.1", "550.54.14", "515.43.04", "later")):
-        (broken if release == "515.43.04" else vendor_tree)(repo / "kernel-open", release)
-        (repo / "count").write_text(str(number))
-        git("add", "-A")
-        git("commit", "-qm", release)
-        git("tag", release)
-    found = list(releases.check(repo))
-    assert [name for name, _ in found] == ["515.43.04", "550.9.1", "550.54.14"]
-    assert [error is None for _, error in found] == [False, True, True]
-    done = subprocess.run([sys.executable, KERNEL_OPEN / "releases.py", repo], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "2 of 3 releases match" in done.stdout
-    assert "550: 2 of 2 match: 550.9.1 550.54.14" in done.stdout

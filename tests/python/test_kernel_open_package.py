@@ -9,7 +9,6 @@ import pytest
 from test_kernel_open_insert import KERNEL_OPEN, snapshot, vendor_tree
 
 import build  # noqa: E402
-import features  # noqa: E402
 import install  # noqa: E402
 import load  # noqa: E402
 import source  # noqa: E402
@@ -38,7 +37,7 @@ def test_features_are_looked_for_in_the_tree(tmp_path):
     wanted = ("# a comment", "", "HAS_SIZE uvm_gpu.h max_vidmem_page_size;", "HAS_CALL uvm_gpu.h uvm_call\\(",
               "HAS_FILE gone.h anything")  # fmt: skip
     listed.write_text("\n".join(wanted))
-    lines = features.header(tmp_path, listed).splitlines()
+    lines = build_tree.features(tmp_path, listed).splitlines()
     assert lines[-3:] == ["#define HAS_SIZE 1", "#define HAS_CALL 0", "#define HAS_FILE 0"]
 
 
@@ -179,7 +178,7 @@ def test_the_tree_holds_what_the_build_needs_and_leaves_the_source_alone(tmp_pat
     assert snapshot(src) == before
     assert "vMem" in (tree / "nvidia-uvm/uvm.c").read_text()
     for name in ("Kbuild", "Makefile", "conftest.sh", "common/inc/nv.h", "nvidia/nvidia.Kbuild", "vmem.mk",
-                 "stock-symvers.sh", f"nvidia-uvm/uvm_ext/{features.HEADER}"):  # fmt: skip
+                 "stock-symvers.sh", f"nvidia-uvm/uvm_ext/{build_tree.FEATURES}"):  # fmt: skip
         assert (tree / name).is_file(), name
     for name in litter:
         assert not (tree / name).exists(), name
