@@ -18,6 +18,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -116,6 +117,9 @@ def engine(name, folder, kv_tokens, requests, chunk, cpu):
                    sampling_backend="pytorch", log_level="warning", dtype="float32" if cpu else "bfloat16")  # fmt: skip
     options.update(CPU if cpu else GPU)
     options.update(CLASSES[name][1])
+    with socket.socket() as free:  # two engines run, and ranks that share attention listen beside this port
+        free.bind(("127.0.0.1", 0))
+        options["port"] = free.getsockname()[1]
     llm = sglang.Engine(model_path=folder, skip_tokenizer_init=True, **options)
     told = dict(start=time.perf_counter() - begin, tokens=[], seconds=[], cached=0)
     asked = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
