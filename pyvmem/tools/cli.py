@@ -1,4 +1,4 @@
-"""The command ``pyvmem``: doctor, top, models, bench and completion.
+"""The command ``pyvmem``: doctor, top, models and bench.
 
 SPDX-License-Identifier: MIT
 """
@@ -10,7 +10,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pyvmem import __version__
 from pyvmem.bench import argtypes
@@ -77,8 +77,6 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
     from pyvmem.tools import models
 
     models.arguments(commands.add_parser("models", help="configure, list and control models that share a GPU"))
-    completion = commands.add_parser("completion", help="print the completion of this command for a shell")
-    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='for bash: eval "$(pyvmem completion bash)"')
     bench_parser(commands.add_parser("bench", help="measure what calls and steps cost on this machine"), benchmarks)
     return parser
 
@@ -88,28 +86,19 @@ def bench_parser(parser: argparse.ArgumentParser, benchmarks: Sequence[Benchmark
     names = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     common = _common()
     alone = "".join(f" but {b.name}" for b in benchmarks if b.alone)
-    everything = names.add_parser("all", parents=[common], help=f"run all{alone}, and print one screen of results")
+    everything = names.add_parser(
+        "all",
+        parents=[common],
+        help=f"run all{alone}, and print one screen of results",
+        conflict_handler="resolve",  # benchmarks may share an argument
+    )
     everything.add_argument("--full", action="store_true", help="also print every row of every benchmark")
     for b in benchmarks:
         own = names.add_parser(b.name, parents=[common], help=b.help, description=b.help)
         if b.arguments:
             b.arguments(own)
             if not b.alone:  # "all" takes the same arguments, so that for instance a trace can be named there
-                b.arguments(cast(argparse.ArgumentParser, _Once(everything)))
-
-
-class _Once:
-    """Adds only arguments that the parser does not have yet: benchmarks may share the name of one."""
-
-    def __init__(self, parser: argparse._ActionsContainer) -> None:
-        self._parser = parser
-
-    def add_argument_group(self, *args: Any, **options: Any) -> Any:
-        return _Once(self._parser.add_argument_group(*args, **options))
-
-    def add_argument(self, *names: Any, **options: Any) -> None:
-        if not any(name in self._parser._option_string_actions for name in names):
-            self._parser.add_argument(*names, **options)
+                b.arguments(everything)
 
 
 def run_bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
@@ -175,15 +164,6 @@ def _plot(benchmarks: Sequence[Benchmark], records: list[Record], path: str, abo
         figure.savefig(path if len(drawn) == 1 else f"{stem}-{b.name}{ending}", dpi=120, bbox_inches="tight")
 
 
-def _completion(shell: str, benchmarks: Sequence[Benchmark]) -> int:
-    try:
-        import shtab
-    except ImportError:
-        raise ValueError("completion needs shtab: pip install shtab") from None
-    print(shtab.complete(_parser(benchmarks), shell))
-    return 0
-
-
 def _run(argv: Sequence[str] | None) -> int:
     from pyvmem.bench import all_benchmarks
 
@@ -197,8 +177,6 @@ def _run(argv: Sequence[str] | None) -> int:
         if args.selftest:
             return selftest(args)
         return doctor(args.device, args.json, unknown_driver=args.unknown_driver)
-    if args.command == "completion":
-        return _completion(args.shell, benchmarks)
     if args.command == "models":
         from pyvmem.tools.models import models
 

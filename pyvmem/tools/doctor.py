@@ -130,8 +130,6 @@ def _backend(name: str, device: int, unknown_driver: bool) -> dict[str, Any]:
         said["reason"] = str(kept.args[0])
         if name in selftest_backends and stamp_state(name, device) == "failed":
             said["reason"] = "its self-test has FAILED here: not chosen by default (pyvmem doctor --selftest)"
-    if name == "uvm" and (claim := _claim(info.driver)):
-        said["reason"] = f"{said['reason']}; {claim}" if said["reason"] else claim
     said["device"] = info.device_name
     said["device_uuid"] = info.device_uuid.hex() if any(info.device_uuid) else None
     said["driver"] = info.driver or None
@@ -141,16 +139,6 @@ def _backend(name: str, device: int, unknown_driver: bool) -> dict[str, Any]:
     said["memory_total"] = info.memory_total
     said["memory_free"] = free
     return said
-
-
-def _claim(release: str) -> str | None:
-    """The line of kernel-open/verified.list for a driver release, where pyvmem runs from its repository."""
-    text = _read(os.path.join(os.path.dirname(__file__), "..", "..", "kernel-open", "verified.list"))
-    if text is None:
-        return None
-    rows = [line.split() for line in text.splitlines() if line[:1].isdigit()]
-    claims = [f"{row[1]} ({row[2]})" for row in rows if row[0] == release]
-    return f"driver {release}: {', '.join(claims) or 'not in verified.list'}"
 
 
 def _memory(bytes: int) -> str:
@@ -210,23 +198,18 @@ def selftest(args: argparse.Namespace) -> int:
         raise probe("stock", args.device, unknown_driver=args.unknown_driver) or VmemError(
             errno.ENODEV, "no GPU backend works here"
         )
-    lines: list[str] = []
     report = run_selftest(
         backend,
         args.device,
         prove=args.prove,
         shared=args.shared,
         unknown_driver=args.unknown_driver,
-        say=lines.append if args.json else _say,
+        say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),
     )
     if args.json:
         json.dump(report, sys.stdout, indent=2)
         print()
     return 0 if report["passed"] else 1
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def doctor(device: int = 0, as_json: bool = False, out: TextIO | None = None, unknown_driver: bool = False) -> int:

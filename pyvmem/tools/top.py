@@ -1,7 +1,7 @@
 """``pyvmem top``: the KV caches and vLLM engines of this user's processes, what they hold, and their limits.
 
-On a terminal it is a live picture by rich, with keys (`pyvmem.tools.top_screen`). Without rich, it
-prints tables without escape codes. Into a pipe or a file, and with --once, it prints them once and ends.
+On a terminal it is a live picture by rich, with keys (`pyvmem.tools.top_screen`). Into a pipe or a file, with --once,
+or without rich, it prints tables without escape codes once, and ends.
 
 SPDX-License-Identifier: MIT
 """
@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +35,7 @@ ENGINE_COLUMNS = (
     "pid", "engine", "model", "port", "state", "running", "queued", "weights", "limit", "min", "max", "least", "backed",
     "used", "cached", "spare", "preempted", "refused",
 )  # fmt: skip
-_TEXT = {"name", "where", "pool", "own request", "reply to others", "engine", "model", "state"}
+TEXT = {"name", "where", "pool", "own request", "reply to others", "engine", "model", "state"}
 
 
 def rows(views: Iterable[View], rates: Mapping[Path, float]) -> list[tuple[str, ...]]:
@@ -117,34 +116,37 @@ def fitting(text: Sequence[tuple[str, ...]], columns: Sequence[str], room: int |
     return show
 
 
-def _table(
-    text: Sequence[tuple[str, ...]], title: str, columns: Sequence[str] = COLUMNS, room: int | None = None
-) -> str:
+def _table(text: Sequence[tuple[str, ...]], title: str, columns: Sequence[str], room: int | None) -> str:
     show = fitting(text, columns, room)
     columns, text = [columns[i] for i in show], [tuple(row[i] for i in show) for row in text]
     widths = [max(len(row[i]) for row in [columns, *text]) for i in range(len(columns))]
     lines = [title]
     for row in [columns, *text]:
-        cells = [c.ljust(w) if columns[i] in _TEXT else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
+        cells = [c.ljust(w) if columns[i] in TEXT else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def screen(views: Sequence[View], rates: Mapping[Path, float], room: int | None = None) -> str:
-    """The tables of caches, pools and engines as text. room: characters in a line; None: as many as it takes."""
+def tables(
+    views: Sequence[View], rates: Mapping[Path, float]
+) -> list[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
+    """Title, columns and rows of caches, of members of pools and of engines, as far as there are any."""
     many = f"{len(views)} KV cache{'' if len(views) == 1 else 's'}"
-    engines = engine_rows(control.engines())
-    tables = []
-    if views or not engines:
-        tables.append(_table(rows(views, rates), f"{many}; memory in MiB", room=room))
-    if pooled := pool_rows(views):
-        tables.append(_table(pooled, "members of pools; memory in MiB", POOL_COLUMNS, room))
-    if engines:
-        tables.append(_table(engines, "engines; a worker's memory in MiB", ENGINE_COLUMNS, room))
-    if not views and not engines:
-        tables.append('Listed are the caches of this user that have a name, such as KVCache(..., name="chat"), and its '
-                      "engines on vMem.")  # fmt: skip
-    return "\n\n".join(tables)
+    found = [
+        (f"{many}; memory in MiB", COLUMNS, rows(views, rates)),
+        ("members of pools; memory in MiB", POOL_COLUMNS, pool_rows(views)),
+        ("engines; a worker's memory in MiB", ENGINE_COLUMNS, engine_rows(control.engines())),
+    ]
+    return [table for table in found if table[2]]
+
+
+NOTHING = 'No caches and no engines: listed are caches that have a name, such as KVCache(..., name="chat").'
+
+
+def screen(views: Sequence[View], room: int | None = None) -> str:
+    """The tables as text. room: characters in a line; None: as many as it takes."""
+    found = [_table(text, title, columns, room) for title, columns, text in tables(views, {})]
+    return "\n\n".join(found) or NOTHING
 
 
 def _interval(text: str) -> float:
@@ -250,23 +252,14 @@ def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
         print(json.dumps([{**asdict(v), "path": str(v.path)} for v in read_views()]), file=out)
         return 0
     terminal = out.isatty()
-    room = shutil.get_terminal_size().columns if terminal else None
-    if args.once or args.limit or not terminal:
-        print(screen(read_views(), {}, room), file=out)
-        return 0
-    if sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+    live = terminal and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    if live and not args.once and not args.limit:
         with contextlib.suppress(ModuleNotFoundError):  # rich is an extra
             from pyvmem.tools.top_screen import Screen
 
             return Screen(args.interval, args.wait).run()
-    rate = Rates()
-    while True:
-        views = read_views()
-        print(screen(views, rate(views), room), end="\n\n", file=out, flush=True)
-        try:
-            time.sleep(args.interval)
-        except KeyboardInterrupt:
-            return 0
+    print(screen(read_views(), shutil.get_terminal_size().columns if terminal else None), file=out)
+    return 0
 
 
 def set_engine(engine: control.Engine, page: control.Page, size: int) -> str:
@@ -274,18 +267,3 @@ def set_engine(engine: control.Engine, page: control.Page, size: int) -> str:
     page[control.LIMIT] = size
     at_least = f", which counts as the {engine.least} that its longest request needs" if size < engine.least else ""
     return f"{engine.pid} {engine.name}-{engine.rank}: {size} bytes for each worker{at_least}"
-
-
-class Rates:
-    """Steps a second of each cache since the call before."""
-
-    def __init__(self) -> None:
-        self._before: dict[Path, int] = {}
-        self._then = time.monotonic()
-
-    def __call__(self, views: Iterable[View]) -> dict[Path, float]:
-        now, steps = time.monotonic(), {v.path: v.stats["steps"] for v in views}
-        passed = max(now - self._then, 1e-3)
-        found = {p: (n - self._before[p]) / passed for p, n in steps.items() if p in self._before}
-        self._before, self._then = steps, now
-        return found

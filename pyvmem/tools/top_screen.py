@@ -12,9 +12,8 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,8 +22,7 @@ from rich.text import Text
 
 from pyvmem.kv.picture import ASCII, CHARACTERS, PARTS, cells, shares, size
 from pyvmem.kv.view import View, await_budget, read_views, request_budget
-from pyvmem.tools.top import ENGINE_COLUMNS, POOL_COLUMNS, Rates, engine_rows, fitting, limit, pool_rows, set_engine
-from pyvmem.engine import control
+from pyvmem.tools.top import COLUMNS, NOTHING, TEXT, fitting, limit, set_engine, tables
 
 _STYLES = {
     "used": "blue", "shared": "magenta", "cached": "green", "ahead": "cyan", "kept": "yellow", "unused": "dim",
@@ -39,7 +37,7 @@ _MEANING = {
 }
 _KEYS = (
     ("q, Esc", "quit"),
-    ("s", "sort by the next column: name, pid, held, used, requests, steps/s"),
+    ("s", "sort by the next column: name, pid, held, needed, requests, steps/s"),
     ("l", "set a budget: NAME=SIZE or PID=SIZE, such as chat=16G or 1234=60%"),
     ("h, ?", "show or hide this help"),
     ("space", "refresh now"),
@@ -48,7 +46,7 @@ _SORTS: dict[str, Callable[[View, dict[Path, float]], tuple[float | str, ...]]] 
     "name": lambda v, _: (v.name, v.pid),
     "pid": lambda v, _: (v.pid, v.name),
     "held": lambda v, _: (-v.stats["held_pages"] * v.stats["page_size"], v.name),
-    "used": lambda v, _: (-v.stats["needed_pages"] * v.stats["page_size"], v.name),
+    "needed": lambda v, _: (-v.stats["needed_pages"] * v.stats["page_size"], v.name),
     "requests": lambda v, _: (-v.stats["active_slots"], v.name),
     "steps/s": lambda v, rates: (-rates.get(v.path, 0), v.name),
 }
@@ -63,6 +61,21 @@ def _keys(file: int) -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+class Rates:
+    """Steps a second of each cache since the call before."""
+
+    def __init__(self) -> None:
+        self._before: dict[Path, int] = {}
+        self._then = time.monotonic()
+
+    def __call__(self, views: Iterable[View]) -> dict[Path, float]:
+        now, steps = time.monotonic(), {v.path: v.stats["steps"] for v in views}
+        passed = max(now - self._then, 1e-3)
+        found = {p: (n - self._before[p]) / passed for p, n in steps.items() if p in self._before}
+        self._before, self._then = steps, now
+        return found
 
 
 class Screen:
@@ -89,62 +102,22 @@ class Screen:
             text.append(self._characters[part] * count, style=_STYLES[part])
         return text
 
-    def _caches(self, width: int) -> Table:
-        # Columns come in as there is room for them; the bar gets what is left.
-        wide, middle = width >= 110, width >= 76
-        table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
-        table.add_column("name" if self._sort != "name" else "name*", no_wrap=True, max_width=18 if middle else 10)
-        names = ["pid"] + (["where"] if wide else []) + ["held", "budget"]
-        names += (
-            (["used"] if wide else []) + ["requests"] + (["steps/s"] if middle else []) + (["swapped"] if wide else [])
-        )
-        for name in names:
-            text = name + "*" if name == self._sort else name
-            table.add_column(text, justify="left" if name == "where" else "right", no_wrap=True)
-        table.add_column("pages", ratio=1, no_wrap=True)
-        bar = max(width - (92 if wide else 66 if middle else 48), 8)
-        for v in sorted(self._views, key=lambda v: _SORTS[self._sort](v, self._rates)):
-            s = v.stats
-            page = s["page_size"]
-            row: dict[str, str] = {
-                "pid": str(v.pid),
-                "where": v.backend if v.backend == "host" else f"{v.backend}:{v.device}",
-                "held": size(s["held_pages"] * page),
-                "budget": size(s["budget_pages"] * page),
-                "used": size(s["needed_pages"] * page),
-                "requests": f"{s['active_slots']}/{s['slots']}",
-                "steps/s": f"{self._rates[v.path]:.0f}" if v.path in self._rates else "",
-                "swapped": str(s["swapped_slots"]),
-            }
-            table.add_row(Text(v.name), *(Text(row[name]) for name in names), self._bar(v, bar))
+    def _table(self, columns: Sequence[str], rows: Sequence[tuple[str, ...]], width: int) -> Table:
+        """As many of the columns as fit; those of caches beside a bar, which gets a third of the width or more."""
+        bars = columns is COLUMNS
+        if bars:
+            rows = [(pid, name[:18], *others) for pid, name, *others in rows]
+        show = fitting(rows, columns, width * 2 // 3 if bars else width, 1)
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+        for i in show:
+            name = columns[i] + "*" * (bars and columns[i] == self._sort)
+            table.add_column(name, justify="left" if columns[i] in TEXT else "right", no_wrap=True)
+        left = width - sum(1 + max(len(columns[i]), *(len(row[i]) for row in rows)) for i in show) - 1  # 1: the "*"
+        if bars:
+            table.add_column("pages", no_wrap=True)
+        for at, row in enumerate(rows):
+            table.add_row(*(Text(row[i]) for i in show), *([self._bar(self._views[at], left)] if bars else []))
         return table
-
-    def _pools(self, width: int) -> list[RenderableType]:
-        pooled = pool_rows(self._views)
-        if not pooled:
-            return []
-        wide = ("could give", "giving", "own request", "reply to others")
-        show = [i for i, c in enumerate(POOL_COLUMNS) if width >= 110 or c not in wide]
-        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
-        for i in show:
-            table.add_column(POOL_COLUMNS[i], justify="right" if 2 < i < 9 or i == 1 else "left", no_wrap=True)
-        for row in pooled:
-            table.add_row(*(Text(row[i]) for i in show))
-        return [Text(), Text("members of pools (MiB)", style="bold"), table]
-
-    def _engines(self, width: int) -> list[RenderableType]:
-        rows = engine_rows(control.engines())
-        if not rows:
-            return []
-        show = fitting(rows, ENGINE_COLUMNS, width, 1)
-        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
-        for i in show:
-            texts = ("engine", "model", "state")
-            justify: Literal["left", "right"] = "left" if ENGINE_COLUMNS[i] in texts else "right"
-            table.add_column(ENGINE_COLUMNS[i], justify=justify, no_wrap=True)
-        for row in rows:
-            table.add_row(*(Text(row[i]) for i in show))
-        return [Text(), Text("engines (a worker's memory in MiB)", style="bold"), table]
 
     def _legend(self) -> Text:
         text = Text()
@@ -165,19 +138,19 @@ class Screen:
     def draw(self) -> RenderableType:
         """The screen as it stands."""
         width, height = self.console.size
-        many = f"{len(self._views)} KV cache{'' if len(self._views) == 1 else 's'}"
         held = sum(v.stats["held_pages"] * v.stats["page_size"] for v in self._views)
-        head = Text(f"pyvmem top  {many}, {size(held)} held  {time.strftime('%H:%M:%S')}", style="bold", no_wrap=True)
+        head = Text(f"pyvmem top  {size(held)} held  {time.strftime('%H:%M:%S')}", style="bold", no_wrap=True)
         body: list[RenderableType] = [head, Text()]
+        self._views.sort(key=lambda v: _SORTS[self._sort](v, self._rates))
+        found = tables(self._views, self._rates)
         if self._help:
             body.append(self._about())
-        elif self._views or (engines := self._engines(width)):
-            if self._views:
-                body += [self._caches(width), *self._pools(width), Text(), self._legend()]
-                engines = self._engines(width)
-            body += engines
+        elif not found:
+            body.append(Text(NOTHING))
         else:
-            body.append(Text("No process of this user has a KV cache with a name, or an engine on vMem."))
+            for title, columns, rows in found:
+                body += [Text(title, style="bold"), self._table(columns, rows, width), Text()]
+            body += [self._legend()] if self._views else []
         body.append(Text())
         if self._prompt is not None:
             body.append(Text(f"limit (NAME=SIZE or PID=SIZE): {self._prompt}_", style="reverse"))
