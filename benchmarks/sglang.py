@@ -9,7 +9,7 @@ output and an entry of the JSON file, with what the engine on vMem then holds an
 ``rate`` (requests that arrive at a rate).
 
 The weights of all engines must fit the GPU beside the KV memory of SGLang's own and of one on vMem. Two engines of
-llama-3-8b with 204,800 tokens take 82 GiB; 80 GB are enough for two of llama-3-8b:24, or for three of llama-3-8b:16.
+llama-3-8b with 204,800 tokens take 82 GiB; 80 GB are enough for two of llama-3-8b:24.
 
 SPDX-License-Identifier: MIT
 """
@@ -32,8 +32,7 @@ from pyvmem.bench.traces import read_trace
 
 ENGINES = {
     "SGLang": dict(VMEM_SGLANG="0"),
-    "on vMem": dict(VMEM_SGLANG="1", VMEM_SGLANG_LAYOUT="layers"),
-    "on vMem, by tokens": dict(VMEM_SGLANG="1", VMEM_SGLANG_LAYOUT="tokens"),
+    "on vMem": dict(VMEM_SGLANG="1"),
 }
 DECODE, DECODE_PROMPT, DECODE_TOKENS = 32, 6000, 200
 LOADS = ("azure", "decode", "rate")

@@ -33,7 +33,6 @@ class Settings:
 
     switch: str
     on: bool = False
-    strict: bool = False
     layout: str = ""
     page_size: int = 0
     limit: int | None = None
@@ -122,7 +121,6 @@ def _name(name: str, text: str) -> str:
 
 
 _PARSERS: dict[str, Callable[[str, str], Any]] = {
-    "strict": _flag,
     "page_size": _page,
     "limit": _bytes,
     "minimum": _bytes,
@@ -172,24 +170,28 @@ def read(
 ) -> Settings:
     """The `Settings` of an environment; the defaults where the switch is off, whatever else is set.
 
-    layouts : what SWITCH_LAYOUT may be, the default first. more: fields that only some engines have.
+    layouts : what SWITCH_LAYOUT may be, the default first; none: there is no such setting. more: fields that only some
+        engines have.
 
     Raises `ValueError` naming the variable.
     """
+    layout = layouts[0] if layouts else ""
     if not _flag(switch, _text(environ, switch)):
-        return Settings(switch, layout=layouts[0])
+        return Settings(switch, layout=layout)
 
     def variable(field: str) -> str:
         return _variable(switch, field)
 
-    fields = {field: _PARSERS[field] for field in (*_COMMON, *more)} | {"layout": _one_of(layouts)}
+    fields = {field: _PARSERS[field] for field in (*_COMMON, *more)}
+    if layouts:
+        fields["layout"] = _one_of(layouts)
     known = [switch, *map(variable, fields)]
     for name in environ:
         if name.startswith(f"{switch}_") and name not in known:
             raise ValueError(f"{name} is not a setting of vMem's: these are {', '.join(known)}")
     for name, meant in mistyped(switch, environ):
         raise ValueError(f"{name} is not a setting of vMem's: {meant} may be meant")
-    given: dict[str, Any] = {"on": True, "layout": layouts[0]}
+    given: dict[str, Any] = {"on": True, "layout": layout}
     for field, parse in fields.items():
         if text := _text(environ, variable(field)):
             given[field] = parse(variable(field), text)

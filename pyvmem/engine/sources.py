@@ -2,7 +2,7 @@
 
 1. **Signatures** of the functions that a plugin hooks, extends or calls, and **names** that it reads of the engine's
    classes. Any difference refuses the release.
-2. **Fingerprints** of the bodies that it relies on. An unknown one is reported, and refused if the settings are strict.
+2. **Fingerprints** of the bodies that it relies on. An unknown one is reported.
 
 SPDX-License-Identifier: MIT
 """
@@ -154,10 +154,10 @@ class Needs:
         """Functions whose fingerprints are of no release that the plugin was checked with."""
         return [body[1] for body, value in found.items() if value not in self.bodies[body]]
 
-    def release(self, version: str, strict: bool) -> str | None:
+    def release(self, version: str) -> str | None:
         """Check the installed engine. Returns a line to log, or None. Raises `Refused`: the plugin cannot work on it.
 
-        version : what the engine says of itself. strict: whether bodies must be known.
+        version : what the engine says of itself.
         """
         folder, engine, switch = self.installed(), f"{self.engine} {version}", self.switch
         for difference in self.differences(folder):
@@ -166,10 +166,8 @@ class Needs:
         changed = self.unknown(self.fingerprints(folder))
         if not changed:
             return None
-        what = f"vMem was not checked with {engine}, where these have changed: {', '.join(changed)}"
-        if strict:
-            raise Refused(f"{switch}_STRICT=1: {what}")
-        return f"{what}. It goes on, since all signatures are as it needs ({switch}_STRICT=1 refuses)"
+        return (f"vMem was not checked with {engine}, where these have changed: {', '.join(changed)}. It goes on, "
+                "since all signatures are as it needs")  # fmt: skip
 
     def main(self, folders: Iterable[str]) -> int:
         """Print what is said of the release in each folder, and its fingerprints; returns how many differ."""

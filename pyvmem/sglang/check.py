@@ -78,13 +78,13 @@ BODIES = {
 NEEDS = sources.Needs("SGLang", "sglang", SWITCH, SIGNATURES, NAMES, BODIES)
 
 
-def release(version: str, strict: bool) -> str | None:
+def release(version: str) -> str | None:
     """Check the installed SGLang. Returns a line to log, or None; raises `Refused`."""
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
         raise cannot(SWITCH, f"SGLang {version} is older than {'.'.join(map(str, OLDEST))}, the first whose scheduler "
                              "asks an object (PrefillBudget) whether a request may begin, and vMem answers for it; "
                              "update SGLang")  # fmt: skip
-    return NEEDS.release(version, strict)
+    return NEEDS.release(version)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from pyvmem.blocks import BlockRange
 from pyvmem.engine import control
 from pyvmem.engine.control import Page
-from pyvmem.engine.memory import PAGE, BlockMemory, page_size
+from pyvmem.engine.memory import PAGE, BlockMemory
 from pyvmem.engine.settings import Refused, cannot
 from pyvmem.sglang import settings
 from pyvmem.sglang.ranks import Ranks
@@ -105,28 +105,20 @@ class KVMemory(BlockMemory):
         self._columns = range(column, column + ranks.size)
         self._device = device_of(pool)
         context = self.context(self._device)
-        tokens = self._chosen.layout == "tokens"
-        if tokens and not hasattr(pool, "head_num"):
-            logger.warning("VMEM_SGLANG_LAYOUT=tokens does not apply to %s", type(pool).__name__)
-            tokens = False
         self.number = pool.size // pool.page_size + 1
-        if tokens:
-            self._by_tokens(pool, context)
-        else:
-            self._by_layers(pool, make, context)
+        self._make_buffers(pool, make, context)
         self.block_bytes = sum(r.bytes * r.layers for r in self._ranges)
         alone = self._make_blocks(self.number, self.block_bytes)
         page[control.ATTACHED + self._rank] = control.IN_BLOCKS
         self.publish()
         logger.info(
-            "KV cache on vMem: backend %s, %d pages of %d tokens and %.1f KiB in pages of %d KiB, %.2f GiB at most, "
-            "layout %s; a page alone holds %.1f KiB", context.backend, self.number - 1, pool.page_size,
-            self.block_bytes / 1024, self._space.page_size >> 10, self._space.nbytes / 2**30,
-            "tokens" if tokens else "layers", alone / 1024,
+            "KV cache on vMem: backend %s, %d pages of %d tokens and %.1f KiB in pages of %d KiB, %.2f GiB at most; "
+            "a page alone holds %.1f KiB", context.backend, self.number - 1, pool.page_size, self.block_bytes / 1024,
+            self._space.page_size >> 10, self._space.nbytes / 2**30, alone / 1024,
         )  # fmt: skip
 
-    def _by_layers(self, pool: Any, make: Callable[[Any], None], context: Any) -> None:
-        """Keep SGLang's layout: a tensor for each layer."""
+    def _make_buffers(self, pool: Any, make: Callable[[Any], None], context: Any) -> None:
+        """Have SGLang make its tensors, one for each layer, in a virtual tensor."""
         with _Zeros() as zeros:
             make(pool)
         on_meta = _buffers(pool)
@@ -141,19 +133,6 @@ class KVMemory(BlockMemory):
         if any(at < 0 or at + n * self.number > size for at, n in parts):
             raise cannot(settings.SWITCH, f"{type(pool).__name__} made its KV buffers where vMem cannot see it")
         self._ranges = [BlockRange(at, n, n) for at, n in parts]
-
-    def _by_tokens(self, pool: Any, context: Any) -> None:
-        """All layers of a token beside each other: few, large pages, whichever tokens stay."""
-        heads, k, v, layers = pool.head_num, pool.head_dim, pool.v_head_dim, pool.layer_num
-        rows, row = pool.size + pool.page_size, layers * heads * (k + v)
-        size = rows * row * pool.store_dtype.itemsize
-        unit = pool.page_size * row * pool.store_dtype.itemsize
-        self._ranges = [BlockRange(0, unit, unit)]
-        page = self._chosen.page_size or page_size(self._ranges, context.page_sizes)
-        self._tensor = VirtualTensor((size,), torch.int8, self._device, page_size=page, zero=True, context=context)
-        flat = self._tensor.tensor.view(pool.store_dtype).view(rows, layers, heads * (k + v))
-        pool.k_buffer = [flat[:, i, : heads * k].unflatten(1, (heads, k)) for i in range(layers)]
-        pool.v_buffer = [flat[:, i, heads * k :].unflatten(1, (heads, v)) for i in range(layers)]
 
     @property
     def _space(self) -> VirtualTensor:

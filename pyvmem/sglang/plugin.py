@@ -45,7 +45,7 @@ def activate() -> None:
 
         from pyvmem.sglang import check
 
-        note = check.release(sglang.__version__, chosen.strict)
+        note = check.release(sglang.__version__)
         if note and multiprocessing.parent_process() is None:
             logging.getLogger("sglang.vmem").warning(note)
         hooked = _hooks(chosen)

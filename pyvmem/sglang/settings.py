@@ -6,81 +6,60 @@ SPDX-License-Identifier: MIT
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pyvmem.engine import settings
 from pyvmem.engine.settings import Settings, cannot
 
 SWITCH = "VMEM_SGLANG"
-LAYOUTS = ("layers", "tokens")
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """The `Settings` of an environment, as `pyvmem.engine.settings.read` has them."""
-    return settings.read(SWITCH, LAYOUTS, environ, ("http", "weights", "idle", "queue", "slice"))
+    return settings.read(SWITCH, (), environ, ("http", "weights", "idle", "queue", "slice"))
 
 
-# Arguments with which SGLang copies or registers KV memory, or shares its rows among devices, each with the reason.
-_FLAGS = (
-    ("enable_hierarchical_cache", "HiCache copies rows to host memory, which vMem does not follow"),
-    ("enable_lmcache", "LMCache copies rows to host memory, which vMem does not follow"),
-    ("enable_flexkv", "FlexKV copies rows to host memory, which vMem does not follow"),
-    ("enable_unified_cache_external_linker", "an external linker copies rows, which vMem does not follow"),
-    ("enable_hisparse", "HiSparse keeps rows in host memory, which vMem does not follow"),
-    ("enable_unified_memory", "unified memory moves the rows of several kinds of layers in one buffer"),
-    ("enable_streaming_session", "streaming sessions hold rows that no request runs for"),
-    ("enable_pdmux", "PD multiplexing runs prefill and decode on streams of their own"),
-    ("disaggregation_decode_enable_offload_kvcache", "offloading copies rows to host memory"),
-    ("dllm_algorithm", "diffusion models stage requests, which vMem does not count so far"),
-    ("speculative_algorithm", "drafts take more rows in a step than vMem counts, and a draft model has its own"),
-    ("elastic_ep_backend", "elastic expert parallelism adds ranks while it runs"),
+# Arguments that cannot work: (name, the value that can, if one must be set; the reason).
+REFUSED = (
+    ("enable_hierarchical_cache", None, "HiCache copies rows to host memory, which vMem does not follow"),
+    ("enable_lmcache", None, "LMCache copies rows to host memory, which vMem does not follow"),
+    ("enable_flexkv", None, "FlexKV copies rows to host memory, which vMem does not follow"),
+    ("enable_unified_cache_external_linker", None, "an external linker copies rows, which vMem does not follow"),
+    ("enable_hisparse", None, "HiSparse keeps rows in host memory, which vMem does not follow"),
+    ("enable_unified_memory", None, "unified memory moves the rows of several kinds of layers in one buffer"),
+    ("enable_streaming_session", None, "streaming sessions hold rows that no request runs for"),
+    ("enable_pdmux", None, "PD multiplexing runs prefill and decode on streams of their own"),
+    ("disaggregation_decode_enable_offload_kvcache", None, "offloading copies rows to host memory"),
+    ("dllm_algorithm", None, "diffusion models stage requests, which vMem does not count so far"),
+    ("speculative_algorithm", None,
+     "drafts take more rows in a step than vMem counts, and a draft model has its own"),
+    ("elastic_ep_backend", None, "elastic expert parallelism adds ranks while it runs"),
+    ("attn_cp_size", 1, "context parallelism deals a prompt's rows out to several GPUs"),
+    ("nnodes", 1, "ranks on several hosts have no memory in which they could agree"),
+    ("pp_size", 1,
+     "the stages of a pipeline schedule a step one after the other, and vMem's ranks must agree within it"),
+    ("dcp_size", 1, "decode context parallelism deals a request's rows out to several GPUs"),
+    ("disaggregation_mode", "null",
+     "disaggregated prefill registers KV memory, and would see addresses without memory"),
+)  # fmt: skip
+# The same with weights in the pool.
+_POOLED = f"{SWITCH}_WEIGHTS=1 has the weights in the pool"
+REFUSED_WITH_WEIGHTS = (
+    ("enable_memory_saver", None, f"{_POOLED}, where torch_memory_saver would have them, too"),
+    ("weight_cache_mode", "off", f"{_POOLED}, and a weight cache shares them with other processes"),
+    ("tokenizer_worker_num", 1, f"{_POOLED}, and one process must hold the requests of a model that sleeps"),
+    ("tp_size", 1, f"{_POOLED}, and no sleep of several ranks has been tried"),
+    ("dp_size", 1, f"{_POOLED}, and no sleep of several ranks has been tried"),
 )
-_SIZES = (
-    ("attn_cp_size", "context parallelism deals a prompt's rows out to several GPUs"),
-    ("nnodes", "ranks on several hosts have no memory in which they could agree"),
-    ("pp_size", "the stages of a pipeline schedule a step one after the other, and vMem's ranks must agree within it"),
-    ("dcp_size", "decode context parallelism deals a request's rows out to several GPUs"),
-)
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _reasons(args: Any) -> Iterator[str]:
-    for name, reason in _FLAGS:
-        if getattr(args, name, None):
-            yield f"{reason}; unset {_option(name)}"
-    for name, reason in _SIZES:
-        size = getattr(args, name, None)
-        if isinstance(size, int) and size > 1:
-            yield f"{reason}; set {_option(name)} to 1"
-    if read().weights:
-        yield from _against_sleep(args)
-    if getattr(args, "disaggregation_mode", "null") not in ("null", None):
-        yield ("disaggregated prefill registers KV memory, and would see addresses without memory; unset "
-               "--disaggregation-mode")  # fmt: skip
-
-
-def _against_sleep(args: Any) -> Iterator[str]:
-    """Reasons why a model cannot sleep with its weights in the pool."""
-    weights = f"{SWITCH}_WEIGHTS=1 has the weights in the pool"
-    if getattr(args, "enable_memory_saver", False):
-        yield f"{weights}, where torch_memory_saver would have them, too; unset --enable-memory-saver"
-    if getattr(args, "weight_cache_mode", "off") != "off":
-        yield f"{weights}, and a weight cache shares them with other processes; set --weight-cache-mode off"
-    if getattr(args, "tokenizer_worker_num", 1) > 1:
-        yield f"{weights}, and one process must hold the requests of a model that sleeps; set --tokenizer-worker-num 1"
-    for name in ("tp_size", "dp_size"):
-        if (getattr(args, name, 1) or 1) > 1:
-            yield f"{weights}, and no sleep of several ranks has been tried; set {_option(name)} to 1"
 
 
 def check_arguments(args: Any) -> None:
     """Raise `Refused` with the first reason why SGLang's ServerArgs cannot work."""
-    for reason in _reasons(args):
-        raise cannot(SWITCH, reason)
+    for name, works, reason in REFUSED + (REFUSED_WITH_WEIGHTS if read().weights else ()):
+        given, option = getattr(args, name, None), f"--{name.replace('_', '-')}"
+        if given and given != works:
+            raise cannot(SWITCH, f"{reason}; {f'set {option} to {works}' if works else f'unset {option}'}")
 
 
 def check_scheduler(scheduler: Any) -> None:

@@ -63,7 +63,7 @@ def install(vllm_config: Any) -> None:
     if not asked.on:
         return  # switched off since vLLM was imported
     plugin.check_config(vllm_config)
-    note = check.NEEDS.release(vllm.__version__, asked.strict)
+    note = check.NEEDS.release(vllm.__version__)
     if note:
         logger.warning(note)
     engine = uuid.uuid4().hex[:12]

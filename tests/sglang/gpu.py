@@ -37,7 +37,6 @@ EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, 
 # {class: (configuration, arguments of the engine, settings of vMem)}
 CLASSES = {
     "llama": (LLAMA, {}, {}),
-    "llama-tokens": (LLAMA, {}, dict(VMEM_SGLANG_LAYOUT="tokens")),
     "llama-page-1": (dict(LLAMA, num_key_value_heads=8), dict(page_size=1), {}),
     "llama-uncached": (LLAMA, dict(disable_radix_cache=True), {}),
     "llama-fp8": (LLAMA, dict(kv_cache_dtype="fp8_e4m3"), {}),
@@ -66,7 +65,7 @@ CLASSES = {
                      num_experts_per_tok=2, intermediate_size=1024), {}, {}),
     "qwen3moe": (dict(BASE, **EXPERTS, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe"), {}, {}),
 }  # fmt: skip
-FEW = ("llama", "gemma3", "deepseek", "gptoss", "qwen3moe", "qwen2", "llama-fp8", "llama-page-1", "llama-tokens")
+FEW = ("llama", "gemma3", "deepseek", "gptoss", "qwen3moe", "qwen2", "llama-fp8", "llama-page-1")
 GPU = dict(attention_backend="fa3", enable_deterministic_inference=True, cuda_graph_bs_decode=[1, 8, 32, 64],
            disable_prefill_cuda_graph=True)  # fmt: skip
 CPU = dict(device="cpu", attention_backend="torch_native", disable_cuda_graph=True)

@@ -23,9 +23,8 @@ def _buffers(pool):
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("layout", ["layers", "tokens"])
 @pytest.mark.parametrize("name", POOLS)
-def test_the_rows_of_a_pool_are_its_own_and_go_with_their_pages(name, layout, page_size):
+def test_the_rows_of_a_pool_are_its_own_and_go_with_their_pages(name, page_size):
     kind, options = POOLS[name]
 
     def run():
@@ -62,7 +61,7 @@ def test_the_rows_of_a_pool_are_its_own_and_go_with_their_pages(name, layout, pa
         memory.blocks.flush()
         assert memory.blocks.stats().held == start
 
-    forked(run, VMEM_SGLANG_LAYOUT=layout)
+    forked(run)
 
 
 def test_a_buffer_of_another_shape_is_refused():

@@ -156,15 +156,6 @@ def test_sessions_go_on_where_they_were():
     assert lengths["s0-3"] > lengths["s0-2"] + 16 > lengths["s0-1"] + 32
 
 
-def test_rows_of_tokens_beside_each_other():
-    def run():
-        engine = Engine(model("gqa"))
-        engine.run(JOBS, each=moving((3 * MIB, 12 * MIB)))
-        return engine.tokens()
-
-    assert forked(run, VMEM_SGLANG_LAYOUT="tokens") == plain("gqa")
-
-
 def test_a_seeded_fault_is_seen():
     """A page that loses its memory while its rows are in use: the rows are not as they were, or the process dies."""
 
