@@ -239,7 +239,7 @@ void vmem_kv_destroy(vmem_kv *kv)
     free(kv->doomed.pages);
     free(kv->shared.entries);
     free(kv->plan.changed);
-    free(kv->bits);
+    free(kv->lists[0]);
     free(kv->slots);
     free(kv->idle);
     free(kv->spans);

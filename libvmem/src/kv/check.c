@@ -49,8 +49,8 @@ static int check_slot(const vmem_kv *kv, uint32_t slot)
     const struct kv_slot *s = &kv->slots[slot];
     if (s->same_pages_until && (s->fresh || s->state != VMEM_KV_ACTIVE))
         return vmem__error(-EFAULT, "slot %u: a step may pass it over, and no kernel accesses it", slot);
-    if (vmem__kv_set_next(kv, &kv->lists[s->list], slot) != slot ||
-        s->stale != (vmem__kv_set_next(kv, &kv->stale_slots, slot) == slot))
+    if (vmem__kv_set_next(kv, kv->lists[s->list], slot) != slot ||
+        s->stale != (vmem__kv_set_next(kv, kv->stale_slots, slot) == slot))
         return vmem__error(-EFAULT, "slot %u is not in list %u, or not listed as stale", slot, s->list);
     if (s->list != kv_list_of(s))
         return vmem__error(-EFAULT, "slot %u is in list %u: it is %s, and %u tokens are backed", slot, s->list,

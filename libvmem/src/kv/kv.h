@@ -89,11 +89,6 @@ struct kv_slot {
     uint8_t list; // cached, from state and backed: the list in vmem_kv.lists that has it
 };
 
-// A set of slots, as a bitmap with a summary: the next slot of the set is found without a look at slots outside it.
-struct kv_set {
-    uint64_t *slots; // a bit for each slot
-    uint64_t *words; // a bit for each word of `slots` that is not 0
-};
 // Each slot is in one list. A free slot's list is the number of bits of `backed`, so that slots of one list have about
 // equally many rows. Active slots have a list, and all other slots have one.
 enum { KV_FREE_LISTS = 32, KV_LIST_ACTIVE = KV_FREE_LISTS, KV_LIST_OTHERS, KV_LISTS };
@@ -341,8 +336,8 @@ struct vmem_kv {
     uint64_t joined_bytes;
 
     struct kv_slot *slots;
-    struct kv_set lists[KV_LISTS], stale_slots;
-    uint64_t *bits;               // the memory of these sets
+    // Sets of slots: a bit for each slot. `stale_slots` lies behind the lists, in the same memory.
+    uint64_t *lists[KV_LISTS], *stale_slots;
     uint32_t in_state[KV_STATES]; // cached: slots in each state
     struct kv_idle *idle;         // [slot]
     struct kv_span *spans;        // [slot][group]
@@ -578,10 +573,10 @@ static inline bool kv_row_pinned(const struct kv_shared_row *ref) { return ref->
 
 #define KV_NO_SLOT UINT32_MAX
 int vmem__kv_make_sets(vmem_kv *kv); // all slots are free, and have no page
-void vmem__kv_set_add(struct kv_set *set, uint32_t slot);
-void vmem__kv_set_remove(struct kv_set *set, uint32_t slot);
+void vmem__kv_set_add(uint64_t *set, uint32_t slot);
+void vmem__kv_set_remove(uint64_t *set, uint32_t slot);
 // The first slot of the set that is not below `from`; KV_NO_SLOT: there is none.
-uint32_t vmem__kv_set_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from);
+uint32_t vmem__kv_set_next(const vmem_kv *kv, const uint64_t *set, uint32_t from);
 static inline uint8_t kv_list_of(const struct kv_slot *s)
 {
     if (s->state == VMEM_KV_FREE)
@@ -590,11 +585,11 @@ static inline uint8_t kv_list_of(const struct kv_slot *s)
 }
 static inline uint32_t kv_next_active(const vmem_kv *kv, uint32_t from)
 {
-    return vmem__kv_set_next(kv, &kv->lists[KV_LIST_ACTIVE], from);
+    return vmem__kv_set_next(kv, kv->lists[KV_LIST_ACTIVE], from);
 }
 static inline uint32_t kv_next_used(const vmem_kv *kv, uint32_t from) // the next slot that is not free
 {
-    const uint32_t active = kv_next_active(kv, from), other = vmem__kv_set_next(kv, &kv->lists[KV_LIST_OTHERS], from);
+    const uint32_t active = kv_next_active(kv, from), other = vmem__kv_set_next(kv, kv->lists[KV_LIST_OTHERS], from);
     return MIN(active, other);
 }
 

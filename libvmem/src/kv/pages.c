@@ -468,7 +468,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
         *kv_stale(kv, slot, group) = (struct kv_range){s->lo, end};
     if (kv_stale(kv, slot, group)->lo < kv_stale(kv, slot, group)->hi) {
         kv->slots[slot].stale = true;
-        vmem__kv_set_add(&kv->stale_slots, slot);
+        vmem__kv_set_add(kv->stale_slots, slot);
     }
     vmem__kv_span_set(kv, slot, group, &now);
     return 0;
@@ -493,7 +493,7 @@ void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
     for (uint32_t i = 0; i < kv->n_groups; i++)
         *kv_stale(kv, slot, i) = (struct kv_range){0};
     kv->slots[slot].stale = false;
-    vmem__kv_set_remove(&kv->stale_slots, slot);
+    vmem__kv_set_remove(kv->stale_slots, slot);
 }
 
 void vmem__kv_release_doomed(vmem_kv *kv)

@@ -6,65 +6,33 @@
 
 #include "kv/kv.h"
 
-// ---- sets: a bit for each slot, and a bit for each word of these bits that is not 0 ----------------------------------
-
-static uint64_t words_of(uint64_t bits) { return (bits + 63) / 64; }
+// ---- sets ------------------------------------------------------------------------------------------------------------
 
 int vmem__kv_make_sets(vmem_kv *kv)
 {
-    const uint64_t slots = words_of(kv->n_slots), words = words_of(slots);
-    kv->bits = calloc((KV_LISTS + 1) * (slots + words), sizeof(*kv->bits));
-    if (!kv->bits)
+    const uint64_t words = (kv->n_slots + 63) / 64;
+    uint64_t *bits = calloc((KV_LISTS + 1) * words, sizeof(*bits));
+    if (!bits)
         return vmem__error(-ENOMEM, "no memory for %u slots", kv->n_slots);
-    uint64_t *at = kv->bits;
-    for (uint32_t i = 0; i <= KV_LISTS; i++, at += slots + words)
-        *(i < KV_LISTS ? &kv->lists[i] : &kv->stale_slots) = (struct kv_set){at, at + slots};
+    for (uint32_t i = 0; i < KV_LISTS; i++, bits += words)
+        kv->lists[i] = bits;
+    kv->stale_slots = bits;
     for (uint32_t s = 0; s < kv->n_slots; s++)
-        vmem__kv_set_add(&kv->lists[0], s);
+        vmem__kv_set_add(kv->lists[0], s);
     return 0;
 }
 
-void vmem__kv_set_add(struct kv_set *set, uint32_t slot)
-{
-    const uint32_t word = slot / 64;
-    set->slots[word] |= UINT64_C(1) << slot % 64;
-    set->words[word / 64] |= UINT64_C(1) << word % 64;
-}
+void vmem__kv_set_add(uint64_t *set, uint32_t slot) { set[slot / 64] |= UINT64_C(1) << slot % 64; }
 
-void vmem__kv_set_remove(struct kv_set *set, uint32_t slot)
-{
-    const uint32_t word = slot / 64;
-    set->slots[word] &= ~(UINT64_C(1) << slot % 64);
-    if (!set->slots[word])
-        set->words[word / 64] &= ~(UINT64_C(1) << word % 64);
-}
+void vmem__kv_set_remove(uint64_t *set, uint32_t slot) { set[slot / 64] &= ~(UINT64_C(1) << slot % 64); }
 
-// The first bit that is set, from there on; `size` if there is none among so many.
-static uint32_t next_bit(const uint64_t *words, uint32_t from, uint32_t size)
+uint32_t vmem__kv_set_next(const vmem_kv *kv, const uint64_t *set, uint32_t from)
 {
-    if (from >= size)
-        return size;
-    uint32_t i = from / 64;
-    uint64_t bits = words[i] >> from % 64 << from % 64;
-    while (!bits && ++i * 64 < size)
-        bits = words[i];
-    return bits ? i * 64 + (uint32_t)__builtin_ctzll(bits) : size;
-}
-
-uint32_t vmem__kv_set_next(const vmem_kv *kv, const struct kv_set *set, uint32_t from)
-{
-    if (from >= kv->n_slots)
-        return KV_NO_SLOT;
-    uint32_t word = from / 64;
-    uint64_t bits = set->slots[word] >> from % 64 << from % 64;
-    if (!bits) {
-        const uint32_t n = (uint32_t)words_of(kv->n_slots);
-        word = next_bit(set->words, word + 1, n);
-        if (word == n)
-            return KV_NO_SLOT;
-        bits = set->slots[word];
-    }
-    return word * 64 + (uint32_t)__builtin_ctzll(bits);
+    uint64_t before = ~(UINT64_MAX << from % 64); // bits of the first word
+    for (uint32_t i = from / 64; i * 64 < kv->n_slots; i++, before = 0)
+        if (set[i] & ~before)
+            return i * 64 + (uint32_t)__builtin_ctzll(set[i] & ~before);
+    return KV_NO_SLOT;
 }
 
 // Moves a slot to its list after a change of its state or of `backed`.
@@ -73,8 +41,8 @@ static inline void update_list(vmem_kv *kv, uint32_t slot)
     const uint8_t list = kv_list_of(&kv->slots[slot]);
     if (list == kv->slots[slot].list)
         return;
-    vmem__kv_set_remove(&kv->lists[kv->slots[slot].list], slot);
-    vmem__kv_set_add(&kv->lists[list], slot);
+    vmem__kv_set_remove(kv->lists[kv->slots[slot].list], slot);
+    vmem__kv_set_add(kv->lists[list], slot);
     kv->slots[slot].list = list;
 }
 
@@ -255,9 +223,9 @@ uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefi
     struct fitness most = {0};
     if (!tokens)
         tokens = kv->eager_tokens;
-    for (const struct kv_set *set = kv->lists; set < kv->lists + KV_FREE_LISTS; set++) {
+    for (uint32_t list = 0; list < KV_FREE_LISTS; list++) {
         uint32_t looks = 0;
-        for (uint32_t s = 0; (s = vmem__kv_set_next(kv, set, s)) != KV_NO_SLOT && looks < LOOKS; s++) {
+        for (uint32_t s = 0; (s = vmem__kv_set_next(kv, kv->lists[list], s)) != KV_NO_SLOT && looks < LOOKS; s++) {
             const struct fitness one = fitness_of(kv, s, tokens, prefix_tokens);
             if (best == KV_NO_SLOT || is_better(&one, s, &most, best)) {
                 best = s;

@@ -104,7 +104,7 @@ static void cut_span(vmem_kv *kv, const struct kv_victim *v, uint64_t *gone)
 // Unmaps the stale mappings of one slot.
 static bool unmap_stale_one(vmem_kv *kv)
 {
-    for (uint32_t s = 0; (s = vmem__kv_set_next(kv, &kv->stale_slots, s)) != KV_NO_SLOT; s++) {
+    for (uint32_t s = 0; (s = vmem__kv_set_next(kv, kv->stale_slots, s)) != KV_NO_SLOT; s++) {
         const struct kv_slot *sl = &kv->slots[s];
         if (sl->state != VMEM_KV_FREE || sl->skip)
             continue;
