@@ -284,7 +284,7 @@ int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
 // are released where the system has no mappings left to cut pages off (host: vm.max_map_count). If freed is not NULL,
 // *freed receives the bytes of pages released; with COMPACT, the bytes of device memory returned.
 //
-// COMPACT moves pages where that empties more device memory. Call it when idle: it moves up to 256 MiB at a time, and
+// COMPACT moves pages where that empties more device memory. Call it when idle: it moves up to 64 MiB at a time, and
 // ends early when another call arrives in between.
 int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t *freed);
 

@@ -90,9 +90,6 @@ struct vmem__ops {
     // Zeroes slices of an arena, and returns when it is done. Only arena, offset and length of the runs are set.
     int (*zero)(struct vmem__backend *b, const struct vmem__run *runs, size_t n);
 
-    // Optional. Copies slices of arenas to others, mapped or not, and returns when it is done. The same fields are set.
-    int (*move)(struct vmem__backend *b, const struct vmem__run *from, const struct vmem__run *to, size_t n);
-
     // All or nothing: a failure changes nothing, and *bad is the run at fault. When unmap() has returned, no GPU or CPU
     // access through the addresses reaches the memory.
     int (*map)(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad);

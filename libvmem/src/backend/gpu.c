@@ -77,22 +77,6 @@ int vmem__gpu_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t
     return vmem__cuda_error(fn, result ? result : sync, "zero");
 }
 
-int vmem__gpu_move(struct vmem__backend *b, const struct vmem__run *from, const struct vmem__run *to, size_t n,
-                   uint64_t (*alias_of)(const struct vmem__run *run))
-{
-    struct vmem__gpu *gpu = b->priv;
-    struct vmem_copy_op *ops = malloc(n * sizeof(*ops));
-    int rc;
-
-    if (!ops)
-        return vmem__error(-ENOMEM, "no memory for bookkeeping of a move");
-    for (size_t i = 0; i < n; i++)
-        ops[i] = (struct vmem_copy_op){.dst = alias_of(&to[i]), .src = alias_of(&from[i]), .length = from[i].length};
-    rc = vmem__cuda_copy(&gpu->cuda, ops, n);
-    free(ops);
-    return rc;
-}
-
 int vmem__gpu_record(struct vmem__backend *b, void *stream, void **event)
 {
     struct vmem__gpu *gpu = b->priv;

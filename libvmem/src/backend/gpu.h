@@ -28,8 +28,5 @@ int vmem__gpu_reserve(struct vmem__backend *b, struct vmem__reservation *r, uint
 // Implements zero(). alias_of returns an address at which the run's memory is mapped.
 int vmem__gpu_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n,
                    uint64_t (*alias_of)(const struct vmem__run *run));
-// Implements move().
-int vmem__gpu_move(struct vmem__backend *b, const struct vmem__run *from, const struct vmem__run *to, size_t n,
-                   uint64_t (*alias_of)(const struct vmem__run *run));
 
 #endif

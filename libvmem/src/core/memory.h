@@ -87,9 +87,6 @@ uint64_t vmem__outlive_doomed(vmem_context *ctx, struct vmem__remnant *r);
 
 // Creates n pages in an arena of their own, which is no larger than they are.
 int vmem__create_apart(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page *out);
-// Copies pages to others of the same size, without mapping them. All belong to the caller. -EOPNOTSUPP, without an
-// error text: the backend cannot do it.
-int vmem__copy_pages(vmem_context *ctx, const vmem_page *from, const vmem_page *to, size_t n, uint64_t page_size);
 // The number of granules in use in the page's arena; UINT32_MAX if less than a block of it is unused.
 uint32_t vmem__arena_used(vmem_context *ctx, vmem_page page);
 

@@ -1,9 +1,7 @@
-// Moving what pages contain: to new pages, in an arena of their own, so that the arenas that they leave can return to the
-// system.
+// For whoever moves what pages contain to new pages, in an arena of their own, so that the arenas that they leave can
+// return to the system.
 //
 // SPDX-License-Identifier: MIT
-#include <stdlib.h>
-
 #include "core/core.h"
 
 int vmem__create_apart(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page *out)
@@ -30,41 +28,6 @@ int vmem__create_apart(vmem_context *ctx, uint64_t page_size, size_t n, vmem_pag
             vmem__make_pages(ctx, &piece, (uint32_t)(page_size >> GRANULE_SHIFT), 0, out);
     }
     vmem__end(ctx);
-    return rc;
-}
-
-static bool locate(vmem_context *ctx, vmem_page page, uint64_t page_size, struct vmem__run *run)
-{
-    struct vmem__arena_rec *a;
-    const struct vmem__page *p = vmem__page_get(ctx, page, &a);
-    if (p)
-        *run = (struct vmem__run){.arena = &a->b,
-                                  .offset = (uint64_t)(p - a->pages) * GRANULE,
-                                  .length = page_size,
-                                  .page_size = page_size};
-    return p;
-}
-
-int vmem__copy_pages(vmem_context *ctx, const vmem_page *from, const vmem_page *to, size_t n, uint64_t page_size)
-{
-    int rc = vmem__enter(ctx);
-    if (rc || !n)
-        return rc;
-    if (!ctx->b.ops->move)
-        return -EOPNOTSUPP;
-    struct vmem__run *runs = malloc(2 * n * sizeof(*runs)), *into = runs + n;
-    if (!runs)
-        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu runs", 2 * n);
-    vmem__begin(ctx);
-    for (size_t i = 0; i < n && !rc; i++)
-        if (!locate(ctx, from[i], page_size, &runs[i]) || !locate(ctx, to[i], page_size, &into[i]))
-            rc = vmem__error(-EINVAL, "page 0x%" PRIx64 " or 0x%" PRIx64 " does not exist", from[i], to[i]);
-    vmem__unlock(ctx);
-    if (!rc)
-        rc = ctx->b.ops->move(&ctx->b, runs, into, n);
-    vmem__lock(ctx);
-    vmem__end(ctx);
-    free(runs);
     return rc;
 }
 

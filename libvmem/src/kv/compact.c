@@ -11,8 +11,8 @@
 
 #include "kv/kv.h"
 
-#define CHUNK (KV_SCRATCH / 2)        // pages copied at once where the backend has to map them
-#define PORTION (UINT64_C(256) << 20) // bytes that are moved at once
+#define CHUNK (KV_SCRATCH / 2)       // pages copied at once
+#define PORTION (UINT64_C(64) << 20) // bytes that are moved before a call that has arrived may go on
 
 // A row of pages that exactly one run holds, and nothing else.
 struct row {
@@ -82,10 +82,7 @@ static int map_and_copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to,
 
 static int copy_pages(vmem_kv *kv, const vmem_page *from, const vmem_page *to, uint64_t n)
 {
-    int rc = vmem__copy_pages(kv->ctx, from, to, n, kv->page_size);
-    if (rc != -EOPNOTSUPP)
-        return rc;
-    rc = 0;
+    int rc = 0;
     for (uint64_t i = 0; i < n && !rc; i += CHUNK)
         rc = map_and_copy(kv, from + i, to + i, MIN(n - i, CHUNK));
     return rc;

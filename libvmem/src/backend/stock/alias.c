@@ -1,4 +1,4 @@
-// Second mappings of arenas, through which their memory is zeroed and moved, made when that happens first.
+// Second mappings of arenas, through which their memory is zeroed, made when that happens first.
 //
 // An address that CUDA accepts takes a reservation and segments of the backdrop, which cost more than the arena itself if
 // that is one block. Aliases of such arenas are therefore places in reservations that they share.

@@ -95,15 +95,6 @@ static int stock_zero(struct vmem__backend *b, const struct vmem__run *runs, siz
     return rc ? rc : vmem__gpu_zero(b, runs, n, alias_of);
 }
 
-static int stock_move(struct vmem__backend *b, const struct vmem__run *from, const struct vmem__run *to, size_t n)
-{
-    int rc = vmem__stock_aliases_map(b->priv, from, n);
-
-    if (!rc)
-        rc = vmem__stock_aliases_map(b->priv, to, n);
-    return rc ? rc : vmem__gpu_move(b, from, to, n, alias_of);
-}
-
 // ---- mapping ------------------------------------------------------------------------------------------------
 
 static struct stock_slice slice(const struct vmem__arena *arena, uint64_t offset)
@@ -366,7 +357,6 @@ const struct vmem__ops vmem__stock_ops = {
     .arena_new = stock_arena_new,
     .arena_free = stock_arena_free,
     .zero = stock_zero,
-    .move = stock_move,
     .map = stock_map,
     .unmap = stock_unmap,
     .copy = vmem__gpu_copy,
