@@ -623,21 +623,6 @@ void vmem__kv_set_pinned(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_r
 // By how many pages vmem__kv_set_pinned would raise pinned_pages. Shared rows that leave count as if they stayed,
 // because it depends on their other holders whether their pages are still pinned.
 int64_t vmem__kv_pinned_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to);
-// kv_set_pinned is vmem__kv_set_pinned for steps: most steps move only the end, among pages without other holders.
-static inline bool kv_at_own_end(const struct kv_span *s, struct kv_range to)
-{
-    return to.lo == s->pinned.lo && MIN(to.hi, s->pinned.hi) >= s->shared_hi;
-}
-static inline void kv_set_pinned(vmem_kv *kv, uint32_t slot, uint32_t group, struct kv_range to)
-{
-    struct kv_span *s = kv_span(kv, slot, group);
-    if (!kv_at_own_end(s, to)) {
-        vmem__kv_set_pinned(kv, slot, group, to);
-        return;
-    }
-    kv->ledger.pinned_pages += (uint64_t)(((int64_t)to.hi - s->pinned.hi) * kv->groups[group].n);
-    s->pinned.hi = to.hi;
-}
 // Replaces a span, and updates pinned_pages and the slot's `backed`.
 void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct kv_span *now);
 // Updates the pinned parts after a change of the slot's state or of the pages that kernels access.

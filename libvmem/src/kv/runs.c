@@ -103,12 +103,8 @@ void vmem__kv_unpin(vmem_kv *kv, uint32_t slot)
 {
     struct kv_runs *runs = &kv->runs;
     struct kv_pins *p = &runs->pins[slot];
-    const uint32_t ahead = 16; // runs that are on their way into the CPU's cache
-    while (p->n) {
-        if (--p->n >= ahead)
-            __builtin_prefetch(&runs->list[kv_run_place(p->list[p->n - ahead].id)].id);
-        unpin_run(runs, &p->list[p->n]);
-    }
+    while (p->n)
+        unpin_run(runs, &p->list[--p->n]);
 }
 
 // The number of pages of these rows in all groups.

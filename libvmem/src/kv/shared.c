@@ -12,16 +12,6 @@ static uint64_t home(const struct kv_shared_rows *r, vmem_page page)
     return (page * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (r->size - 1);
 }
 
-// Starts loading the entry that a look-up of the page will read: a large table does not fit in the CPU's caches.
-static void prefetch_entry(const struct kv_shared_rows *r, vmem_page page)
-{
-    if (!r->used)
-        return;
-    const struct kv_shared_row *ref = &r->entries[home(r, page)];
-    __builtin_prefetch(ref);
-    __builtin_prefetch(&ref->mark); // many entries lie across two cache lines
-}
-
 struct kv_shared_row *vmem__kv_shared_find(const struct kv_shared_rows *r, vmem_page page)
 {
     if (!r->used)
@@ -156,14 +146,9 @@ uint64_t vmem__kv_rows_left(vmem_kv *kv, uint32_t slot, uint32_t group)
 uint32_t vmem__kv_span_shared(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_span *sp = kv_span(kv, slot, group);
-    const vmem_page *pages = kv_table(kv, &kv->groups[group], slot, 0);
-    const uint32_t end = MIN(sp->hi, sp->shared_hi), ahead = 16;
     uint32_t n = 0;
-    for (uint32_t p = sp->lo; p < end; p++) {
-        if (end - p > ahead)
-            prefetch_entry(&kv->shared, pages[p + ahead]);
-        n += vmem__kv_shared_find(&kv->shared, pages[p]) != NULL;
-    }
+    for (uint32_t p = sp->lo; p < MIN(sp->hi, sp->shared_hi); p++)
+        n += vmem__kv_row(kv, slot, group, p) != NULL;
     return n;
 }
 

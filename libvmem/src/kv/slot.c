@@ -112,8 +112,6 @@ int64_t vmem__kv_pinned_delta(const vmem_kv *kv, uint32_t slot, uint32_t group, 
     const struct kv_span *s = kv_span(kv, slot, group);
     struct change changes[4];
     int64_t delta = 0;
-    if (kv_at_own_end(s, to))
-        return ((int64_t)to.hi - s->pinned.hi) * kv->groups[group].n;
     changes_of(s, to, changes);
     for (const struct change *c = changes; c < changes + 4; c++) {
         delta += c->lo < c->hi ? ((int64_t)c->hi - c->lo) * c->by : 0;

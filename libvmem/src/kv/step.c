@@ -8,27 +8,18 @@
 
 // ---- the plan --------------------------------------------------------------------------------------------------------
 
-// The slow path of check_length: explains why the length is invalid, or finds that it only goes back.
-static int __attribute__((cold)) explain_length(const vmem_kv *kv, uint32_t slot, int32_t tokens)
-{
-    const struct kv_slot *s = &kv->slots[slot];
-    if (tokens < 0 || (uint32_t)tokens > kv->max_tokens)
-        return vmem__error(-EINVAL, "lengths[%u] %d is not between 0 and max_tokens, %u", slot, tokens, kv->max_tokens);
-    if (s->state != VMEM_KV_ACTIVE)
-        return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", slot, tokens,
-                           vmem__kv_state_name(s->state));
-    if ((uint32_t)tokens < vmem__kv_shared_tokens(kv, slot))
-        return vmem__error(-EINVAL, "slot %u, %d tokens: rows below %u are shared; truncate the slot first", slot,
-                           tokens, s->shared_tokens);
-    return 0;
-}
-
-static inline int check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
+static int check_length(const vmem_kv *kv, uint32_t slot, int32_t length)
 {
     const struct kv_slot *s = &kv->slots[slot];
     const uint32_t tokens = (uint32_t)length; // negative: more than any
-    if (tokens && (tokens > kv->max_tokens || s->state != VMEM_KV_ACTIVE || tokens < s->tokens))
-        return explain_length(kv, slot, length);
+    if (tokens > kv->max_tokens)
+        return vmem__error(-EINVAL, "lengths[%u] %d is not between 0 and max_tokens, %u", slot, length, kv->max_tokens);
+    if (tokens && s->state != VMEM_KV_ACTIVE)
+        return vmem__error(-EINVAL, "lengths[%u] is %d, but the slot is %s", slot, length,
+                           vmem__kv_state_name(s->state));
+    if (tokens && tokens < s->tokens && tokens < vmem__kv_shared_tokens(kv, slot))
+        return vmem__error(-EINVAL, "slot %u, %d tokens: rows below %u are shared; truncate the slot first", slot,
+                           length, s->shared_tokens);
     return 0;
 }
 
@@ -120,7 +111,6 @@ static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
         if (rc)
             return rc;
         kv->plan.changed[(*n)++] = s;
-        __builtin_prefetch(kv_span(kv, s, 0)); // the spans are far apart, and the CPU cannot predict the access
     }
     return 0;
 }
@@ -325,7 +315,7 @@ static void record_needs(vmem_kv *kv)
         push_history(kv, w->slot, w->group);
         sp->in_flight = (struct kv_range){MAX(w->touched.lo, sp->lo), MIN(w->touched.hi, sp->hi)};
         sp->step = w->step;
-        kv_set_pinned(kv, w->slot, w->group, kv_in_use(kv, w->slot, w->group, true));
+        vmem__kv_set_pinned(kv, w->slot, w->group, kv_in_use(kv, w->slot, w->group, true));
         if (!w->group)
             same_pages_until = kv->windows ? 0 : kv->max_tokens;
         same_pages_until =
@@ -359,7 +349,7 @@ static void commit_step(vmem_kv *kv, const int32_t *lengths)
 }
 
 // Frees the slots whose last kernels have ended. All lengths are checked first, so that a bad call changes nothing.
-static int __attribute__((noinline)) free_ended_slots(vmem_kv *kv, const int32_t *lengths)
+static int free_ended_slots(vmem_kv *kv, const int32_t *lengths)
 {
     for (uint32_t s = 0; s < kv->n_slots; s++) {
         int rc = check_length(kv, s, lengths[s]);
