@@ -251,31 +251,26 @@ class VirtualTensor(Uncopyable):
         shape = tuple(self._tensor.shape)
         return f"<pyvmem.VirtualTensor {shape}, {self.resident_bytes} of {self.nbytes} bytes resident>"
 
-    def _span(self, rows: Rows | None, bytes: Rows | None) -> tuple[int, int]:
-        """Return (first byte, end byte) of a range given as rows of the first dimension or as bytes."""
+    def _span(self, rows: Rows | None) -> tuple[int, int]:
+        """Return (first byte, end byte) of rows of the first dimension; of the tensor by default."""
         if self._range.closed:
             raise ValueError("the virtual tensor is closed")
         check_process(self.context._pid)
-        if rows is not None and bytes is not None:
-            raise TypeError("give rows or bytes, not both")
-        name, given, unit, limit = ("bytes", bytes, 1, self.nbytes)
-        if rows is not None:
-            name, given, unit, limit = ("rows", rows, self._row_bytes, self._rows)
-        if given is None:
+        if rows is None:
             return 0, self.nbytes
-        if not isinstance(given, slice | range):
-            first = integer(name, given)
-            given = slice(first, first + 1)
-        if given.step not in (None, 1):
-            raise ValueError(f"{name} {given} must have step 1")
-        start = 0 if given.start is None else integer(name, given.start)
-        stop = limit if given.stop is None else integer(name, given.stop)
-        if not 0 <= start <= stop <= limit:
-            raise IndexError(f"{name} {start}:{stop} must lie within 0:{limit}")
-        return start * unit, stop * unit
+        if not isinstance(rows, slice | range):
+            first = integer("rows", rows)
+            rows = slice(first, first + 1)
+        if rows.step not in (None, 1):
+            raise ValueError(f"rows {rows} must have step 1")
+        start = 0 if rows.start is None else integer("rows", rows.start)
+        stop = self._rows if rows.stop is None else integer("rows", rows.stop)
+        if not 0 <= start <= stop <= self._rows:
+            raise IndexError(f"rows {start}:{stop} must lie within 0:{self._rows}")
+        return start * self._row_bytes, stop * self._row_bytes
 
-    def commit(self, rows: Rows | None = None, *, bytes: Rows | None = None, fine: bool = False) -> int:
-        """Back rows or bytes with pages.
+    def commit(self, rows: Rows | None = None) -> int:
+        """Back rows with pages.
 
         Whole pages are backed, so neighbouring rows may become resident too. Rows that are already backed keep their
         contents. Fresh memory is zero. Memory that this context used before is cleared only if the tensor was made with
@@ -285,10 +280,6 @@ class VirtualTensor(Uncopyable):
         ----------
         rows : int, slice or range, optional
             Of the first dimension; by default everything.
-        bytes : int, slice or range, optional
-            Instead of rows.
-        fine : bool
-            Keep every page separately unmappable while kernels run.
 
         Returns
         -------
@@ -304,22 +295,22 @@ class VirtualTensor(Uncopyable):
         ValueError
             The tensor is closed.
         """
-        start, stop = self._span(rows, bytes)
+        start, stop = self._span(rows)
         if start == stop:
             return 0
         first = start // self.page_size * self.page_size
         end = -(-stop // self.page_size) * self.page_size
         with self._lock:
-            return self._range.commit(first, end - first, self.page_size, zero=self.zero, fine=fine)
+            return self._range.commit(first, end - first, self.page_size, zero=self.zero)
 
-    def decommit(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> int:
-        """Release the pages that lie wholly within rows or bytes; their contents are lost.
+    def decommit(self, rows: Rows | None = None) -> int:
+        """Release the pages that lie wholly within rows; their contents are lost.
 
         No kernel in flight may touch these pages.
 
         Parameters
         ----------
-        rows, bytes
+        rows
             As in `commit`.
 
         Returns
@@ -332,7 +323,7 @@ class VirtualTensor(Uncopyable):
         IndexError, ValueError
             As in `commit`.
         """
-        start, stop = self._span(rows, bytes)
+        start, stop = self._span(rows)
         first = -(-start // self.page_size) * self.page_size
         end = self._range.length if stop == self.nbytes else stop // self.page_size * self.page_size
         if first >= end:
@@ -340,18 +331,18 @@ class VirtualTensor(Uncopyable):
         with self._lock:
             return self._range.decommit(first, end - first)
 
-    def backdrop(self, rows: Rows | None = None, *, bytes: Rows | None = None) -> None:
-        """Make unbacked rows or bytes readable now. The tensor must have been made with a backdrop.
+    def backdrop(self, rows: Rows | None = None) -> None:
+        """Make unbacked rows readable now. The tensor must have been made with a backdrop.
 
         GPU backends establish the backdrop lazily, around the backed pages. Call this before a kernel reads unbacked
         rows further away. On the host backend, the backdrop is always present.
 
         Parameters
         ----------
-        rows, bytes
+        rows
             As in `commit`.
         """
-        start, stop = self._span(rows, bytes)
+        start, stop = self._span(rows)
         self._range.backdrop(start, stop - start)
 
     # ---- the end ---------------------------------------------------------------------------------------------

@@ -117,7 +117,6 @@ TENSOR_CALLS = {
     "virtual_empty zero": lambda w, x: pyvmem.virtual_empty(4, zero=x, context=w.c),
     "virtual_empty context": lambda w, x: pyvmem.virtual_empty(4, context=x),
     "VirtualTensor.commit rows": lambda w, x: w.v.commit(x),
-    "VirtualTensor.commit bytes": lambda w, x: w.v.commit(bytes=x),
     "VirtualTensor.decommit rows": lambda w, x: w.v.decommit(x),
     "VirtualTensor.backdrop rows": lambda w, x: w.v.backdrop(x),
 }

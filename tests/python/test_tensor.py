@@ -115,19 +115,6 @@ def test_rows_share_pages(empty, context):
     assert v.decommit(rows=slice(96, 100)) == size
 
 
-def test_commit_of_bytes(empty, context):
-    size = min(context.page_sizes)
-    v = empty(4 * size // 4)
-    assert v.commit(bytes=slice(size - 1, size + 1)) == 2 * size
-    assert v.commit(bytes=0) == 0
-    assert v.decommit(bytes=slice(0, size)) == size
-    assert v.commit(bytes=slice(0, size), fine=True) == size
-    with pytest.raises(TypeError, match="fine must be True or False"):
-        v.commit(fine=None)
-    with pytest.raises(TypeError):
-        v.commit(rows=0, bytes=0)
-
-
 @pytest.mark.parametrize("rows", [64, -1, slice(0, 65), slice(-1, 3), slice(5, 3), range(60, 66)])
 def test_rows_outside_the_tensor(empty, rows):
     v = empty((64, 1024))
