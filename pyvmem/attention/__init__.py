@@ -14,7 +14,7 @@ SPDX-License-Identifier: MIT
 
 import math
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +22,25 @@ import torch
 from pyvmem._checks import integer, shown
 from pyvmem.attention.batch import Batch, Cache, Ints
 from pyvmem.attention.kernel import Call, Kernel, Shape, capability, slot_rows
-from pyvmem.attention.table import KERNELS, Choice, choose, refusal_of, require
+from pyvmem.attention.table import KERNELS, Choice, choose, require
 
 # A request's slots: a `Batch`, or their numbers. A layer: its number in the cache, or its K and V.
 Slots = Batch | Ints
 Layer = int | tuple[torch.Tensor, torch.Tensor]
 NewRows = tuple[torch.Tensor, torch.Tensor]
 
-__all__ = ["Batch", "Choice", "Kernel", "RepeatedDecode", "Shape", "best", "decode", "kernels", "prefill", "tile_rows"]
+
+class _Options(NamedTuple):
+    """The options of `decode` and `prefill`."""
+
+    kernel: str
+    softmax_scale: float | None
+    window: int
+    softcap: float
+    num_splits: int
+
+
+__all__ = ["Batch", "Choice", "Kernel", "RepeatedDecode", "Shape", "best", "decode", "prefill", "tile_rows"]
 
 
 def decode(
@@ -63,7 +74,7 @@ def decode(
     lengths : sequence of int, optional
         Rows of each slot, including the new token's. None with a `Batch`.
     kernel : str
-        A name of `kernels`, or "best".
+        "fa3", "fa2", "flashinfer", "triton", "sdpa", "flex", or "best".
     softmax_scale : float, optional
         ``head_dim ** -0.5`` by default. For a quantised cache, fold the scale of K into it.
     window : int
@@ -92,7 +103,8 @@ def decode(
     batch = _batch(cache, slots, lengths, None)
     if batch.max_query != 1:
         raise ValueError(f"query_lengths of the batch go up to {batch.max_query}: decode takes 1; prefill takes any")
-    return _attend("decode", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out, new)[0]
+    options = _Options(kernel, softmax_scale, window, softcap, num_splits)
+    return _attend("decode", q, cache, layer, batch, options, out, new)[0]
 
 
 def prefill(
@@ -137,7 +149,8 @@ def prefill(
     if not isinstance(slots, Batch) and query_lengths is None:
         raise ValueError("query_lengths is missing: the number of queries of each request")
     batch = _batch(cache, slots, lengths, query_lengths)
-    return _attend("prefill", q, cache, layer, batch, kernel, softmax_scale, window, softcap, num_splits, out)[0]
+    options = _Options(kernel, softmax_scale, window, softcap, num_splits)
+    return _attend("prefill", q, cache, layer, batch, options, out)[0]
 
 
 def best(
@@ -179,41 +192,6 @@ def best(
     return choose(_shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap))
 
 
-def kernels(
-    phase: str,
-    cache: Cache,
-    query_heads: int,
-    layer: Layer = 0,
-    *,
-    q_dtype: torch.dtype | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> dict[str, str | None]:
-    """Say of each kernel whether it takes a shape on this machine.
-
-    Parameters
-    ----------
-    phase : {"decode", "prefill"}
-    cache : KVCache
-    query_heads : int
-        A multiple of the cache's KV heads.
-    layer : int or (torch.Tensor, torch.Tensor)
-        As in `decode`.
-    q_dtype : torch.dtype, optional
-        Of the queries; by default the cache's.
-    window, softcap
-        As in `decode`.
-
-    Returns
-    -------
-    dict of str to (str or None)
-        By the kernel's name: None, or why it cannot.
-    """
-    k, _ = _layer(cache, layer)
-    shape = _shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap)
-    return {name: refusal_of(name, shape) for name in KERNELS}
-
-
 def tile_rows(
     kernel: str,
     query_heads: int,
@@ -227,7 +205,7 @@ def tile_rows(
     Parameters
     ----------
     kernel : str
-        A name of `kernels`.
+        As in `decode`, but for "best".
     query_heads, kv_heads, head_dim : int
         Of the model; query_heads is a multiple of kv_heads.
     dtype : torch.dtype
@@ -346,25 +324,15 @@ def _check_new(new: NewRows, q: torch.Tensor, k: torch.Tensor, batch: Batch) -> 
 
 
 def _resolve(
-    phase: str,
-    q: torch.Tensor,
-    cache: Cache,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    batch: Batch,
-    kernel: str,
-    window: int,
-    softcap: float,
-    num_splits: int,
-    scale: float,
+    phase: str, q: torch.Tensor, cache: Cache, k: torch.Tensor, v: torch.Tensor, batch: Batch, options: _Options,
     new: NewRows | None,
-) -> tuple[Kernel, Any, Shape]:
-    """(kernel, plan, shape) of a call. What does not change from layer to layer is done once per batch."""
-    key: tuple[Any, ...] = (phase, kernel, q.shape, q.dtype, q.device, q.stride(-1), k.shape, k.stride(), v.stride(),
-                            k.dtype, window, softcap, num_splits, scale)  # fmt: skip
+) -> tuple[Kernel, Any, Shape, float]:  # fmt: skip
+    """(kernel, plan, shape, scale) of a call. What does not change from layer to layer is done once per batch."""
+    key: tuple[Any, ...] = (phase, options, q.shape, q.dtype, q.device, q.stride(-1), k.shape, k.stride(), v.stride(),
+                            k.dtype)  # fmt: skip
     if isinstance(new, tuple | list) and all(isinstance(x, torch.Tensor) for x in new):
         key += tuple((x.shape, x.stride(-1), x.dtype, x.device) for x in new)
-    found: tuple[Kernel, Any, Shape] | None = batch._plans.get(key)
+    found: tuple[Kernel, Any, Shape, float] | None = batch._plans.get(key)
     if found is not None:
         return found
     if q.dim() != 3 or q.shape[0] != batch.total_queries or q.shape[2] != k.shape[3] or q.stride(-1) != 1:
@@ -372,8 +340,10 @@ def _resolve(
             f"q {tuple(q.shape)} must be [{batch.total_queries} tokens, query_heads, {k.shape[3]}],"
             " with a contiguous last dimension"
         )
+    kernel, softmax_scale, window, softcap, num_splits = options
     if not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(f"num_splits {num_splits!r} must be a number of parts, or 0")
+    scale = _scale(softmax_scale, q.shape[-1])
     if new is not None:
         _check_new(new, q, k, batch)
     if q.device != k.device:
@@ -386,31 +356,20 @@ def _resolve(
     chosen = require(name, shape)
     call = Call(q, k, v, batch, shape, scale, num_splits, None, None)
     with torch.inference_mode(False):  # as in Batch
-        found = chosen, chosen.plan(batch, shape, call), shape
+        found = chosen, chosen.plan(batch, shape, call), shape, scale
     batch._plans[key] = found
     return found
 
 
 def _attend(
-    phase: str,
-    q: torch.Tensor,
-    cache: Cache,
-    layer: Layer,
-    batch: Batch,
-    kernel: str,
-    softmax_scale: float | None,
-    window: int,
-    softcap: float,
-    num_splits: int,
-    out: torch.Tensor | None,
-    new: NewRows | None = None,
-) -> tuple[torch.Tensor, Kernel, Call]:
+    phase: str, q: torch.Tensor, cache: Cache, layer: Layer, batch: Batch, options: _Options,
+    out: torch.Tensor | None, new: NewRows | None = None,
+) -> tuple[torch.Tensor, Kernel, Call]:  # fmt: skip
     """(result, kernel, the kernel's call), after all checks."""
     k, v = _layer(cache, layer)
     if not isinstance(q, torch.Tensor) or not q.dim():
         raise TypeError(f"q must be a tensor, [tokens, query_heads, head_dim], not {shown(q)}")
-    scale = _scale(softmax_scale, q.shape[-1])
-    chosen, plan, shape = _resolve(phase, q, cache, k, v, batch, kernel, window, softcap, num_splits, scale, new)
+    chosen, plan, shape, scale = _resolve(phase, q, cache, k, v, batch, options, new)
     if out is not None:
         want = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
         if (
@@ -429,7 +388,7 @@ def _attend(
                 x, row = x.view(torch.uint8), row.view(torch.uint8)
             x.index_put_(rows, row)
         new = None
-    call = Call(q, k, v, batch, shape, scale, num_splits, out, plan, new)
+    call = Call(q, k, v, batch, shape, scale, options.num_splits, out, plan, new)
     return chosen.run(call), chosen, call
 
 
@@ -464,8 +423,8 @@ class RepeatedDecode:
                 return out
         n, heads, _, dim = q.shape
         q3, new = q.select(2, 0), (k_new.select(2, 0), v_new.select(2, 0))
-        where = self._cache, self._layer, batch
-        out, chosen, call = _attend("decode", q3, *where, "best", softmax_scale, window, softcap, 0, None, new)
+        options = _Options("best", softmax_scale, window, softcap, 0)
+        out, chosen, call = _attend("decode", q3, self._cache, self._layer, batch, options, None, new)
         self._like, self._device, self._shape = like, q.device, (n, 1, heads, dim)
         call.out = out
         self._launch = chosen.repeat(call)

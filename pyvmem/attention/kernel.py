@@ -107,8 +107,8 @@ class Kernel:
     mixed : tuple of (torch.dtype, torch.dtype)
         Additional pairs: the dtype of q, and that of K and V.
     max_head_dim, head_dim_multiple : int
-    windows, softcap : bool
-        Whether the kernel takes them.
+    softcap : bool
+        Whether the kernel takes it.
     appends : bool
         Whether decode itself stores the last token's K and V, in the same launch.
     capturable : bool
@@ -122,7 +122,6 @@ class Kernel:
     mixed: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
     max_head_dim = 256
     head_dim_multiple = 8
-    windows = True
     softcap = True
     appends = False
     capturable = True
@@ -150,8 +149,6 @@ class Kernel:
             return f"dtype {dtype_name(pair[0])}{over} (only {takes})"
         if shape.head_dim > self.max_head_dim or shape.head_dim % self.head_dim_multiple:
             return f"head_dim {shape.head_dim} (multiples of {self.head_dim_multiple} up to {self.max_head_dim})"
-        if shape.window and not self.windows:
-            return f"window {shape.window} (none)"
         if shape.softcap and not self.softcap:
             return f"softcap {shape.softcap} (none)"
         tile = self.tile_rows(shape)

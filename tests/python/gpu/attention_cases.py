@@ -94,18 +94,14 @@ def one(backend, kernel, *, heads=(8, 8), dim=128, dtype=BF16, q_dtype=None, win
         if phase not in phases:
             continue
         q = torch.randn(sum(many), q_heads, dim, device="cuda").to(q_dtype)
-        refused = attention.kernels(phase, cache, q_heads, q_dtype=q_dtype, **options)[kernel]
         call = attention.decode if phase == "decode" else attention.prefill
         batch = attention.Batch(cache, slots, lengths, many)
-        if refused:
-            try:
-                call(q, cache, 0, batch, kernel=kernel, **options)
-            except ValueError as said:
-                assert "\n" not in str(said), said
-                seen[phase] = f"refused: {refused}"
-                continue
-            raise AssertionError(f"not refused: {refused}")
-        out = call(q, cache, 0, batch, kernel=kernel, num_splits=splits, **options)
+        try:
+            out = call(q, cache, 0, batch, kernel=kernel, num_splits=splits, **options)
+        except ValueError as said:
+            assert "\n" not in str(said), said
+            seen[phase] = f"refused: {said}"
+            continue
         torch.cuda.synchronize()
         dense = (k, v)
         if passed:  # the reference multiplies the rows before a window by zero: they must be there
