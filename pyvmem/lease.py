@@ -217,8 +217,6 @@ class Lease(_Owned):
         pool: KVPool,
         most: int,
         page_size: int,
-        shrink: bool,
-        graphs: str,
         threads: str,
         wait: float,
         context: Context,
@@ -239,7 +237,6 @@ class Lease(_Owned):
         self._place = int(place[0])
         self._pair = self._place % lib.VMEM_TORCH_PLACES
         self._page_size = page_size
-        self._shrink, self._lose_graphs = shrink, graphs == "lost"
         self._all_threads = threads == "all" and torch_pools.routes_all_threads
         self._wait_ms = round(wait * 1000)
         self._torch = torch_pools
@@ -269,7 +266,7 @@ class Lease(_Owned):
         Raises
         ------
         OutOfMemory
-            The pool cannot give all of them (`shortage`), and `shrink` is False. No page was taken.
+            The pool cannot give all of them (`shortage`). No page was taken. `reset` drops what cannot come back.
         RuntimeError
             The lease is in use already.
         """
@@ -279,12 +276,9 @@ class Lease(_Owned):
                 raise RuntimeError("the lease is in use: its with blocks do not nest")
             missing = ffi.new("uint64_t *")
             rc = lib.vmem_torch_unpark(self._place, self._wait_ms, missing)
-            if rc == -errno.ENOMEM and self._shrink:
-                pools = self._renew()
-            elif rc == -errno.ENOMEM:
+            if rc == -errno.ENOMEM:
                 raise self._out_of_memory(int(missing[0]))
-            else:
-                _check(rc)
+            _check(rc)
             self._torch.settle()
             self._route(pools)
         return self
@@ -306,7 +300,7 @@ class Lease(_Owned):
         pools = self._open()
         idle: list[int] = []
         for pool in (pools.eager, pools.graphs):
-            if pool is None or (self._torch.is_shared(pool) and not self._lose_graphs):
+            if pool is None or self._torch.is_shared(pool):
                 continue
             # A block that waits for another stream's event is idle, too: libvmem waits for all kernels before pages go.
             for segment in self._torch.snapshot(pool):
@@ -320,7 +314,7 @@ class Lease(_Owned):
         error = OutOfMemory(
             errno.ENOMEM,
             f"the lease lacks {missing / MIB:.1f} MiB of the {self.stats().parked_bytes / MIB:.1f} MiB that it parked "
-            f"({why}): end a request, call reset(), or use shrink=True",
+            f"({why}): end a request, or call reset()",
         )
         error.shortage = shortage
         return error
@@ -366,8 +360,7 @@ class Lease(_Owned):
         """Capture a CUDA graph whose memory is in the lease: ``with lease.graph(g): ...``, within a block of the lease.
 
         The graph gets segments of its own, which are not parked while any graph of the lease exists, so that it can be
-        replayed at any time. With ``graphs="lost"``, they are parked: replay only within a block, and only graphs
-        that read nothing there before they have written it.
+        replayed at any time.
 
         Parameters
         ----------
@@ -406,12 +399,8 @@ class Lease(_Owned):
             self._open()
             if self._end:
                 raise RuntimeError("reset() must not be called within a with block of the lease")
-            self._renew()
-
-    def _renew(self) -> _Pools:
-        self._pools = None  # before the new ones: PyTorch frees the old segments now
-        self._pools = _Pools(self._torch, self._pair)
-        return self._pools
+            self._pools = None  # before the new ones: PyTorch frees the old segments now
+            self._pools = _Pools(self._torch, self._pair)
 
     @property
     def allocated_bytes(self) -> int:
@@ -465,8 +454,6 @@ def torch_pool(
     most: SupportsIndex | None = None,
     *,
     fine: bool = False,
-    shrink: bool = False,
-    graphs: Literal["kept", "lost"] = "kept",
     threads: Literal["all", "this"] = "all",
     wait: float = 10.0,
     context: Context | None = None,
@@ -493,12 +480,6 @@ def torch_pool(
     fine : bool
         Use the smallest pages of the backend instead of 2 MiB. They fit wherever the KV caches left a gap, and
         scattered ones take much longer to map.
-    shrink : bool
-        If the pool cannot give back all that was parked, drop all segments and begin anew, instead of raising
-        `OutOfMemory`.
-    graphs : {"kept", "lost"}
-        Whether segments of captured graphs keep their pages between blocks. "lost": their contents are undefined after
-        each block.
     threads : {"all", "this"}
         Whose allocations go to the lease within a block. "this" runs backward in the thread that calls it. Use it if
         other threads of the process allocate memory on the device that is to outlive the block.
@@ -536,8 +517,7 @@ def torch_pool(
     bytes = 0 if most is None else uint("most", most)
     if most is not None and not bytes:
         raise ValueError("most 0 must be at least a page")
-    fine, shrink = flag("fine", fine), flag("shrink", shrink)
-    graphs = one_of("graphs", graphs, ("kept", "lost"))
+    fine = flag("fine", fine)
     threads = one_of("threads", threads, ("all", "this"))
     own = context or pool._context(uint("device", device, 31)) or Context(device=device)
     if "gpu" not in own.capabilities:
@@ -549,4 +529,4 @@ def torch_pool(
     torch_pools = TorchPools(own.device)
     torch_pools.check()
     page_size = min(own.page_sizes) if fine else 2 * MIB
-    return Lease(pool, bytes, page_size, shrink, graphs, threads, float(wait), own, name, torch_pools)
+    return Lease(pool, bytes, page_size, threads, float(wait), own, name, torch_pools)

@@ -187,7 +187,7 @@ class Weights:
         torch_pools.check()
         self._device = torch.device("cuda", context.device) if self._gpu else torch.device("cpu")
         # Others take segments one by one, and an allocation goes back whole: so allocations are small.
-        self.lease = Lease(pool, 0, PAGE, False, "kept", "all", LOAD_WAIT, context, name, torch_pools, LOAD_WAIT, True)
+        self.lease = Lease(pool, 0, PAGE, "all", LOAD_WAIT, context, name, torch_pools, LOAD_WAIT, True)
         self._lock = threading.RLock()
         self._copy = HostCopy(self._gpu)
         self._sum = Sums()

@@ -20,12 +20,12 @@ from pyvmem._ffi import lib
 from pyvmem.lease import TorchPools, Lease
 
 
-def lease_of(pool, most=64 * MIB, *, cuda=None, context=None, fine=True, shrink=False, graphs="kept", threads="all"):
+def lease_of(pool, most=64 * MIB, *, cuda=None, context=None, fine=True, threads="all"):
     """As torch_pool makes it, on the host, where PyTorch has no pools."""
     cuda = cuda or FakeCuda()
     context = context or pool._context(0) or pyvmem.Context("host")
     page_size = 64 << 10 if fine else 2 * MIB
-    return Lease(pool, most, page_size, shrink, graphs, threads, 60.0, context, "torch", cuda, 60.0), cuda
+    return Lease(pool, most, page_size, threads, 60.0, context, "torch", cuda, 60.0), cuda
 
 
 @pytest.fixture
@@ -102,14 +102,17 @@ def test_only_spare_pages_of_the_cache_are_taken(pool):
     cache.close()
 
 
-def test_shrink_begins_anew(pool):
+def test_a_lease_that_is_reset_begins_anew_where_memory_is_short(pool):
     cache = make(pool)
-    lease, cuda = lease_of(pool, shrink=True)
+    lease, cuda = lease_of(pool)
     with lease:
         a, kept = cuda.alloc(40 * MIB), cuda.alloc(3 * MIB)
         words(kept)[0] = 9
         cuda.free(a)
     load(cache, 8, pool)
+    with pytest.raises(pyvmem.OutOfMemory, match="end a request, or call reset"):
+        lease.__enter__()
+    lease.reset()
     with lease:
         assert lease.stats().bytes == 20 * MIB  # the segment that lives
         b = cuda.alloc(100)
@@ -189,16 +192,6 @@ def test_graphs_keep_their_segments(pool):
     lease.close()
 
 
-def test_graphs_lost(pool):
-    lease, cuda = lease_of(pool, graphs="lost")
-    graph = FakeGraph()
-    with lease, lease.graph(graph):
-        cuda.free(cuda.alloc(12 * MIB))
-    assert lease.stats().parked_segments == 1
-    graph.reset()
-    lease.close()
-
-
 def test_a_capture_that_fails_leaves_the_block_usable(pool):
     lease, cuda = lease_of(pool)
     with lease:
@@ -273,14 +266,12 @@ def test_misuse(pool):
         ({"most": -1}, "most -1"),
         ({"wait": -1}, "wait"),
         ({"wait": float("nan")}, "wait"),
-        ({"graphs": "all"}, "graphs"),
         ({"threads": 3}, "threads"),
     ):
         with pytest.raises(ValueError, match=error):
             torch_pool(pool, **arguments)
     for arguments, error in (
         ({"fine": 1}, "fine"),
-        ({"shrink": None}, "shrink"),
         ({"context": 3}, "context"),
         ({"name": None}, "name"),
         ({"most": 1.5}, "most"),
