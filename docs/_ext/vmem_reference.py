@@ -21,7 +21,7 @@ PYTHON = {
     "Tensors": ("pyvmem", ("VirtualTensor", "virtual_empty")),
     "The KV cache": ("pyvmem", ("KVCache", "KVCacheOptions", "Spare", "TensorSpec", "model_specs", "Shortage",
                                 "KVPool")),
-    "Runs": ("pyvmem.kv.types", ("Run", "RunInfo")),
+    "Runs": ("pyvmem.kv.types", ("Run",)),
     "Prefixes": ("pyvmem.kv.prefix", ("PrefixCache", "block_hashes")),
     "Leases": ("pyvmem", ("torch_pool",)),
     "Errors": ("pyvmem", ("VmemError", "InvalidArgument", "OutOfMemory")),

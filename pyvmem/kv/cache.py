@@ -28,7 +28,6 @@ from pyvmem.kv.options import KVCacheOptions, Spare, options_of, watermark_of
 from pyvmem.kv.types import (
     NO_SHORTAGE,
     Run,
-    RunInfo,
     Shortage,
     SlotInfo,
     TensorSpec,
@@ -48,7 +47,6 @@ __all__ = [
     "KVStats",
     "Lengths",
     "Run",
-    "RunInfo",
     "Shortage",
     "SlotInfo",
     "Spare",
@@ -608,12 +606,13 @@ class KVCache(_Owned):
         run.tokens = uint("tokens", tokens, 32)
         try:
             _check(lib.vmem_kv_share(self._use(), run, 1, 0))
-            shared = Run(int(run.id), run.first, run.tokens)
-            info = self.run(shared) if run.id else None
-            if info is None or (not info.first and info.min_tokens > info.tokens):
+            info = structure("vmem_kv_run_info")
+            if run.id:
+                _check(lib.vmem_kv_get_run(self._use(), run.id, info))
+            if not run.id or (not run.first and info.min_tokens > run.tokens):
                 text = f"tokens {run.tokens}: a window has given up rows before them; share when a step ends there"
                 raise VmemError(errno.ENODATA, text)
-            return shared
+            return Run(int(run.id), run.first, run.tokens, info.min_tokens)
         except BaseException:  # also Ctrl-C: nobody else knows the run
             if run.id:
                 self.drop(Run(int(run.id), run.first, run.tokens))
@@ -680,29 +679,6 @@ class KVCache(_Owned):
         """
         numbers = self._numbers_of(runs)
         _check(lib.vmem_kv_order(self._use(), numbers, len(numbers), flag("keep", keep)))
-
-    def run(self, run: Run) -> RunInfo:
-        """Describe a run.
-
-        Parameters
-        ----------
-        run : Run
-
-        Returns
-        -------
-        RunInfo
-
-        Raises
-        ------
-        InvalidArgument
-            It is gone.
-        """
-        if not isinstance(run, Run):
-            raise TypeError(f"run must be a Run, not {shown(run)}")
-        raw = structure("vmem_kv_run_info")
-        _check(lib.vmem_kv_get_run(self._use(), run.id, raw))
-        numbers = (raw.first, raw.tokens, raw.min_tokens, bool(raw.keep), raw.requests)
-        return RunInfo(*numbers, int(raw.pages), int(raw.own_pages))
 
     # ---- swapping -------------------------------------------------------------------------------------------
 

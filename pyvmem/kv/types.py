@@ -171,38 +171,15 @@ NO_SHORTAGE = Shortage(None, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Run:
-    """Rows [first, first + tokens) that a request wrote, held for others (`KVCache.share`)."""
+    """Rows [first, first + tokens) that a request wrote, held for others (`KVCache.share`).
+
+    min_tokens: of a run from row 0, the fewest tokens that a request can begin with; windows may have given up some.
+    """
 
     id: int
     first: int
     tokens: int
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """A run, as its cache has it.
-
-    Attributes
-    ----------
-    first, tokens : int
-        Its rows.
-    min_tokens : int
-        Of a run from row 0, the fewest tokens that a request can begin with; windows may have given up some.
-    keep : bool
-        Whether it is not evicted (`KVCache.order`).
-    requests : int
-        Requests that wrote it or began with it, and have not ended.
-    pages, own_pages : int
-        Pages held, and those of them without another holder, which dropping the run frees.
-    """
-
-    first: int
-    tokens: int
-    min_tokens: int
-    keep: bool
-    requests: int
-    pages: int
-    own_pages: int
+    min_tokens: int = 0
 
 
 def model_specs(

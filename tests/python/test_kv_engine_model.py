@@ -319,7 +319,7 @@ class Engine(RuleBasedStateMachine):
     def attach(self, data):
         self.polled()
         prefix, numbers = pick(data, self.prefixes)
-        tokens = pick(data, range(max(self.cache.run(prefix).min_tokens, 1), prefix.tokens + 1))
+        tokens = pick(data, range(max(prefix.min_tokens, 1), prefix.tokens + 1))
         slot = self.cache.alloc(tokens, prefix_tokens=tokens)
         if slot is None:
             return

@@ -80,12 +80,12 @@ def test_a_run_of_another_cache_is_refused(cache):
         slot = draft.alloc()
         calls = (
             lambda: draft.attach(slot, runs[0]), lambda: draft.attach(slot, runs[::-1]),
-            lambda: draft.order(runs[0]), lambda: draft.drop(runs[::-1]), lambda: draft.run(runs[0]),
+            lambda: draft.order(runs[0]), lambda: draft.drop(runs[::-1]),
         )  # fmt: skip
         for call in calls:
             with pytest.raises(InvalidArgument, match="run"):
                 call()
-        assert draft.run(runs[1]).tokens == 128 and draft.attach(slot, runs[1]) == 128
+        assert draft.attach(slot, runs[1]) == 128
         assert (draft.keys[0][slot, :128] == 2.0).all()
 
 
@@ -155,8 +155,6 @@ def test_what_is_no_run_or_specification_is_named(cache):
             call(7)
         with pytest.raises(TypeError, match="runs must be a Run or a sequence of them, not of 7"):
             call([7])
-    with pytest.raises(TypeError, match="run must be a Run, not 7"):
-        cache.run(7)
     with pytest.raises(TypeError, match="specs must be a sequence, not None"):
         KVCache(None, 1, 10, MIB, backend="host", name=None)
     with pytest.raises(TypeError, match="specs must be a list of TensorSpec, not of 7"):

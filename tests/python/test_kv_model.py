@@ -158,7 +158,7 @@ class Requests(RuleBasedStateMachine):
         slot = self.cache.alloc()
         if slot is None:
             return
-        tokens = data.draw(st.integers(max(self.cache.run(prefix).min_tokens, 1), prefix.tokens))
+        tokens = data.draw(st.integers(max(prefix.min_tokens, 1), prefix.tokens))
         if self.cache.attach(slot, prefix, tokens):
             self.rows[slot] = numbers[:tokens]
         else:
