@@ -50,7 +50,7 @@ def cache() -> list[int]:
 
 def lease(pool: pyvmem.KVPool) -> int:
     try:
-        with pyvmem.torch_pool(pool, most=1 << 20, fine=True, graphs="kept") as lent:
+        with pyvmem.torch_pool(pool, most=1 << 20, fine=True) as lent:
             parked: int = lent.stats().parked_bytes
             return parked
     except pyvmem.VmemError as error:  # PyTorch has no memory pools for CPU tensors
