@@ -77,7 +77,7 @@ int vmem_context_create(const struct vmem_options *opts, vmem_context **out);
 void vmem_context_destroy(vmem_context *ctx);
 
 // Makes long calls interruptible. vMemCreate, vmem_commit and vmem_prealloc call interrupted(arg) after about every
-// 32 MiB of work, in the calling thread and with no lock held. If it returns a value other than 0, the call undoes its
+// 32 MiB that they commit or zero, in the calling thread and with no lock held. If it returns a value other than 0, the call undoes its
 // work and returns -EINTR. The memory may return to the system a little later; until then it counts as overhead. The
 // function may call libvmem, but must not destroy the context. NULL removes it. When vmem_set_interrupt returns, no
 // other thread is inside the old function, unless an interrupt function of the context makes the call. Calls that give

@@ -191,7 +191,7 @@ static void settle(vmem_context *ctx)
 
 static void beside_another(vmem_context *ctx)
 {
-    const uint64_t P = test_page, length = 576 * MIB; // two checks while it maps, on every backend
+    const uint64_t P = test_page, length = 576 * MIB; // of which a part is 64 MiB on the host
     uint64_t bytes, start;
     OK(vMemReserve(ctx, length, 0, &start));
     held.ctx = ctx;
@@ -207,14 +207,14 @@ static void beside_another(vmem_context *ctx)
     CHECK_EQ(bytes, length - P);
     const unsigned asks = held.asked;
     CHECK(asks >= 2);
-    // Where the memory is there already, it asks after every 256 MiB that it maps, and on the host 64 MiB of pages.
+    // Where the memory is there already, it asks between two parts.
     OK(vmem_set_interrupt(ctx, NULL, NULL));
     OK(vmem_prealloc(ctx, length));
     OK(vmem_decommit(ctx, (struct vmem_range[]){{start, 100 * P}, {held.backed + P, length - 101 * P}}, 2, NULL));
     OK(vmem_set_interrupt(ctx, beside, ctx));
     held.asked = 0;
     OK(vmem_commit(ctx, &held.all, 1, P, 0, &bytes));
-    CHECK_EQ(held.asked, test_cpu() ? 10 : 2);
+    CHECK_EQ(held.asked, 8);
     for (unsigned i = 0, at[] = {1, asks / 2, asks - 1, asks}; i < COUNT(at); i++) {
         OK(vmem_set_interrupt(ctx, NULL, NULL));
         OK(vmem_decommit(ctx, (struct vmem_range[]){{start, 100 * P}, {held.backed + P, length - 101 * P}}, 2, &bytes));
@@ -329,8 +329,10 @@ int main(int argc, char **argv)
     page_sizes(ctx);
     many_holes(ctx);
     overlapping(ctx);
-    beside_another(ctx);
-    memory_freed(ctx);
+    if (test_cpu()) { // a part of such a commit is 1 GiB elsewhere, and no interrupt function is called
+        beside_another(ctx);
+        memory_freed(ctx);
+    }
     vmem_context_destroy(ctx);
     fine();
     return 0;

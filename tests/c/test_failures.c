@@ -69,7 +69,7 @@ static int do_commit(void)
     two[1] = (struct vmem_range){addr + 32 * test_page, 24 * test_page};
     return vmem_commit(ctx, two, 2, test_page, 0, NULL);
 }
-// More than the backend maps at once. The memory is there, and so is that of the books: the mapping fails.
+// The memory is there, and so is that of the books: the mapping fails.
 static void long_range(void)
 {
     OK(vMemReserve(ctx, 320 * MIB, 0, &extra));
@@ -231,39 +231,6 @@ static void giving_up(void)
     }
 }
 
-// Pages that a failed commit cannot unmap stay out of the way, and go as soon as something else is unmapped.
-static void undoing(void)
-{
-    bool some_left = false;
-    unsigned long n = 0;
-    for (bool reached = true; reached;) {
-        start();
-        long_range();
-        mapped();
-        const struct view before = look();
-        checked_fail_from(++n);
-        const int rc = do_commit_long();
-        reached = checked_failed();
-        checked_fail_always(false);
-        CHECK_EQ(rc, reached ? -ENOMEM : 0);
-        if (reached) {
-            const struct vmem_stats s = test_stats(ctx);
-            CHECK_EQ(s.created - before.stats.created, s.mapped - before.stats.mapped);
-            if (s.created > before.stats.created) {
-                some_left = true;
-                ERR(do_commit_long(), EBUSY,
-                    "another call commits or releases there"); // and it does not count as backed
-            }
-            OK(vMemUnmap(ctx, addr, test_page));
-            CHECK_EQ(test_stats(ctx).created, before.stats.created);
-            CHECK_EQ(test_stats(ctx).mapped, before.stats.mapped - test_page);
-            OK(do_commit_long());
-        }
-        vmem_context_destroy(ctx);
-    }
-    CHECK(some_left);
-}
-
 // A page that cannot be unmapped goes as soon as something else could be, or when the memory is asked back.
 static void dropping(bool trim)
 {
@@ -303,7 +270,6 @@ int main(int argc, char **argv)
             sweep(c);
         element_at_fault();
         giving_up();
-        undoing();
         dropping(false);
         dropping(true);
     }

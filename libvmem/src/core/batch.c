@@ -8,7 +8,7 @@ void vmem__batch_init(struct batch *b, vmem_context *ctx, uint32_t flags)
     b->ctx = ctx;
     b->flags = flags;
     b->runs = b->few;
-    b->n = b->closed = 0;
+    b->n = 0;
     b->cap = BATCH_FEW;
     b->ended = NULL;
     b->opid = vmem__opid(ctx);

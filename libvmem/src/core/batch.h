@@ -17,7 +17,6 @@ struct batch {
     uint32_t flags;
     struct vmem__run *runs;
     size_t n, cap;
-    size_t closed; // runs that no piece extends any more
     struct vmem__run few[BATCH_FEW];
     // Memory of pages that the batch has ended, with consecutive pages as one piece. The list runs through the pieces'
     // first granules (`next`, `granules`), so it takes no memory, and ending pages cannot fail.
@@ -48,7 +47,7 @@ static inline int batch_add(struct batch *b, struct vmem__reservation_rec *s, ui
                             struct vmem__arena_rec *a, uint64_t offset, struct vmem__arena_rec *old,
                             uint64_t old_offset, uint64_t page_size, bool mixed, size_t op)
 {
-    struct vmem__run *r = b->n > b->closed ? &b->runs[b->n - 1] : NULL;
+    struct vmem__run *r = b->n ? &b->runs[b->n - 1] : NULL;
     if (r && r->addr + r->length == addr && r->reservation == &s->b && r->arena == &a->b &&
         r->offset + r->length == offset &&
         (old ? r->old_arena == &old->b && r->old_offset + r->length == old_offset : !r->old_arena)) {

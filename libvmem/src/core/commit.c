@@ -10,8 +10,6 @@
 
 // Entries examined before the lock is dropped for other calls.
 #define LOOK 65536
-// Bytes that the backend maps before a check for an interrupt.
-#define MAP_PORTION (8 * VMEM__PORTION)
 
 // Marked addresses of one range: all of them holes, or all of them backed.
 struct stretch {
@@ -267,10 +265,9 @@ static inline size_t continue_build(struct commit *c, const vmem_page *pages, si
     return i;
 }
 
-// Builds the runs that map the pages at the holes. No run is longer than a portion of mapping, or in two of them.
+// Builds the runs that map the pages at the holes.
 static int build_runs(struct commit *c)
 {
-    uint64_t portion = 0;
     size_t next = 0;
     for (size_t i = 0; i < c->n_stretches; i++) {
         const struct stretch *t = &c->stretches[i];
@@ -281,85 +278,30 @@ static int build_runs(struct commit *c)
             if (!p || p->opid) // nobody has the handle, but somebody may have guessed it
                 return vmem__error(-EBUSY, "addr 0x%" PRIx64 ": another call released the page made for it",
                                    t->addr + done);
-            if (portion == MAP_PORTION) {
-                c->b.closed = c->b.n;
-                portion = 0;
-            }
             int rc = batch_add(&c->b, t->s, t->addr + done, c->page_size, a, (uint64_t)(p - a->pages) * GRANULE, NULL,
                                0, c->page_size, false, t->range);
             if (rc)
                 return rc;
             p->opid = c->b.opid;
-            const uint64_t left = t->length - done, fits = MAP_PORTION - portion;
-            const size_t n = (left < fits ? left : fits) / c->page_size - 1,
-                         more = continue_build(c, c->pages + next, n, a, p);
+            const size_t left = (t->length - done) / c->page_size - 1;
+            const size_t more = continue_build(c, c->pages + next, left, a, p);
             next += more;
             added = (more + 1) * c->page_size;
-            portion += added;
             yield_lock(c, more + 1);
         }
     }
     return 0;
 }
 
-// Maps the runs, a portion at a time. *mapped: how many of them the backend has mapped. The caller holds the lock, which
-// this drops.
-static int map_runs(struct commit *c, size_t *mapped)
-{
-    vmem_context *ctx = c->b.ctx;
-    const struct vmem__run *runs = c->b.runs;
-    size_t bad = 0;
-    int rc = ctx->accesses ? vmem__check_accesses(ctx, runs, c->b.n, &bad) : 0;
-    vmem__unlock(ctx);
-    while (!rc && *mapped < c->b.n) {
-        size_t n = 0;
-        if (*mapped)
-            rc = vmem__interrupted(&ctx->b);
-        for (uint64_t bytes = 0; *mapped + n < c->b.n && bytes < MAP_PORTION; n++)
-            bytes += runs[*mapped + n].length;
-        if (!rc && (rc = ctx->b.ops->map(&ctx->b, runs + *mapped, n, &bad)))
-            bad += *mapped;
-        *mapped += rc ? 0 : n;
-    }
-    vmem__lock(ctx);
-    c->at = rc && rc != -EINTR ? runs[bad < c->b.n ? bad : 0].op : c->n;
-    return rc;
-}
-
 // ---- ends ---------------------------------------------------------------------------------------------------
 
-// Records a run that the backend could not unmap. Its pages go as soon as something else has been unmapped.
-static void doom_run(struct commit *c, const struct vmem__run *run)
+// Ends the pages of a commit that has mapped none. The caller holds the lock, which this drops.
+static void undo_commit(struct commit *c, int rc)
 {
     vmem_context *ctx = c->b.ctx;
-    struct vmem__page *p = &((struct vmem__arena_rec *)run->arena)->pages[run->offset >> GRANULE_SHIFT];
-    vmem__commit_run(ctx, run);
-    for (uint64_t done = 0; done < run->length; done += p->granules * GRANULE, p += p->granules) {
-        p->doomed = 1;
-        ctx->n_doomed++;
-    }
-    ctx->stuck = true;
-}
-
-// Unmaps what was mapped and ends the pages. The caller holds the lock, which this drops.
-static void undo_commit(struct commit *c, size_t mapped, int rc)
-{
-    vmem_context *ctx = c->b.ctx;
-    const struct vmem__run *runs = c->b.runs;
     struct vmem__arena_rec *a;
-    size_t bad;
     char text[VMEM__TEXT];
     vmem__keep_error(text);
-    vmem__unlock(ctx);
-    const bool all = !mapped || !ctx->b.ops->unmap(&ctx->b, runs, mapped, &bad);
-    vmem__lock(ctx);
-    for (size_t i = 0; i < mapped && !all; i++) {
-        vmem__unlock(ctx);
-        const bool gone = !ctx->b.ops->unmap(&ctx->b, &runs[i], 1, &bad);
-        vmem__lock(ctx);
-        if (!gone)
-            doom_run(c, &runs[i]);
-    }
     unmark(c, false);
     for (size_t i = 0; i < c->created; i++) {
         struct vmem__page *p = vmem__page_get(ctx, c->pages[i], &a);
@@ -399,7 +341,6 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
 
     struct commit c;
     uint64_t most;
-    size_t mapped = 0;
     c.ranges = ranges;
     c.n = n;
     c.page_size = page_size;
@@ -419,10 +360,10 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
         if (!rc)
             rc = build_runs(&c);
         if (!rc)
-            rc = map_runs(&c, &mapped);
+            rc = vmem__batch_run(&c.b, ctx->b.ops->map, &c.at);
     }
     if (rc)
-        undo_commit(&c, mapped, rc);
+        undo_commit(&c, rc);
     else
         finish_commit(&c);
     vmem__batch_end(&c.b);
