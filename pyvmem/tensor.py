@@ -218,7 +218,7 @@ class VirtualTensor(Uncopyable):
         length = max(-(-self.nbytes // page_size) * page_size, page_size)
         self._range = Reservation(context, length, backdrop=backdrop, device=device.index if gpu else None)
         self._tensor: torch.Tensor | None = tensor_at(
-            self._range._owner, self._range.addr, shape, dtype, device,
+            self._range._owned(), self._range.addr, shape, dtype, device,
             checker=(functools.partial(_unbacked, weakref.ref(self._range), self._row_bytes, backdrop), page_size),
         )  # fmt: skip
         _guard(self._tensor, self._range, self.nbytes)

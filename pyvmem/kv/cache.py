@@ -283,7 +283,7 @@ class KVCache(_Owned):
             strides = (stride // spec.dtype.itemsize, math.prod(spec.shape), *row)
         row_bytes = math.prod(spec.shape) * spec.dtype.itemsize
         check = functools.partial(_not_backed, weakref.ref(self), spec.name, addr, stride, row_bytes)
-        return tensor_at(self._owner, addr, shape, spec.dtype, device, strides, (check, row_bytes))
+        return tensor_at(self._owned(), addr, shape, spec.dtype, device, strides, (check, row_bytes))
 
     def flat(self, tensor: int) -> torch.Tensor:
         """Return a tensor as contiguous rows; see `layout`.

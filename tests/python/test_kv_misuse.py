@@ -282,17 +282,28 @@ def test_a_slot_that_another_thread_gets_keeps_its_swapped_rows(monkeypatch):
             cache.free(7)
 
 
+class Closes:
+    """An argument that closes the cache when the call looks at it, as another thread may at this moment."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def __index__(self):
+        self.cache.close()
+        return 0
+
+
 def test_a_cache_that_is_closed_while_steps_are_retired_ends_once():
     cache = make()
-
-    class Closes:  # as another thread may at this moment
-        def __index__(self):
-            cache.close()
-            return 0
-
     with pytest.raises(ValueError, match="the cache is closed"):
-        cache.retire(Closes())
+        cache.retire(Closes(cache))
     assert cache.closed
+
+
+def test_a_cache_that_is_closed_while_a_tensor_is_made_says_so():
+    cache = make()
+    with pytest.raises(ValueError, match="the KV cache is closed"):
+        cache.flat(Closes(cache))
 
 
 def test_a_signal_handler_may_call_while_events_are_queried(cache):

@@ -27,6 +27,18 @@ def empty(context, device):
     return make
 
 
+def test_a_context_that_is_closed_while_a_tensor_is_made_says_so(empty, context, monkeypatch):
+    def closed(*args, **options):  # as another thread may leave it at this moment
+        range_ = pyvmem.Reservation(*args, **options)
+        range_.close()
+        return range_
+
+    monkeypatch.setattr("pyvmem.tensor.Reservation", closed)
+    with pytest.raises(ValueError, match="the reservation is closed"):
+        empty(16)
+    assert not context.stats().reserved
+
+
 def test_a_closed_tensor_lets_the_next_one_at_its_address_be(empty):
     old = empty((64, 16384))
     old.commit()
