@@ -153,11 +153,11 @@ def resume(original: Any, updater: Any, recv_req: Any) -> Any:
     return original(updater, recv_req)
 
 
-async def resumed(original: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+async def resumed(original: Any, manager: Any, obj: Any, request: Any = None) -> None:
     """The process that gave the order hears that its engines have obeyed. Raises `OutOfMemory` if one still sleeps."""
-    await original(manager, *args, **kwargs)
+    await original(manager, obj, request)
     lacks = [page.short for _, page in metrics.engines(os.getpid()) if page.asleep]
-    if lacks:
+    if lacks and {sleep.WEIGHTS, sleep.TAG}.intersection(obj.tags or (sleep.WEIGHTS,)):
         raise OutOfMemory(errno.ENOMEM, f"the model lacks {max(lacks) >> 20} MiB of its pool to wake")
 
 

@@ -237,6 +237,30 @@ def test_sglangs_own_orders_mean_what_they_mean_in_sglang():
     assert done == [(True, True), (True, False)]
 
 
+@pytest.mark.parametrize("tags", [None, ["weights"], ["kv_cache"], ["vmem"], ["kv_cache", "weights"]])
+@pytest.mark.parametrize("asleep", [True, False])
+def test_an_order_to_resume_fails_if_it_asked_for_weights_that_have_not_come(tags, asleep, monkeypatch):
+    import asyncio
+    import types
+
+    from pyvmem.errors import OutOfMemory
+    from pyvmem.sglang import hooks
+
+    page, asked = types.SimpleNamespace(asleep=asleep, short=3 * MIB), []
+    monkeypatch.setattr(hooks.metrics, "engines", lambda server: [(None, page)])
+
+    async def original(manager, obj, request=None):
+        asked.append(obj.tags)
+
+    order = hooks.resumed(original, None, types.SimpleNamespace(tags=tags))
+    if asleep and tags != ["kv_cache"]:
+        with pytest.raises(OutOfMemory, match="lacks 3 MiB of its pool to wake"):
+            asyncio.run(order)
+    else:
+        asyncio.run(order)
+    assert asked == [tags]
+
+
 @pytest.mark.parametrize("why", ["gone", "starved"])
 def test_a_model_that_sleeps_gives_up_rows_that_nobody_waits_for(why):
     """Those of requests whose clients have gone, and all of an engine that slept because it lacked memory for rows."""
