@@ -29,7 +29,7 @@ def empty(context, device):
 
 def test_a_context_that_is_closed_while_a_tensor_is_made_says_so(empty, context, monkeypatch):
     def closed(*args, **options):  # as another thread may leave it at this moment
-        range_ = pyvmem.Reservation(*args, **options)
+        range_ = pyvmem.core.Reservation(*args, **options)
         range_.close()
         return range_
 
