@@ -365,12 +365,10 @@ class PageBudget(BlockBudget):
         if self._obey(self.promised + self._decodes()):
             return
         need = self.need()
-        short = need - self.num_free()
-        if short > 0 and self._coming:
+        if need > self.num_free() and self._coming:
             self._await_orders()
-            short = need - self.num_free()
-        if short > 0:
-            self._grow(short, wait=True)
+        if need > self.num_free():
+            self._grow(need - self.num_free(), wait=True)
         after = self.need(2) - self.num_free() - self.coming
         if after > 0:  # for the step after this one, while it runs
             self._grow(after)
@@ -390,11 +388,10 @@ class PageBudget(BlockBudget):
 
     def ensure(self, tokens: int) -> bool:
         """The allocator must have so many tokens, or SGLang evicts or retracts. Returns whether it has."""
-        short = self._pages(tokens) - self.spare
-        if short > 0 and self._coming:
+        need = self._pages(tokens)
+        if need > self.spare and self._coming:
             self._await_orders()
-            short = self._pages(tokens) - self.spare
-        return short <= 0 or self._grow(short, wait=True)
+        return need <= self.spare or self._grow(need - self.spare, wait=True)
 
     def force(self, tokens: int) -> bool:
         """As `ensure`, above the limit if need be: SGLang would end if it did not get them."""

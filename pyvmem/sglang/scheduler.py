@@ -33,16 +33,6 @@ def _came(request: Any) -> int:
     return came
 
 
-class _Poller:
-    """SGLang's poller of ``--sleep-on-idle``, which would leave the rest of a pool without an answer for a second."""
-
-    def __init__(self, poller: Any) -> None:
-        self._poller = poller
-
-    def poll(self, milliseconds: int) -> Any:
-        return self._poller.poll(min(milliseconds, int(1000 * TEND)))
-
-
 class Seen(NamedTuple):
     """A message of rank 0 to all ranks, with SGLang's requests, if it tells them something new.
 
@@ -87,7 +77,7 @@ class SchedulerMemory:
         self._seen = Seen(False, False, False, False, ())
         self._had: list[int] = []  # pages that were backed in the last step
         self._peers = pool_policy.PoolPeers(page)
-        self._looked = self._tended = self._still = 0.0
+        self._tended = self._still = 0.0
         self._starved = False  # whether requests lack memory, or did when the model fell asleep
         self.sleep: Sleep | None = None  # with weights in the pool
         self._sleeper: Sleeper | None = None
@@ -95,8 +85,9 @@ class SchedulerMemory:
         scheduler.token_to_kv_pool_allocator._vmem = self
         page[control.RANKS_USED], page[control.PARTS] = len(here.all) * self.ranks.size, len(here.all)
         idle: Any = getattr(scheduler, "idle_sleeper", None)
-        if chosen.pool and hasattr(idle, "poller"):
-            idle.poller = _Poller(idle.poller)
+        if chosen.pool and hasattr(idle, "poller"):  # of --sleep-on-idle: a pool would wait a second for an answer
+            poll = idle.poller.poll
+            idle.poller.poll = lambda milliseconds: poll(min(milliseconds, int(1000 * TEND)))
         self._agree()
         for budget in self.budgets:
             budget.start()
@@ -210,11 +201,11 @@ class SchedulerMemory:
             budget.flushed()
         self.publish()
 
-    def ensure(self, tokens: int) -> None:
+    def ensure(self, tokens: int) -> bool:
         """The allocator needs so many free tokens: back pages rather than to evict what is cached."""
-        for budget in self.budgets:
-            budget.ensure(tokens)
+        there = all([budget.ensure(tokens) for budget in self.budgets])
         self._sums()
+        return there
 
     def force(self, tokens: int) -> bool:
         """As `ensure`, above the limit if need be."""
@@ -225,15 +216,13 @@ class SchedulerMemory:
     def await_memory(self, tokens: int) -> None:
         """The last running request lacks tokens, and SGLang would abort it: wait for other members of the pool."""
         end = time.monotonic() + AWAIT
-        lacks = not all([k.ensure(tokens) for k in self.budgets])
-        while lacks and self.page[control.POOL] and len(self._scheduler.running_batch.reqs) == 1:
-            if self.ranks.tell(time.monotonic() >= end):
-                break
+        while (
+            not self.ensure(tokens) and self.page[control.POOL] and len(self._scheduler.running_batch.reqs) == 1
+            and not self.ranks.tell(time.monotonic() >= end)
+        ):  # fmt: skip
             time.sleep(TEND)
             self._agree()
             self.publish()
-            lacks = not all([k.ensure(tokens) for k in self.budgets])
-        self._sums()
 
     def extend_prefill_budget(self, budget: Any, tree_cache: Any) -> None:
         """SGLang begins a prefill pass: count memory that can still be backed for tokens to come.
@@ -269,10 +258,6 @@ class SchedulerMemory:
     def _look_around(self) -> None:
         """See what the owner and the other engines of the pool want, and answer."""
         page, running = self.page, self._scheduler.running_batch.reqs
-        now = time.monotonic()
-        if now < self._looked + TEND:
-            return
-        self._looked = now
         page[control.BEAT] += 1
         shares(self.budgets, page)
         if page[control.POOL]:
