@@ -38,7 +38,6 @@ class VMemLayer(CacheLayerMixin):
         self.taken = self.appends = False  # whether they take it, and whether decode stores the rows
         self.repeated: RepeatedDecode | None = None  # this layer's decode step, for one version of `rows`
         self.repeated_version = -1
-        self._version = -1  # of `rows` when the views were created
         self._like: tuple[int, ...] = ()  # the KV heads of its rows, and their dimension
         self._equal = True  # whether K and V have one head_dim, as far as is known
 
@@ -141,10 +140,8 @@ class VMemLayer(CacheLayerMixin):
         """Write the rows of a pass to the places in its plan."""
         start, tokens = plan.start, plan.tokens
         if plan.uniform:
-            if self._version != self.rows.version:
-                self._bind()
-            self._k.narrow(2, start, tokens).copy_(key)
-            self._v.narrow(2, start, tokens).copy_(value)
+            for rows, new in zip(self._in_order(), (key, value)):
+                rows.narrow(2, start, tokens).copy_(new)
         else:
             self.rows.locate(plan)
             for rows, new in zip(self.kv(), (key, value)):
@@ -158,7 +155,7 @@ class VMemLayer(CacheLayerMixin):
         new = copy.copy(self)
         memo[id(self)] = new
         # Not copied: views of the original's rows, and the model's own settings.
-        views = {"_k": None, "_v": None, "_version": -1, "_settings": None, "again": None}
+        views = {"repeated": None, "_settings": None}
         new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in {**self.__dict__, **views}.items()}
         new._settings = self._settings
         return new
@@ -167,11 +164,10 @@ class VMemLayer(CacheLayerMixin):
         """K and V, ``[slots, max_tokens, heads, head_dim]`` each. They are backed up to the lengths."""
         return self.rows.pairs[self.index]
 
-    def _bind(self) -> None:
-        """The views of the batch, ``[batch, heads, max_tokens, head_dim]``. Its slots must be in order."""
-        rows = self.rows
-        self._k, self._v = (t[: rows.batch].transpose(1, 2) for t in self.kv())
-        self._version = rows.version
+    def _in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the batch, ``[batch, heads, max_tokens, head_dim]``. Its slots must be in order."""
+        k, v = (t[: self.rows.batch].transpose(1, 2) for t in self.kv())
+        return k, v
 
     def view(self, start: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, as stock attention takes them, of the columns that a pass after `start` columns reads.
@@ -189,9 +185,7 @@ class VMemLayer(CacheLayerMixin):
             where = self.rows.columns(first, self.length)
             k, v = (t[where].transpose(1, 2) for t in self.kv())
             return k, v
-        if self._version != self.rows.version:
-            self._bind()
-        k, v = (t.narrow(2, first, self.length - first) for t in (self._k, self._v))
+        k, v = (t.narrow(2, first, self.length - first) for t in self._in_order())
         return k, v
 
     keys = property(lambda self: self.view()[0] if self.is_initialized else None)

@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import copy
 import ctypes
 from dataclasses import replace
 
@@ -96,6 +97,18 @@ def test_a_cache_that_is_cropped_and_used_again(make, kernel):
     assert got.tolist() == reference(model, ids, new=3).tolist()
     cache.reset()
     assert generate(model, prompts()[:2], cache, "vmem").tolist() == first[:2].tolist()
+
+
+def test_a_cache_is_copied_after_decode_steps(make, kernel):
+    model, ids = tiny_model("llama"), prompts()
+    cache = make(model)
+    first = generate(model, ids, cache, "vmem")
+    assert kernel.repeated > 0
+    other = copy.deepcopy(cache)
+    want = reference(model, first, new=3)
+    for each in (other, cache):
+        assert generate(model, first, each, "vmem", new=3).tolist() == want.tolist()
+    other.close()
 
 
 @pytest.mark.parametrize("other", ["dtype", "shape"])
