@@ -259,19 +259,12 @@ class PrefixCache:
         found = hashes_of(hashes)
         number, at = uint("slot", slot, 32), uint("first", first, 32)
         with self._lock:
-            self._check_rows(number, at, len(found))
             for i, hash in enumerate(found):
                 if hash in self._runs and self._runs[hash][1] != at + i:
                     text = f"hashes[{i}] is that of block {self._runs[hash][1]}: a hash covers all tokens before it"
                     raise InvalidArgument(errno.EINVAL, text)
             self._forget_evicted()
             return self._share(number, at, found)
-
-    def _check_rows(self, slot: int, first: int, n: int) -> None:
-        info = self.cache.slot(slot)
-        if info.state == "active" and (first + n) * self.block_tokens > info.tokens:
-            text = f"first {first}, n {n}: slot {slot} has {info.tokens} tokens, {self.block_tokens} to a block"
-            raise InvalidArgument(errno.EINVAL, text)
 
     def _share(self, slot: int, first: int, hashes: list[Hash]) -> int:
         """Share blocks of the slot. Returns how many are new."""
@@ -280,10 +273,7 @@ class PrefixCache:
         for i, run in enumerate(raw):
             run.slot, run.first, run.tokens = slot, min((first + i) * self.block_tokens, 2**32 - 1), self.block_tokens
             run.id = before[i]
-        rc = lib.vmem_kv_share(self.cache._use(), raw, len(hashes), lib.VMEM_KV_RUN_REPORT)
-        if rc == -errno.EINVAL:
-            self._check_rows(slot, first, len(hashes))
-        _check(rc)
+        _check(lib.vmem_kv_share(self.cache._use(), raw, len(hashes), lib.VMEM_KV_RUN_REPORT))
         new = 0
         for i, (run, old, hash) in enumerate(zip(raw, before, hashes)):
             if run.id == old:

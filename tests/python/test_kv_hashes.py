@@ -383,7 +383,7 @@ def test_wrong_arguments_are_named(cache):
             with pytest.raises(TypeError, match="hashes must be a sequence, not"):
                 call(wrong)
     slot = cache.alloc()
-    with pytest.raises(ValueError, match="first 0, n 1: slot 0 has 0 tokens, 16 to a block"):
+    with pytest.raises(ValueError, match=r"runs\[0\]: 16 rows from row 0 on: slot 0 has 0 tokens"):
         blocks.add(slot, [b"12"])
     with pytest.raises(ValueError, match="slot 5 is free"):
         blocks.add(5, [b"12"])
@@ -395,8 +395,8 @@ def test_wrong_arguments_are_named(cache):
     with pytest.raises(ValueError, match="not newly allocated"):
         blocks.attach(slot, [b"12"])
     assert blocks.add(slot, [b"12"]) == 1 and blocks.peek([np.bytes_(b"12")]) == 16
-    with pytest.raises(ValueError, match="first 1, n 1"):
-        blocks.add(slot, [b"12"], first=1)
+    with pytest.raises(ValueError, match=r"runs\[0\]: 16 rows from row 16 on: slot 0 has 20 tokens"):
+        blocks.add(slot, [b"34"], first=1)
     with pytest.raises(ValueError, match="first"):
         blocks.add(slot, [b"12"], first=1 << 32)
     with pytest.raises(ValueError, match=r"requests\[0\].n_hashes 2: its 20 tokens have 1 blocks"):
