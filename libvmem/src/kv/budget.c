@@ -318,7 +318,7 @@ static void record_shortage(vmem_kv *kv, uint32_t reason, uint64_t missing)
 
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want)
 {
-    const uint64_t most = kv->ledger.budget + vmem__pool_claimable(kv->membership.member, kv->ledger.budget);
+    const uint64_t most = most_pages(kv);
     uint64_t n = want > most ? want - most : 1;
     record_shortage(kv, VMEM_KV_SHORT_OF_BUDGET, n);
     shortage.coming_pages = ask_for(kv, n, &shortage.refusal);
@@ -364,18 +364,18 @@ int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t b
         vmem__kv_short_of_budget(kv, want + back);
     else if (want > limit)
         short_of_device(kv, want + back - limit);
-    else
-        record_shortage(kv, limit < kv->ledger.budget ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET,
-                        want + back - limit);
-    if (want <= limit && limit >= kv->ledger.budget)
-        shortage.coming_pages = ask_for(kv, shortage.missing_pages, &shortage.refusal);
+    else {
+        const uint64_t missing = want + back - limit;
+        const bool device = limit < kv->ledger.budget;
+        record_shortage(kv, device ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET, missing);
+        shortage.coming_pages = device ? 0 : ask_for(kv, missing, &shortage.refusal);
+        vmem__error(-ENOMEM,
+                    "%" PRIu64 " pages are missing: of the budget of %" PRIu64 ", the watermark keeps %" PRIu64
+                    " for requests that run; end a request, drop prefixes, or lower the watermark",
+                    missing, kv->ledger.budget, back);
+    }
     shortage.watermark_pages = MIN(back, shortage.missing_pages);
-    if (want > limit)
-        return -ENOMEM; // the error text is set
-    return vmem__error(-ENOMEM,
-                       "%" PRIu64 " pages are missing: of the budget of %" PRIu64 ", the watermark keeps %" PRIu64
-                       " for requests that run; end a request, drop prefixes, or lower the watermark",
-                       shortage.missing_pages, kv->ledger.budget, back);
+    return -ENOMEM;
 }
 
 int vmem__kv_short_of_slots(vmem_kv *kv)

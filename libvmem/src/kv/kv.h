@@ -293,8 +293,7 @@ struct kv_turn {
 struct kv_worker {
     pthread_t thread;
     uint32_t idle_ms;
-    bool idle_once;    // the last look found the cache idle
-    bool released_all; // since then, the worker has released all pages that nobody needs
+    bool released_all; // the cache is idle, and the worker has released all pages that nobody needs
     struct kv_grow grow;
     struct kv_cut cut;
 };

@@ -285,7 +285,7 @@ static void apply_wanted_budget(vmem_kv *kv)
     pthread_mutex_lock(&kv->gate.state);
 }
 
-// Waits for work. Checks for idleness twice within idle_ms.
+// Waits for work, and after idle_ms without any looks whether the cache is idle.
 static void wait_for_work(vmem_kv *kv)
 {
     if (!kv->worker.idle_ms) {
@@ -293,16 +293,13 @@ static void wait_for_work(vmem_kv *kv)
         return;
     }
     const uint64_t calls = kv->gate.calls;
-    const struct timespec until = vmem__in_ns(kv->worker.idle_ms * UINT64_C(500000));
+    const struct timespec until = vmem__in_ns(kv->worker.idle_ms * UINT64_C(1000000));
     if (pthread_cond_timedwait(&kv->turn.work, &kv->gate.state, &until) != ETIMEDOUT || kv->turn.stop ||
         kv->turn.pauses || kv->turn.due)
         return;
     apply_wanted_budget(kv);
-    const bool idle = kv->gate.calls == calls && !has_requests(kv);
-    if (!idle)
-        kv->worker.released_all = kv->worker.idle_once = false;
-    else if (!kv->worker.idle_once)
-        kv->worker.idle_once = true; // idle for at least half of idle_ms
+    if (kv->gate.calls != calls || has_requests(kv))
+        kv->worker.released_all = false;
     else if (!kv->worker.released_all && !kv->turn.stop && !kv->turn.pauses) {
         kv->worker.released_all = release_everything(kv);
         if (kv->worker.released_all)
@@ -358,7 +355,7 @@ static void *work(void *arg)
             wait_for_work(kv);
             continue;
         }
-        kv->worker.released_all = kv->worker.idle_once = false;
+        kv->worker.released_all = false;
         kv->turn.working = true;
         const bool did = kv->flags & VMEM_KV_CHECK ? do_checked_job(kv) : do_job(kv);
         kv->turn.working = false;
