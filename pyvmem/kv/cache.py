@@ -802,8 +802,8 @@ class KVCache(_Owned):
             Bytes of pages released; with `compact`, of device memory returned.
         """
         freed, least = ffi.new("uint64_t *"), 2**64 - 1 if bytes is None else uint("bytes", bytes)
-        what = lib.VMEM_KV_KEPT | (lib.VMEM_KV_COMPACT if flag("compact", compact) else 0)
-        _check(lib.vmem_kv_reclaim(self._ready(), least, what, freed))
+        flags = lib.VMEM_KV_COMPACT if flag("compact", compact) else 0
+        _check(lib.vmem_kv_reclaim(self._ready(), least, flags, freed))
         return int(freed[0])
 
     # ---- metrics ---------------------------------------------------------------------------------------------

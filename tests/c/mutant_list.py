@@ -207,7 +207,7 @@ _MUTANTS = [
      replace("return lately", "return count_reachable(kv, most, want, DEVICE_NS)"), "test_kv_races"),
     ("memory at hand is asked for", "kv/count_reachable", replace("at_hand >= want ? at_hand :", ""), "test_kv_memory"),
     ("the pool does not hear of the watermark", "kv/vmem__kv_short_beside",
-     replace("ask_for(kv, shortage.missing_pages, &shortage.refusal)", "0"), "test_kv_pool"),
+     replace("ask_for(kv, missing, &shortage.refusal)", "0"), "test_kv_pool"),
     ("a step takes back the larger question", "kv/ask_for",
      replace("MAX(pages, awaited_pages(kv))", "pages"), "test_kv_pool"),
     ("a step ends the larger question", "kv/vmem__kv_unask", replace("&& !awaited_pages(kv)", ""), "test_kv_pool"),

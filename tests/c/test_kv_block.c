@@ -210,7 +210,7 @@ static void run(uint32_t flags)
         case 4: do_grow(); break;
         case 5: do_drop(); break;
         case 6: do_free(); break;
-        default: OK(vmem_kv_reclaim(kv, VMEM_PAGE_64K * below(8), VMEM_KV_KEPT, NULL)); break;
+        default: OK(vmem_kv_reclaim(kv, VMEM_PAGE_64K * below(8), 0, NULL)); break;
         }
         if (i % 8 == 0)
             verify();

@@ -54,7 +54,7 @@ static void busy_time(void)
         OK(vmem_kv_free(kv, s, 0));
     OK(vmem_kv_drop(kv, gone, n_gone, NULL));
     OK(vmem_kv_wait(kv));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, VMEM_KV_KEPT, NULL));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, 0, NULL));
 }
 
 static void verify(void)

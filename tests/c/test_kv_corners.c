@@ -262,7 +262,7 @@ static void test_over_the_budget_mapped_pages_are_no_promise(uint32_t flags, boo
         OK(vmem_kv_room(kv, 0, &room));
         CHECK_EQ(room, 192);
         OK(vmem_kv_step(kv, most, SLOTS, VMEM_KV_DRY));
-        OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, NULL));
+        OK(vmem_kv_reclaim(kv, UINT64_MAX, 0, NULL));
     }
     OK(vmem_kv_step(kv, most, SLOTS, 0));
     end();

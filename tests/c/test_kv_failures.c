@@ -87,7 +87,7 @@ static void shared(void) // by ended requests, and no memory but what can be evi
     prefix = runs[0].id;
     OK(vmem_kv_free(kv, 0, 0)); // first: it is the next to be evicted
     OK(vmem_kv_free(kv, 3, 0));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, NULL));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, 0, NULL));
     struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     OK(vmem_kv_set_budget(kv, st.held_pages * test_page));
@@ -140,7 +140,7 @@ static int do_smaller_budget(void)
         OK(vmem_kv_set_budget(kv, 300 * test_page));
     return rc;
 }
-static int do_reclaim(void) { return vmem_kv_reclaim(kv, 1000 * MIB, VMEM_KV_KEPT, NULL); }
+static int do_reclaim(void) { return vmem_kv_reclaim(kv, 1000 * MIB, 0, NULL); }
 
 static const struct {
     const char *name;

@@ -92,7 +92,7 @@ static void test_every_cache_keeps_what_it_took_ahead(void)
     vmem_kv *a = make(VMEM_KV_DEFER, 2, pages), *b = make(VMEM_KV_DEFER, 2, pages);
     const uint64_t both = test_stats(ctx).overhead; // with the backend's own
     CHECK(both >= 128 * MIB);
-    OK(vmem_kv_reclaim(a, 0, VMEM_KV_KEPT, NULL));
+    OK(vmem_kv_reclaim(a, 0, 0, NULL));
     CHECK(test_stats(ctx).overhead >= 64 * MIB);
     CHECK(test_stats(ctx).overhead <= both - 64 * MIB);
     OK(vmem_kv_set_budget(a, 32 * MIB));
@@ -207,7 +207,7 @@ static void test_no_mappings(void)
     OK(vmem_kv_free(kv, 0, 0));
     OK(k_alloc(kv, 0, &slot));
     OK(step(kv, slot, 64, &missing));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, NULL));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, 0, NULL));
     vmem_kv_destroy(kv);
     OK(vMemUnmap(ctx, filler, (uint64_t)limit * test_page));
     OK(vMemFree(ctx, filler));
@@ -227,13 +227,13 @@ static void test_reclaim_frees_what_it_can(void)
     const uint64_t ahead = stats(kv).ahead_pages;
     CHECK(ahead > 0);
     checked_fail_always(true);
-    const int rc = vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed);
+    const int rc = vmem_kv_reclaim(kv, UINT64_MAX, 0, &freed);
     checked_fail_always(false);
     OK(rc);
     CHECK_EQ(freed, 0);
     CHECK_EQ(stats(kv).ahead_pages, ahead);
     OK(step(kv, slot, 64, &missing));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, 0, &freed));
     CHECK(freed > 0);
     vmem_kv_destroy(kv);
 }
@@ -449,7 +449,7 @@ static void reclaim_all(void)
     OK(vmem_kv_step(kv, lengths, 1, 0));
     OK(vmem_kv_free(kv, slot, k_step(kv, 1)));
     OK(vmem_kv_retire(kv, k_step(kv, 1)));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, 0, &freed));
     CHECK_EQ(freed, 64 * test_page);
     vmem_kv_destroy(kv);
     vmem_context_destroy(own);

@@ -251,7 +251,7 @@ static void do_step(bool grow_much)
         OK(vmem_kv_retire(kv, steps - in_flight));
     int expect = k_missing(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY), &predicted);
     if (below(8) == 0) // what could be taken back is part of no answer
-        OK(vmem_kv_reclaim(kv, below(budget), VMEM_KV_KEPT, NULL));
+        OK(vmem_kv_reclaim(kv, below(budget), 0, NULL));
     int rc = k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing);
     if (rc != expect || missing != predicted || (rc && rc != -ENOMEM) || (rc && !missing))
         FAIL("%s: step %d, check %d, missing %" PRIu64 " and %" PRIu64 ": %s", shape->name, rc, expect, missing,
@@ -435,7 +435,7 @@ static void do_budget(void)
     OK(vmem_set_budget(ctx, 0));
     switch (below(4)) {
     case 0: OK(vmem_kv_set_budget(kv, budget / 2 + below(budget / 2))); break;
-    case 1: OK(vmem_kv_reclaim(kv, below(budget), VMEM_KV_KEPT, &freed)); break;
+    case 1: OK(vmem_kv_reclaim(kv, below(budget), 0, &freed)); break;
     default: OK(vmem_kv_set_budget(kv, budget));
     }
     if (hard)
@@ -521,7 +521,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
             OK(k_drop(kv, prefixes[i].id));
     memset(prefixes, 0, sizeof prefixes);
     OK(vmem_kv_wait(kv)); // or it would back the next slot again
-    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, VMEM_KV_KEPT, NULL));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, 0, NULL));
     struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     CHECK_EQ(st.held_pages, 0);

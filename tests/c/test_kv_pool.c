@@ -277,7 +277,7 @@ static void test_a_lower_maximum_holds_at_once(uint32_t flags, bool kept, bool g
         while (granted && row_of(pool, "a").has < 250 * test_page)
             OK(vmem_kv_pool_ask(a, 250 * test_page));
         if (!kept && !granted)
-            OK(vmem_kv_reclaim(a, UINT64_MAX, VMEM_KV_KEPT, NULL));
+            OK(vmem_kv_reclaim(a, UINT64_MAX, 0, NULL));
         OK(vmem_kv_pool_set_share(a, 0, 120 * test_page));
         CHECK(stats(a).held_pages <= 120);
         const uint32_t next = alloc(a, ROWS);

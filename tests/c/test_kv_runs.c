@@ -273,7 +273,7 @@ static void test_rows_behind_a_window(bool cut, uint32_t *tokens, size_t *added)
         OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     }
     if (cut)
-        OK(vmem_kv_reclaim(kv, 40 * test_page, VMEM_KV_KEPT, NULL));
+        OK(vmem_kv_reclaim(kv, 40 * test_page, 0, NULL));
     uint64_t prefix;
     CHECK_EQ(k_save(kv, slot, 96, &prefix), -ENODATA);
     OK(hold(slot, 0, hashes_of(0), 320 / BLOCK, added));

@@ -181,7 +181,7 @@ static void test_everything_can_be_reclaimed(void)
     uint64_t freed;
     make(VMEM_KV_DEFER, 0, 100);
     OK(vmem_kv_free(kv, start(320), 0));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX, VMEM_KV_KEPT, &freed));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX, 0, &freed));
     CHECK_EQ(freed, 2 * 10 * test_page);
     done();
 }

@@ -141,7 +141,7 @@ int main(int argc, char **argv)
         if (lengths[s] || host[s])
             end(s);
     OK(vmem_kv_wait(kv));
-    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, VMEM_KV_KEPT, NULL));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, 0, NULL));
     OK(vmem_kv_get_stats(kv, &st));
     printf("%" PRIu64 " steps, %" PRIu64 " without memory, %" PRIu64 " requests, %" PRIu64 " pages mapped in steps, "
            "%" PRIu64 " in the background, %" PRIu64 " reclaimed\n",

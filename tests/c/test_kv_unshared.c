@@ -116,9 +116,9 @@ static void parts(void)
     uint32_t slot = request(26); // 16, 8 and 2 pages
     done(slot);
     CHECK_EQ(stats().kept_pages, 26 * TENSORS);
-    OK(vmem_kv_reclaim(kv, TENSORS * test_page, VMEM_KV_KEPT, &freed));
+    OK(vmem_kv_reclaim(kv, TENSORS * test_page, 0, &freed));
     CHECK_EQ(freed, 2 * TENSORS * test_page);
-    OK(vmem_kv_reclaim(kv, TENSORS * test_page, VMEM_KV_KEPT, &freed));
+    OK(vmem_kv_reclaim(kv, TENSORS * test_page, 0, &freed));
     CHECK_EQ(freed, 8 * TENSORS * test_page);
     slot = request(5);
     CHECK_EQ(stats().held_pages, 5 * TENSORS);
@@ -127,7 +127,7 @@ static void parts(void)
     OK(vmem_kv_truncate(kv, slot, 9, 0));
     lengths[slot] = 9;
     // Pages 5 to 20 go together, and stay as long as page 8 does.
-    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, VMEM_KV_KEPT, &freed));
+    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, 0, &freed));
     CHECK_EQ(stats().held_pages, 21 * TENSORS);
     CHECK_EQ(freed, 9 * TENSORS * test_page);
     OK(vmem_kv_step(kv, lengths, SLOTS, 0));
@@ -220,7 +220,7 @@ static void no_backdrop(uint32_t slot)
         OK(vmem_kv_step(kv, lengths, SLOTS, 0));
         OK(vmem_copy_batch(ctx, &beyond, 1));
         OK(vmem_kv_truncate(kv, slot, 4, 0));
-        OK(vmem_kv_reclaim(kv, PAGES * TENSORS * test_page, VMEM_KV_KEPT, NULL));
+        OK(vmem_kv_reclaim(kv, PAGES * TENSORS * test_page, 0, NULL));
     }
 }
 

@@ -72,7 +72,7 @@ static int reserve_tensors(vmem_kv *kv)
         }
     }
     return vMemReserve(kv->ctx, MAX(kv->n_tensors, KV_SCRATCH) * kv->page_size, backdrop ? VMEM_RESERVE_BACKDROP : 0,
-                       &kv->copy.scratch);
+                       &kv->scratch);
 }
 
 static _Atomic uint64_t caches; // created so far
@@ -178,7 +178,7 @@ static void release_slot(vmem_kv *kv, uint32_t slot)
 
 static void release_pages(vmem_kv *kv)
 {
-    const bool begun = kv->spans && kv->copy.scratch;
+    const bool begun = kv->spans && kv->scratch;
     bool cut = true;
     for (uint32_t s = 0; s < kv->n_slots && begun; s++) {
         kv->slots[s].fresh = true; // the caller guarantees that no kernel accesses the slot
@@ -188,8 +188,8 @@ static void release_pages(vmem_kv *kv)
     for (uint32_t i = 0; kv->addrs && i < kv->n_tensors; i++)
         if (kv->addrs[i])
             vmem_unreserve(kv->ctx, kv->addrs[i]);
-    if (kv->copy.scratch)
-        vmem_unreserve(kv->ctx, kv->copy.scratch);
+    if (kv->scratch)
+        vmem_unreserve(kv->ctx, kv->scratch);
     vmem__kv_drop_all_runs(kv);
     for (uint32_t s = 0; s < kv->n_slots && begun && !cut; s++)
         release_slot(kv, s);

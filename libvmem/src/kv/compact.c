@@ -22,13 +22,13 @@ struct row {
     uint32_t used;   // of its arena
 };
 
-static int device_bytes(vmem_kv *kv, uint64_t *all, uint64_t *overhead)
+// The bytes of device memory that the context has; *overhead: those of them that no page uses.
+static uint64_t device_bytes(vmem_kv *kv, uint64_t *overhead)
 {
     struct vmem_stats st = {.size = sizeof st};
-    int rc = vmem_context_stats(kv->ctx, &st);
-    *all = st.created + st.overhead;
+    vmem_context_stats(kv->ctx, &st);
     *overhead = st.overhead;
-    return rc;
+    return st.created + st.overhead;
 }
 
 static int by_use(const void *a, const void *b)
@@ -66,7 +66,7 @@ static int map_and_copy(vmem_kv *kv, const vmem_page *from, const vmem_page *to,
 {
     struct vmem_map_op maps[2 * CHUNK];
     struct vmem_copy_op copies[CHUNK];
-    const uint64_t scratch = kv->copy.scratch;
+    const uint64_t scratch = kv->scratch;
     for (uint64_t i = 0; i < n; i++) {
         uint64_t at = scratch + i * kv->page_size, into = at + CHUNK * kv->page_size;
         maps[2 * i] = (struct vmem_map_op){.addr = at, .page = from[i]};
@@ -133,67 +133,62 @@ static int move_rows(vmem_kv *kv, const struct row *rows, uint64_t n, uint64_t *
     return rc;
 }
 
-// Compacts a portion. *moved is how many pages.
-static int compact_portion(vmem_kv *kv, uint64_t *moved)
+// Compacts a portion. *moved is how many pages; adds to *freed how many bytes went back to the device.
+static int compact_portion(vmem_kv *kv, uint64_t *moved, uint64_t *freed)
 {
-    uint64_t all, overhead, n;
+    uint64_t overhead, n = 0;
+    const uint64_t before = device_bytes(kv, &overhead);
     struct row *rows = NULL;
+    int rc = 0;
     *moved = 0;
     vmem__kv_release_doomed(kv);
     vmem__kv_trim_prealloc(kv, 0);
-    int rc = device_bytes(kv, &all, &overhead);
-    // Compact only if it pays.
-    if (rc || overhead <= kv->ledger.held * kv->page_size / 32)
-        return rc;
-    rc = find_rows(kv, &rows, &n);
-    if (!rc && n)
+    uint64_t after = device_bytes(kv, &overhead);
+    if (overhead > kv->ledger.held * kv->page_size / 32) // else it does not pay
+        rc = find_rows(kv, &rows, &n);
+    if (rows && n)
         rc = move_rows(kv, rows, n, moved);
     free(rows);
-    if (*moved)
+    if (*moved) {
         vmem__kv_trim_prealloc(kv, 0);
+        after = device_bytes(kv, &overhead);
+    }
+    *freed += sat_sub(before, after);
     return rc;
 }
 
 // Moves pages until they are as close together as they get, or another call arrives.
 static int compact(vmem_kv *kv, uint64_t *freed)
 {
-    uint64_t before = 0, after, overhead, moved = 0, calls = 0;
+    uint64_t moved = 0, calls = 0;
     int rc;
+    *freed = 0;
     do {           // this ends, because pages move into full arenas, and stay there
         if (calls) // a mutex does not give way by itself
             nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
         rc = vmem__kv_enter(kv);
         if (rc)
             return rc;
-        if (!calls)
-            rc = device_bytes(kv, &before, &overhead);
-        else if (kv->gate.calls != calls) // somebody needs the cache
+        if (calls && kv->gate.calls != calls) // somebody needs the cache
             return vmem__kv_leave(kv, 0);
         vmem__kv_worker_pause(kv);
-        rc = rc ? rc : compact_portion(kv, &moved);
+        rc = compact_portion(kv, &moved, freed);
         vmem__kv_worker_resume(kv);
-        if (!device_bytes(kv, &after, &overhead) && after < before)
-            *freed = before - after;
         calls = kv->gate.calls + 1;
         rc = vmem__kv_leave(kv, rc == -ENOMEM ? 0 : rc); // pages stay in place if there is no memory to move them
     } while (!rc && moved);
     return rc;
 }
 
-int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint32_t what, uint64_t *freed)
+int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint32_t flags, uint64_t *freed)
 {
     uint64_t got = 0;
     int rc = vmem__kv_enter(kv);
-    if (freed)
-        *freed = 0;
-    if (rc)
-        return rc;
-    if (!what || what & ~(VMEM_KV_KEPT | VMEM_KV_COMPACT))
-        rc = vmem__error(-EINVAL, "what %#x is 0 or has unknown bits", what);
-    else if (what & VMEM_KV_KEPT)
-        rc = vmem__kv_reclaim_bytes(kv, bytes, &got);
-    rc = vmem__kv_leave(kv, rc);
-    if (!rc && what & VMEM_KV_COMPACT)
+    if (!rc) {
+        rc = vmem__check_flags(flags, VMEM_KV_COMPACT);
+        rc = vmem__kv_leave(kv, rc ? rc : vmem__kv_reclaim_bytes(kv, bytes, &got));
+    }
+    if (!rc && flags)
         rc = compact(kv, &got);
     if (freed)
         *freed = got;

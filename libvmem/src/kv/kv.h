@@ -273,9 +273,6 @@ struct kv_doomed {
 };
 
 #define KV_SCRATCH 64u // pages
-struct kv_copies {
-    uint64_t scratch; // reserved addresses, at least a page for each tensor, to access pages that no slot has mapped
-};
 
 // Calls and the worker take turns.
 struct kv_turn {
@@ -352,7 +349,7 @@ struct vmem_kv {
     struct kv_gate gate;
     struct kv_membership membership;
     struct kv_view view;
-    struct kv_copies copy;
+    uint64_t scratch; // reserved addresses, at least a page for each tensor, to access pages that no slot has mapped
     struct vmem_kv_stats stats; // the counters are up to date, and the gauges after vmem__kv_count
     struct kv_turn turn;
 

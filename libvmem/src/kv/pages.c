@@ -258,7 +258,7 @@ int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *
         return vmem__error(-ENOMEM, "no memory to copy %u pages", g->n);
     struct vmem_copy_op *copies = (struct vmem_copy_op *)(maps + g->n);
     for (uint32_t t = 0; t < g->n; t++) {
-        uint64_t window = kv->copy.scratch + t * kv->page_size, addr = kv_addr(kv, g, slot, t, page);
+        uint64_t window = kv->scratch + t * kv->page_size, addr = kv_addr(kv, g, slot, t, page);
         maps[t] = (struct vmem_map_op){.addr = window, .page = pages[t * stride]};
         copies[t] = (struct vmem_copy_op){.dst = to_scratch ? window : addr,
                                           .src = to_scratch ? addr : window,
@@ -269,7 +269,7 @@ int vmem__kv_copy_pages(vmem_kv *kv, const struct kv_group *g, const vmem_page *
     int rc = vMemMapBatch(kv->ctx, maps, g->n, VMEM_MAP_FINE | VMEM_MAP_REPLACE, NULL);
     if (!rc) {
         rc = vmem_copy_batch(kv->ctx, copies, g->n);
-        vMemUnmap(kv->ctx, kv->copy.scratch, g->n * kv->page_size);
+        vMemUnmap(kv->ctx, kv->scratch, g->n * kv->page_size);
         kv->stats.copied_pages += rc ? 0 : g->n;
     }
     free(maps);

@@ -193,7 +193,7 @@ static bool cache_wait(struct lease *l, uint32_t ms)
 
 static void cache_offer(struct lease *l) { vmem__kv_offer(l->kv, l->idle, l->stats.parked_bytes - l->idle); }
 
-static int cache_trim(struct lease *l) { return vmem_kv_reclaim(l->kv, 0, VMEM_KV_KEPT, NULL); }
+static int cache_trim(struct lease *l) { return vmem_kv_reclaim(l->kv, 0, 0, NULL); }
 
 static uint64_t cache_held(struct lease *l)
 {
