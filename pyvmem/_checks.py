@@ -54,7 +54,7 @@ def uints(name: str, values: Any) -> UInts:
             array = np.array([uint(name, value) for value in np.asarray(values, dtype=object).flat], np.uint64)
     except InvalidArgument:
         raise
-    except ValueError:  # numpy's word for rows of different lengths
+    except (ValueError, RuntimeError):  # of numpy for rows of different lengths; of torch for a tensor with a gradient
         raise TypeError(f"{name} must be an integer or an array of integers, not {shown(values)}") from None
     if array.size and array.dtype.kind == "i" and array.min() < 0:
         raise InvalidArgument(errno.EINVAL, f"{name} {array.min()} must not be negative")
@@ -74,7 +74,7 @@ def integers(name: str, values: Any) -> npt.NDArray[Any]:
     """values, a sequence of integers or an array, as an array of one dimension. Raises TypeError."""
     try:
         array = np.asarray(values)
-    except ValueError:  # of sequences that differ in length
+    except (ValueError, RuntimeError):  # of sequences that differ in length; of a tensor with a gradient
         array = np.empty((0, 0))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TypeError(f"{name} must be a sequence of integers, not {shown(values)}")

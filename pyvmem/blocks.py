@@ -208,7 +208,7 @@ class Blocks(_Owned):
         stream: ``torch.cuda.Stream``, or its handle (int); None for the legacy default stream. On the host backend the
         fence has passed already. Fences are numbers, and pass in their order. Other `Blocks` refuse them.
         """
-        handle = uint("stream", getattr(stream, "cuda_stream", stream) or 0)
+        handle = 0 if stream is None else uint("stream", getattr(stream, "cuda_stream", stream))
         fence = ffi.new("uint64_t *")
         _check(lib.vmem_blocks_record(self._use(), ffi.cast("void *", handle), fence))
         return int(fence[0])
@@ -252,6 +252,10 @@ class Blocks(_Owned):
         Raises `OutOfMemory` (the minimums of all members, or the pages that are held, exceed the pool's budget) and
         `InvalidArgument` (they are in a pool already, or on another device than its members).
         """
+        if getattr(pool, "_what", "") != "pool":
+            raise TypeError(f"pool must be a KVPool, not {shown(pool)}")
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a string, not {shown(name)}")
         text = ffi.new("char[]", name.encode(errors="replace")[:63])
         _check(lib.vmem_blocks_join(self._use(), pool._use(), text, uint("min", min), uint("max", max)))
 

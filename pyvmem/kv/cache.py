@@ -836,6 +836,8 @@ class KVCache(_Owned):
         """
         from pyvmem.kv import picture
 
+        if not isinstance(title, str):
+            raise TypeError(f"title must be a string, not {shown(title)}")
         return picture.svg(self, uint("slots", slots), title)
 
     def _repr_html_(self) -> str | None:

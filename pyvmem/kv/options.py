@@ -132,9 +132,11 @@ class KVCacheOptions:
         if uint("pool_min", self.pool_min) and self.pool is None:
             raise ValueError(f"pool_min {self.pool_min} needs a pool")
         if not isinstance(self.name, str | None):
-            raise TypeError(f"name must be a string, not {self.name!r}")
+            raise TypeError(f"name must be a string, not {shown(self.name)}")
         if not isinstance(self.idle_seconds, float | int) or not self.idle_seconds >= 0.001:
-            raise ValueError(f"idle_seconds must be a number of seconds, at least 0.001, not {self.idle_seconds!r}")
+            raise ValueError(
+                f"idle_seconds must be a number of seconds, at least 0.001, not {shown(self.idle_seconds)}"
+            )
         for name in ("tile_rows", "steps_in_flight"):  # in C, 0 is the default
             if not uint(name, getattr(self, name), 32):
                 raise InvalidArgument(errno.EINVAL, f"{name} 0 must be at least 1")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pyvmem._checks import one_of, uint
+from pyvmem._checks import one_of, shown, uint
 from pyvmem.errors import InvalidArgument
 from pyvmem.kv.view import REASONS
 
@@ -46,7 +46,7 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, not {self.dtype!r}")
+            raise TypeError(f"dtype must be a torch.dtype, not {shown(self.dtype)}")
         if not isinstance(self.shape, tuple | list) or not all(uint("shape", n) for n in self.shape):
             raise ValueError(f"shape {self.shape!r} must be a tuple of numbers of at least 1")
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))  # products of numpy's integers wrap

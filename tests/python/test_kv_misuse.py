@@ -159,7 +159,14 @@ def test_what_is_no_run_or_specification_is_named(cache):
         KVCache(None, 1, 10, MIB, backend="host", name=None)
     with pytest.raises(TypeError, match="specs must be a list of TensorSpec, not of 7"):
         KVCache([7], 1, 10, MIB, backend="host", name=None)
-    for wrong in (None, 5, "abc", [[1, 2]], [[1], [2, 3]], [1.5]):
+    with pytest.raises(TypeError, match="title must be a string, not 7"):
+        cache.picture(title=7)
+    with pytest.raises(TypeError, match=r"dtype must be a torch.dtype, not ndarray of shape \(2, 2\)"):
+        TensorSpec("x", (1,), np.zeros((2, 2)))
+    gradient = torch.zeros(2, requires_grad=True)
+    with pytest.raises(TypeError, match="lengths must be an integer or an array of integers, not Tensor"):
+        cache.context.unmap(0, gradient)
+    for wrong in (None, 5, "abc", [[1, 2]], [[1], [2, 3]], [1.5], gradient):
         with pytest.raises(TypeError, match="tokens must be a sequence of integers"):
             block_hashes(wrong, 16)
     assert cache.stats().active_slots == 0
