@@ -380,7 +380,7 @@ class KVCache(_Owned):
             False: memory is short. If `shortage.step` is not 0, wait for the kernels of that step, `retire` it and try
             again; otherwise free or swap out a request.
         """
-        flags = lib.VMEM_KV_DRY if dry else 0
+        flags = lib.VMEM_KV_DRY if dry is not False and flag("dry", dry) else 0
         return self._answer(lib.vmem_kv_step(self._ready(), lengths_of(lengths, self.slots), self.slots, flags))
 
     def truncate(self, slot: SupportsIndex, tokens: SupportsIndex, after: Any = None) -> bool:
