@@ -221,6 +221,10 @@ def ordered_and_allocated(e):
     return seen
 
 
+# Tokens. Of a prompt that ends with a block, vLLM up to 0.31 keeps the Mamba state of its end alone: no request can use
+# it, because the last token has to be computed.
+PROMPT = 248
+
 FOUND = {
     "full": dict(kinds=("full",)),
     "window": dict(kinds=("full", "window")),
@@ -242,7 +246,7 @@ def test_a_request_of_which_all_is_cached_orders_no_more_than_vllm_allocates(eng
     more = dict(lora_request=LoRARequest("adapter", 1, "/none")) if options.pop("lora", False) else {}
     e = engine(**options, batch=256)
     draw = e.random.randrange
-    prompt = [draw(3, 900) for _ in range(240)]
+    prompt = [draw(3, 900) for _ in range(PROMPT)]
     e.answer([e.request("first", prompt, 2, **more)])
     e.settle()
     with e.memory.lock:  # its thread would change what there is
@@ -265,7 +269,7 @@ def test_a_request_of_which_all_is_cached_orders_no_more_than_vllm_allocates(eng
 @pytest.mark.parametrize("kinds", [("full",), ("full", "window"), ("full", "mamba")])
 def test_neighbours_are_asked_for_no_more_than_vllm_allocates_for_a_request_of_which_all_is_cached(engine, kinds):
     e = engine(kinds=kinds, batch=256)
-    prompt = [e.random.randrange(3, 900) for _ in range(240)]
+    prompt = [e.random.randrange(3, 900) for _ in range(PROMPT)]
     e.scheduler.add_request(first := e.request("first", prompt, 60))
     flight = collections.deque()
     while first.num_tokens == len(prompt):  # until its prompt is computed, and it holds these blocks
@@ -284,8 +288,9 @@ def test_neighbours_are_asked_for_no_more_than_vllm_allocates_for_a_request_of_w
             e.flush()
             e.turn(flight)
     running, watermark = len(kinds), e.budget.watermark  # blocks for the other one's next tokens
+    new = len(kinds) if "mamba" in kinds else 0  # vLLM gives no number for a state that the last step has cached
     assert seen["allocated"] <= 4
-    assert 0 < wanted <= seen["allocated"] + watermark + running
+    assert 0 < wanted <= seen["allocated"] + watermark + running + new
     while flight:
         e.update(*flight.popleft())
     e.answer([])
@@ -1006,6 +1011,8 @@ def test_a_pool_that_another_user_may_write_to_is_refused_with_one_line(engine, 
 
 def test_an_engine_without_a_control_page_that_others_see_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(control, "view_folder", lambda: None)
+    monkeypatch.setattr(scheduler.logger, "handlers", [caplog.handler])  # vLLM's own passes nothing on
+    caplog.set_level("WARNING", scheduler.logger.name)
     made, _ = make_scheduler(tmp_path, 400, ("full",), 64 << 10)
     made._vmem.close()
     assert "set XDG_RUNTIME_DIR to one of mode 0700" in caplog.text
