@@ -304,6 +304,9 @@ class Serve(http.Limits):
         page = self._pages[0]
         names = ("model", "port", "state", "running", "queued", "lacks", "weights", "weights_held", "cached", "used")
         told = {name: getattr(engines[0], name) for name in names}
+        # Now, and not at the last look: an order to wake counts as a request until it has ended.
+        servers = self._servers(page)
+        told["running"], told["queued"] = (sum(s[w] for s in servers) for w in (control.S_RUNNING, control.S_QUEUED))
         told["idle"] = 0.0 if told["running"] else round((_now() - page[control.USED_AT]) / 1e6, 3)
         return told
 

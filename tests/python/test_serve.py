@@ -4,6 +4,7 @@ SPDX-License-Identifier: MIT
 """
 
 import asyncio
+import json
 import os
 import time
 import types
@@ -81,8 +82,8 @@ class App:
         await send({"type": "http.response.body", "body": b"{}"})
 
 
-async def ask(engine, path="/v1/completions", method="POST", headers=()):
-    """Status and headers of an answer."""
+async def messages(engine, path, method="POST", headers=()):
+    """The messages of an answer."""
     sent = []
 
     async def receive():
@@ -98,7 +99,13 @@ async def ask(engine, path="/v1/completions", method="POST", headers=()):
 
     scope = dict(type="http", method=method, path=path, headers=headers, app=types.SimpleNamespace(state=None))
     await engine(scope, receive, send)
-    return answers[0]["status"], dict(answers[0]["headers"])
+    return answers
+
+
+async def ask(engine, path="/v1/completions", method="POST", headers=()):
+    """Status and headers of an answer."""
+    begins = (await messages(engine, path, method, headers))[0]
+    return begins["status"], dict(begins["headers"])
 
 
 async def answered(engine, path="/v1/completions"):
@@ -149,6 +156,18 @@ def test_a_request_wakes_its_model_and_all_is_counted(played):
         assert page[control.WAKING] > 0
 
     played(history)
+
+
+@pytest.mark.parametrize("lacks", [0, 4096])
+def test_an_order_to_wake_is_no_request_that_waits(played, lacks):
+    async def history(engine, app, other):
+        await ask(engine, "/vmem/sleep")
+        engine.lacks = lacks
+        begins, body = await messages(engine, "/vmem/wake")
+        told = json.loads(body["body"])
+        assert (begins["status"], told["queued"], told["running"]) == (503 if lacks else 200, 0, 0)
+
+    played(history, queue="0.2" if lacks else "60")
 
 
 def test_a_request_ends_with_its_last_byte_not_with_its_application(played):
