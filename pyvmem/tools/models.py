@@ -29,6 +29,7 @@ from pyvmem.kv.view import view_folder
 from pyvmem.sleep.checkpoint import weight_bytes
 
 FIRST_PORT = 8001
+ROUTER_PORT = 8080  # of vLLM's router, if PORT is not set
 GIB = 1 << 30
 CONCURRENCY = 1024  # requests for a model at a time that llama-swap lets pass; vLLM queues them
 # Memory of each server that is not in the pool: its CUDA context, libraries and CUDA graphs. vLLM 0.33 held 1,106 to
@@ -341,13 +342,28 @@ def compose(pool: Pool) -> str:
 
 
 def aibrix(pool: Pool) -> str:
-    """A Deployment for each model, with the labels by which AIBrix finds it; all on one node with one GPU."""
+    """A Deployment and a Service for each model, by whose labels AIBrix finds it; all on one node with one GPU.
+
+    For AIBrix, the Service, the label and the model that is served have one name. Raises ValueError if Kubernetes does
+    not take a model's name for a Service.
+    """
     told = []
     for m in pool.models:
+        if not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", m.name):
+            raise ValueError(f"models.{m.name}: AIBrix has a Service of this name, and its name must be lower-case "
+                             "letters, digits and -, begin with a letter and not end with '-'")  # fmt: skip
         env = [{"name": k, "value": v} for k, v in {**pool.environment(m), "XDG_RUNTIME_DIR": "/run/vmem"}.items()]
         labels = {"model.aibrix.ai/name": m.name, "model.aibrix.ai/port": str(m.port)}
-        told.append(_yaml({
-            "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": m.name, "labels": labels},
+        about = {"name": m.name, "labels": labels}
+        mounts: list[dict[str, Any]] = [{"name": "vmem", "mountPath": "/run/vmem"}]
+        volumes: list[dict[str, Any]] = [
+            {"name": "vmem", "hostPath": {"path": "/run/vmem", "type": "DirectoryOrCreate"}}
+        ]
+        if m.path.startswith("/"):
+            mounts.append({"name": "model", "mountPath": m.path, "readOnly": True})
+            volumes.append({"name": "model", "hostPath": {"path": m.path}})
+        told.append({
+            "apiVersion": "apps/v1", "kind": "Deployment", "metadata": about,
             "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": {
                 "metadata": {"labels": labels},
                 "spec": {"hostPID": True, "hostIPC": True, "containers": [{
@@ -355,10 +371,12 @@ def aibrix(pool: Pool) -> str:
                     "command": pool.command(m, "0.0.0.0"), "env": env,
                     "ports": [{"containerPort": m.port}],
                     "readinessProbe": {"httpGet": {"path": "/health", "port": m.port}},
-                    "volumeMounts": [{"name": "vmem", "mountPath": "/run/vmem"}]}],
-                    "volumes": [{"name": "vmem", "hostPath": {"path": "/run/vmem", "type": "DirectoryOrCreate"}}]}}},
-        }))  # fmt: skip
-    return "---\n".join(told)
+                    "volumeMounts": mounts}],
+                    "volumes": volumes}}},
+        })  # fmt: skip
+        told.append({"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": {
+            "selector": labels, "ports": [{"name": "serve", "port": m.port, "targetPort": m.port}]}})  # fmt: skip
+    return "---\n".join(map(_yaml, told))
 
 
 def vllm_router(pool: Pool) -> str:
@@ -372,9 +390,10 @@ def vllm_router(pool: Pool) -> str:
     add = "".join(
         "curl -sf --retry 60 --retry-delay 1 --retry-connrefused -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps({'url': f'http://127.0.0.1:{m.port}', 'model_id': m.name}))} "
-        "http://127.0.0.1:8080/workers\n" for m in pool.models)  # fmt: skip
-    return ("#!/bin/sh\n# --enable-igw: requests go by their model\n"
-            "vllm-router --enable-igw --policy round_robin --host 127.0.0.1 --port 8080 \\\n"
+        '"http://127.0.0.1:$PORT/workers"\n' for m in pool.models)  # fmt: skip
+    return (f"#!/bin/sh\n# PORT: where the router listens\nPORT=${{PORT:-{ROUTER_PORT}}}\n"
+            "# --enable-igw: requests go by their model\n"
+            'vllm-router --enable-igw --policy round_robin --host 127.0.0.1 --port "$PORT" \\\n'
             "  --disable-retries --disable-circuit-breaker \\\n"
             f"  --request-timeout-secs {max(m.queue for m in pool.models) + 3600:.0f} &\n{add}wait\n")  # fmt: skip
 

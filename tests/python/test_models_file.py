@@ -101,7 +101,28 @@ def test_what_is_rendered_has_every_model(what):
     elif what == "compose":
         assert parts[0]["services"]["chat"]["environment"]["VMEM_VLLM_POOL"] == "gpu0"
     else:
-        assert [p["metadata"]["name"] for p in parts] == ["chat", "code"]
+        for name, port, deployment, service in (("chat", 8001, *parts[:2]), ("code", 9001, *parts[2:])):
+            assert deployment["metadata"] == service["metadata"] and service["kind"] == "Service"
+            assert service["metadata"]["name"] == service["metadata"]["labels"]["model.aibrix.ai/name"] == name
+            assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+            assert service["spec"]["ports"][0]["targetPort"] == port
+        pod = parts[0]["spec"]["template"]["spec"]
+        assert {v["hostPath"]["path"] for v in pod["volumes"]} == {"/run/vmem", "/models/llama"}
+        assert [m["name"] for m in pod["containers"][0]["volumeMounts"]] == [v["name"] for v in pod["volumes"]]
+        for name in ("Chat", "llama-3.1", "a_b", "3b", "chat-"):
+            with pytest.raises(ValueError, match=f"models.{name}: AIBrix has a Service of this name"):
+                models.aibrix(models.read(FILE.replace("models.chat", f'models."{name}"')))
+
+
+@pytest.mark.parametrize("port", ["8080", "9090"])
+def test_the_router_listens_where_port_says(tmp_path, port):
+    for name, says in (("vllm-router", '"$@"'), ("curl", '"$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {says} >> {tmp_path}/{name}.said\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **({"PORT": port} if port != "8080" else {})}
+    subprocess.run(["sh"], input=models.vllm_router(models.read(FILE)), text=True, env=env, check=True)
+    assert f"--port {port} " in (tmp_path / "vllm-router.said").read_text()
+    assert (tmp_path / "curl.said").read_text().count(f"http://127.0.0.1:{port}/workers") == 2
 
 
 def test_a_model_of_sglang_has_a_server_of_sglang():

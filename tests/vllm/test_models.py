@@ -256,7 +256,7 @@ class Router:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         start = f"{sys.executable} -m vllm_router.launch_router --prometheus-port {free_port()} --log-level warning "
-        script = tool.vllm_router(pool).replace("vllm-router ", start).replace("8080", str(self.port))
+        script = tool.vllm_router(pool).replace("vllm-router ", start).replace(":-8080", f":-{self.port}")
         self._process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.DEVNULL, start_new_session=True)
         end = time.monotonic() + SECONDS
         while not self._knows(pool.models):
