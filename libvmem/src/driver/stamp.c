@@ -7,20 +7,19 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/utsname.h>
 #include <unistd.h>
 
 #include "core/error.h"
 #include "driver/abi.h"
 #include "driver/libcuda.h"
 
-#define MODULE "/sys/module/nvidia_uvm/"
+#define MODULE "/sys/module/nvidia_uvm"
 #define BUILD_ID_MAX 32
 
 // The build ID in an ELF note: name size, descriptor size, type, name, descriptor; each part fills words.
 static int build_id(char *text, size_t size)
 {
-    FILE *file = fopen(MODULE "notes/.note.gnu.build-id", "re");
+    FILE *file = fopen(MODULE "/notes/.note.gnu.build-id", "re");
     unsigned char note[64 + BUILD_ID_MAX];
     uint32_t name, length;
     size_t n;
@@ -41,24 +40,6 @@ static int build_id(char *text, size_t size)
     return 0;
 }
 
-static int source_version(char *text, size_t size)
-{
-    FILE *file = fopen(MODULE "srcversion", "re");
-    struct utsname system;
-    char version[64] = "";
-
-    if (!file)
-        return -ENOENT;
-    if (!fgets(version, sizeof(version), file))
-        version[0] = '\0';
-    fclose(file);
-    version[strcspn(version, "\n/")] = '\0';
-    if (!version[0] || uname(&system))
-        return -ENOENT;
-    snprintf(text, size, "%s-%.60s", version, system.release);
-    return 0;
-}
-
 int vmem__stamp_name(const char *backend, int ordinal, char *name, size_t size)
 {
     char release[64], id[128];
@@ -68,8 +49,8 @@ int vmem__stamp_name(const char *backend, int ordinal, char *name, size_t size)
         rc = vmem__cuda_capability(ordinal, &sm);
     if (rc)
         return rc;
-    if (build_id(id, sizeof(id)) && source_version(id, sizeof(id)))
-        return vmem__error(-ENODEV, MODULE " has neither a build ID nor a source version: which module is loaded?");
+    if (build_id(id, sizeof(id)))
+        return vmem__error(-ENODEV, MODULE " has no build ID: which module is loaded?");
     snprintf(name, size, "%s-%.31s-sm%d-%s", backend, release, sm, id);
     return 0;
 }

@@ -10,8 +10,7 @@
 #define VMEM__STAMP_NAME 160
 
 // The file's name, BACKEND-RELEASE-smNN-BUILDID: the driver's release, the GPU's compute capability, and the build ID of
-// the loaded nvidia-uvm.ko. A module without one is told by its source version and the kernel's release, which two
-// builds of one source share.
+// the loaded nvidia-uvm.ko.
 int vmem__stamp_name(const char *backend, int ordinal, char *name, size_t size);
 // The nth folder that may hold it, of the system's and the user's own: 0, or -ENOENT if there are no more. For any other
 // n than 0, the user's, which $XDG_STATE_HOME or $HOME names.
