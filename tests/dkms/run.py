@@ -116,11 +116,11 @@ def steps(root, release):
     first = kernels(root)[-1]
     install = f"cd /vmem && make module-install KERNEL={first}"
 
-    broken = root.path("/vmem/uvm_ext/uvm_vmem_proc.c")
+    broken = root.path("/vmem/uvm_ext/uvm_vmem_query.c")
     text = broken.read_text()
     broken.write_text(text + "\nthis is no C;\n")
     told = root.run(install, fails=True)
-    expect("a build that fails shows the compiler's words", "uvm_vmem_proc.c" in told and "error:" in told)
+    expect("a build that fails shows the compiler's words", "uvm_vmem_query.c" in told and "error:" in told)
     expect("and leaves nothing of the package", PACKAGE not in root.run("dkms status"))
     expect("nor its source", not list(root.path("/usr/src").glob(f"*{PACKAGE}*")))
     broken.write_text(text)
