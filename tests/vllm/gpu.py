@@ -168,8 +168,9 @@ def environment_of(vmem, plugin, layout):
     """Of an engine with or without vMem. plugin: the folder of pyvmem's entry point, if it needs one."""
     environment = dict(os.environ, VMEM_VLLM="1" if vmem else "0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
                        DO_NOT_TRACK="1", VLLM_USE_FLASHINFER_SAMPLER="0", VMEM_VLLM_LAYOUT=layout)  # fmt: skip
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [*([str(plugin)] if plugin else []), root, *filter(None, [environment.get("PYTHONPATH")])]
+    # Where pyvmem is not installed, it is that of the checkout, which `make` has built.
+    own = [str(plugin), str(Path(__file__).resolve().parents[2])] if plugin else []
+    paths = [*own, *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     return environment
 
