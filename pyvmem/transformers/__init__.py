@@ -6,7 +6,9 @@ Importing this module registers the attention ``"vmem"`` with transformers: a mo
 SPDX-License-Identifier: MIT
 """
 
+import logging as _logging
 import os as _os
+from pathlib import Path as _Path
 
 # The layers follow transformers' own closely, and those change within a major version, for example in 5.19 and 5.23.
 _FIRST, _LAST = "5.17", "5.24"
@@ -15,7 +17,7 @@ try:
     import transformers as _transformers
 except ImportError as error:
     raise ImportError(
-        f"pyvmem.transformers needs transformers {_FIRST} to {_LAST}: pip install 'transformers=={_LAST}.*'"
+        f"pyvmem.transformers needs transformers {_FIRST} or newer (pip install 'transformers>={_FIRST},<6')"
     ) from error
 
 
@@ -23,12 +25,31 @@ def _release(version: str) -> list[int]:
     return [int(number) for number in version.split(".")[:2]]
 
 
-_tested = _release(_FIRST) <= _release(_transformers.__version__) <= _release(_LAST)
-if not _tested and not _os.environ.get("VMEM_TRANSFORMERS_FORCE"):
+def _check() -> None:
+    """Raises ImportError if this release changes a function that the cache follows. Releases that were tried pass."""
+    version = _transformers.__version__
+    if _release(_FIRST) <= _release(version) <= _release(_LAST) or _os.environ.get("VMEM_TRANSFORMERS_FORCE"):
+        return
+    why = ""
+    if _release(version) > _release(_LAST):
+        from pyvmem.transformers.followed import changes
+
+        try:
+            changed = changes(_Path(_transformers.__file__).parent)
+        except (OSError, SyntaxError) as error:
+            changed = [f"what was expected ({error})"]
+        if not changed:
+            _logging.getLogger(__name__).info("transformers %s was not tried, and changes no function in use", version)
+            return
+        more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+        why = f", which changes {', '.join(changed[:4])}{more}"
     raise ImportError(
-        f"pyvmem.transformers is tested with transformers {_FIRST} to {_LAST}, not {_transformers.__version__}: "
+        f"pyvmem.transformers is tested with transformers {_FIRST} to {_LAST}, not {version}{why}: "
         f"pip install 'transformers=={_LAST}.*', or set VMEM_TRANSFORMERS_FORCE=1 to try it anyway"
     )
+
+
+_check()
 
 from pyvmem.transformers.attention import register  # noqa: E402
 from pyvmem.transformers.cache import VMemCache  # noqa: E402

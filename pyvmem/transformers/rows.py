@@ -5,7 +5,6 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import weakref
 from collections.abc import Iterable
@@ -17,9 +16,10 @@ import numpy.typing as npt
 import torch
 
 from pyvmem.attention import Batch
-from pyvmem.errors import OutOfMemory, VmemError
+from pyvmem.errors import OutOfMemory
 from pyvmem.kv.cache import KVCache, Run, Spare, TensorSpec
 from pyvmem.kv.pool import KVPool
+from pyvmem.transformers import spares
 from pyvmem.transformers.memory import cudnn_off, default_budget, leave_pool, try_step, what_helps, with_pool
 from pyvmem.transformers.plan import Plan, follow
 
@@ -32,9 +32,14 @@ Int32s = npt.NDArray[np.int32]
 def _finish(kv: KVCache, device: torch.device) -> None:
     """Free a cache's memory once no kernel reads it."""
     _wait(device)
-    with contextlib.suppress(VmemError):  # a forked child of the cache's process has nothing to give
-        leave_pool(kv)
+    leave_pool(kv)
     kv.close()
+
+
+def _drop(kv: KVCache, device: torch.device) -> None:
+    """Leave a cache to the next `VMemCache` of its kind, or free its memory, once no kernel reads it."""
+    _wait(device)
+    spares.put(kv)
 
 
 def _wait(device: torch.device) -> None:
@@ -180,6 +185,12 @@ class Rows:
         options.setdefault("tile_rows", self.tile_rows)
         if not self._shares and not any(self.windows):  # large handles would keep what windows give up
             options.setdefault("sharing", None)
+        # A pool's memory is for its members that are in use.
+        shared = options.get("context") or self.pool
+        key = None if shared else (specs, slots, self.max_tokens, self.budget, self.device, options)
+        left = spares.take(key) if key else None
+        if left is not None:
+            return left
         kv = KVCache(specs, slots, self.max_tokens, self._max_budget(), **options)
         if kv.tensors[0].device != self.device:
             backend = kv.context.backend
@@ -187,6 +198,8 @@ class Rows:
             raise ValueError(f"backend {backend} has no memory on {self.device}, the model's device")
         for slot in range(slots):
             kv.alloc(slot=slot)
+        if key:
+            spares.may_serve(kv, key)
         return kv
 
     def _max_budget(self) -> int:
@@ -202,14 +215,15 @@ class Rows:
     def _use_cache(self, kv: KVCache) -> None:
         self.kv = kv
         self.pairs = self._pairs(kv)
-        self._finalizer = weakref.finalize(self, _finish, kv, self.device)
+        self._finalizer = weakref.finalize(self, _drop, kv, self.device)
         self._lengths = np.zeros(kv.slots, np.int32)
         self.plan = None
         self.version += 1
 
     def _free_cache(self) -> None:
         """Free the memory of the present cache, once no kernel reads it."""
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            _finish(self.kv, self.device)
 
     def _begin_batch(self, batch: int) -> None:
         """Start with `batch` empty sequences."""
@@ -492,6 +506,7 @@ class Rows:
     def _back_rows(self, kv: KVCache, lengths: Int32s) -> None:
         if try_step(kv, lengths):
             return
+        spares.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # memory that torch caches can become pages
         if with_pool(kv, partial(try_step, kv, lengths)):

@@ -5,7 +5,11 @@ SPDX-License-Identifier: MIT
 
 import copy
 import gc
+import importlib
+import sys
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +21,19 @@ from generations import generate, make_cache, padding, pages_of_64_kib, referenc
 from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
-from pyvmem.transformers import VMemCache  # noqa: E402
+from pyvmem.transformers import VMemCache, spares  # noqa: E402
+from pyvmem.transformers.followed import FOLLOWED, changes  # noqa: E402
 
 ATTENTIONS = ("eager", "sdpa", "vmem")
+
+
+@pytest.fixture(autouse=True)
+def no_spares(monkeypatch):
+    """No cache of a test before is found, and none goes by the clock."""
+    monkeypatch.setattr(spares, "SECONDS", 3600)
+    spares.clear()
+    yield
+    spares.clear()
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -437,22 +451,69 @@ def test_memory_goes_with_the_cache(device, backend):
     kv = weakref.ref(cache.kv)
     del cache
     gc.collect()
+    spares.clear()  # what the timer does a second later
     assert has_gone(kv)
 
 
-def test_rows_that_are_held_outlive_their_cache(device, backend):
+@pytest.mark.parametrize("attention", ["sdpa", "vmem"])
+def test_the_next_cache_of_a_kind_takes_what_is_mapped(attention, device, backend):
+    model, ids = tiny_model("llama", device=device), prompts(device=device)
+    want = reference(model, ids)
+    kvs, mapped = [], []
+    for _ in range(3):
+        cache = VMemCache(model, backend=backend, name=None, check=True)
+        assert generate(model, ids, cache, attention).tolist() == want.tolist()
+        kvs.append(id(cache.kv))
+        mapped.append(cache.kv.stats().step_mapped_pages)
+        del cache
+        gc.collect()
+    assert len(set(kvs)) == 1 and len(set(mapped)) == 1
+    other = VMemCache(model, backend=backend, name=None, check=True, max_tokens=64)
+    generate(model, ids, other, attention)
+    assert id(other.kv) not in kvs
+    other.close()
+    again = VMemCache(model, backend=backend, name=None, check=True, max_tokens=64)  # closed is closed
+    generate(model, ids, again, attention)
+    assert again.kv.stats().step_mapped_pages < 2 * mapped[0]
+    again.close()
+    first = VMemCache(model, backend=backend, name=None, check=True)
+    generate(model, ids, first, attention)
+    assert id(first.kv) in kvs  # still kept: the others were of another kind
+
+
+def test_rows_that_are_held_are_no_other_caches(device, backend):
     model, ids = tiny_model("llama", device=device), prompts(device=device)
     cache = VMemCache(model, backend=backend, name=None)
     run(model, ids, cache)
-    view = cache.layers[0].keys
+    kv, view = id(cache.kv), cache.layers[0].keys
     before = view.clone()
     del cache
     gc.collect()
     other = VMemCache(model, backend=backend, name=None)
     run(model, prompts(seed=5, device=device), other)
     assert torch.equal(view, before) and not torch.equal(other.layers[0].keys, before)
-    assert view.data_ptr() != other.layers[0].keys.data_ptr()
+    assert id(other.kv) != kv or view.data_ptr() != other.layers[0].keys.data_ptr()
     other.close()
+
+
+def test_kept_memory_goes_when_memory_is_short_and_never_exceeds_the_limit(device, backend, monkeypatch, small_pages):
+    model, ids = tiny_model("llama", device=device), prompts(device=device)
+
+    def used():
+        cache = VMemCache(model, backend=backend, name=None)
+        run(model, ids, cache)
+        return weakref.ref(cache.kv)
+
+    kept = used()
+    gc.collect()
+    assert kept().stats().held_pages > 0
+    small = VMemCache(model, backend=backend, name=None, budget=1 << 16)
+    with pytest.raises(pyvmem.OutOfMemory):
+        run(model, ids, small)
+    assert has_gone(kept)
+    small.close()
+    monkeypatch.setattr(spares, "BYTES", 1 << 10)
+    assert has_gone(used())
 
 
 def test_a_closed_cache_is_closed(make, device):
@@ -613,3 +674,30 @@ def test_another_release_of_transformers_is_refused_in_one_line(version, tmp_pat
     done = python("import pyvmem.transformers", check=False, env={"PYTHONPATH": str(tmp_path)})
     last = done.stderr.splitlines()[-1]
     assert done.returncode != 0 and version in last and "5.17 to 5.24" in last and "VMEM_TRANSFORMERS_FORCE" in last
+
+
+def test_a_newer_release_is_judged_by_the_functions_in_use(tmp_path, monkeypatch):
+    """It is accepted if they are the same, and otherwise refused with their names."""
+    if not transformers.__version__.startswith("5.24."):
+        pytest.skip("the table is of the newest release that was tried")
+    monkeypatch.delenv("VMEM_TRANSFORMERS_FORCE", raising=False)
+    here = Path(transformers.__file__).parent
+    assert changes(here) == []
+    for file in FOLLOWED:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text((here / file).read_text())
+    newer = SimpleNamespace(__version__="5.31.0", __file__=str(tmp_path / "__init__.py"))
+    monkeypatch.setitem(sys.modules, "transformers", newer)
+    importlib.reload(pyvmem.transformers)
+    file = tmp_path / "masking_utils.py"
+    file.write_text(file.read_text().replace("    # Potentially pad the 2D mask\n", "    # Pads\n\n"))
+    importlib.reload(pyvmem.transformers)  # a comment
+    file.write_text(file.read_text().replace("padding_mask = prepare_padding_mask(", "padding_mask = prepare_padding("))
+    file = tmp_path / "cache_utils.py"
+    file.write_text(file.read_text().replace("    def activate_past_recording(self):", "    def renamed(self):"))
+    why = "not 5.31.0, which changes DynamicSlidingWindowLayer, .*: pip"
+    with pytest.raises(ImportError, match=why) as refused:
+        importlib.reload(pyvmem.transformers)
+    renamed = ["DynamicSlidingWindowLayer", "LinearAttentionCacheLayerMixin", "Cache", "EncoderDecoderCache"]
+    assert changes(tmp_path) == [*renamed, "sdpa_mask"]
+    assert "\n" not in str(refused.value) and "VMEM_TRANSFORMERS_FORCE" in str(refused.value)

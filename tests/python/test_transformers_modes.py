@@ -18,7 +18,7 @@ from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
 from pyvmem import KVCache, attention, virtual_empty  # noqa: E402
-from pyvmem.transformers import VMemCache  # noqa: E402
+from pyvmem.transformers import VMemCache, spares  # noqa: E402
 from pyvmem.transformers.layers import VMemLayer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,6 +29,15 @@ MODES = {
     "autocast": lambda device: contextlib.ExitStack(),  # `passes` enters it
     "compile": lambda device: torch.no_grad(),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_spares(monkeypatch):
+    """A cache that is dropped is found by the next one, however long that takes."""
+    monkeypatch.setattr(spares, "SECONDS", 3600)
+    spares.clear()
+    yield
+    spares.clear()
 
 
 def passes(model, mode, cache, ids, mask, device):
