@@ -72,7 +72,7 @@ def test_top_shows_the_state_queue_and_weights(page):
 
 
 def test_a_narrow_terminal_keeps_what_tells_of_a_model(page):
-    for line in top.screen([], {}, 80).splitlines():
+    for line in top.screen([], 80).splitlines():
         assert len(line) <= 80
-    row = next(line for line in top.screen([], {}, 60).splitlines() if "chat" in line)
+    row = next(line for line in top.screen([], 60).splitlines() if "chat" in line)
     assert {"chat", "asleep", "2", "16/64"} <= set(row.split())
