@@ -49,8 +49,8 @@ REFUSED_WITH_WEIGHTS = (
     ("enable_memory_saver", None, f"{_POOLED}, where torch_memory_saver would have them, too"),
     ("weight_cache_mode", "off", f"{_POOLED}, and a weight cache shares them with other processes"),
     ("tokenizer_worker_num", 1, f"{_POOLED}, and one process must hold the requests of a model that sleeps"),
-    ("tp_size", 1, f"{_POOLED}, and no sleep of several ranks has been tried"),
-    ("dp_size", 1, f"{_POOLED}, and no sleep of several ranks has been tried"),
+    ("dp_size", 1, f"{_POOLED}, and no sleep of data-parallel ranks has been tried"),
+    ("attn_dp_size", 1, f"{_POOLED}, and no sleep of data-parallel ranks has been tried"),
 )
 
 

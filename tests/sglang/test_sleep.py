@@ -347,7 +347,57 @@ def test_weights_that_do_not_come_back_are_seen():
     assert tokens != plain(page_size=16)
 
 
-@pytest.mark.parametrize("names", ["enable_memory_saver", "tokenizer_worker_num", "tp_size", "dp_size"])
+@pytest.mark.parametrize("short", [0, 1])
+def test_ranks_of_tensor_parallelism_wake_together_or_not_at_all(short):
+    """One rank lacks memory: the other one gives its own up again, and both sleep on."""
+
+    def run():
+        from pyvmem.errors import OutOfMemory
+
+        engine, told = Engine(model("gqa"), page_size=16), []
+        neighbour = None if engine.rank else Neighbour()
+        sleeper = engine.memory.sleep._sleeper
+        wakes = sleeper.wake
+        serves(engine)
+
+        def lacks(*args):
+            raise OutOfMemory(12, "no memory")
+
+        def each(engine):
+            if engine.steps % 40 != 5:
+                return
+            sleep(engine)
+            rows, taken = used(engine), False
+            size = POOL - 2 * engine.held() - 12 * MIB  # 8 MiB of weights for each rank
+            for _ in range(100):  # both ranks make as many steps
+                taken = taken or (neighbour is not None and neighbour.try_to_take(size))
+                engine.step()
+            if neighbour is not None:
+                assert taken
+                neighbour.give()
+            engine.step()
+            if engine.rank == short:
+                sleeper.wake = lacks
+            told.append((wake(engine), sleeper.weights.parked, used(engine) == rows))
+            sleeper.wake = wakes
+            engine.step()
+            assert wake(engine) and sleeper.weights.held == sleeper.weights.bytes
+
+        engine.run(JOBS, each=each)
+        return engine.tokens(), told
+
+    def own():
+        engine = Engine(model("gqa"), page_size=16)
+        engine.run(JOBS)
+        return engine.tokens()
+
+    bind = dict(SGLANG_CPU_OMP_THREADS_BIND="0|0")  # without it, SGLang wants a NUMA node for each rank
+    first, second = on_vmem(run, ranks=2, **bind)
+    assert first == second and first[0] == forked(own, vmem=False, ranks=2, **bind)[0]
+    assert len(first[1]) > 2 and set(first[1]) == {(False, True, True)}
+
+
+@pytest.mark.parametrize("names", ["enable_memory_saver", "tokenizer_worker_num", "dp_size", "attn_dp_size"])
 def test_arguments_with_which_no_model_can_sleep_are_refused(names, monkeypatch):
     import types
 
