@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import re
@@ -171,7 +172,7 @@ def _seconds(key: str, value: Any) -> float:
 
 def _texts(key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(v, str | int | float) and "\0" not in str(v) for v in value):
-        raise ValueError(f"{key} must be a list of strings without NUL or numbers, not {value!r}")
+        raise ValueError(f"{key} must be a list of strings without NUL, and of numbers, not {value!r}")
     if any(str(v).partition("=")[0] == "--port" for v in value):
         raise ValueError(f"{key}: --port is what the key 'port' sets")
     return tuple(map(str, value))
@@ -243,13 +244,13 @@ def _check(pool: Pool) -> None:
     """Raise ValueError if what the file asks for cannot be."""
     outside = sum(m.outside for m in pool.models)
     if 0 < pool.gpu < pool.size + outside:
-        raise ValueError(f"size: {_told(pool.size)}, and {_told(outside)} that the {len(pool.models)} "
-                         f"servers need outside of it, exceed the GPU's {_told(pool.gpu)}; size can be at most "
+        raise ValueError(f"size: {_told(pool.size)}, and {_told(outside)} outside of it for the servers of "
+                         f"{len(pool.models)} models, exceed the GPU's {_told(pool.gpu)}; size can be at most "
                          f"{_told(max(pool.gpu - outside, 0))}")  # fmt: skip
     ports: dict[int, str] = {}
     minimums = sum(m.min for m in pool.models)
     if minimums > pool.size:
-        raise ValueError(f"the minimums of all models are {_told(minimums)}, more than size, "
+        raise ValueError(f"min: the minimums of all models add up to {_told(minimums)}, more than size, "
                          f"{_told(pool.size)}")  # fmt: skip
     for m in pool.models:
         if m.port in ports:
@@ -419,6 +420,12 @@ def running(pool: Pool) -> dict[str, list[tuple[control.Engine, control.Page]]]:
     return found
 
 
+def _absent(fact: str) -> str:
+    """The message that no server was found, and why it may be so."""
+    return (f"{fact}: no server of it publishes its state below {view_folder()}. Those of systemd, compose and AIBrix "
+            "have another XDG_RUNTIME_DIR: set theirs")  # fmt: skip
+
+
 def listing(pool: Pool) -> str:
     """A table of the models and what they do. Memory in MiB, of one worker."""
     rows: list[tuple[str, ...]] = [
@@ -437,8 +444,7 @@ def listing(pool: Pool) -> str:
         cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
         lines.append("  ".join(cells).rstrip())
     if all(row[1] == "stopped" for row in rows[1:]):
-        lines.append(f"No server of these models publishes its state below {view_folder()}. Servers of systemd, "
-                     "compose and AIBrix have another XDG_RUNTIME_DIR: set theirs.")  # fmt: skip
+        lines.append(_absent("no model of this file runs"))
     return "\n".join(lines)
 
 
@@ -446,11 +452,11 @@ def order(pool: Pool, name: str, what: str) -> dict[str, Any]:
     """Have a model sleep, wake or drain; returns what its server answers. Raises ValueError and OSError."""
     model = pool.model(name)
     engines = running(pool)[name]
-    if not engines or not engines[0][0].port:
-        raise ValueError(
-            f"{name} does not run, or its server has no "
-            + ("--middleware pyvmem.vllm.http.Serve" if model.engine == "vllm" else "VMEM_SGLANG_WEIGHTS=1")
-        )
+    if not engines:
+        raise ValueError(_absent(f"{name} does not run"))
+    if not engines[0][0].port:
+        switch = "--middleware pyvmem.vllm.http.Serve" if model.engine == "vllm" else "VMEM_SGLANG_WEIGHTS=1"
+        raise ValueError(f"{name} runs, but takes no orders yet: its server starts, or was started without {switch}")
     url = f"http://127.0.0.1:{engines[0][0].port}/vmem/{what}"
     given = [value for name, value in zip(model.args, model.args[1:]) if name == "--api-key"]
     key = next(iter(given), "") or model.env.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY", "")
@@ -461,29 +467,40 @@ def order(pool: Pool, name: str, what: str) -> dict[str, Any]:
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise ValueError(f"{name}: the server asks for its key; set VLLM_API_KEY, or --api-key in args") from None
-        raise ValueError(f"{name}: the server answers {error.code}: {error.read()[:300].decode()}") from None
+        text = " ".join(error.read(300).decode(errors="replace").split())
+        raise ValueError(f"{name}: the server answers {error.code}: {text}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ValueError(f"{name}: no answer of vMem's at port {engines[0][0].port}: {reason}") from None
     return told
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("file", help="the models, in TOML (docs/models.md)")
+    parser.description = "Run models that share a GPU, by one file that describes them."
+    parser.epilog = (
+        "First: pyvmem models models.toml render llama-swap > llama-swap.yaml. docs/models.md describes the file."
+    )
+    parser.add_argument("file", metavar="FILE", help="the models, in TOML")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    render = actions.add_parser("render", help="print a configuration for the program that runs the models")
+    render = actions.add_parser("render", help="print the configuration of the program that starts the servers")
     render.add_argument("what", metavar="PROGRAM", choices=tuple(RENDERERS), help=", ".join(RENDERERS))
-    actions.add_parser("ls", help="show the models and what they do")
-    for what, about in (("sleep", "put a model to sleep: others may take its memory"), ("wake", "wake a model"),
-                        ("drain", "refuse further requests, and wait for those that run")):  # fmt: skip
-        actions.add_parser(what, help=about).add_argument("name")
-    limit = actions.add_parser("limit", help="limit the memory of a model's KV cache")
-    limit.add_argument("name")
-    limit.add_argument("size", help="such as 16G, or none")
+    actions.add_parser("ls", help="list the models: state, requests, memory in MiB")
+    for what, about in (("sleep", "put a model to sleep, so that others may take its memory"),
+                        ("wake", "wake a model, or open one that was drained"),
+                        ("drain", "refuse further requests, and return when those that run have ended")):  # fmt: skip
+        actions.add_parser(what, help=about, description=about).add_argument("name", metavar="NAME", help="the model")
+    limit = actions.add_parser("limit", help="set or lift the limit of a model's KV cache")
+    limit.add_argument("name", metavar="NAME", help="the model")
+    limit.add_argument("size", metavar="SIZE", help="such as 16G; none: no limit")
 
 
 def models(args: argparse.Namespace, out: TextIO | None = None) -> int:
     """Run the command; returns the exit status."""
     try:
-        pool = read(Path(args.file).read_text(encoding="utf-8"))
+        pool = read(Path(args.file).read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{args.file} is not text in UTF-8: byte {error.start} is wrong") from None
     except ValueError as error:
         raise ValueError(f"{args.file}: {error}") from None
     if args.action == "render":
@@ -492,10 +509,10 @@ def models(args: argparse.Namespace, out: TextIO | None = None) -> int:
         print(listing(pool), file=out)
     elif args.action == "limit":
         pool.model(args.name)
-        limit = None if args.size == "none" else _size("size", args.size)
+        limit = None if args.size == "none" else _size("SIZE", args.size)
         pages = [page for _, page in running(pool)[args.name]]
         if not pages:
-            raise ValueError(f"{args.name} does not run")
+            raise ValueError(_absent(f"{args.name} does not run"))
         control.change(*pages, limit=limit)
     else:
         print(json.dumps(order(pool, args.name, args.action)), file=out)

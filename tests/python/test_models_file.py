@@ -7,8 +7,10 @@ import json
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -159,7 +161,7 @@ def test_systemd_reads_the_units(tmp_path):
     (FILE + "[models.c]\nport = 9001\npath='x'", "models.c.port: 9001 is also the port of code"),
     (FILE + "[models.c]\nport = true\npath='x'", "models.c.port must be a whole number"),
     (FILE + "[models.c]\npath='x'\nidel = 3", "models.c.idel is not a key of the file: the keys are path, port"),
-    (FILE + "[models.c]\nmin='80G'\npath='x'", "the minimums of all models are 84.0 GiB"),
+    (FILE + "[models.c]\nmin='80G'\npath='x'", "min: the minimums of all models add up to 84.0 GiB"),
     (FILE + "[models.c]\nidle='x'\npath='x'", "models.c.idle must be a number"),
     (FILE + "[models.c]\nmin='4G'\nmax='2G'\npath='x'",
      "models.c.min, 4294967296 bytes, is over its max, 2147483648"),
@@ -182,7 +184,7 @@ def test_systemd_reads_the_units(tmp_path):
     (FILE + "[models.c]\npath='x'\nargs=['--port', 9000]", "models.c.args: --port is what the key 'port' sets"),
     (FILE + "[models.c]\npath='x'\nargs=['--port=9000']", "models.c.args: --port is what the key 'port' sets"),
     (FILE + "[models.llama-3.1]\npath='x'", 'a name with a dot needs quotes: [models."llama-3.1"]'),
-    ("pool='a'\nsize='9M'\n[models.a]\nmin='20M'\npath='x'", "are 20.0 MiB, more than size, 9.0 MiB"),
+    ("pool='a'\nsize='9M'\n[models.a]\nmin='20M'\npath='x'", "add up to 20.0 MiB, more than size, 9.0 MiB"),
 ])  # fmt: skip
 def test_an_error_names_the_key(wrong, error):
     with pytest.raises(ValueError, match=re.escape(error)):
@@ -196,11 +198,13 @@ def test_what_the_file_takes_the_servers_take():
 
 
 def test_the_command_names_the_file(tmp_path, capsys):
-    for text in ("not TOML", "size = 1", "\0"):
-        (tmp_path / "models.toml").write_text(text)
+    for text in (b"not TOML", b"size = 1", b"\0", b"\xff", b"\xef\xbb\xbfsize = 1"):
+        (tmp_path / "models.toml").write_bytes(text)
         assert cli.main(["models", str(tmp_path / "models.toml"), "ls"]) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"pyvmem: {tmp_path / 'models.toml'}: ")
+        assert line.startswith(f"pyvmem: {tmp_path / 'models.toml'}")
+        assert not text.endswith(b"size = 1") or line.endswith(": pool is missing")  # also behind a byte-order mark
+        assert text != b"\xff" or line.endswith("is not text in UTF-8: byte 0 is wrong")
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_starts(tmp_path):
@@ -229,7 +233,7 @@ def test_what_each_server_needs_besides_is_counted_against_the_gpu(monkeypatch):
     monkeypatch.setattr(models, "_gpu", lambda: 72 << 30)  # it is asked where the file does not say it
     wrong = FILE.replace('gpu = "80G"\n', "")
     with pytest.raises(
-        ValueError, match=r"size: 70\.0 GiB, and 2\.5 GiB .* 2 servers .* 72\.0 GiB; size can be at most 69\.5 GiB"
+        ValueError, match=r"size: 70\.0 GiB, and 2\.5 GiB .* 2 models, .* 72\.0 GiB; size can be at most 69\.5 GiB"
     ):
         models.read(wrong)
     assert models.read(wrong.replace("priority", 'outside = "700M"\npriority')).gpu == 72 << 30
@@ -277,3 +281,37 @@ def test_the_command(folder, tmp_path, capsys):
     assert "chat does not run" in capsys.readouterr().err
     assert cli.main(["models", str(file), "sleep", "nobody"]) != 0
     assert "no model 'nobody'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer, error", [
+    (b"", "no answer of vMem's at port"),
+    (b"nonsense\r\n\r\n", "no answer of vMem's at port"),
+    (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n<>", "no answer of vMem's at port"),
+    (b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}", "no answer of vMem's at port"),
+    (b"HTTP/1.1 401 No\r\n\r\n", "the server asks for its key"),
+    (b"HTTP/1.1 503 No\r\n\r\n\xff\nlater", "the server answers 503: \ufffd later"),
+])  # fmt: skip
+def test_an_answer_that_is_not_vmems_is_one_line(folder, capsys, answer, error):
+    """So of another server at the port, or of one that ends meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        page = control.open_page("gpu0", 0)
+        control.claim(page, "chat")
+        page[control.POOL], page[control.PORT] = number_of("gpu0"), server.getsockname()[1]
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        (folder / "models.toml").write_text(FILE)
+        assert cli.main(["models", str(folder / "models.toml"), "sleep", "chat"]) == 1
+        thread.join()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pyvmem: chat: {error}")
+    if not answer:  # and nobody listens there
+        assert cli.main(["models", str(folder / "models.toml"), "sleep", "chat"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"pyvmem: chat: {error}") and line.endswith("Connection refused")
