@@ -335,7 +335,7 @@ def compose(pool: Pool) -> str:
             "environment": {**pool.environment(m), "XDG_RUNTIME_DIR": "/run/vmem"}, "ports": [f"{m.port}:{m.port}"],
             "volumes": ["vmem:/run/vmem", *([f"{m.path}:{m.path}:ro"] if m.path.startswith("/") else [])],
             "pid": "host", "ipc": "host", "restart": "unless-stopped",
-            "deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": 1,
+            "deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": m.gpus,
                                                                   "capabilities": ["gpu"]}]}}}}
             for m in pool.models},
         "volumes": {"vmem": {"driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": "mode=0700"}}},
@@ -345,8 +345,9 @@ def compose(pool: Pool) -> str:
 def aibrix(pool: Pool) -> str:
     """A Deployment and a Service for each model, by whose labels AIBrix finds it; all on one node with one GPU.
 
-    For AIBrix, the Service, the label and the model that is served have one name. Raises ValueError if Kubernetes does
-    not take a model's name for a Service.
+    Each asks for the GPU, as otherwise the kubelet gives the container none. So that all of them get the same one, the
+    node's device plugin must share it (docs/models-deploy.md). For AIBrix, the Service, the label and the model that is
+    served have one name. Raises ValueError if Kubernetes does not take a model's name for a Service.
     """
     told = []
     for m in pool.models:
@@ -371,6 +372,7 @@ def aibrix(pool: Pool) -> str:
                     "name": m.engine, "image": m.image or f"{m.engine}-vmem",
                     "command": pool.command(m, "0.0.0.0"), "env": env,
                     "ports": [{"containerPort": m.port}],
+                    "resources": {"limits": {"nvidia.com/gpu": m.gpus}},
                     "readinessProbe": {"httpGet": {"path": "/health", "port": m.port}},
                     "volumeMounts": mounts}],
                     "volumes": volumes}}},

@@ -75,6 +75,11 @@ def test_the_servers_are_started_with_the_vllm_of_this_environment(tmp_path, mon
     assert str(tmp_path) not in models.compose(pool)
 
 
+def _gpus_of_compose(text):
+    service = pytest.importorskip("yaml").safe_load(models.compose(models.read(text)))["services"]["chat"]
+    return service["deploy"]["resources"]["reservations"]["devices"][0]["count"]
+
+
 @pytest.mark.parametrize("what", models.RENDERERS)
 def test_what_is_rendered_has_every_model(what):
     pool = models.read(FILE)
@@ -102,6 +107,8 @@ def test_what_is_rendered_has_every_model(what):
         assert "VLLM_API_KEY=it's" in told["models"]["code"]["env"]
     elif what == "compose":
         assert parts[0]["services"]["chat"]["environment"]["VMEM_VLLM_POOL"] == "gpu0"
+        assert _gpus_of_compose(FILE) == 1
+        assert _gpus_of_compose(FILE.replace("8192]", '8192, "-tp", 2]')) == 2
     else:
         for name, port, deployment, service in (("chat", 8001, *parts[:2]), ("code", 9001, *parts[2:])):
             assert deployment["metadata"] == service["metadata"] and service["kind"] == "Service"
@@ -110,6 +117,7 @@ def test_what_is_rendered_has_every_model(what):
             assert service["spec"]["ports"][0]["targetPort"] == port
         pod = parts[0]["spec"]["template"]["spec"]
         assert {v["hostPath"]["path"] for v in pod["volumes"]} == {"/run/vmem", "/models/llama"}
+        assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 1}}
         assert [m["name"] for m in pod["containers"][0]["volumeMounts"]] == [v["name"] for v in pod["volumes"]]
         for name in ("Chat", "llama-3.1", "a_b", "3b", "chat-"):
             with pytest.raises(ValueError, match=f"models.{name}: AIBrix has a Service of this name"):
