@@ -58,6 +58,7 @@ Cache = TypeVar("Cache", bound="KVCache")
 
 _log = logging.getLogger("pyvmem")
 _MOST = 2**32 - 1  # tokens: all
+_NO_SLOT = 2**32 - 1
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
 
 
@@ -333,9 +334,14 @@ class KVCache(_Owned):
         options["prefix_tokens"] = uint("prefix_tokens", prefix_tokens, 32)
         if slot is not None:
             options["flags"], options["slot"] = lib.VMEM_KV_ALLOC_SLOT, uint("slot", slot, 32)
-        chosen = ffi.new("uint32_t *")
-        rc = lib.vmem_kv_alloc(self._ready(), ffi.new("struct vmem_kv_alloc_options *", options), chosen)
-        return int(chosen[0]) if self._answer(rc) else None
+        kv, raw = self._ready(), ffi.new("struct vmem_kv_alloc_options *", options)
+        chosen = ffi.new("uint32_t *", _NO_SLOT)
+        try:
+            return int(chosen[0]) if self._answer(lib.vmem_kv_alloc(kv, raw, chosen)) else None
+        except BaseException:  # also Ctrl-C: nobody else knows the slot
+            if chosen[0] != _NO_SLOT:
+                self.free(chosen[0])
+            raise
 
     def free(self, slot: SupportsIndex, after: Any = None) -> None:
         """End a request. Its pages are kept for the next one while memory allows.

@@ -361,6 +361,19 @@ def test_an_interrupted_share_holds_nothing():
         assert n > 200 and not stopped_at(n + 1, lambda: runs.append(cache.share(slot, 64)))
 
 
+def test_an_interrupted_alloc_takes_no_slot():
+    torch = pytest.importorskip("torch")
+    slots, n = [], 0
+    with pyvmem.KVCache.for_model(1, 1, 64, 2, 64, 1 << 20, dtype=torch.float32, backend="host") as cache:
+        while not cache.stats().active_slots:
+            assert stopped_at(n, lambda: slots.append(cache.alloc(16))) or not n
+            for slot in slots:
+                cache.free(slot)
+            slots.clear()
+            n += 1
+        assert n > 100 and not stopped_at(n + 1, lambda: slots.append(cache.alloc(16)))
+
+
 def test_a_table_of_blocks_forgets_all_of_them_after_an_exception_at_any_moment():
     torch = pytest.importorskip("torch")
     from pyvmem.kv.prefix import PrefixCache
