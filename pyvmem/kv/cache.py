@@ -25,15 +25,7 @@ from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check, structure
 from pyvmem.kv.arguments import Lengths, Request, config_of, lengths_of, requests_of
 from pyvmem.kv.options import KVCacheOptions, Spare, options_of, watermark_of
-from pyvmem.kv.types import (
-    NO_SHORTAGE,
-    Run,
-    Shortage,
-    SlotInfo,
-    TensorSpec,
-    model_specs,
-    shortage_of,
-)
+from pyvmem.kv.types import NO_SHORTAGE, Run, Shortage, SlotInfo, TensorSpec, model_specs, shortage_of
 from pyvmem.kv.view import STATS, KVStats, new_view_path
 from pyvmem.owned import _Owned
 from pyvmem.tensor import tensor_at
@@ -60,10 +52,6 @@ _log = logging.getLogger("pyvmem")
 _MOST = 2**32 - 1  # tokens: all
 _NO_SLOT = 2**32 - 1
 _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
-
-
-class _Last(threading.local):
-    shortage: Shortage = NO_SHORTAGE
 
 
 def _not_backed(
@@ -155,7 +143,7 @@ class KVCache(_Owned):
         options: KVCacheOptions | None = None,
         **keywords: Any,
     ) -> None:
-        self._last = _Last()
+        self._last = threading.local()
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self._polling = threading.RLock()
         self._prefixes: PrefixCache | None = None
@@ -257,7 +245,6 @@ class KVCache(_Owned):
         Parameters
         ----------
         tensor : int
-            Its number.
 
         Returns
         -------
@@ -273,18 +260,13 @@ class KVCache(_Owned):
         spec = self.specs[i]
         gpu = "gpu" in self.context.capabilities
         device = torch.device("cuda", self.context.device) if gpu else torch.device("cpu")
-        row = [math.prod(spec.shape[k:]) for k in range(1, len(spec.shape) + 1)]
-        shape: tuple[int, ...]
-        strides: tuple[int, ...]
-        if flat:
-            shape, strides = (self.slots * rows, *spec.shape), (math.prod(spec.shape), *row)
-        else:
-            tokens = spec.max_tokens or self.max_tokens
-            shape = (self.slots, tokens, *spec.shape)
-            strides = (stride // spec.dtype.itemsize, math.prod(spec.shape), *row)
-        row_bytes = math.prod(spec.shape) * spec.dtype.itemsize
-        check = functools.partial(_not_backed, weakref.ref(self), spec.name, addr, stride, row_bytes)
-        return tensor_at(self._owned(), addr, shape, spec.dtype, device, strides, (check, row_bytes))
+        shape = [self.slots * rows] if flat else [self.slots, spec.max_tokens or self.max_tokens]
+        strides = [math.prod(spec.shape[k:]) for k in range(len(spec.shape) + 1)]
+        if not flat:
+            strides.insert(0, stride // spec.dtype.itemsize)
+        check = functools.partial(_not_backed, weakref.ref(self), spec.name, addr, stride, spec.row_bytes)
+        where = (*shape, *spec.shape), spec.dtype, device, strides
+        return tensor_at(self._owned(), addr, *where, (check, spec.row_bytes))
 
     def flat(self, tensor: int) -> torch.Tensor:
         """Return a tensor as contiguous rows; see `layout`.
@@ -292,7 +274,6 @@ class KVCache(_Owned):
         Parameters
         ----------
         tensor : int
-            Its number.
 
         Returns
         -------
@@ -352,7 +333,6 @@ class KVCache(_Owned):
         Parameters
         ----------
         slot : int
-            Its number.
         after : int or event, optional
             A step's number (`last_step`), or an event with a ``query()``, such as a ``torch.cuda.Event`` recorded after
             the last step's kernels. None: quiet, no kernel in flight may access the slot.
@@ -395,7 +375,6 @@ class KVCache(_Owned):
         Parameters
         ----------
         slot : int
-            Its number.
         tokens : int
             Rows that stay.
         after : int or event, optional
@@ -429,7 +408,6 @@ class KVCache(_Owned):
         Parameters
         ----------
         slot : int
-            Its number.
 
         Returns
         -------
@@ -465,11 +443,7 @@ class KVCache(_Owned):
     @property
     def shortage(self) -> Shortage:
         """The shortage of the calling thread's last call of this cache that needed memory or a slot."""
-        return self._last.shortage
-
-    @shortage.setter
-    def shortage(self, shortage: Shortage) -> None:
-        self._last.shortage = shortage
+        return getattr(self._last, "shortage", NO_SHORTAGE)
 
     def _answer(self, rc: int) -> bool:
         """Return whether a call found memory and a slot, and note what it was short of."""
@@ -480,7 +454,7 @@ class KVCache(_Owned):
             _check(rc)
         raw = structure("vmem_kv_shortage")
         _check(lib.vmem_kv_last_shortage(raw))  # libvmem keeps it for each thread
-        self.shortage = shortage = shortage_of(raw)
+        self._last.shortage = shortage = shortage_of(raw)
         if not shortage.reason:  # such as ENOMEM of the system
             _check(rc)
         if _log.isEnabledFor(logging.DEBUG):
@@ -591,7 +565,6 @@ class KVCache(_Owned):
         Parameters
         ----------
         slot : int
-            Its number.
         tokens : int
             How many rows.
         first : int
@@ -648,7 +621,6 @@ class KVCache(_Owned):
         Parameters
         ----------
         slot : int
-            Its number.
         runs : Run or sequence of Run
             They follow each other from row 0. Different requests may have written them.
         most : int, optional
@@ -697,7 +669,6 @@ class KVCache(_Owned):
         Parameters
         ----------
         slot : int
-            Its number.
 
         Raises
         ------
@@ -743,7 +714,6 @@ class KVCache(_Owned):
         Parameters
         ----------
         slot : int
-            Its number.
 
         Returns
         -------

@@ -289,12 +289,6 @@ class PrefixCache:
 
     # ---- eviction --------------------------------------------------------------------------------------------
 
-    def _drop(self, hashes: list[Hash]) -> None:
-        runs = self._known(hashes)
-        _check(lib.vmem_kv_drop(self.cache._use(), runs, len(runs), ffi.NULL))
-        for run in runs:
-            self._forget(run)
-
     def drop(self, hashes: Iterable[Hash]) -> None:
         """Drop blocks. Requests that use them keep their pages.
 
@@ -305,7 +299,10 @@ class PrefixCache:
         """
         found = hashes_of(hashes)
         with self._lock:
-            self._drop(found)
+            runs = self._known(found)
+            _check(lib.vmem_kv_drop(self.cache._use(), runs, len(runs), ffi.NULL))
+            for run in runs:
+                self._forget(run)
 
     def evict(self, pages: SupportsIndex) -> int:
         """Evict blocks that no request uses, the least recently used first, until enough pages are freed.
@@ -346,7 +343,7 @@ class PrefixCache:
         with self._lock:
             self.evict(2**64 - 1)
             self._gone += self._runs if self._events else []
-            self._drop(list(self._runs))
+            self.drop(list(self._runs))
 
     def evicted(self) -> list[Hash]:
         """Return the hashes of blocks that were evicted since the last call, the oldest first.

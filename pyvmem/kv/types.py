@@ -78,7 +78,7 @@ class SlotInfo:
     after: int = 0
 
 
-# reason: (the shortage in words, the remedy besides ending requests)
+# reason, in the order of vmem_kv.h: (the shortage in words, the remedy besides ending requests)
 _CAUSES = {
     "budget": ("the budget is used up", "raise the budget"),
     "device": ("the device has less memory than the budget", "free memory elsewhere"),
@@ -217,13 +217,10 @@ def model_specs(
     return [TensorSpec("kv", (layers, 2, kv_heads, head_dim), dtype, window)]
 
 
-_REASONS = (None, "budget", "device", "mappings", "slots")
-
-
 def shortage_of(raw: Any) -> Shortage:
     """The `Shortage` of a struct vmem_kv_shortage."""
     numbers = (
         raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages, raw.watermark_pages, raw.coming_pages,
         raw.step,
     )  # fmt: skip
-    return Shortage(_REASONS[raw.reason], *numbers, refusal=REASONS[raw.refusal])
+    return Shortage((None, *_CAUSES)[raw.reason], *numbers, refusal=REASONS[raw.refusal])

@@ -10,14 +10,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from pyvmem.errors import OutOfMemory
-from pyvmem.kv.cache import KVCache, Lengths
-from pyvmem.kv.types import NO_SHORTAGE
+from pyvmem.kv.cache import KVCache
 
 POOL_SECONDS = 5.0  # that a call waits for the memory of other members of its pool
 
@@ -28,15 +25,6 @@ def default_budget(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def try_step(kv: KVCache, lengths: Lengths) -> bool:
-    """`KVCache.step`, also where the device has less memory than the budget: False."""
-    try:
-        return kv.step(lengths)
-    except OutOfMemory:
-        kv.shortage = replace(NO_SHORTAGE, reason="device", missing_pages=1)  # at least
-        return False
 
 
 def with_pool(kv: KVCache, attempt: Callable[[], bool]) -> bool:
@@ -50,12 +38,20 @@ def with_pool(kv: KVCache, attempt: Callable[[], bool]) -> bool:
     return fits
 
 
-def leave_pool(kv: KVCache) -> None:
-    """Give a member's memory to the others. Views of its rows may keep the cache for longer."""
-    if kv.options.pool:
+def wait(device: torch.device) -> None:
+    """Wait until no kernel reads the rows."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def finish(kv: KVCache, device: torch.device) -> None:
+    """Free a cache's memory once no kernel reads it."""
+    wait(device)
+    if kv.options.pool:  # views of the rows may keep the cache, but not the memory of the other members
         for slot in range(kv.slots):
             kv.free(slot)
         kv.reclaim()
+    kv.close()
 
 
 def what_helps(kv: KVCache) -> str:

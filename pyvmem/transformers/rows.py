@@ -20,7 +20,7 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.kv.cache import KVCache, Run, Spare, TensorSpec
 from pyvmem.kv.pool import KVPool
 from pyvmem.transformers import spares
-from pyvmem.transformers.memory import cudnn_off, default_budget, leave_pool, try_step, what_helps, with_pool
+from pyvmem.transformers.memory import cudnn_off, default_budget, finish, wait, what_helps, with_pool
 from pyvmem.transformers.plan import Plan, follow
 
 MIB = 1 << 20
@@ -29,22 +29,10 @@ AHEAD = 8  # tokens behind a prompt that are backed with it
 Int32s = npt.NDArray[np.int32]
 
 
-def _finish(kv: KVCache, device: torch.device) -> None:
-    """Free a cache's memory once no kernel reads it."""
-    _wait(device)
-    leave_pool(kv)
-    kv.close()
-
-
 def _drop(kv: KVCache, device: torch.device) -> None:
     """Leave a cache to the next `VMemCache` of its kind, or free its memory, once no kernel reads it."""
-    _wait(device)
+    wait(device)
     spares.put(kv)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _padding_after_tokens(kept: npt.NDArray[np.bool_], before: Any) -> npt.NDArray[np.bool_]:
@@ -223,7 +211,7 @@ class Rows:
     def _free_cache(self) -> None:
         """Free the memory of the present cache, once no kernel reads it."""
         if self._finalizer.detach() is not None:
-            _finish(self.kv, self.device)
+            finish(self.kv, self.device)
 
     def _begin_batch(self, batch: int) -> None:
         """Start with `batch` empty sequences."""
@@ -264,7 +252,7 @@ class Rows:
                     for source, target in zip(old, copies):
                         target[slot, live] = source[slot, live]
         except BaseException:
-            _finish(new, self.device)
+            finish(new, self.device)
             raise
         return new
 
@@ -346,7 +334,7 @@ class Rows:
             self._order_steps()
             # A run of pages is mapped as fast as one page: a prompt takes what the first decode steps need with it.
             ahead = AHEAD if tokens > 1 and not any(self.windows) else 0
-            if not ahead or not try_step(self.kv, np.minimum(want + ahead * (want > 0), self.max_tokens)):
+            if not ahead or not self.kv.step(np.minimum(want + ahead * (want > 0), self.max_tokens)):
                 self._back_rows(self.kv, want)
             self._lengths = want
         if any(self.windows):
@@ -413,7 +401,7 @@ class Rows:
         after = np.maximum.accumulate(seen[:, ::-1], 1)[:, ::-1]  # columns that some column which is seen follows
         if any(self.windows) or (kept & ~shown & after).any():
             return False
-        _wait(self.device)
+        wait(self.device)
         for row in np.flatnonzero((kept & ~shown).any(1)).tolist():
             slot, length = self.slots[row], int(seen[row].sum())
             if not self.kv.truncate(slot, length):
@@ -504,12 +492,12 @@ class Rows:
         self._fence = fence
 
     def _back_rows(self, kv: KVCache, lengths: Int32s) -> None:
-        if try_step(kv, lengths):
+        if kv.step(lengths):
             return
         spares.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # memory that torch caches can become pages
-        if with_pool(kv, partial(try_step, kv, lengths)):
+        if with_pool(kv, partial(kv.step, lengths)):
             return
         live, stats = int((lengths > 0).sum()), kv.stats()
         pages = kv.shortage.missing_pages, stats.held_pages, stats.budget_pages
@@ -539,7 +527,7 @@ class Rows:
         self.plan = self._columns = None
         if all(self._lengths[slot] <= length for slot, length in zip(self.slots, lengths)):
             return
-        _wait(self.device)
+        wait(self.device)
         for slot, length in zip(self.slots, lengths):
             if length < self._lengths[slot]:
                 if not with_pool(self.kv, partial(self.kv.truncate, slot, length)):
@@ -554,7 +542,7 @@ class Rows:
         """Discard every sequence. The cache keeps its pages until they are needed elsewhere."""
         if self.kv is None:
             return
-        _wait(self.device)
+        wait(self.device)
         for slot in np.flatnonzero(self._lengths).tolist():
             self._empty_slot(slot)
         self._swapped = False
@@ -589,7 +577,7 @@ class Rows:
         moves = [(s, slot) for s, slot in zip(sources, new) if old[s] != slot]
         self.plan = None
         if moves or len(sources) != self.batch:
-            _wait(self.device)
+            wait(self.device)
             try:
                 if any(lengths[s] for s, _ in moves) and not self.kv.sharing and "sharing" not in self.options:
                     self._allow_sharing()
@@ -659,7 +647,7 @@ class Rows:
         """Move the rows to CPU memory, and free their pages."""
         if self.kv is None or self._swapped:
             return
-        _wait(self.device)
+        wait(self.device)
         self._swapped = True  # before the first: if CPU memory runs out, `swap_in` moves back those that were moved
         for slot in np.flatnonzero(self._lengths).tolist():
             self.kv.swap_out(slot)

@@ -72,7 +72,7 @@ def test_no_memory_to_move_to(make, monkeypatch):
     model.set_attn_implementation("vmem")
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    monkeypatch.setattr(rows, "try_step", lambda kv, lengths: False)
+    monkeypatch.setattr(pyvmem.KVCache, "step", lambda cache, lengths: False)
     with pytest.raises(pyvmem.OutOfMemory, match="pass sharing=True to VMemCache"):
         cache.batch_repeat_interleave(2)
     monkeypatch.undo()  # and the host shares again
