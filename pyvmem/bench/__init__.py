@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,19 +56,11 @@ class Benchmark:
     alone: bool = False
 
 
-def benchmark(
-    name: str,
-    help: str,
-    *,
-    arguments: Callable[[argparse.ArgumentParser], None] | None = None,
-    plot: Callable[[list[Record], Figure], None] | None = None,
-    order: int = 100,
-    alone: bool = False,
-) -> Callable[[Run], Run]:
-    """Register the decorated ``run(session)`` under its name."""
+def benchmark(name: str, help: str, **more: Any) -> Callable[[Run], Run]:
+    """Register the decorated ``run(session)`` as a `Benchmark`, whose other attributes are in `more`."""
 
     def register(run: Run) -> Run:
-        _registered[name] = Benchmark(name, help, run, arguments, plot, order, alone)
+        _registered[name] = Benchmark(name, help, run, **more)
         return run
 
     return register

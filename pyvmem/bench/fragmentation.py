@@ -10,7 +10,8 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from pyvmem.errors import VmemError
 
 if TYPE_CHECKING:
     from pyvmem.bench.kv_load import Model
-    from pyvmem.bench.records import Record
+    from pyvmem.bench.records import Record, Samples
     from pyvmem.bench.session import Session
     from pyvmem.bench.traces import Trace
     from pyvmem.core import Context
@@ -105,117 +106,104 @@ def run_table_8(session: Session, context: Context, page_sizes: Sequence[int]) -
     return records
 
 
-def _cache(
-    context: Context, model: Model, layers: int, slots: int, longest: int, budget: int, page_size: int, **options: Any
-) -> KVCache:
-    from pyvmem.kv.cache import KVCache
-
-    return KVCache.for_model(
-        layers, model.kv_heads, model.head_dim, slots, longest, budget, context=context, page_size=page_size, name=None,
-        **options,
-    )  # fmt: skip
-
-
-def run_waste(
-    context: Context,
-    model: Model,
-    layers: int,
-    slots: int,
-    trace: Trace,
-    page_size: int,
-    advance: Callable[[int], object],
-    **options: Any,
-) -> Any:
-    """Run a trace through a cache with memory to spare. Returns samples of (waste, unavoidable waste, bytes).
-
-    waste: the share of the backed bytes without a token's rows. unavoidable: the same without pages that can be
-    reclaimed at any time (kept for the next request, or mapped ahead of need).
-    """
-    longest = int((trace.prompt + trace.output).max())
-    per_request = 2 * layers * (-(-longest * model.row_bytes() // page_size) + 1) * page_size
-    budget = min(memory_for(context, 0.9), slots * per_request)
-    samples = []
-    with _cache(context, model, layers, slots, longest, budget, page_size, lazy=True, **options) as cache:
-        server = Server(cache, trace)
-        while server.queue or server.active:
-            server.admit()
-            server.decode()
-            if server.active == slots:  # the batch is full
-                cache.wait()
-                stats = cache.stats()
-                backed, needed = stats.held_pages * page_size, stats.needed_pages * page_size
-                samples.append((1 - stats.live_bytes / backed, 1 - stats.live_bytes / needed, backed))
-            advance(server.retire())
-    return np.array(samples)
-
-
-def run_batch(
-    context: Context,
-    model: Model,
-    layers: int,
-    trace: Trace,
-    budget: int,
-    page_size: int,
-    advance: Callable[[int], object],
-) -> Any:
-    """The batch size in each iteration of a server that admits every request that fits into the budget."""
-    longest = int((trace.prompt + trace.output).max())
-    mean = float((trace.prompt + trace.output / 2).mean())
-    slots = min(2048, int(4 * budget / (mean * model.row_bytes() * 2 * layers)) + 8)
-    sizes = []
-    with _cache(context, model, layers, slots, longest, budget, page_size, lazy=True) as cache:
-        server = Server(cache, trace)
-        while server.queue:  # the batch shrinks once all requests have been admitted
-            server.admit()
-            server.decode()
-            sizes.append(server.active)
-            advance(server.retire())
-            if not server.active and not server.admit():
-                raise ValueError(f"the budget of {budget} bytes is too small for request {server.queue[-1]}")
-        return np.array(sizes), server.preempted
-
-
 WAYS: dict[str, dict[str, bool]] = {
     "nothing kept": {"defer": False, "eager": False, "generous": False},
     "default": {},
 }
 
 
-def waste_records(
-    session: Session, context: Context, page_size: int, model: Model, layers: int, trace: Trace, shape: str
-) -> list[Record]:
-    """Records of the waste of a running batch, by what the cache keeps beyond what requests need."""
-    slots, records = session.args.kv_slots, []
+@dataclass(frozen=True)
+class Load:
+    """The requests of a trace on a cache of `layers` layers of a model. shape: the model and its layers as text."""
+
+    session: Session
+    context: Context
+    page_size: int
+    model: Model
+    layers: int
+    trace: Trace
+    shape: str
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return int((self.trace.prompt + self.trace.output).max())
+
+    def cache(self, slots: int, budget: int, **options: Any) -> KVCache:
+        """A cache for it."""
+        from pyvmem.kv.cache import KVCache
+
+        return KVCache.for_model(
+            self.layers, self.model.kv_heads, self.model.head_dim, slots, self.longest, budget, context=self.context,
+            page_size=self.page_size, name=None, lazy=True, **options,
+        )  # fmt: skip
+
+    def record(self, samples: Samples, metric: str, unit: str, paper: float | None = None) -> Record:
+        """A `Record` of it."""
+        return self.session.record(samples, self.context, metric, unit, page_size=self.page_size, paper=paper)
+
+
+def waste_records(load: Load) -> list[Record]:
+    """Records of the waste of a running batch that has memory to spare, by what the cache keeps beyond what it needs.
+
+    waste: the share of the backed bytes without a token's rows. What cannot be taken back: the same without pages that
+    are kept for the next request or mapped ahead of need.
+    """
     from pyvmem.kv.cache import Spare
 
+    slots, page_size, records = load.session.args.kv_slots, load.page_size, []
+    per_request = 2 * load.layers * (-(-load.longest * load.model.row_bytes() // page_size) + 1) * page_size
+    budget = min(memory_for(load.context, 0.9), slots * per_request)
     for how, spare in WAYS.items():
-        with session.progress(f"waste, {how}, pages of {page_size >> 10} KiB", len(trace)) as advance:
-            seen = run_waste(context, model, layers, slots, trace, page_size, advance, spare=Spare(**spare))
-        if not len(seen):
-            continue
-        for metric, unit, samples in (
-            ("waste", "% of backed", seen[:, 0] * 100),
-            ("backed", "MiB", seen[:, 2] / MIB),
-            ("waste that cannot be taken back", "% of needed", seen[:, 1] * 100),
+        found = []
+        with (
+            load.session.progress(f"waste, {how}, pages of {page_size >> 10} KiB", len(load.trace)) as advance,
+            load.cache(slots, budget, spare=Spare(**spare)) as cache,
         ):
-            metric = f"{metric}, B={slots}, {shape}, {how}"
-            records.append(session.record(samples, context, metric, unit, page_size=page_size))
+            server = Server(cache, load.trace)
+            while server.queue or server.active:
+                server.admit()
+                server.decode()
+                if server.active == slots:  # the batch is full
+                    cache.wait()
+                    stats = cache.stats()
+                    backed, needed = stats.held_pages * page_size, stats.needed_pages * page_size
+                    found.append((1 - stats.live_bytes / backed, 1 - stats.live_bytes / needed, backed))
+                advance(server.retire())
+        if not found:
+            continue
+        seen, name = np.array(found), f"B={slots}, {load.shape}, {how}"
+        records += [
+            load.record(seen[:, 0] * 100, f"waste, {name}", "% of backed"),
+            load.record(seen[:, 2] / MIB, f"backed, {name}", "MiB"),
+            load.record(seen[:, 1] * 100, f"waste that cannot be taken back, {name}", "% of needed"),
+        ]
     return records
 
 
-def batch_records(
-    session: Session, context: Context, page_size: int, model: Model, layers: int, trace: Trace, shape: str, budget: int
-) -> tuple[Any, list[Record]]:
-    """(batch sizes, records) of the largest batch under a budget."""
-    with session.progress(f"largest batch, pages of {page_size >> 10} KiB", len(trace)) as advance:
-        sizes, preempted = run_batch(context, model, layers, trace, budget, page_size, advance)
-    name = f"{shape}, {budget // MIB} MiB"
+def batch_records(load: Load, budget: int) -> tuple[Any, list[Record]]:
+    """(batch sizes, records) of a server that admits every request that fits into the budget."""
+    mean = float((load.trace.prompt + load.trace.output / 2).mean())
+    slots = min(2048, int(4 * budget / (mean * load.model.row_bytes() * 2 * load.layers)) + 8)
+    found = []
+    with (
+        load.session.progress(f"largest batch, pages of {load.page_size >> 10} KiB", len(load.trace)) as advance,
+        load.cache(slots, budget) as cache,
+    ):
+        server = Server(cache, load.trace)
+        while server.queue:  # the batch shrinks once all requests have been admitted
+            server.admit()
+            server.decode()
+            found.append(server.active)
+            advance(server.retire())
+            if not server.active and not server.admit():
+                raise ValueError(f"the budget of {budget} bytes is too small for request {server.queue[-1]}")
+    sizes, name = np.array(found), f"{load.shape}, {budget // MIB} MiB"
     return sizes, [
-        session.record(int(sizes.max()), context, f"largest batch, {name}", "requests", page_size=page_size,
-                       paper=_paper_batch(model.name, page_size)),
-        session.record(sizes, context, f"batch, {name}", "requests", page_size=page_size),
-        session.record(preempted, context, f"preemptions, {name}", "count", page_size=page_size),
-    ]  # fmt: skip
+        load.record(sizes.max(), f"largest batch, {name}", "requests", _paper_batch(load.model.name, load.page_size)),
+        load.record(sizes, f"batch, {name}", "requests"),
+        load.record(server.preempted, f"preemptions, {name}", "count"),
+    ]
 
 
 @benchmark("fragmentation", "memory that pages waste, and the batches that fit", arguments=arguments,
@@ -245,9 +233,9 @@ def run(session: Session) -> list[Record]:
         shape = f"{args.model}, {layers} layer{'s' * (layers > 1)}" if layers != model.layers else args.model
         batches = {}
         for where, page_size in places:
-            load = (session, where, page_size, model, layers, trace, shape)
-            records += waste_records(*load)
-            batches[where.backend, page_size], found = batch_records(*load, budget)
+            load = Load(session, where, page_size, model, layers, trace, shape)
+            records += waste_records(load)
+            batches[where.backend, page_size], found = batch_records(load, budget)
             records += found
         large = batches.get((context.backend, 2 * MIB))
         if large is not None:

@@ -127,51 +127,35 @@ class Server:
 
 
 class Attention:
-    """Decode attention of every layer over a cache with torch's FlashAttention-2, which also writes the new rows.
+    """Decode attention of every layer over a cache with torch's FlashAttention-2, which also writes the new rows."""
 
-    Reads K and V in their slots: ``cum_seq_k[b] = slot * rows``, lengths in ``seqused_k``.
-    """
-
-    def __init__(self, cache: KVCache, model: Model) -> None:
+    def __init__(self, cache: KVCache, model: Model, kernel: str = "fa2") -> None:
         import torch
 
         self.torch = torch
         self.cache = cache
-        self.rows = cache.layout(0)[3]
-        self.keys, self.values = ([cache.flat(i) for i in range(first, len(cache.tensors), 2)] for first in (0, 1))
-        device = cache.tensors[0].device
-        heads = cache.tensors[0].shape[-2]
-        self.query = torch.randn(
-            cache.slots, model.query_heads * heads // model.kv_heads, model.head_dim,
-            dtype=torch.bfloat16, device=device,
-        )  # fmt: skip
-        self.row = torch.randn(cache.slots, heads, model.head_dim, dtype=torch.bfloat16, device=device)
-        self.events = [None, None]
+        self.kernel = kernel
+        slots, _, heads, dim = cache.keys[0].shape
+        like: dict[str, Any] = {"dtype": torch.bfloat16, "device": cache.keys[0].device}
+        self.query = torch.randn(slots, model.query_heads * heads // model.kv_heads, dim, **like)
+        self.row = torch.randn(slots, heads, dim, **like)
+        self.events: list[Any] = [None, None]
 
     def prefill(self, slot: int, length: int) -> None:
         """Write a prompt's rows, as prefill would."""
-        start = slot * self.rows
-        for rows in (*self.keys, *self.values):
-            rows[start : start + length].fill_(0.01)
+        for rows in (*self.cache.keys, *self.cache.values):
+            rows[slot, :length].fill_(0.01)
 
     def run(self, lengths: npt.NDArray[np.int32]) -> None:
         """Launch one iteration for the slots with a length. Waits only for the iteration before the last."""
-        torch = self.torch
+        from pyvmem import attention
+
         slots = np.flatnonzero(lengths)
-        n = len(slots)
-        starts = torch.from_numpy(slots.astype(np.int64) * self.rows).pin_memory().cuda(non_blocking=True)
-        used = torch.from_numpy(np.ascontiguousarray(lengths[slots])).pin_memory().cuda(non_blocking=True)
-        cum_k = torch.cat([starts, starts[-1:]]).to(torch.int32)
-        cum_q = torch.arange(n + 1, dtype=torch.int32, device="cuda")
-        last = starts + used - 1
-        longest = int(lengths.max())
-        for k, v in zip(self.keys, self.values):
-            k[last] = self.row[:n]
-            v[last] = self.row[:n]
-            torch.ops.aten._flash_attention_forward(
-                self.query[:n], k, v, cum_q, cum_k, 1, longest, 0.0, False, False, seqused_k=used
-            )
-        event = torch.cuda.Event()
+        batch = attention.Batch(self.cache, slots, lengths[slots], check=False)
+        query, row = self.query[: len(slots)], self.row[: len(slots)]
+        for layer in range(len(self.cache.keys)):
+            attention.decode(query, self.cache, layer, batch, kernel=self.kernel, new=(row, row))
+        event = self.torch.cuda.Event()
         event.record()
         self.events = [self.events[1], event]
 

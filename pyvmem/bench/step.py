@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from pyvmem._ffi import ffi, lib
 from pyvmem.bench import argtypes, benchmark
-from pyvmem.bench.kv_load import MODELS, Attention, memory_for, model_options
+from pyvmem.bench.kv_load import MODELS, Attention, Server, memory_for, model_options
+from pyvmem.bench.traces import Trace
 from pyvmem.core import MIB
 from pyvmem.errors import VmemError, _check
 
@@ -64,48 +65,35 @@ class Load:
     iterations: int | None = None
 
 
-class Decode:
+class Decode(Server):
     """A full batch in decode. Requests that reach their length are replaced outside the measured steps."""
 
-    def __init__(self, cache: KVCache, attention: Any, load: Load, pause_us: float) -> None:
-        self.cache = cache
+    def __init__(self, cache: KVCache, attention: Any, load: Load, iterations: int, pause_us: float) -> None:
+        rng = np.random.default_rng(1)
+        n = load.slots * (2 + iterations // load.output[0])
+        super().__init__(cache, Trace(load.name, rng.integers(*load.prompts, n), rng.integers(*load.output, n)))
         self.attention = attention
         self.pause = pause_us / 1e6
-        self.rng = np.random.default_rng(1)
-        self.prompts, self.output = load.prompts, load.output
-        self.lengths = np.zeros(cache.slots, np.int32)
-        self.goal = np.zeros(cache.slots, np.int64)
         self.prefill_pages = 0  # pages mapped by steps that are not measured
-        for _ in range(cache.slots):
-            self._admit()
+        self.fill()
         # Requests start at random progress.
-        self.goal -= self.rng.integers(0, np.maximum(self.goal - self.lengths, 1))
+        self.goal -= rng.integers(0, np.maximum(self.goal - self.lengths, 1))
         cache.wait()
 
-    def _admit(self) -> None:
-        prompt = int(self.rng.integers(*self.prompts))
-        slot = self.cache.alloc(prompt)
-        only = np.zeros_like(self.lengths)
-        only[slot] = prompt
-        mapped = self.cache.stats().step_mapped_pages
-        if not self.cache.step(only):
-            raise MemoryError(
-                f"{self.cache.shortage.missing_pages} pages are missing for a batch of {self.cache.slots}"
-            )
-        self.prefill_pages += self.cache.stats().step_mapped_pages - mapped
+    def fill(self) -> None:
+        """Replace the requests that have ended, so that the batch is full."""
+        if (self.lengths < self.goal).all():
+            return
         if self.attention:
-            self.attention.prefill(slot, prompt)
-        self.lengths[slot], self.goal[slot] = prompt, prompt + int(self.rng.integers(*self.output))
-
-    def _replace_ended(self) -> None:
-        done = np.flatnonzero(self.lengths >= self.goal)
-        if len(done) and self.attention:
             self.attention.wait(everything=True)
-        for slot in done:
-            self.cache.free(int(slot))
-            self.lengths[slot] = 0
-        for _ in done:
-            self._admit()
+        self.retire()
+        mapped = self.cache.stats().step_mapped_pages
+        for slot in self.admit():
+            if self.attention:
+                self.attention.prefill(slot, int(self.lengths[slot]))
+        self.prefill_pages += self.cache.stats().step_mapped_pages - mapped
+        if self.active < self.cache.slots:
+            raise MemoryError(f"no memory for a batch of {self.cache.slots}: {self.cache.shortage}")
 
     def run(self, iterations: int, advance: Callable[[int], object] = lambda n: None) -> Any:
         """(nanoseconds of each decode step, nanoseconds from step to step)."""
@@ -114,7 +102,7 @@ class Decode:
         gc.disable()  # collection pauses are not part of a step
         try:
             for i in range(iterations):
-                self._replace_ended()
+                self.fill()
                 begin = perf_counter_ns()
                 self.lengths += 1
                 if self.attention:
@@ -162,7 +150,7 @@ def decode(
         lazy=not gpu, name=None, spare=Spare(overlap=overlap, generous=load.generous),
     ) as cache:  # fmt: skip
         attention = Attention(cache, model) if gpu else None
-        run = Decode(cache, attention, load, session.args.pause_us)
+        run = Decode(cache, attention, load, iterations, session.args.pause_us)
         before, prefill_before = cache.stats(), run.prefill_pages
         with session.progress(name, iterations) as advance:
             steps, whole = run.run(iterations, advance)
