@@ -6,14 +6,17 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from typing import Any
 
-from pyvmem.engine import control, metrics
+from pyvmem.engine import control
 from pyvmem.engine.settings import Refused
 from pyvmem.errors import OutOfMemory
 from pyvmem.sglang import http, memory, settings, sleep
+
+_BUSY = "release_memory_occupation: requests run or wait"
+_KEPT = "resume_memory_occupation: these were not released: "
+_LACKS = "the model lacks "
 
 
 def _end(error: Exception) -> None:
@@ -131,34 +134,65 @@ def load(original: Any, runner: Any) -> None:
 
 
 def release(original: Any, updater: Any, recv_req: Any) -> Any:
-    """The model is to release memory; with vMem's tag, it sleeps with what it has."""
+    """The model is to release memory; with vMem's tag, it sleeps with what it has.
+
+    SGLang asserts that no request runs, and would end. It keeps the buffers of weights that go, which a model that
+    sleeps may not have: vMem brings them back itself.
+    """
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
-    held, tags = memory.here().scheduler.sleep, recv_req.tags or (sleep.WEIGHTS,)
-    answer = ReleaseMemoryOccupationReqOutput() if sleep.TAG in tags else original(updater, recv_req)
-    if sleep.WEIGHTS in tags or sleep.TAG in tags:
+    held, tags = memory.here().scheduler.sleep, _tags(recv_req)
+    if sleep.TAG not in tags:
+        if not updater.is_fully_idle(ignore_waiting=updater.scheduler._engine_paused):
+            return ReleaseMemoryOccupationReqOutput(rid=_BUSY)
+        if others := tags - {sleep.WEIGHTS}:
+            original(updater, type(recv_req)(tags=sorted(others)))
+        updater.offload_tags.update(tags)
+    if tags & {sleep.WEIGHTS, sleep.TAG}:
         held.begin()
-    return answer
+    return ReleaseMemoryOccupationReqOutput()
 
 
 def resume(original: Any, updater: Any, recv_req: Any) -> Any:
-    """The model is to take its memory back. If there is too little, it goes on sleeping (`resumed` raises)."""
+    """The model is to take its memory back. If there is too little, it goes on sleeping."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
-    held, tags = memory.here().scheduler.sleep, recv_req.tags or (sleep.WEIGHTS,)
-    if sleep.WEIGHTS in tags or sleep.TAG in tags:
+    held, tags = memory.here().scheduler.sleep, _tags(recv_req)
+    if sleep.TAG not in tags and (kept := tags - updater.offload_tags):  # SGLang would end
+        return ResumeMemoryOccupationReqOutput(rid=f"{_KEPT}{', '.join(sorted(kept))}")
+    if tags & {sleep.WEIGHTS, sleep.TAG}:
         held.end()
-    if sleep.TAG in tags or (sleep.WEIGHTS in tags and held.asleep):
-        return ResumeMemoryOccupationReqOutput()
-    return original(updater, recv_req)
+        if held.asleep:
+            return ResumeMemoryOccupationReqOutput(rid=f"{_LACKS}{held.lacks >> 20} MiB of its pool to wake")
+    if sleep.TAG not in tags:
+        updater.offload_tags.discard(sleep.WEIGHTS)
+        if others := tags - {sleep.WEIGHTS}:
+            original(updater, type(recv_req)(tags=sorted(others)))
+    return ResumeMemoryOccupationReqOutput()
+
+
+def _tags(recv_req: Any) -> set[str]:
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    return set(recv_req.tags or GPU_MEMORY_ALL_TYPES)
+
+
+async def released(original: Any, manager: Any, obj: Any, request: Any = None) -> None:
+    """The process that gave the order hears what its engines answer. Raises `RuntimeError` if one has refused."""
+    manager.auto_create_handle_loop()
+    _raise(await manager.release_memory_occupation_communicator(obj))
 
 
 async def resumed(original: Any, manager: Any, obj: Any, request: Any = None) -> None:
-    """The process that gave the order hears that its engines have obeyed. Raises `OutOfMemory` if one still sleeps."""
-    await original(manager, obj, request)
-    lacks = [page.short for _, page in metrics.engines(os.getpid()) if page.asleep]
-    if lacks and {sleep.WEIGHTS, sleep.TAG}.intersection(obj.tags or (sleep.WEIGHTS,)):
-        raise OutOfMemory(errno.ENOMEM, f"the model lacks {max(lacks) >> 20} MiB of its pool to wake")
+    """As `released`. Raises `OutOfMemory` if an engine still sleeps."""
+    manager.auto_create_handle_loop()
+    _raise(await manager.resume_memory_occupation_communicator(obj))
+
+
+def _raise(answers: Any) -> None:
+    """Raise what an engine's answer says, in a field that SGLang leaves empty."""
+    for told in filter(None, (answer.rid for answer in answers)):
+        raise OutOfMemory(errno.ENOMEM, told) if told.startswith(_LACKS) else RuntimeError(told)
 
 
 def paused(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -225,8 +259,11 @@ WEIGHTS = (
     (_SCHEDULER, "Scheduler.pause_generation", "self, recv_req", "AFTER", paused),
     (_SCHEDULER, "Scheduler.continue_generation", "self, recv_req", "AFTER", paused),
 )
-ORDERS = (("srt/managers/tokenizer_control_mixin.py", "TokenizerControlMixin.resume_memory_occupation",
-           "self, obj, request=None", "AROUND", resumed),)  # fmt: skip
+_ORDERS = "srt/managers/tokenizer_control_mixin.py"
+ORDERS = (
+    (_ORDERS, "TokenizerControlMixin.release_memory_occupation", "self, obj, request=None", "AROUND", released),
+    (_ORDERS, "TokenizerControlMixin.resume_memory_occupation", "self, obj, request=None", "AROUND", resumed),
+)
 # of all processes, and of the server's
 EVERYWHERE = (("srt/server_args.py", "ServerArgs.check_server_args", "self", "AFTER", check_arguments),)
 SERVER = (("srt/entrypoints/http_server.py", "_setup_and_run_http_server", None, "BEFORE", serve),)

@@ -237,28 +237,103 @@ def test_sglangs_own_orders_mean_what_they_mean_in_sglang():
     assert done == [(True, True), (True, False)]
 
 
-@pytest.mark.parametrize("tags", [None, ["weights"], ["kv_cache"], ["vmem"], ["kv_cache", "weights"]])
-@pytest.mark.parametrize("asleep", [True, False])
-def test_an_order_to_resume_fails_if_it_asked_for_weights_that_have_not_come(tags, asleep, monkeypatch):
+def answers(engine):
+    """The answers to orders from now on: "" if one was carried out."""
+    told = []
+    engine.scheduler.send_control_output = lambda output, order: told.append(output.rid or "")
+    return told
+
+
+def test_an_order_to_release_while_requests_run_is_refused_and_harms_nothing():
+    """Awake, and asleep with requests. SGLang asserts that none runs, and ends."""
+
+    def run():
+        engine = Engine(model("gqa"), page_size=16)
+        told = answers(engine)
+        serves(engine)
+        for job in JOBS[:8]:
+            engine.submit(*job)
+        while not engine.scheduler.running_batch.reqs:
+            engine.step()
+        for tags in (None, ["weights"], ["kv_cache"]):
+            engine.order("ReleaseMemoryOccupation", tags=tags)
+        assert not engine.memory.asleep and not engine.scheduler.flush_cache()
+        sleep(engine)
+        told.pop()
+        for tags in (None, ["weights"], ["kv_cache"]):
+            engine.order("ReleaseMemoryOccupation", tags=tags)
+        assert engine.memory.asleep and not engine.scheduler.flush_cache()
+        assert wake(engine) and told.pop() == ""
+        engine.run(JOBS[8:])
+        return engine.tokens(), told
+
+    tokens, told = on_vmem(run)
+    assert tokens == plain(page_size=16)
+    assert told == ["release_memory_occupation: requests run or wait"] * 6
+
+
+def test_what_was_not_released_is_not_resumed():
+    """SGLang ends if it is told to resume what it has not released."""
+
+    def run():
+        engine = Engine(model("gqa"), page_size=16)
+        told = answers(engine)
+        engine.run(JOBS[:5])
+        engine.order("ResumeMemoryOccupation")
+        engine.order("ReleaseMemoryOccupation", tags=["kv_cache"])
+        engine.order("ResumeMemoryOccupation", tags=["kv_cache", "weights"])
+        engine.order("ResumeMemoryOccupation", tags=["kv_cache"])
+        engine.order("ResumeMemoryOccupation", tags=["kv_cache"])
+        engine.run(JOBS[5:])
+        return engine.tokens(), told
+
+    tokens, told = on_vmem(run)
+    assert tokens == plain(page_size=16)
+    begins = "resume_memory_occupation: these were not released: "
+    assert told == [f"{begins}cuda_graph, kv_cache, weights", "", f"{begins}weights", "", f"{begins}kv_cache"]
+
+
+def test_a_model_that_sleeps_already_releases_weights_that_others_have():
+    """SGLang would read buffers of the weights, whose memory is a neighbour's."""
+
+    def run():
+        engine, neighbour = Engine(model("gqa"), page_size=16), Neighbour()
+        told = answers(engine)
+        engine.run(JOBS[:10])
+        sleep(engine)
+        neighbour.take(engine, POOL - 4 * MIB)
+        for tags in (["weights"], None):
+            engine.order("ReleaseMemoryOccupation", tags=tags)
+        neighbour.give()
+        assert wake(engine)  # for a request, as in a server
+        engine.run(JOBS[10:20])
+        engine.order("ResumeMemoryOccupation")
+        engine.run(JOBS[20:])
+        return engine.tokens(), told
+
+    tokens, told = on_vmem(run)
+    assert tokens == plain(page_size=16) and not any(told)
+
+
+@pytest.mark.parametrize("name", ["release", "resume"])
+def test_an_order_raises_what_an_engine_answers(name):
     import asyncio
     import types
 
     from pyvmem.errors import OutOfMemory
     from pyvmem.sglang import hooks
 
-    page, asked = types.SimpleNamespace(asleep=asleep, short=3 * MIB), []
-    monkeypatch.setattr(hooks.metrics, "engines", lambda server: [(None, page)])
+    async def give(order):
+        return [types.SimpleNamespace(rid=rid) for rid in order]
 
-    async def original(manager, obj, request=None):
-        asked.append(obj.tags)
-
-    order = hooks.resumed(original, None, types.SimpleNamespace(tags=tags))
-    if asleep and tags != ["kv_cache"]:
-        with pytest.raises(OutOfMemory, match="lacks 3 MiB of its pool to wake"):
-            asyncio.run(order)
-    else:
-        asyncio.run(order)
-    assert asked == [tags]
+    manager = types.SimpleNamespace(**{f"{name}_memory_occupation_communicator": give},
+                                    auto_create_handle_loop=lambda: None)  # fmt: skip
+    order = getattr(hooks, f"{name}d")
+    asyncio.run(order(None, manager, [None, None]))
+    with pytest.raises(RuntimeError, match="^requests run"):
+        asyncio.run(order(None, manager, [None, "requests run"]))
+    with pytest.raises(OutOfMemory, match="lacks 3 MiB of its pool to wake"):
+        asyncio.run(order(None, manager, ["the model lacks 3 MiB of its pool to wake", None]))
 
 
 @pytest.mark.parametrize("why", ["gone", "starved"])
