@@ -13,11 +13,17 @@ from pyvmem.engine import settings
 from pyvmem.engine.settings import Settings, cannot
 
 SWITCH = "VMEM_SGLANG"
+_OF_SLEEP = ("idle", "queue", "slice")
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """The `Settings` of an environment, as `pyvmem.engine.settings.read` has them."""
-    return settings.read(SWITCH, (), environ, ("http", "weights", "idle", "queue", "slice"))
+    made = settings.read(SWITCH, (), environ, ("http", "weights", *_OF_SLEEP))
+    for field in _OF_SLEEP:
+        name = f"{SWITCH}_{field.upper()}"
+        if made.on and not made.weights and environ.get(name, "").strip():
+            raise ValueError(f"{name} has no effect without {SWITCH}_WEIGHTS=1: set that, too, or unset {name}")
+    return made
 
 
 # Arguments that cannot work: (name, the value that can, if one must be set; the reason).
