@@ -436,7 +436,8 @@ def shares(budgets: Sequence[PageBudget], page: Page) -> None:
         budget.page[control.LIMIT] = limit if limit >= whole else int(limit * part)
     cells[control.BLOCK_BYTES] = unit
     for word in (control.BLOCKS, control.LEAST, control.LOW, control.ALLOWED, control.USED, control.CACHED,
-                 control.SPARE, control.COMING):  # fmt: skip
+                 control.SPARE, control.COMING, control.STEP_MAPS):  # fmt: skip
         cells[word] = sum(k.page[word] * (k.block_bytes // unit) for k in budgets)
-    cells[control.REFUSED] = sum(k.page[control.REFUSED] for k in budgets)
+    for word in (control.REFUSED, control.WAITED):
+        cells[word] = sum(k.page[word] for k in budgets)
     cells[control.LENT] = all(k.page[control.LENT] for k in budgets)

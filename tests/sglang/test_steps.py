@@ -92,6 +92,31 @@ def test_limits_that_move_leave_the_tokens_as_they_are(name):
     assert most < whole
 
 
+def test_what_steps_of_two_pools_of_layers_map_themselves_is_added_up():
+    def run():
+        from pyvmem.engine import control
+
+        engine = Engine(model("windows"), two_pools=True)
+        move, before = moving((3 * MIB, 6 * MIB, 12 * MIB, 25 * MIB)), control.Engine.of("", 0, engine.memory.page)
+        sizes = []
+        for budget in engine.memory.budgets:
+            back = budget.memory.back
+
+            def backed(ids, over=False, back=back, size=budget.block_bytes):
+                back(ids, over)
+                sizes.append(len(ids) * size)
+
+            budget.memory.back = backed
+        engine.run(JOBS, each=move)
+        engine.memory.publish()
+        told, pages = control.Engine.of("", 0, engine.memory.page), [k.page for k in engine.memory.budgets]
+        waited = sum(page[control.WAITED] for page in pages)
+        return (told.step_maps - before.step_maps) * told.block_bytes, sum(sizes), told.waited, waited / 1e6
+
+    maps, backed, told, waited = forked(run)
+    assert maps == backed > 0 and told == waited
+
+
 def test_an_idle_engine_of_a_pool_looks_around_although_sglang_would_sleep():
     """``--sleep-on-idle`` waits for requests for a second at a time, and so would everybody who waits for memory."""
 
@@ -389,6 +414,17 @@ def test_what_cannot_work_is_refused_with_one_line(options, says):
 def test_a_wrong_setting_is_refused_with_one_line():
     with pytest.raises(ChildProcessError, match="SystemExit: pyvmem: VMEM_SGLANG_LIMIT=much must be a size in bytes"):
         forked(lambda: Engine(model("gqa")), VMEM_SGLANG_LIMIT="much")
+
+
+def test_a_setting_of_sleep_without_sleep_is_refused():
+    from pyvmem.sglang import settings
+
+    for name in ("IDLE", "QUEUE", "SLICE"):
+        given = {"VMEM_SGLANG": "1", f"VMEM_SGLANG_{name}": "5"}
+        with pytest.raises(ValueError, match=f"^VMEM_SGLANG_{name} has no effect without VMEM_SGLANG_WEIGHTS=1"):
+            settings.read(given)
+        settings.read({**given, "VMEM_SGLANG": "0"})
+        settings.read({**given, "VMEM_SGLANG_POOL": "a", "VMEM_SGLANG_WEIGHTS": "1"})
 
 
 def test_a_hook_that_does_not_take_is_refused():
