@@ -91,23 +91,23 @@ static bool shrink_member(struct vmem__member *m, struct vmem__member_state *s)
     return more;
 }
 
-// With the member's lock held: decides which unused memory of the context must go back before the row falls to `pages`.
-// Unused memory belongs to no particular member of the context, and this member's row may be what accounts for it.
-static enum trimming plan_trim(struct vmem__member *m, uint64_t pages)
+// With the member's lock held: true if unused memory of the context must go back before the row falls to `pages`. It
+// belongs to no particular member of the context, and this member's row may be what accounts for it. *wanted: what
+// members wait for may stay. It may not if nobody took it when it was retained, or if the table may say that it is free.
+static bool must_trim(const struct vmem__member *m, uint64_t pages, bool *wanted)
 {
     vmem__lock(m->ctx);
-    const bool retains = m->ctx->retained_peak;
+    const bool retains_more = m->ctx->retained_peak > m->ctx->expected + m->ctx->expected_back;
     vmem__unlock(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
     const bool falls = (pages << m->page_shift) + m->granted < m->row.has;
-    const enum trimming asked = m->trim == TRIM_UNWANTED && !retains ? TRIM_NOTHING : m->trim;
-    m->trim = TRIM_NOTHING;
+    *wanted = !m->retained_bytes && !m->unwritten;
     pthread_mutex_unlock(&m->pool->lock);
-    return MAX(asked, falls ? TRIM_UNWANTED : TRIM_NOTHING);
+    return falls || retains_more || !*wanted;
 }
 
-// With the member's lock held: updates the row. before_trim: the pages that the member had then.
-static void write_row(struct vmem__member *m, uint64_t before_trim, enum trimming trimmed)
+// With the member's lock held: updates the row. before_trim: the pages that the member had then. wanted: of must_trim.
+static void write_row(struct vmem__member *m, uint64_t before_trim, bool wanted)
 {
     struct vmem__member_state s;
     m->ops->get_state(m->self, &s);
@@ -116,7 +116,7 @@ static void write_row(struct vmem__member *m, uint64_t before_trim, enum trimmin
     const uint64_t min = ceil_pages(m->row.min, m), before = m->row.has;
     // A claim may have taken back part of the budget meanwhile.
     m->row.has = MIN(m->row.has, (MAX(has, before_trim) << m->page_shift) + m->granted);
-    m->retained_bytes = trimmed == TRIM_UNWANTED ? uncovered_bytes(m, before - m->row.has) : 0;
+    m->retained_bytes = wanted ? uncovered_bytes(m, before - m->row.has) : 0;
     m->row.has += m->retained_bytes;
     m->row.held = s.held << m->page_shift;
     m->row.could_give = sat_sub(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
@@ -138,13 +138,13 @@ static bool refresh_member(struct vmem__member *m)
     apply_wanted_limit(m);
     const bool more = shrink_member(m, &s);
     const uint64_t before_trim = MAX(s.budget, s.held);
-    const enum trimming trimming = plan_trim(m, before_trim);
-    if (trimming) {
+    bool wanted;
+    if (must_trim(m, before_trim, &wanted)) {
         m->ops->unlock(m->self);
-        m->ops->trim(m->self, trimming == TRIM_UNWANTED);
+        m->ops->trim(m->self, wanted);
         m->ops->lock(m->self);
     }
-    write_row(m, before_trim, trimming);
+    write_row(m, before_trim, wanted);
     m->ops->unlock(m->self);
     return more;
 }
@@ -237,8 +237,7 @@ static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
     r->has += left;
     r->giving = sat_sub(r->giving, m->retained_bytes - left);
     pool->table.rows[m->place] = *r;
-    m->trim = left ? TRIM_ALL : m->trim;
-    m->retained_bytes = 0;
+    m->retained_bytes = left;
     return left;
 }
 
@@ -331,11 +330,9 @@ static bool update_table(vmem_kv_pool *pool)
     for (struct vmem__member *m = pool->members; m; m = m->next)
         refuse_unsatisfiable(pool, m);
     vmem__table_end(pool);
-    for (struct vmem__member *m = pool->members; m; m = m->next) {
-        m->trim = m->unwritten ? TRIM_ALL : m->trim; // the table may say that retained memory is free
-        if (m->unwritten && m->row.needs)            // no other member can read the question
+    for (struct vmem__member *m = pool->members; m; m = m->next)
+        if (m->unwritten && m->row.needs) // no other member can read the question
             refuse_question(m, VMEM_KV_FILE_DAMAGED);
-    }
     return again;
 }
 

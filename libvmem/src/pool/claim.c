@@ -20,7 +20,6 @@ void vmem__pool_retain(struct vmem__member *m, uint64_t bytes)
     if (bytes == m->wants)
         return;
     vmem__expect(m->ctx, (int64_t)(bytes - m->wants), 0);
-    m->trim = MAX(m->trim, bytes ? TRIM_NOTHING : TRIM_UNWANTED);
     m->wants = bytes;
 }
 

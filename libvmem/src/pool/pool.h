@@ -68,9 +68,6 @@ extern _Atomic uint64_t vmem__pool_ask_ns;
 #define POOL_WAIT_US 50000   // longest wait for the file's lock: of the thread, and of the end of a cache or pool
 #define POOL_CALL_US 1000000 // the same of other calls
 
-// The unused memory of its context that the next look at a member returns to the device.
-enum trimming { TRIM_NOTHING, TRIM_UNWANTED, TRIM_ALL };
-
 // Four amounts of one member, the first two in bytes and the others in pages:
 //
 //   row.has   the member's part of the pool's budget, as others see it; falls only when memory is back on the device
@@ -101,9 +98,9 @@ struct vmem__member {
     uint64_t saw_revision; // number of the last question that had been asked when the thread looked at the member
     // Members of one context hand device memory over: memory that one frees stays in the context for those that wait.
     uint64_t wants; // bytes beyond its pages that the member waits for, as it has told the context
-    // Bytes that the member no longer has and that the context keeps. They stay in row.has until another row has them.
+    // Bytes that the member no longer has and that the context keeps. They stay in row.has until another row has them. If
+    // none takes them, the next look at the member returns them to the device.
     uint64_t retained_bytes;
-    enum trimming trim; // ALL: retained memory is in no row any more. UNWANTED: the member waits no longer
 };
 
 struct vmem_kv_pool {
