@@ -133,7 +133,7 @@ struct vmem_kv_view {
     uint64_t answers;                // to wanted budgets so far
     uint64_t answered_budget;        // bytes that the last answer was about
     uint32_t answer, reason;         // enum vmem_kv_answer, enum vmem_kv_refusal
-    struct vmem_kv_pool_member pool; // the member's row; size 0: in no pool
+    struct vmem_kv_pool_member pool; // the member's entry; size 0: in no pool
     char pool_path[256];             // where its file is, if it has one; or the end of the path
 };
 

@@ -61,16 +61,16 @@ static uint64_t ask(uint64_t pages)
 {
     struct pool_table t = table();
     t.head.revision++;
-    t.rows[OTHER] = (struct vmem_kv_pool_member){.size = sizeof t.rows[OTHER],
-                                                 .max = t.head.budget,
-                                                 .needs = pages * test_page,
-                                                 .asked = t.head.revision,
-                                                 .looked = t.head.revision,
-                                                 .answer = VMEM_KV_DEFERRED,
-                                                 .name = "b"};
+    t.entries[OTHER] = (struct vmem_kv_pool_member){.size = sizeof t.entries[OTHER],
+                                                    .max = t.head.budget,
+                                                    .needs = pages * test_page,
+                                                    .asked = t.head.revision,
+                                                    .looked = t.head.revision,
+                                                    .answer = VMEM_KV_DEFERRED,
+                                                    .name = "b"};
     CHECK(pwrite(file, &t.head, sizeof t.head, 0) == sizeof t.head);
-    CHECK(pwrite(file, &t.rows[OTHER], sizeof t.rows[OTHER],
-                 (off_t)(offsetof(struct pool_table, rows) + sizeof(t.rows[OTHER]))) == sizeof t.rows[OTHER]);
+    CHECK(pwrite(file, &t.entries[OTHER], sizeof t.entries[OTHER],
+                 (off_t)(offsetof(struct pool_table, entries) + sizeof(t.entries[OTHER]))) == sizeof t.entries[OTHER]);
     return t.head.revision;
 }
 
@@ -78,7 +78,7 @@ static uint64_t could_give(vmem_kv *kv)
 {
     struct vmem_kv_pool *pool = kv->membership.member->pool;
     pthread_mutex_lock(&pool->lock);
-    const uint64_t bytes = kv->membership.member->row.could_give;
+    const uint64_t bytes = kv->membership.member->entry.could_give;
     pthread_mutex_unlock(&pool->lock);
     return bytes;
 }
@@ -110,12 +110,12 @@ static void test_an_old_look_refuses_no_question(void)
         lock(F_UNLCK, 0);
         do { // without a pause: the next round gives another reply
             pthread_mutex_lock(&pool->lock);
-            row = kv->membership.member->row;
+            row = kv->membership.member->entry;
             pthread_mutex_unlock(&pool->lock);
         } while (row.looked < question);
         CHECK(row.reply != VMEM_KV_REFUSED);
         pool_ring(pool);
-        while (table().rows[0].has)
+        while (table().entries[0].has)
             usleep(100);
         lock(F_WRLCK, 0);
         ask(0);
@@ -140,11 +140,11 @@ static void test_changes_are_published(void)
         while (vmem_kv_step(kv, lengths, 2, 0))
             usleep(100);
         pool_ring(pool); // it looks sooner after the last change than it writes the row again
-        while (could_give(kv) || table().rows[0].could_give)
+        while (could_give(kv) || table().entries[0].could_give)
             usleep(100);
         OK(vmem_kv_free(kv, slot, 0));
         pool_ring(pool);
-        while (table().rows[0].could_give < PAGES * test_page)
+        while (table().entries[0].could_give < PAGES * test_page)
             usleep(100);
     }
     vmem_kv_destroy(kv);
@@ -274,18 +274,18 @@ static void test_a_lost_lock_is_noticed(void)
     struct vmem__member *m = kv->membership.member;
     pthread_mutex_lock(&pool->lock);
     OK(vmem__table_wait(pool, POOL_CALL_US));
-    const uint64_t has = m->row.has;
+    const uint64_t has = m->entry.has;
     close(file);
-    m->row.has += test_page;
+    m->entry.has += test_page;
     vmem__table_end(pool);
-    CHECK_EQ(m->row.has, has);
+    CHECK_EQ(m->entry.has, has);
     CHECK(m->unwritten);
     CHECK((file = open(path, O_RDWR | O_CLOEXEC)) >= 0);
-    CHECK_EQ(table().rows[m->place].has, has);
+    CHECK_EQ(table().entries[m->place].has, has);
     OK(vmem__table_wait(pool, POOL_CALL_US));
-    m->row.has += test_page;
+    m->entry.has += test_page;
     vmem__table_end(pool);
-    CHECK_EQ(table().rows[m->place].has, has + test_page);
+    CHECK_EQ(table().entries[m->place].has, has + test_page);
     pthread_mutex_unlock(&pool->lock);
     vmem_kv_destroy(kv);
     vmem_kv_pool_destroy(pool);

@@ -256,7 +256,7 @@ static void real_get_state(void *self, struct vmem__member_state *out)
         return;
     pthread_mutex_lock(&h->member->pool->lock);
     for (const struct vmem__member *m = h->member->pool->members; m; m = m->next)
-        rows += m->row.has;
+        rows += m->entry.has;
     vmem__lock(ctx);
     CHECK(ctx->committed <= rows);
     vmem__unlock(ctx);

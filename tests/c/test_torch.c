@@ -959,7 +959,7 @@ static void *watch_thread(void *arg)
         uint64_t rows = 0;
         pthread_mutex_lock(&pool->lock);
         for (const struct vmem__member *m = pool->members; m; m = m->next)
-            rows += m->row.has;
+            rows += m->entry.has;
         vmem__lock(ctx);
         const uint64_t committed = ctx->committed;
         vmem__unlock(ctx);

@@ -27,7 +27,7 @@ struct commit {
     size_t at;   // the range at fault; n: none of them
     uint64_t page_size;
     struct stretch *stretches, few[16];
-    size_t n_stretches, room;
+    size_t n_stretches, capacity;
     size_t looks;
     vmem_page *pages, few_pages[16]; // for the holes, in order
     size_t holes, created;           // pages: needed; created
@@ -135,20 +135,20 @@ static int mark_backed(struct commit *c, const uint64_t *entry, uint64_t addr)
     return 0;
 }
 
-// Room for another stretch, before something is marked that needs it.
-static int make_room(struct commit *c)
+// Makes space for another stretch, before something is marked that needs it.
+static int grow_stretches(struct commit *c)
 {
-    if (c->n_stretches < c->room)
+    if (c->n_stretches < c->capacity)
         return 0;
-    const size_t room = 8 * c->room;
+    const size_t capacity = 8 * c->capacity;
     const bool few = c->stretches == c->few;
-    struct stretch *grown = realloc(few ? NULL : c->stretches, room * sizeof *grown);
+    struct stretch *grown = realloc(few ? NULL : c->stretches, capacity * sizeof *grown);
     if (!grown)
-        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu stretches", room);
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu stretches", capacity);
     if (few)
         memcpy(grown, c->few, sizeof c->few);
     c->stretches = grown;
-    c->room = room;
+    c->capacity = capacity;
     return 0;
 }
 
@@ -166,7 +166,7 @@ static inline int mark_leaf(struct commit *c, struct vmem__reservation_rec *s, u
     for (uint64_t *entry = vmem__entry_in(s, leaf, first); *addr < end; *addr += c->page_size, entry += granules) {
         const bool any = !all_empty(entry, granules);
         if (!last || last->hole == any) {
-            rc = make_room(c);
+            rc = grow_stretches(c);
             last = &c->stretches[c->n_stretches];
         }
         if (!rc && any)
@@ -345,7 +345,7 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     c.n = n;
     c.page_size = page_size;
     c.stretches = c.few;
-    c.room = sizeof c.few / sizeof c.few[0];
+    c.capacity = sizeof c.few / sizeof c.few[0];
     c.pages = c.few_pages;
     c.n_stretches = c.held = c.looks = c.holes = c.created = 0;
     vmem__batch_begin(&c.b, ctx, flags & VMEM_MAP_FINE);

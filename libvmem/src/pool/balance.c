@@ -1,14 +1,15 @@
 // Moves a pool's budget between its members. A member's call takes free budget at once; the pool's thread does the
 // rest.
 //
-// A member's row states its part of the pool's budget. The member's own budget never exceeds that part. A grant enters
-// the row before the member uses it. Budget that the member gives back leaves the row only after its pages are unmapped
-// and their memory is back on the device. So the members together never have more than the pool, even if a process dies
-// at any moment.
+// A member's entry states its part of the pool's budget. The member's own budget never exceeds that part. A grant
+// enters the entry before the member uses it. Budget that the member gives back leaves the entry only after its pages
+// are unmapped and their memory is back on the device. So the members together never have more than the pool, even if a
+// process dies at any moment.
 //
 // If another member of the same context waits, the memory need not go to the device and come back. It stays in the
-// context, and in the giver's row as `retained_bytes`, until update_table() moves it from row to row under the table's
-// lock. Memory that nobody takes there goes back to the device at the next look, and only then leaves the row.
+// context, and in the giver's entry as `retained_bytes`, until update_table() moves it from entry to entry under the
+// table's lock. Memory that nobody takes there goes back to the device at the next look, and only then leaves the
+// entry.
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
@@ -27,7 +28,7 @@
 static uint64_t least_pages(const struct vmem__member *m, const struct vmem__member_state *s)
 {
     pthread_mutex_lock(&m->pool->lock);
-    const uint64_t min = ceil_pages(m->row.min, m);
+    const uint64_t min = ceil_pages(m->entry.min, m);
     pthread_mutex_unlock(&m->pool->lock);
     return MAX(min, s->min_pages + s->margin);
 }
@@ -42,7 +43,7 @@ static void apply_wanted_limit(struct vmem__member *m)
         return;
     m->ops->unlock(m->self);
     pthread_mutex_lock(&m->pool->lock);
-    int rc = vmem__pool_set_share(m, m->row.min, bytes, &why);
+    int rc = vmem__pool_set_share(m, m->entry.min, bytes, &why);
     if (rc == -EBADMSG)
         why = VMEM_KV_FILE_DAMAGED;
     pthread_mutex_unlock(&m->pool->lock);
@@ -57,29 +58,29 @@ void vmem__pool_keep_to_max(struct vmem__member *m)
     struct vmem__member_state s;
     m->ops->get_state(m->self, &s);
     pthread_mutex_lock(&m->pool->lock);
-    const uint64_t least = MAX(floor_pages(m->row.max, m), s.min_pages);
+    const uint64_t least = MAX(floor_pages(m->entry.max, m), s.min_pages);
     pthread_mutex_unlock(&m->pool->lock);
     if (s.target == s.budget && s.budget > least)
         m->ops->lower_budget(m->self, least);
 }
 
-// Bytes of device memory that the context retains for waiting members and that no row has, at most `fall`, by which
-// this member's row is about to fall.
+// Bytes of device memory that the context retains for waiting members and that no entry has, at most `fall`, by which
+// this member's entry is about to fall.
 static uint64_t uncovered_bytes(const struct vmem__member *m, uint64_t fall)
 {
-    uint64_t rows = 0;
+    uint64_t entries = 0;
     for (const struct vmem__member *o = m->pool->members; o; o = o->next)
-        rows += o->ctx == m->ctx ? o->row.has : 0;
+        entries += o->ctx == m->ctx ? o->entry.has : 0;
     vmem__lock(m->ctx);
     const uint64_t retained = MIN(m->ctx->retained_peak, sat_sub(m->ctx->committed, m->ctx->created));
     const uint64_t device_bytes = m->ctx->committed + m->ctx->going - m->ctx->gone;
     vmem__unlock(m->ctx);
-    return MIN(fall, MIN(retained, sat_sub(device_bytes, rows)));
+    return MIN(fall, MIN(retained, sat_sub(device_bytes, entries)));
 }
 
 // ---- a look at a member ---------------------------------------------------------------------------------------------
 //
-// The thread shrinks the member, returns the memory of released pages, and only then lowers the row.
+// The thread shrinks the member, returns the memory of released pages, and only then lowers the entry.
 
 // With the member's lock held: continues to shrink it. Returns true if there is more to do.
 static bool shrink_member(struct vmem__member *m, struct vmem__member_state *s)
@@ -91,36 +92,38 @@ static bool shrink_member(struct vmem__member *m, struct vmem__member_state *s)
     return more;
 }
 
-// With the member's lock held: true if unused memory of the context must go back before the row falls to `pages`. It
-// belongs to no particular member of the context, and this member's row may be what accounts for it. *wanted: what
-// members wait for may stay. It may not if nobody took it when it was retained, or if the table may say that it is free.
+// With the member's lock held: true if unused memory of the context must go back before the entry falls to `pages`. It
+// belongs to no particular member of the context, and this member's entry may be what accounts for it. *wanted: what
+// members wait for may stay. It may not if nobody took it when it was retained, or if the table may say that it is
+// free.
 static bool must_trim(const struct vmem__member *m, uint64_t pages, bool *wanted)
 {
     vmem__lock(m->ctx);
     const bool retains_more = m->ctx->retained_peak > m->ctx->expected + m->ctx->expected_back;
     vmem__unlock(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
-    const bool falls = (pages << m->page_shift) + m->granted < m->row.has;
+    const bool falls = (pages << m->page_shift) + m->granted < m->entry.has;
     *wanted = !m->retained_bytes && !m->unwritten;
     pthread_mutex_unlock(&m->pool->lock);
     return falls || retains_more || !*wanted;
 }
 
-// With the member's lock held: updates the row. before_trim: the pages that the member had then. wanted: of must_trim.
-static void write_row(struct vmem__member *m, uint64_t before_trim, bool wanted)
+// With the member's lock held: updates the entry. before_trim: the pages that the member had then. wanted: of
+// must_trim.
+static void write_entry(struct vmem__member *m, uint64_t before_trim, bool wanted)
 {
     struct vmem__member_state s;
     m->ops->get_state(m->self, &s);
     const uint64_t least = least_pages(m, &s), has = MAX(s.budget, s.held);
     pthread_mutex_lock(&m->pool->lock);
-    const uint64_t min = ceil_pages(m->row.min, m), before = m->row.has;
+    const uint64_t min = ceil_pages(m->entry.min, m), before = m->entry.has;
     // A claim may have taken back part of the budget meanwhile.
-    m->row.has = MIN(m->row.has, (MAX(has, before_trim) << m->page_shift) + m->granted);
-    m->retained_bytes = wanted ? uncovered_bytes(m, before - m->row.has) : 0;
-    m->row.has += m->retained_bytes;
-    m->row.held = s.held << m->page_shift;
-    m->row.could_give = sat_sub(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
-    m->row.giving = sat_sub(m->row.has - m->granted, s.target << m->page_shift);
+    m->entry.has = MIN(m->entry.has, (MAX(has, before_trim) << m->page_shift) + m->granted);
+    m->retained_bytes = wanted ? uncovered_bytes(m, before - m->entry.has) : 0;
+    m->entry.has += m->retained_bytes;
+    m->entry.held = s.held << m->page_shift;
+    m->entry.could_give = sat_sub(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
+    m->entry.giving = sat_sub(m->entry.has - m->granted, s.target << m->page_shift);
     pthread_mutex_unlock(&m->pool->lock);
 }
 
@@ -144,24 +147,24 @@ static bool refresh_member(struct vmem__member *m)
         m->ops->trim(m->self, wanted);
         m->ops->lock(m->self);
     }
-    write_row(m, before_trim, wanted);
+    write_entry(m, before_trim, wanted);
     m->ops->unlock(m->self);
     return more;
 }
 
 // ---- decisions ------------------------------------------------------------------------------------------------------
 
-// Notes when each member last answered. A member that owes the others pages or an answer, and whose row has not
+// Notes when each member last answered. A member that owes the others pages or an answer, and whose entry has not
 // changed, keeps its old time.
 static void note_replies(vmem_kv_pool *pool, uint64_t t)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
+        const struct vmem_kv_pool_member *r = &pool->table.entries[i];
         struct pool_seen *seen = &pool->seen[i];
         const bool owes = r->giving || r->looked < pool->table.head.revision;
-        if (owes && !pool_owns(pool, i) && !memcmp(r, &seen->row, sizeof(*r)))
+        if (owes && !pool_owns(pool, i) && !memcmp(r, &seen->entry, sizeof(*r)))
             continue;
-        seen->row = *r;
+        seen->entry = *r;
         seen->at = t;
     }
 }
@@ -177,7 +180,7 @@ static uint64_t unmet_bytes(const vmem_kv_pool *pool)
 {
     uint64_t needs = 0, coming = vmem__pool_free_bytes(pool, NULL);
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
+        const struct vmem_kv_pool_member *r = &pool->table.entries[i];
         if (!r->size || has_timed_out(pool, i))
             continue;
         needs = sat_add(needs, r->needs);
@@ -189,7 +192,7 @@ static uint64_t unmet_bytes(const vmem_kv_pool *pool)
 // Grants a member free budget for what it needs, at least its minimum. A question that nobody repeats lapses here.
 static void grant_free_budget(vmem_kv_pool *pool, struct vmem__member *m)
 {
-    struct vmem_kv_pool_member *r = &m->row;
+    struct vmem_kv_pool_member *r = &m->entry;
     if (m->leaving)
         r->needs = 0;
     else if (r->has < r->min && r->needs < r->min - r->has) { // a member gets its minimum without asking
@@ -214,29 +217,29 @@ static void grant_free_budget(vmem_kv_pool *pool, struct vmem__member *m)
     }
     if (r->needs && !r->asked)
         r->asked = ++pool->table.head.revision;
-    pool->table.rows[m->place] = *r;
+    pool->table.entries[m->place] = *r;
 }
 
-// Grants the memory that a member's row retains to waiting members of its context. Returns true if some is left, which
-// the next look at the member returns to the device.
+// Grants the memory that a member's entry retains to waiting members of its context. Returns true if some is left,
+// which the next look at the member returns to the device.
 static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
 {
     uint64_t left = m->retained_bytes;
-    struct vmem_kv_pool_member *r = &m->row;
+    struct vmem_kv_pool_member *r = &m->entry;
     if (!left)
         return false;
     r->has -= left;
-    pool->table.rows[m->place] = *r;
+    pool->table.entries[m->place] = *r;
     for (struct vmem__member *o = pool->members; o; o = o->next) {
-        const uint64_t before = o->row.has;
+        const uint64_t before = o->entry.has;
         if (o == m || o->ctx != m->ctx)
             continue;
         grant_free_budget(pool, o);
-        left = sat_sub(left, o->row.has - before);
+        left = sat_sub(left, o->entry.has - before);
     }
     r->has += left;
     r->giving = sat_sub(r->giving, m->retained_bytes - left);
-    pool->table.rows[m->place] = *r;
+    pool->table.entries[m->place] = *r;
     m->retained_bytes = left;
     return left;
 }
@@ -246,7 +249,7 @@ static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
 // if a younger question waits for another look.
 static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
 {
-    struct vmem_kv_pool_member *r = &m->row;
+    struct vmem_kv_pool_member *r = &m->entry;
     const uint64_t wanted = sat_sub(unmet_bytes(pool), r->needs);
     // A member that waits for memory itself gives none. A refused member gives: it may have stopped trying.
     const bool waits = r->needs && r->answer != VMEM_KV_REFUSED;
@@ -271,7 +274,7 @@ static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
     r->looked = looked;
     r->reply = reply;
     r->why = why;
-    pool->table.rows[m->place] = *r;
+    pool->table.entries[m->place] = *r;
     return looked < revision;
 }
 
@@ -286,13 +289,13 @@ static void refuse_question(struct vmem__member *m, uint32_t why)
 static void refuse_unsatisfiable(const vmem_kv_pool *pool, struct vmem__member *m)
 {
     uint32_t why = VMEM_KV_AT_MINIMUM;
-    if (!m->row.needs || m->granted || m->row.answer != VMEM_KV_DEFERRED)
+    if (!m->entry.needs || m->granted || m->entry.answer != VMEM_KV_DEFERRED)
         return;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
+        const struct vmem_kv_pool_member *r = &pool->table.entries[i];
         if (!r->size || i == m->place)
             continue;
-        const bool owes = r->looked < m->row.asked || r->giving;
+        const bool owes = r->looked < m->entry.asked || r->giving;
         if (owes && !has_timed_out(pool, i))
             return;
         if (owes)
@@ -312,7 +315,7 @@ static bool update_table(vmem_kv_pool *pool)
     pool->locked_at = rc != -EAGAIN || !pool->locked_at ? t : pool->locked_at;
     const bool locked = t - pool->locked_at > SILENT_NS;
     for (struct vmem__member *m = pool->members; m && (rc == -EBADMSG || locked); m = m->next)
-        if (m->row.needs) // no other member will read the question
+        if (m->entry.needs) // no other member will read the question
             refuse_question(m, locked ? VMEM_KV_NO_ANSWER : VMEM_KV_FILE_DAMAGED);
     if (rc)
         return false;
@@ -331,7 +334,7 @@ static bool update_table(vmem_kv_pool *pool)
         refuse_unsatisfiable(pool, m);
     vmem__table_end(pool);
     for (struct vmem__member *m = pool->members; m; m = m->next)
-        if (m->unwritten && m->row.needs) // no other member can read the question
+        if (m->unwritten && m->entry.needs) // no other member can read the question
             refuse_question(m, VMEM_KV_FILE_DAMAGED);
     return again;
 }
@@ -397,7 +400,7 @@ static bool serve_members(vmem_kv_pool *pool)
 static bool needs_poll(const vmem_kv_pool *pool)
 {
     for (const struct vmem__member *m = pool->members; m; m = m->next)
-        if ((m->row.needs && m->row.answer == VMEM_KV_DEFERRED) || m->row.giving)
+        if ((m->entry.needs && m->entry.answer == VMEM_KV_DEFERRED) || m->entry.giving)
             return true;
     return false;
 }

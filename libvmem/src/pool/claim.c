@@ -27,10 +27,10 @@ void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why)
 {
     if (what == VMEM_KV_REFUSED)
         vmem__pool_retain(m, 0);
-    if (m->row.answer != what)
+    if (m->entry.answer != what)
         pthread_cond_broadcast(&m->pool->news);
-    m->row.answer = what;
-    m->row.reason = why;
+    m->entry.answer = what;
+    m->entry.reason = why;
 }
 
 // ---- claims, with the member's lock held -----------------------------------------------------------------------------
@@ -39,7 +39,7 @@ uint64_t vmem__pool_accept(struct vmem__member *m)
 {
     const uint64_t pages = floor_pages(m->granted, m);
     m->granted = 0;
-    if (!m->row.needs && m->row.answer == VMEM_KV_DEFERRED)
+    if (!m->entry.needs && m->entry.answer == VMEM_KV_DEFERRED)
         vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     return pages;
 }
@@ -49,7 +49,7 @@ static uint64_t bytes_others_need(const vmem_kv_pool *pool, const struct vmem__m
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
+        const struct vmem_kv_pool_member *r = &pool->table.entries[i];
         if (r->size && i != m->place && r->answer == VMEM_KV_DEFERRED)
             bytes = sat_add(bytes, r->needs);
     }
@@ -64,25 +64,25 @@ uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t leas
     const uint64_t granted = vmem__pool_accept(m);
     least = sat_sub(least, granted);
     most = sat_sub(most, granted);
-    // First take back budget that the member was about to give back and its row still has. own: bytes of the row that
-    // the member's budget already contains.
+    // First take back budget that the member was about to give back and its entry still has. own: bytes of the entry
+    // that the member's budget already contains.
     const uint64_t own = (budget + granted) << m->page_shift;
-    uint64_t pages = MIN(floor_pages(sat_sub(MIN(m->row.has, m->row.max), own), m), most);
-    m->retained_bytes = MIN(m->retained_bytes, sat_sub(m->row.has, own + (pages << m->page_shift)));
+    uint64_t pages = MIN(floor_pages(sat_sub(MIN(m->entry.has, m->entry.max), own), m), most);
+    m->retained_bytes = MIN(m->retained_bytes, sat_sub(m->entry.has, own + (pages << m->page_shift)));
     const bool may_find_more = pages < most && (pool->free || pages < least);
     if (may_find_more && !(rc = vmem__table_begin(pool))) {
-        const uint64_t room = MIN(vmem__pool_free_bytes(pool, m), sat_sub(m->row.max, m->row.has));
+        const uint64_t room = MIN(vmem__pool_free_bytes(pool, m), sat_sub(m->entry.max, m->entry.has));
         // spare: budget that no member waits for. The rest may have just been given for another member's question.
         const uint64_t spare = MIN(floor_pages(sat_sub(room, bytes_others_need(pool, m)), m), most - pages);
         const uint64_t more = MIN(floor_pages(room, m), MAX(spare, sat_sub(least, pages)));
-        const uint64_t before = m->row.has;
-        m->row.has += more << m->page_shift;
+        const uint64_t before = m->entry.has;
+        m->entry.has += more << m->page_shift;
         vmem__table_end(pool);
-        pages += floor_pages(sat_sub(m->row.has, before), m);
+        pages += floor_pages(sat_sub(m->entry.has, before), m);
     }
-    if (pages && m->row.needs) {
-        m->row.needs = sat_sub(m->row.needs, pages << m->page_shift);
-        if (!m->row.needs)
+    if (pages && m->entry.needs) {
+        m->entry.needs = sat_sub(m->entry.needs, pages << m->page_shift);
+        if (!m->entry.needs)
             vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     }
     pthread_mutex_unlock(&pool->lock);
@@ -95,8 +95,8 @@ uint64_t vmem__pool_claimable(const struct vmem__member *m, uint64_t budget)
     if (!m)
         return 0;
     pthread_mutex_lock(&m->pool->lock);
-    const uint64_t due = sat_sub(m->row.min, m->row.has), room = sat_sub(m->row.max, m->row.has);
-    const uint64_t own = sat_sub(MIN(m->row.has, m->row.max), budget << m->page_shift);
+    const uint64_t due = sat_sub(m->entry.min, m->entry.has), room = sat_sub(m->entry.max, m->entry.has);
+    const uint64_t own = sat_sub(MIN(m->entry.has, m->entry.max), budget << m->page_shift);
     const uint64_t bytes = sat_add(own, MIN(sat_add(m->pool->free, due), room));
     pthread_mutex_unlock(&m->pool->lock);
     return floor_pages(bytes, m);
@@ -120,11 +120,11 @@ uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t he
         if (t + REFUSED_NS - AGAIN_NS >= h->refused_until) {
             h->refused_until = 0;
             h->refused =
-                sat_add(vmem__pool_free_bytes(pool, NULL), sat_sub(m->row.has, (held << m->page_shift) + m->granted));
+                sat_add(vmem__pool_free_bytes(pool, NULL), sat_sub(m->entry.has, (held << m->page_shift) + m->granted));
             h->refused_until = t + REFUSED_NS;
         }
         vmem__table_end(pool);
-        budget = MIN(budget, held); // the row follows
+        budget = MIN(budget, held); // the entry follows
         pool_ring(pool);
     }
     pthread_mutex_unlock(&pool->lock);
@@ -139,7 +139,7 @@ uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t he
 // TOLD_NS after it. Later calls ask the others again, and so does one before which a member here has freed something.
 static uint64_t ask_others(struct vmem__member *m, uint64_t bytes, uint32_t *why)
 {
-    struct vmem_kv_pool_member *r = &m->row;
+    struct vmem_kv_pool_member *r = &m->entry;
     const uint64_t room = sat_sub(r->max, r->has);
     *why = 0;
     if (bytes > room) {
@@ -177,11 +177,11 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
         return 0;
     // Ask for a little more, so that a request that grows page by page does not ask for each page.
     pthread_mutex_lock(&m->pool->lock);
-    const uint64_t room = sat_sub(m->row.max, m->row.has), exact = pages << m->page_shift;
+    const uint64_t room = sat_sub(m->entry.max, m->entry.has), exact = pages << m->page_shift;
     const uint64_t bytes = MAX(exact, MIN(exact + (held / 64 << m->page_shift), room));
     const uint64_t coming = ask_others(m, bytes, refusal);
-    if (coming) // row.has: what the member has been granted meanwhile is to be retained, too
-        vmem__pool_retain(m, sat_sub(sat_add(m->row.has, bytes), held << m->page_shift));
+    if (coming) // entry.has: what the member has been granted meanwhile is to be retained, too
+        vmem__pool_retain(m, sat_sub(sat_add(m->entry.has, bytes), held << m->page_shift));
     pthread_mutex_unlock(&m->pool->lock);
     return coming ? pages : 0;
 }
@@ -192,7 +192,7 @@ void vmem__pool_unask(struct vmem__member *m)
         return;
     pthread_mutex_lock(&m->pool->lock);
     vmem__pool_retain(m, 0);
-    m->row.needs = 0;
+    m->entry.needs = 0;
     vmem__pool_answer(m, VMEM_KV_APPLIED, 0);
     pthread_mutex_unlock(&m->pool->lock);
 }
@@ -217,8 +217,8 @@ int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uin
     if (min > *max)
         return vmem__error(-EINVAL, "min %" PRIu64 " is over max, %" PRIu64, min, *max);
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        if (pool->table.rows[i].size && i != place)
-            all = sat_add(all, pool->table.rows[i].min);
+        if (pool->table.entries[i].size && i != place)
+            all = sat_add(all, pool->table.entries[i].min);
     if (all > budget)
         return vmem__error(-ENOMEM,
                            "min %" PRIu64 ": the minimums of all members would be %" PRIu64 ", over the "
@@ -234,20 +234,20 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uin
     if (rc)
         return rc;
     *why = VMEM_KV_AT_MINIMUM;
-    const uint64_t min_before = m->row.min, max_before = m->row.max;
+    const uint64_t min_before = m->entry.min, max_before = m->entry.max;
     rc = vmem__pool_check(pool, m->place, min, &max);
     if (!rc) {
-        m->row.min = min;
-        m->row.max = max;
+        m->entry.min = min;
+        m->entry.max = max;
     }
     vmem__table_end(pool);
     if (!rc && m->unwritten) {
-        m->row.min = min_before;
-        m->row.max = max_before;
+        m->entry.min = min_before;
+        m->entry.max = max_before;
         rc = vmem__table_unwritten(pool);
     }
-    if (!rc) // take back grants beyond the new maximum; the row falls once their memory is back on the device
-        m->granted = MIN(m->granted, sat_sub(max, sat_sub(m->row.has, m->granted)));
+    if (!rc) // take back grants beyond the new maximum; the entry falls once their memory is back on the device
+        m->granted = MIN(m->granted, sat_sub(max, sat_sub(m->entry.has, m->granted)));
     pool_ring(pool);
     return rc;
 }

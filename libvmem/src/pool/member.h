@@ -27,7 +27,7 @@
 
 #include "vmem_kv_pool.h"
 
-// A member's entry in a pool. The pool makes it, and frees it in `left`.
+// A member, as its pool knows it. The pool makes it, and frees it in `left`.
 struct vmem__member;
 
 // A member's state, which the pool reads before it decides. In pages.
@@ -104,7 +104,7 @@ uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, u
 void vmem__pool_unask(struct vmem__member *m);
 // The member can give more than before: if somebody asks for it, has the thread look at the members soon.
 void vmem__pool_wake(const struct vmem__member *m);
-// Copies the member's row, and if `path` is empty the path of the pool's file.
+// Copies the member's entry, and if `path` is empty the path of the pool's file.
 void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256]);
 // Begins a member's end. It still has `held` pages, and gets no more.
 void vmem__pool_leave(struct vmem__member *m, uint64_t held);

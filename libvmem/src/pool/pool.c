@@ -158,7 +158,7 @@ static int check_device(vmem_kv_pool *pool, const struct vmem_info *info)
     struct pool_head *h = &pool->table.head;
     bool alone = true;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        alone &= !pool->table.rows[i].size;
+        alone &= !pool->table.entries[i].size;
     if (alone) {
         memcpy(h->device, info->device_uuid, sizeof(h->device));
         memset(h->backend, 0, sizeof(h->backend));
@@ -174,7 +174,7 @@ static int check_device(vmem_kv_pool *pool, const struct vmem_info *info)
 static int find_place(vmem_kv_pool *pool, uint32_t *place)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const bool used = pool->table.rows[i].size || pool_owns(pool, i);
+        const bool used = pool->table.entries[i].size || pool_owns(pool, i);
         const int rc = used ? -EAGAIN : vmem__table_take_place(pool, i);
         if (rc == -EAGAIN)
             continue;
@@ -184,7 +184,8 @@ static int find_place(vmem_kv_pool *pool, uint32_t *place)
     return vmem__error(-ENOSPC, "the pool has %u members, the most that it can have", VMEM_KV_POOL_MEMBERS);
 }
 
-// Enters the member's row; the pages that it already has become its grant. Between begin and end, with all locks held.
+// Enters the member's entry; the pages that it already has become its grant. Between begin and end, with all locks
+// held.
 static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held)
 {
     struct vmem_info info = {.size = sizeof info};
@@ -192,7 +193,7 @@ static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held
     if (!rc)
         rc = check_device(pool, &info);
     if (!rc)
-        rc = vmem__pool_check(pool, VMEM_KV_POOL_MEMBERS, m->row.min, &m->row.max);
+        rc = vmem__pool_check(pool, VMEM_KV_POOL_MEMBERS, m->entry.min, &m->entry.max);
     if (!rc && held > vmem__pool_free_bytes(pool, NULL))
         rc = vmem__error(-ENOMEM, "the new member holds %" PRIu64 " bytes, and the pool has %" PRIu64 " free", held,
                          vmem__pool_free_bytes(pool, NULL));
@@ -200,17 +201,17 @@ static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held
         rc = find_place(pool, &m->place);
     if (rc)
         return rc;
-    m->row.size = sizeof(m->row);
-    m->row.pid = (uint32_t)pool->pid;
+    m->entry.size = sizeof(m->entry);
+    m->entry.pid = (uint32_t)pool->pid;
     // Grant as much of the minimum as is free. The rest of the minimum is due later.
-    uint64_t has = MAX(MIN(m->row.min, vmem__pool_free_bytes(pool, NULL)), held);
+    uint64_t has = MAX(MIN(m->entry.min, vmem__pool_free_bytes(pool, NULL)), held);
     has = MAX(floor_pages(has, m) << m->page_shift, held);
-    m->row.has = has;
-    m->row.held = held;
-    m->row.looked = pool->table.head.revision;
-    if (has < m->row.min) {
-        m->row.needs = m->row.min - has;
-        m->row.answer = VMEM_KV_DEFERRED;
+    m->entry.has = has;
+    m->entry.held = held;
+    m->entry.looked = pool->table.head.revision;
+    if (has < m->entry.min) {
+        m->entry.needs = m->entry.min - has;
+        m->entry.answer = VMEM_KV_DEFERRED;
         m->asked_at = vmem__now();
     }
     m->next = pool->members;
@@ -231,9 +232,9 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     m->self = self;
     m->ctx = terms->ctx;
     m->page_shift = (uint32_t)__builtin_ctzll(terms->page_size);
-    m->row.min = terms->min;
-    m->row.max = terms->max;
-    strncpy(m->row.name, terms->name, sizeof(m->row.name) - 1);
+    m->entry.min = terms->min;
+    m->entry.max = terms->max;
+    strncpy(m->entry.name, terms->name, sizeof(m->entry.name) - 1);
     pthread_mutex_lock(&pool->lock);
     int rc = vmem__table_wait(pool, POOL_CALL_US);
     if (!rc) {
@@ -248,7 +249,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     }
     if (!rc) {
         pool->refs++;
-        *budget = floor_pages(m->row.has, m);
+        *budget = floor_pages(m->entry.has, m);
         pool_ring(pool);
     }
     pthread_mutex_unlock(&pool->lock);
@@ -266,14 +267,15 @@ void vmem__pool_leave(struct vmem__member *m, uint64_t held)
     if (!m)
         return;
     vmem_kv_pool *pool = m->pool;
-    m->ops->trim(m->self, false); // row.has beyond the pages may account for memory that is still in the context
+    m->ops->trim(m->self, false); // entry.has beyond the pages may account for memory that is still in the context
     pthread_mutex_lock(&pool->lock);
     while (m->busy)
         pthread_cond_wait(&pool->news, &pool->lock);
     // The rest becomes free together with the memory: kernels in flight, or a view of a tensor, may keep it.
     m->leaving = true;
-    m->row.has = MIN(m->row.has, held << m->page_shift);
-    m->row.min = m->row.needs = m->row.giving = m->row.could_give = m->granted = m->to_give = m->retained_bytes = 0;
+    m->entry.has = MIN(m->entry.has, held << m->page_shift);
+    m->entry.min = m->entry.needs = m->entry.giving = m->entry.could_give = m->granted = m->to_give =
+        m->retained_bytes = 0;
     vmem__pool_retain(m, 0);
     if (!vmem__table_wait(pool, POOL_WAIT_US))
         vmem__table_end(pool);
@@ -322,7 +324,7 @@ void vmem__pool_left(struct vmem__member *m)
         remove_member(m);
         return;
     }
-    m->row.has = m->row.held = MIN(m->row.has, remain);
+    m->entry.has = m->entry.held = MIN(m->entry.has, remain);
     if (!vmem__table_wait(pool, POOL_WAIT_US))
         vmem__table_end(pool);
     pthread_mutex_unlock(&pool->lock);
@@ -332,14 +334,14 @@ uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
 {
     const struct timespec until = vmem__in_ns(ms * UINT64_C(1000000));
     m->waiting++;
-    while (m->row.answer == VMEM_KV_DEFERRED)
+    while (m->entry.answer == VMEM_KV_DEFERRED)
         if (pthread_cond_timedwait(&m->pool->news, &m->pool->lock, &until) == ETIMEDOUT)
             break;
     m->waiting--;
     m->asked_at = vmem__now();
-    if (m->row.answer == VMEM_KV_REFUSED && !m->told_at)
+    if (m->entry.answer == VMEM_KV_REFUSED && !m->told_at)
         m->told_at = m->asked_at;
-    return m->row.answer;
+    return m->entry.answer;
 }
 
 // ---- the pool as others see it -----------------------------------------------------------------------------------
@@ -369,8 +371,8 @@ int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
         return rc;
     uint64_t taken = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        info.members += pool->table.rows[i].size != 0;
-        taken = sat_add(taken, pool->table.rows[i].size ? pool->table.rows[i].has : 0);
+        info.members += pool->table.entries[i].size != 0;
+        taken = sat_add(taken, pool->table.entries[i].size ? pool->table.entries[i].has : 0);
     }
     info.budget = pool->table.head.budget;
     info.free = sat_sub(info.budget, taken);
@@ -385,7 +387,7 @@ void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, ch
     if (!m)
         return;
     pthread_mutex_lock(&m->pool->lock);
-    *out = m->row;
+    *out = m->entry;
     pthread_mutex_unlock(&m->pool->lock);
     if (path[0] || !m->pool->path)
         return;
@@ -395,18 +397,18 @@ void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, ch
 
 int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found)
 {
-    struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS];
+    struct vmem_kv_pool_member entries[VMEM_KV_POOL_MEMBERS];
     if (!out || !found)
         return vmem__error(-EINVAL, "out and found must not be NULL");
     int rc = lock_and_refresh(pool);
     if (rc)
         return rc;
-    memcpy(rows, pool->table.rows, sizeof rows);
+    memcpy(entries, pool->table.entries, sizeof entries);
     pthread_mutex_unlock(&pool->lock);
     uint32_t n = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS && !rc; i++)
-        if (rows[i].size)
-            rc = vmem__struct_give(out[n++], &rows[i], sizeof rows[i], "out");
+        if (entries[i].size)
+            rc = vmem__struct_give(out[n++], &entries[i], sizeof entries[i], "out");
     *found = rc ? 0 : n;
     return rc;
 }

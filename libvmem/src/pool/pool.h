@@ -23,7 +23,7 @@
 
 struct pool_head {
     uint64_t magic;
-    uint32_t size, rows; // sizeof(struct pool_table), VMEM_KV_POOL_MEMBERS
+    uint32_t size, entries; // sizeof(struct pool_table), VMEM_KV_POOL_MEMBERS
     uint64_t budget;
     uint64_t revision;      // of the last question
     uint8_t device[16];     // uuid; zero on the host
@@ -35,12 +35,12 @@ struct pool_head {
 // The file:
 //
 //     struct pool_head            byte 0 locks the file
-//     rows[0 .. 31]               one member each: its share, its budget, its needs. Byte 1 + i is locked while it lives
+//     entries[0 .. 31]            one member each: its share, budget and needs. Byte 1 + i is locked while it lives
 //     struct pool_process[0 .. 31]   the processes of the members
 //     struct pool_process[32 .. 95]  the processes that have the file open; byte 1 + i is locked meanwhile
 //
-// A row is written by its own process alone, except that anybody empties the row of a dead one. Size 0: nobody. How
-// budget goes from one member to another, by their rows (`needs`, `giving` and `has` of both):
+// An entry is written by its own process alone, except that anybody empties the entry of a dead one. Size 0: nobody.
+// How budget goes from one member to another, by their entries (`needs`, `giving` and `has` of both):
 //
 //     the member that asks                       a member that gives
 //     needs = n: a question, with a revision ->  could_give >= n: giving = n, and it releases pages
@@ -49,7 +49,7 @@ struct pool_head {
 //     the budget grows by n: answer APPLIED      nothing to give: reply REFUSED. If all reply so, answer REFUSED
 struct pool_table {
     struct pool_head head;
-    struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS];
+    struct vmem_kv_pool_member entries[VMEM_KV_POOL_MEMBERS];
 };
 
 // The process in a place of the file. It lies behind the table, so that it is not read with it.
@@ -64,15 +64,15 @@ struct pool_process {
 // so that they do not depend on the machine's speed.
 extern _Atomic uint64_t vmem__pool_ask_ns;
 
-#define POLL_MS 100          // longest time between two rounds of the thread, and before a row's changes are written
+#define POLL_MS 100          // longest time between two rounds of the thread, and before an entry's changes are written
 #define POOL_WAIT_US 50000   // longest wait for the file's lock: of the thread, and of the end of a cache or pool
 #define POOL_CALL_US 1000000 // the same of other calls
 
 // Four amounts of one member, the first two in bytes and the others in pages:
 //
-//   row.has   the member's part of the pool's budget, as others see it; falls only when memory is back on the device
-//   row.held  the member's pages, as others see them
-//   s.budget  the most pages that the member may have now; less than row.has by `granted` and by what it is giving
+//   entry.has   the member's part of the pool's budget, as others see it; falls only when memory is back on the device
+//   entry.held  the member's pages, as others see them
+//   s.budget  the most pages that the member may have now; less than entry.has by `granted` and by what it is giving
 //   s.held    the member's pages; at most s.budget, unless the budget has just shrunk
 struct vmem__member {
     struct vmem__member *next;
@@ -81,25 +81,25 @@ struct vmem__member {
     void *self;
     vmem_context *ctx;
     uint32_t page_shift;
-    uint32_t place;               // the index of the member's row in the table
-    struct vmem__remnant remnant; // pages that stay after the member has left, and its row with them
+    uint32_t place;               // the index of the member's entry in the table
+    struct vmem__remnant remnant; // pages that stay after the member has left, and its entry with them
     bool busy;                    // the pool's thread serves the member now, without the pool's lock
     bool leaving;                 // the member is being destroyed: the thread leaves it alone
-    bool unwritten;               // the row could not be written into the table
+    bool unwritten;               // the entry could not be written into the table
     int table_error;              // of the last claim that could not read the table: a negative errno; 0: none
-    struct vmem_kv_pool_member row, written; // the row as it is now, and as the table has it
-    uint64_t written_at;                     // ns
-    uint32_t waiting;                        // calls that wait for an answer
-    uint64_t asked_at;                       // ns
-    uint64_t told_at;                        // ns, when a call learned that the last question was refused; 0: none has
-    uint64_t freed_at_refusal;               // vmem_kv_pool.freed when the round began that refused the last question
-    uint64_t granted;                        // bytes in row.has that the member's budget does not have yet
-    uint64_t to_give;                        // bytes that the member is to give back
-    uint64_t saw_revision; // number of the last question that had been asked when the thread looked at the member
+    struct vmem_kv_pool_member entry, written; // the entry as it is now, and as the table has it
+    uint64_t written_at;                       // ns
+    uint32_t waiting;                          // calls that wait for an answer
+    uint64_t asked_at;                         // ns
+    uint64_t told_at;          // ns, when a call learned that the last question was refused; 0: none has
+    uint64_t freed_at_refusal; // vmem_kv_pool.freed when the round began that refused the last question
+    uint64_t granted;          // bytes in entry.has that the member's budget does not have yet
+    uint64_t to_give;          // bytes that the member is to give back
+    uint64_t saw_revision;     // number of the last question that had been asked when the thread looked at the member
     // Members of one context hand device memory over: memory that one frees stays in the context for those that wait.
     uint64_t wants; // bytes beyond its pages that the member waits for, as it has told the context
-    // Bytes that the member no longer has and that the context keeps. They stay in row.has until another row has them. If
-    // none takes them, the next look at the member returns them to the device.
+    // Bytes that the member no longer has and that the context keeps. They stay in entry.has until another entry has
+    // them. If none takes them, the next look at the member returns them to the device.
     uint64_t retained_bytes;
 };
 
@@ -115,9 +115,9 @@ struct vmem_kv_pool {
     struct vmem__member *members; // of this process
     struct pool_table table;
     struct pool_head written; // the table's head as the file has it
-    // Each row as it was when its member last owed nothing or answered, and that time in ns: see note_replies.
+    // Each entry as it was when its member last owed nothing or answered, and that time in ns: see note_replies.
     struct pool_seen {
-        struct vmem_kv_pool_member row;
+        struct vmem_kv_pool_member entry;
         uint64_t at;
     } seen[VMEM_KV_POOL_MEMBERS];
     _Atomic uint64_t free;  // free bytes when the table was last read
@@ -170,14 +170,14 @@ void vmem__table_close(vmem_kv_pool *pool);
 int vmem__table_begin(vmem_kv_pool *pool);
 // The same, but waits up to most_us for the lock. Between its tries, other threads can have the pool's lock.
 int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us);
-// Writes the head, if it changed, and members' rows that changed, and unlocks the file. A member whose row could not be
-// written has no more budget than the last row that was.
+// Writes the head, if it changed, and members' entries that changed, and unlocks the file. A member whose entry could
+// not be written has no more budget than the last entry that was.
 void vmem__table_end(vmem_kv_pool *pool);
 // The bytes that the member (NULL: a new one) may take: those that no member has, less what is due to other members'
 // minimums.
 uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__member *m);
-int vmem__table_unwritten(const vmem_kv_pool *pool); // the error of a call whose row could not be written
-// Between begin and end: these take a place for a member (-EAGAIN: it is taken), give it back, and empty the rows of
+int vmem__table_unwritten(const vmem_kv_pool *pool); // the error of a call whose entry could not be written
+// Between begin and end: these take a place for a member (-EAGAIN: it is taken), give it back, and empty the entries of
 // members whose process has ended.
 int vmem__table_take_place(const vmem_kv_pool *pool, uint32_t place);
 void vmem__table_leave_place(vmem_kv_pool *pool, uint32_t place, bool damaged);

@@ -5,8 +5,8 @@
 //
 // The kernel drops a process's locks however it ends. Byte 0 locks the table. The lock belongs to the process
 // (F_SETLK), so no child inherits it. But a process loses such a lock when any of its threads closes the file, and the
-// lock does not exclude a second pool of the same process. The mutex `at_file` does, and a row is written only if the
-// lock is still there.
+// lock does not exclude a second pool of the same process. The mutex `at_file` does, and an entry is written only if
+// the lock is still there.
 //
 // A lock on byte 1 + i shows that the holder of place i is alive: a member, or a pool that has the file open. These
 // locks belong to the open file (F_OFD_SETLK), because several pools of a process may have them, and children inherit
@@ -79,9 +79,9 @@ uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__memb
 {
     uint64_t taken = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.rows[i];
+        const struct vmem_kv_pool_member *r = &pool->table.entries[i];
         if (r->size)
-            taken = sat_add(taken, m && m->place == i ? m->row.has : MAX(r->has, r->min));
+            taken = sat_add(taken, m && m->place == i ? m->entry.has : MAX(r->has, r->min));
     }
     const struct pool_head *h = &pool->table.head;
     return sat_sub(h->budget, sat_add(taken, vmem__now() < h->refused_until ? h->refused : 0));
@@ -109,10 +109,10 @@ static bool read_table(vmem_kv_pool *pool)
 {
     struct pool_table t;
     if (pread(pool->fd, &t, sizeof t, 0) != (ssize_t)sizeof t || t.head.magic != MAGIC || t.head.size != sizeof t ||
-        t.head.rows != VMEM_KV_POOL_MEMBERS || !t.head.budget || (pool->budget && t.head.budget != pool->budget))
+        t.head.entries != VMEM_KV_POOL_MEMBERS || !t.head.budget || (pool->budget && t.head.budget != pool->budget))
         return false;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        t.rows[i].name[sizeof(t.rows[i].name) - 1] = '\0';
+        t.entries[i].name[sizeof(t.entries[i].name) - 1] = '\0';
     t.head.backend[sizeof(t.head.backend) - 1] = '\0';
     pool->table = t;
     return true;
@@ -123,10 +123,11 @@ static bool write_at(int fd, const void *data, size_t size, off_t at)
     return pwrite(fd, data, size, at) == (ssize_t)size;
 }
 
-static bool write_row(const vmem_kv_pool *pool, uint32_t place)
+static bool write_entry(const vmem_kv_pool *pool, uint32_t place)
 {
-    const struct vmem_kv_pool_member *row = &pool->table.rows[place];
-    return write_at(pool->fd, row, sizeof(*row), (off_t)(offsetof(struct pool_table, rows) + place * sizeof(*row)));
+    const struct vmem_kv_pool_member *entry = &pool->table.entries[place];
+    return write_at(pool->fd, entry, sizeof(*entry),
+                    (off_t)(offsetof(struct pool_table, entries) + place * sizeof(*entry)));
 }
 
 // ---- who is alive ----------------------------------------------------------------------------------------------------
@@ -222,9 +223,9 @@ static int lock_and_read(vmem_kv_pool *pool, unsigned most_us)
     }
     pool->written = pool->table.head;
     for (struct vmem__member *m = pool->members; m; m = m->next) {
-        struct vmem_kv_pool_member *row = &pool->table.rows[m->place];
-        m->written = *row; // what the file has, even if another process wrote it
-        *row = m->row;     // our own rows in memory are authoritative
+        struct vmem_kv_pool_member *entry = &pool->table.entries[m->place];
+        m->written = *entry; // what the file has, even if another process wrote it
+        *entry = m->entry;   // our own entries in memory are authoritative
     }
     return 0;
 }
@@ -240,28 +241,28 @@ int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us)
     return vmem__error(rc, "path %s: %s", pool->path, why);
 }
 
-// Takes back what a row has gained since it was last written: others may take the budget of a row that they cannot
-// read.
+// Takes back what an entry has gained since it was last written: others may take the budget of an entry that they
+// cannot read.
 static void revert_unwritten(struct vmem__member *m)
 {
-    const uint64_t more = sat_sub(m->row.has, m->written.has), granted = MIN(more, m->granted);
-    m->row.has -= more;
+    const uint64_t more = sat_sub(m->entry.has, m->written.has), granted = MIN(more, m->granted);
+    m->entry.has -= more;
     m->granted -= granted;
-    m->row.needs = sat_add(m->row.needs, granted);
+    m->entry.needs = sat_add(m->entry.needs, granted);
 }
 
-// True if the row must be written now. Changes of `held`, `could_give` and a falling `giving` may wait for POLL_MS.
+// True if the entry must be written now. Changes of `held`, `could_give` and a falling `giving` may wait for POLL_MS.
 static bool must_write(const struct vmem__member *m)
 {
     const struct vmem_kv_pool_member *w = &m->written;
-    struct vmem_kv_pool_member row = m->row;
-    if (memcmp(w, &row, sizeof row) && vmem__now() - m->written_at > POLL_MS * UINT64_C(1000000))
+    struct vmem_kv_pool_member entry = m->entry;
+    if (memcmp(w, &entry, sizeof entry) && vmem__now() - m->written_at > POLL_MS * UINT64_C(1000000))
         return true;
-    row.held = w->held;
-    row.could_give = w->could_give;
-    if (row.giving && row.giving < w->giving)
-        row.giving = w->giving;
-    return memcmp(w, &row, sizeof row);
+    entry.held = w->held;
+    entry.could_give = w->could_give;
+    if (entry.giving && entry.giving < w->giving)
+        entry.giving = w->giving;
+    return memcmp(w, &entry, sizeof entry);
 }
 
 void vmem__table_end(vmem_kv_pool *pool)
@@ -271,14 +272,14 @@ void vmem__table_end(vmem_kv_pool *pool)
     if (writable && memcmp(&pool->written, &pool->table.head, sizeof(pool->written)))
         (void)!write_at(pool->fd, &pool->table.head, sizeof(pool->table.head), 0);
     for (struct vmem__member *m = pool->members; m; m = m->next) {
-        pool->table.rows[m->place] = m->row;
+        pool->table.entries[m->place] = m->entry;
         const bool writes = must_write(m);
-        m->unwritten = writes && pool->fd >= 0 && !(writable && write_row(pool, m->place));
+        m->unwritten = writes && pool->fd >= 0 && !(writable && write_entry(pool, m->place));
         if (m->unwritten) {
             revert_unwritten(m);
-            pool->table.rows[m->place] = m->row;
+            pool->table.entries[m->place] = m->entry;
         } else if (writes) {
-            m->written = m->row;
+            m->written = m->entry;
             m->written_at = vmem__now();
         }
     }
@@ -286,7 +287,7 @@ void vmem__table_end(vmem_kv_pool *pool)
         unlock_table(pool->fd);
     bool needed = false;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        needed |= pool->table.rows[i].size && pool->table.rows[i].needs;
+        needed |= pool->table.entries[i].size && pool->table.entries[i].needs;
     pool->needed = needed;
     pool->free = vmem__pool_free_bytes(pool, NULL);
 }
@@ -296,17 +297,17 @@ int vmem__table_unwritten(const vmem_kv_pool *pool)
     return vmem__error(-EBADMSG, "path %s: the table cannot be written", pool->path);
 }
 
-static void empty_row(vmem_kv_pool *pool, uint32_t place)
+static void empty_entry(vmem_kv_pool *pool, uint32_t place)
 {
-    pool->table.rows[place] = (struct vmem_kv_pool_member){0};
+    pool->table.entries[place] = (struct vmem_kv_pool_member){0};
     if (pool->fd >= 0)
-        (void)!write_row(pool, place);
+        (void)!write_entry(pool, place);
 }
 
 void vmem__table_leave_place(vmem_kv_pool *pool, uint32_t place, bool damaged)
 {
     if (!damaged) // what is no table, such as an empty file, stays as it is
-        empty_row(pool, place);
+        empty_entry(pool, place);
     if (pool->fd >= 0)
         lock_place(pool->fd, F_UNLCK, place);
 }
@@ -314,8 +315,8 @@ void vmem__table_leave_place(vmem_kv_pool *pool, uint32_t place, bool damaged)
 void vmem__table_reap(vmem_kv_pool *pool)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS && pool->fd >= 0; i++)
-        if (pool->table.rows[i].size && !pool_owns(pool, i) && !any_lives(pool, i, 1))
-            empty_row(pool, i);
+        if (pool->table.entries[i].size && !pool_owns(pool, i) && !any_lives(pool, i, 1))
+            empty_entry(pool, i);
 }
 
 // True if another process, or another pool of this one, has the file open.
@@ -365,7 +366,7 @@ static int check_or_make_table(vmem_kv_pool *pool, const char *path, uint64_t bu
     if (!budget)
         return vmem__error(-EINVAL, "budget 0: there is no pool at %s yet", path);
     pool->table = (struct pool_table){
-        .head = {.magic = MAGIC, .size = sizeof(pool->table), .rows = VMEM_KV_POOL_MEMBERS, .budget = budget}};
+        .head = {.magic = MAGIC, .size = sizeof(pool->table), .entries = VMEM_KV_POOL_MEMBERS, .budget = budget}};
     // Take over only an empty file or the table of a pool that has ended. Any other file belongs to somebody else.
     struct stat st;
     if (!old && !fstat(pool->fd, &st) && st.st_size)
