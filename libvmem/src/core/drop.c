@@ -226,9 +226,9 @@ static void doom(vmem_context *ctx, vmem_page page, bool stuck)
 int vmem_drop(vmem_context *ctx, const vmem_page *pages, size_t n)
 {
     int rc = vmem__enter(ctx);
-    if (rc)
+    if (rc || !n)
         return rc;
-    if (n && !pages)
+    if (!pages)
         return vmem__error(-EINVAL, "pages is NULL");
     char text[VMEM__TEXT];
     vmem__keep_error(text); // callers clean up before they report the failure

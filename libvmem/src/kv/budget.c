@@ -305,7 +305,7 @@ static void record_shortage(vmem_kv *kv, uint32_t reason, uint64_t missing)
     shortage = (struct vmem_kv_shortage){.reason = reason,
                                          .missing_pages = missing,
                                          .prefix_pages = kv->shared.runs_only - kv->shared.evictable};
-    if (kv_num_ending(kv)) {
+    if (kv->in_state[KV_ENDING]) {
         shortage.ending_pages = pages_after(kv, UINT64_MAX);
         if (slots || (reason != VMEM_KV_SHORT_OF_MAPPINGS && shortage.ending_pages >= missing))
             shortage.step = next_end(kv, 0);

@@ -172,7 +172,7 @@ static void release_slot(vmem_kv *kv, uint32_t slot)
     for (uint32_t i = 0; i < kv->n_groups; i++) {
         const struct kv_span *s = kv_span(kv, slot, i);
         for (uint32_t t = 0; t < kv->groups[i].n; t++)
-            vmem__kv_release(kv, kv_table(kv, &kv->groups[i], slot, t) + s->lo, s->hi - s->lo);
+            vmem_drop(kv->ctx, kv_table(kv, &kv->groups[i], slot, t) + s->lo, s->hi - s->lo);
     }
 }
 

@@ -5,6 +5,19 @@
 
 #include "kv/kv.h"
 
+// Returns from a check that finds this false of a slot or a run.
+#define REQUIRE(condition, what, number)                                                                 \
+    do {                                                                                                 \
+        if (!(condition))                                                                                \
+            return vmem__error(-EFAULT, "%s %" PRIu64 ": not %s", what, (uint64_t)(number), #condition); \
+    } while (0)
+
+// -EFAULT unless the number that was counted anew is the one that the books keep.
+static int same(uint64_t counted, uint64_t kept, const char *what)
+{
+    return counted == kept ? 0 : vmem__error(-EFAULT, "%" PRIu64 " %s, not %" PRIu64, counted, what, kept);
+}
+
 static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_group *g = &kv->groups[group];
@@ -40,6 +53,8 @@ static int check_budget(vmem_kv *kv)
     if (l->held > l->ceiling)
         return vmem__error(-EFAULT, "%" PRIu64 " pages of a budget of %" PRIu64, l->held, l->budget);
     l->ceiling = MAX(l->held, l->budget);
+    if (l->pinned_pages > l->held)
+        return vmem__error(-EFAULT, "%" PRIu64 " of %" PRIu64 " pages are pinned", l->pinned_pages, l->held);
     return l->disturbed ? vmem__error(-EFAULT, "the background thread changed how many pages are pinned") : 0;
 }
 
@@ -47,14 +62,10 @@ static int check_budget(vmem_kv *kv)
 static int check_slot(const vmem_kv *kv, uint32_t slot)
 {
     const struct kv_slot *s = &kv->slots[slot];
-    if (s->same_pages_until && (s->fresh || s->state != VMEM_KV_ACTIVE))
-        return vmem__error(-EFAULT, "slot %u: a step may pass it over, and no kernel accesses it", slot);
-    if (vmem__kv_set_next(kv, kv->lists[s->list], slot) != slot ||
-        s->stale != (vmem__kv_set_next(kv, kv->stale_slots, slot) == slot))
-        return vmem__error(-EFAULT, "slot %u is not in list %u, or not listed as stale", slot, s->list);
-    if (s->list != kv_list_of(s))
-        return vmem__error(-EFAULT, "slot %u is in list %u: it is %s, and %u tokens are backed", slot, s->list,
-                           vmem__kv_state_name(s->state), s->backed);
+    REQUIRE(!s->same_pages_until || (!s->fresh && s->state == VMEM_KV_ACTIVE), "slot", slot);
+    REQUIRE(s->list == kv_list_of(s), "slot", slot);
+    REQUIRE(vmem__kv_set_next(kv, kv->lists[s->list], slot) == slot, "slot", slot);
+    REQUIRE(s->stale == (vmem__kv_set_next(kv, kv->stale_slots, slot) == slot), "slot", slot);
     return 0;
 }
 
@@ -64,27 +75,18 @@ static int check_span(const vmem_kv *kv, uint32_t slot, uint32_t group)
     const struct kv_group *g = &kv->groups[group];
     const struct kv_span *sp = kv_span(kv, slot, group);
     const struct kv_range part = vmem__kv_pinned_part(kv, slot, group), *stale = kv_stale(kv, slot, group);
-    if (sp->lo > sp->in_flight.lo || sp->in_flight.lo > sp->step.lo || sp->step.lo > sp->step.hi ||
-        sp->step.hi > sp->in_flight.hi || sp->in_flight.hi > sp->hi || sp->hi > g->slot_pages ||
-        sp->shared_hi > sp->hi || sp->coarse_hi > sp->hi)
-        return vmem__error(-EFAULT,
-                           "slot %u, group %u: pages [%u, %u), in flight [%u, %u), of the last step [%u, %u), shared "
-                           "up to %u, coarse up to %u",
-                           slot, group, sp->lo, sp->hi, sp->in_flight.lo, sp->in_flight.hi, sp->step.lo, sp->step.hi,
-                           sp->shared_hi, sp->coarse_hi);
-    if (s->same_pages_until && (sp->in_flight.lo != sp->step.lo || sp->in_flight.hi != sp->step.hi ||
-                                sp->step.hi != vmem__kv_need_hi(kv, g, s->tokens) ||
-                                sp->step.hi != vmem__kv_need_hi(kv, g, s->same_pages_until)))
-        return vmem__error(-EFAULT, "slot %u, group %u: from %u to %u tokens it does not need the same pages", slot,
-                           group, s->tokens, s->same_pages_until);
-    if (s->state == VMEM_KV_FREE && (sp->shared_hi || sp->step.hi != sp->lo))
-        return vmem__error(-EFAULT, "slot %u is free but not clean", slot);
-    if (part.hi - part.lo != sp->pinned.hi - sp->pinned.lo || (part.lo < part.hi && part.lo != sp->pinned.lo))
-        return vmem__error(-EFAULT, "slot %u, group %u: pages [%u, %u) are pinned, not [%u, %u)", slot, group, part.lo,
-                           part.hi, sp->pinned.lo, sp->pinned.hi);
-    if (stale->lo < stale->hi && (!s->stale || (sp->lo < sp->hi && stale->hi > sp->lo)))
-        return vmem__error(-EFAULT, "slot %u, group %u: stale [%u, %u) beside lo %u", slot, group, stale->lo, stale->hi,
-                           sp->lo);
+    REQUIRE(sp->lo <= sp->in_flight.lo && sp->in_flight.lo <= sp->step.lo && sp->step.lo <= sp->step.hi, "slot", slot);
+    REQUIRE(sp->step.hi <= sp->in_flight.hi && sp->in_flight.hi <= sp->hi && sp->hi <= g->slot_pages, "slot", slot);
+    REQUIRE(sp->shared_hi <= sp->hi && sp->coarse_hi <= sp->hi, "slot", slot);
+    if (s->same_pages_until) {
+        REQUIRE(sp->in_flight.lo == sp->step.lo && sp->in_flight.hi == sp->step.hi, "slot", slot);
+        REQUIRE(sp->step.hi == vmem__kv_need_hi(kv, g, s->tokens), "slot", slot);
+        REQUIRE(sp->step.hi == vmem__kv_need_hi(kv, g, s->same_pages_until), "slot", slot);
+    }
+    REQUIRE(s->state != VMEM_KV_FREE || (!sp->shared_hi && sp->step.hi == sp->lo), "slot", slot);
+    REQUIRE(part.hi - part.lo == sp->pinned.hi - sp->pinned.lo, "slot", slot);
+    REQUIRE(part.lo == part.hi || part.lo == sp->pinned.lo, "slot", slot);
+    REQUIRE(stale->lo >= stale->hi || (s->stale && (sp->lo == sp->hi || stale->hi <= sp->lo)), "slot", slot);
     return s->busy ? 0 : check_mapped(kv, slot, group);
 }
 
@@ -96,8 +98,7 @@ static int count_span(vmem_kv *kv, uint32_t slot, uint32_t group, struct counts 
     for (uint32_t p = sp->lo; p < sp->hi; p++) {
         struct kv_shared_row *ref = vmem__kv_row(kv, slot, group, p);
         const bool pinned = p >= sp->pinned.lo && p < sp->pinned.hi;
-        if (ref && p >= sp->shared_hi)
-            return vmem__error(-EFAULT, "slot %u, page %u is shared", slot, p);
+        REQUIRE(!ref || p < sp->shared_hi, "slot", slot);
         c->pages += ref ? 0 : n;
         c->slot_rows += ref != NULL;
         c->pinned += pinned && !ref ? n : 0;
@@ -127,11 +128,8 @@ static int check_shared_rows(const vmem_kv *kv, struct counts *c)
     for (const struct kv_shared_row *r = kv->shared.entries; r < kv->shared.entries + kv->shared.size; r++) {
         if (!r->page)
             continue;
-        if (r->slots + r->runs < 2 && !r->runs)
-            return vmem__error(-EFAULT, "page %#" PRIx64 " is counted as shared", r->page);
-        if (r->pinning_slots != kv_row_seen(kv, r))
-            return vmem__error(-EFAULT, "page %#" PRIx64 ": %u slots need the row, not %u", r->page, kv_row_seen(kv, r),
-                               r->pinning_slots);
+        REQUIRE(r->runs || r->slots > 1, "page", r->page);
+        REQUIRE(r->pinning_slots == kv_row_seen(kv, r), "page", r->page);
         c->holders += r->slots;
         c->pages += r->n;
         c->runs_only += r->slots ? 0 : r->n;
@@ -153,41 +151,33 @@ static int check_runs(const vmem_kv *kv)
         for (uint32_t j = 0; j < kv->n_groups && r->id; j++)
             for (uint32_t k = 0; k < r->rows[j].n; k++) {
                 const struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, r->rows[j].pages[k]);
-                if (!ref || ref->runs < ref->evictable_runs + r->keep || !(ref->evictable_runs || r->keep))
-                    return vmem__error(-EFAULT, "run %u, page %#" PRIx64 " is not held", i, r->rows[j].pages[k]);
+                REQUIRE(ref && ref->runs >= ref->evictable_runs + r->keep && (ref->evictable_runs || r->keep), "run",
+                        i);
             }
     }
     for (uint32_t p = 0; p < 2; p++)
         for (uint32_t i = all->order[p].oldest; i != KV_NO_RUN; i = all->list[i].newer, listed++)
-            if (all->list[i].keep != p)
-                return vmem__error(-EFAULT, "run %u, keep %d, is listed with %u", i, all->list[i].keep, p);
-    if (n != all->n || listed + pinned != n)
-        return vmem__error(-EFAULT, "%" PRIu64 " runs, %" PRIu64 " listed, %" PRIu64 " pinned, not %u", n, listed,
-                           pinned, all->n);
-    return 0;
+            REQUIRE(all->list[i].keep == p, "run", i);
+    const int rc = same(n, all->n, "runs");
+    return rc ? rc : same(listed + pinned, n, "runs are listed or pinned");
 }
 
 static int compare(const vmem_kv *kv, const struct counts *c)
 {
-    const struct kv_ledger *l = &kv->ledger;
-    if (c->pinned != l->pinned_pages || c->pinned > l->held)
-        return vmem__error(-EFAULT, "%" PRIu64 " pages of %" PRIu64 " are pinned, not %" PRIu64, c->pinned, l->held,
-                           l->pinned_pages);
-    if (c->pages + l->pending != l->held || c->slot_rows != c->holders || c->runs_only != kv->shared.runs_only ||
-        c->shared_pages != kv->shared.shared)
-        return vmem__error(-EFAULT,
-                           "counted %" PRIu64 " pages, %" PRIu64 ", %" PRIu64 " and %" PRIu64 " shared, not %" PRIu64
-                           ", %" PRIu64 ", %" PRIu64 " and %" PRIu64,
-                           c->pages + l->pending, c->slot_rows, c->runs_only, c->shared_pages, l->held, c->holders,
-                           kv->shared.runs_only, kv->shared.shared);
-    if (c->evictable != kv->shared.evictable)
-        return vmem__error(-EFAULT, "%" PRIu64 " pages can be evicted, not %" PRIu64, c->evictable,
-                           kv->shared.evictable);
-    for (uint32_t i = 0; i < KV_STATES; i++)
-        if (c->in_state[i] != kv->in_state[i])
-            return vmem__error(-EFAULT, "%u slots are %s, not %u", c->in_state[i], vmem__kv_state_name((uint8_t)i),
-                               kv->in_state[i]);
-    return 0;
+    int rc = same(c->pinned, kv->ledger.pinned_pages, "pages are pinned");
+    if (!rc)
+        rc = same(c->pages + kv->ledger.pending, kv->ledger.held, "pages are held");
+    if (!rc)
+        rc = same(c->slot_rows, c->holders, "slots hold shared rows");
+    if (!rc)
+        rc = same(c->runs_only, kv->shared.runs_only, "pages are held by runs alone");
+    if (!rc)
+        rc = same(c->shared_pages, kv->shared.shared, "pages are shared");
+    if (!rc)
+        rc = same(c->evictable, kv->shared.evictable, "pages can be evicted");
+    for (uint32_t i = 0; i < KV_STATES && !rc; i++)
+        rc = same(c->in_state[i], kv->in_state[i], vmem__kv_state_name((uint8_t)i));
+    return rc;
 }
 
 int vmem__kv_check_books(vmem_kv *kv)

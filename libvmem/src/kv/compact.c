@@ -125,7 +125,7 @@ static int move_rows(vmem_kv *kv, const struct row *rows, uint64_t n, uint64_t *
         rc = copy_pages(kv, from, to, pages);
         if (!rc)
             commit_moves(kv, rows, used, to);
-        vmem__kv_release(kv, rc ? to : from, pages);
+        vmem_drop(kv->ctx, rc ? to : from, pages);
         *moved = rc ? 0 : pages;
         break;
     }

@@ -419,9 +419,6 @@ static inline uint64_t kv_live_rows(const struct kv_group *g, uint32_t tokens)
     return g->window ? MIN(rows, g->window) : rows;
 }
 
-// Slots that wait for kernels to end.
-static inline uint32_t kv_num_ending(const vmem_kv *kv) { return kv->in_state[KV_ENDING]; }
-
 // Pages that could be added without reclaiming any.
 static inline uint64_t kv_unused(const vmem_kv *kv) { return sat_sub(kv->ledger.budget, kv->ledger.held); }
 
@@ -651,9 +648,6 @@ int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t 
 int vmem__kv_grow_map(vmem_kv *kv, struct kv_grow *l);
 // Adds the new pages to the spans.
 void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l);
-// Releases pages. If the driver refuses to unmap one, as it may where a freed slot still maps it, the context releases
-// it once the driver has unmapped something else.
-void vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n);
 // Unmaps and releases what vmem__kv_grow_map created.
 void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l);
 void vmem__kv_grow_reset(struct kv_grow *l);

@@ -109,15 +109,9 @@ int vmem__kv_grow_share(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t 
 
 void vmem__kv_grow_reset(struct kv_grow *l) { l->n_parts = l->total = l->others = l->n_pages = l->n_coarse = 0; }
 
-void vmem__kv_release(vmem_kv *kv, const vmem_page *pages, uint64_t n)
-{
-    if (n)
-        vmem_drop(kv->ctx, pages, n);
-}
-
 void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l)
 {
-    vmem__kv_release(kv, l->pages, l->n_pages);
+    vmem_drop(kv->ctx, l->pages, l->n_pages);
     l->n_pages = 0;
 }
 
@@ -366,7 +360,7 @@ int vmem__kv_cut_unmap(vmem_kv *kv, struct kv_cut *c)
         return 0;
     int rc = vMemUnmapBatch(kv->ctx, c->ops, c->n_ops, NULL);
     if (!rc)
-        vmem__kv_release(kv, c->pages, c->n_pages);
+        vmem_drop(kv->ctx, c->pages, c->n_pages);
     return rc;
 }
 
@@ -498,7 +492,7 @@ void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot)
 
 void vmem__kv_release_doomed(vmem_kv *kv)
 {
-    vmem__kv_release(kv, kv->doomed.pages, kv->doomed.n);
+    vmem_drop(kv->ctx, kv->doomed.pages, kv->doomed.n);
     kv->ledger.held -= kv->doomed.n;
     kv->doomed.n = 0;
 }

@@ -148,7 +148,7 @@ int vmem__kv_end_requests(vmem_kv *kv, uint64_t step)
 {
     int rc = 0;
     kv->fence.retired = MAX(kv->fence.retired, step);
-    for (uint32_t s = 0; s < kv->n_slots && kv_num_ending(kv); s++) {
+    for (uint32_t s = 0; s < kv->n_slots && kv->in_state[KV_ENDING]; s++) {
         if (kv->slots[s].state != KV_ENDING || kv->idle[s].ends > kv->fence.retired)
             continue;
         vmem__kv_wait_slot(kv, s);
@@ -190,7 +190,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
         return rc;
     struct kv_shared_row *row = vmem__kv_row(kv, slot, group, page);
     if (!row) { // making room evicted the other holder
-        vmem__kv_release(kv, l->pages, g->n);
+        vmem_drop(kv->ctx, l->pages, g->n);
         return 0;
     }
     rc = vmem__kv_copy_pages(kv, g, l->pages, 1, true, slot, page, kv->page_size);
@@ -199,7 +199,7 @@ static int replace(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
     if (!rc)
         rc = vMemMapBatch(kv->ctx, l->maps, g->n, VMEM_MAP_REPLACE | VMEM_MAP_FINE, NULL);
     if (rc) {
-        vmem__kv_release(kv, l->pages, g->n);
+        vmem_drop(kv->ctx, l->pages, g->n);
         return rc;
     }
     const struct kv_span *sp = kv_span(kv, slot, group);

@@ -591,7 +591,7 @@ uint64_t vmem__kv_evict(vmem_kv *kv, uint64_t pages)
         if (all->list[i].id && !all->list[i].keep && !all->list[i].is_protected && frees_pages(kv, &all->list[i]))
             evict_one(kv, i);
     const uint64_t freed = kv->doomed.n - before;
-    vmem__kv_release(kv, kv->doomed.pages + before, freed);
+    vmem_drop(kv->ctx, kv->doomed.pages + before, freed);
     kv->doomed.n = before;
     kv->ledger.held -= freed;
     return freed;

@@ -12,14 +12,19 @@ static uint64_t home(const struct kv_shared_rows *r, vmem_page page)
     return (page * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (r->size - 1);
 }
 
+// The row's entry, or the empty one in which it belongs.
+static struct kv_shared_row *entry_for(const struct kv_shared_rows *r, vmem_page page)
+{
+    uint64_t i = home(r, page);
+    while (r->entries[i].page && r->entries[i].page != page)
+        i = (i + 1) & (r->size - 1);
+    return &r->entries[i];
+}
+
 struct kv_shared_row *vmem__kv_shared_find(const struct kv_shared_rows *r, vmem_page page)
 {
-    if (!r->used)
-        return NULL;
-    for (uint64_t i = home(r, page); r->entries[i].page; i = (i + 1) & (r->size - 1))
-        if (r->entries[i].page == page)
-            return &r->entries[i];
-    return NULL;
+    struct kv_shared_row *ref = r->used ? entry_for(r, page) : NULL;
+    return ref && ref->page ? ref : NULL;
 }
 
 struct kv_shared_row *vmem__kv_row(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
@@ -40,12 +45,8 @@ int vmem__kv_shared_reserve(struct kv_shared_rows *r, uint64_t more)
     if (!bigger.entries)
         return vmem__error(-ENOMEM, "no memory for references to %llu pages", (unsigned long long)more);
     for (uint64_t i = 0; i < r->size; i++)
-        if (r->entries[i].page) {
-            uint64_t j = home(&bigger, r->entries[i].page);
-            while (bigger.entries[j].page)
-                j = (j + 1) & (size - 1);
-            bigger.entries[j] = r->entries[i];
-        }
+        if (r->entries[i].page)
+            *entry_for(&bigger, r->entries[i].page) = r->entries[i];
     free(r->entries);
     *r = bigger;
     return 0;
@@ -55,12 +56,10 @@ struct kv_shared_row *vmem__kv_shared_new(struct kv_shared_rows *r, vmem_page pa
 {
     if (vmem__kv_shared_reserve(r, 1))
         return NULL;
-    uint64_t i = home(r, page);
-    while (r->entries[i].page)
-        i = (i + 1) & (r->size - 1);
-    r->entries[i] = (struct kv_shared_row){.page = page, .slots = 1, .n = n};
+    struct kv_shared_row *ref = entry_for(r, page);
+    *ref = (struct kv_shared_row){.page = page, .slots = 1, .n = n};
     r->used++;
-    return &r->entries[i];
+    return ref;
 }
 
 static void remove_entry(struct kv_shared_rows *r, struct kv_shared_row *ref)

@@ -163,15 +163,6 @@ void vmem__kv_update_pinned(vmem_kv *kv, uint32_t slot)
 
 // ---- states, and the choice of a free slot ------------------------------------------------------------------------------
 
-// How many of the slot's kept rows a request could reuse, minus those that its prefix, perhaps of no tokens, would
-// replace.
-static int64_t gain_of(uint32_t from, uint32_t fit, uint32_t tokens, uint32_t prefix_tokens)
-{
-    int64_t used = (int64_t)MIN(tokens, fit) - MAX(prefix_tokens, from);
-    int64_t lost = (int64_t)MIN(prefix_tokens, fit) - from;
-    return MAX(used, 0) - MAX(lost, 0);
-}
-
 // The row at which a free slot's pages begin; the rows before it were a prefix's.
 static uint32_t first_kept_row(const vmem_kv *kv, uint32_t slot)
 {
@@ -181,53 +172,48 @@ static uint32_t first_kept_row(const vmem_kv *kv, uint32_t slot)
     return (uint32_t)row;
 }
 
-// True if a request must wait for the slot or for an unmap. This depends on the worker's progress.
-static bool delays(const vmem_kv *kv, uint32_t slot) { return kv->slots[slot].busy || kv->slots[slot].stale; }
-
-// How well a free slot fits a request.
-struct fitness {
-    int64_t gain;   // see gain_of
-    uint32_t pages; // rows that the slot has kept; 0 if the request begins with a prefix, which replaces them
-    bool delays;    // see delays
-    uint32_t from;  // see first_kept_row
+// How badly a free slot fits a request: the slot with the smallest numbers, the first of them first, fits best.
+struct misfit {
+    int64_t by[5];
 };
 
-static struct fitness fitness_of(const vmem_kv *kv, uint32_t slot, uint32_t tokens, uint32_t prefix_tokens)
+static struct misfit misfit_of(const vmem_kv *kv, uint32_t slot, uint32_t tokens, uint32_t prefix_tokens)
 {
-    const uint32_t has = kv->slots[slot].backed, from = first_kept_row(kv, slot);
-    return (struct fitness){.gain = gain_of(from, has, tokens, prefix_tokens),
-                            .pages = prefix_tokens ? 0 : has,
-                            .delays = delays(kv, slot),
-                            .from = from};
+    const struct kv_slot *s = &kv->slots[slot];
+    const int64_t has = s->backed, from = first_kept_row(kv, slot), prefix = prefix_tokens;
+    const int64_t used = MIN((int64_t)tokens, has) - MAX(prefix, from), lost = MIN(prefix, has) - from;
+    return (struct misfit){{
+        MAX(lost, 0) -
+            MAX(used, 0),    // kept rows that the prefix would replace, minus those that the request could reuse
+        prefix ? 0 : has,    // rows that the slot has kept; a prefix replaces them
+        s->busy || s->stale, // the request would wait for the worker, or for an unmap
+        from,
+        slot,
+    }};
 }
 
-// Slots are compared by the largest gain, then the fewest pages, then no delay, then the smallest first row, and
-// last by their number.
-static bool is_better(const struct fitness *a, uint32_t slot, const struct fitness *b, uint32_t best)
+static bool is_better(const struct misfit *a, const struct misfit *b)
 {
-    if (a->gain != b->gain)
-        return a->gain > b->gain;
-    if (a->pages != b->pages)
-        return a->pages < b->pages;
-    if (a->delays != b->delays)
-        return b->delays;
-    return a->from != b->from ? a->from < b->from : slot < best;
+    int i = 0;
+    while (i < 4 && a->by[i] == b->by[i])
+        i++;
+    return a->by[i] < b->by[i];
 }
 
 #define LOOKS 16 // slots examined in each list: those of one list have about equally many pages
 uint32_t vmem__kv_choose_slot(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
 {
     uint32_t best = KV_NO_SLOT;
-    struct fitness most = {0};
+    struct misfit least = {{0}};
     if (!tokens)
         tokens = kv->eager_tokens;
     for (uint32_t list = 0; list < KV_FREE_LISTS; list++) {
         uint32_t looks = 0;
         for (uint32_t s = 0; (s = vmem__kv_set_next(kv, kv->lists[list], s)) != KV_NO_SLOT && looks < LOOKS; s++) {
-            const struct fitness one = fitness_of(kv, s, tokens, prefix_tokens);
-            if (best == KV_NO_SLOT || is_better(&one, s, &most, best)) {
+            const struct misfit one = misfit_of(kv, s, tokens, prefix_tokens);
+            if (best == KV_NO_SLOT || is_better(&one, &least)) {
                 best = s;
-                most = one;
+                least = one;
             }
             looks++;
         }

@@ -366,7 +366,7 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     const struct kv_plan *plan = &kv->plan;
     bool waited = false;
     int rc = check_lengths(kv, lengths, n);
-    const bool has_ending = kv_num_ending(kv);
+    const bool has_ending = kv->in_state[KV_ENDING];
     if (has_ending && !rc)
         rc = free_ended_slots(kv, lengths);
     if (!rc)

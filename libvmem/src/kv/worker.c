@@ -134,7 +134,7 @@ static bool release_doomed(vmem_kv *kv)
     memcpy(pages, kv->doomed.pages + kv->doomed.n, n * sizeof(*pages));
     kv->turn.unmapping = true;
     drop_lock(kv, n);
-    vmem__kv_release(kv, pages, n);
+    vmem_drop(kv->ctx, pages, n);
     take_lock(kv);
     kv->turn.unmapping = false;
     kv->ledger.held -= n;
