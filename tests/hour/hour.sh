@@ -5,7 +5,7 @@
 #   CUDA_SAMPLES    folder of NVIDIA's built samples, NCCL_TESTS: of nccl-tests; what is absent is named
 #   NO_CAPTURE=1    something outside this machine records a crash
 set -eu
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 OUT=${OUT:-build/hour}
 mkdir -p "$OUT"
 
@@ -61,7 +61,7 @@ cuda() {
     for each in failing_map all_reduce_perf vectorAdd UnifiedMemoryStreams conjugateGradientUM systemWideAtomics \
         vectorAddMMAP memMapIPCDrv simpleIPC streamOrderedAllocation p2pBandwidthLatencyTest; do
         case $each in
-        failing_map) set -- "$1" python3 kernel-open/failing_map.py ;;
+        failing_map) set -- "$1" python3 tests/hour/failing_map.py ;;
         all_reduce_perf) set -- "$1" "${NCCL_TESTS:-/nonexistent}/$each" -b 8 -e 128M -f 2 -g 1 ;;
         *) set -- "$1" "$(find "${CUDA_SAMPLES:-/nonexistent}" -type f -perm -u+x -name "$each" 2> /dev/null | head -n 1)" ;;
         esac
