@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -14,7 +15,7 @@ def weight_bytes(model: str, revision: str | None = None, cache: str | None = No
     model : a folder, or a name whose files are in Hugging Face's cache. cache: the folder of that; None: where it is.
     """
     folder = Path(model)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # also False for a name that is too long, or a folder that may not be read
         try:
             from huggingface_hub import snapshot_download
 
@@ -24,5 +25,5 @@ def weight_bytes(model: str, revision: str | None = None, cache: str | None = No
     # Some models come twice, in a second format beside model*.safetensors.
     for pattern in ("model*.safetensors", "*.safetensors", "*.bin"):
         if found := list(folder.glob(pattern)):
-            return sum(file.stat().st_size for file in found)
+            return sum(file.stat().st_size for file in found if os.path.isfile(file))
     return 0

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from pyvmem._checks import shown
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
 from pyvmem.engine import control
@@ -86,7 +87,7 @@ class Pool:
         """Raises ValueError if there is none of this name."""
         found = [m for m in self.models if m.name == name]
         if not found:
-            raise ValueError(f"the file has no model {name!r}: it has {', '.join(m.name for m in self.models)}")
+            raise ValueError(f"the file has no model {shown(name)}: it has {', '.join(m.name for m in self.models)}")
         return found[0]
 
     def environment(self, model: Model) -> dict[str, str]:
@@ -123,7 +124,7 @@ def _told(size: float) -> str:
 
 def _take(where: str, table: Any, kinds: Mapping[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
     if not isinstance(table, dict):
-        raise ValueError(f"{where.rstrip('.')} must be a table, not {table!r}")
+        raise ValueError(f"{where.rstrip('.')} must be a table, not {shown(table)}")
     for key, value in table.items():
         if key not in kinds:
             # TOML takes [models.llama-3.1] for a table "1" in the table of llama-3.
@@ -135,13 +136,14 @@ def _take(where: str, table: Any, kinds: Mapping[str, Callable[[str, Any], Any]]
 
 def _text(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value or "\0" in value or value.startswith("-"):
-        raise ValueError(f"{key} must be a non-empty string without NUL, and not begin with '-': {value!r}")
+        raise ValueError(f"{key} must be a non-empty string without NUL, and not begin with '-': {shown(value)}")
     return value
 
 
 def _name(key: str, value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,59}", value):
-        raise ValueError(f"{key} must be at most 60 letters, digits, _, . and -, and not begin with '.': {value!r}")
+        raise ValueError(f"{key} must be at most 60 letters, digits, _, . and -, and not begin with '.': "
+                         f"{shown(value)}")  # fmt: skip
     return value
 
 
@@ -149,16 +151,16 @@ def _size(key: str, value: Any) -> int:
     try:
         size = parse_size(str(value))
     except ValueError:
-        raise ValueError(f'{key} must be a size, such as "16G", not {value!r}') from None
+        raise ValueError(f'{key} must be a size, such as "16G", not {shown(value)}') from None
     if not 0 <= size <= MOST:
-        raise ValueError(f"{key} must be from 0 to {MOST} bytes, not {value!r}")
+        raise ValueError(f"{key} must be from 0 to {MOST} bytes, not {shown(value)}")
     return size
 
 
 def _whole(least: int, most: int) -> Callable[[str, Any], int]:
     def take(key: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"{key} must be a whole number from {least} to {most}, not {value!r}")
+            raise ValueError(f"{key} must be a whole number from {least} to {most}, not {shown(value)}")
         return value
 
     return take
@@ -166,13 +168,13 @@ def _whole(least: int, most: int) -> Callable[[str, Any], int]:
 
 def _seconds(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
-        raise ValueError(f"{key} must be a number of seconds from 0 to 999999, not {value!r}")
+        raise ValueError(f"{key} must be a number of seconds from 0 to 999999, not {shown(value)}")
     return float(value) + 0.0  # no -0.0
 
 
 def _texts(key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(v, str | int | float) and "\0" not in str(v) for v in value):
-        raise ValueError(f"{key} must be a list of strings without NUL, and of numbers, not {value!r}")
+        raise ValueError(f"{key} must be a list of strings without NUL, and of numbers, not {shown(value)}")
     if any(str(v).partition("=")[0] == "--port" for v in value):
         raise ValueError(f"{key}: --port is what the key 'port' sets")
     return tuple(map(str, value))
@@ -180,10 +182,10 @@ def _texts(key: str, value: Any) -> tuple[str, ...]:
 
 def _env(key: str, value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(v, str) and "\0" not in v for v in value.values()):
-        raise ValueError(f"{key} must be a table of strings without NUL, not {value!r}")
+        raise ValueError(f"{key} must be a table of strings without NUL, not {shown(value)}")
     for name in value:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{key}: {name!r} must be the name of a variable: letters, digits and _")
+            raise ValueError(f"{key}: {shown(name)} must be the name of a variable: letters, digits and _")
         if name in _KEYS:
             raise ValueError(f"{key}: {name} is what the key {_KEYS[name]!r} sets")
     return dict(value)
@@ -191,7 +193,7 @@ def _env(key: str, value: Any) -> dict[str, str]:
 
 def _engine(key: str, value: Any) -> str:
     if value not in ("vllm", "sglang"):
-        raise ValueError(f'{key} must be "vllm" or "sglang", not {value!r}')
+        raise ValueError(f'{key} must be "vllm" or "sglang", not {shown(value)}')
     return str(value)
 
 

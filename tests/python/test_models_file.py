@@ -199,6 +199,13 @@ def test_an_error_names_the_key(wrong, error):
         models.read(wrong)
 
 
+def test_a_long_value_does_not_fill_the_error():
+    for line in ("path=%s", "path='x'\nport=%s", "path='x'\nargs=%s", "path='x'\nmin=%s"):
+        with pytest.raises(ValueError, match=r"^models.c.\w+ must be") as error:
+            models.read(f"{FILE}[models.c]\n{line % repr('-' + 5000 * 'x')}")
+        assert len(str(error.value)) < 250
+
+
 def test_what_the_file_takes_the_servers_take():
     for text in (f"size={10**15 - 1}", "size='72G'\nslice=-0.0", "size='72G'\nslice=999999"):
         pool = models.read(f"pool='a'\n{text}\n[models.a]\npath='x'\npriority=999999999999999\nmax={10**15 - 1}")
@@ -234,6 +241,9 @@ def test_weights_are_found_in_the_cache_of_hugging_face_and_counted_once(tmp_pat
         (snapshot / name).write_bytes(bytes(5))
     assert weight_bytes("org/name", cache=str(tmp_path)) == 10
     assert weight_bytes(str(snapshot)) == 10
+    (snapshot / "model-00002-of-00002.safetensors").unlink()  # it was not loaded to its end
+    (snapshot / "model-00002-of-00002.safetensors").symlink_to("nowhere")
+    assert weight_bytes(str(snapshot)) == 5 and weight_bytes(300 * "x") == weight_bytes(3000 * "x/") == 0
     assert weight_bytes("org/other", cache=str(tmp_path)) == weight_bytes("no name/at all/") == 0
 
 
