@@ -47,11 +47,11 @@ def _float(text: str) -> float:
         return math.nan
 
 
-def seconds(text: str) -> float:
+def seconds(text: str, least: float = 0, most: float = 1000000) -> float:
     """A time in seconds, such as 0.5."""
     value = _float(text)
-    if not 0 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds between 0 and 1000000")
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds between {least} and {most}")
     return value
 
 
@@ -61,6 +61,11 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number over 0")
     return value
+
+
+def device(parser: argparse._ActionsContainer) -> None:
+    """Add the argument that chooses a GPU."""
+    parser.add_argument("--device", type=whole(0), default=0, metavar="N", help="CUDA device ordinal (0)")
 
 
 def input_file(text: str) -> str:

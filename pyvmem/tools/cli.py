@@ -16,6 +16,7 @@ from pyvmem import __version__
 from pyvmem.bench import argtypes
 from pyvmem.core import backends
 from pyvmem.errors import VmemError
+from pyvmem.tools import doctor, models, top
 
 if TYPE_CHECKING:
     from pyvmem.bench import Benchmark
@@ -27,15 +28,11 @@ class _Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)  # argparse's own would swallow a failure
 
 
-def _device(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    parser.add_argument("--device", type=argtypes.whole(0), default=0, metavar="N", help="CUDA device ordinal (0)")
-
-
 def _common() -> _Parser:
     common = _Parser(add_help=False)
     group = common.add_argument_group("common to all benchmarks")
     group.add_argument("--backend", choices=backends(), help="the backend (default: the best that works)")
-    _device(group)
+    argtypes.device(group)
     group.add_argument(
         "--page-size",
         type=argtypes.size,
@@ -54,30 +51,15 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
     parser = _Parser(prog="pyvmem", description="GPU memory on demand, at addresses that never change.")
     parser.add_argument("--version", action="version", version=f"pyvmem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor = commands.add_parser(
-        "doctor", help="report which backends work on this machine, and what prevents the others"
-    )
-    _device(doctor)
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.add_argument(
-        "--unknown-driver",
-        action="store_true",
-        help="try the stock backend with a driver release that is newer than those it knows",
-    )
-    test = doctor.add_argument_group("self-test of a GPU backend (docs/kernel-module.md)")
-    test.add_argument("--selftest", action="store_true", help="test the backend on this GPU, in about three minutes")
-    test.add_argument("--backend", choices=("uvm", "stock"), help="the backend to test (default: the best that works)")
-    test.add_argument(
-        "--prove", action="store_true", help="stock: also end a process by a GPU fault, to show that faults are noticed"
-    )
-    test.add_argument("--shared", action="store_true", help="test although other processes use the GPU")
-    from pyvmem.tools import top
-
-    top.arguments(commands.add_parser("top", help="show the KV caches of this user's processes, and set their budgets"))
-    from pyvmem.tools import models
-
-    models.arguments(commands.add_parser("models", help="configure, list and control models that share a GPU"))
-    bench_parser(commands.add_parser("bench", help="measure what calls and steps cost on this machine"), benchmarks)
+    for module, name, text in (
+        (doctor, "doctor", "report which backends work on this machine, and what prevents the others"),
+        (top, "top", "show the KV caches of this user's processes, and set their budgets"),
+        (models, "models", "configure, list and control models that share a GPU"),
+    ):
+        module.arguments(commands.add_parser(name, help=text))
+    bench = commands.add_parser("bench", help="measure what calls and steps cost on this machine")
+    bench.set_defaults(run=lambda args: run_bench(args, benchmarks))
+    bench_parser(bench, benchmarks)
     return parser
 
 
@@ -167,25 +149,9 @@ def _plot(benchmarks: Sequence[Benchmark], records: list[Record], path: str, abo
 def _run(argv: Sequence[str] | None) -> int:
     from pyvmem.bench import all_benchmarks
 
-    benchmarks = all_benchmarks()
-    args = _parser(benchmarks).parse_args(argv)
-    if args.command == "doctor":
-        from pyvmem.tools.doctor import doctor, selftest
-
-        if not args.selftest and (args.backend or args.prove or args.shared):
-            raise ValueError("--backend, --prove and --shared need --selftest")
-        if args.selftest:
-            return selftest(args)
-        return doctor(args.device, args.json, unknown_driver=args.unknown_driver)
-    if args.command == "models":
-        from pyvmem.tools.models import models
-
-        return models(args)
-    if args.command == "top":
-        from pyvmem.tools.top import top
-
-        return top(args)
-    return run_bench(args, benchmarks)
+    args = _parser(all_benchmarks()).parse_args(argv)
+    status: int = args.run(args)
+    return status
 
 
 def _text(error: Exception) -> str:

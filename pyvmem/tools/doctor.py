@@ -4,7 +4,6 @@ SPDX-License-Identifier: MIT
 """
 
 import argparse
-import errno
 import glob
 import importlib.metadata
 import json
@@ -12,12 +11,13 @@ import os
 import platform
 import re
 import resource
-import sys
 from typing import Any, TextIO
 
+from pyvmem.bench import argtypes
 from pyvmem.bench.session import size_text
 from pyvmem.core import Context, backends, probe
 from pyvmem.errors import VmemError
+from pyvmem.kv.picture import size
 from pyvmem.selftest import BACKENDS as selftest_backends
 from pyvmem.selftest import run_selftest, stamp_state
 
@@ -123,26 +123,23 @@ def _backend(name: str, device: int, unknown_driver: bool) -> dict[str, Any]:
     if error is not None:
         said["reason"] = str(error).replace("unknown_driver=True", "--unknown-driver")
         return said
-    said["works"] = True
     kept = probe(name, device, by_default=True)
-    said["by_default"] = kept is None
     if kept is not None:
         said["reason"] = str(kept.args[0])
         if name in selftest_backends and stamp_state(name, device) == "failed":
             said["reason"] = "its self-test has FAILED here: not chosen by default (pyvmem doctor --selftest)"
-    said["device"] = info.device_name
-    said["device_uuid"] = info.device_uuid.hex() if any(info.device_uuid) else None
-    said["driver"] = info.driver or None
-    said["page_sizes"] = list(info.page_sizes)
-    said["reserve_align"] = info.reserve_align
-    said["capabilities"] = sorted(info.capabilities)
-    said["memory_total"] = info.memory_total
-    said["memory_free"] = free
-    return said
-
-
-def _memory(bytes: int) -> str:
-    return f"{bytes / (1 << 30):.1f} GiB"
+    return said | {
+        "works": True,
+        "by_default": kept is None,
+        "device": info.device_name,
+        "device_uuid": info.device_uuid.hex() if any(info.device_uuid) else None,
+        "driver": info.driver or None,
+        "page_sizes": list(info.page_sizes),
+        "reserve_align": info.reserve_align,
+        "capabilities": sorted(info.capabilities),
+        "memory_total": info.memory_total,
+        "memory_free": free,
+    }
 
 
 def _stops(found: dict[str, Any]) -> str:
@@ -154,52 +151,71 @@ def _stops(found: dict[str, Any]) -> str:
     return ", which does not work here" if chosen in works else f", which must be one of {', '.join(works)}"
 
 
-def _print(found: dict[str, Any], out: TextIO) -> None:
+def _lines(found: dict[str, Any]) -> list[str]:
     machine, driver = found["machine"], found["driver"]
-    print(f"{machine['kernel']}, Python {machine['python']}, torch {machine['torch'] or 'not installed'}", file=out)
+    lines = [f"{machine['kernel']}, Python {machine['python']}, torch {machine['torch'] or 'not installed'}"]
     if driver:
         kind = "open" if driver["open"] else "proprietary"
         uvm = "loaded" if driver["uvm_loaded"] else "not loaded"
-        print(f"NVIDIA driver {driver['release']} ({kind} kernel modules), nvidia-uvm {uvm}", file=out)
+        lines.append(f"NVIDIA driver {driver['release']} ({kind} kernel modules), nvidia-uvm {uvm}")
     else:
-        print("no NVIDIA driver is loaded", file=out)
-    for line in found["environment"]:
-        print(line, file=out)
+        lines.append("no NVIDIA driver is loaded")
+    lines += found["environment"]
     limit = machine["address_space_limit"]
     space = "unlimited" if limit is None else size_text(limit)
     maps, files = machine["max_map_count"], machine["descriptor_limit"]
-    print(f"limits: {maps} mappings (vm.max_map_count), {files} file descriptors, address space {space}", file=out)
+    lines.append(f"limits: {maps} mappings (vm.max_map_count), {files} file descriptors, address space {space}")
     chosen = machine["vmem_backend"]
     if chosen is not None:
-        print(f"VMEM_BACKEND={chosen}{_stops(found)}", file=out)
+        lines.append(f"VMEM_BACKEND={chosen}{_stops(found)}")
     if machine["cuda_visible_devices"] is not None:
-        print(f"CUDA_VISIBLE_DEVICES={machine['cuda_visible_devices']}", file=out)
-    print(file=out)
+        lines.append(f"CUDA_VISIBLE_DEVICES={machine['cuda_visible_devices']}")
+    lines.append("")
     first = chosen or next((b["name"] for b in found["backends"] if b["works"] and b["by_default"]), None)
     for b in found["backends"]:
         if not b["works"]:
-            print(f"{b['name']:6} no     {b['reason']}", file=out)
+            lines.append(f"{b['name']:6} no     {b['reason']}")
             continue
-        pages = ", ".join(size_text(size) for size in b["page_sizes"])
-        memory = f"{_memory(b['memory_free'])} free of {_memory(b['memory_total'])}"
+        pages = ", ".join(map(size_text, b["page_sizes"]))
         mark = "works" if b["name"] != first else "chosen" if chosen else "best"
-        print(f"{b['name']:6} {mark:6} {b['device']}: pages of {pages}; {memory}", file=out)
-        print(f"{'':13} {', '.join(b['capabilities'])}", file=out)
-        if b["reason"]:
-            print(f"{'':13} {b['reason']}", file=out)
+        memory = f"{size(b['memory_free'])} free of {size(b['memory_total'])}"
+        lines.append(f"{b['name']:6} {mark:6} {b['device']}: pages of {pages}; {memory}")
+        lines += [f"{'':13} {text}" for text in (", ".join(b["capabilities"]), b["reason"]) if text]
+    return lines
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.set_defaults(run=run)
+    argtypes.device(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--unknown-driver", action="store_true",
+        help="try the stock backend with a driver release that is newer than those it knows",
+    )  # fmt: skip
+    test = parser.add_argument_group("self-test of a GPU backend (docs/kernel-module.md)")
+    test.add_argument("--selftest", action="store_true", help="test the backend on this GPU, in about three minutes")
+    test.add_argument("--backend", choices=selftest_backends, help="the backend to test (default: the best that works)")
+    test.add_argument(
+        "--prove", action="store_true", help="stock: also end a process by a GPU fault, to show that faults are noticed"
+    )
+    test.add_argument("--shared", action="store_true", help="test although other processes use the GPU")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    if args.selftest:
+        return selftest(args)
+    if args.backend or args.prove or args.shared:
+        raise ValueError("--backend, --prove and --shared need --selftest")
+    return doctor(args.device, args.json, unknown_driver=args.unknown_driver)
 
 
 def selftest(args: argparse.Namespace) -> int:
     """Test a backend (`pyvmem.selftest`). Returns the exit status: 1 if it failed."""
-    backend = args.backend or next(
-        (b for b in selftest_backends if probe(b, args.device, unknown_driver=args.unknown_driver) is None), None
-    )
-    if backend is None:
-        raise probe("stock", args.device, unknown_driver=args.unknown_driver) or VmemError(
-            errno.ENODEV, "no GPU backend works here"
-        )
+    works = (b for b in selftest_backends if probe(b, args.device, unknown_driver=args.unknown_driver) is None)
     report = run_selftest(
-        backend,
+        args.backend or next(works, "stock"),  # which says why it does not work
         args.device,
         prove=args.prove,
         shared=args.shared,
@@ -207,18 +223,12 @@ def selftest(args: argparse.Namespace) -> int:
         say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),
     )
     if args.json:
-        json.dump(report, sys.stdout, indent=2)
-        print()
+        print(json.dumps(report, indent=2))
     return 0 if report["passed"] else 1
 
 
 def doctor(device: int = 0, as_json: bool = False, out: TextIO | None = None, unknown_driver: bool = False) -> int:
     """Print what `examine` finds. Returns the exit status: 1 if no backend works, or VMEM_BACKEND's does not."""
-    out = out or sys.stdout
     found = examine(device, unknown_driver)
-    if as_json:
-        json.dump(found, out, indent=2)
-        print(file=out)
-    else:
-        _print(found, out)
+    print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)), file=out)
     return 0 if any(b["works"] for b in found["backends"]) and not _stops(found) else 1

@@ -29,6 +29,7 @@ from pyvmem.engine.pools import number_of
 from pyvmem.engine.settings import MOST
 from pyvmem.kv.view import view_folder
 from pyvmem.sleep.checkpoint import weight_bytes
+from pyvmem.tools.top import table
 
 FIRST_PORT = 8001
 ROUTER_PORT = 8080  # of vLLM's router, if PORT is not set
@@ -222,8 +223,8 @@ def read(text: str) -> Pool:
     if not isinstance(about["models"], dict) or not about["models"]:
         raise ValueError("models must have a table for each model, such as [models.chat]")
     made = []
-    for i, (name, table) in enumerate(about["models"].items()):
-        given = _take(f"models.{name}.", table, _MODEL)
+    for i, (name, keys) in enumerate(about["models"].items()):
+        given = _take(f"models.{name}.", keys, _MODEL)
         if "path" not in given:
             raise ValueError(f"models.{name}.path is missing")
         made.append(Model(_name(f"models.{name}", name), **{"port": FIRST_PORT + i, **given}))
@@ -432,9 +433,7 @@ def _absent(fact: str) -> str:
 
 def listing(pool: Pool) -> str:
     """A table of the models and what they do. Memory in MiB, of one worker."""
-    rows: list[tuple[str, ...]] = [
-        ("model", "state", "port", "running", "queued", "weights", "of", "KV used", "cached", "lacks")
-    ]
+    rows: list[tuple[str, ...]] = []
     for name, engines in running(pool).items():
         for e, _ in engines:
             sizes = (e.weights_held, e.weights, e.used, e.cached, e.lacks)
@@ -442,14 +441,9 @@ def listing(pool: Pool) -> str:
                          *(f"{size / MIB:.0f}" for size in sizes)))  # fmt: skip
         if not engines:
             rows.append((name, "stopped", str(pool.model(name).port), *("" for _ in range(7))))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
-        lines.append("  ".join(cells).rstrip())
-    if all(row[1] == "stopped" for row in rows[1:]):
-        lines.append(_absent("no model of this file runs"))
-    return "\n".join(lines)
+    columns = ("model", "state", "port", "running", "queued", "weights", "of", "KV used", "cached", "lacks")
+    hint = "\n" + _absent("no model of this file runs") if all(row[1] == "stopped" for row in rows) else ""
+    return table(rows, columns) + hint
 
 
 def order(pool: Pool, name: str, what: str) -> dict[str, Any]:
@@ -481,6 +475,7 @@ def order(pool: Pool, name: str, what: str) -> dict[str, Any]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
+    parser.set_defaults(run=models)
     parser.description = "Run models that share a GPU, by one file that describes them."
     parser.epilog = (
         "First: pyvmem models models.toml render llama-swap > llama-swap.yaml. docs/models.md describes the file."

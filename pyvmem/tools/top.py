@@ -116,15 +116,15 @@ def fitting(text: Sequence[tuple[str, ...]], columns: Sequence[str], room: int |
     return show
 
 
-def _table(text: Sequence[tuple[str, ...]], title: str, columns: Sequence[str], room: int | None) -> str:
+def table(text: Sequence[tuple[str, ...]], columns: Sequence[str], room: int | None = None) -> str:
+    """A table of as many columns as fit: those of `TEXT` to the left, numbers to the right."""
     show = fitting(text, columns, room)
-    columns, text = [columns[i] for i in show], [tuple(row[i] for i in show) for row in text]
-    widths = [max(len(row[i]) for row in [columns, *text]) for i in range(len(columns))]
-    lines = [title]
-    for row in [columns, *text]:
-        cells = [c.ljust(w) if columns[i] in TEXT else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    lines = [[row[i] for i in show] for row in [columns, *text]]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join(c.ljust(w) if columns[i] in TEXT else c.rjust(w) for c, w, i in zip(line, widths, show)).rstrip()
+        for line in lines
+    )
 
 
 def tables(
@@ -145,25 +145,19 @@ NOTHING = 'No caches and no engines: listed are caches that have a name, such as
 
 def screen(views: Sequence[View], room: int | None = None) -> str:
     """The tables as text. room: characters in a line; None: as many as it takes."""
-    found = [_table(text, title, columns, room) for title, columns, text in tables(views, {})]
+    found = [f"{title}\n{table(text, columns, room)}" for title, columns, text in tables(views, {})]
     return "\n\n".join(found) or NOTHING
-
-
-def _interval(text: str) -> float:
-    value = argtypes.seconds(text)
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds between 0.1 and 3600")
-    return value
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("--once", action="store_true", help="print once and exit, as into a pipe or a file")
     parser.add_argument("--json", action="store_true", help="print once as JSON")
-    wait = argtypes.seconds
+    parser.set_defaults(run=top)
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between refreshes, 0.1 to 3600 (1)"
-    )
+        "--interval", type=lambda text: argtypes.seconds(text, 0.1, 3600), default=1.0, metavar="SECONDS",
+        help="time between refreshes, 0.1 to 3600 (1)",
+    )  # fmt: skip
     parser.add_argument(
         "--limit", action="append", default=[], metavar="WHICH=SIZE",
         help="set a budget. WHICH is a process or the name of a KV cache: 1234=16G, chat=60%% (of the device). Caches "
@@ -171,82 +165,84 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "process, name or model of an engine, for the limit of each worker: 60%% is of all its blocks",
     )  # fmt: skip
     parser.add_argument(
-        "--wait", type=wait, default=1.0, metavar="SECONDS", help="time to wait for the answer to --limit (1)"
+        "--wait", type=argtypes.seconds, default=1.0, metavar="SECONDS",
+        help="time to wait for the answer to --limit (1)",
     )  # fmt: skip
-
-
-def _chosen(text: str, which: str) -> list[View]:
-    """The caches that a --limit is about: those of a process, or else those with a name, in one process."""
-    views = read_views()
-    found = [v for v in views if which.isdecimal() and v.pid == int(which)] or [v for v in views if v.name == which]
-    if not found:
-        what = f"process {which} has no KV cache" if which.isdecimal() else f"no KV cache has the name {which!r}"
-        what += ", and no engine or model has that name"
-        raise ValueError(f"--limit {text}: {what}")
-    pids = sorted({v.pid for v in found})
-    if len(pids) > 1:
-        raise ValueError(f"--limit {text}: processes {', '.join(map(str, pids))} have caches of that name; give one")
-    return found
-
-
-def _bytes(wanted: str, total: int) -> int:
-    """The bytes of a size, or of so many per cent of `total`. Raises ValueError."""
-    if not wanted.endswith("%"):
-        return parse_size(wanted)
-    part = float(wanted[:-1])
-    if not 0 < part <= 100:
-        raise ValueError(f"{wanted} must lie between 0 and 100 %")
-    return int(total * part / 100)
 
 
 Wanted = tuple[View, int] | tuple[control.Engine, control.Page, int]
 
 
+def _owners(which: str) -> tuple[list[tuple[control.Engine, control.Page]], list[View]]:
+    """The engines that a --limit is about, or else the caches: of a process, a name or a model. Raises ValueError."""
+
+    def one_process(pids: set[int], what: str) -> None:
+        if len(pids) > 1:
+            raise ValueError(f"processes {', '.join(map(str, sorted(pids)))} {what}; give one")
+
+    known, views = control.engines(), read_views()
+    named = [v for v in views if v.name == which]
+    engines = [(e, p) for e, p in known if which in (str(e.pid), e.name, f"{e.name}-{e.rank}")]
+    if not engines:
+        engines = [(e, p) for e, p in known if which in (e.model, model_name(e))]
+        one_process({e.pid for e, _ in engines}, "serve a model of that name")
+    if engines:
+        if named and not which.isdecimal():
+            raise ValueError("an engine and a KV cache have that name; give a process")
+        return engines, []
+    found = [v for v in views if which == str(v.pid)] or named
+    if not found and which.isdecimal():
+        raise ValueError(f"process {which} has no KV cache and no engine")
+    if not found:
+        raise ValueError(f"no KV cache, engine or model has the name {which!r}")
+    one_process({v.pid for v in found}, "have caches of that name")
+    return [], found
+
+
 def limit(text: str) -> list[Wanted]:
     """The limit that one --limit sets, and for which caches or engines. Raises ValueError where one cannot have it."""
-    which, equals, wanted = text.rpartition("=")
+    which, _, wanted = text.rpartition("=")
     try:
-        valid = bool(equals and which) and (wanted.endswith("%") and float(wanted[:-1]) > 0 or parse_size(wanted) > 0)
+        part, size = (float(wanted[:-1]), 0) if wanted.endswith("%") else (0.0, parse_size(wanted))
     except ValueError:
-        valid = False
-    if not valid:
+        part, size = 0.0, 0
+    if not which or not (part > 0 or size > 0):
         raise ValueError(f"--limit {text} must be PID=SIZE or NAME=SIZE, such as 1234=16G or chat=60%")
     try:
-        known = control.engines()
-        engines = [(e, p) for e, p in known if which in (str(e.pid), e.name, f"{e.name}-{e.rank}")]
-        if not engines:
-            engines = [(e, p) for e, p in known if which in (e.model, model_name(e))]
-            if len(pids := sorted({e.pid for e, _ in engines})) > 1:
-                raise ValueError(f"processes {', '.join(map(str, pids))} serve a model of that name; give one")
-        if engines and not which.isdecimal() and any(v.name == which for v in read_views()):
-            raise ValueError("an engine and a KV cache have that name; give a process")
-        if engines:
-            sizes = [_bytes(wanted, e.blocks * e.block_bytes) for e, _ in engines]
-            if max(sizes) > control.NO_LIMIT:
-                raise ValueError(f"{wanted} must be at most {control.NO_LIMIT} bytes")
-            return [(e, p, size) for (e, p), size in zip(engines, sizes)]
-    except ValueError as error:
-        raise ValueError(f"--limit {text}: {error}") from None
-    chosen = _chosen(text, which)
-    try:
-        return [(v, check_budget(v, _bytes(wanted, v.memory_total) // len(chosen))) for v in chosen]
+        if part > 100:
+            raise ValueError(f"{wanted} must lie between 0 and 100 %")
+        engines, views = _owners(which)
+        sizes = [size or int(e.blocks * e.block_bytes * part / 100) for e, _ in engines]
+        if max(sizes, default=0) > control.NO_LIMIT:
+            raise ValueError(f"{wanted} must be at most {control.NO_LIMIT} bytes")
+        budgets = [(v, (size or int(v.memory_total * part / 100)) // len(views)) for v in views]
+        return [*((e, page, size) for (e, page), size in zip(engines, sizes)),
+                *((v, check_budget(v, size)) for v, size in budgets)]  # fmt: skip
     except ValueError as error:
         raise ValueError(f"--limit {text}: {error}") from None
 
 
-def top(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
-    """Run the command; returns the exit status."""
-    asked = [one for text in args.limit for one in limit(text)]  # all are looked at before one is asked
-    wanted = []
-    for one in asked:
+def ask(wanted: Iterable[Wanted]) -> tuple[list[str], list[tuple[View, int]]]:
+    """Set these limits. Returns what to say of engines, and the caches, as they were, that are to answer."""
+    said, asked = [], []
+    for one in wanted:
         if len(one) == 3:
-            print(set_engine(*one), file=sys.stderr)
+            said.append(set_engine(*one))
         else:
-            wanted.append(one)
-    for view, size in wanted:
+            asked.append(one)
+    for view, size in asked:
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, as the answer will say
             request_budget(view, size)
-    for view, size in wanted:
+    return said, asked
+
+
+def top(args: argparse.Namespace, out: TextIO | None = None) -> int:
+    """Run the command; returns the exit status."""
+    out = out or sys.stdout
+    said, asked = ask([one for text in args.limit for one in limit(text)])  # all are checked before one is asked
+    for line in said:
+        print(line, file=sys.stderr)
+    for view, size in asked:
         print(f"{view.pid} {view.name}: {await_budget(view, size, args.wait)}", file=sys.stderr)
     if args.json:
         print(json.dumps([{**asdict(v), "path": str(v.path)} for v in read_views()]), file=out)

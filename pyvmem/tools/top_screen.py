@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pyvmem.kv.picture import ASCII, CHARACTERS, PARTS, cells, shares, size
-from pyvmem.kv.view import View, await_budget, read_views, request_budget
-from pyvmem.tools.top import COLUMNS, NOTHING, TEXT, fitting, limit, set_engine, tables
+from pyvmem.kv.view import View, await_budget, read_views
+from pyvmem.tools.top import COLUMNS, NOTHING, TEXT, ask, fitting, limit, tables
 
 _STYLES = {
     "used": "blue", "shared": "magenta", "cached": "green", "ahead": "cyan", "kept": "yellow", "unused": "dim",
@@ -195,14 +195,8 @@ class Screen:
         except ValueError as error:
             self._message = str(error).removeprefix("--limit ")
             return
-        self._asked, said = [], []
-        for one in wanted:
-            if len(one) == 3:
-                said.append(set_engine(*one))
-                continue
-            with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, as the answer will say
-                request_budget(*one)
-            self._asked.append((*one, time.monotonic() + self._wait))
+        said, asked = ask(wanted)
+        self._asked = [(*one, time.monotonic() + self._wait) for one in asked]
         self._message = "; ".join(said)
         self._answers()
 

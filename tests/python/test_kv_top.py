@@ -234,6 +234,17 @@ def test_wrong_limits_are_refused():
             run_top("--limit", text)
 
 
+@pytest.mark.parametrize("text, error", [
+    ("x=16G", "no KV cache, engine or model has the name 'x'"),
+    ("1=16G", "process 1 has no KV cache and no engine"),
+    ("x=120%", "120% must lie between 0 and 100 %"),  # before anybody of that name is looked for
+    ("x=inf%", "inf% must lie between 0 and 100 %"),
+])  # fmt: skip
+def test_a_limit_that_nobody_can_have_says_why(text, error):
+    with pytest.raises(ValueError, match=f"^--limit {text}: {error}$"):
+        run_top("--limit", text)
+
+
 def test_a_wrong_limit_leaves_the_others_unasked():
     with (
         make("small") as cache,
