@@ -12,7 +12,7 @@ static void errors(vmem_context *ctx)
     vmem_page big;
     OK(vMemUnmapBatch(ctx, NULL, 0, &bad));
     ERR(vMemUnmapBatch(ctx, NULL, 1, &bad), EINVAL, "ops is NULL");
-    ERR(vMemUnmap(ctx, addr, 0), EINVAL, "multiples of 64 KiB");
+    ERR(vMemUnmap(ctx, addr, 0), EINVAL, "length 0 must be at least 64 KiB");
     ERR(vMemUnmap(ctx, addr + 1, P), EINVAL, ": both must be multiples of 64 KiB");
     ERR(vMemUnmap(ctx, addr, P + 1), EINVAL, "multiples of 64 KiB");
     ERR(vMemUnmap(ctx, addr, 64 * MIB + P), EINVAL, ": the range is not inside one reservation");

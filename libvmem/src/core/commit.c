@@ -52,11 +52,12 @@ static int hold_ranges(struct commit *c, uint64_t *bytes)
     *bytes = 0;
     for (; c->held < c->n; c->held++) {
         const struct vmem_range *range = &c->ranges[c->held];
+        struct vmem__reservation_rec *s;
         c->at = c->held;
-        int rc = vmem__check_range(c->b.ctx, range, c->page_size);
+        int rc = vmem__check_range(c->b.ctx, range->addr, range->length, c->page_size, &s);
         if (rc)
             return rc;
-        vmem__reservation_find(c->b.ctx, range->addr)->inflight++;
+        s->inflight++;
         *bytes += range->length < UINT64_MAX - *bytes ? range->length : UINT64_MAX - *bytes;
     }
     return 0;

@@ -359,8 +359,9 @@ struct vmem__reservation_rec *vmem__reservation_find(vmem_context *ctx, uint64_t
 size_t vmem__reservation_after(const vmem_context *ctx, uint64_t addr);
 // -EINVAL, naming [addr, addr + length), unless it is inside one reservation, which is *out then.
 int vmem__reservation_of(vmem_context *ctx, uint64_t addr, uint64_t length, struct vmem__reservation_rec **out);
-// -EINVAL unless the range is inside one reservation, and its address and length are multiples of `granule`.
-int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t granule);
+// The same, and -EINVAL unless address and length are multiples of `granule`, a power of two.
+int vmem__check_range(vmem_context *ctx, uint64_t addr, uint64_t length, uint64_t granule,
+                      struct vmem__reservation_rec **out);
 // -EINVAL unless a reservation, which is then *out, starts at addr and was not given up.
 int vmem__reservation_start(vmem_context *ctx, uint64_t addr, struct vmem__reservation_rec **out);
 // Removes a reservation on which no call works from the table. The caller then frees it without the lock.

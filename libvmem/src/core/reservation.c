@@ -46,13 +46,13 @@ int vmem__reservation_of(vmem_context *ctx, uint64_t addr, uint64_t length, stru
     return 0;
 }
 
-int vmem__check_range(vmem_context *ctx, const struct vmem_range *range, uint64_t granule)
+int vmem__check_range(vmem_context *ctx, uint64_t addr, uint64_t length, uint64_t granule,
+                      struct vmem__reservation_rec **out)
 {
-    struct vmem__reservation_rec *s;
-    int rc = vmem__reservation_of(ctx, range->addr, range->length, &s);
-    if (!rc && (range->addr % granule || range->length % granule))
-        rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 ", length %" PRIu64 ": both must be multiples of %" PRIu64,
-                         range->addr, range->length, granule);
+    int rc = vmem__reservation_of(ctx, addr, length, out);
+    if (!rc && (addr | length) & (granule - 1))
+        rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 ", length %" PRIu64 ": both must be multiples of %" PRIu64 " KiB",
+                         addr, length, granule >> 10);
     return rc;
 }
 

@@ -63,7 +63,7 @@ static int prepare_range(struct batch *b, uint64_t addr, uint64_t length, size_t
     vmem_context *ctx = b->ctx;
     const uint64_t start = addr, end = addr + length;
     struct vmem__reservation_rec *s;
-    int rc = vmem__reservation_of(ctx, addr, length, &s);
+    int rc = vmem__check_range(ctx, addr, length, GRANULE, &s);
     if (rc)
         return rc;
     for (uint64_t step; addr < end; addr += step) {
@@ -105,18 +105,6 @@ static int prepare_range(struct batch *b, uint64_t addr, uint64_t length, size_t
         *bytes += step;
     }
     return 0;
-}
-
-static int prepare_unmap(struct batch *b, const struct vmem_unmap_op *op, size_t i)
-{
-    struct vmem__reservation_rec *s;
-    uint64_t bytes = 0;
-    int rc = vmem__reservation_of(b->ctx, op->addr, op->length, &s);
-    if (!rc && (op->addr % GRANULE || op->length % GRANULE || !op->length))
-        rc = vmem__error(-EINVAL,
-                         "addr 0x%" PRIx64 ", length %" PRIu64 ": both must be multiples of 64 KiB, the length not 0",
-                         op->addr, op->length);
-    return rc ? rc : prepare_range(b, op->addr, op->length, i, false, &bytes);
 }
 
 enum end {
@@ -192,10 +180,13 @@ int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n,
         return vmem__error(-EINVAL, "ops is NULL");
 
     struct batch b;
+    uint64_t found = 0;
     size_t at = 0;
     vmem__batch_begin(&b, ctx, 0);
     for (size_t i = 0; i < n && !rc; i++) {
-        rc = prepare_unmap(&b, &ops[i], i);
+        rc = prepare_range(&b, ops[i].addr, ops[i].length, i, false, &found);
+        if (!rc && !ops[i].length)
+            rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 ": length 0 must be at least 64 KiB", ops[i].addr);
         at = i;
     }
     if (!rc)
@@ -330,9 +321,7 @@ int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, 
     size_t at = 0;
     vmem__batch_begin(&b, ctx, 0);
     for (size_t i = 0; i < n && !rc; i++) {
-        rc = vmem__check_range(ctx, &ranges[i], GRANULE);
-        if (!rc)
-            rc = prepare_range(&b, ranges[i].addr, ranges[i].length, i, true, &found);
+        rc = prepare_range(&b, ranges[i].addr, ranges[i].length, i, true, &found);
         at = i;
     }
     if (!rc)
