@@ -247,7 +247,7 @@ static void test_a_child_of_a_system_call_does_not_lock_the_table(void)
     if (!parent) {
         OK(vmem_kv_pool_create(&cfg, &pool));
         pthread_mutex_lock(&pool->lock);
-        OK(vmem__table_wait(pool, POOL_CALL_US));
+        OK(vmem__table_begin(pool, POOL_CALL_US));
         child = (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
         alarm(120); // both, should this test fail
         if (child)
@@ -273,7 +273,7 @@ static void test_a_lost_lock_is_noticed(void)
     vmem_kv_pool *pool = join(&kv);
     struct vmem__member *m = kv->membership.member;
     pthread_mutex_lock(&pool->lock);
-    OK(vmem__table_wait(pool, POOL_CALL_US));
+    OK(vmem__table_begin(pool, POOL_CALL_US));
     const uint64_t has = m->entry.has;
     close(file);
     m->entry.has += test_page;
@@ -282,7 +282,7 @@ static void test_a_lost_lock_is_noticed(void)
     CHECK(m->unwritten);
     CHECK((file = open(path, O_RDWR | O_CLOEXEC)) >= 0);
     CHECK_EQ(table().entries[m->place].has, has);
-    OK(vmem__table_wait(pool, POOL_CALL_US));
+    OK(vmem__table_begin(pool, POOL_CALL_US));
     m->entry.has += test_page;
     vmem__table_end(pool);
     CHECK_EQ(table().entries[m->place].has, has + test_page);

@@ -99,9 +99,11 @@ bool vmem__blocks_await_budget(vmem_blocks *b, uint64_t pages, uint64_t *until)
     return true;
 }
 
-static int no_member(vmem_blocks *b)
+// Begins a public call of blocks that are in a pool.
+static int enter_member(vmem_blocks *b)
 {
-    return vmem__blocks_leave(b, vmem__error(-EINVAL, "the blocks are in no pool"));
+    int rc = vmem__blocks_enter(b);
+    return rc || b->member ? rc : vmem__blocks_leave(b, vmem__error(-EINVAL, "the blocks are in no pool"));
 }
 
 int vmem_blocks_join(vmem_blocks *b, vmem_kv_pool *pool, const char *name, uint64_t min, uint64_t max)
@@ -132,11 +134,9 @@ int vmem_blocks_join(vmem_blocks *b, vmem_kv_pool *pool, const char *name, uint6
 
 int vmem_blocks_set_share(vmem_blocks *b, uint64_t min, uint64_t max)
 {
-    int rc = vmem__blocks_enter(b);
+    int rc = enter_member(b);
     if (rc)
         return rc;
-    if (!b->member)
-        return no_member(b);
     uint32_t why;
     pthread_mutex_lock(&b->member->pool->lock);
     rc = vmem__pool_set_share(b->member, min, max, &why);
@@ -148,11 +148,9 @@ int vmem_blocks_set_share(vmem_blocks *b, uint64_t min, uint64_t max)
 
 int vmem_blocks_ask(vmem_blocks *b, uint64_t bytes, uint64_t *missing)
 {
-    int rc = vmem__blocks_enter(b);
+    int rc = enter_member(b);
     if (rc)
         return rc;
-    if (!b->member)
-        return no_member(b);
     const uint64_t want = (bytes >> b->page_shift) + (bytes & (b->page_size - 1) ? 1 : 0) + b->held;
     uint32_t why;
     if (want > b->budget)
@@ -177,11 +175,9 @@ int vmem_blocks_ask(vmem_blocks *b, uint64_t bytes, uint64_t *missing)
 
 int vmem_blocks_offer(vmem_blocks *b, uint64_t bytes)
 {
-    int rc = vmem__blocks_enter(b);
+    int rc = enter_member(b);
     if (rc)
         return rc;
-    if (!b->member)
-        return no_member(b);
     const uint64_t before = b->offer;
     b->offer = bytes >> b->page_shift;
     b->keeps = sat_sub(b->held, b->offer);

@@ -393,13 +393,8 @@ int vmem_kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flag
 
 int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t *freed)
 {
-    uint64_t got = 0;
     int rc = vmem__kv_enter(kv);
-    if (!rc)
-        rc = vmem__kv_leave(kv, vmem__kv_drop(kv, runs, n, &got));
-    if (freed)
-        *freed = got;
-    return rc;
+    return rc ? rc : vmem__kv_leave(kv, vmem__kv_drop(kv, runs, n, freed));
 }
 
 int vmem_kv_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed)

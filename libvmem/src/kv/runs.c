@@ -606,7 +606,8 @@ int vmem__kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t *freed)
         if (i != KV_NO_RUN)
             drop_run(kv, i);
     }
-    *freed = kv->doomed.n - before;
+    if (freed)
+        *freed = kv->doomed.n - before;
     // Slots that were freed may still map the pages. The worker unmaps each slot at once, and then releases the pages.
     // To release them here would unmap page by page, and the next step would wait for it.
     vmem__kv_release_soon(kv);

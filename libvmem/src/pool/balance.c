@@ -310,7 +310,7 @@ static void refuse_unsatisfiable(const vmem_kv_pool *pool, struct vmem__member *
 static bool update_table(vmem_kv_pool *pool)
 {
     bool again = false;
-    const int rc = vmem__table_wait(pool, POOL_WAIT_US);
+    const int rc = vmem__table_begin(pool, POOL_WAIT_US);
     const uint64_t t = vmem__now();
     pool->locked_at = rc != -EAGAIN || !pool->locked_at ? t : pool->locked_at;
     const bool locked = t - pool->locked_at > SILENT_NS;

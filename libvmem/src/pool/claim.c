@@ -70,7 +70,7 @@ uint64_t vmem__pool_claim(struct vmem__member *m, uint64_t budget, uint64_t leas
     uint64_t pages = MIN(floor_pages(sat_sub(MIN(m->entry.has, m->entry.max), own), m), most);
     m->retained_bytes = MIN(m->retained_bytes, sat_sub(m->entry.has, own + (pages << m->page_shift)));
     const bool may_find_more = pages < most && (pool->free || pages < least);
-    if (may_find_more && !(rc = vmem__table_begin(pool))) {
+    if (may_find_more && !(rc = vmem__table_begin(pool, 0))) {
         const uint64_t room = MIN(vmem__pool_free_bytes(pool, m), sat_sub(m->entry.max, m->entry.has));
         // spare: budget that no member waits for. The rest may have just been given for another member's question.
         const uint64_t spare = MIN(floor_pages(sat_sub(room, bytes_others_need(pool, m)), m), most - pages);
@@ -114,7 +114,7 @@ uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t he
     vmem_kv_pool *pool = m->pool;
     struct pool_head *h = &pool->table.head;
     pthread_mutex_lock(&pool->lock);
-    if (!vmem__table_begin(pool)) {
+    if (!vmem__table_begin(pool, 0)) {
         const uint64_t t = vmem__now();
         // A call that is refused again before the others have given anything does not extend the time.
         if (t + REFUSED_NS - AGAIN_NS >= h->refused_until) {
@@ -230,7 +230,7 @@ int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uin
 int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why)
 {
     vmem_kv_pool *pool = m->pool;
-    int rc = vmem__table_wait(pool, POOL_CALL_US);
+    int rc = vmem__table_begin(pool, POOL_CALL_US);
     if (rc)
         return rc;
     *why = VMEM_KV_AT_MINIMUM;

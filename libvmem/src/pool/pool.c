@@ -69,7 +69,7 @@ static void end_pool(vmem_kv_pool *pool)
     }
     if (pool->budget && ours) {
         pthread_mutex_lock(&pool->lock);
-        if (!vmem__table_wait(pool, POOL_WAIT_US)) {
+        if (!vmem__table_begin(pool, POOL_WAIT_US)) {
             vmem__table_remove(pool);
             vmem__table_end(pool);
         }
@@ -236,7 +236,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     m->entry.max = terms->max;
     strncpy(m->entry.name, terms->name, sizeof(m->entry.name) - 1);
     pthread_mutex_lock(&pool->lock);
-    int rc = vmem__table_wait(pool, POOL_CALL_US);
+    int rc = vmem__table_begin(pool, POOL_CALL_US);
     if (!rc) {
         vmem__table_reap(pool);
         rc = enter_table(pool, m, terms->held << m->page_shift);
@@ -277,7 +277,7 @@ void vmem__pool_leave(struct vmem__member *m, uint64_t held)
     m->entry.min = m->entry.needs = m->entry.giving = m->entry.could_give = m->granted = m->to_give =
         m->retained_bytes = 0;
     vmem__pool_retain(m, 0);
-    if (!vmem__table_wait(pool, POOL_WAIT_US))
+    if (!vmem__table_begin(pool, POOL_WAIT_US))
         vmem__table_end(pool);
     pool_ring(pool);
     pthread_mutex_unlock(&pool->lock);
@@ -288,7 +288,7 @@ static void remove_member(struct vmem__member *m)
 {
     struct vmem__member **at;
     vmem_kv_pool *pool = m->pool;
-    const int rc = vmem__table_wait(pool, POOL_CALL_US);
+    const int rc = vmem__table_begin(pool, POOL_CALL_US);
     for (at = &pool->members; *at != m; at = &(*at)->next)
         ;
     *at = m->next;
@@ -325,7 +325,7 @@ void vmem__pool_left(struct vmem__member *m)
         return;
     }
     m->entry.has = m->entry.held = MIN(m->entry.has, remain);
-    if (!vmem__table_wait(pool, POOL_WAIT_US))
+    if (!vmem__table_begin(pool, POOL_WAIT_US))
         vmem__table_end(pool);
     pthread_mutex_unlock(&pool->lock);
 }
@@ -353,7 +353,7 @@ static int lock_and_refresh(vmem_kv_pool *pool)
     if (pool->pid != getpid())
         return vmem__error(-EPERM, "this pool belongs to process %d, which forked", (int)pool->pid);
     pthread_mutex_lock(&pool->lock);
-    int rc = vmem__table_wait(pool, POOL_CALL_US);
+    int rc = vmem__table_begin(pool, POOL_CALL_US);
     if (!rc) {
         vmem__table_reap(pool);
         vmem__table_end(pool);

@@ -165,11 +165,9 @@ void vmem__table_forked(void);
 // Opens the file or makes it. cfg_budget as in struct vmem_kv_pool_config.
 int vmem__table_open(vmem_kv_pool *pool, const char *path, uint64_t budget);
 void vmem__table_close(vmem_kv_pool *pool);
-// Locks the file and reads the table, without waiting. -EAGAIN: another process has the lock; -EBADMSG: the file's
-// contents are no table.
-int vmem__table_begin(vmem_kv_pool *pool);
-// The same, but waits up to most_us for the lock. Between its tries, other threads can have the pool's lock.
-int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us);
+// Locks the file and reads the table. Waits up to most_us for the lock; between its tries, other threads can have the
+// pool's lock. -EAGAIN: another process has the file's; -EBADMSG: the file's contents are no table.
+int vmem__table_begin(vmem_kv_pool *pool, unsigned most_us);
 // Writes the head, if it changed, and members' entries that changed, and unlocks the file. A member whose entry could
 // not be written has no more budget than the last entry that was.
 void vmem__table_end(vmem_kv_pool *pool);

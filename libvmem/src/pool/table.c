@@ -105,6 +105,12 @@ static int lock_table(int fd, unsigned most_us, pthread_mutex_t *mutex)
     return rc;
 }
 
+static int lock_error(int rc, const char *path)
+{
+    return vmem__error(rc, "path %s: %s", path,
+                       rc == -EAGAIN ? "another process holds the pool's lock" : strerror(-rc));
+}
+
 static bool read_table(vmem_kv_pool *pool)
 {
     struct pool_table t;
@@ -212,11 +218,11 @@ int vmem__table_take_place(const vmem_kv_pool *pool, uint32_t place)
 
 // ---- reading and writing ---------------------------------------------------------------------------------------------
 
-static int lock_and_read(vmem_kv_pool *pool, unsigned most_us)
+int vmem__table_begin(vmem_kv_pool *pool, unsigned most_us)
 {
     int rc = pool->fd < 0 ? 0 : lock_table(pool->fd, most_us, &pool->lock);
     if (rc)
-        return rc;
+        return lock_error(rc, pool->path);
     if (pool->fd >= 0 && !read_table(pool)) {
         unlock_table(pool->fd);
         return vmem__error(-EBADMSG, "path %s: the file no longer holds a pool", pool->path);
@@ -228,17 +234,6 @@ static int lock_and_read(vmem_kv_pool *pool, unsigned most_us)
         *entry = m->entry;   // our own entries in memory are authoritative
     }
     return 0;
-}
-
-int vmem__table_begin(vmem_kv_pool *pool) { return lock_and_read(pool, 0); }
-
-int vmem__table_wait(vmem_kv_pool *pool, unsigned most_us)
-{
-    int rc = lock_and_read(pool, most_us);
-    if (!rc || rc == -EBADMSG)
-        return rc;
-    const char *why = rc == -EAGAIN ? "another process holds the pool's lock" : strerror(-rc);
-    return vmem__error(rc, "path %s: %s", pool->path, why);
 }
 
 // Takes back what an entry has gained since it was last written: others may take the budget of an entry that they
@@ -343,7 +338,7 @@ static int check_file(vmem_kv_pool *pool, const char *path, bool *again)
         return vmem__error(-EPERM, "path %s: the file must be this user's alone, with mode 0600", path);
     int rc = lock_table(pool->fd, POOL_CALL_US, NULL);
     if (rc)
-        return vmem__error(rc, "path %s: %s", path, rc == -EAGAIN ? "another process holds its lock" : strerror(-rc));
+        return lock_error(rc, path);
     *again = fstat(pool->fd, &st) || !st.st_nlink;
     if (*again)
         unlock_table(pool->fd);

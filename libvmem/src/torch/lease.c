@@ -616,16 +616,22 @@ static void free_in(uint32_t pair, void *addr)
     leave(l);
 }
 
-// Begins a park or an unpark, after that of another thread.
-static int begin_move(struct lease *l)
+// Locks the lease of this place, and begins a park or an unpark, after that of another thread.
+static int enter_and_move(uint32_t place, struct lease **out)
 {
+    int rc = enter(place, out);
+    if (rc)
+        return rc;
+    struct lease *l = *out;
     l->users++;
     while (l->moving)
         pthread_cond_wait(&l->moved, &l->lock);
     l->users--;
-    int rc = check_open(l);
+    rc = check_open(l);
     l->moving = !rc;
     l->moves += !rc;
+    if (rc)
+        leave(l);
     return rc;
 }
 
@@ -633,6 +639,15 @@ static void end_move(struct lease *l)
 {
     l->moving = false;
     pthread_cond_broadcast(&l->moved);
+}
+
+static int check_segments(const struct lease *l, const char *name, const uint64_t *addrs, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (!segment_at(l, addrs[i]))
+            return vmem__error(-EINVAL, "%s[%zu] %#" PRIx64 ": no segment of the lease begins there", name, i,
+                               addrs[i]);
+    return 0;
 }
 
 int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *bytes)
@@ -643,20 +658,11 @@ int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *by
         *bytes = 0;
     if (n && !idle)
         return vmem__error(-EINVAL, "idle must not be NULL");
-    int rc = enter(place, &l);
+    int rc = enter_and_move(place, &l);
     if (rc)
         return rc;
-    rc = begin_move(l);
-    for (size_t i = 0; i < n && !rc; i++)
-        if (!segment_at(l, idle[i])) {
-            rc = vmem__error(-EINVAL, "idle[%zu] %#" PRIx64 ": no segment of the lease begins there", i, idle[i]);
-            end_move(l);
-        }
-    if (rc) {
-        leave(l);
-        return rc;
-    }
-    for (size_t i = 0; i < n; i++) {
+    rc = check_segments(l, "idle", idle, n);
+    for (size_t i = 0; i < n && !rc; i++) {
         struct slot *s = segment_at(l, idle[i]);
         if (s->state != LIVE)
             continue;
@@ -672,7 +678,7 @@ int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *by
     leave(l);
     if (bytes)
         *bytes = gone;
-    return 0;
+    return rc;
 }
 
 // For the pool's thread: other members ask for pages. It must not wait for the lock, because a thread that holds the lock
@@ -745,18 +751,10 @@ static int unpark_some(uint32_t place, const uint64_t *segments, size_t n, uint3
     struct lease *l;
     if (missing)
         *missing = 0;
-    int rc = enter(place, &l);
+    int rc = enter_and_move(place, &l);
     if (rc)
         return rc;
-    rc = begin_move(l);
-    if (rc) {
-        leave(l);
-        return rc;
-    }
-    for (size_t i = 0; i < n && !rc; i++)
-        if (!segment_at(l, segments[i]))
-            rc = vmem__error(-EINVAL, "segments[%zu] %#" PRIx64 ": no segment of the lease begins there", i,
-                             segments[i]);
+    rc = check_segments(l, "segments", segments, n);
     if (!rc) {
         sweep(l);
         mark_wanted(l, segments, n);
@@ -793,20 +791,17 @@ int vmem_torch_unpark_segments(uint32_t place, const uint64_t *segments, size_t 
 int vmem_torch_trim(uint32_t place)
 {
     struct lease *l;
-    int rc = enter(place, &l);
+    uint64_t gone;
+    int rc = enter_and_move(place, &l);
     if (rc)
         return rc;
-    rc = begin_move(l);
-    if (!rc) {
-        uint64_t gone;
-        rc = unlock_for_kernels(l);
-        end_move(l);
-        if (rc != -EBUSY) {
-            const int failed = release_idle(l, UINT64_MAX, &gone);
-            sweep(l);
-            rc = cache_trim(l);
-            rc = rc ? rc : failed;
-        }
+    rc = unlock_for_kernels(l);
+    end_move(l);
+    if (rc != -EBUSY) {
+        const int failed = release_idle(l, UINT64_MAX, &gone);
+        sweep(l);
+        rc = cache_trim(l);
+        rc = rc ? rc : failed;
     }
     leave(l);
     return rc;
