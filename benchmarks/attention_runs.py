@@ -275,7 +275,7 @@ class TritonPaged(_Paged):
         for i, (k, v) in enumerate(self.kv):
             for n in splits:
                 call = Call(self.q, k, v, batch, shape, point.head_dim**-0.5, n, self.out, None)
-                call.plan = ours._Parts(batch, shape, call)
+                call.plan = ours.Triton().plan(call)
                 self.calls[i, n] = call
         self._decode = ours.decode
 

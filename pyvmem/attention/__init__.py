@@ -189,7 +189,7 @@ def best(
         No kernel takes the shape.
     """
     k, _ = _layer(cache, layer)
-    return choose(_shape(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap))
+    return choose(shape_of(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap))
 
 
 def tile_rows(
@@ -274,7 +274,7 @@ def _layer(cache: Cache, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-def _shape(
+def shape_of(
     phase: str,
     cache: Cache,
     k: torch.Tensor,
@@ -285,6 +285,7 @@ def _shape(
     requests: int = 0,
     rows: int = 0,
 ) -> Shape:
+    """The `Shape` of a call over a layer's K, ``[slots, max_tokens, kv_heads, head_dim]``."""
     if phase not in ("decode", "prefill"):
         raise ValueError(f"phase {phase!r} must be decode or prefill")
     kv_heads = k.shape[2]
@@ -351,12 +352,11 @@ def _resolve(
     if k.shape[0] < cache.slots or k.shape[1] < batch.max_length:
         have, need = f"{k.shape[1]} rows in {k.shape[0]} slots", f"{batch.max_length} rows in {cache.slots} slots"
         raise ValueError(f"layer: K has {have}; the batch goes up to {need}")
-    shape = _shape(phase, cache, k, q.shape[1], q.dtype, window, softcap, len(batch), batch.max_length)
+    shape = shape_of(phase, cache, k, q.shape[1], q.dtype, window, softcap, len(batch), batch.max_length)
     name = choose(shape).kernel if kernel == "best" else kernel
     chosen = require(name, shape)
-    call = Call(q, k, v, batch, shape, scale, num_splits, None, None)
     with torch.inference_mode(False):  # as in Batch
-        found = chosen, chosen.plan(batch, shape, call), shape, scale
+        found = chosen, chosen.plan(Call(q, k, v, batch, shape, scale, num_splits, None, None)), shape, scale
     batch._plans[key] = found
     return found
 
@@ -372,13 +372,8 @@ def _attend(
     chosen, plan, shape, scale = _resolve(phase, q, cache, k, v, batch, options, new)
     if out is not None:
         want = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-        if (
-            not isinstance(out, torch.Tensor)
-            or out.shape != q.shape
-            or out.dtype != want
-            or out.device != q.device
-            or not out.is_contiguous()
-        ):
+        like = (q.shape, want, q.device)
+        if not isinstance(out, torch.Tensor) or (out.shape, out.dtype, out.device) != like or not out.is_contiguous():
             raise ValueError(f"out must be contiguous {tuple(q.shape)} of {want} on {q.device}")
     if new is not None and not chosen.appends:
         rows = batch.last_rows()

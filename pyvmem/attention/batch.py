@@ -4,7 +4,7 @@ SPDX-License-Identifier: MIT
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -112,6 +112,12 @@ class Batch:
     def __len__(self) -> int:
         return len(self.slots)
 
+    def requests(self) -> Iterator[tuple[int, int, slice]]:
+        """Yield the slot and the length of each request, and the rows of q that are its queries."""
+        ends = np.cumsum(self.query_lengths)
+        begin = ends - self.query_lengths
+        return zip(self.slots.tolist(), self.lengths.tolist(), map(slice, begin.tolist(), ends.tolist()))
+
     def _take(self, slots: Ints, lengths: Ints, query_lengths: Ints | None) -> None:
         slots, lengths = _ints("slots", slots), _ints("lengths", lengths)
         queries = np.ones_like(slots) if query_lengths is None else _ints("query_lengths", query_lengths)
@@ -206,12 +212,11 @@ class Batch:
         ValueError
             Another number of requests or queries.
         """
-        before = len(self), self.total_queries, self.max_query
-        kept = self.slots, self.lengths, self.query_lengths, self.max_length, self.max_query, self.total_queries
+        before, kept = (len(self), self.total_queries, self.max_query), self.__dict__.copy()
         self._take(slots, lengths, query_lengths)
         if (len(self), self.total_queries, self.max_query) != before:
             now = len(self), self.total_queries
-            self.slots, self.lengths, self.query_lengths, self.max_length, self.max_query, self.total_queries = kept
+            self.__dict__.update(kept)
             has = f"the batch has {before[0]} and {before[1]}"
             raise ValueError(f"update with {now[0]} slots and {now[1]} queries: {has}")
         self._upload()

@@ -46,8 +46,8 @@ class FlashAttention2(Kernel):
             return "this torch is built without FlashAttention"
         return None
 
-    def plan(self, batch: Batch, shape: Shape, call: Call) -> _Offsets:
-        return _Offsets(batch, slot_rows(call.k))
+    def plan(self, call: Call) -> _Offsets:
+        return _Offsets(call.batch, slot_rows(call.k))
 
     def run(self, call: Call) -> torch.Tensor:
         batch, window = call.batch, call.shape.window

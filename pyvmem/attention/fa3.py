@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from pyvmem.attention.batch import Batch
 from pyvmem.attention.kernel import BF16, FP8, FP16, Call, Kernel, Shape, multiprocessors
 
 # Arguments of the op without a default in its schema.
@@ -158,8 +157,9 @@ class FlashAttention3(Kernel):
             return f"the package fa3-fwd is installed but does not load: {str(_fa3_fwd()).splitlines()[0]}"
         return "FlashAttention-3 is not installed (pip install fa3-fwd, or import vllm.vllm_flash_attn)"
 
-    def plan(self, batch: Batch, shape: Shape, call: Call) -> None:
-        if batch.fixed and not self._joint(shape) and shape.phase == "prefill":
+    def plan(self, call: Call) -> None:
+        shape = call.shape
+        if call.batch.fixed and not self._joint(shape) and shape.phase == "prefill":
             raise ValueError(
                 f"kernel fa3 does not take a prefill batch with max_length on a cache of tile_rows {shape.tile_rows}"
                 f" (a multiple of {self._tiles(shape)})"
@@ -184,22 +184,18 @@ class FlashAttention3(Kernel):
 
     def _one_by_one(self, call: Call) -> torch.Tensor:
         """Prefill with K and V as tensors of exactly each request's rows, so that TMA reads nothing past them."""
-        batch, out, start = call.batch, call.out, 0
+        batch, out = call.batch, call.out
         if out is None:
             out = torch.empty(call.q.shape, dtype=BF16 if call.q.dtype == FP8 else call.q.dtype, device=call.q.device)
         run, options = _present(), {**_options(call), "num_splits": call.num_splits}
-        for i, (slot, length, queries) in enumerate(
-            zip(batch.slots.tolist(), batch.lengths.tolist(), batch.query_lengths.tolist())
-        ):
-            rows = slice(start, start + queries)
+        for i, (slot, length, rows) in enumerate(batch.requests()):
             q, o = call.q[rows], out[rows]
             k, v = (x[slot : slot + 1, :length] for x in (call.k, call.v))
             if run.varlen_only:
-                ends = batch.cu_seqlens_q[i : i + 2] - start if start else batch.cu_seqlens_q[:2]
-                run(q=q, k=k, v=v, out=o, cu_seqlens_q=ends, max_seqlen_q=queries, **options)
+                ends = batch.cu_seqlens_q[i : i + 2] - rows.start if i else batch.cu_seqlens_q[:2]
+                run(q=q, k=k, v=v, out=o, cu_seqlens_q=ends, max_seqlen_q=len(q), **options)
             else:
                 run(q=q[None], k=k, v=v, out=o[None], **options)
-            start += queries
         return out
 
     def _splits(self, call: Call) -> int:

@@ -126,8 +126,8 @@ class FlexAttention(Kernel):
             reason = f"{shape.slots} slots of {shape.slot_rows} rows (together under 2^31 elements)"
         return reason
 
-    def plan(self, batch: Batch, shape: Shape, call: Call) -> _Mask:
-        return _Mask(batch, shape, slot_rows(call.k), flat_rows(call.k).shape[0])
+    def plan(self, call: Call) -> _Mask:
+        return _Mask(call.batch, call.shape, slot_rows(call.k), flat_rows(call.k).shape[0])
 
     def run(self, call: Call) -> torch.Tensor:
         batch, shape, q = call.batch, call.shape, call.q

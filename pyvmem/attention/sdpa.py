@@ -42,23 +42,17 @@ class SDPA(Kernel):
     capturable = False
 
     def run(self, call: Call) -> torch.Tensor:
-        batch, shape, q = call.batch, call.shape, call.q
-        out = torch.empty_like(q, memory_format=torch.contiguous_format) if call.out is None else call.out
-        quiet = sdpa_kernel(_BACKENDS) if shape.device == "cuda" else contextlib.nullcontext()
-        start = 0
-        requests = zip(batch.slots.tolist(), batch.lengths.tolist(), batch.query_lengths.tolist())
-        with quiet:
-            for slot, length, queries in requests:
-                self._request(call, out, slot, length, queries, start)
-                start += queries
+        out = torch.empty_like(call.q, memory_format=torch.contiguous_format) if call.out is None else call.out
+        with sdpa_kernel(_BACKENDS) if call.shape.device == "cuda" else contextlib.nullcontext():
+            for slot, length, rows in call.batch.requests():
+                self._request(call, out, slot, length, rows)
         return out
 
-    def _request(self, call: Call, out: torch.Tensor, slot: int, length: int, queries: int, start: int) -> None:
-        shape = call.shape
+    def _request(self, call: Call, out: torch.Tensor, slot: int, length: int, rows: slice) -> None:
+        shape, queries = call.shape, rows.stop - rows.start
         first = max(0, length - queries - shape.window + 1) if shape.window else 0
         k = call.k[slot, first:length].transpose(0, 1)[None]
         v = call.v[slot, first:length].transpose(0, 1)[None]
-        rows = slice(start, start + queries)
         if queries == length and not shape.window and queries > 1:  # a whole prompt: the kernels' own causal mask
             q = call.q[rows].transpose(0, 1)[None]
             gqa: dict[str, Any] = {"enable_gqa": True} if shape.group > 1 else {}  # torch 2.4 has no enable_gqa

@@ -66,11 +66,11 @@ def _splits(programs: int, rows: int, device: torch.device) -> int:
 class _Parts:
     """How many parts a request's rows are split into, where their results are stored, and how they are launched."""
 
-    def __init__(self, batch: Batch, shape: Shape, call: Call) -> None:
-        self._shape, self._asked, self._device = shape, call.num_splits, call.q.device
-        self._n = len(batch)
+    def __init__(self, call: Call) -> None:
+        self._shape, self._asked, self._device = call.shape, call.num_splits, call.q.device
+        self._n = len(call.batch)
         self.splits = 0
-        self.refresh(batch)
+        self.refresh(call.batch)
 
     def refresh(self, batch: Batch) -> None:
         """Adapt to a batch's new lengths. A batch with a `max_length` is always launched for that length."""
@@ -85,9 +85,8 @@ class _Parts:
         self.lse = torch.empty(size, dtype=torch.float32, device=self._device)
         # How many parts have ended, for each request and KV head. Every launch leaves zeros.
         self.ended = batch.zeros(self._n * shape.kv_heads)
-        self.launches: dict[
-            tuple[int, ...], tuple[Launch, Launch | None]
-        ] = {}  # compiled kernels, with the arguments that all layers share
+        # Compiled kernels, with the arguments that all layers share.
+        self.launches: dict[tuple[int, ...], tuple[Launch, Launch | None]] = {}
 
 
 class Triton(Kernel):
@@ -107,8 +106,8 @@ class Triton(Kernel):
             return "Triton does not run on CPUs (except in its interpreter, TRITON_INTERPRET=1)"
         return None
 
-    def plan(self, batch: Batch, shape: Shape, call: Call) -> _Parts | None:
-        return _Parts(batch, shape, call) if shape.phase == "decode" else None
+    def plan(self, call: Call) -> _Parts | None:
+        return _Parts(call) if call.shape.phase == "decode" else None
 
     def repeat(self, call: Call) -> Callable[[int, int, int, int], bool] | None:
         parts, k, v = call.plan, call.k.data_ptr(), call.v.data_ptr()

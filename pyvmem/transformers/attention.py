@@ -9,7 +9,6 @@ SPDX-License-Identifier: MIT
 
 import functools
 import math
-from dataclasses import replace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -212,21 +211,9 @@ _untraced = torch.compiler.disable(_of_rows)  # native code cannot be traced
 # ---- by lengths ---------------------------------------------------------------------------------------------------
 
 
-def _shape(phase: str, query_heads: int, key: torch.Tensor, window: int, softcap: float, tile_rows: int = 0) -> Shape:
-    device = key.device
-    where = capability(device.index if device.type == "cuda" else None)
-    heads, dim = key.shape[1], key.shape[3]
-    return Shape(phase, query_heads, heads, dim, key.dtype, key.dtype, device.type, where, window, softcap, tile_rows)
-
-
-def _softcap(config: PreTrainedConfig) -> float:
+def softcap_of(config: PreTrainedConfig) -> float:
+    """The soft cap of a model's scores; 0: none."""
     return float(getattr(config, "attn_logit_softcapping", None) or 0.0)
-
-
-def decode_shape(layer: VMemLayer) -> Shape:
-    """The `Shape` of a decode step of a `VMemLayer`."""
-    key, heads = layer.kv()[0][:, :1].transpose(1, 2), layer.config.num_attention_heads
-    return _shape("decode", heads, key, layer.window, _softcap(layer.config), layer.rows.kv.tile_rows)
 
 
 def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -> int:
@@ -236,14 +223,15 @@ def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -
     """
     if key.device.type != "cuda":
         return 1
-    softcap = _softcap(config)
+    heads, kv_heads, dim, dtype = config.num_attention_heads, key.shape[1], key.shape[3], key.dtype
+    where, softcap = capability(key.device.index), softcap_of(config)
     rows = [1]
     for phase in ("decode", "prefill"):
         for window in set(windows):
-            shape = _shape(phase, config.num_attention_heads, key, window, softcap)
+            shape = Shape(phase, heads, kv_heads, dim, dtype, dtype, "cuda", where, window, softcap, tile_rows=0)
             try:
                 # With whole tiles, one launch of prefill serves prompts of several lengths.
-                rows.append(KERNELS[choose(shape).kernel].tile_rows(replace(shape, phase="decode")))
+                rows.append(attention.tile_rows(choose(shape).kernel, heads, kv_heads, dim, dtype, window))
             except ValueError:  # no kernel takes it: the dense path does
                 pass
     return math.lcm(*rows)
@@ -256,9 +244,9 @@ def _by_kernel(layer: VMemLayer, query: torch.Tensor, key: torch.Tensor, softcap
         layer.asked, layer.taken, layer.appends = asked, query.dtype == key.dtype, False
         try:
             for phase in ("prefill", "decode") if layer.taken else ():
-                tile_rows, cap = layer.rows.kv.tile_rows, float(softcap or 0.0)
-                shape = _shape(phase, query.shape[1], key, layer.window, cap, tile_rows)
-                shape = replace(shape, requests=query.shape[0], rows=layer.length)
+                kv, k, cap = layer.rows.kv, layer.kv()[0], float(softcap or 0.0)
+                size = query.shape[0], layer.length
+                shape = attention.shape_of(phase, kv, k, query.shape[1], query.dtype, layer.window, cap, *size)
                 kernel = KERNELS[choose(shape).kernel]
                 layer.appends = kernel.appends
         except ValueError:  # no kernel takes it

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pyvmem.attention import Batch
-from pyvmem.attention.table import KERNELS, choose
+from pyvmem import attention
+from pyvmem.attention.table import KERNELS
 from pyvmem.kv.cache import KVCache
-from pyvmem.transformers.attention import decode_shape
+from pyvmem.transformers.attention import softcap_of
 from pyvmem.transformers.cache import VMemCache
 from pyvmem.transformers.layers import VMemLayer
 from pyvmem.transformers.plan import Plan, follow
@@ -43,15 +43,11 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        with torch.cuda.device(self._device):
-            return self._capture(function)
-
-    def _capture(self, function: Callable[[], Any]) -> Any:
         # Not torch.cuda.graph: that gives torch's free memory back first, and every later allocation pays for it.
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._device)
         stream = _capture_stream(current.device_index)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # and so on its device
             # Other threads may call CUDA meanwhile: the cache's own maps pages ahead of need.
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -88,7 +84,7 @@ class _Step:
             self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=rows.device)
             self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=rows.device)
             self.targets = torch.zeros(2, batch, dtype=torch.int64, device=rows.device)
-        self.batch = Batch(rows.kv, list(range(batch)), [1] * batch, max_length=limit, check=False)
+        self.batch = attention.Batch(rows.kv, list(range(batch)), [1] * batch, max_length=limit, check=False)
         self.output: Any = None
 
     def load(self, rows: Rows, plan: Plan, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
@@ -248,12 +244,13 @@ class DecodeGraphs:
             layers: list[Any] = cache.layers
             for layer in layers:
                 try:
-                    name = choose(decode_shape(layer)).kernel
+                    heads, softcap = layer.config.num_attention_heads, softcap_of(layer.config)
+                    found = attention.best("decode", rows.kv, heads, layer.kv(), window=layer.window, softcap=softcap)
                 except ValueError as error:
                     self.refused = str(error)
                     return None
-                if self._recorder is CudaGraph and not KERNELS[name].capturable:
-                    self.refused = f"kernel {name} cannot be captured"
+                if self._recorder is CudaGraph and not KERNELS[found.kernel].capturable:
+                    self.refused = f"kernel {found.kernel} cannot be captured"
                     return None
             self._steps[key] = _Step(rows, batch, limit, self._recorder(rows.device))
         return self._steps[key]

@@ -36,19 +36,13 @@ class OpaqueTensor(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):
             name = getattr(func.__self__, "__name__", name)
-            if name in _HARMLESS:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args)
-        if name in ("size", "dim"):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if name == "__getitem__" and isinstance(args[0].vmem, Padding) and _of_queries(args[1]):
-            with torch._C.DisableTorchFunctionSubclass():
-                return OpaqueTensor.of(func(*args), args[0].vmem.of_queries(args[1]))
-        if name in ("to", "contiguous"):  # which usually change nothing
+        of_queries = name == "__getitem__" and isinstance(args[0].vmem, Padding) and _of_queries(args[1])
+        if of_queries or name in _HARMLESS or name in _USUALLY_HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
-            if result is args[0]:
+                if of_queries:
+                    return OpaqueTensor.of(result, args[0].vmem.of_queries(args[1]))
+            if name in _HARMLESS or result is args[0]:
                 return result
         found = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, OpaqueTensor)]
         found[0].vmem.read(name)
@@ -57,7 +51,9 @@ class OpaqueTensor(torch.Tensor):
         return "OpaqueTensor(...)"
 
 
-_HARMLESS = {"device", "dtype", "ndim", "requires_grad", "shape"}  # they tell nothing of what is in a tensor
+# They tell nothing of what is in a tensor; the others change nothing, as a rule.
+_HARMLESS = {"device", "dim", "dtype", "ndim", "requires_grad", "shape", "size"}
+_USUALLY_HARMLESS = {"contiguous", "to"}
 
 
 def _of_queries(index: Any) -> bool:

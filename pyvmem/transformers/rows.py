@@ -42,35 +42,20 @@ def _padding_after_tokens(kept: npt.NDArray[np.bool_], before: Any) -> npt.NDArr
 
 
 class Rows:
-    """The slots, lengths and pages of one `VMemCache`, which all its layers share.
-
-    Attributes
-    ----------
-    windows : list of int
-        The sliding window, in tokens, of each layer that keeps rows here; 0 for none.
-    kv : KVCache or None
-        Created when the first layer reports its shapes. All its slots are allocated permanently, used or not.
-    pairs : list of (torch.Tensor, torch.Tensor)
-        K and V of each layer, ``[slots, max_tokens, heads, head_dim]``: views of `kv`'s tensors.
-    batch : int
-        Sequences.
-    slots : list of int
-        Slot of each sequence.
-    version : int
-        Changes with the tensors and the batch. What layers derive from them is valid for one version.
-    """
+    """The slots, lengths and pages of one `VMemCache`, which all its layers share."""
 
     def __init__(
         self, windows: Iterable[int], max_tokens: int, slots: int, budget: int | None, options: dict[str, Any]
     ) -> None:
-        self.windows = list(windows)
+        self.windows = list(windows)  # in tokens, of each layer that keeps rows here; 0: none
         self.max_tokens = max_tokens
         self.budget = budget
         self.options = options
         self.pool: KVPool | None = options.get("pool")
-        # None until a layer reports its shapes: a KVCache, a torch.device, a torch.dtype.
+        # A KVCache, a torch.device, a torch.dtype; None until a layer reports its shapes. All slots are allocated
+        # permanently, used or not.
         self.kv: Any = None
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # K and V of each layer
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # what `_pairs` returns
         self.device: Any = None
         self.dtype: Any = None
         self.autocast = False  # whether torch.autocast chose the dtype of any rows
@@ -82,8 +67,9 @@ class Rows:
         self.closed = False
         self.whole = False  # whether some layer's K and V are read as one tensor, which needs sdpa's mask
         self.pending: Any = None  # a `PendingKV` whose keys have not reached the attention yet
-        self.batch = self.version = 0
-        self.slots: list[int] = []
+        self.batch = 0  # sequences
+        self.slots: list[int] = []  # of each sequence
+        self.version = 0  # of the tensors and the batch: what layers derive from them is valid for one version
         self.tile_rows = 1
         self.capturing = False  # whether a CUDA graph of the pass is being captured
         self._least_slots = slots
