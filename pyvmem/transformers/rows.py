@@ -216,7 +216,10 @@ class Rows:
         lengths = self._lengths
         least = self.options.get("pool_min", 0)
         new = self._copy_cache(slots, **({"pool_min": 0} if least else {}))  # the old tensors have it until the end
-        self._free_cache()
+        # Not `finish`: in the middle of a pass, layers that share rows still read them in the old tensors.
+        wait(self.device)
+        self._finalizer.detach()
+        self.kv.close()
         if self.pool and least:
             self.pool.set_share(new, least, self._max_budget())
         self._use_cache(new)

@@ -86,3 +86,15 @@ def test_a_guaranteed_minimum_moves_to_larger_tensors(make, device, page):
         assert cache.get_seq_length() == ids.shape[1]
         cache.reset()
         assert generate(model, ids, cache, "vmem").tolist() == reference(model, ids).tolist()
+
+
+@pytest.mark.parametrize("attention", ["vmem", "sdpa"])
+def test_layers_that_share_rows_read_them_when_other_shapes_come(make, device, attention):
+    """Later layers of Gemma 4 read rows of the first ones, which the head_dim of full attention has moved."""
+    model, ids = tiny_model("gemma4_shared", device=device), prompts(2, device=device)
+    with pyvmem.KVPool(256 << 20) as pool:
+        cache = make(model, pool=pool, pool_min=1 << 20)
+        assert generate(model, ids, cache, attention).tolist() == reference(model, ids).tolist()
+        assert len(pool.members()) == 1
+        cache.close()
+        assert pool.free == pool.budget
