@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pyvmem._checks import elements, flag, one_of, shown, uint, uint32s
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import InvalidArgument, _check, structure
-from pyvmem.owned import Reservation, _Owned, as_buffer
+from pyvmem.owned import Reservation, _Owned
 
 if TYPE_CHECKING:
     from pyvmem.kv.pool import KVPool
@@ -233,7 +233,7 @@ class Blocks(_Owned):
         """The states of blocks, uint8[n]: 0 if it is not backed, 1 if it is, 2 if it is and waits to be given up."""
         raw, n = _ids(ids)
         found = np.empty(n, np.uint8)
-        _check(lib.vmem_blocks_query(self._use(), raw, n, as_buffer("uint8_t[]", found)))
+        _check(lib.vmem_blocks_query(self._use(), raw, n, ffi.from_buffer("uint8_t[]", found)))
         return found
 
     def backed(self) -> npt.NDArray[np.uint32]:
@@ -291,7 +291,7 @@ class Blocks(_Owned):
 
 def _ids(ids: Any) -> tuple[Any, int]:
     array = uint32s("ids", ids)
-    return as_buffer("uint32_t[]", array), len(array)
+    return ffi.from_buffer("uint32_t[]", array), len(array)
 
 
 def _board(board: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from pyvmem._checks import UInts, flag, one_of, uint, uints
+from pyvmem._checks import UInts, flag, one_of, shown, uint, uints
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import VmemError, _check, _error, structure
 from pyvmem.owned import (
@@ -28,7 +28,6 @@ from pyvmem.owned import (
     Pages,
     Reservation,
     _Owned,
-    as_buffer,
     commit_flags,
     make_ops,
     map_flags,
@@ -391,7 +390,7 @@ class Context(_Owned):
             _check(lib.vMemReleaseBatch(self._use(), ffi.new("vmem_page *", uint("pages", pages)), 1, bad), bad)
         else:
             handles = uints("pages", self._handles(pages))
-            _check(lib.vMemReleaseBatch(self._use(), as_buffer("vmem_page[]", handles), len(handles), bad), bad)
+            _check(lib.vMemReleaseBatch(self._use(), ffi.from_buffer("vmem_page[]", handles), len(handles), bad), bad)
 
     def page_info(self, page: SupportsIndex) -> PageInfo:
         """Describe a page.
@@ -436,7 +435,7 @@ class Context(_Owned):
             _check(lib.vMemMapBatch(self._use(), op, 1, map_flags(replace, fine), bad), bad)
         else:
             ops, bad = make_ops(MAP_OP, addrs=addrs, pages=self._handles(pages)), no_index()
-            buffer = as_buffer("struct vmem_map_op[]", ops)
+            buffer = ffi.from_buffer("struct vmem_map_op[]", ops)
             _check(lib.vMemMapBatch(self._use(), buffer, len(ops), map_flags(replace, fine), bad), bad)
 
     def unmap(self, addrs: Any, lengths: Any) -> None:
@@ -458,7 +457,7 @@ class Context(_Owned):
             _check(lib.vMemUnmap(self._use(), uint("addrs", addrs), uint("lengths", lengths)))
         else:
             ops, bad = make_ops(UNMAP_OP, addrs=addrs, lengths=lengths), no_index()
-            _check(lib.vMemUnmapBatch(self._use(), as_buffer("struct vmem_unmap_op[]", ops), len(ops), bad), bad)
+            _check(lib.vMemUnmapBatch(self._use(), ffi.from_buffer("struct vmem_unmap_op[]", ops), len(ops), bad), bad)
 
     def query(self, addr: SupportsIndex) -> tuple[int, int]:
         """Say which page is mapped at an address.
@@ -560,7 +559,7 @@ class Context(_Owned):
         ops = make_ops(COPY_OP, dst=dst, src=src, lengths=lengths)
         for name in ("dst", "src"):
             _check_addresses(name, ops[name][ops["length"] > 0])
-        _check(lib.vmem_copy_batch(self._use(), as_buffer("struct vmem_copy_op[]", ops), len(ops)))
+        _check(lib.vmem_copy_batch(self._use(), ffi.from_buffer("struct vmem_copy_op[]", ops), len(ops)))
 
     def fill(self, addr: SupportsIndex, value: SupportsIndex, length: SupportsIndex) -> None:
         """Set bytes to a value. It is done on return.
@@ -629,7 +628,7 @@ class Context(_Owned):
         try:
             view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
         except TypeError:
-            raise TypeError(f"data must be a contiguous bytes-like object, not {_kind(data)}") from None
+            raise TypeError(f"data must be a contiguous bytes-like object, not {shown(data)}") from None
         source = np.frombuffer(view, np.uint8) if len(view) else np.empty(0, np.uint8)
         self.copy(uint("addr", addr), source.ctypes.data, source.nbytes)
 
@@ -639,7 +638,7 @@ def _ranges(addrs: Any, lengths: Any) -> tuple[Any, int]:
     if type(addrs) is int and type(lengths) is int:  # one range: no array is needed
         return ffi.new("struct vmem_range *", (uint("addrs", addrs), uint("lengths", lengths))), 1
     ops = make_ops(UNMAP_OP, addrs=addrs, lengths=lengths)
-    return as_buffer("struct vmem_range[]", ops), len(ops)
+    return ffi.from_buffer("struct vmem_range[]", ops), len(ops)
 
 
 def _check_addresses(name: str, addrs: UInts) -> None:
@@ -649,10 +648,6 @@ def _check_addresses(name: str, addrs: UInts) -> None:
         raise _error(
             errno.EFAULT, f"{name} {wrong:#x} is not an address: addresses begin at 64 KiB and end before 2^57"
         )
-
-
-def _kind(value: Any) -> str:
-    return f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
 _defaults: dict[tuple[str | None, int], Context] = {}

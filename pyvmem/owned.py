@@ -12,7 +12,6 @@ import errno
 import operator
 import os
 import weakref
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
@@ -44,10 +43,6 @@ def make_ops(dtype: np.dtype[Any], **columns: Any) -> npt.NDArray[Any]:
     for name, column in zip(dtype.names or (), rows):
         ops[name] = column
     return ops
-
-
-def as_buffer(ctype: str, array: npt.NDArray[Any]) -> Any:
-    return ffi.from_buffer(ctype, array)
 
 
 _SIZE, _NO_INDEX = ffi.typeof("size_t *"), lib.PV_NO_INDEX
@@ -157,9 +152,7 @@ class _Owned(Uncopyable):
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -264,7 +257,7 @@ class Reservation(_Owned):
             first = _index(offset)
         except TypeError:
             ops = make_ops(MAP_OP, offset=self._parts(uints("offset", offset), size), pages=handles)
-            buffer = as_buffer("struct vmem_map_op[]", ops)
+            buffer = ffi.from_buffer("struct vmem_map_op[]", ops)
             _check(lib.vMemMapBatch(self._use(), buffer, len(ops), flags, bad), bad)
         else:
             n = len(handles)
@@ -296,7 +289,7 @@ class Reservation(_Owned):
             left = np.uint64(self.length) - np.minimum(offsets, np.uint64(self.length))
             ops, bad = make_ops(UNMAP_OP, offset=offsets, length=left if length is None else length), no_index()
             ops["addr"] = self._parts(ops["addr"], ops["length"])
-            buffer = as_buffer("struct vmem_unmap_op[]", ops)
+            buffer = ffi.from_buffer("struct vmem_unmap_op[]", ops)
             _check(lib.vMemUnmapBatch(self._use(), buffer, len(ops), bad), bad)
         else:
             first, size = self._part(first, size)
@@ -325,10 +318,8 @@ class Reservation(_Owned):
             Bytes; by default, up to the end.
         page_size : int, optional
             Bytes; by default the smallest. Offset and length are multiples of it.
-        zero : bool
-            Clear memory that this context used before. Fresh memory is always zero.
-        fine : bool
-            Keep every page separately unmappable while kernels run.
+        zero, fine : bool
+            As in `Context.commit`.
 
         Returns
         -------
@@ -450,7 +441,7 @@ class Pages(_Owned):
         one_of("page_size", page_size, context.page_sizes)
         self.handles = new_handles(n)
         owner = self._new_owner(context._owned())
-        self._buffer = as_buffer("vmem_page[]", self.handles)
+        self._buffer = ffi.from_buffer("vmem_page[]", self.handles)
         _check(lib.pv_own_pages(owner, page_size, len(self.handles), create_flags(zero), self._buffer))
         self._own(owner)
         self.handles.flags.writeable = False

@@ -13,7 +13,7 @@ from pyvmem._checks import UInts, flag, one_of, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import _check
-from pyvmem.owned import as_buffer, create_flags, new_handles
+from pyvmem.owned import create_flags, new_handles
 
 if TYPE_CHECKING:
     from pyvmem.kv.arguments import Lengths
@@ -49,7 +49,6 @@ def vMemReserve(context: Context, length: SupportsIndex, *, backdrop: bool = Fal
     Parameters
     ----------
     context : Context
-        The backend and device.
     length : int
         Bytes.
     backdrop : bool
@@ -72,7 +71,6 @@ def vMemFree(context: Context, addr: SupportsIndex) -> None:
     Parameters
     ----------
     context : Context
-        The backend and device.
     addr : int
         The first address.
 
@@ -90,7 +88,6 @@ def vMemCreate(context: Context, page_size: int, n: SupportsIndex = 1, *, zero: 
     Parameters
     ----------
     context : Context
-        The backend and device.
     page_size, n, zero
         As in `Context.create`.
 
@@ -101,7 +98,7 @@ def vMemCreate(context: Context, page_size: int, n: SupportsIndex = 1, *, zero: 
     """
     one_of("page_size", page_size, _context(context).page_sizes)
     handles, owner = new_handles(n), context._new_owner(context._owned())
-    buffer = as_buffer("vmem_page[]", handles)
+    buffer = ffi.from_buffer("vmem_page[]", handles)
     _check(lib.pv_own_pages(owner, page_size, len(handles), create_flags(zero), buffer))
     lib.pv_disown_pages(owner)  # must be last: until here, the owner frees the pages on an exception
     return handles
@@ -113,7 +110,6 @@ def vMemMap(context: Context, addr: SupportsIndex, page: SupportsIndex) -> None:
     Parameters
     ----------
     context : Context
-        The backend and device.
     addr : int
         A multiple of the page's size.
     page : int
@@ -128,7 +124,6 @@ def vMemMapBatch(context: Context, addrs: Any, pages: Any, *, replace: bool = Fa
     Parameters
     ----------
     context : Context
-        The backend and device.
     addrs, pages, replace, fine
         As in `Context.map`.
     """
@@ -141,7 +136,6 @@ def vMemUnmap(context: Context, addr: SupportsIndex, length: SupportsIndex) -> N
     Parameters
     ----------
     context : Context
-        The backend and device.
     addr : int
         The first address.
     length : int
@@ -156,11 +150,8 @@ def vMemUnmapBatch(context: Context, addrs: Any, lengths: Any) -> None:
     Parameters
     ----------
     context : Context
-        The backend and device.
-    addrs : int or array of int
-        Addresses in the context's reservations.
-    lengths : int or array of int
-        Bytes.
+    addrs, lengths
+        As in `Context.unmap`.
     """
     _context(context).unmap(addrs, lengths)
 
@@ -171,7 +162,6 @@ def vMemRelease(context: Context, pages: Any) -> None:
     Parameters
     ----------
     context : Context
-        The backend and device.
     pages : int or array of int
         Their handles.
     """

@@ -11,7 +11,6 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -355,9 +354,7 @@ class VirtualTensor(Uncopyable):
     def __enter__(self) -> "VirtualTensor":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
