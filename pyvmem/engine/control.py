@@ -36,7 +36,7 @@ from pyvmem._ffi import lib
 from pyvmem.engine import pools
 from pyvmem.kv.view import started, view_folder
 
-MAGIC, VERSION = 0x6D656D76_6C6C6D00, 9
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 10
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
@@ -95,6 +95,7 @@ SLEEPS = 1994  # times that it fell asleep
 WAKING = 1995  # microseconds that the first request of each wake has waited, in all
 UNSERVED = 1996  # requests that waited in vain or met a drained model
 STARVING = 1997  # since when the model's requests cannot go on for lack of KV memory
+DRAINED = 1998  # 1: an operator has closed the model: no further request begins, in whatever state it is
 
 # Words that each worker publishes in its own column: the word of rank r is at NAME + r.
 IN_BLOCKS, IN_SLOTS = 1, 2
@@ -140,7 +141,6 @@ class State(enum.IntEnum):
     WAKING = 2  # requests wait, and the model takes its memory back
     AWAKE = 3  # requests run
     CLOSING = 4  # requests wait, and those that run end
-    DRAINED = 5  # an operator has closed the model: requests are refused
 
 
 def path_of(engine: str, rank: int) -> Path | None:
@@ -459,6 +459,7 @@ class Engine:
         columns = (RESIDENT, STEP_MAPS, WEIGHTS, WEIGHTS_HELD)
         most = {f: whole(page.words[f : f + ranks]) for f in columns}
         state = State(page[STATE]).name.lower() if page[STATE] in list(State)[1:] else ""
+        state = "drained" if state and page[DRAINED] else state
         return cls(
             name, rank, page[PID], ranks // parts, block, page[BLOCKS],
             None if page[LIMIT] >= NO_LIMIT else page[LIMIT], page[MIN], page[MAX], page[PRIORITY],

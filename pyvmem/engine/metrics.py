@@ -84,10 +84,9 @@ class Collector:
             labels["model_name"] = engine.model
             for name, metric, about, counts in MODEL:
                 add(f"vmem_model_{metric}", about, counts, labels, told[name])
-            for state in list(State)[1:]:
-                there = engine.state == state.name.lower()
+            for state in (*(state.name.lower() for state in list(State)[1:]), "drained"):
                 add("vmem_model_state", "1 for the state in which the model is", False,
-                    {**labels, "state": state.name.lower()}, there)  # fmt: skip
+                    {**labels, "state": state}, engine.state == state)  # fmt: skip
         return families.values()
 
 

@@ -196,7 +196,7 @@ class Serve(http.Limits):
         One that answers as a whole may be half done if its model went on until it fell asleep: it goes on at the wake.
         """
         starved = self._pages[0][control.STARVING] if self._pages else 0
-        if not starved or (not stream and starved >= self._pages[0][control.CHANGED_AT] and not self._open()):
+        if not starved or (not stream and starved >= self._pages[0][control.CHANGED_AT] and not self._awake()):
             return False
         return _now() - max(starved, began) > 1e6 * self._settings.queue
 
@@ -204,8 +204,12 @@ class Serve(http.Limits):
         """Return whether the engines and this process show signs of life."""
         return all(self._model(p).alive for p in self._pages)
 
-    def _open(self) -> bool:
+    def _awake(self) -> bool:
         return all(p[control.STATE] == State.AWAKE for p in self._pages)
+
+    def _open(self) -> bool:
+        """Return whether requests may begin."""
+        return self._awake() and not self._pages[0][control.DRAINED]
 
     async def _admit(self, body: _Receive) -> bool:
         """Wait until the request may begin, and count it. False: it may not, or its client is gone."""
@@ -220,7 +224,7 @@ class Serve(http.Limits):
                 self._waiting.setdefault(token, _now())
                 self._publish()
                 self._came.set()  # it need not wait for the next look
-                if self._pages[0][control.STATE] == State.DRAINED or not await self._change(body, end):
+                if self._pages[0][control.DRAINED] or not await self._change(body, end):
                     return False
         finally:
             self._waiting.pop(token, None)
@@ -281,15 +285,14 @@ class Serve(http.Limits):
             await _json(send, 409, {"error": "another order is being carried out"})
             return
         body, end = _Receive(receive), time.monotonic() + self._settings.queue
-        goal = {SLEEP: State.ASLEEP, WAKE: State.AWAKE, DRAIN: State.DRAINED}[order]
-        page, token = self._pages[0], object()
+        token = object()
         try:
             self._order = order
             if order == WAKE:
                 self._waiting[token] = _now()
             self._publish()
             self._came.set()
-            while not (done := page[control.STATE] == goal and not (order == DRAIN and page[control.RUNNING])):
+            while not (done := self._obeyed(order)):
                 if not await self._change(body, end):
                     break
         finally:
@@ -298,6 +301,13 @@ class Serve(http.Limits):
             self._publish()
         if not body.gone:
             await _json(send, 200 if done else 503, self._told())
+
+    def _obeyed(self, order: int) -> bool:
+        """Return whether an order has been carried out."""
+        page = self._pages[0]
+        if order == DRAIN:
+            return page[control.DRAINED] == 1 and not page[control.RUNNING]
+        return self._open() if order == WAKE else page[control.STATE] == State.ASLEEP
 
     def _told(self) -> dict[str, Any]:
         engines = [control.Engine.of("", 0, p) for p in self._pages]
@@ -337,7 +347,7 @@ class Serve(http.Limits):
         return bool(self._pages)
 
     def _publish(self) -> None:
-        waits = [*self._waiting.values(), *(() if self._open() else self._fresh.values())]
+        waits = [*self._waiting.values(), *(() if self._awake() else self._fresh.values())]
         since = min(waits, default=0)
         for page in self._pages:
             slot = page.server(self._number)
@@ -372,7 +382,7 @@ class Serve(http.Limits):
     # ---- what it does ----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        failure, seen = "", (0, False)
+        failure, seen = "", (0, 0, False)
         while True:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two classes until Python 3.11
                 await asyncio.wait_for(self._came.wait(), TICK)
@@ -381,7 +391,7 @@ class Serve(http.Limits):
                 if not self._find():
                     continue
                 page = self._pages[0]
-                if (now := (page[control.STATE], page[control.RUNNING] > 0)) != seen:
+                if (now := (page[control.STATE], page[control.DRAINED], page[control.RUNNING] > 0)) != seen:
                     seen = now
                     self._stir()
                 servers = self._servers(page)
@@ -408,24 +418,20 @@ class Serve(http.Limits):
             if not queued and not running:
                 page[control.LACKS] = 0
         self._see_hunger(running)
+        if order in (DRAIN, WAKE):
+            for page in self._pages:
+                page[control.DRAINED] = order == DRAIN
         if self._acts is not None and not self._acts.done():
             if self._pages[0][control.STATE] == State.WAKING:
                 self._lack()
             return
         page = self._pages[0]
         state, asleep = State(page[control.STATE]), any(p.asleep for p in self._pages)
-        if state == State.DRAINED:
-            if order == WAKE:
-                self._set(State.ASLEEP if asleep else State.AWAKE)
-            return
         if asleep and state in (State.AWAKE, State.CLOSING):  # by the engine's own ways
             self._set(State.ASLEEP)
             return
         if not asleep and state in (State.ASLEEP, State.WAKING):
             self._set(State.AWAKE)
-            return
-        if order == DRAIN and not (running and asleep):  # requests that sleep with it end first
-            self._set(State.DRAINED)
             return
         if order == SLEEP and state in (State.AWAKE, State.CLOSING):
             action = Action.SLEEP if not running else Action.CLOSE if state == State.AWAKE else Action.NOTHING

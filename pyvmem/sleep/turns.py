@@ -83,7 +83,7 @@ class Model:
     @property
     def asks(self) -> bool:
         """It needs memory of others: to wake, or to go on."""
-        return self.alive and (self.waits or (self.starved > 0 and self.state in (State.AWAKE, State.DRAINED)))
+        return self.alive and (self.waits or (self.starved > 0 and self.state == State.AWAKE))
 
     @property
     def asked(self) -> float:

@@ -343,11 +343,41 @@ def test_who_drains_a_frozen_model_waits_for_its_requests(played):
         await until(lambda: engine.page[control.STATE] == State.ASLEEP, engine)
         drain = asyncio.create_task(ask(engine, "/vmem/drain"))
         other[control.RUNNING] = other[control.STARVING] = engine.page[control.STARVED] = 0
-        await until(lambda: engine.page[control.STATE] == State.DRAINED, engine)
+        await until(lambda: engine.page[control.DRAINED], engine)
         assert not drain.done()
         app.may.set()
         assert (await request)[0] == 200 and (await drain)[0] == 200
         assert (await ask(engine))[0] == 503
+
+    played(history)
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_drained_model_keeps_no_other_waiting(played, runs):
+    """It sleeps for one that wakes, with its last request if that cannot go on, and goes on refusing others."""
+
+    async def history(engine, app, other):
+        request = None
+        if runs:
+            app.may.clear()
+            request = asyncio.create_task(ask(engine))
+            await until(lambda: engine.page[control.RUNNING] == 1, engine)
+        drain = asyncio.create_task(ask(engine, "/vmem/drain"))
+        await until(lambda: engine.page[control.DRAINED], engine)
+        engine.page[control.STARVED] = runs
+        engine.page[control.GIVES] = 9
+        other[control.STATE], other[control.QUEUED], other[control.SINCE] = State.ASLEEP, 1, 1
+        other[control.LACKS], other[control.LACKING] = 5, 1
+        await until(lambda: engine.page[control.STATE] == State.ASLEEP, engine)
+        assert engine.calls == ["freeze" if runs else "sleep"] and not (runs and drain.done())
+        assert (await ask(engine))[0] == 503 and engine.page[control.STATE] == State.ASLEEP
+        other[control.QUEUED] = other[control.LACKS] = engine.page[control.STARVED] = 0
+        if runs:
+            await until(lambda: engine.page[control.STATE] == State.AWAKE, engine)
+            app.may.set()
+            assert (await request)[0] == 200
+        assert (await drain)[0] == 200 and (await ask(engine))[0] == 503
+        assert (await ask(engine, "/vmem/wake"))[0] == 200 and (await ask(engine))[0] == 200
 
     played(history)
 

@@ -382,9 +382,7 @@ def test_of_a_servers_engines_one_that_lacks_memory_asks():
     assert giver([one, two, awake("a")], 60.0, SLICE).name == "a"
 
 
-def test_a_drained_or_hanging_model_takes_no_part():
-    drained = Model("d", State.DRAINED, queued=1, since=1.0, lacks=1)
+def test_a_hanging_model_takes_no_part():
     hangs = awake("h", alive=False)
-    assert first([drained, ASKER], 60.0, SLICE) is ASKER
-    assert giver([ASKER, hangs, drained], 60.0, SLICE) is None
-    assert decide([drained, ASKER], drained, 60.0, SLICE) is Action.NOTHING
+    assert first([replace(ASKER, name="h", since=1.0, alive=False), ASKER], 60.0, SLICE) is ASKER
+    assert giver([ASKER, hangs], 60.0, SLICE) is None
