@@ -1,7 +1,8 @@
 """Compiles every C file of the repository, with warnings as errors; writes nothing but cffi's generated source.
 
-The errors of current compilers (GCC 14, clang 16) are errors here with any compiler: a call of an undeclared function,
-an implicit int, pointers and integers that are mixed up. The files differ in what they include, hence the groups:
+The errors of current compilers (GCC 14, clang 16) are errors here with any compiler. Such are a call of an undeclared
+function, an implicit int, pointers and integers that are mixed up. The files differ in what they include, hence the
+groups:
 
     library   libvmem/src
     binding   pyvmem/native, and the module that cffi makes from the headers

@@ -4,12 +4,13 @@
 
 MACHINE is x86_64 or aarch64. A wheel for a machine other than this one is checked in the same way, but not tried.
 
-The wheel serves every Python from 3.10 on (limited API) and every Linux with glibc 2.28 or newer: zig's clang compiles
+The wheel serves every Python from 3.10 on (limited API) and every Linux with glibc 2.28 or newer. zig's clang compiles
 against that release's symbols, whatever this machine has. auditwheel and abi3audit check both promises. Two builds of
 one commit are the same bytes: SOURCE_DATE_EPOCH is the commit's time, if it is not given.
 
-The wheel is tried in an environment with no torch and no compiler: a context on host memory, the command, and
-the error that names torch where tensors are asked for. A free-threaded interpreter gets a wheel of its own.
+The wheel is tried in an environment with no torch and no compiler. What is tried: a context on host memory, the
+command, and the error that names torch where tensors are asked for. A free-threaded interpreter gets a wheel of its
+own.
 
 SPDX-License-Identifier: MIT
 """

@@ -383,8 +383,8 @@ def measure(runs: Any, turns: int = 11, seconds: float = 0.4) -> Any:
 def prepare(batch: int, tokens: int, block: int, device: Any, repeats: int) -> Any:
     """Microseconds until an iteration's tables are on the device: {how: samples}.
 
-    A padded table as vLLM builds one: rows of block numbers, of which each request has a list, copied as a whole; the
-    compressed table that FlashInfer takes; and slots and lengths, which are all that contiguous slots need.
+    Three ways. A padded table as vLLM builds one: rows of block numbers, of which each request has a list, copied as a
+    whole. The compressed table that FlashInfer takes. Slots and lengths, which are all that contiguous slots need.
     """
     rng = np.random.default_rng(0)
     lengths = rng.integers(max(tokens // 2, 1), tokens + 1, batch).astype(np.int32)

@@ -1,8 +1,8 @@
 """Two models over one pool of memory: what one does not need, the other can have.
 
 The caches of both models are members of a KVPool. The budget of each grows as its sequences do. If the pool has too
-little left, the other member gives back what it only keeps for its next sequences, down to its minimum, and the forward
-pass waits for that. With a name (`KVPool(bytes, name="models")`), the models can be in different processes.
+little left, the forward pass waits: the other member gives back what it only keeps for its next sequences, down to its
+minimum. With a name (`KVPool(bytes, name="models")`), the models can be in different processes.
 
     python examples/two_models.py
 

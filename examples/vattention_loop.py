@@ -1,9 +1,10 @@
 """The calls of microsoft/vattention on a KVCache, and the loop of its demo.
 
 That extension has one cache per process, and functions. An engine that was written for it takes `VAttention()` in the
-place of the module: names, arguments and order stay. What a request is differs, and is translated here: there, a
-request lives as long as its length is not 0; here, from `alloc` to `free`. docs/vattention.md has both loops
-side by side.
+place of the module: names, arguments and order stay. What a request is differs, and is translated: there, a
+request lives as long as its length is not 0; here, from `alloc` to `free`.
+
+docs/vattention.md has both loops side by side.
 
     python examples/vattention_loop.py                      # on CPU memory
     python examples/vattention_loop.py --device cuda

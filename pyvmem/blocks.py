@@ -93,10 +93,10 @@ class Blocks(_Owned):
         Most bytes of pages; 0 for no limit but the context's.
     board : buffer of uint64, optional
         `BOARD_WORDS` words, such as a numpy array over shared memory, where the native thread writes for other
-        processes: the last answered order, the orders refused so far, bytes held, most bytes held, blocks backed,
-        blocks that wait to be given up, the budget, and what other members of its pool want the bytes held to fall to
-        (0: nothing; `offer`). After these 8 words come answers: that to order ``s`` is at ``8 + s % 256``, ``2 * s``
-        if it was carried out and ``2 * s + 1`` if it was refused.
+        processes. The first five words: the last answered order, the orders refused so far, bytes held, most bytes
+        held, blocks backed. The next three: blocks that wait to be given up, the budget, and the bytes to which other
+        members of its pool want it to fall (0: nobody asks; `offer`). Then come answers: that to order ``s`` is at
+        ``8 + s % 256``. It is ``2 * s`` if the order was carried out, and ``2 * s + 1`` if it was refused.
 
     Raises
     ------
@@ -249,8 +249,8 @@ class Blocks(_Owned):
 
         min, max : bytes that are guaranteed, and that are possible at most; max 0: the pool's budget.
 
-        Raises `OutOfMemory` (the minimums of all members, or the pages that are held, exceed the pool's budget) and
-        `InvalidArgument` (they are in a pool already, or on another device than its members).
+        Raises `OutOfMemory` if the minimums of all members, or the pages that are held, exceed the pool's budget.
+        Raises `InvalidArgument` if the blocks are in a pool already, or on another device than its members.
         """
         if getattr(pool, "_what", "") != "pool":
             raise TypeError(f"pool must be a KVPool, not {shown(pool)}")

@@ -391,9 +391,9 @@ class RepeatedDecode:
     """One layer's `decode` with `new`, repeated in every iteration of a batch. Only the first call checks arguments.
 
     An eager decode step waits for Python. Later calls therefore only compare shapes, strides and dtypes with the first.
-    The arguments are those of `decode`, except for q, ``[requests, query_heads, 1, head_dim]``, and K and V in `new`,
-    ``[requests, kv_heads, 1, head_dim]``, which have the shapes that models use, as has the result,
-    ``[requests, 1, query_heads, head_dim]``.
+    The arguments are those of `decode`, but in the shapes that models use: q is ``[requests, query_heads, 1,
+    head_dim]``, and K and V in `new` are ``[requests, kv_heads, 1, head_dim]``. The result is ``[requests, 1,
+    query_heads, head_dim]``.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Attention in Triton: split-KV decode, its second pass, and prefill. Triton compiles the kernels from this file.
 
-Split-KV decode is Flash-Decoding's idea (Dao et al., 2023): parts of one request's rows go to different programs, and
-their results are joined by the logarithms of their sums: by the last of these programs, or, if there are many parts, by
-a second pass. Every load is masked, so no row past a length or before a window is read. With PAGE, the kernel looks
+Split-KV decode is Flash-Decoding's idea (Dao et al., 2023): parts of one request's rows go to different programs. Their
+results are joined by the logarithms of their sums. The last of these programs does that, or, if there are many parts, a
+second pass. Every load is masked, so no row past a length or before a window is read. With PAGE, the kernel looks
 rows up in a block table; benchmarks use this paged variant. With APPEND, each request's last row comes from `k_new` and
 `v_new`, and the kernel stores it in the cache.
 

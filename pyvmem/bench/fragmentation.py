@@ -1,8 +1,8 @@
 """The memory that pages waste, and the requests that fit with smaller pages.
 
-Three parts: the tokens per page and the worst waste of a request, computed and measured (Table 8 of the vAttention
-paper); the waste of a running batch; and the largest batch under a budget (Figure 12). All use the real KV-cache
-manager with real pages, without a model.
+It has three parts. The first computes and measures the tokens per page and the worst waste of a request (Table 8 of the
+vAttention paper). The second measures the waste of a running batch, and the third finds the largest batch under a
+budget (Figure 12). All use the real KV-cache manager with real pages, without a model.
 
 SPDX-License-Identifier: MIT
 """

@@ -42,9 +42,9 @@ def in_one_piece(ranges: Sequence[BlockRange]) -> bool:
 def page_size(ranges: Sequence[BlockRange], sizes: Collection[int]) -> int:
     """The page size for blocks, of those that the backend has.
 
-    For blocks in one piece it is at most 2 MiB: the device finds the memory of few, large pages faster, and a request's
-    blocks are mostly neighbours, which share pages. Where the layers are apart, a page of one layer would be shared by
-    many blocks, so it is the largest of which every part of a block is a whole number; else the smallest.
+    For blocks in one piece it is at most 2 MiB. The device finds the memory of few, large pages faster, and a request's
+    blocks are mostly neighbours, which share pages. Where the layers are apart, many blocks would share a page of one
+    layer. So the page is the largest of which every part of a block is a whole number; else the smallest.
     """
     if in_one_piece(ranges):
         return max((size for size in sizes if size <= PAGE), default=min(sizes))

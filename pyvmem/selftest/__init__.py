@@ -214,8 +214,8 @@ def run_selftest(
     """Run the self-test and return its report; `say` gets a line for each stage.
 
     The report's "passed" is True only if every stage passed. The report is written as the stamp, or, after a failure,
-    to a file whose name ends in ".failed". With `prove`, which is for "stock", one more stage shows that the readers of
-    the other stages notice a fault: it ends a process by one (Xid 31 in the kernel's log). `shared` allows other
+    to a file whose name ends in ".failed". With `prove`, which is for "stock", one more stage ends a process by a fault
+    (Xid 31 in the kernel's log). It shows that the readers of the other stages notice one. `shared` allows other
     processes on the GPU. `unknown_driver` is as of `Context`.
 
     Raises `VmemError` if no driver or device is found.

@@ -1,7 +1,7 @@
 """The stages of the self-test. Each proves one mechanism, and runs in a process of its own.
 
-What keeps a failure harmless: a stage reads before it writes, writes only through a translation that a read has
-identified, and owns the pages under test until it ends, so that a late write can only hit them.
+A failure stays harmless. A stage reads before it writes, and writes only through a translation that a read has
+identified. It owns the pages under test until it ends, so that a late write can only hit them.
 
 SPDX-License-Identifier: MIT
 """

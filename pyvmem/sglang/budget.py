@@ -361,7 +361,7 @@ class PageBudget(BlockBudget):
 
     def before(self) -> None:
         """A step is about to be scheduled."""
-        # What running requests and prompts in chunks need next stays, until they have used it.
+        # Pages that running requests and prompts in chunks need next stay, until they have used them.
         if self._obey(self.promised + self._decodes()):
             return
         need = self.need()

@@ -210,7 +210,7 @@ class Memories:
         self.sleeper = Sleeper(self.page, self.ranks.rank, chosen, pool, device)
         args = runner.server_args
         size = weight_bytes(args.model_path, args.revision, args.download_dir) if args.load_format != "dummy" else 0
-        # What SGLang would do with torch_memory_saver: the allocations of this region are the weights.
+        # The region in which SGLang would use torch_memory_saver: its allocations are the weights.
         region = self.sleeper.load(size // args.tp_size)
         runner.memory_saver_adapter.region = lambda *args, **kwargs: region
         load(runner)

@@ -2,8 +2,8 @@
 
 Requests are held while the model sleeps. The first wakes it, once for all. Those that run are counted until their last
 byte. When the model has been idle, it sleeps. If another one of its pool needs the memory (`turns`), it sleeps with its
-requests, which go on when it wakes, or no further request begins until the last has ended. A request that waits too
-long for its model or its first token gets status 503 with Retry-After.
+requests, which go on when it wakes. Or it drains: no further request begins until the last has ended. A request that
+waits too long for its model or its first token gets status 503 with Retry-After.
 
 ``GET /vmem/state`` tells what the model does. ``POST /vmem/sleep``, ``/vmem/wake`` and ``/vmem/drain`` order it, and
 answer when that is done. An order ends with its request, but a drained model refuses requests until it is woken.

@@ -102,12 +102,12 @@ class Model:
 def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
     """The model whose turn it is to wake or to go on: what becomes free is for it.
 
-    The highest priority comes first, then the longest wait. One that has waited for `OVERDUE` slices goes before all.
-    A model that sleeps with its requests rests for `REST` slices while all others that are awake are busy and of no
-    lower priority, unless a new request comes or sleeping models give what it lacks: a switch takes as long as a wake,
-    and new requests wait for their first token. Engines of one server wait equally long: one that lacks memory stands
-    for them. If all sleep and the first cannot have what it lacks, as rows of sleeping requests hold it, each tries for
-    a slice in turn, so that these go on.
+    The highest priority comes first, then the longest wait. One that has waited for `OVERDUE` slices goes before all. A
+    model that sleeps with its requests rests for `REST` slices while all others that are awake are busy and of no lower
+    priority, unless a new request comes for it, or sleeping models give what it lacks. Without the rest, switches would
+    take the time in which new requests wait for their first token. Engines of one server wait equally long: one that
+    lacks memory stands for them. If all sleep and the first cannot have what it lacks, as rows of sleeping requests
+    hold it, each tries for a slice in turn, so that these go on.
     """
     sleeping = [m for m in models if m.alive and m.state in (State.ASLEEP, State.WAKING)]
     awake = [m for m in models if m.alive and m.state in (State.AWAKE, State.CLOSING)]
@@ -135,10 +135,10 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
     """The model whose weights go next, or which drains so that they can; None if nobody has to, or nobody can.
 
     Idle models go first: of the lowest priority, then the longest idle. A busy one follows when it has been awake for
-    its slice, which is longer by one for each step of priority above the asker's: the one with the fewest requests, as
-    most new ones come to the others. One that drains already goes on. For an awake model that is starved, others give
-    later than for one that wakes, as what it lacks may be on its way. So may the memory of models that sleep: the next
-    one waits as long again after each, and longer if theirs suffices.
+    its slice, which is longer by one for each step of priority above the asker's. Of several, the one with the fewest
+    requests goes, as most new ones come to the others. One that drains already goes on. For an awake model that is
+    starved, others give later than for one that wakes, as what it lacks may be on its way. So may the memory of models
+    that sleep: the next one waits as long again after each, and longer if theirs suffices.
     """
     asker = first(models, now, slice)
     if asker is None:

@@ -198,7 +198,8 @@ def _engine(key: str, value: Any) -> str:
     return str(value)
 
 
-# What has a key in the file. A second value elsewhere would escape the checks, and `ls` would not find the server.
+# Variables that a key of the file sets. A second value elsewhere would escape the checks, and `ls` would not find the
+# server.
 _KEYS = {f"VMEM_{engine}_{key.upper()}": "size" if key == "pool_size" else key for engine in ("VLLM", "SGLANG")
          for key in ("pool", "pool_size", "slice", "min", "max", "priority", "idle", "queue")}  # fmt: skip
 _MODEL: dict[str, Callable[[str, Any], Any]] = dict(

@@ -16,7 +16,7 @@ The life of a block::
        +---------------------------------------- from the free queue; it may be cached there
 
 A block that leaves is `unbacked` at once. Workers learn of it with the next step, or by the control page's ring if no
-step runs, and unmap its pages behind a fence: kernels of steps in flight may still read it.
+step runs. They unmap its pages behind a fence, as kernels of steps in flight may still read it.
 
 This module does not import vLLM: the pool is vLLM's BlockPool, the manager its KVCacheManager.
 

@@ -4,7 +4,7 @@ vLLM places layer ``l`` of block ``b`` at ``offset + l * layer_stride + b * bloc
 covers every kind of layer: full and latent attention, windows, states of Mamba, drafts. Groups of layers overlay each
 other, so a block's bytes are those of all groups, whichever of them uses it.
 
-In a layout with blocks outermost (its name begins with B), a block of all layers is one piece, so blocks that stay when
+In a layout with blocks outermost (its name begins with B), a block of all layers is one piece. So blocks that stay when
 their neighbours leave hold few pages that they do not fill, and few pieces of device memory. With layers outermost,
 which is vLLM's choice, each layer has its own piece. If that is whole pages, no page is shared, but a block's pages are
 scattered over device memory, which goes back to the device in pieces of 2 MiB.
@@ -61,9 +61,9 @@ def spread(config: Any) -> None:
     """Put some unused bytes after each block if the distance of blocks overuses a part of the device's memory.
 
     A GPU spreads its addresses over the stacks of its memory, five on an H100. If blocks are a multiple of `UNEVEN`
-    apart, what attention reads of a layer begins in the same stack in every block, and that stack has more of it than
-    the others. On an H100, reading 64 KiB of each block took 1.23 times as long with 5, 10 or 15 layers in a block, and
-    as long as otherwise with any of 3 to 16 other layers or with 512 bytes after each block. On an H200, all took
+    apart, what attention reads of a layer begins in the same stack in every block. That stack then has more of it than
+    the others. On an H100, reading 64 KiB of each block took 1.23 times as long with 5, 10 or 15 layers in a block. It
+    took no longer with other numbers of layers from 3 to 16, or with 512 bytes after each block. On an H200, all took
     equally long. The configuration is changed in place, before vLLM allocates its KV cache.
     """
     ranges = ranges_of(config)

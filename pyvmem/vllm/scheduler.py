@@ -183,8 +183,8 @@ class SchedulerMemory:
     def before_schedule(self) -> None:
         """Before vLLM schedules a step, find out which blocks it needs, order them, and wait for them if that pays.
 
-        `must` is the number of blocks for which the step waits, `need` those that it takes at most, and `whole` those
-        that must be free for requests that begin in it. `early`: more blocks can be backed, so the step waits only for
+        All counts are of blocks. The step waits for `must`, and takes `need` at most; `whole` must be free for requests
+        that begin in it. `early`: more blocks can be backed, so the step waits only for
         as many as are worth a step, and the rest come while it runs. A request whose prefix a connector loads cannot
         begin in parts (`_loads`). The connector looks up a whole prompt in each attempt, so there is none in vain.
         """
