@@ -94,15 +94,15 @@ class Pool:
     def environment(self, model: Model) -> dict[str, str]:
         """The variables of a model's server."""
         switch = f"VMEM_{model.engine.upper()}"
-        told = {switch: "1", f"{switch}_POOL": self.pool, f"{switch}_POOL_SIZE": str(self.size),
-                f"{switch}_WEIGHTS": "1", f"{switch}_SLICE": f"{self.slice:g}",
-                f"{switch}_QUEUE": f"{model.queue:g}"}  # fmt: skip
+        variables = {switch: "1", f"{switch}_POOL": self.pool, f"{switch}_POOL_SIZE": str(self.size),
+                     f"{switch}_WEIGHTS": "1", f"{switch}_SLICE": f"{self.slice:g}",
+                     f"{switch}_QUEUE": f"{model.queue:g}"}  # fmt: skip
         if model.engine == "vllm":
-            told[f"{switch}_SLEEP"] = "keep"
+            variables[f"{switch}_SLEEP"] = "keep"
         for name, value in (("MIN", model.min), ("MAX", model.max), ("PRIORITY", model.priority), ("IDLE", model.idle)):
             if value:
-                told[f"{switch}_{name}"] = f"{value:g}" if isinstance(value, float) else str(value)
-        return {**told, **model.env}
+                variables[f"{switch}_{name}"] = f"{value:g}" if isinstance(value, float) else str(value)
+        return {**variables, **model.env}
 
     def command(self, model: Model, host: str = "127.0.0.1", here: bool = False) -> list[str]:
         """The command of a model's server. here: on this machine, with the engine of this environment."""
@@ -118,7 +118,7 @@ class Pool:
         return [*command, *model.args]
 
 
-def _told(size: float) -> str:
+def _size_text(size: float) -> str:
     """A size in a message."""
     return f"{size / GIB:.1f} GiB" if size >= GIB or not size else f"{size / MIB:.1f} MiB"
 
@@ -239,23 +239,23 @@ def _gpu() -> int:
     ask = shutil.which("nvidia-smi")
     if not ask:
         return 0
-    told = subprocess.run([ask, "--query-gpu=memory.total", "--format=csv,noheader,nounits"], capture_output=True,
+    done = subprocess.run([ask, "--query-gpu=memory.total", "--format=csv,noheader,nounits"], capture_output=True,
                           text=True, check=False)  # fmt: skip
-    return min((int(n) for n in told.stdout.split() if n.isdecimal()), default=0) * MIB
+    return min((int(n) for n in done.stdout.split() if n.isdecimal()), default=0) * MIB
 
 
 def _check(pool: Pool) -> None:
     """Raise ValueError if what the file asks for cannot be."""
     outside = sum(m.outside for m in pool.models)
     if 0 < pool.gpu < pool.size + outside:
-        raise ValueError(f"size: {_told(pool.size)}, and {_told(outside)} outside of it for the servers of "
-                         f"{len(pool.models)} models, exceed the GPU's {_told(pool.gpu)}; size can be at most "
-                         f"{_told(max(pool.gpu - outside, 0))}")  # fmt: skip
+        raise ValueError(f"size: {_size_text(pool.size)}, and {_size_text(outside)} outside of it for the servers of "
+                         f"{len(pool.models)} models, exceed the GPU's {_size_text(pool.gpu)}; size can be at most "
+                         f"{_size_text(max(pool.gpu - outside, 0))}")  # fmt: skip
     ports: dict[int, str] = {}
     minimums = sum(m.min for m in pool.models)
     if minimums > pool.size:
-        raise ValueError(f"min: the minimums of all models add up to {_told(minimums)}, more than size, "
-                         f"{_told(pool.size)}")  # fmt: skip
+        raise ValueError(f"min: the minimums of all models add up to {_size_text(minimums)}, more than size, "
+                         f"{_size_text(pool.size)}")  # fmt: skip
     for m in pool.models:
         if m.port in ports:
             raise ValueError(f"models.{m.name}.port: {m.port} is also the port of {ports[m.port]}")
@@ -264,8 +264,8 @@ def _check(pool: Pool) -> None:
             raise ValueError(f"models.{m.name}.min, {m.min} bytes, is over its max, {m.max}")
         # The minimums of the others stay theirs while they are awake, and those that sleep have none.
         if m.weights + max(m.min, 2 * MIB) > pool.size:
-            raise ValueError(f"models.{m.name}: its weights of {_told(m.weights)} and the minimum of its KV "
-                             f"cache exceed size, {_told(pool.size)}")  # fmt: skip
+            raise ValueError(f"models.{m.name}: its weights of {_size_text(m.weights)} and the minimum of its KV "
+                             f"cache exceed size, {_size_text(pool.size)}")  # fmt: skip
 
 
 # ---- render ----------------------------------------------------------------------------------------------------
@@ -318,16 +318,16 @@ def _word(text: str) -> str:
 
 def systemd(pool: Pool) -> str:
     """A unit for each model, one after the other."""
-    told = []
+    units = []
     for m in pool.models:
         env = "".join(f"Environment={_word(f'{k}={v}')}\n" for k, v in pool.environment(m).items())
         command = " ".join(_word(part).replace("$", "$$") for part in ["/usr/bin/env", *pool.command(m, here=True)])
-        told.append(f"# /etc/systemd/system/vmem-{m.name}.service\n[Unit]\nDescription={m.name} on vMem\n"
-                    f"After=network-online.target\n\n[Service]\n{env}RuntimeDirectory=pyvmem\n"
-                    "RuntimeDirectoryPreserve=yes\nEnvironment=XDG_RUNTIME_DIR=/run/pyvmem\n"
-                    f"ExecStart={command}\nRestart=always\nKillMode=mixed\nTimeoutStopSec=120\n\n"
-                    "[Install]\nWantedBy=multi-user.target\n")  # fmt: skip
-    return "\n".join(told)
+        units.append(f"# /etc/systemd/system/vmem-{m.name}.service\n[Unit]\nDescription={m.name} on vMem\n"
+                     f"After=network-online.target\n\n[Service]\n{env}RuntimeDirectory=pyvmem\n"
+                     "RuntimeDirectoryPreserve=yes\nEnvironment=XDG_RUNTIME_DIR=/run/pyvmem\n"
+                     f"ExecStart={command}\nRestart=always\nKillMode=mixed\nTimeoutStopSec=120\n\n"
+                     "[Install]\nWantedBy=multi-user.target\n")  # fmt: skip
+    return "\n".join(units)
 
 
 def compose(pool: Pool) -> str:
@@ -353,7 +353,7 @@ def aibrix(pool: Pool) -> str:
     node's device plugin must share it (docs/models-deploy.md). For AIBrix, the Service, the label and the model that is
     served have one name. Raises ValueError if Kubernetes does not take a model's name for a Service.
     """
-    told = []
+    documents = []
     for m in pool.models:
         if not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", m.name):
             raise ValueError(f"models.{m.name}: AIBrix has a Service of this name, and its name must be lower-case "
@@ -368,7 +368,7 @@ def aibrix(pool: Pool) -> str:
         if m.path.startswith("/"):
             mounts.append({"name": "model", "mountPath": m.path, "readOnly": True})
             volumes.append({"name": "model", "hostPath": {"path": m.path}})
-        told.append({
+        documents.append({
             "apiVersion": "apps/v1", "kind": "Deployment", "metadata": about,
             "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": {
                 "metadata": {"labels": labels},
@@ -381,9 +381,9 @@ def aibrix(pool: Pool) -> str:
                     "volumeMounts": mounts}],
                     "volumes": volumes}}},
         })  # fmt: skip
-        told.append({"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": {
+        documents.append({"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": {
             "selector": labels, "ports": [{"name": "serve", "port": m.port, "targetPort": m.port}]}})  # fmt: skip
-    return "---\n".join(map(_yaml, told))
+    return "---\n".join(map(_yaml, documents))
 
 
 def vllm_router(pool: Pool) -> str:
@@ -462,7 +462,7 @@ def order(pool: Pool, name: str, what: str) -> dict[str, Any]:
     asked = urllib.request.Request(url, b"", {"Authorization": f"Bearer {key}"} if key else {}, method="POST")
     try:
         with urllib.request.urlopen(asked, timeout=model.queue + 30) as answer:
-            told: dict[str, Any] = json.loads(answer.read())
+            state: dict[str, Any] = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise ValueError(f"{name}: the server asks for its key; set VLLM_API_KEY, or --api-key in args") from None
@@ -471,7 +471,7 @@ def order(pool: Pool, name: str, what: str) -> dict[str, Any]:
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ValueError(f"{name}: no answer of vMem's at port {engines[0][0].port}: {reason}") from None
-    return told
+    return state
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
