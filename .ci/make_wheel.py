@@ -29,6 +29,8 @@ import venv
 import zipfile
 from pathlib import Path
 
+from release import version
+
 TOP = Path(__file__).resolve().parent.parent
 GLIBC = (2, 28)  # RHEL 8, Debian 10, Ubuntu 18.10
 HERE = os.uname().machine
@@ -73,11 +75,6 @@ def check(wheel):
         assert about[field], field
     assert not re.search(r"\]\((?!https?:)", about.get_payload()), "a link of the description leads nowhere"
     assert not [r for r in about.get_all("Requires-Dist") if "torch" in r and "extra ==" not in r]
-
-
-def version():
-    header = (TOP / "libvmem/include/vmem.h").read_text()
-    return ".".join(re.search(rf"VMEM_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
 
 
 def check_source(archive, work):

@@ -20,14 +20,17 @@ PLACES = {
 }
 
 
+def version():
+    header = (TOP / "libvmem/include/vmem.h").read_text()
+    return ".".join(re.search(rf"VMEM_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+
+
 def disagreements(ref=""):
     """The reasons that prevent a release, in words. ref: the tag that is published."""
-    header = (TOP / "libvmem/include/vmem.h").read_text()
-    version = ".".join(re.search(rf"VMEM_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
     found = {"the tag": ref.removeprefix("refs/tags/v")} if ref.startswith("refs/tags/") else {}
     for file, pattern in PLACES.items():
         found[file] = re.search(pattern, (TOP / file).read_text(), re.M)[1]
-    said = [f"{place} says {other}, vmem.h {version}" for place, other in found.items() if other != version]
+    said = [f"{place} says {other}, vmem.h {version()}" for place, other in found.items() if other != version()]
     heading = re.search(r"^## .*", (TOP / "CHANGELOG.md").read_text(), re.M)[0]
     if "the tag" in found and "not released" in heading:
         said.append(f"CHANGELOG.md still says {heading!r}: write the date")
