@@ -100,8 +100,9 @@ def test_the_version_is_the_same_wherever_it_stands(monkeypatch, tmp_path):
     assert release.disagreements() == [f"CITATION.cff says 8.8.8, vmem.h {pyvmem.__version__}"]
     heading = f"## {pyvmem.__version__} (not released)\n"
     (tmp_path / "CHANGELOG.md").write_text(heading)
+    debian = tmp_path / "packaging/debian/changelog"
+    debian.write_text(f"vmem ({pyvmem.__version__}) UNRELEASED; urgency=medium\n")
     wrong = release.disagreements(f"refs/tags/v{pyvmem.__version__}")
     assert [one.split(":")[1] for one in wrong[1:]] == [" write the date", " write unstable"]
-    debian = tmp_path / "packaging/debian/changelog"
     debian.write_text(debian.read_text().replace("UNRELEASED", "unstable"))
     assert "write the date" in release.disagreements(f"refs/tags/v{pyvmem.__version__}")[-1]
