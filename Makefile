@@ -36,7 +36,7 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 all: lib venv ## Build libvmem, and install pyvmem into .venv (the default)
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 28
 
 lib: build/libvmem.so build/libvmem.a ## Build build/libvmem.so and build/libvmem.a
 
