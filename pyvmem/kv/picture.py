@@ -1,15 +1,6 @@
 """Pictures of the owners of a KV cache's pages: a bar of text for terminals, SVG for notebooks and documents, PNG.
 
-The parts of a cache's budget, in the order in which they are drawn:
-
-    used     for the lengths of requests, in pages of their own
-    shared   for the lengths of requests or prefixes, mapped or held more than once
-    cached   held by prefixes or blocks and by no request
-    ahead    mapped behind a request's length, for its next tokens
-    kept     of free slots, for the next request
-    unused   not allocated
-
-Each part has a colour and a pattern or character of its own, so that no picture depends on colours.
+Each of the `PARTS` of a budget has a colour, and a pattern or character, so that no picture depends on colours.
 
 SPDX-License-Identifier: MIT
 """
@@ -23,8 +14,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pyvmem.kv.cache import KVCache
 
-PARTS = ("used", "shared", "cached", "ahead", "kept", "unused")
-# Paul Tol's bright scheme, in which colour-blind readers tell any two apart; the terminal's nearest; the characters.
+# The parts of a cache's budget, in the order in which they are drawn, and the pages that they count.
+PARTS = {
+    "used": "for the lengths of requests, in pages of their own",
+    "shared": "for requests and prefixes, mapped or held more than once",
+    "cached": "held by prefixes or blocks, and by no request",
+    "ahead": "mapped behind a request's length, for its next tokens",
+    "kept": "of free slots, for the next request",
+    "unused": "of the budget, not allocated",
+}
+# Paul Tol's bright scheme, in which colour-blind readers tell any two apart.
 COLOURS = {
     "used": "#4477aa", "shared": "#aa3377", "cached": "#228833", "ahead": "#66ccee", "kept": "#ccbb44",
     "unused": "#ffffff",

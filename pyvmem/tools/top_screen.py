@@ -27,14 +27,6 @@ from pyvmem.tools.top import COLUMNS, NOTHING, TEXT, ask, fitting, limit, tables
 _STYLES = {
     "used": "blue", "shared": "magenta", "cached": "green", "ahead": "cyan", "kept": "yellow", "unused": "dim",
 }  # fmt: skip
-_MEANING = {
-    "used": "for the lengths of requests, in pages of their own",
-    "shared": "mapped or held more than once",
-    "cached": "held by prefixes or blocks, and by no request",
-    "ahead": "mapped behind a request's length, for its next tokens",
-    "kept": "of free slots, for the next request",
-    "unused": "of the budget, not allocated",
-}
 _KEYS = (
     ("q, Esc", "quit"),
     ("s", "sort by the next column: name, pid, held, needed, requests, steps/s"),
@@ -131,8 +123,8 @@ class Screen:
         for key, what in _KEYS:
             table.add_row(Text(key, style="bold"), what)
         table.add_row("", "")
-        for part in PARTS:
-            table.add_row(Text(self._characters[part] * 2 + " " + part, style=_STYLES[part]), _MEANING[part])
+        for part, meaning in PARTS.items():
+            table.add_row(Text(self._characters[part] * 2 + " " + part, style=_STYLES[part]), meaning)
         return table
 
     def draw(self) -> RenderableType:
