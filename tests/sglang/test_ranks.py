@@ -10,6 +10,7 @@ import signal
 
 import pytest
 import steps
+import torch
 from models import model
 from steps import MIB, Engine, forked, workload
 
@@ -94,13 +95,14 @@ def test_memory_that_one_rank_lacks_counts_for_both(short):
     def run():
         engine = Engine(model("gqa"), page_size=16)
         budget = engine.memory.budgets[0]
+        device = budget.memory.context(torch.device("cpu"))
         most = budget.least + 20
 
         def each(engine):
             if engine.steps == 20 and engine.rank == short:
-                budget.memory.blocks.set_budget((most + 1) * budget.block_bytes)
+                device.set_budget((most + 1) * budget.block_bytes)
             if engine.steps == 400 and engine.rank == short:
-                budget.memory.blocks.set_budget(0)
+                device.set_budget(0)
 
         engine.run(JOBS, each=each)
         return engine.tokens(), budget.num_backed
