@@ -179,7 +179,7 @@ test-sglang-quick: venv ## Those of its tests that tell most
 check-sglang-releases: venv ## SGLang's newest releases: what vMem relies on, and the scheduler of each on vMem's pages
 	$(Q)$(PY) .ci/sglang_cpu.py releases $(SGLANG_RELEASES)
 
-bench: venv ## Run every benchmark but `vllm` quickly, on the best backend
+bench: venv ## Run every benchmark but `vllm` and `sglang` quickly, on the best backend
 	$(Q)$(PY) -m benchmarks all --quick
 
 lint: venv $(OBJECTS) ## Compile every C file with warnings as errors; calls only go down; no retired words; clang-format, ruff and mypy --strict

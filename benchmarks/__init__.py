@@ -72,22 +72,21 @@ def some_of(known: Collection[Any]) -> Callable[[str], list[Any]]:
     return chosen
 
 
-class Peaks:
-    """The most that each of some functions returned while a block ran, sampled every so many seconds."""
+class Peak:
+    """The most that a function returned while a block ran, sampled every so many seconds."""
 
-    def __init__(self, pause: float, *read: Callable[[], int]) -> None:
-        self.most, self._pause, self._read, self._stop = [0] * len(read), pause, read, threading.Event()
+    def __init__(self, pause: float, read: Callable[[], int]) -> None:
+        self.most, self._pause, self._read, self._stop = 0, pause, read, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "Peaks":
+    def __enter__(self) -> "Peak":
         self._thread.start()
         return self
 
     def _run(self) -> None:
-        while True:
-            self.most = [max(most, read()) for most, read in zip(self.most, self._read)]
-            if self._stop.wait(self._pause):
-                return
+        self.most = self._read()
+        while not self._stop.wait(self._pause):
+            self.most = max(self.most, self._read())
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()

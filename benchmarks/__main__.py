@@ -15,9 +15,8 @@ from pyvmem.tools import cli
 def run(argv: Sequence[str] | None) -> int:
     """Run the command line."""
     known = all_benchmarks(benchmarks)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Benchmarks of vMem and of engines on it."
-    )
+    about = "Benchmarks of vMem and of engines on it."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=about)
     cli.bench_parser(parser, known)
     return cli.run_bench(parser.parse_args(argv), known)
 

@@ -93,31 +93,29 @@ def grid(figures: Any, tables: Any, quick: bool) -> Any:
 
     base = {"memories", "paged"}
     if quick:
-        sizes = [(1, 1), (32, 1), (8, 8), (1, 32)]
-        prompts, blocks, curve = [1, 8], [(8, 8)], [1, 8]
+        sizes, prompts = [(1, 1), (32, 1), (8, 8), (1, 32)], [1, 8]
     else:
         sizes = [(1, 1), (8, 1), (32, 1), (128, 1), (256, 1), (128, 2), (1, 4), (8, 4), (64, 4), (1, 8), (8, 8),
                  (32, 8), (128, 8), (16, 16), (1, 32), (8, 32), (32, 32), (1, 64), (16, 64), (1, 128), (8, 128),
                  (1, 192), (4, 192)]  # fmt: skip
         prompts = [1, 2, 4, 8, 16, 32, 64, 128, 192]
-        blocks, curve = [(4, 8), (1, 16), (8, 16), (32, 16)], [1, 2, 4, 8, 16, 32, 64]
     if 11 in figures:
         for batch, k in sizes:
             want("decode", batch, k * KIB, base | {"others"})
     if 4 in figures:
-        for batch in (1, 8, 32) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             want("decode", batch, KIB, {"memories"})
     if 7 in figures:
-        for batch in curve:
+        for batch in (1, 2, 4, 8, 16, 32, 64):
             want("decode", batch, 16 * KIB, base)
     if 3 in figures:
-        for batch, k in blocks:
+        for batch, k in (4, 8), (1, 16), (8, 16), (32, 16):
             want("decode", batch, k * KIB, {"memories", "blocks"})
     if 9 in tables:
         for batch in (1, 2, 4):
             want("decode", batch, 16 * KIB, base)
     if 10 in tables:
-        for k in (8,) if quick else (8, 16, 32):
+        for k in (8, 16, 32):
             for batch in (4, 8, 16):
                 want("decode", batch, k * KIB, {"flashinfer", "memories"})
     if {2, 6, 11} & set(figures):
@@ -126,7 +124,7 @@ def grid(figures: Any, tables: Any, quick: bool) -> Any:
     for name, workers in WORKERS.items():
         model = MODELS[name]
         heads = model.query_heads // workers, model.kv_heads // workers
-        if 5 in tables and not quick:
+        if 5 in tables:
             for k in PAPER_5[name]:
                 want("prefill", 1, k * KIB, {"table"}, heads)
         if 6 in tables:
@@ -177,7 +175,7 @@ def runs_at(point: Point, kinds: Any, pools: Any, have: Any) -> Any:
     return runs
 
 
-def installed(device: Any, say: Any) -> Any:
+def installed(device: Any) -> Any:
     """The libraries and memories that this machine can measure."""
     from pyvmem.attention import fa3
 
@@ -189,7 +187,8 @@ def installed(device: Any, say: Any) -> Any:
     have["contiguous"] = [name for name, here in libraries.items() if here]
     have["fa3 paged"] = there is not None and "PAGEDKV" not in there.disabled
     build = there.name if there else "not installed"
-    say(f"attention: FlashAttention-3 is {build}; paged: {have['fa3 paged']}; FlashInfer: {have['flashinfer']}")
+    print(f"attention: FlashAttention-3 is {build}; paged: {have['fa3 paged']}; FlashInfer: {have['flashinfer']}",
+          flush=True)  # fmt: skip
     return have
 
 
@@ -242,24 +241,21 @@ def run(session: Session) -> list[Record]:
         gpu = "gpu" in context.info().capabilities
         device = torch.device("cuda", context.info().device) if gpu else torch.device("cpu")
         quick = session.quick or not gpu
-        points = grid(figures, tables, quick)
-        if not gpu:  # only the kinds of memory, at sizes that a CPU can do
-            points = {Point("decode", 1, KIB, 32, 8): {"memories"}, Point("prefill", 1, 128, 32, 8): {"memories"}}
-        have = installed(device, lambda text: print(text, flush=True))
+        # On a CPU, only the kinds of memory, at sizes that it can do.
+        points = grid(figures, tables, quick) if gpu else {
+            Point("decode", 1, KIB, 32, 8): {"memories"}, Point("prefill", 1, 128, 32, 8): {"memories"}}  # fmt: skip
+        have = installed(device)
         most = max((p.bytes // 4 for p in points), default=0)
         elements = max(most, (args.pool or ((256 << 20 if quick else 4 << 30) if gpu else 8 << 20)) // 2)
         sizes = session.page_sizes(context)
-        kinds: list[tuple[Any, ...]] = [
-            (size_text(size), context, size) for size in dict.fromkeys((sizes[0], sizes[-1]))
-        ]
-        pools = [Pool(name, elements, device, *rest) for name, *rest in (*kinds, ("cudaMalloc" if gpu else "malloc",))]
+        kinds: dict[str, Any] = {size_text(size): (context, size) for size in (sizes[0], sizes[-1])}
+        kinds["cudaMalloc" if gpu else "malloc"] = ()
+        pools = [Pool(name, elements, device, *rest) for name, rest in kinds.items()]
         try:
             records += _points(session, context, points, pools, have, measure, gpu)
-            for batch, tokens in ((32, 8 * KIB), (256, 2 * KIB)):
-                if gpu or batch == 32:
-                    found = prepare(batch, tokens, 16, device, 20 if quick else 100)
-                    for how, samples in found.items():
-                        records.append(session.record(samples, context, f"prepare B={batch} L={tokens}, {how}", "us"))
+            for batch, tokens in ((32, 8 * KIB), (256, 2 * KIB))[: 1 + gpu]:
+                for how, samples in prepare(batch, tokens, 16, device, 20 if quick else 100).items():
+                    records.append(session.record(samples, context, f"prepare B={batch} L={tokens}, {how}", "us"))
         finally:
             for pool in pools:
                 pool.close()
@@ -336,9 +332,8 @@ def _points(session: Session, context: Context, points: Any, pools: Any, have: A
                     checked.add((name, point.phase))
         found = measure(runs, seconds=session.args.seconds)
         for (name, memory), (samples, split) in found.items():
-            virtual = memory not in ("cudaMalloc", "malloc")
             size = next((s for s in context.page_sizes if size_text(s) == memory), None)
-            where = {"page_size": size} if virtual else {"backend": memory}
+            where = {"page_size": size} if size else {"backend": memory}
             records.append(session.record(samples, context, f"{point}, {name}", "us", **where))
             if len(runs[name, memory].splits) > 1:
                 metric = f"{point}, {name}, splits"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import some_of
+from benchmarks.shapes import SHAPES
 from pyvmem.bench import argtypes, benchmark
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=whole(1), default=3, metavar="N", help="runs of each cache, in turns (3)")
 
 
-SHAPE_8B = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-                num_attention_heads=32, num_key_value_heads=8, rope_theta=500000.0)  # fmt: skip
 SMALL = dict(vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
              num_key_value_heads=2)  # fmt: skip
 
@@ -98,7 +97,7 @@ class Bench:
         self.gpu = "gpu" in context.info().capabilities
         self.backend, self.size, self.brief = context.backend, (0, 0, 0), (128, 32) if self.gpu else (16, 4)
         self.device = torch.device("cuda", session.args.device) if self.gpu else torch.device("cpu")
-        self.model = llama(self.device, **(SHAPE_8B if self.gpu else SMALL))
+        self.model = llama(self.device, **(SHAPES["llama-3-8b"] if self.gpu else SMALL))
         self.weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         takes = inspect.signature(self.model.forward).parameters
         self.named = "cache" if "cache" in takes else "past_key_values"  # renamed in transformers 5.24

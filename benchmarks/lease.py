@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import Peaks, device_memory_used
+from benchmarks import Peak, device_memory_used
 from benchmarks.generate import llama
 from pyvmem._ffi import ffi, lib
 from pyvmem.bench import argtypes, benchmark
@@ -252,7 +252,7 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
 
         torch.cuda.synchronize()
         base = device_memory_used() - sum(member.held for member in pool.members())
-        with Peaks(1e-3, device_memory_used) as count:
+        with Peak(1e-3, device_memory_used) as count:
             inside()  # PyTorch's own pool has no activations yet
         for i in range(turns + 1):
             torch.cuda.synchronize()
@@ -286,7 +286,7 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
         ("activations of a step", "GiB", needs / GIB),
         ("budget of cache and lease", "GiB", budget / GIB),
         ("most of it that both had", "GiB", peak / GIB),
-        ("the same by the driver's count", "GiB", (count.most[0] - base) / GIB),
+        ("the same by the driver's count", "GiB", (count.most - base) / GIB),
         ("tokens that need no recomputation", "tokens", len(kept) * tokens),
         ("tokens of running requests", "tokens", len(running) * tokens),
         ("prefill that this saves", "ms", len(kept) * prefill * 1e3),

@@ -40,8 +40,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import some_of
-from benchmarks.models_servers import ENGINES, TIMEOUT, WAYS, Answer, Failed, Server, Way, bytes_of
-from benchmarks.vllm_engine import model_name
+from benchmarks.models_servers import ENGINES, REFERENCE, TIMEOUT, WAYS, Answer, Failed, Server, Way, bytes_of
+from benchmarks.shapes import model_name
 from pyvmem.bench import argtypes
 from pyvmem.bench.traces import read_trace, synthetic_trace
 
@@ -52,15 +52,12 @@ OUTSIDE, BESIDE = 3 << 29, 2 << 30  # bytes of a process outside the pool, and w
 GIB = 1 << 30
 
 
-def device_memory(gpu: int, what: str) -> list[int]:
-    """nvidia-smi's figures of a GPU, converted from MiB to bytes; empty if it cannot be asked.
-
-    what : ``gpu=memory.total``, ``gpu=memory.used``, or ``compute-apps=used_memory``: of each process
-    """
+def device_memory(gpu: int, what: str) -> int:
+    """Bytes that nvidia-smi tells of a GPU's memory; 0 if it cannot be asked. what: total or used."""
     ask = shutil.which("nvidia-smi")
-    told = subprocess.run([ask, f"--id={gpu}", f"--query-{what}", "--format=csv,noheader,nounits"],
+    told = subprocess.run([ask, f"--id={gpu}", f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits"],
                           capture_output=True, text=True, check=False).stdout if ask else ""  # fmt: skip
-    return [int(line) << 20 for line in told.split() if line.isdecimal()]
+    return sum(int(mib) << 20 for mib in told.split() if mib.isdecimal())
 
 
 def percentiles(name: str, seconds: list[float], scale: float = 1.0) -> dict[str, float]:
@@ -129,8 +126,7 @@ class Run:
 
     async def check(self, part: str, server: Server) -> Answer:
         """The reference prompt again: its tokens must be those of before."""
-        prompt = [10 + 7 * i % 900 for i in range(256)]
-        answer = await self.request(part, server, prompt, 16, what="reference")
+        answer = await self.request(part, server, REFERENCE, 16, what="reference")
         self._equal.append(answer.tokens == server.reference)
         return answer
 
@@ -164,24 +160,20 @@ class Run:
                     **percentiles("decision to asleep, ms", self._asleep, 1e3), **self.equal(),
                     **await self.held())  # fmt: skip
 
-    async def held(self) -> dict[str, float]:
-        """Memory that a sleeping model holds and nobody can have, in MiB: of the device, and of the processes on it."""
+    async def held(self) -> dict[str, int]:
+        """Memory of the device that a sleeping model holds and nobody can have, in MiB."""
         if self.args.device == "cpu" or not self.way.sleeps:
             return {}
         for server in self.way.servers:
             await self.sleep("held", server)
         for _ in range(50):  # an engine still gives up what is spare
-            pool, states = self.way.pooled(), [self.way.state(server) for server in self.way.servers]
-            used = sum(device_memory(self.args.gpu, "gpu=memory.used"))
-            processes = device_memory(self.args.gpu, "compute-apps=used_memory")
+            pool, used = self.way.pooled(), device_memory(self.args.gpu, "used")
             if pool == self.way.pooled():
                 break
             await asyncio.sleep(0.1)
-        self.note("held", used=used, processes=processes, pool=pool, states=states)
-        names = ("held by a sleeping model when others ask, MiB", "the same, by what the processes hold, MiB")
-        held = sum(pages for _, pages, _ in pool)
-        return {name: (all_ - held) // len(states) >> 20
-                for name, all_ in zip(names, (used, sum(processes))) if all_}  # fmt: skip
+        self.note("held", used=used, pool=pool, states=[self.way.state(server) for server in self.way.servers])
+        each = (used - sum(pages for _, pages, _ in pool)) // len(self.way.servers)
+        return {"held by a sleeping model when others ask, MiB": each >> 20} if used else {}
 
     def equal(self) -> dict[str, str]:
         return {"answers with the tokens of before": f"{sum(self._equal)} of {len(self._equal)}"}
@@ -227,10 +219,10 @@ class Run:
     async def zipf(self) -> None:
         """Requests of a trace's lengths, at one rate after the other, for models by Zipf's law."""
         for rate in self.args.rate:
-            await self.zipf_at(rate, "zipf" if len(self.args.rate) == 1 else f"zipf, {rate:g} requests/s")
+            await self.zipf_at(rate)
 
-    async def zipf_at(self, rate: float, part: str) -> None:
-        args, rng = self.args, np.random.default_rng(0)
+    async def zipf_at(self, rate: float) -> None:
+        args, rng, part = self.args, np.random.default_rng(0), f"zipf, {rate:g} requests/s"
         seconds = min(args.duration, max(self.end - time.monotonic(), 1))
         n = int(2 * rate * args.duration) + 16
         when = np.cumsum(rng.exponential(1 / rate, n))
@@ -336,7 +328,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--models", type=whole, metavar="N", help="(5, or one for each of --engines)")
     add("--engines", type=some_of(ENGINES), default=["vllm"], metavar="NAME,..", help="of each model, in turn (vllm)")
     add("--sglang-env", type=argtypes.input_file, metavar="FILE", help="sourced by bash: its python3 has SGLang (ours)")
-    add("--sglang-option", action="append", default=[], metavar="TEXT", help="further argument of SGLang's server")
     add("--awake", action="store_true", help="no model sleeps; vmem: the pool is for KV caches alone")
     add("--model", type=model_name, metavar="SHAPE[:LAYERS]", help="a Llama's (llama-3-8b; cpu: mini)")
     add("--size", type=argtypes.size, help="of weights and KV caches (the GPU, less 1.5 GiB a model and 2 GiB)")
@@ -353,13 +344,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--duration", type=argtypes.positive, default=90, metavar="SECONDS", help="of zipf (90)")
     add("--rate", type=argtypes.positive, action="append", metavar="N", help="requests a second; repeat for more (2)")
     add("--slice", type=argtypes.positive, default=2, metavar="SECONDS", help="of a busy model if others wait (2)")
-    add(
-        "--idle",
-        type=argtypes.seconds,
-        default=1,
-        metavar="SECONDS",
-        help="until a model sleeps; 0: only for others (1)",
-    )
+    text = "until a model sleeps; 0: only for others (1)"
+    add("--idle", type=argtypes.seconds, default=1, metavar="SECONDS", help=text)
     add("--logs", metavar="FOLDER", help="of the servers' output (a temporary one)")
     add("--trace", type=argtypes.input_file, metavar="FILE", help="of request lengths, such as Azure's")
     args = parser.parse_args(argv)
@@ -389,7 +375,7 @@ def main(args: argparse.Namespace) -> int:
         if args.device == "cpu":
             args.size = int((args.models - 0.5) * bytes_of(args.model, 4)[0])
         else:
-            args.size = sum(device_memory(args.gpu, "gpu=memory.total")) - args.models * OUTSIDE - BESIDE
+            args.size = device_memory(args.gpu, "total") - args.models * OUTSIDE - BESIDE
             if args.size <= 0:
                 print(f"nvidia-smi does not tell the memory of GPU {args.gpu}: give --size", file=sys.stderr)
                 return 2

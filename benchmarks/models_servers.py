@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vllm_engine import SHAPES, write_config
+from benchmarks.shapes import SHAPES, write_config
 
 START, TIMEOUT = 300, 60  # seconds in which a server, and a request, must be answered
 SGLANG_PAGE = 64  # tokens
+REFERENCE = [10 + 7 * i % 900 for i in range(256)]  # the prompt that must have the same answer at all times
 
 
 def ends_with_parent() -> None:
@@ -177,7 +178,7 @@ class SGLangServer(Server):
         if args.sglang_env:
             program = ["bash", "-c", '. "$0" && exec python3 "$@"', args.sglang_env, *program[1:]]
         variables = dict(SGLANG_USE_CPU_ENGINE="1") if args.device == "cpu" else {}
-        return program, options, ["--skip-tokenizer-init", *graphs, *args.sglang_option], variables
+        return program, options, ["--skip-tokenizer-init", *graphs], variables
 
     def body(self, prompt: list[int], n: int) -> dict[str, Any]:
         return dict(input_ids=prompt, stream=True,
@@ -245,7 +246,7 @@ class Way:
 
     async def tokens(self, session: Any, server: Server) -> list[int]:
         """Its greedy answer to the same prompt. Raises `Failed`."""
-        answer = await server.ask(session, [10 + 7 * i % 900 for i in range(256)], 16)
+        answer = await server.ask(session, REFERENCE, 16)
         if answer.error:
             raise Failed(f"{server.name}: {answer.error}")
         return answer.tokens

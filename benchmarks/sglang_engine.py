@@ -1,4 +1,4 @@
-"""One SGLang engine of `benchmarks.sglang` in its own process: it gets workloads and answers with results.
+"""One SGLang engine of the benchmark ``sglang`` in its own process: it gets workloads and answers with results.
 
 SPDX-License-Identifier: MIT
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from benchmarks import of_parent
-from benchmarks.sglang import Job
+from benchmarks.turns import GIB, Request, requests_of, results
 
 
 class Client:
@@ -23,48 +25,38 @@ class Client:
         import sglang
 
         self.engine = sglang.Engine(model_path=path, skip_tokenizer_init=True, **options)
-        self._loop = self.engine.loop
 
-    async def _one(self, job: Job, begin: float) -> tuple[list[int], list[float]]:
-        after, prompt, n = job
-        await asyncio.sleep(max(begin + after - time.monotonic(), 0))
+    async def _one(self, begin: float, prompt: list[int], n: int) -> Request:
+        await asyncio.sleep(max(begin - time.monotonic(), 0))
         asked = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True}
-        made: list[int] = []
-        times = [time.monotonic()]
+        made = Request(time.monotonic())
         async for part in await self.engine.async_generate(input_ids=prompt, sampling_params=asked, stream=True):
-            made = part["output_ids"]  # all so far
-            times.append(time.monotonic())
-        return made, times
+            made.tokens = part["output_ids"]  # all so far
+            made.at += [time.monotonic()] * (len(made.tokens) - len(made.at))
+            made.cached = part["meta_info"].get("cached_tokens") or 0
+        return made
 
-    async def _all(self, jobs: list[Job]) -> list[tuple[list[int], list[float]]]:
-        begin = time.monotonic()
-        return await asyncio.gather(*(self._one(job, begin) for job in jobs))
+    async def _all(self, load: Mapping[str, Any]) -> list[Request]:
+        jobs, begin = requests_of(load), time.monotonic()
+        gaps = np.random.default_rng(0).exponential(1 / load["rate"], len(jobs)) if "rate" in load else [0] * len(jobs)
+        return await asyncio.gather(*(self._one(begin + t, *job) for t, job in zip(np.cumsum(gaps), jobs)))
 
-    def run(self, jobs: list[Job]) -> dict[str, Any]:
-        """Seconds, tokens a second, times to the first token, milliseconds of a decode step, and the tokens."""
-        begin = time.monotonic()
-        ended = self._loop.run_until_complete(self._all(jobs))
-        seconds = time.monotonic() - begin
-        first = sorted(times[1] - times[0] for _, times in ended)
-        last_first, end = max(times[1] for _, times in ended), min(times[-1] for _, times in ended)
-        steps = min(sum(t > last_first for t in times) for _, times in ended)
-        return dict(
-            seconds=seconds, tokens_per_second=sum(n for _, _, n in jobs) / seconds,
-            ttft_p50=statistics.median(first), ttft_p99=first[int(0.99 * (len(first) - 1))],
-            step_ms=1e3 * (end - last_first) / steps if steps > 1 else None, tokens=[made for made, _ in ended],
-        )  # fmt: skip
-
-    def idle(self) -> dict[str, Any]:
-        """Bytes that the engine holds and caches after 1.5 s without requests; nothing without vMem. Then flush it."""
+    def run(self, load: Mapping[str, Any]) -> dict[str, Any]:
+        """The results of a workload, and what the engine holds and caches 1.5 s later. Then the cache is flushed."""
         from pyvmem.engine import control
         from pyvmem.engine.metrics import started_by
 
+        begin = time.monotonic()
+        made = self.engine.loop.run_until_complete(self._all(load))
+        found = results(load, made, time.monotonic() - begin)
         time.sleep(1.5)
-        mine = [e for e, _ in control.engines() if started_by(e.pid, os.getpid())]
+        for mine in (e for e, _ in control.engines() if started_by(e.pid, os.getpid())):
+            found["figures"]["KV memory, 1.5 s idle"] = "GiB", [mine.backed / GIB]
+            found["figures"]["KV memory, 1.5 s idle, of this cached"] = "GiB", [mine.cached / GIB]
         flushed = self.engine.flush_cache()
         if not flushed.success:
             raise RuntimeError(f"SGLang did not flush its cache: {flushed}")
-        return dict(backed=mine[0].backed, cached=mine[0].cached) if mine else {}
+        return found
 
 
 def main() -> None:
@@ -73,8 +65,7 @@ def main() -> None:
     client = Client(path, options)
     say(kv_tokens=client.engine.get_server_info()["max_total_num_tokens"])
     for line in orders:
-        jobs = json.loads(line)
-        say(**(client.run(jobs) if jobs else client.idle()))
+        say(**client.run(json.loads(line)))
     client.engine.shutdown()
 
 

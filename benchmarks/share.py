@@ -1,12 +1,6 @@
 """Two processes on one device, loaded in turns: how fast the memory of the idle one reaches the loaded one.
 
-Each process has a KV cache in one pool and a small request that decodes all the time. In turns, each gets requests of
---amount in all while pages that the other keeps hold the memory, and goes on stepping while the memory arrives. The
-same requests then come once more, when the process itself has that memory free: the difference is what an exchange
-adds.
-
-The number of driver calls for a request depends on the layout. On a GPU, two layouts are measured: one tensor for all
-layers, and separate tensors for K and V of each layer.
+README.md tells what is timed.
 
 SPDX-License-Identifier: MIT
 """

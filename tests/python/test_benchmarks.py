@@ -11,7 +11,7 @@ import pytest
 
 import benchmarks
 from benchmarks import __main__ as command
-from benchmarks import vllm, vllm_engine
+from benchmarks import sglang, shapes, turns, vllm, vllm_engine
 from pyvmem.bench import Benchmark, all_benchmarks
 from pyvmem.bench.records import load as load_records
 from pyvmem.tools import cli
@@ -39,21 +39,21 @@ def test_an_engine_beside_has_a_name_and_variables():
 def test_workloads_fit_the_engine_and_repeat():
     names = ["equal", "hot", "idle", "decode"]
     for name, load in vllm.loads(arguments(requests=20, load=names)).items():
-        made = vllm_engine.requests_of(load)
-        assert made == vllm_engine.requests_of(load), name
+        made = turns.requests_of(load)
+        assert made == turns.requests_of(load), name
         assert all(len(prompt) + output <= 2048 for prompt, output in made), name
-        assert vllm_engine.requests_of(dict(load, seed=99)) != made, name
+        assert turns.requests_of(dict(load, seed=99)) != made, name
 
 
 def test_hot_prompts_begin_alike():
     load = vllm.loads(arguments(requests=60, load=["hot"]))["hot"]
-    starts = [tuple(prompt[:128]) for prompt, _ in vllm_engine.requests_of(load)]
+    starts = [tuple(prompt[:128]) for prompt, _ in turns.requests_of(load)]
     assert len(set(starts)) < len(starts)
 
 
 def test_kvcacheds_workload_has_its_parameters():
     load = vllm.loads(arguments(load=["idle"], max_model_len=8192))["idle"]
-    made = vllm_engine.requests_of(load)
+    made = turns.requests_of(load)
     assert (len(made), load["concurrency"]) == (2500, 96)
     starts = collections.Counter(tuple(prompt[:128]) for prompt, _ in made if len(prompt) == 192)
     assert len([n for n in starts.values() if n > 1]) == 16
@@ -65,7 +65,7 @@ def test_a_traces_lengths_fit_the_engine(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n900,7\n70000,9\n")
     made = vllm.loads(arguments(trace=str(path)))["azure"]
-    assert [len(p) for p, _ in vllm_engine.requests_of(made)] == [900, 2048 - 256]
+    assert [len(p) for p, _ in turns.requests_of(made)] == [900, 2048 - 256]
 
 
 class Llm:
@@ -102,26 +102,21 @@ def test_so_many_requests_at_a_time_and_each_gap(concurrency):
 
 
 class FakeEngine:
-    """Answers as an engine's process does: on vMem, faster with more memory."""
+    """Answers as an engine's process does. last: the last token of its second request; by default, it counts turns."""
 
-    def __init__(self, args, vmem, log, more=None, share=None):
-        self.vmem, self.asked = vmem, []
-        self.limit = args.kv_memory
-
-    def answer(self):
-        return dict(started=1.0)
+    def __init__(self, last=None):
+        self.asked, self.last = [], last
 
     def ask(self, load):
         self.asked.append(load)
-        if "limit" in load:
-            self.limit = load["limit"]
-            return load
-        return dict(output=100 if self.limit == 1 << 30 else 60, seconds=1.0, cached=0, preemptions=0,
-                    tokens=[[1, 2], [3, len(self.asked)]], ttft=[0.5], gaps=[[0.25, 0.75]],
-                    kv=dict(preempted=1, refused=2, waited=0.25))  # fmt: skip
+        return dict(figures={"output": ("tokens/s", [100]), "time to first token": ("ms", [500.0, 700.0])},
+                    tokens=[[1, 2], [3, self.last or len(self.asked)]])  # fmt: skip
 
-    def close(self):
-        pass
+
+def in_turns(last=None, keep=lambda _: None, **changes):
+    """Turns of vLLM and of vLLM on vMem, whose engines answer at once."""
+    engines = {vllm.OWN: FakeEngine(), vllm.ON_VMEM: FakeEngine(last)}
+    return turns.Turns("vllm", engines, arguments(**changes), "gpu", keep)
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b:x", "llama-3-8b:0", "llama-3-8b:33", "tiny:"])
@@ -131,43 +126,53 @@ def test_a_wrong_number_of_layers_is_an_error_at_once(model, capsys):
     assert f"argument --model: '{model}' must have 1 to " in capsys.readouterr().err
 
 
-def test_each_engine_on_vmem_is_compared_with_vllm(monkeypatch):
-    monkeypatch.setattr(vllm, "Engine", FakeEngine)
-    engines = vllm.Engines(arguments(), "gpu", None)
-    assert [(n, e.vmem) for n, e in engines.engines.items()] == [(vllm.OWN, False), (vllm.ON_VMEM, True)]
-    for same, alike in ((2, 4), (1, 3)):
-        engines.records.clear()
-        engines.measure({"equal": dict(kind="ramp", tokens=True)})
-        found = {r.metric: r.median for r in engines.records if r.backend == vllm.ON_VMEM}
-        assert found["equal: requests with vLLM's tokens, of 2"] == same
-        assert found["equal: tokens, of 4"] == alike
-        engines.engines[vllm.ON_VMEM].ask(dict(limit=1))  # so that its last token is another
+DECODE = {"decode": dict(kind="fixed", batch=8)}
 
 
-def test_vllms_own_agreement_stands_beside_tokens_that_differ(monkeypatch):
-    monkeypatch.setattr(vllm, "Engine", FakeEngine)
-    monkeypatch.setattr(vllm.Engines, "record_results", lambda *_: None)
-    engines = vllm.Engines(arguments(), "gpu", None)
-    engines.engines[vllm.ON_VMEM].ask(dict(limit=1))  # so that its last token is another
-    engines.measure({"decode": dict(kind="fixed", batch=8)})
+@pytest.mark.parametrize("last, same, alike", [(None, 2, 4), (9, 1, 3)])
+def test_each_engine_on_vmem_is_compared_with_vllm(last, same, alike):
+    engines = in_turns(last)
+    engines.measure(DECODE)
+    found = {r.metric: r.median for r in engines.records if r.backend == vllm.ON_VMEM}
+    assert found["decode: requests with the tokens of vLLM, of 2"] == same
+    assert found["decode: tokens, of 4"] == alike
+
+
+def test_vllms_own_agreement_stands_beside_tokens_that_differ():
+    engines = in_turns(last=9)
+    engines.measure(DECODE)
     found = {r.backend: r.median for r in engines.records if r.metric == "decode: tokens, of 4"}
     assert found == {vllm.ON_VMEM: 3, vllm.OWN: 3}
     assert [load.get("forget") for load in engines.engines[vllm.OWN].asked] == [None, True, None]
 
 
-def test_each_turn_leaves_its_records_and_its_answers(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(vllm, "Engine", FakeEngine)
-    monkeypatch.setattr(vllm.Engines, "record_results",
-                        lambda self, engine, name, load, found: self._add(engine, name, "", len(found)))  # fmt: skip
+def test_each_turn_leaves_its_records_and_its_answers(tmp_path, capsys):
     kept, raw = [], tmp_path / "raw.json"
-    engines = vllm.Engines(arguments(turns=3, raw=str(raw)), "gpu", None, lambda r: kept.append(list(r)))
-    engines.measure({"decode": dict(kind="fixed", batch=8)})
-    counts = [[r.median for r in records if r.metric == "decode"] for records in kept]
-    assert counts == [[0, 0], [1, 1], [2, 2], [3, 3]] and len(json.loads(raw.read_text())) == 2 + 4 * 2
-    assert [r.median for r in engines.records if r.metric == "decode"] == [3, 3]
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "decode, turn 3 of 3: vLLM 100 tokens/s, first token 500.0 ms; vLLM on vMem 100 tokens/s, first token 500.0 ms"
-    )
+    engines = in_turns(None, kept.append, turns=3, raw=str(raw))
+    engines.measure(DECODE)
+    counts = [[r.n for r in records if r.metric == "decode: output"] for records in kept]
+    assert counts == [[], [1, 1], [2, 2], [3, 3]] and len(json.loads(raw.read_text())) == 4 * 2
+    assert [r.median for r in engines.records if r.metric == "decode: time to first token"] == [600, 600]
+    one = "output 100 tokens/s, time to first token 600 ms"
+    assert capsys.readouterr().err.splitlines()[-1] == f"decode, turn 3 of 3: vLLM {one}; vLLM on vMem {one}"
+
+
+def request(arrived, *at):
+    return turns.Request(arrived, list(at), [7] * len(at), cached=2)
+
+
+def test_an_answer_has_each_first_token_and_each_gap():
+    found = turns.results(dict(tokens=True), [request(1, 2, 4), request(2, 2.5)], 2)
+    assert found["tokens"] == [[7, 7], [7]] and found["figures"] == {
+        "output": ("tokens/s", [1.5]), "time to first token": ("ms", [1000, 500]),
+        "time between tokens": ("ms", [2000]), "prompt tokens from the prefix cache": ("", [4])}  # fmt: skip
+
+
+def test_a_decode_step_is_one_in_which_every_request_decodes():
+    made = [request(0, 1, 5, 6, 8, 11), request(0, 5, 6, 8, 90)]  # from 5 to 11: 5, 6, 8 and 11
+    assert turns.decode_step(made) == [2000]
+    assert turns.results(dict(decode=True), made, 1)["figures"]["decode step"] == ("ms", [2000])
+    assert turns.decode_step([request(0, 1, 2), request(0, 3, 4)]) == []
 
 
 def test_pauses_are_before_requests_that_are_cached_and_not(monkeypatch):
@@ -184,32 +189,41 @@ def test_pauses_are_before_requests_that_are_cached_and_not(monkeypatch):
     assert happened == ["reset", 1.5, 1, 1, 0.1, 1, 5, 1, 2, "reset", 0, 3, 4, "reset", 0.1, 5, 6, "reset", 5, 7]
 
 
-def test_pauses_need_a_prefix_cache_and_have_records_of_their_own(monkeypatch):
+def test_pauses_need_a_prefix_cache():
     chosen = dict(load=["pauses"], max_model_len=65536)
     load = vllm.loads(arguments(prefix_caching=True, **chosen))["pauses"]
     assert (load["prompts"], load["pauses"]) == ([8000, 50000], (0.1, 0.5, 1, 5))
     with pytest.raises(ValueError, match="--load pauses needs --prefix-caching"):
         vllm.loads(arguments(**chosen))
     assert "pauses" not in vllm.loads(arguments(prefix_caching=True))
-    monkeypatch.setattr(vllm, "Engine", FakeEngine)
-    engines = vllm.Engines(arguments(), "gpu", None)
-    turns = [dict(firsts={"8000 tokens, cached, after 1 s": s}) for s in (0.1, 0.3)]
-    engines.record_results(vllm.OWN, "pauses", load, turns)
-    (record,) = (r for r in engines.records if r.metric.startswith("pauses"))
-    assert (record.metric, record.median) == ("pauses, 8000 tokens, cached, after 1 s: time to first token", 200)
 
 
-def test_all_workloads_run_in_each_turn(monkeypatch):
-    monkeypatch.setattr(vllm, "Engine", FakeEngine)
-    monkeypatch.setattr(vllm.Engines, "record_results", lambda *_: None)
-    loads = {"decode": dict(kind="fixed", batch=8), "hot": dict(kind="hot", batch=30)}
-    engines = vllm.Engines(arguments(turns=2, warm_up=4), "gpu", None)
-    assert list(engines.engines) == [vllm.OWN, vllm.ON_VMEM]
-    engines.measure(loads)
+def test_all_workloads_run_in_each_turn():
+    engines = in_turns(turns=2, warm_up=4)
+    engines.measure({**DECODE, "hot": dict(kind="hot", batch=30)})
     asked = engines.engines[vllm.OWN].asked
     assert [(load["kind"], load["batch"], load["tokens"]) for load in asked] == [
         ("fixed", 2, True), ("hot", 8, True), ("fixed", 8, False), ("hot", 30, False), ("fixed", 8, False),
         ("hot", 30, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_tokens", [204800, 16384])
+def test_sglangs_workloads_fit_its_memory(kv_tokens):
+    args = argparse.Namespace(trace=None, load=None, requests=64, kv_tokens=kv_tokens, model="mini")
+    made = {name: turns.requests_of(load) for name, load in sglang.loads(args).items()}
+    assert list(made) == ["decode", "rate"]
+    assert sum(len(prompt) + n for prompt, n in made["decode"]) <= kv_tokens
+    assert all(64 <= len(prompt) < 1024 and 16 <= n < 256 for prompt, n in made["rate"])
+    assert max(max(prompt) for prompt, _ in made["rate"]) < 16000, "the vocabulary of the shape"
+
+
+def test_sglangs_workloads_that_cannot_be_are_named():
+    args = argparse.Namespace(trace=None, load=["azure"], requests=64, kv_tokens=1000, model="mini")
+    with pytest.raises(ValueError, match="--load azure needs --trace"):
+        sglang.loads(args)
+    args.load = ["decode"]
+    with pytest.raises(ValueError, match="--kv-tokens 1000 is too small for the workload decode"):
+        sglang.loads(args)
 
 
 def test_a_workload_may_have_a_number_of_requests():
@@ -245,7 +259,7 @@ USERS = {"vmm", "bandwidth", "growth", "step", "fragmentation"}
 def test_the_installed_command_has_only_what_a_user_measures():
     known = {b.name for b in all_benchmarks(benchmarks)}  # which are registered beside
     assert {b.name for b in all_benchmarks()} == USERS
-    assert known == {*USERS, "attention", "generate", "lease", "share", "vllm"}
+    assert known == {*USERS, "attention", "generate", "lease", "share", "sglang", "vllm"}
 
 
 def test_all_runs_every_benchmark(tmp_path):
@@ -271,18 +285,18 @@ def test_without_vllm_its_benchmark_fails(monkeypatch, capsys):
     assert capsys.readouterr().err == "pyvmem: vllm needs vLLM: pip install vllm\n"
 
 
-@pytest.mark.parametrize("shape", vllm_engine.SHAPES)
+@pytest.mark.parametrize("shape", shapes.SHAPES)
 def test_shapes_are_configurations(tmp_path, shape):
-    vllm_engine.write_config(tmp_path, shape, 4096)
+    shapes.write_config(tmp_path, shape, 4096)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["max_position_embeddings"] == 4096
     assert config["hidden_size"] and config["architectures"]
 
 
 def test_a_shape_may_have_fewer_layers(tmp_path):
-    vllm_engine.write_config(tmp_path, "llama-3-8b:16", 4096)
+    shapes.write_config(tmp_path, "llama-3-8b:16", 4096)
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 16
-    assert vllm_engine.known("llama-3-8b:16") and not vllm_engine.known("models/llama-3-8b")
+    assert shapes.known("llama-3-8b:16") and not shapes.known("models/llama-3-8b")
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------
