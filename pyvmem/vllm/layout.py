@@ -85,15 +85,6 @@ def bytes_of(config: Any) -> int:
     return int(config.kv_cache_tensors[0].size) if config.kv_cache_tensors else 0
 
 
-def beyond(ranges: Sequence[BlockRange], blocks: int, size: int) -> str | None:
-    """Say what does not fit into the allocation; None if all blocks do."""
-    for r in ranges:
-        end = r.offset + (r.layers - 1) * r.layer_stride + (blocks - 1) * r.stride + r.bytes
-        if r.offset < 0 or end > size:
-            return f"blocks end at {end} of {size} bytes"
-    return None
-
-
 def preferred(names: Sequence[str], worker: Any) -> list[str]:
     """The layouts that every attention backend of a worker takes, in the order in which vLLM shall choose."""
     if plugin.settings().layout == "vllm" or os.environ.get("VLLM_KV_CACHE_LAYOUT"):

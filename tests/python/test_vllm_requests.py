@@ -77,23 +77,27 @@ def test_a_block_is_found_only_at_its_place(cache):
         runs.attach(cache.alloc(), [6, 5])
 
 
-class Fences:
-    """Kernels of a step end when the next one is marked, or when somebody waits for them."""
+class Kernels:
+    """Kernels of a step end when the next one's fence is made, or when somebody waits for them."""
 
     def __init__(self):
         self.n = self.passed = 0
 
-    def mark(self):
+    def fence(self):
         self.passed = self.n
         self.n += 1
-        return self.n
+        return Fence(self, self.n)
 
-    def wait(self, n):
-        assert n <= self.n
-        self.passed = max(self.passed, n)
 
-    def done(self, n):
-        return n <= self.passed
+class Fence:
+    def __init__(self, kernels, n):
+        self.kernels, self.n = kernels, n
+
+    def synchronize(self):
+        self.kernels.passed = max(self.kernels.passed, self.n)
+
+    def query(self):
+        return self.n <= self.kernels.passed
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -104,7 +108,7 @@ def test_requests_read_what_was_written_for_their_blocks(overlap):
     specs = [TensorSpec("kv", (ROW,), torch.uint8)]
     with KVCache(specs, 8, 16 * TOKENS, (count + 8) * PAGE, backend="host", page_size=PAGE, check=True, lazy=True,
                  spare=spare, name=None) as cache:  # fmt: skip
-        requests = Requests(cache, TOKENS, most, Fences())
+        requests = Requests(cache, TOKENS, most, Kernels().fence)
         rows = cache.flat(0).view(-1, PAGE)[:, ::8191].numpy()  # by places, as kernels see them
         says, free, unused = {}, list(range(count)), []  # block -> its bytes; blocks without, with bytes and no user
         written_as = {}  # block -> a number for what it holds, as vLLM's hash

@@ -67,21 +67,17 @@ class Memory(WorkerMemory):
         return fence
 
 
-class GpuFences:
-    """The fences of mode "slots" on the `Gpu`."""
+class GpuFence:
+    """A fence of mode "slots" on the `Gpu`."""
 
     def __init__(self, gpu):
-        self.gpu, self.at = gpu, [0]
+        self.gpu, self.at = gpu, gpu.mark()
 
-    def mark(self):
-        self.at.append(self.gpu.mark())
-        return len(self.at) - 1
+    def synchronize(self):
+        self.gpu.wait(self.at)
 
-    def wait(self, n):
-        self.gpu.wait(self.at[n])
-
-    def done(self, n):
-        return self.gpu.passed >= self.at[n]
+    def query(self):
+        return self.gpu.passed >= self.at
 
 
 class Slots(SlotsMemory):
@@ -89,8 +85,8 @@ class Slots(SlotsMemory):
 
     gpu = None
 
-    def _fences(self):
-        return GpuFences(self.gpu)
+    def _slots_fence(self):
+        return GpuFence(self.gpu)
 
     def _synchronize(self):
         self.gpu.wait(self.gpu.mark())

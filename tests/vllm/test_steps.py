@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import steps
 import torch
-from steps import Engine, make_scheduler, next_token, steps_of_a_prompt
+from steps import Engine, GpuFence, make_scheduler, next_token, steps_of_a_prompt
 
 from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
@@ -149,10 +149,8 @@ def test_the_check_sees_a_seeded_fault_in_slots(engine):
     """Slots are reused, and names dropped, before the steps that use them have run."""
 
     def broken():
-        e = engine(kinds=("full",), slots=True, depth=3, queue=3)
-        fences = e.workers[0].memory._requests._fences
-        fences.wait, fences.done = lambda n: None, lambda n: True
-        return e
+        GpuFence.synchronize, GpuFence.query = lambda fence: None, lambda fence: True
+        return engine(kinds=("full",), slots=True, depth=3, queue=3)
 
     assert fails_in_a_child(broken)
 

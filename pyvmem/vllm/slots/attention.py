@@ -58,20 +58,11 @@ class SlotsBackend(FlashAttentionBackend):
         return head_size <= 256 and super().supports_head_size(head_size)  # tiles of more need too much shared memory
 
     @classmethod
-    def supports_sink(cls) -> bool:
+    def _no(cls) -> bool:
         return False
 
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False  # how a request's rows are cut into parts depends on the other requests
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return False
+    supports_sink = supports_non_causal = supports_mm_prefix = _no
+    supports_batch_invariance = _no  # how a request's rows are cut into parts depends on the other requests
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,8 +27,8 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.vllm import plugin
 from pyvmem.vllm.orders import AHEAD, StepOrders
-from pyvmem.vllm.slots.requests import Fences, Requests
-from pyvmem.vllm.worker import POLL, WorkerMemory
+from pyvmem.vllm.slots.requests import Fence, Requests
+from pyvmem.vllm.worker import WorkerMemory
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -39,56 +38,6 @@ PIECE = 2 << 20  # slots begin at multiples of it
 SLACK = 16  # blocks beyond those that vLLM has: what ended requests have until their kernels have ended
 
 active = False  # whether the KV cache that this process made last is in slots
-
-
-class CudaFences:
-    """Fences in the order of the device's current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: dict[int, torch.cuda.Event] = {}
-        self._first = 1
-        self._last = 0
-
-    def mark(self) -> int:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        self._last += 1
-        self._events[self._last] = event
-        return self._last
-
-    def _passed(self, n: int) -> None:
-        for k in range(self._first, n + 1):
-            self._events.pop(k, None)
-        self._first = max(self._first, n + 1)
-
-    def wait(self, n: int) -> None:
-        if n >= self._first:
-            self._events[n].synchronize()
-            self._passed(n)
-
-    def done(self, n: int) -> bool:
-        if n >= self._first and not self._events[n].query():
-            return False
-        self._passed(n)
-        return True
-
-
-class NoFences:
-    """Fences where kernels have ended when their call returns."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def mark(self) -> int:
-        self._last += 1
-        return self._last
-
-    def wait(self, n: int) -> None:
-        pass
-
-    def done(self, n: int) -> bool:
-        return True
 
 
 def unfit(config: Any, vllm_config: Any) -> str:
@@ -138,7 +87,6 @@ class SlotsMemory(WorkerMemory):
         self._cache: KVCache | None = None
         self._requests: Requests | None = None
         self._orders: collections.deque[int] = collections.deque()
-        self._due = threading.Event()
         self._count = 0  # blocks that the scheduler has not given up
         self._dirty = False
         self._still = 0.0  # since when no step runs; while one does, which may take long, it is infinite
@@ -171,7 +119,7 @@ class SlotsMemory(WorkerMemory):
         )  # fmt: skip
         self._context, self._most = context, budget // cache.page_size * cache.page_size
         self._budget = self._most
-        self._requests = Requests(cache, tokens, most, self._fences())
+        self._requests = Requests(cache, tokens, most, self._slots_fence)
         places = self._requests.blocks_per_slot * slots
         tensors = [dataclasses.replace(t, size=places * block) for t in config.kv_cache_tensors]
         logger.info(
@@ -181,8 +129,12 @@ class SlotsMemory(WorkerMemory):
         )  # fmt: skip
         return dataclasses.replace(config, num_blocks=places, kv_cache_tensors=tensors)
 
-    def _fences(self) -> Fences:
-        return CudaFences(self._device) if self._device.type == "cuda" else NoFences()
+    def _slots_fence(self) -> Fence | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
         assert self._cache is not None
@@ -221,7 +173,7 @@ class SlotsMemory(WorkerMemory):
                 for number, ids in enumerate(orders.ahead, orders.order):
                     self._count += len(ids)
                     self._orders.append(number)
-                    self._due.set()
+                    self._wake.set()
             output = self._translated(output)
             maps = requests.back()
         if orders is not None:
@@ -306,12 +258,6 @@ class SlotsMemory(WorkerMemory):
                 self._cache.set_budget(budget)
             self._budget = budget
 
-    def _poll(self) -> None:
-        while not self._stop:
-            self._due.wait(POLL)
-            self._due.clear()
-            self._look()
-
     def publish(self) -> None:
         stats = self._context.stats()
         self._board[control.HELD] = stats.created
@@ -338,7 +284,7 @@ class SlotsMemory(WorkerMemory):
 
     def close(self) -> None:
         self._stop = True
-        self._due.set()
+        self._wake.set()
         with self._lock:
             if self._cache is not None and not self._cache.closed:
                 self._synchronize()

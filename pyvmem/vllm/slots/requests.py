@@ -4,7 +4,7 @@ This module does not import vLLM. While a request runs, it has a slot of the cac
 vLLM's scheduler numbers the blocks of each request. The rows of a new block are shared under its number (`BlockRuns`).
 Blocks of the prefix cache are mapped at the slot as well.
 
-Steps and fences: vLLM prepares step k on the CPU while the GPU computes step k - 1. `begin` marks fence k behind all
+Steps and fences: vLLM prepares step k on the CPU while the GPU computes step k - 1. `begin` makes fence k behind all
 kernels enqueued so far, and waits for fence k - 1, which has long been passed if vLLM runs one step ahead. A slot whose
 request ends in step k may be freed when fence k is passed.
 
@@ -18,7 +18,7 @@ SPDX-License-Identifier: MIT
 import collections
 import errno
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,17 +49,14 @@ def in_order(ops: list[Operation]) -> Iterator[list[Operation]]:
         ops = [op for op, later in zip(ops, waits) if later] if ready else []
 
 
-class Fences(Protocol):
-    """Marks in the order of the kernels, numbered from 1."""
+class Fence(Protocol):
+    """A place in the order of the kernels, such as a recorded ``torch.cuda.Event``."""
 
-    def mark(self) -> int:
-        """Place a mark behind all kernels enqueued so far, and return its number."""
+    def synchronize(self) -> None:
+        """Wait until the kernels before it have ended."""
 
-    def wait(self, n: int) -> None:
-        """Wait until the kernels before mark n have ended."""
-
-    def done(self, n: int) -> bool:
-        """Return whether the kernels before mark n have ended."""
+    def query(self) -> bool:
+        """Return whether the kernels before it have ended."""
 
 
 class BlockRuns:
@@ -137,23 +134,25 @@ class Requests:
         Tokens of a block.
     most : int
         The most requests.
-    fences : Fences
+    fence : callable
+        Returns a `Fence` behind all kernels enqueued so far; None where these have ended when their call returns.
     """
 
-    def __init__(self, cache: KVCache, tokens: int, most: int, fences: Fences) -> None:
-        self.cache, self.tokens, self._fences = cache, tokens, fences
+    def __init__(self, cache: KVCache, tokens: int, most: int, fence: Callable[[], Fence | None]) -> None:
+        self.cache, self.tokens, self._make_fence = cache, tokens, fence
         self.blocks_per_slot = cache.layout(0)[3] // tokens
         self._runs = BlockRuns(cache, tokens)
         self._slots: dict[str, int] = {}
         self._blocks: dict[str, int] = {}  # of each request
         self._lengths = np.zeros(cache.slots, np.int32)
         self._ops: list[Operation] = []  # of this step
-        self._retiring: collections.deque[tuple[int, int]] = collections.deque()  # (fence, slot)
+        self._retiring: collections.deque[tuple[Fence | None, int]] = collections.deque()  # with their slots
         self._lingering: dict[int, Writer] = {}  # slots of ended requests, the first to end first
         self._writers = [Writer(slot) for slot in range(cache.slots)]  # the slots' last requests
         self._known: dict[int, Writer] = {}  # blocks that have pages
         self._most_lingering = (cache.slots - most) // 2
-        self._now = 0
+        self._fence: Fence | None = None  # of this step
+        self._steps = 0
         # Steps without requests, and entries that a graph does not use, read block 0: slot 0 is theirs.
         if cache.alloc(tokens, slot=0) is None:
             raise AssertionError("slot 0 is taken")
@@ -164,8 +163,10 @@ class Requests:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._now = self._fences.mark()
-        self._fences.wait(self._now - 1)
+        before, self._fence = self._fence, self._make_fence()
+        if before is not None:
+            before.synchronize()
+        self._steps += 1
         self._reap()
 
     def forget(self, ids: Iterable[int]) -> None:
@@ -185,7 +186,7 @@ class Requests:
         slot = self._slots.pop(name, None)
         if slot is not None:
             self._ops = [op for op in self._ops if op[0] != slot]
-            self._retiring.append((self._now, slot))
+            self._retiring.append((self._fence, slot))
 
     def finish_all(self) -> None:
         """No request runs."""
@@ -207,7 +208,7 @@ class Requests:
 
     def back(self) -> int:
         """Back everything that the step's kernels access. Returns how many times the driver mapped pages for it."""
-        if not self._ops and self._now % 64:
+        if not self._ops and self._steps % 64:
             return 0
         # Reassigned numbers are dropped before anything is backed, because the scheduler counts on their pages.
         ops, self._ops = self._ops, []
@@ -277,7 +278,8 @@ class Requests:
     def _make_room(self) -> bool:
         """Free the slot of an ended request. Returns whether there was one."""
         if not self._lingering and self._retiring:
-            self._fences.wait(self._retiring[0][0])
+            if (fence := self._retiring[0][0]) is not None:
+                fence.synchronize()
             self._reap(True)
             return True
         if self._lingering:
@@ -287,7 +289,7 @@ class Requests:
 
     def _reap(self, free: bool = False) -> None:
         """Free the slots whose kernels have ended, or let them linger."""
-        while self._retiring and self._fences.done(self._retiring[0][0]):
+        while self._retiring and ((fence := self._retiring[0][0]) is None or fence.query()):
             _, slot = self._retiring.popleft()
             self._lengths[slot] = 0
             writer = self._writers[slot]
