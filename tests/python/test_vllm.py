@@ -448,7 +448,7 @@ def test_top_shows_engines_and_sets_their_limits():
         run_top("--once", "--limit", "abc=120%")
     with pytest.raises(ValueError, match="--limit abc=99999999T: 99999999T must be at most 4611686018427387903 bytes"):
         run_top("--once", "--limit", "abc=99999999T")
-    with pytest.raises(ValueError, match="no KV cache has the name 'xyz', and no engine or model has that name"):
+    with pytest.raises(ValueError, match="no KV cache, engine or model has the name 'xyz'"):
         run_top("--once", "--limit", "xyz=1G")
 
 
