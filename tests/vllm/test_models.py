@@ -293,7 +293,10 @@ def router(three, file):
 
 
 class Asked(threading.Thread):
-    """A long request, by the router, which begins while this is made. `status`: its answer's, 0 if there was none."""
+    """Long requests, one after the other, by the router, until one fails; when this is made, one runs.
+
+    `status`: of the one that failed, 0 if it got no answer. One request alone might end before it is seen to run.
+    """
 
     def __init__(self, router, model):
         super().__init__()
@@ -303,7 +306,9 @@ class Asked(threading.Thread):
 
     def run(self):
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-            self.status = self._router.ask(self._model.name, PROMPT, 380)[0]
+            while (status := self._router.ask(self._model.name, PROMPT, 380)[0]) == 200:
+                pass
+            self.status = status
 
     def ended(self):
         self.join(60)
