@@ -376,6 +376,61 @@ def test_a_model_that_sleeps_gives_up_rows_that_nobody_waits_for(why):
     assert {name: tokens[name] for name in names} == {name: own[name] for name in names}
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_orders_in_any_order_leave_the_tokens_as_they_are(seed):
+    """Sleep, SGLang's own orders, aborts, limits and a neighbour that takes what it gets, at any step."""
+
+    def run():
+        from pyvmem.engine import control
+
+        engine, neighbour, rng = Engine(model("gqa"), page_size=16), Neighbour(), random.Random(seed)
+        told, page, has = answers(engine), engine.memory.page, False
+        tags = (None, ["weights"], ["kv_cache"], ["kv_cache", "weights"], ["vmem"], ["cuda_graph"])
+        page[control.PATIENCE] = 20
+
+        def each(engine):
+            nonlocal has
+            for _ in range(rng.choice((0,) * 12 + (1, 2, 3))):
+                kind = rng.randrange(9)
+                page[control.RUNNING] = engine.unfinished * rng.randrange(2)
+                if kind < 2:
+                    order = rng.choice(("ReleaseMemoryOccupation", "ResumeMemoryOccupation"))
+                    engine.order(order, tags=rng.choice(tags))
+                elif kind == 2:
+                    engine.order("ReleaseMemoryOccupation", tags=["vmem"])
+                elif kind == 3:
+                    engine.order("PauseGeneration", mode=rng.choice(("in_place", "retract")))
+                elif kind == 4:
+                    engine.order("ContinueGeneration", torch_empty_cache=False)
+                elif kind == 5:
+                    engine.scheduler.flush_cache()
+                elif kind == 6:
+                    page[control.LIMIT] = rng.choice((0, 1, 3 * MIB, 12 * MIB, control.NO_LIMIT))
+                    page[control.STARVED] = rng.randrange(2)
+                elif has:
+                    neighbour.give()
+                    has = False
+                elif engine.memory.asleep:
+                    has = neighbour.try_to_take(POOL - engine.held() - rng.choice((2, 6, 20)) * MIB)
+            if rng.random() < 0.2:  # as in a server, which wakes it sooner or later
+                if has:
+                    neighbour.give()
+                    has = False
+                engine.order("ContinueGeneration", torch_empty_cache=False)
+                wake(engine)
+            if engine.unfinished and rng.random() < 0.01:
+                name = rng.choice([r.rid for r in engine.requests if not r.finished() and r.rid not in engine.aborted])
+                engine.abort(name)
+
+        engine.run(JOBS[:20], each=each)
+        return engine.tokens(), engine.aborted, told
+
+    tokens, aborted, told = on_vmem(run)
+    own = plain(page_size=16)
+    assert {n: t for n, t in tokens.items() if n not in aborted} == {n: own[n] for n in tokens if n not in aborted}
+    assert len(aborted) < 10 and any(told) and not all(told)
+
+
 def test_weights_that_change_in_place_sleep_as_they_are():
     def run():
         import torch
