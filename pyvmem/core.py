@@ -521,10 +521,8 @@ class Context(_Owned):
 
         Parameters
         ----------
-        addrs : int or array of int
-            Addresses in the context's reservations.
-        lengths : int or array of int
-            Bytes. A range must not cut a page.
+        addrs, lengths
+            As in `unmap`.
 
         Returns
         -------

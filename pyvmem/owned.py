@@ -312,10 +312,8 @@ class Reservation(_Owned):
 
         Parameters
         ----------
-        offset : int
-            Bytes from the beginning; 0 by default.
-        length : int, optional
-            Bytes; by default, up to the end.
+        offset, length : int, optional
+            Bytes; by default, from the beginning and up to the end.
         page_size : int, optional
             Bytes; by default the smallest. Offset and length are multiples of it.
         zero, fine : bool
@@ -347,10 +345,8 @@ class Reservation(_Owned):
 
         Parameters
         ----------
-        offset : int
-            Bytes from the beginning; 0 by default.
-        length : int, optional
-            Bytes; by default, up to the end. The range must not cut a page.
+        offset, length : int, optional
+            Bytes; by default, from the beginning and up to the end. The range must not cut a page.
 
         Returns
         -------
@@ -372,10 +368,8 @@ class Reservation(_Owned):
 
         Parameters
         ----------
-        offset : int
-            Bytes from the beginning; 0 by default.
-        length : int, optional
-            Bytes; by default, up to the end.
+        offset, length : int, optional
+            Bytes; by default, from the beginning and up to the end.
         """
         first, size = self._part(offset, length)
         _check(lib.vmem_backdrop(self._use(), self.addr + first, size))
@@ -390,10 +384,8 @@ class Reservation(_Owned):
 
         Parameters
         ----------
-        offset : int
-            Bytes from the beginning; 0 by default.
-        length : int, optional
-            Bytes; by default, up to the end.
+        offset, length : int, optional
+            Bytes; by default, from the beginning and up to the end.
 
         Returns
         -------

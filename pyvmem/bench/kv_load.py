@@ -129,12 +129,11 @@ class Server:
 class Attention:
     """Decode attention of every layer over a cache with torch's FlashAttention-2, which also writes the new rows."""
 
-    def __init__(self, cache: KVCache, model: Model, kernel: str = "fa2") -> None:
+    def __init__(self, cache: KVCache, model: Model) -> None:
         import torch
 
         self.torch = torch
         self.cache = cache
-        self.kernel = kernel
         slots, _, heads, dim = cache.keys[0].shape
         like: dict[str, Any] = {"dtype": torch.bfloat16, "device": cache.keys[0].device}
         self.query = torch.randn(slots, model.query_heads * heads // model.kv_heads, dim, **like)
@@ -154,7 +153,7 @@ class Attention:
         batch = attention.Batch(self.cache, slots, lengths[slots], check=False)
         query, row = self.query[: len(slots)], self.row[: len(slots)]
         for layer in range(len(self.cache.keys)):
-            attention.decode(query, self.cache, layer, batch, kernel=self.kernel, new=(row, row))
+            attention.decode(query, self.cache, layer, batch, kernel="fa2", new=(row, row))
         event = self.torch.cuda.Event()
         event.record()
         self.events = [self.events[1], event]

@@ -94,7 +94,6 @@ class Session:
         *,
         page_size: int | None = None,
         backend: str | None = None,
-        device: str | None = None,
         paper: float | None = None,
     ) -> Record:
         """A `Record` of samples measured on a context. `backend` overrides its backend's name, for comparisons."""
@@ -102,7 +101,7 @@ class Session:
             samples,
             bench=self.name,
             backend=backend or context.backend,
-            device=device or context.info().device_name,
+            device=context.info().device_name,
             page_size=page_size,
             metric=metric,
             unit=unit,

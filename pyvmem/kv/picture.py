@@ -70,11 +70,6 @@ def cells(parts: Mapping[str, int], width: int) -> list[tuple[str, int]]:
     return [(part, given[part]) for part in parts if given[part]]
 
 
-def bar(parts: Mapping[str, int], width: int, characters: Mapping[str, str] = CHARACTERS) -> str:
-    """A bar of `width` characters."""
-    return "".join(characters[part] * count for part, count in cells(parts, width))
-
-
 def size(bytes: int) -> str:
     """Bytes in three digits: 512 MiB, 2.05 GiB."""
     value = float(bytes)

@@ -153,8 +153,9 @@ def test_parts_add_up():
     assert picture.shares(stats | {"budget_pages": 50})["unused"] == 0  # above its budget
     assert sum(picture.shares(stats | {"kept_pages": 1000}).values()) == 100  # read at different moments
     for width in range(200):
-        assert len(picture.bar(parts, width)) == (width if width else 0)
-        assert width < 6 or set(picture.bar(parts, width)) == set(picture.CHARACTERS.values())
+        drawn = picture.cells(parts, width)
+        assert sum(count for _, count in drawn) == width
+        assert width < 6 or [part for part, _ in drawn] == list(picture.PARTS)
 
 
 def test_a_picture_shows_the_slots_and_is_xml():
