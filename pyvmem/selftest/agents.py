@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pyvmem.selftest.kernels import FACTOR, PTX
 
 UInts = npt.NDArray[np.uint64]
-CUDA_ERROR_NOT_READY = 600
+CUDA_ERROR_NOT_READY, CUDA_ERROR_ILLEGAL_ADDRESS = 600, 700
 
 
 class DeviceFault(Exception):

@@ -13,9 +13,9 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -383,23 +383,14 @@ def _failed_batch(run: Run, space: Reservation, ops: Any) -> None:
 
 def _threads(run: Run, space: Reservation, ops: Any, tags: UInts) -> None:
     """Eight threads map and unmap a part of the addresses each, and leave it mapped."""
-    errors: list[VmemError] = []
 
     def work(mine: Any) -> None:
-        try:
-            for _ in range(run.scaled(50, 4)):
-                run.context.unmap(int(mine["addr"][0]), len(mine) * PAGE)
-                run.context.map(mine["addr"], mine["page"], fine=True)
-        except VmemError as error:
-            errors.append(error)
+        for _ in range(run.scaled(50, 4)):
+            run.context.unmap(int(mine["addr"][0]), len(mine) * PAGE)
+            run.context.map(mine["addr"], mine["page"], fine=True)
 
-    threads = [threading.Thread(target=work, args=(part,)) for part in np.array_split(ops, 8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise Failed("eight threads that map disjoint addresses", errors[0], "success")
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, np.array_split(ops, 8)))  # raises what a thread has raised
     words = ops["addr"].astype(np.uint64)
     equal("addresses that eight threads mapped", run.agent.gather(words), tags)
     space.unmap()
