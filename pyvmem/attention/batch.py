@@ -113,7 +113,12 @@ class Batch:
         return len(self.slots)
 
     def requests(self) -> Iterator[tuple[int, int, slice]]:
-        """Yield the slot and the length of each request, and the rows of q that are its queries."""
+        """Return the slot and the length of each request, and the rows of q that are its queries.
+
+        Returns
+        -------
+        iterator of (int, int, slice)
+        """
         ends = np.cumsum(self.query_lengths)
         begin = ends - self.query_lengths
         return zip(self.slots.tolist(), self.lengths.tolist(), map(slice, begin.tolist(), ends.tolist()))
