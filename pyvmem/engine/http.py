@@ -80,7 +80,7 @@ class Limits:
             await answer(send, 200, text(self.prefix, self.server), b"text/plain; version=0.0.4; charset=utf-8")
             return
         status: int = 200
-        told: dict[str, Any] = {}
+        content: dict[str, Any] = {}
         if scope["method"] == "POST":
             body, more = b"", True
             while more and len(body) <= MOST_BODY:
@@ -93,8 +93,8 @@ class Limits:
                     raise ValueError(f"the body may have {MOST_BODY} bytes")
                 _change(body, engines(self.server()), self.hint)
             except (ValueError, TypeError) as error:
-                status, told = 400, {"error": str(error)}
+                status, content = 400, {"error": str(error)}
         elif scope["method"] != "GET":
-            status, told = 405, {"error": f"{PATH} takes GET and POST"}
-        told = told or {"engines": [asdict(engine) for engine, _ in engines(self.server())]}
-        await answer(send, status, json.dumps(told).encode(), b"application/json")
+            status, content = 405, {"error": f"{PATH} takes GET and POST"}
+        content = content or {"engines": [asdict(engine) for engine, _ in engines(self.server())]}
+        await answer(send, status, json.dumps(content).encode(), b"application/json")

@@ -73,8 +73,8 @@ class Collector:
             families[name].add_metric(tuple(labels.values()), value)
 
         for engine, _ in engines(self._server()):
-            told, labels = asdict(engine), {"engine": str(engine.rank)}
-            for name, value in told.items():
+            values, labels = asdict(engine), {"engine": str(engine.rank)}
+            for name, value in values.items():
                 if (name in COUNTS or name in BYTES) and value is not None:
                     about = f"{name.replace('_', ' ')} of the KV cache on vMem"
                     unit = "_bytes" if name in BYTES else ""
@@ -83,7 +83,7 @@ class Collector:
                 continue
             labels["model_name"] = engine.model
             for name, metric, about, counts in MODEL:
-                add(f"vmem_model_{metric}", about, counts, labels, told[name])
+                add(f"vmem_model_{metric}", about, counts, labels, values[name])
             for state in (*(state.name.lower() for state in list(State)[1:]), "drained"):
                 add("vmem_model_state", "1 for the state in which the model is", False,
                     {**labels, "state": state}, engine.state == state)  # fmt: skip

@@ -77,6 +77,11 @@ class News(NamedTuple):
         return bool(self.answers or self.num_left or self.view != view)
 
 
+def _there(answers: Iterable[int]) -> tuple[int, ...]:
+    """The answers up to the first that has not come."""
+    return tuple(itertools.takewhile(lambda answer: answer < 2, answers))
+
+
 class PageBudget(BlockBudget):
     """Decides which pages of one allocator are backed.
 
@@ -165,7 +170,7 @@ class PageBudget(BlockBudget):
 
     def news(self) -> News:
         """The changes, on rank 0."""
-        answers = itertools.takewhile(lambda told: told < 2, (self.memory.answer(order) for order, _ in self._coming))
+        answers = (self.memory.answer(order) for order, _ in self._coming)
         there = itertools.takewhile(lambda leaving: leaving[1].query(), self._leaving)
         view, self.view = self.view, None
         self.fit()
@@ -173,7 +178,7 @@ class PageBudget(BlockBudget):
         seen = View(self._limit(), *(self._left_bytes(), self._room_bytes(), self._keeps) if pool else View()[1:4],
                     out.page_overhead, out.limit_correction, self.behind, self.waits())  # fmt: skip
         self.view = view
-        return News(seen, tuple(answers), sum(1 for _ in there))
+        return News(seen, _there(answers), sum(1 for _ in there))
 
     def see(self, news: News) -> None:
         """Take for given what rank 0 has seen."""
@@ -181,9 +186,9 @@ class PageBudget(BlockBudget):
             self.view = view = news.view
             self.unbacked.page_overhead, self.unbacked.limit_correction = view.overhead, view.correction
             self._keeps, self.behind = view.keeps, view.behind
-        for told in news.answers:
+        for answer in news.answers:
             _, ids = self._coming.popleft()
-            if told:
+            if answer:
                 self.memory.blocks.unback(ids)
                 self.refused(ids)
             else:
@@ -322,8 +327,7 @@ class PageBudget(BlockBudget):
         self.memory.blocks.flush()
         answers = self._ranks.most([self.memory.answer(order) for order, _ in self._coming])
         self.page[control.WAITED] += int(1e6 * (time.monotonic() - begin))
-        there = itertools.takewhile(lambda told: told < 2, answers)
-        self.see(News(self.view or View(), tuple(there), 0))
+        self.see(News(self.view or View(), _there(answers), 0))
 
     def _shrink(self, n: int, evict: bool = True) -> None:
         """Take the memory of up to `n` pages: free ones, then the least recently used of the radix cache."""

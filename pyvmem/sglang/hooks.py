@@ -70,9 +70,9 @@ def broadcast(original: Any, receiver: Any, recv_reqs: Any, local_reqs: Any = No
         return original(receiver, recv_reqs, local_reqs)
     news = held.news() if held.ranks.size > 1 and held.ranks.leads else None
     came = original(receiver, recv_reqs, [*(local_reqs or ()), news] if news else local_reqs)
-    for told in came or ():
-        if isinstance(told, Seen):
-            held.see(told)
+    for message in came or ():
+        if isinstance(message, Seen):
+            held.see(message)
     if held.asleep:
         held.sleep.turn(not came)
     return [request for request in came or () if not isinstance(request, Seen)]
@@ -191,8 +191,8 @@ async def resumed(original: Any, manager: Any, obj: Any, request: Any = None) ->
 
 def _raise(answers: Any) -> None:
     """Raise what an engine's answer says, in a field that SGLang leaves empty."""
-    for told in filter(None, (answer.rid for answer in answers)):
-        raise OutOfMemory(errno.ENOMEM, told) if told.startswith(_LACKS) else RuntimeError(told)
+    for why in filter(None, (answer.rid for answer in answers)):
+        raise OutOfMemory(errno.ENOMEM, why) if why.startswith(_LACKS) else RuntimeError(why)
 
 
 def paused(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

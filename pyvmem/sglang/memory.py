@@ -141,8 +141,8 @@ class KVMemory(BlockMemory):
 
     def answer(self, order: int) -> int:
         """The ranks' answer to an order that each of them gave: 0 carried out, 1 refused by one of them, 2 none yet."""
-        told = [self._page.answer(order, column) for column in self._columns]
-        return 2 if -1 in told else max(told)
+        answers = [self._page.answer(order, column) for column in self._columns]
+        return 2 if -1 in answers else max(answers)
 
     @property
     def page_bytes(self) -> int:

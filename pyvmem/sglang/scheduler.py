@@ -144,17 +144,17 @@ class SchedulerMemory:
         drains = bool(self.page.cells[control.LEND])
         closed, rests = drains or self._peers.full, now - self._still >= IDLE
         drops = self.asleep and (self._starved or not self.page[control.RUNNING])
-        told = Seen(drains, closed, rests, drops, tuple(budget.news() for budget in self.budgets))
-        known = all(not n.differs(k.view) for k, n in zip(self.budgets, told.news)) and told[:4] == self._seen[:4]
-        return None if known else told
+        message = Seen(drains, closed, rests, drops, tuple(budget.news() for budget in self.budgets))
+        known = all(not n.differs(k.view) for k, n in zip(self.budgets, message.news)) and message[:4] == self._seen[:4]
+        return None if known else message
 
-    def see(self, told: Seen | None) -> None:
-        """Take for given what rank 0 told."""
-        if told is None:
+    def see(self, message: Seen | None) -> None:
+        """Take for given what rank 0 says."""
+        if message is None:
             return
-        for budget, news in zip(self.budgets, told.news):
+        for budget, news in zip(self.budgets, message.news):
             budget.see(news)
-        self._seen = told
+        self._seen = message
 
     def _agree(self) -> None:
         """See now what rank 0 sees now. Every rank calls this at the same point."""

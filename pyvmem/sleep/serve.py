@@ -245,9 +245,10 @@ class Serve(http.Limits):
         if kind == "websocket":
             await send({"type": "websocket.close", "code": 1013})
             return
-        told = self._told()
-        why = "is drained" if told["state"] == "drained" else f"lacks {told['lacks']} bytes to wake" if told["lacks"] \
-            else "lacks memory for its KV cache" if told["state"] == "awake" else "did not wake in time"  # fmt: skip
+        model = self._state()
+        state, lacks = model["state"], model["lacks"]
+        why = "is drained" if state == "drained" else f"lacks {lacks} bytes to wake" if lacks \
+            else "lacks memory for its KV cache" if state == "awake" else "did not wake in time"  # fmt: skip
         error = {"message": f"the model {why}: try again later", "type": "service_unavailable", "code": 503}
         await _json(send, 503, {"error": error})
 
@@ -259,8 +260,8 @@ class Serve(http.Limits):
         if not self._keys:
             return True
         given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        told = hashlib.sha256(given[2]).digest()
-        return given[0].lower() == b"bearer" and any([secrets.compare_digest(told, key) for key in self._keys])
+        digest = hashlib.sha256(given[2]).digest()
+        return given[0].lower() == b"bearer" and any([secrets.compare_digest(digest, key) for key in self._keys])
 
     async def _own(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._allowed(scope):
@@ -270,7 +271,7 @@ class Serve(http.Limits):
         elif not self._find():
             await _json(send, 409, {"error": f"no engine of this server is on vMem: {self.hint}"})
         elif path == "/vmem/state":
-            await _json(send, 200, self._told())
+            await _json(send, 200, self._state())
         elif path in (orders := {"/vmem/sleep": SLEEP, "/vmem/wake": WAKE, "/vmem/drain": DRAIN}):
             if scope["method"] != "POST":
                 await _json(send, 405, {"error": f"{path} takes POST"})
@@ -300,7 +301,7 @@ class Serve(http.Limits):
             self._order = NONE
             self._publish()
         if not body.gone:
-            await _json(send, 200 if done else 503, self._told())
+            await _json(send, 200 if done else 503, self._state())
 
     def _obeyed(self, order: int) -> bool:
         """Return whether an order has been carried out."""
@@ -309,16 +310,16 @@ class Serve(http.Limits):
             return page[control.DRAINED] == 1 and not page[control.RUNNING]
         return self._open() if order == WAKE else page[control.STATE] == State.ASLEEP
 
-    def _told(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         engines = [control.Engine.of("", 0, p) for p in self._pages]
         page = self._pages[0]
         names = ("model", "port", "state", "running", "queued", "lacks", "weights", "weights_held", "cached", "used")
-        told = {name: getattr(engines[0], name) for name in names}
+        model = {name: getattr(engines[0], name) for name in names}
         # Now, and not at the last look: an order to wake counts as a request until it has ended.
         servers = self._servers(page)
-        told["running"], told["queued"] = (sum(s[w] for s in servers) for w in (control.S_RUNNING, control.S_QUEUED))
-        told["idle"] = 0.0 if told["running"] else round((_now() - page[control.USED_AT]) / 1e6, 3)
-        return told
+        model["running"], model["queued"] = (sum(s[w] for s in servers) for w in (control.S_RUNNING, control.S_QUEUED))
+        model["idle"] = 0.0 if model["running"] else round((_now() - page[control.USED_AT]) / 1e6, 3)
+        return model
 
     # ---- the page --------------------------------------------------------------------------------------------
 
@@ -570,9 +571,9 @@ class _Receive:
         return message
 
 
-async def _json(send: Send, status: int, told: dict[str, Any]) -> None:
+async def _json(send: Send, status: int, content: dict[str, Any]) -> None:
     headers = [(b"content-type", b"application/json")]
     if status == 503:
         headers.append((b"retry-after", str(RETRY_AFTER).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(told).encode()})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})

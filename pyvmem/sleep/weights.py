@@ -107,7 +107,7 @@ class Sums:
             n = PIECE // TILE
             odd = torch.arange(1, 2 * n, 2, device=words.device)
             self._room = [odd, torch.empty_like(odd), torch.empty_like(odd)]
-        told = words.new_zeros(2)
+        sums = words.new_zeros(2)
         for at in range(0, len(words), PIECE):
             tiles = words[at : at + PIECE].view(-1, TILE, TILE)
             n = len(tiles) * TILE
@@ -115,8 +115,8 @@ class Sums:
             torch.add(odd, 2 * at // TILE, out=weights)
             for dim in (1, 2):
                 torch.sum(tiles, dim, out=part.view(-1, TILE))
-                told[dim - 1] += part.mul_(weights).sum()
-        return told
+                sums[dim - 1] += part.mul_(weights).sum()
+        return sums
 
 
 class HostCopy:
@@ -277,7 +277,7 @@ class Weights:
                 self._thread.start()
 
     def _copy_all(self) -> None:
-        begin, told, portion = time.monotonic(), time.monotonic(), PORTION
+        begin, logged, portion = time.monotonic(), time.monotonic(), PORTION
         size, done, retry = 0, 0, math.inf
         try:
             segments = self.lease._segments()
@@ -293,8 +293,8 @@ class Weights:
                         return
                     self._copy_one(address, n)
                 done += n
-                if time.monotonic() > told + 5:
-                    told = time.monotonic()
+                if time.monotonic() > logged + 5:
+                    logged = time.monotonic()
                     self._log.info("vMem: copied %.1f of %.1f GiB of weights to the host", done / 2**30, size / 2**30)
             self._log.info("vMem: %.2f GiB of weights are in the pool, and in pinned host memory after %.1f s",
                            size / 2**30, time.monotonic() - begin)  # fmt: skip
@@ -350,8 +350,8 @@ class Weights:
     def _sums_of(self, segments: dict[int, int]) -> dict[int, tuple[int, ...]]:
         """The sums of these segments, or none of them if the device is full: then all are copied, which takes none."""
         try:
-            told = [self._sum(self._memory(a, n).view(torch.int64)) for a, n in segments.items()]
-            return dict(zip(segments, map(tuple, torch.stack(told).tolist()))) if told else {}
+            sums = [self._sum(self._memory(a, n).view(torch.int64)) for a, n in segments.items()]
+            return dict(zip(segments, map(tuple, torch.stack(sums).tolist()))) if sums else {}
         except torch.OutOfMemoryError:
             return {}
 
