@@ -239,8 +239,8 @@ class KVCache(_Owned):
     def layout(self, tensor: SupportsIndex) -> tuple[int, int, int, int]:
         """Say where a tensor lies.
 
-        A slot may have more rows than `max_tokens`: slot s starts at row ``s * rows`` of the contiguous ``[slots *
-        rows, *shape]``, which is what kernels with cumulative offsets need (`flat`).
+        A slot may have more rows than `max_tokens`. Slot s starts at row ``s * rows`` of the contiguous ``[slots *
+        rows, *shape]`` (`flat`). Kernels with cumulative offsets need that.
 
         Parameters
         ----------
@@ -473,9 +473,9 @@ class KVCache(_Owned):
         Parameters
         ----------
         requests : sequence of int, (int, int) or (int, hashes)
-            Tokens of the first step, at least 1; or these, and how many of them a prefix or blocks provide; or the
-            hashes of the blocks that a request begins with as far as they are known (`pyvmem.kv.prefix.PrefixCache`).
-            As in `PrefixCache.alloc`, the last token always remains to be computed.
+            Tokens of the first step, at least 1. With a second number: how many of them a prefix or blocks provide.
+            With hashes: those of the blocks that a request begins with (`pyvmem.kv.prefix.PrefixCache`). Unknown ones
+            provide nothing. As in `PrefixCache.alloc`, the last token always remains to be computed.
 
         Returns
         -------

@@ -70,8 +70,8 @@ class KVCacheOptions:
     page_size : int, optional
         Bytes; by default, the smallest that the backend supports.
     tile_rows : int
-        Rows that the attention kernel loads together, also past the length: up to 224 for FlashAttention-3, 128 for
-        FlexAttention, 1 for kernels that mask their loads (FlashAttention-2, most Triton kernels).
+        Rows that the attention kernel loads together, also past the length. FlashAttention-3 loads up to 224,
+        FlexAttention 128. Kernels that mask their loads need 1 (FlashAttention-2, most Triton kernels).
         `pyvmem.attention.tile_rows` gives the number for a kernel.
     steps_in_flight : int
         Steps whose kernels may still be running when `KVCache.step` is called, 1 to 16. An engine that schedules ahead
@@ -87,11 +87,10 @@ class KVCacheOptions:
     lazy : bool
         Device memory is allocated when pages are needed, instead of the whole budget at creation.
     watermark : int or float
-        Memory that new requests leave free for running ones: bytes, or a part of the budget as a float from 0.0 to 1.0
-        (`KVCache.set_watermark`).
+        Memory that new requests leave free for running ones: bytes, or a part of the budget as a float from 0.0 to 1.0.
     idle_seconds : float
         After this time without a request and without a call, a cache returns its kept pages and preallocated memory to
-        the system, and from then on allocates memory when needed. Prefixes stay. inf: never. Needs `Spare.overlap`.
+        the system. From then on it allocates memory when needed. Prefixes stay. inf: never. Needs `Spare.overlap`.
     name : str, optional
         The name in ``pyvmem top``; None publishes nothing.
     pool : KVPool, optional

@@ -193,8 +193,8 @@ def model_specs(
         Of this worker, at least 1.
     dtype : torch.dtype
     layout : {"separate", "fused", "token-major"}
-        K and V of each layer (2 x layers tensors), both in one (layers tensors of rows ``(2, kv_heads, head_dim)``), or
-        one tensor of rows ``(layers, 2, kv_heads, head_dim)``.
+        "separate": K and V of each layer, 2 x layers tensors. "fused": both in one, layers tensors of rows ``(2,
+        kv_heads, head_dim)``. "token-major": one tensor of rows ``(layers, 2, kv_heads, head_dim)``.
     window : int
         Tokens, as in `TensorSpec`; 0 for none.
 

@@ -128,8 +128,8 @@ def vmem_attention(
     """Attention of queries ``[batch, query_heads, tokens, head_dim]``.
 
     Returns ``(output, None)``; the output is ``[batch, tokens, query_heads, head_dim]``. key, value: the results of the
-    cache's ``update``, or any K and V of a model that runs without a `VMemCache`. `sliding_window` is ignored, as sdpa
-    ignores it: the mask and the cache's layer have it.
+    cache's ``update``, or any K and V of a model that runs without a `VMemCache`. `sliding_window` is ignored, as in
+    sdpa: the mask and the cache's layer have it.
     """
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: the attention vmem returns no weights; use eager")
