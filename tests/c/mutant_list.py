@@ -308,7 +308,7 @@ _MUTANTS = [
     ("a segment ends a page early", "torch/pages_in", replace("+ l->page_size - 1", ""), "test_torch"),
     ("the second slot of a segment ends it", "torch/segment_at",
      replace("|| address(l, (uint32_t)slot) != addr", ""), "test_torch"),
-    ("park takes any address", "torch/vmem_torch_park", never("segment_at", n=1), "test_torch"),
+    ("park takes any address", "torch/check_segments", never("segment_at", n=1), "test_torch"),
     ("a closed lease allocates", "torch/alloc_segment", replace("check_open(l)", "0"), "test_torch"),
     ("a lease ends under PyTorch's segments", "torch/leave",
      replace("users && !l->stats.segments", "users"), "test_torch"),
