@@ -371,11 +371,12 @@ static void test_a_question_ends_beside_the_trim(void)
     end_exchange(pool, &a, &b);
 }
 
-// No row falls, and nobody waits any more.
+// No entry falls, and nobody waits any more. Another has given memory up and will want it back.
 static void test_memory_goes_back_when_nobody_waits(void)
 {
     struct holder a = {0}, b = {0};
     vmem_kv_pool *pool = make_exchange(&a, &b);
+    vmem__expect(ctx, 0, (int64_t)(80 * test_page));
     for (int wants = 50; wants >= 0; wants -= 50) {
         pthread_mutex_lock(&pool->lock);
         vmem__pool_retain(b.member, (uint64_t)wants * test_page);
@@ -387,6 +388,7 @@ static void test_memory_goes_back_when_nobody_waits(void)
     }
     while (unused_memory())
         usleep(100);
+    vmem__expect(ctx, 0, -(int64_t)(80 * test_page));
     end_exchange(pool, &a, &b);
 }
 

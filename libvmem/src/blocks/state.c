@@ -150,48 +150,6 @@ void vmem__blocks_free(vmem_blocks *b)
     free(b);
 }
 
-static int make_blocks(vmem_context *ctx, const struct vmem_blocks_config *cfg, vmem_blocks **out)
-{
-    int rc = 0;
-    vmem_blocks *b = calloc(1, sizeof(*b));
-    if (!b)
-        return vmem__error(-ENOMEM, "no memory for %u blocks", cfg->blocks);
-    b->ctx = ctx;
-    b->owned = ctx->owned;
-    b->page_size = cfg->page_size;
-    b->page_shift = (uint32_t)__builtin_ctzll(cfg->page_size);
-    b->n_blocks = cfg->blocks;
-    b->n_ranges = cfg->n_ranges;
-    b->budget = cfg->budget ? cfg->budget >> b->page_shift : UINT64_MAX;
-    b->shrink_to = UINT64_MAX;
-    b->board = cfg->board;
-    b->orders_end = &b->orders;
-    b->fences_end = &b->fences;
-    b->no_fence = b->fence = b->passed = (1 + atomic_fetch_add(&objects, 1) % FENCE_OBJECTS) << FENCE_BITS;
-    pthread_condattr_t steady;
-    pthread_condattr_init(&steady);
-    pthread_condattr_setclock(&steady, CLOCK_MONOTONIC);
-    pthread_mutex_init(&b->lock, NULL);
-    pthread_cond_init(&b->work, &steady);
-    pthread_cond_init(&b->change, &steady);
-    pthread_condattr_destroy(&steady);
-    b->ranges = calloc(cfg->n_ranges, sizeof(b->ranges[0]));
-    b->spans = calloc(cfg->n_ranges, sizeof(b->spans[0]));
-    b->blocks = calloc(cfg->blocks, sizeof(b->blocks[0]));
-    if (b->ranges && b->spans) {
-        lay_out(b, cfg);
-        b->pages = calloc(b->n_pages, sizeof(b->pages[0]));
-    }
-    if (!b->blocks || !b->pages)
-        rc = vmem__error(-ENOMEM, "no memory for the bookkeeping of %u blocks and %" PRIu64 " pages", cfg->blocks,
-                         b->n_pages);
-    if (rc)
-        vmem__blocks_free(b);
-    else
-        *out = b;
-    return rc;
-}
-
 int vmem__blocks_new(vmem_context *ctx, const struct vmem_blocks_config *config, vmem_blocks **out)
 {
     struct vmem_blocks_config cfg;
@@ -203,7 +161,45 @@ int vmem__blocks_new(vmem_context *ctx, const struct vmem_blocks_config *config,
     rc = vmem__struct_take(&cfg, sizeof cfg, offsetof(struct vmem_blocks_config, board), config, "cfg");
     if (!rc)
         rc = check_config(ctx, &cfg);
-    return rc ? rc : make_blocks(ctx, &cfg, out);
+    if (rc)
+        return rc;
+    vmem_blocks *b = calloc(1, sizeof(*b));
+    if (!b)
+        return vmem__error(-ENOMEM, "no memory for %u blocks", cfg.blocks);
+    b->ctx = ctx;
+    b->owned = ctx->owned;
+    b->page_size = cfg.page_size;
+    b->page_shift = (uint32_t)__builtin_ctzll(cfg.page_size);
+    b->n_blocks = cfg.blocks;
+    b->n_ranges = cfg.n_ranges;
+    b->budget = cfg.budget ? cfg.budget >> b->page_shift : UINT64_MAX;
+    b->shrink_to = UINT64_MAX;
+    b->board = cfg.board;
+    b->orders_end = &b->orders;
+    b->fences_end = &b->fences;
+    b->no_fence = b->fence = b->passed = (1 + atomic_fetch_add(&objects, 1) % FENCE_OBJECTS) << FENCE_BITS;
+    pthread_condattr_t steady;
+    pthread_condattr_init(&steady);
+    pthread_condattr_setclock(&steady, CLOCK_MONOTONIC);
+    pthread_mutex_init(&b->lock, NULL);
+    pthread_cond_init(&b->work, &steady);
+    pthread_cond_init(&b->change, &steady);
+    pthread_condattr_destroy(&steady);
+    b->ranges = calloc(cfg.n_ranges, sizeof(b->ranges[0]));
+    b->spans = calloc(cfg.n_ranges, sizeof(b->spans[0]));
+    b->blocks = calloc(cfg.blocks, sizeof(b->blocks[0]));
+    if (b->ranges && b->spans) {
+        lay_out(b, &cfg);
+        b->pages = calloc(b->n_pages, sizeof(b->pages[0]));
+    }
+    if (!b->blocks || !b->pages)
+        rc = vmem__error(-ENOMEM, "no memory for the bookkeeping of %u blocks and %" PRIu64 " pages", cfg.blocks,
+                         b->n_pages);
+    if (rc)
+        vmem__blocks_free(b);
+    else
+        *out = b;
+    return rc;
 }
 
 // ---- calls -----------------------------------------------------------------------------------------------------

@@ -574,6 +574,7 @@ void vmem__shrink(vmem_context *ctx, bool wanted)
     const uint64_t keep = ctx->keep > waited ? ctx->keep : waited;
     struct vmem__piece p;
     ctx->retained_peak = wanted ? ctx->expected : 0;
+    ctx->unwanted = false;
     // Discards committed extents of a lazy backend and moves them to the other list. It does so in steps, because other
     // threads wait in the kernel meanwhile. An extent that cannot be discarded returns to its list and ends the loop.
     while (lazy && ctx->committed >= keep + GRANULE) {

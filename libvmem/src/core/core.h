@@ -197,6 +197,7 @@ struct vmem_context {
     uint64_t expected;      // bytes beyond the pages that callers wait for: vmem__expect. Freed memory stays for them,
     uint64_t expected_back; // and for those who gave up so many, until the next trim
     uint64_t retained_peak; // the most bytes of free memory that may have stayed for them
+    bool unwanted;          // some may have stayed, and nobody waits any more
     bool small_arenas;      // vmem__limit_arenas
     struct vmem_kv *caches; // KV caches of this context; only they access it, under the lock
     struct vmem__device_free {

@@ -514,6 +514,7 @@ void vmem__expect(vmem_context *ctx, int64_t wanted, int64_t missed)
     vmem__lock(ctx);
     ctx->expected += (uint64_t)wanted;
     ctx->expected_back += (uint64_t)missed;
+    ctx->unwanted |= wanted < 0 && !ctx->expected && ctx->retained_peak;
     vmem__unlock(ctx);
 }
 

@@ -64,16 +64,14 @@ int vmem__cuda_reserve(struct vmem__cuda *cu, const struct vmem__backdrop *backd
     return rc;
 }
 
-// Finds the first run of segments with the given bit in [first, end). Returns its first segment; *n is its length, 0 if
-// there is none.
-static uint64_t next_run(const struct vmem__cuda_reservation *r, bool active, uint64_t first, uint64_t end, uint64_t *n)
+uint64_t vmem__bit_run(const uint64_t *bits, bool value, uint64_t first, uint64_t end, uint64_t *n)
 {
-    const uint64_t skip = active ? 0 : UINT64_MAX;
+    const uint64_t skip = value ? 0 : UINT64_MAX;
 
     *n = 0;
-    while (first < end && vmem__bit(r->active, first) != active)
-        first += first % 64 == 0 && r->active[first / 64] == skip ? 64 : 1; // a reservation has up to 2^25 segments
-    while (first + *n < end && vmem__bit(r->active, first + *n) == active)
+    while (first < end && vmem__bit(bits, first) != value)
+        first += first % 64 == 0 && bits[first / 64] == skip ? 64 : 1; // a reservation has up to 2^25 segments
+    while (first + *n < end && vmem__bit(bits, first + *n) == value)
         ++*n;
     return first;
 }
@@ -84,7 +82,8 @@ void vmem__cuda_unreserve(struct vmem__cuda *cu, const struct vmem__backdrop *ba
     uint64_t segment = backdrop->segment, end = r->length / segment, n;
 
     if (vmem__cuda_enter(cu) == 0) {
-        for (uint64_t i = next_run(r, true, 0, end, &n); n; i = next_run(r, true, i + n, end, &n))
+        for (uint64_t i = vmem__bit_run(r->active, true, 0, end, &n); n;
+             i = vmem__bit_run(r->active, true, i + n, end, &n))
             vmem__cuda_unmap(cu, r->addr + i * segment, n * segment);
         cu->fn.address_free(r->addr, r->length); // fails if the context is lost; only addresses stay taken then
         vmem__cuda_leave(cu);
@@ -120,13 +119,13 @@ int vmem__cuda_activate(struct vmem__cuda *cu, const struct vmem__backdrop *back
 
     if (end > segments)
         end = segments;
-    i = next_run(r, false, (addr - r->addr) / segment, end, &n);
+    i = vmem__bit_run(r->active, false, (addr - r->addr) / segment, end, &n);
     if (n == 0)
         return 0;
     rc = vmem__cuda_enter(cu);
     if (rc)
         return rc;
-    for (; !rc && n; i = next_run(r, false, i + n, end, &n))
+    for (; !rc && n; i = vmem__bit_run(r->active, false, i + n, end, &n))
         rc = activate_run(cu, backdrop, r, i, n);
     vmem__cuda_leave(cu);
     return rc;

@@ -42,5 +42,8 @@ static inline void vmem__bit_set(uint64_t *bits, uint64_t i, bool value)
 {
     bits[i / 64] = (bits[i / 64] & ~(UINT64_C(1) << i % 64)) | (uint64_t)value << i % 64;
 }
+// Finds the first run of bits with that value in [first, end). Returns its first bit; *n is its length, 0 if there is
+// none.
+uint64_t vmem__bit_run(const uint64_t *bits, bool value, uint64_t first, uint64_t end, uint64_t *n);
 
 #endif

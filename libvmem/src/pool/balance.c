@@ -99,13 +99,13 @@ static bool shrink_member(struct vmem__member *m, struct vmem__member_state *s)
 static bool must_trim(const struct vmem__member *m, uint64_t pages, bool *wanted)
 {
     vmem__lock(m->ctx);
-    const bool retains_more = m->ctx->retained_peak > m->ctx->expected + m->ctx->expected_back;
+    const bool unwanted = m->ctx->unwanted;
     vmem__unlock(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
     const bool falls = (pages << m->page_shift) + m->granted < m->entry.has;
     *wanted = !m->retained_bytes && !m->unwritten;
     pthread_mutex_unlock(&m->pool->lock);
-    return falls || retains_more || !*wanted;
+    return falls || unwanted || !*wanted;
 }
 
 // With the member's lock held: updates the entry. before_trim: the pages that the member had then. wanted: of

@@ -184,13 +184,10 @@ static int clear(struct vmem__gpu *c, const struct group *g)
     uint64_t *active = reservation_of(g)->active, end = segment_of(g, g->addr) + g->length / PAGE, n;
     int rc = 0;
 
-    for (uint64_t i = segment_of(g, g->addr); !rc && i < end; i += n) {
-        bool mapped = vmem__bit(active, i);
-
-        for (n = 1; i + n < end && vmem__bit(active, i + n) == mapped; n++)
-            ;
-        if (!mapped)
-            continue;
+    for (uint64_t i = segment_of(g, g->addr); !rc; i += n) {
+        i = vmem__bit_run(active, true, i, end, &n);
+        if (!n)
+            break;
         rc = vmem__cuda_unmap(&c->cuda, reservation_of(g)->addr + i * PAGE, n * PAGE);
         for (uint64_t k = 0; !rc && k < n; k++)
             vmem__bit_set(active, i + k, false);
@@ -247,14 +244,12 @@ static int refill(struct vmem__gpu *c, const struct group *g)
                  ? vmem__cuda_activate(&c->cuda, &c->backdrop, reservation_of(g), g->addr, BACKDROP_AHEAD)
                  : 0;
 
-    for (uint64_t i = segment_of(g, g->addr); !rc && i < end; i += n) {
-        const bool is = vmem__bit(wanted, i);
-
-        for (n = 1; i + n < end && vmem__bit(wanted, i + n) == is; n++)
-            ;
-        if (is)
-            rc = vmem__cuda_activate(&c->cuda, &c->backdrop, reservation_of(g), reservation_of(g)->addr + i * PAGE,
-                                     n * PAGE);
+    for (uint64_t i = segment_of(g, g->addr); !rc; i += n) {
+        i = vmem__bit_run(wanted, true, i, end, &n);
+        if (!n)
+            break;
+        rc = vmem__cuda_activate(&c->cuda, &c->backdrop, reservation_of(g), reservation_of(g)->addr + i * PAGE,
+                                 n * PAGE);
     }
     return rc;
 }
