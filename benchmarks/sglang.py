@@ -48,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def loads(args: argparse.Namespace) -> dict[str, Any]:
     """The workloads by name: dictionaries for `benchmarks.sglang_engine`. Raises ValueError."""
-    # What decodes at the same time must fit.
+    # Requests that decode at the same time must fit.
     prompt = min(DECODE_PROMPT, args.kv_tokens // DECODE - 2 * PAGE - DECODE_TOKENS)
     made: dict[str, Any] = {
         "decode": dict(kind="fixed", batch=DECODE, prompt=prompt, output=DECODE_TOKENS, decode=True),

@@ -10,13 +10,13 @@
 //   - A call that fails changes nothing. A batch succeeds as a whole or not at all. If bad is not NULL, *bad receives
 //     the index of the element at fault.
 //   - A structure whose first field is `size` grows at its end in later versions. Set `size` to the sizeof of the
-//     structure. A program compiled with an older or newer header keeps working: fields that one side does not know
+//     structure. A program compiled with an older or newer header keeps working. Fields that one side does not know
 //     are 0 for the other, and must be 0 in what the caller passes. Other structures never change.
 //   - Any thread may call any function. If two calls work on the same page or the same addresses at once, one of them
 //     returns -EBUSY, and nothing is lost.
 //   - A context belongs to the process that created it. After fork(), the child's calls return -EPERM, and destroying
 //     the context in the child leaves the parent's memory alone. On the host backend the child can still read what was
-//     mapped: it sees the parent's current data (zero once a page is released) until it writes to that 4 KiB page. Its
+//     mapped. It sees the parent's current data (zero once a page is released) until it writes to that 4 KiB page. Its
 //     own writes stay private. A child cannot use GPU memory.
 //
 // SPDX-License-Identifier: MIT

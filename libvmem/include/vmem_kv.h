@@ -128,7 +128,7 @@ int vmem_kv_alloc(vmem_kv *kv, const struct vmem_kv_alloc_options *options, uint
 int vmem_kv_free(vmem_kv *kv, uint32_t slot, uint64_t after);
 
 // Fences. Successful steps of a cache have consecutive numbers, which no other cache of the process has. *step
-// receives the number of the last one; before the first, a number that is lower by one. An iteration's kernels carry
+// receives the number of the last one. Before the first, that is a number lower by one. An iteration's kernels carry
 // the number of its step.
 int vmem_kv_last_step(vmem_kv *kv, uint64_t *step);
 // Declares that the kernels of all steps up to this one have ended; the caller saw an event or synchronised. Otherwise

@@ -2,8 +2,8 @@
 //
 // PyTorch's caching allocator asks an allocator for segments and splits them into blocks itself. It takes functions by
 // address and passes them no argument of ours, so there are VMEM_TORCH_PLACES static pairs. A lease occupies one place.
-// It is a member of the pool: its pages come out of the pool's budget, and the pool takes them from what the KV caches
-// can spare, never from their requests.
+// It is a member of the pool: its pages come out of the pool's budget. The pool takes them from what the KV caches can
+// spare, never from their requests.
 //
 // A segment is a range of addresses that stays with PyTorch until PyTorch frees it. Its pages may go meanwhile.
 // vmem_torch_park offers the pool the pages of segments in which no block is in use, and the pool takes them when

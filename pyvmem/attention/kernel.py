@@ -165,7 +165,7 @@ class Kernel:
         return tuple((d, d) for d in self.dtypes) + tuple(self.mixed)
 
     def plan(self, call: Call) -> Any:
-        """What an iteration needs besides its batch. `Batch.update` calls its ``refresh(batch)`` if it has one."""
+        """Data that an iteration needs besides its batch. `Batch.update` calls its ``refresh(batch)`` if it has one."""
 
     def repeat(self, call: Call) -> Callable[[int, int, int, int], bool] | None:
         """A function that repeats a decode `call` with new rows for tensors of the same shapes, strides and dtypes.
