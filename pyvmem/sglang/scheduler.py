@@ -21,6 +21,7 @@ logger = logging.getLogger("sglang.vmem")
 
 IDLE = 0.3  # seconds without requests after which free pages lose their memory
 TEND = 0.005  # seconds between two looks at a pool
+COUNT = 0.1  # seconds between two counts of the bytes that are held, without a pool
 AWAIT = 10.0  # seconds that the last running request waits for memory of a pool, before SGLang aborts it
 NEVER = 1 << 40  # tokens: no request begins
 
@@ -268,7 +269,7 @@ class SchedulerMemory:
     def _tend(self) -> None:
         """Each rank's memory has its own part in the pool of its device."""
         now = time.monotonic()
-        if now >= self._tended + TEND:
+        if now >= self._tended + (TEND if self.page[control.POOL] or self._sleeper is not None else COUNT):
             self._tended = now
             for budget in self.budgets:
                 budget.memory.tend()
