@@ -54,7 +54,10 @@ static bool continue_lowering(void *blocks, uint64_t least)
     return false;
 }
 
-static void trim(void *blocks, bool wanted) { vmem__trim_to(((vmem_blocks *)blocks)->ctx, 0, wanted, NULL); }
+static void trim(void *blocks, bool keep_retained)
+{
+    vmem__trim_to(((vmem_blocks *)blocks)->ctx, 0, keep_retained, NULL);
+}
 
 static void evict(void *blocks, uint64_t pages)
 {

@@ -96,7 +96,7 @@ static bool continue_lowering(void *self, uint64_t least)
     return kv->membership.lowering && alone;
 }
 
-static void trim(void *self, bool wanted) { vmem__kv_trim(self, wanted); }
+static void trim(void *self, bool keep_retained) { vmem__kv_trim(self, keep_retained); }
 
 // Evicts one portion of runs in a round, or has their owner release pages.
 static void evict(void *self, uint64_t pages)
@@ -111,9 +111,9 @@ static void evict(void *self, uint64_t pages)
     unlock(kv);
 }
 
-static uint64_t wanted(void *self) { return vmem__kv_wanted_budget(self); }
+static uint64_t wanted_max(void *self) { return vmem__kv_wanted_budget(self); }
 
-static void answered(void *self, uint64_t bytes, int rc, uint32_t why)
+static void max_answered(void *self, uint64_t bytes, int rc, uint32_t why)
 {
     vmem_kv *kv = self;
     lock(kv);
@@ -131,8 +131,8 @@ static const struct vmem__member_ops ops = {
     .continue_lowering = continue_lowering,
     .trim = trim,
     .evict = evict,
-    .wanted = wanted,
-    .answered = answered,
+    .wanted_max = wanted_max,
+    .max_answered = max_answered,
 };
 
 // ---- what callers ask --------------------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ static void record_needs(vmem_kv *kv)
 
 static void commit_step(vmem_kv *kv, const int32_t *lengths)
 {
-    bool due = false;
+    bool wake_worker = false;
     bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
     const uint32_t step = (uint32_t)++kv->fence.step, most = kv->max_tokens;
@@ -340,11 +340,11 @@ static void commit_step(vmem_kv *kv, const int32_t *lengths)
         sl->tokens = tokens;
         sl->last_step = step;
         sl->skip = sl->stuck = false;
-        due |= sl->backed < most && sl->backed < (uint64_t)tokens + ahead;
+        wake_worker |= sl->backed < most && sl->backed < (uint64_t)tokens + ahead;
     }
     for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++)
-        due |= lengths[s] && vmem__kv_pass_windows(kv, s);
-    if (due)
+        wake_worker |= lengths[s] && vmem__kv_pass_windows(kv, s);
+    if (wake_worker)
         vmem__kv_worker_wake(kv);
 }
 

@@ -37,7 +37,7 @@ static uint64_t least_pages(const struct vmem__member *m, const struct vmem__mem
 // meanwhile.
 static void apply_wanted_limit(struct vmem__member *m)
 {
-    const uint64_t bytes = m->ops->wanted ? m->ops->wanted(m->self) : 0;
+    const uint64_t bytes = m->ops->wanted_max ? m->ops->wanted_max(m->self) : 0;
     uint32_t why = VMEM_KV_NO_MEMORY;
     if (!bytes)
         return;
@@ -48,7 +48,7 @@ static void apply_wanted_limit(struct vmem__member *m)
         why = VMEM_KV_FILE_DAMAGED;
     pthread_mutex_unlock(&m->pool->lock);
     if (rc != -EAGAIN) // otherwise another process has the file's lock, and the next look tries again
-        m->ops->answered(m->self, bytes, rc, why);
+        m->ops->max_answered(m->self, bytes, rc, why);
     m->ops->lock(m->self);
 }
 
@@ -93,24 +93,24 @@ static bool shrink_member(struct vmem__member *m, struct vmem__member_state *s)
 }
 
 // With the member's lock held: true if unused memory of the context must go back before the entry falls to `pages`. It
-// belongs to no particular member of the context, and this member's entry may be what accounts for it. *wanted: what
-// members wait for may stay. It may not if nobody took it when it was retained, or if the table may say that it is
+// belongs to no particular member of the context, and this member's entry may be what accounts for it. *keep_retained:
+// what members wait for may stay. It may not if nobody took it when it was retained, or if the table may say that it is
 // free.
-static bool must_trim(const struct vmem__member *m, uint64_t pages, bool *wanted)
+static bool must_trim(const struct vmem__member *m, uint64_t pages, bool *keep_retained)
 {
     vmem__lock(m->ctx);
     const bool unwanted = m->ctx->unwanted;
     vmem__unlock(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
     const bool falls = (pages << m->page_shift) + m->granted < m->entry.has;
-    *wanted = !m->retained_bytes && !m->unwritten;
+    *keep_retained = !m->retained_bytes && !m->unwritten;
     pthread_mutex_unlock(&m->pool->lock);
-    return falls || unwanted || !*wanted;
+    return falls || unwanted || !*keep_retained;
 }
 
-// With the member's lock held: updates the entry. before_trim: the pages that the member had then. wanted: of
+// With the member's lock held: updates the entry. before_trim: the pages that the member had then. keep_retained: of
 // must_trim.
-static void write_entry(struct vmem__member *m, uint64_t before_trim, bool wanted)
+static void write_entry(struct vmem__member *m, uint64_t before_trim, bool keep_retained)
 {
     struct vmem__member_state s;
     m->ops->get_state(m->self, &s);
@@ -119,7 +119,7 @@ static void write_entry(struct vmem__member *m, uint64_t before_trim, bool wante
     const uint64_t min = ceil_pages(m->entry.min, m), before = m->entry.has;
     // A claim may have taken back part of the budget meanwhile.
     m->entry.has = MIN(m->entry.has, (MAX(has, before_trim) << m->page_shift) + m->granted);
-    m->retained_bytes = wanted ? uncovered_bytes(m, before - m->entry.has) : 0;
+    m->retained_bytes = keep_retained ? uncovered_bytes(m, before - m->entry.has) : 0;
     m->entry.has += m->retained_bytes;
     m->entry.held = s.held << m->page_shift;
     m->entry.could_give = sat_sub(has, MAX(least - MIN(least, s.evictable), min)) << m->page_shift;
@@ -141,13 +141,13 @@ static bool refresh_member(struct vmem__member *m)
     apply_wanted_limit(m);
     const bool more = shrink_member(m, &s);
     const uint64_t before_trim = MAX(s.budget, s.held);
-    bool wanted;
-    if (must_trim(m, before_trim, &wanted)) {
+    bool keep_retained;
+    if (must_trim(m, before_trim, &keep_retained)) {
         m->ops->unlock(m->self);
-        m->ops->trim(m->self, wanted);
+        m->ops->trim(m->self, keep_retained);
         m->ops->lock(m->self);
     }
-    write_entry(m, before_trim, wanted);
+    write_entry(m, before_trim, keep_retained);
     m->ops->unlock(m->self);
     return more;
 }
@@ -159,12 +159,12 @@ static bool refresh_member(struct vmem__member *m)
 static void note_replies(vmem_kv_pool *pool, uint64_t t)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.entries[i];
+        const struct vmem_kv_pool_member *e = &pool->table.entries[i];
         struct pool_seen *seen = &pool->seen[i];
-        const bool owes = r->giving || r->looked < pool->table.head.revision;
-        if (owes && !pool_owns(pool, i) && !memcmp(r, &seen->entry, sizeof(*r)))
+        const bool owes = e->giving || e->looked < pool->table.head.revision;
+        if (owes && !pool_owns(pool, i) && !memcmp(e, &seen->entry, sizeof(*e)))
             continue;
-        seen->entry = *r;
+        seen->entry = *e;
         seen->at = t;
     }
 }
@@ -180,11 +180,11 @@ static uint64_t unmet_bytes(const vmem_kv_pool *pool)
 {
     uint64_t needs = 0, coming = vmem__pool_free_bytes(pool, NULL);
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.entries[i];
-        if (!r->size || has_timed_out(pool, i))
+        const struct vmem_kv_pool_member *e = &pool->table.entries[i];
+        if (!e->size || has_timed_out(pool, i))
             continue;
-        needs = sat_add(needs, r->needs);
-        coming = sat_add(coming, r->giving);
+        needs = sat_add(needs, e->needs);
+        coming = sat_add(coming, e->giving);
     }
     return sat_sub(needs, coming);
 }
@@ -192,32 +192,32 @@ static uint64_t unmet_bytes(const vmem_kv_pool *pool)
 // Grants a member free budget for what it needs, at least its minimum. A question that nobody repeats lapses here.
 static void grant_free_budget(vmem_kv_pool *pool, struct vmem__member *m)
 {
-    struct vmem_kv_pool_member *r = &m->entry;
+    struct vmem_kv_pool_member *e = &m->entry;
     if (m->leaving)
-        r->needs = 0;
-    else if (r->has < r->min && r->needs < r->min - r->has) { // a member gets its minimum without asking
-        r->needs = r->min - r->has;
+        e->needs = 0;
+    else if (e->has < e->min && e->needs < e->min - e->has) { // a member gets its minimum without asking
+        e->needs = e->min - e->has;
         m->asked_at = vmem__now();
     }
-    if (!r->needs)
+    if (!e->needs)
         return;
     if (!m->waiting && vmem__now() - m->asked_at > vmem__pool_ask_ns) {
-        r->needs = 0;
+        e->needs = 0;
         vmem__pool_answer(m, VMEM_KV_UNASKED, 0);
         return;
     }
     const uint64_t unused = vmem__pool_free_bytes(pool, m);
-    uint64_t grant = MIN(MIN(unused, sat_sub(r->max, r->has)), r->needs);
+    uint64_t grant = MIN(MIN(unused, sat_sub(e->max, e->has)), e->needs);
     const uint64_t whole = ceil_pages(grant, m) << m->page_shift;
     grant = whole <= unused ? whole : floor_pages(grant, m) << m->page_shift;
     if (grant) {
-        r->has += grant;
+        e->has += grant;
         m->granted += grant;
-        r->needs = sat_sub(r->needs, grant); // at 0, the answer follows once the budget has grown
+        e->needs = sat_sub(e->needs, grant); // at 0, the answer follows once the budget has grown
     }
-    if (r->needs && !r->asked)
-        r->asked = ++pool->table.head.revision;
-    pool->table.entries[m->place] = *r;
+    if (e->needs && !e->asked)
+        e->asked = ++pool->table.head.revision;
+    pool->table.entries[m->place] = *e;
 }
 
 // Grants the memory that a member's entry retains to waiting members of its context. Returns true if some is left,
@@ -225,11 +225,11 @@ static void grant_free_budget(vmem_kv_pool *pool, struct vmem__member *m)
 static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
 {
     uint64_t left = m->retained_bytes;
-    struct vmem_kv_pool_member *r = &m->entry;
+    struct vmem_kv_pool_member *e = &m->entry;
     if (!left)
         return false;
-    r->has -= left;
-    pool->table.entries[m->place] = *r;
+    e->has -= left;
+    pool->table.entries[m->place] = *e;
     for (struct vmem__member *o = pool->members; o; o = o->next) {
         const uint64_t before = o->entry.has;
         if (o == m || o->ctx != m->ctx)
@@ -237,9 +237,9 @@ static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
         grant_free_budget(pool, o);
         left = sat_sub(left, o->entry.has - before);
     }
-    r->has += left;
-    r->giving = sat_sub(r->giving, m->retained_bytes - left);
-    pool->table.entries[m->place] = *r;
+    e->has += left;
+    e->giving = sat_sub(e->giving, m->retained_bytes - left);
+    pool->table.entries[m->place] = *e;
     m->retained_bytes = left;
     return left;
 }
@@ -249,32 +249,32 @@ static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
 // if a younger question waits for another look.
 static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
 {
-    struct vmem_kv_pool_member *r = &m->entry;
-    const uint64_t wanted = sat_sub(unmet_bytes(pool), r->needs);
+    struct vmem_kv_pool_member *e = &m->entry;
+    const uint64_t unmet = sat_sub(unmet_bytes(pool), e->needs);
     // A member that waits for memory itself gives none. A refused member gives: it may have stopped trying.
-    const bool waits = r->needs && r->answer != VMEM_KV_REFUSED;
-    const uint64_t could = waits || m->leaving ? 0 : sat_sub(r->could_give, r->giving);
-    const uint64_t bytes = MIN(wanted, could);
+    const bool waits = e->needs && e->answer != VMEM_KV_REFUSED;
+    const uint64_t could = waits || m->leaving ? 0 : sat_sub(e->could_give, e->giving);
+    const uint64_t bytes = MIN(unmet, could);
     const uint64_t revision = pool->table.head.revision;
-    const uint64_t looked = wanted && !bytes && !m->leaving ? MAX(m->saw_revision, r->looked) : revision;
-    const bool asked = r->looked < looked;
-    uint32_t reply = r->reply, why = 0;
+    const uint64_t looked = unmet && !bytes && !m->leaving ? MAX(m->saw_revision, e->looked) : revision;
+    const bool asked = e->looked < looked;
+    uint32_t reply = e->reply, why = 0;
     if (bytes) {
         m->to_give += bytes;
-        r->giving += bytes;
+        e->giving += bytes;
     }
-    if (r->giving)
+    if (e->giving)
         reply = VMEM_KV_DEFERRED;
-    else if (asked && wanted && !bytes)
+    else if (asked && unmet && !bytes)
         reply = VMEM_KV_REFUSED;
     else if (asked || reply == VMEM_KV_DEFERRED)
         reply = VMEM_KV_APPLIED;
     if (reply == VMEM_KV_REFUSED)
-        why = r->has <= r->min ? VMEM_KV_AT_MINIMUM : VMEM_KV_IN_USE;
-    r->looked = looked;
-    r->reply = reply;
-    r->why = why;
-    pool->table.entries[m->place] = *r;
+        why = e->has <= e->min ? VMEM_KV_AT_MINIMUM : VMEM_KV_IN_USE;
+    e->looked = looked;
+    e->reply = reply;
+    e->why = why;
+    pool->table.entries[m->place] = *e;
     return looked < revision;
 }
 
@@ -292,15 +292,15 @@ static void refuse_unsatisfiable(const vmem_kv_pool *pool, struct vmem__member *
     if (!m->entry.needs || m->granted || m->entry.answer != VMEM_KV_DEFERRED)
         return;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.entries[i];
-        if (!r->size || i == m->place)
+        const struct vmem_kv_pool_member *e = &pool->table.entries[i];
+        if (!e->size || i == m->place)
             continue;
-        const bool owes = r->looked < m->entry.asked || r->giving;
+        const bool owes = e->looked < m->entry.asked || e->giving;
         if (owes && !has_timed_out(pool, i))
             return;
         if (owes)
             why = VMEM_KV_NO_ANSWER;
-        else if (why == VMEM_KV_AT_MINIMUM && (r->has > r->min || r->needs))
+        else if (why == VMEM_KV_AT_MINIMUM && (e->has > e->min || e->needs))
             why = VMEM_KV_IN_USE;
     }
     refuse_question(m, why);

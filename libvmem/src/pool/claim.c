@@ -17,10 +17,10 @@ _Atomic uint64_t vmem__pool_ask_ns = 250000000;
 
 void vmem__pool_retain(struct vmem__member *m, uint64_t bytes)
 {
-    if (bytes == m->wants)
+    if (bytes == m->waits_for)
         return;
-    vmem__expect(m->ctx, (int64_t)(bytes - m->wants), 0);
-    m->wants = bytes;
+    vmem__expect(m->ctx, (int64_t)(bytes - m->waits_for), 0);
+    m->waits_for = bytes;
 }
 
 void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why)
@@ -49,9 +49,9 @@ static uint64_t bytes_others_need(const vmem_kv_pool *pool, const struct vmem__m
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.entries[i];
-        if (r->size && i != m->place && r->answer == VMEM_KV_DEFERRED)
-            bytes = sat_add(bytes, r->needs);
+        const struct vmem_kv_pool_member *e = &pool->table.entries[i];
+        if (e->size && i != m->place && e->answer == VMEM_KV_DEFERRED)
+            bytes = sat_add(bytes, e->needs);
     }
     return bytes;
 }
@@ -139,32 +139,32 @@ uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t he
 // TOLD_NS after it. Later calls ask the others again, and so does one before which a member here has freed something.
 static uint64_t ask_others(struct vmem__member *m, uint64_t bytes, uint32_t *why)
 {
-    struct vmem_kv_pool_member *r = &m->entry;
-    const uint64_t room = sat_sub(r->max, r->has);
+    struct vmem_kv_pool_member *e = &m->entry;
+    const uint64_t room = sat_sub(e->max, e->has);
     *why = 0;
     if (bytes > room) {
         vmem__pool_answer(m, VMEM_KV_REFUSED, *why = VMEM_KV_AT_MAXIMUM);
-        r->needs = 0;
+        e->needs = 0;
         return 0;
     }
     if (m->table_error == -EBADMSG || m->unwritten) { // no other member can read the question
         vmem__pool_answer(m, VMEM_KV_REFUSED, *why = VMEM_KV_FILE_DAMAGED);
-        r->needs = 0;
+        e->needs = 0;
         return 0;
     }
     const uint64_t t = vmem__now();
     const bool refused =
-        r->answer == VMEM_KV_REFUSED && r->needs && r->needs <= bytes && m->freed_at_refusal == m->pool->freed;
+        e->answer == VMEM_KV_REFUSED && e->needs && e->needs <= bytes && m->freed_at_refusal == m->pool->freed;
     if (refused && (!m->told_at || t - m->told_at < TOLD_NS)) {
         m->told_at = m->told_at ? m->told_at : t;
         m->asked_at = t;
-        *why = r->reason;
+        *why = e->reason;
         return 0;
     }
-    if (r->needs < bytes || r->answer != VMEM_KV_DEFERRED)
-        r->asked = 0; // the thread assigns the revision
+    if (e->needs < bytes || e->answer != VMEM_KV_DEFERRED)
+        e->asked = 0; // the thread assigns the revision
     m->asked_at = t;
-    r->needs = bytes;
+    e->needs = bytes;
     vmem__pool_answer(m, VMEM_KV_DEFERRED, 0);
     m->pool->needed = true;
     pool_ring(m->pool);

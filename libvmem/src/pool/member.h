@@ -57,9 +57,9 @@ struct vmem__member_ops {
     // Locked, once in every round of the thread; NULL: lower_budget does everything. `least` is the smallest
     // budget that the pool leaves the member: an idle one may shrink to it. True: there is more to do at once.
     bool (*continue_lowering)(void *self, uint64_t least);
-    // Not locked. Returns the memory of released pages to the device; wanted: keeps what members of the context wait
-    // for. Other members get the budget only after that.
-    void (*trim)(void *self, bool wanted);
+    // Not locked. Returns the memory of released pages to the device, but for what members of the context wait for if
+    // keep_retained is set. Other members get the budget only after that.
+    void (*trim)(void *self, bool keep_retained);
 
     // Not locked; NULL: nothing can be evicted. Frees up to so many of the `evictable` pages. Their budget goes to
     // others in the next round.
@@ -67,9 +67,9 @@ struct vmem__member_ops {
 
     // Locked; NULL: no other process can ask. Returns the maximum, in bytes, that another process asks for and that is
     // not answered yet; 0: none.
-    uint64_t (*wanted)(void *self);
-    // Not locked; NULL if `wanted` is. Answers that process: rc is 0 or a negative errno. why: enum vmem_kv_refusal.
-    void (*answered)(void *self, uint64_t bytes, int rc, uint32_t why);
+    uint64_t (*wanted_max)(void *self);
+    // Not locked; NULL if `wanted_max` is. Answers that process: rc is 0 or a negative errno. why: enum vmem_kv_refusal.
+    void (*max_answered)(void *self, uint64_t bytes, int rc, uint32_t why);
 };
 
 // The terms on which a member joins.

@@ -97,7 +97,7 @@ struct vmem__member {
     uint64_t to_give;          // bytes that the member is to give back
     uint64_t saw_revision;     // number of the last question that had been asked when the thread looked at the member
     // Members of one context hand device memory over: memory that one frees stays in the context for those that wait.
-    uint64_t wants; // bytes beyond its pages that the member waits for, as it has told the context
+    uint64_t waits_for; // bytes beyond its pages that the member waits for, as it has told the context
     // Bytes that the member no longer has and that the context keeps. They stay in entry.has until another entry has
     // them. If none takes them, the next look at the member returns them to the device.
     uint64_t retained_bytes;

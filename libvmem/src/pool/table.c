@@ -79,9 +79,9 @@ uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__memb
 {
     uint64_t taken = 0;
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        const struct vmem_kv_pool_member *r = &pool->table.entries[i];
-        if (r->size)
-            taken = sat_add(taken, m && m->place == i ? m->entry.has : MAX(r->has, r->min));
+        const struct vmem_kv_pool_member *e = &pool->table.entries[i];
+        if (e->size)
+            taken = sat_add(taken, m && m->place == i ? m->entry.has : MAX(e->has, e->min));
     }
     const struct pool_head *h = &pool->table.head;
     return sat_sub(h->budget, sat_add(taken, vmem__now() < h->refused_until ? h->refused : 0));
