@@ -54,6 +54,9 @@ NAMES = {
     "KVCache": (_POOL, "device layer_num page_size size store_dtype"),
     "MHATokenToKVPool": (_POOL, "head_dim head_num k_buffer v_buffer v_head_dim"),
     "MLATokenToKVPool": (_POOL, "kv_buffer"),
+    "SchedulerWeightUpdaterManager": (hooks._UPDATER, "is_fully_idle offload_tags scheduler"),
+    "BaseReq": ("srt/managers/io_struct.py", "rid"),
+    "ReleaseMemoryOccupationReqInput": ("srt/managers/io_struct.py", "tags"),
     "ModelRunner": ("srt/model_executor/model_runner.py", "device memory_saver_adapter model server_args"),
     "HookRegistry": (_HOOKS, "_patched apply_hooks register"),
 }  # fmt: skip
@@ -72,6 +75,10 @@ BODIES = {
     (_STATS, "SchedulerPoolStatsObserver._get_token_info"): ("bc8a1782c2479f2a", "b4c06dfa30841a38"),
     (_STATS, "SchedulerPoolStatsObserver._get_swa_token_info"): ("45f19d2f8ddfaa4c",),
     (_SCHEDULER, "Scheduler.flush_cache"): ("474ee012af4a256f",),
+    (hooks._UPDATER, "SchedulerWeightUpdaterManager.release_memory_occupation"): ("58a37cb27065cd13",),
+    (hooks._UPDATER, "SchedulerWeightUpdaterManager.resume_memory_occupation"): ("814694e03ac040f3",),
+    (hooks._ORDERS, "TokenizerControlMixin.release_memory_occupation"): ("74cad2db73e231cf",),
+    (hooks._ORDERS, "TokenizerControlMixin.resume_memory_occupation"): ("762e91e0e7c27ce5",),
     (_HOOKS, "HookRegistry.apply_hooks"): ("1afac64ee46da0a7",),
 }
 
