@@ -27,9 +27,8 @@ from pyvmem.core import MIB
 from pyvmem.engine import control
 from pyvmem.engine.pools import number_of
 from pyvmem.engine.settings import MOST
-from pyvmem.kv.view import view_folder
 from pyvmem.sleep.checkpoint import weight_bytes
-from pyvmem.tools.top import table
+from pyvmem.tools.top import table, where
 
 FIRST_PORT = 8001
 ROUTER_PORT = 8080  # of vLLM's router, if PORT is not set
@@ -428,7 +427,7 @@ def running(pool: Pool) -> dict[str, list[tuple[control.Engine, control.Page]]]:
 
 def _absent(fact: str) -> str:
     """The message that no server was found, and why it may be so."""
-    return (f"{fact}: no server of it publishes its state below {view_folder()}. Those of systemd, compose and AIBrix "
+    return (f"{fact}: no server of it publishes its state {where()}. Those of systemd, compose and AIBrix "
             "have another XDG_RUNTIME_DIR: set theirs")  # fmt: skip
 
 
@@ -443,7 +442,7 @@ def listing(pool: Pool) -> str:
         if not engines:
             rows.append((name, "stopped", str(pool.model(name).port), *("" for _ in range(7))))
     columns = ("model", "state", "port", "running", "queued", "weights", "of", "KV used", "cached", "lacks")
-    hint = "\n" + _absent("no model of this file runs") if all(row[1] == "stopped" for row in rows) else ""
+    hint = "\n" + _absent("No model of this file runs") if all(row[1] == "stopped" for row in rows) else ""
     return table(rows, columns) + hint
 
 

@@ -20,7 +20,7 @@ from typing import TextIO
 from pyvmem.bench import argtypes
 from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
-from pyvmem.kv.view import View, await_budget, check_budget, read_views, request_budget
+from pyvmem.kv.view import View, await_budget, check_budget, read_views, request_budget, view_folder
 from pyvmem.engine import control
 
 COLUMNS = (
@@ -140,13 +140,26 @@ def tables(
     return [table for table in found if table[2]]
 
 
-NOTHING = 'No caches and no engines: listed are caches that have a name, such as KVCache(..., name="chat").'
+def where() -> str:
+    """Where the caches and engines of this user are, to follow words such as "nothing was found"."""
+    folder = view_folder()
+    return (
+        f"in {folder}"
+        if folder
+        else ("anywhere: XDG_RUNTIME_DIR, or else the temporary folder, has no folder that only this user can write")
+    )
+
+
+def nothing() -> str:
+    """The message that there is nothing to show."""
+    return (f"No caches and no engines {where()}.\nListed are this user's engines on vMem, and caches with a name, such "
+            'as KVCache(..., name="chat").')  # fmt: skip
 
 
 def screen(views: Sequence[View], room: int | None = None) -> str:
     """The tables as text. room: characters in a line; None: as many as it takes."""
     found = [f"{title}\n{table(text, columns, room)}" for title, columns, text in tables(views, {})]
-    return "\n\n".join(found) or NOTHING
+    return "\n\n".join(found) or nothing()
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from pyvmem.kv.picture import ASCII, CHARACTERS, PARTS, cells, shares, size
 from pyvmem.kv.view import View, await_budget, read_views
-from pyvmem.tools.top import COLUMNS, NOTHING, TEXT, ask, fitting, limit, tables
+from pyvmem.tools.top import COLUMNS, TEXT, ask, fitting, limit, nothing, tables
 
 _STYLES = {
     "used": "blue", "shared": "magenta", "cached": "green", "ahead": "cyan", "kept": "yellow", "unused": "dim",
@@ -138,7 +138,7 @@ class Screen:
         if self._help:
             body.append(self._about())
         elif not found:
-            body.append(Text(NOTHING))
+            body.append(Text(nothing()))
         else:
             for title, columns, rows in found:
                 body += [Text(title, style="bold"), self._table(columns, rows, width), Text()]

@@ -571,7 +571,8 @@ def test_limits_that_name_nobody_or_too_many_are_refused(tmp_path):
     with make(None, "kv"), Child(tmp_path / "pool", name="kv", budget=40 * MIB) as child:
         pids = ", ".join(map(str, sorted((os.getpid(), child.process.pid))))
         for text, what in {
-            "kv=1G": f"processes {pids} have caches of that name", "nobody=1G": "no KV cache, engine or model has the name 'nobody'",
+            "kv=1G": f"processes {pids} have caches of that name",
+            "nobody=1G": "no KV cache, engine or model has the name 'nobody'",
             "kv=0%": "must be PID=SIZE or NAME=SIZE", "kv=x%": "must be PID=SIZE", "=1G": "must be PID=SIZE",
             f"{os.getpid()}=101%": "must lie between 0 and 100 %", f"{os.getpid()}=nan%": "must be",
         }.items():  # fmt: skip

@@ -301,6 +301,8 @@ def test_a_cache_that_cannot_be_published_works(monkeypatch, folder):
         assert cache.step([50, 0, 0, 0])
 
 
-def test_the_command_line_has_top():
-    done = subprocess.run([sys.executable, "-m", "pyvmem", "top", "--once"], capture_output=True, text=True)
-    assert done.returncode == 0 and "No caches and no engines" in done.stdout
+@pytest.mark.parametrize("parent, where", [("", "in {}/pyvmem"), ("missing", "anywhere: XDG_RUNTIME_DIR")])
+def test_the_command_line_has_top_and_says_where_it_looked(tmp_path, parent, where):
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / parent)}
+    done = subprocess.run([sys.executable, "-m", "pyvmem", "top", "--once"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and f"No caches and no engines {where.format(tmp_path)}" in done.stdout
