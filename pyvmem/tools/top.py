@@ -152,8 +152,8 @@ def where() -> str:
 
 def nothing() -> str:
     """The message that there is nothing to show."""
-    return (f"No caches and no engines {where()}.\nListed are this user's engines on vMem, and caches with a name, such "
-            'as KVCache(..., name="chat").')  # fmt: skip
+    return (f"No caches and no engines {where()}.\nListed are this user's engines on vMem, and caches with a name, "
+            'such as KVCache(..., name="chat").')  # fmt: skip
 
 
 def screen(views: Sequence[View], room: int | None = None) -> str:
