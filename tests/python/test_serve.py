@@ -73,13 +73,15 @@ class App:
     """Answers a request when it may."""
 
     def __init__(self):
-        self.may = asyncio.Event()
-        self.may.set()
+        self.may, self.sent, self.leaves = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.may.set(), self.leaves.set()
 
     async def __call__(self, scope, receive, send):
         await self.may.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
+        self.sent.set()
+        await self.leaves.wait()
 
 
 async def messages(engine, path, method="POST", headers=()):
@@ -112,6 +114,11 @@ async def answered(engine, path="/v1/completions"):
     """Ask until the answer is no refusal: what takes longer than a short queue is asked for again."""
     while (await ask(engine, path))[0] != 200:
         pass
+
+
+def now():
+    """In microseconds, as control pages have it."""
+    return time.monotonic_ns() // 1000
 
 
 async def until(what, engine):
@@ -174,21 +181,13 @@ def test_a_request_ends_with_its_last_byte_not_with_its_application(played):
     """SGLang's application stays for two seconds after a stream, and its model would not sleep so long."""
 
     async def history(engine, app, other):
-        answers, stays, sent = engine._app, asyncio.Event(), asyncio.Event()
-
-        async def streams(scope, receive, send):
-            await answers(scope, receive, send)
-            sent.set()
-            await stays.wait()
-
-        engine._app = streams
+        app.leaves.clear()
         asked = asyncio.create_task(ask(engine))
-        await sent.wait()
+        await app.sent.wait()
         assert (await ask(engine, "/vmem/sleep"))[0] == 200
         assert engine.page[control.RUNNING] == 0 and not asked.done()
-        stays.set()
+        app.leaves.set()
         assert (await asked)[0] == 200
-        engine._app = answers
         assert (await ask(engine))[0] == 200
         assert engine.calls == ["sleep", "wake"] and engine.page[control.UNSERVED] == 0
 
@@ -235,7 +234,7 @@ def test_who_waits_in_vain_is_refused_and_counted(played):
 def starve(engine, app, other):
     """A request of this model that cannot go on, while the other model lacks memory, too, and came first."""
     app.may.clear()
-    other[control.RUNNING], other[control.STARVING] = 1, serve._now() - 10_000_000
+    other[control.RUNNING], other[control.STARVING] = 1, now() - 10_000_000
     request = asyncio.create_task(ask(engine))
     engine.page[control.STARVED] = 1
     return request
@@ -250,7 +249,7 @@ def test_a_starved_model_sleeps_with_its_requests_and_they_go_on(played):
         engine.lacks = 5
         other[control.RUNNING] = other[control.STARVING] = 0  # it has been served, and stays awake
         page = engine.page
-        await until(lambda: page[control.LACKS] == 5 and serve._now() - page[control.LACKING] > 300_000, engine)
+        await until(lambda: page[control.LACKS] == 5 and now() - page[control.LACKING] > 300_000, engine)
         engine.lacks = 0
         await until(lambda: engine.page[control.STATE] == State.AWAKE, engine)
         assert engine.calls[-1] == "wake"
@@ -382,10 +381,11 @@ def test_a_drained_model_keeps_no_other_waiting(played, runs):
     played(history)
 
 
-def test_no_engine_of_a_server_stays_awake_while_another_lacks_memory(played):
+def test_no_engine_of_a_server_stays_awake_while_another_lacks_memory(played, monkeypatch):
+    monkeypatch.setattr(serve, "FIND", 0)  # data parallelism has an engine for each rank
+
     async def history(engine, app, other):
         second = page_of("minetoo", "chat")
-        engine._found = 0.0  # look again: data parallelism has an engine for each rank
 
         async def sleep(state, freeze):
             engine.calls.append("sleep")
