@@ -104,10 +104,10 @@ def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
 
     The highest priority comes first, then the longest wait. One that has waited for `OVERDUE` slices goes before all. A
     model that sleeps with its requests rests for `REST` slices while all others that are awake are busy and of no lower
-    priority. A new request for it ends the rest, and so do sleeping models that give what it lacks. Without the rest, switches would
-    take the time in which new requests wait for their first token. Engines of one server wait equally long: one that
-    lacks memory stands for them. If all sleep and the first cannot have what it lacks, as rows of sleeping requests
-    hold it, each tries for a slice in turn, so that these go on.
+    priority. A new request for it ends the rest, and so do sleeping models that give what it lacks. Without the rest,
+    switches would take the time in which new requests wait for their first token. Engines of one server wait equally
+    long: one that lacks memory stands for them. If all sleep and the first cannot have what it lacks, as rows of
+    sleeping requests hold it, each tries for a slice in turn, so that these go on.
     """
     sleeping = [m for m in models if m.alive and m.state in (State.ASLEEP, State.WAKING)]
     awake = [m for m in models if m.alive and m.state in (State.AWAKE, State.CLOSING)]
