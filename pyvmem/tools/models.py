@@ -32,6 +32,7 @@ from pyvmem.tools.top import table, where
 
 FIRST_PORT = 8001
 ROUTER_PORT = 8080  # of vLLM's router, if PORT is not set
+SMI_SECONDS = 10.0  # after which nvidia-smi is not waited for
 GIB = 1 << 30
 CONCURRENCY = 1024  # requests for a model at a time that llama-swap lets pass; vLLM queues them
 # Memory of each server that is not in the pool: its CUDA context, libraries and CUDA graphs. vLLM 0.33 held 1,106 to
@@ -234,13 +235,13 @@ def read(text: str) -> Pool:
 
 
 def _gpu() -> int:
-    """Bytes of the smallest GPU of this machine; 0 if none can be asked."""
-    ask = shutil.which("nvidia-smi")
-    if not ask:
+    """Bytes of the smallest GPU of this machine; 0 if none can be asked. nvidia-smi hangs if a GPU has failed."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=SMI_SECONDS)
+    except (OSError, subprocess.SubprocessError):
         return 0
-    done = subprocess.run([ask, "--query-gpu=memory.total", "--format=csv,noheader,nounits"], capture_output=True,
-                          text=True, check=False)  # fmt: skip
-    return min((int(n) for n in done.stdout.split() if n.isdecimal()), default=0) * MIB
+    return min((int(n) for n in done.stdout.split() if n.isdigit()), default=0) * MIB
 
 
 def _check(pool: Pool) -> None:

@@ -259,6 +259,22 @@ def test_what_each_server_needs_besides_is_counted_against_the_gpu(monkeypatch):
     assert models.read(wrong).gpu == 0
 
 
+@pytest.mark.parametrize("script, size", [
+    ("echo 81559; echo 24564", 24564 << 20),
+    ("echo 81559; exit 9", 0),  # it says so if there is no driver, in whatever words
+    ("printf '\\377'", 0),
+    ("exec sleep 600", 0),
+    (None, 0),
+])  # fmt: skip
+def test_the_gpu_is_unknown_where_nvidia_smi_fails(tmp_path, monkeypatch, script, size):
+    if script:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
+    monkeypatch.setattr(models, "SMI_SECONDS", 1.0 if script and "sleep" in script else 60.0)
+    assert models._gpu() == size
+
+
 def test_a_server_that_ended_well_is_started_again():
     """vLLM's server exits with status 0 after its engine was killed."""
     pool = models.read(FILE)
