@@ -86,7 +86,7 @@ def engine_state(engine: control.Engine, page: control.Page) -> str:
 def engine_rows(engines: Iterable[tuple[control.Engine, control.Page]]) -> list[tuple[str, ...]]:
     """Rows of text for `ENGINE_COLUMNS`: engines on vMem, of vLLM or SGLang; memory of one worker, in MiB.
 
-    Weights are those of the pool: what is on the device, of all. Requests are told by servers that let models sleep.
+    Weights are those of the pool: on the device / all. Only servers that let models sleep publish requests.
     """
     found = []
     for e, page in engines:
@@ -142,12 +142,9 @@ def tables(
 
 def where() -> str:
     """Where the caches and engines of this user are, to follow words such as "nothing was found"."""
-    folder = view_folder()
-    return (
-        f"in {folder}"
-        if folder
-        else ("anywhere: XDG_RUNTIME_DIR, or else the temporary folder, has no folder that only this user can write")
-    )
+    if folder := view_folder():
+        return f"in {folder}"
+    return "anywhere: XDG_RUNTIME_DIR, or else the temporary folder, has no folder that only this user can write"
 
 
 def nothing() -> str:
