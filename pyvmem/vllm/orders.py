@@ -67,11 +67,11 @@ def copied_blocks(output: Any) -> list[int]:
 
 def _copies(output: Any) -> dict[int, list[int]]:
     """{number of a copy: its blocks} of a step."""
-    told = getattr(output, "kv_connector_metadata", None)
-    if told is None:
+    metadata = getattr(output, "kv_connector_metadata", None)
+    if metadata is None:
         return {}
-    stores = {number: job.src_spec.block_ids.tolist() for number, job in told.store_jobs.items()}
-    return stores | {number: job.dst_spec.block_ids.tolist() for number, job in told.load_jobs.items()}
+    stores = {number: job.src_spec.block_ids.tolist() for number, job in metadata.store_jobs.items()}
+    return stores | {number: job.dst_spec.block_ids.tolist() for number, job in metadata.load_jobs.items()}
 
 
 def submit_stores() -> None:
@@ -117,8 +117,8 @@ class Copies:
 
     def answered(self, answer: Any) -> None:
         """Count the copies that workers have finished by the end of a step. answer: vLLM's ModelRunnerOutput."""
-        told = getattr(answer.kv_connector_output, "kv_connector_worker_meta", None)
-        for number, workers in (told.completed_jobs if told is not None else {}).items():
+        metadata = getattr(answer.kv_connector_output, "kv_connector_worker_meta", None)
+        for number, workers in (metadata.completed_jobs if metadata is not None else {}).items():
             self._missing[number] -= workers
             if not self._missing[number]:
                 del self._missing[number]

@@ -94,7 +94,7 @@ class Lookup:
             return self._held(tokens, request.num_computed_tokens)
         begin = time.monotonic()
         if known is not None and known[0] == tokens:
-            old = begin > known[1] + FRESH or any(block.block_hash != told for block, told in known[2])
+            old = begin > known[1] + FRESH or any(block.block_hash != known_hash for block, known_hash in known[2])
             if not old or begin < self._next:
                 return known[3]
         last, wants = self._look_up(request, tokens)
