@@ -49,12 +49,16 @@ def weights(pool):
 def copied(weights, *busy):
     """Copy the weights to the host, to the end."""
     weights.copy_behind(*busy)
-    wait(weights)
+    wait()
 
 
-def wait(weights):
-    thread = weights._thread
-    if thread is not None:
+def copying():
+    """The thread that copies weights to the host, if there is one."""
+    return next((thread for thread in threading.enumerate() if thread.name == "vmem-weights"), None)
+
+
+def wait():
+    if thread := copying():
         thread.join()
 
 
@@ -173,13 +177,14 @@ def test_weights_that_changed_in_place_come_back_as_they_are(pool, weights, chan
 
 
 def test_weights_are_copied_while_requests_run_but_not_at_once(pool, weights, monkeypatch):
-    seen = []
+    seen, copies, reserve = [], [], HostCopy.reserve
     monkeypatch.setattr("pyvmem.sleep.weights.BUSY", 0.1)
     monkeypatch.setattr("pyvmem.sleep.weights.PORTION", 1)
+    monkeypatch.setattr(HostCopy, "reserve", lambda copy, at, size: copies.append(at) or reserve(copy, at, size))
     net = Net()
     weights.adopt([net])
-    copied(weights, lambda: seen.append(len(weights._sums)) or True)
-    assert len(weights._sums) == len(weights.lease._segments()) == len(set(seen))  # it asked before each
+    copied(weights, lambda: seen.append(len(copies)) or True)
+    assert len(copies) == weights.lease.stats().segments == len(set(seen))  # it asked before each
 
 
 class Host:
@@ -230,7 +235,7 @@ def test_sleep_begins_before_the_copy_and_each_segment_goes_once_it_has_one(pool
     same(net, told)
     weights.park()
     host.give(3)
-    wait(weights)
+    wait()
     weights.lease.trim()
     assert weights.held == 0
     assert weights.wake(0) == 16 * MIB
@@ -244,7 +249,7 @@ def test_without_host_memory_the_weights_stay_and_the_next_sleep_tries_again(poo
     for host.full in (True, False):
         weights.park()
         host.give(3)
-        wait(weights)
+        wait()
         weights.lease.trim()
         assert weights.parked and weights.held == (16 * MIB if host.full else 0)
         while host._given.acquire(blocking=False):
@@ -262,18 +267,18 @@ def test_a_model_that_sleeps_is_copied_when_the_host_has_memory_again(pool, weig
     host.give(9)
     weights.park()
     for _ in range(3):
-        wait(weights)
+        wait()
         weights.lease.trim()
         assert weights.parked and weights.held == 16 * MIB
         weights.copy_again()
-    wait(weights)
+    wait()
     assert len([r for r in caplog.records if "have no copy in host memory" in r.message]) == 1
     host.full = False
     weights.copy_again()
-    wait(weights)
+    wait()
     weights.lease.trim()
     weights.copy_again()
-    assert weights._thread is None and weights.held == 0 and weights.wake(0) == 16 * MIB
+    assert not copying() and weights.held == 0 and weights.wake(0) == 16 * MIB
     same(net, told)
 
 
@@ -285,8 +290,8 @@ def test_weights_that_are_discarded_are_not_read_for_the_copy(pool, weights, hos
     weights.park(keep=False)
     weights.lease.trim()
     host.give(3)
-    wait(weights)
-    assert weights.held == 0 and not weights._sums
+    wait()
+    assert weights.held == 0
     assert weights.wake(0) == 0
 
 
@@ -309,9 +314,8 @@ def test_any_history_of_sleeps_while_the_copy_is_made_keeps_the_weights(pool, we
         what = draw.choice(["copy", "refuse", "sleep", "discard", "wake", "change", "take", "trim"])
         if what in ("copy", "refuse"):
             host.full = what == "refuse"
-            if weights._thread is not None:
+            if thread := weights._thread:  # until it has nothing left to ask for
                 host.asked()
-                thread = weights._thread
                 host.give()
                 while thread.is_alive() and not host._asked.acquire(timeout=0.01):
                     pass
@@ -336,7 +340,7 @@ def test_any_history_of_sleeps_while_the_copy_is_made_keeps_the_weights(pool, we
     host.give(100)
     wake()
     cache.close()
-    wait(weights)
+    wait()
 
 
 def test_a_copy_has_its_segments_across_arenas():
@@ -389,7 +393,7 @@ def test_a_full_device_has_no_memory_for_sums_and_loses_nothing(pool, weights, m
             net.norm += 1
         told = tensors(net)
         weights.park()
-        wait(weights)
+        wait()
         weights.lease.trim()
         assert weights.held == 0
         assert weights.wake(0) == 16 * MIB
