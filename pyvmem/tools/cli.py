@@ -53,10 +53,10 @@ def _parser(benchmarks: Sequence[Benchmark]) -> _Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module, name, text in (
         (doctor, "doctor", "report which backends work on this machine, and what prevents the others"),
-        (top, "top", "show the KV caches of this user's processes, and set their budgets"),
+        (top, "top", "show this user's KV caches and engines, and set their limits"),
         (models, "models", "configure, list and control models that share a GPU"),
     ):
-        module.arguments(commands.add_parser(name, help=text))
+        module.arguments(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
     bench = commands.add_parser("bench", help="measure what calls and steps cost on this machine")
     bench.set_defaults(run=lambda args: run_bench(args, benchmarks))
     bench_parser(bench, benchmarks)

@@ -477,7 +477,6 @@ def order(pool: Pool, name: str, what: str) -> dict[str, Any]:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.set_defaults(run=models)
-    parser.description = "Run models that share a GPU, by one file that describes them."
     parser.epilog = (
         "First: pyvmem models models.toml render llama-swap > llama-swap.yaml. docs/models.md describes the file."
     )
