@@ -16,8 +16,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from pyvmem.bench.records import Record
     from pyvmem.bench.session import Session
 
@@ -39,8 +37,6 @@ class Benchmark:
         ``run(session)`` measures and returns a list of `pyvmem.bench.records.Record`; see `Session`.
     arguments : callable or None
         ``arguments(parser)`` adds this benchmark's own arguments. Each has a default.
-    plot : callable or None
-        ``plot(records, figure)`` draws into a matplotlib figure. By default it draws medians by page size.
     order : int
         The position in ``bench all``.
     alone : bool
@@ -51,7 +47,6 @@ class Benchmark:
     help: str
     run: Run
     arguments: Callable[[argparse.ArgumentParser], None] | None = None
-    plot: Callable[[list[Record], Figure], None] | None = None
     order: int = 100
     alone: bool = False
 

@@ -139,7 +139,7 @@ def _plot(benchmarks: Sequence[Benchmark], records: list[Record], path: str, abo
     drawn = [(b, rows) for b, rows in drawn if rows]
     for b, rows in drawn:
         figure = Figure(layout="constrained")
-        (b.plot or plot)(rows, figure)
+        plot(rows, figure)
         figure.suptitle(f"{b.name}: {summary.machine(rows, about)}", fontsize="small")
         # One benchmark: the file named. Several: one file each, with the benchmark's name before the ending.
         stem, ending = os.path.splitext(path)
