@@ -252,6 +252,27 @@ static void test_kept_and_evictable(void)
     vmem_kv_destroy(kv);
 }
 
+// Runs that a request pins, but no longer has the rows of, are evicted while no other can be. Those to be kept stay.
+static void test_kept_runs_stay_beside_pinned_ones(void)
+{
+    uint64_t freed;
+    make(24, 0);
+    share_keep = 1;
+    uint32_t slot = start(64);
+    add(slot, 0, 4);
+    OK(vmem_kv_free(kv, slot, 0));
+    share_keep = 0;
+    slot = start(64);
+    add(slot, 1, 4);
+    OK(vmem_kv_truncate(kv, slot, 32, 0));
+    CHECK_EQ(stats().evictable_pages, 2);
+    OK(vmem_kv_evict(kv, UINT64_MAX, &freed));
+    CHECK_EQ(freed, 2);
+    CHECK_EQ(peek(0), 64);
+    CHECK_EQ(peek(1), 32);
+    vmem_kv_destroy(kv);
+}
+
 // One tensor with a window of two pages, and a background thread.
 static void make_windowed(void)
 {
@@ -476,6 +497,7 @@ int main(int argc, char **argv)
     test_life();
     test_engines_order();
     test_kept_and_evictable();
+    test_kept_runs_stay_beside_pinned_ones();
     test_sharing_does_not_depend_on_what_is_cut();
     test_truncation_passes_windows();
     test_runs_make_room_for_their_own_request();
