@@ -7,7 +7,7 @@ for pages.
 
 The life of a block::
 
-                   order, take_orders                  every worker has answered: enter
+                   order, take_orders                  every worker answered: add_backed
     UNBACKED ------------------------> workers back it -----------------------------> in the free queue
        ^  ^                               |  some worker refused                        |           ^
        |  +-------------------------------+                              vLLM allocates |           | its request ends
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import collections
 import heapq
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -40,7 +41,7 @@ MOST_LEAVING = 4096  # most blocks that are unbacked in one step, which takes 0.
 MOST_ORDERS = control.ANSWERS // 2  # most orders without an answer
 PART = 64 << 20  # bytes of blocks in one order: its blocks can be used before the next order's are backed
 KEEP = 128 << 20  # most bytes, the null block's included, that an idle engine keeps for the next request
-TAKEN = 0.5  # seconds; blocks that steps took count for one to two such times
+TAKEN = 0.5  # seconds after which blocks that steps took count for half as many
 
 
 class FreeQueue:
@@ -203,7 +204,7 @@ class TakenBlocks:
     """Counts the spare blocks that recent steps took: if they take few, few need be kept ready."""
 
     def __init__(self) -> None:
-        self._before, self._counts, self._since = 0, [0, 0], 0.0
+        self._before, self._count, self._counted = 0, 0.0, 0.0
 
     def begin(self, spare: int) -> None:
         """Note how many blocks are spare before a step is scheduled."""
@@ -211,15 +212,11 @@ class TakenBlocks:
 
     def end(self, spare: int) -> None:
         """Count the blocks that the step took, by those that are still spare."""
-        now = time.monotonic()
-        if now >= self._since + TAKEN:
-            self._counts = [0, self._counts[0] if now < self._since + 2 * TAKEN else 0]
-            self._since = now
-        self._counts[0] += max(self._before - spare, 0)
+        self._count, self._counted = self.recent() + max(self._before - spare, 0), time.monotonic()
 
-    def recent(self) -> int:
-        """Blocks taken in the last `TAKEN` to 2 * `TAKEN` seconds."""
-        return sum(self._counts)
+    def recent(self) -> float:
+        """The blocks taken of late: after every `TAKEN` seconds they count for half as many."""
+        return self._count * math.pow(0.5, (time.monotonic() - self._counted) / TAKEN)
 
 
 class VllmBudget(BlockBudget):
@@ -302,7 +299,7 @@ class VllmBudget(BlockBudget):
     def ready(self, need: int = 0) -> int:
         """Blocks to keep ready: free, and without contents. need: blocks that the next step takes."""
         most = super().ready()
-        return max(min(most, max(self._taken.recent(), self.floor)) if self.adapts else most, need)
+        return max(min(most, max(round(self._taken.recent()), self.floor)) if self.adapts else most, need)
 
     def can_grow(self, need: int) -> bool:
         """Return whether so many blocks are spare or can be backed with memory that nobody has to give up."""
@@ -318,14 +315,14 @@ class VllmBudget(BlockBudget):
 
     # ---- before and after vLLM's schedule() ---------------------------------------------------------------------
 
-    def before(self, need: int = 0, awaited: int = 0, first: bool = False) -> None:
+    def before_schedule(self, need: int = 0, awaited: int = 0, first: bool = False) -> None:
         """Before a step is scheduled, let backed blocks enter the free queue, and unback blocks above the limit.
 
         need : most blocks that the step, and later the requests that begin in it, will take. awaited: how many of them
         the step will wait for. first: whether to order no more than `need` now.
         """
         self._learn_pages()
-        self.enter()
+        self.add_backed()
         self.fit()
         allowed = self.allowed()
         if (allowed, self.full) != (self._allowed, self._full):
@@ -357,7 +354,7 @@ class VllmBudget(BlockBudget):
         begin = now = time.monotonic()
         while self.spare < need and self.orders and now < begin + seconds:
             time.sleep(1e-4)
-            self.enter()
+            self.add_backed()
             now = time.monotonic()
         return now - begin
 
@@ -424,7 +421,7 @@ class VllmBudget(BlockBudget):
         while most > 0 and (n := self.unback(min(beyond if beyond > 0 else self._pages_beyond(), most))):
             beyond, most = beyond - n, most - n
 
-    def enter(self) -> None:
+    def add_backed(self) -> None:
         """Give vLLM the blocks that every worker has backed."""
         for ids, refused in self.orders.answered(self.step):
             if refused:
@@ -438,10 +435,10 @@ class VllmBudget(BlockBudget):
 
     # ---- between steps ---------------------------------------------------------------------------------------
 
-    def between(self, idle: bool, keep: int = 0) -> None:
+    def between_steps(self, idle: bool, keep: int = 0) -> None:
         """Between steps, unback blocks above the limit, and if `idle` spare ones except `keep`, by the ring."""
         self._learn_pages()
-        self.enter()
+        self.add_backed()
         self.fit()
         beyond = self.num_backed + self.coming - self.allowed()
         if idle and self.spare > keep:  # only blocks that free a page: the others would give back no memory

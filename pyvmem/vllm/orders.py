@@ -53,16 +53,12 @@ def named_blocks(output: Any) -> list[int]:
     for groups in filter(None, output.scheduled_cached_reqs.new_block_ids):  # None: no new blocks
         for ids in groups:
             found += ids
-    found += copied_blocks(output)
+    for ids in _copies(output).values():
+        found += ids
     found += output.new_block_ids_to_zero or ()
     for copy in output.kv_cache_block_copies or ():
         found += [copy.src_block_id, copy.dst_block_id]
     return found
-
-
-def copied_blocks(output: Any) -> list[int]:
-    """The blocks that the copies of a step read or write. output: vLLM's SchedulerOutput."""
-    return [i for ids in _copies(output).values() for i in ids]
 
 
 def _copies(output: Any) -> dict[int, list[int]]:

@@ -8,19 +8,19 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-import functools
 import logging
 import uuid
 from typing import Any
 
 import vllm
+from vllm.logger import init_logger
 from vllm.platforms import builtin_platform_plugins, interface
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from pyvmem.engine.settings import Refused
 from pyvmem.vllm import check, http, mixins, plugin
 
-logger = logging.getLogger("vllm.vmem")
+logger = init_logger("vllm.vmem")
 
 
 def _of_others(record: logging.LogRecord) -> bool:
@@ -74,12 +74,6 @@ def install(vllm_config: Any) -> None:
     http.register()
 
 
-@functools.cache
-def _say(text: str, *values: Any) -> None:
-    """Log a line once per process."""
-    logger.info(text, *values)
-
-
 class Platform(_Base):  # type: ignore[misc]
     """The platform that vLLM found, on vMem."""
 
@@ -102,7 +96,7 @@ class Platform(_Base):  # type: ignore[misc]
 
         reasons = attention.unsupported(args[0] if args else more["attn_selector_config"])
         if reasons:
-            _say("Attention by table on vMem: by slots, this is not supported: %s", "; ".join(reasons))
+            logger.info_once("Attention by table on vMem: by slots, this is not supported: %s", "; ".join(reasons))
             return chosen
-        _say("Attention by slots on vMem in place of FLASH_ATTN")
+        logger.info_once("Attention by slots on vMem in place of FLASH_ATTN")
         return "pyvmem.vllm.slots.attention.SlotsBackend"

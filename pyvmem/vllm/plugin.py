@@ -10,15 +10,12 @@ SPDX-License-Identifier: MIT
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, MutableMapping
-from importlib.metadata import entry_points
 from typing import Any
 
 from pyvmem.engine import settings as engine_settings
 from pyvmem.engine.settings import Settings, cannot, warn_if_forgotten
 
-GROUP = "vllm.platform_plugins"
 SWITCH = "VMEM_VLLM"
 LAYOUTS = ("auto", "vllm", "slots")
 
@@ -76,34 +73,16 @@ def _copy_to_ray(environ: MutableMapping[str, str] = os.environ) -> None:
         environ[name] = ",".join([*prefixes, "VMEM_"])
 
 
-def _other() -> str | None:
-    """Another platform plugin that is active here; vLLM allows one."""
-    allowed = os.environ.get("VLLM_PLUGINS")
-    for point in entry_points(group=GROUP):
-        if point.name == "vmem" or (allowed is not None and point.name not in allowed.split(",")):
-            continue
-        try:
-            if point.load()():
-                return point.name
-        except Exception:  # vLLM logs it
-            continue
-    return None
-
-
 def platform() -> str | None:
     """The name of the platform if the environment says ``VMEM_VLLM=1``; otherwise None.
 
     vLLM logs an exception of a plugin and goes on without it. If vMem is requested but cannot run, vLLM must not start
     with its own KV cache: the platform raises what is wrong with the settings when vLLM makes its configuration. Beside
-    another platform, the process ends here with one line.
+    another platform's plugin, vLLM itself does not start.
     """
     with contextlib.suppress(ValueError):
         if not settings().on:
             warn_if_forgotten(SWITCH, "vLLM")
             return None
-    other = _other()
-    if other is not None:
-        sys.exit(f"pyvmem: VMEM_VLLM=1: the platform plugin {other} is active, and vLLM takes one; vMem runs on vLLM's "
-                 "own platforms only (unset VMEM_VLLM)")  # fmt: skip
     _copy_to_ray()
     return "pyvmem.vllm.platform.Platform"

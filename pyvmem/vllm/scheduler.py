@@ -5,7 +5,6 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import logging
 import multiprocessing
@@ -15,16 +14,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pyvmem.engine import control, pool_policy
 from pyvmem.engine.budget import check_sizes, take_settings
-from pyvmem.vllm import check, layout, plugin
+from pyvmem.vllm import check, demand, layout, plugin
 from pyvmem.vllm.budget import VllmBudget
-from pyvmem.vllm.orders import AHEAD, Copies, StepOrders
-from pyvmem.vllm.waiting import Lookup, Pace, Wants, paused, stopped, waiting
+from pyvmem.vllm.demand import Demand
+from pyvmem.vllm.orders import Copies, StepOrders
+from pyvmem.vllm.waiting import Pace, paused, stopped, waiting
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -38,17 +37,7 @@ AWAIT = 0.2  # most seconds that a step waits for blocks that are being backed, 
 COMING = 1.0  # seconds after a request begins in which others are expected
 VLLMS_PORT = 8000  # port of a server whose command line names none
 GRACE = 10.0  # seconds in which an engine must end after its server has gone
-CHUNK = 512  # tokens of prompts that are worth a step of their own while memory for more is being backed
 LAUNCH = 0.004  # seconds from the schedule of a step until the device computes it
-
-
-def _groups_need(vllm_config: Any, config: Any) -> int:
-    """Blocks of the greatest request, by vLLM's own admission sizes."""
-    need = 0
-    for group in config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        need += -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
-    return need
 
 
 def drafts_of(vllm_config: Any) -> int:
@@ -57,10 +46,14 @@ def drafts_of(vllm_config: Any) -> int:
 
 
 def least_of(vllm_config: Any, config: Any) -> int:
-    """Blocks that a request of the greatest length may need. With as many, it can run alone, so none waits for ever."""
-    groups = len(config.kv_cache_groups)
-    smallest = min(g.kv_cache_spec.block_size for g in config.kv_cache_groups)
-    return int(_groups_need(vllm_config, config) + groups * (1 + -(-drafts_of(vllm_config) // smallest)))
+    """Blocks that a request of the greatest length may need, by vLLM's own sizes for admission.
+
+    With as many, it can run alone, so none waits for ever.
+    """
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    need = sum(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs)
+    smallest = min(spec.block_size for spec in specs)
+    return int(need + len(specs) * (1 + -(-drafts_of(vllm_config) // smallest)))
 
 
 def low_of(vllm_config: Any, config: Any) -> int:
@@ -74,11 +67,6 @@ def low_of(vllm_config: Any, config: Any) -> int:
 def _arrival_us(request: Any) -> int:
     """When a request came, in microseconds."""
     return max(int(1e6 * request.arrival_time), 1)
-
-
-def _drops(request: Any) -> bool:
-    """Return whether vLLM drops a request's results of steps in flight, because it was reset meanwhile."""
-    return bool(getattr(request, "drop_stale_output", False) and request.num_stale_output_tokens)
 
 
 def _model_of(vllm_config: Any) -> str:
@@ -152,23 +140,20 @@ class SchedulerMemory:
                              low_of(vllm_config, config), ranks, self._copies)  # fmt: skip
         pool = chosen.pool_size or page[control.POOL_BYTES]  # of an existing pool, the workers know the size
         check_sizes(chosen, self.budget.least * block, null, pool, "--max-model-len")
-        self._sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
-        self._drafts = drafts_of(vllm_config)
+        sizes, drafts = [g.kv_cache_spec.block_size for g in config.kv_cache_groups], drafts_of(vllm_config)
         specs = [type(g.kv_cache_spec).__name__ for g in config.kv_cache_groups]
-        plain = specs in (["FullAttentionSpec"], ["MLAAttentionSpec"]) and not self._drafts
+        plain = specs in (["FullAttentionSpec"], ["MLAAttentionSpec"]) and not drafts
         plain = plain and parallel.decode_context_parallel_size == 1
-        self._wants = Lookup(scheduler.kv_cache_manager, self._sizes, plain)
+        self.demand = Demand(scheduler, self.budget, sizes, drafts, plain)
         # A step may compute a part of a prompt, unless Mamba states, which are kept where steps end, must be aligned.
         batch, aligned = vllm_config.scheduler_config, scheduler.need_mamba_block_aligned_split
-        self._chunks = batch.enable_chunked_prefill and batch.max_num_batched_tokens > CHUNK and not aligned
+        self._chunks = batch.enable_chunked_prefill and batch.max_num_batched_tokens > demand.CHUNK and not aligned
         self.budget.adapts = self._chunks
         # In a pipeline, the first device is free before a step ends.
-        self.pace = Pace(CHUNK if parallel.pipeline_parallel_size == 1 else sys.maxsize)
+        self.pace = Pace(demand.CHUNK if parallel.pipeline_parallel_size == 1 else sys.maxsize)
         self._tokens = 0  # vLLM's own limit of a step's tokens, while `_limit` has lowered it; else 0
         self._whole = False  # whether vLLM may begin requests before all their blocks are free, in this step
         self._split, self._loads = False, ""  # whether a part of a request could begin; a request that did not
-        self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_num_needed` counts
-        self._decodes = False  # whether the last step had no prompt
         self._busy = time.monotonic()  # when a step was last scheduled
         self._keeps = chosen.sleep == "keep"  # whether the prefix cache stays while the model sleeps
         self._resets = 0  # resets of the prefix cache that were put off
@@ -200,17 +185,17 @@ class SchedulerMemory:
         early = False
         new = wait[0] if self._copies is not None and wait and not running else None
         loads = new is not None and new.request_id == self._loads
-        if grows and (wait or budget.spare < (self._one_block_each if self._decodes else budget.low)):
-            must, whole = self._num_needed(wait, self._scheduler.max_num_scheduled_tokens)
+        if grows and (wait or budget.spare < (self.demand.one_each if self.demand.decodes else budget.low)):
+            must, whole = self.demand.of_step(wait, self._scheduler.max_num_scheduled_tokens)
             need = must
             early = self._chunks and not loads and budget.can_grow(max(need, whole))
             if early:
-                must = min(self._num_needed(wait, self._worthwhile_tokens())[0] + self._margin_blocks, need)
+                must = min(self.demand.of_step(wait, self.demand.worthwhile_tokens())[0] + self.demand.margin, need)
             elif not running or whole <= budget.low:
                 need = must = max(need, whole)  # else the running ones go on meanwhile
         if must > budget.spare and not budget.soon_there(must):
             # Others have to give blocks up first: what is cached here serves meanwhile.
-            must, early = self._awaited_by_running(), False
+            must, early = self.demand.awaited_by_running(), False
         if must > budget.spare:
             self.page[control.WAITED] += int(1e6 * budget.await_blocks(must, AWAIT))
         if early and need > budget.spare:  # wait for all of them as long as the device is busy anyway
@@ -218,21 +203,21 @@ class SchedulerMemory:
             waited = budget.await_blocks(need, min(self.pace.left(time.monotonic()) - LAUNCH, AWAIT))
             if waited * (need - budget.spare) < LAUNCH * (budget.spare - spare):  # the rest is likely to come in time
                 budget.await_blocks(need, LAUNCH)
-        ahead = self._num_mapped_ahead() if self._in_slots else 0
-        budget.before(max(need, whole, ahead), must, not running and (need > budget.spare or not wait))
+        ahead = self.demand.mapped_ahead() if self._in_slots else 0
+        budget.before_schedule(max(need, whole, ahead), must, not running and (need > budget.spare or not wait))
         if self._copies is not None:
             self._copies.begin()
         if self._in_slots:
             budget.evict_ahead(min(2 * budget.low, max(budget.ready(), ahead)))
         in_vain = not early and (loads or self._scheduler.scheduler_reserve_full_isl) and new is not None
-        in_vain = in_vain and self._wants(new).rest > budget.num_free()
+        in_vain = in_vain and self.demand.wants(new).rest > budget.num_free()
         self._split = early and budget.spare >= must
         if budget.must_wait(must) or in_vain or (budget.full and not running):  # of which vLLM ignores the watermark
             # Schedule nothing in this step. It still carries the order to the workers.
             self._limit(0)
         elif early and budget.spare < max(need, whole) <= budget.spare + budget.ordered:
             if need > budget.spare:
-                self._limit(self._fitting_tokens(wait, max(budget.spare - self._margin_blocks, 0)))
+                self._limit(self.demand.fitting_tokens(wait, max(budget.spare - self.demand.margin, 0)))
             self._whole = self._scheduler.scheduler_reserve_full_isl
             self._scheduler.scheduler_reserve_full_isl = False
 
@@ -240,73 +225,6 @@ class SchedulerMemory:
         """Have vLLM schedule at most so many tokens in this step."""
         self._tokens = self._scheduler.max_num_scheduled_tokens
         self._scheduler.max_num_scheduled_tokens = min(tokens, self._tokens)
-
-    def _requests_of_step(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
-        """Yield the tokens that the next step may compute, in vLLM's order: (request, tokens before, tokens, wants)."""
-        for request in self._scheduler.running:
-            done = request.num_computed_tokens
-            yield request, done, max(request.num_tokens - done, 1), None
-        for request in wait:
-            wants = self._wants(request)
-            yield request, wants.computed, max(request.num_tokens - wants.computed, 1), wants
-
-    def _num_blocks(self, done: int, tokens: int, wants: Wants | None) -> int:
-        """Blocks for so many tokens of a request behind those that are computed."""
-        blocks = 0
-        if wants is None:
-            for size in self._sizes:
-                blocks += -(-(done + tokens) // size) - -(-done // size)
-            return blocks
-        for size, found in zip(self._sizes, wants.found):
-            blocks += max(-(-(done + tokens) // size) - found, 0)
-        return min(blocks, wants.rest)
-
-    def _num_needed(self, wait: list[Any], left: int) -> tuple[int, int]:
-        """Blocks that the next step, of `left` tokens, takes at most, and those that must be free for all that begin.
-
-        vLLM begins a request only if all its tokens fit, however many of them the step computes.
-        """
-        need = whole = 0
-        for _, done, tokens, wants in self._requests_of_step(wait):
-            if wants is not None:
-                fits = min(wants.rest + self._beyond, self.budget.least)
-                whole = max(whole, need + fits + self.budget.watermark)
-            need += self._num_blocks(done, min(tokens, left), wants)
-            left -= tokens
-            if left <= 0:
-                break
-        return min(need, self.budget.low), whole
-
-    def _worthwhile_tokens(self) -> int:
-        """Fewest tokens that are worth a step: those of all decoding requests; if there are none, CHUNK of a prompt."""
-        decoding = sum(r.num_tokens - r.num_computed_tokens <= 1 for r in self._scheduler.running)
-        return decoding * (1 + self._drafts) or CHUNK
-
-    def _fitting_tokens(self, wait: list[Any], blocks: int) -> int:
-        """The most tokens for which so many blocks are enough, in vLLM's order."""
-        fitting = 0
-        for _, done, tokens, wants in self._requests_of_step(wait):
-            taken = self._num_blocks(done, tokens, wants)
-            if taken > blocks:
-                less = bisect.bisect_right(range(tokens), blocks, key=lambda n: self._num_blocks(done, n, wants))
-                return fitting + less - 1
-            fitting, blocks = fitting + tokens, blocks - taken
-        return fitting
-
-    @property
-    def _margin_blocks(self) -> int:
-        """Additional blocks for drafts, and for tokens that the next request gets when one ends early."""
-        return len(self._sizes) + self._drafts * self._one_block_each
-
-    def _awaited_by_running(self) -> int:
-        """Blocks for which the running requests must wait: 0 if enough are free, cached ones included."""
-        need = self._num_needed([], self._scheduler.max_num_scheduled_tokens)[0]
-        return need if need > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 0
-
-    @property
-    def _one_block_each(self) -> int:
-        """Blocks that the running requests take if each begins one in each group."""
-        return len(self._scheduler.running) * len(self._sizes)
 
     def restore_limits(self) -> None:
         """Undo `_limit` once vLLM has scheduled, or has failed to."""
@@ -326,9 +244,7 @@ class SchedulerMemory:
         if output.scheduled_new_reqs:
             self._last_begin = time.monotonic()
         requests = len(output.num_scheduled_tokens)
-        # A step with a lowered limit may have left prompts out.
-        self._decodes = not self._tokens and output.total_num_scheduled_tokens <= requests * (1 + self._drafts)
-        self._count_beyond(requests)
+        self.demand.scheduled(requests, output.total_num_scheduled_tokens, bool(self._tokens))
         if self._split and not requests and not self._scheduler.running:
             self._loads = next((r.request_id for r in waiting(self._scheduler)), "")
         position = self.page.cells[control.POSITION]
@@ -336,24 +252,6 @@ class SchedulerMemory:
         if requests:
             self.pace.begin(budget.step, output.total_num_scheduled_tokens, time.monotonic())
         self.publish()
-
-    def _num_mapped_ahead(self) -> int:
-        """In slots, blocks whose pages are mapped ahead, for the next tokens of running requests."""
-        each = 1 + -(-2 * AHEAD // self._sizes[0])
-        return int(len(self._scheduler.running) * each)
-
-    def _count_beyond(self, requests: int) -> None:
-        """Raise `_beyond` if vLLM has scheduled no request although there seem to be enough blocks for the first one.
-
-        vLLM also allocates blocks for later drafts, and for the rows that cross attention reads. Its rules differ
-        between releases, but no request needs more than one of the greatest length.
-        """
-        if requests:
-            self._beyond = 0
-        elif not (self._scheduler.running or self._tokens or self.budget.full):
-            wait = waiting(self._scheduler)[:1]
-            if wait and self._num_lacking(0, wait) == 0:
-                self._beyond = min(max(2 * self._beyond, 1), self.budget.least)
 
     def step_ended(self, output: Any, answer: Any) -> None:
         """Take note of a step that has ended. answer: vLLM's ModelRunnerOutput."""
@@ -379,54 +277,26 @@ class SchedulerMemory:
         wanted = ahead = head = soon = grow = 0
         if page[control.POOL] and not budget.lent and not stopped(self._scheduler):
             wait = waiting(self._scheduler)
-            runs = self._one_block_each + self._blocks_of_prompts()
-            grow = self._num_lacking(runs, [])
-            lacks = grow or self._num_lacking(runs, wait[:1])  # until one more begins
+            runs = self.demand.one_each + self.demand.of_prompts()
+            grow = self.demand.lacking(runs, [])
+            lacks = grow or self.demand.lacking(runs, wait[:1])  # until one more begins
             if lacks:
                 head = _arrival_us(running[-1] if grow else wait[0])
-            soon = runs + (GROWTH - 1) * self._one_block_each  # what requests take in the next steps
+            soon = runs + (GROWTH - 1) * self.demand.one_each  # what requests take in the next steps
             if wait and not (near.full or (near.behind and lacks)):
-                soon += self._blocks_of_next(wait)
+                soon += self.demand.of_next(wait)
             expected = time.monotonic() < self._last_begin + COMING
             surplus = near.surplus // budget.block_bytes if expected else 0
             if surplus:
                 soon = max(soon, budget.ready())  # who asks finds enough elsewhere
             most = max(budget.allowed() - budget.num_backed, 0)
-            wanted = min(self._num_lacking(runs, wait) if near.alone else lacks, most)
+            wanted = min(self.demand.lacking(runs, wait) if near.alone else lacks, most)
             ahead = max(min(self._num_ahead(surplus), most), 0) if surplus else 0
         page[control.HEAD], page[control.AHEAD] = -head if near.passes else head, ahead
         page[control.GROWS] = grow > 0
         page[control.STARVED] = head > 0 and len(running) <= 1
         self._short = not running and (head > 0 or near.full)
         budget.publish(wanted, near.yields, soon)
-
-    def _num_lacking(self, need: int, wait: list[Any]) -> int:
-        """Blocks that are lacking: running requests need `need`, and waiting ones all blocks of their known tokens."""
-        budget = self.budget
-        need += self._blocks_of_waiting(wait) + (budget.watermark + self._beyond if wait else 0)
-        need -= budget.num_free() + budget.coming
-        return max(min(need, budget.most - budget.num_backed), 0)
-
-    def _blocks_of_waiting(self, wait: list[Any]) -> int:
-        """Free blocks that waiting requests take when they begin. They may all share the same cached blocks."""
-        wants = list(map(self._wants, wait))
-        return sum(w.rest for w in wants) + max((w.cached for w in wants), default=0)
-
-    def _blocks_of_next(self, wait: list[Any]) -> int:
-        """Blocks for the waiting requests that may begin in the next step."""
-        left = self._scheduler.max_num_scheduled_tokens
-        for n, request in enumerate(wait, 1):
-            left -= request.num_tokens - self._wants(request).computed
-            if left <= 0:
-                break
-        return self.budget.watermark + self._beyond + self._blocks_of_waiting(wait[:n])
-
-    def _blocks_of_prompts(self) -> int:
-        """Blocks for the rest of the running requests' prompts."""
-        if self._decodes:
-            return 0
-        rests = ((r.num_computed_tokens, r.num_tokens - r.num_computed_tokens) for r in self._scheduler.running)
-        return sum(self._num_blocks(done, rest, None) for done, rest in rests if rest > 0)
 
     def _num_ahead(self, surplus: int) -> int:
         """Blocks to ask other engines for before requests need them.
@@ -485,14 +355,15 @@ class SchedulerMemory:
         with self.lock:
             running = list(self._scheduler.running)
             # With a connector, results of steps in flight are dropped: one could end a request, and the connector would
-            # store its blocks after they have left.
-            kept = [r for r in running if not _drops(r)] if self._copies is None else []
+            # store its blocks after they have left. vLLM drops them already if it has reset the request meanwhile.
+            kept = [r for r in running if not (r.drop_stale_output and r.num_stale_output_tokens)]
+            kept = kept if self._copies is None else []
             with contextlib.suppress(RuntimeError):  # vLLM raises it if blocks are still in use
                 self._scheduler.reset_prefix_cache(reset_running_requests=bool(running))
             for request in kept:  # blocks leave after the steps in flight, so their results are right
                 request.drop_stale_output = False
             self.budget.lent = True
-            self.budget.between(True)
+            self.budget.between_steps(True)
             self.publish()
 
     def _wait(self, steps: bool) -> None:
@@ -523,7 +394,7 @@ class SchedulerMemory:
                     idle = not self._scheduler.has_unfinished_requests()
                     idle = idle and time.monotonic() - self._busy >= IDLE
                     asleep = self.page.asleep
-                    self.budget.between(idle or asleep, 0 if asleep else self.budget.floor)
+                    self.budget.between_steps(idle or asleep, 0 if asleep else self.budget.floor)
                     self.publish()
             except Exception as error:
                 if str(error) != failure:  # nothing is lost: the next step does the rest

@@ -105,14 +105,6 @@ def test_a_name_that_is_nearly_a_setting_is_not_ignored(name, meant):
 # ---- the plugin -----------------------------------------------------------------------------------------------------
 
 
-class Point:
-    def __init__(self, name, value):
-        self.name, self._value = name, value
-
-    def load(self):
-        return lambda: self._value
-
-
 def test_the_plugin_is_silent_unless_asked_for(monkeypatch):
     monkeypatch.delenv("VMEM_VLLM", raising=False)
     assert plugin.platform() is None
@@ -131,26 +123,14 @@ def test_settings_without_the_switch_are_worth_a_line(monkeypatch, caplog, name,
 
 
 def test_the_plugin_names_the_platform_and_has_settings_copied(monkeypatch):
-    monkeypatch.setattr(plugin, "entry_points", lambda group: [Point("vmem", "x"), Point("off", None)])
     monkeypatch.setenv("VMEM_VLLM", "1")
     monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "MINE_")
     assert plugin.platform() == "pyvmem.vllm.platform.Platform" == plugin.platform()
     assert os.environ["VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"] == "MINE_,VMEM_"
 
 
-def test_another_platform_is_refused_with_one_line(monkeypatch):
-    monkeypatch.setattr(plugin, "entry_points", lambda group: [Point("ascend", "some.Platform")])
-    monkeypatch.setenv("VMEM_VLLM", "1")
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    with pytest.raises(SystemExit, match="^pyvmem: VMEM_VLLM=1: the platform plugin ascend is active"):
-        plugin.platform()
-    monkeypatch.setenv("VLLM_PLUGINS", "vmem")  # vLLM does not load it then
-    assert plugin.platform()
-
-
 def test_with_a_wrong_setting_vllm_does_not_start_with_its_own_cache(monkeypatch):
     """The platform raises it, as an exception that a program which embeds vLLM can catch."""
-    monkeypatch.setattr(plugin, "entry_points", lambda group: [])
     monkeypatch.setenv("VMEM_VLLM", "maybe")
     assert plugin.platform() == "pyvmem.vllm.platform.Platform"
 

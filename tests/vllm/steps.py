@@ -365,7 +365,7 @@ class Engine:
         """The engine has been without requests for a while."""
         self.flush()  # orders on their way
         with self.memory.lock:
-            self.budget.between(True)
+            self.budget.between_steps(True)
         for worker in self.workers:
             worker.finish()
             with worker.memory._lock:
@@ -453,7 +453,7 @@ def steps_of_a_prompt(e, monkeypatch, tokens, block, token, prepare):
         clock.now += 10
         e.scheduler.reset_prefix_cache()
         e.flush()
-        e.budget.between(True, e.budget.floor)
+        e.budget.between_steps(True, e.budget.floor)
         e.flush()
         told = e.page.answer
         e.page.answer = lambda order, rank: told(order, rank) if ready.get(order, 0) <= clock.now else -1

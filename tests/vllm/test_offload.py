@@ -145,7 +145,7 @@ def test_rows_are_right_if_the_host_has_no_room_and_windows_move_on(engine, late
 
     def begin(output):
         known = set(e.workers[0].memory._backed_ids())
-        assert known.issuperset(set(orders.copied_blocks(output)) - {0})  # a copy finds its blocks backed
+        assert known.issuperset(set(orders.named_blocks(output)) - {0})  # a copy finds its blocks backed
         return named(output)
 
     e.workers[0].memory.begin = begin
@@ -173,7 +173,7 @@ def test_a_prefix_from_the_host_is_loaded_when_all_its_blocks_are_there(engine, 
     with e.memory.lock:
         clock.now += 10
         e.flush()
-        e.budget.between(True, 0)
+        e.budget.between_steps(True, 0)
         e.flush()
         told, asks = e.page.answer, []
         e.page.answer = lambda order, rank: told(order, rank) if ready.get(order, 0) <= clock.now else -1

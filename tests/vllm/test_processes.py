@@ -119,6 +119,20 @@ def server(serving):
     return serving[1]
 
 
+def test_beside_another_platform_vllm_does_not_start(start, tmp_path):
+    about = tmp_path / "other-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 0\n")
+    (about / "entry_points.txt").write_text("[vllm.platform_plugins]\nother = other:platform\n")
+    (tmp_path / "other.py").write_text("def platform():\n    return 'other.Platform'\n")
+    env = on_vmem()
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env.get("PYTHONPATH", "")])
+    process = start("-c", "import vllm.platforms\nvllm.platforms.current_platform", env=env, text=True,
+                    stderr=subprocess.PIPE)  # fmt: skip
+    _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode and "Only one platform plugin can be activated" in said and "'vmem'" in said
+
+
 def test_an_engine_core_ends_whose_server_was_killed(serving):
     from pyvmem.engine import control
 

@@ -18,7 +18,7 @@ from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
 from pyvmem.engine import control
 from pyvmem.engine.settings import Refused
-from pyvmem.vllm import scheduler
+from pyvmem.vllm import demand, scheduler
 from pyvmem.vllm.budget import KEEP, MOST_LEAVING, PART
 from pyvmem.vllm.waiting import Lookup, Pace, waiting
 
@@ -82,7 +82,7 @@ CASES = {
 @pytest.mark.parametrize("limit", [None, 70, "moves"])
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_right_and_no_step_maps(engine, monkeypatch, case, limit):
-    monkeypatch.setattr(scheduler, "CHUNK", 32)  # requests begin in parts
+    monkeypatch.setattr(demand, "CHUNK", 32)  # requests begin in parts
     e = engine(**CASES[case])
     set_limit(e, limit)
     e.run(40)
@@ -167,7 +167,7 @@ def test_a_tight_limit_preempts_and_every_request_ends(engine):
 def test_below_the_limit_nothing_is_evicted_or_preempted_for_memory_that_comes_late(
     engine, monkeypatch, asynchronous, ranks, batch
 ):
-    monkeypatch.setattr(scheduler, "CHUNK", 32)
+    monkeypatch.setattr(demand, "CHUNK", 32)
     e = engine(asynchronous=asynchronous, ranks=ranks, batch=batch, queue=2 if asynchronous else 1)
     pool, page, evicted, since = e.scheduler.kv_cache_manager.block_pool, e.page, [], {}
     evict, answer = pool._maybe_evict_cached_block, page.answer
@@ -238,7 +238,7 @@ FOUND = {
 def test_a_request_of_which_all_is_cached_orders_no_more_than_vllm_allocates(engine, monkeypatch, case, kept):
     from vllm.lora.request import LoRARequest
 
-    monkeypatch.setattr(scheduler, "CHUNK", 64)
+    monkeypatch.setattr(demand, "CHUNK", 64)
     monkeypatch.setattr("pyvmem.vllm.budget.TAKEN", 0)  # only the last step says what the next ones take
     options = dict(FOUND[case])
     more = dict(lora_request=LoRARequest("adapter", 1, "/none")) if options.pop("lora", False) else {}
@@ -248,7 +248,7 @@ def test_a_request_of_which_all_is_cached_orders_no_more_than_vllm_allocates(eng
     e.answer([e.request("first", prompt, 2, **more)])
     e.settle()
     with e.memory.lock:  # its thread would change what there is
-        e.budget.between(True, e.budget.floor if kept else 0)
+        e.budget.between_steps(True, e.budget.floor if kept else 0)
         e.flush()
         seen, stats = ordered_and_allocated(e), e.scheduler.kv_cache_manager.prefix_cache_stats
         e.scheduler.add_request(e.request("again", prompt, 2, **more))
@@ -275,7 +275,7 @@ def test_neighbours_are_asked_for_no_more_than_vllm_allocates_for_a_request_of_w
     with e.memory.lock:
         while e.budget.coming:
             e.flush()
-            e.budget.between(False)
+            e.budget.between_steps(False)
         e.budget.unback(e.budget.num_free())
         e.page[control.POOL] = 1
         e.scheduler.add_request(e.request("again", prompt, 5))
@@ -309,7 +309,7 @@ def test_looking_a_request_up_changes_nothing_of_vllms(engine):
         return queue, told and (told.requests, told.queries, told.hits), list(manager.block_pool.kv_event_queue)
 
     before = state()
-    wants = e.memory._wants(again)
+    wants = e.memory.demand.wants(again)
     assert state() == before and wants.computed == 192
     blocks, computed = manager.get_computed_blocks(again)[:2]
     assert computed == wants.computed and tuple(map(len, blocks.blocks)) == wants.found
@@ -317,18 +317,22 @@ def test_looking_a_request_up_changes_nothing_of_vllms(engine):
 
 def test_a_prefix_is_found_by_halving_as_by_reading_each_block(engine):
     e = engine(kinds=("full",), blocks=120)
-    manager, sizes, compared = e.scheduler.kv_cache_manager, e.memory._sizes, []
+    manager, compared = e.scheduler.kv_cache_manager, []
+    sizes = [group.kv_cache_spec.block_size for group in e.scheduler.kv_cache_config.kv_cache_groups]
 
     def compare():
         for request in waiting(e.scheduler):
             if not request.num_computed_tokens:
-                each, halved = (Lookup(manager, sizes, plain)._look_up(request, request.num_tokens) for plain in (0, 1))
+                each, halved = (Lookup(manager, sizes, plain)(request) for plain in (False, True))
                 assert halved == each
-                compared.append(halved[1])
+                compared.append(halved)
 
     e.every = compare
     e.run(80)
-    assert e.memory._wants._plain
+    again = e.request("again", [5] * 200, 2)
+    with mock.patch.object(manager.coordinator, "find_longest_cache_hit") as reads_each_block:
+        e.memory.demand.wants(again)
+    assert not reads_each_block.called
     assert any(wants.computed for wants in compared) and any(wants.cached < wants.found[0] for wants in compared)
 
 
@@ -337,15 +341,15 @@ def test_what_was_found_of_a_request_is_looked_up_again_when_it_is_evicted_or_ol
 
     e = engine(kinds=("full",))
     e.answer([e.request("first", [5] * 200, 2)])
-    pool, wants, again = e.budget.pool, e.memory._wants, e.request("again", [5] * 240, 2)
+    pool, wants, again = e.budget.pool, e.memory.demand.wants, e.request("again", [5] * 240, 2)
     monkeypatch.setattr(module, "SHARE", 0)
     assert wants(again).computed == 192
-    looked = mock.Mock(side_effect=wants._look_up)
-    wants._look_up = looked
+    looked = mock.Mock(side_effect=pool.get_cached_block)
+    pool.get_cached_block = looked
     monkeypatch.setattr(module, "FRESH", 1e9)
     assert wants(again).computed == 192 and not looked.called
     pool.evict_blocks({b.block_id for b in pool.blocks if b.block_hash})
-    assert wants(again).computed == 0 and looked.call_count == 1
+    assert wants(again).computed == 0 and looked.called
     e.answer([e.request("more", [5] * 240, 2)])
     assert wants(again).computed == 0
     monkeypatch.setattr(module, "FRESH", -1)
@@ -355,12 +359,12 @@ def test_what_was_found_of_a_request_is_looked_up_again_when_it_is_evicted_or_ol
 @pytest.mark.parametrize("options", [dict(), dict(queue=1, asynchronous=False), dict(ranks=2)])
 def test_a_first_request_begins_with_what_is_there_and_the_rest_comes_behind_it(engine, monkeypatch, options):
     """No step waits for blocks but those of its own tokens."""
-    monkeypatch.setattr(scheduler, "CHUNK", 64)
+    monkeypatch.setattr(demand, "CHUNK", 64)
     e = engine(kinds=("full",), batch=256, **options)
     e.run(3)
     e.scheduler.reset_prefix_cache()
     with e.memory.lock:
-        e.budget.between(True, 5)
+        e.budget.between_steps(True, 5)
         e.flush()
         assert e.budget.spare == 5
         e.scheduler.add_request(e.request("long", [5] * 240, 2))
@@ -376,13 +380,13 @@ def test_a_first_request_begins_with_what_is_there_and_the_rest_comes_behind_it(
 @pytest.mark.parametrize("busy", [True, False])
 def test_while_the_device_computes_a_step_waits_for_all_of_its_blocks(engine, monkeypatch, busy):
     """Otherwise, the rest of a prompt would be computed in small parts."""
-    monkeypatch.setattr(scheduler, "CHUNK", 64)
+    monkeypatch.setattr(demand, "CHUNK", 64)
     e = engine(kinds=("full",), batch=256)
     e.run(3)
     e.scheduler.reset_prefix_cache()
     told, looks = e.page.answer, itertools.count(0, 1 / 3)
     with e.memory.lock:
-        e.budget.between(True, 5)
+        e.budget.between_steps(True, 5)
         e.flush()
         monkeypatch.setattr("pyvmem.vllm.budget.PART", 2 * e.budget.block_bytes)
         e.memory.pace.left = lambda now: 60.0 * busy
@@ -417,22 +421,26 @@ def test_the_scheduler_learns_how_long_a_device_computes(engine):
     e = engine(kinds=("full",))
     pace = e.memory.pace = Pace(8)
     e.run(3)
-    assert pace._best and not pace._flight and pace.left(0.0) == 0
+    assert pace.left(0.0) == 0  # no step is in flight
+    pace.begin(10**9, 64, 1e9)
+    assert pace.left(1e9) > 0
 
 
 def test_a_request_begins_in_parts_only_if_the_rest_of_it_comes(engine, monkeypatch):
-    monkeypatch.setattr(scheduler, "CHUNK", 64)
+    monkeypatch.setattr(demand, "CHUNK", 64)
     e = engine(kinds=("full",), batch=256)
     e.run(3)
     e.scheduler.reset_prefix_cache()
     with e.memory.lock:
-        e.budget.between(True, 4)
-        e.budget._retry = time.monotonic() + 1e9  # memory was refused
+        e.budget.between_steps(True, 4)
+        monkeypatch.setattr("pyvmem.engine.budget.RETRY", 1e9)
+        e.budget.refused([])
         e.scheduler.add_request(e.request("long", [5] * 240, 2))
         for _ in range(3):
             assert not e.step()[0].total_num_scheduled_tokens
         assert not e.scheduler.running
-        e.budget._retry = 0.0
+        monkeypatch.setattr("pyvmem.engine.budget.RETRY", 0)
+        e.budget.refused([])
         e.answer([])
 
 
@@ -525,7 +533,7 @@ def test_idle_blocks_leave_whose_pages_go(engine):
     assert bytes_held(e) == bytes_of_pages(e, cached)
     assert e.budget.spare > 0  # beside cached blocks, where they take no memory
     orders = e.page.boards(1)[0, control.DONE]
-    e.budget.before()
+    e.budget.before_schedule()
     page_of = e.budget.unbacked.page_of
     assert set(map(page_of, e.budget.orders.unsent[:10])) <= set(map(page_of, cached)) | {0}
     assert e.scheduler.reset_prefix_cache()
@@ -597,7 +605,8 @@ def test_scattered_blocks_do_not_stay_above_a_limit_because_they_are_few(engine,
     assert maps_in_steps(e) == 0
 
 
-def test_an_engine_grows_soon_after_what_held_it_above_a_limit_has_ended(engine):
+def test_an_engine_grows_soon_after_what_held_it_above_a_limit_has_ended(engine, monkeypatch):
+    monkeypatch.setattr("pyvmem.engine.budget.FIT", 0)  # each look measures
     e = engine(blocks=1200, pages=2 << 20)
     last, pool, budget = scatter(e), e.scheduler.kv_cache_manager.block_pool, e.budget
     pool.touch(last)  # in use
@@ -607,7 +616,6 @@ def test_an_engine_grows_soon_after_what_held_it_above_a_limit_has_ended(engine)
         e.idle()
         for _ in range(n):
             with e.memory.lock:
-                budget._measured = 0.0
                 budget.fit()
 
     looks(100)
@@ -725,17 +733,27 @@ def test_an_engine_gives_no_more_than_it_offers(engine):
     budget.publish(keeps=budget.pool.get_num_free_blocks() - 20)
     backed = budget.num_backed
     e.page.boards(1)[0, control.SHRINK_TO] = e.page[control.NULL] + 8 * budget.block_bytes
-    budget.before()
+    budget.before_schedule()
     assert budget.num_backed == backed - 20
+
+
+def pool_may(e, blocks, held=None):
+    """The pool lets the engine's only worker hold so many blocks beside `held` bytes; default: those of block 0."""
+    held = e.page[control.NULL] if held is None else held
+    e.page[control.POOL], e.page[control.POOL_MAY] = 1, held + blocks * e.budget.block_bytes
+
+
+def pool_has(e, blocks):
+    """The pool has unused memory for so many blocks."""
+    pool_may(e, blocks, e.page.board_word(0, control.HELD))
 
 
 def test_in_a_pool_what_is_kept_ready_takes_no_memory_of_others(engine):
     e = engine(blocks=1000, batch=4096)
-    e.page[control.POOL], has = 1, 150
-    e.budget._room = lambda: has - e.budget.num_backed
+    pool_may(e, 150)
     e.run(12)
     assert 0 < e.budget.num_backed <= 150 and maps_in_steps(e) == 0
-    has = 350
+    pool_may(e, 350)
     e.run(4)
     assert e.budget.spare > 90
 
@@ -751,8 +769,7 @@ def in_pool(monkeypatch, name, **settings):
 def test_in_a_pool_no_step_waits_for_what_others_must_give_while_it_has_enough(engine):
     e = engine()
     e.run(20)
-    e.page[control.POOL] = 1
-    e.budget._room = lambda: 0
+    pool_may(e, 0)
     if e.budget.spare:
         e.budget.unback(e.budget.spare)  # all that is left is cached
     assert e.budget.spare == 0 and e.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > 100
@@ -765,15 +782,15 @@ def test_in_a_pool_no_step_waits_for_what_others_must_give_while_it_has_enough(e
 def test_in_a_pool_nothing_is_ordered_that_it_does_not_have(engine):
     e = engine(kinds=("full",))
     e.run(20)
-    e.page[control.POOL], budget, room = 1, e.budget, 0
-    budget._room = lambda: room
+    budget = e.budget
+    pool_may(e, 0)
     budget.unback(budget.pool.get_num_free_blocks())
     e.scheduler.add_request(e.requests(1)[0])
     for _ in range(3):
         e.step()
     assert e.page[control.WANTED] and not budget.coming and not e.page[control.REFUSED]
-    room = 3
-    budget.before(9)
+    pool_has(e, 3)
+    budget.before_schedule(9)
     assert len(budget.orders.unsent) == 3
 
 
@@ -781,25 +798,31 @@ def test_in_a_pool_an_order_takes_no_more_pages_than_it_has_room_for(engine):
     e = engine(kinds=("full",), pages=256 << 10)  # pages of 4 blocks
     e.page[control.POOL], budget = 1, e.budget
     budget.lent = True
-    budget.between(True)
-    budget.lent, budget._room_bytes = False, lambda: 7 * budget.block_bytes
-    budget.before(200)
+    budget.between_steps(True)
+    budget.lent = False
+    e.flush()
+    pool_has(e, 7)
+    budget.before_schedule(200)
     assert budget.orders.unsent == [1, 2, 3, 4, 5, 6, 7] and budget.unbacked.pages == 1  # 3 of them beside block 0
     budget.take_orders()
-    budget.before(200)
+    budget.before_schedule(200)
     assert not budget.orders.unsent  # those are on their way
 
 
 def test_a_refusal_of_the_pool_makes_later_orders_no_smaller(engine, monkeypatch):
     e = engine(kinds=("full",))
-    e.page[control.POOL], budget, room = 1, e.budget, 40
-    budget._room = lambda: room
+    monkeypatch.setattr("pyvmem.engine.budget.RETRY", 0)
     monkeypatch.setattr(e.page, "answer", lambda order, rank: 1)
-    for room, most in ((0, budget.total), (40, 20)):  # the pool has the memory, but the device has not
+    budget = e.budget
+    for room, most in ((0, 60), (40, 20)):  # the pool has the memory, but the device has not
+        pool_has(e, room)
         budget.orders.unsent = budget.unbacked.take(40, budget.total)
         budget.take_orders()
-        budget.enter()
-        assert budget._most_order == most
+        budget.add_backed()
+        budget.order(60)
+        assert len(budget.orders.unsent) == most
+        budget.refused(budget.orders.unsent)
+        budget.orders.unsent = []
 
 
 def test_an_engine_whose_requests_lack_blocks_gives_none(engine):
@@ -835,13 +858,15 @@ def test_an_idle_engine_of_a_pool_hears_what_others_ask_for_of_scattered_blocks(
     with e.memory.lock:  # its thread would give them
         held = bytes_held(e)
         assert e.budget.num_backed * e.budget.block_bytes < held - (4 << 20) and len(last) <= e.budget.num_backed
-        e.budget._left_bytes = lambda: held - (4 << 20)
+        board = e.page.boards(1)[0]
+        board[control.SHRINK_TO] = e.page[control.NULL] + held - (4 << 20)
         assert e.budget.asked()
-        e.budget._left_bytes = lambda: held
+        board[control.SHRINK_TO] = e.page[control.NULL] + held
         assert not e.budget.asked()
 
 
 def test_in_a_pool_blocks_that_reach_into_more_pages_than_they_begin_in_leave_them(engine, monkeypatch):
+    monkeypatch.setattr("pyvmem.engine.budget.FIT", 0)  # each look measures
     in_pool(monkeypatch, "reaches", VMEM_VLLM_POOL_SIZE="64M")
     e = engine(blocks=1200, page=16 * 4384, pages=2 << 20)
     last = scatter(e)
@@ -853,7 +878,6 @@ def test_in_a_pool_blocks_that_reach_into_more_pages_than_they_begin_in_leave_th
     assert bytes_held(e) > e.budget.unbacked.pages << 21
     for _ in range(3):
         board[control.SHRINK_TO] = asked
-        e.budget._measured = 0.0
         e.idle()
     assert board[control.HELD] <= asked
 
@@ -918,7 +942,7 @@ def test_what_sleeps_reserves_nothing_and_wakes_with_what_its_requests_hold(engi
     with e.memory.lock:
         e.budget.order(20)
         e.settle()
-        e.budget.enter()
+        e.budget.add_backed()
         assert e.budget.spare >= 20
     memory.tend()
 
@@ -1084,7 +1108,7 @@ def test_a_limit_counts_the_bytes_of_pages_that_blocks_share(engine, monkeypatch
     assert kept / 2 < held / e.budget.block_bytes <= kept
     assert e.budget.num_backed < kept
     e.page[control.LIMIT] = control.NO_LIMIT
-    e.budget.before()
+    e.budget.before_schedule()
     assert e.budget.allowed() == e.budget.total
 
 
@@ -1096,7 +1120,7 @@ def test_more_blocks_come_and_leave_at_once_than_an_order_or_the_ring_holds(engi
         e.budget.order(total)
         assert len(e.budget.orders.unsent) > total - 2000 > control.RING - 2000 > MOST_LEAVING
         e.settle()
-        e.budget.enter()
+        e.budget.add_backed()
         assert e.budget.num_backed == total
 
     with e.memory.lock:  # its thread would give them up
@@ -1120,7 +1144,7 @@ def test_no_answer_is_lost_of_blocks_that_are_more_than_orders_in_flight_may_be(
         e.budget.order(e.budget.total)
         e.step()
         e.flush()  # all are answered before the budget looks
-        e.budget.enter()
+        e.budget.add_backed()
         assert e.budget.num_backed == e.budget.total > control.ANSWERS
 
 
@@ -1328,7 +1352,7 @@ def test_blocks_leave_and_all_is_lent_while_steps_are_in_flight(engine, options)
         known = e.scheduler.requests
         said = {name: known[name].num_output_tokens for name in sampled if name in known}
         with memory.lock:  # as its thread does
-            e.budget.between(True)
+            e.budget.between_steps(True)
             if e.random.random() < 0.1:
                 memory.lend()
                 lent.append(e.budget.num_backed)

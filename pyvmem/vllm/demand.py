@@ -1,0 +1,160 @@
+"""How many blocks the requests of a vLLM scheduler need: those that run, those that wait, and those of the next step.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pyvmem.vllm.budget import VllmBudget
+from pyvmem.vllm.orders import AHEAD
+from pyvmem.vllm.waiting import Lookup, Wants, waiting
+
+CHUNK = 512  # tokens of prompts that are worth a step of their own while memory for more is being backed
+
+
+class Demand:
+    """Counts blocks. A request that waits takes those of its prompt that are not in the prefix cache (`Lookup`).
+
+    Parameters
+    ----------
+    scheduler : vllm.v1.core.sched.scheduler.Scheduler
+    budget : VllmBudget
+    sizes : sequence of int
+        Tokens of a block in each group.
+    drafts : int
+        Tokens that a request may have in a step beyond the one that it decodes.
+    plain : bool
+        As for `Lookup`.
+
+    Attributes
+    ----------
+    wants : Lookup
+    decodes : bool
+        Whether the last step had no prompt.
+    """
+
+    def __init__(self, scheduler: Any, budget: VllmBudget, sizes: Sequence[int], drafts: int, plain: bool) -> None:
+        self._scheduler, self._budget, self._sizes, self._drafts = scheduler, budget, sizes, drafts
+        self.wants = Lookup(scheduler.kv_cache_manager, sizes, plain)
+        self.decodes = False
+        self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `of_step` counts
+
+    def _step(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
+        """Yield the tokens that the next step may compute, in vLLM's order: (request, tokens before, tokens, wants)."""
+        for request in self._scheduler.running:
+            done = request.num_computed_tokens
+            yield request, done, max(request.num_tokens - done, 1), None
+        for request in wait:
+            wants = self.wants(request)
+            yield request, wants.computed, max(request.num_tokens - wants.computed, 1), wants
+
+    def _blocks(self, done: int, tokens: int, wants: Wants | None) -> int:
+        """Blocks for so many tokens of a request behind those that are computed."""
+        blocks = 0
+        if wants is None:
+            for size in self._sizes:
+                blocks += -(-(done + tokens) // size) - -(-done // size)
+            return blocks
+        for size, found in zip(self._sizes, wants.found):
+            blocks += max(-(-(done + tokens) // size) - found, 0)
+        return min(blocks, wants.rest)
+
+    def of_step(self, wait: list[Any], left: int) -> tuple[int, int]:
+        """Blocks that the next step, of `left` tokens, takes at most, and those that must be free for all that begin.
+
+        vLLM begins a request only if all its tokens fit, however many of them the step computes.
+        """
+        need = whole = 0
+        for _, done, tokens, wants in self._step(wait):
+            if wants is not None:
+                fits = min(wants.rest + self._beyond, self._budget.least)
+                whole = max(whole, need + fits + self._budget.watermark)
+            need += self._blocks(done, min(tokens, left), wants)
+            left -= tokens
+            if left <= 0:
+                break
+        return min(need, self._budget.low), whole
+
+    def worthwhile_tokens(self) -> int:
+        """Fewest tokens that are worth a step: those of all decoding requests; if there are none, CHUNK of a prompt."""
+        decoding = sum(r.num_tokens - r.num_computed_tokens <= 1 for r in self._scheduler.running)
+        return decoding * (1 + self._drafts) or CHUNK
+
+    def fitting_tokens(self, wait: list[Any], blocks: int) -> int:
+        """The most tokens for which so many blocks are enough, in vLLM's order."""
+        fitting = 0
+        for _, done, tokens, wants in self._step(wait):
+            taken = self._blocks(done, tokens, wants)
+            if taken > blocks:
+                less = bisect.bisect_right(range(tokens), blocks, key=lambda n: self._blocks(done, n, wants))
+                return fitting + less - 1
+            fitting, blocks = fitting + tokens, blocks - taken
+        return fitting
+
+    def awaited_by_running(self) -> int:
+        """Blocks for which the running requests must wait: 0 if enough are free, cached ones included."""
+        need = self.of_step([], self._scheduler.max_num_scheduled_tokens)[0]
+        return need if need > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 0
+
+    def lacking(self, need: int, wait: list[Any]) -> int:
+        """Blocks that are lacking: running requests need `need`, and waiting ones all blocks of their known tokens."""
+        budget = self._budget
+        need += self._of_waiting(wait) + (budget.watermark + self._beyond if wait else 0)
+        need -= budget.num_free() + budget.coming
+        return max(min(need, budget.most - budget.num_backed), 0)
+
+    def _of_waiting(self, wait: list[Any]) -> int:
+        """Free blocks that waiting requests take when they begin. They may all share the same cached blocks."""
+        wants = list(map(self.wants, wait))
+        return sum(w.rest for w in wants) + max((w.cached for w in wants), default=0)
+
+    def of_next(self, wait: list[Any]) -> int:
+        """Blocks for the waiting requests that may begin in the next step."""
+        left = self._scheduler.max_num_scheduled_tokens
+        for n, request in enumerate(wait, 1):
+            left -= request.num_tokens - self.wants(request).computed
+            if left <= 0:
+                break
+        return self._budget.watermark + self._beyond + self._of_waiting(wait[:n])
+
+    def of_prompts(self) -> int:
+        """Blocks for the rest of the running requests' prompts."""
+        if self.decodes:
+            return 0
+        rests = ((r.num_computed_tokens, r.num_tokens - r.num_computed_tokens) for r in self._scheduler.running)
+        return sum(self._blocks(done, rest, None) for done, rest in rests if rest > 0)
+
+    @property
+    def margin(self) -> int:
+        """Additional blocks for drafts, and for tokens that the next request gets when one ends early."""
+        return len(self._sizes) + self._drafts * self.one_each
+
+    @property
+    def one_each(self) -> int:
+        """Blocks that the running requests take if each begins one in each group."""
+        return len(self._scheduler.running) * len(self._sizes)
+
+    def mapped_ahead(self) -> int:
+        """In slots, blocks whose pages are mapped ahead, for the next tokens of running requests."""
+        each = 1 + -(-2 * AHEAD // self._sizes[0])
+        return int(len(self._scheduler.running) * each)
+
+    def scheduled(self, requests: int, tokens: int, limited: bool) -> None:
+        """Take note of a scheduled step. limited: its tokens were, so that it may have left prompts out.
+
+        If vLLM has scheduled no request although there seem to be enough blocks for the first one, count more for it.
+
+        vLLM also allocates blocks for later drafts, and for the rows that cross attention reads. Its rules differ
+        between releases, but no request needs more than one of the greatest length.
+        """
+        self.decodes = not limited and tokens <= requests * (1 + self._drafts)
+        if requests:
+            self._beyond = 0
+        elif not (self._scheduler.running or limited or self._budget.full):
+            wait = waiting(self._scheduler)[:1]
+            if wait and self.lacking(0, wait) == 0:
+                self._beyond = min(max(2 * self._beyond, 1), self._budget.least)
