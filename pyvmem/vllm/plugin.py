@@ -1,4 +1,6 @@
-"""How vLLM finds vMem: the entry point that it calls in each of its processes (group ``vllm.platform_plugins``).
+"""How vLLM finds vMem: the entry points that it calls in each of its processes.
+
+They are `platform` (group ``vllm.platform_plugins``) and `check_platform` (``vllm.general_plugins``).
 
 The settings are environment variables, which these processes inherit. `check_config` refuses those of vLLM's own that
 cannot work. See docs/vllm.md.
@@ -86,3 +88,21 @@ def platform() -> str | None:
             return None
     _copy_to_ray()
     return "pyvmem.vllm.platform.Platform"
+
+
+def check_platform() -> None:
+    """Raise `Refused` if the environment asks for vMem, and vLLM runs on another platform, with its own KV cache.
+
+    It does if the program set VMEM_VLLM after vLLM had chosen. vLLM 0.32 asks no plugin where VLLM_TARGET_DEVICE=cpu.
+    """
+    with contextlib.suppress(ValueError):  # which the platform raises
+        if not settings().on:
+            return
+    from vllm.platforms import current_platform
+
+    if type(current_platform).__module__ != "pyvmem.vllm.platform":
+        raise cannot(
+            SWITCH,
+            "vLLM has chosen its platform without vMem; set VMEM_VLLM before vLLM is imported, and "
+            "unset VLLM_TARGET_DEVICE",
+        )

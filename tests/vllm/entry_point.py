@@ -11,7 +11,8 @@ def write(folder: Path) -> Path:
     made = Path(folder) / "pyvmem-0.dist-info"
     made.mkdir(parents=True, exist_ok=True)
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: pyvmem\nVersion: 0\n")
-    (made / "entry_points.txt").write_text(f"[{NAME}]\nvmem = {VALUE}\n")
+    more = "[vllm.general_plugins]\nvmem = pyvmem.vllm.plugin:check_platform\n"
+    (made / "entry_points.txt").write_text(f"[{NAME}]\nvmem = {VALUE}\n{more}")
     return Path(folder)
 
 

@@ -133,6 +133,25 @@ def test_beside_another_platform_vllm_does_not_start(start, tmp_path):
     assert process.returncode and "Only one platform plugin can be activated" in said and "'vmem'" in said
 
 
+@pytest.mark.parametrize("late, environ", [(False, dict(VLLM_TARGET_DEVICE="cpu")), (True, dict(VMEM_VLLM="0"))])
+def test_vllm_does_not_start_with_its_own_cache_where_it_asked_no_plugin_in_time(start, late, environ):
+    """Releases that ask plugins although a device is named take vMem's platform."""
+    program = f"""
+import os
+from vllm.platforms import current_platform
+chosen = type(current_platform)
+if {late}:
+    os.environ["VMEM_VLLM"] = "1"
+from vllm.engine.arg_utils import EngineArgs
+EngineArgs(model="model")
+print(chosen)
+"""
+    process = start("-c", program, env=on_vmem() | environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    told, said = process.communicate(timeout=SECONDS)
+    refused = process.returncode and "VMEM_VLLM=1: vLLM has chosen its platform without vMem" in said
+    assert refused or "pyvmem.vllm.platform" in told
+
+
 def test_an_engine_core_ends_whose_server_was_killed(serving):
     from pyvmem.engine import control
 
