@@ -9,6 +9,7 @@ import json
 import os
 import random
 import threading
+import time
 import uuid
 from unittest import mock
 
@@ -420,10 +421,10 @@ class Engine:
 
 
 class Clock:
-    """Stands for module `time`: seconds go by only where somebody sleeps."""
+    """Stands for module `time` from now on: seconds go by only where somebody sleeps."""
 
     def __init__(self):
-        self.now = 0.0
+        self.now = time.monotonic()
 
     def monotonic(self):
         return self.now

@@ -189,9 +189,9 @@ def test_tokens_are_vllms_without_a_limit(model, case):
 
 @pytest.mark.parametrize("limits", [(), (1, 2, 4, 20)])
 def test_tokens_are_vllms_where_requests_begin_with_the_blocks_that_are_there(model, monkeypatch, limits):
-    from pyvmem.vllm import scheduler
+    from pyvmem.vllm import demand
 
-    monkeypatch.setattr(scheduler, "CHUNK", 64)
+    monkeypatch.setattr(demand, "CHUNK", 64)
     own, on = both(model("llama"), limits=limits)
     assert on["tokens"] == own["tokens"]
     assert on["idle"]["step_maps"] == 0

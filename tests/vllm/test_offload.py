@@ -8,7 +8,7 @@ from offload import OffloadingEngine
 from steps import Clock, next_token
 from test_steps import fails_in_a_child, maps_in_steps, set_limit
 
-from pyvmem.vllm import budget, orders, scheduler
+from pyvmem.vllm import budget, demand, orders, scheduler
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ CASES = {
 @pytest.mark.parametrize("limit", [None, 70, "moves"])
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_right_beside_copies(engine, monkeypatch, case, limit):
-    monkeypatch.setattr(scheduler, "CHUNK", 32)
+    monkeypatch.setattr(demand, "CHUNK", 32)
     e = engine(**CASES[case])
     set_limit(e, limit)
     if limit == "moves":
@@ -162,7 +162,7 @@ def test_the_check_sees_it_if_blocks_leave_before_they_are_copied(engine, late, 
 @pytest.mark.parametrize("chunk", [512, 32])
 def test_a_prefix_from_the_host_is_loaded_when_all_its_blocks_are_there(engine, monkeypatch, chunk, others_give):
     """Its request cannot begin in parts, and each attempt would look up the whole prompt: two attempts are enough."""
-    monkeypatch.setattr(scheduler, "CHUNK", chunk)
+    monkeypatch.setattr(demand, "CHUNK", chunk)
     e = engine(kinds=("full",))
     tokens, clock, ready = [7] * 240, Clock(), {}
     e.answer([e.request("first", list(tokens), 2)])

@@ -239,7 +239,7 @@ def test_a_request_of_which_all_is_cached_orders_no_more_than_vllm_allocates(eng
     from vllm.lora.request import LoRARequest
 
     monkeypatch.setattr(demand, "CHUNK", 64)
-    monkeypatch.setattr("pyvmem.vllm.budget.TAKEN", 0)  # only the last step says what the next ones take
+    monkeypatch.setattr("pyvmem.vllm.budget.TAKEN", 1e-9)  # earlier steps say nothing of what the next ones take
     options = dict(FOUND[case])
     more = dict(lora_request=LoRARequest("adapter", 1, "/none")) if options.pop("lora", False) else {}
     e = engine(**options, batch=256)
@@ -1214,11 +1214,11 @@ def test_usage_in_a_pool_counts_what_its_memory_and_the_others_requests_leave(en
 
 def test_refused_orders_fail_no_step(engine):
     e = engine()
-    blocks, others = e.workers[0].memory.blocks, [0]
+    context, others = e.workers[0].memory.context(CPU), [0]
 
     def every():  # another process takes the memory for a time
         others[0] += 1
-        blocks.set_budget(blocks.stats().held or 1 if 20 <= others[0] < 60 else 0)
+        context.set_budget(context.stats().created or 1 if 20 <= others[0] < 60 else 0)
 
     e.every = every
     e.run(40)
