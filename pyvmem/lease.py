@@ -222,7 +222,7 @@ class Lease(_Owned):
         context: Context,
         name: str,
         torch_pools: TorchPools,
-        alloc_wait: float = 1.0,
+        alloc_wait: float = 10.0,
         small: bool = False,
     ) -> None:
         raw = structure("vmem_torch_config")
@@ -484,7 +484,8 @@ def torch_pool(
         Whose allocations go to the lease within a block. "this" runs backward in the thread that calls it. Use it if
         other threads of the process allocate memory on the device that is to outlive the block.
     wait : float
-        The most seconds that entering a block waits for what the KV caches give back. An allocation waits 1 s.
+        The most seconds that entering a block waits for what the KV caches give back. An allocation waits 10 s at
+        most, and not if no member can give.
     context : Context, optional
         By default, that of a KV cache of this process in the pool, or else a new one. Members of one context exchange
         pages without allocating device memory (on cuda, leases among themselves).

@@ -38,7 +38,7 @@ struct vmem_torch_config {
     uint32_t flags;     // VMEM_TORCH_*
     uint64_t most;      // bytes of pages (the pool's budget)
     uint64_t page_size; // (2 MiB). Smaller pages also fit where no 2 MiB are consecutive, and take longer to map
-    uint32_t wait_ms;   // the longest that an allocation waits for what other members give back (1000)
+    uint32_t wait_ms;   // the longest that an allocation waits for what other members give back (10000)
     uint32_t pad;       // 0
     const char *name;   // of the pool's member ("torch")
     // Optional: called once, when the lease has given everything back and its place is free. It may run in a thread that

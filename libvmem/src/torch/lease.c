@@ -28,7 +28,7 @@
 // The device memory that is allocated at once with VMEM_TORCH_SMALL: a GiB takes 24 ms in pieces of 2 MiB, and 6 ms in
 // pieces of 8 MiB (H100). What has left holds at most a piece at each of its ends.
 #define SMALL_ARENA (UINT64_C(8) << 20)
-#define WAIT_MS 1000
+#define WAIT_MS 10000
 #define ASK_AGAIN_NS 3000000 // a pool repeats its refusal for 2 ms without asking its members
 
 // After a step that was short of memory.
