@@ -54,6 +54,9 @@ class Serve(Limits, serve.Serve):
         args = _manager().server_args
         return str(args.served_model_name or args.model_path), int(args.port)
 
+    def ends(self) -> bool:  # by SIGTERM: SGLang's own requests end first
+        return bool(_manager().gracefully_exit)
+
     async def sleep(self, state: Any, freeze: bool) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 

@@ -103,6 +103,10 @@ class Serve(http.Limits):
         """The model's name, and the server's port."""
         return "", 0
 
+    def ends(self) -> bool:
+        """Return whether the server is about to end, and does not wait for requests that its engine does not have."""
+        return False
+
     async def sleep(self, state: Any, freeze: bool) -> None:
         """Return when it sleeps. freeze: with the requests that it has, which go on when it wakes."""
         raise NotImplementedError
@@ -224,7 +228,7 @@ class Serve(http.Limits):
                 self._waiting.setdefault(token, _now())
                 self._publish()
                 self._came.set()  # it need not wait for the next look
-                if self._pages[0][control.DRAINED] or not await self._change(body, end):
+                if self._pages[0][control.DRAINED] or self.ends() or not await self._change(body, end):
                     return False
         finally:
             self._waiting.pop(token, None)
@@ -247,7 +251,8 @@ class Serve(http.Limits):
             return
         model = self._state()
         state, lacks = model["state"], model["lacks"]
-        why = "is drained" if state == "drained" else f"lacks {lacks} bytes to wake" if lacks \
+        why = "is stopped" if self.ends() else "is drained" if state == "drained" \
+            else f"lacks {lacks} bytes to wake" if lacks \
             else "lacks memory for its KV cache" if state == "awake" else "did not wake in time"  # fmt: skip
         error = {"message": f"the model {why}: try again later", "type": "service_unavailable", "code": 503}
         await _json(send, 503, {"error": error})

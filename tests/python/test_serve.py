@@ -381,6 +381,19 @@ def test_a_drained_model_keeps_no_other_waiting(played, runs):
     played(history)
 
 
+def test_a_server_that_ends_refuses_what_waits_for_its_model(played):
+    async def history(engine, app, other):
+        assert (await ask(engine, "/vmem/sleep"))[0] == 200
+        engine.lacks, other[control.RUNNING] = 5, 1
+        waits = asyncio.create_task(ask(engine))
+        await until(lambda: engine.page[control.LACKS], engine)
+        assert not waits.done()
+        engine.ends = lambda: True
+        assert (await waits)[0] == 503
+
+    played(history)
+
+
 def test_no_engine_of_a_server_stays_awake_while_another_lacks_memory(played, monkeypatch):
     monkeypatch.setattr(serve, "FIND", 0)  # data parallelism has an engine for each rank
 

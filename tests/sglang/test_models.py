@@ -354,3 +354,20 @@ def test_killed_processes_leave_their_memory_at_once(servers, expected):
     assert servers["a"].tokens(350) == expected["a"][1]
     servers["b"].process.wait(60)  # SGLang's server ends with its engine
     assert servers["a"].tokens() == expected["a"][0]
+
+
+def test_a_server_that_is_told_to_end_refuses_what_waits(servers, expected):
+    """SGLang ends when the requests that its engine has are done, and knows none that wait for the model to wake."""
+    one = servers["a"]
+    assert one.order("sleep")[2]["state"] == "asleep"
+    neighbour = Neighbour(one, POOL - 8 * MIB)
+    try:
+        neighbour.has()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(one.ask)
+            one.until(lambda s: s["queued"] == 1)
+            os.kill(one.process.pid, signal.SIGTERM)
+            assert asked.result()[0] == 503
+    finally:
+        neighbour.kill()
+    one.process.wait(60)
