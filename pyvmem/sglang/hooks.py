@@ -163,7 +163,8 @@ def resume(original: Any, updater: Any, recv_req: Any) -> Any:
     if tags & {sleep.WEIGHTS, sleep.TAG}:
         held.end()
         if held.asleep:
-            return ResumeMemoryOccupationReqOutput(rid=f"{_LACKS}{held.lacks >> 20} MiB of its pool to wake")
+            lacks = memory.here().page.short >> 20
+            return ResumeMemoryOccupationReqOutput(rid=f"{_LACKS}{lacks} MiB of its pool to wake")
     if sleep.TAG not in tags:
         updater.offload_tags.discard(sleep.WEIGHTS)
         if others := tags - {sleep.WEIGHTS}:

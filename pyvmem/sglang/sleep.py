@@ -38,14 +38,11 @@ class Sleep:
     Attributes
     ----------
     asleep : bool
-    lacks : int
-        Bytes that the rank which lacked most did when the model last tried to wake.
     """
 
     def __init__(self, memory: Any, scheduler: Any, sleeper: Sleeper, page: control.Page, ranks: Ranks) -> None:
         self._memory, self._scheduler, self._sleeper = memory, scheduler, sleeper
         self._page, self._ranks = page, ranks
-        self.lacks = 0
         self.asleep = self._paused = False  # _paused: whether SGLang's own orders have paused the engine
         sleeper.weights.copy_behind(lambda: bool(scheduler.running_batch.reqs))  # not before: graphs were captured
 
@@ -71,8 +68,7 @@ class Sleep:
         except OutOfMemory as error:
             missing = max(getattr(error, "missing", 0), 1)
         cells[control.SHORT + rank] = missing
-        self.lacks = self._ranks.most([missing])[0]
-        failed = self.lacks > 0
+        failed = self._ranks.most([missing])[0] > 0
         cells[control.WOKE + rank] = 2 * (cells[control.WOKE + rank] // 2 + 1) + failed
         if failed:
             self._sleeper.park()
