@@ -103,7 +103,7 @@ def test_a_lock_that_stays_is_not_waited_for_without_end(tmp_path):
         lock(file, fcntl.F_WRLCK)
         assert serve(cache, pool, 1) == ([], errno.EAGAIN)
         assert shortage(cache).refusal == "no answer"
-        with pytest.raises(VmemError, match="another process holds its lock"):
+        with pytest.raises(VmemError, match="another process holds the pool.s lock"):
             KVPool(path=tmp_path / "pool")
         lock(file, fcntl.F_UNLCK)
         slots = []
