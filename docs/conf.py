@@ -36,7 +36,7 @@ numpydoc_class_members_toctree = False
 # another call makes; errors; what a kernel implements; transformers' constructor, whose signature is another's.
 numpydoc_validation_checks = {"PR01", "PR02", "RT01", "YD01"}
 numpydoc_validation_exclude = {
-    r"\.(Info|PageInfo|Stats|Spare|KVCacheOptions|TensorSpec|Shortage|Run|RunInfo|Choice|Shape|Cache)$",
+    r"\.(Info|PageInfo|Stats|Spare|KVCacheOptions|TensorSpec|Shortage|Run|Choice|Shape|Cache)$",
     r"\.(Reservation|Pages|VirtualTensor|VMemCache)$",
     r"\.(VmemError|InvalidArgument|OutOfMemory)$",
     r"\.Kernel\.",
