@@ -30,6 +30,7 @@ def figures() -> list[tuple[str, int, list[str]]]:
         ("lease-cuda", 60, [*lease, "cuda", *no_training]),
         ("lease-train", 180, [*lease, "stock", "--part", "train", "--steps", "100"]),
         ("lease-train-cuda", 120, [*lease, "cuda", "--part", "train"]),
+        ("sums", 60, [*BENCH, "sums", "--backend", "stock"]),
         ("lease-saver", 60, [*lease, "stock", "--part", "saver"]),
         *(with_vllm() if importlib.util.find_spec("vllm") else ()),
         *(with_sglang() if importlib.util.find_spec("sglang") else ()),

@@ -6,7 +6,7 @@ pool asks. A segment that has no copy yet stays on the device, and is parked as 
 wake is to take back what went, all or nothing, and to copy that alone.
 
 Weights may change in place, by reinforcement learning, adapters or a rebalancing of experts. Before they are parked,
-each segment is therefore compared with its copy by two sums over the device's memory, and copied again if it differs.
+each segment is therefore compared with its copy by a sum over the device's memory, and copied again if it differs.
 
 SPDX-License-Identifier: MIT
 """
@@ -28,6 +28,7 @@ from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.kv.pool import KVPool
 from pyvmem.lease import MIB, Lease, TorchPools
+from pyvmem.sleep.sums import Sums
 from pyvmem.tensor import tensor_at
 
 LOG = logging.getLogger(__name__)
@@ -35,8 +36,6 @@ PAGE = 2 * MIB
 PORTION, BUSY = 256 * MIB, 1.0  # while requests run, so many bytes are copied, and then none for so many seconds
 ARENA = 32 * MIB  # pinned at once, in which few kernels begin; a power of two, to which torch's allocator rounds
 ALIGN = 512  # bytes, as of the blocks of torch's allocator
-TILE = 64  # rows of a tile of the sums, and words of a row
-PIECE = 256 * MIB // 8  # words that are summed at once
 AGAIN = 10.0  # seconds after which a model that sleeps tries to copy what the host had no memory for
 LOAD_WAIT = 60.0  # seconds in which a model that is loaded gets memory from the other members of the pool
 
@@ -89,34 +88,6 @@ class HostPools(TorchPools):
 
     def settle(self) -> None:
         pass
-
-
-class Sums:
-    """Two sums over a segment, in a few MiB that are taken once: where segments are compared, the device may be full.
-
-    A segment is tiles of TILE x TILE words. The sums of a tile's rows count with odd weights, and so do those of its
-    columns: a changed word, and words, rows, columns or tiles that change places, change them.
-    """
-
-    def __init__(self) -> None:
-        self._room: list[torch.Tensor] = []
-
-    def __call__(self, words: torch.Tensor) -> torch.Tensor:
-        """int64[2] of int64[n], n a multiple of TILE x TILE. Raises torch.OutOfMemoryError."""
-        if not self._room:
-            n = PIECE // TILE
-            odd = torch.arange(1, 2 * n, 2, device=words.device)
-            self._room = [odd, torch.empty_like(odd), torch.empty_like(odd)]
-        sums = words.new_zeros(2)
-        for at in range(0, len(words), PIECE):
-            tiles = words[at : at + PIECE].view(-1, TILE, TILE)
-            n = len(tiles) * TILE
-            odd, weights, part = (room[:n] for room in self._room)
-            torch.add(odd, 2 * at // TILE, out=weights)
-            for dim in (1, 2):
-                torch.sum(tiles, dim, out=part.view(-1, TILE))
-                sums[dim - 1] += part.mul_(weights).sum()
-        return sums
 
 
 class HostCopy:
@@ -190,8 +161,8 @@ class Weights:
         self.lease = Lease(pool, 0, PAGE, "all", LOAD_WAIT, context, name, torch_pools, LOAD_WAIT, True)
         self._lock = threading.RLock()
         self._copy = HostCopy(self._gpu)
-        self._sum = Sums()
-        self._sums: dict[int, tuple[int, ...] | None] = {}  # of the segments whose copies are right, if they are known
+        self._sum = Sums(self._device)
+        self._sums: dict[int, int | None] = {}  # of the segments whose copies are right, if they are known
         self._asleep = False
         self._parked: list[int] = []  # segments
         self._lost: set[int] = set()  # segments whose contents are not there, but their copies are
@@ -347,11 +318,11 @@ class Weights:
             self._synchronize()
         self._sums.update((a, now.get(a)) for a in stale)
 
-    def _sums_of(self, segments: dict[int, int]) -> dict[int, tuple[int, ...]]:
+    def _sums_of(self, segments: dict[int, int]) -> dict[int, int]:
         """The sums of these segments, or none of them if the device is full: then all are copied, which takes none."""
         try:
-            sums = [self._sum(self._memory(a, n).view(torch.int64)) for a, n in segments.items()]
-            return dict(zip(segments, map(tuple, torch.stack(sums).tolist()))) if sums else {}
+            sums = [self._sum(self._memory(a, n)) for a, n in segments.items()]
+            return dict(zip(segments, torch.stack(sums).tolist())) if sums else {}
         except torch.OutOfMemoryError:
             return {}
 

@@ -259,7 +259,7 @@ USERS = {"vmm", "bandwidth", "growth", "step", "fragmentation"}
 def test_the_installed_command_has_only_what_a_user_measures():
     known = {b.name for b in all_benchmarks(benchmarks)}  # which are registered beside
     assert {b.name for b in all_benchmarks()} == USERS
-    assert known == {*USERS, "attention", "generate", "lease", "share", "sglang", "vllm"}
+    assert known == {*USERS, "attention", "generate", "lease", "share", "sglang", "sums", "vllm"}
 
 
 def test_all_runs_every_benchmark(tmp_path):
