@@ -257,8 +257,7 @@ int vmem_blocks_flush(vmem_blocks *b)
     const uint64_t seq = b->seq;
     while (b->done < seq)
         pthread_cond_wait(&b->change, &b->lock);
-    for (vmem__blocks_poll_events(b); b->unbacking || (b->unbacks && b->unbacks->fence <= b->passed);
-         vmem__blocks_poll_events(b))
+    for (vmem__blocks_poll_events(b); blocks_go(b); vmem__blocks_poll_events(b))
         pthread_cond_wait(&b->change, &b->lock); // the fence of the next unback may have passed, too
     return vmem__blocks_leave(b, 0);
 }

@@ -162,6 +162,11 @@ void vmem__blocks_advance_fences(vmem_blocks *b);
 bool vmem__blocks_needs_driver(const vmem_blocks *b);
 // Asks the driver about fences that unbacks wait for.
 void vmem__blocks_poll_events(vmem_blocks *b);
+// True if pages are about to go: a fence that an unback waits for has passed.
+static inline bool blocks_go(const vmem_blocks *b)
+{
+    return b->unbacking || (b->unbacks && b->unbacks->fence <= b->passed);
+}
 // Waits for b->work or b->change, for at most so long.
 void vmem__blocks_wait(vmem_blocks *b, pthread_cond_t *on, uint64_t ns);
 

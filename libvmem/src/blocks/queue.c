@@ -26,6 +26,14 @@ void vmem__blocks_sort(struct block_call *c)
     c->n = n;
 }
 
+// Pages that are about to go are another member's if its question is open, or was refused just now.
+static void wake_if_due(vmem_blocks *b)
+{
+    pthread_cond_signal(&b->work);
+    if (blocks_go(b))
+        vmem__pool_wake(b->member);
+}
+
 void vmem__blocks_queue_unback(vmem_blocks *b, struct block_call *c)
 {
     struct block_call **at = &b->unbacks;
@@ -33,7 +41,7 @@ void vmem__blocks_queue_unback(vmem_blocks *b, struct block_call *c)
         at = &(*at)->next;
     c->next = *at;
     *at = c;
-    pthread_cond_signal(&b->work);
+    wake_if_due(b);
 }
 
 void vmem__blocks_end_call(vmem_blocks *b, struct block_call *c, int rc)
@@ -79,7 +87,7 @@ void vmem__blocks_advance_fences(vmem_blocks *b)
     if (!b->fences)
         b->passed = b->fence;
     if (b->unbacks && b->unbacks->fence <= b->passed)
-        pthread_cond_signal(&b->work);
+        wake_if_due(b);
 }
 
 bool vmem__blocks_needs_driver(const vmem_blocks *b)
