@@ -8,6 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from hungry import Neighbour  # noqa: E402
 from generations import generate, make_cache, pages_of_64_kib, reference, single_thread  # noqa: E402, F401
 from tiny_models import prompts, tiny_model  # noqa: E402
 
@@ -98,3 +99,25 @@ def test_layers_that_share_rows_read_them_when_other_shapes_come(make, device, a
         assert len(pool.members()) == 1
         cache.close()
         assert pool.free == pool.budget
+
+
+WAYS = {
+    "reset": lambda cache: cache.reset(),
+    "reset twice": lambda cache: (cache.reset(), cache.reset()),
+    "offload": lambda cache: cache.offload(),
+    "crop": lambda cache: cache.crop(-cache.get_seq_length()),
+    "close": lambda cache: cache.close(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_model_gives_up_a_hungry_neighbour_gets(make, backend, device, page, rows, small_pages, way):
+    with pyvmem.KVPool(PAGES * page) as pool:
+        model = models(device)[0]
+        cache = make(model, pool=pool)
+        other = Neighbour(pool, page, backend=backend)
+        forward(model, prompts(2, 4 * rows, device=device), cache)
+        assert other.misses()
+        WAYS[way](cache)
+        assert other.misses() == 0
+        other.close()

@@ -6,10 +6,12 @@
 
 #include "kv/kv.h"
 
-// The end of the pages ahead that the background thread would map again at once if they were taken.
+// The end of the pages ahead that the background thread would map again at once if they were taken. A request without
+// tokens grows by no step until its first one: it has none.
 static uint32_t near_end(const vmem_kv *kv, uint32_t slot, uint32_t group)
 {
-    return vmem__kv_need_hi(kv, &kv->groups[group], kv->slots[slot].tokens + 2 * (uint64_t)kv->ahead_min);
+    const uint32_t tokens = kv->slots[slot].tokens;
+    return tokens ? vmem__kv_need_hi(kv, &kv->groups[group], tokens + 2 * (uint64_t)kv->ahead_min) : 0;
 }
 
 uint64_t vmem__kv_min_pages(const vmem_kv *kv)

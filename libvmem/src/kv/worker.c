@@ -159,7 +159,7 @@ static bool extend_one(vmem_kv *kv)
     uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min, least = UINT32_MAX, slot = 0;
     for (uint32_t s = 0; (s = kv_next_active(kv, s)) != KV_NO_SLOT; s++) {
         const struct kv_slot *sl = &kv->slots[s];
-        if (sl->fresh || sl->skip || sl->busy || kv_absent(kv, s) > 1)
+        if (sl->fresh || sl->skip || sl->busy || !sl->tokens || kv_absent(kv, s) > 1)
             continue;
         const uint32_t left = (uint32_t)sat_sub(sl->backed, sl->tokens);
         if (sl->backed < kv->max_tokens && left < ahead && left < least) {
