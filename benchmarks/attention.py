@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import some_of
-from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench import benchmark
 from pyvmem.bench.kv_load import MODELS
-from pyvmem.bench.session import size_text
+from pyvmem.tools import argtypes
+from pyvmem.tools.argtypes import size_text
 
 if TYPE_CHECKING:
     from benchmarks.attention_runs import Point, Pool

@@ -17,7 +17,8 @@ import numpy as np
 
 from benchmarks import some_of
 from benchmarks.shapes import SHAPES
-from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench import benchmark
+from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record, Samples

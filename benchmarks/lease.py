@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import Peak, device_memory_used
 from benchmarks.generate import llama
 from pyvmem._ffi import ffi, lib
-from pyvmem.bench import argtypes, benchmark
-from pyvmem.bench.session import size_text
+from pyvmem.bench import benchmark
 from pyvmem.core import MIB, Context
 from pyvmem.errors import _check, structure
 from pyvmem.owned import _Owned
+from pyvmem.tools import argtypes
+from pyvmem.tools.argtypes import size_text
 
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record

@@ -42,8 +42,8 @@ import numpy as np
 from benchmarks import some_of
 from benchmarks.models_servers import ENGINES, REFERENCE, TIMEOUT, WAYS, Answer, Failed, Server, Way, bytes_of
 from benchmarks.shapes import model_name
-from pyvmem.bench import argtypes
 from pyvmem.bench.traces import read_trace, synthetic_trace
+from pyvmem.tools import argtypes
 
 PARTS = ("wake", "alternate", "zipf")
 IN_TIME = 2.0  # seconds to the first token

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import Child, turns
 from benchmarks.shapes import SHAPES, model_name, write_config
-from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench import benchmark
 from pyvmem.bench.records import Record
+from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
     from pyvmem.bench.session import Session

@@ -14,8 +14,9 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import Child
-from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench import benchmark
 from pyvmem.core import MIB
+from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import Child
-from pyvmem.bench import argtypes
 from pyvmem.bench.records import Record
 from pyvmem.bench.traces import read_trace
+from pyvmem.tools import argtypes
 
 GIB = 1 << 30
 

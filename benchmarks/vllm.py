@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import Child, turns
 from benchmarks.shapes import SHAPES, model_name
-from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench import benchmark
 from pyvmem.bench.records import Record
+from pyvmem.bench.traces import trace_arguments
+from pyvmem.tools import argtypes
 from pyvmem.vllm.plugin import LAYOUTS
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     text = "equal, azure (of --trace), decode, decode-short, hot, hot-from-nothing or idle, perhaps with a number of "
     text += "requests (azure:256), or pauses: first tokens after idle times; repeat for more (default: all but pauses)"
     add("--load", action="append", metavar="NAME", help=text)
-    argtypes.trace(group)
+    trace_arguments(group)
     turns.arguments(group)
 
 

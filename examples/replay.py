@@ -22,9 +22,9 @@ from itertools import takewhile
 import torch
 
 from pyvmem import KVCache
-from pyvmem.bench import argtypes
-from pyvmem.bench.traces import HASHED_TOKENS, read_trace, synthetic_trace
+from pyvmem.bench.traces import HASHED_TOKENS, read_trace, synthetic_trace, trace_arguments
 from pyvmem.kv.cache import TensorSpec
+from pyvmem.tools import argtypes
 
 
 @dataclass(eq=False)
@@ -362,7 +362,7 @@ def reporter(total):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    argtypes.trace(parser)
+    trace_arguments(parser)
     whole = argtypes.whole(1)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument("--budget", type=argtypes.size, default="1G", metavar="SIZE", help="bytes of pages (1G)")

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench import benchmark
 from pyvmem.bench.kv_load import MODELS, Server, memory_for, model_options
-from pyvmem.bench.traces import read_trace, synthetic_trace
+from pyvmem.bench.traces import read_trace, synthetic_trace, trace_arguments
 from pyvmem.core import KIB, MIB
 from pyvmem.errors import VmemError
+from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
     from pyvmem.bench.kv_load import Model
@@ -46,7 +47,7 @@ TABLE_8_PAGES = (64 * KIB, 128 * KIB, 256 * KIB, 2 * MIB)
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own arguments."""
     group = parser.add_argument_group("fragmentation")
-    argtypes.trace(group)
+    trace_arguments(group)
     model_options(group, "concurrent requests, for the waste (256)")
     group.add_argument(
         "--kv-budget",

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyvmem.bench import argtypes, benchmark
-from pyvmem.bench.session import size_text
+from pyvmem.bench import benchmark
 from pyvmem.bench.vmm import backdrop_flag
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.core import MIB, Context
+from pyvmem.tools import argtypes
+from pyvmem.tools.argtypes import size_text
 
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record

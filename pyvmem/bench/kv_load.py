@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pyvmem.bench import argtypes
 from pyvmem.core import MIB
+from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
     from pyvmem.bench.traces import Trace

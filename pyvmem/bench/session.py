@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from pyvmem.bench.records import Record, Samples
 from pyvmem.core import Context
+from pyvmem.tools.argtypes import size_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,28 +139,6 @@ class Session:
                 print(f"{self.name}: {text}: {part} after {now - start:.0f} s", file=self._out, flush=True)
 
         yield advance
-
-
-def size_text(bytes: int | None) -> str:
-    """A size in bytes as text, such as 64K, 2M or 12T."""
-    if bytes is None:
-        return ""
-    for shift, unit in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
-        if bytes >= 1 << shift and bytes % (1 << shift) == 0:
-            return f"{bytes >> shift}{unit}"
-    return str(bytes)
-
-
-def parse_size(text: str) -> int:
-    """The bytes that a text such as 64K, 2M, 12TiB or 4096 means. Raises ValueError."""
-    shift = {"K": 10, "M": 20, "G": 30, "T": 40}
-    number = text.strip().upper().removesuffix("B").removesuffix("I")
-    try:
-        if number and number[-1] in shift:
-            return int(float(number[:-1]) * (1 << shift[number[-1]]))
-        return int(number)
-    except (OverflowError, ValueError):
-        raise ValueError(f"{text!r} must be a size such as 64K, 2M or 1G") from None
 
 
 def number_text(value: float | None) -> str:

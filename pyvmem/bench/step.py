@@ -22,11 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pyvmem._ffi import ffi, lib
-from pyvmem.bench import argtypes, benchmark
+from pyvmem.bench import benchmark
 from pyvmem.bench.kv_load import MODELS, Attention, Server, memory_for, model_options
 from pyvmem.bench.traces import Trace
 from pyvmem.core import MIB
 from pyvmem.errors import VmemError, _check
+from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
     from pyvmem.bench.kv_load import Model

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.bench.session import number_text, size_text
+from pyvmem.bench.session import number_text
 from pyvmem.tools import doctor
+from pyvmem.tools.argtypes import size_text
 
 if TYPE_CHECKING:
     from pyvmem.bench.records import Record

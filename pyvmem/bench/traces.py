@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import math
@@ -15,6 +16,8 @@ from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
+
+from pyvmem.tools import argtypes
 
 
 @dataclass(frozen=True)
@@ -136,3 +139,10 @@ def synthetic_trace(
         return np.clip(np.rint(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, n)), 1, longest).astype(np.int64)
 
     return Trace(f"synthetic, {n} requests, seed {seed}", lengths(mean_prompt, 1.0), lengths(mean_output, 0.8))
+
+
+def trace_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the arguments of a benchmark that runs the requests of a trace."""
+    formats = "Azure CSV, Mooncake JSON lines or num_prefill_tokens CSV"
+    parser.add_argument("--trace", type=argtypes.input_file, metavar="FILE", help=formats)
+    parser.add_argument("--requests", type=argtypes.whole(1), metavar="N", help="only the first N requests")

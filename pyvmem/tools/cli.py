@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import __version__
-from pyvmem.bench import argtypes
 from pyvmem.core import backends
 from pyvmem.errors import VmemError
-from pyvmem.tools import doctor, models, top
+from pyvmem.tools import argtypes, doctor, models, top
 
 if TYPE_CHECKING:
     from pyvmem.bench import Benchmark
@@ -85,9 +84,7 @@ def bench_parser(parser: argparse.ArgumentParser, benchmarks: Sequence[Benchmark
 
 def run_bench(args: argparse.Namespace, benchmarks: Sequence[Benchmark]) -> int:
     """Run what `bench_parser` has read. Returns the exit status."""
-    from pyvmem.bench import records as form
-    from pyvmem.bench import session as view
-    from pyvmem.bench import summary
+    from pyvmem.bench import records as form, session as view, summary
 
     chosen = [b for b in benchmarks if args.bench == b.name or args.bench == "all" and not b.alone]
     if args.plot:

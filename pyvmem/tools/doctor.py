@@ -13,13 +13,12 @@ import re
 import resource
 from typing import Any, TextIO
 
-from pyvmem.bench import argtypes
-from pyvmem.bench.session import size_text
 from pyvmem.core import Context, backends, probe
 from pyvmem.errors import VmemError
 from pyvmem.kv.picture import size
-from pyvmem.selftest import BACKENDS as selftest_backends
-from pyvmem.selftest import run_selftest, stamp_state
+from pyvmem.selftest import BACKENDS as selftest_backends, run_selftest, stamp_state
+from pyvmem.tools import argtypes
+from pyvmem.tools.argtypes import size_text
 
 
 def examine(device: int = 0, unknown_driver: bool = False) -> dict[str, Any]:

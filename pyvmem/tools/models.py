@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pyvmem._checks import shown
-from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
 from pyvmem.engine import control
 from pyvmem.engine.pools import number_of
 from pyvmem.engine.settings import MOST
 from pyvmem.sleep.checkpoint import weight_bytes
+from pyvmem.tools.argtypes import parse_size
 from pyvmem.tools.top import table, where
 
 FIRST_PORT = 8001

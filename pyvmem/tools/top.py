@@ -17,11 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from pyvmem.bench import argtypes
-from pyvmem.bench.session import parse_size
 from pyvmem.core import MIB
-from pyvmem.kv.view import View, await_budget, check_budget, read_views, request_budget, view_folder
 from pyvmem.engine import control
+from pyvmem.kv.view import View, await_budget, check_budget, read_views, request_budget, view_folder
+from pyvmem.tools import argtypes
+from pyvmem.tools.argtypes import parse_size
 
 COLUMNS = (
     "pid", "name", "where", "budget", "held", "needed", "kept", "ahead", "free", "live", "requests", "swapped",

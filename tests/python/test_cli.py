@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 import pyvmem
-from pyvmem.bench import all_benchmarks, session, summary
-from pyvmem.bench import records as form
-from pyvmem.bench.session import parse_size, size_text
+from pyvmem.bench import all_benchmarks, records as form, session, summary
 from pyvmem.bench.traces import read_trace, synthetic_trace
 from pyvmem.tools import cli, doctor
+from pyvmem.tools.argtypes import parse_size, size_text
 
 KIB, MIB = 1 << 10, 1 << 20
 

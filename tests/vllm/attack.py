@@ -23,7 +23,7 @@ from entry_point import needed, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.vllm import Engine  # noqa: E402
-from pyvmem.bench import argtypes  # noqa: E402
+from pyvmem.tools import argtypes  # noqa: E402
 from pyvmem.engine import control  # noqa: E402
 
 CUDA = torch.cuda.is_available()

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from pyvmem.bench.records import load
-from pyvmem.bench.session import number_text, size_text
+from pyvmem.bench.session import number_text
+from pyvmem.tools.argtypes import size_text
 
 TARGETS = {  # metric, page size: the most
     ("park and unpark 4G", 2 << 20): 10,

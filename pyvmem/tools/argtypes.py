@@ -1,4 +1,4 @@
-"""Types of command-line arguments. They report an invalid one before anything runs.
+"""Sizes as text, and types of command-line arguments, which report an invalid one before anything runs.
 
 SPDX-License-Identifier: MIT
 """
@@ -10,7 +10,27 @@ import math
 import os
 from collections.abc import Callable
 
-from pyvmem.bench.session import parse_size
+
+def size_text(bytes: int | None) -> str:
+    """A size in bytes as text, such as 64K, 2M or 12T."""
+    if bytes is None:
+        return ""
+    for shift, unit in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
+        if bytes >= 1 << shift and bytes % (1 << shift) == 0:
+            return f"{bytes >> shift}{unit}"
+    return str(bytes)
+
+
+def parse_size(text: str) -> int:
+    """The bytes that a text such as 64K, 2M, 12TiB or 4096 means. Raises ValueError."""
+    shift = {"K": 10, "M": 20, "G": 30, "T": 40}
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    try:
+        if number and number[-1] in shift:
+            return int(float(number[:-1]) * (1 << shift[number[-1]]))
+        return int(number)
+    except (OverflowError, ValueError):
+        raise ValueError(f"{text!r} must be a size such as 64K, 2M or 1G") from None
 
 
 def size(text: str) -> int:
@@ -87,10 +107,3 @@ def output_file(text: str) -> str:
     if not os.access(text if os.path.exists(text) else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
     return text
-
-
-def trace(parser: argparse._ActionsContainer) -> None:
-    """Add the arguments of a benchmark that runs the requests of a trace (`pyvmem.bench.traces`)."""
-    formats = "Azure CSV, Mooncake JSON lines or num_prefill_tokens CSV"
-    parser.add_argument("--trace", type=input_file, metavar="FILE", help=formats)
-    parser.add_argument("--requests", type=whole(1), metavar="N", help="only the first N requests")
