@@ -69,7 +69,7 @@ uninstall: ## Remove what `make install` with the same variables has installed
 	$(Q)rm -f $(foreach file,$(INSTALLED) $(MANDIR)/man1/pyvmem.1 $(MANDIR)/man8/vmem-module.8,"$(DESTDIR)$(file)")
 	$(Q)rmdir -p --ignore-fail-on-non-empty $(foreach folder,$(LIBDIR)/cmake/vmem $(LIBDIR)/pkgconfig $(DOCDIR) $(MANDIR)/man1 $(MANDIR)/man8,"$(DESTDIR)$(folder)") 2>/dev/null || true
 
-venv: $(VENV)/.ready ## Build the Python extension and install pyvmem into .venv
+venv: $(VENV)/.ready build/libbench.so ## Build the Python extension and install pyvmem into .venv
 
 check: lint test-uvm-ext test-fast ## Format, style, types and the quick tests, for use before each commit; no root (1 minute)
 
@@ -231,6 +231,9 @@ build/libvmem.so: $(OBJECTS) libvmem/libvmem.map
 	$(Q)$(CC) -shared -Wl,-soname,libvmem.so.$(ABI) -Wl,--version-script=libvmem/libvmem.map -Wl,-z,defs \
 	    $(OBJECTS) $(LDFLAGS) -lpthread -ldl -o $@
 	$(Q)ln -sf $(@F) $@.$(ABI) # the name that linked programs load
+
+build/libbench.so: benchmarks/native.c build/libvmem.a # the loops of benchmarks/native.py
+	$(Q)$(CC) -shared -std=gnu11 -fPIC $(CPPFLAGS) $(CFLAGS) $(WARN) $^ -Wl,--exclude-libs,ALL $(LDFLAGS) -lpthread -ldl -o $@
 
 $(VENV)/.ready: $(BINDING) $(SOURCES) $(HEADERS) .ci/make_venv.py | toolchain
 	$(Q)$(PYTHON) .ci/make_venv.py $(VENV)

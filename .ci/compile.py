@@ -36,6 +36,7 @@ GENERATED = "build/lint/_ffi.c"
 # The first pattern that fits a file names its group.
 GROUPS = {
     "libvmem/src/**/*.c": "library",
+    "benchmarks/*.c": "library",
     "pyvmem/native/*.c": "binding",
     "tests/vm/simgpu/selftest.c": "guest",
     "tests/vm/simgpu/*.c": "kernel",

@@ -110,10 +110,10 @@ def install(target):
         if again:
             subprocess.run([*pip, *again, *words], check=True)
         subprocess.run([*pip, *words], check=True)
-    print(f"installing pyvmem with its extras bench and test into {target}: what is missing is downloaded, and libvmem")
+    print(f"installing pyvmem with its extras top and test into {target}: what is missing is downloaded, and libvmem")
     print("is compiled (half a minute to two minutes)", flush=True)
     subprocess.run([*pip, "setuptools>=77", "cffi>=1.15"], check=True)
-    subprocess.run([*pip, "--no-build-isolation", "-e", f"{TOP}[bench,test]"], check=True)
+    subprocess.run([*pip, "--no-build-isolation", "-e", f"{TOP}[top,test]"], check=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Measurements of engines on vMem, for those who repeat docs/results. They are not part of the installed package.
+"""Benchmarks of vMem and of engines on it. They are not part of the installed package.
 
-``python -m benchmarks`` in the repository's root runs them, and those of ``pyvmem bench``.
+``python -m benchmarks`` in the repository's root runs them.
 
 SPDX-License-Identifier: MIT
 """

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import some_of
-from pyvmem.bench import benchmark
-from pyvmem.bench.kv_load import MODELS
+from benchmarks.kv_load import MODELS
+from benchmarks.registry import benchmark
 from pyvmem.tools import argtypes
 from pyvmem.tools.argtypes import size_text
 
 if TYPE_CHECKING:
     from benchmarks.attention_runs import Point, Pool
-    from pyvmem.bench.records import Record
-    from pyvmem.bench.session import Session
+    from benchmarks.records import Record
+    from benchmarks.session import Session
     from pyvmem.core import Context
 
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from benchmarks.vmm import backdrop_flag, scattered
 from pyvmem import attention
 from pyvmem.attention import fa3
 from pyvmem.attention.flashinfer import constant_table
-from pyvmem.bench.vmm import backdrop_flag, scattered
 from pyvmem.tensor import tensor_at
 
 if TYPE_CHECKING:

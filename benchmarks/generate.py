@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import some_of
+from benchmarks.registry import benchmark
 from benchmarks.shapes import SHAPES
-from pyvmem.bench import benchmark
 from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
-    from pyvmem.bench.records import Record, Samples
-    from pyvmem.bench.session import Session
+    from benchmarks.records import Record, Samples
+    from benchmarks.session import Session
     from pyvmem.core import Context
 
 GIB = 1 << 30

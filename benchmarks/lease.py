@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import Peak, device_memory_used
 from benchmarks.generate import llama
+from benchmarks.registry import benchmark
 from pyvmem._ffi import ffi, lib
-from pyvmem.bench import benchmark
 from pyvmem.core import MIB, Context
 from pyvmem.errors import _check, structure
 from pyvmem.owned import _Owned
@@ -25,8 +25,8 @@ from pyvmem.tools import argtypes
 from pyvmem.tools.argtypes import size_text
 
 if TYPE_CHECKING:
-    from pyvmem.bench.records import Record
-    from pyvmem.bench.session import Session
+    from benchmarks.records import Record
+    from benchmarks.session import Session
     from pyvmem.kv.pool import KVPool
 
 GIB = 1 << 30

@@ -42,7 +42,7 @@ import numpy as np
 from benchmarks import some_of
 from benchmarks.models_servers import ENGINES, REFERENCE, TIMEOUT, WAYS, Answer, Failed, Server, Way, bytes_of
 from benchmarks.shapes import model_name
-from pyvmem.bench.traces import read_trace, synthetic_trace
+from benchmarks.traces import read_trace, synthetic_trace
 from pyvmem.tools import argtypes
 
 PARTS = ("wake", "alternate", "zipf")

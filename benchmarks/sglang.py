@@ -21,13 +21,13 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import Child, turns
+from benchmarks.records import Record
+from benchmarks.registry import benchmark
 from benchmarks.shapes import SHAPES, model_name, write_config
-from pyvmem.bench import benchmark
-from pyvmem.bench.records import Record
 from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
-    from pyvmem.bench.session import Session
+    from benchmarks.session import Session
 
 OWN, ON_VMEM = "SGLang", "SGLang on vMem"
 DECODE, DECODE_PROMPT, DECODE_TOKENS = 32, 6000, 200
@@ -104,4 +104,4 @@ if __name__ == "__main__":
     from benchmarks import __main__
     from pyvmem.tools import cli
 
-    sys.exit(cli.main(["sglang", *sys.argv[1:]], run=__main__.run))
+    sys.exit(cli.main(["sglang", *sys.argv[1:]], __main__.run, "benchmarks"))

@@ -14,13 +14,13 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import Child
-from pyvmem.bench import benchmark
+from benchmarks.registry import benchmark
 from pyvmem.core import MIB
 from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
-    from pyvmem.bench.records import Record
-    from pyvmem.bench.session import Session
+    from benchmarks.records import Record
+    from benchmarks.session import Session
     from pyvmem.core import Context
 
 GIB = 1 << 30

@@ -9,12 +9,13 @@ import argparse
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from pyvmem.bench import argtypes, benchmark
-from pyvmem.bench.session import size_text
+from benchmarks.registry import benchmark
+from pyvmem.tools import argtypes
+from pyvmem.tools.argtypes import size_text
 
 if TYPE_CHECKING:
-    from pyvmem.bench.records import Record
-    from pyvmem.bench.session import Session
+    from benchmarks.records import Record
+    from benchmarks.session import Session
 
 GIB = 1 << 30
 MIB = 1 << 20

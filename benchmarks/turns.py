@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import Child
-from pyvmem.bench.records import Record
-from pyvmem.bench.traces import read_trace
+from benchmarks.records import Record
+from benchmarks.traces import read_trace
 from pyvmem.tools import argtypes
 
 GIB = 1 << 30

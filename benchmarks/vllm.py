@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import Child, turns
+from benchmarks.records import Record
+from benchmarks.registry import benchmark
 from benchmarks.shapes import SHAPES, model_name
-from pyvmem.bench import benchmark
-from pyvmem.bench.records import Record
-from pyvmem.bench.traces import trace_arguments
+from benchmarks.traces import trace_arguments
 from pyvmem.tools import argtypes
 from pyvmem.vllm.plugin import LAYOUTS
 
 if TYPE_CHECKING:
-    from pyvmem.bench.session import Session
+    from benchmarks.session import Session
 
 OWN, ON_VMEM = "vLLM", "vLLM on vMem"
 PROMPTS, PAUSES = (8000, 50000), (0.1, 0.5, 1, 5)  # of --load pauses: tokens, and seconds without a request

@@ -18,13 +18,16 @@ import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 
 import torch
 
 from pyvmem import KVCache
-from pyvmem.bench.traces import HASHED_TOKENS, read_trace, synthetic_trace, trace_arguments
 from pyvmem.kv.cache import TensorSpec
 from pyvmem.tools import argtypes
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.traces import HASHED_TOKENS, read_trace, synthetic_trace, trace_arguments  # noqa: E402
 
 
 @dataclass(eq=False)

@@ -119,9 +119,8 @@ def prose(lines):
 def cli():
     os.environ["COLUMNS"] = "100"
     from pyvmem.tools import cli as command
-    from pyvmem.bench import all_benchmarks
 
-    parser = command._parser(all_benchmarks())
+    parser = command._parser()
     out = [
         "The command line",
         "================",

@@ -1,5 +1,4 @@
-// Additions of pyvmem to libvmem in C: owners that any thread can drop without an interpreter, DLPack, signal handlers,
-// and the loops of the benchmarks.
+// Additions of pyvmem to libvmem in C: owners that any thread can drop without an interpreter, DLPack, signal handlers.
 //
 // SPDX-License-Identifier: MIT
 #ifndef PYVMEM_NATIVE_H
@@ -73,32 +72,5 @@ int pv_stamp_folder(unsigned n, char *path, size_t size);
 
 // No access to shared memory before this call is seen after one behind it, on processors that reorder them (aarch64).
 void pv_fence(void);
-
-// ---- benchmark loops: samples are nanoseconds of single calls, n of each ------------------------------------
-
-// Creates, maps, unmaps and releases (mapped) one page at a time over the reserved range [addr, addr + length). Writes
-// samples first to first + n - 1 to these places of the arrays. Sample i uses page i * stride, modulo the range: with a
-// large odd stride, consecutive samples are far apart.
-int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
-                   size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release);
-int pv_bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free);
-// The same with CUDA's own calls at 2 MiB, over `length` bytes. map includes cuMemSetAccess; access is that part.
-typedef struct pv_cuda pv_cuda;
-int pv_bench_cuda_open(int device, uint64_t length, pv_cuda **cuda);
-void pv_bench_cuda_close(pv_cuda *cuda);
-int pv_bench_cuda_reserve(pv_cuda *cuda, size_t n, uint64_t *reserve, uint64_t *free);
-// As pv_bench_pages().
-int pv_bench_cuda_pages(pv_cuda *cuda, size_t stride, size_t first, size_t n, uint64_t *create, uint64_t *map,
-                        uint64_t *access, uint64_t *unmap, uint64_t *release);
-// As pv_bench_pages(), by the ioctls of the patched nvidia-uvm.ko themselves: pages of the module's own sizes, and no
-// records of libvmem's. ctx is of the uvm backend, and the addresses are reserved with a backdrop, with nothing mapped.
-int pv_bench_ioctls(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
-                    size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release);
-// The bare system calls for a batch of pages on the host: maps page i of a memfd at page slots[i] of a range, one call per
-// run of neighbours, and unmaps the range. One sample each.
-int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, uint64_t *map, uint64_t *unmap);
-// n decode iterations: in each, every length above 0 grows by one, and vmem_kv_step is called. samples: nanoseconds of
-// each call. Stops at the first step that fails, and returns its error.
-int pv_bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n, uint64_t *samples);
 
 #endif

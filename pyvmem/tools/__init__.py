@@ -1,4 +1,4 @@
-"""The command ``pyvmem``: its subcommands (`cli`), ``doctor`` and ``top``. Benchmarks are in `pyvmem.bench`.
+"""The command ``pyvmem``: its subcommands (`cli`), ``doctor``, ``top`` and ``models``.
 
 SPDX-License-Identifier: MIT
 """

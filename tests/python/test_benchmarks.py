@@ -12,8 +12,8 @@ import pytest
 import benchmarks
 from benchmarks import __main__ as command
 from benchmarks import sglang, shapes, turns, vllm, vllm_engine
-from pyvmem.bench import Benchmark, all_benchmarks
-from pyvmem.bench.records import load as load_records
+from benchmarks.records import load as load_records
+from benchmarks.registry import Benchmark, all_benchmarks
 from pyvmem.tools import cli
 
 
@@ -26,7 +26,7 @@ def arguments(**changes):
 
 
 def main(args):
-    return cli.main(args, command.run)
+    return cli.main(args, command.run, "benchmarks")
 
 
 def test_an_engine_beside_has_a_name_and_variables():
@@ -239,7 +239,7 @@ def test_an_unknown_workload_is_named():
 
 def test_all_leaves_vllm_and_its_arguments_out(monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(cli, "run_bench", lambda args, benchmarks: asked.append(args) or 0)
+    monkeypatch.setattr(command, "run_bench", lambda args, benchmarks: asked.append(args) or 0)
     assert main(["vllm", "--model", "tiny"]) == 0
     assert main(["all", "--model", "Yi-6B"]) == 0  # the shape of the KV cache's benchmarks
     assert [args.model for args in asked] == ["tiny", "Yi-6B"]
@@ -249,17 +249,8 @@ def test_all_leaves_vllm_and_its_arguments_out(monkeypatch, capsys):
     ran = []
     benches = [Benchmark(name, "", lambda s: ran.append(s.name) or [], alone=name == "b") for name in "ab"]
     args = types.SimpleNamespace(bench="all", full=False, plot=None, json=None, quick=True)
-    assert cli.run_bench(args, benches) == 0 and ran == ["a"]
+    assert command.run_bench(args, benches) == 0 and ran == ["a"]
     capsys.readouterr()
-
-
-USERS = {"vmm", "bandwidth", "growth", "step", "fragmentation"}
-
-
-def test_the_installed_command_has_only_what_a_user_measures():
-    known = {b.name for b in all_benchmarks(benchmarks)}  # which are registered beside
-    assert {b.name for b in all_benchmarks()} == USERS
-    assert known == {*USERS, "attention", "generate", "lease", "share", "sglang", "sums", "vllm"}
 
 
 def test_all_runs_every_benchmark(tmp_path):
@@ -275,14 +266,14 @@ def test_all_runs_every_benchmark(tmp_path):
     assert 10 < len(lines) < 30 and max(map(len, lines)) <= 80, "one screen"
     assert "host memory" in lines[0] and any(line.startswith("map a page ") for line in lines)
     ran = {r.bench for r in load_records(out)}
-    assert ran <= {b.name for b in all_benchmarks(benchmarks) if not b.alone} and ran >= {"vmm", "share", "lease"}
+    assert ran <= {b.name for b in all_benchmarks() if not b.alone} and ran >= {"vmm", "share", "lease"}
     assert {p.name for p in tmp_path.glob("*.png")} == {f"p-{name}.png" for name in ran}
 
 
 def test_without_vllm_its_benchmark_fails(monkeypatch, capsys):
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
     assert main(["vllm"]) == 1
-    assert capsys.readouterr().err == "pyvmem: vllm needs vLLM: pip install vllm\n"
+    assert capsys.readouterr().err == "benchmarks: vllm needs vLLM: pip install vllm\n"
 
 
 @pytest.mark.parametrize("shape", shapes.SHAPES)

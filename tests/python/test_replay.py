@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pyvmem.bench.traces import read_trace, synthetic_trace
+from benchmarks.traces import read_trace, synthetic_trace
 from test_examples import example
 
 torch = pytest.importorskip("torch")

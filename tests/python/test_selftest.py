@@ -20,12 +20,12 @@ FAKE = TOP / "build/fakegpu/libcuda.so.1"
 pytestmark = pytest.mark.skipif(not FAKE.is_file(), reason="the fake driver is not built (make test-python-fake)")
 
 
-def run(code, state, *, patched=True, **environment):
+def run(code, state, *, patched=True, module="pyvmem", **environment):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VMEM_BACKEND", "FAKEGPU_"))}
     env |= {"LD_LIBRARY_PATH": str(FAKE.parent), "LD_PRELOAD": str(FAKE), "XDG_STATE_HOME": str(state)}
     env["PYTHONPATH"] = str(TOP / "tests/vm/tests")  # selftest_agents.py
     env |= {"FAKEGPU_PATCHED": "1"} if patched else {}
-    command = [sys.executable, "-c", code] if isinstance(code, str) else [sys.executable, "-m", "pyvmem", *code]
+    command = [sys.executable, "-c", code] if isinstance(code, str) else [sys.executable, "-m", module, *code]
     return subprocess.run(command, env=env | environment, capture_output=True, text=True, timeout=300)
 
 
@@ -187,12 +187,13 @@ def test_options_that_do_not_fit(tmp_path):
 
 def test_the_ioctls_are_timed_themselves(tmp_path):
     out = tmp_path / "records.json"
-    arguments = ["bench", "vmm", "--quick", "--page-size", "64K", "--direct", "--json", str(out)]
-    assert run([*arguments, "--backend", "uvm"], tmp_path).returncode == 0
+    arguments = ["vmm", "--quick", "--page-size", "64K", "--direct", "--json", str(out)]
+    done = run([*arguments, "--backend", "uvm"], tmp_path, module="benchmarks")
+    assert done.returncode == 0, done.stderr
     timed = {(r["metric"], r["page_size"]) for r in json.loads(out.read_text())["records"] if "ioctl" in r["metric"]}
     calls = ("create", "map", "unmap", "release, unmap included")
     assert timed == {(f"{call}, ioctl", size << 10) for call in calls for size in (64, 128, 256, 2048)}
-    refused = run([*arguments, "--backend", "stock"], tmp_path)
+    refused = run([*arguments, "--backend", "stock"], tmp_path, module="benchmarks")
     assert refused.returncode and "--direct times the ioctls of the uvm backend; this is stock" in refused.stderr
 
 

@@ -1,4 +1,4 @@
-"""pyvmem without torch, which only tensors need: contexts, the command, its benchmarks.
+"""pyvmem without torch, which only tensors need: contexts, the command, the benchmarks.
 
 SPDX-License-Identifier: MIT
 """
@@ -13,7 +13,7 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find(name, *rest)
 """
 LIST = """
-from pyvmem.bench import all_benchmarks
+from benchmarks.registry import all_benchmarks
 print(*(b.name for b in all_benchmarks()))
 """
 
@@ -31,15 +31,16 @@ assert "torch" not in sys.modules or sys.modules["torch"] is None
     )
 
 
-def test_the_command_and_its_benchmarks():
+def test_the_command_and_the_benchmarks():
     """Every benchmark is listed with torch and without; one that needs none runs."""
     assert python(BLOCK + LIST).stdout == python(LIST).stdout != "\n"
     said = python(
         BLOCK
         + """
 from pyvmem.tools.cli import main
-sys.argv = ["pyvmem", "bench", "vmm", "--backend", "host", "--quick"]
-raise SystemExit(main())
+from benchmarks.__main__ import run
+assert not main(["doctor"])
+raise SystemExit(main(["vmm", "--backend", "host", "--quick"], run))
 """
     ).stdout
     assert "map" in said

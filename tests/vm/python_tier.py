@@ -58,7 +58,8 @@ def build(release):
     for path in sorted((TOP / "build/tests-c/plain").glob("test_*")):
         if path.suffix == "" and (TOP / "tests/c" / f"{path.name}.c").is_file():
             files[f"vmem/tests-c/{path.name}"] = path
-    for path in sorted((TOP / "pyvmem").rglob("*")):
+    files["vmem/build/libbench.so"] = TOP / "build/libbench.so"
+    for path in sorted(p for folder in ("pyvmem", "benchmarks") for p in (TOP / folder).rglob("*")):
         if path.is_file() and path.suffix in (".py", ".so", ".json"):
             files[f"vmem/{path.relative_to(TOP)}"] = path
     for path in sorted((TOP / "tests/python").glob("*.py")):
@@ -125,7 +126,7 @@ def steps(python, c_tests):
     for bench, sizes in BENCHES.items():
         for backend in BACKENDS:
             options = sizes + (" --direct" if (bench, backend) == ("vmm", "uvm") else "")
-            run = f"cd /tmp && pyvmem bench {bench} --quick --backend {backend} {options} --json /tmp/{bench}.json"
+            run = f"cd /tmp && python -m benchmarks {bench} --quick --backend {backend} {options} --json {bench}.json"
             after = f" && echo '@json' && cat /tmp/{bench}.json && echo && echo ok bench"
             out.append(Step(f"bench {bench} {backend}", env + run + after, 1200))
     out.append(Step("unload patched", "unload_all", 60, quiet=True))
@@ -178,7 +179,7 @@ def benches(guest, release, kernel):
 def shell(args, kernel, files, image, release):
     greeting = [
         f"load_gpu fb_mb={MEMORY} && load_uvm patched || echo 'loading failed: see dmesg'",
-        f"echo 'nvidia-uvm.ko {release} with vMem on a simulated GPU. pyvmem doctor, pyvmem bench vmm, python; "
+        f"echo 'nvidia-uvm.ko {release} with vMem on a simulated GPU. pyvmem doctor, python -m benchmarks vmm, python; "
         "load_uvm stock|patched, unload_uvm; exit ends it.'",
         # the interactive shell is another process: functions reach it by a file of their own
         "echo '. /functions; . /env' > /tmp/rc; export ENV=/tmp/rc",

@@ -6,9 +6,11 @@ SPDX-License-Identifier: MIT
 import sys
 from pathlib import Path
 
-from pyvmem.bench.records import load
-from pyvmem.bench.session import number_text
 from pyvmem.tools.argtypes import size_text
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from benchmarks.records import load  # noqa: E402
+from benchmarks.session import number_text  # noqa: E402
 
 TARGETS = {  # metric, page size: the most
     ("park and unpark 4G", 2 << 20): 10,

@@ -21,18 +21,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pyvmem._ffi import ffi, lib
-from pyvmem.bench import benchmark
-from pyvmem.bench.kv_load import MODELS, Attention, Server, memory_for, model_options
-from pyvmem.bench.traces import Trace
+from benchmarks import native
+from benchmarks.kv_load import MODELS, Attention, Server, memory_for, model_options
+from benchmarks.registry import benchmark
+from benchmarks.traces import Trace
+from pyvmem._ffi import ffi
 from pyvmem.core import MIB
-from pyvmem.errors import VmemError, _check
+from pyvmem.errors import VmemError
 from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
-    from pyvmem.bench.kv_load import Model
-    from pyvmem.bench.records import Record, Samples
-    from pyvmem.bench.session import Session
+    from benchmarks.kv_load import Model
+    from benchmarks.records import Record, Samples
+    from benchmarks.session import Session
     from pyvmem.core import Context
     from pyvmem.kv.cache import KVCache
 
@@ -186,7 +187,7 @@ def native_step(cache: KVCache, lengths: npt.NDArray[np.int32], n: int = 2000) -
         again = (lengths - steps).astype(np.int32)
         taken = np.zeros(steps, np.uint64)
         raw = ffi.from_buffer("int32_t[]", again)
-        _check(lib.pv_bench_kv_steps(cache._use(), raw, cache.slots, steps, ffi.from_buffer("uint64_t[]", taken)))
+        native.call("kv_steps", cache._use(), raw, cache.slots, steps, ffi.from_buffer("uint64_t[]", taken))
         samples += (taken[1:] / 1e3).tolist()
     return np.array(samples)
 

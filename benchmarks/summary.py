@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.bench.session import number_text
+from benchmarks.session import number_text
 from pyvmem.tools import doctor
 from pyvmem.tools.argtypes import size_text
 
 if TYPE_CHECKING:
-    from pyvmem.bench.records import Record
+    from benchmarks.records import Record
 
 
 WIDTH = 80

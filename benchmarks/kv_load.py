@@ -16,7 +16,7 @@ from pyvmem.core import MIB
 from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
-    from pyvmem.bench.traces import Trace
+    from benchmarks.traces import Trace
     from pyvmem.core import Context
     from pyvmem.kv.cache import KVCache
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyvmem.bench import benchmark
-from pyvmem.bench.vmm import backdrop_flag
+from benchmarks.registry import benchmark
+from benchmarks.vmm import backdrop_flag
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.core import MIB, Context
 from pyvmem.tools import argtypes
 from pyvmem.tools.argtypes import size_text
 
 if TYPE_CHECKING:
-    from pyvmem.bench.records import Record
-    from pyvmem.bench.session import Session
+    from benchmarks.records import Record
+    from benchmarks.session import Session
 
 SIZES = (64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB)
 GIB = 1 << 30

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks import native
+from benchmarks.registry import benchmark
 from pyvmem._ffi import ffi, lib
-from pyvmem.bench import benchmark
 from pyvmem.core import KIB, MAP_OP, MIB
 from pyvmem.errors import OutOfMemory, _check
 
 if TYPE_CHECKING:
     import argparse
 
-    from pyvmem.bench.records import Record
-    from pyvmem.bench.session import Session
+    from benchmarks.records import Record
+    from benchmarks.session import Session
     from pyvmem.core import Context, Reservation
 
 
@@ -74,7 +75,7 @@ class Calls:
         self.context, self.page_size = context, page_size
         flags = backdrop_flag(context)
         (reserve, free), raw = sample_arrays(2, min(n, 200))
-        _check(lib.pv_bench_reserve(context._use(), RANGE, flags, len(reserve), *raw))
+        native.call("reserve", context._use(), RANGE, flags, len(reserve), *raw)
         self.seen = {"reserve 1 GiB": reserve, "free 1 GiB": free}
         self._rows = []  # (reservation, arrays)
         names = ("create", "map", "unmap", "release, unmap included")
@@ -94,7 +95,7 @@ class Calls:
     def _pages(self, range_: Reservation, stride: int, first: int, count: int, raw: Any) -> None:
         # The driver call that allocates memory for many pages is not part of a page's latency.
         self.context.prealloc(64 * MIB)
-        _check(lib.pv_bench_pages(self.context._use(), self.page_size, range_.addr, RANGE, stride, first, count, *raw))
+        native.call("pages", self.context._use(), self.page_size, range_.addr, RANGE, stride, first, count, *raw)
 
     def _open_blocks(self, range_: Reservation) -> None:
         """Map a page in each 2 MiB block. The first one creates the block's page table; `round` times later ones."""
@@ -136,19 +137,19 @@ class Ioctls:
 
     def round(self, first: int, count: int) -> None:
         where = self._context._use(), self._page_size, self._range.addr, RANGE
-        _check(lib.pv_bench_ioctls(*where, STRIDE, first, count, *self._raw))
+        native.call("ioctls", *where, STRIDE, first, count, *self._raw)
 
 
 class CudaCalls:
     """The same for CUDA's own calls, at 2 MiB."""
 
     def __init__(self, device: int, n: int, stack: contextlib.ExitStack) -> None:
-        cuda = ffi.new("pv_cuda **")
-        _check(lib.pv_bench_cuda_open(device, RANGE, cuda))
+        cuda = ffi.new("void **")
+        native.call("cuda_open", device, RANGE, cuda)
         self._cuda = cuda[0]
-        stack.callback(lib.pv_bench_cuda_close, self._cuda)
+        stack.callback(native.call, "cuda_close", self._cuda)
         (reserve, free), raw = sample_arrays(2, n)
-        _check(lib.pv_bench_cuda_reserve(self._cuda, n, *raw))
+        native.call("cuda_reserve", self._cuda, n, *raw)
         (create, map_, access, unmap, release), self._raw = sample_arrays(5, n)
         self._release = release, unmap
         self.seen = {
@@ -162,7 +163,7 @@ class CudaCalls:
         }
 
     def round(self, first: int, count: int) -> None:
-        _check(lib.pv_bench_cuda_pages(self._cuda, STRIDE, first, count, *self._raw))
+        native.call("cuda_pages", self._cuda, STRIDE, first, count, *self._raw)
         part = slice(first, first + count)
         self.seen["release, unmap included"][part] = self._release[0][part] + self._release[1][part]
 
@@ -244,7 +245,7 @@ def bare_host(page_size: int) -> Bare:
 
     def once(slots: npt.NDArray[np.uint64]) -> tuple[float, float]:
         times, raw = sample_arrays(2, 1)
-        _check(lib.pv_bench_host(page_size, ffi.from_buffer("uint64_t[]", slots), BATCH, *raw))
+        native.call("host", page_size, ffi.from_buffer("uint64_t[]", slots), BATCH, *raw)
         return times[0][0], times[1][0]
 
     return once

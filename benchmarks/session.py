@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from pyvmem.bench.records import Record, Samples
+from benchmarks.records import Record, Samples
 from pyvmem.core import Context
 from pyvmem.tools.argtypes import size_text
 

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyvmem.bench import benchmark
-from pyvmem.bench.kv_load import MODELS, Server, memory_for, model_options
-from pyvmem.bench.traces import read_trace, synthetic_trace, trace_arguments
+from benchmarks.kv_load import MODELS, Server, memory_for, model_options
+from benchmarks.registry import benchmark
+from benchmarks.traces import read_trace, synthetic_trace, trace_arguments
 from pyvmem.core import KIB, MIB
 from pyvmem.errors import VmemError
 from pyvmem.tools import argtypes
 
 if TYPE_CHECKING:
-    from pyvmem.bench.kv_load import Model
-    from pyvmem.bench.records import Record, Samples
-    from pyvmem.bench.session import Session
-    from pyvmem.bench.traces import Trace
+    from benchmarks.kv_load import Model
+    from benchmarks.records import Record, Samples
+    from benchmarks.session import Session
+    from benchmarks.traces import Trace
     from pyvmem.core import Context
     from pyvmem.kv.cache import KVCache
 

@@ -1,6 +1,12 @@
+// Loops around single calls, timed in C: `native.py` loads them. samples are nanoseconds of single calls, n of each.
+//
+// libvmem's own calls are those of the process's pyvmem, by a table. What talks to CUDA and to the module beside it is
+// linked in from libvmem.a.
+//
 // SPDX-License-Identifier: MIT
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -8,7 +14,58 @@
 #include "core/error.h"
 #include "driver/kmod.h"
 #include "driver/libcuda.h"
-#include "native.h"
+#include "vmem_kv.h"
+
+static struct {
+    __typeof__(vMemCreate) *create;
+    __typeof__(vMemMap) *map;
+    __typeof__(vMemUnmap) *unmap;
+    __typeof__(vMemRelease) *release;
+    __typeof__(vMemReserve) *reserve;
+    __typeof__(vMemFree) *free;
+    __typeof__(vmem_context_info) *info;
+    __typeof__(vmem_kv_step) *step;
+} vmem;
+
+// Before all others: the calls above, in this order.
+void bench_use(void *const *functions);
+// The text of the calling thread's last error in this library, which it forgets; "" if there was none.
+const char *bench_error(void);
+
+// Creates, maps, unmaps and releases (mapped) one page at a time over the reserved range [addr, addr + length). Writes
+// samples first to first + n - 1 to these places of the arrays. Sample i uses page i * stride, modulo the range: with a
+// large odd stride, consecutive samples are far apart.
+int bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
+                size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release);
+int bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free);
+// The same with CUDA's own calls at 2 MiB, over `length` bytes. map includes cuMemSetAccess; access is that part.
+struct bench_cuda;
+int bench_cuda_open(int device, uint64_t length, struct bench_cuda **cuda);
+int bench_cuda_close(struct bench_cuda *cuda);
+int bench_cuda_reserve(struct bench_cuda *cuda, size_t n, uint64_t *reserve, uint64_t *free);
+// As bench_pages().
+int bench_cuda_pages(struct bench_cuda *cuda, size_t stride, size_t first, size_t n, uint64_t *create, uint64_t *map,
+                     uint64_t *access, uint64_t *unmap, uint64_t *release);
+// As bench_pages(), by the ioctls of the patched nvidia-uvm.ko themselves: pages of the module's own sizes, and no
+// records of libvmem's. ctx is of the uvm backend, and the addresses are reserved with a backdrop, with nothing mapped.
+int bench_ioctls(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
+                 size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release);
+// The bare system calls for a batch of pages on the host: maps page i of a memfd at page slots[i] of a range, one call per
+// run of neighbours, and unmaps the range. One sample each.
+int bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, uint64_t *map, uint64_t *unmap);
+// n decode iterations: in each, every length above 0 grows by one, and vmem_kv_step is called. samples: nanoseconds of
+// each call. Stops at the first step that fails, and returns its error.
+int bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n, uint64_t *samples);
+
+void bench_use(void *const *functions) { memcpy(&vmem, functions, sizeof vmem); }
+
+const char *bench_error(void)
+{
+    static _Thread_local char text[VMEM__TEXT];
+    vmem__keep_error(text);
+    vmem__error(0, "%s", "");
+    return text;
+}
 
 static uint64_t now(void)
 {
@@ -26,60 +83,61 @@ static uint64_t now(void)
         rc_;                       \
     })
 
-int pv_bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
-                   size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release)
+int bench_pages(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
+                size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release)
 {
     int rc = 0;
     for (size_t i = first; i < first + n && !rc; i++) {
         uint64_t at = addr + i * stride % (length / page_size) * page_size;
         vmem_page page = 0;
-        rc = TIME(create[i], vMemCreate(ctx, page_size, 1, 0, &page));
+        rc = TIME(create[i], vmem.create(ctx, page_size, 1, 0, &page));
         if (rc)
             break;
-        rc = TIME(map[i], vMemMap(ctx, at, page));
+        rc = TIME(map[i], vmem.map(ctx, at, page));
         if (!rc)
-            rc = TIME(unmap[i], vMemUnmap(ctx, at, page_size));
+            rc = TIME(unmap[i], vmem.unmap(ctx, at, page_size));
         if (!rc)
-            rc = vMemMap(ctx, at, page);
-        int released = TIME(release[i], vMemRelease(ctx, page));
+            rc = vmem.map(ctx, at, page);
+        int released = TIME(release[i], vmem.release(ctx, page));
         rc = rc ? rc : released;
     }
     return rc;
 }
 
-int pv_bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free)
+int bench_reserve(vmem_context *ctx, uint64_t length, uint32_t flags, size_t n, uint64_t *reserve, uint64_t *free)
 {
     int rc = 0;
     for (size_t i = 0; i < n && !rc; i++) {
         uint64_t addr;
-        rc = TIME(reserve[i], vMemReserve(ctx, length, flags, &addr));
+        rc = TIME(reserve[i], vmem.reserve(ctx, length, flags, &addr));
         if (!rc)
-            rc = TIME(free[i], vMemFree(ctx, addr));
+            rc = TIME(free[i], vmem.free(ctx, addr));
     }
     return rc;
 }
 
-struct pv_cuda {
+struct bench_cuda {
     struct vmem__cuda cu;
     uint64_t addr, length;
 };
 
-void pv_bench_cuda_close(pv_cuda *cuda)
+int bench_cuda_close(struct bench_cuda *cuda)
 {
     if (!cuda)
-        return;
+        return 0;
     if (cuda->addr && !vmem__cuda_enter(&cuda->cu)) {
         cuda->cu.fn.address_free(cuda->addr, cuda->length);
         vmem__cuda_leave(&cuda->cu);
     }
     vmem__cuda_close(&cuda->cu, false);
     free(cuda);
+    return 0;
 }
 
-int pv_bench_cuda_open(int device, uint64_t length, pv_cuda **out)
+int bench_cuda_open(int device, uint64_t length, struct bench_cuda **out)
 {
     struct vmem_info info = {0};
-    pv_cuda *cuda = calloc(1, sizeof *cuda);
+    struct bench_cuda *cuda = calloc(1, sizeof *cuda);
     if (!cuda)
         return vmem__error(-ENOMEM, "no memory");
     int rc = vmem__cuda_open(&cuda->cu, device, &info);
@@ -96,13 +154,13 @@ int pv_bench_cuda_open(int device, uint64_t length, pv_cuda **out)
         vmem__cuda_leave(&cuda->cu);
     }
     if (rc)
-        pv_bench_cuda_close(cuda);
+        bench_cuda_close(cuda);
     else
         *out = cuda;
     return rc;
 }
 
-int pv_bench_cuda_reserve(pv_cuda *cuda, size_t n, uint64_t *reserve, uint64_t *free)
+int bench_cuda_reserve(struct bench_cuda *cuda, size_t n, uint64_t *reserve, uint64_t *free)
 {
     const struct vmem__libcuda *fn = &cuda->cu.fn;
     uint64_t addr;
@@ -118,8 +176,8 @@ int pv_bench_cuda_reserve(pv_cuda *cuda, size_t n, uint64_t *reserve, uint64_t *
     return rc ? vmem__cuda_error(fn, rc, "cuMemAddressReserve or cuMemAddressFree") : 0;
 }
 
-int pv_bench_cuda_pages(pv_cuda *cuda, size_t stride, size_t first, size_t n, uint64_t *create, uint64_t *map,
-                        uint64_t *access, uint64_t *unmap, uint64_t *release)
+int bench_cuda_pages(struct bench_cuda *cuda, size_t stride, size_t first, size_t n, uint64_t *create, uint64_t *map,
+                     uint64_t *access, uint64_t *unmap, uint64_t *release)
 {
     const struct vmem__libcuda *fn = &cuda->cu.fn;
     const struct vmem__cu_access allow = {.location = {.type = 1, .id = cuda->cu.device}, .flags = 3};
@@ -147,13 +205,13 @@ int pv_bench_cuda_pages(pv_cuda *cuda, size_t stride, size_t first, size_t n, ui
     return rc ? vmem__cuda_error(fn, rc, "cuMemCreate, cuMemMap, cuMemSetAccess, cuMemUnmap or cuMemRelease") : 0;
 }
 
-int pv_bench_ioctls(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
-                    size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release)
+int bench_ioctls(vmem_context *ctx, uint64_t page_size, uint64_t addr, uint64_t length, size_t stride, size_t first,
+                 size_t n, uint64_t *create, uint64_t *map, uint64_t *unmap, uint64_t *release)
 {
     struct vmem_info info = {.size = sizeof(info)};
     struct vmem__kmod k = {0};
     uint32_t failed, done;
-    int rc = vmem_context_info(ctx, &info);
+    int rc = vmem.info(ctx, &info);
     if (!rc)
         rc = vmem__kmod_open(&k, info.device_uuid, addr);
     if (rc)
@@ -199,7 +257,7 @@ static int host_unmap(char *base, size_t length)
     return mmap(base, length, PROT_NONE, flags, -1, 0) == MAP_FAILED ? vmem__error(-errno, "mmap failed") : 0;
 }
 
-int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, uint64_t *map, uint64_t *unmap)
+int bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, uint64_t *map, uint64_t *unmap)
 {
     uint64_t last = 0;
     for (size_t i = 0; i < pages; i++)
@@ -222,13 +280,13 @@ int pv_bench_host(uint64_t page_size, const uint64_t *slots, size_t pages, uint6
     return rc;
 }
 
-int pv_bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n, uint64_t *samples)
+int bench_kv_steps(vmem_kv *kv, int32_t *lengths, uint32_t slots, uint64_t n, uint64_t *samples)
 {
     int rc = 0;
     for (uint64_t i = 0; i < n && !rc; i++) {
         for (uint32_t s = 0; s < slots; s++)
             lengths[s] += lengths[s] > 0;
-        rc = TIME(samples[i], vmem_kv_step(kv, lengths, slots, 0));
+        rc = TIME(samples[i], vmem.step(kv, lengths, slots, 0));
     }
     return rc;
 }

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyvmem._ffi import lib
-from pyvmem.bench import benchmark
-from pyvmem.bench.vmm import SIZES, STRIDE, backdrop_flag, sample_arrays
+from benchmarks import native
+from benchmarks.registry import benchmark
+from benchmarks.vmm import SIZES, STRIDE, backdrop_flag, sample_arrays
 from pyvmem.core import MIB, Context, probe
-from pyvmem.errors import _check
 from pyvmem.tools import argtypes
 from pyvmem.tools.argtypes import size_text
 
 if TYPE_CHECKING:
-    from pyvmem.bench.records import Record
-    from pyvmem.bench.session import Session
+    from benchmarks.records import Record
+    from benchmarks.session import Session
 
 
 # GB/s on one A100: 64, 128 and 256 KiB through the paper's driver, 2 MiB through CUDA. One call for each page.
@@ -62,7 +61,7 @@ def page_by_page(context: Context, page_size: int, size: int) -> Any:
     n = max(size // page_size, 1)
     (_, map_, _, _), raw = sample_arrays(4, n)
     with context.reserve(n * page_size, backdrop=bool(backdrop_flag(context))) as range_:
-        _check(lib.pv_bench_pages(context._use(), page_size, range_.addr, n * page_size, STRIDE, 0, n, *raw))
+        native.call("pages", context._use(), page_size, range_.addr, n * page_size, STRIDE, 0, n, *raw)
     return page_size / np.maximum(map_, 1)
 
 

@@ -1,5 +1,4 @@
-"""Benchmarks for a user's own machine. A module here that registers a function with `benchmark` adds it to
-``pyvmem bench``.
+"""The benchmarks by name. A module of this folder that registers a function with `benchmark` adds it.
 
 SPDX-License-Identifier: MIT
 """
@@ -9,15 +8,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import pkgutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import benchmarks
+
 if TYPE_CHECKING:
-    from pyvmem.bench.records import Record
-    from pyvmem.bench.session import Session
+    from benchmarks.records import Record
+    from benchmarks.session import Session
 
 
 Run = Callable[["Session"], "list[Record]"]
@@ -34,7 +33,7 @@ class Benchmark:
     name, help : str
         As on the command line.
     run : callable
-        ``run(session)`` measures and returns a list of `pyvmem.bench.records.Record`; see `Session`.
+        ``run(session)`` measures and returns a list of `benchmarks.records.Record`; see `Session`.
     arguments : callable or None
         ``arguments(parser)`` adds this benchmark's own arguments. Each has a default.
     order : int
@@ -61,17 +60,14 @@ def benchmark(name: str, help: str, **more: Any) -> Callable[[Run], Run]:
     return register
 
 
-def all_benchmarks(*more: ModuleType) -> list[Benchmark]:
-    """Every benchmark of this package and of others, in the order of ``all``, also those that are not part of it."""
-    names = [__name__, *(package.__name__ for package in more)]
-    for name in names:
-        for module in pkgutil.iter_modules(sys.modules[name].__path__):
-            if module.name == "__main__":
-                continue
-            try:
-                importlib.import_module(f"{name}.{module.name}")
-            except ModuleNotFoundError as error:
-                if error.name not in ("torch", "triton"):  # without them, what needs them is left out
-                    raise
-    found = [b for b in _registered.values() if b.run.__module__.rpartition(".")[0] in names]
-    return sorted(found, key=lambda b: (b.order, b.name))
+def all_benchmarks() -> list[Benchmark]:
+    """Every benchmark in the order of ``all``, also those that are not part of it."""
+    for module in pkgutil.iter_modules(benchmarks.__path__):
+        if module.name == "__main__":
+            continue
+        try:
+            importlib.import_module(f"benchmarks.{module.name}")
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "triton"):  # without them, what needs them is left out
+                raise
+    return sorted(_registered.values(), key=lambda b: (b.order, b.name))

@@ -82,7 +82,7 @@ FIELDS = tuple(f.name for f in fields(Record))
 def dump(records: Sequence[Record], path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> None:
     """Write records as JSON, one per line: ``{"about": {...}, "records": [...]}``.
 
-    about: the setting, such as date, versions and machine (`pyvmem.bench.summary.about`). An existing file is replaced
+    about: the setting, such as date, versions and machine (`benchmarks.summary.about`). An existing file is replaced
     atomically, so it is complete whenever the process ends.
     """
     rows = ",\n".join(json.dumps(asdict(r)) for r in records)
