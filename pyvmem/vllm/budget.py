@@ -301,6 +301,10 @@ class VllmBudget(BlockBudget):
         most = super().ready()
         return max(min(most, max(round(self._taken.recent()), self.floor)) if self.adapts else most, need)
 
+    def soon_there(self, need: int) -> bool:
+        """Return whether the blocks that `spare` lacks may all be backed, without another engine giving any up."""
+        return need - self.spare <= self.growable() + self.coming and super().soon_there(need)
+
     def can_grow(self, need: int) -> bool:
         """Return whether so many blocks are spare or can be backed with memory that nobody has to give up."""
         return need - self.spare <= self.growable() + self.coming and not self.waits()

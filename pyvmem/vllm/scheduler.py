@@ -194,7 +194,7 @@ class SchedulerMemory:
             elif not running or whole <= budget.low:
                 need = must = max(need, whole)  # else the running ones go on meanwhile
         if must > budget.spare and not budget.soon_there(must):
-            # Others have to give blocks up first: what is cached here serves meanwhile.
+            # Blocks that are cached serve instead: others have to give some up first, or no more may be backed.
             must, early = self.demand.awaited_by_running(), False
         if must > budget.spare:
             self.page[control.WAITED] += int(1e6 * budget.await_blocks(must, AWAIT))

@@ -4,6 +4,7 @@ What attention would read is read back row by row: a row holds a number made of 
 """
 
 import collections
+import importlib
 import itertools
 import json
 import os
@@ -136,8 +137,8 @@ def kv_config(blocks, kinds, page):
 
 
 def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True, engine=None, drafts=0, ranks=1,
-                   batch=64, log_stats=False, transfer=None):  # fmt: skip
-    """A scheduler of vLLM's as vMem extends it, for a model with one layer of each kind."""
+                   batch=64, log_stats=False, transfer=None, plain=False):  # fmt: skip
+    """A scheduler of vLLM's for a model with one layer of each kind. plain: as it is, and not as vMem extends it."""
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -158,9 +159,10 @@ def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True,
     cache.num_gpu_blocks = blocks
     kv = kv_config(blocks, kinds, page)
     kind = "AsyncScheduler" if asynchronous else "Scheduler"
-    module = "async_scheduler" if asynchronous else "scheduler"
-    name = mixins.name_of("Scheduler", engine or uuid.uuid4().hex[:12], f"vllm.v1.core.sched.{module}.{kind}")
-    made = getattr(mixins, name.rpartition(".")[2])(
+    module = f"vllm.v1.core.sched.{'async_scheduler' if asynchronous else 'scheduler'}"
+    name = mixins.name_of("Scheduler", engine or uuid.uuid4().hex[:12], f"{module}.{kind}")
+    own = getattr(importlib.import_module(module), kind)
+    made = (own if plain else getattr(mixins, name.rpartition(".")[2]))(
         vllm_config=config, block_size=TOKENS, hash_block_size=TOKENS, log_stats=log_stats, kv_cache_config=kv,
         structured_output_manager=StructuredOutputManager(config))  # fmt: skip
     made.use_v2_model_runner = True

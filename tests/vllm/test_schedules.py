@@ -1,0 +1,115 @@
+"""vLLM's own scheduler beside the same one on vMem: where all blocks have memory, each step schedules the same."""
+
+import collections
+import random
+
+import pytest
+from steps import Engine, make_scheduler
+
+from pyvmem.engine import control
+
+BLOCKS, PAGE = 400, 64 << 10
+
+
+class Served:
+    """A scheduler whose requests come at given steps, and what each of its steps schedules.
+
+    Two steps are in flight. Every answer is the same token, and no device computes anything.
+    """
+
+    def __init__(self, engine, scheduler, memory=None, worker=None):
+        self.engine, self.scheduler, self.memory, self.worker = engine, scheduler, memory, worker
+
+    def step(self):
+        """Schedule, and have the worker carry its orders out: (vLLM's output, the requests that get a token)."""
+        output = self.scheduler.schedule()
+        requests = [self.scheduler.requests[name] for name in output.num_scheduled_tokens]
+        if self.memory is not None:
+            self.worker.memory.begin(output)
+            self.worker.memory.end(output)
+            self.engine.flush()
+            self.worker.finish()
+        return output, {r.request_id: 7 for r in requests if r.num_computed_tokens >= r.num_prompt_tokens}
+
+    def serve(self, requests, at=lambda i: 0):
+        """What the steps schedule for requests that come at steps `at`: tokens, cached tokens, preempted requests."""
+        made, flight, coming, number = [], collections.deque(), collections.deque(enumerate(requests)), 0
+        while coming or self.scheduler.has_unfinished_requests() or flight:
+            while coming and at(coming[0][0]) <= number:
+                self.scheduler.add_request(self.engine.request(*coming.popleft()[1]))
+            output, sampled = self.step()
+            number += 1
+            new = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
+            made.append((dict(output.num_scheduled_tokens), new, sorted(output.preempted_req_ids or ())))
+            if output.total_num_scheduled_tokens:
+                flight.append((output, sampled))
+            if len(flight) == 2 or (flight and not output.total_num_scheduled_tokens):
+                answered, sampled = flight.popleft()
+                self.scheduler.update_from_output(answered, self.engine.answer_of(answered, sampled))
+            assert number < 4000, "requests wait for ever"
+        self.step()
+        return made
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Make vLLM's scheduler, and one on vMem whose blocks all have memory but a few: each has the same prefix cache."""
+    made = []
+
+    def make(limit=BLOCKS - 1, few=0, **options):
+        plain, _ = make_scheduler(tmp_path, limit + 1, plain=True, page=PAGE, **options)
+        e = Engine(tmp_path, blocks=BLOCKS, page=PAGE, **options)
+        made.append(e)
+        e.page[control.LIMIT] = limit * e.budget.block_bytes
+        served = Served(e, plain), Served(e, e.scheduler, e.memory, e.workers[0])
+        with e.memory.lock:
+            for one in served:
+                for i in range(limit // 4):  # one after the other, so that both caches have the same order
+                    one.serve([(f"fill{i}", [i + 3] * 129, 1)])
+            assert e.budget.num_backed == limit
+            e.budget.unback(few)  # as an idle engine gives up what holds no prefix
+        return served
+
+    yield make
+    for e in made:
+        e.close()
+
+
+def prompts(n, seed, longest=100):
+    """(name, prompt, output tokens) of requests, half of which share a prefix."""
+    draw = random.Random(seed).randrange
+    prefixes = [[900 + i] * 48 for i in range(3)]
+    return [(f"r{seed}-{i}", prefixes[draw(3)] * (i % 2) + [draw(3, 900) for _ in range(draw(1, longest))], draw(1, 40))
+            for i in range(n)]  # fmt: skip
+
+
+WORLDS = {
+    "all at once": dict(),
+    "two groups": dict(kinds=("full", "window")),
+    "states": dict(kinds=("full", "mamba")),
+    "not asynchronous": dict(asynchronous=False),
+    "few blocks, so that some are preempted": dict(limit=24),
+    "large steps": dict(batch=2048),
+}
+
+
+@pytest.mark.parametrize("every", [0, 3], ids=["at once", "one after the other"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_where_all_blocks_have_memory_each_step_is_vllms(both, world, every):
+    plain, vmem = both(**{"kinds": ("full",), **WORLDS[world]})
+    for turn in range(3):
+        requests = prompts(40, turn)
+        want, got = (one.serve(requests, lambda i: every * i) for one in (plain, vmem))
+        assert got == want
+        if "limit" in WORLDS[world] and not every:
+            assert any(preempted for *_, preempted in want)
+
+
+@pytest.mark.parametrize("few", [1, 5])
+def test_a_burst_waits_for_no_memory_where_it_must_evict_anyway(both, few):
+    """A few blocks have no memory, and a step needs more. Cached blocks are free, and vLLM would take them."""
+    plain, vmem = both(kinds=("full",), few=few, batch=256)
+    requests = prompts(40, 1)
+    assert vmem.memory.budget.growable() == few > vmem.memory.budget.spare
+    want, got = (one.serve(requests) for one in (plain, vmem))
+    assert got == want
