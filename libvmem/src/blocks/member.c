@@ -21,14 +21,13 @@ static void get_state(void *blocks, struct vmem__member_state *out)
     vmem_blocks *b = blocks;
     const uint64_t still_offered = sat_sub(b->held, b->keeps); // the engine may have unbacked some since its offer
     b->reported = b->held;
-    // While pages are about to go, the member owes the pool one, so that nobody's question is refused meanwhile.
-    const uint64_t owed = blocks_go(b) && b->budget;
     *out = (struct vmem__member_state){
         .budget = b->budget,
         .held = b->held,
-        .target = b->budget - owed,
+        .target = b->budget,
         .min_pages = b->held,
         .evictable = b->offer < still_offered ? b->offer : still_offered,
+        .releasing = blocks_go(b),
     };
 }
 

@@ -109,14 +109,16 @@ static bool must_trim(const struct vmem__member *m, uint64_t pages, bool *keep_r
 }
 
 // With the member's lock held: updates the entry. before_trim: the pages that the member had then. keep_retained: of
-// must_trim.
-static void write_entry(struct vmem__member *m, uint64_t before_trim, bool keep_retained)
+// must_trim. revision: of the last question when the look began.
+static void write_entry(struct vmem__member *m, uint64_t before_trim, bool keep_retained, uint64_t revision)
 {
     struct vmem__member_state s;
     m->ops->get_state(m->self, &s);
     const uint64_t least = least_pages(m, &s), has = MAX(s.budget, s.held);
     pthread_mutex_lock(&m->pool->lock);
     const uint64_t min = ceil_pages(m->entry.min, m), before = m->entry.has;
+    m->releasing = s.releasing;
+    m->saw_revision = s.releasing ? m->saw_revision : revision;
     // A claim may have taken back part of the budget meanwhile.
     m->entry.has = MIN(m->entry.has, (MAX(has, before_trim) << m->page_shift) + m->granted);
     m->retained_bytes = keep_retained ? uncovered_bytes(m, before - m->entry.has) : 0;
@@ -132,7 +134,7 @@ static bool refresh_member(struct vmem__member *m)
 {
     struct vmem__member_state s;
     pthread_mutex_lock(&m->pool->lock);
-    m->saw_revision = m->pool->table.head.revision;
+    const uint64_t revision = m->pool->table.head.revision;
     // A member that neither asks nor waits any more does not want retained memory.
     if (!m->waiting && vmem__now() - m->asked_at > vmem__pool_ask_ns)
         vmem__pool_retain(m, 0);
@@ -147,7 +149,7 @@ static bool refresh_member(struct vmem__member *m)
         m->ops->trim(m->self, keep_retained);
         m->ops->lock(m->self);
     }
-    write_entry(m, before_trim, keep_retained);
+    write_entry(m, before_trim, keep_retained, revision);
     m->ops->unlock(m->self);
     return more;
 }
@@ -256,7 +258,8 @@ static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
     const uint64_t could = waits || m->leaving ? 0 : sat_sub(e->could_give, e->giving);
     const uint64_t bytes = MIN(unmet, could);
     const uint64_t revision = pool->table.head.revision;
-    const uint64_t looked = unmet && !bytes && !m->leaving ? MAX(m->saw_revision, e->looked) : revision;
+    const bool waits_for_look = !m->leaving && (m->releasing || (unmet && !bytes));
+    const uint64_t looked = waits_for_look ? MAX(m->saw_revision, e->looked) : revision;
     const bool asked = e->looked < looked;
     uint32_t reply = e->reply, why = 0;
     if (bytes) {
@@ -275,7 +278,7 @@ static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
     e->reply = reply;
     e->why = why;
     pool->table.entries[m->place] = *e;
-    return looked < revision;
+    return looked < revision && !m->releasing; // it rings when its pages have gone
 }
 
 static void refuse_question(struct vmem__member *m, uint32_t why)

@@ -38,6 +38,7 @@ struct vmem__member_state {
     uint64_t min_pages; // the smallest size to which the member can shrink now without breaking a promise to a caller
     uint64_t evictable; // of `min_pages`, pages that evict could free
     uint64_t margin;    // pages beyond `min_pages` that the member needs so as not to ask again at once
+    bool releasing;     // pages of `min_pages` are about to go: the member answers no question until they have gone
 };
 
 // The functions of a member, which the pool's thread calls. "Locked" means between lock and unlock. A function may be

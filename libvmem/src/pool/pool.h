@@ -84,6 +84,7 @@ struct vmem__member {
     uint32_t place;               // the index of the member's entry in the table
     struct vmem__remnant remnant; // pages that stay after the member has left, and its entry with them
     bool busy;                    // the pool's thread serves the member now, without the pool's lock
+    bool releasing;               // at the last look, pages were about to go: see struct vmem__member_state
     bool leaving;                 // the member is being destroyed: the thread leaves it alone
     bool unwritten;               // the entry could not be written into the table
     int table_error;              // of the last claim that could not read the table: a negative errno; 0: none
