@@ -16,9 +16,9 @@ SOURCES = TOP / "libvmem/src"
 # {folder: its files and folders, from below}
 ORDER = {
     "driver": ["abi", "libcuda", "rm", "uvm", "kmod", "reserve", "stamp"],
-    "backend": ["gpu", "host/fork", "host/memory", "host/host", "cuda/cuda", "stock/pages", "stock/alias",
+    "backend": ["absent", "gpu", "host/fork", "host/memory", "host/host", "cuda/cuda", "stock/pages", "stock/alias",
                 "stock/stock", "uvm/batch", "uvm/arena", "uvm/uvm", "backends"],
-    "core": ["error", "call", "reservation", "data", "arena", "batch", "map", "unmap", "drop",
+    "core": ["error", "call", "reservation", "restore", "data", "arena", "batch", "map", "unmap", "drop",
              "page", "commit", "move", "context"],
     "pool": ["table", "claim", "balance", "pool"],
     "blocks": ["state", "queue", "member", "pages", "worker", "blocks"],

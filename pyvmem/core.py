@@ -92,6 +92,7 @@ class Stats:
     map_runs: int
     unmap_ops: int
     unmap_runs: int
+    absent: int
 
 
 @dataclass(frozen=True)

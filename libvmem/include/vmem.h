@@ -127,6 +127,7 @@ struct vmem_stats {
     uint64_t syscalls; // calls into the driver or the kernel by map, unmap, create and release so far
     uint64_t map_ops, map_runs; // pages mapped so far, and the consecutive runs they were mapped in
     uint64_t unmap_ops, unmap_runs;
+    uint64_t absent; // bytes of address space that failed calls left without what belongs there; see vMemMap
 };
 int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out);
 
@@ -205,12 +206,18 @@ struct vmem_unmap_op {
 // mapped by 2 MiB entries. Unmapping a part of it later interrupts the rest of those 2 MiB for a moment.
 #define VMEM_MAP_FINE 0x2u
 
+// A call that fails changes nothing. If the driver refuses even the calls that undo it, what they could not restore is
+// absent: nothing is mapped at these addresses, or something else, so no kernel may access them. Pages beside those of the
+// call may be among them. Every later call that maps or unmaps anything tries to restore them. So do calls that use the
+// addresses: vmem_query, vmem_copy_batch, vmem_fill, vmem_commit, vmem_kv_step, vmem_blocks_back. While that fails, they
+// return the driver's error and name the range. To map and unmap what is absent works as if it were there.
 int vMemMap(vmem_context *ctx, uint64_t addr, vmem_page page);
 int vMemMapBatch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n, uint32_t flags, size_t *bad);
 int vMemUnmap(vmem_context *ctx, uint64_t addr, uint64_t length);
 int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n, size_t *bad);
 
-// Returns the page mapped at addr and the offset of addr in it; *page is 0 if nothing is mapped. offset may be NULL.
+// Returns the page mapped at addr and the offset of addr in it; *page is 0 if nothing is mapped. offset may be NULL. Both
+// are set, too, if addr is absent.
 int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offset);
 
 // ---- committing -------------------------------------------------------------------------------------------

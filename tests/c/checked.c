@@ -69,6 +69,8 @@ void *__wrap_realloc(void *p, size_t n);
 
 static _Atomic bool refuse_unmaps;
 void checked_refuse_unmaps(bool on) { refuse_unmaps = on; }
+static _Atomic bool refuse_restores;
+void checked_refuse_restores(bool on) { refuse_restores = on; }
 
 static _Atomic uint64_t device_memory = UINT64_MAX, device_used;
 void checked_device_memory(uint64_t bytes) { device_memory = bytes; }
@@ -378,6 +380,35 @@ static int zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
     locked(false);
     return rc;
 }
+// A driver in trouble has changed some runs and refuses to change them back: what was mapped is gone, or what was to be
+// mapped is there.
+static void damage(struct vmem__backend *b, const struct vmem__run *runs, size_t n, bool unmap)
+{
+    for (size_t i = 0; i < n; i += 1 + n / 3) {
+        struct vmem__run r = runs[i];
+        const bool gone = unmap || r.old_arena;
+        size_t bad;
+        if (!unmap && r.old_arena) {
+            r.arena = r.old_arena;
+            r.offset = r.old_offset;
+        }
+        if (!(gone ? inner->unmap : inner->map)(b, &r, 1, &bad))
+            vmem__absent_set(b, r.reservation, r.addr, r.length, true);
+    }
+}
+static int restore(struct vmem__backend *b, const struct vmem__run *run)
+{
+    uint64_t absent;
+    vmem__absent_next(run->reservation, run->addr, run->addr + run->length, &absent);
+    MUST(absent && run->page_size == GRANULE);
+    locked(true);
+    for (uint64_t d = 0; d < run->length; d += GRANULE) {
+        const struct granule *u = granule_at(run->addr + d);
+        MUST(!u->busy && u->arena == run->arena && (!u->arena || u->offset == run->offset + d));
+    }
+    locked(false);
+    return fault() || refuse_restores ? injected() : inner->restore(b, run);
+}
 static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t n, bool unmap, size_t *bad)
 {
     MUST(n);
@@ -388,6 +419,7 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
     int rc;
     if (fault() || (unmap && refuse_unmaps)) {
         *bad = n - 1;
+        damage(b, runs, n, unmap);
         rc = injected();
     } else {
         rc = (unmap ? inner->unmap : inner->map)(b, runs, n, bad);
@@ -406,9 +438,23 @@ static int unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n
 {
     return change(b, runs, n, true, bad);
 }
+static void must_be_present(uint64_t addr, uint64_t length)
+{
+    for (size_t i = 0; i < MAX_OBJECTS; i++) {
+        const struct vmem__reservation *r = ranges[i].p;
+        uint64_t absent = 0;
+        if (r && r->n_absent && addr >= r->addr && addr < r->addr + r->length)
+            vmem__absent_next(r, addr - addr % GRANULE, addr + length, &absent);
+        MUST(!absent);
+    }
+}
 static int copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
 {
     locked(true);
+    for (size_t i = 0; i < n; i++) {
+        must_be_present(ops[i].dst, ops[i].length);
+        must_be_present(ops[i].src, ops[i].length);
+    }
     hold_here();
     locked(false);
     return inner->copy(b, ops, n);
@@ -416,6 +462,7 @@ static int copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t 
 static int fill(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length)
 {
     locked(true);
+    must_be_present(addr, length);
     hold_here();
     locked(false);
     return inner->fill(b, addr, value, length);
@@ -458,6 +505,7 @@ int checked_context(const char *name, uint64_t budget, bool whole_arenas, vmem_c
     wrapper.zero = zero;
     wrapper.map = map;
     wrapper.unmap = unmap;
+    wrapper.restore = restore;
     wrapper.copy = copy;
     wrapper.fill = fill;
     unmap_failed = false;

@@ -11,7 +11,8 @@
 int checked_context(const char *name, uint64_t budget, bool whole_arenas, vmem_context **out);
 
 // Makes this thread's n-th fault point from now on fail (0: none): a backend call that may fail, or, in a program
-// linked with malloc, calloc and realloc wrapped, an allocation by the library.
+// linked with malloc, calloc and realloc wrapped, an allocation by the library. A map or unmap that fails leaves some of
+// its addresses absent, as a driver in trouble does.
 void checked_fail(unsigned long n);
 // The n-th fault point and every one after it fail, until told otherwise.
 void checked_fail_from(unsigned long n);
@@ -19,6 +20,8 @@ void checked_fail_from(unsigned long n);
 void checked_fail_always(bool on);
 // The backend refuses to unmap anything, in whatever thread, until told otherwise.
 void checked_refuse_unmaps(bool on);
+// It does not map again what is absent, either.
+void checked_refuse_restores(bool on);
 // The device has so many bytes, of which what is allocated is a part, in whatever thread; UINT64_MAX: no limit. With
 // whole_arenas on the host.
 void checked_device_memory(uint64_t bytes);

@@ -84,12 +84,18 @@ static struct reservation *reservations;
 static struct client *clients;
 static uint64_t next_id = 1;
 static uint32_t next_entry = 2;
-static _Atomic long fail_at, calls, interrupts, suspended, kept;
+static _Atomic long fail_from, fail_end, calls, interrupts, suspended, kept;
 static uint32_t next_client = 0xc1d00000u;
 
 // ---- for tests ----------------------------------------------------------------------------------------------
 
-EXPORT void fakegpu_fail(long n) { fail_at = n; }
+EXPORT void fakegpu_fail_many(long n, long k)
+{
+    fail_end = 0;
+    fail_from = calls + n;
+    fail_end = n ? fail_from + k : 0;
+}
+EXPORT void fakegpu_fail(long n) { fakegpu_fail_many(n, 1); }
 
 EXPORT void fakegpu_interrupt(long n) { interrupts = n; }
 EXPORT void fakegpu_suspend(long n) { suspended = n; }
@@ -111,11 +117,12 @@ EXPORT uint64_t fakegpu_used(void)
     return bytes;
 }
 
-// True if this call is the one that shall fail.
+// True if this call is one of those that shall fail.
 static bool fails(void)
 {
-    calls++;
-    return fail_at > 0 && --fail_at == 0;
+    const long call = ++calls;
+
+    return call >= fail_from && call < fail_end;
 }
 
 // ---- device memory ------------------------------------------------------------------------------------------

@@ -14,6 +14,15 @@
 
 // The n-th driver call from now on fails for lack of memory; a UVM call then has already invalidated the addresses.
 FAKEGPU_WEAK void fakegpu_fail(long n);
+// A driver in trouble: it and the k - 1 calls after it fail, among them those that undo what came before. 0: no more.
+FAKEGPU_WEAK void fakegpu_fail_many(long n, long k);
+// Such trouble among the next `among` calls or so, of a random length: one call, a few, or a long period.
+static inline void fakegpu_trouble(uint64_t random, uint64_t among)
+{
+    static const uint8_t k[] = {1, 1, 1, 2, 2, 3, 4, 6, 10, 25, 60};
+
+    fakegpu_fail_many(1 + (long)(random / 16 % among % (1 + random / 1024 % among)), k[random % 16 % sizeof k]);
+}
 // The next n ioctls on RM's descriptor end with EINTR and have done nothing.
 FAKEGPU_WEAK void fakegpu_interrupt(long n);
 // The next n calls of UVM's, on any descriptor, end with EAGAIN and have done nothing, as while the driver is suspended.

@@ -1,6 +1,7 @@
 // Random pages, maps, replacements, unmaps and releases on the GPU's backends over the fake driver, half of them with a
-// driver call failing somewhere inside. A shadow knows what every 64 KiB must hold. A call that fails changes nothing,
-// and nobody else's pages move when page-table entries change their size. $SEED and $STEPS vary it.
+// driver call failing somewhere inside, or several in a row. A shadow knows what every 64 KiB must hold. A call that
+// fails changes nothing, what its undo could not restore is absent until the driver maps again, and nobody else's pages
+// move when page-table entries change their size. $SEED and $STEPS vary it.
 //
 // SPDX-License-Identifier: MIT
 #define FAKEGPU_USER
@@ -55,15 +56,36 @@ static void check_all(void)
         check_entry(i);
 }
 
-// Lets a driver call fail in the next call, mostly an early one, or none.
-static void maybe_fail(uint32_t among) { fakegpu_fail(pick(2) ? 1 + (long)pick(1 + pick(among)) : 0); }
-
-// Ends that, and tells whether the call succeeded.
-static bool worked(int rc)
+// Lets a driver call fail in the next call, mostly an early one, or some in a row, or none.
+static void maybe_fail(uint32_t among)
 {
     fakegpu_fail(0);
+    if (pick(2))
+        fakegpu_trouble(rnd(&seed), among);
+}
+
+// Ends that, and tells whether the call succeeded. What is absent is named; then it is there again.
+static bool worked(int rc)
+{
+    char text[512];
+    vmem_page page;
+
+    snprintf(text, sizeof text, "%s", vmem_last_error());
+    for (uint32_t i = 0; rc && i < 20; i++) {
+        const uint32_t entry = pick(ENTRIES);
+
+        if (!vmem_query(ctx, space + entry * GRANULE, &page, NULL))
+            check_entry(entry);
+        else
+            CHECK(strstr(vmem_last_error(), "is absent") && test_stats(ctx).absent);
+        CHECK_EQ(page, shadow[entry] ? shadow[entry]->handle : 0);
+    }
+    fakegpu_fail(0);
+    if (rc)
+        OK(vmem_query(ctx, space, &page, NULL));
+    CHECK_EQ(test_stats(ctx).absent, 0);
     if (rc && rc != -ENOMEM)
-        FAIL("%d: %s", rc, vmem_last_error());
+        FAIL("%d: %s", rc, text);
     rc ? failed++ : succeeded++;
     return rc == 0;
 }

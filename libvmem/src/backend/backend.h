@@ -24,7 +24,10 @@ struct vmem__reservation {
     uint64_t addr;   // set by reserve(); 2 MiB aligned
     uint64_t length; // a multiple of 64 KiB
     uint32_t flags;  // VMEM_RESERVE_*
-    void *priv;      // the backend's, and so are next and link
+    // What is absent: a bit for each 64 KiB, and how many are set. vmem__absent_set() changes them.
+    _Atomic uint64_t *absent;
+    _Atomic uint64_t n_absent;
+    void *priv; // the backend's, and so are next and link
     struct vmem__reservation *next, **link;
 };
 
@@ -55,6 +58,7 @@ struct vmem__backend {
     struct vmem_info info;       // filled by open()
     _Atomic uint64_t syscalls;   // counted by the backend
     _Atomic uint64_t overhead;   // bytes of device memory for backdrop and scratch, kept by the backend
+    _Atomic uint64_t n_absent;   // of all its reservations
     uint64_t arena_min;          // smallest arena worth allocating, a multiple of 2 MiB
     uint64_t arena_max;          // largest possible arena; arena_min == arena_max == 2 MiB: one arena per page
     _Atomic bool beside_kernels; // an engine's kernels run beside: zeroing starts none, however much there is of it
@@ -90,10 +94,19 @@ struct vmem__ops {
     // Zeroes slices of an arena, and returns when it is done. Only arena, offset and length of the runs are set.
     int (*zero)(struct vmem__backend *b, const struct vmem__run *runs, size_t n);
 
-    // All or nothing: a failure changes nothing, and *bad is the run at fault. When unmap() has returned, no GPU or CPU
-    // access through the addresses reaches the memory.
+    // All or nothing: after a failure, what was mapped before is mapped, and *bad is the run at fault. When unmap() has
+    // returned, no GPU or CPU access through the addresses reaches the memory.
+    //
+    // A driver that refuses a call may refuse the calls that undo it, too. All addresses where something else may be
+    // mapped then than before are absent: of the runs, and of pages beside them whose entry was to be cut. Nobody may
+    // access absent addresses. A later map or unmap of them is valid, is made as if what was mapped before were there,
+    // and ends their absence if it succeeds.
     int (*map)(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad);
     int (*unmap)(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad);
+    // Maps the run's memory, or nothing if `arena` is NULL, at those of the run's addresses that are absent, and ends
+    // their absence. On failure, those that it did not come to stay absent. Changes no other address, except by making
+    // it absent. page_size is 64 KiB, whatever the size of the pages.
+    int (*restore)(struct vmem__backend *b, const struct vmem__run *run);
 
     int (*copy)(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n);
     int (*fill)(struct vmem__backend *b, uint64_t addr, uint8_t value, uint64_t length);
@@ -105,6 +118,21 @@ struct vmem__ops {
     int (*passed)(struct vmem__backend *b, void *event);
     void (*event_free)(struct vmem__backend *b, void *event);
 };
+
+// absent.c. All are safe beside each other.
+//
+// Marks those of the addresses that the reservation has, or removes their marks.
+void vmem__absent_set(struct vmem__backend *b, struct vmem__reservation *r, uint64_t addr, uint64_t length,
+                      bool absent);
+// Removes the marks of runs that were mapped or unmapped.
+void vmem__absent_end_runs(struct vmem__backend *b, const struct vmem__run *runs, size_t n) __attribute__((cold));
+static inline void vmem__absent_end(struct vmem__backend *b, const struct vmem__run *runs, size_t n)
+{
+    if (b->n_absent)
+        vmem__absent_end_runs(b, runs, n);
+}
+// The first absent addresses in [addr, end), which are in the reservation; *length: how many bytes, 0 if there are none.
+uint64_t vmem__absent_next(const struct vmem__reservation *r, uint64_t addr, uint64_t end, uint64_t *length);
 
 // Best first; NULL at the end.
 extern const struct vmem__ops *const vmem__backends[];

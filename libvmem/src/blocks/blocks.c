@@ -117,7 +117,7 @@ int vmem_blocks_back(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint32_t f
         return rc;
     c->flags = flags;
     const uint32_t missing = number_call(b, c);
-    if (missing)
+    if (missing || b->ctx->b.n_absent)
         rc = vmem__blocks_back(b, c);
     vmem__blocks_end_call(b, c, rc);
     if (!rc && fresh)

@@ -347,6 +347,15 @@ static int back_missing(vmem_blocks *b, const struct block_call *c, struct block
     return rc;
 }
 
+// An error if kernels could access blocks that a failed unmap left without their pages. Without the lock.
+static int check_pages(const vmem_blocks *b)
+{
+    int rc = 0;
+    for (const struct page_span *s = b->spans; s < b->spans + b->n_spans && !rc && b->ctx->b.n_absent; s++)
+        rc = vmem__check_present(b->ctx, s->first << b->page_shift, s->pages << b->page_shift);
+    return rc;
+}
+
 int vmem__blocks_back(vmem_blocks *b, struct block_call *c)
 {
     struct block_call *todo = NULL;
@@ -355,9 +364,10 @@ int vmem__blocks_back(vmem_blocks *b, struct block_call *c)
     for (;;) {
         struct page_batch *work = NULL;
         pthread_mutex_unlock(&b->lock);
-        if (!todo && !(todo = calloc(1, sizeof(*todo) + c->n * sizeof(todo->ids[0]))))
+        rc = check_pages(b);
+        if (!rc && !todo && !(todo = calloc(1, sizeof(*todo) + c->n * sizeof(todo->ids[0]))))
             rc = vmem__error(-ENOMEM, "no memory for bookkeeping of %u blocks", c->n);
-        else
+        if (!rc)
             rc = batch_new(b, c->n, &work);
         pthread_mutex_lock(&b->lock);
         if (!rc)
@@ -421,12 +431,14 @@ bool vmem__blocks_unback_due(vmem_blocks *b)
 // else.
 static void unmap_or_drop(vmem_blocks *b, const struct vmem_unmap_op *op)
 {
-    vmem_page page;
     if (!op->length || !vMemUnmap(b->ctx, op->addr, op->length))
         return;
-    for (uint64_t addr = op->addr; addr < op->addr + op->length; addr += b->page_size)
-        if (!vmem_query(b->ctx, addr, &page, NULL) && page)
+    for (uint64_t addr = op->addr; addr < op->addr + op->length; addr += b->page_size) {
+        vmem_page page = 0;
+        vmem_query(b->ctx, addr, &page, NULL); // an error: it is absent, and mapped all the same
+        if (page)
             vmem_drop(b->ctx, &page, 1);
+    }
 }
 
 void vmem__blocks_unmap_all(vmem_blocks *b)

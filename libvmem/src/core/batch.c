@@ -24,6 +24,8 @@ void vmem__batch_end(struct batch *b)
 {
     for (size_t i = 0; i < b->n; i++)
         ((struct vmem__reservation_rec *)b->runs[i].reservation)->inflight--;
+    if (VMEM__UNLIKELY(b->ctx->b.n_absent))
+        vmem__restore(b->ctx);
     vmem__end(b->ctx);
     if (b->runs != b->few)
         free(b->runs);

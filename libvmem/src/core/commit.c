@@ -57,6 +57,9 @@ static int hold_ranges(struct commit *c, uint64_t *bytes)
         int rc = vmem__check_range(c->b.ctx, range->addr, range->length, c->page_size, &s);
         if (rc)
             return rc;
+        rc = vmem__present(c->b.ctx, range->addr, range->length);
+        if (rc)
+            return rc;
         s->inflight++;
         *bytes += range->length < UINT64_MAX - *bytes ? range->length : UINT64_MAX - *bytes;
     }

@@ -218,6 +218,7 @@ int vmem_context_stats(vmem_context *ctx, struct vmem_stats *out)
         .map_runs = ctx->map_runs,
         .unmap_ops = ctx->unmap_ops,
         .unmap_runs = ctx->unmap_runs,
+        .absent = ctx->b.n_absent * GRANULE,
     };
     vmem__end(ctx);
     return vmem__struct_give(out, &stats, sizeof stats, "out");

@@ -2,7 +2,7 @@
 //
 // Locking. One mutex, ctx->lock, guards every field in this file except where noted. It is never held across a backend
 // call. A call that needs the backend proceeds as follows: lock, validate, mark what it touches, unlock, call the
-// backend, lock, commit or unwind, unlock. The marks are:
+// backend, lock, commit or unwind, unlock. (Only restore.c calls it with the lock held.) The marks are:
 //   - a page, by vmem__page.opid: some call maps, unmaps or releases it;
 //   - a shadow entry (64 KiB of addresses), by ENTRY_PENDING: some call maps or unmaps there;
 //   - a reservation, by vmem__reservation_rec.inflight: some backend call uses it, so it cannot be freed;
@@ -216,6 +216,13 @@ void vmem__sweep(vmem_context *ctx);
 // Ends all remnants. The caller holds the lock, which this drops for a while.
 void vmem__end_remnants(vmem_context *ctx);
 
+// restore.c. With the lock held.
+//
+// Tries to map again what failed calls left absent.
+void vmem__restore(vmem_context *ctx);
+// The same, and an error that names what still is absent of [addr, addr + length).
+int vmem__present(vmem_context *ctx, uint64_t addr, uint64_t length);
+
 // call.c
 //
 // Refuses a call at its entry if the process may not use the context.
@@ -369,6 +376,8 @@ int vmem__reservation_start(vmem_context *ctx, uint64_t addr, struct vmem__reser
 void vmem__reservation_remove(vmem_context *ctx, struct vmem__reservation_rec *s);
 void vmem__reservation_end(vmem_context *ctx, struct vmem__reservation_rec *s);
 void vmem__reservation_free(struct vmem__reservation_rec *s, bool leaves); // leaves: there are some
+// Gives the addresses back. Not with the lock held, or when the context ends.
+void vmem__unreserve(vmem_context *ctx, struct vmem__reservation_rec *s);
 struct vmem__leaf *vmem__leaf_new(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t addr); // NULL: no memory
 void vmem__leaf_drop(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t addr);
 static inline struct vmem__leaf *vmem__leaf_get(const struct vmem__reservation_rec *s, uint64_t addr)

@@ -26,6 +26,9 @@ static int check_access(vmem_context *ctx, const char *what, uint64_t addr, uint
                            "%s 0x%" PRIx64 " + %" PRIu64 " reaches %s the reservation of [0x%" PRIx64 ", 0x%" PRIx64
                            ")",
                            what, addr, length, addr < s->b.addr ? "into" : "past the end of", s->b.addr, last);
+    const int rc = vmem__present(ctx, addr, length);
+    if (rc)
+        return rc;
     const bool unbacked = !write && (s->b.flags & VMEM_RESERVE_BACKDROP);
     uint64_t step;
     for (uint64_t at = addr - addr % GRANULE; at < end; at += step) {

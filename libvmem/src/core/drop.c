@@ -52,7 +52,7 @@ static bool force_free(vmem_context *ctx, struct vmem__reservation_rec *s)
     count_mapped(ctx, s, -s->mapped);
     vmem__reservation_remove(ctx, s);
     vmem__unlock(ctx);
-    ctx->b.ops->unreserve(&ctx->b, &s->b);
+    vmem__unreserve(ctx, s);
     vmem__lock(ctx);
     for (uint64_t addr = start; (p = next_page(ctx, s, &addr, &a)); addr += GRANULE) {
         if (p->opid != b.opid)

@@ -294,6 +294,7 @@ int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offs
         return vmem__error(-EINVAL, "page is NULL");
     vmem__begin(ctx);
     struct vmem__reservation_rec *s = vmem__reservation_find(ctx, addr);
+    rc = s ? vmem__present(ctx, addr, 1) : vmem__error(-EINVAL, "no reservation contains addr 0x%" PRIx64, addr);
     if (s) {
         struct vmem__leaf *leaf = vmem__leaf_get(s, addr);
         const uint64_t *entry = leaf ? vmem__entry_in(s, leaf, addr) : NULL;
@@ -310,5 +311,5 @@ int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offs
         }
     }
     vmem__end(ctx);
-    return s ? 0 : vmem__error(-EINVAL, "no reservation contains addr 0x%" PRIx64, addr);
+    return rc;
 }

@@ -83,6 +83,13 @@ struct vmem__remnant {
 // memory is back on the device, at the latest when the context ends. It holds no lock of its own then.
 uint64_t vmem__outlive_doomed(vmem_context *ctx, struct vmem__remnant *r);
 
+// ---- absent addresses (restore.c) -----------------------------------------------------------------------------
+
+// How many addresses failed calls left without what belongs there: nearly always 0. It may be read at any time.
+const _Atomic uint64_t *vmem__absent(const vmem_context *ctx);
+// Tries to map that again. An error that names what still is absent of [addr, addr + length).
+int vmem__check_present(vmem_context *ctx, uint64_t addr, uint64_t length);
+
 // ---- moving contents (move.c) -------------------------------------------------------------------------------
 
 // Creates n pages in an arena of their own, which is no larger than they are.

@@ -1,7 +1,8 @@
 // Reservations, the shadow that records what is mapped at every 64 KiB of them, and queries of both.
 //
 // The shadow is a table of leaves, one per 16 MiB. A leaf exists only while something is mapped there. Until then the
-// table is untouched zero memory: a reservation of 12 TiB takes 6 MiB of address space and no memory.
+// table is untouched zero memory, and so are the marks of absent addresses behind it: a reservation of 12 TiB takes
+// 30 MiB of address space and no memory.
 //
 // SPDX-License-Identifier: MIT
 #include "core/core.h"
@@ -115,9 +116,12 @@ int vMemReserve(vmem_context *ctx, uint64_t length, uint32_t flags, uint64_t *ad
     if ((flags & VMEM_RESERVE_BACKDROP) && !(ctx->b.info.caps & VMEM_CAP_BACKDROP))
         return vmem__error(-EOPNOTSUPP, "flags: the %s backend has no backdrop", ctx->b.ops->name);
 
-    struct vmem__reservation_rec *s = calloc(1, sizeof *s + leaf_count(length) * sizeof s->leaves[0]);
+    const size_t leaves = leaf_count(length), words = leaves * LEAF_ENTRIES / 64;
+    struct vmem__reservation_rec *s =
+        calloc(1, sizeof *s + leaves * sizeof s->leaves[0] + words * sizeof s->b.absent[0]);
     if (!s)
         return vmem__error(-ENOMEM, "no memory for bookkeeping of a reservation of %" PRIu64 " bytes", length);
+    s->b.absent = (_Atomic uint64_t *)(s->leaves + leaves);
     s->b.length = length;
     s->b.flags = flags;
     vmem__begin(ctx);
@@ -172,9 +176,15 @@ void vmem__reservation_remove(vmem_context *ctx, struct vmem__reservation_rec *s
     ctx->n_doomed -= s->doomed;
 }
 
-void vmem__reservation_end(vmem_context *ctx, struct vmem__reservation_rec *s)
+void vmem__unreserve(vmem_context *ctx, struct vmem__reservation_rec *s)
 {
     ctx->b.ops->unreserve(&ctx->b, &s->b);
+    ctx->b.n_absent -= s->b.n_absent;
+}
+
+void vmem__reservation_end(vmem_context *ctx, struct vmem__reservation_rec *s)
+{
+    vmem__unreserve(ctx, s);
     vmem__reservation_free(s, false);
 }
 
@@ -226,7 +236,7 @@ void vmem__reservations_destroy(vmem_context *ctx)
 {
     while (ctx->n_reservations) {
         struct vmem__reservation_rec *s = ctx->reservations[--ctx->n_reservations];
-        ctx->b.ops->unreserve(&ctx->b, &s->b);
+        vmem__unreserve(ctx, s);
         vmem__reservation_free(s, s->mapped != 0); // what could not be unmapped is freed with the reservation
     }
     free(ctx->reservations);

@@ -268,6 +268,7 @@ int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv 
     if (!kv)
         return vmem__error(-ENOMEM, "no memory for a KV cache");
     kv->ctx = ctx;
+    kv->absent = vmem__absent(ctx);
     kv->owned = ctx->owned;
     rc = init(kv, &c);
     if (rc) {

@@ -313,7 +313,8 @@ struct kv_view {
 struct vmem_kv {
     // Constant once the cache has been created, but for `flags` (joining a pool sets VMEM_KV_LAZY) and `owned`.
     vmem_context *ctx;
-    const unsigned char *owned; // reads 1; reads 0 in a forked child, and once the cache is being closed
+    const _Atomic uint64_t *absent; // of the context's addresses: a failed call left them without their pages
+    const unsigned char *owned;     // reads 1; reads 0 in a forked child, and once the cache is being closed
     pid_t pid;
     uint32_t flags, n_tensors, n_groups, n_slots, max_tokens, tile_rows;
     uint32_t ahead_tokens, ahead_min, eager_tokens, reclaim_percent, steps_in_flight;

@@ -393,8 +393,23 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
     return rc;
 }
 
+// An error if kernels of the step could access rows that a failed unmap left without their pages.
+static int check_rows(vmem_kv *kv)
+{
+    int rc = 0;
+    for (const struct kv_group *g = kv->groups; g < kv->groups + kv->n_groups; g++)
+        for (uint32_t t = g->first; t < g->first + g->n && !rc; t++)
+            rc = vmem__check_present(kv->ctx, kv->addrs[t], g->slot_stride * kv->n_slots);
+    return rc;
+}
+
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags)
 {
     int rc = flags ? vmem__kv_enter(kv) : vmem__kv_enter_step(kv);
+    if (!rc && *kv->absent) {
+        rc = check_rows(kv);
+        if (rc)
+            return vmem__kv_leave(kv, rc);
+    }
     return rc ? rc : vmem__kv_leave(kv, flags ? would_step(kv, lengths, n, flags) : do_step(kv, lengths, n));
 }

@@ -73,7 +73,9 @@ static uint64_t segment_of(const struct group *g, uint64_t addr) { return (addr 
 // arena, and callers that ask for whole arenas (VMEM_KV_UNSHARED) do not read past them.
 static bool has_backdrop(const struct group *g, size_t run)
 {
-    return g->reservation->flags & VMEM_RESERVE_BACKDROP && !g->runs[run].arena->whole;
+    const struct vmem__arena *arena = g->runs[run].arena;
+
+    return g->reservation->flags & VMEM_RESERVE_BACKDROP && !(arena && arena->whole);
 }
 
 // ---- address space ------------------------------------------------------------------------------------------
@@ -254,15 +256,29 @@ static int refill(struct vmem__gpu *c, const struct group *g)
     return rc;
 }
 
-// Restores the mappings after a failed change: the given arenas, and the backdrop elsewhere.
-static void restore(struct vmem__gpu *c, const struct group *g, enum what what)
+// Restores the mappings after a failed change: the given arenas, and the backdrop elsewhere. If CUDA refuses that, all
+// of the group is absent: some of it may be mapped, and some of that without access.
+static int restore(struct vmem__backend *b, const struct group *g, enum what what)
 {
     size_t bad;
+    int rc = clear(b->priv, g);
 
-    if (clear(c, g) == 0) {
-        put(c, g, what, &bad);
-        refill(c, g);
-    }
+    if (!rc)
+        rc = put(b->priv, g, what, &bad);
+    if (!rc)
+        rc = refill(b->priv, g);
+    vmem__absent_set(b, g->reservation, g->addr, g->length, rc != 0);
+    return rc;
+}
+
+// The undo of a failed change. Keeps the error text.
+static void undo(struct vmem__backend *b, const struct group *g, enum what what)
+{
+    char text[VMEM__TEXT];
+
+    vmem__keep_error(text);
+    (void)restore(b, g, what);
+    vmem__error(0, "%s", text);
 }
 
 static bool is_clean(const struct vmem__run *run) { return ((const struct cuda_arena *)run->arena->priv)->clean; }
@@ -293,8 +309,9 @@ static int clean(struct vmem__gpu *c, const struct vmem__run *runs, size_t n)
     return vmem__cuda_error(&c->cuda.fn, result ? result : sync, "zero");
 }
 
-static int map_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
+static int map_group(struct vmem__backend *b, const struct group *g, size_t *bad)
 {
+    struct vmem__gpu *c = b->priv;
     struct vmem__cuda_reservation *reservation = reservation_of(g);
     int rc = 0;
 
@@ -307,13 +324,16 @@ static int map_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
     if (!rc)
         rc = put(c, g, NEW, bad);
     if (rc)
-        restore(c, g, OLD);
+        undo(b, g, OLD);
+    else
+        vmem__absent_set(b, g->reservation, g->addr, g->length, false);
     pthread_mutex_unlock(&reservation->lock);
     return rc;
 }
 
-static int unmap_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
+static int unmap_group(struct vmem__backend *b, const struct group *g, size_t *bad)
 {
+    struct vmem__gpu *c = b->priv;
     int rc;
 
     *bad = 0;
@@ -322,7 +342,9 @@ static int unmap_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
     if (!rc)
         rc = refill(c, g);
     if (rc)
-        restore(c, g, NEW);
+        undo(b, g, NEW);
+    else
+        vmem__absent_set(b, g->reservation, g->addr, g->length, false);
     pthread_mutex_unlock(&reservation_of(g)->lock);
     return rc;
 }
@@ -330,7 +352,7 @@ static int unmap_group(struct vmem__gpu *c, const struct group *g, size_t *bad)
 // Applies `change` to all groups or to none, and then `finish` (NULL: nothing) to all runs. After a failure, the `before`
 // arenas are mapped again.
 static int for_groups(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad, enum what before,
-                      int (*change)(struct vmem__gpu *, const struct group *, size_t *bad),
+                      int (*change)(struct vmem__backend *, const struct group *, size_t *bad),
                       int (*finish)(struct vmem__gpu *, const struct vmem__run *, size_t n))
 {
     struct vmem__gpu *c = b->priv;
@@ -343,7 +365,7 @@ static int for_groups(struct vmem__backend *b, const struct vmem__run *runs, siz
         return rc;
     for (done = 0; !rc && done < n; done += g.n) {
         g = next_group(runs + done, n - done);
-        rc = change(c, &g, &at);
+        rc = change(b, &g, &at);
         if (rc) {
             *bad = done + at;
             break;
@@ -354,7 +376,7 @@ static int for_groups(struct vmem__backend *b, const struct vmem__run *runs, siz
     for (size_t i = 0; rc && i < done; i += g.n) {
         g = next_group(runs + i, done - i);
         pthread_mutex_lock(&reservation_of(&g)->lock);
-        restore(c, &g, before);
+        undo(b, &g, before);
         pthread_mutex_unlock(&reservation_of(&g)->lock);
     }
     vmem__cuda_leave(&c->cuda);
@@ -369,6 +391,29 @@ static int cuda_map(struct vmem__backend *b, const struct vmem__run *runs, size_
 static int cuda_unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
     return for_groups(b, runs, n, bad, NEW, unmap_group, NULL);
+}
+
+static int cuda_restore(struct vmem__backend *b, const struct vmem__run *run)
+{
+    struct vmem__cuda_reservation *reservation = run->reservation->priv;
+    uint64_t end = run->addr + run->length, at = run->addr, n;
+    struct vmem__gpu *c = b->priv;
+    int rc = vmem__cuda_enter(&c->cuda);
+
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&reservation->lock);
+    for (; (at = vmem__absent_next(run->reservation, at, end, &n)), n && !rc; at += n) {
+        struct vmem__run part = *run;
+        struct group g = {.runs = &part, .n = 1, .reservation = run->reservation, .addr = at, .length = n};
+
+        part.addr = at;
+        part.length = n;
+        rc = restore(b, &g, NEW);
+    }
+    pthread_mutex_unlock(&reservation->lock);
+    vmem__cuda_leave(&c->cuda);
+    return rc;
 }
 
 // ---- opening ------------------------------------------------------------------------------------------------
@@ -434,6 +479,7 @@ const struct vmem__ops vmem__cuda_ops = {
     .zero = cuda_zero,
     .map = cuda_map,
     .unmap = cuda_unmap,
+    .restore = cuda_restore,
     .copy = vmem__gpu_copy,
     .fill = vmem__gpu_fill,
 };

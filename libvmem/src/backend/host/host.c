@@ -477,7 +477,21 @@ static int step(struct vmem__backend *b, const struct vmem__run *runs, size_t n,
 
 static void undo(struct vmem__backend *b, const struct vmem__run *r, bool unmap)
 {
-    put(b, r->reservation, r->addr, r->length, unmap ? r->arena : r->old_arena, unmap ? r->offset : r->old_offset);
+    const int rc =
+        put(b, r->reservation, r->addr, r->length, unmap ? r->arena : r->old_arena, unmap ? r->offset : r->old_offset);
+    vmem__absent_set(b, r->reservation, r->addr, r->length, rc != 0);
+}
+
+// Takes the lock for writing and drops the ballast, or the reverse.
+static void without_ballast(struct host *h, bool begin)
+{
+    if (begin) {
+        pthread_rwlock_wrlock(&h->lock);
+        ballast_drop(h);
+    } else {
+        ballast_take(h);
+        pthread_rwlock_unlock(&h->lock);
+    }
 }
 
 static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t n, bool unmap, size_t *bad)
@@ -490,21 +504,21 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
         rc = step(b, runs, n, unmap, &done);
     const bool light = unmap && h->light;
     pthread_rwlock_unlock(&h->lock);
-    if (!rc && !light)
+    if (!rc && !light && !b->n_absent)
         return 0;
     *bad = done;
     // Once there are too many mappings, mmap() refuses even calls that would reduce their number, so drop the ballast.
     // An unmap then continues, because it reduces the number. A map is undone in reverse order, so that the number of
     // mappings never exceeds what it was before.
-    pthread_rwlock_wrlock(&h->lock);
-    ballast_drop(h);
+    without_ballast(h, true);
     if (unmap && rc)
         for (rc = 0; done < n && !rc;)
             rc = step(b, runs, n, unmap, &done);
     while (rc && done--)
         undo(b, &runs[done], unmap);
-    ballast_take(h);
-    pthread_rwlock_unlock(&h->lock);
+    if (!rc)
+        vmem__absent_end(b, runs, n);
+    without_ballast(h, false);
     return rc ? map_error(rc, "mmap") : 0;
 }
 
@@ -516,6 +530,21 @@ static int map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, 
 static int unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
     return change(b, runs, n, true, bad);
+}
+
+static int restore(struct vmem__backend *b, const struct vmem__run *run)
+{
+    const uint64_t end = run->addr + run->length;
+    uint64_t at = run->addr, n;
+    int rc = 0;
+    without_ballast(b->priv, true);
+    for (; (at = vmem__absent_next(run->reservation, at, end, &n)), n && !rc; at += n) {
+        rc = put(b, run->reservation, at, n, run->arena, run->offset + (at - run->addr));
+        if (!rc)
+            vmem__absent_set(b, run->reservation, at, n, false);
+    }
+    without_ballast(b->priv, false);
+    return rc ? map_error(rc, "mmap") : 0;
 }
 
 // ---- data ---------------------------------------------------------------------------------------------------
@@ -550,6 +579,7 @@ const struct vmem__ops vmem__host_ops = {
     .zero = zero,
     .map = map,
     .unmap = unmap,
+    .restore = restore,
     .copy = copy,
     .fill = fill,
 };

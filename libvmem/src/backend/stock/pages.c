@@ -37,7 +37,15 @@ static void set_fine(struct stock_reservation *reservation, uint64_t addr, uint6
         vmem__bit_set(reservation->fine, (addr - reservation->cuda.addr) / STOCK_BLOCK, fine);
 }
 
-// Makes one driver call. The entries are fine unless addr, length and offset are all multiples of a block.
+// Marks addresses as absent, or removes the marks.
+static void set_absent(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+                       bool absent)
+{
+    if (reservation->core)
+        vmem__absent_set(s->backend, reservation->core, addr, length, absent);
+}
+
+// Makes one driver call. If it fails, nothing or the old memory is mapped. The entries are fine unless addr, length and offset are all multiples of a block.
 static int put_one(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
                    struct stock_slice now)
 {
@@ -58,7 +66,7 @@ static int put_one(struct stock *s, struct stock_reservation *reservation, uint6
 
 // Gives fine entries to the block that contains [from, to), because the caller is about to replace that range. `before`
 // is mapped at `from`. If a 2 MiB entry of an arena backs the block, `before` backs all of it; the rest of the block is
-// then invalid until it is mapped again here.
+// then invalid until it is mapped again here. If that fails and the entry cannot be restored, the whole block is absent.
 static int refine(struct stock *s, struct stock_reservation *reservation, uint64_t from, uint64_t to,
                   struct stock_slice before)
 {
@@ -73,8 +81,8 @@ static int refine(struct stock *s, struct stock_reservation *reservation, uint64
         rc = put_one(s, reservation, block, from - block, before);
     if (!rc && before.memory && to < end)
         rc = put_one(s, reservation, to, end - to, after(before, to - block));
-    if (rc && before.memory)
-        put_one(s, reservation, block, STOCK_BLOCK, before); // the rest of the block must be mapped again
+    if (rc && put_one(s, reservation, block, STOCK_BLOCK, before))
+        set_absent(s, reservation, block, STOCK_BLOCK, true);
     return rc;
 }
 
@@ -164,6 +172,56 @@ int vmem__stock_activate(struct stock *s, struct stock_reservation *reservation,
     return rc;
 }
 
+// Maps `before` at what is absent in a range. The caller holds the reservation's lock.
+static int put_back(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+                    struct stock_slice before)
+{
+    uint64_t end = addr + length, at = addr, n = length;
+    int rc = 0;
+
+    for (;; at += n) {
+        int result;
+
+        if (reservation->core)
+            at = vmem__absent_next(reservation->core, at, end, &n);
+        else
+            n = end - at;
+        if (!n)
+            return rc;
+        n = n < piece(reservation, at, end) ? n : piece(reservation, at, end);
+        result = put_fine(s, reservation, at, n, after(before, at - addr), after(before, at - addr));
+        if (!result)
+            set_absent(s, reservation, at, n, false);
+        rc = rc ? rc : result;
+    }
+}
+
+// The undo of a put that failed, or that came before one that did. Keeps the error text.
+static void undo(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+                 struct stock_slice before)
+{
+    char text[VMEM__TEXT];
+
+    vmem__keep_error(text);
+    set_absent(s, reservation, addr, length, true);
+    put_back(s, reservation, addr, length, before);
+    vmem__error(0, "%s", text);
+}
+
+int vmem__stock_put_back(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+                         struct stock_slice before, bool undo_all)
+{
+    int rc = 0;
+
+    pthread_mutex_lock(&reservation->cuda.lock);
+    if (undo_all)
+        undo(s, reservation, addr, length, before);
+    else
+        rc = put_back(s, reservation, addr, length, before);
+    pthread_mutex_unlock(&reservation->cuda.lock);
+    return rc;
+}
+
 int vmem__stock_put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
                     struct stock_slice now, struct stock_slice before, bool keep_fine)
 {
@@ -180,10 +238,10 @@ int vmem__stock_put(struct stock *s, struct stock_reservation *reservation, uint
         rc = put(s, reservation, at, n, after(now, at - addr), after(before, at - addr), keep_fine);
     }
     // Restore every piece, the failed one too. A partly covered block that is still coarse still maps `before`.
-    for (end = at, at = addr; rc && at < end; at += n) {
-        n = piece(reservation, at, end);
-        put_fine(s, reservation, at, n, after(before, at - addr), after(before, at - addr));
-    }
+    if (rc)
+        undo(s, reservation, addr, at - addr, before);
+    else
+        set_absent(s, reservation, addr, length, false);
 unlock:
     pthread_mutex_unlock(&reservation->cuda.lock);
     return rc;
@@ -197,6 +255,7 @@ int vmem__stock_reservation_new(struct stock *s, uint64_t length, bool backdrop,
 
     if (rc)
         return rc;
+    reservation->core = NULL;
     reservation->backdrop = backdrop;
     reservation->fine = calloc((reservation->cuda.length / STOCK_BLOCK + 63) / 64, sizeof(uint64_t));
     if (!reservation->fine)

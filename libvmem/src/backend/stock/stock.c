@@ -25,6 +25,7 @@ static int stock_reserve(struct vmem__backend *b, struct vmem__reservation *r)
         free(reservation);
         return rc;
     }
+    reservation->core = r;
     r->addr = reservation->cuda.addr;
     r->priv = reservation;
     return 0;
@@ -103,33 +104,24 @@ static struct stock_slice slice(const struct vmem__arena *arena, uint64_t offset
                  : (struct stock_slice){0};
 }
 
-static int map_run(struct stock *s, const struct vmem__run *run, bool undo)
+static int put_back(struct stock *s, const struct vmem__run *run, struct stock_slice before, bool undo_all)
 {
-    struct stock_slice now = slice(run->arena, run->offset), before = slice(run->old_arena, run->old_offset);
-    bool keep_fine = (run->flags & VMEM_MAP_FINE) && run->page_size < STOCK_BLOCK;
-
-    return undo ? vmem__stock_put(s, run->reservation->priv, run->addr, run->length, before, now, true)
-                : vmem__stock_put(s, run->reservation->priv, run->addr, run->length, now, before, keep_fine);
-}
-
-static int unmap_run(struct stock *s, const struct vmem__run *run, bool undo)
-{
-    struct stock_slice nothing = {0}, page = slice(run->arena, run->offset);
-
-    return undo ? vmem__stock_put(s, run->reservation->priv, run->addr, run->length, page, nothing, true)
-                : vmem__stock_put(s, run->reservation->priv, run->addr, run->length, nothing, page, false);
+    return vmem__stock_put_back(s, run->reservation->priv, run->addr, run->length, before, undo_all);
 }
 
 // Maps all runs or none.
 static int stock_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
     for (size_t i = 0; i < n; i++) {
-        int rc = map_run(b->priv, &runs[i], false);
+        const struct vmem__run *run = &runs[i];
+        bool keep_fine = (run->flags & VMEM_MAP_FINE) && run->page_size < STOCK_BLOCK;
+        int rc = vmem__stock_put(b->priv, run->reservation->priv, run->addr, run->length,
+                                 slice(run->arena, run->offset), slice(run->old_arena, run->old_offset), keep_fine);
 
         if (rc) {
             *bad = i;
             while (i-- > 0)
-                map_run(b->priv, &runs[i], true);
+                put_back(b->priv, &runs[i], slice(runs[i].old_arena, runs[i].old_offset), true);
             return rc;
         }
     }
@@ -155,24 +147,32 @@ static int stock_unmap(struct vmem__backend *b, const struct vmem__run *runs, si
     uint64_t length;
 
     for (size_t i = 0, together; i < n; i += together) {
+        const struct vmem__run *run = &runs[i];
+        struct stock_slice before = slice(run->arena, run->offset);
         int rc;
 
         together = whole_blocks(runs + i, n - i, &length);
         if (together > 1) {
-            rc = vmem__stock_put(b->priv, runs[i].reservation->priv, runs[i].addr, length, nothing, nothing, false);
+            before = nothing; // not of all of them
         } else {
             together = 1;
-            rc = unmap_run(b->priv, &runs[i], false);
+            length = run->length;
         }
+        rc = vmem__stock_put(b->priv, run->reservation->priv, run->addr, length, nothing, before, false);
         if (rc) {
             *bad = i;
             i += together > 1 ? together : 0; // of these, any may be unmapped
             while (i-- > 0)
-                unmap_run(b->priv, &runs[i], true);
+                put_back(b->priv, &runs[i], slice(runs[i].arena, runs[i].offset), true);
             return rc;
         }
     }
     return 0;
+}
+
+static int stock_restore(struct vmem__backend *b, const struct vmem__run *run)
+{
+    return put_back(b->priv, run, slice(run->arena, run->offset), false);
 }
 
 // ---- opening ------------------------------------------------------------------------------------------------
@@ -359,6 +359,7 @@ const struct vmem__ops vmem__stock_ops = {
     .zero = stock_zero,
     .map = stock_map,
     .unmap = stock_unmap,
+    .restore = stock_restore,
     .copy = vmem__gpu_copy,
     .fill = vmem__gpu_fill,
 };

@@ -32,6 +32,7 @@ struct stock_reservation {
     // Its lock is held during the driver calls for a run: while one call changes the entry size of a block, no other
     // call may touch that block. The driver serializes the maps of one process anyway.
     struct vmem__cuda_reservation cuda;
+    struct vmem__reservation *core; // the core's view; NULL for an alias's
     // True if unbacked addresses of active segments are readable. If not, a segment is emptied as soon as it is
     // activated. CUDA then considers the backdrop mapped there, but accesses fault. Maps and unmaps next to other pages
     // are a quarter cheaper, because there is no backdrop to replace.
@@ -70,9 +71,12 @@ struct stock_slice {
 };
 
 // Replaces `before`, which backs all of [addr, addr + length), by `now`. With keep_fine, every 64 KiB can still be
-// replaced alone. On failure, the old mapping is restored; if the driver refuses that too, the addresses are invalid.
+// replaced alone. On failure, the old mapping is restored; what the driver refuses is absent.
 int vmem__stock_put(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
                     struct stock_slice now, struct stock_slice before, bool keep_fine);
+// Maps what backed the range before, at what is absent there. undo_all: all of it is, because it was changed.
+int vmem__stock_put_back(struct stock *s, struct stock_reservation *reservation, uint64_t addr, uint64_t length,
+                         struct stock_slice before, bool undo_all);
 
 // ---- alias.c
 

@@ -101,9 +101,9 @@ static int submit(struct uvm *u, enum action action, const struct vmem__run *run
     return rc;
 }
 
-// Reverts an action from the start of the batch up to `done`. The overlays exist already, so only a broken GPU can make
-// this fail. Nothing can be done in that case, so the result is ignored.
-static void undo(struct uvm *u, enum action action, const struct vmem__run *runs, const struct place *done)
+// Reverts an action from the start of the batch up to `done`. The overlays exist already, so it seldom fails. What does
+// is absent.
+static void undo(struct vmem__backend *b, enum action action, const struct vmem__run *runs, const struct place *done)
 {
     size_t bad;
 
@@ -111,23 +111,55 @@ static void undo(struct uvm *u, enum action action, const struct vmem__run *runs
         struct place at = {.run = i}, end = i < done->run ? (struct place){.run = i + 1} : *done;
         bool replaced = runs[i].flags & VMEM_MAP_REPLACE && runs[i].old_arena;
 
-        if (before(&at, &end))
-            (void)submit(u, action == TAKE ? PUT : replaced ? PUT_BACK : TAKE, runs, &at, &end, &bad);
+        if (before(&at, &end) && submit(b->priv,
+                                        action == TAKE ? PUT
+                                        : replaced     ? PUT_BACK
+                                                       : TAKE,
+                                        runs, &at, &end, &bad))
+            vmem__absent_set(b, runs[i].reservation, runs[i].addr + at.done,
+                             (i < done->run ? runs[i].length : done->done) - at.done, true);
     }
 }
 
-static int all_or_nothing(struct uvm *u, enum action action, const struct vmem__run *runs, size_t n, size_t *bad)
+static int all_or_nothing(struct vmem__backend *b, enum action action, const struct vmem__run *runs, size_t n,
+                          size_t *bad)
 {
     struct place at = {0};
-    int rc = submit(u, action, runs, &at, &(struct place){.run = n}, bad);
+    int rc = submit(b->priv, action, runs, &at, &(struct place){.run = n}, bad);
 
     if (rc && (at.run || at.done)) {
         char text[VMEM__TEXT];
 
         vmem__keep_error(text);
-        undo(u, action, runs, &at);
+        undo(b, action, runs, &at);
         vmem__error(rc, "%s", text);
     }
+    if (!rc)
+        vmem__absent_end(b, runs, n);
+    return rc;
+}
+
+int vmem__uvm_restore(struct vmem__backend *b, const struct vmem__run *run)
+{
+    struct vmem__cuda_reservation *reservation = run->reservation->priv;
+    uint64_t end = run->addr + run->length, at = run->addr, n;
+    size_t bad;
+    int rc = 0;
+
+    pthread_mutex_lock(&reservation->lock); // what is absent is restored once
+    for (; (at = vmem__absent_next(run->reservation, at, end, &n)), n && !rc; at += n) {
+        struct vmem__run part = *run;
+        struct place first = {0};
+
+        part.addr = at;
+        part.length = n;
+        part.offset += at - run->addr;
+        part.flags = VMEM_MAP_REPLACE;
+        rc = submit(b->priv, run->arena ? PUT : TAKE, &part, &first, &(struct place){.run = 1}, &bad);
+        if (!rc)
+            vmem__absent_set(b, run->reservation, at, n, false);
+    }
+    pthread_mutex_unlock(&reservation->lock);
     return rc;
 }
 
@@ -142,10 +174,10 @@ int vmem__uvm_map(struct vmem__backend *b, const struct vmem__run *runs, size_t 
             return rc;
         }
     }
-    return all_or_nothing(b->priv, PUT, runs, n, bad);
+    return all_or_nothing(b, PUT, runs, n, bad);
 }
 
 int vmem__uvm_unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
-    return all_or_nothing(b->priv, TAKE, runs, n, bad);
+    return all_or_nothing(b, TAKE, runs, n, bad);
 }

@@ -113,6 +113,7 @@ const struct vmem__ops vmem__uvm_ops = {
     .zero = vmem__uvm_zero,
     .map = vmem__uvm_map,
     .unmap = vmem__uvm_unmap,
+    .restore = vmem__uvm_restore,
     .copy = vmem__gpu_copy,
     .fill = vmem__gpu_fill,
 };

@@ -43,6 +43,7 @@ void vmem__uvm_arena_free(struct vmem__backend *b, struct vmem__arena *a);
 int vmem__uvm_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n);
 int vmem__uvm_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad);
 int vmem__uvm_unmap(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad);
+int vmem__uvm_restore(struct vmem__backend *b, const struct vmem__run *run);
 
 // Tries one last time to release all arenas. Closing CUDA's descriptor, at process exit, releases the rest.
 void vmem__uvm_arenas_end(struct vmem__backend *b);
