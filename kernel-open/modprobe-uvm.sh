@@ -4,6 +4,8 @@
 # The patched module if the loaded driver is of its release and it loads, the stock one otherwise.
 release=$1
 shift
+# nvidia-modprobe, which CUDA calls, leaves PATH=/sbin: without the rest, the stock module would be loaded silently.
+PATH=$PATH:/usr/sbin:/usr/bin:/sbin:/bin
 modprobe nvidia || exit
 # Options configured for the stock module, under any of its names, are meant for ours, too. modprobe does not know that.
 options=$(modprobe --showconfig |

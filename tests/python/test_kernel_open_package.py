@@ -3,6 +3,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -346,7 +347,9 @@ case " $FAILS " in *" $name "*) exit 1 ;; esac
     ],
     ids=["ours", "other release", "ours fails", "Debian's name", "no driver"],
 )  # fmt: skip
-def test_modprobe_falls_back_to_the_stock_module(tmp_path, loaded, fails, calls, status):
+@pytest.mark.parametrize("path", [f":{os.environ['PATH']}", ""], ids=["whole PATH", "PATH=/sbin"])
+def test_modprobe_falls_back_to_the_stock_module(tmp_path, loaded, fails, calls, status, path):
+    """Nor is it the stock module where nvidia-modprobe calls, whose PATH has modprobe's folder alone."""
     (tmp_path / "modprobe").write_text(MODPROBE)
     (tmp_path / "modprobe").chmod(0o755)
     version = tmp_path / "sys/module/nvidia/version"
@@ -355,8 +358,8 @@ def test_modprobe_falls_back_to_the_stock_module(tmp_path, loaded, fails, calls,
     # modprobe itself adds what is configured for the name that it is given.
     (tmp_path / "config").write_text("alias nvidia_uvm x\noptions nvidia_uvm o=1\noptions nvidia_current_uvm p=2 q=3\n"
                                      "options nvidia_modeset m=1\n")  # fmt: skip
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VMEM_ROOT": str(tmp_path), "FAILS": fails}
-    command = ["sh", KERNEL_OPEN / "modprobe-uvm.sh", "550.163.01", "a=1"]
+    env = {"PATH": f"{tmp_path}{path}", "VMEM_ROOT": str(tmp_path), "FAILS": fails}
+    command = [shutil.which("sh"), KERNEL_OPEN / "modprobe-uvm.sh", "550.163.01", "a=1"]
     assert subprocess.run(command, env=env, stderr=subprocess.DEVNULL).returncode == status
     assert (tmp_path / "log").read_text().splitlines() == calls
 
