@@ -15,7 +15,7 @@ from pathlib import Path
 
 import source
 from insert import InsertError, diff, patched
-from tree import HERE, kbuild_environment, prepare
+from tree import HERE, kbuild_environment, prepare, unversioned
 
 _STAMP = ".vmem-kernel"
 
@@ -74,7 +74,8 @@ def _build(src, release, kernel, args, tree):
     if process.wait():
         tail = "\n".join(ours or text.splitlines()[-25:])
         raise source.SourceError(f"building nvidia-uvm.ko {release} for {kernel} failed; log: {log}\n{tail}")
-    print("\n".join(ours), file=sys.stderr, end="\n" if ours else "")
+    said = [*ours, *filter(None, [unversioned(text)])]
+    print("\n".join(said), file=sys.stderr, end="\n" if said else "")
     if args.check and ours:
         raise source.SourceError(f"{len(ours)} warnings in vMem's files; log: {log}")
     module = tree / "nvidia-uvm.ko"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import source
 from insert import InsertError
-from tree import HERE, kbuild_environment, prepare
+from tree import HERE, kbuild_environment, prepare, unversioned
 
 PACKAGE = "nvidia-uvm-vmem"
 _MODPROBE = f"etc/modprobe.d/00-{PACKAGE}.conf"
@@ -63,9 +63,13 @@ def _log(root, args):
     """The end of the log of a build that failed; DKMS names the file, which goes when the package does."""
     if args[0] != "build":
         return ""
-    logs = (Path(root) / "var/lib/dkms" / PACKAGE / args[args.index("-v") + 1]).glob("**/make.log")
-    text = "".join(path.read_text(errors="replace") for path in logs)
+    text = _build_log(root, args[args.index("-v") + 1])
     return "\n" + "\n".join(text.splitlines()[-25:]) if text else ""
+
+
+def _build_log(root, release):
+    logs = (Path(root) / "var/lib/dkms" / PACKAGE / release).glob("**/make.log")
+    return "".join(path.read_text(errors="replace") for path in logs)
 
 
 def _listed(root):
@@ -106,7 +110,7 @@ def install(src, release, kernel, boot=False, root="/"):
     """Build and install the package for one kernel; DKMS follows with later ones.
 
     Should it fail, the package is as it was: versions of other releases go only afterwards, and one of this release
-    is put back.
+    is put back. Returns a warning, or None.
     """
     before = versions(root)
     folder = _folder(root, release)
@@ -138,6 +142,7 @@ def install(src, release, kernel, boot=False, root="/"):
             f"# Without this file: the stock one.\n"
             f"install nvidia-uvm /bin/sh /{folder.relative_to(root)}/modprobe-uvm.sh {release} $CMDLINE_OPTS\n"
         )
+    return unversioned(_build_log(root, release))
 
 
 def main():
@@ -153,7 +158,9 @@ def main():
             remove(root)
             return 0
         src, release = source.nvidia(args.src or None, args.release or None, args.cache)
-        install(src, release, source.kernel(args.kernel or None), args.boot, root)
+        warning = install(src, release, source.kernel(args.kernel or None), args.boot, root)
+        if warning:
+            print(warning, file=sys.stderr)
         print(f"{PACKAGE} {release} is installed; `make module-load MODULE=$(modinfo -n {PACKAGE})` loads it now")
         return 0
     except (InsertError, source.SourceError) as e:

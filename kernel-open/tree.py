@@ -32,6 +32,11 @@ def kbuild_environment():
     return {name: value for name, value in os.environ.items() if name not in _NOT_KBUILDS}
 
 
+def unversioned(log):
+    """The line in which vmem.mk says that a module has no symbol versions, None if it has them."""
+    return next((line for line in log.splitlines() if "no symbol versions:" in line), None)
+
+
 def _write(path, text):
     # Untouched when nothing changed, so that make rebuilds only what did.
     if not path.is_file() or path.read_text() != text:

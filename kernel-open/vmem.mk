@@ -24,6 +24,9 @@ endif
 KBUILD_EXTRA_SYMBOLS ?= $(shell sh ./stock-symvers.sh $(KERNEL_UNAME) stock.symvers && echo $(CURDIR)/stock.symvers)
 ifeq ($(strip $(KBUILD_EXTRA_SYMBOLS)),)
 UNRESOLVED := KBUILD_MODPOST_WARN=1
+# kernel-open/tree.py looks for the first words in the output
+$(warning no symbol versions: there is no stock nvidia-uvm.ko of this release for $(KERNEL_UNAME), so the kernel will not \
+  notice if nvidia.ko differs from the one that this module was built for)
 endif
 
 # nvidia is listed for its share of the conftest list; the one target keeps it from being built.

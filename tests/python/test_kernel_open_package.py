@@ -275,6 +275,21 @@ def test_install_adds_builds_and_installs_for_the_kernel(tmp_path, dkms):
     assert not (tmp_path / "root/etc").exists(), "what modprobe loads is not changed unasked"
 
 
+@pytest.mark.parametrize("stock", [True, False])
+def test_a_module_without_symbol_versions_says_so(tmp_path, stock):
+    """DKMS shows no build's output: what make says is found in its log."""
+    shutil.copy(KERNEL_OPEN / "vmem.mk", tmp_path)
+    (tmp_path / "stock-symvers.sh").write_text("#!/bin/sh\n" + ("echo >$2\n" if stock else "exit 1\n"))
+    done = subprocess.run(["make", "-n", "-f", "vmem.mk", "KERNEL_UNAME=6.1.0-test", "clean"], cwd=tmp_path,
+                          env=build_tree.kbuild_environment(), capture_output=True, text=True)  # fmt: skip
+    log = tmp_path / "root/var/lib/dkms/nvidia-uvm-vmem/550.163.01/6.1.0-test/x86_64/log/make.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(f"DKMS make.log\n{done.stderr}{done.stdout}\n")
+    said = build_tree.unversioned(install._build_log(tmp_path / "root", "550.163.01"))
+    assert (said is None) == stock
+    assert stock or "for 6.1.0-test, so the kernel will not notice" in said
+
+
 def test_install_takes_an_older_release_away_afterwards(tmp_path, dkms):
     (tmp_path / "status").write_text("nvidia-uvm-vmem/535.261.03, 6.1.0-test, x86_64: installed\n")
     old = tmp_path / "root/usr/src/nvidia-uvm-vmem-535.261.03"
