@@ -17,8 +17,11 @@ fail() {
 root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
 
 # Kernel messages that must not come during a step. The driver's own loading lines are no complaints.
+COMPLAINTS='\bBUG\b|WARNING:|Oops|general protection|invalid opcode|KASAN|UBSAN|unable to handle|Kernel panic|[Ss]oft lockup'
+COMPLAINTS="$COMPLAINTS"'|Assert failed|[Mm]emory leak of|list_(add|del) corruption|refcount_t:|scheduling while atomic'
+COMPLAINTS="$COMPLAINTS"'|sleeping function|possible (circular|recursive)|hung task|blocked for more|stalls on|Xid'
 complaints() {
-    root dmesg | grep -E 'BUG:|WARNING:|Oops|general protection|Assert failed|[Mm]emory leak of|Xid|hung task|blocked for more' || true
+    root dmesg | grep -E "$COMPLAINTS" || true
 }
 
 # The counters that must not grow, and the memory that must not go
@@ -79,8 +82,11 @@ cuda() {
 
 stock() { cuda stock; }
 develop() { # asserts that log, and UVM's leak checker
+    trap 'unload || true' EXIT # whatever fails, nobody shall serve on it
+    trap 'exit 130' INT TERM
     parameters=uvm_leak_checker=2 load UVM_BUILD_TYPE=develop
     cuda develop
+    trap - EXIT INT TERM
     unload
 }
 selftest() {

@@ -20,7 +20,8 @@ from pathlib import Path
 
 # Lines by which the kernel, the driver and the simulator report an error.
 COMPLAINT = re.compile(
-    r"BUG:|WARNING:|INFO: possible|INFO: task .* blocked|INFO: rcu|possible (circular|recursive)|suspicious RCU"
+    r"\bBUG\b|invalid opcode|unable to handle|WARNING:"
+    r"|INFO: possible|INFO: task .* blocked|INFO: rcu|possible (circular|recursive)|suspicious RCU"
     r"|Assert failed|Oops|general protection|KASAN|UBSAN|kmemleak: \d+ new|unreferenced object|Kernel panic"
     r"|soft lockup|hung task|sleeping function called|[Mm]emory leak of|Object remaining|list_(add|del) corruption"
     r"|refcount_t:|stack guard page|simgpu: (error|leak|violation)|page allocation failure"
