@@ -126,7 +126,7 @@ class Server:
     async def post(self, session: Any, path: str) -> float:
         """The seconds of an order. Raises `Failed`."""
         begin = time.monotonic()
-        async with session.post(f"{self.url}{path}") as answer:
+        async with session.post(f"{self.url}{path}", json={}) as answer:
             if answer.status != 200:
                 raise Failed(f"{self.name} answers {path} with {answer.status}: {(await answer.text())[:300]}")
         return time.monotonic() - begin

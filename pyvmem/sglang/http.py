@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pyvmem.engine import http
@@ -23,12 +24,14 @@ class Limits(http.Limits):
     prefix = "sglang:"
     hint = "VMEM_SGLANG must be 1, and SGLANG_PLUGINS, where it is set, must include vmem"
 
+    def keys(self, state: Any) -> Sequence[str]:
+        """SGLang asks first, but it lets these paths pass where there is an ``--admin-api-key`` alone."""
+        args = _manager().server_args
+        return [str(key) for key in (args.api_key, args.admin_api_key) if key]
+
 
 class Serve(Limits, serve.Serve):
-    """ASGI middleware that holds requests while the model sleeps. It serves ``/vmem/state`` and orders, too.
-
-    SGLang asks for its key before it asks this.
-    """
+    """ASGI middleware that holds requests while the model sleeps. It serves ``/vmem/state`` and orders, too."""
 
     free = ("/flush_cache", "/start_", "/stop_", "/dump_", "/set_", "/freeze_gc", "/release_memory_occupation",
             "/resume_memory_occupation", "/slow_down", "/configure_logging", "/close_session", "/abort_request",
@@ -49,6 +52,9 @@ class Serve(Limits, serve.Serve):
             await http.answer(send, 200 if self._alive() else 503, b"", b"text/plain")
             return
         await super().__call__(scope, receive, send)
+
+    def will_answer(self, scope: Scope) -> bool:
+        return True  # SGLang has asked for the key
 
     def about(self, state: Any) -> tuple[str, int]:
         args = _manager().server_args

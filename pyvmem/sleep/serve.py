@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pyvmem.engine import control, http, metrics
@@ -80,7 +78,6 @@ class Serve(http.Limits):
         self._acts: asyncio.Task[None] | None = None
         self._order = NONE
         self._host: Any = None
-        self._keys: list[bytes] = []
 
     # ---- what a plugin says ----------------------------------------------------------------------------------
 
@@ -91,13 +88,13 @@ class Serve(http.Limits):
         """The number of this process among the server's, from 0 on."""
         return 0
 
-    def keys(self, state: Any) -> Sequence[str]:
-        """The keys of which a request must have one; none: it needs no key."""
-        return ()
-
     def needs(self, method: str, path: str) -> bool:
         """Return whether a request needs the model to be awake."""
         return method == "POST" and not path.startswith(self.free)
+
+    def will_answer(self, scope: Scope) -> bool:
+        """Return whether the server will not refuse a request for its key. A stranger's wakes no model."""
+        return http.has_key(scope, self._keys_of(scope))
 
     def about(self, state: Any) -> tuple[str, int]:
         """The model's name, and the server's port."""
@@ -127,7 +124,7 @@ class Serve(http.Limits):
             await self._own(path, scope, receive, send)
             return
         needs = self.needs(scope["method"], path) if kind == "http" else kind == "websocket"
-        if not needs or not self._find() or not self._allowed(scope):
+        if not needs or not self._find() or not self.will_answer(scope):
             await self._app(scope, receive, send)
             return
         body = _Receive(receive)
@@ -259,29 +256,19 @@ class Serve(http.Limits):
 
     # ---- /vmem -----------------------------------------------------------------------------------------------
 
-    def _allowed(self, scope: Scope) -> bool:
-        if not self._keys:
-            self._keys = [hashlib.sha256(key.encode()).digest() for key in self.keys(self._host)]
-        if not self._keys:
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        digest = hashlib.sha256(given[2]).digest()
-        return given[0].lower() == b"bearer" and any([secrets.compare_digest(digest, key) for key in self._keys])
-
     async def _own(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._allowed(scope):
-            await _json(send, 401, {"error": "Unauthorized"})
-        elif path in (http.PATH, http.METRICS):
+        orders = {"/vmem/sleep": SLEEP, "/vmem/wake": WAKE, "/vmem/drain": DRAIN}
+        methods = "POST" if path in orders else "GET"
+        if path in (http.PATH, http.METRICS):
             await super().__call__(scope, receive, send)
+        elif why := http.refusal(scope, self._keys_of(scope), methods, body=False):
+            await http.refuse(send, why, methods)
         elif not self._find():
             await _json(send, 409, {"error": f"no engine of this server is on vMem: {self.hint}"})
         elif path == "/vmem/state":
             await _json(send, 200, self._state())
-        elif path in (orders := {"/vmem/sleep": SLEEP, "/vmem/wake": WAKE, "/vmem/drain": DRAIN}):
-            if scope["method"] != "POST":
-                await _json(send, 405, {"error": f"{path} takes POST"})
-            else:
-                await self._obey(orders[path], receive, send)
+        elif path in orders:
+            await self._obey(orders[path], receive, send)
         else:
             await _json(send, 404, {"error": f"{path}: vMem has /vmem/state, sleep, wake, drain, limit and metrics"})
 

@@ -69,6 +69,18 @@ class Model:
         return max(n, 1)
 
     @property
+    def key(self) -> str:
+        """The key of its server, or the first of several; "": none. Both engines also take ``--api_key`` and ``=``."""
+        found: dict[str, str] = {}
+        for arg, following in zip(self.args, (*self.args[1:], "--")):
+            option, equals, value = arg.partition("=")
+            found.setdefault(option.replace("_", "-"), value if equals or following.startswith("--") else following)
+        for option in ("--api-key", "--admin-api-key"):  # the second is SGLang's
+            if option in found:
+                return found[option]
+        return self.env.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY", "")
+
+    @property
     def weights(self) -> int:
         """Bytes of the model's files on each GPU; 0 if they are not on this machine."""
         return weight_bytes(self.path) // self.gpus
@@ -447,21 +459,33 @@ def listing(pool: Pool) -> str:
     return table(rows, columns) + hint
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A key goes to the server alone."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
 def order(pool: Pool, name: str, what: str) -> dict[str, Any]:
     """Have a model sleep, wake or drain; returns what its server answers. Raises ValueError and OSError."""
     model = pool.model(name)
     engines = running(pool)[name]
     if not engines:
         raise ValueError(_absent(f"{name} does not run"))
-    if not engines[0][0].port:
+    # A page may name any port: of several, the file's is meant, and a key goes nowhere else.
+    port = model.port if any(e.port == model.port for e, _ in engines) else engines[0][0].port
+    key = model.key
+    if not port:
         switch = "--middleware pyvmem.vllm.http.Serve" if model.engine == "vllm" else "VMEM_SGLANG_WEIGHTS=1"
         raise ValueError(f"{name} runs, but takes no orders yet: its server starts, or was started without {switch}")
-    url = f"http://127.0.0.1:{engines[0][0].port}/vmem/{what}"
-    given = [value for name, value in zip(model.args, model.args[1:]) if name == "--api-key"]
-    key = next(iter(given), "") or model.env.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY", "")
-    asked = urllib.request.Request(url, b"", {"Authorization": f"Bearer {key}"} if key else {}, method="POST")
+    if key and port != model.port:
+        raise ValueError(f"{name}: its control page names port {port}, and the file {model.port}, to which alone the "
+                         "key may go: set the model's port in the file")  # fmt: skip
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/vmem/{what}", b"{}", headers, method="POST")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
     try:
-        with urllib.request.urlopen(asked, timeout=model.queue + 30) as answer:
+        with opener.open(asked, timeout=model.queue + 30) as answer:
             state: dict[str, Any] = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         if error.code == 401:
@@ -470,7 +494,7 @@ def order(pool: Pool, name: str, what: str) -> dict[str, Any]:
         raise ValueError(f"{name}: the server answers {error.code}: {text}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise ValueError(f"{name}: no answer of vMem's at port {engines[0][0].port}: {reason}") from None
+        raise ValueError(f"{name}: no answer of vMem's at port {port}: {reason}") from None
     return state
 
 

@@ -46,6 +46,10 @@ class Limits(http.Limits):
     hint = "VMEM_VLLM must be 1, and VLLM_PLUGINS, where it is set, must include vmem"
     server = staticmethod(server)
 
+    def keys(self, state: Any) -> Sequence[str]:
+        given = getattr(getattr(state, "args", None), "api_key", None) or os.environ.get("VLLM_API_KEY") or []
+        return [given] if isinstance(given, str) else given
+
 
 class Serve(Limits, serve.Serve):
     """ASGI middleware that holds requests while the model sleeps. It serves ``/vmem/state`` and orders, too."""
@@ -62,10 +66,6 @@ class Serve(Limits, serve.Serve):
         if number >= control.SERVERS:
             raise ValueError(f"--api-server-count must be at most {control.SERVERS} with pyvmem.vllm.http.Serve")
         return number
-
-    def keys(self, state: Any) -> Sequence[str]:
-        given = getattr(getattr(state, "args", None), "api_key", None) or [os.environ.get("VLLM_API_KEY")]
-        return [key for key in given if key]
 
     def about(self, state: Any) -> tuple[str, int]:
         args = getattr(state, "args", None)

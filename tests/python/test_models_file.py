@@ -349,3 +349,71 @@ def test_an_answer_that_is_not_vmems_is_one_line(folder, capsys, answer, error):
         assert cli.main(["models", str(folder / "models.toml"), "sleep", "chat"]) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"pyvmem: chat: {error}") and line.endswith("Connection refused")
+
+
+@pytest.mark.parametrize("args, env, key", [
+    ('args = ["--api-key", "K"]', "", "K"), ('args = ["--api-key=K"]', "", "K"),
+    ('args = ["--api_key=K=1"]', "", "K=1"),
+    ('args = ["--seed", 1, "--api-key", "A", "B", "--swap-space", 4]', "", "A"),
+    ('args = ["--admin-api-key=B"]', "", "B"), ('args = ["--admin-api-key=B", "--api-key", "A"]', "", "A"),
+    ('args = ["--api-key"]', "", ""), ('args = ["--api-key", "--seed"]', "", ""), ("", "E", "E"),
+    ('args = ["--api-key=K"]', "E", "K"), ('env = {VLLM_API_KEY = "F"}', "E", "F"), ("", "", ""),
+])  # fmt: skip
+def test_the_key_of_a_server_is_found(monkeypatch, args, env, key):
+    monkeypatch.setenv("VLLM_API_KEY", env)
+    pool = models.read(f"pool='p'\nsize='8G'\n[models.chat]\npath='nowhere'\n{args}")
+    assert pool.model("chat").key == key
+
+
+def told(server, answer=b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"):
+    """What one client says to a server, which answers so."""
+    heard = []
+
+    def serve():
+        connection, _ = server.accept()
+        with connection:
+            heard.append(connection.recv(65536))
+            connection.sendall(answer)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return heard, thread
+
+
+def test_a_key_goes_to_the_files_port_alone(folder, monkeypatch, capsys):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody between has it either
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as stranger:
+        ports = [each.getsockname()[1] for each in (server, stranger)]
+        pages = [control.open_page(name, 0) for name in ("evil", "true")]  # the stranger's comes first
+        for page, port in zip(pages, (ports[1], ports[0])):
+            control.claim(page, "chat", port)
+            page[control.POOL] = number_of("gpu0")
+        file = folder / "models.toml"
+        file.write_text(f"pool='gpu0'\nsize='8G'\n[models.chat]\npath='x'\nport={ports[0]}\nargs=['--api-key=K']")
+        heard, thread = told(server)
+        assert cli.main(["models", str(file), "sleep", "chat"]) == 0
+        thread.join()
+        assert b"Authorization: Bearer K\r\n" in heard[0] and b"application/json" in heard[0]
+        pages.pop().unlink()
+        assert cli.main(["models", str(file), "sleep", "chat"]) == 1
+        assert f"names port {ports[1]}, and the file {ports[0]}" in capsys.readouterr().err
+        stranger.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            stranger.accept()
+
+
+def test_a_key_follows_no_redirect(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as stranger:
+        port, other = (each.getsockname()[1] for each in (server, stranger))
+        page = control.open_page("engine", 0)
+        control.claim(page, "chat", port)
+        page[control.POOL] = number_of("gpu0")
+        file = folder / "models.toml"
+        file.write_text(f"pool='gpu0'\nsize='8G'\n[models.chat]\npath='x'\nport={port}\nargs=['--api-key=K']")
+        _, thread = told(server, f"HTTP/1.1 302 No\r\nLocation: http://127.0.0.1:{other}/\r\n\r\n".encode())
+        assert cli.main(["models", str(file), "sleep", "chat"]) == 1
+        thread.join()
+        assert "answers 302" in capsys.readouterr().err
+        stranger.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            stranger.accept()

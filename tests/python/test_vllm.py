@@ -772,7 +772,8 @@ def ask(method, body=b"", path="/vmem/limit", whole=True):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "path": path, "method": method, "root_path": "/api"}  # vllm serve --root-path /api
+    scope = {"type": "http", "path": path, "method": method, "root_path": "/api",  # vllm serve --root-path /api
+             "headers": [(b"content-type", b"application/json")]}  # fmt: skip
     asyncio.run(http.Limits(passed_on)(scope, receive, send))
     return (sent[0]["status"], json.loads(sent[1]["body"])) if len(sent) == 2 else sent[0] if sent else None
 
