@@ -57,6 +57,8 @@ class LeaseStats:
         Addresses that PyTorch freed and that were no segment's.
     short_bytes : int
         What the last allocation or entry that found too little memory was short of; 0 if there was none.
+    lacking_bytes : int
+        What an allocation or an entry waits for now.
     """
 
     segments: int
@@ -72,6 +74,7 @@ class LeaseStats:
     unparks: int
     strangers: int
     short_bytes: int
+    lacking_bytes: int
 
 
 class TorchPools:
@@ -215,13 +218,14 @@ class Lease(_Owned):
     def __init__(
         self,
         pool: KVPool,
-        most: int,
-        page_size: int,
-        threads: str,
-        wait: float,
         context: Context,
-        name: str,
         torch_pools: TorchPools,
+        *,
+        name: str,
+        page_size: int,
+        most: int = 0,
+        threads: str = "all",
+        wait: float = 10.0,
         alloc_wait: float = 10.0,
         small: bool = False,
     ) -> None:
@@ -352,6 +356,15 @@ class Lease(_Owned):
                 raise error
             _check(rc)
             return [address for address, went in zip(segments, lost) if went]
+
+    def _reserve(self, size: int) -> None:
+        """Have the pool give so many bytes for segments to come, which stay with the lease; 0: no more.
+
+        `LeaseStats.lacking_bytes` says how many have not come. Meanwhile, allocations wait although others refuse.
+        Raises `OutOfMemory` if the minimums of all members would exceed the pool.
+        """
+        self._owned()
+        _check(lib.vmem_torch_reserve(self._place, size))
 
     # ---- graphs ----------------------------------------------------------------------------------------------
 
@@ -530,4 +543,4 @@ def torch_pool(
     torch_pools = TorchPools(own.device)
     torch_pools.check()
     page_size = min(own.page_sizes) if fine else 2 * MIB
-    return Lease(pool, bytes, page_size, threads, float(wait), own, name, torch_pools)
+    return Lease(pool, own, torch_pools, name=name, page_size=page_size, most=bytes, threads=threads, wait=float(wait))

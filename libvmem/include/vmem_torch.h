@@ -71,6 +71,13 @@ int vmem_torch_unpark(uint32_t place, uint32_t wait_ms, uint64_t *missing);
 // keeps a copy of them, copies back only what went. -EINVAL: no segment begins at one of the addresses.
 int vmem_torch_unpark_segments(uint32_t place, const uint64_t *segments, size_t n, uint32_t wait_ms, uint64_t *missing,
                                uint8_t *lost);
+// Reserves budget for segments that will be allocated: from now on, the lease's minimum is `bytes`. It gets them as the
+// other members give, and keeps them. What has not come stands in lacking_bytes of vmem_torch_get_stats. Until the next
+// call with 0, an allocation waits for all of wait_ms although the members refuse: whoever reserves has them give in ways
+// that the pool does not know, such as a model that others go to sleep for.
+// -EINVAL: `bytes` exceeds the most that the lease may have. -ENOMEM: the minimums of all members would exceed the pool's
+// budget; the reservation is as before.
+int vmem_torch_reserve(uint32_t place, uint64_t bytes);
 // Gives back the pages of all parked segments now, and returns device memory that the lease does not use to the system.
 // It otherwise stays for the next block and the next user of the context, until another member of the pool asks for it.
 // Waits until all kernels of the device have ended. -EBUSY: a CUDA graph is being captured; nothing was done.
@@ -91,6 +98,8 @@ struct vmem_torch_stats {
     uint64_t parks, unparks; // segments parked, and unparked
     uint64_t strangers;      // addresses to free that were no segment's
     uint64_t short_bytes;    // that the last allocation or unpark that found too little memory was short of
+    // Now:
+    uint64_t lacking_bytes; // that an allocation or unpark waits for, or the reservation has not got
 };
 int vmem_torch_get_stats(uint32_t place, struct vmem_torch_stats *out);
 // Describes the lease's last allocation or unpark, in any thread, that found too little memory. Its pages are the

@@ -207,15 +207,15 @@ class Memories:
         """Have a model runner load its weights into the pool. Raises `Refused`."""
         chosen, device = settings.read(), device_of(runner)
         pool = BlockMemory(self.page, self.ranks.rank, chosen).pool(device)
-        self.sleeper = Sleeper(self.page, self.ranks.rank, chosen, pool, device)
+        self.sleeper = sleeper = Sleeper(self.page, self.ranks.rank, chosen, pool, device)
         args = runner.server_args
         size = weight_bytes(args.model_path, args.revision, args.download_dir) if args.load_format != "dummy" else 0
         # The region in which SGLang would use torch_memory_saver: its allocations are the weights.
-        region = self.sleeper.load(size // args.tp_size)
-        runner.memory_saver_adapter.region = lambda *args, **kwargs: region
-        load(runner)
-        if device.type == "cpu":  # torch has no pools there
-            self.sleeper.weights.adopt([runner.model])
+        runner.memory_saver_adapter.region = lambda *args, **kwargs: sleeper.weights.loading()
+        with sleeper.claim(size // args.tp_size):
+            load(runner)
+            if device.type == "cpu":  # torch has no pools there
+                sleeper.weights.adopt([runner.model])
 
 
 _here: Memories | None = None

@@ -5,10 +5,11 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from pyvmem.kv.pool import KVPool
 from pyvmem.sleep.activations import Activations
 from pyvmem.sleep.weights import LOAD_WAIT, Weights
 
+LOOK = 0.02  # seconds between looks at what a model that is loaded lacks
 TRY = 0.06  # seconds in which spare memory and prefixes of others wake the weights, before it is published what lacks
 
 
@@ -51,28 +53,53 @@ class Sleeper:
         self.weights = Weights(pool, own, f"weights {os.getpid()}", chosen.logger)
         self._activations = Activations(self.weights)
 
-    def load(self, size: int) -> AbstractContextManager[None]:
-        """The context in which the engine loads the weights, about `size` bytes. Raises `Refused`.
+    @contextlib.contextmanager
+    def claim(self, size: int) -> Iterator[None]:
+        """The context in which the engine loads its weights, about `size` bytes. Raises `Refused`.
 
-        Models that are idle go to sleep for one that is loaded, as for one that wakes.
+        Models go to sleep for one that is loaded, as for one that wakes. What they have given stays here until the
+        weights are in, and the rest of the pool is for others meanwhile.
         """
-        page, begin = self._page, time.monotonic_ns() // 1000
+        weights, end, loaded = self.weights, time.monotonic() + LOAD_WAIT, threading.Event()
+        asks = threading.Thread(target=self._ask, args=(loaded,), name="vmem-claim", daemon=True)
+        weights.reserve(max(min(size, self._pool.budget), 1))
+        asks.start()
+        try:
+            while weights.lacking():
+                if time.monotonic() >= end:
+                    raise Refused(f"{self._chosen.switch}_POOL={self._chosen.pool}: the other members did not give the "
+                                  f"{size} bytes of the weights within {LOAD_WAIT:.0f} s")  # fmt: skip
+                time.sleep(LOOK)
+            yield
+        finally:
+            loaded.set()
+            asks.join()
+            weights.reserve(0)
 
-        def lacks(missing: int) -> None:
+    def _ask(self, loaded: threading.Event) -> None:
+        """Publish what is lacking until the weights are in. Nothing of torch's: it may wait in an allocation."""
+        begin = time.monotonic_ns() // 1000
+        while not loaded.wait(LOOK):
+            self._lacks(self.weights.lacking())
+            self._claim(begin)
+        self._lacks(0)
+        self._claim(begin)
+
+    def _claim(self, begin: int) -> None:
+        """Publish what the engine's workers lack, as a model that wakes does."""
+        page = self._page
+        lacks = max(page.cells[control.SHORT : control.SHORT + control.RANKS])
+        if lacks:
             if not page[control.PID]:
                 control.claim(page)  # until the scheduler does
+            page[control.LACKING] = page[control.LACKING] or time.monotonic_ns() // 1000
             page[control.STATE], page[control.QUEUED], page[control.SINCE] = State.WAKING, 1, begin
-            page[control.LACKS], page[control.LACKING] = missing, begin
+            page[control.LACKS] = lacks
             page[control.BEAT] += 1
             page[control.SERVER_BEAT] += 1
-
-        there = self.weights.reserve(min(size, self._pool.budget), LOAD_WAIT, lacks)
-        for word in (control.STATE, control.QUEUED, control.SINCE, control.LACKS, control.LACKING):
-            page[word] = 0
-        if not there:
-            raise Refused(f"{self._chosen.switch}_POOL={self._chosen.pool}: the other members did not give the {size} "
-                          f"bytes of the weights within {LOAD_WAIT:.0f} s")  # fmt: skip
-        return self.weights.loading()
+        elif page[control.LACKS]:
+            for word in (control.STATE, control.QUEUED, control.SINCE, control.LACKS, control.LACKING):
+                page[word] = 0
 
     def falls_asleep(self) -> None:
         """Note how much memory torch caches, before the engine gives it to the driver."""

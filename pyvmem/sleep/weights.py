@@ -26,6 +26,7 @@ import torch
 
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
+from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.kv.pool import KVPool
 from pyvmem.lease import MIB, Lease, TorchPools
 from pyvmem.sleep.sums import Sums
@@ -158,7 +159,9 @@ class Weights:
         torch_pools.check()
         self._device = torch.device("cuda", context.device) if self._gpu else torch.device("cpu")
         # Others take segments one by one, and an allocation goes back whole: so allocations are small.
-        self.lease = Lease(pool, 0, PAGE, "all", LOAD_WAIT, context, name, torch_pools, LOAD_WAIT, True)
+        self.lease = Lease(pool, context, torch_pools, name=name, page_size=PAGE, wait=LOAD_WAIT, alloc_wait=LOAD_WAIT,
+                           small=True)  # fmt: skip
+        self._unreserved = 0  # bytes that are to be reserved
         self._lock = threading.RLock()
         self._copy = HostCopy(self._gpu)
         self._sum = Sums(self._device)
@@ -181,27 +184,41 @@ class Weights:
         with self.lease:
             yield
 
-    def reserve(self, size: int, seconds: float, lacks: Callable[[int], None]) -> bool:
-        """Have the other members give `size` bytes before the model is loaded; returns whether they did in time.
+    def reserve(self, size: int) -> None:
+        """Have the other members give `size` bytes, which stay here until the model is loaded; 0: it is.
+
+        `lacking` says how much has not come yet.
+        """
+        self._unreserved = -(-size // PAGE) * PAGE
+        if not size:
+            self.lease._reserve(0)
+
+    def lacking(self) -> int:
+        """Bytes that have not come of what is reserved, or for which the loading of the model waits."""
+        if self._unreserved:
+            try:
+                self.lease._reserve(self._unreserved)
+            except (OutOfMemory, VmemError):  # the minimums of other members are in the way, until these sleep
+                return self._unreserved
+            self._unreserved = 0
+        return self.lease.stats().lacking_bytes
+
+    def make_room(self, size: int, seconds: float, lacks: Callable[[int], None]) -> None:
+        """Have the other members give `size` bytes, and the driver have them, as far as they do in time.
+
+        The device may have less memory than the pool's budget. An allocation tells the pool, if it fails.
 
         lacks : called with the bytes that are missing before each attempt but the first.
         """
         pair, size = self.lease._pair, -(-size // PAGE) * PAGE
         device, end = self._device.index or 0, time.monotonic() + seconds
-        while size:
-            address = getattr(lib, f"vmem_torch_alloc_{pair}")(size, device, ffi.NULL)
-            if address != ffi.NULL:
-                getattr(lib, f"vmem_torch_free_{pair}")(address, size, device, ffi.NULL)
-                return True
+        while (address := getattr(lib, f"vmem_torch_alloc_{pair}")(size, device, ffi.NULL)) == ffi.NULL:
             if time.monotonic() >= end:
-                return False
+                break
             lacks(max(self.lease.stats().short_bytes, 1))
             time.sleep(0.02)
-        return True
-
-    def make_room(self, size: int, seconds: float, lacks: Callable[[int], None]) -> None:
-        """Have the other members give `size` bytes, and the driver have them, as far as they do in time."""
-        self.reserve(size, seconds, lacks)
+        else:
+            getattr(lib, f"vmem_torch_free_{pair}")(address, size, device, ffi.NULL)
         self.lease.trim()
         self.lease.context.trim()
 

@@ -71,19 +71,23 @@ class WorkerMixin:
 
             return Allocation(self._vmem_memory())
         if tag == "weights" and plugin.settings().weights:
-            loading: AbstractContextManager[Any] = self._vmem_memory().load(
-                self.device, _bytes_of_weights(self.vllm_config))  # type: ignore[attr-defined] # fmt: skip
+            loading: AbstractContextManager[Any] = self._vmem_memory().weights.loading()
             return loading
         given: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
         return given
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
-        weights = self._vmem.weights if self._vmem is not None else None
-        if weights is not None and self.device.type == "cpu":  # type: ignore[attr-defined] # torch has no pools there
-            runner = self.model_runner  # type: ignore[attr-defined]
-            drafter = getattr(getattr(runner, "drafter", None), "model", None)
-            weights.adopt([m for m in (runner.get_model(), drafter) if isinstance(m, torch.nn.Module)])
+        if not plugin.settings().weights:
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+            return
+        memory, device = self._vmem_memory(), self.device  # type: ignore[attr-defined]
+        with memory.claim(device, _bytes_of_weights(self.vllm_config)):  # type: ignore[attr-defined]
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+            if device.type == "cpu":  # torch has no pools there
+                runner = self.model_runner  # type: ignore[attr-defined]
+                drafter = getattr(getattr(runner, "drafter", None), "model", None)
+                models = [m for m in (runner.get_model(), drafter) if isinstance(m, torch.nn.Module)]
+                memory.weights.adopt(models)
 
     def compile_or_warm_up_model(self) -> Any:
         done = super().compile_or_warm_up_model()  # type: ignore[misc]

@@ -85,10 +85,10 @@ class WorkerMemory(BlockMemory):
 
     # ---- the start -------------------------------------------------------------------------------------------
 
-    def load(self, device: torch.device, size: int) -> AbstractContextManager[None]:
-        """The context in which vLLM loads the weights, as `Sleeper.load` has it."""
+    def claim(self, device: torch.device, size: int) -> AbstractContextManager[None]:
+        """The context in which vLLM loads the weights, as `Sleeper.claim` has it."""
         self._sleeper = Sleeper(self._page, self._rank, self._chosen, self.pool(device), device)
-        return self._sleeper.load(size)
+        return self._sleeper.claim(size)
 
     @property
     def weights(self) -> Weights | None:

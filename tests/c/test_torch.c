@@ -385,6 +385,87 @@ static void test_kept_pages_come_and_a_request_keeps_its_own(void)
     close_all();
 }
 
+static void await_lacking(uint64_t pages)
+{
+    while (stats().lacking_bytes > pages * test_page)
+        usleep(100);
+}
+
+// What is reserved stays with the lease before it is allocated, and comes as the others give.
+static void test_a_reservation_comes_and_stays(void)
+{
+    open_pool(200);
+    open_kv(0, 0);
+    open_lease(0, 60000);
+    ERR(vmem_torch_reserve(place, 201 * test_page), EINVAL, "bytes");
+    CHECK_EQ(stats().lacking_bytes, 0);
+    const uint32_t kept = kv_request(ROWS, 1), mine = kv_request(ROWS, 5000); // 80 pages each
+    OK(vmem_kv_free(kv, kept, 0));
+    OK(vmem_torch_reserve(place, 100 * test_page));
+    await_lacking(0); // 40 were free, and 60 of the kept ones came
+    CHECK_EQ(stats().held_bytes, 0);
+    uint32_t slot;
+    OK(k_alloc(kv, ROWS, &slot));
+    for (int i = 0; i < 3; i++) { // the cache asks, and the pool has nothing for it
+        CHECK(kv_step(slot, ROWS));
+        OK(vmem_kv_pool_wait(kv, 60000, NULL));
+    }
+    OK(vmem_kv_free(kv, slot, 0));
+    char *a = get(60 * test_page), *b = get(40 * test_page);
+    CHECK(a && b && !stats().waits);
+    mark(a, 60, 1);
+    OK(vmem_torch_reserve(place, 180 * test_page)); // with what it has
+    await_lacking(64);                              // the cache keeps some pages for its next steps
+    CHECK(stats().lacking_bytes >= 60 * test_page);
+    OK(vmem_kv_free(kv, mine, 0));
+    await_lacking(0);
+    uint32_t other;
+    struct vmem_torch_config cfg = {.size = sizeof cfg, .page_size = test_page};
+    OK(vmem_torch_open(ctx, pool, &cfg, &other));
+    ERR(vmem_torch_reserve(other, 21 * test_page), ENOMEM, "minimums");
+    OK(vmem_torch_reserve(place, 0));
+    OK(vmem_torch_reserve(other, 21 * test_page));
+    OK(vmem_torch_close(other));
+    CHECK_EQ(stats().lacking_bytes, 0);
+    verify(a, 60, 1);
+    kv_request(ROWS, 1); // what was not used is there for others
+    put(a);
+    put(b);
+    vmem_kv_destroy(kv);
+    close_all();
+}
+
+static void *end_a_request(void *place_and_slot)
+{
+    const uint32_t *const given = place_and_slot;
+    use(given[0]);
+    while (stats().waits < 5) // it goes on asking
+        usleep(100);
+    CHECK(stats().lacking_bytes >= 28 * test_page);
+    OK(vmem_kv_free(kv, given[1], 0));
+    return NULL;
+}
+
+// Another member gives nothing by itself, and does once its owner has seen what the lease lacks.
+static void test_beside_a_reservation_an_allocation_waits_although_it_is_refused(void)
+{
+    pthread_t thread;
+    open_pool(100);
+    open_kv(0, 0);
+    open_lease(0, 60000);
+    OK(vmem_torch_reserve(place, test_page));
+    uint32_t given[] = {place, kv_request(ROWS, 1)}; // 80 pages, and 2 for the next steps
+    CHECK(!pthread_create(&thread, NULL, end_a_request, given));
+    void *a = get(48 * test_page);
+    CHECK(a);
+    CHECK(!pthread_join(thread, NULL));
+    CHECK_EQ(stats().lacking_bytes, 0);
+    CHECK(!get(101 * test_page)); // at once: nobody could give them
+    put(a);
+    vmem_kv_destroy(kv);
+    close_all();
+}
+
 // Parked segments keep their pages until a neighbour asks, and no more segments go than it needs.
 static void test_parked_pages_go_when_somebody_asks(void)
 {
@@ -1031,6 +1112,8 @@ int main(int argc, char **argv)
     test_addresses_stay();
     test_large_segments();
     test_kept_pages_come_and_a_request_keeps_its_own();
+    test_a_reservation_comes_and_stays();
+    test_beside_a_reservation_an_allocation_waits_although_it_is_refused();
     test_parked_pages_go_when_somebody_asks();
     test_only_what_went_is_lost();
     test_leases_hand_their_memory_over();

@@ -25,7 +25,8 @@ def lease_of(pool, most=64 * MIB, *, cuda=None, context=None, fine=True, threads
     cuda = cuda or FakeCuda()
     context = context or pool._context(0) or pyvmem.Context("host")
     page_size = 64 << 10 if fine else 2 * MIB
-    return Lease(pool, most, page_size, threads, 60.0, context, "torch", cuda, 60.0), cuda
+    options = dict(name="torch", page_size=page_size, most=most, threads=threads, wait=60.0, alloc_wait=60.0)
+    return Lease(pool, context, cuda, **options), cuda
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ def reset(lease):
                          ids=["parked", "trim", "reset", "close"])  # fmt: skip
 def test_what_a_lease_gives_up_a_neighbour_gets(pool, neighbour, way):
     cuda, context = FakeCuda(), Context("host")
-    lease = Lease(pool, POOL, PAGE, "all", 60.0, context, "torch", cuda, 60.0)
+    lease = Lease(pool, context, cuda, name="torch", page_size=PAGE, most=POOL, wait=60.0, alloc_wait=60.0)
     other = neighbour(context)
     with lease:
         block = cuda.alloc(30 * MIB)

@@ -537,7 +537,7 @@ def test_a_worker_sleeps_on_whose_activations_have_no_room(worker, monkeypatch):
         monkeypatch.setattr(worker, "pool", lambda device: pool)
         context = Context("host")
         monkeypatch.setattr(worker, "context", lambda device: context)
-        with worker.load(torch.device("cpu"), 0):
+        with worker.claim(torch.device("cpu"), 0):
             worker.weights.adopt([torch.nn.Linear(512, 512)])
         worker.run(1)
         worker._page[control.RANKS_USED] = 1

@@ -239,6 +239,8 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uin
     if (!rc) {
         m->entry.min = min;
         m->entry.max = max;
+        if (min < min_before && m->entry.answer != VMEM_KV_DEFERRED) // only the minimum asked: see grant_free_budget
+            m->entry.needs = 0;
     }
     vmem__table_end(pool);
     if (!rc && m->unwritten) {

@@ -30,6 +30,7 @@
 #define SMALL_ARENA (UINT64_C(8) << 20)
 #define WAIT_MS 10000
 #define ASK_AGAIN_NS 3000000 // a pool repeats its refusal for 2 ms without asking its members
+#define PATIENT_NS 20000000  // between the questions of an allocation that waits although it is refused
 
 // After a step that was short of memory.
 enum next { GIVE_UP, ASK_AGAIN, WAIT };
@@ -72,6 +73,8 @@ struct lease {
     uint64_t moves; // how often one began
     uint64_t idle;  // bytes of IDLE segments
     uint32_t users; // calls that use the lease without the lock
+    // Bytes of the reservation, and those that a call waits for.
+    uint64_t reserved, awaited;
     vmem_context *ctx;
     vmem_kv *kv;
     bool gpu;
@@ -165,15 +168,17 @@ static int cache_step(struct lease *l, enum next *next)
         *next = WAIT;
     else if (l->shortage.refusal == VMEM_KV_IN_USE || l->shortage.refusal == VMEM_KV_AT_MINIMUM)
         *next = ASK_AGAIN;
+    else if (l->reserved && l->shortage.reason == VMEM_KV_SHORT_OF_DEVICE)
+        *next = ASK_AGAIN; // no member can give, but somebody outside the pool may
     return rc;
 }
 
 // Without the lock: until the pool takes the question that it has just refused once more.
-static void cache_pause(struct lease *l)
+static void cache_pause(struct lease *l, long ns)
 {
     l->users++;
     pthread_mutex_unlock(&l->lock);
-    nanosleep(&(struct timespec){.tv_nsec = ASK_AGAIN_NS}, NULL);
+    nanosleep(&(struct timespec){.tv_nsec = ns}, NULL);
     pthread_mutex_lock(&l->lock);
     l->users--;
 }
@@ -193,12 +198,16 @@ static bool cache_wait(struct lease *l, uint32_t ms)
 
 static void cache_offer(struct lease *l) { vmem__kv_offer(l->kv, l->idle, l->stats.parked_bytes - l->idle); }
 
+static int cache_reserve(struct lease *l, uint64_t bytes) { return vmem_kv_pool_set_share(l->kv, bytes, l->most); }
+
 static int cache_trim(struct lease *l) { return vmem_kv_reclaim(l->kv, 0, 0, NULL); }
 
-static uint64_t cache_held(struct lease *l)
+static void cache_stats(struct lease *l, uint64_t *held, uint64_t *budget)
 {
     struct vmem_kv_stats stats = {.size = sizeof stats};
-    return vmem_kv_get_stats(l->kv, &stats) ? 0 : stats.held_pages * l->page_size;
+    const int rc = vmem_kv_get_stats(l->kv, &stats);
+    *held = rc ? 0 : stats.held_pages * l->page_size;
+    *budget = rc ? 0 : stats.budget_pages * l->page_size;
 }
 
 // ---- segments, with the lock held --------------------------------------------------------------------------------------
@@ -348,12 +357,14 @@ static void sweep(struct lease *l)
 // True if an unpark has to back this segment.
 static bool lacks_pages(const struct slot *s) { return s->wanted && s->state == PARKED; }
 
-// Backs this segment, or all parked ones that are wanted (NULL), or none. Waits at most `ms` for the pool. A refusal is not final: a member
-// gives in portions, and finds more to give when it looks again. It is after three in which nothing more has come.
+// Backs this segment, or all parked ones that are wanted (NULL), or none. Waits at most `ms` for the pool. A refusal is
+// not final: a member gives in portions, and finds more to give when it looks again. It is after three in which nothing
+// more has come, but for an allocation beside a reservation.
 static int back_segments(struct lease *l, const struct slot *only, uint32_t ms)
 {
     const uint64_t until = vmem__now() + ms * UINT64_C(1000000);
     uint64_t least = UINT64_MAX;
+    int rc;
     for (unsigned vain = 0;;) {
         for (uint32_t i = 0; i < l->n_slots; i++) {
             const struct slot *s = &l->slots[i];
@@ -363,19 +374,22 @@ static int back_segments(struct lease *l, const struct slot *only, uint32_t ms)
                 l->lengths[i + k] = (int32_t)pages_in(l, s, k);
         }
         enum next next;
-        const int rc = cache_step(l, &next);
+        rc = cache_step(l, &next);
         memset(l->lengths, 0, l->n_slots * sizeof(*l->lengths));
         const uint64_t t = vmem__now();
         if (rc != -ENOMEM || next == GIVE_UP || t >= until)
-            return rc;
+            break;
+        l->awaited = l->stats.short_bytes;
         if (next == WAIT && cache_wait(l, (uint32_t)((until - t) / 1000000 + 1)))
             continue;
         vain = l->stats.short_bytes < least ? 0 : vain + 1;
-        if (vain == 2 || l->closing)
-            return rc;
+        if ((vain >= 2 && !(only && l->reserved)) || l->closing)
+            break;
         least = l->stats.short_bytes;
-        cache_pause(l);
+        cache_pause(l, vain >= 2 ? PATIENT_NS : ASK_AGAIN_NS);
     }
+    l->awaited = 0;
+    return rc;
 }
 
 // ---- entering and leaving ----------------------------------------------------------------------------------------------
@@ -467,7 +481,7 @@ static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const 
     l->n_slots = (uint32_t)(l->most / l->slot_bytes + 1) * 4 + EXTRA_SLOTS;
     l->users = l->n_ended = 0;
     l->moving = l->giving = l->closing = false;
-    l->moves = l->idle = 0;
+    l->moves = l->idle = l->reserved = l->awaited = 0;
     l->stats = (struct vmem_torch_stats){0};
     l->shortage = (struct vmem_kv_shortage){0};
     l->ended = c->ended;
@@ -788,6 +802,21 @@ int vmem_torch_unpark_segments(uint32_t place, const uint64_t *segments, size_t 
     return unpark_some(place, segments ? segments : none, n, wait_ms, missing, lost);
 }
 
+int vmem_torch_reserve(uint32_t place, uint64_t bytes)
+{
+    struct lease *l;
+    int rc = enter(place, &l);
+    if (rc)
+        return rc;
+    rc = check_open(l);
+    if (!rc && bytes > l->most)
+        rc = vmem__error(-EINVAL, "bytes %" PRIu64 " is more than the lease may have, %" PRIu64, bytes, l->most);
+    rc = rc ? rc : cache_reserve(l, bytes);
+    l->reserved = rc ? l->reserved : bytes;
+    leave(l);
+    return rc;
+}
+
 int vmem_torch_trim(uint32_t place)
 {
     struct lease *l;
@@ -816,7 +845,9 @@ int vmem_torch_get_stats(uint32_t place, struct vmem_torch_stats *out)
     if (rc)
         return rc;
     struct vmem_torch_stats stats = l->stats;
-    stats.held_bytes = cache_held(l);
+    uint64_t budget;
+    cache_stats(l, &stats.held_bytes, &budget);
+    stats.lacking_bytes = MAX(l->awaited, l->reserved > budget ? l->reserved - budget : 0);
     leave(l);
     return vmem__struct_give(out, &stats, sizeof stats, "out");
 }

@@ -1,0 +1,131 @@
+"""A model that is loaded beside busy ones gets its memory from them, and keeps it until the weights are in.
+
+SPDX-License-Identifier: MIT
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+from kv_pools import MIB, free, load, make
+
+import pyvmem
+from pyvmem import KVPool
+from pyvmem.engine import control
+from pyvmem.engine.control import State
+from pyvmem.engine.settings import Refused, Settings
+from pyvmem.sleep.sleeper import Sleeper
+
+CHOSEN = Settings("VMEM_ENGINE", on=True, pool="pool", weights=True)
+
+
+@pytest.fixture
+def pool():
+    with KVPool(budget=36 * MIB) as pool:
+        yield pool
+
+
+@pytest.fixture
+def busy(pool):
+    """A model whose requests take whatever they get."""
+    cache = make(pool, context=pyvmem.Context("host"))
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def page():
+    return control.private_page()
+
+
+@pytest.fixture
+def sleeper(pool, page):
+    made = Sleeper(page, 0, CHOSEN, pool, torch.device("cpu"))
+    yield made
+    made.weights.close()
+
+
+def net(size):
+    made = torch.nn.Module()
+    made.register_buffer("words", torch.arange(size // 8))
+    return made
+
+
+def other_models(page, give, seen):
+    """Those whose servers see what is lacking: they go to sleep one by one."""
+
+    def watch():
+        while give:
+            if page[control.LACKS]:
+                seen.append(
+                    (State(page[control.STATE]), page[control.QUEUED], page[control.SINCE], page[control.LACKS])
+                )
+                give.pop()()
+                told = page[control.LACKS]
+                while give and page[control.LACKS] == told:
+                    time.sleep(1e-3)
+            time.sleep(1e-3)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_what_others_gave_stays_until_the_weights_are_in(pool, page, busy, sleeper):
+    slots, seen = load(busy, 8, pool), []  # 32 of 36 MiB
+    watch = other_models(page, [lambda: free(busy, slots[2:])], seen)
+    with sleeper.claim(24 * MIB):
+        watch.join()
+        assert len(load(busy, 5, pool)) == 1  # what goes on takes nothing back: 12 MiB are for others
+        assert page[control.LACKS] == page[control.STATE] == page[control.QUEUED] == 0  # and others have their turns
+        model = net(24 * MIB)
+        sleeper.weights.adopt([model])
+    assert torch.equal(model.words, torch.arange(3 * MIB))
+    assert seen and seen[0][:2] == (State.WAKING, 1) and seen[0][2] > 0 and 20 * MIB <= seen[0][3] <= 24 * MIB
+    (claim,) = [m for m in pool.members() if m.name.startswith("weights")]
+    assert claim.min == 0
+
+
+def test_memory_beyond_the_reservation_is_waited_for_and_asked_for(pool, page, busy, sleeper):
+    """The weights are larger than their files, or nobody knows how large they are."""
+    slots, seen = load(busy, 8, pool), []
+    with sleeper.claim(0):
+        watch = other_models(page, [lambda: free(busy, slots[2:])], seen)
+        sleeper.weights.adopt([net(22 * MIB)])
+        watch.join()
+    assert seen and seen[0][0] == State.WAKING
+    assert page[control.LACKS] == page[control.STATE] == 0
+
+
+def test_weights_that_nobody_makes_room_for_are_refused_in_time(pool, page, busy, sleeper, monkeypatch):
+    slots = load(busy, 8, pool)
+    monkeypatch.setattr("pyvmem.sleep.sleeper.LOAD_WAIT", 0.2)
+    with pytest.raises(Refused, match="VMEM_ENGINE_POOL=pool: the other members did not give"), sleeper.claim(24 * MIB):
+        raise AssertionError("loaded")
+    assert page[control.LACKS] == page[control.STATE] == 0
+    free(busy, slots)
+    assert len(load(busy, 8, pool)) == 8  # nothing of the claim is left
+
+
+def test_a_load_that_fails_leaves_no_claim(pool, page, busy, sleeper):
+    with pytest.raises(OSError, match="no file"), sleeper.claim(24 * MIB):
+        raise OSError("no file")
+    assert len(load(busy, 8, pool)) == 8
+
+
+def test_one_worker_that_has_all_does_not_end_the_claim_of_another(pool, page, busy, sleeper):
+    page.cells[control.SHORT + 1] = 5 * MIB  # as it has published
+    with sleeper.claim(2 * MIB):
+        while not page[control.LACKS]:
+            time.sleep(1e-3)
+    assert page[control.STATE] == State.WAKING and page[control.LACKS] == 5 * MIB
+
+
+def test_minimums_of_others_are_in_the_way_until_they_sleep(pool, page, busy, sleeper):
+    other, seen = make(pool, "awake", context=pyvmem.Context("host"), pool_min=30 * MIB), []
+    watch = other_models(page, [other.close], seen)
+    with sleeper.claim(24 * MIB):
+        watch.join()
+        sleeper.weights.adopt([net(24 * MIB)])
+    assert seen[0][3] == 24 * MIB
