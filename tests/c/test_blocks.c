@@ -605,6 +605,21 @@ static void ends_in_use(void)
     }
 }
 
+// Two engines of n blocks in a pool of so many pages. Their boards are empty.
+static void make_two(vmem_blocks *b[2], uint32_t n, uint64_t pages, vmem_kv_pool **pool)
+{
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = pages * P};
+    memset(boards, 0, sizeof boards);
+    OK(vmem_kv_pool_create(&cfg, pool));
+    for (uint32_t i = 0; i < 2; i++) {
+        const struct vmem_block_range range = {.addr = base + i * n * P, .bytes = P, .block_stride = P, .layers = 1};
+        const struct vmem_blocks_config c =
+            {.size = sizeof c, .ranges = &range, .n_ranges = 1, .blocks = n, .page_size = P, .board = &boards[i]};
+        OK(vmem_blocks_create(ctx, &c, &b[i]));
+        OK(vmem_blocks_join(b[i], *pool, "engine", 0, 0));
+    }
+}
+
 static uint64_t pool_free(vmem_kv_pool *pool)
 {
     struct vmem_kv_pool_info info = {.size = sizeof info};
@@ -617,20 +632,11 @@ static uint64_t pool_free(vmem_kv_pool *pool)
 static void in_a_pool(void)
 {
     enum { N = 32 };
-    memset(boards, 0, sizeof boards);
     vmem_blocks *b[2];
     vmem_kv_pool *pool;
     uint32_t ids[N];
     uint64_t fence, seq;
-    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = (N + 4) * P};
-    OK(vmem_kv_pool_create(&cfg, &pool));
-    for (uint32_t i = 0; i < 2; i++) {
-        const struct vmem_block_range range = {.addr = base + i * N * P, .bytes = P, .block_stride = P, .layers = 1};
-        const struct vmem_blocks_config c =
-            {.size = sizeof c, .ranges = &range, .n_ranges = 1, .blocks = N, .page_size = P, .board = &boards[i]};
-        OK(vmem_blocks_create(ctx, &c, &b[i]));
-        OK(vmem_blocks_join(b[i], pool, "engine", 0, 0));
-    }
+    make_two(b, N, N + 4, &pool);
     for (uint32_t i = 0; i < N; i++)
         ids[i] = i;
     OK(vmem_blocks_back(b[0], ids, N, 0, NULL));
@@ -680,6 +686,28 @@ static void in_a_pool(void)
     vmem_kv_pool_destroy(pool);
 }
 
+// An engine that offered once and never does again is asked to shrink, by one that then leaves. It is not refused for ever.
+static void an_engine_that_offers_once(void)
+{
+    enum { N = 32 };
+    vmem_kv_pool *pool;
+    vmem_blocks *b[2];
+    uint32_t ids[N];
+    make_two(b, N, N + 4, &pool);
+    for (uint32_t i = 0; i < N; i++)
+        ids[i] = i;
+    OK(vmem_blocks_back(b[0], ids, 20, 0, NULL));
+    OK(vmem_blocks_offer(b[0], 10 * P));
+    while (!__atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED))
+        (void)vmem_blocks_ask(b[1], 30 * P, NULL);
+    vmem_blocks_destroy(b[1]);
+    while (vmem_blocks_back(b[0], ids, N, 0, NULL))
+        sched_yield();
+    CHECK_EQ(boards[0].shrink_to, 0);
+    vmem_blocks_destroy(b[0]);
+    vmem_kv_pool_destroy(pool);
+}
+
 // A member that was idle asks for more than is free. What it claims of that does not go back before the others have given
 // the rest: it would be the answer to its own question.
 static void an_idle_members_question(void)
@@ -687,18 +715,9 @@ static void an_idle_members_question(void)
     enum { N = 32, FREE = 16 };
     vmem_kv_pool *pool;
     vmem_blocks *b[2];
-    memset(boards, 0, sizeof boards);
     uint32_t ids[N];
     uint64_t missing, to = 0;
-    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = (N + FREE) * P};
-    OK(vmem_kv_pool_create(&cfg, &pool));
-    for (uint32_t i = 0; i < 2; i++) {
-        const struct vmem_block_range range = {.addr = base + i * N * P, .bytes = P, .block_stride = P, .layers = 1};
-        const struct vmem_blocks_config c =
-            {.size = sizeof c, .ranges = &range, .n_ranges = 1, .blocks = N, .page_size = P, .board = &boards[i]};
-        OK(vmem_blocks_create(ctx, &c, &b[i]));
-        OK(vmem_blocks_join(b[i], pool, "engine", 0, 0));
-    }
+    make_two(b, N, N + FREE, &pool);
     for (uint32_t i = 0; i < N; i++)
         ids[i] = i;
     OK(vmem_blocks_back(b[1], ids, FREE, 0, NULL));
@@ -957,6 +976,7 @@ int main(int argc, char **argv)
     threads();
     ends_in_use();
     in_a_pool();
+    an_engine_that_offers_once();
     an_idle_members_question();
     a_driver_that_unmaps_nothing();
     a_row_stays_while_pages_do(false);

@@ -172,6 +172,9 @@ void vmem__blocks_wait(vmem_blocks *b, pthread_cond_t *on, uint64_t ns);
 
 // ---- member.c. With the lock held.
 
+// Ends the pool's request to shrink if it has lapsed. Whoever would be refused by it looks first: an engine may never offer
+// again.
+void vmem__blocks_lapse(vmem_blocks *b);
 // Raises the budget by what is free in the pool, as vmem__pool_claim does.
 void vmem__blocks_claim(vmem_blocks *b, uint64_t least, uint64_t most);
 // Asks the pool's other members for pages that an order lacks, and waits for them a moment. True: look again. False:

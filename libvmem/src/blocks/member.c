@@ -85,6 +85,14 @@ static const struct vmem__member_ops ops = {
 
 // ---- what the engine calls --------------------------------------------------------------------------------------
 
+void vmem__blocks_lapse(vmem_blocks *b)
+{
+    if (b->shrink_to != UINT64_MAX && (!b->offer || vmem__now() > b->shrink_until)) {
+        b->shrink_to = UINT64_MAX;
+        vmem__blocks_publish(b);
+    }
+}
+
 void vmem__blocks_claim(vmem_blocks *b, uint64_t least, uint64_t most)
 {
     b->budget += vmem__pool_claim(b->member, b->budget, least, most);
@@ -155,6 +163,7 @@ int vmem_blocks_ask(vmem_blocks *b, uint64_t bytes, uint64_t *missing)
     int rc = enter_member(b);
     if (rc)
         return rc;
+    vmem__blocks_lapse(b);
     const uint64_t want = (bytes >> b->page_shift) + (bytes & (b->page_size - 1) ? 1 : 0) + b->held;
     uint32_t why;
     if (want > b->budget)
@@ -185,10 +194,7 @@ int vmem_blocks_offer(vmem_blocks *b, uint64_t bytes)
     const uint64_t before = b->offer;
     b->offer = bytes >> b->page_shift;
     b->keeps = sat_sub(b->held, b->offer);
-    if (b->shrink_to != UINT64_MAX && (!b->offer || vmem__now() > b->shrink_until)) {
-        b->shrink_to = UINT64_MAX;
-        vmem__blocks_publish(b);
-    }
+    vmem__blocks_lapse(b);
     if (b->offer > before)
         vmem__pool_wake(b->member);
     return vmem__blocks_leave(b, 0);

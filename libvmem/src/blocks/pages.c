@@ -236,6 +236,8 @@ static int map_batch(vmem_blocks *b, struct block_call *c, struct page_batch *w)
     const bool over = c->flags & VMEM_BLOCKS_OVER;
     if (b->member && b->held > b->budget)
         vmem__blocks_claim(b, over ? b->held - b->budget : 0, b->held - b->budget);
+    if (b->held > b->shrink_to)
+        vmem__blocks_lapse(b);
     c->missing_pages = b->held > b->budget && b->held <= b->shrink_to ? b->held - b->budget : 0;
     if (b->held > (b->budget < b->shrink_to ? b->budget : b->shrink_to) && !over)
         rc = vmem__error(-ENOMEM, "%" PRIu64 " pages more exceed the budget of %" PRIu64 ": %" PRIu64 " are held", w->n,
