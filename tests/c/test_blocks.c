@@ -120,6 +120,8 @@ static void errors(void)
     BAD_RANGE("overlap", base, 0, P, P, UINT32_MAX, 0);
     BAD_RANGE("overlap", base, P, P, P, 2, 0);
     BAD_RANGE("overlap", base, 4 * P, P - 1, P, 2, 0);
+    BAD_RANGE("cfg->ranges[1]: its block 2 would own bytes of block 3 in cfg->ranges[0]", base + P, 0, P, P, 1, 0);
+    BAD_RANGE("would own bytes", base, 0, 2 * P, P, 1, 0);
     BAD(budget, P - 1, "cfg->budget");
 
     b = simple(4, 0);
@@ -588,6 +590,46 @@ static void threads(void)
     vmem_blocks_destroy(b);
 }
 
+// Of ranges at random, those are refused of which two blocks would own the same bytes.
+static void ranges_meet(void)
+{
+    const uint64_t unit = P / 4;
+    uint64_t seed = 1, refused = 0, made = 0;
+    for (uint32_t i = 0; i < 3000; i++) {
+        const uint32_t blocks = 1 + rnd(&seed) % 4;
+        struct vmem_block_range r[2];
+        uint8_t owner[256] = {0};
+        bool clash[2] = {0};
+        for (uint32_t k = 0; k < 2; k++) {
+            r[k] = (struct vmem_block_range){.addr = base + rnd(&seed) % 8 * unit,
+                                             .layer_stride = rnd(&seed) % 12 * unit,
+                                             .block_stride = rnd(&seed) % 8 * unit,
+                                             .bytes = (1 + rnd(&seed) % 2) * unit,
+                                             .layers = 1 + (uint32_t)(rnd(&seed) % 3)};
+            for (uint32_t b = 0; b < blocks; b++)
+                for (uint32_t l = 0; l < r[k].layers; l++)
+                    for (uint64_t at = 0; at < r[k].bytes; at += unit) {
+                        uint8_t *u =
+                            &owner[(r[k].addr + l * r[k].layer_stride + b * r[k].block_stride + at - base) / unit];
+                        clash[k] |= *u && *u != b + 1;
+                        *u = (uint8_t)(b + 1);
+                    }
+        }
+        const struct vmem_blocks_config c =
+            {.size = sizeof c, .ranges = r, .n_ranges = 2, .blocks = blocks, .page_size = P};
+        vmem_blocks *b;
+        const int rc = vmem_blocks_create(ctx, &c, &b);
+        if (rc && !strstr(vmem_last_error(), "would own bytes")) // a range of its own is refused for less
+            continue;
+        CHECK_EQ(rc ? 1 : 0, clash[0] || clash[1]);
+        refused += rc != 0;
+        made += rc == 0;
+        if (!rc)
+            vmem_blocks_destroy(b);
+    }
+    CHECK(refused > 100 && made > 100);
+}
+
 // Objects end while orders and unbacks wait.
 static void ends_in_use(void)
 {
@@ -963,6 +1005,7 @@ int main(int argc, char **argv)
     P = test_page;
     OK(vMemReserve(ctx, RESERVED, 0, &base));
     errors();
+    ranges_meet();
     fences_of_others();
     direct();
     shared();

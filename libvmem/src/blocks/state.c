@@ -41,6 +41,46 @@ static bool overlap(const struct vmem_block_range *r, uint32_t blocks)
             parts_overlap(all, r->layer_stride, r->layers, &all));
 }
 
+// The parts of all blocks in one layer of a range.
+struct row {
+    uint64_t addr, stride, bytes;
+};
+
+// Whether part i of one row shares bytes with a part of the other that is not its i-th; *k: which.
+static bool meets_another(const struct row *a, uint32_t i, const struct row *b, uint32_t blocks, uint32_t *k)
+{
+    const uint64_t start = a->addr + i * a->stride, end = start + a->bytes; // of the other row, [lo, hi] reach into it
+    if (end <= b->addr)
+        return false;
+    const uint64_t past = start - b->addr, before = end - 1 - b->addr, stride = b->stride ? b->stride : 1;
+    const uint64_t hi = before / stride < blocks - 1 ? before / stride : blocks - 1;
+    const uint64_t lo = start < b->addr + b->bytes ? 0 : (past - b->bytes) / stride + 1;
+    if (lo > hi)
+        return false;
+    *k = (uint32_t)(lo == i ? hi : lo);
+    return *k != i;
+}
+
+// True if two blocks own the same bytes, one by the range r and the other by s. Rows of one stride meet everywhere as they
+// do at their ends.
+static bool share_bytes(const struct vmem_block_range *r, const struct vmem_block_range *s, uint32_t blocks,
+                        uint32_t *one, uint32_t *other)
+{
+    for (uint32_t i = 0; i < r->layers; i++)
+        for (uint32_t k = 0; k < s->layers; k++) {
+            const struct row a = {r->addr + i * r->layer_stride, r->block_stride, r->bytes};
+            const struct row b = {s->addr + k * s->layer_stride, s->block_stride, s->bytes};
+            const uint32_t step = a.stride == b.stride && blocks > 1 ? blocks - 1 : 1;
+            if (a.addr + (blocks - 1) * a.stride + a.bytes <= b.addr ||
+                b.addr + (blocks - 1) * b.stride + b.bytes <= a.addr)
+                continue;
+            for (uint64_t n = 0; n < blocks; n += step)
+                if (meets_another(&a, *one = (uint32_t)n, &b, blocks, other))
+                    return true;
+        }
+    return false;
+}
+
 static int check_range(vmem_context *ctx, const struct vmem_blocks_config *cfg, const struct vmem_block_range *r)
 {
     if (!r->bytes || !r->layers || r->reserved)
@@ -78,6 +118,17 @@ static int check_config(vmem_context *ctx, const struct vmem_blocks_config *cfg)
         if (rc)
             vmem__error(rc, "cfg->ranges[%u]: %s", i, vmem_last_error());
     }
+    for (uint32_t i = 0; i < cfg->n_ranges && !rc; i++)
+        for (uint32_t k = 0; k < i && !rc; k++) {
+            uint32_t one, other;
+            if (last_byte(&cfg->ranges[i], cfg->blocks) < cfg->ranges[k].addr ||
+                last_byte(&cfg->ranges[k], cfg->blocks) < cfg->ranges[i].addr)
+                continue;
+            if (share_bytes(&cfg->ranges[k], &cfg->ranges[i], cfg->blocks, &one, &other))
+                rc = vmem__error(-EINVAL,
+                                 "cfg->ranges[%u]: its block %u would own bytes of block %u in cfg->ranges[%u]", i,
+                                 other, one, k);
+        }
     return rc;
 }
 
