@@ -38,9 +38,10 @@ struct vmem_torch_config {
     uint32_t flags;     // VMEM_TORCH_*
     uint64_t most;      // bytes of pages (the pool's budget)
     uint64_t page_size; // (2 MiB). Smaller pages also fit where no 2 MiB are consecutive, and take longer to map
-    uint32_t wait_ms;   // the longest that an allocation waits for what other members give back (10000)
-    uint32_t pad;       // 0
-    const char *name;   // of the pool's member ("torch")
+    uint32_t wait_ms; // the longest that an allocation waits for what other members give back (10000). If none of them
+                      // can give and nothing has come for a second, it ends
+    uint32_t pad;     // 0
+    const char *name; // of the pool's member ("torch")
     // Optional: called once, when the lease has given everything back and its place is free. It may run in a thread that
     // frees a segment, and must not call this lease.
     void (*ended)(void *arg);

@@ -314,6 +314,7 @@ _MUTANTS = [
      replace("users && !l->stats.segments", "users"), "test_torch"),
     ("a child uses its parent's lease", "torch/enter_pair", never("getpid"), "test_torch"),
     ("a step repeats what the last one backed", "torch/back_segments", drop("memset"), "test_torch"),
+    ("a refusal is final at once", "torch/back_segments", replace("> FINAL_NS", ">= 0", n=1), "test_torch"),
     ("an allocation does not wait for the pool", "torch/cache_step", never("coming_pages"), "test_torch"),
     ("an unpark that fails leaves segments without pages", "torch/unpark_some",
      replace("if (!rc) revive", "revive"), "test_torch"),

@@ -385,6 +385,35 @@ static void test_kept_pages_come_and_a_request_keeps_its_own(void)
     close_all();
 }
 
+// A cache gives only as its own requests end, one now and then. A lease that waits does not take its refusals for final.
+static void *end_slowly(void *arg)
+{
+    const uint32_t *slots = arg;
+    for (uint32_t i = 0; i < 4; i++) {
+        usleep(150000);
+        OK(vmem_kv_free(kv, slots[i], 0));
+        OK(vmem_kv_reclaim(kv, 0, 0, NULL));
+    }
+    return NULL;
+}
+static void test_a_cache_that_gives_slowly(void)
+{
+    uint32_t slots[4];
+    pthread_t thread;
+    open_pool(100);
+    open_kv(0, 0);
+    open_lease(0, 60000);
+    for (uint32_t i = 0; i < 4; i++)
+        slots[i] = kv_request(40, 1); // 20 pages each
+    CHECK_EQ(pthread_create(&thread, NULL, end_slowly, slots), 0);
+    char *a = get(90 * test_page);
+    CHECK(a);
+    pthread_join(thread, NULL);
+    put(a);
+    vmem_kv_destroy(kv);
+    close_all();
+}
+
 static void await_lacking(uint64_t pages)
 {
     while (stats().lacking_bytes > pages * test_page)
@@ -1112,6 +1141,7 @@ int main(int argc, char **argv)
     test_addresses_stay();
     test_large_segments();
     test_kept_pages_come_and_a_request_keeps_its_own();
+    test_a_cache_that_gives_slowly();
     test_a_reservation_comes_and_stays();
     test_beside_a_reservation_an_allocation_waits_although_it_is_refused();
     test_parked_pages_go_when_somebody_asks();

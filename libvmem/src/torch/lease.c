@@ -31,6 +31,7 @@
 #define WAIT_MS 10000
 #define ASK_AGAIN_NS 3000000 // a pool repeats its refusal for 2 ms without asking its members
 #define PATIENT_NS 20000000  // between the questions of an allocation that waits although it is refused
+#define FINAL_NS 1000000000  // a refusal is final if nothing comes for so long
 
 // After a step that was short of memory.
 enum next { GIVE_UP, ASK_AGAIN, WAIT };
@@ -358,14 +359,14 @@ static void sweep(struct lease *l)
 static bool lacks_pages(const struct slot *s) { return s->wanted && s->state == PARKED; }
 
 // Backs this segment, or all parked ones that are wanted (NULL), or none. Waits at most `ms` for the pool. A refusal is
-// not final: a member gives in portions, and finds more to give when it looks again. It is after three in which nothing
-// more has come, but for an allocation beside a reservation.
+// not final: a member gives in portions, and finds more to give when its own users have freed something. It is when
+// nothing more has come for a second, but for an allocation beside a reservation.
 static int back_segments(struct lease *l, const struct slot *only, uint32_t ms)
 {
     const uint64_t until = vmem__now() + ms * UINT64_C(1000000);
-    uint64_t least = UINT64_MAX;
+    uint64_t least = UINT64_MAX, came = 0;
     int rc;
-    for (unsigned vain = 0;;) {
+    for (;;) {
         for (uint32_t i = 0; i < l->n_slots; i++) {
             const struct slot *s = &l->slots[i];
             if (only ? s != only : !lacks_pages(s))
@@ -382,11 +383,13 @@ static int back_segments(struct lease *l, const struct slot *only, uint32_t ms)
         l->awaited = l->stats.short_bytes;
         if (next == WAIT && cache_wait(l, (uint32_t)((until - t) / 1000000 + 1)))
             continue;
-        vain = l->stats.short_bytes < least ? 0 : vain + 1;
-        if ((vain >= 2 && !(only && l->reserved)) || l->closing)
+        if (l->stats.short_bytes < least) {
+            least = l->stats.short_bytes;
+            came = t;
+        }
+        if ((t - came > FINAL_NS && !(only && l->reserved)) || l->closing)
             break;
-        least = l->stats.short_bytes;
-        cache_pause(l, vain >= 2 ? PATIENT_NS : ASK_AGAIN_NS);
+        cache_pause(l, t - came > FINAL_NS / 20 ? PATIENT_NS : ASK_AGAIN_NS);
     }
     l->awaited = 0;
     return rc;
