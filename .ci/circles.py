@@ -15,7 +15,7 @@ TOP = Path(__file__).resolve().parent.parent
 SOURCES = TOP / "libvmem/src"
 # {folder: its files and folders, from below}
 ORDER = {
-    "driver": ["abi", "libcuda", "rm", "uvm", "kmod", "reserve", "stamp"],
+    "driver": ["abi", "libcuda", "rm", "uvm", "kmod", "reserve", "stamp", "kernels"],
     "backend": ["absent", "gpu", "host/fork", "host/memory", "host/host", "cuda/cuda", "stock/pages", "stock/alias",
                 "stock/stock", "uvm/batch", "uvm/arena", "uvm/uvm", "backends"],
     "core": ["error", "call", "reservation", "restore", "data", "arena", "batch", "map", "unmap", "drop",
@@ -24,7 +24,7 @@ ORDER = {
     "blocks": ["state", "queue", "member", "pages", "worker", "blocks"],
     "kv": ["turn", "layout", "shared", "slot", "pages", "runs", "check", "budget", "gate",
            "reclaim", "compact", "request", "worker", "step", "admit", "attach", "cache", "member"],
-    "torch": ["device", "lease"],
+    "torch": ["lease"],
 }  # fmt: skip
 
 

@@ -41,6 +41,7 @@ builder = FFI()
 for path in headers():
     builder.cdef(declarations(path.read_text()))
 builder.cdef('extern "Python" int pv_run_handlers(void);')  # pyvmem/errors.py
+builder.cdef('extern "Python" int pv_is_capturing(void);')  # pyvmem/tensor.py
 builder.set_source(
     "pyvmem._ffi",
     "".join(f'#include "{path.name}"\n' for path in headers()),

@@ -163,9 +163,10 @@ class Blocks(_Owned):
         return f"<pyvmem.blocks.Blocks {self.blocks} blocks{', closed' if self.closed else ''}>"
 
     def close(self) -> None:
-        """Unmap all blocks, which no kernel in flight may access. Orders that have not begun are dropped.
+        """Unmap all blocks once all kernels of the device have ended. Orders that have not begun are dropped.
 
-        Calls in progress in other threads finish first; the last of them ends the blocks.
+        Calls in progress in other threads finish first; the last of them ends the blocks. While a CUDA graph is
+        captured, the pages stay until later.
         """
         self._drop()
 

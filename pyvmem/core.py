@@ -315,6 +315,7 @@ class Context(_Owned):
             Bytes returned.
         """
         freed = ffi.new("uint64_t *")
+        lib.pv_end_put_off()
         _check(lib.vmem_trim(self._use(), freed))
         return int(freed[0])
 

@@ -83,11 +83,11 @@ def _error(number: int, text: str, index: int | None = None) -> VmemError:
 _raised: list[BaseException] = []
 
 
-def _keep(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def keep_raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     _raised.append(error)
 
 
-@ffi.def_extern(error=1, onerror=_keep)  # type: ignore[untyped-decorator]
+@ffi.def_extern(error=1, onerror=keep_raised)  # type: ignore[untyped-decorator]
 def pv_run_handlers() -> int:
     for _ in range(2):  # the interpreter runs them when a function begins and when a loop goes round
         pass

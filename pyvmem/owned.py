@@ -164,8 +164,10 @@ def _check_context(context: Any) -> None:
 class Reservation(_Owned):
     """A range of addresses: `addr` and `length`, in bytes. Made by `Context.reserve`.
 
-    Closing it unmaps everything there, releases the pages that `commit` created, and frees the addresses when the last
-    tensor over them is gone. It keeps pages that were mapped through `map` alive until they are closed.
+    Closing it, or dropping the last reference, unmaps everything there, releases the pages that `commit` created, and
+    frees the addresses, when the last tensor over them is gone and all kernels of the device have ended. It keeps pages
+    that were mapped through `map` alive until they are closed. No kernel in flight may access what `unmap` or
+    `decommit` gives up.
 
     Offsets and lengths are in bytes and must lie within the reservation; otherwise, `InvalidArgument` names the one
     that does not.
@@ -177,16 +179,14 @@ class Reservation(_Owned):
     addr: int
     length: int
 
-    def __init__(
-        self, context: Context, length: SupportsIndex, *, backdrop: bool = False, device: int | None = None
-    ) -> None:
+    def __init__(self, context: Context, length: SupportsIndex, *, backdrop: bool = False) -> None:
         _check_context(context)
         length = uint("length", length)
         if flag("backdrop", backdrop) and "backdrop" not in context.capabilities:
             raise VmemError(errno.EOPNOTSUPP, f"backdrop=True: the {context.backend} backend has no backdrop")
         flags = lib.VMEM_RESERVE_BACKDROP if backdrop else 0
         owner, addr = self._new_owner(context._owned()), ffi.new("uint64_t *")
-        _check(lib.pv_own_range(owner, length, flags, -1 if device is None else device, addr))
+        _check(lib.pv_own_range(owner, length, flags, addr))
         self._own(owner, context._use())
         self.context = context
         self.addr = addr[0]
@@ -419,7 +419,8 @@ class Pages(_Owned):
     """Physical pages of one size: ``handles`` (uint64[n], read-only) and ``page_size`` (bytes).
 
     Made by `Context.create`. Closing them, or dropping the last reference, unmaps them wherever they are mapped and
-    frees them. A `Reservation` that they were mapped into holds a reference until it is closed.
+    frees them, once all kernels of the device have ended. A `Reservation` that they were mapped into holds a reference
+    until it is closed.
     """
 
     _what = "pages object"

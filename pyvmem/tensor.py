@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import atexit
 import copy
 import ctypes
 import errno
@@ -21,7 +22,7 @@ from pyvmem._checks import flag, integer, one_of, shown
 from pyvmem._ffi import ffi, lib
 from pyvmem.checked import Checker
 from pyvmem.core import Context, Reservation, default_context
-from pyvmem.errors import InvalidArgument, OutOfMemory
+from pyvmem.errors import InvalidArgument, OutOfMemory, keep_raised
 from pyvmem.owned import Uncopyable, backed_bytes, check_process
 
 _DEVICE_CPU, _DEVICE_CUDA = 1, 2  # DLPack's DLDeviceType
@@ -34,6 +35,16 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _free_capsule = int(ffi.cast("uintptr_t", ffi.addressof(lib, "pv_dlpack_capsule_free")))
 
 MAX_BYTES = 1 << 46  # of a reservation
+
+
+@ffi.def_extern(error=1, onerror=keep_raised)  # type: ignore[untyped-decorator]
+def pv_is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+# Whatever ends meanwhile is put off (pyvmem/native/owner.c).
+lib.pv_watch_captures(lib.pv_is_capturing)
+atexit.register(lib.pv_watch_captures, ffi.NULL)
 
 
 def tensor_at(
@@ -215,7 +226,7 @@ class VirtualTensor(Uncopyable):
         # Reentrant, because a signal handler may commit while this thread does.
         self._lock = threading.RLock()
         length = max(-(-self.nbytes // page_size) * page_size, page_size)
-        self._range = Reservation(context, length, backdrop=backdrop, device=device.index if gpu else None)
+        self._range = Reservation(context, length, backdrop=backdrop)
         self._tensor: torch.Tensor | None = tensor_at(
             self._range._owned(), self._range.addr, shape, dtype, device,
             checker=(functools.partial(_unbacked, weakref.ref(self._range), self._row_bytes, backdrop), page_size),

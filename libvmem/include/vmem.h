@@ -73,7 +73,8 @@ struct vmem_options {
 // If opts is NULL, all options have their defaults. The GPU backends retain the device's primary CUDA context.
 int vmem_context_create(const struct vmem_options *opts, vmem_context **out);
 // Unmaps, releases and frees everything that the context still holds. NULL is allowed. Waits for calls in other threads
-// to return; no new call may start.
+// to return; no new call may start. It waits for no kernel, nor does any call that unmaps, releases or frees: no kernel in
+// flight may access what goes.
 void vmem_context_destroy(vmem_context *ctx);
 
 // Makes long calls interruptible. vMemCreate, vmem_commit and vmem_prealloc call interrupted(arg) after about every

@@ -454,6 +454,7 @@ class KVCache(_Owned):
             _check(rc)
         raw = structure("vmem_kv_shortage")
         _check(lib.vmem_kv_last_shortage(raw))  # libvmem keeps it for each thread
+        lib.pv_end_put_off()  # for the next attempt
         self._last.shortage = shortage = shortage_of(raw)
         if not shortage.reason:  # such as ENOMEM of the system
             _check(rc)
@@ -677,9 +678,7 @@ class KVCache(_Owned):
         VmemError
             EBUSY: another thread makes a step of the slot meanwhile, or the current stream is being captured.
         """
-        slot = uint("slot", slot, 32)
-        if self.tensors and self.tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise VmemError(errno.EBUSY, f"slot {slot}: a captured step has not run: swap before or after the capture")
+        slot = self._to_swap(slot)
         step = self.last_step
         tokens = self.slot(slot).tokens  # after the step's number: a step in between is noticed
         rows = self._rows(slot)
@@ -699,6 +698,12 @@ class KVCache(_Owned):
             else:
                 self._swapped[slot] = before
             raise
+
+    def _to_swap(self, slot: SupportsIndex) -> int:
+        slot = uint("slot", slot, 32)
+        if self.tensors and self.tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise VmemError(errno.EBUSY, f"slot {slot}: a captured step has not run: swap before or after the capture")
+        return slot
 
     def _rows(self, slot: int) -> list[torch.Tensor]:
         """For each tensor, a view of the rows of a slot that its request can read."""
@@ -724,8 +729,10 @@ class KVCache(_Owned):
         ------
         ValueError
             The slot is not swapped out.
+        VmemError
+            EBUSY: the current stream is being captured.
         """
-        kv, slot = self._ready(), uint("slot", slot, 32)
+        kv, slot = self._ready(), self._to_swap(slot)
         host = self._swapped.get(slot)
         if host is None:
             raise ValueError(f"slot {slot} is not swapped out")
@@ -737,6 +744,7 @@ class KVCache(_Owned):
             raise
         except BaseException:  # also Ctrl-C: the slot has pages, and not all rows
             if self.slot(slot).state == "active":
+                lib.pv_wait_for_kernels(self.context._use())  # copies may be in flight
                 lib.vmem_kv_swap_out(self._use(), slot, self.slot(slot).tokens, self.last_step)
             raise
         self._swapped.pop(slot, None)  # close() in another thread may have taken it
@@ -779,6 +787,7 @@ class KVCache(_Owned):
         """
         freed, least = ffi.new("uint64_t *"), 2**64 - 1 if bytes is None else uint("bytes", bytes)
         flags = lib.VMEM_KV_COMPACT if flag("compact", compact) else 0
+        lib.pv_end_put_off()
         _check(lib.vmem_kv_reclaim(self._ready(), least, flags, freed))
         return int(freed[0])
 
@@ -829,7 +838,7 @@ class KVCache(_Owned):
     def close(self) -> None:
         """Free the memory, now or when the last view of a tensor is gone. No other call may follow.
 
-        *Quiet*: no kernel in flight may access the cache.
+        Waits until all kernels of the device have ended. While a CUDA graph is captured, the memory stays until later.
         """
         with self._polling:  # another thread may close it, too
             if self._owner is None:

@@ -30,9 +30,21 @@ struct dl_managed {
 
 enum { DL_UINT = 1 };
 
+// The end of an owner waits for kernels, which may wait for what another thread does in Python: without the interpreter's
+// lock, if this thread has it. A thread that knows no Python must not take it, not even to ask.
 static void drop(struct dl_managed *managed)
 {
+    PyGILState_STATE held = PyGILState_UNLOCKED;
+    PyThreadState *state = NULL;
+    if (PyGILState_GetThisThreadState()) {
+        held = PyGILState_Ensure();
+        state = PyEval_SaveThread();
+    }
     pv_owner_drop(managed->context);
+    if (state) {
+        PyEval_RestoreThread(state);
+        PyGILState_Release(held);
+    }
     free(managed);
 }
 

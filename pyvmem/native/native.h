@@ -11,8 +11,8 @@
 // The value of *bad before a call: no element is at fault.
 #define PV_NO_INDEX SIZE_MAX
 
-// A reference-counted owner of a native object. It holds a reference to its parent. The last reference destroys the
-// object and drops the parent's. Each Python object, each tensor and each call in progress holds a reference. A tensor
+// A reference-counted owner of a native object. It holds a reference to its parent. The last reference waits for the
+// kernels of the object's device, destroys the object and drops the parent's. Each Python object, each tensor and each call in progress holds a reference. A tensor
 // may outlive all Python objects, a thread without an interpreter may free it, and no call of another thread can end an
 // object that a call still uses.
 typedef struct pv_owner pv_owner;
@@ -25,12 +25,21 @@ void pv_owner_set_parent(pv_owner *owner, pv_owner *parent);
 void pv_owner_set(pv_owner *owner, void (*destroy)(void *), void *thing);
 void pv_owner_keep(pv_owner *owner);
 void pv_owner_drop(pv_owner *owner);
+// Tries again to end the objects whose end was put off because a CUDA graph was being captured. Making an owner and
+// dropping one's last reference do so, too.
+void pv_end_put_off(void);
+
+// Returns when no kernel of this process runs on the context's device; without a GPU, at once. -EBUSY: a CUDA graph is
+// being captured.
+int pv_wait_for_kernels(vmem_context *ctx);
+// Sets the function that says whether the calling thread captures a graph, in threads that Python knows: to wait for
+// kernels would end the capture. NULL: none.
+void pv_watch_captures(int (*capturing)(void));
 
 // Create an object of libvmem for an owner of nothing. The parent of ranges and pages is the owner of their context. On
 // failure they return a negative errno, and the owner owns nothing.
 int pv_own_context(pv_owner *owner, const struct vmem_options *opts, vmem_context **ctx);
-// device: the GPU on which kernels may still use tensors over the range when it is freed; -1 for none.
-int pv_own_range(pv_owner *owner, uint64_t length, uint32_t flags, int device, uint64_t *addr);
+int pv_own_range(pv_owner *owner, uint64_t length, uint32_t flags, uint64_t *addr);
 // Destroying the owner skips pages that were released individually.
 int pv_own_pages(pv_owner *owner, uint64_t page_size, size_t n, uint32_t flags, vmem_page *pages);
 // Leaves the pages to the caller.

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: MIT
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <dlfcn.h>
-
 #include "core/error.h"
-#include "driver/libcuda.h"
 #include "driver/stamp.h"
 #include "kv/member.h"
 #include "native.h"
@@ -17,10 +15,13 @@ struct pv_owner {
     pv_owner *parent;
     void (*destroy)(void *); // NULL: it owns nothing (yet)
     void *thing;
+    vmem_context *ctx; // kernels may access the memory of thing as long as they run on its device; NULL: none can
+    pv_owner *next;    // in the list of those whose end is put off
 };
 
 pv_owner *pv_owner_new(void)
 {
+    pv_end_put_off();
     pv_owner *owner = calloc(1, sizeof(*owner));
     if (!owner)
         return NULL;
@@ -42,14 +43,58 @@ void pv_owner_set(pv_owner *owner, void (*destroy)(void *), void *thing)
 
 void pv_owner_keep(pv_owner *owner) { atomic_fetch_add_explicit(&owner->count, 1, memory_order_relaxed); }
 
+// ---- the end --------------------------------------------------------------------------------------------------
+
+// A list without a lock: a thread that holds one may not exist after a fork.
+static _Atomic(pv_owner *) put_off;
+
+// Ends what an owner without references owns, once no kernel runs: those that use it may be queued, on streams that nobody
+// here knows. While a graph is captured, nobody can wait for them, and the end is put off. Otherwise returns the parent.
+static pv_owner *end(pv_owner *owner)
+{
+    pv_owner *parent = owner->parent;
+    if (owner->ctx) {
+        char text[VMEM__TEXT]; // of a failed call that somebody is about to read
+        vmem__keep_error(text);
+        const int rc = pv_wait_for_kernels(owner->ctx);
+        vmem__error(0, "%s", text);
+        if (rc == -EBUSY) {
+            owner->next = put_off;
+            while (!atomic_compare_exchange_weak(&put_off, &owner->next, owner))
+                ;
+            return NULL;
+        }
+    }
+    if (owner->destroy)
+        owner->destroy(owner->thing);
+    free(owner);
+    return parent;
+}
+
+static bool drop_one(pv_owner *owner)
+{
+    return owner && atomic_fetch_sub_explicit(&owner->count, 1, memory_order_acq_rel) == 1;
+}
+
 void pv_owner_drop(pv_owner *owner)
 {
-    while (owner && atomic_fetch_sub_explicit(&owner->count, 1, memory_order_acq_rel) == 1) {
-        pv_owner *parent = owner->parent;
-        if (owner->destroy)
-            owner->destroy(owner->thing);
-        free(owner);
-        owner = parent;
+    if (!drop_one(owner))
+        return;
+    pv_end_put_off();
+    do
+        owner = end(owner);
+    while (drop_one(owner));
+}
+
+void pv_end_put_off(void)
+{
+    if (!put_off)
+        return;
+    for (pv_owner *owner = atomic_exchange(&put_off, NULL), *next; owner; owner = next) {
+        next = owner->next;
+        do
+            owner = end(owner);
+        while (drop_one(owner));
     }
 }
 
@@ -66,6 +111,16 @@ int pv_own_context(pv_owner *owner, const struct vmem_options *opts, vmem_contex
     return pv_interruptible(*ctx);
 }
 
+// Gives an owner what a call has made, if it has. ctx: as in struct pv_owner.
+static int own(pv_owner *owner, int rc, void (*destroy)(void *), void *thing, vmem_context *ctx)
+{
+    if (!rc) {
+        pv_owner_set(owner, destroy, thing);
+        owner->ctx = ctx;
+    }
+    return rc;
+}
+
 static vmem_context *context_of(const pv_owner *child) { return child->parent->thing; }
 
 // ---- ranges -------------------------------------------------------------------------------------------------
@@ -73,50 +128,28 @@ static vmem_context *context_of(const pv_owner *child) { return child->parent->t
 struct range {
     vmem_context *ctx;
     uint64_t addr;
-    int device; // of the tensors that stand over it, whose kernels may still be queued; -1: none
 };
-
-// A tensor may be dropped while kernels that use it are still queued, on streams that nobody here knows.
-static void wait_for_kernels(int device)
-{
-    struct vmem_info info = {.size = sizeof info};
-    struct vmem__cuda cu = {0};
-    if (vmem__cuda_open(&cu, device, &info))
-        return;
-    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-    int (*synchronize)(void) = library ? (int (*)(void))dlsym(library, "cuCtxSynchronize") : NULL;
-    if (synchronize && !vmem__cuda_enter(&cu)) {
-        synchronize();
-        vmem__cuda_leave(&cu);
-    }
-    vmem__cuda_close(&cu, false);
-}
 
 static void destroy_range(void *thing)
 {
     struct range *r = thing;
-    struct vmem_reservation_info info = {.size = sizeof info};
-    // In a forked child every call refuses, which is right: the parent still uses it all.
-    if (r->device >= 0 && !vmem_reservation_query(r->ctx, r->addr, &info))
-        wait_for_kernels(r->device);
     vmem_unreserve(r->ctx, r->addr);
     free(r);
 }
 
-int pv_own_range(pv_owner *owner, uint64_t length, uint32_t flags, int device, uint64_t *addr)
+int pv_own_range(pv_owner *owner, uint64_t length, uint32_t flags, uint64_t *addr)
 {
     struct range *r = malloc(sizeof(*r));
     if (!r)
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
-    *r = (struct range){.ctx = context_of(owner), .device = device};
+    r->ctx = context_of(owner);
     int rc = vMemReserve(r->ctx, length, flags, &r->addr);
     if (rc) {
         free(r);
         return rc;
     }
     *addr = r->addr;
-    pv_owner_set(owner, destroy_range, r);
-    return 0;
+    return own(owner, 0, destroy_range, r, r->ctx);
 }
 
 #define FEW 64 // elements of a batch that are built on the stack
@@ -164,25 +197,17 @@ int pv_own_pages(pv_owner *owner, uint64_t page_size, size_t n, uint32_t flags, 
         return rc;
     }
     memcpy(out, pages->page, n * sizeof(*out));
-    pv_owner_set(owner, destroy_pages, pages);
-    return 0;
+    return own(owner, 0, destroy_pages, pages, pages->ctx);
 }
 
 void pv_disown_pages(pv_owner *owner)
 {
     struct pages *pages = owner->thing;
     pages->n = 0;
+    owner->ctx = NULL;
 }
 
 // ---- caches, pools, blocks, leases --------------------------------------------------------------------------
-
-// Gives an owner what a call has made, if it has.
-static int own(pv_owner *owner, int rc, void (*destroy)(void *), void *thing)
-{
-    if (!rc)
-        pv_owner_set(owner, destroy, thing);
-    return rc;
-}
 
 static void destroy_kv(void *kv) { vmem_kv_destroy(kv); }
 static void destroy_pool(void *pool) { vmem_kv_pool_destroy(pool); }
@@ -193,19 +218,19 @@ static void drop_context(void *context) { pv_owner_drop(context); }
 int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv)
 {
     int rc = vmem_kv_create(ctx, cfg, kv);
-    return own(owner, rc, destroy_kv, *kv);
+    return own(owner, rc, destroy_kv, *kv, ctx);
 }
 
 int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_pool **pool)
 {
     int rc = vmem_kv_pool_create(cfg, pool);
-    return own(owner, rc, destroy_pool, *pool);
+    return own(owner, rc, destroy_pool, *pool, NULL);
 }
 
 int pv_own_blocks(pv_owner *owner, vmem_context *ctx, const struct vmem_blocks_config *cfg, vmem_blocks **blocks)
 {
     int rc = vmem_blocks_create(ctx, cfg, blocks);
-    return own(owner, rc, destroy_blocks, *blocks);
+    return own(owner, rc, destroy_blocks, *blocks, ctx);
 }
 
 int pv_own_torch(pv_owner *owner, pv_owner *context, vmem_context *ctx, vmem_kv_pool *pool,
@@ -218,7 +243,7 @@ int pv_own_torch(pv_owner *owner, pv_owner *context, vmem_context *ctx, vmem_kv_
     int rc = vmem_torch_open(ctx, pool, &c, place);
     if (rc)
         pv_owner_drop(context);
-    return own(owner, rc, close_lease, (void *)(uintptr_t)*place);
+    return own(owner, rc, close_lease, (void *)(uintptr_t)*place, NULL); // leases wait for kernels themselves
 }
 
 int pv_kv_close(vmem_kv *kv) { return vmem__kv_close(kv); }

@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -14,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from pyvmem._ffi import lib
+from pyvmem.errors import _check
 from pyvmem.kv.cache import KVCache
 
 POOL_SECONDS = 5.0  # that a call waits for the memory of other members of its pool
@@ -38,16 +41,19 @@ def with_pool(kv: KVCache, attempt: Callable[[], bool]) -> bool:
     return fits
 
 
-def wait(device: torch.device) -> None:
-    """Wait until no kernel reads the rows."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def wait(kv: KVCache) -> None:
+    """Wait until no kernel reads the rows. Raises `VmemError` (EBUSY) while a CUDA graph is captured."""
+    _check(lib.pv_wait_for_kernels(kv.context._use()))
 
 
-def finish(kv: KVCache, device: torch.device) -> None:
+def is_quiet(kv: KVCache) -> bool:
+    """Wait until no kernel reads the rows; False if nobody can tell, because a CUDA graph is captured."""
+    return bool(lib.pv_wait_for_kernels(kv.context._use()) != -errno.EBUSY)
+
+
+def finish(kv: KVCache) -> None:
     """Free a cache's memory once no kernel reads it."""
-    wait(device)
-    if kv.options.pool:  # views of the rows may keep the cache, but not the memory of the other members
+    if kv.options.pool and is_quiet(kv):  # views of the rows may keep the cache, but not the memory of other members
         for slot in range(kv.slots):
             kv.free(slot)
         kv.reclaim()

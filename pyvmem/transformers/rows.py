@@ -29,12 +29,6 @@ AHEAD = 8  # tokens behind a prompt that are backed with it
 Int32s = npt.NDArray[np.int32]
 
 
-def _drop(kv: KVCache, device: torch.device) -> None:
-    """Leave a cache to the next `VMemCache` of its kind, or free its memory, once no kernel reads it."""
-    wait(device)
-    spares.put(kv)
-
-
 def _padding_after_tokens(kept: npt.NDArray[np.bool_], before: Any) -> npt.NDArray[np.bool_]:
     """Bool ``[batch, tokens]``: padding that follows tokens. before: the rows of each sequence before the pass."""
     found: npt.NDArray[np.bool_] = ~kept & (np.asarray(before)[:, None] + np.cumsum(kept, 1) > 0)
@@ -189,7 +183,7 @@ class Rows:
     def _use_cache(self, kv: KVCache) -> None:
         self.kv = kv
         self.pairs = self._pairs(kv)
-        self._finalizer = weakref.finalize(self, _drop, kv, self.device)
+        self._finalizer = weakref.finalize(self, spares.put, kv)
         self._lengths = np.zeros(kv.slots, np.int32)
         self.plan = None
         self.version += 1
@@ -197,7 +191,7 @@ class Rows:
     def _free_cache(self) -> None:
         """Free the memory of the present cache, once no kernel reads it."""
         if self._finalizer.detach() is not None:
-            finish(self.kv, self.device)
+            finish(self.kv)
 
     def _begin_batch(self, batch: int) -> None:
         """Start with `batch` empty sequences."""
@@ -216,8 +210,8 @@ class Rows:
         lengths = self._lengths
         least = self.options.get("pool_min", 0)
         new = self._copy_cache(slots, **({"pool_min": 0} if least else {}))  # the old tensors have it until the end
-        # Not `finish`: in the middle of a pass, layers that share rows still read them in the old tensors.
-        wait(self.device)
+        # Not `finish`: in the middle of a pass, layers that share rows still read them in the old tensors. Their views
+        # keep the memory, and the last of them waits for the kernels that read it.
         self._finalizer.detach()
         self.kv.close()
         if self.pool and least:
@@ -241,7 +235,7 @@ class Rows:
                     for source, target in zip(old, copies):
                         target[slot, live] = source[slot, live]
         except BaseException:
-            finish(new, self.device)
+            finish(new)
             raise
         return new
 
@@ -390,7 +384,7 @@ class Rows:
         after = np.maximum.accumulate(seen[:, ::-1], 1)[:, ::-1]  # columns that some column which is seen follows
         if any(self.windows) or (kept & ~shown & after).any():
             return False
-        wait(self.device)
+        wait(self.kv)
         for row in np.flatnonzero((kept & ~shown).any(1)).tolist():
             slot, length = self.slots[row], int(seen[row].sum())
             if not self.kv.truncate(slot, length):
@@ -516,7 +510,7 @@ class Rows:
         self.plan = self._columns = None
         if all(self._lengths[slot] <= length for slot, length in zip(self.slots, lengths)):
             return
-        wait(self.device)
+        wait(self.kv)
         for slot, length in zip(self.slots, lengths):
             if length < self._lengths[slot]:
                 if not with_pool(self.kv, partial(self.kv.truncate, slot, length)):
@@ -531,7 +525,7 @@ class Rows:
         """Discard every sequence. The cache keeps its pages until they are needed elsewhere."""
         if self.kv is None:
             return
-        wait(self.device)
+        wait(self.kv)
         for slot in np.flatnonzero(self._lengths).tolist():
             self._empty_slot(slot)
         self._swapped = False
@@ -566,7 +560,7 @@ class Rows:
         moves = [(s, slot) for s, slot in zip(sources, new) if old[s] != slot]
         self.plan = None
         if moves or len(sources) != self.batch:
-            wait(self.device)
+            wait(self.kv)
             try:
                 if any(lengths[s] for s, _ in moves) and not self.kv.sharing and "sharing" not in self.options:
                     self._allow_sharing()
@@ -636,7 +630,7 @@ class Rows:
         """Move the rows to CPU memory, and free their pages."""
         if self.kv is None or self._swapped:
             return
-        wait(self.device)
+        wait(self.kv)
         self._swapped = True  # before the first: if CPU memory runs out, `swap_in` moves back those that were moved
         for slot in np.flatnonzero(self._lengths).tolist():
             self.kv.swap_out(slot)

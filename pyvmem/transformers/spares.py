@@ -21,6 +21,7 @@ import torch
 
 from pyvmem.errors import VmemError
 from pyvmem.kv.cache import KVCache
+from pyvmem.transformers.memory import is_quiet
 
 SECONDS = 1.0  # that a cache is kept
 BYTES = 1 << 30  # of pages that all of them keep
@@ -90,8 +91,9 @@ def take(key: Any) -> KVCache | None:
         pid, its, users = _kinds[kv]
         if (pid, its) != (os.getpid(), key) or not spare.claim():
             continue
-        # A view of rows that outlives its cache keeps them. Only now are the views gone that a cache itself had.
-        if _users(kv) == users:
+        # A view of rows that outlives its cache keeps them. Only now are the views gone that a cache itself had, and
+        # kernels that read them may run.
+        if _users(kv) == users and is_quiet(kv):
             try:
                 for slot in range(kv.slots):
                     kv.free(slot)

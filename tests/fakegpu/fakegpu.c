@@ -108,6 +108,13 @@ static _Atomic int capturing;
 EXPORT long fakegpu_waits(void) { return waits; }
 EXPORT void fakegpu_capture(int on) { capturing = on; }
 
+// Kernels that are queued run when somebody waits for the device: run() stands for them. And how often somebody waited
+// while a graph was captured, which ends the capture.
+static void (*_Atomic kernels)(void);
+static _Atomic long broken;
+EXPORT void fakegpu_queue(void (*run)(void)) { kernels = run; }
+EXPORT long fakegpu_broken_captures(void) { return broken; }
+
 EXPORT uint64_t fakegpu_used(void)
 {
     uint64_t bytes = 0;
@@ -200,6 +207,16 @@ static struct mapping *mapping_at(uint64_t addr, uint64_t length)
     while (m && (addr < m->addr || addr + length > m->addr + m->size))
         m = m->next;
     return m;
+}
+
+// Another number for each call that has mapped or unmapped something at an address; 0: it has no mapping.
+EXPORT uint64_t fakegpu_entry(uint64_t addr)
+{
+    pthread_mutex_lock(&lock);
+    const struct mapping *m = mapping_at(addr, 1);
+    const uint64_t entry = m ? m->entry[(addr - m->addr) / PAGE] + UINT64_C(1) : 0;
+    pthread_mutex_unlock(&lock);
+    return entry;
 }
 
 // True if CUDA takes an address: CPU memory, or mapped by CUDA and allowed.

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from pyvmem import KVCache
 
@@ -69,3 +70,46 @@ def test_it_preempts_one_request_for_each_short_step(monkeypatch, seed):
 def test_a_budget_below_one_request_ends_it_with_the_reason(monkeypatch):
     with pytest.raises(MemoryError, match="the budget is too small for one request: .*missing"):
         run(monkeypatch, 11 << 16)
+
+
+class LateDevice:
+    """Kernels that run only when the loop waits for them; they write rows, and read all rows of their requests."""
+
+    def __init__(self):
+        self.queued, self.known, self.ran = [], {}, 0
+
+    def launch(self, cache, running):
+        work = []
+        for slot, request in running.items():
+            known, have = self.known.get(slot, (None, 0))
+            work.append((slot, request, have if known is request else 0, request[0]))
+            self.known[slot] = request, request[0]
+        self.queued.append((cache.last_step, [*cache.keys, *cache.values], work))
+
+    def wait(self, step):
+        while self.queued and self.queued[0][0] <= step:
+            _, tensors, work = self.queued.pop(0)
+            for slot, request, have, length in work:
+                want = torch.arange(length, dtype=torch.float32) + id(request) % 1000 * 1000
+                for tensor in tensors:
+                    tensor[slot, have:length] = want[have:, None, None]
+                    assert torch.equal(tensor[slot, :length, 1, 3], want)
+            self.ran += 1
+
+
+@pytest.mark.parametrize("pages", [12, 16, 24, 1024])
+def test_the_documented_loop_waits_for_what_it_closes(monkeypatch, pages):
+    """The text as it stands, over a device that runs a kernel when somebody waits for it, and not before."""
+    late, close = LateDevice(), KVCache.close
+    text = LOOP.replace('recorded after them."""', 'recorded after them."""\n    late.wait(step)')
+    text = text.replace("    # Launch the model here", "    late.launch(cache, running)\n    # Launch the model here")
+    assert text.count("late.") == 2
+
+    def checked(cache):
+        assert not late.queued, f"the cache is closed while kernels of {len(late.queued)} steps run"
+        close(cache)
+
+    monkeypatch.setattr(KVCache, "close", checked)
+    variables = {"late": late}
+    exec(compile(text.replace("budget=1 << 20", f"budget={pages << 16}"), "docs/engine.md", "exec"), variables)
+    assert variables["finished"] == 6 and late.ran

@@ -58,7 +58,7 @@ def long_calls(context):
 def watch(number):
     """Raise signal `number` at every look for signals in the middle of a call; keep what is returned alive."""
 
-    @ffi.callback("int(void)", error=1, onerror=errors._keep)
+    @ffi.callback("int(void)", error=1, onerror=errors.keep_raised)
     def run():
         signal.raise_signal(number)
         return errors.pv_run_handlers()
@@ -216,7 +216,7 @@ def test_a_context_that_another_thread_closes_in_the_middle_of_a_call(name):
     call = long_calls(context)[name]
     closed = []
 
-    @ffi.callback("int(void)", error=1, onerror=errors._keep)
+    @ffi.callback("int(void)", error=1, onerror=errors.keep_raised)
     def run():
         if not closed:
             thread = threading.Thread(target=context.close)

@@ -71,7 +71,7 @@ def test_each_room_knows_only_the_one_below_it():
             if not (SOURCE / name).is_file() or other.parts[:1] == ("..",) or name in everybodys:
                 continue  # a public header, the kernel's, everybody's
             known = [room, *map(Path, room.parts[:1]), *(Path(b) for r in room.parts[:1] for b in below.get(r, []))]
-            lease = (name_of, name) == ("torch/lease.c", "kv/member.h")
+            lease = name_of == "torch/lease.c" and name in ("kv/member.h", "driver/kernels.h")
             if other not in known and not lease:
                 wrong.append(f"{name_of} includes {name}")
     assert wrong == []

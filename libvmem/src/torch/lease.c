@@ -19,7 +19,7 @@
 
 #include "core/memory.h"
 #include "kv/member.h"
-#include "torch/device.h"
+#include "driver/kernels.h"
 #include "vmem_torch.h"
 
 #define SLOT_BYTES (UINT64_C(32) << 20) // the least bytes of a slot. Most segments are of 2 or 20 MiB
@@ -312,7 +312,7 @@ static void drop_segment(struct lease *l, struct slot *s)
 }
 
 // The kernels that use segments which PyTorch freed may run: while a graph is captured, nobody can tell.
-static int wait_for_kernels(const struct lease *l) { return l->gpu ? vmem__torch_wait_for_kernels(l->device) : 0; }
+static int wait_for_kernels(const struct lease *l) { return l->gpu ? vmem__wait_for_kernels(l->device) : 0; }
 
 // The same without the lock.
 static int unlock_for_kernels(struct lease *l)
@@ -586,13 +586,13 @@ static void *alloc_in(uint32_t pair, size_t size, int device)
     void *addr = NULL;
     if (!size || enter_pair(pair, &l))
         return NULL;
-    const int mode = l->gpu ? vmem__torch_beside_captures() : 0;
+    const int mode = l->gpu ? vmem__beside_captures() : 0;
     if ((!l->gpu || device == l->device) && !alloc_segment(l, size, &s))
         addr = (void *)(uintptr_t)address(l, (uint32_t)(s - l->slots));
     else
         l->stats.refused++;
     if (l->gpu)
-        vmem__torch_restore_capture_mode(mode);
+        vmem__restore_capture_mode(mode);
     leave(l);
     return addr;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-#include "torch/device.h"
+#include "driver/kernels.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -12,7 +12,7 @@
 #define CAPTURE_ERRORS_END 910
 #define RELAXED 2 // CU_STREAM_CAPTURE_MODE_RELAXED
 
-// The process has loaded libcuda: the context of a lease on a GPU did. A stand-in may lack the last two.
+// The process has loaded libcuda: a context on a GPU did. A stand-in may lack the last two.
 static struct {
     int (*device_get)(int *device, int ordinal);
     int (*retain)(void **context, int device);
@@ -49,20 +49,20 @@ static void load_once(void)
     pthread_once(&once, load);
 }
 
-int vmem__torch_beside_captures(void)
+int vmem__beside_captures(void)
 {
     int mode = RELAXED;
     load_once();
     return cuda.exchange_mode && !cuda.exchange_mode(&mode) ? mode : RELAXED;
 }
 
-void vmem__torch_restore_capture_mode(int mode)
+void vmem__restore_capture_mode(int mode)
 {
     if (cuda.exchange_mode)
         cuda.exchange_mode(&mode);
 }
 
-int vmem__torch_wait_for_kernels(int device)
+int vmem__wait_for_kernels(int device)
 {
     void *context, *popped;
     int handle, result;
@@ -71,9 +71,9 @@ int vmem__torch_wait_for_kernels(int device)
         return vmem__error(-ENODEV, "CUDA has ended, or has no device %d", device);
     result = cuda.push(context);
     if (!result) {
-        const int mode = vmem__torch_beside_captures();
+        const int mode = vmem__beside_captures();
         result = cuda.synchronize();
-        vmem__torch_restore_capture_mode(mode);
+        vmem__restore_capture_mode(mode);
         cuda.pop(&popped);
     }
     cuda.release(handle);
