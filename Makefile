@@ -29,7 +29,7 @@ BINDING := setup.py pyproject.toml pyvmem/_ffi_build.py $(wildcard pyvmem/native
 .DEFAULT_GOAL := all
 .PHONY: all help lib install uninstall venv bench lint format docs notebook wheel deb clean
 .PHONY: check test test-fast test-uvm-ext test-c mutants-c fuzz-kv fuzz-kv-gpu test-asan test-tsan test-python test-python-fake
-.PHONY: figures test-shaken test-cross test-gpu test-gpu-c test-gpu-python test-transformers-releases
+.PHONY: figures test-triton test-shaken test-cross test-gpu test-gpu-c test-gpu-python test-transformers-releases
 .PHONY: test-vllm-cpu test-vllm-quick check-vllm-releases
 .PHONY: test-sglang-cpu test-sglang-quick check-sglang-releases
 
@@ -73,13 +73,13 @@ venv: $(VENV)/.ready build/libbench.so ## Build the Python extension and install
 
 check: lint test-uvm-ext test-fast ## Format, style, types and the quick tests, for use before each commit; no root (1 minute)
 
-test: ## `check`, and every test that needs no GPU; lists at the end what was not run, and why (20 minutes)
+test: ## `check`, and every test that needs no GPU; lists what was not run, and why, and fails if .ci/not_run.txt does not (20 minutes)
 	$(Q)$(MAKE) --no-print-directory -j$(CPUS) lib
 	$(Q)JOBS=$(CPUS) $(PYTHON) .ci/not_run.py $(MAKE) --no-print-directory all-tests
 CPUS := $(shell nproc)
 .PHONY: all-tests
 # The tests of `check` are part of the others.
-all-tests: lint test-uvm-ext test-c test-asan test-python test-python-fake test-module test-vm-quick test-vllm-quick
+all-tests: lint test-uvm-ext test-c test-asan test-python test-triton test-python-fake test-module test-vm-quick test-vllm-quick
 
 # C and Python tests that take a second or less and start no further process.
 FAST_C := abi_stock access blocks busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
@@ -126,6 +126,16 @@ PYTHON_JOBS ?= 2
 test-python: lib venv ## Python tests, on every backend that works on this machine
 	$(Q).ci/need cmake=cmake pkg-config=pkg-config c++=g++ || true # tests that need them are skipped without them
 	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -n $(PYTHON_JOBS) --dist worksteal tests/python --ignore=tests/python/gpu
+
+# torch's builds for CPUs bring no Triton, those of PyPI do. The tests without it are those of test-python.
+TRITON = triton==3.7.1
+test-triton: venv ## The tests of Triton's kernels, in its interpreter on the CPU; none may be skipped
+	$(Q)$(PY) -c 'import triton' 2>/dev/null || [ -f build/triton/.ready ] || { \
+	    $(PY) -m pip install -q --disable-pip-version-check --no-deps --upgrade --target build/triton $(TRITON) && touch build/triton/.ready; }
+	$(Q)if $(PY) -c 'import triton' 2>/dev/null || [ -f build/triton/.ready ]; then \
+	    PYTHONPATH=$(CURDIR)/build/triton $(PY) .ci/not_run.py --none $(PY) -m pytest -q tests/python/test_attention.py \
+	        tests/python/test_sums.py tests/python/test_vllm_slots.py -k "interpreter or own_rows"; \
+	else echo "skipped: the registry does not give $(TRITON)"; fi
 
 TRANSFORMERS_RELEASES = 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0 5.24.0
 test-transformers-releases: venv ## The cache of generate() with every supported release of transformers (12 minutes)

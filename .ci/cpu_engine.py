@@ -60,8 +60,10 @@ def install(folder: Path, engine: str, version: str, torch: str, overrides: list
         chosen.write_text("\n".join([*never("torch"), *overrides]))
     else:
         chosen.write_text("\n".join([f"torch=={torch}+cpu", *overrides]))
+    # uv has certificates of its own, and takes the system's, as pip does, only if it is told: a proxy's are there.
+    environment = os.environ | {"UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}  # the second in older releases
     if run(python, "-m", "uv", "pip", "install", "-q", "--python", python, "--find-links", wheels,
-           "--override", chosen, f"{engine}=={version}", "cffi", *more):  # fmt: skip
+           "--override", chosen, f"{engine}=={version}", "cffi", *more, env=environment):  # fmt: skip
         skip(f"the registry does not give {engine}=={version}")
     return True
 

@@ -1,9 +1,9 @@
 """Makes the virtual environment and installs pyvmem into it, editable.
 
 A torch that the running interpreter can import is used as it is: the environment then sees that interpreter's packages,
-and nothing is fetched that is there already. Without one, TORCH below is installed, or what VMEM_TORCH says (such as
-torch==2.11.0), from the index VMEM_TORCH_INDEX if it is given: PyTorch has one for its CPU builds, of a fifth of a
-gigabyte instead of five.
+and nothing is fetched that is there already. Without one, TORCH below is installed. Where no NVIDIA device is, that is
+its build for CPUs, of a fifth of a gigabyte instead of five, if pip's own indexes or PyTorch's give one. VMEM_TORCH
+names another requirement (such as torch==2.11.0), and VMEM_TORCH_INDEX an index beside pip's own.
 
     make_venv.py DIRECTORY    make or update it
     make_venv.py --needs      print the THING=PACKAGE pairs for .ci/need
@@ -80,17 +80,38 @@ def make(target):
         )
 
 
-def torch_words(target):
-    """pip's words for torch, and what to say about it."""
-    wanted, index = os.environ.get("VMEM_TORCH") or TORCH, os.environ.get("VMEM_TORCH_INDEX")
+def torch_ways():
+    """[(pip's words for torch, what to say about it)], to be tried in this order."""
+    wanted, index = os.environ.get("VMEM_TORCH"), os.environ.get("VMEM_TORCH_INDEX")
     if index:
-        return ["--extra-index-url", index, wanted], f"installing {wanted} into {target}, from VMEM_TORCH_INDEX"
-    said = f"installing {wanted} into {target}"
-    if platform.machine() == "x86_64":
-        said += ": it brings 5 GB of CUDA's libraries"
-        if not glob.glob("/dev/nvidia[0-9]*"):
-            said += f". This machine has no NVIDIA GPU, for which 0.2 GB are enough:\n    VMEM_TORCH_INDEX={CPU} make"
-    return [wanted], said
+        return [(["--extra-index-url", index, wanted or TORCH], f"{wanted or TORCH}, from VMEM_TORCH_INDEX")]
+    if wanted:
+        return [([wanted], wanted)]
+    if platform.machine() != "x86_64":
+        return [([TORCH], TORCH)]
+    large = [TORCH], f"{TORCH}, which brings 5 GB of CUDA's libraries"
+    if glob.glob("/dev/nvidia[0-9]*"):
+        return [large]
+    # A mirror may have the build or not, and nothing but pip's own index may be in reach.
+    patience = ["--retries", "1", "--timeout", "15"]
+    small = f"{TORCH}+cpu, since no NVIDIA GPU is here (VMEM_TORCH={TORCH} takes the other)"
+    return [([f"{TORCH}+cpu"], small), ([*patience, "--extra-index-url", CPU, f"{TORCH}+cpu"], small), large]
+
+
+def install_torch(pip, target, broken):
+    """broken: what is there, and does not work, is replaced."""
+    again = ["--ignore-installed", "--no-deps"] if broken else []
+    ways = torch_ways()
+    said = None
+    for words, what in ways:
+        if what != said:
+            print(f"installing {what} into {target}", flush=True)
+        said, last = what, words is ways[-1][0]
+        first = subprocess.run([*pip, *again, *words], check=last, capture_output=not last)
+        if not first.returncode:
+            if again:
+                subprocess.run([*pip, *words], check=True)
+            return
 
 
 def install(target):
@@ -100,16 +121,11 @@ def install(target):
     # Tried, not looked for: an installation that was interrupted has the folder and not all of its libraries.
     tried = subprocess.run([python, "-c", "import torch; torch.zeros(1)"], capture_output=True, text=True)
     if tried.returncode:
-        again = []
-        if "No module named 'torch'" not in tried.stderr:
-            again = ["--ignore-installed", "--no-deps"]
+        broken = "No module named 'torch'" not in tried.stderr
+        if broken:
             why = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
             print(f"torch is there and does not work: {why}")
-        words, said = torch_words(target)  # of one release, pip prefers a local version such as +cpu
-        print(said, flush=True)
-        if again:
-            subprocess.run([*pip, *again, *words], check=True)
-        subprocess.run([*pip, *words], check=True)
+        install_torch(pip, target, broken)
     print(f"installing pyvmem with its extras top and test into {target}: what is missing is downloaded, and libvmem")
     print("is compiled (half a minute to two minutes)", flush=True)
     subprocess.run([*pip, "setuptools>=77", "cffi>=1.15"], check=True)

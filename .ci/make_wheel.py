@@ -60,6 +60,22 @@ def environment(folder, *packages):
     return python
 
 
+def multiarch(folder):
+    """A folder with what Debian's pyconfig.h includes as <TRIPLE/pythonX.Y/pyconfig.h>, and none of the system's libc.
+
+    Those headers are where the system's compiler looks, and one for another system does not. The limited API depends on
+    no difference between the machines.
+    """
+    name = Path(sysconfig.get_paths()["include"]).name
+    own = Path("/usr/include", sysconfig.get_config_var("MULTIARCH") or "none", name)
+    for machine in (HERE, MACHINE):
+        place = folder / f"{machine}-linux-gnu" / name
+        if own.is_dir() and not place.exists():
+            place.parent.mkdir(parents=True)
+            place.symlink_to(own)
+    return folder
+
+
 def check(wheel):
     """Check a wheel: for every Python 3 from 3.10 on, stripped, without sources of C, described in full."""
     assert wheel.name == f"pyvmem-{version()}-{TAG}-{PLATFORM}.whl", wheel.name
@@ -68,6 +84,7 @@ def check(wheel):
         about = email.message_from_bytes(z.read(next(n for n in names if n.endswith("/METADATA"))))
         extension = z.read(next(n for n in names if n.startswith("pyvmem/_ffi.") and n.endswith(".so")))
     assert not [n for n in names if n.endswith((".c", ".h"))] and "pyvmem/py.typed" in names
+    assert not [n for n in names if n.startswith("benchmarks")]
     assert b".debug_info" not in extension
     needed = {tuple(map(int, v.split(b"."))) for v in re.findall(rb"GLIBC_(\d+\.\d+(?:\.\d+)?)", extension)}
     assert needed and max(needed) <= GLIBC, max(needed)
@@ -111,7 +128,8 @@ def main(dist):
         compiler = work / "zigcc"
         target = f"{MACHINE}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
         # zig's clang checks undefined behaviour at run time unless told otherwise.
-        compiler.write_text(f'#!/bin/sh\nexec {python} -m ziglang cc -target {target} -fno-sanitize=all "$@"\n')
+        more = f"-fno-sanitize=all -idirafter {multiarch(work / 'include')}"
+        compiler.write_text(f'#!/bin/sh\nexec {python} -m ziglang cc -target {target} {more} "$@"\n')
         compiler.chmod(0o755)
         # Debugging information is nine tenths of the extension.
         env |= {"CC": str(compiler), "LDSHARED": f"{compiler} -shared", "LDFLAGS": "-s", "CFLAGS": "-g0"}

@@ -9,7 +9,7 @@ import torch
 import triton.runtime.interpreter as interpreter
 from attention_triton import fault
 
-from pyvmem.vllm.slots import decode as slot_decode
+from pyvmem.vllm.slots import kernels
 from pyvmem.vllm.slots.kernels import Work, decode
 
 TOKENS = 16
@@ -79,7 +79,7 @@ def main(device, dtype, most):
         work = Work(len(lengths), torch.device(device), kv_heads, window)
         lengths_t = torch.tensor(lengths, dtype=torch.int32, device=device)
         work.plan(lengths_t)
-        for place in slot_decode._parts(lengths_t.device, heads // kv_heads, dim)[1:]:
+        for place in kernels._parts(lengths_t.device, heads // kv_heads, dim)[1:]:
             place.fill_(float("nan"))  # nothing may be read there that this call has not written
         given, before = new_rows(kv, table, lengths) if append else None, kv.clone()
         decode(q, kv.transpose(1, 2), out, table, lengths_t, work, dim**-0.5, softcap, given)

@@ -210,14 +210,43 @@ def test_a_torch_that_does_not_work_is_installed_anew(monkeypatch, tmp_path, cap
     assert ("installing torch==9.9 into" in out) is bool(installs)
 
 
-def test_what_is_said_of_torch_names_the_index(monkeypatch, tmp_path):
+GIVES = {"nothing": (), "PyPI": ("torch==2.13.0",), "a mirror": ("torch==2.13.0", "torch==2.13.0+cpu"),
+         "PyTorch": ("torch==2.13.0", "index torch==2.13.0+cpu")}  # fmt: skip
+
+
+@pytest.mark.parametrize("device, machine, gives, expected", [
+    (False, "x86_64", "a mirror", "torch==2.13.0+cpu"),
+    (False, "x86_64", "PyTorch", "index torch==2.13.0+cpu"),
+    (False, "x86_64", "PyPI", "torch==2.13.0"),
+    (False, "x86_64", "nothing", None),
+    (True, "x86_64", "a mirror", "torch==2.13.0"),
+    (False, "aarch64", "a mirror", "torch==2.13.0"),
+])  # fmt: skip
+def test_without_a_gpu_torch_is_the_build_for_cpus_if_an_index_has_it(monkeypatch, tmp_path, device, machine, gives,
+                                                                      expected):  # fmt: skip
     module, _ = venv_maker(monkeypatch, tmp_path, "")
     monkeypatch.delenv("VMEM_TORCH_INDEX", raising=False)
-    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(module.glob, "glob", lambda _: [])
-    assert f"\n    VMEM_TORCH_INDEX={module.CPU} make" in module.torch_words(tmp_path)[1]
-    monkeypatch.setattr(module.glob, "glob", lambda _: ["/dev/nvidia0"])
-    assert "VMEM_TORCH_INDEX" not in module.torch_words(tmp_path)[1]
+    monkeypatch.delenv("VMEM_TORCH", raising=False)
+    monkeypatch.setattr(module, "TORCH", "torch==2.13.0")
+    monkeypatch.setattr(module.platform, "machine", lambda: machine)
+    monkeypatch.setattr(module.glob, "glob", lambda _: ["/dev/nvidia0"] if device else [])
+    got = []
+
+    def pip(words, check=False, **_):
+        named = "index " * (module.CPU in words) + words[-1]
+        if named in GIVES[gives]:
+            got.append(named)
+        elif check:
+            raise subprocess.CalledProcessError(1, words)
+        return subprocess.CompletedProcess(words, int(named not in GIVES[gives]))
+
+    monkeypatch.setattr(module.subprocess, "run", pip)
+    if expected is None:
+        with pytest.raises(subprocess.CalledProcessError):
+            module.install_torch(["pip"], tmp_path, broken=False)
+    else:
+        module.install_torch(["pip"], tmp_path, broken=False)
+    assert got == ([expected] if expected else [])
 
 
 def test_what_was_not_run_is_listed_at_the_end(tmp_path):
@@ -228,12 +257,43 @@ def test_what_was_not_run_is_listed_at_the_end(tmp_path):
     command = [sys.executable, TOP / ".ci/not_run.py", "sh", tmp_path / "script"]
     done = subprocess.run(command, capture_output=True, text=True)
     said, listed = done.stdout.split("\nnot run here, and why:\n")
+    listed, _, wrong = listed.partition("\n\nmust not be left out here (.ci/not_run.txt):\n")
     assert done.returncode == 3 and said.count("\n") == 5
+    assert [line.strip() for line in wrong.splitlines()] == ["skip test_uvm uvm: no device"]
     assert [line.strip() for line in listed.splitlines()] == [
         "skip test_uvm uvm: no device",
         "SKIPPED [2] tests/x.py:3: no GPU",
         "skipped: the registry does not give torch",
     ]
+
+
+@pytest.mark.parametrize("line, has, fails", [
+    ("SKIPPED [1] tests/python/test_sums.py:95: no GPU", "", False),
+    ("SKIPPED [1] tests/python/test_sums.py:95: no GPU", "triton,gpu", True),
+    ("SKIPPED [1] tests/python/test_sums.py:101: could not import 'triton': No module named 'triton'", "", False),
+    ("SKIPPED [1] tests/python/test_map.py:1: somebody was in a hurry", "", True),
+    ("skip test_map host: skipped: not today", "", True),
+    ("3 passed, 0 failed, 2 skipped", "", False),  # other lines say why
+])  # fmt: skip
+def test_what_is_left_out_unlisted_is_a_failure(line, has, fails):
+    command = [sys.executable, TOP / ".ci/not_run.py", "echo", line]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "VMEM_HAS": has})
+    assert (done.returncode, "must not be left out here" in done.stdout) == (int(fails), fails)
+    command.insert(2, "--none")
+    assert subprocess.run(command, capture_output=True).returncode == int("passed" not in line)
+
+
+def test_each_entry_of_what_is_left_out_says_what_runs_it(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOP / ".ci"))
+    import not_run
+
+    makefile, workflows = (TOP / "Makefile").read_text(), "".join(p.read_text() for p in TOP.glob(".github/**/*.yml"))
+    for kind, where, pattern in not_run.entries():
+        re.compile(pattern)
+        for target in re.findall(r"\bmake ([a-z-]+)", where):
+            assert re.search(rf"^{target}:", makefile, re.M), (kind, target)
+        for job in re.findall(r"the CI job (\w+)", where):
+            assert re.search(rf"^  {job}:", workflows, re.M), (kind, job)
 
 
 def test_a_cpu_engine_takes_the_torch_of_make_where_pip_gives_none(monkeypatch, tmp_path):
@@ -245,8 +305,10 @@ def test_a_cpu_engine_takes_the_torch_of_make_where_pip_gives_none(monkeypatch, 
     monkeypatch.setattr(cpu_engine, "site_of", lambda python: tmp_path)
     ran = []
 
-    def run(*words):
+    def run(*words, env=None):
         ran.append([str(word) for word in words])
+        if "uv" in words and "--override" in words:  # whose certificates are the system's, as pip's are
+            assert env["UV_SYSTEM_CERTS"] == env["UV_NATIVE_TLS"] == "1"
         if "venv" in words:
             Path(words[-1]).mkdir(exist_ok=True)
         return int("download" in words)
