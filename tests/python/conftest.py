@@ -62,6 +62,19 @@ def device(backend):
     return "cuda"
 
 
+@pytest.fixture(autouse=any(name != "host" for name in BACKENDS))
+def lag():
+    """On a GPU, kernels run late (late.py)."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        yield
+        return
+    from late import Lag
+
+    with Lag().everywhere():
+        yield
+
+
 @pytest.fixture(params=["smallest", "largest"])
 def page_size(request, context):
     return {"smallest": min, "largest": max}[request.param](context.page_sizes)

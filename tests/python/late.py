@@ -10,10 +10,13 @@ SPDX-License-Identifier: MIT
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
+import time
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -123,6 +126,57 @@ class Kernels:
     def close(self):
         if self.fake:
             self.fake.fakegpu_queue(None)
+
+
+class Lag:
+    """Keeps a GPU late in any test: the stream sleeps when memory has come, and before the modules of a model run.
+
+    A test begins with a credit of sleep, and gets more while it runs, so that several processes leave each other a GPU.
+    """
+
+    CREDIT, SHARE = float(os.environ.get("VMEM_TEST_LAG", "40")), 0.05  # milliseconds, and of the time since
+    STEP, MODULE = 5, 0.3  # milliseconds
+
+    def __init__(self):
+        self.begun, self.slept = time.monotonic(), 0.0
+
+    def sleep(self, ms):
+        left = self.CREDIT and self.CREDIT + self.SHARE * 1000 * (time.monotonic() - self.begun) - self.slept
+        busy = torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
+        if left >= ms and busy and not torch.cuda.is_current_stream_capturing():
+            self.slept += ms
+            torch.cuda._sleep(int(ms * MS))
+
+    def behind(self, call):
+        @functools.wraps(call)
+        def late(*args, **keywords):
+            answer = call(*args, **keywords)
+            self.sleep(self.STEP)
+            return answer
+
+        return late
+
+    @contextlib.contextmanager
+    def everywhere(self):
+        """For the time of the block."""
+        from pyvmem import KVCache
+        from pyvmem.blocks import Blocks
+        from pyvmem.core import Reservation
+        from pyvmem.lease import Lease
+        from pyvmem.tensor import VirtualTensor
+
+        calls = [(KVCache, "step"), (KVCache, "attach"), (VirtualTensor, "commit"), (Reservation, "commit"),
+                 (Reservation, "map"), (Blocks, "back"), (Lease, "__enter__")]  # fmt: skip
+        plain = [getattr(kind, name) for kind, name in calls]
+        hook = register_module_forward_pre_hook(lambda *_: self.sleep(self.MODULE))
+        for (kind, name), call in zip(calls, plain):
+            setattr(kind, name, self.behind(call))
+        try:
+            yield self
+        finally:
+            hook.remove()
+            for (kind, name), call in zip(calls, plain):
+                setattr(kind, name, call)
 
 
 class Launches(TorchDispatchMode):

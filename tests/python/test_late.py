@@ -12,7 +12,7 @@ import pyvmem
 
 torch = pytest.importorskip("torch")
 
-from late import Kernels, fake_driver, tensors_of_the_fake_driver  # noqa: E402
+from late import Kernels, Lag, fake_driver, tensors_of_the_fake_driver  # noqa: E402
 
 from pyvmem import tensor as tensors  # noqa: E402
 from pyvmem.blocks import BlockRange, Blocks  # noqa: E402
@@ -209,3 +209,27 @@ def test_steps_never_wait(context, late):
     cache.free(slot, after=cache.last_step)
     assert late.fake is None or late.fake.fakegpu_waits() == before
     cache.close()
+
+
+def test_a_gpu_is_late_in_every_test(monkeypatch):
+    """The stream sleeps when memory has come and before modules run, as long as the test has credit."""
+    slept, cuda = [], {"is_initialized": True, "_is_in_bad_fork": False, "is_current_stream_capturing": False}
+    for name, answer in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(Lag, "SHARE", 0)
+    plain = pyvmem.KVCache.step
+    with (
+        pyvmem.KVCache.for_model(1, 2, 64, 1, 64, 1 * MIB, dtype=torch.float32, backend="host") as cache,
+        Lag().everywhere(),
+    ):
+        cache.alloc()
+        for length in range(1, 64):
+            assert cache.step([length])
+        assert len(slept) == Lag.CREDIT // Lag.STEP
+    with Lag().everywhere():
+        torch.nn.Linear(2, 2)(torch.ones(2))
+    assert pyvmem.KVCache.step is plain and slept[-1] < slept[0]
+    before = len(slept)
+    torch.nn.Linear(2, 2)(torch.ones(2))
+    assert len(slept) == before

@@ -73,7 +73,7 @@ def test_logits_of_late_passes(passes, name, attention, side):
     model = tiny_model(name, device=passes.device)
     want = theirs(model, side, passes.device)
     for end in ("dropped", "closed"):
-        cache = VMemCache(model, backend=passes.backend, budget=32 << 20, max_tokens=64)
+        cache = VMemCache(model, backend=passes.backend, budget=256 << 20, max_tokens=64)
         got = passes.logits(model, cache, attention if attention == "vmem" else stock(model), side)
         passes.begin() if passes.device == "cuda" else None
         if end == "closed":
@@ -87,7 +87,7 @@ def test_logits_of_late_passes(passes, name, attention, side):
 @pytest.mark.parametrize("name", SEVERAL)
 def test_logits_of_late_passes_of_every_family(passes, name):
     model = tiny_model(name, device=passes.device)
-    cache = VMemCache(model, backend=passes.backend, budget=32 << 20, max_tokens=64)
+    cache = VMemCache(model, backend=passes.backend, budget=256 << 20, max_tokens=64)
     got = passes.logits(model, cache, "vmem", "left")
     del cache
     gc.collect()
@@ -97,7 +97,7 @@ def test_logits_of_late_passes_of_every_family(passes, name):
 
 def test_a_cache_that_is_collected_while_a_graph_is_captured(passes, monkeypatch):
     model = tiny_model("llama", device=passes.device)
-    cache = VMemCache(model, backend=passes.backend, budget=32 << 20, max_tokens=64)
+    cache = VMemCache(model, backend=passes.backend, budget=256 << 20, max_tokens=64)
     passes.logits(model, cache, "sdpa", "none")
     late = passes.kernels
     if passes.device == "cuda":
@@ -115,7 +115,7 @@ def test_a_call_that_gives_rows_up_says_that_it_cannot_while_a_graph_is_captured
     if passes.device == "cuda":
         pytest.skip("a call that raises ends the capture")
     model = tiny_model("llama", device=passes.device)
-    cache = VMemCache(model, backend=passes.backend, budget=32 << 20, max_tokens=64)
+    cache = VMemCache(model, backend=passes.backend, budget=256 << 20, max_tokens=64)
     passes.logits(model, cache, "sdpa", "none")
     before = cache.rows._lengths.copy()
     arguments = {"crop": (-2,), "batch_select_indices": (torch.tensor([1, 0]),)}.get(call, ())

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from attention_reference import error, reference  # noqa: E402
+from late import Lag  # noqa: E402
 
 import pyvmem  # noqa: E402
 from pyvmem import attention  # noqa: E402
@@ -220,7 +221,8 @@ def main(backend, kernel, names):
         torch.manual_seed(0)
         print(json.dumps({"case": name, "started": True}), flush=True)
         try:
-            said = {"ok": True, "seen": CASES[name](backend, kernel)}
+            with Lag().everywhere():
+                said = {"ok": True, "seen": CASES[name](backend, kernel)}
         except Exception as wrong:
             said = {"ok": False, "error": traceback.format_exc()[-3000:]}
             lost = "CUDA error" in str(wrong) or "illegal" in str(wrong)
