@@ -168,28 +168,25 @@ CUDA(cuEventDestroy_v2, long *event)
 }
 CUDA(cuMemAddressReserve, uint64_t *addr, size_t length, size_t align, uint64_t hint, unsigned long long flags)
 {
+    static unsigned n;
     struct reservation *r = calloc(1, sizeof(*r));
-    char *base;
+    bool ok;
 
     (void)hint, (void)flags;
-    if (fails() || !r || length % BLOCK || align != BLOCK)
-        goto failed;
-    base = mmap(NULL, length + BLOCK, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED)
-        goto failed;
-    r->addr = ((uint64_t)base + BLOCK - 1) / BLOCK * BLOCK;
-    r->size = length;
-    munmap(base, r->addr - (uint64_t)base);
-    munmap((char *)r->addr + length, BLOCK - (r->addr - (uint64_t)base));
     pthread_mutex_lock(&lock);
-    r->next = reservations;
-    reservations = r;
+    ok = !fails() && r && length % BLOCK == 0 && align == BLOCK && (r->addr = space_take(length + GUARD));
+    if (ok) {
+        *addr = r->addr;
+        r->size = length;
+        if (n++ % 2)
+            guard_new(r);
+        r->next = reservations;
+        reservations = r;
+    }
     pthread_mutex_unlock(&lock);
-    *addr = r->addr;
-    return 0;
-failed:
-    free(r);
-    return 2;
+    if (!ok)
+        free(r);
+    return ok ? 0 : 2;
 }
 CUDA(cuMemAddressFree, uint64_t addr, size_t length)
 {
@@ -204,7 +201,7 @@ CUDA(cuMemAddressFree, uint64_t addr, size_t length)
             r = NULL; // still mapped
     if (r && r->size == length) {
         *at = r->next;
-        munmap((void *)addr, length);
+        space_give(r);
         free(r);
         result = 0;
     }
@@ -252,7 +249,11 @@ CUDA(cuMemMap, uint64_t addr, size_t length, size_t offset, uint64_t handle, uns
     } else if (memory && addr % BLOCK == 0) {
         struct mapping *m = calloc(1, sizeof(*m));
 
-        *m = (struct mapping){mappings, addr, length, memory, false, calloc(length / PAGE, sizeof(uint32_t)), NULL};
+        *m = (struct mapping){.next = mappings,
+                              .addr = addr,
+                              .size = length,
+                              .memory = memory,
+                              .entry = calloc(length / PAGE, sizeof(uint32_t))};
         for (uint64_t i = 0; i < length / PAGE; i++)
             m->entry[i] = next_entry | 1;
         next_entry += 2;

@@ -4,8 +4,9 @@
 // of open, ioctl and a few more, the devices /dev/nvidiactl and /dev/nvidia-uvm. Device memory is a memfd, a device
 // address is the CPU address where its pages are mapped. It holds its caller to the rules of the real driver:
 // parameters of the size and layout of the release it plays, UVM maps inside one CUDA mapping, mappings split only at
-// the size of their entries, cuMemUnmap of whole mappings, memory that is not zero when fresh. It knows no GPU page
-// tables, TLBs or kernels.
+// the size of their entries, cuMemUnmap of whole mappings, memory that is not zero when fresh. Reservations follow each
+// other without gaps, and behind every second one lies memory of somebody else, which must stay as it is: a change of it
+// ends the program. It knows no GPU page tables, TLBs or kernels.
 //
 // $FAKEGPU_RELEASE: the driver release to play, 580.159.04 by default. $FAKEGPU_PATCHED: set, if nvidia-uvm.ko is the
 // patched one (fakekmod.h). $FAKEGPU_BUILD: a number of 0 to 255 in that module's build ID. $FAKEGPU_SCRUB: the driver
@@ -71,6 +72,7 @@ struct mapping {
 struct reservation {
     struct reservation *next;
     uint64_t addr, size;
+    struct mapping *guard; // what somebody else has behind it
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -235,6 +237,8 @@ static bool known(uint64_t addr, uint64_t length)
     }
     return true;
 }
+
+#include "fakeguard.h"
 
 #include "fakecuda.h"
 

@@ -74,6 +74,16 @@ static uint32_t kmod_check(const struct uvm_vmem_op *op, bool map)
     return 0;
 }
 
+// Opens an overlay in the next block, whosever it is: a driver that takes more care may not be the one that runs.
+static void kmod_ahead(uint64_t va)
+{
+    struct mapping *m = mapping_at(va, BLOCK);
+
+    for (uint64_t i = 0; m && i < BLOCK; i += PAGE)
+        if (!kmod_entry_at(m, va + i)->overlay)
+            kmod_set(m, va + i, NULL, 0, false);
+}
+
 static void kmod_do(const struct uvm_vmem_op *op, bool map)
 {
     struct mapping *m = mapping_at(op->va, op->length);
@@ -89,6 +99,8 @@ static void kmod_do(const struct uvm_vmem_op *op, bool map)
         }
         kmod_set(m, va, page, op->offset + (va - op->va), huge);
     }
+    if (map && op->flags & UVM_VMEM_MAP_AHEAD)
+        kmod_ahead((op->va + op->length + BLOCK - 1) / BLOCK * BLOCK);
 }
 
 static uint32_t kmod_batch(struct uvm_vmem_batch *b, bool map)

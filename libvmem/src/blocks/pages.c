@@ -108,13 +108,12 @@ static int unmap_pages(vmem_blocks *b, const uint64_t *pages, uint64_t n, uint64
         uint32_t n_ops = 0;
         *done = i;
         for (; i < n; i++) {
-            const uint64_t addr = addr_of(b, pages[i]);
-            if (n_ops && ops[n_ops - 1].addr + ops[n_ops - 1].length == addr && pages[i] == pages[i - 1] + 1)
+            if (n_ops && pages[i] == pages[i - 1] + 1)
                 ops[n_ops - 1].length += b->page_size;
             else if (n_ops == sizeof(ops) / sizeof(ops[0]))
                 break;
             else
-                ops[n_ops++] = (struct vmem_unmap_op){addr, b->page_size};
+                ops[n_ops++] = (struct vmem_unmap_op){addr_of(b, pages[i]), b->page_size};
         }
         rc = vMemUnmapBatch(b->ctx, ops, n_ops, NULL);
     }
@@ -446,16 +445,16 @@ static void unmap_or_drop(vmem_blocks *b, const struct vmem_unmap_op *op)
 void vmem__blocks_unmap_all(vmem_blocks *b)
 {
     struct vmem_unmap_op op = {0};
-    for (uint64_t i = 0; i < b->n_pages; i++) {
+    for (uint64_t i = 0, last = 0; i < b->n_pages; i++) {
         if (!(b->pages[i] & PAGE_MAPPED))
             continue;
-        const uint64_t addr = addr_of(b, i);
-        if (op.length && op.addr + op.length == addr && op.length < BLOCKS_PART * b->page_size) {
+        if (op.length && i == last + 1 && op.length < BLOCKS_PART * b->page_size) {
             op.length += b->page_size;
-            continue;
+        } else {
+            unmap_or_drop(b, &op);
+            op = (struct vmem_unmap_op){addr_of(b, i), b->page_size};
         }
-        unmap_or_drop(b, &op);
-        op = (struct vmem_unmap_op){addr, b->page_size};
+        last = i;
     }
     unmap_or_drop(b, &op);
 }

@@ -125,9 +125,9 @@ static int check_config(vmem_context *ctx, const struct vmem_blocks_config *cfg)
                 last_byte(&cfg->ranges[k], cfg->blocks) < cfg->ranges[i].addr)
                 continue;
             if (share_bytes(&cfg->ranges[k], &cfg->ranges[i], cfg->blocks, &one, &other))
-                rc = vmem__error(-EINVAL,
-                                 "cfg->ranges[%u]: its block %u would own bytes of block %u in cfg->ranges[%u]", i,
-                                 other, one, k);
+                rc =
+                    vmem__error(-EINVAL, "cfg->ranges[%u]: its block %u would own bytes of block %u in cfg->ranges[%u]",
+                                i, other, one, k);
         }
     return rc;
 }
@@ -150,7 +150,7 @@ static void lay_out(vmem_blocks *b, const struct vmem_blocks_config *cfg)
     qsort(b->spans, cfg->n_ranges, sizeof(b->spans[0]), by_first);
     for (uint32_t i = 0; i < cfg->n_ranges; i++) {
         struct page_span *last = b->n_spans ? &b->spans[b->n_spans - 1] : NULL, next = b->spans[i];
-        if (last && next.first <= last->first + last->pages) {
+        if (last && next.first < last->first + last->pages) {
             const uint64_t end = next.first + next.pages, old = last->first + last->pages;
             last->pages += end > old ? end - old : 0;
         } else {
@@ -159,7 +159,7 @@ static void lay_out(vmem_blocks *b, const struct vmem_blocks_config *cfg)
     }
     for (uint32_t i = 0; i < b->n_spans; i++) {
         b->spans[i].index = b->n_pages;
-        b->n_pages += b->spans[i].pages;
+        b->n_pages += b->spans[i].pages + 1; // a word between, as the next span may begin another reservation
     }
     for (uint32_t i = 0; i < cfg->n_ranges; i++) {
         const uint64_t first = cfg->ranges[i].addr >> b->page_shift;

@@ -39,9 +39,13 @@ static void next_op(const struct vmem__run *runs, enum action action, const stru
         op->offset = offset % VMEM_PAGE_2M;
         op->length = min(op->length, VMEM_PAGE_2M - op->offset);
         // A 2 MiB entry is never split while kernels may access it. An entry that maps a page is replaced as a whole.
-        // MAP_AHEAD splits the backdrop's entries one segment ahead of kernels that read past the last small page.
-        op->flags = UVM_VMEM_TAKEOVER | (run->page_size < VMEM_PAGE_2M ? UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD : 0) |
+        // MAP_AHEAD splits the backdrop's entries one block ahead of kernels that read past the last small page. Behind
+        // the last block of the addresses begin those of somebody else.
+        op->flags = UVM_VMEM_TAKEOVER | (run->page_size < VMEM_PAGE_2M ? UVM_VMEM_MAP_64K : 0) |
                     (run->flags & VMEM_MAP_REPLACE ? UVM_VMEM_MAP_REPLACE : 0);
+        if (run->page_size < VMEM_PAGE_2M &&
+            op->va + op->length + VMEM_PAGE_2M <= reservation->addr + reservation->length)
+            op->flags |= UVM_VMEM_MAP_AHEAD;
     }
     at->done += op->length;
     if (at->done == run->length)
