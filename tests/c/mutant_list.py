@@ -140,7 +140,7 @@ _MUTANTS = [
     ("trim keeps what prealloc took", "core/vmem__trim_to", drop("keep"), "test_budget"),
     # the host backend
     ("the system is asked for every page", "backend/host/credited",
-     replace("now_ms() - h->asked_ms < CREDIT_MS", "0"), "test_host_memory"),
+     replace("now_ms() - h->asked_ms >= CREDIT_MS", "1"), "test_host_memory"),
     ("what is credited is not spent", "backend/host/credited",
      replace("atomic_fetch_sub(&h->unasked, (int64_t)length)", "atomic_load(& h->unasked)"), "test_host_memory"),
     ("signals interrupt every step", "backend/host/allocate", replace("sigfillset", "sigemptyset"), "test_host_memory"),
@@ -337,6 +337,11 @@ _MUTANTS = [
     ("a parked segment that is freed stays counted", "torch/free_in", never("was", n=2), "test_torch"),
     ("all parked pages go at once", "torch/evict_idle", replace("pages * l->page_size", "UINT64_MAX"), "test_torch"),
     ("a place ends without a word", "torch/leave", drop("ended = l"), "test_torch"),
+    # the host's memory
+    ("each process trusts its own count", "backend/host/credited", replace("h->usage < 0", "1"), "test_host_memory"),
+    ("processes look at the same memory", "backend/host/take_turn", replace("h->usage < 0", "1"), "test_host_memory"),
+    ("an answer about a group holds for all that is left", "backend/host/check_memory",
+     replace("h->trusted = used + length + (left - length) / 4", "h->trusted = UINT64_MAX"), "test_host_memory"),
     # absent addresses
     ("what is absent stays so", "core/vmem__batch_end", drop("vmem__restore"), "test_absent"),
     ("what is absent is copied", "core/check_access", replace("vmem__present(ctx, addr, length)", "0"), "test_absent"),

@@ -2,12 +2,16 @@
 // files are made up in a folder of their own.
 //
 // SPDX-License-Identifier: MIT
+#include <fcntl.h>
 #include <ftw.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "backend/host/host.h"
@@ -196,6 +200,95 @@ static void the_last_of_it(void)
     checked_host_memory = NULL;
 }
 
+// ---- several processes in a group -------------------------------------------------------------------------------
+
+// A control group as the kernel keeps it: who takes more than there is would be killed. Shared by forked processes.
+#define PROCESSES 8
+static struct group {
+    atomic_flag busy;
+    _Atomic uint64_t used;
+    atomic_bool killed;
+} *group;
+static char usage_path[64];
+static int usage_fd;
+
+static void publish_usage(void)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%-20" PRIu64 "\n", group->used);
+    CHECK(pwrite(usage_fd, text, strlen(text), 0) > 0);
+}
+
+static int shared_memory(struct vmem__host_memory *out)
+{
+    const uint64_t used = group->used;
+    *out = (struct vmem__host_memory){.total = GROUP, .available = GROUP > used ? GROUP - used : 0, .cgroup = true};
+    strcpy(out->usage, usage_path);
+    return 0;
+}
+
+static int shared_fallocate(uint64_t length)
+{
+    usleep(300); // time in which others look at what there is
+    while (atomic_flag_test_and_set(&group->busy))
+        sched_yield();
+    group->used += length;
+    if (group->used > GROUP)
+        group->killed = true;
+    publish_usage();
+    atomic_flag_clear(&group->busy);
+    return 0;
+}
+
+static void take_all(uint64_t size, size_t n)
+{
+    const struct vmem_options opts = {.size = sizeof opts, .backend = "host"};
+    vmem_context *ctx;
+    vmem_page pages[2];
+    OK(vmem_context_create(&opts, &ctx));
+    int rc = 0;
+    while (!rc)
+        rc = vMemCreate(ctx, size, n, 0, pages);
+    CHECK_EQ(rc, -ENOMEM);
+    vmem_context_destroy(ctx);
+    _exit(0); // the folder is the parent's to clear
+}
+
+// None of them trusts an answer that the others have made untrue.
+static void the_last_of_it_in_processes(void)
+{
+    static const struct {
+        uint64_t size;
+        size_t n;
+    } calls[] = {{VMEM_PAGE_64K, 1}, {VMEM_PAGE_2M, 1}, {VMEM_PAGE_2M, 2}};
+    snprintf(usage_path, sizeof usage_path, "%s/usage", root);
+    CHECK((usage_fd = open(usage_path, O_CREAT | O_RDWR | O_CLOEXEC, 0600)) >= 0);
+    group = mmap(NULL, sizeof *group, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(group != MAP_FAILED);
+    publish_usage();
+    checked_host_memory = shared_memory;
+    checked_fallocate = shared_fallocate;
+    for (size_t i = 0; i < COUNT(calls); i++) {
+        group->used = 0;
+        publish_usage();
+        for (int p = 0; p < PROCESSES; p++) {
+            const pid_t pid = fork();
+            CHECK(pid >= 0);
+            if (!pid)
+                take_all(calls[i].size, calls[i].n);
+        }
+        int status;
+        for (int p = 0; p < PROCESSES; p++)
+            CHECK(wait(&status) > 0 && !status);
+        CHECK(!group->killed);
+        CHECK(group->used >= GROUP / 2); // and not much less either
+    }
+    checked_host_memory = NULL;
+    checked_fallocate = NULL;
+    close(usage_fd);
+    unlink(usage_path);
+}
+
 // ---- a warm page cache ----------------------------------------------------------------------------------------
 
 static atomic_uint asks;
@@ -316,6 +409,7 @@ int main(void)
     no_meminfo();
     no_descriptor();
     the_last_of_it();
+    the_last_of_it_in_processes();
     warm_cache();
     timers();
     return 0;

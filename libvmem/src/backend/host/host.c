@@ -1,7 +1,7 @@
 // The host backend: maps pages of a memfd at CPU addresses.
 //
-// One memfd holds all arenas, each at an offset never used before, so that a context costs one descriptor. Creating a
-// page commits its memory with fallocate(), so that a lack of memory is -ENOMEM then and not SIGBUS later. Releasing
+// One memfd holds all arenas, each at an offset never used before, so that a context costs one descriptor, and one more in
+// a control group with a limit. Creating a page commits its memory with fallocate(), so that a lack of memory is -ENOMEM then and not SIGBUS later. Releasing
 // the page punches a hole, which returns the memory to the system.
 //
 // Mapping is mmap(MAP_FIXED) over the old mapping. Linux replaces it atomically under the process's mapping lock: a
@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/sysinfo.h>
@@ -42,6 +43,11 @@
 #define QUIET_STEP (UINT64_C(1) << 20)
 // How long an answer about the available memory holds.
 #define CREDIT_MS 1000
+// In a control group, for calls of at most so many bytes: others of its processes may be in such a call, too.
+#define CREDIT_MOST (UINT64_C(2) << 20)
+// How long a call waits, in ms, for that of another process of the group that takes more. One that was stopped meanwhile
+// must not stop the others.
+#define TURN_MS 200
 // One 64th of the memory is left to the process itself, but no more than this.
 #define STAYS_MOST (UINT64_C(256) << 20)
 
@@ -61,6 +67,8 @@ struct host {
     bool light;                // the ballast is incomplete
     struct lost *_Atomic lost; // changed only with `lock` held for writing
     bool cgroup;               // a control group allows less than the machine has
+    int usage;                 // the file with the bytes that the group uses; -1: none
+    _Atomic uint64_t trusted;  // the usage up to which the last answer holds
     _Atomic int64_t unasked;   // bytes that may be populated before the system is asked again
     _Atomic uint64_t asked_ms; // when it was asked last, and how much these are
     // Bytes that were to be populated without a check of the available memory, and those that are.
@@ -156,6 +164,7 @@ static int open_(struct vmem__backend *b, const struct vmem_options *opts)
     pthread_mutex_init(&h->asking, NULL);
     ballast_take(h);
     h->cgroup = m.cgroup;
+    h->usage = *m.usage ? open(m.usage, O_RDONLY | O_CLOEXEC) : -1;
     b->priv = h;
     b->arena_min = ARENA_MIN;
     b->arena_max = ARENA_MAX;
@@ -209,6 +218,8 @@ static void close_(struct vmem__backend *b, bool forked)
     vmem__host_file_remove(&h->file);
     ballast_drop(h);
     close(h->file.fd);
+    if (h->usage >= 0)
+        close(h->usage);
     if (!forked) { // in a forked child, a thread that does not exist there may have held the lock
         unmap_lost(h, true);
         pthread_rwlock_destroy(&h->lock);
@@ -336,10 +347,35 @@ static uint64_t now_ms(void)
     return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
 }
 
-// After check_memory(), a quarter of the memory that was left may be populated within a second before the next check.
+// The bytes that all processes of the control group use.
+static bool usage(const struct host *h, uint64_t *used)
+{
+    char text[32] = "";
+    return h->usage >= 0 && pread(h->usage, text, sizeof text - 1, 0) > 0 && sscanf(text, "%" SCNu64, used) == 1;
+}
+
+// After check_memory(), a quarter of the memory that was left may be populated within a second before the next check: by
+// this context, or, if the system says how much they use, by all processes of the group.
 static bool credited(struct host *h, uint64_t length)
 {
-    return now_ms() - h->asked_ms < CREDIT_MS && atomic_fetch_sub(&h->unasked, (int64_t)length) >= (int64_t)length;
+    uint64_t used;
+    if (now_ms() - h->asked_ms >= CREDIT_MS)
+        return false;
+    if (h->usage < 0)
+        return atomic_fetch_sub(&h->unasked, (int64_t)length) >= (int64_t)length;
+    return length <= CREDIT_MOST && usage(h, &used) && used + length <= h->trusted;
+}
+
+// Takes turns with the other processes of the group from the check of the available memory until the pages are
+// populated. A file of the kernel's serves for the lock, because all of them have it.
+static void take_turn(const struct host *h, bool begin)
+{
+    if (h->usage < 0)
+        return;
+    for (int ms = 0; begin && ms < TURN_MS && flock(h->usage, LOCK_EX | LOCK_NB); ms++)
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    if (!begin)
+        flock(h->usage, LOCK_UN);
 }
 
 // Returns whether memory is plentiful, so that check_memory() is not needed. The check exists because the kernel would
@@ -359,6 +395,8 @@ static int check_memory(struct host *h, uint64_t length)
     struct vmem__host_memory m;
     h->unasked = 0; // from here on, no thread begins without a check
     const uint64_t ended = h->ended;
+    uint64_t used;
+    h->trusted = 0;
     if (vmem__host_memory("", &m))
         return 0;
     // The process itself needs some memory, also for page tables. What other threads were populating may be counted
@@ -366,6 +404,8 @@ static int check_memory(struct host *h, uint64_t length)
     const uint64_t own = m.total / 64 < STAYS_MOST ? m.total / 64 : STAYS_MOST;
     const uint64_t stays = own + (h->begun - ended), left = m.available > stays ? m.available - stays : 0;
     h->unasked = left > length ? (int64_t)((left - length) / 4) : 0;
+    if (left > length && usage(h, &used))
+        h->trusted = used + length + (left - length) / 4;
     h->asked_ms = now_ms();
     if (left < length)
         return vmem__error(-ENOMEM, "%" PRIu64 " bytes of pages: %s has %" PRIu64 " bytes left", length,
@@ -418,9 +458,11 @@ static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t off
     if (unasked)
         return rc;
     pthread_mutex_lock(&h->asking);
+    take_turn(h, true);
     rc = credited(h, length) ? 0 : check_memory(h, length); // another thread may have asked meanwhile
     if (!rc)
         rc = allocate(b, a, offset, length);
+    take_turn(h, false);
     pthread_mutex_unlock(&h->asking);
     return rc;
 }

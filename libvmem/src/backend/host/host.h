@@ -4,6 +4,7 @@
 #ifndef VMEM_HOST_HOST_H
 #define VMEM_HOST_HOST_H
 
+#include <limits.h>
 #include <sys/types.h>
 
 #include "backend/backend.h"
@@ -27,6 +28,7 @@ void vmem__host_reservation_remove(struct vmem__reservation *r);
 struct vmem__host_memory {
     uint64_t total, available; // bytes
     bool cgroup;               // a control group allows less than the machine has
+    char usage[2 * PATH_MAX];  // the file with the bytes used in the group that has the least left; "" without a limit
 };
 
 // Reads the memory that this process may use from /proc and /sys below `root`, which is "" except in tests.

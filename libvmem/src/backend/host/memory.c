@@ -71,6 +71,8 @@ static int restrict_to(const char *group, const struct version *v, struct vmem__
             used -= cache < used ? cache : used;
     }
     const uint64_t left = limit > used ? limit - used : 0;
+    if (left < m->available)
+        snprintf(m->usage, sizeof m->usage, "%.*s/%s", PATH_MAX, group, v->used);
     m->cgroup = m->cgroup || limit < m->total;
     m->total = limit < m->total ? limit : m->total;
     m->available = left < m->available ? left : m->available;
