@@ -31,7 +31,6 @@ from pyvmem.tools.argtypes import parse_size
 from pyvmem.tools.top import table, where
 
 FIRST_PORT = 8001
-ROUTER_PORT = 8080  # of vLLM's router, if PORT is not set
 SMI_SECONDS = 10.0  # after which nvidia-smi is not waited for
 GIB = 1 << 30
 CONCURRENCY = 1024  # requests for a model at a time that llama-swap lets pass; vLLM queues them
@@ -147,10 +146,19 @@ def _take(where: str, table: Any, kinds: Mapping[str, Callable[[str, Any], Any]]
     return {key: kinds[key](f"{where}{key}", value) for key, value in table.items()}
 
 
+def _printable(key: str, text: str) -> str:
+    """A text that is one line for every program that reads what is rendered."""
+    if not text.isprintable():
+        wrong = next(c for c in text if not c.isprintable())
+        raise ValueError(f"{key} must have no control characters, line ends or separators: {shown(text)} has "
+                         f"U+{ord(wrong):04X}")  # fmt: skip
+    return text
+
+
 def _text(key: str, value: Any) -> str:
-    if not isinstance(value, str) or not value or "\0" in value or value.startswith("-"):
-        raise ValueError(f"{key} must be a non-empty string without NUL, and not begin with '-': {shown(value)}")
-    return value
+    if not isinstance(value, str) or not value or value.startswith("-"):
+        raise ValueError(f"{key} must be a non-empty string, and not begin with '-': {shown(value)}")
+    return _printable(key, value)
 
 
 def _name(key: str, value: Any) -> str:
@@ -186,22 +194,22 @@ def _seconds(key: str, value: Any) -> float:
 
 
 def _texts(key: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(v, str | int | float) and "\0" not in str(v) for v in value):
-        raise ValueError(f"{key} must be a list of strings without NUL, and of numbers, not {shown(value)}")
+    if not isinstance(value, list) or not all(isinstance(v, str | int | float) for v in value):
+        raise ValueError(f"{key} must be a list of strings and numbers, not {shown(value)}")
     if any(str(v).partition("=")[0] == "--port" for v in value):
         raise ValueError(f"{key}: --port is what the key 'port' sets")
-    return tuple(map(str, value))
+    return tuple(_printable(key, str(v)) for v in value)
 
 
 def _env(key: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(v, str) and "\0" not in v for v in value.values()):
-        raise ValueError(f"{key} must be a table of strings without NUL, not {shown(value)}")
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+        raise ValueError(f"{key} must be a table of strings, not {shown(value)}")
     for name in value:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"{key}: {shown(name)} must be the name of a variable: letters, digits and _")
         if name in _KEYS:
             raise ValueError(f"{key}: {name} is what the key {_KEYS[name]!r} sets")
-    return dict(value)
+    return {name: _printable(f"{key}.{name}", text) for name, text in value.items()}
 
 
 def _engine(key: str, value: Any) -> str:
@@ -289,23 +297,32 @@ def _vllm() -> str:
     return str(beside) if beside.exists() else shutil.which("vllm") or "vllm"
 
 
+def _json(value: Any) -> str:
+    """Of JSON's texts, only escapes of single code points are YAML's too: `_printable` texts have no others."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _yaml(value: Any, depth: int = 0) -> str:
-    """YAML of tables, lists and scalars; texts as in JSON, which YAML includes."""
+    """YAML of tables, lists and scalars. Every key and text is quoted: on, no, null and 1e3 are other values."""
     pad = "  " * depth
     if isinstance(value, dict):
-        return "".join(
-            f"{pad}{key if re.fullmatch('[A-Za-z_][A-Za-z0-9_./-]*', key) else json.dumps(key)}:"
-            + (f"\n{_yaml(v, depth + 1)}" if isinstance(v, dict | list) and v else f" {json.dumps(v)}\n")
-            for key, v in value.items())  # fmt: skip
-    return "".join(f"{pad}-" + (f"\n{_yaml(v, depth + 1)}" if isinstance(v, dict | list) else f" {json.dumps(v)}\n")
+        return "".join(f"{pad}{_json(key)}:"
+                       + (f"\n{_yaml(v, depth + 1)}" if isinstance(v, dict | list) and v else f" {_json(v)}\n")
+                       for key, v in value.items())  # fmt: skip
+    return "".join(f"{pad}-" + (f"\n{_yaml(v, depth + 1)}" if isinstance(v, dict | list) else f" {_json(v)}\n")
                    for v in value)  # fmt: skip
 
 
 def llama_swap(pool: Pool) -> str:
     """The configuration of llama-swap: all models run, and none is stopped for another.
 
-    Its own limit of requests at a time, 10 for a model, would answer the eleventh with status 429.
+    Its own limit of requests at a time, 10 for a model, would answer the eleventh with status 429. Raises ValueError
+    for ``${``, with which its macros begin.
     """
+    for m in pool.models:
+        for text in (*pool.command(m), *pool.environment(m).values()):
+            if "${" in text:
+                raise ValueError(f"models.{m.name}: llama-swap takes ${{ for a macro of its own: {shown(text)}")
     return _yaml({
         "healthCheckTimeout": 600,
         "logToStdout": "both",  # also what vLLM says
@@ -319,45 +336,6 @@ def llama_swap(pool: Pool) -> str:
     })  # fmt: skip
 
 
-def _word(text: str) -> str:
-    """A word of a systemd unit: quoted as systemd reads it, which differs from a shell, and without specifiers."""
-    text = text.replace("%", "%%")
-    if re.fullmatch(r"[\w%+,./:=@-]+", text, re.ASCII):
-        return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
-
-
-def systemd(pool: Pool) -> str:
-    """A unit for each model, one after the other."""
-    units = []
-    for m in pool.models:
-        env = "".join(f"Environment={_word(f'{k}={v}')}\n" for k, v in pool.environment(m).items())
-        command = " ".join(_word(part).replace("$", "$$") for part in ["/usr/bin/env", *pool.command(m, here=True)])
-        units.append(f"# /etc/systemd/system/vmem-{m.name}.service\n[Unit]\nDescription={m.name} on vMem\n"
-                     f"After=network-online.target\n\n[Service]\n{env}RuntimeDirectory=pyvmem\n"
-                     "RuntimeDirectoryPreserve=yes\nEnvironment=XDG_RUNTIME_DIR=/run/pyvmem\n"
-                     f"ExecStart={command}\nRestart=always\nKillMode=mixed\nTimeoutStopSec=120\n\n"
-                     "[Install]\nWantedBy=multi-user.target\n")  # fmt: skip
-    return "\n".join(units)
-
-
-def compose(pool: Pool) -> str:
-    """A service for each model. They share the folder of control pages, and the host's process numbers."""
-    return _yaml({
-        "services": {m.name: {
-            "image": m.image or f"{m.engine}-vmem", "entrypoint": pool.command(m, "0.0.0.0")[:1],
-            "command": pool.command(m, "0.0.0.0")[1:],
-            "environment": {**pool.environment(m), "XDG_RUNTIME_DIR": "/run/vmem"}, "ports": [f"{m.port}:{m.port}"],
-            "volumes": ["vmem:/run/vmem", *([f"{m.path}:{m.path}:ro"] if m.path.startswith("/") else [])],
-            "pid": "host", "ipc": "host", "restart": "unless-stopped",
-            "deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": m.gpus,
-                                                                  "capabilities": ["gpu"]}]}}}}
-            for m in pool.models},
-        "volumes": {"vmem": {"driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": "mode=0700"}}},
-    })  # fmt: skip
-
-
 def aibrix(pool: Pool) -> str:
     """A Deployment and a Service for each model, by whose labels AIBrix finds it; all on one node with one GPU.
 
@@ -366,11 +344,16 @@ def aibrix(pool: Pool) -> str:
     served have one name. Raises ValueError if Kubernetes does not take a model's name for a Service.
     """
     documents = []
+
+    def plain(text: str) -> str:  # Kubernetes puts a variable's value in place of $(NAME), and $ in place of $$
+        return text.replace("$", "$$")
+
     for m in pool.models:
         if not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", m.name):
             raise ValueError(f"models.{m.name}: AIBrix has a Service of this name, and its name must be lower-case "
                              "letters, digits and -, begin with a letter and not end with '-'")  # fmt: skip
-        env = [{"name": k, "value": v} for k, v in {**pool.environment(m), "XDG_RUNTIME_DIR": "/run/vmem"}.items()]
+        env = [{"name": k, "value": plain(v)} for k, v in pool.environment(m).items()]
+        env.append({"name": "XDG_RUNTIME_DIR", "value": "/run/vmem"})
         labels = {"model.aibrix.ai/name": m.name, "model.aibrix.ai/port": str(m.port)}
         about = {"name": m.name, "labels": labels}
         mounts: list[dict[str, Any]] = [{"name": "vmem", "mountPath": "/run/vmem"}]
@@ -386,7 +369,7 @@ def aibrix(pool: Pool) -> str:
                 "metadata": {"labels": labels},
                 "spec": {"hostPID": True, "hostIPC": True, "containers": [{
                     "name": m.engine, "image": m.image or f"{m.engine}-vmem",
-                    "command": pool.command(m, "0.0.0.0"), "env": env,
+                    "command": [plain(part) for part in pool.command(m, "0.0.0.0")], "env": env,
                     "ports": [{"containerPort": m.port}],
                     "resources": {"limits": {"nvidia.com/gpu": m.gpus}},
                     "readinessProbe": {"httpGet": {"path": "/health", "port": m.port}},
@@ -398,29 +381,7 @@ def aibrix(pool: Pool) -> str:
     return "---\n".join(map(_yaml, documents))
 
 
-def vllm_router(pool: Pool) -> str:
-    """A script that starts vLLM's own router (the package vllm-router) and tells it of the servers, which run.
-
-    No other server has the model, so a request that is refused is not tried again. Raises ValueError for SGLang.
-    """
-    for m in pool.models:
-        if m.engine != "vllm":
-            raise ValueError(f"models.{m.name}.engine: vLLM's router tokenizes at its servers, by paths of vLLM's")
-    add = "".join(
-        "curl -sf --retry 60 --retry-delay 1 --retry-connrefused -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps({'url': f'http://127.0.0.1:{m.port}', 'model_id': m.name}))} "
-        '"http://127.0.0.1:$PORT/workers"\n' for m in pool.models)  # fmt: skip
-    return (f"#!/bin/sh\n# PORT: where the router listens\nPORT=${{PORT:-{ROUTER_PORT}}}\n"
-            "# --enable-igw: requests go by their model\n"
-            'vllm-router --enable-igw --policy round_robin --host 127.0.0.1 --port "$PORT" \\\n'
-            "  --disable-retries --disable-circuit-breaker \\\n"
-            f"  --request-timeout-secs {max(m.queue for m in pool.models) + 3600:.0f} &\n{add}wait\n")  # fmt: skip
-
-
-RENDERERS: dict[str, Callable[[Pool], str]] = {
-    "llama-swap": llama_swap, "systemd": systemd, "compose": compose, "aibrix": aibrix,
-    "vllm-router": vllm_router,
-}  # fmt: skip
+RENDERERS: dict[str, Callable[[Pool], str]] = {"llama-swap": llama_swap, "aibrix": aibrix}
 
 
 # ---- the models that run ---------------------------------------------------------------------------------------
@@ -440,7 +401,7 @@ def running(pool: Pool) -> dict[str, list[tuple[control.Engine, control.Page]]]:
 
 def _absent(fact: str) -> str:
     """The message that no server was found, and why it may be so."""
-    return (f"{fact}: no server of it publishes its state {where()}. Those of systemd, compose and AIBrix "
+    return (f"{fact}: no server of it publishes its state {where()}. Those of containers and of systemd "
             "have another XDG_RUNTIME_DIR: set theirs")  # fmt: skip
 
 
@@ -508,6 +469,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     render = actions.add_parser("render", help="print the configuration of the program that starts the servers")
     render.add_argument("what", metavar="PROGRAM", choices=tuple(RENDERERS), help=", ".join(RENDERERS))
+    serve = actions.add_parser("serve", help="become a model's server, as its unit of systemd or its container does")
+    serve.add_argument("name", metavar="NAME", help="the model")
+    serve.add_argument("--host", default="127.0.0.1", help="the address where it listens (127.0.0.1)")
     actions.add_parser("ls", help="list the models: state, requests, memory in MiB")
     for what, about in (("sleep", "put a model to sleep, so that others may take its memory"),
                         ("wake", "wake a model, or open one that was drained"),
@@ -528,6 +492,10 @@ def models(args: argparse.Namespace, out: TextIO | None = None) -> int:
         raise ValueError(f"{args.file}: {error}") from None
     if args.action == "render":
         print(RENDERERS[args.what](pool), end="", file=out)
+    elif args.action == "serve":
+        model = pool.model(args.name)
+        command = pool.command(model, args.host, here=True)
+        os.execvpe(command[0], command, {**os.environ, **pool.environment(model)})
     elif args.action == "ls":
         print(listing(pool), file=out)
     elif args.action == "limit":

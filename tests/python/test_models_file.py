@@ -71,32 +71,94 @@ def test_the_servers_are_started_with_the_vllm_of_this_environment(tmp_path, mon
     (tmp_path / "vllm").write_text("#!/bin/sh")
     monkeypatch.setattr(models.sys, "executable", str(tmp_path / "python"))
     pool = models.read(FILE)
-    assert f"{tmp_path}/vllm serve" in models.llama_swap(pool) and f"{tmp_path}/vllm serve" in models.systemd(pool)
-    assert str(tmp_path) not in models.compose(pool)
+    assert f"{tmp_path}/vllm serve" in models.llama_swap(pool) and str(tmp_path) not in models.aibrix(pool)
 
 
-def _gpus_of_compose(text):
-    service = pytest.importorskip("yaml").safe_load(models.compose(models.read(text)))["services"]["chat"]
-    return service["deploy"]["resources"]["reservations"]["devices"][0]["count"]
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_process_becomes_a_models_server(tmp_path, monkeypatch, host):
+    monkeypatch.setenv("VMEM_VLLM_POOL", "of somebody's shell")
+    became = []
+    monkeypatch.setattr(models.os, "execvpe", lambda *what: became.append(what))
+    (tmp_path / "models.toml").write_text(FILE)
+    options = [] if host == "127.0.0.1" else ["--host", host]
+    assert cli.main(["models", str(tmp_path / "models.toml"), "serve", "code", *options]) == 0
+    ((program, command, environment),) = became
+    pool = models.read(FILE)
+    assert command == pool.command(pool.model("code"), host, here=True) and program == command[0]
+    assert environment.items() >= pool.environment(pool.model("code")).items() and "PATH" in environment
+    assert environment["VMEM_VLLM_POOL"] == "gpu0"
+    assert cli.main(["models", str(tmp_path / "models.toml"), "serve", "other"]) == 1 and len(became) == 1
+
+
+DEPLOY = (Path(__file__).parents[2] / "docs" / "models-deploy.md").read_text()
+
+
+def test_the_manuals_compose_file_serves_every_model_of_the_manual_on_this_machine_alone():
+    yaml = pytest.importorskip("yaml")
+    (text,) = re.findall(r"```yaml\n(# compose.*?)```", DEPLOY, re.DOTALL)
+    services = yaml.safe_load(text)["services"]
+    manual = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    pool = models.read(re.sub("^   ", "", re.findall(r"```toml\n(.*?)```", manual, re.DOTALL)[0], flags=re.M))
+    assert list(services) == [m.name for m in pool.models]
+    for m in pool.models:
+        service = services[m.name]
+        assert service["command"] == [m.name] and service["ports"] == [f"127.0.0.1:{m.port}:{m.port}"]
+        assert service["entrypoint"][:4] == ["pyvmem", "models", "/models.toml", "serve"]
+        assert service["pid"] == "host" and service["environment"] == {"XDG_RUNTIME_DIR": "/run/vmem"}
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+def test_systemd_reads_the_manuals_unit(tmp_path):
+    (text,) = re.findall(r"```ini\n(.*?)```", DEPLOY, re.DOTALL)
+    assert "User=vmem" in text
+    unit = tmp_path / "vmem@chat.service"
+    unit.write_text(text.replace("/opt/vllm/bin/pyvmem", "/usr/bin/env"))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+# Texts that YAML 1.1 or 1.2 takes for something else if they are not quoted, and what shells and renderers change.
+ODD = ["on", "No", "null", "~", "1e3", "0x1f", "012", "1:30", ".inf", "=", "<<", "!!str x", "&a", "*a", "- x", "# x",
+       "a: b", "{", "[", "a #b", "'", '"', '\\\\n', "\\\\", "%n", "%%", "$$", "$HOME", "$(HOME)", "`id`", "; id",
+       "a  b", " a ", "...", "---", "\u00e9\U0001f600", "x" * 70000]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ODD, ids=lambda text: ascii(text)[:20])
+def test_a_text_reaches_the_server_as_it_stands(text):
+    yaml = pytest.importorskip("yaml")
+    quoted = json.dumps(text, ensure_ascii=False)
+    pool = models.read(f'pool="a"\nsize="1G"\n[models.on]\npath="x"\nargs=[{quoted}]\nenv={{A={quoted}}}')
+    swap = yaml.safe_load(models.llama_swap(pool))["models"]["on"]  # a model whose name is no boolean
+    assert shlex.split(swap["cmd"])[-1] == text and f"A={text}" in swap["env"]
+    pod = list(yaml.safe_load_all(models.aibrix(pool)))[0]["spec"]["template"]["spec"]["containers"][0]
+    assert of_kubernetes(pod["command"][-1]) == text
+    assert {"A": text}.items() <= {e["name"]: of_kubernetes(e["value"]) for e in pod["env"]}.items()
+
+
+def of_kubernetes(text):
+    """As the kubelet expands variables: $$ is $, and $(NAME) a variable, none of which is meant here."""
+    assert not re.search(r"(?<!\$)(\$\$)*\$\(", text)
+    return text.replace("$$", "$")
+
+
+@pytest.mark.parametrize("code", [*range(32), 127, *range(128, 160), 0x2028, 0x2029, 0xFEFF, 0x200B, 0xFFFE])
+def test_what_ends_a_line_for_somebody_is_refused(code):
+    text = json.dumps(f"a{chr(code)}b")
+    for line in (f"path={text}", f"path='x'\nargs=[{text}]", f"path='x'\nenv={{A={text}}}", f"path='x'\nimage={text}"):
+        with pytest.raises(ValueError, match=rf"^models.c.(path|args|env.A|image) must .* U\+{code:04X}$"):
+            models.read(f"{FILE}[models.c]\n{line}")
+
+
+def test_llama_swaps_macros_are_refused():
+    pool = models.read(FILE + "[models.c]\npath='x'\nenv={A='pa$word-${HOME}'}")
+    with pytest.raises(ValueError, match=r"models.c: llama-swap takes \$\{ for a macro"):
+        models.llama_swap(pool)
 
 
 @pytest.mark.parametrize("what", models.RENDERERS)
 def test_what_is_rendered_has_every_model(what):
     pool = models.read(FILE)
     text = models.RENDERERS[what](pool)
-    if what == "systemd":
-        assert text.count("ExecStart=") == 2 and "VMEM_VLLM_POOL=gpu0" in text
-        assert 'Environment="VLLM_API_KEY=it\'s"\n' in text and ' serve "org/name with space" --host' in text
-        odd = models.read("pool='a'\nsize='1G'\n[models.a]\npath='x'\nargs=['50%', '$HOME', 'a\"b\\']")
-        assert text.count("%") == 0 and ' 50%% "$$HOME" "a\\"b\\\\"\n' in models.systemd(odd)
-        return
-    if what == "vllm-router":
-        assert subprocess.run(["sh", "-n"], input=text, text=True).returncode == 0
-        added = [json.loads(shlex.split(line)[shlex.split(line).index("-d") + 1]) for line in text.splitlines()
-                 if line.startswith("curl")]  # fmt: skip
-        assert added == [dict(url="http://127.0.0.1:8001", model_id="chat"),
-                         dict(url="http://127.0.0.1:9001", model_id="code")]  # fmt: skip
-        return
     yaml = pytest.importorskip("yaml")
     parts = list(yaml.safe_load_all(text))
     if what == "llama-swap":
@@ -105,10 +167,6 @@ def test_what_is_rendered_has_every_model(what):
         assert told["groups"]["vmem"] == {"swap": False, "exclusive": False, "members": ["chat", "code"]}
         assert told["models"]["chat"]["concurrencyLimit"] > 256 and told["hooks"]["on_startup"]["preload"]
         assert "VLLM_API_KEY=it's" in told["models"]["code"]["env"]
-    elif what == "compose":
-        assert parts[0]["services"]["chat"]["environment"]["VMEM_VLLM_POOL"] == "gpu0"
-        assert _gpus_of_compose(FILE) == 1
-        assert _gpus_of_compose(FILE.replace("8192]", '8192, "-tp", 2]')) == 2
     else:
         for name, port, deployment, service in (("chat", 8001, *parts[:2]), ("code", 9001, *parts[2:])):
             assert deployment["metadata"] == service["metadata"] and service["kind"] == "Service"
@@ -124,17 +182,6 @@ def test_what_is_rendered_has_every_model(what):
                 models.aibrix(models.read(FILE.replace("models.chat", f'models."{name}"')))
 
 
-@pytest.mark.parametrize("port", ["8080", "9090"])
-def test_the_router_listens_where_port_says(tmp_path, port):
-    for name, says in (("vllm-router", '"$@"'), ("curl", '"$@"')):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho {says} >> {tmp_path}/{name}.said\n")
-        (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **({"PORT": port} if port != "8080" else {})}
-    subprocess.run(["sh"], input=models.vllm_router(models.read(FILE)), text=True, env=env, check=True)
-    assert f"--port {port} " in (tmp_path / "vllm-router.said").read_text()
-    assert (tmp_path / "curl.said").read_text().count(f"http://127.0.0.1:{port}/workers") == 2
-
-
 def test_a_model_of_sglang_has_a_server_of_sglang():
     pool = models.read(FILE.replace("port = 9001", 'port = 9001\nengine = "sglang"\nqueue = 5'))
     chat, code = pool.models
@@ -146,22 +193,10 @@ def test_a_model_of_sglang_has_a_server_of_sglang():
     made = sglang.read(pool.environment(code))  # every variable is one that vMem knows
     assert (made.on, made.pool, made.weights, made.queue) == (True, "gpu0", True, 5)
     assert "VMEM_VLLM" in pool.environment(chat) and "VMEM_VLLM" not in pool.environment(code)
-    assert "sglang-vmem" in models.compose(pool) and "vllm-vmem" in models.compose(pool)
+    assert "sglang-vmem" in models.aibrix(pool) and "vllm-vmem" in models.aibrix(pool)
     assert models.sys.executable in models.llama_swap(pool)
-    with pytest.raises(ValueError, match="models.code.engine: vLLM's router"):
-        models.vllm_router(pool)
     with pytest.raises(ValueError, match=r'models.chat.engine must be "vllm" or "sglang"'):
         models.read(FILE.replace("priority = 1", 'engine = "llama.cpp"'))
-
-
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
-def test_systemd_reads_the_units(tmp_path):
-    odd = FILE.replace("env = {", 'args = ["50%", "$HOME", "a\\"b"]\nenv = {PERCENT = "%n", ')
-    text = models.systemd(models.read(odd)).split("# /etc/systemd/system/")[2]
-    unit = tmp_path / "vmem-code.service"
-    unit.write_text("#" + text)
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("wrong, error", [
@@ -183,9 +218,9 @@ def test_systemd_reads_the_units(tmp_path):
     ("pool='a'\nsize=-1\n[models.a]\npath='x'", "size must be from 0 to"),
     (FILE + "[models.c]\npath='x'\nmax='1e9T'", "models.c.max must be from 0 to 999999999999999 bytes"),
     (FILE + "[models.c]\npath='--port'", "models.c.path must be a non-empty string"),
-    (FILE + '[models.c]\npath="a\\u0000"', "models.c.path must be a non-empty string"),
-    (FILE + '[models.c]\npath="x"\nargs=["a\\u0000"]', "models.c.args must be a list of strings without NUL"),
-    (FILE + '[models.c]\npath="x"\nenv={A="\\u0000"}', "models.c.env must be a table of strings without NUL"),
+    (FILE + '[models.c]\npath="a\\u0000"', "models.c.path must have no control characters"),
+    (FILE + '[models.c]\npath="x"\nargs=["a\\u0000"]', "models.c.args must have no control characters"),
+    (FILE + '[models.c]\npath="x"\nenv={A="\\u0000"}', "models.c.env.A must have no control characters"),
     (FILE + "[models.c]\npath='x'\nenv={'A=B'='1'}", "models.c.env: 'A=B' must be the name of a variable"),
     (FILE + "[models.c]\npath='x'\nenv={VMEM_VLLM_POOL='b'}", "models.c.env: VMEM_VLLM_POOL is what the key"),
     (FILE + "[models.c]\npath='x'\nenv={VMEM_VLLM_MIN='99G'}", "models.c.env: VMEM_VLLM_MIN is what the key"),
@@ -277,10 +312,7 @@ def test_the_gpu_is_unknown_where_nvidia_smi_fails(tmp_path, monkeypatch, script
 
 def test_a_server_that_ended_well_is_started_again():
     """vLLM's server exits with status 0 after its engine was killed."""
-    pool = models.read(FILE)
-    assert (
-        models.systemd(pool).count("\nRestart=always\n") == models.compose(pool).count('restart: "unless-stopped"') == 2
-    )
+    assert "\nRestart=always\n" in DEPLOY and "\n  restart: unless-stopped\n" in DEPLOY
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import http.client
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -250,14 +251,20 @@ def test_orders_ask_for_the_key_and_a_drained_model_refuses(three):
 
 
 class Router:
-    """vLLM's own router before the models, as `pyvmem models FILE render vllm-router` starts it."""
+    """vLLM's own router before the models, as docs/models-deploy.md starts it."""
 
     def __init__(self, pool):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        manual = (Path(__file__).parents[2] / "docs/models-deploy.md").read_text()
         start = f"{sys.executable} -m vllm_router.launch_router --prometheus-port {free_port()} --log-level warning "
-        script = tool.vllm_router(pool).replace("vllm-router ", start).replace(":-8080", f":-{self.port}")
-        self._process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.DEVNULL, start_new_session=True)
+        script = re.search(r"```sh\n(vllm-router .*?)```", manual, re.S)[1].replace("vllm-router ", start)
+        for old, new in (("8080", str(self.port)), ("chat=8001 code=8002", " ".join(f"{m.name}={m.port}"
+                                                                                  for m in pool.models))):  # fmt: skip
+            assert old in script
+            script = script.replace(old, new)
+        self._process = subprocess.Popen(["sh", "-c", f"{script}\nwait"], stdout=subprocess.DEVNULL,
+                                         start_new_session=True)  # fmt: skip
         end = time.monotonic() + SECONDS
         while not self._knows(pool.models):
             assert self._process.poll() is None and time.monotonic() < end

@@ -42,12 +42,12 @@ static bool overlap(const struct vmem_block_range *r, uint32_t blocks)
 }
 
 // The parts of all blocks in one layer of a range.
-struct row {
+struct piece {
     uint64_t addr, stride, bytes;
 };
 
 // Whether part i of one row shares bytes with a part of the other that is not its i-th; *k: which.
-static bool meets_another(const struct row *a, uint32_t i, const struct row *b, uint32_t blocks, uint32_t *k)
+static bool meets_another(const struct piece *a, uint32_t i, const struct piece *b, uint32_t blocks, uint32_t *k)
 {
     const uint64_t start = a->addr + i * a->stride, end = start + a->bytes; // of the other row, [lo, hi] reach into it
     if (end <= b->addr)
@@ -68,8 +68,8 @@ static bool share_bytes(const struct vmem_block_range *r, const struct vmem_bloc
 {
     for (uint32_t i = 0; i < r->layers; i++)
         for (uint32_t k = 0; k < s->layers; k++) {
-            const struct row a = {r->addr + i * r->layer_stride, r->block_stride, r->bytes};
-            const struct row b = {s->addr + k * s->layer_stride, s->block_stride, s->bytes};
+            const struct piece a = {r->addr + i * r->layer_stride, r->block_stride, r->bytes};
+            const struct piece b = {s->addr + k * s->layer_stride, s->block_stride, s->bytes};
             const uint32_t step = a.stride == b.stride && blocks > 1 ? blocks - 1 : 1;
             if (a.addr + (blocks - 1) * a.stride + a.bytes <= b.addr ||
                 b.addr + (blocks - 1) * b.stride + b.bytes <= a.addr)
