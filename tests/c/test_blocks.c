@@ -615,8 +615,11 @@ static void ranges_meet(void)
                         *u = (uint8_t)(b + 1);
                     }
         }
-        const struct vmem_blocks_config c =
-            {.size = sizeof c, .ranges = r, .n_ranges = 2, .blocks = blocks, .page_size = P};
+        const struct vmem_blocks_config c = {.size = sizeof c,
+                                             .ranges = r,
+                                             .n_ranges = 2,
+                                             .blocks = blocks,
+                                             .page_size = P};
         vmem_blocks *b;
         const int rc = vmem_blocks_create(ctx, &c, &b);
         if (rc && !strstr(vmem_last_error(), "would own bytes")) // a range of its own is refused for less
