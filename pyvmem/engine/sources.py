@@ -30,14 +30,14 @@ class Source:
         self._trees: dict[str, ast.Module] = {}
 
     def find(self, file: str, path: str) -> Any:
-        """The definition of a function or class; None if there is none."""
+        """The definition of a function or class, or the whole "module"; None if there is none."""
         if file not in self._trees:
             try:
                 self._trees[file] = ast.parse((self._folder / file).read_text(encoding="utf-8"))
             except (OSError, SyntaxError, ValueError):
                 self._trees[file] = ast.Module([], [])
         node: Any = self._trees[file]
-        for name in path.split("."):
+        for name in path.split(".") if path != "module" else ():
             node = next((n for n in getattr(node, "body", ()) if getattr(n, "name", None) == name), None)
         return node
 
@@ -73,8 +73,10 @@ def fingerprint(node: Any) -> str:
 
 
 def names_of(kind: Any) -> set[str]:
-    """The attributes that a class defines: in its body, and of `self` in its functions."""
+    """The attributes that a class defines: in its body, and of `self` in its functions. A module's: its names."""
     names = {getattr(node, "name", "") for node in getattr(kind, "body", ())}
+    imported = (node for node in getattr(kind, "body", ()) if isinstance(node, ast.ImportFrom))
+    names.update(alias.asname or alias.name for node in imported for alias in node.names)
     for node in ast.walk(kind) if kind is not None else ():
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             names.add(node.attr)
@@ -110,7 +112,8 @@ class Needs:
     signatures : iterable of (file, function, parameters, ..)
         Parameters without annotations; releases may differ.
     names : {class: (file, names)}
-        Attributes that the class defines. Behind a blank, the key may tell the class from another one of its name.
+        Attributes that the class, or the "module", defines. Behind a blank, the key may tell it from another one of its
+        name.
         NAME>=0.30: releases before that do not have it; NAME<0.31: those since do not.
     bodies : {(file, function or class): fingerprints}
         Of the releases that the plugin was checked with.

@@ -129,7 +129,12 @@ NAMES = {
     "WorkerBase": ("v1/worker/worker_base.py", "cache_config get_supported_kv_cache_layouts rank vllm_config"),
     "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec get_model kv_cache_config"),
     "GPUModelRunner of V1": ("v1/worker/gpu_model_runner.py", "drafter"),
-    "AsyncLLM": ("v1/engine/async_llm.py", "sleep wake_up"),
+    "AsyncLLM": ("v1/engine/async_llm.py", "collective_rpc sleep wake_up"),
+    "module platforms": ("platforms/__init__.py", "builtin_platform_plugins"),
+    "module interface": ("platforms/interface.py", "UnspecifiedPlatform"),
+    "module logger": ("logger.py", "init_logger"),
+    "module import_utils": ("utils/import_utils.py", "resolve_obj_by_qualname"),
+    "module kv_transfer": ("distributed/kv_transfer/__init__.py", "get_kv_transfer_group has_kv_transfer_group"),
     "FlashAttentionMetadata": ("v1/attention/backends/flash_attn.py", "block_table num_actual_tokens seq_lens "
                                "slot_mapping"),
     "CommonAttentionMetadata": ("v1/attention/backend.py", "max_query_len num_reqs"),

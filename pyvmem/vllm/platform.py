@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import functools
 import logging
 import uuid
 from typing import Any
@@ -52,6 +53,12 @@ def _diffusion(vllm_config: Any) -> str | None:
     return f"vllm.v1.core.sched.diffusion_scheduler.{kind}"
 
 
+@functools.cache
+def _release() -> str | None:
+    """What is to be said of this release, once for all engines of the process: to read its sources takes a second."""
+    return check.NEEDS.release(vllm.__version__)
+
+
 def install(vllm_config: Any) -> None:
     """Put the mixins into a configuration, once. Raises `Refused`."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
@@ -63,8 +70,7 @@ def install(vllm_config: Any) -> None:
     if not asked.on:
         return  # switched off since vLLM was imported
     plugin.check_config(vllm_config)
-    note = check.NEEDS.release(vllm.__version__)
-    if note:
+    if note := _release():
         logger.warning(note)
     engine = uuid.uuid4().hex[:12]
     worker = _qualname(parallel.worker_cls)
