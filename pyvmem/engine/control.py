@@ -286,6 +286,7 @@ def open_page(engine: str, rank: int) -> Page:
     path = path_of(engine, rank)
     if path is None:
         return private_page()
+    sweep()
     _ended(path, remove=True)  # one that died, if this engine has the configuration of an earlier one
     words = _map(path, hold=True)
     if words is None:

@@ -73,7 +73,7 @@ class Collector:
             families[name].add_metric(tuple(labels.values()), value)
 
         for engine, _ in engines(self._server()):
-            values, labels = asdict(engine), {"engine": str(engine.rank)}
+            values, labels = asdict(engine), {"engine": str(engine.rank), "model_name": engine.model}
             for name, value in values.items():
                 if (name in COUNTS or name in BYTES) and value is not None:
                     about = f"{name.replace('_', ' ')} of the KV cache on vMem"
@@ -81,7 +81,6 @@ class Collector:
                     add(f"vmem_kv_{name}{unit}", about, name in COUNTS, labels, value)
             if not engine.state:
                 continue
-            labels["model_name"] = engine.model
             for name, metric, about, counts in MODEL:
                 add(f"vmem_model_{metric}", about, counts, labels, values[name])
             for state in (*(state.name.lower() for state in list(State)[1:]), "drained"):

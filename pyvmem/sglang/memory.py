@@ -182,7 +182,6 @@ class Memories:
     """The KV memories of this process's engine, in one control page."""
 
     def __init__(self) -> None:
-        control.sweep()
         self.ranks = Ranks()
         self.name: str = self.ranks.tell(uuid.uuid4().hex[:12])
         self.page = control.open_page(self.name, _data_parallel_rank())

@@ -121,7 +121,6 @@ class SchedulerMemory:
         check.behaviour()
         self.lock = threading.RLock()
         self._scheduler = scheduler
-        control.sweep()
         self.page = page = control.open_page(engine, parallel.data_parallel_index)
         take_settings(page, chosen)
         control.claim(page, _model_of(vllm_config), _port_of_server())
