@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Variables of engines' switches, which read them themselves, and those that others read.
+KNOWN = re.compile(r"VMEM_((VLLM|SGLANG|TEST|BENCH)(_\w+)?|BACKEND|CHECK|TRANSFORMERS_FORCE)")
 MOST = 10**15 - 1
 MOST_BYTES = 1 << 60
 
@@ -163,6 +165,19 @@ def warn_if_forgotten(switch: str, engine: str) -> None:
     if given and not os.environ.get(switch) and multiprocessing.parent_process() is None:
         Settings(switch).logger.warning("%s has no effect, because %s is not 1: %s runs without vMem", min(given),
                                         switch, engine)  # fmt: skip
+
+
+def unknown(switch: str, environ: Iterable[str]) -> list[str]:
+    """Names in an environment that begin as vMem's do and mean nothing to it, sorted."""
+    near = {name for name, _ in mistyped(switch, environ)}
+    return sorted(name for name in environ if name.startswith("VMEM_") and not (name in near or KNOWN.fullmatch(name)))
+
+
+def warn_of_unknown(switch: str) -> None:
+    """Name variables that mean nothing to vMem, in one line; once, and not in each of an engine's processes."""
+    if (names := unknown(switch, os.environ)) and multiprocessing.parent_process() is None:
+        Settings(switch).logger.warning("vMem has no setting of %s: %s", "these names" if names[1:] else "this name",
+                                        ", ".join(names))  # fmt: skip
 
 
 def read(

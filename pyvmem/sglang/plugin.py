@@ -8,7 +8,7 @@ import multiprocessing
 import sys
 from typing import Any
 
-from pyvmem.engine.settings import Settings, warn_if_forgotten
+from pyvmem.engine.settings import Settings, warn_if_forgotten, warn_of_unknown
 from pyvmem.sglang import settings
 
 
@@ -36,6 +36,7 @@ def activate() -> None:
     must not start with its own KV cache, so an error ends the process with one line.
     """
     try:
+        warn_of_unknown(settings.SWITCH)
         chosen = settings.read()
         if not chosen.on:
             warn_if_forgotten(settings.SWITCH, "SGLang")

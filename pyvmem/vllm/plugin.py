@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from pyvmem.engine import settings as engine_settings
-from pyvmem.engine.settings import Settings, cannot, warn_if_forgotten
+from pyvmem.engine.settings import Settings, cannot, warn_if_forgotten, warn_of_unknown
 
 SWITCH = "VMEM_VLLM"
 LAYOUTS = ("auto", "vllm", "slots")
@@ -57,6 +57,10 @@ def _reasons(c: Any) -> Iterator[str]:
         yield ("an external launcher runs a scheduler for each worker, which must all decide alike, and memory comes "
                "to each at another time; let vLLM start the workers, or set --tensor-parallel-size and "
                "--pipeline-parallel-size to 1")  # fmt: skip
+    load = getattr(c, "load_config", None)
+    if getattr(load, "load_format", None) == "ipc_cache" and settings().weights:
+        yield (f"{SWITCH}_WEIGHTS=1 puts the weights into the pool, and --load-format ipc_cache maps those of another "
+               f"process, which vLLM does not let sleep; choose another format, or unset {SWITCH}_WEIGHTS")  # fmt: skip
     if getattr(parallel, "enable_elastic_ep", False):
         yield "elastic expert parallelism adds workers while it runs; unset --enable-elastic-ep"
 
@@ -82,6 +86,7 @@ def platform() -> str | None:
     with its own KV cache: the platform raises what is wrong with the settings when vLLM makes its configuration. Beside
     another platform's plugin, vLLM itself does not start.
     """
+    warn_of_unknown(SWITCH)
     with contextlib.suppress(ValueError):
         if not settings().on:
             warn_if_forgotten(SWITCH, "vLLM")
@@ -103,6 +108,6 @@ def check_platform() -> None:
     if type(current_platform).__module__ != "pyvmem.vllm.platform":
         raise cannot(
             SWITCH,
-            "vLLM has chosen its platform without vMem; set VMEM_VLLM before vLLM is imported, and "
-            "unset VLLM_TARGET_DEVICE",
+            "vLLM has chosen its platform without vMem; set VMEM_VLLM before vLLM is imported, unset "
+            "VLLM_TARGET_DEVICE, and add vmem to VLLM_PLUGINS if that is set",
         )

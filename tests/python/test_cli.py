@@ -77,6 +77,8 @@ def test_doctor_says_whether_the_chosen_backend_works(chosen, status, said, monk
     ({}, {"CUDA_VISIBLE_DEVICES": "MIG-1b2c"}, [], "MIG"),
     ({}, {}, ["", "NVIDIA A16-4Q"], "vGPU"),
     ({"mps/control": ""}, {"CUDA_MPS_PIPE_DIRECTORY": "mps"}, [], "CUDA MPS"),
+    ({}, {"VLLM_PLUGINS": "lora, other"}, [], "VLLM_PLUGINS=lora, other"),
+    ({}, {"VLLM_PLUGINS": "lora, vmem"}, [], None),
     ({"proc/version": "Linux version 6.1.0", ".dockerenv": ""}, {}, ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"], None),
 ])  # fmt: skip
 def test_doctor_recognises_where_it_is(files, variables, devices, said, tmp_path, monkeypatch):

@@ -22,7 +22,8 @@ def folder(tmp_path, monkeypatch):
 def test_it_imports_no_engine_and_names_none():
     code = "import sys, pkgutil, pyvmem.engine, pyvmem.sleep, importlib\n" + (
         "for p in (pyvmem.engine, pyvmem.sleep):\n"
-        "    [importlib.import_module(m.name) for m in pkgutil.iter_modules(p.__path__, p.__name__ + '.')]\n"
+        "    [importlib.import_module(m.name) for m in pkgutil.iter_modules(p.__path__, p.__name__ + '.')\n"
+        "     if not m.name.endswith('_kernel')]  # these need Triton\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('vllm', 'sglang') or 'pyvmem.vllm' in m])"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
