@@ -76,7 +76,7 @@ class Serve(http.Limits):
         self._moved, self._came = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._acts: asyncio.Task[None] | None = None
-        self._order = NONE
+        self._order, self._lacked = NONE, False
         self._host: Any = None
 
     # ---- what a plugin says ----------------------------------------------------------------------------------
@@ -109,8 +109,12 @@ class Serve(http.Limits):
         raise NotImplementedError
 
     async def wake(self, state: Any) -> None:
-        """Raises if there is no memory; then the model sleeps as before."""
+        """If there is no memory, the model sleeps as before: the pages say so (`is_in_vain`), or it raises."""
         raise NotImplementedError
+
+    async def sleep_again(self, state: Any) -> None:
+        """Return when those engines sleep that have woken although another one could not."""
+        await self.sleep(state, True)
 
     # ---- requests --------------------------------------------------------------------------------------------
 
@@ -497,11 +501,17 @@ class Serve(http.Limits):
         self._set(State.WAKING)
         for page in self._pages:
             page[control.PATIENCE] = TRY
-        before = self._attempts()
+        before, why = self._attempts(), ""
         try:
             await self.wake(self._host)
+            if self.is_in_vain():
+                why = f"{max(p.short for p in self._pages) >> 20} MiB did not come"
         except Exception as error:
-            self._log.info("vMem: the model lacks memory to wake and tries again: %s", str(error)[:300])
+            why = str(error)[:300]
+        if why:
+            if not self._lacked:  # once for all attempts
+                self._log.info("vMem: the model lacks memory to wake and tries until it comes: %s", why)
+            self._lacked = True
             self._lack()
             if len(self._pages) > 1:
                 await self._wake_none(before)
@@ -509,10 +519,14 @@ class Serve(http.Limits):
             return
         for page in self._pages:
             page[control.LACKS] = 0
-        self._used = _now()
+        self._used, self._lacked = _now(), False
         self._set(State.AWAKE)
         self._log.info("vMem: the model wakes (%.0f ms after the request, %.0f ms of them for this)", waits / 1000 +
                        1000 * (time.monotonic() - begin), 1000 * (time.monotonic() - begin))  # fmt: skip
+
+    def is_in_vain(self) -> bool:
+        """Return whether a worker has found too little memory in its last attempt to wake."""
+        return any(word & 1 for words in self._attempts() for word in words)
 
     def _attempts(self) -> list[list[int]]:
         """The workers' last answers of each engine to an attempt to wake: odd if it failed."""
@@ -527,7 +541,7 @@ class Serve(http.Limits):
                 break
             await asyncio.sleep(TICK)
         if any(not any(word & 1 for word in words) for words in self._attempts()):
-            await self.sleep(self._host, True)
+            await self.sleep_again(self._host)
 
 
 class _Receive:

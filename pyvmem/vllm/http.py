@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 import multiprocessing
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,11 @@ class Limits(http.Limits):
     hint = "VMEM_VLLM must be 1, and VLLM_PLUGINS, where it is set, must include vmem"
     server = staticmethod(server)
 
+    def __init__(self, app: Any) -> None:
+        super().__init__(app)
+        if "vllm.platforms" in sys.modules:
+            plugin.check_platform()  # vLLM loads this although VLLM_PLUGINS may not name vmem
+
     def keys(self, state: Any) -> Sequence[str]:
         given = getattr(getattr(state, "args", None), "api_key", None) or os.environ.get("VLLM_API_KEY") or []
         return [given] if isinstance(given, str) else given
@@ -76,4 +82,9 @@ class Serve(Limits, serve.Serve):
         await state.engine_client.sleep(1, "keep" if freeze else "wait")
 
     async def wake(self, state: Any) -> None:
-        await state.engine_client.wake_up()
+        await state.engine_client.collective_rpc("vmem_wake")
+        if not self.is_in_vain():
+            await state.engine_client.wake_up()
+
+    async def sleep_again(self, state: Any) -> None:
+        await state.engine_client.collective_rpc("vmem_sleep_again")

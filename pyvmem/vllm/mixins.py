@@ -167,6 +167,15 @@ class WorkerMixin:
                 return
         super().wake_up(tags)  # type: ignore[misc]
 
+    def vmem_wake(self) -> bool:
+        """Take back what `wake_up` needs, or nothing; the page has the answer. vLLM would log an error's traceback."""
+        return self._vmem is None or self._vmem.try_to_wake() is None
+
+    def vmem_sleep_again(self) -> None:
+        """Give up what `vmem_wake` took, as another engine of the server lacks memory."""
+        if self._vmem is not None:
+            self._vmem.sleep_again()
+
     def shutdown(self) -> None:
         super().shutdown()  # type: ignore[misc]
         if self._vmem is not None:

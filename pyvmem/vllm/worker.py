@@ -328,10 +328,22 @@ class WorkerMemory(BlockMemory):
             self.tend()  # neighbours may have its minimum, too
 
     def wake(self, weights: bool = True, blocks: bool = True) -> bool:
+        """Take back the memory as `try_to_wake` does. If one worker lacks some, the last raises OutOfMemory, and the
+        others return False. If each raised, vLLM would take the later errors for answers to its next call.
+        """
+        failed = self.try_to_wake(weights, blocks)
+        if failed is not None and (self._rank == self._page[control.RANKS_USED] - 1 or not self._page.shared):
+            raise failed
+        return failed is None
+
+    def sleep_again(self) -> None:
+        """The engine does not wake after all."""
+        self.sleep(self._level)
+
+    def try_to_wake(self, weights: bool = True, blocks: bool = True) -> OutOfMemory | None:
         """Take back the memory of the weights, and back the blocks that the scheduler has not given up meanwhile.
 
-        All workers do, or none. If one lacks memory, nothing changes: the last worker raises OutOfMemory, and the
-        others return False. If each raised, vLLM would take the later errors for answers to its next call.
+        All workers do, or none. If one lacks memory, nothing changes, and each returns why.
         """
         rank, cells = self._rank, self._page.cells
         wait = cells[control.PATIENCE] / 1000 or WAKE
@@ -356,9 +368,7 @@ class WorkerMemory(BlockMemory):
             with self._lock:
                 if backs:
                     self.blocks.unback(self._asleep or ())
-            if rank == self._page[control.RANKS_USED] - 1 or not self._page.shared:
-                raise failed or OutOfMemory(errno.ENOMEM, "another worker lacks memory to wake")
-            return False
+            return failed or OutOfMemory(errno.ENOMEM, "another worker lacks memory to wake")
         with self._lock:
             if backs and self._asleep is not None:
                 self._backed.update(self._asleep)
@@ -366,7 +376,7 @@ class WorkerMemory(BlockMemory):
             cells[control.ASLEEP + rank] = self._asleep is not None or (
                 self.weights is not None and self.weights.parked)  # fmt: skip
             self.tend()
-        return True
+        return None
 
     def busy(self) -> bool:
         """Return whether running requests hold blocks."""

@@ -394,6 +394,31 @@ def test_a_server_that_ends_refuses_what_waits_for_its_model(played):
     played(history)
 
 
+def test_attempts_to_wake_in_vain_are_worth_one_line(played, caplog):
+    async def history(engine, app, other):
+        await answered(engine, "/vmem/sleep")
+        lacks, woke = 5 << 20, engine.page[control.WOKE]
+
+        async def wake(state):
+            """The page says that memory is lacking, and no error does."""
+            engine.calls.append("wake")
+            engine.page[control.WOKE] = 2 * (engine.page[control.WOKE] // 2 + 1) + bool(lacks)
+            engine.page[control.SHORT] = lacks
+            engine.page[control.ASLEEP] = bool(lacks)
+
+        engine.wake = wake
+        asked = asyncio.create_task(ask(engine))
+        await until(lambda: engine.page[control.WOKE] > woke + 6, engine)
+        assert engine.page[control.LACKS] == lacks and not asked.done() and engine.page.asleep
+        lacks = 0
+        assert (await asked)[0] == 200
+
+    with caplog.at_level("INFO"):
+        played(history)
+    said = [r for r in caplog.records if "lacks memory to wake" in r.getMessage()]
+    assert len(said) == 1 and "5 MiB did not come" in said[0].getMessage() and not said[0].exc_info
+
+
 def test_no_engine_of_a_server_stays_awake_while_another_lacks_memory(played, monkeypatch):
     monkeypatch.setattr(serve, "FIND", 0)  # data parallelism has an engine for each rank
 

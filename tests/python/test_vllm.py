@@ -110,6 +110,34 @@ def test_the_plugin_is_silent_unless_asked_for(monkeypatch):
     assert plugin.platform() is None
 
 
+@pytest.mark.parametrize("on", ["0", "1"])
+def test_names_that_mean_nothing_are_worth_one_line(monkeypatch, caplog, on):
+    for name in ("VMEM_CHECK", "VMEM_BACKEND", "VMEM_SGLANG_POOL", "VMEM_TEST_BACKENDS"):
+        monkeypatch.setenv(name, "host")
+    monkeypatch.setenv("VMEM_VLLM", on)
+    plugin.platform()
+    assert not caplog.records
+    monkeypatch.setenv("VMEM_MEMORY", "16G")
+    plugin.platform()
+    monkeypatch.setenv("VMEM_DEBUG", "1")
+    plugin.platform()
+    assert [r.getMessage() for r in caplog.records] == [
+        "vMem has no setting of this name: VMEM_MEMORY",
+        "vMem has no setting of these names: VMEM_DEBUG, VMEM_MEMORY",
+    ]
+
+
+def test_weights_of_another_process_are_refused_in_a_pool(monkeypatch):
+    ipc = config(load_config=types.SimpleNamespace(load_format="ipc_cache"))
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    plugin.check_config(ipc)
+    monkeypatch.setenv("VMEM_VLLM_POOL", "gpu0")
+    monkeypatch.setenv("VMEM_VLLM_WEIGHTS", "1")
+    plugin.check_config(config(load_config=types.SimpleNamespace(load_format="auto")))
+    with pytest.raises(Refused, match="VMEM_VLLM_WEIGHTS=1 .* --load-format ipc_cache .*unset VMEM_VLLM_WEIGHTS"):
+        plugin.check_config(ipc)
+
+
 @pytest.mark.parametrize("name", ["VMEM_VLLM_POOL", "VMEM_VLM", "VMEM_LIMIT", "VMEM_VLLMLIMIT"])
 @pytest.mark.parametrize("value, warns", [(None, True), ("", True), ("0", False)])
 def test_settings_without_the_switch_are_worth_a_line(monkeypatch, caplog, name, value, warns):
@@ -229,6 +257,46 @@ def test_a_worker_without_memory_for_its_blocks_does_not_wake_by_half(mixed_in):
     assert told == []
 
 
+def test_a_wake_in_vain_is_answered_and_not_raised(worker, mixed_in, monkeypatch):
+    """vLLM logs the traceback of an error in each of its processes, and for each attempt."""
+    import asyncio
+
+    from pyvmem import OutOfMemory
+    from pyvmem.vllm import http
+
+    made, told = mixed_in
+    asked = []
+
+    class Client:
+        async def collective_rpc(self, method):
+            asked.append((method, getattr(made, method)()))
+
+        async def wake_up(self):
+            asked.append(("wake_up", made.wake_up()))
+
+    state, serve = types.SimpleNamespace(engine_client=Client()), object.__new__(http.Serve)
+    page = worker._page
+    serve._pages, page[control.RANKS_USED] = [page], 1
+    worker._backs = True
+
+    def back(ids, wait):
+        if not worker._backs:
+            raise OutOfMemory(12, "no room")
+
+    monkeypatch.setattr(worker, "_back", back)
+    made._vmem = worker
+    worker.sleep()
+    worker._backs = False
+    asyncio.run(serve.wake(state))
+    assert asked == [("vmem_wake", False)] and page.asleep and serve.is_in_vain()
+    worker._backs = True
+    asyncio.run(serve.wake(state))
+    assert [method for method, _ in asked] == ["vmem_wake", "vmem_wake", "wake_up"]
+    assert asked[1][1] and not page.asleep and not serve.is_in_vain()
+    asyncio.run(serve.sleep_again(state))
+    assert page.asleep
+
+
 def config(**changes):
     parallel = types.SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1,
                                      tensor_parallel_size=1, pipeline_parallel_size=1,
@@ -343,6 +411,15 @@ def test_pages_of_dead_engines_are_swept(folder):
     assert [e.name for e, _ in control.engines()] == ["alive"]
     control.sweep()
     assert not control.path_of("dead", 0).exists() and control.path_of("alive", 0).exists()
+
+
+def test_who_opens_a_page_sweeps_those_of_the_dead(folder):
+    """A worker does so before it loads, and the scheduler of a start that fails never comes."""
+    process = multiprocessing.get_context("spawn").Process(target=control.open_page, args=("died", 0))
+    process.start()
+    process.join()
+    page = control.open_page("starts", 0)
+    assert not control.path_of("died", 0).exists() and control.path_of("starts", 0).exists() and page.shared
 
 
 def test_pages_of_engines_that_died_at_their_start_are_swept(folder):
