@@ -75,6 +75,8 @@ def broadcast(original: Any, receiver: Any, recv_reqs: Any, local_reqs: Any = No
             held.see(message)
     if held.asleep:
         held.sleep.turn(not came)
+    elif held.rests:
+        held.rest()
     return [request for request in came or () if not isinstance(request, Seen)]
 
 

@@ -183,16 +183,21 @@ class SchedulerMemory:
         return self.sleep is not None and self.sleep.asleep
 
     @property
+    def rests(self) -> bool:
+        """SGLang runs no step until an order comes: the model sleeps, or the engine is paused."""
+        return bool(self._scheduler._engine_paused)
+
+    @property
     def drops(self) -> bool:
         """The model sleeps, and is to give up the rows of its requests."""
         return self._seen.drops and self._runs
 
     def rest(self) -> None:
-        """The model sleeps: give what others ask for."""
+        """No step runs: give what others ask for. Requests that have begun keep their rows."""
         if self.ranks.size == 1:  # else it came with the requests
             self.see(self.news())
         for budget in self.budgets:
-            budget.lent = self._seen.drains and not self._runs
+            budget.lent = self._seen.drains
             budget.idle(True)
         self.publish()
 
@@ -301,7 +306,7 @@ class SchedulerMemory:
             return
         (budget,) = self.budgets
         running, wanted, head, grow, soon = scheduler.running_batch.reqs, 0, 0, 0, 0
-        if page[control.POOL] and not self._seen.drains and not self.asleep:
+        if page[control.POOL] and not self._seen.drains and not self.rests:
             wait = list(scheduler.waiting_queue[:1])
             grow = budget.lacking([])
             lacks = grow or budget.lacking(wait)
@@ -314,4 +319,4 @@ class SchedulerMemory:
                          max(budget.allowed() - budget.num_backed, 0))  # fmt: skip
         page[control.HEAD] = -head if near.passes else head
         page[control.GROWS], page[control.STARVED] = grow > 0, head > 0 and len(running) <= 1
-        budget.publish(wanted, near.yields and not self.asleep, soon)
+        budget.publish(wanted, near.yields and not self.rests, soon)

@@ -9,6 +9,7 @@ import uuid
 import pytest
 import steps
 from models import model
+from neighbour import Neighbour
 from steps import MIB, Engine, forked, workload
 
 JOBS = [(f"r{i}", prompt, n) for i, (prompt, n) in enumerate(workload(30))]
@@ -41,50 +42,6 @@ def plain(**options):
     asked = repr(options)
     _own[asked] = _own.get(asked) or forked(run, vmem=False)
     return _own[asked]
-
-
-class Neighbour:
-    """Another member of the pool, which takes what a sleeping engine gives."""
-
-    def __init__(self):
-        import torch
-
-        import pyvmem
-        from pyvmem.blocks import BlockRange, Blocks
-        from pyvmem.sglang import open_pool
-
-        self.context, page = pyvmem.Context("host"), 64 << 10
-        self.pool = open_pool(self.context)
-        size = self.pool.budget
-        self.tensor = pyvmem.VirtualTensor((size,), torch.int8, "cpu", page_size=page, zero=True, context=self.context)
-        self.blocks = Blocks(self.tensor, [BlockRange(offset=0, stride=page, bytes=page)], size // page)
-        self.blocks.join(self.pool, name="neighbour")
-        self.page = page
-
-    def try_to_take(self, size):
-        """Return whether the pool gave so many bytes; then they were written."""
-        try:
-            if self.blocks.ask(size):
-                return False
-            self.blocks.back(range(size // self.page))
-        except MemoryError:
-            return False
-        self.tensor.tensor[: size // self.page * self.page].fill_(7)
-        return True
-
-    def take(self, engine, size):
-        """Take so many bytes while the engine sleeps."""
-        for _ in range(3000):
-            if self.try_to_take(size):
-                return
-            engine.step()
-        raise AssertionError(f"the pool did not give {size} bytes")
-
-    def give(self):
-        self.blocks.unback(range(self.blocks.blocks))
-        self.blocks.flush()
-        self.blocks.ask(0)
-        self.context.trim()
 
 
 def sleep(engine):
