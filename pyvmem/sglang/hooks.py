@@ -210,8 +210,8 @@ def retracted(result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         held.page[control.PREEMPTED] += len(result[0])
 
 
-def serve(*args: Any, **kwargs: Any) -> None:
-    """The HTTP server is about to run."""
+def serve() -> None:
+    """Have SGLang's HTTP application answer for vMem, whoever runs it: RL frameworks do so themselves."""
     from sglang.srt.entrypoints import http_server
 
     http_server.app.add_middleware(http.Serve if settings.read().weights else http.Limits)
@@ -267,9 +267,8 @@ ORDERS = (
     (_ORDERS, "TokenizerControlMixin.release_memory_occupation", "self, obj, request=None", "AROUND", released),
     (_ORDERS, "TokenizerControlMixin.resume_memory_occupation", "self, obj, request=None", "AROUND", resumed),
 )
-# of all processes, and of the server's
+# of all processes
 EVERYWHERE = (("srt/server_args.py", "ServerArgs.check_server_args", "self", "AFTER", check_arguments),)
-SERVER = (("srt/entrypoints/http_server.py", "_setup_and_run_http_server", None, "BEFORE", serve),)
 
 
 def target(file: str, function: str) -> str:

@@ -23,10 +23,16 @@ def _hooks(chosen: Settings) -> list[tuple[str, str, Any]]:
         wanted += hooks.ENGINE
     if chosen.weights:
         wanted += hooks.ORDERS + (hooks.WEIGHTS if engine else ())
-    # The process that serves imports the server later than its plugins.
-    if (chosen.http or chosen.weights) and multiprocessing.parent_process() is None:
-        wanted += hooks.SERVER
     return [(hooks.target(file, function), kind, hook) for file, function, _, kind, hook in wanted]
+
+
+def _may_serve() -> bool:
+    """Return whether this process may serve HTTP.
+
+    A user's does, which imports the server later than its plugins. So does one whose target is SGLang's server, or that
+    runs its application by itself. Schedulers that these start may have imported it, too, and serve nothing.
+    """
+    return multiprocessing.parent_process() is None or "sglang.srt.entrypoints.http_server" in sys.modules
 
 
 def activate() -> None:
@@ -52,6 +58,10 @@ def activate() -> None:
         hooked = _hooks(chosen)
         for target, kind, hook in hooked:
             HookRegistry.register(target, hook, HookType[kind])
+        if (chosen.http or chosen.weights) and _may_serve():
+            from pyvmem.sglang import hooks
+
+            hooks.serve()
     except (ValueError, ImportError) as error:
         sys.exit(f"pyvmem: {error}")
     apply = HookRegistry.apply_hooks

@@ -51,6 +51,20 @@ if __name__ == "__main__":
     engine.shutdown()
 """
 
+# As RL frameworks start a server.
+IN_A_PROCESS = """
+import multiprocessing, sys
+
+if __name__ == "__main__":
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+
+    multiprocessing.set_start_method("spawn", force=True)
+    server = multiprocessing.Process(target=launch_server, args=(prepare_server_args(sys.argv[1:]),))
+    server.start()
+    server.join()
+"""
+
 
 def environment(**more):
     return dict(os.environ, **more)
@@ -95,12 +109,21 @@ def get(url, body=None):
 
 
 @pytest.fixture(scope="module")
-def servers():
-    """The addresses of SGLang's own server, of one on vMem with its limits over HTTP, and of one without these."""
-    started = []
-    for more in (dict(VMEM_SGLANG="0"), dict(VMEM_SGLANG="1", VMEM_SGLANG_HTTP="1"), dict(VMEM_SGLANG="1")):
+def servers(tmp_path_factory):
+    """The addresses of SGLang's own server, of one on vMem with its limits over HTTP, and of one without these.
+
+    The second is the target of a Process.
+    """
+    started, script = [], tmp_path_factory.mktemp("server") / "serve.py"
+    script.write_text(IN_A_PROCESS)
+    program = ["-m", "sglang.launch_server"]
+    for more, begin in (
+        (dict(VMEM_SGLANG="0"), program),
+        (dict(VMEM_SGLANG="1", VMEM_SGLANG_HTTP="1"), [script]),
+        (dict(VMEM_SGLANG="1"), program),
+    ):
         port = free_port()
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model("gqa"), "--port", str(port)]
+        command = [sys.executable, *begin, "--model-path", model("gqa"), "--port", str(port)]
         for name, value in OPTIONS.items():
             command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         started.append((subprocess.Popen(command, env=environment(**more), start_new_session=True),
