@@ -209,7 +209,8 @@ class Memories:
         self.sleeper = sleeper = Sleeper(self.page, self.ranks.rank, chosen, pool, device)
         args = runner.server_args
         size = weight_bytes(args.model_path, args.revision, args.download_dir) if args.load_format != "dummy" else 0
-        # The region in which SGLang would use torch_memory_saver: its allocations are the weights.
+        # The region in which SGLang would use torch_memory_saver: its allocations are the weights. With
+        # --enable-memory-saver, the saver has CUDA graphs, whose adapter is another one.
         runner.memory_saver_adapter.region = lambda *args, **kwargs: sleeper.weights.loading()
         with sleeper.claim(size // args.tp_size):
             load(runner)

@@ -52,7 +52,6 @@ REFUSED = (
 # The same with weights in the pool.
 _POOLED = f"{SWITCH}_WEIGHTS=1 has the weights in the pool"
 REFUSED_WITH_WEIGHTS = (
-    ("enable_memory_saver", None, f"{_POOLED}, where torch_memory_saver would have them, too"),
     ("weight_cache_mode", "off", f"{_POOLED}, and a weight cache shares them with other processes"),
     ("tokenizer_worker_num", 1, f"{_POOLED}, and one process must hold the requests of a model that sleeps"),
     ("dp_size", 1, f"{_POOLED}, and no sleep of data-parallel ranks has been tried"),

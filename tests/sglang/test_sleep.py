@@ -484,7 +484,45 @@ def test_ranks_of_tensor_parallelism_wake_together_or_not_at_all(short):
     assert len(first[1]) > 2 and set(first[1]) == {(False, True, True)}
 
 
-@pytest.mark.parametrize("names", ["enable_memory_saver", "tokenizer_worker_num", "dp_size", "attn_dp_size"])
+def test_the_memory_saver_has_cuda_graphs_and_vmem_the_weights():
+    """RL frameworks set --enable-memory-saver. A stub of the saver, which needs a GPU, notes what it is told."""
+
+    def run():
+        import contextlib
+        import types
+
+        from sglang.srt.utils import torch_memory_saver_adapter as adapter
+
+        told = []
+
+        def note(name):
+            return lambda tag=None, **more: told.append((name, tag)) or contextlib.nullcontext()
+
+        adapter.import_error = None
+        calls = {name: note(name) for name in ("region", "pause", "resume", "cuda_graph")}
+        adapter._memory_saver = types.SimpleNamespace(**calls, enabled=True)
+        engine, neighbour = Engine(model("gqa"), page_size=16, enable_memory_saver=True), Neighbour()
+        started, weights = list(told), engine.memory.sleep._sleeper.weights
+        engine.run(JOBS[:10])
+        held = []
+        for first in (["weights"], ["weights", "kv_cache"], None):
+            engine.order("ReleaseMemoryOccupation", tags=first)
+            neighbour.take(engine, POOL - 4 * MIB)
+            held.append(weights.held)
+            neighbour.give()
+            for tags in (["weights"], ["kv_cache"], ["cuda_graph"]):
+                if set(tags) <= set(first or ["weights", "kv_cache", "cuda_graph"]):
+                    engine.order("ResumeMemoryOccupation", tags=tags)
+        engine.run(JOBS[10:])
+        return engine.tokens(), started, told[len(started) :], held, weights.bytes
+
+    tokens, started, told, held, whole = on_vmem(run)
+    assert tokens == plain(page_size=16) and max(held) < whole
+    assert "weights" not in [tag for _, tag in started + told]
+    assert told.count(("pause", "cuda_graph")) == told.count(("resume", "cuda_graph")) == 1
+
+
+@pytest.mark.parametrize("names", ["tokenizer_worker_num", "dp_size", "attn_dp_size"])
 def test_arguments_with_which_no_model_can_sleep_are_refused(names, monkeypatch):
     import types
 
