@@ -275,7 +275,7 @@ class Lease(_Owned):
             The lease is in use already.
         """
         with self._lock:
-            pools = self._open()
+            self._open()  # not kept: an error's frames would hold the pools over a reset() in its handler
             if self._end:
                 raise RuntimeError("the lease is in use: its with blocks do not nest")
             missing = ffi.new("uint64_t *")
@@ -284,7 +284,7 @@ class Lease(_Owned):
                 raise self._out_of_memory(int(missing[0]))
             _check(rc)
             self._torch.settle()
-            self._route(pools)
+            self._route(self._open())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -383,17 +383,24 @@ class Lease(_Owned):
         """
         with self._lock:
             pools = self._open()
-            end = self._end
-            if end is None:
+            if not self._end:
                 raise RuntimeError("capture within a with block of the lease: its segments may be parked now")
             if pools.graphs is None:
                 pools.graphs = self._torch.new_pool(self._pair)
             # PyTorch 2.10 and older prefer the pool that was routed first, which would be the eager one.
+            with self._aside(), self._torch.graph(graph, pools.graphs, options):
+                yield
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """A part of a ``with`` block in which PyTorch allocates outside the lease. No segment is parked."""
+        with self._lock:
+            pools, end = self._open(), self._end
+            assert end is not None
             self._end = None
             _end_routing(end)
             try:
-                with self._torch.graph(graph, pools.graphs, options):
-                    yield
+                yield
             finally:
                 self._route(pools)
 

@@ -111,9 +111,11 @@ def test_a_lease_that_is_reset_begins_anew_where_memory_is_short(pool):
         words(kept)[0] = 9
         cuda.free(a)
     load(cache, 8, pool)
-    with pytest.raises(pyvmem.OutOfMemory, match="end a request, or call reset"):
+    try:
         lease.__enter__()
-    lease.reset()
+    except pyvmem.OutOfMemory as error:  # whose frames live on while it is handled
+        assert "end a request, or call reset" in str(error)
+        lease.reset()
     with lease:
         assert lease.stats().bytes == 20 * MIB  # the segment that lives
         b = cuda.alloc(100)
