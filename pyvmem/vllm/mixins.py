@@ -18,10 +18,11 @@ import torch
 
 from pyvmem.engine import control
 from pyvmem.sleep.checkpoint import weight_bytes
-from pyvmem.vllm import plugin
+from pyvmem.vllm import beside, plugin
 
 logger = logging.getLogger("vllm.vmem")
 _DOT = "__"
+_NOTHING = 1e-9  # of a device's memory: vLLM wants more than 0
 
 
 def name_of(kind: str, engine: str, qualname: str) -> str:
@@ -98,6 +99,29 @@ class WorkerMixin:
             gc.freeze()
         return done
 
+    def init_device(self) -> None:
+        """vLLM refuses to start if its part of the device is not free. In a pool, memory comes when it is used."""
+        config = self.cache_config  # type: ignore[attr-defined]
+        asked = config.gpu_memory_utilization
+        if plugin.settings().pool:
+            config.gpu_memory_utilization = _NOTHING
+        try:
+            super().init_device()  # type: ignore[misc]
+        finally:
+            config.gpu_memory_utilization = asked
+
+    def determine_available_memory(self) -> Any:
+        """In a pool, the KV cache may take all of it, unless the user has set its bytes."""
+        config, chosen = self.cache_config, plugin.settings()  # type: ignore[attr-defined]
+        asked = config.kv_cache_memory_bytes
+        if chosen.pool and not asked:
+            pool = self._vmem_memory().pool(self.device)  # type: ignore[attr-defined]
+            config.kv_cache_memory_bytes = min(pool.budget, chosen.maximum or pool.budget)
+        try:
+            return super().determine_available_memory()  # type: ignore[misc]
+        finally:
+            config.kv_cache_memory_bytes = asked
+
     def get_supported_kv_cache_layouts(self) -> list[str]:
         from pyvmem.vllm import layout
 
@@ -145,7 +169,8 @@ class WorkerMixin:
         if self._vmem is not None:
             self._vmem.falls_asleep()
         try:
-            super().sleep(level)  # type: ignore[misc]
+            with beside.away():  # vLLM empties PyTorch's own caches
+                super().sleep(level)  # type: ignore[misc]
         except AssertionError:  # vLLM checks last that the device has more free memory than before
             if self._vmem is None or not plugin.settings().pool:
                 raise
@@ -162,10 +187,11 @@ class WorkerMixin:
             self._vmem.drop()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        if self._vmem is not None:  # first: it wakes all or nothing, so that it can be tried again
-            if not self._vmem.wake(tags is None or "weights" in tags, tags is None or "kv_cache" in tags):
-                return
-        super().wake_up(tags)  # type: ignore[misc]
+        with beside.away():  # a trainer in this process gives what it does not use
+            if self._vmem is not None:  # first: it wakes all or nothing, so that it can be tried again
+                if not self._vmem.wake(tags is None or "weights" in tags, tags is None or "kv_cache" in tags):
+                    return
+            super().wake_up(tags)  # type: ignore[misc]
 
     def vmem_wake(self) -> bool:
         """Take back what `wake_up` needs, or nothing; the page has the answer. vLLM would log an error's traceback."""
@@ -188,6 +214,7 @@ class SchedulerMixin:
     _vmem_engine: str
     _vmem: Any = None  # a model without a KV cache has none
     _vmem_lock: AbstractContextManager[Any] = contextlib.nullcontext()
+    _vmem_beside = False  # whether a trainer is in this process
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -196,6 +223,7 @@ class SchedulerMixin:
         if self.kv_cache_config.kv_cache_tensors:  # type: ignore[attr-defined]
             self._vmem = SchedulerMemory(self, self._vmem_engine)
             self._vmem_lock = self._vmem.lock
+            self._vmem_beside = beside.start(self.vllm_config)  # type: ignore[attr-defined]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         memory = self._vmem
@@ -215,9 +243,17 @@ class SchedulerMixin:
             outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
             if self._vmem is not None:
                 self._vmem.step_ended(scheduler_output, model_runner_output)
+        self._vmem_rests()
         return outputs
 
+    def _vmem_rests(self) -> None:
+        """Without requests, a trainer in this process goes on. Not under the lock: the engine may have to give."""
+        if self._vmem_beside and not self.has_unfinished_requests():  # type: ignore[attr-defined]
+            beside.enter()
+
     def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        if self._vmem_beside:
+            beside.leave()
         with self._vmem_lock:
             return super().add_request(*args, **kwargs)  # type: ignore[misc]
 
@@ -226,6 +262,7 @@ class SchedulerMixin:
             ended = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
             if self._vmem is not None:
                 self._vmem.requests_ended()
+        self._vmem_rests()
         return ended
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
