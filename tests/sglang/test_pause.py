@@ -23,17 +23,17 @@ def imported():
 _own = {}
 
 
-def plain(**options):
+def own(page_size=64):
+    engine = Engine(model("gqa"), page_size=page_size)
+    engine.run(JOBS)
+    return engine.tokens()
+
+
+def plain():
     """SGLang's own tokens, computed once."""
-
-    def run():
-        engine = Engine(model("gqa"), page_size=64, **options)
-        engine.run(JOBS)
-        return engine.tokens()
-
-    asked = repr(options)
-    _own[asked] = _own.get(asked) or forked(run, vmem=False)
-    return _own[asked]
+    if not _own:
+        _own.update(forked(own, vmem=False))
+    return _own
 
 
 def rows(engine):
@@ -41,9 +41,12 @@ def rows(engine):
     return sum(k.used * k.block_bytes for k in engine.memory.budgets)
 
 
-def paused(mode, ask, give=lambda neighbour: None, **options):
-    """Pause an engine with requests that run and wait, ask for its memory, and go on; returns what a test compares."""
-    engine = Engine(model("gqa"), page_size=64, **options)
+def paused(mode, ask, give, page_size=64):
+    """Pause an engine with requests that run and wait, ask for its memory, and go on; returns what a test compares.
+
+    page_size : so many tokens that no two of SGLang's pages share one of memory.
+    """
+    engine = Engine(model("gqa"), page_size=page_size)
     engine.run(JOBS[:10])  # they leave prefixes
     seen = []
     for job in JOBS[10:24]:
@@ -131,14 +134,9 @@ def test_ranks_that_are_paused_obey_alike(mode):
         def give(engine):
             engine.memory.page[control.LIMIT] = control.NO_LIMIT
 
-        return paused(mode, ask, give)
-
-    def own():
-        engine = Engine(model("gqa"), page_size=64)
-        engine.run(JOBS)
-        return engine.tokens()
+        return paused(mode, ask, give, page_size=128)
 
     bind = dict(SGLANG_CPU_OMP_THREADS_BIND="0|0")  # without it, SGLang wants a NUMA node for each rank
     first, second = forked(run, ranks=2, **bind)
-    assert first == second and first[0] == forked(own, vmem=False, ranks=2, **bind)[0]
+    assert first == second and first[0] == forked(own, 128, vmem=False, ranks=2, **bind)[0]
     assert all(held <= max(has, first[3]) + first[2] for _, _, has, held in first[1])
