@@ -24,6 +24,9 @@ from pyvmem.sglang import settings as sglang
 from pyvmem.vllm import plugin as vllm
 
 
+ENGINES = {"vllm.v1.worker.gpu_worker", "sglang.srt.managers.scheduler"}  # which others do not import
+
+
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """The settings that name the trainer's pool. Raises ValueError if there are none, or two that differ."""
     found = [made for made in (vllm.settings(environ), sglang.read(environ)) if made.on and made.pool]
@@ -42,15 +45,28 @@ def device(visible: int, environ: Mapping[str, str] = os.environ) -> int:
     return int(rank) % visible if rank.isdecimal() and visible > 1 else 0
 
 
+def has_engine() -> bool:
+    """Return whether this process runs an engine's model, whose memory is vMem's already."""
+    return not ENGINES.isdisjoint(sys.modules)
+
+
 def start() -> None:
-    """Enter the lease when the process first uses its GPU, or now if it has. Raises as `settings`."""
+    """Enter the lease when the process first uses its GPU, or now if it has. Raises as `settings`.
+
+    A framework may have every process of its job call this. Those of engines, and those that a trainer has forked, stay
+    as they are.
+    """
     from pyvmem.engine import trainer
 
-    chosen = settings()
+    chosen, process = settings(), os.getpid()
     trainer.check_environment()
     import torch
 
-    torch.cuda._lazy_call(lambda: trainer.start(chosen, device(torch.cuda.device_count())))
+    def enter() -> None:
+        if os.getpid() == process and not has_engine():
+            trainer.start(chosen, device(torch.cuda.device_count()))
+
+    torch.cuda._lazy_call(enter)
 
 
 def main(arguments: Sequence[str]) -> None:

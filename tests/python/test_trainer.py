@@ -31,7 +31,8 @@ def pool():
 def made(pool):
     """A trainer, PyTorch's stand-in, and the KV cache of an engine beside it."""
     cache, cuda = make(pool), FakeCuda()
-    lease = Lease(pool, 64 * MIB, 64 << 10, "all", 0.2, cache.context, "trainer", cuda, 0.2)
+    sizes = dict(page_size=64 << 10, most=64 * MIB)
+    lease = Lease(pool, cache.context, cuda, name="trainer", wait=0.2, alloc_wait=0.2, **sizes)
     made = Trainer(lease)
     yield made, cuda, cache
     made.leave()
@@ -189,6 +190,29 @@ def test_what_cannot_be_ends_with_one_line(tmp_path, environ, says):
     told = run(tmp_path / "steps.py", **environ)
     assert told.returncode and "ran" not in told.stdout
     assert len(told.stderr.splitlines()) == 1 and says in told.stderr
+
+
+def test_a_process_enters_when_it_uses_its_gpu_unless_it_is_an_engines(monkeypatch):
+    for name, value in POOLS.items():
+        monkeypatch.setenv(name, value)
+    from pyvmem import train
+
+    entered, waits = [], []
+    monkeypatch.setattr(trainer, "start", lambda chosen, device: entered.append((chosen.pool, device)))
+    monkeypatch.setattr(torch.cuda, "_lazy_call", waits.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for _ in range(2):
+        train.start()
+    assert not entered
+    waits[0]()
+    assert entered == [("gpu0", 0)]
+    monkeypatch.setattr(os, "getpid", lambda: 0)  # a fork has what its parent waited for
+    waits[1]()
+    monkeypatch.undo()
+    monkeypatch.setattr(trainer, "start", lambda chosen, device: entered.append(device))
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", types)
+    waits[1]()
+    assert len(entered) == 1
 
 
 def test_without_a_script_it_says_what_it_takes():
