@@ -1,4 +1,4 @@
-"""Looks for retired words in the names of libvmem and of pyvmem: docs/glossary.md lists them, with those in use.
+"""Looks for retired words in the names of libvmem and of pyvmem: retired.md lists them, with those in use.
 
 SPDX-License-Identifier: MIT
 """
@@ -12,8 +12,8 @@ TOP = Path(__file__).resolve().parent.parent
 
 
 def retired():
-    """({retired word: the words in use} of libvmem, the same of pyvmem), of the last tables of the glossary."""
-    tables = (TOP / "docs/glossary.md").read_text().split("\n## Retired words\n")[1].split("\n### In Python\n")
+    """({retired word: the words in use} of libvmem, the same of pyvmem), of the tables of retired.md."""
+    tables = Path(__file__).with_name("retired.md").read_text().split("\n## In Python\n")
     rows = [re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", table, re.M) for table in tables]
     return [{word: now for words, now in table for word in re.findall(r"`(\w+)`", words)} for table in rows]
 

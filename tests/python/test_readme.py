@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import codeop
 import json
 import re
 import subprocess
@@ -48,6 +49,18 @@ def test_a_block_runs(block):
         return
     # Nothing that a page shows is about to be dropped.
     python(block, env={"VMEM_BACKEND": "host", "PYTHONWARNINGS": "error::FutureWarning"})
+
+
+@pytest.mark.parametrize("page", [TOP / "README.md", *sorted(TOP.glob("docs/*.md"))], ids=lambda page: page.name)
+def test_blocks_can_be_pasted_into_an_interpreter(page):
+    """Before 3.13, a line that ends a block must follow an empty one there, which must not stand within a block."""
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+        compiler, typed = codeop.CommandCompiler(), []
+        for line in block.split("\n"):
+            typed.append(line)
+            if compiler("\n".join(typed), symbol="single") is not None:
+                typed = []
+        assert not "".join(typed).strip(), typed
 
 
 def test_the_tutorial_runs_and_draws_its_pictures(tmp_path):
