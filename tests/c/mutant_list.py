@@ -342,6 +342,12 @@ _MUTANTS = [
     ("processes look at the same memory", "backend/host/take_turn", replace("h->usage < 0", "1"), "test_host_memory"),
     ("an answer about a group holds for all that is left", "backend/host/check_memory",
      replace("h->trusted = used + length + (left - length) / 4", "h->trusted = UINT64_MAX"), "test_host_memory"),
+    # many slots
+    ("a slot alone in its part takes no part", "kv/next_part", replace("| w[7]", ""), "test_kv_absent"),
+    ("the last slots take no part", "kv/next_part", replace("> PART", ">= 0"), "test_kv_absent"),
+    ("pages that leave a span stay counted", "kv/vmem__kv_span_set", replace("- (s->hi - s->lo)", ""), "test_kv_absent"),
+    ("ending slots are counted as kept", "kv/count_slots", replace("<= KV_LIST_OTHERS", "< KV_LIST_OTHERS"),
+     "test_kv_absent test_kv_model test_kv_corners"),
     # absent addresses
     ("what is absent stays so", "core/vmem__batch_end", drop("vmem__restore"), "test_absent"),
     ("what is absent is copied", "core/check_access", replace("vmem__present(ctx, addr, length)", "0"), "test_absent"),

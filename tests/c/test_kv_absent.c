@@ -50,6 +50,55 @@ static void test_swapped_in(void)
     vmem_kv_destroy(kv);
 }
 
+// Of many slots, one at a time takes part, whichever it is: it has its rows, the others are absent, and what belongs to
+// no request is counted although no request is looked for there.
+static void test_one_of_many(void)
+{
+    enum { MANY = 83 };
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 4};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .flags = VMEM_KV_CHECK | VMEM_KV_LAZY | VMEM_KV_DEFER,
+                                       .tensors = &tensor,
+                                       .n_tensors = 1,
+                                       .slots = MANY,
+                                       .max_tokens = 400,
+                                       .page_size = test_page,
+                                       .budget = 4 * MANY * test_page};
+    struct vmem_kv_stats st = {.size = sizeof st};
+    int32_t lengths[MANY] = {0};
+    uint32_t slot;
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    for (uint32_t s = 0; s < MANY; s++) {
+        lengths[s] = 1;
+        ERR(vmem_kv_step(kv, lengths, MANY, 0), EINVAL, "the slot is free");
+        lengths[s] = 0;
+    }
+    for (uint32_t s = 0; s < MANY; s++)
+        OK(vmem_kv_alloc(kv, NULL, &slot));
+    for (uint32_t s = 0; s < MANY; s++) {
+        lengths[s] = 5; // two pages
+        OK(vmem_kv_step(kv, lengths, MANY, 0));
+        lengths[s] = 0;
+        CHECK_EQ(slot_of(s).tokens, 5);
+        CHECK_EQ(slot_of(s).absent_steps, 0);
+        OK(vmem_kv_get_stats(kv, &st));
+        CHECK_EQ(st.absent_slots, MANY - 1);
+        CHECK_EQ(st.needed_pages, 2 * (s + 1));
+        CHECK_EQ(st.live_bytes, 5 * (s + 1) * tensor.row_bytes);
+    }
+    // While a slot's kernels have to end, a length that is wrong is found before anything ends.
+    OK(vmem_kv_free(kv, 0, k_step(kv, MANY)));
+    lengths[80] = 401;
+    ERR(vmem_kv_step(kv, lengths, MANY, 0), EINVAL, "lengths[80] 401");
+    lengths[80] = 0;
+    for (uint32_t s = 1; s < MANY; s++)
+        OK(vmem_kv_free(kv, s, 0));
+    OK(vmem_kv_get_stats(kv, &st));
+    CHECK_EQ(st.kept_pages + st.needed_pages, 2 * MANY);
+    CHECK_EQ(st.active_slots, 0);
+    vmem_kv_destroy(kv);
+}
+
 int main(int argc, char **argv)
 {
     uint32_t slot;
@@ -70,6 +119,7 @@ int main(int argc, char **argv)
     vmem_kv_destroy(kv);
     test_swapped_in();
     CHECK_EQ(test_stats(ctx).created, 0);
+    test_one_of_many();
     vmem_context_destroy(ctx);
     return 0;
 }

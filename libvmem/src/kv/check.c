@@ -40,6 +40,7 @@ static int check_mapped(const vmem_kv *kv, uint32_t slot, uint32_t group)
 // The counts that the ledger and the shared rows keep, counted anew from the tables.
 struct counts {
     uint64_t pages, pinned;           // that exist; that no call can take back
+    uint64_t spanned;                 // in spans
     uint64_t slot_rows, holders;      // shared rows as the slots have them, and as the rows count their slots
     uint64_t shared_pages, runs_only; // of rows with several holders; of rows that runs alone hold
     uint64_t evictable;               // of the latter, those that evictions can free
@@ -99,6 +100,7 @@ static int count_span(vmem_kv *kv, uint32_t slot, uint32_t group, struct counts 
         struct kv_shared_row *ref = vmem__kv_row(kv, slot, group, p);
         const bool pinned = p >= sp->pinned.lo && p < sp->pinned.hi;
         REQUIRE(!ref || p < sp->shared_hi, "slot", slot);
+        c->spanned += n;
         c->pages += ref ? 0 : n;
         c->slot_rows += ref != NULL;
         c->pinned += pinned && !ref ? n : 0;
@@ -167,6 +169,8 @@ static int compare(const vmem_kv *kv, const struct counts *c)
     int rc = same(c->pinned, kv->ledger.pinned_pages, "pages are pinned");
     if (!rc)
         rc = same(c->pages + kv->ledger.pending, kv->ledger.held, "pages are held");
+    if (!rc)
+        rc = same(c->spanned, kv->ledger.spanned, "pages are in spans");
     if (!rc)
         rc = same(c->slot_rows, c->holders, "slots hold shared rows");
     if (!rc)

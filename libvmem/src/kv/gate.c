@@ -121,26 +121,30 @@ static uint64_t coarse_now(void) // to a few ms
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-// Counts the pages and rows of active, ending and free slots.
+static void count_slot(const vmem_kv *kv, uint32_t slot, struct vmem_kv_stats *st)
+{
+    const struct kv_slot *sl = &kv->slots[slot];
+    const bool active = sl->state == VMEM_KV_ACTIVE;
+    st->absent_slots += active && kv_absent(kv, slot);
+    for (uint32_t i = 0; i < kv->n_groups && kv_accessed(kv, slot); i++) {
+        const struct kv_group *g = &kv->groups[i];
+        const struct kv_span *sp = kv_span(kv, slot, i);
+        st->live_bytes += active ? kv_live_rows(g, sl->tokens) * g->row_bytes * g->n : 0;
+        st->needed_pages += (uint64_t)(sp->step.hi - sp->step.lo) * g->n;
+        st->ahead_pages += (uint64_t)(sp->hi - sp->step.hi) * g->n;
+        st->kept_pages -= (uint64_t)(sp->hi - sp->lo) * g->n;
+    }
+}
+
+// Counts the pages and rows of active and ending slots. What is left are those that no request has: a cache may have many
+// times as many slots as requests.
 static void count_slots(const vmem_kv *kv, struct vmem_kv_stats *st)
 {
-    st->needed_pages = st->kept_pages = st->ahead_pages = st->live_bytes = st->absent_slots = 0;
-    for (uint32_t s = 0; s < kv->n_slots; s++) {
-        const struct kv_slot *sl = &kv->slots[s];
-        const bool active = sl->state == VMEM_KV_ACTIVE;
-        st->absent_slots += active && kv_absent(kv, s);
-        for (uint32_t i = 0; i < kv->n_groups; i++) {
-            const struct kv_group *g = &kv->groups[i];
-            const struct kv_span *sp = kv_span(kv, s, i);
-            st->live_bytes += active ? kv_live_rows(g, sl->tokens) * g->row_bytes * g->n : 0;
-            if (kv_accessed(kv, s)) {
-                st->needed_pages += (uint64_t)(sp->step.hi - sp->step.lo) * g->n;
-                st->ahead_pages += (uint64_t)(sp->hi - sp->step.hi) * g->n;
-            } else {
-                st->kept_pages += (uint64_t)(sp->hi - sp->lo) * g->n;
-            }
-        }
-    }
+    st->needed_pages = st->ahead_pages = st->live_bytes = st->absent_slots = 0;
+    st->kept_pages = kv->ledger.spanned;
+    for (uint32_t list = KV_LIST_ACTIVE; list <= KV_LIST_OTHERS; list++)
+        for (uint32_t s = 0; (s = vmem__kv_set_next(kv, kv->lists[list], s)) != KV_NO_SLOT; s++)
+            count_slot(kv, s, st);
 }
 
 void vmem__kv_count(vmem_kv *kv)

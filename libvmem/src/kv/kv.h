@@ -200,6 +200,7 @@ struct kv_ledger {
     uint64_t held;         // existing pages, pending ones included
     uint64_t pinned_pages; // of `held`, pages that no call can take back. Only shared.c and span.c change it
     uint64_t pending;      // of `held`, pages that the worker is mapping, unmapping or releasing; never pinned
+    uint64_t spanned;      // pages in all spans, each as often as it is in one. vmem__kv_span_set counts them
     // Read by the context's other caches: pages that the cache can create without asking the device, and how many pages
     // it held after the last call or job. The difference is not theirs.
     _Atomic uint64_t preallocated, last_held;

@@ -151,6 +151,7 @@ void vmem__kv_span_set(vmem_kv *kv, uint32_t slot, uint32_t group, const struct 
     struct kv_span *s = kv_span(kv, slot, group);
     if (s->pinned.lo != now->pinned.lo || s->pinned.hi != now->pinned.hi)
         account_change(kv, slot, group, now->pinned, MAX(s->shared_hi, now->shared_hi));
+    kv->ledger.spanned += ((uint64_t)(now->hi - now->lo) - (s->hi - s->lo)) * kv->groups[group].n;
     *s = *now;
     set_backed(kv, slot);
 }

@@ -98,12 +98,26 @@ int vmem__kv_plan_one(vmem_kv *kv, uint32_t slot, uint32_t tokens, int64_t *delt
     return rc;
 }
 
-// Finds the slots for which the step needs other pages than the last one did.
-static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
+#define MANY 32 // with more slots, those that take no part are passed over in parts
+#define PART 16 // of so many
+
+// The end of the next slots to look at, from *s on: *s passes over those that take no part.
+static inline uint32_t next_part(const int32_t *lengths, uint32_t n, uint32_t *s)
 {
-    const struct kv_slot *sl = kv->slots;
-    *n = 0;
-    for (uint32_t s = 0, all = kv->n_slots; s < all; s++, sl++) {
+    uint64_t w[PART / 2];
+    for (; n - *s > PART; *s += PART) {
+        memcpy(w, &lengths[*s], sizeof(w));
+        if (w[0] | w[1] | w[2] | w[3] | w[4] | w[5] | w[6] | w[7])
+            return *s + PART;
+    }
+    return n;
+}
+
+// Adds those of slots [s, end) for which the step needs other pages than the last one did.
+static inline int find_changed_of(vmem_kv *kv, const int32_t *lengths, uint32_t s, uint32_t end, uint32_t *n)
+{
+    const struct kv_slot *sl = &kv->slots[s];
+    for (; s < end; s++, sl++) {
         const uint32_t tokens = (uint32_t)lengths[s];
         if (!tokens || (tokens >= sl->tokens && tokens <= sl->same_pages_until))
             continue;
@@ -113,6 +127,22 @@ static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
         kv->plan.changed[(*n)++] = s;
     }
     return 0;
+}
+
+static __attribute__((noinline)) int find_changed_of_many(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
+{
+    int rc = 0;
+    for (uint32_t s = 0, end; s < kv->n_slots && !rc; s = end) {
+        end = next_part(lengths, kv->n_slots, &s);
+        rc = find_changed_of(kv, lengths, s, end, n);
+    }
+    return rc;
+}
+
+static int find_changed(vmem_kv *kv, const int32_t *lengths, uint32_t *n)
+{
+    *n = 0;
+    return kv->n_slots > MANY ? find_changed_of_many(kv, lengths, n) : find_changed_of(kv, lengths, 0, kv->n_slots, n);
 }
 
 // Waits for one slot that is to be extended and that the worker is changing. True if there was one: the lock was
@@ -325,15 +355,13 @@ static void record_needs(vmem_kv *kv)
     }
 }
 
-static void commit_step(vmem_kv *kv, const int32_t *lengths)
+// Records the step in those of slots [s, end) that take part. True if the worker should back more rows of one.
+static inline bool commit_slots(vmem_kv *kv, const int32_t *lengths, uint32_t s, uint32_t end, uint32_t ahead)
 {
+    const uint32_t step = (uint32_t)kv->fence.step, most = kv->max_tokens;
+    struct kv_slot *sl = &kv->slots[s];
     bool wake_worker = false;
-    bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
-    uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
-    const uint32_t step = (uint32_t)++kv->fence.step, most = kv->max_tokens;
-    record_needs(kv);
-    struct kv_slot *sl = kv->slots;
-    for (uint32_t s = 0, n = kv->n_slots; s < n; s++, sl++) {
+    for (; s < end; s++, sl++) {
         const uint32_t tokens = (uint32_t)lengths[s];
         if (!tokens)
             continue;
@@ -342,7 +370,29 @@ static void commit_step(vmem_kv *kv, const int32_t *lengths)
         sl->skip = sl->stuck = false;
         wake_worker |= sl->backed < most && sl->backed < (uint64_t)tokens + ahead;
     }
-    for (uint32_t s = 0; kv->windows && s < kv->n_slots; s++)
+    return wake_worker;
+}
+
+static __attribute__((noinline)) bool commit_many_slots(vmem_kv *kv, const int32_t *lengths, uint32_t ahead)
+{
+    bool wake_worker = false;
+    for (uint32_t s = 0, end; s < kv->n_slots; s = end) {
+        end = next_part(lengths, kv->n_slots, &s);
+        wake_worker |= commit_slots(kv, lengths, s, end, ahead);
+    }
+    return wake_worker;
+}
+
+static void commit_step(vmem_kv *kv, const int32_t *lengths)
+{
+    bool wake_worker = false;
+    bool plenty = kv->flags & VMEM_KV_GENEROUS && kv_plentiful(kv);
+    uint32_t ahead = plenty ? kv->ahead_tokens : kv->ahead_min;
+    kv->fence.step++;
+    record_needs(kv);
+    wake_worker |=
+        kv->n_slots > MANY ? commit_many_slots(kv, lengths, ahead) : commit_slots(kv, lengths, 0, kv->n_slots, ahead);
+    for (uint32_t s = 0; kv->windows && (s = kv_next_active(kv, s)) != KV_NO_SLOT; s++)
         wake_worker |= lengths[s] && vmem__kv_pass_windows(kv, s);
     if (wake_worker)
         vmem__kv_worker_wake(kv);
@@ -351,11 +401,12 @@ static void commit_step(vmem_kv *kv, const int32_t *lengths)
 // Frees the slots whose last kernels have ended. All lengths are checked first, so that a bad call changes nothing.
 static int free_ended_slots(vmem_kv *kv, const int32_t *lengths)
 {
-    for (uint32_t s = 0; s < kv->n_slots; s++) {
-        int rc = check_length(kv, s, lengths[s]);
-        if (rc)
-            return rc;
-    }
+    for (uint32_t s = 0, end; s < kv->n_slots;)
+        for (end = next_part(lengths, kv->n_slots, &s); s < end; s++) {
+            int rc = check_length(kv, s, lengths[s]);
+            if (rc)
+                return rc;
+        }
     // Kernels of the last steps_in_flight steps may be running. If this fails, the next step does it.
     vmem__kv_end_requests(kv, sat_sub(kv->fence.step, kv->steps_in_flight));
     return 0;
