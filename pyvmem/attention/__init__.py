@@ -5,7 +5,7 @@
     batch = attention.Batch(cache, slots, lengths)                    # once an iteration
     out = attention.decode(q, cache, layer, batch, kernel="fa3")      # in each layer
 
-A kernel is selected by name: "fa3", "fa2", "flashinfer", "triton", "sdpa" or "flex"; "best" chooses one. Replacing one
+A kernel is selected by name: "fa3", "fa2", "flashinfer", "triton" or "sdpa"; "best" chooses one. Replacing one
 kernel by another changes only that name, as Figure 13 of the vAttention paper shows. The kernels read ``cache.keys``
 and ``cache.values`` by slots and lengths. There is no block table to build, and nothing is copied.
 
@@ -74,7 +74,7 @@ def decode(
     lengths : sequence of int, optional
         Rows of each slot, including the new token's. None with a `Batch`.
     kernel : str
-        "fa3", "fa2", "flashinfer", "triton", "sdpa", "flex", or "best".
+        "fa3", "fa2", "flashinfer", "triton", "sdpa", or "best".
     softmax_scale : float, optional
         ``head_dim ** -0.5`` by default. For a quantised cache, fold the scale of K into it.
     window : int

@@ -301,8 +301,6 @@ REFUSED = {
     ("fa2", "a cache of tile_rows 1 (a multiple of 128, since it loads whole tiles)"): {"window": 100, "tile_rows": 1},
     ("fa2", "dtype bfloat16 over a cache of float8_e4m3fn (only bfloat16, float16)"): {"kv_dtype": torch.float8_e4m3fn},
     ("flashinfer", "head_dim 80 (only 64, 128, 256)"): {"head_dim": 80},
-    ("flex", "slots of 8100 rows (multiples of 128: so must max_tokens be)"): {"slot_rows": 8100},
-    ("flex", "4096 slots of 8192 rows (together under 2^31 elements)"): {"slots": 4096},
     ("triton", "a GPU of compute capability 7.0 (from 7.5 on)"): {"capability": (7, 0)},
 }  # fmt: skip
 
@@ -393,7 +391,6 @@ def test_tile_rows():
     assert attention.tile_rows("triton", 32, 8, 128) == attention.tile_rows("fa2", 32, 8, 128) == 1
     assert attention.tile_rows("fa3", 32, 8, 128) == 128
     assert attention.tile_rows("fa3", 32, 8, 128, torch.float8_e4m3fn) == 224
-    assert attention.tile_rows("flex", 32, 8, 128) == 128
 
 
 def test_the_cache_knows_the_rows_of_its_slots():
@@ -406,56 +403,6 @@ def test_the_cache_knows_the_rows_of_its_slots():
 
 
 # ---- masks and tables of kernels that need a GPU, on the CPU ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("window, softcap", [(0, 0.0), (50, 0.0), (300, 5.0)])
-def test_flex_masks_pick_each_requests_rows(window, softcap, monkeypatch):
-    lengths, counts = (1, 127, 129, 300, 512), (1, 64, 129, 37, 300)
-    rows = torch.randn(2, 7, 512, 1, 16, generator=torch.Generator().manual_seed(0))
-    cache = plain_cache(*rows)  # small: its eager form computes every score of every slot
-    slots = [3, 0, 6, 1, 4]
-    monkeypatch.setattr(table.FlexAttention, "devices", ("cpu",))
-    monkeypatch.setattr(table.FlexAttention, "tile_rows", lambda self, shape: 1)
-    options = {"kernel": "flex", "window": window, "softcap": softcap}
-    k, v = cache.keys[0], cache.values[0]
-    q = queries(len(slots), 2, 16)
-    out = attention.decode(q, cache, 0, slots, lengths, **options)
-    assert error(out, reference(q, k, v, slots, lengths, [1] * 5, window=window, softcap=softcap)) < 1e-5
-    q = queries(sum(counts), 2, 16)
-    out = attention.prefill(q, cache, 0, slots, lengths, counts, **options)
-    assert error(out, reference(q, k, v, slots, lengths, counts, window=window, softcap=softcap)) < 1e-5
-
-
-@pytest.mark.parametrize("window", [0, 1, 128, 200, 500])
-def test_flex_lists_every_block_once_and_leaves_out_masks_only_where_all_is_seen(window):
-    from pyvmem.attention.flex import BLOCK, _Mask
-
-    lengths, counts, slots = (1, 127, 128, 129, 700, 1000), (1, 64, 128, 2, 300, 1000), [3, 0, 6, 1, 4, 5]
-    cache = plain_cache(*torch.zeros(2, 7, 1024, 1, 16))
-    for many in (counts, [1] * len(lengths)):
-        batch = attention.Batch(cache, slots, lengths, many)
-        shape = replace(HOPPER, window=window, slot_rows=1024, slots=7)
-        mask = _Mask(batch, shape, 1024, 7 * 1024).block_mask
-        for i, (slot, length, count) in enumerate(zip(slots, lengths, many)):
-            for tile in range(-(-batch.max_query // BLOCK)):
-                listed = [
-                    indices[i, 0, tile, : number[i, 0, tile]].tolist() for number, indices in
-                    ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
-                ]  # fmt: skip
-                position = torch.arange(length - count, length)[tile * BLOCK : (tile + 1) * BLOCK]
-                row = torch.arange(1024)
-                seen = row <= position[:, None]
-                if window:
-                    seen &= row > position[:, None] - window
-                blocks = seen.unflatten(1, (-1, BLOCK))
-                if not len(position):
-                    assert listed == [[], []]
-                    continue
-                some = (blocks.any(2).any(0).nonzero()[:, 0] + slot * 1024 // BLOCK).tolist()
-                full = (blocks.all(2).all(0).nonzero()[:, 0] + slot * 1024 // BLOCK).tolist()
-                assert sorted(listed[0] + listed[1]) == some
-                assert set(listed[1]) <= set(full)
-                assert len(full) - len(listed[1]) <= 1  # one may be masked for nothing
 
 
 def test_the_constant_table_names_the_rows_of_each_slot():
