@@ -70,7 +70,7 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> _Any:
     if name not in _NEED_TORCH:
-        place = "paper" if name.startswith("vMem") else _ELSEWHERE.get(name)
+        place = _ELSEWHERE.get(name)
         text = f"module 'pyvmem' has no attribute {name!r}"
         raise AttributeError(f"{text}: from pyvmem.{place} import {name}" if place else text)
     try:

@@ -27,7 +27,6 @@ PYTHON = {
     "Errors": ("pyvmem", ("VmemError", "InvalidArgument", "OutOfMemory")),
     "Attention": ("pyvmem.attention", None),
     "transformers": ("pyvmem.transformers", None),
-    "The paper's calls": ("pyvmem.paper", None),
 }  # fmt: skip
 
 

@@ -9,11 +9,14 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 import pyvmem
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))  # paper.py
 
 # A test takes the time that the machine takes.
 UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}

@@ -4,10 +4,10 @@ SPDX-License-Identifier: MIT
 """
 
 import numpy as np
+import paper
 import pytest
 
 import pyvmem
-from pyvmem import paper
 
 MIB = 1 << 20
 SIZE = 64 << 10

@@ -7,10 +7,10 @@ import errno
 import pickle
 
 import numpy as np
+import paper
 import pytest
 
 import pyvmem
-from pyvmem import paper
 
 KIB, MIB = 1 << 10, 1 << 20
 

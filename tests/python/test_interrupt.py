@@ -11,10 +11,11 @@ import signal
 import sys
 import threading
 
+import paper
 import pytest
 
 import pyvmem
-from pyvmem import errors, paper
+from pyvmem import errors
 from pyvmem._ffi import ffi, lib
 
 MIB = 1 << 20

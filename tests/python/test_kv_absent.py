@@ -6,10 +6,9 @@ SPDX-License-Identifier: MIT
 import random
 
 import numpy as np
+import paper
 import pytest
 from kv_caches import make
-
-from pyvmem import paper
 
 
 def lengths_of(cache, wanted):
@@ -42,7 +41,7 @@ def test_a_request_that_waits_is_reported_and_kept(backend):
 
 
 def ends(cache, lengths):
-    """`pyvmem.paper.step` with `zero_ends`."""
+    """`paper.step` with `zero_ends`."""
     return paper.step(cache, lengths, zero_ends=True) == 0
 
 

@@ -6,10 +6,10 @@ SPDX-License-Identifier: MIT
 import errno
 
 import numpy as np
+import paper
 import pytest
 
 import pyvmem
-from pyvmem import paper
 from pyvmem._ffi import lib
 from pyvmem.core import MAP_OP
 from pyvmem.owned import commit_flags

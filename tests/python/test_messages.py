@@ -10,10 +10,10 @@ import inspect
 import re
 from pathlib import Path
 
+import paper
 import pytest
 
 import pyvmem
-from pyvmem import paper
 from pyvmem.errors import _NAMES
 
 TOP = Path(__file__).parent.parent.parent

@@ -8,13 +8,13 @@ import functools
 
 import hypothesis.strategies as st
 import numpy as np
+import paper
 import pytest
 from conftest import BACKENDS
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import pyvmem
-from pyvmem import paper
 from pyvmem.core import MAP_OP
 
 KIB, MIB = 1 << 10, 1 << 20

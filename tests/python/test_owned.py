@@ -11,10 +11,10 @@ import pickle
 import threading
 
 import numpy as np
+import paper
 import pytest
 
 import pyvmem
-from pyvmem import paper
 from pyvmem._ffi import lib
 
 from conftest import python

@@ -3,7 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
-from pyvmem import paper
+import paper
 
 
 def test_table_3_answers_0_and_minus_1():

@@ -50,7 +50,7 @@ def test_everything_public_is_shown():
 
 @pytest.mark.parametrize("name, place", [
     ("PrefixCache", "kv.prefix"), ("Pages", "core"),
-    ("default_context", "core"), ("vMemReserve", "paper"),
+    ("default_context", "core"),
 ])  # fmt: skip
 def test_a_name_that_has_moved_says_where_it_is(name, place):
     with pytest.raises(AttributeError, match=f"from pyvmem.{place} import {name}$"):

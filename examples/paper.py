@@ -1,4 +1,4 @@
-"""The calls of the vAttention paper (Prabhu et al., ASPLOS 2025) under their own names.
+"""The calls of the vAttention paper (Prabhu et al., ASPLOS 2025) under their own names, for code that is written so.
 
 Table 2: addresses and page handles are plain integers; `Context`, `Reservation` and `Pages` are the same as objects.
 Table 3: what a serving engine calls, with the paper's answers 0 and -1. `init` makes a `pyvmem.KVCache`, which the
