@@ -131,7 +131,9 @@ class BlockBudget:
         """Blocks that may be backed now."""
         if self.lent:
             return 0
-        most = min(self.most, self._left_bytes() // self.block_bytes)
+        most = self.most
+        if self.page.cells[control.POOL]:
+            most = min(most, self._left_bytes() // self.block_bytes)
         if self.behind:
             most = min(most, self.num_backed + self.coming)
         return most
@@ -234,10 +236,6 @@ class BlockBudget:
                 most = max(page.board_word(rank, control.BUDGET), page.cells[control.POOL_MAY + rank])
                 room = min(room, self._in_largest(rank, most - page.board_word(rank, control.HELD)))
         return max(room, 0)
-
-    def soon_there(self, need: int) -> bool:
-        """Return whether the blocks that `spare` lacks will come without another engine giving any up."""
-        return not self.page.cells[control.POOL] or self._room() >= max(need - self.spare, self.coming)
 
     def asked(self) -> bool:
         """Return whether other engines of the pool ask for blocks that are backed here, or for their pages."""

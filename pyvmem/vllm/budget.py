@@ -36,6 +36,7 @@ from pyvmem.engine import control
 from pyvmem.engine.budget import BlockBudget
 from pyvmem.engine.control import Page
 from pyvmem.vllm.orders import Copies
+from pyvmem.vllm.plan import Supply
 
 MOST_LEAVING = 4096  # most blocks that are unbacked in one step, which takes 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # most orders without an answer
@@ -212,7 +213,8 @@ class TakenBlocks:
 
     def end(self, spare: int) -> None:
         """Count the blocks that the step took, by those that are still spare."""
-        self._count, self._counted = self.recent() + max(self._before - spare, 0), time.monotonic()
+        if spare < self._before:
+            self._count, self._counted = self.recent() + self._before - spare, time.monotonic()
 
     def recent(self) -> float:
         """The blocks taken of late: after every `TAKEN` seconds they count for half as many."""
@@ -301,17 +303,14 @@ class VllmBudget(BlockBudget):
         most = super().ready()
         return max(min(most, max(round(self._taken.recent()), self.floor)) if self.adapts else most, need)
 
-    def soon_there(self, need: int) -> bool:
-        """Return whether the blocks that `spare` lacks may all be backed, without another engine giving any up."""
-        return need - self.spare <= self.growable() + self.coming and super().soon_there(need)
-
-    def can_grow(self, need: int) -> bool:
-        """Return whether so many blocks are spare or can be backed with memory that nobody has to give up."""
-        return need - self.spare <= self.growable() + self.coming and not self.waits()
+    def supply(self) -> Supply:
+        """The blocks that the next step may have."""
+        lacks = bool(self.page.cells[control.POOL]) and self._room() < self.coming
+        return Supply(self.spare, self.growable() + self.coming, self.low, not self.waits(), lacks)
 
     def grows(self) -> bool:
-        """Return whether blocks are being backed or may be ordered."""
-        return bool(self.orders) or self.num_backed < self.allowed()
+        """Return whether blocks are being backed or may be ordered, as of the last `refresh`."""
+        return bool(self.orders) or self.num_backed < self._allowed
 
     def must_wait(self, need: int) -> bool:
         """Return whether the step must wait: it would evict cached blocks although ordered ones are about to come."""
@@ -319,12 +318,8 @@ class VllmBudget(BlockBudget):
 
     # ---- before and after vLLM's schedule() ---------------------------------------------------------------------
 
-    def before_schedule(self, need: int = 0, awaited: int = 0, first: bool = False) -> None:
-        """Before a step is scheduled, let backed blocks enter the free queue, and unback blocks above the limit.
-
-        need : most blocks that the step, and later the requests that begin in it, will take. awaited: how many of them
-        the step will wait for. first: whether to order no more than `need` now.
-        """
+    def refresh(self) -> None:
+        """Let backed blocks enter the free queue, and read how many blocks are allowed now."""
         self._learn_pages()
         self.add_backed()
         self.fit()
@@ -333,18 +328,25 @@ class VllmBudget(BlockBudget):
             self._allowed, self._full = allowed, self.full
             self.watermark = int(self._watermark * allowed)
             self.manager.watermark_blocks = self.total if self.full else self.watermark
-        beyond = self.num_backed + self.coming - allowed
-        if beyond > 0 or self._pages_beyond():
-            self._shrink(beyond, MOST_LEAVING)
-        elif len(self.orders) < MOST_ORDERS:
+
+    def prepare_step(self, need: int = 0, awaited: int = 0, first: bool = False) -> None:
+        """Before a step is scheduled and after `refresh`, order blocks, or unback those above the limit.
+
+        need : most blocks that the step, and later the requests that begin in it, will take. awaited: how many of them
+        the step will wait for. first: whether to order no more than `need` now.
+        """
+        above = self.num_backed + self.coming - self._allowed
+        if above > 0 or self._pages_beyond():
+            self._shrink(above, MOST_LEAVING)
+        elif above < 0 and len(self.orders) < MOST_ORDERS:
             ready = self.ready(need)
             wanted = ready - self.spare - self.coming
             if self.page.cells[control.POOL]:  # others give memory to a member that asks, not to one that orders
                 wanted = min(wanted, self._room() - self.coming)
             if first:
-                self.order(min(wanted, need, -beyond))
+                self.order(min(wanted, need, -above))
             elif 4 * wanted > ready or self.spare < need:  # not a few in each step: map calls disturb the device
-                self.order(min(wanted, -beyond))
+                self.order(min(wanted, -above))
         self._taken.begin(self.spare)
         self._awaited = awaited - self.spare - self.coming
 
@@ -441,10 +443,8 @@ class VllmBudget(BlockBudget):
 
     def between_steps(self, idle: bool, keep: int = 0) -> None:
         """Between steps, unback blocks above the limit, and if `idle` spare ones except `keep`, by the ring."""
-        self._learn_pages()
-        self.add_backed()
-        self.fit()
-        beyond = self.num_backed + self.coming - self.allowed()
+        self.refresh()
+        beyond = self.num_backed + self.coming - self._allowed
         if idle and self.spare > keep:  # only blocks that free a page: the others would give back no memory
             beyond = max(beyond, min(self.spare - keep, len(self.unbacked.freeing(self._free.empty))))
         self._shrink(beyond, self.total)

@@ -11,6 +11,7 @@ from typing import Any
 
 from pyvmem.vllm.budget import VllmBudget
 from pyvmem.vllm.orders import AHEAD
+from pyvmem.vllm.plan import StepNeed
 from pyvmem.vllm.waiting import Lookup, Wants, waiting
 
 CHUNK = 512  # tokens of prompts that are worth a step of their own while memory for more is being backed
@@ -68,18 +69,18 @@ class Demand:
 
         vLLM begins a request only if all its tokens fit, however many of them the step computes.
         """
-        need = whole = 0
+        need = begins = 0
         for _, done, tokens, wants in self._step(wait):
             if wants is not None:
                 fits = min(wants.rest + self._beyond, self._budget.least)
-                whole = max(whole, need + fits + self._budget.watermark)
+                begins = max(begins, need + fits + self._budget.watermark)
             need += self._blocks(done, min(tokens, left), wants)
             left -= tokens
             if left <= 0:
                 break
-        return min(need, self._budget.low), whole
+        return min(need, self._budget.low), begins
 
-    def worthwhile_tokens(self) -> int:
+    def _worthwhile_tokens(self) -> int:
         """Fewest tokens that are worth a step: those of all decoding requests; if there are none, CHUNK of a prompt."""
         decoding = sum(r.num_tokens - r.num_computed_tokens <= 1 for r in self._scheduler.running)
         return decoding * (1 + self._drafts) or CHUNK
@@ -95,8 +96,18 @@ class Demand:
             fitting, blocks = fitting + tokens, blocks - taken
         return fitting
 
-    def awaited_by_running(self) -> int:
-        """Blocks for which the running requests must wait: 0 if enough are free, cached ones included."""
+    def need(self, wait: list[Any], parts: bool) -> StepNeed:
+        """What the next step may use. parts: whether a request may begin with a part of its prompt."""
+        takes, begins = self.of_step(wait, self._scheduler.max_num_scheduled_tokens)
+        worthwhile = self.of_step(wait, self._worthwhile_tokens())[0] + self.margin if parts else 0
+        return StepNeed(takes, begins, worthwhile, bool(self._scheduler.running), parts, self._missing)
+
+    def takes_few(self) -> bool:
+        """Return whether enough blocks are spare for whatever the running requests do in the next step."""
+        return self._budget.spare >= (self.one_each if self.decodes else self._budget.low)
+
+    def _missing(self) -> int:
+        """Blocks that the running requests take in the next step, if fewer are free, cached ones included; else 0."""
         need = self.of_step([], self._scheduler.max_num_scheduled_tokens)[0]
         return need if need > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 0
 

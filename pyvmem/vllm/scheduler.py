@@ -23,6 +23,7 @@ from pyvmem.vllm import check, demand, layout, plugin
 from pyvmem.vllm.budget import VllmBudget
 from pyvmem.vllm.demand import Demand
 from pyvmem.vllm.orders import Copies, StepOrders
+from pyvmem.vllm.plan import StepPlan, plan_step
 from pyvmem.vllm.waiting import Pace, paused, stopped, waiting
 
 logger = logging.getLogger("vllm.vmem")
@@ -151,7 +152,7 @@ class SchedulerMemory:
         # In a pipeline, the first device is free before a step ends.
         self.pace = Pace(demand.CHUNK if parallel.pipeline_parallel_size == 1 else sys.maxsize)
         self._tokens = 0  # vLLM's own limit of a step's tokens, while `_limit` has lowered it; else 0
-        self._whole = False  # whether vLLM may begin requests before all their blocks are free, in this step
+        self._reserves = False  # whether vLLM begins requests only if all their blocks are free, but for this step
         self._split, self._loads = False, ""  # whether a part of a request could begin; a request that did not
         self._busy = time.monotonic()  # when a step was last scheduled
         self._keeps = chosen.sleep == "keep"  # whether the prefix cache stays while the model sleeps
@@ -165,60 +166,52 @@ class SchedulerMemory:
         )  # fmt: skip
 
     def before_schedule(self) -> None:
-        """Before vLLM schedules a step, find out which blocks it needs, order them, and wait for them if that pays.
-
-        All counts are of blocks. The step waits for `must`, and takes `need` at most; `whole` must be free for requests
-        that begin in it. `early`: more blocks can be backed, so the step waits only for
-        as many as are worth a step, and the rest come while it runs. A request whose prefix a connector loads cannot
-        begin in parts (`_loads`). The connector looks up a whole prompt in each attempt, so there is none in vain.
-        """
+        """Before vLLM schedules a step, find out which blocks it needs, order them, and wait for them if that pays."""
         self._busy, self._tokens = time.monotonic(), 0
         self._apply_lend()
         self._read_peers()
-        budget = self.budget
+        budget, running = self.budget, self._scheduler.running
         if budget.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
-        running, grows = self._scheduler.running, budget.grows()
+        budget.refresh()
+        grows = budget.grows()
         wait = waiting(self._scheduler) if grows or not running else []  # skipped where its result is of no use
-        need = whole = must = 0
-        early = False
+        # The connector looks up a whole prompt in each attempt to begin it, so there is none in vain.
         new = wait[0] if self._copies is not None and wait and not running else None
         loads = new is not None and new.request_id == self._loads
-        if grows and (wait or budget.spare < (self.demand.one_each if self.demand.decodes else budget.low)):
-            must, whole = self.demand.of_step(wait, self._scheduler.max_num_scheduled_tokens)
-            need = must
-            early = self._chunks and not loads and budget.can_grow(max(need, whole))
-            if early:
-                must = min(self.demand.of_step(wait, self.demand.worthwhile_tokens())[0] + self.demand.margin, need)
-            elif not running or whole <= budget.low:
-                need = must = max(need, whole)  # else the running ones go on meanwhile
-        if must > budget.spare and not budget.soon_there(must):
-            # Blocks that are cached serve instead: others have to give some up first, or no more may be backed.
-            must, early = self.demand.awaited_by_running(), False
-        if must > budget.spare:
-            self.page[control.WAITED] += int(1e6 * budget.await_blocks(must, AWAIT))
-        if early and need > budget.spare:  # wait for all of them as long as the device is busy anyway
-            spare = budget.spare
-            waited = budget.await_blocks(need, min(self.pace.left(time.monotonic()) - LAUNCH, AWAIT))
-            if waited * (need - budget.spare) < LAUNCH * (budget.spare - spare):  # the rest is likely to come in time
-                budget.await_blocks(need, LAUNCH)
+        plan = StepPlan()
+        if grows and (wait or not self.demand.takes_few()):
+            plan = plan_step(self.demand.need(wait, self._chunks and not loads), budget.supply())
+            self._await(plan)
         ahead = self.demand.mapped_ahead() if self._in_slots else 0
-        budget.before_schedule(max(need, whole, ahead), must, not running and (need > budget.spare or not wait))
+        budget.prepare_step(max(plan.orders, ahead), plan.awaits,
+                            not running and (plan.takes > budget.spare or not wait))  # fmt: skip
         if self._copies is not None:
             self._copies.begin()
         if self._in_slots:
             budget.evict_ahead(min(2 * budget.low, max(budget.ready(), ahead)))
-        in_vain = not early and (loads or self._scheduler.scheduler_reserve_full_isl) and new is not None
+        in_vain = new is not None and not plan.parts and (loads or self._scheduler.scheduler_reserve_full_isl)
         in_vain = in_vain and self.demand.wants(new).rest > budget.num_free()
-        self._split = early and budget.spare >= must
-        if budget.must_wait(must) or in_vain or (budget.full and not running):  # of which vLLM ignores the watermark
-            # Schedule nothing in this step. It still carries the order to the workers.
+        self._split = plan.parts and budget.spare >= plan.awaits
+        if budget.must_wait(plan.awaits) or in_vain or (budget.full and not running):
+            # Schedule nothing in this step: of `full`, vLLM ignores the watermark. The step still carries the order.
             self._limit(0)
-        elif early and budget.spare < max(need, whole) <= budget.spare + budget.ordered:
-            if need > budget.spare:
+        elif plan.parts and budget.spare < plan.orders <= budget.spare + budget.ordered:
+            if plan.takes > budget.spare:
                 self._limit(self.demand.fitting_tokens(wait, max(budget.spare - self.demand.margin, 0)))
-            self._whole = self._scheduler.scheduler_reserve_full_isl
+            self._reserves = self._scheduler.scheduler_reserve_full_isl
             self._scheduler.scheduler_reserve_full_isl = False
+
+    def _await(self, plan: StepPlan) -> None:
+        """Wait for the blocks without which a step does not run, and for the others as long as it delays nothing."""
+        budget = self.budget
+        if plan.awaits > budget.spare:
+            self.page[control.WAITED] += int(1e6 * budget.await_blocks(plan.awaits, AWAIT))
+        if plan.parts and plan.takes > budget.spare:  # the device is busy meanwhile
+            spare = budget.spare
+            waited = budget.await_blocks(plan.takes, min(self.pace.left(time.monotonic()) - LAUNCH, AWAIT))
+            if waited * (plan.takes - budget.spare) < LAUNCH * (budget.spare - spare):  # the rest may come in time
+                budget.await_blocks(plan.takes, LAUNCH)
 
     def _limit(self, tokens: int) -> None:
         """Have vLLM schedule at most so many tokens in this step."""
@@ -229,8 +222,8 @@ class SchedulerMemory:
         """Undo `_limit` once vLLM has scheduled, or has failed to."""
         if self._tokens:
             self._scheduler.max_num_scheduled_tokens = self._tokens
-        if self._whole:
-            self._scheduler.scheduler_reserve_full_isl, self._whole = True, False
+        if self._reserves:
+            self._scheduler.scheduler_reserve_full_isl, self._reserves = True, False
 
     def after_schedule(self, output: Any) -> None:
         """Send the orders with a scheduled step. output: vLLM's SchedulerOutput."""
@@ -273,8 +266,10 @@ class SchedulerMemory:
     def publish(self) -> None:
         """Write to the control page which blocks requests lack and take next, for the workers and other engines."""
         budget, page, near, running = self.budget, self.page.cells, self._neighbours, self._scheduler.running
+        if not page[control.POOL]:
+            return budget.publish()
         wanted = ahead = head = soon = grow = 0
-        if page[control.POOL] and not budget.lent and not stopped(self._scheduler):
+        if not budget.lent and not stopped(self._scheduler):
             wait = waiting(self._scheduler)
             runs = self.demand.one_each + self.demand.of_prompts()
             grow = self.demand.lacking(runs, [])

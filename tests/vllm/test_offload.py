@@ -181,8 +181,8 @@ def test_a_prefix_from_the_host_is_loaded_when_all_its_blocks_are_there(engine, 
         real = connector.get_num_new_matched_tokens
         connector.get_num_new_matched_tokens = lambda *a, **more: [asks.append(a), real(*a, **more)][1]
         if others_give:  # as in a pool without room
-            monkeypatch.setattr(e.budget, "can_grow", lambda need: False)
-            monkeypatch.setattr(e.budget, "soon_there", lambda need: False)
+            supply = e.budget.supply
+            monkeypatch.setattr(e.budget, "supply", lambda: supply()._replace(more=0, waits_for_others=True))
         e.scheduler.add_request(e.request("again", tokens, 2))
         steps, loads = 0, {}
         while not loads:

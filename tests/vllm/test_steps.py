@@ -533,7 +533,8 @@ def test_idle_blocks_leave_whose_pages_go(engine):
     assert bytes_held(e) == bytes_of_pages(e, cached)
     assert e.budget.spare > 0  # beside cached blocks, where they take no memory
     orders = e.page.boards(1)[0, control.DONE]
-    e.budget.before_schedule()
+    e.budget.refresh()
+    e.budget.prepare_step()
     page_of = e.budget.unbacked.page_of
     assert set(map(page_of, e.budget.orders.unsent[:10])) <= set(map(page_of, cached)) | {0}
     assert e.scheduler.reset_prefix_cache()
@@ -733,7 +734,8 @@ def test_an_engine_gives_no_more_than_it_offers(engine):
     budget.publish(keeps=budget.pool.get_num_free_blocks() - 20)
     backed = budget.num_backed
     e.page.boards(1)[0, control.SHRINK_TO] = e.page[control.NULL] + 8 * budget.block_bytes
-    budget.before_schedule()
+    budget.refresh()
+    budget.prepare_step()
     assert budget.num_backed == backed - 20
 
 
@@ -790,7 +792,8 @@ def test_in_a_pool_nothing_is_ordered_that_it_does_not_have(engine):
         e.step()
     assert e.page[control.WANTED] and not budget.coming and not e.page[control.REFUSED]
     pool_has(e, 3)
-    budget.before_schedule(9)
+    budget.refresh()
+    budget.prepare_step(9)
     assert len(budget.orders.unsent) == 3
 
 
@@ -802,10 +805,12 @@ def test_in_a_pool_an_order_takes_no_more_pages_than_it_has_room_for(engine):
     budget.lent = False
     e.flush()
     pool_has(e, 7)
-    budget.before_schedule(200)
+    budget.refresh()
+    budget.prepare_step(200)
     assert budget.orders.unsent == [1, 2, 3, 4, 5, 6, 7] and budget.unbacked.pages == 1  # 3 of them beside block 0
     budget.take_orders()
-    budget.before_schedule(200)
+    budget.refresh()
+    budget.prepare_step(200)
     assert not budget.orders.unsent  # those are on their way
 
 
@@ -1108,7 +1113,8 @@ def test_a_limit_counts_the_bytes_of_pages_that_blocks_share(engine, monkeypatch
     assert kept / 2 < held / e.budget.block_bytes <= kept
     assert e.budget.num_backed < kept
     e.page[control.LIMIT] = control.NO_LIMIT
-    e.budget.before_schedule()
+    e.budget.refresh()
+    e.budget.prepare_step()
     assert e.budget.allowed() == e.budget.total
 
 

@@ -1,0 +1,111 @@
+"""What vLLM's next step takes and what it waits for: a function of numbers, without effects.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Supply(NamedTuple):
+    """The blocks that a step may have.
+
+    Attributes
+    ----------
+    spare : int
+        Free blocks without contents.
+    more : int
+        Blocks that are coming, and those that may be backed besides. Negative: so many must leave.
+    ready : int
+        Blocks that one step may take, as many as are kept ready if there are enough.
+    free_memory : bool
+        Whether there is memory for `more`: none was refused a moment ago.
+    waits_for_others : bool
+        Whether other engines of the pool have to give memory up before `more` can come.
+    """
+
+    spare: int
+    more: int
+    ready: int
+    free_memory: bool = True
+    waits_for_others: bool = False
+
+    def suffices(self, need: int) -> bool:
+        """Return whether so many blocks are spare or may be backed."""
+        return need <= self.spare + self.more
+
+
+class StepNeed(NamedTuple):
+    """What the next step may use.
+
+    Attributes
+    ----------
+    takes : int
+        Blocks that it takes at most.
+    begins : int
+        Blocks that must be free for all requests that begin in it: vLLM begins a request only if its prompt fits.
+    worthwhile : int
+        Blocks of the fewest tokens that are worth a step.
+    running : bool
+        Whether requests run.
+    parts : bool
+        Whether a request may begin with a part of its prompt.
+    missing : callable
+        Returns the blocks that running requests take, if fewer are free, cached ones included; else 0.
+    """
+
+    takes: int
+    begins: int
+    worthwhile: int
+    running: bool
+    parts: bool
+    missing: Callable[[], int]
+
+
+class StepPlan(NamedTuple):
+    """What a step takes and what it waits for, in blocks.
+
+    Attributes
+    ----------
+    takes : int
+        Blocks that it takes at most.
+    begins : int
+        Blocks that must be free for all requests that begin in it.
+    awaits : int
+        Blocks without which it does not run, unless waiting for them takes too long.
+    parts : bool
+        Whether requests begin with what has come, and the rest comes while the step runs.
+    """
+
+    takes: int = 0
+    begins: int = 0
+    awaits: int = 0
+    parts: bool = False
+
+    @property
+    def orders(self) -> int:
+        """Blocks to have backed, or on their way, before it runs."""
+        return max(self.takes, self.begins)
+
+
+def plan_step(need: StepNeed, supply: Supply) -> StepPlan:
+    """Plan a step of an engine whose blocks may become more.
+
+    If all that the step and its requests take can be backed, it waits for what is worth a step, and the rest comes
+    while it runs. If not, it waits for all, unless running requests can go on meanwhile.
+
+    Where no waiting makes enough blocks spare, or others have to give some up first, cached blocks serve: vLLM evicts
+    them. Only running requests wait then, as vLLM would preempt them.
+    """
+    takes = awaits = need.takes
+    most = max(need.takes, need.begins)
+    parts = need.parts and supply.free_memory and supply.suffices(most)
+    if parts:
+        awaits = min(need.worthwhile, takes)
+    elif not need.running or need.begins <= supply.ready:
+        takes = awaits = most
+    if awaits > supply.spare and (supply.waits_for_others or not supply.suffices(awaits)):
+        awaits, parts = need.missing(), False
+    return StepPlan(takes, need.begins, awaits, parts)
