@@ -14,11 +14,12 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import Child, turns
+from benchmarks import Child, Peak, turns
 from benchmarks.records import Record
 from benchmarks.registry import benchmark
 from benchmarks.shapes import SHAPES, model_name
 from benchmarks.traces import trace_arguments
+from pyvmem.engine import metrics
 from pyvmem.tools import argtypes
 from pyvmem.vllm.plugin import LAYOUTS
 
@@ -111,6 +112,17 @@ class Engine(Child):
         if args.tensor_parallel == 1:
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         super().__init__("benchmarks.vllm_engine", settings, {**variables, **more}, log)
+
+    def resident(self) -> int:
+        """Device memory of its KV cache on vMem; 0 on unmodified vLLM."""
+        return sum(engine.resident for engine, _ in metrics.engines(self.process.pid))
+
+    def ask(self, order: Any) -> Any:
+        with Peak(0.05, self.resident) as memory:  # from outside: the engine's own threads share its GIL
+            found = super().ask(order)
+        if memory.most:
+            found["figures"]["KV memory, peak"] = "GiB", [memory.most / turns.GIB]
+        return found
 
 
 # Alone, because it takes minutes and a whole GPU.

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import Peak, of_parent
+from benchmarks import of_parent
 from benchmarks.shapes import known, write_config
 from benchmarks.turns import GIB, Request, requests_of, results
 
@@ -122,16 +122,15 @@ def run(llm: Any, load: Any) -> dict[str, Any]:
     wanted = requests_of({"vocabulary": vocabulary, **load})
     before, preempted = own_engine(), preemptions(llm)
     gc.collect()
-    with Peak(0.05, resident) as memory:
-        begin = time.perf_counter()
-        made = serve(llm, [{"prompt_token_ids": p} for p, _ in wanted], [params(n) for _, n in wanted],
-                     load.get("concurrency"))  # fmt: skip
-        seconds = time.perf_counter() - begin
+    begin = time.perf_counter()
+    made = serve(llm, [{"prompt_token_ids": p} for p, _ in wanted], [params(n) for _, n in wanted],
+                 load.get("concurrency"))  # fmt: skip
+    seconds = time.perf_counter() - begin
     found = results(load, made, seconds)
     found["figures"]["preemptions"] = "", [preemptions(llm) - preempted]
     time.sleep(1.0)
     idle = own_engine()
-    sizes = {"peak": memory.most, "1 s idle": resident()}
+    sizes = {"1 s idle": resident()}
     if load.get("reset"):
         llm.reset_prefix_cache()
         time.sleep(1.0)
