@@ -37,7 +37,7 @@ def test_a_step_is_planned_by_what_it_needs_and_what_there_is(case):
 
 
 def test_a_step_waits_for_no_more_than_can_come():
-    """Whatever is needed and there: it waits only for spare blocks and those that may be backed, or for running ones."""
+    """It waits only for spare blocks, for those that may be backed, and for what running requests miss."""
     values = 0, 1, 7, 40
     for takes in values:
         for begins in values:
