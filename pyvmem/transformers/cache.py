@@ -16,6 +16,7 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
     get_layer_types_and_kwargs,
 )
 
@@ -23,6 +24,7 @@ from pyvmem._checks import uint
 from pyvmem.kv.cache import KVCache
 from pyvmem.kv.options import options_of
 from pyvmem.transformers.layers import (
+    StateLayer,
     VMemHybridLayer,
     VMemHybridSlidingLayer,
     VMemLayer,
@@ -137,7 +139,8 @@ class VMemCache(Cache):
             elif kind in _SLIDING:
                 layers.append(_SLIDING[kind](self.rows, index, text, settings, window, **extra))
             else:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
+                theirs = DYNAMIC_LAYER_TYPE_MAPPING[kind]
+                layers.append((StateLayer if theirs is LinearAttentionLayer else theirs)(**kwargs))
             index += kind in ours
         # Their K is read with sdpa's mask, which the layers of a kind share.
         self.rows.whole = any(isinstance(each, CacheLayerMixin) and not isinstance(each, VMemLayer) for each in layers)
@@ -258,7 +261,8 @@ class VMemCache(Cache):
         layers: list[Any] = self.layers
         for layer in layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
-                LinearAttentionCacheLayerMixin.reorder_cache(layer, beam_idx)
+                with torch.inference_mode(False):  # later passes may run in another mode
+                    LinearAttentionCacheLayerMixin.reorder_cache(layer, beam_idx)
             elif not isinstance(layer, VMemLayer):
                 layer.reorder_cache(beam_idx)
 

@@ -260,8 +260,28 @@ class VMemSlidingLayer(VMemLayer):
         return self.window
 
 
-class _LinearAndRows(LinearAttentionLayer):
-    """The base of the two hybrid layers: a linear-attention state, as transformers keeps it, beside rows.
+class StateLayer(LinearAttentionLayer):
+    """A linear-attention state, as transformers keeps it, that passes in any mode may write to.
+
+    Under ``torch.inference_mode()``, transformers makes states that nothing may write to outside of it.
+    """
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        with torch.inference_mode(False):
+            super().lazy_initialization(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        states: torch.Tensor = super().update_conv_state(*args, **kwargs)
+        if self.record_past and not torch.compiler.is_compiling():  # the state is what the pass made
+            with torch.inference_mode(False):
+                for i, state in self.conv_states.items():
+                    if state is not None and state.is_inference():
+                        self.conv_states[i] = state.clone()
+        return states
+
+
+class _LinearAndRows(StateLayer):
+    """The base of the two hybrid layers: a linear-attention state beside rows.
 
     Both parents have methods of these names, and each does its part.
     """
@@ -281,7 +301,7 @@ class _LinearAndRows(LinearAttentionLayer):
         if args:
             VMemLayer.lazy_initialization(cast("VMemLayer", self), *args)
         else:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+            StateLayer.lazy_initialization(self, **kwargs)
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)

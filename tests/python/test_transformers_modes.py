@@ -91,6 +91,27 @@ def test_a_mode_leaves_nothing_behind(first, second, attention, device, backend)
     assert difference(ours, theirs) < (3e-2 if "autocast" in (first, second) else 1e-5)
 
 
+@pytest.mark.parametrize("turns", ["inference no_grad", "no_grad inference no_grad", "inference reset no_grad"])
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "falcon_h1"])
+def test_states_beside_rows_belong_to_no_mode(name, turns, make, device):
+    """transformers makes them in a pass, and writes to them in the next, which may run in another mode."""
+    model, ids = tiny_model(name, device=device), prompts(device=device)
+    both = []
+    for cache in (make(model), transformers.DynamicCache(config=model.config)):
+        ours, out, tokens = not isinstance(cache, transformers.DynamicCache), [], ids
+        model.set_attn_implementation(stock(model))
+        for turn in turns.split():
+            if turn == "reset":
+                cache, tokens = cache if ours else transformers.DynamicCache(config=model.config), ids
+                cache.reset() if ours else None
+                continue
+            with torch.inference_mode() if ours and turn == "inference" else torch.no_grad():
+                out.append(model(tokens, past_key_values=cache).logits.clone())
+            tokens = ids[:, :1]
+        both.append([x if not x.is_inference() else torch.tensor(x.tolist(), device=device) for x in out])
+    assert difference(*both) < 1e-4
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "vmem"])
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast_that_comes_or_goes(name, attention, make, device):
