@@ -9,10 +9,11 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -38,6 +39,21 @@ class Checked(torch.Tensor):
         checked: Checked = torch.Tensor._make_subclass(Checked, tensor)
         checked.checker = checker
         return checked
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickle, and torch.save, the values: an ordinary tensor again, wherever they are read."""
+        return self._plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._plain(), memo)
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            storage, (check, _) = self.untyped_storage(), self.checker
+            why = check(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), False)
+            if why is not None:
+                raise IndexError(f"a copy, which takes all that the tensor is a view of, would read {why}")
+            return self.as_subclass(torch.Tensor)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -408,6 +408,18 @@ class Reservation(_Owned):
         return parts
 
 
+def first_unbacked(context: Any, addr: int, end: int) -> int | None:
+    """Return the first unbacked address before `end`, if there is one. context: a pointer for native calls."""
+    found = ffi.new("struct vmem_range *")
+    while addr < end:
+        if lib.vmem_next_mapped(context, addr, end - addr, found):
+            return None  # a forked child is refused, and can read what was backed
+        if not found.length or found.addr > addr:
+            return addr
+        addr = int(found.addr + found.length)
+    return None
+
+
 def backed_bytes(context: Any, addr: int) -> int:
     """Return the bytes that are backed of the reservation at an address. context: a pointer for native calls."""
     raw = structure("vmem_reservation_info")

@@ -23,7 +23,7 @@ from pyvmem._ffi import ffi, lib
 from pyvmem.checked import Checker
 from pyvmem.core import Context, Reservation, default_context
 from pyvmem.errors import InvalidArgument, OutOfMemory, keep_raised
-from pyvmem.owned import Uncopyable, backed_bytes, check_process
+from pyvmem.owned import Uncopyable, backed_bytes, check_process, first_unbacked
 
 _DEVICE_CPU, _DEVICE_CUDA = 1, 2  # DLPack's DLDeviceType
 
@@ -109,20 +109,25 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _unbacked(
-    reservation: weakref.ref[Reservation], row_bytes: int, backdrop: bool, first: int, end: int, writes: bool
+    context: Any, addr: int, row_bytes: int, readable: bool, first: int, end: int, writes: bool
 ) -> str | None:
     """Name the first row between two addresses that is not backed (`pyvmem.checked`)."""
-    range_ = reservation()
-    if range_ is None or range_.closed or (backdrop and not writes):
+    at = None if readable and not writes else first_unbacked(context, first, end)
+    if at is None:
         return None
-    at = first - range_.addr
-    for part, length in range_.backed(at, end - first):
-        if part > at:
-            break
-        at = max(at, part + length)
-    if at >= end - range_.addr:
-        return None
-    return f"row {at // max(row_bytes, 1)} of a virtual tensor, which is not backed: commit it first"
+    return f"row {(at - addr) // max(row_bytes, 1)} of a virtual tensor, which is not backed: commit it first"
+
+
+def left_its_pages(tensor: torch.Tensor, addr: int) -> bool:
+    """True if torch has moved a tensor to other memory, which the pages at its address know nothing of."""
+    return tensor.untyped_storage().data_ptr() != addr
+
+
+def moved(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"torch has moved {what} off its pages to other memory, as share_memory_() and queues of torch.multiprocessing "
+        "do: make a new one, and share clones of its rows"
+    )
 
 
 def _alias(tensor: weakref.ref[torch.Tensor], backed: Callable[[], int], nbytes: int, what: str) -> torch.Tensor:
@@ -206,6 +211,7 @@ class VirtualTensor(Uncopyable):
             raise InvalidArgument(errno.EINVAL, f"shape {shape} of {dtype} is more than 2^46 bytes")
         device = _device(device)
         gpu = device.type == "cuda"
+        readable = backdrop is True  # whoever asked for it reads unbacked rows, and others by mistake
         if context is None:
             context = default_context("gpu" if gpu else "host", device.index or 0)
         if ("gpu" in context.capabilities) != gpu:
@@ -229,7 +235,8 @@ class VirtualTensor(Uncopyable):
         self._range = Reservation(context, length, backdrop=backdrop)
         self._tensor: torch.Tensor | None = tensor_at(
             self._range._owned(), self._range.addr, shape, dtype, device,
-            checker=(functools.partial(_unbacked, weakref.ref(self._range), self._row_bytes, backdrop), page_size),
+            checker=(functools.partial(_unbacked, self._range._use(), self._range.addr, self._row_bytes, readable),
+                     page_size),
         )  # fmt: skip
         _guard(self._tensor, self._range, self.nbytes)
 
@@ -266,6 +273,8 @@ class VirtualTensor(Uncopyable):
         if self._range.closed:
             raise ValueError("the virtual tensor is closed")
         check_process(self.context._pid)
+        if self._tensor is not None and left_its_pages(self._tensor, self.addr):
+            raise moved("the tensor")
         if rows is None:
             return 0, self.nbytes
         if not isinstance(rows, slice | range):

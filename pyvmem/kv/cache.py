@@ -27,8 +27,8 @@ from pyvmem.kv.arguments import Lengths, Request, config_of, lengths_of, request
 from pyvmem.kv.options import KVCacheOptions, Spare, options_of, watermark_of
 from pyvmem.kv.types import NO_SHORTAGE, Run, Shortage, SlotInfo, TensorSpec, model_specs, shortage_of
 from pyvmem.kv.view import STATS, KVStats, new_view_path
-from pyvmem.owned import _Owned
-from pyvmem.tensor import tensor_at
+from pyvmem.owned import _Owned, first_unbacked
+from pyvmem.tensor import left_its_pages, moved, tensor_at
 
 if TYPE_CHECKING:
     from pyvmem.kv.prefix import PrefixCache
@@ -55,12 +55,16 @@ _ALLOC_BYTES = ffi.sizeof("struct vmem_kv_alloc_options")
 
 
 def _not_backed(
-    cache: "weakref.ref[KVCache]", name: str, addr: int, stride: int, row_bytes: int, first: int, end: int, writes: bool
+    cache: "weakref.ref[KVCache]", place: tuple[Any, str, int, int, int], first: int, end: int, writes: bool
 ) -> str | None:
     """Name the first row between two addresses that no step has backed (`pyvmem.checked`)."""
-    kv = cache()
-    if kv is None or kv.closed:
-        return None
+    kv, (context, name, addr, stride, row_bytes) = cache(), place
+    if kv is None or kv.closed:  # which its tensors outlive
+        at = first_unbacked(context, first, end)
+        if at is None:
+            return None
+        slot, row = (at - addr) // stride, (at - addr) % stride // row_bytes
+        return f"row {row} of slot {slot} of {name}, which is not backed, and its cache is closed"
     for slot in range((first - addr) // stride, (end - addr - 1) // stride + 1):
         start = addr + slot * stride
         rows = kv.tokens([slot])[0]
@@ -148,6 +152,7 @@ class KVCache(_Owned):
         self._polling = threading.RLock()
         self._prefixes: PrefixCache | None = None
         self._swapped: dict[int, list[torch.Tensor]] = {}  # the rows, tensor after tensor
+        self._ended_tensors = 0  # when all were at their places
         self.options = options = options_of(options, keywords)
         self.specs = elements("specs", specs)
         for spec in self.specs:
@@ -264,7 +269,8 @@ class KVCache(_Owned):
         strides = [math.prod(spec.shape[k:]) for k in range(len(spec.shape) + 1)]
         if not flat:
             strides.insert(0, stride // spec.dtype.itemsize)
-        check = functools.partial(_not_backed, weakref.ref(self), spec.name, addr, stride, spec.row_bytes)
+        place = self.context._use(), spec.name, addr, stride, spec.row_bytes
+        check = functools.partial(_not_backed, weakref.ref(self), place)
         where = (*shape, *spec.shape), spec.dtype, device, strides
         return tensor_at(self._owned(), addr, *where, (check, spec.row_bytes))
 
@@ -543,6 +549,8 @@ class KVCache(_Owned):
         """As `_use`, for a call that takes or returns a slot or memory: completed events may have made some free."""
         if self._events:
             self._poll()
+        if lib.pv_owner_ended_tensors(self._owned()) != self._ended_tensors:
+            self._check_places()
         return self._handle or self._use()  # one call less
 
     def _poll(self) -> None:
@@ -555,6 +563,14 @@ class KVCache(_Owned):
                 self.retire(first[1])
                 if self._events and self._events[0] is first:  # a signal handler may have polled, too
                     del self._events[0]
+
+    def _check_places(self) -> None:
+        """Raise if torch has moved a tensor: rows are elsewhere than their pages. Views of `flat` end, too."""
+        ended = int(lib.pv_owner_ended_tensors(self._owned()))
+        for i, tensor in enumerate(self.tensors):
+            if left_its_pages(tensor, self.layout(i)[0]):
+                raise moved(self.specs[i].name)
+        self._ended_tensors = ended
 
     # ---- runs ------------------------------------------------------------------------------------------------
 
@@ -700,6 +716,7 @@ class KVCache(_Owned):
             raise
 
     def _to_swap(self, slot: SupportsIndex) -> int:
+        self._check_places()
         slot = uint("slot", slot, 32)
         if self.tensors and self.tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise VmemError(errno.EBUSY, f"slot {slot}: a captured step has not run: swap before or after the capture")

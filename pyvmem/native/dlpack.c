@@ -40,7 +40,7 @@ static void drop(struct dl_managed *managed)
         held = PyGILState_Ensure();
         state = PyEval_SaveThread();
     }
-    pv_owner_drop(managed->context);
+    pv_owner_end_tensor(managed->context);
     if (state) {
         PyEval_RestoreThread(state);
         PyGILState_Release(held);

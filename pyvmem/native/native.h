@@ -25,6 +25,9 @@ void pv_owner_set_parent(pv_owner *owner, pv_owner *parent);
 void pv_owner_set(pv_owner *owner, void (*destroy)(void *), void *thing);
 void pv_owner_keep(pv_owner *owner);
 void pv_owner_drop(pv_owner *owner);
+// The same for a tensor that ends, and how many have: also one that torch moves to other memory.
+void pv_owner_end_tensor(pv_owner *owner);
+size_t pv_owner_ended_tensors(const pv_owner *owner);
 // Tries again to end the objects whose end was put off because a CUDA graph was being captured. Making an owner and
 // dropping one's last reference do so, too.
 void pv_end_put_off(void);

@@ -15,8 +15,9 @@ struct pv_owner {
     pv_owner *parent;
     void (*destroy)(void *); // NULL: it owns nothing (yet)
     void *thing;
-    vmem_context *ctx; // kernels may access the memory of thing as long as they run on its device; NULL: none can
-    pv_owner *next;    // in the list of those whose end is put off
+    atomic_size_t ended; // tensors
+    vmem_context *ctx;   // kernels may access the memory of thing as long as they run on its device; NULL: none can
+    pv_owner *next;      // in the list of those whose end is put off
 };
 
 pv_owner *pv_owner_new(void)
@@ -42,6 +43,17 @@ void pv_owner_set(pv_owner *owner, void (*destroy)(void *), void *thing)
 }
 
 void pv_owner_keep(pv_owner *owner) { atomic_fetch_add_explicit(&owner->count, 1, memory_order_relaxed); }
+
+void pv_owner_end_tensor(pv_owner *owner)
+{
+    atomic_fetch_add_explicit(&owner->ended, 1, memory_order_relaxed);
+    pv_owner_drop(owner);
+}
+
+size_t pv_owner_ended_tensors(const pv_owner *owner)
+{
+    return atomic_load_explicit(&owner->ended, memory_order_relaxed);
+}
 
 // ---- the end --------------------------------------------------------------------------------------------------
 

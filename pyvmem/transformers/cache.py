@@ -6,11 +6,12 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
@@ -360,3 +361,24 @@ class VMemCache(Cache):
         memo.update({id(self): new, id(self.rows): self.rows.copy(), id(self.config): self.config})
         new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         return new
+
+
+def _refusing(generate_batch: Any) -> Any:
+    """``model.generate_batch()`` takes any keyword and ignores those that it does not know: not a `VMemCache`."""
+
+    @functools.wraps(generate_batch)
+    def refusing(model: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items():
+            if isinstance(value, VMemCache):
+                raise ValueError(
+                    f"{name}: generate_batch() has a paged cache of its own, and would ignore a VMemCache: pass it to "
+                    "generate()"
+                )
+        return generate_batch(model, *args, **kwargs)
+
+    return refusing
+
+
+for _kind in GenerationMixin.__mro__:
+    if "generate_batch" in vars(_kind):
+        setattr(_kind, "generate_batch", _refusing(vars(_kind)["generate_batch"]))

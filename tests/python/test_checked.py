@@ -14,7 +14,7 @@ SETUP = """
 import pytest, torch
 from pyvmem import KVCache, attention, virtual_empty
 
-v = virtual_empty((1 << 20, 4096), torch.bfloat16, "cpu", backdrop=False)
+v = virtual_empty((1 << 20, 4096), torch.bfloat16, "cpu")
 v.commit(rows=slice(0, 1000))
 t = v.tensor
 cache = KVCache.for_model(2, 2, 64, slots=4, max_tokens=4096, budget=32 << 20, dtype=torch.float32, backend="host",
@@ -46,6 +46,43 @@ refused(lambda: t[0].copy_(t[2000]), 2000)
 refused(lambda: print(t[2000]), 2000)
 v.decommit(rows=slice(500, 1000))
 refused(lambda: t[:600].sum(), "5..")
+""",
+    "tensors that outlive their owners": """
+t = virtual_empty((4096, 1024)).tensor
+refused(lambda: t[0].fill_(1), 0)
+w = virtual_empty((4096, 1024))
+w.commit(rows=slice(0, 64))
+t = w.tensor
+w.close()
+t[:64].fill_(1)
+refused(lambda: t[64].fill_(1), 64)
+k, values = cache.keys[1], cache.values[1]
+cache.close()
+k[0, :256].fill_(1)
+refused(lambda: k[3, 1024].fill_(1), "1024 of slot 3")
+del cache
+refused(lambda: values[3].sum(), "0 of slot 3")
+readable = virtual_empty((4096, 1024), backdrop=True).tensor
+assert readable[2000].sum() == 0
+refused(lambda: readable[2000].fill_(1), 2000)
+""",
+    "copies": """
+import copy, io, pickle
+w = virtual_empty((64, 1024))
+w.commit()
+w.tensor.fill_(3)
+file = io.BytesIO()
+torch.save(w.tensor[:3], file)
+file.seek(0)
+copies = [copy.deepcopy(w.tensor), copy.deepcopy(w.tensor[5]), torch.load(file)]
+for got in (pickle.loads(pickle.dumps(w.tensor)), *copies):
+    assert type(got) is torch.Tensor and (got == 3).all()
+    got += 1  # of its own
+assert (w.tensor == 3).all()
+for how in (pickle.dumps, copy.deepcopy):
+    refused(lambda: how(t[:2]), 1000)
+    with pytest.raises(RuntimeError, match="are backed: use a clone"):
+        how(t)
 """,
     "a cache": """
 for slot, rows in zip(slots, (300, 7)):

@@ -277,3 +277,11 @@ def test_a_cache_is_iterated_as_transformers_own(name, make, device):
     for (k, v, more), (k_theirs, v_theirs, _) in zip(ours, theirs, strict=True):
         torch.testing.assert_close((k, v), (k_theirs, v_theirs))
         assert more is None
+
+
+def test_generate_batch_does_not_ignore_a_cache(make):
+    """It would: it takes any keyword."""
+    model = tiny_model("llama")
+    for name in ("cache", "past_key_values"):
+        with pytest.raises(ValueError, match=f"{name}: generate_batch.. has a paged cache of its own"):
+            model.generate_batch([[5, 6, 7]], max_new_tokens=2, **{name: make(model)})
