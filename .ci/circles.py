@@ -1,7 +1,7 @@
 """Looks whether the calls between the files of a folder of libvmem only go down: each calls only files that ORDER lists
 before it. Where ORDER lists a folder, its files may call each other, but in no circle. Reads the objects that
-`make lib` builds, with nm. The files of the kernel module stand in the order of uvm_ext.Kbuild. Their text is read,
-since they are built elsewhere.
+`make lib` builds, with nm. The folders above core, but blocks, may include no more of it than core/memory.h. The files
+of the kernel module stand in the order of uvm_ext.Kbuild. Their text is read, since they are built elsewhere.
 
 SPDX-License-Identifier: MIT
 """
@@ -19,7 +19,7 @@ ORDER = {
     "backend": ["absent", "gpu", "host/fork", "host/memory", "host/host", "cuda/cuda", "stock/pages", "stock/alias",
                 "stock/stock", "uvm/batch", "uvm/arena", "uvm/uvm", "backends"],
     "core": ["error", "call", "reservation", "restore", "data", "arena", "batch", "map", "unmap", "drop",
-             "page", "commit", "move", "context"],
+             "account", "page", "commit", "move", "context"],
     "pool": ["table", "claim", "balance", "pool"],
     "blocks": ["state", "queue", "member", "pages", "worker", "blocks"],
     "kv": ["turn", "layout", "shared", "slot", "pages", "runs", "check", "budget", "gate",
@@ -115,8 +115,19 @@ def module_upward():
                 yield f"{path.name} calls {function} in uvm_vmem_{where[function]}.c"
 
 
+def private_headers():
+    """The files above core that read its fields instead of calling it."""
+    for folder in ("kv", "pool", "torch"):
+        for path in sorted((SOURCES / folder).glob("*.[ch]")):
+            if re.search(r'^#include "core/(?!memory\.h|error\.h)', path.read_text(), re.M):
+                yield f"{folder}/{path.name} includes more of core than core/memory.h"
+
+
 def main():
     failed = False
+    for line in private_headers():
+        failed = True
+        print(f"libvmem/src/{line}")
     for line in module_upward():
         failed = True
         print(f"uvm_ext: upward: {line}")

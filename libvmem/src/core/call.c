@@ -13,6 +13,14 @@ int vmem__refuse(const vmem_context *ctx)
                : vmem__error(-EINVAL, "ctx is NULL");
 }
 
+int vmem__usable(const vmem_context *ctx, const unsigned char **owned)
+{
+    int rc = vmem__enter(ctx);
+    if (!rc && owned)
+        *owned = ctx->owned;
+    return rc;
+}
+
 // The interrupt functions that this thread is inside.
 struct inside {
     const vmem_context *ctx;

@@ -44,7 +44,6 @@
 #define FRAME_MASK ((UINT64_C(1) << FRAME_BITS) - 1)
 #define FRAME_END (UINT64_C(1) << (FRAME_BITS - 1))
 #define GENERATION_MAX ((1u << 24) - 1)
-#define MAX_RESERVE (UINT64_C(1) << 46)
 // Memory is committed and zeroed in steps of this many bytes, which take about 10 ms each. A call can be interrupted
 // between two steps.
 #define VMEM__PORTION (UINT64_C(32) << 20)
@@ -199,15 +198,15 @@ struct vmem_context {
     uint64_t retained_peak; // the most bytes of free memory that may have stayed for them
     bool unwanted;          // some may have stayed, and nobody waits any more
     bool small_arenas;      // vmem__limit_arenas
-    struct vmem_kv *caches; // KV caches of this context; only they access it, under the lock
+    struct vmem__ahead *ahead; // who has taken memory ahead
     struct vmem__device_free {
         uint64_t bytes, committed, at; // the device's free memory, `committed` below at that time, and when (ns)
-    } device_free;                     // likewise
-    uint64_t arena_bytes, arena_free;  // bytes of arenas; of free extents in them
-    uint64_t moving, moved; // arenas that calls make or return with the lock dropped; those that came or went
-    pthread_cond_t settled; // one of `moving` has ended
-    uint64_t committed;     // bytes of device memory in arenas
-    uint64_t going, gone;   // bytes that were to go back to the system so far, with the lock dropped; that have gone
+    } device_free;
+    uint64_t arena_bytes, arena_free; // bytes of arenas; of free extents in them
+    uint64_t moving, moved;           // arenas that calls make or return with the lock dropped; those that came or went
+    pthread_cond_t settled;           // one of `moving` has ended
+    uint64_t committed;               // bytes of device memory in arenas
+    uint64_t going, gone; // bytes that were to go back to the system so far, with the lock dropped; that have gone
     uint64_t reserved, created, mapped, map_ops, map_runs, unmap_ops, unmap_runs;
 };
 

@@ -20,6 +20,8 @@
 static inline uint64_t sat_sub(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 static inline uint64_t sat_add(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
 
+#define MAX_RESERVE (UINT64_C(1) << 46) // the most bytes of anything
+
 // ---- times of the monotonic clock, in ns ------------------------------------------------------------------------
 
 static inline uint64_t vmem__now(void)
@@ -35,6 +37,13 @@ static inline struct timespec vmem__in_ns(uint64_t ns)
     const uint64_t then = vmem__now() + ns;
     return (struct timespec){.tv_sec = (time_t)(then / 1000000000u), .tv_nsec = (long)(then % 1000000000u)};
 }
+
+// ---- contexts (call.c, page.c) ------------------------------------------------------------------------------
+
+// An error unless the process may use the context. *owned, unless NULL: what reads 0 in a child that it forks.
+int vmem__usable(const vmem_context *ctx, const unsigned char **owned);
+// -EINVAL, naming page_size, unless the backend supports it.
+int vmem__usable_page_size(const vmem_context *ctx, uint64_t page_size);
 
 // ---- creation (page.c) --------------------------------------------------------------------------------------
 
@@ -66,10 +75,42 @@ void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes);
 // vmem_trim that keeps `ahead` bytes besides the existing pages, or with `wanted` as much as callers wait for if that
 // is more.
 int vmem__trim_to(vmem_context *ctx, uint64_t ahead, bool wanted, uint64_t *freed);
+
+// ---- the account of device memory (account.c) ---------------------------------------------------------------
+
+// What a cache has taken ahead of the device's memory: it can have `pages` without asking the device, and uses so many of
+// them. Others of the context leave it the rest. Its owner writes the numbers, at any time.
+struct vmem__ahead {
+    struct vmem__ahead *next;
+    _Atomic uint64_t pages, used;
+    uint32_t page_shift;
+};
+void vmem__ahead_join(vmem_context *ctx, struct vmem__ahead *a);
+bool vmem__ahead_leave(vmem_context *ctx, struct vmem__ahead *a); // false: it was not there
+// The bytes that all but `own` have taken ahead and do not use.
+uint64_t vmem__ahead_of_others(vmem_context *ctx, const struct vmem__ahead *own);
+
+// The bytes that the device has given, that no page uses and that nobody but `own` has taken ahead, as far as the
+// context's budget has room. *room, unless NULL: how much room it has.
+uint64_t vmem__spare_memory(vmem_context *ctx, const struct vmem__ahead *own, uint64_t *room);
+// The bytes that the device has free for more: the driver's answer, which may be `age` ns old, less what the context has
+// taken since.
+int vmem__device_free(vmem_context *ctx, uint64_t age, uint64_t *bytes);
+// Whether memory is taken from the system, and mapped, page by page; whether pages are not mapped many in a call, because
+// of that or as each is a handle of its own; and the most bytes that are best mapped together, if any.
+bool vmem__by_granules(const vmem_context *ctx);
+bool vmem__by_pieces(const vmem_context *ctx);
+uint64_t vmem__whole_max(const vmem_context *ctx);
+
 // Changes how many bytes callers wait for (wanted), and how many others have given up and will want back (missed).
 // Memory that is freed meanwhile stays in the context: up to the first number while anybody waits, and up to the second
 // until the next trim.
 void vmem__expect(vmem_context *ctx, int64_t wanted, int64_t missed);
+// The bytes of free memory that may have stayed for them. *device_bytes: what the context holds of the device, with what
+// is on its way back.
+uint64_t vmem__retained(vmem_context *ctx, uint64_t *device_bytes);
+// True if some may have stayed and nobody waits any more.
+bool vmem__has_unwanted(vmem_context *ctx);
 
 // ---- pages that cannot be released yet (drop.c) -------------------------------------------------------------
 

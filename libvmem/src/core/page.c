@@ -9,6 +9,11 @@
 // call frees at most one part.
 #define PART(ctx) ((ctx)->b.ops->populate ? UINT64_C(64) << 20 : UINT64_C(1) << 30)
 
+int vmem__usable_page_size(const vmem_context *ctx, uint64_t page_size)
+{
+    return vmem__check_page_size(ctx, page_size);
+}
+
 int vmem__bad_page_size(const vmem_context *ctx, uint64_t page_size)
 {
     char sizes[64] = "";
@@ -507,15 +512,6 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
         rc == -EINTR ? vmem__shrink_later(ctx) : vmem__shrink(ctx, true);
     vmem__end(ctx);
     return rc;
-}
-
-void vmem__expect(vmem_context *ctx, int64_t wanted, int64_t missed)
-{
-    vmem__lock(ctx);
-    ctx->expected += (uint64_t)wanted;
-    ctx->expected_back += (uint64_t)missed;
-    ctx->unwanted |= wanted < 0 && !ctx->expected && ctx->retained_peak;
-    vmem__unlock(ctx);
 }
 
 int vmem_trim(vmem_context *ctx, uint64_t *freed) { return vmem__trim_to(ctx, 0, false, freed); }

@@ -7,18 +7,14 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/core.h"
 #include "kv/kv.h"
 #include "kv/member.h"
 
 static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
 {
-    int rc = vmem__enter(ctx);
-    if (rc)
-        return rc;
     if (c->steps_in_flight > 16)
         return vmem__error(-EINVAL, "steps_in_flight %u is over 16", c->steps_in_flight);
-    rc = vmem__check_flags(c->flags, VMEM_KV_UNSHARED * 2 - 1);
+    int rc = vmem__check_flags(c->flags, VMEM_KV_UNSHARED * 2 - 1);
     if (rc)
         return rc;
     if (!c->n_tensors || !c->tensors || c->n_tensors > 65536)
@@ -29,7 +25,7 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
         return vmem__error(-EINVAL, "max_tokens %u is not between 1 and %d", c->max_tokens, INT32_MAX);
     if (c->tile_rows > 65536)
         return vmem__error(-EINVAL, "tile_rows %u is over 65536", c->tile_rows);
-    rc = vmem__check_page_size(ctx, c->page_size);
+    rc = vmem__usable_page_size(ctx, c->page_size);
     if (rc)
         return rc;
     if (c->budget < c->page_size)
@@ -109,8 +105,8 @@ static void configure(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->reclaim_percent = c->reclaim_percent ? c->reclaim_percent : 10;
     kv->worker.idle_ms = c->idle_ms;
     kv->page_size = c->page_size;
-    kv->page_shift = (uint32_t)__builtin_ctzll(c->page_size);
-    const uint64_t whole = c->flags & VMEM_KV_UNSHARED ? kv->ctx->b.whole_max >> kv->page_shift : 0;
+    kv->page_shift = kv->ledger.ahead.page_shift = (uint32_t)__builtin_ctzll(c->page_size);
+    const uint64_t whole = c->flags & VMEM_KV_UNSHARED ? vmem__whole_max(kv->ctx) >> kv->page_shift : 0;
     kv->whole = whole >= 2 ? (uint32_t)whole : 0;
     kv->block_pages = c->page_size < KV_BLOCK ? (uint32_t)(KV_BLOCK / c->page_size) : 1;
     for (uint32_t i = 0; i < c->n_tensors; i++)
@@ -260,6 +256,9 @@ int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv 
         return vmem__error(-EINVAL, "ctx, cfg and out must not be NULL");
     struct vmem_kv_config c;
     int rc = vmem__struct_take(&c, sizeof c, offsetof(struct vmem_kv_config, steps_in_flight), cfg, "cfg");
+    const unsigned char *owned;
+    if (!rc)
+        rc = vmem__usable(ctx, &owned);
     if (!rc)
         rc = check_config(ctx, &c);
     if (rc)
@@ -269,7 +268,7 @@ int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv 
         return vmem__error(-ENOMEM, "no memory for a KV cache");
     kv->ctx = ctx;
     kv->absent = vmem__absent(ctx);
-    kv->owned = ctx->owned;
+    kv->owned = owned;
     rc = init(kv, &c);
     if (rc) {
         vmem_kv_destroy(kv);

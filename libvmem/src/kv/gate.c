@@ -169,7 +169,7 @@ void vmem__kv_count(vmem_kv *kv)
 
 void vmem__kv_tell(vmem_kv *kv)
 {
-    kv->ledger.last_held = kv->ledger.held;
+    kv->ledger.ahead.used = kv->ledger.held;
     if (!kv->view.map || (kv->view.may_lag && coarse_now() - kv->view.updated <= VIEW_NS))
         return;
     vmem__kv_count(kv);

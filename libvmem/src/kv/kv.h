@@ -196,14 +196,12 @@ struct kv_cut {
 
 // The cache's numbers of pages.
 struct kv_ledger {
-    uint64_t budget;       // the most pages that may exist
-    uint64_t held;         // existing pages, pending ones included
-    uint64_t pinned_pages; // of `held`, pages that no call can take back. Only shared.c and span.c change it
-    uint64_t pending;      // of `held`, pages that the worker is mapping, unmapping or releasing; never pinned
-    uint64_t spanned;      // pages in all spans, each as often as it is in one. vmem__kv_span_set counts them
-    // Read by the context's other caches: pages that the cache can create without asking the device, and how many pages
-    // it held after the last call or job. The difference is not theirs.
-    _Atomic uint64_t preallocated, last_held;
+    uint64_t budget;          // the most pages that may exist
+    uint64_t held;            // existing pages, pending ones included
+    uint64_t pinned_pages;    // of `held`, pages that no call can take back. Only shared.c and span.c change it
+    uint64_t pending;         // of `held`, pages that the worker is mapping, unmapping or releasing; never pinned
+    uint64_t spanned;         // pages in all spans, each as often as it is in one. vmem__kv_span_set counts them
+    struct vmem__ahead ahead; // for the context's other caches; `used`: the pages held after the last call or job
     uint64_t ceiling;         // VMEM_KV_CHECK: the budget, or the pages that existed when the budget shrank
     uint64_t watermark_pages; // new requests leave max(watermark_pages, watermark_percent of the budget) free
     uint32_t watermark_percent;
@@ -360,7 +358,6 @@ struct vmem_kv {
     struct kv_cut cut;
     struct kv_runs runs;
     struct kv_doomed doomed;
-    vmem_kv *next; // the context's next cache
     struct kv_worker worker;
     bool closed; // vmem__kv_close
 };

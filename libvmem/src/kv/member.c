@@ -1,7 +1,6 @@
 // A cache as a member of a pool: the functions that the pool calls, and the calls that name both.
 //
 // SPDX-License-Identifier: MIT
-#include "core/core.h"
 #include "kv/kv.h"
 #include "kv/member.h"
 #include "pool/pool.h"
@@ -165,8 +164,8 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
         kv->membership.evict_arg = s.arg;
         kv->flags |= VMEM_KV_LAZY;
         // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
-        kv->membership.portion =
-            kv->ctx->b.ops->populate ? UINT64_C(64) * kv->block_pages : UINT64_C(16) * kv->block_pages * kv->n_tensors;
+        kv->membership.portion = vmem__by_granules(kv->ctx) ? UINT64_C(64) * kv->block_pages
+                                                            : UINT64_C(16) * kv->block_pages * kv->n_tensors;
         set_budget(kv, budget);
     }
     vmem__kv_worker_resume(kv);

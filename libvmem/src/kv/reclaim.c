@@ -233,7 +233,7 @@ static int set_budget(vmem_kv *kv, uint64_t bytes)
     // Keep the device memory of the remaining budget preallocated. If another process has taken it first, pages are
     // created when they are needed.
     if (!lazy && vmem__kv_prealloc(kv, pages))
-        kv->ledger.preallocated = 0;
+        kv->ledger.ahead.pages = 0;
     return 0;
 }
 

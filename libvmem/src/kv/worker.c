@@ -5,7 +5,6 @@
 #include <string.h>
 #include <time.h>
 
-#include "core/core.h"
 #include "kv/kv.h"
 
 // Between these two calls the worker has dropped the lock. pages: how many pages of kv->ledger.held it maps, unmaps or
@@ -183,7 +182,7 @@ static bool return_some_pages(vmem_kv *kv)
 {
     // A call unmaps a tensor's pages, whatever their number: a smaller portion would take as long, and a slot of which
     // parts are left takes more calls to back again. Where each page is unmapped, or is a handle, portions adapt.
-    const bool by_call = !kv->ctx->b.ops->populate && kv->ctx->b.arena_max > KV_BLOCK;
+    const bool by_call = !vmem__by_pieces(kv->ctx);
     struct kv_victim v;
     if (kv->ledger.held <= kv->membership.lower_to)
         return false;
@@ -262,7 +261,7 @@ static bool release_everything(vmem_kv *kv)
     }
     const bool all = !kv->turn.stop && !kv->turn.pauses && kv->gate.calls == calls;
     if (all) {
-        kv->ledger.preallocated = 0;
+        kv->ledger.ahead.pages = 0;
         pthread_mutex_unlock(&kv->gate.state);
         vmem__kv_trim(kv, false);
         pthread_mutex_lock(&kv->gate.state);
@@ -311,7 +310,7 @@ static void wait_for_work(vmem_kv *kv)
 // So that a step finds the driver's word on the device's memory.
 static void ask_device(vmem_kv *kv)
 {
-    if (!kv->membership.member && kv->ledger.preallocated >= kv->ledger.budget)
+    if (!kv->membership.member && kv->ledger.ahead.pages >= kv->ledger.budget)
         return;
     pthread_mutex_unlock(&kv->gate.state);
     vmem__kv_ask_device(kv);

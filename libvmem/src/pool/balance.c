@@ -71,10 +71,8 @@ static uint64_t uncovered_bytes(const struct vmem__member *m, uint64_t fall)
     uint64_t entries = 0;
     for (const struct vmem__member *o = m->pool->members; o; o = o->next)
         entries += o->ctx == m->ctx ? o->entry.has : 0;
-    vmem__lock(m->ctx);
-    const uint64_t retained = MIN(m->ctx->retained_peak, sat_sub(m->ctx->committed, m->ctx->created));
-    const uint64_t device_bytes = m->ctx->committed + m->ctx->going - m->ctx->gone;
-    vmem__unlock(m->ctx);
+    uint64_t device_bytes;
+    const uint64_t retained = vmem__retained(m->ctx, &device_bytes);
     return MIN(fall, MIN(retained, sat_sub(device_bytes, entries)));
 }
 
@@ -98,9 +96,7 @@ static bool shrink_member(struct vmem__member *m, struct vmem__member_state *s)
 // free.
 static bool must_trim(const struct vmem__member *m, uint64_t pages, bool *keep_retained)
 {
-    vmem__lock(m->ctx);
-    const bool unwanted = m->ctx->unwanted;
-    vmem__unlock(m->ctx);
+    const bool unwanted = vmem__has_unwanted(m->ctx);
     pthread_mutex_lock(&m->pool->lock);
     const bool falls = (pages << m->page_shift) + m->granted < m->entry.has;
     *keep_retained = !m->retained_bytes && !m->unwritten;

@@ -17,7 +17,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-#include "core/core.h"
+#include "core/memory.h"
 #include "core/memory.h"
 #include "pool/member.h"
 
