@@ -9,13 +9,14 @@ import argparse
 import contextlib
 import gc
 import inspect
+import sys
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import some_of
+from benchmarks import ROOT, some_of
 from benchmarks.registry import benchmark
 from benchmarks.shapes import SHAPES
 from pyvmem.tools import argtypes
@@ -127,7 +128,8 @@ class Bench:
         import torch
         from transformers import StoppingCriteriaList
 
-        from pyvmem.transformers import DecodeGraphs
+        sys.path.append(str(ROOT / "examples"))
+        from decode_graphs import DecodeGraphs
 
         attention, kind, graphs, cudnn = CACHES[name]
         torch.backends.cuda.enable_cudnn_sdp(cudnn)

@@ -53,8 +53,7 @@ _check()
 
 from pyvmem.transformers.attention import register  # noqa: E402
 from pyvmem.transformers.cache import VMemCache  # noqa: E402
-from pyvmem.transformers.graphs import DecodeGraphs  # noqa: E402
 
 register()
 
-__all__ = ["DecodeGraphs", "VMemCache", "register"]
+__all__ = ["VMemCache", "register"]

@@ -16,7 +16,7 @@ import pytest
 
 import pyvmem
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))  # paper.py
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))  # paper.py, decode_graphs.py
 
 # A test takes the time that the machine takes.
 UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}

@@ -48,7 +48,8 @@ def test_a_block_runs(block):
         python(block)
         return
     # Nothing that a page shows is about to be dropped.
-    python(block, env={"VMEM_BACKEND": "host", "PYTHONWARNINGS": "error::FutureWarning"})
+    examples = {"PYTHONPATH": str(TOP / "examples")}
+    python(block, env={"VMEM_BACKEND": "host", "PYTHONWARNINGS": "error::FutureWarning", **examples})
 
 
 @pytest.mark.parametrize("page", [TOP / "README.md", *sorted(TOP.glob("docs/*.md"))], ids=lambda page: page.name)

@@ -34,7 +34,7 @@ class Recorder:
 
 
 def graphs(model, device):
-    from pyvmem.transformers import DecodeGraphs
+    from decode_graphs import DecodeGraphs
 
     return DecodeGraphs(model) if device == "cuda" else DecodeGraphs(model, Recorder)
 
@@ -58,7 +58,7 @@ def test_captured_steps_give_the_same_tokens(name, side, make, device):
 
 
 def test_captured_steps_follow_beams_lengths_and_new_caches(make, device, monkeypatch):
-    from pyvmem.transformers import graphs as module
+    import decode_graphs as module
 
     monkeypatch.setattr(module, "_LEAST", 16)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

@@ -15,7 +15,9 @@ from tiny_models import _BASE, prompts, tiny_model  # noqa: E402
 
 from pyvmem import KVCache, KVCacheOptions, OutOfMemory  # noqa: E402
 from pyvmem.kv.options import Spare  # noqa: E402
-from pyvmem.transformers import DecodeGraphs, VMemCache  # noqa: E402
+from decode_graphs import DecodeGraphs  # noqa: E402
+
+from pyvmem.transformers import VMemCache  # noqa: E402
 from pyvmem.transformers.attention import vmem_attention  # noqa: E402
 from pyvmem.transformers.opaque import OpaqueTensor  # noqa: E402
 
