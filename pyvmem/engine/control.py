@@ -1,6 +1,7 @@
 """The control page of an engine: shared memory in which its scheduler, its workers and its owner meet.
 
-The page is a file in the folder of `pyvmem.kv.view`, ``ENGINE-RANK.engine``, which holds 64-bit integers:
+The page is memory of the process that made it, which nobody can shorten: 64-bit integers. A link in the folder of
+`pyvmem.kv.view`, ``ENGINE-RANK-NAMESPACE.engine``, leads there through the process's descriptor. It holds:
 
 - what the owner sets: a limit, the engine's share (minimum, maximum, priority), a request to lend everything;
 - what the scheduler publishes: blocks used, cached, spare and wanted;
@@ -8,8 +9,8 @@ The page is a file in the folder of `pyvmem.kv.view`, ``ENGINE-RANK.engine``, wh
 - what the model's server publishes: whether it sleeps, and the requests that run and wait (`pyvmem.sleep.serve`);
 - a ring of blocks that the scheduler gave up while no step ran.
 
-Every process writes only its own words, and each word is written whole, so writing needs no lock. The processes of an
-engine hold a lock on its file as long as they live: their numbers mean nothing in other containers.
+Every process writes only its own words, and each word is written whole, so writing needs no lock. Processes whose
+numbers belong to another namespace, as in another container, do not see it.
 
 SPDX-License-Identifier: MIT
 """
@@ -19,11 +20,16 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
+import functools
+import logging
 import mmap
 import os
 import re
+import stat
 import threading
 import time
+import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +42,9 @@ from pyvmem._ffi import lib
 from pyvmem.engine import pools
 from pyvmem.kv.view import started, view_folder
 
-MAGIC, VERSION = 0x6D656D76_6C6C6D00, 10
+_log = logging.getLogger(__name__)
+
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 11
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
@@ -47,6 +55,7 @@ MIN = 3  # bytes that are not lent to other members of the pool
 MAX = 4  # bytes that blocks may ever take
 PRIORITY = 5  # engines of a lower one give way to this one
 LEND = 6  # 1: the engine is to give up every block
+NAME = 8  # number of the page's engine and rank
 PATIENCE = 7  # milliseconds that waking waits for memory before it fails; set by the server, which tries again
 
 # Words that the scheduler publishes. Those without a unit are numbers of blocks.
@@ -143,25 +152,103 @@ class State(enum.IntEnum):
     CLOSING = 4  # requests wait, and those that run end
 
 
+@functools.lru_cache(1)
+def _namespace() -> int:
+    """The number of the namespace to which process numbers here belong."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
 def path_of(engine: str, rank: int) -> Path | None:
-    """The file of a control page; None if no folder is writable by this user only."""
+    """The link to a control page; None if no folder is this user's only."""
     folder = view_folder()
-    return None if folder is None else folder / f"{engine}-{rank}.engine"
+    return None if folder is None else folder / f"{engine}-{rank}-{_namespace()}.engine"
 
 
-def _map(path: Path, hold: bool = False) -> Words | None:
-    """The words of a page. hold: hold its lock as long as they are mapped, as a mapping keeps the open file."""
+def _place(path: Path) -> tuple[str, int] | None:
+    """Engine and rank of a link; None if it is of another namespace of process numbers, or none of ours."""
+    name = re.fullmatch(r"([0-9A-Za-z_.]+)-([0-9]{1,9})-([0-9]+)\.engine", path.name)
+    return (name[1], int(name[2])) if name and name[3] == str(_namespace()) else None
+
+
+def _number(engine: str, rank: int) -> int:
+    """The number that stands for an engine in its page."""
+    return zlib.crc32(f"{engine}-{rank}".encode()) | 1 << 32
+
+
+_left_out: set[tuple[str, int]] = set()  # bad pages of which the log has a line
+
+
+def _no_page(path: Path, inode: int, why: str) -> Words | None:
+    if (path.name, inode) not in _left_out and len(_left_out) < 1000:
+        _left_out.add((path.name, inode))
+        _log.warning("vMem: %s is left out: %s", "".join(c if c.isprintable() else "?" for c in str(path)), why)
+    return None
+
+
+def _map(path: Path, place: tuple[str, int]) -> Words | None:
+    """The words of the page of an engine that lives, or None. This is where a page is checked.
+
+    Other processes of this user may have put anything there. Only memory that nobody can shorten is mapped. What its
+    words say may change at any time, so each reader takes them within bounds.
+    """
     try:
-        with open(path, "r+b") as file:
-            if hold:
-                fcntl.flock(file, fcntl.LOCK_SH)
-            found = os.fstat(file.fileno())
-            if found.st_size != WORDS * 8 or not found.st_nlink:  # it was swept before it was locked
-                return None
-            words: Words = np.frombuffer(mmap.mmap(file.fileno(), WORDS * 8), np.int64)
+        if not stat.S_ISREG((about := path.stat()).st_mode):
+            return _no_page(path, about.st_ino, "it is no file of memory")
+        file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # its process has ended
+        return None
+    try:
+        about = os.fstat(file)
+        if about.st_uid != os.getuid() or about.st_mode & 0o077:
+            return _no_page(path, about.st_ino, "others than this user may access it")
+        try:
+            sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        except OSError:
+            sealed = 0
+        if not sealed or about.st_size != WORDS * 8:
+            return _no_page(path, about.st_ino, "it is no control page of this release")
+        words: Words = np.frombuffer(mmap.mmap(file, WORDS * 8), np.int64)
     except (OSError, ValueError):
         return None
-    return words if words[_MAGIC] == MAGIC and words[_VERSION] == VERSION else None
+    finally:
+        os.close(file)
+    if words[_MAGIC] != MAGIC or words[_VERSION] != VERSION:
+        return _no_page(path, about.st_ino, "it is no control page of this release")
+    # Numbers of processes and descriptors come again: the link may lead to a page that was made later.
+    return words if words[NAME] == _number(*place) else None
+
+
+_made: weakref.WeakValueDictionary[str, mmap.mmap] = weakref.WeakValueDictionary()  # by where links lead
+
+
+def _make(engine: str, rank: int, path: Path) -> Words:
+    """Make a page and the link to it. The page and its descriptor last as long as its words. Raises `OSError`."""
+    fd = os.memfd_create("vmem-page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.posix_fallocate(fd, 0, WORDS * 8)  # a lack of memory is an error now, and not a signal later
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        memory = mmap.mmap(fd, WORDS * 8)
+    except BaseException:
+        os.close(fd)
+        raise
+    weakref.finalize(memory, os.close, fd)
+    words: Words = np.frombuffer(memory, np.int64)
+    words[:] = _fresh()
+    words[NAME] = _number(engine, rank)
+    target = f"/proc/{os.getpid()}/fd/{fd}"
+    os.symlink(target, path)
+    _made[target] = memory
+    return words
+
+
+def _known(path: Path) -> Words | None:
+    """The words of a page that this process made, which this then keeps; None if the link leads elsewhere."""
+    try:
+        memory = _made.get(os.readlink(path))
+    except OSError:
+        return None
+    return None if memory is None else np.frombuffer(memory, np.int64)
 
 
 class Page:
@@ -196,28 +283,44 @@ class Page:
 
     @property
     def model(self) -> str:
-        """The name of the engine's model."""
-        return self.words[_MODEL : _MODEL + _MODEL_WORDS].tobytes().rstrip(b"\0").decode(errors="ignore")
+        """The name of the engine's model, without what a terminal would not print."""
+        text = self.words[_MODEL : _MODEL + _MODEL_WORDS].tobytes().rstrip(b"\0").decode(errors="ignore")
+        return "".join(char if char.isprintable() else "?" for char in text)
+
+    @property
+    def ranks(self) -> int:
+        """Workers of the engine, at least one."""
+        return max(min(self[RANKS_USED], RANKS), 1)
+
+    @property
+    def state(self) -> State:
+        """The model's state; `State.NONE` if the word is none."""
+        state = self[STATE]
+        return State(state) if state in list(State) else State.NONE
+
+    @property
+    def port(self) -> int:
+        """The port of the engine's server; 0 if the word is none."""
+        return self[PORT] if 0 < self[PORT] < 1 << 16 else 0
 
     @property
     def asleep(self) -> bool:
         """True if one of the engine's workers sleeps, or all do."""
-        return any(self.cells[ASLEEP : ASLEEP + max(min(self[RANKS_USED], RANKS), 1)])
+        return any(self.cells[ASLEEP : ASLEEP + self.ranks])
 
     @property
     def gives(self) -> int:
         """Bytes of each worker's weights on the device that others can have while the model sleeps."""
-        return int(min(self.cells[GIVES : GIVES + max(min(self[RANKS_USED], RANKS), 1)]))
+        return int(min(self.cells[GIVES : GIVES + self.ranks]))
 
     @property
     def short(self) -> int:
         """Bytes that the worker which lacked most did when it last failed to wake."""
-        return max(self.cells[SHORT : SHORT + max(min(self[RANKS_USED], RANKS), 1)])
+        return max(self.cells[SHORT : SHORT + self.ranks])
 
     def pools(self) -> list[int]:
         """Numbers of the workers' pools (`pools.number_of`); until a worker has joined, the scheduler's."""
-        ranks = max(min(self[RANKS_USED], RANKS), 1)
-        return [pool for pool in self.cells[POOL_OF : POOL_OF + ranks].tolist() if pool] or [self[POOL]]
+        return [pool for pool in self.cells[POOL_OF : POOL_OF + self.ranks].tolist() if pool] or [self[POOL]]
 
     # ---- servers ---------------------------------------------------------------------------------------------
 
@@ -257,11 +360,18 @@ class Page:
         return True
 
     def pull(self, rank: int, upto: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield the records (step, ids) before position `upto`; one is taken off when the next is asked for."""
+        """Yield the records (step, ids) before position `upto`; one is taken off when the next is asked for.
+
+        Where another process has written into the ring, what is left of it is dropped.
+        """
         done = int(self.words[RING_DONE + rank])
         lib.pv_fence()  # after `upto` was read from the page
-        while done < upto:
+        begin = done
+        while done != upto:
             step, n = (int(self.words[_RING + (done + k) % RING]) for k in range(2))
+            if not 0 <= n <= upto - done - 2 or upto - begin > RING:
+                self.words[RING_DONE + rank] = upto
+                return
             yield step, self.words[_RING + (done + 2 + np.arange(n)) % RING].tolist()
             done += n + 2
             lib.pv_fence()  # the record may be overwritten from here on
@@ -284,25 +394,35 @@ def private_page() -> Page:
 def open_page(engine: str, rank: int) -> Page:
     """The control page of an engine on this machine, made by the process that asks first."""
     path = path_of(engine, rank)
-    if path is None:
-        return private_page()
-    sweep()
-    _ended(path, remove=True)  # one that died, if this engine has the configuration of an earlier one
-    words = _map(path, hold=True)
-    if words is None:
-        mine = path.with_suffix(f".{os.getpid()}")
+    if path is not None:
+        sweep()
+    for _ in range(100 if path is not None else 0):
+        assert path is not None
+        words = _known(path)
+        words = _map(path, (engine, rank)) if words is None else words
+        if words is not None:
+            return Page(words, path)
+        _remove(path)  # of one that died, if this engine has the configuration of an earlier one
         try:
-            with open(mine, "w+b") as file:
-                _fresh().tofile(file)
-                fcntl.flock(file, fcntl.LOCK_SH)
-                with contextlib.suppress(FileExistsError):
-                    os.link(mine, path)  # whole, and once
-                words = _map(path, hold=True)
+            return Page(_make(engine, rank, path), path)
+        except FileExistsError:  # another process was first
+            continue
         except OSError:
-            return private_page()
+            break
+    return private_page()
+
+
+def _remove(path: Path) -> None:
+    """Remove a link that leads to no page, but not one that another process has just put in its place."""
+    aside = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    place = _place(path)
+    with contextlib.suppress(OSError):
+        path.rename(aside)
+        try:
+            if place is not None and _map(aside, place) is not None:
+                os.link(aside, path, follow_symlinks=False)
         finally:
-            mine.unlink(missing_ok=True)
-    return private_page() if words is None else Page(words, path)
+            aside.unlink()
 
 
 def _fresh() -> Words:
@@ -319,26 +439,12 @@ def rest(event: threading.Event, seconds: float, look: float, stirred: Callable[
             return
 
 
-def _ended(path: Path, remove: bool = False) -> bool:
-    """Return whether no process of a page's engine lives. remove: then also remove the file."""
-    try:
-        with open(path, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if remove:
-                path.unlink()
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
 def sweep() -> None:
-    """Remove the pages of engines that ended without removing them, some of them before they had a scheduler."""
+    """Remove the links of engines that ended without removing them, some of them before they had a scheduler."""
     folder = view_folder()
     for path in folder.glob("*.engine") if folder else ():
-        if _map(path) is not None:
-            _ended(path, remove=True)
+        if _place(path) is not None and path.is_symlink() and not path.exists():
+            _remove(path)
 
 
 def serves(page: Page, model: str, port: int) -> None:
@@ -451,15 +557,15 @@ class Engine:
     @classmethod
     def of(cls, name: str, rank: int, page: Page) -> Engine:
         """Read an engine from its page."""
-        block, ranks = page[BLOCK_BYTES], max(min(page[RANKS_USED], RANKS), 1)
-        parts = max(page[PARTS], 1)
+        block, ranks = page[BLOCK_BYTES], page.ranks
+        parts = page[PARTS] if 0 < page[PARTS] <= ranks and not ranks % page[PARTS] else 1
 
         def whole(words: Words) -> int:
             return int(words.reshape(parts, -1).max(1).sum())
 
         columns = (RESIDENT, STEP_MAPS, WEIGHTS, WEIGHTS_HELD)
         most = {f: whole(page.words[f : f + ranks]) for f in columns}
-        state = State(page[STATE]).name.lower() if page[STATE] in list(State)[1:] else ""
+        state = page.state.name.lower() if page.state else ""
         state = "drained" if state and page[DRAINED] else state
         return cls(
             name, rank, page[PID], ranks // parts, block, page[BLOCKS],
@@ -467,7 +573,7 @@ class Engine:
             page[LEAST] * block, page[ALLOWED] * block, page[USED] * block,
             page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, whole(page.boards(ranks)[:, HELD]),
             most[RESIDENT], most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
-            page[WAITED] / 1e6, page.model, page[PORT], state, page[RUNNING], page[QUEUED], most[WEIGHTS],
+            page[WAITED] / 1e6, page.model, page.port, state, page[RUNNING], page[QUEUED], most[WEIGHTS],
             most[WEIGHTS_HELD], page[LACKS], page[WAKES], page[SLEEPS], page[WAKING] / 1e6, page[UNSERVED],
         )  # fmt: skip
 
@@ -481,11 +587,11 @@ def engines() -> list[tuple[Engine, Page]]:
     """The engines of this user that run on this machine, each with its page."""
     folder, found = view_folder(), []
     for path in sorted(folder.glob("*.engine")) if folder else ():
-        name = re.fullmatch(r"([0-9a-z]+)-([0-9]+)\.engine", path.name)
-        words = _map(path) if name else None
-        if name and words is not None and words[PID] and not _ended(path):
+        place = _place(path)
+        words = _map(path, place) if place else None
+        if place and words is not None and words[PID]:
             page = Page(words, path)
-            found.append((Engine.of(name[1], int(name[2]), page), page))
+            found.append((Engine.of(*place, page), page))
     return found
 
 

@@ -121,7 +121,7 @@ class PoolPeers:
 
     def _lives(self, page: control.Page, now: float, word: int = control.BEAT) -> bool:
         beat, name = page[word], (str(page.path), word)
-        if self._beats.get(name, (-1, 0.0))[0] != beat:
+        if name not in self._beats or self._beats[name][0] != beat:
             self._beats[name] = beat, now
         return now - self._beats[name][1] < HANGS
 

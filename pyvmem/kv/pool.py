@@ -200,5 +200,5 @@ def _named(name: str) -> str:
         raise ValueError(f"name {name!r} must consist of letters, digits, _, . and -, and not begin with a dot")
     folder = view_folder()
     if folder is None:
-        raise VmemError(errno.EPERM, f"name {name}: no folder is writable by this user only; pass a path")
+        raise VmemError(errno.EPERM, f"name {name}: no folder is this user's only, with mode 0700; pass a path")
     return str(folder / f"{name}.pool")

@@ -90,7 +90,7 @@ if KVStats.__doc__:  # python -OO has none
 
 
 def view_folder() -> Path | None:
-    """The folder of this user's views, created if necessary. None if no folder is writable by this user only."""
+    """The folder of this user's views, created if necessary. None if no folder is this user's only (mode 0700)."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime, "pyvmem") if runtime else Path(tempfile.gettempdir(), f"pyvmem-{os.getuid()}")
     try:
@@ -98,7 +98,7 @@ def view_folder() -> Path | None:
         about = folder.lstat()
     except OSError:
         return None
-    safe = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    safe = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
     return folder if safe else None
 
 
@@ -235,7 +235,7 @@ def _read(path: str | os.PathLike[str], wanted_budget: int | None = None) -> Any
     file = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         about = os.fstat(file)
-        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
             return None
         for _ in range(1000):  # the writer is quick: repeat until nothing changed during the read
             data = os.pread(file, size, 0)

@@ -423,7 +423,7 @@ class Serve(http.Limits):
                 self._lack()
             return
         page = self._pages[0]
-        state, asleep = State(page[control.STATE]), any(p.asleep for p in self._pages)
+        state, asleep = page.state, any(p.asleep for p in self._pages)
         if asleep and state in (State.AWAKE, State.CLOSING):  # by the engine's own ways
             self._set(State.ASLEEP)
             return
@@ -469,8 +469,7 @@ class Serve(http.Limits):
         fresh = all(a != b for a, b in zip(beats, last[0]))
         if fresh:
             self._lives[name] = beats, now
-        state = page[control.STATE]
-        return Model(name, State(state) if state in list(State) else State.NONE, page[control.PRIORITY],
+        return Model(name, page.state, page[control.PRIORITY],
                      page[control.RUNNING], page[control.QUEUED], page[control.SINCE] / 1e6,
                      page[control.USED_AT] / 1e6, page[control.CHANGED_AT] / 1e6, page[control.LACKS],
                      page[control.LACKING] / 1e6, page[control.STARVING] / 1e6,

@@ -131,6 +131,7 @@ def tables(
     views: Sequence[View], rates: Mapping[Path, float]
 ) -> list[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
     """Title, columns and rows of caches, of members of pools and of engines, as far as there are any."""
+    control.sweep()
     many = f"{len(views)} KV cache{'' if len(views) == 1 else 's'}"
     found = [
         (f"{many}; memory in MiB", COLUMNS, rows(views, rates)),
@@ -144,7 +145,7 @@ def where() -> str:
     """Where the caches and engines of this user are, to follow words such as "nothing was found"."""
     if folder := view_folder():
         return f"in {folder}"
-    return "anywhere: XDG_RUNTIME_DIR, or else the temporary folder, has no folder that only this user can write"
+    return "anywhere: XDG_RUNTIME_DIR, or else the temporary folder, has no folder of this user's with mode 0700"
 
 
 def nothing() -> str:

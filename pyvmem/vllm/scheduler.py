@@ -127,7 +127,7 @@ class SchedulerMemory:
         control.claim(page, _model_of(vllm_config), _port_of_server())
         if not page.shared:
             logger.warning("vMem: this engine's limits cannot change, and no pool sees it: it found no folder that "
-                           "only this user can write; set XDG_RUNTIME_DIR to one of mode 0700")  # fmt: skip
+                           "is this user's only; set XDG_RUNTIME_DIR to one of mode 0700")  # fmt: skip
         self._neighbours = pool_policy.PoolPeers(page)
         self._last_begin = -COMING  # when a request last began
         self._short = False  # whether requests wait for memory of other engines, and none runs
