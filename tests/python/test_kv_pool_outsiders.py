@@ -11,6 +11,7 @@ import resource
 import signal
 import struct
 import threading
+import time
 
 import pytest
 from kv_caches import run_top
@@ -325,3 +326,48 @@ def test_a_limit_that_nobody_can_answer_now_is_deferred(tmp_path, capsys):
         lock(file, fcntl.F_UNLCK)
         while member(pool, "child").max != 12 * MIB:
             os.sched_yield()
+
+
+# ---- clocks ----------------------------------------------------------------------------------------------------------
+
+
+def cont(child):
+    child.process.send_signal(signal.SIGCONT)
+
+
+def test_time_in_which_the_asker_was_stopped_is_nobodys_silence(tmp_path):
+    """As docker pause, or a snapshot of a machine, stops all members while a question is open."""
+    path = tmp_path / "pool"
+    with Child(path, budget=40 * MIB, name="a") as a, Child(path, budget=40 * MIB, name="b") as b:
+        assert a.ask("load 8") == "8"
+        a.ask("free")  # the pages are kept: they may go
+        stop(a, path)
+        b.process.stdin.write("load 8\n")
+        b.process.stdin.flush()
+        with KVPool(path=path) as pool:
+            while member(pool, "b").answer != "deferred":
+                pass
+        stop(b, path)
+        time.sleep(3)  # more than a silent member is waited for
+        cont(b)
+        time.sleep(0.3)  # it looks before the other one does
+        cont(a)
+        assert b.process.stdout.readline() == "8\n"
+
+
+def test_a_refusal_of_another_clock_lapses(tmp_path):
+    """Processes of another time namespace have clocks that are days away, and a file may say anything."""
+    path = tmp_path / "pool"
+    with KVPool(40 * MIB, path=path) as pool, KVPool(path=path) as other:
+        cache = make(pool)
+        neighbour = make(other, "neighbour")
+        for word in (2**64 - 1, 1, 2**63):
+            with open(path, "r+b") as file:
+                file.seek(64)  # struct pool_head: refused, and the word after it
+                file.write(struct.pack("<QQ", 40 * MIB, word))
+            while len(slots := load(cache, 8, pool)) < 8:
+                free(cache, slots)
+            free(cache, slots)
+            cache.reclaim()
+        neighbour.close()
+        cache.close()

@@ -21,6 +21,7 @@
 
 #define REAP_NS UINT64_C(100000000)    // interval between searches for members whose process has ended
 #define SILENT_NS UINT64_C(2000000000) // nobody waits for a member that has not answered for so long
+#define ROUND_NS UINT64_C(250000000)   // of the time between two rounds, so much counts as the thread's
 
 // ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ static bool refresh_member(struct vmem__member *m)
 
 // Notes when each member last answered. A member that owes the others pages or an answer, and whose entry has not
 // changed, keeps its old time.
-static void note_replies(vmem_kv_pool *pool, uint64_t t)
+static void note_replies(vmem_kv_pool *pool)
 {
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
         const struct vmem_kv_pool_member *e = &pool->table.entries[i];
@@ -163,14 +164,14 @@ static void note_replies(vmem_kv_pool *pool, uint64_t t)
         if (owes && !pool_owns(pool, i) && !memcmp(e, &seen->entry, sizeof(*e)))
             continue;
         seen->entry = *e;
-        seen->at = t;
+        seen->at = pool->ran;
     }
 }
 
 // True if a member has owed something for too long. Its process may be stopped, or wait in the driver for ever.
 static bool has_timed_out(const vmem_kv_pool *pool, uint32_t place)
 {
-    return vmem__now() - pool->seen[place].at > SILENT_NS;
+    return pool->ran - pool->seen[place].at > SILENT_NS;
 }
 
 // The bytes that members need and that neither free budget nor budget being given back covers.
@@ -311,8 +312,10 @@ static bool update_table(vmem_kv_pool *pool)
     bool again = false;
     const int rc = vmem__table_begin(pool, POOL_WAIT_US);
     const uint64_t t = vmem__now();
-    pool->locked_at = rc != -EAGAIN || !pool->locked_at ? t : pool->locked_at;
-    const bool locked = t - pool->locked_at > SILENT_NS;
+    pool->ran += MIN(t - pool->round_at, ROUND_NS);
+    pool->round_at = t;
+    pool->locked_at = rc != -EAGAIN ? pool->ran : pool->locked_at;
+    const bool locked = pool->ran - pool->locked_at > SILENT_NS;
     for (struct vmem__member *m = pool->members; m && (rc == -EBADMSG || locked); m = m->next)
         if (m->entry.needs) // no other member will read the question
             refuse_question(m, locked ? VMEM_KV_NO_ANSWER : VMEM_KV_FILE_DAMAGED);
@@ -322,7 +325,7 @@ static bool update_table(vmem_kv_pool *pool)
         pool->reaped_at = t;
         vmem__table_reap(pool);
     }
-    note_replies(pool, t);
+    note_replies(pool);
     for (struct vmem__member *m = pool->members; m; m = m->next)
         again |= grant_within_context(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)

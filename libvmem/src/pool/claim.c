@@ -7,9 +7,8 @@
 #include "core/memory.h"
 #include "pool/pool.h"
 
-#define REFUSED_NS UINT64_C(2000000000) // budget that the device has refused memory for is tried again after this time
-#define AGAIN_NS UINT64_C(500000000)    // another refusal within this time counts as the same one
-#define TOLD_NS UINT64_C(2000000)       // a member that has learned of a refusal does not ask again within this time
+#define AGAIN_NS UINT64_C(500000000) // another refusal within this time counts as the same one
+#define TOLD_NS UINT64_C(2000000)    // a member that has learned of a refusal does not ask again within this time
 
 _Atomic uint64_t vmem__pool_ask_ns = 250000000;
 
@@ -117,11 +116,12 @@ uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t he
     if (!vmem__table_begin(pool, 0)) {
         const uint64_t t = vmem__now();
         // A call that is refused again before the others have given anything does not extend the time.
-        if (t + REFUSED_NS - AGAIN_NS >= h->refused_until) {
-            h->refused_until = 0;
+        if (t - pool->refused_at >= AGAIN_NS) {
+            pool->refused_at = 0;
             h->refused =
                 sat_add(vmem__pool_free_bytes(pool, NULL), sat_sub(m->entry.has, (held << m->page_shift) + m->granted));
-            h->refused_until = t + REFUSED_NS;
+            pool->refusals = ++h->refusals;
+            pool->refused_at = t;
         }
         vmem__table_end(pool);
         budget = MIN(budget, held); // the entry follows

@@ -25,11 +25,11 @@ struct pool_head {
     uint64_t magic;
     uint32_t size, entries; // sizeof(struct pool_table), VMEM_KV_POOL_MEMBERS
     uint64_t budget;
-    uint64_t revision;      // of the last question
-    uint8_t device[16];     // uuid; zero on the host
-    char backend[16];       // of the host, "host"; else "gpu", as pages of every backend come out of the same memory
-    uint64_t refused;       // until refused_until, bytes of the budget without device memory: see vmem__pool_refused
-    uint64_t refused_until; // a time of vmem__now()
+    uint64_t revision;  // of the last question
+    uint8_t device[16]; // uuid; zero on the host
+    char backend[16];   // of the host, "host"; else "gpu", as pages of every backend come out of the same memory
+    uint64_t refused;   // for a while, bytes of the budget without device memory: see vmem__pool_refused
+    uint64_t refusals;  // a number that changes with each refusal: clocks of other processes may differ from ours
 };
 
 // The file:
@@ -64,7 +64,8 @@ struct pool_process {
 // so that they do not depend on the machine's speed.
 extern _Atomic uint64_t vmem__pool_ask_ns;
 
-#define POLL_MS 100          // longest time between two rounds of the thread, and before an entry's changes are written
+#define POLL_MS 100 // longest time between two rounds of the thread, and before an entry's changes are written
+#define REFUSED_NS UINT64_C(2000000000) // budget that the device has refused memory for is tried again after this time
 #define POOL_WAIT_US 50000   // longest wait for the file's lock: of the thread, and of the end of a cache or pool
 #define POOL_CALL_US 1000000 // the same of other calls
 
@@ -116,7 +117,7 @@ struct vmem_kv_pool {
     struct vmem__member *members; // of this process
     struct pool_table table;
     struct pool_head written; // the table's head as the file has it
-    // Each entry as it was when its member last owed nothing or answered, and that time in ns: see note_replies.
+    // Each entry as it was when its member last owed nothing or answered, and that time by `ran`: see note_replies.
     struct pool_seen {
         struct vmem_kv_pool_member entry;
         uint64_t at;
@@ -129,8 +130,13 @@ struct vmem_kv_pool {
     char *path;             // NULL: the pool is of this process alone
     int fd;                 // of the file, whose locks show which members live
     int bell, watch;        // eventfd that wakes the thread; inotify's descriptor, -1: none
-    uint64_t reaped_at;     // ns, when the table was last cleared of dead members
-    uint64_t locked_at;     // ns, when the thread last found the file not locked by another process
+    uint64_t refusals;      // the head's number that this process has seen last, and when; 0 ns: its time is over
+    uint64_t refused_at;
+    uint64_t reaped_at; // ns, when the table was last cleared of dead members
+    // ns that the thread has run: of the time between two of its rounds, at most ROUND_NS count. Others are waited for by
+    // this clock, so that time in which this process itself was stopped is nobody's silence.
+    uint64_t ran, round_at;
+    uint64_t locked_at; // of `ran`, when the thread last found the file not locked by another process
 };
 
 // ---- pool.c

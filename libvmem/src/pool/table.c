@@ -84,23 +84,28 @@ uint64_t vmem__pool_free_bytes(const vmem_kv_pool *pool, const struct vmem__memb
             taken = sat_add(taken, m && m->place == i ? m->entry.has : MAX(e->has, e->min));
     }
     const struct pool_head *h = &pool->table.head;
-    return sat_sub(h->budget, sat_add(taken, vmem__now() < h->refused_until ? h->refused : 0));
+    const bool refused = pool->refused_at && vmem__now() - pool->refused_at < REFUSED_NS;
+    return sat_sub(h->budget, sat_add(taken, refused ? h->refused : 0));
 }
 
-// Tries to lock the file until the time is over by the clock, as a pause may last longer than it should. Between its
-// tries, other threads can have the mutex (NULL: there is none).
+// Tries to lock the file until the time is over by the clock, as a pause may last longer than it should. Of a pause, at
+// most LOCK_PAUSE_NS count: this process itself may have been stopped. Between its tries, other threads can have the mutex
+// (NULL: there is none).
+#define LOCK_PAUSE_NS UINT64_C(10000000)
 static int lock_table(int fd, unsigned most_us, pthread_mutex_t *mutex)
 {
     const struct timespec pause = {.tv_nsec = 100000};
-    const uint64_t until = vmem__now() + most_us * UINT64_C(1000);
+    uint64_t left = most_us * UINT64_C(1000);
     int rc = try_table(fd);
-    while (rc == -EAGAIN && vmem__now() < until) {
+    while (rc == -EAGAIN && left) {
+        const uint64_t before = vmem__now();
         if (mutex)
             pthread_mutex_unlock(mutex);
         nanosleep(&pause, NULL);
         if (mutex)
             pthread_mutex_lock(mutex);
         rc = try_table(fd);
+        left = sat_sub(left, MIN(vmem__now() - before, LOCK_PAUSE_NS));
     }
     return rc;
 }
@@ -120,6 +125,9 @@ static bool read_table(vmem_kv_pool *pool)
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
         t.entries[i].name[sizeof(t.entries[i].name) - 1] = '\0';
     t.head.backend[sizeof(t.head.backend) - 1] = '\0';
+    if (t.head.refusals != pool->refusals) // another process was refused
+        pool->refused_at = vmem__now();
+    pool->refusals = t.head.refusals;
     pool->table = t;
     return true;
 }
@@ -408,6 +416,7 @@ int vmem__table_open(vmem_kv_pool *pool, const char *path, uint64_t budget)
     pool->process = this_process();
     rc = check_or_make_table(pool, path, budget);
     pool->budget = rc ? 0 : pool->table.head.budget;
+    pool->refused_at = 0; // how long ago the last refusal was is not known
     if (!rc)
         rc = enter_file(pool);
     unlock_table(pool->fd);
