@@ -267,6 +267,11 @@ class BlockBudget:
                 pages = min(pages, max(self._room_bytes() // unbacked.page_bytes - coming, 0))
         return unbacked.take(n, pages)
 
+    def publish_free(self) -> None:
+        """Write how many free blocks have contents, which a reset of the cache changes, and how many have none."""
+        spare = self.spare
+        self.page.cells[control.SPARE], self.page.cells[control.CACHED] = spare, self.num_free() - spare
+
     def publish(self, wanted: int = 0, yields: bool = False, keeps: int = 0) -> None:
         """Write the numbers of the control page.
 

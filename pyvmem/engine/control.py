@@ -613,7 +613,7 @@ def change(*pages: Page, **settings: int | bool | None) -> None:
     """Set what the owner of one or more engines may set, all or nothing.
 
     limit : bytes that the blocks of a worker may take now; None for no limit. What one request of the greatest length
-        needs is always allowed.
+        needs is always allowed. At least the minimum.
     max : a permanent limit, in bytes; 0: none.
     min : bytes that are not lent to other members of its pool; 0: all may be. Those of all members fit the pool.
     priority : engines of the pool with a lower one give way if this one lacks memory.
@@ -642,6 +642,9 @@ def change(*pages: Page, **settings: int | bool | None) -> None:
             if values.get(name) and not page[POOL]:
                 raise ValueError(f"{name} {values[name]} needs a pool, and the engine's settings named none when it "
                                  "started")  # fmt: skip
+        limit = max(values.get("limit", page[LIMIT]), page[LEAST] * page[BLOCK_BYTES])
+        if least > limit and ("min" in values or "limit" in values):
+            raise ValueError(f"min {least} is over limit {limit}")
     if values.get("min"):
         _check_minimums(pages, values["min"])
     for page in pages:

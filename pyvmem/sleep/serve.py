@@ -131,7 +131,7 @@ class Serve(http.Limits):
         if not needs or not self._find() or not self.will_answer(scope):
             await self._app(scope, receive, send)
             return
-        body = _Receive(receive)
+        body, came = _Receive(receive), _now()
         if not await self._admit(body):
             if not body.gone:
                 await self._refuse(kind, send)
@@ -152,13 +152,15 @@ class Serve(http.Limits):
         try:
             if kind == "websocket":
                 await self._app(scope, body, send)
-            elif not await self._answer(scope, body, send, end):
+            elif not await self._answer(scope, body, send, end, _now() - came):
                 await self._refuse(kind, send)
         finally:
             end()
 
-    async def _answer(self, scope: Scope, body: _Receive, send: Send, end: Callable[[], None]) -> bool:
+    async def _answer(self, scope: Scope, body: _Receive, send: Send, end: Callable[[], None], waited: int) -> bool:
         """Have the application answer. False: memory for it did not come in time, and nothing was sent.
+
+        waited: microseconds that the request has waited for its model, which count against the same time.
 
         A stream's headers wait for its first bytes, so that it can be refused until then. The request ends with its
         last byte: SGLang's application still waits for two seconds then.
@@ -183,7 +185,7 @@ class Serve(http.Limits):
         try:
             while not (sent or answers.done()):
                 await asyncio.wait([answers], timeout=FIND)
-                if not sent and self._in_vain(began, bool(starts)):
+                if not sent and self._in_vain(began - waited, bool(starts), waited):
                     return False
             await answers
             while starts:  # an answer without a body
@@ -195,7 +197,7 @@ class Serve(http.Limits):
                 answers.cancel()
                 await asyncio.wait([answers])
 
-    def _in_vain(self, began: int, stream: bool) -> bool:
+    def _in_vain(self, came: int, stream: bool, waited: int) -> bool:
         """Return whether a request that has sent nothing has waited too long for memory.
 
         One that answers as a whole may be half done if its model went on until it fell asleep: it goes on at the wake.
@@ -203,7 +205,7 @@ class Serve(http.Limits):
         starved = self._pages[0][control.STARVING] if self._pages else 0
         if not starved or (not stream and starved >= self._pages[0][control.CHANGED_AT] and not self._awake()):
             return False
-        return _now() - max(starved, began) > 1e6 * self._settings.queue
+        return _now() - max(starved - waited, came) > 1e6 * self._settings.queue
 
     def _alive(self) -> bool:
         """Return whether the engines and this process show signs of life."""
@@ -326,9 +328,13 @@ class Serve(http.Limits):
             self._found = now
             mine = metrics.engines(self.server())
             new = [page for _, page in mine]
-            if [p.path for p in new] != [p.path for p in self._pages]:
+            found = [p.path for p in new] != [p.path for p in self._pages]
+            name, port = self.about(self._host) if found or not all(p.port for p in new) else ("", 0)
+            port = port if port and http.listens(port) else 0
+            for page in new if port and not found else ():  # the server listens once its application has begun
+                control.serves(page, name, port)
+            if found:
                 self._pages = new
-                name, port = self.about(self._host)
                 for page in new:
                     control.serves(page, name, port)
                     if not page[control.STATE]:

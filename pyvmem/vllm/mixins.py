@@ -269,7 +269,10 @@ class SchedulerMixin:
         if self._vmem is not None and self._vmem.defers_reset(self):
             return True
         with self._vmem_lock:
-            return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+            done = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+            if self._vmem is not None:
+                self._vmem.budget.publish_free()
+        return done
 
     def set_pause_state(self, pause_state: Any) -> None:
         super().set_pause_state(pause_state)  # type: ignore[misc]

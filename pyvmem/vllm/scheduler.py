@@ -84,7 +84,8 @@ def _port_of_server() -> int:
     except (OSError, ValueError):
         return 0
     named = re.search(r"\0--port[=\0]([0-9]{1,5})\0", "\0".join(["", *words, ""]))
-    serves = "serve" in words or any(word.endswith("api_server") for word in words)
+    vllm = any(Path(word).name == "vllm" for word in words)  # Ray has a command `serve`, too
+    serves = (vllm and "serve" in words) or any(word.endswith("api_server") for word in words)
     return int(named[1]) if named else VLLMS_PORT * serves
 
 

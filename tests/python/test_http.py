@@ -12,7 +12,7 @@ import pytest
 
 import pyvmem.sglang.http as sglang
 import pyvmem.vllm.http as vllm
-from pyvmem.engine import control
+from pyvmem.engine import control, http
 from pyvmem.engine.control import State
 
 READS = ("/vmem/limit", "/vmem/metrics")
@@ -201,3 +201,32 @@ def test_other_paths_are_the_servers(ask):
 def test_what_is_refused_says_what_to_do(ask):
     assert "call the server by its address" in json.loads(ask("/vmem/limit", host="evil.example")[1])["error"]
     assert "application/json" in json.loads(ask("/vmem/limit", "POST", body=LIMIT)[1])["error"]
+
+
+def test_a_server_that_listens_elsewhere_names_no_port():
+    """Under Ray, an engine's server has vLLM's default port in its arguments, and listens at none."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [each.getsockname()[1] for each in (one, other)]
+        assert http.listens(ports[0]) and http.listens(ports[1])
+        other.close()
+        assert http.listens(ports[0]) and not http.listens(ports[1])
+
+
+@pytest.mark.parametrize("settings, says", [
+    (dict(min=9, limit=8), "min 9 is over limit 8"), (dict(min=9), None), (dict(min=9, limit=9), None),
+    (dict(limit=None, min=9), None), (dict(min=0, limit=0), None),
+])  # fmt: skip
+def test_a_minimum_is_within_the_limit(page, settings, says):
+    page[control.POOL] = 7
+    if says is None:
+        control.change(page, **settings)
+        return
+    with pytest.raises(ValueError, match=says):
+        control.change(page, **settings)
+    assert page[control.MIN] == 0 and page[control.LIMIT] == control.NO_LIMIT
+    control.change(page, limit=settings["limit"])
+    with pytest.raises(ValueError, match=says):
+        control.change(page, min=settings["min"])
+    control.change(page, limit=None, min=settings["min"])
+    with pytest.raises(ValueError, match=says):
+        control.change(page, limit=settings["limit"])
