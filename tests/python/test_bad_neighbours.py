@@ -9,6 +9,7 @@ SPDX-License-Identifier: MIT
 import fcntl
 import json
 import mmap
+import multiprocessing
 import os
 import random
 import socket
@@ -311,3 +312,42 @@ def test_a_pools_file_with_anything_in_it_stops_nobody(tmp_path):
         slot = cache.alloc()
         assert cache.step([32 if s == slot else 0 for s in range(2)])
         cache.close()
+
+
+# ---- several processes ----------------------------------------------------------------------------------------------
+
+
+def _opens(results, number):
+    """One of the processes of an engine: it opens the page, and stays until all have."""
+    page = control.open_page("many", 0)
+    page[control.ATTACHED + number] = 1
+    while not page.attached(8):
+        time.sleep(0.001)
+    results.put(page.shared)
+    while not page[control.LEND]:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a dead link", "a file"])
+def test_processes_that_begin_at_once_share_one_page(before):
+    path = control.path_of("many", 0)
+    if before == "a dead link":
+        path.symlink_to("/proc/1/fd/none")
+    elif before == "a file":
+        path.write_bytes(b"x")
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+    processes = [fork.Process(target=_opens, args=(results, number)) for number in range(8)]
+    for process in processes:
+        process.start()
+    assert all(results.get() for _ in processes)
+    page = control.open_page("many", 0)
+    assert page.attached(8)
+    control.claim(page)
+    assert names() == ["many"]
+    page[control.LEND] = 1
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    control.sweep()
+    assert names() == [] and not list(path.parent.iterdir())
