@@ -141,6 +141,8 @@ class Lag:
         self.begun, self.slept = time.monotonic(), 0.0
 
     def sleep(self, ms):
+        if torch.compiler.is_compiling():  # what is traced runs without this
+            return
         left = self.CREDIT and self.CREDIT + self.SHARE * 1000 * (time.monotonic() - self.begun) - self.slept
         busy = torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
         if left >= ms and busy and not torch.cuda.is_current_stream_capturing():

@@ -11,13 +11,22 @@ static uint64_t entry_at(const struct vmem__reservation_rec *s, uint64_t addr)
     return leaf ? *vmem__entry_in(s, leaf, addr) : 0;
 }
 
-// The longest run from addr that belongs there: consecutive memory, or none. False if another call works on it, which
-// then knows what belongs there.
+// True if a call works on what belongs there. Of a page that is unmapped, only the first entry has a mark.
+static bool is_worked_on(vmem_context *ctx, uint64_t entry)
+{
+    const uint64_t frame = vmem__entry_frame(entry);
+    return entry & ENTRY_PENDING || (frame && vmem__frame_page(vmem__frame_arena(ctx, frame - 1), frame - 1)->opid);
+}
+
+// The longest run from addr that belongs there: consecutive memory of one arena, or none. False if another call works on
+// it, which then knows what belongs there.
 static bool run_at(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t addr, uint64_t end,
                    struct vmem__run *run)
 {
     const uint64_t entry = entry_at(s, addr), frame = vmem__entry_frame(entry);
+    const bool worked_on = is_worked_on(ctx, entry);
     struct vmem__arena_rec *a = frame ? vmem__frame_arena(ctx, frame - 1) : NULL;
+    uint64_t next;
     *run = (struct vmem__run){.reservation = &s->b,
                               .addr = addr,
                               .arena = a ? &a->b : NULL,
@@ -26,9 +35,10 @@ static bool run_at(vmem_context *ctx, struct vmem__reservation_rec *s, uint64_t 
     do {
         run->length += GRANULE;
         addr += GRANULE;
-    } while (addr < end &&
-             entry_at(s, addr) == (entry & ENTRY_PENDING || !frame ? entry : frame + run->length / GRANULE));
-    return !(entry & ENTRY_PENDING);
+        next = frame ? frame + run->length / GRANULE : 0;
+    } while (addr < end && !worked_on && !(a && run->offset + run->length == a->b.size) && entry_at(s, addr) == next &&
+             !is_worked_on(ctx, next));
+    return !worked_on;
 }
 
 // Maps again what is absent in a reservation. The error is that of the first range that the driver refuses.
@@ -77,8 +87,8 @@ int vmem__present(vmem_context *ctx, uint64_t addr, uint64_t length)
         uint64_t at = MAX(s->b.addr, addr - addr % GRANULE), n;
         if (at >= last)
             break;
-        for (; (at = vmem__absent_next(&s->b, at, end, &n)), n; at += n)
-            if (!(entry_at(s, at) & ENTRY_PENDING)) {
+        for (; (at = vmem__absent_next(&s->b, at, end, &n)), n; at += GRANULE)
+            if (!is_worked_on(ctx, entry_at(s, at))) {
                 char why[VMEM__TEXT];
                 vmem__keep_error(why);
                 return vmem__error(rc,
