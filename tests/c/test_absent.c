@@ -68,7 +68,7 @@ static void test_calls(void)
         checked_fail_always(true);
         ERR(calls[c](), ENOMEM, "injected");
         CHECK(test_stats(ctx).absent >= 3 * test_page);
-        const uint64_t lost = ops[0].addr + shift; // the first of the runs is
+        const uint64_t lost = ops[0].addr + shift;               // the first of the runs is
         snprintf(name, sizeof name, "[0x%" PRIx64 ", 0x", lost); // as far as the call asks for it
         ERR(vmem_query(ctx, lost, &page, NULL), ENOMEM, name);
         CHECK(strstr(vmem_last_error(), ") is absent"));
