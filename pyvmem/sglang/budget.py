@@ -229,7 +229,15 @@ class PageBudget(BlockBudget):
 
     def _decodes(self) -> int:
         """Pages that the running requests may take in the next step."""
-        return len(self._running)
+        return len(self._running) + self.of_beams(True)
+
+    def of_beams(self, members: bool = False) -> int:
+        """Pages that groups of beams take in the next step; members: those beyond the one of each request.
+
+        SGLang ends a group that lacks memory, as it cannot be retracted. It has pages of one token for them.
+        """
+        groups = [r.beam_group for r in self._running if r.beam_group is not None]
+        return sum(group.num_member_rows + (not members) for group in groups)
 
     def _rest_of(self, request: Any) -> int:
         """Pages that must be free before SGLang begins a request, however much of it the radix cache has."""

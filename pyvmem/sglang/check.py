@@ -42,7 +42,9 @@ NAMES = {
                   "pool_stats_observer running_batch server_args sliding_window_size token_to_kv_pool_allocator "
                   "tree_cache waiting_queue"),
     "ScheduleBatch": (_BATCH, "batch_is_full forward_mode reqs token_to_kv_pool_allocator"),
-    "Req": (_BATCH, "origin_input_ids output_ids prefix_indices<0.5.22 prefix_len>=0.5.22 sampling_params"),
+    "Req": (_BATCH, "beam_group origin_input_ids output_ids prefix_indices<0.5.22 prefix_len>=0.5.22 "
+            "sampling_params"),
+    "BeamGroup": ("srt/beam_search/beam_group.py", "num_member_rows"),
     "SamplingParams": ("srt/sampling/sampling_params.py", "max_new_tokens"),
     "PrefillBudget": (_PREFILL, "check_prefill current_offset remaining_current total_offset"),
     "BaseTokenToKVPoolAllocator": (_BASE, "available_size free_pages get_all_free_pages get_kvcache "

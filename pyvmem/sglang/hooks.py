@@ -105,6 +105,7 @@ def evict(original: Any, allocator: Any, tree_cache: Any, num_tokens: int) -> An
     result = original(allocator, tree_cache, num_tokens)
     if allocator.available_size() < num_tokens:
         held.await_memory(num_tokens)
+        held.keep_beams(num_tokens)
     return result
 
 

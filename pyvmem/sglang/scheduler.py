@@ -230,6 +230,11 @@ class SchedulerMemory:
             self._agree()
             self.publish()
 
+    def keep_beams(self, tokens: int) -> None:
+        """Only groups of beams are left to take these tokens, if so few: they go on above a limit, as chunks do."""
+        if self.budgets[0].of_beams() >= tokens:
+            self.force(tokens)
+
     def extend_prefill_budget(self, budget: Any, tree_cache: Any) -> None:
         """SGLang begins a prefill pass: count memory that can still be backed for tokens to come.
 

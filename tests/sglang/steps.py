@@ -126,11 +126,12 @@ class Engine:
             for socket, _ in poller.poll():
                 socket.recv_multipart()
 
-    def submit(self, name, prompt, n, **more):
+    def submit(self, name, prompt, n, beams=1, **more):
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        sampling = SamplingParams(max_new_tokens=n, temperature=0, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=n, temperature=0, ignore_eos=True, n=beams,
+                                  **(dict(beam_width=beams) if beams > 1 else {}))  # fmt: skip
         sampling.normalize(None)
         self.scheduler.process_input_requests([TokenizedGenerateReqInput(
             rid=name, input_text=None, input_ids=array.array("q", prompt), input_embeds=None, mm_inputs=None,
@@ -214,7 +215,8 @@ class Engine:
         seen = {}
         for request in self.scheduler.running_batch.reqs:
             index = request.req_pool_idx if hasattr(request, "req_pool_idx") else request.kv.req_pool_idx
-            if request.finished() or index is None:
+            moves = getattr(request, "beam_group", None) is not None  # to the rows of the beam that leads
+            if request.finished() or index is None or moves:
                 continue
             seen[request.rid] = now = self._rows(index, len(request.origin_input_ids) + len(request.output_ids) - 1)
             for (first, rows), (known_first, known) in zip(now, self.rows.get(request.rid, ())):

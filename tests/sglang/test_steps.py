@@ -92,6 +92,46 @@ def test_limits_that_move_leave_the_tokens_as_they_are(name):
     assert most < whole
 
 
+def beams(name, prompt, n):
+    """One request of three searches with four beams, and is longer."""
+    return (name, prompt, *((n, {}) if int(name[1:]) % 3 else (n + 40, dict(beams=4))))
+
+
+def of_groups(engine):
+    """The answers, those of groups by all their beams."""
+    groups = {r.rid: r.beam_group for r in engine.requests if getattr(r, "beam_group", None) is not None}
+    found = {name: [list(beam.tokens) for beam in group.final_results] for name, group in groups.items()}
+    return {**engine.tokens(), **found}
+
+
+def test_a_limit_that_falls_ends_no_group_of_beams():
+    """SGLang cannot retract a group, and aborts it if memory is lacking."""
+    jobs = [beams(*job) for job in JOBS[:18]]
+
+    def own():
+        engine = Engine(model("gqa"), page_size=1)
+        engine.run(jobs)
+        return of_groups(engine)
+
+    def run():
+        from pyvmem.engine import control
+
+        engine, had = Engine(model("gqa"), page_size=1), 0
+
+        def each(engine):
+            nonlocal had
+            groups = [r for r in engine.scheduler.running_batch.reqs if r.beam_group is not None]
+            had = max(had, len(groups))
+            engine.memory.page[control.LIMIT] = 1 if groups and engine.steps % 40 < 30 else control.NO_LIMIT
+
+        engine.run(jobs, each=each)
+        return of_groups(engine), had, engine.retractions()
+
+    tokens, had, retracted = forked(run)
+    assert had > 2 and retracted and tokens == forked(own, vmem=False)
+    assert all(tokens[name] for name, *_ in jobs)
+
+
 def test_what_steps_of_two_pools_of_layers_map_themselves_is_added_up():
     def run():
         from pyvmem.engine import control
