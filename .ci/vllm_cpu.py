@@ -23,6 +23,9 @@ RELEASES = 4
 # Limits that move, in blocks and in slots; latent attention; a pool; and that a wrong row would be seen.
 QUICK = "move and [llama] or deepseek or lend_each_other or seeded_fault or refused"
 ROUTER = ("vllm-router==0.1.17", "orjson")  # vLLM's own, for several servers
+TRAINER = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "pandas", "pyarrow", "xxhash",
+           "multiprocess<0.70.20", "python-dateutil", "six")  # fmt: skip
+TRL = ROOT / "build" / "trl" / "1.16.0" / "site-packages"  # what is elsewhere, datasets would hash whole
 # Packages that the build names and a CPU does not use, gigabytes in all.
 OVERRIDES = never("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
 
@@ -38,6 +41,18 @@ def make() -> None:
     about.mkdir(exist_ok=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
     (FOLDER / ".ready").write_text(VERSION)
+
+
+def trainer() -> bool:
+    """Install TRL and what it imports beyond vLLM into TRL, unless it is there. Returns whether it is."""
+    done = TRL.parent / ".ready"
+    if not done.exists():
+        packages = [PYTHON, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-deps"]
+        if run(*packages, "--target", TRL, *TRAINER):
+            print(f"the registry does not give {' and '.join(TRAINER)}: TRL's trainer is not tested")
+            return False
+        done.touch()
+    return True
 
 
 def pytest(paths: list[str], before: list[Path], *arguments: str) -> int:
@@ -64,9 +79,11 @@ def main(what: str, *arguments: str) -> int:
         return pytest(["tests/vllm/test_engine.py"], [], "-k", QUICK)
     if what == "test":
         # The engines' tests fork from a process that has imported vLLM on vMem and started no thread.
-        fork = ["tests/vllm/test_engine.py", "tests/vllm/test_sleep.py"]
-        parts = [fork, ["tests/vllm", *(f"--ignore={file}" for file in fork)]]
+        fork, trl = [f"tests/vllm/test_{name}.py" for name in ("engine", "sleep", "rl")], "tests/vllm/test_trl.py"
+        parts = [fork, ["tests/vllm", *(f"--ignore={file}" for file in (*fork, trl))]]
         ended = [pytest(part, [], *arguments) for part in parts]
+        if trainer():
+            ended.append(pytest([trl], [TRL], *arguments))
         return 0 if 0 in ended and set(ended) <= {0, NO_TEST} else max(ended)
     failed = 0
     for version in arguments or newest(RELEASES):
