@@ -94,8 +94,11 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
         ("vllm-serve", 400, [*serve, "llama"]),
         *(serve_on_two if torch.cuda.device_count() > 1 else ()),
         *([("vllm-sanitizer", 600, sanitizer)] if shutil.which("compute-sanitizer") else ()),
-        ("rollout-vllm", 300, [sys.executable, "examples/rollout_vllm.py"]),
-        ("rollout-vllm-no-lease", 300, [sys.executable, "examples/rollout_vllm.py", "--no-lease"]),
+        *(
+            [("rl", 1500, [*BENCH[:-1], "benchmarks.rl", "--out", str(OUT / "rl.jsonl")])]
+            if importlib.util.find_spec("trl")
+            else ()
+        ),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The training step of rollout.py and rollout_vllm.py: REINFORCE over micro-batches.
+"""The training step of rollout.py: REINFORCE over micro-batches.
 
 SPDX-License-Identifier: MIT
 """

@@ -108,10 +108,3 @@ def test_rollout_computes_no_token_again(said):
     assert "PyTorch has no memory pools" in text  # on a CPU
     rounds = re.findall(r"^round \d: .* (\d+) of (\d+) before them not computed again", text, re.M)
     assert [(int(known), int(before)) for known, before in rounds] == [(42, 43), (45, 46)]
-
-
-def test_without_vllm_its_example_says_so(said, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find(name, *rest))
-    with pytest.raises(SystemExit, match="this Python has no vLLM"):
-        said("rollout_vllm")

@@ -186,24 +186,3 @@ def test_vllm_serve_gives_vllms_tokens_over_http(server, own):
     assert [e["steps"] for e in json.loads(get(f"{server}/vmem/limit"))["engines"]] == [now.steps]
     for path in ("/metrics", "/vmem/metrics"):
         assert "vllm:vmem_kv_" in get(server + path)
-
-
-@pytest.fixture
-def rollout(printed):
-    """The lines that examples/rollout_vllm.py prints of its rounds, and its last line."""
-    example = os.path.join(os.path.dirname(__file__), "..", "..", "examples", "rollout_vllm.py")
-
-    def run(*options):
-        lines = printed(example, *options)
-        return [line for line in lines if line.startswith("round ")], lines[-1]
-
-    return run
-
-
-def test_the_rollout_goes_on_from_the_prefix_cache_with_equal_tokens(rollout):
-    """On a CPU, PyTorch has no lease: the engine's pool has another member on a GPU alone."""
-    rounds, tokens = rollout()
-    for line, known in zip(rounds, (1024, 1152, 1280)):  # all whole blocks of 32 tokens, but the last of each sequence
-        assert f" {known} of {known + 128} before them not computed again" in line
-    assert len(rounds) == 3 and tokens.startswith("tokens ")
-    assert rollout("--no-lease")[1] == tokens
