@@ -478,6 +478,8 @@ class Context(_Owned):
         ------
         InvalidArgument
             No reservation contains the address.
+        OutOfMemory
+            A call failed there, and the driver refuses to restore what it changed: see ``absent`` in `Stats`.
         """
         page, offset = ffi.new("vmem_page *"), ffi.new("uint64_t *")
         _check(lib.vmem_query(self._use(), uint("addr", addr), page, offset))
