@@ -44,7 +44,7 @@ class Sleep:
         self._memory, self._scheduler, self._sleeper = memory, scheduler, sleeper
         self._page, self._ranks = page, ranks
         self.asleep = self._paused = False  # _paused: whether SGLang's own orders have paused the engine
-        sleeper.weights.copy_behind(lambda: bool(scheduler.running_batch.reqs))  # not before: graphs were captured
+        sleeper.warmed_up(lambda: bool(scheduler.running_batch.reqs))
 
     def begin(self) -> None:
         """Go to sleep."""

@@ -52,6 +52,8 @@ class Sleeper:
         own = context_on(device, chosen)  # whose allocations are larger than those for blocks
         self.weights = Weights(pool, own, f"weights {os.getpid()}", chosen.logger)
         self._activations = Activations(self.weights)
+        self._busy: Callable[[], bool] | None = None
+        self._copies = False  # whether a copy has begun because a server lets the model sleep
 
     @contextlib.contextmanager
     def claim(self, size: int) -> Iterator[None]:
@@ -101,6 +103,16 @@ class Sleeper:
             for word in (control.STATE, control.QUEUED, control.SINCE, control.LACKS, control.LACKING):
                 page[word] = 0
 
+    def warmed_up(self, busy: Callable[[], bool]) -> None:
+        """Graphs have been captured, so that weights may be copied to the host.
+
+        They are if a server lets the model sleep, so that it sleeps at once. Else the first sleep that keeps them has
+        them copied: a trainer may discard them each time, and pinned host memory takes a second for each GiB.
+
+        busy : as for `Weights.copy_behind`.
+        """
+        self._busy = busy
+
     def falls_asleep(self) -> None:
         """Note how much memory torch caches, before the engine gives it to the driver."""
         self._activations.note()
@@ -126,14 +138,17 @@ class Sleeper:
 
     def park(self, keep: bool = True) -> None:
         """Put everything to sleep, also after an attempt to wake that failed. keep: as `Weights.park` has it."""
-        self.weights.park(keep)
+        self.weights.park(keep, self._busy)
         self._activations.drop()
 
     def _lacks(self, missing: int) -> None:
         self._page.cells[control.SHORT + self._rank] = missing
 
     def publish(self) -> None:
-        """Write this worker's column of the control page."""
+        """Write this worker's column of the control page. It is called now and then: see `warmed_up`."""
         cells, rank, weights = self._page.cells, self._rank, self.weights
+        if self._busy is not None and cells[control.STATE] and not self._copies:
+            self._copies = True
+            weights.copy_behind(self._busy)
         cells[control.WEIGHTS + rank], cells[control.WEIGHTS_HELD + rank] = weights.bytes, weights.held
         cells[control.GIVES + rank] = weights.gives

@@ -366,24 +366,28 @@ class Weights:
 
     @property
     def gives(self) -> int:
-        """Bytes on the device that others can have while the model sleeps: those of which there is a copy."""
+        """Bytes on the device that others can have while the model sleeps: those of which there is a copy, or which
+        nobody wants back.
+        """
         stats = self.lease.stats()
-        return max(stats.held_bytes - max(stats.bytes - self._copy.bytes, 0), 0)
+        given = stats.parked_bytes if self._asleep else self._copy.bytes
+        return max(stats.held_bytes - max(stats.bytes - given, 0), 0)
 
     @property
     def parked(self) -> bool:
         return self._asleep
 
-    def park(self, keep: bool = True) -> None:
+    def park(self, keep: bool = True, busy: Callable[[], bool] | None = None) -> None:
         """Let the other members of the pool have the weights' memory; no kernel may use them until `wake`.
 
         keep: whether they come back as they are now. Then segments without a copy stay on the device until a thread has
-        copied them.
+        copied them. busy: as for `copy_behind`.
         """
         with self._lock:
             if self._asleep:
                 return
             self._synchronize()
+            self._busy = busy or self._busy
             segments = self.lease._segments()
             if keep:
                 copied = {address: n for address, n in segments.items() if address in self._copy}

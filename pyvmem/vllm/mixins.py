@@ -93,7 +93,7 @@ class WorkerMixin:
     def compile_or_warm_up_model(self) -> Any:
         done = super().compile_or_warm_up_model()  # type: ignore[misc]
         if self._vmem is not None and self._vmem.weights is not None:
-            self._vmem.weights.copy_behind(self._vmem.busy)  # not before: graphs have been captured
+            self._vmem.warmed_up()
             # vLLM collects garbage whenever it goes to sleep, and freezes only the engine core's process.
             gc.collect()
             gc.freeze()

@@ -95,6 +95,11 @@ class WorkerMemory(BlockMemory):
         """The weights, if they are in the pool."""
         return self._sleeper.weights if self._sleeper is not None else None
 
+    def warmed_up(self) -> None:
+        """vLLM has warmed up, and captured its graphs."""
+        if self._sleeper is not None:
+            self._sleeper.warmed_up(self.busy)
+
     def expect(self, config: Any, copied: bool = False) -> None:
         """Prepare for vLLM's allocation of its KV cache. The configuration may be changed.
 

@@ -114,6 +114,40 @@ def test_a_load_that_fails_leaves_no_claim(pool, page, busy, sleeper):
     assert len(load(busy, 8, pool)) == 8
 
 
+def copied(sleeper):
+    while sleeper.weights.gives < sleeper.weights.bytes:
+        time.sleep(1e-3)
+
+
+def test_weights_are_copied_for_a_server_that_lets_them_sleep_or_by_a_sleep_that_keeps_them(page, sleeper):
+    """Reinforcement learning discards them, and its trainer needs the host's memory."""
+    weights = sleeper.weights
+    model = net(8 * MIB)
+    weights.adopt([model])
+    sleeper.warmed_up(bool)
+    sleeper.publish()
+    sleeper.park(keep=False)
+    assert weights.gives == weights.bytes  # nobody wants them back
+    sleeper.wake(1)
+    sleeper.publish()
+    assert weights._copy.bytes == weights.gives == 0  # and none was copied
+    sleeper.park()
+    copied(sleeper)
+    weights.lease.trim()
+    sleeper.wake(1)
+    assert torch.equal(model.words, torch.arange(MIB))
+
+
+def test_weights_are_copied_once_a_server_is_there(page, sleeper):
+    sleeper.weights.adopt([net(8 * MIB)])
+    page[control.STATE] = State.AWAKE
+    sleeper.publish()
+    assert sleeper.weights.gives == 0  # not while graphs are captured
+    sleeper.warmed_up(bool)
+    sleeper.publish()
+    copied(sleeper)
+
+
 def test_one_worker_that_has_all_does_not_end_the_claim_of_another(pool, page, busy, sleeper):
     page.cells[control.SHORT + 1] = 5 * MIB  # as it has published
     with sleeper.claim(2 * MIB):

@@ -111,7 +111,7 @@ def test_no_sleep_looks_for_garbage_in_what_a_worker_has_loaded():
         pass
 
     worker, loaded = Worker(), [[]]
-    worker._vmem = types.SimpleNamespace(weights=types.SimpleNamespace(copy_behind=lambda busy: None), busy=bool)
+    worker._vmem = types.SimpleNamespace(weights=True, warmed_up=lambda: None)
     try:
         assert worker.compile_or_warm_up_model() == "warm"
         assert not any(seen is loaded for seen in gc.get_objects())
