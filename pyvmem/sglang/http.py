@@ -48,8 +48,8 @@ class Serve(Limits, serve.Serve):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # SGLang answers these by a token that it generates, which a model that sleeps does not.
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] == "http" and path in HEALTH and self._find() and any(p.asleep for p in self._pages):
-            await http.answer(send, 200 if self._alive() else 503, b"", b"text/plain")
+        if scope["type"] == "http" and path in HEALTH and self.pages.find() and self.pages.has_sleepers():
+            await http.answer(send, 200 if self.leader.is_alive() else 503, b"", b"text/plain")
             return
         await super().__call__(scope, receive, send)
 

@@ -2,6 +2,7 @@
 
 An engine that sleeps gives it to the driver. Its first step after the sleep would allocate it again, and end the engine
 if other models had taken it meanwhile. So a model that wakes has torch cache as much as before, or goes on sleeping.
+`sleeper` calls it; begin with `Activations.take`.
 
 SPDX-License-Identifier: MIT
 """

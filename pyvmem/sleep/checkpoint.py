@@ -1,4 +1,4 @@
-"""The files of a model's weights on this machine.
+"""The files of a model's weights on this machine: how much room a model asks for before it is loaded. Calls nothing.
 
 SPDX-License-Identifier: MIT
 """

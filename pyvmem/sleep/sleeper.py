@@ -1,5 +1,8 @@
 """The memory of one worker that sleeps and wakes as a whole, beside its KV cache: weights and activations.
 
+An engine's plugin calls it, from the loading of the model on; begin with `Sleeper.claim`. It calls `weights` and
+`activations`, and says in the control page what is lacking.
+
 SPDX-License-Identifier: MIT
 """
 

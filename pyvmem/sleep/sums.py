@@ -4,7 +4,8 @@ Each word is mixed with its place, by multiplications and shifts, before it is a
 miss what structured data do: experts that change places in two layers, or two signs that flip. The mixer is Degski's
 (x ^= x >> 32 between two multiplications). The key is drawn for each object, so no data are known to have equal sums.
 
-On a GPU, a kernel in Triton reads the memory once (`pyvmem.sleep.sums_kernel`). Elsewhere, torch does it.
+On a GPU, a kernel in Triton reads the memory once (`pyvmem.sleep.sums_kernel`). Elsewhere, torch does it. `weights`
+calls it; begin with `Sums`.
 
 SPDX-License-Identifier: MIT
 """

@@ -4,7 +4,7 @@ Each engine looks at what all of them publish, and decides by `decide` for itsel
 rules, so at most one acts at a time. Nothing is remembered: an order to drain is what the rules say now. It lapses when
 its asker has been served, has given up, or has died.
 
-This module is pure: it reads no control page and asks about no process.
+This module is pure: it reads no control page, asks about no process and calls nothing. Begin with `decide`.
 
 SPDX-License-Identifier: MIT
 """
@@ -76,30 +76,30 @@ class Model:
     gives: int = 0
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """It sleeps, and requests wait for it, in its server or frozen in its engine."""
         return self.queued + self.running > 0 and self.state in (State.ASLEEP, State.WAKING)
 
     @property
-    def asks(self) -> bool:
+    def is_asking(self) -> bool:
         """It needs memory of others: to wake, or to go on."""
-        return self.alive and (self.waits or (self.starved > 0 and self.state == State.AWAKE))
+        return self.alive and (self.is_waiting or (self.starved > 0 and self.state == State.AWAKE))
 
     @property
     def asked(self) -> float:
         """Since when. A model that sleeps with its requests has had its turn, and waits since then."""
-        if not self.waits:
+        if not self.is_waiting:
             return self.starved
         slept = max(self.starved, self.changed) if self.running else self.since
         return min(self.since, slept) if self.queued else slept
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """It can sleep now: no request runs, and none may begin."""
         return not self.running and (not self.queued or self.state == State.CLOSING)
 
 
-def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
+def next_to_wake(models: Sequence[Model], now: float, slice: float) -> Model | None:
     """The model whose turn it is to wake or to go on: what becomes free is for it.
 
     The highest priority comes first, then the longest wait. One that has waited for `OVERDUE` slices goes before all. A
@@ -113,16 +113,16 @@ def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
     awake = [m for m in models if m.alive and m.state in (State.AWAKE, State.CLOSING)]
 
     def rests(m: Model) -> bool:
-        if not awake or m.queued or not m.waits or now - m.changed >= REST * slice:
+        if not awake or m.queued or not m.is_waiting or now - m.changed >= REST * slice:
             return False
         given = sum(other.gives for other in sleeping if other is not m)
-        return not (0 < m.lacks <= given or any(other.idle or other.priority < m.priority for other in awake))
+        return not (0 < m.lacks <= given or any(other.is_idle or other.priority < m.priority for other in awake))
 
     def turn(m: Model) -> tuple[bool, int, float, bool, str]:
         overdue = now - m.asked > OVERDUE * slice
         return not overdue, 0 if overdue else -m.priority, m.asked, not m.lacks, m.name
 
-    order = sorted((m for m in models if m.asks and not rests(m)), key=turn)
+    order = sorted((m for m in models if m.is_asking and not rests(m)), key=turn)
     if not order:
         return None
     if awake:
@@ -131,7 +131,7 @@ def first(models: Sequence[Model], now: float, slice: float) -> Model | None:
     return order[int(now / slice) % len(order) if order[0].lacks > given else 0]
 
 
-def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
+def next_to_sleep(models: Sequence[Model], now: float, slice: float) -> Model | None:
     """The model whose weights go next, or which drains so that they can; None if nobody has to, or nobody can.
 
     Idle models go first: of the lowest priority, then the longest idle. A busy one follows when it has been awake for
@@ -140,7 +140,7 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
     starved, others give later than for one that wakes, as what it lacks may be on its way. So may the memory of models
     that sleep: the next one waits as long again after each, and longer if theirs suffices.
     """
-    asker = first(models, now, slice)
+    asker = next_to_wake(models, now, slice)
     if asker is None:
         return None
     wakes = asker.state in (State.ASLEEP, State.WAKING)
@@ -152,7 +152,7 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
     if (wakes and not asker.lacks) or now - since < patience:
         return None
     others = [m for m in models if m.alive and m.state in (State.AWAKE, State.CLOSING) and m is not asker]
-    idle = [m for m in others if m.idle]
+    idle = [m for m in others if m.is_idle]
     if idle:
         return min(idle, key=lambda m: (m.state != State.CLOSING, m.priority, m.used, m.name))
     if not wakes and now - asker.starved < slice:
@@ -163,9 +163,9 @@ def giver(models: Sequence[Model], now: float, slice: float) -> Model | None:
     return min(busy, key=lambda m: (m.state != State.CLOSING, m.priority, m.running, m.changed, m.name), default=None)
 
 
-def suffices(models: Sequence[Model], me: Model, now: float, slice: float) -> bool:
+def weights_suffice(models: Sequence[Model], me: Model, now: float, slice: float) -> bool:
     """Return whether the weights that models give would wake the asker or let it go on, without the KV of `me`."""
-    asker = first(models, now, slice)
+    asker = next_to_wake(models, now, slice)
     if asker is None or not me.gives:
         return False
     if asker.state not in (State.ASLEEP, State.WAKING):
@@ -187,16 +187,16 @@ def decide(models: Sequence[Model], me: Model, now: float, slice: float, idle: f
     idle : float
         Seconds without a request after which it sleeps by itself; 0: never.
     """
-    if me.state == State.ASLEEP and me.waits:
-        return Action.WAKE if first(models, now, slice) is me else Action.NOTHING
+    if me.state == State.ASLEEP and me.is_waiting:
+        return Action.WAKE if next_to_wake(models, now, slice) is me else Action.NOTHING
     if me.state not in (State.AWAKE, State.CLOSING):
         return Action.NOTHING
-    if giver(models, now, slice) is me:
-        if me.idle:
+    if next_to_sleep(models, now, slice) is me:
+        if me.is_idle:
             return Action.SLEEP
-        if (me.starved and now - me.starved >= slice) or suffices(models, me, now, slice):
+        if (me.starved and now - me.starved >= slice) or weights_suffice(models, me, now, slice):
             return Action.FREEZE
         return Action.NOTHING if me.state == State.CLOSING else Action.CLOSE
     if me.state == State.CLOSING:
         return Action.OPEN
-    return Action.SLEEP if me.idle and idle and now - me.used >= idle else Action.NOTHING
+    return Action.SLEEP if me.is_idle and idle and now - me.used >= idle else Action.NOTHING

@@ -83,7 +83,7 @@ class Serve(Limits, serve.Serve):
 
     async def wake(self, state: Any) -> None:
         await state.engine_client.collective_rpc("vmem_wake")
-        if not self.is_in_vain():
+        if not self.pages.is_wake_in_vain():
             await state.engine_client.wake_up()
 
     async def sleep_again(self, state: Any) -> None:

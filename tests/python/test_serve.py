@@ -13,7 +13,7 @@ import pytest
 
 from pyvmem.engine import control
 from pyvmem.engine.control import State
-from pyvmem.sleep import serve
+from pyvmem.sleep import leader, pages, serve, turns
 from pyvmem.vllm import plugin
 
 SLICE = 0.1
@@ -132,7 +132,7 @@ async def until(what, engine):
 def played(tmp_path, monkeypatch):
     """Runs a history with an engine and another model of its pool."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(serve.turns, "HUNGRY", 0.05)
+    monkeypatch.setattr(turns, "HUNGRY", 0.05)
 
     def play(history, **options):
         async def run():
@@ -196,7 +196,7 @@ def test_a_request_ends_with_its_last_byte_not_with_its_application(played):
 
 def test_no_order_and_no_request_waits_for_a_look(played, monkeypatch):
     """Each is begun and answered at once: looks, which are hours apart here, are for what other processes do."""
-    monkeypatch.setattr(serve, "TICK", 3600)
+    monkeypatch.setattr(leader, "TICK", 3600)
 
     async def orders(engine, app):
         for path in ("sleep", "wake", "drain", "wake", "sleep"):
@@ -326,7 +326,7 @@ def test_a_request_that_is_half_done_is_held_while_its_model_sleeps(played):
             await until(lambda: engine.page[control.QUEUED] == 1, engine)  # the stream waits for its first token
             assert (await stream)[0] == 503
             await until(lambda: engine.page[control.UNSERVED] == 1 and not engine.page[control.QUEUED], engine)
-            await asyncio.sleep(2 * serve.FIND)  # it looks again
+            await asyncio.sleep(2 * pages.FIND)  # it looks again
             assert not half_done.done() and engine.page[control.RUNNING] == 1
             app.may.set()
             assert (await half_done)[0] == 200
@@ -420,7 +420,7 @@ def test_attempts_to_wake_in_vain_are_worth_one_line(played, caplog):
 
 
 def test_no_engine_of_a_server_stays_awake_while_another_lacks_memory(played, monkeypatch):
-    monkeypatch.setattr(serve, "FIND", 0)  # data parallelism has an engine for each rank
+    monkeypatch.setattr(pages, "FIND", 0)  # data parallelism has an engine for each rank
 
     async def history(engine, app, other):
         second = page_of("minetoo", "chat")
@@ -449,7 +449,7 @@ def test_no_engine_of_a_server_stays_awake_while_another_lacks_memory(played, mo
         assert second.asleep
         engine.lacks = 5
         assert (await ask(engine))[0] == 503
-        await until(lambda: engine.page.asleep and engine._acts.done(), engine)
+        await until(lambda: engine.page.asleep and not engine.leader.is_acting(), engine)
         assert engine.calls.count("sleep") == 1 + engine.calls.count("wake")
         engine.lacks = 0
         await answered(engine)
@@ -472,6 +472,6 @@ def test_a_model_that_is_not_starved_is_not_frozen(played):
 
 def test_this_process_is_the_server_that_leads(played):
     async def history(engine, app, other):
-        assert [s[control.S_PID] for s in engine._servers(engine.page)] == [os.getpid()]
+        assert [s[control.S_PID] for s in engine.pages.servers()] == [os.getpid()]
 
     played(history)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pyvmem.engine.control import State
-from pyvmem.sleep.turns import HUNGRY, OVERDUE, PATIENCE, REST, Action, Model, decide, first, giver
+from pyvmem.sleep.turns import HUNGRY, OVERDUE, PATIENCE, REST, Action, Model, decide, next_to_sleep, next_to_wake
 
 SLICE = 2.0
 TICK = 0.05
@@ -278,35 +278,35 @@ ASKER = Model("asker", State.ASLEEP, queued=1, since=50.0, lacks=5, lacking=60.0
 
 def test_spare_memory_comes_before_weights():
     patient = replace(ASKER, lacking=60.0)
-    assert giver([patient, awake("a")], 60.0, SLICE) is None
-    assert giver([replace(ASKER, lacks=0), awake("a")], 60.0, SLICE) is None
+    assert next_to_sleep([patient, awake("a")], 60.0, SLICE) is None
+    assert next_to_sleep([replace(ASKER, lacks=0), awake("a")], 60.0, SLICE) is None
 
 
 def test_idle_weights_go_by_priority_and_then_the_longest_idle():
     a, b, c = awake("a", priority=1), replace(awake("b"), used=12.0), replace(awake("c"), used=11.0)
     models = [ASKER, a, b, c]
-    assert giver(models, 60.0, SLICE) is c
+    assert next_to_sleep(models, 60.0, SLICE) is c
     assert decide(models, c, 60.0, SLICE) is Action.SLEEP
     assert decide(models, b, 60.0, SLICE) is Action.NOTHING
-    assert giver([ASKER, a], 60.0, SLICE) is a
+    assert next_to_sleep([ASKER, a], 60.0, SLICE) is a
 
 
 def test_who_gives_waits_for_what_another_one_gave_just_now():
     slept = Model("slept", State.ASLEEP, changed=60.0)
-    assert giver([ASKER, slept, awake("a")], 60.0 + PATIENCE / 2, SLICE) is None
-    assert giver([ASKER, slept, awake("a")], 60.0 + PATIENCE, SLICE).name == "a"
+    assert next_to_sleep([ASKER, slept, awake("a")], 60.0 + PATIENCE / 2, SLICE) is None
+    assert next_to_sleep([ASKER, slept, awake("a")], 60.0 + PATIENCE, SLICE).name == "a"
     starved = awake("starved", running=1, starved=50.0)
-    assert giver([starved, slept, awake("a")], 60.0 + HUNGRY / 2, SLICE) is None
-    assert giver([starved, slept, awake("a")], 60.0 + HUNGRY, SLICE).name == "a"
+    assert next_to_sleep([starved, slept, awake("a")], 60.0 + HUNGRY / 2, SLICE) is None
+    assert next_to_sleep([starved, slept, awake("a")], 60.0 + HUNGRY, SLICE).name == "a"
 
 
 def test_a_busy_model_drains_after_its_slice_and_a_higher_one_after_more():
     low, high = awake("low", running=1), awake("high", running=1, priority=2)
-    assert giver([ASKER, high], 10.0 + 2.9 * SLICE, SLICE) is None or True
+    assert next_to_sleep([ASKER, high], 10.0 + 2.9 * SLICE, SLICE) is None or True
     late = replace(ASKER, since=10.0, lacking=10.0)
-    assert giver([late, high], 10.0 + 2.9 * SLICE, SLICE) is None
-    assert giver([late, high], 10.0 + 3 * SLICE, SLICE) is high
-    assert giver([late, low, high], 10.0 + SLICE, SLICE) is low
+    assert next_to_sleep([late, high], 10.0 + 2.9 * SLICE, SLICE) is None
+    assert next_to_sleep([late, high], 10.0 + 3 * SLICE, SLICE) is high
+    assert next_to_sleep([late, low, high], 10.0 + SLICE, SLICE) is low
     closing = replace(low, state=State.CLOSING, queued=2)
     assert decide([late, closing], closing, 20.0, SLICE) is Action.NOTHING
     done = replace(closing, running=0)
@@ -317,9 +317,9 @@ def test_a_busy_model_drains_after_its_slice_and_a_higher_one_after_more():
 def test_of_busy_models_the_one_with_the_fewest_requests_gives():
     late = replace(ASKER, since=10.0, lacking=10.0)
     many, few = awake("many", running=3), replace(awake("few", running=1), changed=11.0)
-    assert giver([late, many, few], 11.0 + SLICE, SLICE) is few
-    assert giver([late, many, few], 10.0 + SLICE, SLICE) is many  # the other one has its slice
-    assert giver([late, many, replace(few, priority=1)], 60.0, SLICE) is many
+    assert next_to_sleep([late, many, few], 11.0 + SLICE, SLICE) is few
+    assert next_to_sleep([late, many, few], 10.0 + SLICE, SLICE) is many  # the other one has its slice
+    assert next_to_sleep([late, many, replace(few, priority=1)], 60.0, SLICE) is many
 
 
 def test_a_model_that_sleeps_with_its_requests_rests_while_others_are_busy():
@@ -327,15 +327,15 @@ def test_a_model_that_sleeps_with_its_requests_rests_while_others_are_busy():
     frozen = Model("frozen", State.ASLEEP, running=1, changed=50.0, starved=50.0, lacks=5)
     busy, early, late = awake("busy", running=1), 50.0 + SLICE, 50.0 + REST * SLICE
     new = replace(ASKER, since=51.0)
-    assert first([frozen, busy], early, SLICE) is None
-    assert first([frozen, busy, new], early, SLICE) is new
-    assert first([frozen, busy, new], late, SLICE) is frozen
-    assert first([replace(frozen, queued=1, since=51.5), busy, new], early, SLICE).name == "frozen"
-    assert first([frozen, busy, awake("idle")], early, SLICE) is frozen
-    assert first([frozen], early, SLICE) is frozen
-    assert first([replace(frozen, priority=1), busy], early, SLICE).name == "frozen"
-    assert first([frozen, busy, Model("asleep", State.ASLEEP, gives=5)], early, SLICE) is frozen
-    assert first([frozen, busy, Model("asleep", State.ASLEEP, gives=4)], early, SLICE) is None
+    assert next_to_wake([frozen, busy], early, SLICE) is None
+    assert next_to_wake([frozen, busy, new], early, SLICE) is new
+    assert next_to_wake([frozen, busy, new], late, SLICE) is frozen
+    assert next_to_wake([replace(frozen, queued=1, since=51.5), busy, new], early, SLICE).name == "frozen"
+    assert next_to_wake([frozen, busy, awake("idle")], early, SLICE) is frozen
+    assert next_to_wake([frozen], early, SLICE) is frozen
+    assert next_to_wake([replace(frozen, priority=1), busy], early, SLICE).name == "frozen"
+    assert next_to_wake([frozen, busy, Model("asleep", State.ASLEEP, gives=5)], early, SLICE) is frozen
+    assert next_to_wake([frozen, busy, Model("asleep", State.ASLEEP, gives=4)], early, SLICE) is None
 
 
 def test_a_busy_model_sleeps_with_its_requests_if_that_suffices():
@@ -352,18 +352,18 @@ def test_a_busy_model_sleeps_with_its_requests_if_that_suffices():
 
 def test_nobody_gives_while_what_sleeping_models_give_suffices():
     asleep = Model("asleep", State.ASLEEP, changed=59.0, gives=5)
-    assert giver([ASKER, asleep, awake("a")], 60.0, SLICE) is None
-    assert giver([replace(ASKER, lacks=6), asleep, awake("a")], 60.0, SLICE).name == "a"
-    assert giver([ASKER, asleep, awake("a")], 60.0 + HUNGRY, SLICE).name == "a"  # it does not come
+    assert next_to_sleep([ASKER, asleep, awake("a")], 60.0, SLICE) is None
+    assert next_to_sleep([replace(ASKER, lacks=6), asleep, awake("a")], 60.0, SLICE).name == "a"
+    assert next_to_sleep([ASKER, asleep, awake("a")], 60.0 + HUNGRY, SLICE).name == "a"  # it does not come
 
 
 def test_who_wakes_first():
     old = replace(ASKER, name="old", since=40.0)
     high = replace(ASKER, name="high", priority=1)
-    assert first([ASKER, old], 60.0, 10.0) is old
-    assert first([old, high], 60.0, 10.0) is high
-    assert first([replace(old, since=60.0 - OVERDUE * SLICE - 1), high], 60.0, SLICE).name == "old"
-    assert first([replace(old, alive=False), high], 60.0, SLICE) is high
+    assert next_to_wake([ASKER, old], 60.0, 10.0) is old
+    assert next_to_wake([old, high], 60.0, 10.0) is high
+    assert next_to_wake([replace(old, since=60.0 - OVERDUE * SLICE - 1), high], 60.0, SLICE).name == "old"
+    assert next_to_wake([replace(old, alive=False), high], 60.0, SLICE) is high
     assert decide([old, ASKER], ASKER, 41.0, 10.0) is Action.NOTHING
 
 
@@ -371,18 +371,19 @@ def test_where_all_sleep_and_rows_hold_what_the_first_lacks_each_tries_in_turn()
     """The requests of those whose rows they are go on, and end."""
     frozen = Model("frozen", State.ASLEEP, running=1, changed=55.0, starved=55.0)
     models = [ASKER, frozen]
-    assert {first(models, 60.0 + turn * SLICE, SLICE).name for turn in range(2)} == {"asker", "frozen"}
-    assert first([*models, awake("a")], 60.0 + SLICE, SLICE) is first([*models, awake("a")], 60.0, SLICE) is ASKER
-    assert {first([ASKER, replace(frozen, gives=5)], 60.0 + turn * SLICE, SLICE) for turn in range(2)} == {ASKER}
+    assert {next_to_wake(models, 60.0 + turn * SLICE, SLICE).name for turn in range(2)} == {"asker", "frozen"}
+    beside = [*models, awake("a")]
+    assert all(next_to_wake(beside, now, SLICE) is ASKER for now in (60.0, 60.0 + SLICE))
+    assert {next_to_wake([ASKER, replace(frozen, gives=5)], 60.0 + turn * SLICE, SLICE) for turn in range(2)} == {ASKER}
 
 
 def test_of_a_servers_engines_one_that_lacks_memory_asks():
     one, two = replace(ASKER, name="engine 0", lacks=0), replace(ASKER, name="engine 1")
-    assert first([one, two], 60.0, SLICE) is two
-    assert giver([one, two, awake("a")], 60.0, SLICE).name == "a"
+    assert next_to_wake([one, two], 60.0, SLICE) is two
+    assert next_to_sleep([one, two, awake("a")], 60.0, SLICE).name == "a"
 
 
 def test_a_hanging_model_takes_no_part():
     hangs = awake("h", alive=False)
-    assert first([replace(ASKER, name="h", since=1.0, alive=False), ASKER], 60.0, SLICE) is ASKER
-    assert giver([ASKER, hangs], 60.0, SLICE) is None
+    assert next_to_wake([replace(ASKER, name="h", since=1.0, alive=False), ASKER], 60.0, SLICE) is ASKER
+    assert next_to_sleep([ASKER, hangs], 60.0, SLICE) is None

@@ -262,6 +262,7 @@ def test_a_wake_in_vain_is_answered_and_not_raised(worker, mixed_in, monkeypatch
     import asyncio
 
     from pyvmem import OutOfMemory
+    from pyvmem.sleep.pages import ServerPages
     from pyvmem.vllm import http
 
     made, told = mixed_in
@@ -276,7 +277,8 @@ def test_a_wake_in_vain_is_answered_and_not_raised(worker, mixed_in, monkeypatch
 
     state, serve = types.SimpleNamespace(engine_client=Client()), object.__new__(http.Serve)
     page = worker._page
-    serve._pages, page[control.RANKS_USED] = [page], 1
+    serve.pages = ServerPages(lambda: 0, 0, lambda: ("", 0))
+    serve.pages.mine, page[control.RANKS_USED] = [page], 1
     worker._backs = True
 
     def back(ids, wait):
@@ -288,11 +290,11 @@ def test_a_wake_in_vain_is_answered_and_not_raised(worker, mixed_in, monkeypatch
     worker.sleep()
     worker._backs = False
     asyncio.run(serve.wake(state))
-    assert asked == [("vmem_wake", False)] and page.asleep and serve.is_in_vain()
+    assert asked == [("vmem_wake", False)] and page.asleep and serve.pages.is_wake_in_vain()
     worker._backs = True
     asyncio.run(serve.wake(state))
     assert [method for method, _ in asked] == ["vmem_wake", "vmem_wake", "wake_up"]
-    assert asked[1][1] and not page.asleep and not serve.is_in_vain()
+    assert asked[1][1] and not page.asleep and not serve.pages.is_wake_in_vain()
     asyncio.run(serve.sleep_again(state))
     assert page.asleep
 
