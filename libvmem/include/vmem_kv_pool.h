@@ -6,7 +6,7 @@
 // in the pool. If that is too little, it returns -ENOMEM, and the pool asks the other members. They give back unused
 // budget, kept pages and pages ahead of need, down to their minimum, but never pages that a request needs. An idle
 // member (idle_ms) keeps only its minimum. The pool's thread does all this. No step waits for it, and it unmaps in
-// parts of a few ms.
+// parts of a few ms. It keeps no queue: beside members that ask again and again, only the minimum is sure to come.
 //
 // With a path, the members may be in several processes. Only this user may access the file at the path. The pool ends
 // with its last member. When a process ends, in whatever way, its budget returns to the pool. There is no daemon.

@@ -5,13 +5,15 @@ SPDX-License-Identifier: MIT
 
 import gc
 import math
+import threading
+import time
 
 import pytest
 import torch
 from caching_allocator import FakeCuda
 from hungry import Neighbour
 
-from pyvmem import Context, KVCache, KVPool
+from pyvmem import Context, KVCache, KVPool, TensorSpec
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.options import Spare
 from pyvmem.kv.prefix import PrefixCache
@@ -235,3 +237,32 @@ def test_what_weights_give_up_a_neighbour_gets(pool, neighbour, way):
     gc.collect()
     assert other.misses() == 0
     weights.close()
+
+
+# ---- who is served --------------------------------------------------------------------------------------------------
+
+
+def test_a_minimum_is_served_beside_members_that_ask_again_and_again(pool):
+    """They hold what they can get, give it back, and ask again at once."""
+    over = threading.Event()
+    served = [0] * 8
+
+    def ask(number, pool_min):
+        cache = KVCache([TensorSpec("row", (PAGE,), torch.uint8)], 1, 640, POOL, backend="host", page_size=PAGE,
+                        pool=pool, pool_min=pool_min, name=None)  # fmt: skip
+        while not over.is_set():
+            slot = cache.alloc()
+            while not cache.step([128]) and not over.is_set():  # a fifth of the pool
+                pool.wait(cache, 0.01)
+            served[number] += 1
+            cache.free(slot)
+        cache.close()
+
+    threads = [threading.Thread(target=ask, args=(number, 8 * MIB if number < 2 else 0)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    while min(served[:2]) < 50:
+        time.sleep(0.001)
+    over.set()
+    for thread in threads:
+        thread.join()

@@ -231,6 +231,23 @@ def test_who_waits_in_vain_is_refused_and_counted(played):
     played(history, queue="0.3")
 
 
+def test_the_time_before_the_model_woke_counts(played):
+    """A request waits for its model and then for memory, for `queue` in all."""
+
+    async def history(engine, app, other):
+        engine.page[control.STARVING] = 1_000_000
+        waits = int(0.9e6 * 60)
+        assert not engine._in_vain(now(), True, 0)
+        assert not engine._in_vain(now() - waits, True, waits)
+        waits = int(1.1e6 * 60)
+        assert engine._in_vain(now() - waits, True, waits)
+        engine.page[control.STARVING] = now() - 10_000_000
+        assert not engine._in_vain(now() - 15_000_000, True, 5_000_000)
+        assert engine._in_vain(now() - 65_000_000, True, 55_000_000)  # 55 s for the model, 10 s for memory
+
+    played(history)
+
+
 def starve(engine, app, other):
     """A request of this model that cannot go on, while the other model lacks memory, too, and came first."""
     app.may.clear()
