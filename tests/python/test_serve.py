@@ -237,13 +237,13 @@ def test_the_time_before_the_model_woke_counts(played):
     async def history(engine, app, other):
         engine.page[control.STARVING] = 1_000_000
         waits = int(0.9e6 * 60)
-        assert not engine._in_vain(now(), True, 0)
-        assert not engine._in_vain(now() - waits, True, waits)
+        assert not engine.admission.is_in_vain(now(), True, 0)
+        assert not engine.admission.is_in_vain(now() - waits, True, waits)
         waits = int(1.1e6 * 60)
-        assert engine._in_vain(now() - waits, True, waits)
+        assert engine.admission.is_in_vain(now() - waits, True, waits)
         engine.page[control.STARVING] = now() - 10_000_000
-        assert not engine._in_vain(now() - 15_000_000, True, 5_000_000)
-        assert engine._in_vain(now() - 65_000_000, True, 55_000_000)  # 55 s for the model, 10 s for memory
+        assert not engine.admission.is_in_vain(now() - 15_000_000, True, 5_000_000)
+        assert engine.admission.is_in_vain(now() - 65_000_000, True, 55_000_000)  # 55 s for the model, 10 s for memory
 
     played(history)
 
