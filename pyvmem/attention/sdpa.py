@@ -7,7 +7,6 @@ SPDX-License-Identifier: MIT
 """
 
 import contextlib
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -55,8 +54,8 @@ class SDPA(Kernel):
         v = call.v[slot, first:length].transpose(0, 1)[None]
         if queries == length and not shape.window and queries > 1:  # a whole prompt: the kernels' own causal mask
             q = call.q[rows].transpose(0, 1)[None]
-            gqa: dict[str, Any] = {"enable_gqa": True} if shape.group > 1 else {}  # torch 2.4 has no enable_gqa
-            o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.softmax_scale, **gqa)
+            gqa = shape.group > 1
+            o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.softmax_scale, enable_gqa=gqa)
             out[rows] = o[0].transpose(0, 1)
             return
         # [kv_heads, group * queries, head_dim]: the queries that share a KV head are adjacent.

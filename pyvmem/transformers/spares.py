@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from pyvmem._ffi import lib
 from pyvmem.errors import VmemError
 from pyvmem.kv.cache import KVCache
 from pyvmem.transformers.memory import is_quiet
@@ -52,6 +53,9 @@ class _Spare:
 
     def end(self) -> None:
         if self.claim():
+            # `put` has waited. To wait here, in the timer's thread, would end a capture of another thread.
+            if _users(self.kv) == _kinds[self.kv][2]:
+                lib.pv_owner_quiet(self.kv._owned())
             self.kv.close()
 
 
@@ -71,7 +75,7 @@ def put(kv: KVCache) -> None:
     """Keep a cache that no `VMemCache` has any more, if it may serve another one; otherwise close it."""
     try:
         spare = _Spare(kv)
-        if kv not in _kinds or spare.bytes > BYTES:
+        if kv not in _kinds or spare.bytes > BYTES or not is_quiet(kv):
             kv.close()
             return
         spare.timer.start()

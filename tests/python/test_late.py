@@ -9,6 +9,7 @@ import gc
 import pytest
 
 import pyvmem
+import pyvmem.kv.cache
 
 torch = pytest.importorskip("torch")
 
@@ -187,6 +188,31 @@ def test_a_closed_context_waits_for_all_that_it_has(backend, late, closes):
     del range_, context
     gc.collect()
     late.end()
+
+
+def test_a_swap_that_is_interrupted_waits_for_its_copies(context, late, monkeypatch):
+    """Ctrl-C comes when the copies are queued, and before they have ended."""
+    cache = pyvmem.KVCache.for_model(1, 2, 64, 4, 4096, 16 * MIB, dtype=torch.float32, context=context)
+    slot = cache.alloc(4096)
+    assert cache.step([4096 if s == slot else 0 for s in range(4)])
+    cache.tensors[0][slot].fill_(7)
+    cache.swap_out(slot)
+    copy = pyvmem.kv.cache._copy
+
+    def interrupted(to, source):
+        copy(to, source)
+        if late.backend != "host":  # where copies have ended when torch returns
+            late.read(to[0])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pyvmem.kv.cache, "_copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.swap_in(slot)
+    late.end()
+    assert cache.slot(slot).state == "swapped"
+    assert cache.swap_in(slot) and bool((cache.tensors[0][slot] == 7).all())
+    cache.close()
 
 
 def test_an_owner_that_ends_costs_one_wait(context, late):
