@@ -33,6 +33,26 @@ static CUresult done(int ioctl_result, int result)
     return result ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
 }
 
+CUresult simcuda_fill(struct simcuda_device *d, uint64_t addr, unsigned char value, size_t length)
+{
+    struct simgpu_copy c = {.vas = vas(d), .dst = addr, .len = length, .value = value};
+    int failed = ioctl(simcuda.sim_fd, SIMGPU_COPY, &c);
+
+    return done(failed, c.result);
+}
+
+CUresult simcuda_read(struct simcuda_device *d, uint64_t addr, void *to, size_t length)
+{
+    struct simgpu_access a = {.vas = vas(d),
+                              .va = addr,
+                              .len = length,
+                              .buf = (uintptr_t)to,
+                              .flags = SIMGPU_ACCESS_CE};
+    int failed = ioctl(simcuda.sim_fd, SIMGPU_ACCESS, &a);
+
+    return done(failed, a.result);
+}
+
 SIMCUDA_API CUresult cuMemHostAlloc(void **buffer, size_t length, unsigned flags)
 {
     (void)flags;
@@ -91,12 +111,7 @@ SIMCUDA_API CUresult cuMemsetD8Async(uint64_t addr, unsigned char value, size_t 
     (void)stream;
     if (simcuda_ready())
         return CUDA_ERROR_NOT_INITIALIZED;
-    if (!d)
-        return CUDA_ERROR_INVALID_CONTEXT;
-    struct simgpu_copy c = {.vas = vas(d), .dst = addr, .len = length, .value = value};
-    int failed = ioctl(simcuda.sim_fd, SIMGPU_COPY, &c);
-
-    return done(failed, c.result);
+    return d ? simcuda_fill(d, addr, value, length) : CUDA_ERROR_INVALID_CONTEXT;
 }
 
 SIMCUDA_API CUresult cuMemGetInfo_v2(size_t *free, size_t *total)

@@ -224,6 +224,7 @@ SIMCUDA_API CUresult cuDevicePrimaryCtxRelease_v2(int device)
         return CUDA_ERROR_INVALID_CONTEXT;
     pthread_mutex_lock(&simcuda.lock);
     if (--d->refs == 0) {
+        simcuda_guards_end(d);
         simcuda_uvm_forget(d);
         if (--simcuda.contexts == 0) {
             simcuda_vmm_reset();

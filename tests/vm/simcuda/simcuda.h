@@ -4,6 +4,10 @@
 // It behaves as libcuda does where libvmem can tell: one UVM address space per process, external ranges for
 // cuMemMap, allocations that live until they are released and unmapped, no use in a forked child.
 //
+// It is an unkind neighbour: reservations are handed out without gaps, and right behind each begins a guard, 2 MiB of
+// ordinary memory. Its content is checked when the reservation or the context goes and at the end of the process, which
+// aborts if any is lost. With SIMCUDA_GUARDS=0 there are none: then reservations are adjacent to one another.
+//
 // SPDX-License-Identifier: MIT
 #ifndef SIMCUDA_H
 #define SIMCUDA_H
@@ -38,6 +42,7 @@ struct simcuda_device {
     int refs; // of the primary context
     int fd;   // /dev/nvidiaN
     uint32_t h_device, h_vaspace;
+    uint32_t guard; // RM's memory behind the guards; 0: none yet
 };
 
 struct simcuda {
@@ -70,9 +75,14 @@ CUresult simcuda_uvm_device(struct simcuda_device *d);
 void simcuda_uvm_forget(struct simcuda_device *d);
 CUresult simcuda_uvm_range(uint64_t addr, uint64_t length);
 CUresult simcuda_uvm_free(uint64_t addr, uint64_t length);
+// Fills or reads memory that the GPU maps there. (copy.c)
+CUresult simcuda_fill(struct simcuda_device *d, uint64_t addr, unsigned char value, size_t length);
+CUresult simcuda_read(struct simcuda_device *d, uint64_t addr, void *to, size_t length);
 CUresult simcuda_uvm_map(struct simcuda_device *d, uint64_t addr, uint64_t length, uint64_t offset, uint32_t memory);
 
-// vmm.c. Forgets all reservations and mappings: their address space is gone.
+// vmm.c. Checks the guards on a device, which are none from then on. With the lock held.
+void simcuda_guards_end(struct simcuda_device *d);
+// Forgets all reservations and mappings: their address space is gone.
 void simcuda_vmm_reset(void);
 
 #endif

@@ -5,7 +5,9 @@
 #include "simcuda.h"
 
 #include <search.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 #include <sys/mman.h>
 
 struct handle {
@@ -15,11 +17,20 @@ struct handle {
     unsigned refs;   // the owner's and one per mapping
 };
 
-// A reservation (handle NULL) or a mapping; never overlapping others of its kind.
+// A reservation (handle NULL; with its guard) or a mapping; never overlapping others of its kind.
 struct extent {
     uint64_t addr, length, offset;
     struct handle *handle;
+    struct simcuda_device *guard; // on which its guard is mapped; NULL: none
 };
+
+#define GUARD SIMCUDA_GRANULARITY
+#define GUARD_BYTE 0x6a
+#define STEP (64u << 10) // what the module maps and unmaps at least
+
+// All reservations lie here, each where the first gap is. The host has nothing else in it.
+#define ROOM (1ull << 46)
+static uint64_t room;
 
 struct prop {
     int type, handle_types;
@@ -71,13 +82,111 @@ SIMCUDA_API CUresult cuMemGetAllocationGranularity(size_t *granularity, const st
     return CUDA_SUCCESS;
 }
 
+static uint64_t guard_length(void)
+{
+    const char *text = getenv("SIMCUDA_GUARDS");
+
+    return text && *text == '0' ? 0 : GUARD;
+}
+
+static uint64_t guard_addr(const struct extent *r) { return r->addr + r->length - GUARD; }
+
+// All guards of a device share their memory: what is lost is seen at the addresses of each.
+static CUresult guard_begin(struct extent *r, struct simcuda_device *d)
+{
+    uint64_t addr = guard_addr(r);
+    bool first = !d->guard;
+    CUresult result = first ? simcuda_rm_memory(d, GUARD, &d->guard) : CUDA_SUCCESS;
+
+    if (result)
+        d->guard = 0;
+    else
+        result = simcuda_uvm_range(addr, GUARD);
+    if (result)
+        return result;
+    result = simcuda_uvm_map(d, addr, GUARD, 0, d->guard);
+    if (!result && first)
+        result = simcuda_fill(d, addr, GUARD_BYTE, GUARD);
+    if (result)
+        simcuda_uvm_free(addr, GUARD);
+    else
+        r->guard = d;
+    return result;
+}
+
+static void guard_check(const struct extent *r)
+{
+    for (uint64_t at = guard_addr(r); at < r->addr + r->length; at += STEP) {
+        unsigned char got[2] = {0};
+
+        if (!simcuda_read(r->guard, at, &got[0], 1) && !simcuda_read(r->guard, at + STEP - 1, &got[1], 1) &&
+            got[0] == GUARD_BYTE && got[1] == GUARD_BYTE)
+            continue;
+        fprintf(stderr, "simcuda: the memory behind the reservation 0x%llx..0x%llx is lost at 0x%llx\n",
+                (unsigned long long)r->addr, (unsigned long long)guard_addr(r), (unsigned long long)at);
+        abort();
+    }
+}
+
+static void guard_end(struct extent *r)
+{
+    if (!r->guard)
+        return;
+    guard_check(r);
+    simcuda_uvm_free(guard_addr(r), GUARD);
+    r->guard = NULL;
+}
+
+static struct simcuda_device *ending; // twalk() has no argument for it; NULL: check all, and end none
+
+static void visit(const void *node, VISIT order, int depth)
+{
+    struct extent *r = *(struct extent *const *)node;
+
+    (void)depth;
+    if ((order != postorder && order != leaf) || !r->guard)
+        return;
+    if (!ending)
+        guard_check(r);
+    else if (r->guard == ending)
+        guard_end(r);
+}
+
+void simcuda_guards_end(struct simcuda_device *d)
+{
+    ending = d;
+    twalk(simcuda.reservations, visit);
+    ending = NULL;
+    d->guard = 0; // it goes with the device
+}
+
+__attribute__((destructor)) static void guards_check(void)
+{
+    if (simcuda.pid == getpid() && !pthread_mutex_trylock(&simcuda.lock))
+        twalk(simcuda.reservations, visit);
+}
+
+// Places a reservation in the first gap, without one before it.
+static bool room_for(struct extent *r, uint64_t align)
+{
+    if (!room) {
+        void *p = mmap(NULL, ROOM, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+        if (p == MAP_FAILED)
+            return false;
+        room = ((uintptr_t)p + SIMCUDA_GRANULARITY - 1) & ~(SIMCUDA_GRANULARITY - 1);
+    }
+    r->addr = (room + align - 1) & ~(align - 1);
+    for (struct extent *other; (other = find(simcuda.reservations, r->addr, r->length));)
+        r->addr = (other->addr + other->length + align - 1) & ~(align - 1);
+    return r->addr + r->length <= room + ROOM - SIMCUDA_GRANULARITY;
+}
+
 SIMCUDA_API CUresult cuMemAddressReserve(uint64_t *addr, size_t length, size_t align, uint64_t hint,
                                          unsigned long long flags)
 {
     CUresult result = begin();
     struct extent *r;
-    uint64_t base;
-    char *p;
 
     (void)hint;
     if (result)
@@ -87,24 +196,21 @@ SIMCUDA_API CUresult cuMemAddressReserve(uint64_t *addr, size_t length, size_t a
     if (!length || !aligned(length) || (align & (align - 1)) || flags)
         return CUDA_ERROR_INVALID_VALUE;
     r = calloc(1, sizeof(*r));
-    p = mmap(NULL, length + align, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (!r || p == MAP_FAILED) {
-        if (p != MAP_FAILED)
-            munmap(p, length + align);
-        free(r);
+    if (!r)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    base = ((uintptr_t)p + align - 1) & ~(uint64_t)(align - 1);
-    if (base > (uintptr_t)p)
-        munmap(p, base - (uintptr_t)p);
-    munmap((char *)(uintptr_t)base + length, (uintptr_t)p + align - base);
-    r->addr = base;
-    r->length = length;
+    r->length = length + guard_length();
     pthread_mutex_lock(&simcuda.lock);
-    tsearch(r, &simcuda.reservations, compare);
+    if (!room_for(r, align))
+        result = CUDA_ERROR_OUT_OF_MEMORY;
+    if (!result && guard_length())
+        result = guard_begin(r, simcuda_current());
+    if (!result)
+        tsearch(r, &simcuda.reservations, compare);
     pthread_mutex_unlock(&simcuda.lock);
-    *addr = base;
-    return CUDA_SUCCESS;
+    *addr = r->addr;
+    if (result)
+        free(r);
+    return result;
 }
 
 SIMCUDA_API CUresult cuMemAddressFree(uint64_t addr, size_t length)
@@ -116,11 +222,11 @@ SIMCUDA_API CUresult cuMemAddressFree(uint64_t addr, size_t length)
         return result;
     pthread_mutex_lock(&simcuda.lock);
     r = find(simcuda.reservations, addr, length);
-    if (!r || r->addr != addr || r->length != length || find(simcuda.mappings, addr, length)) {
+    if (!r || r->addr != addr || r->length - guard_length() != length || find(simcuda.mappings, addr, length)) {
         result = CUDA_ERROR_INVALID_VALUE;
     } else {
+        guard_end(r);
         tdelete(r, &simcuda.reservations, compare);
-        munmap((void *)(uintptr_t)addr, length);
         free(r);
     }
     pthread_mutex_unlock(&simcuda.lock);
@@ -183,7 +289,8 @@ SIMCUDA_API CUresult cuMemMap(uint64_t addr, size_t length, size_t offset, uint6
     *m = (struct extent){.addr = addr, .length = length, .offset = offset, .handle = h};
     pthread_mutex_lock(&simcuda.lock);
     r = find(simcuda.reservations, addr, length);
-    if (!r || addr < r->addr || addr + length > r->addr + r->length || find(simcuda.mappings, addr, length))
+    if (!r || addr < r->addr || addr + length > r->addr + r->length - guard_length() ||
+        find(simcuda.mappings, addr, length))
         result = CUDA_ERROR_INVALID_VALUE;
     if (!result)
         result = simcuda_uvm_range(addr, length);
@@ -264,14 +371,6 @@ SIMCUDA_API CUresult cuMemSetAccess(uint64_t addr, size_t length, const struct a
     return result;
 }
 
-static void free_reservation(void *node)
-{
-    struct extent *r = node;
-
-    munmap((void *)(uintptr_t)r->addr, r->length);
-    free(r);
-}
-
 static void free_mapping(void *node)
 {
     struct extent *m = node;
@@ -283,6 +382,6 @@ static void free_mapping(void *node)
 void simcuda_vmm_reset(void)
 {
     tdestroy(simcuda.mappings, free_mapping);
-    tdestroy(simcuda.reservations, free_reservation);
+    tdestroy(simcuda.reservations, free);
     simcuda.mappings = simcuda.reservations = NULL;
 }

@@ -115,6 +115,8 @@ void vm_start(struct uvm *u, uint64_t length)
     if (ioctl(u->fd, UVM_VMEM_QUERY, &q) && errno == EINVAL)
         FAIL("this nvidia-uvm.ko does not know vMem's ioctls");
     CHECK_EQ(uvm_create_external(u, BASE, length), NV_OK);
+    uvm_guard(u, BASE - BLOCK);
+    uvm_guard(u, BASE + length);
 }
 
 void vm_state_take(const struct uvm *u, uint64_t va, uint64_t length, struct vm_state *s)

@@ -33,7 +33,7 @@ NV_STATUS vm_unmap(const struct uvm *u, uint64_t va, uint64_t length);
 // Overlays over the addresses, up to 4 GiB, all sparse: maps a page everywhere, and unmaps it.
 NV_STATUS vm_open(const struct uvm *u, uint64_t va, uint64_t length);
 
-// Starts a VA space on GPU 0 with an external range over [BASE, BASE + length), as CUDA makes them.
+// Starts a VA space on GPU 0 with an external range over [BASE, BASE + length), as CUDA makes them, between two guards.
 void vm_start(struct uvm *u, uint64_t length);
 
 // Everything of a file that a failed call must leave alone, in one value: what QUERY says and every entry of a range.

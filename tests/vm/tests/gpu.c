@@ -33,6 +33,67 @@ struct simgpu_info sim_info(unsigned gpu)
     return info;
 }
 
+// ---- guards -----------------------------------------------------------------------------------------------
+
+#define GUARD_MEMORY 0x6a6a
+#define GUARD_WORD 0x6a6a6a6a6a6a6a6aull
+
+static struct guard {
+    struct uvm *uvm; // NULL: free
+    struct uvm was;  // a case may close its descriptors, and open others
+    pid_t owner;
+    uint64_t va;
+} guards[16];
+
+static void guard_check(const struct guard *g)
+{
+    struct simgpu_pte pte;
+    struct simgpu_walk w = {.vas = sim_vas(&g->was, 0),
+                            .va = g->va,
+                            .stride = KB(64),
+                            .out = (uintptr_t)&pte,
+                            .count = 1};
+    uint64_t where = 0;
+
+    if (g->owner != getpid() || ioctl(sim_fd(), SIMGPU_WALK, &w)) // another's, or its address space is gone
+        return;
+    CHECK_MSG(pte.page_size == MB(2), "the guard at 0x%llx has no entry of 2 MiB any more", (unsigned long long)g->va);
+    CHECK_MSG(gpu_marked(&g->was, g->va, MB(2), GUARD_WORD, &where),
+              "the guard at 0x%llx has lost its content at 0x%llx", (unsigned long long)g->va,
+              (unsigned long long)where);
+}
+
+static void guards_end(const struct uvm *u, unsigned gpu)
+{
+    for (struct guard *g = guards; gpu == 0 && g < guards + COUNT(guards); g++) {
+        if (g->uvm != u)
+            continue;
+        guard_check(g);
+        g->uvm = NULL;
+    }
+}
+
+void guards_check(void)
+{
+    for (struct guard *g = guards; g < guards + COUNT(guards); g++)
+        if (g->uvm)
+            guard_check(g);
+}
+
+void uvm_guard(struct uvm *u, uint64_t va)
+{
+    struct guard *g = guards;
+
+    while (g->uvm && g->owner == getpid())
+        CHECK(++g < guards + COUNT(guards));
+    CHECK_EQ(uvm_create_external(u, va, MB(2)), NV_OK);
+    sim_mem(u, 0, GUARD_MEMORY, MB(2), MB(2));
+    CHECK_EQ(uvm_map_external(u, 0, va, MB(2), 0, GUARD_MEMORY), NV_OK);
+    sim_mem(u, 0, GUARD_MEMORY, 0, 0); // the mapping keeps it
+    CHECK_EQ(gpu_mark(u, va, MB(2), GUARD_WORD), 0);
+    *g = (struct guard){.uvm = u, .was = *u, .owner = getpid(), .va = va};
+}
+
 void uvm_open(struct uvm *u)
 {
     static uint32_t serial;
@@ -96,6 +157,7 @@ NV_STATUS uvm_register_vaspace(struct uvm *u, unsigned gpu)
 
 NV_STATUS uvm_unregister_vaspace(struct uvm *u, unsigned gpu)
 {
+    guards_end(u, gpu);
     UVM_UNREGISTER_GPU_VASPACE_PARAMS p = {.gpuUuid = u->uuid[gpu]};
 
     CHECK(ioctl(u->fd, UVM_UNREGISTER_GPU_VASPACE, &p) == 0);
@@ -104,6 +166,7 @@ NV_STATUS uvm_unregister_vaspace(struct uvm *u, unsigned gpu)
 
 NV_STATUS uvm_unregister(struct uvm *u, unsigned gpu)
 {
+    guards_end(u, gpu);
     UVM_UNREGISTER_GPU_PARAMS p = {.gpu_uuid = u->uuid[gpu]};
 
     CHECK(ioctl(u->fd, UVM_UNREGISTER_GPU, &p) == 0);
@@ -130,6 +193,7 @@ void uvm_start(struct uvm *u)
 
 void uvm_close(struct uvm *u)
 {
+    guards_end(u, 0);
     close(u->fd);
     close(u->mm_fd);
     u->fd = u->mm_fd = -1;
@@ -303,6 +367,7 @@ void sim_check(unsigned gpu)
     struct simgpu_counters c = sim_counters(gpu, false), *b = &before[gpu];
     struct simgpu_poison p = {.gpu = gpu};
 
+    guards_check();
     CHECK_EQ(c.bad_tlb_at_free - b->bad_tlb_at_free, 0);
     CHECK_EQ(c.bad_pde_at_free - b->bad_pde_at_free, 0);
     CHECK_EQ(c.bad_late_writes - b->bad_late_writes, 0);

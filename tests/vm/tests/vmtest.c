@@ -142,6 +142,7 @@ int main(int argc, char **argv)
             alarm(env_long("CASE_TIMEOUT", 300));
             sim_baseline();
             t->run();
+            guards_check();
             fflush(NULL);
             _exit(0);
         }

@@ -105,6 +105,10 @@ NV_STATUS uvm_create_external(struct uvm *u, uint64_t va, uint64_t length);
 NV_STATUS uvm_unmap_external(struct uvm *u, unsigned gpu, uint64_t va, uint64_t length);
 // Map RM memory (sim_mem) with the driver's own ioctl.
 NV_STATUS uvm_map_external(struct uvm *u, unsigned gpu, uint64_t va, uint64_t length, uint64_t offset, uint32_t memory);
+// A guard: 2 MiB of ordinary memory at va, in a range of its own, as any library of the process may have it next to a range
+// under test. Its content and its entry must last until the case ends, or u or GPU 0's address space does.
+void uvm_guard(struct uvm *u, uint64_t va);
+void guards_check(void); // called by sim_check() and when a case returns
 
 // ---- the simulator ----------------------------------------------------------------------------------------
 
@@ -123,7 +127,7 @@ struct simgpu_pte sim_pte(const struct uvm *u, uint64_t va);
 struct simgpu_counters sim_counters(unsigned gpu, bool reset);
 struct simgpu_info sim_info(unsigned gpu);
 void sim_phys(unsigned gpu, bool write, uint64_t phys, void *buf, uint64_t length);
-// The simulator's verdicts: no stale TLB entry at a free, no late write, no use after free, free memory untouched.
+// The guards' content, and the simulator's verdicts: no stale TLB entry at a free, no late write, no use after free, free memory untouched.
 void sim_check(unsigned gpu);
 void sim_baseline(void); // called before each case
 uint64_t sim_mem(const struct uvm *u, unsigned gpu, uint32_t handle, uint32_t page_size, uint64_t size);
