@@ -60,8 +60,10 @@ HOOKS = (
         name="overlay",
         file="nvidia-uvm/uvm_va_range.h",
         anchor="} uvm_ext_gpu_map_t;\n",
-        before="\n    // vMem: the overlay behind this mapping, NULL for every mapping of UVM's own\n"
-        "    struct uvm_vmem_overlay *vmem;\n",
+        before="\n    // vMem: the overlay behind this mapping, and which mapping a part of one was cut from; "
+        "zero in UVM's own\n"
+        "    struct uvm_vmem_overlay *vmem;\n"
+        "    NvU64 vmem_origin;\n",
     ),
     Hook(
         name="split",

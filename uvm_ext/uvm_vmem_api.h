@@ -15,4 +15,7 @@ NV_STATUS uvm_vmem_api_release(void *params, struct file *filp); // uvm_vmem_rel
 NV_STATUS uvm_vmem_api_map(void *params, struct file *filp);     // uvm_vmem_batch.c
 NV_STATUS uvm_vmem_api_unmap(void *params, struct file *filp);   // uvm_vmem_batch.c
 
+// CREATE was answered, or its answer could not be written.
+void uvm_vmem_api_create_end(void *params, struct file *filp, bool told);
+
 #endif

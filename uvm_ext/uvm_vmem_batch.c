@@ -7,7 +7,6 @@
 #include "uvm_vmem_file.h"
 #include "uvm_vmem_memory.h"
 
-#include "uvm_kvmalloc.h"
 #include "uvm_range_tree.h"
 
 #include <linux/uaccess.h>
@@ -21,11 +20,19 @@ struct batch {
     bool map;
 };
 
+// One element.
+struct element {
+    const struct uvm_vmem_op *op;
+    struct uvm_vmem_handle *handle; // what is mapped; NULL: nothing
+    bool map;                       // of MAP
+    bool huge;                      // its block gets a 2 MiB entry
+};
+
 // Copy the elements, and make the checks that need no lock.
 static NV_STATUS ops_copy(struct uvm_vmem_batch *p, bool map, struct uvm_vmem_op **out_ops)
 {
     const void __user *from = u64_to_user_ptr(p->ops);
-    struct uvm_vmem_op *ops = uvm_kvmalloc(p->count * sizeof(*ops));
+    struct uvm_vmem_op *ops = uvm_vmem_zalloc(p->count * sizeof(*ops));
     NV_STATUS status = NV_OK;
     NvU64 total = 0;
     NvU32 i;
@@ -42,7 +49,7 @@ static NV_STATUS ops_copy(struct uvm_vmem_batch *p, bool map, struct uvm_vmem_op
     }
 
     if (status != NV_OK) {
-        uvm_kvfree(ops);
+        uvm_vmem_free(ops);
         return status;
     }
     *out_ops = ops;
@@ -69,70 +76,23 @@ static NV_STATUS handle_find(struct uvm_vmem_call *call, const struct uvm_vmem_o
     return NV_OK;
 }
 
-// Open the block that follows an overlay, if possible.
-static NV_STATUS open_ahead(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay, bool take)
+// Open the block that follows an overlay, if it belongs to the caller's own range: where nothing is mapped, or with take,
+// in a sparse mapping or in that of the overlay itself. All else is somebody's memory, and nobody named its addresses.
+static NV_STATUS open_ahead(struct uvm_vmem_call *call, uvm_vmem_range_t *range, struct uvm_vmem_overlay *overlay,
+                            bool take)
 {
     NvU64 va = overlay->end + 1;
-    uvm_vmem_range_t *range = uvm_vmem_range_find(call->va_space, va);
-    struct uvm_vmem_overlay *next;
+    uvm_ext_gpu_map_t *map;
     NV_STATUS status;
 
-    if (!range || va != uvm_vmem_block(va) || !uvm_gpu_can_address(call->gpu, va, UVM_VMEM_BLOCK))
+    if (va != uvm_vmem_block(va) || va > uvm_vmem_va_range(range)->node.end ||
+        !uvm_gpu_can_address(call->gpu, va, UVM_VMEM_BLOCK))
         return NV_OK;
-    status = uvm_vmem_overlay_prepare(call, range, va, take, false, &next);
+    map = uvm_vmem_map_at(range, call->gpu, va);
+    if (map && !uvm_vmem_overlay_of(map) && map->mem_handle && !uvm_vmem_same_origin(map, overlay->map))
+        return NV_OK;
+    status = uvm_vmem_overlay_prepare(call, range, va, take, false, &overlay);
     return status == NV_ERR_UVM_ADDRESS_IN_USE ? NV_OK : status;
-}
-
-static NV_STATUS map_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op)
-{
-    bool take = op->flags & UVM_VMEM_TAKEOVER;
-    NvU64 va = op->va;
-    NvU64 end = op->va + op->length - 1;
-    struct uvm_vmem_overlay *overlay = NULL;
-    struct uvm_vmem_handle *handle;
-    uvm_vmem_range_t *range;
-    NV_STATUS status;
-    bool huge;
-
-    status = range_find(call, op, &range);
-    if (status == NV_OK)
-        status = handle_find(call, op, &handle);
-    if (status != NV_OK)
-        return status;
-
-    huge = !(op->flags & UVM_VMEM_MAP_64K) && op->length == UVM_VMEM_BLOCK && va == uvm_vmem_block(va) &&
-           uvm_vmem_gpu_has_huge(call->gpu);
-
-    while (va <= end) {
-        struct uvm_vmem_piece piece;
-        NvU32 mask;
-
-        status = uvm_vmem_overlay_prepare(call, range, va, take, huge, &overlay);
-        if (status != NV_OK)
-            return status;
-
-        piece.overlay = overlay;
-        piece.handle = handle;
-        piece.first = uvm_vmem_index(va);
-        piece.count = (min(end, overlay->end) - va + 1) / UVM_VMEM_GRANULE;
-        piece.granule = (op->offset + (va - op->va)) / UVM_VMEM_GRANULE;
-        mask = uvm_vmem_mask(piece.first, piece.count);
-
-        if (!(op->flags & UVM_VMEM_MAP_REPLACE) && (overlay->pages_after & mask))
-            return NV_ERR_UVM_ADDRESS_IN_USE;
-        overlay->pages_after |= mask;
-        if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !huge)
-            overlay->needs_cut = true;
-
-        status = uvm_vmem_piece_add(call, &piece);
-        if (status != NV_OK)
-            return status;
-        va += piece.count * UVM_VMEM_GRANULE;
-        cond_resched();
-    }
-    if ((op->flags & UVM_VMEM_MAP_AHEAD) && !overlay->pages_before)
-        return open_ahead(call, overlay, take);
-    return NV_OK;
 }
 
 // The next address to examine, at most end + 1, if va has no overlay.
@@ -147,48 +107,77 @@ static NvU64 unmap_skip(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU
     return node->end >= end ? end + 1 : min(end + 1, UVM_ALIGN_UP(node->end + 1, UVM_VMEM_GRANULE));
 }
 
-static NV_STATUS unmap_op(struct uvm_vmem_call *call, const struct uvm_vmem_op *op)
+// Add the overlay at va to the call. NULL, only in UNMAP: there is none.
+static NV_STATUS overlay_get(struct uvm_vmem_call *call, uvm_vmem_range_t *range, const struct element *element,
+                             NvU64 va, struct uvm_vmem_overlay **overlay)
 {
+    uvm_ext_gpu_map_t *map;
+
+    if (element->map)
+        return uvm_vmem_overlay_prepare(call, range, va, element->op->flags & UVM_VMEM_TAKEOVER, element->huge,
+                                        overlay);
+    map = uvm_vmem_map_at(range, call->gpu, va);
+    *overlay = map ? uvm_vmem_overlay_of(map) : NULL;
+    if (*overlay)
+        uvm_vmem_overlay_touch(call, *overlay);
+    return NV_OK;
+}
+
+// Add the part [va, end] of an element, or as much of it as the overlay covers, to the call.
+static NV_STATUS piece_put(struct uvm_vmem_call *call, const struct element *element, struct uvm_vmem_overlay *overlay,
+                           NvU64 va, NvU64 end)
+{
+    const struct uvm_vmem_op *op = element->op;
+    struct uvm_vmem_piece piece = {.overlay = overlay, .handle = element->handle, .first = uvm_vmem_index(va)};
+    NvU32 mask;
+
+    piece.count = (min(end, overlay->end) - va + 1) / UVM_VMEM_GRANULE;
+    if (element->handle)
+        piece.granule = (op->offset + (va - op->va)) / UVM_VMEM_GRANULE;
+    mask = uvm_vmem_mask(piece.first, piece.count);
+
+    if (element->handle && !(op->flags & UVM_VMEM_MAP_REPLACE) && (overlay->pages_after & mask))
+        return NV_ERR_UVM_ADDRESS_IN_USE;
+    overlay->pages_after &= ~mask;
+    if (element->handle)
+        overlay->pages_after |= mask;
+
+    // A 2 MiB entry is a page or invalid. There is no sparse one.
+    if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M && !element->huge)
+        overlay->needs_cut = true;
+    return uvm_vmem_piece_add(call, &piece);
+}
+
+static NV_STATUS op_prepare(struct uvm_vmem_call *call, const struct uvm_vmem_op *op, bool map)
+{
+    struct element element = {.op = op, .map = map};
+    bool open = op->flags & UVM_VMEM_MAP_OPEN;
     NvU64 va = op->va;
     NvU64 end = op->va + op->length - 1;
+    struct uvm_vmem_overlay *overlay = NULL;
     uvm_vmem_range_t *range;
     NV_STATUS status;
 
     status = range_find(call, op, &range);
+    if (status == NV_OK && map && !open)
+        status = handle_find(call, op, &element.handle);
     if (status != NV_OK)
         return status;
 
+    element.huge = element.handle && !(op->flags & UVM_VMEM_MAP_64K) && op->length == UVM_VMEM_BLOCK &&
+                   va == uvm_vmem_block(va) && uvm_vmem_gpu_has_huge(call->gpu);
+
     while (va <= end) {
-        uvm_ext_gpu_map_t *map = uvm_vmem_map_at(range, call->gpu, va);
-        struct uvm_vmem_overlay *overlay = map ? uvm_vmem_overlay_of(map) : NULL;
-        struct uvm_vmem_piece piece;
-        NvU32 mask;
-
-        if (!overlay) {
-            va = unmap_skip(call, range, va, end);
-            continue;
-        }
-        uvm_vmem_overlay_touch(call, overlay);
-
-        piece.overlay = overlay;
-        piece.handle = NULL;
-        piece.first = uvm_vmem_index(va);
-        piece.count = (min(end, overlay->end) - va + 1) / UVM_VMEM_GRANULE;
-        piece.granule = 0;
-        mask = uvm_vmem_mask(piece.first, piece.count);
-
-        overlay->pages_after &= ~mask;
-
-        // A 2 MiB entry is a page or invalid. There is no sparse one.
-        if (uvm_vmem_overlay_page_size(overlay) == UVM_PAGE_SIZE_2M)
-            overlay->needs_cut = true;
-
-        status = uvm_vmem_piece_add(call, &piece);
+        status = overlay_get(call, range, &element, va, &overlay);
+        if (status == NV_OK && overlay && !open)
+            status = piece_put(call, &element, overlay, va, end);
         if (status != NV_OK)
             return status;
-        va += piece.count * UVM_VMEM_GRANULE;
+        va = overlay ? min(end, overlay->end) + 1 : unmap_skip(call, range, va, end);
         cond_resched();
     }
+    if ((op->flags & UVM_VMEM_MAP_AHEAD) && !overlay->pages_before)
+        return open_ahead(call, range, overlay, op->flags & UVM_VMEM_TAKEOVER);
     return NV_OK;
 }
 
@@ -210,7 +199,7 @@ static NV_STATUS batch_change(struct uvm_vmem_call *call, void *arg)
         return NV_ERR_NO_MEMORY;
 
     for (i = 0; i < b->count; i++) {
-        status = b->map ? map_op(call, &b->ops[i]) : unmap_op(call, &b->ops[i]);
+        status = op_prepare(call, &b->ops[i], b->map);
         if (status != NV_OK) {
             b->failed = i;
             break;
@@ -247,7 +236,7 @@ static NV_STATUS batch_run(struct uvm_vmem_batch *p, struct file *filp, bool map
         return status;
 
     space = uvm_vmem_file_space(filp);
-    call = space ? uvm_kvmalloc(sizeof(*call)) : NULL;
+    call = space ? uvm_vmem_zalloc(sizeof(*call)) : NULL;
     if (call) {
         b.ops = ops;
         uvm_vmem_call_init(call, space);
@@ -257,11 +246,11 @@ static NV_STATUS batch_run(struct uvm_vmem_batch *p, struct file *filp, bool map
         p->out_invalidates = call->push.invalidates;
         p->out_waits = call->push.waits;
         uvm_vmem_call_deinit(call);
-        uvm_kvfree(call);
+        uvm_vmem_free(call);
     } else {
         status = NV_ERR_NO_MEMORY;
     }
-    uvm_kvfree(ops);
+    uvm_vmem_free(ops);
     return status;
 }
 

@@ -3,8 +3,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_call.h"
 
-#include "uvm_kvmalloc.h"
-
 void uvm_vmem_call_init(struct uvm_vmem_call *call, struct uvm_vmem_space *space)
 {
     memset(call, 0, sizeof(*call));
@@ -27,7 +25,6 @@ static NV_STATUS call_step(struct uvm_vmem_call *call, uvm_vmem_change_t change,
         status = change(call, arg);
     uvm_va_space_downgrade_write(call->va_space);
 
-    // Also needed after a failure, because overlays may have been cut.
     wait = uvm_vmem_push_wait(&call->push);
     done = status == NV_OK || status == NV_WARN_MORE_PROCESSING_REQUIRED;
     if (done && wait == NV_OK && complete)
@@ -59,6 +56,6 @@ NV_STATUS uvm_vmem_call_run(struct uvm_vmem_call *call, uvm_vmem_change_t change
 void uvm_vmem_call_deinit(struct uvm_vmem_call *call)
 {
     uvm_vmem_push_deinit(&call->push);
-    uvm_kvfree(call->pieces);
+    uvm_vmem_free(call->pieces);
     call->pieces = NULL;
 }

@@ -4,6 +4,7 @@
 #include "uvm_vmem_check.h"
 
 #define MAP_FLAGS (UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER)
+#define OPEN_FLAGS (UVM_VMEM_MAP_OPEN | UVM_VMEM_TAKEOVER)
 
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
 
@@ -20,14 +21,14 @@ static bool misaligned(__u64 value, __u64 to) { return (value & (to - 1)) != 0; 
 
 NV_STATUS uvm_vmem_check_query(const struct uvm_vmem_query *p)
 {
-    if (p->flags || any_set(p->reserved, COUNT(p->reserved)) || p->pad)
+    if (p->flags || any_set(p->reserved, COUNT(p->reserved)))
         return NV_ERR_INVALID_ARGUMENT;
     return NV_OK;
 }
 
 NV_STATUS uvm_vmem_check_create(const struct uvm_vmem_create *p)
 {
-    if (p->flags || p->reserved || p->pad || !p->count || !uvm_vmem_page_granules(p->page_size))
+    if (p->flags || p->reserved || !p->count || !uvm_vmem_page_granules(p->page_size))
         return NV_ERR_INVALID_ARGUMENT;
     if (p->count > UVM_VMEM_MAX_OPS || p->count * p->page_size > UVM_VMEM_MAX_BYTES)
         return NV_ERR_INVALID_LIMIT;
@@ -36,7 +37,7 @@ NV_STATUS uvm_vmem_check_create(const struct uvm_vmem_create *p)
 
 NV_STATUS uvm_vmem_check_release(const struct uvm_vmem_release *p)
 {
-    if (p->flags || p->reserved || p->pad || !p->count)
+    if (p->flags || p->reserved || !p->count)
         return NV_ERR_INVALID_ARGUMENT;
     if (p->count > UVM_VMEM_MAX_OPS)
         return NV_ERR_INVALID_LIMIT;
@@ -45,7 +46,7 @@ NV_STATUS uvm_vmem_check_release(const struct uvm_vmem_release *p)
 
 NV_STATUS uvm_vmem_check_batch(const struct uvm_vmem_batch *p)
 {
-    if (p->flags || p->reserved32 || p->reserved || p->pad || !p->count)
+    if (p->flags || p->reserved32 || p->reserved || !p->count)
         return NV_ERR_INVALID_ARGUMENT;
     if (p->opSize != sizeof(struct uvm_vmem_op))
         return NV_ERR_INVALID_PARAM_STRUCT;
@@ -56,10 +57,13 @@ NV_STATUS uvm_vmem_check_batch(const struct uvm_vmem_batch *p)
 
 NV_STATUS uvm_vmem_check_op(const struct uvm_vmem_op *op, bool map, __u64 *total)
 {
-    if (op->reserved || (op->flags & ~(__u32)(map ? MAP_FLAGS : 0)))
+    bool open = map && (op->flags & UVM_VMEM_MAP_OPEN);
+    __u32 flags = open ? OPEN_FLAGS : map ? MAP_FLAGS : 0;
+
+    if (op->reserved || (op->flags & ~flags))
         return NV_ERR_INVALID_ARGUMENT;
 
-    if (!map && (op->handle || op->offset))
+    if ((open || !map) && (op->handle || op->offset))
         return NV_ERR_INVALID_ARGUMENT;
 
     if (!op->va || !op->length || misaligned(op->va, UVM_VMEM_GRANULE) || misaligned(op->length, UVM_VMEM_GRANULE))
@@ -67,7 +71,7 @@ NV_STATUS uvm_vmem_check_op(const struct uvm_vmem_op *op, bool map, __u64 *total
     if (op->va + op->length < op->va)
         return NV_ERR_INVALID_ADDRESS;
 
-    if (map) {
+    if (map && !open) {
         if (misaligned(op->offset, UVM_VMEM_GRANULE) || op->offset >= UVM_VMEM_BLOCK ||
             op->length > UVM_VMEM_BLOCK - op->offset)
             return NV_ERR_INVALID_OFFSET;

@@ -4,7 +4,6 @@
 #include "uvm_vmem_commit.h"
 
 #include "uvm_hal.h"
-#include "uvm_kvmalloc.h"
 
 static NvU64 page_pte(struct uvm_vmem_call *call, const struct uvm_vmem_entry *entry)
 {
@@ -218,6 +217,7 @@ static void overlay_settle(struct uvm_vmem_call *call, struct uvm_vmem_overlay *
 
         vec->page_size = UVM_PAGE_SIZE_64K;
         vec->ranges[0] = overlay->table;
+        memset(&overlay->table, 0, sizeof(overlay->table));
 
         // The new table holds the directory, so this frees and writes nothing.
         uvm_page_tree_put_ptes_async(call->tree, &single);
@@ -231,7 +231,7 @@ static void overlay_settle(struct uvm_vmem_call *call, struct uvm_vmem_overlay *
     }
 }
 
-// Update the page tables of all overlays that the call touches to their records, which may be unchanged.
+// Update the page tables of all overlays that the call touches to their records.
 static NV_STATUS tables_write(struct uvm_vmem_call *call)
 {
     struct uvm_vmem_overlay *overlay, *next;
@@ -312,16 +312,9 @@ NV_STATUS uvm_vmem_call_commit(struct uvm_vmem_call *call)
 void uvm_vmem_call_undo(struct uvm_vmem_call *call)
 {
     struct uvm_vmem_overlay *overlay, *next;
-    bool any_cut = false;
 
-    list_for_each_entry_safe(overlay, next, &call->touched, touched) {
-        if (overlay->cut)
-            any_cut = true;
-        else
-            uvm_vmem_overlay_undo(call, overlay);
-    }
-    if (any_cut)
-        (void)tables_write(call);
+    list_for_each_entry_safe(overlay, next, &call->touched, touched)
+        uvm_vmem_overlay_undo(call, overlay);
 }
 
 NV_STATUS uvm_vmem_piece_add(struct uvm_vmem_call *call, const struct uvm_vmem_piece *piece)
@@ -337,10 +330,13 @@ NV_STATUS uvm_vmem_piece_add(struct uvm_vmem_call *call, const struct uvm_vmem_p
 
     if (call->num_pieces == call->max_pieces) {
         NvU32 max = max_t(NvU32, 128, call->max_pieces * 2);
-        struct uvm_vmem_piece *pieces = uvm_kvrealloc(call->pieces, max * sizeof(*pieces));
+        struct uvm_vmem_piece *pieces = uvm_vmem_zalloc(max * sizeof(*pieces));
 
         if (!pieces)
             return NV_ERR_NO_MEMORY;
+        if (call->num_pieces)
+            memcpy(pieces, call->pieces, call->num_pieces * sizeof(*pieces));
+        uvm_vmem_free(call->pieces);
         call->pieces = pieces;
         call->max_pieces = max;
     }

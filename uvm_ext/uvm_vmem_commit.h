@@ -27,8 +27,7 @@ void uvm_vmem_entry_unmap(struct uvm_vmem_call *call, struct uvm_vmem_overlay *o
 // LOCKING: the VA space lock in write mode.
 NV_STATUS uvm_vmem_call_commit(struct uvm_vmem_call *call);
 
-// Abandon the call and leave every page as it was. Overlays with a new table are cut nevertheless, because going back
-// would pass through an invalid entry. Overlays that were taken over and cut stay open, all sparse.
+// Abandon the call before its commit. Every entry is as it was.
 //
 // LOCKING: the VA space lock in write mode.
 void uvm_vmem_call_undo(struct uvm_vmem_call *call);

@@ -6,24 +6,22 @@
 #include "uvm_vmem_file.h"
 #include "uvm_vmem_memory.h"
 
-#include "uvm_kvmalloc.h"
-
 static void handles_free(struct uvm_vmem_handle **handles, NvU32 count)
 {
     NvU32 i;
 
     for (i = 0; handles && i < count; i++)
-        uvm_kvfree(handles[i]);
-    uvm_kvfree(handles);
+        uvm_vmem_free(handles[i]);
+    uvm_vmem_free(handles);
 }
 
 static struct uvm_vmem_handle **handles_alloc(NvU32 count)
 {
-    struct uvm_vmem_handle **handles = uvm_kvmalloc_zero(count * sizeof(*handles));
+    struct uvm_vmem_handle **handles = uvm_vmem_zalloc(count * sizeof(*handles));
     NvU32 i;
 
     for (i = 0; handles && i < count; i++) {
-        handles[i] = uvm_kvmalloc_zero(sizeof(*handles[i]));
+        handles[i] = uvm_vmem_zalloc(sizeof(*handles[i]));
         if (!handles[i]) {
             handles_free(handles, i);
             return NULL;
@@ -77,8 +75,32 @@ NV_STATUS uvm_vmem_api_create(void *params, struct file *filp)
     uvm_va_space_up_read(space->va_space);
 
     if (status == NV_OK)
-        uvm_kvfree(handles);
+        uvm_vmem_free(handles);
     else
         handles_free(handles, p->count);
     return status;
+}
+
+// Pages whose handles the caller was told are its own from now on. Of others nobody could ever free one.
+void uvm_vmem_api_create_end(void *params, struct file *filp, bool told)
+{
+    struct uvm_vmem_create *p = params;
+    struct uvm_vmem_space *space = uvm_vmem_file_space(filp);
+    NvU32 i;
+
+    uvm_va_space_down_read(space->va_space);
+    mutex_lock(&space->lock);
+    for (i = 0; i < p->count; i++) {
+        struct uvm_vmem_handle *handle = uvm_vmem_handle_find_hidden(space, p->out_handle + i);
+
+        if (!handle)
+            continue;
+        handle->hidden = false;
+        if (!told) {
+            xa_erase(&space->handles, handle->id);
+            uvm_vmem_handle_free(handle);
+        }
+    }
+    mutex_unlock(&space->lock);
+    uvm_va_space_up_read(space->va_space);
 }

@@ -7,11 +7,9 @@
 #include "uvm_vmem_hooks.h"
 #include "uvm_vmem_memory.h"
 
-#include "uvm_kvmalloc.h"
-
 static struct uvm_vmem_space *space_make(struct file *filp)
 {
-    struct uvm_vmem_reserve *reserve = uvm_kvmalloc(sizeof(*reserve));
+    struct uvm_vmem_reserve *reserve = uvm_vmem_zalloc(sizeof(*reserve));
     struct uvm_vmem_space *space = NULL;
 
     if (reserve)
@@ -19,7 +17,7 @@ static struct uvm_vmem_space *space_make(struct file *filp)
     if (space)
         mutex_init(&reserve->lock);
     else
-        uvm_kvfree(reserve);
+        uvm_vmem_free(reserve);
     return space;
 }
 
@@ -60,7 +58,7 @@ void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
         UVM_ASSERT(!atomic64_read(&vgpu->overlays));
         uvm_vmem_memory_free_all(vgpu);
         list_del(&vgpu->node);
-        uvm_kvfree(vgpu);
+        uvm_vmem_free(vgpu);
     }
     mutex_unlock(&space->lock);
 }

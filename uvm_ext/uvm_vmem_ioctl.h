@@ -1,9 +1,17 @@
 // The ABI of vMem inside nvidia-uvm.ko, declared once for the module, libvmem and the tests.
 //
-// All calls are ioctls on a /dev/nvidia-uvm descriptor that was initialised by UVM_INITIALIZE. They return 0 and set
-// rmStatus, the last word of each structure, to an NV_STATUS. They return -1 with EFAULT only if the structure itself
-// cannot be read or written. A kernel module without vMem answers every call with -1 and EINVAL. On a descriptor that
-// is not a UVM address space, rmStatus is NV_ERR_ILLEGAL_ACTION, so QUERY finds the right descriptor among many.
+// All calls are ioctls on a /dev/nvidia-uvm descriptor that was initialised by UVM_INITIALIZE. The caller sets `size`, the
+// first word of each structure, to the structure's size. A call returns 0 and sets rmStatus, the second word, to an
+// NV_STATUS. It returns -1 and does nothing with
+//   EFAULT   the structure cannot be read and written. (If another thread takes it away while the call runs, the call has
+//            been made; CREATE then creates nothing.)
+//   EINVAL   size is less than the structure had when it was released
+//   E2BIG    size is more than a page, or the structure goes on with words that this module does not know and that are
+//            not zero
+//   ENOTTY   the module has vMem, but not this call
+// A kernel module without vMem answers every call as UVM answers all calls that it does not know, with -1 and EINVAL. On
+// a descriptor that is not a UVM address space, rmStatus is NV_ERR_ILLEGAL_ACTION, so QUERY finds the right descriptor
+// among many.
 //
 // Physical memory, handles and overlays belong to the open file. They survive fork(), travel with the descriptor, and
 // end with its last close or, per GPU, when the GPU is unregistered. A handle is a number in the file's own table. It
@@ -18,8 +26,9 @@
 // UVM_UNREGISTER_GPU_VASPACE), but only as a whole: UVM_UNMAP_EXTERNAL and UVM_MAP_EXTERNAL_ALLOCATION over a part of an
 // overlay fail with NV_ERR_INVALID_ADDRESS and change nothing there, as they do for a part of a 2 MiB mapping.
 //
-// Growth: a structure never changes once released. New features use flags announced by out_caps, then reserved words,
-// which must be zero today, then new call numbers and larger elements, told by opSize.
+// Growth: words are added at the end of a structure, and zero in them means what older callers expect. The caller's size
+// says which it knows: a module takes the others for zero, and does not answer in them. New features of an element use
+// flags announced by out_caps, then reserved words, which must be zero today, then larger elements, told by opSize.
 //
 // Errors common to all calls:
 //   NV_ERR_ILLEGAL_ACTION        the descriptor is not an initialised UVM address space
@@ -42,7 +51,7 @@
 #include <linux/ioctl.h>
 #include <linux/types.h>
 
-#define UVM_VMEM_ABI 2
+#define UVM_VMEM_ABI 3
 
 // UVM itself uses small numbers and 0x3000000x, whose type byte is below 0x10.
 #define UVM_VMEM_IOCTL_TYPE 0xBA
@@ -85,6 +94,8 @@
 //                     new overlays, are not counted.
 // Errors: the common ones.
 struct uvm_vmem_query {
+    __u32 size;
+    __u32 rmStatus;
     __u8 gpu_uuid[16];
     __u32 flags;
     __u32 out_abi;
@@ -102,8 +113,6 @@ struct uvm_vmem_query {
     __u64 out_invalidates;
     __u64 out_waits;
     __u64 reserved[5];
-    __u32 pad;
-    __u32 rmStatus;
 };
 
 // Allocates `count` pages of the GPU's physical memory, all or none. They read as zero. Small pages are cut from 2 MiB
@@ -116,14 +125,14 @@ struct uvm_vmem_query {
 // out_handle          the first page's handle; the others are out_handle + 1, ...
 // Errors: the common ones.
 struct uvm_vmem_create {
+    __u32 size;
+    __u32 rmStatus;
     __u8 gpu_uuid[16];
     __u64 page_size;
     __u32 count;
     __u32 flags;
     __u64 out_handle;
     __u64 reserved;
-    __u32 pad;
-    __u32 rmStatus;
 };
 
 // Unmaps pages wherever this file maps them (their addresses become sparse), then frees them, all or none. When it
@@ -142,6 +151,8 @@ struct uvm_vmem_create {
 // Errors: the common ones; NV_ERR_INVALID_OBJECT_HANDLE: no such handle, a duplicate, or a handle of another GPU than
 // the first. (NV_ERR_NO_MEMORY only if this is the file's first vMem call.)
 struct uvm_vmem_release {
+    __u32 size;
+    __u32 rmStatus;
     __u64 handles;
     __u32 count;
     __u32 flags;
@@ -150,8 +161,6 @@ struct uvm_vmem_release {
     __u32 out_invalidates;
     __u32 out_waits;
     __u64 reserved;
-    __u32 pad;
-    __u32 rmStatus;
 };
 
 // One element of MAP or UNMAP. It must lie inside one external range.
@@ -160,7 +169,7 @@ struct uvm_vmem_release {
 // MAP:
 // handle, offset      what to map: bytes [offset, offset + length) of the handle's page; offset is a multiple of
 //                     64 KiB. The caller can thus use a large page as its own slab.
-// flags               UVM_VMEM_MAP_REPLACE, UVM_VMEM_MAP_64K, UVM_VMEM_MAP_AHEAD, UVM_VMEM_TAKEOVER
+// flags               UVM_VMEM_MAP_REPLACE, UVM_VMEM_MAP_64K, UVM_VMEM_MAP_AHEAD, UVM_VMEM_TAKEOVER; or UVM_VMEM_MAP_OPEN
 // UNMAP:
 // handle, offset, flags  zero
 struct uvm_vmem_op {
@@ -187,11 +196,15 @@ struct uvm_vmem_op {
 // is cut, and the block is invalid for a moment, because the GPU must not hold one address in entries of two sizes. No
 // kernel may therefore access such a block while a part of it is mapped, replaced or unmapped.
 #define UVM_VMEM_MAP_64K 0x2
-// If the element ends in a block without pages, also open the next block (with UVM_VMEM_TAKEOVER, by taking it over),
-// if an external range covers it and nothing in it prevents that. Kernels that load whole tiles read past the last
-// page. With the flag, the block that they read has 64 KiB entries before a page is mapped in it, so none of its
-// entries is ever cut.
+// If the element ends in a block without pages, also open the next block, if it belongs to the same external range and
+// nothing is mapped there. With UVM_VMEM_TAKEOVER, also take it over if it is sparse, or a part of the mapping that the
+// element's last block is or was a part of. Other memory is left alone without an error. Kernels that load whole tiles
+// read past the last page. With the flag, the block that they read has 64 KiB entries before a page is mapped in it, so
+// none of its entries is ever cut.
 #define UVM_VMEM_MAP_AHEAD 0x4
+// Open the blocks of the element, and map nothing. handle and offset are zero, and UVM_VMEM_TAKEOVER is the only other
+// flag. This is MAP_AHEAD for addresses that the caller names, such as those of its own next range.
+#define UVM_VMEM_MAP_OPEN 0x8
 // Take over blocks that are covered by a sparse mapping or by a mapping of this GPU's own memory (a CUDA backdrop). The
 // whole block becomes an overlay and loses that mapping. 64 KiB entries are replaced in place, as with
 // UVM_VMEM_MAP_REPLACE. A 2 MiB entry is cut: the block is invalid for a moment, and no kernel may access it. Without
@@ -202,7 +215,7 @@ struct uvm_vmem_op {
 // The flags 0x10 and 0x20 belonged to ABI 1.
 
 // MAP maps pages at addresses, and UNMAP unmaps them. UNMAP skips addresses without an overlay. The elements take effect
-// in order and as a whole: all are checked first, a failure changes no page (overlays opened for the call may stay), and
+// in order and as a whole: all are checked first, a failure changes no entry (a foreign mapping may have been split), and
 // one TLB invalidate makes them visible. When the call has returned, the GPU translates by the new entries.
 // UVM_VMEM_MAP_REPLACE says what a running kernel sees.
 //
@@ -224,6 +237,8 @@ struct uvm_vmem_op {
 //   NV_ERR_UVM_ADDRESS_IN_USE      see the flags above, or a foreign mapping cannot be taken over (system memory,
 //                                  another GPU's memory, 4 KiB or 512 MiB entries)
 struct uvm_vmem_batch {
+    __u32 size;
+    __u32 rmStatus;
     __u8 gpu_uuid[16];
     __u64 ops;
     __u32 count;
@@ -235,14 +250,12 @@ struct uvm_vmem_batch {
     __u32 out_waits;
     __u32 reserved32;
     __u64 reserved;
-    __u32 pad;
-    __u32 rmStatus;
 };
 
-#define UVM_VMEM_QUERY _IOWR(UVM_VMEM_IOCTL_TYPE, 1, struct uvm_vmem_query)
-#define UVM_VMEM_CREATE _IOWR(UVM_VMEM_IOCTL_TYPE, 2, struct uvm_vmem_create)
-#define UVM_VMEM_RELEASE _IOWR(UVM_VMEM_IOCTL_TYPE, 3, struct uvm_vmem_release)
-#define UVM_VMEM_MAP _IOWR(UVM_VMEM_IOCTL_TYPE, 4, struct uvm_vmem_batch)
-#define UVM_VMEM_UNMAP _IOWR(UVM_VMEM_IOCTL_TYPE, 5, struct uvm_vmem_batch)
+#define UVM_VMEM_QUERY _IO(UVM_VMEM_IOCTL_TYPE, 1)   // struct uvm_vmem_query
+#define UVM_VMEM_CREATE _IO(UVM_VMEM_IOCTL_TYPE, 2)  // struct uvm_vmem_create
+#define UVM_VMEM_RELEASE _IO(UVM_VMEM_IOCTL_TYPE, 3) // struct uvm_vmem_release
+#define UVM_VMEM_MAP _IO(UVM_VMEM_IOCTL_TYPE, 4)     // struct uvm_vmem_batch
+#define UVM_VMEM_UNMAP _IO(UVM_VMEM_IOCTL_TYPE, 5)   // struct uvm_vmem_batch
 
 #endif

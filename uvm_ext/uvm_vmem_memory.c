@@ -8,7 +8,6 @@
 
 #include "uvm_channel.h"
 #include "uvm_hal.h"
-#include "uvm_kvmalloc.h"
 #include "uvm_pmm_gpu.h"
 #include "uvm_push.h"
 #include "uvm_tracker.h"
@@ -41,14 +40,14 @@ struct uvm_vmem_handle *uvm_vmem_handle_find(struct uvm_vmem_space *space, NvU64
 {
     struct uvm_vmem_handle *handle = xa_load(&space->handles, id);
 
-    return handle && !handle->releasing ? handle : NULL;
+    return handle && !handle->hidden ? handle : NULL;
 }
 
-struct uvm_vmem_handle *uvm_vmem_handle_find_releasing(struct uvm_vmem_space *space, NvU64 id)
+struct uvm_vmem_handle *uvm_vmem_handle_find_hidden(struct uvm_vmem_space *space, NvU64 id)
 {
     struct uvm_vmem_handle *handle = xa_load(&space->handles, id);
 
-    return handle && handle->releasing ? handle : NULL;
+    return handle && handle->hidden ? handle : NULL;
 }
 
 static NvU32 page_class(NvU32 granules)
@@ -70,7 +69,7 @@ static void slab_free(struct uvm_vmem_slab *slab)
     list_del(&slab->node);
     vgpu->bytes_held -= UVM_VMEM_BLOCK;
     uvm_pmm_gpu_free(&vgpu->gpu->pmm, slab->chunk, NULL);
-    uvm_kvfree(slab);
+    uvm_vmem_free(slab);
 }
 
 // Assign pages of the slab to handles without one, until the slab is full or all handles have one.
@@ -85,6 +84,7 @@ static void pages_take_from(struct create *c, struct uvm_vmem_slab *slab)
         handle->slab = slab;
         handle->first = first;
         handle->granules = c->granules;
+        handle->hidden = true;
         slab->used |= handle_mask(handle);
         c->vgpu->bytes_created += granules_size(c->granules);
         c->num_taken++;
@@ -115,13 +115,15 @@ void uvm_vmem_handle_free(struct uvm_vmem_handle *handle)
         slab_sort(slab);
     else
         slab_free(slab);
-    uvm_kvfree(handle);
+    uvm_vmem_free(handle);
 }
 
 void uvm_vmem_memory_free_all(struct uvm_vmem_gpu *vgpu)
 {
+    struct uvm_vmem_slab *slab, *next;
     struct uvm_vmem_handle *handle;
     unsigned long id;
+    NvU32 i;
 
     lockdep_assert_held(&vgpu->space->lock);
 
@@ -132,6 +134,11 @@ void uvm_vmem_memory_free_all(struct uvm_vmem_gpu *vgpu)
         uvm_vmem_handle_free(handle);
         cond_resched();
     }
+
+    // Those that a CREATE left behind when the GPU did not answer any more
+    for (i = 0; i < UVM_VMEM_CLASSES; i++)
+        list_for_each_entry_safe(slab, next, &vgpu->slabs[i], node)
+            slab_free(slab);
     UVM_ASSERT(!vgpu->bytes_held);
 }
 
@@ -165,7 +172,7 @@ static NV_STATUS slabs_alloc(struct create *c)
             break;
 
         for (i = 0; i < n; i++) {
-            slab = uvm_kvmalloc_zero(sizeof(*slab));
+            slab = uvm_vmem_zalloc(sizeof(*slab));
             if (!slab) {
                 while (i < n)
                     uvm_pmm_gpu_free(&c->vgpu->gpu->pmm, chunks[i++], NULL);
@@ -280,12 +287,12 @@ static NV_STATUS handles_store(struct create *c)
     return NV_OK;
 }
 
-// Undo everything. The GPU may still be zeroing.
+// Undo everything. The GPU may still be zeroing: if a fatal error ends this wait for it, or ended one before, the memory
+// that it may still write to has no owner any more, but stays until the GPU is unregistered.
 static void create_unwind(struct create *c)
 {
+    bool idle = uvm_tracker_wait(&c->tracker) == NV_OK && uvm_global_get_status() == NV_OK;
     struct uvm_vmem_slab *slab, *next;
-
-    (void)uvm_tracker_wait(&c->tracker);
 
     while (c->num_stored)
         xa_erase(&c->space->handles, c->handles[--c->num_stored]->id);
@@ -293,15 +300,22 @@ static void create_unwind(struct create *c)
     while (c->num_taken) {
         struct uvm_vmem_handle *handle = c->handles[--c->num_taken];
 
-        handle->slab->used &= ~handle_mask(handle);
         c->vgpu->bytes_created -= granules_size(handle->granules);
+        if (idle)
+            handle->slab->used &= ~handle_mask(handle);
         if (c->num_taken < c->num_reused)
             slab_sort(handle->slab);
         handle->slab = NULL;
     }
 
-    list_for_each_entry_safe(slab, next, &c->slabs, node)
-        slab_free(slab);
+    list_for_each_entry_safe(slab, next, &c->slabs, node) {
+        if (idle) {
+            slab_free(slab);
+        } else {
+            slab->used = ~0U;
+            slab_sort(slab);
+        }
+    }
 }
 
 // Allocate, zero and store the pages, or undo everything. space->lock is held while the GPU zeroes, so that free memory
@@ -334,7 +348,7 @@ static NV_STATUS create_run(struct create *c)
 NV_STATUS uvm_vmem_pages_create(struct uvm_vmem_gpu *vgpu, NvU32 granules, struct uvm_vmem_handle **handles,
                                 NvU32 count, NvU64 *first)
 {
-    struct create *c = uvm_kvmalloc_zero(sizeof(*c));
+    struct create *c = uvm_vmem_zalloc(sizeof(*c));
     NV_STATUS status;
 
     lockdep_assert_held(&vgpu->space->lock);
@@ -355,6 +369,6 @@ NV_STATUS uvm_vmem_pages_create(struct uvm_vmem_gpu *vgpu, NvU32 granules, struc
     if (status == NV_OK)
         *first = handles[0]->id;
     uvm_tracker_deinit(&c->tracker);
-    uvm_kvfree(c);
+    uvm_vmem_free(c);
     return status;
 }

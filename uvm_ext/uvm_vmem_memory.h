@@ -6,18 +6,18 @@
 
 #include "uvm_vmem_space.h"
 
-// The handle with this id, or NULL. Does not find handles that a RELEASE is working on.
+// The handle with this id, or NULL. Does not find hidden ones.
 //
 // LOCKING: the VA space lock in write mode.
 struct uvm_vmem_handle *uvm_vmem_handle_find(struct uvm_vmem_space *space, NvU64 id);
 
-// The handle with this id that a RELEASE is working on, or NULL if its GPU was unregistered meanwhile.
+// The hidden handle with this id, or NULL if its GPU was unregistered meanwhile.
 //
-// LOCKING: the VA space lock in write mode.
-struct uvm_vmem_handle *uvm_vmem_handle_find_releasing(struct uvm_vmem_space *space, NvU64 id);
+// LOCKING: the VA space lock, and space->lock unless it is held in write mode.
+struct uvm_vmem_handle *uvm_vmem_handle_find_hidden(struct uvm_vmem_space *space, NvU64 id);
 
 // Create `count` pages of `granules` each, all zero, for handles that the caller has allocated and the table owns from
-// then on. Their ids are consecutive, from *first. Waits for the GPU. A failure changes nothing.
+// then on. Their ids are consecutive, from *first, and hidden. Waits for the GPU. A failure changes nothing.
 //
 // LOCKING: space->lock and the VA space lock in read mode.
 NV_STATUS uvm_vmem_pages_create(struct uvm_vmem_gpu *vgpu, NvU32 granules, struct uvm_vmem_handle **handles,

@@ -26,18 +26,23 @@ static void overlay_drop(struct uvm_vmem_overlay *overlay)
             uvm_vmem_entry_clear(overlay, i);
     }
     atomic64_dec(&overlay->vgpu->overlays);
-    kfree(overlay);
+    uvm_vmem_free(overlay);
 }
 
 bool uvm_vmem_is_overlay(const void *ext_gpu_map) { return uvm_vmem_overlay_of(ext_gpu_map) != NULL; }
 
 void uvm_vmem_closed(void *ext_gpu_map)
 {
-    struct uvm_vmem_overlay *overlay = uvm_vmem_overlay_of(ext_gpu_map);
+    const uvm_ext_gpu_map_t *map = ext_gpu_map;
+    struct uvm_vmem_overlay *overlay = map->vmem;
     struct uvm_vmem_space *space;
 
     if (!overlay)
         return;
+
+    // The directory entry was cleared with the mapping's entries.
+    if (overlay->table.table)
+        uvm_page_tree_put_ptes_async(overlay->tree, &overlay->table);
 
     // Mappings in other ranges may close at the same time. All other changes of records are made with the VA space lock
     // in write mode.
@@ -52,25 +57,27 @@ void uvm_vmem_closed(void *ext_gpu_map)
     spin_unlock(&space->records);
 }
 
-// Create an overlay with only sparse entries, and the memory handle for its mapping, which UVM frees with the mapping.
-static NV_STATUS overlay_alloc(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 start, NvU64 end,
-                               struct uvm_vmem_overlay **out_overlay, uvm_ext_gpu_mem_handle **out_mem)
+// The memory handle of an overlay's mapping, which UVM frees with the mapping. NULL if there is no memory.
+static uvm_ext_gpu_mem_handle *mem_alloc(struct uvm_vmem_call *call)
 {
-    struct uvm_vmem_overlay *overlay;
-    uvm_ext_gpu_mem_handle *mem = NULL;
+    uvm_ext_gpu_mem_handle *mem = uvm_kvmalloc_zero(sizeof(*mem));
+
+    if (mem) {
+        mem->gpu = call->gpu;
+        nv_kref_init(&mem->ref_count);
+    }
+    return mem;
+}
+
+// An overlay with only sparse entries, or NULL if there is no memory.
+static struct uvm_vmem_overlay *overlay_alloc(struct uvm_vmem_call *call, uvm_vmem_range_t *range, NvU64 start,
+                                              NvU64 end)
+{
+    struct uvm_vmem_overlay *overlay = uvm_vmem_zalloc(sizeof(*overlay));
     NvU32 i;
 
-    // Most of an overlay's memory. It is charged to the caller's memory cgroup, which UVM's allocators cannot do.
-    overlay = kzalloc(sizeof(*overlay), NV_UVM_GFP_FLAGS_ACCOUNT);
-    if (overlay)
-        mem = uvm_kvmalloc_zero(sizeof(*mem));
-    if (!mem) {
-        kfree(overlay);
-        return NV_ERR_NO_MEMORY;
-    }
-
-    mem->gpu = call->gpu;
-    nv_kref_init(&mem->ref_count);
+    if (!overlay)
+        return NULL;
     overlay->vgpu = call->vgpu;
     overlay->range = range;
     overlay->start = start;
@@ -80,9 +87,7 @@ static NV_STATUS overlay_alloc(struct uvm_vmem_call *call, uvm_vmem_range_t *ran
     for (i = 0; i < UVM_VMEM_GRANULES; i++)
         overlay->entries[i].index = i;
     atomic64_inc(&call->vgpu->overlays);
-    *out_overlay = overlay;
-    *out_mem = mem;
-    return NV_OK;
+    return overlay;
 }
 
 static void touch(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
@@ -203,11 +208,12 @@ static NV_STATUS overlay_open(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
     if (status != NV_OK)
         return status;
 
-    status = overlay_alloc(call, range, start, end, &overlay, &mem);
-    if (status != NV_OK)
-        return status;
+    overlay = overlay_alloc(call, range, start, end);
+    if (!overlay)
+        return NV_ERR_NO_MEMORY;
 
-    status = map_create(call, overlay, mem);
+    mem = mem_alloc(call);
+    status = mem ? map_create(call, overlay, mem) : NV_ERR_NO_MEMORY;
     if (status != NV_OK) {
         uvm_kvfree(mem);
         overlay_drop(overlay);
@@ -329,6 +335,10 @@ static NV_STATUS overlay_take(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
     if (!map_can_be_taken(map))
         return NV_ERR_UVM_ADDRESS_IN_USE;
 
+    // All parts of the mapping carry its number, so that MAP_AHEAD stays with it.
+    if (!map->vmem_origin)
+        map->vmem_origin = ++call->space->last_origin;
+
     // Its PTE writes are complete, or a fatal error ended them.
     status = uvm_tracker_wait(&map->tracker);
     if (status == NV_OK)
@@ -338,12 +348,17 @@ static NV_STATUS overlay_take(struct uvm_vmem_call *call, uvm_vmem_range_t *rang
     if (status != NV_OK)
         return status;
 
-    status = overlay_alloc(call, range, start, end, &overlay, &mem);
-    if (status != NV_OK) {
+    mem = mem_alloc(call);
+    overlay = NULL;
+    if (mem)
+        overlay = map->vmem ? map->vmem : overlay_alloc(call, range, start, end);
+    if (!overlay) {
+        uvm_kvfree(mem);
         uvm_kvfree(former_map);
-        return status;
+        return NV_ERR_NO_MEMORY;
     }
 
+    overlay->given_back = false;
     map->mem_handle = mem;
     map->owning_gpu = call->gpu;
     map->vmem = overlay;
@@ -385,9 +400,15 @@ NV_STATUS uvm_vmem_overlay_prepare(struct uvm_vmem_call *call, uvm_vmem_range_t 
 
 NV_STATUS uvm_vmem_overlay_cut(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay)
 {
-    NV_STATUS status = uvm_page_tree_alloc_table(call->tree, UVM_PAGE_SIZE_64K, UVM_PMM_ALLOC_FLAGS_EVICT,
-                                                 &UVM_VMEM_BASE(overlay->map)->pt_range_vec.ranges[0], &overlay->table);
+    NV_STATUS status = NV_OK;
 
+    if (!overlay->table.table) {
+        overlay->tree = call->tree;
+        status = uvm_page_tree_alloc_table(call->tree, UVM_PAGE_SIZE_64K, UVM_PMM_ALLOC_FLAGS_EVICT,
+                                           &UVM_VMEM_BASE(overlay->map)->pt_range_vec.ranges[0], &overlay->table);
+        if (status != NV_OK)
+            memset(&overlay->table, 0, sizeof(overlay->table));
+    }
     overlay->cut = status == NV_OK;
     return status;
 }
@@ -419,8 +440,12 @@ void uvm_vmem_overlay_undo(struct uvm_vmem_call *call, struct uvm_vmem_overlay *
         uvm_kvfree(map->mem_handle);
         map->mem_handle = former_map ? former_map->mem_handle : NULL;
         map->owning_gpu = former_map ? former_map->owning_gpu : NULL;
-        map->vmem = NULL;
         uvm_kvfree(former_map);
-        overlay_drop(overlay);
+        if (overlay->table.table) {
+            overlay->given_back = true;
+        } else {
+            map->vmem = NULL;
+            overlay_drop(overlay);
+        }
     }
 }

@@ -40,13 +40,21 @@ struct uvm_vmem_overlay {
     bool opened;              // this call made the overlay, and its PTEs are still invalid
     bool taken;               // this call took a mapping over, and the PTEs are still the former mapping's
 
-    // The call needs 64 KiB entries instead of a 2 MiB entry
+    // The call needs 64 KiB entries instead of a 2 MiB entry, and writes them
     bool needs_cut;
     bool cut;
-    uvm_page_table_range_t table; // if cut: the 64 KiB entries, not yet in the page directory
 
     // If taken: the former mapping's handle, to be freed. NULL for a sparse mapping, which has none
     uvm_ext_gpu_map_t *former_map;
+
+    // A page table of 64 KiB entries that no directory entry leads to yet, if table.table is set. To free one means to
+    // clear the directory entry, where the 2 MiB entry is. So after a call that fails, it stays until the next cut, or
+    // until the mapping closes.
+    uvm_page_tree_t *tree;
+    uvm_page_table_range_t table;
+
+    // Such a table is all that is left of a takeover that failed: the mapping is its owner's again, and no overlay
+    bool given_back;
 };
 
 static inline uvm_vmem_page_size_t uvm_vmem_overlay_page_size(const struct uvm_vmem_overlay *overlay)
@@ -56,7 +64,16 @@ static inline uvm_vmem_page_size_t uvm_vmem_overlay_page_size(const struct uvm_v
 
 // The overlay behind a mapping, or NULL if the mapping is not vMem's. Nothing else of a mapping tells the two apart: UVM
 // also closes mappings that it has not finished, whose memory handle has no RM object yet.
-static inline struct uvm_vmem_overlay *uvm_vmem_overlay_of(const uvm_ext_gpu_map_t *map) { return map->vmem; }
+static inline struct uvm_vmem_overlay *uvm_vmem_overlay_of(const uvm_ext_gpu_map_t *map)
+{
+    return map->vmem && !map->vmem->given_back ? map->vmem : NULL;
+}
+
+// True if both are, or were before a takeover, parts of one mapping.
+static inline bool uvm_vmem_same_origin(const uvm_ext_gpu_map_t *a, const uvm_ext_gpu_map_t *b)
+{
+    return a->vmem_origin && a->vmem_origin == b->vmem_origin;
+}
 
 static inline struct uvm_vmem_overlay *uvm_vmem_entry_overlay(struct uvm_vmem_entry *entry)
 {
@@ -83,7 +100,7 @@ NV_STATUS uvm_vmem_overlay_cut(struct uvm_vmem_call *call, struct uvm_vmem_overl
 // fail.
 NV_STATUS uvm_vmem_overlays_cut(struct uvm_vmem_call *call);
 
-// Undo the call's changes to an overlay that is not cut.
+// Undo the call's changes to an overlay, none of which the GPU has seen.
 void uvm_vmem_overlay_undo(struct uvm_vmem_call *call, struct uvm_vmem_overlay *overlay);
 
 // Remove the page from an entry's record. The PTE is already changed, or will be before the page is freed.

@@ -8,8 +8,6 @@
 #include "uvm_vmem_file.h"
 #include "uvm_vmem_memory.h"
 
-#include "uvm_kvmalloc.h"
-
 #include <linux/uaccess.h>
 
 // Entries unmapped under one hold of the VA space lock
@@ -36,7 +34,7 @@ static NV_STATUS handles_claim(struct uvm_vmem_call *call, struct release *r)
         if (!handle || (call->vgpu && handle->slab->owner != call->vgpu))
             break;
         call->vgpu = handle->slab->owner;
-        handle->releasing = true;
+        handle->hidden = true;
     }
     if (i == r->count) {
         r->claimed = true;
@@ -44,7 +42,7 @@ static NV_STATUS handles_claim(struct uvm_vmem_call *call, struct release *r)
     }
     r->failed = i;
     while (i)
-        uvm_vmem_handle_find_releasing(call->space, r->ids[--i])->releasing = false;
+        uvm_vmem_handle_find_hidden(call->space, r->ids[--i])->hidden = false;
     return NV_ERR_INVALID_OBJECT_HANDLE;
 }
 
@@ -101,13 +99,13 @@ static NV_STATUS release_change(struct uvm_vmem_call *call, void *arg)
 
     // Between two steps the GPU can be unregistered. Its handles, and perhaps the GPU itself, are then gone.
     call->tree = NULL;
-    if (uvm_vmem_handle_find_releasing(call->space, r->ids[r->unmapped])) {
+    if (uvm_vmem_handle_find_hidden(call->space, r->ids[r->unmapped])) {
         gpu_va_space = uvm_gpu_va_space_get(call->va_space, call->gpu);
         call->tree = gpu_va_space ? &gpu_va_space->page_tables : NULL;
     }
 
     for (; r->unmapped < r->count; r->unmapped++) {
-        struct uvm_vmem_handle *handle = uvm_vmem_handle_find_releasing(call->space, r->ids[r->unmapped]);
+        struct uvm_vmem_handle *handle = uvm_vmem_handle_find_hidden(call->space, r->ids[r->unmapped]);
 
         if (handle && !handle_unmap(call, handle, &budget))
             break;
@@ -166,7 +164,7 @@ NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
 
     // The caller's memory can keep the copy waiting for as long as it likes, so nothing is locked meanwhile. Only when
     // memory is short is it copied to where other calls of RELEASE wait for it, which a signal that kills can end.
-    ids = uvm_kvmalloc(p->count * sizeof(*ids));
+    ids = uvm_vmem_zalloc(p->count * sizeof(*ids));
     status = NV_ERR_INVALID_POINTER;
     if (ids && !ids_copy(ids, p))
         goto out;
@@ -186,6 +184,6 @@ NV_STATUS uvm_vmem_api_release(void *params, struct file *filp)
     }
     mutex_unlock(&reserve->lock);
 out:
-    uvm_kvfree(ids);
+    uvm_vmem_free(ids);
     return status;
 }

@@ -3,8 +3,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0-only
 #include "uvm_vmem_space.h"
 
-#include "uvm_kvmalloc.h"
-
 #include <linux/random.h>
 
 static bool uvm_vmem_confidential;
@@ -16,14 +14,14 @@ void uvm_vmem_space_free(struct uvm_vmem_space *space)
     UVM_ASSERT(list_empty(&space->gpus));
     UVM_ASSERT(xa_empty(&space->handles));
 
-    uvm_kvfree(space->reserve);
+    uvm_vmem_free(space->reserve);
     xa_destroy(&space->handles);
-    uvm_kvfree(space);
+    uvm_vmem_free(space);
 }
 
 struct uvm_vmem_space *uvm_vmem_space_alloc(uvm_va_space_t *va_space, struct uvm_vmem_reserve *reserve)
 {
-    struct uvm_vmem_space *space = uvm_kvmalloc_zero(sizeof(*space));
+    struct uvm_vmem_space *space = uvm_vmem_zalloc(sizeof(*space));
 
     if (!space)
         return NULL;
@@ -33,7 +31,7 @@ struct uvm_vmem_space *uvm_vmem_space_alloc(uvm_va_space_t *va_space, struct uvm
     mutex_init(&space->lock);
     INIT_LIST_HEAD(&space->gpus);
     spin_lock_init(&space->records);
-    xa_init(&space->handles);
+    xa_init_flags(&space->handles, XA_FLAGS_ACCOUNT);
 
     // Files start at different numbers, so a handle of another file is almost certainly not found.
     space->next_handle = (((NvU64)get_random_u32() & 0xFFFF) << 32) + 1;
@@ -61,7 +59,7 @@ struct uvm_vmem_gpu *uvm_vmem_gpu_find_or_add(struct uvm_vmem_space *space, uvm_
     if (vgpu)
         return vgpu;
 
-    vgpu = uvm_kvmalloc_zero(sizeof(*vgpu));
+    vgpu = uvm_vmem_zalloc(sizeof(*vgpu));
     if (!vgpu)
         return NULL;
 

@@ -24,7 +24,9 @@
 #include "uvm_vmem_compat.h"
 #include "uvm_vmem_pure.h"
 
+#include <linux/mm.h>
 #include <linux/mutex.h>
+#include <linux/slab.h>
 #include <linux/xarray.h>
 
 // Page sizes: 64K, 128K, 256K, 2M
@@ -54,6 +56,7 @@ struct uvm_vmem_space {
     struct list_head gpus;
     struct xarray handles;
     NvU64 next_handle;
+    NvU64 last_origin;                // of uvm_ext_gpu_map_t.vmem_origin. VA space lock in write mode
     struct uvm_vmem_reserve *reserve; // uvm_vmem_call.h
 
     // Protects overlays and entries while the VA space lock is held in read mode only. No lock is taken under it
@@ -85,7 +88,10 @@ struct uvm_vmem_handle {
     struct uvm_vmem_slab *slab;
     NvU8 first; // granule of the slab at which the page begins
     NvU8 granules;
-    bool releasing; // a RELEASE is working on it, and no other call finds it. VA space lock in write mode
+
+    // Calls do not find it: a RELEASE works on it, or its CREATE has not answered yet. Changes under the VA space lock in
+    // write mode, or in read mode with space->lock
+    bool hidden;
 
     // The entries that map the page (uvm_vmem_entry.node). They change under the VA space lock in write mode
     struct list_head entries;
@@ -95,6 +101,12 @@ static inline NvU64 uvm_vmem_handle_address(const struct uvm_vmem_handle *handle
 {
     return handle->slab->chunk->address + handle->first * UVM_VMEM_GRANULE;
 }
+
+// Memory of the extension's own, zeroed. It is charged to the caller's memory cgroup, which UVM's allocators cannot do.
+// What UVM will free comes from UVM's.
+static inline void *uvm_vmem_zalloc(size_t size) { return kvzalloc(size, NV_UVM_GFP_FLAGS_ACCOUNT); }
+
+static inline void uvm_vmem_free(const void *memory) { kvfree(memory); }
 
 // A new state of the file's VA space, which takes over the reserve. NULL if there is no memory.
 struct uvm_vmem_space *uvm_vmem_space_alloc(uvm_va_space_t *va_space, struct uvm_vmem_reserve *reserve);

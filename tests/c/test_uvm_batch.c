@@ -20,6 +20,7 @@ static struct {
     struct {
         uint64_t handle, offset;
         uint32_t flags;
+        bool open;
     } entry[GRANULES];
     uint64_t next_handle;
     bool alive[4096]; // by handle
@@ -44,7 +45,14 @@ static uint32_t check_op(const struct uvm_vmem_op *op, bool map)
         CHECK_EQ(op->handle | op->offset | op->flags, 0);
         return 0;
     }
+    if (op->flags & UVM_VMEM_MAP_OPEN) {
+        CHECK_EQ(op->handle | op->offset, 0);
+        CHECK_EQ(op->flags, UVM_VMEM_MAP_OPEN | UVM_VMEM_TAKEOVER);
+        return 0;
+    }
     CHECK(op->handle < module.next_handle && module.alive[op->handle]);
+    if (op->flags & UVM_VMEM_MAP_AHEAD) // not in the last block of a range
+        CHECK((first + op->length - 1) % UVM_SEGMENT < UVM_SEGMENT - UVM_VMEM_BLOCK);
     CHECK(op->offset % UVM_VMEM_GRANULE == 0 && op->offset + op->length <= VMEM_PAGE_2M);
     CHECK(op->flags & UVM_VMEM_TAKEOVER);
     for (uint64_t at = 0; at < op->length; at += UVM_VMEM_GRANULE)
@@ -58,6 +66,9 @@ static void do_op(const struct uvm_vmem_op *op, bool map)
     for (uint64_t at = 0; at < op->length; at += UVM_VMEM_GRANULE) {
         uint64_t i = (op->va - BASE + at) / UVM_VMEM_GRANULE;
 
+        module.entry[i].open = op->flags & UVM_VMEM_MAP_OPEN;
+        if (module.entry[i].open)
+            continue;
         module.entry[i].handle = map ? op->handle : 0;
         module.entry[i].offset = map ? op->offset + at : 0;
         module.entry[i].flags = op->flags;
@@ -270,7 +281,7 @@ static void test_limits_of_one_call_are_kept_with_as_few_calls_as_possible(void)
     start(4096, UVM_SEGMENT, 256 * MIB);
     runs[0] = run(0, 256 * MIB, &arena, 0, 0);
     CHECK_EQ(vmem__uvm_map(backend, runs, 1, &bad), 0);
-    CHECK_EQ(module.calls, 4);
+    CHECK_EQ(module.calls, 4 + 1); // one opens the block behind it
     expect(0, 256 * MIB, &arena, 0);
     end();
 }
@@ -383,6 +394,32 @@ static void test_only_2m_pages_may_get_2m_entries(void)
     end();
 }
 
+// Behind the last page of a segment, the next one of the same reservation is opened, and never what is behind the
+// reservation.
+static void test_nothing_is_taken_behind_the_reservation(void)
+{
+    struct vmem__run r;
+    size_t bad;
+
+    start(64, UVM_VMEM_MAX_BYTES, 128 * MIB);
+    for (uint64_t at = 61 * MIB; at < SEGMENTS * UVM_SEGMENT; at += at % UVM_SEGMENT == 61 * MIB ? 2 * MIB : 62 * MIB) {
+        uint64_t next = (at / UVM_SEGMENT + 1) * (UVM_SEGMENT / UVM_VMEM_GRANULE);
+        bool last = at % UVM_SEGMENT == 63 * MIB;
+
+        r = run(at, 64 * KIB, &arena, 0, 0);
+        CHECK_EQ(vmem__uvm_map(backend, &r, 1, &bad), 0);
+        CHECK(last || module.entry[at / UVM_VMEM_GRANULE].flags & UVM_VMEM_MAP_AHEAD);
+        CHECK(next == GRANULES || module.entry[next].open == last);
+    }
+    CHECK_EQ(module.calls, 3 * SEGMENTS - 1);
+    r = run(60 * MIB, 4 * MIB, &arena, 0, VMEM_MAP_REPLACE); // a 2 MiB page is read by no tile past its end
+    r.page_size = VMEM_PAGE_2M;
+    module.calls = 0;
+    CHECK_EQ(vmem__uvm_map(backend, &r, 1, &bad), 0);
+    CHECK_EQ(module.calls, 1);
+    end();
+}
+
 static void test_arenas_are_created_whole_or_not_at_all(void)
 {
     struct vmem__arena a = {.size = 50 * MIB};
@@ -449,6 +486,7 @@ int main(void)
     test_a_failed_unmap_leaves_everything_mapped();
     test_what_is_mapped_is_not_mapped_over_unasked();
     test_only_2m_pages_may_get_2m_entries();
+    test_nothing_is_taken_behind_the_reservation();
     test_arenas_are_created_whole_or_not_at_all();
     test_a_refused_release_is_tried_again();
     test_handles_mapped_at_many_addresses_are_released_fewer_at_a_time();

@@ -42,7 +42,9 @@ int ioctl(int fd, unsigned long request, ...)
     while (fds[i] != fd)
         i++;
     if (request == UVM_VMEM_QUERY)
-        *(struct uvm_vmem_query *)params = (struct uvm_vmem_query){.out_max_ops = 7, .rmStatus = query_status[i]};
+        *(struct uvm_vmem_query *)params = (struct uvm_vmem_query){.size = sizeof(struct uvm_vmem_query),
+                                                                   .out_max_ops = 7,
+                                                                   .rmStatus = query_status[i]};
     else if (request == UVM_VMEM_UNMAP)
         ((struct uvm_vmem_batch *)params)->rmStatus = unmap_status[i];
     else

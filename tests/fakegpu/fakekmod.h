@@ -4,7 +4,7 @@
 // whatever CUDA mapped there before. A call changes all that it was asked to or nothing. Few elements and bytes per
 // call are allowed, so that batches need several. An entry of 2 MiB that would have to be cut beside a page that stays
 // ends the program. The kernel passes through an invalid entry then, and a backend that promises live replacement must
-// never ask for it.
+// never ask for it. So does MAP_AHEAD in the last block of a range, behind which somebody else's memory may begin.
 //
 // SPDX-License-Identifier: MIT
 #include "../../uvm_ext/uvm_vmem_ioctl.h"
@@ -47,14 +47,23 @@ static void kmod_set(struct mapping *m, uint64_t va, struct memory *page, uint64
 
 static uint32_t kmod_check(const struct uvm_vmem_op *op, bool map)
 {
-    const uint32_t flags = map ? UVM_VMEM_TAKEOVER | UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD : 0;
+    const bool open = map && op->flags & UVM_VMEM_MAP_OPEN;
+    const uint32_t flags = open  ? UVM_VMEM_MAP_OPEN | UVM_VMEM_TAKEOVER
+                           : map ? UVM_VMEM_TAKEOVER | UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD
+                                 : 0;
     struct mapping *m = mapping_at(op->va, op->length);
     struct memory *page = memory_find(op->handle, KMOD_CLIENT);
 
-    if (op->reserved || op->flags & ~flags || (!map && (op->handle || op->offset)))
+    if (op->reserved || op->flags & ~flags || ((open || !map) && (op->handle || op->offset)))
         return INVALID_ARGUMENT;
     if (!m || op->length == 0 || (op->va | op->length) % PAGE)
         return INVALID_ADDRESS;
+    if (op->flags & UVM_VMEM_MAP_AHEAD && (op->va + op->length - 1) / BLOCK == (m->addr + m->size - 1) / BLOCK) {
+        fprintf(stderr, "fakekmod: MAP_AHEAD in the last block of a range, at 0x%llx\n", (unsigned long long)op->va);
+        abort();
+    }
+    if (open)
+        return 0;
     if (map && !page)
         return INVALID_OBJECT;
     if (map && (op->offset % PAGE || op->offset + op->length > page->size))
@@ -74,14 +83,13 @@ static uint32_t kmod_check(const struct uvm_vmem_op *op, bool map)
     return 0;
 }
 
-// Opens an overlay in the next block, whosever it is: a driver that takes more care may not be the one that runs.
-static void kmod_ahead(uint64_t va)
+// Makes the block around va an overlay, all sparse, unless it is one.
+static void kmod_open(struct mapping *m, uint64_t va)
 {
-    struct mapping *m = mapping_at(va, BLOCK);
-
-    for (uint64_t i = 0; m && i < BLOCK; i += PAGE)
-        if (!kmod_entry_at(m, va + i)->overlay)
-            kmod_set(m, va + i, NULL, 0, false);
+    if (kmod_entry_at(m, va)->overlay)
+        return;
+    for (uint64_t i = 0; i < BLOCK; i += PAGE)
+        kmod_set(m, va / BLOCK * BLOCK + i, NULL, 0, false);
 }
 
 static void kmod_do(const struct uvm_vmem_op *op, bool map)
@@ -91,16 +99,13 @@ static void kmod_do(const struct uvm_vmem_op *op, bool map)
     bool huge = map && !(op->flags & UVM_VMEM_MAP_64K) && op->length == BLOCK && op->va % BLOCK == 0;
 
     for (uint64_t va = op->va; va < op->va + op->length; va += PAGE) {
-        if (!kmod_entry_at(m, va)->overlay) {
-            if (!map)
-                continue;
-            for (uint64_t i = 0; i < BLOCK; i += PAGE)
-                kmod_set(m, va / BLOCK * BLOCK + i, NULL, 0, false);
-        }
-        kmod_set(m, va, page, op->offset + (va - op->va), huge);
+        if (map)
+            kmod_open(m, va);
+        if (kmod_entry_at(m, va)->overlay && !(op->flags & UVM_VMEM_MAP_OPEN))
+            kmod_set(m, va, page, op->offset + (va - op->va), huge);
     }
-    if (map && op->flags & UVM_VMEM_MAP_AHEAD)
-        kmod_ahead((op->va + op->length + BLOCK - 1) / BLOCK * BLOCK);
+    if (op->flags & UVM_VMEM_MAP_AHEAD)
+        kmod_open(m, op->va + op->length - 1 + BLOCK);
 }
 
 static uint32_t kmod_batch(struct uvm_vmem_batch *b, bool map)
@@ -198,8 +203,12 @@ static int kmod_ioctl(unsigned long request, void *arg, bool address_space)
         errno = EINVAL;
         return -1;
     }
-#define KMOD_CALL(number, type, call) \
-    case number: ((struct type *)arg)->rmStatus = address_space ? call : ILLEGAL_ACTION; return 0
+#define KMOD_CALL(number, type, call)                                           \
+    case number:                                                                \
+        if (((struct type *)arg)->size != sizeof(struct type))                  \
+            break;                                                              \
+        ((struct type *)arg)->rmStatus = address_space ? call : ILLEGAL_ACTION; \
+        return 0
     switch (request) {
         KMOD_CALL(UVM_VMEM_QUERY, uvm_vmem_query, kmod_query(arg));
         KMOD_CALL(UVM_VMEM_CREATE, uvm_vmem_create, kmod_create(arg));

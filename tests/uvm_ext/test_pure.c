@@ -162,8 +162,6 @@ static void test_check_query(void)
         p = good, p.reserved[i] = 1;
         STATUS(uvm_vmem_check_query(&p), NV_ERR_INVALID_ARGUMENT);
     }
-    p = good, p.pad = 1;
-    STATUS(uvm_vmem_check_query(&p), NV_ERR_INVALID_ARGUMENT);
     p = good, p.out_caps = ~0ull; // what comes out is not looked at
     STATUS(uvm_vmem_check_query(&p), NV_OK);
 }
@@ -274,6 +272,19 @@ static void test_check_op(void)
     STATUS(op_status(op, true), NV_ERR_INVALID_OFFSET);
     op = good, op.length = UVM_VMEM_BLOCK + UVM_VMEM_GRANULE; // no page is as long
     STATUS(op_status(op, true), NV_ERR_INVALID_OFFSET);
+
+    // To open a block, an element names its addresses alone.
+    op = good, op.handle = 0, op.flags = UVM_VMEM_MAP_OPEN | UVM_VMEM_TAKEOVER, op.length = 1ull << 30;
+    STATUS(op_status(op, true), NV_OK);
+    STATUS(op_status(op, false), NV_ERR_INVALID_ARGUMENT);
+    op.handle = 7;
+    STATUS(op_status(op, true), NV_ERR_INVALID_ARGUMENT);
+    op.handle = 0, op.offset = UVM_VMEM_GRANULE;
+    STATUS(op_status(op, true), NV_ERR_INVALID_ARGUMENT);
+    for (__u32 flag = UVM_VMEM_MAP_REPLACE; flag < UVM_VMEM_TAKEOVER; flag <<= 1) {
+        op.offset = 0, op.flags = UVM_VMEM_MAP_OPEN | flag;
+        STATUS(op_status(op, true), flag == UVM_VMEM_MAP_OPEN ? NV_OK : NV_ERR_INVALID_ARGUMENT);
+    }
 
     // Flags belong to one of the two.
     op = good, op.flags = UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER;

@@ -5,9 +5,9 @@ import dataclasses
 
 from guest import Allowed, Step
 
-PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_release", "test_errors", "test_atomic", "test_random",
-            "test_fuzz", "test_process", "test_lifetime", "test_race", "test_live", "test_cost", "test_failnth",
-            "test_fatal", "test_stock", "test_register")  # fmt: skip
+PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_neighbour", "test_release", "test_errors", "test_atomic",
+            "test_random", "test_fuzz", "test_process", "test_lifetime", "test_race", "test_live", "test_cost",
+            "test_failnth", "test_fatal", "test_stock", "test_register")  # fmt: skip
 
 # UVM's asserts only log, so any is a failure, but for those that its own tests provoke, and one that is wrong.
 ALLOWED = (
@@ -77,6 +77,7 @@ SIZES = {
         only=(
             "selftest",
             "test_calls",
+            "test_neighbour",
             "test_errors",
             "test_atomic",
             "test_lifetime",
@@ -135,6 +136,7 @@ def _patched(size, arch):
         *_eviction("patched", size, arch),
         _load("patched", arch, gpu="gpus=2"),
         Step("test_calls", "/tests/test_calls", 180),
+        Step("test_neighbour", "/tests/test_neighbour", 120),
         Step("test_release", f"ADDRESSES={size.addresses} /tests/test_release", 120 + size.addresses // 200),
         Step("test_errors", "/tests/test_errors", 120),
         Step("test_atomic", "/tests/test_atomic", 120),

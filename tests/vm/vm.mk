@@ -21,7 +21,7 @@ test-vm: ## Test the kernel module on a simulated GPU: the short tier (VM_RELEAS
 	$(Q)$(VM_TEST)
 
 test-vm-quick: ## The quickest part of the short tier; part of `make test`
-	$(Q)$(VM_TEST) $(foreach step,test_calls test_release test_errors test_atomic test_lifetime test_process,--only $(step)) || \
+	$(Q)$(VM_TEST) $(foreach step,test_calls test_neighbour test_release test_errors test_atomic test_lifetime test_process,--only $(step)) || \
 	    { [ $$? = 77 ] && echo "skip test-vm-quick: what it needs is not here"; }
 
 test-vm-arch: VM_ARCH := all

@@ -18,6 +18,9 @@
 
 #define MAX_DESCRIPTORS 64
 
+// The stock module, and one of an older ABI, answer EINVAL.
+#define NOT_OURS "the loaded nvidia-uvm.ko is the stock one, without vMem, or has a vMem older than this library"
+
 // Makes a call and returns its status as an errno; -errno if it did not reach the module.
 static int call(struct vmem__kmod *k, unsigned long request, void *params, const char *what)
 {
@@ -30,14 +33,14 @@ static int call(struct vmem__kmod *k, unsigned long request, void *params, const
 
 int vmem__kmod_probe(void)
 {
-    struct uvm_vmem_query query = {0};
+    struct uvm_vmem_query query = {.size = sizeof(query)};
     int rc = 0, fd = open("/dev/nvidia-uvm", O_RDWR | O_CLOEXEC);
 
     if (fd < 0)
         return vmem__error(-errno, "/dev/nvidia-uvm: %s", strerror(errno));
     // The patched module also answers on a descriptor that is not an address space yet.
     if (vmem__uvm_ioctl(fd, UVM_VMEM_QUERY, &query))
-        rc = errno == EINVAL ? vmem__error(-EOPNOTSUPP, "the loaded nvidia-uvm.ko is the stock one, without vMem")
+        rc = errno == EINVAL ? vmem__error(-EOPNOTSUPP, "%s", NOT_OURS)
                              : vmem__error(-errno, "query: ioctl on /dev/nvidia-uvm: %s", strerror(errno));
     close(fd);
     return rc;
@@ -48,8 +51,8 @@ int vmem__kmod_probe(void)
 static int try_descriptor(struct vmem__kmod *k, int fd, uint64_t addr)
 {
     struct uvm_vmem_op look = {.va = addr, .length = UVM_VMEM_GRANULE};
-    struct uvm_vmem_batch batch = {.ops = (uintptr_t)&look, .count = 1, .opSize = sizeof(look)};
-    struct uvm_vmem_query query = {0};
+    struct uvm_vmem_batch batch = {.size = sizeof(batch), .ops = (uintptr_t)&look, .count = 1, .opSize = sizeof(look)};
+    struct uvm_vmem_query query = {.size = sizeof(query)};
 
     memcpy(query.gpu_uuid, k->uuid, sizeof(query.gpu_uuid));
     memcpy(batch.gpu_uuid, k->uuid, sizeof(batch.gpu_uuid));
@@ -88,7 +91,7 @@ int vmem__kmod_open(struct vmem__kmod *k, const uint8_t uuid[16], uint64_t addr)
             return k->fd >= 0 ? 0 : vmem__error(-errno, "duplicate a descriptor: %s", strerror(errno));
         }
         if (rc == -EOPNOTSUPP)
-            return vmem__error(rc, "the loaded nvidia-uvm.ko is the stock one, without vMem");
+            return vmem__error(rc, "%s", NOT_OURS);
         if (rc != -ENODEV && rc != -ENXIO && rc != -EFAULT)
             return rc;
         gpu_known |= rc == -EFAULT;
@@ -108,7 +111,7 @@ void vmem__kmod_close(struct vmem__kmod *k)
 
 int vmem__kmod_create(struct vmem__kmod *k, uint64_t page_size, uint32_t count, uint64_t *first)
 {
-    struct uvm_vmem_create create = {.page_size = page_size, .count = count};
+    struct uvm_vmem_create create = {.size = sizeof(create), .page_size = page_size, .count = count};
     int rc;
 
     memcpy(create.gpu_uuid, k->uuid, sizeof(create.gpu_uuid));
@@ -125,7 +128,7 @@ int vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count, uin
     uint32_t most = k->max_ops < 256 ? k->max_ops : 256;
 
     for (*done = 0; *done < count;) {
-        struct uvm_vmem_release release = {.handles = (uintptr_t)handles};
+        struct uvm_vmem_release release = {.size = sizeof(release), .handles = (uintptr_t)handles};
         int rc;
 
         release.count = count - *done < most ? count - *done : most;
@@ -148,7 +151,10 @@ int vmem__kmod_release(struct vmem__kmod *k, uint64_t first, uint32_t count, uin
 int vmem__kmod_batch(struct vmem__kmod *k, unsigned long request, const struct uvm_vmem_op *ops, uint32_t count,
                      uint32_t *failed)
 {
-    struct uvm_vmem_batch batch = {.ops = (uintptr_t)ops, .count = count, .opSize = sizeof(*ops)};
+    struct uvm_vmem_batch batch = {.size = sizeof(batch),
+                                   .ops = (uintptr_t)ops,
+                                   .count = count,
+                                   .opSize = sizeof(*ops)};
     const char *what = request == UVM_VMEM_MAP ? "map" : "unmap";
     char where[64];
     int rc;

@@ -76,6 +76,8 @@ static struct kprobe probes[] = {
     PROBE("__kmalloc_cache_noprof", on_slab_alloc),
     PROBE("__kmalloc", on_slab_alloc),
     PROBE("__kmalloc_noprof", on_slab_alloc),
+    PROBE("kvmalloc_node", on_slab_alloc),
+    PROBE("__kvmalloc_node_noprof", on_slab_alloc),
 };
 
 // The distance of the caller's code from the first of UVM's allocators

@@ -3,6 +3,7 @@
 
 #define CALL(u, cmd, p)                                                          \
     do {                                                                         \
+        (p)->size = sizeof(*(p));                                                \
         (p)->rmStatus = 0xdeadu;                                                 \
         CHECK_MSG(ioctl((u)->fd, cmd, p) == 0, "%s: %s", #cmd, strerror(errno)); \
     } while (0)
@@ -109,7 +110,7 @@ NV_STATUS vm_open(const struct uvm *u, uint64_t va, uint64_t length)
 
 void vm_start(struct uvm *u, uint64_t length)
 {
-    struct uvm_vmem_query q = {0};
+    struct uvm_vmem_query q = {.size = sizeof(q)};
 
     uvm_start(u);
     if (ioctl(u->fd, UVM_VMEM_QUERY, &q) && errno == EINVAL)

@@ -8,7 +8,7 @@ static const uint64_t sizes[] = {KB(64), KB(128), KB(256), MB(2)};
 TEST(test_query_without_gpu)
 {
     struct uvm u;
-    struct uvm_vmem_query q = {0};
+    struct uvm_vmem_query q = {.size = sizeof(q)};
 
     uvm_open(&u);
     CHECK(ioctl(u.fd, UVM_VMEM_QUERY, &q) == 0);

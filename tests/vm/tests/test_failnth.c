@@ -7,6 +7,8 @@
 #include "failmem_uapi.h"
 
 enum { OVERLAYS = 4 };
+#define FOREIGN (BASE + (OVERLAYS + 1) * BLOCK) // behind the guard
+#define WATCHED ((OVERLAYS + 1 + 3) * BLOCK)
 
 static struct uvm u;
 static int failmem = -1;
@@ -95,14 +97,41 @@ static void released(void)
 }
 static void foreign(void)
 {
-    CHECK_EQ(uvm_create_external(&u, BASE + GB(2), MB(6)), NV_OK);
-    CHECK_EQ(uvm_map_external(&u, 0, BASE + GB(2), MB(6), 0, 33), NV_OK);
+    CHECK_EQ(uvm_create_external(&u, FOREIGN, MB(6)), NV_OK);
+    CHECK_EQ(uvm_map_external(&u, 0, FOREIGN, MB(6), 0, 33), NV_OK);
 }
-static NV_STATUS takeover(void) { return vm_map(&u, BASE + GB(2) + MB(2), KB(64), small, 0, UVM_VMEM_TAKEOVER); }
-static void undo_foreign(void) { CHECK_EQ(uvm_free_range(&u, BASE + GB(2), MB(6)), NV_OK); }
+static NV_STATUS takeover(void) { return vm_map(&u, FOREIGN + MB(2), KB(64), small, 0, UVM_VMEM_TAKEOVER); }
+static NV_STATUS takeover_all(void)
+{
+    struct uvm_vmem_op ops[3];
+
+    for (unsigned i = 0; i < 3; i++)
+        ops[i] = vm_op(FOREIGN + i * BLOCK, KB(64), small + i, 0, UVM_VMEM_TAKEOVER);
+    return vm_map_ops(&u, 0, ops, 3, NULL);
+}
+// Beside entries of its own that are cut, too
+static void huge_and_foreign(void)
+{
+    huge_mapped();
+    foreign();
+}
+static NV_STATUS split_and_take(void)
+{
+    struct uvm_vmem_op ops[3] = {vm_op(BASE + KB(64), KB(64), small, 0, UVM_VMEM_MAP_REPLACE),
+                                 vm_op(FOREIGN, KB(64), small + 1, 0, UVM_VMEM_TAKEOVER),
+                                 vm_op(FOREIGN + MB(2), KB(64), small + 2, 0, UVM_VMEM_TAKEOVER)};
+
+    return vm_map_ops(&u, 0, ops, 3, NULL);
+}
+static void undo_foreign(void) { CHECK_EQ(uvm_free_range(&u, FOREIGN, MB(6)), NV_OK); }
+static void undo_split_and_take(void)
+{
+    undo_map();
+    undo_foreign();
+}
 static NV_STATUS query(void)
 {
-    struct uvm_vmem_query q = {0};
+    struct uvm_vmem_query q = {.size = sizeof(q)};
 
     memcpy(q.gpu_uuid, &u.uuid[0], 16);
     CHECK(ioctl(u.fd, UVM_VMEM_QUERY, &q) == 0);
@@ -121,6 +150,8 @@ static const struct scenario scenarios[] = {
     {"release", release_mapped, release, released, true},
     {"release_huge", release_huge, release, released, true},
     {"takeover", foreign, takeover, undo_foreign, false},
+    {"takeover_all", foreign, takeover_all, undo_foreign, false},
+    {"split_and_take", huge_and_foreign, split_and_take, undo_split_and_take, false},
 };
 
 static void arm_memory(uint32_t nth, struct failmem *was)
@@ -145,7 +176,7 @@ static unsigned sweep(const struct scenario *s, bool memory, uint32_t sites)
         NV_STATUS status;
 
         s->prepare();
-        vm_state_take(&u, BASE, OVERLAYS * BLOCK, &before);
+        vm_state_take(&u, BASE, WATCHED, &before);
         if (memory)
             arm_memory(nth, NULL);
         else

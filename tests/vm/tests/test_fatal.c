@@ -70,11 +70,16 @@ TEST(in_external_unmap_)
 
 TEST(in_create_)
 {
-    uint64_t n;
+    uint64_t live, n;
+    NV_STATUS status;
 
     start();
+    live = sim_counters(0, false).pma_live;
     sim_inject(SIMGPU_SITE_CHANNEL, 1, false, NULL);
-    after(vm_create(&u, MB(2), 1, &n));
+    status = vm_create(&u, MB(2), 4, &n);
+    // it may still be zeroed, so it stays until the GPU is unregistered
+    CHECK(sim_counters(0, false).pma_live >= live + 4 * BLOCK / GRANULE);
+    after(status);
 }
 
 TEST(in_huge_split_)

@@ -118,11 +118,13 @@ static void one_call(void)
         struct uvm_vmem_batch batch;
         uint64_t words[32];
     } p = {0};
-    size_t size = _IOC_SIZE(cmds[which]);
+    size_t size =
+        (size_t[]){sizeof(p.query), sizeof(p.create), sizeof(p.release), sizeof(p.batch), sizeof(p.batch)}[which];
     bool good = rng_below(&rng, 16) == 0; // a few pass, so that there is a state to keep
     int rc;
     NV_STATUS status;
 
+    p.query.size = size; // where every structure has it
     switch (which) {
     case QUERY: memcpy(p.query.gpu_uuid, &u.uuid[0], 16); break;
     case CREATE:
@@ -163,7 +165,7 @@ static void one_call(void)
         known = state();
     stale = false;
     rc = ioctl(u.fd, cmds[which], rng_below(&rng, 200) ? (void *)&p : maybe_bad(&p));
-    status = *(NV_STATUS *)((char *)&p + size - 4);
+    status = p.query.rmStatus;
     counts[which][rc == 0 && status == NV_OK]++;
     if (rc == 0 && status == NV_OK) {
         stale = true;

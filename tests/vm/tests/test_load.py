@@ -20,7 +20,7 @@ INSTALLED = Path("/lib/modules") / os.uname().release / "updates/dkms/nvidia-cur
 MODULE = Path("/sys/module/nvidia_uvm")
 NODE = Path("/dev/nvidia-uvm")
 OTHER = Path("/tmp/other.ko")
-QUERY = 0xC0A8BA01  # UVM_VMEM_QUERY: _IOWR(0xBA, 1, 168 bytes)
+QUERY = 0xBA01  # UVM_VMEM_QUERY: _IO(0xBA, 1)
 
 
 def load_py(*args):
@@ -35,7 +35,7 @@ def loaded():
         return None
     with NODE.open("r+b", buffering=0) as file:  # fails on a node with another module's number
         try:
-            fcntl.ioctl(file, QUERY, bytearray(168))
+            fcntl.ioctl(file, QUERY, bytearray((168).to_bytes(4, sys.byteorder) + bytes(164)))
         except OSError as e:
             assert e.errno == errno.EINVAL, e
             return "stock"

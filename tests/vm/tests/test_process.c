@@ -250,6 +250,21 @@ static uint64_t charged(void)
     return n;
 }
 
+// Bytes of these for objects of the kernel's, which are charged one by one.
+static uint64_t charged_slab(void)
+{
+    FILE *f = fopen(MINE "/memory.stat", "r");
+    unsigned long long n = 0;
+    char line[128];
+
+    while (f && fgets(line, sizeof(line), f))
+        if (sscanf(line, "slab %llu", &n) == 1)
+            break;
+    CHECK(f && n);
+    fclose(f);
+    return n;
+}
+
 // The kernel charges in advance, up to this on each processor.
 #define IN_ADVANCE KB(256)
 
@@ -290,4 +305,29 @@ TEST(test_overlays_are_charged_to_the_cgroup)
     wait_for_live(before);
     CHECK(rmdir(MINE) == 0 && umount(CGROUP) == 0);
     sim_check(0);
+}
+
+// So are handles: a page of 64 KiB costs the caller some bytes of the kernel's memory, too.
+TEST(test_handles_are_charged_to_the_cgroup)
+{
+    uint32_t count = 2048;
+    uint64_t start, first;
+    struct uvm u;
+
+    CHECK((mkdir(CGROUP, 0755) == 0 || errno == EEXIST) && mount("vmem", CGROUP, "cgroup2", 0, NULL) == 0);
+    put(CGROUP "/cgroup.subtree_control", "+memory");
+    CHECK(mkdir(MINE, 0755) == 0);
+    pid_t pid = fork();
+    if (pid == 0) {
+        put(MINE "/cgroup.procs", "0");
+        vm_start(&u, MB(4));
+        CHECK_EQ(vm_create(&u, KB(64), 1, &first), NV_OK);
+        start = charged_slab();
+        CHECK_EQ(vm_create(&u, KB(64), count, &first), NV_OK);
+        CHECK_MSG(charged_slab() - start > count * 40, "%u handles are charged with %lld bytes", count,
+                  (long long)(charged_slab() - start));
+        _exit(0);
+    }
+    CHECK_EQ(wait_child(pid), 0);
+    CHECK(rmdir(MINE) == 0 && umount(CGROUP) == 0);
 }

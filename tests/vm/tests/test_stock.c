@@ -20,7 +20,7 @@ static bool vmem; // the module knows vMem's calls
 
 static bool has_vmem(const struct uvm *at)
 {
-    struct uvm_vmem_query q = {0};
+    struct uvm_vmem_query q = {.size = sizeof(q)};
 
     return ioctl(at->fd, UVM_VMEM_QUERY, &q) == 0;
 }

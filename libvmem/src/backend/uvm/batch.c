@@ -21,6 +21,15 @@ static bool before(const struct place *a, const struct place *b)
 
 static uint64_t min(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
+// True if addresses up to `end` end in the last block of their segment, behind which the next segment or somebody else's
+// memory begins.
+static bool ends_in_last_block(const struct vmem__reservation *reservation, uint64_t end)
+{
+    const struct vmem__cuda_reservation *cuda = reservation->priv;
+
+    return (end - 1 - cuda->addr) % UVM_SEGMENT >= UVM_SEGMENT - VMEM_PAGE_2M;
+}
+
 // Builds the longest op that starts at `at`, and advances `at` past it.
 static void next_op(const struct vmem__run *runs, enum action action, const struct place *end, struct place *at,
                     struct uvm_vmem_op *op)
@@ -39,12 +48,10 @@ static void next_op(const struct vmem__run *runs, enum action action, const stru
         op->offset = offset % VMEM_PAGE_2M;
         op->length = min(op->length, VMEM_PAGE_2M - op->offset);
         // A 2 MiB entry is never split while kernels may access it. An entry that maps a page is replaced as a whole.
-        // MAP_AHEAD splits the backdrop's entries one block ahead of kernels that read past the last small page. Behind
-        // the last block of the addresses begin those of somebody else.
+        // MAP_AHEAD splits the backdrop's entries one block ahead of kernels that read past the last small page.
         op->flags = UVM_VMEM_TAKEOVER | (run->page_size < VMEM_PAGE_2M ? UVM_VMEM_MAP_64K : 0) |
                     (run->flags & VMEM_MAP_REPLACE ? UVM_VMEM_MAP_REPLACE : 0);
-        if (run->page_size < VMEM_PAGE_2M &&
-            op->va + op->length + VMEM_PAGE_2M <= reservation->addr + reservation->length)
+        if (run->page_size < VMEM_PAGE_2M && !ends_in_last_block(run->reservation, op->va + op->length))
             op->flags |= UVM_VMEM_MAP_AHEAD;
     }
     at->done += op->length;
@@ -167,12 +174,30 @@ int vmem__uvm_restore(struct vmem__backend *b, const struct vmem__run *run)
     return rc;
 }
 
+// MAP_AHEAD stays within the segment. If a run of small pages ends in the last block of one, this opens the first block
+// of the reservation's next segment, which is active.
+static int open_next_segment(struct uvm *u, const struct vmem__run *run)
+{
+    const struct vmem__cuda_reservation *reservation = run->reservation->priv;
+    uint64_t end = run->addr + run->length;
+    struct uvm_vmem_op op = {.length = UVM_VMEM_GRANULE, .flags = UVM_VMEM_MAP_OPEN | UVM_VMEM_TAKEOVER};
+    uint32_t failed;
+
+    op.va = reservation->addr + ((end - 1 - reservation->addr) / UVM_SEGMENT + 1) * UVM_SEGMENT;
+    if (run->page_size == VMEM_PAGE_2M || !ends_in_last_block(run->reservation, end) ||
+        op.va >= reservation->addr + reservation->length)
+        return 0;
+    return vmem__kmod_batch(&u->kmod, UVM_VMEM_MAP, &op, 1, &failed);
+}
+
 int vmem__uvm_map(struct vmem__backend *b, const struct vmem__run *runs, size_t n, size_t *bad)
 {
     // Also activate the segment after the run: kernels read whole tiles, which may reach past the last row.
     for (size_t i = 0; i < n; i++) {
         int rc = vmem__gpu_backdrop(b, runs[i].reservation, runs[i].addr, runs[i].length + UVM_SEGMENT);
 
+        if (!rc)
+            rc = open_next_segment(b->priv, &runs[i]);
         if (rc) {
             *bad = i;
             return rc;

@@ -1,0 +1,181 @@
+// Memory of others next to the addresses of a call: no flag and no call reaches beyond what its elements name, and
+// MAP_AHEAD no further than the mapping or the hole that its element ends in.
+//
+// SPDX-License-Identifier: MIT
+#include "calls.h"
+
+#define AT(block) (BASE + (block) * BLOCK)
+#define MEMORY 0x77
+#define WORD 0x1122334455667788ull
+#define AHEAD (UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD)
+
+static struct uvm u;
+static uint64_t h;
+
+// A range of `blocks` of the caller's, between guards. The handles are of 64 KiB pages.
+static void start(unsigned blocks)
+{
+    vm_start(&u, blocks * BLOCK);
+    CHECK_EQ(vm_create(&u, KB(64), 8, &h), NV_OK);
+}
+
+static void end(void)
+{
+    sim_check(0);
+    uvm_close(&u);
+}
+
+static void foreign(uint64_t va, uint64_t length, uint32_t page_size, uint32_t memory)
+{
+    sim_mem(&u, 0, memory, page_size, length);
+    CHECK_EQ(uvm_map_external(&u, 0, va, length, 0, memory), NV_OK);
+    sim_mem(&u, 0, memory, 0, 0);
+    CHECK_EQ(gpu_mark(&u, va, length, WORD), 0);
+}
+
+// Maps the last page of block 0 with `flags`: the entry of block 1 afterwards.
+static struct simgpu_pte map_last(uint32_t flags)
+{
+    CHECK_EQ(vm_map(&u, AT(1) - KB(64), KB(64), h, 0, flags), NV_OK);
+    return sim_pte(&u, AT(1));
+}
+
+TEST(test_no_flag_reaches_the_next_range)
+{
+    static const uint32_t flags[] = {0,
+                                     AHEAD,
+                                     AHEAD | UVM_VMEM_TAKEOVER,
+                                     AHEAD | UVM_VMEM_MAP_REPLACE,
+                                     AHEAD | UVM_VMEM_MAP_REPLACE | UVM_VMEM_TAKEOVER,
+                                     UVM_VMEM_TAKEOVER};
+
+    for (unsigned i = 0; i < COUNT(flags); i++) {
+        start(1); // the guards are what is next
+        CHECK_EQ(vm_map(&u, BASE, KB(64), h + 1, 0, flags[i]), NV_OK);
+        CHECK_EQ(map_last(flags[i]).page_size, MB(2));
+        CHECK_EQ(vm_map(&u, BASE, KB(64), h + 2, 0, flags[i] | UVM_VMEM_MAP_REPLACE), NV_OK);
+        guards_check();
+        CHECK_EQ(vm_unmap(&u, BASE, BLOCK), NV_OK);
+        CHECK_EQ(vm_release_one(&u, h), NV_OK);
+        end();
+    }
+}
+
+TEST(test_a_neighbour_of_64k_entries_keeps_them)
+{
+    start(1);
+    CHECK_EQ(uvm_create_external(&u, AT(2), 2 * BLOCK), NV_OK);
+    foreign(AT(2), 2 * BLOCK, KB(64), MEMORY);
+    CHECK_EQ(uvm_create_external(&u, AT(8), 2 * BLOCK), NV_OK);
+    CHECK_EQ(uvm_create_external(&u, AT(10), 2 * BLOCK), NV_OK);
+    foreign(AT(10), 2 * BLOCK, KB(64), MEMORY);
+    CHECK_EQ(vm_map(&u, AT(10) - KB(64), KB(64), h, 0, AHEAD | UVM_VMEM_TAKEOVER), NV_OK);
+    CHECK(gpu_marked(&u, AT(10), 2 * BLOCK, WORD, NULL));
+    end();
+}
+
+// A neighbour that has mapped nothing yet finds its range empty: an overlay there would make its first mapping of a part
+// of the block fail.
+TEST(test_an_empty_neighbour_stays_empty)
+{
+    for (unsigned takeover = 0; takeover < 2; takeover++) {
+        start(8);
+        CHECK_EQ(uvm_create_external(&u, AT(16), BLOCK), NV_OK);
+        CHECK_EQ(uvm_create_external(&u, AT(17), 4 * BLOCK), NV_OK);
+        CHECK_EQ(vm_map(&u, AT(17) - KB(64), KB(64), h, 0, AHEAD | (takeover ? UVM_VMEM_TAKEOVER : 0)), NV_OK);
+        foreign(AT(17), MB(1), KB(64), MEMORY);
+        CHECK(gpu_marked(&u, AT(17), MB(1), WORD, NULL));
+        end();
+    }
+}
+
+// A sparse range of a neighbour reads as zero before and after, but it is the neighbour's to map a part of.
+TEST(test_a_sparse_neighbour_stays_its_owners)
+{
+    start(1);
+    CHECK_EQ(uvm_create_external(&u, AT(16), BLOCK), NV_OK);
+    CHECK_EQ(uvm_create_external(&u, AT(17), 4 * BLOCK), NV_OK);
+    CHECK_EQ(uvm_map_sparse(&u, 0, AT(17), 4 * BLOCK), NV_OK);
+    CHECK_EQ(vm_map(&u, AT(17) - KB(64), KB(64), h, 0, AHEAD | UVM_VMEM_TAKEOVER), NV_OK);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, KB(64));
+    foreign(AT(17), KB(128), KB(64), MEMORY);
+    CHECK(gpu_marked(&u, AT(17), KB(128), WORD, NULL));
+    end();
+}
+
+// Within its range, MAP_AHEAD opens what is unmapped, takes what is sparse, and follows the mapping that it is in.
+TEST(test_ahead_in_the_callers_own_range)
+{
+    start(4);
+    CHECK_EQ(map_last(AHEAD).state, SIMGPU_PTE_SPARSE); // a hole
+    CHECK_EQ(sim_pte(&u, AT(2)).state, SIMGPU_PTE_INVALID);
+    end();
+
+    start(4);
+    CHECK_EQ(uvm_map_sparse(&u, 0, BASE, 4 * BLOCK), NV_OK);
+    CHECK_EQ(map_last(AHEAD | UVM_VMEM_TAKEOVER).state, SIMGPU_PTE_SPARSE);
+    CHECK_EQ(vm_map(&u, AT(1), KB(64), h + 1, 0, 0), NV_OK); // it is vMem's already
+    end();
+
+    for (unsigned size = 0; size < 2; size++) {
+        start(4);
+        foreign(BASE, 4 * BLOCK, size ? MB(2) : KB(64), MEMORY);
+        CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, AHEAD | UVM_VMEM_TAKEOVER), NV_OK);
+        CHECK_EQ(vm_map(&u, AT(1), KB(64), h + 1, 0, AHEAD), NV_OK); // it was taken ahead, and this one takes nothing
+        CHECK(gpu_marked(&u, AT(2), 2 * BLOCK, WORD, NULL));
+        CHECK_EQ(vm_map(&u, AT(2), KB(64), h + 2, 0, AHEAD), NV_ERR_UVM_ADDRESS_IN_USE);
+        CHECK_EQ(vm_map(&u, AT(2), KB(64), h + 2, 0, AHEAD | UVM_VMEM_TAKEOVER), NV_OK);
+        CHECK_EQ(sim_pte(&u, AT(3)).state, SIMGPU_PTE_SPARSE);
+        end();
+    }
+}
+
+// Other memory in the same range is not taken, nor is memory that took the place of the mapping that was.
+TEST(test_ahead_stays_with_its_memory)
+{
+    for (unsigned size = 0; size < 2; size++) {
+        start(8);
+        foreign(BASE, 2 * BLOCK, size ? MB(2) : KB(64), MEMORY);
+        foreign(AT(2), 2 * BLOCK, size ? MB(2) : KB(64), MEMORY);
+        CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, AHEAD | UVM_VMEM_TAKEOVER), NV_OK);
+        CHECK_EQ(sim_pte(&u, AT(1)).state, SIMGPU_PTE_SPARSE);
+        CHECK_EQ(vm_map(&u, AT(1), KB(64), h + 1, 0, AHEAD | UVM_VMEM_TAKEOVER), NV_OK);
+        CHECK(gpu_marked(&u, AT(2), 2 * BLOCK, WORD, NULL));
+
+        // AT(2) to AT(4) is one mapping: take its first block, and let its owner map other memory in the second
+        CHECK_EQ(vm_map(&u, AT(2) + KB(64), KB(64), h + 2, 0, UVM_VMEM_MAP_64K | UVM_VMEM_TAKEOVER), NV_OK);
+        CHECK_EQ(vm_unmap(&u, AT(2) + KB(64), KB(64)), NV_OK);
+        CHECK_EQ(uvm_unmap_external(&u, 0, AT(3), BLOCK), NV_OK);
+        foreign(AT(3), BLOCK, size ? MB(2) : KB(64), MEMORY);
+        CHECK_EQ(vm_map(&u, AT(3) - KB(64), KB(64), h + 3, 0, AHEAD | UVM_VMEM_TAKEOVER), NV_OK);
+        CHECK(gpu_marked(&u, AT(3), BLOCK, WORD, NULL));
+        end();
+    }
+}
+
+// What AHEAD does not reach, a caller opens by its addresses, and nothing beside them.
+TEST(test_open_by_address)
+{
+    struct uvm_vmem_op op = vm_op(AT(1) + KB(64), KB(64), 0, 0, UVM_VMEM_MAP_OPEN);
+
+    start(4);
+    foreign(AT(2), BLOCK, MB(2), MEMORY);
+    CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);
+    CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_INVALID);
+    CHECK_EQ(sim_pte(&u, AT(1)).state, SIMGPU_PTE_SPARSE);
+    CHECK(gpu_marked(&u, AT(2), BLOCK, WORD, NULL));
+    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
+    op = vm_op(BASE, 4 * BLOCK, 0, 0, UVM_VMEM_MAP_OPEN);
+    CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_ERR_UVM_ADDRESS_IN_USE);
+    CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_INVALID);
+    CHECK_EQ(vm_map(&u, AT(1), KB(64), h, 0, 0), NV_OK);
+    CHECK_EQ(gpu_mark(&u, AT(1), KB(64), 5), 0);
+    op.flags |= UVM_VMEM_TAKEOVER;
+    CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);
+    CHECK(gpu_marked(&u, AT(1), KB(64), 5, NULL)); // pages stay where they are
+    CHECK_EQ(gpu_word(&u, AT(2)), 0);
+    CHECK_EQ(sim_pte(&u, AT(3)).state, SIMGPU_PTE_SPARSE);
+    op.length += KB(64);
+    CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_ERR_INVALID_ADDRESS);
+    end();
+}
