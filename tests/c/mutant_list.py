@@ -10,6 +10,11 @@ from mutation import Mutant, always, drop, never, replace
 # fmt: off
 _MUTANTS = [
     # the ends of reservations, leaves and arenas
+    ("the module takes the block behind a segment", "backend/uvm/next_op",
+     replace("&& !ends_in_last_block(run->reservation, op->va + op->length)", ""), "test_uvm_batch"),
+    ("a block behind the reservation is opened", "backend/uvm/open_next_segment",
+     replace("|| op.va >= reservation->addr + reservation->length", ""), "test_uvm_batch"),
+    ("the next segment is not opened", "backend/uvm/vmem__uvm_map", drop("open_next_segment"), "test_uvm_batch"),
     ("map runs past the end", "core/continue_map", replace("s->b.addr + s->b.length", "UINT64_MAX"), "test_map"),
     ("map runs past the end, in the model", "core/continue_map",
      replace("s->b.addr + s->b.length", "UINT64_MAX"), "test_model"),
