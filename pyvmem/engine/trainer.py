@@ -9,6 +9,7 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -127,6 +128,7 @@ def start(chosen: Settings, device: int) -> Trainer:
         pool = pools.open_pool(chosen, context)
         here = Trainer(torch_pool(pool, wait=WAIT, context=context, name=f"trainer {os.getpid()}"))
         _replace(here)
+        atexit.register(here.leave)  # PyTorch ends its pools then
     here.enter()
     return here
 
