@@ -73,7 +73,7 @@ class BlockBudget:
         self._page_bytes = 0  # as the worker says that has the largest blocks
         self._measured = 0.0
         self.lent = False
-        self.behind = False  # another engine of the pool gets memory first
+        self.is_behind = False  # another engine of the pool gets memory first
         self._keeps = 0  # blocks that are not offered
         self.offers = 0  # bytes that other engines of the pool offer
         self._retry = 0.0
@@ -134,7 +134,7 @@ class BlockBudget:
         most = self.most
         if self.page.cells[control.POOL]:
             most = min(most, self._left_bytes() // self.block_bytes)
-        if self.behind:
+        if self.is_behind:
             most = min(most, self.num_backed + self.coming)
         return most
 

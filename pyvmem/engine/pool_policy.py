@@ -45,15 +45,15 @@ class PoolPeers:
     ----------
     alone : bool
         True if no other engine has a request that lacks memory.
-    behind : bool
+    is_behind : bool
         True if another engine comes first, and this one has its minimum. This one then takes no more memory.
-    full : bool
+    is_full : bool
         True if no request may begin here: this engine has its share, and another that lacks memory has not; or the
         first engine runs at most one request, and so may need what all others have.
-    yields : bool
+    is_yielding : bool
         True if requests here give way: the first engine has a higher priority, or lacks memory for running requests
         that all came before the last one here. So the oldest requests always go on, as within one engine.
-    passes : bool
+    is_passing : bool
         True if this engine lets the others go first.
     surplus : int
         Bytes of a worker's blocks that the others offer beyond what they keep ready; 0 while one of them lacks memory.
@@ -69,7 +69,7 @@ class PoolPeers:
         self._share = 0  # the engine's share, in bytes of a worker's pool
         self._patience, self._had = PATIENCE, -1  # bytes at the last look; -1: there was none
         self._since = 0.0  # when this engine, coming first, last got memory; in the future: others go first until then
-        self.alone, self.behind, self.full, self.yields, self.passes = True, False, False, False, False
+        self.alone, self.is_behind, self.is_full, self.is_yielding, self.is_passing = True, False, False, False, False
         self.surplus = self.offers = 0
 
     def look(self, last: int) -> None:
@@ -101,13 +101,15 @@ class PoolPeers:
             lacks = sum(o[control.LACKS] for o in others if self._lives(o, now, control.SERVER_BEAT))
             # Models that wake come first, as far as the weights of those that sleep do not suffice for them.
             reserved = lacks > sum(o.gives for o in others if o.asleep and not o[control.LACKS])
-            self.behind = (first is not page or reserved) and _bytes(page) >= page[control.MIN]
+            self.is_behind = (first is not page or reserved) and _bytes(page) >= page[control.MIN]
             less = any(o[control.PRIORITY] >= page[control.PRIORITY] and not self._has_share(o) for o in lack)
             beyond = _bytes(page) - page[control.BLOCK_BYTES] >= page[control.MIN]  # it has a block that it may give
-            self.full = (self.behind and beyond and first[control.STARVED] > 0) or (less and self._has_share(page))
+            starves = first[control.STARVED] > 0
+            self.is_full = (self.is_behind and beyond and starves) or (less and self._has_share(page))
             alone = first[control.GROWS] and first[control.STARVED]
             older = first[control.GROWS] and first[control.HEAD] < last and (alone or self._has_share(page))
-            self.yields = self.behind and (-first[control.PRIORITY], not older) < (-page[control.PRIORITY], True)
+            comes_first = (-first[control.PRIORITY], not older) < (-page[control.PRIORITY], True)
+            self.is_yielding = self.is_behind and comes_first
             self._be_patient(first is page and page[control.HEAD] > 0, now)
 
     def _has_share(self, page: control.Page) -> bool:
@@ -137,7 +139,7 @@ class PoolPeers:
                 self._since = now + 2 * self._patience
                 self._patience = min(2 * self._patience, MOST_PATIENCE)
         self._had = has
-        self.passes = now < self._since
+        self.is_passing = now < self._since
 
 
 def _bytes(page: control.Page) -> int:

@@ -62,7 +62,7 @@ class View(NamedTuple):
     keeps: int = 0
     overhead: int = 0
     correction: int = 0
-    behind: bool = False
+    is_behind: bool = False
     waits: bool = False
 
 
@@ -77,7 +77,7 @@ class News(NamedTuple):
         return bool(self.answers or self.num_left or self.view != view)
 
 
-def _there(answers: Iterable[int]) -> tuple[int, ...]:
+def leading_answers(answers: Iterable[int]) -> tuple[int, ...]:
     """The answers up to the first that has not come."""
     return tuple(itertools.takewhile(lambda answer: answer < 2, answers))
 
@@ -166,7 +166,7 @@ class PageBudget(BlockBudget):
         batch = getattr(self._scheduler, "running_batch", None)
         return batch.reqs if batch is not None else []
 
-    # ---- what all ranks take for given -----------------------------------------------------------------------
+    # ---- rank 0's view, which all ranks adopt ----------------------------------------------------------------
 
     def news(self) -> News:
         """The changes, on rank 0."""
@@ -176,16 +176,16 @@ class PageBudget(BlockBudget):
         self.fit()
         pool, out = self.page.cells[control.POOL], self.unbacked
         seen = View(self._limit(), *(self._left_bytes(), self._room_bytes(), self._keeps) if pool else View()[1:4],
-                    out.page_overhead, out.limit_correction, self.behind, self.waits())  # fmt: skip
+                    out.page_overhead, out.limit_correction, self.is_behind, self.waits())  # fmt: skip
         self.view = view
-        return News(seen, _there(answers), sum(1 for _ in there))
+        return News(seen, leading_answers(answers), sum(1 for _ in there))
 
     def see(self, news: News) -> None:
         """Take for given what rank 0 has seen."""
         if self._ranks.size > 1:
             self.view = view = news.view
             self.unbacked.page_overhead, self.unbacked.limit_correction = view.overhead, view.correction
-            self._keeps, self.behind = view.keeps, view.behind
+            self._keeps, self.is_behind = view.keeps, view.is_behind
         for answer in news.answers:
             _, ids = self._coming.popleft()
             if answer:
@@ -335,7 +335,7 @@ class PageBudget(BlockBudget):
         self.memory.blocks.flush()
         answers = self._ranks.most([self.memory.answer(order) for order, _ in self._coming])
         self.page[control.WAITED] += int(1e6 * (time.monotonic() - begin))
-        self.see(News(self.view or View(), _there(answers), 0))
+        self.see(News(self.view or View(), leading_answers(answers), 0))
 
     def _shrink(self, n: int, evict: bool = True) -> None:
         """Take the memory of up to `n` pages: free ones, then the least recently used of the radix cache."""

@@ -143,7 +143,7 @@ class SchedulerMemory:
         self._still = self._still or now
         self._look_around()
         drains = bool(self.page.cells[control.LEND])
-        closed, rests = drains or self._peers.full, now - self._still >= IDLE
+        closed, rests = drains or self._peers.is_full, now - self._still >= IDLE
         drops = self.asleep and (self._starved or not self.page[control.RUNNING])
         message = Seen(drains, closed, rests, drops, tuple(budget.news() for budget in self.budgets))
         known = all(not n.differs(k.view) for k, n in zip(self.budgets, message.news)) and message[:4] == self._seen[:4]
@@ -274,7 +274,7 @@ class SchedulerMemory:
         if page[control.POOL]:
             near, (budget,) = self._peers, self.budgets
             near.look(_came(running[-1]) if running else 0)
-            budget.behind, budget.offers = near.behind, near.offers
+            budget.is_behind, budget.offers = near.is_behind, near.offers
 
     def _tend(self) -> None:
         """Each rank's memory has its own part in the pool of its device."""
@@ -318,10 +318,10 @@ class SchedulerMemory:
             if lacks:
                 head = _came(running[-1] if grow and running else wait[0]) if running or wait else 0
             soon = budget._decodes() + budget.promised
-            if wait and not (near.full or (near.behind and lacks)):
+            if wait and not (near.is_full or (near.is_behind and lacks)):
                 soon += budget._rest_of(wait[0])
             wanted = min(budget.lacking(list(scheduler.waiting_queue[:16])) if near.alone else lacks,
                          max(budget.allowed() - budget.num_backed, 0))  # fmt: skip
-        page[control.HEAD] = -head if near.passes else head
+        page[control.HEAD] = -head if near.is_passing else head
         page[control.GROWS], page[control.STARVED] = grow > 0, head > 0 and len(running) <= 1
-        budget.publish(wanted, near.yields and not self.rests, soon)
+        budget.publish(wanted, near.is_yielding and not self.rests, soon)

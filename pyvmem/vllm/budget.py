@@ -252,7 +252,7 @@ class VllmBudget(BlockBudget):
         self._most_order = self.total  # most blocks to order at once; less after a refusal
         self._left = 0  # number of the step that last named blocks that leave
         self.step = 0
-        self.full = False  # no request may begin
+        self.is_full = False  # no request may begin
         self.adapts = False  # whether the number of blocks kept ready follows what recent steps took
         self.publish()
 
@@ -324,10 +324,10 @@ class VllmBudget(BlockBudget):
         self.add_backed()
         self.fit()
         allowed = self.allowed()
-        if (allowed, self.full) != (self._allowed, self._full):
-            self._allowed, self._full = allowed, self.full
+        if (allowed, self.is_full) != (self._allowed, self._full):
+            self._allowed, self._full = allowed, self.is_full
             self.watermark = int(self._watermark * allowed)
-            self.manager.watermark_blocks = self.total if self.full else self.watermark
+            self.manager.watermark_blocks = self.total if self.is_full else self.watermark
 
     def prepare_step(self, need: int = 0, awaited: int = 0, first: bool = False) -> None:
         """Before a step is scheduled and after `refresh`, order blocks, or unback those above the limit.

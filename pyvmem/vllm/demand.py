@@ -165,7 +165,7 @@ class Demand:
         self.decodes = not limited and tokens <= requests * (1 + self._drafts)
         if requests:
             self._beyond = 0
-        elif not (self._scheduler.running or limited or self._budget.full):
+        elif not (self._scheduler.running or limited or self._budget.is_full):
             wait = waiting(self._scheduler)[:1]
             if wait and self.lacking(0, wait) == 0:
                 self._beyond = min(max(2 * self._beyond, 1), self._budget.least)

@@ -194,7 +194,7 @@ class SchedulerMemory:
         in_vain = new is not None and not plan.parts and (loads or self._scheduler.scheduler_reserve_full_isl)
         in_vain = in_vain and self.demand.wants(new).rest > budget.num_free()
         self._split = plan.parts and budget.spare >= plan.awaits
-        if budget.must_wait(plan.awaits) or in_vain or (budget.full and not running):
+        if budget.must_wait(plan.awaits) or in_vain or (budget.is_full and not running):
             # Schedule nothing in this step: of `full`, vLLM ignores the watermark. The step still carries the order.
             self._limit(0)
         elif plan.parts and budget.spare < plan.orders <= budget.spare + budget.ordered:
@@ -278,7 +278,7 @@ class SchedulerMemory:
             if lacks:
                 head = _arrival_us(running[-1] if grow else wait[0])
             soon = runs + (GROWTH - 1) * self.demand.one_each  # what requests take in the next steps
-            if wait and not (near.full or (near.behind and lacks)):
+            if wait and not (near.is_full or (near.is_behind and lacks)):
                 soon += self.demand.of_next(wait)
             expected = time.monotonic() < self._last_begin + COMING
             surplus = near.surplus // budget.block_bytes if expected else 0
@@ -287,11 +287,11 @@ class SchedulerMemory:
             most = max(budget.allowed() - budget.num_backed, 0)
             wanted = min(self.demand.lacking(runs, wait) if near.alone else lacks, most)
             ahead = max(min(self._num_ahead(surplus), most), 0) if surplus else 0
-        page[control.HEAD], page[control.AHEAD] = -head if near.passes else head, ahead
+        page[control.HEAD], page[control.AHEAD] = -head if near.is_passing else head, ahead
         page[control.GROWS] = grow > 0
         page[control.STARVED] = head > 0 and len(running) <= 1
-        self._short = not running and (head > 0 or near.full)
-        budget.publish(wanted, near.yields, soon)
+        self._short = not running and (head > 0 or near.is_full)
+        budget.publish(wanted, near.is_yielding, soon)
 
     def _num_ahead(self, surplus: int) -> int:
         """Blocks to ask other engines for before requests need them.
@@ -309,7 +309,7 @@ class SchedulerMemory:
             near = self._neighbours
             running = self._scheduler.running
             near.look(_arrival_us(running[-1]) if running else 0)
-            self.budget.behind, self.budget.full, self.budget.offers = near.behind, near.full, near.offers
+            self.budget.is_behind, self.budget.is_full, self.budget.offers = near.is_behind, near.is_full, near.offers
 
     def _apply_lend(self) -> None:
         """Lend everything, or end that, as the owner has ordered by LEND."""

@@ -91,7 +91,7 @@ def test_an_engine_that_is_behind_takes_no_more(budget):
     budget.unbacked.put(budget.free[:40])
     budget.free = budget.free[40:]
     assert budget.num_backed == 60
-    budget.behind = True
+    budget.is_behind = True
     assert budget.allowed() == 60 and budget._take_unbacked(5) == [1, 2, 3, 4, 5]
 
 

@@ -1003,7 +1003,7 @@ def looking(monkeypatch, *pages):
             page[control.BEAT] += live
         for each in near:
             each.look(last)
-        return [(each.behind, each.full) for each in near]
+        return [(each.is_behind, each.is_full) for each in near]
 
     return near, look
 
@@ -1014,7 +1014,7 @@ def test_an_engine_yields_to_one_of_its_pool_with_a_higher_priority_that_lacks_m
 
     def yields():
         look()
-        return [each.yields for each in near]
+        return [each.is_yielding for each in near]
 
     assert yields() == [False, False]  # it lacks nothing
     other[control.HEAD], mine[control.HEAD], mine[control.GROWS] = 1000, 900, 1
@@ -1033,7 +1033,7 @@ def test_engines_of_other_gpus_are_no_neighbours(monkeypatch):
     assert look() == [(False, False)] and neighbours.alone
     two[control.POOL_OF + 1] = 50
     look()
-    assert neighbours.yields and not neighbours.alone
+    assert neighbours.is_yielding and not neighbours.alone
 
 
 def test_of_engines_that_lack_memory_one_comes_first(monkeypatch):
@@ -1084,7 +1084,7 @@ def test_of_running_requests_the_oldest_go_on(monkeypatch):
 
     def yields(last):
         look(last=last)
-        return [each.yields for each in near]
+        return [each.is_yielding for each in near]
 
     assert look() == [(True, True), (False, False)]  # the second has less than its share
     assert yields(2000) == [False, False] and yields(2001) == [True, False]
@@ -1137,8 +1137,8 @@ def test_an_engine_that_gets_nothing_lets_others_go_first_for_a_while(monkeypatc
 
     def passes(seconds, head=1000):
         look(seconds)
-        mine[control.HEAD] = -head if near.passes else head  # as the scheduler publishes it
-        return near.passes
+        mine[control.HEAD] = -head if near.is_passing else head  # as the scheduler publishes it
+        return near.is_passing
 
     assert not passes(0)
     for patience in (pool_policy.PATIENCE, 2 * pool_policy.PATIENCE):

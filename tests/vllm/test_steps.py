@@ -638,7 +638,7 @@ def test_an_engine_that_another_comes_before_takes_no_more_memory(engine):
 
     assert offered() == free and offered(keeps=10) == free - 10 and offered(keeps=free + 1) == 0
     assert offered(keeps=free, yields=True) == budget.num_backed
-    budget.behind = True
+    budget.is_behind = True
     assert budget.allowed() == budget.num_backed + budget.coming < most
     turns = [(False, False), (True, False), (True, True)]
     e.every = lambda: vars(budget).update(zip(("behind", "full"), e.random.choice(turns)))
@@ -657,14 +657,14 @@ def test_while_another_comes_first_an_engine_offers_what_its_first_request_canno
     e.scheduler.add_request(e.request("long", [5] * 200, 5))  # 13 blocks
     memory.publish()
     assert e.page[control.HEAD] and not e.page[control.OFFERED]
-    near.behind = budget.behind = True
+    near.is_behind = budget.is_behind = True
     memory.publish()
     assert (e.page[control.OFFERED], e.page[control.WANTED]) == (10, 0)
     e.scheduler.finish_requests(["long"], RequestStatus.FINISHED_ABORTED)
     e.scheduler.add_request(e.request("short", [5] * 40, 5))
     memory.publish()
     assert not e.page[control.HEAD] and 0 < e.page[control.OFFERED] < 10  # it begins, and keeps what it takes
-    near.full = True
+    near.is_full = True
     memory.publish()
     assert e.page[control.OFFERED] == 10
 
@@ -717,12 +717,12 @@ def test_an_engine_begins_no_request_while_another_may_need_all(engine, monkeypa
     e = engine(kinds=("full",))
     e.run(20)
     monkeypatch.setattr(e.memory, "_read_peers", lambda: None)
-    e.budget.full = True
+    e.budget.is_full = True
     e.scheduler.add_request(e.request("a", [5] * 20, 5))
     for _ in range(5):
         e.step()
     assert not e.scheduler.running
-    e.budget.full = False
+    e.budget.is_full = False
     e.answer([])
     assert not e.scheduler.has_unfinished_requests()
 

@@ -101,7 +101,7 @@ static void access_end(vmem_context *ctx, struct vmem__access *a)
 }
 
 // If the backdrop is lazy, maps it at the sources before they are read. The caller holds the lock, which this drops.
-static int need_backdrop(vmem_context *ctx, const struct vmem_copy_op *ops, size_t n)
+static int map_backdrop(vmem_context *ctx, const struct vmem_copy_op *ops, size_t n)
 {
     int rc = 0;
     for (size_t i = 0; i < n && !rc && ctx->b.ops->backdrop; i++) {
@@ -133,7 +133,7 @@ int vmem_copy_batch(vmem_context *ctx, const struct vmem_copy_op *ops, size_t n)
     }
     if (!rc && n) {
         access_begin(ctx, &access);
-        rc = need_backdrop(ctx, ops, n);
+        rc = map_backdrop(ctx, ops, n);
         vmem__unlock(ctx);
         if (!rc)
             rc = ctx->b.ops->copy(&ctx->b, ops, n);
