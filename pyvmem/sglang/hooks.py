@@ -166,13 +166,29 @@ def resume(original: Any, updater: Any, recv_req: Any) -> Any:
     if tags & {sleep.WEIGHTS, sleep.TAG}:
         held.end()
         if held.asleep:
-            lacks = memory.here().page.short >> 20
-            return ResumeMemoryOccupationReqOutput(rid=f"{_LACKS}{lacks} MiB of its pool to wake")
+            return ResumeMemoryOccupationReqOutput(rid=_lacks())
     if sleep.TAG not in tags:
         updater.offload_tags.discard(sleep.WEIGHTS)
         if others := tags - {sleep.WEIGHTS}:
             original(updater, type(recv_req)(tags=sorted(others)))
     return ResumeMemoryOccupationReqOutput()
+
+
+def update(original: Any, updater: Any, recv_req: Any) -> Any:
+    """New weights come, or are about to: the memory of the old ones must be there, also while the model sleeps."""
+    held = memory.here().scheduler.sleep
+    held.end()
+    if not held.asleep:
+        return original(updater, recv_req)
+    from sglang.srt.managers import io_struct
+
+    answer = getattr(io_struct, f"{type(recv_req).__name__.removesuffix('Input')}Output")
+    return answer(success=False, message=_lacks())
+
+
+def _lacks() -> str:
+    """What a model says that cannot wake."""
+    return f"{_LACKS}{memory.here().page.short >> 20} MiB of its pool to wake"
 
 
 def _tags(recv_req: Any) -> set[str]:
@@ -256,10 +272,13 @@ ENGINE = (
 )  # fmt: skip
 # With weights in the pool, of processes with a scheduler, and of those that give orders
 _UPDATER = "srt/managers/scheduler_components/weight_updater.py"
+_UPDATES = ("begin_weight_update", "update_weights_from_disk", "update_weights_from_tensor",
+            "update_weights_from_distributed", "update_weights_from_ipc")  # fmt: skip
 WEIGHTS = (
     ("srt/model_executor/model_runner.py", "ModelRunner.load_model", "self", "AROUND", load),
     (_UPDATER, "SchedulerWeightUpdaterManager.release_memory_occupation", "self, recv_req", "AROUND", release),
     (_UPDATER, "SchedulerWeightUpdaterManager.resume_memory_occupation", "self, recv_req", "AROUND", resume),
+    *((_UPDATER, f"SchedulerWeightUpdaterManager.{name}", "self, recv_req", "AROUND", update) for name in _UPDATES),
     (_SCHEDULER, "Scheduler.pause_generation", "self, recv_req", "AFTER", paused),
     (_SCHEDULER, "Scheduler.continue_generation", "self, recv_req", "AFTER", paused),
 )

@@ -413,6 +413,72 @@ def test_weights_that_change_in_place_sleep_as_they_are():
     assert before != list(plain(page_size=16).values())
 
 
+def louder(tmp_path):
+    """The folder of a model with other weights, and these."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "louder"
+    shutil.copytree(model("gqa"), path)
+    weights = {name: 1.3 * w for name, w in load_file(path / "model.safetensors").items()}
+    save_file(weights, path / "model.safetensors", metadata=dict(format="pt"))
+    return str(path), weights
+
+
+@pytest.mark.parametrize("way", ["disk", "tensors"])
+def test_new_weights_reach_a_model_whose_old_ones_are_gone(way, tmp_path):
+    """The order wakes it, or fails and harms nothing if there is no memory."""
+    path, weights = louder(tmp_path)
+
+    def own():
+        engine = Engine(path, page_size=16)
+        engine.run(JOBS)
+        return engine.tokens()
+
+    def update(engine):
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        told, send = [], engine.scheduler.send_control_output
+        engine.scheduler.send_control_output = lambda output, order: told.append((output.success, output.message))
+        if way == "disk":
+            engine.order("UpdateWeightFromDisk", model_path=path)
+        else:
+            engine.order("BeginWeightUpdate")
+        if way == "tensors" and told[0][0]:
+            made = MultiprocessingSerializer.serialize(list(weights.items()))
+            engine.order("UpdateWeightsFromTensor", serialized_named_tensors=[made])
+            engine.order("EndWeightUpdate")
+        engine.scheduler.send_control_output = send
+        return told
+
+    def run():
+        from pyvmem.engine import control
+
+        engine, neighbour = Engine(model("gqa"), page_size=16), Neighbour()
+        engine.run([(f"a{name}", *job) for name, *job in JOBS[:5]])
+        engine.memory.page[control.PATIENCE] = 50
+        sleep(engine)
+        neighbour.take(engine, POOL - 4 * MIB)
+        refused = update(engine)
+        neighbour.give()
+        engine.memory.page[control.PATIENCE] = 0
+        told = update(engine)
+        assert not engine.memory.asleep
+        sleep(engine)
+        neighbour.take(engine, POOL - 4 * MIB)
+        neighbour.give()
+        assert wake(engine)
+        engine.scheduler.flush_cache()
+        engine.run(JOBS)
+        return {name: tokens for name, tokens in engine.tokens().items() if name[0] == "r"}, refused, told
+
+    tokens, refused, told = on_vmem(run)
+    assert len(refused) == 1 and not refused[0][0] and "of its pool to wake" in refused[0][1]
+    assert all(done for done, _ in told) and len(told) == (1 if way == "disk" else 3), told
+    assert tokens == forked(own, vmem=False) != plain(page_size=16)
+
+
 def test_weights_that_do_not_come_back_are_seen():
     """A seeded fault: a model wakes without the copies of what a neighbour took."""
 
