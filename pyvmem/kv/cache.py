@@ -786,26 +786,22 @@ class KVCache(_Owned):
         """
         _check(lib.vmem_kv_set_budget(self._ready(), uint("bytes", bytes)))
 
-    def reclaim(self, bytes: SupportsIndex | None = None, *, compact: bool = False) -> int:
+    def reclaim(self, bytes: SupportsIndex | None = None) -> int:
         """Release kept pages and return unused device memory.
 
         Parameters
         ----------
         bytes : int, optional
             Release at least so much, if it is kept; by default, all kept pages.
-        compact : bool
-            Then move pages that only prefixes and blocks hold closer together, where that returns more memory to the
-            system. It takes long: do so at idle times.
 
         Returns
         -------
         int
-            Bytes of pages released; with `compact`, of device memory returned.
+            Bytes of pages released.
         """
         freed, least = ffi.new("uint64_t *"), 2**64 - 1 if bytes is None else uint("bytes", bytes)
-        flags = lib.VMEM_KV_COMPACT if flag("compact", compact) else 0
         lib.pv_end_put_off()
-        _check(lib.vmem_kv_reclaim(self._ready(), least, flags, freed))
+        _check(lib.vmem_kv_reclaim(self._ready(), least, 0, freed))
         return int(freed[0])
 
     # ---- metrics ---------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class KVMemory(BlockMemory):
         self._make_buffers(pool, make, context)
         self.block_bytes = sum(r.bytes * r.layers for r in self._ranges)
         alone = self._make_blocks(self.number, self.block_bytes)
-        page[control.ATTACHED + self._rank] = control.IN_BLOCKS
+        page[control.ATTACHED + self._rank] = 1
         self.publish()
         logger.info(
             "KV cache on vMem: backend %s, %d pages of %d tokens and %.1f KiB in pages of %d KiB, %.2f GiB at most; "

@@ -238,7 +238,6 @@ class VllmBudget(BlockBudget):
     ) -> None:
         self.manager, self.pool, self._copies = manager, manager.block_pool, copies
         self._leaving: list[int] = []  # unbacked blocks that the workers do not know of yet
-        self._evicted: list[int] = []  # blocks that evict_ahead has evicted, for the workers
         self.orders = BackingOrders(page, ranks)
         super().__init__(page, self.pool.num_gpu_blocks - 1, block_bytes, least, low, ranks)  # without the null block
         self.watermark: int = manager.watermark_blocks
@@ -363,24 +362,6 @@ class VllmBudget(BlockBudget):
             self.add_backed()
             now = time.monotonic()
         return now - begin
-
-    def evict_ahead(self, n: int) -> None:
-        """Evict the least recently used cached blocks if fewer than `n` / 2 are spare and no more can be backed.
-
-        The blocks stay in the free queue. This is for slots, where a new block's page is mapped at the address of its
-        request. Workers can map it before the step only if they learn early which block's page is free.
-        """
-        if 2 * self.spare >= n or self.grows():
-            return
-        known = set(self._free.empty)
-        ids = self._free.take(min(n, len(self._free)))
-        self._evicted += [i for i in ids if i not in known]
-        self._free.free(ids)
-
-    def take_evicted(self) -> list[int]:
-        """The blocks that were evicted ahead since the last call."""
-        evicted, self._evicted = self._evicted, []
-        return evicted
 
     def take_orders(self) -> tuple[list[int], list[list[int]], int]:
         """Begin a step, and return its orders: (blocks that leave, blocks of each order, number of the first order)."""

@@ -91,17 +91,17 @@ NAMES = {
     "KVCacheMetricsCollector": (_CORE + "kv_cache_metrics.py", "block_metrics"),
     "KVCacheBlock": (_CORE + "kv_cache_utils.py", "block_hash block_id is_null ref_cnt set_block_hash"),
     "KVCacheBlockCopy": (_CORE + "kv_cache_utils.py", "dst_block_id src_block_id"),
-    "SchedulerOutput": (_CORE + "sched/output.py", "finished_req_ids kv_cache_block_copies kv_connector_metadata "
+    "SchedulerOutput": (_CORE + "sched/output.py", "kv_cache_block_copies kv_connector_metadata "
                         "new_block_ids_to_zero num_scheduled_tokens preempted_req_ids scheduled_cached_reqs "
                         "scheduled_new_reqs total_num_scheduled_tokens"),
-    "NewRequestData": (_CORE + "sched/output.py", "block_ids num_computed_tokens req_id"),
-    "CachedRequestData": (_CORE + "sched/output.py", "new_block_ids num_computed_tokens req_ids resumed_req_ids"),
+    "NewRequestData": (_CORE + "sched/output.py", "block_ids num_computed_tokens"),
+    "CachedRequestData": (_CORE + "sched/output.py", "new_block_ids"),
     "KVCacheTensor": (_INTERFACE, "block_stride host_resident>=0.30 layer_stride layers offset size"),
     "KVCacheConfig": (_INTERFACE, "kv_cache_groups kv_cache_layout kv_cache_tensors num_blocks"),
     "KVCacheGroupSpec": (_INTERFACE, "kv_cache_spec layer_names"),
     "KVCacheSpec": (_INTERFACE, "block_size block_stride_alignment>=0.31 max_memory_usage_bytes page_size_bytes"),
     "UniformTypeKVCacheSpecs": (_INTERFACE, "kv_cache_specs"),
-    "VllmConfig": (_CONFIG + "vllm.py", "attention_config cache_config compilation_config diffusion_config "
+    "VllmConfig": (_CONFIG + "vllm.py", "attention_config cache_config diffusion_config "
                    "kv_transfer_config load_config model_config num_speculative_tokens parallel_config "
                    "scheduler_config"),
     "ParallelConfig": (_CONFIG + "parallel.py", "data_parallel_index decode_context_parallel_size "
@@ -109,7 +109,8 @@ NAMES = {
                        "prefill_context_parallel_size tensor_parallel_size worker_cls"),
     "SchedulerConfig": (_CONFIG + "scheduler.py", "async_scheduling enable_chunked_prefill get_scheduler_cls "
                         "max_num_batched_tokens max_num_seqs scheduler_cls"),
-    "CacheConfig": (_CONFIG + "cache.py", "kv_offloading_backend kv_offloading_size num_gpu_blocks"),
+    "CacheConfig": (_CONFIG + "cache.py", "gpu_memory_utilization kv_cache_memory_bytes "
+                    "kv_offloading_backend kv_offloading_size"),
     "KVTransferConfig": (_CONFIG + "kv_transfer.py", "kv_connector kv_connector_extra_config"),
     "OffloadingConnector": (_CONNECTORS + "offloading_connector.py", "connector_scheduler handle_preemptions"),
     "OffloadingConnectorScheduler": (_CONNECTORS + "offloading/scheduler.py", "_current_batch_allocated_block_ids"),
@@ -119,15 +120,15 @@ NAMES = {
     "BlockIDsLoadStoreSpec": ("v1/kv_offload/base.py", "block_ids"),
     "ModelRunnerOutput": ("v1/outputs.py", "kv_connector_output"),
     "KVConnectorOutput": ("v1/outputs.py", "kv_connector_worker_meta"),
-    "ModelConfig": (_CONFIG + "model.py", "is_hybrid max_model_len model revision served_model_name"),
+    "ModelConfig": (_CONFIG + "model.py", "is_hybrid model revision served_model_name"),
     "LoadConfig": (_CONFIG + "load.py", "download_dir load_format"),
-    "AttentionConfig": (_CONFIG + "attention.py", "flash_attn_version hisparse_config>=0.30"),
-    "CompilationConfig": (_CONFIG + "compilation.py", "cudagraph_mode"),
-    "Worker": ("v1/worker/gpu_worker.py", "_maybe_get_memory_pool_context compile_or_warm_up_model device "
-               "discard>=0.31 execute_model initialize_from_config load_model model_runner "
+    "AttentionConfig": (_CONFIG + "attention.py", "hisparse_config>=0.30"),
+    "Worker": ("v1/worker/gpu_worker.py", "_maybe_get_memory_pool_context compile_or_warm_up_model "
+               "determine_available_memory device discard>=0.31 execute_model init_device initialize_from_config "
+               "load_model model_runner "
                "sample_tokens shutdown sleep wake_up"),
     "WorkerBase": ("v1/worker/worker_base.py", "cache_config get_supported_kv_cache_layouts rank vllm_config"),
-    "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec get_model kv_cache_config"),
+    "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec get_model"),
     "GPUModelRunner of V1": ("v1/worker/gpu_model_runner.py", "drafter"),
     "AsyncLLM": ("v1/engine/async_llm.py", "collective_rpc sleep wake_up"),
     "module platforms": ("platforms/__init__.py", "builtin_platform_plugins"),
@@ -135,10 +136,6 @@ NAMES = {
     "module logger": ("logger.py", "init_logger"),
     "module import_utils": ("utils/import_utils.py", "resolve_obj_by_qualname"),
     "module kv_transfer": ("distributed/kv_transfer/__init__.py", "get_kv_transfer_group has_kv_transfer_group"),
-    "FlashAttentionMetadata": ("v1/attention/backends/flash_attn.py", "block_table num_actual_tokens seq_lens "
-                               "slot_mapping"),
-    "CommonAttentionMetadata": ("v1/attention/backend.py", "max_query_len num_reqs"),
-    "AttentionSelectorConfig": ("v1/attention/selector.py", "head_size"),
 }  # fmt: skip
 
 # {(file, function or class): fingerprints} of the bodies that vMem relies on, in 0.30.0, 0.31.0, 0.32.0 and 0.33.0.

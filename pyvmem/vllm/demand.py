@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pyvmem.vllm.budget import VllmBudget
-from pyvmem.vllm.orders import AHEAD
 from pyvmem.vllm.plan import StepNeed
 from pyvmem.vllm.waiting import Lookup, Wants, waiting
 
@@ -148,11 +147,6 @@ class Demand:
     def one_each(self) -> int:
         """Blocks that the running requests take if each begins one in each group."""
         return len(self._scheduler.running) * len(self._sizes)
-
-    def mapped_ahead(self) -> int:
-        """In slots, blocks whose pages are mapped ahead, for the next tokens of running requests."""
-        each = 1 + -(-2 * AHEAD // self._sizes[0])
-        return int(len(self._scheduler.running) * each)
 
     def scheduled(self, requests: int, tokens: int, limited: bool) -> None:
         """Take note of a scheduled step. limited: its tokens were, so that it may have left prompts out.

@@ -89,8 +89,6 @@ def preferred(names: Sequence[str], worker: Any) -> list[str]:
     """The layouts that every attention backend of a worker takes, in the order in which vLLM shall choose."""
     if plugin.settings().layout == "vllm" or os.environ.get("VLLM_KV_CACHE_LAYOUT"):
         return list(names)
-    if worker.device.type == "cpu" and plugin.settings().layout == "slots" and names == ["LBHNC"]:
-        return ["BLHNC"]  # of one group of layers, CPU_ATTN reads it, too
     if worker.device.type == "cpu":  # backends there offer every layout, and some read vLLM's own only
         return list(names)
     specs = list(specs_of(worker.model_runner.get_kv_cache_spec().values()))

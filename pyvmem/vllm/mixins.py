@@ -129,18 +129,9 @@ class WorkerMixin:
         return layout.preferred(names, self)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        from pyvmem.vllm.slots import memory
-
-        made = memory.choose(kv_cache_config, self, self._vmem_place)
-        if made is None:
-            copied = self.vllm_config.kv_transfer_config is not None  # type: ignore[attr-defined]
-            self._vmem_memory().expect(kv_cache_config, copied)
-            super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        else:  # to the model runner, slots are a cache with more blocks
-            self._vmem, config = made
-            super().initialize_from_config(config)  # type: ignore[misc]
-            self.model_runner.kv_cache_config.num_blocks = kv_cache_config.num_blocks  # type: ignore[attr-defined]
-            self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks  # type: ignore[attr-defined]
+        copied = self.vllm_config.kv_transfer_config is not None  # type: ignore[attr-defined]
+        self._vmem_memory().expect(kv_cache_config, copied)
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._vmem_memory().start(kv_cache_config)
 
     def execute_model(self, scheduler_output: Any) -> Any:

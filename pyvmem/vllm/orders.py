@@ -14,8 +14,6 @@ import collections
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-AHEAD = 64  # in slots, pages are mapped ahead for so many tokens of a running request, or up to twice as many
-
 
 class StepOrders(NamedTuple):
     """Orders of one step. They travel as attribute `vmem` of vLLM's SchedulerOutput.
@@ -32,8 +30,6 @@ class StepOrders(NamedTuple):
         Blocks to back in the background, a list for each order.
     order : int
         The number of the first of these orders.
-    evicted : sequence of int
-        Backed blocks whose contents vLLM has forgotten.
     """
 
     step: int
@@ -41,7 +37,6 @@ class StepOrders(NamedTuple):
     gone: Sequence[int] = ()
     ahead: Sequence[list[int]] = ()
     order: int = 0
-    evicted: Sequence[int] = ()
 
 
 def named_blocks(output: Any) -> list[int]:

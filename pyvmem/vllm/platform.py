@@ -1,4 +1,4 @@
-"""vLLM's own platform with three hooks: this is what makes vLLM use the classes of `mixins`.
+"""vLLM's own platform with two hooks: this is what makes vLLM use the classes of `mixins`.
 
 vLLM resolves the platform in each of its processes, by the entry point group ``vllm.platform_plugins``. The base is
 what vLLM's own detection finds, so every question that vLLM asks its platform has vLLM's own answer.
@@ -90,19 +90,3 @@ class Platform(_Base):  # type: ignore[misc]
             install(vllm_config)
         except (Refused, ValueError) as error:  # as which pydantic would bury it
             raise RuntimeError(f"pyvmem: {error}") from None
-
-    @classmethod
-    def get_attn_backend_cls(cls, selected_backend: Any, *args: Any, **more: Any) -> str:
-        """Attention by slots, where it was asked for, the user named no backend and vLLM chooses FlashAttention 3."""
-        chosen: str = super().get_attn_backend_cls(selected_backend, *args, **more)
-        flash = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
-        if selected_backend is not None or plugin.settings().layout != "slots" or chosen != flash:
-            return chosen
-        from pyvmem.vllm.slots import attention
-
-        reasons = attention.unsupported(args[0] if args else more["attn_selector_config"])
-        if reasons:
-            logger.info_once("Attention by table on vMem: by slots, this is not supported: %s", "; ".join(reasons))
-            return chosen
-        logger.info_once("Attention by slots on vMem in place of FLASH_ATTN")
-        return "pyvmem.vllm.slots.attention.SlotsBackend"

@@ -19,7 +19,7 @@ from pyvmem.engine import settings as engine_settings
 from pyvmem.engine.settings import Settings, cannot, warn_if_forgotten, warn_of_unknown
 
 SWITCH = "VMEM_VLLM"
-LAYOUTS = ("auto", "vllm", "slots")
+LAYOUTS = ("auto", "vllm")
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:

@@ -184,13 +184,9 @@ class SchedulerMemory:
         if grows and (wait or not self.demand.takes_few()):
             plan = plan_step(self.demand.need(wait, self._chunks and not loads), budget.supply())
             self._await(plan)
-        ahead = self.demand.mapped_ahead() if self._in_slots else 0
-        budget.prepare_step(max(plan.orders, ahead), plan.awaits,
-                            not running and (plan.takes > budget.spare or not wait))  # fmt: skip
+        budget.prepare_step(plan.orders, plan.awaits, not running and (plan.takes > budget.spare or not wait))
         if self._copies is not None:
             self._copies.begin()
-        if self._in_slots:
-            budget.evict_ahead(min(2 * budget.low, max(budget.ready(), ahead)))
         in_vain = new is not None and not plan.parts and (loads or self._scheduler.scheduler_reserve_full_isl)
         in_vain = in_vain and self.demand.wants(new).rest > budget.num_free()
         self._split = plan.parts and budget.spare >= plan.awaits
@@ -241,7 +237,7 @@ class SchedulerMemory:
         if self._split and not requests and not self._scheduler.running:
             self._loads = next((r.request_id for r in waiting(self._scheduler)), "")
         position = self.page.cells[control.POSITION]
-        output.vmem = StepOrders(budget.step, position, gone, ahead, order, budget.take_evicted())
+        output.vmem = StepOrders(budget.step, position, gone, ahead, order)
         if requests:
             self.pace.begin(budget.step, output.total_num_scheduled_tokens, time.monotonic())
         self.publish()
@@ -259,10 +255,6 @@ class SchedulerMemory:
         if not self._scheduler.running and not self._scheduler.has_unfinished_requests():
             self.publish()
             self._wake.set()
-
-    @property
-    def _in_slots(self) -> bool:
-        return bool(self.page.cells[control.ATTACHED] == control.IN_SLOTS)
 
     def publish(self) -> None:
         """Write to the control page which blocks requests lack and take next, for the workers and other engines."""

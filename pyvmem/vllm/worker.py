@@ -142,9 +142,9 @@ class WorkerMemory(BlockMemory):
             logger.info("vMem: a block of %.1f KiB whose neighbours have all left holds %.1f KiB.", block / 1024,
                         alone / 1024)  # fmt: skip
 
-    def _attach(self, kept: int = control.IN_BLOCKS) -> None:
+    def _attach(self) -> None:
         """Tell the scheduler that the memory is there, and start the thread."""
-        self._page[control.ATTACHED + self._rank] = kept
+        self._page[control.ATTACHED + self._rank] = 1
         threading.Thread(target=self._poll, name="vmem", daemon=True).start()
         self.publish()
 

@@ -203,8 +203,6 @@ _MUTANTS = [
     ("the thread cuts what others hold", "kv/vmem__kv_cut_begin", drop("shared"), "test_kv_races"),
     ("stale mappings go beside a cut of their pages", "kv/vmem__kv_stale_now",
      replace("vmem__kv_wait_cutting", "vmem__kv_wait_unmapping"), "test_kv_races"),
-    ("a page that moves can no longer be evicted", "kv/compact.c:commit_moves",
-     replace(", .evictable_runs = evictable", ""), "test_kv_compact"),
     ("a copy asks the device once", "kv/replace", never("ENOMEM"), "test_kv_corners"),
     ("a lazy cache takes its neighbour's", "kv/vmem__kv_leaves_others",
      replace("!others_ahead(kv)", "want"), "test_kv_corners"),

@@ -205,11 +205,10 @@ static void do_blocks(uint32_t s)
 static void do_budget(void)
 {
     uint64_t freed;
-    switch (below(5)) {
+    switch (below(4)) {
     case 0: OK(vmem_kv_set_budget(kv, budget / 2 + below(budget / 2))); break;
     case 1: OK(vmem_kv_reclaim(kv, below(budget), 0, &freed)); break;
     case 2: OK(vmem_kv_reclaim(kv, UINT64_MAX, 0, &freed)); break;
-    case 3: OK(vmem_kv_reclaim(kv, 0, VMEM_KV_COMPACT, NULL)); break;
     default: OK(vmem_kv_set_budget(kv, budget));
     }
 }

@@ -14,13 +14,13 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from block_runs import BlockRuns
 from kv_caches import Event
 from kv_draws import NUMBERS, pick, when
 
 import pyvmem
 from pyvmem.kv.cache import KVCache, Spare, TensorSpec
 from pyvmem.kv.prefix import PrefixCache
-from pyvmem.vllm.slots.requests import BlockRuns
 
 SLOTS, TOKENS, BLOCK = 5, 300, 32
 SHAPES = {
@@ -375,12 +375,6 @@ class Engine(RuleBasedStateMachine):
         for block in some:
             self.held.pop(block, None)
 
-    @rule()
-    @when(lambda self: self.runs)
-    def compact(self):
-        self.quiet()
-        self.cache.reclaim(0, compact=True)
-
     def hashes_of(self, numbers):
         """A hash of each whole block, as a number; it covers all before it."""
         size = self.hashes.block_tokens
@@ -394,7 +388,7 @@ class Engine(RuleBasedStateMachine):
         numbers = self.rows[slot]
         if len(numbers) < first * self.hashes.block_tokens:
             with pytest.raises(ValueError):
-                self.hashes.add(slot, [], first)
+                self.hashes.add(slot, [hash(tuple(numbers))], first)
             return
         hashes, before = self.hashes_of(numbers)[first:], len(self.hashes)
         try:

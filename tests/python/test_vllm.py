@@ -53,7 +53,7 @@ def test_sizes():
         ("VMEM_VLLM_LIMIT", "999999999999T", "at most 1048576T"),
         ("VMEM_VLLM_PRIORITY", "1" * 40, f"a whole number from 0 to {engine_settings.MOST}"),
         ("VMEM_VLLM_PRIORITY", "\u0663", f"a whole number from 0 to {engine_settings.MOST}"),
-        ("VMEM_VLLM_LAYOUT", "token", "one of auto, vllm, slots"),
+        ("VMEM_VLLM_LAYOUT", "token", "one of auto, vllm"),
         ("VMEM_VLLM_PAGE_SIZE", "3M", "a power of two, such as 256K"),
         ("VMEM_VLLM_PAGE_SIZE", "0", "a power of two, such as 256K"),
         ("VMEM_VLLM_PAGE_SIZE", "large", "a size in bytes, such as 16G"),

@@ -1,12 +1,10 @@
 """vLLM and vLLM on vMem on one GPU, class of model by class, with made-up weights: one line for each.
 
     python tests/vllm/gpu.py llama gemma3 deepseek --jobs 3 --seconds 240
-    python tests/vllm/gpu.py --layout slots --jobs 2
 
 For each class two engines run at the same time, one of them on vMem. Both answer the same requests twice (the second
 time from the prefix cache). Their tokens are compared. Then the engine on vMem serves them again while its limit moves
-ten times a second, and is left idle. Without names, the most important classes run. With `--layout slots`, a class
-fails whose KV cache is not in slots.
+ten times a second, and is left idle. Without names, the most important classes run.
 """
 
 import argparse
@@ -76,7 +74,6 @@ CLASSES = {
                  linear_num_key_heads=4, linear_key_head_dim=128, linear_value_head_dim=128,
                  linear_conv_kernel_dim=4, rms_norm_eps=1e-6, partial_rotary_factor=0.25),
 }  # fmt: skip
-SLOTS = ("llama", "llama-graphs", "llama-random", "qwen3", "qwen2moe")
 FEW = ("llama", "gemma3", "deepseek", "gptoss", "next", "qwen2moe", "llama-graphs")
 WEIGHTS = threading.Lock()  # torch's random numbers are the process's, and threads import transformers' parts badly
 OPTIONS = {"next": dict(additional_config={"gdn_prefill_backend": "triton"})}  # the other kernel is FlashInfer's
@@ -132,7 +129,6 @@ def parent(pid):
 
 def on_vmem(llm, serve, tokens):
     from pyvmem.engine import control
-    from pyvmem.vllm.slots import memory as slots
 
     (found, page), = [e for e in control.engines() if os.getpid() in (e[0].pid, parent(e[0].pid))]  # fmt: skip
     plain = found.step_maps
@@ -157,7 +153,7 @@ def on_vmem(llm, serve, tokens):
     time.sleep(1.5)
     reset = control.Engine.of("", 0, page)
     half = len(moved)
-    return dict(slots=slots.active, moved=sum(a == b for a, b in zip(moved, tokens[:half])), maps=plain,
+    return dict(moved=sum(a == b for a, b in zip(moved, tokens[:half])), maps=plain,
                 moved_maps=idle.step_maps - plain, preempted=idle.preempted, refused=idle.refused,
                 idle_mib=idle.resident >> 20,
                 cached_mib=idle.cached >> 20, reset_mib=reset.resident >> 20, steps=idle.steps,
@@ -225,8 +221,6 @@ def compare(name, seconds, device_memory, requests, logs, layout):
         last = Path(logs, f"{name}-{'vmem' if not told[1] else 'own'}.log").read_text().strip().splitlines()[-1:]
         return f"{name}: {kind} failed (exit {[p.returncode for p in ran]}): {' '.join(last)[:300]}", False
     own, on = told[0], told[1]
-    if layout == "slots" and not on["slots"]:
-        return f"{name}: the KV cache is not in slots", False
     same = sum(a == b for a, b in zip(own["tokens"], on["tokens"]))
     again = sum(a == b for a, b in zip(own["tokens"], own["tokens"][requests:]))
     distinct = len({tuple(t) for t in own["tokens"]})
@@ -245,7 +239,7 @@ def main():
         return engine(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[], help=", ".join(CLASSES))
-    parser.add_argument("--layout", default="auto", choices=("auto", "vllm", "slots"))
+    parser.add_argument("--layout", default="auto", choices=("auto", "vllm"))
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--seconds", type=int, default=240, help="for one engine")
     parser.add_argument("--requests", type=int, default=96)
@@ -257,7 +251,7 @@ def main():
         for done in concurrent.futures.as_completed(
             [
                 pool.submit(compare, name, args.seconds, args.kv_mib << 20, args.requests, args.logs, args.layout)
-                for name in args.names or (SLOTS if args.layout == "slots" else FEW)
+                for name in args.names or FEW
             ]
         ):
             line, equal = done.result()

@@ -148,7 +148,7 @@ def main():
     parser.add_argument("--data-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--expert-parallel", action="store_true")
-    parser.add_argument("--layout", default="auto", choices=("auto", "vllm", "slots"))
+    parser.add_argument("--layout", default="auto", choices=("auto", "vllm"))
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--at-once", type=int, default=64)

@@ -19,7 +19,6 @@ import torch
 
 from pyvmem.engine import control
 from pyvmem.vllm import budget, mixins, scheduler
-from pyvmem.vllm.slots.memory import SlotsMemory
 from pyvmem.vllm.waiting import Pace
 from pyvmem.vllm.worker import WorkerMemory
 
@@ -67,31 +66,6 @@ class Memory(WorkerMemory):
             fence = self._blocks.fence()
             self.gpu.enqueue(lambda: self._blocks.passed(fence))
         return fence
-
-
-class GpuFence:
-    """A fence of mode "slots" on the `Gpu`."""
-
-    def __init__(self, gpu):
-        self.gpu, self.at = gpu, gpu.mark()
-
-    def synchronize(self):
-        self.gpu.wait(self.at)
-
-    def query(self):
-        return self.gpu.passed >= self.at
-
-
-class Slots(SlotsMemory):
-    """A worker's memory in slots on the host, with the fences of the `Gpu`."""
-
-    gpu = None
-
-    def _slots_fence(self):
-        return GpuFence(self.gpu)
-
-    def _synchronize(self):
-        self.gpu.wait(self.gpu.mark())
 
 
 def value(tokens):
@@ -172,15 +146,12 @@ def make_scheduler(folder, blocks, kinds, page, asynchronous=True, caching=True,
 class Worker:
     """One worker: it backs blocks as the product does, and computes rows on the `Gpu`."""
 
-    def __init__(self, page, rank, kv, kinds, size, depth, slots, pages, copied):
+    def __init__(self, page, rank, kv, kinds, size, depth, pages, copied):
         self.gpu, self.depth, self.kinds = Gpu(), depth, kinds
-        self.memory = Slots(page, rank) if slots else Memory(page, rank)
+        self.memory = Memory(page, rank)
         self.memory.gpu = self.gpu
         self.held = lambda: page.board_word(rank, control.HELD)  # bytes
-        if slots:
-            kv = self.memory.prepare(kv, slots, torch.device("cpu"))
-        else:
-            self.memory.expect(kv, copied)
+        self.memory.expect(kv, copied)
         blocks = kv.num_blocks
         with mock.patch.dict(os.environ, VMEM_VLLM="1", VMEM_VLLM_PAGE_SIZE=str(pages)):
             flat = self.memory.allocate(blocks * size, torch.device("cpu"))
@@ -266,16 +237,15 @@ class Engine:
     """
 
     def __init__(self, folder, blocks=400, kinds=("full", "window"), page=64 << 10, seed=3, depth=1, queue=2, ranks=1,
-                 slots=False, pages=64 << 10, stages=(), **options):  # fmt: skip
+                 pages=64 << 10, stages=(), **options):  # fmt: skip
         stages = stages or [page] * ranks
         self.scheduler, self.kv = make_scheduler(folder, blocks, kinds, stages[0], ranks=len(stages), **options)
         self.memory = self.scheduler._vmem
         self.budget, self.page = self.memory.budget, self.memory.page
         self.random, self.queue = random.Random(seed), queue
         name, rank = self.page.path.stem.rsplit("-", 1)
-        config = self.scheduler.vllm_config if slots else None
         self.workers = [Worker(control.open_page(name, int(rank)), r, kv_config(blocks, kinds, size), kinds, size,
-                               depth, config, pages, "transfer" in options)
+                               depth, pages, "transfer" in options)
                         for r, size in enumerate(stages)]  # fmt: skip
         self.preempted = self.steps = 0
         self.every = lambda: None  # called before each step

@@ -118,30 +118,26 @@ CALLED = {
     "VllmConfig": "vllm_config c config self.vllm_config worker.vllm_config",
     "ParallelConfig": "parallel",
     "SchedulerConfig": "batch chosen scheduler vllm_config.scheduler_config",
-    "CacheConfig": "self.cache_config kv_cache",
+    "CacheConfig": "self.cache_config kv_cache config",
     "ModelConfig": "model vllm_config.model_config c.model_config",
     "LoadConfig": "load",
     "AsyncLLM": "state.engine_client",
     "AttentionConfig": "config.attention_config getattr(c,'attention_config',None)",
-    "CompilationConfig": "config.compilation_config",
     "Worker": "worker super()",
     "WorkerBase": "super() self worker",
     "GPUModelRunner": "self.model_runner worker.model_runner runner",
     "GPUModelRunner of V1": "runner",
-    "FlashAttentionMetadata": "attn_metadata metadata",
-    "CommonAttentionMetadata": "common_attn_metadata",
-    "AttentionSelectorConfig": "asked",
 }
 # Objects of these names that are not vLLM's, and vMem's own attribute of an output.
 NOT_VLLMS = {
-    "kernels.py": {"kv_cache.shape", "kv_cache.stride", "request.to"},
+    "beside.py": {"chosen.pool"},
+    "mixins.py": {"chosen.maximum", "chosen.pool", "pool.budget"},
     "check.py": {"spec.submodule_search_locations"},
     "layout.py": {"r.bytes", "r.layer_stride", "r.layers", "r.offset", "r.stride"},
     "http.py": {"metrics.engines", "metrics.register"},
     "platform.py": {"asked.on", "chosen.__module__", "chosen.__qualname__"},
     "worker.py": {"pool.budget", "pool.path", "tensor.context", "tensor.nbytes", "tensor.page_size", "tensor.tensor"},
     "scheduler.py": {f"chosen.{name}" for name in "limit maximum minimum pool pool_size priority sleep".split()},
-    "attention.py": {"asked._asdict", "metadata.works", "attn_metadata.works"},
 }  # fmt: skip
 
 

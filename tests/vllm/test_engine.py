@@ -132,42 +132,6 @@ def test_streaming_sessions_have_vllms_tokens_while_limits_move(model):
     check_idle(on)
 
 
-SLOTS = dict(VMEM_VLLM_LAYOUT="slots")
-IN_SLOTS = {
-    "llama": dict(),
-    "qwen3": dict(),
-    "no prefix cache": dict(model="llama", options=dict(enable_prefix_caching=False)),
-    "chunks off": dict(model="llama", options=dict(enable_chunked_prefill=False, max_num_batched_tokens=1024)),
-    **{case: CASES[case] for case in ("n-grams", "adapters", "n-grams and adapters", "eagle", "draft model", "mtp")},
-}
-
-
-def serve_in_slots(*args, **kwargs):
-    from pyvmem.vllm.slots import memory as slots
-
-    return dict(engines.serve(*args, **kwargs), slots=slots.active)
-
-
-@pytest.mark.parametrize("case", IN_SLOTS)
-def test_tokens_are_vllms_in_slots_while_limits_move(model, case):
-    folder, chosen = chosen_of(model, dict(dict(model=case), **IN_SLOTS[case]))
-    own = engines.in_child(engines.serve, folder, vmem=False, **chosen)
-    on = engines.in_child(serve_in_slots, folder, vmem=True, environ=SLOTS, limits=(1, 2, 4, 20), **chosen)
-    assert on["slots"]
-    assert on["tokens"] == own["tokens"]
-    block, idle = on["idle"]["block_bytes"], on["idle"]
-    assert idle["used"] == 0 and on["reset_done"]
-    assert idle["cached"] + block <= idle["backed"] <= idle["cached"] + idle["spare"] + block  # and the null block
-
-
-def test_a_model_that_does_not_fit_slots_is_in_blocks(model):
-    folder = model("gemma3")
-    own = engines.in_child(engines.serve, folder, vmem=False, turns=1)
-    on = engines.in_child(serve_in_slots, folder, vmem=True, environ=SLOTS, turns=1)
-    assert not on["slots"]
-    assert on["tokens"] == own["tokens"]
-
-
 # Where vLLM's own tokens depend on which requests share a step, only equal steps give equal tokens.
 BFLOAT16 = dict(options=dict(dtype="bfloat16"))  # on some CPUs, vLLM's kernels for experts take no float32
 ALIKE = {

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import steps
 import torch
-from steps import Engine, GpuFence, make_scheduler, next_token, steps_of_a_prompt
+from steps import Engine, make_scheduler, next_token, steps_of_a_prompt
 
 from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
@@ -96,65 +96,6 @@ def test_rows_are_right_and_no_step_maps(engine, monkeypatch, case, limit):
         assert e.workers[0].states > 100
 
 
-SLOTS = {
-    "plenty": dict(),
-    "no cache": dict(caching=False),
-    "blocks of 128 KiB": dict(page=128 << 10),
-    "not asynchronous": dict(asynchronous=False, queue=1),
-    "two workers": dict(ranks=2),
-}
-
-
-@pytest.mark.parametrize("limit", [None, 1, "moves"])
-@pytest.mark.parametrize("case", SLOTS)
-def test_rows_are_right_in_slots(engine, case, limit):
-    e = engine(kinds=("full",), slots=True, **SLOTS[case])
-    set_limit(e, limit)  # 1: the least that is possible
-    e.run(60)
-    assert e.read > 20_000
-    assert limit != 1 or e.preempted > 0
-    for worker in e.workers:
-        assert worker.memory._cache.stats().active_slots < worker.memory._cache.slots
-
-
-@pytest.mark.parametrize("blocks", [90, 400])
-def test_in_slots_few_steps_without_prompts_map(engine, blocks):
-    """Where the prefix cache fills the memory, too."""
-    e = engine(kinds=("full",), slots=True, blocks=blocks)
-    requests, maps = e.workers[0].memory._requests, {True: 0, False: 0}
-    back = requests.back
-
-    def counted():
-        prompts = any(not first or len(ids) > 1 for _, first, ids, _ in requests._ops)
-        n = back()
-        maps[prompts] += n
-        return n
-
-    requests.back = counted
-    e.every = requests.cache.wait  # the background thread has had its time
-    e.run(60)
-    assert maps[True] > 20 and maps[False] <= maps[True] / 4
-    assert blocks == 400 or e.budget.num_backed == e.budget.total
-
-
-def test_slots_of_ended_requests_wait_for_their_kernels(engine, monkeypatch):
-    monkeypatch.setattr("pyvmem.vllm.slots.memory.SLACK", 0)  # a step needs their memory at once
-    e = engine(kinds=("full",), slots=True, caching=False)
-    e.limit(1)
-    e.run(60, abort=0.2)
-    assert e.read > 5000 and e.preempted > 0
-
-
-def test_the_check_sees_a_seeded_fault_in_slots(engine):
-    """Slots are reused, and names dropped, before the steps that use them have run."""
-
-    def broken():
-        GpuFence.synchronize, GpuFence.query = lambda fence: None, lambda fence: True
-        return engine(kinds=("full",), slots=True, depth=3, queue=3)
-
-    assert fails_in_a_child(broken)
-
-
 def test_a_tight_limit_preempts_and_every_request_ends(engine):
     e = engine()
     e.limit(1)  # the least that is possible
@@ -228,7 +169,6 @@ FOUND = {
     "window": dict(kinds=("full", "window")),
     "windows": dict(kinds=("full", "window", "window", "window")),
     "states": dict(kinds=("full", "mamba")),
-    "slots": dict(kinds=("full",), slots=True),
     "lora": dict(kinds=("full",), lora=True),
 }
 
@@ -261,7 +201,7 @@ def test_a_request_of_which_all_is_cached_orders_no_more_than_vllm_allocates(eng
         e.update(*step)
         e.answer([])
     assert stats is None or stats.requests == 1
-    assert maps_in_steps(e) == 0 or "slots" in options
+    assert maps_in_steps(e) == 0
 
 
 @pytest.mark.parametrize("kinds", [("full",), ("full", "window"), ("full", "mamba")])
@@ -464,12 +404,12 @@ def test_requests_begin_for_which_vllm_wants_more_blocks_than_their_rows(engine)
     assert maps_in_steps(e) == 0
 
 
-@pytest.mark.parametrize("case", [dict(), dict(kinds=("full",)), dict(queue=1, asynchronous=False), dict(slots=10)])
+@pytest.mark.parametrize("case", [dict(), dict(kinds=("full",)), dict(queue=1, asynchronous=False)])
 def test_a_session_goes_on_whose_next_input_needs_more_than_is_kept_ready(engine, case):
-    e = engine(**(dict(SLOTS["plenty"], **case) if "slots" in case else dict(case, blocks=60)))
+    e = engine(**case, blocks=60)
     e.converse([10, 20, 100, 60])
     assert e.read > 100
-    assert maps_in_steps(e) == 0 or "slots" in case
+    assert maps_in_steps(e) == 0
 
 
 @pytest.mark.parametrize("options", [dict(), dict(queue=1, asynchronous=False)])
@@ -960,7 +900,8 @@ def test_what_sleeps_reserves_nothing_and_wakes_with_what_its_requests_hold(engi
         assert minimum() == 0
         while e.budget.num_backed:  # the scheduler's thread gives up what is spare
             time.sleep(0.001)
-        memory.wake()
+        with e.memory.lock:  # and has told the worker
+            memory.wake()
     assert memory._asleep is None and not memory._backed_ids() and minimum() == 4 << 20
     e.run(10)
     assert maps_in_steps(e) == 0
@@ -1288,36 +1229,6 @@ def test_sleep_gives_up_everything_and_wakes(engine):
     memory.wake()
     e.run(20)
     assert maps_in_steps(e) == 0
-
-
-def test_slots_give_up_everything_when_they_sleep_and_wake(engine):
-    e = engine(kinds=("full",), slots=True)
-    e.run(20)
-    memory = e.workers[0].memory
-    assert e.scheduler.reset_prefix_cache()
-    memory.sleep()
-    assert memory._context.stats().created <= e.page[control.NULL] + e.budget.block_bytes
-    memory.wake()
-    before = e.read
-    e.run(20)
-    assert e.read > before
-
-
-def test_slots_keep_what_a_step_uses_that_takes_longer_than_idleness(engine, monkeypatch):
-    monkeypatch.setattr("pyvmem.vllm.slots.memory.IDLE", 0.0)
-    e = engine(kinds=("full",), slots=True, asynchronous=False, queue=1)
-    memory = e.workers[0].memory
-    e.scheduler.add_request(e.requests(1)[0])
-    while not (output := e.scheduler.schedule()).num_scheduled_tokens:  # its blocks come
-        e.update(output, e.workers[0].execute(output))
-    with memory._lock:  # the worker's own thread looks only where this test does
-        memory.begin(output)
-        e.memory.lend()  # its request goes back to the waiting ones while the step runs
-        memory._look()
-        assert e.page[control.USED] == 0 and memory._requests._slots
-        memory.end(output)
-        memory._look()
-        assert not memory._requests._slots
 
 
 def test_all_memory_is_lent_and_requests_go_on(engine):

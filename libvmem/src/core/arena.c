@@ -389,12 +389,6 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole,
     return new_arena(ctx, size, round_up(align * GRANULE, BLOCK), false, zeroed);
 }
 
-int vmem__grow_exactly(vmem_context *ctx, uint64_t granules)
-{
-    const uint64_t size = round_up(granules * GRANULE, BLOCK);
-    return new_arena(ctx, size, size, false, true);
-}
-
 // True if memory that has just been freed stays: for vmem_prealloc, or for those who expect some.
 static bool is_retained(vmem_context *ctx, uint64_t bytes)
 {

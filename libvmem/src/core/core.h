@@ -275,8 +275,6 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole,
 // After a call was refused memory: whether arenas came or went since ctx->moved was `seen`, so that it should look again.
 // Waits for those on their way, because what another call makes is counted before anybody can take from it.
 bool vmem__wait_moved(vmem_context *ctx, uint64_t seen);
-// A new arena of exactly so many granules in whole blocks. It is ctx->arenas while the caller holds the lock.
-int vmem__grow_exactly(vmem_context *ctx, uint64_t granules);
 // Returns unused arenas of the one kind or the other to the system, up to `bytes` or one more, while `keep` bytes of
 // memory remain. Returns how many bytes.
 uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t bytes);

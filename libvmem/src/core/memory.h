@@ -131,13 +131,6 @@ const _Atomic uint64_t *vmem__absent(const vmem_context *ctx);
 // Tries to map that again. An error that names what still is absent of [addr, addr + length).
 int vmem__check_present(vmem_context *ctx, uint64_t addr, uint64_t length);
 
-// ---- moving contents (move.c) -------------------------------------------------------------------------------
-
-// Creates n pages in an arena of their own, which is no larger than they are.
-int vmem__create_apart(vmem_context *ctx, uint64_t page_size, size_t n, vmem_page *out);
-// The number of granules in use in the page's arena; UINT32_MAX if less than a block of it is unused.
-uint32_t vmem__arena_used(vmem_context *ctx, vmem_page page);
-
 // ---- threads (call.c) ---------------------------------------------------------------------------------------
 
 // Starts a thread that gets no signals and, where cores are short, leaves them to the program's own threads. Returns 0

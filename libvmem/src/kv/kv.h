@@ -836,7 +836,6 @@ int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, int tries);
 
 // Takes pages back that exceed the budget. Calls that end requests call it; a step does so only after its plan.
 void vmem__kv_shrink_to_budget(vmem_kv *kv);
-int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed);
 // Applies the budget that another process has asked for, if any.
 void vmem__kv_apply_wanted_budget(vmem_kv *kv);
 

@@ -263,7 +263,7 @@ void vmem__kv_shrink_to_budget(vmem_kv *kv)
         vmem__kv_reclaim_to(kv, kv->ledger.budget, true);
 }
 
-int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
+static int reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
 {
     const uint64_t pages = bytes == UINT64_MAX ? bytes : kv_ceil_pages(bytes, kv);
     vmem__kv_worker_pause(kv); // pages that it creates or releases must not count as this call's
@@ -274,5 +274,18 @@ int vmem__kv_reclaim_bytes(vmem_kv *kv, uint64_t bytes, uint64_t *freed)
     *freed = (before - kv->ledger.held) << kv->page_shift;
     vmem__kv_worker_resume(kv);
     vmem__kv_trim_prealloc(kv, 0);
+    return rc;
+}
+
+int vmem_kv_reclaim(vmem_kv *kv, uint64_t bytes, uint32_t flags, uint64_t *freed)
+{
+    uint64_t got = 0;
+    int rc = vmem__kv_enter(kv);
+    if (rc)
+        return rc;
+    rc = vmem__check_flags(flags, 0);
+    rc = vmem__kv_leave(kv, rc ? rc : reclaim_bytes(kv, bytes, &got));
+    if (freed)
+        *freed = got;
     return rc;
 }
