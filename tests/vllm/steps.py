@@ -243,7 +243,7 @@ class Engine:
         self.memory = self.scheduler._vmem
         self.budget, self.page = self.memory.budget, self.memory.page
         self.random, self.queue = random.Random(seed), queue
-        name, rank = self.page.path.stem.rsplit("-", 1)
+        name, rank, _ = self.page.path.stem.split("-")
         self.workers = [Worker(control.open_page(name, int(rank)), r, kv_config(blocks, kinds, size), kinds, size,
                                depth, pages, "transfer" in options)
                         for r, size in enumerate(stages)]  # fmt: skip
