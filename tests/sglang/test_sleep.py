@@ -442,7 +442,7 @@ def test_new_weights_reach_a_model_whose_old_ones_are_gone(way, tmp_path):
         told, send = [], engine.scheduler.send_control_output
         engine.scheduler.send_control_output = lambda output, order: told.append((output.success, output.message))
         if way == "disk":
-            engine.order("UpdateWeightFromDisk", model_path=path)
+            engine.order("UpdateWeightFromDisk", model_path=path, load_format="auto")
         else:
             engine.order("BeginWeightUpdate")
         if way == "tensors" and told[0][0]:
