@@ -262,7 +262,7 @@ class KVCache(_Owned):
 
     def _tensor(self, i: int, flat: bool = False) -> torch.Tensor:
         addr, _, stride, rows = self.layout(i)
-        spec = self.specs[i]
+        owned, spec = self._owned(), self.specs[i]
         gpu = "gpu" in self.context.capabilities
         device = torch.device("cuda", self.context.device) if gpu else torch.device("cpu")
         shape = [self.slots * rows] if flat else [self.slots, spec.max_tokens or self.max_tokens]
@@ -272,7 +272,7 @@ class KVCache(_Owned):
         place = self.context._use(), spec.name, addr, stride, spec.row_bytes
         check = functools.partial(_not_backed, weakref.ref(self), place)
         where = (*shape, *spec.shape), spec.dtype, device, strides
-        return tensor_at(self._owned(), addr, *where, (check, spec.row_bytes))
+        return tensor_at(owned, addr, *where, (check, spec.row_bytes))
 
     def flat(self, tensor: int) -> torch.Tensor:
         """Return a tensor as contiguous rows; see `layout`.

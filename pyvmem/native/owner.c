@@ -46,6 +46,8 @@ void pv_owner_keep(pv_owner *owner) { atomic_fetch_add_explicit(&owner->count, 1
 
 void pv_owner_end_tensor(pv_owner *owner)
 {
+    if (!owner) // an exception came before the tensor had one
+        return;
     atomic_fetch_add_explicit(&owner->ended, 1, memory_order_relaxed);
     pv_owner_drop(owner);
 }
