@@ -409,6 +409,7 @@ static int cuda_restore(struct vmem__backend *b, const struct vmem__run *run)
 
         part.addr = at;
         part.length = n;
+        part.offset += at - run->addr;
         rc = restore(b, &g, NEW);
     }
     pthread_mutex_unlock(&reservation->lock);
