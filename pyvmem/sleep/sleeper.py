@@ -120,16 +120,17 @@ class Sleeper:
         """Note how much memory torch caches, before the engine gives it to the driver."""
         self._activations.note()
 
-    def wake(self, seconds: float, waits: Callable[[], None] = lambda: None) -> None:
+    def wake(self, seconds: float, waits: Callable[[], None] = lambda: None, queued: bool = False) -> None:
         """Take everything back, or raise OutOfMemory after so many seconds. Then `park` must follow.
 
-        Meanwhile, the page says how much is missing. waits : called while it waits for others.
+        Meanwhile, the page says how much is missing. waits : called while it waits for others. queued : as
+        `Weights.wake` has it.
         """
         end = time.monotonic() + seconds
         while True:
             try:
                 # While the weights are copied, nobody need give more.
-                self.weights.wake(min(seconds, TRY), lambda: self._lacks(0))
+                self.weights.wake(min(seconds, TRY), lambda: self._lacks(0), queued)
                 break
             except OutOfMemory as error:
                 self._lacks(error.missing)  # type: ignore[attr-defined]

@@ -402,12 +402,13 @@ class Weights:
             if len(copied) < len(segments):
                 self.copy_behind(self._busy)
 
-    def wake(self, wait: float, came: Callable[[], None] = lambda: None) -> int:
+    def wake(self, wait: float, came: Callable[[], None] = lambda: None, queued: bool = False) -> int:
         """Take the memory back, all or nothing, and copy what went; returns the bytes copied.
 
         wait: the most seconds that the other members have to give it. Raises `OutOfMemory`; then the weights are parked
         as before, and its `missing` says how many bytes they wait for. came: called when the memory is there, before
-        the copies begin.
+        the copies begin. queued: whether to return while the current stream copies. Only kernels that wait for this
+        stream may use the weights then.
         """
         with self._lock:
             if not self._asleep:
@@ -420,7 +421,8 @@ class Weights:
                 for part, begin, end in self._copy.parts(address, segments[address]):
                     memory[begin:end].copy_(part, non_blocking=True)
                     copied += end - begin
-            self._synchronize()
+            if not queued:
+                self._synchronize()
             self._lost.clear()
             self._asleep, self._parked = False, []
             return copied

@@ -383,3 +383,26 @@ def test_a_full_device_has_no_memory_for_sums_and_loses_nothing(pool, weights, m
         assert weights.held == 0
         assert weights.wake(0) == 16 * MIB
         same(net, told)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_what_a_stream_still_copies_is_there_for_its_kernels_and_for_the_next_sleep(pool, context, device, queued):
+    """The stream is late: the copies have not begun when a wake that queues them returns."""
+    weights, net = Weights(pool, context), Net()
+    told = tensors(net)
+    with weights.loading():
+        if device == "cpu":
+            weights.adopt([net])
+        else:
+            net.to(device)
+    copied(weights)
+    for _ in range(4):
+        weights.park()
+        weights.lease.trim()
+        assert weights.held == 0
+        if device != "cpu":
+            torch.cuda._sleep(50_000_000)
+        assert weights.wake(1, queued=queued) == weights.bytes > 0
+    same(net.to("cpu"), told)
+    del net
+    weights.close()
