@@ -608,18 +608,8 @@ def _check_minimums(pages: Sequence[Page], least: int) -> None:
                                  f"its {size} bytes")  # fmt: skip
 
 
-def change(*pages: Page, **settings: int | bool | None) -> None:
-    """Set what the owner of one or more engines may set, all or nothing.
-
-    limit : bytes that the blocks of a worker may take now; None for no limit. What one request of the greatest length
-        needs is always allowed. At least the minimum.
-    max : a permanent limit, in bytes; 0: none.
-    min : bytes that are not lent to other members of its pool; 0: all may be. Those of all members fit the pool.
-    priority : engines of the pool with a lower one give way if this one lacks memory.
-    lend : whether the engine gives up every block. Its requests wait, and later compute their rows again.
-
-    Raises `ValueError` and `TypeError`, naming the setting.
-    """
+def check_change(*pages: Page, **settings: int | bool | None) -> dict[int, int]:
+    """The words that `change` would write, and what. Raises as `change` does."""
     words = {"limit": LIMIT, "min": MIN, "max": MAX, "priority": PRIORITY, "lend": LEND}
     values = {}
     for name, value in settings.items():
@@ -646,6 +636,21 @@ def change(*pages: Page, **settings: int | bool | None) -> None:
             raise ValueError(f"min {least} is over limit {limit}")
     if values.get("min"):
         _check_minimums(pages, values["min"])
-    for page in pages:
-        for name, value in values.items():
-            page[words[name]] = value
+    return {words[name]: value for name, value in values.items()}
+
+
+def change(*pages: Page, **settings: int | bool | None) -> None:
+    """Set what the owner of one or more engines may set, all or nothing.
+
+    limit : bytes that the blocks of a worker may take now; None for no limit. What one request of the greatest length
+        needs is always allowed. At least the minimum.
+    max : a permanent limit, in bytes; 0: none.
+    min : bytes that are not lent to other members of its pool; 0: all may be. Those of all members fit the pool.
+    priority : engines of the pool with a lower one give way if this one lacks memory.
+    lend : whether the engine gives up every block. Its requests wait, and later compute their rows again.
+
+    Raises `ValueError` and `TypeError`, naming the setting.
+    """
+    for word, value in check_change(*pages, **settings).items():
+        for page in pages:
+            page[word] = value

@@ -224,8 +224,8 @@ def limit(text: str) -> list[Wanted]:
             raise ValueError(f"{wanted} must lie between 0 and 100 %")
         engines, views = _owners(which)
         sizes = [size or int(e.blocks * e.block_bytes * part / 100) for e, _ in engines]
-        if max(sizes, default=0) > control.NO_LIMIT:
-            raise ValueError(f"{wanted} must be at most {control.NO_LIMIT} bytes")
+        for (_, page), size in zip(engines, sizes):
+            control.check_change(page, limit=size)
         budgets = [(v, (size or int(v.memory_total * part / 100)) // len(views)) for v in views]
         return [*((e, page, size) for (e, page), size in zip(engines, sizes)),
                 *((v, check_budget(v, size)) for v, size in budgets)]  # fmt: skip
@@ -271,6 +271,6 @@ def top(args: argparse.Namespace, out: TextIO | None = None) -> int:
 
 def set_engine(engine: control.Engine, page: control.Page, size: int) -> str:
     """Set the limit of each worker of an engine; returns what to say about it."""
-    page[control.LIMIT] = size
+    control.change(page, limit=size)
     at_least = f", which counts as the {engine.least} that its longest request needs" if size < engine.least else ""
     return f"{engine.pid} {engine.name}-{engine.rank}: {size} bytes for each worker{at_least}"

@@ -183,11 +183,10 @@ class Screen:
 
     def _ask(self, text: str) -> None:
         try:
-            wanted = limit(text)
+            said, asked = ask(limit(text))
         except ValueError as error:
             self._message = str(error).removeprefix("--limit ")
             return
-        said, asked = ask(wanted)
         self._asked = [(*one, time.monotonic() + self._wait) for one in asked]
         self._message = "; ".join(said)
         self._answers()
