@@ -38,9 +38,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pyvmem._checks import shown
+from pyvmem._clock import started
 from pyvmem._ffi import lib
 from pyvmem.engine import pools
-from pyvmem.kv.view import started, view_folder
+from pyvmem.kv.view import view_folder
 
 _log = logging.getLogger(__name__)
 
@@ -82,14 +83,14 @@ OFFERED = 35  # blocks that other members of the pool may have
 STARVED = 36  # 1: requests lack blocks, and at most one runs meanwhile
 WAITED = 37  # microseconds that steps have waited for blocks
 AHEAD = 38  # blocks that the engine asks for before requests lack them
-HEAD = 39  # microseconds: when the first request came that lacks blocks; 0: none; < 0: others come first for a while
+HEAD = 39  # microseconds since 1970: when the first request came that lacks blocks; 0: none; < 0: others go first
 GROWS = 40  # 1: running requests lack blocks; HEAD is of the last of them
 BEAT = 41  # changes while the process runs
 PARTS = 42  # pools of several kinds of layers in each worker, whose bytes add up; 0: one. The first pool's come first
 PORT = 46  # port of the server; 0: unknown
 _MODEL, _MODEL_WORDS = 47, 16  # name of the model, UTF-8
 
-# Words that the model's server publishes. Times are microseconds of the machine's monotonic clock.
+# Words that the model's server publishes. Times are microseconds of the machine's monotonic clock (`_clock.now_us`).
 STATE = 1984  # `State`
 RUNNING = 1985  # requests that run
 QUEUED = 1986  # requests that wait until the model is awake

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem._checks import uint
+from pyvmem._clock import started
 from pyvmem._ffi import ffi, lib
 
 _number = itertools.count()
@@ -100,15 +101,6 @@ def view_folder() -> Path | None:
         return None
     safe = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
     return folder if safe else None
-
-
-def started(pid: str) -> str | None:
-    """When a process was started, in ticks since boot; None if it has ended."""
-    try:
-        fields = Path("/proc", pid, "stat").read_bytes().decode(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "XZ" else fields[19]
 
 
 def _dead(path: Path) -> bool:

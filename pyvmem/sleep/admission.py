@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pyvmem._clock import now_us
 from pyvmem.engine import control
 from pyvmem.engine.control import State
 from pyvmem.engine.http import Receive
-from pyvmem.sleep.pages import ServerPages, now_us
+from pyvmem.sleep.pages import ServerPages
 
 
 class Order(enum.IntEnum):

@@ -15,12 +15,13 @@ import time
 from collections.abc import Awaitable
 from typing import Any, Protocol
 
+from pyvmem._clock import now_us
 from pyvmem.engine import control
 from pyvmem.engine.control import Page, State
 from pyvmem.engine.settings import Settings
 from pyvmem.sleep import turns
 from pyvmem.sleep.admission import Admission, Order
-from pyvmem.sleep.pages import ServerPages, now_us
+from pyvmem.sleep.pages import ServerPages
 from pyvmem.sleep.turns import Action, Model
 
 TICK = 0.02  # seconds between looks at the control pages

@@ -13,16 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pyvmem._clock import now_us, started
 from pyvmem.engine import control, http, metrics
 from pyvmem.engine.control import Page, State
-from pyvmem.kv.view import started
 
 FIND = 1.0  # seconds between searches for engines
-
-
-def now_us() -> int:
-    """Microseconds, as control pages have it."""
-    return time.monotonic_ns() // 1000
 
 
 class ServerPages:

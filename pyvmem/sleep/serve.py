@@ -23,12 +23,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from pyvmem._clock import now_us
 from pyvmem.engine import http
 from pyvmem.engine.http import Receive, Scope, Send
 from pyvmem.engine.settings import Settings
 from pyvmem.sleep.admission import Admission, Client, Order
 from pyvmem.sleep.leader import Leader
-from pyvmem.sleep.pages import ServerPages, now_us
+from pyvmem.sleep.pages import ServerPages
 
 LOOK = 1.0  # seconds between looks whether a request waits in vain
 RETRY_AFTER = 5  # seconds

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from pyvmem._clock import now_us
 from pyvmem.engine import control, pools
 from pyvmem.engine.control import Page, State
 from pyvmem.engine.memory import context_on
@@ -83,7 +84,7 @@ class Sleeper:
 
     def _ask(self, loaded: threading.Event) -> None:
         """Publish what is lacking until the weights are in. Nothing of torch's: it may wait in an allocation."""
-        begin = time.monotonic_ns() // 1000
+        begin = now_us()
         while not loaded.wait(LOOK):
             self._lacks(self.weights.lacking())
             self._claim(begin)
@@ -97,7 +98,7 @@ class Sleeper:
         if lacks:
             if not page[control.PID]:
                 control.claim(page)  # until the scheduler does
-            page[control.LACKING] = page[control.LACKING] or time.monotonic_ns() // 1000
+            page[control.LACKING] = page[control.LACKING] or now_us()
             page[control.STATE], page[control.QUEUED], page[control.SINCE] = State.WAKING, 1, begin
             page[control.LACKS] = lacks
             page[control.BEAT] += 1
