@@ -400,3 +400,25 @@ def test_an_address_space_limit_is_out_of_memory():
     context.reserve(1 << 30)
     """
     assert python(code).stdout == "refused\n"
+
+
+def test_what_tests_of_engines_start_ends_with_them():
+    """However they end, and whatever their engines have started."""
+    program = """
+import os, signal, subprocess, sys
+sys.path.insert(0, sys.argv[1])
+import ends
+
+made = ends.start("sh", "-c", "sleep 1000 & echo $!; exec sleep 1000", stdout=subprocess.PIPE, text=True)
+print(made.pid, made.stdout.readline(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    folder = os.path.join(os.path.dirname(__file__), os.pardir, "engines")
+    told = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True)
+    assert told.returncode == -signal.SIGKILL
+    left = [f"/proc/{pid}" for pid in told.stdout.split()]
+    assert len(left) == 2
+    end = time.monotonic() + 60
+    while any(map(os.path.exists, left)):
+        assert time.monotonic() < end
+        time.sleep(0.01)

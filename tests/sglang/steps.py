@@ -17,6 +17,7 @@ import threading
 import traceback
 
 import torch
+from ends import fork_ends_with_parent
 from torch.overrides import TorchFunctionMode
 
 MIB = 1 << 20
@@ -327,6 +328,7 @@ def forked(do, *args, vmem=True, ranks=1, **environment):
         read, write = os.pipe()
         pids.append(os.fork())
         if pids[-1] == 0:
+            fork_ends_with_parent()
             Engine.rank, Engine.ranks, Engine.port = rank, ranks, port
             os.environ.update(environment, VMEM_SGLANG="1" if vmem else "0")
             _run(do, args, os.fdopen(write, "wb"))

@@ -19,6 +19,7 @@ import urllib.request
 import uuid
 from pathlib import Path
 
+import ends
 import pytest
 from entry_point import write
 from models import model
@@ -74,7 +75,7 @@ class Model:
             environ.update(PYTHONPATH=f"{plugin}{os.pathsep}{ROOT}", VLLM_NO_USAGE_STATS="1",
                            VLLM_CPU_OMP_THREADS_BIND="nobind")  # fmt: skip
         with open(logs / f"{name}.log", "ab") as log:
-            self.process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+            self.process = ends.start(*command, env=environ, stdout=log, stderr=log)
 
     def wait(self):
         end = time.monotonic() + SECONDS
@@ -287,8 +288,8 @@ sys.stdin.read()
 """
 
     def __init__(self, one, size):
-        self.process = subprocess.Popen([sys.executable, "-c", self.SCRIPT, str(size)], env=one.environ, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+        self.process = ends.start(sys.executable, "-c", self.SCRIPT, str(size), env=one.environ, text=True,
+                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
 
     def has(self):
         assert self.process.stdout.readline() == "has\n"

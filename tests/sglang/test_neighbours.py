@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ends
 import pytest
 from entry_point import write
 from models import model
@@ -72,8 +73,8 @@ class Engine:
         switch = f"VMEM_{kind.upper()}"
         environment.update({switch: str(int(vmem)), **({f"{switch}_POOL": "both", f"{switch}_POOL_SIZE": "48M"}
                                                        if vmem else {})})  # fmt: skip
-        self._process = subprocess.Popen([python, script], env=environment, text=True, stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE)  # fmt: skip
+        self._process = ends.start(python, script, env=environment, text=True, stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE)  # fmt: skip
         self.pid = self._process.pid
         self._tell([path, options])
 

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 
+import ends
 import pytest
 from models import model
 from steps import free_port, workload
@@ -74,8 +75,8 @@ def run(tmp_path, options, **more):
     """The answers of an `sgl.Engine` in a process of its own."""
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
-    told = subprocess.run([sys.executable, script], input=json.dumps([model("gqa"), options, JOBS]), text=True,
-                          capture_output=True, timeout=SECONDS, env=environment(**more))  # fmt: skip
+    told = ends.run(sys.executable, script, input=json.dumps([model("gqa"), options, JOBS]), timeout=SECONDS,
+                    env=environment(**more))  # fmt: skip
     (line,) = [line[7:] for line in told.stdout.splitlines() if line.startswith("RESULT ")] or [""]
     return (json.loads(line) if line else None), told
 
@@ -126,7 +127,7 @@ def servers(tmp_path_factory):
         command = [sys.executable, *begin, "--model-path", model("gqa"), "--port", str(port)]
         for name, value in OPTIONS.items():
             command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-        started.append((subprocess.Popen(command, env=environment(**more), start_new_session=True),
+        started.append((ends.start(*command, env=environment(**more)),
                         f"http://127.0.0.1:{port}"))  # fmt: skip
     end = time.monotonic() + SECONDS
     try:

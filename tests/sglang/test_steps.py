@@ -10,6 +10,7 @@ import time
 
 import pytest
 import steps
+from ends import fork_ends_with_parent
 from models import adapter, model
 from steps import MIB, Engine, forked, workload
 
@@ -486,6 +487,7 @@ def test_an_engine_that_is_killed_leaves_its_memory_to_the_other():
         told, tell = os.pipe()
         other = os.fork()
         if other == 0:
+            fork_ends_with_parent()
             try:
                 engine = Engine(model("gqa"), tokens=4096)
                 engine.run(JOBS[:20])

@@ -37,10 +37,13 @@ class Child:
     """A forked process with VMEM_VLLM set or not, which calls `function`."""
 
     def __init__(self, function, *args, vmem, seconds=600, environ=(), **kwargs):
+        import ends  # not where this file is a program
+
         read, write = os.pipe()
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
+            ends.fork_ends_with_parent()
             signal.alarm(seconds)
             os.environ.update(environ, VMEM_VLLM="1" if vmem else "0", VLLM_ENABLE_V1_MULTIPROCESSING="0")
             try:

@@ -20,6 +20,7 @@ import urllib.request
 import uuid
 from pathlib import Path
 
+import ends
 import engines
 import models
 import pytest
@@ -74,9 +75,9 @@ class Model:
         logs = Path(os.environ.get("VMEM_TEST_LOGS") or tempfile.mkdtemp())
         self.name, self.port, self.url = name, model.port, f"http://127.0.0.1:{model.port}"
         with open(logs / f"{name}.log", "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.cli.main", *pool.command(model)[1:]],
-                env={**os.environ, **pool.environment(model)}, stdout=log, stderr=log, start_new_session=True,
+            self.process = ends.start(
+                sys.executable, "-m", "vllm.entrypoints.cli.main", *pool.command(model)[1:],
+                env={**os.environ, **pool.environment(model)}, stdout=log, stderr=log,
             )  # fmt: skip
 
     def wait(self):
@@ -263,8 +264,7 @@ class Router:
                                                                                   for m in pool.models))):  # fmt: skip
             assert old in script
             script = script.replace(old, new)
-        self._process = subprocess.Popen(["sh", "-c", f"{script}\nwait"], stdout=subprocess.DEVNULL,
-                                         start_new_session=True)  # fmt: skip
+        self._process = ends.start("sh", "-c", f"{script}\nwait", stdout=subprocess.DEVNULL)
         end = time.monotonic() + SECONDS
         while not self._knows(pool.models):
             assert self._process.poll() is None and time.monotonic() < end
@@ -477,8 +477,8 @@ def lone(folder):
     environ = {**os.environ, **pool.environment(pool.models[0])}
     model.wait()
     program = str(Path(__file__).with_name("neighbour.py"))
-    neighbour = subprocess.Popen([sys.executable, program], env=environ, text=True, stdin=subprocess.PIPE,
-                                 stdout=subprocess.PIPE)  # fmt: skip
+    neighbour = ends.start(sys.executable, program, env=environ, text=True, stdin=subprocess.PIPE,
+                           stdout=subprocess.PIPE)  # fmt: skip
 
     def order(line):
         print(line, file=neighbour.stdin, flush=True)

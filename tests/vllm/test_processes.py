@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 
+import ends
 import engines
 import models
 import pytest
@@ -41,7 +42,7 @@ def start():
     made = []
 
     def start(*command, **options):
-        made.append(subprocess.Popen([sys.executable, *command], start_new_session=True, **options))
+        made.append(ends.start(sys.executable, *command, **options))
         return made[-1]
 
     yield start

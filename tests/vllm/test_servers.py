@@ -5,12 +5,12 @@ SPDX-License-Identifier: MIT
 
 import concurrent.futures
 import os
-import subprocess
 import sys
 import tempfile
 import uuid
 from pathlib import Path
 
+import ends
 import pytest
 from serve import free_port
 from test_models import KEY, PROMPT, Model, call, folder  # noqa: F401 (a fixture)
@@ -26,13 +26,13 @@ class Server(Model):
         self.name, self.port = name, free_port()
         self.engines = 2 if "--data-parallel-size" in options else 1
         self.url = f"http://127.0.0.1:{self.port}"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port",
-             str(self.port), "--served-model-name", name, "--max-model-len", "512", "--max-num-seqs", "8",
-             "--enforce-eager", "--max-num-batched-tokens", "512", "--seed", "0", "--dtype", "float32",
-             "--kv-cache-memory-bytes", str(32 << 20), "--api-key", KEY, "--skip-tokenizer-init",
-             "--middleware", "pyvmem.vllm.http.Serve", *options],
-            env=environ, stdout=log, stderr=log, start_new_session=True)  # fmt: skip
+        self.process = ends.start(
+            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port",
+            str(self.port), "--served-model-name", name, "--max-model-len", "512", "--max-num-seqs", "8",
+            "--enforce-eager", "--max-num-batched-tokens", "512", "--seed", "0", "--dtype", "float32",
+            "--kv-cache-memory-bytes", str(32 << 20), "--api-key", KEY, "--skip-tokenizer-init",
+            "--middleware", "pyvmem.vllm.http.Serve", *options,
+            env=environ, stdout=log, stderr=log)  # fmt: skip
 
 
 @pytest.fixture(params=SERVERS)

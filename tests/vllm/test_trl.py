@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 import uuid
 
+import ends
 import models
 import pytest
 
@@ -18,9 +18,8 @@ MODEL = models.MODELS["llama"]
 
 def train(folder, **environ):
     rl_trainer.write_model(folder / "model", MODEL)
-    told = subprocess.run(
-        [sys.executable, "-m", "benchmarks.rl_trainer", str(folder / "model"), "--steps", str(STEPS)],
-        capture_output=True, text=True, timeout=SECONDS,
+    told = ends.run(
+        sys.executable, "-m", "benchmarks.rl_trainer", str(folder / "model"), "--steps", str(STEPS), timeout=SECONDS,
         env=dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", **environ),
     )  # fmt: skip
     lines = [line[7:] for line in told.stdout.splitlines() if line.startswith("RESULT ")]
