@@ -107,7 +107,7 @@ def environment(devices: list[str], root: str = "/") -> list[str]:
     if os.path.exists(os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")):
         found.append("CUDA MPS: measured with stock, not tried with uvm")
     plugins = os.environ.get("VLLM_PLUGINS")
-    if plugins is not None and "vmem" not in (name.strip() for name in plugins.split(",")):
+    if plugins is not None and "vmem" not in plugins.split(","):  # vLLM takes spaces for a part of a name
         found.append(f"VLLM_PLUGINS={plugins}: vLLM runs without vMem, also with VMEM_VLLM=1; add vmem to it")
     return found
 

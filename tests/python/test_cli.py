@@ -78,7 +78,9 @@ def test_doctor_says_whether_the_chosen_backend_works(chosen, status, said, monk
     ({}, {}, ["", "NVIDIA A16-4Q"], "vGPU"),
     ({"mps/control": ""}, {"CUDA_MPS_PIPE_DIRECTORY": "mps"}, [], "CUDA MPS"),
     ({}, {"VLLM_PLUGINS": "lora, other"}, [], "VLLM_PLUGINS=lora, other"),
-    ({}, {"VLLM_PLUGINS": "lora, vmem"}, [], None),
+    ({}, {"VLLM_PLUGINS": "lora, vmem"}, [], "VLLM_PLUGINS=lora, vmem"),
+    ({}, {"VLLM_PLUGINS": ""}, [], "VLLM_PLUGINS="),
+    ({}, {"VLLM_PLUGINS": "lora,vmem"}, [], None),
     ({"proc/version": "Linux version 6.1.0", ".dockerenv": ""}, {}, ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"], None),
 ])  # fmt: skip
 def test_doctor_recognises_where_it_is(files, variables, devices, said, tmp_path, monkeypatch):

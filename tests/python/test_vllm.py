@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import random
+import subprocess
+import sys
 import types
 
 import pytest
@@ -125,6 +127,45 @@ def test_names_that_mean_nothing_are_worth_one_line(monkeypatch, caplog, on):
         "vMem has no setting of this name: VMEM_MEMORY",
         "vMem has no setting of these names: VMEM_DEBUG, VMEM_MEMORY",
     ]
+
+
+@pytest.mark.parametrize("middleware", [http.Limits, http.Serve])
+def test_a_server_that_loads_no_plugin_of_vmems_does_not_start(monkeypatch, middleware):
+    """As with VLLM_PLUGINS=other: its middleware is then the only part of vMem that vLLM loads."""
+    chosen = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", types.SimpleNamespace(current_platform=chosen))
+    monkeypatch.setenv("VMEM_VLLM", "0")
+    middleware(None)
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    with pytest.raises(Refused, match="VMEM_VLLM=1: .* add vmem to VLLM_PLUGINS if that is set"):
+        middleware(None)
+
+
+@pytest.mark.parametrize(
+    "words, port",
+    [
+        ("vllm serve m --port 9001", 9001),
+        ("vllm serve m --port=9001 --port2 5", 9001),
+        ("vllm serve m", 8000),
+        ("python -m vllm.entrypoints.openai.api_server", 8000),
+        ("ray serve m", 0),  # the command of another
+        ("vllm bench m", 0),
+        ("vllm serve m --port 123456", 8000),
+    ],
+)
+def test_the_port_of_the_server_that_started_an_engine(monkeypatch, words, port):
+    pytest.importorskip("torch")
+    from pyvmem.vllm import scheduler
+
+    with subprocess.Popen(["sh", "-c", "echo; read end", *words.split()], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as server:  # fmt: skip
+        server.stdout.readline()  # its command line is its own
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda: server)
+        assert scheduler._port_of_server() == port
+        server.stdin.close()
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
+    assert scheduler._port_of_server() == 0
 
 
 def test_weights_of_another_process_are_refused_in_a_pool(monkeypatch):

@@ -1,5 +1,6 @@
 """vLLM itself on host memory, with and without vMem: equal tokens, limits that move, what an idle engine holds."""
 
+import os
 import threading
 import time
 import uuid
@@ -29,8 +30,6 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def imported():
     """vLLM is imported once, with the plugin on; children that switch it off run vLLM itself."""
-    import os
-
     os.environ["VMEM_VLLM"] = "1"
     os.environ["VMEM_VLLM_PAGE_SIZE"] = "64K"  # bytes are counted to the block
     import vllm.v1.engine.core  # noqa: F401
@@ -389,3 +388,44 @@ def test_a_neighbour_borrows_what_no_request_needs(model, told):
     shared, whole, lent, again = ended["cached"]  # tokens that vLLM says it found: in a turn, the prompts share some
     assert shared < lent < whole == again
     assert ended["tokens"] == [own] * 4 and ended["idle"]["step_maps"] == 0
+
+
+def in_turn(folder):
+    """What is left of engines that ended in one process, one after the other."""
+    import gc
+    import weakref
+
+    from pyvmem.engine import control
+    from pyvmem.vllm import platform
+
+    left = []
+    for _ in range(2):
+        llm = engines.make(folder)
+        core = llm.llm_engine.engine_core.engine_core
+        worker = core.model_executor.driver_worker.worker
+        left += [weakref.ref(one) for one in (worker, worker._vmem, core.scheduler, core.scheduler._vmem)]
+        assert any("memfd:vmem" in line for line in open("/proc/self/maps"))
+        del llm, core, worker
+        gc.collect()
+    return dict(
+        objects=[type(one()).__name__ for one in left if one() is not None],
+        pages=len(control.engines()),
+        threads=[t.name for t in threading.enumerate() if t.name.startswith("vmem")],
+        memory=[line for line in open("/proc/self/maps") if "memfd:vmem" in line],
+        files=[f for f in os.listdir("/proc/self/fd") if "vmem" in link(f"/proc/self/fd/{f}")],
+        checked=platform._release.cache_info().misses,
+    )  # fmt: skip
+
+
+def link(path):
+    """Where a link leads; "" if it has gone."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def test_engines_that_ended_leave_nothing_in_their_process(model):
+    told = engines.in_child(in_turn, model("llama"), vmem=True)
+    assert told.pop("checked") == 1  # vLLM's sources, once for both
+    assert not any(told.values()), told
