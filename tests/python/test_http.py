@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 import asyncio
 import json
+import random
 import socket
 import types
 
@@ -230,3 +231,44 @@ def test_a_minimum_is_within_the_limit(page, settings, says):
     control.change(page, limit=None, min=settings["min"])
     with pytest.raises(ValueError, match=says):
         control.change(page, limit=settings["limit"])
+
+
+# ---- whatever a stranger sends ---------------------------------------------------------------------------------------
+
+VALUES = ["5", "-1", "0", "null", "true", "1e400", "NaN", "[]", "{}", '"5"', "1" * 5000, "[" * 900 + "]" * 900, "5.0",
+          '"\\ud800"', str(1 << 62), str((1 << 62) - 1)]  # fmt: skip
+NAMES = ["limit", "rank", "lend", "max", "min", "priority", "pages", "self", "", "\\ud800", "limit\\u0000", "x" * 5000]
+WORDS = ["", "bearer K", "Bearer", "Bearer other", "\xff", "127.0.0.1:8000", "http://127.0.0.1:8000", "evil.example",
+         "application/json", "application/json;charset=utf-16", "text/plain", "null", "*", "a" * 3000]  # fmt: skip
+
+
+def anything(draw):
+    """A request of a stranger's: path, method, headers and body."""
+    pick = draw.choice
+    path = pick(
+        ["/vmem/limit"] * 4 + ["/vmem/metrics", "/vmem/state", "/vmem/", "/vmem/limit/", "/vmem/\x00", "/vmem/../x"]
+    )
+    method = pick(["POST", "POST", "GET", "PUT", "HEAD", "", "post", "CONNECT"])
+    names = ["authorization", "host", "origin", "content-type", "Content-Type", "transfer-encoding", "x"]
+    headers = [(pick(names), pick(WORDS)) for _ in range(draw.randrange(4))] + [JSON] * draw.randrange(2)
+    body = "{%s}" % ", ".join(f'"{pick(NAMES)}": {pick(VALUES)}' for _ in range(draw.randrange(4)))
+    body = pick([body] * 4 + ["", body[:-1], "[]", "5", body + "x", " " * (1 << 17)])
+    return path, method, headers, body.encode(pick(["utf-8", "utf-16"]), "surrogatepass")
+
+
+@pytest.mark.parametrize("keys", [(), ("K",)])
+def test_whatever_is_sent_is_answered_and_only_what_is_right_changes_something(ask, page, keys):
+    draw = random.Random(ask.kind)
+    for _ in range(200):
+        path, method, headers, body = anything(draw)
+        before = list(page.cells[: control.NAME])
+        asked = json.dumps([path, method, headers, body.decode("latin-1")])
+        status, said = ask(path, method, *headers, body=body, keys=keys)
+        assert status in (200, 299, 400, 401, 403, 404, 405, 415), asked
+        assert (status == 299) == (path not in READS and not ask.serves), asked
+        if status not in (200, 299):
+            assert isinstance(json.loads(said)["error"], str) and len(said) < 1000, asked
+        allowed = not keys or [v.lower() for k, v in headers if k == "authorization"] == ["bearer k"]
+        assert allowed or status in (401, 299), asked
+        if (status, method, path) != (200, "POST", "/vmem/limit"):
+            assert list(page.cells[: control.NAME]) == before, asked
