@@ -6,6 +6,7 @@ VMEM_FUZZ_SECONDS sets how long each fuzzer runs (1).
 SPDX-License-Identifier: MIT
 """
 
+import contextlib
 import fcntl
 import json
 import mmap
@@ -20,16 +21,23 @@ import numpy as np
 import pytest
 from kv_caches import run_top
 
-from pyvmem import KVCache, KVPool, TensorSpec, VmemError
+from pyvmem import KVCache, KVPool, TensorSpec, VmemError, _clock
 from pyvmem._ffi import ffi
-from pyvmem.engine import control, metrics, pool_policy
+from pyvmem.engine import control, metrics, pool_policy, pools
+from pyvmem.engine.settings import Settings
 from pyvmem.kv import view
-from pyvmem.tools import top
+from pyvmem.sleep import turns
+from pyvmem.sleep.admission import Admission
+from pyvmem.sleep.leader import Leader
+from pyvmem.sleep.pages import ServerPages
+from pyvmem.tools import models, top
 
 torch = pytest.importorskip("torch")
 
 SECONDS = float(os.environ.get("VMEM_FUZZ_SECONDS", "1"))
 PAGE = 64 << 10
+POOL = pools.number_of("p")
+FILE = 'pool = "p"\nsize = "1G"\n[models.chat]\npath = "m"\nport = 8000\n[models.evil]\npath = "m"\nport = 8001\n'
 ODD = (0, 1, 2, 3, 5, 7, 63, 64, 65, 1 << 15, (1 << 31) - 1, 1 << 32, (1 << 62) - 1, (1 << 63) - 1, -1, -2, -3, -64,
        -(1 << 62), -(1 << 63))  # fmt: skip
 
@@ -46,8 +54,8 @@ def good():
     page = control.open_page("good", 0)
     control.claim(page, "chat", 8000)
     page[control.RANKS_USED] = page[control.BLOCKS] = 1
-    page[control.BLOCK_BYTES], page[control.POOL], page[control.STATE] = 1 << 20, 7, control.State.AWAKE
-    page[control.USED], page[control.POOL_BYTES], page[control.POOL_OF] = 3, 1 << 30, 7
+    page[control.BLOCK_BYTES], page[control.POOL], page[control.STATE] = 1 << 20, POOL, control.State.AWAKE
+    page[control.USED], page[control.POOL_BYTES], page[control.POOL_OF] = 3, 1 << 30, POOL
     yield page
     page.unlink()
 
@@ -68,6 +76,25 @@ def read_everything(good):
     peers.look(0)
     for _, page in control.engines():
         assert page.state in list(control.State) and page.pools() and 1 <= page.ranks <= control.RANKS
+    decide_as_a_server()
+    rows = [line.split()[:3] for line in models.listing(models.read(FILE)).splitlines()]
+    assert ["chat", "awake", "8000"] in rows
+    for which in ("good", "bad", str(os.getpid())):
+        for size in ("1", "8M", "50%"):
+            with contextlib.suppress(ValueError):  # a limit that the page's own words do not allow
+                top.ask(top.limit(f"{which}={size}"))
+
+
+def decide_as_a_server():
+    """What the server of an engine makes of all pages, whichever of the models is its own."""
+    settings = Settings("VMEM_VLLM")
+    pages = ServerPages(os.getpid, 0, lambda: ("chat", 8000))
+    leader = Leader(pages, Admission(pages, 1.0, bool), None, settings)
+    seen = [leader._model_of(page) for _, page in control.engines()]
+    for now in (0.0, _clock.now_us() / 1e6):
+        for me in seen:
+            turns.decide(seen, me, now, 2.0, 1.0)
+            turns.weights_suffice(seen, me, now, 2.0)
 
 
 # ---- files that are no pages ----------------------------------------------------------------------------------------
@@ -87,7 +114,7 @@ def a_page(name="bad", **words):
     page = control.private_page()
     control.claim(page, "evil", 8001)
     page[control.NAME] = control._number(name, 0)
-    page[control.RANKS_USED], page[control.BLOCK_BYTES], page[control.POOL] = 1, 1 << 20, 7
+    page[control.RANKS_USED], page[control.BLOCK_BYTES], page[control.POOL] = 1, 1 << 20, POOL
     for word, value in words.items():
         page[getattr(control, word)] = value
     return page.words
