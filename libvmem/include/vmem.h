@@ -172,7 +172,8 @@ int vMemCreate(vmem_context *ctx, uint64_t page_size, size_t n, uint32_t flags, 
 int vMemRelease(vmem_context *ctx, vmem_page page);
 int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t *bad);
 // Releases pages, for callers that cannot handle a failure. Handles that are not valid are skipped. A page that another
-// call is using, or that cannot be unmapped for lack of memory, is released as soon as possible.
+// call is using, or that cannot be unmapped for lack of memory, is released as soon as possible. Where it is still
+// mapped until then, vmem_query finds no page, and another page may be mapped without VMEM_MAP_REPLACE.
 int vmem_drop(vmem_context *ctx, const vmem_page *pages, size_t n);
 
 struct vmem_page_info {

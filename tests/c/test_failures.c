@@ -231,7 +231,8 @@ static void giving_up(void)
     }
 }
 
-// A page that cannot be unmapped goes as soon as something else could be, or when the memory is asked back.
+// A page that cannot be unmapped goes as soon as something else could be, or when the memory is asked back. Its address
+// is free for another page.
 static void dropping(bool trim)
 {
     start();
@@ -249,13 +250,22 @@ static void dropping(bool trim)
         checked_fail_always(false);
     }
     CHECK_EQ(test_stats(ctx).created, 25 * test_page);
-    CHECK_EQ(page_at(ctx, addr), page[0]);
+    CHECK_EQ(page_at(ctx, addr), 0);
+    checked_refuse_unmaps(true);
+    OK(vMemCreate(ctx, test_page, 1, 0, more + 1));
+    OK(vMemMap(ctx, addr, more[1])); // without VMEM_MAP_REPLACE
+    OK(vmem_fill(ctx, addr, 7, test_page));
+    ERR(vMemMap(ctx, addr, more[0]), EEXIST, "a page is mapped at");
+    checked_refuse_unmaps(false);
+    CHECK_EQ(page_at(ctx, addr), more[1]);
     if (trim)
         OK(vmem_trim(ctx, NULL));
     else
         OK(vMemUnmap(ctx, addr + 50 * test_page, test_page));
-    CHECK_EQ(test_stats(ctx).created, test_page);
-    CHECK_EQ(test_stats(ctx).mapped, trim ? test_page : 0);
+    CHECK_EQ(test_stats(ctx).created, 2 * test_page);
+    CHECK_EQ(test_stats(ctx).mapped, trim ? 2 * test_page : test_page);
+    CHECK_EQ(get_word(ctx, addr), UINT64_C(0x0707070707070707));
+    OK(vMemRelease(ctx, more[1]));
     ERR(vMemRelease(ctx, page[0]), EINVAL, "is not a page");
     OK(vMemRelease(ctx, more[0]));
     vmem_context_destroy(ctx);

@@ -205,7 +205,8 @@ static void look(const char *name, bool done, const int32_t *now)
     }
 }
 
-static void sweep(size_t i, uint32_t flags)
+// lasting: every fault point from the nth on fails, among them those that undo what came before.
+static void sweep(size_t i, uint32_t flags, bool lasting)
 {
     int points = 0;
     // Every fault point on the host. On a GPU with a handle a page there are hundreds, one as the other: every 2nd, 3rd
@@ -213,10 +214,14 @@ static void sweep(size_t i, uint32_t flags)
     for (unsigned long n = 1;; n += test_cpu() ? 1 : 1 + n / 4) {
         make(flags);
         calls[i].before();
-        checked_fail(n);
+        if (lasting)
+            checked_fail_from(n);
+        else
+            checked_fail(n);
         int rc = calls[i].call();
         bool reached = checked_failed();
         checked_fail(0);
+        checked_fail_always(false);
         if (rc && !reached)
             FAIL("%s: %s, and nothing was made to fail", calls[i].name, vmem_last_error());
         look(calls[i].name, !rc, calls[i].now);
@@ -237,7 +242,7 @@ static void sweep(size_t i, uint32_t flags)
     }
     if (!(flags & VMEM_KV_GENEROUS) && points < calls[i].least)
         FAIL("%s has %d fault points, expected at least %d", calls[i].name, points, calls[i].least);
-    printf("%s: %d fault points\n", calls[i].name, points);
+    printf("%s: %d fault points%s\n", calls[i].name, points, lasting ? ", lasting" : "");
 }
 
 // A freed slot still maps pages that only a run holds; without the background thread, nothing has unmapped them yet.
@@ -336,8 +341,10 @@ int main(int argc, char **argv)
     host = malloc(256 * test_page);
     sweep_create();
     for (size_t i = 0; i < COUNT(calls); i++) {
-        sweep(i, VMEM_KV_DEFER);
-        sweep(i, VMEM_KV_DEFER | VMEM_KV_GENEROUS | VMEM_KV_ZERO);
+        for (int lasting = 0; lasting < 2; lasting++) {
+            sweep(i, VMEM_KV_DEFER, lasting);
+            sweep(i, VMEM_KV_DEFER | VMEM_KV_GENEROUS | VMEM_KV_ZERO, lasting);
+        }
     }
     sweep_attach_with_zero();
     void (*const states[])(void) = {kept, saved, shared, swapped, stale};

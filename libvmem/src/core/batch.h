@@ -66,7 +66,7 @@ static inline int batch_add(struct batch *b, struct vmem__reservation_rec *s, ui
                                    .old_arena = old ? &old->b : NULL,
                                    .old_offset = old_offset,
                                    .page_size = page_size,
-                                   .flags = b->flags,
+                                   .flags = b->flags | (old ? VMEM_MAP_REPLACE : 0),
                                    .op = op,
                                });
 }

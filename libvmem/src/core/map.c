@@ -4,7 +4,7 @@
 #include "core/batch.h"
 
 // An error unless the pages mapped in [addr, addr + granules) may be replaced: they lie inside it, and no other call works on
-// them.
+// them. Those that are doomed may always be.
 static int check_entries(struct batch *b, const uint64_t *entry, uint32_t granules, uint64_t addr)
 {
     for (uint32_t u = 0; u < granules; u++) {
@@ -17,7 +17,7 @@ static int check_entries(struct batch *b, const uint64_t *entry, uint32_t granul
             const struct vmem__page *granule = &a->pages[frame - 1 - a->base], *old = vmem__frame_page(a, frame - 1);
             owner = old->opid;
             if (!(entry[u] & ENTRY_PENDING) && (!owner || owner == b->opid)) {
-                if (!(b->flags & VMEM_MAP_REPLACE))
+                if (!(b->flags & VMEM_MAP_REPLACE) && !old->doomed)
                     return vmem__error(-EEXIST,
                                        "addr 0x%" PRIx64 ": a page is mapped at 0x%" PRIx64
                                        " already, and VMEM_MAP_REPLACE is not set",
@@ -177,6 +177,7 @@ static void unlink_old(vmem_context *ctx, const struct vmem__run *run)
     for (const uint64_t end = addr + run->length; addr < end; addr += old->granules * GRANULE, old += old->granules) {
         old->opid = 0;
         unlink_page(ctx, addr, old);
+        ctx->stuck = ctx->stuck && !old->doomed; // it may be mapped nowhere now
     }
     count_mapped(ctx, s, -run->length);
 }
@@ -265,7 +266,7 @@ int vMemMapBatch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n, uin
         rc = vmem__batch_run(&b, ctx->b.ops->map, &at);
     for (size_t r = 0; r < b.n; r++)
         rc ? undo_map(ctx, &b.runs[r]) : vmem__commit_run(ctx, &b.runs[r]);
-    for (size_t r = 0; r < b.n && !rc && (flags & VMEM_MAP_REPLACE); r++) {
+    for (size_t r = 0; r < b.n && !rc; r++) {
         if (b.runs[r].old_arena)
             end_old(&b, &b.runs[r]);
     }
@@ -305,8 +306,8 @@ int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offs
             struct vmem__arena_rec *a;
             const struct vmem__page *p = entry_page(ctx, entry, &a);
             uint64_t frame = vmem__page_frame(a, p);
-            *page = vmem__handle(ctx, p, frame);
-            if (offset)
+            *page = p->doomed ? 0 : vmem__handle(ctx, p, frame);
+            if (offset && *page)
                 *offset = (vmem__entry_frame(*entry) - 1 - frame) * GRANULE + addr % GRANULE;
         }
     }

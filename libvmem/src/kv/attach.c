@@ -4,14 +4,15 @@
 // SPDX-License-Identifier: MIT
 #include "kv/kv.h"
 
+// What cannot be unmapped now stays stale.
 static void unmap_shared(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        struct kv_split s = vmem__kv_split(kv, g, tokens);
-        for (uint32_t t = 0; t < g->n && s.full > s.lo; t++)
-            vMemUnmap(kv->ctx, kv_addr(kv, g, slot, t, s.lo), (uint64_t)(s.full - s.lo) << kv->page_shift);
+        struct kv_split s = vmem__kv_split(kv, &kv->groups[i], tokens);
+        if (s.full > s.lo)
+            vmem__kv_stale_set(kv, slot, i, s.lo, s.full);
     }
+    vmem__kv_stale_now(kv, slot);
 }
 
 static void commit_attach(vmem_kv *kv, uint32_t slot, uint32_t tokens)
@@ -45,7 +46,9 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
     // With VMEM_KV_ZERO, no rows of the runs are copied to a kept page: if the attach failed, the request would see
     // them.
-    int rc = kv->flags & VMEM_KV_ZERO ? vmem__kv_cut_slot(kv, slot) : vmem__kv_stale_now(kv, slot);
+    int rc = vmem__kv_stale_now(kv, slot);
+    if (!rc && kv->flags & VMEM_KV_ZERO)
+        rc = vmem__kv_cut_slot(kv, slot);
     for (uint32_t i = 0; i < kv->n_groups && !rc; i++) {
         const struct kv_span *sp = kv_span(kv, slot, i);
         struct kv_split s = vmem__kv_split(kv, &kv->groups[i], tokens);

@@ -672,6 +672,8 @@ bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot);
 // Ends a request: its own pages stay in the span, shared ones are released, and their mappings become stale. After
 // vmem__kv_shared_tokens, so that the last row below shared_hi is shared.
 int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group);
+// The span no longer holds pages [lo, hi), but they stay mapped there.
+void vmem__kv_stale_set(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi);
 // Unmap a slot's stale mappings. begin lists them, vmem__kv_cut_unmap unmaps them, end clears the marks; now does all.
 int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot);
 void vmem__kv_stale_end(vmem_kv *kv, uint32_t slot);

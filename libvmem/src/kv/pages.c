@@ -438,6 +438,13 @@ bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot)
 
 // ---- freed slots -----------------------------------------------------------------------------------------------------
 
+void vmem__kv_stale_set(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi)
+{
+    *kv_stale(kv, slot, group) = (struct kv_range){lo, hi};
+    kv->slots[slot].stale = true;
+    vmem__kv_set_add(kv->stale_slots, slot);
+}
+
 int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
 {
     const struct kv_group *g = &kv->groups[group];
@@ -459,11 +466,7 @@ int vmem__kv_park(vmem_kv *kv, uint32_t slot, uint32_t group)
         now.coarse_hi = s->coarse_hi;
     }
     if (end > s->lo) // else the request perhaps never began, and what is stale stays so
-        *kv_stale(kv, slot, group) = (struct kv_range){s->lo, end};
-    if (kv_stale(kv, slot, group)->lo < kv_stale(kv, slot, group)->hi) {
-        kv->slots[slot].stale = true;
-        vmem__kv_set_add(kv->stale_slots, slot);
-    }
+        vmem__kv_stale_set(kv, slot, group, s->lo, end);
     vmem__kv_span_set(kv, slot, group, &now);
     return 0;
 }
