@@ -7,7 +7,7 @@
 
 #include "blocks/blocks.h"
 #include "checked.h"
-#include "harness.h"
+#include "trouble.h"
 
 #define MOST_BLOCKS 48
 #define MOST_RANGES 3
@@ -110,10 +110,13 @@ static void do_back(void)
     uint32_t ids[8], fresh;
     const uint32_t n = choose(ids), flags = below(4) ? 0 : VMEM_BLOCKS_OVER;
     const bool fails = !below(4);
-    if (fails)
+    if (fails && below(2))
         checked_fail(1 + below(6));
+    else if (fails) // what undoes it, too
+        checked_fail_from(1 + below(6));
     const int rc = vmem_blocks_back(b, ids, n, flags, &fresh);
     checked_fail(0);
+    checked_fail_always(false);
     if (rc && rc != -ENOMEM)
         FAIL("back: %s", vmem_last_error());
     CHECK(rc || fresh <= n);
@@ -268,7 +271,9 @@ static void program(uint32_t operations)
     OK(vmem_blocks_pass(b, last_fence));
     passed = last_fence;
     no_fence = last_fence - 1;
+    trouble_start(steps + 1);
     for (uint32_t i = 0; i < operations; i++, steps++) {
+        trouble_begin_call(); // the thread's calls fail, too
         switch (below(16)) {
         case 0 ... 3: do_back(); break;
         case 4 ... 7: do_order(); break;
@@ -283,9 +288,10 @@ static void program(uint32_t operations)
         case 14:
             OK(vmem_set_budget(ctx, below(2) ? 0 : P * (1 + below(60)))); // the device is full
             break;
-        case 15: check();
+        case 15: trouble_pause(); check();
         }
     }
+    trouble_end();
     check();
     OK(vmem_set_budget(ctx, 0));
     vmem_blocks_destroy(b);

@@ -6,7 +6,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include "checked.h"
-#include "harness.h"
+#include "trouble.h"
 
 enum { MAX_RANGES = 6, MAX_PAGES = 96, RANGE_UNITS = 160, BLOCK_64K = 32 };
 
@@ -175,7 +175,8 @@ static void step_create(void)
     if (found < n)
         return;
     const struct page *near = below(2) ? any_page() : NULL;
-    OK(vmem__create_near(ctx, size, n, near ? near->handle : 0, zero ? VMEM_CREATE_ZERO : 0, handles));
+    const uint32_t flags = zero ? VMEM_CREATE_ZERO : 0;
+    OK(TROUBLE(vmem__create_near(ctx, size, n, near ? near->handle : 0, flags, handles)));
     // Contents of a page that was not zeroed are unknown until it is mapped somewhere: read them then.
     uint64_t scratch;
     OK(vMemReserve(ctx, VMEM_PAGE_2M, 0, &scratch));
@@ -354,6 +355,7 @@ static void play(long steps, bool whole_arenas)
         step_map,     step_map,     step_unmap, step_unmap,  step_write,  step_write,   step_memory, step_write,
     };
     OK(checked_context(test_backend, 0, whole_arenas, &ctx));
+    trouble_start(seed);
     for (long i = 0; i < steps; i++) {
         kinds[below(COUNT(kinds))]();
         struct range *r = any_range();
@@ -362,6 +364,7 @@ static void play(long steps, bool whole_arenas)
         if (i % 500 == 499)
             check_all();
     }
+    trouble_end();
     check_all();
     for (int i = 0; i < MAX_PAGES; i++) {
         if (pages[i].handle)
@@ -389,5 +392,6 @@ int main(int argc, char **argv)
     play(steps, false);
     if (test_cpu())
         play(steps, true);
+    printf("%" PRIu64 " calls were made again\n", trouble_calls);
     return 0;
 }
