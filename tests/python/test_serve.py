@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 import asyncio
 import json
 import os
+import random
 import time
 import types
 
@@ -492,3 +493,116 @@ def test_this_process_is_the_server_that_leads(played):
         assert [s[control.S_PID] for s in engine.pages.servers()] == [os.getpid()]
 
     played(history)
+
+
+# ---- many at once ---------------------------------------------------------------------------------------------------
+
+
+class Busy:
+    """An application that takes its time, and an engine that fails as engines do; each notes what must not be."""
+
+    def __init__(self, draw, engine):
+        self.draw, self.engine, self.runs, self.wrong = draw, engine, 0, []
+        self._sleep, self._wake = engine.sleep, engine.wake
+        engine._app, engine.sleep, engine.wake = self.answer, self.sleep, self.wake
+
+    async def pause(self, most=0.03):
+        if self.draw.random() < 0.7:
+            await asyncio.sleep(self.draw.random() * most)
+
+    def note(self, what, is_wrong):
+        page = self.engine.page
+        if is_wrong:
+            self.wrong.append((what, State(page[control.STATE]).name, page[control.ASLEEP], self.runs))
+
+    async def answer(self, scope, receive, send):
+        # It was counted before, so that only a model which sleeps with its requests is asleep now.
+        self.note("begins", self.engine.page[control.ASLEEP] and self.engine.calls[-1] != "freeze")
+        self.runs += 1
+        try:
+            await self.pause()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await self.pause()
+        finally:
+            self.runs -= 1
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def sleep(self, state, freeze):
+        self.note("sleeps", not freeze and self.runs)
+        await self.pause()
+        if self.draw.random() < 0.1:
+            raise RuntimeError("the engine does not answer")
+        await self._sleep(state, freeze)
+
+    async def wake(self, state):
+        await self.pause()
+        await self._wake(state)
+
+
+async def client(draw, engine):
+    """One request or order, whose client may go while it waits. Returns the status; None: it went."""
+    path = draw.choice(
+        ["/v1/completions"] * 4 + ["/vmem/sleep", "/vmem/sleep", "/vmem/wake", "/vmem/drain", "/vmem/state"]
+    )
+    leaves, sent, told = draw.random() * 0.1 if draw.random() < 0.3 else 3600, [], []
+
+    async def receive():
+        if not sent:
+            sent.append(1)
+            return {"type": "http.request", "body": b"{}"}
+        await asyncio.sleep(leaves)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        told.append(message)
+
+    method = "GET" if path == "/vmem/state" else "POST"
+    scope = dict(type="http", method=method, path=path, headers=(), app=types.SimpleNamespace(state=None))
+    await engine(scope, receive, send)
+    return told[0]["status"] if told else None
+
+
+def test_whatever_clients_and_operators_do_at_once_all_are_answered(played):
+    """Orders of several clients, some of whom go; another model that asks; an engine that fails or lacks memory."""
+    seed = random.randrange(1 << 32)
+    draw, seconds = random.Random(seed), float(os.environ.get("VMEM_FUZZ_SECONDS", "1"))
+
+    async def history(engine, app, other):
+        busy, end = Busy(draw, engine), time.monotonic() + seconds
+        engine.page[control.GIVES] = 9
+
+        async def clients():
+            while time.monotonic() < end:
+                status = await client(draw, engine)
+                busy.note(f"status {status}", status not in (None, 200, 409, 503))
+                await busy.pause(0.05)
+
+        async def world():
+            while time.monotonic() < end:
+                engine.lacks = draw.choice([0, 0, 5])
+                asks = draw.random() < 0.4
+                other[control.STATE] = State.ASLEEP if asks else State.AWAKE
+                other[control.QUEUED], other[control.SINCE] = asks, now() * asks
+                other[control.LACKS], other[control.LACKING] = 5 * asks, now() * asks
+                await asyncio.sleep(draw.random() * 0.2)
+
+        async def beat():
+            while True:
+                engine.page[control.BEAT] += 1
+                await asyncio.sleep(0.02)
+
+        beats = asyncio.create_task(beat())
+        await asyncio.wait_for(asyncio.gather(world(), *(clients() for _ in range(8))), seconds + 30)
+        engine.lacks, other[control.STATE], other[control.QUEUED], other[control.LACKS] = 0, State.AWAKE, 0, 0
+        await asyncio.wait_for(answered(engine, "/vmem/wake"), 30)
+        await asyncio.wait_for(answered(engine), 30)
+        slot = engine.page.server(0)
+        await until(lambda: not engine.page[control.RUNNING] and not engine.page[control.QUEUED], engine)
+        assert (busy.runs, slot[control.S_RUNNING], slot[control.S_QUEUED], slot[control.S_ORDER]) == (0, 0, 0, 0)
+        assert not busy.wrong and not engine.admission._waiting and not engine.admission._silent
+        beats.cancel()
+
+    try:
+        played(history, queue="0.3")
+    except BaseException as error:
+        raise AssertionError(f"seed {seed}") from error
