@@ -111,20 +111,15 @@ def get(url, body=None):
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """The addresses of SGLang's own server, of one on vMem with its limits over HTTP, and of one without these.
-
-    The second is the target of a Process.
-    """
+    """The addresses of SGLang's own server, and of one on vMem with its limits over HTTP, the target of a Process."""
     started, script = [], tmp_path_factory.mktemp("server") / "serve.py"
     script.write_text(IN_A_PROCESS)
-    program = ["-m", "sglang.launch_server"]
     for more, begin in (
-        (dict(VMEM_SGLANG="0"), program),
+        (dict(VMEM_SGLANG="0"), ["-m", "sglang.launch_server"]),
         (dict(VMEM_SGLANG="1", VMEM_SGLANG_HTTP="1"), [script]),
-        (dict(VMEM_SGLANG="1"), program),
     ):
         port = free_port()
-        command = [sys.executable, *begin, "--model-path", model("gqa"), "--port", str(port)]
+        command = [sys.executable, *begin, "--model-path", model("gqa"), "--port", str(port), "--sleep-on-idle"]
         for name, value in OPTIONS.items():
             command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         started.append((ends.start(*command, env=environment(**more)),
@@ -231,6 +226,15 @@ def test_the_servers_tokens_stay_while_everything_happens_at_once(servers):
         assert list(pool.map(lambda job: ask(address, job), JOBS)) == wanted
 
 
-def test_the_server_has_no_limits_over_http_unless_asked_for(servers):
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        get(f"{servers[2]}/vmem/limit")
+@pytest.mark.parametrize("more, kind", [(dict(), ""), (dict(VMEM_SGLANG_HTTP="1"), "Limits")])
+def test_the_server_has_no_limits_over_http_unless_asked_for(more, kind):
+    """It takes what answers for vMem from its plugins, before it is a server."""
+    program = """
+from sglang.srt.plugins import load_plugins
+from sglang.srt.entrypoints.http_server import app
+
+load_plugins()
+print("RESULT", *(one.cls.__name__ for one in app.user_middleware if one.cls.__module__.startswith("pyvmem")))
+"""
+    told = ends.run(sys.executable, "-c", program, timeout=SECONDS, env=environment(VMEM_SGLANG="1", **more))
+    assert told.stdout.split("RESULT")[-1].split() == kind.split(), told.stderr
