@@ -90,6 +90,9 @@ struct vmem_kv_config {
 
 // Reserves the address space and takes the budget's memory. The context must outlive the manager.
 int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **out);
+// Leaves the pool and ends the background thread. Tensors stay until vmem_kv_destroy, the only call that may follow:
+// others return -EINVAL.
+int vmem_kv_close(vmem_kv *kv);
 // Frees everything that the manager holds, and the handle. NULL is allowed. No kernel in flight may access the cache.
 void vmem_kv_destroy(vmem_kv *kv);
 

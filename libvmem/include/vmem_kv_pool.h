@@ -46,11 +46,6 @@ struct vmem_kv_pool_share {
     uint32_t pad;      // 0
     uint64_t min, max; // bytes; max 0: the pool's budget
     const char *name;  // what others see; NULL: "kv"
-    // Optional. Releases about `pages` pages of prefixes that the owner can spare, and returns their number. The pool's
-    // thread calls it, with no lock held, if others need more than kept pages. It may make any call but one that
-    // destroys the cache, which waits for it. Blocks with hashes need no such function.
-    uint64_t (*evict)(void *arg, uint64_t pages);
-    void *arg;
 };
 // Makes a cache a member. From then on, the pool sets its budget, and the cache allocates device memory as with
 // VMEM_KV_LAZY. Create it with this flag and a budget of one page. vmem_kv_destroy leaves the pool. -ENOMEM: the
@@ -92,7 +87,7 @@ struct vmem_kv_pool_member {
     uint64_t has;      // bytes of the pool's budget: its own budget, and what it has not yet given back of a larger one
     uint64_t held;     // bytes of pages
     uint64_t needs;    // bytes that it asks for
-    uint64_t could_give; // bytes that others could get: unused, kept, ahead of need, and what evict may give
+    uint64_t could_give; // bytes that others could get: unused, kept, ahead of need, evictable, or offered
     uint64_t giving;     // bytes that it is giving back
     uint64_t asked;      // revision of its last question for memory; 0: none
     uint64_t looked;     // it has answered the questions of others up to this revision

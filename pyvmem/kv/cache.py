@@ -856,7 +856,7 @@ class KVCache(_Owned):
         with self._polling:  # another thread may close it, too
             if self._owner is None:
                 return
-            ended = lib.pv_kv_close(self._use())
+            ended = lib.vmem_kv_close(self._use())
             if ended != -errno.EPERM:  # a forked child of the cache's process has nothing to end
                 _check(ended)
             self._events.clear()

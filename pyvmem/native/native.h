@@ -62,9 +62,6 @@ int pv_own_torch(pv_owner *owner, pv_owner *context, vmem_context *ctx, vmem_kv_
 int pv_map(vmem_context *ctx, uint64_t addr, uint64_t page_size, const vmem_page *pages, size_t n, uint32_t flags,
            size_t *bad);
 
-// Closes the manager, which no kernel uses: it leaves its pool, and writes no host memory any more. No call may follow.
-int pv_kv_close(vmem_kv *kv);
-
 // Sets the interpreter's main thread, and the function that runs the handlers of pending signals. run() returns nonzero
 // if a handler raised.
 void pv_watch_signals(unsigned long thread, int (*run)(void));

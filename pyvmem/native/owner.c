@@ -7,7 +7,6 @@
 
 #include "core/error.h"
 #include "driver/stamp.h"
-#include "kv/member.h"
 #include "native.h"
 
 struct pv_owner {
@@ -261,8 +260,6 @@ int pv_own_torch(pv_owner *owner, pv_owner *context, vmem_context *ctx, vmem_kv_
         pv_owner_drop(context);
     return own(owner, rc, close_lease, (void *)(uintptr_t)*place, NULL); // leases wait for kernels themselves
 }
-
-int pv_kv_close(vmem_kv *kv) { return vmem__kv_close(kv); }
 
 // ---- self-test ----------------------------------------------------------------------------------------------
 

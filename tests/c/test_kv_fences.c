@@ -12,7 +12,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "kv/member.h"
 #include "trouble.h"
 
 #include "lagging.h"
@@ -399,7 +398,7 @@ static void destroy(bool troubled)
     struct vmem_kv_stats st = {.size = sizeof st};
     OK(vmem_kv_get_stats(kv, &st));
     CHECK(!st.worker_errors || troubled);
-    OK(vmem__kv_close(kv));
+    OK(vmem_kv_close(kv));
     ERR(vmem_kv_get_stats(kv, &st), EINVAL, "is closed");
     ERR(vmem_kv_step(kv, (int32_t[K_SLOTS]){0}, K_SLOTS, 0), EINVAL, "is closed");
     ERR(vmem_kv_retire(kv, steps), EINVAL, "is closed");

@@ -8,7 +8,6 @@
 #include "checked.h"
 #include "kv.h"
 #include "kv/kv.h"
-#include "kv/member.h"
 #include "pool/pool.h"
 
 #define SLOTS 4
@@ -132,7 +131,7 @@ static void test_a_closed_cache_leaves(void)
     vmem_kv *kv = make(ctx, 0, 0);
     join(pool, kv, 20, 0, "a");
     OK(step(kv, alloc(kv, 100), 100));
-    OK(vmem__kv_close(kv));
+    OK(vmem_kv_close(kv));
     CHECK_EQ(info(pool).members, 1);
     CHECK(info(pool).free < 400 * test_page);
     vmem_kv_destroy(kv);

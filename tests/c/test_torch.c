@@ -689,6 +689,21 @@ static void test_memory_that_nobody_takes_goes_back(void)
     close_all();
 }
 
+// The pool's budget exceeds what the context can create: nothing of an allocation that is refused stays.
+static void test_a_device_with_less_than_the_budget(void)
+{
+    open_pool(100);
+    open_lease(0, 1);
+    char *a = get(15 * test_page);
+    OK(vmem_set_budget(ctx, 20 * test_page));
+    CHECK(a && !get(12 * test_page));
+    CHECK(shortage().missing_pages && stats().short_bytes == shortage().missing_pages * test_page);
+    CHECK_EQ(stats().held_bytes, 15 * test_page);
+    OK(vmem_set_budget(ctx, 0));
+    put(a);
+    close_all();
+}
+
 // A closed lease lives until PyTorch has given all back, and gives nothing more.
 static void test_close_with_segments(void)
 {
@@ -928,6 +943,7 @@ static void test_the_end_cannot_fail(void)
         checked_fail(n);
         put(a);
         checked_fail(0);
+        CHECK_EQ(stats().segments, 1); // it tries twice
         verify(b, 0, 0);
         OK(park(b));
         put(b);
@@ -1148,6 +1164,7 @@ int main(int argc, char **argv)
     test_only_what_went_is_lost();
     test_leases_hand_their_memory_over();
     test_memory_that_nobody_takes_goes_back();
+    test_a_device_with_less_than_the_budget();
     test_close_with_segments();
     test_a_child_gets_nothing();
     test_kernels_are_waited_for();

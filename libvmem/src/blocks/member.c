@@ -4,8 +4,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include "blocks/blocks.h"
-#include "core/memory.h"
-#include "pool/pool.h"
 
 #define LAPSE_NS 100000000           // time after which a request of the pool to shrink lapses
 #define AWAIT_NS UINT64_C(100000000) // time for which an order waits for other members of the pool to give
@@ -149,10 +147,7 @@ int vmem_blocks_set_share(vmem_blocks *b, uint64_t min, uint64_t max)
     int rc = enter_member(b);
     if (rc)
         return rc;
-    uint32_t why;
-    pthread_mutex_lock(&b->member->pool->lock);
-    rc = vmem__pool_set_share(b->member, min, max, &why);
-    pthread_mutex_unlock(&b->member->pool->lock);
+    rc = vmem__pool_set_share(b->member, min, max);
     if (!rc)
         vmem__pool_keep_to_max(b->member);
     return vmem__blocks_leave(b, rc);

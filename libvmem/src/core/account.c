@@ -80,6 +80,13 @@ int vmem__device_free(vmem_context *ctx, uint64_t age, uint64_t *bytes)
     return rc;
 }
 
+uint64_t vmem__reachable(vmem_context *ctx, const struct vmem__ahead *own, uint64_t age)
+{
+    uint64_t free, room;
+    const uint64_t spare = vmem__spare_memory(ctx, own, &room);
+    return vmem__device_free(ctx, age, &free) ? UINT64_MAX : MIN(sat_add(spare, free), room);
+}
+
 bool vmem__by_granules(const vmem_context *ctx) { return ctx->b.ops->populate; }
 
 bool vmem__by_pieces(const vmem_context *ctx) { return ctx->b.ops->populate || ctx->b.arena_max <= BLOCK; }

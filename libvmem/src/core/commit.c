@@ -156,6 +156,8 @@ static int grow_stretches(struct commit *c)
     return 0;
 }
 
+static struct stretch *last_of(const struct commit *c) { return &c->stretches[c->n_stretches - 1]; }
+
 // Marks the places of `range` from addr to the end of their leaf. *addr: the first place that is left.
 static inline int mark_leaf(struct commit *c, struct vmem__reservation_rec *s, uint64_t *addr, uint64_t end)
 {
@@ -167,12 +169,13 @@ static inline int mark_leaf(struct commit *c, struct vmem__reservation_rec *s, u
     if (!leaf && !(leaf = vmem__leaf_new(c->b.ctx, s, *addr)))
         return vmem__error(-ENOMEM, "no memory for bookkeeping");
     const uint64_t first = *addr;
+    if (c->n_stretches && last_of(c)->range == c->at && last_of(c)->addr + last_of(c)->length == first)
+        last = last_of(c);
     for (uint64_t *entry = vmem__entry_in(s, leaf, first); *addr < end; *addr += c->page_size, entry += granules) {
         const bool any = !all_empty(entry, granules);
-        if (!last || last->hole == any) {
+        const bool next = !last || last->hole == any;
+        if (next)
             rc = grow_stretches(c);
-            last = &c->stretches[c->n_stretches];
-        }
         if (!rc && any)
             rc = mark_backed(c, entry, *addr);
         if (VMEM__UNLIKELY(rc)) {
@@ -183,9 +186,9 @@ static inline int mark_leaf(struct commit *c, struct vmem__reservation_rec *s, u
             mark_empty(&c->b, leaf, entry, granules);
             c->holes++;
         }
-        if (last == &c->stretches[c->n_stretches]) {
+        if (next) {
+            last = &c->stretches[c->n_stretches++];
             *last = (struct stretch){.s = s, .addr = *addr, .range = c->at, .hole = !any};
-            c->n_stretches++;
         }
         last->length += c->page_size;
     }
@@ -232,19 +235,37 @@ static void unmark(struct commit *c, bool filled)
 
 // ---- pages --------------------------------------------------------------------------------------------------
 
+// Creates pages that go together, as far as the backend has such.
+static int create_together(struct commit *c, uint32_t flags)
+{
+    const size_t most = c->b.ctx->b.whole_max / c->page_size;
+    struct vmem__stretch *parts = malloc((c->holes / most + c->n_stretches * 32) * sizeof *parts);
+    size_t n = 0;
+    if (!parts)
+        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", c->holes);
+    for (size_t i = 0; i < c->n_stretches; i++)
+        for (size_t left = c->stretches[i].hole ? c->stretches[i].length / c->page_size : 0; left; left -= parts[n++].n)
+            parts[n] = vmem__next_whole(left, most);
+    int rc = vmem__create_stretches(c->b.ctx, c->page_size, parts, c->holes, flags, c->pages);
+    free(parts);
+    return rc;
+}
+
 // Creates the pages. The caller holds the lock, which this drops.
 static int create_pages(struct commit *c, uint32_t flags)
 {
     vmem_context *ctx = c->b.ctx;
+    const bool together = flags & VMEM__COMMIT_TOGETHER && ctx->b.whole_max >= 2 * c->page_size;
     vmem__unlock(ctx);
     int rc = 0;
+    flags = (flags & VMEM_CREATE_ZERO) | VMEM__CREATE_BOUND;
     if (c->holes > sizeof c->few_pages / sizeof c->few_pages[0]) {
         c->pages = malloc(c->holes * sizeof *c->pages);
         if (!c->pages)
             rc = vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", c->holes);
     }
     if (!rc)
-        rc = vmem__create_near(ctx, c->page_size, c->holes, 0, flags | VMEM__CREATE_BOUND, c->pages);
+        rc = together ? create_together(c, flags) : vmem__create_near(ctx, c->page_size, c->holes, 0, flags, c->pages);
     vmem__lock(ctx);
     c->created = rc ? 0 : c->holes;
     return rc;
@@ -329,8 +350,8 @@ static void finish_commit(struct commit *c)
     unmark(c, true);
 }
 
-int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t flags,
-                uint64_t *bytes)
+int vmem__commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t flags,
+                 uint64_t *bytes)
 {
     int rc = vmem__enter(ctx);
     if (rc)
@@ -340,9 +361,6 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
         return rc;
     if (n && !ranges)
         return vmem__error(-EINVAL, "ranges is NULL");
-    if (flags & ~(VMEM_CREATE_ZERO | VMEM_MAP_FINE))
-        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO and VMEM_MAP_FINE are known", flags);
-
     struct commit c;
     uint64_t most;
     c.ranges = ranges;
@@ -360,7 +378,7 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     if (marks && !rc)
         rc = mark_ranges(&c);
     if (!rc && c.holes) {
-        rc = create_pages(&c, flags & VMEM_CREATE_ZERO);
+        rc = create_pages(&c, flags);
         if (!rc)
             rc = build_runs(&c);
         if (!rc)
@@ -380,4 +398,12 @@ int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, ui
     if (c.pages != c.few_pages)
         free(c.pages);
     return rc;
+}
+
+int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t flags,
+                uint64_t *bytes)
+{
+    if (flags & ~(VMEM_CREATE_ZERO | VMEM_MAP_FINE))
+        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO and VMEM_MAP_FINE are known", flags);
+    return vmem__commit(ctx, ranges, n, page_size, flags, bytes);
 }

@@ -65,6 +65,19 @@ static inline int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_
     return vmem__create_stretches(ctx, page_size, &(struct vmem__stretch){.n = n, .near = near}, n, flags, out);
 }
 
+// The next of n pages that go together: as many as one of a backend's arenas has, of which the largest has `most`.
+static inline struct vmem__stretch vmem__next_whole(size_t n, size_t most)
+{
+    const size_t part = n >= most ? most : (size_t)1 << (63 - __builtin_clzll(n));
+    return (struct vmem__stretch){.n = part, .whole = part > 1};
+}
+
+// vmem_commit (commit.c), for callers that decommit all that they commit at once: where the backend has such, the new
+// pages of each range go together.
+#define VMEM__COMMIT_TOGETHER 0x40000000u
+int vmem__commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t flags,
+                 uint64_t *bytes);
+
 // ---- preallocated and unused memory (page.c, arena.c) --------------------------------------------------------
 
 // vmem_prealloc. whole: in arenas that are mapped whole, as far as possible.
@@ -96,6 +109,8 @@ uint64_t vmem__spare_memory(vmem_context *ctx, const struct vmem__ahead *own, ui
 // The bytes that the device has free for more: the driver's answer, which may be `age` ns old, less what the context has
 // taken since.
 int vmem__device_free(vmem_context *ctx, uint64_t age, uint64_t *bytes);
+// The bytes of pages that `own` could create, by both; UINT64_MAX: unknown, and a later request succeeds or fails.
+uint64_t vmem__reachable(vmem_context *ctx, const struct vmem__ahead *own, uint64_t age);
 // Whether memory is taken from the system, and mapped, page by page; whether pages are not mapped many in a call, because
 // of that or as each is a handle of its own; and the most bytes that are best mapped together, if any.
 bool vmem__by_granules(const vmem_context *ctx);

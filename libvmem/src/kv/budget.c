@@ -49,11 +49,7 @@ void vmem__kv_trim(vmem_kv *kv, bool wanted) { vmem__trim_to(kv->ctx, others_ahe
 
 static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
 {
-    uint64_t free, room;
-    const uint64_t spare = vmem__spare_memory(kv->ctx, &kv->ledger.ahead, &room);
-    if (vmem__device_free(kv->ctx, age, &free))
-        return UINT64_MAX >> kv->page_shift; // unknown: a later request for pages succeeds or fails
-    return MIN((spare >> kv->page_shift) + (free >> kv->page_shift), room >> kv->page_shift);
+    return vmem__reachable(kv->ctx, &kv->ledger.ahead, age) >> kv->page_shift;
 }
 
 uint64_t vmem__kv_device_pages(const vmem_kv *kv) { return device_pages(kv, 0); }
@@ -182,8 +178,6 @@ void vmem__kv_pool_leave(vmem_kv *kv)
     struct vmem__member *m = kv->membership.member;
     kv->membership.member = NULL;
     kv->membership.lowering = false;
-    vmem__expect(kv->ctx, 0, -(int64_t)kv->membership.missed);
-    kv->membership.missed = 0;
     if (m) // what it has not used goes back now
         kv->ledger.budget = MIN(kv->ledger.budget, kv->ledger.held);
     const uint64_t held = kv->ledger.held;

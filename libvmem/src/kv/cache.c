@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include "kv/kv.h"
-#include "kv/member.h"
 
 static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
 {
@@ -278,7 +277,7 @@ int vmem_kv_create(vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv 
     return 0;
 }
 
-int vmem__kv_close(vmem_kv *kv)
+int vmem_kv_close(vmem_kv *kv)
 {
     static const unsigned char none;
     int rc = vmem__kv_enter(kv);

@@ -210,18 +210,14 @@ struct kv_ledger {
 
 // A cache's membership in a pool.
 struct kv_membership {
-    struct vmem__member *member;                  // NULL: the cache is in no pool
-    struct vmem__member *left;                    // the member after it has left the pool, until the cache is destroyed
-    uint64_t (*evict)(void *arg, uint64_t pages); // as in struct vmem_kv_pool_share
-    void *evict_arg;
-    uint64_t offered;      // pages of requests that evict would release
-    uint64_t missed;       // bytes of pages that the pool took back and the cache will want again
-    bool lowering;         // other members wait for pages beyond lower_to: each page that goes lowers the budget
-    uint64_t lower_to;     // pages: the budget to which the cache shrinks while it is `lowering`
-    uint64_t portion;      // pages that the worker gives back in one call while others wait for them
-    uint64_t pinned_pages; // kv_ledger.pinned_pages after the last call
-    uint64_t wanted;       // pages that vmem_kv_pool_ask asked for: the budget in all
-    uint64_t wanted_until; // ns: the time at which that lapses
+    struct vmem__member *member; // NULL: the cache is in no pool
+    struct vmem__member *left;   // the member after it has left the pool, until the cache is destroyed
+    bool lowering;               // other members wait for pages beyond lower_to: each page that goes lowers the budget
+    uint64_t lower_to;           // pages: the budget to which the cache shrinks while it is `lowering`
+    uint64_t portion;            // pages that the worker gives back in one call while others wait for them
+    uint64_t pinned_pages;       // kv_ledger.pinned_pages after the last call
+    uint64_t wanted;             // pages that vmem_kv_pool_ask asked for: the budget in all
+    uint64_t wanted_until;       // ns: the time at which that lapses
 };
 
 // Kernels that may be in flight. A step's number has a tag of the cache from bit KV_STEP_TAG on, so that no cache takes
@@ -359,7 +355,7 @@ struct vmem_kv {
     struct kv_runs runs;
     struct kv_doomed doomed;
     struct kv_worker worker;
-    bool closed; // vmem__kv_close
+    bool closed; // vmem_kv_close
 };
 
 // ---- the state -------------------------------------------------------------------------------------------------------
@@ -663,9 +659,8 @@ int vmem__kv_cut_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t gr
 int vmem__kv_cut_unmap(vmem_kv *kv, struct kv_cut *c);
 void vmem__kv_cut_end(vmem_kv *kv, struct kv_cut *c, int rc);
 int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, uint32_t hi); // all at once, any rows
-// Cuts off all pages of one slot, or of several, by one call of core: all or none. No kernel may access the slots.
+// Cuts off all pages of a slot, which no kernel accesses, by one call of core: all or none.
 int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot);
-int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n);
 // Releases shared pages that a window has passed, so that the number of available pages never depends on the worker.
 // True if passed pages remain, for the worker or the next step.
 bool vmem__kv_pass_windows(vmem_kv *kv, uint32_t slot);

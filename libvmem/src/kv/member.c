@@ -2,8 +2,6 @@
 //
 // SPDX-License-Identifier: MIT
 #include "kv/kv.h"
-#include "kv/member.h"
-#include "pool/pool.h"
 
 // ---- what the pool's thread calls ------------------------------------------------------------------------------------
 
@@ -22,11 +20,6 @@ static void unlock(void *self)
     pthread_mutex_unlock(&kv->gate.api);
 }
 
-static uint64_t evictable(const vmem_kv *kv)
-{
-    return kv->membership.evict ? kv->shared.runs_only + kv->membership.offered : kv->shared.evictable;
-}
-
 // Pages that were created under the old budget are not too many for VMEM_KV_CHECK.
 static void set_budget(vmem_kv *kv, uint64_t pages)
 {
@@ -42,7 +35,7 @@ static void get_state(void *self, struct vmem__member_state *out)
                                        .held = kv->ledger.held,
                                        .target = kv->membership.lowering ? kv->membership.lower_to : kv->ledger.budget,
                                        .min_pages = min_pages,
-                                       .evictable = MIN(evictable(kv), min_pages),
+                                       .evictable = MIN(kv->shared.evictable, min_pages),
                                        .margin = kv->in_state[VMEM_KV_FREE] < kv->n_slots ? min_pages / 32 : 0};
 }
 
@@ -97,14 +90,10 @@ static bool continue_lowering(void *self, uint64_t least)
 
 static void trim(void *self, bool keep_retained) { vmem__kv_trim(self, keep_retained); }
 
-// Evicts one portion of runs in a round, or has their owner release pages.
+// Evicts one portion of runs in a round.
 static void evict(void *self, uint64_t pages)
 {
     vmem_kv *kv = self;
-    if (kv->membership.evict) {
-        kv->membership.evict(kv->membership.evict_arg, pages);
-        return;
-    }
     lock(kv);
     vmem__kv_evict(kv, MIN(pages, MAX(kv->membership.portion, kv->block_pages)));
     unlock(kv);
@@ -160,8 +149,6 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
     uint64_t budget;
     rc = vmem__pool_join(pool, &ops, kv, &terms, &kv->membership.member, &budget);
     if (!rc) {
-        kv->membership.evict = s.evict;
-        kv->membership.evict_arg = s.arg;
         kv->flags |= VMEM_KV_LAZY;
         // A device unmaps a tensor's pages in one call, whatever their number; the system takes time for each.
         kv->membership.portion = vmem__by_granules(kv->ctx) ? UINT64_C(64) * kv->block_pages
@@ -174,8 +161,7 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
     return vmem__kv_leave(kv, rc);
 }
 
-// Locks `state` and finds the membership. If this succeeds, the cache does not leave its pool before `state` is
-// dropped.
+// The membership, which lives as long as the cache.
 static int find_member(vmem_kv *kv, struct vmem__member **m)
 {
     int rc = vmem__kv_check_usable(kv);
@@ -183,32 +169,16 @@ static int find_member(vmem_kv *kv, struct vmem__member **m)
         return rc;
     pthread_mutex_lock(&kv->gate.state);
     *m = kv->membership.member;
-    if (*m)
-        return 0;
     pthread_mutex_unlock(&kv->gate.state);
-    return vmem__error(-EINVAL, "the cache is in no pool");
-}
-
-// The same, with the pool's lock in its place.
-static int find_and_lock(vmem_kv *kv, struct vmem__member **m)
-{
-    int rc = find_member(kv, m);
-    if (rc)
-        return rc;
-    pthread_mutex_lock(&(*m)->pool->lock);
-    pthread_mutex_unlock(&kv->gate.state);
-    return 0;
+    return *m ? 0 : vmem__error(-EINVAL, "the cache is in no pool");
 }
 
 int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
 {
     struct vmem__member *m;
-    uint32_t why;
-    int rc = find_and_lock(kv, &m);
-    if (rc)
-        return rc;
-    rc = vmem__pool_set_share(m, min, max, &why);
-    pthread_mutex_unlock(&m->pool->lock);
+    int rc = find_member(kv, &m);
+    if (!rc)
+        rc = vmem__pool_set_share(m, min, max);
     if (rc)
         return rc;
     lock(kv);
@@ -236,26 +206,11 @@ int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
 int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *out)
 {
     struct vmem__member *m;
-    int rc = find_and_lock(kv, &m);
+    int rc = find_member(kv, &m);
     if (rc)
         return rc;
     const uint32_t answer = vmem__pool_wait(m, ms);
     if (out)
         *out = answer;
-    pthread_mutex_unlock(&m->pool->lock);
     return 0;
-}
-
-void vmem__kv_offer(vmem_kv *kv, uint64_t bytes, uint64_t missed)
-{
-    struct vmem__member *m;
-    if (find_member(kv, &m))
-        return;
-    const uint64_t before = kv->membership.offered;
-    kv->membership.offered = bytes >> kv->page_shift;
-    if (kv->membership.offered > before)
-        vmem__pool_wake(m);
-    vmem__expect(kv->ctx, 0, (int64_t)(missed - kv->membership.missed));
-    kv->membership.missed = missed;
-    pthread_mutex_unlock(&kv->gate.state);
 }

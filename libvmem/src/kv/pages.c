@@ -115,20 +115,12 @@ void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l)
     l->n_pages = 0;
 }
 
-// The length of the next stretch of pages that go together: the largest power of two that n pages allow.
-static uint32_t next_whole(const vmem_kv *kv, uint32_t n)
-{
-    return n >= kv->whole ? kv->whole : 1u << (31 - __builtin_clz(n));
-}
-
 // Divides a tensor's n pages into as few stretches of pages that go together as possible.
 static uint64_t list_whole(const vmem_kv *kv, uint32_t n, struct vmem__stretch *out)
 {
     uint64_t listed = 0;
-    for (uint32_t part; n; n -= part) {
-        part = next_whole(kv, n);
-        out[listed++] = (struct vmem__stretch){.n = part, .whole = part > 1};
-    }
+    for (; n; n -= (uint32_t)out[listed++].n)
+        out[listed] = vmem__next_whole(n, kv->whole);
     return listed;
 }
 
@@ -139,7 +131,7 @@ static void set_joined(vmem_kv *kv, const struct kv_part *p)
     bool *joined = kv->joined + g->joined + (uint64_t)p->slot * g->slot_pages;
     memset(joined + p->from, 0, p->to - p->from);
     for (uint32_t at = p->from, n; p->coarse && at < p->to; at += n) {
-        n = next_whole(kv, p->to - at);
+        n = (uint32_t)vmem__next_whole(p->to - at, kv->whole).n;
         memset(joined + at + 1, 1, n - 1);
     }
 }
@@ -395,27 +387,20 @@ int vmem__kv_cut_now(vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t lo, ui
     return 0;
 }
 
-int vmem__kv_cut_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
+int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot)
 {
     struct kv_cut *c = &kv->cut;
     int rc = 0;
     vmem__kv_wait_unmapping(kv);
     c->n_ops = c->n_pages = 0;
-    for (uint64_t k = 0; k < n * kv->n_groups && !rc; k++) {
-        const uint32_t slot = slots[k / kv->n_groups], group = (uint32_t)(k % kv->n_groups);
-        rc = list_pages(kv, c, slot, group, kv_span(kv, slot, group)->lo, kv_span(kv, slot, group)->hi);
-    }
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
+        rc = list_pages(kv, c, slot, i, kv_span(kv, slot, i)->lo, kv_span(kv, slot, i)->hi);
     rc = rc ? rc : vmem__kv_cut_unmap(kv, c);
-    for (uint64_t k = 0; k < n * kv->n_groups && !rc; k++) {
-        const uint32_t slot = slots[k / kv->n_groups], group = (uint32_t)(k % kv->n_groups);
-        const uint32_t lo = kv_span(kv, slot, group)->lo;
-        shrink_span(kv, slot, group, lo, lo);
-    }
+    for (uint32_t i = 0; i < kv->n_groups && !rc; i++)
+        shrink_span(kv, slot, i, kv_span(kv, slot, i)->lo, kv_span(kv, slot, i)->lo);
     kv->ledger.held -= rc ? 0 : c->n_pages;
     return rc;
 }
-
-int vmem__kv_cut_slot(vmem_kv *kv, uint32_t slot) { return vmem__kv_cut_slots(kv, &slot, 1); }
 
 static bool window_passed(const vmem_kv *kv, const struct kv_span *sp)
 {

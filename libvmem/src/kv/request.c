@@ -4,7 +4,6 @@
 #include <inttypes.h>
 
 #include "kv/kv.h"
-#include "kv/member.h"
 
 // ---- begins ---------------------------------------------------------------------------------------------------------
 
@@ -84,40 +83,6 @@ static int end_now(vmem_kv *kv, uint32_t slot)
     kv->idle[slot].freed_seq = ++kv->clock;
     vmem__kv_release_soon(kv); // this also wakes the worker, which prepares for the next request
     return 0;
-}
-
-// Frees slots that no kernel accesses, all or none, by one call of core.
-static int free_slots(vmem_kv *kv, const uint32_t *slots, uint64_t n)
-{
-    int rc = 0;
-    vmem__kv_worker_pause(kv); // else it could begin with one of the slots while the call waits for another
-    for (uint64_t k = 0; k < n && !rc; k++)
-        rc = vmem__kv_use_slot(kv, slots[k], 1u << VMEM_KV_ACTIVE);
-    rc = rc ? rc : vmem__kv_cut_slots(kv, slots, n);
-    for (uint64_t k = 0; k < n && !rc; k++)
-        rc = end_now(kv, slots[k]);
-    vmem__kv_worker_resume(kv);
-    vmem__kv_shrink_to_budget(kv);
-    return rc;
-}
-
-int vmem__kv_begin(vmem_kv *kv, const uint32_t *slots, uint64_t n)
-{
-    uint64_t done = 0;
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    for (; done < n && !rc; done += !rc)
-        rc = begin_request(kv, slots[done]);
-    if (rc) // they have no pages: this cannot fail
-        free_slots(kv, slots, done);
-    return vmem__kv_leave(kv, rc);
-}
-
-int vmem__kv_end(vmem_kv *kv, const uint32_t *slots, uint64_t n)
-{
-    int rc = vmem__kv_enter(kv);
-    return rc ? rc : vmem__kv_leave(kv, free_slots(kv, slots, n));
 }
 
 static int end_after(vmem_kv *kv, uint32_t slot, uint64_t step)

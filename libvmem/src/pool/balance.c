@@ -44,7 +44,7 @@ static void apply_wanted_limit(struct vmem__member *m)
         return;
     m->ops->unlock(m->self);
     pthread_mutex_lock(&m->pool->lock);
-    int rc = vmem__pool_set_share(m, m->entry.min, bytes, &why);
+    int rc = vmem__pool_change_share(m, m->entry.min, bytes, &why);
     if (rc == -EBADMSG)
         why = VMEM_KV_FILE_DAMAGED;
     pthread_mutex_unlock(&m->pool->lock);

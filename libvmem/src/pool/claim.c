@@ -227,13 +227,17 @@ int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uin
     return 0;
 }
 
-int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why)
+int vmem__pool_change_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why)
 {
     vmem_kv_pool *pool = m->pool;
     int rc = vmem__table_begin(pool, POOL_CALL_US);
     if (rc)
         return rc;
     *why = VMEM_KV_AT_MINIMUM;
+    if (m->leaving) {
+        vmem__table_end(pool);
+        return vmem__error(-EINVAL, "the member has left its pool");
+    }
     const uint64_t min_before = m->entry.min, max_before = m->entry.max;
     rc = vmem__pool_check(pool, m->place, min, &max);
     if (!rc) {
@@ -251,5 +255,14 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uin
     if (!rc) // take back grants beyond the new maximum; the entry falls once their memory is back on the device
         m->granted = MIN(m->granted, sat_sub(max, sat_sub(m->entry.has, m->granted)));
     pool_ring(pool);
+    return rc;
+}
+
+int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max)
+{
+    uint32_t why;
+    pthread_mutex_lock(&m->pool->lock);
+    const int rc = vmem__pool_change_share(m, min, max, &why);
+    pthread_mutex_unlock(&m->pool->lock);
     return rc;
 }

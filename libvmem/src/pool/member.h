@@ -82,10 +82,14 @@ struct vmem__member_terms {
     uint64_t min, max; // bytes, as in struct vmem_kv_pool_share
 };
 
+// A question for budget lapses after this time (250 ms) unless the member repeats it or waits. Tests change the time,
+// so that they do not depend on the machine's speed.
+extern _Atomic uint64_t vmem__pool_ask_ns;
+
 // ---- what members call -------------------------------------------------------------------------------------------------
 //
-// Pages are of the member's size. The member's lock is held, except in wake, show, leave and left. m may be NULL, for a
-// member of no pool, except in join and claim: the call then does nothing and returns 0.
+// Pages are of the member's size. The member's lock is held, except in wait, wake, show, leave and left. m may be NULL, for a
+// member of no pool, except in join, claim, wait and set_share: the call then does nothing and returns 0.
 
 // Makes a member. *budget: the pages that it may have from now on.
 int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void *self,
@@ -103,6 +107,12 @@ uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t he
 uint64_t vmem__pool_ask(struct vmem__member *m, uint64_t held, uint64_t pages, uint32_t *refusal);
 // Withdraws the question: the member has found the pages.
 void vmem__pool_unask(struct vmem__member *m);
+// Waits at most `ms` for the answer to the last question (enum vmem_kv_answer). Without the member's lock.
+uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms);
+// Changes the member's share: -EINVAL, -ENOMEM. A member over its new maximum shrinks when the thread looks at it, or, with
+// the member's lock held, in keep_to_max.
+int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max);
+void vmem__pool_keep_to_max(struct vmem__member *m);
 // The member can give more than before: if somebody asks for it, has the thread look at the members soon.
 void vmem__pool_wake(const struct vmem__member *m);
 // Copies the member's entry, and if `path` is empty the path of the pool's file.

@@ -333,6 +333,7 @@ void vmem__pool_left(struct vmem__member *m)
 uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
 {
     const struct timespec until = vmem__in_ns(ms * UINT64_C(1000000));
+    pthread_mutex_lock(&m->pool->lock);
     m->waiting++;
     while (m->entry.answer == VMEM_KV_DEFERRED)
         if (pthread_cond_timedwait(&m->pool->news, &m->pool->lock, &until) == ETIMEDOUT)
@@ -341,7 +342,9 @@ uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
     m->asked_at = vmem__now();
     if (m->entry.answer == VMEM_KV_REFUSED && !m->told_at)
         m->told_at = m->asked_at;
-    return m->entry.answer;
+    const uint32_t answer = m->entry.answer;
+    pthread_mutex_unlock(&m->pool->lock);
+    return answer;
 }
 
 // ---- the pool as others see it -----------------------------------------------------------------------------------

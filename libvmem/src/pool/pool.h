@@ -18,7 +18,6 @@
 #include <unistd.h>
 
 #include "core/memory.h"
-#include "core/memory.h"
 #include "pool/member.h"
 
 struct pool_head {
@@ -59,10 +58,6 @@ struct pool_process {
     uint32_t pid;   // 0: unknown
     uint32_t pad;
 };
-
-// A question for budget lapses after this time (250 ms) unless the member repeats it or waits. Tests change the time,
-// so that they do not depend on the machine's speed.
-extern _Atomic uint64_t vmem__pool_ask_ns;
 
 #define POLL_MS 100 // longest time between two rounds of the thread, and before an entry's changes are written
 #define REFUSED_NS UINT64_C(2000000000) // budget that the device has refused memory for is tried again after this time
@@ -139,11 +134,6 @@ struct vmem_kv_pool {
     uint64_t locked_at; // of `ran`, when the thread last found the file not locked by another process
 };
 
-// ---- pool.c
-
-// With the pool's lock held: waits at most `ms` for the answer to the member's last request.
-uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms);
-
 // ---- claim.c. With the pool's lock held; those that name a place or change shares also between begin and end.
 
 // From now on, the context retains up to `bytes` of the memory that others free, for this member.
@@ -152,9 +142,8 @@ void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why);
 // Checks that the member in that place can have this share: -EINVAL or -ENOMEM. A maximum of 0, or beyond the pool's
 // budget, becomes the budget.
 int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max);
-// Changes a member's share; calls begin and end itself. A member over its new maximum shrinks when the thread looks at
-// it, or in vmem__pool_keep_to_max.
-int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why);
+// vmem__pool_set_share, with the pool's lock held; calls begin and end itself. *why: enum vmem_kv_refusal.
+int vmem__pool_change_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why);
 // Takes what the member has been granted out of `granted`, and returns it in pages, by which its budget grows. The pool's
 // thread calls it, or a call that is short, whichever comes first.
 uint64_t vmem__pool_accept(struct vmem__member *m);
@@ -162,8 +151,6 @@ uint64_t vmem__pool_accept(struct vmem__member *m);
 // ---- balance.c
 
 void *vmem__pool_work(void *pool); // the thread
-// With the member's lock held, and not the pool's: shrinks a member that is over its maximum.
-void vmem__pool_keep_to_max(struct vmem__member *m);
 
 // ---- table.c. With the pool's lock held, except for open and close.
 

@@ -1,10 +1,12 @@
-// Leases: segments for PyTorch, out of a pool of KV caches.
+// Leases: segments for PyTorch, out of a pool.
 //
-// A lease is a KV cache whose slots are pieces of address space and whose tokens are pages. A segment consists
-// of consecutive slots, which are consecutive in addresses, too. A slot whose pages are there is a request of the cache:
-// the pool therefore takes none of them. To give up a segment's pages is to end its requests; its addresses stay, as
-// nobody else asks this cache for slots. A parked segment is first IDLE: its pages are offered to the pool, and go when
-// somebody asks for them, in evict_idle(). Only the functions under "the cache" below call the cache.
+// The room of PyTorch's allocator. Begin at vmem_torch.h, then enum state below. It may call core (memory.h), the pool by
+// member.h, and the question to the device whether kernels run; no KV cache, and no numbered blocks.
+//
+// A segment is a range of addresses in the lease's one reservation. Its pages are committed and decommitted together, and
+// nobody else maps there. So neither of the other rooms' mechanisms is needed: no page has two owners, and kernels are
+// waited for before pages go, not counted. To the pool, all pages of a lease are needed, but for those of parked
+// segments: these are first IDLE, offered to the pool, and go in evict_idle() when somebody asks for them.
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
@@ -13,13 +15,12 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "core/memory.h"
-#include "kv/member.h"
 #include "driver/kernels.h"
+#include "pool/member.h"
 #include "vmem_torch.h"
 
 #define SLOT_BYTES (UINT64_C(32) << 20) // the least bytes of a slot. Most segments are of 2 or 20 MiB
@@ -33,7 +34,7 @@
 #define PATIENT_NS 20000000  // between the questions of an allocation that waits although it is refused
 #define FINAL_NS 1000000000  // a refusal is final if nothing comes for so long
 
-// After a step that was short of memory.
+// After a commit that was short of memory.
 enum next { GIVE_UP, ASK_AGAIN, WAIT };
 
 // The states of a segment:
@@ -49,18 +50,27 @@ enum state {
     COMING,  // its pages are being asked for
     LIVE,    // PyTorch has it, and its pages are there
     IDLE,    // PyTorch has it and uses no block of it. Its pages are there, and offered
-    PARKED,  // PyTorch has it. Slots that are active anyway have pages that could not be given back
+    PARKED,  // PyTorch has it, and its pages are not there
     FREEING, // a thread waits for kernels before it gives the pages back
     ENDED,   // PyTorch has freed it, but its pages could not be given back: `sweep` tries again
 };
 
+// The addresses that segments consist of. A segment has consecutive slots, and no slot has parts of two.
 struct slot {
     uint8_t state;   // enum state, of the segment that begins here
     bool taken;      // part of a segment
-    bool active;     // a request of the cache
     bool wanted;     // an unpark is about this segment
+    bool refused;    // of an IDLE one: the driver did not unmap it, so it is not offered until somebody trims
     uint32_t length; // slots of the segment that begins here
     uint64_t bytes;  // of the segment that begins here
+};
+
+// The lease as the pool's member. All of this has a lock of its own, which is held for microseconds: a thread that holds
+// the lease's lock may wait for the pool's thread.
+struct membership {
+    pthread_mutex_t lock;
+    struct vmem__member *pool_member;
+    uint64_t budget, held, offered; // pages
 };
 
 struct lease {
@@ -72,20 +82,18 @@ struct lease {
     bool giving;    // the pool's thread is in evict_idle()
     bool moving;    // a thread parks or unparks
     uint64_t moves; // how often one began
-    uint64_t idle;  // bytes of IDLE segments
     uint32_t users; // calls that use the lease without the lock
-    // Bytes of the reservation, and those that a call waits for.
-    uint64_t reserved, awaited;
+    // Bytes of the reservation, those that a call waits for, and those that others have and the lease will want again.
+    uint64_t reserved, awaited, missed;
     vmem_context *ctx;
-    vmem_kv *kv;
-    bool gpu;
+    struct membership member;
+    bool gpu, check;
     int device;
     uint32_t wait_ms;
     uint64_t base, most, page_size, slot_bytes;
-    uint32_t slot_pages, n_slots, n_ended;
+    uint32_t page_shift, n_slots, n_ended;
     struct slot *slots;
-    int32_t *lengths; // of a step; all 0 in between
-    uint32_t *list;   // slots that begin or end
+    struct vmem_range *ranges; // of segments that come or go together
     struct vmem_torch_stats stats;
     struct vmem_kv_shortage shortage;
     void (*ended)(void *arg);
@@ -93,78 +101,145 @@ struct lease {
 };
 
 static struct lease leases[VMEM_TORCH_PLACES] = {
-    [0 ... VMEM_TORCH_PLACES - 1] = {.lock = PTHREAD_MUTEX_INITIALIZER, .moved = PTHREAD_COND_INITIALIZER}};
+    [0 ... VMEM_TORCH_PLACES - 1] = {.lock = PTHREAD_MUTEX_INITIALIZER,
+                                     .moved = PTHREAD_COND_INITIALIZER,
+                                     .member.lock = PTHREAD_MUTEX_INITIALIZER}};
 static pthread_mutex_t places = PTHREAD_MUTEX_INITIALIZER; // taken before a lease's lock
 
-// ---- the cache: every call of it, with the lease's lock held but where it says otherwise ------------------------------
+// ---- the member: what the pool's thread calls -------------------------------------------------------------------------
 
-static uint64_t evict_idle(void *lease, uint64_t pages);
+static void lock_member(void *lease) { pthread_mutex_lock(&((struct lease *)lease)->member.lock); }
+static void unlock_member(void *lease) { pthread_mutex_unlock(&((struct lease *)lease)->member.lock); }
 
-static int cache_new(struct lease *l, vmem_kv_pool *pool, const char *name, uint32_t flags)
+static void get_state(void *lease, struct vmem__member_state *out)
 {
-    const struct vmem_kv_tensor tensor = {.row_bytes = l->page_size};
-    const struct vmem_kv_config cfg = {
-        .size = sizeof cfg,
-        .flags = VMEM_KV_LAZY | VMEM_KV_UNSHARED | (flags & VMEM_TORCH_CHECK ? VMEM_KV_CHECK : 0),
-        .tensors = &tensor,
-        .n_tensors = 1,
-        .slots = l->n_slots,
-        .max_tokens = l->slot_pages,
-        .page_size = l->page_size,
-        .budget = l->page_size,
-    };
-    const struct vmem_kv_pool_share share = {.size = sizeof share,
-                                             .max = l->most,
-                                             .name = name,
-                                             .evict = evict_idle,
-                                             .arg = l};
-    struct vmem_kv_layout layout = {.size = sizeof layout};
-    int rc = vmem_kv_create(l->ctx, &cfg, &l->kv);
+    const struct membership *m = &((struct lease *)lease)->member;
+    *out = (struct vmem__member_state){.budget = m->budget,
+                                       .held = m->held,
+                                       .target = m->budget,
+                                       .min_pages = m->held,
+                                       .evictable = MIN(m->offered, m->held)};
+}
+
+static void raise_budget(void *lease, uint64_t pages) { ((struct lease *)lease)->member.budget += pages; }
+static void lower_budget(void *lease, uint64_t pages) { ((struct lease *)lease)->member.budget = pages; }
+
+// What other caches of the context have taken ahead stays.
+static void trim(void *lease, bool keep_retained)
+{
+    vmem_context *ctx = ((struct lease *)lease)->ctx;
+    vmem__trim_to(ctx, vmem__ahead_of_others(ctx, NULL), keep_retained, NULL);
+}
+
+static void evict_idle(void *lease, uint64_t pages);
+
+static const struct vmem__member_ops ops = {
+    .lock = lock_member,
+    .unlock = unlock_member,
+    .get_state = get_state,
+    .raise_budget = raise_budget,
+    .lower_budget = lower_budget,
+    .trim = trim,
+    .evict = evict_idle,
+};
+
+static int join(struct lease *l, vmem_kv_pool *pool, const char *name)
+{
+    const struct vmem__member_terms terms = {.ctx = l->ctx, .page_size = l->page_size, .name = name, .max = l->most};
+    struct membership *m = &l->member;
+    m->budget = m->held = m->offered = 0;
+    int rc = vMemReserve(l->ctx, l->n_slots * l->slot_bytes, 0, &l->base);
     if (rc)
         return rc;
-    rc = vmem_kv_get_layout(l->kv, 0, &layout);
-    if (!rc && layout.slot_stride != l->slot_bytes)
-        rc = vmem__error(-EOPNOTSUPP, "a slot spans %" PRIu64 " bytes instead of %" PRIu64, layout.slot_stride,
-                         l->slot_bytes);
-    rc = rc ? rc : vmem_kv_pool_join(pool, l->kv, &share);
-    l->base = layout.addr;
-    if (rc) {
-        char text[VMEM__TEXT];
-        vmem__keep_error(text);
-        vmem_kv_destroy(l->kv);
-        vmem__error(0, "%s", text);
+    rc = vmem__pool_join(pool, &ops, l, &terms, &m->pool_member, &m->budget);
+    if (rc)
+        vmem_unreserve(l->ctx, l->base);
+    return rc;
+}
+
+static void end_membership(struct lease *l)
+{
+    char text[VMEM__TEXT];
+    vmem__keep_error(text);
+    vmem__expect(l->ctx, 0, -(int64_t)l->missed);
+    l->missed = 0;
+    vmem__pool_leave(l->member.pool_member, l->member.held);
+    vmem_unreserve(l->ctx, l->base);
+    trim(l, false);
+    vmem__pool_left(l->member.pool_member);
+    vmem__error(0, "%s", text);
+}
+
+// ---- pages, with the lease's lock held ---------------------------------------------------------------------------------
+
+// Records what a call lacks, and asks the pool for it. With the member's lock held, too.
+static int short_of(struct lease *l, enum vmem_kv_reason reason, uint64_t pages)
+{
+    struct vmem_kv_shortage *s = &l->shortage;
+    *s = (struct vmem_kv_shortage){.size = sizeof *s, .reason = reason, .missing_pages = pages};
+    s->coming_pages = vmem__pool_ask(l->member.pool_member, l->member.held, pages, &s->refusal);
+    l->stats.short_bytes = pages << l->page_shift;
+    return vmem__error(-ENOMEM,
+                       "%" PRIu64 " pages are missing: the lease has %" PRIu64 " of its budget of %" PRIu64 "%s", pages,
+                       l->member.held, l->member.budget,
+                       reason == VMEM_KV_SHORT_OF_DEVICE ? ", and the device no memory for more" : "");
+}
+
+// Takes budget for so many pages more.
+static int take_budget(struct lease *l, uint64_t pages)
+{
+    struct membership *m = &l->member;
+    int rc = 0;
+    lock_member(l);
+    const uint64_t want = m->held + pages;
+    if (want > m->budget)
+        m->budget += vmem__pool_claim(m->pool_member, m->budget, want - m->budget, want - m->budget + m->held / 2);
+    if (want > m->budget)
+        rc = short_of(l, VMEM_KV_SHORT_OF_BUDGET, want - m->budget);
+    else
+        m->held = want;
+    unlock_member(l);
+    return rc;
+}
+
+// Commits n of l->ranges, which have so many pages, within the budget.
+static int commit_pages(struct lease *l, size_t n, uint64_t pages)
+{
+    struct membership *m = &l->member;
+    uint64_t there = UINT64_MAX;
+    int rc = vmem__commit(l->ctx, l->ranges, n, l->page_size, VMEM__COMMIT_TOGETHER, NULL);
+    if (rc == -ENOMEM)
+        there = vmem__reachable(l->ctx, NULL, 0) >> l->page_shift;
+    if (rc == -ENOMEM && there >= pages) // a moment ago, or it is no device memory that lacks
+        rc = vmem__commit(l->ctx, l->ranges, n, l->page_size, VMEM__COMMIT_TOGETHER, NULL);
+    lock_member(l);
+    m->held -= rc ? pages : 0;
+    if (!rc) {
+        vmem__pool_unask(m->pool_member);
+    } else if (there < pages) {
+        m->budget = vmem__pool_refused(m->pool_member, m->budget, m->held);
+        rc = short_of(l, VMEM_KV_SHORT_OF_DEVICE, pages - there);
+    } else if (rc == -ENOMEM) {
+        l->shortage = (struct vmem_kv_shortage){.size = sizeof l->shortage,
+                                                .reason = VMEM_KV_SHORT_OF_MAPPINGS,
+                                                .missing_pages = pages};
+        l->stats.short_bytes = pages << l->page_shift;
     }
+    unlock_member(l);
     return rc;
 }
 
-// The listed slots become requests without pages. Nothing is asked for before back_segments().
-static int cache_begin(struct lease *l, uint32_t n)
+// Commits n of l->ranges, all or none. -ENOMEM: *next says whether waiting for the pool may help.
+static int commit(struct lease *l, size_t n, enum next *next)
 {
-    int rc = vmem__kv_begin(l->kv, l->list, n);
-    for (uint32_t i = 0; i < n && !rc; i++)
-        l->slots[l->list[i]].active = true;
-    return rc;
-}
-
-// Ends the slots' requests, whose pages go: all, or none.
-static int cache_end(struct lease *l, const uint32_t *slots, uint32_t n)
-{
-    int rc = n ? vmem__kv_end(l->kv, slots, n) : 0;
-    for (uint32_t i = 0; i < n && !rc; i++)
-        l->slots[slots[i]].active = false;
-    return rc;
-}
-
-// Backs all requests in l->lengths, or none. -ENOMEM: *next says whether waiting for the pool may help.
-static int cache_step(struct lease *l, enum next *next)
-{
-    int rc = vmem_kv_step(l->kv, l->lengths, l->n_slots, 0);
+    uint64_t pages = 0;
     *next = GIVE_UP;
+    for (size_t i = 0; i < n; i++)
+        pages += l->ranges[i].length >> l->page_shift;
+    int rc = take_budget(l, pages);
+    rc = rc ? rc : commit_pages(l, n, pages);
     if (rc != -ENOMEM)
         return rc;
-    l->shortage = (struct vmem_kv_shortage){.size = sizeof l->shortage};
-    vmem_kv_last_shortage(&l->shortage);
-    l->stats.short_bytes = l->shortage.missing_pages * l->page_size;
     if (l->shortage.coming_pages)
         *next = WAIT;
     else if (l->shortage.refusal == VMEM_KV_IN_USE || l->shortage.refusal == VMEM_KV_AT_MINIMUM)
@@ -174,8 +249,23 @@ static int cache_step(struct lease *l, enum next *next)
     return rc;
 }
 
+// Gives n of l->ranges back: all, or none.
+static int decommit(struct lease *l, size_t n)
+{
+    uint64_t bytes = 0;
+    int rc = vmem_decommit(l->ctx, l->ranges, n, &bytes);
+    if (rc) // a driver that lacked memory may have it again
+        rc = vmem_decommit(l->ctx, l->ranges, n, &bytes);
+    if (rc)
+        return rc;
+    lock_member(l);
+    l->member.held -= bytes >> l->page_shift;
+    unlock_member(l);
+    return 0;
+}
+
 // Without the lock: until the pool takes the question that it has just refused once more.
-static void cache_pause(struct lease *l, long ns)
+static void pause_lease(struct lease *l, long ns)
 {
     l->users++;
     pthread_mutex_unlock(&l->lock);
@@ -185,35 +275,26 @@ static void cache_pause(struct lease *l, long ns)
 }
 
 // Waits for the pool, without the lock. False: no member will give what is missing.
-static bool cache_wait(struct lease *l, uint32_t ms)
+static bool wait_for_pool(struct lease *l, uint32_t ms)
 {
-    uint32_t answer = VMEM_KV_UNASKED;
     l->stats.waits++;
     l->users++;
     pthread_mutex_unlock(&l->lock);
-    const int rc = vmem_kv_pool_wait(l->kv, ms, &answer);
+    const uint32_t answer = vmem__pool_wait(l->member.pool_member, ms);
     pthread_mutex_lock(&l->lock);
     l->users--;
-    return !rc && answer != VMEM_KV_REFUSED && !l->closing;
-}
-
-static void cache_offer(struct lease *l) { vmem__kv_offer(l->kv, l->idle, l->stats.parked_bytes - l->idle); }
-
-static int cache_reserve(struct lease *l, uint64_t bytes) { return vmem_kv_pool_set_share(l->kv, bytes, l->most); }
-
-static int cache_trim(struct lease *l) { return vmem_kv_reclaim(l->kv, 0, 0, NULL); }
-
-static void cache_stats(struct lease *l, uint64_t *held, uint64_t *budget)
-{
-    struct vmem_kv_stats stats = {.size = sizeof stats};
-    const int rc = vmem_kv_get_stats(l->kv, &stats);
-    *held = rc ? 0 : stats.held_pages * l->page_size;
-    *budget = rc ? 0 : stats.budget_pages * l->page_size;
+    return answer != VMEM_KV_REFUSED && !l->closing;
 }
 
 // ---- segments, with the lock held --------------------------------------------------------------------------------------
 
 static uint64_t address(const struct lease *l, uint32_t slot) { return l->base + slot * l->slot_bytes; }
+
+static struct vmem_range range_of(const struct lease *l, const struct slot *s)
+{
+    const uint64_t pages = (s->bytes + l->page_size - 1) >> l->page_shift;
+    return (struct vmem_range){address(l, (uint32_t)(s - l->slots)), pages << l->page_shift};
+}
 
 // The segment that begins at the address and that PyTorch has; NULL: there is none.
 static struct slot *segment_at(const struct lease *l, uint64_t addr)
@@ -257,58 +338,25 @@ static void take_slots(struct lease *l, uint32_t first, uint32_t length, uint64_
     l->stats.bytes += bytes;
 }
 
-static uint32_t pages_in(const struct lease *l, const struct slot *s, uint32_t i)
+static void give_slots(struct lease *l, struct slot *s)
 {
-    const uint64_t left = (s->bytes - i * l->slot_bytes + l->page_size - 1) / l->page_size;
-    return left < l->slot_pages ? (uint32_t)left : l->slot_pages;
+    l->n_ended -= s->state == ENDED;
+    l->stats.segments--;
+    l->stats.bytes -= s->bytes;
+    for (uint32_t i = 0, length = s->length; i < length; i++)
+        s[i] = (struct slot){0};
 }
-
-// Adds the segment's slots that are active, or are not, to the list.
-static uint32_t list_slots(struct lease *l, const struct slot *s, bool active, uint32_t n)
-{
-    for (uint32_t i = 0; i < s->length; i++)
-        if (s[i].active == active)
-            l->list[n++] = (uint32_t)(s - l->slots) + i;
-    return n;
-}
-
-static int begin_slots(struct lease *l, const struct slot *s)
-{
-    const uint32_t n = list_slots(l, s, false, 0);
-    return n ? cache_begin(l, n) : 0;
-}
-
-// The listed slots end, together or, if that is refused, one by one.
-static int end_listed(struct lease *l, uint32_t n)
-{
-    int rc = cache_end(l, l->list, n);
-    if (!rc)
-        return 0;
-    rc = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        const int failed = cache_end(l, &l->list[i], 1);
-        rc = rc ? rc : failed;
-    }
-    return rc;
-}
-
-static int end_slots(struct lease *l, const struct slot *s) { return end_listed(l, list_slots(l, s, true, 0)); }
 
 // Gives the segment's pages and addresses back. If that fails, the segment is ENDED.
 static void drop_segment(struct lease *l, struct slot *s)
 {
-    const bool counted = s->state == ENDED;
-    if (end_slots(l, s)) {
-        l->n_ended += !counted;
+    l->ranges[0] = range_of(l, s);
+    if (s->state == PARKED || !decommit(l, 1)) {
+        give_slots(l, s);
+    } else if (s->state != ENDED) {
+        l->n_ended++;
         s->state = ENDED;
-        return;
     }
-    l->n_ended -= counted;
-    l->stats.segments--;
-    l->stats.bytes -= s->bytes;
-    for (uint32_t i = 0; i < s->length; i++)
-        s[i].taken = false;
-    *s = (struct slot){0};
 }
 
 // The kernels that use segments which PyTorch freed may run: while a graph is captured, nobody can tell.
@@ -325,23 +373,54 @@ static int unlock_for_kernels(struct lease *l)
     return rc;
 }
 
-// The pages of IDLE segments go until so many bytes have; their kernels have ended. What cannot be unmapped stays with the
-// cache. *gone: bytes of the segments.
-static int release_idle(struct lease *l, uint64_t bytes, uint64_t *gone)
+// Tells the pool what it can have of IDLE segments, and the context what the lease misses of PARKED ones.
+static void offer(struct lease *l)
 {
-    uint32_t n = 0;
-    *gone = 0;
-    for (uint32_t i = 0; i < l->n_slots && *gone < bytes; i++) {
-        struct slot *s = &l->slots[i];
-        if (s->state != IDLE)
-            continue;
-        s->state = PARKED;
-        l->idle -= s->bytes;
-        *gone += s->bytes;
-        n = list_slots(l, s, true, n);
+    uint64_t idle = 0, missed = 0;
+    for (uint32_t i = 0; i < l->n_slots; i++) {
+        const struct slot *s = &l->slots[i];
+        idle += s->state == IDLE && !s->refused ? range_of(l, s).length >> l->page_shift : 0;
+        missed += s->state == PARKED ? s->bytes : 0;
     }
-    const int rc = end_listed(l, n);
-    cache_offer(l);
+    lock_member(l);
+    const bool more = idle > l->member.offered;
+    l->member.offered = idle;
+    unlock_member(l);
+    if (more)
+        vmem__pool_wake(l->member.pool_member);
+    vmem__expect(l->ctx, 0, (int64_t)(missed - l->missed));
+    l->missed = missed;
+}
+
+// The pages of IDLE segments go until so many have; their kernels have ended. They go together or, if that is refused,
+// one by one.
+static int release_idle(struct lease *l, uint64_t pages)
+{
+    uint64_t listed = 0;
+    size_t n = 0;
+    for (uint32_t i = 0; i < l->n_slots && listed < pages; i++) {
+        struct slot *s = &l->slots[i];
+        s->wanted = s->state == IDLE && (!s->refused || pages == UINT64_MAX);
+        if (!s->wanted)
+            continue;
+        l->ranges[n] = range_of(l, s);
+        listed += l->ranges[n++].length >> l->page_shift;
+    }
+    int rc = n ? decommit(l, n) : 0;
+    const bool together = !rc;
+    rc = 0;
+    for (uint32_t i = 0; n && i < l->n_slots; i++) {
+        struct slot *s = &l->slots[i];
+        if (!s->wanted || s->state != IDLE)
+            continue;
+        n--;
+        l->ranges[0] = range_of(l, s);
+        const int failed = together ? 0 : decommit(l, 1);
+        s->state = failed ? IDLE : PARKED;
+        s->refused = failed;
+        rc = rc ? rc : failed;
+    }
+    offer(l);
     return rc;
 }
 
@@ -367,21 +446,19 @@ static int back_segments(struct lease *l, const struct slot *only, uint32_t ms)
     uint64_t least = UINT64_MAX, came = 0;
     int rc;
     for (;;) {
-        for (uint32_t i = 0; i < l->n_slots; i++) {
-            const struct slot *s = &l->slots[i];
-            if (only ? s != only : !lacks_pages(s))
-                continue;
-            for (uint32_t k = 0; k < s->length; k++)
-                l->lengths[i + k] = (int32_t)pages_in(l, s, k);
-        }
         enum next next;
-        rc = cache_step(l, &next);
-        memset(l->lengths, 0, l->n_slots * sizeof(*l->lengths));
+        size_t n = 0;
+        if (only)
+            l->ranges[n++] = range_of(l, only);
+        for (uint32_t i = 0; !only && i < l->n_slots; i++)
+            if (lacks_pages(&l->slots[i]))
+                l->ranges[n++] = range_of(l, &l->slots[i]);
+        rc = commit(l, n, &next);
         const uint64_t t = vmem__now();
         if (rc != -ENOMEM || next == GIVE_UP || t >= until)
             break;
         l->awaited = l->stats.short_bytes;
-        if (next == WAIT && cache_wait(l, (uint32_t)((until - t) / 1000000 + 1)))
+        if (next == WAIT && wait_for_pool(l, (uint32_t)((until - t) / 1000000 + 1)))
             continue;
         if (l->stats.short_bytes < least) {
             least = l->stats.short_bytes;
@@ -389,10 +466,32 @@ static int back_segments(struct lease *l, const struct slot *only, uint32_t ms)
         }
         if ((t - came > FINAL_NS && !(only && l->reserved)) || l->closing)
             break;
-        cache_pause(l, t - came > FINAL_NS / 20 ? PATIENT_NS : ASK_AGAIN_NS);
+        pause_lease(l, t - came > FINAL_NS / 20 ? PATIENT_NS : ASK_AGAIN_NS);
     }
     l->awaited = 0;
     return rc;
+}
+
+// VMEM_TORCH_CHECK: -EFAULT unless exactly the segments that have pages have all of them.
+static int check_books(struct lease *l)
+{
+    uint64_t held = 0;
+    for (uint32_t i = 0; i < l->n_slots; i++) {
+        const struct slot *s = &l->slots[i];
+        const bool has = s->state != NO_SEGMENT && s->state != COMING && s->state != PARKED;
+        const struct vmem_range r = s->state ? range_of(l, s) : (struct vmem_range){0};
+        held += has ? r.length >> l->page_shift : 0;
+        for (uint64_t at = 0; at < r.length; at += l->page_size) {
+            vmem_page page = 0;
+            vmem_query(l->ctx, r.addr + at, &page, NULL);
+            if (has != (page != 0))
+                return vmem__error(-EFAULT, "segment %#" PRIx64 ", state %u: page %" PRIu64 " is %s", r.addr, s->state,
+                                   at >> l->page_shift, page ? "there" : "missing");
+        }
+    }
+    return held == l->member.held
+               ? 0
+               : vmem__error(-EFAULT, "%" PRIu64 " pages are held, and %" PRIu64 " counted", held, l->member.held);
 }
 
 // ---- entering and leaving ----------------------------------------------------------------------------------------------
@@ -425,25 +524,24 @@ static int enter(uint32_t place, struct lease **out)
 static void free_lists(struct lease *l)
 {
     free(l->slots);
-    free(l->lengths);
-    free(l->list);
+    free(l->ranges);
     l->slots = NULL;
-    l->lengths = NULL;
-    l->list = NULL;
+    l->ranges = NULL;
 }
 
-// Unlocks it, and ends it if that was all.
-static void leave(struct lease *l)
+// Ends a call that took the lock, and the lease if that was all. Returns rc.
+static int leave(struct lease *l, int rc)
 {
     void (*ended)(void *) = NULL;
     void *arg = l->arg;
-    while (l->giving && l->closing && !l->stats.segments) // in evict_idle(), the cache cannot end
+    if (l->check && !rc)
+        rc = check_books(l);
+    while (l->giving && l->closing && !l->stats.segments) // in evict_idle(), the member cannot leave
         pthread_cond_wait(&l->moved, &l->lock);
     if (l->closing && !l->users && !l->stats.segments) {
         ended = l->ended;
-        vmem_kv_destroy(l->kv);
+        end_membership(l);
         free_lists(l);
-        l->kv = NULL;
         l->closing = false;
         l->generation = (l->generation + 1) % (UINT32_MAX / VMEM_TORCH_PLACES);
         l->pid = 0;
@@ -451,6 +549,7 @@ static void leave(struct lease *l)
     pthread_mutex_unlock(&l->lock);
     if (ended)
         ended(arg);
+    return rc;
 }
 
 static int check_open(const struct lease *l)
@@ -460,7 +559,8 @@ static int check_open(const struct lease *l)
 
 // ---- the interface -----------------------------------------------------------------------------------------------------
 
-static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_torch_config *c)
+// Takes the configuration over, as far as the context and the pool allow it.
+static int configure(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_torch_config *c)
 {
     struct vmem_info info = {.size = sizeof info};
     struct vmem_kv_pool_info budget = {.size = sizeof budget};
@@ -470,6 +570,7 @@ static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const 
         return rc;
     l->ctx = ctx;
     l->gpu = info.caps & VMEM_CAP_GPU;
+    l->check = c->flags & VMEM_TORCH_CHECK;
     l->device = info.device;
     l->wait_ms = c->wait_ms ? c->wait_ms : WAIT_MS;
     l->page_size = c->page_size ? c->page_size : VMEM_PAGE_2M;
@@ -480,22 +581,29 @@ static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const 
         return vmem__error(-EINVAL, "most %" PRIu64 " is less than a page, %" PRIu64, l->most, l->page_size);
     for (l->slot_bytes = SLOT_BYTES; l->most / l->slot_bytes > MOST_SLOTS;)
         l->slot_bytes *= 2;
-    l->slot_pages = (uint32_t)(l->slot_bytes / l->page_size);
+    l->page_shift = (uint32_t)__builtin_ctzll(l->page_size);
     l->n_slots = (uint32_t)(l->most / l->slot_bytes + 1) * 4 + EXTRA_SLOTS;
-    l->users = l->n_ended = 0;
-    l->moving = l->giving = l->closing = false;
-    l->moves = l->idle = l->reserved = l->awaited = 0;
-    l->stats = (struct vmem_torch_stats){0};
-    l->shortage = (struct vmem_kv_shortage){0};
     l->ended = c->ended;
     l->arg = c->arg;
+    return 0;
+}
+
+static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_torch_config *c)
+{
+    int rc = configure(l, ctx, pool, c);
+    if (rc)
+        return rc;
+    l->users = l->n_ended = 0;
+    l->moving = l->giving = l->closing = false;
+    l->moves = l->reserved = l->awaited = l->missed = 0;
+    l->stats = (struct vmem_torch_stats){0};
+    l->shortage = (struct vmem_kv_shortage){0};
     l->slots = calloc(l->n_slots, sizeof(*l->slots));
-    l->lengths = calloc(l->n_slots, sizeof(*l->lengths));
-    l->list = calloc(l->n_slots, sizeof(*l->list));
-    rc = l->slots && l->lengths && l->list ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping");
+    l->ranges = calloc(l->n_slots, sizeof(*l->ranges));
+    rc = l->slots && l->ranges ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping");
     if (!rc && c->flags & VMEM_TORCH_SMALL)
         vmem__limit_arenas(ctx, SMALL_ARENA);
-    rc = rc ? rc : cache_new(l, pool, c->name ? c->name : "torch", c->flags);
+    rc = rc ? rc : join(l, pool, c->name ? c->name : "torch");
     if (rc)
         free_lists(l);
     return rc;
@@ -510,7 +618,7 @@ static void end_closed(void)
             continue;
         if (l->closing)
             sweep(l);
-        leave(l);
+        leave(l, 0);
     }
 }
 
@@ -553,8 +661,7 @@ int vmem_torch_close(uint32_t place)
     sweep(l);
     rc = check_open(l);
     l->closing = true;
-    leave(l);
-    return rc;
+    return leave(l, rc);
 }
 
 static int alloc_segment(struct lease *l, uint64_t bytes, struct slot **out)
@@ -568,10 +675,9 @@ static int alloc_segment(struct lease *l, uint64_t bytes, struct slot **out)
         return rc;
     take_slots(l, first, (uint32_t)slots, bytes);
     struct slot *s = *out = &l->slots[first];
-    rc = begin_slots(l, s);
-    rc = rc ? rc : back_segments(l, s, l->wait_ms);
+    rc = back_segments(l, s, l->wait_ms);
     if (rc) {
-        drop_segment(l, s);
+        give_slots(l, s);
         return rc;
     }
     s->state = LIVE;
@@ -593,8 +699,7 @@ static void *alloc_in(uint32_t pair, size_t size, int device)
         l->stats.refused++;
     if (l->gpu)
         vmem__restore_capture_mode(mode);
-    leave(l);
-    return addr;
+    return leave(l, 0) ? NULL : addr;
 }
 
 static void free_in(uint32_t pair, void *addr)
@@ -605,7 +710,7 @@ static void free_in(uint32_t pair, void *addr)
     struct slot *s = segment_at(l, (uintptr_t)addr);
     if (!s) {
         l->stats.strangers++;
-        leave(l);
+        leave(l, 0);
         return;
     }
     int rc = 0;
@@ -615,13 +720,10 @@ static void free_in(uint32_t pair, void *addr)
         l->stats.parked_segments--;
         l->stats.parked_bytes -= s->bytes;
     }
-    if (was != PARKED) {
+    if (was != PARKED)
         s->state = FREEING;
-        if (was == IDLE)
-            l->idle -= s->bytes;
-    }
-    if (was != LIVE)
-        cache_offer(l);
+    if (was == IDLE)
+        offer(l);
     if (was != PARKED)
         rc = unlock_for_kernels(l);
     if (rc == -EBUSY) {
@@ -630,7 +732,9 @@ static void free_in(uint32_t pair, void *addr)
     } else {
         drop_segment(l, s);
     }
-    leave(l);
+    if (was == PARKED)
+        offer(l);
+    leave(l, 0);
 }
 
 // Locks the lease of this place, and begins a park or an unpark, after that of another thread.
@@ -647,9 +751,7 @@ static int enter_and_move(uint32_t place, struct lease **out)
     rc = check_open(l);
     l->moving = !rc;
     l->moves += !rc;
-    if (rc)
-        leave(l);
-    return rc;
+    return rc ? leave(l, rc) : 0;
 }
 
 static void end_move(struct lease *l)
@@ -684,57 +786,32 @@ int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *by
         if (s->state != LIVE)
             continue;
         s->state = IDLE;
-        l->idle += s->bytes;
         l->stats.parks++;
         l->stats.parked_segments++;
         l->stats.parked_bytes += s->bytes;
         gone += s->bytes;
     }
-    cache_offer(l);
+    offer(l);
     end_move(l);
-    leave(l);
     if (bytes)
         *bytes = gone;
-    return rc;
+    return leave(l, rc);
 }
 
 // For the pool's thread: other members ask for pages. It must not wait for the lock, because a thread that holds the lock
-// may wait for the pool's. The pool asks again.
-static uint64_t evict_idle(void *lease, uint64_t pages)
+// may wait for that thread. The pool asks again.
+static void evict_idle(void *lease, uint64_t pages)
 {
     struct lease *l = lease;
-    uint64_t gone = 0;
     if (pthread_mutex_trylock(&l->lock))
-        return 0;
+        return;
     l->giving = true;
     const uint64_t moves = l->moves;
-    if (!l->moving && l->idle && unlock_for_kernels(l) != -EBUSY && !l->moving && l->moves == moves)
-        release_idle(l, pages * l->page_size, &gone);
+    if (!l->moving && l->member.offered && unlock_for_kernels(l) != -EBUSY && !l->moving && l->moves == moves)
+        release_idle(l, pages);
     l->giving = false;
     pthread_cond_broadcast(&l->moved);
     pthread_mutex_unlock(&l->lock);
-    return gone / l->page_size;
-}
-
-// Backs the wanted segments, or none.
-static int unpark(struct lease *l, uint32_t wait_ms)
-{
-    uint32_t n = 0;
-    bool any = false;
-    for (uint32_t i = 0; i < l->n_slots; i++)
-        if (lacks_pages(&l->slots[i])) {
-            any = true;
-            n = list_slots(l, &l->slots[i], false, n);
-        }
-    int rc = n ? cache_begin(l, n) : 0;
-    if (!rc && any)
-        rc = back_segments(l, NULL, wait_ms);
-    n = 0;
-    for (uint32_t i = 0; i < l->n_slots && rc; i++)
-        if (lacks_pages(&l->slots[i]))
-            n = list_slots(l, &l->slots[i], true, n);
-    end_listed(l, n); // what cannot be given back now is given back by the next call
-    return rc;
 }
 
 // Gives the wanted segments to PyTorch again.
@@ -744,9 +821,8 @@ static void revive(struct lease *l)
         struct slot *s = &l->slots[i];
         if (!s->wanted || (s->state != PARKED && s->state != IDLE))
             continue;
-        if (s->state == IDLE)
-            l->idle -= s->bytes;
         s->state = LIVE;
+        s->refused = false;
         l->stats.unparks++;
         l->stats.parked_segments--;
         l->stats.parked_bytes -= s->bytes;
@@ -775,7 +851,7 @@ static int unpark_some(uint32_t place, const uint64_t *segments, size_t n, uint3
     if (!rc) {
         sweep(l);
         mark_wanted(l, segments, n);
-        rc = l->stats.parked_segments ? unpark(l, wait_ms) : 0;
+        rc = l->stats.parked_segments ? back_segments(l, NULL, wait_ms) : 0;
         if (missing && rc == -ENOMEM)
             *missing = l->stats.short_bytes;
     }
@@ -785,10 +861,9 @@ static int unpark_some(uint32_t place, const uint64_t *segments, size_t n, uint3
     }
     if (!rc)
         revive(l);
-    cache_offer(l);
+    offer(l);
     end_move(l);
-    leave(l);
-    return rc;
+    return leave(l, rc);
 }
 
 int vmem_torch_unpark(uint32_t place, uint32_t wait_ms, uint64_t *missing)
@@ -814,29 +889,26 @@ int vmem_torch_reserve(uint32_t place, uint64_t bytes)
     rc = check_open(l);
     if (!rc && bytes > l->most)
         rc = vmem__error(-EINVAL, "bytes %" PRIu64 " is more than the lease may have, %" PRIu64, bytes, l->most);
-    rc = rc ? rc : cache_reserve(l, bytes);
+    if (!rc)
+        rc = vmem__pool_set_share(l->member.pool_member, bytes, l->most);
     l->reserved = rc ? l->reserved : bytes;
-    leave(l);
-    return rc;
+    return leave(l, rc);
 }
 
 int vmem_torch_trim(uint32_t place)
 {
     struct lease *l;
-    uint64_t gone;
     int rc = enter_and_move(place, &l);
     if (rc)
         return rc;
     rc = unlock_for_kernels(l);
     end_move(l);
     if (rc != -EBUSY) {
-        const int failed = release_idle(l, UINT64_MAX, &gone);
+        rc = release_idle(l, UINT64_MAX);
         sweep(l);
-        rc = cache_trim(l);
-        rc = rc ? rc : failed;
+        trim(l, false);
     }
-    leave(l);
-    return rc;
+    return leave(l, rc);
 }
 
 int vmem_torch_get_stats(uint32_t place, struct vmem_torch_stats *out)
@@ -848,10 +920,11 @@ int vmem_torch_get_stats(uint32_t place, struct vmem_torch_stats *out)
     if (rc)
         return rc;
     struct vmem_torch_stats stats = l->stats;
-    uint64_t budget;
-    cache_stats(l, &stats.held_bytes, &budget);
-    stats.lacking_bytes = MAX(l->awaited, l->reserved > budget ? l->reserved - budget : 0);
-    leave(l);
+    lock_member(l);
+    stats.held_bytes = l->member.held << l->page_shift;
+    stats.lacking_bytes = MAX(l->awaited, sat_sub(l->reserved, l->member.budget << l->page_shift));
+    unlock_member(l);
+    leave(l, 0);
     return vmem__struct_give(out, &stats, sizeof stats, "out");
 }
 
@@ -864,7 +937,7 @@ int vmem_torch_last_shortage(uint32_t place, struct vmem_kv_shortage *out)
     if (rc)
         return rc;
     const struct vmem_kv_shortage shortage = l->shortage;
-    leave(l);
+    leave(l, 0);
     return vmem__struct_give(out, &shortage, sizeof shortage, "out");
 }
 
