@@ -35,8 +35,8 @@ from typing import Any
 from pyvmem.engine import control
 from pyvmem.engine.budget import BlockBudget
 from pyvmem.engine.control import Page
-from pyvmem.vllm.orders import Copies
 from pyvmem.vllm.plan import Supply
+from pyvmem.vllm.transfers import Transfers
 
 MOST_LEAVING = 4096  # most blocks that are unbacked in one step, which takes 0.7 ms
 MOST_ORDERS = control.ANSWERS // 2  # most orders without an answer
@@ -229,14 +229,21 @@ class VllmBudget(BlockBudget):
     manager : vllm.v1.core.kv_cache_manager.KVCacheManager
     page, block_bytes, least, low, ranks
         As for `BlockBudget`.
-    copies : Copies, optional
+    transfers : Transfers
         Blocks that these name keep their memory.
     """
 
     def __init__(
-        self, manager: Any, page: Page, block_bytes: int, least: int, low: int, ranks: int, copies: Copies | None = None
+        self,
+        manager: Any,
+        page: Page,
+        block_bytes: int,
+        least: int,
+        low: int,
+        ranks: int,
+        transfers: Transfers,
     ) -> None:
-        self.manager, self.pool, self._copies = manager, manager.block_pool, copies
+        self.manager, self.pool, self._transfers = manager, manager.block_pool, transfers
         self._leaving: list[int] = []  # unbacked blocks that the workers do not know of yet
         self.orders = BackingOrders(page, ranks)
         super().__init__(page, self.pool.num_gpu_blocks - 1, block_bytes, least, low, ranks)  # without the null block
@@ -375,7 +382,7 @@ class VllmBudget(BlockBudget):
 
     def _take_leaving(self) -> list[int]:
         """The leaving blocks that the workers may learn of now. Copies in flight keep the others' memory."""
-        ids, self._leaving = (self._leaving, []) if self._copies is None else self._copies.part(self._leaving)
+        ids, self._leaving = self._transfers.part(self._leaving)
         return ids
 
     def order(self, n: int) -> None:
@@ -383,7 +390,7 @@ class VllmBudget(BlockBudget):
         if n > 0 and self.unbacked and not self.waits():
             ids = self._take_unbacked(min(n, self._most_order))
             self.orders.unsent += ids
-            if self._copies is not None and self._leaving:  # a block that leaves and comes back does neither
+            if self._transfers.copies is not None:  # a block that leaves and comes back does neither
                 self._leaving = list(set(self._leaving).difference(ids))
 
     def unback(self, n: int) -> int:

@@ -72,15 +72,16 @@ _CORE, _CONFIG = "v1/core/", "config/"
 # Attributes that the plugin reads of vLLM's classes. A release without one of them is refused, also where the plugin
 # reads it with a default. Otherwise, a feature or a setting that is refused would vanish without a word.
 NAMES = {
-    "Scheduler": (_CORE + "sched/scheduler.py", "add_request connector finish_requests finished_req_ids "
-                  "kv_cache_config kv_cache_manager "
+    "Scheduler": (_CORE + "sched/scheduler.py", "_inflight_prefills add_request connector "
+                  "failed_recving_kv_req_ids finish_requests finished_req_ids "
+                  "finished_recving_kv_req_ids get_request_counts has_requests kv_cache_config kv_cache_manager "
                   "kv_holding_waiting>=0.31 max_num_scheduled_tokens need_mamba_block_aligned_split pause_state "
-                  "reset_prefix_cache running schedule scheduler_reserve_full_isl set_pause_state shutdown "
+                  "requests reset_prefix_cache running schedule scheduler_reserve_full_isl set_pause_state shutdown "
                   "skipped_waiting<0.31 update_from_output vllm_config waiting"),
     "SchedulerInterface": (_CORE + "sched/interface.py", "has_unfinished_requests"),
-    "Request": ("v1/request.py", "arrival_time block_hashes drop_stale_output num_computed_tokens "
-                "num_stale_output_tokens num_tokens request_id status"),
-    "KVCacheManager": (_CORE + "kv_cache_manager.py", "block_pool coordinator prefix_cache_lookup_enabled "
+    "Request": ("v1/request.py", "arrival_time block_hashes drop_stale_output num_computed_tokens num_preemptions "
+                "num_stale_output_tokens num_tokens request_id resumable status"),
+    "KVCacheManager": (_CORE + "kv_cache_manager.py", "block_pool coordinator free prefix_cache_lookup_enabled "
                        "watermark_blocks"),
     "KVCacheCoordinator": (_CORE + "kv_cache_coordinator.py", "find_longest_cache_hit get_num_blocks_to_allocate"),
     "BlockPool": (_CORE + "block_pool.py", "blocks cached_block_hash_to_block evict_blocks free_block_queue "
@@ -101,7 +102,7 @@ NAMES = {
     "KVCacheGroupSpec": (_INTERFACE, "kv_cache_spec layer_names"),
     "KVCacheSpec": (_INTERFACE, "block_size block_stride_alignment>=0.31 max_memory_usage_bytes page_size_bytes"),
     "UniformTypeKVCacheSpecs": (_INTERFACE, "kv_cache_specs"),
-    "VllmConfig": (_CONFIG + "vllm.py", "attention_config cache_config diffusion_config "
+    "VllmConfig": (_CONFIG + "vllm.py", "attention_config cache_config device_config diffusion_config "
                    "kv_transfer_config load_config model_config num_speculative_tokens parallel_config "
                    "scheduler_config"),
     "ParallelConfig": (_CONFIG + "parallel.py", "data_parallel_index decode_context_parallel_size "
@@ -111,8 +112,13 @@ NAMES = {
                         "max_num_batched_tokens max_num_seqs scheduler_cls"),
     "CacheConfig": (_CONFIG + "cache.py", "gpu_memory_utilization kv_cache_memory_bytes "
                     "kv_offloading_backend kv_offloading_size"),
-    "KVTransferConfig": (_CONFIG + "kv_transfer.py", "kv_connector kv_connector_extra_config"),
-    "OffloadingConnector": (_CONNECTORS + "offloading_connector.py", "connector_scheduler handle_preemptions"),
+    "KVTransferConfig": (_CONFIG + "kv_transfer.py", "kv_buffer_device kv_connector kv_connector_extra_config "
+                         "kv_connector_module_path"),
+    "DeviceConfig": (_CONFIG + "device.py", "device_type"),
+    "KVConnectorBase_V1": (_CONNECTORS + "base.py", "handle_preemptions has_pending_push_work"),
+    "MultiConnector": (_CONNECTORS + "multi_connector.py", "sub_connectors"),
+    "MultiKVConnectorMetadata": (_CONNECTORS + "multi_connector.py", "metadata"),
+    "OffloadingConnector": (_CONNECTORS + "offloading_connector.py", "connector_scheduler"),
     "OffloadingConnectorScheduler": (_CONNECTORS + "offloading/scheduler.py", "_current_batch_allocated_block_ids"),
     "OffloadingConnectorMetadata": (_CONNECTORS + "offloading/common.py", "load_jobs store_jobs"),
     "OffloadingWorkerMetadata": (_CONNECTORS + "offloading/common.py", "completed_jobs"),
@@ -120,7 +126,8 @@ NAMES = {
     "BlockIDsLoadStoreSpec": ("v1/kv_offload/base.py", "block_ids"),
     "ModelRunnerOutput": ("v1/outputs.py", "kv_connector_output"),
     "KVConnectorOutput": ("v1/outputs.py", "kv_connector_worker_meta"),
-    "ModelConfig": (_CONFIG + "model.py", "is_hybrid model revision served_model_name"),
+    "ModelConfig": (_CONFIG + "model.py", "enable_sleep_mode is_hybrid model revision "
+                    "served_model_name"),
     "LoadConfig": (_CONFIG + "load.py", "download_dir load_format"),
     "AttentionConfig": (_CONFIG + "attention.py", "hisparse_config>=0.30"),
     "Worker": ("v1/worker/gpu_worker.py", "_maybe_get_memory_pool_context compile_or_warm_up_model "

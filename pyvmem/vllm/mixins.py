@@ -260,10 +260,17 @@ class SchedulerMixin:
         if self._vmem is not None and self._vmem.defers_reset(self):
             return True
         with self._vmem_lock:
+            if self._vmem is not None and (kwargs.get("reset_running_requests") or args[:1] == (True,)):
+                self._vmem.transfers.give_up()  # vLLM resets running requests, but none that are loaded
             done = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
             if self._vmem is not None:
                 self._vmem.budget.publish_free()
         return done
+
+    def has_requests(self) -> bool:
+        """vLLM pauses when there are none. Before memory may go, transfers end, too."""
+        waits = self._vmem is not None and self.pause_state and self._vmem.transfers.is_loading()  # type: ignore[attr-defined]
+        return bool(waits) or super().has_requests()  # type: ignore[misc]
 
     def set_pause_state(self, pause_state: Any) -> None:
         super().set_pause_state(pause_state)  # type: ignore[misc]

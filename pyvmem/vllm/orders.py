@@ -11,8 +11,10 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from pyvmem.vllm import connectors
 
 
 class StepOrders(NamedTuple):
@@ -56,23 +58,35 @@ def named_blocks(output: Any) -> list[int]:
     return found
 
 
+def _parts(metadata: Any) -> Iterator[Any]:
+    """What each connector says with a step or its end, within what a MultiConnector says; nothing for None."""
+    if metadata is not None:
+        parts = getattr(metadata, "metadata", None)
+        if parts is None:
+            yield metadata
+        for part in parts or ():
+            yield from _parts(part)
+
+
 def _copies(output: Any) -> dict[int, list[int]]:
-    """{number of a copy: its blocks} of a step."""
-    metadata = getattr(output, "kv_connector_metadata", None)
-    if metadata is None:
-        return {}
-    stores = {number: job.src_spec.block_ids.tolist() for number, job in metadata.store_jobs.items()}
-    return stores | {number: job.dst_spec.block_ids.tolist() for number, job in metadata.load_jobs.items()}
+    """{number of a copy of the OffloadingConnector: its blocks} of a step."""
+    found: dict[int, list[int]] = {}
+    for message in _parts(getattr(output, "kv_connector_metadata", None)):
+        if hasattr(message, "store_jobs"):
+            found |= {number: job.src_spec.block_ids.tolist() for number, job in message.store_jobs.items()}
+            found |= {number: job.dst_spec.block_ids.tolist() for number, job in message.load_jobs.items()}
+    return found
 
 
 def submit_stores() -> None:
     """In a worker, submit the stores that wait for the next step, which may not come for a long time."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    if has_kv_transfer_group():
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+    for connector in connectors.flat(get_kv_transfer_group()) if has_kv_transfer_group() else ():
+        if type(connector).__name__ == connectors.OFFLOADING:
+            from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 
-        get_kv_transfer_group().handle_preemptions(OffloadingConnectorMetadata({}, {}))
+            connector.handle_preemptions(OffloadingConnectorMetadata({}, {}))
 
 
 class Copies:
@@ -81,12 +95,13 @@ class Copies:
     Parameters
     ----------
     scheduler : vllm.v1.core.sched.scheduler.Scheduler
+    connector : OffloadingConnector
     workers : int
         Number of workers, each of which carries out its part of a copy.
     """
 
-    def __init__(self, scheduler: Any, workers: int) -> None:
-        self._scheduler, self._workers = scheduler, workers
+    def __init__(self, scheduler: Any, connector: Any, workers: int) -> None:
+        self._scheduler, self._connector, self._workers = scheduler, connector, workers
         self._jobs: dict[int, list[int]] = {}  # blocks by the number of a copy
         self._missing: dict[int, int] = {}  # workers that have not finished a copy, by its number
         self._used: collections.Counter[int] = collections.Counter()  # number of copies of each block
@@ -97,7 +112,7 @@ class Copies:
 
         The connector lists the blocks of each request, and keeps those that a window has passed on its list.
         """
-        self._scheduler.connector.connector_scheduler._current_batch_allocated_block_ids |= self._gone
+        self._connector.connector_scheduler._current_batch_allocated_block_ids |= self._gone
         self._gone.clear()
 
     def scheduled(self, output: Any) -> None:
@@ -108,12 +123,12 @@ class Copies:
 
     def answered(self, answer: Any) -> None:
         """Count the copies that workers have finished by the end of a step. answer: vLLM's ModelRunnerOutput."""
-        metadata = getattr(answer.kv_connector_output, "kv_connector_worker_meta", None)
-        for number, workers in (metadata.completed_jobs if metadata is not None else {}).items():
-            self._missing[number] -= workers
-            if not self._missing[number]:
-                del self._missing[number]
-                self._used -= collections.Counter(self._jobs.pop(number))
+        for message in _parts(getattr(answer.kv_connector_output, "kv_connector_worker_meta", None)):
+            for number, workers in getattr(message, "completed_jobs", {}).items():
+                self._missing[number] -= workers
+                if not self._missing[number]:
+                    del self._missing[number]
+                    self._used -= collections.Counter(self._jobs.pop(number))
 
     def part(self, leaving: Iterable[int]) -> tuple[list[int], list[int]]:
         """Divide blocks that leave: (those that may lose their memory now, those that may not yet)."""

@@ -70,6 +70,11 @@ def install(vllm_config: Any) -> None:
     if not asked.on:
         return  # switched off since vLLM was imported
     plugin.check_config(vllm_config)
+    if registers := plugin.registrar(vllm_config):
+        http.Limits.hint = f"{registers} registers KV memory, which then stays"
+        logger.warning("vMem: %s; this engine's KV cache is vLLM's own, without limits, pools and lending",
+                       http.Limits.hint)  # fmt: skip
+        return
     if note := _release():
         logger.warning(note)
     engine = uuid.uuid4().hex[:12]

@@ -17,9 +17,13 @@ from typing import Any
 
 from pyvmem.engine import settings as engine_settings
 from pyvmem.engine.settings import Settings, cannot, warn_if_forgotten, warn_of_unknown
+from pyvmem.vllm import connectors
 
 SWITCH = "VMEM_VLLM"
 LAYOUTS = ("auto", "vllm")
+# Settings that an engine cannot keep if its KV memory stays: {field: the end of the variable's name}.
+_FIXED = dict(pool="POOL", limit="LIMIT", maximum="MAX", minimum="MIN", weights="WEIGHTS", idle="IDLE", sleep="SLEEP",
+              page_size="PAGE_SIZE")  # fmt: skip
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -27,27 +31,33 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     return engine_settings.read(SWITCH, LAYOUTS, environ, engine_settings.SLEEPS)
 
 
-def _connector(c: Any) -> str | None:
-    """The KV connector of a configuration, and which of its settings goes beyond copies of single blocks."""
-    given, kv_cache = getattr(c, "kv_transfer_config", None), getattr(c, "cache_config", None)
-    name, more = getattr(given, "kv_connector", None), {} if given is None else given.kv_connector_extra_config
-    # If a window has passed the first blocks of a chunk, vLLM stores the others.
-    beyond = [key for key in ("spec_name", "blocks_per_chunk", "block_size") if key in more]
-    if kv_cache is not None and kv_cache.kv_offloading_size is not None:  # from which vLLM makes the connector later
-        simple = os.environ.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") != "0"
-        name = "OffloadingConnector" if kv_cache.kv_offloading_backend == "native" else kv_cache.kv_offloading_backend
-        name = "SimpleCPUOffloadConnector" if simple else name
-    return f"{name} with {beyond[0]}" if name == "OffloadingConnector" and beyond else name
+def registrar(vllm_config: Any) -> str:
+    """The connector for which the engine keeps vLLM's own KV memory; "" if blocks may come and go."""
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cuda")
+    return next((each.name for each in connectors.of(vllm_config) if each.registers(str(device))), "")
+
+
+def _fixed_reasons(c: Any) -> Iterator[str]:
+    """What an engine whose KV memory stays cannot do, and how to do without."""
+    asked, default = settings(), Settings(SWITCH)
+    for field, name in _FIXED.items():
+        if getattr(asked, field) != getattr(default, field):
+            yield f"unset {SWITCH}_{name}"
+    if getattr(c.model_config, "enable_sleep_mode", False):
+        yield "unset --enable-sleep-mode"
 
 
 def _reasons(c: Any) -> Iterator[str]:
     parallel = c.parallel_config
-    connector = _connector(c)
-    if connector == "OffloadingConnector" and getattr(c.model_config, "is_hybrid", False):
-        yield "offloading of Mamba's states to host memory has not been tried; unset --kv-offloading-size"
-    elif connector not in (None, "OffloadingConnector"):
-        yield (f"{connector}: only --kv-offloading-size is known to copy blocks alone, and others would see unbacked "
-               "addresses; unset --kv-transfer-config")  # fmt: skip
+    found = connectors.of(c)
+    if found and getattr(c.model_config, "is_hybrid", False):
+        yield ("KV connectors have not been tried with Mamba's states; unset --kv-offloading-size and "
+               "--kv-transfer-config")  # fmt: skip
+    yield from filter(None, (each.refusal() for each in found))
+    if [each.name for each in found].count(connectors.OFFLOADING) > 1:
+        yield "two OffloadingConnectors number their copies alike; leave one in --kv-transfer-config"
+    if registers := registrar(c):
+        yield from (f"{registers} registers KV memory, which then stays; {reason}" for reason in _fixed_reasons(c))
     if any(getattr(parallel, f"{kind}_context_parallel_size", 1) > 1 for kind in ("decode", "prefill")):
         yield "context parallelism deals a request's blocks out to several GPUs; set its sizes to 1"
     if getattr(getattr(c, "attention_config", None), "hisparse_config", None) is not None:

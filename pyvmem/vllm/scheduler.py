@@ -22,8 +22,9 @@ from pyvmem.engine.budget import check_sizes, take_settings
 from pyvmem.vllm import check, demand, layout, plugin
 from pyvmem.vllm.budget import VllmBudget
 from pyvmem.vllm.demand import Demand
-from pyvmem.vllm.orders import Copies, StepOrders
+from pyvmem.vllm.orders import StepOrders
 from pyvmem.vllm.plan import StepPlan, plan_step
+from pyvmem.vllm.transfers import Transfers
 from pyvmem.vllm.waiting import Pace, paused, stopped, waiting
 
 logger = logging.getLogger("vllm.vmem")
@@ -136,9 +137,9 @@ class SchedulerMemory:
         columns = (page.cells[word : word + ranks].tolist() for word in (control.OWN_BLOCK, control.NULL))
         own, null = map(max, columns)  # the largest worker's; 0 before workers have their memory
         block = own or layout.bytes_of(config) // config.num_blocks
-        self._copies = Copies(scheduler, ranks) if scheduler.connector is not None else None
+        self.transfers = Transfers(scheduler, ranks)
         self.budget = VllmBudget(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
-                             low_of(vllm_config, config), ranks, self._copies)  # fmt: skip
+                             low_of(vllm_config, config), ranks, self.transfers)  # fmt: skip
         pool = chosen.pool_size or page[control.POOL_BYTES]  # of an existing pool, the workers know the size
         check_sizes(chosen, self.budget.least * block, null, pool, "--max-model-len")
         sizes, drafts = [g.kv_cache_spec.block_size for g in config.kv_cache_groups], drafts_of(vllm_config)
@@ -149,12 +150,13 @@ class SchedulerMemory:
         # A step may compute a part of a prompt, unless Mamba states, which are kept where steps end, must be aligned.
         batch, aligned = vllm_config.scheduler_config, scheduler.need_mamba_block_aligned_split
         self._chunks = batch.enable_chunked_prefill and batch.max_num_batched_tokens > demand.CHUNK and not aligned
+        self._chunks = self._chunks and self.transfers.parts
         self.budget.adapts = self._chunks
         # In a pipeline, the first device is free before a step ends.
         self.pace = Pace(demand.CHUNK if parallel.pipeline_parallel_size == 1 else sys.maxsize)
         self._tokens = 0  # vLLM's own limit of a step's tokens, while `_limit` has lowered it; else 0
         self._reserves = False  # whether vLLM begins requests only if all their blocks are free, but for this step
-        self._split, self._loads = False, ""  # whether a part of a request could begin; a request that did not
+        self._split = False  # whether a part of a request could begin
         self._busy = time.monotonic()  # when a step was last scheduled
         self._keeps = chosen.sleep == "keep"  # whether the prefix cache stays while the model sleeps
         self._resets = 0  # resets of the prefix cache that were put off
@@ -176,19 +178,20 @@ class SchedulerMemory:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
         budget.refresh()
         grows = budget.grows()
+        if budget.lent:
+            self.transfers.give_up()
+        elif not running and not grows:
+            self.transfers.unblock(lambda first: self.demand.wants(first).rest > budget.num_free())
         wait = waiting(self._scheduler) if grows or not running else []  # skipped where its result is of no use
-        # The connector looks up a whole prompt in each attempt to begin it, so there is none in vain.
-        new = wait[0] if self._copies is not None and wait and not running else None
-        loads = new is not None and new.request_id == self._loads
+        loads = self.transfers.loads_next(wait if not running else [])
         plan = StepPlan()
         if grows and (wait or not self.demand.takes_few()):
             plan = plan_step(self.demand.need(wait, self._chunks and not loads), budget.supply())
             self._await(plan)
         budget.prepare_step(plan.orders, plan.awaits, not running and (plan.takes > budget.spare or not wait))
-        if self._copies is not None:
-            self._copies.begin()
-        in_vain = new is not None and not plan.parts and (loads or self._scheduler.scheduler_reserve_full_isl)
-        in_vain = in_vain and self.demand.wants(new).rest > budget.num_free()
+        self.transfers.begin()
+        in_vain = self.transfers.in_vain(plan.parts, self._scheduler.scheduler_reserve_full_isl,
+                                         lambda new: self.demand.wants(new).rest > budget.num_free())  # fmt: skip
         self._split = plan.parts and budget.spare >= plan.awaits
         if budget.must_wait(plan.awaits) or in_vain or (budget.is_full and not running):
             # Schedule nothing in this step: of `full`, vLLM ignores the watermark. The step still carries the order.
@@ -225,8 +228,7 @@ class SchedulerMemory:
     def after_schedule(self, output: Any) -> None:
         """Send the orders with a scheduled step. output: vLLM's SchedulerOutput."""
         budget = self.budget
-        if self._copies is not None:
-            self._copies.scheduled(output)
+        self.transfers.scheduled(output)
         gone, ahead, order = budget.take_orders()
         if output.preempted_req_ids:
             budget.page[control.PREEMPTED] += len(output.preempted_req_ids)
@@ -235,7 +237,7 @@ class SchedulerMemory:
         requests = len(output.num_scheduled_tokens)
         self.demand.scheduled(requests, output.total_num_scheduled_tokens, bool(self._tokens))
         if self._split and not requests and not self._scheduler.running:
-            self._loads = next((r.request_id for r in waiting(self._scheduler)), "")
+            self.transfers.did_not_begin(waiting(self._scheduler))
         position = self.page.cells[control.POSITION]
         output.vmem = StepOrders(budget.step, position, gone, ahead, order)
         if requests:
@@ -244,8 +246,7 @@ class SchedulerMemory:
 
     def step_ended(self, output: Any, answer: Any) -> None:
         """Take note of a step that has ended. answer: vLLM's ModelRunnerOutput."""
-        if self._copies is not None:
-            self._copies.answered(answer)
+        self.transfers.answered(answer)
         if output.num_scheduled_tokens:
             self.pace.end(output.vmem.step, time.monotonic())
         self.requests_ended()
@@ -318,7 +319,7 @@ class SchedulerMemory:
         which level; they count the sleeps in which they kept the cache. Running requests keep their rows, too, unless
         some lack memory: then all give up theirs, and compute them again later.
         """
-        if not self._keeps or not paused(scheduler) or self.page.asleep:
+        if not self._keeps or not paused(scheduler) or self.page.asleep or self.transfers.is_loading():
             return False
         if scheduler.running and (self.page[control.STARVED] or not stopped(scheduler)):
             return False
@@ -344,7 +345,8 @@ class SchedulerMemory:
             # With a connector, results of steps in flight are dropped: one could end a request, and the connector would
             # store its blocks after they have left. vLLM drops them already if it has reset the request meanwhile.
             kept = [r for r in running if not (r.drop_stale_output and r.num_stale_output_tokens)]
-            kept = kept if self._copies is None else []
+            kept = [] if self.transfers.present else kept
+            self.transfers.give_up()
             with contextlib.suppress(RuntimeError):  # vLLM raises it if blocks are still in use
                 self._scheduler.reset_prefix_cache(reset_running_requests=bool(running))
             for request in kept:  # blocks leave after the steps in flight, so their results are right

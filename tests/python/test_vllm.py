@@ -345,7 +345,10 @@ def config(**changes):
                                      tensor_parallel_size=1, pipeline_parallel_size=1,
                                      distributed_executor_backend="mp", enable_elastic_ep=False)  # fmt: skip
     attention = types.SimpleNamespace(hisparse_config=None)
-    made = types.SimpleNamespace(parallel_config=parallel, attention_config=attention, kv_transfer_config=None)
+    model = types.SimpleNamespace(is_hybrid=False, enable_sleep_mode=False)
+    made = types.SimpleNamespace(parallel_config=parallel, attention_config=attention, kv_transfer_config=None,
+                                 cache_config=None, model_config=model,
+                                 device_config=types.SimpleNamespace(device_type="cuda"))  # fmt: skip
     for path, value in changes.items():
         *owners, last = path.split("__")
         owner = made
@@ -355,14 +358,38 @@ def config(**changes):
     return made
 
 
-NIXL = types.SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
+def transfer(name, module=None, buffer="cuda", **more):
+    return dict(kv_transfer_config=types.SimpleNamespace(
+        kv_connector=name, kv_connector_extra_config=more, kv_connector_module_path=module,
+        kv_buffer_device=buffer))  # fmt: skip
+
+
+def multi(*names, **more):
+    return transfer("MultiConnector", connectors=[dict(kv_connector=name, **more) for name in names])
+
+
+CHUNKS = dict(kv_connector_extra_config=dict(blocks_per_chunk=2))
 EXTERNAL = dict(parallel_config__distributed_executor_backend="external_launcher")
 
 
 @pytest.mark.parametrize(
     "changes, says",
     [
-        (dict(kv_transfer_config=NIXL), "NixlConnector: .* --kv-transfer-config"),
+        (transfer("HF3FSKVConnector"), "HF3FSKVConnector: it reads .*; choose another"),
+        (transfer("MyConnector"), "MyConnector: it has not been tried"),
+        (transfer("MyConnector", module="mine"), "MyConnector of mine is not vLLM's own"),
+        (transfer("ExampleConnector", module="mine"), "ExampleConnector of mine is not vLLM's own"),
+        (transfer("NixlConnector", module="mine"), "NixlConnector of mine is not vLLM's own"),
+        (transfer("OffloadingConnector", blocks_per_chunk=2), "OffloadingConnector with blocks_per_chunk"),
+        (multi("OffloadingConnector", **CHUNKS), "OffloadingConnector with blocks_per_chunk"),
+        (multi("OffloadingConnector", "OffloadingConnector"), "two OffloadingConnectors"),
+        (multi("ExampleConnector", "DecodeBenchConnector"), "DecodeBenchConnector: it fills"),
+        (transfer("LMCacheConnectorV1", **{"lmcache.enable_pd": True}), "LMCacheConnectorV1 with enable_pd"),
+        (dict(transfer("ExampleConnector"), model_config__is_hybrid=True), "Mamba's states"),
+        (
+            dict(transfer("NixlConnector"), model_config__enable_sleep_mode=True),
+            "NixlConnector registers KV memory.* --enable-sleep-mode",
+        ),
         (dict(parallel_config__decode_context_parallel_size=2), "context parallelism"),
         (dict(attention_config__hisparse_config=1), "HiSparse"),
         (dict(parallel_config__enable_elastic_ep=True), "--enable-elastic-ep"),
@@ -375,6 +402,47 @@ def test_refusals_say_what_to_do(changes, says):
         plugin.check_config(config(**fine))
     with pytest.raises(Refused, match=f"^VMEM_VLLM=1: .*{says}.*unset VMEM_VLLM.$"):
         plugin.check_config(config(**changes))
+
+
+@pytest.mark.parametrize("name", ["ExampleConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1"])
+def test_connectors_that_copy_blocks_are_taken(name):
+    for chosen in (transfer(name), multi(name, "OffloadingConnector")):
+        plugin.check_config(config(**chosen))
+        assert plugin.registrar(config(**chosen)) == ""
+
+
+@pytest.mark.parametrize("name", ["NixlConnector", "MooncakeConnector", "MooncakeStoreConnector", "LMCacheMPConnector"])
+@pytest.mark.parametrize("setting", ["LIMIT=1G", "MAX=1G", "WEIGHTS=1", "SLEEP=keep"])
+def test_an_engine_whose_kv_memory_is_registered_has_no_limits(monkeypatch, name, setting):
+    for chosen in (transfer(name), multi("ExampleConnector", name)):
+        plugin.check_config(config(**chosen))
+        assert plugin.registrar(config(**chosen)) == name
+    setting, value = setting.split("=")
+    monkeypatch.setenv(f"VMEM_VLLM_{setting}", value)
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    if setting in ("WEIGHTS", "SLEEP"):
+        monkeypatch.setenv("VMEM_VLLM_POOL", "p")
+        setting = "POOL"
+    with pytest.raises(Refused, match=f"{name} registers KV memory, which then stays; unset VMEM_VLLM_{setting} "):
+        plugin.check_config(config(**transfer(name)))
+
+
+def test_buffers_of_the_host_are_registered_in_the_place_of_kv_memory():
+    staged = transfer("NixlConnector", buffer="cpu")
+    assert plugin.registrar(config(**staged)) == ""
+    assert plugin.registrar(config(**staged, device_config__device_type="cpu")) == "NixlConnector"
+
+
+@pytest.mark.parametrize("text", ["enable_blending: true", "  enable_blending : True # so", "enable_blending: 1"])
+def test_settings_in_lmcaches_file_are_read(monkeypatch, tmp_path, text):
+    file = tmp_path / "lmcache.yaml"
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    for line in ("enable_blending: false", "# enable_blending: true", ""):
+        file.write_text(f"chunk_size: 256\n{line}\n")
+        plugin.check_config(config(**transfer("LMCacheConnectorV1")))
+    file.write_text(f"chunk_size: 256\n{text}\n")
+    with pytest.raises(Refused, match="LMCacheConnectorV1 with enable_blending"):
+        plugin.check_config(config(**transfer("LMCacheConnectorV1")))
 
 
 # ---- the control page -----------------------------------------------------------------------------------------------

@@ -212,6 +212,7 @@ def refusal(folder, **options):
     return "not refused"
 
 
+NIXL = dict(kv_connector="NixlConnector", kv_role="kv_both")
 CHUNKS = dict(kv_connector="OffloadingConnector", kv_role="kv_both",
               kv_connector_extra_config=dict(cpu_bytes_to_use=1 << 30, blocks_per_chunk=2))  # fmt: skip
 
@@ -219,9 +220,9 @@ CHUNKS = dict(kv_connector="OffloadingConnector", kv_role="kv_both",
 @pytest.mark.parametrize(
     "options, environ, says",
     [
-        (dict(kv_transfer_config=dict(kv_connector="ExampleConnector", kv_role="kv_both")), {}, "--kv-transfer-config"),
+        (dict(kv_transfer_config=dict(kv_connector="DecodeBenchConnector", kv_role="kv_both")), {}, "it fills"),
         (dict(kv_transfer_config=CHUNKS), {}, "OffloadingConnector with blocks_per_chunk"),
-        (dict(kv_offloading_size=1.0), dict(VLLM_USE_SIMPLE_KV_OFFLOAD="1"), "SimpleCPUOffloadConnector"),
+        (dict(kv_transfer_config=NIXL), dict(VMEM_VLLM_LIMIT="1G"), "NixlConnector registers KV memory"),
         ({}, dict(VMEM_VLLM_LIMIT="much"), "VMEM_VLLM_LIMIT=much must be a size in bytes"),
     ],
 )

@@ -8,6 +8,7 @@ from offload import OffloadingEngine
 from steps import Clock, next_token
 from test_steps import fails_in_a_child, maps_in_steps, set_limit
 
+from pyvmem.engine import control
 from pyvmem.vllm import budget, demand, orders, scheduler
 
 
@@ -194,3 +195,83 @@ def test_a_prefix_from_the_host_is_loaded_when_all_its_blocks_are_there(engine, 
             clock.now += 1e-3
             e.flush()
         assert len(asks) <= 2 and (steps <= 3 or others_give)
+
+
+def load(e, monkeypatch, requests=4, tokens=224):
+    """Requests that wait while their prefixes are loaded, which does not end: (the requests, steps in flight)."""
+    from vllm.v1.request import RequestStatus
+
+    prompts = [[7 + i] * tokens for i in range(requests)]
+    e.answer([e.request(f"first{i}", list(prompt), 2) for i, prompt in enumerate(prompts)])
+    e.settle()
+    assert e.scheduler.kv_cache_manager.reset_prefix_cache()  # the blocks on the device alone
+    monkeypatch.setattr(offload.HostCopies, "late", 1.0)
+    waiting = [e.request(f"again{i}", [*prompt, 5, 6, 7], 20) for i, prompt in enumerate(prompts)]
+    flight = collections.deque()
+    for request in waiting:
+        e.scheduler.add_request(request)
+    while not all(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in waiting):
+        e.turn(flight)
+        e.flush()
+    return waiting, flight
+
+
+def end(e, waiting, flight, steps=400):
+    """Serve requests to their ends, in a number of steps that is enough."""
+    before = e.steps
+    while e.scheduler.has_unfinished_requests() or flight:
+        e.turn(flight)
+        e.flush()
+        assert e.steps < before + steps, [r.status.name for r in waiting]
+    assert all(request.num_output_tokens == 20 for request in waiting)
+    e.settle()
+
+
+def test_loaded_requests_give_way_to_each_other_if_memory_leaves_meanwhile(engine, monkeypatch):
+    """Each holds blocks, none has all, and vLLM can preempt none of them."""
+    e = engine(kinds=("full",), chunks=200, asynchronous=False, queue=1)
+    waiting, flight = load(e, monkeypatch)
+    e.limit(e.budget.least)
+    for _ in range(5):
+        e.turn(flight)
+    monkeypatch.setattr(offload.HostCopies, "late", 0.0)
+    read = e.read
+    end(e, waiting, flight)
+    assert e.read > read and maps_in_steps(e) == 0
+
+
+@pytest.mark.parametrize("late", [0.0, 0.9])
+def test_everything_is_lent_also_while_prefixes_are_loaded(engine, monkeypatch, late):
+    e = engine(kinds=("full",), chunks=200, asynchronous=False, queue=1)
+    waiting, flight = load(e, monkeypatch)
+    e.page[control.LEND] = 1
+    monkeypatch.setattr(offload.HostCopies, "late", late)
+    before = e.steps
+    while not e.page[control.LENT]:
+        e.turn(flight)
+        assert e.steps < before + 100
+    assert e.scheduler.has_unfinished_requests()
+    e.page[control.LEND] = 0
+    end(e, waiting, flight)
+    assert maps_in_steps(e) == 0
+
+
+def test_a_paused_engine_has_work_until_loads_have_ended_and_then_loses_its_blocks(engine, monkeypatch):
+    """vLLM itself goes to sleep with loads in flight, or fails to reset its prefix cache."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    e = engine(kinds=("full",), chunks=200, asynchronous=False, queue=1)
+    waiting, flight = load(e, monkeypatch)
+    e.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert e.scheduler.has_requests()
+    monkeypatch.setattr(offload.HostCopies, "late", 0.5)
+    while e.scheduler.has_requests():
+        e.turn(flight)
+    assert not any(worker.copies.copies.pending for worker in e.workers)
+    assert e.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert e.budget.used == 0
+    e.workers[0].memory.sleep(2)
+    assert e.resident()[0] <= 1
+    assert e.workers[0].memory.wake()
+    e.scheduler.set_pause_state(PauseState.UNPAUSED)
+    end(e, waiting, flight)

@@ -1,0 +1,115 @@
+"""Which of vLLM's KV connectors run on vMem, and how: by their names and their settings.
+
+A connector may copy blocks that come and go if each access to a block lies between two events that the scheduler sees:
+the block leaves the queue of free blocks, and its last reference is dropped once the access is known to have ended. And
+it may remember addresses only. Those that register KV memory with a network card, or export it to another process, need
+memory that stays: their engines keep vLLM's own.
+
+It is read while vLLM is imported, so it imports neither torch nor vLLM.
+
+SPDX-License-Identifier: MIT
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+OFFLOADING, SIMPLE, LMCACHE = "OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1"
+MULTI = "MultiConnector"
+EXAMPLE = "ExampleConnector"  # it stores a prompt in its first step, computed or not
+NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+COPY = (OFFLOADING, SIMPLE, LMCACHE, EXAMPLE)
+REGISTER = (*NIXL, "MooncakeConnector", "MooncakeStoreConnector", "MoRIIOConnector", "LMCacheMPConnector")
+OTHERS = {
+    "HF3FSKVConnector": "it reads blocks in a thread after their requests were preempted",
+    "DecodeBenchConnector": "it fills the whole KV cache",
+    "HiSparseConnector": "it keeps blocks in host memory, which vMem does not follow",
+}
+LMCACHE_MODULES = (None, "lmcache.integration.vllm.lmcache_connector_v1")
+# Settings of LMCache's with which copies may go on when the step that began them has ended.
+LMCACHE_OFF = ("use_layerwise", "enable_blending", "enable_pd", "enable_xpyd")
+
+
+class Connector:
+    """One connector of a configuration.
+
+    Attributes
+    ----------
+    name : str
+        Its class.
+    more : mapping
+        Its own settings, vLLM's ``kv_connector_extra_config``.
+    """
+
+    def __init__(self, name: str, more: Mapping[str, Any], module: str | None = None, buffer: str = "") -> None:
+        self.name, self.more, self._module, self._buffer = name, more, module, buffer
+
+    def registers(self, device: str) -> bool:
+        """Return whether it needs memory that stays. device: vLLM's name of the kind of device, such as ``"cuda"``."""
+        staged = self.name in NIXL and device != "cpu" and self._buffer == "cpu"
+        return self.name in REGISTER and self._module is None and not staged
+
+    def refusal(self) -> str | None:
+        """Why it cannot run on vMem, and what to do; None if it can."""
+        dynamic = self.name == f"{LMCACHE}Dynamic"
+        if self._module not in (LMCACHE_MODULES if dynamic else (None,)):
+            return f"{self.name} of {self._module} is not vLLM's own, and may read unbacked addresses; choose another"
+        if self.name in (LMCACHE, f"{LMCACHE}Dynamic"):
+            chosen = next(filter(self._lmcache, LMCACHE_OFF), None)
+            return f"{self.name} with {chosen} may copy a block after it has left; unset {chosen}" if chosen else None
+        if self.name == OFFLOADING:
+            # If a window has passed the first blocks of a chunk, vLLM stores the others.
+            beyond = [key for key in ("spec_name", "blocks_per_chunk", "block_size") if key in self.more]
+            return f"OffloadingConnector with {beyond[0]} does not copy single blocks; unset it" if beyond else None
+        if self.name in (*COPY, *REGISTER):
+            return None
+        why = OTHERS.get(self.name, "it has not been tried, and may read unbacked addresses")
+        return f"{self.name}: {why}; choose another connector"
+
+    def _lmcache(self, key: str) -> bool:
+        """Return whether a setting of LMCache's is on: in vLLM's configuration, the environment or LMCache's file."""
+        given = [self.more.get(f"lmcache.{key}"), os.environ.get(f"LMCACHE_{key.upper()}")]
+        file = self.more.get("lmcache.config_file") or os.environ.get("LMCACHE_CONFIG_FILE")
+        if file:
+            try:
+                with open(file, encoding="utf-8") as text:  # YAML, of which a flag is one line
+                    given += [line.partition(":")[2] for line in text if line.partition(":")[0].strip() == key]
+            except OSError:
+                pass  # LMCache says so
+        return any(str(value).partition("#")[0].strip().lower() in ("1", "true", "yes", "on") for value in given)
+
+
+def of(vllm_config: Any) -> list[Connector]:
+    """The connectors of a configuration, those within a MultiConnector in its place."""
+    given, cache = getattr(vllm_config, "kv_transfer_config", None), getattr(vllm_config, "cache_config", None)
+    if cache is not None and cache.kv_offloading_size is not None:  # from which vLLM makes the connector later
+        simple = os.environ.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") != "0"
+        backends = {"native": SIMPLE if simple else OFFLOADING, "lmcache": "LMCacheMPConnector"}
+        more = {} if given is None else given.kv_connector_extra_config
+        return [Connector(backends.get(cache.kv_offloading_backend, str(cache.kv_offloading_backend)), more)]
+    if given is None or given.kv_connector is None:
+        return []
+    return list(_within(given.kv_connector, given.kv_connector_extra_config or {},
+                        getattr(given, "kv_connector_module_path", None), given.kv_buffer_device))  # fmt: skip
+
+
+def _within(name: str, more: Mapping[str, Any], module: str | None, buffer: str) -> Iterator[Connector]:
+    children = more.get("connectors") if name == MULTI and module is None else None
+    if not isinstance(children, (list, tuple)):
+        yield Connector(name, more, module, buffer)
+        return
+    for child in children:
+        yield from _within(str(child.get("kv_connector")), child.get("kv_connector_extra_config") or {},
+                           child.get("kv_connector_module_path"), child.get("kv_buffer_device", ""))  # fmt: skip
+
+
+def flat(connector: Any) -> Iterator[Any]:
+    """vLLM's objects: the connectors within a MultiConnector, or else the connector; none for None."""
+    if connector is not None:
+        children = getattr(connector, "sub_connectors", None)
+        if children is None:
+            yield connector
+        for child in children or ():
+            yield from flat(child)
