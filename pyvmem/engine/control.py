@@ -45,7 +45,7 @@ from pyvmem.kv.view import view_folder
 
 _log = logging.getLogger(__name__)
 
-MAGIC, VERSION = 0x6D656D76_6C6C6D00, 11
+MAGIC, VERSION = 0x6D656D76_6C6C6D00, 12
 RANKS = 64  # workers of one engine that have a column in the page
 RING = 1 << 15  # words
 
@@ -106,6 +106,8 @@ WAKING = 1995  # microseconds that the first request of each wake has waited, in
 UNSERVED = 1996  # requests that waited in vain or met a drained model
 STARVING = 1997  # since when the model's requests cannot go on for lack of KV memory
 DRAINED = 1998  # 1: an operator has closed the model: no further request begins, in whatever state it is
+WAIT = 1999  # microseconds that a request which comes now is expected to wait for the model
+ROOM = 2000  # bytes of the pool that the model could have at once
 
 # Words that each worker publishes in its own column: the word of rank r is at NAME + r.
 ATTACHED = 64  # 0 until the worker has its memory, then 1
@@ -515,6 +517,10 @@ class Engine:
         Seconds that the first request of each wake has waited, in all.
     unserved : int
         Requests that were refused with status 503, because it was drained or did not wake in time.
+    room : int
+        Bytes of the pool that the model could have at once: idle models sleep for it.
+    wait : float
+        Seconds that a request which comes now is expected to wait for the model; 0 if it is awake.
     """
 
     name: str
@@ -553,6 +559,8 @@ class Engine:
     sleeps: int = 0
     waking: float = 0.0
     unserved: int = 0
+    room: int = 0
+    wait: float = 0.0
 
     @classmethod
     def of(cls, name: str, rank: int, page: Page) -> Engine:
@@ -575,6 +583,7 @@ class Engine:
             most[RESIDENT], most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
             page[WAITED] / 1e6, page.model, page.port, state, page[RUNNING], page[QUEUED], most[WEIGHTS],
             most[WEIGHTS_HELD], page[LACKS], page[WAKES], page[SLEEPS], page[WAKING] / 1e6, page[UNSERVED],
+            page[ROOM], page[WAIT] / 1e6,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from pyvmem.engine import control
+from pyvmem.engine import control, pools
 from pyvmem.engine.control import State
 
 COUNTS = ("step_maps", "steps", "preempted", "refused")
@@ -18,6 +18,8 @@ BYTES = ("limit", "min", "max", "least", "allowed", "used", "cached", "spare", "
 MODEL = (
     ("running", "running", "requests that the engine has", False),
     ("queued", "queued", "requests that wait for the model to wake", False),
+    ("wait", "wait_seconds", "seconds that a request which comes now is expected to wait for the model", False),
+    ("room", "room_bytes", "bytes of the pool that the model could have at once", False),
     ("lacks", "lacks_bytes", "bytes that the model lacks to wake", False),
     ("weights", "weights_bytes", "bytes of the weights in the pool", False),
     ("weights_held", "weights_held_bytes", "bytes of these that are on the device", False),
@@ -28,7 +30,7 @@ MODEL = (
 )
 
 
-def _parent(pid: int) -> int:
+def parent_of(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return int(file.read().rpartition(")")[2].split()[1])
@@ -39,7 +41,7 @@ def _parent(pid: int) -> int:
 def started_by(pid: int, ancestor: int) -> bool:
     """Return whether a process is `ancestor` or one of its descendants."""
     while pid not in (0, 1, ancestor):
-        pid = _parent(pid)
+        pid = parent_of(pid)
     return pid == ancestor
 
 
@@ -72,7 +74,8 @@ class Collector:
                 families[name] = kind(self._prefix + name, about, labels=tuple(labels))
             families[name].add_metric(tuple(labels.values()), value)
 
-        for engine, _ in engines(self._server()):
+        names = pools.names()
+        for engine, page in engines(self._server()):
             values, labels = asdict(engine), {"engine": str(engine.rank), "model_name": engine.model}
             for name, value in values.items():
                 if (name in COUNTS or name in BYTES) and value is not None:
@@ -81,6 +84,7 @@ class Collector:
                     add(f"vmem_kv_{name}{unit}", about, name in COUNTS, labels, value)
             if not engine.state:
                 continue
+            labels["pool"] = names.get(page.pools()[0], "")
             for name, metric, about, counts in MODEL:
                 add(f"vmem_model_{metric}", about, counts, labels, values[name])
             for state in (*(state.name.lower() for state in list(State)[1:]), "drained"):

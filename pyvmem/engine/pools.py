@@ -20,6 +20,12 @@ def number_of(pool: str) -> int:
     return zlib.crc32(pool.encode()) | 1 << 32 if pool else 0
 
 
+def names() -> dict[int, str]:
+    """The pools of this user on this machine, by their numbers. A GPU's has a part of its UUID in its name."""
+    folder = view_folder()
+    return {number_of(path.stem): path.stem for path in (folder.glob("*.pool") if folder else ())}
+
+
 def open_pool(chosen: Settings, context: Context) -> KVPool:
     """Open the pool that an engine's settings name, on a context's device.
 

@@ -19,11 +19,13 @@ from pyvmem._clock import now_us
 from pyvmem.engine import control
 from pyvmem.engine.control import Page, State
 from pyvmem.engine.settings import Settings
-from pyvmem.sleep import turns
+from pyvmem.sleep import routing, turns
 from pyvmem.sleep.admission import Admission, Order
 from pyvmem.sleep.pages import ServerPages
 from pyvmem.sleep.turns import Action, Model
 
+MANY = 1 << 28  # bytes of weights whose copy tells how fast they come
+TELL = 0.2  # seconds between what a model says of its wait
 TICK = 0.02  # seconds between looks at the control pages
 HANGS = 1.0  # seconds without a sign of life after which a model is not waited for
 TRY = 2000  # milliseconds that one attempt to wake waits for memory
@@ -64,6 +66,7 @@ class Leader:
         self._log = settings.logger
         self._lives: dict[str, tuple[tuple[int, int], float]] = {}  # the last beats of each engine, and when they came
         self._act: asyncio.Task[None] | None = None  # a sleep or a wake
+        self._rate, self._published = routing.RATE, 0.0  # how fast weights come; when the wait was published
         self._lacked = False  # whether the log has that the model lacks memory to wake
 
     async def run(self) -> None:
@@ -103,6 +106,7 @@ class Leader:
         running = self._sum_up(servers)
         order = next((s[control.S_ORDER] for s in servers if s[control.S_ORDER]), int(Order.NONE))
         self._publish_hunger(running)
+        self._publish_wait()
         if order in (Order.DRAIN, Order.WAKE):
             self._pages.publish(control.DRAINED, order == Order.DRAIN)
         if self.is_acting():
@@ -133,6 +137,20 @@ class Leader:
         asleep = page[control.STATE] in (State.ASLEEP, State.WAKING)
         starves = running > 0 and (asleep or any(p[control.STARVED] for p in self._pages.mine))
         self._pages.publish(control.STARVING, (page[control.STARVING] or now_us()) if starves else 0)
+
+    def _publish_wait(self) -> None:
+        """Publish how long a request that comes now would wait, a few times a second and when the model wakes."""
+        page, now = self._pages.mine[0], time.monotonic()
+        state = page.state
+        if now < self._published + TELL and (state == State.AWAKE) == (page[control.WAIT] == 0):
+            return
+        self._published, waits = now, []
+        others = [self._model_of(p) for p in self._pages.others]
+        for p in self._pages.mine:
+            missing, needs, room = routing.memory(p, self._pages.others)
+            waits.append(routing.expected_wait(state, others, missing, needs - room, self._settings.slice, self._rate))
+            p[control.ROOM] = room
+        self._pages.publish(control.WAIT, int(1e6 * (routing.CLOSED if page[control.DRAINED] else max(waits))))
 
     def _publish_lack(self) -> None:
         """Publish what the workers lack to wake."""
@@ -233,6 +251,7 @@ class Leader:
     async def _wake(self) -> None:
         page = self._pages.mine[0]
         begin, waits = time.monotonic(), now_us() - (page[control.SINCE] or page[control.STARVING] or now_us())
+        missing = sum(routing.memory(p, ())[0] for p in self._pages.mine)
         self._set_state(State.WAKING)
         self._pages.publish(control.PATIENCE, TRY)
         if why := await self._try_to_wake():
@@ -242,6 +261,8 @@ class Leader:
             self._set_state(State.ASLEEP)
             return
         self._lacked = False
+        if missing >= MANY:
+            self._rate += (missing / (time.monotonic() - begin) - self._rate) / 4
         self._pages.publish(control.LACKS, 0)
         self._admission.model_used()
         self._set_state(State.AWAKE)

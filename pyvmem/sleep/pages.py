@@ -113,7 +113,8 @@ class ServerPages:
         """What the model does, as ``/vmem/state`` tells it."""
         page = self.mine[0]
         engine = control.Engine.of("", 0, page)
-        names = ("model", "port", "state", "running", "queued", "lacks", "weights", "weights_held", "cached", "used")
+        names = ("model", "port", "state", "running", "queued", "lacks", "weights", "weights_held", "cached", "used",
+                 "room", "wait")  # fmt: skip
         model = {name: getattr(engine, name) for name in names}
         # Now, and not at the last look: an order to wake counts as a request until it has ended.
         servers = self.servers()

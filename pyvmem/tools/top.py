@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pyvmem.core import MIB
-from pyvmem.engine import control
+from pyvmem.engine import control, pools
 from pyvmem.kv.view import View, await_budget, check_budget, read_views, request_budget, view_folder
 from pyvmem.tools import argtypes
 from pyvmem.tools.argtypes import parse_size
@@ -32,10 +32,11 @@ POOL_COLUMNS = (
     "pool", "pid", "name", "min", "max", "has", "needs", "could give", "giving", "own request", "reply to others",
 )  # fmt: skip
 ENGINE_COLUMNS = (
-    "pid", "engine", "model", "port", "state", "running", "queued", "weights", "limit", "min", "max", "least", "backed",
-    "used", "cached", "spare", "preempted", "refused",
+    "pid", "engine", "model", "where", "port", "state", "running", "queued", "weights", "limit", "min", "max", "least",
+    "backed", "used", "cached", "spare", "preempted", "refused",
 )  # fmt: skip
-TEXT = {"name", "where", "pool", "own request", "reply to others", "engine", "model", "state"}
+TEXT = {"name", "where", "pool", "own request", "reply to others", "engine", "model", "state", "node", "device",
+        "models"}  # fmt: skip
 
 
 def rows(views: Iterable[View], rates: Mapping[Path, float]) -> list[tuple[str, ...]]:
@@ -88,12 +89,13 @@ def engine_rows(engines: Iterable[tuple[control.Engine, control.Page]]) -> list[
 
     Weights are those of the pool: on the device / all. Only servers that let models sleep publish requests.
     """
-    found = []
+    found, names = [], pools.names()
     for e, page in engines:
         limit = "" if e.limit is None else f"{e.limit / MIB:.0f}"
         share = [f"{size / MIB:.0f}" if size else "" for size in (e.min, e.max)]
         held = [f"{size / MIB:.0f}" for size in (e.least, e.resident, e.used, e.cached, e.spare)]
-        who = f"{e.name}-{e.rank}", model_name(e), str(e.port or ""), engine_state(e, page)
+        at = names.get(page.pools()[0], "-")
+        who = f"{e.name}-{e.rank}", model_name(e), at, str(e.port or ""), engine_state(e, page)
         requests = (str(e.running), str(e.queued)) if e.state else ("", "")
         weights = f"{e.weights_held / MIB:.0f}/{e.weights / MIB:.0f}" if e.weights else ""
         found.append((str(e.pid), *who, *requests, weights, limit, *share, *held, str(e.preempted), str(e.refused)))

@@ -12,6 +12,7 @@ SPDX-License-Identifier: MIT
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -24,6 +25,8 @@ LAYOUTS = ("auto", "vllm")
 # Settings that an engine cannot keep if its KV memory stays: {field: the end of the variable's name}.
 _FIXED = dict(pool="POOL", limit="LIMIT", maximum="MAX", minimum="MIN", weights="WEIGHTS", idle="IDLE", sleep="SLEEP",
               page_size="PAGE_SIZE")  # fmt: skip
+# The engine of Ray Serve LLM, and its switch to serve vLLM's own application.
+RAY_LLM, RAY_DIRECT = "ray.llm._internal.serve.engines.vllm.vllm_engine", "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING"
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -71,6 +74,10 @@ def _reasons(c: Any) -> Iterator[str]:
     if getattr(load, "load_format", None) == "ipc_cache" and settings().weights:
         yield (f"{SWITCH}_WEIGHTS=1 puts the weights into the pool, and --load-format ipc_cache maps those of another "
                f"process, which vLLM does not let sleep; choose another format, or unset {SWITCH}_WEIGHTS")  # fmt: skip
+    if RAY_LLM in sys.modules and settings().weights and os.environ.get(RAY_DIRECT, "0") != "1":
+        yield (f"{SWITCH}_WEIGHTS=1: Ray Serve LLM's ingress calls the engine past vLLM's server, so a request for a "
+               "sleeping model would wait for ever; start the servers by `pyvmem models FILE render ray-serve`, or set "
+               f"{RAY_DIRECT}=1 and the middleware pyvmem.vllm.http.Serve")  # fmt: skip
     if getattr(parallel, "enable_elastic_ep", False):
         yield "elastic expert parallelism adds workers while it runs; unset --enable-elastic-ep"
 

@@ -77,7 +77,7 @@ def read_everything(good):
     for _, page in control.engines():
         assert page.state in list(control.State) and page.pools() and 1 <= page.ranks <= control.RANKS
     decide_as_a_server()
-    rows = [line.split()[:3] for line in models.listing(models.read(FILE)).splitlines()]
+    rows = [line.split()[:3] for line in models.listing_text(models.read(FILE)).splitlines()]
     assert ["chat", "awake", "8000"] in rows
     for which in ("good", "bad", str(os.getpid())):
         for size in ("1", "8M", "50%"):
@@ -95,6 +95,11 @@ def decide_as_a_server():
         for me in seen:
             turns.decide(seen, me, now, 2.0, 1.0)
             turns.weights_suffice(seen, me, now, 2.0)
+    every = [page for _, page in control.engines()]
+    for page in every:
+        leader._pages.mine, leader._pages.others, leader._published = [page], every, 0.0
+        leader._publish_wait()
+        assert 0 <= page[control.WAIT] <= 10**12 and 0 <= page[control.ROOM] <= control.NO_LIMIT
 
 
 # ---- files that are no pages ----------------------------------------------------------------------------------------

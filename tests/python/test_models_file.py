@@ -4,11 +4,13 @@ SPDX-License-Identifier: MIT
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -19,7 +21,8 @@ from pyvmem.engine import control
 from pyvmem.engine.pools import number_of
 from pyvmem.kv.view import view_folder
 from pyvmem.sleep.checkpoint import weight_bytes
-from pyvmem.tools import cli, models
+from pyvmem.tools import cli, models, models_file, models_place, models_render
+from pyvmem.tools.models_file import read
 from pyvmem.vllm.plugin import settings
 
 pytest.importorskip("tomllib")
@@ -44,12 +47,12 @@ env = {VLLM_API_KEY = "it's"}
 
 
 def test_a_file_gives_commands_and_variables():
-    pool = models.read(FILE)
+    pool = read(FILE)
     chat, code = pool.models
-    assert (chat.port, code.port, chat.min) == (8001, 9001, 4 << 30)
-    command = pool.command(chat)
+    assert ([r.port for r in pool.replicas], chat.min) == ([8001, 9001], 4 << 30)
+    command = pool.command(pool.one("chat"))
     assert command[:3] == ["vllm", "serve", "/models/llama"] and command[-2:] == ["--max-model-len", "8192"]
-    env = pool.environment(chat)
+    env = pool.environment(pool.one("chat"))
     assert env["VMEM_VLLM_MIN"] == str(4 << 30) and env["VMEM_VLLM_IDLE"] == "60"
     from pyvmem.vllm import plugin
 
@@ -58,20 +61,21 @@ def test_a_file_gives_commands_and_variables():
 
 
 def test_the_manuals_file_is_read_and_fits_a_gpu_of_80_gb(monkeypatch):
-    monkeypatch.setattr(models, "_gpu", lambda: 81559 << 20)  # of an H100
+    monkeypatch.setattr(models_file, "_gpu", lambda _: 81559 << 20)  # of an H100
     manual = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    pool = models.read(textwrap.dedent(re.findall(r"```toml\n(.*?)```", manual, re.DOTALL)[0]))
+    pool = read(textwrap.dedent(re.findall(r"```toml\n(.*?)```", manual, re.DOTALL)[0]))
     assert [m.name for m in pool.models] == ["chat", "code", "night"] and pool.models[0].idle
-    for key in models._MODEL:  # each is in the manual's table
+    for key in models_file._MODEL:  # each is in the manual's table
         assert f"`{key}`" in manual or f"models.NAME.{key}" in manual
 
 
 def test_the_servers_are_started_with_the_vllm_of_this_environment(tmp_path, monkeypatch):
     """llama-swap and systemd may have another PATH."""
     (tmp_path / "vllm").write_text("#!/bin/sh")
-    monkeypatch.setattr(models.sys, "executable", str(tmp_path / "python"))
-    pool = models.read(FILE)
-    assert f"{tmp_path}/vllm serve" in models.llama_swap(pool) and str(tmp_path) not in models.aibrix(pool)
+    monkeypatch.setattr(models_file.sys, "executable", str(tmp_path / "python"))
+    pool = read(FILE)
+    assert f"{tmp_path}/vllm serve" in models_render.llama_swap(pool)
+    assert str(tmp_path) not in models_render.ray_serve(pool)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -83,9 +87,9 @@ def test_a_process_becomes_a_models_server(tmp_path, monkeypatch, host):
     options = [] if host == "127.0.0.1" else ["--host", host]
     assert cli.main(["models", str(tmp_path / "models.toml"), "serve", "code", *options]) == 0
     ((program, command, environment),) = became
-    pool = models.read(FILE)
-    assert command == pool.command(pool.model("code"), host, here=True) and program == command[0]
-    assert environment.items() >= pool.environment(pool.model("code")).items() and "PATH" in environment
+    pool = read(FILE)
+    assert command == pool.command(pool.one("code"), host, here=True) and program == command[0]
+    assert environment.items() >= pool.environment(pool.one("code")).items() and "PATH" in environment
     assert environment["VMEM_VLLM_POOL"] == "gpu0"
     assert cli.main(["models", str(tmp_path / "models.toml"), "serve", "other"]) == 1 and len(became) == 1
 
@@ -98,13 +102,15 @@ def test_the_manuals_compose_file_serves_every_model_of_the_manual_on_this_machi
     (text,) = re.findall(r"```yaml\n(# compose.*?)```", DEPLOY, re.DOTALL)
     services = yaml.safe_load(text)["services"]
     manual = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    pool = models.read(re.sub("^   ", "", re.findall(r"```toml\n(.*?)```", manual, re.DOTALL)[0], flags=re.M))
+    pool = read(re.sub("^   ", "", re.findall(r"```toml\n(.*?)```", manual, re.DOTALL)[0], flags=re.M))
     assert list(services) == [m.name for m in pool.models]
-    for m in pool.models:
-        service = services[m.name]
-        assert service["command"] == [m.name] and service["ports"] == [f"127.0.0.1:{m.port}:{m.port}"]
+    for r in pool.replicas:
+        service = services[r.name]
+        assert service["command"] == [r.name] and service["ports"] == [f"127.0.0.1:{r.port}:{r.port}"]
         assert service["entrypoint"][:4] == ["pyvmem", "models", "/models.toml", "serve"]
-        assert service["pid"] == "host" and service["environment"] == {"XDG_RUNTIME_DIR": "/run/vmem"}
+        assert service["pid"] == "host" and service["environment"]["XDG_RUNTIME_DIR"] == "/run/vmem"
+        # No root, and no server that other containers reach without a key.
+        assert service["user"] == "1000:1000" and service["environment"]["VLLM_API_KEY"].startswith("${VLLM_API_KEY:?")
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
@@ -127,12 +133,20 @@ ODD = ["on", "No", "null", "~", "1e3", "0x1f", "012", "1:30", ".inf", "=", "<<",
 def test_a_text_reaches_the_server_as_it_stands(text):
     yaml = pytest.importorskip("yaml")
     quoted = json.dumps(text, ensure_ascii=False)
-    pool = models.read(f'pool="a"\nsize="1G"\n[models.on]\npath="x"\nargs=[{quoted}]\nenv={{A={quoted}}}')
-    swap = yaml.safe_load(models.llama_swap(pool))["models"]["on"]  # a model whose name is no boolean
+    pool = read(f'pool="a"\nsize="1G"\n[models.on]\npath="x"\nargs=[{quoted}]\nenv={{A={quoted}}}')
+    swap = yaml.safe_load(models_render.llama_swap(pool))["models"]["on"]  # a model whose name is no boolean
     assert shlex.split(swap["cmd"])[-1] == text and f"A={text}" in swap["env"]
-    pod = list(yaml.safe_load_all(models.aibrix(pool)))[0]["spec"]["template"]["spec"]["containers"][0]
+    (pod,) = pods_of(models_render.kubernetes(pool))
     assert of_kubernetes(pod["command"][-1]) == text
-    assert {"A": text}.items() <= {e["name"]: of_kubernetes(e["value"]) for e in pod["env"]}.items()
+    assert {"A": text}.items() <= {e["name"]: of_kubernetes(e.get("value", "")) for e in pod["env"]}.items()
+    (application,) = yaml.safe_load(models_render.ray_serve(pool))["applications"]
+    assert models_file.made(application["args"]["file"]) == pool
+
+
+def pods_of(text):
+    """The containers of what Kubernetes reads."""
+    documents = pytest.importorskip("yaml").safe_load_all(text)
+    return [d["spec"]["template"]["spec"]["containers"][0] for d in documents if d["kind"] == "Deployment"]
 
 
 def of_kubernetes(text):
@@ -146,64 +160,257 @@ def test_what_ends_a_line_for_somebody_is_refused(code):
     text = json.dumps(f"a{chr(code)}b")
     for line in (f"path={text}", f"path='x'\nargs=[{text}]", f"path='x'\nenv={{A={text}}}", f"path='x'\nimage={text}"):
         with pytest.raises(ValueError, match=rf"^models.c.(path|args|env.A|image) must .* U\+{code:04X}$"):
-            models.read(f"{FILE}[models.c]\n{line}")
+            read(f"{FILE}[models.c]\n{line}")
 
 
 def test_llama_swaps_macros_are_refused():
-    pool = models.read(FILE + "[models.c]\npath='x'\nenv={A='pa$word-${HOME}'}")
+    pool = read(FILE + "[models.c]\npath='x'\nenv={A='pa$word-${HOME}'}")
     with pytest.raises(ValueError, match=r"models.c: llama-swap takes \$\{ for a macro"):
-        models.llama_swap(pool)
+        models_render.llama_swap(pool)
 
 
-@pytest.mark.parametrize("what", models.RENDERERS)
-def test_what_is_rendered_has_every_model(what):
-    pool = models.read(FILE)
-    text = models.RENDERERS[what](pool)
+def test_llama_swap_has_every_model_of_this_machine():
     yaml = pytest.importorskip("yaml")
-    parts = list(yaml.safe_load_all(text))
-    if what == "llama-swap":
-        (told,) = parts
-        assert shlex.split(told["models"]["code"]["cmd"])[:3] == [models._vllm(), "serve", "org/name with space"]
-        assert told["groups"]["vmem"] == {"swap": False, "exclusive": False, "members": ["chat", "code"]}
-        assert told["models"]["chat"]["concurrencyLimit"] > 256 and told["hooks"]["on_startup"]["preload"]
-        assert "VLLM_API_KEY=it's" in told["models"]["code"]["env"]
-    else:
-        for name, port, deployment, service in (("chat", 8001, *parts[:2]), ("code", 9001, *parts[2:])):
-            assert deployment["metadata"] == service["metadata"] and service["kind"] == "Service"
-            assert service["metadata"]["name"] == service["metadata"]["labels"]["model.aibrix.ai/name"] == name
-            assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
-            assert service["spec"]["ports"][0]["targetPort"] == port
-        pod = parts[0]["spec"]["template"]["spec"]
-        assert {v["hostPath"]["path"] for v in pod["volumes"]} == {"/run/vmem", "/models/llama"}
-        assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 1}}
-        assert [m["name"] for m in pod["containers"][0]["volumeMounts"]] == [v["name"] for v in pod["volumes"]]
-        for name in ("Chat", "llama-3.1", "a_b", "3b", "chat-"):
-            with pytest.raises(ValueError, match=f"models.{name}: AIBrix has a Service of this name"):
-                models.aibrix(models.read(FILE.replace("models.chat", f'models."{name}"')))
+    told = yaml.safe_load(models_render.llama_swap(read(FILE)))
+    assert shlex.split(told["models"]["code"]["cmd"])[:3] == [models_file._vllm(), "serve", "org/name with space"]
+    assert told["groups"]["vmem"] == {"swap": False, "exclusive": False, "members": ["chat", "code"]}
+    assert told["models"]["chat"]["concurrencyLimit"] > 256 and told["hooks"]["on_startup"]["preload"]
+    assert "VLLM_API_KEY=it's" in told["models"]["code"]["env"]
+    nodes = NODES.replace('pools = ["gpu0", "gpu1"]', 'pools = ["gpu0", "far"]')
+    told = yaml.safe_load(models_render.llama_swap(read(nodes)))["models"]
+    assert list(told) == ["chat", "code"] and told["code"]["aliases"] == ["sql"]
+    assert "CUDA_VISIBLE_DEVICES=0,1" in told["chat"]["env"] and "CUDA_VISIBLE_DEVICES=GPU-2" in told["code"]["env"]
+    with pytest.raises(ValueError, match="models.chat.pools: llama-swap has one server for a model"):
+        models_render.llama_swap(read(NODES))
+
+
+# Two pools of this machine and one of another; a model with two replicas, one with adapters, one of SGLang's.
+NODES = """
+gpu = "80G"
+[pools.gpu0]
+size = "60G"
+device = [0, 1]
+[pools.gpu1]
+size = "60G"
+device = "GPU-2"
+[pools.far]
+size = "30G"
+node = "another-host"
+device = 0
+[models.chat]
+path = "/models/llama"
+pools = ["gpu0", "gpu1"]
+rate = 2
+[models.code]
+path = "org/code"
+pools = ["gpu1"]
+weights = "15G"
+adapters = {sql = "/adapters/a=b, c"}
+[models.night]
+path = "org/night"
+pools = ["far"]
+engine = "sglang"
+adapters = {fr = "/adapters/fr"}
+"""
+
+
+def test_a_model_has_a_server_in_each_of_its_pools():
+    file = read(NODES)
+    assert [(r.name, r.port) for r in file.replicas] == [
+        ("chat@gpu0", 8001), ("chat@gpu1", 8002), ("code", 8003), ("night", 8004)]  # fmt: skip
+    first, second, code, night = file.replicas
+    assert file.one("chat@gpu1") is second and file.here("chat") == [first, second]
+    for name, error in (("chat", "several servers here: chat@gpu0, chat@gpu1"), ("night", "but on another-host")):
+        with pytest.raises(ValueError, match=error):
+            file.one(name)
+    env = file.environment(second)
+    assert (env["VMEM_VLLM_POOL"], env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == (
+        "gpu1",
+        "GPU-2",
+        "PCI_BUS_ID",
+    )
+    assert json.loads(file.command(code)[file.command(code).index("--lora-modules") + 1]) == dict(
+        name="sql", path="/adapters/a=b, c")  # fmt: skip
+    assert file.command(night)[file.command(night).index("--lora-paths") + 1] == "fr=/adapters/fr"
+    assert file.models[2].names == ["night", "night:fr"]  # as SGLang takes them
+    for model in file.models[:1]:
+        ports = [r.port for r in read(NODES.replace("rate = 2", "port = 9001")).replicas if r.model.name == model.name]
+        assert ports == [9001, 9002]
+
+
+@pytest.mark.parametrize("old, new, error", [
+    ("node =", "nod =", "pools.far.nod is not a key of the file: the keys are size, gpu, node, device"),
+    ('size = "30G"\n', "", "pools.far.size is missing"),
+    ("device = [0, 1]", "device = [0, 0]", "pools.gpu0.device must be the number of a GPU"),
+    ("device = [0, 1]", "device = []", "pools.gpu0.device must be the number of a GPU"),
+    ("device = [0, 1]", "device = true", "pools.gpu0.device must be the number of a GPU"),
+    ("device = [0, 1]", 'device = "0,1"', "pools.gpu0.device must be the number of a GPU"),
+    ('"GPU-2"', "1", "pools.gpu1.device: 1 is also the device of pools.gpu0"),
+    ("rate = 2", "rate = -1", "models.chat.rate must be a number of requests a second"),
+    ("rate = 2", "rate = nan", "models.chat.rate must be a number of requests a second"),
+    ("rate = 2", "args = ['-tp=2']", "models.chat.args: it is divided among 2 GPUs, and pools.gpu1.device names 1"),
+    ("rate = 2", "env = {CUDA_VISIBLE_DEVICES = '3'}", "env: CUDA_VISIBLE_DEVICES is what the key 'device' of"),
+    ("rate = 2", "port = 65535", "models.chat.port: chat@gpu1 would have port 65536"),
+    ('["gpu0", "gpu1"]', '["gpu0", "gpu0"]', "models.chat.pools has a name twice"),
+    ('["gpu0", "gpu1"]', '["gpu9"]', "models.chat.pools: the file has no [pools.gpu9]"),
+    ('["gpu0", "gpu1"]', "[]", "models.chat.pools must be a list of names"),
+    ('["gpu0", "gpu1"]', '"gpu0"', "models.chat.pools must be a list of names"),
+    ('{sql =', '{chat =', "models.code: chat is also a name of chat"),
+    ('{sql = "/adapters/a=b, c"}', '{sql = 3}', "models.code.adapters.sql must be a non-empty string"),
+    ('{sql = "/adapters/a=b, c"}', '{"a b" = "x"}', "models.code.adapters must be at most 60 letters"),
+    ('gpu = "80G"', 'size = "80G"', "size is a key of a file with one pool"),
+    ('size = "60G"\ndevice = "GPU-2"', 'size = "14G"\ndevice = "GPU-2"', "exceed pools.gpu1.size, 14.0 GiB"),
+    ('gpu = "80G"', 'gpu = "62G"', "pools.gpu1.size: 60.0 GiB, and 2.5 GiB outside"),
+    ("rate = 2", '"a\\u001b[2Jb" = 3', "models.chat.'a\\x1b[2Jb' is not a key of the file"),
+    ("[models.chat]", '[models."a\\u001bb"]\nrate=2\n[models.chat]', "models.'a\\x1bb' must be at most 60 letters"),
+    ('[pools.gpu0]', '[pools.""]\nsize=1\n[pools.gpu0]', "pools.'' must be at most 60 letters"),
+])  # fmt: skip
+def test_an_error_of_pools_names_the_key(old, new, error):
+    assert old in NODES
+    with pytest.raises(ValueError, match=re.escape(error)) as raised:
+        read(NODES.replace(old, new))
+    assert str(raised.value).isprintable() and len(str(raised.value)) < 300
+
+
+def test_pools_of_a_node_need_devices_where_no_driver_chooses_them(tmp_path, capsys):
+    (tmp_path / "models.toml").write_text(NODES.replace('device = "GPU-2"\n', ""))
+    for what in ("llama-swap", "ray-serve"):
+        assert cli.main(["models", str(tmp_path / "models.toml"), "render", what]) == 1
+        assert "pools.gpu1.device is missing" in capsys.readouterr().err
+    assert cli.main(["models", str(tmp_path / "models.toml"), "render", "kubernetes"]) == 0
+
+
+def test_kubernetes_has_a_claim_for_each_pool_and_a_pod_for_each_replica():
+    yaml = pytest.importorskip("yaml")
+    text = models_render.kubernetes(read(NODES))
+    documents: dict = {}
+    for document in yaml.safe_load_all(text):
+        documents.setdefault(document["kind"], {})[document["metadata"]["name"]] = document
+    assert {kind: list(names) for kind, names in documents.items()} == dict(
+        ResourceClaim=["vmem-gpu0", "vmem-gpu1", "vmem-far"], Deployment=["chat-gpu0", "chat-gpu1", "code", "night"],
+        Service=["chat", "code", "night"], PodDisruptionBudget=["chat", "code", "night"])  # fmt: skip
+    gpus = documents["ResourceClaim"]["vmem-gpu0"]["spec"]["devices"]["requests"][0]["exactly"]
+    assert gpus["count"] == 2 and f"quantity('{(60 << 30) + models_file.OUTSIDE}')" in str(gpus["selectors"])
+    for name, deployment in documents["Deployment"].items():
+        pod = deployment["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        for kind in ("Service", "PodDisruptionBudget"):  # which find every replica
+            chosen = documents[kind][name.partition("-")[0]]["spec"]["selector"]
+            assert chosen.get("matchLabels", chosen).items() <= labels.items()
+        assert pod["resourceClaims"][0]["resourceClaimName"] == f"vmem-{labels['vmem.io/pool']}"
+        assert pod["securityContext"]["runAsNonRoot"] and not container["securityContext"]["allowPrivilegeEscalation"]
+        env = {e["name"]: e for e in container["env"]}
+        assert env["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"] == dict(name="vmem", key="api-key")
+        assert "CUDA_VISIBLE_DEVICES" not in env  # the driver chooses
+        assert ("$(VLLM_API_KEY)" in container["command"]) == (container["name"] == "sglang")
+        assert [m["name"] for m in container["volumeMounts"]] == [v["name"] for v in pod["volumes"]]
+        ports = {container["ports"][0]["containerPort"], *(container[f"{kind}Probe"]["httpGet"]["port"] for kind in
+                                                           ("startup", "readiness", "liveness"))}  # fmt: skip
+        assert ports == {documents["Service"][name.partition("-")[0]]["spec"]["ports"][0]["targetPort"]}
+        assert str(*ports) in container["command"]
+    assert documents["Deployment"]["night"]["spec"]["template"]["spec"]["nodeSelector"] == {
+        "kubernetes.io/hostname": "another-host"
+    }
+
+
+def test_what_kubernetes_does_not_take_is_refused():
+    plain = FILE.replace('env = {VLLM_API_KEY = "it\'s"}', "")
+    models_render.kubernetes(read(plain))
+    for name in ("Chat", "llama-3.1", "a_b", "3b", "chat-"):
+        with pytest.raises(ValueError, match=f"models.{name}: Kubernetes takes no {name}"):
+            models_render.kubernetes(read(plain.replace("models.chat", f'models."{name}"')))
+    with pytest.raises(ValueError, match="pools.GPU_0: Kubernetes takes no vmem-GPU_0"):
+        models_render.kubernetes(read(plain.replace("gpu0", "GPU_0")))
+    with pytest.raises(ValueError, match="two Deployments would have the name chat-gpu0"):
+        models_render.kubernetes(read(NODES.replace("models.code", "models.chat-gpu0")))
+    for key in ('args = ["--api-key=K"]', 'env = {VLLM_API_KEY = "K"}'):
+        with pytest.raises(ValueError, match="models.chat: its key would stand in the pod's description"):
+            models_render.kubernetes(read(NODES.replace("rate = 2", key)))
+
+
+def test_kubernetes_own_schemas_take_what_is_rendered():
+    yaml = pytest.importorskip("yaml")
+    try:
+        import kubernetes_validate
+    except ImportError:
+        pytest.skip("not installed: kubernetes-validate")
+    for document in yaml.safe_load_all(models_render.kubernetes(read(NODES))):
+        for release in ("1.34", "1.35", "1.36", "1.37"):
+            kubernetes_validate.validate(document, release, strict=True)
+
+
+def test_pools_are_proposed_by_rate_and_weights():
+    def file(*rates, size=60):
+        pools = "".join(f"[pools.gpu{i}]\nsize='{size}G'\ndevice={i}\n" for i in range(2))
+        return read(pools + "".join(f"[models.m{i}]\npath='x'\nweights='{weights}G'\nrate={rate}\n"
+                                    for i, (rate, weights) in enumerate(rates)))  # fmt: skip
+
+    def chosen(file):
+        return [pool.name for _, pool in sorted(models_place.propose(file).items())]
+
+    assert chosen(file((9, 15), (8, 15), (1, 15), (1, 15))) == ["gpu0", "gpu1", "gpu1", "gpu0"]
+    assert chosen(file((2, 15), (0, 40), (0, 14))) == ["gpu0", "gpu1", "gpu1"]  # all of a pool are awake at once
+    assert sorted(chosen(file(*[(1, 25)] * 6))) == ["gpu0"] * 3 + ["gpu1"] * 3  # their weights exceed the pools
+    with pytest.raises(ValueError, match="models.m0: no pool has room for its weights"):
+        models_place.propose(file((1, 61)))
+    many = file(*[(i % 7, 5 + i % 11) for i in range(200)])
+    assert len(models_place.propose(many)) == 200
+
+
+def test_the_check_tells_what_is_left_and_what_runs_otherwise(folder, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "models.toml"
+    path.write_text(NODES.replace('pools = ["gpu1"]\n', ""))
+    assert cli.main(["models", str(path), "ls"]) == 1
+    assert "models.code.pools is missing: `pyvmem models FILE check` proposes pools" in capsys.readouterr().err
+    assert cli.main(["models", str(path), "check"]) == 0
+    told = capsys.readouterr().out
+    assert '[models.code]\npools = ["far"]' in told  # where nobody asks for anything
+    path.write_text(NODES)
+    file = read(NODES)
+    chat = file.one("chat@gpu1")
+    code = "import sys; print(1, flush=True); sys.stdin.read()"
+    for change, keys in (({}, None), ({"VMEM_VLLM_IDLE": "7"}, "idle"), ({"VMEM_VLLM_MAX": "9"}, "max"),
+                         ({"CUDA_VISIBLE_DEVICES": "5"}, "device"), ("--seed", "args")):  # fmt: skip
+        command = [sys.executable, "-c", code, *file.command(chat, "0.0.0.0")[1:]] + ["--seed"] * (change == "--seed")
+        environ = {**os.environ, **file.environment(chat), **(change if change != "--seed" else {})}
+        process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        with process:
+            process.stdout.readline()
+            page = control.open_page("e", 0)
+            control.claim(page, "chat")
+            page[control.PID], page[control.POOL] = process.pid, number_of("gpu1")
+            assert cli.main(["models", str(path), "check"]) == 0
+            process.stdin.close()
+        told = capsys.readouterr().out
+        assert ("start it again" in told) == (keys is not None)
+        assert keys is None or f"chat@gpu1 runs with other settings than the file's ({keys}): start it again" in told
 
 
 def test_a_model_of_sglang_has_a_server_of_sglang():
-    pool = models.read(FILE.replace("port = 9001", 'port = 9001\nengine = "sglang"\nqueue = 5'))
+    pool = read(FILE.replace("port = 9001", 'port = 9001\nengine = "sglang"\nqueue = 5'))
     chat, code = pool.models
-    command = pool.command(code)
+    command = pool.command(pool.one("code"))
     assert command[:4] == ["python3", "-m", "sglang.launch_server", "--model-path"]
     assert command[-2:] == ["--page-size", "64"] and "--middleware" not in command
     from pyvmem.sglang import settings as sglang
 
-    made = sglang.read(pool.environment(code))  # every variable is one that vMem knows
+    made = sglang.read(pool.environment(pool.one("code")))  # every variable is one that vMem knows
     assert (made.on, made.pool, made.weights, made.queue) == (True, "gpu0", True, 5)
-    assert "VMEM_VLLM" in pool.environment(chat) and "VMEM_VLLM" not in pool.environment(code)
-    assert "sglang-vmem" in models.aibrix(pool) and "vllm-vmem" in models.aibrix(pool)
-    assert models.sys.executable in models.llama_swap(pool)
+    assert "VMEM_VLLM" in pool.environment(pool.one("chat")) and "VMEM_VLLM" not in pool.environment(pool.one("code"))
+    both = models_render.kubernetes(read(NODES))
+    assert "sglang-vmem" in both and "vllm-vmem" in both
+    assert models_file.sys.executable in models_render.llama_swap(pool)
     with pytest.raises(ValueError, match=r'models.chat.engine must be "vllm" or "sglang"'):
-        models.read(FILE.replace("priority = 1", 'engine = "llama.cpp"'))
+        read(FILE.replace("priority = 1", 'engine = "llama.cpp"'))
 
 
 @pytest.mark.parametrize("wrong, error", [
     ("size = 1", "pool is missing"),
     (FILE + "[models.c]\nport = 9001\npath='x'", "models.c.port: 9001 is also the port of code"),
     (FILE + "[models.c]\nport = true\npath='x'", "models.c.port must be a whole number"),
-    (FILE + "[models.c]\npath='x'\nidel = 3", "models.c.idel is not a key of the file: the keys are path, port"),
+    (FILE + "[models.c]\npath='x'\nidel = 3", "models.c.idel is not a key of the file: the keys are path, pools, port"),
     (FILE + "[models.c]\nmin='80G'\npath='x'", "min: the minimums of all models add up to 84.0 GiB"),
     (FILE + "[models.c]\nidle='x'\npath='x'", "models.c.idle must be a number"),
     (FILE + "[models.c]\nmin='4G'\nmax='2G'\npath='x'",
@@ -231,20 +438,20 @@ def test_a_model_of_sglang_has_a_server_of_sglang():
 ])  # fmt: skip
 def test_an_error_names_the_key(wrong, error):
     with pytest.raises(ValueError, match=re.escape(error)):
-        models.read(wrong)
+        read(wrong)
 
 
 def test_a_long_value_does_not_fill_the_error():
     for line in ("path=%s", "path='x'\nport=%s", "path='x'\nargs=%s", "path='x'\nmin=%s"):
         with pytest.raises(ValueError, match=r"^models.c.\w+ must be") as error:
-            models.read(f"{FILE}[models.c]\n{line % repr('-' + 5000 * 'x')}")
+            read(f"{FILE}[models.c]\n{line % repr('-' + 5000 * 'x')}")
         assert len(str(error.value)) < 250
 
 
 def test_what_the_file_takes_the_servers_take():
     for text in (f"size={10**15 - 1}", "size='72G'\nslice=-0.0", "size='72G'\nslice=999999"):
-        pool = models.read(f"pool='a'\n{text}\n[models.a]\npath='x'\npriority=999999999999999\nmax={10**15 - 1}")
-        settings(pool.environment(pool.models[0]))
+        pool = read(f"pool='a'\n{text}\n[models.a]\npath='x'\npriority=999999999999999\nmax={10**15 - 1}")
+        settings(pool.environment(pool.replicas[0]))
 
 
 def test_the_command_names_the_file(tmp_path, capsys):
@@ -261,9 +468,9 @@ def test_weights_that_do_not_fit_are_refused_before_anything_starts(tmp_path):
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.truncate(8 << 30)
     with pytest.raises(ValueError, match=r"models.big: its weights of 8.0 GiB"):
-        models.read(f"pool='a'\nsize='8G'\n[models.big]\npath={json.dumps(str(tmp_path))}")
+        read(f"pool='a'\nsize='8G'\n[models.big]\npath={json.dumps(str(tmp_path))}")
     two = f"pool='a'\nsize='8G'\n[models.big]\npath={json.dumps(str(tmp_path))}\nargs=['--tensor-parallel-size', 2]"
-    assert models.read(two).models[0].weights == 4 << 30  # on each GPU
+    assert read(two).models[0].weights == 4 << 30  # on each GPU
 
 
 def test_weights_are_found_in_the_cache_of_hugging_face_and_counted_once(tmp_path):
@@ -283,20 +490,20 @@ def test_weights_are_found_in_the_cache_of_hugging_face_and_counted_once(tmp_pat
 
 
 def test_what_each_server_needs_besides_is_counted_against_the_gpu(monkeypatch):
-    monkeypatch.setattr(models, "_gpu", lambda: 72 << 30)  # it is asked where the file does not say it
+    monkeypatch.setattr(models_file, "_gpu", lambda _: 72 << 30)  # it is asked where the file does not say it
     wrong = FILE.replace('gpu = "80G"\n', "")
     with pytest.raises(
         ValueError, match=r"size: 70\.0 GiB, and 2\.5 GiB .* 2 models, .* 72\.0 GiB; size can be at most 69\.5 GiB"
     ):
-        models.read(wrong)
-    assert models.read(wrong.replace("priority", 'outside = "700M"\npriority')).gpu == 72 << 30
-    monkeypatch.setattr(models, "_gpu", int)  # no GPU here
-    assert models.read(wrong).gpu == 0
+        read(wrong)
+    assert read(wrong.replace("priority", 'outside = "700M"\npriority')).pools[0].gpu == 72 << 30
+    monkeypatch.setattr(models_file, "_gpu", lambda _: 0)  # no GPU here
+    assert read(wrong).pools[0].gpu == 0
 
 
 @pytest.mark.parametrize("script, size", [
-    ("echo 81559; echo 24564", 24564 << 20),
-    ("echo 81559; exit 9", 0),  # it says so if there is no driver, in whatever words
+    ("echo 0, GPU-a, 81559; echo 1, GPU-b, 24564", 24564 << 20),
+    ("echo 0, GPU-a, 81559; exit 9", 0),  # it says so if there is no driver, in whatever words
     ("printf '\\377'", 0),
     ("exec sleep 600", 0),
     (None, 0),
@@ -306,8 +513,13 @@ def test_the_gpu_is_unknown_where_nvidia_smi_fails(tmp_path, monkeypatch, script
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
-    monkeypatch.setattr(models, "SMI_SECONDS", 1.0 if script and "sleep" in script else 60.0)
-    assert models._gpu() == size
+    monkeypatch.setattr(models_file, "SMI_SECONDS", 1.0 if script and "sleep" in script else 60.0)
+    models_file._gpus.cache_clear()
+    try:
+        assert models_file._gpu() == size and models_file._gpu(("GPU-a",)) == (81559 << 20 if size else 0)
+        assert models_file._gpu(("0", "7")) == 0  # one of them is not known
+    finally:
+        models_file._gpus.cache_clear()
 
 
 def test_a_server_that_ended_well_is_started_again():
@@ -331,7 +543,7 @@ def test_a_model_of_another_pool_with_the_same_name_is_not_touched(folder):
         control.claim(pages[name], "chat")
         pages[name][control.POOL] = number_of(name)
     for name, file in files.items():
-        assert [e.name for e, _ in models.running(models.read(file.read_text()))["chat"]] == [name]
+        assert [e.name for e, _ in models.running(read(file.read_text()))["chat"]] == [name]
     assert cli.main(["models", str(files["gpu1"]), "limit", "chat", "8G"]) == 0
     assert {name: page[control.LIMIT] for name, page in pages.items()} == {"gpu0": control.NO_LIMIT, "gpu1": 8 << 30}
 
@@ -393,8 +605,8 @@ def test_an_answer_that_is_not_vmems_is_one_line(folder, capsys, answer, error):
 ])  # fmt: skip
 def test_the_key_of_a_server_is_found(monkeypatch, args, env, key):
     monkeypatch.setenv("VLLM_API_KEY", env)
-    pool = models.read(f"pool='p'\nsize='8G'\n[models.chat]\npath='nowhere'\n{args}")
-    assert pool.model("chat").key == key
+    pool = read(f"pool='p'\nsize='8G'\n[models.chat]\npath='nowhere'\n{args}")
+    assert pool.models[0].key == key
 
 
 def told(server, answer=b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"):

