@@ -108,6 +108,32 @@ int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out);
 // Describes all members at one moment. out: VMEM_KV_POOL_MEMBERS structures, of which the first *found are filled.
 int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found);
 
+// ---- memory of others -----------------------------------------------------------------------------------------
+//
+// A hold is a member that stands for memory which is not libvmem's: common memory (vmem_common.h) that nobody else in the
+// pool counts. It needs no context on the device.
+
+typedef struct vmem_kv_hold vmem_kv_hold;
+
+struct vmem_kv_hold_config {
+    uint32_t size;      // sizeof(struct vmem_kv_hold_config)
+    uint32_t gpu;       // 1: the memory is a GPU's; 0: the host's
+    uint8_t device[16]; // the GPU's UUID, as in struct vmem_info
+    const char *name;   // what others see; NULL: "common"
+};
+// A member that holds nothing yet. ctx: any context of this process, such as one of the host's; it must outlive the hold.
+// Errors as of vmem_kv_pool_join.
+int vmem_kv_hold_create(vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_kv_hold_config *cfg,
+                        vmem_kv_hold **out);
+// The bytes become free. NULL is allowed.
+void vmem_kv_hold_destroy(vmem_kv_hold *hold);
+// Holds `bytes` altogether, a multiple of 2 MiB: what it held before, or more. *missing (NULL is allowed) receives the bytes
+// that the pool has not got, 0 if it now holds them; else it holds what it did, and the other members are asked. The
+// question lapses after 250 ms unless the call is repeated. Fewer bytes than before: the memory must have gone.
+int vmem_kv_hold_set(vmem_kv_hold *hold, uint64_t bytes, uint64_t *missing);
+// Says that `bytes` of what is held can be given up. *wanted (NULL is allowed): the bytes of it that other members want.
+int vmem_kv_hold_offer(vmem_kv_hold *hold, uint64_t bytes, uint64_t *wanted);
+
 // ---- what other processes see -------------------------------------------------------------------------------
 
 #define VMEM_KV_VIEW_MAGIC UINT64_C(0x31776569766b6d76) // "vmkview1"

@@ -195,6 +195,48 @@ class KVPool(_Owned):
         return ANSWERS[answer[0]]
 
 
+class Hold(_Owned):
+    """A member of a pool that stands for memory which is not libvmem's, such as common memory (vmem_kv_pool.h).
+
+    Parameters
+    ----------
+    pool : KVPool
+    context : Context
+        Any context of this process, such as one of the host's.
+    name : str
+        What others see.
+    device : bytes, optional
+        The UUID of the GPU whose memory it is, 16 bytes; None: of the host's.
+    """
+
+    _what = "hold"
+
+    def __init__(self, pool: KVPool, context: Context, name: str, device: bytes | None = None) -> None:
+        cfg = structure("vmem_kv_hold_config")
+        text = ffi.new("char[]", name.encode(errors="replace")[:63])
+        cfg.name, cfg.gpu = text, device is not None
+        if device is not None:
+            cfg.device = list(device)
+        owner, out = self._new_owner(context._owned()), ffi.new("vmem_kv_hold **")
+        _check(lib.pv_own_hold(owner, context._use(), pool._use(), cfg, out))
+        self._own(owner, out[0])
+
+    def set(self, bytes: int) -> int:
+        """Hold so many bytes altogether, a multiple of 2 MiB; returns how many the pool has not got.
+
+        If that is not 0, it holds what it did, and the others are asked until 250 ms after the last such call.
+        """
+        missing = ffi.new("uint64_t *")
+        _check(lib.vmem_kv_hold_set(self._use(), bytes, missing))
+        return int(missing[0])
+
+    def offer(self, bytes: int) -> int:
+        """Say how many bytes of what is held can be given up; returns how many of them others want."""
+        wanted = ffi.new("uint64_t *")
+        _check(lib.vmem_kv_hold_offer(self._use(), bytes, wanted))
+        return int(wanted[0])
+
+
 def _named(name: str) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name) or name.startswith("."):
         raise ValueError(f"name {name!r} must consist of letters, digits, _, . and -, and not begin with a dot")

@@ -5,6 +5,7 @@
 #define PYVMEM_NATIVE_H
 
 #include "vmem_blocks.h"
+#include "vmem_common.h"
 #include "vmem_kv_pool.h"
 #include "vmem_torch.h"
 
@@ -54,6 +55,10 @@ void pv_disown_pages(pv_owner *owner);
 int pv_own_kv(pv_owner *owner, vmem_context *ctx, const struct vmem_kv_config *cfg, vmem_kv **kv);
 int pv_own_pool(pv_owner *owner, const struct vmem_kv_pool_config *cfg, vmem_kv_pool **pool);
 int pv_own_blocks(pv_owner *owner, vmem_context *ctx, const struct vmem_blocks_config *cfg, vmem_blocks **blocks);
+int pv_own_common(pv_owner *owner, vmem_context *ctx, uint64_t part_bytes, uint32_t parts, vmem_common **common,
+                  uint64_t *addr);
+int pv_own_hold(pv_owner *owner, vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_kv_hold_config *cfg,
+                vmem_kv_hold **hold);
 // The lease keeps the context's owner until it has ended, which may be after its own owner is gone.
 int pv_own_torch(pv_owner *owner, pv_owner *context, vmem_context *ctx, vmem_kv_pool *pool,
                  const struct vmem_torch_config *cfg, uint32_t *place);

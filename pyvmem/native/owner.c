@@ -248,6 +248,23 @@ int pv_own_blocks(pv_owner *owner, vmem_context *ctx, const struct vmem_blocks_c
     return own(owner, rc, destroy_blocks, *blocks, ctx);
 }
 
+static void destroy_common(void *common) { vmem_common_destroy(common); }
+static void destroy_hold(void *hold) { vmem_kv_hold_destroy(hold); }
+
+int pv_own_common(pv_owner *owner, vmem_context *ctx, uint64_t part_bytes, uint32_t parts, vmem_common **common,
+                  uint64_t *addr)
+{
+    int rc = vmem_common_create(ctx, part_bytes, parts, common, addr);
+    return own(owner, rc, destroy_common, *common, ctx);
+}
+
+int pv_own_hold(pv_owner *owner, vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_kv_hold_config *cfg,
+                vmem_kv_hold **hold)
+{
+    int rc = vmem_kv_hold_create(ctx, pool, cfg, hold);
+    return own(owner, rc, destroy_hold, *hold, NULL);
+}
+
 int pv_own_torch(pv_owner *owner, pv_owner *context, vmem_context *ctx, vmem_kv_pool *pool,
                  const struct vmem_torch_config *cfg, uint32_t *place)
 {

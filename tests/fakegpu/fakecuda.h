@@ -212,13 +212,42 @@ CUDA(cuMemCreate, uint64_t *handle, size_t length, const void *prop, unsigned lo
 {
     struct memory *m;
 
-    (void)prop, (void)flags;
+    (void)flags;
     pthread_mutex_lock(&lock);
     m = fails() ? NULL : memory_new(length, 0, 0);
+    if (m && ((const struct vmem__cu_prop *)prop)->handle_types && !memory_share(m, memfd_create("fake-common", 0)))
+        abort();
     if (m)
         *handle = m->id;
     pthread_mutex_unlock(&lock);
     return m ? 0 : 2;
+}
+// Memory that can be exported is a file of its own, which other processes map, too. It counts where it is imported.
+CUDA(cuMemExportToShareableHandle, void *fd, uint64_t handle, int type, unsigned long long flags)
+{
+    struct memory *m;
+
+    (void)flags;
+    pthread_mutex_lock(&lock);
+    m = fails() || type != 1 ? NULL : memory_find(handle, 0);
+    if (m && m->file)
+        *(int *)fd = fcntl(m->file, F_DUPFD_CLOEXEC, 3);
+    pthread_mutex_unlock(&lock);
+    return m && m->file ? 0 : 1;
+}
+CUDA(cuMemImportFromShareableHandle, uint64_t *handle, void *fd, int type)
+{
+    struct memory *m = NULL;
+    struct stat st;
+
+    pthread_mutex_lock(&lock);
+    if (type == 1 && !fstat((int)(uintptr_t)fd, &st) && st.st_size && st.st_size % BLOCK == 0 && !fails() &&
+        (m = memory_new((uint64_t)st.st_size, 0, 0)) && !memory_share(m, fcntl((int)(uintptr_t)fd, F_DUPFD_CLOEXEC, 3)))
+        abort();
+    if (m)
+        *handle = m->id;
+    pthread_mutex_unlock(&lock);
+    return m ? 0 : 1;
 }
 CUDA(cuMemRelease, uint64_t handle)
 {
@@ -259,7 +288,7 @@ CUDA(cuMemMap, uint64_t addr, size_t length, size_t offset, uint64_t handle, uns
         next_entry += 2;
         memory->refs++;
         mappings = m;
-        place(addr, length, PROT_NONE, memfd, memory->offset);
+        place(addr, length, PROT_NONE, memory->file ? memory->file : memfd, memory->file ? 0 : memory->offset);
         result = 0;
     }
     pthread_mutex_unlock(&lock);
@@ -269,7 +298,9 @@ CUDA(cuMemSetAccess, uint64_t addr, size_t length, const void *access, size_t co
 {
     int result = 0;
 
-    (void)access, (void)count;
+    const int prot = ((const struct vmem__cu_access *)access)->flags == 1 ? PROT_READ : PROT_READ | PROT_WRITE;
+
+    (void)count;
     pthread_mutex_lock(&lock);
     if (fails())
         result = 2;
@@ -280,7 +311,7 @@ CUDA(cuMemSetAccess, uint64_t addr, size_t length, const void *access, size_t co
             result = 1;
             break;
         }
-        if (!m->access && mprotect((void *)m->addr, m->size, PROT_READ | PROT_WRITE))
+        if ((!m->access || m->memory->file) && mprotect((void *)m->addr, m->size, prot))
             abort();
         m->access = true;
         at += m->size;

@@ -30,6 +30,7 @@
 #include <unistd.h>
 
 #include "driver/abi.h"
+#include "driver/libcuda.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define PAGE (UINT64_C(64) << 10)
@@ -50,6 +51,7 @@ struct memory {
     uint64_t id, offset, size;
     unsigned refs;   // the handle itself, and its mappings
     uint32_t client; // RM's, 0 for CUDA
+    int file;        // of memory that can be exported; 0: none
 };
 
 // An open /dev/nvidiactl and the RM client allocated through it.
@@ -156,7 +158,7 @@ static struct memory *memory_new(uint64_t size, uint64_t id, uint32_t client)
         free(m);
         return NULL;
     }
-    *m = (struct memory){memories, id ? id : next_id++, (at - run) * BLOCK, size, 1, client};
+    *m = (struct memory){memories, id ? id : next_id++, (at - run) * BLOCK, size, 1, client, 0};
     memset(used + m->offset / BLOCK, 1, blocks);
     memories = m;
     // Fresh memory holds what others left there: the first word of each page. Memory that was cleared does not.
@@ -187,7 +189,23 @@ static void memory_put(struct memory *m)
     memset(used + m->offset / BLOCK, 0, m->size / BLOCK);
     fallocate(memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)m->offset, (off_t)m->size);
     clear_give(m->size, true);
+    if (m->file)
+        syscall(SYS_close, m->file); // not close(), which takes the lock
     free(m);
+}
+
+// The memory is that of the file, which is made as long as the memory if it is empty. Fresh memory is not zero.
+static bool memory_share(struct memory *m, int file)
+{
+    struct stat st;
+
+    if (file < 0 || fstat(file, &st) || (!st.st_size && ftruncate(file, (off_t)m->size)))
+        return false;
+    for (uint64_t i = 0; i < m->size && !st.st_size && !scrubs(); i += PAGE)
+        if (pwrite(file, "leftover", 8, (off_t)i) != 8)
+            return false;
+    m->file = file;
+    return true;
 }
 
 // ---- addresses ----------------------------------------------------------------------------------------------

@@ -117,6 +117,16 @@ struct vmem__ops {
     int (*record)(struct vmem__backend *b, void *stream, void **event);
     int (*passed)(struct vmem__backend *b, void *event);
     void (*event_free)(struct vmem__backend *b, void *event);
+
+    // Common memory (vmem_common.h). Lengths are multiples of 2 MiB. reserve() sets *addr; nothing is mapped when
+    // unreserve() is called, which cannot fail. new() makes a descriptor that is the memory's only reference. map() and
+    // unmap() concern whole parts, of which none or all are mapped. seal() makes a mapped part read-only.
+    int (*common_reserve)(struct vmem__backend *b, uint64_t length, uint64_t *addr);
+    void (*common_unreserve)(struct vmem__backend *b, uint64_t addr, uint64_t length);
+    int (*common_new)(struct vmem__backend *b, uint64_t length, int *fd);
+    int (*common_map)(struct vmem__backend *b, uint64_t addr, uint64_t length, int fd, bool writable);
+    int (*common_seal)(struct vmem__backend *b, uint64_t addr, uint64_t length);
+    int (*common_unmap)(struct vmem__backend *b, uint64_t addr, uint64_t length);
 };
 
 // absent.c. All are safe beside each other.

@@ -116,3 +116,92 @@ void vmem__gpu_event_free(struct vmem__backend *b, void *event)
     gpu->cuda.fn.event_destroy(event);
     vmem__cuda_leave(&gpu->cuda);
 }
+
+// ---- common memory ------------------------------------------------------------------------------------------
+
+int vmem__gpu_common_reserve(struct vmem__backend *b, uint64_t length, uint64_t *addr)
+{
+    struct vmem__gpu *gpu = b->priv;
+    int rc = vmem__cuda_enter(&gpu->cuda);
+
+    if (rc)
+        return rc;
+    rc = vmem__cuda_error(&gpu->cuda.fn, gpu->cuda.fn.address_reserve(addr, length, VMEM_PAGE_2M, 0, 0),
+                          "cuMemAddressReserve");
+    vmem__cuda_leave(&gpu->cuda);
+    return rc;
+}
+
+void vmem__gpu_common_unreserve(struct vmem__backend *b, uint64_t addr, uint64_t length)
+{
+    struct vmem__gpu *gpu = b->priv;
+
+    if (vmem__cuda_enter(&gpu->cuda))
+        return;
+    gpu->cuda.fn.address_free(addr, length);
+    vmem__cuda_leave(&gpu->cuda);
+}
+
+// The descriptor keeps the memory; the handle is only this process's name for it.
+int vmem__gpu_common_new(struct vmem__backend *b, uint64_t length, int *fd)
+{
+    struct vmem__gpu *gpu = b->priv;
+    uint64_t handle;
+    int rc = vmem__cuda_enter(&gpu->cuda);
+
+    if (rc)
+        return rc;
+    rc = vmem__cuda_create_common(&gpu->cuda, length, &handle);
+    if (!rc) {
+        rc = vmem__cuda_error(&gpu->cuda.fn, gpu->cuda.fn.mem_export(fd, handle, CU_MEM_HANDLE_TYPE_FD, 0),
+                              "cuMemExportToShareableHandle");
+        vmem__cuda_release(&gpu->cuda, handle);
+    }
+    vmem__cuda_leave(&gpu->cuda);
+    return rc;
+}
+
+int vmem__gpu_common_map(struct vmem__backend *b, uint64_t addr, uint64_t length, int fd, bool writable)
+{
+    struct vmem__gpu *gpu = b->priv;
+    uint64_t handle;
+    int rc = vmem__cuda_enter(&gpu->cuda);
+
+    if (rc)
+        return rc;
+    rc = vmem__cuda_error(&gpu->cuda.fn,
+                          gpu->cuda.fn.mem_import(&handle, (void *)(uintptr_t)(unsigned)fd, CU_MEM_HANDLE_TYPE_FD),
+                          "cuMemImportFromShareableHandle");
+    if (!rc) {
+        rc = vmem__cuda_map(&gpu->cuda, addr, length, handle);
+        if (!rc && (rc = vmem__cuda_allow_to(&gpu->cuda, addr, length, writable)))
+            vmem__cuda_unmap(&gpu->cuda, addr, length);
+        vmem__cuda_release(&gpu->cuda, handle); // what is mapped stays
+    }
+    vmem__cuda_leave(&gpu->cuda);
+    return rc;
+}
+
+int vmem__gpu_common_seal(struct vmem__backend *b, uint64_t addr, uint64_t length)
+{
+    struct vmem__gpu *gpu = b->priv;
+    int rc = vmem__cuda_enter(&gpu->cuda);
+
+    if (rc)
+        return rc;
+    rc = vmem__cuda_allow_to(&gpu->cuda, addr, length, false);
+    vmem__cuda_leave(&gpu->cuda);
+    return rc;
+}
+
+int vmem__gpu_common_unmap(struct vmem__backend *b, uint64_t addr, uint64_t length)
+{
+    struct vmem__gpu *gpu = b->priv;
+    int rc = vmem__cuda_enter(&gpu->cuda);
+
+    if (rc)
+        return rc;
+    rc = vmem__cuda_unmap(&gpu->cuda, addr, length);
+    vmem__cuda_leave(&gpu->cuda);
+    return rc;
+}

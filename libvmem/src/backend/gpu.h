@@ -23,6 +23,12 @@ int vmem__gpu_backdrop(struct vmem__backend *b, struct vmem__reservation *r, uin
 int vmem__gpu_record(struct vmem__backend *b, void *stream, void **event);
 int vmem__gpu_passed(struct vmem__backend *b, void *event);
 void vmem__gpu_event_free(struct vmem__backend *b, void *event);
+int vmem__gpu_common_reserve(struct vmem__backend *b, uint64_t length, uint64_t *addr);
+void vmem__gpu_common_unreserve(struct vmem__backend *b, uint64_t addr, uint64_t length);
+int vmem__gpu_common_new(struct vmem__backend *b, uint64_t length, int *fd);
+int vmem__gpu_common_map(struct vmem__backend *b, uint64_t addr, uint64_t length, int fd, bool writable);
+int vmem__gpu_common_seal(struct vmem__backend *b, uint64_t addr, uint64_t length);
+int vmem__gpu_common_unmap(struct vmem__backend *b, uint64_t addr, uint64_t length);
 // Implements reserve(). Activates the segments of the first `ahead` bytes.
 int vmem__gpu_reserve(struct vmem__backend *b, struct vmem__reservation *r, uint64_t ahead);
 // Implements zero(). alias_of returns an address at which the run's memory is mapped.

@@ -231,11 +231,23 @@ static int counted(struct vmem__cuda *cu, int result, const char *what)
     return vmem__cuda_error(&cu->fn, result, what);
 }
 
-int vmem__cuda_create(struct vmem__cuda *cu, uint64_t length, uint64_t *handle)
+static int create(struct vmem__cuda *cu, uint64_t length, int handle_types, uint64_t *handle)
 {
-    const struct vmem__cu_prop prop = {.type = 1, .location = {.type = 1, .id = cu->device}};
+    const struct vmem__cu_prop prop = {.type = 1,
+                                       .handle_types = handle_types,
+                                       .location = {.type = 1, .id = cu->device}};
 
     return counted(cu, cu->fn.mem_create(handle, length, &prop, 0), "cuMemCreate");
+}
+
+int vmem__cuda_create(struct vmem__cuda *cu, uint64_t length, uint64_t *handle)
+{
+    return create(cu, length, 0, handle);
+}
+
+int vmem__cuda_create_common(struct vmem__cuda *cu, uint64_t length, uint64_t *handle)
+{
+    return create(cu, length, CU_MEM_HANDLE_TYPE_FD, handle);
 }
 
 int vmem__cuda_release(struct vmem__cuda *cu, uint64_t handle)
@@ -253,11 +265,16 @@ int vmem__cuda_unmap(struct vmem__cuda *cu, uint64_t addr, uint64_t length)
     return counted(cu, cu->fn.mem_unmap(addr, length), "cuMemUnmap");
 }
 
-int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length)
+int vmem__cuda_allow_to(struct vmem__cuda *cu, uint64_t addr, uint64_t length, bool write)
 {
-    const struct vmem__cu_access access = {.location = {.type = 1, .id = cu->device}, .flags = 3};
+    const struct vmem__cu_access access = {.location = {.type = 1, .id = cu->device}, .flags = write ? 3 : 1};
 
     return counted(cu, cu->fn.mem_set_access(addr, length, &access, 1), "cuMemSetAccess");
+}
+
+int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length)
+{
+    return vmem__cuda_allow_to(cu, addr, length, true);
 }
 
 static int ascending(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }

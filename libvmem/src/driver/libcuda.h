@@ -26,6 +26,7 @@
 #define CUDA_ERROR_NOT_PERMITTED 800
 #define CUDA_ERROR_NOT_SUPPORTED 801
 
+#define CU_MEM_HANDLE_TYPE_FD 1
 #define CU_STREAM_NON_BLOCKING 1u
 #define CU_EVENT_DISABLE_TIMING 2u
 #define CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR 75
@@ -48,7 +49,7 @@ struct vmem__cu_prop {
 };
 struct vmem__cu_access {
     struct vmem__cu_location location;
-    int flags; // 3: read and write
+    int flags; // 1: read; 3: read and write
 };
 
 // X(field, exported name, parameters). All return a CUresult. A stand-in libcuda must export all of them.
@@ -71,6 +72,8 @@ struct vmem__cu_access {
     X(mem_create, "cuMemCreate",                                                                                     \
       (uint64_t *handle, size_t length, const struct vmem__cu_prop *prop, unsigned long long flags))                 \
     X(mem_release, "cuMemRelease", (uint64_t handle))                                                                \
+    X(mem_export, "cuMemExportToShareableHandle", (void *fd, uint64_t handle, int type, unsigned long long flags))   \
+    X(mem_import, "cuMemImportFromShareableHandle", (uint64_t *handle, void *fd, int type))                          \
     X(mem_map, "cuMemMap", (uint64_t addr, size_t length, size_t offset, uint64_t handle, unsigned long long flags)) \
     X(mem_unmap, "cuMemUnmap", (uint64_t addr, size_t length))                                                       \
     X(mem_set_access, "cuMemSetAccess",                                                                              \
@@ -135,10 +138,12 @@ int vmem__cuda_fill(struct vmem__cuda *cu, uint64_t addr, uint8_t value, uint64_
 
 // CUDA's virtual memory management, with counts and errno. Between enter and leave. length: a multiple of 2 MiB.
 int vmem__cuda_create(struct vmem__cuda *cu, uint64_t length, uint64_t *handle);
+int vmem__cuda_create_common(struct vmem__cuda *cu, uint64_t length, uint64_t *handle); // other processes can import it
 int vmem__cuda_release(struct vmem__cuda *cu, uint64_t handle);
 int vmem__cuda_map(struct vmem__cuda *cu, uint64_t addr, uint64_t length, uint64_t handle);
 int vmem__cuda_unmap(struct vmem__cuda *cu, uint64_t addr, uint64_t length); // of one or more whole mappings
 int vmem__cuda_allow(struct vmem__cuda *cu, uint64_t addr, uint64_t length); // read and write, for this device
+int vmem__cuda_allow_to(struct vmem__cuda *cu, uint64_t addr, uint64_t length, bool write);
 
 // Finds up to max descriptors of /dev/nvidia-uvm in this process, lowest first, and returns their number. One of them
 // is the address space of this process's CUDA contexts. Only an ioctl that needs it can tell which.

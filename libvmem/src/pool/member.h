@@ -79,7 +79,8 @@ struct vmem__member_terms {
     uint64_t page_size;
     uint64_t held; // pages
     const char *name;
-    uint64_t min, max; // bytes, as in struct vmem_kv_pool_share
+    uint64_t min, max;              // bytes, as in struct vmem_kv_pool_share
+    const struct vmem_info *device; // whose memory it holds; NULL: that of ctx
 };
 
 // A question for budget lapses after this time (250 ms) unless the member repeats it or waits. Tests change the time,

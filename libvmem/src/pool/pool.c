@@ -186,12 +186,12 @@ static int find_place(vmem_kv_pool *pool, uint32_t *place)
 
 // Enters the member's entry; the pages that it already has become its grant. Between begin and end, with all locks
 // held.
-static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held)
+static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held, const struct vmem_info *device)
 {
     struct vmem_info info = {.size = sizeof info};
-    int rc = vmem_context_info(m->ctx, &info);
+    int rc = device ? 0 : vmem_context_info(m->ctx, &info);
     if (!rc)
-        rc = check_device(pool, &info);
+        rc = check_device(pool, device ? device : &info);
     if (!rc)
         rc = vmem__pool_check(pool, VMEM_KV_POOL_MEMBERS, m->entry.min, &m->entry.max);
     if (!rc && held > vmem__pool_free_bytes(pool, NULL))
@@ -239,7 +239,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     int rc = vmem__table_begin(pool, POOL_CALL_US);
     if (!rc) {
         vmem__table_reap(pool);
-        rc = enter_table(pool, m, terms->held << m->page_shift);
+        rc = enter_table(pool, m, terms->held << m->page_shift, terms->device);
         vmem__table_end(pool);
         if (!rc && m->unwritten) {
             pool->members = m->next;

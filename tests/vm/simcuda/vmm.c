@@ -273,6 +273,19 @@ SIMCUDA_API CUresult cuMemRelease(uint64_t handle)
     return CUDA_SUCCESS;
 }
 
+// Memory of one process alone.
+SIMCUDA_API CUresult cuMemExportToShareableHandle(void *fd, uint64_t handle, int type, unsigned long long flags)
+{
+    (void)fd, (void)handle, (void)type, (void)flags;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+SIMCUDA_API CUresult cuMemImportFromShareableHandle(uint64_t *handle, void *fd, int type)
+{
+    (void)handle, (void)fd, (void)type;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
 SIMCUDA_API CUresult cuMemMap(uint64_t addr, size_t length, size_t offset, uint64_t handle, unsigned long long flags)
 {
     struct handle *h = (struct handle *)(uintptr_t)handle;

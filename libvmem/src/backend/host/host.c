@@ -20,6 +20,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/sysinfo.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -589,6 +590,77 @@ static int restore(struct vmem__backend *b, const struct vmem__run *run)
     return rc ? map_error(rc, "mmap") : 0;
 }
 
+// ---- common memory ------------------------------------------------------------------------------------------
+
+static int common_reserve(struct vmem__backend *b, uint64_t length, uint64_t *addr)
+{
+    b->syscalls++;
+    void *at = mmap(NULL, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    *addr = (uintptr_t)at;
+    return at == MAP_FAILED ? reserve_error(-errno, length) : 0;
+}
+
+static void common_unmap_all(struct vmem__backend *b, uint64_t addr, uint64_t length)
+{
+    b->syscalls++;
+    give_up(b->priv, (void *)(uintptr_t)addr, length);
+}
+
+// A memfd of its own for each part, which cannot be cut short below those who map it.
+static int common_new(struct vmem__backend *b, uint64_t length, int *fd)
+{
+    struct host *h = b->priv;
+    b->syscalls++;
+    int rc = 0, file = memfd_create("vmem-common", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+    if (file < 0 && errno == EINVAL)
+        file = memfd_create("vmem-common", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (file < 0)
+        return vmem__error(-errno, "memfd_create: %s", strerror(errno));
+    pthread_mutex_lock(&h->asking);
+    if (!plenty(h, length))
+        rc = check_memory(h, length);
+    while (!rc && fallocate(file, 0, 0, (off_t)length) && (rc = -errno) == -EINTR)
+        rc = 0;
+    pthread_mutex_unlock(&h->asking);
+    if (rc == -ENOSPC || (rc < 0 && rc != -ENOMEM))
+        rc = vmem__error(rc == -ENOSPC ? -ENOMEM : rc, "fallocate of %" PRIu64 " bytes: %s", length, strerror(-rc));
+    if (!rc && fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW))
+        rc = vmem__error(-errno, "sealing a memfd: %s", strerror(errno));
+    if (rc)
+        close(file);
+    else
+        *fd = file;
+    return rc;
+}
+
+static int common_map(struct vmem__backend *b, uint64_t addr, uint64_t length, int fd, bool writable)
+{
+    const int seals = fcntl(fd, F_GET_SEALS);
+    struct stat st;
+    b->syscalls++;
+    if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(fd, &st) || (uint64_t)st.st_size != length)
+        return vmem__error(-EINVAL, "fd %d is not the memory of a part of %" PRIu64 " bytes", fd, length);
+    if (mmap((void *)(uintptr_t)addr, length, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED | MAP_FIXED, fd,
+             0) == MAP_FAILED)
+        return map_error(-errno, "mmap of a part");
+    return 0;
+}
+
+static int common_seal(struct vmem__backend *b, uint64_t addr, uint64_t length)
+{
+    b->syscalls++;
+    return mprotect((void *)(uintptr_t)addr, length, PROT_READ) ? map_error(-errno, "mprotect of a part") : 0;
+}
+
+static int common_unmap(struct vmem__backend *b, uint64_t addr, uint64_t length)
+{
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    b->syscalls++;
+    return mmap((void *)(uintptr_t)addr, length, PROT_NONE, flags, -1, 0) == MAP_FAILED
+               ? map_error(-errno, "munmap of a part")
+               : 0;
+}
+
 // ---- data ---------------------------------------------------------------------------------------------------
 
 static int copy(struct vmem__backend *b, const struct vmem_copy_op *ops, size_t n)
@@ -624,4 +696,10 @@ const struct vmem__ops vmem__host_ops = {
     .restore = restore,
     .copy = copy,
     .fill = fill,
+    .common_reserve = common_reserve,
+    .common_unreserve = common_unmap_all,
+    .common_new = common_new,
+    .common_map = common_map,
+    .common_seal = common_seal,
+    .common_unmap = common_unmap,
 };
