@@ -49,6 +49,7 @@ class Settings:
     idle: float = 0.0
     queue: float = 60.0
     slice: float = 2.0
+    common: float = 0.0
 
     @property
     def logger(self) -> logging.Logger:
@@ -136,9 +137,10 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "idle": _seconds,
     "queue": _seconds,
     "slice": _seconds,
+    "common": _seconds,
 }
 SLEEPS = ("sleep", "weights", "idle", "queue", "slice")  # fields of engines whose models can sleep
-_COMMON = [field for field in _PARSERS if field not in (*SLEEPS, "http")]
+_ALL = [field for field in _PARSERS if field not in (*SLEEPS, "http", "common")]
 _SUFFIXES = {"minimum": "MIN", "maximum": "MAX"}
 
 
@@ -148,7 +150,7 @@ def _variable(switch: str, field: str) -> str:
 
 def mistyped(switch: str, environ: Iterable[str]) -> list[tuple[str, str]]:
     """Names in an environment that are nearly those of a setting, each with the setting that may be meant."""
-    known = [switch, *(_variable(switch, field) for field in (*_COMMON, "layout"))]
+    known = [switch, *(_variable(switch, field) for field in (*_ALL, "layout"))]
     found = []
     for name in environ:
         if name.startswith("VMEM_") and name != switch and not name.startswith(f"{switch}_"):
@@ -197,7 +199,7 @@ def read(
     def variable(field: str) -> str:
         return _variable(switch, field)
 
-    fields = {field: _PARSERS[field] for field in (*_COMMON, *more)}
+    fields = {field: _PARSERS[field] for field in (*_ALL, *more)}
     if layouts:
         fields["layout"] = _one_of(layouts)
     known = [switch, *map(variable, fields)]
@@ -220,6 +222,8 @@ def read(
         if most is not None and size > most:
             name, above = variable(field), variable(other)
             raise _wrong(name, _text(environ, name), f"at most {above}={_text(environ, above)}")
+    if made.common and not made.weights:
+        raise ValueError(f"{variable('common')} is set, but {variable('weights')} is not 1")
     for field in ("minimum", "priority", "pool_size", "weights"):
         if not made.pool and getattr(made, field):
             raise ValueError(f"{variable(field)} is set, but {switch}_POOL names no pool")

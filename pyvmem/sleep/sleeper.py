@@ -25,6 +25,7 @@ from pyvmem.engine.settings import Refused, Settings
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv.pool import KVPool
 from pyvmem.sleep.activations import Activations
+from pyvmem.sleep.common import CommonWeights
 from pyvmem.sleep.weights import LOAD_WAIT, Weights
 
 LOOK = 0.02  # seconds between looks at what a model that is loaded lacks
@@ -54,7 +55,9 @@ class Sleeper:
         self._page, self._rank, self._chosen, self._pool = page, rank, chosen, pool
         page[control.POOL_OF + rank] = pools.number_of(Path(str(pool.path)).stem)
         own = context_on(device, chosen)  # whose allocations are larger than those for blocks
-        self.weights = Weights(pool, own, f"weights {os.getpid()}", chosen.logger)
+        name, seconds = f"weights {os.getpid()}", chosen.common
+        self.weights: Weights = (CommonWeights(pool, own, name, chosen.logger, seconds) if seconds
+                                 else Weights(pool, own, name, chosen.logger))  # fmt: skip
         self._activations = Activations(self.weights)
         self._busy: Callable[[], bool] | None = None
         self._copies = False  # whether a copy has begun because a server lets the model sleep

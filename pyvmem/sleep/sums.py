@@ -41,10 +41,10 @@ def _kernel(device: torch.device) -> ModuleType | None:
 class Sums:
     """Adds up memory of one device, in at most 16 MiB that are taken once: the device may be full."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, key: int = 0) -> None:
         self._device, self._piece = device, PIECE.get(device.type, MOST)
         self._kernel = _kernel(device)
-        self._key = secrets.randbits(62) | 1 << 62  # of 63 bits: Triton compiles a kernel for each size of integers
+        self.key = key or secrets.randbits(62) | 1 << 62  # 63 bits: Triton has a kernel for each size
         self._room: list[torch.Tensor] = []
 
     def __call__(self, memory: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class Sums:
         """Add words by the kernel. False: there is none, and nothing was added."""
         try:
             if self._kernel is not None and len(words):
-                self._kernel.add(words, total, self._key)
+                self._kernel.add(words, total, self.key)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # Triton compiles for the host, too, and a machine may have no compiler
@@ -79,7 +79,7 @@ class Sums:
             self._room = [steps, torch.empty_like(steps)]
         steps, mixed = (room[: len(words)] for room in self._room)
         halves = mixed.view(torch.int32).view(-1, 2)  # the lower one first
-        torch.add(steps, signed(self._key + at * STEP), out=mixed)
+        torch.add(steps, signed(self.key + at * STEP), out=mixed)
         mixed ^= words
         halves[:, 0] ^= halves[:, 1]
         for _ in range(2):

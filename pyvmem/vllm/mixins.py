@@ -18,7 +18,7 @@ import torch
 
 from pyvmem.engine import control
 from pyvmem.sleep.checkpoint import weight_bytes
-from pyvmem.vllm import beside, plugin
+from pyvmem.vllm import beside, common, plugin
 
 logger = logging.getLogger("vllm.vmem")
 _DOT = "__"
@@ -82,13 +82,28 @@ class WorkerMixin:
             super().load_model(*args, **kwargs)  # type: ignore[misc]
             return
         memory, device = self._vmem_memory(), self.device  # type: ignore[attr-defined]
-        with memory.claim(device, _bytes_of_weights(self.vllm_config)):  # type: ignore[attr-defined]
+        weights = memory.sleeper(device).weights
+        found = common.find(self, weights) if plugin.settings().common else False
+        with memory.claim(device, 0 if found else _bytes_of_weights(self.vllm_config)):  # type: ignore[attr-defined]
+            if found and common.take(self, weights, lambda: super(WorkerMixin, self).load_model(*args, **kwargs)):  # type: ignore[misc]
+                return
             super().load_model(*args, **kwargs)  # type: ignore[misc]
-            if device.type == "cpu":  # torch has no pools there
-                runner = self.model_runner  # type: ignore[attr-defined]
-                drafter = getattr(getattr(runner, "drafter", None), "model", None)
-                models = [m for m in (runner.get_model(), drafter) if isinstance(m, torch.nn.Module)]
-                memory.weights.adopt(models)
+            if device.type == "cpu" or getattr(weights, "is_common", False):  # torch has no pools there
+                weights.adopt(self._vmem_models())
+
+    def _vmem_models(self) -> list[torch.nn.Module]:
+        runner = self.model_runner  # type: ignore[attr-defined]
+        drafter = getattr(getattr(runner, "drafter", None), "model", None)
+        return [m for m in (runner.get_model(), drafter) if isinstance(m, torch.nn.Module)]
+
+    def _vmem_write(self) -> None:
+        """The weights are about to change: from now on, they are this engine's alone."""
+        if self._vmem is not None and getattr(self._vmem.weights, "is_common", False):
+            common.part(self, self._vmem.weights)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self._vmem_write()
+        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
         done = super().compile_or_warm_up_model()  # type: ignore[misc]

@@ -87,8 +87,13 @@ class WorkerMemory(BlockMemory):
 
     def claim(self, device: torch.device, size: int) -> AbstractContextManager[None]:
         """The context in which vLLM loads the weights, as `Sleeper.claim` has it."""
-        self._sleeper = Sleeper(self._page, self._rank, self._chosen, self.pool(device), device)
-        return self._sleeper.claim(size)
+        return self.sleeper(device).claim(size)
+
+    def sleeper(self, device: torch.device) -> Sleeper:
+        """What sleeps and wakes beside the blocks."""
+        if self._sleeper is None:
+            self._sleeper = Sleeper(self._page, self._rank, self._chosen, self.pool(device), device)
+        return self._sleeper
 
     @property
     def weights(self) -> Weights | None:

@@ -61,7 +61,7 @@ def test_a_sum_does_not_depend_on_the_pieces(monkeypatch):
     told = int(sums(memory))
     monkeypatch.setitem(PIECE, "cpu", 1 << 10)
     other = Sums(torch.device("cpu"))
-    other._key = sums._key
+    other.key = sums.key
     assert int(other(memory)) == told
     assert int(Sums(torch.device("cpu"))(memory)) != told  # each has a key of its own
 
