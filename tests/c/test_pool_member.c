@@ -144,9 +144,7 @@ static uint32_t take(struct holder *h, uint64_t pages)
             return 0;
         if (!coming)
             return refusal;
-        pthread_mutex_lock(&h->member->pool->lock);
         vmem__pool_wait(h->member, 60000);
-        pthread_mutex_unlock(&h->member->pool->lock);
     }
 }
 
