@@ -318,6 +318,10 @@ class VllmBudget(BlockBudget):
         """Return whether blocks are being backed or may be ordered, as of the last `refresh`."""
         return bool(self.orders) or self.num_backed < self._allowed
 
+    def can_grow(self) -> bool:
+        """Return whether blocks are on their way, or there is memory for more now."""
+        return self.ordered > 0 or (self.growable() > 0 and not self.waits())
+
     def must_wait(self, need: int) -> bool:
         """Return whether the step must wait: it would evict cached blocks although ordered ones are about to come."""
         return self.spare < need and bool(self.orders.unsent)

@@ -18,8 +18,11 @@ from typing import Any
 
 OFFLOADING, SIMPLE, LMCACHE = "OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1"
 MULTI = "MultiConnector"
-EXAMPLE = "ExampleConnector"  # it stores a prompt in its first step, computed or not
+EXAMPLE = "ExampleConnector"
 NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+# They store each block in the step that takes it: if that computes a part of the block, the rest is never stored. With
+# chunked prompts, they are wrong on vLLM's own memory, too.
+WHOLE_PROMPTS = (EXAMPLE, *NIXL)
 COPY = (OFFLOADING, SIMPLE, LMCACHE, EXAMPLE)
 REGISTER = (*NIXL, "MooncakeConnector", "MooncakeStoreConnector", "MoRIIOConnector", "LMCacheMPConnector")
 OTHERS = {

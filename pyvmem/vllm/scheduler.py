@@ -180,7 +180,7 @@ class SchedulerMemory:
         grows = budget.grows()
         if budget.lent:
             self.transfers.give_up()
-        elif not running and not grows:
+        elif not running and self.transfers.present and not budget.can_grow():
             self.transfers.unblock(lambda first: self.demand.wants(first).rest > budget.num_free())
         wait = waiting(self._scheduler) if grows or not running else []  # skipped where its result is of no use
         loads = self.transfers.loads_next(wait if not running else [])

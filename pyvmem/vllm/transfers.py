@@ -34,7 +34,8 @@ class Transfers:
         found = {type(c).__name__: c for c in connectors.flat(scheduler.connector)}
         offloading = found.get(connectors.OFFLOADING)
         self.copies = Copies(scheduler, offloading, workers) if offloading is not None else None
-        self.parts = connectors.EXAMPLE not in found  # whether a request may begin with a part of its prompt
+        # Whether a request may begin with a part of its prompt.
+        self.parts = found.keys().isdisjoint(connectors.WHOLE_PROMPTS)
         self._next: Any = None  # the request whose whole prompt the connector looks up in the next step
         self._loads = ""  # a request that did not begin with a part of its prompt, as its prefix is loaded at once
 
