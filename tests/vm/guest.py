@@ -32,10 +32,13 @@ MARK = re.compile(r"vmem step (\d+) (begins|ended): ")
 
 # An emulated guest on a busy machine loses the processor for a while: its timers then look broken, and its watchdogs
 # see stalls that are none. A guest that hangs is found by the time limit of its step. KASAN reports more than once.
+# The time is the HPET's: the kernel measures the TSC at boot, and a clock was seen to run six times too fast.
 PATIENCE = (
-    "no_timer_check tsc=reliable printk.devkmsg=on rcupdate.rcu_cpu_stall_timeout=300 watchdog_thresh=60 "
-    "workqueue.watchdog_thresh=300 sysctl.kernel.hung_task_timeout_secs=600 kasan_multi_shot"
+    "no_timer_check tsc=reliable clocksource=hpet printk.devkmsg=on rcupdate.rcu_cpu_stall_timeout=300 "
+    "watchdog_thresh=60 workqueue.watchdog_thresh=300 sysctl.kernel.hung_task_timeout_secs=600 kasan_multi_shot"
 )
+# Memory that the kernel has freed is poisoned: a later write is a BUG when it is handed out again.
+POISON = "slub_debug=FP,kmalloc-*"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +140,7 @@ def command_line(kernel, initrd, *, memory=1536, cpus=2, accel="tcg", append="")
         "-initrd",
         str(initrd),
         "-append",
-        f"console=ttyS0 panic=-1 oops=panic printk.time=1 {PATIENCE} {append}".strip(),
+        f"console=ttyS0 panic=-1 oops=panic printk.time=1 {PATIENCE} {POISON} {append}".strip(),
     ]
     return args
 
