@@ -6,7 +6,7 @@ import dataclasses
 from guest import Allowed, Step
 
 PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_neighbour", "test_release", "test_errors", "test_atomic",
-            "test_random", "test_fuzz", "test_process", "test_lifetime", "test_race", "test_live", "test_cost",
+            "test_random", "test_fuzz", "test_process", "test_lifetime", "test_race", "test_live",
             "test_failnth", "test_fatal", "test_stock", "test_register")  # fmt: skip
 
 # UVM's asserts only log, so any is a failure, but for those that its own tests provoke, and one that is wrong.
@@ -38,6 +38,7 @@ class Size:
     managed_kb: int = 0  # in test_uvm
     pushed_kb: int = 0  # in test_lifetime
     addresses: int = 2048  # of one page, in test_release
+    takeover_mb: int = 4096  # in test_release
     eviction: bool = True  # managed memory again, on a GPU that has too little of it
     registration: bool = True  # registrations that fail, which leak memory of UVM's: kmemleak would report it
     leave_out: str = ""  # of UVM's own tests, by parts of their names
@@ -60,6 +61,7 @@ SIZES = {
         remaps=200,
         stress=40,
         managed_kb=256,
+        takeover_mb=256,
         pushed_kb=16384,  # more than UVM itself keeps, or nothing has to give way
         eviction=False,
         registration=False,
@@ -137,12 +139,15 @@ def _patched(size, arch):
         _load("patched", arch, gpu="gpus=2"),
         Step("test_calls", "/tests/test_calls", 180),
         Step("test_neighbour", "/tests/test_neighbour", 120),
-        Step("test_release", f"ADDRESSES={size.addresses} /tests/test_release", 120 + size.addresses // 200),
-        Step("test_errors", "/tests/test_errors", 120),
+        Step(
+            "test_release",
+            f"ADDRESSES={size.addresses} TAKEOVER_MB={size.takeover_mb} /tests/test_release",
+            120 + size.addresses // 200,
+        ),
+        Step("test_errors", f"CALLS={min(size.fuzz, 20_000)} /tests/test_errors", 120),
         Step("test_atomic", "/tests/test_atomic", 120),
         Step("test_lifetime", f"MANAGED_KB={size.pushed_kb} /tests/test_lifetime", 180),
         Step("test_live patched", f"REMAPS={size.remaps} /tests/test_live", 240),
-        Step("test_cost", "/tests/test_cost", 120),
         _unload("patched"),
         _load("patched", arch),
         Step("test_process", f"KILLS={size.kills} /tests/test_process", 240),
@@ -164,18 +169,14 @@ def unload_with_state(arch):
     return [_load("patched", arch), Step("unload with state", hold + wait + refuse + kill, 60), _unload("patched")]
 
 
-def _with_failmem(*steps):
-    return [
-        Step("insert failmem", "insmod /mod/failmem.ko", 20, quiet=True),
-        *steps,
-        Step("remove failmem", "rmmod failmem", 20, quiet=True),
-    ]
+def _failmem():
+    return Step("insert failmem", "insmod /mod/failmem.ko", 20, quiet=True)  # unload_all removes it
 
 
 def failing_stock_calls(variant, size, arch):
     """UVM's own calls, each of which fails: the same must come of it on both modules."""
     step = Step(f"test_stock {variant}", f"SECONDS_EACH={size.race} /tests/test_stock", 240 + 10 * size.race)
-    return [_load(variant, arch, BUILTIN, gpu="gpus=2"), *_with_failmem(step), _unload(variant)]
+    return [_load(variant, arch, BUILTIN, gpu="gpus=2"), _failmem(), step, _unload(variant)]
 
 
 def failing_registrations(variant, size, arch):
@@ -183,16 +184,15 @@ def failing_registrations(variant, size, arch):
     if not size.registration:
         return []
     unload = Step(f"unload {variant} after failed registrations", "unload_all", 60, quiet=True)
-    return [_load(variant, arch), *_with_failmem(Step(f"test_register {variant}", "/tests/test_register", 120)), unload]
+    return [_load(variant, arch), _failmem(), Step(f"test_register {variant}", "/tests/test_register", 120), unload]
 
 
 def fail_nth(arch):
     return [
         _load("patched", arch),
-        *_with_failmem(
-            Step("test_failnth", "/tests/test_failnth", 600),
-            Step("test_release without memory", "/tests/test_release without_memory", 60),
-        ),
+        _failmem(),
+        Step("test_failnth", "/tests/test_failnth", 600),
+        Step("test_release without memory", "/tests/test_release without_memory", 60),
         _unload("patched"),
     ]
 

@@ -189,7 +189,7 @@ TEST(test_err_answer_taken_away)
     c = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     answer = (void *)c;
     CHECK(pthread_create(&thread, NULL, take_away, NULL) == 0);
-    for (unsigned long i = 0; i < n; i++) {
+    for (unsigned long i = 0; i < n || !told || !refused; i++) { // CASE_TIMEOUT ends it
         struct uvm_vmem_create good = {.size = sizeof(good), .page_size = KB(64), .count = 2};
         int pipes[2];
 
@@ -211,7 +211,6 @@ TEST(test_err_answer_taken_away)
     }
     stop = true;
     pthread_join(thread, NULL);
-    CHECK(told > 0 && refused > 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_created, created);
     UNCHANGED(&s);
 }
