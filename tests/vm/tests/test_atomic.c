@@ -34,31 +34,6 @@ TEST(test_one_bad_element_anywhere)
     vm_state_same(&u, BASE, &s, false);
 }
 
-// The same address twice in one batch without REPLACE: the second element is at fault.
-TEST(test_overlap_inside_a_batch)
-{
-    struct uvm u;
-    struct uvm_vmem_op ops[2];
-    struct uvm_vmem_batch b;
-    struct vm_state s;
-    uint64_t h;
-
-    vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, KB(128), 2, &h), NV_OK);
-    vm_state_take(&u, BASE, MB(4), &s);
-    ops[0] = vm_op(BASE, KB(128), h, 0, 0);
-    ops[1] = vm_op(BASE + KB(64), KB(128), h + 1, 0, 0);
-    CHECK_EQ(vm_map_ops(&u, 0, ops, 2, &b), NV_ERR_UVM_ADDRESS_IN_USE);
-    CHECK_EQ(b.out_failed, 1);
-    vm_state_same(&u, BASE, &s, true);
-    // in an UNMAP, a page can be taken away twice: it is simply gone
-    CHECK_EQ(vm_map_ops(&u, 0, ops, 1, &b), NV_OK);
-    ops[0] = vm_op(BASE, KB(128), 0, 0, 0);
-    ops[1] = vm_op(BASE + KB(64), KB(128), 0, 0, 0);
-    CHECK_EQ(vm_unmap_ops(&u, 0, ops, 2, &b), NV_OK);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
-}
-
 // An element that no range covers: the elements before it are not done either.
 TEST(test_unmap_all_or_nothing)
 {

@@ -14,38 +14,36 @@ static void *unreadable;
 
 static uint64_t edge(void)
 {
-    static const uint64_t values[] = {
-        0,
-        1,
-        2,
-        7,
-        8,
-        48,
-        4095,
-        4096,
-        KB(64) - 1,
-        KB(64),
-        KB(64) + 1,
-        KB(128),
-        KB(256),
-        MB(1),
-        MB(2) - 1,
-        MB(2),
-        MB(2) + 1,
-        MB(4),
-        GB(1),
-        GB(4),
-        1ull << 47,
-        1ull << 49,
-        1ull << 63,
-        BASE,
-        BASE + MB(2),
-        BASE + BLOCKS * BLOCK,
-        ~0ull,
-        ~0ull - 1,
-        ~0ull << 16,
-        ~0ull << 21,
-    };
+    static const uint64_t values[] = {0,
+                                      1,
+                                      2,
+                                      7,
+                                      8,
+                                      48,
+                                      4095,
+                                      4096,
+                                      KB(64) - 1,
+                                      KB(64),
+                                      KB(64) + 1,
+                                      KB(128),
+                                      KB(256),
+                                      MB(1),
+                                      MB(2) - 1,
+                                      MB(2),
+                                      MB(2) + 1,
+                                      MB(4),
+                                      GB(1),
+                                      GB(4),
+                                      1ull << 47,
+                                      1ull << 49,
+                                      1ull << 63,
+                                      BASE,
+                                      BASE + MB(2),
+                                      BASE + BLOCKS * BLOCK,
+                                      ~0ull,
+                                      ~0ull - 1,
+                                      ~0ull << 16,
+                                      ~0ull << 21};
 
     switch (rng_below(&rng, 4)) {
     case 0: return rng_next(&rng);
@@ -72,8 +70,9 @@ static void spoil(void *p, size_t size, unsigned words)
 static void good_op(struct uvm_vmem_op *op)
 {
     unsigned p = rng_below(&rng, COUNT(pages));
+    uint32_t flags = rng_next(&rng) & (UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER);
 
-    *op = vm_op(BASE + rng_below(&rng, BLOCKS * 32) * GRANULE, KB(64), pages[p], 0, UVM_VMEM_MAP_REPLACE);
+    *op = vm_op(BASE + rng_below(&rng, BLOCKS * 32) * GRANULE, KB(64), pages[p], 0, UVM_VMEM_MAP_REPLACE | flags);
 }
 
 static void *maybe_bad(void *p)

@@ -190,31 +190,6 @@ TEST(test_uvm_free_takes_overlays_not_pages)
     sim_check(0);
 }
 
-TEST(test_unmap_external_closes_an_overlay)
-{
-    struct uvm u;
-    uint64_t h;
-
-    vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
-    for (int round = 0; round < 5; round++) {
-        CHECK_EQ(vm_map(&u, BASE + MB(2), KB(64), h, 0, 0), NV_OK);
-        CHECK_EQ(vm_map(&u, BASE + MB(4), KB(64), h, 0, 0), NV_OK);
-        CHECK_EQ(gpu_mark(&u, BASE + MB(2), KB(64), round + 1), 0);
-        CHECK_EQ(uvm_unmap_external(&u, 0, BASE + MB(2), MB(2)), NV_OK);
-        CHECK_EQ(sim_pte(&u, BASE + MB(2)).state, SIMGPU_PTE_INVALID);
-        CHECK(gpu_marked(&u, BASE + MB(4), KB(64), round + 1, NULL));
-        CHECK_EQ(vm_unmap(&u, BASE + MB(4), KB(64)), NV_OK);
-    }
-    // an overlay that UVM closed does not make release or free stumble
-    CHECK_EQ(vm_map(&u, BASE + MB(6), KB(64), h + 1, 0, 0), NV_OK);
-    CHECK_EQ(uvm_unmap_external(&u, 0, BASE + MB(6), MB(2)), NV_OK);
-    CHECK_EQ(vm_release_one(&u, h + 1), NV_OK);
-    CHECK_EQ(vm_release_one(&u, h), NV_OK);
-    CHECK_EQ(uvm_free_range(&u, BASE, MB(8)), NV_OK);
-    sim_check(0);
-}
-
 TEST(test_close_with_everything_outstanding)
 {
     struct uvm u;

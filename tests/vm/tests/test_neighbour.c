@@ -103,33 +103,6 @@ TEST(test_a_sparse_neighbour_stays_its_owners)
     end();
 }
 
-// Within its range, MAP_AHEAD opens what is unmapped, takes what is sparse, and follows the mapping that it is in.
-TEST(test_ahead_in_the_callers_own_range)
-{
-    start(4);
-    CHECK_EQ(map_last(AHEAD).state, SIMGPU_PTE_SPARSE); // a hole
-    CHECK_EQ(sim_pte(&u, AT(2)).state, SIMGPU_PTE_INVALID);
-    end();
-
-    start(4);
-    CHECK_EQ(uvm_map_sparse(&u, 0, BASE, 4 * BLOCK), NV_OK);
-    CHECK_EQ(map_last(AHEAD | UVM_VMEM_TAKEOVER).state, SIMGPU_PTE_SPARSE);
-    CHECK_EQ(vm_map(&u, AT(1), KB(64), h + 1, 0, 0), NV_OK); // it is vMem's already
-    end();
-
-    for (unsigned size = 0; size < 2; size++) {
-        start(4);
-        foreign(BASE, 4 * BLOCK, size ? MB(2) : KB(64), MEMORY);
-        CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, AHEAD | UVM_VMEM_TAKEOVER), NV_OK);
-        CHECK_EQ(vm_map(&u, AT(1), KB(64), h + 1, 0, AHEAD), NV_OK); // it was taken ahead, and this one takes nothing
-        CHECK(gpu_marked(&u, AT(2), 2 * BLOCK, WORD, NULL));
-        CHECK_EQ(vm_map(&u, AT(2), KB(64), h + 2, 0, AHEAD), NV_ERR_UVM_ADDRESS_IN_USE);
-        CHECK_EQ(vm_map(&u, AT(2), KB(64), h + 2, 0, AHEAD | UVM_VMEM_TAKEOVER), NV_OK);
-        CHECK_EQ(sim_pte(&u, AT(3)).state, SIMGPU_PTE_SPARSE);
-        end();
-    }
-}
-
 // Other memory in the same range is not taken, nor is memory that took the place of the mapping that was.
 TEST(test_ahead_stays_with_its_memory)
 {
@@ -151,31 +124,4 @@ TEST(test_ahead_stays_with_its_memory)
         CHECK(gpu_marked(&u, AT(3), BLOCK, WORD, NULL));
         end();
     }
-}
-
-// What AHEAD does not reach, a caller opens by its addresses, and nothing beside them.
-TEST(test_open_by_address)
-{
-    struct uvm_vmem_op op = vm_op(AT(1) + KB(64), KB(64), 0, 0, UVM_VMEM_MAP_OPEN);
-
-    start(4);
-    foreign(AT(2), BLOCK, MB(2), MEMORY);
-    CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);
-    CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_INVALID);
-    CHECK_EQ(sim_pte(&u, AT(1)).state, SIMGPU_PTE_SPARSE);
-    CHECK(gpu_marked(&u, AT(2), BLOCK, WORD, NULL));
-    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
-    op = vm_op(BASE, 4 * BLOCK, 0, 0, UVM_VMEM_MAP_OPEN);
-    CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_ERR_UVM_ADDRESS_IN_USE);
-    CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_INVALID);
-    CHECK_EQ(vm_map(&u, AT(1), KB(64), h, 0, 0), NV_OK);
-    CHECK_EQ(gpu_mark(&u, AT(1), KB(64), 5), 0);
-    op.flags |= UVM_VMEM_TAKEOVER;
-    CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_OK);
-    CHECK(gpu_marked(&u, AT(1), KB(64), 5, NULL)); // pages stay where they are
-    CHECK_EQ(gpu_word(&u, AT(2)), 0);
-    CHECK_EQ(sim_pte(&u, AT(3)).state, SIMGPU_PTE_SPARSE);
-    op.length += KB(64);
-    CHECK_EQ(vm_map_ops(&u, 0, &op, 1, NULL), NV_ERR_INVALID_ADDRESS);
-    end();
 }

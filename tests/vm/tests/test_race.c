@@ -43,7 +43,7 @@ static void *mapper(void *arg)
         CHECK_EQ(s, NV_OK);
         for (unsigned i = 0; i < 12; i++) {
             ops[i] = vm_op(BASE + rng_below(&rng, BLOCKS) * BLOCK + rng_below(&rng, 8) * KB(256), size, h + i, 0,
-                           UVM_VMEM_MAP_REPLACE);
+                           UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER);
             handles[i] = h + i;
         }
         // the ranges come and go
@@ -113,6 +113,7 @@ static void run(void *(*const who[])(void *), unsigned n)
 {
     pthread_t threads[8];
 
+    uvm_start(&u);
     for (unsigned i = 0; i < BLOCKS; i++)
         EXPECT(uvm_create_external(&u, BASE + i * BLOCK, BLOCK), NV_OK, NV_ERR_UVM_ADDRESS_IN_USE);
     for (unsigned i = 0; i < n; i++)
@@ -133,7 +134,6 @@ TEST(test_concurrent_maps_and_releases)
 {
     void *(*const who[])(void *) = {mapper, mapper, mapper, reader};
 
-    uvm_start(&u);
     run(who, COUNT(who));
 }
 
@@ -141,7 +141,6 @@ TEST(test_concurrent_with_uvm_free_and_unmap_external)
 {
     void *(*const who[])(void *) = {mapper, mapper, uvm_freer, unmapper, asker, reader};
 
-    uvm_start(&u);
     run(who, COUNT(who));
 }
 
