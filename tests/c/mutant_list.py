@@ -86,8 +86,8 @@ _MUTANTS = [
     ("handles are not salted", "core/vmem__context_create_ops", replace("new_salt()", "FRAME_END"), "test_ownership"),
     ("generations end with the arena", "core/blocks_put", drop("generation = generation"), "test_create"),
     # commits
-    ("a commit forgets VMEM_MAP_FINE", "core/vmem_commit", replace("flags & VMEM_MAP_FINE", "0"), "test_commit"),
-    ("a commit forgets VMEM_CREATE_ZERO", "core/vmem_commit", replace("flags & VMEM_CREATE_ZERO", "0"), "test_commit"),
+    ("a commit forgets VMEM_MAP_FINE", "core/vmem__commit", replace("flags & VMEM_MAP_FINE", "0"), "test_commit"),
+    ("a commit forgets VMEM_CREATE_ZERO", "core/create_pages", replace("flags & VMEM_CREATE_ZERO", "0"), "test_commit"),
     ("a commit leaves what is backed to others", "core/mark_backed", drop("opid = c"), "test_commit"),
     ("a commit keeps what is backed from others", "core/unmark",
      replace("entry_page(ctx, entry, &a)->opid = 0", "(void) a"), "test_commit"),
