@@ -343,6 +343,33 @@ def test_behind_vllms_router_models_sleep_and_wake(three, router):
     assert router.ask("b", PROMPT, 8)[0] == 200
 
 
+def test_behind_the_router_of_the_examples_models_sleep_and_wake(three, file):
+    port, program = free_port(), str(Path(__file__).parents[2] / "examples" / "router.py")
+    servers = [f"{model.name}={model.url}" for model in three.values()]
+    environ = {**os.environ, "PORT": str(port), "VLLM_API_KEY": KEY}
+    router, expected = subprocess.Popen([sys.executable, program, *servers], env=environ), three["a"].tokens(PROMPT)
+    try:
+        for name in NAMES * 2:
+            body = dict(model=name, prompt=PROMPT, max_tokens=8, temperature=0, ignore_eos=True, return_token_ids=True)
+            end = time.monotonic() + SECONDS
+            while True:
+                with contextlib.suppress(urllib.error.URLError):  # nothing else tells when it listens
+                    status, _, told = call(f"http://127.0.0.1:{port}/v1/completions", body)
+                    break
+                assert router.poll() is None and time.monotonic() < end
+                time.sleep(0.1)
+            assert status == 200 and told["choices"][0]["token_ids"] == expected
+            state = three[name].state()
+            assert state["wait"] == 0 and state["room"] >= 0
+        three["a"].order("drain")
+        assert three["a"].until(lambda s: s["wait"])["wait"] == 1e6
+        three["a"].order("wake")
+        three["a"].until(lambda s: not s["wait"])
+    finally:
+        router.kill()
+        router.wait()
+
+
 def test_the_death_of_the_router_harms_no_model(three, file, router):
     lost = Asked(router, three["a"])
     router.kill()
