@@ -1,6 +1,6 @@
 """Looks whether the calls between the files of a folder of libvmem only go down: each calls only files that ORDER lists
 before it. Where ORDER lists a folder, its files may call each other, but in no circle. Reads the objects that
-`make lib` builds, with nm. The folders above core, but blocks, may include no more of it than core/memory.h. The files
+`make lib` builds, with nm. The folders above core may include no more of it than core/memory.h. The files
 of the kernel module stand in the order of uvm_ext.Kbuild. Their text is read, since they are built elsewhere.
 
 SPDX-License-Identifier: MIT
@@ -117,7 +117,7 @@ def module_upward():
 
 def private_headers():
     """The files above core that read its fields instead of calling it."""
-    for folder in ("kv", "pool", "torch"):
+    for folder in ("blocks", "kv", "pool", "torch"):
         for path in sorted((SOURCES / folder).glob("*.[ch]")):
             if re.search(r'^#include "core/(?!memory\.h|error\.h)', path.read_text(), re.M):
                 yield f"{folder}/{path.name} includes more of core than core/memory.h"

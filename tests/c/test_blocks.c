@@ -11,6 +11,7 @@
 #include "harness.h"
 #include "vmem_blocks.h"
 #include "vmem_kv_pool.h"
+#include "vmem_kv.h"
 
 static vmem_context *ctx;
 static uint64_t base, P;
@@ -1001,6 +1002,42 @@ static void driver_fails_at_the_end(void)
     }
 }
 
+// What a KV cache of the same context has taken ahead stays when blocks are idle, or end.
+static void leaves_a_cache_its_memory(void)
+{
+    const struct vmem_kv_tensor tensor = {.row_bytes = P};
+    const struct vmem_kv_config cfg = {.size = sizeof cfg,
+                                       .tensors = &tensor,
+                                       .n_tensors = 1,
+                                       .slots = 1,
+                                       .max_tokens = 64,
+                                       .page_size = P,
+                                       .budget = 40 * P};
+    struct vmem_kv_pool_config pc = {.size = sizeof pc, .budget = 100 * P};
+    vmem_context *mine = ctx;
+    uint64_t mine_base = base;
+    vmem_kv_pool *pool;
+    vmem_kv *kv;
+    ctx = test_context(0);
+    OK(vMemReserve(ctx, 64 * P, 0, &base));
+    OK(vmem_kv_create(ctx, &cfg, &kv));
+    CHECK(test_stats(ctx).overhead >= 40 * P);
+    OK(vmem_kv_pool_create(&pc, &pool));
+    vmem_blocks *b = simple(8, 0);
+    OK(vmem_blocks_join(b, pool, "blocks", 0, 0));
+    OK(vmem_blocks_back(b, (uint32_t[]){0, 1}, 2, 0, NULL));
+    OK(vmem_blocks_unback(b, (uint32_t[]){0, 1}, 2, 0));
+    usleep(250000); // it has become idle
+    CHECK(test_stats(ctx).overhead >= 40 * P);
+    vmem_blocks_destroy(b);
+    CHECK(test_stats(ctx).overhead >= 40 * P);
+    vmem_kv_pool_destroy(pool);
+    vmem_kv_destroy(kv);
+    vmem_context_destroy(ctx);
+    ctx = mine;
+    base = mine_base;
+}
+
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -1028,6 +1065,7 @@ int main(int argc, char **argv)
     a_row_stays_while_pages_do(false);
     a_row_stays_while_pages_do(true);
     a_device_with_less_than_the_budget();
+    leaves_a_cache_its_memory();
     if (fakegpu_fail) {
         events();
         flush_sees_every_fence();

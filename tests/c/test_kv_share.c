@@ -98,11 +98,11 @@ static void test_an_old_look_refuses_no_question(void)
         while (vmem_kv_step(kv, lengths, 2, 0)) // the thread may be at the file
             usleep(100);
         while (could_give(kv)) {
-            pool_ring(pool);
+            vmem__pool_ring(pool);
             usleep(100);
         }
         lock(F_WRLCK, 0);
-        pool_ring(pool);
+        vmem__pool_ring(pool);
         usleep(200 * (useconds_t)(i % 20)); // until the thread is at the file's lock; too little hides a fault
         OK(vmem_kv_free(kv, slot, 0));
         const uint64_t question = ask(PAGES);
@@ -114,7 +114,7 @@ static void test_an_old_look_refuses_no_question(void)
             pthread_mutex_unlock(&pool->lock);
         } while (row.looked < question);
         CHECK(row.reply != VMEM_KV_REFUSED);
-        pool_ring(pool);
+        vmem__pool_ring(pool);
         while (table().entries[0].has)
             usleep(100);
         lock(F_WRLCK, 0);
@@ -139,11 +139,11 @@ static void test_changes_are_published(void)
         lengths[slot] = ROWS;
         while (vmem_kv_step(kv, lengths, 2, 0))
             usleep(100);
-        pool_ring(pool); // it looks sooner after the last change than it writes the row again
+        vmem__pool_ring(pool); // it looks sooner after the last change than it writes the row again
         while (could_give(kv) || table().entries[0].could_give)
             usleep(100);
         OK(vmem_kv_free(kv, slot, 0));
-        pool_ring(pool);
+        vmem__pool_ring(pool);
         while (table().entries[0].could_give < PAGES * test_page)
             usleep(100);
     }

@@ -280,7 +280,7 @@ static void real_lower(void *self, uint64_t pages)
 static void real_trim(void *self, bool wanted)
 {
     const struct holder *h = self;
-    vmem__trim_to(ctx, 0, wanted, NULL);
+    vmem__trim_unused(ctx, wanted);
     if (h->patient && unused_memory()) // of which the row says nothing yet
         vmem__pool_unask(h->patient);
 }
@@ -383,7 +383,7 @@ static void test_memory_goes_back_when_nobody_waits(void)
         create_to(&a, 50);
         unlock(&a);
         if (wants)
-            OK(vmem__trim_to(ctx, 0, true, NULL)); // returns nothing: somebody waits
+            vmem__trim_unused(ctx, true); // returns nothing: somebody waits
         CHECK(!wants || unused_memory() == 30 * test_page);
     }
     while (unused_memory())

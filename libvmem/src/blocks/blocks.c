@@ -18,7 +18,7 @@ int vmem_blocks_create(vmem_context *ctx, const struct vmem_blocks_config *confi
     }
     // Device memory goes back an arena at a time, and blocks are unbacked in no order of their addresses: keep arenas
     // small.
-    vmem__limit_arenas(ctx, BLOCK);
+    vmem__limit_arenas(ctx, VMEM_PAGE_2M);
     vmem__blocks_publish(b);
     *out = b;
     return 0;
@@ -40,7 +40,7 @@ void vmem_blocks_destroy(vmem_blocks *b)
     vmem__pool_leave(b->member, b->held);
     vmem__blocks_unmap_all(b);
     if (b->member)
-        vmem__trim_to(b->ctx, 0, false, NULL);
+        vmem__trim_unused(b->ctx, false);
     vmem__pool_left(b->member);
     b->held = b->stats.backed = b->stats.leaving = 0;
     vmem__blocks_publish(b);
@@ -117,7 +117,7 @@ int vmem_blocks_back(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint32_t f
         return rc;
     c->flags = flags;
     const uint32_t missing = number_call(b, c);
-    if (missing || b->ctx->b.n_absent)
+    if (missing || *b->absent)
         rc = vmem__blocks_back(b, c);
     vmem__blocks_end_call(b, c, rc);
     if (!rc && fresh)
@@ -190,9 +190,8 @@ int vmem_blocks_unback(vmem_blocks *b, const uint32_t *ids, uint32_t n, uint64_t
 
 // ---- fences -----------------------------------------------------------------------------------------------------
 
-// Makes a fence that passes at once, by hand, or with the event.
-enum kind { AT_ONCE, BY_HAND, BY_EVENT };
-static int make_fence(vmem_blocks *b, enum kind kind, void *stream, uint64_t *fence)
+// Makes a fence that passes by hand, or with an event of the stream: at once where there are none.
+static int make_fence(vmem_blocks *b, bool by_hand, void *stream, uint64_t *fence)
 {
     if (!fence)
         return vmem__blocks_leave(b, vmem__error(-EINVAL, "fence is NULL"));
@@ -203,8 +202,8 @@ static int make_fence(vmem_blocks *b, enum kind kind, void *stream, uint64_t *fe
     pthread_mutex_unlock(&b->lock);
     if (!f && !(f = calloc(1, sizeof(*f))))
         rc = vmem__error(-ENOMEM, "no memory for a fence");
-    if (!rc && kind == BY_EVENT)
-        rc = b->ctx->b.ops->record(&b->ctx->b, stream, &f->event);
+    if (!rc && !by_hand)
+        rc = vmem__event_record(b->ctx, stream, &f->event);
     pthread_mutex_lock(&b->lock);
     if (rc && f) {
         f->next = b->spare;
@@ -212,8 +211,8 @@ static int make_fence(vmem_blocks *b, enum kind kind, void *stream, uint64_t *fe
     }
     if (rc)
         return vmem__blocks_leave(b, rc);
-    f->by_hand = kind == BY_HAND;
-    f->passed = kind == AT_ONCE;
+    f->by_hand = by_hand;
+    f->passed = !by_hand && !f->event;
     f->next = NULL;
     *fence = f->number = ++b->fence;
     *b->fences_end = f;
@@ -225,13 +224,13 @@ static int make_fence(vmem_blocks *b, enum kind kind, void *stream, uint64_t *fe
 int vmem_blocks_record(vmem_blocks *b, void *stream, uint64_t *fence)
 {
     int rc = vmem__blocks_enter(b);
-    return rc ? rc : make_fence(b, b->ctx->b.ops->record ? BY_EVENT : AT_ONCE, stream, fence);
+    return rc ? rc : make_fence(b, false, stream, fence);
 }
 
 int vmem_blocks_fence(vmem_blocks *b, uint64_t *fence)
 {
     int rc = vmem__blocks_enter(b);
-    return rc ? rc : make_fence(b, BY_HAND, NULL, fence);
+    return rc ? rc : make_fence(b, true, NULL, fence);
 }
 
 int vmem_blocks_pass(vmem_blocks *b, uint64_t fence)

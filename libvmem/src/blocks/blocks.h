@@ -25,8 +25,12 @@
 #ifndef VMEM_BLOCKS_STATE_H
 #define VMEM_BLOCKS_STATE_H
 
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
 #include "core/memory.h"
-#include "core/core.h"
 #include "pool/member.h"
 #include "vmem_blocks.h"
 
@@ -94,6 +98,7 @@ struct page_batch {
 struct vmem_blocks {
     vmem_context *ctx;
     const unsigned char *owned;
+    const _Atomic uint64_t *absent; // of the context's addresses: a failed call left them without their pages
     uint64_t page_size;
     uint32_t page_shift, n_blocks, n_ranges, n_spans;
     struct range *ranges;

@@ -53,10 +53,7 @@ static bool continue_lowering(void *blocks, uint64_t least)
     return false;
 }
 
-static void trim(void *blocks, bool keep_retained)
-{
-    vmem__trim_to(((vmem_blocks *)blocks)->ctx, 0, keep_retained, NULL);
-}
+static void trim(void *blocks, bool keep_retained) { vmem__trim_unused(((vmem_blocks *)blocks)->ctx, keep_retained); }
 
 static void evict(void *blocks, uint64_t pages)
 {

@@ -352,7 +352,7 @@ static int back_missing(vmem_blocks *b, const struct block_call *c, struct block
 static int check_pages(const vmem_blocks *b)
 {
     int rc = 0;
-    for (const struct page_span *s = b->spans; s < b->spans + b->n_spans && !rc && b->ctx->b.n_absent; s++)
+    for (const struct page_span *s = b->spans; s < b->spans + b->n_spans && !rc && *b->absent; s++)
         rc = vmem__check_present(b->ctx, s->first << b->page_shift, s->pages << b->page_shift);
     return rc;
 }

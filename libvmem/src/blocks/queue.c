@@ -103,7 +103,7 @@ void vmem__blocks_poll_events(vmem_blocks *b)
     while (vmem__blocks_needs_driver(b)) {
         struct fence *f = b->fences; // stays first while the lock is dropped: no other call lets it pass
         pthread_mutex_unlock(&b->lock);
-        const bool passed = b->ctx->b.ops->passed(&b->ctx->b, f->event) > 0;
+        const bool passed = vmem__event_passed(b->ctx, f->event);
         pthread_mutex_lock(&b->lock);
         if (!passed)
             break;

@@ -94,12 +94,7 @@ static int check_range(vmem_context *ctx, const struct vmem_blocks_config *cfg, 
                            "block_stride %" PRIu64 " and layer_stride %" PRIu64 ": %u blocks of %u layers, %" PRIu64
                            " bytes each, would overlap",
                            r->block_stride, r->layer_stride, cfg->blocks, r->layers, r->bytes);
-    struct vmem__reservation_rec *s;
-    vmem__begin(ctx);
-    const int rc =
-        vmem__reservation_of(ctx, first, last / cfg->page_size * cfg->page_size + cfg->page_size - first, &s);
-    vmem__end(ctx);
-    return rc;
+    return vmem__check_reserved(ctx, first, last / cfg->page_size * cfg->page_size + cfg->page_size - first);
 }
 
 static int check_config(vmem_context *ctx, const struct vmem_blocks_config *cfg)
@@ -110,7 +105,7 @@ static int check_config(vmem_context *ctx, const struct vmem_blocks_config *cfg)
         return vmem__error(-EINVAL, "cfg->blocks %u is not between 1 and 2^31 - 1", cfg->blocks);
     int rc = vmem__check_flags(cfg->flags, 0);
     if (!rc)
-        rc = vmem__check_page_size(ctx, cfg->page_size);
+        rc = vmem__usable_page_size(ctx, cfg->page_size);
     if (!rc && cfg->budget && cfg->budget < cfg->page_size)
         rc = vmem__error(-EINVAL, "cfg->budget %" PRIu64 " is less than a page, %" PRIu64, cfg->budget, cfg->page_size);
     for (uint32_t i = 0; i < cfg->n_ranges && !rc; i++) {
@@ -188,7 +183,7 @@ void vmem__blocks_free(vmem_blocks *b)
         struct fence **at = b->fences ? &b->fences : &b->spare, *f = *at;
         *at = f->next;
         if (f->event)
-            b->ctx->b.ops->event_free(&b->ctx->b, f->event);
+            vmem__event_free(b->ctx, f->event);
         free(f);
     }
     pthread_cond_destroy(&b->work);
@@ -204,7 +199,8 @@ void vmem__blocks_free(vmem_blocks *b)
 int vmem__blocks_new(vmem_context *ctx, const struct vmem_blocks_config *config, vmem_blocks **out)
 {
     struct vmem_blocks_config cfg;
-    int rc = vmem__enter(ctx);
+    const unsigned char *owned;
+    int rc = vmem__usable(ctx, &owned);
     if (rc)
         return rc;
     if (!config || !out)
@@ -218,7 +214,8 @@ int vmem__blocks_new(vmem_context *ctx, const struct vmem_blocks_config *config,
     if (!b)
         return vmem__error(-ENOMEM, "no memory for %u blocks", cfg.blocks);
     b->ctx = ctx;
-    b->owned = ctx->owned;
+    b->owned = owned;
+    b->absent = vmem__absent(ctx);
     b->page_size = cfg.page_size;
     b->page_shift = (uint32_t)__builtin_ctzll(cfg.page_size);
     b->n_blocks = cfg.blocks;

@@ -27,9 +27,7 @@ static void carry_out_order(vmem_blocks *b)
 static void return_memory(vmem_blocks *b)
 {
     pthread_mutex_unlock(&b->lock);
-    vmem__begin(b->ctx);
-    vmem__shrink(b->ctx, true);
-    vmem__end(b->ctx);
+    vmem__trim_unused(b->ctx, true);
     pthread_mutex_lock(&b->lock);
 }
 

@@ -71,6 +71,17 @@ int vmem__interrupted(struct vmem__backend *b)
     return stop ? vmem__error(-EINTR, "interrupted") : 0;
 }
 
+// ---- events -------------------------------------------------------------------------------------------------
+
+int vmem__event_record(vmem_context *ctx, void *stream, void **event)
+{
+    return ctx->b.ops->record ? ctx->b.ops->record(&ctx->b, stream, event) : 0;
+}
+
+bool vmem__event_passed(vmem_context *ctx, void *event) { return ctx->b.ops->passed(&ctx->b, event) > 0; }
+
+void vmem__event_free(vmem_context *ctx, void *event) { ctx->b.ops->event_free(&ctx->b, event); }
+
 // ---- threads ------------------------------------------------------------------------------------------------
 
 int vmem__thread_start(pthread_t *thread, void *(*run)(void *), void *arg)

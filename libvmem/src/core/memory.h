@@ -45,6 +45,18 @@ int vmem__usable(const vmem_context *ctx, const unsigned char **owned);
 // -EINVAL, naming page_size, unless the backend supports it.
 int vmem__usable_page_size(const vmem_context *ctx, uint64_t page_size);
 
+// ---- events of a stream (call.c) ------------------------------------------------------------------------------
+
+// *event: NULL, or an event of before, which is recorded again. It stays NULL on the host, where no kernel is waited for.
+int vmem__event_record(vmem_context *ctx, void *stream, void **event);
+bool vmem__event_passed(vmem_context *ctx, void *event);
+void vmem__event_free(vmem_context *ctx, void *event);
+
+// ---- reservations (reservation.c) -------------------------------------------------------------------------------
+
+// -EINVAL, naming [addr, addr + length), unless it is inside one reservation.
+int vmem__check_reserved(vmem_context *ctx, uint64_t addr, uint64_t length);
+
 // ---- creation (page.c) --------------------------------------------------------------------------------------
 
 #define VMEM__CREATE_BOUND 0x80000000u // among the flags of creation: the pages are bound to their addresses
@@ -85,9 +97,8 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole);
 // Limits arenas that hold device memory to so many bytes, so that parts of the memory can go back. A new arena takes
 // the place of unused ones. Callers run an engine, so from now on no kernel zeroes memory.
 void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes);
-// vmem_trim that keeps `ahead` bytes besides the existing pages, or with `wanted` as much as callers wait for if that
-// is more.
-int vmem__trim_to(vmem_context *ctx, uint64_t ahead, bool wanted, uint64_t *freed);
+// vmem_trim, but what anybody has taken ahead stays (struct vmem__ahead), and with `wanted` what callers wait for.
+void vmem__trim_unused(vmem_context *ctx, bool wanted);
 
 // ---- the account of device memory (account.c) ---------------------------------------------------------------
 

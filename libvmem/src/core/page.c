@@ -514,9 +514,8 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
     return rc;
 }
 
-int vmem_trim(vmem_context *ctx, uint64_t *freed) { return vmem__trim_to(ctx, 0, false, freed); }
-
-int vmem__trim_to(vmem_context *ctx, uint64_t ahead, bool wanted, uint64_t *freed)
+// Returns the memory that no page uses, but for `ahead` bytes and, with `wanted`, what callers wait for if that is more.
+static int trim(vmem_context *ctx, uint64_t ahead, bool wanted, uint64_t *freed)
 {
     int rc = vmem__enter(ctx);
     if (rc)
@@ -536,3 +535,7 @@ int vmem__trim_to(vmem_context *ctx, uint64_t ahead, bool wanted, uint64_t *free
     vmem__end(ctx);
     return 0;
 }
+
+int vmem_trim(vmem_context *ctx, uint64_t *freed) { return trim(ctx, 0, false, freed); }
+
+void vmem__trim_unused(vmem_context *ctx, bool wanted) { trim(ctx, vmem__ahead_of_others(ctx, NULL), wanted, NULL); }

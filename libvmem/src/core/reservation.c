@@ -47,6 +47,15 @@ int vmem__reservation_of(vmem_context *ctx, uint64_t addr, uint64_t length, stru
     return 0;
 }
 
+int vmem__check_reserved(vmem_context *ctx, uint64_t addr, uint64_t length)
+{
+    struct vmem__reservation_rec *s;
+    vmem__begin(ctx);
+    const int rc = vmem__reservation_of(ctx, addr, length, &s);
+    vmem__end(ctx);
+    return rc;
+}
+
 int vmem__check_range(vmem_context *ctx, uint64_t addr, uint64_t length, uint64_t granule,
                       struct vmem__reservation_rec **out)
 {

@@ -25,7 +25,7 @@ void vmem__kv_register(vmem_kv *kv) { vmem__ahead_join(kv->ctx, &kv->ledger.ahea
 void vmem__kv_unregister(vmem_kv *kv)
 {
     if (vmem__ahead_leave(kv->ctx, &kv->ledger.ahead))
-        vmem__trim_to(kv->ctx, others_ahead(kv), false, NULL);
+        vmem__trim_unused(kv->ctx, false);
 }
 
 int vmem__kv_prealloc(vmem_kv *kv, uint64_t pages)
@@ -41,11 +41,9 @@ int vmem__kv_prealloc(vmem_kv *kv, uint64_t pages)
 void vmem__kv_trim_prealloc(vmem_kv *kv, uint64_t pages)
 {
     kv->ledger.ahead.pages = pages;
-    const uint64_t own = sat_sub(pages, kv->ledger.held) << kv->page_shift;
-    vmem__trim_to(kv->ctx, own + others_ahead(kv), false, NULL);
+    kv->ledger.ahead.used = kv->ledger.held;
+    vmem__trim_unused(kv->ctx, false);
 }
-
-void vmem__kv_trim(vmem_kv *kv, bool wanted) { vmem__trim_to(kv->ctx, others_ahead(kv), wanted, NULL); }
 
 static uint64_t device_pages(const vmem_kv *kv, uint64_t age)
 {

@@ -740,9 +740,6 @@ void vmem__kv_unregister(vmem_kv *kv);
 // Takes device memory for that many pages in all, held ones included; returns the memory beyond that many.
 int vmem__kv_prealloc(vmem_kv *kv, uint64_t pages);
 void vmem__kv_trim_prealloc(vmem_kv *kv, uint64_t pages);
-// Returns device memory that no page uses and no cache preallocated. wanted: keeps what somebody waits for. No lock is
-// held.
-void vmem__kv_trim(vmem_kv *kv, bool wanted);
 // How many pages could be created now, by the driver's word on its free memory. Needs no lock.
 uint64_t vmem__kv_device_pages(const vmem_kv *kv);
 // Asks for it if the driver's last answer is old, so that a call with a lock need not. Needs no lock.

@@ -88,7 +88,7 @@ static bool continue_lowering(void *self, uint64_t least)
     return kv->membership.lowering && alone;
 }
 
-static void trim(void *self, bool keep_retained) { vmem__kv_trim(self, keep_retained); }
+static void trim(void *self, bool keep_retained) { vmem__trim_unused(((vmem_kv *)self)->ctx, keep_retained); }
 
 // Evicts one portion of runs in a round.
 static void evict(void *self, uint64_t pages)

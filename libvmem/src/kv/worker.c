@@ -263,7 +263,7 @@ static bool release_everything(vmem_kv *kv)
     if (all) {
         kv->ledger.ahead.pages = 0;
         pthread_mutex_unlock(&kv->gate.state);
-        vmem__kv_trim(kv, false);
+        vmem__trim_unused(kv->ctx, false);
         pthread_mutex_lock(&kv->gate.state);
     }
     kv->turn.working = false;

@@ -3,6 +3,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include <inttypes.h>
+#include <string.h>
 
 #include "core/memory.h"
 #include "pool/pool.h"
@@ -11,6 +12,12 @@
 #define TOLD_NS UINT64_C(2000000)    // a member that has learned of a refusal does not ask again within this time
 
 _Atomic uint64_t vmem__pool_ask_ns = 250000000;
+
+void vmem__pool_ring(const vmem_kv_pool *pool)
+{
+    const uint64_t one = 1;
+    (void)!write(pool->bell, &one, sizeof one); // should it be full, the thread has not looked yet
+}
 
 // ---- the table, with the pool's lock held ----------------------------------------------------------------------------
 
@@ -125,7 +132,7 @@ uint64_t vmem__pool_refused(struct vmem__member *m, uint64_t budget, uint64_t he
         }
         vmem__table_end(pool);
         budget = MIN(budget, held); // the entry follows
-        pool_ring(pool);
+        vmem__pool_ring(pool);
     }
     pthread_mutex_unlock(&pool->lock);
     return budget;
@@ -167,7 +174,7 @@ static uint64_t ask_others(struct vmem__member *m, uint64_t bytes, uint32_t *why
     e->needs = bytes;
     vmem__pool_answer(m, VMEM_KV_DEFERRED, 0);
     m->pool->needed = true;
-    pool_ring(m->pool);
+    vmem__pool_ring(m->pool);
     return bytes;
 }
 
@@ -203,7 +210,7 @@ void vmem__pool_wake(const struct vmem__member *m)
         return;
     m->pool->freed++;
     if (m->pool->needed)
-        pool_ring(m->pool);
+        vmem__pool_ring(m->pool);
 }
 
 // ---- shares ----------------------------------------------------------------------------------------------------------
@@ -254,7 +261,7 @@ int vmem__pool_change_share(struct vmem__member *m, uint64_t min, uint64_t max, 
     }
     if (!rc) // take back grants beyond the new maximum; the entry falls once their memory is back on the device
         m->granted = MIN(m->granted, sat_sub(max, sat_sub(m->entry.has, m->granted)));
-    pool_ring(pool);
+    vmem__pool_ring(pool);
     return rc;
 }
 
@@ -265,4 +272,20 @@ int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max)
     const int rc = vmem__pool_change_share(m, min, max, &why);
     pthread_mutex_unlock(&m->pool->lock);
     return rc;
+}
+
+// ---- the member as others see it -------------------------------------------------------------------------------------
+
+void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256])
+{
+    out->size = 0;
+    if (!m)
+        return;
+    pthread_mutex_lock(&m->pool->lock);
+    *out = m->entry;
+    pthread_mutex_unlock(&m->pool->lock);
+    if (path[0] || !m->pool->path)
+        return;
+    const size_t length = strlen(m->pool->path), from = length > 255 ? length - 255 : 0;
+    memcpy(path, m->pool->path + from, length - from);
 }

@@ -64,7 +64,7 @@ static void end_pool(vmem_kv_pool *pool)
         pthread_mutex_lock(&pool->lock);
         pool->stop = true;
         pthread_mutex_unlock(&pool->lock);
-        pool_ring(pool);
+        vmem__pool_ring(pool);
         pthread_join(pool->thread, NULL);
     }
     if (pool->budget && ours) {
@@ -250,7 +250,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     if (!rc) {
         pool->refs++;
         *budget = floor_pages(m->entry.has, m);
-        pool_ring(pool);
+        vmem__pool_ring(pool);
     }
     pthread_mutex_unlock(&pool->lock);
     if (rc) {
@@ -279,7 +279,7 @@ void vmem__pool_leave(struct vmem__member *m, uint64_t held)
     vmem__pool_retain(m, 0);
     if (!vmem__table_begin(pool, POOL_WAIT_US))
         vmem__table_end(pool);
-    pool_ring(pool);
+    vmem__pool_ring(pool);
     pthread_mutex_unlock(&pool->lock);
 }
 
@@ -297,7 +297,7 @@ static void remove_member(struct vmem__member *m)
     if (!rc)
         vmem__table_end(pool);
     pthread_cond_broadcast(&pool->news);
-    pool_ring(pool);
+    vmem__pool_ring(pool);
     pthread_mutex_unlock(&pool->lock);
     free(m);
     drop_reference(pool);
@@ -382,20 +382,6 @@ int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
     info.revision = pool->table.head.revision;
     pthread_mutex_unlock(&pool->lock);
     return vmem__struct_give(out, &info, sizeof info, "out");
-}
-
-void vmem__pool_show(struct vmem__member *m, struct vmem_kv_pool_member *out, char path[256])
-{
-    out->size = 0;
-    if (!m)
-        return;
-    pthread_mutex_lock(&m->pool->lock);
-    *out = m->entry;
-    pthread_mutex_unlock(&m->pool->lock);
-    if (path[0] || !m->pool->path)
-        return;
-    const size_t length = strlen(m->pool->path), from = length > 255 ? length - 255 : 0;
-    memcpy(path, m->pool->path + from, length - from);
 }
 
 int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found)

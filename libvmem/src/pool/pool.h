@@ -136,6 +136,8 @@ struct vmem_kv_pool {
 
 // ---- claim.c. With the pool's lock held; those that name a place or change shares also between begin and end.
 
+// Has the thread look at the members now. No lock is needed.
+void vmem__pool_ring(const vmem_kv_pool *pool);
 // From now on, the context retains up to `bytes` of the memory that others free, for this member.
 void vmem__pool_retain(struct vmem__member *m, uint64_t bytes);
 void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why);
@@ -183,12 +185,6 @@ static inline bool pool_owns(const vmem_kv_pool *pool, uint32_t place)
         if (m->place == place)
             return true;
     return false;
-}
-
-static inline void pool_ring(const vmem_kv_pool *pool)
-{
-    const uint64_t one = 1;
-    (void)!write(pool->bell, &one, sizeof one); // should it be full, the thread has not looked yet
 }
 
 // In the member's pages.

@@ -124,12 +124,7 @@ static void get_state(void *lease, struct vmem__member_state *out)
 static void raise_budget(void *lease, uint64_t pages) { ((struct lease *)lease)->member.budget += pages; }
 static void lower_budget(void *lease, uint64_t pages) { ((struct lease *)lease)->member.budget = pages; }
 
-// What other caches of the context have taken ahead stays.
-static void trim(void *lease, bool keep_retained)
-{
-    vmem_context *ctx = ((struct lease *)lease)->ctx;
-    vmem__trim_to(ctx, vmem__ahead_of_others(ctx, NULL), keep_retained, NULL);
-}
+static void trim(void *lease, bool keep_retained) { vmem__trim_unused(((struct lease *)lease)->ctx, keep_retained); }
 
 static void evict_idle(void *lease, uint64_t pages);
 
