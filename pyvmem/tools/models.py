@@ -66,6 +66,7 @@ def listing(file: File) -> list[dict[str, Any]]:
     return rows
 
 
+LOCAL = ("127.0.0.1", "::1", "localhost")
 COLUMNS = {key: key for key in ("model", "pool", "state", "port", "running", "queued")} | {
     "weights_held": "weights", "weights": "of", "used": "KV used", "cached": "cached", "lacks": "lacks"}  # fmt: skip
 SIZES = ("weights_held", "weights", "used", "cached", "lacks")
@@ -185,6 +186,10 @@ def models(args: argparse.Namespace, out: TextIO | None = None) -> int:
         print(RENDERERS[args.what](file), end="", file=out)
     elif args.action == "serve":
         replica = file.one(args.name)
+        m = replica.model
+        if args.host not in LOCAL and not (m.own_key if m.engine == "sglang" else m.key):
+            raise ValueError(f"{replica.name}: at {args.host}, others than this machine reach its server, which has no "
+                             'key: args = ["--api-key", ...], or VLLM_API_KEY for vLLM')  # fmt: skip
         command = file.command(replica, args.host, here=True)
         os.execvpe(command[0], command, {**os.environ, **file.environment(replica)})
     elif args.action == "check":

@@ -78,6 +78,23 @@ def test_the_servers_are_started_with_the_vllm_of_this_environment(tmp_path, mon
     assert str(tmp_path) not in models_render.ray_serve(pool)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_server_that_other_machines_reach_has_a_key(tmp_path, monkeypatch, capsys, engine):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    became = []
+    monkeypatch.setattr(models.os, "execvpe", lambda *what: became.append(what))
+    file, plain = tmp_path / "models.toml", FILE.replace("priority = 1", f"engine = '{engine}'")
+    file.write_text(plain)
+    serve = ["models", str(file), "serve", "chat", "--host", "0.0.0.0"]
+    assert cli.main(serve) == 1 and not became
+    assert "chat: at 0.0.0.0, others than this machine reach its server, which has no key" in capsys.readouterr().err
+    assert cli.main(serve[:4]) == 0 and len(became) == 1
+    monkeypatch.setenv("VLLM_API_KEY", "K")
+    assert cli.main(serve) == (0 if engine == "vllm" else 1)  # SGLang takes none from there
+    file.write_text(plain.replace('"--max-model-len", 8192', '"--api-key", "K"'))
+    assert cli.main(serve) == 0
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_process_becomes_a_models_server(tmp_path, monkeypatch, host):
     monkeypatch.setenv("VMEM_VLLM_POOL", "of somebody's shell")
