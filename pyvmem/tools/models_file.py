@@ -118,7 +118,7 @@ class Pool:
     size, gpu : int
         Bytes of the budget, and of the memory of a GPU; gpu 0: not known.
     node : str
-        The host name of its machine; "": this one.
+        The host name of its machine; "", as all others: this one.
     device : tuple of str
         Its GPUs, as CUDA_VISIBLE_DEVICES takes them; (): not chosen.
     """
@@ -416,6 +416,9 @@ def made(table: Mapping[str, Any]) -> File:
             raise ValueError(f"{key} is missing")
     tables = about.get("pools") or {about["pool"]: dict(size=about["size"])}
     pools = tuple(_pool(name, keys, about.get("gpu", 0)) for name, keys in tables.items())
+    here = [pool.name for pool in pools if not pool.node]
+    if 0 < len(here) < len(pools):  # what has none would be on every machine that reads the file
+        raise ValueError(f"pools.{here[0]}.node is missing: other pools name theirs")
     models = tuple(_model(name, keys, pools) for name, keys in about["models"].items())
     file = File(pools, models, about.get("slice", 2.0), table)
     _check(file, "pools.{}." if "pools" in about else "")
