@@ -1,5 +1,6 @@
 """vLLM itself on host memory, with and without vMem: equal tokens, limits that move, what an idle engine holds."""
 
+import json
 import os
 import threading
 import time
@@ -40,11 +41,21 @@ def imported():
     assert type(current_platform).__module__ == "pyvmem.vllm.platform"
 
 
+_plain = {}
+
+
+def plain(folder, turns=2, **options):
+    """What vLLM itself gives: the same for all tests that ask for the same. Of one turn, it is how two begin."""
+    asked = json.dumps([folder, options], default=str, sort_keys=True)
+    if asked not in _plain or len(_plain[asked]) < turns * len(engines.prompts_of()):
+        made = engines.in_child(engines.serve, folder, vmem=False, turns=max(turns, 2), **options)
+        assert len({tuple(t) for t in made["tokens"]}) > 12  # random weights must say something
+        _plain[asked] = made["tokens"]
+    return _plain[asked][: turns * len(engines.prompts_of())]
+
+
 def both(folder, limits=(), **options):
-    own = engines.in_child(engines.serve, folder, vmem=False, **options)
-    on = engines.in_child(engines.serve, folder, vmem=True, limits=limits, **options)
-    assert len({tuple(t) for t in own["tokens"]}) > 12  # random weights must say something
-    return own, on
+    return plain(folder, **options), engines.in_child(engines.serve, folder, vmem=True, limits=limits, **options)
 
 
 def check_idle(on, whole=True):
@@ -92,7 +103,7 @@ def chosen_of(model, case):
 def test_tokens_are_vllms_while_limits_move(model, case):
     folder, chosen = chosen_of(model, dict(dict(model=case), **CASES[case]))
     own, on = both(folder, limits=(1, 2, 4, 20), **chosen)
-    differ = sum(a != b for a, b in zip(own["tokens"], on["tokens"], strict=True))
+    differ = sum(a != b for a, b in zip(own, on["tokens"], strict=True))
     # vLLM 0.32 gives other answers to such requests that it preempts, without vMem, too.
     assert differ <= (on["preempted"] if case == "encoder and decoder" else 0)
     assert on["idle"]["step_maps"] == 0
@@ -107,18 +118,18 @@ def serve_in_one_piece(*args, **kwargs):
 
 
 def test_tokens_are_vllms_where_blocks_are_moved_apart(model):
-    own = engines.in_child(engines.serve, model("five layers"), vmem=False)
+    own = plain(model("five layers"))
     on = engines.in_child(serve_in_one_piece, model("five layers"), vmem=True, limits=(1, 2, 4, 20))
     assert on["idle"]["block_bytes"] == 5 * 128 * 1024 + 512
-    assert on["tokens"] == own["tokens"]
+    assert on["tokens"] == own
     assert on["reset_done"] and on["reset"]["cached"] == on["reset"]["used"] == 0
 
 
 def test_what_drafts_use_stays_until_they_are_made(model):
     folder, chosen = chosen_of(model, CASES["eagle"])
-    own = engines.in_child(engines.serve, folder, vmem=False, turns=1, **chosen)
+    own = plain(folder, turns=1, **chosen)
     on = engines.in_child(engines.lend_while_drafts_are_made, folder, vmem=True, **chosen)
-    assert on["drafted"] > 13 and on["tokens"] == own["tokens"]
+    assert on["drafted"] > 13 and on["tokens"] == own
     check_idle(on)
 
 
@@ -145,7 +156,7 @@ ALIKE = {
 @pytest.mark.parametrize("case", ALIKE)
 def test_tokens_are_vllms_without_a_limit(model, case):
     own, on = both(model(case), **ALIKE[case])
-    assert on["tokens"] == own["tokens"]
+    assert on["tokens"] == own
     assert on["idle"]["step_maps"] == 0
     check_idle(on, whole=case != "deepseek")
 
@@ -156,7 +167,7 @@ def test_tokens_are_vllms_where_requests_begin_with_the_blocks_that_are_there(mo
 
     monkeypatch.setattr(demand, "CHUNK", 64)
     own, on = both(model("llama"), limits=limits)
-    assert on["tokens"] == own["tokens"]
+    assert on["tokens"] == own
     assert on["idle"]["step_maps"] == 0
 
 
@@ -171,14 +182,14 @@ def test_a_seeded_fault_changes_tokens(model, monkeypatch):
         used = [b.block_id for b in self.pool.blocks[1:] if b.ref_cnt and b.block_id not in self.unbacked]
         return gone + used[: self.step % 7 == 0], ahead, order
 
-    own = engines.in_child(engines.serve, model("llama"), vmem=False)
+    own = plain(model("llama"))
     monkeypatch.setattr(VllmBudget, "take_orders", take)
     try:
         on = engines.in_child(engines.serve, model("llama"), vmem=True)
     except RuntimeError as error:
         assert "status" in str(error)  # an address faulted
     else:
-        assert on["tokens"] != own["tokens"]
+        assert on["tokens"] != own
 
 
 def serve_and_offload(folder, options, limits=(), one_piece=False):
@@ -195,11 +206,11 @@ def serve_and_offload(folder, options, limits=(), one_piece=False):
 @pytest.mark.parametrize("name, one_piece", [("llama", False), ("gemma3", False), ("llama", True)])
 def test_prefixes_come_back_from_host_memory_while_limits_move(model, name, one_piece):
     options = dict(kv_cache_memory_bytes=24 << 20)
-    own = engines.in_child(engines.serve, model(name), options, vmem=False, turns=3)
+    own = plain(model(name), turns=3, options=options)
     on = engines.in_child(serve_and_offload, model(name), options, vmem=True, limits=(1, 2, 4, 20), one_piece=one_piece)
     assert on["regions"] == 1 or not one_piece  # each is a copy for every block
     assert on["loaded"] > 30 and on["stored"] > 30  # blocks of 128 tokens
-    assert on["tokens"] == own["tokens"]
+    assert on["tokens"] == own
     assert on["idle"]["step_maps"] == 0
     check_idle(on)
 
@@ -304,7 +315,7 @@ def soon(what, seconds=60):
 def test_two_engines_lend_each_other_memory(model, pool):
     from pyvmem.engine import control
 
-    own = engines.in_child(engines.serve, model("llama"), vmem=False, turns=1)["tokens"]
+    own = plain(model("llama"), turns=1)
     both, pages, watch = pool()
     for one, other in ((0, 1), (1, 0), (0, 1)):  # the prefixes that one has cached go to the other
         watch.most_since()
@@ -371,7 +382,7 @@ def test_a_neighbour_borrows_what_no_request_needs(model, told):
     """The engine is idle meanwhile. It gives up the least recently used prefixes, and keeps the others."""
     from pyvmem.engine import control
 
-    own = engines.in_child(engines.serve, model("llama"), vmem=False, turns=1)["tokens"]
+    own = plain(model("llama"), turns=1)
     common = dict(VMEM_VLLM_POOL=f"test-{uuid.uuid4().hex[:8]}", VMEM_VLLM_POOL_SIZE=str(POOL))
     engine = told(model("llama"), common)
     page = engine.page()
