@@ -18,6 +18,7 @@ import traceback
 
 import torch
 from ends import fork_ends_with_parent
+from models import model
 from torch.overrides import TorchFunctionMode
 
 MIB = 1 << 20
@@ -368,6 +369,36 @@ def _run(do, args, file):
         pickle.dump(answer, file)
     sys.stdout.flush()
     os._exit(status)
+
+
+_plain = {}
+
+
+def plain(kind, jobs, run=forked, **options):
+    """SGLang's own tokens, computed once. run: as `forked`."""
+
+    def own():
+        engine = Engine(model(kind), **options)
+        engine.run(jobs)
+        return engine.tokens()
+
+    asked = repr((run.__name__, kind, jobs, options))
+    _plain[asked] = _plain.get(asked) or run(own, vmem=False)
+    return _plain[asked]
+
+
+def moving(sizes, every=25, seed=3):
+    """A function that sets one of these limits now and then, as an owner. Of several ranks, the first reads it."""
+    from pyvmem.engine import control
+
+    rng = random.Random(seed)
+
+    def each(engine):
+        if engine.steps % every == 0:
+            limit = rng.choice((control.NO_LIMIT, *sizes))
+            engine.memory.page[control.LIMIT] = 1 if engine.rank else limit
+
+    return each
 
 
 def free_port():

@@ -20,9 +20,6 @@ def imported():
     steps.imports()
 
 
-_own = {}
-
-
 def own(page_size=64):
     engine = Engine(model("gqa"), page_size=page_size)
     engine.run(JOBS)
@@ -30,10 +27,7 @@ def own(page_size=64):
 
 
 def plain():
-    """SGLang's own tokens, computed once."""
-    if not _own:
-        _own.update(forked(own, vmem=False))
-    return _own
+    return steps.plain("gqa", JOBS)
 
 
 def rows(engine):

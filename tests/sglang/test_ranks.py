@@ -12,7 +12,7 @@ import pytest
 import steps
 import torch
 from models import model
-from steps import MIB, Engine, forked, workload
+from steps import MIB, Engine, forked, moving, workload
 
 JOBS = [(f"r{i}", prompt, n) for i, (prompt, n) in enumerate(workload(30))]
 BIND = dict(SGLANG_CPU_OMP_THREADS_BIND="0|0")  # without it, SGLang wants a NUMA node for each rank
@@ -30,34 +30,9 @@ def both(do, *args, vmem=True, **environment):
     return first
 
 
-_own = {}
-
-
 def plain(kind, jobs=JOBS, **options):
-    """SGLang's own tokens with two ranks, computed once."""
-
-    def run():
-        engine = Engine(model(kind), **options)
-        engine.run(jobs)
-        return engine.tokens()
-
-    asked = repr((kind, jobs, options))
-    _own[asked] = _own.get(asked) or both(run, vmem=False)
-    return _own[asked]
-
-
-def moving(sizes, every=25, seed=3):
-    """A function that sets one of these limits now and then, as an owner. Only the page of rank 0 is read."""
-    from pyvmem.engine import control
-
-    rng = random.Random(seed)
-
-    def each(engine):
-        if engine.steps % every == 0:
-            limit = rng.choice((control.NO_LIMIT, *sizes))
-            engine.memory.page[control.LIMIT] = 1 if engine.rank else limit
-
-    return each
+    """SGLang's own tokens with two ranks."""
+    return steps.plain(kind, jobs, both, **options)
 
 
 CASES = {

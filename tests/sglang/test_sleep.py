@@ -28,20 +28,8 @@ def on_vmem(do, *args, ranks=1, **more):
     return forked(do, *args, ranks=ranks, **more)
 
 
-_own = {}
-
-
 def plain(**options):
-    """SGLang's own tokens, computed once."""
-
-    def run():
-        engine = Engine(model("gqa"), **options)
-        engine.run(JOBS)
-        return engine.tokens()
-
-    asked = repr(options)
-    _own[asked] = _own.get(asked) or forked(run, vmem=False)
-    return _own[asked]
+    return steps.plain("gqa", JOBS, **options)
 
 
 def sleep(engine):

@@ -12,7 +12,7 @@ import pytest
 import steps
 from ends import fork_ends_with_parent
 from models import adapter, model
-from steps import MIB, Engine, forked, workload
+from steps import MIB, Engine, forked, moving, workload
 
 from pyvmem import Context
 
@@ -24,33 +24,8 @@ def imported():
     steps.imports()
 
 
-_own = {}
-
-
 def plain(kind, jobs=JOBS, **options):
-    """SGLang's own tokens, computed once."""
-
-    def run():
-        engine = Engine(model(kind), **options)
-        engine.run(jobs)
-        return engine.tokens()
-
-    asked = repr((kind, jobs, options))
-    _own[asked] = _own.get(asked) or forked(run, vmem=False)
-    return _own[asked]
-
-
-def moving(sizes, every=25, seed=3):
-    """A function that sets one of these limits now and then."""
-    from pyvmem.engine import control
-
-    rng = random.Random(seed)
-
-    def each(engine):
-        if engine.steps % every == 0:
-            engine.memory.page[control.LIMIT] = rng.choice((control.NO_LIMIT, *sizes))
-
-    return each
+    return steps.plain(kind, jobs, **options)
 
 
 CASES = {
