@@ -243,7 +243,12 @@ class Leader:
         if not freeze and any(s[control.S_RUNNING] for s in self._pages.servers()):
             return  # the rules decide again
         begin = time.monotonic()
-        await self._model.sleep(self._model.host, freeze)
+        try:
+            await self._model.sleep(self._model.host, freeze)
+        except Exception:
+            with contextlib.suppress(Exception):  # a part of it may sleep, or be paused
+                await self._model.wake(self._model.host)
+            raise
         self._set_state(State.ASLEEP)
         self._log.info("vMem: the model sleeps%s (%.0f ms)", " with its requests" if freeze else "",
                        1000 * (time.monotonic() - begin))  # fmt: skip

@@ -58,9 +58,12 @@ class Limits(http.Limits):
 
 
 class Serve(Limits, serve.Serve):
-    """ASGI middleware that holds requests while the model sleeps. It serves ``/vmem/state`` and orders, too."""
+    """ASGI middleware that holds requests while the model sleeps. It serves ``/vmem/state`` and orders, too.
 
-    free = ("/sleep", "/wake_up", "/pause", "/resume", "/is_", "/reset_", "/collective_rpc", "/start_profile",
+    vLLM cannot tell an order to pause from one to sleep, so the first waits until the model is awake.
+    """
+
+    free = ("/sleep", "/wake_up", "/resume", "/is_", "/reset_", "/collective_rpc", "/start_profile",
             "/stop_profile", "/tokenize", "/detokenize", "/abort_requests", "/release_kv_cache_memory")  # fmt: skip
 
     def settings(self) -> Settings:

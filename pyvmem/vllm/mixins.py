@@ -288,6 +288,8 @@ class SchedulerMixin:
         return bool(waits) or super().has_requests()  # type: ignore[misc]
 
     def set_pause_state(self, pause_state: Any) -> None:
+        if self._vmem is not None:
+            pause_state = self._vmem.pause_state(self, pause_state)
         super().set_pause_state(pause_state)  # type: ignore[misc]
         if self._vmem is not None and self._vmem.resumes(self):
             self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)

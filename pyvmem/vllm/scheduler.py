@@ -19,6 +19,7 @@ from typing import Any
 
 from pyvmem.engine import control, pool_policy
 from pyvmem.engine.budget import check_sizes, take_settings
+from pyvmem.engine.control import State
 from pyvmem.vllm import check, demand, layout, plugin
 from pyvmem.vllm.budget import VllmBudget
 from pyvmem.vllm.demand import Demand
@@ -159,6 +160,7 @@ class SchedulerMemory:
         self._split = False  # whether a part of a request could begin
         self._busy = time.monotonic()  # when a step was last scheduled
         self._keeps = chosen.sleep == "keep"  # whether the prefix cache stays while the model sleeps
+        self._stays_paused = False  # whether the user has paused the engine, which sleeps
         self._resets = 0  # resets of the prefix cache that were put off
         self._kept = 0  # the workers' KEPT when the scheduler last went on
         self._stop, self._wake = False, threading.Event()
@@ -311,6 +313,21 @@ class SchedulerMemory:
             self.lend()
         elif lent and not lend:
             self.budget.lent = False  # the next step orders memory
+
+    def pause_state(self, scheduler: Any, asked: Any) -> Any:
+        """The state that vLLM's scheduler gets if `asked` is what vLLM wants.
+
+        vLLM pauses an engine that goes to sleep, and resumes it when it wakes. The user may have paused it before, as
+        for new weights, and does not know when a server lets its model sleep: then it wakes paused, unless the user has
+        resumed it meanwhile. Nothing runs while it sleeps.
+        """
+        asleep, state = self.page.asleep, self.page.state
+        if asked:
+            if state == State.CLOSING:
+                self._stays_paused = paused(scheduler)
+            return asked
+        stays, self._stays_paused = self._stays_paused and state in (State.CLOSING, State.WAKING), False
+        return scheduler.pause_state if asleep or stays else asked
 
     def defers_reset(self, scheduler: Any) -> bool:
         """Put off a reset of the prefix cache until the scheduler goes on, if nothing runs before. True: it is put off.

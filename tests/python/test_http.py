@@ -233,6 +233,14 @@ def test_a_minimum_is_within_the_limit(page, settings, says):
         control.change(page, limit=settings["limit"])
 
 
+def test_what_needs_the_model_and_what_does_not(monkeypatch):
+    """An order to pause would be taken for one to sleep; whoever resumes, it is only that the user wants no pause."""
+    serves = vllm.Serve(app)
+    assert all(serves.needs("POST", path) for path in ("/v1/completions", "/pause", "/init_weight_transfer_engine"))
+    assert not any(serves.needs("POST", path) for path in ("/resume", "/sleep", "/wake_up", "/is_paused", "/tokenize"))
+    assert not serves.needs("GET", "/v1/models")
+
+
 # ---- whatever a stranger sends ---------------------------------------------------------------------------------------
 
 VALUES = ["5", "-1", "0", "null", "true", "1e400", "NaN", "[]", "{}", '"5"', "1" * 5000, "[" * 900 + "]" * 900, "5.0",

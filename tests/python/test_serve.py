@@ -476,6 +476,30 @@ def test_no_engine_of_a_server_stays_awake_while_another_lacks_memory(played, mo
     played(history, queue="0.5")
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_sleep_that_fails_leaves_the_model_awake(played, part):
+    """Its engine has paused before it failed, and a part of it may sleep: it goes on when it wakes."""
+
+    async def history(engine, app, other):
+        async def sleep(state, freeze):
+            engine.calls.append("fails")
+            app.may.clear()
+            engine.page[control.ASLEEP] = part
+            raise RuntimeError("the host has no memory for a copy")
+
+        async def wake(state):
+            await woken(state)
+            app.may.set()
+
+        woken, engine.sleep, engine.wake = engine.wake, sleep, wake
+        assert (await ask(engine, "/vmem/sleep"))[0] == 503
+        await until(lambda: engine.page[control.STATE] == State.AWAKE and not engine.leader.is_acting(), engine)
+        assert engine.calls[:2] == ["fails", "wake"] and not engine.page.asleep
+        assert (await ask(engine))[0] == 200
+
+    played(history, queue="0.3")
+
+
 def test_a_model_that_is_not_starved_is_not_frozen(played):
     async def history(engine, app, other):
         request = starve(engine, app, other)
@@ -502,7 +526,7 @@ class Busy:
     """An application that takes its time, and an engine that fails as engines do; each notes what must not be."""
 
     def __init__(self, draw, engine):
-        self.draw, self.engine, self.runs, self.wrong = draw, engine, 0, []
+        self.draw, self.engine, self.runs, self.wrong, self.paused = draw, engine, 0, [], False
         self._sleep, self._wake = engine.sleep, engine.wake
         engine._app, engine.sleep, engine.wake = self.answer, self.sleep, self.wake
 
@@ -520,6 +544,8 @@ class Busy:
         self.note("begins", self.engine.page[control.ASLEEP] and self.engine.calls[-1] != "freeze")
         self.runs += 1
         try:
+            while self.paused:
+                await self.pause()
             await self.pause()
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await self.pause()
@@ -529,6 +555,7 @@ class Busy:
 
     async def sleep(self, state, freeze):
         self.note("sleeps", not freeze and self.runs)
+        self.paused = True  # engines go on when they wake
         await self.pause()
         if self.draw.random() < 0.1:
             raise RuntimeError("the engine does not answer")
@@ -537,6 +564,7 @@ class Busy:
     async def wake(self, state):
         await self.pause()
         await self._wake(state)
+        self.paused = False
 
 
 async def client(draw, engine):

@@ -17,6 +17,7 @@ from pyvmem import Context
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.kv.pool import KVPool
 from pyvmem.engine import control
+from pyvmem.engine.control import State
 from pyvmem.engine.settings import Refused
 from pyvmem.vllm import demand, scheduler
 from pyvmem.vllm.budget import KEEP, MOST_LEAVING, PART
@@ -1230,6 +1231,39 @@ def test_sleep_gives_up_everything_and_wakes(engine):
     memory.wake()
     e.run(20)
     assert maps_in_steps(e) == 0
+
+
+def test_an_engine_that_its_user_has_paused_wakes_paused(engine):
+    """A server lets its model sleep, and wakes it, whatever its user does meanwhile."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    e = engine()
+    page, pauses = e.page, e.scheduler
+
+    def nap(user=None, before=None):
+        """vLLM's calls around a sleep of the server's; user: what the user sets meanwhile, before: and before that."""
+        if before is not None:
+            pauses.set_pause_state(before)
+        page[control.STATE] = State.CLOSING
+        pauses.set_pause_state(PauseState.PAUSED_ALL)
+        page[control.ASLEEP], page[control.STATE] = 1, State.ASLEEP
+        if user is not None:
+            pauses.set_pause_state(user)
+            assert pauses.pause_state == PauseState.PAUSED_ALL  # nothing runs on memory that is not there
+        page[control.STATE] = State.WAKING
+        page[control.ASLEEP] = 0
+        pauses.set_pause_state(PauseState.UNPAUSED)
+        page[control.STATE] = State.AWAKE
+        return pauses.pause_state
+
+    assert nap() == PauseState.UNPAUSED
+    assert nap(before=PauseState.PAUSED_ALL) == PauseState.PAUSED_ALL == nap()
+    assert nap(user=PauseState.UNPAUSED) == PauseState.UNPAUSED == nap()
+    pauses.set_pause_state(PauseState.PAUSED_ALL)  # the user's own sleep and wake are vLLM's
+    pauses.set_pause_state(PauseState.PAUSED_NEW)
+    pauses.set_pause_state(PauseState.UNPAUSED)
+    assert pauses.pause_state == PauseState.UNPAUSED
+    e.run(10)
 
 
 def test_all_memory_is_lent_and_requests_go_on(engine):
