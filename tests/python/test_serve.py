@@ -563,7 +563,8 @@ class Busy:
 
     async def wake(self, state):
         await self.pause()
-        await self._wake(state)
+        if self.engine.page[control.ASLEEP]:  # else nothing can be lacking
+            await self._wake(state)
         self.paused = False
 
 

@@ -618,9 +618,9 @@ def engine(name="abc", **words):
 def test_top_shows_engines_and_sets_their_limits():
     page, other = engine(USED=3, CACHED=5, PREEMPTED=7), engine("def")
     row = next(line for line in run_top("--once").splitlines() if "abc-0" in line)
-    assert row.split() == [str(os.getpid()), "abc-0", "serves", "10", "0", "3", "5", "0", "7", "0"]
+    assert row.split() == [str(os.getpid()), "abc-0", "-", "serves", "10", "0", "3", "5", "0", "7", "0"]
     row = next(line for line in run_top("--once", "--limit", "abc=60%").splitlines() if "abc-0" in line)
-    assert row.split()[3] == "60"
+    assert row.split()[4] == "60"
     assert page[control.LIMIT] == 60 << 20 and other[control.LIMIT] == control.NO_LIMIT
     run_top("--once", "--limit", f"{os.getpid()}=4M")  # counts as its least
     assert page[control.LIMIT] == other[control.LIMIT] == 4 << 20
@@ -641,7 +641,7 @@ def test_top_shows_models_and_their_ports_and_finds_engines_by_them():
     control.serves(page, "/models/Llama-3-8B", 8001)
     control.serves(other, "qwen", 8002)
     row = next(line for line in run_top("--once").splitlines() if "abc-0" in line)
-    assert row.split()[1:5] == ["abc-0", "Llama-3-8B", "8001", "serves"]
+    assert row.split()[1:6] == ["abc-0", "Llama-3-8B", "-", "8001", "serves"]
     run_top("--once", "--limit", "Llama-3-8B=50M")
     run_top("--once", "--limit", "qwen=30M")
     assert (page[control.LIMIT], other[control.LIMIT]) == (50 << 20, 30 << 20)
