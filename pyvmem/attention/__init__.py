@@ -9,6 +9,8 @@ A kernel is selected by name: "fa3", "fa2", "flashinfer", "triton" or "sdpa"; "b
 kernel by another changes only that name, as Figure 13 of the vAttention paper shows. The kernels read ``cache.keys``
 and ``cache.values`` by slots and lengths. There is no block table to build, and nothing is copied.
 
+It reads a cache's public attributes alone, and imports a library of kernels only when one is named. Begin with `table`.
+
 SPDX-License-Identifier: MIT
 """
 

@@ -5,5 +5,7 @@ uses it. `control` is the page of shared memory in which an engine, its workers 
 virtual tensor behind the blocks and its part in a pool; `budget` decides how many blocks may have memory; `pool_policy`
 decides which of several engines gets it first.
 
+It calls `pyvmem.kv`, blocks and leases, and is called by the engines' folders. Begin with `budget`.
+
 SPDX-License-Identifier: MIT
 """

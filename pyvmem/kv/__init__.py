@@ -4,5 +4,7 @@
 caches of a device share. `prefix` finds rows by the tokens that they are of. `view` and `picture` show a cache to other
 processes and to people; they need no torch.
 
+It calls libvmem and `pyvmem.core`, and no engine. Begin with `cache`.
+
 SPDX-License-Identifier: MIT
 """

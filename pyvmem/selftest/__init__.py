@@ -5,6 +5,8 @@ of CUDA's with a pattern, is compared after each. The first failure ends the tes
 written, a file named for the driver's release, the GPU's architecture and the build of nvidia-uvm.ko. libvmem chooses
 the backend "uvm" by default only where it finds one.
 
+It calls libvmem and CUDA, and nothing of pyvmem's caches. Begin with `stages`.
+
 SPDX-License-Identifier: MIT
 """
 

@@ -3,6 +3,9 @@
 SGLang finds `plugin.activate` by its entry point group ``sglang.srt.plugins``, and ``VMEM_SGLANG=1`` in the environment
 enables it. vMem's hooks go through SGLang's own registry; `check` knows what they rely on in the supported releases.
 
+It calls `pyvmem.engine`, `pyvmem.sleep` and blocks, nothing further down, and nothing of vLLM's folder. Begin
+with `plugin`.
+
 SPDX-License-Identifier: MIT
 """
 

@@ -3,6 +3,8 @@
 Importing this module registers the attention ``"vmem"`` with transformers: a model that uses it
 (``model.set_attn_implementation("vmem")``) reads the cache's slots by their lengths.
 
+It calls `pyvmem.kv`, `pyvmem.blocks` and `pyvmem.attention`. Begin with `cache`.
+
 SPDX-License-Identifier: MIT
 """
 

@@ -3,6 +3,9 @@
 vLLM finds `plugin.platform` by its entry point group ``vllm.platform_plugins``, and ``VMEM_VLLM=1`` in the environment
 enables it. No function of vLLM's is replaced; `check` knows what vMem relies on in the supported releases.
 
+It calls `pyvmem.engine`, `pyvmem.sleep` and blocks, nothing further down, and nothing of SGLang's folder.
+Begin with `plugin`, then `scheduler`.
+
 SPDX-License-Identifier: MIT
 """
 

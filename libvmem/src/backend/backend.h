@@ -10,6 +10,9 @@
 // (reserve, unreserve, arena_new, arena_free) never run beside other calls on it. The backend serialises whatever else
 // must be.
 //
+// The room brings pages behind addresses in four ways, a folder each, and none includes another. It calls driver/ alone.
+// Begin with struct vmem__ops below, then host/host.c.
+//
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_BACKEND_H
 #define VMEM_BACKEND_H

@@ -21,6 +21,9 @@
 //        |                               the call succeeds: BACKED, the unback is cancelled
 //        +------------------------------ it fails, and the fence has passed meanwhile (fence_passed)
 //
+// The room puts pages behind the blocks of an engine that keeps its own block table. It calls core by memory.h and the
+// pool by member.h. Begin with vmem_blocks.h, then vmem_blocks_back and vmem__blocks_back in pages.c.
+//
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_BLOCKS_STATE_H
 #define VMEM_BLOCKS_STATE_H

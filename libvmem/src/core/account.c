@@ -94,6 +94,21 @@ bool vmem__by_pieces(const vmem_context *ctx) { return ctx->b.ops->populate || c
 uint64_t vmem__whole_max(const vmem_context *ctx) { return ctx->b.whole_max; }
 
 // ---- memory that stays for somebody ---------------------------------------------------------------------------------
+//
+// The hand-over. One member of a pool, A, gives what another, B, waits for. If both have this context, the memory itself
+// need not go to the device and come back. Only then is there more to do than in balance.c:
+//
+//     1. B asks the pool, which says so here: expected = B's bytes (vmem__pool_retain).
+//     2. A's pages go. While the context has less than what its pages and the expected bytes take, their memory stays
+//        (is_retained in arena.c), and retained_peak is not 0.
+//     3. A's entry in the pool's table falls, but for what has stayed: others must not see that as free (write_entry).
+//     4. Under the lock of the table, the entry of B grows by what A's falls (grant_within_context).
+//     5. B creates pages. Its memory is here already: no call to the driver. It withdraws its question: expected = 0.
+//     6. If B has gone, nobody takes it in 4. The next look at A returns it to the device, and only then its entry falls
+//        (must_trim). If no entry says so, `unwanted` does.
+//
+// expected_back is the same without a question: a lease says what others took of its parked segments, so that memory
+// that another lease frees meanwhile waits for it, within that one's own budget, until the next trim.
 
 void vmem__expect(vmem_context *ctx, int64_t wanted, int64_t missed)
 {

@@ -14,6 +14,9 @@
 //
 // An object that must be freed while another call's mark is on it is doomed (drop.c). It is freed when a call ends.
 //
+// The room keeps contexts: reservations, pages, what is mapped where, and the account of device memory. It calls
+// backend.h alone. Begin with map.c, which has the shape of every batch, then batch.h.
+//
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_INTERNAL_H
 #define VMEM_INTERNAL_H

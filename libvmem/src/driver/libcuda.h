@@ -1,6 +1,9 @@
 // libcuda, opened at run time: the functions of the driver API that the GPU backends (cuda, stock, uvm) use, and their
 // device. Building needs no CUDA toolkit, because the few types of the API are declared as integers and pointers.
 //
+// The room talks to CUDA (this file, kernels), to the stock driver (abi, rm, uvm) and to the patched module (kmod), and
+// knows the self-test's stamp. It calls nothing of libvmem but error.h. Begin here.
+//
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_CUDA_LIBCUDA_H
 #define VMEM_CUDA_LIBCUDA_H

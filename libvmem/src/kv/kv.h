@@ -9,6 +9,10 @@
 // The worker drops state while it calls core, and marks the slot busy instead. A call that needs a busy slot waits for
 // it (vmem__kv_wait_slot). A public call keeps state while it calls core.
 //
+// The room puts pages behind requests, each in a slot of contiguous addresses, and shares those of equal prefixes. It
+// calls core by vmem.h and memory.h, and the pool by member.h. Begin with vmem_kv.h, then struct kv_span below and
+// do_step in step.c.
+//
 // SPDX-License-Identifier: MIT
 #ifndef VMEM__KV_H
 #define VMEM__KV_H

@@ -7,6 +7,10 @@
 // thread takes the lock of one member at a time, and none of them while it holds the pool's. So no call ever waits for
 // another member. Backends are called with neither the pool's nor the file's lock held.
 //
+// The room divides one budget among members, of one process or of several. It calls core by memory.h, and a member by
+// the table of functions in member.h, whatever the member is. Begin with member.h, then the file's table below and
+// vmem__pool_work in balance.c.
+//
 // SPDX-License-Identifier: MIT
 #ifndef VMEM_POOL_H
 #define VMEM_POOL_H
