@@ -284,7 +284,7 @@ def test_a_model_has_a_server_in_each_of_its_pools():
     ('{sql = "/adapters/a=b, c"}', '{sql = 3}', "models.code.adapters.sql must be a non-empty string"),
     ('{sql = "/adapters/a=b, c"}', '{"a b" = "x"}', "models.code.adapters must be at most 60 letters"),
     ('gpu = "80G"', 'size = "80G"', "size is a key of a file with one pool"),
-    ('"60G"\nnode = "here"\ndevice = "GPU-2"', '"14G"\nnode = "here"\ndevice = "GPU-2"', "exceed pools.gpu1.size, 14.0"),
+    ('"60G"\nnode = "here"\ndevice = "GPU-2"', '"14G"\nnode = "here"\ndevice = "GPU-2"', "exceed pools.gpu1.size, 14"),
     ('gpu = "80G"', 'gpu = "62G"', "pools.gpu1.size: 60.0 GiB, and 2.5 GiB outside"),
     ("rate = 2", '"a\\u001b[2Jb" = 3', "models.chat.'a\\x1b[2Jb' is not a key of the file"),
     ("[models.chat]", '[models."a\\u001bb"]\nrate=2\n[models.chat]', "models.'a\\x1bb' must be at most 60 letters"),
