@@ -142,7 +142,7 @@ class Leader:
         """Publish how long a request that comes now would wait, a few times a second and when the model wakes."""
         page, now = self._pages.mine[0], time.monotonic()
         state = page.state
-        if now < self._published + TELL and (state == State.AWAKE) == (page[control.WAIT] == 0):
+        if now < self._published + TELL and self._pages.is_open() == (page[control.WAIT] == 0):
             return
         self._published, waits = now, []
         others = [self._model_of(p) for p in self._pages.others]

@@ -166,6 +166,28 @@ def test_a_request_wakes_its_model_and_all_is_counted(played):
     played(history)
 
 
+def test_what_a_request_costs_here_is_published_for_routers(played):
+    async def history(engine, app, other):
+        page = engine.page
+        page[control.POOL_BYTES], page[control.WEIGHTS], page[control.WEIGHTS_HELD] = 20 << 30, 12 << 30, 4 << 30
+        await ask(engine, "/vmem/sleep")
+        await until(lambda: page[control.WAIT] == 500_000, engine)  # the copy of 8 GiB at 16 GiB/s
+        assert page[control.ROOM] == 20 << 30
+        other[control.WEIGHTS_HELD], other[control.RUNNING] = 16 << 30, 1
+        await until(lambda: page[control.WAIT] == 500_000 + SLICE * 1e6, engine)  # and a turn of the other
+        assert page[control.ROOM] == 4 << 30
+        assert (await ask(engine))[0] == 200
+        await until(lambda: page[control.WAIT] == 0, engine)
+        assert (await ask(engine, "/vmem/drain"))[0] == 200
+        await until(lambda: page[control.WAIT] == 10**12, engine)
+        (_, body) = await messages(engine, "/vmem/state", "GET")
+        assert json.loads(body["body"])["wait"] == 1e6
+        assert (await ask(engine, "/vmem/wake"))[0] == 200
+        await until(lambda: page[control.WAIT] == 0, engine)
+
+    played(history)
+
+
 @pytest.mark.parametrize("lacks", [0, 4096])
 def test_an_order_to_wake_is_no_request_that_waits(played, lacks):
     async def history(engine, app, other):
