@@ -26,6 +26,11 @@ ROUTER = ("vllm-router==0.1.17", "orjson")  # vLLM's own, for several servers
 TRAINER = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "pandas", "pyarrow", "xxhash",
            "multiprocess<0.70.20", "python-dateutil", "six")  # fmt: skip
 TRL = ROOT / "build" / "trl" / "1.16.0" / "site-packages"  # what is elsewhere, datasets would hash whole
+# Connectors, and what they import beyond vLLM: {name: (the folder below build, packages)}.
+CONNECTORS = {
+    "LMCache": ("lmcache/0.5.6", ("lmcache==0.5.6", "aiofile", "aiofiles", "awscrt", "caio", "nvtx",
+                                  "opentelemetry-exporter-prometheus", "redis", "sortedcontainers")),
+}  # fmt: skip
 # Packages that the build names and a CPU does not use, gigabytes in all.
 OVERRIDES = never("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
 
@@ -43,13 +48,13 @@ def make() -> None:
     (FOLDER / ".ready").write_text(VERSION)
 
 
-def trainer() -> bool:
-    """Install TRL and what it imports beyond vLLM into TRL, unless it is there. Returns whether it is."""
-    done = TRL.parent / ".ready"
+def beside(name: str, folder: Path, packages: tuple[str, ...]) -> bool:
+    """Install packages into a folder of their own, unless they are there. Returns whether they are."""
+    done = folder.parent / ".ready"
     if not done.exists():
-        packages = [PYTHON, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-deps"]
-        if run(*packages, "--target", TRL, *TRAINER):
-            print(f"the registry does not give {' and '.join(TRAINER)}: TRL's trainer is not tested")
+        command = [PYTHON, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-deps"]
+        if run(*command, "--target", folder, *packages):
+            print(f"the registry does not give {' and '.join(packages)}: {name} is not tested")
             return False
         done.touch()
     return True
@@ -80,9 +85,13 @@ def main(what: str, *arguments: str) -> int:
     if what == "test":
         # The engines' tests fork from a process that has imported vLLM on vMem and started no thread.
         fork, trl = [f"tests/vllm/test_{name}.py" for name in ("engine", "sleep", "rl")], "tests/vllm/test_trl.py"
-        parts = [fork, ["tests/vllm", *(f"--ignore={file}" for file in (*fork, trl))]]
+        connectors = "tests/vllm/test_connectors.py"
+        parts = [fork, ["tests/vllm", *(f"--ignore={file}" for file in (*fork, trl, connectors))]]
         ended = [pytest(part, [], *arguments) for part in parts]
-        if trainer():
+        folders = {name: ROOT / "build" / where / "site-packages" for name, (where, _) in CONNECTORS.items()}
+        there = [f for name, f in folders.items() if beside(name, f, CONNECTORS[name][1])]
+        ended.append(pytest([connectors], there, *arguments))
+        if beside("TRL's trainer", TRL, TRAINER):
             ended.append(pytest([trl], [TRL], *arguments))
         return 0 if 0 in ended and set(ended) <= {0, NO_TEST} else max(ended)
     failed = 0

@@ -144,6 +144,7 @@ def own_page():
     from pyvmem.engine import control
 
     found = control.engines()
+    found = [e for e in found if e[0].pid == os.getpid()] or found  # beside another engine of the test
     return max(found, key=lambda e: e[1][control.STARTED]) if found else None
 
 

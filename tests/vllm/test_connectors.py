@@ -1,0 +1,73 @@
+"""vLLM's KV connectors beside blocks that come and go: tokens are those of plain vLLM with the same connector."""
+
+import importlib.util
+import os
+
+import connect
+import engines
+import models
+import pytest
+from connect import chosen, multi
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    engines.in_child(lambda: str(models.write("llama", folder)), vmem=False)
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported():
+    os.environ.update(VMEM_VLLM="1", VMEM_VLLM_PAGE_SIZE="64K", PYTHONHASHSEED="0", LMCACHE_LOG_LEVEL="ERROR",
+                      LMCACHE_TRACK_USAGE="false")  # fmt: skip
+    import vllm.v1.engine.core  # noqa: F401
+    import vllm.v1.engine.llm_engine  # noqa: F401
+    from vllm import LLM, SamplingParams  # noqa: F401
+
+    if HAS["lmcache"]:
+        connect.import_lmcache()
+
+
+HAS = {name: importlib.util.find_spec(name) is not None for name in ("lmcache",)}
+
+
+def needs(package):
+    """Skip a test without a package, of which the installer has said that the registry does not give it."""
+    if package and not HAS[package]:
+        pytest.skip(f"{package} is not installed")
+
+
+SIMPLE, LMCACHE = chosen("SimpleCPUOffloadConnector"), chosen("LMCacheConnectorV1")
+OFFLOADING = chosen("OffloadingConnector", cpu_bytes_to_use=1 << 30)
+CONNECTORS = {
+    "simple": SIMPLE,
+    "lmcache": LMCACHE,
+    "simple and lmcache": multi(SIMPLE, LMCACHE),
+    "lmcache and offloading": multi(LMCACHE, OFFLOADING),
+}
+EVENTS = {
+    "limits": dict(limits=(1, 2, 4, 20)),
+    "few blocks, aborts, resets": dict(aborts=True, resets=True, limits=(1, 1.5),
+                                       options=dict(num_gpu_blocks_override=24, max_model_len=600)),
+    "lends": dict(lends=True),
+}  # fmt: skip
+
+
+def own_and_on(folder, connector, **more):
+    own = engines.in_child(connect.serve, folder, connector, vmem=False, seconds=200, **dict(more, limits=()))
+    on = engines.in_child(connect.serve, folder, connector, vmem=True, seconds=200, **more)
+    return own, on
+
+
+@pytest.mark.parametrize(
+    "name, events", [*((name, "limits") for name in CONNECTORS), *(("lmcache", e) for e in list(EVENTS)[1:])]
+)
+def test_tokens_are_vllms_with_the_same_connector(model, name, events):
+    needs("lmcache" if "lmcache" in name else None)
+    own, on = own_and_on(model, CONNECTORS[name], **EVENTS[events])
+    alike = [a == b for a, b in zip(own["tokens"], on["tokens"], strict=True) if a is not None and b is not None]
+    assert all(alike) and len(alike) >= (28 if "aborts" in events else 42)
+    assert on["loaded"] > 10 and on["stored"] > 10 and not on.get("unbacked")
+    assert on["idle"]["step_maps"] == 0 and on["reset_done"]
+    assert bool(on["lent"]) == (events == "lends")
