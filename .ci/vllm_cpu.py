@@ -84,7 +84,8 @@ def main(what: str, *arguments: str) -> int:
         return pytest(["tests/vllm/test_engine.py"], [], "-k", QUICK)
     if what == "test":
         # The engines' tests fork from a process that has imported vLLM on vMem and started no thread.
-        fork, trl = [f"tests/vllm/test_{name}.py" for name in ("engine", "sleep", "rl")], "tests/vllm/test_trl.py"
+        fork = [f"tests/vllm/test_{name}.py" for name in ("engine", "sleep", "common", "rl")]
+        trl = "tests/vllm/test_trl.py"
         connectors = "tests/vllm/test_connectors.py"
         parts = [fork, ["tests/vllm", *(f"--ignore={file}" for file in (*fork, trl, connectors))]]
         ended = [pytest(part, [], *arguments) for part in parts]

@@ -129,7 +129,8 @@ class Trace(TorchDispatchMode):
             self.escaped = str(func)
         if blank or empty:  # what is written from memory without contents, or is a view of it, has none either
             for storage in _storages(out):
-                self._note(storage, f"{name} of {storage.nbytes()} bytes")
+                if storage.nbytes():
+                    self._note(storage, f"{name} of {storage.nbytes()} bytes")
         elif whole:
             self._note(args[0].untyped_storage(), "")
         return out
@@ -148,6 +149,11 @@ class Trace(TorchDispatchMode):
     def _has_contents(self, storage: torch.UntypedStorage) -> bool:
         ref, lost = self._seen.get(storage._cdata, (None, ""))
         return not lost or ref is None or ref.expired()
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """The file would be read into this tensor now: whatever is there has no contents any more."""
+        for storage in _storages(tensor):
+            self._note(storage, "a tensor of the files")
 
     def check(self, image: Image, taken: Callable[[int], torch.Tensor]) -> None:
         """Raise `Different` unless what has contents equals what is taken, uint8[] by the number of the storage."""

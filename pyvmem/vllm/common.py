@@ -23,7 +23,7 @@ from pyvmem.engine.settings import Refused
 from pyvmem.errors import VmemError
 from pyvmem.sleep.checkpoint import folder_of
 from pyvmem.sleep.common import CommonWeights
-from pyvmem.sleep.image import Different
+from pyvmem.sleep.image import Different, Trace
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -116,13 +116,19 @@ def find(worker: Any, weights: CommonWeights) -> bool:
 
 
 @contextlib.contextmanager
-def _without_files(config: Any) -> Iterator[None]:
-    """The context in which vLLM makes a model whose weights nobody fills."""
+def _without_files(config: Any, trace: Trace) -> Iterator[None]:
+    """The context in which vLLM makes a model whose weights nobody fills.
+
+    vLLM's loader of random weights calls a function for each tensor that another loader would read from the files.
+    """
     from vllm.model_executor.model_loader import dummy_loader
 
     load, fill = config.load_config, dummy_loader.initialize_single_dummy_weight
     asked = load.load_format
-    load.load_format, dummy_loader.initialize_single_dummy_weight = "dummy", lambda *args, **kwargs: None
+    load.load_format, dummy_loader.initialize_single_dummy_weight = (
+        "dummy",
+        lambda tensor, *args, **kwargs: trace.forget(tensor),
+    )
     try:
         yield
     finally:
@@ -138,7 +144,7 @@ def take(worker: Any, weights: CommonWeights, load: Callable[[], None]) -> bool:
     contexts = config.compilation_config.static_forward_context
     before = dict(contexts)
     try:
-        with _without_files(config), weights.trace() as trace:
+        with weights.trace() as trace, _without_files(config, trace):
             load()
         weights.take(worker._vmem_models(), trace)
         return True

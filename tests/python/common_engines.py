@@ -39,19 +39,28 @@ class Model(torch.nn.Module):
             self.layers.append(layer)
         self.head = torch.nn.Parameter(torch.empty(width, width))
         self.tied = self.head
+        self.gain = torch.nn.Parameter(torch.ones(width))  # as norms are made, before the file is read
         self.register_buffer("angles", torch.arange(width) * scale)
+
+    def fill(self, tensor):
+        """Have a function fill each parameter, as an engine's loader does, and do what it does then."""
+        with torch.no_grad():
+            for parameter in self.parameters():
+                tensor(parameter)
+            self.loaded()
+
+    def loaded(self):
+        pass
 
     def load(self, seed):
         draw = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) / 16)
+        self.fill(lambda p: p.copy_(torch.randn(p.shape, generator=draw) / 16))
 
     def tokens(self):
         x = self.angles.sin()
         for layer in self.layers:
             x = torch.tanh(layer.weight @ x + layer.bias)
-        return int((self.tied @ x).sum() * 1e6)
+        return int((self.tied @ (self.gain * x)).sum() * 1e6)
 
 
 class Engine:
@@ -69,6 +78,7 @@ class Engine:
             try:
                 with self.weights.trace() as trace:
                     self.model = make(**shape)
+                    self.model.fill(trace.forget)
                 self.weights.take([self.model], trace)
                 return "took"
             except Different as why:

@@ -75,13 +75,8 @@ def test_a_model_that_differs_is_loaded(path, shape, part):
 class Derived(Model):
     """Keeps a tensor that it computes from its weights, which is no parameter."""
 
-    def load(self, seed):
-        super().load(seed)
-        self.half = self.head.detach() / 2
-
-    def __init__(self, **shape):
-        super().__init__(**shape)
-        self.half = self.head.detach() / 2
+    def loaded(self):
+        self.half = self.gain.detach() / 2
 
     def tokens(self):
         return super().tokens() + int(self.half.sum() * 1e6)
@@ -90,9 +85,11 @@ class Derived(Model):
 class Scaled(Model):
     """Computes a number from its weights."""
 
-    def __init__(self, **shape):
-        super().__init__(**shape)
-        self.scale = float(self.head.detach().abs().max())
+    def loaded(self):
+        self.scale = float(self.gain.detach().abs().max())
+
+    def tokens(self):
+        return super().tokens() + int(self.scale * 1e6)
 
 
 class Aliased(Model):

@@ -1,6 +1,11 @@
-"""Weights that engines of vLLM's read in common, on host memory: who loads them, and who takes them."""
+"""Weights that engines of vLLM's read in common, on host memory: who loads them, who takes them, what outlives whom.
+
+One child at a time makes an engine. The owner of the weights is a process of its own, which stays in between.
+"""
 
 import os
+import signal
+import types
 import uuid
 
 import engines
@@ -14,7 +19,8 @@ def model(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
 
     def write(name):
-        engines.in_child(lambda: str(models.write(name, root / name)), vmem=False)
+        if not (root / name).exists():
+            engines.in_child(lambda: str(models.write(name, root / name)), vmem=False)
         return root / name
 
     return write
@@ -34,36 +40,127 @@ POOL = 256 << 20
 @pytest.fixture
 def environ():
     return dict(VMEM_VLLM_POOL=uuid.uuid4().hex[:12], VMEM_VLLM_POOL_SIZE=str(POOL), VMEM_VLLM_SLEEP="keep",
-                VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_PAGE_SIZE="64K", VMEM_VLLM_COMMON="30")  # fmt: skip
+                VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_PAGE_SIZE="64K", VMEM_VLLM_COMMON="5")  # fmt: skip
+
+
+def path():
+    from pyvmem.kv.view import view_folder
+
+    return str(view_folder() / f"{os.environ['VMEM_VLLM_POOL']}.pool")
 
 
 def state():
     """What the owner of this process's pool has."""
-    from pyvmem.kv.view import view_folder
     from pyvmem.sleep.link import Link
 
-    link = Link(str(view_folder() / f"{os.environ['VMEM_VLLM_POOL']}.pool"), "", 30)
+    link = Link(path(), "", 30)
     link._open()
     told = link.ask("state")[0]
     link.close()
     return told
 
 
-def serve(folder, **options):
-    """An engine's tokens, and what there was before and after it had begun."""
-    made = Llm(folder, **options)
+def told_by(made):
     weights = made.weights
-    told = dict(tokens=made.tokens(), common=weights.is_common, bytes=weights.bytes, alone=weights.lease.stats().bytes,
-                state=state())  # fmt: skip
-    return told
+    return dict(tokens=made.tokens(), common=weights.is_common, alone=weights.lease.stats().bytes, state=state())
 
 
-def test_the_second_engine_takes_what_the_first_has_loaded(model, environ):
-    folder = model("llama")
+def serve(folder, **options):
+    return told_by(Llm(folder, **options))
+
+
+def check(told, expected, **state):
+    assert told["tokens"] == expected and told["common"] and told["alone"] == 0
+    assert len(told["state"]) == 1
+    found = told["state"][0]
+    assert dict(found, **state) == found and found["held"] == found["bytes"] > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2moe"])
+def test_the_second_engine_takes_what_the_first_has_loaded(model, environ, name):
+    folder = model(name)
     expected = engines.in_child(own, folder, vmem=False)
     first = engines.in_child(serve, folder, vmem=True, environ=environ)
-    assert first["tokens"] == expected and first["common"] and first["alone"] == 0
-    second = engines.in_child(serve, folder, vmem=True, environ=environ)
-    assert second["tokens"] == expected and second["common"] and second["alone"] == 0
-    assert len(second["state"]) == 1 and second["state"][0]["key"] == first["state"][0]["key"]
-    assert second["state"][0]["model"] == first["state"][0]["model"]
+    check(first, expected, engines=1)
+    second = engines.in_child(serve, folder, vmem=True, environ=environ, max_num_seqs=4)  # another setting
+    check(second, expected, engines=1, model=first["state"][0]["model"])  # which the first process has loaded
+
+
+def lives(folder):
+    """Everything that happens to common weights, in one engine. Its owner dies twice."""
+    from neighbour import Neighbour
+
+    made, neighbour, told = Llm(folder), Neighbour(), []
+
+    def note():
+        told.append(told_by(made))
+
+    note()
+    made.llm.sleep(1)
+    made.llm.wake_up()
+    note()
+    made.llm.sleep(1)
+    neighbour.take(POOL - (4 << 20))
+    gone = state()[0]["held"]
+    neighbour.give()
+    made.llm.wake_up()  # copies them back
+    note()
+    os.kill(made.weights._link.owner, signal.SIGKILL)  # awake
+    made.weights.copy_again()
+    note()
+    made.llm.sleep(1)
+    os.kill(made.weights._link.owner, signal.SIGKILL)  # asleep
+    made.llm.wake_up()
+    note()
+    made.llm.collective_rpc("reload_weights")  # writes: a copy of its own
+    last = dict(tokens=made.tokens(), common=made.weights.is_common, alone=made.weights.lease.stats().bytes)
+    made.llm.sleep(1)
+    made.llm.wake_up()
+    return dict(told=told, gone=gone, last=last, end=made.tokens())
+
+
+def test_they_sleep_lose_their_owner_and_are_written(model, environ):
+    folder = model("llama")
+    expected = engines.in_child(own, folder, vmem=False)
+    check(engines.in_child(serve, folder, vmem=True, environ=environ), expected, engines=1)
+    told = engines.in_child(lives, folder, vmem=True, environ=environ)
+    for one in told["told"]:
+        check(one, expected, engines=1, awake=1)
+    assert told["gone"] == 0
+    assert told["last"]["tokens"] == told["end"] == expected
+    assert not told["last"]["common"] and told["last"]["alone"] > 0
+
+
+def config(folder, **more):
+    made = types.SimpleNamespace(
+        model_config=types.SimpleNamespace(model=str(folder), revision=None, quantization=None),
+        load_config=types.SimpleNamespace(load_format="auto", model_loader_extra_config={}, download_dir=None,
+                                          device=None),
+        parallel_config=types.SimpleNamespace(enable_eplb=False, enable_expert_parallel=False),
+        speculative_config=None, lora_config=None, weight_transfer_config=None,
+    )  # fmt: skip
+    for name, value in more.items():
+        at, _, field = name.rpartition("__")
+        setattr(getattr(made, at) if at else made, field, value)
+    return types.SimpleNamespace(vllm_config=made)
+
+
+REFUSED = [
+    (dict(model_config__quantization="awq_marlin"), "repack"),
+    (dict(load_config__load_format="ipc_cache"), "ipc_cache"),
+    (dict(load_config__load_format="dummy"), "dummy"),
+    (dict(parallel_config__enable_eplb=True), "eplb"),
+    (dict(parallel_config__enable_expert_parallel=True), "expert"),
+    (dict(lora_config=1), "lora"),
+    (dict(speculative_config=1), "draft"),
+    (dict(weight_transfer_config=1), "trainer"),
+]
+
+
+@pytest.mark.parametrize("setting, part", REFUSED)
+def test_what_changes_or_repacks_weights_is_not_in_common(tmp_path, setting, part):
+    from pyvmem.sleep.image import Different
+    from pyvmem.vllm.common import key_of
+
+    with pytest.raises(Different, match=part):
+        key_of(config(tmp_path, **setting))
