@@ -14,11 +14,12 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import contextlib
+import enum
 import gc
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,21 @@ LARGE = 1 << 20  # bytes from which a tensor without contents gets no memory of 
 
 class Different(Exception):
     """These weights are not those of the model at hand. The text says how they differ."""
+
+
+def _plain(thing: Any) -> list[str]:
+    """A thing's class, and those of its attributes that are numbers, words or choices."""
+    kinds = (str, int, float, bool, enum.Enum, torch.dtype)
+    state = sorted(f"{k}={v}" for k, v in getattr(thing, "__dict__", {}).items() if isinstance(v, kinds))
+    return [f"{type(thing).__module__}.{type(thing).__qualname__}", *state]
+
+
+def _methods(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """The class of each module, and how its weights are laid out: what vLLM and SGLang call its quant_method."""
+    return [
+        (path, type(module).__qualname__, _plain(getattr(module, "quant_method", None)))
+        for top in modules for path, module in top.named_modules()
+    ]  # fmt: skip
 
 
 def _tensors(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -49,10 +65,10 @@ class Image:
     bytes : int
         Of all storages, with what is unused between them.
     digest : str
-        Of names, types, shapes and places.
+        Of names, types, shapes and places, and of how each module lays its weights out.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device) -> None:
+    def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
         self._tensors: list[tuple[torch.Tensor, int]] = []  # and the number of its storage
         self.storages: list[torch.UntypedStorage] = []
         self.places: list[int] = []
@@ -70,7 +86,8 @@ class Image:
                 self._tensors.append((tensor, number))
             described.append((name, type(tensor).__name__, str(tensor.dtype), list(tensor.shape), list(tensor.stride()),
                               tensor.storage_offset(), number, storage.nbytes(), tensor.device.type))  # fmt: skip
-        self.digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        about = json.dumps([described, _methods(modules)])
+        self.digest = hashlib.sha256(about.encode()).hexdigest()
 
     def move(self, memory: Callable[[int, int], torch.Tensor], which: Callable[[int], bool] = lambda i: True) -> None:
         """Have the tensors of some storages in other memory: memory(number of the storage, bytes) is uint8[bytes]."""
@@ -95,7 +112,7 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _storages(things: Any) -> list[torch.UntypedStorage]:
     found = []
     for thing in tree_leaves(things):
-        if isinstance(thing, torch.Tensor):
+        if isinstance(thing, torch.Tensor) and not thing.is_meta:  # whose contents nobody can read
             with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse, and others without one
                 found.append(thing.untyped_storage())
     return found

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,18 @@ def key_of(worker: Any) -> str:
         ranks=[parallel.tensor_parallel_size, parallel.pipeline_parallel_size], device=_device(worker.device),
         config=model.hf_config.to_json_string(use_diff=False), type=type(model.hf_config).__name__,
         architecture=model.architecture, runner=model.runner_type, convert=model.convert_type,
-        trust=model.trust_remote_code, impl=str(model.model_impl), format=c.load_config.load_format,
+        kernels=repr(getattr(c, "kernel_config", None)), attention=repr(getattr(c, "attention_config", None)),
+        environ=_environment(), prefix=sys.prefix, cache=str(c.cache_config.cache_dtype),
+        format=c.load_config.load_format,
+        trust=model.trust_remote_code, impl=str(model.model_impl),
     )  # fmt: skip
     return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:32]
+
+
+def _environment() -> list[tuple[str, str]]:
+    """vLLM's variables, any of which may choose another layout of the weights."""
+    apart = ("VLLM_LOGGING", "VLLM_PORT", "VLLM_HOST_IP", "VLLM_API_KEY", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    return sorted((k, v) for k, v in os.environ.items() if k.startswith("VLLM_") and not k.startswith(apart))
 
 
 def _device(device: torch.device) -> Any:

@@ -105,6 +105,10 @@ class WorkerMixin:
         self._vmem_write()
         super().reload_weights(*args, **kwargs)  # type: ignore[misc]
 
+    def reset_weights(self, *args: Any, **kwargs: Any) -> None:
+        self._vmem_write()
+        super().reset_weights(*args, **kwargs)  # type: ignore[misc]
+
     def compile_or_warm_up_model(self) -> Any:
         done = super().compile_or_warm_up_model()  # type: ignore[misc]
         if self._vmem is not None and self._vmem.weights is not None:
