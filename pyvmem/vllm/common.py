@@ -151,8 +151,10 @@ def take(worker: Any, weights: CommonWeights, load: Callable[[], None]) -> bool:
     load : vLLM's own load_model.
     """
     config = worker.vllm_config
+    # Where the layers of a model enter themselves, each once.
     contexts = config.compilation_config.static_forward_context
-    before = dict(contexts)
+    experts = getattr(config.compilation_config, "static_all_moe_layers", [])
+    before, n = dict(contexts), len(experts)
     try:
         with weights.trace() as trace, _without_files(config, trace):
             load()
@@ -164,6 +166,7 @@ def take(worker: Any, weights: CommonWeights, load: Callable[[], None]) -> bool:
     weights.leave()
     contexts.clear()
     contexts.update(before)
+    del experts[n:]
     return False
 
 
