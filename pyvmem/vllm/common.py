@@ -91,7 +91,8 @@ def key_of(worker: Any) -> str:
 
 def _environment() -> list[tuple[str, str]]:
     """vLLM's variables, any of which may choose another layout of the weights."""
-    apart = ("VLLM_LOGGING", "VLLM_PORT", "VLLM_HOST_IP", "VLLM_API_KEY", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    apart = ("VLLM_LOGGING", "VLLM_PORT", "VLLM_HOST_IP", "VLLM_API_KEY", "VLLM_ENABLE_V1_MULTIPROCESSING",
+             "VLLM_DIST_IDENT")  # fmt: skip
     return sorted((k, v) for k, v in os.environ.items() if k.startswith("VLLM_") and not k.startswith(apart))
 
 
