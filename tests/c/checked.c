@@ -29,11 +29,14 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static _Thread_local bool armed;
 static _Thread_local unsigned long countdown;
+static _Thread_local unsigned long in_a_row;
 static _Thread_local bool hit;
 
-void checked_fail(unsigned long n)
+void checked_fail(unsigned long n) { checked_fail_many(n, 1); }
+void checked_fail_many(unsigned long n, unsigned long k)
 {
     countdown = n;
+    in_a_row = k;
     hit = false;
     armed = n != 0;
 }
@@ -54,8 +57,9 @@ static bool fault(void)
 {
     if (always)
         return hit = true;
-    if (!armed || !countdown || --countdown)
+    if (!armed || !countdown || countdown-- > 1)
         return false;
+    countdown = --in_a_row > 0;
     always = onwards;
     return hit = true;
 }

@@ -14,6 +14,8 @@ int checked_context(const char *name, uint64_t budget, bool whole_arenas, vmem_c
 // linked with malloc, calloc and realloc wrapped, an allocation by the library. A map or unmap that fails leaves some of
 // its addresses absent, as a driver in trouble does.
 void checked_fail(unsigned long n);
+// The n-th fault point and the k - 1 after it fail.
+void checked_fail_many(unsigned long n, unsigned long k);
 // The n-th fault point and every one after it fail, until told otherwise.
 void checked_fail_from(unsigned long n);
 // Every fault point of this thread fails, until told otherwise.

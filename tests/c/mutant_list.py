@@ -177,6 +177,7 @@ _MUTANTS = [
     ("protected pages may be taken", "kv/vmem__kv_tail",
      replace("MAX(from, kv_span(kv, slot, group)->pinned.hi)", "from"), "test_kv_model test_kv_steps"),
     ("kept pages show what an earlier request left", "kv/configure", drop("VMEM_KV_DEFER"), "test_kv_model"),
+    ("a job begins although a call has planned", "kv/do_job", never("kv->turn.pauses"), "test_kv_failures"),
     ("a failed attach leaves rows of the prefix", "kv/keep_tail", never("kv->flags & VMEM_KV_ZERO"), "test_kv_failures"),
     ("a failed attach forgets what stays mapped", "kv/unmap_shared", drop("vmem__kv_stale_set"), "test_kv_failures"),
     ("a dropped page is in the way of another", "core/check_entries", replace("&& !old->doomed", ""), "test_failures"),

@@ -2,8 +2,11 @@
 // device refuses, has changed no row and no length. The books balance, and the call works when it is repeated.
 //
 // SPDX-License-Identifier: MIT
+#include <sched.h>
+
 #include "checked.h"
 #include "kv.h"
+#include "kv/kv.h"
 
 #define SLOTS 4
 #define TOKENS 300
@@ -305,6 +308,45 @@ static void sweep_attach_with_zero(void)
     }
 }
 
+// The background thread has begun to work, but with no slot yet, when a step plans; it goes on when the step waits for it.
+static _Atomic enum { GOES, STOPS, STOPPED } worker;
+static void stop_worker(enum vmem__kv_point point)
+{
+    if (point == KV_WORKER_UNLOCKED && worker == STOPS)
+        for (worker = STOPPED; worker == STOPPED;)
+            sched_yield();
+    else if (point == KV_CALL_WAITS)
+        worker = GOES;
+}
+static void sweep_step_beside_worker(unsigned long k)
+{
+    bool reached = true;
+    vmem__kv_hook = stop_worker;
+    for (unsigned long n = 1; reached; n++) {
+        make(VMEM_KV_DEFER | VMEM_KV_OVERLAP);
+        kept();
+        OK(vmem_kv_wait(kv));
+        OK(vmem_kv_set_budget(kv, 200 * test_page)); // gives up what is there beyond pages: it is asked for again
+        worker = STOPS;
+        OK(step(0, 200)); // the thread is to back what follows
+        write_rows(0, 0, 100, 200);
+        while (worker != STOPPED)
+            sched_yield();
+        checked_fail_many(n, k);
+        const int rc = step(0, 300);
+        reached = checked_failed();
+        checked_fail(0);
+        worker = GOES;
+        if (rc != -ENOMEM)
+            OK(rc);
+        OK(step(0, 300));
+        verify(0, 0, 200);
+        verify(2, 2, 60);
+        vmem_kv_destroy(kv);
+    }
+    vmem__kv_hook = NULL;
+}
+
 // Creation, with the background thread as well.
 static void sweep_create(void)
 {
@@ -347,6 +389,8 @@ int main(int argc, char **argv)
         }
     }
     sweep_attach_with_zero();
+    for (unsigned long k = 1; k < 4; k++)
+        sweep_step_beside_worker(k);
     void (*const states[])(void) = {kept, saved, shared, swapped, stale};
     for (size_t i = 0; i < COUNT(states); i++) {
         sweep_destroy(states[i], false);

@@ -313,6 +313,7 @@ static void ask_device(vmem_kv *kv)
     if (!kv->membership.member && kv->ledger.ahead.pages >= kv->ledger.budget)
         return;
     pthread_mutex_unlock(&kv->gate.state);
+    kv_at(KV_WORKER_UNLOCKED);
     vmem__kv_ask_device(kv);
     pthread_mutex_lock(&kv->gate.state);
 }
@@ -329,6 +330,8 @@ static void clear_due(vmem_kv *kv)
 static bool do_job(vmem_kv *kv)
 {
     ask_device(kv);
+    if (kv->turn.pauses) // a call has come meanwhile, and may have planned already
+        return true;
     vmem__kv_claim_plenty(kv);
     // Jobs for the next steps come first.
     return evict_some(kv) || extend_one(kv) || (kv_unused(kv) < kv_low(kv) && release_doomed(kv)) || release_one(kv) ||
