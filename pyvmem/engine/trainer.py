@@ -101,14 +101,13 @@ class Trainer:
                 self.lease.reset()
 
     def take_out(self, storage: torch.UntypedStorage) -> None:
-        """Move a storage out of the lease, with all tensors that view it."""
+        """Move a storage out of the lease, with all tensors that view it. Out of memory, it stays as it is."""
         with self._lock, self.lease._aside() if self.inside else contextlib.nullcontext():
             if storage.device.type == "cuda":
                 torch.cuda.synchronize(storage.device)  # kernels of any stream may use it
-            copy, size = storage.clone(), storage.nbytes()
-            storage.resize_(0)
-            storage.resize_(size)
-            storage.copy_(copy)
+                view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                view.record_stream(torch.cuda.current_stream(storage.device))  # the copy's
+            storage.resize_(storage.nbytes())  # allocates, copies, and frees the old memory, in this order
 
 
 here: Trainer | None = None  # this process's

@@ -106,11 +106,54 @@ def test_a_storage_that_others_are_to_see_leaves_with_all_its_views():
     lease = types.SimpleNamespace(closed=False)
     whole = torch.arange(1000.0)
     part, storage = whole[10:20], whole.untyped_storage()
+    before = storage.data_ptr()
     Trainer(lease).take_out(storage)
+    assert storage.data_ptr() != before
     assert torch.equal(whole, torch.arange(1000.0)) and torch.equal(part, torch.arange(10.0, 20.0))
     assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     part.fill_(7)  # a buffer that is shared once, and filled again and again
     assert whole[15] == 7
+
+
+class Memory:
+    """A storage as torch has them, on a device whose nth allocation from now on fails."""
+
+    def __init__(self, data, fails):
+        self.data, self.fails, self.moved = data, fails, False
+        self.device = torch.device("cpu")
+
+    def nbytes(self):
+        return len(self.data)
+
+    def allocate(self):
+        self.fails -= 1
+        if not self.fails:
+            raise torch.OutOfMemoryError("no memory")
+
+    def clone(self):
+        self.allocate()
+        return Memory(self.data, 0)
+
+    def copy_(self, other):
+        self.data = other.data
+
+    def resize_(self, size):
+        if size:
+            self.allocate()
+        self.data, self.moved = self.data[:size].ljust(size, b"?"), True
+
+
+def test_a_storage_for_which_there_is_no_memory_outside_stays():
+    trainer, failed = Trainer(types.SimpleNamespace(closed=False)), 0
+    for n in range(1, 5):
+        storage = Memory(b"weights", n)
+        try:
+            trainer.take_out(storage)
+            assert storage.moved
+        except torch.OutOfMemoryError:
+            failed += 1
+        assert storage.data == b"weights"
+    assert failed
 
 
 @pytest.fixture
