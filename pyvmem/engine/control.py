@@ -361,20 +361,24 @@ class Page:
         self[POSITION] = position + len(record)
         return True
 
-    def pull(self, rank: int, upto: int) -> Iterator[tuple[int, list[int]]]:
+    def pull(self, rank: int, upto: int, blocks: int) -> Iterator[tuple[int, list[int]]]:
         """Yield the records (step, ids) before position `upto`; one is taken off when the next is asked for.
 
-        Where another process has written into the ring, what is left of it is dropped.
+        blocks: how many the engine has. Where another process has written into the ring, or a record names a block that
+        cannot be given up, what is left of the ring is dropped.
         """
         done = int(self.words[RING_DONE + rank])
         lib.pv_fence()  # after `upto` was read from the page
         begin = done
         while done != upto:
             step, n = (int(self.words[_RING + (done + k) % RING]) for k in range(2))
-            if not 0 <= n <= upto - done - 2 or upto - begin > RING:
+            sound = 0 <= n <= upto - done - 2 and upto - begin <= RING
+            # Checked is the copy that is used.
+            ids = self.words[_RING + (done + 2 + np.arange(n)) % RING].tolist() if sound else []
+            if not sound or not all(0 < i < blocks for i in ids):
                 self.words[RING_DONE + rank] = upto
                 return
-            yield step, self.words[_RING + (done + 2 + np.arange(n)) % RING].tolist()
+            yield step, ids
             done += n + 2
             lib.pv_fence()  # the record may be overwritten from here on
             self.words[RING_DONE + rank] = done

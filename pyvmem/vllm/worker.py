@@ -239,7 +239,7 @@ class WorkerMemory(BlockMemory):
         """Give up the blocks of the ring's records, as far as the steps before them have run."""
         if upto == self._page.cells[control.RING_DONE + self._rank]:
             return
-        for step, ids in self._page.pull(self._rank, upto):
+        for step, ids in self._page.pull(self._rank, upto, self.blocks.blocks):
             if step > self._finished:
                 break
             if self._asleep is not None:

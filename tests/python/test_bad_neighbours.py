@@ -254,7 +254,8 @@ def test_a_ring_with_anything_in_it_ends():
             page.words[control._RING + draw.randrange(16)] = draw.choice(ODD)
         if draw.random() < 0.3:
             page[control.RING_DONE] = draw.choice(ODD)
-        taken = list(page.pull(0, page[control.POSITION]))
+        taken = list(page.pull(0, page[control.POSITION], 4))
+        assert all(0 < i < 4 for _, ids in taken for i in ids), f"seed {seed}, round {rounds}"
         assert sum(len(ids) + 2 for _, ids in taken) <= control.RING, f"seed {seed}, round {rounds}"
         assert page[control.RING_DONE] == page[control.POSITION]
 

@@ -475,7 +475,7 @@ def test_the_ring_wraps_and_is_never_overrun():
     sent, got = collections.deque(), [[], []]
     refused = pushed = 0
     for step in range(400):
-        ids = [draw.randrange(1 << 20) for _ in range(draw.randrange(1, 4096))]
+        ids = [1 + draw.randrange(1 << 20) for _ in range(draw.randrange(1, 4096))]
         if page.push(step, ids, 2):
             sent.append((step, ids))
             pushed += len(ids)
@@ -483,9 +483,9 @@ def test_the_ring_wraps_and_is_never_overrun():
             refused += 1
         for rank in range(2):
             if draw.random() < 0.3:
-                got[rank] += page.pull(rank, page[control.POSITION])
+                got[rank] += page.pull(rank, page[control.POSITION], 1 << 21)
     for rank in range(2):
-        got[rank] += page.pull(rank, page[control.POSITION])
+        got[rank] += page.pull(rank, page[control.POSITION], 1 << 21)
     assert got[0] == got[1] == list(sent)
     assert refused and pushed > 5 * control.RING
 
@@ -494,10 +494,10 @@ def test_a_record_that_was_not_done_stays():
     page = control.open_page("abc", 0)
     page.push(1, [7], 1)
     page.push(2, [8], 1)
-    for step, _ in page.pull(0, page[control.POSITION]):
+    for step, _ in page.pull(0, page[control.POSITION], 1 << 21):
         if step == 2:
             break
-    assert list(page.pull(0, page[control.POSITION])) == [(2, [8])]
+    assert list(page.pull(0, page[control.POSITION], 1 << 21)) == [(2, [8])]
 
 
 def test_answers_are_of_one_order():
