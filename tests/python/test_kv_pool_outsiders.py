@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import pathlib
 import resource
 import signal
 import struct
@@ -337,9 +338,9 @@ def cont(child):
 
 def sleeps(child):
     """How often the threads of a process but its first have gone to sleep so far; those of pools do it 10 times a second."""
-    folder = f"/proc/{child.process.pid}/task"
-    lines = (open(f"{folder}/{task}/status").read() for task in os.listdir(folder) if int(task) != child.process.pid)
-    return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in lines)
+    tasks = pathlib.Path(f"/proc/{child.process.pid}/task").iterdir()
+    texts = (task.joinpath("status").read_text() for task in tasks if int(task.name) != child.process.pid)
+    return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in texts)
 
 
 def test_time_in_which_the_asker_was_stopped_is_nobodys_silence(tmp_path):
