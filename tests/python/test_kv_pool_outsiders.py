@@ -337,7 +337,7 @@ def cont(child):
 
 
 def sleeps(child):
-    """How often the threads of a process but its first have gone to sleep so far; those of pools do it 10 times a second."""
+    """How often the threads of a process but its first have slept so far; those of pools do it 10 times a second."""
     tasks = pathlib.Path(f"/proc/{child.process.pid}/task").iterdir()
     texts = (task.joinpath("status").read_text() for task in tasks if int(task.name) != child.process.pid)
     return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in texts)
