@@ -371,7 +371,7 @@ _MUTANTS = [
     ("absent rows of later tensors are used", "kv/check_rows", replace("g->slot_stride * kv->n_slots", "0"), "test_absent"),
     ("blocks use absent pages", "blocks/check_pages", drop("vmem__check_present"), "test_absent"),
     ("blocks that are backed may be absent", "blocks/vmem_blocks_back",
-     replace("|| b->ctx->b.n_absent", ""), "test_absent"),
+     replace("|| *b->absent", ""), "test_absent"),
     ("absent pages of blocks are lost", "blocks/unmap_or_drop", never("page", n=3), "test_absent"),
     ("marks end at another word", "backend/vmem__absent_set", replace("i / 64", "0", n=1), "test_absent"),
     # blocks
