@@ -255,7 +255,7 @@ def test_engines_and_owners_are_killed_at_any_time(path):
     draw = random.Random(int(os.environ.get("VMEM_TEST_SEED", "1")))
     tokens = {key: expected(key) for key in (1, 2)}
     alive = {}  # engine: its key
-    for kill in range(int(os.environ.get("VMEM_TEST_ITERATIONS", "12"))):
+    for kill in range(int(os.environ.get("VMEM_TEST_ITERATIONS", "4"))):
         while len(alive) < 3:
             engine, key = Process(path), draw.choice((1, 2))
             engine.begin("start", f"k{key}", key)
