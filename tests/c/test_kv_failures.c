@@ -312,7 +312,7 @@ static void sweep_attach_with_zero(void)
 static _Atomic enum { GOES, STOPS, STOPPED } worker;
 static void stop_worker(enum vmem__kv_point point)
 {
-    if (point == KV_WORKER_UNLOCKED && worker == STOPS)
+    if (point == KV_WORKER_ASKED && worker == STOPS)
         for (worker = STOPPED; worker == STOPPED;)
             sched_yield();
     else if (point == KV_CALL_WAITS)

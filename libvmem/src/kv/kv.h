@@ -438,9 +438,10 @@ static inline bool kv_plentiful(const vmem_kv *kv)
 
 // ---- turn.c ---------------------------------------------------------------------------------------------------------
 
-// Points at which tests delay a thread: the worker has dropped the lock and is about to call core; a call is about to
-// wait for the worker, or has waited; the worker has checked for idleness. The hook is NULL outside of tests.
-enum vmem__kv_point { KV_WORKER_UNLOCKED, KV_CALL_WAITS, KV_CALL_WAITED, KV_WORKER_IDLE };
+// Points at which tests delay a thread: the worker has asked the device for its free memory; it has dropped the lock and is
+// about to call core; a call is about to wait for the worker, or has waited; the worker has checked for idleness. The hook
+// is NULL outside of tests.
+enum vmem__kv_point { KV_WORKER_ASKED, KV_WORKER_UNLOCKED, KV_CALL_WAITS, KV_CALL_WAITED, KV_WORKER_IDLE };
 extern void (*_Atomic vmem__kv_hook)(enum vmem__kv_point point);
 static inline void kv_at(enum vmem__kv_point point)
 {

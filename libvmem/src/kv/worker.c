@@ -313,7 +313,7 @@ static void ask_device(vmem_kv *kv)
     if (!kv->membership.member && kv->ledger.ahead.pages >= kv->ledger.budget)
         return;
     pthread_mutex_unlock(&kv->gate.state);
-    kv_at(KV_WORKER_UNLOCKED);
+    kv_at(KV_WORKER_ASKED);
     vmem__kv_ask_device(kv);
     pthread_mutex_lock(&kv->gate.state);
 }
