@@ -30,7 +30,7 @@ static void stop_at_random(enum vmem__kv_point point)
         stopped = stopping && !waited_for && rnd(&stop_seed) % 2;
         while (stopped)
             pthread_cond_wait(&opened, &gate);
-    } else {
+    } else if (point == KV_CALL_WAITS || point == KV_CALL_WAITED) {
         waited_for = point == KV_CALL_WAITS;
         stopped = false;
         pthread_cond_broadcast(&opened);
