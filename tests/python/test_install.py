@@ -20,6 +20,7 @@ ABI = ".".join(pyvmem.__version__.split(".")[:2])  # until 1.0, what a minor rel
 FILES = [
     "include/vmem.h",
     "include/vmem_blocks.h",
+    "include/vmem_common.h",
     "include/vmem_kv.h",
     "include/vmem_kv_pool.h",
     "include/vmem_torch.h",
