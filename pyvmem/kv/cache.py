@@ -475,7 +475,8 @@ class KVCache(_Owned):
 
         The answer is exact, and changes nothing: that many can be allocated, begin with their prefixes, and take part
         in the next step, unless others take the memory before. The next request would not fit, and `shortage` says what
-        it lacks. New requests must leave the watermark free (`KVCacheOptions.watermark`).
+        it lacks. Only where a request has shared rows that its window has passed may it say too few: they count until
+        that request's next step. New requests must leave the watermark free (`KVCacheOptions.watermark`).
 
         Parameters
         ----------

@@ -199,7 +199,10 @@ def test_an_answer_is_exact(name, specs):
                 lengths[slot] = tokens
             began = sum(lengths[slot] > 0 for slot in slots)
             if short and began > fits:
-                assert not cache.step(lengths, dry=True) and cache.shortage.missing_pages == missing, (before, asked)
+                begins, lacks = cache.step(lengths, dry=True), cache.shortage.missing_pages
+                # What a request has shared and its window has passed counts, although the step takes it back.
+                passed = prefix is not None and any(spec.window for spec in specs)
+                assert (not begins and lacks == missing) or (passed and lacks < missing), (before, asked)
                 cache.free(slots[fits])
                 lengths[slots[fits]] = 0
             elif short:
