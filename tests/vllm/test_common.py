@@ -5,6 +5,7 @@ One child at a time makes an engine. The owner of the weights is a process of it
 
 import os
 import signal
+import time
 import types
 import uuid
 
@@ -86,6 +87,14 @@ def test_the_second_engine_takes_what_the_first_has_loaded(model, environ, name)
     check(second, expected, engines=1, model=first["state"][0]["model"])  # which the first process has loaded
 
 
+def kill_owner(weights):
+    """Kill the owner, and wait until its engine can know, or has another one."""
+    link, owner = weights._link, weights._link.owner
+    os.kill(owner, signal.SIGKILL)
+    while not link.gone and link.owner == owner:
+        time.sleep(0.01)
+
+
 def lives(folder):
     """Everything that happens to common weights, in one engine. Its owner dies twice."""
     from neighbour import Neighbour
@@ -105,11 +114,11 @@ def lives(folder):
     neighbour.give()
     made.llm.wake_up()  # copies them back
     note()
-    os.kill(made.weights._link.owner, signal.SIGKILL)  # awake
+    kill_owner(made.weights)  # awake
     made.weights.copy_again()
     note()
     made.llm.sleep(1)
-    os.kill(made.weights._link.owner, signal.SIGKILL)  # asleep
+    kill_owner(made.weights)  # asleep
     made.llm.wake_up()
     note()
     made.llm.collective_rpc("reload_weights")  # writes: a copy of its own
