@@ -20,8 +20,8 @@ OFFLOADING, SIMPLE, LMCACHE = "OffloadingConnector", "SimpleCPUOffloadConnector"
 MULTI = "MultiConnector"
 EXAMPLE = "ExampleConnector"
 NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
-# They store each block in the step that takes it: if that computes a part of the block, the rest is never stored. With
-# chunked prompts, they are wrong on vLLM's own memory, too.
+# They store each block in the step that takes it: if that computes a part of the block, the rest is never stored. By
+# vLLM's code, its own chunks of a prompt do the same.
 WHOLE_PROMPTS = (EXAMPLE, *NIXL)
 COPY = (OFFLOADING, SIMPLE, LMCACHE, EXAMPLE)
 REGISTER = (*NIXL, "MooncakeConnector", "MooncakeStoreConnector", "MoRIIOConnector", "LMCacheMPConnector")

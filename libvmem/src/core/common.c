@@ -78,6 +78,14 @@ static int check(const vmem_common *c)
     return c ? vmem__enter(c->ctx) : vmem__error(-EINVAL, "common must not be NULL");
 }
 
+static int check_part(const vmem_common *c, uint32_t part)
+{
+    int rc = check(c);
+    if (!rc && part >= c->parts)
+        rc = vmem__error(-EINVAL, "part %" PRIu32 " must be below %" PRIu32, part, c->parts);
+    return rc;
+}
+
 int vmem_common_new(vmem_common *c, int *fd)
 {
     int rc = check(c);
@@ -90,13 +98,11 @@ int vmem_common_new(vmem_common *c, int *fd)
 
 int vmem_common_map(vmem_common *c, uint32_t part, int fd, uint32_t flags)
 {
-    int rc = check(c);
+    int rc = check_part(c, part);
     if (!rc)
         rc = vmem__check_flags(flags, VMEM_COMMON_WRITABLE);
     if (rc)
         return rc;
-    if (part >= c->parts)
-        return vmem__error(-EINVAL, "part %" PRIu32 " must be below %" PRIu32, part, c->parts);
     pthread_mutex_lock(&c->lock);
     struct vmem__backend *b = &c->ctx->b;
     rc = c->mapped[part]
@@ -109,11 +115,9 @@ int vmem_common_map(vmem_common *c, uint32_t part, int fd, uint32_t flags)
 
 int vmem_common_seal(vmem_common *c, uint32_t part)
 {
-    int rc = check(c);
+    int rc = check_part(c, part);
     if (rc)
         return rc;
-    if (part >= c->parts)
-        return vmem__error(-EINVAL, "part %" PRIu32 " must be below %" PRIu32, part, c->parts);
     pthread_mutex_lock(&c->lock);
     struct vmem__backend *b = &c->ctx->b;
     rc = !c->mapped[part] ? vmem__error(-EINVAL, "part %" PRIu32 " is not mapped", part)
