@@ -7,12 +7,11 @@ import os
 import signal
 import time
 import types
-import uuid
 
 import engines
 import models
 import pytest
-from test_sleep import Llm, own
+from test_sleep import POOL, Llm, environ as sleeping, imported, own  # noqa: F401
 
 
 @pytest.fixture(scope="session")
@@ -27,21 +26,9 @@ def model(tmp_path_factory):
     return write
 
 
-@pytest.fixture(scope="session", autouse=True)
-def imported():
-    os.environ["VMEM_VLLM"] = "1"
-    import vllm.v1.engine.core  # noqa: F401
-    import vllm.v1.engine.llm_engine  # noqa: F401
-    from vllm import LLM, SamplingParams  # noqa: F401
-
-
-POOL = 256 << 20
-
-
 @pytest.fixture
 def environ():
-    return dict(VMEM_VLLM_POOL=uuid.uuid4().hex[:12], VMEM_VLLM_POOL_SIZE=str(POOL), VMEM_VLLM_SLEEP="keep",
-                VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_PAGE_SIZE="64K", VMEM_VLLM_COMMON="5")  # fmt: skip
+    return sleeping(VMEM_VLLM_COMMON="5")
 
 
 def path():
