@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyvmem._checks import shown
-from pyvmem._clock import started
+from pyvmem._clock import now_us, started
 from pyvmem._ffi import lib
 from pyvmem.engine import pools
 from pyvmem.kv.view import view_folder
@@ -108,6 +108,7 @@ STARVING = 1997  # since when the model's requests cannot go on for lack of KV m
 DRAINED = 1998  # 1: an operator has closed the model: no further request begins, in whatever state it is
 WAIT = 1999  # microseconds that a request which comes now is expected to wait for the model
 ROOM = 2000  # bytes of the pool that the model could have at once
+STARTING = 2001  # since when the engine's workers load the model and warm up; 0: they have, or share no weights
 
 # Words that each worker publishes in its own column: the word of rank r is at NAME + r.
 ATTACHED = 64  # 0 until the worker has its memory, then 1
@@ -606,6 +607,23 @@ def engines() -> list[tuple[Engine, Page]]:
             page = Page(words, path)
             found.append((Engine.of(*place, page), page))
     return found
+
+
+def starting_before(page: Page, pool: int, seconds: float) -> list[int]:
+    """What other engines lack in a pool that began to start before this one, and in the last so many seconds; in bytes.
+
+    pool: its number. Processes of one engine do not wait for each other.
+    """
+    begin, oldest, name = (page[STARTING], str(page.path)), now_us() - 1e6 * seconds, _engine_name(page)
+    found = [p for e, p in engines() if e.name != name and oldest < p[STARTING] and (p[STARTING], str(p.path)) < begin]
+    return [
+        max(0, *p.cells[SHORT : SHORT + RANKS]) for p in found if pool in p.cells[POOL_OF : POOL_OF + RANKS].tolist()
+    ]
+
+
+def _engine_name(page: Page) -> str:
+    place = _place(page.path) if page.path is not None else None
+    return place[0] if place else ""
 
 
 def _check_minimums(pages: Sequence[Page], least: int) -> None:

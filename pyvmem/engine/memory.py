@@ -222,7 +222,7 @@ class BlockMemory:
 
     def tend(self) -> None:
         """Tell the pool what the scheduler offers and wants, and publish."""
-        if self._pool is not None and self._blocks is not None and self._page[control.PID]:
+        if self._pool is not None and self._blocks is not None and self._page[control.LEAST]:
             self._tell_pool(self._pool)
         self.publish()
 

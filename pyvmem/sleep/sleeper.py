@@ -29,6 +29,8 @@ from pyvmem.sleep.common import CommonWeights
 from pyvmem.sleep.weights import LOAD_WAIT, Weights
 
 LOOK = 0.02  # seconds between looks at what a model that is loaded lacks
+STARTS = 600.0  # seconds for which others wait for an engine that starts
+BESIDE = 8  # an engine that starts beside another one leaves one part in so many of the pool free
 TRY = 0.06  # seconds in which spare memory and prefixes of others wake the weights, before it is published what lacks
 
 
@@ -69,8 +71,10 @@ class Sleeper:
         Models go to sleep for one that is loaded, as for one that wakes. What they have given stays here until the
         weights are in, and the rest of the pool is for others meanwhile.
         """
-        weights, end, loaded = self.weights, time.monotonic() + LOAD_WAIT, threading.Event()
+        weights, loaded = self.weights, threading.Event()
         asks = threading.Thread(target=self._ask, args=(loaded,), name="vmem-claim", daemon=True)
+        self._wait_for_starts(min(size, self._pool.budget))
+        end = time.monotonic() + LOAD_WAIT
         weights.reserve(max(min(size, self._pool.budget), 1))
         asks.start()
         try:
@@ -80,10 +84,35 @@ class Sleeper:
                                   f"{size} bytes of the weights within {LOAD_WAIT:.0f} s")  # fmt: skip
                 time.sleep(LOOK)
             yield
+        except BaseException:
+            self._page[control.STARTING] = 0
+            raise
         finally:
             loaded.set()
             asks.join()
             weights.reserve(0)
+
+    def _wait_for_starts(self, size: int) -> None:
+        """Return when there is memory for this engine beside those that began to start before it, or none starts.
+
+        An engine cannot sleep before its server runs. Two that start and hold what the other one lacks would wait for
+        each other. size: 0 if it is not known.
+        """
+        page, logged, size = self._page, False, size or self._pool.budget
+        self._lacks(size)  # those that begin later count it
+        if not page[control.PID]:
+            control.claim(page)  # until the scheduler does
+        if not page[control.STARTING]:
+            page[control.STARTING] = now_us()
+            page[control.STARTING] = now_us()  # who has not seen the first one began before
+        while earlier := control.starting_before(page, page[control.POOL_OF + self._rank], STARTS):
+            if size + sum(earlier) <= self._pool.free - self._pool.budget // BESIDE:
+                break
+            if not logged:
+                logged = True
+                self._chosen.logger.info("vMem: this model waits until %d that began before it in pool %s have started",
+                                         len(earlier), self._chosen.pool)  # fmt: skip
+            time.sleep(LOOK)
 
     def _ask(self, loaded: threading.Event) -> None:
         """Publish what is lacking until the weights are in. Nothing of torch's: it may wait in an allocation."""
@@ -99,8 +128,6 @@ class Sleeper:
         page = self._page
         lacks = max(page.cells[control.SHORT : control.SHORT + control.RANKS])
         if lacks:
-            if not page[control.PID]:
-                control.claim(page)  # until the scheduler does
             page[control.LACKING] = page[control.LACKING] or now_us()
             page[control.STATE], page[control.QUEUED], page[control.SINCE] = State.WAKING, 1, begin
             page[control.LACKS] = lacks
@@ -119,6 +146,7 @@ class Sleeper:
         busy : as for `Weights.copy_behind`.
         """
         self._busy = busy
+        self._page[control.STARTING] = 0
 
     def falls_asleep(self) -> None:
         """Note how much memory torch caches, before the engine gives it to the driver."""

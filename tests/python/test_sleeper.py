@@ -3,8 +3,10 @@
 SPDX-License-Identifier: MIT
 """
 
+import contextlib
 import threading
 import time
+import uuid
 
 import pytest
 import torch
@@ -165,3 +167,66 @@ def test_minimums_of_others_are_in_the_way_until_they_sleep(pool, page, busy, sl
         watch.join()
         sleeper.weights.adopt([net(24 * MIB)])
     assert seen[0][3] == 24 * MIB
+
+
+@pytest.fixture
+def two(pool):
+    """The workers of two engines, which see each other's pages."""
+    name, made = uuid.uuid4().hex[:12], []
+    for number in range(2):
+        page = control.open_page(f"{name}{number}", 0)
+        made.append((page, Sleeper(page, 0, CHOSEN, pool, torch.device("cpu"))))
+    yield made
+    for page, sleeper in made:
+        sleeper.weights.close()
+        page.unlink()
+
+
+def test_a_model_that_starts_takes_nothing_that_an_earlier_one_needs_to_start(pool, busy, two):
+    """Neither could sleep, and both would wait until one of them ends."""
+    (_, first), (page, second) = two
+    model, loaded = net(24 * MIB), threading.Event()
+
+    def load_second():
+        with second.claim(24 * MIB):
+            loaded.set()
+
+    with first.claim(24 * MIB):
+        first.weights.adopt([model])
+    thread = threading.Thread(target=load_second)
+    thread.start()
+    while not page.short:
+        time.sleep(1e-3)
+    assert len(load(busy, 2, pool)) == 2 and not loaded.is_set()  # as the first one's null block
+    first.warmed_up(bool)
+    first.park()  # as its server has it
+    thread.join()
+    assert loaded.is_set()
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (24, 0), (24, 24)])
+def test_models_start_side_by_side_if_both_fit(pool, two, sizes, monkeypatch):
+    """The size of the first is not known while it is 0."""
+    (begun, first), (_, second) = two
+    monkeypatch.setattr("pyvmem.sleep.sleeper.LOAD_WAIT", 0.1)
+    with first.claim(sizes[0] * MIB):
+        while begun.short:
+            time.sleep(1e-3)
+        fits = sum(sizes) <= 8 and 0 not in sizes
+        if not fits:
+            monkeypatch.setattr("pyvmem.sleep.sleeper.STARTS", 0.1)  # nobody waits longer for one that hangs
+        with contextlib.ExitStack() as stack:
+            if sizes[1] == 24:
+                stack.enter_context(pytest.raises(Refused, match="did not give"))
+            stack.enter_context(second.claim(sizes[1] * MIB))
+
+
+def test_workers_of_one_engine_and_engines_of_other_pools_do_not_wait_for_each_other(pool, two):
+    (page, first), (other, _) = two
+    with first.claim(34 * MIB), KVPool(budget=36 * MIB) as elsewhere:
+        for its, rank, where in ((page, 1, pool), (other, 1, elsewhere)):
+            its[control.POOL_OF] = 0 if its is other else its[control.POOL_OF]
+            made = Sleeper(its, rank, CHOSEN, where, torch.device("cpu"))
+            with made.claim(1):
+                pass
+            made.weights.close()
