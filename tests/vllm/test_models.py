@@ -362,7 +362,7 @@ def test_behind_the_router_of_the_examples_models_sleep_and_wake(three, file):
             state = three[name].state()
             assert state["wait"] == 0 and state["room"] >= 0
         three["a"].order("drain")
-        assert three["a"].until(lambda s: s["wait"])["wait"] == 1e6
+        three["a"].until(lambda s: s["wait"] == 1e6)  # asleep, it had some wait before
         three["a"].order("wake")
         three["a"].until(lambda s: not s["wait"])
     finally:
