@@ -66,7 +66,8 @@ class Leader:
         self._log = settings.logger
         self._lives: dict[str, tuple[tuple[int, int], float]] = {}  # the last beats of each engine, and when they came
         self._act: asyncio.Task[None] | None = None  # a sleep or a wake
-        self._rate, self._published = routing.RATE, 0.0  # how fast weights come; when the wait was published
+        self._rate = routing.RATE  # how fast weights come
+        self._published: tuple[tuple[State, int], float] = (State.NONE, 0), 0.0  # of what state the wait was, and when
         self._lacked = False  # whether the log has that the model lacks memory to wake
 
     async def run(self) -> None:
@@ -106,9 +107,9 @@ class Leader:
         running = self._sum_up(servers)
         order = next((s[control.S_ORDER] for s in servers if s[control.S_ORDER]), int(Order.NONE))
         self._publish_hunger(running)
-        self._publish_wait()
         if order in (Order.DRAIN, Order.WAKE):
             self._pages.publish(control.DRAINED, order == Order.DRAIN)
+        self._publish_wait()
         if self.is_acting():
             if self._pages.mine[0][control.STATE] == State.WAKING:
                 self._publish_lack()
@@ -139,18 +140,18 @@ class Leader:
         self._pages.publish(control.STARVING, (page[control.STARVING] or now_us()) if starves else 0)
 
     def _publish_wait(self) -> None:
-        """Publish how long a request that comes now would wait, a few times a second and when the model wakes."""
+        """Publish how long a request that comes now would wait, a few times a second and when the state changes."""
         page, now = self._pages.mine[0], time.monotonic()
-        state = page.state
-        if now < self._published + TELL and self._pages.is_open() == (page[control.WAIT] == 0):
+        state, drained = about = page.state, page[control.DRAINED]
+        if about == self._published[0] and now < self._published[1] + TELL:
             return
-        self._published, waits = now, []
+        self._published, waits = (about, now), []
         others = [self._model_of(p) for p in self._pages.others]
         for p in self._pages.mine:
             missing, needs, room = routing.memory(p, self._pages.others)
             waits.append(routing.expected_wait(state, others, missing, needs - room, self._settings.slice, self._rate))
             p[control.ROOM] = room
-        self._pages.publish(control.WAIT, int(1e6 * (routing.CLOSED if page[control.DRAINED] else max(waits))))
+        self._pages.publish(control.WAIT, int(1e6 * (routing.CLOSED if drained else max(waits))))
 
     def _publish_lack(self) -> None:
         """Publish what the workers lack to wake."""
@@ -226,6 +227,7 @@ class Leader:
                 page[control.CHANGED_AT] = now_us()
                 page[control.SLEEPS] += 1
             page[control.STATE] = state
+        self._publish_wait()  # who is answered by this model finds it in the pages
         self._admission.wake_waiters()
 
     async def _guard(self, act: Awaitable[None]) -> None:

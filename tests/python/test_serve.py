@@ -177,13 +177,16 @@ def test_what_a_request_costs_here_is_published_for_routers(played):
         await until(lambda: page[control.WAIT] == 500_000 + SLICE * 1e6, engine)  # and a turn of the other
         assert page[control.ROOM] == 4 << 30
         assert (await ask(engine))[0] == 200
-        await until(lambda: page[control.WAIT] == 0, engine)
+        assert page[control.WAIT] == 0  # with the answer, not with the next look
         assert (await ask(engine, "/vmem/drain"))[0] == 200
-        await until(lambda: page[control.WAIT] == 10**12, engine)
+        assert page[control.WAIT] == 10**12
         (_, body) = await messages(engine, "/vmem/state", "GET")
         assert json.loads(body["body"])["wait"] == 1e6
         assert (await ask(engine, "/vmem/wake"))[0] == 200
-        await until(lambda: page[control.WAIT] == 0, engine)
+        assert page[control.WAIT] == 0
+        for path in ("/vmem/sleep", "/vmem/drain"):
+            assert (await ask(engine, path))[0] == 200
+        assert page[control.WAIT] == 10**12  # also where it waited for its weights before
 
     played(history)
 
