@@ -91,7 +91,10 @@ def pytest(python: Path, tests: Path, paths: list[str], before: list[Path], *arg
         from entry_point import write
 
         path = os.pathsep.join(map(str, [*before, write(Path(folder)), ROOT]))
-        environment = dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1")
+        # A server is four processes, each of which would compile all of its engine's sources.
+        environment = dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1",
+                           PYTHONPYCACHEPREFIX=str(ROOT / "build" / "pycache"))  # fmt: skip
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         return run(python, "-m", "pytest", "-q", *paths, *arguments, cwd=ROOT, env=environment)
 
 
