@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import mmap
 import os
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,11 +34,12 @@ from pyvmem.kv.pool import KVPool
 from pyvmem.sleep.image import Different, Image, Trace, as_bytes
 from pyvmem.sleep.link import Link, close_all
 from pyvmem.sleep.owner import BOARD, FDS
+from pyvmem.sleep.sealed import SealedCopy
 from pyvmem.sleep.sums import Sums
-from pyvmem.sleep.weights import LOAD_WAIT, LOG, Weights
+from pyvmem.sleep.weights import ARENA, LOAD_WAIT, LOG, Weights
 from pyvmem.tensor import tensor_at
 
-PART, MOST_PARTS = 8 << 20, 1024  # a part's least size, which doubles until there are at most so many
+PART, MOST_PARTS = 8 << 20, 256  # a part's least size, which doubles until there are at most so many
 POLL = 0.01  # seconds between questions to the owner
 LOADS = 600.0  # seconds that an engine waits for another one that loads the same weights
 
@@ -67,9 +66,8 @@ class CommonWeights(Weights):
         self._about: dict[str, Any] | None = None  # what the owner knows of them
         self._common: Common | None = None
         self._board: mmap.mmap | None = None
-        self._host = -1  # descriptor of the copy in host memory
+        self._sealed: SealedCopy | None = None  # in host memory
         self._fds: dict[int, tuple[int, str]] = {}  # of the parts that are mapped, with their names
-        self._wanted = 0  # bytes to be promised for a load
         self._lacks = 0  # bytes that the pool did not have for them
         self._stale = False  # the owner has other parts than those that are mapped
 
@@ -95,7 +93,7 @@ class CommonWeights(Weights):
             time.sleep(POLL)
         self._key, self._about = key, answer.get("about")
         if self._about is not None:
-            self._host = fds.pop(0)
+            self._keep_copy(SealedCopy(fds.pop(0), self._device))
         self._see_board(fds[0])
         return self._about is not None
 
@@ -108,26 +106,13 @@ class CommonWeights(Weights):
         self._board = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
         os.close(fd)
 
-    def reserve(self, size: int) -> None:
-        if not self._key or self._about is not None:
-            super().reserve(0 if self._key else size)
-            return
-        self._wanted = size
+    def _keep_copy(self, copy: SealedCopy | None) -> None:
+        if self._sealed is not None:
+            self._sealed.close()
+        self._sealed = copy
 
     def lacking(self) -> int:
-        if not self._key:
-            return super().lacking()
-        if self._about is None and self._wanted:
-            with contextlib.suppress(ConnectionError):
-                self._lacks = self._link.ask("promise", bytes=self._wanted)[0]["missing"]
-            self._wanted = self._wanted if self._lacks else 0
-        return self._lacks
-
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Weights in common are loaded outside the pool, whose owner has promised their bytes, and then moved there."""
-        with contextlib.nullcontext() if self._key else super().loading():
-            yield
+        return super().lacking() or self._lacks
 
     # ---- to offer, and to take -----------------------------------------------------------------------------------
 
@@ -136,32 +121,37 @@ class CommonWeights(Weights):
         if not self._key:
             super().adopt(modules)
             return
+        image = Image(modules, self._device)
         try:
-            self._offer(Image(modules, self._device))
+            self._offer(image)
         except ConnectionError:  # the owner has ended; who loads them now offers them
             self._log.warning("vMem: the owner of the weights in common has ended while they were loaded, so that "
                               "these are this engine's alone")  # fmt: skip
+            assert self._sealed is not None
+            places, sealed = image.places, self._sealed
+            self._move_here(image, lambda i, size: sealed.bytes[places[i] : places[i] + size])
             self.leave()
-            super().adopt(modules)
 
     def _offer(self, image: Image) -> None:
         begin, part = time.monotonic(), PART
         while -(-image.bytes // part) > MOST_PARTS:
             part *= 2
         parts = max(-(-image.bytes // part), 1)
+        self._keep_copy(SealedCopy.of(image, parts * part, self._device))
+        self._make_common(part, parts)
+        # What was loaded goes before its memory is taken again: the pool need not have room for both.
+        image.move(self._place_in(image))
+        self.reserve(0)
+        self.lease.reset()
+        self.lease.trim()
         self._await_promise(parts * part)
-        self._write_copy(image, parts * part)
-        with self._host_bytes() as host:
-            self._make_common(part, parts)
-            made = self._bring(range(parts), host, part)
-            self._seal(made)
-            sums = Sums(self._device)
-            self._about = dict(bytes=parts * part, part=part, parts=parts, layout=image.digest, salt=sums.key,
-                               sums=[int(sums(self._part(i))) for i in range(parts)], id=secrets.token_hex(8),
-                               model=os.getpid())  # fmt: skip
+        self._bring(range(parts), LOAD_WAIT)
+        sums = Sums(self._device)
+        self._about = dict(bytes=parts * part, part=part, parts=parts, layout=image.digest, salt=sums.key,
+                           sums=[int(sums(self._part(i))) for i in range(parts)], id=secrets.token_hex(8),
+                           model=os.getpid())  # fmt: skip
         if not self._hand_over():
             raise ConnectionError("another engine has offered the same weights to a new owner")
-        image.move(self._place_in(image))
         self._log.info("vMem: %.2f GiB of weights are in common from now on, after %.1f s", parts * part / 2**30,
                        time.monotonic() - begin)  # fmt: skip
 
@@ -217,9 +207,8 @@ class CommonWeights(Weights):
                 self._link.ask("leave", key=key)
             self._link.close()
             self._close_fds()
-            if self._host >= 0:
-                os.close(self._host)
-            self._host, self._lacks, self._wanted = -1, 0, 0
+            self._keep_copy(None)
+            self._lacks = 0
 
     def part_from_others(self, modules: Sequence[torch.nn.Module]) -> None:
         """Before weights change: have a copy of this engine's own. The weights must be awake.
@@ -235,15 +224,24 @@ class CommonWeights(Weights):
             assert common is not None and about is not None
             inside = range(common.addr, common.addr + about["bytes"])
             old = list(image.storages)
-            if self._gpu:
-                with super().loading():
-                    image.move(lambda i, size: torch.empty_like(as_bytes(old[i])).copy_(as_bytes(old[i])),
-                               lambda i: old[i].data_ptr() in inside)  # fmt: skip
-            else:
-                super().adopt(modules)
-            self._synchronize()
+            self._move_here(image, lambda i, size: as_bytes(old[i]), lambda i: old[i].data_ptr() in inside)
             self._log.info("vMem: these weights are about to change, so that this engine has a copy of its own now")
             self.leave()
+
+    def _move_here(
+        self, image: Image, contents: Callable[[int, int], torch.Tensor], which: Callable[[int], bool] = lambda i: True
+    ) -> None:
+        """Move storages to memory of this engine's own. contents: as for `Image.move`, what is to be there."""
+
+        def new(i: int, size: int) -> torch.Tensor:
+            there = torch.empty(size, dtype=torch.uint8, device=self._device) if self._gpu else self._bytes(size)
+            return there.copy_(contents(i, size))
+
+        with self.loading():
+            image.move(new, which)
+        if not self._gpu:
+            image.keep(self.lease.mem_pool)
+        self._synchronize()
 
     # ---- parts -----------------------------------------------------------------------------------------------
 
@@ -269,49 +267,38 @@ class CommonWeights(Weights):
         """Wait until the pool has the bytes. Raises OutOfMemory."""
         end = time.monotonic() + LOAD_WAIT
         while missing := int(self._link.ask("promise", bytes=size)[0]["missing"]):
+            self._lacks = missing
             if time.monotonic() >= end:
                 raise OutOfMemory(errno.ENOMEM, f"the pool lacks {missing} bytes of the {size} of the weights")
             time.sleep(POLL)
+        self._lacks = 0
 
-    def _write_copy(self, image: Image, size: int) -> None:
-        """Copy the storages to host memory that nobody can change any more."""
-        self._host = os.memfd_create("vmem-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._host, size)
-        os.posix_fallocate(self._host, 0, size)
-        with mmap.mmap(self._host, size) as memory:
-            host = torch.frombuffer(memory, dtype=torch.uint8)
-            for storage, place in zip(image.storages, image.places):
-                host[place : place + storage.nbytes()].copy_(as_bytes(storage))
-            del host
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self._host, fcntl.F_ADD_SEALS, seals)
+    def _bring(self, parts: Sequence[int], wait: float = 0) -> None:
+        """Make parts on the device from the copy in host memory. Raises OutOfMemory; then no part is mapped.
 
-    @contextlib.contextmanager
-    def _host_bytes(self) -> Iterator[torch.Tensor]:
-        """The copy in host memory, uint8[]."""
-        with mmap.mmap(self._host, 0, prot=mmap.PROT_READ) as memory, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's, as nobody can write there
-            host = torch.frombuffer(memory, dtype=torch.uint8)
+        wait: the most seconds until the device has the memory, which the pool has already.
+        """
+        common, sealed, end = self._common, self._sealed, time.monotonic() + wait
+        assert common is not None and sealed is not None
+        part = common.part_bytes
+        while True:
             try:
-                yield host
-            finally:
-                del host
-
-    def _bring(self, parts: Sequence[int], host: torch.Tensor, part: int) -> list[int]:
-        """Make parts on the device from the copy in host memory. They are writable until `_seal`."""
-        assert self._common is not None
-        for i in parts:
-            fd = self._common.new()
-            self._fds[i] = fd, secrets.token_hex(8)
-            self._common.map(i, fd, writable=True)
-            self._part(i).copy_(host[i * part : (i + 1) * part], non_blocking=True)
+                for i in parts:
+                    fd = common.new()
+                    self._fds[i] = fd, secrets.token_hex(8)
+                    common.map(i, fd, writable=True)
+                    self._part(i).copy_(sealed.bytes[i * part : (i + 1) * part], non_blocking=True)
+                break
+            except OutOfMemory:
+                self._unmap()
+                self._lacks = len(parts) * part
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(POLL)
         self._synchronize()
-        return list(parts)
-
-    def _seal(self, parts: Sequence[int]) -> None:
-        assert self._common is not None
+        self._lacks = 0
         for i in parts:
-            self._common.seal(i)
+            common.seal(i)
 
     def _give(self, parts: Sequence[int]) -> None:
         """Give the owner parts that are mapped here."""
@@ -323,7 +310,8 @@ class CommonWeights(Weights):
 
     def _hand_over(self) -> bool:
         """Give the owner the weights. False: it has others of this key."""
-        answer, fds = self._link.ask("offer", [self._host], key=self._key, about=self._about)
+        assert self._sealed is not None
+        answer, fds = self._link.ask("offer", [self._sealed.fd], key=self._key, about=self._about)
         self._see_board(fds[0])
         if answer["same"]:
             self._give(sorted(self._fds))
@@ -344,6 +332,9 @@ class CommonWeights(Weights):
                     self._lacks = 0
                     return copied
                 self._lacks = answer.get("missing", self._lacks)
+            except OutOfMemory:  # the pool has the bytes, and the device not yet
+                with contextlib.suppress(ConnectionError):
+                    self._link.ask("done", key=self._key, asleep=True)
             except ConnectionError:
                 self._unmap()
                 self._find_owner()
@@ -371,13 +362,12 @@ class CommonWeights(Weights):
             for i in some:
                 self._common.map(i, self._fds[i][0])
         if bring:
-            with self._host_bytes() as host:
-                self._bring(bring, host, self._about["part"])
-            self._seal(bring)
+            self._bring(bring)
             self._give(bring)
         return len(bring) * int(self._about["part"])
 
     def _unmap(self) -> None:
+        self._synchronize()
         if self._common is not None:
             self._common.unmap()
         self._close_fds()
@@ -404,8 +394,8 @@ class CommonWeights(Weights):
             return
         answer, fds = self._link.ask("find", key=self._key)
         if "about" in answer:
-            os.close(self._host)
-            self._about, self._host, self._stale = answer["about"], fds[0], False
+            self._keep_copy(SealedCopy(fds[0], self._device))
+            self._about, self._stale = answer["about"], False
             self._see_board(fds[1])
 
     def copy_again(self) -> None:
@@ -427,6 +417,32 @@ class CommonWeights(Weights):
                     self._link.ask("done", key=self._key, asleep=True)
                     if self._stale:
                         self._follow()
+                if self._sealed is not None and self._sealed.unpinned:
+                    self.copy_behind(self._busy)
+
+    def _copy_all(self) -> None:
+        try:
+            self._pin()
+        finally:
+            super()._copy_all()
+
+    def _pin(self) -> None:
+        """Have the device read the copy in host memory at the link's rate."""
+        begin, sealed = time.monotonic(), self._sealed
+        if sealed is None or not sealed.unpinned or self._common is None:
+            return
+        size = max(ARENA, self._common.part_bytes)
+        while sealed.unpinned and not self._stop:
+            self._pause(size)
+            with self._lock:
+                if sealed is not self._sealed:
+                    return
+                sealed.pin(size)
+        if sealed.error:
+            self._log.info("vMem: the driver does not pin the copy of the weights in common (CUDA error %d): they wake "
+                           "more slowly", sealed.error)  # fmt: skip
+        else:
+            self._log.info("vMem: the copy of the weights in common is pinned after %.1f s", time.monotonic() - begin)
 
     def wake(self, wait: float, came: Callable[[], None] = lambda: None, queued: bool = False) -> int:
         with self._lock:
@@ -441,9 +457,17 @@ class CommonWeights(Weights):
                     self._link.ask("done", key=self._key, asleep=True)
                 raise
 
-    def _common_now(self) -> tuple[int, int]:
-        """Bytes of the common weights on the device, and how many engines read them."""
-        return BOARD.unpack_from(self._board, 0) if self._board is not None and self._about is not None else (0, 0)
+    def _share(self) -> int:
+        """Bytes of the common weights on the device that this engine counts, so that all of its readers add up.
+
+        While one is awake, those count that are: if they sleep, it goes. Then all do.
+        """
+        if self._board is None or self._about is None:
+            return 0
+        held, awake, known = map(int, BOARD.unpack_from(self._board, 0))
+        if awake:
+            return 0 if self._asleep else held // awake
+        return held // max(known, 1)
 
     @property
     def bytes(self) -> int:
@@ -451,17 +475,14 @@ class CommonWeights(Weights):
 
     @property
     def held(self) -> int:
-        return super().held + self._common_now()[0]
+        return super().held + self._share()
 
     @property
     def gives(self) -> int:
-        held, readers = self._common_now()
-        return super().gives + (held if readers <= (not self._asleep) else 0)
+        return super().gives + self._share()
 
     def close(self) -> None:
         super().close()
         self._link.close()
         self._close_fds()
-        if self._host >= 0:
-            os.close(self._host)
-        self._host = -1
+        self._keep_copy(None)

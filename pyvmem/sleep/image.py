@@ -103,6 +103,11 @@ class Image:
         for i, storage in new.items():
             self.storages[i] = storage
 
+    def keep(self, thing: Any) -> None:
+        """Have something live as long as the tensors."""
+        for tensor, _ in self._tensors:
+            tensor._vmem_pool = thing  # type: ignore[attr-defined]
+
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """uint8[n] over a storage."""

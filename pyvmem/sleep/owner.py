@@ -38,7 +38,7 @@ REST = 0.25  # and otherwise, at what has ended
 ASK = 0.3  # seconds after which a question lapses that is not repeated
 ALONE = 2.0  # seconds after which an owner of nothing ends
 PAGE = 2 << 20
-BOARD = struct.Struct("QQ")  # of weights, for engines: bytes on the device, and engines that are awake
+BOARD = struct.Struct("QQQ")  # of weights, for engines: bytes on the device, engines that are awake, and all of them
 
 
 def socket_of(pool: str) -> str:
@@ -86,7 +86,7 @@ class Weights:
         return not self.awake and self.maker is None
 
     def publish(self) -> None:
-        BOARD.pack_into(self.board, 0, self.held, len(self.awake))
+        BOARD.pack_into(self.board, 0, self.held, len(self.awake), len(self.known))
 
     def drop_part(self, part: int) -> None:
         os.close(self.parts.pop(part)[0])

@@ -176,6 +176,7 @@ class Weights:
         self._thread: threading.Thread | None = None
         self._busy: Callable[[], bool] = bool
         self._stop = False
+        self._portion = PORTION  # bytes that were pinned since the last pause
         self._again, self._missing = math.inf, 0  # when to copy what is missing, and its bytes as the log has them
 
     # ---- loading ---------------------------------------------------------------------------------------------
@@ -267,16 +268,13 @@ class Weights:
                 self._thread.start()
 
     def _copy_all(self) -> None:
-        begin, logged, portion = time.monotonic(), time.monotonic(), PORTION
+        begin, logged = time.monotonic(), time.monotonic()
         size, done, retry = 0, 0, math.inf
         try:
             segments = self.lease._segments()
             size = sum(segments.values())
             for address, n in segments.items():
-                again = time.monotonic() + BUSY
-                while portion >= PORTION and self._hurts() and time.monotonic() < again:
-                    time.sleep(BUSY / 50)
-                portion = n + (portion if portion < PORTION else 0)
+                self._pause(n)
                 self._copy.reserve(address, n)  # not under the lock: a model that is to sleep does not wait for it
                 with self._lock:
                     if self._stop:
@@ -286,8 +284,9 @@ class Weights:
                 if time.monotonic() > logged + 5:
                     logged = time.monotonic()
                     self._log.info("vMem: copied %.1f of %.1f GiB of weights to the host", done / 2**30, size / 2**30)
-            self._log.info("vMem: %.2f GiB of weights are in the pool, and in pinned host memory after %.1f s",
-                           size / 2**30, time.monotonic() - begin)  # fmt: skip
+            if size:
+                self._log.info("vMem: %.2f GiB of weights are in the pool, and in pinned host memory after %.1f s",
+                               size / 2**30, time.monotonic() - begin)  # fmt: skip
             self._missing = 0
         except Exception as error:
             retry = time.monotonic() + AGAIN
@@ -305,6 +304,13 @@ class Weights:
         if self._asleep and time.monotonic() >= self._again:
             self._again = math.inf
             self.copy_behind(self._busy)
+
+    def _pause(self, size: int) -> None:
+        """Before `size` bytes are pinned: wait after each portion, while requests run."""
+        again = time.monotonic() + BUSY
+        while self._portion >= PORTION and self._hurts() and time.monotonic() < again:
+            time.sleep(BUSY / 50)
+        self._portion = size + (self._portion if self._portion < PORTION else 0)
 
     def _hurts(self) -> bool:
         """Return whether requests run now, so that pinning memory would delay them."""

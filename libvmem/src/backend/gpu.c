@@ -2,6 +2,7 @@
 #include "backend/gpu.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 
 int vmem__gpu_memory(struct vmem__backend *b, uint64_t *total, uint64_t *free)
@@ -156,6 +157,8 @@ int vmem__gpu_common_new(struct vmem__backend *b, uint64_t length, int *fd)
         rc = vmem__cuda_error(&gpu->cuda.fn, gpu->cuda.fn.mem_export(fd, handle, CU_MEM_HANDLE_TYPE_FD, 0),
                               "cuMemExportToShareableHandle");
         vmem__cuda_release(&gpu->cuda, handle);
+        if (!rc)
+            fcntl(*fd, F_SETFD, FD_CLOEXEC); // a child that outlived this process would keep the memory
     }
     vmem__cuda_leave(&gpu->cuda);
     return rc;
