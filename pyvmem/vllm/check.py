@@ -134,7 +134,8 @@ NAMES = {
                "determine_available_memory device discard>=0.31 execute_model init_device initialize_from_config "
                "load_model model_runner "
                "sample_tokens shutdown sleep wake_up"),
-    "WorkerBase": ("v1/worker/worker_base.py", "cache_config get_supported_kv_cache_layouts rank vllm_config"),
+    "WorkerBase": ("v1/worker/worker_base.py", "cache_config get_supported_kv_cache_layouts rank "
+                   "synchronize_device vllm_config"),
     "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec get_model"),
     "GPUModelRunner of V1": ("v1/worker/gpu_model_runner.py", "drafter"),
     "AsyncLLM": ("v1/engine/async_llm.py", "collective_rpc sleep wake_up"),

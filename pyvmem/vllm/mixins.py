@@ -54,6 +54,8 @@ class WorkerMixin:
     _vmem_engine: str
     _vmem: Any = None
     _vmem_step: Any = None  # vLLM's SchedulerOutput of a step that has not ended
+    _vmem_woke = False  # by `vmem_wake`, and `wake_up` follows
+    _vmem_queued = False  # `wake_up` need not wait for the copies of the weights
 
     def _vmem_memory(self) -> Any:
         if self._vmem is None:
@@ -201,14 +203,27 @@ class WorkerMixin:
             if self._vmem is not None:  # first: it wakes all or nothing, so that it can be tried again
                 if not self._vmem.wake(tags is None or "weights" in tags, tags is None or "kv_cache" in tags):
                     return
-            super().wake_up(tags)  # type: ignore[misc]
+            self._vmem_queued, self._vmem_woke = self._vmem_woke, False
+            try:
+                super().wake_up(tags)  # type: ignore[misc]
+            finally:
+                self._vmem_queued = False
+
+    def synchronize_device(self) -> None:
+        """vLLM waits for the device when it wakes. After `vmem_wake` it need not: the first step runs behind the copies
+        of the weights, while its blocks get memory and its prefix comes.
+        """
+        if not self._vmem_queued:
+            super().synchronize_device()  # type: ignore[misc]
 
     def vmem_wake(self) -> bool:
         """Take back what `wake_up` needs, or nothing; the page has the answer. vLLM would log an error's traceback."""
-        return self._vmem is None or self._vmem.try_to_wake() is None
+        self._vmem_woke = self._vmem is not None and self._vmem.try_to_wake() is None
+        return self._vmem is None or self._vmem_woke
 
     def vmem_sleep_again(self) -> None:
         """Give up what `vmem_wake` took, as another engine of the server lacks memory."""
+        self._vmem_woke = False
         if self._vmem is not None:
             self._vmem.sleep_again()
 

@@ -258,6 +258,29 @@ def test_sleep_and_discard_give_up_the_kv_cache(mixed_in):
                     ("discard", ("weights",)), ("discard", ("kv_cache",)), ("blocks go",)]  # fmt: skip
 
 
+def test_only_a_wake_for_a_server_does_not_wait_for_the_copies_of_the_weights(mixed_in):
+    """vLLM waits for the device in `wake_up`, and in other calls, by a method of the worker."""
+    made, told = mixed_in
+    base = type(made).__mro__[2]
+    base.wake_up = lambda self, tags: self.synchronize_device()
+    base.synchronize_device = lambda self: told.append("waits")
+    made._vmem.try_to_wake, made._vmem.sleep_again = lambda: None, lambda: None
+
+    def waits(call):
+        told.clear()
+        call()
+        return "waits" in told
+
+    assert waits(made.wake_up) and made.vmem_wake() and not waits(made.wake_up)
+    assert waits(made.wake_up) and waits(made.synchronize_device)
+    assert made.vmem_wake() and waits(made.synchronize_device) and not waits(made.wake_up)
+    made.vmem_wake()
+    made.vmem_sleep_again()
+    assert waits(made.wake_up)
+    made._vmem.try_to_wake = lambda: MemoryError("none")
+    assert not made.vmem_wake() and waits(made.wake_up)
+
+
 def test_a_neighbour_that_grows_during_a_sleep_ends_no_engine_of_a_pool(mixed_in, monkeypatch):
     """vLLM asserts that the device has no less free memory after a sleep than before."""
     made, told = mixed_in
