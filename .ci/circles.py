@@ -1,11 +1,13 @@
 """Looks whether the calls between the files of a folder of libvmem only go down: each calls only files that ORDER lists
 before it. Where ORDER lists a folder, its files may call each other, but in no circle. Reads the objects that
 `make lib` builds, with nm. The folders above core may include no more of it than core/memory.h. The files
-of the kernel module stand in the order of uvm_ext.Kbuild. Their text is read, since they are built elsewhere.
+of the kernel module stand in the order of uvm_ext.Kbuild. Their text is read, since they are built elsewhere. No files
+of pyvmem import each other in a circle, not even for types or within a function, but for those of MUTUAL.
 
 SPDX-License-Identifier: MIT
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -26,6 +28,12 @@ ORDER = {
            "reclaim", "request", "worker", "step", "admit", "attach", "cache", "member"],
     "torch": ["lease"],
 }  # fmt: skip
+# Files of pyvmem that know each other, and why.
+MUTUAL = {
+    ("owned", "core"),  # contexts make pages and reservations, which have a context
+    ("sleep.sums_kernel", "sleep.sums"),  # the kernel's constants; its file is imported only where there is a Triton
+    ("tools.top_screen", "tools.top"),  # the command, which also goes without a screen, and rich
+}
 
 
 def objects(folder):
@@ -123,8 +131,24 @@ def private_headers():
                 yield f"{folder}/{path.name} includes more of core than core/memory.h"
 
 
+def imports():
+    """{module of pyvmem: {module of pyvmem that it imports: itself}}."""
+    files = {".".join(p.relative_to(TOP).with_suffix("").parts): p for p in sorted((TOP / "pyvmem").rglob("*.py"))}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    found = {}
+    for name, path in files.items():
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        named = {(node.module, f"{node.module}.{each.name}") for node in nodes for each in node.names}
+        others = {inner if inner in files else outer for outer, inner in named} & files.keys() - {name, "pyvmem"}
+        found[name] = {other: other for other in others if (name[7:], other[7:]) not in MUTUAL}
+    return found
+
+
 def main():
     failed = False
+    if found := circle(imports()):
+        failed = True
+        print(f"circle of imports: {' -> '.join(found)}")
     for line in private_headers():
         failed = True
         print(f"libvmem/src/{line}")

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from pyvmem import attention
 from pyvmem.attention.table import KERNELS
 from pyvmem.kv.cache import KVCache
-from pyvmem.transformers.attention import softcap_of
+from pyvmem.transformers.kernels import softcap_of
 from pyvmem.transformers.cache import VMemCache
 from pyvmem.transformers.layers import VMemLayer
 from pyvmem.transformers.plan import Plan, follow

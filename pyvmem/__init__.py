@@ -53,7 +53,7 @@ _NEED_TORCH = {
     "KVCache": "kv.cache",
     "KVCacheOptions": "kv.options",
     "KVPool": "kv.pool",
-    "Shortage": "kv.types",
+    "Shortage": "kv.shortage",
     "Spare": "kv.options",
     "TensorSpec": "kv.types",
     "VirtualTensor": "tensor",

@@ -6,12 +6,10 @@ SPDX-License-Identifier: MIT
 import errno
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem._ffi import ffi, lib
-
-if TYPE_CHECKING:
-    from pyvmem.kv.types import Shortage
+from pyvmem.kv.shortage import Shortage
 
 
 class VmemError(Exception):
@@ -50,7 +48,7 @@ class OutOfMemory(VmemError, MemoryError):
         Of a `Lease` that could not be entered: what is missing, and why.
     """
 
-    shortage: "Shortage | None" = None
+    shortage: Shortage | None = None
 
 
 class InvalidArgument(VmemError, ValueError):

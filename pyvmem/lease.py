@@ -25,7 +25,7 @@ from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import OutOfMemory, VmemError, _check, structure
 from pyvmem.kv.pool import KVPool
-from pyvmem.kv.types import Shortage, shortage_of
+from pyvmem.kv.shortage import Shortage, shortage_of
 from pyvmem.owned import _Owned
 
 __all__ = ["Lease", "LeaseStats", "torch_pool"]

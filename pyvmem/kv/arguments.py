@@ -16,7 +16,7 @@ import torch
 from pyvmem._checks import elements, shown, uint
 from pyvmem._ffi import ffi
 from pyvmem.errors import InvalidArgument
-from pyvmem.kv.prefix import Hash, PrefixCache, hashes_of
+from pyvmem.kv.hashes import BlockTable, Hash, hashes_of
 from pyvmem.kv.types import TensorSpec
 
 # The lengths that a step takes: one token count per slot.
@@ -80,7 +80,7 @@ def lengths_of(lengths: Lengths, slots: int) -> Any:
     return ffi.from_buffer("int32_t[]", narrow)
 
 
-def requests_of(requests: Iterable[Request], prefixes: PrefixCache | None) -> tuple[npt.NDArray[Any], list[Any]]:
+def requests_of(requests: Iterable[Request], blocks: BlockTable | None) -> tuple[npt.NDArray[Any], list[Any]]:
     """The requests as C structures, and the objects that these point to."""
     if type(requests) is list:  # of numbers: 3 us for 64 of them, not 56
         with contextlib.suppress(OverflowError, TypeError):
@@ -93,17 +93,17 @@ def requests_of(requests: Iterable[Request], prefixes: PrefixCache | None) -> tu
     for i, request in enumerate(given):
         tokens, prefix = request if isinstance(request, tuple) and len(request) == 2 else (request, 0)
         if isinstance(prefix, Sequence) and not isinstance(prefix, str | bytes):
-            if prefixes is None:
+            if blocks is None:
                 raise ValueError(f"requests[{i}] has hashes, but the cache has no PrefixCache: create one first")
             length = uint(f"requests[{i}].tokens", tokens, 32)
             found = hashes_of(prefix)
-            block = prefixes.block_tokens
+            block = blocks.block_tokens
             if len(found) * block > length:
                 text = f"requests[{i}].n_hashes {len(found)}: its {length} tokens have {length // block} blocks"
                 raise InvalidArgument(errno.EINVAL, text)
             if len(found) * block == length:  # the last token remains, as in PrefixCache.alloc
                 del found[-1:]
-            runs = prefixes._beginning(found)
+            runs = blocks.beginning(found)
             kept.append(ffi.new("uint64_t[]", runs))
             raw[i] = (length, 0, int(ffi.cast("uintptr_t", kept[-1])), len(runs))
             continue

@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 
@@ -24,14 +24,14 @@ from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check, structure
 from pyvmem.kv.arguments import Lengths, Request, config_of, lengths_of, requests_of
+from pyvmem.kv.hashes import BlockTable
 from pyvmem.kv.options import KVCacheOptions, Spare, options_of, watermark_of
-from pyvmem.kv.types import NO_SHORTAGE, Run, Shortage, SlotInfo, TensorSpec, model_specs, shortage_of
+from pyvmem.kv.picture import svg
+from pyvmem.kv.shortage import NO_SHORTAGE, Shortage, shortage_of
+from pyvmem.kv.types import Run, SlotInfo, TensorSpec, model_specs
 from pyvmem.kv.view import STATS, KVStats, new_view_path
 from pyvmem.owned import _Owned, first_unbacked
 from pyvmem.tensor import left_its_pages, moved, tensor_at
-
-if TYPE_CHECKING:
-    from pyvmem.kv.prefix import PrefixCache
 
 __all__ = [
     "KVCache",
@@ -150,7 +150,7 @@ class KVCache(_Owned):
         self._last = threading.local()
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self._polling = threading.RLock()
-        self._prefixes: PrefixCache | None = None
+        self._blocks: BlockTable | None = None  # of its PrefixCache
         self._swapped: dict[int, list[torch.Tensor]] = {}  # the rows, tensor after tensor
         self._ended_tensors = 0  # when all were at their places
         self.options = options = options_of(options, keywords)
@@ -489,7 +489,7 @@ class KVCache(_Owned):
         -------
         int
         """
-        raw, _kept = requests_of(requests, self._prefixes)
+        raw, _kept = requests_of(requests, self._blocks)
         fit = ffi.new("size_t *")
         data = ffi.cast("struct vmem_kv_request *", raw.ctypes.data)
         self._answer(lib.vmem_kv_fit(self._ready(), data if len(raw) else ffi.NULL, len(raw), fit))
@@ -833,11 +833,9 @@ class KVCache(_Owned):
         str
             The picture as SVG, which a notebook shows for the cache itself.
         """
-        from pyvmem.kv import picture
-
         if not isinstance(title, str):
             raise TypeError(f"title must be a string, not {shown(title)}")
-        return picture.svg(self, uint("slots", slots), title)
+        return svg(vars(self.stats()), [self.slot(s) for s in range(self.slots)], uint("slots", slots), title)
 
     def _repr_html_(self) -> str | None:
         """The picture, for notebooks; None for a closed cache, which leaves its repr."""

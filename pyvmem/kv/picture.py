@@ -7,12 +7,12 @@ SPDX-License-Identifier: MIT
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pyvmem.kv.cache import KVCache
+    from pyvmem.kv.types import SlotInfo  # needs torch
 
 # The parts of a cache's budget, in the order in which they are drawn, and the pages that they count.
 PARTS = {
@@ -82,12 +82,11 @@ def size(bytes: int) -> str:
     return f"{value:.3g} {unit}"
 
 
-def svg(cache: KVCache, most: int, title: str) -> str:
+def svg(stats: Mapping[str, int], infos: Sequence[SlotInfo], most: int, title: str) -> str:
     """The picture as SVG: the budget as one bar, then the pages of the `most` slots that have most, and a legend."""
     width, left, row = 720, 96, 18
-    stats = vars(cache.stats())
-    slots = [(slot, info) for slot, info in ((s, cache.slot(s)) for s in range(cache.slots)) if info.pages]
-    slots = sorted(sorted(slots, key=lambda pair: -pair[1].pages)[:most])
+    largest = sorted((slot for slot, info in enumerate(infos) if info.pages), key=lambda s: -infos[s].pages)[:most]
+    slots = [(slot, infos[slot]) for slot in sorted(largest)]
     parts, page = shares(stats), stats["page_size"]
     held, budget = (size(stats[f"{name}_pages"] * page) for name in ("held", "budget"))
     summary = f"{held} of {budget} held, {stats['active_slots']} of {stats['slots']} slots active"

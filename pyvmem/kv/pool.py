@@ -10,17 +10,22 @@ import os
 import re
 import weakref
 from numbers import Real
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 from pyvmem._checks import shown, uint
 from pyvmem._ffi import ffi, lib
+from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, VmemError, _check, structure
 from pyvmem.kv.view import ANSWERS, PoolMember, pool_member, view_folder
 from pyvmem.owned import _Owned
 
-if TYPE_CHECKING:
-    from pyvmem.core import Context
-    from pyvmem.kv.cache import KVCache
+
+class Member(Protocol):
+    """What a pool knows of a `KVCache`."""
+
+    options: Any
+
+    def _use(self) -> Any: ...
 
 
 class KVPool(_Owned):
@@ -130,7 +135,7 @@ class KVPool(_Owned):
         _check(lib.vmem_kv_pool_get_members(self._use(), ffi.new("struct vmem_kv_pool_member *[]", raw), found))
         return [pool_member(member) for member in raw[: found[0]]]
 
-    def _member(self, cache: KVCache) -> Any:
+    def _member(self, cache: Member) -> Any:
         """The C pointer of a cache, which must be a member of this pool."""
         if not hasattr(cache, "_use") or not hasattr(cache, "options"):
             raise TypeError(f"cache must be a KVCache, not {shown(cache)}")
@@ -141,7 +146,7 @@ class KVPool(_Owned):
             raise InvalidArgument(errno.EINVAL, f"cache {cache!r} is a member of {where}, not of {self!r}")
         return kv
 
-    def set_share(self, cache: KVCache, min: SupportsIndex, max: SupportsIndex) -> None:
+    def set_share(self, cache: Member, min: SupportsIndex, max: SupportsIndex) -> None:
         """Change a member's minimum and maximum.
 
         The member gives back what exceeds the maximum and no request needs.
@@ -162,7 +167,7 @@ class KVPool(_Owned):
         """
         _check(lib.vmem_kv_pool_set_share(self._member(cache), uint("min", min), uint("max", max)))
 
-    def ask(self, cache: KVCache, bytes: SupportsIndex) -> None:
+    def ask(self, cache: Member, bytes: SupportsIndex) -> None:
         """Ask in advance for a budget that leaves a member `bytes` unused. Returns at once.
 
         Parameters
@@ -173,7 +178,7 @@ class KVPool(_Owned):
         """
         _check(lib.vmem_kv_pool_ask(self._member(cache), uint("bytes", bytes)))
 
-    def wait(self, cache: KVCache, seconds: float) -> str:
+    def wait(self, cache: Member, seconds: float) -> str:
         """Wait until a member's last request for budget is answered.
 
         Parameters

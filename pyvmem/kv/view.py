@@ -22,6 +22,7 @@ from typing import Any
 from pyvmem._checks import uint
 from pyvmem._clock import started
 from pyvmem._ffi import ffi, lib
+from pyvmem.kv.shortage import REASONS
 
 _number = itertools.count()
 
@@ -127,7 +128,6 @@ def new_view_path() -> str | None:
 
 
 ANSWERS = ("unasked", "applied", "deferred", "refused")
-REASONS = (None, "at maximum", "at minimum", "in use", "no memory", "file damaged", "no answer")
 
 
 @dataclass(frozen=True)

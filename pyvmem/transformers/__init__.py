@@ -55,6 +55,7 @@ _check()
 
 from pyvmem.transformers.attention import register  # noqa: E402
 from pyvmem.transformers.cache import VMemCache  # noqa: E402
+from pyvmem.transformers import encoder_decoder as _encoder_decoder  # noqa: E402,F401
 
 register()
 

@@ -8,7 +8,6 @@ SPDX-License-Identifier: MIT
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,10 +18,9 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from pyvmem import attention
-from pyvmem.attention.kernel import Shape, capability
 from pyvmem.attention.table import KERNELS, choose
-from pyvmem.transformers.opaque import KVLength, OpaqueTensor, Padding, PendingKV
-from pyvmem.transformers.layers import VMemLayer
+from pyvmem.transformers.layers import KVLength, PendingKV, VMemLayer
+from pyvmem.transformers.opaque import OpaqueTensor, Padding
 from pyvmem.transformers.plan import Plan
 
 NAME = "vmem"
@@ -209,32 +207,6 @@ _untraced = torch.compiler.disable(_of_rows)  # native code cannot be traced
 
 
 # ---- by lengths ---------------------------------------------------------------------------------------------------
-
-
-def softcap_of(config: PreTrainedConfig) -> float:
-    """The soft cap of a model's scores; 0: none."""
-    return float(getattr(config, "attn_logit_softcapping", None) or 0.0)
-
-
-def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -> int:
-    """The `tile_rows` that a model's cache needs for the kernels that will be chosen.
-
-    key: ``[batch, heads, tokens, head_dim]``. windows: the windows of the model's layers.
-    """
-    if key.device.type != "cuda":
-        return 1
-    heads, kv_heads, dim, dtype = config.num_attention_heads, key.shape[1], key.shape[3], key.dtype
-    where, softcap = capability(key.device.index), softcap_of(config)
-    rows = [1]
-    for phase in ("decode", "prefill"):
-        for window in set(windows):
-            shape = Shape(phase, heads, kv_heads, dim, dtype, dtype, "cuda", where, window, softcap, tile_rows=0)
-            try:
-                # With whole tiles, one launch of prefill serves prompts of several lengths.
-                rows.append(attention.tile_rows(choose(shape).kernel, heads, kv_heads, dim, dtype, window))
-            except ValueError:  # no kernel takes it: the dense path does
-                pass
-    return math.lcm(*rows)
 
 
 def _by_kernel(layer: VMemLayer, query: torch.Tensor, key: torch.Tensor, softcap: float | None) -> bool:

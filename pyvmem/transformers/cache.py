@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -90,11 +90,11 @@ class VMemCache(Cache):
     >>> model.generate(**inputs, past_key_values=cache)                    # doctest: +SKIP
     """
 
+    _of_encoders: ClassVar[type[VMemCache]]  # which `encoder_decoder` sets
+
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Any:
         if cls is VMemCache and getattr(getattr(config, "config", config), "is_encoder_decoder", False):
-            from pyvmem.transformers.encoder_decoder import VMemEncoderDecoderCache
-
-            cls = VMemEncoderDecoderCache
+            cls = VMemCache._of_encoders
         return super().__new__(cls)
 
     def __init__(

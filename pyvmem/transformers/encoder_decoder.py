@@ -63,3 +63,5 @@ for _name in vars(EncoderDecoderCache):
     if hasattr(Cache, _name) and not hasattr(object, _name) and _name not in vars(VMemEncoderDecoderCache):
         if _name not in vars(VMemCache):
             setattr(VMemEncoderDecoderCache, _name, inspect.getattr_static(Cache, _name))
+
+VMemCache._of_encoders = VMemEncoderDecoderCache

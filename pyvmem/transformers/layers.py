@@ -13,9 +13,77 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from pyvmem.attention import RepeatedDecode
-from pyvmem.transformers.opaque import KVLength, PendingKV
+from pyvmem.transformers.kernels import tile_rows
+from pyvmem.transformers.opaque import OpaqueTensor
 from pyvmem.transformers.plan import Plan
 from pyvmem.transformers.rows import Rows
+
+
+class PendingKV:
+    """K and V of one layer on their way to the attention ``"vmem"``. Only that attention knows the padding.
+
+    The `OpaqueTensor` that `VMemLayer.update` returns as K and as V has it as its attribute ``vmem``.
+    """
+
+    __slots__ = ("layer", "start", "tokens", "key", "value", "plan")
+
+    def __init__(self, layer: VMemLayer, start: int, tokens: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.layer = layer
+        self.start = start
+        self.tokens = tokens
+        self.key = key
+        self.value: torch.Tensor | None = value  # None: its rows are stored
+        self.plan: Plan | None = None
+
+    def opaque(self, columns: int) -> OpaqueTensor:
+        """A tensor of the shape that K and V have for other attentions. It has no memory of its own."""
+        batch, heads, _, dim = self.key.shape
+        return OpaqueTensor.of(self.layer.rows.blank.expand(batch, heads, columns, dim), self)
+
+    def read(self, what: str) -> NoReturn:
+        """Raises RuntimeError: `what` reads K or V before the attention."""
+        self.refuse(f"computes with the keys or values that the cache returned ({what})")
+
+    def refuse(self, does: str) -> NoReturn:
+        """Raises RuntimeError: the model `does` what this attention cannot follow."""
+        self.layer.rows.pending = None
+        raise RuntimeError(
+            f"layer {self.layer.index}: the model {does}: use another attention than vmem for this model"
+        )
+
+    def write(
+        self, key: torch.Tensor, mask: torch.Tensor | None = None, uniform: bool = False, by_kernel: bool = False
+    ) -> Plan:
+        """Store the rows, once, and return the pass's `Plan`.
+
+        mask: as in `Rows.begin`. uniform: padding is stored as well, unless the cache has left out some. by_kernel: the
+        attention kernel may store a decode step's rows; `PendingKV.value` is then not None.
+        """
+        if self.plan is None:
+            layer, rows = self.layer, self.layer.rows
+            rows.pending = None
+            plan = rows.begin(self.start, self.tokens, key.shape[0], None if uniform and not rows.ragged else mask)
+            self.plan = plan
+            by_kernel = by_kernel and not plan.masked and (mask is None or rows.ragged)
+            if by_kernel and self.tokens == 1 and plan.kept is None:
+                layer.length = self.start + 1
+                return plan
+            assert self.value is not None  # until the rows are stored
+            layer.store(plan, key, self.value)
+        self.value = None
+        return self.plan
+
+
+class KVLength(int):
+    """The length of K for a mask. `layer` tells `vmem_mask` that a `VMemCache` asked for it."""
+
+    layer: VMemLayer
+
+    @staticmethod
+    def of(length: int, layer: VMemLayer) -> KVLength:
+        marked = KVLength(length)
+        marked.layer = layer
+        return marked
 
 
 class VMemLayer(CacheLayerMixin):
@@ -66,8 +134,6 @@ class VMemLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if self.by_length:
-            from pyvmem.transformers.attention import tile_rows
-
             self.rows.open(self.index, key_states, value_states, tile_rows(key_states, self.config, self.rows.windows))
         else:
             self.rows.open(self.index, key_states, value_states)

@@ -265,7 +265,7 @@ def test_a_shortage_says_why(backend):
         cache.free(slot)
         lengths = [10 * PAGE_TOKENS if s == 0 else 0 for s in range(4)]
         assert not cache.step(lengths)
-        assert cache.shortage == pyvmem.kv.types.Shortage("budget", cache.shortage.missing_pages, 4, 3)
+        assert cache.shortage == pyvmem.Shortage("budget", cache.shortage.missing_pages, 4, 3)
         assert "drop prefixes" in str(pyvmem.kv.cache.ffi.string(pyvmem.kv.cache.lib.vmem_last_error()))
         assert str(cache.shortage) == (
             f"{cache.shortage.missing_pages} pages are missing: the budget is used up; drop prefixes, which hold 4, or "
