@@ -226,6 +226,10 @@ _MUTANTS = [
     # pools, admission, hashes and fences
     ("a claim goes over the maximum", "pool/vmem__pool_claim",
      replace("MIN(vmem__pool_free_bytes(pool, m), sat_sub(m->entry.max, m->entry.has))", "vmem__pool_free_bytes(pool, m)"), "test_kv_pool"),
+    ("what is due to a minimum is free", "pool/vmem__pool_free_bytes",
+     replace("MAX(e->has, e->min)", "e->has"), "test_kv_pool"),
+    ("a minimum waits for a grant", "pool/vmem__pool_free_bytes",
+     replace("m && m->place == i ? m->entry.has :", ""), "test_kv_pool"),
     ("requests keep nothing from the pool", "pool/least_pages",
      replace("MAX(min, s->min_pages + s->margin)", "min + (s->min_pages & 0)"), "test_kv_pool"),
     ("a grant does not arrive", "pool/apply_decisions",

@@ -247,6 +247,30 @@ static void test_shares_hold(void)
     }
 }
 
+// A member that neighbours without a minimum keep from nothing: not at first, when the pool's thread may have granted
+// nothing yet, and not when it asks again beside one that always asks.
+static void test_a_minimum_never_waits(void)
+{
+    for (int i = 0; i < 20; i++) {
+        vmem_kv_pool *pool = make_pool(300);
+        vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
+        join(pool, b, 0, 0, "b");
+        join(pool, a, 0, 0, "a");
+        const uint32_t hungry = alloc(b, ROWS);
+        OK(step(b, hungry, 3200)); // 200 pages
+        OK(vmem_kv_pool_set_share(a, 100 * test_page, 0));
+        for (int turn = 0; turn < 3; turn++) {
+            const uint32_t slot = alloc(a, ROWS);
+            OK(step(a, slot, 1600));
+            ERR(step(b, hungry, ROWS), ENOMEM, "pages are missing");
+            OK(vmem_kv_free(a, slot, 0));
+        }
+        vmem_kv_destroy(a);
+        vmem_kv_destroy(b);
+        vmem_kv_pool_destroy(pool);
+    }
+}
+
 // Even where the pool has more, and nobody else wants it.
 static void test_a_maximum_holds(void)
 {
@@ -740,6 +764,7 @@ int main(int argc, char **argv)
         test_a_lower_maximum_holds_at_once(overlap ? VMEM_KV_OVERLAP : 0, false, false);
         test_a_lower_maximum_holds_at_once(overlap ? VMEM_KV_OVERLAP : 0, false, true);
     }
+    test_a_minimum_never_waits();
     test_a_maximum_holds();
     test_fit_asks_for_what_does_not_fit(0);
     test_fit_asks_for_what_does_not_fit(VMEM_KV_OVERLAP);
