@@ -29,6 +29,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from pyvmem.tools.models_file import File, made
+from pyvmem.tools.pair import BECOME
 
 SHARE = 0.001  # of a pool's resource, which says on which node it is and limits nothing
 LOOK = 1.0  # seconds between looks at a server
@@ -36,11 +37,6 @@ SILENT = 5.0  # seconds without an answer after which a server is down
 END = 60.0  # seconds that a server has to end
 MANY = 100_000  # requests at a time: the servers queue them
 OWN = {"host", "content-length", "connection", "transfer-encoding", "accept-encoding"}  # headers of a connection
-
-# Becomes the command, and ends by SIGTERM with the process of this number.
-BECOME = """import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 15)
-os.execvp(sys.argv[2], sys.argv[2:]) if os.getppid() == int(sys.argv[1]) else None"""
 
 
 def build(args: Mapping[str, Any]) -> Any:

@@ -50,6 +50,7 @@ class Settings:
     queue: float = 60.0
     slice: float = 2.0
     common: float = 0.0
+    standby: tuple[int, ...] = ()
 
     @property
     def logger(self) -> logging.Logger:
@@ -123,6 +124,12 @@ def _name(name: str, text: str) -> str:
     return text
 
 
+def _descriptors(name: str, text: str) -> tuple[int, ...]:
+    if not re.fullmatch("[0-9]{1,6},[0-9]{1,6}", text):
+        raise _wrong(name, text, "what pyvmem.tools.pair sets")
+    return tuple(map(int, text.split(",")))
+
+
 _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "page_size": _page,
     "limit": _bytes,
@@ -138,9 +145,10 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "queue": _seconds,
     "slice": _seconds,
     "common": _seconds,
+    "standby": _descriptors,
 }
 SLEEPS = ("sleep", "weights", "idle", "queue", "slice")  # fields of engines whose models can sleep
-_ALL = [field for field in _PARSERS if field not in (*SLEEPS, "http", "common")]
+_ALL = [field for field in _PARSERS if field not in (*SLEEPS, "http", "common", "standby")]
 _SUFFIXES = {"minimum": "MIN", "maximum": "MAX"}
 
 

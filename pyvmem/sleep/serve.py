@@ -24,12 +24,13 @@ from collections.abc import Callable
 from typing import Any
 
 from pyvmem._clock import now_us
-from pyvmem.engine import http
+from pyvmem.engine import control, http
 from pyvmem.engine.http import Receive, Scope, Send
 from pyvmem.engine.settings import Settings
 from pyvmem.sleep.admission import Admission, Client, Order
 from pyvmem.sleep.leader import Leader
 from pyvmem.sleep.pages import ServerPages
+from pyvmem.sleep.standby import Standby
 
 LOOK = 1.0  # seconds between looks whether a request waits in vain
 RETRY_AFTER = 5  # seconds
@@ -58,7 +59,9 @@ class Serve(http.Limits):
         self.pages = ServerPages(self.server, self.number(), lambda: self.about(self.host))
         self.admission = Admission(self.pages, settings.queue, lambda: self.ends())
         self.leader = Leader(self.pages, self.admission, self, settings)
+        self.standby = Standby(*settings.standby) if settings.standby else None
         self._task: asyncio.Task[None] | None = None
+        self._ends: asyncio.Task[None] | None = None
 
     # ---- what a plugin says ----------------------------------------------------------------------------------
 
@@ -104,6 +107,13 @@ class Serve(http.Limits):
             self.host = scope["app"].state
             self._task = asyncio.create_task(self.leader.run())
         kind = scope["type"]
+        if kind == "lifespan" and self.standby is not None:
+            try:
+                await self._app(scope, receive, self._held(send, self.standby))
+            finally:  # the server ends, and then its engine
+                if self._ends is not None:
+                    self._ends.cancel()
+            return
         path = scope["path"].removeprefix(scope.get("root_path", "")) if kind in ("http", "websocket") else ""
         if kind == "http" and path.startswith("/vmem/"):
             await self._answer_for_vmem(path, scope, receive, send)
@@ -132,6 +142,28 @@ class Serve(http.Limits):
                 await self._refuse(kind, send)
         finally:
             end()
+
+    def _held(self, send: Send, standby: Standby) -> Send:
+        """The server listens when its application says that it has started: it says so when it may serve."""
+
+        async def tell(message: dict[str, Any]) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                log = self.settings().logger
+                ends = standby.end_with(lambda: [p[control.PID] for p in self.pages.mine if p[control.PID]], log)
+                self._ends = asyncio.create_task(ends)
+                await standby.wait(self._fall_asleep)
+            await send(message)
+
+        return tell
+
+    async def _fall_asleep(self) -> None:
+        """Return when the model sleeps. No request comes meanwhile."""
+
+        async def receive() -> dict[str, Any]:
+            return await asyncio.Future()
+
+        while not (self.pages.find() and await self.admission.carry_out(Order.SLEEP, Client(receive))):
+            await asyncio.sleep(LOOK / 10)
 
     async def _answer(self, scope: Scope, client: Client, send: Send, end: Callable[[], None], waited: int) -> bool:
         """Have the application answer. False: memory for it did not come in time, and nothing was sent.

@@ -60,10 +60,15 @@ def listing(file: File) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for r in file.replicas:
         about = dict(model=r.model.name, pool=r.pool.name, node=r.pool.node, device=list(r.pool.device), port=r.port)
-        rows += [{**asdict(e), **about, "state": e.state or "runs", "port": e.port} for e, _ in found[r.name]]
+        rows += [{**asdict(e), **about, "state": _state(r, e), "port": e.port} for e, _ in found[r.name]]
         if not found[r.name]:
             rows.append({**about, "state": f"on {r.pool.node}" if r.pool.elsewhere else "stopped"})
     return rows
+
+
+def _state(replica: Replica, engine: control.Engine) -> str:
+    stands_by = replica.model.standby and engine.state == "asleep" and not engine.port
+    return "stands by" if stands_by else engine.state or "runs"
 
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -91,7 +96,7 @@ def check_text(file: File) -> str:
     for pool in file.pools:
         of_pool = [m for m in file.models if pool.name in m.pools or proposed.get(m.name) == pool]
         weights = sum(m.weights for m in of_pool)
-        beside = pool.gpu - pool.size - sum(m.outside for m in of_pool) if pool.gpu else None
+        beside = pool.gpu - pool.size - sum(m.outside * m.servers for m in of_pool) if pool.gpu else None
         rows.append((pool.name, pool.node, ",".join(pool.device), f"{pool.size / MIB:.0f}", f"{weights / MIB:.0f}",
                      f"{(pool.size - weights) / MIB:.0f}", "" if beside is None else f"{beside / MIB:.0f}",
                      " ".join(m.name for m in of_pool)))  # fmt: skip

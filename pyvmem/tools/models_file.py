@@ -32,6 +32,8 @@ GIB = 1 << 30
 # Memory of each server that is not in the pool: its CUDA context, libraries and CUDA graphs. vLLM 0.33 held 1,106 to
 # 1,204 MiB on an H100 while Llama-3-8B's shape slept (docs/models.md). An awake model has activations, too.
 OUTSIDE = 1300 * MIB
+COMMON = 600.0  # seconds for which the weights of a model with a standby stay if no server has them
+SEVERAL = ("--api-server-count", "-asc", "--data-parallel-size", "-dp", "--uds", "--headless")
 GPUS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp", "--pipeline-parallel-size", "-pp")
 
 
@@ -53,6 +55,10 @@ class Model:
         Requests a second, by which a pool is proposed for it.
     image : str
         The engine's with vMem in it (docs/models-deploy.md); "": vllm-vmem or sglang-vmem.
+    common : float
+        Seconds for which its weights stay, in common, when no server has them; 0: each server has its own.
+    standby : bool
+        Whether a second server stands by in each pool (`pyvmem.tools.pair`).
     """
 
     name: str
@@ -72,6 +78,13 @@ class Model:
     rate: float = 0.0
     image: str = ""
     engine: str = "vllm"
+    common: float = 0.0
+    standby: bool = False
+
+    @property
+    def servers(self) -> int:
+        """Its servers in each pool."""
+        return 2 if self.standby else 1
 
     @property
     def gpus(self) -> int:
@@ -206,7 +219,8 @@ class File:
                      f"{switch}_QUEUE": _seconds_text(model.queue)}  # fmt: skip
         if model.engine == "vllm":
             variables[f"{switch}_SLEEP"] = "keep"
-        for name, value in (("MIN", model.min), ("MAX", model.max), ("PRIORITY", model.priority), ("IDLE", model.idle)):
+        for name, value in (("MIN", model.min), ("MAX", model.max), ("PRIORITY", model.priority), ("IDLE", model.idle),
+                            ("COMMON", model.common)):  # fmt: skip
             if value:
                 variables[f"{switch}_{name}"] = _seconds_text(value) if isinstance(value, float) else str(value)
         if devices and not pool.device and any(p.elsewhere == pool.elsewhere for p in self.pools if p is not pool):
@@ -216,9 +230,19 @@ class File:
         return {**variables, **model.env}
 
     def command(self, replica: Replica, host: str = "127.0.0.1", here: bool = False) -> list[str]:
-        """The command of a server. here: on this machine, with the engine of this environment."""
+        """The command of a server, or of two of which one stands by.
+
+        here: on this machine, with the engine of this environment.
+        """
+        command = self.server(replica, host, here)
+        pair = [sys.executable if here else "python3", "-m", "pyvmem.tools.pair", host, str(replica.port)]
+        return [*pair, *command] if replica.model.standby else command
+
+    def server(self, replica: Replica, host: str, here: bool = False) -> list[str]:
+        """The command of one server. One of two is given its port, instead of one that the system chooses."""
         model = replica.model
-        about = ["--host", host, "--port", str(replica.port), "--served-model-name", model.name]
+        port = 0 if model.standby else replica.port
+        about = ["--host", host, "--port", str(port), "--served-model-name", model.name]
         if model.engine == "sglang":
             command = [sys.executable if here else "python3", "-m", "sglang.launch_server", "--model-path", model.path]
             adapters = [f"{name}={path}" for name, path in model.adapters.items()]
@@ -372,6 +396,12 @@ def _engine(key: str, value: Any) -> str:
     return str(value)
 
 
+def _switch(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, not {shown(value)}")
+    return value
+
+
 def _table(key: str, value: Any) -> Any:
     if not isinstance(value, dict) or not value:
         raise ValueError(f"{key} must have a table for each {key[:-1]}, such as [{key}.{EXAMPLES[key]}]")
@@ -385,12 +415,13 @@ DEVICE = r"[0-9]{1,3}|(GPU|MIG)-[0-9A-Za-z/-]{1,80}"
 # Variables that a key of the file sets. A second value elsewhere would escape the checks, and `ls` would not find the
 # server.
 KEYS = {f"VMEM_{engine}_{key.upper()}": "size" if key == "pool_size" else key for engine in ("VLLM", "SGLANG")
-         for key in ("pool", "pool_size", "slice", "min", "max", "priority", "idle", "queue")}  # fmt: skip
+         for key in ("pool", "pool_size", "slice", "min", "max", "priority", "idle", "queue",
+                     "common", "standby")}  # fmt: skip
 _POOL: dict[str, Callable[[str, Any], Any]] = dict(size=size_of, gpu=size_of, node=_name, device=_devices)
 _MODEL: dict[str, Callable[[str, Any], Any]] = dict(
     path=_text, pools=_names, port=_whole(1, 65535), min=size_of, max=size_of, priority=_whole(0, 10**15 - 1),
     idle=_seconds, queue=_seconds, outside=size_of, args=_texts, env=_env, adapters=_adapters,
-    weights=size_of, rate=_rate, image=_text, engine=_engine)  # fmt: skip
+    weights=size_of, rate=_rate, image=_text, engine=_engine, common=_seconds, standby=_switch)  # fmt: skip
 
 
 def read(text: str) -> File:
@@ -443,7 +474,10 @@ def _model(name: str, keys: Any, pools: tuple[Pool, ...]) -> Model:
         given.setdefault("pools", (pools[0].name,))
     if "weights" not in given:
         given["weights"] = weight_bytes(given["path"]) // _gpus_of(given.get("args", ()))
+    if given.get("standby"):
+        given.setdefault("common", COMMON)
     model = Model(name, **given)
+    _check_standby(model)
     by_name = {pool.name: pool for pool in pools}
     for pool in model.pools:
         if pool not in by_name:
@@ -454,6 +488,17 @@ def _model(name: str, keys: Any, pools: tuple[Pool, ...]) -> Model:
             raise ValueError(f"models.{name}.args: it is divided among {model.gpus} GPUs, and pools.{pool}.device "
                              f"names {len(by_name[pool].device)}")  # fmt: skip
     return model
+
+
+def _check_standby(model: Model) -> None:
+    where = f"models.{model.name}."
+    if model.engine == "sglang" and (model.common or model.standby):
+        raise ValueError(f"{where}{'standby' if model.standby else 'common'}: SGLang's servers have weights of their "
+                         "own; only those of vLLM can have them in common")  # fmt: skip
+    for arg in model.args if model.standby else ():
+        if arg.partition("=")[0] in SEVERAL:
+            raise ValueError(f"{where}standby: {shown(arg)} in args makes several processes listen, or none; a server "
+                             "that can stand by has one")  # fmt: skip
 
 
 @functools.lru_cache(1)
@@ -508,7 +553,7 @@ def _check(file: File, where: str) -> None:
 
 
 def _check_pool(pool: Pool, models: list[Model], where: str) -> None:
-    outside, minimums = sum(m.outside for m in models), sum(m.min for m in models)
+    outside, minimums = sum(m.outside * m.servers for m in models), sum(m.min for m in models)
     if 0 < pool.gpu < pool.size + outside:
         raise ValueError(f"{where}size: {size_text(pool.size)}, and {size_text(outside)} outside of it for the "
                          f"servers of {len(models)} models, exceed the GPU's {size_text(pool.gpu)}; size can be at "

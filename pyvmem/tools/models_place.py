@@ -66,7 +66,7 @@ def differences(file: File, replica: Replica, engine: control.Engine) -> list[st
         for name in names
         if began.get(name) != wanted.get(name)
     }
-    command = file.command(replica, line[line.index("--host") + 1] if "--host" in line[:-1] else "")[1:]
+    command = file.server(replica, line[line.index("--host") + 1] if "--host" in line[:-1] else "")[1:]
     return sorted(found | ({"args"} if line[-len(command) :] != command else set()))
 
 

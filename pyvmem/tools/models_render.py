@@ -96,7 +96,7 @@ def kubernetes(file: File) -> str:
     documents = []
     for pool in file.pools:
         of_pool = [m for m in file.models if pool.name in m.pools]
-        need = pool.size + sum(m.outside for m in of_pool)
+        need = pool.size + sum(m.outside * m.servers for m in of_pool)
         fits = f"device.capacity['gpu.nvidia.com'].memory.compareTo(quantity('{need}')) >= 0"
         count = len(pool.device) or max((m.gpus for m in of_pool), default=1)
         gpu = {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": count,

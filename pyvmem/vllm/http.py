@@ -79,7 +79,8 @@ class Serve(Limits, serve.Serve):
     def about(self, state: Any) -> tuple[str, int]:
         args = getattr(state, "args", None)
         names = getattr(args, "served_model_name", None) or [getattr(args, "model", "")]
-        return str(names[0]), int(getattr(args, "port", 0) or 0)
+        port = self.standby.port if self.standby is not None else getattr(args, "port", 0)
+        return str(names[0]), int(port or 0)
 
     async def sleep(self, state: Any, freeze: bool) -> None:
         await state.engine_client.sleep(1, "keep" if freeze else "wait")

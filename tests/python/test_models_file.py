@@ -431,8 +431,34 @@ def test_a_model_of_sglang_has_a_server_of_sglang():
         read(FILE.replace("priority = 1", 'engine = "llama.cpp"'))
 
 
+def test_a_standby_is_a_second_server_of_the_same_weights(monkeypatch, folder):
+    file = read(FILE.replace("priority = 1", "priority = 1\nstandby = true"))
+    one, other = file.one("chat"), file.one("code")
+    assert settings(file.environment(one)).common == 600 and "VMEM_VLLM_COMMON" not in file.environment(other)
+    command = file.command(one, "0.0.0.0", here=True)
+    assert command[1:5] == ["-m", "pyvmem.tools.pair", "0.0.0.0", "8001"]
+    assert command[5:] == file.server(one, "0.0.0.0", here=True) and command[command.index("--port") + 1] == "0"
+    rendered = models_render.llama_swap(file)
+    assert "--port 0" in rendered and '"proxy": "http://127.0.0.1:8001"' in rendered
+    alone = read(FILE.replace("idle = 60", "common = 5"))
+    assert settings(alone.environment(alone.one("chat"))).common == 5
+    pages = {port: control.open_page(f"e{port}", 0) for port in (0, 8001)}  # who stands by, and who serves
+    for port, page in pages.items():
+        control.claim(page, "chat", port)
+        page[control.POOL], page[control.STATE] = number_of("gpu0"), control.State.ASLEEP
+    assert [row["state"] for row in models.listing(file)] == ["stands by", "asleep", "stopped"]
+    monkeypatch.setattr(models_file, "_gpu", lambda _: 72 << 30)
+    with pytest.raises(ValueError, match="3.8 GiB outside of it for the servers of 2 models"):
+        read(FILE.replace('gpu = "80G"\n', "").replace("priority", "standby = true\npriority"))
+
+
 @pytest.mark.parametrize("wrong, error", [
     ("size = 1", "pool is missing"),
+    (FILE + "[models.c]\npath='x'\nstandby = 1", "models.c.standby must be true or false, not 1"),
+    (FILE + "[models.c]\npath='x'\nengine = 'sglang'\nstandby = true", "models.c.standby: SGLang's servers"),
+    (FILE + "[models.c]\npath='x'\nengine = 'sglang'\ncommon = 5", "models.c.common: SGLang's servers have weights"),
+    (FILE + "[models.c]\npath='x'\nstandby = true\nargs = ['--uds=x']", "models.c.standby: '--uds=x' in args"),
+    (FILE + "[models.c]\npath='x'\nenv={VMEM_VLLM_COMMON='9'}", "VMEM_VLLM_COMMON is what the key 'common' sets"),
     (FILE + "[models.c]\nport = 9001\npath='x'", "models.c.port: 9001 is also the port of code"),
     (FILE + "[models.c]\nport = true\npath='x'", "models.c.port must be a whole number"),
     (FILE + "[models.c]\npath='x'\nidel = 3", "models.c.idel is not a key of the file: the keys are path, pools, port"),

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import time
 import types
 
@@ -14,7 +15,8 @@ import pytest
 
 from pyvmem.engine import control
 from pyvmem.engine.control import State
-from pyvmem.sleep import leader, pages, serve, turns
+from pyvmem.sleep import leader, pages, serve, standby, turns
+from pyvmem.sleep.standby import Standby
 from pyvmem.vllm import plugin
 
 SLICE = 0.1
@@ -162,6 +164,39 @@ def test_a_request_wakes_its_model_and_all_is_counted(played):
         assert before < slept < page[control.CHANGED_AT]
         assert (page[control.SLEEPS], page[control.WAKES], page[control.UNSERVED]) == (1, 1, 0)
         assert page[control.WAKING] > 0
+
+    played(history)
+
+
+def test_a_server_that_stands_by_says_that_it_has_started_when_it_may_serve(played):
+    async def history(engine, app, other):
+        ours, theirs = socket.socketpair()
+        pair, own = socket.create_server(("127.0.0.1", 0)), socket.socket()
+        own.bind(("127.0.0.1", 0))
+        engine.standby, sent = Standby(os.dup(pair.fileno()), theirs.detach()), []
+
+        async def started(scope, receive, send):
+            await send({"type": "lifespan.startup.complete"})
+
+        async def send(message):
+            sent.append(message["type"])
+
+        engine._app = started
+        begins = asyncio.create_task(engine(dict(type="lifespan", app=types.SimpleNamespace(state=None)), None, send))
+        loop = asyncio.get_running_loop()
+        ours.setblocking(False)
+        assert await loop.sock_recv(ours, 9) == standby.STARTED
+        await loop.sock_sendall(ours, standby.STAND_BY)
+        await until(lambda: engine.page[control.STATE] == State.ASLEEP, engine)
+        assert engine.calls == ["sleep"] and not sent and not engine.standby.port
+        await loop.sock_sendall(ours, standby.SERVE)
+        await begins
+        assert sent == ["lifespan.startup.complete"] and engine.standby.port == pair.getsockname()[1]
+        assert own.getsockname() == pair.getsockname()  # the server listens at its own socket, which is the pair's now
+        engine._app = app
+        assert (await ask(engine))[0] == 200 and engine.calls == ["sleep", "wake"]
+        engine._ends.cancel()
+        ours.close(), pair.close(), own.close()
 
     played(history)
 

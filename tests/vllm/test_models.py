@@ -26,7 +26,9 @@ import models
 import pytest
 from serve import free_port
 
+from pyvmem.engine.metrics import parent_of
 from pyvmem.tools import cli
+from pyvmem.tools import models as cli_models
 from pyvmem.tools import models_file as tool
 
 SECONDS = 400
@@ -73,10 +75,14 @@ class Model:
     def __init__(self, pool, name):
         model = pool.one(name)
         logs = Path(os.environ.get("VMEM_TEST_LOGS") or tempfile.mkdtemp())
+        self.logs = logs
         self.name, self.port, self.url = name, model.port, f"http://127.0.0.1:{model.port}"
+        command = pool.command(model)
+        at = command.index("vllm")  # behind what keeps a pair of servers
+        before = [sys.executable, *command[1:at]] if at else []
         with open(logs / f"{name}.log", "ab") as log:
             self.process = ends.start(
-                sys.executable, "-m", "vllm.entrypoints.cli.main", *pool.command(model)[1:],
+                *before, sys.executable, "-m", "vllm.entrypoints.cli.main", *command[at + 1 :],
                 env={**os.environ, **pool.environment(model)}, stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -543,3 +549,38 @@ def test_a_killed_server_leaves_the_memory_of_its_engine(lone):
     os.kill(model.process.pid, signal.SIGKILL)  # the server alone: its engine's processes end by themselves
     model.process.wait()
     assert order(f"take {47 << 20}") == "done\n"
+
+
+def test_a_server_that_stands_by_takes_over_from_one_that_dies(folder, tmp_path):
+    """First its engine is killed, then the server itself. Each time, the next answer is the other server's."""
+    file = tool.read(toml(folder, 160 << 20, "s", "--kv-cache-memory-bytes", str(16 << 20), standby=True))
+    prompt, seconds = [5, 6, 7, 8], []
+
+    def engines_by_state():
+        return {row["state"]: row["pid"] for row in cli_models.listing(file) if row.get("pid")}
+
+    with contextlib.ExitStack() as stack:
+        pair = started(stack, file, "s")
+        pair.wait()
+        expected = pair.tokens(prompt)
+        for server in (False, True):
+            end = time.monotonic() + SECONDS
+            while "stands by" not in (found := engines_by_state()):
+                assert time.monotonic() < end and pair.process.poll() is None, found
+                time.sleep(0.2)
+            assert pair.tokens(prompt) == expected and pair.state()["state"] == "awake"
+            engine = engines_by_state()["awake"]
+            begin = time.monotonic()
+            os.kill(parent_of(engine) if server else engine, signal.SIGKILL)
+            while True:
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    if (told := pair.ask(prompt))[0] == 200:
+                        break
+                assert time.monotonic() < end
+            seconds.append(time.monotonic() - begin)
+            assert told[2]["choices"][0]["token_ids"] == expected
+            assert engines_by_state()["awake"] == found["stands by"]
+        print(f"answered again after {seconds} s")
+        logged = (pair.logs / "s.log").read_text(errors="replace")
+    assert logged.count("weights are in common from now on") == 1
+    assert logged.count("weights in common were taken") >= 2
