@@ -102,15 +102,18 @@ NAMES = {
     "KVCacheGroupSpec": (_INTERFACE, "kv_cache_spec layer_names"),
     "KVCacheSpec": (_INTERFACE, "block_size block_stride_alignment>=0.31 max_memory_usage_bytes page_size_bytes"),
     "UniformTypeKVCacheSpecs": (_INTERFACE, "kv_cache_specs"),
-    "VllmConfig": (_CONFIG + "vllm.py", "attention_config cache_config device_config diffusion_config "
-                   "kv_transfer_config load_config model_config num_speculative_tokens parallel_config "
-                   "scheduler_config"),
+    "VllmConfig": (_CONFIG + "vllm.py", "attention_config cache_config compilation_config device_config "
+                   "diffusion_config kernel_config kv_transfer_config load_config lora_config model_config "
+                   "num_speculative_tokens parallel_config scheduler_config speculative_config "
+                   "weight_transfer_config"),
+    "CompilationConfig": (_CONFIG + "compilation.py", "static_all_moe_layers static_forward_context"),
     "ParallelConfig": (_CONFIG + "parallel.py", "data_parallel_index decode_context_parallel_size "
-                       "distributed_executor_backend enable_elastic_ep pipeline_parallel_size "
+                       "distributed_executor_backend enable_elastic_ep enable_eplb enable_expert_parallel "
+                       "pipeline_parallel_size "
                        "prefill_context_parallel_size tensor_parallel_size worker_cls"),
     "SchedulerConfig": (_CONFIG + "scheduler.py", "async_scheduling enable_chunked_prefill get_scheduler_cls "
                         "max_num_batched_tokens max_num_seqs scheduler_cls"),
-    "CacheConfig": (_CONFIG + "cache.py", "gpu_memory_utilization kv_cache_memory_bytes "
+    "CacheConfig": (_CONFIG + "cache.py", "cache_dtype gpu_memory_utilization kv_cache_memory_bytes "
                     "kv_offloading_backend kv_offloading_size"),
     "KVTransferConfig": (_CONFIG + "kv_transfer.py", "kv_buffer_device kv_connector kv_connector_extra_config "
                          "kv_connector_module_path"),
@@ -126,23 +129,27 @@ NAMES = {
     "BlockIDsLoadStoreSpec": ("v1/kv_offload/base.py", "block_ids"),
     "ModelRunnerOutput": ("v1/outputs.py", "kv_connector_output"),
     "KVConnectorOutput": ("v1/outputs.py", "kv_connector_worker_meta"),
-    "ModelConfig": (_CONFIG + "model.py", "enable_sleep_mode is_hybrid model revision "
-                    "served_model_name"),
-    "LoadConfig": (_CONFIG + "load.py", "download_dir load_format"),
+    "ModelConfig": (_CONFIG + "model.py", "architecture convert_type dtype enable_sleep_mode enforce_eager hf_config "
+                    "is_hybrid model model_impl quantization revision runner_type served_model_name "
+                    "trust_remote_code"),
+    "LoadConfig": (_CONFIG + "load.py", "device download_dir load_format model_loader_extra_config"),
     "AttentionConfig": (_CONFIG + "attention.py", "hisparse_config>=0.30"),
     "Worker": ("v1/worker/gpu_worker.py", "_maybe_get_memory_pool_context compile_or_warm_up_model "
                "determine_available_memory device discard>=0.31 execute_model init_device initialize_from_config "
-               "load_model model_runner "
-               "sample_tokens shutdown sleep wake_up"),
-    "WorkerBase": ("v1/worker/worker_base.py", "cache_config get_supported_kv_cache_layouts rank "
+               "load_model model_runner reload_weights reset_weights>=0.32 sample_tokens shutdown sleep wake_up"),
+    "WorkerBase": ("v1/worker/worker_base.py", "cache_config get_supported_kv_cache_layouts model_config rank "
                    "synchronize_device vllm_config"),
-    "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec get_model"),
+    "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec get_model model"),
     "GPUModelRunner of V1": ("v1/worker/gpu_model_runner.py", "drafter"),
     "AsyncLLM": ("v1/engine/async_llm.py", "collective_rpc sleep wake_up"),
+    "Platform": ("platforms/interface.py", "is_zen_cpu"),
     "module platforms": ("platforms/__init__.py", "builtin_platform_plugins"),
     "module interface": ("platforms/interface.py", "UnspecifiedPlatform"),
     "module logger": ("logger.py", "init_logger"),
     "module import_utils": ("utils/import_utils.py", "resolve_obj_by_qualname"),
+    "module _custom_ops": ("_custom_ops.py", "_supports_onednn"),
+    "module utils": ("model_executor/layers/utils.py", "check_cpu_sgl_kernel"),
+    "module dummy_loader": ("model_executor/model_loader/dummy_loader.py", "initialize_single_dummy_weight"),
     "module kv_transfer": ("distributed/kv_transfer/__init__.py", "get_kv_transfer_group has_kv_transfer_group"),
 }  # fmt: skip
 
