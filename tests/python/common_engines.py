@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import errno
 import faulthandler
 import json
 import os
@@ -15,6 +16,8 @@ import traceback
 import torch
 
 from pyvmem import Context
+from pyvmem.common import Common
+from pyvmem.errors import OutOfMemory
 from pyvmem.kv.pool import KVPool
 from pyvmem.sleep.common import CommonWeights
 from pyvmem.sleep.image import Different, Trace
@@ -110,6 +113,19 @@ class Engine:
         """Change them without a word."""
         with torch.no_grad():
             self.model.head.add_(1.0)
+
+    def short(self, times):
+        """Have the device refuse memory so often, although the pool has it."""
+        new = Common.new
+
+        def refuse(common):
+            nonlocal times
+            times -= 1
+            if times >= 0:
+                raise OutOfMemory(errno.ENOMEM, "the device has no memory")
+            return new(common)
+
+        Common.new = refuse
 
     def look(self):
         self.weights.copy_again()

@@ -151,6 +151,23 @@ def test_no_memory_to_wake_changes_nothing(path):
     assert a("wake") == SIZE and a("tokens") == expected(1)
 
 
+def test_a_device_that_has_less_than_the_pool_says_is_asked_again(path):
+    a, other = Process(path), Process(path)
+    a("short", 3)
+    assert a("start", "k", 1) == "loaded" and a("tokens") == expected(1)
+    a("sleep")
+    other("start", "large", 3, layers=56)
+    other("sleep")
+    a("short", 1 << 30)
+    with pytest.raises(RuntimeError, match="OutOfMemory"):
+        a("wake", 0.2)
+    assert a("look")["held"] == 0
+    a("short", -(1 << 30))
+    b = Process(path)
+    assert b("start", "k", 99) == "took" and b("tokens") == expected(1)
+    assert a("wake") == 0 and a("tokens") == expected(1)
+
+
 def test_who_writes_has_a_copy_of_its_own_first(path):
     a, b = Process(path), Process(path)
     a("start", "k", 1)

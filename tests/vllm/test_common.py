@@ -127,6 +127,29 @@ def test_they_sleep_lose_their_owner_and_are_written(model, environ):
     assert not told["last"]["common"] and told["last"]["alone"] > 0
 
 
+def alone(folder, **options):
+    made = Llm(folder, **options)
+    told = dict(tokens=made.tokens(), common=made.weights.is_common, alone=made.weights.lease.stats().bytes)
+    made.llm.sleep(1)
+    made.llm.wake_up()
+    return dict(told, again=made.tokens())
+
+
+@pytest.mark.parametrize("name, options", [("qwen2moe", dict(enable_expert_parallel=True)),
+                                           ("llama", dict(enable_lora=True, max_lora_rank=8))])  # fmt: skip
+def test_an_engine_whose_weights_cannot_be_in_common_has_its_own(model, environ, name, options):
+    folder = model(name)
+    expected = engines.in_child(own, folder, vmem=False, **options)
+    told = engines.in_child(alone, folder, vmem=True, environ=environ, **options)
+    assert not told["common"] and told["alone"] > 0
+    assert told["tokens"] == told["again"] == expected
+
+
+def test_weights_of_vllms_daemon_are_refused(model, environ):
+    with pytest.raises(RuntimeError, match=r"VMEM_VLLM_WEIGHTS=1 .* --load-format ipc_cache"):
+        engines.in_child(own, model("llama"), vmem=True, environ=environ, load_format="ipc_cache")
+
+
 def config(folder, **more):
     made = types.SimpleNamespace(
         model_config=types.SimpleNamespace(model=str(folder), revision=None, quantization=None),
