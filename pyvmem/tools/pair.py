@@ -89,7 +89,7 @@ class Pair:
 
     @property
     def done(self) -> bool:
-        return not self.servers
+        return self._stops and not self.servers
 
     def stop(self) -> None:
         """Have both end."""

@@ -131,6 +131,15 @@ def test_a_server_that_cannot_start_ends_the_pair(pair):
     assert not one.notes("serves")
 
 
+def test_a_request_waits_until_a_server_is_there_again_if_both_were_killed(pair):
+    one = pair()
+    first, second = one.serves()[0], one.stands_by()[0]
+    for pid in (first, second):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(first) and not alive(second))
+    assert one.ask() not in (first, second)
+
+
 def test_they_are_killed_at_any_time(pair):
     """VMEM_TEST_ITERATIONS kills: no connection is refused, and each request is answered at last."""
     draw, one = random.Random(int(os.environ.get("VMEM_TEST_SEED", "1"))), pair()
@@ -179,3 +188,6 @@ def test_a_server_that_ends_at_once_is_started_again_later_and_later():
     pair.look()
     pair.ended(pair.servers[1].pid, -9)
     assert pair.look() > 1000 and len(pair.servers) == 2  # it had started: the next one starts at once
+    for server in list(pair.servers):
+        pair.ended(server.pid, -9)
+    assert not pair.done  # both are started again
