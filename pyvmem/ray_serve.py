@@ -100,7 +100,11 @@ class Server:
             return float((await answer.json())["wait"])
 
     async def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> AsyncIterator[Any]:
-        """Yield the status and the headers of the server's answer, then its bytes. Status 0: it takes no requests."""
+        """Yield None at once, then the status and the headers of the server's answer, then its bytes.
+
+        Status 0: the server takes no requests.
+        """
+        yield None
         try:
             async with self._session.request(method, self._url + path, headers=headers, data=body) as answer:
                 yield answer.status, _passed_on(answer.headers)
@@ -175,12 +179,13 @@ class Router:
             server.running += 1
             weakref.finalize(stream, server.ended)
             try:
-                status, headers = await self._head(stream, server, model.queue)
+                head = await self._head(stream, server, model.queue)
             except Exception:
                 return _error(503, "the model's server ended: try again later")
-            if status:
-                return StreamingResponse(stream, status, headers)
-            server.heard = -math.inf  # it starts again, and has not seen the request
+            if head is not None:
+                return StreamingResponse(stream, *head)
+            server.heard = -math.inf  # it has not seen the request
+            stream.cancel()
         return _error(503, "no server of the model runs: try again later")
 
     async def _choose(self, model: str, end: float) -> _Known | None:
@@ -189,18 +194,29 @@ class Router:
             await asyncio.sleep(LOOK / 10)
         return min(up, key=lambda s: (s.wait, s.running), default=None)
 
-    async def _head(self, stream: Any, server: _Known, seconds: float) -> tuple[int, dict[str, str]]:
-        """The first that a server answers. Raises `TimeoutError` if it is silent for so long: its node may be gone."""
-        first = asyncio.ensure_future(anext(stream))
+    async def _head(self, stream: Any, server: _Known, seconds: float) -> tuple[int, dict[str, str]] | None:
+        """The status and the headers of a server's answer; None if the request has not come there.
+
+        Raises `TimeoutError` if the server has the request and is silent for so long: its node may be gone.
+        """
         try:
-            while not first.done():
-                await asyncio.wait([first], timeout=LOOK)
-                if not first.done() and server.silent > SILENT + seconds:
+            await self._next(stream, server, SILENT)
+        except Exception:  # Ray holds it back while there is no replica
+            return None
+        found: tuple[int, dict[str, str]] = await self._next(stream, server, SILENT + seconds)
+        return found if found[0] else None
+
+    async def _next(self, stream: Any, server: _Known, seconds: float) -> Any:
+        """What comes next. Raises `TimeoutError` if the server is silent for so long."""
+        following = asyncio.ensure_future(anext(stream))
+        try:
+            while not following.done():
+                await asyncio.wait([following], timeout=LOOK)
+                if not following.done() and server.silent > seconds:
                     raise TimeoutError
-            found: tuple[int, dict[str, str]] = await first
-            return found
+            return await following
         finally:
-            first.cancel()
+            following.cancel()
 
 
 def _error(status: int, message: str) -> Response:

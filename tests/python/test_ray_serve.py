@@ -55,24 +55,46 @@ def test_each_server_of_the_file_is_a_deployment_at_its_pool(ray_serve):
         ray_serve.build({"file": unplaced})
 
 
-class Server:
-    """A handle: wait, or None if its replica is gone; status: of its answers, 0 if its process is gone."""
+class Stream:
+    """What a handle returns."""
 
-    def __init__(self, wait, status=200):
-        self.wait, self.status, self.asked = wait, status, []
+    def __init__(self, parts):
+        self.parts, self.cancelled = parts, False
+
+    def __anext__(self):
+        return anext(self.parts)
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class Server:
+    """A handle: wait, or None if its replica is gone; status: of its answers, 0 if its process is gone; lost: whether
+    the replica ends when a request comes, which Ray then holds back.
+    """
+
+    def __init__(self, wait, status=200, lost=False):
+        self.wait, self.status, self.lost, self.asked, self.streams = wait, status, lost, [], []
         self.seconds = self.forward = self
 
     def options(self, **_):
         return self
 
     def remote(self, *args):
-        return self._stream(args) if args else self._wait()
+        if not args:
+            return self._wait()
+        self.streams.append(Stream(self._stream(args)))
+        return self.streams[-1]
 
     async def _wait(self):
         return await asyncio.Future() if self.wait is None else self.wait
 
     async def _stream(self, args):
         self.asked.append(args)
+        if self.lost:
+            self.wait = None
+            await asyncio.Future()
+        yield None
         if isinstance(self.status, Exception):
             raise self.status
         yield self.status, {}
@@ -118,6 +140,15 @@ def test_a_server_that_is_gone_is_passed_by(ray_serve):
     assert answer.status == 503 and answer.headers["Retry-After"]
     dies = Server(0.0, status=RuntimeError("the replica died"))
     assert [a.status for a in ask(ray_serve, [dies, other])] == [503] and len(dies.asked) == 1  # it may be the cause
+
+
+def test_a_request_that_ray_holds_back_goes_to_another_server(ray_serve, monkeypatch):
+    """The node of the first one is gone, and the router has just heard of it."""
+    monkeypatch.setattr(ray_serve, "SILENT", 0.1)
+    monkeypatch.setattr(ray_serve, "LOOK", 0.02)
+    lost, other = Server(0.0, lost=True), Server(1.0)
+    assert [a.status for a in ask(ray_serve, [lost, other])] == [200]
+    assert lost.streams[0].cancelled and not other.streams[0].cancelled  # Ray is not to send it when a replica is there
 
 
 @pytest.mark.parametrize(
