@@ -25,7 +25,7 @@ ORDER = {
     "pool": ["table", "claim", "balance", "pool", "hold"],
     "blocks": ["state", "queue", "member", "pages", "worker", "blocks"],
     "kv": ["turn", "layout", "shared", "slot", "pages", "runs", "check", "budget", "gate",
-           "reclaim", "request", "worker", "step", "admit", "attach", "cache", "member"],
+           "reclaim", "request", "worker", "step", "attach", "cache", "member"],
     "torch": ["lease"],
 }  # fmt: skip
 # Files of pyvmem that know each other, and why.

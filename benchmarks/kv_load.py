@@ -96,14 +96,14 @@ class Server:
         while self.queue:
             request = self.queue[-1]
             prompt = int(self.trace.prompt[request])
-            if self.active == self.cache.slots or self.cache.room() < prompt + 1:
-                break
-            slot = self.cache.alloc(prompt)
+            slot = self.cache.alloc(prompt) if self.active < self.cache.slots else None
             if slot is None:
                 break
             prefill = np.zeros_like(self.lengths)
+            prefill[slot] = prompt + 1
+            fits = self.cache.step(prefill, dry=True)
             prefill[slot] = prompt
-            if not self.cache.step(prefill):
+            if not fits or not self.cache.step(prefill):
                 self.cache.free(slot)
                 break
             self.queue.pop()

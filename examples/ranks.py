@@ -204,9 +204,11 @@ def main() -> None:
     ended = iterations = 0
     while ended < 20:
         if ranks.leads:  # the scheduler
-            while ranks.cache.fit([100]) and (slot := ranks.alloc(100)) is not None:
+            while (slot := ranks.alloc(100)) is not None:
+                if not ranks.step([100 if s == slot else 0 for s in range(8)]):
+                    ranks.free(slot)
+                    break
                 running[slot] = 100
-                ranks.step([100 if s == slot else 0 for s in range(8)])
             lengths = [running.get(s, 0) for s in range(8)]
             while not ranks.step(lengths):  # preempt the longest
                 slot = max(running, key=running.__getitem__)

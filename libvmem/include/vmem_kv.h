@@ -150,9 +150,6 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step);
 // has not taken ahead (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), or the free budget of a pool.
 #define VMEM_KV_DRY 0x1u
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags);
-// Returns the most tokens that the slot could have in the next step if it alone took part. 0: there is no memory even
-// for a step to the length that it has. Slot -1 means a new request, which must leave the watermark free.
-int vmem_kv_room(vmem_kv *kv, int32_t slot, uint32_t *tokens);
 // Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied. The
 // rows that the window of the shorter request has passed go, too. -ENODATA: the next token reads
 // rows that a window has passed. Rows that kernels in flight may access are there; older ones count as gone, whether or
@@ -163,27 +160,7 @@ int vmem_kv_truncate(vmem_kv *kv, uint32_t slot, uint32_t tokens, uint64_t after
 // Waits until the background thread has nothing left to do.
 int vmem_kv_wait(vmem_kv *kv);
 
-// ---- admission ----------------------------------------------------------------------------------------------
-//
-// Decides which waiting requests to admit, before they have slots.
-
-struct vmem_kv_request {
-    uint32_t tokens;        // of its first step, those of a prefix included; 1 to max_tokens
-    uint32_t prefix_tokens; // of these, so many come from runs; 0: none
-    // Or the runs that it begins with, as far as vmem_kv_attach finds them. prefix_tokens must then be 0.
-    const uint64_t *runs;
-    uint64_t n_runs;
-};
-// Asks how many of these new requests, in this order, would find a slot and memory. Each would be allocated, begin with
-// its prefix, and take part in the next step. *fit (NULL is allowed) receives the number. Returns 0 if all n fit.
-// Otherwise it returns what the first request that does not fit lacks: -ENOMEM for memory, -ENOSPC for a slot. Changes
-// nothing, but a member of a pool takes what is free there, and asks for what that request lacks. Requests that end
-// count as running. The step may find that they have ended.
-int vmem_kv_fit(vmem_kv *kv, const struct vmem_kv_request *requests, size_t n, size_t *fit);
-// Sets the watermark: the memory that new requests must leave free for the growth of running ones. vmem_kv_fit and
-// vmem_kv_room (slot -1) take it into account. It is `bytes` or `percent` of the budget (at most 100), whichever is
-// more, and 0 at first. If no request is active, a new one may use everything. Steps and growth ignore the watermark.
-int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent);
+// ---- slots --------------------------------------------------------------------------------------------------
 
 enum vmem_kv_slot_state { VMEM_KV_FREE, VMEM_KV_ACTIVE, VMEM_KV_SWAPPED };
 struct vmem_kv_slot_info {
@@ -210,8 +187,8 @@ int vmem_kv_get_rows(vmem_kv *kv, uint32_t slot, uint32_t tensor, uint32_t *firs
 //
 // A request pins the runs that it wrote or began with. While memory is short, runs that no running request pins are
 // evicted, but for those to be kept. The least recently used one goes first, and the end of a sequence before its
-// beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry steps, vmem_kv_room, vmem_kv_fit). The
-// manager never calls the engine back to ask what to evict. A prefix that the engine holds itself is a run to be kept.
+// beginning. Their pages therefore count as free (vmem_kv_stats.free_pages, dry steps). The manager
+// never calls the engine back to ask what to evict. A prefix that the engine holds itself is a run to be kept.
 // An engine with hashes of blocks has a table from hashes to runs, and looks into vmem_kv_evicted. An engine that
 // decides itself what to evict (vLLM) has a table from its blocks to runs to be kept, and drops them.
 
@@ -315,9 +292,9 @@ struct vmem_kv_stats {
     uint64_t attached_pages, copied_pages; // by attach; copied by it and by truncate
     uint64_t worker_errors;                // background operations that failed (the step does them again)
     uint64_t short_budget, short_device, short_mappings, short_slots; // calls that failed, by enum vmem_kv_reason
-    // Gauges: the watermark; runs with VMEM_KV_RUN_REPORT (prefixes: the others); pages that only runs which can be
-    // evicted hold, and which count as free.
-    uint64_t watermark_pages, hashed_blocks, evictable_pages;
+    // Gauges: runs with VMEM_KV_RUN_REPORT (prefixes: the others); pages that only runs which can be evicted hold, and
+    // which count as free.
+    uint64_t hashed_blocks, evictable_pages;
     uint64_t hit_tokens, evicted_blocks; // since creation: tokens that such runs provided; runs evicted
     uint64_t absent_slots;               // a gauge: active, and without part in the last step
 };
@@ -332,16 +309,15 @@ enum vmem_kv_reason {
     VMEM_KV_SHORT_OF_SLOTS,    // end a request
 };
 struct vmem_kv_shortage {
-    uint32_t size;            // sizeof(struct vmem_kv_shortage), set by the caller
-    uint32_t reason;          // enum vmem_kv_reason
-    uint64_t missing_pages;   // must become free before the call can succeed
-    uint64_t prefix_pages;    // what dropping all runs that are to be kept would free
-    uint64_t requests;        // that hold pages
-    uint64_t ending_pages;    // of requests that end when kernels have: retire steps, or make them
-    uint64_t watermark_pages; // of the missing ones, those that only the watermark asks for (vmem_kv_fit)
-    uint64_t coming_pages;    // that the pool has been asked for and may still give: vmem_kv_pool_wait
-    uint32_t refusal;         // enum vmem_kv_refusal: why the pool gives no more; 0: it may, or the cache is in none
-    uint32_t pad;             // 0
+    uint32_t size;          // sizeof(struct vmem_kv_shortage), set by the caller
+    uint32_t reason;        // enum vmem_kv_reason
+    uint64_t missing_pages; // must become free before the call can succeed
+    uint64_t prefix_pages;  // what dropping all runs that are to be kept would free
+    uint64_t requests;      // that hold pages
+    uint64_t ending_pages;  // of requests that end when kernels have: retire steps, or make them
+    uint64_t coming_pages;  // that the pool has been asked for and may still give: vmem_kv_pool_wait
+    uint32_t refusal;       // enum vmem_kv_refusal: why the pool gives no more; 0: it may, or the cache is in none
+    uint32_t pad;           // 0
     // The first step that makes good what is missing: vmem_kv_retire it once its kernels have ended, and call again.
     // 0: no kernels in flight hold that much, and to wait for them does not help.
     uint64_t step;

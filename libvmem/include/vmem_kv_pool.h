@@ -2,11 +2,11 @@
 //
 // A pool is one budget for several caches: a target and its draft, two models, or a user's processes on one device. The
 // budgets of its members never exceed the pool's in total. A member's budget changes automatically between its minimum,
-// which is guaranteed, and its maximum. A step, a check or an admission that needs more immediately takes what is free
-// in the pool. If that is too little, it returns -ENOMEM, and the pool asks the other members. They give back unused
-// budget, kept pages and pages ahead of need, down to their minimum, but never pages that a request needs. An idle
-// member (idle_ms) keeps only its minimum. The pool's thread does all this. No step waits for it, and it unmaps in
-// parts of a few ms. It keeps no queue: beside members that ask again and again, only the minimum is sure to come.
+// which is guaranteed, and its maximum. A step that needs more, dry or not, takes what is free in the pool at once. If
+// that is too little, it returns -ENOMEM, and the pool asks the other members. They give back unused budget, kept pages
+// and pages ahead of need, down to their minimum, but never pages that a request needs. An idle member (idle_ms) keeps
+// only its minimum. The pool's thread does all this. No step waits for it, and it unmaps in parts of a few ms. It keeps
+// no queue: beside members that ask again and again, only the minimum is sure to come.
 //
 // With a path, the members may be in several processes. Only this user may access the file at the path. The pool ends
 // with its last member. When a process ends, in whatever way, its budget returns to the pool. There is no daemon.
@@ -57,8 +57,7 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
 int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max);
 // Requests a budget that leaves `bytes` unused, before they are needed. Returns at once: the member has then received
 // what is free in the pool, and the other members are asked for the rest. Each call replaces the request of the last
-// one, which lapses after 250 ms. Until then, calls that find too little ask for no less: vmem_kv_fit for the first
-// request that does not fit, a step for what it lacks.
+// one, which lapses after 250 ms. Until then, a step that finds too little asks for no less.
 int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes);
 
 // The answer to a member's last request, for memory or for a limit.

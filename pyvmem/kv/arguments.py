@@ -1,10 +1,9 @@
-"""Arguments of a KV cache's calls as the C structures of vmem_kv.h: tensors, lengths, waiting requests.
+"""Arguments of a KV cache's calls as the C structures of vmem_kv.h: tensors, and the lengths of a step.
 
 SPDX-License-Identifier: MIT
 """
 
 import array
-import contextlib
 import errno
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
@@ -13,19 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyvmem._checks import elements, shown, uint
+from pyvmem._checks import uint
 from pyvmem._ffi import ffi
 from pyvmem.errors import InvalidArgument
-from pyvmem.kv.hashes import BlockTable, Hash, hashes_of
 from pyvmem.kv.types import TensorSpec
 
 # The lengths that a step takes: one token count per slot.
 Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
-# A waiting request: the tokens of its first step; or these, and how many of them a prefix provides, or its hashes.
-Request = SupportsIndex | tuple[SupportsIndex, SupportsIndex | Sequence[Hash]]
 
 _INT32 = np.dtype(np.int32)
-_REQUEST = np.dtype([("tokens", np.uint32), ("prefix", np.uint32), ("runs", np.uintp), ("n", np.uint64)])
 
 
 def config_of(specs: list[TensorSpec], flags: int, **numbers: SupportsIndex) -> tuple[Any, Any]:
@@ -78,38 +73,3 @@ def lengths_of(lengths: Lengths, slots: int) -> Any:
     if (narrow != lengths).any():
         raise _not_lengths(lengths.tolist())
     return ffi.from_buffer("int32_t[]", narrow)
-
-
-def requests_of(requests: Iterable[Request], blocks: BlockTable | None) -> tuple[npt.NDArray[Any], list[Any]]:
-    """The requests as C structures, and the objects that these point to."""
-    if type(requests) is list:  # of numbers: 3 us for 64 of them, not 56
-        with contextlib.suppress(OverflowError, TypeError):
-            sizes = array.array("I", requests)
-            raw = np.zeros(len(sizes), _REQUEST)
-            raw["tokens"] = sizes
-            return raw, []
-    given = elements("requests", requests)
-    raw, kept = np.zeros(len(given), _REQUEST), []
-    for i, request in enumerate(given):
-        tokens, prefix = request if isinstance(request, tuple) and len(request) == 2 else (request, 0)
-        if isinstance(prefix, Sequence) and not isinstance(prefix, str | bytes):
-            if blocks is None:
-                raise ValueError(f"requests[{i}] has hashes, but the cache has no PrefixCache: create one first")
-            length = uint(f"requests[{i}].tokens", tokens, 32)
-            found = hashes_of(prefix)
-            block = blocks.block_tokens
-            if len(found) * block > length:
-                text = f"requests[{i}].n_hashes {len(found)}: its {length} tokens have {length // block} blocks"
-                raise InvalidArgument(errno.EINVAL, text)
-            if len(found) * block == length:  # the last token remains, as in PrefixCache.alloc
-                del found[-1:]
-            runs = blocks.beginning(found)
-            kept.append(ffi.new("uint64_t[]", runs))
-            raw[i] = (length, 0, int(ffi.cast("uintptr_t", kept[-1])), len(runs))
-            continue
-        if not hasattr(tokens, "__index__") or not hasattr(prefix, "__index__"):
-            wanted = "must be a number of tokens, (tokens, prefix_tokens) or (tokens, hashes)"
-            raise TypeError(f"requests[{i}] {wanted}, not {shown(request)}")
-        number = uint(f"requests[{i}].prefix_tokens", prefix, 32)
-        raw[i] = (uint(f"requests[{i}].tokens", tokens, 32), number, 0, 0)
-    return raw, kept

@@ -23,9 +23,9 @@ from pyvmem._checks import elements, flag, one_of, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check, structure
-from pyvmem.kv.arguments import Lengths, Request, config_of, lengths_of, requests_of
+from pyvmem.kv.arguments import Lengths, config_of, lengths_of
 from pyvmem.kv.hashes import BlockTable
-from pyvmem.kv.options import KVCacheOptions, Spare, options_of, watermark_of
+from pyvmem.kv.options import KVCacheOptions, Spare, options_of
 from pyvmem.kv.picture import svg
 from pyvmem.kv.shortage import NO_SHORTAGE, Shortage, shortage_of
 from pyvmem.kv.types import Run, SlotInfo, TensorSpec, model_specs
@@ -184,8 +184,6 @@ class KVCache(_Owned):
             self._close_context()
             raise
         self._own(owner, kv[0])
-        if options.watermark:
-            _check(lib.vmem_kv_set_watermark(self._use(), *watermark_of(options.watermark)))
         self.tensors = [self._tensor(i) for i in range(len(self.specs))]
         if options.name is not None:
             path = new_view_path()
@@ -467,50 +465,6 @@ class KVCache(_Owned):
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%r: %s", self, shortage)
         return False
-
-    # ---- admission -------------------------------------------------------------------------------------------
-
-    def fit(self, requests: Iterable[Request]) -> int:
-        """Say how many of these new requests, in this order, would find a slot and memory.
-
-        The answer is exact, and changes nothing: that many can be allocated, begin with their prefixes, and take part
-        in the next step, unless others take the memory before. The next request would not fit, and `shortage` says what
-        it lacks. Only where a request has shared rows that its window has passed may it say too few: they count until
-        that request's next step. New requests must leave the watermark free (`KVCacheOptions.watermark`).
-
-        Parameters
-        ----------
-        requests : sequence of int, (int, int) or (int, hashes)
-            Tokens of the first step, at least 1. With a second number: how many of them a prefix or blocks provide.
-            With hashes: those of the blocks that a request begins with (`pyvmem.kv.prefix.PrefixCache`). Unknown ones
-            provide nothing. As in `PrefixCache.alloc`, the last token always remains to be computed.
-
-        Returns
-        -------
-        int
-        """
-        raw, _kept = requests_of(requests, self._blocks)
-        fit = ffi.new("size_t *")
-        data = ffi.cast("struct vmem_kv_request *", raw.ctypes.data)
-        self._answer(lib.vmem_kv_fit(self._ready(), data if len(raw) else ffi.NULL, len(raw), fit))
-        return int(fit[0])
-
-    def room(self, slot: SupportsIndex | None = None) -> int:
-        """Say how many tokens a slot could have in the next step if it alone took part.
-
-        Parameters
-        ----------
-        slot : int, optional
-            None: a new request, which must leave the watermark free.
-
-        Returns
-        -------
-        int
-            0: there is no memory for a step to the length that it has.
-        """
-        tokens = ffi.new("uint32_t *")
-        _check(lib.vmem_kv_room(self._ready(), -1 if slot is None else uint("slot", slot, 31), tokens))
-        return int(tokens[0])
 
     # ---- fences ----------------------------------------------------------------------------------------------
 

@@ -6,9 +6,8 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import errno
-import math
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 from pyvmem._checks import flag, shown, uint
 from pyvmem._ffi import lib
@@ -86,8 +85,6 @@ class KVCacheOptions:
         step creates its pages.
     lazy : bool
         Device memory is allocated when pages are needed, instead of the whole budget at creation.
-    watermark : int or float
-        Memory that new requests leave free for running ones: bytes, or a part of the budget as a float from 0.0 to 1.0.
     idle_seconds : float
         After this time without a request and without a call, a cache returns its kept pages and preallocated memory to
         the system. From then on it allocates memory when needed. Prefixes stay. inf: never. Needs `Spare.overlap`.
@@ -113,7 +110,6 @@ class KVCacheOptions:
     sharing: bool | None = True
     zero: bool = False
     lazy: bool = False
-    watermark: int | float = 0
     idle_seconds: float = 1.0
     name: str | None = "kv"
     pool: KVPool | None = None
@@ -139,7 +135,6 @@ class KVCacheOptions:
         for name in ("tile_rows", "steps_in_flight"):  # in C, 0 is the default
             if not uint(name, getattr(self, name), 32):
                 raise InvalidArgument(errno.EINVAL, f"{name} 0 must be at least 1")
-        watermark_of(self.watermark)
         if not isinstance(self.spare, Spare):
             raise TypeError(f"spare must be a Spare, not {shown(self.spare)}")
         for name in ("zero", "lazy", "check"):
@@ -173,17 +168,6 @@ _SWITCHES = {
     "lazy": lib.VMEM_KV_LAZY,
 }
 _NUMBERS = ("tile_rows", "ahead_tokens", "ahead_min", "eager_tokens", "reclaim_percent", "steps_in_flight")
-
-
-def watermark_of(watermark: SupportsIndex | float) -> tuple[int, int]:
-    """The bytes and the whole percentage of a watermark, which is either."""
-    if not isinstance(watermark, float):
-        return uint("watermark", watermark), 0
-    if not 0 <= watermark <= 1:
-        raise InvalidArgument(
-            errno.EINVAL, f"watermark {watermark} must lie between 0.0 and 1.0, or be an int of bytes"
-        )
-    return 0, math.ceil(round(watermark * 100, 6))
 
 
 def options_of(given: KVCacheOptions | None, keywords: dict[str, Any]) -> KVCacheOptions:

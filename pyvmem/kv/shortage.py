@@ -43,8 +43,6 @@ class Shortage:
         Requests that hold pages.
     ending_pages : int
         Pages of requests that end when the kernels in flight have ended; `KVCache.retire` ends them earlier.
-    watermark_pages : int
-        Missing pages that only the watermark requires (`KVCache.fit`).
     coming_pages : int
         Pages that the pool may still provide (`KVPool.wait`).
     step : int
@@ -63,7 +61,6 @@ class Shortage:
     prefix_pages: int
     requests: int
     ending_pages: int = 0
-    watermark_pages: int = 0
     coming_pages: int = 0
     step: int = 0
     refusal: str | None = None
@@ -83,8 +80,6 @@ class Shortage:
             helps.append(f"wait for the pool, which may give {self.coming_pages}")
         if self.ending_pages:
             helps.append(f"retire the steps of requests that end, which hold {self.ending_pages}")
-        if self.watermark_pages:
-            helps.append(f"lower the watermark, which keeps {self.watermark_pages}")
         if self.prefix_pages:
             helps.append(f"drop prefixes, which hold {self.prefix_pages}")
         if self.requests:
@@ -101,8 +96,5 @@ NO_SHORTAGE = Shortage(None, 0, 0, 0)
 
 def shortage_of(raw: Any) -> Shortage:
     """The `Shortage` of a struct vmem_kv_shortage."""
-    numbers = (
-        raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages, raw.watermark_pages, raw.coming_pages,
-        raw.step,
-    )  # fmt: skip
+    numbers = (raw.missing_pages, raw.prefix_pages, raw.requests, raw.ending_pages, raw.coming_pages, raw.step)
     return Shortage((None, *_CAUSES)[raw.reason], *numbers, refusal=REASONS[raw.refusal])

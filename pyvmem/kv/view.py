@@ -76,7 +76,6 @@ class KVStats:
     short_device: int = _count("Calls that failed because the device's memory was short")
     short_mappings: int = _count("Calls that failed because the process's mappings were short (vm.max_map_count)")
     short_slots: int = _count("Calls that failed because no slot was free")
-    watermark_pages: int = _gauge("Pages of the budget that are kept free of new requests")
     hashed_blocks: int = _gauge("Blocks known by hash")
     evictable_pages: int = _gauge("Pages that only blocks known by hash hold, which count as free")
     hit_tokens: int = _count("Tokens that requests began with because their blocks were known")

@@ -214,15 +214,6 @@ static void do_budget(void)
     }
 }
 
-static void do_room(void)
-{
-    const uint32_t s = (uint32_t)below(K_SLOTS);
-    uint32_t room;
-    if (requests[s].taken && !requests[s].swapped)
-        OK(vmem_kv_room(kv, (int32_t)s, &room));
-    OK(vmem_kv_room(kv, -1, &room));
-}
-
 static void end_all(void)
 {
     for (uint32_t s = 0; s < K_SLOTS; s++)
@@ -333,7 +324,7 @@ static void iterate(void)
     uint32_t slot;
     if (below(3) == 0)
         go_on();
-    switch (below(18)) {
+    switch (below(17)) {
     case 0:
     case 1:
     case 2: alloc(&slot, 0); break;
@@ -352,13 +343,12 @@ static void iterate(void)
         if (below(3) == 0)
             do_budget();
         break;
-    case 12: do_room(); break;
-    case 13: do_retire(); break;
-    case 14:
+    case 12: do_retire(); break;
+    case 13:
         if (below(4) == 0)
             do_misuse(s);
         break;
-    case 15:
+    case 14:
         if (below(100) == 0)
             do_idle();
         else if (below(4) == 0)

@@ -61,15 +61,13 @@ static struct vmem_kv_stats stats(vmem_kv *kv)
 static void test_a_device_with_less_than_the_budget(void)
 {
     uint64_t missing;
-    uint32_t slot, room;
+    uint32_t slot;
     OK(vmem_set_budget(ctx, 100 * test_page));
     vmem_kv *kv = make(VMEM_KV_DEFER | VMEM_KV_GENEROUS | VMEM_KV_LAZY, 4, 1000);
     CHECK_EQ(stats(kv).free_pages, 100);
     OK(k_alloc(kv, 32, &slot));
     OK(step(kv, slot, 32, &missing)); // 4 pages; 4 blocks of 2 MiB would be more than there are
     CHECK(stats(kv).held_pages <= 100);
-    OK(vmem_kv_room(kv, (int32_t)slot, &room));
-    CHECK_EQ(room, 25 * 32);
     CHECK_EQ(step(kv, slot, 26 * 32, &missing), -ENOMEM);
     CHECK_EQ(missing, 4);
     CHECK_EQ(reason(), VMEM_KV_SHORT_OF_DEVICE);
@@ -371,15 +369,11 @@ static void test_admission_seldom_asks_the_device(void)
     ops.memory = counted;
     ctx->b.ops = &ops;
     vmem_kv *kv = make(VMEM_KV_LAZY, 2, 400);
-    const struct vmem_kv_request request = {.tokens = 32};
-    uint32_t slots[SLOTS], tokens;
-    size_t fit;
+    uint32_t slots[SLOTS];
     for (uint32_t i = 0; i < SLOTS - 1; i++)
         OK(k_alloc(kv, 0, &slots[i]));
     const uint64_t begin = vmem__now(), asked_before = asked;
     for (uint32_t n = 32; n <= 32 * 60; n += 32) {
-        OK(vmem_kv_room(kv, -1, &tokens));
-        OK(vmem_kv_fit(kv, &request, 1, &fit));
         int32_t lengths[SLOTS] = {0};
         for (uint32_t i = 0; i < SLOTS - 1; i++)
             lengths[slots[i]] = (int32_t)n;
@@ -402,10 +396,8 @@ static void test_memory_at_hand_asks_nobody(void)
     ops.memory = counted;
     ctx->b.ops = &ops;
     vmem_kv *kv = make(VMEM_KV_LAZY | VMEM_KV_DEFER, 2, 400);
-    const struct vmem_kv_request requests[2] = {{.tokens = 32 * 30}, {.tokens = 32 * 20}};
     int32_t lengths[SLOTS] = {0};
     uint32_t slot, other;
-    size_t fit;
     OK(k_alloc(kv, 0, &slot));
     OK(step(kv, slot, 32 * 60, NULL));
     OK(vmem_kv_free(kv, slot, 0));
@@ -413,8 +405,6 @@ static void test_memory_at_hand_asks_nobody(void)
     OK(k_alloc(kv, 0, &other));
     ctx->device_free.at = 1; // long ago
     const uint64_t asked_before = asked;
-    OK(vmem_kv_fit(kv, requests, 2, &fit));
-    CHECK_EQ(fit, 2);
     lengths[slot] = 32 * 40;
     lengths[other] = 32 * 10; // pages that are kept for the other slot can be had
     OK(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY));

@@ -277,36 +277,6 @@ static void do_step(bool grow_much)
     take_off(lengths, before);
 }
 
-// The longest step that the manager promises works, and a longer one does not.
-static void do_room(void)
-{
-    int32_t lengths[SLOTS] = {0};
-    uint32_t room, s = (uint32_t)below(SLOTS);
-    const struct request *r = &requests[s];
-    if (r->taken && r->swapped)
-        return;
-    if (r->taken) {
-        OK(vmem_kv_room(kv, (int32_t)s, &room));
-        if (room < r->tokens) { // a truncation cut what it shared after its last row, in the middle of a tile
-            lengths[s] = (int32_t)r->tokens;
-            CHECK(!room && vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY) == -ENOMEM);
-            return;
-        }
-    } else {
-        OK(vmem_kv_room(kv, -1, &room));
-        if (k_alloc(kv, room, &s)) // the slots that are not taken are being given up
-            return;
-    }
-    lengths[s] = (int32_t)room;
-    if (room > requests[s].tokens && vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY))
-        FAIL("%s: room %u, but %s", shape->name, room, vmem_last_error());
-    lengths[s] = (int32_t)room + 1;
-    if (room < TOKENS && vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY) != -ENOMEM)
-        FAIL("%s: room %u, and one more is possible", shape->name, room);
-    if (!requests[s].taken)
-        OK(vmem_kv_free(kv, s, 0));
-}
-
 static void do_swap(uint32_t s)
 {
     struct request *r = &requests[s];
@@ -488,7 +458,7 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
         uint32_t s = (uint32_t)below(SLOTS);
         if (below(3) == 0)
             go_on();
-        switch (below(20)) {
+        switch (below(19)) {
         case 0:
         case 1: do_alloc(); break;
         case 2:
@@ -503,15 +473,14 @@ static void run(const struct shape *sh, uint32_t flags, uint64_t page, uint64_t 
             if (below(4) == 0)
                 do_budget();
             break;
-        case 8: do_room(); break;
-        case 9:
+        case 8:
             if (below(4) == 0)
                 OK(vmem_kv_wait(kv));
             break;
-        case 10:
-        case 11: do_speculate(); break;
-        case 12: do_retire(); break;
-        case 13: do_step_back(s); break;
+        case 9:
+        case 10: do_speculate(); break;
+        case 11: do_retire(); break;
+        case 12: do_step_back(s); break;
         default: do_step(below(2)); break;
         }
         verify(i % 256 == 0);

@@ -315,124 +315,20 @@ static void test_a_lower_maximum_holds_at_once(uint32_t flags, bool kept, bool g
     }
 }
 
-// Asks the pool for what waiting requests lack, until all of them fit.
-static void wait_until_they_fit(vmem_kv *kv, const struct vmem_kv_request *waiting, size_t n)
-{
-    for (size_t fit = 0; fit < n;)
-        if (vmem_kv_fit(kv, waiting, n, &fit))
-            CHECK(wait_for(kv) != VMEM_KV_DEFERRED);
-}
-
-// The pool is asked for the first request that does not fit, and then for the next.
-static void test_fit_asks_for_what_does_not_fit(uint32_t flags)
-{
-    vmem_kv_pool *pool = make_pool(600);
-    vmem_context *own = test_context(0);
-    vmem_kv *a = make(ctx, flags, 0), *b = make(own, flags, 0);
-    join(pool, a, 20, 0, "a");
-    join(pool, b, 20, 0, "b");
-    uint32_t s = alloc(a, ROWS), t = alloc(a, ROWS);
-    int32_t lengths[SLOTS] = {0};
-    lengths[s] = lengths[t] = ROWS;
-    OK(vmem_kv_step(a, lengths, SLOTS, 0)); // 500 pages
-    OK(vmem_kv_free(a, s, 0));
-    OK(vmem_kv_free(a, t, 0));
-    const struct vmem_kv_request waiting[3] = {{.tokens = 300}, {.tokens = ROWS}, {.tokens = 2000}}; // 20 + 250 + 126
-    size_t fit;
-    uint64_t missing;
-    ERR(k_missing(vmem_kv_fit(b, waiting, 3, &fit), &missing), ENOMEM, "pages are missing");
-    CHECK_EQ(fit, 1);
-    CHECK(missing && missing <= 250);
-    CHECK(shortage().coming_pages >= missing);
-    CHECK_EQ(wait_for(b), VMEM_KV_APPLIED);
-    CHECK(stats(b).budget_pages >= 20 + 250);
-    wait_until_they_fit(b, waiting, 3);
-    CHECK(row_of(pool, "a").has >= 20 * test_page && row_of(pool, "a").has <= 210 * test_page);
-    for (size_t i = 0; i < 3; i++)
-        OK(step(b, alloc(b, waiting[i].tokens), (int32_t)waiting[i].tokens));
-    CHECK(stats(b).held_pages >= 20 + 250 + 126);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
-    vmem_context_destroy(own);
-    vmem_kv_pool_destroy(pool);
-}
-
-// The pool is asked for what only the watermark keeps from a new request, too.
-static void test_fit_asks_for_the_watermark(void)
-{
-    vmem_kv_pool *pool = make_pool(300);
-    vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
-    join(pool, a, 0, 0, "a");
-    join(pool, b, 0, 0, "b");
-    uint32_t kept = alloc(a, ROWS);
-    OK(step(a, kept, ROWS)); // 250 pages
-    OK(vmem_kv_free(a, kept, 0));
-    OK(step(b, alloc(b, 0), 320)); // 20 pages
-    OK(vmem_kv_set_watermark(b, 20 * test_page, 0));
-    const struct vmem_kv_request waiting = {.tokens = 320};
-    size_t fit;
-    ERR(vmem_kv_fit(b, &waiting, 1, &fit), ENOMEM, "the watermark keeps");
-    CHECK(shortage().watermark_pages && shortage().coming_pages);
-    wait_until_they_fit(b, &waiting, 1);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
-    vmem_kv_pool_destroy(pool);
-}
-
-// Requests that fit counts can be allocated and stepped, whatever has arrived meanwhile.
-static void test_fit_is_exact(void)
-{
-    uint64_t seed = 1;
-    vmem_kv_pool *pool = make_pool(900);
-    vmem_context *own = test_context(0);
-    vmem_kv *giver = make(ctx, 0, 0), *getter = make(own, 0, 0);
-    join(pool, giver, 0, 800, "giver");
-    join(pool, getter, 0, 0, "getter");
-    for (int turn = 0; turn < 5; turn++) {
-        uint32_t given[3];
-        for (int i = 0; i < 3; i++) {
-            given[i] = alloc(giver, 0);
-            while (step(giver, given[i], ROWS - (int32_t)(rnd(&seed) % (ROWS / 2))))
-                wait_for(giver);
-        }
-        for (int i = 0; i < 3; i++)
-            OK(vmem_kv_free(giver, given[i], 0));
-        struct vmem_kv_request waiting[SLOTS];
-        for (int i = 0; i < SLOTS; i++)
-            waiting[i] = (struct vmem_kv_request){.tokens = 1 + (uint32_t)(rnd(&seed) % (ROWS - ROWS / 8))};
-        uint32_t slots[SLOTS], n = 0;
-        while (n < SLOTS) {
-            size_t fits;
-            if (vmem_kv_fit(getter, waiting + n, SLOTS - n, &fits))
-                wait_for(getter);
-            for (; fits; fits--, n++) {
-                slots[n] = alloc(getter, 0);
-                OK(step(getter, slots[n], (int32_t)waiting[n].tokens));
-            }
-        }
-        while (n)
-            OK(vmem_kv_free(getter, slots[--n], 0));
-    }
-    vmem_kv_destroy(giver);
-    vmem_kv_destroy(getter);
-    vmem_context_destroy(own);
-    vmem_kv_pool_destroy(pool);
-}
-
 // Budget that another process has just given back counts, whether or not this one has heard of it.
-static void test_fit_knows_what_a_step_would_get(void)
+static void test_a_dry_step_knows_what_a_step_would_get(void)
 {
     vmem_kv_pool *pool = make_pool(300);
     vmem_kv *a = make(ctx, 0, 0);
     join(pool, a, 20, 0, "a");
-    const struct vmem_kv_request waiting = {.tokens = ROWS}; // 250 pages
-    size_t fit;
+    const uint32_t slot = alloc(a, ROWS);
+    int32_t lengths[SLOTS] = {0};
+    lengths[slot] = ROWS; // 250 pages
     pthread_mutex_lock(&pool->lock);
     pool->free = 0;
     pthread_mutex_unlock(&pool->lock);
-    OK(vmem_kv_fit(a, &waiting, 1, &fit));
-    CHECK_EQ(fit, 1);
-    OK(step(a, alloc(a, ROWS), ROWS));
+    OK(vmem_kv_step(a, lengths, SLOTS, VMEM_KV_DRY));
+    OK(step(a, slot, ROWS));
     vmem_kv_destroy(a);
     vmem_kv_pool_destroy(pool);
 }
@@ -666,9 +562,8 @@ static void *serve(void *arg)
             lengths[slots[n]] = 1 + (int32_t)(rnd(&s->seed) % ROWS);
             n++;
         }
-        const struct vmem_kv_request waiting[2] = {{.tokens = 1 + (uint32_t)(rnd(&s->seed) % ROWS)}, {.tokens = ROWS}};
-        const int fits = vmem_kv_fit(s->kv, waiting, rnd(&s->seed) % 3, NULL);
-        CHECK(!fits || fits == -ENOMEM);
+        const int would = rnd(&s->seed) % 2 ? vmem_kv_step(s->kv, lengths, SLOTS, VMEM_KV_DRY) : 0;
+        CHECK(!would || would == -ENOMEM);
         int rc = vmem_kv_step(s->kv, lengths, SLOTS, 0);
         for (int tries = 0; rc == -ENOMEM && tries < 20; tries++) {
             uint32_t answer;
@@ -766,11 +661,7 @@ int main(int argc, char **argv)
     }
     test_a_minimum_never_waits();
     test_a_maximum_holds();
-    test_fit_asks_for_what_does_not_fit(0);
-    test_fit_asks_for_what_does_not_fit(VMEM_KV_OVERLAP);
-    test_fit_asks_for_the_watermark();
-    test_fit_is_exact();
-    test_fit_knows_what_a_step_would_get();
+    test_a_dry_step_knows_what_a_step_would_get();
     test_a_step_leaves_the_larger_question();
     test_a_question_lapses();
     test_a_giver_that_gets_no_more_pages();

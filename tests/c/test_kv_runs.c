@@ -339,7 +339,7 @@ static void test_truncation_passes_windows(void)
     vmem_kv_destroy(kv);
 }
 
-// A request begins with `most` tokens of runs which fill the cache, each of 16 rows but the last, of 8. All answers agree.
+// A request begins with `most` tokens of runs which fill the cache, each of 16 rows but the last, of 8.
 static int begin_in_a_full_cache(uint32_t window, uint32_t rows_per_run, uint32_t most)
 {
     uint64_t runs[3];
@@ -355,11 +355,8 @@ static int begin_in_a_full_cache(uint32_t window, uint32_t rows_per_run, uint32_
     }
     OK(vmem_kv_free(kv, slot, 0));
     CHECK_EQ(stats().evictable_pages, 3);
-    const struct vmem_kv_request request = {.tokens = most, .runs = runs, .n_runs = n};
-    const int fits = vmem_kv_fit(kv, &request, 1, NULL);
     OK(k_alloc(kv, 0, &slot));
     const int rc = vmem_kv_attach(kv, slot, runs, n, most, 0, &tokens);
-    CHECK_EQ(rc, fits);
     CHECK_EQ(tokens, rc ? 0 : most);
     OK(vmem_kv_free(kv, slot, 0));
     OK(vmem_kv_evict(kv, UINT64_MAX, NULL));
@@ -397,8 +394,7 @@ static void test_a_shortage_waits_for_other_pages(void)
     OK(vmem_kv_last_shortage(&shortage));
     CHECK_EQ(shortage.step, 0);
     OK(vmem_kv_free(kv, other, k_step(kv, 2)));
-    const struct vmem_kv_request request = {.tokens = 40, .runs = &run.id, .n_runs = 1};
-    CHECK_EQ(vmem_kv_fit(kv, &request, 1, NULL), -ENOMEM);
+    CHECK_EQ(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, 0, &tokens), -ENOMEM);
     OK(vmem_kv_last_shortage(&shortage));
     CHECK_EQ(shortage.step, k_step(kv, 2));
     CHECK_EQ(shortage.ending_pages, 1);
@@ -459,7 +455,6 @@ static void test_runs_of_another_cache(void)
     vmem_kv *caches[2];
     uint64_t runs[2], freed = 7;
     uint32_t slot, tokens = 9;
-    size_t fit;
     for (int i = 0; i < 2; i++) {
         create(40, VMEM_KV_DEFER, &tensor, 1);
         caches[i] = kv;
@@ -472,13 +467,11 @@ static void test_runs_of_another_cache(void)
     CHECK(runs[0] != runs[1] && runs[0] >> 63 == 0);
     const uint64_t mixed[] = {runs[1], runs[0]};
     struct vmem_kv_run again = {.slot = slot, .tokens = 64, .id = runs[0]};
-    const struct vmem_kv_request request = {.tokens = 100, .runs = mixed, .n_runs = 2};
     struct vmem_kv_run_info info = {.size = sizeof info};
     ERR(vmem_kv_share(kv, &again, 1, 0), EINVAL, "runs[0].id");
     ERR(vmem_kv_drop(kv, mixed, 2, &freed), EINVAL, "runs[1]");
     CHECK_EQ(freed, 0);
     ERR(vmem_kv_order(kv, mixed, 2, 0), EINVAL, "runs[1]");
-    ERR(vmem_kv_fit(kv, &request, 1, &fit), EINVAL, "requests[0].runs[1]");
     ERR(vmem_kv_get_run(kv, runs[0], &info), EINVAL, "another");
     OK(k_alloc(kv, 64, &slot));
     ERR(vmem_kv_attach(kv, slot, &runs[0], 1, 64, 0, &tokens), EINVAL, "runs[0]");

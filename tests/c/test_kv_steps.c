@@ -76,13 +76,15 @@ static void come_back(void)
 
 static void admit(void)
 {
-    uint32_t slot, prompt = 1 + (uint32_t)(rnd(&seed) % (TOKENS / 2)), room;
+    uint32_t slot, prompt = 1 + (uint32_t)(rnd(&seed) % (TOKENS / 2));
     int32_t prefill[SLOTS] = {0};
-    OK(vmem_kv_room(kv, -1, &room));
-    if (room < prompt || k_alloc(kv, prompt, &slot))
+    if (k_alloc(kv, prompt, &slot))
         return;
     prefill[slot] = (int32_t)prompt;
-    OK(vmem_kv_step(kv, prefill, SLOTS, 0));
+    if (vmem_kv_step(kv, prefill, SLOTS, 0)) {
+        OK(vmem_kv_free(kv, slot, 0));
+        return;
+    }
     lengths[slot] = (int32_t)prompt;
     goal[slot] = prompt + 1 + (uint32_t)(rnd(&seed) % (TOKENS - prompt));
     order[slot] = ++clock_;

@@ -93,7 +93,6 @@ __attribute__((unused)) static bool trouble_took_pages(vmem_kv *kv, uint64_t bef
 #define vmem_kv_free(...) TROUBLE(vmem_kv_free(__VA_ARGS__))
 #define vmem_kv_reclaim(...) TROUBLE(vmem_kv_reclaim(__VA_ARGS__))
 #define vmem_kv_retire(...) TROUBLE(vmem_kv_retire(__VA_ARGS__))
-#define vmem_kv_room(...) TROUBLE(vmem_kv_room(__VA_ARGS__))
 #define vmem_kv_set_budget(...) TROUBLE(vmem_kv_set_budget(__VA_ARGS__))
 #define vmem_kv_share(...) TROUBLE(vmem_kv_share(__VA_ARGS__))
 #define vmem_kv_step(...) TROUBLE(vmem_kv_step(__VA_ARGS__))

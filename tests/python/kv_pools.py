@@ -19,7 +19,7 @@ from kv_caches import grouped
 from pyvmem.kv.cache import KVCache
 
 MIB = 1 << 20
-TOKENS = 1024  # a request: 4 MiB
+TOKENS, BYTES = 1024, 4 * MIB  # a request
 
 
 def make(pool, name="kv", budget=64 * MIB, pool_min=0, **options):
@@ -75,8 +75,8 @@ CHILD = f"""
         elif do == "free":
             free(cache, slots)
             slots = []
-        elif do == "fit":
-            cache.fit([TOKENS] * int(number))
+        elif do == "ask":
+            pool.ask(cache, int(number) * BYTES)
         elif do == "verify":
             assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in slots)
         elif do == "fork":

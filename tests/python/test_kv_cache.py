@@ -339,24 +339,6 @@ def test_a_check_beside_steps_takes_no_answer_from_them(backend):
         assert (answers, steps) == ({True}, {False})
 
 
-def test_room_is_exact(backend):
-    with make(backend, pages=30) as cache:
-        slot, values = start(cache, 10)
-        start(cache, 300)
-        room = cache.room(slot)
-        only = [0] * 4
-        only[slot] = room
-        assert cache.step(only, dry=True)
-        assert room < 2000
-        only[slot] = room + 1
-        assert not cache.step(only, dry=True)
-        new = cache.room()
-        fresh = cache.alloc()
-        only = [0] * 4
-        only[fresh] = new
-        assert cache.step(only, dry=True)
-
-
 def test_a_prefix_is_shared_and_never_written(backend, device):
     with make(backend) as cache:
         page_tokens = PAGE_TOKENS

@@ -37,18 +37,16 @@ class Engine(RuleBasedStateMachine):
         shape=st.sampled_from(sorted(SHAPES)), pages=st.integers(12, 80), flights=st.integers(1, 3),
         tile=st.sampled_from([1, 1, 16]), overlap=st.booleans(), defer=st.booleans(), lazy=st.booleans(),
         zero=st.booleans(), idle=st.sampled_from([0.002, float("inf")]), hashed=st.sampled_from([16, 32, 50]),
-        watermark=st.sampled_from([0.0, 0.0, 0.1, 0.3]),
     )  # fmt: skip
-    def make(self, shape, pages, flights, tile, overlap, defer, lazy, zero, idle, hashed, watermark):
+    def make(self, shape, pages, flights, tile, overlap, defer, lazy, zero, idle, hashed):
         self.specs, self.flights = SHAPES[shape], flights
         self.context = pyvmem.Context("host")
         self.budget = pages << 16
         self.cache = KVCache(
             self.specs, SLOTS, TOKENS, self.budget, context=self.context, tile_rows=tile,
             spare=Spare(overlap=overlap, defer=defer), lazy=lazy, zero=zero, idle_seconds=idle, steps_in_flight=flights,
-            check=True, name=None, page_size=1 << 16, watermark=watermark,
+            check=True, name=None, page_size=1 << 16,
         )  # fmt: skip
-        self.watermark = watermark
         self.runs = BlockRuns(self.cache, BLOCK) if shape == "k and v" else None
         self.hashes = PrefixCache(self.cache, hashed, events=True)
         self.known = {}  # hash -> numbers up to the end of its block, of what was ever added
@@ -113,7 +111,7 @@ class Engine(RuleBasedStateMachine):
                 break
             self.ended(fence)
             self.events.remove((fence, event))
-        self.cache.room()
+        self.cache.step([0] * SLOTS, dry=True)
 
     def begin(self, slot, numbers):
         """A request has the slot, with these rows."""
@@ -185,40 +183,6 @@ class Engine(RuleBasedStateMachine):
             assert self.cache.last_step == number + 1
             self.stepped(wanted)
         assert answer == predicted or self.ending or answer  # those that end during the call give pages to it
-
-    @rule(sizes=st.lists(st.integers(1, 120), min_size=1, max_size=4))
-    def admit(self, sizes):
-        """As many as fit begin at once; one more would not."""
-        self.quiet()
-        fit, missing = self.cache.fit(sizes), self.cache.shortage.missing_pages
-        wanted = {}
-        for tokens in sizes[:fit]:
-            slot = self.cache.alloc(tokens)
-            assert slot is not None
-            self.begin(slot, [])
-            wanted[slot] = tokens
-        if fit < len(sizes):
-            slot = self.cache.alloc(sizes[fit])
-            if slot is not None:
-                assert missing > 0
-                if not self.watermark:
-                    assert not self.cache.step(self.lengths({**wanted, slot: sizes[fit]}), dry=True)
-                self.cache.free(slot)
-        if wanted and (fit or self.cache.step(self.lengths(wanted), dry=True)):
-            assert self.cache.step(self.lengths(wanted)), "it was said to fit"
-            self.stepped(wanted)
-
-    @rule(data=NUMBERS)
-    @when(lambda self: self.active)
-    def room(self, data):
-        self.polled()
-        slot = pick(data, self.active)
-        room = self.cache.room(slot)
-        assert room >= len(self.rows[slot])
-        if room:
-            assert self.cache.step(self.lengths({slot: room}), dry=True)
-        if room < TOKENS:
-            assert not self.cache.step(self.lengths({slot: room + 1}), dry=True)
 
     @rule(data=NUMBERS, how=st.sampled_from(["quiet", "last", "older", "event", "future"]))
     @when(lambda self: self.rows)
@@ -444,7 +408,7 @@ class Engine(RuleBasedStateMachine):
         for call in (
             lambda: self.cache.free(slot), lambda: self.cache.step(self.lengths({slot: 1})),
             lambda: self.cache.truncate(slot, 0), lambda: self.cache.swap_out(slot),
-            lambda: self.cache.share(slot, 1), lambda: self.cache.room(slot),
+            lambda: self.cache.share(slot, 1),
         ):  # fmt: skip
             with pytest.raises((ValueError, pyvmem.VmemError)):
                 call()

@@ -75,16 +75,6 @@ def test_the_last_token_is_left_to_be_computed(cache):
     assert serve(blocks, list(range(64)))[1] == 48
 
 
-def test_admission_counts_the_page_of_the_last_token():
-    with make(pages=6) as cache:  # a block fills a page of each of two tensors
-        blocks = PrefixCache(cache, 32)
-        tokens = list(range(64))
-        serve(blocks, tokens)
-        assert cache.fit([(64, block_hashes(tokens, 32))]) == 1
-        serve(blocks, tokens)  # the pages of one block, and two of its own
-        assert cache.fit([(64, block_hashes(tokens, 32))]) == 0 and cache.shortage.missing_pages == 2
-
-
 def test_peeking_changes_nothing(cache):
     blocks = PrefixCache(cache, 32, events=True)
     prompts = [[100 * i + j for j in range(64)] for i in range(2)]
@@ -110,8 +100,7 @@ def test_blocks_give_way_to_requests(cache):
         cache.free(serve(blocks, [i * 90 + j for j in range(320)])[0])
     stats = cache.stats()
     assert stats.evictable_pages == stats.prefix_pages == 8 * 20
-    assert stats.free_pages == 200 and cache.room() == 1000  # as if they were not there
-    assert cache.fit([992, 992, 992, 224]) == 4 and cache.fit([992, 992, 992, 225]) == 3  # 62 pages each
+    assert stats.free_pages == 200  # as if they were not there
     slots = [cache.alloc(990) for _ in range(3)]
     lengths = [990 if s in slots else 0 for s in range(6)]
     assert cache.step(lengths, dry=True) and len(blocks) == 80
@@ -204,13 +193,13 @@ def test_blocks_that_are_kept_are_no_free_memory(cache):
     blocks.order(hashes[4:6], keep=True)
     assert cache.stats().evictable_pages == 8 and cache.stats().free_pages == 188
     assert blocks.evict(1000) == 8 == 2 * len(blocks.evicted())
-    assert cache.fit([992, 992, 1000]) == 3 and cache.fit([992, 1000, 1000]) == 2  # 62, and 64 pages
     lengths = [0] * 6
-    for tokens_of in (992, 992, 1000):
+    for tokens_of in (992, 992, 1000):  # 62, and 64 pages
         lengths[cache.alloc(tokens_of)] = tokens_of
     assert cache.step(lengths) and cache.stats().free_pages == 0
     assert known(blocks, tokens) == 192 and cache.shortage.reason is None
-    assert cache.fit([1]) == 0 and cache.shortage.prefix_pages == 12
+    lengths[cache.alloc(1)] = 1
+    assert not cache.step(lengths) and cache.shortage.prefix_pages == 12
     blocks.order(hashes)
     assert cache.stats().free_pages == cache.stats().evictable_pages == 12
 
@@ -318,20 +307,6 @@ def test_no_memory_for_a_copy():
         assert cache.stats().short_budget == 2
         assert blocks.attach(new, hashes[:2]) == 32  # needs no copy
         assert cache.stats().active_slots == 3
-        assert cache.fit([(64, hashes)]) == 0 and cache.shortage.missing_pages == 2
-
-
-def test_what_a_request_takes_from_the_free_pages():
-    """The pages of known blocks are free until a request begins with them."""
-    with make(pages=40) as cache:
-        blocks = PrefixCache(cache, 32)
-        tokens = list(range(320))
-        hashes = block_hashes(tokens, 32)
-        cache.free(serve(blocks, tokens)[0])  # 20 pages
-        assert cache.stats().free_pages == 40
-        assert cache.fit([320, 320, 1]) == 2
-        assert cache.fit([(352, hashes), (352, hashes), (352, hashes)]) == 3  # 20, and 2 each
-        assert cache.fit([(352, hashes), 288]) == 2 and cache.fit([(352, hashes), 289]) == 1
 
 
 def test_hashes_of_both_kinds():
@@ -364,8 +339,6 @@ def test_wrong_arguments_are_named(cache):
             PrefixCache(cache, value)
     with pytest.raises(TypeError, match="events"):
         PrefixCache(cache, 16, events="yes")
-    with pytest.raises(ValueError, match=r"requests\[0\] has hashes"):
-        cache.fit([(16, [b"1"])])
     blocks = PrefixCache(cache, 16)
     with pytest.raises(ValueError, match="has a PrefixCache already, of blocks of 16"):
         PrefixCache(cache, 16)
@@ -399,8 +372,6 @@ def test_wrong_arguments_are_named(cache):
         blocks.add(slot, [b"34"], first=1)
     with pytest.raises(ValueError, match="first"):
         blocks.add(slot, [b"12"], first=1 << 32)
-    with pytest.raises(ValueError, match=r"requests\[0\].n_hashes 2: its 20 tokens have 1 blocks"):
-        cache.fit([(20, [b"12", b"34"])])
     with pytest.raises(ValueError, match="pages"):
         blocks.evict(-1)
     for wrong in ("text", [1.5], 5, [[1, 2], [3, 4]]):

@@ -54,20 +54,19 @@ class Engine(RuleBasedStateMachine):
     def start(self, kind, split, length, extra):
         tokens = [kind] * min(split, length) + [10 + extra] * max(length - split, 0)
         hashes = self.hashes(tokens)[: (length - 1) // self.blocks.block_tokens]
-        fits, ending = self.cache.fit([(length, hashes)]), self.cache.stats().ending_slots
         expected = self.blocks.peek(hashes)
         slot, cached = self.blocks.alloc(length, hashes)
         if slot is None:
-            assert not fits
             return
         # Making room for the copy of a page may have evicted others, but none of those: only the background thread can.
         assert cached == expected or (cached < expected and self.overlap)
         lengths = [length if s == slot else 0 for s in range(4)]
+        would, ending = self.cache.step(lengths, dry=True), self.cache.stats().ending_slots
         if not self.cache.step(lengths):
-            assert not fits
+            assert not would
             self.cache.free(slot)
             return
-        assert fits or ending  # which the step ended
+        assert would or ending  # which the step ended
         self.write(slot, cached, tokens)
         self.rows[slot] = tokens
 

@@ -108,8 +108,7 @@ def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
         ],
         f"slot {ending} is being given up": [
             lambda: cache.free(ending), lambda: cache.truncate(ending, 1),
-            lambda: cache.swap_out(ending), lambda: cache.share(ending, 1), lambda: cache.room(ending),
-            lambda: hashes.add(ending, [b"1"]),
+            lambda: cache.swap_out(ending), lambda: cache.share(ending, 1), lambda: hashes.add(ending, [b"1"]),
         ],
         f"slot {free} is free": [
             lambda: cache.free(free), lambda: cache.attach(free, prefix),
@@ -129,8 +128,6 @@ def test_calls_in_the_wrong_state_are_one_line_and_change_nothing(cache):
                 call()
             assert text in str(raised.value) and "\n" not in str(raised.value)
     assert cache.stats() == before
-    with pytest.raises(TypeError, match="requests must be a sequence, not None"):
-        cache.fit(None)
     with pytest.raises(ValueError, match="pool_min 5 needs a pool"):
         make(pool_min=5)
 
@@ -201,18 +198,17 @@ def test_budgets_beyond_the_limits_are_named(cache):
 # ---- events ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["alloc", "room", "check"])
+@pytest.mark.parametrize("call", ["alloc", "check"])
 def test_calls_that_want_slots_or_memory_look_at_events(call):
     """An engine whose requests have all ended makes no step any more."""
     with make(slots=2) as cache:
-        first, second = cache.alloc(), cache.alloc()
+        first, _ = cache.alloc(), cache.alloc()
         assert cache.step([1024, 10])
         event = Event()
         cache.free(first, after=event)
         cache.set_budget(cache.slot(first).pages * cache.page_size + 16 * cache.page_size)
         wanted = {
             "alloc": lambda: cache.alloc() == first,
-            "room": lambda: cache.room(second) == 1024,
             "check": lambda: cache.step([0, 1024], dry=True),
         }[call]
         assert not wanted()
@@ -361,7 +357,7 @@ def test_a_child_is_refused(cache):
     child = os.fork()
     if not child:
         try:
-            for call in (cache.stats, cache.room, lambda: cache.step([0] * 4)):
+            for call in (cache.stats, lambda: cache.step([0] * 4)):
                 with pytest.raises(pyvmem.VmemError, match="belongs to process"):
                     call()
             os._exit(0)

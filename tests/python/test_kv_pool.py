@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from kv_caches import run_top
-from kv_pools import MIB, TOKENS, Child, free, load, make, member
+from kv_pools import BYTES, MIB, TOKENS, Child, free, load, make, member
 
 from pyvmem import Context, InvalidArgument, KVPool, OutOfMemory, VmemError
 from pyvmem._ffi import ffi, lib
@@ -102,7 +102,6 @@ def test_what_requests_hold_is_not_given():
 def test_checks_count_what_is_free_in_the_pool():
     pool = KVPool(64 * MIB)
     with make(pool) as cache:
-        assert cache.room() == TOKENS
         assert cache.stats().free_pages == 64 * 16
         slot = cache.alloc(TOKENS)
         lengths = [TOKENS if s == slot else 0 for s in range(8)]
@@ -244,7 +243,7 @@ def test_a_giver_killed_in_the_middle_takes_nothing_along(tmp_path, late):
         child.ask("free")
         mine = load(cache, 1, pool) if late else []
         while not member(pool, "child").giving and member(pool, "child").has > 36 * MIB:
-            cache.fit([TOKENS] * (8 - len(mine)))
+            pool.ask(cache, (8 - len(mine)) * BYTES)
         child.kill()
         while len(mine) < 8:
             mine += load(cache, 8 - len(mine), pool)
@@ -260,7 +259,7 @@ def test_a_getter_killed_in_the_middle_leaves_what_it_had_not_used(tmp_path):
         running = load(cache, 1, pool)
         free(cache, load(cache, 7, pool))
         with Child(tmp_path / "pool", pool_min=2 * MIB) as child:
-            child.process.stdin.write("fit 8\nload 8\n")
+            child.process.stdin.write("ask 8\nload 8\n")
             child.process.stdin.flush()
             while member(pool, "child").has <= 2 * MIB:
                 os.sched_yield()
@@ -285,9 +284,9 @@ def test_both_ask_at_once_and_neither_falls_below_its_minimum(tmp_path):
         watch = threading.Thread(target=look, daemon=True)
         watch.start()
         for _ in range(5):
-            child.process.stdin.write("fit 8\nload 8\n")
+            child.process.stdin.write("ask 8\nload 8\n")
             child.process.stdin.flush()
-            cache.fit([TOKENS] * 8)
+            pool.ask(cache, 8 * BYTES)
             mine = load(cache, 8, pool)
             child.process.stdout.readline()
             theirs = int(child.process.stdout.readline())
@@ -308,7 +307,7 @@ def test_a_limit_lowered_in_the_middle_holds(tmp_path):
     with Child(tmp_path / "pool", pool_min=2 * MIB) as child, make(pool, pool_min=2 * MIB) as cache:
         assert child.ask("load 8") == "8"
         child.ask("free")
-        cache.fit([TOKENS] * 8)
+        pool.ask(cache, 8 * BYTES)
         pool.set_share(cache, 2 * MIB, 16 * MIB)
         mine = load(cache, 8, pool)
         assert 3 <= len(mine) <= 4
@@ -324,7 +323,7 @@ def test_a_question_of_a_killed_process_lapses(tmp_path):
         slots = load(cache, 8, pool)
         with Child(tmp_path / "pool") as child:
             while not member(pool, "child").needs:
-                child.ask("fit 8")
+                child.ask("ask 8")
             child.kill()
         assert [m.name for m in pool.members()] == ["kv"]
         free(cache, slots)

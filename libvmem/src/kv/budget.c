@@ -75,28 +75,15 @@ static uint64_t most_pages(const vmem_kv *kv)
     return kv->ledger.budget + vmem__pool_claimable(kv->membership.member, kv->ledger.budget);
 }
 
-// As count_reachable. An answer of less than `want` rests on a word of the driver that is at most `age` ns old, and is
-// given while no page is pending.
-static uint64_t count_lately(vmem_kv *kv, uint64_t most, uint64_t want, uint64_t age)
-{
-    const uint64_t lately = count_reachable(kv, most, want, DEVICE_NS);
-    if (lately >= want)
-        return lately;
-    if (kv->ledger.pending)
-        vmem__kv_wait_job(kv);
-    return count_reachable(kv, most, want, age);
-}
-
 uint64_t vmem__kv_page_limit(vmem_kv *kv, uint64_t want)
 {
     const uint64_t most = most_pages(kv);
-    return want > most ? most : count_lately(kv, most, want, 0);
-}
-
-uint64_t vmem__kv_page_limit_lately(vmem_kv *kv)
-{
-    const uint64_t most = most_pages(kv);
-    return count_lately(kv, most, most, DEVICE_NS);
+    const uint64_t lately = want > most ? most : count_reachable(kv, most, want, DEVICE_NS);
+    if (want > most || lately >= want)
+        return lately;
+    if (kv->ledger.pending)
+        vmem__kv_wait_job(kv);
+    return count_reachable(kv, most, want, 0);
 }
 
 uint64_t vmem__kv_page_limit_known(const vmem_kv *kv)
@@ -130,12 +117,6 @@ void vmem__kv_claim_plenty(vmem_kv *kv)
         claim_pages(kv, 0, want - kv->ledger.budget);
 }
 
-void vmem__kv_claim(vmem_kv *kv, uint64_t want)
-{
-    if (kv->membership.member && want > kv->ledger.budget)
-        claim_pages(kv, want - kv->ledger.budget, want - kv->ledger.budget);
-}
-
 // The pages that vmem_kv_pool_ask asked for and the budget lacks still.
 static uint64_t awaited_pages(const vmem_kv *kv)
 {
@@ -152,7 +133,8 @@ static uint64_t ask_for(vmem_kv *kv, uint64_t pages, uint32_t *refusal)
 void vmem__kv_ask(vmem_kv *kv, uint64_t want, uint64_t until)
 {
     uint32_t why = 0;
-    vmem__kv_claim(kv, want);
+    if (want > kv->ledger.budget)
+        claim_pages(kv, want - kv->ledger.budget, want - kv->ledger.budget);
     kv->membership.wanted = want;
     kv->membership.wanted_until = until;
     if (awaited_pages(kv))
@@ -278,26 +260,6 @@ int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages)
                        "%" PRIu64 " pages cannot be mapped: the process has all the mappings that it may have; "
                        "raise vm.max_map_count, use larger pages, or end a request",
                        pages);
-}
-
-int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back)
-{
-    if (want > limit && want > kv->ledger.budget)
-        vmem__kv_short_of_budget(kv, want + back);
-    else if (want > limit)
-        short_of_device(kv, want + back - limit);
-    else {
-        const uint64_t missing = want + back - limit;
-        const bool device = limit < kv->ledger.budget;
-        record_shortage(kv, device ? VMEM_KV_SHORT_OF_DEVICE : VMEM_KV_SHORT_OF_BUDGET, missing);
-        shortage.coming_pages = device ? 0 : ask_for(kv, missing, &shortage.refusal);
-        vmem__error(-ENOMEM,
-                    "%" PRIu64 " pages are missing: of the budget of %" PRIu64 ", the watermark keeps %" PRIu64
-                    " for requests that run; end a request, drop prefixes, or lower the watermark",
-                    missing, kv->ledger.budget, back);
-    }
-    shortage.watermark_pages = MIN(back, shortage.missing_pages);
-    return -ENOMEM;
 }
 
 int vmem__kv_short_of_slots(vmem_kv *kv)

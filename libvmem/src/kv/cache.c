@@ -427,18 +427,6 @@ int vmem_kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out)
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
-int vmem_kv_set_watermark(vmem_kv *kv, uint64_t bytes, uint32_t percent)
-{
-    int rc = vmem__kv_enter(kv);
-    if (rc)
-        return rc;
-    if (percent > 100)
-        return vmem__kv_leave(kv, vmem__error(-EINVAL, "percent %u is over 100", percent));
-    kv->ledger.watermark_pages = kv_ceil_pages(bytes, kv);
-    kv->ledger.watermark_percent = percent;
-    return vmem__kv_leave(kv, 0);
-}
-
 int vmem_kv_wait(vmem_kv *kv)
 {
     int rc = vmem__kv_enter(kv);

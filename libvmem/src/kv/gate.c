@@ -164,7 +164,6 @@ void vmem__kv_count(vmem_kv *kv)
     st->prefixes = kv->runs.n - kv->runs.reported;
     st->evictable_pages = kv->shared.evictable;
     st->hashed_blocks = kv->runs.reported;
-    st->watermark_pages = kv_watermark(kv);
 }
 
 void vmem__kv_tell(vmem_kv *kv)

@@ -207,9 +207,7 @@ struct kv_ledger {
     uint64_t spanned;         // pages in all spans, each as often as it is in one. vmem__kv_span_set counts them
     struct vmem__ahead ahead; // for the context's other caches; `used`: the pages held after the last call or job
     uint64_t ceiling;         // VMEM_KV_CHECK: the budget, or the pages that existed when the budget shrank
-    uint64_t watermark_pages; // new requests leave max(watermark_pages, watermark_percent of the budget) free
-    uint32_t watermark_percent;
-    bool disturbed; // VMEM_KV_CHECK: a job of the worker changed pinned_pages
+    bool disturbed;           // VMEM_KV_CHECK: a job of the worker changed pinned_pages
 };
 
 // A cache's membership in a pool.
@@ -421,13 +419,6 @@ static inline uint64_t kv_live_rows(const struct kv_group *g, uint32_t tokens)
 // Pages that could be added without reclaiming any.
 static inline uint64_t kv_unused(const vmem_kv *kv) { return sat_sub(kv->ledger.budget, kv->ledger.held); }
 
-// Pages that the watermark keeps back while requests run.
-static inline uint64_t kv_watermark(const vmem_kv *kv)
-{
-    const struct kv_ledger *l = &kv->ledger;
-    return MIN(MAX(l->watermark_pages, (l->budget * l->watermark_percent + 99) / 100), l->budget);
-}
-
 // Memory is scarce if fewer pages than this are unused, and plentiful if at least twice as many are.
 static inline uint64_t kv_low(const vmem_kv *kv) { return kv->ledger.budget * kv->reclaim_percent / 100; }
 // False, too, while other members have a claim to the memory.
@@ -513,8 +504,6 @@ struct kv_split {
     uint64_t part;
 };
 struct kv_split vmem__kv_split(const vmem_kv *kv, const struct kv_group *g, uint32_t tokens);
-// The pages that a request of `tokens` tokens needs, in addition to those of prefix_tokens rows that it shares.
-uint64_t vmem__kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens);
 // Divides the tensors into groups, and makes the tables of their pages.
 int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c);
 
@@ -753,16 +742,14 @@ void vmem__kv_ask_device(const vmem_kv *kv);
 // answer of at least `want` may be capped there. The driver is asked only where its memory decides: its answer is
 // reused for 100 ms, but never to refuse. The call may wait for the worker before an answer of less than `want`.
 uint64_t vmem__kv_page_limit(vmem_kv *kv, uint64_t want);
-// The same limit by an answer of the driver that is at most 100 ms old (lately), or by its last one (known).
-uint64_t vmem__kv_page_limit_lately(vmem_kv *kv);
+// The same limit by its last answer.
 uint64_t vmem__kv_page_limit_known(const vmem_kv *kv);
 // True if so many more pages can be created without memory that the context's other caches have preallocated.
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
 // These need api and state, and do nothing for a cache that is in no pool.
-// The cache will have `want` pages: vmem__kv_claim claims those that its budget lacks; vmem__kv_ask also asks the other
-// members for the rest. Until then (ns), calls that are short ask for no less.
-void vmem__kv_claim(vmem_kv *kv, uint64_t want);
+// The cache will have `want` pages: claims those that its budget lacks, and asks the other members for the rest. Until
+// then (ns), calls that are short ask for no less.
 void vmem__kv_ask(vmem_kv *kv, uint64_t want, uint64_t until);
 // Withdraws what a step asked the other members for, unless vmem_kv_pool_ask still waits for as much.
 void vmem__kv_unask(vmem_kv *kv);
@@ -776,8 +763,6 @@ void vmem__kv_clear_shortage(void);
 int vmem__kv_short_of_budget(vmem_kv *kv, uint64_t want); // want: pages that would be pinned, or would exist
 int vmem__kv_short_of_device(vmem_kv *kv, uint64_t pages);
 int vmem__kv_short_of_mappings(vmem_kv *kv, uint64_t pages);
-// A new request would raise the pinned pages to `want`, and the watermark keeps `back` pages of the limit for others.
-int vmem__kv_short_beside(vmem_kv *kv, uint64_t want, uint64_t limit, uint64_t back);
 int vmem__kv_short_of_slots(vmem_kv *kv);
 void vmem__kv_count_shortage(vmem_kv *kv); // counts it in the statistics; dry calls do not
 
@@ -847,11 +832,5 @@ int vmem__kv_end_requests(vmem_kv *kv, uint64_t step);
 
 int vmem__kv_worker_start(vmem_kv *kv);
 void vmem__kv_worker_stop(vmem_kv *kv);
-
-// ---- step.c ---------------------------------------------------------------------------------------------------------
-
-// Plans a step in which only this slot takes part. -EINVAL: its window has given up rows that the step reads. *delta:
-// by how many pages the step would raise kv_ledger.pinned_pages, the missing ones included.
-int vmem__kv_plan_one(vmem_kv *kv, uint32_t slot, uint32_t tokens, int64_t *delta);
 
 #endif

@@ -38,14 +38,6 @@ struct kv_split vmem__kv_split(const vmem_kv *kv, const struct kv_group *g, uint
     return s;
 }
 
-uint64_t vmem__kv_pages_beside(const vmem_kv *kv, uint32_t tokens, uint32_t prefix_tokens)
-{
-    uint64_t pages = 0;
-    for (const struct kv_group *g = kv->groups; g < kv->groups + kv->n_groups; g++)
-        pages += (uint64_t)(vmem__kv_need_hi(kv, g, tokens) - vmem__kv_split(kv, g, prefix_tokens).full) * g->n;
-    return pages;
-}
-
 // Slots start at multiples of 2 MiB. So 2 MiB entries can map runs of small pages, and no two slots share an entry. The
 // exceptions are small slots, and row sizes for which this alignment would multiply the address space.
 static int lay_out(const vmem_kv *kv, struct kv_group *g)

@@ -90,14 +90,6 @@ static int64_t plan_delta(const vmem_kv *kv)
     return delta;
 }
 
-int vmem__kv_plan_one(vmem_kv *kv, uint32_t slot, uint32_t tokens, int64_t *delta)
-{
-    plan_nothing(kv);
-    int rc = plan_slot(kv, slot, tokens);
-    *delta = plan_delta(kv);
-    return rc;
-}
-
 #define MANY 32 // with more slots, those that take no part are passed over in parts
 #define PART 16 // of so many
 
