@@ -158,12 +158,18 @@ class Serve(http.Limits):
 
     async def _fall_asleep(self) -> None:
         """Return when the model sleeps. No request comes meanwhile."""
+        over = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
-            return await asyncio.Future()
+            await over.wait()
+            return {"type": "http.disconnect"}
 
-        while not (self.pages.find() and await self.admission.carry_out(Order.SLEEP, Client(receive))):
-            await asyncio.sleep(LOOK / 10)
+        client = Client(receive)
+        try:
+            while not (self.pages.find() and await self.admission.carry_out(Order.SLEEP, client)):
+                await asyncio.sleep(LOOK / 10)
+        finally:
+            over.set()
 
     async def _answer(self, scope: Scope, client: Client, send: Send, end: Callable[[], None], waited: int) -> bool:
         """Have the application answer. False: memory for it did not come in time, and nothing was sent.

@@ -553,7 +553,7 @@ def test_a_killed_server_leaves_the_memory_of_its_engine(lone):
 
 def test_a_server_that_stands_by_takes_over_from_one_that_dies(folder, tmp_path):
     """First its engine is killed, then the server itself. Each time, the next answer is the other server's."""
-    file = tool.read(toml(folder, 160 << 20, "s", "--kv-cache-memory-bytes", str(16 << 20), standby=True))
+    file = tool.read(toml(folder, 160 << 20, "s", "--kv-cache-memory-bytes", str(16 << 20), standby=True, common=5))
     prompt, seconds = [5, 6, 7, 8], []
 
     def engines_by_state():
