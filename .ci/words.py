@@ -1,8 +1,11 @@
 """Looks for retired words in the names of libvmem and of pyvmem: retired.md lists them, with those in use.
 
+A position in a list of arguments is no name: a call of pyvmem's functions has at most five without one.
+
 SPDX-License-Identifier: MIT
 """
 
+import ast
 import re
 import sys
 import tokenize
@@ -36,12 +39,28 @@ def names_of_python(words):
                     yield path, token.start[0], token.string
 
 
+def crowded():
+    """(file, line, function) of each call of a function of pyvmem with more than five positional arguments."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted((TOP / "pyvmem").rglob("*.py"))}
+    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    own = {node.name for _, node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    own -= {node.name for _, node in nodes if isinstance(node, ast.FunctionDef) and node.args.vararg}
+    for path, node in nodes:
+        if isinstance(node, ast.Call) and len(node.args) > 5:
+            *of, name = ast.unparse(node.func).split(".")
+            if name in own and of[-1:] != ["logger"] or name in ("cls", "__init__"):
+                yield path, node.lineno, name
+
+
 def main():
     c, python = retired()
     found = [(c, *one) for one in names_of_c(c)] + [(python, *one) for one in names_of_python(python)]
     for words, path, number, word in found:
         print(f"{path.relative_to(TOP)}:{number}: `{word}` is retired; in use: {words[word]}")
-    return bool(found)
+    many = list(crowded())
+    for path, number, name in many:
+        print(f"{path.relative_to(TOP)}:{number}: `{name}` gets more than five positional arguments")
+    return bool(found or many)
 
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ def run(session: Session) -> list[Record]:
         kinds["cudaMalloc" if gpu else "malloc"] = ()
         pools = [Pool(name, elements, device, *rest) for name, rest in kinds.items()]
         try:
-            records += _points(session, context, points, pools, have, measure, gpu)
+            records += _points(session, context, points, pools=pools, have=have, measure=measure, gpu=gpu)
             for batch, tokens in ((32, 8 * KIB), (256, 2 * KIB))[: 1 + gpu]:
                 for how, samples in prepare(batch, tokens, 16, device, 20 if quick else 100).items():
                     records.append(session.record(samples, context, f"prepare B={batch} L={tokens}, {how}", "us"))

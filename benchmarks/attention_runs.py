@@ -269,12 +269,15 @@ class TritonPaged(_Paged):
         super().__init__("triton", point, pool, block, splits)
         cache = _Cache(point, pool)
         batch = attention.Batch(cache, range(point.batch), [point.tokens] * point.batch, max_length=point.tokens)
-        shape = Shape("decode", point.query_heads, point.kv_heads, point.head_dim, torch.bfloat16, torch.bfloat16,
-                      "cuda", capability(self.device.index or 0))  # fmt: skip
+        shape = Shape(
+            "decode", point.query_heads, point.kv_heads, point.head_dim, torch.bfloat16, kv_dtype=torch.bfloat16,
+            device="cuda", capability=capability(self.device.index or 0),
+        )  # fmt: skip
         self.calls = {}
         for i, (k, v) in enumerate(self.kv):
             for n in splits:
-                call = Call(self.q, k, v, batch, shape, point.head_dim**-0.5, n, self.out, None)
+                call = Call(self.q, k, v, batch, shape, softmax_scale=point.head_dim**-0.5, num_splits=n,
+                            out=self.out, plan=None)  # fmt: skip
                 call.plan = ours.Triton().plan(call)
                 self.calls[i, n] = call
         self._decode = ours.decode

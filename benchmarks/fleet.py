@@ -87,8 +87,11 @@ class Server:
         awake = self.state in (State.AWAKE, State.CLOSING)
         begun = len(self.running) + (len(self.waiting) if awake and self.starved else 0)
         since = min((r.came for r in self.waiting), default=0.0)
-        return turns.Model(self.name, self.state, 0, begun, len(self.waiting), since, self.used, self.changed,
-                           self.lacks, self.lacking, self.starved, True, self.held)  # fmt: skip
+        return turns.Model(
+            self.name, self.state, priority=0, running=begun, queued=len(self.waiting), since=since, used=self.used,
+            changed=self.changed, lacks=self.lacks, lacking=self.lacking, starved=self.starved, alive=True,
+            gives=self.held,
+        )  # fmt: skip
 
 
 class Gpu:
@@ -190,8 +193,8 @@ class Gpu:
         models = [s.published() for s in self.servers]
         for i, s in enumerate(self.servers):
             lacks = s.weights + LEAST - self.room(s, True)
-            wait = routing.expected_wait(s.state, [*models[:i], *models[i + 1 :]], s.weights - s.held, lacks, SLICE,
-                                         self.copy)  # fmt: skip
+            wait = routing.expected_wait(s.state, [*models[:i], *models[i + 1 :]], s.weights - s.held, lacks,
+                                         slice=SLICE, rate=self.copy)  # fmt: skip
             s.seen = (wait, s.requests)
 
 

@@ -69,8 +69,9 @@ def measure_table_8(context: Context, model: Model, workers: int, page_size: int
     tokens = page_size // model.row_bytes(workers)
     budget = 2 * model.layers * 2 * page_size
     with KVCache.for_model(
-        model.layers, model.kv_heads // workers, model.head_dim, 1, 2 * tokens, budget, context=context,
-        page_size=page_size, spare=Spare(overlap=False, generous=False), lazy=True, name=None,
+        model.layers, model.kv_heads // workers, model.head_dim, slots=1, max_tokens=2 * tokens,
+        budget=budget, context=context, page_size=page_size, spare=Spare(overlap=False, generous=False), lazy=True,
+        name=None,
     ) as cache:  # fmt: skip
         slot = 0
         cache.alloc(slot=slot)
@@ -135,8 +136,8 @@ class Load:
         from pyvmem.kv.cache import KVCache
 
         return KVCache.for_model(
-            self.layers, self.model.kv_heads, self.model.head_dim, slots, self.longest, budget, context=self.context,
-            page_size=self.page_size, name=None, lazy=True, **options,
+            self.layers, self.model.kv_heads, self.model.head_dim, slots=slots, max_tokens=self.longest,
+            budget=budget, context=self.context, page_size=self.page_size, name=None, lazy=True, **options,
         )  # fmt: skip
 
     def record(self, samples: Samples, metric: str, unit: str, paper: float | None = None) -> Record:
@@ -234,7 +235,7 @@ def run(session: Session) -> list[Record]:
         shape = f"{args.model}, {layers} layer{'s' * (layers > 1)}" if layers != model.layers else args.model
         batches = {}
         for where, page_size in places:
-            load = Load(session, where, page_size, model, layers, trace, shape)
+            load = Load(session, where, page_size=page_size, model=model, layers=layers, trace=trace, shape=shape)
             records += waste_records(load)
             batches[where.backend, page_size], found = batch_records(load, budget)
             records += found

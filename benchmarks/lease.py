@@ -225,7 +225,9 @@ def training(session: Session, context: Context, layers: int, turns: int) -> lis
     budget = (2 * needs // GIB + 2) * GIB
     with KVPool(budget) as pool:
         tokens, slots = 4096, 512
-        cache = KVCache.for_model(16, 8, 64, slots, tokens, budget, pool=pool, context=context, name=None)
+        cache = KVCache.for_model(
+            16, 8, 64, slots=slots, max_tokens=tokens, budget=budget, pool=pool, context=context, name=None
+        )
         lease = torch_pool(pool, context=context)
         row = 16 * 2 * 8 * 64 * 2
         lengths = [0] * slots

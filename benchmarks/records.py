@@ -73,7 +73,10 @@ class Record:
         """A record of the samples' distribution. samples: a number or an array of numbers, in `unit`."""
         samples = np.atleast_1d(np.asarray(samples, dtype=float))
         p10, median, p90, p99 = (float(p) for p in np.percentile(samples, (10, 50, 90, 99)))
-        return cls(bench, backend, device, page_size, metric, unit, median, p10, p90, p99, samples.size, paper)
+        return cls(
+            bench, backend, device, page_size, metric, unit=unit, median=median, p10=p10, p90=p90, p99=p99,
+            n=samples.size, paper=paper,
+        )  # fmt: skip
 
 
 FIELDS = tuple(f.name for f in fields(Record))

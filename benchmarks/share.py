@@ -152,7 +152,7 @@ def run(session: Session) -> list[Record]:
         ]
         with tempfile.TemporaryDirectory(prefix="pyvmem-share-") as folder:
             for layout, size in session.track(cases, "exchanges"):
-                one = _Run(session, context, layout, size, amount, folder)
+                one = _Run(session, context, layout=layout, page_size=size, amount=amount, folder=folder)
                 one.exchanges(n)
                 records += one.records()
                 session.keep(records)

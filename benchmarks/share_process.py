@@ -34,8 +34,9 @@ class Loop:
         self.amount = about["amount"]
         self.tokens = self.amount // self.requests // row - AHEAD
         self.cache = KVCache.for_model(
-            layers, HEADS, DIM, self.requests + 2, max(self.tokens, 16384), about["budget"], dtype=torch.bfloat16,
-            layout="token-major" if one else "separate", sharing=one, backend=about["backend"], device=about["device"],
+            layers, HEADS, DIM, slots=self.requests + 2, max_tokens=max(self.tokens, 16384),
+            budget=about["budget"], dtype=torch.bfloat16, layout="token-major" if one else "separate", sharing=one,
+            backend=about["backend"], device=about["device"],
             page_size=about["page_size"], name=about["name"], pool=self.pool, pool_min=about["min"],
         )  # fmt: skip
         self.lengths = [0] * self.cache.slots

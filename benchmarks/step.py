@@ -148,8 +148,9 @@ def decode(
     budget = min(memory_for(context, 0.85), need)
     records = []
     with KVCache.for_model(
-        layers, model.kv_heads, model.head_dim, load.slots, longest, budget, context=context, page_size=page_size,
-        lazy=not gpu, name=None, spare=Spare(overlap=overlap, generous=load.generous),
+        layers, model.kv_heads, model.head_dim, slots=load.slots, max_tokens=longest,
+        budget=budget, context=context, page_size=page_size, lazy=not gpu, name=None,
+        spare=Spare(overlap=overlap, generous=load.generous),
     ) as cache:  # fmt: skip
         attention = Attention(cache, model) if gpu else None
         run = Decode(cache, attention, load, iterations, session.args.pause_us)
@@ -230,8 +231,8 @@ def prefill(
     budget = min(budget, memory_for(context, 0.85))
     for name, options in strategies.items():
         with KVCache.for_model(
-            layers, model.kv_heads, model.head_dim, 4, tokens, budget, context=context, page_size=page_size, name=None,
-            **options,
+            layers, model.kv_heads, model.head_dim, slots=4, max_tokens=tokens, budget=budget,
+            context=context, page_size=page_size, name=None, **options,
         ) as cache:  # fmt: skip
             samples = []
             for i in range(repeats + 1):
@@ -264,7 +265,8 @@ def run(session: Session) -> list[Record]:
         iterations = args.iterations or (300 if session.quick else 5000)
         for page_size in session.page_sizes(context):
             try:
-                records += prefill(session, context, model, layers, page_size, 16384, 5 if session.quick else 20)
+                times = 5 if session.quick else 20
+                records += prefill(session, context, model, layers, page_size, tokens=16384, repeats=times)
             except VmemError as error:
                 print(f"step: no prefill of 16384 tokens with pages of {page_size} bytes: {error}", file=sys.stderr)
         # Lengths of a conversation.
@@ -281,5 +283,6 @@ def run(session: Session) -> list[Record]:
                 for load in loads:
                     name = f"{load.name}, {how}"
                     most = min(n, load.iterations or n)
-                    records += decode(session, context, model, layers, page_size, load, most, name, overlap=overlap)
+                    records += decode(session, context, model, layers, page_size, load=load, iterations=most,
+                                      name=name, overlap=overlap)  # fmt: skip
     return records

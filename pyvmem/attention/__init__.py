@@ -106,7 +106,7 @@ def decode(
     if batch.max_query != 1:
         raise ValueError(f"query_lengths of the batch go up to {batch.max_query}: decode takes 1; prefill takes any")
     options = _Options(kernel, softmax_scale, window, softcap, num_splits)
-    return _attend("decode", q, cache, layer, batch, options, out, new)[0]
+    return _attend("decode", q, cache, layer, batch, options=options, out=out, new=new)[0]
 
 
 def prefill(
@@ -152,7 +152,7 @@ def prefill(
         raise ValueError("query_lengths is missing: the number of queries of each request")
     batch = _batch(cache, slots, lengths, query_lengths)
     options = _Options(kernel, softmax_scale, window, softcap, num_splits)
-    return _attend("prefill", q, cache, layer, batch, options, out)[0]
+    return _attend("prefill", q, cache, layer, batch, options=options, out=out)[0]
 
 
 def best(
@@ -191,7 +191,7 @@ def best(
         No kernel takes the shape.
     """
     k, _ = _layer(cache, layer)
-    return choose(shape_of(phase, cache, k, query_heads, q_dtype or k.dtype, window, softcap))
+    return choose(shape_of(phase, cache, k, query_heads, q_dtype or k.dtype, window=window, softcap=softcap))
 
 
 def tile_rows(
@@ -235,8 +235,8 @@ def tile_rows(
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, not {dtype!r:.60}")
     # No kernel's tiles depend on the GPU.
-    shapes = (Shape(phase, query_heads, kv_heads, head_dim, dtype, dtype, "cuda", capability(None), window)
-              for phase in ("decode", "prefill"))  # fmt: skip
+    shapes = (Shape(phase, query_heads, kv_heads, head_dim, dtype, kv_dtype=dtype, device="cuda",
+                    capability=capability(None), window=window) for phase in ("decode", "prefill"))  # fmt: skip
     return math.lcm(*(KERNELS[kernel].tile_rows(shape) for shape in shapes))
 
 
@@ -299,8 +299,9 @@ def shape_of(
     if not isinstance(softcap, numbers.Real) or not 0 <= softcap < math.inf:
         raise ValueError(f"softcap {softcap!r} must be positive, or 0 for none")
     return Shape(
-        phase, query_heads, kv_heads, k.shape[3], q_dtype, k.dtype, k.device.type, capability(k.device.index),
-        window, float(softcap), cache.tile_rows, slot_rows(k), k.shape[0], requests, rows,
+        phase, query_heads, kv_heads, k.shape[3], q_dtype, kv_dtype=k.dtype, device=k.device.type,
+        capability=capability(k.device.index), window=window, softcap=float(softcap), tile_rows=cache.tile_rows,
+        slot_rows=slot_rows(k), slots=k.shape[0], requests=requests, rows=rows,
     )  # fmt: skip
 
 
@@ -354,11 +355,13 @@ def _resolve(
     if k.shape[0] < cache.slots or k.shape[1] < batch.max_length:
         have, need = f"{k.shape[1]} rows in {k.shape[0]} slots", f"{batch.max_length} rows in {cache.slots} slots"
         raise ValueError(f"layer: K has {have}; the batch goes up to {need}")
-    shape = shape_of(phase, cache, k, q.shape[1], q.dtype, window, softcap, len(batch), batch.max_length)
+    shape = shape_of(phase, cache, k, q.shape[1], q.dtype, window=window, softcap=softcap, requests=len(batch),
+                     rows=batch.max_length)  # fmt: skip
     name = choose(shape).kernel if kernel == "best" else kernel
     chosen = require(name, shape)
     with torch.inference_mode(False):  # as in Batch
-        found = chosen, chosen.plan(Call(q, k, v, batch, shape, scale, num_splits, None, None)), shape, scale
+        call = Call(q, k, v, batch, shape, softmax_scale=scale, num_splits=num_splits, out=None, plan=None)
+        found = chosen, chosen.plan(call), shape, scale
     batch._plans[key] = found
     return found
 
@@ -371,7 +374,7 @@ def _attend(
     k, v = _layer(cache, layer)
     if not isinstance(q, torch.Tensor) or not q.dim():
         raise TypeError(f"q must be a tensor, [tokens, query_heads, head_dim], not {shown(q)}")
-    chosen, plan, shape, scale = _resolve(phase, q, cache, k, v, batch, options, new)
+    chosen, plan, shape, scale = _resolve(phase, q, cache, k, v, batch=batch, options=options, new=new)
     if out is not None:
         want = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
         like = (q.shape, want, q.device)
@@ -385,7 +388,8 @@ def _attend(
                 x, row = x.view(torch.uint8), row.view(torch.uint8)
             x.index_put_(rows, row)
         new = None
-    call = Call(q, k, v, batch, shape, scale, options.num_splits, out, plan, new)
+    call = Call(q, k, v, batch, shape, softmax_scale=scale, num_splits=options.num_splits, out=out, plan=plan,
+                new=new)  # fmt: skip
     return chosen.run(call), chosen, call
 
 
@@ -421,7 +425,7 @@ class RepeatedDecode:
         n, heads, _, dim = q.shape
         q3, new = q.select(2, 0), (k_new.select(2, 0), v_new.select(2, 0))
         options = _Options("best", softmax_scale, window, softcap, 0)
-        out, chosen, call = _attend("decode", q3, self._cache, self._layer, batch, options, None, new)
+        out, chosen, call = _attend("decode", q3, self._cache, self._layer, batch, options=options, out=None, new=new)
         self._like, self._device, self._shape = like, q.device, (n, 1, heads, dim)
         call.out = out
         self._launch = chosen.repeat(call)

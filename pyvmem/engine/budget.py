@@ -159,11 +159,11 @@ class BlockBudget:
         """The smaller of limit and maximum, in whole pages."""
         cells = self.page.cells
         limit, most = cells[control.LIMIT], cells[control.MAX]
-        return self.unbacked.whole(min(limit, most) if most else limit)
+        return self.unbacked.in_pages(min(limit, most) if most else limit)
 
     def _most_bytes(self) -> int:
         """The most that blocks may take, in whole pages in which they begin."""
-        return self.unbacked.whole(self._limit() - self.unbacked.limit_correction)
+        return self.unbacked.in_pages(self._limit() - self.unbacked.limit_correction)
 
     def _left_bytes(self) -> int:
         """Bytes that other members of the pool leave to blocks, in whole pages; they have asked for offered blocks."""
@@ -172,7 +172,7 @@ class BlockBudget:
             for rank in range(self.ranks):
                 if shrink_to := page.board_word(rank, control.SHRINK_TO):
                     most = min(most, self._in_largest(rank, shrink_to - page.cells[control.NULL + rank]))
-        return max(self.unbacked.whole(most - self.unbacked.page_overhead), self._keeps * self.block_bytes)
+        return max(self.unbacked.in_pages(most - self.unbacked.page_overhead), self._keeps * self.block_bytes)
 
     def _in_largest(self, rank: int, size: int) -> int:
         """Convert bytes of a worker's blocks to bytes of the same blocks in the worker that has the largest ones."""

@@ -573,22 +573,24 @@ class Engine:
         block, ranks = page[BLOCK_BYTES], page.ranks
         parts = page[PARTS] if 0 < page[PARTS] <= ranks and not ranks % page[PARTS] else 1
 
-        def whole(words: Words) -> int:
+        def most_of(words: Words) -> int:
             return int(words.reshape(parts, -1).max(1).sum())
 
         columns = (RESIDENT, STEP_MAPS, WEIGHTS, WEIGHTS_HELD)
-        most = {f: whole(page.words[f : f + ranks]) for f in columns}
+        most = {f: most_of(page.words[f : f + ranks]) for f in columns}
         state = page.state.name.lower() if page.state else ""
         state = "drained" if state and page[DRAINED] else state
         return cls(
-            name, rank, page[PID], ranks // parts, block, page[BLOCKS],
-            None if page[LIMIT] >= NO_LIMIT else page[LIMIT], page[MIN], page[MAX], page[PRIORITY],
-            page[LEAST] * block, page[ALLOWED] * block, page[USED] * block,
-            page[CACHED] * block, page[SPARE] * block, page[WANTED] * block, whole(page.boards(ranks)[:, HELD]),
-            most[RESIDENT], most[STEP_MAPS], page[STEP], page[PREEMPTED], page[REFUSED], bool(page[LENT]),
-            page[WAITED] / 1e6, page.model, page.port, state, page[RUNNING], page[QUEUED], most[WEIGHTS],
-            most[WEIGHTS_HELD], page[LACKS], page[WAKES], page[SLEEPS], page[WAKING] / 1e6, page[UNSERVED],
-            page[ROOM], page[WAIT] / 1e6,
+            name, rank, pid=page[PID], workers=ranks // parts, block_bytes=block, blocks=page[BLOCKS],
+            limit=None if page[LIMIT] >= NO_LIMIT else page[LIMIT], min=page[MIN], max=page[MAX],
+            priority=page[PRIORITY], least=page[LEAST] * block, allowed=page[ALLOWED] * block,
+            used=page[USED] * block, cached=page[CACHED] * block, spare=page[SPARE] * block,
+            wanted=page[WANTED] * block, backed=most_of(page.boards(ranks)[:, HELD]), resident=most[RESIDENT],
+            step_maps=most[STEP_MAPS], steps=page[STEP], preempted=page[PREEMPTED], refused=page[REFUSED],
+            lent=bool(page[LENT]), waited=page[WAITED] / 1e6, model=page.model, port=page.port, state=state,
+            running=page[RUNNING], queued=page[QUEUED], weights=most[WEIGHTS], weights_held=most[WEIGHTS_HELD],
+            lacks=page[LACKS], wakes=page[WAKES], sleeps=page[SLEEPS], waking=page[WAKING] / 1e6,
+            unserved=page[UNSERVED], room=page[ROOM], wait=page[WAIT] / 1e6,
         )  # fmt: skip
 
 

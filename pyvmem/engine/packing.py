@@ -60,7 +60,7 @@ class PagePacking:
         self._of = [self._size[0] - 1, *self._size[1:]]  # the number of blocks of each page that are out
         self.at_hand = self._of[0]
         self._part = [0]  # a heap of pages that exist and have blocks that are out, or had some
-        self._whole = list(range(1, len(self._size)))  # a heap of pages whose blocks are all out
+        self._gone = list(range(1, len(self._size)))  # a heap of pages whose blocks are all out
 
     def __len__(self) -> int:
         return self.count
@@ -78,26 +78,26 @@ class PagePacking:
 
     def put(self, ids: Iterable[int]) -> None:
         """Mark these blocks as out."""
-        size, page_bytes, out, of, whole = self._bytes, self.page_bytes, self._is_out, self._of, self._size
+        size, page_bytes, out, of = self._bytes, self.page_bytes, self._is_out, self._of
         for i in ids:
             page = i * size // page_bytes
             out[i] = 1
             of[page] += 1
             self.count += 1
             self.at_hand += 1
-            if of[page] == whole[page]:
+            if of[page] == self._size[page]:
                 self.pages -= 1
-                self.at_hand -= whole[page]
-                heapq.heappush(self._whole, page)
+                self.at_hand -= self._size[page]
+                heapq.heappush(self._gone, page)
             elif of[page] == 1:
                 heapq.heappush(self._part, page)
 
     def take(self, n: int, pages: int) -> list[int]:
         """Take up to `n` blocks that need at most `pages` pages more."""
         taken: list[int] = []
-        out, of, first, part, whole = self._is_out, self._of, self._first, self._part, self._whole
+        out, of, first, part, gone = self._is_out, self._of, self._first, self._part, self._gone
         if not self.shared:  # a block is a page
-            taken = [heapq.heappop(whole) for _ in range(min(n, pages, len(whole)))]
+            taken = [heapq.heappop(gone) for _ in range(min(n, pages, len(gone)))]
             for i in taken:
                 out[i] = of[i] = 0
             self.pages += len(taken)
@@ -105,9 +105,9 @@ class PagePacking:
             if part:
                 page = heapq.heappop(part)
                 if of[page] == self._size[page]:
-                    continue  # it has left, and is among the whole ones
-            elif whole and pages > 0:
-                page = heapq.heappop(whole)
+                    continue  # it has left, and is among those that are gone
+            elif gone and pages > 0:
+                page = heapq.heappop(gone)
                 self.pages, pages = self.pages + 1, pages - 1
                 self.at_hand += of[page]
             else:
@@ -126,7 +126,7 @@ class PagePacking:
 
     # ---- limits ----------------------------------------------------------------------------------------------
 
-    def whole(self, size: int) -> int:
+    def in_pages(self, size: int) -> int:
         """The bytes of the whole pages in so many bytes."""
         return size - size % self.page_bytes
 

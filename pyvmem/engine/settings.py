@@ -67,7 +67,7 @@ def _wrong(name: str, text: str, must: str) -> ValueError:
     return ValueError(f"{name}={shown if len(shown) <= 60 else shown[:60] + '...'} must be {must}")
 
 
-def _whole(name: str, text: str) -> int:
+def _number(name: str, text: str) -> int:
     if not re.fullmatch(f"[0-9]{{1,{len(str(MOST))}}}", text):  # int() may refuse long texts in words of its own
         raise _wrong(name, text, f"a whole number from 0 to {MOST}")
     return int(text)
@@ -135,7 +135,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "limit": _bytes,
     "minimum": _bytes,
     "maximum": _bytes,
-    "priority": _whole,
+    "priority": _number,
     "pool": _name,
     "pool_size": _pool_size,
     "http": _flag,
@@ -162,8 +162,8 @@ def mistyped(switch: str, environ: Iterable[str]) -> list[tuple[str, str]]:
     found = []
     for name in environ:
         if name.startswith("VMEM_") and name != switch and not name.startswith(f"{switch}_"):
-            whole = [f"{switch}{name.removeprefix('VMEM')}"]  # such as VMEM_LIMIT
-            near = [full for full in whole if full in known] or difflib.get_close_matches(name, known, 1, 0.85)
+            right = [f"{switch}{name.removeprefix('VMEM')}"]  # such as VMEM_LIMIT
+            near = [full for full in right if full in known] or difflib.get_close_matches(name, known, 1, 0.85)
             found += [(name, near[0])] if near else []
     return found
 

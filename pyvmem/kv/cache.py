@@ -225,7 +225,7 @@ class KVCache(_Owned):
             With `keys` and `values`, lists of one tensor per layer: views of `tensors`, ``[slots, max_tokens, kv_heads,
             head_dim]`` in every layout.
         """
-        specs = model_specs(layers, kv_heads, head_dim, dtype, layout, window)
+        specs = model_specs(layers, kv_heads, head_dim, dtype=dtype, layout=layout, window=window)
         cache = cls(specs, slots, max_tokens, budget, options, **keywords)
         if layout == "separate":
             cache.keys, cache.values = cache.tensors[::2], cache.tensors[1::2]
@@ -420,8 +420,10 @@ class KVCache(_Owned):
         raw = structure("vmem_kv_slot_info")
         _check(lib.vmem_kv_get_slot(self._use(), uint("slot", slot, 32), raw))
         state = ("free", "active", "swapped")[raw.state]
-        pages = (raw.pages, raw.shared_pages, raw.needed_pages)
-        return SlotInfo(state, raw.tokens, raw.shared_tokens, *pages, raw.absent_steps, int(raw.after))
+        return SlotInfo(
+            state, raw.tokens, raw.shared_tokens, pages=raw.pages, shared_pages=raw.shared_pages,
+            needed_pages=raw.needed_pages, absent_steps=raw.absent_steps, after=int(raw.after),
+        )  # fmt: skip
 
     def tokens(self, slots: Iterable[int]) -> list[int]:
         """Say how many rows of each slot kernels may read.

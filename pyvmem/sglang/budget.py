@@ -52,7 +52,7 @@ class View(NamedTuple):
         Pages that are not offered to others.
     overhead, correction : int
         As `PagePacking` has measured them.
-    behind, waits : bool
+    is_behind, waits : bool
         Another engine of the pool comes first; memory was refused a moment ago.
     """
 
@@ -110,7 +110,8 @@ class PageBudget(BlockBudget):
         self._coming: collections.deque[tuple[int, list[int]]] = collections.deque()  # order, ids
         step = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         least = self._pages(scheduler.max_req_len) + 2
-        super().__init__(page, memory.number - 1, memory.block_bytes, least, self._pages(step) + SOME, ranks.size)
+        low = self._pages(step) + SOME
+        super().__init__(page, memory.number - 1, memory.block_bytes, least=least, low=low, ranks=ranks.size)
         self.unbacked = PagePacking(self.total, self.block_bytes, memory.page_bytes)
         self._take_all()
 
@@ -175,8 +176,9 @@ class PageBudget(BlockBudget):
         view, self.view = self.view, None
         self.fit()
         pool, out = self.page.cells[control.POOL], self.unbacked
-        seen = View(self._limit(), *(self._left_bytes(), self._room_bytes(), self._keeps) if pool else View()[1:4],
-                    out.page_overhead, out.limit_correction, self.is_behind, self.waits())  # fmt: skip
+        left, room, keeps = (self._left_bytes(), self._room_bytes(), self._keeps) if pool else View()[1:4]
+        seen = View(self._limit(), left, room, keeps, overhead=out.page_overhead, correction=out.limit_correction,
+                    is_behind=self.is_behind, waits=self.waits())  # fmt: skip
         self.view = view
         return News(seen, leading_answers(answers), sum(1 for _ in there))
 
@@ -247,7 +249,7 @@ class PageBudget(BlockBudget):
             rest += min(rest + more, self._scheduler.sliding_window_size or CLIP) + self.tokens
         return self._pages(rest) + 1
 
-    def _whole_of(self, request: Any) -> int:
+    def _reserved_for(self, request: Any) -> int:
         """Pages that SGLang reserves for a request before it begins, for its answer as far as it counts that."""
         answer = max(request.sampling_params.max_new_tokens - len(request.output_ids), 0)
         return self._rest_of(request) + self._pages(min(answer, CLIP)) + 1
@@ -432,7 +434,7 @@ class PageBudget(BlockBudget):
         need = self._decodes() + self.promised + sum(map(self._rest_of, requests))
         short = need - self.num_free() - self.coming
         if requests and not self._running:
-            short = max(short, self._whole_of(requests[0]) - self.num_free() - self.coming - self.growable())
+            short = max(short, self._reserved_for(requests[0]) - self.num_free() - self.coming - self.growable())
         return max(min(short, self.most - self.num_backed), 0)
 
 
@@ -440,12 +442,12 @@ def shares(budgets: Sequence[PageBudget], page: Page) -> None:
     """Give each budget its part of the engine's limit, and add up what they have. One alone has the page itself."""
     if len(budgets) < 2:
         return
-    cells, whole = page.cells, sum(k.total * k.block_bytes for k in budgets)
+    cells, total = page.cells, sum(k.total * k.block_bytes for k in budgets)
     limit = min(cells[control.LIMIT], cells[control.MAX] or control.NO_LIMIT)
     unit = math.gcd(*(k.block_bytes for k in budgets))
     for budget in budgets:
-        part = budget.total * budget.block_bytes / whole
-        budget.page[control.LIMIT] = limit if limit >= whole else int(limit * part)
+        part = budget.total * budget.block_bytes / total
+        budget.page[control.LIMIT] = limit if limit >= total else int(limit * part)
     cells[control.BLOCK_BYTES] = unit
     for word in (control.BLOCKS, control.LEAST, control.LOW, control.ALLOWED, control.USED, control.CACHED,
                  control.SPARE, control.COMING, control.STEP_MAPS):  # fmt: skip

@@ -84,7 +84,7 @@ BODIES = {
     (_HOOKS, "HookRegistry.apply_hooks"): ("1afac64ee46da0a7",),
 }
 
-NEEDS = sources.Needs("SGLang", "sglang", SWITCH, SIGNATURES, NAMES, BODIES)
+NEEDS = sources.Needs("SGLang", "sglang", SWITCH, signatures=SIGNATURES, names=NAMES, bodies=BODIES)
 
 
 def release(version: str) -> str | None:

@@ -149,7 +149,8 @@ class Leader:
         others = [self._model_of(p) for p in self._pages.others]
         for p in self._pages.mine:
             missing, needs, room = routing.memory(p, self._pages.others)
-            waits.append(routing.expected_wait(state, others, missing, needs - room, self._settings.slice, self._rate))
+            slice_, rate = self._settings.slice, self._rate
+            waits.append(routing.expected_wait(state, others, missing, needs - room, slice=slice_, rate=rate))
             p[control.ROOM] = room
         self._pages.publish(control.WAIT, int(1e6 * (routing.CLOSED if drained else max(waits))))
 

@@ -72,8 +72,9 @@ def vmem_mask(
     def dense(**options: Any) -> torch.Tensor | None:
         given = {"config": config, "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip, **kwargs}
         mask: torch.Tensor | None = make(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **{**given, **options}
-        )
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function=mask_function,
+            attention_mask=attention_mask, **{**given, **options},
+        )  # fmt: skip
         return mask
 
     # By its class: a compiled step may pass a symbolic integer, of which no attribute can be asked.
@@ -138,11 +139,11 @@ def vmem_attention(
         padding: Padding | None = getattr(attention_mask, "vmem", None)
         if padding is not None:
             attention_mask = padding.dense()
-        return _dense(module, query, key, value, attention_mask, extras, **kwargs), None
+        return _dense(module, query, key, value, mask=attention_mask, extras=extras, **kwargs), None
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     call = _untraced if torch.compiler.is_compiling() else _of_rows
-    return call(module, pending, query, value, attention_mask, extras, causal), None
+    return call(module, pending, query, value, attention_mask, extras=extras, causal=causal), None
 
 
 def _of_rows(
@@ -190,14 +191,14 @@ def _of_rows(
         elif attention_mask is None and not both_ways:
             first, start = layer.length - keys.shape[2], pending.start + pending.tokens - queries
             attention_mask = _dense_mask(query, keys.shape[2], start, first, window)
-        return _dense(module, query, keys, values, attention_mask, extras, is_causal=not both_ways)
+        return _dense(module, query, keys, values, mask=attention_mask, extras=extras, is_causal=not both_ways)
     if pending.value is not None:  # a decode step of the whole batch, in which the kernel stores the new rows
         batch = rows.batch_of(plan)
         assert batch is not None  # nothing is padding
         if layer.repeated is None or layer.repeated_version != rows.version:
             layer.repeated, layer.repeated_version = attention.RepeatedDecode(rows.kv, layer.kv()), rows.version
         repeated: attention.RepeatedDecode = layer.repeated
-        return repeated(query, key, pending.value, batch, extras.scaling, window, extras.softcap or 0.0)
+        return repeated(query, key, pending.value, batch, extras.scaling, window=window, softcap=extras.softcap or 0.0)
     if queries < pending.tokens:
         plan = rows.narrowed(plan, queries)
     return _by_length(layer, plan, query, extras)
@@ -217,8 +218,8 @@ def _by_kernel(layer: VMemLayer, query: torch.Tensor, key: torch.Tensor, softcap
         try:
             for phase in ("prefill", "decode") if layer.taken else ():
                 kv, k, cap = layer.rows.kv, layer.kv()[0], float(softcap or 0.0)
-                size = query.shape[0], layer.length
-                shape = attention.shape_of(phase, kv, k, query.shape[1], query.dtype, layer.window, cap, *size)
+                shape = attention.shape_of(phase, kv, k, query.shape[1], query.dtype, window=layer.window, softcap=cap,
+                                           requests=query.shape[0], rows=layer.length)  # fmt: skip
                 kernel = KERNELS[choose(shape).kernel]
                 layer.appends = kernel.appends
         except ValueError:  # no kernel takes it
@@ -247,7 +248,7 @@ def _step_again(pending: PendingKV, query: torch.Tensor, extras: Extras) -> torc
     pending.plan = plan
     layer.length = pending.start + 1
     scaling, softcap = extras.scaling, extras.softcap or 0.0
-    return layer.repeated(query, pending.key, value, plan.batch, scaling, layer.window, softcap)
+    return layer.repeated(query, pending.key, value, plan.batch, scaling, window=layer.window, softcap=softcap)
 
 
 def _by_length(layer: VMemLayer, plan: Plan, query: torch.Tensor, extras: Extras) -> torch.Tensor:

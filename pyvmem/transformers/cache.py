@@ -106,10 +106,10 @@ class VMemCache(Cache):
         slots: int = 1,
         **options: Any,
     ) -> None:
-        whole: Any = getattr(config, "config", config)
-        if not isinstance(whole, PreTrainedConfig):
+        full: Any = getattr(config, "config", config)
+        if not isinstance(full, PreTrainedConfig):
             raise TypeError(f"config must be a model of transformers or its configuration, not {type(config).__name__}")
-        text: PreTrainedConfig = whole.get_text_config(decoder=True)
+        text: PreTrainedConfig = full.get_text_config(decoder=True)
         if not hasattr(text, "num_attention_heads"):
             raise ValueError(f"the model has no attention heads, and so no keys and values ({text.model_type})")
         types, found = get_layer_types_and_kwargs(text)
@@ -129,7 +129,7 @@ class VMemCache(Cache):
         with_rows = [0 if kind in _FULL else window for kind, window in zip(types, windows) if kind in ours]
         self.rows = Rows(with_rows, max_tokens, slots, budget, options)
         # For a model with an encoder, `text` may be a copy, which does not follow set_attn_implementation.
-        settings = vars(text if whole.get_text_config(decoder=True) is text else whole)
+        settings = vars(text if full.get_text_config(decoder=True) is text else full)
         layers: list[Any] = []
         index = 0
         for kind, window, kwargs in zip(types, windows, each):
@@ -144,7 +144,9 @@ class VMemCache(Cache):
                 layers.append((StateLayer if theirs is LinearAttentionLayer else theirs)(**kwargs))
             index += kind in ours
         # Their K is read with sdpa's mask, which the layers of a kind share.
-        self.rows.whole = any(isinstance(each, CacheLayerMixin) and not isinstance(each, VMemLayer) for each in layers)
+        self.rows.as_tensors = any(
+            isinstance(each, CacheLayerMixin) and not isinstance(each, VMemLayer) for each in layers
+        )
         self.config = text
         # Chunked attention reads all rows as one tensor as soon as a sequence exceeds a chunk, but not before.
         self._in_order = bool(getattr(text, "attention_chunk_size", None))

@@ -30,10 +30,11 @@ def tile_rows(key: torch.Tensor, config: PreTrainedConfig, windows: list[int]) -
     rows = [1]
     for phase in ("decode", "prefill"):
         for window in set(windows):
-            shape = Shape(phase, heads, kv_heads, dim, dtype, dtype, "cuda", where, window, softcap, tile_rows=0)
+            shape = Shape(phase, heads, kv_heads, dim, dtype, kv_dtype=dtype, device="cuda", capability=where,
+                          window=window, softcap=softcap, tile_rows=0)  # fmt: skip
             try:
                 # With whole tiles, one launch of prefill serves prompts of several lengths.
-                rows.append(attention.tile_rows(choose(shape).kernel, heads, kv_heads, dim, dtype, window))
+                rows.append(attention.tile_rows(choose(shape).kernel, heads, kv_heads, dim, dtype, window=window))
             except ValueError:  # no kernel takes it: the dense path does
                 pass
     return math.lcm(*rows)

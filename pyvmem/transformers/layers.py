@@ -130,7 +130,7 @@ class VMemLayer(CacheLayerMixin):
     @property
     def hands_over(self) -> bool:
         """True if the attention ``"vmem"`` gets this layer's rows as a `PendingKV`, as far as is known."""
-        return self.by_length and not self.rows.whole
+        return self.by_length and not self.rows.as_tensors
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if self.by_length:
@@ -140,7 +140,7 @@ class VMemLayer(CacheLayerMixin):
         self._like = key_states.shape[1::2]
         # Latents of two widths (MLA) are expanded later, so the attention never sees them.
         self._equal = key_states.shape[3] == value_states.shape[3]
-        self.rows.whole = self.rows.whole or not self._equal
+        self.rows.as_tensors = self.rows.as_tensors or not self._equal
         self.is_initialized = True
 
     def _other_rows(self, key: torch.Tensor) -> NoReturn:
@@ -285,11 +285,11 @@ class VMemLayer(CacheLayerMixin):
         self.length = 0
         self.viewed = False
 
-    def _whole(self, *args: Any) -> NoReturn:
+    def _of_the_cache(self, *args: Any) -> NoReturn:
         raise NotImplementedError("the layers of a VMemCache share their slots: call the cache's method instead")
 
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _whole  # type: ignore[assignment]
-    offload = prefetch = _whole
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _of_the_cache  # type: ignore[assignment]
+    offload = prefetch = _of_the_cache
 
 
 def cropped(length: int, tokens_to_remove: int | torch.Tensor) -> int:
@@ -377,7 +377,7 @@ class _LinearAndRows(StateLayer):
         LinearAttentionLayer.crop(self, int(tokens_to_remove))
         VMemLayer.crop(cast("VMemLayer", self), tokens_to_remove)
 
-    offload = prefetch = VMemLayer._whole
+    offload = prefetch = VMemLayer._of_the_cache
 
 
 class VMemHybridLayer(_LinearAndRows, VMemLayer):

@@ -59,7 +59,7 @@ class Rows:
         self.masked: tuple[int, int] | None = None
         self.eager = False  # whether the model has eager attention only, whose masks are never left out
         self.closed = False
-        self.whole = False  # whether some layer's K and V are read as one tensor, which needs sdpa's mask
+        self.as_tensors = False  # whether some layer's K and V are read as one tensor, which needs sdpa's mask
         self.pending: Any = None  # a `PendingKV` whose keys have not reached the attention yet
         self.batch = 0  # sequences
         self.slots: list[int] = []  # of each sequence
@@ -252,7 +252,7 @@ class Rows:
             return other
         if self._swapped:
             self.swap_in()
-        for name in ("dtype", "autocast", "blank", "device", "tile_rows", "batch", "whole"):
+        for name in ("dtype", "autocast", "blank", "device", "tile_rows", "batch", "as_tensors"):
             setattr(other, name, getattr(self, name))
         other._shares = self._shares
         other.slots, other._floor = self.slots[:], self._floor[:]
@@ -350,7 +350,7 @@ class Rows:
             kept, masked = None, True
         added = [tokens] * self.batch if kept is None else kept.sum(1).tolist()
         lengths = [b + a for b, a in zip(before, added)]
-        return Plan(start, tokens, lengths, kept, kept is None and self.in_order, masked)
+        return Plan(start, tokens, lengths, kept=kept, uniform=kept is None and self.in_order, masked=masked)
 
     def _padding(self, start: int, tokens: int, mask: torch.Tensor) -> tuple[npt.NDArray[np.bool_] | None, bool]:
         """`Plan.kept` and `Plan.masked` of a pass. Rows that the mask hides are discarded if they are the last ones."""

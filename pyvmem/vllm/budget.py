@@ -246,7 +246,8 @@ class VllmBudget(BlockBudget):
         self.manager, self.pool, self._transfers = manager, manager.block_pool, transfers
         self._leaving: list[int] = []  # unbacked blocks that the workers do not know of yet
         self.orders = BackingOrders(page, ranks)
-        super().__init__(page, self.pool.num_gpu_blocks - 1, block_bytes, least, low, ranks)  # without the null block
+        total = self.pool.num_gpu_blocks - 1  # without the null block
+        super().__init__(page, total, block_bytes, least=least, low=low, ranks=ranks)
         self.watermark: int = manager.watermark_blocks
         self._watermark = self.watermark / max(self.total, 1)
         self._full = False

@@ -175,7 +175,7 @@ BODIES = {
     (_OFFLOADING, "OffloadingConnectorScheduler._update_req_states"): ("74edd42810dba020", "a2314f5a8c1465dd"),
 }  # fmt: skip
 
-NEEDS = sources.Needs("vLLM", "vllm", SWITCH, SIGNATURES, NAMES, BODIES)
+NEEDS = sources.Needs("vLLM", "vllm", SWITCH, signatures=SIGNATURES, names=NAMES, bodies=BODIES)
 
 
 def _misbehaviour(pool: Any) -> Iterator[str]:

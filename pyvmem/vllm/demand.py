@@ -99,7 +99,8 @@ class Demand:
         """What the next step may use. parts: whether a request may begin with a part of its prompt."""
         takes, begins = self.of_step(wait, self._scheduler.max_num_scheduled_tokens)
         worthwhile = self.of_step(wait, self._worthwhile_tokens())[0] + self.margin if parts else 0
-        return StepNeed(takes, begins, worthwhile, bool(self._scheduler.running), parts, self._missing)
+        running = bool(self._scheduler.running)
+        return StepNeed(takes, begins, worthwhile, running=running, parts=parts, missing=self._missing)
 
     def takes_few(self) -> bool:
         """Return whether enough blocks are spare for whatever the running requests do in the next step."""

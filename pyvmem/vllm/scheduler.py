@@ -139,8 +139,8 @@ class SchedulerMemory:
         own, null = map(max, columns)  # the largest worker's; 0 before workers have their memory
         block = own or layout.bytes_of(config) // config.num_blocks
         self.transfers = Transfers(scheduler, ranks)
-        self.budget = VllmBudget(scheduler.kv_cache_manager, page, block, least_of(vllm_config, config),
-                             low_of(vllm_config, config), ranks, self.transfers)  # fmt: skip
+        self.budget = VllmBudget(scheduler.kv_cache_manager, page, block, least=least_of(vllm_config, config),
+                             low=low_of(vllm_config, config), ranks=ranks, transfers=self.transfers)  # fmt: skip
         pool = chosen.pool_size or page[control.POOL_BYTES]  # of an existing pool, the workers know the size
         check_sizes(chosen, self.budget.least * block, null, pool, "--max-model-len")
         sizes, drafts = [g.kv_cache_spec.block_size for g in config.kv_cache_groups], drafts_of(vllm_config)

@@ -97,7 +97,7 @@ def decide_as_a_server():
             turns.weights_suffice(seen, me, now, 2.0)
     every = [page for _, page in control.engines()]
     for page in every:
-        leader._pages.mine, leader._pages.others, leader._published = [page], every, 0.0
+        leader._pages.mine, leader._pages.others, leader._published = [page], every, (None, 0.0)
         leader._publish_wait()
         assert 0 <= page[control.WAIT] <= 10**12 and 0 <= page[control.ROOM] <= control.NO_LIMIT
 

@@ -45,7 +45,7 @@ def backed(packing):
 def test_without_shared_pages_every_block_is_a_page():
     packing = PagePacking(10, 64, 0)
     assert packing.take(4, 10) == [1, 2, 3, 4] and packing.pages == 4 and not packing.shared
-    assert packing.freeing([2, 3]) == [2, 3] and packing.blocks_in(200) == 3 and packing.whole(200) == 192
+    assert packing.freeing([2, 3]) == [2, 3] and packing.blocks_in(200) == 3 and packing.in_pages(200) == 192
 
 
 def test_blocks_whose_page_holds_others_free_nothing():
@@ -83,7 +83,7 @@ def test_what_stays_below_a_corrected_limit_keeps_it(seed):
     for _ in range(30):
         packing.forget(limit)
         packing.measure(held(), limit)
-        most = packing.whole(limit - packing.limit_correction) // 1000
+        most = packing.in_pages(limit - packing.limit_correction) // 1000
         if packing.pages > most:
             packing.put(backed(packing)[most:])
     assert held() <= limit and held() >= limit - 3000  # and no more is given up than is needed
