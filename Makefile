@@ -125,7 +125,8 @@ test-shaken: ## C tests whose background threads are delayed at random; SHAKE=2:
 PYTHON_JOBS ?= 2
 test-python: lib venv ## Python tests, on every backend that works on this machine
 	$(Q).ci/need cmake=cmake pkg-config=pkg-config c++=g++ || true # tests that need them are skipped without them
-	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -n $(PYTHON_JOBS) --dist worksteal tests/python --ignore=tests/python/gpu
+	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -n $(PYTHON_JOBS) --dist worksteal tests/python --ignore=tests/python/gpu \
+	    --ignore=tests/python/test_selftest.py # which test-python-fake runs
 
 # torch's builds for CPUs bring no Triton, those of PyPI do. The tests without it are those of test-python.
 TRITON = triton==3.7.1
@@ -153,7 +154,7 @@ test-python-fake: venv ## Python tests on the stock and cuda backends, over a fa
 	        tests/python/test_owned.py tests/python/test_interrupt.py tests/python/test_late.py tests/python/test_trouble.py
 	$(Q)LD_LIBRARY_PATH=build/fakegpu LD_PRELOAD=$(CURDIR)/build/fakegpu/libcuda.so.1 VMEM_TEST_BACKENDS=stock \
 	    OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(PYTHON_JOBS) tests/python/test_transformers_late.py
-	$(Q)$(PY) -m pytest -q tests/python/test_selftest.py
+	$(Q)$(PY) -m pytest -q -n $(PYTHON_JOBS) tests/python/test_selftest.py
 
 test-gpu: test-gpu-c test-gpu-python ## C and Python tests and the torch matrix, on the GPU's backends (GPU_BACKENDS=uvm: on the module); JOBS=6 at once
 

@@ -36,7 +36,7 @@ def test_the_members_are_described_as_of_one_moment():
     with make(pool, "a") as a, make(pool, "b") as b, ThreadPoolExecutor() as threads:
 
         def exchange():
-            for _ in range(100):
+            for _ in range(25):
                 for cache in (a, b):
                     free(cache, load(cache, 8, pool))
 

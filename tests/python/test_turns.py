@@ -253,7 +253,7 @@ def test_a_model_that_drains_opens_when_its_asker_is_gone(size, high, low, end):
     assert busy.state == State.AWAKE and not busy.queue and len(busy.runs) == 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.lists(st.integers(0, 4), min_size=1, max_size=40))
 def test_long_answers_of_others_delay_nobody_for_more_than_a_slice_each(n, seats, asked):
     """Whose answers are long sleeps with them, and goes on in its turn: nobody waits until they end."""
