@@ -459,7 +459,7 @@ class Context(_Owned):
             _check(lib.vMemUnmap(self._use(), uint("addrs", addrs), uint("lengths", lengths)))
         else:
             ops, bad = make_ops(UNMAP_OP, addrs=addrs, lengths=lengths), no_index()
-            _check(lib.vMemUnmapBatch(self._use(), ffi.from_buffer("struct vmem_unmap_op[]", ops), len(ops), bad), bad)
+            _check(lib.vMemUnmapBatch(self._use(), ffi.from_buffer("struct vmem_range[]", ops), len(ops), bad), bad)
 
     def query(self, addr: SupportsIndex) -> tuple[int, int]:
         """Say which page is mapped at an address.

@@ -289,7 +289,7 @@ class Reservation(_Owned):
             left = np.uint64(self.length) - np.minimum(offsets, np.uint64(self.length))
             ops, bad = make_ops(UNMAP_OP, offset=offsets, length=left if length is None else length), no_index()
             ops["addr"] = self._parts(ops["addr"], ops["length"])
-            buffer = ffi.from_buffer("struct vmem_unmap_op[]", ops)
+            buffer = ffi.from_buffer("struct vmem_range[]", ops)
             _check(lib.vMemUnmapBatch(self._use(), buffer, len(ops), bad), bad)
         else:
             first, size = self._part(first, size)

@@ -192,8 +192,8 @@ struct vmem_map_op {
     uint64_t addr; // a multiple of the page's size, inside one reservation
     vmem_page page;
 };
-struct vmem_unmap_op {
-    uint64_t addr, length; // inside one reservation, cutting no mapped page; unbacked parts are skipped
+struct vmem_range {
+    uint64_t addr, length; // inside one reservation
 };
 
 // Replaces what is mapped there, which must lie within the new page. Without the flag the call returns -EEXIST. On a
@@ -215,18 +215,15 @@ struct vmem_unmap_op {
 // return the driver's error and name the range. To map and unmap what is absent works as if it were there.
 int vMemMap(vmem_context *ctx, uint64_t addr, vmem_page page);
 int vMemMapBatch(vmem_context *ctx, const struct vmem_map_op *ops, size_t n, uint32_t flags, size_t *bad);
+// A range to be unmapped cuts no mapped page; unbacked parts are skipped.
 int vMemUnmap(vmem_context *ctx, uint64_t addr, uint64_t length);
-int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n, size_t *bad);
+int vMemUnmapBatch(vmem_context *ctx, const struct vmem_range *ops, size_t n, size_t *bad);
 
 // Returns the page mapped at addr and the offset of addr in it; *page is 0 if nothing is mapped. offset may be NULL. Both
 // are set, too, if addr is absent.
 int vmem_query(vmem_context *ctx, uint64_t addr, vmem_page *page, uint64_t *offset);
 
 // ---- committing -------------------------------------------------------------------------------------------
-
-struct vmem_range {
-    uint64_t addr, length;
-};
 
 // Backs every unbacked part of the ranges with new pages of one size, consecutive where possible. Backed parts stay as
 // they are. Each range is a multiple of page_size and lies in one reservation; unbacked parts of two ranges do not

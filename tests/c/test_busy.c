@@ -61,7 +61,7 @@ static void during(const char *name, int (*held)(void), vmem_page mapped_before,
     struct vmem_map_op ops[] = {{other, page[1]}, {other + 2 * MIB, page[3]}, {addr, page[3]}};
     ERR_AT(vMemMapBatch(ctx, ops, 3, 0, &bad), bad, 2, EBUSY, "ops[2]");
     ERR_AT(vMemReleaseBatch(ctx, (vmem_page[]){page[1], page[0]}, 2, &bad), bad, 1, EBUSY, "pages[1]");
-    ERR_AT(vMemUnmapBatch(ctx, (struct vmem_unmap_op[]){{other, MIB * 4}, {addr, test_page}}, 2, &bad), bad, 1, EBUSY,
+    ERR_AT(vMemUnmapBatch(ctx, (struct vmem_range[]){{other, MIB * 4}, {addr, test_page}}, 2, &bad), bad, 1, EBUSY,
            "ops[1]");
     ops[0] = (struct vmem_map_op){other, before}; // where elements continue a run, too
     ops[1] = (struct vmem_map_op){other + test_page, page[0]};

@@ -183,9 +183,9 @@ static void element_at_fault(void)
     OK(vMemMapBatch(ctx, ops, 24, 0, NULL));
     checked_fail(1);
     ERR_AT(vMemUnmapBatch(ctx,
-                          (struct vmem_unmap_op[]){{addr, 4 * test_page},
-                                                   {addr + 4 * test_page, 8 * test_page},
-                                                   {addr + 30 * test_page, test_page}},
+                          (struct vmem_range[]){{addr, 4 * test_page},
+                                                {addr + 4 * test_page, 8 * test_page},
+                                                {addr + 30 * test_page, test_page}},
                           3, &bad),
            bad, 2, ENOMEM, "ops[2]: injected failure");
     checked_fail(1);

@@ -32,7 +32,7 @@ static void errors(vmem_context *ctx)
     OK(vMemCreate(ctx, P, 2, 0, page));
     OK(vMemMap(ctx, addr, page[0]));
     OK(vMemMap(ctx, addr + 8 * MIB, page[1]));
-    struct vmem_unmap_op ops[] = {{addr, 2 * MIB}, {addr + 5 * MIB, 2 * MIB}, {addr + 8 * MIB, P}};
+    struct vmem_range ops[] = {{addr, 2 * MIB}, {addr + 5 * MIB, 2 * MIB}, {addr + 8 * MIB, P}};
     ERR_AT(vMemUnmapBatch(ctx, ops, 3, &bad), bad, 1, EINVAL, "ops[1]");
     CHECK_EQ(page_at(ctx, addr), page[0]);
     CHECK_EQ(page_at(ctx, addr + 4 * MIB), big);
@@ -81,7 +81,7 @@ static void gaps_and_overlaps(vmem_context *ctx)
     for (int i = 0; i < N; i++)
         put_word(ctx, ops[i].addr, 70 + i);
     const uint64_t before = test_stats(ctx).unmap_ops;
-    OK(vMemUnmapBatch(ctx, (struct vmem_unmap_op[]){{addr, 20 * P}, {addr, 10 * P}, {addr + 5 * P, 5 * P}}, 3, NULL));
+    OK(vMemUnmapBatch(ctx, (struct vmem_range[]){{addr, 20 * P}, {addr, 10 * P}, {addr + 5 * P, 5 * P}}, 3, NULL));
     CHECK_EQ(test_stats(ctx).unmap_ops - before, 8);
     CHECK_EQ(test_stats(ctx).mapped, 4 * P);
     for (int i = 0; i < N; i++) {
@@ -92,7 +92,7 @@ static void gaps_and_overlaps(vmem_context *ctx)
     // Both addresses of one page in one batch.
     OK(vMemMap(ctx, addr + 24 * P, page[0]));
     OK(vMemMap(ctx, addr, page[0]));
-    OK(vMemUnmapBatch(ctx, (struct vmem_unmap_op[]){{addr + 24 * P, P}, {addr, P}}, 2, NULL));
+    OK(vMemUnmapBatch(ctx, (struct vmem_range[]){{addr + 24 * P, P}, {addr, P}}, 2, NULL));
     OK(vMemUnmap(ctx, addr, 64 * MIB));
     CHECK_EQ(test_stats(ctx).mapped, 0);
     OK(vMemReleaseBatch(ctx, page, N, NULL));

@@ -64,13 +64,13 @@ enum kind { UNMAP, RELEASE, MAP, REPLACE, DECOMMIT, COMMIT, KINDS };
 static int call(enum kind kind, uint64_t base, uint32_t gap, const vmem_page *old, const vmem_page *more, uint32_t from,
                 uint32_t to, uint32_t flags)
 {
-    struct vmem_unmap_op cuts[N];
+    struct vmem_range cuts[N];
     struct vmem_map_op maps[N];
     struct vmem_range ranges[N];
 
     for (uint32_t i = from; i < to; i++) {
         const uint64_t addr = base + (uint64_t)i * gap * test_page;
-        cuts[i] = (struct vmem_unmap_op){addr, test_page};
+        cuts[i] = (struct vmem_range){addr, test_page};
         maps[i] = (struct vmem_map_op){addr, more[i]};
         ranges[i] = (struct vmem_range){addr, test_page};
     }

@@ -101,7 +101,7 @@ static uint64_t addr_of(const vmem_blocks *b, uint64_t page)
 // Unmaps pages in order. *done: how many are unmapped.
 static int unmap_pages(vmem_blocks *b, const uint64_t *pages, uint64_t n, uint64_t *done)
 {
-    struct vmem_unmap_op ops[256];
+    struct vmem_range ops[256];
     uint64_t i = 0;
     int rc = 0;
     while (i < n && !rc) {
@@ -113,7 +113,7 @@ static int unmap_pages(vmem_blocks *b, const uint64_t *pages, uint64_t n, uint64
             else if (n_ops == sizeof(ops) / sizeof(ops[0]))
                 break;
             else
-                ops[n_ops++] = (struct vmem_unmap_op){addr_of(b, pages[i]), b->page_size};
+                ops[n_ops++] = (struct vmem_range){addr_of(b, pages[i]), b->page_size};
         }
         rc = vMemUnmapBatch(b->ctx, ops, n_ops, NULL);
     }
@@ -430,7 +430,7 @@ bool vmem__blocks_unback_due(vmem_blocks *b)
 
 // Unmaps pages, which releases them. What the driver refuses, the context unmaps once the driver has unmapped something
 // else.
-static void unmap_or_drop(vmem_blocks *b, const struct vmem_unmap_op *op)
+static void unmap_or_drop(vmem_blocks *b, const struct vmem_range *op)
 {
     if (!op->length || !vMemUnmap(b->ctx, op->addr, op->length))
         return;
@@ -444,7 +444,7 @@ static void unmap_or_drop(vmem_blocks *b, const struct vmem_unmap_op *op)
 
 void vmem__blocks_unmap_all(vmem_blocks *b)
 {
-    struct vmem_unmap_op op = {0};
+    struct vmem_range op = {0};
     for (uint64_t i = 0, last = 0; i < b->n_pages; i++) {
         if (!(b->pages[i] & PAGE_MAPPED))
             continue;
@@ -452,7 +452,7 @@ void vmem__blocks_unmap_all(vmem_blocks *b)
             op.length += b->page_size;
         } else {
             unmap_or_drop(b, &op);
-            op = (struct vmem_unmap_op){addr_of(b, i), b->page_size};
+            op = (struct vmem_range){addr_of(b, i), b->page_size};
         }
         last = i;
     }

@@ -171,35 +171,53 @@ static void finish_unmap(struct batch *b, enum end end)
         finish_runs(b, RELEASED);
 }
 
-int vMemUnmapBatch(vmem_context *ctx, const struct vmem_unmap_op *ops, size_t n, size_t *bad)
+// Unmaps ranges. released: also ends the pages that are mapped there, and receives their bytes; NULL: they stay.
+static int unmap_ranges(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t *released, size_t *bad)
 {
+    const char *name = released ? "ranges" : "ops";
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
-    if (n && !ops)
-        return vmem__error(-EINVAL, "ops is NULL");
+    if (n && !ranges)
+        return vmem__error(-EINVAL, "%s is NULL", name);
 
     struct batch b;
     uint64_t found = 0;
     size_t at = 0;
     vmem__batch_begin(&b, ctx, 0);
     for (size_t i = 0; i < n && !rc; i++) {
-        rc = prepare_range(&b, ops[i].addr, ops[i].length, i, false, &found);
-        if (!rc && !ops[i].length)
-            rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 ": length 0 must be at least 64 KiB", ops[i].addr);
+        rc = prepare_range(&b, ranges[i].addr, ranges[i].length, i, released, &found);
+        if (!rc && !released && !ranges[i].length)
+            rc = vmem__error(-EINVAL, "addr 0x%" PRIx64 ": length 0 must be at least 64 KiB", ranges[i].addr);
         at = i;
     }
     if (!rc)
         rc = vmem__batch_run(&b, ctx->b.ops->unmap, &at);
-    finish_unmap(&b, rc ? TAKE_BACK : UNMAPPED);
+    finish_unmap(&b, rc ? TAKE_BACK : released ? RELEASED : UNMAPPED);
     vmem__batch_free_ended(&b);
     vmem__batch_end(&b);
-    return rc ? vmem__batch_fail(rc, "ops", n, at, bad) : 0;
+    if (released)
+        *released = found;
+    return rc ? vmem__batch_fail(rc, name, n, at, bad) : 0;
+}
+
+int vMemUnmapBatch(vmem_context *ctx, const struct vmem_range *ops, size_t n, size_t *bad)
+{
+    return unmap_ranges(ctx, ops, n, NULL, bad);
+}
+
+int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t *bytes)
+{
+    uint64_t released;
+    int rc = unmap_ranges(ctx, ranges, n, &released, NULL);
+    if (!rc && bytes)
+        *bytes = released;
+    return rc;
 }
 
 int vMemUnmap(vmem_context *ctx, uint64_t addr, uint64_t length)
 {
-    return vMemUnmapBatch(ctx, &(struct vmem_unmap_op){addr, length}, 1, NULL);
+    return vMemUnmapBatch(ctx, &(struct vmem_range){addr, length}, 1, NULL);
 }
 
 // ---- release ------------------------------------------------------------------------------------------------
@@ -305,33 +323,3 @@ int vMemReleaseBatch(vmem_context *ctx, const vmem_page *pages, size_t n, size_t
 }
 
 int vMemRelease(vmem_context *ctx, vmem_page page) { return vMemReleaseBatch(ctx, &page, 1, NULL); }
-
-// ---- decommit -----------------------------------------------------------------------------------------------
-
-int vmem_decommit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t *bytes)
-{
-    int rc = vmem__enter(ctx);
-    if (rc)
-        return rc;
-    if (n && !ranges)
-        return vmem__error(-EINVAL, "ranges is NULL");
-
-    struct batch b;
-    uint64_t found = 0;
-    size_t at = 0;
-    vmem__batch_begin(&b, ctx, 0);
-    for (size_t i = 0; i < n && !rc; i++) {
-        rc = prepare_range(&b, ranges[i].addr, ranges[i].length, i, true, &found);
-        at = i;
-    }
-    if (!rc)
-        rc = vmem__batch_run(&b, ctx->b.ops->unmap, &at);
-    finish_unmap(&b, rc ? TAKE_BACK : RELEASED);
-    vmem__batch_free_ended(&b);
-    vmem__batch_end(&b);
-    if (rc)
-        return vmem__batch_fail(rc, "ranges", n, at, NULL);
-    if (bytes)
-        *bytes = found;
-    return 0;
-}

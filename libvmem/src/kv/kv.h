@@ -190,7 +190,7 @@ struct kv_cut {
     struct kv_span before; // the span before the cut
     uint32_t lo, hi;       // the pages that remain; equal: none
     bool shared;           // some row that is cut off has other holders
-    struct vmem_unmap_op *ops;
+    struct vmem_range *ops;
     uint64_t n_ops, cap_ops;
     vmem_page *pages; // pages to release: no other slot or run holds them
     uint64_t n_pages, cap_pages;

@@ -290,8 +290,8 @@ static int list_pages(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t gro
             c->pages[c->n_pages++] = kv_table(kv, g, slot, t)[i];
     }
     for (uint32_t t = 0; t < g->n; t++) {
-        c->ops[c->n_ops++] = (struct vmem_unmap_op){.addr = kv_addr(kv, g, slot, t, from),
-                                                    .length = (uint64_t)(to - from) << kv->page_shift};
+        c->ops[c->n_ops++] = (struct vmem_range){.addr = kv_addr(kv, g, slot, t, from),
+                                                 .length = (uint64_t)(to - from) << kv->page_shift};
         const vmem_page *pages = kv_table(kv, g, slot, t);
         memcpy(c->pages + c->n_pages, pages + shared, (to - shared) * sizeof(*pages));
         c->n_pages += to - shared;
@@ -464,8 +464,8 @@ int vmem__kv_stale_begin(vmem_kv *kv, struct kv_cut *c, uint32_t slot)
         const struct kv_group *g = &kv->groups[i];
         const struct kv_range *s = kv_stale(kv, slot, i);
         for (uint32_t t = 0; t < g->n && s->lo < s->hi; t++)
-            c->ops[c->n_ops++] = (struct vmem_unmap_op){.addr = kv_addr(kv, g, slot, t, s->lo),
-                                                        .length = (uint64_t)(s->hi - s->lo) << kv->page_shift};
+            c->ops[c->n_ops++] = (struct vmem_range){.addr = kv_addr(kv, g, slot, t, s->lo),
+                                                     .length = (uint64_t)(s->hi - s->lo) << kv->page_shift};
     }
     return rc;
 }
