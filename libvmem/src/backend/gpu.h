@@ -35,4 +35,12 @@ int vmem__gpu_reserve(struct vmem__backend *b, struct vmem__reservation *r, uint
 int vmem__gpu_zero(struct vmem__backend *b, const struct vmem__run *runs, size_t n,
                    uint64_t (*alias_of)(const struct vmem__run *run));
 
+// The entries that are the same in the tables of all of them.
+#define VMEM__GPU_OPS                                                                                                 \
+    .memory = vmem__gpu_memory, .record = vmem__gpu_record, .passed = vmem__gpu_passed,                               \
+    .event_free = vmem__gpu_event_free, .common_reserve = vmem__gpu_common_reserve,                                   \
+    .common_unreserve = vmem__gpu_common_unreserve, .common_new = vmem__gpu_common_new,                               \
+    .common_map = vmem__gpu_common_map, .common_seal = vmem__gpu_common_seal, .common_unmap = vmem__gpu_common_unmap, \
+    .copy = vmem__gpu_copy, .fill = vmem__gpu_fill
+
 #endif
