@@ -611,6 +611,25 @@ def engines() -> list[tuple[Engine, Page]]:
     return found
 
 
+def lacks_to_start(page: Page, rank: int, size: int, begin: int) -> None:
+    """Publish that a worker of an engine that starts lacks so many bytes, as a model that wakes does; 0: none.
+
+    begin: since when, by `pyvmem._clock.now_us`.
+    """
+    page.cells[SHORT + rank] = size
+    if lacks := max(page.cells[SHORT : SHORT + RANKS]):
+        if not page[PID]:
+            claim(page)  # until the scheduler does
+        page[LACKING] = page[LACKING] or now_us()
+        page[STATE], page[QUEUED], page[SINCE] = State.WAKING, 1, begin
+        page[LACKS] = lacks
+        page[BEAT] += 1
+        page[SERVER_BEAT] += 1
+    elif page[LACKS]:
+        for word in (STATE, QUEUED, SINCE, LACKS, LACKING):
+            page[word] = 0
+
+
 def starting_before(page: Page, pool: int, seconds: float) -> list[int]:
     """What other engines lack in a pool that began to start before this one, and in the last so many seconds; in bytes.
 

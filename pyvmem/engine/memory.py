@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pyvmem import Context
+from pyvmem._clock import now_us
 from pyvmem.blocks import BlockRange, Blocks
 from pyvmem.engine import control, pools
 from pyvmem.engine.control import Page
@@ -185,9 +186,14 @@ class BlockMemory:
             raise self._without_pool(error) from error
 
     def _back_null(self) -> None:
-        """Back block 0."""
+        """Back block 0. Models go to sleep for it, as for one that wakes."""
+        begin = now_us()
+
+        def lacks(size: int) -> None:
+            control.lacks_to_start(self._page, self._rank, size, begin)
+
         try:
-            self._back([0], START)
+            self._back([0], START, lacks)
         except OutOfMemory as error:
             if self._pool is None:
                 raise
@@ -199,8 +205,11 @@ class BlockMemory:
         assert self._tensor is not None
         return bytes_under(ids, self._ranges, self._tensor.page_size)
 
-    def _back(self, ids: Sequence[int], seconds: float) -> None:
-        """Back blocks. In a pool, the other members may have to give their bytes first, and have them in use now."""
+    def _back(self, ids: Sequence[int], seconds: float, lacks: Callable[[int], None] = lambda size: None) -> None:
+        """Back blocks. In a pool, the other members may have to give their bytes first, and have them in use now.
+
+        lacks: called with these bytes while they have not come, and with 0 at the end.
+        """
         end = time.monotonic() + seconds
         size = self._bytes_under(ids) if self._pool is not None else 0
         while True:
@@ -211,8 +220,11 @@ class BlockMemory:
                 break
             except OutOfMemory:
                 if self._pool is None or time.monotonic() >= end:
+                    lacks(0)
                     raise
+            lacks(size)
             time.sleep(POLL)
+        lacks(0)
 
     def _leave_pool(self) -> None:
         if self._pool is not None:

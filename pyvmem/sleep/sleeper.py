@@ -19,7 +19,7 @@ import torch
 
 from pyvmem._clock import now_us
 from pyvmem.engine import control, pools
-from pyvmem.engine.control import Page, State
+from pyvmem.engine.control import Page
 from pyvmem.engine.memory import context_on
 from pyvmem.engine.settings import Refused, Settings
 from pyvmem.errors import OutOfMemory
@@ -118,24 +118,8 @@ class Sleeper:
         """Publish what is lacking until the weights are in. Nothing of torch's: it may wait in an allocation."""
         begin = now_us()
         while not loaded.wait(LOOK):
-            self._lacks(self.weights.lacking())
-            self._claim(begin)
-        self._lacks(0)
-        self._claim(begin)
-
-    def _claim(self, begin: int) -> None:
-        """Publish what the engine's workers lack, as a model that wakes does."""
-        page = self._page
-        lacks = max(page.cells[control.SHORT : control.SHORT + control.RANKS])
-        if lacks:
-            page[control.LACKING] = page[control.LACKING] or now_us()
-            page[control.STATE], page[control.QUEUED], page[control.SINCE] = State.WAKING, 1, begin
-            page[control.LACKS] = lacks
-            page[control.BEAT] += 1
-            page[control.SERVER_BEAT] += 1
-        elif page[control.LACKS]:
-            for word in (control.STATE, control.QUEUED, control.SINCE, control.LACKS, control.LACKING):
-                page[word] = 0
+            control.lacks_to_start(self._page, self._rank, self.weights.lacking(), begin)
+        control.lacks_to_start(self._page, self._rank, 0, begin)
 
     def warmed_up(self, busy: Callable[[], bool]) -> None:
         """Graphs have been captured, so that weights may be copied to the host.

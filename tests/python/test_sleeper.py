@@ -14,11 +14,15 @@ from kv_pools import MIB, free, load, make
 
 import pyvmem
 from pyvmem import KVPool
+from pyvmem.blocks import BlockRange
 from pyvmem.engine import control
 from pyvmem.engine.control import State
+from pyvmem.engine.memory import BlockMemory
 from pyvmem.engine.settings import Refused, Settings
 from pyvmem.sleep.sleeper import Sleeper
+from pyvmem.tensor import VirtualTensor
 
+PAGE = 64 << 10
 CHOSEN = Settings("VMEM_ENGINE", on=True, pool="pool", weights=True)
 
 
@@ -202,6 +206,24 @@ def test_a_model_that_starts_takes_nothing_that_an_earlier_one_needs_to_start(po
     first.park()  # as its server has it
     thread.join()
     assert loaded.is_set()
+
+
+def test_models_sleep_for_the_null_block_of_one_that_starts(pool, page, two, monkeypatch):
+    """They hold all of the pool, and no KV cache has anything to give."""
+    (awake, first), _ = two
+    with first.claim(36 * MIB):
+        first.weights.adopt([net(36 * MIB)])
+    first.warmed_up(bool)
+    memory, seen = BlockMemory(page, 0, CHOSEN), []
+    monkeypatch.setattr(memory, "pool", lambda device: pool)
+    memory._tensor = VirtualTensor((8 * MIB,), torch.int8, "cpu", page_size=PAGE, context=pyvmem.Context("host"))
+    memory._ranges = [BlockRange(0, MIB, MIB)]
+    watch = other_models(page, [first.park], seen)
+    assert memory._make_blocks(8, MIB) == MIB
+    watch.join()
+    assert seen[0][:2] == (State.WAKING, 1) and seen[0][3] == MIB
+    assert page[control.LACKS] == page[control.STATE] == 0 and page[control.PID]
+    memory.blocks.close()
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (24, 0), (24, 24)])
