@@ -89,12 +89,13 @@ class Transfers:
     # ---- requests that hold blocks before they begin -----------------------------------------------------------
 
     def _holders(self) -> list[Any]:
-        """The requests that wait with blocks that were loaded, or are being loaded."""
+        """The requests that wait with blocks that were loaded, are being loaded, or could not be loaded."""
         if not self.present:
             return []
         scheduler = self._scheduler
         held = getattr(scheduler, "kv_holding_waiting", None) or getattr(scheduler, "skipped_waiting", None) or ()
-        return [r for r in held if r.num_computed_tokens and not r.resumable]
+        failed = scheduler.failed_recving_kv_req_ids
+        return [r for r in held if (r.num_computed_tokens or r.request_id in failed) and not r.resumable]
 
     def _is_loaded(self, request: Any) -> bool:
         loads = request.status.name == _LOADS

@@ -5,7 +5,9 @@ import itertools
 import random
 
 import numpy as np
-from steps import Engine
+from steps import Engine, next_token
+
+from pyvmem.engine import control
 
 
 _numbers = itertools.count()
@@ -176,3 +178,86 @@ class OffloadingEngine(Engine):
         for worker in self.workers:
             worker.finish()
         self.flush()
+
+
+class Fuzz:
+    """Random requests, limits, lends, aborts, resets and sleeps of one engine, whose copies take random times.
+
+    Running requests are preempted by a reset only before a sleep: elsewhere vLLM 0.32 itself fails an assertion, if it
+    then loads the prefix of one of them.
+    """
+
+    CHANCES = dict(ask=0.25, limit=0.08, lend=0.03, abort=0.05, reset=0.03, sleep=0.01, copies=0.1)
+
+    def __init__(self, e, seed):
+        from vllm.v1.core.sched.interface import PauseState
+        from vllm.v1.request import RequestStatus
+
+        self.e, self.draw, self.requests, self.flight = e, random.Random(seed), [], collections.deque()
+        self.aborted, self.pause, self.did = RequestStatus.FINISHED_ABORTED, PauseState, collections.Counter()
+
+    def run(self, steps):
+        e = self.e
+        for _ in range(steps):
+            for what, chance in self.CHANCES.items():
+                if self.draw.random() < chance:
+                    getattr(self, what)()
+                    self.did[what] += 1
+            if self.draw.random() < 0.1:
+                e.page[control.LEND] = 0
+            e.turn(self.flight)
+            if self.draw.random() < 0.5:
+                e.flush()
+        e.page[control.LEND] = 0
+        self.turn_while(lambda: e.scheduler.has_unfinished_requests() or self.flight)
+        e.settle()
+        for request in self.requests:
+            tokens = list(request.prompt_token_ids)
+            for token in request.output_token_ids:
+                assert token == next_token(tokens)
+                tokens.append(token)
+            self.did["answered"] += request.num_output_tokens == request.max_tokens
+
+    def turn_while(self, what):
+        """Take steps, in a number that is enough, while the limit moves."""
+        most = self.e.steps + 3000
+        while what():
+            self.e.turn(self.flight)
+            self.e.flush()
+            if self.draw.random() < 0.1:
+                self.limit()
+            assert self.e.steps < most, [(r.request_id, r.status.name) for r in self.requests if not r.is_finished()]
+
+    def ask(self):
+        if len(self.e.scheduler.requests) <= 10:
+            self.requests += self.e.requests(1)
+            self.e.scheduler.add_request(self.requests[-1])
+
+    def limit(self):
+        self.e.limit(self.draw.choice([self.e.budget.least, 30, 60, 110, 400]))
+
+    def lend(self):
+        self.e.page[control.LEND] = 1
+
+    def abort(self):
+        if live := [request for request in self.requests if not request.is_finished()]:
+            self.e.scheduler.finish_requests([self.draw.choice(live).request_id], self.aborted)
+
+    def reset(self):
+        self.e.scheduler.reset_prefix_cache()
+
+    def sleep(self):
+        e, scheduler = self.e, self.e.scheduler
+        e.page[control.LEND] = 0
+        scheduler.set_pause_state(self.pause.PAUSED_ALL)
+        self.turn_while(lambda: scheduler.has_requests() or self.flight)
+        assert scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        level = self.draw.choice([1, 2])
+        for worker in e.workers:
+            worker.memory.sleep(level)
+        assert e.resident()[0] <= 1
+        assert all([worker.memory.wake() for worker in e.workers])
+        scheduler.set_pause_state(self.pause.UNPAUSED)
+
+    def copies(self):
+        HostCopies.late = self.draw.choice([0.0, 0.5, 0.9, 0.98])
