@@ -11,6 +11,7 @@ import random
 import re
 import shlex
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -68,7 +69,7 @@ def model(draw, pools):
                 pools=draw.sample(pools, draw.randint(1, len(pools))))  # fmt: skip
     more = dict(env={draw.choice(("A", "B_1", "HOME", "VLLM_API_KEY", "a-b")): text(draw)}, image=text(draw), idle=1e-6,
                 engine="sglang", adapters={name(draw): text(draw)}, weights="1G", rate=draw.choice((0, 1e-7, 3)),
-                queue=draw.choice((0, 0.1, 999999)))  # fmt: skip
+                queue=draw.choice((0, 0.1, 999999)), standby=True)  # fmt: skip
     return {**made, **{key: more[key] for key in draw.sample(list(more), draw.choice((0, 1, 3)))}}
 
 
@@ -124,9 +125,7 @@ def read_kubernetes(file, documents):
         wanted = {"HOME": "/tmp", **file.environment(r, devices=False)}
         assert wanted.items() <= environ.items() and len(environ) == len(container["env"])
         command = [of_kubelet(part, environ) for part in container["command"]]
-        port = str(container["ports"][0]["containerPort"])
-        expected = file.command(r, "0.0.0.0")
-        expected[expected.index("--port") + 1] = port
+        expected = file.command(replace(r, port=container["ports"][0]["containerPort"]), "0.0.0.0")
         assert command == [*expected, *(["--api-key", "KEY"] if r.model.engine == "sglang" else [])]
     for document in documents if kubernetes_validate else ():
         kubernetes_validate.validate(document, random.choice(RELEASES), strict=True)
