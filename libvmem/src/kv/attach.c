@@ -59,15 +59,6 @@ static int keep_tail(vmem_kv *kv, uint32_t slot, uint32_t tokens)
     return rc;
 }
 
-// By how many pages pinned_pages rises when a slot begins with runs.found and makes so many copies.
-static int64_t attach_delta(vmem_kv *kv, uint32_t tokens, uint64_t copies)
-{
-    uint64_t beside;
-    kv->mark++;
-    const uint64_t taken = vmem__kv_count_taken(kv, tokens, &beside);
-    return (int64_t)(copies + taken + beside);
-}
-
 // Starts a newly allocated slot with `tokens` tokens of runs.found.
 static int attach_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
 {
@@ -85,7 +76,7 @@ static int attach_pages(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         }
     }
     if (!rc && l->total) // else it only maps pages that are there
-        rc = vmem__kv_claim_budget(kv, attach_delta(kv, tokens, l->total), l->total);
+        rc = vmem__kv_claim_budget(kv, (int64_t)(l->total + vmem__kv_count_found(kv)), l->total);
     if (!rc)
         rc = vmem__kv_grow_make(kv, l, KV_TRIES);
     const bool mapped = !rc;

@@ -714,9 +714,8 @@ void vmem__kv_protect_found(vmem_kv *kv, uint32_t tokens);
 void vmem__kv_unprotect_found(vmem_kv *kv);
 // Marks the rows of runs.found, so that vmem__kv_rows_left does not count them: the runs keep them when slots end.
 void vmem__kv_mark_found(vmem_kv *kv);
-// Counts and marks the evictable pages that a request which begins with `tokens` tokens of runs.found will pin. Marked
-// pages do not count again. *beside: other pages of these runs, which cannot be evicted before the request has begun.
-uint64_t vmem__kv_count_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside);
+// Counts the evictable pages of runs.found: none of them can be evicted before the request has begun.
+uint64_t vmem__kv_count_found(vmem_kv *kv);
 // The page number `page` of a request that begins with `tokens` tokens of runs.found, in the group's first tensor. The
 // next tensor's is `stride` further on.
 const vmem_page *vmem__kv_found_page(const vmem_kv *kv, uint32_t group, uint32_t tokens, uint32_t page,

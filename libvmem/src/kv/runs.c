@@ -472,50 +472,19 @@ void vmem__kv_mark_found(vmem_kv *kv)
     }
 }
 
-// Counts pages of a group that could be evicted if runs.found were not protected, and that the request does not map.
-static uint64_t only_held(const vmem_kv *kv, uint32_t group, uint32_t tokens)
+uint64_t vmem__kv_count_found(vmem_kv *kv)
 {
     const struct kv_runs *all = &kv->runs;
-    const struct kv_group *g = &kv->groups[group];
-    const struct kv_split s = vmem__kv_split(kv, g, tokens);
-    struct kv_rows next = {0};
     uint64_t pages = 0;
-    for (uint32_t k = all->n_found; k--;) {
-        const struct kv_rows r = all->list[all->found[k]].rows[group];
-        for (uint32_t p = r.lo; p < r.lo + r.n; p++) {
-            const vmem_page page = r.pages[p - r.lo];
-            if (p >= next.lo && p < next.lo + next.n) {
-                if (next.pages[p - next.lo] == page) // counted with the next run
-                    continue;
-            } else if (p >= s.lo && p < s.full) { // the request maps it
-                continue;
+    kv->mark++;
+    for (uint32_t k = 0; k < all->n_found; k++)
+        for (uint32_t i = 0; i < kv->n_groups; i++) {
+            const struct kv_rows *r = &all->list[all->found[k]].rows[i];
+            for (uint32_t p = 0; p < r->n; p++) {
+                struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, r->pages[p]);
+                pages += kv_row_evictable(ref) && kv_row_see(kv, ref) == 1 ? kv->groups[i].n : 0;
             }
-            const struct kv_shared_row *ref = vmem__kv_shared_find(&kv->shared, page);
-            pages += kv_row_evictable(ref) && ref->mark != kv->mark ? g->n : 0;
         }
-        next = r;
-    }
-    return pages;
-}
-
-uint64_t vmem__kv_count_taken(vmem_kv *kv, uint32_t tokens, uint64_t *beside)
-{
-    uint64_t pages = 0;
-    *beside = 0;
-    for (uint32_t i = 0; i < kv->n_groups; i++) {
-        const struct kv_group *g = &kv->groups[i];
-        const struct kv_split s = vmem__kv_split(kv, g, tokens);
-        uint32_t stride;
-        for (uint32_t p = s.lo; p < s.full; p++) {
-            struct kv_shared_row *ref =
-                vmem__kv_shared_find(&kv->shared, *vmem__kv_found_page(kv, i, tokens, p, &stride));
-            if (!kv_row_evictable(ref) || ref->mark == kv->mark)
-                continue;
-            pages += g->n;
-            ref->mark = kv->mark;
-        }
-        *beside += only_held(kv, i, tokens);
-    }
     return pages;
 }
 
