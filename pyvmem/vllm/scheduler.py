@@ -146,7 +146,7 @@ class SchedulerMemory:
         sizes, drafts = [g.kv_cache_spec.block_size for g in config.kv_cache_groups], drafts_of(vllm_config)
         specs = [type(g.kv_cache_spec).__name__ for g in config.kv_cache_groups]
         plain = specs in (["FullAttentionSpec"], ["MLAAttentionSpec"]) and not drafts
-        plain = plain and parallel.decode_context_parallel_size == 1
+        plain = plain and parallel.decode_context_parallel_size == 1 and scheduler.connector is None
         self.demand = Demand(scheduler, self.budget, sizes, drafts, plain)
         # A step may compute a part of a prompt, unless Mamba states, which are kept where steps end, must be aligned.
         batch, aligned = vllm_config.scheduler_config, scheduler.need_mamba_block_aligned_split

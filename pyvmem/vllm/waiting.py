@@ -75,8 +75,9 @@ class Lookup:
     sizes : sequence of int
         Tokens of a block in each group.
     plain : bool
-        True if the model has one group, of full attention, and no drafts. A block's hash covers all blocks before it,
-        so a prefix is cached up to one block and not beyond. The look-up then bisects instead of reading each block.
+        True if the model has one group, of full attention, and neither drafts nor a connector, which may hold later
+        blocks of a prefix when earlier ones are evicted. A block's hash covers all blocks before it, so a prefix is
+        cached up to one block and not beyond. The look-up then bisects instead of reading each block.
     """
 
     def __init__(self, manager: Any, sizes: Sequence[int], plain: bool = False) -> None:

@@ -4,7 +4,9 @@ import collections
 import itertools
 import random
 
+import connect
 import numpy as np
+import torch
 from steps import Engine, next_token
 
 from pyvmem.engine import control
@@ -95,11 +97,10 @@ def copy_on_the_host():
 
 
 class WorkerHalf:
-    """The worker's half of vLLM's OffloadingConnector, called as by a model runner."""
+    """The worker's half of a connector of vLLM's, called as by a model runner."""
 
-    def __init__(self, connector, copies):
-        self.connector, self.copies = connector, copies
-        connector.connector_worker.worker = copies
+    def __init__(self, connector):
+        self.connector = connector
 
     def begin(self, scheduled):
         self.connector.bind_connector_metadata(scheduled.kv_connector_metadata)
@@ -119,6 +120,8 @@ class WorkerHalf:
 class OffloadingEngine(Engine):
     """An `Engine` with vLLM's OffloadingConnector, which keeps `chunks` chunks of blocks in host memory."""
 
+    Copies = HostCopies  # what has `late`
+
     def __init__(self, folder, chunks=60, kinds=("full", "window"), page=64 << 10,
                  prompts_alone=True, **options):  # fmt: skip
         from vllm.config import KVTransferConfig
@@ -136,7 +139,9 @@ class OffloadingEngine(Engine):
             blocks = worker.rows.reshape(len(worker.rows), -1).view(np.int8)
             chunks = made.connector_worker.spec.num_chunks
             copies = HostCopies([blocks], [[0] for _ in kinds], chunks, worker.gpu.mark, worker.gpu.wait)
-            worker.copies = WorkerHalf(made, copies)
+            made.connector_worker.worker = copies
+            worker.copies = WorkerHalf(made)
+            worker.copies.copies = copies
         self.aggregator = KVOutputAggregator(len(self.workers))
 
     @property
@@ -178,6 +183,39 @@ class OffloadingEngine(Engine):
         for worker in self.workers:
             worker.finish()
         self.flush()
+
+
+class SimpleEngine(OffloadingEngine):
+    """An `Engine` with vLLM's SimpleCPUOffloadConnector, which keeps `chunks` blocks in host memory."""
+
+    Copies = connect.Late
+
+    def __init__(self, folder, chunks=60, page=64 << 10, **options):
+        from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+        from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+        from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import SimpleCPUOffloadConnector
+
+        transfer = KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both",
+                                    kv_connector_extra_config=dict(cpu_bytes_to_use=chunks * page))  # fmt: skip
+        Engine.__init__(self, folder, transfer=transfer, kinds=("full",), page=page, **options)
+        (worker,) = self.workers
+
+        def backed():  # of a copy, which follows the steps before it
+            worker.finish()
+            return set(worker.memory.blocks.backed().tolist())
+
+        connect.simple_on_cpu(backed)
+        worker.memory._synchronize = worker.finish
+        made = SimpleCPUOffloadConnector(self.scheduler.vllm_config, KVConnectorRole.WORKER, self.kv)
+        made.register_kv_caches({"layer0": torch.from_numpy(worker.rows)})
+        worker.copies = WorkerHalf(made)
+        self.aggregator = KVOutputAggregator(1)
+
+    @property
+    def counts(self):
+        """{"stored", "loaded", "unbacked"}: blocks, of all engines."""
+        return connect.COUNTS
 
 
 class Fuzz:
@@ -260,4 +298,4 @@ class Fuzz:
         scheduler.set_pause_state(self.pause.UNPAUSED)
 
     def copies(self):
-        HostCopies.late = self.draw.choice([0.0, 0.5, 0.9, 0.98])
+        self.e.Copies.late = self.draw.choice([0.0, 0.5, 0.9, 0.98])

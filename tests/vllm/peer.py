@@ -102,6 +102,8 @@ class WorkerHalf:
 class PeerEngine(OffloadingEngine):
     """An `Engine` with a `Peer`."""
 
+    Copies = WorkerHalf
+
     def __init__(self, folder, policy="recompute", **options):
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator

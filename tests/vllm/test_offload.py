@@ -5,7 +5,7 @@ import os
 
 import offload
 import pytest
-from offload import Fuzz, OffloadingEngine
+from offload import Fuzz, OffloadingEngine, SimpleEngine
 from steps import Clock, next_token
 from test_steps import fails_in_a_child, maps_in_steps, set_limit
 
@@ -284,27 +284,49 @@ def test_a_paused_engine_has_work_until_loads_have_ended_and_then_loses_its_bloc
     end(e, waiting, flight)
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("VMEM_TEST_SEEDS", "1"))))
-@pytest.mark.parametrize("queue", [1, 2])
-def test_rows_are_right_whatever_happens(engine, monkeypatch, queue, seed):
-    monkeypatch.setattr(offload.HostCopies, "late", 0.6)
-    fuzz = Fuzz(engine(kinds=("full",), asynchronous=queue > 1, queue=queue, seed=seed), seed)
-    can_sleep(fuzz.e, monkeypatch)
-    fuzz.run(400)
-    assert fuzz.did["answered"] > 20 and fuzz.did["sleep"] and fuzz.e.counts["loaded"] and maps_in_steps(fuzz.e) == 0
+def test_a_prefix_is_counted_up_to_its_first_evicted_block(engine):
+    """A connector that copies a later block holds it, so that vLLM evicts an earlier one before."""
+    e = engine(kinds=("full",))
+    tokens, pool = [7] * 160, e.scheduler.kv_cache_manager.block_pool
+    e.answer([e.request("first", list(tokens), 2)])
+    e.settle()
+    again = e.request("again", [*tokens, 5], 2)
+    pool.evict_blocks({pool.get_cached_block(again.block_hashes[4], [0])[0].block_id})
+    assert e.memory.demand.wants(again).found == (4,)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_rows_are_right_whatever_happens_to_a_peer(tmp_path, policy):
-    """Prefixes come from a peer, late, in part or never, and it reads what requests have left."""
-    from peer import PeerEngine
-
+def whatever_happens(monkeypatch, make, prepare=lambda e: None):
+    """Random events of engines with one step in flight, and with two. Yields what each has counted."""
     for seed in range(int(os.environ.get("VMEM_TEST_SEEDS", "2"))):
-        e = PeerEngine(tmp_path, policy, asynchronous=seed % 2 == 1, queue=1 + seed % 2, seed=seed)
+        e = make(asynchronous=seed % 2 == 1, queue=1 + seed % 2, seed=seed)
+        monkeypatch.setattr(e.Copies, "late", e.Copies.late)  # and back
+        prepare(e)
         try:
             fuzz = Fuzz(e, seed)
             fuzz.run(400)
-            assert fuzz.did["answered"] > 20 and e.counts["loaded"] and e.counts["failed"] and e.counts["read"]
-            assert maps_in_steps(e) == 0
+            assert fuzz.did["answered"] > 20 and fuzz.did["sleep"] and maps_in_steps(e) == 0
+            yield e.counts
         finally:
             e.close()
+
+
+def test_rows_are_right_whatever_happens(tmp_path, monkeypatch):
+    def make(**options):
+        return OffloadingEngine(tmp_path, kinds=("full",), **options)
+
+    for counts in whatever_happens(monkeypatch, make, lambda e: can_sleep(e, monkeypatch)):
+        assert counts["stored"] and counts["loaded"]
+
+
+def test_rows_are_right_whatever_happens_to_blocks_that_copies_hold(tmp_path, monkeypatch):
+    for counts in whatever_happens(monkeypatch, lambda **options: SimpleEngine(tmp_path, **options)):
+        assert counts["stored"] and counts["loaded"] and not counts["unbacked"]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_rows_are_right_whatever_happens_to_a_peer(tmp_path, monkeypatch, policy):
+    """Prefixes come from a peer, late, in part or never, and it reads what requests have left."""
+    from peer import PeerEngine
+
+    for counts in whatever_happens(monkeypatch, lambda **options: PeerEngine(tmp_path, policy, **options)):
+        assert counts["loaded"] and counts["failed"] and counts["read"]
