@@ -551,10 +551,10 @@ def test_a_killed_server_leaves_the_memory_of_its_engine(lone):
     assert order(f"take {47 << 20}") == "done\n"
 
 
-def test_a_server_that_stands_by_takes_over_from_one_that_dies(folder, tmp_path):
-    """First its engine is killed, then the server itself. Each time, the next answer is the other server's."""
+@pytest.mark.parametrize("victim", ["server", "engine"])
+def test_a_server_that_stands_by_takes_over_from_one_that_dies(folder, victim):
     file = tool.read(toml(folder, 160 << 20, "s", "--kv-cache-memory-bytes", str(16 << 20), standby=True, common=5))
-    prompt, seconds = [5, 6, 7, 8], []
+    prompt = [5, 6, 7, 8]
 
     def engines_by_state():
         return {row["state"]: row["pid"] for row in cli_models.listing(file) if row.get("pid")}
@@ -563,24 +563,23 @@ def test_a_server_that_stands_by_takes_over_from_one_that_dies(folder, tmp_path)
         pair = started(stack, file, "s")
         pair.wait()
         expected = pair.tokens(prompt)
-        for server in (False, True):
-            end = time.monotonic() + SECONDS
-            while "stands by" not in (found := engines_by_state()):
-                assert time.monotonic() < end and pair.process.poll() is None, found
-                time.sleep(0.2)
-            assert pair.tokens(prompt) == expected and pair.state()["state"] == "awake"
-            engine = engines_by_state()["awake"]
-            begin = time.monotonic()
-            os.kill(parent_of(engine) if server else engine, signal.SIGKILL)
-            while True:
-                with contextlib.suppress(OSError, http.client.HTTPException):
-                    if (told := pair.ask(prompt))[0] == 200:
-                        break
-                assert time.monotonic() < end
-            seconds.append(time.monotonic() - begin)
-            assert told[2]["choices"][0]["token_ids"] == expected
-            assert engines_by_state()["awake"] == found["stands by"]
-        print(f"answered again after {seconds} s")
+        end = time.monotonic() + SECONDS
+        while "stands by" not in (found := engines_by_state()):
+            assert time.monotonic() < end and pair.process.poll() is None, found
+            time.sleep(0.2)
+        assert pair.tokens(prompt) == expected and pair.state()["state"] == "awake"
+        begin = time.monotonic()
+        os.kill(parent_of(found["awake"]) if victim == "server" else found["awake"], signal.SIGKILL)
+        while True:
+            try:
+                if (told := pair.ask(prompt))[0] == 200:
+                    break
+            except OSError as error:  # the connection was of the one that died
+                assert not isinstance(getattr(error, "reason", error), ConnectionRefusedError)
+            assert time.monotonic() < end
+        print(f"answered again after {time.monotonic() - begin:.3f} s")
+        assert told[2]["choices"][0]["token_ids"] == expected
+        assert engines_by_state()["awake"] == found["stands by"]
         logged = (pair.logs / "s.log").read_text(errors="replace")
     assert logged.count("weights are in common from now on") == 1
-    assert logged.count("weights in common were taken") >= 2
+    assert logged.count("weights in common were taken") == 1
