@@ -24,7 +24,6 @@ from pyvmem._ffi import ffi, lib
 from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check, structure
 from pyvmem.kv.arguments import Lengths, config_of, lengths_of
-from pyvmem.kv.hashes import BlockTable
 from pyvmem.kv.options import KVCacheOptions, Spare, options_of
 from pyvmem.kv.picture import svg
 from pyvmem.kv.shortage import NO_SHORTAGE, Shortage, shortage_of
@@ -150,7 +149,7 @@ class KVCache(_Owned):
         self._last = threading.local()
         self._events: list[tuple[Any, int]] = []  # (event, step), the oldest first
         self._polling = threading.RLock()
-        self._blocks: BlockTable | None = None  # of its PrefixCache
+        self._prefix_block = 0  # tokens of a block of its PrefixCache; 0: it has none
         self._swapped: dict[int, list[torch.Tensor]] = {}  # the rows, tensor after tensor
         self._ended_tensors = 0  # when all were at their places
         self.options = options = options_of(options, keywords)

@@ -2,15 +2,17 @@
 
 As in vLLM's automatic prefix caching, a block's hash covers its tokens, all tokens before them, and whatever else
 determines their rows (a salt, an adapter). Each block is a run of its request's rows (vmem_kv.h, "runs"): the manager
-holds the pages of runs, and evicts runs when memory is short. `pyvmem.kv.hashes` has the table from hashes to runs.
+holds the pages of runs, and evicts runs when memory is short. This module has the table from hashes to runs.
 
 SPDX-License-Identifier: MIT
 """
 
 import errno
 import hashlib
+import operator
+import threading
 from collections.abc import Iterable
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
@@ -18,9 +20,8 @@ from pyvmem._checks import elements, flag, integers, shown, uint
 from pyvmem._ffi import ffi, lib
 from pyvmem.errors import InvalidArgument, _check
 from pyvmem.kv.cache import KVCache
-from pyvmem.kv.hashes import BlockTable, Hash, hashes_of
 
-__all__ = ["PrefixCache", "block_hashes"]
+Hash: TypeAlias = "bytes | int"
 
 _MOST = 2**32 - 1
 
@@ -55,6 +56,17 @@ def block_hashes(tokens: Any, block_tokens: SupportsIndex, salt: bytes = b"") ->
     return hashes
 
 
+def hashes_of(hashes: Iterable[Hash]) -> list[Hash]:
+    """The hashes of a call, integers as Python's. Raises TypeError for anything else."""
+    found = elements("hashes", hashes)
+    for i, hash in enumerate(found):
+        if not isinstance(hash, bytes):
+            if isinstance(hash, bool) or not hasattr(hash, "__index__"):
+                raise TypeError(f"hashes[{i}] must be bytes or an integer, not {shown(hash)}")
+            found[i] = operator.index(hash)
+    return found
+
+
 class PrefixCache:
     """Blocks of tokens of a cache's requests, running or finished, found by their hashes.
 
@@ -86,10 +98,9 @@ class PrefixCache:
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache must be a KVCache, not {shown(cache)}")
         kv, size = cache._use(), uint("block_tokens", block_tokens, 32)
-        if cache._blocks is not None:
-            raise InvalidArgument(
-                errno.EINVAL, f"this cache has a PrefixCache already, of blocks of {cache._blocks.block_tokens}"
-            )
+        if cache._prefix_block:
+            text = f"this cache has a PrefixCache already, of blocks of {cache._prefix_block}"
+            raise InvalidArgument(errno.EINVAL, text)
         _check(lib.vmem_kv_share(kv, ffi.NULL, 0, 0))  # whether the cache shares pages at all
         if not 1 <= size <= cache.max_tokens:
             raise InvalidArgument(
@@ -98,24 +109,51 @@ class PrefixCache:
         self.cache = cache
         self.block_tokens: int = size
         self._events = flag("events", events)
+        self._lock = threading.RLock()  # of the following
+        self._runs: dict[Hash, tuple[int, int]] = {}  # the number of each block's run, and which block it is
+        self._hash_of: dict[int, Hash] = {}  # by the number of the run
         self._gone: list[Hash] = []  # with events: evicted, the oldest first
-        self._table = cache._blocks = BlockTable(size)
+        cache._prefix_block = size
 
     def __len__(self) -> int:
         """How many blocks are known."""
-        with self._table.lock:
+        with self._lock:
             self._forget_evicted()
-            return len(self._table.runs)
+            return len(self._runs)
 
     def __bool__(self) -> bool:
         return True  # also if it is empty
+
+    # ---- the table -------------------------------------------------------------------------------------------
+
+    def _beginning(self, hashes: list[Hash]) -> list[int]:
+        """The runs of the first blocks that are known. Some may have been evicted meanwhile."""
+        runs: list[int] = []
+        with self._lock:
+            for n, hash in enumerate(hashes):
+                run, block = self._runs.get(hash, (0, -1))
+                if block != n:
+                    break
+                runs.append(run)
+        return runs
+
+    def _known(self, hashes: list[Hash]) -> list[int]:
+        """The runs of all known blocks among these."""
+        with self._lock:
+            return [self._runs[hash][0] for hash in hashes if hash in self._runs]
+
+    def _forget(self, run: int) -> "Hash | None":
+        hash = self._hash_of.pop(run, None)
+        if hash is not None and self._runs.get(hash, (0, 0))[0] == run:
+            del self._runs[hash]
+        return hash
 
     def _forget_evicted(self) -> None:
         """Take from the table what the manager has evicted."""
         raw, got = ffi.new("uint64_t[]", 256), ffi.new("size_t *")
         while True:
             _check(lib.vmem_kv_evicted(self.cache._use(), raw, 256, got))
-            gone = [hash for hash in map(self._table.forget, raw[0 : got[0]]) if hash is not None]
+            gone = [hash for hash in map(self._forget, raw[0 : got[0]]) if hash is not None]
             if self._events:
                 self._gone += gone
             if got[0] < 256:
@@ -135,7 +173,7 @@ class PrefixCache:
         -------
         int
         """
-        runs, tokens = self._table.beginning(hashes_of(hashes)), ffi.new("uint32_t *")
+        runs, tokens = self._beginning(hashes_of(hashes)), ffi.new("uint32_t *")
         _check(lib.vmem_kv_attach(self.cache._use(), 0, runs, len(runs), _MOST, lib.VMEM_KV_LOOK, tokens))
         return int(tokens[0])
 
@@ -156,7 +194,7 @@ class PrefixCache:
             The tokens that the slot then has; 0 if no block is known. None: there is no memory to copy the last,
             partial page.
         """
-        return self.cache._attach(slot, self._table.beginning(hashes_of(hashes)), _MOST)
+        return self.cache._attach(slot, self._beginning(hashes_of(hashes)), _MOST)
 
     def alloc(self, tokens: SupportsIndex, hashes: Iterable[Hash]) -> tuple[int | None, int]:
         """Allocate a slot for a prompt, and start it with the known ones of its blocks.
@@ -217,9 +255,9 @@ class PrefixCache:
         """
         found = hashes_of(hashes)
         number, at = uint("slot", slot, 32), uint("first", first, 32)
-        with self._table.lock:
+        with self._lock:
             for i, hash in enumerate(found):
-                _, block = self._table.runs.get(hash, (0, at + i))
+                _, block = self._runs.get(hash, (0, at + i))
                 if block != at + i:
                     text = f"hashes[{i}] is that of block {block}: a hash covers all tokens before it"
                     raise InvalidArgument(errno.EINVAL, text)
@@ -229,7 +267,7 @@ class PrefixCache:
     def _share(self, slot: int, first: int, hashes: list[Hash]) -> int:
         """Share blocks of the slot. Returns how many are new."""
         raw = ffi.new("struct vmem_kv_run[]", len(hashes))
-        before = [self._table.runs.get(hash, (0, 0))[0] for hash in hashes]
+        before = [self._runs.get(hash, (0, 0))[0] for hash in hashes]
         for i, run in enumerate(raw):
             run.slot, run.first, run.tokens = slot, min((first + i) * self.block_tokens, 2**32 - 1), self.block_tokens
             run.id = before[i]
@@ -239,10 +277,11 @@ class PrefixCache:
             if run.id == old:
                 continue
             if old:
-                gone = self._table.forget(old)  # evicted a moment ago
+                gone = self._forget(old)  # evicted a moment ago
                 self._gone += [gone] if self._events and gone is not None else []
             if run.id:
-                self._table.add(int(run.id), hash, first + i)
+                self._hash_of[int(run.id)] = hash  # first: Ctrl-C after it leaves no block that is never forgotten
+                self._runs[hash] = int(run.id), first + i
                 new += 1
         return new
 
@@ -257,11 +296,11 @@ class PrefixCache:
             Unknown ones are skipped.
         """
         found = hashes_of(hashes)
-        with self._table.lock:
-            runs = self._table.known(found)
+        with self._lock:
+            runs = self._known(found)
             _check(lib.vmem_kv_drop(self.cache._use(), runs, len(runs), ffi.NULL))
             for run in runs:
-                self._table.forget(run)
+                self._forget(run)
 
     def evict(self, pages: SupportsIndex) -> int:
         """Evict blocks that no request uses, the least recently used first, until enough pages are freed.
@@ -277,7 +316,7 @@ class PrefixCache:
             Pages freed.
         """
         freed, most = ffi.new("uint64_t *"), uint("pages", pages)
-        with self._table.lock:
+        with self._lock:
             _check(lib.vmem_kv_evict(self.cache._use(), most, freed))
             self._forget_evicted()
         return int(freed[0])
@@ -294,15 +333,15 @@ class PrefixCache:
         keep : bool
             Do not evict these blocks, and do not count their pages as free, until they are let go or dropped.
         """
-        runs = self._table.known(hashes_of(hashes))
+        runs = self._known(hashes_of(hashes))
         _check(lib.vmem_kv_order(self.cache._use(), runs, len(runs), flag("keep", keep)))
 
     def clear(self) -> None:
         """Evict every block, also those to be kept."""
-        with self._table.lock:
+        with self._lock:
             self.evict(2**64 - 1)
-            self._gone += self._table.runs if self._events else []
-            self.drop(list(self._table.runs))
+            self._gone += self._runs if self._events else []
+            self.drop(list(self._runs))
 
     def evicted(self) -> list[Hash]:
         """Return the hashes of blocks that were evicted since the last call, the oldest first.
@@ -320,7 +359,7 @@ class PrefixCache:
         """
         if not self._events:
             raise InvalidArgument(errno.EINVAL, "the PrefixCache was created without events=True")
-        with self._table.lock:
+        with self._lock:
             self._forget_evicted()
             gone, self._gone = self._gone, []
         return gone
