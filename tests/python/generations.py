@@ -8,9 +8,10 @@ import warnings
 import pytest
 import torch
 import transformers
+from logits import padding  # noqa: F401
 
 import pyvmem
-from pyvmem.transformers import VMemCache
+from pyvmem.transformers import VMemCache, spares
 
 
 @pytest.fixture(autouse=True, name="one_thread")
@@ -19,6 +20,15 @@ def single_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_spares(monkeypatch):
+    """No cache of a test before is found, and none goes by the clock: one that is dropped is there for the next."""
+    monkeypatch.setattr(spares, "SECONDS", 3600)
+    spares.clear()
+    yield
+    spares.clear()
 
 
 @pytest.fixture(name="make")
@@ -33,17 +43,6 @@ def make_cache(backend, device):
     yield cache
     for c in made:
         c.close()
-
-
-def padding(side, batch=3, tokens=13):
-    """A 2D mask in which the sequences have 8, 13 and 11 tokens of 13."""
-    mask = torch.ones(batch, tokens, dtype=torch.long)
-    for row, pads in ((0, 5), (2, 2))[: batch - 1]:
-        if side == "left":
-            mask[row, :pads] = 0
-        elif side == "right":
-            mask[row, tokens - pads :] = 0
-    return mask
 
 
 def generate(model, ids, cache, attention="sdpa", new=12, **options):

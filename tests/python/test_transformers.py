@@ -17,7 +17,8 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from conftest import python  # noqa: E402
-from generations import generate, make_cache, padding, pages_of_64_kib, reference, single_thread  # noqa: E402, F401
+from generations import generate, make_cache, no_spares, padding  # noqa: E402, F401
+from generations import pages_of_64_kib, reference, single_thread  # noqa: E402, F401
 from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
@@ -27,16 +28,7 @@ from pyvmem.transformers.followed import FOLLOWED, changes  # noqa: E402
 ATTENTIONS = ("eager", "sdpa", "vmem")
 
 
-@pytest.fixture(autouse=True)
-def no_spares(monkeypatch):
-    """No cache of a test before is found, and none goes by the clock."""
-    monkeypatch.setattr(spares, "SECONDS", 3600)
-    spares.clear()
-    yield
-    spares.clear()
-
-
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("no_spares")]
 
 
 @pytest.mark.parametrize("name", MODELS)

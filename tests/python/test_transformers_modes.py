@@ -11,17 +11,25 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from generations import generate, make_cache, padding, reference, single_thread  # noqa: E402, F401
+from generations import generate, make_cache, no_spares, padding, reference, single_thread  # noqa: E402, F401
 from logits import difference, run, stock  # noqa: E402
 from test_transformers_graphs import graphs  # noqa: E402
 from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
 from pyvmem import KVCache, attention, virtual_empty  # noqa: E402
-from pyvmem.transformers import VMemCache, spares  # noqa: E402
+from pyvmem.transformers import VMemCache  # noqa: E402
 from pyvmem.transformers.layers import VMemLayer  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("no_spares")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """A compiled model keeps what it traced until the test ends."""
+    yield
+    torch._dynamo.reset()
+
 
 MODES = {
     "no_grad": lambda device: torch.no_grad(),
@@ -29,16 +37,6 @@ MODES = {
     "autocast": lambda device: contextlib.ExitStack(),  # `passes` enters it
     "compile": lambda device: torch.no_grad(),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_spares(monkeypatch):
-    """A cache that is dropped is found by the next one, however long that takes."""
-    monkeypatch.setattr(spares, "SECONDS", 3600)
-    spares.clear()
-    yield
-    spares.clear()
-    torch._dynamo.reset()
 
 
 def passes(model, mode, cache, ids, mask, device):

@@ -3,51 +3,30 @@
 SPDX-License-Identifier: MIT
 """
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import BACKENDS
+from gpu_cases import GPU, results
 
 import pyvmem
 
 torch = pytest.importorskip("torch")
 
-HERE = Path(__file__).parent
 CASES = (
     "fill copy_ slice_copy_ clone cpu index_put matmul float8 streams sdpa_flash sdpa_cudnn triton_kernel"
     " graph_across_a_remap beside_the_caching_allocator dropped_with_kernels_queued ten_million_words_beside_maps"
     " flex_attention"
 ).split()
-GPU = [name for name in BACKENDS if name != "host" and "cuda_pointer" in pyvmem.Context(name).info().capabilities]
-
-
-def results(backend, page_size, expandable):
-    """{case: what it said}, from as few processes as the cases leave alive."""
-    left, said = list(CASES), {}
-    setting = f"expandable_segments:{expandable}"
-    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
-    while left:
-        command = [sys.executable, str(HERE / "matrix.py"), backend, str(page_size), *left]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
-        finished = {line["case"]: line for line in lines if "ok" in line}
-        started = [line["case"] for line in lines if line.get("started")]
-        if len(started) > len(finished) or not started:  # it died there, or before the first
-            case = started[-1] if started else left[0]
-            finished[case] = {"ok": False, "error": f"exit status {done.returncode}\n{done.stderr[-4000:]}"}
-        said.update(finished)
-        left = [case for case in left if case not in said]
-    return said
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["plain", "expandable"])
 @pytest.mark.parametrize("backend", GPU)
 def test_torch(backend, expandable):
-    said = results(backend, min(pyvmem.Context(backend).page_sizes), expandable)
+    setting = f"expandable_segments:{expandable}"
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
+    said = results("matrix.py", [backend, str(min(pyvmem.Context(backend).page_sizes))], CASES, seconds=500, env=env)
     assert not {case: one["error"] for case, one in said.items() if not one["ok"]}
 
 
