@@ -150,7 +150,7 @@ test-transformers-releases: venv ## The cache of generate() with every supported
 test-python-fake: venv ## Python tests on the stock and cuda backends, over a fake GPU driver in CPU memory
 	$(Q)$(MAKE) --no-print-directory -C tests/fakegpu ../../build/fakegpu/libcuda.so.1
 	$(Q)LD_LIBRARY_PATH=build/fakegpu LD_PRELOAD=$(CURDIR)/build/fakegpu/libcuda.so.1 VMEM_TEST_BACKENDS=stock,cuda \
-	    $(PY) -m pytest -q tests/python/test_map.py tests/python/test_errors.py tests/python/test_model.py \
+	    $(PY) -m pytest -q tests/python/test_map.py tests/python/test_errors.py \
 	        tests/python/test_owned.py tests/python/test_interrupt.py tests/python/test_late.py tests/python/test_trouble.py
 	$(Q)LD_LIBRARY_PATH=build/fakegpu LD_PRELOAD=$(CURDIR)/build/fakegpu/libcuda.so.1 VMEM_TEST_BACKENDS=stock \
 	    OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(PYTHON_JOBS) tests/python/test_transformers_late.py

@@ -54,6 +54,31 @@ def test_zero_clears_memory_used_before(context, page_size):
         assert not any(context.read(range_.addr, 4 * page_size))
         context.fill(range_.addr, 0xA5, 4 * page_size)
         pages.close()
+    range_.close()
+
+
+def test_a_commit_clears_memory_that_stayed_here(context, page_size):
+    context.prealloc(4 * page_size)  # so that nothing returns to the system, which would clear it
+    range_ = context.reserve(4 * page_size)
+    addr = range_.addr
+    for _ in range(3):
+        assert context.commit(addr, 4 * page_size, page_size, zero=True) == 4 * page_size
+        assert not any(context.read(addr, 4 * page_size))
+        context.fill(addr, 0xA5, 4 * page_size)
+        assert context.decommit(addr, 4 * page_size) == 4 * page_size
+
+
+def test_nothing_takes_the_place_of_a_page_unasked(context, page_size):
+    range_ = context.reserve(4 * page_size)
+    addrs = range_.addr + page_size * np.arange(4, dtype=np.uint64)
+    first, second = context.create(page_size, 4), context.create(page_size, 4)
+    context.map(addrs, first)
+    with pytest.raises(pyvmem.VmemError) as raised:
+        context.map(addrs, second)
+    assert raised.value.errno == errno.EEXIST
+    assert [context.query(addr)[0] for addr in addrs] == first.handles.tolist()
+    context.map(addrs, second, replace=True)
+    assert [context.query(addr)[0] for addr in addrs] == second.handles.tolist()
 
 
 def test_one_page_at_two_addresses_is_one_memory(context, page_size):
