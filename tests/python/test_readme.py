@@ -129,7 +129,7 @@ CLASSES = ("Context", "Reservation", "Pages", "KVCache", "KVPool", "PrefixCache"
 
 
 def test_every_attribute_that_a_page_names_exists():
-    """`Context.map`, for instance: a call that was renamed or deleted is so on every page."""
+    """`Context.map`, for instance: a call that was renamed or deleted is so on every page, but where that is told."""
     pytest.importorskip("torch")
     from pyvmem import blocks, core, kv, owned, tensor
     from pyvmem.kv import cache, options, pool, prefix
@@ -137,9 +137,10 @@ def test_every_attribute_that_a_page_names_exists():
     places = (blocks, core, kv, owned, tensor, cache, options, pool, prefix)
     found = {name: next(getattr(place, name) for place in places if hasattr(place, name)) for name in CLASSES}
     pages = [*TOP.glob("*.md"), *(p for p in TOP.glob("docs/**/*.md") if "reference" not in p.parts)]
+    pages.remove(TOP / "CHANGELOG.md")
     named = {(p.name, *pair) for p in pages for pair in re.findall(r"`(\w+)\.(\w+)[`(]", p.read_text())}
     named = {one for one in named if one[1] in CLASSES}
-    assert len(named) > 20
+    assert len(named) > 10
     gone = [one for one in named if not hasattr(found[one[1]], one[2])]
     assert [one for one in gone if one[2] not in getattr(found[one[1]], "__dataclass_fields__", ())] == []
 
