@@ -282,6 +282,8 @@ _MUTANTS = [
     ("attach goes past `most`", "kv/vmem__kv_find_runs", drop("tokens = MIN"), "test_kv_runs test_kv_model"),
     ("a block is found at another place", "kv/vmem__kv_find_runs",
      replace("|| all->list[i].first != *tokens", ""), "test_kv_runs"),
+    ("a page of two runs is pinned twice", "kv/vmem__kv_count_found",
+     replace("&& kv_row_see(kv, ref) == 1", ""), "test_kv_runs"),
     ("a truncation depends on the thread", "kv/check_truncate", replace("in_flight.", ""), "test_kv_corners"),
     ("a lower maximum waits for the thread", "kv/vmem_kv_pool_set_share",
      drop("vmem__pool_keep_to_max"), "test_kv_pool"),

@@ -376,6 +376,26 @@ static void test_runs_make_room_for_their_own_request(void)
     CHECK_EQ(begin_in_a_full_cache(0, 16, 16), 0);       // nothing is copied
 }
 
+// Two runs have the second of three pages. The copy of the last one fits beside them.
+static void test_a_page_of_two_runs_counts_once(void)
+{
+    uint64_t runs[2];
+    uint32_t slot, tokens;
+    create(4, 0, &(struct vmem_kv_tensor){.row_bytes = test_page / 16}, 1);
+    OK(k_alloc(kv, 0, &slot));
+    step_to(slot, 40);
+    for (uint32_t i = 0; i < 2; i++) {
+        struct vmem_kv_run run = {.slot = slot, .first = 24 * i, .tokens = i ? 16 : 24};
+        OK(vmem_kv_share(kv, &run, 1, 0));
+        runs[i] = run.id;
+    }
+    OK(vmem_kv_free(kv, slot, 0));
+    OK(k_alloc(kv, 0, &slot));
+    OK(vmem_kv_attach(kv, slot, runs, 2, 36, 0, &tokens));
+    CHECK_EQ(tokens, 36);
+    vmem_kv_destroy(kv);
+}
+
 // To wait for the kernels of a request that ends helps nobody who begins with its rows: their pages stay.
 static void test_a_shortage_waits_for_other_pages(void)
 {
@@ -494,6 +514,7 @@ int main(int argc, char **argv)
     test_sharing_does_not_depend_on_what_is_cut();
     test_truncation_passes_windows();
     test_runs_make_room_for_their_own_request();
+    test_a_page_of_two_runs_counts_once();
     test_a_shortage_waits_for_other_pages();
     test_misuse();
     test_runs_of_another_cache();
