@@ -40,6 +40,12 @@ def run(*command, input=None, timeout=None, **options):
     return subprocess.CompletedProcess(command, made.returncode, told, said)
 
 
+def processes(session):
+    """The processes of a session."""
+    found = [(int(entry.name), _about(entry.name)) for entry in Path("/proc").glob("[0-9]*")]
+    return [pid for pid, about in found if about and about[0] == str(session)]
+
+
 def _begin_to_watch():
     """Fork the process that waits for this one's end, and then ends the sessions that it was told of."""
     global _told
@@ -78,9 +84,8 @@ def _end(session, began):
     leader = _about(session)
     if leader and leader[1] != began:
         return
-    for process in Path("/proc").glob("[0-9]*"):
-        if (about := _about(process.name)) and about[0] == session:
-            try:
-                os.kill(int(process.name), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+    for pid in processes(session):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass

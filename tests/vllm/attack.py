@@ -2,12 +2,22 @@
 
     python tests/vllm/attack.py --minutes 5                         on a GPU
     python tests/vllm/attack.py --minutes 1 --kv 128M --requests 12   with a CPU build of vLLM
+    python tests/vllm/attack.py --kills 30                            with one, three servers
 
 Limits move ten times a second under load; a neighbour is killed under load; a stranger fills the GPU. Requests must all
 be answered, the pool must forget the dead, and what the engines say that they hold must be what the driver counts.
+
+With --kills, three servers share a pool that holds two of their models. Clients ask all of them, and an operator lets
+them sleep and wake and sets limits. Meanwhile their processes get SIGKILL, one of a server or all, also while it
+starts, and what is left of it must end. Then it is started again. Every answer must be plain vLLM's, a request may fail
+only with its server, and at last the whole pool must be free.
 """
 
 import argparse
+import collections
+import concurrent.futures
+import contextlib
+import http.client
 import os
 import random
 import signal
@@ -42,6 +52,8 @@ def say(attack, *words):
 
 
 class Attack:
+    """Two engines in processes of their own, which serve batches."""
+
     def __init__(self, args, log):
         self.args, self.log, self.wrong = args, log, 0
         self.pool = dict(VMEM_VLLM_POOL=f"attack-{os.getpid()}", VMEM_VLLM_POOL_SIZE=str(args.kv))
@@ -157,17 +169,202 @@ class Attack:
         return self.wrong
 
 
+HANGS = 150  # seconds in which servers answer, or refuse
+ENDS = 60  # seconds in which what a killed process leaves alone ends
+STARTS = 60  # most seconds after its start when a server is killed early
+LONGEST = 200  # tokens of an answer
+CLIENTS, KILLERS = 4, 2
+
+
+def plain(folder, prompts):
+    """What vLLM itself answers."""
+    import engines
+    from vllm import SamplingParams
+
+    llm = engines.make(folder, max_model_len=512, skip_tokenizer_init=True)
+    params = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True, detokenize=False)
+    answers = llm.generate([dict(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
+    return [list(a.outputs[0].token_ids) for a in answers]
+
+
+class Kills:
+    """Servers of one pool, their clients and their operator, and those who kill them."""
+
+    def __init__(self, args, folder):
+        import conftest  # noqa: F401 (the environment of tests)
+        import ends
+        import engines
+        import models
+        import test_models
+
+        from pyvmem.tools import models_file
+
+        self.args, self.ends, self.tests = args, ends, test_models
+        draw = random.Random(0).randrange
+        self.prompts = [[draw(3, 900) for _ in range(n)] for n in (20, 100, 200, 280)]
+        models.MODELS["wide"] = dict(models.MODELS["llama"], vocab_size=16000, num_hidden_layers=2)
+        engines.in_child(lambda: str(models.write("wide", folder)), vmem=False)
+        self.expected = engines.in_child(plain, folder, self.prompts, vmem=False)
+        cache = "--kv-cache-memory-bytes", str(32 << 20)
+        told = test_models.toml(folder, test_models.POOL, test_models.NAMES, *cache, queue=90)
+        self.pool = models_file.read(told)
+        self.lock, self.over, self.left = threading.Lock(), threading.Event(), args.kills
+        self.counts, self.wrong, self.models, self.down = collections.Counter(), 0, {}, set()
+
+    def count(self, what, wrong=""):
+        with self.lock:
+            self.counts[what] += 1
+            self.wrong += bool(wrong)
+        if wrong:
+            say(f"kills, {what}", wrong, "WRONG")
+
+    # ---- clients and the operator
+
+    def call(self, model, path, body):
+        """The status and the JSON of an answer, or 0 and the error; and whether the server may fail."""
+        began, listens = time.monotonic(), model.listens
+        try:
+            status, _, told = self.tests.call(f"{model.url}{path}", body, timeout=HANGS)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            status, told = 0, repr(error)
+        if time.monotonic() - began >= HANGS:
+            self.count("hangs", f"{path} of {model.name}: {told}")
+        return status, told, model.killed or not listens
+
+    def ask(self, model, i, tokens):
+        body = dict(model=model.name, prompt=self.prompts[i], max_tokens=tokens, temperature=0, ignore_eos=True,
+                    return_token_ids=True)  # fmt: skip
+        status, told, fails = self.call(model, "/v1/completions", body)
+        if status == 200:
+            given = told["choices"][0]["token_ids"]
+            self.count("answers", "" if given == self.expected[i][:tokens] else f"{model.name}, prompt {i}: {given}")
+        else:
+            self.count("failed with their server" if fails else "failures", "" if fails else f"{model.name}: {told}")
+
+    def client(self, seed):
+        draw = random.Random(seed)
+        while not self.over.wait(draw.random() / 2):
+            model = self.models[draw.choice(self.tests.NAMES)]
+            self.ask(model, draw.randrange(len(self.prompts)), draw.choice((1, 8, 32, LONGEST)))
+
+    def operator(self, seed):
+        draw = random.Random(seed)
+        while not self.over.wait(draw.random()):
+            model, what, body = self.models[draw.choice(self.tests.NAMES)], draw.choice(("sleep", "wake", "limit")), {}
+            if what == "limit":
+                least = [e.least for e, _ in control.engines() if e.model == model.name]
+                body = dict(limit=draw.choice((1, 2, 4)) * least[0] if least else None)
+            status, told, fails = self.call(model, f"/vmem/{what}", body)
+            self.count(f"orders: {what}", "" if status in (200, 503) or fails else f"{model.name}: {status}, {told}")
+
+    # ---- who kills
+
+    def start(self, name):
+        model = self.tests.Model(self.pool, name)
+        model.listens = model.killed = False
+        self.models[name] = model
+        return model
+
+    def ready(self, model):
+        model.wait()
+        model.listens = True
+
+    def state(self, model):
+        return next((e.state or "starting" for e, _ in control.engines() if e.model == model.name), "starting")
+
+    def kill(self, model, draw):
+        """Kill a server or a process of it, once it is in a state that is drawn, if that comes in time."""
+        wanted = draw.choice(("awake", "asleep", "waking", "closing"))
+        end = time.monotonic() + (5 if model.listens else STARTS * draw.random())
+        while self.state(model) != wanted and time.monotonic() < end:
+            time.sleep(0.01)
+        engine = [e.pid for e, _ in control.engines() if e.model == model.name]
+        server, all_of_it = model.process.pid, self.ends.processes(model.process.pid)
+        others = [pid for pid in all_of_it if pid not in (server, *engine)]
+        kinds = dict(server=[server], engine=engine, worker=others[-1:], all=all_of_it)
+        what, killed = draw.choice([(kind, pids) for kind, pids in kinds.items() if pids])
+        model.killed, state = True, self.state(model)
+        for pid in killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with self.lock:
+            self.left -= 1
+        self.count(f"killed {state}: {what}")
+        say("kill", f"{what} of {model.name}, {state}")
+        end = time.monotonic() + ENDS
+        while model.process.poll() is None or self.ends.processes(server):
+            if time.monotonic() > end:
+                left = self.ends.processes(server)
+                self.count("outlives", f"{model.name}, {what} killed {state}: {left}")
+                model.kill()
+                break
+            time.sleep(0.05)
+        if [e for e, _ in control.engines() if e.pid in all_of_it]:
+            self.count("listed", f"{model.name}, whose {what} was killed {state}")
+
+    def killer(self, seed):
+        draw = random.Random(seed)
+        while not self.over.is_set():
+            with self.lock:
+                if self.left <= 0:
+                    return
+                name = draw.choice([name for name in self.tests.NAMES if name not in self.down])
+                self.down.add(name)
+            self.kill(self.models[name], draw)
+            model = self.start(name)
+            while draw.random() < 0.5:
+                self.kill(model, draw)
+                model = self.start(name)
+            self.ready(model)
+            with self.lock:
+                self.down.remove(name)
+
+    def run(self):
+        program, environ = Path(__file__).with_name("neighbour.py"), self.pool.environment(self.pool.replicas[0])
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.tell)
+            stack.callback(lambda: [model.kill() for model in self.models.values()])
+            for model in [self.start(name) for name in self.tests.NAMES]:
+                self.ready(model)
+            member = self.ends.start(sys.executable, program, env={**os.environ, **environ}, stdin=subprocess.PIPE,
+                                     stdout=subprocess.PIPE, text=True)  # fmt: skip
+            with concurrent.futures.ThreadPoolExecutor(CLIENTS + 1 + KILLERS) as pool:
+                stay = [pool.submit(self.client, seed) for seed in range(CLIENTS)] + [pool.submit(self.operator, 0)]
+                kill = [pool.submit(self.killer, seed) for seed in range(KILLERS)]
+                try:
+                    for one in kill:
+                        one.result()
+                finally:
+                    self.over.set()
+                for one in stay:
+                    one.result()
+            for model in self.models.values():
+                self.call(model, "/vmem/limit", dict(limit=None))
+                for i in range(len(self.prompts)):
+                    self.ask(model, i, LONGEST)
+                model.kill()
+            told, _ = member.communicate(f"take {self.tests.POOL}\n")
+            self.count("pool", "" if told.split() == ["here", "done"] else "is not free although all are dead")
+        return self.wrong
+
+    def tell(self):
+        say("kills", ", ".join(f"{what} {n}" for what, n in sorted(self.counts.items())))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0, help="of moving limits (2)")
     parser.add_argument("--kv", type=argtypes.size, default=2 << 30, help="the pool (2G)")
     parser.add_argument("--requests", type=int, default=128, help="of each engine and round (128)")
+    parser.add_argument("--kills", type=int, default=0, metavar="N", help="kill processes of three servers instead")
     parser.add_argument("--log", default=os.devnull)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, open(args.log, "a", encoding="utf-8") as log:
         root = str(Path(__file__).resolve().parents[2])
         paths = [*([str(write(Path(folder)))] if needed() else []), root, os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        if args.kills:
+            return 1 if Kills(args, Path(folder, "wide")).run() else 0
         attack = Attack(args, log)
         try:
             return 1 if attack.run() else 0
