@@ -10,6 +10,7 @@ import torch
 from steps import Engine, next_token
 
 from pyvmem.engine import control
+from pyvmem.vllm import connectors
 
 
 _numbers = itertools.count()
@@ -185,19 +186,17 @@ class OffloadingEngine(Engine):
         self.flush()
 
 
-class SimpleEngine(OffloadingEngine):
-    """An `Engine` with vLLM's SimpleCPUOffloadConnector, which keeps `chunks` blocks in host memory."""
+class SeveralEngine(OffloadingEngine):
+    """An `Engine` with vLLM's connectors of these names, each of which keeps `chunks` blocks in host memory."""
 
-    Copies = connect.Late
-
-    def __init__(self, folder, chunks=60, page=64 << 10, **options):
+    def __init__(self, folder, names, chunks=60, page=64 << 10, **options):
         from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-        from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import SimpleCPUOffloadConnector
 
-        transfer = KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both",
-                                    kv_connector_extra_config=dict(cpu_bytes_to_use=chunks * page))  # fmt: skip
+        each = [connect.chosen(name, cpu_bytes_to_use=chunks * page) for name in names]
+        transfer = KVTransferConfig(**(connect.multi(*each) if len(each) > 1 else each[0]))
         Engine.__init__(self, folder, transfer=transfer, kinds=("full",), page=page, **options)
         (worker,) = self.workers
 
@@ -206,16 +205,23 @@ class SimpleEngine(OffloadingEngine):
             return set(worker.memory.blocks.backed().tolist())
 
         connect.simple_on_cpu(backed)
-        worker.memory._synchronize = worker.finish
-        made = SimpleCPUOffloadConnector(self.scheduler.vllm_config, KVConnectorRole.WORKER, self.kv)
-        made.register_kv_caches({"layer0": torch.from_numpy(worker.rows)})
+        connect.COUNTS.clear()
+        config, role = self.scheduler.vllm_config, KVConnectorRole.WORKER
+        made = KVConnectorFactory.create_connector(config, role, self.kv)
         worker.copies = WorkerHalf(made)
+        worker.copies.copies = HostCopies([worker.rows.reshape(len(worker.rows), -1).view(np.int8)], [[0]], chunks,
+                                          worker.gpu.mark, worker.gpu.wait)  # fmt: skip
+        for connector in connectors.flat(made):
+            if type(connector).__name__ == connectors.OFFLOADING:
+                connector.connector_worker.worker = worker.copies.copies
+            else:
+                connector.register_kv_caches({"layer0": torch.from_numpy(worker.rows)})
         self.aggregator = KVOutputAggregator(1)
 
     @property
     def counts(self):
-        """{"stored", "loaded", "unbacked"}: blocks, of all engines."""
-        return connect.COUNTS
+        """{"stored", "loaded", "unbacked"}: blocks."""
+        return connect.COUNTS + self.workers[0].copies.copies.counts
 
 
 class Fuzz:
@@ -298,4 +304,4 @@ class Fuzz:
         scheduler.set_pause_state(self.pause.UNPAUSED)
 
     def copies(self):
-        self.e.Copies.late = self.draw.choice([0.0, 0.5, 0.9, 0.98])
+        connect.Late.late = self.e.Copies.late = self.draw.choice([0.0, 0.5, 0.9, 0.98])

@@ -71,3 +71,17 @@ def test_tokens_are_vllms_with_the_same_connector(model, name, events):
     assert on["loaded"] > 10 and on["stored"] > 10 and not on.get("unbacked")
     assert on["idle"]["step_maps"] == 0 and on["reset_done"]
     assert bool(on["lent"]) == (events == "lends")
+
+
+@pytest.fixture(scope="session")
+def expected(model):
+    return engines.in_child(connect.serve_once, model, vmem=False)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("VMEM_TEST_SEEDS", "1"))))
+def test_whatever_happens_tokens_are_vllms(model, expected, seed):
+    needs("lmcache")
+    options = dict(num_gpu_blocks_override=32, max_model_len=600)
+    did = engines.in_child(connect.fuzz, model, LMCACHE, expected, seed, 500, options, vmem=True, seconds=300)
+    assert did["answers"] > 40 and did["loaded"] > 5 and did["slept"] and not did.get("unbacked"), did
+    assert did["idle"]["step_maps"] == did["idle"]["used"] == 0

@@ -3,14 +3,15 @@
 import collections
 import os
 
+import connect
 import offload
 import pytest
-from offload import Fuzz, OffloadingEngine, SimpleEngine
+from offload import Fuzz, OffloadingEngine, SeveralEngine
 from steps import Clock, next_token
 from test_steps import fails_in_a_child, maps_in_steps, set_limit
 
 from pyvmem.engine import control
-from pyvmem.vllm import budget, demand, orders, scheduler
+from pyvmem.vllm import budget, connectors, demand, orders, scheduler
 
 
 @pytest.fixture
@@ -299,7 +300,8 @@ def whatever_happens(monkeypatch, make, prepare=lambda e: None):
     """Random events of engines with one step in flight, and with two. Yields what each has counted."""
     for seed in range(int(os.environ.get("VMEM_TEST_SEEDS", "2"))):
         e = make(asynchronous=seed % 2 == 1, queue=1 + seed % 2, seed=seed)
-        monkeypatch.setattr(e.Copies, "late", e.Copies.late)  # and back
+        for copies in (e.Copies, connect.Late):
+            monkeypatch.setattr(copies, "late", copies.late)  # and back
         prepare(e)
         try:
             fuzz = Fuzz(e, seed)
@@ -318,8 +320,15 @@ def test_rows_are_right_whatever_happens(tmp_path, monkeypatch):
         assert counts["stored"] and counts["loaded"]
 
 
-def test_rows_are_right_whatever_happens_to_blocks_that_copies_hold(tmp_path, monkeypatch):
-    for counts in whatever_happens(monkeypatch, lambda **options: SimpleEngine(tmp_path, **options)):
+SIMPLE = "SimpleCPUOffloadConnector"
+
+
+@pytest.mark.parametrize("names", [(SIMPLE,), (SIMPLE, connectors.OFFLOADING), (connectors.OFFLOADING, SIMPLE)])
+def test_rows_are_right_whatever_happens_to_blocks_that_copies_hold(tmp_path, monkeypatch, names):
+    def make(**options):
+        return SeveralEngine(tmp_path, names, **options)
+
+    for counts in whatever_happens(monkeypatch, make, lambda e: can_sleep(e, monkeypatch)):
         assert counts["stored"] and counts["loaded"] and not counts["unbacked"]
 
 

@@ -4,7 +4,7 @@ import collections
 import random
 
 import pytest
-from steps import Engine, make_scheduler
+from steps import TOKENS, Engine, make_scheduler
 
 from pyvmem.engine import control
 
@@ -113,3 +113,38 @@ def test_a_burst_waits_for_no_memory_where_it_must_evict_anyway(both, few):
     assert vmem.memory.budget.growable() == few > vmem.memory.budget.spare
     want, got = (one.serve(requests) for one in (plain, vmem))
     assert got == want
+
+
+def stored_too_early(folder, batch):
+    """The blocks of prompts that NIXL stores in a host buffer before they are whole, and not again, by plain vLLM.
+
+    batch : vLLM's ``max_num_batched_tokens``.
+    """
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_producer", kv_buffer_device="cpu")
+    scheduler, _ = make_scheduler(folder, 400, ("full",), 64 << 10, asynchronous=False, transfer=transfer,
+                                        plain=True, batch=batch)  # fmt: skip
+    scheduler.connector.connector_scheduler.use_host_buffer = True  # as on a GPU
+    e = Engine.__new__(Engine)
+    requests = [e.request(f"r{i}", [7 + i] * n, 1) for i, n in enumerate((100, 150, 60))]
+    for request in requests:
+        request.kv_transfer_params = dict(do_remote_decode=True, do_remote_prefill=False)
+        scheduler.add_request(request)
+    stored, blocks = {}, {}
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        computed = {name: scheduler.requests[name].num_computed_tokens for name in output.num_scheduled_tokens}
+        for name, meta in output.kv_connector_metadata.reqs_to_save.items():
+            stored.update({(name, block): computed[name] for block in meta.local_block_ids[0]})
+        for name in computed:
+            blocks[name] = scheduler.kv_cache_manager.get_block_ids(name)[0]
+        sampled = {r.request_id: 7 for r in requests if computed.get(r.request_id) == r.num_prompt_tokens}
+        scheduler.update_from_output(output, e.answer_of(output, sampled))
+    return sum(stored[r.request_id, block] < min((i + 1) * TOKENS, r.num_prompt_tokens)
+               for r in requests for i, block in enumerate(blocks[r.request_id]))  # fmt: skip
+
+
+def test_vllm_itself_stores_the_block_in_which_a_chunk_ends_as_it_is_then(tmp_path):
+    """So vMem begins no such prompt in parts. If vLLM mends this, `connectors.WHOLE_PROMPTS` needs no NIXL."""
+    assert stored_too_early(tmp_path, batch=64) > 0 == stored_too_early(tmp_path, batch=1024)
