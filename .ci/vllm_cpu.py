@@ -30,6 +30,7 @@ TRL = ROOT / "build" / "trl" / "1.16.0" / "site-packages"  # what is elsewhere, 
 CONNECTORS = {
     "LMCache": ("lmcache/0.5.6", ("lmcache==0.5.6", "aiofile", "aiofiles", "awscrt", "caio", "nvtx",
                                   "opentelemetry-exporter-prometheus", "redis", "sortedcontainers")),
+    "NIXL": ("nixl/1.5.1", ("nixl==1.5.1", "nixl-cu12==1.5.1")),
 }  # fmt: skip
 # Packages that the build names and a CPU does not use, gigabytes in all.
 OVERRIDES = never("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")

@@ -404,3 +404,10 @@ class Fuzz:
 def fuzz(folder, connector, expected, seed, steps, options):
     """What a `Fuzz` did."""
     return Fuzz(folder, connector, expected, seed, options).run(steps)
+
+
+def serve_when_told(folder, pipes, options):
+    """As `engines.serve_when_told`, with a connector. What its copies counted is told, too."""
+    prepare(options["kv_transfer_config"])
+    told = engines.serve_when_told(folder, pipes, options)
+    return dict(told, **COUNTS)

@@ -84,12 +84,13 @@ def in_child(function, *args, **kwargs):
 
 
 class Told(Child):
-    """An engine that serves all prompts each time it is told to."""
+    """An engine that serves all prompts each time it is told to. serve: in the place of `serve_when_told`."""
 
-    def __init__(self, folder, environ, **options):
+    def __init__(self, folder, environ, serve=None, **options):
         go, self._go = os.pipe()
         self._done, done = os.pipe()
-        super().__init__(serve_when_told, folder, (go, self._go, self._done, done), options, vmem=True, environ=environ)
+        super().__init__(serve or serve_when_told, folder, (go, self._go, self._done, done), options, vmem=True,
+                         environ=environ)  # fmt: skip
         os.close(go)
         os.close(done)
         self.wait()

@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import uuid
 
 import connect
+import disaggregate
 import engines
 import models
 import pytest
@@ -29,7 +31,7 @@ def imported():
         connect.import_lmcache()
 
 
-HAS = {name: importlib.util.find_spec(name) is not None for name in ("lmcache",)}
+HAS = {name: importlib.util.find_spec(name) is not None for name in ("lmcache", "nixl")}
 
 
 def needs(package):
@@ -85,3 +87,61 @@ def test_whatever_happens_tokens_are_vllms(model, expected, seed):
     did = engines.in_child(connect.fuzz, model, LMCACHE, expected, seed, 500, options, vmem=True, seconds=300)
     assert did["answers"] > 40 and did["loaded"] > 5 and did["slept"] and not did.get("unbacked"), did
     assert did["idle"]["step_maps"] == did["idle"]["used"] == 0
+
+
+def test_whole_prompts_come_back_from_files(model, tmp_path):
+    """ExampleConnector stores no more of a prompt than its first step computes; vMem makes that step no smaller."""
+    whole = dict(max_num_batched_tokens=4096, enable_prefix_caching=False)
+    own, on = [engines.in_child(connect.serve, model, chosen("ExampleConnector", tmp_path / str(vmem)), vmem=vmem,
+                                seconds=200, options=whole, limits=EVENTS["limits"]["limits"] if vmem else ())
+               for vmem in (False, True)]  # fmt: skip
+    assert on["tokens"] == own["tokens"] and len(list((tmp_path / "True").iterdir())) > 5
+    assert on["idle"]["step_maps"] == 0
+
+
+def test_members_of_a_pool_load_what_they_have_lent(model):
+    needs("lmcache")
+    own = engines.in_child(engines.serve, model, turns=1, vmem=False)["tokens"]
+    pool = dict(VMEM_VLLM_POOL=f"test-{uuid.uuid4().hex[:8]}", VMEM_VLLM_POOL_SIZE=str(40 << 20))
+    both = [engines.Told(model, pool, connect.serve_when_told, kv_transfer_config=LMCACHE) for _ in range(2)]
+    try:
+        for one in (0, 1, 0):
+            both[one].go()
+            both[one].wait()
+        for engine in both:
+            engine.go()
+        told = [engine.ended() for engine in both if engine.wait() is None]
+    finally:
+        for engine in both:
+            engine.kill()
+    for each in told:
+        assert each["tokens"] == [own] * len(each["tokens"]) and each["idle"]["step_maps"] == 0
+        assert each["loaded"] > 10 and each["stored"] > 10 and not each.get("unbacked")
+
+
+# ---- prefill and decode apart ---------------------------------------------------------------------------------------
+
+MOVES = dict(limits=(1, 2, 4, 20), turns=2)
+
+
+def equal(decoded, expected):
+    """How many answers are those of plain vLLM."""
+    return sum(tokens == expected[int(name.split("-")[1])] for name, tokens in decoded["tokens"].items())
+
+
+def test_rows_go_from_one_engine_to_another_while_both_limits_move(model, expected):
+    """By NIXL over TCP, from buffers in host memory, as on a GPU with kv_buffer_device=cpu."""
+    needs("nixl")
+    with disaggregate.apart(model, MOVES, MOVES) as (first, second):
+        decoded, prefilled = second.result(), first.result()
+    assert equal(decoded, expected) == 2 * len(expected)
+    for each, did in ((prefilled, "stored"), (decoded, "loaded")):
+        assert each[did] > 10 and not each.get("unbacked") and each["idle"]["used"] == 0
+
+
+def test_the_other_engine_is_killed_while_its_rows_are_loaded(model, expected):
+    needs("nixl")
+    with disaggregate.apart(model, dict(MOVES, dies=True), MOVES) as (_, second):
+        decoded = second.result()
+    assert equal(decoded, expected) == 2 * len(expected)
+    assert not decoded.get("unbacked") and decoded["idle"]["used"] == 0
