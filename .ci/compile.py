@@ -38,7 +38,6 @@ GROUPS = {
     "libvmem/src/**/*.c": "library",
     "benchmarks/*.c": "library",
     "pyvmem/native/*.c": "binding",
-    "tests/vm/simgpu/selftest.c": "guest",
     "tests/vm/simgpu/*.c": "kernel",
     "tests/vm/failmem/*.c": "kernel",
     "tests/vm/simcuda/*.c": "guest",

@@ -5,7 +5,7 @@ import dataclasses
 
 from guest import Allowed, Step
 
-PROGRAMS = ("selftest", "test_uvm", "test_calls", "test_neighbour", "test_release", "test_errors", "test_atomic",
+PROGRAMS = ("test_sim", "test_uvm", "test_calls", "test_neighbour", "test_release", "test_errors", "test_atomic",
             "test_random", "test_fuzz", "test_process", "test_lifetime", "test_race", "test_live",
             "test_failnth", "test_fatal", "test_stock", "test_register")  # fmt: skip
 
@@ -17,7 +17,7 @@ ALLOWED = (
     Allowed("uvm_lock.c", "", "test_uvm", "the lock test breaks the lock order"),
     Allowed("uvm_lock_test.c", "", "test_uvm", "the lock test breaks the lock order"),
     Allowed("uvm_mmu.c", "uvm_page_tree_init", "test_uvm", "the page-tree test's own fake GPU"),
-    Allowed("uvm_gpu.c", "set_optimal_p2p_write_ces", "selftest", "stock UVM counts a PCIe peer after this assert"),
+    Allowed("uvm_gpu.c", "set_optimal_p2p_write_ces", "test_sim", "stock UVM counts a PCIe peer after this assert"),
     Allowed("Memory leak of", "", "after failed registrations", "UVM's own error paths; run.py compares both modules"),
     Allowed("uvm_gpu_isr.c", "Locking violation", "test_uvm", "a test of stock 595 takes these below the VA space's"),
 )
@@ -77,7 +77,7 @@ SIZES = {
         remaps=2_000,
         stress=40,
         only=(
-            "selftest",
+            "test_sim",
             "test_calls",
             "test_neighbour",
             "test_errors",
@@ -120,7 +120,7 @@ def _test_uvm(variant, size):
 def _stock(size, arch):
     return [
         _load("stock", arch, gpu="gpus=2"),
-        Step("selftest", "/tests/selftest", 120),
+        Step("test_sim", "/tests/test_sim", 120),
         _unload("stock"),
         _load("stock", arch, BUILTIN),
         _test_uvm("stock", size),

@@ -44,9 +44,7 @@ def test_programs(src, release):
     ]
     files = {}
     for name in plan.PROGRAMS:
-        source, with_ = TESTS / f"{name}.c", common
-        if name == "selftest":  # the simulator's own, which stands alone
-            source, with_ = HERE / "simgpu" / "selftest.c", []
+        source = TESTS / f"{name}.c"
         if not source.is_file():
             continue
         out = CACHE / "tests" / f"{name}-{release}-{digest(source, *common, *headers)}"
@@ -61,7 +59,7 @@ def test_programs(src, release):
                 DRIVER,
             )
             command = ["cc", "-std=gnu11", "-O1", "-g0", "-Wall", "-static", "-pthread", *(f"-I{d}" for d in folders),
-                       "-o", out, source, *with_]  # fmt: skip
+                       "-o", out, source, *common]  # fmt: skip
             if subprocess.run(command).returncode:
                 raise Missing(f"compiling {source.name} failed")
         files[f"tests/{name}"] = out
