@@ -6,7 +6,7 @@ import dataclasses
 from guest import Allowed, Step
 
 PROGRAMS = ("test_sim", "test_uvm", "test_calls", "test_neighbour", "test_release", "test_errors", "test_atomic",
-            "test_random", "test_fuzz", "test_process", "test_lifetime", "test_race", "test_live",
+            "test_random", "test_fuzz", "test_fetch", "test_process", "test_lifetime", "test_race", "test_live",
             "test_failnth", "test_fatal", "test_stock", "test_register")  # fmt: skip
 
 # UVM's asserts only log, so any is a failure, but for those that its own tests provoke, and one that is wrong.
@@ -154,6 +154,7 @@ def _patched(size, arch):
         Step("test_race", f"SECONDS_EACH={size.race} /tests/test_race", 120 + 10 * size.race),
         Step("test_random", f"OPS={size.ops} /tests/test_random", 120 + size.ops // 40),
         Step("test_fuzz", f"CALLS={size.fuzz} /tests/test_fuzz", 120 + size.fuzz // 500),
+        Step("test_fetch", f"CALLS={size.fuzz // 10} /tests/test_fetch", 120 + size.fuzz // 200),
         _unload("patched"),
     ]
 

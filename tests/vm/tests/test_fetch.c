@@ -1,0 +1,389 @@
+// Input that another thread changes while a call reads it. The call must do what it does with an input that a single
+// reading could have found; each of these is first tried alone, from the same state.
+//
+// The other thread flips single bytes, so that a word whose bytes are read one by one has no third value. CALLS sets how
+// many calls race, SEED the inputs.
+//
+// SPDX-License-Identifier: MIT
+#include "calls.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stddef.h>
+
+enum { BLOCKS = 6, GRANULES = BLOCKS * 32, PAGES = 4, ELEMENTS = 3, FLIPS = 3, RACES = 24 };
+enum { QUERY, CREATE, RELEASE, MAP, UNMAP };
+
+static struct uvm u;
+static uint64_t rng;
+
+// What a call reads
+static struct input {
+    union {
+        uint8_t bytes[256];
+        struct uvm_vmem_query query;
+        struct uvm_vmem_create create;
+        struct uvm_vmem_release release;
+        struct uvm_vmem_batch batch;
+    };
+    union {
+        struct uvm_vmem_op ops[ELEMENTS + 1];
+        __u64 handles[ELEMENTS + 1];
+    };
+} in __attribute__((aligned(256)));
+
+static unsigned kind;
+static size_t size; // of the structure
+static unsigned long command;
+
+// ---- the state that every call begins with ----------------------------------------------------------------
+
+static const struct {
+    uint64_t size, at;
+    uint32_t flags;
+} layout[PAGES] = {{KB(64), 0, 0}, {KB(256), KB(256), 0}, {MB(2), BLOCK, UVM_VMEM_MAP_64K}, {MB(2), 2 * BLOCK, 0}};
+
+static uint64_t pages[PAGES]; // handles, alike but for their first byte
+
+static void pages_new(void)
+{
+    uint64_t last = 0;
+
+    for (unsigned i = 0; i < PAGES; i++)
+        vm_release_one(&u, pages[i]); // if it is there
+    do {
+        for (unsigned i = 0; i < PAGES; i++) {
+            if (last)
+                CHECK_EQ(vm_release_one(&u, pages[i]), NV_OK);
+            CHECK_EQ(vm_create(&u, layout[i].size, 1, &pages[i]), NV_OK);
+        }
+        last = pages[PAGES - 1];
+    } while (pages[0] >> 8 != last >> 8);
+}
+
+// Blocks 0 to 2 have pages, by a 2 MiB entry in the last of them; 4 has a sparse mapping of UVM's own; 3 and 5 are empty.
+static void reset(void)
+{
+    struct uvm_vmem_op ops[PAGES];
+
+    CHECK_EQ(uvm_free_range(&u, BASE, BLOCKS * BLOCK), NV_OK);
+    CHECK_EQ(uvm_create_external(&u, BASE, BLOCKS * BLOCK), NV_OK);
+    CHECK_EQ(uvm_map_sparse(&u, 0, BASE + 4 * BLOCK, BLOCK), NV_OK);
+    for (unsigned i = 0; i < PAGES; i++)
+        ops[i] = vm_op(BASE + layout[i].at, layout[i].size, pages[i], 0, layout[i].flags);
+    if (vm_map_ops(&u, 0, ops, PAGES, NULL) == NV_OK)
+        return;
+    pages_new(); // a call released some
+    for (unsigned i = 0; i < PAGES; i++)
+        ops[i].handle = pages[i];
+    CHECK_EQ(vm_map_ops(&u, 0, ops, PAGES, NULL), NV_OK);
+}
+
+// ---- inputs -----------------------------------------------------------------------------------------------
+
+// A byte of the input, and what it may become: values that make another good input, and some that make a bad one
+struct byte {
+    uint16_t at;
+    uint8_t values[4];
+};
+
+#define FIELD(type, name, byte, ...)                          \
+    {                                                         \
+        offsetof(struct type, name) + (byte), { __VA_ARGS__ } \
+    }
+#define SIZE(type)                                                                                         \
+    FIELD(type, size, 0, sizeof(struct type) - 8, sizeof(struct type) + 8, sizeof(struct type) + 64, 255), \
+        FIELD(type, size, 1, 16, 17, 32, 255)
+
+static const struct byte query_bytes[] = {
+    SIZE(uvm_vmem_query),
+    FIELD(uvm_vmem_query, gpu_uuid, 5, 0, 1, 2, 255),
+    FIELD(uvm_vmem_query, flags, 0, 0, 1, 2, 255),
+    FIELD(uvm_vmem_query, reserved, 39, 0, 1, 2, 255),
+};
+static const struct byte create_bytes[] = {
+    SIZE(uvm_vmem_create),
+    FIELD(uvm_vmem_create, gpu_uuid, 15, 0, 1, 2, 255),
+    FIELD(uvm_vmem_create, page_size, 2, 1, 4, 0x20, 0x21),
+    FIELD(uvm_vmem_create, page_size, 0, 0, 1, 8, 255),
+    FIELD(uvm_vmem_create, count, 0, 0, 1, 2, 9),
+    FIELD(uvm_vmem_create, count, 2, 1, 2, 128, 255),
+    FIELD(uvm_vmem_create, flags, 3, 0, 1, 2, 255),
+    FIELD(uvm_vmem_create, reserved, 0, 0, 1, 2, 255),
+};
+static const struct byte release_bytes[] = {
+    SIZE(uvm_vmem_release),
+    FIELD(uvm_vmem_release, handles, 0, 0, 8, 16, 24),
+    FIELD(uvm_vmem_release, handles, 7, 1, 2, 128, 255),
+    FIELD(uvm_vmem_release, count, 0, 0, 1, 2, 3),
+    FIELD(uvm_vmem_release, count, 1, 16, 17, 32, 255),
+    FIELD(uvm_vmem_release, flags, 1, 0, 1, 2, 255),
+    FIELD(uvm_vmem_release, reserved, 7, 0, 1, 2, 255),
+};
+static const struct byte batch_bytes[] = {
+    SIZE(uvm_vmem_batch),
+    FIELD(uvm_vmem_batch, gpu_uuid, 0, 0, 1, 2, 255),
+    FIELD(uvm_vmem_batch, ops, 0, 0, sizeof(struct uvm_vmem_op), 0, sizeof(struct uvm_vmem_op)),
+    FIELD(uvm_vmem_batch, ops, 7, 1, 2, 128, 255),
+    FIELD(uvm_vmem_batch, count, 0, 0, 1, 2, 3),
+    FIELD(uvm_vmem_batch, count, 1, 16, 17, 32, 255),
+    FIELD(uvm_vmem_batch, opSize, 0, 0, 8, 48, 80),
+    FIELD(uvm_vmem_batch, flags, 0, 0, 1, 2, 255),
+    FIELD(uvm_vmem_batch, reserved32, 2, 0, 1, 2, 255),
+    FIELD(uvm_vmem_batch, reserved, 4, 0, 1, 2, 255),
+};
+static const struct byte op_bytes[] = {
+    FIELD(uvm_vmem_op, va, 2, 0, 64, 96, 191), // granules
+    FIELD(uvm_vmem_op, va, 1, 0, 1, 16, 128),
+    FIELD(uvm_vmem_op, va, 7, 0, 1, 128, 255),
+    FIELD(uvm_vmem_op, length, 2, 1, 4, 32, 64),
+    FIELD(uvm_vmem_op, length, 0, 0, 1, 8, 128),
+    FIELD(uvm_vmem_op, length, 7, 0, 1, 128, 255),
+    FIELD(uvm_vmem_op, handle, 5, 0, 1, 2, 255),
+    FIELD(uvm_vmem_op, offset, 2, 0, 1, 31, 32),
+    FIELD(uvm_vmem_op, offset, 6, 0, 1, 2, 255),
+    FIELD(uvm_vmem_op, flags, 0, 0, UVM_VMEM_MAP_REPLACE, UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K, UVM_VMEM_MAP_OPEN),
+    FIELD(uvm_vmem_op, flags, 0, UVM_VMEM_MAP_AHEAD, UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_AHEAD, 16, 255),
+    FIELD(uvm_vmem_op, flags, 1, 0, UVM_VMEM_TAKEOVER >> 8, UVM_VMEM_TAKEOVER >> 8, 2),
+    FIELD(uvm_vmem_op, reserved, 0, 0, 1, 2, 255),
+};
+
+static const struct {
+    const char *name;
+    unsigned long command;
+    size_t size;
+    const struct byte *bytes;
+    unsigned count;
+} kinds[] = {
+    [QUERY] = {"QUERY", UVM_VMEM_QUERY, sizeof(in.query), query_bytes, COUNT(query_bytes)},
+    [CREATE] = {"CREATE", UVM_VMEM_CREATE, sizeof(in.create), create_bytes, COUNT(create_bytes)},
+    [RELEASE] = {"RELEASE", UVM_VMEM_RELEASE, sizeof(in.release), release_bytes, COUNT(release_bytes)},
+    [MAP] = {"MAP", UVM_VMEM_MAP, sizeof(in.batch), batch_bytes, COUNT(batch_bytes)},
+    [UNMAP] = {"UNMAP", UVM_VMEM_UNMAP, sizeof(in.batch), batch_bytes, COUNT(batch_bytes)},
+};
+
+// A byte that has one of two values
+struct flip {
+    _Atomic uint8_t *at;
+    uint8_t values[2];
+};
+static struct flip flips[FLIPS];
+static unsigned flip_count;
+
+static void flip_add(void *at, uint8_t other)
+{
+    for (unsigned i = 0; i < flip_count; i++)
+        if (flips[i].at == at)
+            return;
+    flips[flip_count++] = (struct flip){.at = at, .values = {*(uint8_t *)at, other}};
+}
+
+static uint8_t value_of(const struct byte *b) { return b->values[rng_below(&rng, COUNT(b->values))]; }
+
+static void flip_pick(void)
+{
+    unsigned i = rng_below(&rng, ELEMENTS);
+    const struct byte *b;
+
+    if (kind >= RELEASE && rng_below(&rng, 2)) {
+        if (kind == RELEASE || rng_below(&rng, 4) == 0) {
+            flip_add(kind == RELEASE ? &in.handles[i] : &in.ops[i].handle, pages[rng_below(&rng, PAGES)]);
+            return;
+        }
+        b = &op_bytes[rng_below(&rng, COUNT(op_bytes))];
+        flip_add((char *)&in.ops[i] + b->at, value_of(b));
+        return;
+    }
+    b = &kinds[kind].bytes[rng_below(&rng, kinds[kind].count)];
+    flip_add(in.bytes + b->at, value_of(b));
+}
+
+static void elements(void)
+{
+    for (unsigned i = 0; i < COUNT(in.ops); i++) {
+        unsigned p = rng_below(&rng, PAGES), n = layout[p].size / GRANULE;
+        uint64_t at = BASE + rng_below(&rng, GRANULES - n) * GRANULE;
+        uint32_t flags = rng_next(&rng) & (UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD);
+
+        if (rng_below(&rng, 2))
+            at &= ~(BLOCK - 1);
+        in.ops[i] = vm_op(at, layout[p].size, pages[p], 0, flags | UVM_VMEM_MAP_REPLACE | UVM_VMEM_TAKEOVER);
+        if (kind == UNMAP)
+            in.ops[i].handle = in.ops[i].flags = 0;
+    }
+}
+
+// An input and its flips, the same for a seed but for the pages' handles
+static void build(uint64_t seed)
+{
+    rng = seed * 0x9e3779b97f4a7c15ull;
+    kind = (unsigned[]){QUERY, CREATE, RELEASE, RELEASE, UNMAP, MAP, MAP, MAP}[rng_below(&rng, 8)];
+    memset(&in, 0, sizeof(in));
+    in.query.size = size = kinds[kind].size;
+    command = kinds[kind].command;
+    switch (kind) {
+    case QUERY: memcpy(in.query.gpu_uuid, &u.uuid[0], 16); break;
+    case CREATE:
+        memcpy(in.create.gpu_uuid, &u.uuid[0], 16);
+        in.create.page_size = KB(64) << rng_below(&rng, 3);
+        in.create.count = 1 + rng_below(&rng, 3);
+        break;
+    case RELEASE:
+        for (unsigned i = 0; i < COUNT(in.handles); i++)
+            in.handles[i] = pages[(seed + i) % PAGES];
+        in.release.handles = (uintptr_t)in.handles;
+        in.release.count = 1 + rng_below(&rng, ELEMENTS);
+        break;
+    default:
+        elements();
+        memcpy(in.batch.gpu_uuid, &u.uuid[0], 16);
+        in.batch.ops = (uintptr_t)in.ops;
+        in.batch.count = 1 + rng_below(&rng, ELEMENTS);
+        in.batch.opSize = sizeof(in.ops[0]);
+    }
+    if (rng_below(&rng, 2)) // what is behind the structure is not the call's
+        memset(in.bytes + size, 0xb1, sizeof(in.bytes) - size);
+    flip_count = 0;
+    for (unsigned n = 1 + rng_below(&rng, FLIPS); n; n--)
+        flip_pick();
+}
+
+// ---- a call, and what came of it --------------------------------------------------------------------------
+
+static atomic_bool wanted, flipping;
+
+static void *flipper(void *arg)
+{
+    uint64_t r = 1;
+
+    (void)arg;
+    for (;;) {
+        bool on = wanted;
+
+        flipping = on;
+        if (!on) {
+            sched_yield();
+            continue;
+        }
+        r = r * 6364136223846793005ull + 1442695040888963407ull;
+        struct flip *f = &flips[(r >> 40) % flip_count];
+        atomic_store_explicit(f->at, f->values[r >> 63], memory_order_relaxed);
+    }
+    return NULL;
+}
+
+static void flipper_set(bool on)
+{
+    wanted = on;
+    while (flipping != on)
+        sched_yield();
+}
+
+struct outcome {
+    uint64_t error, status, failed; // what it answers
+    uint64_t made, created, mapped; // pages that CREATE made, and what QUERY says afterwards
+    uint64_t entries, behind;       // hashes of the address space, and of what is behind the structure
+};
+
+static uint64_t hash(uint64_t h, uint64_t value) { return (h ^ value) * 0x100000001b3ull + (h >> 29); }
+
+static uint64_t entries(const struct simgpu_pte *before)
+{
+    static struct simgpu_pte ptes[GRANULES];
+    uint64_t h = 1;
+
+    sim_walk(&u, 0, BASE, GRANULE, ptes, GRANULES);
+    for (unsigned g = 0; g < GRANULES; g++) {
+        h = hash(hash(h, ptes[g].state), ptes[g].page_size);
+        for (unsigned p = 0; ptes[g].state == SIMGPU_PTE_VALID && p < PAGES; p++) {
+            uint64_t part = ptes[g].phys - before[layout[p].at / GRANULE].phys;
+
+            if (part < layout[p].size)
+                h = hash(hash(h, p), part);
+        }
+    }
+    return h;
+}
+
+static struct outcome call(bool race)
+{
+    static struct simgpu_pte before[GRANULES];
+    struct uvm_vmem_query q;
+    struct outcome o = {0};
+
+    sim_walk(&u, 0, BASE, GRANULE, before, GRANULES);
+    if (race)
+        flipper_set(true);
+    o.error = ioctl(u.fd, command, &in) ? errno : 0;
+    if (race)
+        flipper_set(false);
+    q = vm_query(&u, 0);
+    o.created = q.out_bytes_created;
+    o.mapped = q.out_bytes_mapped;
+    if (!o.error) {
+        o.status = in.query.rmStatus;
+        o.failed = kind == RELEASE ? in.release.out_failed : kind >= MAP ? in.batch.out_failed : 0;
+    }
+    while (kind == CREATE && !o.error && !o.status && !vm_release_one(&u, in.create.out_handle + o.made))
+        o.made++;
+    o.entries = entries(before);
+    for (size_t i = size; i < sizeof(in.bytes); i++)
+        o.behind = hash(o.behind, in.bytes[i]);
+    return o;
+}
+
+static unsigned alone(uint64_t seed, struct outcome *outcomes)
+{
+    unsigned n = 0;
+
+    do {
+        reset();
+        build(seed);
+        for (unsigned i = 0; i < flip_count; i++)
+            *flips[i].at = flips[i].values[n >> i & 1];
+        outcomes[n] = call(false);
+    } while (++n < 1u << flip_count);
+    return n;
+}
+
+TEST(test_input_that_changes)
+{
+    uint64_t total = env_long("CALLS", 2000), seed = env_long("SEED", 1), calls = 0, mixed = 0;
+    struct outcome expected[1 << FLIPS], o;
+    double t0 = seconds();
+    pthread_t thread;
+
+    uvm_start(&u);
+    CHECK_EQ(uvm_create_external(&u, BASE, BLOCKS * BLOCK), NV_OK);
+    pages_new();
+    CHECK(pthread_create(&thread, NULL, flipper, NULL) == 0);
+    for (; calls < total; seed++) {
+        unsigned n = alone(seed, expected), i;
+
+        for (unsigned k = 0; k < RACES; k++, calls++) {
+            reset();
+            build(seed);
+            o = call(true);
+            for (i = 0; i < n && memcmp(&o, &expected[i], sizeof(o)); i++)
+                ;
+            CHECK_MSG(i < n,
+                      "SEED %llu: %s answers %llu, 0x%llx at %llu, made %llu, and has %llx created, %llx mapped, "
+                      "entries %llx, behind it %llx: none of %u inputs alone does",
+                      (unsigned long long)seed, kinds[kind].name, (unsigned long long)o.error,
+                      (unsigned long long)o.status, (unsigned long long)o.failed, (unsigned long long)o.made,
+                      (unsigned long long)o.created, (unsigned long long)o.mapped, (unsigned long long)o.entries,
+                      (unsigned long long)o.behind, n);
+            mixed += memcmp(&o, &expected[0], sizeof(o)) != 0;
+        }
+    }
+    for (unsigned i = 0; i < PAGES; i++)
+        vm_release_one(&u, pages[i]);
+    CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
+    sim_check(0);
+    CHECK(mixed);
+    printf("%llu calls in a race, %llu of which found their input changed\n", (unsigned long long)calls,
+           (unsigned long long)mixed);
+    vmtest_figure("fetch_calls", calls, "calls");
+    vmtest_figure("fetch_seconds", seconds() - t0, "s");
+}
