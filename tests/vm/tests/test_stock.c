@@ -501,7 +501,8 @@ static void *mapper(void *arg)
             continue;
         for (unsigned i = 0; i < count; i++) {
             ops[i] = vm_op(AT(rng_below(&rng, BLOCKS)) + rng_below(&rng, MB(2) / size) * size, size, first + i, 0,
-                           UVM_VMEM_MAP_REPLACE | UVM_VMEM_TAKEOVER);
+                           UVM_VMEM_MAP_REPLACE | UVM_VMEM_TAKEOVER |
+                               (rng_next(&rng) & (UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD)));
             handles[i] = first + i;
         }
         maps++;
