@@ -207,7 +207,7 @@ MUTANTS = (
        "uvm_vmem_closed", drop("overlay_drop")),
     _m("leaked_overlay", "an overlay is never freed", "test_process test_overlays_are_charged_to_the_cgroup",
        "overlay_drop", drop("uvm_vmem_free")),
-    _m("lost_unwind_of_an_overlay", "an overlay opened for a failed batch stays registered with UVM", "test_atomic",
+    _m("lost_unwind_of_an_overlay", "an overlay opened for a failed batch stays registered with UVM", "test_failnth",
        "uvm_vmem_overlay_undo", drop("map_destroy")),
     _m("gpu_leaves_its_pages", "unregistering a GPU frees none of its pages",
        "test_lifetime test_unregister_gpu_ends_its_handles",
