@@ -7,6 +7,7 @@ User space is this machine's: the same build that runs here, with a stand-in lib
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,10 +28,26 @@ TOOLS = ("insmod", "rmmod", "modprobe", "modinfo", "mknod", "bash")
 # Faults of the simulated hardware (SIMGPU_MODE_BREAK_*), and the stage of the self-test that must fail
 # Membars are not among them: the simulated CUDA's stores are in memory at once, so none can come late.
 FAULTS = (("no invalidate", 1 << 8, "replace"),)
-# Left out: what tests the build for the machine at hand, and what makes torch tensors on the device, which only a torch
-# with CUDA does. libvmem's C suite has the KV cache too.
-LEFT_OUT = tuple(p.name for p in (TOP / "tests/python").glob("*.py")
-                 if p.name.startswith("test_kernel_open_") or "\nimport torch\n" in p.read_text())  # fmt: skip
+# What the guest has not: torch (only one with CUDA makes tensors on the device, and the C suite has the KV cache, too),
+# the documents, which two files read when they are imported, and tools to build modules for the machine at hand.
+_LACKS = re.compile(r"^(import torch$|from pyvmem import .*KVCache|import pyvmem\.(kv|sglang|vllm))", re.MULTILINE)
+_READ_DOCUMENTS = {"test_models_file", "test_readme"}
+
+
+def _left_out():
+    """Names of files of tests/python: those that lack something, and those that import them."""
+    texts = {p.stem: p.read_text() for p in (TOP / "tests/python").glob("*.py")}
+    builds = {name for name in texts if name.startswith("test_kernel_open_")}
+    out = _READ_DOCUMENTS | builds | {name for name, text in texts.items() if _LACKS.search(text)}
+    while more := {
+        name for name, text in texts.items()
+        if name not in out and any(re.search(rf"^(from|import) {other}\b", text, re.MULTILINE) for other in out)
+    }:  # fmt: skip
+        out |= more
+    return tuple(f"{name}.py" for name in sorted(out))
+
+
+LEFT_OUT = _left_out()
 
 
 def _run(*command, cwd=TOP):
