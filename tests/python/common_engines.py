@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
 
 import torch
@@ -229,12 +228,3 @@ def owner(path):
         return 0
     link.close()
     return link.owner
-
-
-def until(what, seconds=30):
-    """Wait until something is so."""
-    end = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
-    return found

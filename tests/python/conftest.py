@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import hypothesis
@@ -81,6 +82,15 @@ def lag():
 @pytest.fixture(params=["smallest", "largest"])
 def page_size(request, context):
     return {"smallest": min, "largest": max}[request.param](context.page_sizes)
+
+
+def until(what, seconds=60):
+    """Wait until something is so; returns what it is."""
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
+    return found
 
 
 def python(code, *args, check=True, env=None, timeout=900):

@@ -15,6 +15,8 @@ import pytest
 from pyvmem import Context, InvalidArgument, KVPool, OutOfMemory, VmemError
 from pyvmem.blocks import BOARD_WORDS, BlockRange, Blocks
 
+from conftest import until
+
 
 @pytest.fixture
 def make(context):
@@ -219,13 +221,6 @@ def two(context):
     pool.close()
 
 
-def soon(what, seconds=20):
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
-
-
 def test_members_take_what_is_free_and_no_more(two):
     a, b = two
     assert a.back(range(20)) == 20
@@ -234,7 +229,7 @@ def test_members_take_what_is_free_and_no_more(two):
         b.back([12])
     a.unback(range(10))
     a.flush()
-    soon(lambda: b.ask(8 * b.page) == 0)  # the unused budget comes without an offer
+    until(lambda: b.ask(8 * b.page) == 0, 20)  # the unused budget comes without an offer
     assert b.back(range(12, 20)) == 8
     with pytest.raises(InvalidArgument, match="member of a pool already"):
         a.join(KVPool(32 * a.page))
@@ -253,7 +248,7 @@ def test_a_member_gives_up_what_it_offers_when_another_asks(two):
             return "no member of the pool can give" in str(error)
         return False
 
-    soon(refused)  # nothing is offered
+    until(refused, 20)  # nothing is offered
     a.offer(20 * a.page)
     missing = []
 
@@ -264,7 +259,7 @@ def test_a_member_gives_up_what_it_offers_when_another_asks(two):
             pass
         return a.board[SHRINK_TO] != 0
 
-    soon(asked)
+    until(asked, 20)
     keep = int(a.board[SHRINK_TO]) // a.page
     assert 20 <= keep <= 26
     a.unback(range(keep, 28))
@@ -278,7 +273,7 @@ def test_a_member_gives_up_what_it_offers_when_another_asks(two):
         except OutOfMemory:  # an answer from before the blocks went
             return False
 
-    soon(got)
+    until(got, 20)
     assert b.back(range(6)) == 6
     assert a.stats().held + b.stats().held <= 32 * a.page
 
@@ -286,7 +281,7 @@ def test_a_member_gives_up_what_it_offers_when_another_asks(two):
         a.offer(0)
         return a.board[SHRINK_TO] == 0
 
-    soon(lapsed)
+    until(lapsed, 20)
 
 
 def test_a_minimum_is_kept(two):

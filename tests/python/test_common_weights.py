@@ -10,7 +10,9 @@ import signal
 import common_engines as engines
 import pytest
 import torch
-from common_engines import Model, Process, expected, until
+from common_engines import Model, Process, expected
+
+from conftest import until
 
 SIZE = 8 << 20  # of the model's one part
 
@@ -40,14 +42,14 @@ def test_the_second_engine_takes_what_the_first_has_loaded(path):
     told = b("look")
     assert told["common"] and told["alone"] == 0 and told["bytes"] == SIZE
     assert told["held"] == a("look")["held"] == SIZE // 2  # each counts its share
-    assert sum(held for name, _, held in until(lambda: [m for m in b("members") if m[2]])) == SIZE  # once
+    assert sum(held for name, _, held in until(lambda: [m for m in b("members") if m[2]], 30)) == SIZE  # once
 
 
 def test_weights_outlive_their_engine(path):
     a = Process(path)
     assert a("start", "k", 1) == "loaded"
     a.kill()
-    until(lambda: not engines.state(path)[0]["engines"])
+    until(lambda: not engines.state(path)[0]["engines"], 30)
     b = Process(path)
     assert b("start", "k", 99) == "took"
     assert b("tokens") == expected(1)
@@ -127,7 +129,7 @@ def test_common_weights_leave_when_all_sleep_and_the_first_to_wake_brings_them_b
     assert a("wake") == 0 and a("tokens") == expected(1)  # nobody wanted them
     a("sleep")
     other("start", "large", 3, layers=56)  # needs all of the pool
-    until(lambda: not a("look")["held"])
+    until(lambda: not a("look")["held"], 30)
     assert other("tokens") == expected(3, layers=56)
     a.begin("wake")
     b.begin("wake")
@@ -219,7 +221,7 @@ def test_the_death_of_the_owner_harms_nobody(path, asleep):
 def test_an_engine_that_dies_while_it_loads_leaves_nothing(path):
     a, b = Process(path), Process(path)
     a.begin("start", "k", 1, layers=30)
-    until(lambda: engines.state(path))
+    until(lambda: engines.state(path), 30)
     a.kill()
     assert b("start", "k", 2) == "loaded" and b("tokens") == expected(2)
     assert len(engines.state(path)) == 1
@@ -232,11 +234,11 @@ def test_weights_that_nobody_has_go_after_a_while(path):
     if not pid:
         main([path, "0.5"])
         os._exit(0)
-    until(lambda: os.path.exists(socket_of(path)))
+    until(lambda: os.path.exists(socket_of(path)), 30)
     a = Process(path)
     assert a("start", "k", 1) == "loaded"
     a.kill()
-    until(lambda: not engines.state(path))
+    until(lambda: not engines.state(path), 30)
     assert os.waitpid(pid, 0)[1] == 0 and not os.path.exists(socket_of(path))
 
 

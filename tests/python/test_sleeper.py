@@ -22,6 +22,8 @@ from pyvmem.engine.settings import Refused, Settings
 from pyvmem.sleep.sleeper import Sleeper
 from pyvmem.tensor import VirtualTensor
 
+from conftest import until
+
 PAGE = 64 << 10
 CHOSEN = Settings("VMEM_ENGINE", on=True, pool="pool", weights=True)
 
@@ -199,8 +201,7 @@ def test_a_model_that_starts_takes_nothing_that_an_earlier_one_needs_to_start(po
         first.weights.adopt([model])
     thread = threading.Thread(target=load_second)
     thread.start()
-    while not page.short:
-        time.sleep(1e-3)
+    until(lambda: page.short)
     assert len(load(busy, 2, pool)) == 2 and not loaded.is_set()  # as the first one's null block
     first.warmed_up(bool)
     first.park()  # as its server has it
@@ -232,8 +233,7 @@ def test_models_start_side_by_side_if_both_fit(pool, two, sizes, monkeypatch):
     (begun, first), (_, second) = two
     monkeypatch.setattr("pyvmem.sleep.sleeper.LOAD_WAIT", 0.1)
     with first.claim(sizes[0] * MIB):
-        while begun.short:
-            time.sleep(1e-3)
+        until(lambda: not begun.short)
         fits = sum(sizes) <= 8 and 0 not in sizes
         if not fits:
             monkeypatch.setattr("pyvmem.sleep.sleeper.STARTS", 0.1)  # nobody waits longer for one that hangs

@@ -12,22 +12,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from pyvmem.tools.pair import LATE, SOON, Pair
 
+from conftest import until
+
 HERE = Path(__file__).parent
-
-
-def until(what):
-    end = time.monotonic() + 60
-    while not (found := what()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found
 
 
 class Running:
