@@ -3,6 +3,7 @@
 One child at a time makes an engine. The owner of the weights is a process of its own, which stays in between.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -28,21 +29,25 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def environ():
-    return sleeping(VMEM_VLLM_COMMON="5")
+    """Weights outlive an engine for longer than any start takes, and end with the test."""
+    made = sleeping(VMEM_VLLM_COMMON="600")
+    yield made
+    with contextlib.suppress(OSError):  # no engine has begun one
+        os.kill(linked(made["VMEM_VLLM_POOL"]).owner, signal.SIGKILL)
 
 
-def path():
+def linked(pool):
     from pyvmem.kv.view import view_folder
+    from pyvmem.sleep.link import Link
 
-    return str(view_folder() / f"{os.environ['VMEM_VLLM_POOL']}.pool")
+    link = Link(str(view_folder() / f"{pool}.pool"), "", 30)
+    link._open()
+    return link
 
 
 def state():
     """What the owner of this process's pool has."""
-    from pyvmem.sleep.link import Link
-
-    link = Link(path(), "", 30)
-    link._open()
+    link = linked(os.environ["VMEM_VLLM_POOL"])
     told = link.ask("state")[0]
     link.close()
     return told
