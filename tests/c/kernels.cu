@@ -16,6 +16,7 @@
     } while (0)
 
 const int kernels_on_gpu = 1;
+struct vmem_context *kernels_copy;
 
 struct tensors {
     struct kernel_tensor t[K_TENSORS];

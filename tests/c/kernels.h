@@ -1,7 +1,7 @@
 // Kernels for the fence test. Each belongs to a step, reads every row of its requests again and again until it is
 // released, checks what the rows say, and writes the new ones. They run one after another, as on a stream.
 //
-// kernels.c runs them in a thread; kernels.cu on a GPU.
+// kernels.c runs them in a thread, or by copies when they have to end; kernels.cu on a GPU.
 //
 // SPDX-License-Identifier: MIT
 #ifndef KERNELS_H
@@ -36,6 +36,8 @@ struct kernel_fault {
 };
 
 extern const int kernels_on_gpu;
+struct vmem_context;
+extern struct vmem_context *kernels_copy; // kernels.c: the CPU does not see the pages, and this context copies words
 void kernels_start(const struct kernel_tensor *tensors, uint32_t n);
 void kernels_stop(void);
 // Copies *k. At most K_RING kernels may not have been waited for.

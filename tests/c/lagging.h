@@ -8,7 +8,7 @@
 #define BLOCKS 24
 
 struct request {
-    uint32_t tokens;
+    uint32_t tokens, written; // rows that it had once
     bool taken, swapped;
     uint64_t part; // the last step that it took part in, or whose kernels write the rows that it was attached
     uint64_t origin[K_TOKENS];
@@ -35,6 +35,14 @@ static const struct shape shapes[] = {
      24},
     {"tiles, odd rows", {{.row_bytes = 1152}, {.row_bytes = 656, .kind = 1}}, 2, 16, 24, 20},
     {"wide rows", {{.row_bytes = 32768}, {.row_bytes = 16384}}, 2, 1, 260, 4},
+    {"tiles", {{.row_bytes = 4096}, {.row_bytes = 4096}}, 2, 24, 80, 24},
+    {"a page and a half", {{.row_bytes = 96 * 1024}}, 1, 1, 200, 2},
+    {"window, tiles", {{.row_bytes = 32768, .window = 64}, {.row_bytes = 16384, .max_tokens = 100}}, 2, 16, 120, 8},
+};
+// Shapes whose pages go together, where the backend has such (VMEM_KV_UNSHARED).
+static const struct shape together[] = {
+    {"long", {{.row_bytes = 256 * KIB}, {.row_bytes = 256 * KIB}}, 2, 1, 120 * 32, 0},
+    {"long, tiles, window", {{.row_bytes = 192 * KIB}, {.row_bytes = 128 * KIB, .window = 60}}, 2, 24, 100 * 32, 0},
 };
 
 static vmem_context *ctx;
@@ -45,6 +53,7 @@ static struct request requests[K_SLOTS];
 static struct prefix prefixes[PREFIXES], blocks[BLOCKS];
 static uint64_t seed, page_size, budget, steps, landed, block_tokens, n_failed, n_kernels, n_swapped;
 static uint32_t in_flight, flags;
+static bool hard; // the context's budget is the cache's
 
 static uint64_t below(uint64_t n) { return rnd(&seed) % n; }
 

@@ -1,10 +1,12 @@
 // A server that schedules ahead: kernels of 1 to 3 earlier iterations are still running when a step is called, and run
 // until the last moment that the kernel rule allows. Each reads all rows of its requests until then, and checks every
 // one. Meanwhile the server makes every call of the manager that does not have to be quiet, those with fences included,
-// and quiet ones where no kernel is left. The manager checks itself (VMEM_KV_CHECK), and the background thread is stopped
-// at random.
+// and quiet ones where no kernel is left. Caches are of several shapes, with and without each optimisation. The manager
+// checks itself (VMEM_KV_CHECK). The background thread is stopped at random where it has dropped the lock, and goes on
+// some calls later or when a call waits for it.
 //
-// VMEM_TEST_ITERATIONS: iterations for each number of steps in flight (1500); VMEM_TEST_IN_FLIGHT: only for that number;
+// VMEM_TEST_ITERATIONS: iterations for each number of steps in flight (4000, or where the CPU does not see the pages,
+// 20 times VMEM_TEST_OPERATIONS); VMEM_TEST_IN_FLIGHT: only for that number;
 // VMEM_TEST_SEED; VMEM_TEST_SECONDS: stop after about so many, and say how far it came. `make fuzz-kv` runs 100,000 of
 // each, on the host and over the fake GPU driver; `make fuzz-kv-gpu` with kernels on a GPU.
 //
@@ -12,6 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/core.h"
 #include "trouble.h"
 
 #include "lagging.h"
@@ -25,7 +28,15 @@ static bool alloc(uint32_t *slot, uint32_t prefix_tokens)
     const struct vmem_kv_alloc_options o = {.size = sizeof o,
                                             .tokens = (uint32_t)below(K_TOKENS),
                                             .prefix_tokens = prefix_tokens};
-    if (vmem_kv_alloc(kv, &o, slot))
+    bool full = true;
+    for (uint32_t s = 0; s < K_SLOTS; s++) {
+        const uint32_t state = state_of(s);
+        full &= state != VMEM_KV_FREE;
+        CHECK_EQ(requests[s].taken, state == VMEM_KV_ACTIVE || state == VMEM_KV_SWAPPED);
+    }
+    const int rc = vmem_kv_alloc(kv, &o, slot);
+    CHECK_EQ(rc, full ? -ENOSPC : 0);
+    if (rc)
         return false;
     CHECK(!requests[*slot].taken);
     requests[*slot] = (struct request){.taken = true};
@@ -114,7 +125,7 @@ static void attach(const struct prefix *p)
         do_free(slot);
         return;
     }
-    requests[slot].tokens = tokens;
+    requests[slot].tokens = requests[slot].written = tokens;
     requests[slot].part = p->ready;
     memcpy(requests[slot].origin, p->origin, sizeof p->origin);
 }
@@ -123,7 +134,10 @@ static void do_prefix(uint32_t s)
 {
     struct prefix *p = &prefixes[below(PREFIXES)];
     const struct request *r = &requests[s];
-    if (p->id && below(3)) {
+    if (flags & VMEM_KV_UNSHARED) {
+        CHECK_EQ(k_save(kv, s, 1, &p->id), r->taken && !r->swapped ? -EOPNOTSUPP : -EINVAL);
+        p->id = 0;
+    } else if (p->id && below(3)) {
         attach(p);
     } else if (p->id) {
         OK(k_drop(kv, p->id));
@@ -170,7 +184,7 @@ static void attach_blocks(void)
         return;
     }
     CHECK(tokens % block_tokens == 0 && tokens <= n * block_tokens);
-    requests[slot].tokens = tokens;
+    requests[slot].tokens = requests[slot].written = tokens;
     requests[slot].part = ready;
     for (uint32_t i = 0; i < tokens / block_tokens; i++)
         memcpy(&requests[slot].origin[i * block_tokens], &chosen[i]->origin[i * block_tokens], bytes);
@@ -180,7 +194,8 @@ static void do_blocks(uint32_t s)
 {
     const struct request *r = &requests[s];
     struct prefix *b = &blocks[below(BLOCKS)];
-    switch (below(4)) {
+    switch (flags & VMEM_KV_UNSHARED ? 4 : below(4)) {
+    case 4: return;
     case 0:
         OK(k_drop(kv, b->id));
         b->id = 0;
@@ -203,15 +218,27 @@ static void do_blocks(uint32_t s)
 
 // ---- memory ---------------------------------------------------------------------------------------------------
 
+// The context refuses what the manager must not ask for.
+static void harden(void)
+{
+    struct vmem_kv_stats st = {.size = sizeof st};
+    OK(vmem_kv_get_stats(kv, &st));
+    CHECK(st.free_pages <= st.budget_pages);
+    if (hard)
+        OK(vmem_set_budget(ctx, (st.held_pages > st.budget_pages ? st.held_pages : st.budget_pages) * page_size));
+}
+
 static void do_budget(void)
 {
     uint64_t freed;
+    OK(vmem_set_budget(ctx, 0));
     switch (below(4)) {
     case 0: OK(vmem_kv_set_budget(kv, budget / 2 + below(budget / 2))); break;
     case 1: OK(vmem_kv_reclaim(kv, below(budget), 0, &freed)); break;
     case 2: OK(vmem_kv_reclaim(kv, UINT64_MAX, 0, &freed)); break;
     default: OK(vmem_kv_set_budget(kv, budget));
     }
+    harden();
 }
 
 static void end_all(void)
@@ -256,11 +283,23 @@ static void preempt(void)
     do_retire();
 }
 
+// With VMEM_KV_ZERO, rows that are backed and that the request has not written show nothing of earlier ones.
+static void verify_zero(uint32_t s)
+{
+    const struct request *r = &requests[s];
+    for (uint32_t t = 0; t < shape->n && flags & VMEM_KV_ZERO; t++) {
+        const uint32_t n = r->tokens < tensors[t].max_tokens ? r->tokens : tensors[t].max_tokens;
+        for (uint32_t row = r->written; row < n; row = row < n - 1 && n - row > 4 ? n - 2 : row + 1)
+            CHECK_EQ(get_word(ctx, tensors[t].addr + s * tensors[t].slot_stride + row * tensors[t].row_bytes), 0);
+    }
+}
+
 static void do_step(bool back)
 {
     int32_t lengths[K_SLOTS] = {0};
     uint32_t before[K_SLOTS];
     uint64_t missing, predicted;
+    bool into_shared = false; // a step back below rows that are shared
     for (uint32_t s = 0; s < K_SLOTS; s++) {
         const struct request *r = &requests[s];
         before[s] = r->tokens;
@@ -268,29 +307,48 @@ static void do_step(bool back)
             continue;
         uint64_t more = !r->tokens || below(16) == 0 ? 1 + below(K_TOKENS / 2) : 1 + (below(8) == 0) * below(8);
         lengths[s] = (int32_t)(r->tokens + more > K_TOKENS ? K_TOKENS : r->tokens + more);
-        if (back && r->tokens > 20 && below(4) == 0)
+        if (back && r->tokens > 20 && below(4) == 0) {
+            struct vmem_kv_slot_info info = {.size = sizeof info};
             lengths[s] = (int32_t)(r->tokens - below(20));
+            OK(vmem_kv_get_slot(kv, s, &info));
+            into_shared |= (uint32_t)lengths[s] < info.shared_tokens;
+        }
     }
     land_for_step();
     OK(vmem_kv_retire(kv, steps - in_flight)); // what the step finds out itself, so that both answers are of one moment
     const int expect = k_missing(vmem_kv_step(kv, lengths, K_SLOTS, VMEM_KV_DRY), &predicted);
-    const uint64_t again = trouble_calls;
-    const int rc = k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), &missing);
+    if (below(8) == 0) // what could be taken back is part of no answer
+        OK(vmem_kv_reclaim(kv, below(budget), 0, NULL));
+    const uint64_t before_trouble = trouble_calls;
+    uint64_t again = trouble_calls;
+    int rc = k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), &missing);
+    while (rc == -ENOMEM && again != trouble_calls) { // pages that it could not give up go with a trim
+        again = trouble_calls;
+        OK(vmem_trim(ctx, NULL));
+        rc = k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), &missing);
+    }
+    CHECK(!into_shared || rc == -EINVAL);
     if (back && (rc == -EINVAL || expect == -EINVAL)) // shared, or given up by a window
         return;
-    if (rc == -ENOMEM && missing && trouble_took_pages(kv, again)) {
+    if (rc == -ENOMEM && missing && trouble_took_pages(kv, before_trouble)) {
         preempt();
         return;
     }
-    if (rc != expect || (rc == -ENOMEM && !missing))
+    if (rc != expect || missing != predicted || (rc == -ENOMEM && !missing))
         FAIL("%s: step %d, check %d, missing %" PRIu64 " and %" PRIu64 ": %s", shape->name, rc, expect, missing,
              predicted, vmem_last_error());
     if (rc) {
         preempt();
         return;
     }
-    for (uint32_t s = 0; s < K_SLOTS; s++)
-        requests[s].tokens = lengths[s] ? (uint32_t)lengths[s] : requests[s].tokens;
+    for (uint32_t s = 0; s < K_SLOTS; s++) {
+        struct request *r = &requests[s];
+        if (!lengths[s])
+            continue;
+        r->tokens = (uint32_t)lengths[s];
+        verify_zero(s);
+        r->written = r->written > r->tokens ? r->written : r->tokens;
+    }
     take_off(lengths, before);
 }
 
@@ -356,6 +414,9 @@ static void iterate(void)
         break;
     }
     do_step(below(16) == 0);
+    for (uint32_t k = 0; k < K_SLOTS && below(8) == 0; k++) // speculative decoding: the last tokens are rejected
+        if (below(2))
+            do_truncate(k);
 }
 
 // ---- a run ----------------------------------------------------------------------------------------------------
@@ -378,8 +439,30 @@ static void create(void)
     for (uint32_t t = 0; t < shape->n; t++) {
         struct vmem_kv_layout l = {.size = sizeof l};
         OK(vmem_kv_get_layout(kv, t, &l));
-        tensors[t] = (struct kernel_tensor){l.addr, l.slot_stride, l.row_bytes, shape->tensors[t].window, K_TOKENS};
+        const uint32_t max_tokens = shape->tensors[t].max_tokens;
+        tensors[t] = (struct kernel_tensor){l.addr, l.slot_stride, l.row_bytes, shape->tensors[t].window,
+                                            max_tokens ? max_tokens : K_TOKENS};
     }
+    harden();
+}
+
+// All ends in order, and nothing is left.
+static void end_in_order(void)
+{
+    struct vmem_kv_stats st = {.size = sizeof st};
+    end_all();
+    land(steps);
+    OK(vmem_kv_retire(kv, steps));
+    for (uint32_t i = 0; i < PREFIXES; i++)
+        OK(k_drop(kv, prefixes[i].id));
+    for (uint32_t i = 0; i < BLOCKS; i++)
+        OK(k_drop(kv, blocks[i].id));
+    OK(vmem_kv_wait(kv)); // or it would back the next slot again
+    OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, 0, NULL));
+    OK(vmem_kv_get_stats(kv, &st));
+    CHECK_EQ(st.held_pages, 0);
+    CHECK_EQ(st.shared_pages, 0);
+    CHECK(st.window_pages < UINT32_MAX && st.reclaimed_pages < UINT32_MAX);
 }
 
 // The end of a cache whose kernels are running: it accepts no call from then on. When they have ended, nothing is left.
@@ -394,6 +477,7 @@ static void destroy(bool troubled)
     ERR(vmem_kv_retire(kv, steps), EINVAL, "is closed");
     land(steps);
     vmem_kv_destroy(kv);
+    OK(vmem_set_budget(ctx, 0));
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).reserved, 0);
 }
@@ -405,6 +489,7 @@ static void run(const struct shape *sh, uint32_t with, uint32_t steps_in_flight,
     shape = sh;
     flags = with;
     seed = start;
+    hard = below(2);
     in_flight = steps_in_flight;
     page_size = page;
     block_tokens = sh->block_tokens * scale <= K_TOKENS ? sh->block_tokens * scale : sh->block_tokens;
@@ -421,7 +506,12 @@ static void run(const struct shape *sh, uint32_t with, uint32_t steps_in_flight,
     for (uint64_t i = 0; i < iterations; i++)
         iterate();
     stop(false);
-    destroy(trouble_on);
+    const bool troubled = trouble_on, in_order = below(2);
+    if (in_order) {
+        trouble_end();
+        end_in_order();
+    }
+    destroy(troubled);
     trouble_end();
     land(steps);
     kernels_stop();
@@ -438,9 +528,15 @@ static uint64_t number(const char *name, uint64_t otherwise)
 // Caches of all kinds, one after another, until there were so many iterations in all, or no time is left.
 static void run_all(uint32_t steps_in_flight, uint64_t start, uint64_t iterations)
 {
-    static const uint32_t with[] = {VMEM_KV_DEFAULT, VMEM_KV_DEFER, VMEM_KV_DEFAULT | VMEM_KV_ZERO | VMEM_KV_LAZY,
-                                    VMEM_KV_OVERLAP};
-    const uint64_t kinds = COUNT(shapes) * COUNT(with), most = 5000; // iterations of all kinds in turn
+    static const uint32_t with[] = {VMEM_KV_DEFAULT,
+                                    VMEM_KV_DEFER,
+                                    VMEM_KV_DEFAULT | VMEM_KV_ZERO | VMEM_KV_LAZY,
+                                    VMEM_KV_OVERLAP,
+                                    0,
+                                    VMEM_KV_DEFER | VMEM_KV_GENEROUS,
+                                    VMEM_KV_OVERLAP | VMEM_KV_DEFER};
+    const uint64_t all = COUNT(shapes) + (ctx->b.whole_max ? COUNT(together) : 0);
+    const uint64_t kinds = all * COUNT(with), most = 5000; // iterations of all kinds in turn
     const uint64_t seconds = number("VMEM_TEST_SECONDS", 0);
     const time_t begin = time(NULL);
     uint64_t done = 0;
@@ -448,9 +544,12 @@ static void run_all(uint32_t steps_in_flight, uint64_t start, uint64_t iteration
     for (uint64_t round = 0; done < iterations; round++) {
         const uint64_t left = iterations - done, each = (left < most ? left : most) / kinds + 1;
         for (uint64_t n = 0; n < kinds && (!seconds || (uint64_t)(time(NULL) - begin) < seconds); n++) {
-            const uint64_t i = n / COUNT(with), j = n % COUNT(with);
-            run(&shapes[i], with[j], steps_in_flight, test_page << ((i + j) % 3 == 2 && test_page < 2 * MIB),
-                start + i * 10 + j + round * 1000000, each);
+            const uint64_t i = n / COUNT(with), j = n % COUNT(with), seed_of = start + i * 10 + j + round * 1000000;
+            const uint64_t page = test_page << ((i + j) % 3 == 2 && test_page < 2 * MIB);
+            if (i < COUNT(shapes))
+                run(&shapes[i], with[j], steps_in_flight, page, seed_of, each);
+            else
+                run(&together[i - COUNT(shapes)], with[j] | VMEM_KV_UNSHARED, steps_in_flight, page, seed_of, each);
             done += each;
         }
         printf("%u steps in flight: %" PRIu64 " of %" PRIu64 " iterations in %" PRIu64 " s: %" PRIu64
@@ -465,15 +564,15 @@ static void run_all(uint32_t steps_in_flight, uint64_t start, uint64_t iteration
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
-    if (!kernels_on_gpu && !test_cpu_sees_pages())
-        SKIP("kernels.c runs on the CPU: make fuzz-kv-gpu");
     ctx = test_context(0);
+    kernels_copy = kernels_on_gpu || test_cpu_sees_pages() ? NULL : ctx;
     vmem__kv_hook = stop_at_random;
     static const uint32_t many[] = {2, 1, 3};
     const uint64_t only = number("VMEM_TEST_IN_FLIGHT", 0);
+    const uint64_t otherwise = kernels_copy ? 20 * number("VMEM_TEST_OPERATIONS", 100) : 4000;
     for (size_t k = 0; k < COUNT(many); k++)
         if (!only || only == many[k])
-            run_all(many[k], number("VMEM_TEST_SEED", 1) * 1000 + k * 100, number("VMEM_TEST_ITERATIONS", 1500));
+            run_all(many[k], number("VMEM_TEST_SEED", 1) * 1000 + k * 100, number("VMEM_TEST_ITERATIONS", otherwise));
     printf("%" PRIu64 " calls were made again\n", trouble_calls);
     vmem_context_destroy(ctx);
     return 0;

@@ -60,7 +60,7 @@ __attribute__((unused)) static bool trouble_took_pages(vmem_kv *kv, uint64_t bef
     struct vmem_kv_stats st = {.size = sizeof st};
     if (trouble_calls == before || vmem_kv_get_stats(kv, &st))
         return false;
-    return st.held_pages > st.budget_pages;
+    return st.held_pages >= st.budget_pages;
 }
 
 #define TROUBLE(call)              \
