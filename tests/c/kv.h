@@ -7,6 +7,47 @@
 #include "harness.h"
 #include "vmem_kv_pool.h"
 
+// A cache with pages of the smallest size: k_create(ctx, .tensors = tensors, ...).
+#define k_create(ctx, ...)                                                             \
+    k_create_with(ctx, &(struct vmem_kv_config){.size = sizeof(struct vmem_kv_config), \
+                                                .page_size = test_page,                \
+                                                __VA_ARGS__})
+__attribute__((unused)) static vmem_kv *k_create_with(vmem_context *ctx, const struct vmem_kv_config *cfg)
+{
+    vmem_kv *kv;
+    OK(vmem_kv_create(ctx, cfg, &kv));
+    return kv;
+}
+
+__attribute__((unused)) static struct vmem_kv_stats k_stats(vmem_kv *kv)
+{
+    struct vmem_kv_stats st = {.size = sizeof st};
+    OK(vmem_kv_get_stats(kv, &st));
+    return st;
+}
+
+__attribute__((unused)) static struct vmem_kv_slot_info k_slot(vmem_kv *kv, uint32_t slot)
+{
+    struct vmem_kv_slot_info info = {.size = sizeof info};
+    OK(vmem_kv_get_slot(kv, slot, &info));
+    return info;
+}
+
+__attribute__((unused)) static struct vmem_kv_shortage k_shortage(void)
+{
+    struct vmem_kv_shortage s = {.size = sizeof s};
+    OK(vmem_kv_last_shortage(&s));
+    return s;
+}
+
+// The address of a row.
+__attribute__((unused)) static uint64_t k_row(vmem_kv *kv, uint32_t tensor, uint32_t slot, uint32_t row)
+{
+    struct vmem_kv_layout l = {.size = sizeof l};
+    OK(vmem_kv_get_layout(kv, tensor, &l));
+    return l.addr + slot * l.slot_stride + row * l.row_bytes;
+}
+
 // A slot for a request whose first step has about `tokens` tokens.
 __attribute__((unused)) static int k_alloc(vmem_kv *kv, uint32_t tokens, uint32_t *slot)
 {
@@ -19,21 +60,17 @@ __attribute__((unused)) static int k_alloc(vmem_kv *kv, uint32_t tokens, uint32_
 // Passes on what a call returned, and stores how many pages it lacked (NULL: nowhere).
 __attribute__((unused)) static int k_missing(int rc, uint64_t *missing)
 {
-    struct vmem_kv_shortage s = {.size = sizeof s};
-    OK(vmem_kv_last_shortage(&s));
     if (missing)
-        *missing = rc == -ENOMEM ? s.missing_pages : 0;
+        *missing = rc == -ENOMEM ? k_shortage().missing_pages : 0;
     return rc;
 }
 
 // The number of the cache's n-th step, made or not.
 __attribute__((unused)) static uint64_t k_step(vmem_kv *kv, uint64_t n)
 {
-    struct vmem_kv_stats st = {.size = sizeof st};
     uint64_t last;
-    OK(vmem_kv_get_stats(kv, &st));
     OK(vmem_kv_last_step(kv, &last));
-    return last - st.steps + n;
+    return last - k_stats(kv).steps + n;
 }
 
 // Copies the rows that a request in the slot can read out to host, tensor after tensor, or back in (NULL: copies
@@ -59,13 +96,11 @@ __attribute__((unused)) static uint64_t k_rows(vmem_context *ctx, vmem_kv *kv, u
 // Swaps a slot out: *host is new memory with its rows.
 __attribute__((unused)) static int k_swap_out(vmem_context *ctx, vmem_kv *kv, uint32_t slot, char **host)
 {
-    struct vmem_kv_slot_info info = {.size = sizeof info};
     uint64_t step;
     OK(vmem_kv_last_step(kv, &step));
-    OK(vmem_kv_get_slot(kv, slot, &info));
     *host = malloc(k_rows(ctx, kv, slot, NULL, true) + 1);
     k_rows(ctx, kv, slot, *host, true);
-    return vmem_kv_swap_out(kv, slot, info.tokens, step);
+    return vmem_kv_swap_out(kv, slot, k_slot(kv, slot).tokens, step);
 }
 
 // Swaps it in, and frees host then.
@@ -78,6 +113,21 @@ __attribute__((unused)) static int k_swap_in(vmem_context *ctx, vmem_kv *kv, uin
     free(*host);
     *host = NULL;
     return 0;
+}
+
+__attribute__((unused)) static vmem_kv_pool *k_pool(uint64_t pages)
+{
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = pages * test_page};
+    vmem_kv_pool *pool;
+    OK(vmem_kv_pool_create(&cfg, &pool));
+    return pool;
+}
+
+__attribute__((unused)) static struct vmem_kv_pool_info k_pool_info(vmem_kv_pool *pool)
+{
+    struct vmem_kv_pool_info info = {.size = sizeof info};
+    OK(vmem_kv_pool_query(pool, &info));
+    return info;
 }
 
 // The i-th member of a pool. -ENOENT: it has not so many.
@@ -96,12 +146,20 @@ __attribute__((unused)) static int k_member(vmem_kv_pool *pool, uint32_t i, stru
     return rc;
 }
 
+__attribute__((unused)) static struct vmem_kv_pool_member k_pool_row(vmem_kv_pool *pool, const char *name)
+{
+    struct vmem_kv_pool_member row = {.size = sizeof row};
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
+        if (!k_member(pool, i, &row) && !strcmp(row.name, name))
+            return row;
+    FAIL("no member %s", name);
+}
+
 // A slot's state, told apart by what it waits for.
 enum { K_ENDING = VMEM_KV_SWAPPED + 1 };
 __attribute__((unused)) static uint32_t k_state(vmem_kv *kv, uint32_t slot)
 {
-    struct vmem_kv_slot_info info = {.size = sizeof info};
-    OK(vmem_kv_get_slot(kv, slot, &info));
+    const struct vmem_kv_slot_info info = k_slot(kv, slot);
     CHECK(info.state <= VMEM_KV_SWAPPED);
     CHECK(!info.after || info.state == VMEM_KV_FREE);
     return info.after ? K_ENDING : info.state;

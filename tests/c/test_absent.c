@@ -3,9 +3,8 @@
 //
 // SPDX-License-Identifier: MIT
 #include "checked.h"
-#include "harness.h"
+#include "kv.h"
 #include "vmem_blocks.h"
-#include "vmem_kv.h"
 
 #define N 8 // as many runs as a batch keeps without an allocation
 #define SPAN (128 * test_page)
@@ -181,18 +180,11 @@ static void test_busy(void)
 static void test_steps(void)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 4};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_LAZY,
-                                       .tensors = &tensor,
-                                       .n_tensors = 1,
-                                       .slots = 2,
-                                       .max_tokens = 64,
-                                       .page_size = test_page,
-                                       .budget = 32 * test_page};
     struct vmem_kv_layout l = {.size = sizeof l};
     vmem_kv *kv;
     uint32_t slot;
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = VMEM_KV_LAZY, .tensors = &tensor, .n_tensors = 1, .slots = 2, .max_tokens = 64,
+                  .budget = 32 * test_page);
     OK(vmem_kv_get_layout(kv, 0, &l));
     OK(vmem_kv_alloc(kv, NULL, &slot));
     OK(vmem_kv_step(kv, (int32_t[]){10, 0}, 2, 0));

@@ -8,10 +8,8 @@
 #define FAKEGPU_USER
 #include "../fakegpu/fakegpu.h"
 #include "checked.h"
-#include "harness.h"
+#include "kv.h"
 #include "vmem_blocks.h"
-#include "vmem_kv_pool.h"
-#include "vmem_kv.h"
 
 static vmem_context *ctx;
 static uint64_t base, P;
@@ -666,13 +664,6 @@ static void make_two(vmem_blocks *b[2], uint32_t n, uint64_t pages, vmem_kv_pool
     }
 }
 
-static uint64_t pool_free(vmem_kv_pool *pool)
-{
-    struct vmem_kv_pool_info info = {.size = sizeof info};
-    OK(vmem_kv_pool_query(pool, &info));
-    return info.free;
-}
-
 // Two engines in a pool of 36 pages. What an idle one has of it and does not use is free for the other, and an order
 // that lacks budget asks for it. No order waits for an engine to ask.
 static void in_a_pool(void)
@@ -689,7 +680,7 @@ static void in_a_pool(void)
     OK(vmem_blocks_fence(b[0], &fence));
     OK(vmem_blocks_pass(b[0], fence));
     OK(vmem_blocks_unback(b[0], ids, N - 1, fence));
-    while (pool_free(pool) < (N + 3) * P) // the first keeps what it holds, a page
+    while (k_pool_info(pool).free < (N + 3) * P) // the first keeps what it holds, a page
         sched_yield();
     CHECK(!was_refused(&boards[1], order(b[1], ids, N)));
     // Now the first one lacks 28 pages. The second one's engine gives up blocks when its board says so.
@@ -769,7 +760,7 @@ static void an_idle_members_question(void)
     OK(vmem_blocks_back(b[1], ids, FREE, 0, NULL));
     OK(vmem_blocks_unback(b[1], ids, FREE, 0));
     OK(vmem_blocks_flush(b[1]));
-    while (pool_free(pool) < (N + FREE) * P) // until it is idle
+    while (k_pool_info(pool).free < (N + FREE) * P) // until it is idle
         sched_yield();
     OK(vmem_blocks_back(b[0], ids, N, 0, NULL));
     OK(vmem_blocks_offer(b[0], N * P));
@@ -789,22 +780,6 @@ static void an_idle_members_question(void)
     vmem_blocks_destroy(b[1]);
     vmem_blocks_destroy(b[0]);
     vmem_kv_pool_destroy(pool);
-}
-
-static struct vmem_kv_pool_member row_of(vmem_kv_pool *pool, const char *name)
-{
-    struct vmem_kv_pool_member rows[VMEM_KV_POOL_MEMBERS], *out[VMEM_KV_POOL_MEMBERS];
-    uint32_t n;
-    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
-        rows[i].size = sizeof rows[i];
-        out[i] = &rows[i];
-    }
-    OK(vmem_kv_pool_get_members(pool, out, &n));
-    for (uint32_t i = 0; i < n; i++)
-        if (!strcmp(rows[i].name, name))
-            return rows[i];
-    CHECK(!"no such member");
-    return rows[0];
 }
 
 // The driver keeps refusing to unmap what an engine gives up. The row says so as long as the memory is there, and nobody
@@ -833,25 +808,25 @@ static void a_driver_that_unmaps_nothing(void)
     OK(vmem_blocks_back(b[0], ids, N, 0, NULL));
     checked_refuse_unmaps(true);
     OK(vmem_blocks_unback(b[0], ids, N - 2, 0));
-    while (!stats(b[0]).failed_unmaps || row_of(pool, "giver").held != N * P) // both threads have seen it
+    while (!stats(b[0]).failed_unmaps || k_pool_row(pool, "giver").held != N * P) // both threads have seen it
         sched_yield();
     for (uint32_t i = 0; i < 20; i++) {
         CHECK(was_refused(&boards[1], order(b[1], ids, REST + 1)));
-        const struct vmem_kv_pool_member row = row_of(pool, "giver");
+        const struct vmem_kv_pool_member row = k_pool_row(pool, "giver");
         CHECK_EQ(row.held, N * P);
-        CHECK(row.has >= N * P && pool_free(pool) <= REST * P);
+        CHECK(row.has >= N * P && k_pool_info(pool).free <= REST * P);
         CHECK(test_stats(device).created <= (N + REST) * P);
     }
     OK(BACK(b[0], 0, 0)); // what is still mapped can be used again
-    CHECK_EQ(row_of(pool, "giver").held, N * P);
+    CHECK_EQ(k_pool_row(pool, "giver").held, N * P);
     checked_refuse_unmaps(false);
     while (was_refused(&boards[1], order(b[1], ids, N)))
         ;
-    CHECK_EQ(row_of(pool, "giver").held, 3 * P);
+    CHECK_EQ(k_pool_row(pool, "giver").held, 3 * P);
     vmem_blocks_destroy(b[0]);
     vmem_blocks_destroy(b[1]);
     CHECK_EQ(test_stats(device).created, 0);
-    CHECK_EQ(pool_free(pool), (N + REST) * P);
+    CHECK_EQ(k_pool_info(pool).free, (N + REST) * P);
     vmem_kv_pool_destroy(pool);
     vmem_context_destroy(device);
 }
@@ -886,7 +861,7 @@ static void a_row_stays_while_pages_do(bool context_ends)
     vmem_blocks_destroy(b[0]);
     CHECK_EQ(test_stats(device).created, (N + !context_ends) * P);
     for (uint32_t i = 0; i < 20; i++) {
-        const struct vmem_kv_pool_member row = row_of(pool, "giver");
+        const struct vmem_kv_pool_member row = k_pool_row(pool, "giver");
         CHECK(row.has == N * P && row.held == N * P);
         CHECK(!row.min && !row.needs && !row.could_give);
         CHECK(was_refused(&boards[1], order(b[1], ids, REST + 1)));
@@ -905,7 +880,7 @@ static void a_row_stays_while_pages_do(bool context_ends)
     while (was_refused(&boards[1], order(b[1], ids, N)))
         ;
     vmem_blocks_destroy(b[1]);
-    CHECK_EQ(pool_free(pool), (N + REST) * P);
+    CHECK_EQ(k_pool_info(pool).free, (N + REST) * P);
     vmem_kv_pool_destroy(pool);
     vmem_context_destroy(another);
     if (!context_ends)

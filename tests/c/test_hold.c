@@ -4,20 +4,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "harness.h"
-#include "vmem_kv_pool.h"
+#include "kv.h"
 
 #define BUDGET (64 * MIB)
 
 static vmem_context *ctx;
-
-static vmem_kv_pool *new_pool(void)
-{
-    vmem_kv_pool *pool;
-    OK(vmem_kv_pool_create(&(struct vmem_kv_pool_config){.size = sizeof(struct vmem_kv_pool_config), .budget = BUDGET},
-                           &pool));
-    return pool;
-}
 
 static vmem_kv_hold *new_hold(vmem_kv_pool *pool, const char *name)
 {
@@ -41,33 +32,26 @@ static uint64_t wanted(vmem_kv_hold *hold, uint64_t offered)
     return bytes;
 }
 
-static uint64_t free_bytes(vmem_kv_pool *pool)
-{
-    struct vmem_kv_pool_info info = {.size = sizeof info};
-    OK(vmem_kv_pool_query(pool, &info));
-    return info.free;
-}
-
 static void test_what_is_held_counts(void)
 {
-    vmem_kv_pool *pool = new_pool();
+    vmem_kv_pool *pool = k_pool(BUDGET / test_page);
     vmem_kv_hold *a = new_hold(pool, "a"), *b = new_hold(pool, "b");
     CHECK_EQ(missing(a, 48 * MIB), 0);
-    CHECK_EQ(free_bytes(pool), 16 * MIB);
+    CHECK_EQ(k_pool_info(pool).free, 16 * MIB);
     CHECK_EQ(missing(b, 32 * MIB), 16 * MIB);
     CHECK_EQ(wanted(a, 0), 0); // nothing is offered
     CHECK_EQ(missing(a, 48 * MIB), 0);
     vmem_kv_hold_destroy(a);
     while (missing(b, BUDGET))
         usleep(1000);
-    CHECK_EQ(free_bytes(pool), 0);
+    CHECK_EQ(k_pool_info(pool).free, 0);
     vmem_kv_hold_destroy(b);
     vmem_kv_pool_destroy(pool);
 }
 
 static void test_what_is_offered_is_asked_for(void)
 {
-    vmem_kv_pool *pool = new_pool();
+    vmem_kv_pool *pool = k_pool(BUDGET / test_page);
     vmem_kv_hold *a = new_hold(pool, "a"), *b = new_hold(pool, "b");
     uint64_t held = BUDGET;
     CHECK_EQ(missing(a, held), 0);
@@ -88,7 +72,7 @@ static void test_what_is_offered_is_asked_for(void)
 
 static void test_errors(void)
 {
-    vmem_kv_pool *pool = new_pool();
+    vmem_kv_pool *pool = k_pool(BUDGET / test_page);
     struct vmem_kv_hold_config cfg = {.size = sizeof cfg, .gpu = 2};
     vmem_kv_hold *hold, *gpu;
     ERR(vmem_kv_hold_create(ctx, pool, &cfg, &hold), EINVAL, "gpu");

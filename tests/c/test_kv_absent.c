@@ -11,22 +11,8 @@ static vmem_kv *kv;
 static void make(uint32_t flags)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = flags | VMEM_KV_CHECK,
-                                       .tensors = &tensor,
-                                       .n_tensors = 1,
-                                       .slots = SLOTS,
-                                       .max_tokens = 400,
-                                       .page_size = test_page,
-                                       .budget = 10 * test_page};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
-}
-
-static struct vmem_kv_slot_info slot_of(uint32_t slot)
-{
-    struct vmem_kv_slot_info info = {.size = sizeof info};
-    OK(vmem_kv_get_slot(kv, slot, &info));
-    return info;
+    kv = k_create(ctx, .flags = flags | VMEM_KV_CHECK, .tensors = &tensor, .n_tensors = 1, .slots = SLOTS,
+                  .max_tokens = 400, .budget = 10 * test_page);
 }
 
 static void step(int32_t a, int32_t b, int32_t c)
@@ -46,7 +32,7 @@ static void test_swapped_in(void)
     step(0, 0, 0);
     CHECK_EQ(k_state(kv, slot), VMEM_KV_SWAPPED);
     OK(k_swap_in(ctx, kv, slot, &rows));
-    CHECK_EQ(slot_of(slot).absent_steps, 0);
+    CHECK_EQ(k_slot(kv, slot).absent_steps, 0);
     vmem_kv_destroy(kv);
 }
 
@@ -56,18 +42,11 @@ static void test_one_of_many(void)
 {
     enum { MANY = 83 };
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 4};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_CHECK | VMEM_KV_LAZY | VMEM_KV_DEFER,
-                                       .tensors = &tensor,
-                                       .n_tensors = 1,
-                                       .slots = MANY,
-                                       .max_tokens = 400,
-                                       .page_size = test_page,
-                                       .budget = 4 * MANY * test_page};
     struct vmem_kv_stats st = {.size = sizeof st};
     int32_t lengths[MANY] = {0};
     uint32_t slot;
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = VMEM_KV_CHECK | VMEM_KV_LAZY | VMEM_KV_DEFER, .tensors = &tensor, .n_tensors = 1,
+                  .slots = MANY, .max_tokens = 400, .budget = 4 * MANY * test_page);
     for (uint32_t s = 0; s < MANY; s++) {
         lengths[s] = 1;
         ERR(vmem_kv_step(kv, lengths, MANY, 0), EINVAL, "the slot is free");
@@ -79,8 +58,8 @@ static void test_one_of_many(void)
         lengths[s] = 5; // two pages
         OK(vmem_kv_step(kv, lengths, MANY, 0));
         lengths[s] = 0;
-        CHECK_EQ(slot_of(s).tokens, 5);
-        CHECK_EQ(slot_of(s).absent_steps, 0);
+        CHECK_EQ(k_slot(kv, s).tokens, 5);
+        CHECK_EQ(k_slot(kv, s).absent_steps, 0);
         OK(vmem_kv_get_stats(kv, &st));
         CHECK_EQ(st.absent_slots, MANY - 1);
         CHECK_EQ(st.needed_pages, 2 * (s + 1));
@@ -111,11 +90,11 @@ int main(int argc, char **argv)
     step(11, 10, 0);
     step(12, 11, 0);
     step(13, 11, 0);
-    CHECK_EQ(slot_of(2).state, VMEM_KV_ACTIVE);
-    CHECK_EQ(slot_of(0).absent_steps, 0);
-    CHECK_EQ(slot_of(2).absent_steps, 3);
+    CHECK_EQ(k_slot(kv, 2).state, VMEM_KV_ACTIVE);
+    CHECK_EQ(k_slot(kv, 0).absent_steps, 0);
+    CHECK_EQ(k_slot(kv, 2).absent_steps, 3);
     OK(vmem_kv_free(kv, 2, k_step(kv, 1)));
-    CHECK_EQ(slot_of(2).absent_steps, 0);
+    CHECK_EQ(k_slot(kv, 2).absent_steps, 0);
     vmem_kv_destroy(kv);
     test_swapped_in();
     CHECK_EQ(test_stats(ctx).created, 0);

@@ -11,35 +11,14 @@ static vmem_kv *kv;
 
 static void make(uint32_t flags, const struct vmem_kv_tensor *tensors, uint32_t n, uint64_t pages)
 {
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = flags | VMEM_KV_CHECK,
-                                 .tensors = tensors,
-                                 .n_tensors = n,
-                                 .slots = SLOTS,
-                                 .max_tokens = 1000,
-                                 .page_size = test_page,
-                                 .budget = pages * test_page};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = flags | VMEM_KV_CHECK, .tensors = tensors, .n_tensors = n, .slots = SLOTS,
+                  .max_tokens = 1000, .budget = pages * test_page);
 }
 
 static void end(void)
 {
     vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
-}
-
-static uint64_t row(uint32_t tensor, uint32_t slot, uint32_t r)
-{
-    struct vmem_kv_layout l = {.size = sizeof l};
-    OK(vmem_kv_get_layout(kv, tensor, &l));
-    return l.addr + slot * l.slot_stride + r * l.row_bytes;
-}
-
-static struct vmem_kv_stats stats(void)
-{
-    struct vmem_kv_stats st = {.size = sizeof st};
-    OK(vmem_kv_get_stats(kv, &st));
-    return st;
 }
 
 static void step(int32_t a, int32_t b)
@@ -67,7 +46,7 @@ static void test_shared_rows_are_not_written(void)
     make(0, &tensor, 1, 40);
     alloc(0);
     step(40, 0);
-    put_word(ctx, row(0, 0, 30), 30);
+    put_word(ctx, k_row(kv, 0, 0, 30), 30);
     OK(vmem_kv_step(kv, back, SLOTS, 0)); // nobody has asked to share these rows
     step(40, 0);
     for (uint32_t i = 0; i < 3; i++) // the last two are of the same rows
@@ -91,8 +70,8 @@ static void test_shared_rows_are_not_written(void)
     OK(vmem_kv_truncate(kv, 0, 32, last));
     OK(vmem_kv_truncate(kv, 0, 20, 0));
     step(40, 0);
-    put_word(ctx, row(0, 0, 30), 31);
-    CHECK_EQ(get_word(ctx, row(0, 1, 30)), 30);
+    put_word(ctx, k_row(kv, 0, 0, 30), 31);
+    CHECK_EQ(get_word(ctx, k_row(kv, 0, 1, 30)), 30);
     end();
 }
 
@@ -150,7 +129,7 @@ static uint64_t full_device(vmem_context **device)
     alloc(0);
     alloc(1);
     step(80, 0);
-    put_word(ctx, row(0, 0, 69), 69);
+    put_word(ctx, k_row(kv, 0, 0, 69), 69);
     OK(k_save(kv, 0, 72, &prefix));
     step(0, 288);
     CHECK_EQ(test_stats(ctx).created, 12 * test_page);
@@ -172,7 +151,7 @@ static void test_attach_on_a_full_device(void)
     OK(vmem_kv_free(kv, 0, 0));
     alloc(0);
     OK(k_missing(k_attach(kv, prefix, 0, 72, 0), &missing));
-    CHECK_EQ(get_word(ctx, row(0, 0, 69)), 69);
+    CHECK_EQ(get_word(ctx, k_row(kv, 0, 0, 69)), 69);
     end_full_device(device);
 }
 static void test_truncate_on_a_full_device(void)
@@ -180,7 +159,7 @@ static void test_truncate_on_a_full_device(void)
     vmem_context *device;
     full_device(&device);
     OK(vmem_kv_truncate(kv, 0, 70, 0));
-    CHECK_EQ(get_word(ctx, row(0, 0, 69)), 69);
+    CHECK_EQ(get_word(ctx, k_row(kv, 0, 0, 69)), 69);
     end_full_device(device);
 }
 
@@ -224,11 +203,11 @@ static void test_truncate_copies_all_groups_or_none(void)
     alloc(0);
     step(80, 0);
     hold_by_runs(0, 5);
-    const uint64_t held = stats().held_pages;
+    const uint64_t held = k_stats(kv).held_pages;
     OK(vmem_kv_set_budget(kv, (held + 1) * test_page));
     CHECK_EQ(k_missing(vmem_kv_truncate(kv, 0, 40, 0), &missing), -ENOMEM);
     CHECK_EQ(missing, 1);
-    CHECK_EQ(stats().held_pages, held);
+    CHECK_EQ(k_stats(kv).held_pages, held);
     OK(vmem_kv_set_budget(kv, (held + 2) * test_page));
     OK(vmem_kv_truncate(kv, 0, 40, 0));
     end();
@@ -277,11 +256,11 @@ static void test_over_the_budget_windows_move_on(void)
     step(191, 192);
     step(192, 193);
     OK(vmem_kv_set_budget(kv, 2 * test_page));
-    const uint64_t held = stats().held_pages;
+    const uint64_t held = k_stats(kv).held_pages;
     CHECK_EQ(held, 7);
     OK(vmem_kv_step(kv, next, SLOTS, VMEM_KV_DRY)); // a page more for slot 0, one less for slot 1
     OK(vmem_kv_step(kv, next, SLOTS, 0));
-    CHECK_EQ(stats().held_pages, held);
+    CHECK_EQ(k_stats(kv).held_pages, held);
     CHECK_EQ(vmem_kv_step(kv, (int32_t[SLOTS]){0, 225}, SLOTS, 0), -ENOMEM);
     end();
 }
@@ -302,7 +281,7 @@ static void test_no_answer_depends_on_the_thread(bool behind)
     alloc(0);
     for (int32_t n = 192; n < 201; n += 2)
         step(n, 0); // kernels may access rows from 198 - 2 - 70 on, which are in the fourth page
-    put_word(ctx, row(1, 0, 196), 196);
+    put_word(ctx, k_row(kv, 1, 0, 196), 196);
     if (!behind)
         OK(vmem_kv_wait(kv));
     OK(vmem_kv_last_step(kv, &last));
@@ -314,7 +293,7 @@ static void test_no_answer_depends_on_the_thread(bool behind)
     OK(vmem_kv_truncate(kv, 0, 198, last));
     OK(vmem_kv_truncate(kv, 0, 197, 0));
     step(198, 0);
-    CHECK_EQ(get_word(ctx, row(1, 0, 196)), 196);
+    CHECK_EQ(get_word(ctx, k_row(kv, 1, 0, 196)), 196);
     if (behind) {
         pthread_mutex_lock(&kv->gate.state);
         vmem__kv_worker_resume(kv);
@@ -365,12 +344,12 @@ static void test_what_ends_has_nothing_ahead(void)
     alloc(0);
     alloc(1);
     step(10, 0);
-    CHECK_EQ(stats().held_pages, block);
+    CHECK_EQ(k_stats(kv).held_pages, block);
     OK(vmem_kv_step(kv, fits, SLOTS, VMEM_KV_DRY));
     OK(vmem_kv_free(kv, 0, k_step(kv, 1)));
-    CHECK_EQ(stats().needed_pages, 1);
-    CHECK_EQ(stats().ahead_pages, block - 1);
-    CHECK_EQ(stats().free_pages, 39);
+    CHECK_EQ(k_stats(kv).needed_pages, 1);
+    CHECK_EQ(k_stats(kv).ahead_pages, block - 1);
+    CHECK_EQ(k_stats(kv).free_pages, 39);
     OK(vmem_kv_set_budget(kv, 32 * test_page));
     CHECK_EQ(vmem_kv_step(kv, longer, SLOTS, VMEM_KV_DRY), -ENOMEM);
     OK(vmem_kv_last_shortage(&why));
@@ -386,17 +365,10 @@ static void test_a_shortage_names_the_step_to_wait_for(void)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
     const int32_t first[3] = {32 * 4}, both[3] = {32 * 4, 32 * 5}, second[3] = {0, 32 * 6}, third[3] = {0, 0, 32 * 9};
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = VMEM_KV_CHECK,
-                                 .tensors = &tensor,
-                                 .n_tensors = 1,
-                                 .slots = 3,
-                                 .max_tokens = 1000,
-                                 .page_size = test_page,
-                                 .budget = 12 * test_page};
     struct vmem_kv_shortage why = {.size = sizeof why};
     uint64_t prefix;
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = VMEM_KV_CHECK, .tensors = &tensor, .n_tensors = 1, .slots = 3, .max_tokens = 1000,
+                  .budget = 12 * test_page);
     alloc(0);
     OK(vmem_kv_step(kv, first, 3, 0));
     OK(k_save(kv, 0, 32 * 4, &prefix));

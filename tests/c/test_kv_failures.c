@@ -170,15 +170,8 @@ static const struct {
 
 static void make(uint32_t flags)
 {
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = flags | VMEM_KV_CHECK | VMEM_KV_LAZY,
-                                 .tensors = tensors,
-                                 .n_tensors = 3,
-                                 .slots = SLOTS,
-                                 .max_tokens = TOKENS,
-                                 .page_size = test_page,
-                                 .budget = 300 * test_page};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = flags | VMEM_KV_CHECK | VMEM_KV_LAZY, .tensors = tensors, .n_tensors = 3,
+                  .slots = SLOTS, .max_tokens = TOKENS, .budget = 300 * test_page);
     for (uint32_t t = 0; t < 3; t++) {
         layouts[t].size = sizeof layouts[t];
         OK(vmem_kv_get_layout(kv, t, &layouts[t]));

@@ -38,16 +38,8 @@ static void wait_for_looks(unsigned long n)
 static void make(uint32_t flags, uint64_t budget, uint32_t idle_ms)
 {
     const struct vmem_kv_tensor tensors[2] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 32}};
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = flags | VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_CHECK,
-                                 .tensors = tensors,
-                                 .n_tensors = 2,
-                                 .slots = SLOTS,
-                                 .max_tokens = 4000,
-                                 .page_size = test_page,
-                                 .budget = budget,
-                                 .idle_ms = idle_ms};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = flags | VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_CHECK, .tensors = tensors,
+                  .n_tensors = 2, .slots = SLOTS, .max_tokens = 4000, .budget = budget, .idle_ms = idle_ms);
 }
 
 // From here on the cache may be idle. Before, a slow machine's would be between two calls.
@@ -57,13 +49,6 @@ static void may_be_idle(void)
     kv->worker.idle_ms = 2;
     pthread_cond_signal(&kv->turn.work);
     pthread_mutex_unlock(&kv->gate.state);
-}
-
-static struct vmem_kv_stats stats(void)
-{
-    struct vmem_kv_stats st = {.size = sizeof st};
-    OK(vmem_kv_get_stats(kv, &st));
-    return st;
 }
 
 static void step(uint32_t slot, int32_t tokens)
@@ -84,13 +69,13 @@ static void test_kept_pages_and_memory_ahead_go(void)
     may_be_idle();
     // Not beside a request, however long it does nothing.
     wait_for_looks(4);
-    CHECK_EQ(stats().needed_pages, 20);
+    CHECK_EQ(k_stats(kv).needed_pages, 20);
     CHECK(test_stats(ctx).created + test_stats(ctx).overhead >= own + 1024 * test_page);
     OK(k_save(kv, slot, 64, &prefix));
     OK(vmem_kv_free(kv, slot, 0));
     wait_for_looks(6);
-    CHECK_EQ(stats().kept_pages, 0);
-    CHECK_EQ(stats().held_pages, 4); // what is saved stays
+    CHECK_EQ(k_stats(kv).kept_pages, 0);
+    CHECK_EQ(k_stats(kv).held_pages, 4); // what is saved stays
     CHECK(test_stats(ctx).created + test_stats(ctx).overhead < own + 1024 * test_page || test_info.caps & VMEM_CAP_GPU);
     // And it works on.
     OK(k_alloc(kv, 320, &slot));
@@ -99,7 +84,7 @@ static void test_kept_pages_and_memory_ahead_go(void)
     OK(vmem_kv_free(kv, slot, 0));
     OK(k_drop(kv, prefix));
     wait_for_looks(6);
-    CHECK_EQ(stats().held_pages, 0);
+    CHECK_EQ(k_stats(kv).held_pages, 0);
     vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
@@ -135,7 +120,7 @@ static void test_a_limit_needs_no_call(void)
     struct vmem_kv_view *view = open_view();
     __atomic_store_n(&view->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
     wait_for_looks(3);
-    CHECK_EQ(stats().budget_pages, 512);
+    CHECK_EQ(k_stats(kv).budget_pages, 512);
     munmap(view, sizeof *view);
     vmem_kv_destroy(kv);
 }
@@ -148,10 +133,10 @@ static void test_a_limit_does_not_wait_for_a_call(void)
     pthread_mutex_lock(&kv->gate.api);
     __atomic_store_n(&view->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
     wait_for_looks(3);
-    CHECK_EQ(stats().budget_pages, 1024);
+    CHECK_EQ(k_stats(kv).budget_pages, 1024);
     pthread_mutex_unlock(&kv->gate.api);
     wait_for_looks(3);
-    CHECK_EQ(stats().budget_pages, 512);
+    CHECK_EQ(k_stats(kv).budget_pages, 512);
     munmap(view, sizeof *view);
     vmem_kv_destroy(kv);
 }

@@ -18,17 +18,8 @@ static vmem_kv *make(uint32_t flags, uint32_t n, uint64_t pages)
                                               {.row_bytes = test_page / 32},
                                               {.row_bytes = test_page / 32},
                                               {.row_bytes = test_page / 32}};
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = flags | VMEM_KV_CHECK,
-                                 .tensors = tensors,
-                                 .n_tensors = n,
-                                 .slots = SLOTS,
-                                 .max_tokens = 4000,
-                                 .page_size = test_page,
-                                 .budget = pages * test_page};
-    vmem_kv *kv;
-    OK(vmem_kv_create(ctx, &cfg, &kv));
-    return kv;
+    return k_create(ctx, .flags = flags | VMEM_KV_CHECK, .tensors = tensors, .n_tensors = n, .slots = SLOTS,
+                    .max_tokens = 4000, .budget = pages * test_page);
 }
 
 static int step(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t *missing)
@@ -43,20 +34,6 @@ static int step(vmem_kv *kv, uint32_t slot, int32_t tokens, uint64_t *missing)
     return rc;
 }
 
-static uint32_t reason(void)
-{
-    struct vmem_kv_shortage s = {.size = sizeof s};
-    OK(vmem_kv_last_shortage(&s));
-    return s.reason;
-}
-
-static struct vmem_kv_stats stats(vmem_kv *kv)
-{
-    struct vmem_kv_stats st = {.size = sizeof st};
-    OK(vmem_kv_get_stats(kv, &st));
-    return st;
-}
-
 // A device with memory for 100 pages under a budget of 1000: generosity gives way to need, and the answers know it.
 static void test_a_device_with_less_than_the_budget(void)
 {
@@ -64,14 +41,14 @@ static void test_a_device_with_less_than_the_budget(void)
     uint32_t slot;
     OK(vmem_set_budget(ctx, 100 * test_page));
     vmem_kv *kv = make(VMEM_KV_DEFER | VMEM_KV_GENEROUS | VMEM_KV_LAZY, 4, 1000);
-    CHECK_EQ(stats(kv).free_pages, 100);
+    CHECK_EQ(k_stats(kv).free_pages, 100);
     OK(k_alloc(kv, 32, &slot));
     OK(step(kv, slot, 32, &missing)); // 4 pages; 4 blocks of 2 MiB would be more than there are
-    CHECK(stats(kv).held_pages <= 100);
+    CHECK(k_stats(kv).held_pages <= 100);
     CHECK_EQ(step(kv, slot, 26 * 32, &missing), -ENOMEM);
     CHECK_EQ(missing, 4);
-    CHECK_EQ(reason(), VMEM_KV_SHORT_OF_DEVICE);
-    CHECK_EQ(stats(kv).short_device, 1);
+    CHECK_EQ(k_shortage().reason, VMEM_KV_SHORT_OF_DEVICE);
+    CHECK_EQ(k_stats(kv).short_device, 1);
     OK(step(kv, slot, 25 * 32, &missing));
     OK(vmem_kv_free(kv, slot, 0));
     // Kept pages give way, too.
@@ -113,9 +90,9 @@ static void test_a_full_budget_leaves_the_others_theirs(void)
     uint32_t slot;
     OK(k_alloc(a, 0, &slot));
     OK(step(a, slot, (int32_t)320, NULL));
-    const uint64_t held = stats(a).held_pages;
+    const uint64_t held = k_stats(a).held_pages;
     OK(vmem_kv_set_budget(a, held * test_page));
-    CHECK_EQ(stats(a).budget_pages, stats(a).held_pages);
+    CHECK_EQ(k_stats(a).budget_pages, k_stats(a).held_pages);
     CHECK(test_stats(ctx).overhead >= 64 * MIB);
     vmem_kv_destroy(a);
     vmem_kv_destroy(b);
@@ -129,15 +106,15 @@ static void test_the_reasons(void)
     for (int i = 0; i < SLOTS; i++)
         OK(k_alloc(kv, 0, &slot));
     ERR(k_alloc(kv, 0, &slot), ENOSPC, "all 4 slots");
-    CHECK_EQ(reason(), VMEM_KV_SHORT_OF_SLOTS);
+    CHECK_EQ(k_shortage().reason, VMEM_KV_SHORT_OF_SLOTS);
     OK(step(kv, 0, 10, &missing));
     CHECK_EQ(step(kv, 1, 500, &missing), -ENOMEM);
     CHECK(strstr(vmem_last_error(), "budget"));
     struct vmem_kv_shortage s = {.size = sizeof s};
     OK(vmem_kv_last_shortage(&s));
     CHECK(s.reason == VMEM_KV_SHORT_OF_BUDGET && s.missing_pages == missing && s.requests == 1);
-    CHECK_EQ(stats(kv).short_budget, 1);
-    CHECK_EQ(stats(kv).short_slots, 1);
+    CHECK_EQ(k_stats(kv).short_budget, 1);
+    CHECK_EQ(k_stats(kv).short_slots, 1);
     s.size = 7;
     ERR(vmem_kv_last_shortage(&s), EINVAL, "size");
     vmem_kv_destroy(kv);
@@ -194,13 +171,13 @@ static void test_no_mappings(void)
     fill(limit);
     for (int32_t n = 21; n <= 30; n++) // the kept pages give their mappings
         OK(step(kv, 0, 32 * n, &missing));
-    CHECK(stats(kv).kept_pages < 2 * 20);
+    CHECK(k_stats(kv).kept_pages < 2 * 20);
     fill(limit);
     int32_t lengths[SLOTS] = {3200};
     CHECK_EQ(k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing), -ENOMEM);
-    CHECK_EQ(reason(), VMEM_KV_SHORT_OF_MAPPINGS);
+    CHECK_EQ(k_shortage().reason, VMEM_KV_SHORT_OF_MAPPINGS);
     CHECK(missing && strstr(vmem_last_error(), "vm.max_map_count"));
-    CHECK_EQ(stats(kv).short_mappings, 1);
+    CHECK_EQ(k_stats(kv).short_mappings, 1);
     // Ending the request is the way out, and it is one.
     OK(vmem_kv_free(kv, 0, 0));
     OK(k_alloc(kv, 0, &slot));
@@ -222,14 +199,14 @@ static void test_reclaim_frees_what_it_can(void)
     vmem_kv *kv = make(VMEM_KV_GENEROUS, 2, 400);
     OK(k_alloc(kv, 0, &slot));
     OK(step(kv, slot, 32, &missing));
-    const uint64_t ahead = stats(kv).ahead_pages;
+    const uint64_t ahead = k_stats(kv).ahead_pages;
     CHECK(ahead > 0);
     checked_fail_always(true);
     const int rc = vmem_kv_reclaim(kv, UINT64_MAX, 0, &freed);
     checked_fail_always(false);
     OK(rc);
     CHECK_EQ(freed, 0);
-    CHECK_EQ(stats(kv).ahead_pages, ahead);
+    CHECK_EQ(k_stats(kv).ahead_pages, ahead);
     OK(step(kv, slot, 64, &missing));
     OK(vmem_kv_reclaim(kv, UINT64_MAX, 0, &freed));
     CHECK(freed > 0);
@@ -269,19 +246,12 @@ static void test_pages_lie_together(void)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
     const int32_t block = (int32_t)(VMEM_PAGE_2M / test_page) * 32; // tokens
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = VMEM_KV_CHECK,
-                                 .tensors = &tensor,
-                                 .n_tensors = 1,
-                                 .slots = SLOTS,
-                                 .max_tokens = (uint32_t)block * 5,
-                                 .page_size = test_page,
-                                 .budget = 200 * test_page};
     uint32_t slots[3];
     vmem_kv *kv;
     if (!test_cpu())
         return;
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = VMEM_KV_CHECK, .tensors = &tensor, .n_tensors = 1, .slots = SLOTS,
+                  .max_tokens = (uint32_t)block * 5, .budget = 200 * test_page);
     for (int i = 0; i < 3; i++) {
         OK(k_alloc(kv, 0, &slots[i]));
         OK(step(kv, slots[i], 32, NULL));
@@ -344,7 +314,7 @@ static void test_a_device_with_part_of_a_block_left(void)
     vmem_kv *kv = make(VMEM_KV_LAZY, 1, 1000);
     OK(k_alloc(kv, 0, &slot));
     CHECK_EQ(step(kv, slot, 33 * 32, &missing), -ENOMEM);
-    CHECK_EQ(reason(), VMEM_KV_SHORT_OF_DEVICE);
+    CHECK_EQ(k_shortage().reason, VMEM_KV_SHORT_OF_DEVICE);
     CHECK_EQ(missing, 1);
     OK(step(kv, slot, 32 * 32, &missing));
     vmem_kv_destroy(kv);
@@ -423,19 +393,12 @@ static void reclaim_all(void)
 {
     vmem_context *own = test_context(0);
     const struct vmem_kv_tensor t[2] = {{.row_bytes = test_page}, {.row_bytes = test_page}};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_DEFER,
-                                       .tensors = t,
-                                       .n_tensors = 2,
-                                       .slots = 1,
-                                       .max_tokens = 64,
-                                       .page_size = test_page,
-                                       .budget = 128 * test_page};
     const int32_t lengths[1] = {32};
     vmem_kv *kv;
     uint32_t slot;
     uint64_t freed;
-    OK(vmem_kv_create(own, &cfg, &kv));
+    kv = k_create(own, .flags = VMEM_KV_DEFER, .tensors = t, .n_tensors = 2, .slots = 1, .max_tokens = 64,
+                  .budget = 128 * test_page);
     OK(vmem_kv_alloc(kv, NULL, &slot));
     OK(vmem_kv_step(kv, lengths, 1, 0));
     OK(vmem_kv_free(kv, slot, k_step(kv, 1)));

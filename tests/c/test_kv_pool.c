@@ -18,26 +18,8 @@ static vmem_context *ctx;
 static vmem_kv *make(vmem_context *c, uint32_t flags, uint32_t idle_ms)
 {
     const struct vmem_kv_tensor tensors[2] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 32}};
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = flags | VMEM_KV_DEFER | VMEM_KV_CHECK | VMEM_KV_LAZY,
-                                 .tensors = tensors,
-                                 .n_tensors = 2,
-                                 .slots = SLOTS,
-                                 .max_tokens = ROWS,
-                                 .page_size = test_page,
-                                 .budget = test_page,
-                                 .idle_ms = idle_ms};
-    vmem_kv *kv;
-    OK(vmem_kv_create(c, &cfg, &kv));
-    return kv;
-}
-
-static vmem_kv_pool *make_pool(uint64_t pages)
-{
-    struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = pages * test_page};
-    vmem_kv_pool *pool;
-    OK(vmem_kv_pool_create(&cfg, &pool));
-    return pool;
+    return k_create(c, .flags = flags | VMEM_KV_DEFER | VMEM_KV_CHECK | VMEM_KV_LAZY, .tensors = tensors,
+                    .n_tensors = 2, .slots = SLOTS, .max_tokens = ROWS, .budget = test_page, .idle_ms = idle_ms);
 }
 
 static void join(vmem_kv_pool *pool, vmem_kv *kv, uint64_t min, uint64_t max, const char *name)
@@ -47,13 +29,6 @@ static void join(vmem_kv_pool *pool, vmem_kv *kv, uint64_t min, uint64_t max, co
                                        .max = max * test_page,
                                        .name = name};
     OK(vmem_kv_pool_join(pool, kv, &share));
-}
-
-static struct vmem_kv_stats stats(vmem_kv *kv)
-{
-    struct vmem_kv_stats st = {.size = sizeof st};
-    OK(vmem_kv_get_stats(kv, &st));
-    return st;
 }
 
 static uint32_t alloc(vmem_kv *kv, uint32_t tokens)
@@ -70,13 +45,6 @@ static int step(vmem_kv *kv, uint32_t slot, int32_t tokens)
     return vmem_kv_step(kv, lengths, SLOTS, 0);
 }
 
-static struct vmem_kv_shortage shortage(void)
-{
-    struct vmem_kv_shortage s = {.size = sizeof s};
-    OK(vmem_kv_last_shortage(&s));
-    return s;
-}
-
 static uint32_t wait_for(vmem_kv *kv)
 {
     uint32_t answer;
@@ -84,41 +52,24 @@ static uint32_t wait_for(vmem_kv *kv)
     return answer;
 }
 
-static struct vmem_kv_pool_info info(vmem_kv_pool *pool)
-{
-    struct vmem_kv_pool_info i = {.size = sizeof i};
-    OK(vmem_kv_pool_query(pool, &i));
-    return i;
-}
-
-static struct vmem_kv_pool_member row_of(vmem_kv_pool *pool, const char *name)
-{
-    struct vmem_kv_pool_member row = {.size = sizeof row};
-    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
-        if (!k_member(pool, i, &row) && !strcmp(row.name, name))
-            return row;
-    CHECK(!"no such member");
-    return row;
-}
-
 static void test_free_budget_is_had_at_once(void)
 {
-    vmem_kv_pool *pool = make_pool(400);
+    vmem_kv_pool *pool = k_pool(400);
     vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
     join(pool, a, 20, 0, "a");
     join(pool, b, 20, 0, "b");
-    CHECK_EQ(info(pool).members, 2);
-    CHECK_EQ(info(pool).free, 360 * test_page);
+    CHECK_EQ(k_pool_info(pool).members, 2);
+    CHECK_EQ(k_pool_info(pool).free, 360 * test_page);
     uint32_t s = alloc(a, ROWS);
     OK(step(a, s, ROWS)); // 250 pages
-    CHECK_EQ(stats(a).held_pages, 250);
-    CHECK(stats(a).budget_pages >= 250 && stats(a).budget_pages <= 380);
+    CHECK_EQ(k_stats(a).held_pages, 250);
+    CHECK(k_stats(a).budget_pages >= 250 && k_stats(a).budget_pages <= 380);
     uint64_t missing;
     int32_t lengths[SLOTS] = {0};
     uint32_t t = alloc(b, ROWS);
     lengths[t] = ROWS;
     CHECK_EQ(k_missing(vmem_kv_step(b, lengths, SLOTS, 0), &missing), -ENOMEM);
-    CHECK_EQ(stats(a).held_pages, 250);
+    CHECK_EQ(k_stats(a).held_pages, 250);
     vmem_kv_destroy(a);
     vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
@@ -127,22 +78,22 @@ static void test_free_budget_is_had_at_once(void)
 // A closed cache is a member until its pages are gone.
 static void test_a_closed_cache_leaves(void)
 {
-    vmem_kv_pool *pool = make_pool(400);
+    vmem_kv_pool *pool = k_pool(400);
     vmem_kv *kv = make(ctx, 0, 0);
     join(pool, kv, 20, 0, "a");
     OK(step(kv, alloc(kv, 100), 100));
     OK(vmem_kv_close(kv));
-    CHECK_EQ(info(pool).members, 1);
-    CHECK(info(pool).free < 400 * test_page);
+    CHECK_EQ(k_pool_info(pool).members, 1);
+    CHECK(k_pool_info(pool).free < 400 * test_page);
     vmem_kv_destroy(kv);
-    CHECK_EQ(info(pool).members, 0);
-    CHECK_EQ(info(pool).free, 400 * test_page);
+    CHECK_EQ(k_pool_info(pool).members, 0);
+    CHECK_EQ(k_pool_info(pool).free, 400 * test_page);
     vmem_kv_pool_destroy(pool);
 }
 
 static void test_kept_pages_move(uint32_t flags)
 {
-    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv_pool *pool = k_pool(300);
     vmem_kv *a = make(ctx, flags, 0), *b = make(ctx, flags, 0);
     join(pool, a, 20, 0, "a");
     join(pool, b, 20, 0, "b");
@@ -150,12 +101,12 @@ static void test_kept_pages_move(uint32_t flags)
         vmem_kv *to = turn % 2 ? b : a, *from = turn % 2 ? a : b;
         uint32_t s = alloc(to, ROWS);
         while (step(to, s, ROWS)) {
-            CHECK_EQ(shortage().reason, VMEM_KV_SHORT_OF_BUDGET);
-            CHECK(shortage().coming_pages);
+            CHECK_EQ(k_shortage().reason, VMEM_KV_SHORT_OF_BUDGET);
+            CHECK(k_shortage().coming_pages);
             CHECK_EQ(wait_for(to), VMEM_KV_APPLIED);
         }
-        CHECK_EQ(stats(to).needed_pages, 250);
-        CHECK(stats(from).budget_pages >= 20 && stats(from).budget_pages <= 50);
+        CHECK_EQ(k_stats(to).needed_pages, 250);
+        CHECK(k_stats(from).budget_pages >= 20 && k_stats(from).budget_pages <= 50);
         OK(vmem_kv_free(to, s, 0));
     }
     vmem_kv_destroy(a);
@@ -169,23 +120,23 @@ static void test_a_device_with_less_than_the_budget(uint32_t flags)
 {
     vmem_context *other;
     OK(checked_context(test_backend, 0, true, &other));
-    vmem_kv_pool *pool = make_pool(1000);
+    vmem_kv_pool *pool = k_pool(1000);
     vmem_kv *a = make(ctx, flags, 0), *b = make(other, flags, 0);
     join(pool, a, 20, 0, "a");
     join(pool, b, 20, 0, "b");
     uint32_t s = alloc(a, ROWS), t = alloc(b, ROWS);
     OK(step(a, s, ROWS));
-    checked_device_memory((300 - stats(a).held_pages) * test_page);
-    while (step(b, t, ROWS) && shortage().coming_pages) // what requests hold is refused
+    checked_device_memory((300 - k_stats(a).held_pages) * test_page);
+    while (step(b, t, ROWS) && k_shortage().coming_pages) // what requests hold is refused
         wait_for(b);
-    CHECK_EQ(stats(a).held_pages, 250);
+    CHECK_EQ(k_stats(a).held_pages, 250);
     OK(vmem_kv_free(a, s, 0));
     do { // the pool does not know how much the device has, and may refuse for a moment
         wait_for(b);
-        checked_device_memory((300 - stats(a).held_pages) * test_page);
+        checked_device_memory((300 - k_stats(a).held_pages) * test_page);
     } while (step(b, t, ROWS));
-    CHECK_EQ(stats(b).needed_pages, 250);
-    CHECK(stats(a).held_pages <= 50);
+    CHECK_EQ(k_stats(b).needed_pages, 250);
+    CHECK(k_stats(a).held_pages <= 50);
     checked_device_memory(UINT64_MAX);
     vmem_kv_destroy(a);
     vmem_kv_destroy(b);
@@ -195,24 +146,24 @@ static void test_a_device_with_less_than_the_budget(uint32_t flags)
 
 static void test_what_requests_hold_is_refused(void)
 {
-    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv_pool *pool = k_pool(300);
     vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
     join(pool, a, 20, 0, "a");
     join(pool, b, 20, 200, "b");
     uint32_t s = alloc(a, ROWS), t = alloc(b, ROWS);
     OK(step(a, s, ROWS));
     ERR(step(b, t, 2000), ENOMEM, "pages are missing"); // 125 and a little: there are 50
-    CHECK_EQ(shortage().coming_pages, 76);
+    CHECK_EQ(k_shortage().coming_pages, 76);
     CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
     ERR(step(b, t, 4000), ENOMEM, "pages are missing"); // over its maximum
-    CHECK_EQ(shortage().coming_pages, 0);
+    CHECK_EQ(k_shortage().coming_pages, 0);
     for (int told = 0; told < 2; told++) { // of the refusal, before the memory becomes free
         ERR(step(b, t, 2000), ENOMEM, "pages are missing");
-        while (told ? wait_for(b) != VMEM_KV_REFUSED : row_of(pool, "b").answer != VMEM_KV_REFUSED)
+        while (told ? wait_for(b) != VMEM_KV_REFUSED : k_pool_row(pool, "b").answer != VMEM_KV_REFUSED)
             usleep(100);
         OK(vmem_kv_free(a, s, 0));
         if (step(b, t, 2000)) { // from here on, there is some
-            CHECK(shortage().coming_pages);
+            CHECK(k_shortage().coming_pages);
             CHECK_EQ(wait_for(b), VMEM_KV_APPLIED);
             OK(step(b, t, 2000));
         }
@@ -231,7 +182,7 @@ static void test_shares_hold(void)
 {
     const struct vmem_kv_pool_share share = {.size = sizeof share};
     for (int i = 0; i < 10; i++) {
-        vmem_kv_pool *pool = make_pool(300);
+        vmem_kv_pool *pool = k_pool(300);
         vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
         join(pool, a, 0, 120, "a");
         join(pool, b, 0, 0, "b");
@@ -240,7 +191,7 @@ static void test_shares_hold(void)
         OK(vmem_kv_pool_set_share(a, 100 * test_page, 120 * test_page));
         ERR(step(b, alloc(b, ROWS), ROWS), ENOMEM, "pages are missing");
         ERR(step(a, alloc(a, ROWS), ROWS), ENOMEM, "pages are missing"); // 250 pages are over its maximum
-        CHECK(stats(a).budget_pages <= 120);
+        CHECK(k_stats(a).budget_pages <= 120);
         vmem_kv_destroy(a);
         vmem_kv_destroy(b);
         vmem_kv_pool_destroy(pool);
@@ -252,7 +203,7 @@ static void test_shares_hold(void)
 static void test_a_minimum_never_waits(void)
 {
     for (int i = 0; i < 20; i++) {
-        vmem_kv_pool *pool = make_pool(300);
+        vmem_kv_pool *pool = k_pool(300);
         vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
         join(pool, b, 0, 0, "b");
         join(pool, a, 0, 0, "a");
@@ -274,12 +225,12 @@ static void test_a_minimum_never_waits(void)
 // Even where the pool has more, and nobody else wants it.
 static void test_a_maximum_holds(void)
 {
-    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv_pool *pool = k_pool(300);
     vmem_kv *a = make(ctx, 0, 0);
     join(pool, a, 0, 120, "a");
     const uint32_t slot = alloc(a, ROWS);
     ERR(step(a, slot, ROWS), ENOMEM, "pages are missing"); // 250 pages
-    CHECK(stats(a).budget_pages <= 120);
+    CHECK(k_stats(a).budget_pages <= 120);
     OK(step(a, slot, 1920)); // 120
     vmem_kv_destroy(a);
     vmem_kv_pool_destroy(pool);
@@ -289,7 +240,7 @@ static void test_a_maximum_holds(void)
 static void test_a_lower_maximum_holds_at_once(uint32_t flags, bool kept, bool granted)
 {
     for (int i = 0; i < 10; i++) {
-        vmem_kv_pool *pool = make_pool(300);
+        vmem_kv_pool *pool = k_pool(300);
         vmem_context *own = test_context(0);
         vmem_kv *a = make(ctx, flags, 0), *b = make(own, flags, 0), *first = granted ? b : a;
         join(pool, a, 0, 0, "a");
@@ -297,15 +248,15 @@ static void test_a_lower_maximum_holds_at_once(uint32_t flags, bool kept, bool g
         const uint32_t slot = alloc(first, ROWS);
         OK(step(first, slot, ROWS)); // 250 pages
         OK(vmem_kv_free(first, slot, 0));
-        while (granted && row_of(pool, "a").has < 250 * test_page)
+        while (granted && k_pool_row(pool, "a").has < 250 * test_page)
             OK(vmem_kv_pool_ask(a, 250 * test_page));
         if (!kept && !granted)
             OK(vmem_kv_reclaim(a, UINT64_MAX, 0, NULL));
         OK(vmem_kv_pool_set_share(a, 0, 120 * test_page));
-        CHECK(stats(a).held_pages <= 120);
+        CHECK(k_stats(a).held_pages <= 120);
         const uint32_t next = alloc(a, ROWS);
         ERR(step(a, next, ROWS), ENOMEM, "pages are missing");
-        CHECK(stats(a).budget_pages <= 120);
+        CHECK(k_stats(a).budget_pages <= 120);
         while (step(a, next, 1920)) // 120 pages: what was granted beyond them goes back first
             wait_for(a);
         vmem_kv_destroy(a);
@@ -318,7 +269,7 @@ static void test_a_lower_maximum_holds_at_once(uint32_t flags, bool kept, bool g
 // Budget that another process has just given back counts, whether or not this one has heard of it.
 static void test_a_dry_step_knows_what_a_step_would_get(void)
 {
-    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv_pool *pool = k_pool(300);
     vmem_kv *a = make(ctx, 0, 0);
     join(pool, a, 20, 0, "a");
     const uint32_t slot = alloc(a, ROWS);
@@ -336,7 +287,7 @@ static void test_a_dry_step_knows_what_a_step_would_get(void)
 // A step asks for what it lacks itself. That does not take back what was asked for requests that wait.
 static void test_a_step_leaves_the_larger_question(void)
 {
-    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv_pool *pool = k_pool(300);
     vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
     join(pool, a, 20, 0, "a");
     join(pool, b, 20, 0, "b");
@@ -344,23 +295,23 @@ static void test_a_step_leaves_the_larger_question(void)
     OK(step(a, s, ROWS)); // 250 pages, which a request holds
     OK(vmem_kv_pool_ask(b, 200 * test_page));
     CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
-    const uint64_t needs = row_of(pool, "b").needs;
+    const uint64_t needs = k_pool_row(pool, "b").needs;
     CHECK(needs >= 150 * test_page);
     OK(step(b, t, 100)); // 8 pages: there are as many
-    CHECK_EQ(row_of(pool, "b").needs, needs);
+    CHECK_EQ(k_pool_row(pool, "b").needs, needs);
     ERR(step(b, t, 1000), ENOMEM, "pages are missing");
-    CHECK_EQ(row_of(pool, "b").needs, needs);
+    CHECK_EQ(k_pool_row(pool, "b").needs, needs);
     OK(vmem_kv_pool_ask(b, 0)); // a new question replaces the last
-    CHECK_EQ(row_of(pool, "b").needs, 0);
+    CHECK_EQ(k_pool_row(pool, "b").needs, 0);
     ERR(step(b, t, 1000), ENOMEM, "pages are missing");
-    CHECK(row_of(pool, "b").needs && row_of(pool, "b").needs < needs);
+    CHECK(k_pool_row(pool, "b").needs && k_pool_row(pool, "b").needs < needs);
     OK(step(b, t, 200)); // and ends the question of the step before
-    CHECK_EQ(row_of(pool, "b").needs, 0);
+    CHECK_EQ(k_pool_row(pool, "b").needs, 0);
     // A maximum that is lowered below it ends it, too.
     OK(vmem_kv_pool_ask(b, 200 * test_page));
     OK(vmem_kv_pool_set_share(b, 20 * test_page, 60 * test_page));
     ERR(step(b, t, 900), ENOMEM, "pages are missing"); // 58
-    CHECK(shortage().refusal != VMEM_KV_AT_MAXIMUM);
+    CHECK(k_shortage().refusal != VMEM_KV_AT_MAXIMUM);
     vmem_kv_destroy(a);
     vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
@@ -369,18 +320,18 @@ static void test_a_step_leaves_the_larger_question(void)
 // A cache that no longer asks holds nobody up.
 static void test_a_question_lapses(void)
 {
-    vmem_kv_pool *pool = make_pool(300);
+    vmem_kv_pool *pool = k_pool(300);
     vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
     join(pool, a, 20, 0, "a");
     join(pool, b, 20, 0, "b");
     OK(step(a, alloc(a, ROWS), ROWS)); // 250 pages, which a request holds
     OK(vmem_kv_pool_ask(b, 200 * test_page));
     CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
-    CHECK(row_of(pool, "b").needs);
+    CHECK(k_pool_row(pool, "b").needs);
     vmem__pool_ask_ns = 0;
-    while (row_of(pool, "b").needs)
+    while (k_pool_row(pool, "b").needs)
         usleep(100);
-    CHECK_EQ(row_of(pool, "b").answer, VMEM_KV_UNASKED);
+    CHECK_EQ(k_pool_row(pool, "b").answer, VMEM_KV_UNASKED);
     vmem__pool_ask_ns = UINT64_MAX;
     vmem_kv_destroy(a);
     vmem_kv_destroy(b);
@@ -392,7 +343,7 @@ static void test_a_question_lapses(void)
 static void test_a_giver_that_gets_no_more_pages(void)
 {
     vmem_context *device = test_context(70 * test_page);
-    vmem_kv_pool *pool = make_pool(1000);
+    vmem_kv_pool *pool = k_pool(1000);
     vmem_kv *giver = make(device, VMEM_KV_OVERLAP | VMEM_KV_GENEROUS, 0), *other = make(ctx, 0, 0);
     join(pool, giver, 0, 0, "giver");
     join(pool, other, 0, 0, "other");
@@ -400,14 +351,14 @@ static void test_a_giver_that_gets_no_more_pages(void)
     CHECK_EQ(wait_for(giver), VMEM_KV_APPLIED);
     const uint32_t slot = alloc(giver, 0);
     vmem__pool_ask_ns = 0;
-    while (!stats(giver).worker_errors) {
+    while (!k_stats(giver).worker_errors) {
         OK(step(giver, slot, 900));
         usleep(100);
     }
     vmem__pool_ask_ns = UINT64_MAX;
     OK(vmem_kv_pool_ask(other, 1000 * test_page));
     CHECK_EQ(wait_for(other), VMEM_KV_REFUSED);
-    CHECK_EQ(stats(giver).held_pages, 58);
+    CHECK_EQ(k_stats(giver).held_pages, 58);
     vmem_kv_destroy(giver);
     vmem_kv_destroy(other);
     vmem_kv_pool_destroy(pool);
@@ -427,7 +378,7 @@ static void test_a_giver_that_fails_to_unmap(void)
 {
     vmem_context *device;
     OK(checked_context(test_backend, 0, false, &device));
-    vmem_kv_pool *pool = make_pool(600);
+    vmem_kv_pool *pool = k_pool(600);
     vmem_kv *a = make(device, VMEM_KV_OVERLAP, 0), *b = make(ctx, 0, 0);
     join(pool, a, 0, 0, "a");
     join(pool, b, 0, 0, "b");
@@ -443,8 +394,8 @@ static void test_a_giver_that_fails_to_unmap(void)
     CHECK_EQ(wait_for(b), VMEM_KV_APPLIED);
     vmem__kv_hook = NULL;
     CHECK_EQ(failures, 0);
-    CHECK_EQ(stats(a).worker_errors, 1);
-    CHECK_EQ(stats(a).held_pages, 0);
+    CHECK_EQ(k_stats(a).worker_errors, 1);
+    CHECK_EQ(k_stats(a).held_pages, 0);
     vmem_kv_destroy(a);
     vmem_kv_destroy(b);
     vmem_kv_pool_destroy(pool);
@@ -491,7 +442,7 @@ static uint32_t begin_to_give(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
     while (at_gate != HOLDING)
         pthread_cond_wait(&changed, &gate);
     pthread_mutex_unlock(&gate);
-    while (row_of(pool, "a").has > 260 * test_page) // what it has beside its pages and a little goes first
+    while (k_pool_row(pool, "a").has > 260 * test_page) // what it has beside its pages and a little goes first
         usleep(100);
     return t;
 }
@@ -507,20 +458,20 @@ static void end_giving(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
 // While a cache gives pages back, its requests still grow into what it has: they neither wait nor reclaim.
 static void test_a_giver_steps_on(void)
 {
-    vmem_kv_pool *pool = make_pool(600);
+    vmem_kv_pool *pool = k_pool(600);
     vmem_kv *a = make(ctx, VMEM_KV_OVERLAP, 0), *b = make(ctx, 0, 0);
     const uint32_t t = begin_to_give(pool, a, b);
-    const struct vmem_kv_stats before = stats(a);
+    const struct vmem_kv_stats before = k_stats(a);
     OK(step(a, t, 96)); // a page more in each tensor than the background thread has backed
-    CHECK_EQ(stats(a).reclaimed_pages, before.reclaimed_pages);
+    CHECK_EQ(k_stats(a).reclaimed_pages, before.reclaimed_pages);
     pthread_mutex_lock(&gate);
     CHECK_EQ(at_gate, HOLDING); // nothing waited
     at_gate = OPEN;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&gate);
     wait_for(b);
-    CHECK(row_of(pool, "a").has >= 20 * test_page);
-    CHECK_EQ(stats(a).needed_pages, 6);
+    CHECK(k_pool_row(pool, "a").has >= 20 * test_page);
+    CHECK_EQ(k_stats(a).needed_pages, 6);
     end_giving(pool, a, b);
 }
 
@@ -601,7 +552,7 @@ static void *meddle(void *arg)
         int rc = vmem_kv_pool_set_share(kv, rnd(&seed) % 20 * test_page, max);
         CHECK(!rc || rc == -ENOMEM);
         OK(vmem_kv_pool_ask(kv, rnd(&seed) % 100 * test_page));
-        struct vmem_kv_pool_info i = info(m->pool);
+        struct vmem_kv_pool_info i = k_pool_info(m->pool);
         CHECK(i.members >= 2 && i.free <= i.budget);
         struct vmem_kv_pool_member row = {.size = sizeof row};
         for (uint32_t k = 0; k < VMEM_KV_POOL_MEMBERS; k++)
@@ -618,7 +569,7 @@ static void *meddle(void *arg)
 // memory, however long that takes.
 static void test_threads(uint32_t flags)
 {
-    vmem_kv_pool *pool = make_pool(400);
+    vmem_kv_pool *pool = k_pool(400);
     struct server servers[2] = {{make(ctx, flags, 0), 1, 0}, {make(ctx, flags, 0), 2, 0}};
     struct meddler m = {pool, {servers[0].kv, servers[1].kv}};
     pthread_t threads[3];
@@ -636,7 +587,7 @@ static void test_threads(uint32_t flags)
     for (int i = 0; i < 2; i++)
         vmem_kv_destroy(servers[i].kv);
     vmem__kv_hook = NULL;
-    CHECK_EQ(info(pool).free, info(pool).budget);
+    CHECK_EQ(k_pool_info(pool).free, k_pool_info(pool).budget);
     vmem_kv_pool_destroy(pool);
 }
 

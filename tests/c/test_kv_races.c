@@ -62,15 +62,8 @@ static void step(int32_t a, int32_t b)
 static void create(uint32_t flags)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32, .window = 64};
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = flags | VMEM_KV_CHECK,
-                                 .tensors = &tensor,
-                                 .n_tensors = 1,
-                                 .slots = 3,
-                                 .max_tokens = 1000,
-                                 .page_size = test_page,
-                                 .budget = 60 * test_page};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = flags | VMEM_KV_CHECK, .tensors = &tensor, .n_tensors = 1, .slots = 3,
+                  .max_tokens = 1000, .budget = 60 * test_page);
 }
 
 // Slot 0, of 225 tokens, has pages [0, 4) to give up, and the thread has begun to. A prefix holds the pages behind them.
@@ -120,20 +113,13 @@ static void end(uint64_t prefix)
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
-static struct vmem_kv_slot_info slot(uint32_t s)
-{
-    struct vmem_kv_slot_info info = {.size = sizeof info};
-    OK(vmem_kv_get_slot(kv, s, &info));
-    return info;
-}
-
 // A step whose window passes more shared pages of the span that is being cut.
 static void test_a_window_moves_on(void)
 {
     uint64_t prefix = cutting();
     step(226, 0);
     CHECK(waited);
-    CHECK_EQ(slot(0).pages, 3);
+    CHECK_EQ(k_slot(kv, 0).pages, 3);
     end(prefix);
 }
 
@@ -214,7 +200,7 @@ static void test_a_request_begins_where_a_page_going_away_is_mapped(bool attache
     stopped();
     OK(vmem_kv_free(kv, 2, 0));
     OK(k_drop(kv, prefix));
-    CHECK_EQ(slot(0).shared_tokens, 0);
+    CHECK_EQ(k_slot(kv, 0).shared_tokens, 0);
     for (int32_t n = 125; n < 128; n++) // page 0 of slot 0 is due
         step(n, 0);
     while (!kv_span(kv, 0, 0)->lo) { // until the thread has begun to give it up

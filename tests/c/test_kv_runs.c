@@ -72,15 +72,8 @@ static int hold(uint32_t slot, uint32_t first, const struct hash *hashes, size_t
 // 32 rows to a page.
 static void create(uint64_t pages, uint32_t flags, const struct vmem_kv_tensor *tensors, uint32_t n)
 {
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_CHECK | flags,
-                                       .tensors = tensors,
-                                       .n_tensors = n,
-                                       .slots = SLOTS,
-                                       .max_tokens = 400,
-                                       .page_size = test_page,
-                                       .budget = pages * test_page};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = VMEM_KV_CHECK | flags, .tensors = tensors, .n_tensors = n, .slots = SLOTS,
+                  .max_tokens = 400, .budget = pages * test_page);
     n_table = share_flags = 0;
     share_keep = 0;
 }
@@ -90,13 +83,6 @@ static void make(uint64_t pages, uint32_t flags)
     const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 32}};
     create(pages, 0, tensors, COUNT(tensors));
     share_flags = flags;
-}
-
-static struct vmem_kv_stats stats(void)
-{
-    struct vmem_kv_stats st = {.size = sizeof st};
-    OK(vmem_kv_get_stats(kv, &st));
-    return st;
 }
 
 static uint32_t peek(unsigned which)
@@ -144,18 +130,18 @@ static void test_life(void)
     CHECK_EQ(peek(2), 0);
     OK(vmem_kv_attach(kv, 0, runs_of(hashes_of(1) + 1, 2), 2, UINT32_MAX, VMEM_KV_LOOK, &tokens)); // at another place
     CHECK_EQ(tokens, 0);
-    CHECK_EQ(stats().evictable_pages, 0);
+    CHECK_EQ(k_stats(kv).evictable_pages, 0);
     OK(vmem_kv_free(kv, first, 0));
-    CHECK_EQ(stats().evictable_pages, 6);
-    CHECK_EQ(stats().free_pages, 24);
+    CHECK_EQ(k_stats(kv).evictable_pages, 6);
+    CHECK_EQ(k_stats(kv).free_pages, 24);
 
     OK(k_alloc(kv, 100, &slot));
     const uint64_t *runs = runs_of(hashes_of(1), 3); // a page shared, half of one copied
     OK(k_missing(vmem_kv_attach(kv, slot, runs, 3, UINT32_MAX, 0, &tokens), &missing));
     CHECK_EQ(tokens, 48);
     CHECK_EQ(missing, 0);
-    CHECK_EQ(stats().copied_pages, 2);
-    CHECK_EQ(stats().hit_tokens, 48);
+    CHECK_EQ(k_stats(kv).copied_pages, 2);
+    CHECK_EQ(k_stats(kv).hit_tokens, 48);
     ERR(k_missing(vmem_kv_attach(kv, slot, runs, 3, UINT32_MAX, 0, &tokens), &missing), EINVAL, "not newly allocated");
     CHECK_EQ(tokens, 0);
     OK(vmem_kv_free(kv, slot, 0));
@@ -176,8 +162,8 @@ static void test_life(void)
     OK(vmem_kv_free(kv, second, 0));
     OK(vmem_kv_evict(kv, UINT64_MAX, &freed));
     CHECK_EQ(freed, 2);
-    CHECK_EQ(stats().hashed_blocks, 0);
-    CHECK_EQ(stats().evicted_blocks, 5);
+    CHECK_EQ(k_stats(kv).hashed_blocks, 0);
+    CHECK_EQ(k_stats(kv).evicted_blocks, 5);
     vmem_kv_destroy(kv);
     CHECK_EQ(test_stats(ctx).created, 0);
 }
@@ -197,7 +183,7 @@ static void test_engines_order(void)
     }
     OK(k_alloc(kv, 128, &slot));
     lengths[slot] = 128; // 8 pages, and 4 are free
-    CHECK_EQ(stats().free_pages, 4);
+    CHECK_EQ(k_stats(kv).free_pages, 4);
     CHECK_EQ(k_missing(vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY), &missing), -ENOMEM);
     CHECK_EQ(missing, 4);
     CHECK_EQ(k_missing(vmem_kv_step(kv, lengths, SLOTS, 0), &missing), -ENOMEM);
@@ -228,7 +214,7 @@ static void test_kept_and_evictable(void)
     OK(vmem_kv_order(kv, runs_of(hashes_of(0), 2), 2, 1));     // its first page
     OK(vmem_kv_order(kv, runs_of(hashes_of(0) + 2, 2), 2, 0)); // are the most recently used ones
     OK(vmem_kv_order(kv, runs_of(hashes_of(1), 6), 6, 0));     // unknown ones are skipped
-    CHECK_EQ(stats().evictable_pages, 10);
+    CHECK_EQ(k_stats(kv).evictable_pages, 10);
     OK(vmem_kv_evict(kv, 1, &freed)); // two blocks to a page
     CHECK_EQ(freed, 2);
     OK(vmem_kv_evicted(kv, gone, 8, &got));
@@ -240,7 +226,7 @@ static void test_kept_and_evictable(void)
     OK(vmem_kv_drop(kv, NULL, 0, NULL));
     OK(vmem_kv_evict(kv, UINT64_MAX, &freed));
     CHECK_EQ(freed, 6);
-    CHECK_EQ(stats().hashed_blocks, 2);
+    CHECK_EQ(k_stats(kv).hashed_blocks, 2);
     const uint64_t *kept = runs_of(hashes_of(0), 2);
     ERR(vmem_kv_order(kv, kept, 1, 2), EINVAL, "keep 2 is neither 0 nor 1");
     ERR(vmem_kv_order(kv, NULL, 1, 0), EINVAL, "runs must not be NULL");
@@ -265,7 +251,7 @@ static void test_kept_runs_stay_beside_pinned_ones(void)
     slot = start(64);
     add(slot, 1, 4);
     OK(vmem_kv_truncate(kv, slot, 32, 0));
-    CHECK_EQ(stats().evictable_pages, 2);
+    CHECK_EQ(k_stats(kv).evictable_pages, 2);
     OK(vmem_kv_evict(kv, UINT64_MAX, &freed));
     CHECK_EQ(freed, 2);
     CHECK_EQ(peek(0), 64);
@@ -354,13 +340,13 @@ static int begin_in_a_full_cache(uint32_t window, uint32_t rows_per_run, uint32_
         runs[n] = r.id;
     }
     OK(vmem_kv_free(kv, slot, 0));
-    CHECK_EQ(stats().evictable_pages, 3);
+    CHECK_EQ(k_stats(kv).evictable_pages, 3);
     OK(k_alloc(kv, 0, &slot));
     const int rc = vmem_kv_attach(kv, slot, runs, n, most, 0, &tokens);
     CHECK_EQ(tokens, rc ? 0 : most);
     OK(vmem_kv_free(kv, slot, 0));
     OK(vmem_kv_evict(kv, UINT64_MAX, NULL));
-    CHECK_EQ(stats().held_pages, 0);
+    CHECK_EQ(k_stats(kv).held_pages, 0);
     vmem_kv_destroy(kv);
     return rc;
 }
@@ -444,10 +430,10 @@ static void test_misuse(void)
     ERR(vmem_kv_share(kv, NULL, 1, 0), EINVAL, "runs must not be NULL");
     struct vmem_kv_run two[2] = {run, {.tokens = 101}}; // all or none
     ERR(vmem_kv_share(kv, two, 2, 0), EINVAL, "runs[1]: 101 rows");
-    CHECK_EQ(stats().prefixes, 0);
+    CHECK_EQ(k_stats(kv).prefixes, 0);
     OK(vmem_kv_share(kv, r, 1, 0));
     CHECK(run.id);
-    CHECK_EQ(stats().prefixes, 1);
+    CHECK_EQ(k_stats(kv).prefixes, 1);
     ERR(vmem_kv_share(kv, &(struct vmem_kv_run){.first = 1, .tokens = BLOCK, .id = run.id}, 1, 0), EINVAL,
         "runs[0].id is of 16 rows from row 0 on");
     ERR(vmem_kv_attach(kv, slot, &run.id, 1, UINT32_MAX, VMEM_KV_LOOK, NULL), EINVAL, "tokens must not be NULL");

@@ -25,20 +25,13 @@ static int file;
 static vmem_kv_pool *join(vmem_kv **kv)
 {
     const struct vmem_kv_tensor tensors[2] = {{.row_bytes = test_page / 32}, {.row_bytes = test_page / 32}};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_DEFER | VMEM_KV_CHECK | VMEM_KV_LAZY,
-                                       .tensors = tensors,
-                                       .n_tensors = 2,
-                                       .slots = 2,
-                                       .max_tokens = ROWS,
-                                       .page_size = test_page,
-                                       .budget = test_page};
     const struct vmem_kv_pool_config pool_cfg = {.size = sizeof pool_cfg, .budget = PAGES * test_page, .path = path};
     const struct vmem_kv_pool_share share = {.size = sizeof share, .name = "a"};
     vmem_kv_pool *pool;
     OK(vmem_kv_pool_create(&pool_cfg, &pool));
     CHECK((file = open(path, O_RDWR | O_CLOEXEC)) >= 0); // the last pool removed its own
-    OK(vmem_kv_create(ctx, &cfg, kv));
+    *kv = k_create(ctx, .flags = VMEM_KV_DEFER | VMEM_KV_CHECK | VMEM_KV_LAZY, .tensors = tensors, .n_tensors = 2,
+                   .slots = 2, .max_tokens = ROWS, .budget = test_page);
     OK(vmem_kv_pool_join(pool, *kv, &share));
     return pool;
 }

@@ -14,15 +14,8 @@ static void make(uint32_t flags, uint32_t window, uint64_t pages)
 {
     const struct vmem_kv_tensor tensors[2] = {{.row_bytes = test_page / 32, .window = window},
                                               {.row_bytes = test_page / 32}};
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = flags | VMEM_KV_CHECK,
-                                 .tensors = tensors,
-                                 .n_tensors = window ? 1 : 2,
-                                 .slots = SLOTS,
-                                 .max_tokens = 1000,
-                                 .page_size = test_page,
-                                 .budget = pages * test_page};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = flags | VMEM_KV_CHECK, .tensors = tensors, .n_tensors = window ? 1 : 2, .slots = SLOTS,
+                  .max_tokens = 1000, .budget = pages * test_page);
 }
 
 static int step(uint32_t slot, int32_t tokens)
@@ -50,13 +43,6 @@ static uint32_t start_with(uint64_t prefix, uint32_t shared, uint32_t tokens)
     return slot;
 }
 
-static struct vmem_kv_stats stats(void)
-{
-    struct vmem_kv_stats st = {.size = sizeof st};
-    OK(vmem_kv_get_stats(kv, &st));
-    return st;
-}
-
 static void done(void)
 {
     vmem_kv_destroy(kv);
@@ -72,24 +58,24 @@ static void test_a_request_with_a_prefix_leaves_its_own_pages(void)
     uint32_t first = start(70);
     OK(k_save(kv, first, 64, &prefix));
     uint32_t slot = start_with(prefix, 64, 200);
-    CHECK_EQ(stats().held_pages, 2 * (3 + 5));
-    uint64_t syscalls = test_stats(ctx).syscalls, held = stats().held_pages;
+    CHECK_EQ(k_stats(kv).held_pages, 2 * (3 + 5));
+    uint64_t syscalls = test_stats(ctx).syscalls, held = k_stats(kv).held_pages;
     OK(vmem_kv_free(kv, slot, 0));
     CHECK_EQ(test_stats(ctx).syscalls, syscalls);
-    CHECK_EQ(stats().held_pages, held);
-    CHECK_EQ(stats().kept_pages, 2 * 5);
-    CHECK_EQ(stats().shared_pages, 2 * 2);
-    uint64_t mapped = stats().step_mapped_pages;
+    CHECK_EQ(k_stats(kv).held_pages, held);
+    CHECK_EQ(k_stats(kv).kept_pages, 2 * 5);
+    CHECK_EQ(k_stats(kv).shared_pages, 2 * 2);
+    uint64_t mapped = k_stats(kv).step_mapped_pages;
     CHECK_EQ(start_with(prefix, 64, 200), slot);
-    CHECK_EQ(stats().step_mapped_pages, mapped);
-    CHECK_EQ(stats().held_pages, held);
+    CHECK_EQ(k_stats(kv).step_mapped_pages, mapped);
+    CHECK_EQ(k_stats(kv).held_pages, held);
 
     // One without a prefix fills the place of what was shared; one too short for what is kept does without it.
     OK(vmem_kv_free(kv, slot, 0));
     OK(vmem_kv_free(kv, first, 0));
     uint32_t others[2] = {start(50), start(50)};
     CHECK_EQ(start(200), slot);
-    CHECK_EQ(stats().step_mapped_pages, mapped + 2 * (2 * 2) + 2 * 2);
+    CHECK_EQ(k_stats(kv).step_mapped_pages, mapped + 2 * (2 * 2) + 2 * 2);
     OK(vmem_kv_free(kv, slot, 0));
     slot = start_with(prefix, 64, 300);
     OK(vmem_kv_free(kv, slot, 0));
@@ -112,7 +98,7 @@ static void test_the_last_row_can_be_dropped_first(void)
     OK(vmem_kv_free(kv, first, 0));
     OK(k_drop(kv, prefix));
     OK(vmem_kv_wait(kv));
-    CHECK_EQ(stats().shared_pages, 0);
+    CHECK_EQ(k_stats(kv).shared_pages, 0);
     start(400);
     done();
 }
@@ -123,11 +109,11 @@ static void test_only_pages_of_several_holders_are_shared(void)
     make(VMEM_KV_DEFER, 0, 200);
     uint32_t slot = start(64);
     OK(k_save(kv, slot, 64, &prefix));
-    CHECK_EQ(stats().shared_pages, 2 * 2);
-    CHECK_EQ(stats().prefix_pages, 0);
+    CHECK_EQ(k_stats(kv).shared_pages, 2 * 2);
+    CHECK_EQ(k_stats(kv).prefix_pages, 0);
     OK(vmem_kv_free(kv, slot, 0));
-    CHECK_EQ(stats().shared_pages, 0);
-    CHECK_EQ(stats().prefix_pages, 2 * 2);
+    CHECK_EQ(k_stats(kv).shared_pages, 0);
+    CHECK_EQ(k_stats(kv).prefix_pages, 2 * 2);
     OK(k_drop(kv, prefix));
     done();
 }

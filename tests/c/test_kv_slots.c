@@ -22,17 +22,9 @@ static uint32_t start(uint32_t tokens)
 static void test_memory_for_a_tile(void)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_CHECK,
-                                       .tensors = &tensor,
-                                       .n_tensors = 1,
-                                       .slots = SLOTS,
-                                       .max_tokens = 64,
-                                       .tile_rows = 64,
-                                       .page_size = test_page,
-                                       .budget = 3 * test_page};
     uint64_t prefix;
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = VMEM_KV_CHECK, .tensors = &tensor, .n_tensors = 1, .slots = SLOTS, .max_tokens = 64,
+                  .tile_rows = 64, .budget = 3 * test_page);
     const uint32_t slot = start(40);
     OK(k_save(kv, slot, 40, &prefix));
     OK(vmem_kv_truncate(kv, slot, 20, 0)); // one page is copied, the other is the prefix's alone
@@ -63,15 +55,8 @@ static void test_groups(void)
     const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32},
                                              {.row_bytes = test_page / 16, .max_tokens = 64},
                                              {.row_bytes = test_page / 32}};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_CHECK,
-                                       .tensors = tensors,
-                                       .n_tensors = COUNT(tensors),
-                                       .slots = SLOTS,
-                                       .max_tokens = 400,
-                                       .page_size = test_page,
-                                       .budget = 30 * test_page};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = VMEM_KV_CHECK, .tensors = tensors, .n_tensors = COUNT(tensors), .slots = SLOTS,
+                  .max_tokens = 400, .budget = 30 * test_page);
     const uint32_t number = start(100);
     for (uint32_t t = 0; t < 3; t++) {
         OK(vmem_kv_get_layout(kv, t, &layout));
@@ -90,16 +75,9 @@ static void test_many_slots(void)
     enum { MANY = 5000 };
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page};
     const uint32_t freed[] = {4999, 4096, 64, 63, 0};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .tensors = &tensor,
-                                       .n_tensors = 1,
-                                       .slots = MANY,
-                                       .max_tokens = 4,
-                                       .page_size = test_page,
-                                       .budget = 8 * test_page};
     vmem_kv *many;
     uint32_t slot;
-    OK(vmem_kv_create(ctx, &cfg, &many));
+    many = k_create(ctx, .tensors = &tensor, .n_tensors = 1, .slots = MANY, .max_tokens = 4, .budget = 8 * test_page);
     for (uint32_t i = 0; i < MANY; i++) {
         OK(vmem_kv_alloc(many, NULL, &slot));
         CHECK_EQ(slot, i);

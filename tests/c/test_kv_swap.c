@@ -13,21 +13,7 @@ static uint32_t slots[SLOTS];
 static uint32_t window;
 static char *host;
 
-static uint64_t row(uint32_t tensor, uint32_t slot, uint32_t r)
-{
-    struct vmem_kv_layout l = {.size = sizeof l};
-    OK(vmem_kv_get_layout(kv, tensor, &l));
-    return l.addr + slot * l.slot_stride + r * l.row_bytes;
-}
-
 static uint32_t state(uint32_t slot) { return k_state(kv, slot); }
-
-static struct vmem_kv_stats stats(void)
-{
-    struct vmem_kv_stats st = {.size = sizeof st};
-    OK(vmem_kv_get_stats(kv, &st));
-    return st;
-}
 
 static int step(int32_t a, int32_t b, uint64_t *missing)
 {
@@ -48,22 +34,14 @@ static uint64_t last(void)
 static void begin(uint32_t flags, uint32_t tokens, uint64_t budget_rows)
 {
     const struct vmem_kv_tensor tensors[] = {{.row_bytes = row_bytes}, {.row_bytes = row_bytes, .window = window}};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = flags | VMEM_KV_CHECK,
-                                       .tensors = tensors,
-                                       .n_tensors = 2,
-                                       .slots = SLOTS,
-                                       .max_tokens = TOKENS,
-                                       .page_size = test_page,
-                                       .budget = 2 * budget_rows * row_bytes,
-                                       .steps_in_flight = 2};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = flags | VMEM_KV_CHECK, .tensors = tensors, .n_tensors = 2, .slots = SLOTS,
+                  .max_tokens = TOKENS, .budget = 2 * budget_rows * row_bytes, .steps_in_flight = 2);
     OK(k_alloc(kv, 0, &slots[0]));
     OK(k_alloc(kv, 0, &slots[1]));
     OK(step((int32_t)tokens, 1, NULL));
     for (uint32_t t = 0; t < 2; t++)
         for (uint32_t r = 0; r < tokens; r++)
-            put_word(ctx, row(t, slots[0], r), r + 1);
+            put_word(ctx, k_row(kv, t, slots[0], r), r + 1);
 }
 
 static void end(void)
@@ -80,7 +58,7 @@ static void look(uint32_t tokens)
 {
     for (uint32_t t = 0; t < 2; t++)
         for (uint32_t r = t && window && tokens > window ? tokens - window : 0; r < tokens; r++)
-            CHECK_EQ(get_word(ctx, row(t, slots[0], r)), r + 1);
+            CHECK_EQ(get_word(ctx, k_row(kv, t, slots[0], r)), r + 1);
 }
 
 // Its pages are others' at once, and the rows come back to the same addresses.
@@ -91,8 +69,8 @@ static void test_there_and_back(uint32_t flags)
     OK(step(800, 1, NULL));
     OK(k_swap_out(ctx, kv, slots[0], &host));
     CHECK_EQ(state(slots[0]), VMEM_KV_SWAPPED);
-    CHECK_EQ(stats().swapped_slots, 1);
-    CHECK_EQ(page_at(ctx, row(0, slots[0], tokens - 1)), 0);
+    CHECK_EQ(k_stats(kv).swapped_slots, 1);
+    CHECK_EQ(page_at(ctx, k_row(kv, 0, slots[0], tokens - 1)), 0);
     OK(step(0, 999, NULL));
     ERR(step(801, 0, NULL), EINVAL, "but the slot is swapped out");
     ERR(vmem_kv_truncate(kv, slots[0], 5, 0), EINVAL, "is swapped out");
@@ -133,7 +111,7 @@ static void test_without_memory(void)
     OK(step(0, 250, NULL));
     CHECK_EQ(k_missing(vmem_kv_swap_in(kv, slots[0]), &missing), -ENOMEM);
     CHECK_EQ(missing, 2 * (200 + 250 - 256));
-    CHECK_EQ(stats().short_budget, 1);
+    CHECK_EQ(k_stats(kv).short_budget, 1);
     CHECK_EQ(state(slots[0]), VMEM_KV_SWAPPED);
     OK(vmem_kv_free(kv, slots[1], 0));
     OK(k_swap_in(ctx, kv, slots[0], &host));

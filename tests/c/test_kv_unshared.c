@@ -20,27 +20,13 @@ static void make(uint32_t flags, uint64_t budget_pages)
     struct vmem_kv_tensor tensors[TENSORS];
     for (uint32_t t = 0; t < TENSORS; t++)
         tensors[t] = (struct vmem_kv_tensor){.row_bytes = test_page};
-    struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                 .flags = flags | VMEM_KV_CHECK,
-                                 .tensors = tensors,
-                                 .n_tensors = TENSORS,
-                                 .slots = SLOTS,
-                                 .max_tokens = PAGES,
-                                 .page_size = test_page,
-                                 .budget = budget_pages * test_page};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = flags | VMEM_KV_CHECK, .tensors = tensors, .n_tensors = TENSORS, .slots = SLOTS,
+                  .max_tokens = PAGES, .budget = budget_pages * test_page);
     for (uint32_t t = 0; t < TENSORS; t++) {
         layouts[t].size = sizeof layouts[t];
         OK(vmem_kv_get_layout(kv, t, &layouts[t]));
     }
     memset(lengths, 0, sizeof lengths);
-}
-
-static struct vmem_kv_stats stats(void)
-{
-    struct vmem_kv_stats st = {.size = sizeof st};
-    OK(vmem_kv_get_stats(kv, &st));
-    return st;
 }
 
 static uint64_t at(uint32_t t, uint32_t slot, uint32_t page)
@@ -95,7 +81,7 @@ static void few_calls(void)
     for (uint32_t t = 0; t < TENSORS; t++)
         for (uint32_t p = 0; p < 32; p++)
             CHECK_EQ(get_word(ctx, at(t, slot, p)), 100 * t + p);
-    CHECK_EQ(stats().held_pages, (1 + 33) * TENSORS);
+    CHECK_EQ(k_stats(kv).held_pages, (1 + 33) * TENSORS);
     done(slot);
     done(first);
     end();
@@ -115,20 +101,20 @@ static void parts(void)
     make(VMEM_KV_UNSHARED | VMEM_KV_DEFER, 2 * PAGES * TENSORS);
     uint32_t slot = request(26); // 16, 8 and 2 pages
     done(slot);
-    CHECK_EQ(stats().kept_pages, 26 * TENSORS);
+    CHECK_EQ(k_stats(kv).kept_pages, 26 * TENSORS);
     OK(vmem_kv_reclaim(kv, TENSORS * test_page, 0, &freed));
     CHECK_EQ(freed, 2 * TENSORS * test_page);
     OK(vmem_kv_reclaim(kv, TENSORS * test_page, 0, &freed));
     CHECK_EQ(freed, 8 * TENSORS * test_page);
     slot = request(5);
-    CHECK_EQ(stats().held_pages, 5 * TENSORS);
+    CHECK_EQ(k_stats(kv).held_pages, 5 * TENSORS);
     lengths[slot] = 30; // chunk by chunk: 16, 8 and 1 more
     OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     OK(vmem_kv_truncate(kv, slot, 9, 0));
     lengths[slot] = 9;
     // Pages 5 to 20 go together, and stay as long as page 8 does.
     OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, 0, &freed));
-    CHECK_EQ(stats().held_pages, 21 * TENSORS);
+    CHECK_EQ(k_stats(kv).held_pages, 21 * TENSORS);
     CHECK_EQ(freed, 9 * TENSORS * test_page);
     OK(vmem_kv_step(kv, lengths, SLOTS, 0));
     done(slot);
@@ -142,7 +128,7 @@ static void small_memory(void)
     uint64_t kept = ctx->committed;
     CHECK(kept >= 20 * TENSORS * test_page);
     uint32_t a = request(1), b = request(19);
-    CHECK_EQ(stats().held_pages, 20 * TENSORS);
+    CHECK_EQ(k_stats(kv).held_pages, 20 * TENSORS);
     CHECK(ctx->committed < kept + 2 * ctx->b.whole_max);
     done(a);
     done(b);
@@ -168,7 +154,7 @@ static void small_memory(void)
     b = request(17);
     done(a);
     a = request(3);
-    CHECK_EQ(stats().held_pages, 20 * TENSORS);
+    CHECK_EQ(k_stats(kv).held_pages, 20 * TENSORS);
     done(a);
     done(b);
     OK(vmem_set_budget(ctx, 0));
@@ -194,9 +180,9 @@ static void failures(void)
         for (uint32_t t = 0; t < TENSORS; t++)
             CHECK_EQ(get_word(ctx, at(t, slot, 2)), 7 + t);
         if (rc)
-            CHECK_EQ(stats().held_pages, 3 * TENSORS);
+            CHECK_EQ(k_stats(kv).held_pages, 3 * TENSORS);
         OK(vmem_kv_step(kv, lengths, SLOTS, 0));
-        CHECK_EQ(stats().held_pages, 45 * TENSORS);
+        CHECK_EQ(k_stats(kv).held_pages, 45 * TENSORS);
         done(slot);
         done(other);
         end();

@@ -27,13 +27,6 @@ static void *step_a(void *arg)
     return NULL;
 }
 
-static struct vmem_kv_stats stats(void)
-{
-    struct vmem_kv_stats st = {.size = sizeof st};
-    OK(vmem_kv_get_stats(kv, &st));
-    return st;
-}
-
 static void may_not_wait(enum vmem__kv_point point)
 {
     if (point == KV_CALL_WAITS)
@@ -120,7 +113,7 @@ static void runs_wait_for_nothing(struct vmem_kv_config cfg)
     for (uint32_t i = 0; i < 3; i++)
         OK(k_hold(kv, b, i * 32, 32, &runs[i]));
     OK(vmem_kv_wait(kv));
-    const uint64_t held = stats().held_pages;
+    const uint64_t held = k_stats(kv).held_pages;
     checked_hold();
     OK(vmem_kv_free(kv, b, 0));
     checked_held(); // unmapping what the slot shared
@@ -128,11 +121,11 @@ static void runs_wait_for_nothing(struct vmem_kv_config cfg)
     OK(vmem_kv_drop(kv, runs, 3, &freed));
     vmem__kv_hook = NULL;
     CHECK_EQ(freed, 3);
-    CHECK_EQ(stats().held_pages, held);
-    CHECK_EQ(stats().free_pages, 60 - 2); // a step may take them: they are released first
+    CHECK_EQ(k_stats(kv).held_pages, held);
+    CHECK_EQ(k_stats(kv).free_pages, 60 - 2); // a step may take them: they are released first
     checked_resume();
     OK(vmem_kv_wait(kv));
-    CHECK_EQ(stats().held_pages, held - 3);
+    CHECK_EQ(k_stats(kv).held_pages, held - 3);
     vmem_kv_destroy(kv);
 }
 
@@ -162,7 +155,7 @@ int main(int argc, char **argv)
     CHECK(a == 0 && b == 1);
     step(40, 10);
     OK(vmem_kv_wait(kv));
-    CHECK_EQ(stats().ahead_jobs, 0);
+    CHECK_EQ(k_stats(kv).ahead_jobs, 0);
 
     checked_hold();
     step(62, 0); // two tokens are left to slot 0: its next page is mapped in the background, and stays at it
@@ -170,9 +163,9 @@ int main(int argc, char **argv)
     for (int32_t i = 11; i < 29; i++)
         step(i < 15 ? 63 : 64, i); // nothing is needed that is not there
     step(0, 200);                  // slot 1 needs pages of its own
-    CHECK_EQ(stats().step_waits, 0);
-    CHECK_EQ(stats().step_mapped_pages, 2 + 1 + 6);
-    struct vmem_kv_stats st = stats(); // does not wait for the thread either
+    CHECK_EQ(k_stats(kv).step_waits, 0);
+    CHECK_EQ(k_stats(kv).step_mapped_pages, 2 + 1 + 6);
+    struct vmem_kv_stats st = k_stats(kv); // does not wait for the thread either
     CHECK_EQ(st.held_pages, 2 + 7 + 1);
 
     pthread_t thread;
@@ -190,9 +183,9 @@ int main(int argc, char **argv)
     checked_resume();
     CHECK(!pthread_join(thread, NULL));
     vmem__kv_hook = NULL;
-    CHECK_EQ(stats().step_waits, 1);
-    CHECK_EQ(stats().step_mapped_pages, 2 + 1 + 6); // the page came from the background
-    CHECK(stats().ahead_mapped_pages >= 1);
+    CHECK_EQ(k_stats(kv).step_waits, 1);
+    CHECK_EQ(k_stats(kv).step_mapped_pages, 2 + 1 + 6); // the page came from the background
+    CHECK(k_stats(kv).ahead_mapped_pages >= 1);
 
     // Freeing a slot that is being extended, and destroying the cache meanwhile, wait too.
     OK(vmem_kv_wait(kv));

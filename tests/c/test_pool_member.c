@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "checked.h"
-#include "harness.h"
+#include "kv.h"
 #include "pool/pool.h"
 
 #define BUDGET 100 // pages of the pool
@@ -148,25 +148,10 @@ static uint32_t take(struct holder *h, uint64_t pages)
     }
 }
 
-static vmem_kv_pool *make_pool(void)
-{
-    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = BUDGET * test_page};
-    vmem_kv_pool *pool;
-    OK(vmem_kv_pool_create(&cfg, &pool));
-    return pool;
-}
-
-static struct vmem_kv_pool_info info(vmem_kv_pool *pool)
-{
-    struct vmem_kv_pool_info i = {.size = sizeof i};
-    OK(vmem_kv_pool_query(pool, &i));
-    return i;
-}
-
 // A member keeps the pages that it needs, and gives the others when another asks.
 static void test_budget_moves(void)
 {
-    vmem_kv_pool *pool = make_pool();
+    vmem_kv_pool *pool = k_pool(BUDGET);
     struct holder a = {0}, b = {0};
     OK(join(pool, &a, &least, 0));
     OK(join(pool, &b, &least, 20));
@@ -182,18 +167,18 @@ static void test_budget_moves(void)
     CHECK(a.budget >= 50 && a.budget <= 60 && a.trims);
     unlock(&a);
     CHECK_EQ(take(&b, 40), VMEM_KV_IN_USE);
-    CHECK_EQ(info(pool).members, 2);
+    CHECK_EQ(k_pool_info(pool).members, 2);
     leave(&a);
     CHECK_EQ(take(&b, 60), 0); // the pool is its own now
     leave(&b);
-    CHECK_EQ(info(pool).free, BUDGET * test_page);
+    CHECK_EQ(k_pool_info(pool).free, BUDGET * test_page);
     vmem_kv_pool_destroy(pool);
 }
 
 // Pages that a member itself cannot take back, its owner frees, if asked to.
 static void test_the_owner_evicts(void)
 {
-    vmem_kv_pool *pool = make_pool();
+    vmem_kv_pool *pool = k_pool(BUDGET);
     struct holder a = {0}, b = {0};
     OK(join(pool, &a, &all, 0));
     OK(join(pool, &b, &all, 0));
@@ -214,7 +199,7 @@ static void test_the_owner_evicts(void)
 // Pages that a new member already has become its grant, or it does not join.
 static void test_members_join_with_pages(void)
 {
-    vmem_kv_pool *pool = make_pool();
+    vmem_kv_pool *pool = k_pool(BUDGET);
     struct holder a = {.held = 70, .min_pages = 70, .budget = 70}, b = {.held = 31, .min_pages = 31, .budget = 31};
     OK(join(pool, &a, &least, 0));
     CHECK_EQ(a.budget, 70);
@@ -295,7 +280,7 @@ static const struct vmem__member_ops real = {.lock = lock,
 // `a` has 80 pages and needs none of them. The thread looks at it first.
 static vmem_kv_pool *make_exchange(struct holder *a, struct holder *b)
 {
-    vmem_kv_pool *pool = make_pool();
+    vmem_kv_pool *pool = k_pool(BUDGET);
     OK(join(pool, b, &real, 0));
     OK(join(pool, a, &real, 0));
     CHECK_EQ(take(a, 80), 0);
@@ -309,7 +294,7 @@ static void end_exchange(vmem_kv_pool *pool, struct holder *a, struct holder *b)
     leave(a);
     create_to(b, 0);
     leave(b);
-    CHECK_EQ(info(pool).free, BUDGET * test_page);
+    CHECK_EQ(k_pool_info(pool).free, BUDGET * test_page);
     vmem_kv_pool_destroy(pool);
     CHECK_EQ(unused_memory(), 0);
     CHECK_EQ(ctx->expected, 0);
@@ -341,7 +326,7 @@ static void give_in_vain(vmem_kv_pool *pool, struct holder *a, struct holder *b)
     b->budget += vmem__pool_claim(b->member, 0, 20, 20);
     CHECK_EQ(vmem__pool_ask(b->member, 0, 30, &refusal), 30);
     unlock(b);
-    while (info(pool).free < 30 * test_page)
+    while (k_pool_info(pool).free < 30 * test_page)
         usleep(100);
     CHECK_EQ(unused_memory(), 0);
 }
@@ -430,7 +415,7 @@ static void test_memory_on_its_way_is_covered(void)
     struct vmem__member_ops noting = least;
     pthread_t thread;
     noting.raise_budget = raise_and_note;
-    vmem_kv_pool *pool = make_pool();
+    vmem_kv_pool *pool = k_pool(BUDGET);
     OK(join(pool, &a, &real, 0));
     OK(join(pool, &b, &noting, 0));
     CHECK_EQ(take(&a, 80), 0);

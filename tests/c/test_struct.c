@@ -106,16 +106,9 @@ int main(int argc, char **argv)
     OK(vMemCreate(ctx, test_page, 1, 0, &page));
     OK(vMemMap(ctx, addr, page));
     const struct vmem_kv_tensor tensor = {.row_bytes = 1024, .max_tokens = 1024};
-    const struct vmem_kv_config config = {.size = sizeof config,
-                                          .tensors = &tensor,
-                                          .n_tensors = 1,
-                                          .slots = 2,
-                                          .max_tokens = 1024,
-                                          .page_size = test_page,
-                                          .budget = 8 * MIB};
     uint32_t slot;
     uint64_t missing;
-    OK(vmem_kv_create(ctx, &config, &kv));
+    kv = k_create(ctx, .tensors = &tensor, .n_tensors = 1, .slots = 2, .max_tokens = 1024, .budget = 8 * MIB);
     OK(k_alloc(kv, 100, &slot));
     CHECK_EQ(slot, 0);
     OK(k_missing(vmem_kv_step(kv, (const int32_t[]){100, 0}, 2, 0), &missing));

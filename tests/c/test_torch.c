@@ -32,12 +32,6 @@ static void *get(size_t bytes) { return pairs[place % VMEM_TORCH_PLACES].alloc(b
 static void put(void *addr) { pairs[place % VMEM_TORCH_PLACES].free(addr, 0, test_info.device, NULL); }
 static uint64_t at(const void *addr) { return (uintptr_t)addr; }
 
-static void open_pool(uint64_t pages)
-{
-    struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = pages * test_page};
-    OK(vmem_kv_pool_create(&cfg, &pool));
-}
-
 static void open_lease_with(uint64_t most, uint32_t wait_ms, uint32_t flags)
 {
     struct vmem_torch_config cfg = {.size = sizeof cfg,
@@ -75,13 +69,6 @@ static struct vmem_kv_shortage shortage(void)
     return s;
 }
 
-static uint32_t members(void)
-{
-    struct vmem_kv_pool_info i = {.size = sizeof i};
-    OK(vmem_kv_pool_query(pool, &i));
-    return i.members;
-}
-
 static int park(void *addr) { return vmem_torch_park(place, &(uint64_t){at(addr)}, 1, NULL); }
 static int trim(void) { return vmem_torch_trim(place); }
 
@@ -90,7 +77,7 @@ static void close_all(void)
 {
     OK(vmem_torch_close(place));
     CHECK_EQ(ended, 1);
-    CHECK_EQ(members(), 0);
+    CHECK_EQ(k_pool_info(pool).members, 0);
     vmem_kv_pool_destroy(pool);
     CHECK_EQ(test_stats(ctx).created, 0);
     CHECK_EQ(test_stats(ctx).reserved, 0);
@@ -127,32 +114,18 @@ static uint64_t rows_at, row_bytes, slot_bytes;
 static void open_kv(uint64_t min, uint64_t max)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 2};
-    const struct vmem_kv_config cfg = {.size = sizeof cfg,
-                                       .flags = VMEM_KV_DEFER | VMEM_KV_CHECK | VMEM_KV_LAZY,
-                                       .tensors = &tensor,
-                                       .n_tensors = 1,
-                                       .slots = SLOTS,
-                                       .max_tokens = ROWS,
-                                       .page_size = test_page,
-                                       .budget = test_page};
     struct vmem_kv_pool_share share = {.size = sizeof share,
                                        .min = min * test_page,
                                        .max = max * test_page,
                                        .name = "kv"};
     struct vmem_kv_layout layout = {.size = sizeof layout};
-    OK(vmem_kv_create(ctx, &cfg, &kv));
+    kv = k_create(ctx, .flags = VMEM_KV_DEFER | VMEM_KV_CHECK | VMEM_KV_LAZY, .tensors = &tensor, .n_tensors = 1,
+                  .slots = SLOTS, .max_tokens = ROWS, .budget = test_page);
     OK(vmem_kv_pool_join(pool, kv, &share));
     OK(vmem_kv_get_layout(kv, 0, &layout));
     rows_at = layout.addr;
     row_bytes = layout.row_bytes;
     slot_bytes = layout.slot_stride;
-}
-
-static struct vmem_kv_stats kv_stats(void)
-{
-    struct vmem_kv_stats st = {.size = sizeof st};
-    OK(vmem_kv_get_stats(kv, &st));
-    return st;
 }
 
 static int kv_step(uint32_t slot, int32_t rows)
@@ -198,7 +171,7 @@ static void test_arguments(void)
 {
     struct vmem_torch_config cfg = {.size = sizeof cfg, .page_size = test_page};
     uint32_t other, first[VMEM_TORCH_PLACES];
-    open_pool(100);
+    pool = k_pool(100);
     ERR(vmem_torch_open(NULL, pool, &cfg, &other), EINVAL, "ctx");
     ERR(vmem_torch_open(ctx, NULL, &cfg, &other), EINVAL, "pool");
     ERR(vmem_torch_open(ctx, pool, NULL, &other), EINVAL, "cfg");
@@ -217,7 +190,7 @@ static void test_arguments(void)
     cfg.most = test_page - 1;
     ERR(vmem_torch_open(ctx, pool, &cfg, &other), EINVAL, "most");
     cfg.most = 0;
-    CHECK_EQ(members(), 0);
+    CHECK_EQ(k_pool_info(pool).members, 0);
     ERR(vmem_torch_close(VMEM_TORCH_PLACES), EINVAL, "place 16 has no lease");
     ERR(vmem_torch_close(3), EINVAL, "no lease");
     ERR(vmem_torch_park(3, NULL, 0, NULL), EINVAL, "no lease");
@@ -258,7 +231,7 @@ static void test_arguments(void)
 
 static void test_addresses_stay(void)
 {
-    open_pool(100);
+    pool = k_pool(100);
     open_lease(0, 1);
     const uint64_t sizes[] = {1, 10, 3};
     char *a[3];
@@ -312,7 +285,7 @@ static void test_addresses_stay(void)
 // Segments of more than one slot, until the addresses end: none overlaps another.
 static void test_large_segments(void)
 {
-    open_pool(4000);
+    pool = k_pool(4000);
     open_lease(0, 1);
     const uint64_t slots = 32 * MIB / test_page;
     char *a = get(slots * test_page), *b = get((slots + 1) * test_page), *c = get(test_page);
@@ -345,16 +318,16 @@ static void test_large_segments(void)
 // Pages that the cache keeps go to the lease, and pages that a request needs do not.
 static void test_kept_pages_come_and_a_request_keeps_its_own(void)
 {
-    open_pool(200);
+    pool = k_pool(200);
     open_kv(0, 0);
     open_lease(0, 60000);
     const uint32_t kept = kv_request(ROWS, 1), mine = kv_request(ROWS, 5000); // 80 pages each
     OK(vmem_kv_free(kv, kept, 0));
-    CHECK_EQ(kv_stats().kept_pages, 80);
+    CHECK_EQ(k_stats(kv).kept_pages, 80);
     char *a = get(90 * test_page); // 40 are free: 50 of the kept ones must come
     CHECK(a);
     mark(a, 90, 1);
-    CHECK(kv_stats().held_pages <= 110 && kv_stats().held_pages >= 80);
+    CHECK(k_stats(kv).held_pages <= 110 && k_stats(kv).held_pages >= 80);
     verify_rows(mine, ROWS, 5000);
     const uint64_t waited = stats().waits;
     CHECK(waited);
@@ -400,7 +373,7 @@ static void test_a_cache_that_gives_slowly(void)
 {
     uint32_t slots[4];
     pthread_t thread;
-    open_pool(100);
+    pool = k_pool(100);
     open_kv(0, 0);
     open_lease(0, 60000);
     for (uint32_t i = 0; i < 4; i++)
@@ -423,7 +396,7 @@ static void await_lacking(uint64_t pages)
 // What is reserved stays with the lease before it is allocated, and comes as the others give.
 static void test_a_reservation_comes_and_stays(void)
 {
-    open_pool(200);
+    pool = k_pool(200);
     open_kv(0, 0);
     open_lease(0, 60000);
     ERR(vmem_torch_reserve(place, 201 * test_page), EINVAL, "bytes");
@@ -479,7 +452,7 @@ static void *end_a_request(void *place_and_slot)
 static void test_beside_a_reservation_an_allocation_waits_although_it_is_refused(void)
 {
     pthread_t thread;
-    open_pool(100);
+    pool = k_pool(100);
     open_kv(0, 0);
     open_lease(0, 60000);
     OK(vmem_torch_reserve(place, test_page));
@@ -498,7 +471,7 @@ static void test_beside_a_reservation_an_allocation_waits_although_it_is_refused
 // Parked segments keep their pages until a neighbour asks, and no more segments go than it needs.
 static void test_parked_pages_go_when_somebody_asks(void)
 {
-    open_pool(120);
+    pool = k_pool(120);
     open_kv(0, 0);
     open_lease(0, 60000);
     char *a = get(50 * test_page), *b = get(50 * test_page);
@@ -535,7 +508,7 @@ static void test_only_what_went_is_lost(void)
 {
     uint8_t lost[3] = {7, 7, 7};
     uint64_t missing = 7;
-    open_pool(120);
+    pool = k_pool(120);
     open_kv(0, 0);
     open_lease(0, 60000);
     char *a = get(50 * test_page), *b = get(50 * test_page);
@@ -606,7 +579,7 @@ static bool shows(const char *p, uint64_t pages, uint64_t value)
 static void test_leases_hand_their_memory_over(void)
 {
     const uint64_t pages = 96;
-    open_pool(pages + 4);
+    pool = k_pool(pages + 4);
     open_lease(0, 60000);
     const uint32_t first = place;
     open_lease(0, 60000);
@@ -643,7 +616,7 @@ static void test_segments_between_others_go_back(void)
 {
     const uint64_t bytes = UINT64_C(8) << 20, pages = bytes / test_page; // of a segment
     char *segments[16];
-    open_pool(17 * pages);
+    pool = k_pool(17 * pages);
     open_lease_with(0, 1, VMEM_TORCH_SMALL);
     for (int i = 0; i < 16; i++)
         CHECK((segments[i] = get(bytes)));
@@ -664,7 +637,7 @@ static void test_memory_that_nobody_takes_goes_back(void)
 {
     const uint64_t before = vmem__pool_ask_ns;
     vmem__pool_ask_ns = 20000000;
-    open_pool(100);
+    pool = k_pool(100);
     open_kv(0, 0);
     open_lease(0, 1);
     char *a = get(90 * test_page);
@@ -682,7 +655,7 @@ static void test_memory_that_nobody_takes_goes_back(void)
         }
         usleep(1000);
     }
-    CHECK_EQ(kv_stats().held_pages, 0);
+    CHECK_EQ(k_stats(kv).held_pages, 0);
     vmem__pool_ask_ns = before;
     put(a);
     vmem_kv_destroy(kv);
@@ -692,7 +665,7 @@ static void test_memory_that_nobody_takes_goes_back(void)
 // The pool's budget exceeds what the context can create: nothing of an allocation that is refused stays.
 static void test_a_device_with_less_than_the_budget(void)
 {
-    open_pool(100);
+    pool = k_pool(100);
     open_lease(0, 1);
     char *a = get(15 * test_page);
     OK(vmem_set_budget(ctx, 20 * test_page));
@@ -707,7 +680,7 @@ static void test_a_device_with_less_than_the_budget(void)
 // A closed lease lives until PyTorch has given all back, and gives nothing more.
 static void test_close_with_segments(void)
 {
-    open_pool(100);
+    pool = k_pool(100);
     open_lease(0, 1);
     char *a = get(3 * test_page), *b = get(40 * test_page);
     mark(a, 3, 7);
@@ -732,7 +705,7 @@ static void test_close_with_segments(void)
 
 static void test_a_child_gets_nothing(void)
 {
-    open_pool(100);
+    pool = k_pool(100);
     open_lease(0, 1);
     char *a = get(3 * test_page);
     mark(a, 3, 7);
@@ -756,7 +729,7 @@ static void test_kernels_are_waited_for(void)
 {
     if (!fakegpu_waits)
         return;
-    open_pool(100);
+    pool = k_pool(100);
     open_lease(0, 1);
     char *a = get(3 * test_page), *b = get(2 * test_page);
     const long before = fakegpu_waits();
@@ -796,7 +769,7 @@ static void test_kernels_are_waited_for(void)
     ERR(vmem_torch_close(place), EINVAL, "closed");
     fakegpu_capture(0);
     vmem_kv_pool_destroy(pool);
-    open_pool(100);
+    pool = k_pool(100);
     struct vmem_torch_config cfg = {.size = sizeof cfg, .page_size = test_page};
     uint32_t other;
     OK(vmem_torch_open(ctx, pool, &cfg, &other));
@@ -878,7 +851,7 @@ static bool with_fault(size_t i, unsigned long n, void (*fail)(unsigned long), b
 {
     const bool takes = calls[i].call == do_take;
     pool_pages = 100 + (takes ? 0 : 80 * MIB / test_page);
-    open_pool(pool_pages);
+    pool = k_pool(pool_pages);
     open_lease(0, takes ? 60000 : 1);
     if (takes) {
         taker = place;
@@ -937,7 +910,7 @@ static void each_fault(void (*fail)(unsigned long), bool (*failed)(void))
 static void test_the_end_cannot_fail(void)
 {
     for (unsigned long n = 1; n < 30; n++) {
-        open_pool(100);
+        pool = k_pool(100);
         open_lease(0, 1);
         char *a = get(5 * test_page), *b = get(3 * test_page);
         checked_fail(n);
@@ -1106,7 +1079,7 @@ static void test_threads(void)
 {
     pthread_t threads[THREADS], server, watch;
     const uint64_t ask_ns = vmem__pool_ask_ns;
-    open_pool(300);
+    pool = k_pool(300);
     open_kv(40, 200);
     open_lease(0, 1);
     const uint32_t first = place;
