@@ -84,7 +84,7 @@ all-tests: lint test-uvm-ext test-c test-asan test-python test-triton test-pytho
 # C and Python tests that take a second or less and start no further process.
 FAST_C := abi_stock access blocks busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
           replace reserve struct unmap uvm_batch uvm_open
-FAST_PYTHON := arguments blocks errors glossary kv_prefix library map mutants owned without_torch
+FAST_PYTHON := arguments blocks errors glossary kv_hashes library map mutants owned without_torch
 test-fast: lib venv ## The quick C and Python tests, on host memory
 	$(Q)$(MAKE) --no-print-directory -C tests/c check BACKENDS=host T="$(FAST_C:%=test_%)"
 	$(Q)VMEM_TEST_BACKENDS=host $(PY) -m pytest -q $(FAST_PYTHON:%=tests/python/test_%.py)

@@ -224,27 +224,19 @@ def free_reqid(cache: "KVCache", slot: SupportsIndex) -> None:
     cache.free(slot, after=cache.last_step)
 
 
-def step(cache: "KVCache", lengths: "Lengths", *, zero_ends: bool = False) -> int:
+def step(cache: "KVCache", lengths: "Lengths") -> int:
     """`KVCache.step` by the paper's name.
 
     Parameters
     ----------
     cache : KVCache
     lengths
-        As in `KVCache.step`.
-    zero_ends : bool
-        An active request of length 0 is over, as in microsoft/vattention. The call first frees it, after the kernels of
-        the last step in which it took part. It stays freed if memory then is short. Without `zero_ends`, the request
-        takes no part and keeps its rows.
+        As in `KVCache.step`: a request of length 0 takes no part and keeps its rows. In microsoft/vattention it ends
+        (`examples/vattention_loop.py`).
 
     Returns
     -------
     int
         0, or -1 if memory is short.
     """
-    if flag("zero_ends", zero_ends):
-        cache.step(lengths, dry=True)  # lengths that it refuses end no request
-        for slot, tokens in enumerate(lengths):
-            if not tokens and (info := cache.slot(slot)).state == "active":
-                cache.free(slot, after=cache.last_step - info.absent_steps)
     return 0 if cache.step(lengths) else -1

@@ -125,7 +125,7 @@ class KVCache(_Owned):
     Notes
     -----
     A call that finds too little memory, or no slot, returns False, or None where it would return a number. Nothing has
-    changed then, and `shortage` says what is missing and what would help. ``step(dry=True)`` and `fit` only answer:
+    changed then, and `shortage` says what is missing and what would help. ``step(dry=True)`` only answers:
     others, such as another process, may take the memory of a `lazy` cache or of a pool before the call itself.
 
     Between one step and the next, kernels may access the rows that the step backed. A call marked *Quiet* requires that

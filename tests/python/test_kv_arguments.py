@@ -192,14 +192,18 @@ def test_calls_with_wrong_numbers_name_the_argument(backend):
             "most": (lambda x: cache.attach(0, [], x),),
             "bytes": (cache.set_budget, cache.reclaim),
             "tensor": (cache.layout, cache.flat),
+            "after": (lambda x: cache.free(0, after=x), lambda x: cache.truncate(0, 5, after=x)),
+            "step": (cache.retire,),
+            "pages": (PrefixCache(cache).evict,),
         }  # fmt: skip
         for name, each in calls.items():
             for call in each:
                 for value in (-1, 1 << 64):
                     with pytest.raises(ValueError, match=name):
                         call(value)
-                with pytest.raises(TypeError, match=name):
-                    call(1.5)
+                for value in (1.5, "1", torch.tensor(1.5), True):
+                    with pytest.raises(TypeError, match=f"{name} must be an integer"):
+                        call(value)
         for wrong in (5, None, np.array(5)):
             with pytest.raises(TypeError, match="slots must be a sequence, not"):
                 cache.tokens(wrong)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pyvmem import KVPool
+from pyvmem.kv.cache import TensorSpec
 from pyvmem.kv.prefix import PrefixCache, block_hashes
 from kv_hash_caches import PAGE, known, make, serve
 
@@ -67,6 +68,25 @@ def test_blocks_of_whole_pages_are_added_before_their_rows_are_written(cache):
         assert all((tensor[reader, :96] == 7).all() for reader in readers)
     cache.free(readers.pop(), after=0)
     assert cache.stats().ending_slots == 0 and cache.stats().active_slots == 2
+
+
+def test_equal_tokens_after_different_beginnings_are_different(cache):
+    blocks = PrefixCache(cache, 16)
+    serve(blocks, [1] * 32 + [2] * 32)
+    assert serve(blocks, [3] * 32 + [2] * 32)[1] == 0
+    assert serve(blocks, [1] * 32 + [3] * 32)[1] == 32
+
+
+def test_windows_limit_what_can_be_attached():
+    specs = [TensorSpec("f", (8, 128), torch.float16), TensorSpec("w", (8, 128), torch.float16, window=64)]
+    with make(specs) as cache:
+        blocks, prompt, slot = PrefixCache(cache, 16), list(range(1000)), cache.alloc()
+        for n in range(100, 1001, 100):
+            assert cache.step([n if s == slot else 0 for s in range(6)])
+        assert blocks.add(slot, block_hashes(prompt, 16))
+        cache.free(slot)
+        assert known(blocks, prompt[:500]) == 0  # the window is past there
+        assert blocks.alloc(1000, block_hashes(prompt, 16))[1] == 992
 
 
 def test_the_last_token_is_left_to_be_computed(cache):

@@ -583,7 +583,7 @@ def test_an_engine_that_another_comes_before_takes_no_more_memory(engine):
     budget.is_behind = True
     assert budget.allowed() == budget.num_backed + budget.coming < most
     turns = [(False, False), (True, False), (True, True)]
-    e.every = lambda: vars(budget).update(zip(("behind", "full"), e.random.choice(turns)))
+    e.every = lambda: vars(budget).update(zip(("is_behind", "is_full"), e.random.choice(turns)))
     e.run(60)
     assert maps_in_steps(e) == 0
 
