@@ -151,7 +151,7 @@ test-python-fake: venv ## Python tests on the stock and cuda backends, over a fa
 	$(Q)$(MAKE) --no-print-directory -C tests/fakegpu ../../build/fakegpu/libcuda.so.1
 	$(Q)LD_LIBRARY_PATH=build/fakegpu LD_PRELOAD=$(CURDIR)/build/fakegpu/libcuda.so.1 VMEM_TEST_BACKENDS=stock,cuda \
 	    $(PY) -m pytest -q tests/python/test_map.py tests/python/test_errors.py \
-	        tests/python/test_owned.py tests/python/test_interrupt.py tests/python/test_late.py tests/python/test_trouble.py
+	        tests/python/test_owned.py tests/python/test_interrupt.py tests/python/test_late.py
 	$(Q)LD_LIBRARY_PATH=build/fakegpu LD_PRELOAD=$(CURDIR)/build/fakegpu/libcuda.so.1 VMEM_TEST_BACKENDS=stock \
 	    OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(PYTHON_JOBS) tests/python/test_transformers_late.py
 	$(Q)$(PY) -m pytest -q -n $(PYTHON_JOBS) tests/python/test_selftest.py

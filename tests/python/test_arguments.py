@@ -19,6 +19,7 @@ WRONG = {
     "a table": np.arange(64.0).reshape(8, 8),
     "lines": ["a\nb"] * 60,
     "None": None,
+    "2^64": 1 << 64,
     "2^70": 1 << 70,
     "a word": "x",
     "True": True,
@@ -107,7 +108,10 @@ CALLS = {
     "vMemCreate n": lambda w, x: paper.vMemCreate(w.c, SIZE, x),
     "vMemMap addr": lambda w, x: paper.vMemMap(w.c, x, w.h),
     "vMemMap page": lambda w, x: paper.vMemMap(w.c, w.r.addr, x),
+    "vMemUnmap addr": lambda w, x: paper.vMemUnmap(w.c, x, SIZE),
+    "vMemUnmap length!": lambda w, x: paper.vMemUnmap(w.c, w.r.addr, x),
     "vMemRelease pages": lambda w, x: paper.vMemRelease(w.c, x),
+    "vMemFree addr": lambda w, x: paper.vMemFree(w.c, x),
 }
 TENSOR_CALLS = {
     "virtual_empty shape": lambda w, x: pyvmem.virtual_empty(x, context=w.c),

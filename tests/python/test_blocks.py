@@ -7,7 +7,6 @@ import copy
 import gc
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -282,26 +281,6 @@ def test_a_member_gives_up_what_it_offers_when_another_asks(two):
         return a.board[SHRINK_TO] == 0
 
     until(lapsed, 20)
-
-
-def test_a_minimum_is_kept(two):
-    a, b = two
-    a.back(range(28))
-    a.offer(28 * a.page)
-    b.set_share(0, 0)
-    b.back(range(4))
-
-    for _ in range(40):
-        try:
-            b.ask(26 * b.page)
-        except OutOfMemory:
-            pass
-        time.sleep(0.005)
-        if keep := int(a.board[SHRINK_TO]) // a.page:
-            assert keep >= 4
-            a.unback(range(keep, 28))
-            a.flush()
-    assert a.stats().held >= 4 * a.page
 
 
 def test_blocks_in_no_pool_refuse_its_calls(make):

@@ -199,18 +199,6 @@ def test_a_reservation_leaves_other_objects_pages(context, page_size):
         assert [context.page_info(h).mappings for h in handles] == [0, 0]
 
 
-def test_a_committed_page_lives_while_it_is_mapped_somewhere(context, page_size):
-    first, second = context.reserve(2 * page_size), context.reserve(2 * page_size)
-    first.commit(0, page_size, page_size)
-    context.fill(first.addr, 9, page_size)
-    page, _ = context.query(first.addr)
-    context.map(second.addr, page)
-    first.close()
-    assert context.read(second.addr, page_size) == b"\x09" * page_size
-    second.close()
-    assert context.stats().created == 0
-
-
 def test_what_another_thread_holds_goes_when_it_lets_go(context, page_size, monkeypatch):
     """Closing beside a long call of another thread neither waits nor fails nor leaks."""
     from pyvmem import owned

@@ -69,49 +69,6 @@ def test_threads_on_their_own_ranges_never_disturb_each_other(context):
     assert (stats.reserved, stats.created, stats.mapped) == (0, 0, 0)
 
 
-def test_threads_on_the_same_pages_get_busy_and_nothing_is_lost(context):
-    size = min(context.page_sizes)
-    range_ = context.reserve(16 * size)
-    pages = context.create(size, 16)
-    allowed = {errno.EBUSY, errno.EEXIST}
-
-    def work(seed):
-        rng = random.Random(seed)
-        for _ in range(200):
-            first = rng.randrange(16)
-            count = rng.randint(1, 16 - first)
-            try:
-                if rng.random() < 0.5:
-                    context.map(range_.addr + np.arange(first, first + count) * size, pages.handles[first:][:count])
-                else:
-                    context.unmap(range_.addr + first * size, count * size)
-            except pyvmem.VmemError as error:
-                assert error.errno in allowed, error
-
-    run_threads(*(lambda seed=seed: work(seed) for seed in range(4)))
-    mapped = [i for i in range(16) if context.query(range_.addr + i * size)[0]]
-    assert context.stats().mapped == len(mapped) * size
-    assert all(context.query(range_.addr + i * size)[0] == pages.handles[i] for i in mapped)
-    assert [context.page_info(p).mappings for p in pages.handles] == [int(i in mapped) for i in range(16)]
-
-
-def test_each_thread_has_its_own_error_text(context):
-    size = min(context.page_sizes)
-    seen = {}
-
-    def work(name, call):
-        for _ in range(100):
-            with pytest.raises(pyvmem.VmemError) as caught:
-                call()
-            seen.setdefault(name, set()).add(caught.value.args[0].split()[0])
-
-    run_threads(
-        lambda: work("reserve", lambda: context.reserve(1)),
-        lambda: work("create", lambda: context.create(size + 1)),
-    )
-    assert seen == {"reserve": {"length"}, "create": {"page_size"}}
-
-
 # ---- fork ---------------------------------------------------------------------------------------------------
 
 
@@ -385,21 +342,6 @@ pyvmem.core.default_context(sys.argv[1]).reserve(size)
     done = python(code + EXITS[how], backend, check=False)
     assert done.stderr == ""
     assert done.returncode == (1 if "exception" in how else 0)
-
-
-def test_an_address_space_limit_is_out_of_memory():
-    code = """
-    import resource
-    import pyvmem
-    context = pyvmem.Context("host")
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-    try:
-        context.reserve(16 << 30)
-    except pyvmem.OutOfMemory:
-        print("refused")
-    context.reserve(1 << 30)
-    """
-    assert python(code).stdout == "refused\n"
 
 
 def test_what_tests_of_engines_start_ends_with_them():

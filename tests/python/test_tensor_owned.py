@@ -59,32 +59,6 @@ def test_a_closed_tensor_lets_the_next_one_at_its_address_be(empty):
     assert new.tensor.sum().item() == 2.0 * 64 * 16384
 
 
-def test_resident_bytes_follow_what_others_do(empty, context):
-    size = min(context.page_sizes)
-    v = empty((16, size // 4))
-    v.commit(rows=slice(0, 4))
-    context.decommit(v.addr, 2 * size)
-    assert v.resident_bytes == 2 * size
-    assert v.decommit() == 2 * size
-    assert v.resident_bytes == 0
-    with context.create(size) as page:
-        context.map(v.addr, page)
-        assert v.resident_bytes == size
-    assert v.resident_bytes == 0
-
-
-def test_a_tensor_leaves_other_objects_pages(empty, context):
-    size = min(context.page_sizes)
-    mine = context.create(size, 2)
-    for end in (lambda v: v.close(), lambda v: v.decommit()):
-        v = empty((16, size // 4))
-        v.commit(rows=slice(0, 4))
-        context.map([v.addr + 8 * size, v.addr + 9 * size], mine)
-        assert v.resident_bytes == 6 * size
-        end(v)
-        assert context.stats().created == 2 * size
-
-
 @pytest.mark.parametrize("shape", [(5, 0), (5, 0, 3), (5, 3, 0)])
 def test_rows_of_no_bytes(empty, shape):
     v = empty(shape)
