@@ -635,7 +635,7 @@ def starting_before(page: Page, pool: int, seconds: float) -> list[int]:
 
     pool: its number. Processes of one engine do not wait for each other.
     """
-    begin, oldest, name = (page[STARTING], str(page.path)), now_us() - 1e6 * seconds, _engine_name(page)
+    begin, oldest, name = (page[STARTING], str(page.path)), max(now_us() - 1e6 * seconds, 0), _engine_name(page)
     found = [p for e, p in engines() if e.name != name and oldest < p[STARTING] and (p[STARTING], str(p.path)) < begin]
     return [
         max(0, *p.cells[SHORT : SHORT + RANKS]) for p in found if pool in p.cells[POOL_OF : POOL_OF + RANKS].tolist()

@@ -243,6 +243,16 @@ def test_models_start_side_by_side_if_both_fit(pool, two, sizes, monkeypatch):
             stack.enter_context(second.claim(sizes[1] * MIB))
 
 
+def test_a_machine_that_has_just_booted_has_no_more_starts_than_others(pool, two, monkeypatch):
+    """All times are less than those for which others wait, also the zero of an engine that has started."""
+    (begun, first), (_, second) = two
+    monkeypatch.setattr(control, "now_us", lambda: 5_000_000)
+    with first.claim(24 * MIB):
+        pass
+    first.warmed_up(bool)
+    assert begun[control.PID] and control.starting_before(second._page, begun[control.POOL_OF], 600.0) == []
+
+
 def test_workers_of_one_engine_and_engines_of_other_pools_do_not_wait_for_each_other(pool, two):
     (page, first), (other, _) = two
     with first.claim(34 * MIB), KVPool(budget=36 * MIB) as elsewhere:
