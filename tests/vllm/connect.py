@@ -155,20 +155,53 @@ def import_lmcache():
     import lmcache.integration.vllm.vllm_v1_adapter  # noqa: F401
 
 
+def by_indexing(caches, backed=lambda: None):
+    """Have LMCache copy by torch's indexing, in the place of its kernel. caches: what gives the layers of vLLM's cache.
+
+    LMCache 0.5 has such a function itself, which does not know that vLLM keeps a head's key and value in one row.
+    """
+    import lmcache
+    import torch
+    from lmcache.lmcache_native import EngineKVFormat, TransferDirection
+
+    to_host, heads_first = int(TransferDirection.D2H), int(EngineKVFormat.NL_X_NB_NH_BS_CS)
+
+    def transfer(kv, _, slots, device, size, direction, form, block_size=0, head_size=0, block_stride_elems=0,
+                 skip_prefix_n_tokens=0):  # fmt: skip
+        """Copy kv [2, layers, tokens, heads * size] from the slots of vLLM's blocks, whose rows are key and value."""
+        slots = slots.to(torch.long)
+        real = slots >= 0
+        real[:skip_prefix_n_tokens] = False
+        block, token, real = slots[real] // block_size, slots[real] % block_size, real.to(kv.device)
+        store = int(direction) == to_host
+        count("stored" if store else "loaded", block.tolist(), backed)
+        for layer, cache in enumerate(caches()):
+            if int(form) == heads_first:
+                cache = cache.transpose(1, 2)  # now [block, token, head, key and value]
+            half = cache.shape[-1] // 2
+            if store:
+                rows = cache[block, token]
+                rows = torch.stack([rows[..., :half].flatten(1), rows[..., half:].flatten(1)])
+                kv[:, layer, real] = rows.to(kv.device)
+            else:
+                parts = [kv[side, layer, real].to(cache.device).unflatten(1, (-1, half)) for side in (0, 1)]
+                cache[block, token] = torch.cat(parts, -1)
+
+    lmcache.device_ops.multi_layer_kv_transfer = transfer
+
+
 def lmcache_on_cpu(backed):
     """LMCache has no connector for CPUs: the one for CUDA, with torch's indexing in the place of its kernel."""
     os.environ.update(LMCACHE_CHUNK_SIZE=str(CHUNK), LMCACHE_LOCAL_CPU="True", LMCACHE_MAX_LOCAL_CPU_SIZE="0.25",
                       LMCACHE_SAVE_DECODE_CACHE="True", LMCACHE_SAVE_UNFULL_CHUNK="False")  # fmt: skip
-    import lmcache
     import lmcache.v1.gpu_connector as public
     import lmcache.v1.gpu_connector.gpu_connectors as connectors
     import torch
-    from lmcache.lmcache_native import TransferDirection
 
     torch.cuda.Stream = Stream
     torch.cuda.stream = lambda _: contextlib.nullcontext()
     torch.cuda.current_stream = lambda *_: Stream()
-    to_host, made = int(TransferDirection.D2H), []
+    made = []
 
     class OnCpu(connectors.VLLMPagedMemGPUConnectorV2):
         def _initialize_pointers(self, kv_caches):
@@ -184,29 +217,11 @@ def lmcache_on_cpu(backed):
                 self.block_stride_elems = 0
             return None
 
-    def transfer(kv, _, slots, device, size, direction, form, block_size=0, head_size=0, block_stride_elems=0,
-                 skip_prefix_n_tokens=0):  # fmt: skip
-        """Copy kv [2, layers, tokens, heads * size] from the slots of vLLM's [block, head, token, key and value]."""
-        slots = slots.to(torch.long)
-        real = slots >= 0
-        real[:skip_prefix_n_tokens] = False
-        block, token = slots[real] // block_size, slots[real] % block_size
-        store = int(direction) == to_host
-        count("stored" if store else "loaded", block.tolist(), backed)
-        for layer, cache in enumerate(made[-1].kvcaches):
-            half = cache.shape[-1] // 2
-            if store:
-                rows = cache[block, :, token]
-                kv[:, layer, real] = torch.stack([rows[..., :half].flatten(1), rows[..., half:].flatten(1)])
-            else:
-                parts = [kv[side, layer, real].unflatten(1, (-1, half)) for side in (0, 1)]
-                cache[block, :, token] = torch.cat(parts, -1)
-
     def create(config, metadata, engine, layout_hints=None):
         made.append(OnCpu.from_metadata(metadata, False, torch.device("cpu"), layout_hints=layout_hints))
         return made[-1]
 
-    lmcache.device_ops.multi_layer_kv_transfer = transfer
+    by_indexing(lambda: made[-1].kvcaches, backed)
     public.CreateGPUConnector = create
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("lmcache") and hasattr(module, "CreateGPUConnector"):

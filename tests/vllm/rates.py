@@ -47,6 +47,20 @@ def fill(model):
             weight.fill_(1) if weight.dim() < 2 else weight.normal_(0, weight.shape[-1] ** -0.5)
 
 
+def index_on_gpu():
+    """LMCache without its kernels: all that copies is torch's."""
+    from lmcache.v1.gpu_connector import gpu_connectors
+
+    made, real = [], gpu_connectors.GPUConnectorInterface.initialize_kvcaches_ptr
+
+    def initialize(connector, **given):
+        made[:] = [connector]
+        real(connector, **given)
+
+    gpu_connectors.GPUConnectorInterface.initialize_kvcaches_ptr = initialize
+    connect.by_indexing(lambda: made[0].kvcaches)
+
+
 def chosen_for(kind, args):
     """The setting of a connector; what it needs is prepared. None: no connector."""
     os.environ.update(LMCACHE_LOCAL_CPU="True", LMCACHE_MAX_LOCAL_CPU_SIZE=str(args.host), LMCACHE_CHUNK_SIZE="256",
@@ -62,7 +76,8 @@ def chosen_for(kind, args):
         import lmcache
 
         lmcache.device_ops.ensure_native()
-        print("LMCache's kernels:", "lmcache.cuda_ops" in sys.modules, file=sys.stderr)
+        if "lmcache.cuda_ops" not in sys.modules:  # they do not fit this release of torch
+            index_on_gpu()
     return chosen
 
 
@@ -106,7 +121,8 @@ def engine(kind, folder, args):
             told[name].append(rate)
             told["hits"] += [hits] * (name == "load")
             forget()
-    told.update(device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")
+    told.update(device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+                kernels="lmcache.cuda_ops" in sys.modules)  # fmt: skip
     print("RESULT " + json.dumps(told), flush=True)
 
 
@@ -132,6 +148,8 @@ def run(kind, vmem, folder, args, seconds):
 def say(kind, ran):
     """Print one line about a connector. ran: what its engines told, {with vMem or not: [..]}."""
     line = dict(kind=kind, device=ran[True][0]["device"], turns=len(ran[True]))
+    if kind == "lmcache":
+        line["kernels"] = all(told["kernels"] for several in ran.values() for told in several)
     for name in ("store", "load"):
         own, on = (statistics.median(rate for told in ran[vmem] for rate in told[name][1:]) for vmem in (False, True))
         line[name] = dict(own=round(own), vmem=round(on), ratio=round(on / own, 3))
