@@ -248,7 +248,7 @@ class VMemLayer(CacheLayerMixin):
         self.viewed = True
         first = self._first(self.length if start is None else start)
         if not self.rows.in_order:
-            where = self.rows.columns(first, self.length)
+            where = self.rows.columns.places(first, self.length, self.rows.slots)
             k, v = (t[where].transpose(1, 2) for t in self.kv())
             return k, v
         k, v = (t.narrow(2, first, self.length - first) for t in self._in_order())

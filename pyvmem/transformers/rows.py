@@ -20,6 +20,7 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.kv.cache import KVCache, Run, Spare, TensorSpec
 from pyvmem.kv.pool import KVPool
 from pyvmem.transformers import spares
+from pyvmem.transformers.columns import Bools, Columns, padding_after_tokens
 from pyvmem.transformers.memory import cudnn_off, default_budget, finish, wait, what_helps, with_pool
 from pyvmem.transformers.plan import Plan, follow
 
@@ -27,12 +28,6 @@ MIB = 1 << 20
 AHEAD = 8  # tokens behind a prompt that are backed with it
 
 Int32s = npt.NDArray[np.int32]
-
-
-def _padding_after_tokens(kept: npt.NDArray[np.bool_], before: Any) -> npt.NDArray[np.bool_]:
-    """Bool ``[batch, tokens]``: padding that follows tokens. before: the rows of each sequence before the pass."""
-    found: npt.NDArray[np.bool_] = ~kept & (np.asarray(before)[:, None] + np.cumsum(kept, 1) > 0)
-    return found
 
 
 class Rows:
@@ -69,10 +64,7 @@ class Rows:
         self._least_slots = slots
         self._shapes: list[Any] = [None] * len(self.windows)  # ((heads, head_dim) of K, of V)
         self._known = [False] * len(self.windows)
-        # bool [batch, max_tokens]: the columns that have rows; None: all columns. And the same on the device.
-        self._kept: npt.NDArray[np.bool_] | None = None
-        self._kept_on_device: Any = None
-        self._columns: Any = None  # what `columns` returned last, and for which columns
+        self.columns = Columns(0, max_tokens, torch.device("cpu"))  # which have rows
         self._floor: list[int] = []  # rows below this minus a window may be gone
         self._lengths: Any = None  # of every slot in the last step, int32
         self._fence: torch.cuda.Event | None = None
@@ -86,12 +78,12 @@ class Rows:
     @property
     def ragged(self) -> bool:
         """True if sequences have different lengths, because padding has no rows."""
-        return self._kept is not None
+        return self.columns.ragged
 
     @property
     def in_order(self) -> bool:
         """True if one view of the slots holds all sequences: they have one length, and sequence i is in slot i."""
-        return self._kept is None and self.slots == list(range(self.batch))
+        return not self.columns.ragged and self.slots == list(range(self.batch))
 
     # ---- memory ----------------------------------------------------------------------------------------------
 
@@ -201,7 +193,8 @@ class Rows:
         self.batch = batch
         self.slots = list(range(batch))
         self._floor = [0] * batch
-        self._kept = self.plan = self.pending = None
+        self.columns = Columns(batch, self.max_tokens, self.device)
+        self.plan = self.pending = None
         self._lengths[:] = 0
         self.version += 1
 
@@ -257,8 +250,7 @@ class Rows:
         other._shares = self._shares
         other.slots, other._floor = self.slots[:], self._floor[:]
         other._shapes, other._known = self._shapes[:], self._known[:]
-        if self._kept is not None:
-            other._set_kept(self._kept.copy())
+        other.columns = self.columns.select(range(self.batch))
         other._use_cache(self._copy_cache(self.kv.slots))
         other._lengths[:] = self._lengths
         return other
@@ -309,7 +301,7 @@ class Rows:
                 f"{start + tokens} tokens exceed the cache's max_tokens={self.max_tokens}: create it with a larger one"
             )
         plan = self._plan(start, tokens, mask)
-        before = self._num_rows(start)
+        before = self.columns.num_rows(start)
         want = self._lengths.copy()
         for slot, length in zip(self.slots, plan.lengths):
             want[slot] = max(length, want[slot])
@@ -323,110 +315,59 @@ class Rows:
         if any(self.windows):
             least = min(w for w in self.windows if w)
             self._floor = [max(f, b) if b > least else f for f, b in zip(self._floor, before)]
-        if plan.kept is not None and self._kept is None:
-            self._set_kept(np.ones((self.batch, self.max_tokens), bool))
-        if self._kept is not None:
-            self._kept[:, start : start + tokens] = True if plan.kept is None else plan.kept
-            self._kept_on_device[:, start : start + tokens] = True if plan.kept is None else self._upload(plan.kept)
-        self.plan, self._columns = plan, None
+        self.columns.add(start, start + tokens, plan.kept)
+        self.plan = plan
         return plan
-
-    def _set_kept(self, kept: npt.NDArray[np.bool_]) -> None:
-        with torch.inference_mode(False):  # later passes, which write here, may run in another mode
-            self._kept, self._kept_on_device = kept, self._upload(kept)
-
-    def _num_rows(self, start: int) -> list[int]:
-        """The rows of each sequence among its first `start` columns."""
-        if self._kept is None:
-            return [start] * self.batch
-        stored: list[int] = self._kept[:, :start].sum(1).tolist()
-        return stored
 
     def _plan(self, start: int, tokens: int, mask: torch.Tensor | None) -> Plan:
         kept, masked = (None, False) if mask is None else self._padding(start, tokens, mask.bool())
-        before = self._num_rows(start)
-        if kept is not None and any(self.windows) and _padding_after_tokens(kept, before).any():
+        before = self.columns.num_rows(start)
+        if kept is not None and any(self.windows) and padding_after_tokens(kept, before).any():
             # A window counts columns, and rows would be fewer: this padding is stored, like any other token.
             kept, masked = None, True
         added = [tokens] * self.batch if kept is None else kept.sum(1).tolist()
         lengths = [b + a for b, a in zip(before, added)]
         return Plan(start, tokens, lengths, kept=kept, uniform=kept is None and self.in_order, masked=masked)
 
-    def _padding(self, start: int, tokens: int, mask: torch.Tensor) -> tuple[npt.NDArray[np.bool_] | None, bool]:
+    def _padding(self, start: int, tokens: int, mask: torch.Tensor) -> tuple[Bools | None, bool]:
         """`Plan.kept` and `Plan.masked` of a pass. Rows that the mask hides are discarded if they are the last ones."""
         if mask.shape[0] != self.batch or mask.shape[1] < start + tokens:
             raise ValueError(f"attention_mask of shape {tuple(mask.shape)} must be [{self.batch}, {start + tokens}]")
-        past, new = mask[:, :start], mask[:, start : start + tokens]
-        have = torch.ones_like(past) if self._kept is None else self._kept_on_device[:, :start]
-        differ = torch.stack([(have & ~past).any(1), (past & ~have).any(1)], 1)
-        known = torch.cat([differ, new], 1).cpu().numpy()
-        if known[:, 1].any():
-            row = int(known[:, 1].argmax())
-            column = int((past & ~have)[row].nonzero()[0])
-            raise ValueError(
-                f"attention_mask shows column {column} of sequence {row}, which has no row, because an earlier pass "
-                "masked it: mask it again, or reset() the cache"
-            )
-        kept = known[:, 2:]
-        masked = bool(known[:, 0].any())
-        if masked and self._kept is None:
+        kept, shown = self.columns.compare(start, mask[:, : start + tokens])
+        if shown is not None and not self.ragged:
             return None, True  # padding was stored like any other token, and still is
-        return None if kept.all() else kept, masked and not self._discard(past.cpu().numpy())
+        return None if kept.all() else kept, shown is not None and not self._discard(shown)
 
-    def _discard(self, shown: npt.NDArray[np.bool_]) -> bool:
+    def _discard(self, shown: Bools) -> bool:
         """Discard the rows that a mask hides, bool ``[batch, start]``; False if they are not the last of each sequence.
 
         Such are the tokens that generate() adds to a sequence which has ended, once a chat goes on.
         """
-        assert self._kept is not None
-        start = shown.shape[1]
-        kept, seen = self._kept[:, :start], self._kept[:, :start] & shown
-        after = np.maximum.accumulate(seen[:, ::-1], 1)[:, ::-1]  # columns that some column which is seen follows
-        if any(self.windows) or (kept & ~shown & after).any():
+        cuts = None if any(self.windows) else self.columns.cut_by(shown)
+        if cuts is None:
             return False
         wait(self.kv)
-        for row in np.flatnonzero((kept & ~shown).any(1)).tolist():
-            slot, length = self.slots[row], int(seen[row].sum())
+        for row, seen in cuts:
+            slot, length = self.slots[row], int(seen.sum())
             if not self.kv.truncate(slot, length):
                 return False
             self._lengths[slot] = length
-            kept[row] = seen[row]
-            self._kept_on_device[row, :start] = self._upload(seen[row])
+            self.columns.cut(row, seen)
         return True
-
-    def columns(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots and rows, int64 ``[batch, end - first]`` each, of the columns from `first` on.
-
-        A column without a row has another row's place, so that all can be read.
-        """
-        if self._columns is None or self._columns[0] != (first, end, self.version):
-            slots = np.broadcast_to(np.array(self.slots)[:, None], (self.batch, end - first)).copy()
-            if self._kept is None:
-                rows = np.broadcast_to(np.arange(first, end), slots.shape)
-            else:
-                kept = self._kept[:, :end]
-                count = np.cumsum(kept, 1)
-                last = count[:, -1:] - 1
-                rows = np.where(kept, count - 1, last)[:, first:]
-                full = int(last.argmax())
-                slots[last[:, 0] < 0], rows[last[:, 0] < 0] = self.slots[full], last[full]
-            self._columns = (first, end, self.version), (self._upload(slots), self._upload(rows.astype(np.int64)))
-        where: tuple[torch.Tensor, torch.Tensor] = self._columns[1]
-        return where
 
     def locate(self, plan: Plan) -> None:
         """Find the rows that a pass writes if its sequences differ. Done once per pass."""
         if plan.targets is not None:
             return
-        before = np.array(self._num_rows(plan.start))[:, None]
+        before = np.array(self.columns.num_rows(plan.start))[:, None]
         kept = np.ones((self.batch, plan.tokens), bool) if plan.kept is None else plan.kept
         rank = np.cumsum(kept, 1) - 1
         slots = np.broadcast_to(np.array(self.slots)[:, None], kept.shape)
-        plan.targets = self._upload(slots[kept]), self._upload((before + rank)[kept])
+        plan.targets = self.columns.upload(slots[kept]), self.columns.upload((before + rank)[kept])
         if plan.kept is not None:
-            plan.sources = self._upload(np.flatnonzero(kept))
+            plan.sources = self.columns.upload(np.flatnonzero(kept))
             ends = before + rank + 1
-            late = _padding_after_tokens(kept, before[:, 0])
+            late = padding_after_tokens(kept, before[:, 0])
             rows = np.flatnonzero(late.any(1))
             plan.padding = [(int(row), np.flatnonzero(late[row]), ends[row][late[row]]) for row in rows]
 
@@ -460,9 +401,6 @@ class Rows:
                 self._batch_shape = shape
             plan.batch = self._batch
         return plan.batch
-
-    def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
 
     def _order_steps(self) -> None:
         """Wait for the pass before the last: a step may overlap only with the last pass."""
@@ -500,14 +438,14 @@ class Rows:
             return
         if self._swapped:
             self.swap_in()
-        lengths = self._num_rows(columns)
+        lengths = self.columns.num_rows(columns)
         for row, (length, floor) in enumerate(zip(lengths, self._floor)):
             if length < floor:
                 raise RuntimeError(
                     f"crop: sequence {row} cannot go back to {length} tokens, because a sliding window gave up rows "
                     f"that they read; {floor} tokens are the fewest"
                 )
-        self.plan = self._columns = None
+        self.plan = None
         if all(self._lengths[slot] <= length for slot, length in zip(self.slots, lengths)):
             return
         wait(self.kv)
@@ -570,8 +508,7 @@ class Rows:
                 raise
         self.batch, self.slots = len(sources), new
         self._floor = [self._floor[s] for s in sources]
-        if self._kept is not None:
-            self._set_kept(self._kept[sources])
+        self.columns = self.columns.select(sources)
         self.version += 1
 
     def _allow_sharing(self) -> None:
