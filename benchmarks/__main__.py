@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.argfiles import output_file
 from benchmarks import records as form, session as view, summary
 from benchmarks.records import Record
 from benchmarks.registry import Benchmark, all_benchmarks
@@ -32,7 +33,7 @@ def _common() -> cli.Parser:
         help="64K, 128K, 256K or 2M; repeat for more (default: all; with --quick the smallest and the largest)",
     )
     group.add_argument("--quick", action="store_true", help="a smaller run with fewer samples and page sizes")
-    file = argtypes.output_file
+    file = output_file
     group.add_argument("--json", type=file, metavar="FILE", help="write the records to FILE (docs/benchmarks.md)")
     group.add_argument("--plot", type=file, metavar="FILE.png", help="plot the records into FILE")
     return common

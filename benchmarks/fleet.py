@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.argfiles import input_file
 from benchmarks.traces import read_trace, synthetic_trace
 from pyvmem.engine.control import State
 from pyvmem.sleep import routing, turns
@@ -302,7 +303,7 @@ def main() -> int:
     """Run the chosen ways, and print a line of JSON for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--way", action="append", choices=WAYS, help="all, unless some are named")
-    parser.add_argument("--trace", type=argtypes.input_file, help="lengths and times of requests; otherwise made up")
+    parser.add_argument("--trace", type=input_file, help="lengths and times of requests; otherwise made up")
     parser.add_argument("--gpus", type=argtypes.whole(1, 1000), default=8)
     parser.add_argument("--models", type=argtypes.whole(1, 10000), default=24)
     parser.add_argument("--replicas", type=argtypes.whole(1, 1000), default=2, help="of each popular model (2)")

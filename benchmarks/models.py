@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.argfiles import input_file, output_file
 from benchmarks import some_of
 from benchmarks.models_servers import ENGINES, REFERENCE, TIMEOUT, WAYS, Answer, Failed, Server, Way, bytes_of
 from benchmarks.shapes import model_name
@@ -321,13 +322,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, whole = parser.add_argument, argtypes.whole(1)
     add("--way", choices=WAYS, required=True)
-    add("--out", type=argtypes.output_file, metavar="FILE", help="append observations, JSON lines")
+    add("--out", type=output_file, metavar="FILE", help="append observations, JSON lines")
     add("--part", action="append", choices=(*PARTS, "bursts"), help=f"repeat for more ({', '.join(PARTS)})")
     add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: tiny models, to try it")
     add("--gpu", type=argtypes.whole(0), default=0, metavar="INDEX")
     add("--models", type=whole, metavar="N", help="(5, or one for each of --engines)")
     add("--engines", type=some_of(ENGINES), default=["vllm"], metavar="NAME,..", help="of each model, in turn (vllm)")
-    add("--sglang-env", type=argtypes.input_file, metavar="FILE", help="sourced by bash: its python3 has SGLang (ours)")
+    add("--sglang-env", type=input_file, metavar="FILE", help="sourced by bash: its python3 has SGLang (ours)")
     add("--awake", action="store_true", help="no model sleeps; vmem: the pool is for KV caches alone")
     add("--model", type=model_name, metavar="SHAPE[:LAYERS]", help="a Llama's (llama-3-8b; cpu: mini)")
     add("--size", type=argtypes.size, help="of weights and KV caches (the GPU, less 1.5 GiB a model and 2 GiB)")
@@ -347,7 +348,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     text = "until a model sleeps; 0: only for others (1)"
     add("--idle", type=argtypes.seconds, default=1, metavar="SECONDS", help=text)
     add("--logs", metavar="FOLDER", help="of the servers' output (a temporary one)")
-    add("--trace", type=argtypes.input_file, metavar="FILE", help="of request lengths, such as Azure's")
+    add("--trace", type=input_file, metavar="FILE", help="of request lengths, such as Azure's")
     args = parser.parse_args(argv)
     if "sglang" in args.engines and args.way not in ("vmem", "static"):
         parser.error(f"--engines sglang needs --way vmem or static, not {args.way}")

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.argfiles import input_file
 from benchmarks import Child, turns
 from benchmarks.records import Record
 from benchmarks.registry import benchmark
@@ -40,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     shape = f"{', '.join(SHAPES)}, with all or some layers (llama-3-8b)"
     add("--model", type=model_name, default="llama-3-8b", metavar="SHAPE[:LAYERS]", help=shape)
-    add("--trace", "--azure", type=argtypes.input_file, metavar="FILE", help="the Azure conversation trace")
+    add("--trace", "--azure", type=input_file, metavar="FILE", help="the Azure conversation trace")
     add("--load", action="append", choices=("azure", "decode", "rate"), help="a workload; may be repeated (all)")
     add("--requests", type=whole, default=512, metavar="N", help="of azure and rate (512)")
     add("--kv-tokens", type=whole, default=204800, metavar="N", help="KV memory of each (204800)")

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.argfiles import input_file
 from pyvmem.tools import argtypes
 
 
@@ -144,5 +145,5 @@ def synthetic_trace(
 def trace_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the arguments of a benchmark that runs the requests of a trace."""
     formats = "Azure CSV, Mooncake JSON lines or num_prefill_tokens CSV"
-    parser.add_argument("--trace", type=argtypes.input_file, metavar="FILE", help=formats)
+    parser.add_argument("--trace", type=input_file, metavar="FILE", help=formats)
     parser.add_argument("--requests", type=argtypes.whole(1), metavar="N", help="only the first N requests")

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.argfiles import output_file
 from benchmarks import Child
 from benchmarks.records import Record
 from benchmarks.traces import read_trace
@@ -34,7 +35,7 @@ def arguments(group: Any) -> None:
     group.add_argument("--turns", type=whole, default=3, metavar="N", help="turns of each engine and workload (3)")
     text = "one in N of the requests warms up (1: all of them)"
     group.add_argument("--warm-up", type=whole, default=1, metavar="N", help=text)
-    group.add_argument("--raw", type=argtypes.output_file, metavar="FILE", help="write every turn as JSON")
+    group.add_argument("--raw", type=output_file, metavar="FILE", help="write every turn as JSON")
 
 
 def requests_of(load: Mapping[str, Any]) -> list[tuple[list[int], int]]:

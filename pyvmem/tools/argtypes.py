@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable
 
 
@@ -86,24 +85,3 @@ def positive(text: str) -> float:
 def device(parser: argparse._ActionsContainer) -> None:
     """Add the argument that chooses a GPU."""
     parser.add_argument("--device", type=whole(0), default=0, metavar="N", help="CUDA device ordinal (0)")
-
-
-def input_file(text: str) -> str:
-    """A file that can be read."""
-    try:
-        open(text, "rb").close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
-    return text
-
-
-def output_file(text: str) -> str:
-    """A file that can be written or created. It is not opened yet."""
-    folder = os.path.dirname(text) or "."
-    if not os.path.isdir(folder):
-        raise argparse.ArgumentTypeError(f"{text}: the folder {folder} does not exist")
-    if os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"{text} is a folder")
-    if not os.access(text if os.path.exists(text) else folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written")
-    return text
