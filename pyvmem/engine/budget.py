@@ -69,7 +69,7 @@ class BlockBudget:
         self.page, self.total, self.block_bytes, self.ranks = page, total, block_bytes, ranks
         self.least, self.low = min(least, total), low
         self._allowed = total  # as of the last step
-        self.unbacked = PagePacking(total, block_bytes, 0)
+        self.packing = PagePacking(total, block_bytes, 0)
         self._page_bytes = 0  # as the worker says that has the largest blocks
         self._measured = 0.0
         self.lent = False
@@ -104,7 +104,7 @@ class BlockBudget:
     @property
     def num_withheld(self) -> int:
         """Blocks that the engine cannot hand out."""
-        return self.unbacked.count + self.coming
+        return self.packing.num_out + self.coming
 
     @property
     def num_backed(self) -> int:
@@ -147,7 +147,7 @@ class BlockBudget:
 
     def refused(self, ids: Iterable[int]) -> None:
         """There was no memory for these blocks, which were to be backed."""
-        self.unbacked.put(ids)
+        self.packing.put(ids)
         self.page[control.REFUSED] += 1
         self._retry = time.monotonic() + RETRY
 
@@ -159,11 +159,11 @@ class BlockBudget:
         """The smaller of limit and maximum, in whole pages."""
         cells = self.page.cells
         limit, most = cells[control.LIMIT], cells[control.MAX]
-        return self.unbacked.in_pages(min(limit, most) if most else limit)
+        return self.packing.in_pages(min(limit, most) if most else limit)
 
     def _most_bytes(self) -> int:
         """The most that blocks may take, in whole pages in which they begin."""
-        return self.unbacked.in_pages(self._limit() - self.unbacked.limit_correction)
+        return self.packing.in_pages(self._limit() - self.packing.limit_correction)
 
     def _left_bytes(self) -> int:
         """Bytes that other members of the pool leave to blocks, in whole pages; they have asked for offered blocks."""
@@ -172,7 +172,7 @@ class BlockBudget:
             for rank in range(self.ranks):
                 if shrink_to := page.board_word(rank, control.SHRINK_TO):
                     most = min(most, self._in_largest(rank, shrink_to - page.cells[control.NULL + rank]))
-        return max(self.unbacked.in_pages(most - self.unbacked.page_overhead), self._keeps * self.block_bytes)
+        return max(self.packing.in_pages(most - self.packing.page_overhead), self._keeps * self.block_bytes)
 
     def _in_largest(self, rank: int, size: int) -> int:
         """Convert bytes of a worker's blocks to bytes of the same blocks in the worker that has the largest ones."""
@@ -180,20 +180,20 @@ class BlockBudget:
 
     def _pages_beyond(self) -> int:
         """Pages beyond a limit that must go. Blocks within the limit may be scattered over too many pages."""
-        unbacked = self.unbacked
-        if not unbacked.shared:
+        packing = self.packing
+        if not packing.shared:
             return 0
-        most, left = self._most_bytes() // unbacked.page_bytes, self._left_bytes() // unbacked.page_bytes
-        if self.num_backed <= self.least and unbacked.pages > min(most, left):
+        most, left = self._most_bytes() // packing.page_bytes, self._left_bytes() // packing.page_bytes
+        if self.num_backed <= self.least and packing.pages_in_use > min(most, left):
             # Free blocks may leave, and blocks that share pages come in their place.
-            most = max(most, unbacked.fewest_pages(self.least, self.free_ids()))
-        asked = min(unbacked.pages - left, self.num_backed - self._keeps)  # a block frees one page at most
-        return max(unbacked.pages - most, asked, 0)
+            most = max(most, packing.fewest_pages(self.least, self.free_ids()))
+        asked = min(packing.pages_in_use - left, self.num_backed - self._keeps)  # a block frees one page at most
+        return max(packing.pages_in_use - most, asked, 0)
 
     def fit(self) -> None:
         """Measure what pages hold beyond the blocks that begin in them: blocks may reach into the next page."""
         most = self._limit()
-        self.unbacked.forget(most)
+        self.packing.forget(most)
         limited = most < self.total * self.block_bytes or self.page.cells[control.POOL]
         if not limited or time.monotonic() < self._measured + FIT:
             return
@@ -203,7 +203,7 @@ class BlockBudget:
             return  # blocks are on their way
         self._measured = time.monotonic()
         held = int((boards[:, control.HELD] - words[control.NULL : control.NULL + ranks]).max())
-        self.unbacked.measure(held, most)
+        self.packing.measure(held, most)
 
     def reachable(self) -> int:
         """Blocks that may be backed now; in a pool, as far as nobody's requests use its memory.
@@ -226,7 +226,7 @@ class BlockBudget:
 
     def _room(self) -> int:
         """Blocks for which the pool has unused memory. Blocks of pages that exist need none."""
-        return self.unbacked.blocks_in(self._room_bytes())
+        return self.packing.blocks_in(self._room_bytes())
 
     def _room_bytes(self) -> int:
         """Bytes of the pool that nobody uses, as far as workers see the page."""
@@ -239,8 +239,8 @@ class BlockBudget:
 
     def asked(self) -> bool:
         """Return whether other engines of the pool ask for blocks that are backed here, or for their pages."""
-        unbacked = self.unbacked
-        return self._left_bytes() < max(self.num_backed * self.block_bytes, unbacked.pages * unbacked.page_bytes)
+        packing = self.packing
+        return self._left_bytes() < max(self.num_backed * self.block_bytes, packing.pages_in_use * packing.page_bytes)
 
     def _learn_pages(self) -> None:
         """Take over which blocks share pages, once workers have their memory and know it."""
@@ -250,22 +250,22 @@ class BlockBudget:
         if block and (page_bytes, block) != (self._page_bytes, self.block_bytes):
             self._page_bytes, self.block_bytes = page_bytes, block
             self.page[control.BLOCK_BYTES] = block
-            before = set(self.unbacked)
-            self.unbacked = PagePacking(self.total, block, page_bytes)
-            self.unbacked.take(self.total, self.total)
-            self.unbacked.put(before)
+            before = set(self.packing)
+            self.packing = PagePacking(self.total, block, page_bytes)
+            self.packing.take(self.total, self.total)
+            self.packing.put(before)
 
     def _take_unbacked(self, n: int) -> list[int]:
         """Take up to `n` unbacked blocks, whose pages fit the limits. The caller has them backed."""
-        unbacked, pages = self.unbacked, self.total
-        if unbacked.shared:
-            pages = min(self._most_bytes(), self._left_bytes()) // unbacked.page_bytes - unbacked.pages
+        packing, pages = self.packing, self.total
+        if packing.shared:
+            pages = min(self._most_bytes(), self._left_bytes()) // packing.page_bytes - packing.pages_in_use
             short = self.least - self.num_backed - self.coming
             n, pages = min(n, short) if pages < 0 else n, max(pages, short)
             if self.page.cells[control.POOL]:
-                coming = -(-self.coming // unbacked.together)
-                pages = min(pages, max(self._room_bytes() // unbacked.page_bytes - coming, 0))
-        return unbacked.take(n, pages)
+                coming = -(-self.coming // packing.together)
+                pages = min(pages, max(self._room_bytes() // packing.page_bytes - coming, 0))
+        return packing.take(n, pages)
 
     def publish_free(self) -> None:
         """Write how many free blocks have contents, which a reset of the cache changes, and how many have none."""

@@ -31,9 +31,9 @@ class PagePacking:
 
     Attributes
     ----------
-    pages : int
+    pages_in_use : int
         Pages with a backed block. The page of block 0, which always exists, does not count.
-    count : int
+    num_out : int
         Blocks that are out.
     at_hand : int
         Blocks that are out and whose page exists.
@@ -49,7 +49,7 @@ class PagePacking:
 
     def __init__(self, total: int, block_bytes: int, page_bytes: int) -> None:
         self.page_bytes, self._bytes = max(page_bytes, block_bytes), block_bytes
-        self.count, self.pages, self.shared = total, 0, self.page_bytes > block_bytes
+        self.num_out, self.pages_in_use, self.shared = total, 0, self.page_bytes > block_bytes
         self.page_overhead = self.limit_correction = self._measured_limit = 0
         self.together = self.page_bytes // block_bytes
         self._is_out = bytearray(b"\0" + b"\1" * total)
@@ -63,7 +63,7 @@ class PagePacking:
         self._gone = list(range(1, len(self._size)))  # a heap of pages whose blocks are all out
 
     def __len__(self) -> int:
-        return self.count
+        return self.num_out
 
     def __iter__(self) -> Iterator[int]:
         return (i for i, out in enumerate(self._is_out) if out)
@@ -83,10 +83,10 @@ class PagePacking:
             page = i * size // page_bytes
             out[i] = 1
             of[page] += 1
-            self.count += 1
+            self.num_out += 1
             self.at_hand += 1
             if of[page] == self._size[page]:
-                self.pages -= 1
+                self.pages_in_use -= 1
                 self.at_hand -= self._size[page]
                 heapq.heappush(self._gone, page)
             elif of[page] == 1:
@@ -100,7 +100,7 @@ class PagePacking:
             taken = [heapq.heappop(gone) for _ in range(min(n, pages, len(gone)))]
             for i in taken:
                 out[i] = of[i] = 0
-            self.pages += len(taken)
+            self.pages_in_use += len(taken)
         while self.shared and (left := n - len(taken)) > 0:
             if part:
                 page = heapq.heappop(part)
@@ -108,7 +108,7 @@ class PagePacking:
                     continue  # it has left, and is among those that are gone
             elif gone and pages > 0:
                 page = heapq.heappop(gone)
-                self.pages, pages = self.pages + 1, pages - 1
+                self.pages_in_use, pages = self.pages_in_use + 1, pages - 1
                 self.at_hand += of[page]
             else:
                 break
@@ -121,7 +121,7 @@ class PagePacking:
             of[page] -= min(of[page], left)
             if of[page]:
                 heapq.heappush(part, page)
-        self.count -= len(taken)
+        self.num_out -= len(taken)
         return taken
 
     # ---- limits ----------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class PagePacking:
 
         held : bytes of all pages but those of block 0, while no block is being backed. limit: bytes that they may hold.
         """
-        own = self.pages * self.page_bytes
+        own = self.pages_in_use * self.page_bytes
         self.page_overhead = max(held - own, 0)
         # Above the limit, blocks that leave take their part of the overhead with them. Below it, blocks that come are
         # taken to add none.
@@ -152,7 +152,7 @@ class PagePacking:
         free : the blocks that are backed and not in use.
         """
         unused = collections.Counter(map(self.page_of, free))
-        used = self.pages - sum(n == self.inside(page) for page, n in unused.items() if page)
+        used = self.pages_in_use - sum(n == self.inside(page) for page, n in unused.items() if page)
         return max(used, -(-blocks // self.together))
 
     def freeing(self, free: Iterable[int]) -> list[int]:

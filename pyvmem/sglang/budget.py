@@ -112,7 +112,7 @@ class PageBudget(BlockBudget):
         least = self._pages(scheduler.max_req_len) + 2
         low = self._pages(step) + SOME
         super().__init__(page, memory.number - 1, memory.block_bytes, least=least, low=low, ranks=ranks.size)
-        self.unbacked = PagePacking(self.total, self.block_bytes, memory.page_bytes)
+        self.packing = PagePacking(self.total, self.block_bytes, memory.page_bytes)
         self._take_all()
 
     def start(self) -> None:
@@ -175,7 +175,7 @@ class PageBudget(BlockBudget):
         there = itertools.takewhile(lambda leaving: leaving[1].query(), self._leaving)
         view, self.view = self.view, None
         self.fit()
-        pool, out = self.page.cells[control.POOL], self.unbacked
+        pool, out = self.page.cells[control.POOL], self.packing
         left, room, keeps = (self._left_bytes(), self._room_bytes(), self._keeps) if pool else View()[1:4]
         seen = View(self._limit(), left, room, keeps, overhead=out.page_overhead, correction=out.limit_correction,
                     is_behind=self.is_behind, waits=self.waits())  # fmt: skip
@@ -186,7 +186,7 @@ class PageBudget(BlockBudget):
         """Take for given what rank 0 has seen."""
         if self._ranks.size > 1:
             self.view = view = news.view
-            self.unbacked.page_overhead, self.unbacked.limit_correction = view.overhead, view.correction
+            self.packing.page_overhead, self.packing.limit_correction = view.overhead, view.correction
             self._keeps, self.is_behind = view.keeps, view.is_behind
         for answer in news.answers:
             _, ids = self._coming.popleft()
@@ -287,7 +287,7 @@ class PageBudget(BlockBudget):
         self._num_leaving = 0
         self.memory.blocks.unback(range(1, self.total + 1), after=self._fence())
         free.free_pages = free.free_pages[:0]
-        self.unbacked.put(set(range(1, self.total + 1)).difference(self.unbacked))
+        self.packing.put(set(range(1, self.total + 1)).difference(self.packing))
 
     def _give(self, ids: list[int]) -> None:
         free = self._allocator
@@ -317,7 +317,7 @@ class PageBudget(BlockBudget):
 
     def _grow(self, n: int, wait: bool = False, over: bool = False) -> bool:
         """Have up to `n` pages backed. over: whatever the limit is. Returns whether all are there, or on their way."""
-        ids = self.unbacked.take(n, self.total) if over else self._take_unbacked(min(n, self.growable()))
+        ids = self.packing.take(n, self.total) if over else self._take_unbacked(min(n, self.growable()))
         if not ids:
             return n <= 0
         if wait:
@@ -348,7 +348,7 @@ class PageBudget(BlockBudget):
         n = min(n, len(free.free_pages))
         if n <= 0:
             return
-        if self.unbacked.shared:  # the highest numbers leave, so that what stays shares few pages
+        if self.packing.shared:  # the highest numbers leave, so that what stays shares few pages
             free.free_pages = torch.sort(free.free_pages)[0]
         taken, free.free_pages = free.free_pages[-n:], free.free_pages[:-n]
         fence = self._fence()
@@ -369,7 +369,7 @@ class PageBudget(BlockBudget):
 
     def _left(self, ids: list[int], fence: int) -> None:
         self.memory.blocks.unback(ids, after=fence)
-        self.unbacked.put(ids)
+        self.packing.put(ids)
 
     # ---- SGLang's steps --------------------------------------------------------------------------------------
 

@@ -278,7 +278,7 @@ class VllmBudget(BlockBudget):
     @property
     def num_withheld(self) -> int:
         """Blocks that vLLM cannot hand out."""
-        return self.unbacked.count + self.ordered
+        return self.packing.num_out + self.ordered
 
     @property
     def spare(self) -> int:
@@ -392,7 +392,7 @@ class VllmBudget(BlockBudget):
 
     def order(self, n: int) -> None:
         """Order up to `n` blocks more. The next step tells the workers."""
-        if n > 0 and self.unbacked and not self.waits():
+        if n > 0 and self.packing and not self.waits():
             ids = self._take_unbacked(min(n, self._most_order))
             self.orders.unsent += ids
             if self._transfers.copies is not None:  # a block that leaves and comes back does neither
@@ -404,7 +404,7 @@ class VllmBudget(BlockBudget):
         if n > 0:
             ids = self._free.take(n)
             self._leaving += ids
-            self.unbacked.put(ids)
+            self.packing.put(ids)
         return max(n, 0)
 
     def _shrink(self, beyond: int, most: int) -> None:
@@ -413,8 +413,8 @@ class VllmBudget(BlockBudget):
         Spare blocks that free a page go first, the highest numbers before others. The rest go in vLLM's own order.
         """
         beyond = min(beyond, most)
-        if beyond > 0 and self.unbacked.shared:
-            freeing = heapq.nlargest(beyond, self.unbacked.freeing(self._free.empty))
+        if beyond > 0 and self.packing.shared:
+            freeing = heapq.nlargest(beyond, self.packing.freeing(self._free.empty))
             self._free.put_first(self.pool.blocks[i] for i in freeing)
         # A block frees one page at most.
         while most > 0 and (n := self.unback(min(beyond if beyond > 0 else self._pages_beyond(), most))):
@@ -439,7 +439,7 @@ class VllmBudget(BlockBudget):
         self.refresh()
         beyond = self.num_backed + self.coming - self._allowed
         if idle and self.spare > keep:  # only blocks that free a page: the others would give back no memory
-            beyond = max(beyond, min(self.spare - keep, len(self.unbacked.freeing(self._free.empty))))
+            beyond = max(beyond, min(self.spare - keep, len(self.packing.freeing(self._free.empty))))
         self._shrink(beyond, self.total)
         self._tell()
 

@@ -88,7 +88,7 @@ def test_what_others_ask_for_leaves_what_is_not_offered(budget):
 
 
 def test_an_engine_that_is_behind_takes_no_more(budget):
-    budget.unbacked.put(budget.free[:40])
+    budget.packing.put(budget.free[:40])
     budget.free = budget.free[40:]
     assert budget.num_backed == 60
     budget.is_behind = True
@@ -99,10 +99,10 @@ def test_shared_pages_are_counted_whole(budget):
     page = budget.page
     page[control.OWN_BLOCK], page[control.PAGE_BYTES] = MIB, 4 * MIB
     budget._learn_pages()
-    assert budget.unbacked.shared and budget.unbacked.together == 4
+    assert budget.packing.shared and budget.packing.together == 4
     page[control.LIMIT] = 18 * MIB  # four pages and a half
     assert budget.allowed() == 16
-    budget.unbacked.put(budget.free)
+    budget.packing.put(budget.free)
     budget.free = []
     ids = budget._take_unbacked(budget.allowed())
     assert len(ids) == 16 and len({i // 4 for i in ids} - {0}) <= 4
@@ -110,7 +110,7 @@ def test_shared_pages_are_counted_whole(budget):
 
 def test_in_a_pool_blocks_grow_as_far_as_nobody_must_give_any_up(budget):
     page = budget.page
-    budget.unbacked.put(budget.free[:40])
+    budget.packing.put(budget.free[:40])
     budget.free = budget.free[40:]
     assert budget.growable() == 40
     page[control.POOL], page[control.ATTACHED], page[control.OWN_BLOCK] = 5, 1, MIB
@@ -125,7 +125,7 @@ def test_memory_that_was_refused_is_not_asked_for_at_once(budget, monkeypatch):
     assert not budget.waits()
     budget.refused(budget.free[:5])
     budget.free = budget.free[5:]
-    assert budget.waits() and budget.unbacked.count == 5 and budget.page[control.REFUSED] == 1
+    assert budget.waits() and budget.packing.num_out == 5 and budget.page[control.REFUSED] == 1
     monkeypatch.setattr("pyvmem.engine.budget.RETRY", 0)
     budget.refused([])
     assert not budget.waits()

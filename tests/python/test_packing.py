@@ -33,7 +33,7 @@ def test_blocks_that_are_out_come_back_where_pages_are_first(block, span):
                 inside.difference_update(gone)
             there = [blocks.page_of(i) for i in inside]
             assert set(blocks) == set(range(1, total + 1)) - inside and len(blocks) == total - len(inside)
-            assert blocks.pages == len(set(there) - {0})
+            assert blocks.pages_in_use == len(set(there) - {0})
             assert blocks.at_hand == sum(blocks.page_of(i) in {0, *there} for i in blocks)
             assert all(blocks.inside(p) == there.count(p) + (p == 0) for p in set(there))
 
@@ -44,25 +44,25 @@ def backed(packing):
 
 def test_without_shared_pages_every_block_is_a_page():
     packing = PagePacking(10, 64, 0)
-    assert packing.take(4, 10) == [1, 2, 3, 4] and packing.pages == 4 and not packing.shared
+    assert packing.take(4, 10) == [1, 2, 3, 4] and packing.pages_in_use == 4 and not packing.shared
     assert packing.freeing([2, 3]) == [2, 3] and packing.blocks_in(200) == 3 and packing.in_pages(200) == 192
 
 
 def test_blocks_whose_page_holds_others_free_nothing():
     packing = PagePacking(40, 512, 2048)  # four blocks in a page
     packing.take(11, 10)
-    assert backed(packing) == list(range(1, 12)) and packing.pages == 2
+    assert backed(packing) == list(range(1, 12)) and packing.pages_in_use == 2
     assert packing.freeing([4, 5, 6, 8, 9, 10, 11]) == [8, 9, 10, 11]
     assert packing.freeing([1, 2, 3]) == []  # the page of block 0 stays
     packing.put([8, 9, 10])
-    assert packing.freeing([11]) == [11] and packing.pages == 2
+    assert packing.freeing([11]) == [11] and packing.pages_in_use == 2
     assert packing.blocks_in(2048) == packing.at_hand + 4 == 7
 
 
 def test_the_fewest_pages_are_those_of_scattered_blocks_in_use():
     packing = PagePacking(40, 512, 2048)
     packing.take(27, 40)
-    assert packing.pages == 6
+    assert packing.pages_in_use == 6
     in_use = {4, 8, 12, 16}
     free = set(backed(packing)) - in_use
     assert packing.fewest_pages(4, free) == 4  # each lies in a page of its own
@@ -78,13 +78,13 @@ def test_what_stays_below_a_corrected_limit_keeps_it(seed):
     packing.take(200, 200)
 
     def held():
-        return packing.pages * 1500
+        return packing.pages_in_use * 1500
 
     for _ in range(30):
         packing.forget(limit)
         packing.measure(held(), limit)
         most = packing.in_pages(limit - packing.limit_correction) // 1000
-        if packing.pages > most:
+        if packing.pages_in_use > most:
             packing.put(backed(packing)[most:])
     assert held() <= limit and held() >= limit - 3000  # and no more is given up than is needed
     packing.forget(limit + 1)

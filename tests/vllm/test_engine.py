@@ -179,7 +179,7 @@ def test_a_seeded_fault_changes_tokens(model, monkeypatch):
 
     def take(self):
         gone, ahead, order = real(self)
-        used = [b.block_id for b in self.pool.blocks[1:] if b.ref_cnt and b.block_id not in self.unbacked]
+        used = [b.block_id for b in self.pool.blocks[1:] if b.ref_cnt and b.block_id not in self.packing]
         return gone + used[: self.step % 7 == 0], ahead, order
 
     own = plain(model("llama"))

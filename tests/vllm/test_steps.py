@@ -477,7 +477,7 @@ def test_idle_blocks_leave_whose_pages_go(engine):
     orders = e.page.boards(1)[0, control.DONE]
     e.budget.refresh()
     e.budget.prepare_step()
-    page_of = e.budget.unbacked.page_of
+    page_of = e.budget.packing.page_of
     assert set(map(page_of, e.budget.orders.unsent[:10])) <= set(map(page_of, cached)) | {0}
     assert e.scheduler.reset_prefix_cache()
     e.idle()
@@ -514,7 +514,7 @@ def scatter(e):
     e.idle()
     pool = e.scheduler.kv_cache_manager.block_pool
     cached = [b.block_id for b in pool.blocks if b.block_hash]
-    one = {e.budget.unbacked.page_of(i): i for i in cached}
+    one = {e.budget.packing.page_of(i): i for i in cached}
     pool.evict_blocks(set(cached) - set(one.values()))
     last = [pool.blocks[i] for i in one.values()]
     pool.touch(last)
@@ -749,7 +749,8 @@ def test_in_a_pool_an_order_takes_no_more_pages_than_it_has_room_for(engine):
     pool_has(e, 7)
     budget.refresh()
     budget.prepare_step(200)
-    assert budget.orders.unsent == [1, 2, 3, 4, 5, 6, 7] and budget.unbacked.pages == 1  # 3 of them beside block 0
+    assert budget.orders.unsent == [1, 2, 3, 4, 5, 6, 7]
+    assert budget.packing.pages_in_use == 1  # 3 of them are beside block 0
     budget.take_orders()
     budget.refresh()
     budget.prepare_step(200)
@@ -763,7 +764,7 @@ def test_a_refusal_of_the_pool_makes_later_orders_no_smaller(engine, monkeypatch
     budget = e.budget
     for room, most in ((0, 60), (40, 20)):  # the pool has the memory, but the device has not
         pool_has(e, room)
-        budget.orders.unsent = budget.unbacked.take(40, budget.total)
+        budget.orders.unsent = budget.packing.take(40, budget.total)
         budget.take_orders()
         budget.add_backed()
         budget.order(60)
@@ -822,7 +823,7 @@ def test_in_a_pool_blocks_that_reach_into_more_pages_than_they_begin_in_leave_th
     e.idle()
     board = e.page.boards(1)[0]
     asked = int(board[control.HELD]) - (2 << 20)
-    assert bytes_held(e) > e.budget.unbacked.pages << 21
+    assert bytes_held(e) > e.budget.packing.pages_in_use << 21
     for _ in range(3):
         board[control.SHRINK_TO] = asked
         e.idle()
@@ -1102,9 +1103,9 @@ def test_resetting_forgets_all_and_holds_the_same_blocks(engine):
     e.run(20)
     e.limit(60)
     e.run(20)
-    held = sorted(e.budget.unbacked)
+    held = sorted(e.budget.packing)
     assert e.scheduler.reset_prefix_cache()
-    assert sorted(e.budget.unbacked) == held
+    assert sorted(e.budget.packing) == held
     pool = e.scheduler.kv_cache_manager.block_pool
     assert pool.num_gpu_blocks == 400 and e.budget.spare == pool.get_num_free_blocks()
     e.run(20)
@@ -1119,7 +1120,7 @@ def test_vllms_metrics_of_blocks_are_those_of_requests(engine):
     set_limit(e, "moves")
     e.run(20)
     e.idle()
-    assert metrics.block_metrics and not metrics.block_metrics.keys() & set(e.budget.unbacked)
+    assert metrics.block_metrics and not metrics.block_metrics.keys() & set(e.budget.packing)
 
 
 def test_usage_counts_what_is_allowed(engine):
