@@ -140,38 +140,6 @@ def test_systemd_reads_the_manuals_unit(tmp_path):
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
-# Texts that YAML 1.1 or 1.2 takes for something else if they are not quoted, and what shells and renderers change.
-ODD = ["on", "No", "null", "~", "1e3", "0x1f", "012", "1:30", ".inf", "=", "<<", "!!str x", "&a", "*a", "- x", "# x",
-       "a: b", "{", "[", "a #b", "'", '"', '\\\\n', "\\\\", "%n", "%%", "$$", "$HOME", "$(HOME)", "`id`", "; id",
-       "a  b", " a ", "...", "---", "\u00e9\U0001f600", "x" * 70000]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", ODD, ids=lambda text: ascii(text)[:20])
-def test_a_text_reaches_the_server_as_it_stands(text):
-    yaml = pytest.importorskip("yaml")
-    quoted = json.dumps(text, ensure_ascii=False)
-    pool = read(f'pool="a"\nsize="1G"\n[models.on]\npath="x"\nargs=[{quoted}]\nenv={{A={quoted}}}')
-    swap = yaml.safe_load(models_render.llama_swap(pool))["models"]["on"]  # a model whose name is no boolean
-    assert shlex.split(swap["cmd"])[-1] == text and f"A={text}" in swap["env"]
-    (pod,) = pods_of(models_render.kubernetes(pool))
-    assert of_kubernetes(pod["command"][-1]) == text
-    assert {"A": text}.items() <= {e["name"]: of_kubernetes(e.get("value", "")) for e in pod["env"]}.items()
-    (application,) = yaml.safe_load(models_render.ray_serve(pool))["applications"]
-    assert models_file.made(application["args"]["file"]) == pool
-
-
-def pods_of(text):
-    """The containers of what Kubernetes reads."""
-    documents = pytest.importorskip("yaml").safe_load_all(text)
-    return [d["spec"]["template"]["spec"]["containers"][0] for d in documents if d["kind"] == "Deployment"]
-
-
-def of_kubernetes(text):
-    """As the kubelet expands variables: $$ is $, and $(NAME) a variable, none of which is meant here."""
-    assert not re.search(r"(?<!\$)(\$\$)*\$\(", text)
-    return text.replace("$$", "$")
-
-
 @pytest.mark.parametrize("code", [*range(32), 127, *range(128, 160), 0x2028, 0x2029, 0xFEFF, 0x200B, 0xFFFE])
 def test_what_ends_a_line_for_somebody_is_refused(code):
     text = json.dumps(f"a{chr(code)}b")

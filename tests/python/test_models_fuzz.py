@@ -134,6 +134,13 @@ def read_kubernetes(file, documents):
 READERS = {"llama-swap": read_llama_swap, "ray-serve": read_ray_serve, "kubernetes": read_kubernetes}
 
 
+@pytest.mark.parametrize("piece", [*sorted({*PIECES} - {"--port"}), "x" * 70000], ids=lambda piece: ascii(piece)[:20])
+def test_a_text_reaches_the_servers_as_it_stands(piece):
+    """Also one that YAML 1.1 or 1.2 takes for something else, and in a model whose name is no boolean."""
+    model = dict(path=f"m/{piece}", args=[piece], env={"A": piece}, outside="1M")
+    check(models_file.made(dict(pool="a", size="9G", gpu="20G", models={"on": model})))
+
+
 def test_whatever_a_file_says_is_refused_or_reaches_the_servers_as_it_stands(monkeypatch):
     monkeypatch.setattr(models_file, "_gpus", dict)
     seed = random.randrange(1 << 30)
