@@ -16,6 +16,7 @@ static uint64_t base, P;
 static struct vmem_blocks_board board, boards[2];
 
 #define RESERVED (1 * GIB)
+static uint32_t ids[1024]; // 0, 1, 2, ...
 
 static vmem_blocks *make(const struct vmem_block_range *ranges, uint32_t n, uint32_t blocks, uint64_t budget)
 {
@@ -649,19 +650,43 @@ static void ends_in_use(void)
     }
 }
 
-// Two engines of n blocks in a pool of so many pages. Their boards are empty.
-static void make_two(vmem_blocks *b[2], uint32_t n, uint64_t pages, vmem_kv_pool **pool)
+// Two engines of n blocks each, of these contexts, in a pool of so many pages, of which the first has `min` at least. Their
+// boards are empty.
+static vmem_kv_pool *make_two(vmem_blocks *b[2], vmem_context *const of[2], uint32_t n, uint64_t pages, uint64_t min)
 {
-    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = pages * P};
+    vmem_kv_pool *pool = k_pool(pages);
     memset(boards, 0, sizeof boards);
-    OK(vmem_kv_pool_create(&cfg, pool));
     for (uint32_t i = 0; i < 2; i++) {
-        const struct vmem_block_range range = {.addr = base + i * n * P, .bytes = P, .block_stride = P, .layers = 1};
+        struct vmem_block_range range = {.bytes = P, .block_stride = P, .layers = 1};
         const struct vmem_blocks_config c =
             {.size = sizeof c, .ranges = &range, .n_ranges = 1, .blocks = n, .page_size = P, .board = &boards[i]};
-        OK(vmem_blocks_create(ctx, &c, &b[i]));
-        OK(vmem_blocks_join(b[i], *pool, "engine", 0, 0));
+        OK(vMemReserve(of[i], n * P, 0, &range.addr));
+        OK(vmem_blocks_create(of[i], &c, &b[i]));
+        OK(vmem_blocks_join(b[i], pool, i ? "other" : "giver", i ? 0 : min * P, 0));
     }
+    return pool;
+}
+
+// What the pool asks an engine to shrink to, in pages.
+static uint64_t shrink_to(uint32_t i) { return __atomic_load_n(&boards[i].shrink_to, __ATOMIC_RELAXED) / P; }
+
+// The engine `to` gets n blocks, which the other one has offered and gives up when its board says so. A machine that is busy
+// may take too long once.
+static void back_while_the_other_gives(vmem_blocks *b[2], uint32_t to, uint32_t n)
+{
+    uint64_t seq;
+    do {
+        seq = order(b[to], ids, n);
+        while (!is_answered(&boards[to], seq)) {
+            const uint64_t wanted = shrink_to(!to);
+            if (wanted && wanted < stats(b[!to]).held / P) {
+                OK(vmem_blocks_unback(b[!to], ids, (uint32_t)(n - wanted), 0));
+                OK(vmem_blocks_flush(b[!to]));
+            }
+            sched_yield();
+        }
+    } while (was_refused(&boards[to], seq));
+    CHECK_EQ(stats(b[to]).backed, n);
 }
 
 // Two engines in a pool of 36 pages. What an idle one has of it and does not use is free for the other, and an order
@@ -670,12 +695,8 @@ static void in_a_pool(void)
 {
     enum { N = 32 };
     vmem_blocks *b[2];
-    vmem_kv_pool *pool;
-    uint32_t ids[N];
-    uint64_t fence, seq;
-    make_two(b, N, N + 4, &pool);
-    for (uint32_t i = 0; i < N; i++)
-        ids[i] = i;
+    uint64_t fence;
+    vmem_kv_pool *pool = make_two(b, (vmem_context *[]){ctx, ctx}, N, N + 4, 0);
     OK(vmem_blocks_back(b[0], ids, N, 0, NULL));
     OK(vmem_blocks_fence(b[0], &fence));
     OK(vmem_blocks_pass(b[0], fence));
@@ -685,38 +706,26 @@ static void in_a_pool(void)
     CHECK(!was_refused(&boards[1], order(b[1], ids, N)));
     // Now the first one lacks 28 pages. The second one's engine gives up blocks when its board says so.
     OK(vmem_blocks_offer(b[1], N * P));
-    do {
-        seq = order(b[0], ids, N);
-        while (!is_answered(&boards[0], seq)) {
-            const uint64_t to = __atomic_load_n(&boards[1].shrink_to, __ATOMIC_RELAXED) / P,
-                           held = stats(b[1]).held / P;
-            if (to && to < held) {
-                OK(vmem_blocks_unback(b[1], ids, (uint32_t)(N - to), 0));
-                OK(vmem_blocks_flush(b[1]));
-            }
-            sched_yield();
-        }
-    } while (was_refused(&boards[0], seq)); // a machine that is busy may take too long once
-    CHECK_EQ(stats(b[0]).backed, N);
+    back_while_the_other_gives(b, 0, N);
     CHECK(stats(b[1]).backed <= 4);
     // It gives what it offers, once, although the other one asks for more.
     OK(vmem_blocks_offer(b[0], 8 * P));
-    while (!__atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED))
+    while (!shrink_to(0))
         (void)vmem_blocks_ask(b[1], 20 * P, NULL);
     OK(vmem_blocks_unback(b[0], ids + N - 8, 8, 0));
     OK(vmem_blocks_flush(b[0]));
     CHECK(was_refused(&boards[1], order(b[1], ids, N)));
-    const uint64_t left = __atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED);
-    CHECK(!left || left == (N - 8) * P);
+    const uint64_t left = shrink_to(0);
+    CHECK(!left || left == N - 8);
     // The pool no longer wants blocks that are no longer offered. Its thread may be about to ask for the earlier offer.
     uint32_t tries = 0;
     do {
         OK(vmem_blocks_offer(b[0], 8 * P));
-        while (!__atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED))
+        while (!shrink_to(0))
             (void)vmem_blocks_ask(b[1], 20 * P, NULL);
         OK(vmem_blocks_ask(b[1], 0, NULL));
         OK(vmem_blocks_offer(b[0], 0));
-    } while (__atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED) && ++tries < 100);
+    } while (shrink_to(0) && ++tries < 100);
     CHECK(tries < 100);
     vmem_blocks_destroy(b[1]);
     vmem_blocks_destroy(b[0]);
@@ -727,15 +736,11 @@ static void in_a_pool(void)
 static void an_engine_that_offers_once(void)
 {
     enum { N = 32 };
-    vmem_kv_pool *pool;
     vmem_blocks *b[2];
-    uint32_t ids[N];
-    make_two(b, N, N + 4, &pool);
-    for (uint32_t i = 0; i < N; i++)
-        ids[i] = i;
+    vmem_kv_pool *pool = make_two(b, (vmem_context *[]){ctx, ctx}, N, N + 4, 0);
     OK(vmem_blocks_back(b[0], ids, 20, 0, NULL));
     OK(vmem_blocks_offer(b[0], 10 * P));
-    while (!__atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED))
+    while (!shrink_to(0))
         (void)vmem_blocks_ask(b[1], 30 * P, NULL);
     vmem_blocks_destroy(b[1]);
     while (vmem_blocks_back(b[0], ids, N, 0, NULL))
@@ -750,13 +755,9 @@ static void an_engine_that_offers_once(void)
 static void an_idle_members_question(void)
 {
     enum { N = 32, FREE = 16 };
-    vmem_kv_pool *pool;
     vmem_blocks *b[2];
-    uint32_t ids[N];
+    vmem_kv_pool *pool = make_two(b, (vmem_context *[]){ctx, ctx}, N, N + FREE, 0);
     uint64_t missing, to = 0;
-    make_two(b, N, N + FREE, &pool);
-    for (uint32_t i = 0; i < N; i++)
-        ids[i] = i;
     OK(vmem_blocks_back(b[1], ids, FREE, 0, NULL));
     OK(vmem_blocks_unback(b[1], ids, FREE, 0));
     OK(vmem_blocks_flush(b[1]));
@@ -767,10 +768,10 @@ static void an_idle_members_question(void)
     for (int tries = 0; !to && tries < 4; tries++) { // a machine that is busy may take too long once
         OK(vmem_blocks_ask(b[1], (FREE + 4) * P, &missing));
         CHECK_EQ(missing, 4 * P);
-        for (int ms = 0; !(to = __atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED)) && ms < 1000; ms++)
+        for (int ms = 0; !(to = shrink_to(0)) && ms < 1000; ms++)
             nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     }
-    CHECK_EQ(to, (N - 4) * P);
+    CHECK_EQ(to, N - 4);
     OK(vmem_blocks_unback(b[0], ids, 4, 0));
     OK(vmem_blocks_flush(b[0]));
     do
@@ -789,22 +790,8 @@ static void a_driver_that_unmaps_nothing(void)
     enum { N = 32, REST = 4 };
     vmem_context *device;
     vmem_blocks *b[2];
-    vmem_kv_pool *pool;
-    uint64_t at;
-    uint32_t ids[N];
-    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = (N + REST) * P};
     OK(checked_context(test_backend, 0, false, &device));
-    OK(vMemReserve(device, RESERVED, 0, &at));
-    OK(vmem_kv_pool_create(&cfg, &pool));
-    for (uint32_t i = 0; i < 2; i++) {
-        const struct vmem_block_range range = {.addr = at + i * N * P, .bytes = P, .block_stride = P, .layers = 1};
-        const struct vmem_blocks_config c =
-            {.size = sizeof c, .ranges = &range, .n_ranges = 1, .blocks = N, .page_size = P, .board = &boards[i]};
-        OK(vmem_blocks_create(device, &c, &b[i]));
-        OK(vmem_blocks_join(b[i], pool, i ? "other" : "giver", 0, 0));
-    }
-    for (uint32_t i = 0; i < N; i++)
-        ids[i] = i;
+    vmem_kv_pool *pool = make_two(b, (vmem_context *[]){device, device}, N, N + REST, 0);
     OK(vmem_blocks_back(b[0], ids, N, 0, NULL));
     checked_refuse_unmaps(true);
     OK(vmem_blocks_unback(b[0], ids, N - 2, 0));
@@ -837,24 +824,9 @@ static void a_row_stays_while_pages_do(bool context_ends)
     enum { N = 32, REST = 4 };
     vmem_context *device, *another;
     vmem_blocks *b[2];
-    vmem_kv_pool *pool;
-    uint64_t at;
-    uint32_t ids[N];
-    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = (N + REST) * P};
-    OK(vmem_kv_pool_create(&cfg, &pool));
     OK(checked_context(test_backend, 0, false, &device));
     another = test_context(0);
-    for (uint32_t i = 0; i < N; i++)
-        ids[i] = i;
-    for (uint32_t i = 0; i < 2; i++) {
-        vmem_context *of = i && context_ends ? another : device;
-        OK(vMemReserve(of, RESERVED, 0, &at));
-        const struct vmem_block_range range = {.addr = at, .bytes = P, .block_stride = P, .layers = 1};
-        const struct vmem_blocks_config c =
-            {.size = sizeof c, .ranges = &range, .n_ranges = 1, .blocks = N, .page_size = P, .board = &boards[i]};
-        OK(vmem_blocks_create(of, &c, &b[i]));
-        OK(vmem_blocks_join(b[i], pool, i ? "other" : "giver", i ? 0 : P, 0));
-    }
+    vmem_kv_pool *pool = make_two(b, (vmem_context *[]){device, context_ends ? another : device}, N, N + REST, 1);
     OK(vmem_blocks_back(b[0], ids, N, 0, NULL));
     OK(vmem_blocks_back(b[1], ids, 1, 0, NULL));
     checked_refuse_unmaps(true);
@@ -874,9 +846,7 @@ static void a_row_stays_while_pages_do(bool context_ends)
         OK(vmem_blocks_flush(b[1]));
         CHECK_EQ(test_stats(device).created, 0);
     }
-    struct vmem_kv_pool_info info = {.size = sizeof info};
-    OK(vmem_kv_pool_query(pool, &info));
-    CHECK_EQ(info.members, 1);
+    CHECK_EQ(k_pool_info(pool).members, 1);
     while (was_refused(&boards[1], order(b[1], ids, N)))
         ;
     vmem_blocks_destroy(b[1]);
@@ -891,52 +861,21 @@ static void a_row_stays_while_pages_do(bool context_ends)
 // board says.
 static void a_device_with_less_than_the_budget(void)
 {
-    const uint64_t n = 64 * MIB / P;
-    memset(boards, 0, sizeof boards);
+    const uint32_t n = (uint32_t)(64 * MIB / P);
     vmem_context *device;
     vmem_blocks *b[2];
-    vmem_kv_pool *pool;
-    uint64_t at, seq;
-    uint32_t *ids = calloc(n, sizeof(*ids));
-    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = 4 * n * P};
     OK(checked_context(test_backend, 0, true, &device));
     checked_device_memory(3 * n * P / 2);
-    OK(vMemReserve(device, 2 * n * P, 0, &at));
-    OK(vmem_kv_pool_create(&cfg, &pool));
-    for (uint32_t i = 0; i < 2; i++) {
-        const struct vmem_block_range range = {.addr = at + i * n * P, .bytes = P, .block_stride = P, .layers = 1};
-        const struct vmem_blocks_config c = {.size = sizeof c,
-                                             .ranges = &range,
-                                             .n_ranges = 1,
-                                             .blocks = (uint32_t)n,
-                                             .page_size = P,
-                                             .board = &boards[i]};
-        OK(vmem_blocks_create(device, &c, &b[i]));
-        OK(vmem_blocks_join(b[i], pool, i ? "other" : "giver", 0, 0));
-    }
-    for (uint32_t i = 0; i < n; i++)
-        ids[i] = i;
-    OK(vmem_blocks_back(b[0], ids, (uint32_t)n, 0, NULL));
+    vmem_kv_pool *pool = make_two(b, (vmem_context *[]){device, device}, n, 4 * n, 0);
+    OK(vmem_blocks_back(b[0], ids, n, 0, NULL));
     OK(vmem_blocks_offer(b[0], n * P));
-    do {
-        seq = order(b[1], ids, (uint32_t)n);
-        while (!is_answered(&boards[1], seq)) {
-            const uint64_t to = __atomic_load_n(&boards[0].shrink_to, __ATOMIC_RELAXED) / P;
-            if (to && to < stats(b[0]).held / P) {
-                OK(vmem_blocks_unback(b[0], ids, (uint32_t)(n - to), 0));
-                OK(vmem_blocks_flush(b[0]));
-            }
-            sched_yield();
-        }
-    } while (was_refused(&boards[1], seq));
-    CHECK_EQ(stats(b[1]).backed, n);
+    back_while_the_other_gives(b, 1, n);
     CHECK(stats(b[0]).backed <= n / 2);
     vmem_blocks_destroy(b[0]);
     vmem_blocks_destroy(b[1]);
     vmem_kv_pool_destroy(pool);
     checked_device_memory(UINT64_MAX);
     vmem_context_destroy(device);
-    free(ids);
 }
 
 static void forked(void)
@@ -1018,6 +957,8 @@ int main(int argc, char **argv)
     test_start(argc, argv);
     ctx = test_context(0);
     P = test_page;
+    for (uint32_t i = 0; i < COUNT(ids); i++)
+        ids[i] = i;
     OK(vMemReserve(ctx, RESERVED, 0, &base));
     errors();
     ranges_meet();
