@@ -31,6 +31,24 @@ static void join(vmem_kv_pool *pool, vmem_kv *kv, uint64_t min, uint64_t max, co
     OK(vmem_kv_pool_join(pool, kv, &share));
 }
 
+// Two caches in a pool, with a minimum of so many pages each.
+static vmem_kv_pool *make_pair(uint64_t pages, uint32_t flags, uint64_t min, vmem_kv **a, vmem_kv **b)
+{
+    vmem_kv_pool *pool = k_pool(pages);
+    *a = make(ctx, flags, 0);
+    *b = make(ctx, flags, 0);
+    join(pool, *a, min, 0, "a");
+    join(pool, *b, min, 0, "b");
+    return pool;
+}
+
+static void end_pair(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
+{
+    vmem_kv_destroy(a);
+    vmem_kv_destroy(b);
+    vmem_kv_pool_destroy(pool);
+}
+
 static uint32_t alloc(vmem_kv *kv, uint32_t tokens)
 {
     uint32_t slot;
@@ -54,10 +72,8 @@ static uint32_t wait_for(vmem_kv *kv)
 
 static void test_free_budget_is_had_at_once(void)
 {
-    vmem_kv_pool *pool = k_pool(400);
-    vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
-    join(pool, a, 20, 0, "a");
-    join(pool, b, 20, 0, "b");
+    vmem_kv *a, *b;
+    vmem_kv_pool *pool = make_pair(400, 0, 20, &a, &b);
     CHECK_EQ(k_pool_info(pool).members, 2);
     CHECK_EQ(k_pool_info(pool).free, 360 * test_page);
     uint32_t s = alloc(a, ROWS);
@@ -70,9 +86,7 @@ static void test_free_budget_is_had_at_once(void)
     lengths[t] = ROWS;
     CHECK_EQ(k_missing(vmem_kv_step(b, lengths, SLOTS, 0), &missing), -ENOMEM);
     CHECK_EQ(k_stats(a).held_pages, 250);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
-    vmem_kv_pool_destroy(pool);
+    end_pair(pool, a, b);
 }
 
 // A closed cache is a member until its pages are gone.
@@ -93,10 +107,8 @@ static void test_a_closed_cache_leaves(void)
 
 static void test_kept_pages_move(uint32_t flags)
 {
-    vmem_kv_pool *pool = k_pool(300);
-    vmem_kv *a = make(ctx, flags, 0), *b = make(ctx, flags, 0);
-    join(pool, a, 20, 0, "a");
-    join(pool, b, 20, 0, "b");
+    vmem_kv *a, *b;
+    vmem_kv_pool *pool = make_pair(300, flags, 20, &a, &b);
     for (int turn = 0; turn < 6; turn++) {
         vmem_kv *to = turn % 2 ? b : a, *from = turn % 2 ? a : b;
         uint32_t s = alloc(to, ROWS);
@@ -109,9 +121,7 @@ static void test_kept_pages_move(uint32_t flags)
         CHECK(k_stats(from).budget_pages >= 20 && k_stats(from).budget_pages <= 50);
         OK(vmem_kv_free(to, s, 0));
     }
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
-    vmem_kv_pool_destroy(pool);
+    end_pair(pool, a, b);
 }
 
 // Memory outside the pool leaves the device less than the pool's budget. A request gets pages that others only keep, as if
@@ -138,9 +148,7 @@ static void test_a_device_with_less_than_the_budget(uint32_t flags)
     CHECK_EQ(k_stats(b).needed_pages, 250);
     CHECK(k_stats(a).held_pages <= 50);
     checked_device_memory(UINT64_MAX);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
-    vmem_kv_pool_destroy(pool);
+    end_pair(pool, a, b);
     vmem_context_destroy(other);
 }
 
@@ -173,9 +181,7 @@ static void test_what_requests_hold_is_refused(void)
             wait_for(a);
         t = alloc(b, ROWS);
     }
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
-    vmem_kv_pool_destroy(pool);
+    end_pair(pool, a, b);
 }
 
 static void test_shares_hold(void)
@@ -192,9 +198,7 @@ static void test_shares_hold(void)
         ERR(step(b, alloc(b, ROWS), ROWS), ENOMEM, "pages are missing");
         ERR(step(a, alloc(a, ROWS), ROWS), ENOMEM, "pages are missing"); // 250 pages are over its maximum
         CHECK(k_stats(a).budget_pages <= 120);
-        vmem_kv_destroy(a);
-        vmem_kv_destroy(b);
-        vmem_kv_pool_destroy(pool);
+        end_pair(pool, a, b);
     }
 }
 
@@ -216,9 +220,7 @@ static void test_a_minimum_never_waits(void)
             ERR(step(b, hungry, ROWS), ENOMEM, "pages are missing");
             OK(vmem_kv_free(a, slot, 0));
         }
-        vmem_kv_destroy(a);
-        vmem_kv_destroy(b);
-        vmem_kv_pool_destroy(pool);
+        end_pair(pool, a, b);
     }
 }
 
@@ -287,10 +289,8 @@ static void test_a_dry_step_knows_what_a_step_would_get(void)
 // A step asks for what it lacks itself. That does not take back what was asked for requests that wait.
 static void test_a_step_leaves_the_larger_question(void)
 {
-    vmem_kv_pool *pool = k_pool(300);
-    vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
-    join(pool, a, 20, 0, "a");
-    join(pool, b, 20, 0, "b");
+    vmem_kv *a, *b;
+    vmem_kv_pool *pool = make_pair(300, 0, 20, &a, &b);
     uint32_t s = alloc(a, ROWS), t = alloc(b, 0);
     OK(step(a, s, ROWS)); // 250 pages, which a request holds
     OK(vmem_kv_pool_ask(b, 200 * test_page));
@@ -312,18 +312,14 @@ static void test_a_step_leaves_the_larger_question(void)
     OK(vmem_kv_pool_set_share(b, 20 * test_page, 60 * test_page));
     ERR(step(b, t, 900), ENOMEM, "pages are missing"); // 58
     CHECK(k_shortage().refusal != VMEM_KV_AT_MAXIMUM);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
-    vmem_kv_pool_destroy(pool);
+    end_pair(pool, a, b);
 }
 
 // A cache that no longer asks holds nobody up.
 static void test_a_question_lapses(void)
 {
-    vmem_kv_pool *pool = k_pool(300);
-    vmem_kv *a = make(ctx, 0, 0), *b = make(ctx, 0, 0);
-    join(pool, a, 20, 0, "a");
-    join(pool, b, 20, 0, "b");
+    vmem_kv *a, *b;
+    vmem_kv_pool *pool = make_pair(300, 0, 20, &a, &b);
     OK(step(a, alloc(a, ROWS), ROWS)); // 250 pages, which a request holds
     OK(vmem_kv_pool_ask(b, 200 * test_page));
     CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
@@ -333,9 +329,7 @@ static void test_a_question_lapses(void)
         usleep(100);
     CHECK_EQ(k_pool_row(pool, "b").answer, VMEM_KV_UNASKED);
     vmem__pool_ask_ns = UINT64_MAX;
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
-    vmem_kv_pool_destroy(pool);
+    end_pair(pool, a, b);
 }
 
 // The device has no memory for what the background thread would back ahead. The pages that the request already has ahead
@@ -359,9 +353,7 @@ static void test_a_giver_that_gets_no_more_pages(void)
     OK(vmem_kv_pool_ask(other, 1000 * test_page));
     CHECK_EQ(wait_for(other), VMEM_KV_REFUSED);
     CHECK_EQ(k_stats(giver).held_pages, 58);
-    vmem_kv_destroy(giver);
-    vmem_kv_destroy(other);
-    vmem_kv_pool_destroy(pool);
+    end_pair(pool, giver, other);
     vmem_context_destroy(device);
 }
 
@@ -396,9 +388,7 @@ static void test_a_giver_that_fails_to_unmap(void)
     CHECK_EQ(failures, 0);
     CHECK_EQ(k_stats(a).worker_errors, 1);
     CHECK_EQ(k_stats(a).held_pages, 0);
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
-    vmem_kv_pool_destroy(pool);
+    end_pair(pool, a, b);
     vmem_context_destroy(device);
 }
 
@@ -447,14 +437,6 @@ static uint32_t begin_to_give(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
     return t;
 }
 
-static void end_giving(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
-{
-    vmem__kv_hook = NULL;
-    vmem_kv_destroy(a);
-    vmem_kv_destroy(b);
-    vmem_kv_pool_destroy(pool);
-}
-
 // While a cache gives pages back, its requests still grow into what it has: they neither wait nor reclaim.
 static void test_a_giver_steps_on(void)
 {
@@ -472,7 +454,8 @@ static void test_a_giver_steps_on(void)
     wait_for(b);
     CHECK(k_pool_row(pool, "a").has >= 20 * test_page);
     CHECK_EQ(k_stats(a).needed_pages, 6);
-    end_giving(pool, a, b);
+    vmem__kv_hook = NULL;
+    end_pair(pool, a, b);
 }
 
 // ---- threads ------------------------------------------------------------------------------------------------------
