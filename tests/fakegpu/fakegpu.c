@@ -10,7 +10,7 @@
 //
 // $FAKEGPU_RELEASE: the driver release to play, 580.159.04 by default. $FAKEGPU_PATCHED: set, if nvidia-uvm.ko is the
 // patched one (fakekmod.h). $FAKEGPU_BUILD: a number of 0 to 255 in that module's build ID. $FAKEGPU_SCRUB: the driver
-// clears memory when it is freed, and says so. $FAKEGPU_CLEAR: it does, and that takes time (fakeclear.h).
+// clears memory when it is freed, and says so.
 //
 // SPDX-License-Identifier: MIT
 #include "fakegpu.h"
@@ -138,26 +138,18 @@ static bool fails(void)
 
 // ---- device memory ------------------------------------------------------------------------------------------
 
-#include "fakeclear.h"
-
-static bool scrubs(void) { return getenv("FAKEGPU_SCRUB") || getenv("FAKEGPU_CLEAR"); }
+static bool scrubs(void) { return getenv("FAKEGPU_SCRUB"); }
 
 static struct memory *memory_new(uint64_t size, uint64_t id, uint32_t client)
 {
-    struct memory *m = calloc(1, sizeof(*m));
     uint64_t blocks = size / BLOCK, run = 0, at = 0;
+    struct memory *m;
 
-    if (!clear_take(size)) {
-        free(m);
-        return NULL;
-    }
     for (; at < BLOCKS && run < blocks; at++)
         run = used[at] ? 0 : run + 1;
-    if (run < blocks || size % BLOCK || size == 0) {
-        clear_give(size, false);
-        free(m);
+    if (run < blocks || size % BLOCK || size == 0)
         return NULL;
-    }
+    m = malloc(sizeof(*m));
     *m = (struct memory){memories, id ? id : next_id++, (at - run) * BLOCK, size, 1, client, 0};
     memset(used + m->offset / BLOCK, 1, blocks);
     memories = m;
@@ -188,7 +180,6 @@ static void memory_put(struct memory *m)
     *at = m->next;
     memset(used + m->offset / BLOCK, 0, m->size / BLOCK);
     fallocate(memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)m->offset, (off_t)m->size);
-    clear_give(m->size, true);
     if (m->file)
         syscall(SYS_close, m->file); // not close(), which takes the lock
     free(m);
