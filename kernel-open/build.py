@@ -3,6 +3,10 @@
 """Build nvidia-uvm.ko with vMem inside, from the source of the driver that is installed.
 
 Prints the module's path last. The build folder keeps one tree per release and build type.
+
+The room brings vMem into NVIDIA's module, and the module into a system. It imports nothing of pyvmem, and calls the
+system's tools alone, so that root can run it without an environment. Begin here, then hooks.py, which says what is
+inserted where; source.py finds the driver's source, install.py makes a DKMS package, and load.py exchanges the modules.
 """
 
 import contextlib
