@@ -4,9 +4,12 @@
     python tests/vllm/rates.py --tiny lmcache     on a CPU, with what only a GPU can do replaced: a trial of this file
 
 Engines with and without vMem take turns, each in a process of its own, with random weights of Llama-3-8B's shape in 16
-layers. In each round, new prompts are computed and stored; then the device's prefix cache is reset, and they are served
-again, from the connector. Tokens must be equal. ``store`` and ``load`` are the prompts' tokens a second of these two
-services, ``hits`` the tokens that the second one did not compute. A line comes after each turn: the last counts.
+layers. In each round, new prompts are computed and stored. Then all are served again in the same order, from the
+connector: the KV cache holds less than two rounds, so that later prompts have evicted each. ``store`` and ``load`` are
+the prompts' tokens a second of these two services, ``hits`` the tokens that the second one did not compute. ``equal``
+counts answers that both engines give alike, and ``again`` those that an engine gives alike when it serves a prompt
+again: where plain vLLM differs from itself, a step's other requests have changed its sums. A line comes after each
+turn: the last counts.
 """
 
 import argparse
@@ -106,21 +109,17 @@ def engine(kind, folder, args):
         tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
         return tokens / seconds, sum(a.num_cached_tokens or 0 for a in answers)
 
-    def forget():
-        """Reset the device's prefix cache, once no copy names its blocks."""
-        end = time.monotonic() + 20
-        while core.scheduler.has_requests() or not llm.reset_prefix_cache():
-            core.step_fn()
-            assert time.monotonic() < end, "copies do not end"
-
-    for _ in range(args.rounds + 1):
-        drawn = [[draw.randrange(3, 900) for _ in range(args.tokens)] for _ in range(args.prompts)]
-        prompts = [dict(prompt_token_ids=prompt) for prompt in drawn]
-        for name in ("store", "load"):
-            rate, hits = serve(prompts)
+    drawn = [[[draw.randrange(3, 900) for _ in range(args.tokens)] for _ in range(args.prompts)]
+             for _ in range(args.rounds + 1)]  # fmt: skip
+    for name in ("store", "load"):
+        for prompts in drawn:
+            rate, hits = serve([dict(prompt_token_ids=prompt) for prompt in prompts])
             told[name].append(rate)
             told["hits"] += [hits] * (name == "load")
-            forget()
+            end = time.monotonic() + 20
+            while core.scheduler.has_requests():  # until no copy names a block
+                core.step_fn()
+                assert time.monotonic() < end, "copies do not end"
     told.update(device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
                 kernels="lmcache.cuda_ops" in sys.modules)  # fmt: skip
     print("RESULT " + json.dumps(told), flush=True)
@@ -156,6 +155,10 @@ def say(kind, ran):
         line[name]["all"] = [[round(rate) for told in ran[vmem] for rate in told[name][1:]] for vmem in (False, True)]
     tokens = [told["tokens"] for several in ran.values() for told in several]
     equal = sum(all(t[i] == tokens[0][i] for t in tokens) for i in range(len(tokens[0])))
+    line["again"] = {}
+    for vmem, name in ((False, "own"), (True, "vmem")):
+        halves = [(t["tokens"][: len(t["tokens"]) // 2], t["tokens"][len(t["tokens"]) // 2 :]) for t in ran[vmem]]
+        line["again"][name] = min(sum(a == b for a, b in zip(*two)) for two in halves)
     line.update(hits={"vmem" if vmem else "own": ran[vmem][0]["hits"] for vmem in ran}, equal=equal,
                 answers=len(tokens[0]), distinct=len({tuple(t) for t in tokens[0]}))  # fmt: skip
     print(json.dumps(line), flush=True)
@@ -193,7 +196,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="of an engine, after the first, which does not count")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=4096, help="of a prompt")
-    parser.add_argument("--kv", type=float, default=16, help="GiB of KV cache")
+    parser.add_argument("--kv", type=float, default=6, help="GiB of KV cache; a round of prompts has 4")
     parser.add_argument("--host", type=float, default=24, help="GiB of host memory")
     parser.add_argument("--seconds", type=float, default=280, help="in all: no engine begins that may not be done")
     parser.add_argument("--logs", default=tempfile.gettempdir())
