@@ -6,7 +6,7 @@
 // some calls later or when a call waits for it.
 //
 // VMEM_TEST_ITERATIONS: iterations for each number of steps in flight (4000, or where the CPU does not see the pages,
-// 20 times VMEM_TEST_OPERATIONS); VMEM_TEST_IN_FLIGHT: only for that number;
+// 10 times VMEM_TEST_OPERATIONS); VMEM_TEST_IN_FLIGHT: only for that number;
 // VMEM_TEST_SEED; VMEM_TEST_SECONDS: stop after about so many, and say how far it came. `make fuzz-kv` runs 100,000 of
 // each, on the host and over the fake GPU driver; `make fuzz-kv-gpu` with kernels on a GPU.
 //
@@ -569,7 +569,7 @@ int main(int argc, char **argv)
     vmem__kv_hook = stop_at_random;
     static const uint32_t many[] = {2, 1, 3};
     const uint64_t only = number("VMEM_TEST_IN_FLIGHT", 0);
-    const uint64_t otherwise = kernels_copy ? 20 * number("VMEM_TEST_OPERATIONS", 100) : 4000;
+    const uint64_t otherwise = kernels_copy ? 10 * number("VMEM_TEST_OPERATIONS", 100) : 4000;
     for (size_t k = 0; k < COUNT(many); k++)
         if (!only || only == many[k])
             run_all(many[k], number("VMEM_TEST_SEED", 1) * 1000 + k * 100, number("VMEM_TEST_ITERATIONS", otherwise));
