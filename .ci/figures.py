@@ -68,6 +68,12 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     bursts = [*several, "vmem", "--models", "3", "--at-once", "3", "--max-model-len", "8192", "--part", "bursts",
               "--turns", "8", "--burst", "16", "--burst-prompt", "2000", "--eager"]  # fmt: skip
     room = [*bursts, "--way", "static", "--size", "66G", "--fit", "3"]
+    wake = [*several, "vmem", "--models", "3", "--size", "46G", "--at-once", "3", "--eager", "--part", "alternate",
+            "--option=--kv-offloading-size", "--option=8", "--seconds", "110"]  # fmt: skip
+    graphs = '--option=--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'
+    zipf = [*several, "vmem", "--models", "5", "--size", "70G", "--at-once", "5", "--part", "zipf", "--duration", "60"]
+    rl = [*BENCH[:-1], "benchmarks.rl", "--out", str(OUT / "rl.jsonl"), "--part"]
+    rates = [sys.executable, "tests/vllm/rates.py"]
     serve = [sys.executable, "tests/vllm/serve.py"]
     serve_on_two = [
         ("vllm-serve-experts", 400, [*serve, "mixtral", "--data-parallel", "2", "--expert-parallel"]),
@@ -78,6 +84,12 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
                  "all", sys.executable, "tests/vllm/gpu.py", "llama", "qwen3", "deepseek", "gemma3", "--jobs", "4",
                  "--requests", "8", "--kv-mib", "512"]  # fmt: skip
     return [
+        ("models-wake", 300, wake),
+        ("models-zipf-graphs", 300, [*zipf, graphs]),
+        ("models-zipf", 300, [*zipf, "--eager"]),
+        ("connectors", 300, [*rates, "offloading", "none", "lmcache", "--logs", str(OUT)]),
+        *([("rl-most", 1200, [*rl, "most"])] if importlib.util.find_spec("trl") else ()),
+        *([("rl", 700, [*rl, "step"])] if importlib.util.find_spec("trl") else ()),
         ("vllm", 600, [*vllm, "4", *llama, *loads]),
         ("vllm-blocks-outermost", 600, outermost),
         ("vllm-pauses", 900, pauses),
@@ -93,11 +105,6 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
         ("vllm-serve", 400, [*serve, "llama"]),
         *(serve_on_two if torch.cuda.device_count() > 1 else ()),
         *([("vllm-sanitizer", 600, sanitizer)] if shutil.which("compute-sanitizer") else ()),
-        *(
-            [("rl", 1500, [*BENCH[:-1], "benchmarks.rl", "--out", str(OUT / "rl.jsonl")])]
-            if importlib.util.find_spec("trl")
-            else ()
-        ),
     ]
 
 
