@@ -1,6 +1,8 @@
 """Benchmarks of vMem and of engines on it. They are not part of the installed package.
 
-``python -m benchmarks`` in the repository's root runs them.
+``python -m benchmarks`` in the repository's root runs them. Each is a module that `registry` finds; `session` has what
+all of them share, `records` what they write, and `native` times single calls in C. They call pyvmem, which calls none
+of them. Begin with `registry`, and with `step` for an example.
 
 SPDX-License-Identifier: MIT
 """

@@ -1,5 +1,10 @@
 """vMem reserves large virtual ranges and maps physical pages of 64 KiB or more into them on demand.
 
+`core` has contexts, and `owned` what they own: reservations and pages. `tensor`, `blocks` and `lease` stand on these:
+virtual tensors, numbered blocks, memory for PyTorch's allocator. The packages `kv`, `attention`, `transformers`,
+`engine`, `sleep`, `vllm`, `sglang` and `tools` say for themselves whom they call. What needs torch is imported when it
+is first asked for. Begin with `core`.
+
 SPDX-License-Identifier: MIT
 """
 
