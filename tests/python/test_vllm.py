@@ -352,7 +352,7 @@ def test_a_wake_in_vain_is_answered_and_not_raised(worker, mixed_in, monkeypatch
             asked.append(("wake_up", made.wake_up()))
 
     state, serve = types.SimpleNamespace(engine_client=Client()), object.__new__(http.Serve)
-    page = worker._page
+    page = worker.page
     serve.pages = ServerPages(lambda: 0, 0, lambda: ("", 0))
     serve.pages.mine, page[control.RANKS_USED] = [page], 1
     worker._backs = True
@@ -711,8 +711,9 @@ def worker(monkeypatch):
             self.end(output)
             return self.backed
 
-    memory = Memory(control.open_page("abc", 0), 0)
-    memory.fences = []
+    page = control.open_page("abc", 0)
+    memory = Memory(page, 0)
+    memory.page, memory.fences = page, []
     config = kv_config((1, PAGE, PAGE, PAGE, 0), size=10 * PAGE)
     memory.expect(config)
     memory.flat = memory.allocate(10 * PAGE, torch.device("cpu"))
@@ -767,15 +768,15 @@ def test_a_worker_sleeps_on_whose_activations_have_no_room(worker, monkeypatch):
         with worker.claim(torch.device("cpu"), 0):
             worker.weights.adopt([torch.nn.Linear(512, 512)])
         worker.run(1)
-        worker._page[control.RANKS_USED] = 1
+        worker.page[control.RANKS_USED] = 1
         worker.falls_asleep()
         worker.sleep(2)
         with pytest.raises(OutOfMemory, match="no room"):
             worker.wake()
         assert worker.weights.parked and taken == ["dropped"]
-        assert worker._page.cells[control.SHORT] == 5
+        assert worker.page.cells[control.SHORT] == 5
         assert worker.wake()
-        assert not worker.weights.parked and worker._page.cells[control.SHORT] == 0
+        assert not worker.weights.parked and worker.page.cells[control.SHORT] == 0
         worker.close()
 
 
@@ -808,8 +809,8 @@ def test_a_step_backs_what_it_does_not_know_to_be_backed(worker):
     assert sorted(blocks.backed()) == [0, 1, 2, 3, 4, 5]
     worker.sleep()
     assert sorted(blocks.backed()) == [0]
-    worker._page.push(7, [2], 1)
-    worker._ring(worker._page[control.POSITION])
+    worker.page.push(7, [2], 1)
+    worker._ring(worker.page[control.POSITION])
     assert worker.run(8, [2, 6]) == [1, 3, 4, 5, 2, 6]  # it wakes first
     assert sorted(blocks.backed()) == [0, 1, 2, 3, 4, 5, 6]
 

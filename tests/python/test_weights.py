@@ -216,6 +216,23 @@ class Host:
     def give(self, n=1):
         self._given.release(n)
 
+    def take_back(self):
+        while self._given.acquire(blocking=False):
+            pass
+
+    def give_one_and_wait(self, thread):
+        """Until `thread` asks for the next, or has nothing left to ask for."""
+        if self._asks(thread):
+            self.give()
+            if self._asks(thread):
+                self._asked.release()  # for whoever waits for it next
+
+    def _asks(self, thread):
+        while thread.is_alive():
+            if self._asked.acquire(timeout=0.01):
+                return True
+        return self._asked.acquire(blocking=False)
+
 
 @pytest.fixture
 def host(monkeypatch):
@@ -258,8 +275,7 @@ def test_without_host_memory_the_weights_stay_and_the_next_sleep_tries_again(poo
         wait()
         weights.lease.trim()
         assert weights.parked and weights.held == (16 * MIB if host.full else 0)
-        while host._given.acquire(blocking=False):
-            pass
+        host.take_back()
         assert weights.wake(0) == (0 if host.full else 16 * MIB)
         same(net, told)
 
@@ -320,12 +336,8 @@ def test_any_history_of_sleeps_while_the_copy_is_made_keeps_the_weights(pool, we
         what = draw.choice(["copy", "refuse", "sleep", "discard", "wake", "change", "take", "trim"])
         if what in ("copy", "refuse"):
             host.full = what == "refuse"
-            if thread := weights._thread:  # until it has nothing left to ask for
-                host.asked()
-                host.give()
-                while thread.is_alive() and not host._asked.acquire(timeout=0.01):
-                    pass
-                host._asked.release()
+            if thread := copying():
+                host.give_one_and_wait(thread)
             else:
                 weights.copy_behind()
         elif what in ("sleep", "discard") and not weights.parked:
