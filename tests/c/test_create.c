@@ -1,4 +1,4 @@
-// Creating pages: sizes, errors, handles, physical order, zeroing.
+// Creating pages: errors, handles, physical order, fresh memory.
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"
@@ -169,71 +169,6 @@ static void goes_on_behind(void)
     vmem_context_destroy(ctx);
 }
 
-// Mixed sizes, released in any order: the memory becomes one stretch again.
-static void mixed(void)
-{
-    vmem_context *ctx = test_context(0);
-    enum { N = 200, BIG = 16 };
-    static vmem_page pages[N];
-    vmem_page big[BIG];
-    uint64_t seed = 7, bytes = 0;
-    OK(vmem_prealloc(ctx, BIG * VMEM_PAGE_2M));
-    for (int i = 0; i < 10 * N; i++) {
-        const int k = (int)(rnd(&seed) % N);
-        const uint64_t size = VMEM_PAGE_64K << rnd(&seed) % 6;
-        if (pages[k]) {
-            bytes -= query(ctx, pages[k]).page_size;
-            OK(vMemRelease(ctx, pages[k]));
-            pages[k] = 0;
-        } else if ((size & test_info.page_sizes) && bytes + size <= BIG * VMEM_PAGE_2M / 2) {
-            OK(vMemCreate(ctx, size, 1, 0, &pages[k]));
-            CHECK_EQ(query(ctx, pages[k]).page_size, size);
-            bytes += size;
-        }
-        CHECK_EQ(test_stats(ctx).created, bytes);
-    }
-    for (int i = 0; i < N; i++) {
-        if (pages[(i * 7) % N])
-            OK(vMemRelease(ctx, pages[(i * 7) % N]));
-    }
-    OK(vMemCreate(ctx, VMEM_PAGE_2M, BIG, 0, big));
-    for (int i = 1; i < BIG && test_page != VMEM_PAGE_2M; i++)
-        CHECK_EQ(query(ctx, big[i]).frame, query(ctx, big[i - 1]).frame + VMEM_PAGE_2M / GRANULE);
-    OK(vMemReleaseBatch(ctx, big, BIG, NULL));
-    OK(vmem_trim(ctx, NULL));
-    CHECK_EQ(test_stats(ctx).created, 0);
-    CHECK(!ctx->arenas);
-    vmem_context_destroy(ctx);
-}
-
-static void zeroed(void)
-{
-    vmem_context *ctx = test_context(0);
-    enum { N = 40 };
-    uint64_t addr;
-    vmem_page pages[N];
-    struct vmem_map_op ops[N];
-    OK(vMemReserve(ctx, N * VMEM_PAGE_2M, 0, &addr));
-    OK(vmem_prealloc(ctx, N * test_page)); // so that memory is reused, and not fresh from the system
-    for (int round = 0; round < 3; round++) {
-        OK(vMemCreate(ctx, test_page, N, round ? VMEM_CREATE_ZERO : 0, pages));
-        for (int i = 0; i < N; i++)
-            ops[i] = (struct vmem_map_op){addr + (uint64_t)i * test_page, pages[i]};
-        OK(vMemMapBatch(ctx, ops, N, 0, NULL));
-        CHECK(all_words(ctx, addr, N * test_page, 0));
-        OK(vmem_fill(ctx, addr, 0xee, N * test_page));
-        OK(vMemReleaseBatch(ctx, pages, round == 1 ? N / 2 : N, NULL));
-        if (round == 1)
-            OK(vMemReleaseBatch(ctx, pages + N / 2, N / 2, NULL));
-    }
-    // Without the flag reused memory keeps what was there.
-    vmem_page page;
-    OK(vMemCreate(ctx, test_page, 1, 0, &page));
-    OK(vMemMap(ctx, addr, page));
-    CHECK(all_words(ctx, addr, test_page, UINT64_C(0xeeeeeeeeeeeeeeee)));
-    vmem_context_destroy(ctx);
-}
-
 // Memory that comes from the system shows nothing of its last owner, whether pages are made at once or one by one, of
 // small arenas or of one, and where an arena was used in part before.
 static void fresh_memory(void)
@@ -275,8 +210,6 @@ int main(int argc, char **argv)
     handles_wear_out();
     near_hint();
     goes_on_behind();
-    mixed();
-    zeroed();
     fresh_memory();
     return 0;
 }

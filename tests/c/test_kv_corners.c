@@ -79,7 +79,6 @@ static void test_shared_rows_are_not_written(void)
 static void test_a_copied_row_stays_shared(void)
 {
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 16};
-    struct vmem_kv_slot_info info = {.size = sizeof info};
     uint64_t runs[2];
     make(0, &tensor, 1, 40);
     alloc(0);
@@ -89,7 +88,7 @@ static void test_a_copied_row_stays_shared(void)
     OK(k_attach(kv, runs[0], 1, 36, 0));
     OK(k_hold(kv, 0, 36, 4, &runs[1]));
     OK(vmem_kv_drop(kv, &runs[1], 1, NULL));
-    OK(vmem_kv_get_slot(kv, 1, &info));
+    const struct vmem_kv_slot_info info = k_slot(kv, 1);
     CHECK_EQ(info.shared_tokens, 36);
     ERR(vmem_kv_step(kv, (int32_t[SLOTS]){0, 34}, SLOTS, 0), EINVAL, "rows below 36 are shared");
     end();
@@ -337,7 +336,6 @@ static void test_what_ends_has_nothing_ahead(void)
     const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
     const int32_t fits[SLOTS] = {0, 960}, longer[SLOTS] = {0, 1000};
     const uint64_t block = 2 * MIB / test_page;
-    struct vmem_kv_shortage why = {.size = sizeof why};
     if (block != 32)
         return; // the lengths are for pages of 64 KiB
     make(VMEM_KV_GENEROUS, &tensor, 1, 40);
@@ -352,7 +350,7 @@ static void test_what_ends_has_nothing_ahead(void)
     CHECK_EQ(k_stats(kv).free_pages, 39);
     OK(vmem_kv_set_budget(kv, 32 * test_page));
     CHECK_EQ(vmem_kv_step(kv, longer, SLOTS, VMEM_KV_DRY), -ENOMEM);
-    OK(vmem_kv_last_shortage(&why));
+    const struct vmem_kv_shortage why = k_shortage();
     CHECK_EQ(why.missing_pages, 1);
     CHECK_EQ(why.ending_pages, 1);
     step(0, 960);

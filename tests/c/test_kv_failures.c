@@ -285,8 +285,7 @@ static void sweep_attach_with_zero(void)
         OK(k_alloc(kv, 150, &slot));
         CHECK_EQ(slot, 1);
         OK(vmem_kv_wait(kv));
-        struct vmem_kv_slot_info info = {.size = sizeof info};
-        OK(vmem_kv_get_slot(kv, slot, &info));
+        const struct vmem_kv_slot_info info = k_slot(kv, slot);
         CHECK(info.pages);
         checked_fail(n);
         int rc = do_attach();

@@ -221,8 +221,7 @@ static void do_blocks(uint32_t s)
 // The context refuses what the manager must not ask for.
 static void harden(void)
 {
-    struct vmem_kv_stats st = {.size = sizeof st};
-    OK(vmem_kv_get_stats(kv, &st));
+    const struct vmem_kv_stats st = k_stats(kv);
     CHECK(st.free_pages <= st.budget_pages);
     if (hard)
         OK(vmem_set_budget(ctx, (st.held_pages > st.budget_pages ? st.held_pages : st.budget_pages) * page_size));
@@ -308,9 +307,8 @@ static void do_step(bool back)
         uint64_t more = !r->tokens || below(16) == 0 ? 1 + below(K_TOKENS / 2) : 1 + (below(8) == 0) * below(8);
         lengths[s] = (int32_t)(r->tokens + more > K_TOKENS ? K_TOKENS : r->tokens + more);
         if (back && r->tokens > 20 && below(4) == 0) {
-            struct vmem_kv_slot_info info = {.size = sizeof info};
             lengths[s] = (int32_t)(r->tokens - below(20));
-            OK(vmem_kv_get_slot(kv, s, &info));
+            const struct vmem_kv_slot_info info = k_slot(kv, s);
             into_shared |= (uint32_t)lengths[s] < info.shared_tokens;
         }
     }
@@ -449,7 +447,6 @@ static void create(void)
 // All ends in order, and nothing is left.
 static void end_in_order(void)
 {
-    struct vmem_kv_stats st = {.size = sizeof st};
     end_all();
     land(steps);
     OK(vmem_kv_retire(kv, steps));
@@ -459,7 +456,7 @@ static void end_in_order(void)
         OK(k_drop(kv, blocks[i].id));
     OK(vmem_kv_wait(kv)); // or it would back the next slot again
     OK(vmem_kv_reclaim(kv, UINT64_MAX / 2, 0, NULL));
-    OK(vmem_kv_get_stats(kv, &st));
+    const struct vmem_kv_stats st = k_stats(kv);
     CHECK_EQ(st.held_pages, 0);
     CHECK_EQ(st.shared_pages, 0);
     CHECK(st.window_pages < UINT32_MAX && st.reclaimed_pages < UINT32_MAX);

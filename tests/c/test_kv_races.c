@@ -127,10 +127,9 @@ static void test_a_window_moves_on(void)
 static void test_a_step_grows_beside_a_cut(void)
 {
     uint64_t prefix = cutting();
-    struct vmem_kv_stats st = {.size = sizeof st};
     step(0, 400);
     end_cut();
-    OK(vmem_kv_get_stats(kv, &st));
+    const struct vmem_kv_stats st = k_stats(kv);
     CHECK(st.window_pages < 100);
     end(prefix);
 }

@@ -163,8 +163,7 @@ static void test_budget_to_spare_is_what_nobody_waits_for(void)
             lengths[slot] = rows;
             while (vmem_kv_step(kv, lengths, 2, 0)) // the thread may be at the file
                 usleep(100);
-            struct vmem_kv_stats stats = {.size = sizeof stats};
-            OK(vmem_kv_get_stats(kv, &stats));
+            const struct vmem_kv_stats stats = k_stats(kv);
             spare = MAX(spare, stats.budget_pages - stats.held_pages);
         }
         CHECK(others ? spare <= 2 : spare > 10); // what the cache asks for is a little more than it needs

@@ -51,7 +51,6 @@ static void test_older_shortage(void)
 static void test_groups(void)
 {
     struct vmem_kv_layout layout = {.size = sizeof layout};
-    struct vmem_kv_slot_info slot = {.size = sizeof slot};
     const struct vmem_kv_tensor tensors[] = {{.row_bytes = test_page / 32},
                                              {.row_bytes = test_page / 16, .max_tokens = 64},
                                              {.row_bytes = test_page / 32}};
@@ -62,7 +61,7 @@ static void test_groups(void)
         OK(vmem_kv_get_layout(kv, t, &layout));
         CHECK_EQ(layout.group, t == 1);
     }
-    OK(vmem_kv_get_slot(kv, number, &slot));
+    const struct vmem_kv_slot_info slot = k_slot(kv, number);
     CHECK_EQ(slot.needed_pages, 8 + 4);
     OK(vmem_kv_free(kv, number, 0));
     vmem_kv_destroy(kv);

@@ -76,8 +76,7 @@ static void test_there_and_back(uint32_t flags)
     ERR(vmem_kv_truncate(kv, slots[0], 5, 0), EINVAL, "is swapped out");
     OK(vmem_kv_free(kv, slots[1], 0));
     OK(k_swap_in(ctx, kv, slots[0], &host));
-    struct vmem_kv_slot_info info = {.size = sizeof info};
-    OK(vmem_kv_get_slot(kv, slots[0], &info)); // pages that windows have passed did not come back
+    const struct vmem_kv_slot_info info = k_slot(kv, slots[0]); // pages that windows have passed did not come back
     CHECK(info.needed_pages * test_page < (tokens + (window ? window : tokens)) * row_bytes + 3 * test_page);
     look(tokens);
     OK(vmem_kv_truncate(kv, slots[0], tokens, 0));

@@ -1,4 +1,4 @@
-// Mapping: errors with the element at fault, all-or-nothing, aliases, queries, runs.
+// Mapping: errors with the element at fault, all-or-nothing, runs, and the ends of reservations and tables.
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"
@@ -77,49 +77,6 @@ static void past_the_end(vmem_context *ctx)
     OK(vMemFree(ctx, own));
 }
 
-static void aliases(vmem_context *ctx)
-{
-    enum { N = 50 };
-    const uint64_t P = test_page;
-    struct vmem_map_op ops[N];
-    struct vmem_page_info info = {.size = sizeof info};
-    uint64_t offset;
-    vmem_page got;
-    for (int i = 0; i < N; i++)
-        ops[i] = (struct vmem_map_op){addr + (uint64_t)i * 2 * P % (64 * MIB), page[i % 2]};
-    const int n = 64 * MIB / (2 * P) < N ? (int)(64 * MIB / (2 * P)) : N;
-    OK(vMemMapBatch(ctx, ops, n, 0, NULL));
-    OK(vmem_page_query(ctx, page[0], &info));
-    CHECK_EQ(info.mappings, (n + 1) / 2);
-    CHECK_EQ(test_stats(ctx).mapped, n * P);
-    // A word written at one address is read at all others.
-    for (int i = 0; i < n; i++) {
-        put_word(ctx, ops[i].addr + 8 * i, 100 + i);
-        for (int k = i % 2; k < n; k += 2)
-            CHECK_EQ(get_word(ctx, ops[k].addr + 8 * i), 100 + i);
-        OK(vmem_query(ctx, ops[i].addr + P - 1, &got, &offset));
-        CHECK_EQ(got, page[i % 2]);
-        CHECK_EQ(offset, P - 1);
-        if (i + 1 < n)
-            CHECK_EQ(page_at(ctx, ops[i].addr + P), 0);
-    }
-    // One address less at a time, from the middle outwards; the contents stay.
-    for (int i = n / 2; i < n; i++) {
-        OK(vMemUnmap(ctx, ops[i].addr, P));
-        CHECK_EQ(page_at(ctx, ops[i].addr), 0);
-        CHECK_EQ(get_word(ctx, ops[i % 2].addr + 8 * i), 100 + i);
-    }
-    OK(vmem_page_query(ctx, page[0], &info));
-    CHECK_EQ(info.mappings, (n / 2 + 1) / 2);
-    OK(vMemUnmap(ctx, addr, 64 * MIB));
-    OK(vmem_page_query(ctx, page[0], &info));
-    CHECK_EQ(info.mappings, 0);
-    // Unmapped pages keep their contents.
-    OK(vMemMap(ctx, addr + 64 * MIB - P, page[1]));
-    CHECK_EQ(get_word(ctx, addr + 64 * MIB - P + 8), 101);
-    OK(vMemUnmap(ctx, addr + 64 * MIB - P, P));
-}
-
 // Consecutive in both reservations is one run; a gap in either ends it.
 static void runs(vmem_context *ctx)
 {
@@ -165,40 +122,6 @@ static void runs(vmem_context *ctx)
     OK(vMemMapBatch(ctx, ops, 3, 0, NULL));
     CHECK_EQ(test_stats(ctx).map_runs - ops_before, 2);
     OK(vMemReleaseBatch(ctx, many, 3, NULL));
-}
-
-// Every page size beside every other, to the last byte.
-static void sizes(vmem_context *ctx)
-{
-    const uint64_t all[] = {VMEM_PAGE_64K, VMEM_PAGE_128K, VMEM_PAGE_256K, VMEM_PAGE_2M};
-    vmem_page p[8];
-    uint64_t at[8], offset;
-    int n = 0;
-    for (int i = 0; i < 8; i++) {
-        uint64_t size = all[3 - i % 4];
-        if (!(size & test_info.page_sizes))
-            continue;
-        OK(vMemCreate(ctx, size, 1, 0, &p[n]));
-        at[n] = addr + i * VMEM_PAGE_2M;
-        OK(vMemMap(ctx, at[n], p[n]));
-        OK(vmem_fill(ctx, at[n], (uint8_t)(i + 1), size));
-        n++;
-    }
-    for (int i = 0; i < n; i++) {
-        struct vmem_page_info info = {.size = sizeof info};
-        vmem_page got;
-        OK(vmem_page_query(ctx, p[i], &info));
-        CHECK(all_words(ctx, at[i], info.page_size,
-                        (at[i] - addr) / VMEM_PAGE_2M * UINT64_C(0x0101010101010101) + UINT64_C(0x0101010101010101)));
-        OK(vmem_query(ctx, at[i] + info.page_size - 1, &got, &offset));
-        CHECK_EQ(got, p[i]);
-        CHECK_EQ(offset, info.page_size - 1);
-        // Misaligned to its size is refused at every smaller step.
-        if (info.page_size > VMEM_PAGE_64K)
-            ERR(vMemMap(ctx, addr + 32 * MIB + info.page_size / 2, p[i]), EINVAL, "not a multiple of the page's size");
-    }
-    OK(vMemReleaseBatch(ctx, p, n, NULL));
-    CHECK_EQ(test_stats(ctx).mapped, 0);
 }
 
 // The end of a reservation that is no multiple of 2 MiB.
@@ -324,9 +247,7 @@ int main(int argc, char **argv)
     errors(ctx);
     OK(vMemUnmap(ctx, addr, 64 * MIB));
     past_the_end(ctx);
-    aliases(ctx);
     runs(ctx);
-    sizes(ctx);
     odd_end(ctx);
     last_sticks_out(ctx);
     across_tables(ctx);

@@ -156,8 +156,7 @@ static uint32_t kv_request(int32_t rows, uint64_t word)
     uint32_t slot;
     OK(k_alloc(kv, (uint32_t)rows, &slot));
     while (kv_step(slot, rows)) {
-        struct vmem_kv_shortage s = {.size = sizeof s};
-        OK(vmem_kv_last_shortage(&s));
+        const struct vmem_kv_shortage s = k_shortage();
         CHECK(s.coming_pages);
         OK(vmem_kv_pool_wait(kv, 60000, NULL));
     }

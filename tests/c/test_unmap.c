@@ -1,4 +1,4 @@
-// Unmapping: errors with the element at fault, gaps, overlaps, sizes.
+// Unmapping: errors with the element at fault, and cuts of every size. What is unmapped of what is test_model's.
 //
 // SPDX-License-Identifier: MIT
 #include "harness.h"
@@ -65,66 +65,6 @@ static void cut_at_the_end(vmem_context *ctx)
     }
 }
 
-// Unbacked parts are skipped, wherever they are; a second mention of a part finds it unbacked.
-static void gaps_and_overlaps(vmem_context *ctx)
-{
-    enum { N = 12 };
-    const uint64_t P = test_page;
-    vmem_page page[N];
-    struct vmem_map_op ops[N];
-    OK(vMemUnmap(ctx, addr, 64 * MIB));
-    CHECK_EQ(test_stats(ctx).mapped, 0);
-    OK(vMemCreate(ctx, P, N, 0, page));
-    for (int i = 0; i < N; i++)
-        ops[i] = (struct vmem_map_op){addr + (uint64_t)(i * 5 / 2) * P, page[i]};
-    OK(vMemMapBatch(ctx, ops, N, 0, NULL));
-    for (int i = 0; i < N; i++)
-        put_word(ctx, ops[i].addr, 70 + i);
-    const uint64_t before = test_stats(ctx).unmap_ops;
-    OK(vMemUnmapBatch(ctx, (struct vmem_range[]){{addr, 20 * P}, {addr, 10 * P}, {addr + 5 * P, 5 * P}}, 3, NULL));
-    CHECK_EQ(test_stats(ctx).unmap_ops - before, 8);
-    CHECK_EQ(test_stats(ctx).mapped, 4 * P);
-    for (int i = 0; i < N; i++) {
-        CHECK_EQ(page_at(ctx, ops[i].addr), i < 8 ? 0 : page[i]);
-        if (i >= 8)
-            CHECK_EQ(get_word(ctx, ops[i].addr), 70 + i);
-    }
-    // Both addresses of one page in one batch.
-    OK(vMemMap(ctx, addr + 24 * P, page[0]));
-    OK(vMemMap(ctx, addr, page[0]));
-    OK(vMemUnmapBatch(ctx, (struct vmem_range[]){{addr + 24 * P, P}, {addr, P}}, 2, NULL));
-    OK(vMemUnmap(ctx, addr, 64 * MIB));
-    CHECK_EQ(test_stats(ctx).mapped, 0);
-    OK(vMemReleaseBatch(ctx, page, N, NULL));
-}
-
-// One page of a long run in the middle of others, out and in again, the neighbours untouched.
-static void middle_of_a_run(vmem_context *ctx)
-{
-    enum { N = 64 };
-    const uint64_t P = test_page;
-    const int n = 64 * MIB / P < N ? (int)(64 * MIB / P) : N;
-    vmem_page page[N];
-    struct vmem_map_op ops[N];
-    OK(vMemCreate(ctx, P, n, 0, page));
-    for (int i = 0; i < n; i++)
-        ops[i] = (struct vmem_map_op){addr + i * P, page[i]};
-    OK(vMemMapBatch(ctx, ops, n, 0, NULL));
-    for (int i = 0; i < n; i++)
-        OK(vmem_fill(ctx, ops[i].addr, (uint8_t)i, P));
-    for (int i = 3; i < n; i += 7) {
-        OK(vMemUnmap(ctx, ops[i].addr, P));
-        CHECK_EQ(page_at(ctx, ops[i].addr), 0);
-        for (int k = i - 1; k <= i + 1; k += 2) {
-            if (k < n)
-                CHECK(all_words(ctx, ops[k].addr, P, (unsigned)k * UINT64_C(0x0101010101010101)));
-        }
-        OK(vMemMap(ctx, ops[i].addr, page[i]));
-        CHECK(all_words(ctx, ops[i].addr, P, (unsigned)i * UINT64_C(0x0101010101010101)));
-    }
-    OK(vMemReleaseBatch(ctx, page, n, NULL));
-}
-
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -132,8 +72,6 @@ int main(int argc, char **argv)
     OK(vMemReserve(ctx, 64 * MIB, 0, &addr));
     errors(ctx);
     cut_at_the_end(ctx);
-    gaps_and_overlaps(ctx);
-    middle_of_a_run(ctx);
     vmem_context_destroy(ctx);
     return 0;
 }
