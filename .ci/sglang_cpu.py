@@ -57,7 +57,7 @@ def main(what: str, *arguments: str) -> int:
         return pytest(PYTHON, TESTS, ["tests/sglang/test_steps.py"], [], "-k", QUICK)
     if what == "test":
         # The scheduler's tests fork from a process that has imported SGLang and started no thread.
-        fork = [f"tests/sglang/test_{name}.py" for name in ("steps", "ranks", "sleep", "pause")]
+        fork = [f"tests/sglang/test_{name}.py" for name in ("steps", "ranks", "sleep", "pause", "hicache")]
         parts = [fork, ["tests/sglang", *(f"--ignore={file}" for file in fork)]]
         ended = [pytest(PYTHON, TESTS, part, [], *arguments) for part in parts]
         return 0 if 0 in ended and set(ended) <= {0, NO_TEST} else max(ended)

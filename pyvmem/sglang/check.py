@@ -32,15 +32,16 @@ SIGNATURES = (
 
 _SUMS = "full_tokens_per_layer max_total_num_tokens swa_tokens_per_layer"
 _CACHE, _BATCH = "srt/mem_cache/base_prefix_cache.py", "srt/managers/schedule_batch.py"
+_TREE = "srt/mem_cache/unified_radix_cache.py"
 
 # Attributes that vMem reads of SGLang's classes.
 NAMES = {
     "SchedulerInvariantChecker": (_CHECKER, _SUMS),
     "SchedulerPoolStatsObserver": (_STATS, _SUMS),
-    "Scheduler": (_SCHEDULER, "_engine_paused chunked_prefill_size chunked_req cur_batch_for_debug forward_stream "
-                  "invariant_checker is_hybrid_ssm kv_shard_widening last_batch max_prefill_tokens max_req_len "
-                  "pool_stats_observer running_batch server_args sliding_window_size token_to_kv_pool_allocator "
-                  "tree_cache waiting_queue"),
+    "Scheduler": (_SCHEDULER, "_engine_paused chunked_prefill_size chunked_req cur_batch_for_debug "
+                  "enable_hierarchical_cache forward_stream invariant_checker is_hybrid_ssm kv_shard_widening "
+                  "last_batch max_prefill_tokens max_req_len pool_stats_observer running_batch server_args "
+                  "sliding_window_size token_to_kv_pool_allocator tree_cache waiting_queue"),
     "ScheduleBatch": (_BATCH, "batch_is_full forward_mode reqs token_to_kv_pool_allocator"),
     "Req": (_BATCH, "beam_group origin_input_ids output_ids prefix_indices<0.5.22 prefix_len>=0.5.22 "
             "sampling_params"),
@@ -50,8 +51,8 @@ NAMES = {
     "BaseTokenToKVPoolAllocator": (_BASE, "available_size free_pages get_all_free_pages get_kvcache "
                                    "merge_and_sort_free page_size"),
     "SWATokenToKVPoolAllocator": (_SWA, "full_attn_allocator swa_attn_allocator"),
-    "BasePrefixCache": (_CACHE, "evict evictable_size full_evictable_size is_chunk_cache<0.5.22 "
-                        "supports_prefix_sharing>=0.5.22 swa_evictable_size"),
+    "BasePrefixCache": (_CACHE, "check_hicache_events evict evictable_size full_evictable_size "
+                        "is_chunk_cache<0.5.22 supports_prefix_sharing>=0.5.22 swa_evictable_size"),
     "EvictParams": (_CACHE, "num_tokens swa_num_tokens"),
     "KVCache": (_POOL, "device layer_num page_size size store_dtype"),
     "MHATokenToKVPool": (_POOL, "head_dim head_num k_buffer v_buffer v_head_dim"),
@@ -63,7 +64,8 @@ NAMES = {
     "HookRegistry": (_HOOKS, "_patched apply_hooks register"),
 }  # fmt: skip
 
-# {(file, function or class): fingerprints} of the bodies that vMem relies on, in 0.5.21, 0.5.22 and 0.5.23.
+# {(file, function or class): fingerprints} of the bodies that vMem relies on, in 0.5.21, 0.5.22 and 0.5.23. Those of
+# UnifiedRadixCache unlock HiCache's rows when their copy has ended; an idle scheduler has no copies under way.
 BODIES = {
     (_POOL, "MHATokenToKVPool._create_buffers_normal"): ("c7278d786a807c0e", "338c8fec9668d4e5"),
     (_POOL, "MLATokenToKVPool._create_buffers"): ("e7d22fab8355ba15",),
@@ -77,6 +79,9 @@ BODIES = {
     (_STATS, "SchedulerPoolStatsObserver._get_token_info"): ("bc8a1782c2479f2a", "b4c06dfa30841a38"),
     (_STATS, "SchedulerPoolStatsObserver._get_swa_token_info"): ("45f19d2f8ddfaa4c",),
     (_SCHEDULER, "Scheduler.flush_cache"): ("474ee012af4a256f",),
+    (_SCHEDULER, "Scheduler.is_fully_idle"): ("f81c29b6d76b054f", "4fdd82ca67332f81", "9e2df6850ffecb20"),
+    (_TREE, "UnifiedRadixCache.writing_check"): ("f4ebc99cb84664d2",),
+    (_TREE, "UnifiedRadixCache.loading_check"): ("06c83acf6705ebd4",),
     (hooks._UPDATER, "SchedulerWeightUpdaterManager.release_memory_occupation"): ("58a37cb27065cd13",),
     (hooks._UPDATER, "SchedulerWeightUpdaterManager.resume_memory_occupation"): ("814694e03ac040f3",),
     (hooks._ORDERS, "TokenizerControlMixin.release_memory_occupation"): ("74cad2db73e231cf",),

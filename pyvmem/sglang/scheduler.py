@@ -196,6 +196,8 @@ class SchedulerMemory:
         """No step runs: give what others ask for. Requests that have begun keep their rows."""
         if self.ranks.size == 1:  # else it came with the requests
             self.see(self.news())
+        if self._scheduler.enable_hierarchical_cache:
+            self._scheduler.tree_cache.check_hicache_events()  # rows whose copies have ended are free to leave
         for budget in self.budgets:
             budget.lent = self._seen.drains
             budget.idle(True)

@@ -28,7 +28,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
 
 # Arguments that cannot work: (name, the value that can, if one must be set; the reason).
 REFUSED = (
-    ("enable_hierarchical_cache", None, "HiCache copies rows to host memory, which vMem does not follow"),
+    ("hicache_host_memory_mode", "cache", "HiCache's buffers have not been tried with vMem"),
     ("enable_lmcache", None, "LMCache copies rows to host memory, which vMem does not follow"),
     ("enable_flexkv", None, "FlexKV copies rows to host memory, which vMem does not follow"),
     ("enable_unified_cache_external_linker", None, "an external linker copies rows, which vMem does not follow"),

@@ -97,9 +97,9 @@ def test_schedulers_side_by_side_have_a_page_each(tmp_path):
 
 
 def test_what_cannot_work_ends_the_engine_with_one_line(tmp_path):
-    answer, told = run(tmp_path, dict(OPTIONS, enable_hierarchical_cache=True), VMEM_SGLANG="1")
+    answer, told = run(tmp_path, dict(OPTIONS, enable_lmcache=True), VMEM_SGLANG="1")
     assert answer is None and told.returncode
-    assert told.stderr.rstrip().splitlines()[-1].startswith("pyvmem: VMEM_SGLANG=1: HiCache copies rows")
+    assert told.stderr.rstrip().splitlines()[-1].startswith("pyvmem: VMEM_SGLANG=1: LMCache copies rows")
 
 
 def get(url, body=None):

@@ -412,7 +412,7 @@ def test_random_load_with_limits_flushes_aborts_and_retractions():
 @pytest.mark.parametrize(
     "options, says",
     [
-        (dict(enable_hierarchical_cache=True), "HiCache copies rows"),
+        (dict(enable_lmcache=True), "LMCache copies rows"),
         (dict(disaggregation_mode="prefill"), "disaggregated prefill registers KV memory"),
         (dict(enable_streaming_session=True), "streaming sessions hold rows"),
         (dict(pp_size=2), "the stages of a pipeline schedule .*; set --pp-size to 1"),
