@@ -318,12 +318,13 @@ static void do_step(bool back)
     if (below(8) == 0) // what could be taken back is part of no answer
         OK(vmem_kv_reclaim(kv, below(budget), 0, NULL));
     const uint64_t before_trouble = trouble_calls;
-    uint64_t again = trouble_calls;
     int rc = k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), &missing);
-    while (rc == -ENOMEM && again != trouble_calls) { // pages that it could not give up go with a trim
-        again = trouble_calls;
+    if (rc == -ENOMEM && before_trouble != trouble_calls) { // pages that it could not give up go with a trim
+        const bool on = trouble_on;
+        trouble_end();
         OK(vmem_trim(ctx, NULL));
         rc = k_missing(vmem_kv_step(kv, lengths, K_SLOTS, 0), &missing);
+        trouble_on = on;
     }
     CHECK(!into_shared || rc == -EINVAL);
     if (back && (rc == -EINVAL || expect == -EINVAL)) // shared, or given up by a window
