@@ -115,8 +115,9 @@ async def ask(engine, path="/v1/completions", method="POST", headers=()):
 
 async def answered(engine, path="/v1/completions"):
     """Ask until the answer is no refusal: what takes longer than a short queue is asked for again."""
-    while (await ask(engine, path))[0] != 200:
-        pass
+    end = time.monotonic() + 30
+    while (status := (await ask(engine, path))[0]) != 200:
+        assert time.monotonic() < end, (path, status, engine.calls[-9:], State(engine.page[control.STATE]))
 
 
 def now():
@@ -312,7 +313,7 @@ def test_the_time_before_the_model_woke_counts(played):
 def starve(engine, app, other):
     """A request of this model that cannot go on, while the other model lacks memory, too, and came first."""
     app.may.clear()
-    other[control.RUNNING], other[control.STARVING] = 1, now() - 10_000_000
+    other[control.RUNNING], other[control.STARVING] = 1, max(now() - 10_000_000, 1)
     request = asyncio.create_task(ask(engine))
     engine.page[control.STARVED] = 1
     return request
