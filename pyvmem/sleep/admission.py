@@ -171,7 +171,7 @@ class Admission:
         """Wait until the model's state may have changed. False: the time is over, or the client is gone."""
         changed, listens = asyncio.ensure_future(self._changed.wait()), asyncio.ensure_future(client.listen())
         left = max(end - time.monotonic(), 0)
-        await asyncio.wait((changed, listens), timeout=min(left, 1), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((changed, listens), timeout=left, return_when=asyncio.FIRST_COMPLETED)
         changed.cancel()
         await client.stop(listens)
         return left > 0 and not client.gone

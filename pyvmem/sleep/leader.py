@@ -49,6 +49,8 @@ class SleepingModel(Protocol):
 
     async def sleep_again(self, state: Any) -> None: ...
 
+    def ends(self) -> bool: ...
+
 
 class Leader:
     """What one process of a server does as its leader.
@@ -72,7 +74,7 @@ class Leader:
 
     async def run(self) -> None:
         """Look at the pages for ever."""
-        failure, seen = "", (0, 0, False)
+        failure, seen = "", (0, 0, False, False)
         while True:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two classes until Python 3.11
                 await asyncio.wait_for(self._admission.news.wait(), TICK)
@@ -81,7 +83,8 @@ class Leader:
                 if not self._pages.find():
                     continue
                 page = self._pages.mine[0]
-                if (now := (page[control.STATE], page[control.DRAINED], page[control.RUNNING] > 0)) != seen:
+                now = page[control.STATE], page[control.DRAINED], page[control.RUNNING] > 0, self._model.ends()
+                if now != seen:
                     seen = now
                     self._admission.wake_waiters()
                 servers = self._pages.servers()

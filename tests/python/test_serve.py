@@ -537,6 +537,22 @@ def test_no_engine_of_a_server_stays_awake_while_another_lacks_memory(played, mo
     played(history, queue="0.5")
 
 
+def test_a_server_that_is_told_to_end_refuses_at_once_what_waits(played):
+    """SGLang's looks every five seconds whether it is, and ends then if its engine has no request."""
+
+    async def history(engine, app, other):
+        never = asyncio.Event()
+        engine.wake = lambda state: never.wait()  # an attempt that lasts, in which nothing changes
+        assert (await ask(engine, "/vmem/sleep"))[0] == 200
+        request = asyncio.create_task(ask(engine))
+        await until(lambda: engine.page[control.STATE] == State.WAKING, engine)
+        engine.ends = lambda: True
+        await until(request.done, engine)
+        assert (await request)[0] == 503
+
+    played(history)
+
+
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_sleep_that_fails_leaves_the_model_awake(played, part):
     """Its engine has paused before it failed, and a part of it may sleep: it goes on when it wakes."""
