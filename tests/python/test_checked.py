@@ -19,7 +19,7 @@ v.commit(rows=slice(0, 1000))
 t = v.tensor
 cache = KVCache.for_model(2, 2, 64, slots=4, max_tokens=4096, budget=32 << 20, dtype=torch.float32, backend="host",
                           layout=layout, page_size=65536)
-slots = [cache.alloc(), cache.alloc()]
+slots = [cache.alloc(slot=0), cache.alloc(slot=1)]  # alloc() leaves one alone that the worker prepares
 cache.step([300, 7, 0, 0])
 k = cache.keys[1]
 
@@ -90,7 +90,7 @@ for slot, rows in zip(slots, (300, 7)):
     cache.values[1][slot, :rows].normal_()
 k[:2, :7].sum()
 full = KVCache.for_model(1, 2, 16, slots=2, max_tokens=256, budget=1 << 20, dtype=torch.float32, backend="host")
-full.alloc(), full.alloc()
+full.alloc(), full.alloc()  # both
 full.step([255, 256])  # the gap between the slots is one row
 full.keys[0][:, :255].fill_(1)
 full.keys[0][:, :255].transpose(1, 2).sum()
