@@ -84,7 +84,9 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
                  "all", sys.executable, "tests/vllm/gpu.py", "llama", "qwen3", "deepseek", "gemma3", "--jobs", "4",
                  "--requests", "8", "--kv-mib", "512"]  # fmt: skip
     return [
+        ("common", 330, [sys.executable, "tests/vllm/copies.py"]),
         ("models-wake", 300, wake),
+        ("standby", 300, [sys.executable, "tests/vllm/copies.py", "--standby"]),
         ("models-zipf-graphs", 300, [*zipf, graphs]),
         ("models-zipf", 300, [*zipf, "--eager"]),
         ("connectors", 300, [*rates, "offloading", "none", "lmcache", "--logs", str(OUT)]),
