@@ -67,11 +67,11 @@ class Columns:
 
     # ---- masks -----------------------------------------------------------------------------------------------
 
-    def compare(self, start: int, mask: torch.Tensor) -> tuple[Bools, Bools | None]:
+    def compare(self, start: int, mask: torch.Tensor) -> tuple[Bools, bool]:
         """What a mask says, bool ``[batch, columns]``, of `start` columns that are there, and of those that come.
 
-        Returns the new columns that it shows, ``[batch, columns - start]``; and, if it hides old ones that have rows,
-        the old columns that it shows, ``[batch, start]``, otherwise None.
+        Returns the new columns that it shows, ``[batch, columns - start]``, and whether it hides old ones that have
+        rows.
         """
         past, new = mask[:, :start], mask[:, start:]
         have = torch.ones_like(past) if self._kept is None else self._on_device[:, :start]
@@ -84,7 +84,7 @@ class Columns:
                 f"attention_mask shows column {column} of sequence {row}, which has no row, because an earlier pass "
                 "masked it: mask it again, or reset() the cache"
             )
-        return known[:, 2:], past.cpu().numpy() if known[:, 0].any() else None
+        return known[:, 2:], bool(known[:, 0].any())
 
     def cut_by(self, shown: Bools) -> list[tuple[int, Bools]] | None:
         """Each sequence of which `shown`, ``[batch, start]``, hides rows, and what is left of its first columns.

@@ -333,10 +333,10 @@ class Rows:
         """`Plan.kept` and `Plan.masked` of a pass. Rows that the mask hides are discarded if they are the last ones."""
         if mask.shape[0] != self.batch or mask.shape[1] < start + tokens:
             raise ValueError(f"attention_mask of shape {tuple(mask.shape)} must be [{self.batch}, {start + tokens}]")
-        kept, shown = self.columns.compare(start, mask[:, : start + tokens])
-        if shown is not None and not self.ragged:
+        kept, masked = self.columns.compare(start, mask[:, : start + tokens])
+        if masked and not self.ragged:
             return None, True  # padding was stored like any other token, and still is
-        return None if kept.all() else kept, shown is not None and not self._discard(shown)
+        return None if kept.all() else kept, masked and not self._discard(mask[:, :start].cpu().numpy())
 
     def _discard(self, shown: Bools) -> bool:
         """Discard the rows that a mask hides, bool ``[batch, start]``; False if they are not the last of each sequence.
