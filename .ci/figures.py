@@ -73,7 +73,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     graphs = '--option=--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'
     zipf = [*several, "vmem", "--models", "5", "--size", "70G", "--at-once", "5", "--part", "zipf", "--duration", "60"]
     rl = [*BENCH[:-1], "benchmarks.rl", "--out", str(OUT / "rl.jsonl"), "--part"]
-    rates = [sys.executable, "tests/vllm/rates.py"]
+    copies, rates = [sys.executable, "tests/vllm/copies.py"], [sys.executable, "tests/vllm/rates.py"]
     serve = [sys.executable, "tests/vllm/serve.py"]
     serve_on_two = [
         ("vllm-serve-experts", 400, [*serve, "mixtral", "--data-parallel", "2", "--expert-parallel"]),
@@ -84,14 +84,13 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
                  "all", sys.executable, "tests/vllm/gpu.py", "llama", "qwen3", "deepseek", "gemma3", "--jobs", "4",
                  "--requests", "8", "--kv-mib", "512"]  # fmt: skip
     return [
-        ("common", 330, [sys.executable, "tests/vllm/copies.py"]),
+        ("common", 330, copies),
         ("models-wake", 300, wake),
-        ("standby", 300, [sys.executable, "tests/vllm/copies.py", "--standby"]),
+        ("standby", 300, [*copies, "--standby"]),
         ("models-zipf-graphs", 300, [*zipf, graphs]),
         ("models-zipf", 300, [*zipf, "--eager"]),
         ("connectors", 300, [*rates, "offloading", "none", "lmcache", "--logs", str(OUT)]),
-        *([("rl-most", 1200, [*rl, "most"])] if importlib.util.find_spec("trl") else ()),
-        *([("rl", 700, [*rl, "step"])] if importlib.util.find_spec("trl") else ()),
+        *([("rl-most", 1200, [*rl, "most"]), ("rl", 700, [*rl, "step"])] if importlib.util.find_spec("trl") else ()),
         ("vllm", 600, [*vllm, "4", *llama, *loads]),
         ("vllm-blocks-outermost", 600, outermost),
         ("vllm-pauses", 900, pauses),

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.argfiles import output_file
 from benchmarks import records as form, session as view, summary
+from benchmarks.argfiles import output_file
 from benchmarks.records import Record
 from benchmarks.registry import Benchmark, all_benchmarks
 from pyvmem.core import backends
@@ -33,9 +33,9 @@ def _common() -> cli.Parser:
         help="64K, 128K, 256K or 2M; repeat for more (default: all; with --quick the smallest and the largest)",
     )
     group.add_argument("--quick", action="store_true", help="a smaller run with fewer samples and page sizes")
-    file = output_file
-    group.add_argument("--json", type=file, metavar="FILE", help="write the records to FILE (docs/benchmarks.md)")
-    group.add_argument("--plot", type=file, metavar="FILE.png", help="plot the records into FILE")
+    text = "write the records to FILE (docs/benchmarks.md)"
+    group.add_argument("--json", type=output_file, metavar="FILE", help=text)
+    group.add_argument("--plot", type=output_file, metavar="FILE.png", help="plot the records into FILE")
     return common
 
 

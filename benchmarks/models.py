@@ -39,8 +39,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.argfiles import input_file, output_file
 from benchmarks import some_of
+from benchmarks.argfiles import input_file, output_file
 from benchmarks.models_servers import ENGINES, REFERENCE, TIMEOUT, WAYS, Answer, Failed, Server, Way, bytes_of
 from benchmarks.shapes import model_name
 from benchmarks.traces import read_trace, synthetic_trace

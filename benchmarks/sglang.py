@@ -20,8 +20,8 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.argfiles import input_file
 from benchmarks import Child, turns
+from benchmarks.argfiles import input_file
 from benchmarks.records import Record
 from benchmarks.registry import benchmark
 from benchmarks.shapes import SHAPES, model_name, write_config

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.argfiles import output_file
 from benchmarks import Child
+from benchmarks.argfiles import output_file
 from benchmarks.records import Record
 from benchmarks.traces import read_trace
 from pyvmem.tools import argtypes

@@ -26,8 +26,15 @@ from pathlib import Path
 from entry_point import needed, write
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # for `benchmarks`
 GIB = 1 << 30
+
+
+def until(what, seconds):
+    """Ask until it is so, but not for longer; returns the last answer."""
+    end = time.monotonic() + seconds
+    while not (found := what()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
 
 
 def prompt_of(tokens, seed=0):
@@ -124,8 +131,8 @@ class Orders:
         weights = self.memory.weights
         if not getattr(weights, "is_common", False):
             weights.copy_behind()
-        while weights._thread is not None:
-            time.sleep(0.02)
+        if thread := weights._thread:
+            thread.join()
         sealed = getattr(weights, "_sealed", None)
         return dict(unpinned=sealed.unpinned, errno=sealed.error) if sealed is not None else {}
 
@@ -236,11 +243,9 @@ class Member:
         self._hold = Hold(self.pool, Context("host"), "neighbour", bytes.fromhex(engine.told["device"]) or None)
 
     def take(self):
-        end = time.monotonic() + 10
-        while (missing := self._hold.set(self._size)) and time.monotonic() < end:
-            time.sleep(0.005)
-        time.sleep(0.3)
-        return missing
+        """Returns the bytes that did not come."""
+        until(lambda: not self._hold.set(self._size), 10)
+        return self._hold.set(self._size)
 
     def give(self):
         self._hold.set(0)
@@ -283,8 +288,7 @@ def common(run):
     run.say("three", equal=three("tokens")["tokens"] == expected)
     three.kill()
     begin = time.time()
-    while any(held for name, _, held in member.members() if name == "common") and time.time() < begin + 90:
-        time.sleep(0.1)
+    until(lambda: not any(held for name, _, held in member.members() if name == "common"), 90)
     run.say("all have ended", seconds=round(time.time() - begin, 1), mib=run.used() - base, members=member.members())
     if not run.late():
         alone = Engine(run, "alone", common=False)
@@ -293,6 +297,7 @@ def common(run):
 
 def standby(run):
     """Two servers; the engine or the server of the one that serves is killed in turns."""
+    import http.client
     import urllib.request
 
     from pyvmem.engine.metrics import parent_of
@@ -314,46 +319,44 @@ def standby(run):
     log = run.args.logs / "copies-standby.log"
 
     def ask(n=1):
+        """The tokens of an answer; None if there is none."""
         body = dict(model="s", prompt=list(range(5, 40)), max_tokens=n, temperature=0, ignore_eos=True,
                     return_token_ids=True)  # fmt: skip
         asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(),
                                        {"Content-Type": "application/json"})  # fmt: skip
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with (contextlib.suppress(OSError, http.client.HTTPException),
+              urllib.request.urlopen(asked, timeout=60) as answer):  # fmt: skip
             return json.loads(answer.read())["choices"][0]["token_ids"]
 
     def found():
-        return {row["state"]: row["pid"] for row in models.listing(file) if row.get("pid")}
+        """Processes of engines, by what they do: the one that serves may be awake or asleep, and has a port."""
+        return {"serves" if row["port"] else row["state"]: row["pid"] for row in models.listing(file) if row.get("pid")}
 
-    def until(what):
-        while True:
-            with contextlib.suppress(OSError):
-                if told := what():
-                    return told
-            if pair.poll() is not None or run.late():
-                raise SystemExit(f"too late, or ended with {pair.poll()}: {log.read_text(errors='replace')[-2000:]}")
-            time.sleep(0.1)
+    def wait(what):
+        told = until(lambda: what() or pair.poll() is not None or run.late(), run.args.seconds)
+        if pair.poll() is not None or run.late():
+            raise SystemExit(f"too late, or ended with {pair.poll()}: {log.read_text(errors='replace')[-2000:]}")
+        return told
 
     with log.open("w") as out:
         pair = subprocess.Popen([sys.executable, *command[1:]], stdout=out, stderr=subprocess.STDOUT,
                                 env={**os.environ, **file.environment(replica), "PYTHONPATH": run.path})  # fmt: skip
     try:
-        expected = until(lambda: ask(16))
+        expected = wait(lambda: ask(16))
         run.say("first answer", mib=run.used())
         for kill in range(run.args.kills):
-            until(lambda: "stands by" in found() and "awake" in found())
-            before, mib, errors = found(), run.used(), 0
+            wait(lambda: {"serves", "stands by"} <= found().keys())
+            before, mib, answers = found(), run.used(), []
+
+            def answered(answers=answers):
+                answers.append(ask())
+                return answers[-1]
+
             begin = time.time()
-            os.kill(parent_of(before["awake"]) if kill % 2 else before["awake"], signal.SIGKILL)
-            while time.time() < begin + 60:
-                try:
-                    ask()
-                    break
-                except OSError:
-                    errors += 1
-                    time.sleep(0.01)
+            os.kill(parent_of(before["serves"]) if kill % 2 else before["serves"], signal.SIGKILL)
+            until(answered, 60)
             run.say("killed", victim="server" if kill % 2 else "engine", seconds=round(time.time() - begin, 3),
-                    errors=errors, mib_with_standby=mib, equal=ask(16) == expected,
-                    other=found().get("awake") == before["stands by"])  # fmt: skip
+                    errors=answers.count(None), mib_with_standby=mib, equal=ask(16) == expected)  # fmt: skip
     finally:
         pair.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
