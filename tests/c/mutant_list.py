@@ -348,7 +348,8 @@ _MUTANTS = [
     ("a place ends without a word", "torch/leave", drop("ended = l"), "test_torch"),
     # the host's memory
     ("each process trusts its own count", "backend/host/credited", replace("h->usage < 0", "1"), "test_host_memory"),
-    ("processes look at the same memory", "backend/host/take_turn", replace("h->usage < 0", "1"), "test_host_memory"),
+    ("processes look at the same memory", "backend/host/ask", replace("h->usage < 0", "1"), "test_host_memory"),
+    ("who has no turn counts on all", "backend/host/check_memory", replace("h->turn ? 1 : OTHERS", "1"), "test_host_memory"),
     ("an answer about a group holds for all that is left", "backend/host/check_memory",
      replace("h->trusted = used + length + (left - length) / 4", "h->trusted = UINT64_MAX"), "test_host_memory"),
     # many slots

@@ -8,6 +8,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -208,6 +209,7 @@ static struct group {
     atomic_flag busy;
     _Atomic uint64_t used;
     atomic_bool killed;
+    atomic_uint calls;
 } *group;
 static char usage_path[64];
 static int usage_fd;
@@ -219,17 +221,22 @@ static void publish_usage(void)
     CHECK(pwrite(usage_fd, text, strlen(text), 0) > 0);
 }
 
+static atomic_uint looks;
+
 static int shared_memory(struct vmem__host_memory *out)
 {
+    looks++;
     const uint64_t used = group->used;
     *out = (struct vmem__host_memory){.total = GROUP, .available = GROUP > used ? GROUP - used : 0, .cgroup = true};
     strcpy(out->usage, usage_path);
     return 0;
 }
 
+// On a busy machine a process stands still anywhere, also in its turn and for longer than the others wait for it.
 static int shared_fallocate(uint64_t length)
 {
-    usleep(300); // time in which others look at what there is
+    const bool last = group->used >= GROUP - GROUP / 8;
+    usleep(last && ++group->calls % 3 == 0 ? 300000 : 300); // time in which others look at what there is
     while (atomic_flag_test_and_set(&group->busy))
         sched_yield();
     group->used += length;
@@ -254,6 +261,36 @@ static void take_all(uint64_t size, size_t n)
     _exit(0); // the folder is the parent's to clear
 }
 
+// Another process stands still in its turn. The others do not wait for its end, and leave what it may have counted on. An
+// answer holds until the others have used a part of what was left.
+static void one_stands_still_in_its_turn(void)
+{
+    const struct vmem_options opts = {.size = sizeof opts, .backend = "host"};
+    vmem_context *ctx;
+    vmem_page page;
+    group->used = GROUP / 2;
+    publish_usage();
+    const int other = open(usage_path, O_RDONLY | O_CLOEXEC);
+    OK(vmem_context_create(&opts, &ctx));
+    CHECK(other >= 0 && !flock(other, LOCK_EX));
+    CHECK_EQ(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page), -ENOMEM);
+    OK(vMemCreate(ctx, VMEM_PAGE_64K, 1, 0, &page));
+    CHECK(!flock(other, LOCK_UN));
+    OK(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page));
+
+    OK(vMemCreate(ctx, VMEM_PAGE_64K, 1, 0, &page));
+    looks = 0;
+    OK(vMemCreate(ctx, VMEM_PAGE_64K, 1, 0, &page));
+    CHECK(looks <= 1); // 0, but for an answer that has become a second old
+    looks = 0;
+    group->used = GROUP - GROUP / 8;
+    publish_usage();
+    OK(vMemCreate(ctx, VMEM_PAGE_64K, 1, 0, &page));
+    CHECK_EQ(looks, 1);
+    vmem_context_destroy(ctx);
+    close(other);
+}
+
 // None of them trusts an answer that the others have made untrue.
 static void the_last_of_it_in_processes(void)
 {
@@ -268,6 +305,7 @@ static void the_last_of_it_in_processes(void)
     publish_usage();
     checked_host_memory = shared_memory;
     checked_fallocate = shared_fallocate;
+    one_stands_still_in_its_turn();
     for (size_t i = 0; i < COUNT(calls); i++) {
         group->used = 0;
         publish_usage();

@@ -44,10 +44,12 @@
 #define QUIET_STEP (UINT64_C(1) << 20)
 // How long an answer about the available memory holds.
 #define CREDIT_MS 1000
-// In a control group, for calls of at most so many bytes: others of its processes may be in such a call, too.
+// In a control group it holds for calls of at most so many bytes, and of a part of what stays. So many other processes may
+// be in such a call, each stopped between its look and its pages, and the group still has enough.
 #define CREDIT_MOST (UINT64_C(2) << 20)
+#define OTHERS 16
 // How long a call waits, in ms, for that of another process of the group that takes more. One that was stopped meanwhile
-// must not stop the others.
+// must not stop the others: without a turn, a call takes a part of what is left, as all of them may.
 #define TURN_MS 200
 // One 64th of the memory is left to the process itself, but no more than this.
 #define STAYS_MOST (UINT64_C(256) << 20)
@@ -70,11 +72,13 @@ struct host {
     bool cgroup;               // a control group allows less than the machine has
     int usage;                 // the file with the bytes that the group uses; -1: none
     _Atomic uint64_t trusted;  // the usage up to which the last answer holds
+    _Atomic uint64_t small;    // for calls of at most so many bytes
     _Atomic int64_t unasked;   // bytes that may be populated before the system is asked again
     _Atomic uint64_t asked_ms; // when it was asked last, and how much these are
     // Bytes that were to be populated without a check of the available memory, and those that are.
     _Atomic uint64_t begun, ended;
     pthread_mutex_t asking; // held from the check of the available memory until the pages are populated
+    bool turn;              // who holds it has the turn among the processes of the control group
 };
 
 static inline uint64_t file_offset(const struct vmem__arena *a, uint64_t offset)
@@ -364,19 +368,7 @@ static bool credited(struct host *h, uint64_t length)
         return false;
     if (h->usage < 0)
         return atomic_fetch_sub(&h->unasked, (int64_t)length) >= (int64_t)length;
-    return length <= CREDIT_MOST && usage(h, &used) && used + length <= h->trusted;
-}
-
-// Takes turns with the other processes of the group from the check of the available memory until the pages are
-// populated. A file of the kernel's serves for the lock, because all of them have it.
-static void take_turn(const struct host *h, bool begin)
-{
-    if (h->usage < 0)
-        return;
-    for (int ms = 0; begin && ms < TURN_MS && flock(h->usage, LOCK_EX | LOCK_NB); ms++)
-        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
-    if (!begin)
-        flock(h->usage, LOCK_UN);
+    return length <= h->small && usage(h, &used) && used + length <= h->trusted;
 }
 
 // Returns whether memory is plentiful, so that check_memory() is not needed. The check exists because the kernel would
@@ -390,7 +382,6 @@ static bool plenty(struct host *h, uint64_t length)
     return credited(h, length);
 }
 
-// The caller holds h->asking until the memory is populated. Otherwise, two threads could both count on the same memory.
 static int check_memory(struct host *h, uint64_t length)
 {
     struct vmem__host_memory m;
@@ -403,15 +394,37 @@ static int check_memory(struct host *h, uint64_t length)
     // The process itself needs some memory, also for page tables. What other threads were populating may be counted
     // twice, but it is at most a quarter.
     const uint64_t own = m.total / 64 < STAYS_MOST ? m.total / 64 : STAYS_MOST;
-    const uint64_t stays = own + (h->begun - ended), left = m.available > stays ? m.available - stays : 0;
+    const uint64_t stays = own + (h->begun - ended);
+    const uint64_t left = (m.available > stays ? m.available - stays : 0) / (h->turn ? 1 : OTHERS);
     h->unasked = left > length ? (int64_t)((left - length) / 4) : 0;
-    if (left > length && usage(h, &used))
+    h->small = own / OTHERS < CREDIT_MOST ? own / OTHERS : CREDIT_MOST;
+    if (h->turn && left > length && usage(h, &used))
         h->trusted = used + length + (left - length) / 4;
     h->asked_ms = now_ms();
     if (left < length)
         return vmem__error(-ENOMEM, "%" PRIu64 " bytes of pages: %s has %" PRIu64 " bytes left", length,
                            m.cgroup ? "the process's control group" : "the machine", left);
     return 0;
+}
+
+// Until asked(), no other thread asks, and no other process of the group, which could count on the same memory. A file of the
+// kernel's serves for the lock, because all of these have it.
+static int ask(struct host *h, uint64_t length)
+{
+    pthread_mutex_lock(&h->asking);
+    h->turn = h->usage < 0 || !flock(h->usage, LOCK_EX | LOCK_NB);
+    for (int ms = 0; !h->turn && ms < TURN_MS; ms++) {
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        h->turn = !flock(h->usage, LOCK_EX | LOCK_NB);
+    }
+    return credited(h, length) ? 0 : check_memory(h, length); // another thread may have asked meanwhile
+}
+
+static void asked(struct host *h)
+{
+    if (h->turn && h->usage >= 0)
+        flock(h->usage, LOCK_UN);
+    pthread_mutex_unlock(&h->asking);
 }
 
 static int allocate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
@@ -458,13 +471,10 @@ static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t off
     h->ended += length;
     if (unasked)
         return rc;
-    pthread_mutex_lock(&h->asking);
-    take_turn(h, true);
-    rc = credited(h, length) ? 0 : check_memory(h, length); // another thread may have asked meanwhile
+    rc = ask(h, length);
     if (!rc)
         rc = allocate(b, a, offset, length);
-    take_turn(h, false);
-    pthread_mutex_unlock(&h->asking);
+    asked(h);
     return rc;
 }
 
@@ -616,12 +626,13 @@ static int common_new(struct vmem__backend *b, uint64_t length, int *fd)
         file = memfd_create("vmem-common", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (file < 0)
         return vmem__error(-errno, "memfd_create: %s", strerror(errno));
-    pthread_mutex_lock(&h->asking);
-    if (!plenty(h, length))
-        rc = check_memory(h, length);
+    const bool unasked = plenty(h, length);
+    if (!unasked)
+        rc = ask(h, length);
     while (!rc && fallocate(file, 0, 0, (off_t)length) && (rc = -errno) == -EINTR)
         rc = 0;
-    pthread_mutex_unlock(&h->asking);
+    if (!unasked)
+        asked(h);
     if (rc == -ENOSPC || (rc < 0 && rc != -ENOMEM))
         rc = vmem__error(rc == -ENOSPC ? -ENOMEM : rc, "fallocate of %" PRIu64 " bytes: %s", length, strerror(-rc));
     if (!rc && fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW))
