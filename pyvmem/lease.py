@@ -26,6 +26,7 @@ from pyvmem.core import Context
 from pyvmem.errors import OutOfMemory, VmemError, _check, structure
 from pyvmem.kv.pool import KVPool
 from pyvmem.kv.shortage import Shortage, shortage_of
+from pyvmem.kv.view import count, documented, gauge
 from pyvmem.owned import _Owned
 
 __all__ = ["Lease", "LeaseStats", "torch_pool"]
@@ -33,48 +34,25 @@ __all__ = ["Lease", "LeaseStats", "torch_pool"]
 MIB = 1 << 20
 
 
+@documented
 @dataclass(frozen=True)
 class LeaseStats:
-    """The state of a lease and what it has counted since its creation.
+    """The state of a lease and what it has counted since its creation."""
 
-    Attributes
-    ----------
-    segments, parked_segments : int
-        That PyTorch has, and those of them that have no pages now.
-    bytes, parked_bytes : int
-        Of all segments, and of the parked ones.
-    held_bytes : int
-        Of pages.
-    allocs, frees : int
-        Segments allocated and freed.
-    refused : int
-        Allocations that found too little memory.
-    waits : int
-        How often a call waited for another member of the pool.
-    parks, unparks : int
-        Segments parked and unparked.
-    strangers : int
-        Addresses that PyTorch freed and that were no segment's.
-    short_bytes : int
-        What the last allocation or entry that found too little memory was short of; 0 if there was none.
-    lacking_bytes : int
-        What an allocation or an entry waits for now.
-    """
-
-    segments: int
-    parked_segments: int
-    bytes: int
-    parked_bytes: int
-    held_bytes: int
-    allocs: int
-    frees: int
-    refused: int
-    waits: int
-    parks: int
-    unparks: int
-    strangers: int
-    short_bytes: int
-    lacking_bytes: int
+    segments: int = gauge("That PyTorch has")
+    parked_segments: int = gauge("Of these, those that have no pages now")
+    bytes: int = gauge("Of all segments")
+    parked_bytes: int = gauge("Of the parked ones")
+    held_bytes: int = gauge("Of pages")
+    allocs: int = count("Segments allocated")
+    frees: int = count("Segments freed")
+    refused: int = count("Allocations that found too little memory")
+    waits: int = count("How often a call waited for another member of the pool")
+    parks: int = count("Segments parked")
+    unparks: int = count("Segments unparked")
+    strangers: int = count("Addresses that PyTorch freed and that were no segment's")
+    short_bytes: int = gauge("What the last allocation or entry that found too little memory was short of; 0: none was")
+    lacking_bytes: int = gauge("What an allocation or an entry waits for now")
 
 
 class TorchPools:

@@ -472,100 +472,46 @@ def claim(page: Page, model: str = "", port: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine as its control page describes it. Sizes are in bytes of one worker, the one with the most.
+    """An engine as its control page describes it. Sizes are in bytes of one worker, the one with the most."""
 
-    Attributes
-    ----------
-    name : str
-        The engine's name, as its page has it.
-    rank : int
-        Its data-parallel rank.
-    pid : int
-        The process of its scheduler.
-    workers : int
-    block_bytes, blocks : int
-        Bytes of a block in all layers, and how many there are.
-    limit : int or None
-        The most that blocks may take now; None for no limit.
-    min, max, priority : int
-        Its share among engines; 0: not set.
-    least : int
-        Bytes of one request of the greatest length. A lower limit counts as this.
-    allowed, used, cached, spare, wanted : int
-        Bytes that blocks may take now; bytes of running requests, of the prefix cache, and of free blocks without
-        contents; bytes that waiting requests lack.
-    backed, resident : int
-        Bytes of backed blocks' pages, and of all pages.
-    step_maps : int
-        Blocks that a step had to map itself.
-    steps, preempted, refused : int
-        Steps so far, preemptions, and orders for which there was no memory.
-    lent : bool
-        The engine has lent everything, as LEND asks for.
-    waited : float
-        Seconds that steps have waited for blocks on their way.
-    model : str
-        The name of its model; "" if it does not say.
-    port : int
-        The port of its server; 0 if it does not know.
-    state : str
-        "asleep", "waking", "awake", "closing" or "drained"; "" if no server says it.
-    running, queued : int
-        Requests that the engine has, and that wait until it is awake.
-    weights, weights_held : int
-        Bytes of the weights that are in the pool, and of these on the device now.
-    lacks : int
-        Bytes that waking lacks.
-    wakes, sleeps : int
-        How often the model woke and fell asleep.
-    waking : float
-        Seconds that the first request of each wake has waited, in all.
-    unserved : int
-        Requests that were refused with status 503, because it was drained or did not wake in time.
-    room : int
-        Bytes of the pool that the model could have at once: idle models sleep for it.
-    wait : float
-        Seconds that a request which comes now is expected to wait for the model; 0 if it is awake.
-    """
-
-    name: str
-    rank: int
-    pid: int
+    name: str  # as its page has it
+    rank: int  # data-parallel
+    pid: int  # of its scheduler
     workers: int
-    block_bytes: int
+    block_bytes: int  # of a block in all layers
     blocks: int
-    limit: int | None
-    min: int
+    limit: int | None  # the most that blocks may take now; None: no limit
+    min: int  # its share among engines; 0: not set
     max: int
     priority: int
-    least: int
-    allowed: int
-    used: int
-    cached: int
-    spare: int
-    wanted: int
-    backed: int
-    resident: int
-    step_maps: int
+    least: int  # of one request of the greatest length; a lower limit counts as this
+    allowed: int  # that blocks may take now
+    used: int  # of running requests
+    cached: int  # of the prefix cache
+    spare: int  # of free blocks without contents
+    wanted: int  # that waiting requests lack
+    backed: int  # of the pages of backed blocks
+    resident: int  # of all pages
+    step_maps: int  # blocks that a step had to map itself
     steps: int
     preempted: int
-    refused: int
-    lent: bool
-    waited: float
-    model: str = ""
-    port: int = 0
-    state: str = ""
-    running: int = 0
-    queued: int = 0
-    weights: int = 0
-    weights_held: int = 0
-    lacks: int = 0
+    refused: int  # orders for which there was no memory
+    lent: bool  # it has lent everything, as LEND asks for
+    waited: float  # seconds that steps have waited for blocks on their way
+    model: str = ""  # the name of its model; "": it does not say
+    port: int = 0  # of its server; 0: unknown
+    state: str = ""  # "asleep", "waking", "awake", "closing" or "drained"; "": no server says it
+    running: int = 0  # requests that it has
+    queued: int = 0  # requests that wait until it is awake
+    weights: int = 0  # in the pool
+    weights_held: int = 0  # of these, on the device now
+    lacks: int = 0  # that waking lacks
     wakes: int = 0
     sleeps: int = 0
-    waking: float = 0.0
-    unserved: int = 0
-    room: int = 0
-    wait: float = 0.0
+    waking: float = 0.0  # seconds that the first request of each wake has waited, in all
+    unserved: int = 0  # requests refused with status 503, because it was drained or did not wake in time
+    room: int = 0  # of the pool that the model could have at once: idle models sleep for it
+    wait: float = 0.0  # seconds that a request which comes now is expected to wait for the model; 0: it is awake
 
     @classmethod
     def of(cls, name: str, rank: int, page: Page) -> Engine:

@@ -101,29 +101,16 @@ def _number(folder: Path) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Needs:
-    """The parts of an engine that a plugin relies on. Files are below the folder of the engine's package.
+    """The parts of an engine that a plugin relies on. Files are below the folder of the engine's package."""
 
-    Attributes
-    ----------
-    engine, package : str
-        The engine's name, and that of its package.
-    switch : str
-        With which the settings begin.
-    signatures : iterable of (file, function, parameters, ..)
-        Parameters without annotations; releases may differ.
-    names : {class: (file, names)}
-        Attributes that the class, or the "module", defines. Behind a blank, the key may tell it from another one of its
-        name.
-        NAME>=0.30: releases before that do not have it; NAME<0.31: those since do not.
-    bodies : {(file, function or class): fingerprints}
-        Of the releases that the plugin was checked with.
-    """
-
-    engine: str
-    package: str
-    switch: str
-    signatures: Iterable[Sequence[str]]
+    engine: str  # the engine's name
+    package: str  # of it
+    switch: str  # with which the settings begin
+    signatures: Iterable[Sequence[str]]  # (file, function, parameters without annotations, of which releases differ ..)
+    # {class: (file, attributes that the class, or the "module", defines)}. Behind a blank, the key may tell it from
+    # another one of its name. NAME>=0.30: releases before that do not have it; NAME<0.31: those since do not.
     names: Mapping[str, tuple[str, str]]
+    # {(file, function or class): fingerprints of the releases that the plugin was checked with}
     bodies: Mapping[tuple[str, str], Sequence[str]]
 
     def installed(self) -> Path:

@@ -7,6 +7,8 @@ temporary files.
 SPDX-License-Identifier: MIT
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import os
@@ -17,24 +19,36 @@ import tempfile
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pyvmem._checks import uint
 from pyvmem._clock import started
 from pyvmem._ffi import ffi, lib
 from pyvmem.kv.shortage import REASONS
 
+T = TypeVar("T")
 _number = itertools.count()
 
 
-def _gauge(text: str) -> Any:
+def gauge(text: str) -> Any:
+    """A field that says what it is, for `documented`."""
     return field(metadata={"text": text, "gauge": True})
 
 
-def _count(text: str) -> Any:
+def count(text: str) -> Any:
+    """The same, of a number that only grows."""
     return field(metadata={"text": text, "gauge": False})
 
 
+def documented(record: type[T]) -> type[T]:
+    """Add what the fields of a dataclass say to its docstring."""
+    if record.__doc__:  # python -OO has none
+        lines = (f"    {f.name} : {f.type}\n        {f.metadata['text']}.\n" for f in fields(record))  # type: ignore[arg-type]
+        record.__doc__ = "".join([record.__doc__.rstrip(), "\n\n    Attributes\n    ----------\n", *lines])
+    return record
+
+
+@documented
 @dataclass(frozen=True)
 class KVStats:
     """The state of a cache and what it has counted since its creation: struct vmem_kv_stats.
@@ -42,52 +56,48 @@ class KVStats:
     Pages of all tensors together. A shared page counts once, except in `needed_pages`.
     """
 
-    page_size: int = _gauge("Bytes of a page")
-    budget_pages: int = _gauge("The most pages that may exist")
-    held_pages: int = _gauge("Pages that exist")
-    needed_pages: int = _gauge("Pages held for the lengths of requests; a shared page counts once per slot")
-    kept_pages: int = _gauge("Pages of free slots, kept for the next requests")
-    ahead_pages: int = _gauge("Pages mapped behind the lengths of requests, ahead of need")
-    shared_pages: int = _gauge("Pages mapped or held more than once")
-    prefix_pages: int = _gauge("Pages held by prefixes and by no slot")
-    free_pages: int = _gauge("Pages that a step could get")
-    live_bytes: int = _gauge("Bytes of the rows that active requests have")
-    active_slots: int = _gauge("Slots with a request")
-    swapped_slots: int = _gauge("Slots whose request is in CPU memory")
-    slots: int = _gauge("All slots")
-    prefixes: int = _gauge("Prefixes that are saved")
-    ending_slots: int = _gauge("Slots freed after a step whose kernels may be in flight")
-    steps: int = _count("Steps that succeeded")
-    step_failures: int = _count("Steps that found too little memory")
-    step_mapped_pages: int = _count("Pages that steps had to map themselves")
-    step_maps: int = _count("Steps that had to map pages themselves")
-    step_waits: int = _count("Steps that waited for the background thread")
-    ahead_mapped_pages: int = _count("Pages that the background thread mapped")
-    ahead_jobs: int = _count("Times that the background thread extended a slot")
-    eager_pages: int = _count("Pages that the background thread mapped for the next request")
-    allocs: int = _count("Requests that were given a slot")
-    adopted_slots: int = _count("Requests that began with pages of an earlier one")
-    reclaimed_pages: int = _count("Kept pages that were given up")
-    window_pages: int = _count("Pages that sliding windows gave up")
-    attached_pages: int = _count("Pages that requests took over from prefixes")
-    copied_pages: int = _count("Pages copied for prefixes and truncations")
-    worker_errors: int = _count("Operations of the background thread that failed, which a step does again")
-    short_budget: int = _count("Calls that failed because the budget was short")
-    short_device: int = _count("Calls that failed because the device's memory was short")
-    short_mappings: int = _count("Calls that failed because the process's mappings were short (vm.max_map_count)")
-    short_slots: int = _count("Calls that failed because no slot was free")
-    hashed_blocks: int = _gauge("Blocks known by hash")
-    evictable_pages: int = _gauge("Pages that only blocks known by hash hold, which count as free")
-    hit_tokens: int = _count("Tokens that requests began with because their blocks were known")
-    evicted_blocks: int = _count("Blocks known by hash that were evicted")
-    absent_slots: int = _gauge("Active slots without part in the last step")
+    page_size: int = gauge("Bytes of a page")
+    budget_pages: int = gauge("The most pages that may exist")
+    held_pages: int = gauge("Pages that exist")
+    needed_pages: int = gauge("Pages held for the lengths of requests; a shared page counts once per slot")
+    kept_pages: int = gauge("Pages of free slots, kept for the next requests")
+    ahead_pages: int = gauge("Pages mapped behind the lengths of requests, ahead of need")
+    shared_pages: int = gauge("Pages mapped or held more than once")
+    prefix_pages: int = gauge("Pages held by prefixes and by no slot")
+    free_pages: int = gauge("Pages that a step could get")
+    live_bytes: int = gauge("Bytes of the rows that active requests have")
+    active_slots: int = gauge("Slots with a request")
+    swapped_slots: int = gauge("Slots whose request is in CPU memory")
+    slots: int = gauge("All slots")
+    prefixes: int = gauge("Prefixes that are saved")
+    ending_slots: int = gauge("Slots freed after a step whose kernels may be in flight")
+    steps: int = count("Steps that succeeded")
+    step_failures: int = count("Steps that found too little memory")
+    step_mapped_pages: int = count("Pages that steps had to map themselves")
+    step_maps: int = count("Steps that had to map pages themselves")
+    step_waits: int = count("Steps that waited for the background thread")
+    ahead_mapped_pages: int = count("Pages that the background thread mapped")
+    ahead_jobs: int = count("Times that the background thread extended a slot")
+    eager_pages: int = count("Pages that the background thread mapped for the next request")
+    allocs: int = count("Requests that were given a slot")
+    adopted_slots: int = count("Requests that began with pages of an earlier one")
+    reclaimed_pages: int = count("Kept pages that were given up")
+    window_pages: int = count("Pages that sliding windows gave up")
+    attached_pages: int = count("Pages that requests took over from prefixes")
+    copied_pages: int = count("Pages copied for prefixes and truncations")
+    worker_errors: int = count("Operations of the background thread that failed, which a step does again")
+    short_budget: int = count("Calls that failed because the budget was short")
+    short_device: int = count("Calls that failed because the device's memory was short")
+    short_mappings: int = count("Calls that failed because the process's mappings were short (vm.max_map_count)")
+    short_slots: int = count("Calls that failed because no slot was free")
+    hashed_blocks: int = gauge("Blocks known by hash")
+    evictable_pages: int = gauge("Pages that only blocks known by hash hold, which count as free")
+    hit_tokens: int = count("Tokens that requests began with because their blocks were known")
+    evicted_blocks: int = count("Blocks known by hash that were evicted")
+    absent_slots: int = gauge("Active slots without part in the last step")
 
 
 STATS = {each.name: each.metadata for each in fields(KVStats)}
-if KVStats.__doc__:  # python -OO has none
-    KVStats.__doc__ += "".join(
-        ["\n    Attributes\n    ----------\n", *(f"    {n} : int\n        {STATS[n]['text']}.\n" for n in STATS)]
-    )
 
 
 def view_folder() -> Path | None:
@@ -129,50 +139,26 @@ def new_view_path() -> str | None:
 ANSWERS = ("unasked", "applied", "deferred", "refused")
 
 
+@documented
 @dataclass(frozen=True)
 class PoolMember:
-    """A member of a pool: the bytes that it has and needs.
+    """A member of a pool: the bytes that it has and needs."""
 
-    Attributes
-    ----------
-    name : str
-    pid : int
-        Number of its process.
-    min, max : int
-        Its share: its budget never falls below `min` and never exceeds `max`.
-    has : int
-        Its part of the pool's budget.
-    held : int
-        Bytes of pages.
-    needs : int
-        Bytes that it requests.
-    could_give : int
-        Bytes that others could get: unused, kept, ahead of need, and freed by evicting prefixes.
-    giving : int
-        Bytes that it is giving back now.
-    answer, reason : str
-        The answer to its own last request: "unasked", "applied", "deferred" or "refused", and the reason.
-    reply, why : str
-        The same for its answer to the others, up to the request with the number `looked`.
-    asked, looked : int
-        Revisions of its own last request, and of the last request of others that it has answered.
-    """
-
-    name: str
-    pid: int
-    min: int
-    max: int
-    has: int
-    held: int
-    needs: int
-    could_give: int
-    giving: int
-    asked: int
-    looked: int
-    answer: str
-    reason: str | None
-    reply: str
-    why: str | None
+    name: str = gauge("What others see")
+    pid: int = gauge("Number of its process")
+    min: int = gauge("Of its share: its budget never falls below it")
+    max: int = gauge("Of its share: its budget never exceeds it")
+    has: int = gauge("Its part of the pool's budget")
+    held: int = gauge("Of pages")
+    needs: int = gauge("That it requests")
+    could_give: int = gauge("That others could get: unused, kept, ahead of need, and freed by evicting prefixes")
+    giving: int = gauge("That it is giving back now")
+    asked: int = gauge("Revision of its own last request")
+    looked: int = gauge("Revision of the last request of others that it has answered")
+    answer: str = gauge('To its own last request: "unasked", "applied", "deferred" or "refused"')
+    reason: str | None = gauge("Of that answer")
+    reply: str = gauge("Its answer to the others, up to the request with the number `looked`")
+    why: str | None = gauge("The reason of that")
 
 
 def pool_member(raw: Any) -> PoolMember:

@@ -40,30 +40,16 @@ CLIP = 4096  # output tokens of a request that SGLang reserves at most (CLIP_MAX
 
 
 class View(NamedTuple):
-    """The state that the budgets of all ranks assume, as rank 0 sees it. Bytes, but for `keeps`.
+    """The state that the budgets of all ranks assume, as rank 0 sees it. Bytes, but for `keeps`."""
 
-    Attributes
-    ----------
-    limit : int
-        The smaller of limit and maximum.
-    left, room : int
-        Bytes that others of the pool leave, and those that nobody in it uses.
-    keeps : int
-        Pages that are not offered to others.
-    overhead, correction : int
-        As `PagePacking` has measured them.
-    is_behind, waits : bool
-        Another engine of the pool comes first; memory was refused a moment ago.
-    """
-
-    limit: int = control.NO_LIMIT
-    left: int = control.NO_LIMIT
-    room: int = 0
-    keeps: int = 0
-    overhead: int = 0
-    correction: int = 0
-    is_behind: bool = False
-    waits: bool = False
+    limit: int = control.NO_LIMIT  # the smaller of limit and maximum
+    left: int = control.NO_LIMIT  # that others of the pool leave
+    room: int = 0  # that nobody in the pool uses
+    keeps: int = 0  # pages that are not offered to others
+    overhead: int = 0  # as `PagePacking` has measured it
+    correction: int = 0  # the same
+    is_behind: bool = False  # another engine of the pool comes first
+    waits: bool = False  # memory was refused a moment ago
 
 
 class News(NamedTuple):

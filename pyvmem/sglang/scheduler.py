@@ -35,28 +35,15 @@ def _came(request: Any) -> int:
 
 
 class Seen(NamedTuple):
-    """A message of rank 0 to all ranks, with SGLang's requests, if it tells them something new.
+    """A message of rank 0 to all ranks, with SGLang's requests, if it tells them something new."""
 
-    Attributes
-    ----------
-    drains : bool
-        The owner wants everything: requests that run go on to their end, and none begins.
-    closed : bool
-        No request begins.
-    rests : bool
-        None has run for a while.
-    drops : bool
-        The model sleeps, and gives up the rows of its requests: it has slept because it lacked memory for them, or
-        their clients have gone.
-    news : tuple of News
-        For each budget.
-    """
-
-    drains: bool
-    closed: bool
-    rests: bool
+    drains: bool  # the owner wants everything: requests that run go on to their end, and none begins
+    closed: bool  # no request begins
+    rests: bool  # none has run for a while
+    # The model sleeps, and gives up the rows of its requests: it has slept because it lacked memory for them, or their
+    # clients have gone.
     drops: bool
-    news: tuple[News, ...]
+    news: tuple[News, ...]  # for each budget
 
 
 class SchedulerMemory:

@@ -39,32 +39,12 @@ GPUS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp", "--pipeline-parall
 
 @dataclass(frozen=True)
 class Model:
-    """One model of the file. Sizes are in bytes, times in seconds.
-
-    Attributes
-    ----------
-    pools : tuple of str
-        The pools in which it has a replica each; (): none was chosen.
-    port : int
-        That of its first replica. Each further one has the next; 0: not chosen.
-    adapters : mapping
-        Folders of LoRA adapters, by the names under which requests ask for them.
-    weights : int
-        Bytes of its weights on each GPU; 0 if its files are not on this machine.
-    rate : float
-        Requests a second, by which a pool is proposed for it.
-    image : str
-        The engine's with vMem in it (docs/models-deploy.md); "": vllm-vmem or sglang-vmem.
-    common : float
-        Seconds for which its weights stay, in common, when no server has them; 0: each server has its own.
-    standby : bool
-        Whether a second server stands by in each pool (`pyvmem.tools.pair`).
-    """
+    """One model of the file. Sizes are in bytes, times in seconds."""
 
     name: str
     path: str
-    pools: tuple[str, ...] = ()
-    port: int = 0
+    pools: tuple[str, ...] = ()  # in which it has a replica each; (): none was chosen
+    port: int = 0  # of its first replica. Each further one has the next; 0: not chosen
     min: int = 0
     max: int = 0
     priority: int = 0
@@ -73,13 +53,13 @@ class Model:
     outside: int = OUTSIDE
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    weights: int = 0
-    rate: float = 0.0
-    image: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)  # folders, by the names under which requests ask for them
+    weights: int = 0  # on each GPU; 0: its files are not on this machine
+    rate: float = 0.0  # requests a second, by which a pool is proposed for it
+    image: str = ""  # the engine's with vMem in it (docs/models-deploy.md); "": vllm-vmem or sglang-vmem
     engine: str = "vllm"
-    common: float = 0.0
-    standby: bool = False
+    common: float = 0.0  # for which its weights stay, in common, when no server has them; 0: each server has its own
+    standby: bool = False  # a second server stands by in each pool (`pyvmem.tools.pair`)
 
     @property
     def servers(self) -> int:
@@ -124,23 +104,13 @@ def _gpus_of(args: tuple[str, ...]) -> int:
 
 @dataclass(frozen=True)
 class Pool:
-    """A budget for the weights and KV caches of several models, on each of its GPUs.
-
-    Attributes
-    ----------
-    size, gpu : int
-        Bytes of the budget, and of the memory of a GPU; gpu 0: not known.
-    node : str
-        The host name of its machine; "", as all others: this one.
-    device : tuple of str
-        Its GPUs, as CUDA_VISIBLE_DEVICES takes them; (): not chosen.
-    """
+    """A budget for the weights and KV caches of several models, on each of its GPUs."""
 
     name: str
-    size: int
-    gpu: int = 0
-    node: str = ""
-    device: tuple[str, ...] = ()
+    size: int  # bytes of the budget
+    gpu: int = 0  # bytes of a GPU's memory; 0: not known
+    node: str = ""  # the host name of its machine; "", as all others: this one
+    device: tuple[str, ...] = ()  # its GPUs, as CUDA_VISIBLE_DEVICES takes them; (): not chosen
 
     @property
     def elsewhere(self) -> str:

@@ -18,27 +18,13 @@ from pyvmem.vllm import connectors
 
 
 class StepOrders(NamedTuple):
-    """Orders of one step. They travel as attribute `vmem` of vLLM's SchedulerOutput.
+    """Orders of one step. They travel as attribute `vmem` of vLLM's SchedulerOutput."""
 
-    Attributes
-    ----------
-    step : int
-        The step's number.
-    position : int
-        End of the ring's records when the step was scheduled. Workers carry these records out before the step.
-    gone : sequence of int
-        Blocks to unback.
-    ahead : sequence of lists of int
-        Blocks to back in the background, a list for each order.
-    order : int
-        The number of the first of these orders.
-    """
-
-    step: int
-    position: int
-    gone: Sequence[int] = ()
-    ahead: Sequence[list[int]] = ()
-    order: int = 0
+    step: int  # its number
+    position: int  # of the ring's end when it was scheduled. Workers carry these records out before the step
+    gone: Sequence[int] = ()  # blocks to unback
+    ahead: Sequence[list[int]] = ()  # blocks to back in the background, a list for each order
+    order: int = 0  # the number of the first of these orders
 
 
 def named_blocks(output: Any) -> list[int]:

@@ -10,27 +10,13 @@ from typing import NamedTuple
 
 
 class Supply(NamedTuple):
-    """The blocks that a step may have.
+    """The blocks that a step may have."""
 
-    Attributes
-    ----------
-    spare : int
-        Free blocks without contents.
-    more : int
-        Blocks that are coming, and those that may be backed besides. Negative: so many must leave.
-    ready : int
-        Blocks that one step may take, as many as are kept ready if there are enough.
-    free_memory : bool
-        Whether there is memory for `more`: none was refused a moment ago.
-    waits_for_others : bool
-        Whether other engines of the pool have to give memory up before `more` can come.
-    """
-
-    spare: int
-    more: int
-    ready: int
-    free_memory: bool = True
-    waits_for_others: bool = False
+    spare: int  # free, without contents
+    more: int  # that are coming, and that may be backed besides. Negative: so many must leave
+    ready: int  # that one step may take, as many as are kept ready if there are enough
+    free_memory: bool = True  # there is memory for `more`: none was refused a moment ago
+    waits_for_others: bool = False  # other engines of the pool have to give memory up before `more` can come
 
     def suffices(self, need: int) -> bool:
         """Return whether so many blocks are spare or may be backed."""
@@ -38,51 +24,23 @@ class Supply(NamedTuple):
 
 
 class StepNeed(NamedTuple):
-    """What the next step may use.
+    """What the next step may use, in blocks."""
 
-    Attributes
-    ----------
-    takes : int
-        Blocks that it takes at most.
-    begins : int
-        Blocks that must be free for all requests that begin in it: vLLM begins a request only if its prompt fits.
-    worthwhile : int
-        Blocks of the fewest tokens that are worth a step.
-    running : bool
-        Whether requests run.
-    parts : bool
-        Whether a request may begin with a part of its prompt.
-    missing : callable
-        Returns the blocks that running requests take, if fewer are free, cached ones included; else 0.
-    """
-
-    takes: int
-    begins: int
-    worthwhile: int
-    running: bool
-    parts: bool
-    missing: Callable[[], int]
+    takes: int  # at most
+    begins: int  # free for all requests that begin in it: vLLM begins a request only if its prompt fits
+    worthwhile: int  # of the fewest tokens that are worth a step
+    running: bool  # requests run
+    parts: bool  # a request may begin with a part of its prompt
+    missing: Callable[[], int]  # what running requests take, if fewer are free, cached ones included; else 0
 
 
 class StepPlan(NamedTuple):
-    """What a step takes and what it waits for, in blocks.
+    """What a step takes and what it waits for, in blocks."""
 
-    Attributes
-    ----------
-    takes : int
-        Blocks that it takes at most.
-    begins : int
-        Blocks that must be free for all requests that begin in it.
-    awaits : int
-        Blocks without which it does not run, unless waiting for them takes too long.
-    parts : bool
-        Whether requests begin with what has come, and the rest comes while the step runs.
-    """
-
-    takes: int = 0
-    begins: int = 0
-    awaits: int = 0
-    parts: bool = False
+    takes: int = 0  # at most
+    begins: int = 0  # free for all requests that begin in it
+    awaits: int = 0  # without which it does not run, unless waiting for them takes too long
+    parts: bool = False  # requests begin with what has come, and the rest comes while the step runs
 
     @property
     def orders(self) -> int:
