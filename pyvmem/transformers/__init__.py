@@ -40,10 +40,7 @@ def _check() -> None:
     if _release(version) > _release(_LAST):
         from pyvmem.transformers.followed import changes
 
-        try:
-            changed = changes(_Path(_transformers.__file__).parent)
-        except (OSError, SyntaxError) as error:
-            changed = [f"what was expected ({error})"]
+        changed = changes(_Path(_transformers.__file__).parent)
         if not changed:
             _logging.getLogger(__name__).info("transformers %s was not tried, and changes no function in use", version)
             return
