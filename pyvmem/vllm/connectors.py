@@ -31,8 +31,11 @@ OTHERS = {
     "HiSparseConnector": "it keeps blocks in host memory, which vMem does not follow",
 }
 LMCACHE_MODULES = (None, "lmcache.integration.vllm.lmcache_connector_v1")
-# Settings of LMCache's with which copies may go on when the step that began them has ended.
-LMCACHE_OFF = ("use_layerwise", "enable_blending", "enable_pd", "enable_xpyd")
+# Settings of LMCache's with which copies may go on when the step that began them has ended. It waits for copies to host
+# memory alone, and the last two settings bring what is not known here.
+LMCACHE_OFF = ("use_layerwise", "enable_blending", "enable_pd", "enable_xpyd", "gds_path", "nixl_buffer_device",
+               "storage_plugins", "remote_config_url")  # fmt: skip
+_OFF = ("", "0", "false", "no", "off", "none", "null", "[]", "cpu")
 
 
 class Connector:
@@ -76,35 +79,41 @@ class Connector:
         given = [self.more.get(f"lmcache.{key}"), os.environ.get(f"LMCACHE_{key.upper()}")]
         file = self.more.get("lmcache.config_file") or os.environ.get("LMCACHE_CONFIG_FILE")
         if file:
+            import yaml  # which vLLM needs, too
+
             try:
-                with open(file, encoding="utf-8") as text:  # YAML, of which a flag is one line
-                    given += [line.partition(":")[2] for line in text if line.partition(":")[0].strip() == key]
-            except OSError:
-                pass  # LMCache says so
-        return any(str(value).partition("#")[0].strip().lower() in ("1", "true", "yes", "on") for value in given)
+                with open(file, encoding="utf-8") as text:
+                    read = yaml.safe_load(text)
+            except (OSError, ValueError, yaml.YAMLError):
+                read = None  # LMCache says so
+            given.append(read.get(key) if isinstance(read, dict) else None)
+        return any(str(value).strip().lower() not in _OFF for value in given)
 
 
 def of(vllm_config: Any) -> list[Connector]:
     """The connectors of a configuration, those within a MultiConnector in its place."""
     given, cache = getattr(vllm_config, "kv_transfer_config", None), getattr(vllm_config, "cache_config", None)
-    if cache is not None and cache.kv_offloading_size is not None:  # from which vLLM makes the connector later
+    name = getattr(given, "kv_connector", None)
+    if cache is not None and cache.kv_offloading_size is not None:  # vLLM then gives the setting another name
         simple = os.environ.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") != "0"
         backends = {"native": SIMPLE if simple else OFFLOADING, "lmcache": "LMCacheMPConnector"}
-        more = {} if given is None else given.kv_connector_extra_config
-        return [Connector(backends.get(cache.kv_offloading_backend, str(cache.kv_offloading_backend)), more)]
-    if given is None or given.kv_connector is None:
+        name = backends.get(cache.kv_offloading_backend, str(cache.kv_offloading_backend))
+    if name is None:
         return []
-    return list(_within(given.kv_connector, given.kv_connector_extra_config or {},
-                        getattr(given, "kv_connector_module_path", None), given.kv_buffer_device))  # fmt: skip
+    return list(_within(name, getattr(given, "kv_connector_extra_config", None),
+                        getattr(given, "kv_connector_module_path", None),
+                        getattr(given, "kv_buffer_device", "")))  # fmt: skip
 
 
-def _within(name: str, more: Mapping[str, Any], module: str | None, buffer: str) -> Iterator[Connector]:
+def _within(name: str, more: Any, module: str | None, buffer: str) -> Iterator[Connector]:
+    more = more if isinstance(more, Mapping) else {}  # vLLM itself refuses what is none
     children = more.get("connectors") if name == MULTI and module is None else None
     if not isinstance(children, (list, tuple)):
         yield Connector(name, more, module, buffer)
         return
-    for child in children:
-        yield from _within(str(child.get("kv_connector")), child.get("kv_connector_extra_config") or {},
+    for given in children:
+        child = given if isinstance(given, Mapping) else {"kv_connector": given}
+        yield from _within(str(child.get("kv_connector")), child.get("kv_connector_extra_config"),
                            child.get("kv_connector_module_path"), child.get("kv_buffer_device", ""))  # fmt: skip
 
 

@@ -404,6 +404,7 @@ def multi(*names, **more):
 
 
 CHUNKS = dict(kv_connector_extra_config=dict(blocks_per_chunk=2))
+OFFLOADED = dict(cache_config=types.SimpleNamespace(kv_offloading_size=1, kv_offloading_backend="native"))
 EXTERNAL = dict(parallel_config__distributed_executor_backend="external_launcher")
 
 
@@ -415,6 +416,11 @@ EXTERNAL = dict(parallel_config__distributed_executor_backend="external_launcher
         (transfer("MyConnector", module="mine"), "MyConnector of mine is not vLLM's own"),
         (transfer("ExampleConnector", module="mine"), "ExampleConnector of mine is not vLLM's own"),
         (transfer("NixlConnector", module="mine"), "NixlConnector of mine is not vLLM's own"),
+        (dict(OFFLOADED, **transfer(None, module="mine")), "OffloadingConnector of mine is not vLLM's own"),
+        (dict(OFFLOADED, **transfer("ExampleConnector", spec_name="Mine")), "OffloadingConnector with spec_name"),
+        (transfer("MultiConnector", connectors=["MyConnector"]), "MyConnector: it has not been tried"),
+        (transfer("MultiConnector", connectors="ExampleConnector"), "MultiConnector: it has not been tried"),
+        (multi("MyConnector", kv_connector_extra_config="none"), "MyConnector: it has not been tried"),
         (transfer("OffloadingConnector", blocks_per_chunk=2), "OffloadingConnector with blocks_per_chunk"),
         (multi("OffloadingConnector", **CHUNKS), "OffloadingConnector with blocks_per_chunk"),
         (multi("OffloadingConnector", "OffloadingConnector"), "two OffloadingConnectors"),
@@ -433,7 +439,7 @@ EXTERNAL = dict(parallel_config__distributed_executor_backend="external_launcher
     ],
 )
 def test_refusals_say_what_to_do(changes, says):
-    for fine in ({}, EXTERNAL, dict(parallel_config__tensor_parallel_size=2)):
+    for fine in ({}, EXTERNAL, dict(parallel_config__tensor_parallel_size=2), OFFLOADED, transfer(None)):
         plugin.check_config(config(**fine))
     with pytest.raises(Refused, match=f"^VMEM_VLLM=1: .*{says}.*unset VMEM_VLLM.$"):
         plugin.check_config(config(**changes))
@@ -468,16 +474,48 @@ def test_buffers_of_the_host_are_registered_in_the_place_of_kv_memory():
     assert plugin.registrar(config(**staged, device_config__device_type="cpu")) == "NixlConnector"
 
 
-@pytest.mark.parametrize("text", ["enable_blending: true", "  enable_blending : True # so", "enable_blending: 1"])
+@pytest.mark.parametrize("text", ["enable_blending: true", "enable_blending : True # so", "enable_blending: 1",
+                                  '"enable_blending": yes', "{enable_blending: true}"])  # fmt: skip
 def test_settings_in_lmcaches_file_are_read(monkeypatch, tmp_path, text):
+    pytest.importorskip("yaml")
     file = tmp_path / "lmcache.yaml"
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
-    for line in ("enable_blending: false", "# enable_blending: true", ""):
-        file.write_text(f"chunk_size: 256\n{line}\n")
+    for fine in ("enable_blending: false", "# enable_blending: true", "", "[]", "{", "\x00", None):
+        if fine is not None:
+            file.write_text(fine)
+        else:
+            file.unlink()
         plugin.check_config(config(**transfer("LMCacheConnectorV1")))
-    file.write_text(f"chunk_size: 256\n{text}\n")
+    file.write_text(text)
     with pytest.raises(Refused, match="LMCacheConnectorV1 with enable_blending"):
         plugin.check_config(config(**transfer("LMCacheConnectorV1")))
+
+
+@pytest.mark.parametrize(
+    "key, works, value",
+    [
+        ("use_layerwise", False, True),
+        ("gds_path", None, "/mnt/nvme"),
+        ("nixl_buffer_device", "cpu", "cuda:0"),
+        ("storage_plugins", [], ["mine"]),
+        ("remote_config_url", "", "http://there"),
+    ],
+)
+def test_lmcache_is_refused_unless_each_copy_ends_within_its_step(monkeypatch, tmp_path, key, works, value):
+    pytest.importorskip("yaml")
+    file = tmp_path / "lmcache.yaml"
+    for given, fits in ((works, True), (value, False)):
+        text = ",".join(given) if isinstance(given, list) else given or ""
+        ways = [transfer("LMCacheConnectorV1", **{f"lmcache.{key}": given}), transfer("LMCacheConnectorV1")]
+        for i, chosen in enumerate((*ways, ways[1])):
+            monkeypatch.setenv(f"LMCACHE_{key.upper()}", str(text) if i == 1 else "")
+            monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file) if i == 2 else "")
+            file.write_text(json.dumps({key: given}))
+            if fits:
+                plugin.check_config(config(**chosen))
+            else:
+                with pytest.raises(Refused, match=f"LMCacheConnectorV1 with {key} may copy a block after it has left"):
+                    plugin.check_config(config(**chosen))
 
 
 # ---- the control page -----------------------------------------------------------------------------------------------
