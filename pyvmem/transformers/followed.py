@@ -3,7 +3,7 @@
 Each function or class is known by its fingerprint (`pyvmem.engine.sources`). A release in which all are the same is
 accepted: transformers publishes one about every month, and its users need not wait for one of vMem.
 
-``VMEM_TRANSFORMERS_FORCE=1 python -m pyvmem.transformers.followed FOLDER`` prints those of the transformers in a folder.
+``VMEM_TRANSFORMERS_FORCE=1 python -m pyvmem.transformers.followed FOLDER`` prints those of a folder.
 
 SPDX-License-Identifier: MIT
 """
