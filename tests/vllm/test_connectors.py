@@ -89,14 +89,15 @@ def test_whatever_happens_tokens_are_vllms(model, expected, seed):
     assert did["idle"]["step_maps"] == did["idle"]["used"] == 0
 
 
-def test_whole_prompts_come_back_from_files(model, tmp_path):
+@pytest.mark.parametrize("events", ["limits", "lends"])
+def test_whole_prompts_come_back_from_files(model, tmp_path, events):
     """ExampleConnector stores no more of a prompt than its first step computes; vMem makes that step no smaller."""
     whole = dict(max_num_batched_tokens=4096, enable_prefix_caching=False)
     own, on = [engines.in_child(connect.serve, model, chosen("ExampleConnector", tmp_path / str(vmem)), vmem=vmem,
-                                seconds=200, options=whole, limits=EVENTS["limits"]["limits"] if vmem else ())
+                                seconds=200, options=whole, **(EVENTS[events] if vmem else {}))
                for vmem in (False, True)]  # fmt: skip
     assert on["tokens"] == own["tokens"] and len(list((tmp_path / "True").iterdir())) > 5
-    assert on["idle"]["step_maps"] == 0
+    assert on["idle"]["step_maps"] == 0 and bool(on["lent"]) == (events == "lends")
 
 
 def test_members_of_a_pool_load_what_they_have_lent(model):
