@@ -317,23 +317,25 @@ class Lease(_Owned):
             self._open()
             _check(lib.vmem_torch_park(self._place, ffi.new("uint64_t[]", segments), len(segments), ffi.NULL))
 
-    def _unpark_segments(self, segments: Sequence[int], wait: float) -> list[int]:
-        """Back parked segments again, or none; returns those whose contents went meanwhile.
+    def _unpark_segments(self, segments: Sequence[int], wait: float, most: int) -> tuple[list[int], list[int]]:
+        """Back parked segments again, or none; returns those that lost their contents, and those to call again for.
 
-        wait: the most seconds that the other members of the pool have to give what is missing. Raises `OutOfMemory`,
-        whose `missing` is the number of bytes that did not become free.
+        wait: the most seconds that the other members of the pool have to give what is missing. most: bytes that come at
+        once; what the other segments take is claimed, until the next call that fails or parks some. Raises
+        `OutOfMemory`, whose `missing` is the number of bytes that did not become free.
         """
         with self._lock:
             self._open()
             missing, lost = ffi.new("uint64_t *"), ffi.new("uint8_t[]", len(segments))
-            rc = lib.vmem_torch_unpark_segments(self._place, ffi.new("uint64_t[]", segments), len(segments),
+            rc = lib.vmem_torch_unpark_segments(self._place, ffi.new("uint64_t[]", segments), len(segments), most,
                                                 round(wait * 1000), missing, lost)  # fmt: skip
             if rc == -errno.ENOMEM:
                 error = self._out_of_memory(int(missing[0]))
                 error.missing = int(missing[0])  # type: ignore[attr-defined]
                 raise error
             _check(rc)
-            return [address for address, went in zip(segments, lost) if went]
+            went, left = ([a for a, what in zip(segments, lost) if what == n] for n in (1, lib.VMEM_TORCH_CLAIMED))
+            return went, left
 
     def _reserve(self, size: int) -> None:
         """Have the pool give so many bytes for segments to come, which stay with the lease; 0: no more.

@@ -70,8 +70,14 @@ int vmem_torch_unpark(uint32_t place, uint32_t wait_ms, uint64_t *missing);
 // becomes 1 if the contents of segments[i] are undefined, because its pages went while it was parked. Otherwise it
 // becomes 0: pages for which nobody asked are as they were. So a caller that parks segments with blocks in use, and
 // keeps a copy of them, copies back only what went. -EINVAL: no segment begins at one of the addresses.
-int vmem_torch_unpark_segments(uint32_t place, const uint64_t *segments, size_t n, uint32_t wait_ms, uint64_t *missing,
-                               uint8_t *lost);
+//
+// Memory for all of them takes time. So the call backs one of those that lack pages, and more up to `most` bytes. The
+// lease claims the budget for the others, whose lost[i] becomes VMEM_TORCH_CLAIMED. They are parked still: call again
+// for them, while what is there is copied. No member gets what is claimed. The claim ends when a call for segments
+// fails, or parks some. UINT64_MAX: all at once.
+#define VMEM_TORCH_CLAIMED 2
+int vmem_torch_unpark_segments(uint32_t place, const uint64_t *segments, size_t n, uint64_t most, uint32_t wait_ms,
+                               uint64_t *missing, uint8_t *lost);
 // Reserves budget for segments that will be allocated: from now on, the lease's minimum is `bytes`. It gets them as the
 // other members give, and keeps them. What has not come stands in lacking_bytes of vmem_torch_get_stats. Until the next
 // call with 0, an allocation waits for all of wait_ms although the members refuse: whoever reserves has them give in ways

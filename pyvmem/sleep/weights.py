@@ -36,6 +36,7 @@ from pyvmem.tensor import tensor_at
 
 LOG = logging.getLogger(__name__)
 PAGE = 2 * MIB
+AT_ONCE = 256 * MIB  # of memory that comes back while the link copies into what came before
 PORTION, BUSY = 256 * MIB, 1.0  # while requests run, so many bytes are copied, and then none for so many seconds
 ARENA = 32 * MIB  # pinned at once, in which few kernels begin; a power of two, to which torch's allocator rounds
 ALIGN = 512  # bytes, as of the blocks of torch's allocator
@@ -412,26 +413,41 @@ class Weights:
         """Take the memory back, all or nothing, and copy what went; returns the bytes copied.
 
         wait: the most seconds that the other members have to give it. Raises `OutOfMemory`; then the weights are parked
-        as before, and its `missing` says how many bytes they wait for. came: called when the memory is there, before
-        the copies begin. queued: whether to return while the current stream copies. Only kernels that wait for this
-        stream may use the weights then.
+        as before, and its `missing` says how many bytes they wait for. came: called when all of the memory is claimed,
+        before the copies begin. queued: whether to return while the current stream copies. Only kernels that wait for
+        this stream may use the weights then.
         """
         with self._lock:
             if not self._asleep:
                 return 0
-            self._lost.update(self.lease._unpark_segments(self._parked, wait))
-            came()
-            segments, copied = self.lease._segments(), 0
-            for address in self._lost & set(self._sums):
-                memory = self._memory(address, segments[address])
-                for part, begin, end in self._copy.parts(address, segments[address]):
-                    memory[begin:end].copy_(part, non_blocking=True)
-                    copied += end - begin
+            try:
+                copied = self._take_and_copy(wait, came)
+            except BaseException:
+                self.lease._park_segments(self._parked)  # also what has come
+                raise
             if not queued:
                 self._synchronize()
             self._lost.clear()
             self._asleep, self._parked = False, []
             return copied
+
+    def _take_and_copy(self, wait: float, came: Callable[[], None]) -> int:
+        """Take the memory back in portions, and copy into each while the next one comes; returns the bytes copied."""
+        lost, left = self.lease._unpark_segments(self._parked, wait, AT_ONCE)
+        came()
+        segments, copied = self.lease._segments(), 0
+        ready = self._lost.union(lost).difference(left)
+        while True:
+            self._lost.update(lost)
+            for address in ready.intersection(self._sums):
+                memory = self._memory(address, segments[address])
+                for part, begin, end in self._copy.parts(address, segments[address]):
+                    memory[begin:end].copy_(part, non_blocking=True)
+                    copied += end - begin
+            if not left:
+                return copied
+            lost, left = self.lease._unpark_segments(left, 0.0, AT_ONCE)
+            ready = set(lost)
 
     def close(self) -> None:
         """Leave the pool. The memory goes when the last tensor does."""

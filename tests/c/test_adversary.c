@@ -439,26 +439,54 @@ static void verify_lease(const struct user *u)
             check_word((uintptr_t)u->segments[s] + p * P, u->page_words[s] + p, "a segment");
 }
 
+static void write_segment(struct user *u, uint32_t s)
+{
+    u->page_words[s] = rnd(&seed);
+    for (uint32_t p = 0; p < u->pages[s]; p++) {
+        write_word((uintptr_t)u->segments[s] + p * P, u->page_words[s] + p);
+        add_read((uintptr_t)u->segments[s] + p * P, u->page_words[s] + p);
+    }
+    launch();
+}
+
+// All that are parked, or a part of them: the rest is claimed, until another operation ends that.
+static void unpark(struct user *u)
+{
+    uint64_t parked[SEGMENTS];
+    uint32_t which[SEGMENTS], n = 0;
+    uint8_t lost[SEGMENTS];
+    for (uint32_t s = 0; s < SEGMENTS; s++)
+        if (u->parked[s]) {
+            parked[n] = (uintptr_t)u->segments[s];
+            which[n++] = s;
+        }
+    const int rc =
+        vmem_torch_unpark_segments(u->place, parked, n, below(2) ? UINT64_MAX : below(20) * P, 1, NULL, lost);
+    if (rc && rc != -ENOMEM)
+        FAIL("unpark: %d: %s", rc, vmem_last_error());
+    short_of += rc != 0;
+    for (uint32_t i = 0; i < n && !rc; i++) {
+        u->parked[which[i]] = lost[i] == VMEM_TORCH_CLAIMED;
+        if (lost[i] == 1)
+            write_segment(u, which[i]);
+    }
+}
+
 static void act_lease(struct user *u)
 {
     const uint32_t s = below(SEGMENTS);
     uint64_t at = (uintptr_t)u->segments[s];
-    bool fresh = false, any_parked = false;
+    bool any_parked = false;
     for (uint32_t k = 0; k < SEGMENTS; k++)
         any_parked |= u->parked[k];
     if (!at && !any_parked) {
         u->pages[s] = 1 + below(12);
         u->segments[s] = vmem_torch_alloc_0(u->pages[s] * P, test_info.device, NULL);
         short_of += !u->segments[s];
-        fresh = u->segments[s];
+        if (u->segments[s])
+            write_segment(u, s);
     } else if (u->parked[s]) {
-        uint8_t lost = 0;
-        const int rc = vmem_torch_unpark_segments(u->place, &at, 1, 1, NULL, &lost);
-        if (rc && rc != -ENOMEM)
-            FAIL("unpark: %d: %s", rc, vmem_last_error());
-        short_of += rc != 0;
-        u->parked[s] = rc;
-        fresh = !rc && lost;
+        unpark(u);
     } else if (at && below(2)) {
         land(launched);
         vmem_torch_free_0(u->segments[s], 0, test_info.device, NULL);
@@ -469,14 +497,6 @@ static void act_lease(struct user *u)
         u->parked[s] = true;
         if (below(2))
             vmem_torch_trim(u->place);
-    }
-    if (fresh) {
-        u->page_words[s] = rnd(&seed);
-        for (uint32_t p = 0; p < u->pages[s]; p++) {
-            write_word((uintptr_t)u->segments[s] + p * P, u->page_words[s] + p);
-            add_read((uintptr_t)u->segments[s] + p * P, u->page_words[s] + p);
-        }
-        launch();
     }
     verify_lease(u);
 }

@@ -515,14 +515,14 @@ static void test_only_what_went_is_lost(void)
     const uint64_t both[] = {at(a), at(b), at(a) + test_page};
     mark(a, 50, 1);
     mark(b, 50, 1000);
-    OK(vmem_torch_unpark_segments(place, both, 2, 0, &missing, lost)); // none is parked
+    OK(vmem_torch_unpark_segments(place, both, 2, UINT64_MAX, 0, &missing, lost)); // none is parked
     CHECK(!lost[0] && !lost[1] && lost[2] == 7 && !missing);
-    ERR(vmem_torch_unpark_segments(place, both, 3, 0, NULL, lost), EINVAL, "segments[2]");
-    ERR(vmem_torch_unpark_segments(place, NULL, 1, 0, NULL, lost), EINVAL, "segments");
-    OK(vmem_torch_unpark_segments(place, NULL, 0, 0, NULL, NULL));
+    ERR(vmem_torch_unpark_segments(place, both, 3, UINT64_MAX, 0, NULL, lost), EINVAL, "segments[2]");
+    ERR(vmem_torch_unpark_segments(place, NULL, 1, UINT64_MAX, 0, NULL, lost), EINVAL, "segments");
+    OK(vmem_torch_unpark_segments(place, NULL, 0, UINT64_MAX, 0, NULL, NULL));
     OK(vmem_torch_park(place, both, 2, NULL));
     OK(park(idle));
-    OK(vmem_torch_unpark_segments(place, both, 2, 0, NULL, lost)); // nobody asked
+    OK(vmem_torch_unpark_segments(place, both, 2, UINT64_MAX, 0, NULL, lost)); // nobody asked
     CHECK(!lost[0] && !lost[1]);
     CHECK_EQ(stats().parked_segments, 1);
     verify(a, 50, 1);
@@ -531,25 +531,143 @@ static void test_only_what_went_is_lost(void)
     const uint32_t request = kv_request(60, 500); // 30 pages of which 15 are free: one of the segments goes
     CHECK(backed(a, 50) != backed(b, 50));
     const bool went = backed(a, 50); // whether it is b
-    ERR(vmem_torch_unpark_segments(place, both, 2, 0, &missing, lost), ENOMEM, "missing");
+    ERR(vmem_torch_unpark_segments(place, both, 2, UINT64_MAX, 0, &missing, lost), ENOMEM, "missing");
     CHECK(missing);
     CHECK_EQ(stats().parked_segments, 3); // as before
     lost[0] = lost[1] = 7;
-    OK(vmem_torch_unpark_segments(place, &both[!went], 1, 0, NULL, &lost[!went])); // the one that stayed
+    OK(vmem_torch_unpark_segments(place, &both[!went], 1, UINT64_MAX, 0, NULL, &lost[!went])); // the one that stayed
     CHECK(!lost[!went] && lost[went] == 7);
     verify(went ? a : b, 50, went ? 1 : 1000);
     OK(vmem_kv_free(kv, request, 0));
-    OK(vmem_torch_unpark_segments(place, both, 2, 60000, &missing, lost));
+    OK(vmem_torch_unpark_segments(place, both, 2, UINT64_MAX, 60000, &missing, lost));
     CHECK(lost[went] == 1 && lost[!went] == 0);
     verify(went ? a : b, 50, went ? 1 : 1000);
     mark(went ? b : a, 50, 3000);
-    OK(vmem_torch_unpark_segments(place, both, 2, 0, NULL, lost)); // told once
+    OK(vmem_torch_unpark_segments(place, both, 2, UINT64_MAX, 0, NULL, lost)); // told once
     CHECK(!lost[0] && !lost[1]);
     verify(went ? b : a, 50, 3000);
     put(a);
     put(b);
     put(idle);
     vmem_kv_destroy(kv);
+    close_all();
+}
+
+// Backs up to three segments, `most` bytes at a time.
+static int unpark_in_portions(const uint64_t *segments, size_t n, uint64_t most)
+{
+    uint64_t left[3];
+    uint8_t lost[3];
+    memcpy(left, segments, n * sizeof *left);
+    for (int rc; n;) {
+        if ((rc = vmem_torch_unpark_segments(place, left, n, most, 0, NULL, lost)))
+            return rc;
+        const size_t before = n;
+        n = 0;
+        for (size_t i = 0; i < before; i++)
+            if (lost[i] == VMEM_TORCH_CLAIMED)
+                left[n++] = left[i];
+        CHECK(n < before);
+    }
+    return 0;
+}
+
+// A part comes at once, and nobody gets the memory of the others before their turn.
+static void test_an_unpark_in_portions_has_claimed_the_rest(void)
+{
+    uint8_t lost[3];
+    pool = k_pool(100);
+    open_kv(0, 0);
+    open_lease(0, 1);
+    char *s[] = {get(30 * test_page), get(30 * test_page), get(30 * test_page)};
+    const uint64_t all[] = {at(s[0]), at(s[1]), at(s[2])};
+    OK(vmem_torch_park(place, all, 3, NULL));
+    OK(trim());
+    OK(vmem_torch_unpark_segments(place, all, 3, 40 * test_page, 0, NULL, lost));
+    const int first = lost[0] == 1 ? 0 : 2, last = 2 - first; // by their addresses
+    CHECK(lost[first] == 1 && lost[1] == VMEM_TORCH_CLAIMED && lost[last] == VMEM_TORCH_CLAIMED);
+    CHECK_EQ(stats().parked_segments, 2);
+    CHECK_EQ(stats().held_bytes, 30 * test_page);
+    mark(s[first], 30, 1);
+    char *other = get(4 * test_page);
+    CHECK(other && !get(20 * test_page)); // nor does this lease get it for another segment
+    uint32_t slot;
+    OK(k_alloc(kv, ROWS, &slot));
+    CHECK_EQ(kv_step(slot, 60), -ENOMEM); // 30 pages, and 6 are free
+    OK(vmem_kv_pool_wait(kv, 60000, NULL));
+    CHECK_EQ(kv_step(slot, 60), -ENOMEM);
+    OK(vmem_torch_unpark_segments(place, all, 3, 1, 0, NULL, lost));
+    CHECK(lost[first] == 0 && lost[1] == 1 && lost[last] == VMEM_TORCH_CLAIMED);
+    OK(vmem_torch_unpark_segments(place, &all[last], 1, 1, 0, NULL, lost));
+    CHECK(lost[0] == 1 && stats().parked_segments == 0);
+    CHECK(backed(s[1], 30) && backed(s[last], 30));
+    verify(s[first], 30, 1);
+    put(other);
+    // Whoever has failed to use what came parks it, and the claim is over.
+    OK(vmem_torch_park(place, all, 3, NULL));
+    OK(trim());
+    OK(vmem_torch_unpark_segments(place, all, 3, 1, 0, NULL, lost));
+    OK(vmem_torch_park(place, &all[first], 1, NULL));
+    CHECK_EQ(stats().parked_segments, 3);
+    uint32_t answer = 0;
+    while (kv_step(slot, 140) && answer != VMEM_KV_REFUSED) // 70 pages
+        OK(vmem_kv_pool_wait(kv, 60000, &answer));
+    CHECK(answer != VMEM_KV_REFUSED);
+    ERR(vmem_torch_unpark_segments(place, all, 3, 1, 0, NULL, lost), ENOMEM, "missing"); // one would fit
+    CHECK_EQ(stats().held_bytes, backed(s[first], 30) ? 30 * test_page : 0);
+    OK(vmem_kv_free(kv, slot, 0));
+    // A segment that PyTorch frees meanwhile was claimed in vain.
+    OK(trim());
+    while (vmem_torch_unpark_segments(place, all, 3, 1, 60000, NULL, lost)) // the cache still gives
+        ;
+    put(s[last]);
+    const uint64_t left[] = {all[1], all[first]};
+    OK(vmem_torch_unpark_segments(place, left, 1, 1, 0, NULL, lost));
+    CHECK_EQ(stats().held_bytes, 60 * test_page);
+    OK(vmem_torch_park(place, left, 2, NULL));
+    OK(trim());
+    OK(vmem_torch_unpark_segments(place, left, 2, 1, 0, NULL, lost));
+    OK(vmem_torch_close(place)); // nor does a lease that ends keep it
+    kv_request(130, 1);          // 65 pages
+    vmem_kv_destroy(kv);
+    put(s[1]);
+    put(s[first]);
+    CHECK_EQ(ended, 1);
+    CHECK_EQ(k_pool_info(pool).members, 0);
+    vmem_kv_pool_destroy(pool);
+    CHECK_EQ(test_stats(ctx).created, 0);
+}
+
+// On a device that has too little for all of it, no part comes: of two that wake, each could hold half.
+static void test_no_portion_comes_from_a_device_without_memory_for_all(void)
+{
+    uint8_t lost[3];
+    pool = k_pool(100);
+    open_lease(0, 1);
+    char *s[] = {get(30 * test_page), get(30 * test_page), get(30 * test_page)};
+    const uint64_t all[] = {at(s[0]), at(s[1]), at(s[2])};
+    OK(vmem_torch_park(place, all, 3, NULL));
+    OK(trim());
+    OK(vmem_set_budget(ctx, 80 * test_page));
+    ERR(vmem_torch_unpark_segments(place, all, 3, 1, 0, NULL, lost), ENOMEM, "memory");
+    CHECK_EQ(stats().parked_segments, 3);
+    CHECK_EQ(stats().held_bytes, 0);
+    OK(vmem_set_budget(ctx, 0));
+    // Nor does a part that could come before keep what it had claimed.
+    while (vmem_torch_unpark_segments(place, all, 3, 1, 0, NULL, lost)) // the pool remembers the refusal for a while
+        usleep(1000);
+    OK(vmem_set_budget(ctx, 35 * test_page));
+    ERR(vmem_torch_unpark_segments(place, all, 3, 1, 0, NULL, lost), ENOMEM, "memory");
+    OK(vmem_set_budget(ctx, 0));
+    CHECK_EQ(stats().parked_segments, 2);
+    char *other;
+    while (!(other = get(60 * test_page)))
+        CHECK(stats().refused < 5000);
+    put(other);
+    OK(unpark_in_portions(all, 3, 1));
+    CHECK(backed(s[0], 30) && backed(s[1], 30) && backed(s[2], 30));
+    for (int i = 0; i < 3; i++)
+        put(s[i]);
     close_all();
 }
 
@@ -801,6 +919,19 @@ static int do_large_alloc(void)
 }
 static int do_park(void) { return vmem_torch_park(place, (uint64_t[]){at(held[1]), at(held[2])}, 2, NULL); }
 static int do_unpark(void) { return vmem_torch_unpark(place, 0, NULL); }
+// What came before the one that failed is parked again, as whoever copies into it does.
+static int do_unpark_in_portions(void)
+{
+    const uint64_t both[] = {at(held[1]), at(held[2])};
+    const int rc = unpark_in_portions(both, 2, 1);
+    if (rc) {
+        char text[VMEM__TEXT];
+        vmem__keep_error(text);
+        do_park();
+        vmem__error(0, "%s", text);
+    }
+    return rc;
+}
 static int do_free(void)
 {
     char *a = get(4 * test_page);
@@ -843,7 +974,7 @@ static const struct {
              {"park", do_park, 0},   {"unpark", do_unpark, 1},
              {"free", do_free, 0},   {"trim", trim, 0},
              {"trim", trim, 1},      {"open", do_open, 0},
-             {"take", do_take, 1}};
+             {"take", do_take, 1},   {"unpark in portions", do_unpark_in_portions, 1}};
 
 // The n-th fault point of the call fails. Nothing else changes, and the call works when it is repeated.
 static bool with_fault(size_t i, unsigned long n, void (*fail)(unsigned long), bool (*failed)(void))
@@ -862,7 +993,8 @@ static bool with_fault(size_t i, unsigned long n, void (*fail)(unsigned long), b
     }
     if (calls[i].parked)
         OK(do_park());
-    if (calls[i].call == do_unpark)
+    const bool unparks = calls[i].call == do_unpark || calls[i].call == do_unpark_in_portions;
+    if (unparks)
         OK(trim());
     fail(n);
     int rc = calls[i].call();
@@ -874,7 +1006,7 @@ static bool with_fault(size_t i, unsigned long n, void (*fail)(unsigned long), b
     if (!calls[i].parked) {
         verify(held[1], 3, 100);
         verify(held[2], 4, 200);
-    } else if (calls[i].call == do_unpark && rc) {
+    } else if (unparks && rc) {
         CHECK_EQ(stats().parked_segments, 2); // all or nothing
     }
     if (rc && takes)
@@ -929,6 +1061,12 @@ static void fail_driver(unsigned long n)
     fakegpu_fail((long)n);
     if (n)
         fake_before = fakegpu_calls() + (long)n;
+}
+static void fail_driver_twice(unsigned long n)
+{
+    fail_driver(n);
+    if (n)
+        fakegpu_fail_many((long)n, 2);
 }
 static bool driver_failed(void) { return fakegpu_calls() >= fake_before; }
 
@@ -1134,6 +1272,8 @@ int main(int argc, char **argv)
     test_beside_a_reservation_an_allocation_waits_although_it_is_refused();
     test_parked_pages_go_when_somebody_asks();
     test_only_what_went_is_lost();
+    test_an_unpark_in_portions_has_claimed_the_rest();
+    test_no_portion_comes_from_a_device_without_memory_for_all();
     test_leases_hand_their_memory_over();
     test_memory_that_nobody_takes_goes_back();
     test_a_device_with_less_than_the_budget();
@@ -1141,8 +1281,11 @@ int main(int argc, char **argv)
     test_a_child_gets_nothing();
     test_kernels_are_waited_for();
     test_threads();
-    if (fakegpu_fail)
+    if (fakegpu_fail) {
         each_fault(fail_driver, driver_failed);
+        for (unsigned long n = 1; with_fault(COUNT(calls) - 1, n, fail_driver_twice, driver_failed); n++)
+            CHECK(n < 500);
+    }
     vmem_context_destroy(ctx);
     ctx = test_context(0); // its allocations are small from then on
     test_segments_between_others_go_back();

@@ -3,7 +3,9 @@
 SPDX-License-Identifier: MIT
 """
 
+import errno
 import gc
+import itertools
 import random
 import threading
 import types
@@ -14,6 +16,7 @@ from kv_pools import free, load, make
 
 import pyvmem
 from pyvmem import KVPool, OutOfMemory
+from pyvmem.errors import VmemError
 from pyvmem.sleep.sums import Sums
 from pyvmem.sleep.weights import ARENA, MIB, HostCopy, Weights
 
@@ -418,3 +421,75 @@ def test_what_a_stream_still_copies_is_there_for_its_kernels_and_for_the_next_sl
     same(net.to("cpu"), told)
     del net
     weights.close()
+
+
+def portions(weights, monkeypatch, at=lambda number: None):
+    """Have memory come in pieces of 2 MiB; at(n) is called before the n-th. Returns what was there at each copy."""
+    unpark, numbers, held = weights.lease._unpark_segments, itertools.count(), []
+    memory = weights._memory
+
+    def unpark_some(*args):
+        at(next(numbers))
+        return unpark(*args)
+
+    monkeypatch.setattr("pyvmem.sleep.weights.AT_ONCE", 2 * MIB)
+    monkeypatch.setattr(weights.lease, "_unpark_segments", unpark_some)
+    monkeypatch.setattr(weights, "_memory", lambda *segment: held.append(weights.held) or memory(*segment))
+    return held
+
+
+def sleeping(weights):
+    """Weights whose memory has gone: (the model, its tensors)."""
+    net = Net()
+    told = tensors(net)
+    weights.adopt([net])
+    copied(weights)
+    weights.park()
+    weights.lease.trim()
+    return net, told
+
+
+def test_copies_begin_while_memory_still_comes(weights, monkeypatch):
+    slept, held, came = sleeping(weights), portions(weights, monkeypatch), []
+    assert weights.wake(0, lambda: came.append(weights.held)) == 16 * MIB
+    assert came == held[:1] and 0 < held[0] < held[-1] == 16 * MIB
+    same(*slept)
+
+
+def test_a_neighbour_that_grows_meanwhile_gets_nothing_that_a_wake_has_claimed(pool, weights, monkeypatch):
+    slept, cache, slots = sleeping(weights), make(pool, context=weights.lease.context), []
+    portions(weights, monkeypatch, lambda number: slots.extend(load(cache, 8, pool)) if number == 1 else None)
+    assert weights.wake(0) == 16 * MIB
+    assert 4 <= len(slots) <= 6  # of the 24 MiB beside it
+    same(*slept)
+    cache.close()
+
+
+@pytest.mark.parametrize("fault", [OutOfMemory, VmemError])
+@pytest.mark.parametrize("at, taken", [(1, False), (1, True), (2, True)])
+def test_a_wake_that_fails_in_the_middle_undoes_what_came(pool, weights, monkeypatch, fault, at, taken):
+    """Twice in a row; a neighbour may take the memory in between. What was copied into is not taken for whole."""
+    slept, cache = sleeping(weights), make(pool, context=weights.lease.context)
+
+    def fail(number):
+        if number == at:
+            raise fault(errno.ENOMEM, "in the middle")
+
+    def nowhere(address, size):
+        """No copy lands."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            portions(weights, patch, fail)
+            patch.setattr(weights, "_memory", nowhere)
+            with pytest.raises(fault, match="in the middle"):
+                weights.wake(10)
+        assert weights.parked and 0 < weights.held < 16 * MIB
+        if taken:
+            slots = load(cache, 8, pool)
+            assert len(slots) == 8  # 32 of 40 MiB: the claim has gone, too
+            free(cache, slots)
+    assert weights.wake(10) == 16 * MIB
+    same(*slept)
+    cache.close()

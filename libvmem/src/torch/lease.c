@@ -85,6 +85,7 @@ struct lease {
     uint32_t users; // calls that use the lease without the lock
     // Bytes of the reservation, those that a call waits for, and those that others have and the lease will want again.
     uint64_t reserved, awaited, missed;
+    uint64_t claimed; // pages that count as held, for the segments that an unpark has left to the next call
     vmem_context *ctx;
     struct membership member;
     bool gpu, check;
@@ -180,21 +181,31 @@ static int short_of(struct lease *l, enum vmem_kv_reason reason, uint64_t pages)
                        reason == VMEM_KV_SHORT_OF_DEVICE ? ", and the device no memory for more" : "");
 }
 
-// Takes budget for so many pages more.
-static int take_budget(struct lease *l, uint64_t pages)
+// Takes budget for so many pages more. From then on, `claimed` pages are.
+static int take_budget(struct lease *l, uint64_t pages, uint64_t claimed)
 {
     struct membership *m = &l->member;
     int rc = 0;
     lock_member(l);
-    const uint64_t want = m->held + pages;
+    const uint64_t want = m->held - l->claimed + pages + claimed;
     if (want > m->budget)
         m->budget += vmem__pool_claim(m->pool_member, m->budget, want - m->budget, want - m->budget + m->held / 2);
     if (want > m->budget)
         rc = short_of(l, VMEM_KV_SHORT_OF_BUDGET, want - m->budget);
-    else
+    if (!rc) {
         m->held = want;
+        l->claimed = claimed;
+    }
     unlock_member(l);
     return rc;
+}
+
+static void drop_claim(struct lease *l)
+{
+    lock_member(l);
+    l->member.held -= l->claimed;
+    l->claimed = 0;
+    unlock_member(l);
 }
 
 // Commits n of l->ranges, which have so many pages, within the budget.
@@ -224,14 +235,15 @@ static int commit_pages(struct lease *l, size_t n, uint64_t pages)
     return rc;
 }
 
-// Commits n of l->ranges, all or none. -ENOMEM: *next says whether waiting for the pool may help.
-static int commit(struct lease *l, size_t n, enum next *next)
+// Commits n of l->ranges, all or none, and claims pages beside them. -ENOMEM: *next says whether waiting for the pool may
+// help.
+static int commit(struct lease *l, size_t n, uint64_t claimed, enum next *next)
 {
     uint64_t pages = 0;
     *next = GIVE_UP;
     for (size_t i = 0; i < n; i++)
         pages += l->ranges[i].length >> l->page_shift;
-    int rc = take_budget(l, pages);
+    int rc = take_budget(l, pages, claimed);
     rc = rc ? rc : commit_pages(l, n, pages);
     if (rc != -ENOMEM)
         return rc;
@@ -432,23 +444,49 @@ static void sweep(struct lease *l)
 // True if an unpark has to back this segment.
 static bool lacks_pages(const struct slot *s) { return s->wanted && s->state == PARKED; }
 
-// Backs this segment, or all parked ones that are wanted (NULL), or none. Waits at most `ms` for the pool. A refusal is
-// not final: a member gives in portions, and finds more to give when its own users have freed something. It is when
-// nothing more has come for a second, but for an allocation beside a reservation.
-static int back_segments(struct lease *l, const struct slot *only, uint32_t ms)
+// Lists the segments that an unpark has to back: the first, and more up to so many bytes. *later: pages of the others.
+static size_t list_lacking(struct lease *l, uint64_t most, uint64_t *later)
+{
+    uint64_t bytes = 0;
+    size_t n = 0;
+    *later = 0;
+    for (uint32_t i = 0; i < l->n_slots; i++) {
+        if (!lacks_pages(&l->slots[i]))
+            continue;
+        const struct vmem_range r = range_of(l, &l->slots[i]);
+        bytes += r.length;
+        if (!n || bytes <= most)
+            l->ranges[n++] = r;
+        else
+            *later += r.length >> l->page_shift;
+    }
+    // On a device that lacks memory for all, they come together or not at all, as budget does.
+    if (*later && vmem__reachable(l->ctx, NULL, 0) < bytes)
+        return list_lacking(l, UINT64_MAX, later);
+    return n;
+}
+
+// Backs this segment, or the parked ones that are wanted (NULL), or none. Of these, `most` bytes: the others are claimed,
+// and not wanted any more. Waits at most `ms` for the pool. A refusal is not final: a member gives in portions, and finds
+// more to give when its own users have freed something. It is when nothing more has come for a second, but for an
+// allocation beside a reservation.
+static int back_segments(struct lease *l, const struct slot *only, uint64_t most, uint32_t ms)
 {
     const uint64_t until = vmem__now() + ms * UINT64_C(1000000);
     uint64_t least = UINT64_MAX, came = 0;
     int rc;
     for (;;) {
         enum next next;
-        size_t n = 0;
+        uint64_t claimed = l->claimed;
+        size_t n = 1;
         if (only)
-            l->ranges[n++] = range_of(l, only);
-        for (uint32_t i = 0; !only && i < l->n_slots; i++)
-            if (lacks_pages(&l->slots[i]))
-                l->ranges[n++] = range_of(l, &l->slots[i]);
-        rc = commit(l, n, &next);
+            l->ranges[0] = range_of(l, only);
+        else
+            n = list_lacking(l, most, &claimed);
+        rc = commit(l, n, claimed, &next);
+        for (uint32_t i = 0; !rc && !only && i < l->n_slots; i++)
+            if (lacks_pages(&l->slots[i]) && (l->slots[i].wanted = n > 0))
+                n--;
         const uint64_t t = vmem__now();
         if (rc != -ENOMEM || next == GIVE_UP || t >= until)
             break;
@@ -484,7 +522,7 @@ static int check_books(struct lease *l)
                                    at >> l->page_shift, page ? "there" : "missing");
         }
     }
-    return held == l->member.held
+    return held == l->member.held - l->claimed
                ? 0
                : vmem__error(-EFAULT, "%" PRIu64 " pages are held, and %" PRIu64 " counted", held, l->member.held);
 }
@@ -590,7 +628,7 @@ static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const 
         return rc;
     l->users = l->n_ended = 0;
     l->moving = l->giving = l->closing = false;
-    l->moves = l->reserved = l->awaited = l->missed = 0;
+    l->moves = l->reserved = l->awaited = l->missed = l->claimed = 0;
     l->stats = (struct vmem_torch_stats){0};
     l->shortage = (struct vmem_kv_shortage){0};
     l->slots = calloc(l->n_slots, sizeof(*l->slots));
@@ -655,6 +693,7 @@ int vmem_torch_close(uint32_t place)
         return rc;
     sweep(l);
     rc = check_open(l);
+    drop_claim(l);
     l->closing = true;
     return leave(l, rc);
 }
@@ -670,7 +709,7 @@ static int alloc_segment(struct lease *l, uint64_t bytes, struct slot **out)
         return rc;
     take_slots(l, first, (uint32_t)slots, bytes);
     struct slot *s = *out = &l->slots[first];
-    rc = back_segments(l, s, l->wait_ms);
+    rc = back_segments(l, s, 0, l->wait_ms);
     if (rc) {
         give_slots(l, s);
         return rc;
@@ -776,6 +815,8 @@ int vmem_torch_park(uint32_t place, const uint64_t *idle, size_t n, uint64_t *by
     if (rc)
         return rc;
     rc = check_segments(l, "idle", idle, n);
+    if (!rc)
+        drop_claim(l);
     for (size_t i = 0; i < n && !rc; i++) {
         struct slot *s = segment_at(l, idle[i]);
         if (s->state != LIVE)
@@ -833,8 +874,8 @@ static void mark_wanted(struct lease *l, const uint64_t *segments, size_t n)
 }
 
 // The work of both calls below. segments: NULL for all.
-static int unpark_some(uint32_t place, const uint64_t *segments, size_t n, uint32_t wait_ms, uint64_t *missing,
-                       uint8_t *lost)
+static int unpark_some(uint32_t place, const uint64_t *segments, size_t n, uint64_t most, uint32_t wait_ms,
+                       uint64_t *missing, uint8_t *lost)
 {
     struct lease *l;
     if (missing)
@@ -846,13 +887,15 @@ static int unpark_some(uint32_t place, const uint64_t *segments, size_t n, uint3
     if (!rc) {
         sweep(l);
         mark_wanted(l, segments, n);
-        rc = l->stats.parked_segments ? back_segments(l, NULL, wait_ms) : 0;
+        rc = l->stats.parked_segments ? back_segments(l, NULL, most, wait_ms) : 0;
         if (missing && rc == -ENOMEM)
             *missing = l->stats.short_bytes;
+        if (rc)
+            drop_claim(l);
     }
     for (size_t i = 0; i < n && !rc && lost; i++) {
         const struct slot *s = segment_at(l, segments[i]); // PyTorch may have freed it meanwhile
-        lost[i] = s && s->state == PARKED;
+        lost[i] = !s || s->state != PARKED ? 0 : s->wanted ? 1 : VMEM_TORCH_CLAIMED;
     }
     if (!rc)
         revive(l);
@@ -863,16 +906,16 @@ static int unpark_some(uint32_t place, const uint64_t *segments, size_t n, uint3
 
 int vmem_torch_unpark(uint32_t place, uint32_t wait_ms, uint64_t *missing)
 {
-    return unpark_some(place, NULL, 0, wait_ms, missing, NULL);
+    return unpark_some(place, NULL, 0, UINT64_MAX, wait_ms, missing, NULL);
 }
 
-int vmem_torch_unpark_segments(uint32_t place, const uint64_t *segments, size_t n, uint32_t wait_ms, uint64_t *missing,
-                               uint8_t *lost)
+int vmem_torch_unpark_segments(uint32_t place, const uint64_t *segments, size_t n, uint64_t most, uint32_t wait_ms,
+                               uint64_t *missing, uint8_t *lost)
 {
     static const uint64_t none[1];
     if (n && !segments)
         return vmem__error(-EINVAL, "segments must not be NULL");
-    return unpark_some(place, segments ? segments : none, n, wait_ms, missing, lost);
+    return unpark_some(place, segments ? segments : none, n, most, wait_ms, missing, lost);
 }
 
 int vmem_torch_reserve(uint32_t place, uint64_t bytes)
@@ -916,7 +959,7 @@ int vmem_torch_get_stats(uint32_t place, struct vmem_torch_stats *out)
         return rc;
     struct vmem_torch_stats stats = l->stats;
     lock_member(l);
-    stats.held_bytes = l->member.held << l->page_shift;
+    stats.held_bytes = (l->member.held - l->claimed) << l->page_shift;
     stats.lacking_bytes = MAX(l->awaited, sat_sub(l->reserved, l->member.budget << l->page_shift));
     unlock_member(l);
     leave(l, 0);
