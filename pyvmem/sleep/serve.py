@@ -253,8 +253,5 @@ class Serve(http.Limits):
 
 
 async def _json(send: Send, status: int, content: dict[str, Any]) -> None:
-    headers = [(b"content-type", b"application/json")]
-    if status == 503:
-        headers.append((b"retry-after", str(RETRY_AFTER).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+    more = {b"retry-after": str(RETRY_AFTER).encode()} if status == 503 else {}
+    await http.answer(send, status, json.dumps(content).encode(), b"application/json", more)
