@@ -46,15 +46,6 @@ def test_the_members_are_described_as_of_one_moment():
         work.result()
 
 
-def test_the_maximum_is_the_budget_of_the_cache():
-    pool = KVPool(64 * MIB)
-    with make(pool, budget=10 * MIB) as cache:
-        assert len(load(cache, 8, pool)) == 2
-        assert cache.shortage.coming_pages == 0
-        assert member(pool, "kv").reason == "at maximum"
-        assert pool.wait(cache, 0) == "refused"
-
-
 def test_what_requests_hold_is_not_given():
     pool = KVPool(32 * MIB)
     with make(pool, "a") as a, make(pool, "b", pool_min=4 * MIB) as b:

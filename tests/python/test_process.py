@@ -1,4 +1,4 @@
-"""Threads, fork, kill, exit: what stays whole, and what goes back to the system.
+"""Fork, kill, exit: what stays whole, and what goes back to the system.
 
 SPDX-License-Identifier: MIT
 """
@@ -10,63 +10,14 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 
-import numpy as np
 import pytest
 from conftest import python
 
 import pyvmem
 
 KIB, MIB = 1 << 10, 1 << 20
-
-
-def run_threads(*targets):
-    """Run functions at once; re-raise what the first of them raised."""
-    failures = []
-
-    def guard(target):
-        try:
-            target()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guard, args=[t]) for t in targets]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if failures:
-        raise failures[0]
-
-
-# ---- threads ------------------------------------------------------------------------------------------------
-
-
-def test_threads_on_their_own_ranges_never_disturb_each_other(context):
-    size = min(context.page_sizes)
-
-    def work(seed):
-        rng = random.Random(seed)
-        range_ = context.reserve(32 * size)
-        for turn in range(60):
-            pages = context.create(size, rng.randint(1, 16))
-            slots = rng.sample(range(32), len(pages))
-            range_.map(pages, np.array(slots) * size)
-            for slot in slots:
-                context.fill(range_.addr + slot * size, seed * 7 + turn % 5 + 1, size)
-            for slot in slots:
-                value = seed * 7 + turn % 5 + 1
-                assert context.read(range_.addr + slot * size, 64) == bytes([value]) * 64
-            if turn % 2:
-                range_.unmap()
-            pages.close()
-        range_.close()
-
-    run_threads(*(lambda seed=seed: work(seed) for seed in range(6)))
-    stats = context.stats()
-    assert (stats.reserved, stats.created, stats.mapped) == (0, 0, 0)
 
 
 # ---- fork ---------------------------------------------------------------------------------------------------
@@ -121,33 +72,7 @@ def test_a_forked_child_has_its_own_default_context():
     assert pyvmem.core.default_context("host") is parent
 
 
-# ---- memory and descriptors go back -------------------------------------------------------------------------
-
-
-def test_descriptors_and_mappings_go_back(backend):
-    def cycle():
-        with pyvmem.Context(backend) as context:
-            size = min(context.page_sizes)
-            range_ = context.reserve(64 * MIB)
-            range_.map(context.create(size, 8))
-            context.reserve(2 * MIB)
-            context.create(size, 3)
-
-    cycle()  # what is set up once a process
-    cycle()
-    gc.collect()  # of other tests in this process
-    descriptors, maps = len(os.listdir("/proc/self/fd")), count_lines("/proc/self/maps")
-    for _ in range(5):
-        cycle()
-    # A context of another test may go late: its last thread gives memory back.
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
-    # The allocators of Python and C may map more; a context that leaked anything would show five times.
-    assert count_lines("/proc/self/maps") < maps + 5
-
-
-def count_lines(path):
-    with open(path) as file:
-        return sum(1 for _ in file)
+# ---- memory goes back ---------------------------------------------------------------------------------------
 
 
 def memory_held(context):
