@@ -26,7 +26,7 @@ from pyvmem.sleep.turns import Action, Model
 
 MANY = 1 << 28  # bytes of weights whose copy tells how fast they come
 TELL = 0.2  # seconds between what a model says of its wait
-TICK = 0.02  # seconds between looks at the control pages
+TICK, ACTS = 0.02, 0.005  # seconds between looks at the control pages, and while the model falls asleep or wakes
 HANGS = 1.0  # seconds without a sign of life after which a model is not waited for
 TRY = 2000  # milliseconds that one attempt to wake waits for memory
 ANSWER = 15.0  # seconds in which every engine has tried, after the first has failed
@@ -77,7 +77,7 @@ class Leader:
         failure, seen = "", (0, 0, False, False)
         while True:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two classes until Python 3.11
-                await asyncio.wait_for(self._admission.news.wait(), TICK)
+                await asyncio.wait_for(self._admission.news.wait(), ACTS if self.is_acting() else TICK)
             self._admission.news.clear()
             try:
                 if not self._pages.find():

@@ -32,6 +32,7 @@ LOOK = 0.02  # seconds between looks at what a model that is loaded lacks
 STARTS = 600.0  # seconds for which others wait for an engine that starts
 BESIDE = 8  # an engine that starts beside another one leaves one part in so many of the pool free
 TRY = 0.06  # seconds in which spare memory and prefixes of others wake the weights, before it is published what lacks
+TELL = 0.01  # seconds after which it is published again: no further model sleeps for what has come meanwhile
 
 
 class Sleeper:
@@ -57,9 +58,9 @@ class Sleeper:
         self._page, self._rank, self._chosen, self._pool = page, rank, chosen, pool
         page[control.POOL_OF + rank] = pools.number_of(Path(str(pool.path)).stem)
         own = context_on(device, chosen)  # whose allocations are larger than those for blocks
-        name, seconds = f"weights {os.getpid()}", chosen.common
-        self.weights: Weights = (CommonWeights(pool, own, name, chosen.logger, seconds) if seconds
-                                 else Weights(pool, own, name, chosen.logger))  # fmt: skip
+        self._name, seconds = f"weights {os.getpid()}", chosen.common
+        self.weights: Weights = (CommonWeights(pool, own, self._name, chosen.logger, seconds) if seconds
+                                 else Weights(pool, own, self._name, chosen.logger))  # fmt: skip
         self._activations = Activations(self.weights)
         self._busy: Callable[[], bool] | None = None
         self._copies = False  # whether a copy has begun because a server lets the model sleep
@@ -143,13 +144,18 @@ class Sleeper:
         `Weights.wake` has it.
         """
         end = time.monotonic() + seconds
+        missing = self.weights.bytes - self.weights.held - self._pool.free
+        told = missing > sum(member.could_give for member in self._pool.members() if member.name != self._name)
+        if told:  # others have to sleep
+            self._lacks(missing)
         while True:
             try:
                 # While the weights are copied, nobody need give more.
-                self.weights.wake(min(seconds, TRY), lambda: self._lacks(0), queued)
+                self.weights.wake(min(seconds, TELL if told else TRY), lambda: self._lacks(0), queued)
                 break
             except OutOfMemory as error:
                 self._lacks(error.missing)  # type: ignore[attr-defined]
+                told = True
                 if time.monotonic() >= end:
                     raise
             waits()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from pyvmem.engine.control import State
 
-PATIENCE = 0.02  # seconds between what a model that wakes lacks, and the first weights that go for it
+PATIENCE = 0.02  # seconds between the weights that go for a model that wakes, and the next ones
 HUNGRY = 1.0  # and for an awake model whose requests lack memory, or while what sleeping models give suffices
 OVERDUE = 8  # slices after which a model that waits goes before every priority
 REST = 3  # slices that a model which sleeps with its requests leaves to busy ones, unless a new request comes
@@ -136,18 +136,19 @@ def next_to_sleep(models: Sequence[Model], now: float, slice: float) -> Model | 
 
     Idle models go first: of the lowest priority, then the longest idle. A busy one follows when it has been awake for
     its slice, which is longer by one for each step of priority above the asker's. Of several, the one with the fewest
-    requests goes, as most new ones come to the others. One that drains already goes on. For an awake model that is
-    starved, others give later than for one that wakes, as what it lacks may be on its way. So may the memory of models
-    that sleep: the next one waits as long again after each, and longer if theirs suffices.
+    requests goes, as most new ones come to the others. One that drains already goes on. A model that wakes says what it
+    lacks once spare memory cannot be that, and the first one gives at once. For an awake model that is starved, others
+    give later, as what it lacks may be on its way. So may the memory of models that sleep: the next one waits after
+    each, and longer if theirs suffices.
     """
     asker = next_to_wake(models, now, slice)
     if asker is None:
         return None
     wakes = asker.state in (State.ASLEEP, State.WAKING)
     asleep = [m for m in models if m.state == State.ASLEEP and m is not asker]
-    since, patience = (asker.lacking, PATIENCE) if wakes else (asker.starved, HUNGRY)
-    if wakes and sum(m.gives for m in asleep if m.alive) >= asker.lacks:
-        patience = HUNGRY
+    since, patience = asker.lacking if wakes else asker.starved, HUNGRY
+    if wakes and sum(m.gives for m in asleep if m.alive) < asker.lacks:
+        since, patience = -PATIENCE, PATIENCE
     since = max([since, *(m.changed for m in asleep)])
     if (wakes and not asker.lacks) or now - since < patience:
         return None

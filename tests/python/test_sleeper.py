@@ -124,6 +124,38 @@ def test_a_load_that_fails_leaves_no_claim(pool, page, busy, sleeper):
     assert len(load(busy, 8, pool)) == 8
 
 
+@pytest.mark.parametrize("taken", ["all", "a part", "spare"])
+def test_what_spare_memory_cannot_be_is_said_at_once_and_nothing_else_is(pool, page, busy, sleeper, monkeypatch, taken):
+    """A model sleeps for it, and need not if requests of others have ended."""
+    models, said, asked = [net(8 * MIB) for _ in range(3)], [], []
+    lacks, wake = sleeper._lacks, sleeper.weights.wake
+    monkeypatch.setattr("pyvmem.sleep.sleeper.TRY", 3600)
+    monkeypatch.setattr(sleeper, "_lacks", lambda missing: said.append(missing) or lacks(missing))
+    monkeypatch.setattr(sleeper.weights, "wake", lambda *how: asked.append(sum(said)) or wake(*how))
+    sleeper.weights.adopt(models)
+    sleeper.park()
+    copied(sleeper)
+    slots = load(busy, 4 if taken == "a part" else 8, pool)  # 16 or 32 of 36 MiB
+    assert (sleeper.weights.held > 8 * MIB) == (taken == "a part")  # which is no spare memory of others
+    if taken == "spare":
+        free(busy, slots)
+        until(lambda: pool.free + sum(m.could_give for m in pool.members()) > 24 * MIB)
+    wakes = threading.Thread(target=sleeper.wake, args=(3600,))
+    wakes.start()
+    if taken == "all":
+        until(lambda: page.short)
+        assert page.short > 12 * MIB
+        free(busy, slots[3:])
+        until(lambda: 0 < page.short < 12 * MIB)  # as it comes
+        free(busy, slots[:3])
+    elif taken == "a part":
+        until(lambda: page.short)
+        free(busy, slots)
+    wakes.join()
+    assert said[-1] == 0 and any(said) == (taken != "spare") == (asked[0] > 0)
+    assert all(torch.equal(model.words, torch.arange(MIB)) for model in models)
+
+
 def copied(sleeper):
     while sleeper.weights.gives < sleeper.weights.bytes:
         time.sleep(1e-3)

@@ -277,9 +277,9 @@ ASKER = Model("asker", State.ASLEEP, queued=1, since=50.0, lacks=5, lacking=60.0
 
 
 def test_spare_memory_comes_before_weights():
-    patient = replace(ASKER, lacking=60.0)
-    assert next_to_sleep([patient, awake("a")], 60.0, SLICE) is None
+    """Who wakes says nothing while spare memory may be what it lacks, and somebody sleeps once it does."""
     assert next_to_sleep([replace(ASKER, lacks=0), awake("a")], 60.0, SLICE) is None
+    assert next_to_sleep([replace(ASKER, lacking=60.0), awake("a")], 60.0, SLICE).name == "a"
 
 
 def test_idle_weights_go_by_priority_and_then_the_longest_idle():
@@ -352,6 +352,8 @@ def test_a_busy_model_sleeps_with_its_requests_if_that_suffices():
 def test_nobody_gives_while_what_sleeping_models_give_suffices():
     asleep = Model("asleep", State.ASLEEP, changed=59.0, gives=5)
     assert next_to_sleep([ASKER, asleep, awake("a")], 60.0, SLICE) is None
+    new = replace(ASKER, lacking=60.0)
+    assert next_to_sleep([new, replace(asleep, changed=0.0), awake("a")], 60.0 + HUNGRY / 2, SLICE) is None
     assert next_to_sleep([replace(ASKER, lacks=6), asleep, awake("a")], 60.0, SLICE).name == "a"
     assert next_to_sleep([ASKER, asleep, awake("a")], 60.0 + HUNGRY, SLICE).name == "a"  # it does not come
 
