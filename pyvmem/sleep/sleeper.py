@@ -22,7 +22,7 @@ from pyvmem.engine import control, pools
 from pyvmem.engine.control import Page
 from pyvmem.engine.memory import context_on
 from pyvmem.engine.settings import Refused, Settings
-from pyvmem.errors import OutOfMemory
+from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.kv.pool import KVPool
 from pyvmem.sleep.activations import Activations
 from pyvmem.sleep.common import CommonWeights
@@ -143,19 +143,20 @@ class Sleeper:
         Meanwhile, the page says how much is missing. waits : called while it waits for others. queued : as
         `Weights.wake` has it.
         """
-        end = time.monotonic() + seconds
-        missing = self.weights.bytes - self.weights.held - self._pool.free
-        told = missing > sum(member.could_give for member in self._pool.members() if member.name != self._name)
-        if told:  # others have to sleep
+        end, asks = time.monotonic() + seconds, False
+        with contextlib.suppress(VmemError):  # if the pool's file cannot be read, the attempt says why
+            missing = self.weights.bytes - self.weights.held - self._pool.free
+            asks = missing > sum(member.could_give for member in self._pool.members() if member.name != self._name)
+        if asks:  # others have to sleep
             self._lacks(missing)
         while True:
             try:
                 # While the weights are copied, nobody need give more.
-                self.weights.wake(min(seconds, TELL if told else TRY), lambda: self._lacks(0), queued)
+                self.weights.wake(min(seconds, TELL if asks else TRY), lambda: self._lacks(0), queued)
                 break
             except OutOfMemory as error:
                 self._lacks(error.missing)  # type: ignore[attr-defined]
-                told = True
+                asks = True
                 if time.monotonic() >= end:
                     raise
             waits()
