@@ -45,21 +45,11 @@ def check_environment(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 class Trainer:
-    """The lease of a process that trains.
-
-    Parameters
-    ----------
-    lease : Lease
-
-    Attributes
-    ----------
-    inside : bool
-        PyTorch allocates in the lease now.
-    """
+    """The lease of a process that trains."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
-        self.inside = False
+        self.inside = False  # whether PyTorch allocates in the lease now
         self._lock = threading.RLock()
 
     def enter(self) -> None:

@@ -47,13 +47,9 @@ class Seen(NamedTuple):
 
 
 class SchedulerMemory:
-    """The budgets of one scheduler, and its part in a pool.
+    """The budgets of one of SGLang's schedulers, and its part in a pool.
 
     Rank 0 reads the control page and the pool, and publishes. The page of every other rank is its own.
-
-    Parameters
-    ----------
-    scheduler : sglang.srt.managers.scheduler.Scheduler
     """
 
     def __init__(self, scheduler: Any) -> None:

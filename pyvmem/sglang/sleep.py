@@ -26,18 +26,7 @@ WAKE = 10.0  # seconds in which the pool's other members must give the memory of
 class Sleep:
     """The sleep of one scheduler, with the weights of its model worker, which is in the same process.
 
-    Parameters
-    ----------
-    memory : pyvmem.sglang.scheduler.SchedulerMemory
-    scheduler : sglang.srt.managers.scheduler.Scheduler
-    sleeper : Sleeper
-    page : Page
-        The engine's control page.
-    ranks : Ranks
-
-    Attributes
-    ----------
-    asleep : bool
+    memory: its SchedulerMemory; page: the engine's control page.
     """
 
     def __init__(self, memory: Any, scheduler: Any, sleeper: Sleeper, page: control.Page, ranks: Ranks) -> None:

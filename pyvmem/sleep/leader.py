@@ -53,15 +53,7 @@ class SleepingModel(Protocol):
 
 
 class Leader:
-    """What one process of a server does as its leader.
-
-    Parameters
-    ----------
-    pages : ServerPages
-    admission : Admission
-    model : SleepingModel
-    settings : Settings
-    """
+    """What one process of a server does as its leader."""
 
     def __init__(self, pages: ServerPages, admission: Admission, model: SleepingModel, settings: Settings) -> None:
         self._pages, self._admission, self._model, self._settings = pages, admission, model, settings

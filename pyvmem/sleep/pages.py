@@ -31,10 +31,6 @@ class ServerPages:
         Of this process among the server's, from 0 on.
     about : callable
         Returns the model's name, and the server's port.
-
-    Attributes
-    ----------
-    mine, others : list of Page
     """
 
     def __init__(self, server: Callable[[], int], number: int, about: Callable[[], tuple[str, int]]) -> None:

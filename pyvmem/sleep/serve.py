@@ -38,19 +38,9 @@ ORDERS = {"/vmem/sleep": Order.SLEEP, "/vmem/wake": Order.WAKE, "/vmem/drain": O
 
 
 class Serve(http.Limits):
-    """ASGI middleware. An engine's plugin says how its model sleeps and wakes, and which keys its server has.
+    """ASGI middleware. An engine's plugin says how its model sleeps and wakes, and which keys its server has."""
 
-    Parameters
-    ----------
-    app : ASGI application
-
-    Attributes
-    ----------
-    free : tuple of str
-        How paths begin whose POST needs no model, or wakes or pauses it itself.
-    """
-
-    free: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()  # how paths begin whose POST needs no model, or wakes or pauses it itself
 
     def __init__(self, app: Any) -> None:
         super().__init__(app)
