@@ -94,15 +94,17 @@ def _count(kind, pool, rows):
 
 def on_cpu():
     """Have HiCache work in this process."""
+    import torch
     from sglang.srt.managers import cache_controller
     from sglang.srt.mem_cache import l2_transfer, unified_radix_cache
-    from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     for module in (cache_controller, l2_transfer, unified_radix_cache):
         if hasattr(module, "device_module"):
             module.device_module = Device()
-    common._cuda_host_register = lambda *_: None
+    MHATokenToKVPoolHost.pin_memory = property(lambda _: False, lambda *_: None)
+    # As in SGLang's process, where threads of a storage write there, too.
+    MHATokenToKVPoolHost.init_kv_buffer = torch.inference_mode(False)(MHATokenToKVPoolHost.init_kv_buffer)
 
     def backup(host_pool, pool, host, rows, io_backend):
         def copy():
