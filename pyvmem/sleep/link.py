@@ -85,6 +85,7 @@ class Link:
                 socket.send_fds(self._sock, [json.dumps({"do": do, **more}).encode()], fds or [])
                 data, got, _, _ = socket.recv_fds(self._sock, MESSAGE, FDS, socket.MSG_CMSG_CLOEXEC)
             except OSError as error:
+                self.close()  # an answer that comes later would be taken for that to another question
                 raise ConnectionError(str(error)) from error
             if not data:
                 raise ConnectionError("the owner has gone")

@@ -242,6 +242,22 @@ def test_weights_that_nobody_has_go_after_a_while(path):
     assert os.waitpid(pid, 0)[1] == 0 and not os.path.exists(socket_of(path))
 
 
+def test_an_answer_that_comes_too_late_is_not_taken_for_another_one(path):
+    from pyvmem.sleep.link import Link
+
+    Process(path)("start", "k", 1)
+    link = Link(path, "", 30)
+    link._open()
+    os.kill(link.owner, signal.SIGSTOP)
+    link._sock.settimeout(0.01)
+    with pytest.raises(ConnectionError):
+        link.ask("state")
+    os.kill(link.owner, signal.SIGCONT)
+    with pytest.raises(ConnectionError):
+        link.ask("leave", key="k")
+    assert link.gone
+
+
 def test_the_socket_is_the_users_alone(path):
     from pyvmem.sleep.owner import socket_of
 
