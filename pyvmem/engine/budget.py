@@ -95,7 +95,7 @@ class BlockBudget:
         """Free blocks without contents."""
         raise NotImplementedError
 
-    def _moving(self) -> bool:
+    def moving(self) -> bool:
         """Return whether blocks are being backed or unbacked in a way that the boards do not show."""
         return self.coming > 0
 
@@ -199,7 +199,7 @@ class BlockBudget:
             return
         words, ranks = self.page.words, self.ranks
         boards = self.page.boards(ranks)
-        if self._moving() or self.num_backed > self.allowed() or boards[:, control.LEAVING].any():
+        if self.moving() or self.num_backed > self.allowed() or boards[:, control.LEAVING].any():
             return  # blocks are on their way
         self._measured = time.monotonic()
         held = int((boards[:, control.HELD] - words[control.NULL : control.NULL + ranks]).max())

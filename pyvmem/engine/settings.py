@@ -50,6 +50,7 @@ class Settings:
     queue: float = 60.0
     slice: float = 2.0
     common: float = 0.0
+    prefixes: int = 0
     standby: tuple[int, ...] = ()
 
     @property
@@ -145,10 +146,11 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "queue": _seconds,
     "slice": _seconds,
     "common": _seconds,
+    "prefixes": _bytes,
     "standby": _descriptors,
 }
 SLEEPS = ("sleep", "weights", "idle", "queue", "slice")  # fields of engines whose models can sleep
-_ALL = [field for field in _PARSERS if field not in (*SLEEPS, "http", "common", "standby")]
+_ALL = [field for field in _PARSERS if field not in (*SLEEPS, "http", "common", "prefixes", "standby")]
 _SUFFIXES = {"minimum": "MIN", "maximum": "MAX"}
 
 
@@ -230,8 +232,11 @@ def read(
         if most is not None and size > most:
             name, above = variable(field), variable(other)
             raise _wrong(name, _text(environ, name), f"at most {above}={_text(environ, above)}")
-    if made.common and not made.weights:
-        raise ValueError(f"{variable('common')} is set, but {variable('weights')} is not 1")
+    for field, needs in (("common", "weights"), ("prefixes", "common")):
+        if getattr(made, field) and not getattr(made, needs):
+            raise ValueError(
+                f"{variable(field)} is set, but {variable(needs)} is {'not 1' if needs == 'weights' else 0}"
+            )
     for field in ("minimum", "priority", "pool_size", "weights"):
         if not made.pool and getattr(made, field):
             raise ValueError(f"{variable(field)} is set, but {switch}_POOL names no pool")

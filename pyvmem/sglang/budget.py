@@ -140,7 +140,7 @@ class PageBudget(BlockBudget):
         """Pages that SGLang cannot hand out."""
         return super().num_withheld + self._num_leaving
 
-    def _moving(self) -> bool:
+    def moving(self) -> bool:
         return bool(self._coming or self._leaving)
 
     def ready(self, need: int = 0) -> int:

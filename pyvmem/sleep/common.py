@@ -34,6 +34,7 @@ from pyvmem.kv.pool import KVPool
 from pyvmem.sleep.image import Different, Image, Trace, as_bytes
 from pyvmem.sleep.link import Link, close_all
 from pyvmem.sleep.owner import BOARD, FDS
+from pyvmem.sleep.prefixes import PrefixFile
 from pyvmem.sleep.sealed import SealedCopy
 from pyvmem.sleep.sums import Sums
 from pyvmem.sleep.weights import ARENA, LOAD_WAIT, LOG, Weights
@@ -70,6 +71,8 @@ class CommonWeights(Weights):
         self._fds: dict[int, tuple[int, str]] = {}  # of the parts that are mapped, with their names
         self._lacks = 0  # bytes that the pool did not have for them
         self._stale = False  # the owner has other parts than those that are mapped
+        self._saves: tuple[str, PrefixFile] | None = None  # the prefixes that outlive this engine, and their key
+        self.change: Callable[[], None] = lambda: None  # called before the weights may change
 
     # ---- which weights ---------------------------------------------------------------------------------------
 
@@ -199,9 +202,39 @@ class CommonWeights(Weights):
         self._log.info("vMem: %.2f GiB of weights in common were taken after %.2f s", about["bytes"] / 2**30,
                        time.monotonic() - begin)  # fmt: skip
 
+    # ---- prefixes ------------------------------------------------------------------------------------------------
+
+    @property
+    def key(self) -> str:
+        """The key of these weights; "" if they are this engine's alone."""
+        return self._key
+
+    def save(self, key: str, file: PrefixFile) -> None:
+        """Have the owner keep a file of prefixes beyond this engine's end, in the place of the one before."""
+        self._saves = key, file
+        with contextlib.suppress(ConnectionError):  # another owner gets it by `_hand_over`
+            self._link.ask("save", [file.fd], key=key)
+
+    def saved(self, key: str, block: int) -> PrefixFile | None:
+        """The file of an engine of this key that has ended, which is to be kept for this one from now on."""
+        try:
+            fds = self._link.ask("saved", key=key)[1]
+            file = PrefixFile(fds[0], key, block) if fds else None
+        except ConnectionError:
+            return None
+        except (OSError, ValueError):  # it is none; the owner has let the one before go
+            if self._saves is not None:
+                self.save(*self._saves)
+            return None
+        if file is not None:
+            self._saves = key, file
+        return file
+
     def leave(self) -> None:
         """Have weights of this engine alone from now on. No tensor may read those in common."""
+        self.change()
         with self._lock:
+            self._saves = None
             key, self._key, self._about, self._common = self._key, "", None, None
             with contextlib.suppress(ConnectionError):
                 self._link.ask("leave", key=key)
@@ -311,6 +344,8 @@ class CommonWeights(Weights):
     def _hand_over(self) -> bool:
         """Give the owner the weights. False: it has others of this key."""
         assert self._sealed is not None
+        if self._saves is not None:
+            self._link.ask("save", [self._saves[1].fd], key=self._saves[0])
         answer, fds = self._link.ask("offer", [self._sealed.fd], key=self._key, about=self._about)
         self._see_board(fds[0])
         if answer["same"]:

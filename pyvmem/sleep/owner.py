@@ -1,6 +1,7 @@
 """The owner of common weights: a process that keeps what engines read in common, so that it outlives each of them.
 
-It keeps descriptors alone: of the parts on the device, and of one copy in host memory. It has no context on the device,
+It keeps descriptors alone: of the parts on the device, of one copy in host memory, and of blocks that engines have
+saved (`prefixes`). It has no context on the device,
 imports no torch, and reads no weights. Engines talk to it over a Unix socket beside the pool's file (`link`). It is a
 member of the pool, and counts the weights once, however many engines read them. While none is awake, it offers them to
 the pool, part by part.
@@ -26,7 +27,7 @@ import socket
 import struct
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyvmem.core import Context
 from pyvmem.kv.pool import Hold, KVPool
@@ -100,6 +101,14 @@ class Weights:
         os.close(self.board_fd)
 
 
+class Prefixes(NamedTuple):
+    """A file of saved blocks (`prefixes`) of an engine that lives or has ended."""
+
+    key: str
+    fd: int
+    left: float  # when its engine ended
+
+
 class Owner:
     """The server of one pool.
 
@@ -119,6 +128,8 @@ class Owner:
         self._held = 0  # bytes that it holds
         self._models: dict[str, Weights] = {}
         self._peers: set[Peer] = set()
+        self._prefixes: dict[Peer, Prefixes] = {}  # of engines that live
+        self._left: list[Prefixes] = []  # of those that have ended, the last one last
         self._since = time.monotonic()  # when it last had weights or engines
         self._select = selectors.DefaultSelector()
         self._path = socket_of(path)
@@ -138,7 +149,7 @@ class Owner:
 
     def serve(self) -> None:
         """Serve until nothing is left."""
-        while self._peers or self._models or time.monotonic() - self._since < ALONE:
+        while self._peers or self._models or self._left or time.monotonic() - self._since < ALONE:
             offers = any(w.idle and w.parts for w in self._models.values())
             for key, _ in self._select.select(LOOK if offers else REST):
                 if key.fileobj is self._server:
@@ -182,6 +193,8 @@ class Owner:
         self._select.unregister(peer)
         self._peers.discard(peer)
         peer.sock.close()
+        if prefixes := self._prefixes.pop(peer, None):
+            self._left.append(prefixes._replace(left=time.monotonic()))
         for key, w in list(self._models.items()):
             if w.maker is peer:
                 w.maker = None
@@ -206,6 +219,8 @@ class Owner:
         for key, w in list(self._models.items()):
             if not w.known and w.maker is None and now - w.left >= self._seconds:
                 self._drop(key)
+        while self._left and now - self._left[0].left >= self._seconds:
+            os.close(self._left.pop(0).fd)
         if self._peers or self._models:
             self._since = now
         self._count()
@@ -350,6 +365,24 @@ class Owner:
             if not w.ready:
                 self._drop(asked["key"])
         return {}, []
+
+    def _do_save(self, peer: Peer, asked: dict[str, Any], fds: list[int]) -> tuple[Any, list[int]]:
+        """Keep an engine's file of saved blocks beyond its end, in the place of the one before."""
+        self._have(peer, Prefixes(asked["key"], fds.pop(0), 0.0))
+        return {}, []
+
+    def _do_saved(self, peer: Peer, asked: dict[str, Any], fds: list[int]) -> tuple[Any, list[int]]:
+        """Have the file of the engine of this key that ended last, which is this one's from now on; or nothing."""
+        found = [each for each in self._left if each.key == asked["key"]][-1:]
+        for each in found:
+            self._left.remove(each)
+            self._have(peer, each)
+        return {}, [each.fd for each in found]
+
+    def _have(self, peer: Peer, prefixes: Prefixes) -> None:
+        if before := self._prefixes.pop(peer, None):
+            os.close(before.fd)
+        self._prefixes[peer] = prefixes
 
     def _do_state(self, peer: Peer, asked: dict[str, Any], fds: list[int]) -> tuple[Any, list[int]]:
         """What there is, for people."""

@@ -59,6 +59,7 @@ class Model:
     image: str = ""  # the engine's with vMem in it (docs/models-deploy.md); "": vllm-vmem or sglang-vmem
     engine: str = "vllm"
     common: float = 0.0  # for which its weights stay, in common, when no server has them; 0: each server has its own
+    prefixes: int = 0  # bytes of host memory for prefixes that outlive a server
     standby: bool = False  # a second server stands by in each pool (`pyvmem.tools.pair`)
 
     @property
@@ -190,7 +191,7 @@ class File:
         if model.engine == "vllm":
             variables[f"{switch}_SLEEP"] = "keep"
         for name, value in (("MIN", model.min), ("MAX", model.max), ("PRIORITY", model.priority), ("IDLE", model.idle),
-                            ("COMMON", model.common)):  # fmt: skip
+                            ("COMMON", model.common), ("PREFIXES", model.prefixes)):  # fmt: skip
             if value:
                 variables[f"{switch}_{name}"] = _seconds_text(value) if isinstance(value, float) else str(value)
         if devices and not pool.device and any(p.elsewhere == pool.elsewhere for p in self.pools if p is not pool):
@@ -386,12 +387,13 @@ DEVICE = r"[0-9]{1,3}|(GPU|MIG)-[0-9A-Za-z/-]{1,80}"
 # server.
 KEYS = {f"VMEM_{engine}_{key.upper()}": "size" if key == "pool_size" else key for engine in ("VLLM", "SGLANG")
          for key in ("pool", "pool_size", "slice", "min", "max", "priority", "idle", "queue",
-                     "common", "standby")}  # fmt: skip
+                     "common", "prefixes", "standby")}  # fmt: skip
 _POOL: dict[str, Callable[[str, Any], Any]] = dict(size=size_of, gpu=size_of, node=_name, device=_devices)
 _MODEL: dict[str, Callable[[str, Any], Any]] = dict(
     path=_text, pools=_names, port=_whole(1, 65535), min=size_of, max=size_of, priority=_whole(0, 10**15 - 1),
     idle=_seconds, queue=_seconds, outside=size_of, args=_texts, env=_env, adapters=_adapters,
-    weights=size_of, rate=_rate, image=_text, engine=_engine, common=_seconds, standby=_switch)  # fmt: skip
+    weights=size_of, rate=_rate, image=_text, engine=_engine, common=_seconds, prefixes=size_of,
+    standby=_switch)  # fmt: skip
 
 
 def read(text: str) -> File:
@@ -444,7 +446,7 @@ def _model(name: str, keys: Any, pools: tuple[Pool, ...]) -> Model:
         given.setdefault("pools", (pools[0].name,))
     if "weights" not in given:
         given["weights"] = weight_bytes(given["path"]) // _gpus_of(given.get("args", ()))
-    if given.get("standby"):
+    if given.get("standby") or given.get("prefixes"):
         given.setdefault("common", COMMON)
     model = Model(name, **given)
     _check_standby(model)
@@ -462,9 +464,12 @@ def _model(name: str, keys: Any, pools: tuple[Pool, ...]) -> Model:
 
 def _check_standby(model: Model) -> None:
     where = f"models.{model.name}."
-    if model.engine == "sglang" and (model.common or model.standby):
-        raise ValueError(f"{where}{'standby' if model.standby else 'common'}: SGLang's servers have weights of their "
-                         "own; only those of vLLM can have them in common")  # fmt: skip
+    for key in ("standby", "prefixes", "common") if model.engine == "sglang" else ():
+        if getattr(model, key):
+            raise ValueError(f"{where}{key}: SGLang's servers have weights of their own; only those of vLLM can have "
+                             "them in common")  # fmt: skip
+    if model.prefixes and not model.common:
+        raise ValueError(f"{where}prefixes: only those of servers with weights in common outlive them; set common")
     for arg in model.args if model.standby else ():
         if arg.partition("=")[0] in SEVERAL:
             raise ValueError(f"{where}standby: {shown(arg)} in args makes several processes listen, or none; a server "

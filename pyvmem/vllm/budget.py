@@ -293,7 +293,7 @@ class VllmBudget(BlockBudget):
         """The numbers of these blocks."""
         return iter(self._free)
 
-    def _moving(self) -> bool:
+    def moving(self) -> bool:
         """Return whether orders await answers, or workers have not yet read which blocks left."""
         words, ranks = self.page.words, self.ranks
         ran = words[control.FINISHED : control.FINISHED + ranks].min() >= self._left
@@ -397,6 +397,14 @@ class VllmBudget(BlockBudget):
             self.orders.unsent += ids
             if self._transfers.copies is not None:  # a block that leaves and comes back does neither
                 self._leaving = list(set(self._leaving).difference(ids))
+
+    def take_unused(self, n: int) -> list[int]:
+        """Take up to `n` unbacked blocks for which there is memory that nobody uses, while nothing is `moving`.
+
+        The caller has them backed and gives them to vLLM, or calls `refused`.
+        """
+        n = min(n, self.growable())
+        return self._take_unbacked(n) if n > 0 and not self.waits() else []
 
     def unback(self, n: int) -> int:
         """Take up to `n` free blocks from vLLM; returns how many. Workers release their memory when they learn it."""

@@ -55,6 +55,11 @@ SIGNATURES = (
     (_POOL, "BlockPool.touch", "self, blocks"),
     (_POOL, "BlockPool.evict_blocks", "self, block_ids"),
     (_POOL, "BlockPool.reset_prefix_cache", "self"),
+    (
+        _POOL,
+        "BlockPool.cache_full_blocks",
+        "self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask=None",
+    ),
     (_POOL, "BlockPool.get_num_free_blocks", "self"),
     (_POOL, "BlockPool.get_usage", "self"),
     (_UTILS, "FreeKVCacheBlockQueue.popleft", "self"),
@@ -84,10 +89,10 @@ NAMES = {
     "KVCacheManager": (_CORE + "kv_cache_manager.py", "block_pool coordinator free prefix_cache_lookup_enabled "
                        "watermark_blocks"),
     "KVCacheCoordinator": (_CORE + "kv_cache_coordinator.py", "find_longest_cache_hit get_num_blocks_to_allocate"),
-    "BlockPool": (_CORE + "block_pool.py", "blocks cached_block_hash_to_block evict_blocks free_block_queue "
-                  "free_blocks get_cached_block get_new_blocks get_num_free_blocks get_usage metrics_collector "
-                  "num_gpu_blocks reset_prefix_cache touch"),
-    "BlockHashToBlockMap": (_CORE + "block_pool.py", "insert"),
+    "BlockPool": (_CORE + "block_pool.py", "blocks cache_full_blocks cached_block_hash_to_block evict_blocks "
+                  "free_block_queue free_blocks get_cached_block get_new_blocks get_num_free_blocks get_usage "
+                  "metrics_collector num_gpu_blocks reset_prefix_cache touch"),
+    "BlockHashToBlockMap": (_CORE + "block_pool.py", "get_one_block insert"),
     "FreeKVCacheBlockQueue": (_CORE + "kv_cache_utils.py", "get_all_free_blocks popleft popleft_n prepend_n remove"),
     "KVCacheMetricsCollector": (_CORE + "kv_cache_metrics.py", "block_metrics"),
     "KVCacheBlock": (_CORE + "kv_cache_utils.py", "block_hash block_id is_null ref_cnt set_block_hash"),
@@ -102,19 +107,20 @@ NAMES = {
     "KVCacheGroupSpec": (_INTERFACE, "kv_cache_spec layer_names"),
     "KVCacheSpec": (_INTERFACE, "block_size block_stride_alignment>=0.31 max_memory_usage_bytes page_size_bytes"),
     "UniformTypeKVCacheSpecs": (_INTERFACE, "kv_cache_specs"),
-    "VllmConfig": (_CONFIG + "vllm.py", "attention_config cache_config compilation_config device_config "
-                   "diffusion_config kernel_config kv_transfer_config load_config lora_config model_config "
-                   "num_speculative_tokens parallel_config scheduler_config speculative_config "
+    "VllmConfig": (_CONFIG + "vllm.py", "attention_config cache_config compilation_config compute_hash device_config "
+                   "diffusion_config kernel_config kv_events_config kv_transfer_config load_config lora_config "
+                   "model_config num_speculative_tokens parallel_config scheduler_config speculative_config "
                    "weight_transfer_config"),
     "CompilationConfig": (_CONFIG + "compilation.py", "static_all_moe_layers static_forward_context"),
     "ParallelConfig": (_CONFIG + "parallel.py", "data_parallel_index decode_context_parallel_size "
                        "distributed_executor_backend enable_elastic_ep enable_eplb enable_expert_parallel "
                        "pipeline_parallel_size "
-                       "prefill_context_parallel_size tensor_parallel_size worker_cls"),
+                       "prefill_context_parallel_size tensor_parallel_size worker_cls world_size"),
     "SchedulerConfig": (_CONFIG + "scheduler.py", "async_scheduling enable_chunked_prefill get_scheduler_cls "
                         "max_num_batched_tokens max_num_seqs scheduler_cls"),
-    "CacheConfig": (_CONFIG + "cache.py", "cache_dtype gpu_memory_utilization kv_cache_memory_bytes "
-                    "kv_offloading_backend kv_offloading_size"),
+    "CacheConfig": (_CONFIG + "cache.py", "cache_dtype enable_prefix_caching gpu_memory_utilization "
+                    "kv_cache_memory_bytes kv_offloading_backend kv_offloading_size prefix_caching_hash_algo"),
+    "KVEventsConfig": (_CONFIG + "kv_events.py", "enable_kv_cache_events"),
     "KVTransferConfig": (_CONFIG + "kv_transfer.py", "kv_buffer_device kv_connector kv_connector_extra_config "
                          "kv_connector_module_path"),
     "DeviceConfig": (_CONFIG + "device.py", "device_type"),
@@ -130,8 +136,8 @@ NAMES = {
     "ModelRunnerOutput": ("v1/outputs.py", "kv_connector_output"),
     "KVConnectorOutput": ("v1/outputs.py", "kv_connector_worker_meta"),
     "ModelConfig": (_CONFIG + "model.py", "architecture convert_type dtype enable_sleep_mode enforce_eager hf_config "
-                    "is_hybrid model model_impl quantization revision runner_type served_model_name "
-                    "trust_remote_code"),
+                    "is_hybrid max_model_len model model_impl multimodal_config quantization revision runner_type "
+                    "served_model_name trust_remote_code"),
     "LoadConfig": (_CONFIG + "load.py", "device download_dir load_format model_loader_extra_config"),
     "AttentionConfig": (_CONFIG + "attention.py", "hisparse_config>=0.30"),
     "Worker": ("v1/worker/gpu_worker.py", "_maybe_get_memory_pool_context compile_or_warm_up_model "
@@ -147,6 +153,8 @@ NAMES = {
     "module interface": ("platforms/interface.py", "UnspecifiedPlatform"),
     "module logger": ("logger.py", "init_logger"),
     "module import_utils": ("utils/import_utils.py", "resolve_obj_by_qualname"),
+    "module hashing": ("utils/hashing.py", "get_hash_fn_by_name"),
+    "module kv_cache_utils": (_CORE + "kv_cache_utils.py", "resolve_none_hash_seed"),
     "module _custom_ops": ("_custom_ops.py", "_supports_onednn"),
     "module utils": ("model_executor/layers/utils.py", "check_cpu_sgl_kernel"),
     "module dummy_loader": ("model_executor/model_loader/dummy_loader.py", "initialize_single_dummy_weight"),

@@ -154,6 +154,10 @@ class WorkerMixin:
         self._vmem_memory().expect(kv_cache_config, copied)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._vmem_memory().start(kv_cache_config)
+        if (size := plugin.settings().prefixes) and self._vmem.active:
+            from pyvmem.vllm import prefix_worker
+
+            self._vmem.prefixes = prefix_worker.start(self, self._vmem, kv_cache_config, size)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         memory = self._vmem

@@ -17,6 +17,16 @@ from typing import Any, NamedTuple
 from pyvmem.vllm import connectors
 
 
+class PrefixOrders(NamedTuple):
+    """What a step says of prefixes that are saved (`prefixes`)."""
+
+    resets: int  # of the prefix cache so far
+    taken: Sequence[int]  # blocks that vLLM has handed out since the step before: what they had must not be saved
+    # Blocks that hold a prefix once the step has been computed: (block, place in the file, tokens, hash, hash of the
+    # block before it).
+    saves: Sequence[tuple[int, int, int, bytes, bytes]]
+
+
 class StepOrders(NamedTuple):
     """Orders of one step. They travel as attribute `vmem` of vLLM's SchedulerOutput."""
 
@@ -25,6 +35,7 @@ class StepOrders(NamedTuple):
     gone: Sequence[int] = ()  # blocks to unback
     ahead: Sequence[list[int]] = ()  # blocks to back in the background, a list for each order
     order: int = 0  # the number of the first of these orders
+    prefixes: PrefixOrders | None = None  # what to save, if prefixes outlive the engine
 
 
 def named_blocks(output: Any) -> list[int]:

@@ -31,7 +31,7 @@ RAY_LLM, RAY_DIRECT = "ray.llm._internal.serve.engines.vllm.vllm_engine", "RAY_S
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """The `Settings` of an environment, as `pyvmem.engine.settings.read` has them."""
-    return engine_settings.read(SWITCH, LAYOUTS, environ, (*engine_settings.SLEEPS, "common", "standby"))
+    return engine_settings.read(SWITCH, LAYOUTS, environ, (*engine_settings.SLEEPS, "common", "prefixes", "standby"))
 
 
 def registrar(vllm_config: Any) -> str:

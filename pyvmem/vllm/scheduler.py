@@ -25,6 +25,7 @@ from pyvmem.vllm.budget import VllmBudget
 from pyvmem.vllm.demand import Demand
 from pyvmem.vllm.orders import StepOrders
 from pyvmem.vllm.plan import StepPlan, plan_step
+from pyvmem.vllm.prefixes import SchedulerPrefixes
 from pyvmem.vllm.transfers import Transfers
 from pyvmem.vllm.waiting import Pace, paused, stopped, waiting
 
@@ -163,6 +164,7 @@ class SchedulerMemory:
         self._stays_paused = False  # whether the user has paused the engine, which sleeps
         self._resets = 0  # resets of the prefix cache that were put off
         self._kept = 0  # the workers' KEPT when the scheduler last went on
+        self._prefixes = SchedulerPrefixes(self.budget) if chosen.prefixes else None
         self._stop, self._wake = False, threading.Event()
         threading.Thread(target=self._run_thread, name="vmem-scheduler", daemon=True).start()
         logger.info(
@@ -174,6 +176,8 @@ class SchedulerMemory:
         """Before vLLM schedules a step, find out which blocks it needs, order them, and wait for them if that pays."""
         self._busy, self._tokens = time.monotonic(), 0
         self._apply_lend()
+        if self._prefixes is not None:
+            self._prefixes.look()
         self._read_peers()
         budget, running = self.budget, self._scheduler.running
         if budget.lent or self._short:
@@ -241,7 +245,8 @@ class SchedulerMemory:
         if self._split and not requests and not self._scheduler.running:
             self.transfers.did_not_begin(waiting(self._scheduler))
         position = self.page.cells[control.POSITION]
-        output.vmem = StepOrders(budget.step, position, gone, ahead, order)
+        prefixes = self._prefixes.orders() if self._prefixes is not None else None
+        output.vmem = StepOrders(budget.step, position, gone, ahead, order=order, prefixes=prefixes)
         if requests:
             self.pace.begin(budget.step, output.total_num_scheduled_tokens, time.monotonic())
         self.publish()
@@ -401,6 +406,8 @@ class SchedulerMemory:
                     idle = idle and time.monotonic() - self._busy >= IDLE
                     asleep = self.page.asleep
                     self.budget.between_steps(idle or asleep, 0 if asleep else self.budget.floor)
+                    if self._prefixes is not None:
+                        self._prefixes.look()
                     self.publish()
             except Exception as error:
                 if str(error) != failure:  # nothing is lost: the next step does the rest

@@ -10,7 +10,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +27,7 @@ from pyvmem.sleep.weights import Weights
 from pyvmem.tensor import VirtualTensor
 from pyvmem.vllm import layout, plugin
 from pyvmem.vllm.orders import StepOrders, named_blocks, submit_stores
+from pyvmem.vllm.prefix_worker import WorkerPrefixes
 
 logger = logging.getLogger("vllm.vmem")
 
@@ -80,6 +81,7 @@ class WorkerMemory(BlockMemory):
         self._sleeper: Sleeper | None = None
         self._copied = False  # whether a connector copies blocks
         self._warm = False  # whether vLLM's warm-up is over: the scheduler's first step has come
+        self.prefixes: WorkerPrefixes | None = None  # that outlive this engine
         self._stream: Any = None  # the stream that steps use, for fences of the thread
         self._failure = ""  # the last error of the thread
 
@@ -176,9 +178,7 @@ class WorkerMemory(BlockMemory):
             if self._asleep is not None:  # vLLM runs a step only if it is awake
                 self.wake(weights=False)
             if orders is not None:
-                if not self._warm:
-                    self._warm = True
-                    self._give_up(self._backed_ids())  # blocks that the warm-up used
+                self._end_warm_up()
                 self._ring(orders.position)
                 if orders.gone:
                     self._give_up(orders.gone)
@@ -187,6 +187,8 @@ class WorkerMemory(BlockMemory):
                         raise RuntimeError(f"worker {self._rank} lost count of the orders: step {orders.step} "
                                            f"has order {number}")  # fmt: skip
                     self._ordered.append((number, set(ids)))
+                if self.prefixes is not None:
+                    self.prefixes.begin(orders.prefixes)
             if self._ordered:
                 self._see_answers()
             named = named_blocks(output)
@@ -196,6 +198,20 @@ class WorkerMemory(BlockMemory):
                 if orders is not None:
                     self._count_maps(late)
         return output
+
+    def _end_warm_up(self) -> None:
+        """Give up the blocks that vLLM's warm-up used."""
+        if not self._warm:
+            self._warm = True
+            self._give_up(self._backed_ids())
+
+    def back_unused(self, ids: Sequence[int]) -> None:
+        """Back blocks of which the scheduler knows that no step uses them, all or none. Raises OutOfMemory."""
+        with self._lock:
+            self._end_warm_up()
+            self._synchronize()  # steps before may have used them
+            self.blocks.back(ids)
+            self._backed.update(ids)
 
     def _see_answers(self) -> None:
         """Learn which orders have been carried out."""
@@ -216,6 +232,8 @@ class WorkerMemory(BlockMemory):
         if self.active and orders is not None:
             self._finished = orders.step
             self._page.cells[control.FINISHED + self._rank] = orders.step
+            if self.prefixes is not None:
+                self.prefixes.given(self._event)
             if self._pool is not None and self._news():
                 self._wake.set()
 
@@ -223,6 +241,15 @@ class WorkerMemory(BlockMemory):
         """The blocks that are backed and stay. The null block, which vLLM may read at any time, is not among them."""
         assert self._blocks is not None
         return [i for i in self._blocks.backed().tolist() if i]
+
+    def _event(self) -> Callable[[], bool]:
+        """What returns whether the device has done all work that it has been given until now."""
+        if self._tensor is None or not self._tensor.tensor.is_cuda:
+            return lambda: True
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._tensor.tensor.device))
+        computed: Callable[[], bool] = event.query
+        return computed
 
     def _fence(self) -> int | None:
         """Make a fence behind all work that the device has been given; None if it computes at once."""
@@ -252,6 +279,8 @@ class WorkerMemory(BlockMemory):
         """Unback blocks that the scheduler has given up, behind a fence."""
         assert self._blocks is not None
         self._backed.difference_update(ids)
+        if self.prefixes is not None:
+            self.prefixes.forget(ids)
         # An order that is carried out later does not make these blocks known as backed.
         for _, ordered in self._ordered:
             ordered.difference_update(ids)
@@ -327,6 +356,8 @@ class WorkerMemory(BlockMemory):
             if self._copied:
                 submit_stores()
             self._synchronize()
+            if self.prefixes is not None:
+                self.prefixes.forget()
             self._blocks.flush()
             self._asleep = self._backed_ids()
             self._backed.clear()
@@ -420,6 +451,8 @@ class WorkerMemory(BlockMemory):
         """Give up all pages and stop the threads. The addresses go with the last view of the tensor."""
         self._stop = True
         self._wake.set()
+        if self.prefixes is not None:
+            self.prefixes.close()
         if self.active:
             self._synchronize()
             with self._lock:

@@ -218,6 +218,26 @@ def test_the_death_of_the_owner_harms_nobody(path, asleep):
     assert c("start", "k", 99) == "took" and c("tokens") == expected(1)
 
 
+def test_saved_blocks_outlive_their_engine_and_owner_and_have_one_engine_at_a_time(path):
+    a, b = Process(path), Process(path)
+    a("start", "k", 1)
+    a("save", "p", 7)
+    b("start", "k", 1)
+    first = engines.owner(path)
+    os.kill(first, signal.SIGKILL)
+    for engine in (a, b):
+        until(lambda engine=engine: engine("look")["owner"] != first, 30)
+    assert b("saved", "p") is None  # its engine lives
+    a.kill()
+    assert b("saved", "other") is None
+    assert until(lambda: b("saved", "p"), 30) == [7]
+    c = Process(path)
+    c("start", "k", 1)
+    assert c("saved", "p") is None
+    b.kill()
+    assert until(lambda: c("saved", "p"), 30) == [7]
+
+
 def test_an_engine_that_dies_while_it_loads_leaves_nothing(path):
     a, b = Process(path), Process(path)
     a.begin("start", "k", 1, layers=30)
@@ -276,7 +296,8 @@ def test_whoever_speaks_another_language_is_left_alone(path):
     for n in range(60):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.connect(socket_of(path))
-            word = draw.choice(["find", "promise", "offer", "parts", "wake", "take", "done", "leave", "hello", "no"])
+            word = draw.choice(["find", "promise", "offer", "parts", "wake", "take", "done", "leave", "hello", "no",
+                                "save", "saved"])  # fmt: skip
             keys = [dict(do=word), dict(do=word, key="k"), dict(do=word, key=7, parts=[9], bytes=-5), [word], 3]
             noise = bytes(draw.randrange(256) for _ in range(n))
             socket.send_fds(sock, [draw.choice([noise, engines.json.dumps(draw.choice(keys)).encode()])], [0] * (n % 3))

@@ -410,6 +410,9 @@ def test_a_standby_is_a_second_server_of_the_same_weights(monkeypatch, folder):
     assert "--port 0" in rendered and '"proxy": "http://127.0.0.1:8001"' in rendered
     alone = read(FILE.replace("idle = 60", "common = 5"))
     assert settings(alone.environment(alone.one("chat"))).common == 5
+    outlive = read(FILE.replace("idle = 60", 'prefixes = "8G"'))
+    told = settings(outlive.environment(outlive.one("chat")))
+    assert (told.prefixes, told.common) == (8 << 30, 600)
     pages = {port: control.open_page(f"e{port}", 0) for port in (0, 8001)}  # who stands by, and who serves
     for port, page in pages.items():
         control.claim(page, "chat", port)
@@ -425,6 +428,8 @@ def test_a_standby_is_a_second_server_of_the_same_weights(monkeypatch, folder):
     (FILE + "[models.c]\npath='x'\nstandby = 1", "models.c.standby must be true or false, not 1"),
     (FILE + "[models.c]\npath='x'\nengine = 'sglang'\nstandby = true", "models.c.standby: SGLang's servers"),
     (FILE + "[models.c]\npath='x'\nengine = 'sglang'\ncommon = 5", "models.c.common: SGLang's servers have weights"),
+    (FILE + "[models.c]\npath='x'\nengine = 'sglang'\nprefixes = '1G'", "models.c.prefixes: SGLang's servers"),
+    (FILE + "[models.c]\npath='x'\nprefixes = '1G'\ncommon = 0", "models.c.prefixes: only those of servers with"),
     (FILE + "[models.c]\npath='x'\nstandby = true\nargs = ['--uds=x']", "models.c.standby: '--uds=x' in args"),
     (FILE + "[models.c]\npath='x'\nenv={VMEM_VLLM_COMMON='9'}", "VMEM_VLLM_COMMON is what the key 'common' sets"),
     (FILE + "[models.c]\nport = 9001\npath='x'", "models.c.port: 9001 is also the port of code"),

@@ -108,7 +108,7 @@ CALLED = {
     "KVCacheManager": "manager self.manager self._manager scheduler.kv_cache_manager self._scheduler.kv_cache_manager",
     "KVCacheCoordinator": "self._coordinator",
     "BlockPool": "pool self.pool self._pool self._scheduler.kv_cache_manager.block_pool",
-    "BlockHashToBlockMap": "pool.cached_block_hash_to_block",
+    "BlockHashToBlockMap": "pool.cached_block_hash_to_block by_hash",
     "FreeKVCacheBlockQueue": "queue self._queue",
     "KVCacheMetricsCollector": "metrics",
     "KVCacheBlock": "b block cached ids[-1]",
@@ -120,7 +120,8 @@ CALLED = {
     "KVCacheSpec": "spec s g.kv_cache_spec config.kv_cache_groups[0].kv_cache_spec inner[layer]ifinnerelsespec",
     "UniformTypeKVCacheSpecs": "spec",
     "VllmConfig": "vllm_config c config self.vllm_config worker.vllm_config",
-    "ParallelConfig": "parallel",
+    "ParallelConfig": "parallel c.parallel_config",
+    "KVEventsConfig": "c.kv_events_config",
     "CompilationConfig": "config.compilation_config",
     "SchedulerConfig": "batch chosen scheduler vllm_config.scheduler_config",
     "CacheConfig": "self.cache_config cache config c.cache_config",
@@ -140,10 +141,14 @@ NOT_VLLMS = {
     "mixins.py": {"chosen.maximum", "chosen.pool", "pool.budget"},
     "check.py": {"spec.submodule_search_locations"},
     "layout.py": {"r.bytes", "r.layer_stride", "r.layers", "r.offset", "r.stride"},
+    "prefix_key.py": {"r.bytes", "r.layers"},
+    "prefix_worker.py": {"r.bytes", "r.layer_stride", "r.layers", "r.offset", "r.stride", "tensor.device",
+                         "tensor.is_cuda", "tensor.view"},
     "http.py": {"metrics.engines", "metrics.register"},
     "platform.py": {"asked.on", "chosen.__module__", "chosen.__qualname__"},
     "worker.py": {"pool.budget", "pool.path", "tensor.context", "tensor.nbytes", "tensor.page_size", "tensor.tensor"},
-    "scheduler.py": {f"chosen.{name}" for name in "limit maximum minimum pool pool_size priority sleep".split()},
+    "scheduler.py": {f"chosen.{name}" for name in
+                     "limit maximum minimum pool pool_size prefixes priority sleep".split()},
 }  # fmt: skip
 
 

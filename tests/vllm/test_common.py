@@ -4,6 +4,7 @@ One child at a time makes an engine. The owner of the weights is a process of it
 """
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -130,6 +131,35 @@ def test_they_sleep_lose_their_owner_and_are_written(model, environ):
     assert told["gone"] == 0
     assert told["last"]["tokens"] == told["end"] == expected
     assert not told["last"]["common"] and told["last"]["alone"] > 0
+
+
+def serve_and_die(folder, told, turns):
+    """Serve so often, and die by SIGKILL once what was computed is saved. The owner dies in between."""
+    made = Llm(folder)
+    found = [dict(tokens=made.tokens(), cached=made.cached) for _ in range(turns)]
+    kill_owner(made.weights)
+    made.weights.copy_again()
+    prefixes = made.worker._vmem.prefixes
+    while prefixes._pending:
+        time.sleep(0.01)
+    told.write_text(json.dumps(dict(turns=found, saved=len(prefixes.file.saved()), key=prefixes._key)))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_next_engine_serves_prompts_that_one_had_computed_which_was_killed(model, environ, tmp_path):
+    folder, environ = model("llama"), dict(environ, VMEM_VLLM_PREFIXES="64M")
+    expected = engines.in_child(own, folder, vmem=False)
+    told = []
+    for turns in (2, 1, 1):
+        with pytest.raises(RuntimeError, match="status 9"):
+            engines.in_child(serve_and_die, folder, tmp_path / "told", turns, vmem=True, environ=environ)
+        told.append(json.loads((tmp_path / "told").read_text()))
+    first, *others = told
+    assert first["turns"][0]["cached"] < first["turns"][1]["cached"]
+    assert [turn["tokens"] for one in told for turn in one["turns"]] == [expected] * 4
+    for other in others:
+        assert other["key"] == first["key"] and other["saved"] >= first["saved"] > 0
+        assert other["turns"][0]["cached"] == first["turns"][1]["cached"]  # all that can be
 
 
 def alone(folder, **options):
