@@ -76,7 +76,7 @@ class Connector:
 
     def _lmcache(self, key: str) -> bool:
         """Return whether a setting of LMCache's is on: in vLLM's configuration, the environment or LMCache's file."""
-        given = [self.more.get(f"lmcache.{key}"), os.environ.get(f"LMCACHE_{key.upper()}")]
+        values = [self.more.get(f"lmcache.{key}"), os.environ.get(f"LMCACHE_{key.upper()}")]
         file = self.more.get("lmcache.config_file") or os.environ.get("LMCACHE_CONFIG_FILE")
         if file:
             import yaml  # which vLLM needs, too
@@ -86,8 +86,8 @@ class Connector:
                     read = yaml.safe_load(text)
             except (OSError, ValueError, yaml.YAMLError):
                 read = None  # LMCache says so
-            given.append(read.get(key) if isinstance(read, dict) else None)
-        return any(str(value).strip().lower() not in _OFF for value in given)
+            values.append(read.get(key) if isinstance(read, dict) else None)
+        return any(str(value).strip().lower() not in _OFF for value in values)
 
 
 def of(vllm_config: Any) -> list[Connector]:
