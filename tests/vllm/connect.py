@@ -333,13 +333,17 @@ class Fuzz:
     expected: of each prompt of `engines.prompts_of`, the tokens that plain vLLM gives without a connector.
     """
 
-    CHANCES = dict(ask=0.3, limit=0.1, lend=0.02, abort=0.03, reset=0.03, preempt=0.02, sleep=0.005)
+    CHANCES = dict(ask=0.3, limit=0.1, lend=0.02, abort=0.03, reset=0.03, preempt=0.02, sleep=0.015)
 
     def __init__(self, folder, connector, expected, seed, options):
         from pyvmem.engine import control
 
         prepare(connector)
-        self.llm = engines.make(folder, kv_transfer_config=connector, **options)
+        self.llm, self.neighbour = engines.make(folder, kv_transfer_config=connector, **options), None
+        if os.environ.get("VMEM_VLLM_POOL"):
+            from neighbour import Neighbour
+
+            self.neighbour = Neighbour()
         self.expected, self.draw, self.did = expected, random.Random(seed), collections.Counter()
         self.prompts, self.live, self.engine = engines.prompts_of(len(expected), 250), {}, self.llm.llm_engine
         self.page, self.control = engines.own_page()[1], control
@@ -351,7 +355,7 @@ class Fuzz:
 
     def run(self, steps):
         for _ in range(steps):
-            for what, chance in self.CHANCES.items():
+            for what, chance in self.chances.items():
                 if self.draw.random() < chance:
                     getattr(self, what)()
             if self.draw.random() < 0.1:
@@ -410,8 +414,19 @@ class Fuzz:
             self.did["preempted"] += bool(self.llm.reset_prefix_cache(reset_running_requests=True))
 
     def sleep(self):
-        self.drain()
-        self.llm.sleep(1)
+        """Have requests end, or keep them, and sleep. In a pool, a neighbour takes what a model that sleeps has."""
+        keep = self.draw.random() < 0.5
+        if keep:
+            self.page[self.control.LEND] = 0
+            self.llm.sleep(0, mode="keep")
+            while self.engine.engine_core.engine_core.scheduler.has_requests():  # while blocks are loaded
+                self.step()
+        else:
+            self.drain()
+        self.llm.sleep(1, mode="keep" if keep else "abort")
+        if self.neighbour is not None:
+            self.neighbour.take(self.neighbour.pool.budget - (8 << 20))
+            self.neighbour.give()
         self.llm.wake_up()
         self.did["slept"] += 1
 

@@ -80,11 +80,26 @@ def expected(model):
     return engines.in_child(connect.serve_once, model, vmem=False)
 
 
+N_GRAMS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
+FUZZED = {
+    "lmcache": (LMCACHE, {}),
+    "lmcache, weights in a pool": (LMCACHE, {}),
+    "lmcache and offloading": (CONNECTORS["lmcache and offloading"], {}),
+    "simple, with drafts": (SIMPLE, dict(speculative_config=N_GRAMS)),
+}
+
+
 @pytest.mark.parametrize("seed", range(int(os.environ.get("VMEM_TEST_SEEDS", "1"))))
-def test_whatever_happens_tokens_are_vllms(model, expected, seed):
-    needs("lmcache")
-    options = dict(num_gpu_blocks_override=32, max_model_len=600)
-    did = engines.in_child(connect.fuzz, model, LMCACHE, expected, seed, 500, options, vmem=True, seconds=300)
+@pytest.mark.parametrize("name", FUZZED)
+def test_whatever_happens_tokens_are_vllms(model, expected, name, seed):
+    needs("lmcache" if "lmcache" in name else None)
+    connector, more = FUZZED[name]
+    options, environ = dict(num_gpu_blocks_override=32, max_model_len=600, **more), {}
+    if "pool" in name:
+        environ = dict(VMEM_VLLM_POOL=f"test-{uuid.uuid4().hex[:8]}", VMEM_VLLM_POOL_SIZE=str(256 << 20),
+                       VMEM_VLLM_WEIGHTS="1")  # fmt: skip
+    did = engines.in_child(connect.fuzz, model, connector, expected, seed, 400, options, vmem=True, seconds=300,
+                           environ=environ)  # fmt: skip
     assert did["answers"] > 40 and did["loaded"] > 5 and did["slept"] and not did.get("unbacked"), did
     assert did["idle"]["step_maps"] == did["idle"]["used"] == 0
 
