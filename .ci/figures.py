@@ -86,6 +86,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     return [
         ("common", 330, copies),
         ("models-wake", 300, wake),
+        ("prefixes", 300, [*copies, "--prefixes"]),
         ("standby", 300, [*copies, "--standby"]),
         ("models-zipf-graphs", 300, [*zipf, graphs]),
         ("models-zipf", 300, [*zipf, "--eager"]),

@@ -1,13 +1,16 @@
-"""What weights in common and a server that stands by cost: one line of JSON for each fact.
+"""What weights in common, prefixes that outlive, and a server that stands by cost: one line of JSON for each fact.
 
     python tests/vllm/copies.py                on a GPU, with Llama-3-8B's shape: less than 5 minutes
+    python tests/vllm/copies.py --prefixes     a prompt of 50,000 tokens outlives its engine: 4 minutes
     python tests/vllm/copies.py --standby      two servers, of which one is killed: 4 minutes
     python tests/vllm/copies.py --tiny         on a CPU: a trial of this file
 
 The first engine loads weights and offers them, the second one takes them. Both sleep, another member of the pool takes
 their memory, and they wake. They are killed, and a third one takes the weights. Then an engine with weights of its own
-does the same, for comparison. Tokens must be equal. Logs and the model, which is written once, are in the folder for
-temporary files (`--logs`).
+does the same, for comparison. With `--prefixes`, the next engine serves the long prompt, too: `computed` is its time to
+first token without a cache, `cached` with it in the same engine, `restored` in the next one, and `unsaved` that of
+another prompt when nothing is saved any more. Tokens must be equal. Logs and the model, which is written once, are in
+the folder for temporary files (`--logs`).
 """
 
 import argparse
@@ -50,7 +53,7 @@ def write_model(folder, tiny):
     from benchmarks.shapes import write_config
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_config(folder, "mini" if tiny else "llama-3-8b", 8192)
+    write_config(folder, "mini" if tiny else "llama-3-8b", 65536)
     about = json.loads((folder / "config.json").read_text())
     wide, inner, rows = about["hidden_size"], about["intermediate_size"], about["vocab_size"]
     query, kv = (about[key] * about["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
@@ -114,6 +117,26 @@ class Orders:
         answers = self.serve([prompt_of(5 + 16 * i, i) for i in range(12)], 16)
         return dict(tokens=[list(a.outputs[0].token_ids) for a in answers])
 
+    def long(self, seed=0, tokens=0):
+        """The first token of a long prompt, and how many of its tokens were in the cache."""
+        (answer,) = self.serve([prompt_of(tokens or (800 if self.tiny else 50_000), seed)], 1)
+        return dict(token=answer.outputs[0].token_ids[0], cached=answer.num_cached_tokens)
+
+    def warm(self):
+        """A shorter prompt, for what compiles at the first one."""
+        return self.long(1, 400 if self.tiny else 8192)
+
+    def saved(self):
+        """Wait until all is saved that is to be."""
+        prefixes = self.memory.prefixes
+        until(lambda: not prefixes._pending, 60)
+        return dict(blocks=len(prefixes.file.saved()), left=len(prefixes._pending), block_bytes=prefixes.block)
+
+    def unsaved(self):
+        """The first token of another long prompt, when nothing is saved any more."""
+        self.memory.prefixes.close()
+        return self.long(2)
+
     def sleep(self):
         self.llm.sleep(1)
         return {}
@@ -138,8 +161,9 @@ class Orders:
 
     def look(self):
         weights = self.memory.weights
-        return dict(common=getattr(weights, "is_common", False), held=weights.held, pool=str(weights.lease.pool.path),
-                    alone=weights.lease.stats().bytes,
+        link = getattr(weights, "_link", None)
+        return dict(common=getattr(weights, "is_common", False), owner=link.owner if link else 0, held=weights.held,
+                    pool=str(weights.lease.pool.path), alone=weights.lease.stats().bytes,
                     device="" if self.tiny else weights._context.info().device_uuid.hex())  # fmt: skip
 
 
@@ -165,12 +189,13 @@ def engine(args):
 class Engine:
     """The other side of `engine`."""
 
-    def __init__(self, run, name, common=True, **options):
+    def __init__(self, run, name, common=True, prefixes="", **options):
         args, self.name, self.log, self.began = run.args, name, run.args.logs / f"copies-{name}.log", time.time()
         environment = dict(
             os.environ, VMEM_VLLM="1", VMEM_VLLM_POOL=run.pool, VMEM_VLLM_POOL_SIZE=str(run.size),
             VMEM_VLLM_WEIGHTS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONPATH=run.path,
-            **(dict(VMEM_VLLM_COMMON="60") if common else {}))  # fmt: skip
+            **(dict(VMEM_VLLM_COMMON="600" if prefixes else "60") if common else {}),
+            **(dict(VMEM_VLLM_PREFIXES=prefixes) if prefixes else {}))  # fmt: skip
         command = [sys.executable, __file__, "--engine", json.dumps(options), "--model", args.model,
                    *["--tiny"] * args.tiny, *["--graphs"] * args.graphs]  # fmt: skip
         with self.log.open("w") as log:
@@ -295,6 +320,22 @@ def common(run):
         naps(run, member, [alone], expected)
 
 
+def prefixes(run):
+    """An engine computes a long prompt and is killed, and the next one serves it."""
+    options = dict(prefixes="64M") if run.args.tiny else dict(prefixes="12G", max_model_len=50_176)
+    one = Engine(run, "saves", **options)
+    one("warm")
+    computed, cached = one("long"), one("long")
+    run.say("one", computed=computed, cached=cached, saved=one("saved"))
+    one.kill()
+    two = Engine(run, "restores", **options)
+    restored = two("long")
+    run.say("two", restored=restored, equal=restored["token"] == computed["token"] == cached["token"],
+            unsaved=two("unsaved"))  # fmt: skip
+    two.kill()
+    os.kill(two.told["owner"], signal.SIGKILL)
+
+
 def standby(run):
     """Two servers; the engine or the server of the one that serves is killed in turns."""
     import http.client
@@ -369,6 +410,7 @@ def main():
     parser.add_argument("--engine", metavar="OPTIONS", help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--graphs", action="store_true", help="compile the model, and capture CUDA graphs")
+    parser.add_argument("--prefixes", action="store_true", help="prefixes that outlive their engine")
     parser.add_argument("--standby", action="store_true", help="a server that stands by")
     parser.add_argument(
         "--kills", type=int, default=2, help="of servers, in turns the engine's process and the server's"
@@ -382,7 +424,7 @@ def main():
         return engine(args)
     run = Run(args)
     try:
-        (standby if args.standby else common)(run)
+        (standby if args.standby else prefixes if args.prefixes else common)(run)
     finally:
         for each in run.engines:
             each.kill()
