@@ -118,10 +118,11 @@ def with_sglang() -> list[tuple[str, int, list[str]]]:
     lengths = ["--azure", trace] if trace else []
     speed = [sys.executable, "-m", "benchmarks.sglang", "--model", "llama-3-8b:16", *lengths]
     tokens = [sys.executable, "tests/sglang/gpu.py"]
+    classes = ["gemma3", "llama-fp8", "gptoss", "qwen3", "mixtral", "llama-hicache"]
     two = [*tokens, "llama-tp2", "qwen3-dp2", "--jobs", "1", "--seconds", "240"]
     return [
         ("sglang", 1200, speed),
-        ("sglang-tokens", 900, [*tokens, "gemma3", "llama-fp8", "gptoss", "qwen3", "mixtral", "--seconds", "400"]),
+        ("sglang-tokens", 900, [*tokens, *classes, "--seconds", "400"]),
         *([("sglang-two-gpus", 500, two)] if torch.cuda.device_count() > 1 else ()),
         *(beside_vllm() if importlib.util.find_spec("vllm") else ()),
     ]

@@ -9,7 +9,8 @@ limit moves ten times a second, is left idle, and is flushed. Of an answer that 
 much the log probabilities of the two most likely tokens differ where the answers part. ``--own-chunk 192`` compares
 SGLang with SGLang itself, whose prompts are computed in parts of so many tokens: what differs there is SGLang's own.
 ``--cpu`` runs the classes that SGLang's CPU engine takes. In ``llama-sleep``, the weights are in a pool: the model
-sleeps, another member takes the whole pool and gives it back, the model wakes, and serves them once more.
+sleeps, another member takes the whole pool and gives it back, the model wakes, and serves them once more. In
+``llama-hicache``, prefixes that the limit takes must come back from host memory.
 """
 
 import argparse
@@ -43,6 +44,7 @@ CLASSES = {
     "llama-tp2": (dict(LLAMA, num_key_value_heads=4), dict(tp_size=2), {}),  # on two GPUs
     "llama-triton": (LLAMA, dict(attention_backend="triton"), {}),
     "llama-sleep": (LLAMA, {}, dict(VMEM_SGLANG_POOL="sleep", VMEM_SGLANG_POOL_SIZE="4G", VMEM_SGLANG_WEIGHTS="1")),
+    "llama-hicache": (LLAMA, dict(enable_hierarchical_cache=True, hicache_size=2), {}),
     "qwen2": (dict(BASE, architectures=["Qwen2ForCausalLM"], model_type="qwen2"), {}, {}),
     "qwen3": (dict(BASE, architectures=["Qwen3ForCausalLM"], model_type="qwen3"), {}, {}),
     "qwen3-dp2": (dict(BASE, architectures=["Qwen3ForCausalLM"], model_type="qwen3"),
@@ -94,6 +96,14 @@ def activate():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", weights, HookType.REPLACE)
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _copy_on_cpu, HookType.BEFORE)
+
+
+def _copy_on_cpu(*_, **__):
+    import hicache
+
+    hicache.on_cpu()
 
 
 def jobs_of(n):
@@ -116,11 +126,13 @@ def engine(name, folder, kv_tokens, requests, chunk, cpu):
                    sampling_backend="pytorch", log_level="warning", dtype="float32" if cpu else "bfloat16")  # fmt: skip
     options.update(CPU if cpu else GPU)
     options.update(CLASSES[name][1])
+    if cpu and "hicache_size" in options:
+        options.update(hicache_io_backend="direct", hicache_mem_layout="layer_first")
     with socket.socket() as free:  # two engines run, and ranks that share attention listen beside this port
         free.bind(("127.0.0.1", 0))
         options["port"] = free.getsockname()[1]
     llm = sglang.Engine(model_path=folder, skip_tokenizer_init=True, **options)
-    told = dict(start=time.perf_counter() - begin, tokens=[], seconds=[], cached=0)
+    told = dict(start=time.perf_counter() - begin, tokens=[], seconds=[], cached=0, hosted=[])
     asked = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
 
     def serve():
@@ -128,6 +140,7 @@ def engine(name, folder, kv_tokens, requests, chunk, cpu):
         answers = llm.generate(input_ids=jobs_of(requests), sampling_params=asked)
         told["seconds"].append(time.perf_counter() - begin)
         told["cached"] = sum(a["meta_info"].get("cached_tokens") or 0 for a in answers)
+        told["hosted"].append(sum((a["meta_info"].get("cached_tokens_details") or {}).get("host", 0) for a in answers))
         return [a["output_ids"] for a in answers]
 
     told["tokens"] = serve() + serve()
@@ -286,14 +299,17 @@ def compare(name, args):
                              f"{on['slept']['weights'] >> 20}), awake in {1000 * on['slept']['wake']:.0f}, "
                              f"{on['slept']['equal']} of {n} equal; ")  # fmt: skip
     gaps = f" (gaps {', '.join(f'{gap:.2g}' for gap in on['gaps'])})" if on["gaps"] else ""
+    hosts, hosted = "hicache_size" in CLASSES[name][1], on["hosted"][2]
+    slept = f"{slept or ''}{f'{hosted} tokens from the host; ' if hosts else ''}"
     return (f"{name}: {same} of {2 * n} equal ({again} of {n} of SGLang's own are when cached, {distinct} distinct); "
             f"limit moving: {on['moved']} of {n}{gaps}, {on['preempted']} retracted, {on['refused']} refused; "
-            f"{slept or ''}{on['maps']} pages mapped in {on['steps']} steps; idle {on['idle'] >> 20} MiB for "
+            f"{slept}{on['maps']} pages mapped in {on['steps']} steps; idle {on['idle'] >> 20} MiB for "
             f"{on['idle_cached'] >> 20} cached ({on['idle'] / max(on['idle_cached'], 1):.3f}x), flushed "
             f"{on['flushed'] >> 10} KiB, of {on['whole'] >> 20} MiB; seconds "
             f"{'/'.join(f'{s:.1f}' for s in on['seconds'])} (own {'/'.join(f'{s:.1f}' for s in own['seconds'])}), "
             f"start {on['start']:.0f} ({own['start']:.0f})"), (
-                same == 2 * n and on["moved"] == n and (not slept or on["slept"]["equal"] == n))  # fmt: skip
+                same == 2 * n and on["moved"] == n and (not on["slept"] or on["slept"]["equal"] == n)
+                and (hosted > 0) == hosts)  # fmt: skip
 
 
 def main():
