@@ -300,8 +300,10 @@ sys.stdin.read()
 
 
 def sleeping(servers):
+    """All models sleep but those whose engine was killed."""
     for one in servers.values():
-        assert one.order("sleep")[2]["state"] == "asleep"
+        if one.engine():
+            assert one.order("sleep")[2]["state"] == "asleep"
 
 
 def test_a_full_pool_answers_503_until_the_neighbour_is_killed(servers, expected):
@@ -360,7 +362,7 @@ def test_killed_processes_leave_their_memory_at_once(servers, expected):
 def test_a_server_that_is_told_to_end_refuses_what_waits(servers, expected):
     """SGLang ends when the requests that its engine has are done, and knows none that wait for the model to wake."""
     one = servers["a"]
-    assert one.order("sleep")[2]["state"] == "asleep"
+    sleeping(servers)
     neighbour = Neighbour(one, POOL - 8 * MIB)
     try:
         neighbour.has()
