@@ -641,6 +641,35 @@ static void test_an_unpark_in_portions_has_claimed_the_rest(void)
     CHECK_EQ(test_stats(ctx).created, 0);
 }
 
+// What was claimed for a call to come is there for others once a call has failed.
+static void test_an_unpark_that_fails_claims_nothing(void)
+{
+    uint8_t lost[3];
+    uint32_t slot;
+    pool = k_pool(100);
+    open_kv(0, 0);
+    open_lease(0, 1);
+    char *s[] = {get(30 * test_page), get(30 * test_page), get(30 * test_page)};
+    const uint64_t all[] = {at(s[0]), at(s[1]), at(s[2])};
+    OK(vmem_torch_park(place, all, 3, NULL));
+    OK(trim());
+    OK(k_alloc(kv, ROWS, &slot));
+    while (kv_step(slot, 60)) // 30 pages
+        OK(vmem_kv_pool_wait(kv, 60000, NULL));
+    while (vmem_torch_unpark_segments(place, all, 2, 1, 60000, NULL, lost))
+        ;
+    ERR(vmem_torch_unpark_segments(place, all, 3, 1, 0, NULL, lost), ENOMEM, "missing");
+    CHECK_EQ(stats().parked_segments, 2);
+    for (int tries = 0; kv_step(slot, 120); tries++) { // the pool keeps it for a while for who lacked some
+        CHECK(tries < 5000);
+        usleep(1000);
+    }
+    for (int i = 0; i < 3; i++)
+        put(s[i]);
+    vmem_kv_destroy(kv);
+    close_all();
+}
+
 // On a device that has too little for all of it, no part comes: of two that wake, each could hold half.
 static void test_no_portion_comes_from_a_device_without_memory_for_all(void)
 {
@@ -1276,6 +1305,7 @@ int main(int argc, char **argv)
     test_parked_pages_go_when_somebody_asks();
     test_only_what_went_is_lost();
     test_an_unpark_in_portions_has_claimed_the_rest();
+    test_an_unpark_that_fails_claims_nothing();
     test_no_portion_comes_from_a_device_without_memory_for_all();
     test_leases_hand_their_memory_over();
     test_memory_that_nobody_takes_goes_back();
