@@ -572,6 +572,17 @@ static int unpark_in_portions(const uint64_t *segments, size_t n, uint64_t most)
     return 0;
 }
 
+// Three segments of 30 pages, which are parked and have given their memory.
+static void park_three(char **s, uint64_t *all)
+{
+    for (int i = 0; i < 3; i++) {
+        s[i] = get(30 * test_page);
+        all[i] = at(s[i]);
+    }
+    OK(vmem_torch_park(place, all, 3, NULL));
+    OK(trim());
+}
+
 // A part comes at once, and nobody gets the memory of the others before their turn.
 static void test_an_unpark_in_portions_has_claimed_the_rest(void)
 {
@@ -579,10 +590,9 @@ static void test_an_unpark_in_portions_has_claimed_the_rest(void)
     pool = k_pool(100);
     open_kv(0, 0);
     open_lease(0, 1);
-    char *s[] = {get(30 * test_page), get(30 * test_page), get(30 * test_page)};
-    const uint64_t all[] = {at(s[0]), at(s[1]), at(s[2])};
-    OK(vmem_torch_park(place, all, 3, NULL));
-    OK(trim());
+    char *s[3];
+    uint64_t all[3];
+    park_three(s, all);
     OK(vmem_torch_unpark_segments(place, all, 3, 40 * test_page, 0, NULL, lost));
     const int first = lost[0] == 1 ? 0 : 2, last = 2 - first; // by their addresses
     CHECK(lost[first] == 1 && lost[1] == VMEM_TORCH_CLAIMED && lost[last] == VMEM_TORCH_CLAIMED);
@@ -649,10 +659,9 @@ static void test_an_unpark_that_fails_claims_nothing(void)
     pool = k_pool(100);
     open_kv(0, 0);
     open_lease(0, 1);
-    char *s[] = {get(30 * test_page), get(30 * test_page), get(30 * test_page)};
-    const uint64_t all[] = {at(s[0]), at(s[1]), at(s[2])};
-    OK(vmem_torch_park(place, all, 3, NULL));
-    OK(trim());
+    char *s[3];
+    uint64_t all[3];
+    park_three(s, all);
     OK(k_alloc(kv, ROWS, &slot));
     while (kv_step(slot, 60)) // 30 pages
         OK(vmem_kv_pool_wait(kv, 60000, NULL));
@@ -676,10 +685,9 @@ static void test_no_portion_comes_from_a_device_without_memory_for_all(void)
     uint8_t lost[3];
     pool = k_pool(100);
     open_lease(0, 1);
-    char *s[] = {get(30 * test_page), get(30 * test_page), get(30 * test_page)};
-    const uint64_t all[] = {at(s[0]), at(s[1]), at(s[2])};
-    OK(vmem_torch_park(place, all, 3, NULL));
-    OK(trim());
+    char *s[3];
+    uint64_t all[3];
+    park_three(s, all);
     OK(vmem_set_budget(ctx, 80 * test_page));
     ERR(vmem_torch_unpark_segments(place, all, 3, 1, 0, NULL, lost), ENOMEM, "memory");
     CHECK_EQ(stats().parked_segments, 3);
