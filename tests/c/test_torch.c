@@ -572,9 +572,18 @@ static int unpark_in_portions(const uint64_t *segments, size_t n, uint64_t most)
     return 0;
 }
 
-// Three segments of 30 pages, which are parked and have given their memory.
+// Backs the first of them, and claims the others. What others give comes after a while, and the pool remembers a refusal
+// for a while.
+static void begin_unpark(const uint64_t *segments, size_t n, uint8_t *lost)
+{
+    for (int tries = 0; vmem_torch_unpark_segments(place, segments, n, 1, 60000, NULL, lost); tries++)
+        CHECK(tries < 1000);
+}
+
+// Opens a lease with three segments of 30 pages, which are parked and have given their memory.
 static void park_three(char **s, uint64_t *all)
 {
+    open_lease(0, 1);
     for (int i = 0; i < 3; i++) {
         s[i] = get(30 * test_page);
         all[i] = at(s[i]);
@@ -589,7 +598,6 @@ static void test_an_unpark_in_portions_has_claimed_the_rest(void)
     uint8_t lost[3];
     pool = k_pool(100);
     open_kv(0, 0);
-    open_lease(0, 1);
     char *s[3];
     uint64_t all[3];
     park_three(s, all);
@@ -618,8 +626,7 @@ static void test_an_unpark_in_portions_has_claimed_the_rest(void)
     OK(k_alloc(kv, ROWS, &slot));
     OK(vmem_torch_park(place, all, 3, NULL));
     OK(trim());
-    while (vmem_torch_unpark_segments(place, all, 3, 1, 60000, NULL, lost)) // the cache still gives
-        ;
+    begin_unpark(all, 3, lost);
     OK(vmem_torch_park(place, &all[first], 1, NULL));
     CHECK_EQ(stats().parked_segments, 3);
     uint32_t answer = 0;
@@ -631,8 +638,7 @@ static void test_an_unpark_in_portions_has_claimed_the_rest(void)
     OK(vmem_kv_free(kv, slot, 0));
     // A segment that PyTorch frees meanwhile was claimed in vain.
     OK(trim());
-    while (vmem_torch_unpark_segments(place, all, 3, 1, 60000, NULL, lost)) // the cache still gives
-        ;
+    begin_unpark(all, 3, lost);
     put(s[last]);
     const uint64_t left[] = {all[1], all[first]};
     OK(vmem_torch_unpark_segments(place, left, 1, 1, 0, NULL, lost));
@@ -655,18 +661,13 @@ static void test_an_unpark_in_portions_has_claimed_the_rest(void)
 static void test_an_unpark_that_fails_claims_nothing(void)
 {
     uint8_t lost[3];
-    uint32_t slot;
     pool = k_pool(100);
     open_kv(0, 0);
-    open_lease(0, 1);
     char *s[3];
     uint64_t all[3];
     park_three(s, all);
-    OK(k_alloc(kv, ROWS, &slot));
-    while (kv_step(slot, 60)) // 30 pages
-        OK(vmem_kv_pool_wait(kv, 60000, NULL));
-    while (vmem_torch_unpark_segments(place, all, 2, 1, 60000, NULL, lost))
-        ;
+    const uint32_t slot = kv_request(60, 1); // 30 pages
+    begin_unpark(all, 2, lost);
     ERR(vmem_torch_unpark_segments(place, all, 3, 1, 0, NULL, lost), ENOMEM, "missing");
     CHECK_EQ(stats().parked_segments, 2);
     for (int tries = 0; kv_step(slot, 120); tries++) { // the pool keeps it for a while for who lacked some
@@ -684,7 +685,6 @@ static void test_no_portion_comes_from_a_device_without_memory_for_all(void)
 {
     uint8_t lost[3];
     pool = k_pool(100);
-    open_lease(0, 1);
     char *s[3];
     uint64_t all[3];
     park_three(s, all);
@@ -694,8 +694,7 @@ static void test_no_portion_comes_from_a_device_without_memory_for_all(void)
     CHECK_EQ(stats().held_bytes, 0);
     OK(vmem_set_budget(ctx, 0));
     // Nor does a part that could come before keep what it had claimed.
-    while (vmem_torch_unpark_segments(place, all, 3, 1, 0, NULL, lost)) // the pool remembers the refusal for a while
-        usleep(1000);
+    begin_unpark(all, 3, lost);
     OK(vmem_set_budget(ctx, 35 * test_page));
     ERR(vmem_torch_unpark_segments(place, all, 3, 1, 0, NULL, lost), ENOMEM, "memory");
     OK(vmem_set_budget(ctx, 0));

@@ -139,8 +139,9 @@ def serve_and_die(folder, told, turns):
     found = [dict(tokens=made.tokens(), cached=made.cached) for _ in range(turns)]
     kill_owner(made.weights)
     made.weights.copy_again()
-    prefixes = made.worker._vmem.prefixes
-    while prefixes._pending:
+    prefixes, end = made.worker._vmem.prefixes, time.monotonic() + 60
+    while prefixes._pending:  # its thread saves them beside this one
+        assert time.monotonic() < end
         time.sleep(0.01)
     told.write_text(json.dumps(dict(turns=found, saved=len(prefixes.file.saved()), key=prefixes._key)))
     os.kill(os.getpid(), signal.SIGKILL)

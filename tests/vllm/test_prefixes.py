@@ -69,7 +69,7 @@ def saved(e):
     worker = e.workers[0].memory.prefixes
     e.workers[0].finish()
     end = time.monotonic() + 60
-    while worker._pending:
+    while worker._pending:  # its thread saves them beside this one
         assert time.monotonic() < end
         time.sleep(1e-3)
     with worker.lock:
@@ -151,7 +151,7 @@ def child(start):
     def run(do, after=None, **options):
         made = start(do, **options)
         if after is not None:
-            time.sleep(after)
+            time.sleep(after)  # it is killed wherever it is then
             made.kill()
         told = made.result()
         made.kill()
@@ -341,7 +341,7 @@ def test_an_engine_that_wakes_has_what_another_one_saved_that_died_meanwhile(sta
         while not (tmp_path / "died").exists():
             with e.memory.lock:
                 e.memory._prefixes.look()
-            time.sleep(0.01)
+            time.sleep(0.01)  # as the scheduler's thread between looks
         e.workers[0].memory.wake()
         return serve(200)(e)
 
