@@ -230,26 +230,22 @@ class WorkerPrefixes:
                 time.sleep(PAUSE if some else POLL)
 
     def restore(self, blocks: Sequence[int], saved: Sequence[Saved]) -> list[bool]:
-        """Copy what was saved to blocks that nobody uses; returns for each whether it has the rows of its prefix.
+        """Copy what was saved to blocks that nobody uses, at most `together`; returns which have their prefix's rows.
 
         Raises OutOfMemory; then no block has memory.
         """
         memory = self._memory
-        found: list[bool] = []
         with self.lock:
             if self.ended or memory._asleep is not None:
                 raise OutOfMemory(0, "the engine sleeps")
             memory.back_unused(blocks)
             with self._on_stream():
-                for at in range(0, len(saved), self.together):
-                    some = saved[at : at + self.together]
-                    for each, image in zip(some, self._images):
-                        image.copy_(self.file.contents(each.place))
-                    for i, total in enumerate(self._sums_of(len(some))):
-                        right = total == some[i].sum
-                        for here, there in self._parts(blocks[at + i], self._images[i]) if right else ():
-                            here.copy_(there, non_blocking=True)
-                        found.append(right)
+                for each, image in zip(saved, self._images):
+                    image.copy_(self.file.contents(each.place))
+                found = [total == each.sum for total, each in zip(self._sums_of(len(saved)), saved)]
+                for block, image, right in zip(blocks, self._images, found):
+                    for here, there in self._parts(block, image) if right else ():
+                        here.copy_(there, non_blocking=True)
                 if self._stream is not None:
                     self._stream.synchronize()
         return found
