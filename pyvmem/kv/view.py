@@ -30,8 +30,13 @@ T = TypeVar("T")
 _number = itertools.count()
 
 
-def gauge(text: str) -> Any:
+def says(text: str) -> Any:
     """A field that says what it is, for `documented`."""
+    return field(metadata={"text": text})
+
+
+def gauge(text: str) -> Any:
+    """The same, of a number that comes and goes."""
     return field(metadata={"text": text, "gauge": True})
 
 
@@ -144,21 +149,21 @@ ANSWERS = ("unasked", "applied", "deferred", "refused")
 class PoolMember:
     """A member of a pool: the bytes that it has and needs."""
 
-    name: str = gauge("What others see")
-    pid: int = gauge("Number of its process")
-    min: int = gauge("Of its share: its budget never falls below it")
-    max: int = gauge("Of its share: its budget never exceeds it")
-    has: int = gauge("Its part of the pool's budget")
-    held: int = gauge("Of pages")
-    needs: int = gauge("That it requests")
-    could_give: int = gauge("That others could get: unused, kept, ahead of need, and freed by evicting prefixes")
-    giving: int = gauge("That it is giving back now")
-    asked: int = gauge("Revision of its own last request")
-    looked: int = gauge("Revision of the last request of others that it has answered")
-    answer: str = gauge('To its own last request: "unasked", "applied", "deferred" or "refused"')
-    reason: str | None = gauge("Of that answer")
-    reply: str = gauge("Its answer to the others, up to the request with the number `looked`")
-    why: str | None = gauge("The reason of that")
+    name: str = says("What others see")
+    pid: int = says("Number of its process")
+    min: int = says("Of its share: its budget never falls below it")
+    max: int = says("Of its share: its budget never exceeds it")
+    has: int = says("Its part of the pool's budget")
+    held: int = says("Of pages")
+    needs: int = says("That it requests")
+    could_give: int = says("That others could get: unused, kept, ahead of need, and freed by evicting prefixes")
+    giving: int = says("That it is giving back now")
+    asked: int = says("Revision of its own last request")
+    looked: int = says("Revision of the last request of others that it has answered")
+    answer: str = says('To its own last request: "unasked", "applied", "deferred" or "refused"')
+    reason: str | None = says("Of that answer")
+    reply: str = says("Its answer to the others, up to the request with the number `looked`")
+    why: str | None = says("The reason of that")
 
 
 def pool_member(raw: Any) -> PoolMember:
