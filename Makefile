@@ -209,7 +209,7 @@ docs: venv ## Build the manual into build/docs/html and the man pages into build
 
 notebook: venv ## Run the tutorial as a notebook, into build/docs/tutorial.ipynb
 	$(Q)$(PY) -c "import nbformat, nbclient, ipykernel" 2>/dev/null || $(PY) -m pip install -q --disable-pip-version-check -e ".[docs]"
-	$(Q)$(PY) docs/notebook.py build build/docs/tutorial.ipynb
+	$(Q)$(PY) docs/notebook.py build/docs/tutorial.ipynb
 
 format: venv ## Format the C and Python code (.clang-format, pyproject.toml)
 	$(Q)$(PY) .ci/lint.py --beside $(PYTHON) --fix

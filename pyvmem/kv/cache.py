@@ -25,7 +25,6 @@ from pyvmem.core import Context
 from pyvmem.errors import InvalidArgument, OutOfMemory, VmemError, _check, structure
 from pyvmem.kv.arguments import Lengths, config_of, lengths_of
 from pyvmem.kv.options import KVCacheOptions, Spare, options_of
-from pyvmem.kv.picture import svg
 from pyvmem.kv.shortage import NO_SHORTAGE, Shortage, shortage_of
 from pyvmem.kv.types import Run, SlotInfo, TensorSpec, model_specs
 from pyvmem.kv.view import STATS, KVStats, new_view_path
@@ -772,29 +771,6 @@ class KVCache(_Owned):
         raw = structure("vmem_kv_stats")
         _check(lib.vmem_kv_get_stats(self._use(), raw))
         return KVStats(**{name: int(getattr(raw, name)) for name in STATS})
-
-    def picture(self, *, slots: int = 32, title: str = "") -> str:
-        """Draw who owns the cache's pages: requests, prefixes, memory mapped ahead or kept, and what is unused.
-
-        Parameters
-        ----------
-        slots : int
-            Draw the pages of at most so many slots, those with the most pages.
-        title : str
-            Stands above the picture.
-
-        Returns
-        -------
-        str
-            The picture as SVG, which a notebook shows for the cache itself.
-        """
-        if not isinstance(title, str):
-            raise TypeError(f"title must be a string, not {shown(title)}")
-        return svg(vars(self.stats()), [self.slot(s) for s in range(self.slots)], uint("slots", slots), title)
-
-    def _repr_html_(self) -> str | None:
-        """The picture, for notebooks; None for a closed cache, which leaves its repr."""
-        return None if self._handle is None else self.picture()
 
     # ---- the end ---------------------------------------------------------------------------------------------
 

@@ -20,6 +20,18 @@ def size_text(bytes: int | None) -> str:
     return str(bytes)
 
 
+def three_digits(bytes: int) -> str:
+    """Bytes in three digits: 512 MiB, 2.05 GiB."""
+    value = float(bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1000:
+            break
+        value /= 1024
+    else:
+        unit = "TiB"
+    return f"{value:.3g} {unit}"
+
+
 def parse_size(text: str) -> int:
     """The bytes that a text such as 64K, 2M, 12TiB or 4096 means. Raises ValueError."""
     shift = {"K": 10, "M": 20, "G": 30, "T": 40}

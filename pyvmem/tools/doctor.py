@@ -15,10 +15,9 @@ from typing import Any, TextIO
 
 from pyvmem.core import Context, backends, probe
 from pyvmem.errors import VmemError
-from pyvmem.kv.picture import size
 from pyvmem.selftest import BACKENDS as selftest_backends, run_selftest, stamp_state
 from pyvmem.tools import argtypes
-from pyvmem.tools.argtypes import size_text
+from pyvmem.tools.argtypes import size_text, three_digits
 
 
 def examine(device: int = 0, unknown_driver: bool = False) -> dict[str, Any]:
@@ -180,7 +179,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
             continue
         pages = ", ".join(map(size_text, b["page_sizes"]))
         mark = "works" if b["name"] != first else "chosen" if chosen else "best"
-        memory = f"{size(b['memory_free'])} free of {size(b['memory_total'])}"
+        memory = f"{three_digits(b['memory_free'])} free of {three_digits(b['memory_total'])}"
         lines.append(f"{b['name']:6} {mark:6} {b['device']}: pages of {pages}; {memory}")
         lines += [f"{'':13} {text}" for text in (", ".join(b["capabilities"]), b["reason"]) if text]
     return lines

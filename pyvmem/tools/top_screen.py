@@ -12,7 +12,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -20,10 +20,21 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pyvmem.kv.picture import ASCII, CHARACTERS, PARTS, cells, shares, size
 from pyvmem.kv.view import View, await_budget, read_views
+from pyvmem.tools.argtypes import three_digits
 from pyvmem.tools.top import COLUMNS, TEXT, ask, fitting, limit, nothing, tables
 
+# The parts of a cache's budget, in the order in which they are drawn, and the pages that they count.
+PARTS = {
+    "used": "for the lengths of requests, in pages of their own",
+    "shared": "for requests and prefixes, mapped or held more than once",
+    "cached": "held by prefixes or blocks, and by no request",
+    "ahead": "mapped behind a request's length, for its next tokens",
+    "kept": "of free slots, for the next request",
+    "unused": "of the budget, not allocated",
+}
+CHARACTERS = dict(zip(PARTS, "█▓▒▞░·"))
+ASCII = dict(zip(PARTS, "#&%+=."))
 _STYLES = {
     "used": "blue", "shared": "magenta", "cached": "green", "ahead": "cyan", "kept": "yellow", "unused": "dim",
 }  # fmt: skip
@@ -42,6 +53,36 @@ _SORTS: dict[str, Callable[[View, dict[Path, float]], tuple[float | str, ...]]] 
     "requests": lambda v, _: (-v.stats["active_slots"], v.name),
     "steps/s": lambda v, rates: (-rates.get(v.path, 0), v.name),
 }
+
+
+def shares(stats: Mapping[str, int]) -> dict[str, int]:
+    """Pages of each of `PARTS`, from a cache's statistics. They add up to the budget, or to the pages held above it."""
+    left = held = stats["held_pages"]
+    found = {}
+    for part in ("kept", "ahead", "cached", "shared"):
+        counted = stats["prefix_pages" if part == "cached" else f"{part}_pages"]
+        found[part] = min(counted, left)  # counters are read one after another, while pages change hands
+        left -= found[part]
+    found["used"] = left
+    found["unused"] = max(stats["budget_pages"] - held, 0)
+    return {part: found[part] for part in PARTS}
+
+
+def cells(parts: Mapping[str, int], width: int) -> list[tuple[str, int]]:
+    """How many of `width` cells each part gets: in proportion, and one at least if it is there and a cell is left."""
+    total = sum(parts.values())
+    if not total or width < 1:
+        return []
+    exact = {part: count * width / total for part, count in parts.items()}
+    given = {part: int(share) for part, share in exact.items()}
+    for part in sorted(exact, key=lambda p: given[p] - exact[p])[: width - sum(given.values())]:
+        given[part] += 1
+    for part, count in parts.items():
+        most = max(given, key=lambda p: given[p])
+        if count and not given[part] and given[most] > 1:
+            given[most] -= 1
+            given[part] = 1
+    return [(part, given[part]) for part in parts if given[part]]
 
 
 @contextlib.contextmanager
@@ -131,7 +172,7 @@ class Screen:
         """The screen as it stands."""
         width, height = self.console.size
         held = sum(v.stats["held_pages"] * v.stats["page_size"] for v in self._views)
-        head = Text(f"pyvmem top  {size(held)} held  {time.strftime('%H:%M:%S')}", style="bold", no_wrap=True)
+        head = Text(f"pyvmem top  {three_digits(held)} held  {time.strftime('%H:%M:%S')}", style="bold", no_wrap=True)
         body: list[RenderableType] = [head, Text()]
         self._views.sort(key=lambda v: _SORTS[self._sort](v, self._rates))
         found = tables(self._views, self._rates)

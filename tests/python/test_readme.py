@@ -64,16 +64,6 @@ def test_blocks_can_be_pasted_into_an_interpreter(page):
         assert not "".join(typed).strip(), typed
 
 
-def test_the_tutorial_runs_and_draws_its_pictures(tmp_path):
-    """The same program as the page's blocks; the pictures in the repository are what it draws."""
-    pytest.importorskip("torch")
-    subprocess.run([sys.executable, TOP / "docs/notebook.py", "run", tmp_path], check=True, capture_output=True)
-    drawn = sorted(tmp_path.glob("*.svg"))
-    assert len(drawn) == 4
-    for path in drawn:
-        assert path.read_text() == (TOP / "docs/pictures" / path.name).read_text(), path.name
-
-
 def test_the_tutorial_prints_what_stands_below_each_block(tmp_path):
     pytest.importorskip("torch")
     page = (TOP / "docs/tutorial.md").read_text()
@@ -90,11 +80,10 @@ def test_the_notebook_runs(tmp_path):
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     path = tmp_path / "tutorial.ipynb"
-    subprocess.run([sys.executable, TOP / "docs/notebook.py", "build", path], check=True, capture_output=True)
+    subprocess.run([sys.executable, TOP / "docs/notebook.py", path], check=True, capture_output=True)
     cells = json.loads(path.read_text())["cells"]
     outputs = [o for c in cells if c["cell_type"] == "code" for o in c["outputs"]]
-    assert not [o for o in outputs if o["output_type"] == "error"]
-    assert sum("image/svg+xml" in o.get("data", {}) for o in outputs) == 4
+    assert outputs and not [o for o in outputs if o["output_type"] == "error"]
 
 
 def test_every_page_is_in_the_manual():

@@ -1,4 +1,4 @@
-"""``pyvmem top`` on a terminal: its keys, its widths, and what it draws; `KVCache.picture`.
+"""``pyvmem top`` on a terminal: its keys, its widths, and what it draws.
 
 SPDX-License-Identifier: MIT
 """
@@ -16,12 +16,10 @@ import termios
 import time
 import types
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from pyvmem.kv import picture
 from pyvmem.kv import view as kv_view
 from pyvmem.kv.cache import KVCache, Spare
 from pyvmem._ffi import ffi
@@ -148,24 +146,16 @@ def test_parts_add_up():
         "page_size": 65536, "budget_pages": 100, "held_pages": 60, "kept_pages": 10, "ahead_pages": 5,
         "prefix_pages": 7, "shared_pages": 8,
     }  # fmt: skip
-    parts = picture.shares(stats)
+    from pyvmem.tools import top_screen  # needs rich
+
+    parts = top_screen.shares(stats)
     assert parts == {"used": 30, "shared": 8, "cached": 7, "ahead": 5, "kept": 10, "unused": 40}
-    assert picture.shares(stats | {"budget_pages": 50})["unused"] == 0  # above its budget
-    assert sum(picture.shares(stats | {"kept_pages": 1000}).values()) == 100  # read at different moments
+    assert top_screen.shares(stats | {"budget_pages": 50})["unused"] == 0  # above its budget
+    assert sum(top_screen.shares(stats | {"kept_pages": 1000}).values()) == 100  # read at different moments
     for width in range(200):
-        drawn = picture.cells(parts, width)
+        drawn = top_screen.cells(parts, width)
         assert sum(count for _, count in drawn) == width
-        assert width < 6 or [part for part, _ in drawn] == list(picture.PARTS)
-
-
-def test_a_picture_shows_the_slots_and_is_xml():
-    with make() as cache:
-        text = cache.picture(title="<a & b>")
-        root = ElementTree.fromstring(text)
-        words = " ".join(t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}text"))
-        assert "<a & b>" in words and "active, 700 tokens" in words and "1 of 4 slots active" in words
-        assert cache._repr_html_().startswith("<svg")
-    assert cache._repr_html_() is None
+        assert width < 6 or [part for part, _ in drawn] == list(top_screen.PARTS)
 
 
 def test_every_statistic_has_a_help_line():
