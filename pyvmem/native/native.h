@@ -29,8 +29,6 @@ void pv_owner_drop(pv_owner *owner);
 // The same for a tensor that ends, and how many have: also one that torch moves to other memory.
 void pv_owner_end_tensor(pv_owner *owner);
 size_t pv_owner_ended_tensors(const pv_owner *owner);
-// No kernel accesses what it owns, and none will: its end waits for none.
-void pv_owner_quiet(pv_owner *owner);
 // Tries again to end the objects whose end was put off because a CUDA graph was being captured. Making an owner and
 // dropping one's last reference do so, too.
 void pv_end_put_off(void);

@@ -56,8 +56,6 @@ size_t pv_owner_ended_tensors(const pv_owner *owner)
     return atomic_load_explicit(&owner->ended, memory_order_relaxed);
 }
 
-void pv_owner_quiet(pv_owner *owner) { owner->ctx = NULL; }
-
 // ---- the end --------------------------------------------------------------------------------------------------
 
 // A list without a lock: a thread that holds one may not exist after a fork.

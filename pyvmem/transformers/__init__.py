@@ -4,8 +4,8 @@ Importing this module registers the attention ``"vmem"`` with transformers: a mo
 (``model.set_attn_implementation("vmem")``) reads the cache's slots by their lengths.
 
 `cache` is what ``generate()`` gets, and `layers` are its layers. They share `rows`, the slots, lengths and pages of a
-batch, in which `columns` knows the padding and `plan` one pass. `attention` reads them by their lengths. `spares` keeps
-a cache that was dropped for the next one, and `paged` is for transformers' continuous batching.
+batch, in which `columns` knows the padding and `plan` one pass. `attention` reads them by their lengths. `paged` is for
+transformers' continuous batching.
 
 It calls `pyvmem.kv`, `pyvmem.blocks` and `pyvmem.attention`. Begin with `cache`, then `rows`.
 

@@ -19,7 +19,6 @@ from pyvmem.attention import Batch
 from pyvmem.errors import OutOfMemory
 from pyvmem.kv.cache import KVCache, Run, Spare, TensorSpec
 from pyvmem.kv.pool import KVPool
-from pyvmem.transformers import spares
 from pyvmem.transformers.columns import Bools, Columns, padding_after_tokens
 from pyvmem.transformers.memory import cudnn_off, default_budget, finish, wait, what_helps, with_pool
 from pyvmem.transformers.plan import Plan, follow
@@ -145,12 +144,6 @@ class Rows:
         options.setdefault("tile_rows", self.tile_rows)
         if not self._shares and not any(self.windows):  # large handles would keep what windows give up
             options.setdefault("sharing", None)
-        # A pool's memory is for its members that are in use.
-        shared = options.get("context") or self.pool
-        key = None if shared else (specs, slots, self.max_tokens, self.budget, self.device, options)
-        left = spares.take(key) if key else None
-        if left is not None:
-            return left
         kv = KVCache(specs, slots, self.max_tokens, self._max_budget(), **options)
         if kv.tensors[0].device != self.device:
             backend = kv.context.backend
@@ -158,8 +151,6 @@ class Rows:
             raise ValueError(f"backend {backend} has no memory on {self.device}, the model's device")
         for slot in range(slots):
             kv.alloc(slot=slot)
-        if key:
-            spares.may_serve(kv, key)
         return kv
 
     def _max_budget(self) -> int:
@@ -175,7 +166,7 @@ class Rows:
     def _use_cache(self, kv: KVCache) -> None:
         self.kv = kv
         self.pairs = self._pairs(kv)
-        self._finalizer = weakref.finalize(self, spares.put, kv)
+        self._finalizer = weakref.finalize(self, kv.close)
         self._lengths = np.zeros(kv.slots, np.int32)
         self.plan = None
         self.version += 1
@@ -415,7 +406,6 @@ class Rows:
     def _back_rows(self, kv: KVCache, lengths: Int32s) -> None:
         if kv.step(lengths):
             return
-        spares.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # memory that torch caches can become pages
         if with_pool(kv, partial(kv.step, lengths)):

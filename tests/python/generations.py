@@ -11,7 +11,7 @@ import transformers
 from logits import padding  # noqa: F401
 
 import pyvmem
-from pyvmem.transformers import VMemCache, spares
+from pyvmem.transformers import VMemCache
 
 
 @pytest.fixture(autouse=True, name="one_thread")
@@ -20,15 +20,6 @@ def single_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def no_spares(monkeypatch):
-    """No cache of a test before is found, and none goes by the clock: one that is dropped is there for the next."""
-    monkeypatch.setattr(spares, "SECONDS", 3600)
-    spares.clear()
-    yield
-    spares.clear()
 
 
 @pytest.fixture(name="make")

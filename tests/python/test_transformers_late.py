@@ -17,7 +17,7 @@ from logits import difference, run, stock  # noqa: E402
 from tiny_models import MODELS, tiny_model  # noqa: E402
 
 import pyvmem  # noqa: E402
-from pyvmem.transformers import VMemCache, spares  # noqa: E402
+from pyvmem.transformers import VMemCache  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SEVERAL = [name for name in MODELS if name != "gemma4_shared"]
@@ -57,7 +57,6 @@ def passes(request, monkeypatch):
         pytest.skip("torch sees no CUDA device")
     passes = Passes(backend, monkeypatch)
     yield passes
-    spares.clear()
     passes.kernels.close()
 
 
@@ -106,7 +105,6 @@ def test_a_cache_that_is_collected_while_a_graph_is_captured(passes, monkeypatch
     with late.capture(monkeypatch):
         del cache
         gc.collect()
-        spares.clear()
     late.end()
 
 

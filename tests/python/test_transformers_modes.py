@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from generations import generate, make_cache, no_spares, padding, reference, single_thread  # noqa: E402, F401
+from generations import generate, make_cache, padding, reference, single_thread  # noqa: E402, F401
 from logits import difference, run, stock  # noqa: E402
 from test_transformers_graphs import graphs  # noqa: E402
 from tiny_models import MODELS, prompts, tiny_model  # noqa: E402
@@ -21,7 +21,7 @@ from pyvmem import KVCache, attention, virtual_empty  # noqa: E402
 from pyvmem.transformers import VMemCache  # noqa: E402
 from pyvmem.transformers.layers import VMemLayer  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("no_spares")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
