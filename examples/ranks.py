@@ -1,6 +1,6 @@
 """One KV cache on every rank of a tensor-parallel model: rank 0 decides, and the other ranks repeat its calls.
 
-Rank 0 has the scheduler. It asks its own cache (`fit`, `room`, dry steps), makes its calls through `Ranks`, and sends
+Rank 0 has the scheduler. It asks its own cache by dry steps, makes its calls through `Ranks`, and sends
 them once for each iteration. The other ranks make the same calls in the same slots, as in vLLM and SGLang.
 What rank 0 finds possible is possible everywhere, because the caches have the same shape and the smallest budget of any
 rank, and hold this memory from the start. Copy the class into an engine, and add the calls that it needs.

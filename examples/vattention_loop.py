@@ -4,8 +4,6 @@ That extension has one cache per process, and functions. An engine that was writ
 place of the module: names, arguments and order stay. What a request is differs, and is translated: there, a
 request lives as long as its length is not 0; here, from `alloc` to `free`.
 
-docs/engine.md has both loops side by side.
-
     python examples/vattention_loop.py                      # on CPU memory
     python examples/vattention_loop.py --device cuda
 
