@@ -84,7 +84,7 @@ struct vmem_kv_config {
     uint32_t steps_in_flight; // iterations whose kernels may be running when a step is called (1; at most 16)
     // With OVERLAP: a cache is idle if it has no request and was asked for nothing for this many milliseconds. It then
     // returns all kept pages and its preallocated memory to the system. From then on it takes memory when it is
-    // needed, as with LAZY. It also takes over a budget that another process wants. 0: never.
+    // needed, as with LAZY. 0: never.
     uint32_t idle_ms;
 };
 
@@ -144,10 +144,10 @@ int vmem_kv_retire(vmem_kv *kv, uint64_t step);
 // discards rows, as vmem_kv_truncate does. -EINVAL: some of them are shared, or windows have passed rows that the step
 // reads. -ENOMEM: pages are missing; free or swap out a request and try again.
 //
-// VMEM_KV_DRY: returns what the call would return now. It changes only budgets: it applies one that another process
-// requested, and a member of a pool claims what is free. Requests that end count as running: after -ENOMEM, the step
-// may still find that they have ended. After 0, the step may find that others have taken device memory that the cache
-// has not taken ahead (VMEM_KV_LAZY, pools, after vmem_kv_reclaim), or the free budget of a pool.
+// VMEM_KV_DRY: returns what the call would return now. It changes nothing but the budget of a pool's member, which
+// claims what is free. Requests that end count as running: after -ENOMEM, the step may still find that they have ended.
+// After 0, the step may find that others have taken device memory that the cache has not taken ahead (VMEM_KV_LAZY,
+// pools, after vmem_kv_reclaim), or the free budget of a pool.
 #define VMEM_KV_DRY 0x1u
 int vmem_kv_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t flags);
 // Discards rows from `tokens` onward (rejected speculation). A shared page that will be written again is copied. The

@@ -60,7 +60,7 @@ int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max);
 // one, which lapses after 250 ms. Until then, a step that finds too little asks for no less.
 int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes);
 
-// The answer to a member's last request, for memory or for a limit.
+// The answer to a member's last request for memory.
 enum vmem_kv_answer {
     VMEM_KV_UNASKED,
     VMEM_KV_APPLIED,  // it is granted completely
@@ -145,14 +145,7 @@ struct vmem_kv_view {
     char backend[16];
     int32_t device;
     uint32_t reserved;
-    // Written by other processes: bytes, until they are answered; 0: none. The cache adopts it in the next dry step
-    // or after the next step. An idle cache, and a pool's member as its maximum, adopt it without a call.
-    uint64_t wanted_budget;
-    uint64_t memory_total; // bytes of the device, the most that a budget can be
     struct vmem_kv_stats stats;
-    uint64_t answers;                // to wanted budgets so far
-    uint64_t answered_budget;        // bytes that the last answer was about
-    uint32_t answer, reason;         // enum vmem_kv_answer, enum vmem_kv_refusal
     struct vmem_kv_pool_member pool; // the member's entry; size 0: in no pool
     char pool_path[256];             // where its file is, if it has one; or the end of the path
 };

@@ -16,12 +16,10 @@ import re
 import stat
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pyvmem._checks import uint
 from pyvmem._clock import started
 from pyvmem._ffi import ffi, lib
 from pyvmem.kv.shortage import REASONS
@@ -196,25 +194,18 @@ class View:
     backend: str
     device: int
     stats: dict[str, int]
-    memory_total: int = 0  # bytes of the device
-    wanted: int = 0  # a requested budget that is not answered yet
-    answers: int = 0  # answers to requested budgets so far
-    answered: int = 0  # the budget of the last answer
-    answer: str = "unasked"
-    reason: str | None = None
     pool: PoolMember | None = None
     pool_path: str = ""
 
 
-def _read(path: str | os.PathLike[str], wanted_budget: int | None = None) -> Any:
-    """A copy of the structure in a file of this user, or None. If it is there, a `wanted_budget` is written to it.
+def _read(path: str | os.PathLike[str]) -> Any:
+    """A copy of the structure in a file of this user, or None.
 
     The path is a link to the memory of the process that has the cache, which nobody can truncate. Whatever else is
     there is copied, not mapped: a file that becomes shorter cannot harm a reader.
     """
-    size = ffi.sizeof("struct vmem_kv_view")
-    mode = os.O_RDONLY if wanted_budget is None else os.O_RDWR
-    file = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC)
+    size, sequence = ffi.sizeof("struct vmem_kv_view"), ffi.offsetof("struct vmem_kv_view", "sequence")
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         about = os.fstat(file)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
@@ -227,18 +218,12 @@ def _read(path: str | os.PathLike[str], wanted_budget: int | None = None) -> Any
             ffi.buffer(view)[:] = data
             if view.magic != lib.VMEM_KV_VIEW_MAGIC or view.size != size or not view.stats.page_size:
                 return None
-            again = os.pread(file, 8, _offset("sequence"))
+            again = os.pread(file, 8, sequence)
             if view.sequence % 2 == 0 and int.from_bytes(again, sys.byteorder) == view.sequence:
                 break
-        if wanted_budget is not None:  # to the file that was read: the path may lead to another one by now
-            os.pwrite(file, wanted_budget.to_bytes(8, sys.byteorder), _offset("wanted_budget"))
         return view
     finally:
         os.close(file)
-
-
-def _offset(field: str) -> int:
-    return int(ffi.offsetof("struct vmem_kv_view", field))
 
 
 def _text(chars: Any) -> str:
@@ -258,12 +243,6 @@ def read_view(path: str | os.PathLike[str]) -> View | None:
         backend=_text(raw.backend),
         device=raw.device,
         stats={name: int(getattr(raw.stats, name)) for name in STATS},
-        memory_total=raw.memory_total,
-        wanted=raw.wanted_budget,
-        answers=raw.answers,
-        answered=raw.answered_budget,
-        answer=_of(ANSWERS, raw.answer) or "unasked",
-        reason=_of(REASONS, raw.reason),
         pool=pool_member(raw.pool) if raw.pool.size else None,
         pool_path=_text(raw.pool_path) if raw.pool.size else "",
     )
@@ -284,63 +263,3 @@ def read_views() -> list[View]:
         if view:
             found.append(view)
     return found
-
-
-def check_budget(view: View, bytes: int) -> int:
-    """`bytes`, if it is a possible budget of the cache. Raises ValueError if it is less than a page, or too much."""
-    bytes, page = uint("bytes", bytes), view.stats["page_size"]
-    if not page <= bytes <= view.memory_total:
-        most = f"the {view.memory_total} bytes of its device"
-        raise ValueError(f"bytes {bytes} must lie between a page of {view.name!r}, {page}, and {most}")
-    return bytes
-
-
-def request_budget(view: View, bytes: int) -> None:
-    """Ask a process to change its cache's budget, which it does when idle or at its next step.
-
-    A member of a pool adopts it as its maximum, without a step. Raises ValueError as `check_budget`.
-    """
-    if _read(view.path, check_budget(view, bytes)) is None:
-        raise ValueError(f"the cache {view.name} of process {view.pid} has ended")
-
-
-def await_budget(view: View, bytes: int, seconds: float) -> str:
-    """The answer to a `request_budget` as text, after at most `seconds`: applied, refused or deferred.
-
-    view: as read before the request.
-    """
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            now = read_view(view.path)
-        except OSError:
-            now = None
-        if now is None:
-            return "gone: the cache was closed, or its process has ended"
-        if now.answers != view.answers and now.answered == bytes:
-            return _in_words(now, bytes)
-        if time.monotonic() >= until:
-            if now.wanted == bytes:
-                when = "its process has not answered yet" if now.pool else "it is taken over at the next step"
-                return f"deferred: {when}"
-            if not now.wanted and now.answers == view.answers:
-                return "deferred: it is being taken over"
-            return "refused: another budget was asked for meanwhile"
-        time.sleep(0.01)
-
-
-def _in_words(now: View, bytes: int) -> str:
-    page, pages = now.stats["page_size"], now.stats["budget_pages"]
-    if now.answer == "refused":
-        if now.reason == "at minimum" and now.pool:
-            return f"refused: {now.pool.min >> 20} MiB are the minimum of its share of the pool"
-        if now.reason == "file damaged":
-            return "refused: the pool's file is damaged"
-        return f"refused: {pages * page >> 20} MiB stay; the device has not as much memory as was asked for"
-    if now.pool and now.pool.max < bytes:
-        return f"applied: at most {now.pool.max >> 20} MiB, the pool's budget"
-    held, needed = (now.stats[what] * page - bytes // page * page for what in ("held_pages", "needed_pages"))
-    text = f"applied: {'at most ' if now.pool else ''}{bytes >> 20} MiB"
-    if needed > 0:
-        return f"{text}; requests hold {needed >> 20} MiB more until they end"
-    return f"{text}; {held >> 20} MiB that no request needs are being given back" if held > 0 else text

@@ -1,4 +1,4 @@
-"""``pyvmem top``: the KV caches and vLLM engines of this user's processes, what they hold, and their limits.
+"""``pyvmem top``: the KV caches and engines of this user's processes, what they hold, and the engines' limits.
 
 On a terminal it is a live picture by rich, with keys (`pyvmem.tools.top_screen`). Into a pipe or a file, with --once,
 or without rich, it prints tables without escape codes once, and ends.
@@ -19,7 +19,7 @@ from typing import TextIO
 
 from pyvmem.core import MIB
 from pyvmem.engine import control, pools
-from pyvmem.kv.view import View, await_budget, check_budget, read_views, request_budget, view_folder
+from pyvmem.kv.view import View, read_views, view_folder
 from pyvmem.tools import argtypes
 from pyvmem.tools.argtypes import parse_size
 
@@ -173,47 +173,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--limit", action="append", default=[], metavar="WHICH=SIZE",
-        help="set a budget. WHICH is a process or the name of a KV cache: 1234=16G, chat=60%% (of the device). Caches "
-        "adopt it at their next step or when idle; members of a pool at once, as their maximum. WHICH can also be the "
-        "process, name or model of an engine, for the limit of each worker: 60%% is of all its blocks",
-    )  # fmt: skip
-    parser.add_argument(
-        "--wait", type=argtypes.seconds, default=1.0, metavar="SECONDS",
-        help="time to wait for the answer to --limit (1)",
+        help="set the limit of each worker of an engine. WHICH is its process, its name or its model: 1234=16G, "
+        "chat=60%% (of all its blocks)",
     )  # fmt: skip
 
 
-Wanted = tuple[View, int] | tuple[control.Engine, control.Page, int]
+Limit = tuple[control.Engine, control.Page, int]
 
 
-def _owners(which: str) -> tuple[list[tuple[control.Engine, control.Page]], list[View]]:
-    """The engines that a --limit is about, or else the caches: of a process, a name or a model. Raises ValueError."""
-
-    def one_process(pids: set[int], what: str) -> None:
-        if len(pids) > 1:
-            raise ValueError(f"processes {', '.join(map(str, sorted(pids)))} {what}; give one")
-
-    known, views = control.engines(), read_views()
-    named = [v for v in views if v.name == which]
-    engines = [(e, p) for e, p in known if which in (str(e.pid), e.name, f"{e.name}-{e.rank}")]
-    if not engines:
-        engines = [(e, p) for e, p in known if which in (e.model, model_name(e))]
-        one_process({e.pid for e, _ in engines}, "serve a model of that name")
-    if engines:
-        if named and not which.isdecimal():
-            raise ValueError("an engine and a KV cache have that name; give a process")
-        return engines, []
-    found = [v for v in views if which == str(v.pid)] or named
+def _engines(which: str) -> list[tuple[control.Engine, control.Page]]:
+    """The engines that a --limit is about: of a process, a name or a model. Raises ValueError."""
+    known = control.engines()
+    found = [(e, p) for e, p in known if which in (str(e.pid), e.name, f"{e.name}-{e.rank}")]
+    if found:
+        return found
+    found = [(e, p) for e, p in known if which in (e.model, model_name(e))]
+    pids = {e.pid for e, _ in found}
+    if len(pids) > 1:
+        raise ValueError(f"processes {', '.join(map(str, sorted(pids)))} serve a model of that name; give one")
     if not found and which.isdecimal():
-        raise ValueError(f"process {which} has no KV cache and no engine")
+        raise ValueError(f"process {which} has no engine")
     if not found:
-        raise ValueError(f"no KV cache, engine or model has the name {which!r}")
-    one_process({v.pid for v in found}, "have caches of that name")
-    return [], found
+        raise ValueError(f"no engine or model has the name {which!r}")
+    return found
 
 
-def limit(text: str) -> list[Wanted]:
-    """The limit that one --limit sets, and for which caches or engines. Raises ValueError where one cannot have it."""
+def limit(text: str) -> list[Limit]:
+    """The limit that one --limit sets, and for which engines. Raises ValueError where one cannot have it."""
     which, _, wanted = text.rpartition("=")
     try:
         part, size = (float(wanted[:-1]), 0) if wanted.endswith("%") else (0.0, parse_size(wanted))
@@ -224,39 +210,19 @@ def limit(text: str) -> list[Wanted]:
     try:
         if part > 100:
             raise ValueError(f"{wanted} must lie between 0 and 100 %")
-        engines, views = _owners(which)
-        sizes = [size or int(e.blocks * e.block_bytes * part / 100) for e, _ in engines]
-        for (_, page), size in zip(engines, sizes):
-            control.check_change(page, limit=size)
-        budgets = [(v, (size or int(v.memory_total * part / 100)) // len(views)) for v in views]
-        return [*((e, page, size) for (e, page), size in zip(engines, sizes)),
-                *((v, check_budget(v, size)) for v, size in budgets)]  # fmt: skip
+        limits = [(e, page, size or int(e.blocks * e.block_bytes * part / 100)) for e, page in _engines(which)]
+        for _, page, bytes in limits:
+            control.check_change(page, limit=bytes)
+        return limits
     except ValueError as error:
         raise ValueError(f"--limit {text}: {error}") from None
-
-
-def ask(wanted: Iterable[Wanted]) -> tuple[list[str], list[tuple[View, int]]]:
-    """Set these limits. Returns what to say of engines, and the caches, as they were, that are to answer."""
-    said, asked = [], []
-    for one in wanted:
-        if len(one) == 3:
-            said.append(set_engine(*one))
-        else:
-            asked.append(one)
-    for view, size in asked:
-        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, as the answer will say
-            request_budget(view, size)
-    return said, asked
 
 
 def top(args: argparse.Namespace, out: TextIO | None = None) -> int:
     """Run the command; returns the exit status."""
     out = out or sys.stdout
-    said, asked = ask([one for text in args.limit for one in limit(text)])  # all are checked before one is asked
-    for line in said:
-        print(line, file=sys.stderr)
-    for view, size in asked:
-        print(f"{view.pid} {view.name}: {await_budget(view, size, args.wait)}", file=sys.stderr)
+    for one in [one for text in args.limit for one in limit(text)]:  # all are checked before one is set
+        print(set_engine(*one), file=sys.stderr)
     if args.json:
         print(json.dumps([{**asdict(v), "path": str(v.path)} for v in read_views()]), file=out)
         return 0
@@ -266,7 +232,7 @@ def top(args: argparse.Namespace, out: TextIO | None = None) -> int:
         with contextlib.suppress(ModuleNotFoundError):  # rich is an extra
             from pyvmem.tools.top_screen import Screen
 
-            return Screen(args.interval, args.wait).run()
+            return Screen(args.interval).run()
     print(screen(read_views(), shutil.get_terminal_size().columns if terminal else None), file=out)
     return 0
 

@@ -20,9 +20,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pyvmem.kv.view import View, await_budget, read_views
+from pyvmem.kv.view import View, read_views
 from pyvmem.tools.argtypes import three_digits
-from pyvmem.tools.top import COLUMNS, TEXT, ask, fitting, limit, nothing, tables
+from pyvmem.tools.top import COLUMNS, TEXT, fitting, limit, nothing, set_engine, tables
 
 # The parts of a cache's budget, in the order in which they are drawn, and the pages that they count.
 PARTS = {
@@ -41,7 +41,7 @@ _STYLES = {
 _KEYS = (
     ("q, Esc", "quit"),
     ("s", "sort by the next column: name, pid, held, needed, requests, steps/s"),
-    ("l", "set a budget: NAME=SIZE or PID=SIZE, such as chat=16G or 1234=60%"),
+    ("l", "set an engine's limit: NAME=SIZE or PID=SIZE, such as chat=16G or 1234=60%"),
     ("h, ?", "show or hide this help"),
     ("space", "refresh now"),
 )
@@ -112,10 +112,10 @@ class Rates:
 
 
 class Screen:
-    """The screen. interval: seconds between refreshes; wait: seconds to wait for the answer to a new budget."""
+    """The screen. interval: seconds between refreshes."""
 
-    def __init__(self, interval: float, wait: float, console: Console | None = None) -> None:
-        self._interval, self._wait = interval, wait
+    def __init__(self, interval: float, console: Console | None = None) -> None:
+        self._interval = interval
         self.console = console or Console()
         plain = not (self.console.encoding or "").lower().startswith("utf")
         self._characters = ASCII if plain else CHARACTERS
@@ -123,7 +123,6 @@ class Screen:
         self._help = False
         self._prompt: str | None = None  # what has been typed after l
         self._message = ""
-        self._asked: list[tuple[View, int, float]] = []  # (view before the question, bytes, until when to wait)
         self._views: list[View] = []
         self._rates: dict[Path, float] = {}
 
@@ -218,27 +217,15 @@ class Screen:
         elif key in ("\r", "\n"):
             text, self._prompt = self._prompt.strip(), None
             if text:
-                self._ask(text)
+                self._set(text)
         elif key.isprintable():
             self._prompt += key
 
-    def _ask(self, text: str) -> None:
+    def _set(self, text: str) -> None:
         try:
-            said, asked = ask(limit(text))
+            self._message = "; ".join(set_engine(*one) for one in limit(text))
         except ValueError as error:
             self._message = str(error).removeprefix("--limit ")
-            return
-        self._asked = [(*one, time.monotonic() + self._wait) for one in asked]
-        self._message = "; ".join(said)
-        self._answers()
-
-    def _answers(self) -> None:
-        """Show what became of the budgets that were asked for."""
-        if self._asked:
-            said = [(view, await_budget(view, bytes, 0), until) for view, bytes, until in self._asked]
-            self._message = "; ".join(f"{view.name}: {answer}" for view, answer, _ in said)
-            if all(not a.startswith("deferred") or time.monotonic() > until + 30 for _, a, until in said):
-                self._asked = []
 
     # ---- the loop --------------------------------------------------------------------------------------------
 
@@ -256,7 +243,6 @@ class Screen:
         """Read the caches again."""
         self._views = read_views()
         self._rates = rate(self._views)
-        self._answers()
 
     def run(self) -> int:
         """Show it until q or Ctrl-C; returns the exit status."""

@@ -1,10 +1,7 @@
-// A cache that nobody uses gives its memory back, and answers other processes, without a call.
+// A cache that nobody uses gives its memory back without a call.
 //
 // SPDX-License-Identifier: MIT
-#include <fcntl.h>
 #include <pthread.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "kv.h"
 #include "kv/kv.h"
@@ -97,50 +94,6 @@ static void test_the_first_look(void)
     vmem_kv_destroy(kv);
 }
 
-// The mapping of another process that asks for a budget: the published view.
-static struct vmem_kv_view *open_view(void)
-{
-    char path[] = "/tmp/test_kv_idle.XXXXXX";
-    int fd = mkstemp(path);
-    CHECK(fd >= 0);
-    close(fd);
-    unlink(path);
-    OK(vmem_kv_publish(kv, path, "idle"));
-    fd = open(path, O_RDWR);
-    CHECK(fd >= 0);
-    struct vmem_kv_view *view = mmap(NULL, sizeof *view, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    CHECK(view != MAP_FAILED);
-    close(fd);
-    return view;
-}
-
-static void test_a_limit_needs_no_call(void)
-{
-    make(0, 1024 * test_page, 2);
-    struct vmem_kv_view *view = open_view();
-    __atomic_store_n(&view->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
-    wait_for_looks(3);
-    CHECK_EQ(k_stats(kv).budget_pages, 512);
-    munmap(view, sizeof *view);
-    vmem_kv_destroy(kv);
-}
-
-// A call that has entered may wait for the thread: for vmem_kv_wait, a slot or a cut.
-static void test_a_limit_does_not_wait_for_a_call(void)
-{
-    make(0, 1024 * test_page, 2);
-    struct vmem_kv_view *view = open_view();
-    pthread_mutex_lock(&kv->gate.api);
-    __atomic_store_n(&view->wanted_budget, 512 * test_page, __ATOMIC_RELEASE);
-    wait_for_looks(3);
-    CHECK_EQ(k_stats(kv).budget_pages, 1024);
-    pthread_mutex_unlock(&kv->gate.api);
-    wait_for_looks(3);
-    CHECK_EQ(k_stats(kv).budget_pages, 512);
-    munmap(view, sizeof *view);
-    vmem_kv_destroy(kv);
-}
-
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
@@ -148,8 +101,6 @@ int main(int argc, char **argv)
     vmem__kv_hook = at;
     test_kept_pages_and_memory_ahead_go();
     test_the_first_look();
-    test_a_limit_needs_no_call();
-    test_a_limit_does_not_wait_for_a_call();
     vmem_context_destroy(ctx);
     return 0;
 }

@@ -469,41 +469,6 @@ def test_top_shows_pools(tmp_path):
         assert found["target"]["min"] == 8 * MIB and found["draft"]["max"] == 16 * MIB
 
 
-def test_a_limit_by_name_and_in_per_cent(capsys):
-    pool = KVPool(64 * MIB)
-    with make(pool, "target") as cache, make(None, "alone", idle_seconds=0.01):
-        slots = load(cache, 4, pool)
-        run_top("--limit", "target=20M", "--wait", "60")
-        assert "target: applied: at most 20 MiB\n" in capsys.readouterr().err
-        run_top("--limit", "target=4MiB", "--wait", "60")
-        assert "target: applied: at most 4 MiB; requests hold 12 MiB more" in capsys.readouterr().err
-        assert member(pool, "target").max == 4 * MIB
-        free(cache, slots)
-        while member(pool, "target").has > 4 * MIB:
-            os.sched_yield()
-        pool.set_share(cache, 4 * MIB, 64 * MIB)
-        run_top("--limit", "target=1M", "--wait", "60")
-        assert "refused: 4 MiB are the minimum of its share" in capsys.readouterr().err
-        (view,) = [v for v in kv_view.read_views() if v.name == "alone"]
-        run_top("--limit", f"alone={32 * MIB / view.memory_total * 100:.9f}%", "--wait", "60")
-        assert "alone: applied: 3" in capsys.readouterr().err
-
-
-def test_limits_that_name_nobody_or_too_many_are_refused(tmp_path):
-    with make(None, "kv"), Child(tmp_path / "pool", name="kv", budget=40 * MIB) as child:
-        pids = ", ".join(map(str, sorted((os.getpid(), child.process.pid))))
-        for text, what in {
-            "kv=1G": f"processes {pids} have caches of that name",
-            "nobody=1G": "no KV cache, engine or model has the name 'nobody'",
-            "kv=0%": "must be PID=SIZE or NAME=SIZE", "kv=x%": "must be PID=SIZE", "=1G": "must be PID=SIZE",
-            "16M": "must be PID=SIZE", f"{os.getpid()}=0": "",
-            f"{os.getpid()}=101%": "must lie between 0 and 100 %", f"{os.getpid()}=nan%": "must be",
-        }.items():  # fmt: skip
-            with pytest.raises(ValueError, match="--limit") as found:
-                run_top("--limit", text)
-            assert what in str(found.value)
-
-
 def test_views_that_are_cut_short_or_spoilt_are_passed_over(folder):
     with make(None, "kv"):
         (path,) = folder.glob("*.kv")

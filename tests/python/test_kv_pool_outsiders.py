@@ -15,7 +15,6 @@ import threading
 import time
 
 import pytest
-from kv_caches import run_top
 from kv_pools import MIB, TOKENS, Child, free, load, make, member
 
 from conftest import python
@@ -299,34 +298,6 @@ def test_64_have_a_pool_open_and_no_more(tmp_path):
     for pool in pools:
         pool.close()
     assert not path.exists()
-
-
-# ---- limits from pyvmem top -----------------------------------------------------------------------------------------
-
-
-def test_a_limit_over_the_pools_budget_says_what_applies(capsys):
-    pool = KVPool(40 * MIB)
-    with make(pool):
-        run_top("--limit", "kv=4000M", "--wait", "60")
-        assert "kv: applied: at most 40 MiB, the pool's budget\n" in capsys.readouterr().err
-        assert member(pool, "kv").max == 40 * MIB
-
-
-def test_a_limit_that_nobody_can_answer_now_is_deferred(tmp_path, capsys):
-    """The process is stopped, or waits for the file's lock; the last limit holds once it can go on."""
-    path = tmp_path / "pool"
-    pool = KVPool(40 * MIB, path=path)
-    with Child(path) as child, open(path, "r+b") as file:
-        stop(child, path)
-        run_top("--limit", "child=10M", "--wait", "0")
-        assert "child: deferred: its process has not answered yet\n" in capsys.readouterr().err
-        lock(file, fcntl.F_WRLCK)
-        child.process.send_signal(signal.SIGCONT)
-        run_top("--limit", "child=12M", "--wait", "2.5")
-        assert "child: deferred: " in capsys.readouterr().err
-        lock(file, fcntl.F_UNLCK)
-        while member(pool, "child").max != 12 * MIB:
-            os.sched_yield()
 
 
 # ---- clocks ----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 from pyvmem.kv import view as kv_view
 from pyvmem.kv.cache import KVCache, Spare
 from pyvmem._ffi import ffi
+from pyvmem.engine import control
 from pyvmem.tools import top as command
 
 pytest.importorskip("rich")
@@ -81,7 +82,10 @@ class Terminal:
 
 
 def test_keys():
-    with make() as cache:
+    page = control.open_page("chat", 0)
+    control.claim(page)
+    page[control.BLOCKS], page[control.BLOCK_BYTES], page[control.RANKS_USED] = 100, MIB, 1
+    with make():
         top = Terminal(80, "--interval", "0.2")
         top.until("chat")
         top.press("s")
@@ -91,12 +95,11 @@ def test_keys():
         top.press("hlchat=16X\r")
         top.until("must be PID=SIZE or NAME=SIZE")
         top.press("lchat=1\x7f16M\r")
-        top.until("chat: deferred")
-        cache.step([0] * 4, dry=True)
-        assert cache.stats().budget_pages == 256
-        top.until("chat: applied: 16 MiB")
+        top.until(f"chat-0: {16 * MIB} bytes for each worker")
+        assert page[control.LIMIT] == 16 * MIB
         top.press("q")
         assert top.ends() == 0
+    page.unlink()
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
@@ -108,7 +111,7 @@ def test_no_line_is_wider_than_the_terminal(columns):
 
         with open(os.devnull, "w", encoding="utf-8") as out:
             console = Console(file=out, width=columns, height=24, record=True, force_terminal=True)
-            screen = Screen(1, 1, console)
+            screen = Screen(1, console)
             for _ in range(2):
                 screen.refresh(Rates())
             console.print(screen.draw())

@@ -689,7 +689,7 @@ def test_top_shows_engines_and_sets_their_limits():
         run_top("--once", "--limit", "abc=120%")
     with pytest.raises(ValueError, match="--limit abc=99999999T: limit [0-9]+ must be 0 to 4611686018427387903"):
         run_top("--once", "--limit", "abc=99999999T")
-    with pytest.raises(ValueError, match="no KV cache, engine or model has the name 'xyz'"):
+    with pytest.raises(ValueError, match="no engine or model has the name 'xyz'"):
         run_top("--once", "--limit", "xyz=1G")
     page[control.MIN] = 30 << 20
     with pytest.raises(ValueError, match=f"--limit abc=20M: min {30 << 20} is over limit {20 << 20}"):
@@ -708,17 +708,6 @@ def test_top_shows_models_and_their_ports_and_finds_engines_by_them():
     assert (page[control.LIMIT], other[control.LIMIT]) == (50 << 20, 30 << 20)
     run_top("--once", "--limit", "/models/Llama-3-8B=40M")
     assert (page[control.LIMIT], other[control.LIMIT]) == (40 << 20, 30 << 20)
-
-
-def test_top_sets_no_limit_by_a_name_that_an_engine_and_a_cache_have():
-    pytest.importorskip("torch")
-    from pyvmem import KVCache
-
-    page = engine()
-    with KVCache.for_model(1, 2, 64, slots=2, max_tokens=512, budget=8 << 20, backend="host", name="abc") as cache:
-        with pytest.raises(ValueError, match="--limit abc=4M: an engine and a KV cache have that name; give a process"):
-            run_top("--once", "--limit", "abc=4M")
-        assert page[control.LIMIT] == control.NO_LIMIT and cache.stats().budget_pages * cache.page_size == 8 << 20
 
 
 # ---- steps of a worker ----------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 // The gate: every public call begins and ends here. Between calls, others see the cache's statistics. Other processes
-// see its view: memory in which they read its state and write a request for another budget. kv.h states the order of
-// the locks.
+// read its state in its view. kv.h states the order of the locks.
 //
 // SPDX-License-Identifier: MIT
 #include <fcntl.h>
@@ -85,29 +84,12 @@ static int publish(vmem_kv *kv, const char *path, const char *name)
     v->pid = (uint32_t)kv->pid;
     v->size = sizeof(*v);
     v->device = info.device;
-    v->memory_total = info.memory_total;
     memcpy(v->backend, info.backend, sizeof(v->backend));
     strncpy(v->name, name, sizeof(v->name) - 1);
     kv->view.map = v;
     vmem__kv_tell(kv);
     __atomic_store_n(&v->magic, VMEM_KV_VIEW_MAGIC, __ATOMIC_RELEASE);
     return 0;
-}
-
-uint64_t vmem__kv_wanted_budget(const vmem_kv *kv)
-{
-    return kv->view.map ? __atomic_load_n(&kv->view.map->wanted_budget, __ATOMIC_ACQUIRE) : 0;
-}
-
-void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason)
-{
-    struct vmem_kv_view *v = kv->view.map;
-    uint64_t old = bytes; // a newer one stays
-    __atomic_compare_exchange_n(&v->wanted_budget, &old, 0, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
-    v->answered_budget = bytes;
-    v->answer = rc ? VMEM_KV_REFUSED : VMEM_KV_APPLIED;
-    v->reason = rc ? reason : 0;
-    __atomic_store_n(&v->answers, v->answers + 1, __ATOMIC_RELEASE);
 }
 
 #define VIEW_NS 5000000 // how old the published view may be

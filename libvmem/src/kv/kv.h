@@ -784,11 +784,6 @@ int vmem__kv_enter(vmem_kv *kv);
 int vmem__kv_enter_step(vmem_kv *kv);
 int vmem__kv_leave(vmem_kv *kv, int rc);
 
-// The budget that another process has written into the view and that is not yet answered; 0: none. The answer is rc,
-// and in case of an error the reason (VMEM_KV_NO_MEMORY or another of the kind).
-uint64_t vmem__kv_wanted_budget(const vmem_kv *kv);
-void vmem__kv_answer_wanted(vmem_kv *kv, uint64_t bytes, int rc, uint32_t reason);
-
 // ---- reclaim.c ------------------------------------------------------------------------------------------------------
 
 // The fewest pages to which the cache can shrink now without an eviction, and without pages that the worker would map
@@ -819,8 +814,6 @@ int vmem__kv_grow_make(vmem_kv *kv, struct kv_grow *l, int tries);
 
 // Takes pages back that exceed the budget. Calls that end requests call it; a step does so only after its plan.
 void vmem__kv_shrink_to_budget(vmem_kv *kv);
-// Applies the budget that another process has asked for, if any.
-void vmem__kv_apply_wanted_budget(vmem_kv *kv);
 
 // ---- request.c ------------------------------------------------------------------------------------------------------
 

@@ -99,17 +99,6 @@ static void evict(void *self, uint64_t pages)
     unlock(kv);
 }
 
-static uint64_t wanted_max(void *self) { return vmem__kv_wanted_budget(self); }
-
-static void max_answered(void *self, uint64_t bytes, int rc, uint32_t why)
-{
-    vmem_kv *kv = self;
-    lock(kv);
-    vmem__kv_tell(kv); // a reader of the answer also finds the new maximum
-    vmem__kv_answer_wanted(kv, bytes, rc, why);
-    unlock(kv);
-}
-
 static const struct vmem__member_ops ops = {
     .lock = lock,
     .unlock = unlock,
@@ -119,8 +108,6 @@ static const struct vmem__member_ops ops = {
     .continue_lowering = continue_lowering,
     .trim = trim,
     .evict = evict,
-    .wanted_max = wanted_max,
-    .max_answered = max_answered,
 };
 
 // ---- what callers ask --------------------------------------------------------------------------------------------------

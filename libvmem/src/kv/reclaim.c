@@ -248,15 +248,6 @@ int vmem_kv_set_budget(vmem_kv *kv, uint64_t bytes)
     return vmem__kv_leave(kv, rc ? rc : set_budget(kv, bytes));
 }
 
-void vmem__kv_apply_wanted_budget(vmem_kv *kv)
-{
-    uint64_t wanted = kv->membership.member ? 0 : vmem__kv_wanted_budget(kv); // the pool's thread serves members
-    if (!wanted)
-        return;
-    kv->view.may_lag = false;
-    vmem__kv_answer_wanted(kv, wanted, set_budget(kv, wanted), VMEM_KV_NO_MEMORY);
-}
-
 void vmem__kv_shrink_to_budget(vmem_kv *kv)
 {
     if (kv->ledger.held > kv->ledger.budget && !kv->membership.lowering)

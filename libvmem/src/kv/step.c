@@ -196,7 +196,6 @@ static int would_step(vmem_kv *kv, const int32_t *lengths, uint32_t n, uint32_t 
     int rc = vmem__check_flags(flags, VMEM_KV_DRY);
     if (rc)
         return rc;
-    vmem__kv_apply_wanted_budget(kv);
     rc = check_lengths(kv, lengths, n);
     if (!rc)
         rc = plan_step(kv, lengths, NULL);
@@ -427,12 +426,9 @@ static int do_step(vmem_kv *kv, const int32_t *lengths, uint32_t n)
         kv->stats.step_failures++;
         vmem__kv_count_shortage(kv);
     }
-    // Both come after the plan, because a dry step has counted on the pages that ended requests left, and on the
-    // budget.
+    // It comes after the plan, because a dry step has counted on the pages that ended requests left.
     if (has_ending)
         vmem__kv_shrink_to_budget(kv);
-    if (vmem__kv_wanted_budget(kv))
-        vmem__kv_apply_wanted_budget(kv);
     return rc;
 }
 

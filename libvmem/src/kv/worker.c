@@ -272,18 +272,6 @@ static bool release_everything(vmem_kv *kv)
     return all;
 }
 
-// Applies a budget that another process wants, as a public call does, unless there is one: it may wait for this thread.
-static void apply_wanted_budget(vmem_kv *kv)
-{
-    if (!vmem__kv_wanted_budget(kv) || has_requests(kv) || vmem__kv_check_usable(kv) ||
-        pthread_mutex_trylock(&kv->gate.api))
-        return;
-    kv->gate.called = true;
-    vmem__kv_apply_wanted_budget(kv);
-    vmem__kv_leave(kv, 0);
-    pthread_mutex_lock(&kv->gate.state);
-}
-
 // Waits for work, and after idle_ms without any looks whether the cache is idle.
 static void wait_for_work(vmem_kv *kv)
 {
@@ -296,7 +284,6 @@ static void wait_for_work(vmem_kv *kv)
     if (pthread_cond_timedwait(&kv->turn.work, &kv->gate.state, &until) != ETIMEDOUT || kv->turn.stop ||
         kv->turn.pauses || kv->turn.due)
         return;
-    apply_wanted_budget(kv);
     if (kv->gate.calls != calls || has_requests(kv))
         kv->worker.released_all = false;
     else if (!kv->worker.released_all && !kv->turn.stop && !kv->turn.pauses) {

@@ -34,25 +34,6 @@ static uint64_t least_pages(const struct vmem__member *m, const struct vmem__mem
     return MAX(min, s->min_pages + s->margin);
 }
 
-// Applies the maximum that another process has asked for, if any. With the member's lock held, which it drops
-// meanwhile.
-static void apply_wanted_limit(struct vmem__member *m)
-{
-    const uint64_t bytes = m->ops->wanted_max ? m->ops->wanted_max(m->self) : 0;
-    uint32_t why = VMEM_KV_NO_MEMORY;
-    if (!bytes)
-        return;
-    m->ops->unlock(m->self);
-    pthread_mutex_lock(&m->pool->lock);
-    int rc = vmem__pool_change_share(m, m->entry.min, bytes, &why);
-    if (rc == -EBADMSG)
-        why = VMEM_KV_FILE_DAMAGED;
-    pthread_mutex_unlock(&m->pool->lock);
-    if (rc != -EAGAIN) // otherwise another process has the file's lock, and the next look tries again
-        m->ops->max_answered(m->self, bytes, rc, why);
-    m->ops->lock(m->self);
-}
-
 // Gives back what a member has beyond its maximum, except pages that it needs. Those follow when it no longer does.
 void vmem__pool_keep_to_max(struct vmem__member *m)
 {
@@ -137,7 +118,6 @@ static bool refresh_member(struct vmem__member *m)
         vmem__pool_retain(m, 0);
     pthread_mutex_unlock(&m->pool->lock);
     m->ops->lock(m->self);
-    apply_wanted_limit(m);
     const bool more = shrink_member(m, &s);
     const uint64_t before_trim = MAX(s.budget, s.held);
     bool keep_retained;

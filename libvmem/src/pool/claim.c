@@ -234,13 +234,12 @@ int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uin
     return 0;
 }
 
-int vmem__pool_change_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why)
+static int change_share(struct vmem__member *m, uint64_t min, uint64_t max)
 {
     vmem_kv_pool *pool = m->pool;
     int rc = vmem__table_begin(pool, POOL_CALL_US);
     if (rc)
         return rc;
-    *why = VMEM_KV_AT_MINIMUM;
     if (m->leaving) {
         vmem__table_end(pool);
         return vmem__error(-EINVAL, "the member has left its pool");
@@ -267,9 +266,8 @@ int vmem__pool_change_share(struct vmem__member *m, uint64_t min, uint64_t max, 
 
 int vmem__pool_set_share(struct vmem__member *m, uint64_t min, uint64_t max)
 {
-    uint32_t why;
     pthread_mutex_lock(&m->pool->lock);
-    const int rc = vmem__pool_change_share(m, min, max, &why);
+    const int rc = change_share(m, min, max);
     pthread_mutex_unlock(&m->pool->lock);
     return rc;
 }

@@ -65,12 +65,6 @@ struct vmem__member_ops {
     // Not locked; NULL: nothing can be evicted. Frees up to so many of the `evictable` pages. Their budget goes to
     // others in the next round.
     void (*evict)(void *self, uint64_t pages);
-
-    // Locked; NULL: no other process can ask. Returns the maximum, in bytes, that another process asks for and that is
-    // not answered yet; 0: none.
-    uint64_t (*wanted_max)(void *self);
-    // Not locked; NULL if `wanted_max` is. Answers that process: rc is 0 or a negative errno. why: enum vmem_kv_refusal.
-    void (*max_answered)(void *self, uint64_t bytes, int rc, uint32_t why);
 };
 
 // The terms on which a member joins.

@@ -138,7 +138,7 @@ struct vmem_kv_pool {
     uint64_t locked_at; // of `ran`, when the thread last found the file not locked by another process
 };
 
-// ---- claim.c. With the pool's lock held; those that name a place or change shares also between begin and end.
+// ---- claim.c. With the pool's lock held; those that name a place also between begin and end.
 
 // Has the thread look at the members now. No lock is needed.
 void vmem__pool_ring(const vmem_kv_pool *pool);
@@ -148,8 +148,6 @@ void vmem__pool_answer(struct vmem__member *m, uint32_t what, uint32_t why);
 // Checks that the member in that place can have this share: -EINVAL or -ENOMEM. A maximum of 0, or beyond the pool's
 // budget, becomes the budget.
 int vmem__pool_check(const vmem_kv_pool *pool, uint32_t place, uint64_t min, uint64_t *max);
-// vmem__pool_set_share, with the pool's lock held; calls begin and end itself. *why: enum vmem_kv_refusal.
-int vmem__pool_change_share(struct vmem__member *m, uint64_t min, uint64_t max, uint32_t *why);
 // Takes what the member has been granted out of `granted`, and returns it in pages, by which its budget grows. The pool's
 // thread calls it, or a call that is short, whichever comes first.
 uint64_t vmem__pool_accept(struct vmem__member *m);
