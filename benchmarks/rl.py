@@ -42,6 +42,10 @@ class Failed(RuntimeError):
     """A run ended without a result. The text is the end of what it printed."""
 
 
+class Late(Failed):
+    """A run had no result in time."""
+
+
 class Bench:
     """One benchmark: its runs, and where they are written."""
 
@@ -69,7 +73,7 @@ class Bench:
             told = subprocess.run([*command, *(["--sleep"] if way in SLEEPS else [])], env=environ, text=True,
                                   capture_output=True, timeout=max(min(args.timeout, self.left()), 1))  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise Failed(f"no result within {time.monotonic() - begin:.0f} s") from None
+            raise Late(f"no result within {time.monotonic() - begin:.0f} s") from None
         found = [line[7:] for line in told.stdout.splitlines() if line.startswith("RESULT ")]
         seen = [json.loads(line[5:]) for line in told.stdout.splitlines() if line.startswith("STEP ")]
         line = dict(way=way, part=part, batch=batch, tokens=args.tokens, steps=seen[1:] or seen, ok=bool(found))
@@ -89,12 +93,18 @@ class Bench:
         return line
 
     def greatest(self, way: str) -> int:
-        """The greatest batch that two steps train on: doubled until memory runs out, and then halved in between."""
+        """The greatest batch that two steps train on: doubled until memory runs out, and then halved in between.
+
+        A run that has no result in time ends the search: it says nothing of memory.
+        """
         fits, fails, batch = 0, 0, self.args.batch
         while self.left() > 60 and (not fails or (fails > fits + self.args.group and fails > SETTLED * fits)):
             try:
                 self.run(way, batch, 2, "most")
                 fits = batch
+            except Late as error:
+                print(f"{way}, batch {batch}: {error}", flush=True)
+                break
             except Failed:
                 fails = batch
             batch = 2 * fits if not fails else (fits + fails) // 2 // self.args.group * self.args.group

@@ -163,7 +163,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         trainer.train()
     parts = hashlib.sha256()
     for name, value in sorted(trainer.model.state_dict().items()):
-        parts.update(name.encode() + value.float().cpu().contiguous().numpy().tobytes())
+        parts.update(name.encode())
+        parts.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy())
     timed = ("time", "runtime", "per_second", "profiling")
     log = [{k: v for k, v in line.items() if not any(t in k for t in timed)} for line in trainer.state.log_history]
     core = trainer.vllm_generation.llm.llm_engine.engine_core.engine_core
