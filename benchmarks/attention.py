@@ -184,8 +184,8 @@ def installed(device: Any) -> Any:
         return {"contiguous": ["sdpa"], "flashinfer": False, "fa3 paged": False, "triton": False}
     there = fa3.build()
     have: dict[str, Any] = {name: importlib.util.find_spec(name) is not None for name in ("triton", "flashinfer")}
-    libraries = {"fa3": there is not None, "fa2": True, **have}
-    have["contiguous"] = [name for name, here in libraries.items() if here]
+    libraries = {"fa3": there is not None, **have}
+    have["contiguous"] = [name for name, here in libraries.items() if here] or ["sdpa"]
     have["fa3 paged"] = there is not None and "PAGEDKV" not in there.disabled
     build = there.name if there else "not installed"
     print(f"attention: FlashAttention-3 is {build}; paged: {have['fa3 paged']}; FlashInfer: {have['flashinfer']}",

@@ -127,7 +127,7 @@ class Server:
 
 
 class Attention:
-    """Decode attention of every layer over a cache with torch's FlashAttention-2, which also writes the new rows."""
+    """Decode attention of every layer over a cache with Triton's kernel, which also writes the new rows."""
 
     def __init__(self, cache: KVCache, model: Model) -> None:
         import torch
@@ -153,7 +153,7 @@ class Attention:
         batch = attention.Batch(self.cache, slots, lengths[slots], check=False)
         query, row = self.query[: len(slots)], self.row[: len(slots)]
         for layer in range(len(self.cache.keys)):
-            attention.decode(query, self.cache, layer, batch, kernel="fa2", new=(row, row))
+            attention.decode(query, self.cache, layer, batch, kernel="triton", new=(row, row))
         event = self.torch.cuda.Event()
         event.record()
         self.events = [self.events[1], event]

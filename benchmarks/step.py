@@ -1,6 +1,6 @@
 """The cost of a step to the server: decode with and without a background thread, and prefill by allocation strategy.
 
-On a GPU, the attention of every layer runs meanwhile (FlashAttention-2 over the cache), and the step for an iteration
+On a GPU, the attention of every layer runs meanwhile (Triton's kernel over the cache), and the step for an iteration
 is called while the previous iteration is still running. On the host, a pause takes the place of attention. Figures 9
 and 10 of the vAttention paper are the same two experiments.
 

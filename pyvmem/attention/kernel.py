@@ -42,7 +42,6 @@ class Shape:
         The cache's `tile_rows`.
     slot_rows : int
         Rows from the beginning of one slot to the beginning of the next.
-    slots : int
     requests : int
         Requests in the batch; 0 if no batch is known.
     rows : int
@@ -61,7 +60,6 @@ class Shape:
     softcap: float = 0.0
     tile_rows: int = 1
     slot_rows: int = 0
-    slots: int = 1
     requests: int = 0
     rows: int = 0
 
@@ -178,16 +176,6 @@ class Kernel:
     def run(self, call: Call) -> torch.Tensor:
         """The attention of a `Call`: ``[tokens, query_heads, head_dim]``."""
         raise NotImplementedError
-
-
-def flat_rows(x: torch.Tensor) -> torch.Tensor:
-    """A cache's layer ``[slots, tokens, heads, dim]`` as rows ``[slots * slot rows, heads, dim]``, without a copy.
-
-    The last slot's rows past its tokens are omitted, because they may lie past the end of the memory.
-    """
-    slots, tokens = x.shape[:2]
-    rows = slot_rows(x)
-    return x.as_strided(((slots - 1) * rows + tokens, *x.shape[2:]), x.stride()[1:])
 
 
 def slot_rows(x: torch.Tensor) -> int:

@@ -69,9 +69,9 @@ class KVCacheOptions:
     page_size : int, optional
         Bytes; by default, the smallest that the backend supports.
     tile_rows : int
-        Rows that the attention kernel loads together, also past the length. FlashAttention-3 loads up to 224,
-        FlexAttention 128. Kernels that mask their loads need 1 (FlashAttention-2, most Triton kernels).
-        `pyvmem.attention.tile_rows` gives the number for a kernel.
+        Rows that the attention kernel loads together, also past the length. FlashAttention-3 loads up to 224.
+        Kernels that mask their loads, as most in Triton do, need 1. `pyvmem.attention.tile_rows` gives the number for
+        a kernel.
     steps_in_flight : int
         Steps whose kernels may still be running when `KVCache.step` is called, 1 to 16. An engine that schedules ahead
         needs 2 or more.

@@ -187,7 +187,7 @@ WRONG = {
     r"q \(2, 8, 32\) must be \[2 tokens, query_heads, 64\]": {"q": queries(2, 8, 32)},
     r"q \(3, 8, 64\) must be \[2 tokens": {"q": queries(3, 8, 64)},
     r"query_heads 6 must be a multiple of the cache's 4 KV heads": {"q": queries(2, 6, 64)},
-    r"kernel 'fa9' must be one of best, fa3, fa2": {"kernel": "fa9"},
+    r"kernel 'fa9' must be one of best, fa3, flashinfer": {"kernel": "fa9"},
     r"kernel sdpa does not take softcap 30.0 \(none\); no other kernel does": {"softcap": 30.0, "kernel": "sdpa"},
     r"no kernel supports this call: .*sdpa: softcap 30.0": {"softcap": 30.0},
     r"window -1 must be a number of tokens": {"window": -1},
@@ -283,7 +283,7 @@ def test_err_rows_of_a_freed_slot():
 # ---- kernels that are not here ------------------------------------------------------------------------------------
 
 HOPPER = attention.Shape("decode", 32, 8, 128, torch.bfloat16, torch.bfloat16, "cuda", (9, 0), tile_rows=128,
-                         slot_rows=8192, slots=4)  # fmt: skip
+                         slot_rows=8192)  # fmt: skip
 REFUSED = {
     ("fa3", "device cpu (only cuda)"): {"device": "cpu", "capability": (0, 0)},
     ("fa3", "a GPU of compute capability 8.0 (from 9.0 on)"): {"capability": (8, 0)},
@@ -295,11 +295,10 @@ REFUSED = {
     ("fa3", "a cache of tile_rows 192 (a multiple of 128, since it loads whole tiles)"): {"tile_rows": 192},
     ("fa3", "window 100 in decode (its tiles begin at the window there, and end past those backed)"): {"window": 100},
     ("fa3", "head_dim 512 (multiples of 8 up to 256)"): {"head_dim": 512},
-    ("fa2", "softcap 30.0 (none)"): {"softcap": 30.0},
-    ("fa2", "head_dim 65 (multiples of 8 up to 256)"): {"head_dim": 65},
-    ("fa2", "262144 slots of 8192 rows (together under 2^31)"): {"slots": 1 << 18},
-    ("fa2", "a cache of tile_rows 1 (a multiple of 128, since it loads whole tiles)"): {"window": 100, "tile_rows": 1},
-    ("fa2", "dtype bfloat16 over a cache of float8_e4m3fn (only bfloat16, float16)"): {"kv_dtype": torch.float8_e4m3fn},
+    ("triton", "head_dim 65 (multiples of 8 up to 256)"): {"head_dim": 65},
+    ("fa3", "dtype bfloat16 over a cache of float8_e4m3fn (only bfloat16, float16, float8_e4m3fn)"): {
+        "kv_dtype": torch.float8_e4m3fn
+    },
     ("flashinfer", "head_dim 80 (only 64, 128, 256)"): {"head_dim": 80},
     ("triton", "a GPU of compute capability 7.0 (from 7.5 on)"): {"capability": (7, 0)},
 }  # fmt: skip
@@ -325,7 +324,6 @@ def test_err_a_kernel_that_is_not_installed(name, how, monkeypatch):
 def test_best_says_why_not_the_others(monkeypatch):
     monkeypatch.setattr(table.KERNELS["flashinfer"], "unavailable", lambda shape: "FlashInfer is not installed")
     monkeypatch.setattr(table.KERNELS["triton"], "unavailable", lambda shape: None)
-    monkeypatch.setattr(table.KERNELS["fa2"], "unavailable", lambda shape: None)
     choice = table.choose(replace(HOPPER, requests=64, rows=8192, tile_rows=1))
     assert choice.kernel == "triton" and "tile_rows 1" in choice.refused["fa3"] and "not fa3: " in choice.why
     capped = table.choose(replace(HOPPER, tile_rows=1, softcap=5.0))
@@ -335,7 +333,7 @@ def test_best_says_why_not_the_others(monkeypatch):
     with cache:
         assert attention.best("decode", cache, 8).kernel == "sdpa"
         assert attention.best("prefill", cache, 8).kernel == "sdpa"
-        assert attention.best("decode", cache, 8).refused["fa2"] == "device cpu (only cuda)"
+        assert attention.best("decode", cache, 8).refused["fa3"] == "device cpu (only cuda)"
 
 
 def test_fa3_takes_what_its_tiles_allow():
@@ -352,13 +350,13 @@ def test_fa3_takes_what_its_tiles_allow():
 
 def test_best_prefers_one_launch_to_one_a_request(monkeypatch):
     for name in table.KERNELS:
-        here = None if name in ("fa3", "fa2") else "not here"
+        here = None if name in ("fa3", "triton") else "not here"
         monkeypatch.setattr(table.KERNELS[name], "unavailable", lambda shape, here=here: here)
     prompts = replace(HOPPER, phase="prefill", tile_rows=1)
     assert table.choose(prompts).kernel == "fa3"
     assert table.choose(replace(prompts, requests=100, tile_rows=128)).kernel == "fa3"
     many = table.choose(replace(prompts, requests=100))
-    assert many.kernel == "fa2" and "100 launches, one per request" in many.why
+    assert many.kernel == "triton" and "100 launches, one per request" in many.why
     for name in table.KERNELS:  # rather so than not at all
         if name != "fa3":
             monkeypatch.setattr(table.KERNELS[name], "unavailable", lambda shape: "not here")
@@ -388,7 +386,7 @@ def test_tile_rows():
     with pytest.raises(TypeError, match="query_heads must be an integer, not 32.0"):
         attention.tile_rows("fa3", 32.0, 8, 128)
     assert attention.tile_rows("fa3", np.int64(32), np.int64(8), 128) == 128
-    assert attention.tile_rows("triton", 32, 8, 128) == attention.tile_rows("fa2", 32, 8, 128) == 1
+    assert attention.tile_rows("triton", 32, 8, 128) == attention.tile_rows("sdpa", 32, 8, 128) == 1
     assert attention.tile_rows("fa3", 32, 8, 128) == 128
     assert attention.tile_rows("fa3", 32, 8, 128, torch.float8_e4m3fn) == 224
 
