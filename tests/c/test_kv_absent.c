@@ -95,6 +95,8 @@ int main(int argc, char **argv)
     CHECK_EQ(k_slot(kv, 2).absent_steps, 3);
     OK(vmem_kv_free(kv, 2, k_step(kv, 1)));
     CHECK_EQ(k_slot(kv, 2).absent_steps, 0);
+    OK(k_alloc(kv, 0, &slot)); // it had no step yet
+    CHECK_EQ(k_slot(kv, slot).absent_steps, 0);
     vmem_kv_destroy(kv);
     test_swapped_in();
     CHECK_EQ(test_stats(ctx).created, 0);

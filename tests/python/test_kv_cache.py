@@ -179,6 +179,13 @@ def test_kept_pages_give_way_to_a_running_request(backend):
         assert cache.stats().held_pages == 40
 
 
+def test_a_request_that_waits_is_reported(backend):
+    with make(backend) as cache:
+        (waits, _), (runs, _) = start(cache, 10), start(cache, 10)
+        assert [cache.slot(slot).absent_steps for slot in (waits, runs)] == [1, 0]
+        assert cache.stats().absent_slots == 1
+
+
 def test_a_request_ends_when_its_kernels_have(backend):
     with make(backend, overlap=False, steps_in_flight=2, pages=12) as cache:
         first = cache.last_step
