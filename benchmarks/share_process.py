@@ -35,7 +35,7 @@ class Loop:
         self.tokens = self.amount // self.requests // row - AHEAD
         self.cache = KVCache.for_model(
             layers, HEADS, DIM, slots=self.requests + 2, max_tokens=max(self.tokens, 16384),
-            budget=about["budget"], dtype=torch.bfloat16, layout="token-major" if one else "separate", sharing=one,
+            budget=about["budget"], dtype=torch.bfloat16, layout="token-major" if one else "separate",
             backend=about["backend"], device=about["device"],
             page_size=about["page_size"], name=about["name"], pool=self.pool, pool_min=about["min"],
         )  # fmt: skip

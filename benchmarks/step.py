@@ -224,8 +224,6 @@ def prefill(
         "deferred reclamation": {"spare": Spare(overlap=False, eager=False)},
         "eager": {"spare": Spare(defer=False, eager_tokens=tokens)},
     }
-    if context.backend == "cuda":
-        strategies["synchronous, no sharing"] = strategies["synchronous"] | {"sharing": False}
     records = []
     budget = 4 * (tokens * model.row_bytes() // (2 * MIB) + 2) * 2 * MIB * 2 * layers
     budget = min(budget, memory_for(context, 0.85))

@@ -66,7 +66,6 @@ _NAMES = {
     "VMEM_OPT_UNKNOWN_DRIVER": "unknown_driver=True",
     "VMEM_OPT_BY_DEFAULT": "by_default=True",
     "VMEM_BLOCKS_OVER": "over=True",
-    "VMEM_KV_UNSHARED": "sharing=False",
     "opts->": "",
     "cfg->": "",
 }

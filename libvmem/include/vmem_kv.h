@@ -58,11 +58,6 @@ struct vmem_kv_tensor {
 #define VMEM_KV_GENEROUS 0x10u // while memory is plentiful, back whole 2 MiB blocks; take the rest back under pressure
 #define VMEM_KV_CHECK 0x20u    // verify the kernel rule and the bookkeeping at every operation (slow)
 #define VMEM_KV_LAZY 0x40u     // take device memory when pages are needed, not the whole budget at creation
-// Requests share no pages: vmem_kv_share returns -EOPNOTSUPP. On a GPU, the tensors then have no
-// backdrop, which makes calls to the driver cheaper: no kernel may read past whole tiles, or from a slot without a
-// request. The cuda backend creates, maps and unmaps a prompt's pages together, up to 32 MiB, as fast as a single page.
-// Other backends always map consecutive pages at once.
-#define VMEM_KV_UNSHARED 0x80u
 #define VMEM_KV_DEFAULT (VMEM_KV_OVERLAP | VMEM_KV_DEFER | VMEM_KV_EAGER | VMEM_KV_GENEROUS)
 
 // Grows at its end: a field that the caller does not know is 0.

@@ -51,7 +51,7 @@ struct vmem_torch_config {
 // Makes a lease: a member of the pool with a minimum of 0. *place names it in the calls below, and no other lease of the
 // process; *place % VMEM_TORCH_PLACES is the number of its pair of functions. The context must outlive the lease, which
 // ends when it is closed and PyTorch has freed its last segment: `ended` says when. Members of one context exchange pages
-// without allocating device memory (on cuda, leases among themselves).
+// without allocating device memory.
 // -EMFILE: all places are taken. -ENOMEM and -ENOSPC: as vmem_kv_pool_join.
 int vmem_torch_open(vmem_context *ctx, vmem_kv_pool *pool, const struct vmem_torch_config *cfg, uint32_t *place);
 // From now on, the lease allocates nothing. Memory of segments that PyTorch still has stays until PyTorch frees them.

@@ -111,8 +111,6 @@ class KVCache(_Owned):
         The shortage of the calling thread's last call of this cache that needed memory or a slot.
     options : KVCacheOptions
         The options given, with the keywords applied.
-    sharing : bool
-        Whether requests may share pages.
 
     Raises
     ------
@@ -166,12 +164,11 @@ class KVCache(_Owned):
             sizes = self.context.page_sizes
             asked = options.page_size
             self.page_size = min(sizes) if asked is None else one_of("page_size", asked, sizes)
-            self.sharing = self.context.backend != "cuda" if options.sharing is None else options.sharing
             pool, most = options.pool, uint("budget", budget)
             if options.pool_min > most:
                 raise InvalidArgument(errno.EINVAL, f"pool_min {options.pool_min} is over budget, {most}")
             config, _tensors = config_of(
-                self.specs, options._flags(self.sharing), slots=slots, max_tokens=max_tokens, page_size=self.page_size,
+                self.specs, options._flags(), slots=slots, max_tokens=max_tokens, page_size=self.page_size,
                 budget=most if pool is None or most < self.page_size else self.page_size, **options._numbers(),
             )  # fmt: skip
             owner = self._new_owner(self.context._owned())

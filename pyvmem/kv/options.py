@@ -75,11 +75,6 @@ class KVCacheOptions:
     steps_in_flight : int
         Steps whose kernels may still be running when `KVCache.step` is called, 1 to 16. An engine that schedules ahead
         needs 2 or more.
-    sharing : bool or None
-        Requests may share pages, through prefixes and blocks. False refuses both. The cuda backend then creates,
-        maps and unmaps a prompt's pages together, up to 32 MiB, with a sixteenth of the calls. On a GPU, unbacked rows
-        then have no backdrop: kernels must not read past whole tiles (`tile_rows`), nor free slots. None: False on the
-        cuda backend, True on the others; `KVCache.sharing` says which.
     zero : bool
         Each request gets pages of zeros. A slot that is freed keeps none, as without ``Spare.defer``: a request's first
         step creates its pages.
@@ -107,7 +102,6 @@ class KVCacheOptions:
     page_size: int | None = None
     tile_rows: int = 1
     steps_in_flight: int = 1
-    sharing: bool | None = True
     zero: bool = False
     lazy: bool = False
     idle_seconds: float = 1.0
@@ -139,16 +133,13 @@ class KVCacheOptions:
             raise TypeError(f"spare must be a Spare, not {shown(self.spare)}")
         for name in ("zero", "lazy", "check"):
             flag(name, getattr(self, name))
-        if self.sharing is not None:
-            flag("sharing", self.sharing)
 
-    def _flags(self, sharing: bool) -> int:
+    def _flags(self) -> int:
         """The switches as C flags."""
-        unshared: int = 0 if sharing else lib.VMEM_KV_UNSHARED
         pooled: int = 0 if self.pool is None else lib.VMEM_KV_LAZY
         switches = vars(self) | vars(self.spare)
         flags: int = sum(bit for name, bit in _SWITCHES.items() if switches[name])
-        return flags | unshared | pooled
+        return flags | pooled
 
     def _numbers(self) -> dict[str, int]:
         """The numbers for the fields of ``struct vmem_kv_config``."""

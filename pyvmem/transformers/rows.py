@@ -70,7 +70,6 @@ class Rows:
         self._finalizer: Any = None
         self.cudnn: Any = None  # switches cuDNN's attention on again; False: it was off before
         self._swapped = False
-        self._shares = False  # whether sequences have ever shared rows
         self._batch: Any = None  # the last pass's `Batch`, and the pass for which it is valid
         self._batch_shape: tuple[int, ...] | None = None
 
@@ -142,8 +141,6 @@ class Rows:
         if options.get("context") is None:
             options["device"] = self.device.index or 0
         options.setdefault("tile_rows", self.tile_rows)
-        if not self._shares and not any(self.windows):  # large handles would keep what windows give up
-            options.setdefault("sharing", None)
         kv = KVCache(specs, slots, self.max_tokens, self._max_budget(), **options)
         if kv.tensors[0].device != self.device:
             backend = kv.context.backend
@@ -238,7 +235,6 @@ class Rows:
             self.swap_in()
         for name in ("dtype", "autocast", "blank", "device", "tile_rows", "batch", "as_tensors"):
             setattr(other, name, getattr(self, name))
-        other._shares = self._shares
         other.slots, other._floor = self.slots[:], self._floor[:]
         other._shapes, other._known = self._shapes[:], self._known[:]
         other.columns = self.columns.select(range(self.batch))
@@ -480,7 +476,6 @@ class Rows:
         if self._swapped:
             self.swap_in()
         if len(sources) > self.kv.slots:
-            self._shares = True
             self._rebuild(len(sources))
         old = self.slots
         lengths = [int(self._lengths[slot]) for slot in old]
@@ -490,8 +485,6 @@ class Rows:
         if moves or len(sources) != self.batch:
             wait(self.kv)
             try:
-                if any(lengths[s] for s, _ in moves) and not self.kv.sharing and "sharing" not in self.options:
-                    self._allow_sharing()
                 self._share(moves, old, lengths, new)
             except BaseException:
                 self.reset()
@@ -500,18 +493,6 @@ class Rows:
         self._floor = [self._floor[s] for s in sources]
         self.columns = self.columns.select(sources)
         self.version += 1
-
-    def _allow_sharing(self) -> None:
-        """Move the rows to pages that sequences can share. Most caches never need it, and map faster without."""
-        self._shares = True
-        try:
-            self._rebuild(self.kv.slots)
-        except OutOfMemory as error:
-            raise OutOfMemory(
-                errno.ENOMEM,
-                "no memory to copy the rows to pages that sequences can share: pass sharing=True to VMemCache, which "
-                "needs no copy, or raise the budget; the cache is empty now",
-            ) from error
 
     def _keep_slots(self, sources: list[int]) -> list[int]:
         taken: set[int] = set()

@@ -324,7 +324,7 @@ static int backdrop(struct vmem__backend *b, struct vmem__reservation *r, uint64
 }
 static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
 {
-    MUST(a->size && a->size % BLOCK == 0 && a->size <= (a->whole ? b->whole_max : b->arena_max));
+    MUST(a->size && a->size % BLOCK == 0 && a->size <= b->arena_max);
     MUST(((uintptr_t)a & 7) == 0);
     const bool full = atomic_fetch_add(&device_used, a->size) + a->size > device_memory;
     int rc = fault() || full ? injected() : inner->arena_new(b, a);

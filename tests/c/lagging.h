@@ -39,11 +39,6 @@ static const struct shape shapes[] = {
     {"a page and a half", {{.row_bytes = 96 * 1024}}, 1, 1, 200, 2},
     {"window, tiles", {{.row_bytes = 32768, .window = 64}, {.row_bytes = 16384, .max_tokens = 100}}, 2, 16, 120, 8},
 };
-// Shapes whose pages go together, where the backend has such (VMEM_KV_UNSHARED).
-static const struct shape together[] = {
-    {"long", {{.row_bytes = 256 * KIB}, {.row_bytes = 256 * KIB}}, 2, 1, 120 * 32, 0},
-    {"long, tiles, window", {{.row_bytes = 192 * KIB}, {.row_bytes = 128 * KIB, .window = 60}}, 2, 24, 100 * 32, 0},
-};
 
 static vmem_context *ctx;
 static vmem_kv *kv;

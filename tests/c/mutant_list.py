@@ -86,7 +86,7 @@ _MUTANTS = [
     ("handles are not salted", "core/vmem__context_create_ops", replace("new_salt()", "FRAME_END"), "test_ownership"),
     ("generations end with the arena", "core/blocks_put", drop("generation = generation"), "test_create"),
     # commits
-    ("a commit forgets VMEM_MAP_FINE", "core/vmem__commit", replace("flags & VMEM_MAP_FINE", "0"), "test_commit"),
+    ("a commit forgets VMEM_MAP_FINE", "core/vmem_commit", replace("flags & VMEM_MAP_FINE", "0"), "test_commit"),
     ("a commit forgets VMEM_CREATE_ZERO", "core/create_pages", replace("flags & VMEM_CREATE_ZERO", "0"), "test_commit"),
     ("a commit leaves what is backed to others", "core/mark_backed", drop("opid = c"), "test_commit"),
     ("a commit keeps what is backed from others", "core/unmark",
@@ -141,7 +141,7 @@ _MUTANTS = [
     ("trim leaves what is stuck", "core/page.c:trim", drop("stuck = false"), "test_failures"),
     ("an interrupt function is removed under a thread", "core/vmem_set_interrupt",
      replace("ctx->interrupting && !", "0 &&"), "test_interrupt"),
-    ("prealloc(0) keeps", "core/vmem__prealloc", replace("vmem_trim(ctx, NULL)", "0"), "test_budget"),
+    ("prealloc(0) keeps", "core/vmem_prealloc", replace("vmem_trim(ctx, NULL)", "0"), "test_budget"),
     ("trim keeps what prealloc took", "core/page.c:trim", drop("keep"), "test_budget"),
     # the host backend
     ("the system is asked for every page", "backend/host/credited",
@@ -175,7 +175,7 @@ _MUTANTS = [
      replace("MIN((from + b - 1) / b * b, to)", "from"), "test_kv_memory"),
     ("a cut stays in the books", "kv/vmem__kv_cut_end", drop("ledger"), "test_kv_fences"),
     ("protected pages may be taken", "kv/vmem__kv_tail",
-     replace("MAX(from, kv_span(kv, slot, group)->pinned.hi)", "from"), "test_kv_fences"),
+     replace("MAX(from, s->pinned.hi)", "from"), "test_kv_fences"),
     ("kept pages show what an earlier request left", "kv/configure", drop("VMEM_KV_DEFER"), "test_kv_fences"),
     ("a job begins although a call has planned", "kv/do_job", never("kv->turn.pauses"), "test_kv_failures"),
     ("a failed attach leaves rows of the prefix", "kv/keep_tail", never("kv->flags & VMEM_KV_ZERO"), "test_kv_failures"),

@@ -102,7 +102,7 @@ struct user {
     vmem_kv *kv;
     struct vmem_kv_layout layouts[2];
     uint32_t tokens[SLOTS], in_flight;
-    bool taken[SLOTS], swapped[SLOTS], unshared;
+    bool taken[SLOTS], swapped[SLOTS];
     uint64_t rows[SLOTS][TOKENS], part[SLOTS], run_rows[TOKENS], run, run_kernel;
     uint32_t run_tokens;
     char *host[SLOTS];
@@ -138,7 +138,7 @@ static uint64_t row_at(const struct user *u, uint32_t t, uint32_t slot, uint32_t
 static void begin_cache(struct user *u)
 {
     static const uint32_t flags[] = {VMEM_KV_DEFAULT, VMEM_KV_DEFAULT | VMEM_KV_LAZY, VMEM_KV_DEFER,
-                                     VMEM_KV_OVERLAP | VMEM_KV_ZERO | VMEM_KV_LAZY, VMEM_KV_DEFAULT | VMEM_KV_UNSHARED};
+                                     VMEM_KV_OVERLAP | VMEM_KV_ZERO | VMEM_KV_LAZY};
     const uint32_t chosen = flags[below(COUNT(flags))];
     const struct vmem_kv_tensor tensors[2] = {{.row_bytes = P / (4u << below(3))}, {.row_bytes = P / 4, .kind = 1}};
     const struct vmem_kv_config cfg = {.size = sizeof cfg,
@@ -156,7 +156,6 @@ static void begin_cache(struct user *u)
     if (failed(vmem_kv_create(ctx, &cfg, &u->kv)))
         return;
     u->kind = CACHE;
-    u->unshared = chosen & VMEM_KV_UNSHARED;
     if (u->pooled && failed(vmem_kv_pool_join(pool, u->kv, &share)))
         u->pooled = false;
     for (uint32_t t = 0; t < 2; t++) {
@@ -259,7 +258,7 @@ static void share_run(struct user *u, uint32_t slot)
     } else if (u->run) {
         OK(k_drop(u->kv, u->run));
         u->run = 0;
-    } else if (u->taken[slot] && !u->swapped[slot] && u->tokens[slot] && !u->unshared) {
+    } else if (u->taken[slot] && !u->swapped[slot] && u->tokens[slot]) {
         u->run_tokens = 1 + below(u->tokens[slot]);
         if (failed(k_save(u->kv, slot, u->run_tokens, &u->run))) {
             u->run = 0;

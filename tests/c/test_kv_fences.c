@@ -134,10 +134,7 @@ static void do_prefix(uint32_t s)
 {
     struct prefix *p = &prefixes[below(PREFIXES)];
     const struct request *r = &requests[s];
-    if (flags & VMEM_KV_UNSHARED) {
-        CHECK_EQ(k_save(kv, s, 1, &p->id), r->taken && !r->swapped ? -EOPNOTSUPP : -EINVAL);
-        p->id = 0;
-    } else if (p->id && below(3)) {
+    if (p->id && below(3)) {
         attach(p);
     } else if (p->id) {
         OK(k_drop(kv, p->id));
@@ -194,8 +191,7 @@ static void do_blocks(uint32_t s)
 {
     const struct request *r = &requests[s];
     struct prefix *b = &blocks[below(BLOCKS)];
-    switch (flags & VMEM_KV_UNSHARED ? 4 : below(4)) {
-    case 4: return;
+    switch (below(4)) {
     case 0:
         OK(k_drop(kv, b->id));
         b->id = 0;
@@ -533,8 +529,7 @@ static void run_all(uint32_t steps_in_flight, uint64_t start, uint64_t iteration
                                     0,
                                     VMEM_KV_DEFER | VMEM_KV_GENEROUS,
                                     VMEM_KV_OVERLAP | VMEM_KV_DEFER};
-    const uint64_t all = COUNT(shapes) + (ctx->b.whole_max ? COUNT(together) : 0);
-    const uint64_t kinds = all * COUNT(with), most = 5000; // iterations of all kinds in turn
+    const uint64_t kinds = COUNT(shapes) * COUNT(with), most = 5000; // iterations of all kinds in turn
     const uint64_t seconds = number("VMEM_TEST_SECONDS", 0);
     const time_t begin = time(NULL);
     uint64_t done = 0;
@@ -544,10 +539,7 @@ static void run_all(uint32_t steps_in_flight, uint64_t start, uint64_t iteration
         for (uint64_t n = 0; n < kinds && (!seconds || (uint64_t)(time(NULL) - begin) < seconds); n++) {
             const uint64_t i = n / COUNT(with), j = n % COUNT(with), seed_of = start + i * 10 + j + round * 1000000;
             const uint64_t page = test_page << ((i + j) % 3 == 2 && test_page < 2 * MIB);
-            if (i < COUNT(shapes))
-                run(&shapes[i], with[j], steps_in_flight, page, seed_of, each);
-            else
-                run(&together[i - COUNT(shapes)], with[j] | VMEM_KV_UNSHARED, steps_in_flight, page, seed_of, each);
+            run(&shapes[i], with[j], steps_in_flight, page, seed_of, each);
             done += each;
         }
         printf("%u steps in flight: %" PRIu64 " of %" PRIu64 " iterations in %" PRIu64 " s: %" PRIu64

@@ -14,7 +14,7 @@ import torch
 from kv_caches import grouped, make, start
 
 import pyvmem
-from pyvmem import KVCacheOptions, VmemError
+from pyvmem import KVCacheOptions
 from pyvmem.kv.cache import KVCache, Spare, model_specs
 from pyvmem.kv.prefix import PrefixCache
 
@@ -77,20 +77,6 @@ def test_numbers_of_blocks_are_named_as_in_python():
     with KVCache.for_model(1, 2, 64, **SMALL, backend="host", name=None) as cache:
         with pytest.raises(pyvmem.InvalidArgument, match="^block_tokens 101 is not between 1 and max_tokens, 100"):
             PrefixCache(cache, 101)
-
-
-def test_a_cache_without_sharing_refuses_it(backend):
-    with KVCache.for_model(1, 2, 64, **SMALL, backend=backend, sharing=False, check=True, name=None) as cache:
-        slot = cache.alloc(50)
-        assert cache.step([50 if s == slot else 0 for s in range(4)])
-        cache.keys[0][slot, :50] = 3
-        with pytest.raises(VmemError, match="share no pages"):
-            cache.share(slot, 50)
-        assert cache.keys[0][slot, :50].eq(3).all()
-    with pytest.raises(TypeError, match="sharing must be True or False"):
-        KVCacheOptions(sharing=2)
-    with KVCache.for_model(1, 2, 64, **SMALL, backend=backend, sharing=None, name=None) as cache:
-        assert cache.sharing == (backend != "cuda")
 
 
 def test_a_cache_says_what_it_is():

@@ -83,7 +83,7 @@ def kv_cache(context, closes):
 
 
 def kv_cache_with_prefixes(context, closes):
-    cache = pyvmem.KVCache.for_model(1, 2, 64, 4, 4096, 16 * MIB, dtype=torch.float32, context=context, sharing=True)
+    cache = pyvmem.KVCache.for_model(1, 2, 64, 4, 4096, 16 * MIB, dtype=torch.float32, context=context)
     blocks, slot = PrefixCache(cache, 1024), cache.alloc(4096)
     assert cache.step([4096 if s == slot else 0 for s in range(4)])
     blocks.add(slot, [bytes([i]) * 16 for i in range(4)])

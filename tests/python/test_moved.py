@@ -46,7 +46,7 @@ def test_a_virtual_tensor_that_was_moved_is_refused(move):
 @each_way
 @pytest.mark.parametrize("which", [0, 3])
 def test_a_cache_whose_tensor_was_moved_is_refused(move, which):
-    with KVCache.for_model(2, 2, 64, 4, 512, 4 * MIB, backend="host", dtype=torch.float32, sharing=True) as cache:
+    with KVCache.for_model(2, 2, 64, 4, 512, 4 * MIB, backend="host", dtype=torch.float32) as cache:
         slot, other = cache.alloc(), cache.alloc()
         lengths = [100 if s == slot else 0 for s in range(4)]
         assert cache.step(lengths)

@@ -36,7 +36,6 @@ struct vmem__reservation {
 
 struct vmem__arena {
     uint64_t size; // a multiple of 2 MiB
-    bool whole;    // no run has a part of it: all of it is mapped at an address, or nothing
     bool raw;      // set by arena_new(): its memory must go through zero() before it is mapped for the first time
     void *priv;    // the backend's
 };
@@ -65,7 +64,6 @@ struct vmem__backend {
     uint64_t arena_min;          // smallest arena worth allocating, a multiple of 2 MiB
     uint64_t arena_max;          // largest possible arena; arena_min == arena_max == 2 MiB: one arena per page
     _Atomic bool beside_kernels; // an engine's kernels run beside: zeroing starts none, however much there is of it
-    uint64_t whole_max; // largest arena that can be made to be mapped whole alone, where that saves time; 0: none
 };
 
 struct vmem__ops {

@@ -91,8 +91,6 @@ bool vmem__by_granules(const vmem_context *ctx) { return ctx->b.ops->populate; }
 
 bool vmem__by_pieces(const vmem_context *ctx) { return ctx->b.ops->populate || ctx->b.arena_max <= BLOCK; }
 
-uint64_t vmem__whole_max(const vmem_context *ctx) { return ctx->b.whole_max; }
-
 // ---- memory that stays for somebody ---------------------------------------------------------------------------------
 //
 // The hand-over. One member of a pool, A, gives what another, B, waits for. If both have this context, the memory itself

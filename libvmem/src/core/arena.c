@@ -23,16 +23,10 @@ static inline struct vmem__page *extent_at(const vmem_context *ctx, uint64_t fra
     return &(*a)->pages[frame - (*a)->base];
 }
 
-// Arenas that are mapped whole have a list of their own, in which each is one extent.
-static inline struct vmem__freelist *freelist_of(vmem_context *ctx, const struct vmem__arena_rec *a, bool committed)
-{
-    return VMEM__UNLIKELY(a->b.whole) ? &ctx->whole : &ctx->free[committed];
-}
-
 static void extent_link(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first, uint32_t granules, bool committed)
 {
     struct vmem__page *head = &a->pages[first], *tail = head + granules - 1;
-    struct vmem__freelist *fl = freelist_of(ctx, a, committed);
+    struct vmem__freelist *fl = &ctx->free[committed];
     unsigned bin = bin_of(granules);
     uint64_t link = a->base + first + 1;
 
@@ -58,7 +52,7 @@ static void extent_link(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t f
 static inline void extent_unlink(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t first)
 {
     struct vmem__page *head = &a->pages[first], *tail = head + head->granules - 1;
-    struct vmem__freelist *fl = freelist_of(ctx, a, head->committed);
+    struct vmem__freelist *fl = &ctx->free[head->committed];
     unsigned bin = bin_of(head->granules);
     struct vmem__arena_rec *other;
 
@@ -179,18 +173,6 @@ bool vmem__take_piece_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t 
     return true;
 }
 
-bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *out)
-{
-    struct vmem__arena_rec *a;
-    for (uint64_t link = ctx->whole.head[bin_of(granules)]; link; link = extent_at(ctx, link - 1, &a)->next) {
-        if (extent_at(ctx, link - 1, &a)->granules != granules)
-            continue;
-        extent_cut(ctx, a, 0, 0, (uint32_t)granules, out);
-        return true;
-    }
-    return false;
-}
-
 // ---- arenas -------------------------------------------------------------------------------------------------
 
 // Numbers the arena's frames: consecutive blocks, and another one that stays unused, so that the frames of two arenas
@@ -273,7 +255,6 @@ void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes)
 {
     struct vmem__backend *b = &ctx->b;
     vmem__lock(ctx);
-    ctx->small_arenas = true;
     b->beside_kernels = true;
     if (!b->ops->populate && bytes < b->arena_max) {
         b->arena_max = bytes;
@@ -330,7 +311,7 @@ static int add_arena(vmem_context *ctx, struct vmem__arena_rec *a)
 }
 
 // A new arena of `size` bytes, or of less, down to `least`, where there is no memory for it.
-static int new_arena(vmem_context *ctx, uint64_t size, uint64_t least, bool whole, bool zeroed)
+static int new_arena(vmem_context *ctx, uint64_t size, uint64_t least, bool zeroed)
 {
     struct vmem__backend *b = &ctx->b;
     const bool lazy = b->ops->populate != NULL; // an arena costs nothing until it is populated
@@ -351,7 +332,6 @@ static int new_arena(vmem_context *ctx, uint64_t size, uint64_t least, bool whol
         if (!a)
             return vmem__error(-ENOMEM, "no memory for bookkeeping of %" PRIu64 " bytes of pages", size);
         a->b.size = size;
-        a->b.whole = whole;
         a->granules = (uint32_t)(size / GRANULE);
         ctx->committed += lazy ? 0 : size; // before the lock is dropped: other calls must see it
         begin_move(ctx);
@@ -375,18 +355,15 @@ static int new_arena(vmem_context *ctx, uint64_t size, uint64_t least, bool whol
     }
 }
 
-int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole, bool zeroed)
+int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool zeroed)
 {
     const struct vmem__backend *b = &ctx->b;
-    if (whole)
-        return new_arena(ctx, granules * GRANULE, granules * GRANULE, true, zeroed);
-
     // Arenas grow with the memory in use, so that there are few, but waste at most an eighth.
     uint64_t size = round_up(granules * GRANULE, BLOCK), eighth = round_up(ctx->arena_bytes / 8, BLOCK);
     size = size < eighth ? eighth : size;
     size = size < b->arena_min ? b->arena_min : size;
     size = size > b->arena_max ? b->arena_max : size;
-    return new_arena(ctx, size, round_up(align * GRANULE, BLOCK), false, zeroed);
+    return new_arena(ctx, size, round_up(align * GRANULE, BLOCK), zeroed);
 }
 
 // True if memory that has just been freed stays: for vmem_prealloc, or for those who expect some.
@@ -441,30 +418,6 @@ void vmem__wait_gone(vmem_context *ctx)
         pthread_cond_wait(&ctx->settled, &ctx->lock);
 }
 
-// An arena that nothing uses, mapped whole or not; NULL if there is none. Of backends with a whole_max alone, whose
-// other arenas are a block each.
-static struct vmem__arena_rec *unused_arena(const vmem_context *ctx, bool whole)
-{
-    const struct vmem__freelist *fl = whole ? &ctx->whole : &ctx->free[1];
-    struct vmem__arena_rec *a = NULL;
-    if (fl->nonempty)
-        extent_at(ctx, fl->head[bin_of(fl->nonempty)] - 1, &a);
-    return a;
-}
-
-uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t bytes)
-{
-    uint64_t freed = 0;
-    struct vmem__arena_rec *a;
-    while (ctx->b.whole_max && freed < bytes && (a = unused_arena(ctx, whole)) && ctx->committed >= keep + a->b.size) {
-        freed += a->b.size;
-        uncommit(ctx, a, a->b.size);
-        arena_unlink(ctx, a);
-        arena_release(ctx, a);
-    }
-    return freed;
-}
-
 // Puts a piece into the free lists. Returns the arena, unlinked, if it is now empty and should be freed.
 static struct vmem__arena_rec *put_piece(vmem_context *ctx, const struct vmem__piece *p)
 {
@@ -480,13 +433,9 @@ static struct vmem__arena_rec *put_piece(vmem_context *ctx, const struct vmem__p
         a->pages[u].state = GRANULE_RETIRED;
         a->retired++;
         a->committed += p->committed;
-        if (u > start && !a->b.whole)
+        if (u > start)
             extent_insert(ctx, a, start, u - start, p->committed);
         start = u + 1;
-    }
-    if (VMEM__UNLIKELY(a->b.whole)) { // it can be had again when all of it is free
-        start = 0;
-        end = a->used || a->retired ? 0 : a->granules;
     }
     if (end > start)
         extent_insert(ctx, a, start, end - start, p->committed);

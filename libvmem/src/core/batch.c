@@ -48,33 +48,13 @@ int vmem__batch_push(struct batch *b, const struct vmem__run *run)
     return 0;
 }
 
-// -EINVAL where a run has a part of an arena that is mapped whole.
-static int check_whole(const struct batch *b, size_t *op)
-{
-    for (size_t i = 0; i < b->n; i++) {
-        const struct vmem__run *r = &b->runs[i];
-        if ((r->arena->whole && r->length != r->arena->size) ||
-            (r->old_arena && r->old_arena->whole && r->length != r->old_arena->size)) {
-            *op = r->op;
-            return vmem__error(-EINVAL,
-                               "addr 0x%" PRIx64 ": the %" PRIu64
-                               " bytes are a part of what the backend maps as a whole",
-                               r->addr, r->length);
-        }
-    }
-    return 0;
-}
-
 int vmem__batch_run(struct batch *b, int (*call)(struct vmem__backend *, const struct vmem__run *, size_t, size_t *),
                     size_t *op)
 {
     size_t bad = 0;
     if (!b->n)
         return 0;
-    int rc = VMEM__UNLIKELY(b->ctx->b.whole_max) ? check_whole(b, op) : 0;
-    if (rc)
-        return rc;
-    rc = VMEM__UNLIKELY(b->ctx->accesses) ? vmem__check_accesses(b->ctx, b->runs, b->n, &bad) : 0;
+    int rc = VMEM__UNLIKELY(b->ctx->accesses) ? vmem__check_accesses(b->ctx, b->runs, b->n, &bad) : 0;
     if (!rc) {
         vmem__unlock(b->ctx);
         rc = call(&b->ctx->b, b->runs, b->n, &bad);

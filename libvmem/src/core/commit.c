@@ -235,27 +235,10 @@ static void unmark(struct commit *c, bool filled)
 
 // ---- pages --------------------------------------------------------------------------------------------------
 
-// Creates pages that go together, as far as the backend has such.
-static int create_together(struct commit *c, uint32_t flags)
-{
-    const size_t most = c->b.ctx->b.whole_max / c->page_size;
-    struct vmem__stretch *parts = malloc((c->holes / most + c->n_stretches * 32) * sizeof *parts);
-    size_t n = 0;
-    if (!parts)
-        return vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", c->holes);
-    for (size_t i = 0; i < c->n_stretches; i++)
-        for (size_t left = c->stretches[i].hole ? c->stretches[i].length / c->page_size : 0; left; left -= parts[n++].n)
-            parts[n] = vmem__next_whole(left, most);
-    int rc = vmem__create_stretches(c->b.ctx, c->page_size, parts, c->holes, flags, c->pages);
-    free(parts);
-    return rc;
-}
-
 // Creates the pages. The caller holds the lock, which this drops.
 static int create_pages(struct commit *c, uint32_t flags)
 {
     vmem_context *ctx = c->b.ctx;
-    const bool together = flags & VMEM__COMMIT_TOGETHER && ctx->b.whole_max >= 2 * c->page_size;
     vmem__unlock(ctx);
     int rc = 0;
     flags = (flags & VMEM_CREATE_ZERO) | VMEM__CREATE_BOUND;
@@ -265,7 +248,7 @@ static int create_pages(struct commit *c, uint32_t flags)
             rc = vmem__error(-ENOMEM, "no memory for bookkeeping of %zu pages", c->holes);
     }
     if (!rc)
-        rc = together ? create_together(c, flags) : vmem__create_near(ctx, c->page_size, c->holes, 0, flags, c->pages);
+        rc = vmem__create_near(ctx, c->page_size, c->holes, 0, flags, c->pages);
     vmem__lock(ctx);
     c->created = rc ? 0 : c->holes;
     return rc;
@@ -350,9 +333,11 @@ static void finish_commit(struct commit *c)
     unmark(c, true);
 }
 
-int vmem__commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t flags,
-                 uint64_t *bytes)
+int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t flags,
+                uint64_t *bytes)
 {
+    if (flags & ~(VMEM_CREATE_ZERO | VMEM_MAP_FINE))
+        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO and VMEM_MAP_FINE are known", flags);
     int rc = vmem__enter(ctx);
     if (rc)
         return rc;
@@ -398,12 +383,4 @@ int vmem__commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, u
     if (c.pages != c.few_pages)
         free(c.pages);
     return rc;
-}
-
-int vmem_commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t flags,
-                uint64_t *bytes)
-{
-    if (flags & ~(VMEM_CREATE_ZERO | VMEM_MAP_FINE))
-        return vmem__error(-EINVAL, "flags 0x%x: only VMEM_CREATE_ZERO and VMEM_MAP_FINE are known", flags);
-    return vmem__commit(ctx, ranges, n, page_size, flags, bytes);
 }

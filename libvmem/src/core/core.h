@@ -191,7 +191,6 @@ struct vmem_context {
     size_t free_block; // no block before it is free
     struct vmem__arena_rec *arenas;
     struct vmem__freelist free[2]; // [1]: extents that hold device memory. Without populate() all do.
-    struct vmem__freelist whole;   // arenas that are mapped whole and have no page
 
     uint32_t opid;          // the last operation id given to a call
     uint64_t budget, limit; // most bytes of pages: 0 without a budget; the budget, or otherwise the device's memory
@@ -200,7 +199,6 @@ struct vmem_context {
     uint64_t expected_back; // and for those who gave up so many, until the next trim
     uint64_t retained_peak; // the most bytes of free memory that may have stayed for them
     bool unwanted;          // some may have stayed, and nobody waits any more
-    bool small_arenas;      // vmem__limit_arenas
     struct vmem__ahead *ahead; // who has taken memory ahead
     struct vmem__device_free {
         uint64_t bytes, committed, at; // the device's free memory, `committed` below at that time, and when (ns)
@@ -270,17 +268,12 @@ bool vmem__take_piece_at(vmem_context *ctx, struct vmem__arena_rec *a, uint32_t 
                          uint32_t align, struct vmem__piece *out);
 // Puts pieces into the free lists, and returns to the system what exceeds what is kept, expected and the hysteresis.
 void vmem__free_pieces(vmem_context *ctx, struct vmem__piece *p, size_t n);
-// An arena of exactly so many granules that is mapped whole; false when there is none.
-bool vmem__take_whole(vmem_context *ctx, uint64_t granules, struct vmem__piece *out);
-// A new arena, of at least `align` granules and up to `granules` where it can; whole: of exactly `granules`. Unless
-// `zeroed`, the caller zeroes its raw granules.
-int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool whole, bool zeroed);
+// A new arena, of at least `align` granules and up to `granules` where it can. Unless `zeroed`, the caller zeroes its raw
+// granules.
+int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool zeroed);
 // After a call was refused memory: whether arenas came or went since ctx->moved was `seen`, so that it should look again.
 // Waits for those on their way, because what another call makes is counted before anybody can take from it.
 bool vmem__wait_moved(vmem_context *ctx, uint64_t seen);
-// Returns unused arenas of the one kind or the other to the system, up to `bytes` or one more, while `keep` bytes of
-// memory remain. Returns how many bytes.
-uint64_t vmem__convert(vmem_context *ctx, bool whole, uint64_t keep, uint64_t bytes);
 // Returns all free memory beyond ctx->keep, or that and ctx->expected, to the system, without hysteresis.
 void vmem__shrink(vmem_context *ctx, bool wanted);
 // The same in another thread, for an interrupted call that must return at once. It takes 100 ms or more per GiB.

@@ -64,7 +64,6 @@ int vmem__check_reserved(vmem_context *ctx, uint64_t addr, uint64_t length);
 struct vmem__stretch {
     size_t n;       // pages
     vmem_page near; // 0: anywhere
-    bool whole;     // the pages are mapped and unmapped together: they get an arena of their own if possible
     bool blocks;    // the pages are whole blocks: a new arena, if possible, rather than parts of blocks
     size_t more;    // pages that the next stretches will take from the same new arena
 };
@@ -77,23 +76,8 @@ static inline int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_
     return vmem__create_stretches(ctx, page_size, &(struct vmem__stretch){.n = n, .near = near}, n, flags, out);
 }
 
-// The next of n pages that go together: as many as one of a backend's arenas has, of which the largest has `most`.
-static inline struct vmem__stretch vmem__next_whole(size_t n, size_t most)
-{
-    const size_t part = n >= most ? most : (size_t)1 << (63 - __builtin_clzll(n));
-    return (struct vmem__stretch){.n = part, .whole = part > 1};
-}
-
-// vmem_commit (commit.c), for callers that decommit all that they commit at once: where the backend has such, the new
-// pages of each range go together.
-#define VMEM__COMMIT_TOGETHER 0x40000000u
-int vmem__commit(vmem_context *ctx, const struct vmem_range *ranges, size_t n, uint64_t page_size, uint32_t flags,
-                 uint64_t *bytes);
-
 // ---- preallocated and unused memory (page.c, arena.c) --------------------------------------------------------
 
-// vmem_prealloc. whole: in arenas that are mapped whole, as far as possible.
-int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole);
 // Limits arenas that hold device memory to so many bytes, so that parts of the memory can go back. A new arena takes
 // the place of unused ones. Callers run an engine, so from now on no kernel zeroes memory.
 void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes);
@@ -122,11 +106,10 @@ uint64_t vmem__spare_memory(vmem_context *ctx, const struct vmem__ahead *own, ui
 int vmem__device_free(vmem_context *ctx, uint64_t age, uint64_t *bytes);
 // The bytes of pages that `own` could create, by both; UINT64_MAX: unknown, and a later request succeeds or fails.
 uint64_t vmem__reachable(vmem_context *ctx, const struct vmem__ahead *own, uint64_t age);
-// Whether memory is taken from the system, and mapped, page by page; whether pages are not mapped many in a call, because
-// of that or as each is a handle of its own; and the most bytes that are best mapped together, if any.
+// Whether memory is taken from the system, and mapped, page by page; and whether pages are not mapped many in a call,
+// because of that or as each is a handle of its own.
 bool vmem__by_granules(const vmem_context *ctx);
 bool vmem__by_pieces(const vmem_context *ctx);
-uint64_t vmem__whole_max(const vmem_context *ctx);
 
 // Changes how many bytes callers wait for (wanted), and how many others have given up and will want back (missed).
 // Memory that is freed meanwhile stays in the context: up to the first number while anybody waits, and up to the second

@@ -182,23 +182,8 @@ static inline bool take_for_pages(vmem_context *ctx, uint32_t granules, uint64_t
            vmem__take_piece(ctx, false, left, granules, p);
 }
 
-// A new arena. Arenas of other sizes that hold memory taken ahead, or expected, give way to it, so that the sum stays
-// what was asked for. In a pool, all of them do, so that it stays within what the members have.
-static int replace_arenas(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole)
-{
-    const uint64_t bytes = whole ? wanted * GRANULE : BLOCK, keep = ctx->keep > bytes ? ctx->keep - bytes : 0;
-    int rc;
-    if ((ctx->keep || ctx->retained_peak || ctx->small_arenas) && !vmem__convert(ctx, !whole, keep, bytes) && whole)
-        vmem__convert(ctx, true, keep, bytes);
-    do
-        rc = vmem__grow(ctx, wanted, granules, whole, false);
-    while (rc == -ENOMEM && (vmem__convert(ctx, !whole, 0, bytes) || (whole && vmem__convert(ctx, true, 0, bytes))));
-    return rc;
-}
-
 // Makes a new arena, after a check for an interrupt if the last ones took long. *fresh: bytes made since that check.
-static int __attribute__((cold)) make_arena(vmem_context *ctx, uint64_t wanted, uint32_t granules, bool whole,
-                                            uint64_t *fresh)
+static int __attribute__((cold)) make_arena(vmem_context *ctx, uint64_t wanted, uint32_t granules, uint64_t *fresh)
 {
     const uint64_t before = ctx->arena_bytes, seen = ctx->moved;
     int rc = 0;
@@ -209,7 +194,7 @@ static int __attribute__((cold)) make_arena(vmem_context *ctx, uint64_t wanted, 
         *fresh = 0;
     }
     if (!rc)
-        rc = replace_arenas(ctx, wanted, granules, whole);
+        rc = vmem__grow(ctx, wanted, granules, false);
     if (rc == -ENOMEM && vmem__wait_moved(ctx, seen))
         return 0;
     if (!rc)
@@ -224,7 +209,6 @@ struct part {
     size_t n;
     uint64_t more;  // granules that will follow
     vmem_page near; // continues physically behind this page, which is the last one made then; 0: anywhere
-    bool whole;     // an arena of its own
     bool grown;     // new arenas were made for it
     bool scraps;    // parts of blocks, rather than a new arena
 };
@@ -255,15 +239,10 @@ static inline int make_part(vmem_context *ctx, struct part *part, struct pieces 
     int rc = 0;
     while (left && !rc) {
         struct vmem__piece *p = &pieces->all[pieces->n];
-        const bool whole = part->whole; // false once there was none to be had
-        if (whole ? !vmem__take_whole(ctx, left, p)
-                  : !take_for_pages(ctx, part->granules, left, part->near, part->scraps, p)) {
-            rc = make_arena(ctx, whole ? left : left + part->more, part->granules, whole, &fresh);
+        if (!take_for_pages(ctx, part->granules, left, part->near, part->scraps, p)) {
+            rc = make_arena(ctx, left + part->more, part->granules, &fresh);
             part->grown |= !rc;
-            if (rc == -ENOMEM && whole) {
-                part->whole = false;
-                rc = 0;
-            } else if (rc == -ENOMEM && !part->scraps) {
+            if (rc == -ENOMEM && !part->scraps) {
                 part->scraps = true;
                 rc = 0;
             }
@@ -358,7 +337,6 @@ int vmem__create_stretches(vmem_context *ctx, uint64_t page_size, const struct v
     while (done < n && !rc) {
         if (!left) {
             part.near = stretches->near;
-            part.whole = stretches->whole;
             part.scraps = !stretches->blocks;
             more = stretches->more;
             left = stretches++->n;
@@ -421,8 +399,6 @@ int vmem_set_budget(vmem_context *ctx, uint64_t bytes)
     return 0;
 }
 
-int vmem_prealloc(vmem_context *ctx, uint64_t bytes) { return vmem__prealloc(ctx, bytes, false); }
-
 // -ENOMEM if so many bytes could never be there beside the pages that exist. Without this check, the call would first
 // allocate all memory of the machine.
 static int check_ahead(const vmem_context *ctx, uint64_t bytes)
@@ -451,19 +427,17 @@ static int populate_piece(vmem_context *ctx, struct vmem__piece *p)
     return rc;
 }
 
-// Allocates an arena for so many granules; whole: one that is mapped whole, if there can be one.
-static int grow_ahead(vmem_context *ctx, uint64_t granules, bool whole)
+// Allocates an arena for so many granules.
+static int grow_ahead(vmem_context *ctx, uint64_t granules)
 {
-    const uint64_t most = whole ? ctx->b.whole_max >> GRANULE_SHIFT : 0, seen = ctx->moved;
-    int rc = most && granules >= most ? vmem__grow(ctx, most, BLOCK_GRANULES, true, true) : -ENOMEM;
-    if (rc == -ENOMEM)
-        rc = vmem__grow(ctx, granules, BLOCK_GRANULES, false, true);
+    const uint64_t seen = ctx->moved;
+    const int rc = vmem__grow(ctx, granules, BLOCK_GRANULES, true);
     return rc == -ENOMEM && vmem__wait_moved(ctx, seen) ? 0 : rc;
 }
 
 // Commits memory until there are `goal` bytes, or a concurrent trim ends that. Pages created meanwhile do not change the
 // goal: otherwise memory committed here would be freed at once, again and again.
-static int fill_to(vmem_context *ctx, uint64_t goal, bool whole)
+static int fill_to(vmem_context *ctx, uint64_t goal)
 {
     uint64_t since = 0; // bytes since the last check for an interrupt
     int rc = 0;
@@ -481,14 +455,14 @@ static int fill_to(vmem_context *ctx, uint64_t goal, bool whole)
             since += p.granules * GRANULE;
             rc = populate_piece(ctx, &p);
         } else {
-            rc = grow_ahead(ctx, granules, whole);
+            rc = grow_ahead(ctx, granules);
             since += ctx->b.ops->populate ? 0 : ctx->arena_bytes - space;
         }
     }
     return rc;
 }
 
-int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
+int vmem_prealloc(vmem_context *ctx, uint64_t bytes)
 {
     int rc = vmem__enter(ctx);
     if (rc)
@@ -504,7 +478,7 @@ int vmem__prealloc(vmem_context *ctx, uint64_t bytes, bool whole)
     rc = check_ahead(ctx, bytes);
     if (!rc) {
         ctx->keep = kept < goal ? goal : kept; // first, so that a concurrent release does not undo the work
-        rc = fill_to(ctx, goal, whole);
+        rc = fill_to(ctx, goal);
         if (rc)
             ctx->keep = kept;
     }

@@ -32,7 +32,7 @@ int vmem__kv_prealloc(vmem_kv *kv, uint64_t pages)
 {
     const uint64_t own = sat_sub(pages, kv->ledger.held) << kv->page_shift;
     // Make no call for zero bytes: vmem_prealloc would give up the memory that other caches have taken ahead.
-    int rc = own ? vmem__prealloc(kv->ctx, sat_add(own, others_ahead(kv)), kv->whole) : 0;
+    int rc = own ? vmem_prealloc(kv->ctx, sat_add(own, others_ahead(kv))) : 0;
     if (!rc)
         kv->ledger.ahead.pages = pages;
     return rc;

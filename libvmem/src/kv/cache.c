@@ -13,7 +13,7 @@ static int check_config(vmem_context *ctx, const struct vmem_kv_config *c)
 {
     if (c->steps_in_flight > 16)
         return vmem__error(-EINVAL, "steps_in_flight %u is over 16", c->steps_in_flight);
-    int rc = vmem__check_flags(c->flags, VMEM_KV_UNSHARED * 2 - 1);
+    int rc = vmem__check_flags(c->flags, VMEM_KV_LAZY * 2 - 1);
     if (rc)
         return rc;
     if (!c->n_tensors || !c->tensors || c->n_tensors > 65536)
@@ -50,10 +50,7 @@ static int reserve_tensors(vmem_kv *kv)
     int rc = vmem_context_info(kv->ctx, &info);
     if (rc)
         return rc;
-    // On a GPU, replacing the backdrop and restoring it takes half the time of each map and unmap. Addresses whose
-    // pages go together have no backdrop in any case.
-    const bool bare = info.caps & VMEM_CAP_GPU && kv->flags & VMEM_KV_UNSHARED && !kv->whole;
-    bool backdrop = info.caps & VMEM_CAP_BACKDROP && !bare;
+    const bool backdrop = info.caps & VMEM_CAP_BACKDROP;
     for (uint32_t j = 0; j < kv->n_groups; j++) {
         const struct kv_group *g = &kv->groups[j];
         for (uint32_t i = g->first; i < g->first + g->n; i++) {
@@ -105,8 +102,6 @@ static void configure(vmem_kv *kv, const struct vmem_kv_config *c)
     kv->worker.idle_ms = c->idle_ms;
     kv->page_size = c->page_size;
     kv->page_shift = kv->ledger.ahead.page_shift = (uint32_t)__builtin_ctzll(c->page_size);
-    const uint64_t whole = c->flags & VMEM_KV_UNSHARED ? vmem__whole_max(kv->ctx) >> kv->page_shift : 0;
-    kv->whole = whole >= 2 ? (uint32_t)whole : 0;
     kv->block_pages = c->page_size < KV_BLOCK ? (uint32_t)(KV_BLOCK / c->page_size) : 1;
     for (uint32_t i = 0; i < c->n_tensors; i++)
         if (c->flags & VMEM_KV_ZERO || c->tensors[i].kind != c->tensors[0].kind)
@@ -219,8 +214,6 @@ void vmem_kv_destroy(vmem_kv *kv)
     }
     if (kv->pages)
         munmap(kv->pages, kv->pages_bytes);
-    if (kv->joined)
-        munmap(kv->joined, kv->joined_bytes);
     if (kv->view.map) {
         munmap(kv->view.map, sizeof(*kv->view.map));
         close(kv->view.fd);

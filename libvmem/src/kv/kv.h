@@ -38,7 +38,6 @@ struct kv_group {
     uint64_t slot_rows, slot_stride; // a slot's addresses in one tensor: in rows, and in bytes
     uint32_t slot_pages;             // the most pages of a slot in one tensor
     uint64_t table;                  // index in vmem_kv.pages of (slot 0, first tensor, page 0)
-    uint64_t joined;                 // index in vmem_kv.joined of (slot 0, page 0)
 };
 
 // A state beside those of enum vmem_kv_slot_state: the request has been freed, and its kernels may be running. Callers
@@ -58,12 +57,11 @@ struct kv_range {
 //               by windows
 //                    |<- pinned: no call can take them back ->|
 //
-// The pinned part begins at in_flight.lo, and ends at in_flight.hi or behind it, where pages go together.
+// The pinned part begins at in_flight.lo, and ends at in_flight.hi or behind it, where a 2 MiB entry maps a block.
 //
 // Functions that give an end of pages:
 //   vmem__kv_need_hi     of those that rows up to a length lie in, whether or not they are mapped
-//   vmem__kv_usable_end  of those that are mapped and that a step to there can use
-//   kv_end_of            of those that are unmapped with the page before a given one
+//   kv_end_of            of those that cannot go without the page before a given one
 //   vmem__kv_tail        the first page that may be cut off the end of the span
 struct kv_span {
     uint32_t lo, hi;           // pages that are mapped
@@ -319,15 +317,12 @@ struct vmem_kv {
     uint64_t page_size;
     uint32_t page_shift;  // log2 of page_size
     uint32_t block_pages; // pages in KV_BLOCK; 1 if a page is as large
-    uint32_t whole;       // most pages that are created, mapped and unmapped together; 0: each can go alone
     bool windows;         // some group has a window
     uint64_t *addrs;      // tensors, group after group
     uint32_t *order;      // tensor as the caller counts -> index in addrs
     struct kv_group *groups;
     vmem_page *pages; // see kv_table(); address space, used where there are pages
     uint64_t pages_bytes;
-    bool *joined; // if `whole` is not 0, [group][slot][page]: the page goes with the page before it
-    uint64_t joined_bytes;
 
     struct kv_slot *slots;
     // Sets of slots: a bit for each slot. `stale_slots` lies behind the lists, in the same memory.
@@ -389,13 +384,6 @@ static inline uint64_t kv_addr(const vmem_kv *kv, const struct kv_group *g, uint
                                uint64_t page)
 {
     return kv->addrs[g->first + tensor] + slot * g->slot_stride + (page << kv->page_shift);
-}
-
-// True if a page of a span is joined to the page before it.
-static inline bool kv_joined(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t page)
-{
-    const struct kv_group *g = &kv->groups[group];
-    return kv->whole && page < g->slot_pages && kv->joined[g->joined + (uint64_t)slot * g->slot_pages + page];
 }
 
 static inline uint64_t kv_ceil_pages(uint64_t bytes, const vmem_kv *kv)
@@ -575,27 +563,20 @@ static inline uint32_t kv_next_used(const vmem_kv *kv, uint32_t from) // the nex
     return MIN(active, other);
 }
 
-// The end of the pages of a span that a step up to page `hi` can use. Joined pages that a freed request left are of no
-// use if the step needs only some of them: they are replaced.
-uint32_t vmem__kv_usable_end(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi);
-// The part of a span that no call can take back: the pages that kernels access, and pages joined to them. Empty for a
-// slot that no kernel accesses.
+// The part of a span that no call can take back: the pages that kernels access, and those that cannot go without them.
+// Empty for a slot that no kernel accesses.
 struct kv_range vmem__kv_pinned_part(const vmem_kv *kv, uint32_t slot, uint32_t group);
-// The end of the pages that cannot go without page `hi - 1`: pages joined to it. With `running`, while kernels may use
-// the slot, these are also the rest of a block that a 2 MiB entry maps.
-static inline uint32_t kv_end_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi, bool running)
+// The end of the pages that cannot go without page `hi - 1`. With `running`, while kernels may use the slot, these are the
+// rest of a block that a 2 MiB entry maps.
+static inline uint32_t kv_end_of(const struct kv_span *s, uint32_t hi, bool running)
 {
-    const struct kv_span *s = kv_span(kv, slot, group);
-    hi = running ? MAX(hi, s->coarse_hi) : hi;
-    while (hi < s->hi && kv_joined(kv, slot, group, hi))
-        hi++;
-    return MIN(hi, s->hi);
+    return MIN(running ? MAX(hi, s->coarse_hi) : hi, s->hi);
 }
 // The pages of a span that kernels access, and those that cannot go without them; running: as for kv_end_of.
 static inline struct kv_range kv_in_use(const vmem_kv *kv, uint32_t slot, uint32_t group, bool running)
 {
     const struct kv_span *s = kv_span(kv, slot, group);
-    return (struct kv_range){s->in_flight.lo, kv_end_of(kv, slot, group, s->in_flight.hi, running)};
+    return (struct kv_range){s->in_flight.lo, kv_end_of(s, s->in_flight.hi, running)};
 }
 // The first page, at or after `from`, of the part that can be cut off the end of a span.
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from);

@@ -95,7 +95,7 @@ int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
         }
         kv->order[i] = g->n++; // index within the group; made absolute below
     }
-    uint64_t table = 0, joined = 0;
+    uint64_t table = 0;
     uint32_t first = 0;
     for (uint32_t j = 0; j < kv->n_groups; j++) {
         struct kv_group *g = &kv->groups[j];
@@ -104,9 +104,7 @@ int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
             return rc;
         g->first = first;
         g->table = table;
-        g->joined = joined;
         first += g->n;
-        joined += (uint64_t)kv->n_slots * g->slot_pages;
         table += (uint64_t)g->n * kv->n_slots * g->slot_pages;
     }
     for (uint32_t i = 0; i < c->n_tensors; i++) {
@@ -115,9 +113,7 @@ int vmem__kv_make_groups(vmem_kv *kv, const struct vmem_kv_config *c)
     }
     kv->pages_bytes = table * sizeof(vmem_page);
     kv->pages = table_of(kv->pages_bytes);
-    kv->joined_bytes = kv->whole ? joined * sizeof(*kv->joined) : 0;
-    kv->joined = kv->whole ? table_of(kv->joined_bytes) : NULL;
-    if (!kv->pages || (kv->whole && !kv->joined))
+    if (!kv->pages)
         return vmem__error(-ENOMEM, "no address space for a table of %" PRIu64 " pages", table);
     return 0;
 }

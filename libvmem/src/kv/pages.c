@@ -68,14 +68,14 @@ static int add_parts(vmem_kv *kv, struct kv_grow *l, uint32_t slot, uint32_t gro
     if (rc)
         return rc;
     const uint32_t b = kv->block_pages, head = MIN((from + b - 1) / b * b, to), last = MIN(to, coarse_hi) / b * b;
-    const bool pays = kv->whole ? last >= head + 2 : b > 1 && last >= head + COARSE_BLOCKS * b;
+    const bool pays = b > 1 && last >= head + COARSE_BLOCKS * b;
     const uint32_t tail = pays && !g->window ? last : head;
     const bool joins = from > s->lo && from == s->hi;
     add_part(l, (struct kv_part){.slot = slot, .group = group, .from = from, .to = head, .joins = joins});
     add_part(l, (struct kv_part){.slot = slot, .group = group, .from = head, .to = tail, .coarse = true});
     add_part(l, (struct kv_part){.slot = slot, .group = group, .from = tail, .to = to});
     l->total += (uint64_t)(to - from) * g->n;
-    l->n_coarse += kv->whole ? 0 : (uint64_t)(tail - head) * g->n;
+    l->n_coarse += (uint64_t)(tail - head) * g->n;
     return 0;
 }
 
@@ -115,27 +115,6 @@ void vmem__kv_grow_undo(vmem_kv *kv, struct kv_grow *l)
     l->n_pages = 0;
 }
 
-// Divides a tensor's n pages into as few stretches of pages that go together as possible.
-static uint64_t list_whole(const vmem_kv *kv, uint32_t n, struct vmem__stretch *out)
-{
-    uint64_t listed = 0;
-    for (; n; n -= (uint32_t)out[listed++].n)
-        out[listed] = vmem__next_whole(n, kv->whole);
-    return listed;
-}
-
-// Marks which of the part's pages go together.
-static void set_joined(vmem_kv *kv, const struct kv_part *p)
-{
-    const struct kv_group *g = &kv->groups[p->group];
-    bool *joined = kv->joined + g->joined + (uint64_t)p->slot * g->slot_pages;
-    memset(joined + p->from, 0, p->to - p->from);
-    for (uint32_t at = p->from, n; p->coarse && at < p->to; at += n) {
-        n = (uint32_t)vmem__next_whole(p->to - at, kv->whole).n;
-        memset(joined + at + 1, 1, n - 1);
-    }
-}
-
 // Creates all pages in one call. The pages of one tensor are physically consecutive where possible.
 static int create_pages(vmem_kv *kv, struct kv_grow *l)
 {
@@ -143,10 +122,10 @@ static int create_pages(vmem_kv *kv, struct kv_grow *l)
     for (uint64_t i = 0; i < l->n_parts; i++) {
         const struct kv_part *p = &l->parts[i];
         const struct kv_group *g = &kv->groups[p->group];
-        const uint64_t pages = p->to - p->from, most = p->coarse && kv->whole ? pages / kv->whole + 32 : 1;
+        const uint64_t pages = p->to - p->from;
         if (p->others)
             continue;
-        int rc = vmem__kv_room_for(&l->stretches, &l->cap_stretches, n + most * g->n, sizeof(*l->stretches));
+        int rc = vmem__kv_room_for(&l->stretches, &l->cap_stretches, n + g->n, sizeof(*l->stretches));
         if (rc)
             return rc;
         if (!p->coarse && !p->joins) {
@@ -156,9 +135,7 @@ static int create_pages(vmem_kv *kv, struct kv_grow *l)
         // Blocks are placed tensor by tensor. If one tensor gets scattered pages, those of the next are aligned again,
         // so that 2 MiB entries can map them.
         for (uint32_t t = 0; t < g->n; t++) {
-            if (p->coarse && kv->whole)
-                n += list_whole(kv, (uint32_t)pages, l->stretches + n);
-            else if (p->coarse)
+            if (p->coarse)
                 l->stretches[n++] = (struct vmem__stretch){.n = pages, .blocks = true, .more = pages * (g->n - 1 - t)};
             else
                 l->stretches[n++] =
@@ -178,8 +155,7 @@ static void list_addresses(vmem_kv *kv, struct kv_grow *l)
     for (const struct kv_part *p = l->parts; p < l->parts + l->n_parts; p++) {
         const struct kv_group *g = &kv->groups[p->group];
         const uint32_t n = p->to - p->from;
-        // With `whole`, there is one call, so that a failure leaves nothing mapped.
-        struct vmem_map_op **next = p->coarse && !kv->whole ? &coarse : &fine, *op = *next;
+        struct vmem_map_op **next = p->coarse ? &coarse : &fine, *op = *next;
         for (uint32_t t = 0; t < g->n; t++) {
             uint64_t addr = kv_addr(kv, g, p->slot, t, p->from);
             const vmem_page *now = p->others ? p->others + (uint64_t)t * p->stride : pages;
@@ -227,8 +203,6 @@ void vmem__kv_grow_commit(vmem_kv *kv, struct kv_grow *l)
             s.lo = s.step.lo = s.step.hi = s.in_flight.lo = s.in_flight.hi = p->from; // no step has asked for rows yet
         s.hi = MAX(s.hi, p->to);
         s.coarse_hi = p->coarse ? MAX(s.coarse_hi, p->to) : s.coarse_hi;
-        if (kv->whole)
-            set_joined(kv, p);
         vmem__kv_span_set(kv, p->slot, p->group, &s);
     }
     vmem__kv_grow_reset(l);
@@ -307,7 +281,7 @@ static int list_ends(vmem_kv *kv, struct kv_cut *c, uint32_t slot, uint32_t grou
     c->group = group;
     c->before = *s;
     c->lo = clamp(lo, s->lo, s->hi);
-    c->hi = kv_end_of(kv, slot, group, clamp(hi, c->lo, s->hi), false);
+    c->hi = clamp(hi, c->lo, s->hi);
     c->n_ops = c->n_pages = 0;
     c->shared = false;
     int rc = kv->flags & VMEM_KV_CHECK ? check_rule(kv, slot, group, s->lo, c->lo) : 0;

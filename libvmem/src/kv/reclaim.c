@@ -55,8 +55,6 @@ static bool kept_victim(const vmem_kv *kv, uint64_t want, bool stuck, struct kv_
                 continue;
             uint64_t n = want / kv->groups[i].n + (want % kv->groups[i].n != 0); // want may be UINT64_MAX
             uint32_t hi = n < sp->hi - sp->lo ? (sp->hi - (uint32_t)n) / kv->block_pages * kv->block_pages : sp->lo;
-            while (hi > sp->lo && kv_joined(kv, s, i, hi))
-                hi--;
             *v = (struct kv_victim){s, i, sp->lo, MAX(hi, sp->lo)};
             oldest = kv->idle[s].freed_seq;
             break;

@@ -240,8 +240,6 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
     int rc = n && !runs ? vmem__error(-EINVAL, "runs must not be NULL") : 0;
     for (size_t i = 0; i < n && !rc; i++)
         rc = vmem__kv_check_slot(kv, runs[i].slot, 1u << VMEM_KV_ACTIVE);
-    if (!rc && kv->flags & VMEM_KV_UNSHARED)
-        rc = vmem__error(-EOPNOTSUPP, "the cache was created for requests that share no pages (VMEM_KV_UNSHARED)");
     if (!rc)
         rc = vmem__check_flags(flags, VMEM_KV_RUN_REPORT);
     for (size_t i = 0; i < n && !rc; i++)

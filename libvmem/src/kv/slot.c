@@ -46,19 +46,6 @@ static inline void update_list(vmem_kv *kv, uint32_t slot)
     kv->slots[slot].list = list;
 }
 
-// ---- spans -----------------------------------------------------------------------------------------------------------
-
-uint32_t vmem__kv_usable_end(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t hi)
-{
-    const struct kv_slot *s = &kv->slots[slot];
-    const struct kv_span *sp = kv_span(kv, slot, group);
-    if (!s->fresh || s->tokens || hi >= sp->hi || !kv_joined(kv, slot, group, hi))
-        return sp->hi;
-    while (kv_joined(kv, slot, group, hi))
-        hi--;
-    return hi;
-}
-
 // ---- the pinned part --------------------------------------------------------------------------------------------------
 
 struct kv_range vmem__kv_pinned_part(const vmem_kv *kv, uint32_t slot, uint32_t group)
@@ -71,7 +58,8 @@ struct kv_range vmem__kv_pinned_part(const vmem_kv *kv, uint32_t slot, uint32_t 
 
 uint32_t vmem__kv_tail(const vmem_kv *kv, uint32_t slot, uint32_t group, uint32_t from)
 {
-    return kv_end_of(kv, slot, group, MAX(from, kv_span(kv, slot, group)->pinned.hi), false);
+    const struct kv_span *s = kv_span(kv, slot, group);
+    return MIN(MAX(from, s->pinned.hi), s->hi);
 }
 
 // Pages [lo, hi) that enter (by 1) or leave (-1) the pinned part.

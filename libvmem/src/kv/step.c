@@ -33,8 +33,7 @@ static uint32_t missing_of(const vmem_kv *kv, uint32_t slot, uint32_t group, uin
     const struct kv_span *sp = kv_span(kv, slot, group);
     if (!is_usable(sp, hi))
         return hi - lo;
-    const uint32_t usable_hi = vmem__kv_usable_end(kv, slot, group, hi);
-    return (uint32_t)(sat_sub(sp->lo, lo) + sat_sub(hi, usable_hi));
+    return (uint32_t)(sat_sub(sp->lo, lo) + sat_sub(hi, sp->hi));
 }
 
 static bool extends(const struct kv_slot *s, uint32_t tokens) { return s->fresh || tokens > s->backed; }
@@ -74,10 +73,8 @@ static void plan_nothing(vmem_kv *kv)
 static inline struct kv_range pinned_after_step(const vmem_kv *kv, const struct kv_want *w)
 {
     const struct kv_span *sp = kv_span(kv, w->slot, w->group);
-    const bool fresh = kv->slots[w->slot].fresh;
-    const uint32_t usable_hi = fresh ? vmem__kv_usable_end(kv, w->slot, w->group, w->step.hi) : sp->hi;
-    const uint32_t hi = MIN(MAX(w->touched.hi, sp->lo), usable_hi), lo = MIN(MAX(w->touched.lo, sp->lo), hi);
-    return (struct kv_range){lo, kv_end_of(kv, w->slot, w->group, hi, !fresh)};
+    const uint32_t hi = MIN(MAX(w->touched.hi, sp->lo), sp->hi), lo = MIN(MAX(w->touched.lo, sp->lo), hi);
+    return (struct kv_range){lo, kv_end_of(sp, hi, !kv->slots[w->slot].fresh)};
 }
 
 // By how many pages the step will raise kv_ledger.pinned_pages, the missing ones included.
@@ -213,7 +210,7 @@ static int reuse_kept_of_slot(vmem_kv *kv, uint32_t slot, uint32_t tokens)
         const struct kv_span *sp = kv_span(kv, slot, i);
         const uint32_t hi = vmem__kv_need_hi(kv, &kv->groups[i], tokens);
         if (sp->coarse_hi > hi || !is_usable(sp, hi))
-            rc = vmem__kv_cut_now(kv, slot, i, sp->lo, MIN(hi, vmem__kv_usable_end(kv, slot, i, hi)));
+            rc = vmem__kv_cut_now(kv, slot, i, sp->lo, MIN(hi, sp->hi));
     }
     return rc;
 }

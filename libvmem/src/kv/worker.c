@@ -49,8 +49,7 @@ static void plan_backing(vmem_kv *kv, uint32_t slot, uint64_t tokens, bool block
         if (blocks)
             to = MIN((to + kv->block_pages - 1) / kv->block_pages * kv->block_pages, g->slot_pages);
         const uint32_t from = is_free ? 0 : sp->lo;
-        // If pages go together, a request that needs fewer pages gets other ones.
-        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker.grow, slot, i, from, to, is_free && kv->whole ? to : 0))
+        if (sp->lo <= to && vmem__kv_grow_to(kv, &kv->worker.grow, slot, i, from, to, 0))
             kv->slots[slot].skip = true;
     }
 }

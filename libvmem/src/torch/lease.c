@@ -213,11 +213,11 @@ static int commit_pages(struct lease *l, size_t n, uint64_t pages)
 {
     struct membership *m = &l->member;
     uint64_t there = UINT64_MAX;
-    int rc = vmem__commit(l->ctx, l->ranges, n, l->page_size, VMEM__COMMIT_TOGETHER, NULL);
+    int rc = vmem_commit(l->ctx, l->ranges, n, l->page_size, 0, NULL);
     if (rc == -ENOMEM)
         there = vmem__reachable(l->ctx, NULL, 0) >> l->page_shift;
     if (rc == -ENOMEM && there >= pages) // a moment ago, or it is no device memory that lacks
-        rc = vmem__commit(l->ctx, l->ranges, n, l->page_size, VMEM__COMMIT_TOGETHER, NULL);
+        rc = vmem_commit(l->ctx, l->ranges, n, l->page_size, 0, NULL);
     lock_member(l);
     m->held -= rc ? pages : 0;
     if (!rc) {

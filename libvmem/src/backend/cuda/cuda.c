@@ -1,8 +1,7 @@
 // The cuda backend: CUDA's own virtual memory management, with 2 MiB pages.
 //
 // CUDA maps and unmaps a physical handle only as a whole: cuMemMap with an offset or a shorter length returns 801, and
-// cuMemUnmap of a part returns 1. An arena is therefore one page, or several pages that are always mapped together. The
-// cost of a mapping depends on the number of handles, not of bytes: one handle of 16 pages maps as fast as one page.
+// cuMemUnmap of a part returns 1. An arena is therefore one page.
 //
 // SPDX-License-Identifier: MIT
 #include <errno.h>
@@ -17,7 +16,6 @@
 // The bytes that become readable after a run in a reservation with a backdrop. A kernel's tile does not reach further
 // past the last row, and each page of backdrop costs a map of its own.
 #define BACKDROP_AHEAD PAGE
-#define WHOLE_MAX (UINT64_C(32) << 20) // larger handles would save little more time and coarsen allocation
 
 struct cuda {
     struct vmem__gpu gpu; // must be first: vmem__gpu_*() relies on it
@@ -69,14 +67,8 @@ static const uint64_t *wanted_of(const struct group *g)
 
 static uint64_t segment_of(const struct group *g, uint64_t addr) { return (addr - reservation_of(g)->addr) / PAGE; }
 
-// Returns whether the addresses after a run must be readable. A map of the backdrop takes as long as a map of a whole
-// arena, and callers that ask for whole arenas (VMEM_KV_UNSHARED) do not read past them.
-static bool has_backdrop(const struct group *g, size_t run)
-{
-    const struct vmem__arena *arena = g->runs[run].arena;
-
-    return g->reservation->flags & VMEM_RESERVE_BACKDROP && !(arena && arena->whole);
-}
+// Returns whether the addresses after a run must be readable.
+static bool has_backdrop(const struct group *g) { return g->reservation->flags & VMEM_RESERVE_BACKDROP; }
 
 // ---- address space ------------------------------------------------------------------------------------------
 
@@ -218,9 +210,9 @@ static int put(struct vmem__gpu *c, const struct group *g, enum what what, size_
         *bad = i;
         if (!arena)
             continue;
-        rc = vmem__cuda_map(&c->cuda, run->addr, run->length, ((struct cuda_arena *)arena->priv)->handle);
-        for (uint64_t k = 0; !rc && k < run->length / PAGE; k++)
-            vmem__bit_set(active, segment_of(g, run->addr) + k, true);
+        rc = vmem__cuda_map(&c->cuda, run->addr, PAGE, ((struct cuda_arena *)arena->priv)->handle);
+        if (!rc)
+            vmem__bit_set(active, segment_of(g, run->addr), true);
     }
     // Grant access with one call for each contiguous range of mappings.
     for (size_t i = 0, n; !rc && i < g->n; i += n) {
@@ -242,9 +234,8 @@ static int refill(struct vmem__gpu *c, const struct group *g)
 {
     const uint64_t *wanted = wanted_of(g);
     uint64_t end = segment_of(g, g->addr) + g->length / PAGE, n;
-    int rc = has_backdrop(g, 0)
-                 ? vmem__cuda_activate(&c->cuda, &c->backdrop, reservation_of(g), g->addr, BACKDROP_AHEAD)
-                 : 0;
+    int rc =
+        has_backdrop(g) ? vmem__cuda_activate(&c->cuda, &c->backdrop, reservation_of(g), g->addr, BACKDROP_AHEAD) : 0;
 
     for (uint64_t i = segment_of(g, g->addr); !rc; i += n) {
         i = vmem__bit_run(wanted, true, i, end, &n);
@@ -317,7 +308,7 @@ static int map_group(struct vmem__backend *b, const struct group *g, size_t *bad
 
     *bad = 0;
     pthread_mutex_lock(&reservation->lock);
-    if (has_backdrop(g, g->n - 1))
+    if (has_backdrop(g))
         rc = vmem__cuda_activate(&c->cuda, &c->backdrop, reservation, g->addr + g->length, BACKDROP_AHEAD);
     if (!rc)
         rc = clear(c, g);
@@ -459,7 +450,6 @@ static int cuda_open(struct vmem__backend *b, const struct vmem_options *opts)
     b->info.reserve_align = PAGE;
     b->overhead = c->backdrop.segment;
     b->arena_min = b->arena_max = PAGE;
-    b->whole_max = WHOLE_MAX;
     return 0;
 }
 
