@@ -82,7 +82,8 @@ def read_everything(good):
     for which in ("good", "bad", str(os.getpid())):
         for size in ("1", "8M", "50%"):
             with contextlib.suppress(ValueError):  # a limit that the page's own words do not allow
-                top.ask(top.limit(f"{which}={size}"))
+                for one in top.limit(f"{which}={size}"):
+                    top.set_engine(*one)
 
 
 def decide_as_a_server():
