@@ -1,15 +1,11 @@
 """examples/replay.py: traces of each format run over a KVCache; every row is right, and found prefixes are the ideal's.
 
-VMEM_TEST_TRACES names a folder with the public traces, of which the first requests are replayed too.
-
 SPDX-License-Identifier: MIT
 """
 
 import inspect
 import json
-import os
 import random
-from pathlib import Path
 
 import pytest
 
@@ -168,20 +164,3 @@ def test_the_command_says_what_it_found(module, tmp_path, capsys, monkeypatch):
 def test_the_scheduler_has_fifty_lines(module):
     lines = inspect.getsource(module.Scheduler).splitlines()
     assert len([line for line in lines if line.strip() and not line.strip().startswith('"""')]) <= 50
-
-
-PUBLIC = {
-    "azure_llm_2023_conv.csv": {"row_bytes": 256, "budget": 16 << 20},
-    "azure_llm_2023_code.csv": {"row_bytes": 256, "budget": 16 << 20},
-    "mooncake_conversation.jsonl": {"row_bytes": 128, "budget": 128 << 20},
-}
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_the_public_traces(module, name):
-    folder = os.environ.get("VMEM_TEST_TRACES")
-    if not folder:
-        pytest.skip("the public traces are not in the repository; VMEM_TEST_TRACES names their folder")
-    trace = read_trace(Path(folder) / name).head(150)
-    real, ideal, memory, _ = module.replay(trace, 64, 2048, **{**SETTING, "check_every": 256, **PUBLIC[name]})
-    agree(real, ideal, memory, 150)
