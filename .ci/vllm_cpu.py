@@ -23,7 +23,7 @@ RELEASES = 4
 # Limits that move; latent attention; a pool; and that a wrong row would be seen.
 QUICK = "move and [llama] or deepseek or lend_each_other or seeded_fault or refused"
 ROUTER = ("vllm-router==0.1.17", "orjson")  # vLLM's own, for several servers
-TRAINER = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "pandas", "pyarrow", "xxhash",
+TRAINER = ("trl==1.16.0", "accelerate==1.15.0", "peft==0.21.2", "datasets==5.2.0", "pandas", "pyarrow", "xxhash",
            "multiprocess<0.70.20", "python-dateutil", "six")  # fmt: skip
 TRL = ROOT / "build" / "trl" / "1.16.0" / "site-packages"  # what is elsewhere, datasets would hash whole
 # Connectors, and what they import beyond vLLM: {name: (the folder below build, packages)}.
@@ -51,13 +51,13 @@ def make() -> None:
 
 def beside(name: str, folder: Path, packages: tuple[str, ...]) -> bool:
     """Install packages into a folder of their own, unless they are there. Returns whether they are."""
-    done = folder.parent / ".ready"
-    if not done.exists():
-        command = [PYTHON, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-deps"]
+    done, what = folder.parent / ".ready", " ".join(packages)
+    if not done.exists() or done.read_text() != what:
+        command = [PYTHON, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-deps", "--upgrade"]
         if run(*command, "--target", folder, *packages):
             print(f"the registry does not give {' and '.join(packages)}: {name} is not tested")
             return False
-        done.touch()
+        done.write_text(what)
     return True
 
 

@@ -62,7 +62,8 @@ class Bench:
         args = self.args
         command = [sys.executable, "-m", "benchmarks.rl_trainer", str(self.model), "--whole", "--steps", str(steps),
                    "--batch", str(batch), "--group", str(min(args.group, batch)), "--prompt", str(args.prompt),
-                   "--tokens", str(args.tokens), "--rate", "1e-6", "--utilization", str(args.utilization)]  # fmt: skip
+                   "--tokens", str(args.tokens), "--rate", "1e-6", "--utilization", str(args.utilization),
+                   "--lora", str(args.lora)]  # fmt: skip
         environ = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", VMEM_VLLM="0")
         if way.startswith("vmem"):
             environ.update(VMEM_VLLM="1", VMEM_VLLM_POOL=uuid.uuid4().hex[:12], VMEM_VLLM_POOL_SIZE=str(args.pool))
@@ -76,7 +77,9 @@ class Bench:
             raise Late(f"no result within {time.monotonic() - begin:.0f} s") from None
         found = [line[7:] for line in told.stdout.splitlines() if line.startswith("RESULT ")]
         seen = [json.loads(line[5:]) for line in told.stdout.splitlines() if line.startswith("STEP ")]
-        line = dict(way=way, part=part, batch=batch, tokens=args.tokens, steps=seen[1:] or seen, ok=bool(found))
+        line = dict(
+            way=way, part=part, batch=batch, tokens=args.tokens, lora=args.lora, steps=seen[1:] or seen, ok=bool(found)
+        )
         if found:
             result = json.loads(found[0])
             line.update(most=result["most"], weights=result["weights"][:12], vmem=result["vmem"],
@@ -137,6 +140,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="the first one warms up (6)")
     parser.add_argument("--prompt", type=int, default=256, help="tokens (256)")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a completion (1024)")
+    parser.add_argument("--lora", type=int, default=0, help="rank of an adapter that is trained (0: all weights are)")
     parser.add_argument("--utilization", type=float, default=0.3, help="TRL's part of the device for vLLM (0.3)")
     parser.add_argument("--pool", type=argtypes.size, default=argtypes.size("48G"), help="bytes of vMem's pool (48G)")
     parser.add_argument("--seconds", type=float, default=1500, help="for all runs (1500)")

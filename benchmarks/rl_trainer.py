@@ -116,6 +116,15 @@ def _reward(completions: list[str], **more: Any) -> list[float]:
     return [len(set(text.split())) - 0.01 * len(text) for text in completions]
 
 
+def _adapter(rank: int) -> dict[str, Any]:
+    """Arguments of the trainer by which it trains an adapter of this rank; 0: all weights."""
+    if not rank:
+        return {}
+    from peft import LoraConfig
+
+    return dict(peft_config=LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Train for some steps."""
     from datasets import Dataset
@@ -158,7 +167,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             model_init_kwargs=dict(dtype="bfloat16" if cuda else "float32"),
         )  # fmt: skip
         trainer = GRPOTrainer(model=args.model, reward_funcs=note, args=config, callbacks=[Steps()],
-                              train_dataset=Dataset.from_dict({"prompt": words}))  # fmt: skip
+                              train_dataset=Dataset.from_dict({"prompt": words}), **_adapter(args.lora))  # fmt: skip
         _time_switches(clock, trainer)
         trainer.train()
     parts = hashlib.sha256()
@@ -184,6 +193,7 @@ def main() -> None:
     parser.add_argument("--utilization", type=float, default=0.3)
     parser.add_argument("--rate", type=float, default=1e-3, help="the learning rate")
     parser.add_argument("--sleep", action="store_true", help="vLLM's sleep mode, as TRL has it")
+    parser.add_argument("--lora", type=int, default=0, help="train an adapter of this rank, not all weights")
     print("RESULT " + json.dumps(run(parser.parse_args())), flush=True)
 
 
