@@ -216,9 +216,6 @@ int vmem_kv_drop(vmem_kv *kv, const uint64_t *runs, size_t n, uint64_t *freed);
 // Evicts runs in their order until that many pages are freed, or no eviction frees any more. *freed (NULL is allowed)
 // receives their number.
 int vmem_kv_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed);
-// Keeps runs (1), or lets them be evicted (0) as the most recently used ones, the last of them first. Runs that are gone
-// are skipped. A request finds a run only behind those before it: keep no run without the runs before it.
-int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep);
 // Returns up to n evicted runs, the oldest first, each once, and their number in *got: of those with
 // VMEM_KV_RUN_REPORT, and not those that vmem_kv_drop named. Call it from time to time, from any thread: they are noted
 // until then.

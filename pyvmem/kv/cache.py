@@ -614,19 +614,6 @@ class KVCache(_Owned):
         numbers = self._numbers_of(runs)
         _check(lib.vmem_kv_drop(self._use(), numbers, len(numbers), ffi.NULL))
 
-    def order(self, runs: Run | Iterable[Run], *, keep: bool = False) -> None:
-        """Let a call that needs memory evict runs which no request uses, the least recently used first.
-
-        Parameters
-        ----------
-        runs : Run or sequence of Run
-            They become the most recently used ones; the last of them is evicted first. Runs that are gone are skipped.
-        keep : bool
-            Evict them no more, as every run at first. Keep no run without the runs before it.
-        """
-        numbers = self._numbers_of(runs)
-        _check(lib.vmem_kv_order(self._use(), numbers, len(numbers), flag("keep", keep)))
-
     # ---- swapping -------------------------------------------------------------------------------------------
 
     def swap_out(self, slot: SupportsIndex) -> None:

@@ -90,8 +90,8 @@ class PrefixCache:
     Notes
     -----
     A call that needs memory evicts blocks which no request uses, the least recently used first. Pages that only
-    evictable blocks hold count as free. An engine that decides by itself what goes keeps its blocks (`order`) and drops
-    them, or has runs of its own (`KVCache.share`).
+    evictable blocks hold count as free. An engine that decides by itself what goes has runs of its own
+    (`KVCache.share`).
     """
 
     def __init__(self, cache: KVCache, block_tokens: SupportsIndex = 32, *, events: bool = False) -> None:
@@ -321,23 +321,8 @@ class PrefixCache:
             self._forget_evicted()
         return int(freed[0])
 
-    def order(self, hashes: Iterable[Hash], *, keep: bool = False) -> None:
-        """Make blocks the most recently used ones; the last of them is evicted first.
-
-        A request finds a block only if it finds those before it: keep no block without them.
-
-        Parameters
-        ----------
-        hashes : iterable of bytes or int
-            Unknown ones are skipped.
-        keep : bool
-            Do not evict these blocks, and do not count their pages as free, until they are let go or dropped.
-        """
-        runs = self._known(hashes_of(hashes))
-        _check(lib.vmem_kv_order(self.cache._use(), runs, len(runs), flag("keep", keep)))
-
     def clear(self) -> None:
-        """Evict every block, also those to be kept."""
+        """Evict every block, also those that requests use."""
         with self._lock:
             self.evict(2**64 - 1)
             self._gone += self._runs if self._events else []

@@ -206,14 +206,14 @@ static void test_kept_and_evictable(void)
     uint64_t freed;
     size_t got;
     make(24, VMEM_KV_RUN_REPORT);
-    for (unsigned i = 0; i < 3; i++) {
+    for (unsigned i = 3; i--;) {
         const uint32_t slot = start(64);
-        add(slot, i, 4);
+        share_keep = !i;
+        OK(hold(slot, 0, hashes_of(i), 2, &got)); // its first page
+        share_keep = 0;
+        OK(hold(slot, 2, hashes_of(i) + 2, 2, &got));
         OK(vmem_kv_free(kv, slot, 0));
     }
-    OK(vmem_kv_order(kv, runs_of(hashes_of(0), 2), 2, 1));     // its first page
-    OK(vmem_kv_order(kv, runs_of(hashes_of(0) + 2, 2), 2, 0)); // are the most recently used ones
-    OK(vmem_kv_order(kv, runs_of(hashes_of(1), 6), 6, 0));     // unknown ones are skipped
     CHECK_EQ(k_stats(kv).evictable_pages, 10);
     OK(vmem_kv_evict(kv, 1, &freed)); // two blocks to a page
     CHECK_EQ(freed, 2);
@@ -228,8 +228,6 @@ static void test_kept_and_evictable(void)
     CHECK_EQ(freed, 6);
     CHECK_EQ(k_stats(kv).hashed_blocks, 2);
     const uint64_t *kept = runs_of(hashes_of(0), 2);
-    ERR(vmem_kv_order(kv, kept, 1, 2), EINVAL, "keep 2 is neither 0 nor 1");
-    ERR(vmem_kv_order(kv, NULL, 1, 0), EINVAL, "runs must not be NULL");
     ERR(vmem_kv_drop(kv, NULL, 1, NULL), EINVAL, "runs must not be NULL");
     OK(vmem_kv_evict(kv, UINT64_MAX, &freed)); // they are to be kept
     CHECK_EQ(freed, 0);
@@ -477,7 +475,6 @@ static void test_runs_of_another_cache(void)
     ERR(vmem_kv_share(kv, &again, 1, 0), EINVAL, "runs[0].id");
     ERR(vmem_kv_drop(kv, mixed, 2, &freed), EINVAL, "runs[1]");
     CHECK_EQ(freed, 0);
-    ERR(vmem_kv_order(kv, mixed, 2, 0), EINVAL, "runs[1]");
     ERR(vmem_kv_get_run(kv, runs[0], &info), EINVAL, "another");
     OK(k_alloc(kv, 64, &slot));
     ERR(vmem_kv_attach(kv, slot, &runs[0], 1, 64, 0, &tokens), EINVAL, "runs[0]");

@@ -169,59 +169,16 @@ def test_memory_that_requests_use_is_not_evicted(cache):
     assert cache.step(lengths) and len(blocks) == 10
 
 
-def test_an_engine_evicts_in_its_own_order(cache):
-    blocks = PrefixCache(cache, 32, events=True)
-    prompts = [[100 * i + j for j in range(640)] for i in range(4)]
-    for prompt in prompts:
-        slot, _ = serve(blocks, prompt)
-        blocks.order(block_hashes(prompt, 32), keep=True)
-        cache.free(slot)
-    assert cache.stats().evictable_pages == 0 and cache.stats().free_pages == 40
-    slot, lengths = cache.alloc(960), [0] * 6
-    lengths[slot] = 960
-    assert not cache.step(lengths)
-    assert (cache.shortage.missing_pages, cache.shortage.reason, cache.shortage.prefix_pages) == (20, "budget", 160)
-    blocks.drop([*block_hashes(prompts[2], 32)[10:], b"\0" * 16])  # one is unknown
-    assert cache.step(lengths)
-    assert [known(blocks, p) for p in prompts] == [640, 640, 320, 640]
-    assert blocks.evicted() == []
-
-
 def test_the_least_recently_used_blocks_go_first(cache):
     blocks = PrefixCache(cache, 32, events=True)
-    hashes = [block_hashes([100 * i + j for j in range(96)], 32) for i in range(3)]
-    for i in range(3):
-        cache.free(serve(blocks, [100 * i + j for j in range(96)])[0])
-    blocks.order([*hashes[0], b"\0" * 16])  # are the most recently used ones now; one is unknown
+    prompts = [[100 * i + j for j in range(96)] for i in range(3)]
+    hashes = [block_hashes(prompt, 32) for prompt in prompts]
+    for i in (0, 1, 2, 0):
+        cache.free(serve(blocks, prompts[i])[0])
     assert blocks.evict(2 * 5) == 2 * 5
     assert blocks.evicted() == [*hashes[1][::-1], hashes[2][2], hashes[2][1]]
-    blocks.order(hashes[2][:1])
     assert blocks.evict(100) == 2 * 4
-    assert blocks.evicted() == [*hashes[0][::-1], hashes[2][0]]
-    with pytest.raises(TypeError, match="keep must be True or False"):
-        blocks.order([], keep=50)
-
-
-def test_blocks_that_are_kept_are_no_free_memory(cache):
-    blocks = PrefixCache(cache, 32, events=True)
-    tokens = list(range(320))
-    hashes = block_hashes(tokens, 32)
-    slot, _ = serve(blocks, tokens)
-    blocks.order(hashes[:4], keep=True)  # of a running request
-    cache.free(slot)
-    assert cache.stats().evictable_pages == 12 and cache.stats().free_pages == 192
-    blocks.order(hashes[4:6], keep=True)
-    assert cache.stats().evictable_pages == 8 and cache.stats().free_pages == 188
-    assert blocks.evict(1000) == 8 == 2 * len(blocks.evicted())
-    lengths = [0] * 6
-    for tokens_of in (992, 992, 1000):  # 62, and 64 pages
-        lengths[cache.alloc(tokens_of)] = tokens_of
-    assert cache.step(lengths) and cache.stats().free_pages == 0
-    assert known(blocks, tokens) == 192 and cache.shortage.reason is None
-    lengths[cache.alloc(1)] = 1
-    assert not cache.step(lengths) and cache.shortage.prefix_pages == 12
-    blocks.order(hashes)
-    assert cache.stats().free_pages == cache.stats().evictable_pages == 12
+    assert blocks.evicted() == [hashes[2][0], *hashes[0][::-1]]
 
 
 def test_blocks_in_use_may_be_dropped(cache):

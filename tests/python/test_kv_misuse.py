@@ -66,7 +66,7 @@ def test_a_run_of_another_cache_is_refused(cache):
         slot = draft.alloc()
         calls = (
             lambda: draft.attach(slot, runs[0]), lambda: draft.attach(slot, runs[::-1]),
-            lambda: draft.order(runs[0]), lambda: draft.drop(runs[::-1]),
+            lambda: draft.drop(runs[::-1]),
         )  # fmt: skip
         for call in calls:
             with pytest.raises(InvalidArgument, match="run"):
@@ -132,7 +132,6 @@ def test_numbers_out_of_range_are_named(cache):
 def test_what_is_no_run_or_specification_is_named(cache):
     for call in (
         lambda runs: cache.attach(0, runs),
-        lambda runs: cache.order(runs),
         cache.drop,
     ):
         with pytest.raises(TypeError, match="runs must be a sequence, not 7"):

@@ -55,7 +55,7 @@ def test_a_request_begins_with_the_runs_of_several_others():
         assert cache.stats().prefixes == 0
 
 
-def test_runs_are_kept_until_the_engine_lets_them_be_evicted():
+def test_runs_are_kept_until_the_engine_drops_them():
     with make(pages=10) as cache:
         slots = [start(cache, 64, value) for value in (1, 2)]
         low, high = (cache.share(slot, 64) for slot in slots)
@@ -65,11 +65,7 @@ def test_runs_are_kept_until_the_engine_lets_them_be_evicted():
         other = cache.alloc()
         lengths = [96 if s == other else 0 for s in range(4)]
         assert not cache.step(lengths) and cache.shortage.prefix_pages == 8
-        cache.order([high])
-        cache.order(low)
-        assert cache.stats().evictable_pages == 8
-        cache.order(high, keep=True)
-        assert cache.stats().evictable_pages == 4
+        cache.drop(low)
         assert cache.step(lengths)
         slot = cache.alloc()
         assert cache.attach(slot, low) == 0

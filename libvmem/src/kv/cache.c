@@ -108,8 +108,7 @@ static void configure(vmem_kv *kv, const struct vmem_kv_config *c)
             kv->create_flags = VMEM_CREATE_ZERO;
     kv->steps_in_flight = c->steps_in_flight ? c->steps_in_flight : 1;
     kv->runs.unused = KV_NO_RUN;
-    for (uint32_t p = 0; p < 2; p++)
-        kv->runs.order[p] = (struct kv_use){KV_NO_RUN, KV_NO_RUN};
+    kv->runs.newest = kv->runs.oldest = KV_NO_RUN;
     const uint64_t number = atomic_fetch_add(&caches, 1);
     kv->runs.tag = 1 + number % KV_RUN_TAGS;
     kv->fence.step = kv->fence.retired = (1 + number % KV_STEP_TAGS) << KV_STEP_TAG | KV_STEP_NONE;
@@ -398,12 +397,6 @@ int vmem_kv_evict(vmem_kv *kv, uint64_t pages, uint64_t *freed)
     if (freed)
         *freed = got;
     return vmem__kv_leave(kv, 0);
-}
-
-int vmem_kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep)
-{
-    int rc = vmem__kv_enter_step(kv);
-    return rc ? rc : vmem__kv_leave(kv, vmem__kv_order(kv, runs, n, keep));
 }
 
 int vmem_kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got)

@@ -128,7 +128,7 @@ struct kv_rows {
 //                <------------------------
 //                  a request begins with it
 //
-// pins is above 0 while it is pinned. Listed runs are in kv_runs.order[keep], the oldest first. A run can be dropped in
+// pins is above 0 while it is pinned. Only runs that can be evicted are listed, the oldest first. A run can be dropped in
 // either state: requests that pin it keep their pages. Where listed runs do not suffice, one that is pinned is evicted
 // if that frees pages which its requests no longer have. Once it is evicted or dropped, its number names nothing.
 struct kv_run {
@@ -243,18 +243,16 @@ struct kv_pins {
 struct kv_runs {
     struct kv_run *list;
     uint64_t cap;
-    uint64_t pages;      // of all runs; a page of several runs counts once for each
-    uint32_t used;       // entries that were ever in use: list[0] to list[used - 1]
-    uint32_t n;          // entries in use
-    uint32_t reported;   // of these, entries with `report`
-    uint32_t unused;     // the first entry that was in use and is not; its `next` leads to the others
-    uint64_t tag;        // the cache's part of its runs' numbers
-    uint32_t generation; // the last run's part of its number
-    struct kv_use {
-        uint32_t newest, oldest;
-    } order[2];           // listed runs, by `keep`: those that can be evicted, and those that are kept
-    struct kv_pins *pins; // [slot]
-    uint64_t *gone;       // numbers of evicted runs with `report`, the oldest first
+    uint64_t pages;          // of all runs; a page of several runs counts once for each
+    uint32_t used;           // entries that were ever in use: list[0] to list[used - 1]
+    uint32_t n;              // entries in use
+    uint32_t reported;       // of these, entries with `report`
+    uint32_t unused;         // the first entry that was in use and is not; its `next` leads to the others
+    uint64_t tag;            // the cache's part of its runs' numbers
+    uint32_t generation;     // the last run's part of its number
+    uint32_t newest, oldest; // of the listed runs
+    struct kv_pins *pins;    // [slot]
+    uint64_t *gone;          // numbers of evicted runs with `report`, the oldest first
     uint64_t n_gone, cap_gone;
     uint32_t *found; // the runs that the current call has looked up
     uint64_t cap_found;
@@ -675,7 +673,6 @@ int vmem__kv_pin(vmem_kv *kv, uint32_t slot, uint32_t run);
 void vmem__kv_unpin(vmem_kv *kv, uint32_t slot); // the slot's request has ended, or has given up its pages
 
 int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t flags);
-int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep);
 int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got);
 int vmem__kv_get_run(vmem_kv *kv, uint64_t run, struct vmem_kv_run_info *out);
 void vmem__kv_runs_free(vmem_kv *kv); // frees the lists, which no call uses any more

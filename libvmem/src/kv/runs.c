@@ -14,10 +14,10 @@
 
 // ---- the order of eviction ------------------------------------------------------------------------------------------
 //
-// A list has the runs that no running request pins, in the order in which their last request ended. A request pins the
+// The list has the runs that no running request pins, in the order in which their last request ended. A request pins the
 // runs that it began with or wrote. When it ends, its runs enter the list from the last to the first, so that the end
-// of its sequence, which fewer requests can use, is evicted first. Runs with `keep` have a list of their own, from
-// which nothing is evicted.
+// of its sequence, which fewer requests can use, is evicted first. Runs with `keep` are in no list, so that none of them
+// is evicted.
 
 static int check_owned(const struct kv_runs *runs, uint64_t id, const char *name, size_t i)
 {
@@ -44,20 +44,22 @@ static uint32_t find_run(const struct kv_runs *runs, uint64_t id)
 static void unlink_run(struct kv_runs *runs, uint32_t run)
 {
     const struct kv_run *r = &runs->list[run];
-    struct kv_use *use = &runs->order[r->keep];
-    *(r->newer == KV_NO_RUN ? &use->newest : &runs->list[r->newer].older) = r->older;
-    *(r->older == KV_NO_RUN ? &use->oldest : &runs->list[r->older].newer) = r->newer;
+    if (r->keep)
+        return;
+    *(r->newer == KV_NO_RUN ? &runs->newest : &runs->list[r->newer].older) = r->older;
+    *(r->older == KV_NO_RUN ? &runs->oldest : &runs->list[r->older].newer) = r->newer;
 }
 
-// Lists a run as the newest of its list.
+// Lists a run as the newest.
 static void link_run(struct kv_runs *runs, uint32_t run)
 {
     struct kv_run *r = &runs->list[run];
-    struct kv_use *use = &runs->order[r->keep];
+    if (r->keep)
+        return;
     r->newer = KV_NO_RUN;
-    r->older = use->newest;
-    *(use->newest == KV_NO_RUN ? &use->oldest : &runs->list[use->newest].newer) = run;
-    use->newest = run;
+    r->older = runs->newest;
+    *(runs->newest == KV_NO_RUN ? &runs->oldest : &runs->list[runs->newest].newer) = run;
+    runs->newest = run;
 }
 
 // ---- pins ------------------------------------------------------------------------------------------------------------
@@ -264,35 +266,7 @@ int vmem__kv_share(vmem_kv *kv, struct vmem_kv_run *runs, size_t n, uint32_t fla
     return rc;
 }
 
-// ---- orders and questions --------------------------------------------------------------------------------------------
-
-static void set_keep(vmem_kv *kv, uint32_t i, bool keep)
-{
-    struct kv_run *r = &kv->runs.list[i];
-    const int kept = keep - r->keep;
-    for (uint32_t j = 0; j < kv->n_groups && kept; j++)
-        for (uint32_t k = 0; k < r->rows[j].n; k++)
-            vmem__kv_change_holders(kv, vmem__kv_shared_find(&kv->shared, r->rows[j].pages[k]),
-                                    (struct kv_holders){.evictable_runs = -kept});
-    if (!r->pins)
-        unlink_run(&kv->runs, i);
-    r->keep = keep;
-    if (!r->pins)
-        link_run(&kv->runs, i);
-}
-
-int vmem__kv_order(vmem_kv *kv, const uint64_t *runs, size_t n, uint32_t keep)
-{
-    int rc = vmem__kv_check_ids(&kv->runs, runs, n);
-    if (!rc && keep > 1)
-        rc = vmem__error(-EINVAL, "keep %u is neither 0 nor 1", keep);
-    for (size_t k = n; k-- && !rc;) { // from the last: the end of a sequence becomes the oldest
-        const uint32_t i = find_run(&kv->runs, runs[k]);
-        if (i != KV_NO_RUN)
-            set_keep(kv, i, keep);
-    }
-    return rc;
-}
+// ---- questions ----------------------------------------------------------------------------------------------------
 
 int vmem__kv_evicted(vmem_kv *kv, uint64_t *runs, size_t n, size_t *got)
 {
@@ -540,7 +514,7 @@ static void evict_one(vmem_kv *kv, uint32_t i)
 // Evicts runs in their order until so many pages are doomed, or no eviction frees any more.
 static void evict_next(vmem_kv *kv, uint64_t doomed)
 {
-    const uint32_t *oldest = &kv->runs.order[false].oldest;
+    const uint32_t *oldest = &kv->runs.oldest;
     while (*oldest != KV_NO_RUN && kv->doomed.n < doomed && kv->shared.evictable)
         evict_one(kv, *oldest);
 }
