@@ -96,9 +96,11 @@ class Loop:
         """
         calls = self.calls()
         need, steps = time.perf_counter(), []
-        self.pool.ask(self.cache, self.amount)  # so that the pool hears of the whole need
-        for _ in range(self.requests):
-            slot = self._slot(self.tokens)
+        slots, whole = [self._slot(self.tokens) for _ in range(self.requests)], self.lengths[:]
+        for slot in slots:
+            whole[slot] = self.tokens
+        self.cache.step(whole, dry=True)  # so that the pool hears of the whole need
+        for slot in slots:
             self.lengths[slot] = self.tokens
             while True:
                 ready, took = self.timed()
@@ -107,6 +109,7 @@ class Loop:
                     break
                 if time.perf_counter() - need > 30:
                     raise RuntimeError(f"memory did not come in 30 s: {self.cache.shortage}, {self.pool.members()}")
+                self.cache.step(whole, dry=True)
                 time.sleep(0.0002)
             self.loaded.append(slot)
             self.lengths[slot] = 0  # backed, and done

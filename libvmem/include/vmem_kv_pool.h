@@ -55,12 +55,8 @@ int vmem_kv_pool_join(vmem_kv_pool *pool, vmem_kv *kv, const struct vmem_kv_pool
 // Changes a member's share; max 0 means the pool's budget. The member gives back what exceeds the maximum: before the
 // call returns if no request needs it, otherwise when these requests end.
 int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max);
-// Requests a budget that leaves `bytes` unused, before they are needed. Returns at once: the member has then received
-// what is free in the pool, and the other members are asked for the rest. Each call replaces the request of the last
-// one, which lapses after 250 ms. Until then, a step that finds too little asks for no less.
-int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes);
 
-// The answer to a member's last request for memory.
+// The answer to a member's last request for memory, which lapses after 250 ms.
 enum vmem_kv_answer {
     VMEM_KV_UNASKED,
     VMEM_KV_APPLIED,  // it is granted completely

@@ -167,17 +167,6 @@ class KVPool(_Owned):
         """
         _check(lib.vmem_kv_pool_set_share(self._member(cache), uint("min", min), uint("max", max)))
 
-    def ask(self, cache: Member, bytes: SupportsIndex) -> None:
-        """Ask in advance for a budget that leaves a member `bytes` unused. Returns at once.
-
-        Parameters
-        ----------
-        cache : KVCache
-            A member of this pool.
-        bytes : int
-        """
-        _check(lib.vmem_kv_pool_ask(self._member(cache), uint("bytes", bytes)))
-
     def wait(self, cache: Member, seconds: float) -> str:
         """Wait until a member's last request for budget is answered.
 

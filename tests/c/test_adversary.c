@@ -209,7 +209,6 @@ static void step_cache(struct user *u)
         const uint32_t s = below(SLOTS);
         uint32_t answer;
         if (u->pooled && below(2)) {
-            OK(vmem_kv_pool_ask(u->kv, (1 + below(20)) * P));
             OK(vmem_kv_pool_wait(u->kv, 1, &answer));
         } else if (u->taken[s] && below(2))
             swap(u, s);

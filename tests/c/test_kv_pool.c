@@ -63,6 +63,21 @@ static int step(vmem_kv *kv, uint32_t slot, int32_t tokens)
     return vmem_kv_step(kv, lengths, SLOTS, 0);
 }
 
+// Asks for so many pages for new requests, up to 250 for each slot that is free.
+static void ask(vmem_kv *kv, uint32_t pages)
+{
+    int32_t lengths[SLOTS] = {0};
+    uint32_t slots[SLOTS], n = 0;
+    for (; pages; pages -= MIN(pages, 250u)) {
+        slots[n] = alloc(kv, 0);
+        lengths[slots[n++]] = (int32_t)MIN(pages, 250u) / 2 * 32;
+    }
+    const int rc = vmem_kv_step(kv, lengths, SLOTS, VMEM_KV_DRY);
+    CHECK(!rc || rc == -ENOMEM);
+    while (n)
+        OK(vmem_kv_free(kv, slots[--n], 0));
+}
+
 static uint32_t wait_for(vmem_kv *kv)
 {
     uint32_t answer;
@@ -251,7 +266,7 @@ static void test_a_lower_maximum_holds_at_once(uint32_t flags, bool kept, bool g
         OK(step(first, slot, ROWS)); // 250 pages
         OK(vmem_kv_free(first, slot, 0));
         while (granted && k_pool_row(pool, "a").has < 250 * test_page)
-            OK(vmem_kv_pool_ask(a, 250 * test_page));
+            ask(a, 250);
         if (!kept && !granted)
             OK(vmem_kv_reclaim(a, UINT64_MAX, 0, NULL));
         OK(vmem_kv_pool_set_share(a, 0, 120 * test_page));
@@ -286,32 +301,17 @@ static void test_a_dry_step_knows_what_a_step_would_get(void)
     vmem_kv_pool_destroy(pool);
 }
 
-// A step asks for what it lacks itself. That does not take back what was asked for requests that wait.
-static void test_a_step_leaves_the_larger_question(void)
+// A step that is short asks for what it lacks, and one that is not ends that question.
+static void test_a_step_ends_the_question(void)
 {
     vmem_kv *a, *b;
     vmem_kv_pool *pool = make_pair(300, 0, 20, &a, &b);
     uint32_t s = alloc(a, ROWS), t = alloc(b, 0);
     OK(step(a, s, ROWS)); // 250 pages, which a request holds
-    OK(vmem_kv_pool_ask(b, 200 * test_page));
-    CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
-    const uint64_t needs = k_pool_row(pool, "b").needs;
-    CHECK(needs >= 150 * test_page);
-    OK(step(b, t, 100)); // 8 pages: there are as many
-    CHECK_EQ(k_pool_row(pool, "b").needs, needs);
     ERR(step(b, t, 1000), ENOMEM, "pages are missing");
-    CHECK_EQ(k_pool_row(pool, "b").needs, needs);
-    OK(vmem_kv_pool_ask(b, 0)); // a new question replaces the last
+    CHECK(k_pool_row(pool, "b").needs);
+    OK(step(b, t, 200));
     CHECK_EQ(k_pool_row(pool, "b").needs, 0);
-    ERR(step(b, t, 1000), ENOMEM, "pages are missing");
-    CHECK(k_pool_row(pool, "b").needs && k_pool_row(pool, "b").needs < needs);
-    OK(step(b, t, 200)); // and ends the question of the step before
-    CHECK_EQ(k_pool_row(pool, "b").needs, 0);
-    // A maximum that is lowered below it ends it, too.
-    OK(vmem_kv_pool_ask(b, 200 * test_page));
-    OK(vmem_kv_pool_set_share(b, 20 * test_page, 60 * test_page));
-    ERR(step(b, t, 900), ENOMEM, "pages are missing"); // 58
-    CHECK(k_shortage().refusal != VMEM_KV_AT_MAXIMUM);
     end_pair(pool, a, b);
 }
 
@@ -321,7 +321,7 @@ static void test_a_question_lapses(void)
     vmem_kv *a, *b;
     vmem_kv_pool *pool = make_pair(300, 0, 20, &a, &b);
     OK(step(a, alloc(a, ROWS), ROWS)); // 250 pages, which a request holds
-    OK(vmem_kv_pool_ask(b, 200 * test_page));
+    ask(b, 200);
     CHECK_EQ(wait_for(b), VMEM_KV_REFUSED);
     CHECK(k_pool_row(pool, "b").needs);
     vmem__pool_ask_ns = 0;
@@ -341,8 +341,7 @@ static void test_a_giver_that_gets_no_more_pages(void)
     vmem_kv *giver = make(device, VMEM_KV_OVERLAP | VMEM_KV_GENEROUS, 0), *other = make(ctx, 0, 0);
     join(pool, giver, 0, 0, "giver");
     join(pool, other, 0, 0, "other");
-    OK(vmem_kv_pool_ask(giver, 500 * test_page));
-    CHECK_EQ(wait_for(giver), VMEM_KV_APPLIED);
+    ask(giver, 500);
     const uint32_t slot = alloc(giver, 0);
     vmem__pool_ask_ns = 0;
     while (!k_stats(giver).worker_errors) {
@@ -350,7 +349,7 @@ static void test_a_giver_that_gets_no_more_pages(void)
         usleep(100);
     }
     vmem__pool_ask_ns = UINT64_MAX;
-    OK(vmem_kv_pool_ask(other, 1000 * test_page));
+    ask(other, 1000);
     CHECK_EQ(wait_for(other), VMEM_KV_REFUSED);
     CHECK_EQ(k_stats(giver).held_pages, 58);
     end_pair(pool, giver, other);
@@ -382,7 +381,7 @@ static void test_a_giver_that_fails_to_unmap(void)
     OK(vmem_kv_wait(a));
     failures = 1;
     vmem__kv_hook = fail;
-    OK(vmem_kv_pool_ask(b, 600 * test_page));
+    ask(b, 600);
     CHECK_EQ(wait_for(b), VMEM_KV_APPLIED);
     vmem__kv_hook = NULL;
     CHECK_EQ(failures, 0);
@@ -427,7 +426,7 @@ static uint32_t begin_to_give(vmem_kv_pool *pool, vmem_kv *a, vmem_kv *b)
     at_gate = SHUT;
     pthread_mutex_unlock(&gate);
     vmem__kv_hook = hold;
-    OK(vmem_kv_pool_ask(b, 500 * test_page));
+    ask(b, 500);
     pthread_mutex_lock(&gate);
     while (at_gate != HOLDING)
         pthread_cond_wait(&changed, &gate);
@@ -524,7 +523,7 @@ struct meddler {
     vmem_kv *caches[2];
 };
 
-// Asks, changes shares, looks, and comes and goes with a cache of its own.
+// Changes shares, looks, and comes and goes with a cache of its own.
 static void *meddle(void *arg)
 {
     struct meddler *m = arg;
@@ -534,7 +533,6 @@ static void *meddle(void *arg)
         const uint64_t max = (260 + rnd(&seed) % 140) * test_page;
         int rc = vmem_kv_pool_set_share(kv, rnd(&seed) % 20 * test_page, max);
         CHECK(!rc || rc == -ENOMEM);
-        OK(vmem_kv_pool_ask(kv, rnd(&seed) % 100 * test_page));
         struct vmem_kv_pool_info i = k_pool_info(m->pool);
         CHECK(i.members >= 2 && i.free <= i.budget);
         struct vmem_kv_pool_member row = {.size = sizeof row};
@@ -596,7 +594,7 @@ int main(int argc, char **argv)
     test_a_minimum_never_waits();
     test_a_maximum_holds();
     test_a_dry_step_knows_what_a_step_would_get();
-    test_a_step_leaves_the_larger_question();
+    test_a_step_ends_the_question();
     test_a_question_lapses();
     test_a_giver_that_gets_no_more_pages();
     test_a_giver_that_fails_to_unmap();

@@ -19,7 +19,7 @@ from kv_caches import grouped
 from pyvmem.kv.cache import KVCache
 
 MIB = 1 << 20
-TOKENS, BYTES = 1024, 4 * MIB  # a request
+TOKENS = 1024  # of a request: 4 MiB
 
 
 def make(pool, name="kv", budget=64 * MIB, pool_min=0, **options):
@@ -45,6 +45,13 @@ def load(cache, requests, pool=None):
         cache.keys[0][slot, :TOKENS] = slot + 1
         slots.append(slot)
     return slots
+
+
+def ask(cache, requests):
+    """Ask the pool for the memory of so many requests."""
+    slots = [cache.alloc(TOKENS) for _ in range(requests)]
+    cache.step([TOKENS if slot in slots else 0 for slot in range(cache.slots)], dry=True)
+    free(cache, slots)
 
 
 def raw_fork():
@@ -76,7 +83,7 @@ CHILD = f"""
             free(cache, slots)
             slots = []
         elif do == "ask":
-            pool.ask(cache, int(number) * BYTES)
+            ask(cache, int(number))
         elif do == "verify":
             assert all((cache.keys[0][s, :TOKENS] == s + 1).all() for s in slots)
         elif do == "fork":

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from kv_caches import run_top
-from kv_pools import BYTES, MIB, TOKENS, Child, free, load, make, member
+from kv_pools import MIB, TOKENS, Child, ask, free, load, make, member
 
 from pyvmem import InvalidArgument, KVPool, OutOfMemory, VmemError
 from pyvmem._ffi import ffi, lib
@@ -68,7 +68,7 @@ def test_asking_before_it_is_needed():
     with make(pool, "a") as a, make(pool, "b") as b:
         free(a, load(a, 8, pool))
         while True:
-            pool.ask(b, 20 * MIB)
+            ask(b, 5)
             if (answer := pool.wait(b, 60)) != "unasked":  # on a slow machine the question has lapsed
                 break
         assert answer == "applied"
@@ -112,7 +112,7 @@ def test_what_is_no_pool_or_no_member_is_refused(folder):
     with make(pool) as cache, make(None, lazy=True) as other:
         with pytest.raises(InvalidArgument, match="the cache is in a pool, which sets its budget"):
             cache.set_budget(MIB)
-        for call in (lambda: pool.ask(other, 1), lambda: pool.wait(other, 0), lambda: pool.set_share(other, 0, 0)):
+        for call in (lambda: pool.wait(other, 0), lambda: pool.set_share(other, 0, 0)):
             with pytest.raises(InvalidArgument, match="is a member of no pool"):
                 call()
         with pytest.raises(ValueError, match="seconds must be a number between"):
@@ -197,7 +197,7 @@ def test_a_giver_killed_in_the_middle_takes_nothing_along(tmp_path, late):
         child.ask("free")
         mine = load(cache, 1, pool) if late else []
         while not member(pool, "child").giving and member(pool, "child").has > 36 * MIB:
-            pool.ask(cache, (8 - len(mine)) * BYTES)
+            ask(cache, 8 - len(mine))
         child.kill()
         while len(mine) < 8:
             mine += load(cache, 8 - len(mine), pool)
@@ -240,7 +240,7 @@ def test_both_ask_at_once_and_neither_falls_below_its_minimum(tmp_path):
         for _ in range(5):
             child.process.stdin.write("ask 8\nload 8\n")
             child.process.stdin.flush()
-            pool.ask(cache, 8 * BYTES)
+            ask(cache, 8)
             mine = load(cache, 8, pool)
             child.process.stdout.readline()
             theirs = int(child.process.stdout.readline())
@@ -261,7 +261,7 @@ def test_a_limit_lowered_in_the_middle_holds(tmp_path):
     with Child(tmp_path / "pool", pool_min=2 * MIB) as child, make(pool, pool_min=2 * MIB) as cache:
         assert child.ask("load 8") == "8"
         child.ask("free")
-        pool.ask(cache, 8 * BYTES)
+        ask(cache, 8)
         pool.set_share(cache, 2 * MIB, 16 * MIB)
         mine = load(cache, 8, pool)
         assert 3 <= len(mine) <= 4
@@ -389,7 +389,7 @@ def spoil(path, how):
 
 def test_a_call_of_a_pool_takes_its_own_members_alone():
     pool, stranger = KVPool(40 * MIB), KVPool(40 * MIB)
-    calls = (lambda p, c: p.ask(c, MIB), lambda p, c: p.wait(c, 0), lambda p, c: p.set_share(c, min=MIB, max=2 * MIB))
+    calls = (lambda p, c: p.wait(c, 0), lambda p, c: p.set_share(c, min=MIB, max=2 * MIB))
     with make(pool, pool_min=4 * MIB) as cache, make(None) as alone:
         before = pool.members()
         for call in calls:

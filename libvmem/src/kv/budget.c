@@ -117,38 +117,10 @@ void vmem__kv_claim_plenty(vmem_kv *kv)
         claim_pages(kv, 0, want - kv->ledger.budget);
 }
 
-// The pages that vmem_kv_pool_ask asked for and the budget lacks still.
-static uint64_t awaited_pages(const vmem_kv *kv)
-{
-    return vmem__now() < kv->membership.wanted_until ? sat_sub(kv->membership.wanted, kv->ledger.budget) : 0;
-}
-
-// Asks the pool's other members for what a call lacks, or for what is awaited if that is more. Returns how many pages
-// may come.
+// Asks the pool's other members for what a call lacks. Returns how many pages may come.
 static uint64_t ask_for(vmem_kv *kv, uint64_t pages, uint32_t *refusal)
 {
-    return vmem__pool_ask(kv->membership.member, kv->ledger.held, MAX(pages, awaited_pages(kv)), refusal);
-}
-
-void vmem__kv_ask(vmem_kv *kv, uint64_t want, uint64_t until)
-{
-    uint32_t why = 0;
-    if (want > kv->ledger.budget)
-        claim_pages(kv, want - kv->ledger.budget, want - kv->ledger.budget);
-    kv->membership.wanted = want;
-    kv->membership.wanted_until = until;
-    if (awaited_pages(kv))
-        ask_for(kv, 0, &why);
-    else
-        vmem__pool_unask(kv->membership.member);
-    if (why == VMEM_KV_AT_MAXIMUM) // what a step asks for may be less
-        kv->membership.wanted = 0;
-}
-
-void vmem__kv_unask(vmem_kv *kv)
-{
-    if (kv->membership.member && !awaited_pages(kv))
-        vmem__pool_unask(kv->membership.member);
+    return vmem__pool_ask(kv->membership.member, kv->ledger.held, pages, refusal);
 }
 
 void vmem__kv_pool_leave(vmem_kv *kv)

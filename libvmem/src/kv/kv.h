@@ -216,8 +216,6 @@ struct kv_membership {
     uint64_t lower_to;           // pages: the budget to which the cache shrinks while it is `lowering`
     uint64_t portion;            // pages that the worker gives back in one call while others wait for them
     uint64_t pinned_pages;       // kv_ledger.pinned_pages after the last call
-    uint64_t wanted;             // pages that vmem_kv_pool_ask asked for: the budget in all
-    uint64_t wanted_until;       // ns: the time at which that lapses
 };
 
 // Kernels that may be in flight. A step's number has a tag of the cache from bit KV_STEP_TAG on, so that no cache takes
@@ -725,11 +723,6 @@ uint64_t vmem__kv_page_limit_known(const vmem_kv *kv);
 bool vmem__kv_leaves_others(const vmem_kv *kv, uint64_t pages);
 
 // These need api and state, and do nothing for a cache that is in no pool.
-// The cache will have `want` pages: claims those that its budget lacks, and asks the other members for the rest. Until
-// then (ns), calls that are short ask for no less.
-void vmem__kv_ask(vmem_kv *kv, uint64_t want, uint64_t until);
-// Withdraws what a step asked the other members for, unless vmem_kv_pool_ask still waits for as much.
-void vmem__kv_unask(vmem_kv *kv);
 // For the worker: claims free budget of the pool, so that memory stays plentiful.
 void vmem__kv_claim_plenty(vmem_kv *kv);
 // Leaves the pool, before the cache is destroyed. No lock is held.

@@ -169,7 +169,6 @@ int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
     if (rc)
         return rc;
     lock(kv);
-    kv->membership.wanted = 0; // it may exceed the maximum now
     vmem__pool_keep_to_max(m);
     if (kv->membership.lowering) { // now, not in portions
         vmem__kv_reclaim_to(kv, kv->membership.lower_to, false);
@@ -177,17 +176,6 @@ int vmem_kv_pool_set_share(vmem_kv *kv, uint64_t min, uint64_t max)
     }
     unlock(kv);
     return 0;
-}
-
-int vmem_kv_pool_ask(vmem_kv *kv, uint64_t bytes)
-{
-    int rc = vmem__kv_enter_step(kv);
-    if (rc)
-        return rc;
-    if (!kv->membership.member)
-        return vmem__kv_leave(kv, vmem__error(-EINVAL, "the cache is in no pool"));
-    vmem__kv_ask(kv, vmem__kv_min_pages(kv) + kv_ceil_pages(bytes, kv), sat_add(vmem__now(), vmem__pool_ask_ns));
-    return vmem__kv_leave(kv, 0);
 }
 
 int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *out)

@@ -303,7 +303,7 @@ static int back_step(vmem_kv *kv, const int32_t *lengths)
         plan_unpin(kv);
         return rc;
     }
-    vmem__kv_unask(kv);
+    vmem__pool_unask(kv->membership.member);
     kv->stats.step_maps += total != 0;
     kv->stats.step_mapped_pages += total;
     return 0;
