@@ -27,7 +27,6 @@ COMPLAINT = re.compile(
     r"|refcount_t:|stack guard page|simgpu: (error|leak|violation)|page allocation failure"
 )
 
-LEAK = re.compile(r"nvidia-uvm: +Leaked (\d+) bytes from [^:]+:\d+:(\w+)")  # by UVM's leak checker, at unload
 MARK = re.compile(r"vmem step (\d+) (begins|ended): ")
 
 # An emulated guest on a busy machine loses the processor for a while: its timers then look broken, and its watchdogs
@@ -73,7 +72,6 @@ class Result:
     seconds: float = 0.0
     output: list = dataclasses.field(default_factory=list)
     complaints: list = dataclasses.field(default_factory=list)
-    leaks: list = dataclasses.field(default_factory=list)  # (bytes, function of UVM's that allocated them)
 
     def lines(self, prefix):
         return [line[len(prefix) :].strip() for line in self.output if line.startswith(prefix)]
@@ -251,8 +249,6 @@ class Guest:
             if mark[2] == "ended":
                 self._kernel_ended = self._kernel_at
                 self._report()
-        elif (leak := LEAK.search(line)) and self._kernel_at >= 0:
-            self.results[self._kernel_at].leaks.append((int(leak[1]), leak[2]))
         elif COMPLAINT.search(line):
             if self._kernel_at < 0:
                 self._between.append(line)

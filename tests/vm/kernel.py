@@ -30,7 +30,6 @@ class Kernel:
     image: Path  # what QEMU boots
     output: Path  # headers or build tree, for external modules
     source: Path
-    debug: bool = False
 
 
 def say(text):
@@ -168,4 +167,4 @@ def debug(jobs=2):
         shutil.copy(output / "vmlinux.symvers", output / "Module.symvers")
         shutil.copy(output / "arch/x86/boot/bzImage", image)
     release = (output / "include/config/kernel.release").read_text().strip()
-    return Kernel(release, image, output, source, debug=True)
+    return Kernel(release, image, output, source)

@@ -98,9 +98,9 @@ def _compile(tree, kernel, uvm_type, symvers):
     return tree / "nvidia-uvm.ko"
 
 
-def uvm_tree(src, release, variant, kernel, uvm_type="release", name=None):
+def uvm_tree(src, release, variant, kernel, uvm_type="release"):
     """Prepare (or bring up to date) the build tree of one nvidia-uvm.ko; returns its folder."""
-    tree = CACHE / "modules" / f"uvm-{name or variant}-{release}-{uvm_type}-{kernel.release}"
+    tree = CACHE / "modules" / f"uvm-{variant}-{release}-{uvm_type}-{kernel.release}"
     if variant == "patched":
         for attempt in (0, 1):
             try:
@@ -122,9 +122,9 @@ def uvm_tree(src, release, variant, kernel, uvm_type="release", name=None):
     return tree
 
 
-def uvm(src, release, variant, kernel, sim, uvm_type="release", name=None):
+def uvm(src, release, variant, kernel, sim, uvm_type="release"):
     """nvidia-uvm.ko, linked against the simulated GPU in folder `sim`; returns the path of the stripped module."""
-    tree = uvm_tree(src, release, variant, kernel, uvm_type, name)
+    tree = uvm_tree(src, release, variant, kernel, uvm_type)
     ours = [TOP / "uvm_ext", TOP / "kernel-open" / "hooks.py"] if variant == "patched" else []
     key = digest(release, variant, uvm_type, kernel.release, sim / "Module.symvers", *ours)
 

@@ -7,7 +7,6 @@ gone is an error: then it has to follow the source.
 """
 
 import dataclasses
-import datetime
 import re
 
 import kernel as kernels
@@ -78,13 +77,16 @@ def build(src, release, kernel, sim):
     return out
 
 
+SHORT = "OPS=800 CALLS=1000 SECONDS_EACH=3 KILLS=3"
+
+
 def plan(number, mutant, arch):
     program, cases = mutant.test.split()[0], mutant.test.split()[1:]
     gpu = f"arch={arch} {mutant.gpu}".strip()
     return [
         Step(f"load {number}", f"load_gpu {gpu} && load_uvm mutants uvm_vmem_mutant={number} && insmod /mod/failmem.ko",
              60, quiet=True),
-        Step(mutant.test, f"OPS=800 SECONDS_EACH=3 KILLS=3 CASE_TIMEOUT=200 /tests/{program} {' '.join(cases)}", 250),
+        Step(mutant.test, f"{SHORT} CASE_TIMEOUT=200 /tests/{program} {' '.join(cases)}", 250),
         Step(f"unload {number}", "unload_all", 60, quiet=True),
     ]  # fmt: skip
 
@@ -151,20 +153,4 @@ def main(args, boot, gather, src, release, arch):
     survived = [m.name for _, m, noticed in rows if not noticed]
     named = f"; survived: {', '.join(survived)}" if survived else ""
     print(f"{len(rows) - len(survived)} of {len(rows)} killed{named}")
-    if not args.lines:
-        write(CACHE / "results" / "mutants.md", release, kernel, arch, rows)
     return 1 if survived or bad else 0
-
-
-def write(path, release, kernel, arch, rows):
-    """Write a table of the mutants and of the failures that revealed them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    killed = sum(bool(noticed) for *_, noticed in rows)
-    lines = ["# Mutants of the kernel module", "",
-             f"{killed} of {len(rows)} seeded mutants of uvm_ext killed (`make mutants`; driver {release}, kernel "
-             f"{kernel.release}, simulated GPU ({arch}), {datetime.date.today().isoformat()}).", "",
-             "| | mutant | fault | test | what the test reported |", "|---|---|---|---|---|"]  # fmt: skip
-    for number, mutant, noticed in rows:
-        seen = f"`{noticed[:105]}`".replace("|", "\\|") if noticed else "**survived**"
-        lines.append(f"| {number} | {mutant.name} | {mutant.what} | {mutant.test} | {seen} |")
-    path.write_text("\n".join(lines) + "\n")

@@ -140,14 +140,14 @@ def _bytecode(file):
     return head + marshal.dumps(code)
 
 
-def python_image(extra=(), tools=()):
+def python_image(tools=()):
     """This interpreter, its standard library, PACKAGES and `tools`, at the paths they have here: part of an archive.
 
     It goes into the initramfs, so that the guest's kernel needs no driver of a disk or file system. Returns the part's
     path, the interpreter's and the folders of the packages.
     """
     base = Path(sys.base_prefix)
-    found = _requirements((*PACKAGES, *extra))
+    found = _requirements(PACKAGES)
     versions = sorted(f"{k} {d.version}" for k, d in found.items())
     packages = sorted({Path(d.locate_file("")).resolve() for d in found.values()})
     paths = [shutil.which(tool, path=os.environ["PATH"] + ":/usr/sbin:/sbin") for tool in tools]

@@ -7,16 +7,10 @@ $VMEM_VM_CACHE.
 """
 
 import argparse
-import concurrent.futures
-import contextlib
-import datetime
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import kernel as kernels
@@ -28,7 +22,6 @@ from kernel import CACHE, HERE, TOP, Missing, Unavailable, digest, need, say
 
 TESTS = HERE / "tests"
 DRIVER = TOP / "libvmem" / "src" / "driver"
-printing = threading.Lock()  # the report of a step is not cut by that of another guest
 
 
 def test_programs(src, release):
@@ -74,13 +67,9 @@ def gather(release, kernel, variants=modules.VARIANTS, uvm_type="release", sourc
 
 
 def show(result, verbose=False):
-    if not result.step.quiet or not result.ok:
-        with printing:
-            _show(result, verbose)
-
-
-def _show(result, verbose):
     step = result.step
+    if step.quiet and result.ok:
+        return
     counts = f"{len(result.passed)} passed" + (f", {len(result.skipped)} skipped" if result.skipped else "")
     verdict = "ok  " if result.ok else "FAIL"
     print(f"  {verdict} {step.name:<28} {counts:<24} {result.seconds:6.1f} s", flush=True)
@@ -100,23 +89,23 @@ def _show(result, verbose):
         print(f"       {name} = {value:g} {unit}")
 
 
-def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=False, stop_after=None, started=None):
+def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=False, stop_after=None):
     """Boot one guest and run the steps, or those up to the first that `stop_after` says true of.
 
-    Returns the verdict and the Guest, which `started` gets before it runs.
+    Returns the verdict and the Guest.
     """
     initrd = rootfs.initramfs(CACHE / f"initramfs-{label}-{os.getpid()}.cpio", files, job_script(steps), image=image)
     log_path = CACHE / "logs" / f"{label}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     qemu = command_line(kernel, initrd, memory=memory, cpus=args.cpus, accel=args.accel)
-    with log_path.open("w", buffering=1) as log, contextlib.ExitStack() as after:
-        after.callback(initrd.unlink)
-        guest = Guest(qemu, steps, allowed=plan.ALLOWED, boot_timeout=args.boot_timeout, log=log,
-                      stop_after=stop_after,
-                      on_result=None if quiet else lambda r: show(r, args.verbose))  # fmt: skip
-        if started:
-            started(guest)
-        ok = guest.run()
+    try:
+        with log_path.open("w", buffering=1) as log:
+            guest = Guest(qemu, steps, allowed=plan.ALLOWED, boot_timeout=args.boot_timeout, log=log,
+                          stop_after=stop_after,
+                          on_result=None if quiet else lambda r: show(r, args.verbose))  # fmt: skip
+            ok = guest.run()
+    finally:
+        initrd.unlink()
     if not quiet:
         for result in guest.results:
             if result.rc is None:
@@ -127,51 +116,6 @@ def boot(args, kernel, files, steps, *, label, image=None, memory=1536, quiet=Fa
         if not ok:
             print(f"  log: {log_path}")
     return ok, guest
-
-
-def side_by_side(args, kernel, files, shares, *, label, **options):
-    """A guest for each share of the steps, all at once. Returns the verdict and the results."""
-    guests = []
-
-    def one(i):
-        name = label if len(shares) == 1 else f"{label}-{i + 1}"
-        return boot(args, kernel, files, shares[i], label=name, started=guests.append, **options)
-
-    with concurrent.futures.ThreadPoolExecutor(len(shares)) as pool:
-        try:
-            done = list(pool.map(one, range(len(shares))))
-        except BaseException:  # asked to end: then the guests are, too
-            for guest in guests:
-                guest.stopped = True
-            raise
-    return all(ok for ok, _ in done), [result for _, guest in done for result in guest.results]
-
-
-def same_set(results):
-    """UVM's own tests must give the same answers on both modules; returns what differs."""
-    sets = {}  # {architecture: {variant: names by what they said}}
-    for result in results:
-        test, variant, *arch = result.step.name.split()[:3] + [""] * 2
-        if test == "test_uvm" and variant in modules.VARIANTS:
-            said = (result.passed, result.failed, result.skipped)
-            names = [frozenset(line.split()[0] for line in lines) for lines in said]
-            sets.setdefault(arch[0], {})[variant] = names
-    kinds = ("passed", "failed", "skipped")
-    return [f"UVM's own tests differ{arch and f' on {arch}'}: {sorted(a ^ b)} {kind} on one module only"
-            for arch, variants in sets.items() if len(variants) == 2
-            for kind, a, b in zip(kinds, *variants.values()) if a != b]  # fmt: skip
-
-
-def same_leaks(results):
-    """Registrations that fail must leak the same on both modules; returns what differs."""
-    leaks = {}  # {architecture: {variant: [leak]}}
-    for result in results:
-        found = re.fullmatch(r"unload (\w+) after failed registrations ?(\w*)", result.step.name)
-        if found:
-            leaks.setdefault(found[2], {})[found[1]] = sorted(result.leaks)
-    return [f"failed registrations leak differently{arch and f' on {arch}'}: {variants}"
-            for arch, variants in leaks.items()
-            if len(variants) == 2 and variants["stock"] != variants["patched"]]  # fmt: skip
 
 
 def drivers(args):
@@ -201,18 +145,6 @@ def architectures(args, src, release):
     return wanted
 
 
-def record(path, tier, release, kernel, results, seconds, ok):
-    """Results as JSON: one object per step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    steps = [{"step": r.step.name, "ok": r.ok, "seconds": round(r.seconds, 1), "passed": len(r.passed),
-              "failed": r.failed, "skipped": r.skipped,
-              "figures": {k: {"value": v, "unit": u} for k, (v, u) in r.figures.items()}}
-             for r in results if not r.step.quiet or not r.ok]  # fmt: skip
-    path.write_text(json.dumps({"tier": tier, "release": release, "kernel": kernel.release, "simulated": True,
-                                "date": datetime.date.today().isoformat(), "seconds": round(seconds), "ok": ok,
-                                "steps": steps}, indent=1) + "\n")  # fmt: skip
-
-
 def test(args):
     debug = args.tier == "debug"
     kernel = kernels.debug() if debug else kernels.debian()
@@ -228,13 +160,7 @@ def test(args):
         t0 = time.monotonic()
         which = [] if archs == [plan.DEFAULT_ARCH] else archs
         label = "-".join([args.tier, release, *which, *(args.only or ())]).replace(" ", "_")[:120]  # names files
-        ok, results = side_by_side(args, kernel, files, plan.shares(steps, args.jobs), label=label,
-                                   memory=3072 if debug else 1536)  # fmt: skip
-        for line in same_set(results) + same_leaks(results):
-            print(f"  {line}")
-            ok = False
-        if not args.only:
-            record(CACHE / "results" / f"{label}.json", args.tier, release, kernel, results, time.monotonic() - t0, ok)
+        ok, _ = boot(args, kernel, files, steps, label=label, memory=3072 if debug else 1536)
         print(f"  {'passed' if ok else 'FAILED'} in {time.monotonic() - t0:.0f} s", flush=True)
         bad += [] if ok else [release]
     return 1 if bad else 0
@@ -267,7 +193,6 @@ def main():
     parser.add_argument("--uvm-type", choices=("release", "develop", "debug"), help="build type of nvidia-uvm.ko")
     parser.add_argument("--accel", choices=("tcg", "kvm"), default=os.environ.get("VM_ACCEL", "tcg"))
     parser.add_argument("--cpus", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=1, help="guests that run side by side, each a part of the tier")
     parser.add_argument("--boot-timeout", type=int, default=900)
     parser.add_argument("--verbose", action="store_true", help="name the skipped cases")
     args = parser.parse_intermixed_args()

@@ -10,10 +10,8 @@ VM_SOURCE ?=
 VM_ARCH ?= turing
 # processors of the guest; 1 takes about half the processor time, but tests less concurrency
 VM_CPUS ?= 2
-# guests that run side by side, each with a part of a tier's steps
-VM_JOBS ?= 1
 VM_DRIVER = $(VM_RELEASES:%=--release %) $(VM_SOURCE:%=--source %) $(VM_ARCH:%=--arch %)
-VM_TEST = $(VM) test $(VM_DRIVER) --cpus $(VM_CPUS) --jobs $(VM_JOBS)
+VM_TEST = $(VM) test $(VM_DRIVER) --cpus $(VM_CPUS)
 
 .PHONY: test-vm test-vm-quick test-vm-arch test-vm-long test-vm-debug test-vm-python vm-shell mutants
 
@@ -28,14 +26,14 @@ test-vm-arch: VM_ARCH := all
 test-vm-arch: ## The tests that depend on the architecture, on each that the driver knows
 	$(Q)$(VM_TEST) --tier arch
 
-test-vm-long: ## The short tier with 100,000 random operations and a million bad calls
+test-vm-long: ## The short tier with 100,000 random operations and 100,000 calls with bad or changing input
 	$(Q)$(VM_TEST) --tier long
 
 test-vm-debug: ## The short tier in a kernel with KASAN, lockdep and kmemleak, and with UVM's asserts
 	$(Q)$(VM_TEST) --tier debug
 
 # runs the environment's interpreter, whose packages are copied into the guest
-test-vm-python: venv ## Module loading, libvmem's and pyvmem's tests, and the benchmarks, on the simulated GPU
+test-vm-python: venv ## Module loading, and libvmem's and pyvmem's tests, on the simulated GPU
 	$(Q)$(PY) tests/vm/run.py python
 
 vm-shell: venv ## Open a shell in the guest, with the module loaded and pyvmem ready
