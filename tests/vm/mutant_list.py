@@ -154,7 +154,7 @@ MUTANTS = (
        "create_unwind", drop("slab_free")),
     _m("handles_used_again", "a handle is reused for another page", "test_calls test_handles_are_never_used_twice",
        "create_run", drop("next_handle")),
-    Mutant("missing_lock", "CREATE does not take the file's lock", "test_race test_concurrent_maps_and_releases",
+    Mutant("missing_lock", "CREATE does not take the file's lock", "test_race test_concurrent_calls",
            (("pages_create", drop("mutex_lock")), ("pages_create", drop("mutex_unlock")))),
     _m("no_wait", "calls return, and RELEASE frees pages, before the GPU has processed the entries", "test_random",
        "call_step", replace("uvm_vmem_push_wait(&call->push)", "NV_OK")),

@@ -231,6 +231,16 @@ NV_STATUS uvm_map_sparse(struct uvm *u, unsigned gpu, uint64_t va, uint64_t leng
     return p.rmStatus;
 }
 
+NV_STATUS uvm_map_params(const struct uvm *u, UVM_MAP_EXTERNAL_ALLOCATION_PARAMS *p)
+{
+    p->rmStatus = 0xdead;
+    if (ioctl(u->fd, UVM_MAP_EXTERNAL_ALLOCATION, p)) { // for want of room for the parameters
+        CHECK_EQ(errno, ENOMEM);
+        return NV_ERR_NO_MEMORY;
+    }
+    return p->rmStatus;
+}
+
 NV_STATUS uvm_map_external(struct uvm *u, unsigned gpu, uint64_t va, uint64_t length, uint64_t offset, uint32_t memory)
 {
     UVM_MAP_EXTERNAL_ALLOCATION_PARAMS *p = calloc(1, sizeof(*p));
@@ -245,8 +255,7 @@ NV_STATUS uvm_map_external(struct uvm *u, unsigned gpu, uint64_t va, uint64_t le
     p->rmCtrlFd = RM_CTRL_FD;
     p->hClient = u->client;
     p->hMemory = memory;
-    CHECK(ioctl(u->fd, UVM_MAP_EXTERNAL_ALLOCATION, p) == 0);
-    status = p->rmStatus;
+    status = uvm_map_params(u, p);
     free(p);
     return status;
 }
@@ -395,6 +404,27 @@ void sim_inject(uint32_t sites, uint32_t nth, bool mine, struct simgpu_inject *o
     sim_ioctl(SIMGPU_INJECT, &i, "SIMGPU_INJECT");
     if (out)
         *out = i;
+}
+
+static int failmem_fd(void)
+{
+    static int fd = -1;
+
+    if (fd < 0)
+        fd = open("/dev/failmem", O_RDWR | O_CLOEXEC);
+    return fd;
+}
+
+bool failmem_there(void) { return failmem_fd() >= 0; }
+
+struct failmem failmem_arm(uint32_t nth)
+{
+    struct failmem f = {.nth = nth};
+
+    if (!failmem_there())
+        vmtest_skip("/dev/failmem: %s", strerror(errno));
+    CHECK(ioctl(failmem_fd(), FAILMEM_ARM, &f) == 0);
+    return f;
 }
 
 void sim_mode(unsigned gpu, uint32_t set, uint32_t clear)

@@ -4,14 +4,11 @@
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
-#include "failmem_uapi.h"
-
 enum { OVERLAYS = 4 };
 #define FOREIGN (BASE + (OVERLAYS + 1) * BLOCK) // behind the guard
 #define WATCHED ((OVERLAYS + 1 + 3) * BLOCK)
 
 static struct uvm u;
-static int failmem = -1;
 static uint64_t small, big; // pages: 64 KiB, 2 MiB
 static uint64_t made;       // what the call under test created
 
@@ -156,15 +153,6 @@ static const struct scenario scenarios[] = {
     {"split_and_take, closed", huge_and_foreign, split_and_take, undo_split_and_take, false, true},
 };
 
-static void arm_memory(uint32_t nth, struct failmem *was)
-{
-    struct failmem f = {.nth = nth};
-
-    CHECK(ioctl(failmem, FAILMEM_ARM, &f) == 0);
-    if (was)
-        *was = f;
-}
-
 // Fails the nth of a kind until there is no nth; returns how many there were.
 static unsigned sweep(const struct scenario *s, bool memory, uint32_t sites)
 {
@@ -180,12 +168,12 @@ static unsigned sweep(const struct scenario *s, bool memory, uint32_t sites)
         s->prepare();
         vm_state_take(&u, BASE, WATCHED, &before);
         if (memory)
-            arm_memory(nth, NULL);
+            failmem_arm(nth);
         else
             sim_inject(sites, nth, true, NULL);
         status = s->call();
         if (memory) {
-            arm_memory(0, &f);
+            f = failmem_arm(0);
             fired = f.fired;
         } else {
             sim_inject(0, 0, true, &inject);
@@ -241,9 +229,7 @@ TEST(test_every_allocation_fails_once)
 {
     unsigned total = 0;
 
-    failmem = open("/dev/failmem", O_RDWR);
-    if (failmem < 0)
-        vmtest_skip("/dev/failmem: %s", strerror(errno));
+    failmem_arm(0); // or skips the case
     start();
     for (unsigned i = 0; i < COUNT(scenarios); i++) {
         unsigned n = sweep(&scenarios[i], true, 0);

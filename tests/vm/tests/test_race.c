@@ -1,4 +1,4 @@
-// Calls at the same time: ours with each other, with UVM's own, and with accesses of the GPU.
+// Calls at the same time: ours with each other, with UVM's own, of which some fail, and with accesses of the GPU.
 //
 // SECONDS_EACH sets how long; every answer has to be one that some order of the calls explains.
 //
@@ -6,7 +6,6 @@
 #include "calls.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 
 enum { BLOCKS = 8 };
@@ -29,56 +28,93 @@ static bool among(NV_STATUS status, const NV_STATUS *ok, unsigned n)
         CHECK_MSG(among(s_, among_, COUNT(among_)), "%s: 0x%x", #call, s_); \
     } while (0)
 
-// Maps, replaces, unmaps and releases pages of its own.
+#define AT(block) (BASE + (block) * BLOCK)
+#define MEMORY 0x77 // RM's handle of 6 MiB
+
+// Maps, replaces, unmaps and releases pages of its own, whatever lies there. The ranges come and go.
 static void *mapper(void *arg)
 {
     uint64_t rng = (uintptr_t)arg * 77 + 1, h, handles[12];
     struct uvm_vmem_op ops[12];
 
     while (!stop) {
-        uint64_t size = KB(64) << rng_below(&rng, 3);
-        NV_STATUS s = vm_create(&u, size, 12, &h);
+        uint64_t size = rng_below(&rng, 4) ? KB(64) << rng_below(&rng, 3) : MB(2);
+        unsigned count = size == MB(2) ? 2 : 12;
+        NV_STATUS s = vm_create(&u, size, count, &h);
         if (s == NV_ERR_NO_MEMORY)
             continue;
         CHECK_EQ(s, NV_OK);
-        for (unsigned i = 0; i < 12; i++) {
-            ops[i] = vm_op(BASE + rng_below(&rng, BLOCKS) * BLOCK + rng_below(&rng, 8) * KB(256), size, h + i, 0,
-                           UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_AHEAD | UVM_VMEM_TAKEOVER);
+        for (unsigned i = 0; i < count; i++) {
+            ops[i] = vm_op(AT(rng_below(&rng, BLOCKS)) + rng_below(&rng, MB(2) / size) * size, size, h + i, 0,
+                           UVM_VMEM_MAP_REPLACE | UVM_VMEM_TAKEOVER |
+                               (rng_next(&rng) & (UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD)));
             handles[i] = h + i;
         }
-        // the ranges come and go
-        EXPECT(vm_map_ops(&u, 0, ops, 12, NULL), NV_OK, NV_ERR_INVALID_ADDRESS);
-        for (unsigned i = 0; i < 12; i++)
-            ops[i] = vm_op(BASE + rng_below(&rng, BLOCKS) * BLOCK, BLOCK, 0, 0, 0);
-        EXPECT(vm_unmap_ops(&u, 0, ops, 1 + rng_below(&rng, 12), NULL), NV_OK, NV_ERR_INVALID_ADDRESS);
-        CHECK_EQ(vm_release(&u, handles, 12, NULL), NV_OK);
-        calls[0] += 4;
+        EXPECT(s = vm_map_ops(&u, 0, ops, count, NULL), NV_OK, NV_ERR_INVALID_ADDRESS, NV_ERR_NO_MEMORY);
+        calls[0] += s == NV_OK;
+        for (unsigned i = 0; i < count; i++)
+            ops[i] = vm_op(AT(rng_below(&rng, BLOCKS)), BLOCK, 0, 0, 0);
+        EXPECT(vm_unmap_ops(&u, 0, ops, 1 + rng_below(&rng, count), NULL), NV_OK, NV_ERR_INVALID_ADDRESS);
+        CHECK_EQ(vm_release(&u, handles, count, NULL), NV_OK);
     }
     return NULL;
 }
 
+// Ranges of two blocks
 static void *uvm_freer(void *arg)
 {
     uint64_t rng = (uintptr_t)arg * 31 + 5;
 
     while (!stop) {
-        uint64_t va = BASE + rng_below(&rng, BLOCKS) * BLOCK;
-        EXPECT(uvm_free_range(&u, va, BLOCK), NV_OK, NV_ERR_INVALID_ADDRESS);
-        EXPECT(uvm_create_external(&u, va, BLOCK), NV_OK, NV_ERR_UVM_ADDRESS_IN_USE);
-        calls[1] += 2;
+        uint64_t va = AT(rng_below(&rng, BLOCKS / 2) * 2);
+        EXPECT(uvm_free_range(&u, va, 2 * BLOCK), NV_OK);
+        EXPECT(uvm_create_external(&u, va, 2 * BLOCK), NV_OK);
+        calls[1]++;
         usleep(rng_below(&rng, 2000));
     }
     return NULL;
 }
 
-static void *unmapper(void *arg)
+// UVM's own calls, most of them well formed. A part of an overlay is refused, and so is a range that is gone.
+static void *stock(void *arg)
 {
     uint64_t rng = (uintptr_t)arg * 13 + 9;
 
     while (!stop) {
-        EXPECT(uvm_unmap_external(&u, 0, BASE + rng_below(&rng, BLOCKS) * BLOCK, BLOCK), NV_OK, NV_ERR_INVALID_ADDRESS);
-        calls[2]++;
-        usleep(rng_below(&rng, 500));
+        uint64_t part = rng_below(&rng, 4) ? 0 : rng_below(&rng, 32) * KB(64), va = AT(rng_below(&rng, BLOCKS)) + part;
+        NV_STATUS s;
+
+        switch (rng_below(&rng, 3)) {
+        case 0: s = uvm_unmap_external(&u, 0, va, BLOCK - part); break;
+        case 1: s = uvm_map_sparse(&u, 0, va, BLOCK - part); break;
+        default: s = uvm_map_external(&u, 0, va, BLOCK - part, MB(2) + part, MEMORY); break;
+        }
+        EXPECT(s, NV_OK, NV_ERR_INVALID_ADDRESS, NV_ERR_NO_MEMORY);
+        calls[2] += s == NV_OK;
+        usleep(rng_below(&rng, 1000));
+    }
+    return NULL;
+}
+
+// UVM's own calls that fail: a handle that RM does not know, memory that the kernel does not give
+static void *failing(void *arg)
+{
+    uint64_t rng = (uintptr_t)arg * 31 + 5;
+
+    while (!stop) {
+        bool known = failmem_there() && rng_below(&rng, 2);
+        NV_STATUS s;
+
+        if (known)
+            failmem_arm(1 + rng_below(&rng, 8));
+        s = uvm_map_external(&u, 0, AT(rng_below(&rng, BLOCKS)) + rng_below(&rng, 2) * MB(1), MB(1), 0,
+                             known ? MEMORY : 0xdead);
+        if (known)
+            failmem_arm(0);
+        EXPECT(s, NV_OK, NV_ERR_INVALID_ADDRESS, NV_ERR_NO_MEMORY, NV_ERR_OBJECT_NOT_FOUND);
+        CHECK(known || s != NV_OK);
+        calls[3] += s != NV_OK;
+        usleep(rng_below(&rng, 1000));
     }
     return NULL;
 }
@@ -89,7 +125,6 @@ static void *asker(void *arg)
     while (!stop) {
         struct uvm_vmem_query q = vm_query(&u, 0);
         CHECK(q.out_bytes_held >= q.out_bytes_created);
-        calls[3]++;
         usleep(100);
     }
     return NULL;
@@ -104,44 +139,39 @@ static void *reader(void *arg)
         uint64_t value = 0;
         gpu_access(&u, 0, false, BASE + rng_below(&rng, BLOCKS * 32) * GRANULE, &value, 8);
         CHECK_MSG(value != 0xd5d5d5d5d5d5d5d5ull, "the GPU read memory that is free");
-        calls[4]++;
     }
     return NULL;
 }
 
-static void run(void *(*const who[])(void *), unsigned n)
+TEST(test_concurrent_calls)
 {
-    pthread_t threads[8];
+    void *(*const who[])(void *) = {mapper, mapper, mapper, uvm_freer, stock, failing, asker, reader};
+    pthread_t threads[COUNT(who)];
 
     uvm_start(&u);
-    for (unsigned i = 0; i < BLOCKS; i++)
-        EXPECT(uvm_create_external(&u, BASE + i * BLOCK, BLOCK), NV_OK, NV_ERR_UVM_ADDRESS_IN_USE);
-    for (unsigned i = 0; i < n; i++)
+    for (unsigned i = 0; i < BLOCKS; i += 2)
+        CHECK_EQ(uvm_create_external(&u, AT(i), 2 * BLOCK), NV_OK);
+    sim_mem(&u, 0, MEMORY, MB(2), MB(6));
+    for (unsigned i = 0; i < 3; i++) { // RM's memory comes with what was in it
+        CHECK_EQ(uvm_map_external(&u, 0, BASE, BLOCK, i * BLOCK, MEMORY), NV_OK);
+        CHECK_EQ(gpu_mark(&u, BASE, BLOCK, 1), 0);
+    }
+    for (unsigned i = 0; i < COUNT(who); i++)
         CHECK(pthread_create(&threads[i], NULL, who[i], (void *)(uintptr_t)(i + 1)) == 0);
     usleep(env_long("SECONDS_EACH", 2) * 1000000);
-    while (!calls[0])
+    while (calls[0] < 100 || calls[1] < 20 || calls[2] < 20 || calls[3] < 100) // CASE_TIMEOUT ends it
         usleep(1000);
     stop = true;
-    for (unsigned i = 0; i < n; i++)
+    for (unsigned i = 0; i < COUNT(who); i++)
         pthread_join(threads[i], NULL);
+    printf("%lu MAPs, %lu ranges freed, %lu calls of UVM's own, and %lu that failed\n", calls[0], calls[1], calls[2],
+           calls[3]);
     CHECK_EQ(vm_query(&u, 0).out_bytes_created, 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
     CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
+    uvm_close(&u);
+    sim_mem(&u, 0, MEMORY, 0, 0);
     sim_check(0);
-}
-
-TEST(test_concurrent_maps_and_releases)
-{
-    void *(*const who[])(void *) = {mapper, mapper, mapper, reader};
-
-    run(who, COUNT(who));
-}
-
-TEST(test_concurrent_with_uvm_free_and_unmap_external)
-{
-    void *(*const who[])(void *) = {mapper, mapper, uvm_freer, unmapper, asker, reader};
-
-    run(who, COUNT(who));
 }
 
 // The same handles from two threads: each release happens once.
@@ -226,35 +256,5 @@ TEST(test_concurrent_with_gpu_unregister)
     for (unsigned i = 0; i < COUNT(t); i++)
         pthread_join(t[i], NULL);
     CHECK_EQ(vm_query(&u, 0).out_bytes_created, 0);
-    sim_check(0);
-}
-
-// Several files on one GPU, none sees another's data.
-TEST(test_concurrent_processes)
-{
-    pid_t pids[3];
-
-    for (unsigned p = 0; p < COUNT(pids); p++) {
-        pids[p] = fork();
-        if (pids[p] == 0) {
-            uint64_t rng = p + 1, h, end = seconds() + env_long("SECONDS_EACH", 2);
-            vm_start(&u, BLOCK * 4);
-            while (seconds() < end) {
-                CHECK_EQ(vm_create(&u, KB(64), 8, &h), NV_OK);
-                for (unsigned i = 0; i < 8; i++) {
-                    uint64_t va = BASE + i * KB(256) + rng_below(&rng, 4) * GRANULE;
-                    CHECK_EQ(vm_map(&u, va, KB(64), h + i, 0, UVM_VMEM_MAP_REPLACE), NV_OK);
-                    CHECK_EQ(gpu_word(&u, va), 0);
-                    CHECK_EQ(gpu_mark(&u, va, KB(64), p * 100 + i + 1), 0);
-                    CHECK(gpu_marked(&u, va, KB(64), p * 100 + i + 1, NULL));
-                }
-                for (unsigned i = 0; i < 8; i++)
-                    CHECK_EQ(vm_release_one(&u, h + i), NV_OK);
-            }
-            _exit(0);
-        }
-    }
-    for (unsigned p = 0; p < COUNT(pids); p++)
-        CHECK_EQ(wait_child(pids[p]), 0);
     sim_check(0);
 }

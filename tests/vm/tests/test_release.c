@@ -9,7 +9,6 @@
 #include <sys/syscall.h>
 
 #include "calls.h"
-#include "failmem_uapi.h"
 
 // One page at very many addresses: taken away in steps, 4,096 in each, so that nobody waits long for the lock.
 TEST(test_release_in_steps)
@@ -254,13 +253,12 @@ static void write_page(int fd, uint64_t handle)
     CHECK(ioctl(fd, UFFDIO_COPY, &copy) == 0);
 }
 
-static void *slow_releaser(void *failmem)
+static void *slow_releaser(void *without_memory)
 {
     static NV_STATUS status;
-    struct failmem f = {.nth = 1};
 
-    if (failmem) // no memory for a copy of the handles
-        CHECK(ioctl(*(int *)failmem, FAILMEM_ARM, &f) == 0);
+    if (without_memory) // for a copy of the handles
+        failmem_arm(1);
     status = vm_release(&slow, handles_to_come, 1, NULL);
     return &status;
 }
@@ -287,18 +285,17 @@ TEST(test_release_that_waits_for_its_handles_holds_nobody_up)
 // Without memory, other calls of RELEASE do wait. A process that does can be killed.
 TEST(test_release_that_waits_without_memory_can_be_killed)
 {
-    int failmem = open("/dev/failmem", O_RDWR), fd;
     NV_STATUS *status;
     pthread_t thread;
     uint64_t h;
     pid_t pid;
+    int fd;
 
-    if (failmem < 0)
-        vmtest_skip("/dev/failmem: %s", strerror(errno));
+    failmem_arm(0); // or skips the case
     vm_start(&slow, MB(8));
     CHECK_EQ(vm_create(&slow, KB(64), 2, &h), NV_OK);
     fd = missing_page();
-    CHECK(pthread_create(&thread, NULL, slow_releaser, &failmem) == 0);
+    CHECK(pthread_create(&thread, NULL, slow_releaser, &fd) == 0);
     touched(fd);
     CHECK_EQ(vm_query(&slow, 0).out_bytes_created, KB(128)); // no other call waits
     pid = fork();

@@ -5,11 +5,8 @@
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
-#include <pthread.h>
-#include <stdatomic.h>
 #include <sys/xattr.h>
 
-#include "failmem_uapi.h"
 #include "uvm_test_ioctl.h"
 
 #define MEMORY 0x77 // RM's handle of 6 MiB on GPU 0
@@ -143,23 +140,7 @@ static UVM_MAP_EXTERNAL_ALLOCATION_PARAMS *mapping(uint64_t va, uint64_t length,
     return &p;
 }
 
-// UVM allocates room for these parameters, and for want of it the ioctl itself fails.
-static NV_STATUS map(UVM_MAP_EXTERNAL_ALLOCATION_PARAMS *p)
-{
-    p->rmStatus = 0xdead;
-    if (ioctl(u.fd, UVM_MAP_EXTERNAL_ALLOCATION, p)) {
-        CHECK_EQ(errno, ENOMEM);
-        return NV_ERR_NO_MEMORY;
-    }
-    return p->rmStatus;
-}
-static NV_STATUS map_memory(uint64_t va, uint64_t length, uint64_t offset, uint32_t memory)
-{
-    UVM_MAP_EXTERNAL_ALLOCATION_PARAMS *p = mapping(va, length, memory);
-
-    p->offset = offset;
-    return map(p);
-}
+static NV_STATUS map(UVM_MAP_EXTERNAL_ALLOCATION_PARAMS *p) { return uvm_map_params(&u, p); }
 
 static UVM_MAP_EXTERNAL_ALLOCATION_PARAMS *unknown_memory(void) { return mapping(AT(7), MB(2), 0xdead); }
 static UVM_MAP_EXTERNAL_ALLOCATION_PARAMS *unknown_client(void)
@@ -319,10 +300,10 @@ TEST(test_refused_mapping_over_mappings)
 
 // ---- what is needed is not there ----------------------------------------------------------------------------------
 
-static NV_STATUS map_hole(void) { return map_memory(AT(7), MB(2), 0, MEMORY); }
-static NV_STATUS map_hole_by_64k(void) { return map_memory(AT(7) + KB(64), KB(192), KB(64), MEMORY); }
-static NV_STATUS map_over_all(void) { return map_memory(AT(1), MB(6), 0, MEMORY); }
-static NV_STATUS map_over_overlays(void) { return map_memory(AT(4), MB(6), 0, MEMORY); }
+static NV_STATUS map_hole(void) { return uvm_map_external(&u, 0, AT(7), MB(2), 0, MEMORY); }
+static NV_STATUS map_hole_by_64k(void) { return uvm_map_external(&u, 0, AT(7) + KB(64), KB(192), KB(64), MEMORY); }
+static NV_STATUS map_over_all(void) { return uvm_map_external(&u, 0, AT(1), MB(6), 0, MEMORY); }
+static NV_STATUS map_over_overlays(void) { return uvm_map_external(&u, 0, AT(4), MB(6), 0, MEMORY); }
 static NV_STATUS map_on_two(void)
 {
     UVM_MAP_EXTERNAL_ALLOCATION_PARAMS *p = mapping(AT(7), MB(2), MEMORY);
@@ -374,18 +355,14 @@ static const struct scenario {
     {"register GPU", no_gpu_registered, register_gpu},
 };
 
-static int failmem = -1;
-
 // A fault is armed for the next calls: an allocation in the kernel, or a call into RM, which gives physical memory, too.
 enum fault { KERNEL_MEMORY, RM_CALL };
 static const char *const fault_names[] = {"allocations", "RM calls"};
 
 static void arm(enum fault fault, uint32_t nth)
 {
-    struct failmem f = {.nth = nth};
-
     if (fault == KERNEL_MEMORY)
-        CHECK(ioctl(failmem, FAILMEM_ARM, &f) == 0);
+        failmem_arm(nth);
     else
         sim_inject(SIMGPU_SITE_RM, nth, true, NULL);
 }
@@ -397,7 +374,7 @@ static bool struck(enum fault fault, struct failmem *where)
 
     *where = (struct failmem){0};
     if (fault == KERNEL_MEMORY) {
-        CHECK(ioctl(failmem, FAILMEM_ARM, where) == 0);
+        *where = failmem_arm(0);
         return where->fired;
     }
     sim_inject(0, 0, true, &was);
@@ -452,9 +429,7 @@ static void sweep_all(enum fault fault)
 
 TEST(test_every_allocation_fails_once)
 {
-    failmem = open("/dev/failmem", O_RDWR);
-    if (failmem < 0)
-        vmtest_skip("/dev/failmem: %s", strerror(errno));
+    failmem_arm(0); // or skips the case
     sweep_all(KERNEL_MEMORY);
 }
 
@@ -473,144 +448,6 @@ TEST(test_address_space_that_fails_at_a_range)
     CHECK_EQ(inject.rmStatus, NV_OK);
     CHECK_EQ(uvm_register_vaspace(&u, 0), NV_ERR_NO_MEMORY);
     CHECK_EQ(uvm_register_vaspace(&u, 0), NV_OK);
-    clear();
-    works();
-    finish();
-}
-
-// ---- all of it at once --------------------------------------------------------------------------------------------
-
-static atomic_bool stop;
-static atomic_ulong maps, maps_ok, stock_ok, stock_failed;
-
-static bool among(NV_STATUS status, NV_STATUS a, NV_STATUS b) { return status == NV_OK || status == a || status == b; }
-
-// Maps whatever lies there, UVM's mappings and overlays, unmaps and releases. Nothing but want of memory refuses it.
-static void *mapper(void *arg)
-{
-    uint64_t rng = (uintptr_t)arg * 77 + 1, first, handles[8];
-    struct uvm_vmem_op ops[8];
-
-    while (!stop) {
-        uint64_t size = rng_below(&rng, 4) ? KB(64) << rng_below(&rng, 3) : MB(2);
-        unsigned count = size == MB(2) ? 2 : 8;
-        NV_STATUS status = vm_create(&u, size, count, &first);
-
-        CHECK_MSG(among(status, NV_ERR_NO_MEMORY, NV_OK), "CREATE: 0x%x", status);
-        if (status != NV_OK)
-            continue;
-        for (unsigned i = 0; i < count; i++) {
-            ops[i] = vm_op(AT(rng_below(&rng, BLOCKS)) + rng_below(&rng, MB(2) / size) * size, size, first + i, 0,
-                           UVM_VMEM_MAP_REPLACE | UVM_VMEM_TAKEOVER |
-                               (rng_next(&rng) & (UVM_VMEM_MAP_64K | UVM_VMEM_MAP_AHEAD)));
-            handles[i] = first + i;
-        }
-        maps++;
-        status = vm_map_ops(&u, 0, ops, count, NULL);
-        maps_ok += status == NV_OK;
-        // memory of GPU 1 and of half a granule cannot be taken over
-        CHECK_MSG(among(status, NV_ERR_NO_MEMORY, NV_ERR_UVM_ADDRESS_IN_USE), "MAP: 0x%x", status);
-        if (rng_below(&rng, 2))
-            CHECK_EQ(vm_unmap(&u, ops[0].va, size), NV_OK);
-        CHECK_EQ(vm_release(&u, handles, count, NULL), NV_OK);
-    }
-    return NULL;
-}
-
-// UVM's own calls, most of them well formed
-static void *stock(void *arg)
-{
-    uint64_t rng = (uintptr_t)arg * 13 + 9;
-
-    while (!stop) {
-        unsigned block = rng_below(&rng, BLOCKS), kind = rng_below(&rng, 8);
-        uint64_t part = kind < 2 ? rng_below(&rng, 32) * KB(64) : 0;
-        NV_STATUS status;
-
-        switch (rng_below(&rng, 3)) {
-        case 0: status = uvm_unmap_external(&u, 0, AT(block) + part, BLOCK - part); break;
-        case 1: status = uvm_map_sparse(&u, 0, AT(block) + part, BLOCK - part); break;
-        default: status = uvm_map_external(&u, 0, AT(block) + part, BLOCK - part, MB(2) + part, MEMORY); break;
-        }
-        // a part of an overlay is refused
-        CHECK_MSG(among(status, NV_ERR_INVALID_ADDRESS, NV_ERR_NO_MEMORY), "UVM's own call: 0x%x", status);
-        *(status == NV_OK ? &stock_ok : &stock_failed) += 1;
-    }
-    return NULL;
-}
-
-// UVM's own calls that fail: a handle that RM does not know, memory that the kernel does not give
-static void *failing(void *arg)
-{
-    uint64_t rng = (uintptr_t)arg * 31 + 5;
-
-    while (!stop) {
-        uint64_t va = AT(rng_below(&rng, BLOCKS)) + rng_below(&rng, 2) * MB(1);
-        uint32_t handle = failmem >= 0 && rng_below(&rng, 2) ? MEMORY : 0xdead;
-        struct failmem f = {.nth = 1 + rng_below(&rng, 8)};
-        NV_STATUS status;
-
-        if (handle == MEMORY)
-            CHECK(ioctl(failmem, FAILMEM_ARM, &f) == 0);
-        status = map_memory(va, MB(1), 0, handle);
-        f.nth = 0;
-        if (handle == MEMORY)
-            CHECK(ioctl(failmem, FAILMEM_ARM, &f) == 0);
-        CHECK_MSG(handle == MEMORY || status == NV_ERR_OBJECT_NOT_FOUND || status == NV_ERR_INVALID_ADDRESS,
-                  "unknown memory: 0x%x", status);
-        CHECK_MSG(among(status, NV_ERR_OBJECT_NOT_FOUND, NV_ERR_INVALID_ADDRESS) || status == NV_ERR_NO_MEMORY,
-                  "failing call: 0x%x", status);
-        *(status == NV_OK ? &stock_ok : &stock_failed) += 1;
-    }
-    return NULL;
-}
-
-static void *reader(void *arg)
-{
-    uint64_t rng = (uintptr_t)arg * 3 + 2;
-
-    while (!stop) {
-        uint64_t value = 0;
-
-        gpu_access(&u, 0, false, BASE + rng_below(&rng, BLOCKS * 32) * KB(64), &value, 8);
-        CHECK_MSG(value != 0xd5d5d5d5d5d5d5d5ull, "the GPU read memory that is free");
-    }
-    return NULL;
-}
-
-TEST(test_storm)
-{
-    void *(*const who[])(void *) = {stock, failing, reader, mapper, mapper};
-    unsigned n = COUNT(who);
-    pthread_t threads[COUNT(who)];
-
-    failmem = open("/dev/failmem", O_RDWR);
-    start();
-    CHECK_EQ(uvm_map_external(&u, 0, BASE, MB(6), 0, MEMORY), NV_OK); // RM's memory comes with what was in it
-    CHECK_EQ(gpu_mark(&u, BASE, MB(6), 1), 0);
-    if (!vmem)
-        n = 3;
-    for (unsigned i = 0; i < n; i++)
-        CHECK(pthread_create(&threads[i], NULL, who[i], (void *)(uintptr_t)(i + 1)) == 0);
-    usleep(env_long("SECONDS_EACH", 2) * 1000000);
-    while (stock_ok < 100 || stock_failed < 100 || (vmem && maps_ok < 100))
-        usleep(1000);
-    stop = true;
-    for (unsigned i = 0; i < n; i++)
-        pthread_join(threads[i], NULL);
-    vmtest_figure("storm_stock_calls", stock_ok + stock_failed, "calls");
-    vmtest_figure("storm_stock_failures", stock_failed, "calls");
-    if (vmem) {
-        struct uvm_vmem_query q;
-
-        vmtest_figure("storm_maps", maps, "calls");
-        vmtest_figure("storm_maps_ok", maps_ok, "calls");
-        CHECK_MSG(maps_ok > maps / 2, "%lu of %lu MAPs succeeded: most must, or the storm tests little",
-                  (unsigned long)maps_ok, (unsigned long)maps);
-        q = vm_query(&u, 0);
-        CHECK_EQ(q.out_bytes_created, MB(2));
-        CHECK_EQ(q.out_bytes_mapped, 0);
-    }
     clear();
     works();
     finish();

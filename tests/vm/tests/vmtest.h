@@ -22,6 +22,7 @@
 #include "uvm_linux_ioctl.h"
 #include "uvm_ioctl.h"
 
+#include "failmem_uapi.h"
 #include "simgpu_uapi.h"
 
 #define KB(n) ((uint64_t)(n) << 10)
@@ -104,6 +105,7 @@ NV_STATUS uvm_free_range(struct uvm *u, uint64_t va, uint64_t length);
 NV_STATUS uvm_create_external(struct uvm *u, uint64_t va, uint64_t length);
 NV_STATUS uvm_unmap_external(struct uvm *u, unsigned gpu, uint64_t va, uint64_t length);
 // Map RM memory (sim_mem) with the driver's own ioctl.
+NV_STATUS uvm_map_params(const struct uvm *u, UVM_MAP_EXTERNAL_ALLOCATION_PARAMS *p);
 NV_STATUS uvm_map_external(struct uvm *u, unsigned gpu, uint64_t va, uint64_t length, uint64_t offset, uint32_t memory);
 // A guard: 2 MiB of ordinary memory at va, in a range of its own, as any library of the process may have it next to a range
 // under test. Its content and its entry must last until the case ends, or u or GPU 0's address space does.
@@ -133,5 +135,8 @@ void sim_baseline(void); // called before each case
 uint64_t sim_mem(const struct uvm *u, unsigned gpu, uint32_t handle, uint32_t page_size, uint64_t size);
 void sim_inject(uint32_t sites, uint32_t nth, bool mine, struct simgpu_inject *out);
 void sim_mode(unsigned gpu, uint32_t set, uint32_t clear);
+bool failmem_there(void); // the module is loaded
+// This thread's nth allocation in nvidia-uvm.ko from now on fails; 0: none does. Returns what became of the one before.
+struct failmem failmem_arm(uint32_t nth);
 
 #endif
