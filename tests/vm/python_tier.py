@@ -27,7 +27,7 @@ BENCHES = {"vmm": "--page-size 64K", "bandwidth": "--page-size 64K --tensors 8 -
 TOOLS = ("insmod", "rmmod", "modprobe", "modinfo", "mknod", "bash")
 # Faults of the simulated hardware (SIMGPU_MODE_BREAK_*), and the stage of the self-test that must fail
 # Membars are not among them: the simulated CUDA's stores are in memory at once, so none can come late.
-FAULTS = (("no invalidate", 1 << 8, "replace"),)
+FAULTS = (("no invalidate", 1 << 0, "replace"),)
 # What the guest has not: torch (only one with CUDA makes tensors on the device, and the C suite has the KV cache, too),
 # the documents, which two files read when they are imported, and tools to build modules for the machine at hand.
 _LACKS = re.compile(r"^(import torch$|from pyvmem import .*KVCache|import pyvmem\.(kv|sglang|vllm))", re.MULTILINE)

@@ -8,7 +8,6 @@
 #define SIM_H
 
 #include <linux/hashtable.h>
-#include <linux/irq_work.h>
 #include <linux/kernel.h>
 #include <linux/list.h>
 #include <linux/module.h>
@@ -57,28 +56,24 @@ struct sim_mmu_format {
     bool (*sparse_table)(u64 e); // of an entry of a directory that leads nowhere
     bool (*hides_small)(u64 e);  // of an invalid 64K entry: the 4K entries below are ignored
     bool (*read_only)(u64 e);
-    u32 (*peer)(u64 e);
-    u64 (*make_pte)(u64 phys, int peer_id, bool read_only); // of video memory; peer_id < 0: the GPU's own
+    u64 (*make_pte)(u64 phys, bool read_only); // of video memory
 };
 extern const struct sim_mmu_format sim_ver2, sim_ver3;
 #define SIM_ENTRY_VALID 1ULL
 #define SIM_APERTURE(e) ((e) >> 1 & 3)
 #define SIM_PTE_VID 0ULL
-#define SIM_PTE_PEER 1ULL
 
 struct sim_arch {
     const char *name;
     u32 arch, implementation, host_class, ce_class, compute_class;
     const struct sim_mmu_format *mmu;
-    u64 page_sizes;         // one bit each
-    u64 rm_va_base;         // where RM's own mappings start: past 40 bits where channels can reach that
-    u32 sem_hi_mask;        // of the upper half of a semaphore's address
-    u32 graphics_engine;    // number of the engine that the SMs' faults name
-    bool ce_physical_peers; // a copy engine takes physical addresses of a peer
-    bool ce_scrub;          // and fills without remapping
-    bool link_tlbs;         // an invalidate can leave out all TLBs but those of links
-    bool push_segments;     // a GPFIFO entry sets the upper bits of those after it
-    bool ack_is_membar;     // an invalidate acknowledged globally is a membar for the GPU's own memory
+    u64 page_sizes;     // one bit each
+    u64 rm_va_base;     // where RM's own mappings start: past 40 bits where channels can reach that
+    u32 sem_hi_mask;    // of the upper half of a semaphore's address
+    bool ce_scrub;      // and fills without remapping
+    bool link_tlbs;     // an invalidate can leave out all TLBs but those of links
+    bool push_segments; // a GPFIFO entry sets the upper bits of those after it
+    bool ack_is_membar; // an invalidate acknowledged globally is a membar for the GPU's own memory
 };
 
 struct sim_gpu {
@@ -100,15 +95,12 @@ struct sim_gpu {
 
     u32 regs[SIM_REG_COUNT];
     void *fault_buf, *nr_fault_buf, *ac_buf;
-    bool intr_on;
-    struct irq_work irq;
-    struct list_head waiters; // struct sim_wait, stalled SM accesses
-    struct list_head posted;  // struct sim_post, SM writes in flight
-    struct list_head loops;   // struct sim_loop
+    struct list_head posted; // struct sim_post, SM writes in flight
+    struct list_head loops;  // struct sim_loop
 
     u32 mode; // SIMGPU_MODE_*
     struct simgpu_counters c;
-    atomic64_t rm_calls, injected;
+    atomic64_t rm_calls;
 };
 
 // A VA space. What RM mapped itself (below UVM's part) is a list of allocations; the rest is whatever page tables
@@ -122,7 +114,6 @@ struct sim_vas {
     u32 h_client, h_vaspace; // of a dup
     bool has_pdb, pdb_vid;
     u64 pdb;
-    u64 inst; // instance pointer of the last registered user channel, 0 if none
     u32 time0, time1;
     DECLARE_HASHTABLE(tlb, 8); // struct sim_tlbe
     u64 tlb_count;
@@ -180,12 +171,6 @@ struct sim_xlat {
     bool hit;
 };
 
-#ifdef SIM_HAVE_UVM_EVENTS
-typedef struct UvmEventsLinux sim_uvm_events;
-#else
-typedef struct UvmOpsUvmEvents sim_uvm_events;
-#endif
-
 // sim_arch.c
 const struct sim_arch *sim_arch_find(const char *name); // NULL: there is none
 
@@ -195,27 +180,21 @@ extern struct sim_gpu sim_gpus[SIM_MAX_GPUS];
 extern unsigned int sim_gpu_count;
 extern struct list_head sim_vas_list;
 extern atomic_t sim_n_allocs, sim_n_tsgs, sim_n_chans;
-extern bool sim_log_calls;
 extern uint sim_trace;
 struct sim_gpu *sim_gpu_by_uuid(const void *uuid);
 // True if this call is the one to fail.
-bool sim_inject(struct sim_gpu *g, u32 site);
+bool sim_inject(u32 site);
 int sim_inject_ioctl(struct simgpu_inject *io);
 
 #define sim_log(fmt, ...) pr_info("simgpu: " fmt, ##__VA_ARGS__)
 
 // First statement of every interface function.
-#define SIM_CALL(g)                                       \
-    do {                                                  \
-        atomic64_inc(&(g)->rm_calls);                     \
-        if (sim_log_calls)                                \
-            sim_log("%s gpu %u\n", __func__, (g)->index); \
-    } while (0)
-#define SIM_CALL_MAY_FAIL(g)               \
-    do {                                   \
-        SIM_CALL(g);                       \
-        if (sim_inject(g, SIMGPU_SITE_RM)) \
-            return NV_ERR_NO_MEMORY;       \
+#define SIM_CALL(g) atomic64_inc(&(g)->rm_calls)
+#define SIM_CALL_MAY_FAIL(g)            \
+    do {                                \
+        SIM_CALL(g);                    \
+        if (sim_inject(SIMGPU_SITE_RM)) \
+            return NV_ERR_NO_MEMORY;    \
     } while (0)
 
 // sim_vas.c. With sim_lock held.
@@ -248,7 +227,6 @@ bool sim_xlat_allows(struct sim_gpu *g, const struct sim_xlat *x, bool write);
 bool sim_pde_in_vidmem(struct sim_gpu *g, u64 e, bool big, u64 *table);
 // The translation for an engine other than the SM. NULL: there is none. Sparse addresses give the zero page or the sink.
 void *sim_va_ptr(struct sim_vas *v, u32 unit, u64 va, bool write, u64 *contig);
-struct sim_gpu *sim_peer(struct sim_gpu *g, u32 peer_id);
 
 // sim_tlb.c. With sim_lock held.
 struct sim_tlbe {
@@ -263,7 +241,6 @@ struct sim_tlbe *sim_tlb_find(struct sim_vas *v, u32 unit, int level, u32 shift,
 bool sim_tlb_find_pte(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x);
 void sim_tlb_add(struct sim_vas *v, u32 unit, int level, u32 shift, u64 va, u64 e0, u64 e1, u8 state);
 void sim_tlb_drop_all(struct sim_vas *v);
-void sim_tlb_replay(struct sim_gpu *g);
 void sim_tlb_invalidate(struct sim_gpu *g, u32 a, u32 b, u32 c, u32 d);
 // Memory [phys, phys + len) of g is about to be freed.
 void sim_tlb_check_free(struct sim_gpu *g, u64 phys, u64 len);
@@ -285,14 +262,8 @@ bool sim_chan_sem_write(struct sim_chan *c, u64 va, u32 payload, bool four_words
 // sim_ce.c
 bool sim_ce_method(struct sim_chan *c, u32 addr, u32 value);
 
-// sim_fault.c
-extern sim_uvm_events *sim_uvm_ops;
-void sim_fault_init(struct sim_gpu *g);
-void sim_fault_irq_poll(struct sim_gpu *g);
-void sim_fault_irq_sync(void);
-void sim_fault_replay(struct sim_gpu *g, u32 type, u64 va, u64 pdb);
-void sim_fault_vas_gone(struct sim_vas *v);
-void sim_fault_access(struct simgpu_access *a);
+// sim_access.c
+void sim_access(struct simgpu_access *a);
 
 // sim_loop.c
 struct sim_loop;

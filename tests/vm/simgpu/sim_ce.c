@@ -39,20 +39,11 @@ enum {
 
 #define CE(c, r) ((c)->ce[(r) / 4])
 
-// mode: 0 this GPU's memory, 1 and 2 system memory (NULL), 3 a peer's
+// mode: 0 this GPU's memory, 1 and 2 system memory (NULL); 3, a peer's, is not modelled
 static struct sim_gpu *phys_target(struct sim_chan *c, u32 mode, bool *ok)
 {
-    struct sim_gpu *g = c->vas->gpu, *peer;
-
-    *ok = true;
-    switch (mode & 3) {
-    case 0: return g;
-    case 3:
-        peer = g->arch->ce_physical_peers ? sim_peer(g, (mode >> 6) & 7) : NULL;
-        *ok = peer != NULL;
-        return peer;
-    default: return NULL;
-    }
+    *ok = (mode & 3) != 3;
+    return mode & 3 ? NULL : c->vas->gpu;
 }
 
 static void *ce_ptr(struct sim_chan *c, bool phys, u32 mode, u64 addr, bool write, u64 *contig)
@@ -146,8 +137,8 @@ static bool try_post(struct sim_chan *c, u32 launch, u64 in, u64 out, u64 len, c
     bool ok;
     struct sim_gpu *target = phys_target(c, CE(c, CE_DST_PHYS_MODE), &ok);
 
-    if (!(c->vas->gpu->mode & SIMGPU_MODE_POST) || !ok || (launch & LAUNCH_FLUSH) || !(launch & LAUNCH_DST_PHYS) ||
-        len > MAX_POST || !sim_phys_ptr(target, out, &contig) || contig < len)
+    if (!ok || (launch & LAUNCH_FLUSH) || !(launch & LAUNCH_DST_PHYS) || len > MAX_POST ||
+        !sim_phys_ptr(target, out, &contig) || contig < len)
         return false;
     if (!size) {
         s = ce_ptr(c, launch & LAUNCH_SRC_PHYS, CE(c, CE_SRC_PHYS_MODE), in, false, &contig);
@@ -174,7 +165,6 @@ static void transfer(struct sim_chan *c, u32 launch)
     u64 out = (u64)CE(c, CE_OFFSET_OUT_UPPER) << 32 | CE(c, CE_OFFSET_OUT_LOWER);
     u32 lines = launch & LAUNCH_MULTI_LINE ? CE(c, CE_LINE_COUNT) : 1, size = 0, i;
     u64 len = CE(c, CE_LINE_LENGTH_IN);
-    struct simgpu_counters *n = &c->vas->gpu->c;
     u8 elem[16];
 
     if ((launch & LAUNCH_PITCH) != LAUNCH_PITCH) {
@@ -186,8 +176,6 @@ static void transfer(struct sim_chan *c, u32 launch)
         size = 8;
         memcpy(elem, &CE(c, CE_REMAP_CONST_A), 4);
         memcpy(elem + 4, &CE(c, CE_REMAP_CONST_B), 4);
-        n->ce_memsets++;
-        n->ce_memset_bytes += len * lines;
     } else if (launch & LAUNCH_REMAP) {
         size = fill_element(c, elem);
         if (!size) {
@@ -195,14 +183,9 @@ static void transfer(struct sim_chan *c, u32 launch)
             return;
         }
         len *= size;
-        n->ce_memsets++;
-        n->ce_memset_bytes += len * lines;
-    } else {
-        n->ce_copies++;
-        n->ce_copy_bytes += len * lines;
     }
     if ((launch & LAUNCH_DST_PHYS) && len <= MAX_POST && (CE(c, CE_DST_PHYS_MODE) & 3) == 0)
-        n->pte_writes += len / 8;
+        c->vas->gpu->c.pte_writes += len / 8;
     if (lines == 1 && try_post(c, launch, in, out, len, elem, size))
         return;
     sim_post_land_chan(c);
@@ -232,7 +215,6 @@ static void semaphore(struct sim_chan *c, u32 launch)
             sim_chan_fault(c, "semaphore reduction", va);
             break;
         }
-        c->vas->gpu->c.sem_releases++;
         smp_mb();
         WRITE_ONCE(*p, *p >= payload ? 0 : *p + 1);
         break;
@@ -252,7 +234,6 @@ static void launch_dma(struct sim_chan *c, u32 launch)
         struct sim_post *p;
 
         // The flush of an engine waits for what the engine did before
-        g->c.ce_flushes++;
         list_for_each_entry(p, &c->posted, node)
             p->ready = true;
         sim_post_membar(g, c, !(launch & LAUNCH_FLUSH_GL));

@@ -136,7 +136,6 @@ void sim_chan_fault(struct sim_chan *c, const char *what, u64 va)
     if (!c->faulted)
         pr_err("simgpu: channel %u fault: %s at 0x%llx (push buffer 0x%llx)\n", c->id, what, va, c->words_va);
     c->faulted = true;
-    c->vas->gpu->c.channel_faults++;
     WRITE_ONCE(c->notifier->status, 0xffff);
 }
 
@@ -158,7 +157,6 @@ static bool sem_store(struct sim_chan *c, u64 va, const void *src, u32 n)
 
 bool sim_chan_sem_write(struct sim_chan *c, u64 va, u32 payload, bool four_words)
 {
-    c->vas->gpu->c.sem_releases++;
     smp_mb();
     if (four_words) {
         u64 time = ktime_get_ns();
@@ -171,34 +169,20 @@ bool sim_chan_sem_write(struct sim_chan *c, u64 va, u32 payload, bool four_words
     return sem_store(c, va, &payload, 4);
 }
 
-static void membar(struct sim_chan *c, bool sys)
-{
-    struct sim_gpu *g = c->vas->gpu;
-
-    if (sys)
-        g->c.membar_sys++;
-    else
-        g->c.membar_gpu++;
-    sim_post_membar(g, c, sys);
-}
-
 static void mem_op(struct sim_chan *c, u32 d)
 {
     struct sim_gpu *g = c->vas->gpu;
-    u32 a = HOST(c, HOST_MEM_OP_A), b = HOST(c, HOST_MEM_OP_B), op_c = HOST(c, HOST_MEM_OP_C), replay;
+    u32 a = HOST(c, HOST_MEM_OP_A), b = HOST(c, HOST_MEM_OP_B), op_c = HOST(c, HOST_MEM_OP_C);
 
     switch (d >> 27) {
-    case OP_MEMBAR: membar(c, (op_c & 7) == 0); break;
+    case OP_MEMBAR: sim_post_membar(g, c, (op_c & 7) == 0); break;
     case OP_TLB_INVALIDATE:
     case OP_TLB_INVALIDATE_TARGETED:
         sim_tlb_invalidate(g, a, b, op_c, d);
         if (a & INVALIDATE_SYSMEMBAR)
-            membar(c, true);
+            sim_post_membar(g, c, true);
         else if (g->arch->ack_is_membar && INVALIDATE_ACK(op_c))
-            membar(c, false);
-        replay = (op_c >> 2) & 7;
-        if (replay)
-            sim_fault_replay(g, replay, (u64)b << 32 | (a & ~0xfffu), ((u64)(d & 0x7ffffff) << 20 | op_c >> 12) << 12);
+            sim_post_membar(g, c, false);
         break;
     }
     sim_loops_step(g);
@@ -224,12 +208,8 @@ static bool sem_execute(struct sim_chan *c, u32 v)
         }
         have = READ_ONCE(*p);
         done = (v & 7) == 0 ? have == want : (v & 7) == 2 ? have >= want : (s32)(have - want) >= 0;
-        if (done) {
+        if (done)
             smp_mb();
-            c->vas->gpu->c.sem_acquires++;
-        } else {
-            c->vas->gpu->c.sem_stalls++;
-        }
         return done;
     default: sim_chan_fault(c, "unsupported semaphore operation", v); return true;
     }
@@ -244,7 +224,6 @@ static bool host_method(struct sim_chan *c, u32 addr, u32 v)
     case HOST_SEM_EXECUTE: return sem_execute(c, v);
     case HOST_MEM_OP_D: mem_op(c, v); break;
     case HOST_WFI:
-        c->vas->gpu->c.wfi++;
         list_for_each_entry(p, &c->posted, node)
             p->ready = true;
         break;
@@ -254,7 +233,6 @@ static bool host_method(struct sim_chan *c, u32 addr, u32 v)
 
 static bool method(struct sim_chan *c, u32 subch, u32 addr, u32 v)
 {
-    c->vas->gpu->c.methods++;
     if (sim_trace & 1)
         sim_log("channel %u subch %u method 0x%04x = 0x%08x\n", c->id, subch, addr, v);
     if (addr < 0x100)
@@ -294,7 +272,7 @@ static bool fetch_entry(struct sim_chan *c)
     }
     if (bytes) {
         c->vas->gpu->c.pushes++;
-        if (sim_inject(c->vas->gpu, SIMGPU_SITE_CHANNEL))
+        if (sim_inject(SIMGPU_SITE_CHANNEL))
             sim_chan_fault(c, "injected", 0);
     }
     return true;
@@ -361,6 +339,15 @@ static bool chan_run(struct sim_chan *c)
     return progress;
 }
 
+// The register's write-one-to-clear bits never read back.
+static void fault_get_poll(struct sim_gpu *g)
+{
+    u32 get = READ_ONCE(g->regs[SIM_REG_FAULT_GET]);
+
+    if (get >> 20)
+        cmpxchg(&g->regs[SIM_REG_FAULT_GET], get, get & 0xfffff);
+}
+
 static int engine_fn(void *arg)
 {
     u64 busy_until = 0, idle_since = 0;
@@ -375,7 +362,7 @@ static int engine_fn(void *arg)
         list_for_each_entry(c, &chans, node)
             progress |= chan_run(c);
         for (i = 0; i < sim_gpu_count; i++) {
-            sim_fault_irq_poll(&sim_gpus[i]);
+            fault_get_poll(&sim_gpus[i]);
             sim_loops_step(&sim_gpus[i]);
         }
         mutex_unlock(&sim_lock);

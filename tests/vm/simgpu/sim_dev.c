@@ -74,23 +74,6 @@ static int do_walk(struct simgpu_walk *io)
     return ret;
 }
 
-static int do_tlb(struct simgpu_tlb *io)
-{
-    struct sim_xlat x = {0};
-    struct sim_vas *v;
-
-    if (io->unit >= SIMGPU_UNITS)
-        return -EINVAL;
-    mutex_lock(&sim_lock);
-    v = sim_vas_find(&io->vas);
-    if (v) {
-        io->cached = sim_tlb_find_pte(v, io->unit, io->va, &x);
-        sim_pte_decode(v->gpu, &x, &io->pte);
-    }
-    mutex_unlock(&sim_lock);
-    return v ? 0 : -ENODEV;
-}
-
 static void do_counters(struct simgpu_counters_io *io)
 {
     struct sim_gpu *g = &sim_gpus[io->gpu];
@@ -99,12 +82,9 @@ static void do_counters(struct simgpu_counters_io *io)
 
     mutex_lock(&sim_lock);
     g->c.rm_calls = atomic64_read(&g->rm_calls);
-    g->c.injected = atomic64_read(&g->injected);
     g->c.vaspaces = 0;
     list_for_each_entry(v, &sim_vas_list, node)
         g->c.vaspaces += v->gpu == g;
-    g->c.channels = atomic_read(&sim_n_chans);
-    g->c.rm_allocs = atomic_read(&sim_n_allocs);
     io->c = g->c;
     if (io->reset) {
         levels.pma_live = g->c.pma_live;
@@ -113,7 +93,6 @@ static void do_counters(struct simgpu_counters_io *io)
         levels.rm_objects = g->c.rm_objects;
         g->c = levels;
         atomic64_set(&g->rm_calls, 0);
-        atomic64_set(&g->injected, 0);
     }
     mutex_unlock(&sim_lock);
 }
@@ -134,20 +113,14 @@ static int do_phys(struct simgpu_phys *io)
         void __user *user = u64_to_user_ptr(io->buf + done);
 
         n = min_t(u64, io->len - done, PAGE_SIZE - offset_in_page(io->phys + done));
-        if (io->write && copy_from_user(bounce, user, n)) {
-            ret = -EFAULT;
-            break;
-        }
         mutex_lock(&sim_lock);
         p = sim_fb_ptr(g, io->phys + done, &contig);
         if (!p)
             ret = -ENOMEM;
-        else if (io->write)
-            memcpy(p, bounce, n);
         else
             memcpy(bounce, p, n);
         mutex_unlock(&sim_lock);
-        if (!ret && !io->write && copy_to_user(user, bounce, n))
+        if (!ret && copy_to_user(user, bounce, n))
             ret = -EFAULT;
     }
     free_page((unsigned long)bounce);
@@ -197,10 +170,9 @@ static int dispatch(struct file *f, unsigned int cmd, void *p)
     if (cmd != SIMGPU_INJECT && *(u32 *)p >= sim_gpu_count)
         return -ENXIO;
     switch (cmd) {
-    case SIMGPU_ACCESS: sim_fault_access(p); return 0;
+    case SIMGPU_ACCESS: sim_access(p); return 0;
     case SIMGPU_COPY: do_copy(p); return 0;
     case SIMGPU_WALK: return do_walk(p);
-    case SIMGPU_TLB: return do_tlb(p);
     case SIMGPU_LOOP_START: return sim_loop_start(f, p);
     case SIMGPU_LOOP_READ: return sim_loop_read(f, p, false);
     case SIMGPU_LOOP_STOP: return sim_loop_read(f, p, true);

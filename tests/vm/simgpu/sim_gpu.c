@@ -1,4 +1,4 @@
-// nvUvmInterface*: registration, sessions, devices, what a GPU can do, fault and access-counter buffers, peers.
+// nvUvmInterface*: registration, sessions, devices, what a GPU can do, fault and access-counter buffers.
 //
 // SPDX-License-Identifier: GPL-2.0
 #include "sim.h"
@@ -54,31 +54,19 @@ NV_STATUS nvUvmInterfaceSessionDestroy(uvmGpuSessionHandle session)
 }
 EXPORT_SYMBOL(nvUvmInterfaceSessionDestroy);
 
-static NV_STATUS register_events(sim_uvm_events *ops)
-{
-    SIM_CALL(&sim_gpus[0]);
-    WRITE_ONCE(sim_uvm_ops, ops);
-    return NV_OK;
-}
-
-static void deregister_events(void)
-{
-    SIM_CALL(&sim_gpus[0]);
-    WRITE_ONCE(sim_uvm_ops, NULL);
-    sim_fault_irq_sync();
-}
+// Nothing ever happens: neither interrupts nor a suspended machine.
 
 #ifdef SIM_HAVE_UVM_EVENTS
-NV_STATUS nvUvmInterfaceRegisterUvmEvents(struct UvmEventsLinux *ops) { return register_events(ops); }
+NV_STATUS nvUvmInterfaceRegisterUvmEvents(struct UvmEventsLinux *ops) { return NV_OK; }
 EXPORT_SYMBOL(nvUvmInterfaceRegisterUvmEvents);
 
-void nvUvmInterfaceDeRegisterUvmEvents(void) { deregister_events(); }
+void nvUvmInterfaceDeRegisterUvmEvents(void) {}
 EXPORT_SYMBOL(nvUvmInterfaceDeRegisterUvmEvents);
 #else
-NV_STATUS nvUvmInterfaceRegisterUvmCallbacks(struct UvmOpsUvmEvents *ops) { return register_events(ops); }
+NV_STATUS nvUvmInterfaceRegisterUvmCallbacks(struct UvmOpsUvmEvents *ops) { return NV_OK; }
 EXPORT_SYMBOL(nvUvmInterfaceRegisterUvmCallbacks);
 
-void nvUvmInterfaceDeRegisterUvmOps(void) { deregister_events(); }
+void nvUvmInterfaceDeRegisterUvmOps(void) {}
 EXPORT_SYMBOL(nvUvmInterfaceDeRegisterUvmOps);
 #endif
 
@@ -314,32 +302,12 @@ NV_STATUS nvUvmInterfaceReportNonReplayableFault(uvmGpuDeviceHandle device, cons
 }
 EXPORT_SYMBOL(nvUvmInterfaceReportNonReplayableFault);
 
-// Peers: two GPUs reach each other over PCIe. The peer id of the other GPU is its index.
-
-struct sim_gpu *sim_peer(struct sim_gpu *g, u32 peer_id)
-{
-    return peer_id < sim_gpu_count && peer_id != g->index ? &sim_gpus[peer_id] : NULL;
-}
-
+// Two GPUs are peers over PCIe that nobody has enabled: UVM looks for NVLink when it registers the second.
 NV_STATUS nvUvmInterfaceGetP2PCaps(uvmGpuDeviceHandle a, uvmGpuDeviceHandle b, UvmGpuP2PCapsParams *caps)
 {
     SIM_CALL_MAY_FAIL(dev_gpu(a));
     memset(caps, 0, sizeof(*caps));
-    caps->peerIds[0] = dev_gpu(b)->index;
-    caps->peerIds[1] = dev_gpu(a)->index;
     caps->p2pLink = UVM_LINK_TYPE_PCIE;
-    caps->totalLinkLineRateMBps = 15760;
     return NV_OK;
 }
 EXPORT_SYMBOL(nvUvmInterfaceGetP2PCaps);
-
-NV_STATUS nvUvmInterfaceP2pObjectCreate(uvmGpuDeviceHandle a, uvmGpuDeviceHandle b, NvHandle *object)
-{
-    SIM_CALL_MAY_FAIL(dev_gpu(a));
-    *object = 0x9e0;
-    return NV_OK;
-}
-EXPORT_SYMBOL(nvUvmInterfaceP2pObjectCreate);
-
-void nvUvmInterfaceP2pObjectDestroy(uvmGpuSessionHandle session, NvHandle object) { SIM_CALL(&sim_gpus[0]); }
-EXPORT_SYMBOL(nvUvmInterfaceP2pObjectDestroy);

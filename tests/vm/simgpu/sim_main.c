@@ -15,9 +15,6 @@ MODULE_PARM_DESC(gpus, "simulated GPUs, 1 or 2; each takes the identity of one Q
 static char *arch = "turing";
 module_param(arch, charp, 0444);
 MODULE_PARM_DESC(arch, "turing, ampere, ada, hopper, blackwell or gb20x");
-bool sim_log_calls;
-module_param_named(log_calls, sim_log_calls, bool, 0644);
-MODULE_PARM_DESC(log_calls, "log every nvUvmInterface call");
 uint sim_trace;
 module_param_named(trace, sim_trace, uint, 0644);
 MODULE_PARM_DESC(trace, "1: log every method; 2: log what enters and leaves the TLBs");
@@ -41,12 +38,12 @@ struct sim_gpu *sim_gpu_by_uuid(const void *uuid)
 
 static DEFINE_SPINLOCK(inject_lock);
 static struct {
-    u32 sites, nth, again;
+    u32 sites, nth;
     pid_t tgid; // 0: any
     u64 seen, fired;
 } inject;
 
-bool sim_inject(struct sim_gpu *g, u32 site)
+bool sim_inject(u32 site)
 {
     bool fire = false;
     unsigned long flags;
@@ -57,12 +54,10 @@ bool sim_inject(struct sim_gpu *g, u32 site)
     // A push is executed by the engine thread, on behalf of nobody
     if ((inject.sites & site) && (!inject.tgid || site == SIMGPU_SITE_CHANNEL || inject.tgid == current->tgid)) {
         inject.seen++;
-        fire = inject.nth && (inject.again ? inject.seen >= inject.nth : inject.seen == inject.nth);
+        fire = inject.nth && inject.seen == inject.nth;
         inject.fired += fire;
     }
     spin_unlock_irqrestore(&inject_lock, flags);
-    if (fire)
-        atomic64_inc(&g->injected);
     return fire;
 }
 
@@ -76,7 +71,6 @@ int sim_inject_ioctl(struct simgpu_inject *io)
     inject.seen = inject.fired = 0;
     inject.sites = io->sites;
     inject.nth = io->nth;
-    inject.again = io->again;
     inject.tgid = io->mine ? current->tgid : 0;
     spin_unlock_irqrestore(&inject_lock, flags);
     return 0;
@@ -93,11 +87,8 @@ static int gpu_init(struct sim_gpu *g, u32 index, struct pci_dev *pdev, const st
     g->uuid[15] += index;
     g->pdev = pdev;
     g->fb_size = ALIGN((u64)fb_mb << 20, 2 << 20);
-    g->mode = SIMGPU_MODE_TLB | SIMGPU_MODE_NEGATIVE | SIMGPU_MODE_REFILL | SIMGPU_MODE_POST | SIMGPU_MODE_POISON;
-    INIT_LIST_HEAD(&g->waiters);
     INIT_LIST_HEAD(&g->posted);
     INIT_LIST_HEAD(&g->loops);
-    sim_fault_init(g);
     g->fault_buf = vzalloc(SIM_FAULT_ENTRIES * SIM_FAULT_SIZE);
     g->nr_fault_buf = vzalloc(SIM_FAULT_ENTRIES * SIM_FAULT_SIZE);
     g->ac_buf = vzalloc(SIM_FAULT_ENTRIES * SIM_FAULT_SIZE);
@@ -170,7 +161,6 @@ static void __exit sim_exit(void)
     struct sim_vas *v;
 
     sim_dev_stop();
-    sim_fault_irq_sync();
     sim_engine_stop();
     dups = sim_mem_exit();
     list_for_each_entry(v, &sim_vas_list, node)

@@ -335,7 +335,6 @@ NV_STATUS nvUvmInterfaceGetExternalAllocPtes(uvmGpuAddressSpaceHandle vas, NvHan
     SIM_CALL_MAY_FAIL(g);
     mutex_lock(&rm_mutex);
     mutex_lock(&sim_lock);
-    g->c.rm_get_ptes++;
     o = find(0, memory);
     m = o && o->owner == &owner_uvm ? o->mem : NULL;
     if (m && !page)
@@ -351,7 +350,7 @@ NV_STATUS nvUvmInterfaceGetExternalAllocPtes(uvmGpuAddressSpaceHandle vas, NvHan
         u64 *e = x->pteBuffer + i * stride / 8, at = offset + i * page;
         u64 phys = m->pages[at / m->page_size] + at % m->page_size;
 
-        e[0] = g->arch->mmu->make_pte(phys, m->gpu != g ? (int)m->gpu->index : -1, x->mappingType == READ_ONLY);
+        e[0] = g->arch->mmu->make_pte(phys, x->mappingType == READ_ONLY);
         if (stride == 16)
             e[1] = 0;
     }

@@ -63,7 +63,7 @@ u8 *sim_fb_ptr(struct sim_gpu *g, u64 phys, u64 *contig)
     return *chunk + phys % CHUNK;
 }
 
-static void fill(struct sim_gpu *g, u64 phys, u64 len, u8 value)
+static void poison(struct sim_gpu *g, u64 phys, u64 len)
 {
     u64 contig;
     u8 *p;
@@ -71,7 +71,7 @@ static void fill(struct sim_gpu *g, u64 phys, u64 len, u8 value)
     for (; len; phys += contig, len -= contig) {
         p = sim_fb_ptr(g, phys, &contig);
         contig = min(contig, len);
-        memset(p, value, contig);
+        memset(p, SIMGPU_POISON, contig);
     }
 }
 
@@ -80,7 +80,7 @@ bool sim_pma_is_free(struct sim_gpu *g, u64 phys)
     return phys < g->fb_size && !test_bit(phys >> SIM_PMA_SHIFT, g->pma_used);
 }
 
-static bool take(struct sim_gpu *g, u64 granule, u64 n, bool pinned, bool zero)
+static bool take(struct sim_gpu *g, u64 granule, u64 n, bool pinned)
 {
     u64 phys, contig;
 
@@ -93,8 +93,6 @@ static bool take(struct sim_gpu *g, u64 granule, u64 n, bool pinned, bool zero)
         bitmap_set(g->pma_pinned, granule, n);
     else
         bitmap_clear(g->pma_pinned, granule, n);
-    if (zero)
-        fill(g, granule << SIM_PMA_SHIFT, n << SIM_PMA_SHIFT, 0);
     g->c.pma_live += n;
     return true;
 }
@@ -112,20 +110,19 @@ static void give(struct sim_gpu *g, u64 granule, u64 n)
     bitmap_clear(g->pma_used, granule, n);
     bitmap_clear(g->pma_pinned, granule, n);
     g->c.pma_live -= n;
-    if (g->mode & SIMGPU_MODE_POISON)
-        fill(g, phys, len, SIMGPU_POISON);
+    poison(g, phys, len);
     // After the poison, so that the damage shows
     sim_post_check_free(g, phys, len);
 }
 
 // n runs of run granules. Returns how many were found.
-static u64 take_runs(struct sim_gpu *g, u64 lo, u64 hi, u64 run, u64 align, u64 n, bool pinned, bool zero, u64 *pages)
+static u64 take_runs(struct sim_gpu *g, u64 lo, u64 hi, u64 run, u64 align, u64 n, bool pinned, u64 *pages)
 {
     u64 i, granule = lo;
 
     for (i = 0; i < n; i++) {
         granule = bitmap_find_next_zero_area(g->pma_used, hi, granule, run, align - 1);
-        if (granule + run > hi || !take(g, granule, run, pinned, zero))
+        if (granule + run > hi || !take(g, granule, run, pinned))
             break;
         pages[i] = granule << SIM_PMA_SHIFT;
     }
@@ -142,7 +139,6 @@ static NV_STATUS evict_from_uvm(struct sim_gpu *g, u64 page_size, u64 count, u64
     mutex_lock(&sim_lock);
     evict = g->evict_pages;
     data = g->evict_data;
-    g->c.pma_evictions += evict != NULL;
     mutex_unlock(&sim_lock);
     if (!evict)
         return NV_ERR_NO_MEMORY;
@@ -202,14 +198,13 @@ NV_STATUS nvUvmInterfacePmaAllocPages(void *pma, NvLength count, NvU64 page_size
 {
     struct sim_gpu *g = pma_gpu(pma);
     bool contiguous = o->flags & UVM_PMA_ALLOCATE_CONTIGUOUS, pinned = o->flags & UVM_PMA_ALLOCATE_PINNED;
-    bool zero = (g->mode & SIMGPU_MODE_ZERO) && !(o->flags & UVM_PMA_ALLOCATE_NO_ZERO);
     u64 granule = page_size >> SIM_PMA_SHIFT, run = contiguous ? granule * count : granule, n = contiguous ? 1 : count;
     u64 lo = 0, hi = g->pma_granules, i;
 
     SIM_CALL_MAY_FAIL(g);
     if (!granule || !is_power_of_2(granule) || !count)
         return NV_ERR_INVALID_ARGUMENT;
-    if (sim_inject(g, SIMGPU_SITE_PMA))
+    if (sim_inject(SIMGPU_SITE_PMA))
         return NV_ERR_NO_MEMORY;
     if (o->flags & UVM_PMA_ALLOCATE_SPECIFY_ADDRESS_RANGE) {
         lo = ALIGN(o->physBegin, page_size) >> SIM_PMA_SHIFT;
@@ -217,19 +212,18 @@ NV_STATUS nvUvmInterfacePmaAllocPages(void *pma, NvLength count, NvU64 page_size
             hi = (o->physEnd + 1) >> SIM_PMA_SHIFT;
     }
     mutex_lock(&sim_lock);
-    i = take_runs(g, lo, hi, run, granule, n, pinned, zero, pages);
+    i = take_runs(g, lo, hi, run, granule, n, pinned, pages);
     if (i < n && !(o->flags & UVM_PMA_ALLOCATE_ALLOW_PARTIAL)) {
         while (i--)
             give(g, pages[i] >> SIM_PMA_SHIFT, run);
         i = 0;
     }
-    g->c.pma_allocs += i != 0;
     update_stats(g);
     mutex_unlock(&sim_lock);
     if (!i)
         return NV_ERR_NO_MEMORY;
     o->numPagesAllocated = contiguous ? count : i;
-    o->resultFlags = zero ? UVM_PMA_ALLOCATE_RESULT_IS_ZERO : 0;
+    o->resultFlags = 0; // not zeroed
     return NV_OK;
 }
 EXPORT_SYMBOL(nvUvmInterfacePmaAllocPages);
@@ -240,7 +234,7 @@ NV_STATUS nvUvmInterfacePmaPinPages(void *pma, NvU64 *pages, NvLength count, NvU
     u64 i, granule = page_size >> SIM_PMA_SHIFT;
 
     SIM_CALL_MAY_FAIL(g);
-    if (sim_inject(g, SIMGPU_SITE_PMA))
+    if (sim_inject(SIMGPU_SITE_PMA))
         return NV_ERR_NO_MEMORY;
     mutex_lock(&sim_lock);
     for (i = 0; i < count; i++)
@@ -262,7 +256,6 @@ void nvUvmInterfacePmaFreePages(void *pma, NvU64 *pages, NvLength count, NvU64 p
 
         give(g, phys >> SIM_PMA_SHIFT, granule);
     }
-    g->c.pma_frees++;
     update_stats(g);
     mutex_unlock(&sim_lock);
 }
@@ -273,10 +266,10 @@ NV_STATUS sim_pma_rm_alloc(struct sim_gpu *g, u64 page_size, u64 count, u64 *pag
     u64 i, granule = page_size >> SIM_PMA_SHIFT;
     NV_STATUS status = NV_OK;
 
-    if (sim_inject(g, SIMGPU_SITE_PMA))
+    if (sim_inject(SIMGPU_SITE_PMA))
         return NV_ERR_NO_MEMORY;
     mutex_lock(&sim_lock);
-    i = take_runs(g, 0, g->pma_granules, granule, granule, count, true, g->mode & SIMGPU_MODE_ZERO, pages);
+    i = take_runs(g, 0, g->pma_granules, granule, granule, count, true, pages);
     update_stats(g);
     mutex_unlock(&sim_lock);
     while (i < count && status == NV_OK) {
@@ -330,11 +323,9 @@ NV_STATUS sim_pma_evict(struct simgpu_evict *io)
         u64 first = io->phys >> SIM_PMA_SHIFT, last = (io->phys + io->len - 1) >> SIM_PMA_SHIFT;
 
         status = NV_ERR_INSUFFICIENT_RESOURCES;
-        if (find_next_bit(g->pma_pinned, last + 1, first) > last) {
-            g->c.pma_evictions++;
+        if (find_next_bit(g->pma_pinned, last + 1, first) > last)
             status =
                 g->evict_range(g->evict_data, io->phys, io->phys + io->len - 1, UVM_PMA_GPU_MEMORY_TYPE_UNPROTECTED);
-        }
     }
     mutex_unlock(&evict_mutex);
     return status;

@@ -61,22 +61,16 @@ static long rm_ioctl(struct file *f, unsigned int cmd, unsigned long arg)
         struct rm_alloc alloc;
         s32 fd;
     } p;
-    struct sim_gpu *g = &sim_gpus[0];
-    bool fail;
 
     if (_IOC_TYPE(cmd) != 'F')
         return -ENOTTY;
-    mutex_lock(&sim_lock);
-    g->c.rm_ioctls++;
-    mutex_unlock(&sim_lock);
     if (_IOC_SIZE(cmd) > sizeof(p) || copy_from_user(&p, user, _IOC_SIZE(cmd)))
         return -EFAULT;
-    fail = _IOC_NR(cmd) != RM_ESC_FREE && sim_inject(g, SIMGPU_SITE_IOCTL);
     switch (_IOC_NR(cmd)) {
     case RM_ESC_ALLOC:
         if (_IOC_SIZE(cmd) != sizeof(p.alloc))
             return -EINVAL;
-        p.alloc.status = fail ? NV_ERR_NO_MEMORY : do_alloc(f, &p.alloc);
+        p.alloc.status = do_alloc(f, &p.alloc);
         break;
     case RM_ESC_FREE:
         if (_IOC_SIZE(cmd) != sizeof(p.free))
@@ -86,7 +80,7 @@ static long rm_ioctl(struct file *f, unsigned int cmd, unsigned long arg)
     case RM_ESC_CONTROL:
         if (_IOC_SIZE(cmd) != sizeof(p.control))
             return -EINVAL;
-        p.control.status = fail ? NV_ERR_NO_MEMORY : do_control(&p.control);
+        p.control.status = do_control(&p.control);
         break;
     case RM_ESC_REGISTER_FD: return 0;
     default: return -EINVAL;

@@ -165,50 +165,27 @@ static void invalidate_vas(struct sim_vas *v, const struct scope *s)
         check_size(v, t);
         drop(v, t);
     }
-    if (!(v->gpu->mode & SIMGPU_MODE_REFILL))
-        return;
     for (i = 0; i < n; i++) {
         struct sim_xlat x;
 
         sim_translate(v, refill[i].unit, refill[i].va, &x);
-        v->gpu->c.tlb_refills++;
-    }
-}
-
-// A replay makes the units look again at what they found absent.
-void sim_tlb_replay(struct sim_gpu *g)
-{
-    struct hlist_node *next;
-    struct sim_tlbe *t;
-    struct sim_vas *v;
-    int bucket;
-
-    list_for_each_entry(v, &sim_vas_list, node) {
-        if (v->gpu != g || !v->tlb_count)
-            continue;
-        hash_for_each_safe(v->tlb, bucket, next, t, node) {
-            if (t->level == SIM_LEVEL_PTE && t->state == SIMGPU_PTE_INVALID)
-                drop(v, t);
-        }
     }
 }
 
 // MEM_OP_A..D of an MMU_TLB_INVALIDATE or MMU_TLB_INVALIDATE_TARGETED
 void sim_tlb_invalidate(struct sim_gpu *g, u32 a, u32 b, u32 c, u32 d)
 {
-    u32 replay = (c >> 2) & 7;
     struct scope s = {
         .targeted = d >> 27 == 0xa,
         .gpc = !(c & BIT(1)),
-        // The hardware aligns the address down to the size, a power of two. A cancel has other things in that field
-        .size = 4096ULL << (replay < 3 ? min(a & 0x3f, 51u) : 0),
-        .level = replay == 5 ? 1 : (c >> 7) & 7, // a cancel has the access type there
+        .size = 4096ULL << min(a & 0x3f, 51u), // to which the hardware aligns the address down
+        .level = (c >> 7) & 7,
     };
     u64 pdb = ((u64)(d & 0x7ffffff) << 20 | c >> 12) << 12;
     bool all_pdbs = c & 1, vid = ((c >> 10) & 3) == 0, ack = ((c >> 5) & 3) != 0;
     struct sim_vas *v;
 
-    bool links_only = g->arch->link_tlbs && !replay && ((a >> 6) & 3) == 1;
+    bool links_only = g->arch->link_tlbs && ((a >> 6) & 3) == 1;
 
     s.va = ((u64)b << 32 | (a & ~0xfffu)) & ~(s.size - 1);
     if (s.targeted)
@@ -247,8 +224,7 @@ void sim_tlb_check_free(struct sim_gpu *g, u64 phys, u64 len)
                 struct simgpu_pte pte;
 
                 sim_pte_decode(v->gpu, &x, &pte);
-                if (pte.state != SIMGPU_PTE_VALID || pte.aperture > SIM_PTE_PEER ||
-                    (pte.aperture == SIM_PTE_PEER ? sim_peer(v->gpu, pte.peer) : v->gpu) != g)
+                if (pte.state != SIMGPU_PTE_VALID || pte.aperture != SIM_PTE_VID || v->gpu != g)
                     continue;
                 if (pte.phys < phys + len && phys < pte.phys + (1ULL << t->shift)) {
                     g->c.bad_tlb_at_free++;

@@ -1,9 +1,7 @@
-// nvUvmInterface*: address spaces, memory that RM maps into them, user channels.
+// nvUvmInterface*: address spaces, memory that RM maps into them.
 //
 // SPDX-License-Identifier: GPL-2.0
 #include "sim.h"
-
-static u32 next_instance = 1;
 
 static struct sim_vas *to_vas(uvmGpuAddressSpaceHandle h) { return (struct sim_vas *)h; }
 
@@ -77,7 +75,6 @@ void nvUvmInterfaceAddressSpaceDestroy(uvmGpuAddressSpaceHandle h)
     WARN(!list_empty(&v->allocs), "simgpu: address space destroyed with live allocations\n");
     mutex_lock(&sim_lock);
     sim_post_land_vas(v->gpu, v);
-    sim_fault_vas_gone(v);
     sim_loops_vas_gone(v);
     sim_tlb_drop_all(v);
     list_del(&v->node);
@@ -264,37 +261,3 @@ NV_STATUS nvUvmInterfaceDupAllocation(uvmGpuAddressSpaceHandle src, NvU64 src_va
     return NV_OK;
 }
 EXPORT_SYMBOL(nvUvmInterfaceDupAllocation);
-
-// User channels: an instance pointer for the fault packets, and no resources.
-
-NV_STATUS nvUvmInterfaceRetainChannel(uvmGpuAddressSpaceHandle h, NvHandle client, NvHandle channel, void **retained,
-                                      UvmGpuChannelInstanceInfo *info)
-{
-    struct sim_vas *v = to_vas(h);
-
-    SIM_CALL_MAY_FAIL(v->gpu);
-    memset(info, 0, sizeof(*info));
-    mutex_lock(&sim_lock);
-    v->inst = 0x40000000ULL + (u64)next_instance * 0x1000; // never dereferenced
-    info->chId = next_instance++;
-    info->base = v->inst;
-    mutex_unlock(&sim_lock);
-    info->channelEngineType = UVM_GPU_CHANNEL_ENGINE_TYPE_GR;
-    info->clearFaultedToken = info->chId;
-    *retained = v->gpu; // the address space may be gone before the channel is released
-    return NV_OK;
-}
-EXPORT_SYMBOL(nvUvmInterfaceRetainChannel);
-
-NV_STATUS nvUvmInterfaceBindChannelResources(void *retained, UvmGpuChannelResourceBindParams *params)
-{
-    SIM_CALL_MAY_FAIL((struct sim_gpu *)retained);
-    return NV_OK;
-}
-EXPORT_SYMBOL(nvUvmInterfaceBindChannelResources);
-
-void nvUvmInterfaceReleaseChannel(void *retained) { SIM_CALL((struct sim_gpu *)retained); }
-EXPORT_SYMBOL(nvUvmInterfaceReleaseChannel);
-
-void nvUvmInterfaceStopChannel(void *retained, NvBool immediate) { SIM_CALL((struct sim_gpu *)retained); }
-EXPORT_SYMBOL(nvUvmInterfaceStopChannel);

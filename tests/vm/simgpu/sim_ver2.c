@@ -9,7 +9,7 @@
 #define NO_ATOMIC BIT_ULL(7)
 #define GENERIC_KIND (6ULL << 56)
 
-// Addresses in video memory, of a GPU's own or a peer's, end before the peer's number
+// Addresses in video memory end before the number of a peer
 static u64 page(u64 e, bool vid) { return (e >> 8 & (vid ? 0x1ffffffULL : 0x3fffffffffffULL)) << 12; }
 
 static u64 table(u64 e, bool vid) { return page(e, vid); }
@@ -22,12 +22,9 @@ static bool hides_small(u64 e) { return e & PRIV; }
 
 static bool read_only(u64 e) { return e & RO; }
 
-static u32 peer(u64 e) { return e >> 33 & 7; }
-
-static u64 make_pte(u64 phys, int peer_id, bool ro)
+static u64 make_pte(u64 phys, bool ro)
 {
-    return SIM_ENTRY_VALID | phys >> 12 << 8 | GENERIC_KIND | (ro ? RO | NO_ATOMIC : 0) |
-           (peer_id < 0 ? 0 : SIM_PTE_PEER << 1 | (u64)peer_id << 33);
+    return SIM_ENTRY_VALID | phys >> 12 << 8 | GENERIC_KIND | (ro ? RO | NO_ATOMIC : 0);
 }
 
 const struct sim_mmu_format sim_ver2 = {
@@ -40,6 +37,5 @@ const struct sim_mmu_format sim_ver2 = {
     .sparse_table = sparse,
     .hides_small = hides_small,
     .read_only = read_only,
-    .peer = peer,
     .make_pte = make_pte,
 };

@@ -26,12 +26,9 @@ static bool hides_small(u64 e) { return PCF(e) == PCF_NO_4K; }
 
 static bool read_only(u64 e) { return PCF(e) & PCF_RO; }
 
-static u32 peer(u64 e) { return e >> 61; }
-
-static u64 make_pte(u64 phys, int peer_id, bool ro)
+static u64 make_pte(u64 phys, bool ro)
 {
-    return SIM_ENTRY_VALID | phys | GENERIC_KIND | (ro ? (u64)(PCF_RO | PCF_NO_ATOMIC) << 3 : 0) |
-           (peer_id < 0 ? 0 : SIM_PTE_PEER << 1 | (u64)peer_id << 61);
+    return SIM_ENTRY_VALID | phys | GENERIC_KIND | (ro ? (u64)(PCF_RO | PCF_NO_ATOMIC) << 3 : 0);
 }
 
 const struct sim_mmu_format sim_ver3 = {
@@ -44,6 +41,5 @@ const struct sim_mmu_format sim_ver3 = {
     .sparse_table = sparse_table,
     .hides_small = hides_small,
     .read_only = read_only,
-    .peer = peer,
     .make_pte = make_pte,
 };

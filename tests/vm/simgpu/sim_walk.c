@@ -164,21 +164,12 @@ void sim_walk(struct sim_vas *v, u64 va, struct sim_xlat *x) { walk(v, -1, va, x
 
 void sim_translate(struct sim_vas *v, u32 unit, u64 va, struct sim_xlat *x)
 {
-    struct sim_gpu *g = v->gpu;
-
-    if (!(g->mode & SIMGPU_MODE_TLB)) {
-        walk(v, -1, va, x);
+    if (sim_tlb_find_pte(v, unit, va, x))
         return;
-    }
-    if (sim_tlb_find_pte(v, unit, va, x)) {
-        g->c.tlb_hits++;
-        return;
-    }
-    g->c.tlb_misses++;
     walk(v, unit, va, x);
     if (x->state != SIMGPU_PTE_INVALID)
         sim_tlb_add(v, unit, SIM_LEVEL_PTE, x->shift, va, x->pte, 0, x->state);
-    else if ((g->mode & SIMGPU_MODE_NEGATIVE) && v->has_pdb)
+    else if (v->has_pdb)
         sim_tlb_add(v, unit, SIM_LEVEL_PTE, min_t(u32, x->shift, 16), va, 0, 0, SIMGPU_PTE_INVALID);
 }
 
@@ -189,14 +180,7 @@ void *sim_xlat_ptr(struct sim_vas *v, const struct sim_xlat *x, u64 va, u64 *con
     void *p;
 
     sim_pte_decode(v->gpu, x, &pte);
-    *target = NULL;
-    if (pte.aperture == SIM_PTE_VID)
-        *target = v->gpu;
-    else if (pte.aperture == SIM_PTE_PEER) {
-        *target = sim_peer(v->gpu, pte.peer);
-        if (!*target)
-            return NULL;
-    }
+    *target = pte.aperture == SIM_PTE_VID ? v->gpu : NULL;
     *phys = pte.phys + off;
     p = sim_phys_ptr(*target, *phys, &len);
     if (!p)
@@ -219,10 +203,8 @@ void sim_pte_decode(struct sim_gpu *g, const struct sim_xlat *x, struct simgpu_p
         return;
     out->aperture = SIM_APERTURE(x->pte);
     // The bits below the page's size are ignored
-    out->phys = f->page(x->pte, out->aperture <= SIM_PTE_PEER) & -(1ULL << x->shift);
+    out->phys = f->page(x->pte, out->aperture == SIM_PTE_VID) & -(1ULL << x->shift);
     out->read_only = f->read_only(x->pte);
-    if (out->aperture == SIM_PTE_PEER)
-        out->peer = f->peer(x->pte);
 }
 
 bool sim_xlat_allows(struct sim_gpu *g, const struct sim_xlat *x, bool write)

@@ -17,26 +17,21 @@ struct simgpu_vas_id {
     __u32 pad;
 };
 
-#define SIMGPU_ACCESS_WRITE (1 << 0)   // else read
-#define SIMGPU_ACCESS_CE (1 << 1)      // as a copy engine: through the HUB's TLB, never replayable. Else as an SM
-#define SIMGPU_ACCESS_NOFAULT (1 << 2) // an SM access that fails returns at once instead of faulting
+#define SIMGPU_ACCESS_WRITE (1 << 0) // else read
+#define SIMGPU_ACCESS_CE (1 << 1)    // as a copy engine: through the HUB's TLB. Else as an SM
 // The data of a write is in flight when the call returns. It lands with the next access of this address space, with
 // SIMGPU_DRAIN, or with the first membar that covers it: one that follows a TLB invalidate acknowledged globally, and
 // is a system membar if the target is not this GPU's memory.
-#define SIMGPU_ACCESS_POSTED (1 << 3)
+#define SIMGPU_ACCESS_POSTED (1 << 2)
 
 // Read or write [va, va + len) through the TLB and the page tables, page by page.
 struct simgpu_access {
     struct simgpu_vas_id vas;
     __u64 va, len;
-    __u64 buf;     // user pointer
-    __u32 flags;   // SIMGPU_ACCESS_*
-    __u32 batch;   // most faults outstanding before the access waits for a replay
-    __u32 faults;  // OUT
-    __u32 replays; // OUT
-    __s32 result;  // OUT: 0, -EFAULT (no translation, or cancelled), -EACCES, -ETIMEDOUT, -ELOOP, -ENODEV
-    __u32 pad;
-    __u64 done; // OUT: bytes before the access that failed
+    __u64 buf;    // user pointer
+    __u32 flags;  // SIMGPU_ACCESS_*
+    __s32 result; // OUT: 0, -EFAULT (no translation), -EACCES, -ENODEV
+    __u64 done;   // OUT: bytes before the access that failed
 };
 
 // Copy (src != 0) or fill, as the copy engine of the GPU would.
@@ -57,9 +52,9 @@ struct simgpu_pte {
     __u64 bits;      // the raw entry
     __u32 page_size; // of the level where the walk ended
     __u8 state;      // SIMGPU_PTE_*
-    __u8 aperture;   // 0 this GPU's memory, 1 a peer's, 2 or 3 system memory
+    __u8 aperture;   // 0 this GPU's memory, 2 or 3 system memory
     __u8 read_only;
-    __u8 peer;
+    __u8 pad;
 };
 
 // The truth: walk the tables in memory for va, va + stride, ... No TLB is read or filled.
@@ -73,16 +68,6 @@ struct simgpu_walk {
 
 #define SIMGPU_UNIT_GPC 0 // the SMs' TLB
 #define SIMGPU_UNIT_HUB 1 // the copy engines' and the host's
-#define SIMGPU_UNITS 2
-
-// A TLB's entry for an address.
-struct simgpu_tlb {
-    struct simgpu_vas_id vas;
-    __u64 va;
-    __u32 unit;
-    __u32 cached; // OUT: 1 if pte is what an access would use now without looking at the tables
-    struct simgpu_pte pte;
-};
 
 // An SM that reads 8 bytes at va without end: once after every method that writes memory, invalidates or is a membar,
 // and whenever the engine is idle. Belongs to the descriptor and ends with it.
@@ -102,18 +87,11 @@ struct simgpu_loop {
 };
 
 struct simgpu_counters {
-    __u64 pushes, methods;
-    __u64 sem_releases, sem_acquires, sem_stalls;
-    __u64 wfi, membar_gpu, membar_sys;
-    __u64 inval_all, inval_targeted, inval_ack, replays, cancels;
-    __u64 ce_copies, ce_copy_bytes, ce_memsets, ce_memset_bytes, ce_flushes;
+    __u64 pushes;
+    __u64 inval_all, inval_targeted, inval_ack;
     __u64 pte_writes; // 8-byte words written by small physical copies and memsets of a copy engine
     __u64 rm_calls;   // nvUvmInterface* calls
-    __u64 rm_dup_memory, rm_get_ptes, rm_ioctls;
-    __u64 pma_allocs, pma_frees, pma_evictions;
-    __u64 faults, interrupts, buffer_full, channel_faults;
-    __u64 tlb_hits, tlb_misses, tlb_refills;
-    __u64 injected;
+    __u64 rm_dup_memory;
     // Must stay zero on a correct driver
     __u64 bad_tlb_at_free;    // memory was freed while a TLB could still translate to it
     __u64 bad_pde_at_free;    // the same of a page-table page and a page-directory cache
@@ -126,7 +104,7 @@ struct simgpu_counters {
     __u64 pma_live;    // granules allocated
     __u64 tlb_entries; // translations held, both units
     __u64 posted;      // writes in flight
-    __u64 vaspaces, channels, rm_allocs, rm_objects;
+    __u64 vaspaces, rm_objects;
 };
 
 struct simgpu_counters_io {
@@ -139,9 +117,9 @@ struct simgpu_counters_io {
 #define SIMGPU_POISON 0xd5
 struct simgpu_phys {
     __u32 gpu;
-    __u32 write;
+    __u32 pad;
     __u64 phys, len;
-    __u64 buf; // user pointer
+    __u64 buf; // user pointer to write to
 };
 
 // Is all free memory still untouched?
@@ -156,12 +134,11 @@ struct simgpu_poison {
 #define SIMGPU_SITE_RM (1 << 0)      // any nvUvmInterface* call that returns a status: NV_ERR_NO_MEMORY
 #define SIMGPU_SITE_PMA (1 << 1)     // physical memory: NV_ERR_NO_MEMORY
 #define SIMGPU_SITE_CHANNEL (1 << 2) // a push: its channel faults (fatal to UVM, as on hardware)
-#define SIMGPU_SITE_IOCTL (1 << 3)   // an RM ioctl of the process: NV_ERR_NO_MEMORY
 struct simgpu_inject {
     __u32 sites; // SIMGPU_SITE_*; 0: disarm
     __u32 nth;   // fail the nth call from now on, 1 the next; 0: only count
     __u32 mine;  // count only calls made by the calling process
-    __u32 again; // keep failing after the nth
+    __u32 pad;
     __u64 seen;  // OUT: calls counted since the last arming (before this call)
     __u64 fired; // OUT: of these, failed
 };
@@ -196,16 +173,9 @@ struct simgpu_mem {
     __u64 phys; // OUT: of the first page
 };
 
-// How adversarial the model is. All on when the module is loaded.
-#define SIMGPU_MODE_TLB (1 << 0)      // cache translations at all
-#define SIMGPU_MODE_NEGATIVE (1 << 1) // TLBs remember that an address had no translation
-#define SIMGPU_MODE_REFILL (1 << 2)   // what an invalidate drops is fetched again at once, as work in flight would
-#define SIMGPU_MODE_POST (1 << 3)     // small writes of a copy engine land with the next membar, not before
-#define SIMGPU_MODE_POISON (1 << 4)   // free memory is filled with SIMGPU_POISON
-#define SIMGPU_MODE_ZERO (1 << 5)     // off when loaded: physical memory arrives zeroed, and RM says so
 // Faults of the hardware, off when loaded: with these on a correct driver looks broken, which shows that tests notice.
-#define SIMGPU_MODE_BREAK_INVALIDATE (1 << 8) // TLB invalidates do nothing
-#define SIMGPU_MODE_BREAK_MEMBAR (1 << 9)     // neither do membars
+#define SIMGPU_MODE_BREAK_INVALIDATE (1 << 0) // TLB invalidates do nothing
+#define SIMGPU_MODE_BREAK_MEMBAR (1 << 1)     // neither do membars
 struct simgpu_mode {
     __u32 gpu;
     __u32 set, clear;
@@ -215,7 +185,6 @@ struct simgpu_mode {
 #define SIMGPU_ACCESS _IOWR('s', 1, struct simgpu_access)
 #define SIMGPU_COPY _IOWR('s', 2, struct simgpu_copy)
 #define SIMGPU_WALK _IOWR('s', 3, struct simgpu_walk)
-#define SIMGPU_TLB _IOWR('s', 4, struct simgpu_tlb)
 #define SIMGPU_LOOP_START _IOWR('s', 5, struct simgpu_loop)
 #define SIMGPU_LOOP_READ _IOWR('s', 6, struct simgpu_loop)
 #define SIMGPU_LOOP_STOP _IOWR('s', 7, struct simgpu_loop)

@@ -173,17 +173,6 @@ NV_STATUS uvm_unregister(struct uvm *u, unsigned gpu)
     return p.rmStatus;
 }
 
-NV_STATUS uvm_register_channel(struct uvm *u, unsigned gpu, uint32_t handle)
-{
-    UVM_REGISTER_CHANNEL_PARAMS p = {.gpuUuid = u->uuid[gpu],
-                                     .rmCtrlFd = RM_CTRL_FD,
-                                     .hClient = u->client,
-                                     .hChannel = handle};
-
-    CHECK(ioctl(u->fd, UVM_REGISTER_CHANNEL, &p) == 0);
-    return p.rmStatus;
-}
-
 void uvm_start(struct uvm *u)
 {
     uvm_open(u);
@@ -267,8 +256,7 @@ struct simgpu_vas_id sim_vas(const struct uvm *u, unsigned gpu)
 
 static int access_flags(const struct uvm *u, unsigned gpu, uint32_t flags, uint64_t va, void *buf, uint64_t length)
 {
-    struct simgpu_access a =
-        {.vas = sim_vas(u, gpu), .va = va, .len = length, .buf = (uintptr_t)buf, .flags = flags, .batch = 1};
+    struct simgpu_access a = {.vas = sim_vas(u, gpu), .va = va, .len = length, .buf = (uintptr_t)buf, .flags = flags};
 
     sim_ioctl(SIMGPU_ACCESS, &a, "SIMGPU_ACCESS");
     return a.result;
@@ -276,7 +264,7 @@ static int access_flags(const struct uvm *u, unsigned gpu, uint32_t flags, uint6
 
 int gpu_access(const struct uvm *u, unsigned gpu, bool write, uint64_t va, void *buf, uint64_t length)
 {
-    return access_flags(u, gpu, SIMGPU_ACCESS_NOFAULT | (write ? SIMGPU_ACCESS_WRITE : 0), va, buf, length);
+    return access_flags(u, gpu, write ? SIMGPU_ACCESS_WRITE : 0, va, buf, length);
 }
 
 int gpu_access_ce(const struct uvm *u, unsigned gpu, bool write, uint64_t va, void *buf, uint64_t length)
@@ -356,9 +344,9 @@ struct simgpu_counters sim_counters(unsigned gpu, bool reset)
     return io.c;
 }
 
-void sim_phys(unsigned gpu, bool write, uint64_t phys, void *buf, uint64_t length)
+void sim_phys(unsigned gpu, uint64_t phys, void *buf, uint64_t length)
 {
-    struct simgpu_phys p = {.gpu = gpu, .write = write, .phys = phys, .len = length, .buf = (uintptr_t)buf};
+    struct simgpu_phys p = {.gpu = gpu, .phys = phys, .len = length, .buf = (uintptr_t)buf};
 
     sim_ioctl(SIMGPU_PHYS, &p, "SIMGPU_PHYS");
 }

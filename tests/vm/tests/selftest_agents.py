@@ -70,7 +70,7 @@ def _request(number, size, direction=3):
 class SimAgent(WordByWord):
     """Accesses through /dev/simgpu, as an SM of the simulated GPU makes them (tests/vm/simgpu/simgpu_uapi.h)."""
 
-    _WRITE, _NOFAULT, _POSTED = 1, 4, 8
+    _WRITE, _POSTED = 1, 4
 
     def __init__(self, library, device):
         self._device = open("/dev/simgpu", "r+b", buffering=0)
@@ -80,14 +80,12 @@ class SimAgent(WordByWord):
         self.vas = bytes(vas)
 
     def access(self, addr, data, write, posted=False):
-        flags = self._NOFAULT | self._WRITE * write | self._POSTED * posted
+        flags = self._WRITE * write | self._POSTED * posted
         buffer = (ctypes.c_char * len(data)).from_buffer(data)
-        call = bytearray(
-            self.vas + struct.pack("<QQQIIIIiIQ", addr, len(data), ctypes.addressof(buffer), flags, 1, 0, 0, 0, 0, 0)
-        )
+        call = bytearray(self.vas + struct.pack("<QQQIiQ", addr, len(data), ctypes.addressof(buffer), flags, 0, 0))
         fcntl.ioctl(self._device, _request(1, len(call)), call)
         del buffer
-        if result := struct.unpack_from("<i", call, 16 + 24 + 16)[0]:
+        if result := struct.unpack_from("<i", call, 16 + 24 + 4)[0]:
             raise DeviceFault(CUDA_ERROR_ILLEGAL_ADDRESS, f"access to {addr:#x}: {result}")
 
     def poll(self, addr):

@@ -92,8 +92,7 @@ TEST(test_late_write_lands_before_the_memory_is_free)
                                   .va = BASE,
                                   .len = 8,
                                   .buf = (uintptr_t)&value,
-                                  .batch = 1,
-                                  .flags = SIMGPU_ACCESS_WRITE | SIMGPU_ACCESS_NOFAULT | SIMGPU_ACCESS_POSTED};
+                                  .flags = SIMGPU_ACCESS_WRITE | SIMGPU_ACCESS_POSTED};
         CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
         CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
         CHECK(ioctl(sim_fd(), SIMGPU_ACCESS, &a) == 0);
@@ -236,11 +235,11 @@ TEST(test_pma_eviction_leaves_pages_alone)
     sim_check(0);
 }
 
-// Managed memory is evicted to make room for pages, and comes back with its data. By itself it takes half of the GPU's.
+// Managed memory is evicted to make room for pages, and comes back with its data. MANAGED_KB: of it, or half of the GPU's.
 TEST(test_pages_push_managed_memory_out)
 {
     struct uvm u;
-    uint64_t fb = sim_info(0).fb_size, room = managed_size(fb / 2), rest = (fb - room) / MB(2);
+    uint64_t fb = sim_info(0).fb_size, room = KB(env_long("MANAGED_KB", fb / KB(2))), rest = (fb - room) / MB(2);
     uint64_t h, *p, n, bad = 0;
     UVM_MIGRATE_PARAMS m = {.length = room, .cpuNumaNode = -1};
 

@@ -60,13 +60,6 @@ long env_long(const char *name, long def)
     return text && *text ? strtol(text, NULL, 0) : def;
 }
 
-uint64_t managed_size(uint64_t otherwise)
-{
-    uint64_t size = KB(env_long("MANAGED_KB", 0));
-
-    return size ? size : otherwise;
-}
-
 // splitmix64
 uint64_t rng_next(uint64_t *state)
 {
@@ -105,18 +98,6 @@ static bool wanted(const char *name, int argc, char **argv)
     return false;
 }
 
-// LEAVE_OUT names cases by parts of their names, between blanks.
-static bool left_out(const char *name)
-{
-    char all[256], *at;
-
-    snprintf(all, sizeof(all), "%s", getenv("LEAVE_OUT") ?: "");
-    for (char *part = strtok_r(all, " ", &at); part; part = strtok_r(NULL, " ", &at))
-        if (strstr(name, part))
-            return true;
-    return false;
-}
-
 // Arguments select the cases whose names contain one of them.
 int main(int argc, char **argv)
 {
@@ -130,10 +111,6 @@ int main(int argc, char **argv)
         if (!wanted(t->name, argc, argv))
             continue;
         ran++;
-        if (left_out(t->name)) {
-            printf("skip %s - left out of this tier\n", t->name);
-            continue;
-        }
         current = t->name;
         fflush(NULL);
         pid = fork();

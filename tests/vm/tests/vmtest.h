@@ -70,8 +70,6 @@ void vmtest_figure(const char *name, double value, const char *unit);
 
 // Integer from the environment: how a tier makes a test longer.
 long env_long(const char *name, long def);
-// Bytes of managed memory for a case: MANAGED_KB, or else what it takes by itself.
-uint64_t managed_size(uint64_t otherwise);
 
 uint64_t rng_next(uint64_t *state);
 static inline uint64_t rng_below(uint64_t *state, uint64_t n) { return rng_next(state) % n; }
@@ -98,7 +96,6 @@ NV_STATUS uvm_register_bare(struct uvm *u, unsigned gpu); // UVM_REGISTER_GPU al
 NV_STATUS uvm_register_vaspace(struct uvm *u, unsigned gpu);
 NV_STATUS uvm_unregister_vaspace(struct uvm *u, unsigned gpu);
 NV_STATUS uvm_unregister(struct uvm *u, unsigned gpu);
-NV_STATUS uvm_register_channel(struct uvm *u, unsigned gpu, uint32_t handle); // what replayable accesses need
 void uvm_start(struct uvm *u); // open, and register GPU 0 with its VA space
 void uvm_close(struct uvm *u);
 NV_STATUS uvm_free_range(struct uvm *u, uint64_t va, uint64_t length);
@@ -115,7 +112,7 @@ void guards_check(void); // called by sim_check() and when a case returns
 // ---- the simulator ----------------------------------------------------------------------------------------
 
 struct simgpu_vas_id sim_vas(const struct uvm *u, unsigned gpu);
-// An access by an SM that does not wait for fault service: 0 or -errno of the access.
+// An access by an SM: 0 or -errno of the access.
 int gpu_access(const struct uvm *u, unsigned gpu, bool write, uint64_t va, void *buf, uint64_t length);
 // The same through the copy engine's TLB.
 int gpu_access_ce(const struct uvm *u, unsigned gpu, bool write, uint64_t va, void *buf, uint64_t length);
@@ -128,7 +125,7 @@ void sim_walk(const struct uvm *u, unsigned gpu, uint64_t va, uint64_t stride, s
 struct simgpu_pte sim_pte(const struct uvm *u, uint64_t va);
 struct simgpu_counters sim_counters(unsigned gpu, bool reset);
 struct simgpu_info sim_info(unsigned gpu);
-void sim_phys(unsigned gpu, bool write, uint64_t phys, void *buf, uint64_t length);
+void sim_phys(unsigned gpu, uint64_t phys, void *buf, uint64_t length);
 // The guards' content, and the simulator's verdicts: no stale TLB entry at a free, no late write, no use after free, free memory untouched.
 void sim_check(unsigned gpu);
 void sim_baseline(void); // called before each case
