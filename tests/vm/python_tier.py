@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""libvmem and pyvmem in the guest: loading the module, the C and Python suites on the uvm and stock backends, what a
-page costs, the benchmarks, and a shell.
+"""libvmem and pyvmem in the guest: loading the module, the C and Python suites on the uvm and stock backends, and a
+shell.
 
 User space is this machine's: the same build that runs here, with a stand-in libcuda.so.1 in front of the simulated GPU.
 """
 
-import json
 import os
 import re
 import shutil
@@ -17,12 +16,10 @@ import kernel as kernels
 import modules
 import rootfs
 from guest import Step, command_line
-from kernel import CACHE, HERE, TOP, Missing, say
+from kernel import CACHE, HERE, TOP, Missing
 
 BACKENDS = ("uvm", "stock")
 MEMORY = 1536  # MiB of the simulated GPU, which are the guest's memory
-# The benchmarks that compare backends. Counts and ratios need no more, and the emulated guest is slow.
-BENCHES = {"vmm": "--page-size 64K", "bandwidth": "--page-size 64K --tensors 8 --size 8M"}
 # This machine's programs that load.py and the suite run.
 TOOLS = ("insmod", "rmmod", "modprobe", "modinfo", "mknod", "bash")
 # Faults of the simulated hardware (SIMGPU_MODE_BREAK_*), and the stage of the self-test that must fail
@@ -64,14 +61,10 @@ def build(release):
     cuda = CACHE / "modules" / f"simcuda-{release}"
     _run("make", "-s", "-C", HERE / "simcuda", f"NVIDIA_SRC={src}", f"OUT={cuda}")
     files = {"vmem/lib/libcuda.so.1": cuda / "libcuda.so.1", "vmem/build/libvmem.so": TOP / "build/libvmem.so",
-             "vmem/kernel-open/load.py": TOP / "kernel-open/load.py",
-             "vmem/simgpu_uapi.h": HERE / "simgpu/simgpu_uapi.h"}  # fmt: skip
-    _run("cc", "-std=gnu11", "-O1", "-Wall", "-Ilibvmem/include", "-o", cuda / "neighbour", HERE / "tests/neighbour.c",
-         "build/libvmem.a", cuda / "libcuda.so.1", "-lpthread", "-ldl")  # fmt: skip
-    files["vmem/vm/neighbour"] = cuda / "neighbour"
+             "vmem/kernel-open/load.py": TOP / "kernel-open/load.py"}  # fmt: skip
     files["vmem/hour/failing_map.py"] = TOP / "tests/hour/failing_map.py"
     files["bin/bash"] = Path(shutil.which("bash") or "/bin/bash")  # where the suite asks for it
-    for name in ("test_load.py", "user_cost.py", "selftest_fault.py"):
+    for name in ("test_load.py", "selftest_fault.py"):
         files[f"vmem/vm/{name}"] = HERE / "tests" / name
     files["vmem/selftest_agents.py"] = (
         HERE / "tests/selftest_agents.py"
@@ -130,8 +123,6 @@ def steps(python, c_tests):
         out.append(Step(f"selftest beside a fault: {fault}", env + run, 1800))
     out.append(Step("doctor after the self-test", env + "pyvmem doctor | grep '^uvm *best' && echo ok doctor", 240))
     for backend in BACKENDS:
-        # the fixture's guards are between reservations elsewhere
-        out.append(Step(f"neighbour {backend}", env + f"SIMCUDA_GUARDS=0 /vmem/vm/neighbour {backend}", 300))
         for test in c_tests:
             # 77: this program has nothing to test on this backend, which itself must work
             more = "20250401 600" if test == "test_model" else ""  # seed, steps
@@ -145,23 +136,12 @@ def steps(python, c_tests):
     for backend in BACKENDS:
         run = f"cd /vmem && VMEM_TEST_BACKENDS={backend} {pytest} && echo ok python_suite"
         out.append(Step(f"Python suite {backend}", env + run, 3600))
-    run = "python /vmem/vm/user_cost.py /vmem/simgpu_uapi.h " + " ".join(BACKENDS)
-    out.append(Step("cost of a page", env + run, 900))
-    # the records come back over the console
-    for bench, sizes in BENCHES.items():
-        for backend in BACKENDS:
-            options = sizes + (" --direct" if (bench, backend) == ("vmm", "uvm") else "")
-            # as fast as it is: guards, which others need, cost time at each reservation
-            run = "export SIMCUDA_GUARDS=0; "
-            run += f"cd /tmp && python -m benchmarks {bench} --quick --backend {backend} {options} --json {bench}.json"
-            after = f" && echo '@json' && cat /tmp/{bench}.json && echo && echo ok bench"
-            out.append(Step(f"bench {bench} {backend}", env + run + after, 1200))
     out.append(Step("unload patched", "unload_all", 60, quiet=True))
     return out
 
 
 def main(args, boot, gather):
-    """The action "python" runs the suites and benchmarks, "shell" gives a prompt."""
+    """The action "python" runs the suites, "shell" gives a prompt."""
     release = (args.release or modules.RELEASES)[0]
     kernel = kernels.debian()
     load_only = args.only and not any(o in "module-load, module-unload" for o in args.only)
@@ -178,29 +158,9 @@ def main(args, boot, gather):
         todo = [s for s in todo if s.quiet or any(o in s.name for o in args.only)]
     print(f"user space on the simulated GPU, driver {release}, kernel {kernel.release}", flush=True)
     print(f"  left out of the Python suite: {', '.join(sorted(LEFT_OUT))}", flush=True)
-    ok, guest = boot(args, kernel, files, todo, label=f"python-{release}", image=image, memory=MEMORY + 2560)
-    benches(guest, release, kernel)
+    ok, _ = boot(args, kernel, files, todo, label=f"python-{release}", image=image, memory=MEMORY + 2560)
     print(f"  {'passed' if ok else 'FAILED'}")
     return 0 if ok else 1
-
-
-def benches(guest, release, kernel):
-    """Keep the benchmarks' records, marked as simulated."""
-    records = []
-    for result in guest.results:
-        if result.step.name.startswith("bench") and "@json" in result.output:
-            text = "\n".join(result.output[result.output.index("@json") + 1 :]).rsplit("ok bench", 1)[0]
-            try:
-                found = json.loads(text)
-            except ValueError:
-                say(f"{result.step.name}: its JSON cannot be read")
-                continue
-            for record in found if isinstance(found, list) else found.get("records", []):
-                records.append({**record, "simulated": True, "driver": release, "kernel": kernel.release})
-    if records:
-        path = CACHE / "results" / f"bench-{release}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(records, indent=1) + "\n")
 
 
 def shell(args, kernel, files, image, release):

@@ -6,7 +6,7 @@
 //
 // It is an unkind neighbour: reservations are handed out without gaps, and right behind each begins a guard, 2 MiB of
 // ordinary memory. Its content is checked when the reservation or the context goes and at the end of the process, which
-// aborts if any is lost. With SIMCUDA_GUARDS=0 there are none: then reservations are adjacent to one another.
+// aborts if any is lost.
 //
 // SPDX-License-Identifier: MIT
 #ifndef SIMCUDA_H

@@ -82,13 +82,6 @@ SIMCUDA_API CUresult cuMemGetAllocationGranularity(size_t *granularity, const st
     return CUDA_SUCCESS;
 }
 
-static uint64_t guard_length(void)
-{
-    const char *text = getenv("SIMCUDA_GUARDS");
-
-    return text && *text == '0' ? 0 : GUARD;
-}
-
 static uint64_t guard_addr(const struct extent *r) { return r->addr + r->length - GUARD; }
 
 // All guards of a device share their memory: what is lost is seen at the addresses of each.
@@ -198,11 +191,11 @@ SIMCUDA_API CUresult cuMemAddressReserve(uint64_t *addr, size_t length, size_t a
     r = calloc(1, sizeof(*r));
     if (!r)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    r->length = length + guard_length();
+    r->length = length + GUARD;
     pthread_mutex_lock(&simcuda.lock);
     if (!room_for(r, align))
         result = CUDA_ERROR_OUT_OF_MEMORY;
-    if (!result && guard_length())
+    if (!result)
         result = guard_begin(r, simcuda_current());
     if (!result)
         tsearch(r, &simcuda.reservations, compare);
@@ -222,7 +215,7 @@ SIMCUDA_API CUresult cuMemAddressFree(uint64_t addr, size_t length)
         return result;
     pthread_mutex_lock(&simcuda.lock);
     r = find(simcuda.reservations, addr, length);
-    if (!r || r->addr != addr || r->length - guard_length() != length || find(simcuda.mappings, addr, length)) {
+    if (!r || r->addr != addr || r->length - GUARD != length || find(simcuda.mappings, addr, length)) {
         result = CUDA_ERROR_INVALID_VALUE;
     } else {
         guard_end(r);
@@ -302,8 +295,7 @@ SIMCUDA_API CUresult cuMemMap(uint64_t addr, size_t length, size_t offset, uint6
     *m = (struct extent){.addr = addr, .length = length, .offset = offset, .handle = h};
     pthread_mutex_lock(&simcuda.lock);
     r = find(simcuda.reservations, addr, length);
-    if (!r || addr < r->addr || addr + length > r->addr + r->length - guard_length() ||
-        find(simcuda.mappings, addr, length))
+    if (!r || addr < r->addr || addr + length > r->addr + r->length - GUARD || find(simcuda.mappings, addr, length))
         result = CUDA_ERROR_INVALID_VALUE;
     if (!result)
         result = simcuda_uvm_range(addr, length);
