@@ -99,7 +99,7 @@ MUTANTS = (
     _m("gpu_reach_unchecked", "pages are mapped where the GPU cannot address them", "test_errors test_err_out_of_reach",
        "range_find", replace("uvm_gpu_can_address(call->gpu, op->va, op->length)", "true")),
     _m("half_a_batch", "a failed batch keeps the elements before the failure",
-       "test_atomic test_one_bad_element_anywhere",
+       "test_atomic test_largest_batch",
        "batch_change", replace("uvm_vmem_call_undo(call);", "(void)uvm_vmem_call_commit(call);")),
     _m("element_size_unchecked", "elements of another size are read as if they were of this one",
        "test_errors test_err_op_size",

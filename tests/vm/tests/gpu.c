@@ -132,14 +132,9 @@ static void device_open(unsigned gpu)
 
 NV_STATUS uvm_register(struct uvm *u, unsigned gpu)
 {
-    device_open(gpu);
-    return uvm_register_bare(u, gpu);
-}
-
-NV_STATUS uvm_register_bare(struct uvm *u, unsigned gpu)
-{
     UVM_REGISTER_GPU_PARAMS p = {.gpu_uuid = u->uuid[gpu], .rmCtrlFd = RM_CTRL_FD, .hClient = u->client};
 
+    device_open(gpu);
     CHECK(ioctl(u->fd, UVM_REGISTER_GPU, &p) == 0);
     return p.rmStatus;
 }

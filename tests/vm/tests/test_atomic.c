@@ -5,57 +5,6 @@
 
 enum { N = 120 };
 
-// One bad element at every position of a batch over overlays that exist: no page changes, no push is made.
-TEST(test_one_bad_element_anywhere)
-{
-    struct uvm u;
-    struct uvm_vmem_op ops[N];
-    struct uvm_vmem_batch b;
-    struct vm_state s;
-    uint64_t h;
-
-    vm_start(&u, MB(2) * N);
-    CHECK_EQ(vm_create(&u, KB(64), N + 1, &h), NV_OK);
-    CHECK_EQ(vm_open(&u, BASE, MB(2) * N), NV_OK);
-    CHECK_EQ(vm_map(&u, BASE + KB(640), KB(64), h + N, 0, 0), NV_OK);
-    vm_state_take(&u, BASE, MB(2) * N, &s);
-    for (unsigned bad = 0; bad < N; bad += 7) {
-        struct simgpu_counters c;
-        for (unsigned i = 0; i < N; i++)
-            ops[i] = vm_op(BASE + i * MB(2), KB(64), h + i, 0, 0);
-        ops[bad].va = BASE + KB(640); // taken
-        sim_counters(0, true);
-        CHECK_EQ(vm_map_ops(&u, 0, ops, N, &b), NV_ERR_UVM_ADDRESS_IN_USE);
-        CHECK_EQ(b.out_failed, bad);
-        c = sim_counters(0, false);
-        CHECK_EQ(c.pushes, 0);
-        CHECK_EQ(c.pte_writes, 0);
-    }
-    vm_state_same(&u, BASE, &s, false);
-}
-
-// An element that no range covers: the elements before it are not done either.
-TEST(test_unmap_all_or_nothing)
-{
-    struct uvm u;
-    struct uvm_vmem_op ops[8];
-    struct uvm_vmem_batch b;
-    struct vm_state s;
-    uint64_t h;
-
-    vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, KB(64), 8, &h), NV_OK);
-    for (unsigned i = 0; i < 8; i++) {
-        CHECK_EQ(vm_map(&u, BASE + i * GRANULE, KB(64), h + i, 0, 0), NV_OK);
-        ops[i] = vm_op(BASE + i * GRANULE, KB(64), 0, 0, 0);
-    }
-    ops[6].va = BASE + GB(64);
-    vm_state_take(&u, BASE, MB(4), &s);
-    CHECK_EQ(vm_unmap_ops(&u, 0, ops, 8, &b), NV_ERR_INVALID_ADDRESS);
-    CHECK_EQ(b.out_failed, 6);
-    vm_state_same(&u, BASE, &s, false);
-}
-
 // As many elements as a call takes: more than one push holds, still one answer.
 TEST(test_largest_batch)
 {

@@ -34,40 +34,6 @@ TEST(test_query_gpu)
     CHECK_EQ(q.out_bytes_held, 0);
 }
 
-TEST(test_create_every_size)
-{
-    struct uvm u;
-    uint64_t first[4], created = 0;
-
-    vm_start(&u, MB(16));
-    for (unsigned i = 0; i < COUNT(sizes); i++) {
-        CHECK_EQ(vm_create(&u, sizes[i], 5, &first[i]), NV_OK);
-        CHECK(first[i] != 0);
-        created += 5 * sizes[i];
-        for (unsigned j = 0; j < i; j++)
-            CHECK(first[i] >= first[j] + 5 || first[j] >= first[i] + 5);
-    }
-    CHECK_EQ(vm_query(&u, 0).out_bytes_created, created);
-    CHECK(vm_query(&u, 0).out_bytes_held >= created);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, 0);
-    // a page is physically contiguous and aligned to its size
-    for (unsigned i = 0; i < COUNT(sizes); i++)
-        for (unsigned n = 0; n < 5; n++) {
-            uint64_t phys;
-            CHECK_EQ(vm_map(&u, BASE, sizes[i], first[i] + n, 0, UVM_VMEM_MAP_REPLACE | UVM_VMEM_MAP_64K), NV_OK);
-            phys = sim_pte(&u, BASE).phys;
-            CHECK_EQ(phys % sizes[i], 0);
-            for (uint64_t off = 0; off < sizes[i]; off += GRANULE)
-                CHECK_EQ(sim_pte(&u, BASE + off).phys, phys + off);
-        }
-    for (unsigned i = 0; i < COUNT(sizes); i++)
-        for (unsigned n = 0; n < 5; n++)
-            CHECK_EQ(vm_release_one(&u, first[i] + n), NV_OK);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_created, 0);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
-    sim_check(0);
-}
-
 TEST(test_pages_of_a_create_do_not_overlap)
 {
     struct uvm u;

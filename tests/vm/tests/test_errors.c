@@ -439,30 +439,6 @@ TEST(test_err_takeover_of_a_large_mapping)
     CHECK_EQ(uvm_free_range(&u, BASE, GB(32)), NV_OK);
 }
 
-// The simulated RM is as strict as the real one: whoever has not opened the GPU's device cannot register it.
-TEST(test_err_register_without_the_device)
-{
-    pid_t pid = fork();
-
-    if (!pid) {
-        struct uvm other;
-
-        for (int fd = 3; fd < 64; fd++) {
-            char path[64], name[64] = "";
-
-            snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
-            if (readlink(path, name, sizeof(name) - 1) > 0 && !strcmp(name, "/dev/nvidia0"))
-                close(fd);
-        }
-        uvm_open(&other);
-        CHECK_EQ(uvm_register_bare(&other, 0), NV_ERR_INSUFFICIENT_PERMISSIONS);
-        CHECK(open("/dev/nvidia0", O_RDWR) >= 0);
-        CHECK_EQ(uvm_register_bare(&other, 0), NV_OK);
-        _exit(0);
-    }
-    CHECK_EQ(wait_child(pid), 0);
-}
-
 TEST(test_err_release)
 {
     struct vm_state s;
@@ -582,13 +558,4 @@ TEST(test_err_unmap_elements)
         CHECK_EQ(b.out_failed, 1);
     }
     UNCHANGED(&s);
-}
-
-// UVM's own test calls must not reach ours, nor ours theirs.
-TEST(test_err_numbers_are_apart)
-{
-    uvm_start(&u);
-    for (unsigned nr = 1; nr <= 5; nr++)
-        CHECK(ioctl(u.fd, _IO(UVM_VMEM_IOCTL_TYPE, nr), NULL) == -1);
-    CHECK(_IOC_TYPE(UVM_VMEM_QUERY) > _IOC_TYPE(UVM_INITIALIZE));
 }

@@ -33,47 +33,6 @@ static void foreign(uint64_t va, uint64_t length, uint32_t page_size, uint32_t m
     CHECK_EQ(gpu_mark(&u, va, length, WORD), 0);
 }
 
-// Maps the last page of block 0 with `flags`: the entry of block 1 afterwards.
-static struct simgpu_pte map_last(uint32_t flags)
-{
-    CHECK_EQ(vm_map(&u, AT(1) - KB(64), KB(64), h, 0, flags), NV_OK);
-    return sim_pte(&u, AT(1));
-}
-
-TEST(test_no_flag_reaches_the_next_range)
-{
-    static const uint32_t flags[] = {0,
-                                     AHEAD,
-                                     AHEAD | UVM_VMEM_TAKEOVER,
-                                     AHEAD | UVM_VMEM_MAP_REPLACE,
-                                     AHEAD | UVM_VMEM_MAP_REPLACE | UVM_VMEM_TAKEOVER,
-                                     UVM_VMEM_TAKEOVER};
-
-    for (unsigned i = 0; i < COUNT(flags); i++) {
-        start(1); // the guards are what is next
-        CHECK_EQ(vm_map(&u, BASE, KB(64), h + 1, 0, flags[i]), NV_OK);
-        CHECK_EQ(map_last(flags[i]).page_size, MB(2));
-        CHECK_EQ(vm_map(&u, BASE, KB(64), h + 2, 0, flags[i] | UVM_VMEM_MAP_REPLACE), NV_OK);
-        guards_check();
-        CHECK_EQ(vm_unmap(&u, BASE, BLOCK), NV_OK);
-        CHECK_EQ(vm_release_one(&u, h), NV_OK);
-        end();
-    }
-}
-
-TEST(test_a_neighbour_of_64k_entries_keeps_them)
-{
-    start(1);
-    CHECK_EQ(uvm_create_external(&u, AT(2), 2 * BLOCK), NV_OK);
-    foreign(AT(2), 2 * BLOCK, KB(64), MEMORY);
-    CHECK_EQ(uvm_create_external(&u, AT(8), 2 * BLOCK), NV_OK);
-    CHECK_EQ(uvm_create_external(&u, AT(10), 2 * BLOCK), NV_OK);
-    foreign(AT(10), 2 * BLOCK, KB(64), MEMORY);
-    CHECK_EQ(vm_map(&u, AT(10) - KB(64), KB(64), h, 0, AHEAD | UVM_VMEM_TAKEOVER), NV_OK);
-    CHECK(gpu_marked(&u, AT(10), 2 * BLOCK, WORD, NULL));
-    end();
-}
-
 // A neighbour that has mapped nothing yet finds its range empty: an overlay there would make its first mapping of a part
 // of the block fail.
 TEST(test_an_empty_neighbour_stays_empty)

@@ -1,11 +1,10 @@
-// Processes: killed in the middle, forked, given the descriptor, after another's handles, or in a memory cgroup.
+// Processes: killed in the middle, with a descriptor of another's, after another's handles, or in a memory cgroup.
 //
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
 #include <signal.h>
 #include <sys/mount.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 
 static uint64_t live(void) { return sim_counters(0, false).pma_live; }
@@ -82,32 +81,6 @@ TEST(test_killed_in_mid_batch)
     }
 }
 
-TEST(test_state_survives_fork)
-{
-    struct uvm u;
-    uint64_t h;
-    pid_t pid;
-
-    vm_start(&u, MB(8));
-    CHECK_EQ(vm_create(&u, KB(64), 2, &h), NV_OK);
-    CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
-    CHECK_EQ(gpu_mark(&u, BASE, KB(64), 5), 0);
-    pid = fork();
-    if (pid == 0) {
-        // the child sees the same pages, and what it does is seen by the parent
-        CHECK_EQ(vm_query(&u, 0).out_bytes_created, KB(128));
-        CHECK_EQ(vm_map(&u, BASE + MB(2), KB(64), h + 1, 0, 0), NV_OK);
-        CHECK_EQ(gpu_mark(&u, BASE + MB(2), KB(64), 6), 0);
-        _exit(0);
-    }
-    CHECK_EQ(wait_child(pid), 0);
-    CHECK(gpu_marked(&u, BASE, KB(64), 5, NULL));
-    CHECK(gpu_marked(&u, BASE + MB(2), KB(64), 6, NULL));
-    CHECK_EQ(vm_query(&u, 0).out_bytes_mapped, KB(128));
-    CHECK_EQ(vm_release_one(&u, h + 1), NV_OK);
-    CHECK_EQ(gpu_word(&u, BASE + MB(2)), 0);
-}
-
 // The last descriptor ends it, not the process that opened it.
 TEST(test_state_ends_with_the_last_descriptor)
 {
@@ -144,43 +117,6 @@ TEST(test_state_ends_with_the_last_descriptor)
     CHECK_EQ(write(go[1], "x", 1), 1);
     wait_for_live(before);
     sim_check(0);
-}
-
-TEST(test_descriptor_passed_to_another_process)
-{
-    int pair[2];
-    pid_t pid;
-    struct uvm u;
-    uint64_t h;
-    char room[CMSG_SPACE(sizeof(int))] = {0};
-    struct iovec iov = {.iov_base = &h, .iov_len = sizeof(h)};
-    struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = room, .msg_controllen = sizeof(room)};
-
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
-    pid = fork();
-    if (pid == 0) {
-        struct uvm got;
-        CHECK(recvmsg(pair[1], &msg, 0) == sizeof(h));
-        uvm_open(&got); // for its UUIDs; the descriptor is the other's
-        close(got.fd);
-        memcpy(&got.fd, CMSG_DATA(CMSG_FIRSTHDR(&msg)), sizeof(int));
-        CHECK_EQ(vm_query(&got, 0).out_bytes_created, KB(64));
-        CHECK_EQ(vm_map(&got, BASE + KB(64), KB(64), h, 0, 0), NV_OK);
-        CHECK_EQ(vm_unmap(&got, BASE, KB(64)), NV_OK);
-        _exit(0);
-    }
-    vm_start(&u, MB(4));
-    CHECK_EQ(vm_create(&u, KB(64), 1, &h), NV_OK);
-    CHECK_EQ(vm_map(&u, BASE, KB(64), h, 0, 0), NV_OK);
-    CHECK_EQ(gpu_mark(&u, BASE, KB(64), 9), 0);
-    CMSG_FIRSTHDR(&msg)->cmsg_level = SOL_SOCKET;
-    CMSG_FIRSTHDR(&msg)->cmsg_type = SCM_RIGHTS;
-    CMSG_FIRSTHDR(&msg)->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(CMSG_FIRSTHDR(&msg)), &u.fd, sizeof(int));
-    CHECK(sendmsg(pair[0], &msg, 0) == sizeof(h));
-    CHECK_EQ(wait_child(pid), 0);
-    CHECK(gpu_marked(&u, BASE + KB(64), KB(64), 9, NULL));
-    CHECK_EQ(gpu_word(&u, BASE), 0);
 }
 
 // Handles mean nothing to another file: not the same number's page, not any page.
@@ -268,66 +204,74 @@ static uint64_t charged_slab(void)
 // The kernel charges in advance, up to this on each processor.
 #define IN_ADVANCE KB(256)
 
-// The memory behind overlays is charged to the cgroup of the process that opened them, until the file is closed. A process
-// that reaches the cgroup's limit ends alone, with everything given back.
-TEST(test_overlays_are_charged_to_the_cgroup)
+// Runs in a process of the cgroup `MINE`; returns its exit status, or 128 + the signal.
+static int in_cgroup(void (*what)(bool limited), bool limited)
 {
-    uint64_t before = baseline(), start, open;
-    unsigned overlays = GB(4) / BLOCK;
-    struct uvm u;
-    char limit[32];
     pid_t pid;
+    int rc;
 
     CHECK((mkdir(CGROUP, 0755) == 0 || errno == EEXIST) && mount("vmem", CGROUP, "cgroup2", 0, NULL) == 0);
     put(CGROUP "/cgroup.subtree_control", "+memory");
     CHECK(mkdir(MINE, 0755) == 0);
-    for (unsigned limited = 0; limited < 2; limited++) {
-        pid = fork();
-        if (pid == 0) {
-            put(MINE "/cgroup.procs", "0");
-            vm_start(&u, GB(4));
-            CHECK_EQ(vm_open(&u, BASE, BLOCK), NV_OK);
-            start = charged();
-            if (limited) {
-                snprintf(limit, sizeof(limit), "%llu", (unsigned long long)start + MB(1));
-                put(MINE "/memory.max", limit);
-            }
-            CHECK_EQ(vm_open(&u, BASE, GB(4)), NV_OK);
-            open = charged();
-            CHECK_MSG(open - start > overlays * KB(1), "%u overlays are charged with %lld bytes", overlays,
-                      (long long)(open - start));
-            uvm_close(&u);
-            CHECK_MSG(charged() < start + 2 * IN_ADVANCE, "%lld bytes stay charged", (long long)(charged() - start));
-            _exit(0);
-        }
-        CHECK_EQ(wait_child(pid), limited ? 128 + SIGKILL : 0);
+    pid = fork();
+    if (pid == 0) {
+        put(MINE "/cgroup.procs", "0");
+        what(limited);
+        _exit(0);
     }
-    wait_for_live(before);
+    rc = wait_child(pid);
     CHECK(rmdir(MINE) == 0 && umount(CGROUP) == 0);
+    return rc;
+}
+
+static void charge_overlays(bool limited)
+{
+    unsigned overlays = GB(4) / BLOCK;
+    uint64_t start, open;
+    struct uvm u;
+    char limit[32];
+
+    vm_start(&u, GB(4));
+    CHECK_EQ(vm_open(&u, BASE, BLOCK), NV_OK);
+    start = charged();
+    if (limited) {
+        snprintf(limit, sizeof(limit), "%llu", (unsigned long long)start + MB(1));
+        put(MINE "/memory.max", limit);
+    }
+    CHECK_EQ(vm_open(&u, BASE, GB(4)), NV_OK);
+    open = charged();
+    CHECK_MSG(open - start > overlays * KB(1), "%u overlays are charged with %lld bytes", overlays,
+              (long long)(open - start));
+    uvm_close(&u);
+    CHECK_MSG(charged() < start + 2 * IN_ADVANCE, "%lld bytes stay charged", (long long)(charged() - start));
+}
+
+// The memory behind overlays is charged to the cgroup of the process that opened them, until the file is closed. A process
+// that reaches the cgroup's limit ends alone, with everything given back.
+TEST(test_overlays_are_charged_to_the_cgroup)
+{
+    uint64_t before = baseline();
+
+    CHECK_EQ(in_cgroup(charge_overlays, false), 0);
+    CHECK_EQ(in_cgroup(charge_overlays, true), 128 + SIGKILL);
+    wait_for_live(before);
     sim_check(0);
 }
 
-// So are handles: a page of 64 KiB costs the caller some bytes of the kernel's memory, too.
-TEST(test_handles_are_charged_to_the_cgroup)
+static void charge_handles(bool limited)
 {
     uint32_t count = 2048;
     uint64_t start, first;
     struct uvm u;
 
-    CHECK((mkdir(CGROUP, 0755) == 0 || errno == EEXIST) && mount("vmem", CGROUP, "cgroup2", 0, NULL) == 0);
-    put(CGROUP "/cgroup.subtree_control", "+memory");
-    CHECK(mkdir(MINE, 0755) == 0);
-    pid_t pid = fork();
-    if (pid == 0) {
-        put(MINE "/cgroup.procs", "0");
-        vm_start(&u, MB(4));
-        CHECK_EQ(vm_create(&u, KB(64), 1, &first), NV_OK);
-        start = charged_slab();
-        CHECK_EQ(vm_create(&u, KB(64), count, &first), NV_OK);
-        CHECK_MSG(charged_slab() - start > count * 40, "%u handles are charged with %lld bytes", count,
-                  (long long)(charged_slab() - start));
-        _exit(0);
-    }
-    CHECK_EQ(wait_child(pid), 0);
-    CHECK(rmdir(MINE) == 0 && umount(CGROUP) == 0);
+    (void)limited;
+    vm_start(&u, MB(4));
+    CHECK_EQ(vm_create(&u, KB(64), 1, &first), NV_OK);
+    start = charged_slab();
+    CHECK_EQ(vm_create(&u, KB(64), count, &first), NV_OK);
+    CHECK_MSG(charged_slab() - start > count * 40, "%u handles are charged with %lld bytes", count,
+              (long long)(charged_slab() - start));
 }
+
+// So are handles: a page of 64 KiB costs the caller some bytes of the kernel's memory, too.
+TEST(test_handles_are_charged_to_the_cgroup) { CHECK_EQ(in_cgroup(charge_handles, false), 0); }

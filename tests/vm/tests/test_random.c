@@ -92,7 +92,7 @@ static void check_tables(unsigned from, unsigned to)
                 bad("an entry that should map a page", g);
             if (page->phys == ~0ull)
                 page->phys = phys;
-            if (phys != page->phys)
+            if (phys != page->phys || phys % page->size)
                 bad("the wrong page", g);
             break;
         }
@@ -557,7 +557,6 @@ static void check_query(void)
 TEST(test_random_operations_against_a_shadow)
 {
     uint64_t total = env_long("OPS", 3000);
-    double t0 = seconds();
 
     rng = env_long("SEED", 1);
     vm_start(&u, BLOCKS * BLOCK);
@@ -607,6 +606,4 @@ TEST(test_random_operations_against_a_shadow)
     sim_check(0);
     printf("MAP_AHEAD: %u holes, %u taken over, %u left alone\n", opened, followed, kept_off);
     CHECK(total < 2000 || (opened && followed && kept_off));
-    vmtest_figure("random_operations", total, "operations");
-    vmtest_figure("random_seconds", seconds() - t0, "s");
 }

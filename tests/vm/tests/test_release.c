@@ -5,7 +5,6 @@
 #include <linux/userfaultfd.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <sys/syscall.h>
 
 #include "calls.h"
@@ -34,29 +33,6 @@ TEST(test_release_in_steps)
     sim_check(0);
 }
 
-// Asks all the while, which takes the file's lock, and keeps the longest that it had to wait.
-struct asker {
-    const struct uvm *u;
-    atomic_bool asked, stop;
-    double longest;
-};
-
-static void *ask(void *arg)
-{
-    struct asker *a = arg;
-
-    while (!a->stop) {
-        double t0 = seconds(), took;
-
-        (void)vm_query(a->u, 0);
-        took = seconds() - t0;
-        if (took > a->longest)
-            a->longest = took;
-        a->asked = true;
-    }
-    return NULL;
-}
-
 // The driver's own calls have closed every second overlay, and were refused for parts of the others. RELEASE looks at
 // each record that is left once.
 TEST(test_release_after_uvm_closed_overlays)
@@ -66,9 +42,6 @@ TEST(test_release_after_uvm_closed_overlays)
     unsigned n = env_long("ADDRESSES", 2048), k;
     struct uvm_vmem_release r;
     struct uvm u;
-    struct asker asker = {.u = &u};
-    pthread_t thread;
-    double t0;
     uint64_t h;
 
     vm_start(&u, n * GRANULE);
@@ -92,17 +65,9 @@ TEST(test_release_after_uvm_closed_overlays)
     CHECK(gpu_marked(&u, BASE + BLOCK, KB(64), 5, NULL));
     // somebody else's by now
     CHECK_EQ(uvm_map_external(&u, 0, BASE, KB(64), 0, 70), NV_OK);
-    CHECK_EQ(pthread_create(&thread, NULL, ask, &asker), 0);
-    while (!asker.asked)
-        usleep(1000);
-    t0 = seconds();
     CHECK_EQ(vm_release(&u, &h, 1, &r), NV_OK);
-    vmtest_figure("release_seconds", seconds() - t0, "s (simulated GPU)");
-    asker.stop = true;
-    pthread_join(thread, NULL);
     vmtest_figure("release_addresses", n / 2, "addresses");
     vmtest_figure("release_steps", r.out_waits, "waits, the lock dropped between");
-    vmtest_figure("longest_wait_for_lock", asker.longest, "s (simulated GPU)");
     CHECK_EQ(sim_pte(&u, BASE).state, SIMGPU_PTE_VALID);
     for (unsigned i = 1; i < n; i += k) {
         k = n - i < COUNT(ptes) ? n - i : COUNT(ptes);
@@ -121,38 +86,14 @@ TEST(test_release_after_uvm_closed_overlays)
     sim_check(0);
 }
 
-// The page of a 2 MiB entry: its addresses become sparse, through a table.
-TEST(test_release_of_a_huge_page)
-{
-    struct uvm u;
-    uint64_t h;
-
-    vm_start(&u, MB(8));
-    if (!(vm_query(&u, 0).out_caps & UVM_VMEM_CAP_HUGE))
-        vmtest_skip("the module announces no UVM_VMEM_CAP_HUGE");
-    CHECK_EQ(vm_create(&u, MB(2), 1, &h), NV_OK);
-    for (unsigned i = 0; i < 3; i++)
-        CHECK_EQ(vm_map(&u, BASE + i * MB(2), MB(2), h, 0, i == 1 ? UVM_VMEM_MAP_64K : 0), NV_OK);
-    CHECK_EQ(gpu_mark(&u, BASE, MB(2), 3), 0);
-    CHECK_EQ(vm_release_one(&u, h), NV_OK);
-    for (unsigned i = 0; i < 3 * 32; i++)
-        CHECK_EQ(sim_pte(&u, BASE + i * GRANULE).state, SIMGPU_PTE_SPARSE);
-    CHECK_EQ(gpu_word(&u, BASE), 0);
-    CHECK_EQ(vm_query(&u, 0).out_bytes_held, 0);
-    sim_check(0);
-}
-
-// As much as a call accepts, out of the largest mappings that are taken over: what others of the file wait for. In a
-// checked kernel that takes minutes, so there TAKEOVER_MB is less.
+// As much as a call accepts, out of the largest mappings that are taken over. In a checked kernel that takes minutes, so
+// there TAKEOVER_MB is less.
 TEST(test_largest_takeover)
 {
     static struct uvm_vmem_op ops[GB(4) / BLOCK];
     unsigned n = MB(env_long("TAKEOVER_MB", 4096)) / BLOCK;
     struct uvm u;
-    struct asker asker = {.u = &u};
-    pthread_t thread;
     uint64_t page;
-    double t0;
 
     uvm_start(&u);
     CHECK_EQ(vm_create(&u, KB(64), 1, &page), NV_OK);
@@ -161,15 +102,7 @@ TEST(test_largest_takeover)
     CHECK_EQ(uvm_create_external(&u, BASE, n * BLOCK), NV_OK);
     for (unsigned i = 0; i < n; i += n / 2)
         CHECK_EQ(uvm_map_sparse(&u, 0, BASE + i * BLOCK, n / 2 * BLOCK), NV_OK);
-    CHECK_EQ(pthread_create(&thread, NULL, ask, &asker), 0);
-    while (!asker.asked)
-        usleep(1000);
-    t0 = seconds();
     CHECK_EQ(vm_map_ops(&u, 0, ops, n, NULL), NV_OK);
-    vmtest_figure("largest_takeover_seconds", seconds() - t0, "s (simulated GPU)");
-    asker.stop = true;
-    pthread_join(thread, NULL);
-    vmtest_figure("largest_takeover_longest_wait", asker.longest, "s (simulated GPU)");
     CHECK_EQ(sim_pte(&u, BASE + n * BLOCK - GRANULE).state, SIMGPU_PTE_SPARSE);
     CHECK_EQ(uvm_free_range(&u, BASE, n * BLOCK), NV_OK);
     sim_check(0);

@@ -90,9 +90,8 @@ struct uvm {
 
 int sim_fd(void);
 NV_STATUS uvm_map_sparse(struct uvm *u, unsigned gpu, uint64_t va, uint64_t length); // UVM_MAP_EXTERNAL_SPARSE
-void uvm_open(struct uvm *u);                             // UVM_INITIALIZE and UVM_MM_INITIALIZE
-NV_STATUS uvm_register(struct uvm *u, unsigned gpu);      // open the GPU's device, and UVM_REGISTER_GPU
-NV_STATUS uvm_register_bare(struct uvm *u, unsigned gpu); // UVM_REGISTER_GPU alone
+void uvm_open(struct uvm *u);                        // UVM_INITIALIZE and UVM_MM_INITIALIZE
+NV_STATUS uvm_register(struct uvm *u, unsigned gpu); // open the GPU's device, and UVM_REGISTER_GPU
 NV_STATUS uvm_register_vaspace(struct uvm *u, unsigned gpu);
 NV_STATUS uvm_unregister_vaspace(struct uvm *u, unsigned gpu);
 NV_STATUS uvm_unregister(struct uvm *u, unsigned gpu);
