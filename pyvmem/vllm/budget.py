@@ -313,7 +313,9 @@ class VllmBudget(BlockBudget):
     def supply(self) -> Supply:
         """The blocks that the next step may have."""
         lacks = bool(self.page.cells[control.POOL]) and self._room() < self.coming
-        return Supply(self.spare, self.growable() + self.coming, self.low, not self.waits(), lacks)
+        spare = self.spare
+        return Supply(spare, self.growable() + self.coming, self.low, not self.waits(), lacks,
+                      cached=self.num_free() - spare)  # fmt: skip
 
     def grows(self) -> bool:
         """Return whether blocks are being backed or may be ordered, as of the last `refresh`."""

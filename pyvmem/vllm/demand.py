@@ -100,7 +100,11 @@ class Demand:
         takes, begins = self.of_step(wait, self._scheduler.max_num_scheduled_tokens)
         worthwhile = self.of_step(wait, self._worthwhile_tokens())[0] + self.margin if parts else 0
         running = bool(self._scheduler.running)
-        return StepNeed(takes, begins, worthwhile, running=running, parts=parts, missing=self._missing)
+
+        def known() -> int:
+            return self.one_each + self.of_prompts() + sum(self.wants(request).rest for request in wait)
+
+        return StepNeed(takes, begins, worthwhile, running=running, parts=parts, missing=self._missing, known=known)
 
     def takes_few(self) -> bool:
         """Return whether enough blocks are spare for whatever the running requests do in the next step."""

@@ -17,6 +17,7 @@ class Supply(NamedTuple):
     ready: int  # that one step may take, as many as are kept ready if there are enough
     free_memory: bool = True  # there is memory for `more`: none was refused a moment ago
     waits_for_others: bool = False  # other engines of the pool have to give memory up before `more` can come
+    cached: int = 0  # free, with contents
 
     def suffices(self, need: int) -> bool:
         """Return whether so many blocks are spare or may be backed."""
@@ -32,6 +33,7 @@ class StepNeed(NamedTuple):
     running: bool  # requests run
     parts: bool  # a request may begin with a part of its prompt
     missing: Callable[[], int]  # what running requests take, if fewer are free, cached ones included; else 0
+    known: Callable[[], int]  # that all tokens take which are known of requests that run or wait
 
 
 class StepPlan(NamedTuple):
@@ -55,7 +57,8 @@ def plan_step(need: StepNeed, supply: Supply) -> StepPlan:
     while it runs. If not, it waits for all, unless running requests can go on meanwhile.
 
     Where no waiting makes enough blocks spare, or others have to give some up first, cached blocks serve: vLLM evicts
-    them. Only running requests wait then, as vLLM would preempt them.
+    them. Only running requests wait then, as vLLM would preempt them. The same goes for cached blocks that the known
+    requests will take even if all memory comes: to wait for it, or to compute less meanwhile, keeps none of them.
     """
     takes = awaits = need.takes
     most = max(need.takes, need.begins)
@@ -64,6 +67,9 @@ def plan_step(need: StepNeed, supply: Supply) -> StepPlan:
         awaits = min(need.worthwhile, takes)
     elif not need.running or need.begins <= supply.ready:
         takes = awaits = most
-    if awaits > supply.spare and (supply.waits_for_others or not supply.suffices(awaits)):
+    late = supply.waits_for_others or not supply.suffices(awaits)
+    evicts, comes = need.takes - supply.spare, supply.spare + max(supply.more, 0)
+    lost = 0 < evicts <= supply.cached and evicts <= need.known() - comes
+    if (awaits > supply.spare and late) or lost:
         awaits, parts = need.missing(), False
     return StepPlan(takes, need.begins, awaits, parts)

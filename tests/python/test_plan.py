@@ -5,7 +5,7 @@ import pytest
 from pyvmem.vllm.plan import StepNeed, StepPlan, Supply, plan_step
 
 # A step may take 40 blocks for 60 of the requests that begin in it; 6 are worth a step; running requests miss 3.
-NEED = StepNeed(takes=40, begins=60, worthwhile=6, running=True, parts=True, missing=lambda: 3)
+NEED = StepNeed(takes=40, begins=60, worthwhile=6, running=True, parts=True, missing=lambda: 3, known=lambda: 0)
 SUPPLY = Supply(spare=0, more=1000, ready=50)
 
 TABLE = {
@@ -24,6 +24,10 @@ TABLE = {
     "and where others must give memory up first": ({}, dict(waits_for_others=True), (40, 3, False)),
     "nobody needs to give what is spare": ({}, dict(spare=40, waits_for_others=True), (40, 6, True)),
     "all are spare": ({}, dict(spare=60, more=0), (40, 6, True)),
+    "and that requests take anyway": (dict(known=lambda: 110), dict(spare=10, more=70, cached=30), (40, 3, False)),
+    "but none that may stay": (dict(known=lambda: 109), dict(spare=10, more=70, cached=30), (40, 6, True)),
+    "nor too few": (dict(known=lambda: 110), dict(spare=10, more=70, cached=29), (40, 6, True)),
+    "nor where enough are spare": (dict(known=lambda: 999), dict(spare=40, more=70, cached=30), (40, 6, True)),
 }
 
 
