@@ -249,7 +249,10 @@ class BlockMemory:
         page[control.POOL_MAY + self._rank] = int(self._board[control.BUDGET]) + pool.free
         most = min(share[1] or self._pool_size, self._pool_size)
         held = int(self._board[control.HELD])
-        wanted = max(page[control.WANTED], page[control.AHEAD]) + self._pending()
+        # Pages of an order that is being carried out are held already: to ask for them again would take them twice.
+        due = sum(page[word] for word in (control.USED, control.CACHED, control.SPARE, control.COMING))
+        unmade = max(due - (held - page[control.NULL + self._rank]) // self._block, 0)
+        wanted = max(page[control.WANTED], page[control.AHEAD]) + min(self._pending(), unmade)
         wanted = min(wanted * self._block, most - held)
         self._ask(wanted, page[control.USED] > 0)
 

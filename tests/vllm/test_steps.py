@@ -843,6 +843,24 @@ def test_an_idle_worker_of_a_pool_sees_at_once_what_its_scheduler_wants(engine, 
         rests.join(0.01)
 
 
+def test_a_worker_asks_the_pool_once_for_what_an_order_has_made(engine, monkeypatch):
+    """An order that is being carried out has no answer yet, and its pages are held."""
+    in_pool(monkeypatch, "making", VMEM_VLLM_POOL_SIZE="8M")
+    e = engine(kinds=("full",))
+    e.answer(e.requests(2))
+    e.flush()
+    memory, asked = e.workers[0].memory, []
+    monkeypatch.setattr(memory.blocks, "ask", lambda size: asked.append(size // e.budget.block_bytes) or 0)
+    monkeypatch.setattr(memory, "_pending", lambda: 5)
+    with e.memory.lock:  # which its thread needs to publish
+        e.memory.publish()
+        e.page[control.WANTED] = 3
+        memory.tend()
+        e.page[control.COMING] += 4
+        memory.tend()
+    assert asked[0] == 3 and asked[-1] == 7
+
+
 def test_engines_of_a_pool_serve_at_one_time_what_it_holds_once(engine, monkeypatch):
     in_pool(monkeypatch, "steps", VMEM_VLLM_POOL_SIZE="8M")
     one, two = engine(kinds=("full",)), engine(kinds=("full",))  # 128 blocks
