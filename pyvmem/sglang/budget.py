@@ -372,6 +372,8 @@ class PageBudget(BlockBudget):
         after = self.need(2) - self.num_free() - self.coming
         if after > 0:  # for the step after this one, while it runs
             self._grow(after)
+        elif not self._coming and (lacks := self.lacking(self.waiting)) > SOME:  # cached pages serve until it comes
+            self._grow(min(lacks, max(PART // self.block_bytes, 1)))
         ready = self.ready() - self.spare - self.coming
         if 4 * ready > self.ready():  # not a few in each step: a driver's calls disturb the device
             self._grow(ready)
@@ -385,6 +387,17 @@ class PageBudget(BlockBudget):
         if beyond > 0:
             self._shrink(min(beyond, max(self.num_free() - kept, 0)))
         return beyond > 0
+
+    @property
+    def waiting(self) -> Sequence[Any]:
+        """The requests that wait, the first ones."""
+        found: Sequence[Any] = self._scheduler.waiting_queue[:MOST_WAITING]
+        return found
+
+    def evicts(self, tokens: int) -> bool:
+        """Return whether SGLang may evict for so many tokens: requests will take these pages even if memory comes."""
+        lost = self._of(self.waiting) - self.spare - self.coming - max(self.growable(), 0)
+        return 0 < self._pages(tokens) - self.spare <= min(lost, self.cached)
 
     def ensure(self, tokens: int) -> bool:
         """The allocator must have so many tokens, or SGLang evicts or retracts. Returns whether it has."""
@@ -412,13 +425,16 @@ class PageBudget(BlockBudget):
 
     # ---- what others see -------------------------------------------------------------------------------------
 
+    def _of(self, requests: Sequence[Any]) -> int:
+        """Pages that running requests may take in the next step, and the known tokens of these."""
+        return self._decodes() + self.promised + sum(map(self._rest_of, requests))
+
     def lacking(self, requests: Sequence[Any]) -> int:
         """Pages that running requests lack, and the known tokens of these.
 
         SGLang begins the first one only if its answer fits, too. While none runs, nothing else would make room for it.
         """
-        need = self._decodes() + self.promised + sum(map(self._rest_of, requests))
-        short = need - self.num_free() - self.coming
+        short = self._of(requests) - self.num_free() - self.coming
         if requests and not self._running:
             short = max(short, self._reserved_for(requests[0]) - self.num_free() - self.coming - self.growable())
         return max(min(short, self.most - self.num_backed), 0)

@@ -101,7 +101,8 @@ def evict(original: Any, allocator: Any, tree_cache: Any, num_tokens: int) -> An
     held = getattr(allocator, "_vmem", None)
     if held is None:
         return original(allocator, tree_cache, num_tokens)
-    held.ensure(num_tokens)
+    if not held.evicts(num_tokens):
+        held.ensure(num_tokens)
     result = original(allocator, tree_cache, num_tokens)
     if allocator.available_size() < num_tokens:
         held.await_memory(num_tokens)

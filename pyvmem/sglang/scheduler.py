@@ -198,6 +198,10 @@ class SchedulerMemory:
         self._sums()
         return there
 
+    def evicts(self, tokens: int) -> bool:
+        """Return whether waiting requests will take so much of the cache anyway that SGLang may evict it now."""
+        return all([budget.evicts(tokens) for budget in self.budgets])
+
     def force(self, tokens: int) -> bool:
         """As `ensure`, above the limit if need be."""
         there = all([budget.force(tokens) for budget in self.budgets])
@@ -284,11 +288,13 @@ class SchedulerMemory:
 
     def publish(self) -> None:
         """Write the numbers of the control page."""
-        page, near, scheduler = self.page, self._peers, self._scheduler
         self._sums()
+        if self.ranks.leads:
+            self._publish_needs()
         self._tend()
-        if not self.ranks.leads:
-            return
+
+    def _publish_needs(self) -> None:
+        page, near, scheduler = self.page, self._peers, self._scheduler
         if len(self.budgets) > 1:
             for budget in self.budgets:
                 budget.publish()
@@ -305,7 +311,7 @@ class SchedulerMemory:
             soon = budget._decodes() + budget.promised
             if wait and not (near.is_full or (near.is_behind and lacks)):
                 soon += budget._rest_of(wait[0])
-            wanted = min(budget.lacking(list(scheduler.waiting_queue[:16])) if near.alone else lacks,
+            wanted = min(budget.lacking(budget.waiting) if near.alone else lacks,
                          max(budget.allowed() - budget.num_backed, 0))  # fmt: skip
         page[control.HEAD] = -head if near.is_passing else head
         page[control.GROWS], page[control.STARVED] = grow > 0, head > 0 and len(running) <= 1

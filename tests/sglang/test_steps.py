@@ -12,6 +12,7 @@ import pytest
 import steps
 from ends import fork_ends_with_parent
 from models import adapter, model
+from neighbour import Neighbour
 from steps import MIB, Engine, forked, moving, workload
 
 from pyvmem import Context
@@ -361,6 +362,75 @@ def test_memory_of_the_next_prompts_comes_while_a_step_runs():
     tokens, by_steps, pages = forked(run)
     assert tokens == plain("gqa", jobs)
     assert pages >= 16 * 480 // 64 and by_steps <= pages // 4
+
+
+def burst(n, seed):
+    """Requests of 480 tokens that begin differently."""
+    rng = random.Random(seed)
+    return [(f"b{seed}-{i}", [rng.randrange(3, 500) for _ in range(480)], 8) for i in range(n)]
+
+
+def test_a_burst_that_must_evict_anyway_maps_nothing_in_steps_and_waits_for_nothing():
+    """Memory comes, but less than the requests take. Until it is there, cached pages serve, as in SGLang."""
+    had, comes = 300, 100
+
+    def serve(engine):
+        """The tokens that each step computes for a burst."""
+        steps = []
+        run = engine.scheduler.run_batch
+
+        def ran(batch):
+            steps.append(batch.extend_num_tokens if batch.forward_mode.is_extend() else batch.batch_size())
+            return run(batch)
+
+        engine.scheduler.run_batch = ran
+        for request in burst(12, 2):
+            engine.submit(*request)
+        engine.run([])
+        return steps
+
+    def own():
+        engine = Engine(model("gqa"), page_size=16, tokens=16 * (had + comes))
+        engine.run(burst(12, 1))
+        return serve(engine), engine.tokens()
+
+    def run():
+        from pyvmem.engine import control
+
+        engine = Engine(model("gqa"), page_size=16)
+        (budget,), page, waits = engine.memory.budgets, engine.memory.page, []
+        page[control.LIMIT] = had * budget.block_bytes
+        engine.run(burst(12, 1))
+        assert budget.num_backed == had
+        await_orders, mapped = budget._await_orders, page[control.STEP_MAPS]
+        budget._await_orders = lambda: waits.append(1) or await_orders()
+        page[control.LIMIT] = (had + comes) * budget.block_bytes
+        steps = serve(engine)
+        return (steps, engine.tokens()), page[control.STEP_MAPS] - mapped, len(waits), budget.num_backed - had
+
+    want, (got, mapped, waits, came) = forked(own, vmem=False), forked(run)
+    assert got == want and mapped == waits == 0 < came <= comes
+
+
+def test_a_burst_asks_the_pool_at_once_for_all_that_its_requests_lack():
+    def run():
+        from pyvmem.engine import control
+
+        engine, asked = Engine(model("gqa"), page_size=16), []
+        neighbour = Neighbour()
+        neighbour.take(engine, 24 * MIB)
+        (budget,), page = engine.memory.budgets, engine.memory.page
+        ask = budget.memory.blocks.ask
+        budget.memory.blocks.ask = lambda size: asked.append(size) or ask(size)
+        for request in burst(30, 3):
+            engine.submit(*request)
+        engine.memory._tended = 0.0  # so that it looks at the pool in this step
+        engine.step()
+        there = budget.num_backed + budget.coming
+        return page[control.WANTED], there, [size // budget.block_bytes for size in asked]
+
+    wanted, there, asked = forked(run, VMEM_SGLANG_POOL="ask", VMEM_SGLANG_POOL_SIZE=str(160 * MIB))
+    assert asked[-1] == wanted >= 30 * 480 // 16 - there > 0
 
 
 def test_lending_waits_for_what_runs_and_then_gives_all():
