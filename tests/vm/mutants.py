@@ -77,16 +77,13 @@ def build(src, release, kernel, sim):
     return out
 
 
-SHORT = "OPS=800 CALLS=1000 SECONDS_EACH=3 KILLS=3"
-
-
 def plan(number, mutant, arch):
     program, cases = mutant.test.split()[0], mutant.test.split()[1:]
     gpu = f"arch={arch} {mutant.gpu}".strip()
     return [
         Step(f"load {number}", f"load_gpu {gpu} && load_uvm mutants uvm_vmem_mutant={number} && insmod /mod/failmem.ko",
              60, quiet=True),
-        Step(mutant.test, f"{SHORT} CASE_TIMEOUT=200 /tests/{program} {' '.join(cases)}", 250),
+        Step(mutant.test, f"OPS=800 SECONDS_EACH=3 KILLS=3 CASE_TIMEOUT=200 /tests/{program} {' '.join(cases)}", 250),
         Step(f"unload {number}", "unload_all", 60, quiet=True),
     ]  # fmt: skip
 
