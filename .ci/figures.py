@@ -34,7 +34,7 @@ def figures() -> list[tuple[str, int, list[str]]]:
         ("lease-saver", 60, [*lease, "stock", "--part", "saver"]),
         *(with_vllm() if importlib.util.find_spec("vllm") else ()),
         *(with_sglang() if importlib.util.find_spec("sglang") else ()),
-        ("selftest-stock", 300, [*PYVMEM, "doctor", "--selftest", "--backend", "stock", "--prove"]),
+        ("selftest-stock", 300, [*PYVMEM, "doctor", "--selftest", "--backend", "stock"]),
         ("step", 240, [*BENCH, "step", "--quick"]),
         ("vmm", 120, [*BENCH, "vmm", "--quick"]),
         ("share", 180, [*BENCH, "share", "--quick"]),

@@ -13,14 +13,13 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,9 @@ import numpy as np
 from pyvmem._ffi import ffi, lib
 from pyvmem.core import MIB, Context, probe
 from pyvmem.errors import VmemError, _check
-from pyvmem.selftest.agents import agent, pattern
-from pyvmem.selftest.child import UNKNOWN
-from pyvmem.selftest.stages import HUGE, OTHERS, STAGES, Stage
+from pyvmem.selftest.agents import UInts, pattern, simulated
+from pyvmem.selftest.child import UNKNOWN, refused
+from pyvmem.selftest.stages import HUGE, STAGES, Stage
 
 __all__ = ["BACKENDS", "run_selftest", "stamp_state"]
 
@@ -39,6 +38,8 @@ BACKENDS = ("uvm", "stock")
 NEEDED = 4 << 30  # bytes of free device memory, on a real GPU
 CANARY = 1 << 30
 _PART = 32 * MIB  # of the canary, compared at a time
+_PREFLIGHT = Stage("preflight", None, "the backend opens")
+_CANARY = Stage("canary", None, "memory that can be written")
 
 
 # ---- stamps -------------------------------------------------------------------------------------------------
@@ -99,41 +100,26 @@ def _write_stamp(name: str, report: dict[str, Any]) -> Path:
 class _Canary:
     """Memory of CUDA's with a pattern, which nobody may change."""
 
-    def __init__(self, device: int) -> None:
-        self._context = Context("cuda", device)
-        self.slow = agent(device).slow
-        self.free = self._context.memory_free
-        length = min(CANARY, self.free // 16 // HUGE * HUGE) or HUGE
-        self._range = self._context.reserve(length)
-        self._pages = self._context.create(HUGE, length // HUGE)
-        self._range.map(self._pages)
-        self._room = np.empty(_PART // 8, np.uint64)
-        for at, words in self._parts():
-            self._context.write(self._range.addr + at, pattern(at // 8 + 1, words))
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        length = min(CANARY, context.memory_free // 16 // HUGE * HUGE) or HUGE
+        self._range, pages = context.reserve(length), context.create(HUGE, length // HUGE)
+        self._range.map(pages)
+        for addr, words in self._parts():
+            context.write(addr, words)
 
-    def _parts(self) -> list[tuple[int, int]]:
-        length = self._range.length
-        return [(at, min(_PART, length - at) // 8) for at in range(0, length, _PART)]
+    def _parts(self) -> Iterator[tuple[int, UInts]]:
+        for at in range(0, self._range.length, _PART):
+            yield self._range.addr + at, pattern(at // 8 + 1, min(_PART, self._range.length - at) // 8)
 
     def differs(self) -> int:
         """Return how many words changed."""
-        wrong = 0
-        for at, words in self._parts():
-            part = self._room[:words]
-            self._context.copy(part.ctypes.data, self._range.addr + at, 8 * words)
-            wrong += int((part != pattern(at // 8 + 1, words)).sum())
-        return wrong
-
-    @property
-    def bytes(self) -> int:
-        return self._range.length
-
-    def close(self) -> None:
-        self._context.close()
+        read = self._context.read
+        return sum(int((np.frombuffer(read(addr, w.nbytes), np.uint64) != w).sum()) for addr, w in self._parts())
 
 
 def _others(uuid: bytes) -> int | None:
-    """Return how many processes compute on the GPU, as nvidia-smi sees it; None if it cannot tell."""
+    """Return how many processes but this one compute on the GPU, as nvidia-smi sees it; None if it cannot tell."""
     name = uuid.hex()
     text = "GPU-" + "-".join((name[:8], name[8:12], name[12:16], name[16:20], name[20:]))
     query = ["nvidia-smi", "-i", text, "--query-compute-apps=pid", "--format=csv,noheader"]
@@ -141,33 +127,7 @@ def _others(uuid: bytes) -> int | None:
         found = subprocess.run(query, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return None if found.returncode else len(found.stdout.split())
-
-
-def _uuid(device: int) -> bytes:
-    """Return a device's UUID, asked of CUDA in a process that ends at once: this one must have no context yet."""
-    code = (
-        "import sys, pyvmem\n"
-        "with pyvmem.Context('cuda', int(sys.argv[1])) as c: print(c.info().device_uuid.hex(), c.info().device_name)"
-    )
-    found = subprocess.run([sys.executable, "-c", code, str(device)], capture_output=True, text=True, timeout=120)
-    if found.returncode:
-        raise RuntimeError(f"CUDA does not work here: {found.stderr.strip().splitlines()[-1]}")
-    return bytes.fromhex(found.stdout.split()[0])
-
-
-def _xid() -> str:
-    """Return the kernel log's last line about a fault of the GPU, if this user may read it."""
-    try:
-        log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    lines = [line for line in log.splitlines() if "Xid" in line]
-    return lines[-1] if lines else ""
-
-
-def _refused(what: str, seen: object, expected: object) -> dict[str, Any]:
-    return {"ok": False, "what": what, "seen": str(seen), "expected": str(expected)}
+    return None if found.returncode else max(len(found.stdout.split()) - 1, 0)
 
 
 def _child(stage: Stage, backend: str, device: int, seconds: float, unknown: bool = False) -> dict[str, Any]:
@@ -182,33 +142,49 @@ def _child(stage: Stage, backend: str, device: int, seconds: float, unknown: boo
         out, err = process.communicate(timeout=seconds)
         return dict(json.loads(out.splitlines()[-1]))
     except subprocess.TimeoutExpired:
-        return _refused("the stage", f"no end after {seconds:.0f} s", "an end")
+        return refused("the stage", f"no end after {seconds:.0f} s", "an end")
     except (IndexError, ValueError):
         last = (err.strip().splitlines() or ["no output"])[-1]
-        return _refused("the stage", f"exit status {process.returncode}: {last}", "a result")
+        return refused("the stage", f"exit status {process.returncode}: {last}", "a result")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
 
 
-def _preflight(backend: str, device: int, shared: bool, unknown: bool) -> dict[str, Any]:
-    """Check what must hold before anything is touched."""
+def _results(backend: str, device: int, shared: bool, unknown: bool) -> Iterator[tuple[Stage, dict[str, Any]]]:
+    """The stages and their results, up to the first that failed."""
     error = probe(backend, device, unknown_driver=unknown)
     if error is not None:
-        return _refused(f"the backend {backend}", error, "a backend that works")
-    others = _others(_uuid(device))
-    if others and not shared:
-        return _refused("processes that compute on this GPU", others, "0, or --shared")
-    note = "" if others is not None else "nvidia-smi cannot tell whether other processes use the GPU"
-    return {"ok": True, "note": note, "figures": {} if others is None else {"other_processes": others}}
+        yield _PREFLIGHT, refused(f"the backend {backend}", error, "a backend that works")
+        return
+    with Context("cuda", device) as context:
+        others, slow = _others(context.info().device_uuid), simulated()
+        if others and not shared:
+            yield _PREFLIGHT, refused("other processes that compute on this GPU", others, "0, or --shared")
+            return
+        if not slow and context.memory_free < NEEDED:
+            yield _PREFLIGHT, refused("free device memory", context.memory_free, NEEDED)
+            return
+        yield _PREFLIGHT, {"ok": True, "figures": {} if others is None else {"other processes": others}}
+        try:
+            canary = _Canary(context)
+        except VmemError as failed:
+            yield _CANARY, refused("the canary", failed, _CANARY.proves)
+            return
+        for stage in STAGES:
+            result = _child(stage, backend, device, stage.seconds * (5 if slow else 1), unknown)
+            if differs := canary.differs():
+                result |= refused("the canary, memory that no stage may touch", f"{differs} words changed", 0)
+            yield stage, result
+            if not result["ok"]:
+                return
 
 
 def run_selftest(
     backend: str,
     device: int = 0,
     *,
-    prove: bool = False,
     shared: bool = False,
     unknown_driver: bool = False,
     say: Callable[[str], None] = print,
@@ -216,85 +192,34 @@ def run_selftest(
     """Run the self-test and return its report; `say` gets a line for each stage.
 
     The report's "passed" is True only if every stage passed. The report is written as the stamp, or, after a failure,
-    to a file whose name ends in ".failed". With `prove`, which is for "stock", one more stage ends a process by a fault
-    (Xid 31 in the kernel's log). It shows that the readers of the other stages notice one. `shared` allows other
-    processes on the GPU. `unknown_driver` is as of `Context`.
+    to a file whose name ends in ".failed". `shared` allows other processes on the GPU. `unknown_driver` is as of
+    `Context`.
 
     Raises `VmemError` if no driver or device is found.
     """
-    if prove and backend != "stock":
-        raise ValueError("--prove needs --backend stock: uvm replaces pages without a fault")
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    report: dict[str, Any] = {"backend": backend, "stamp": stamp_name(backend, device), "date": now, "passed": False,
-                              "stages": []}  # fmt: skip
-
-    def record(name: str, proves: str, perform: Callable[[], dict[str, Any]]) -> bool:
-        started = time.monotonic()
-        result = perform()
-        seconds = time.monotonic() - started
-        row = {"stage": name, "seconds": round(seconds, 2), **{k: v for k, v in result.items() if v not in ("", {})}}
-        report["stages"].append(row)
-        figures = ", ".join(
-            f"{v:,} {k}" if isinstance(v, int) else f"{k} {v}" for k, v in result.get("figures", {}).items()
-        )
-        verdict = "ok    " if result["ok"] else "FAILED"
-        say(f"{len(report['stages']) - 1:2} {name:12} {verdict} {seconds:6.1f} s  {figures or proves}")
-        if result.get("note"):
-            say(f"{'':24}     {result['note']}")
-        if not result["ok"]:
-            say(f"   {result['what']}: seen {result['seen']}; expected {result['expected']}")
-        return bool(result["ok"])
-
-    def preflight() -> dict[str, Any]:
-        return _preflight(backend, device, shared, unknown_driver)
-
-    def perform(stage: Stage) -> dict[str, Any]:
-        result = _child(stage, backend, device, stage.seconds * (5 if canary.slow else 1), unknown_driver)
-        if differs := canary.differs():
-            result |= _refused("the canary, memory that no stage may touch", f"{differs} words changed", 0)
-        return result
-
-    if not record("preflight", "the backend opens", preflight):
-        return _end(report, say, touched=False)
-    try:
-        canary = _Canary(device)
-    except VmemError as error:
-        refused = _refused("the canary", error, "memory that can be written")
-        record("canary", "", lambda: refused)
-        return _end(report, say)
-    try:
-        report.update(simulated=canary.slow, canary_bytes=canary.bytes)
-        if not canary.slow and canary.free < NEEDED:
-            record("memory", "", lambda: _refused("free device memory", canary.free, NEEDED))
-            return _end(report, say, touched=False)
-        for stage in (*STAGES, *(s for s in OTHERS if prove and s.name == "loud")):
-            passed = record(stage.name, stage.proves, functools.partial(perform, stage))
-            if not passed or stage.name == "loud":
-                report["xid"] = _xid()
-            if not passed:
-                return _end(report, say)
-    finally:
-        canary.close()
-    report["passed"] = True
-    return _end(report, say)
-
-
-def _end(report: dict[str, Any], say: Callable[[str], None], touched: bool = True) -> dict[str, Any]:
-    """Write the stamp, and say what follows."""
     from pyvmem import __version__
 
-    report["pyvmem"] = __version__
-    if report["passed"] or touched:
-        report["file"] = str(_write_stamp(report["stamp"], report))
-    if report["passed"]:
-        simulated = " on a SIMULATED GPU" if report["simulated"] else ""
-        say(f"passed{simulated}: {report['file']}")
-    elif touched:
-        if report.get("xid"):
-            say(f"   {report['xid']}")
-        say(f"failed: {report['file']}")
-        if report["backend"] == "uvm":
-            say("stock is used by default; `sudo make module-unload` removes the module; reboot if nvidia-smi hangs")
-    else:
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    stages: list[dict[str, Any]] = []
+    report: dict[str, Any] = {"backend": backend, "stamp": stamp_name(backend, device), "date": now,
+                              "pyvmem": __version__, "simulated": simulated(), "stages": stages}  # fmt: skip
+    started = time.monotonic()
+    for stage, result in _results(backend, device, shared, unknown_driver):
+        seconds = time.monotonic() - started
+        figures = ", ".join(f"{n:,} {what}" for what, n in result.get("figures", {}).items())
+        verdict = "ok    " if result["ok"] else "FAILED"
+        say(f"{len(stages):2} {stage.name:12} {verdict} {seconds:6.1f} s  {figures or stage.proves}")
+        if not result["ok"]:
+            say(f"   {result['what']}: seen {result['seen']}; expected {result['expected']}")
+        stages.append({"stage": stage.name, "seconds": round(seconds, 2), **result})
+        started = time.monotonic()
+    report["passed"] = passed = all(each["ok"] for each in stages)
+    if len(stages) == 1:
         say("nothing was tested")
+        return report
+    report["file"] = str(_write_stamp(report["stamp"], report))
+    simulation = " on a SIMULATED GPU" if report["simulated"] else ""
+    say(f"{'passed' if passed else 'failed'}{simulation}: {report['file']}")
+    if not passed and backend == "uvm":
+        say("stock is used by default; `sudo make module-unload` removes the module; reboot if nvidia-smi hangs")
     return report

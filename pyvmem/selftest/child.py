@@ -15,39 +15,31 @@ from typing import Any
 from pyvmem.core import Context
 from pyvmem.errors import VmemError
 from pyvmem.selftest.agents import DeviceFault, agent
-from pyvmem.selftest.stages import OTHERS, STAGES, Failed, Run
-
+from pyvmem.selftest.stages import STAGES, VICTIM, Failed, Run
 
 UNKNOWN = "PYVMEM_SELFTEST_UNKNOWN_DRIVER"  # 1: also of processes that a stage starts
+_ERRORS = (Failed, DeviceFault, VmemError, OSError)
+
+
+def refused(what: str, seen: object, expected: object) -> dict[str, Any]:
+    """The result of what failed."""
+    return {"ok": False, "what": what, "seen": str(seen), "expected": str(expected)}
 
 
 def perform(name: str, backend: str, device: int) -> dict[str, Any]:
     """Run a stage and return what it found."""
-    stage = next(s for s in (*STAGES, *OTHERS) if s.name == name)
-    result: dict[str, Any] = {"ok": False, "what": "", "seen": "", "expected": "", "note": "", "figures": {}}
+    stage = next(s for s in (*STAGES, VICTIM) if s.name == name)
+    figures: dict[str, int] = {}
     try:
         with Context(backend, device, unknown_driver=os.environ.get(UNKNOWN) == "1") as context:
-            run = Run(backend, device, context, agent(device))
-            try:
-                stage.run(run)
-                result["ok"] = True
-            finally:
-                result.update(figures=run.figures, note=run.note)
-    except (Failed, DeviceFault, VmemError, OSError) as error:
-        if not result["ok"]:
-            result.update(_text(error))
-    return result
-
-
-def _text(error: BaseException) -> dict[str, str]:
-    """Describe the first failure: what follows it, when things are closed, is its consequence."""
-    while isinstance(error.__context__, (Failed, DeviceFault, VmemError, OSError)):
-        error = error.__context__
-    if isinstance(error, Failed):
-        return {"what": error.what, "seen": error.seen, "expected": error.expected}
-    if isinstance(error, DeviceFault):
-        return {"what": "the GPU", "seen": str(error), "expected": "no fault"}
-    return {"what": "a call", "seen": str(error), "expected": "success"}
+            assert stage.run
+            stage.run(Run(backend, device, context, agent(device), figures))
+    except _ERRORS as error:
+        first: BaseException = error  # what follows it, when things are closed, is its consequence
+        while isinstance(first.__context__, _ERRORS):
+            first = first.__context__
+        return refused(*(first.args if isinstance(first, Failed) else (stage.name, first, stage.proves)))
+    return {"ok": True, "figures": figures}
 
 
 def main() -> None:

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pyvmem.core import KIB, MAP_OP, MIB, Context, Pages, Reservation
-from pyvmem.errors import InvalidArgument, VmemError
-from pyvmem.selftest.agents import Agent, DeviceFault, UInts, pattern
+from pyvmem.errors import InvalidArgument
+from pyvmem.selftest.agents import Agent, UInts, every, pattern
 
 PAGE = 64 * KIB
 HUGE = 2 * MIB
@@ -32,11 +31,7 @@ STRAY = 8 * MIB  # by which the device's free memory may vary for reasons of the
 
 
 class Failed(Exception):
-    """A mechanism does not do what it must: what was seen, and what was expected."""
-
-    def __init__(self, what: str, seen: object, expected: object) -> None:
-        super().__init__(f"{what}: seen {seen}, expected {expected}")
-        self.what, self.seen, self.expected = what, str(seen), str(expected)
+    """A mechanism does not do what it must. Its arguments: what it is, what was seen, and what was expected."""
 
 
 @dataclass
@@ -47,13 +42,12 @@ class Run:
     device: int
     context: Context
     agent: Agent
-    figures: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
+    figures: dict[str, int] = field(default_factory=dict)
 
     @property
     def live(self) -> bool:
-        """True if pages may be replaced while kernels run, and kernels can run."""
-        return "live_remap" in self.context.capabilities and self.agent.continuous
+        """True if pages may be replaced while kernels run."""
+        return "live_remap" in self.context.capabilities
 
     def scaled(self, real: int, slow: int) -> int:
         """A count for a real GPU, and one for a slow stand-in."""
@@ -82,10 +76,6 @@ def _within(what: str, free: Callable[[], int], before: int, slack: int, seconds
         if time.monotonic() > end:
             raise Failed(f"{what}: free memory after {seconds:.0f} s", now, f"at least {before - slack}")
         time.sleep(0.05)
-
-
-def _every(addr: int, length: int, step: int) -> UInts:
-    return np.arange(addr, addr + length, step, dtype=np.uint64)
 
 
 def _space(run: Run, length: int) -> Reservation:
@@ -136,7 +126,7 @@ def _fresh_pages(run: Run) -> None:
         n = 64 if size == PAGE else run.scaled(64, 4)
         with _space(run, n * size) as space, run.context.create(size, n, zero=True) as pages:
             space.map(pages)
-            addrs = _every(space.addr, n * size, run.scaled(4 * KIB, 64 * KIB))
+            addrs = every(space.addr, n * size, run.scaled(4 * KIB, 64 * KIB))
             equal(f"fresh pages of {size >> 10} KiB, as kernels read them", run.agent.gather(addrs), 0)
             data = np.frombuffer(run.context.read(space.addr, n * size), np.uint64)
             equal(f"fresh pages of {size >> 10} KiB, as copies read them", data, 0)
@@ -145,11 +135,10 @@ def _fresh_pages(run: Run) -> None:
 
 def victim(run: Run) -> None:
     """Not a stage: create, map, replace, unmap and release until killed, with a child that keeps the descriptors."""
-    sleeper = os.fork()
-    if not sleeper:
-        signal.pause()
+    if not os.fork():
+        sys.stdin.read()  # until the stage has killed the victim, or has ended itself
         os._exit(0)
-    print(f"sleeper {sleeper}", flush=True)
+    print("begins", flush=True)
     with _space(run, 64 * HUGE) as space:
         while True:
             with run.context.create(PAGE, 64) as pages, run.context.create(HUGE, 4) as huge:
@@ -170,23 +159,14 @@ def _kills(run: Run) -> None:
 
 def _kill_one(run: Run, seconds: float) -> None:
     command = [sys.executable, "-m", "pyvmem.selftest.child", "victim", run.backend, str(run.device)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    sleeper = 0
-    try:
-        for line in process.stdout:
-            if line.startswith("sleeper "):
-                sleeper = int(line.split()[1])
-                break
-        if not sleeper:
-            raise Failed("a process that is to be killed", f"exit status {process.wait()}", "a process that works")
-        time.sleep(seconds)
-    finally:
-        process.kill()
-        if sleeper:
-            os.kill(sleeper, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            if process.stdout.readline() != "begins\n":
+                raise Failed("a process that is to be killed", f"exit status {process.wait()}", "a process that works")
+            time.sleep(seconds)
+        finally:
+            process.kill()
 
 
 def aliases(run: Run) -> None:
@@ -198,11 +178,11 @@ def aliases(run: Run) -> None:
         with _space(run, n * size) as one, _space(run, n * size) as other, context.create(size, n, zero=True) as pages:
             one.map(pages)
             context.map(other.addr + order.astype(np.uint64) * np.uint64(size), pages, fine=True)
-            words = _every(one.addr, n * size, PAGE) + np.uint64(8 * 17)
+            words = every(one.addr, n * size, PAGE) + np.uint64(8 * 17)
             equal("a page before its first write", agent.gather(words), 0)
             values = pattern(1, n * each)
             agent.scatter(words, values)
-            through = _every(other.addr, n * size, PAGE) + np.uint64(8 * 17)
+            through = every(other.addr, n * size, PAGE) + np.uint64(8 * 17)
             permuted = np.empty_like(values).reshape(n, each)
             permuted[order] = values.reshape(n, each)
             what = f"pages of {size >> 10} KiB through a second mapping"
@@ -219,11 +199,38 @@ def aliases(run: Run) -> None:
 # ---- 3 to 5: remapping, late writes, reads past the end -----------------------------------------------------
 
 
+class _Readers:
+    """Loads of a word by every SM: while pages are remapped on a backend that can do it, and between that on others."""
+
+    def __init__(self, run: Run, addr: int, least: int = 0) -> None:
+        self._run, self._addr = run, addr
+        self._loop = run.agent.poll(addr, least)
+        self.loads = self.largest = 0
+
+    def beside(self, remap: Callable[[], None], least: int = 0) -> None:
+        """Remap; no load that begins after it may return less than `least`."""
+        if self._run.live:
+            remap()
+            self._loop.allow(least)
+        else:
+            self.stop()
+            remap()
+            self._loop = self._run.agent.poll(self._addr, least)
+
+    def stop(self) -> None:
+        seen = self._loop.stop()
+        if seen.wrong:
+            raise Failed(f"{seen.wrong} SMs read an old page after its replacement", seen.value, seen.least)
+        same("loads without a translation, or of free memory", seen.faulted, 0)
+        self.loads += seen.loads
+        self.largest = max(self.largest, seen.largest)
+
+
 class _Ring:
     """Three pages, each also mapped at a home of its own, of which one at a time is mapped at `target`."""
 
     def __init__(self, run: Run, target: Reservation, home: Reservation, pages: Pages) -> None:
-        self.run, self.target, self.home, self.pages = run, target, home, pages
+        self.run, self.target, self.home = run, target, home
         self.handles = [int(h) for h in pages.handles]
         home.map(pages)
 
@@ -237,70 +244,23 @@ class _Ring:
         self.run.context.map(self.target.addr, page, replace=generation > 1, fine=True)
 
 
-@contextmanager
-def _ring(run: Run) -> Iterator[_Ring]:
+def replace(run: Run) -> None:
+    """Replace a page again and again: every SM must see the new one once the call has returned."""
+    rounds = run.scaled(10_000 if run.live else 2_000, 50)
     with _space(run, HUGE) as target, _space(run, HUGE) as home, run.context.create(PAGE, 3, zero=True) as pages:
         ring = _Ring(run, target, home, pages)
         ring.write(1)
         ring.put(1)
-        try:
-            yield ring
-        finally:
-            target.unmap()
-            home.unmap()
-
-
-def replace(run: Run) -> None:
-    """Replace a page again and again: every SM must see the new one once the call has returned."""
-    rounds = run.scaled(10_000 if run.live else 2_000, 50)
-    with _ring(run) as ring:
-        target = ring.target.addr
-        if run.live:
-            readers = run.agent.poll(target)
-            for generation in range(2, rounds):
-                ring.write(generation)
-                ring.put(generation)
-                readers.allow(generation)
-                if readers.fault():
-                    break
-            seen = readers.stop()
-            if seen.wrong:
-                raise Failed(f"{seen.wrong} SMs read an old page after its replacement", seen.value, seen.least)
-            if seen.faulted or seen.freed:
-                raise Failed("loads without a translation, and of free memory", (seen.faulted, seen.freed), (0, 0))
-            run.figures["loads"] = seen.loads
-        else:
-            run.note = "no kernel ran during a replacement"
-            addrs = np.full(32 * run.agent.sms, target, np.uint64)
-            for generation in range(2, rounds):
-                ring.write(generation)
-                ring.put(generation)
-                equal("a page after its replacement", run.agent.gather(addrs), generation)
-    run.figures["replacements"] = rounds - 2
-
-
-def loud(run: Run) -> None:
-    """Replace a page on a backend that cannot do it live while every SM reads it: the readers must fault."""
-    rounds = run.scaled(20_000, 200)
-    code = generation = 0
-    try:
-        with _ring(run) as ring:
-            readers = run.agent.poll(ring.target.addr)
-            for generation in range(2, rounds):
-                ring.put(generation)
-                code = readers.fault()
-                if code:
-                    break
-            readers.stop()
-    except DeviceFault as fault:
-        code = code or fault.code
-    except VmemError:  # of what the context is asked for after the fault
-        if not code:
-            raise
-    if not code:
-        raise Failed(f"CUDA's error after {rounds} replacements beside readers", 0, "700: an access faulted")
-    run.figures.update(cuda_error=code, replacements=generation - 1)
-    run.note = "the readers noticed, as they must"
+        if not run.agent.poll(target.addr, 2).stop().wrong:
+            raise Failed("SMs that read a page, and are told that it was replaced", "nothing", "an old page")
+        readers = _Readers(run, target.addr, 1)
+        for generation in range(2, rounds):
+            ring.write(generation)
+            readers.beside(partial(ring.put, generation), generation)
+        readers.stop()
+        target.unmap()
+        home.unmap()
+    run.figures.update(loads=readers.loads, replacements=rounds - 2)
 
 
 def late_writes(run: Run) -> None:
@@ -309,29 +269,25 @@ def late_writes(run: Run) -> None:
     with _space(run, HUGE) as target, _space(run, HUGE) as home, run.context.create(PAGE, zero=True) as page:
         home.map(page)
         target.map(page, fine=True)
-        words = _every(target.addr, PAGE, 8 if not run.agent.slow else 4 * KIB)
+        words = every(target.addr, PAGE, 8 if not run.agent.slow else 4 * KIB)
         equal("the page before its first write", run.agent.gather(words), 0)
-        stores = run.agent.store(target.addr, PAGE) if run.live else None
-        if not stores:
-            run.note = "no kernel ran during an unmap"
+        run.agent.store(target.addr, PAGE).stop()
+        if not run.agent.gather(words).any():
+            raise Failed("a page that SMs have written to", 0, "another word")
         for _ in range(rounds):
-            if stores:
-                stores.again()
-            else:
-                run.agent.scatter(words, np.full(len(words), ~0 & (1 << 64) - 1, np.uint64))
+            stores = run.agent.store(target.addr, PAGE)
+            if not run.live:
+                stores.stop()
             target.unmap()
             run.context.fill(home.addr, 0, PAGE)
-            if stores:
-                stores.settle()
-            elif run.agent.drops:
+            if run.live:
+                stores.stop()
+            if run.agent.drops:
                 run.agent.scatter(words, np.ones(1, np.uint64))
             data = np.frombuffer(run.context.read(home.addr, PAGE), np.uint64)
             equal("a page that was unmapped and zeroed", data, 0)
-            if not stores:
-                equal("unbacked addresses after a write", run.agent.gather(words), 0)
+            equal("unbacked addresses after a write", run.agent.gather(words), 0)
             target.map(page, fine=True)
-        if stores:
-            stores.stop()
         target.unmap()
         home.unmap()
     run.figures["unmaps"] = rounds
@@ -345,24 +301,18 @@ def over_read(run: Run) -> None:
         for i in range(rounds):
             edge = space.addr + (2 * i + 1) * HUGE
             run.context.map(edge - PAGE, last, fine=True)
-            beyond = _every(edge, HUGE, PAGE)
+            beyond = every(edge, HUGE, PAGE)
             equal("addresses past the last page", run.agent.gather(beyond), 0)
-            readers = run.agent.poll(edge + PAGE) if run.live else None
-            run.context.map(edge, first, fine=True)
-            if readers:
-                readers.allow(0)
-                seen = readers.stop()
-                if seen.largest or seen.faulted:
-                    raise Failed("past the last page: the largest value, and loads that faulted",
-                                 (seen.largest, seen.faulted), (0, 0))  # fmt: skip
+            readers = _Readers(run, edge + PAGE)
+            readers.beside(partial(run.context.map, edge, first, fine=True))
+            readers.stop()
+            same("the largest value past the last page", readers.largest, 0)
             equal("addresses past the last page, once a page is there", run.agent.gather(beyond), 0)
             run.context.unmap(edge - PAGE, 2 * PAGE)
             if run.agent.drops:
                 run.agent.scatter(beyond[:1], np.ones(1, np.uint64))
             equal("an unbacked address after a write", run.agent.gather(beyond[:1]), 0)
     run.figures["blocks"] = rounds
-    if not run.live:
-        run.note = "no kernel ran during a map"
 
 
 # ---- 6: everything at once ----------------------------------------------------------------------------------
@@ -418,26 +368,25 @@ def everything(run: Run) -> None:
         home.map(pages)
         handles = [int(h) for h in pages.handles]
         tags = pattern(1 << 40, n)
-        agent.scatter(_every(home.addr, n * PAGE, PAGE), tags)
+        agent.scatter(every(home.addr, n * PAGE, PAGE), tags)
         ops = np.empty(n, MAP_OP)
-        ops["addr"], ops["page"] = _every(space.addr, n * PAGE, PAGE), pages.handles
+        ops["addr"], ops["page"] = every(space.addr, n * PAGE, PAGE), pages.handles
         _failed_batch(run, space, ops)
         _threads(run, space, ops, tags)
         shadow: list[int | None] = [None] * slots
-        addrs = _every(space.addr, slots * PAGE, PAGE)
+        addrs = every(space.addr, slots * PAGE, PAGE)
         end = time.monotonic() + run.scaled(60, 8)
         operations = checks = 0
         while time.monotonic() < end:
-            agent.begin_check(around.addr, words, 1)
+            end_check = agent.check(around.addr, words, 1)
             for _ in range(rng.randrange(1, 30)):
                 operations += _operation(run, rng, space, handles, shadow)
             expected = np.array([0 if p is None else tags[p] for p in shadow], np.uint64)
             equal("an address after random operations", agent.gather(addrs), expected)
-            if (differ := agent.end_check()) != 0:
-                raise Failed("words that changed in memory of others", differ, 0)
+            same("words that changed in memory of others", end_check(), 0)
             checks += 1
         space.unmap()
-        equal("pages after random operations", agent.gather(_every(home.addr, n * PAGE, PAGE)), tags)
+        equal("pages after random operations", agent.gather(every(home.addr, n * PAGE, PAGE)), tags)
         home.unmap()
     run.figures.update(operations=operations, checks=checks)
 
@@ -465,7 +414,7 @@ class Stage:
     """A stage: what it proves, and the seconds after which it hangs, on a real GPU."""
 
     name: str
-    run: Callable[[Run], None]
+    run: Callable[[Run], None] | None  # None: it is no process of its own
     proves: str
     seconds: int = 120
 
@@ -478,4 +427,4 @@ STAGES = (
     Stage("over-read", over_read, "the next block, unbacked addresses"),
     Stage("everything", everything, "batches, threads, all of it together", 240),
 )
-OTHERS = (Stage("loud", loud, "the detector detects"), Stage("victim", victim, "", 10**9))
+VICTIM = Stage("victim", victim, "")

@@ -197,9 +197,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     test = parser.add_argument_group("self-test of a GPU backend (docs/kernel-module.md)")
     test.add_argument("--selftest", action="store_true", help="test the backend on this GPU, in about three minutes")
     test.add_argument("--backend", choices=selftest_backends, help="the backend to test (default: the best that works)")
-    test.add_argument(
-        "--prove", action="store_true", help="stock: also end a process by a GPU fault, to show that faults are noticed"
-    )
     test.add_argument("--shared", action="store_true", help="test although other processes use the GPU")
 
 
@@ -207,8 +204,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     if args.selftest:
         return selftest(args)
-    if args.backend or args.prove or args.shared:
-        raise ValueError("--backend, --prove and --shared need --selftest")
+    if args.backend or args.shared:
+        raise ValueError("--backend and --shared need --selftest")
     return doctor(args.device, args.json, unknown_driver=args.unknown_driver)
 
 
@@ -218,7 +215,6 @@ def selftest(args: argparse.Namespace) -> int:
     report = run_selftest(
         args.backend or next(works, "stock"),  # which says why it does not work
         args.device,
-        prove=args.prove,
         shared=args.shared,
         unknown_driver=args.unknown_driver,
         say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),

@@ -12,14 +12,13 @@ import time
 
 import numpy as np
 
-from pyvmem.selftest.agents import CUDA_ERROR_ILLEGAL_ADDRESS, Agent, DeviceFault, Loop, Seen, pattern
+from pyvmem.selftest.agents import Agent, DeviceFault, Loop, Seen, pattern
 
 
 class WordByWord(Agent):
     """An agent that makes one access at a time, with `access`."""
 
     slow = True
-    _differ = 0
 
     def access(self, addr, data, write):
         """Read or write bytes at a device address. Raises `DeviceFault`."""
@@ -35,25 +34,48 @@ class WordByWord(Agent):
         for addr, value in zip(addrs, np.broadcast_to(values, len(addrs)), strict=True):
             self.access(int(addr), bytearray(int(value).to_bytes(8, "little")), write=True)
 
-    def begin_check(self, addr, words, first):
+    def check(self, addr, words, first):
         data = bytearray(8 * words)
         self.access(addr, data, write=False)
-        self._differ = int((np.frombuffer(data, np.uint64) != pattern(first, words)).sum())
+        return lambda: int((np.frombuffer(data, np.uint64) != pattern(first, words)).sum())
 
-    def end_check(self):
-        return self._differ
-
-    def poll(self, addr):
-        raise NotImplementedError
+    def poll(self, addr, least=0):
+        return _CpuPoll(self, addr, least)
 
     def store(self, addr, length):
-        raise NotImplementedError
+        self.access(addr, bytearray(b"\xff" * 8), write=True)
+        return Stopped()
+
+
+class Stopped(Loop):
+    """Stores that were made before the loop began."""
+
+    def stop(self):
+        return Seen()
+
+
+class _CpuPoll(Loop):
+    """One load when it begins, one whenever the page was replaced, and one at the end."""
+
+    def __init__(self, agent, addr, least):
+        self._agent, self._addr, self._least = agent, addr, least
+        self._seen = []
+        self.allow(least)
+
+    def allow(self, least):
+        self._least = least
+        self._seen.append((int(self._agent.gather([self._addr])[0]), least))
+
+    def stop(self):
+        self.allow(self._least)
+        wrong = [pair for pair in self._seen if pair[0] < pair[1]]
+        return Seen(len(self._seen), len(wrong), *(wrong or [(0, 0)])[0], max(value for value, _ in self._seen))
 
 
 class CpuAgent(WordByWord):
     """The CPU, over the fake driver of the tests, whose device addresses are the process's own."""
 
-    continuous = drops = False
+    drops = False
 
     def access(self, addr, data, write):
         memory = (ctypes.c_char * len(data)).from_address(addr)
@@ -76,7 +98,7 @@ class SimAgent(WordByWord):
         self._device = open("/dev/simgpu", "r+b", buffering=0)
         vas = (ctypes.c_uint32 * 4)()
         if library.simcuda_address_space(device, vas):
-            raise DeviceFault(201, "simcuda_address_space")
+            raise DeviceFault("simcuda_address_space: CUDA error 201")
         self.vas = bytes(vas)
 
     def access(self, addr, data, write, posted=False):
@@ -86,10 +108,10 @@ class SimAgent(WordByWord):
         fcntl.ioctl(self._device, _request(1, len(call)), call)
         del buffer
         if result := struct.unpack_from("<i", call, 16 + 24 + 4)[0]:
-            raise DeviceFault(CUDA_ERROR_ILLEGAL_ADDRESS, f"access to {addr:#x}: {result}")
+            raise DeviceFault(f"access to {addr:#x}: {result}")
 
-    def poll(self, addr):
-        return _SimPoll(self, addr)
+    def poll(self, addr, least=0):
+        return _SimPoll(self, addr, least)
 
     def store(self, addr, length):
         return _SimStore(self, addr)
@@ -106,10 +128,11 @@ class SimAgent(WordByWord):
 
 
 class _SimPoll(Loop):
-    def __init__(self, agent, addr):
+    def __init__(self, agent, addr, least):
         self._agent, self._addr = agent, addr
         self._id = agent.loop(5, addr, 0)[0]
         self._wrong = self._value = self._least = self._largest = 0
+        self._look(least)  # the load that it began with
 
     def _look(self, least=0, number=6):
         found = self._agent.loop(number, self._addr, self._id)
@@ -126,28 +149,18 @@ class _SimPoll(Loop):
             time.sleep(0.001)
         self._look(least)
 
-    def fault(self):
-        found = self._look()  # a load, or one that missed its TLB, finds no translation
-        return CUDA_ERROR_ILLEGAL_ADDRESS if found[4] or found[3] else 0
-
     def stop(self):
         found = self._look(number=7)
-        return Seen(found[2], self._wrong, self._value, self._least, self._largest, found[4], found[6])
+        return Seen(found[2], self._wrong, self._value, self._least, self._largest, found[4] + found[6])
 
 
 class _SimStore(Loop):
     def __init__(self, agent, addr):
-        self._agent, self._addr = agent, addr
-        self.again()
-
-    def again(self):
-        self._agent.access(self._addr, bytearray(b"\xff" * 8), write=True, posted=True)
-
-    def settle(self):
-        self._agent.drain()
+        self._agent = agent
+        agent.access(addr, bytearray(b"\xff" * 8), write=True, posted=True)
 
     def stop(self):
-        self.settle()
+        self._agent.drain()
         return Seen()
 
 
