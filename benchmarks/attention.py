@@ -45,7 +45,6 @@ TABLES = {
     5: "prefill: attention of all layers at 64K to 192K tokens, three models",
     6: "decode: attention of all layers at 16K tokens, three models",
     9: "decode: FlashAttention paged with blocks of 16 and 256",
-    10: "decode: FlashInfer over a constant table and paged",
 }
 WORKERS = {"Yi-6B": 1, "Llama-3-8B": 2, "Yi-34B": 2}
 
@@ -115,10 +114,6 @@ def grid(figures: Any, tables: Any, quick: bool) -> Any:
     if 9 in tables:
         for batch in (1, 2, 4):
             want("decode", batch, 16 * KIB, base)
-    if 10 in tables:
-        for k in (8, 16, 32):
-            for batch in (4, 8, 16):
-                want("decode", batch, k * KIB, {"flashinfer", "memories"})
     if {2, 6, 11} & set(figures):
         for k in prompts:
             want("prefill", 1, k * KIB, base | {"others"})
@@ -170,9 +165,6 @@ def runs_at(point: Point, kinds: Any, pools: Any, have: Any) -> Any:
             add(r.FlashInferPaged(point, plain, block))
         if have["triton"] and decode and ("blocks" in kinds or block == 16):
             add(r.TritonPaged(point, plain, block, splits))
-    if "flashinfer" in kinds and have["flashinfer"]:
-        add(r.FlashInferPaged(point, plain, 16))
-        add(r.Contiguous("flashinfer", point, best))
     return runs
 
 
@@ -184,8 +176,8 @@ def installed(device: Any) -> Any:
         return {"contiguous": ["sdpa"], "flashinfer": False, "fa3 paged": False, "triton": False}
     there = fa3.build()
     have: dict[str, Any] = {name: importlib.util.find_spec(name) is not None for name in ("triton", "flashinfer")}
-    libraries = {"fa3": there is not None, **have}
-    have["contiguous"] = [name for name, here in libraries.items() if here] or ["sdpa"]
+    kernels = {"fa3": there is not None, "triton": have["triton"]}
+    have["contiguous"] = [name for name, here in kernels.items() if here] or ["sdpa"]
     have["fa3 paged"] = there is not None and "PAGEDKV" not in there.disabled
     build = there.name if there else "not installed"
     print(f"attention: FlashAttention-3 is {build}; paged: {have['fa3 paged']}; FlashInfer: {have['flashinfer']}",

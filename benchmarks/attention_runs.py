@@ -21,7 +21,6 @@ import torch
 from benchmarks.vmm import backdrop_flag, scattered
 from pyvmem import attention
 from pyvmem.attention import fa3
-from pyvmem.attention.flashinfer import constant_table
 from pyvmem.tensor import tensor_at
 
 if TYPE_CHECKING:
@@ -220,13 +219,12 @@ class FlashInferPaged(_Paged):
     def __init__(self, point: Point, pool: Pool, block: int, backend: str = "auto") -> None:
         import flashinfer
 
-        from pyvmem.attention.flashinfer import _workspace
-
         super().__init__("flashinfer" if backend == "auto" else f"flashinfer-{backend}", point, pool, block)
-        work, heads = _workspace(self.device), (point.query_heads, point.kv_heads, point.head_dim, block)
+        heads = (point.query_heads, point.kv_heads, point.head_dim, block)
         last = torch.full((point.batch,), block, dtype=torch.int32)
         options: dict[str, Any] = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
         ints = functools.partial(torch.empty, dtype=torch.int32, device=self.device)
+        work = torch.zeros(128 << 20, dtype=torch.uint8, device=self.device)  # as FlashInfer recommends
         if point.phase == "decode":
             self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 work, "NHD", use_cuda_graph=True, use_tensor_cores=point.query_heads > point.kv_heads,
@@ -422,7 +420,6 @@ def prepare(batch: int, tokens: int, block: int, device: Any, repeats: int) -> A
         f"block table, padded, block {block}": padded,
         f"block table, compressed, block {block}": compressed,
         "slots and lengths": lambda: ready.update(order, lengths),
-        f"constant table of {block} rows a page": lambda: constant_table(order, lengths, block, -(-tokens // block)),
     }
     samples = {name: np.zeros(repeats) for name in ways}
     for i in range(-2, repeats):

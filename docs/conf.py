@@ -28,7 +28,7 @@ html_css_files = ["vmem.css"]
 # Names in backticks of docstrings become links where there is something to lead to.
 default_role = "autolink"
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["vllm", "sglang", "flashinfer", "triton", "flash_attn", "flash_attn_interface"]
+autodoc_mock_imports = ["vllm", "sglang", "triton", "flash_attn", "flash_attn_interface"]
 autodoc_typehints = "none"  # they stand in the signatures
 numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False

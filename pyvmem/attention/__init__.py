@@ -5,9 +5,9 @@
     batch = attention.Batch(cache, slots, lengths)                    # once an iteration
     out = attention.decode(q, cache, layer, batch, kernel="fa3")      # in each layer
 
-A kernel is selected by name: "fa3", "flashinfer", "triton" or "sdpa"; "best" chooses one. Replacing one kernel
-by another changes only that name, as Figure 13 of the vAttention paper shows. The kernels read ``cache.keys``
-and ``cache.values`` by slots and lengths. There is no block table to build, and nothing is copied.
+A kernel is selected by name: "fa3", "triton" or "sdpa"; "best" chooses one. Replacing one kernel by another changes
+only that name, as Figure 13 of the vAttention paper shows. The kernels read ``cache.keys`` and ``cache.values`` by
+slots and lengths. There is no block table to build, and nothing is copied.
 
 It reads a cache's public attributes alone, and imports a library of kernels only when one is named. Begin with `table`.
 
@@ -23,7 +23,7 @@ import torch
 
 from pyvmem._checks import integer, shown
 from pyvmem.attention.batch import Batch, Cache, Ints
-from pyvmem.attention.kernel import Call, Kernel, Shape, capability, slot_rows
+from pyvmem.attention.kernel import Call, Kernel, Shape, capability
 from pyvmem.attention.table import KERNELS, Choice, choose, require
 
 # A request's slots: a `Batch`, or their numbers. A layer: its number in the cache, or its K and V.
@@ -76,7 +76,7 @@ def decode(
     lengths : sequence of int, optional
         Rows of each slot, including the new token's. None with a `Batch`.
     kernel : str
-        "fa3", "flashinfer", "triton", "sdpa", or "best".
+        "fa3", "triton", "sdpa", or "best".
     softmax_scale : float, optional
         ``head_dim ** -0.5`` by default. For a quantised cache, fold the scale of K into it.
     window : int
@@ -301,7 +301,7 @@ def shape_of(
     return Shape(
         phase, query_heads, kv_heads, k.shape[3], q_dtype, kv_dtype=k.dtype, device=k.device.type,
         capability=capability(k.device.index), window=window, softcap=float(softcap), tile_rows=cache.tile_rows,
-        slot_rows=slot_rows(k), requests=requests, rows=rows,
+        requests=requests, rows=rows,
     )  # fmt: skip
 
 

@@ -40,8 +40,6 @@ class Shape:
         Scores become ``softcap * tanh(score / softcap)``; 0 for none.
     tile_rows : int
         The cache's `tile_rows`.
-    slot_rows : int
-        Rows from the beginning of one slot to the beginning of the next.
     requests : int
         Requests in the batch; 0 if no batch is known.
     rows : int
@@ -59,7 +57,6 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     tile_rows: int = 1
-    slot_rows: int = 0
     requests: int = 0
     rows: int = 0
 
@@ -176,13 +173,6 @@ class Kernel:
     def run(self, call: Call) -> torch.Tensor:
         """The attention of a `Call`: ``[tokens, query_heads, head_dim]``."""
         raise NotImplementedError
-
-
-def slot_rows(x: torch.Tensor) -> int:
-    """Rows from one slot's beginning to the next. Raises ValueError if slots do not begin at a row."""
-    if x.stride(0) % x.stride(1):
-        raise ValueError(f"a layer's slots must begin at a multiple of its rows; strides are {tuple(x.stride())}")
-    return x.stride(0) // x.stride(1)
 
 
 @functools.lru_cache

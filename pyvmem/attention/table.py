@@ -6,18 +6,17 @@ SPDX-License-Identifier: MIT
 from dataclasses import dataclass
 
 from pyvmem.attention.fa3 import FlashAttention3
-from pyvmem.attention.flashinfer import FlashInfer
 from pyvmem.attention.kernel import Kernel, Shape
 from pyvmem.attention.sdpa import SDPA
 from pyvmem.attention.triton import Triton
 
-KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttention3(), FlashInfer(), Triton(), SDPA())}
+KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttention3(), Triton(), SDPA())}
 
 # Usually fastest first, as measured on an H200 (docs/results/attention.md).
 ORDER = {
-    "decode": ("triton", "fa3", "flashinfer", "sdpa"),
-    "decode of many long requests": ("fa3", "triton", "flashinfer", "sdpa"),
-    "prefill": ("fa3", "flashinfer", "triton", "sdpa"),
+    "decode": ("triton", "fa3", "sdpa"),
+    "decode of many long requests": ("fa3", "triton", "sdpa"),
+    "prefill": ("fa3", "triton", "sdpa"),
 }
 MANY, LONG = 264, 4096  # requests times KV heads, rows: more than two for each multiprocessor of an H200
 

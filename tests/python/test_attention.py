@@ -187,7 +187,7 @@ WRONG = {
     r"q \(2, 8, 32\) must be \[2 tokens, query_heads, 64\]": {"q": queries(2, 8, 32)},
     r"q \(3, 8, 64\) must be \[2 tokens": {"q": queries(3, 8, 64)},
     r"query_heads 6 must be a multiple of the cache's 4 KV heads": {"q": queries(2, 6, 64)},
-    r"kernel 'fa9' must be one of best, fa3, flashinfer": {"kernel": "fa9"},
+    r"kernel 'fa9' must be one of best, fa3, triton": {"kernel": "fa9"},
     r"kernel sdpa does not take softcap 30.0 \(none\); no other kernel does": {"softcap": 30.0, "kernel": "sdpa"},
     r"no kernel supports this call: .*sdpa: softcap 30.0": {"softcap": 30.0},
     r"window -1 must be a number of tokens": {"window": -1},
@@ -282,8 +282,7 @@ def test_err_rows_of_a_freed_slot():
 
 # ---- kernels that are not here ------------------------------------------------------------------------------------
 
-HOPPER = attention.Shape("decode", 32, 8, 128, torch.bfloat16, torch.bfloat16, "cuda", (9, 0), tile_rows=128,
-                         slot_rows=8192)  # fmt: skip
+HOPPER = attention.Shape("decode", 32, 8, 128, torch.bfloat16, torch.bfloat16, "cuda", (9, 0), tile_rows=128)
 REFUSED = {
     ("fa3", "device cpu (only cuda)"): {"device": "cpu", "capability": (0, 0)},
     ("fa3", "a GPU of compute capability 8.0 (from 9.0 on)"): {"capability": (8, 0)},
@@ -299,7 +298,6 @@ REFUSED = {
     ("fa3", "dtype bfloat16 over a cache of float8_e4m3fn (only bfloat16, float16, float8_e4m3fn)"): {
         "kv_dtype": torch.float8_e4m3fn
     },
-    ("flashinfer", "head_dim 80 (only 64, 128, 256)"): {"head_dim": 80},
     ("triton", "a GPU of compute capability 7.0 (from 7.5 on)"): {"capability": (7, 0)},
 }  # fmt: skip
 
@@ -314,7 +312,7 @@ def test_err_what_a_kernel_does_not_take(name, text, monkeypatch):
     assert str(raised.value).startswith(f"kernel {name} does not take {text}; ") and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name, how", [("fa3", "pip install fa3-fwd"), ("flashinfer", "pip install flashinfer-python")])
+@pytest.mark.parametrize("name, how", [("fa3", "pip install fa3-fwd"), ("triton", "pip install triton")])
 def test_err_a_kernel_that_is_not_installed(name, how, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda *a: None)
     with pytest.raises(ValueError, match=f"kernel {name} does not run here: .* is not installed .*{how}.*sdpa"):
@@ -322,7 +320,6 @@ def test_err_a_kernel_that_is_not_installed(name, how, monkeypatch):
 
 
 def test_best_says_why_not_the_others(monkeypatch):
-    monkeypatch.setattr(table.KERNELS["flashinfer"], "unavailable", lambda shape: "FlashInfer is not installed")
     monkeypatch.setattr(table.KERNELS["triton"], "unavailable", lambda shape: None)
     choice = table.choose(replace(HOPPER, requests=64, rows=8192, tile_rows=1))
     assert choice.kernel == "triton" and "tile_rows 1" in choice.refused["fa3"] and "not fa3: " in choice.why
@@ -401,14 +398,6 @@ def test_the_cache_knows_the_rows_of_its_slots():
 
 
 # ---- masks and tables of kernels that need a GPU, on the CPU ---------------------------------------------------------
-
-
-def test_the_constant_table_names_the_rows_of_each_slot():
-    from pyvmem.attention.flashinfer import constant_table
-
-    slots, lengths = np.array([5, 0, 2], np.int32), np.array([65, 64, 1], np.int32)
-    indptr, indices, last = constant_table(slots, lengths, 64, 8)
-    assert indptr.tolist() == [0, 2, 3, 4] and indices.tolist() == [40, 41, 0, 16] and last.tolist() == [1, 64, 1]
 
 
 # Requests of 8 KV heads, rows; the parts that were the fastest on 132 multiprocessors, or within 2 % of them.
