@@ -42,7 +42,7 @@ class _Options(NamedTuple):
     num_splits: int
 
 
-__all__ = ["Batch", "Choice", "Kernel", "RepeatedDecode", "Shape", "best", "decode", "prefill", "tile_rows"]
+__all__ = ["Batch", "Choice", "Kernel", "Shape", "best", "decode", "prefill", "tile_rows"]
 
 
 def decode(
@@ -106,7 +106,7 @@ def decode(
     if batch.max_query != 1:
         raise ValueError(f"query_lengths of the batch go up to {batch.max_query}: decode takes 1; prefill takes any")
     options = _Options(kernel, softmax_scale, window, softcap, num_splits)
-    return _attend("decode", q, cache, layer, batch, options=options, out=out, new=new)[0]
+    return _attend("decode", q, cache, layer, batch, options=options, out=out, new=new)
 
 
 def prefill(
@@ -152,7 +152,7 @@ def prefill(
         raise ValueError("query_lengths is missing: the number of queries of each request")
     batch = _batch(cache, slots, lengths, query_lengths)
     options = _Options(kernel, softmax_scale, window, softcap, num_splits)
-    return _attend("prefill", q, cache, layer, batch, options=options, out=out)[0]
+    return _attend("prefill", q, cache, layer, batch, options=options, out=out)
 
 
 def best(
@@ -369,8 +369,8 @@ def _resolve(
 def _attend(
     phase: str, q: torch.Tensor, cache: Cache, layer: Layer, batch: Batch, options: _Options,
     out: torch.Tensor | None, new: NewRows | None = None,
-) -> tuple[torch.Tensor, Kernel, Call]:  # fmt: skip
-    """(result, kernel, the kernel's call), after all checks."""
+) -> torch.Tensor:  # fmt: skip
+    """The attention, after all checks."""
     k, v = _layer(cache, layer)
     if not isinstance(q, torch.Tensor) or not q.dim():
         raise TypeError(f"q must be a tensor, [tokens, query_heads, head_dim], not {shown(q)}")
@@ -388,45 +388,5 @@ def _attend(
                 x, row = x.view(torch.uint8), row.view(torch.uint8)
             x.index_put_(rows, row)
         new = None
-    call = Call(q, k, v, batch, shape, softmax_scale=scale, num_splits=options.num_splits, out=out, plan=plan,
-                new=new)  # fmt: skip
-    return chosen.run(call), chosen, call
-
-
-class RepeatedDecode:
-    """One layer's `decode` with `new`, repeated in every iteration of a batch. Only the first call checks arguments.
-
-    An eager decode step waits for Python. Later calls therefore only compare shapes, strides and dtypes with the first.
-    The arguments are those of `decode`, but in the shapes that models use: q is ``[requests, query_heads, 1,
-    head_dim]``, and K and V in `new` are ``[requests, kv_heads, 1, head_dim]``. The result is ``[requests, 1,
-    query_heads, head_dim]``.
-
-    Parameters
-    ----------
-    cache, layer
-        As in `decode`.
-    """
-
-    def __init__(self, cache: Cache, layer: Layer) -> None:
-        self._cache, self._layer = cache, layer
-        self._like: tuple[Any, ...] = ()
-        self._launch: Any = None
-        self._device: torch.device | None = None
-        self._shape: tuple[int, ...] = ()
-
-    def __call__(self, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, batch: Batch,
-                 softmax_scale: float | None, window: int, softcap: float) -> torch.Tensor:  # fmt: skip
-        like = (batch, q.shape, q.stride(), q.dtype, k_new.shape, k_new.stride(), k_new.dtype, v_new.shape,
-                v_new.stride(), v_new.dtype, softmax_scale, window, softcap)  # fmt: skip
-        if self._launch is not None and like == self._like:
-            out = torch.empty(self._shape, dtype=q.dtype, device=self._device)
-            if self._launch(q.data_ptr(), out.data_ptr(), k_new.data_ptr(), v_new.data_ptr()):
-                return out
-        n, heads, _, dim = q.shape
-        q3, new = q.select(2, 0), (k_new.select(2, 0), v_new.select(2, 0))
-        options = _Options("best", softmax_scale, window, softcap, 0)
-        out, chosen, call = _attend("decode", q3, self._cache, self._layer, batch, options=options, out=None, new=new)
-        self._like, self._device, self._shape = like, q.device, (n, 1, heads, dim)
-        call.out = out
-        self._launch = chosen.repeat(call)
-        return out.unsqueeze(1)
+    return chosen.run(Call(q, k, v, batch, shape, softmax_scale=scale, num_splits=options.num_splits, out=out,
+                           plan=plan, new=new))  # fmt: skip

@@ -4,7 +4,6 @@ SPDX-License-Identifier: MIT
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,14 +160,6 @@ class Kernel:
 
     def plan(self, call: Call) -> Any:
         """Data that an iteration needs besides its batch. `Batch.update` calls its ``refresh(batch)`` if it has one."""
-
-    def repeat(self, call: Call) -> Callable[[int, int, int, int], bool] | None:
-        """A function that repeats a decode `call` with new rows for tensors of the same shapes, strides and dtypes.
-
-        It takes the addresses of q, of the result and of the new K and V. It returns False, and does nothing, if the
-        batch has changed too much since. None if the kernel has no such function.
-        """
-        return None
 
     def run(self, call: Call) -> torch.Tensor:
         """The attention of a `Call`: ``[tokens, query_heads, head_dim]``."""

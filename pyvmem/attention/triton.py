@@ -6,11 +6,9 @@ It takes what no other kernel takes, on every GPU that Triton supports, and neve
 SPDX-License-Identifier: MIT
 """
 
-import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from pyvmem.attention.batch import Batch
 from pyvmem.attention.kernel import BF16, FP8, FP16, FP32, Call, Kernel, Shape, multiprocessors
 
 LOG2E = math.log2(math.e)
-Launch = Callable[[Any], None]  # of a compiled kernel: takes pointers
 _JOINED = 4  # parts, at most, that the last program joins: a second launch takes longer on the host than this loop
 _SEATS = 3  # programs of decode that a multiprocessor runs at once
 
@@ -31,19 +28,6 @@ def _power(n: int) -> int:
 def interpreted() -> bool:
     """True if Triton's interpreter stands in for its compiler."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@functools.cache
-def _direct() -> bool:
-    """True if compiled kernels may be launched directly: the way they take arguments depends on Triton's version."""
-    import triton
-
-    return not interpreted() and f"{triton.__version__}.".startswith("3.6.")
-
-
-def _stream(x: torch.Tensor) -> Callable[[], int]:
-    """A function for the current stream of a tensor's device. Triton would ask for the device at each launch."""
-    return functools.partial(torch._C._cuda_getCurrentRawStream, x.device.index)
 
 
 def _splits(programs: int, rows: int, device: torch.device) -> int:
@@ -64,7 +48,7 @@ def _splits(programs: int, rows: int, device: torch.device) -> int:
 
 
 class _Parts:
-    """How many parts a request's rows are split into, where their results are stored, and how they are launched."""
+    """How many parts a request's rows are split into, and where their results are stored."""
 
     def __init__(self, call: Call) -> None:
         self._shape, self._asked, self._device = call.shape, call.num_splits, call.q.device
@@ -85,8 +69,6 @@ class _Parts:
         self.lse = torch.empty(size, dtype=torch.float32, device=self._device)
         # How many parts have ended, for each request and KV head. Every launch leaves zeros.
         self.ended = batch.zeros(self._n * shape.kv_heads)
-        # Compiled kernels, with the arguments that all layers share.
-        self.launches: dict[tuple[int, ...], tuple[Launch, Launch | None]] = {}
 
 
 class Triton(Kernel):
@@ -108,25 +90,6 @@ class Triton(Kernel):
 
     def plan(self, call: Call) -> _Parts | None:
         return _Parts(call) if call.shape.phase == "decode" else None
-
-    def repeat(self, call: Call) -> Callable[[int, int, int, int], bool] | None:
-        parts, k, v = call.plan, call.k.data_ptr(), call.v.data_ptr()
-        if call.new is None or call.out is None:
-            return None
-        ready = parts.launches.get(_strides(call, call.out))
-        if ready is None or (k | v) % 16:
-            return None
-        (first, joined), launches = ready, parts.launches
-
-        def launch(q: int, out: int, k_new: int, v_new: int) -> bool:
-            if parts.launches is not launches or (q | out | k_new | v_new) % 16:
-                return False
-            first((q, k, v, out, k_new, v_new))
-            if joined is not None:
-                joined(out)
-            return True
-
-        return launch
 
     def run(self, call: Call) -> torch.Tensor:
         shape, q = call.shape, call.q
@@ -154,35 +117,8 @@ def _tile(pad: int) -> tuple[int, int, int]:
     return 128 if pad <= 64 else 64, 4, 3 if pad <= 128 else 2
 
 
-def _strides(call: Call, out: torch.Tensor) -> tuple[int, ...]:
-    """The strides that may differ between calls of a plan."""
-    k_new, v_new = call.new or (None, None)
-    each = (call.q, out, k_new, v_new)
-    return tuple(n for x in each for n in ((0, 0) if x is None else x.stride()[:2]))
-
-
 def decode(call: Call, out: torch.Tensor, table: torch.Tensor | None = None) -> None:
     """Decode into `out`. table: int32[n, pages], a block table; K and V are then ``[pages, page rows, heads, dim]``."""
-    parts, q, k, v = call.plan, call.q, call.k, call.v
-    strides = _strides(call, out)
-    pointers = [x.data_ptr() for x in (q, k, v, out, *(call.new or ()))]
-    aligned = all(p % 16 == 0 for p in pointers)
-    ready = parts.launches.get(strides) if aligned and table is None else None
-    if ready is not None:
-        first, joined = ready
-        first(pointers)
-        if joined is not None:
-            joined(pointers[3])
-        return
-    first, joined = _decode_by_lookup(call, out, table, strides)
-    if aligned and table is None and first is not None and _direct():
-        parts.launches[strides] = first, joined
-
-
-def _decode_by_lookup(
-    call: Call, out: torch.Tensor, table: torch.Tensor | None, strides: tuple[int, ...]
-) -> tuple[Launch | None, Launch | None]:
-    """Decode through Triton's own look-up. Returns a function that launches it again for tensors like these."""
     from pyvmem.attention import triton_kernels as kernels
 
     shape, batch, parts, q, k, v = call.shape, call.batch, call.plan, call.q, call.k, call.v
@@ -191,6 +127,8 @@ def _decode_by_lookup(
     k_new, v_new = call.new or (k, v)
     block, warps, stages = _tile(pad)
     table_row = 0 if table is None else table.stride(0)
+    strides = [s for x in (q, out, *(call.new or ())) for s in x.stride()[:2]]
+    strides += [0] * (8 - len(strides))  # of the new K and V, if there are none
     numbers = (
         _scale(call), shape.softcap, shape.window, parts.splits, n, *strides, *k.stride()[:3], *v.stride()[:3],
         table_row,
@@ -205,36 +143,19 @@ def _decode_by_lookup(
         parts.partial, parts.lse, parts.ended, batch.slots_t, batch.lengths_t, batch.slots_t if table is None else table
     )  # fmt: skip
     grid = n, shape.kv_heads, parts.splits
-    compiled = kernels.decode[grid](
-        q, k, v, out, k_new, v_new, *shared, *numbers, **constants, num_warps=warps, num_stages=stages
-    )
-    joined = None
+    kernels.decode[grid](q, k, v, out, k_new, v_new, *shared, *numbers, **constants, num_warps=warps, num_stages=stages)
     if parts.splits > _JOINED:
-        joined = _join(call, out)
-    if not _direct():
-        return None, None
-    run, stream = compiled[grid], _stream(q)
-    rest = (*(x.data_ptr() for x in shared), *numbers, *constants.values())
-    if call.new is None:
-        return lambda p: run(*p, p[1], p[2], *rest, stream=stream()), joined
-    return lambda p: run(*p, *rest, stream=stream()), joined
+        _join(call, out)
 
 
-def _join(call: Call, out: torch.Tensor) -> Launch | None:
+def _join(call: Call, out: torch.Tensor) -> None:
     from pyvmem.attention import triton_kernels as kernels
 
     shape, parts, n = call.shape, call.plan, len(call.batch)
-    numbers = parts.splits, n, *out.stride()[:2]
-    constants = {
-        "DIM": shape.head_dim, "DIM_PAD": max(_power(shape.head_dim), 16), "PARTS": _power(parts.splits)
-    }  # fmt: skip
-    grid = n, shape.query_heads, 1
-    compiled = kernels.join[grid](out, parts.partial, parts.lse, *numbers, **constants)
-    if not _direct():
-        return None
-    run, stream = compiled[grid], _stream(call.q)
-    rest = parts.partial.data_ptr(), parts.lse.data_ptr(), *numbers, *constants.values()
-    return lambda p: run(p, *rest, stream=stream())
+    kernels.join[n, shape.query_heads, 1](
+        out, parts.partial, parts.lse, parts.splits, n, *out.stride()[:2],
+        DIM=shape.head_dim, DIM_PAD=max(_power(shape.head_dim), 16), PARTS=_power(parts.splits),
+    )  # fmt: skip
 
 
 def prefill(call: Call, out: torch.Tensor) -> None:

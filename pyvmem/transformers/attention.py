@@ -195,10 +195,8 @@ def _of_rows(
     if pending.value is not None:  # a decode step of the whole batch, in which the kernel stores the new rows
         batch = rows.batch_of(plan)
         assert batch is not None  # nothing is padding
-        if layer.repeated is None or layer.repeated_version != rows.version:
-            layer.repeated, layer.repeated_version = attention.RepeatedDecode(rows.kv, layer.kv()), rows.version
-        repeated: attention.RepeatedDecode = layer.repeated
-        return repeated(query, key, pending.value, batch, extras.scaling, window=window, softcap=extras.softcap or 0.0)
+        layer.stepped = rows.version
+        return _decode(layer, batch, query, (key, pending.value), extras)
     if queries < pending.tokens:
         plan = rows.narrowed(plan, queries)
     return _by_length(layer, plan, query, extras)
@@ -228,7 +226,7 @@ def _by_kernel(layer: VMemLayer, query: torch.Tensor, key: torch.Tensor, softcap
 
 
 def _step_again(pending: PendingKV, query: torch.Tensor, extras: Extras) -> torch.Tensor | None:
-    """A decode step whose first layer has planned the pass and the launch, as its last step did; otherwise None.
+    """A decode step whose first layer has planned the pass, as its last step did; otherwise None.
 
     An eager step waits for Python, layer by layer. This is what remains to be done in the layers after the first.
     """
@@ -238,7 +236,7 @@ def _step_again(pending: PendingKV, query: torch.Tensor, extras: Extras) -> torc
     if (
         plan is None or plan.batch is None or plan.kept is not None or pending.plan is not None
         or pending.tokens != 1 or plan.tokens != 1 or plan.start != pending.start
-        or not layer.appends or layer.repeated is None or layer.repeated_version != rows.version
+        or not layer.appends or layer.stepped != rows.version
         or layer.asked[0] != extras.softcap or layer.asked[1] is not query.dtype
     ):  # fmt: skip
         return None
@@ -247,8 +245,17 @@ def _step_again(pending: PendingKV, query: torch.Tensor, extras: Extras) -> torc
     rows.pending = None
     pending.plan = plan
     layer.length = pending.start + 1
-    scaling, softcap = extras.scaling, extras.softcap or 0.0
-    return layer.repeated(query, pending.key, value, plan.batch, scaling, window=layer.window, softcap=softcap)
+    return _decode(layer, plan.batch, query, (pending.key, value), extras)
+
+
+def _decode(
+    layer: VMemLayer, batch: attention.Batch, query: torch.Tensor, new: attention.NewRows, extras: Extras
+) -> torch.Tensor:
+    """A decode step of the whole batch, in which the kernel stores the new rows."""
+    return attention.decode(
+        query.select(2, 0), layer.rows.kv, layer.kv(), batch, softmax_scale=extras.scaling, window=layer.window,
+        softcap=extras.softcap or 0.0, new=(new[0].select(2, 0), new[1].select(2, 0)),
+    ).unsqueeze(1)  # fmt: skip
 
 
 def _by_length(layer: VMemLayer, plan: Plan, query: torch.Tensor, extras: Extras) -> torch.Tensor:

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from pyvmem.attention import RepeatedDecode
 from pyvmem.transformers.kernels import tile_rows
 from pyvmem.transformers.opaque import OpaqueTensor
 from pyvmem.transformers.plan import Plan
@@ -104,8 +103,7 @@ class VMemLayer(CacheLayerMixin):
         self.is_initialized = False
         self.asked: Any = None  # the last shape that the kernels were asked to take,
         self.taken = self.appends = False  # whether they take it, and whether decode stores the rows
-        self.repeated: RepeatedDecode | None = None  # this layer's decode step, for one version of `rows`
-        self.repeated_version = -1
+        self.stepped = -1  # the version of `rows` in which a decode step stored its rows in the kernel
         self._like: tuple[int, ...] = ()  # the KV heads of its rows, and their dimension
         self._equal = True  # whether K and V have one head_dim, as far as is known
 
@@ -220,9 +218,8 @@ class VMemLayer(CacheLayerMixin):
     def __deepcopy__(self, memo: dict[int, Any]) -> VMemLayer:
         new = copy.copy(self)
         memo[id(self)] = new
-        # Not copied: views of the original's rows, and the model's own settings.
-        views = {"repeated": None, "_settings": None}
-        new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in {**self.__dict__, **views}.items()}
+        kept = {**self.__dict__, "_settings": None}  # the model's own, which is not copied
+        new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in kept.items()}
         new._settings = self._settings
         return new
 

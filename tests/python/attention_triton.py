@@ -3,10 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
-import ctypes
 import itertools
-import math
-from dataclasses import replace
 
 import torch
 import triton
@@ -15,7 +12,6 @@ from attention_reference import error, reference
 from test_attention import make, queries
 
 from pyvmem import attention
-from pyvmem.attention import table
 from pyvmem.attention import triton as ours
 
 LENGTHS = (1, 63, 65, 130, 300)
@@ -42,59 +38,20 @@ def fault():
     return None
 
 
-def at(pointer, shape, dtype):
-    """A tensor over memory."""
-    size = math.prod(shape) * dtype.itemsize
-    return torch.frombuffer((ctypes.c_char * size).from_address(pointer), dtype=dtype).view(shape)
-
-
-def repeated():
-    """`attention.RepeatedDecode` repeats a decode for other addresses, until the batch is split another way.
-
-    A compiled kernel takes addresses; here the interpreter stands in for it.
-    """
-    by_lookup, launches = ours._decode_by_lookup, []
-
-    def inner(*arguments):
-        ours._direct = lambda: False  # the interpreter compiles nothing
-        by_lookup(*arguments)
-        ours._direct = lambda: True
-
-    def lookup(call, out, table, strides):
-        inner(call, out, table, strides)
-
-        def launch(pointers):
-            launches.append(pointers)
-            (n, heads, dim), kv_heads = call.q.shape, call.shape.kv_heads
-            q, result = (at(p, (n, heads, dim), call.q.dtype) for p in (pointers[0], pointers[3]))
-            new = tuple(at(p, (n, kv_heads, dim), call.k.dtype) for p in pointers[4:])
-            assert tuple(pointers[1:3]) == (call.k.data_ptr(), call.v.data_ptr())
-            inner(replace(call, q=q, new=new), result, table, strides)
-
-        return launch, None
-
-    ours._decode_by_lookup = lookup
+def updated():
+    """A batch that is updated to longer requests is split another way, and to shorter ones again."""
     ours._splits = lambda programs, rows, device: 1 if rows < 100 else 2
     cache, slots = make(2, 64, lengths=(40, 60, 300, 50))
-    table.ORDER = {name: ("triton", *order) for name, order in table.ORDER.items()}
     with cache:
         k, v = cache.keys[0], cache.values[0]
-        again, batch = attention.RepeatedDecode(cache, (k, v)), attention.Batch(cache, slots[:2], (40, 60))
-        for number, lengths, many in ((0, (40, 59), 2), (1, (39, 60), 2), (2, (39, 59), 2), (2, (40, 300), 2)):
-            if lengths[1] == 300:
-                batch.update([slots[0], slots[2]], lengths)
-            else:
-                batch.update(slots[:2], lengths)
-            q, new = torch.randn(many, 8, 1, 64), torch.randn(2, many, 2, 1, 64)
-            out = again(q, *new, batch, None, 0, 0.0)
+        batch = attention.Batch(cache, slots[:2], (40, 60))
+        for which, lengths in ((slots[:2], (39, 60)), ([slots[0], slots[2]], (40, 300)), (slots[:2], (39, 59))):
+            batch.update(which, lengths)
+            q, new = torch.randn(2, 8, 64), torch.randn(2, 2, 2, 64)
+            out = attention.decode(q, cache, 0, batch, kernel="triton", new=tuple(new))
             rows = torch.from_numpy(batch.slots).long(), torch.from_numpy(batch.lengths).long() - 1
-            assert torch.equal(k[rows], new[0, :, :, 0]) and torch.equal(v[rows], new[1, :, :, 0])
-            expected = reference(q[:, :, 0], k, v, batch.slots.tolist(), lengths, [1] * many)
-            assert out.shape == (many, 1, 8, 64) and error(out[:, 0], expected) < 1e-5, number
-            assert len(launches) == number, "checked in full the first time, and where the parts change"
-        q = torch.randn(2, 8, 64, 1).transpose(2, 3)  # other strides
-        out = again(q, *new, batch, None, 0, 0.0)
-        assert error(out[:, 0], reference(q[:, :, 0], k, v, batch.slots.tolist(), lengths, [1, 1])) < 1e-5
+            assert torch.equal(k[rows], new[0]) and torch.equal(v[rows], new[1])
+            assert error(out, reference(q, k, v, which, lengths, [1, 1])) < 1e-5, lengths
 
 
 def main():
@@ -145,5 +102,5 @@ def main():
             wrong = error(out, reference(q, cache.keys[0], cache.values[0], slots, LENGTHS, [1] * 5))
             assert out.dtype == torch.float16 and wrong < 2e-3, (dtype, wrong)
             right += 1
-    repeated()
+    updated()
     print(right, "cases right")

@@ -474,10 +474,9 @@ def test_no_mask_is_built_and_nothing_is_concatenated(make, device, monkeypatch)
     from pyvmem import attention
     from pyvmem.transformers import attention as adapter
 
-    repeated = attention.RepeatedDecode  # on a GPU, decode stores the rows itself
-    for owner, name in ((attention, "decode"), (attention, "prefill"), (repeated, "__call__")):
-        inner = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, inner=inner, **k: seen.append(name) or inner(*a, **k))
+    for name in ("decode", "prefill"):
+        inner = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda *a, inner=inner, **k: seen.append(name) or inner(*a, **k))
     monkeypatch.setattr(adapter, "sdpa_attention_forward", lambda *a, **k: pytest.fail("a mask was used"))
     generate(model, ids, make(model), "vmem", new=3, attention_mask=padding("left").to(device))
     assert len(seen) == 3 * 2
