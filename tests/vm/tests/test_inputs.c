@@ -8,10 +8,14 @@
 // SPDX-License-Identifier: MIT
 #include "calls.h"
 
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
 
 enum { BLOCKS = 6, GRANULES = BLOCKS * 32, PAGES = 4, ELEMENTS = 3, FLIPS = 3, RACES = 24 };
 enum { QUERY, CREATE, RELEASE, MAP, UNMAP };
@@ -458,4 +462,100 @@ TEST(test_input_that_changes)
                (unsigned long long)counts[i][1]);
         CHECK(total < 2000 || (counts[i][0] && counts[i][1]));
     }
+}
+
+// ---- elements that change once they have been read ----------------------------------------------------------
+
+enum { SMALL_PAGE = 4096 };
+
+// Two elements, on either side of a page's end. The second page is not there, so who reads it waits for a thread. That
+// changes the first element, which has been read by then, and only then gives the second one.
+static struct {
+    int file;
+    uint8_t *pages, *first;
+    uint8_t later[64], second[SMALL_PAGE];
+    size_t bytes;
+    pthread_t thread;
+} trap;
+
+static void *spring(void *arg)
+{
+    struct uffdio_copy copy = {.dst = (uintptr_t)trap.pages + SMALL_PAGE,
+                               .src = (uintptr_t)trap.second,
+                               .len = SMALL_PAGE};
+    struct uffd_msg msg;
+
+    (void)arg;
+    CHECK_EQ(read(trap.file, &msg, sizeof(msg)), sizeof(msg));
+    memcpy(trap.first, trap.later, trap.bytes);
+    CHECK(ioctl(trap.file, UFFDIO_COPY, &copy) == 0);
+    return NULL;
+}
+
+static void *trap_set(const void *first, const void *later, const void *second, size_t bytes)
+{
+    struct uffdio_api api = {.api = UFFD_API};
+    struct uffdio_register all = {.range.len = SMALL_PAGE, .mode = UFFDIO_REGISTER_MODE_MISSING};
+
+    trap.pages = mmap(NULL, 2 * SMALL_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(trap.pages != MAP_FAILED);
+    trap.first = trap.pages + SMALL_PAGE - bytes;
+    trap.bytes = bytes;
+    memcpy(trap.first, first, bytes);
+    memcpy(trap.later, later, bytes);
+    memcpy(trap.second, second, bytes);
+    trap.file = syscall(SYS_userfaultfd, O_CLOEXEC);
+    CHECK(trap.file >= 0 && ioctl(trap.file, UFFDIO_API, &api) == 0);
+    all.range.start = (uintptr_t)trap.pages + SMALL_PAGE;
+    CHECK(ioctl(trap.file, UFFDIO_REGISTER, &all) == 0);
+    CHECK(pthread_create(&trap.thread, NULL, spring, NULL) == 0);
+    return trap.first;
+}
+
+static void trap_end(void)
+{
+    pthread_join(trap.thread, NULL);
+    CHECK(memcmp(trap.first, trap.later, trap.bytes) == 0); // it was changed
+    close(trap.file);
+    munmap(trap.pages, 2 * SMALL_PAGE);
+}
+
+static bool is_mapped(uint64_t va)
+{
+    struct simgpu_pte pte;
+
+    sim_walk(&u, 0, va, GRANULE, &pte, 1);
+    return pte.state == SIMGPU_PTE_VALID;
+}
+
+TEST(test_elements_are_read_once)
+{
+    const uint64_t empty = BASE + 3 * BLOCK, other = BASE + 5 * BLOCK;
+    struct uvm_vmem_op first, later, second;
+
+    uvm_start(&u);
+    CHECK_EQ(uvm_create_external(&u, BASE, BLOCKS * BLOCK), NV_OK);
+    pages_new();
+    reset();
+
+    first = vm_op(empty, KB(64), pages[0], 0, 0);
+    later = vm_op(other, KB(64), pages[0], 0, 0);
+    second = vm_op(empty + MB(1), KB(256), pages[1], 0, 0);
+    CHECK_EQ(vm_map_ops(&u, 0, trap_set(&first, &later, &second, sizeof(first)), 2, NULL), NV_OK);
+    trap_end();
+    CHECK(is_mapped(empty) && is_mapped(empty + MB(1)) && !is_mapped(other));
+
+    first = vm_op(empty, KB(64), 0, 0, 0);
+    later = vm_op(BASE, KB(64), 0, 0, 0);
+    second = vm_op(empty + MB(1), KB(256), 0, 0, 0);
+    CHECK_EQ(vm_unmap_ops(&u, 0, trap_set(&first, &later, &second, sizeof(first)), 2, NULL), NV_OK);
+    trap_end();
+    CHECK(!is_mapped(empty) && !is_mapped(empty + MB(1)) && is_mapped(BASE));
+
+    CHECK_EQ(vm_release(&u, trap_set(&pages[0], &pages[1], &pages[2], sizeof(pages[0])), 2, NULL), NV_OK);
+    trap_end();
+    CHECK(vm_release_one(&u, pages[0]) != NV_OK && vm_release_one(&u, pages[2]) != NV_OK);
+    CHECK_EQ(vm_release_one(&u, pages[1]), NV_OK);
+    CHECK_EQ(vm_release_one(&u, pages[3]), NV_OK);
+    sim_check(0);
 }
