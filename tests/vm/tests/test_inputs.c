@@ -473,7 +473,7 @@ enum { SMALL_PAGE = 4096 };
 static struct {
     int file;
     uint8_t *pages, *first;
-    uint8_t later[64], second[SMALL_PAGE];
+    uint8_t later[sizeof(struct uvm_vmem_op)], second[SMALL_PAGE];
     size_t bytes;
     pthread_t thread;
 } trap;
