@@ -126,7 +126,7 @@ void *__wrap_realloc(void *p, size_t n) { return fault() ? NULL : __real_realloc
 // ---- holding a call -----------------------------------------------------------------------------------------
 
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static enum { FREE, ASKED, HELD } hold;
+static enum { FREE, ASKED, ASKED_ARENA, HELD } hold;
 
 static void set_hold(int to)
 {
@@ -136,6 +136,7 @@ static void set_hold(int to)
     pthread_mutex_unlock(&lock);
 }
 void checked_hold(void) { set_hold(ASKED); }
+void checked_hold_arena(void) { set_hold(ASKED_ARENA); }
 void checked_resume(void) { set_hold(FREE); }
 void checked_held(void)
 {
@@ -145,15 +146,16 @@ void checked_held(void)
     pthread_mutex_unlock(&lock);
 }
 // With the wrapper's lock held, in every call that can be held.
-static void hold_here(void)
+static void hold_if(int asked)
 {
-    if (hold != ASKED)
+    if ((int)hold != asked)
         return;
     hold = HELD;
     pthread_cond_broadcast(&changed);
     while (hold == HELD)
         pthread_cond_wait(&changed, &lock);
 }
+static void hold_here(void) { hold_if(ASKED); }
 
 static int injected(void) { return vmem__error(-ENOMEM, "injected failure"); }
 
@@ -332,13 +334,13 @@ static int arena_new(struct vmem__backend *b, struct vmem__arena *a)
         inner->arena_free(b, a);
     if (eager)
         usleep(50); // a GPU's memory takes time: other calls come meanwhile
-    if (rc) {
+    locked(true);
+    if (rc)
         device_used -= a->size;
-    } else {
-        locked(true);
+    else
         add(arenas, a);
-        locked(false);
-    }
+    hold_if(ASKED_ARENA);
+    locked(false);
     return rc;
 }
 static void arena_free(struct vmem__backend *b, struct vmem__arena *a)

@@ -42,6 +42,8 @@ bool checked_failed(void);
 // The next backend call that maps, unmaps, populates, discards, zeroes, copies or fills stops before it does so, in
 // whatever thread. To wait until it has, call checked_held(); checked_resume() lets it go on.
 void checked_hold(void);
+// The same of the next that makes an arena, which stops once it is known whether there is memory for one.
+void checked_hold_arena(void);
 void checked_held(void);
 void checked_resume(void);
 

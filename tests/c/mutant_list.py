@@ -40,7 +40,11 @@ _MUTANTS = [
     ("the largest budget rounds up to none", "core/arena.c:new_arena",
      replace("< MAX_RESERVE ? ctx->budget : MAX_RESERVE", ""), "test_budget"),
     ("a call is refused what another makes", "core/make_arena",
-     replace("vmem__wait_moved(ctx, seen)", "!seen"), "test_threads"),
+     replace("vmem__wait_moved(ctx, seen)", "!seen"), "test_busy"),
+    ("a call is refused what another has returned", "core/vmem__wait_moved",
+     replace("|| ctx->moved != seen", ""), "test_busy"),
+    ("memory ahead is refused what another has returned", "core/grow_ahead",
+     replace("vmem__wait_moved(ctx, seen)", "!seen"), "test_busy"),
     # marks
     ("map ignores the page's operation id", "core/check_map", never("opid && p"), "test_busy"),
     ("map continues over a busy page", "core/continue_map", replace("p->opid ||", ""), "test_busy"),

@@ -244,6 +244,57 @@ static void two_unreserve(void)
     CHECK_EQ(test_stats(ctx).created, before.created);
 }
 
+static vmem_page first, second;
+static int result_of_second;
+static _Atomic bool second_ended;
+static int do_create(void) { return vMemCreate(ctx, test_page, 1, 0, &first); }
+static void *create_second(void *unused)
+{
+    result_of_second = vMemCreate(ctx, test_page, 1, 0, &second);
+    second_ended = true;
+    return unused;
+}
+static int do_prealloc_block(void) { return vmem_prealloc(ctx, BLOCK); }
+
+// A call that finds no memory is not refused what another call makes, or has returned meanwhile.
+static void arenas_on_their_way(void)
+{
+    pthread_t t, u;
+    OK(checked_context(test_backend, 0, true, &ctx));
+    ctx->b.arena_min = BLOCK;
+    checked_device_memory(BLOCK); // one arena
+    OK(vMemCreate(ctx, test_page, 1, 0, &first));
+    checked_hold_arena();
+    CHECK(!pthread_create(&t, NULL, call, (void *)do_prealloc_block));
+    checked_held(); // refused
+    OK(vMemRelease(ctx, first));
+    OK(vmem_trim(ctx, NULL));
+    checked_resume();
+    CHECK(!pthread_join(t, NULL));
+    CHECK_EQ(result, 0);
+    OK(vmem_trim(ctx, NULL));
+    CHECK(!ctx->arenas);
+
+    ctx->b.arena_min = 2 * BLOCK;
+    checked_device_memory(UINT64_MAX);
+    OK(vmem_set_budget(ctx, 2 * BLOCK));
+    checked_hold_arena();
+    CHECK(!pthread_create(&t, NULL, call, (void *)do_create));
+    checked_held(); // its arena is all the budget
+    CHECK(!pthread_create(&u, NULL, create_second, NULL));
+    for (bool waits = false; !waits && !second_ended; sched_yield()) {
+        vmem__lock(ctx);
+        waits = ctx->calls == 2; // and drops the lock
+        vmem__unlock(ctx);
+    }
+    checked_resume();
+    CHECK(!pthread_join(t, NULL));
+    CHECK(!pthread_join(u, NULL));
+    CHECK_EQ(result, 0);
+    CHECK_EQ(result_of_second, 0);
+    vmem_context_destroy(ctx);
+}
+
 static _Atomic bool gone;
 static void *destroy(void *unused)
 {
@@ -311,6 +362,7 @@ int main(int argc, char **argv)
     gives_up_later();
     two_unreserve();
     vmem_context_destroy(ctx);
+    arenas_on_their_way();
     destroy_waits();
     return 0;
 }

@@ -62,7 +62,7 @@ static void *within_budget(void *arg)
 {
     uint64_t seed = (uintptr_t)arg + 31;
     vmem_page page[N];
-    for (int round = 0; round < (test_page < VMEM_PAGE_2M ? 12 : 3) * ROUNDS; round++) {
+    for (int round = 0; round < 3 * ROUNDS; round++) {
         const size_t n = 1 + rnd(&seed) % N;
         OK(vMemCreate(ctx, test_page, n, 0, page));
         if (n < N && round % 2)
