@@ -37,6 +37,7 @@ __all__ = ["BACKENDS", "run_selftest", "stamp_state"]
 BACKENDS = ("uvm", "stock")
 NEEDED = 4 << 30  # bytes of free device memory, on a real GPU
 CANARY = 1 << 30
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux's proc_ns.h: the number of /proc/self/ns/pid
 _PART = 32 * MIB  # of the canary, compared at a time
 _PREFLIGHT = Stage("preflight", None, "the backend opens")
 _CANARY = Stage("canary", None, "memory that can be written")
@@ -118,16 +119,29 @@ class _Canary:
         return sum(int((np.frombuffer(read(addr, w.nbytes), np.uint64) != w).sum()) for addr, w in self._parts())
 
 
-def _others(uuid: bytes) -> int | None:
-    """Return how many processes but this one compute on the GPU, as nvidia-smi sees it; None if it cannot tell."""
+def _others(uuid: bytes) -> int | str:
+    """Return how many processes but this one compute on the GPU, by nvidia-smi, or why that is unknown.
+
+    nvidia-smi need not list this process, which has CUDA open. In another PID namespace than the machine's first, as in
+    a container, it may list numbers of this namespace or of another, or nothing. Any of them may be this process.
+    """
     name = uuid.hex()
     text = "GPU-" + "-".join((name[:8], name[8:12], name[12:16], name[16:20], name[20:]))
     query = ["nvidia-smi", "-i", text, "--query-compute-apps=pid", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return None if found.returncode else max(len(found.stdout.split()) - 1, 0)
+        found = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=60)
+        apart = os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if found.returncode:
+        said = (found.stderr or found.stdout).strip().splitlines() or ["nothing"]
+        return f"nvidia-smi: exit status {found.returncode}: {said[-1]}"
+    listed = set(found.stdout.split())
+    if words := [word for word in listed if not (word.isascii() and word.isdecimal())]:
+        return f"nvidia-smi lists {' '.join(found.stdout.split())!r}: {words[0]!r} is no process"
+    if apart:
+        return len(listed - {str(os.getpid())}) if listed else "nvidia-smi lists no process, not even this one"
+    return len(listed) - 1 if len(listed) > 1 else "nvidia-smi cannot tell processes apart in this PID namespace"
 
 
 def _child(stage: Stage, backend: str, device: int, seconds: float, unknown: bool = False) -> dict[str, Any]:
@@ -160,13 +174,14 @@ def _results(backend: str, device: int, shared: bool, unknown: bool) -> Iterator
         return
     with Context("cuda", device) as context:
         others, slow = _others(context.info().device_uuid), simulated()
-        if others and not shared:
+        if isinstance(others, int) and others and not shared:
             yield _PREFLIGHT, refused("other processes that compute on this GPU", others, "0, or --shared")
             return
         if not slow and context.memory_free < NEEDED:
             yield _PREFLIGHT, refused("free device memory", context.memory_free, NEEDED)
             return
-        yield _PREFLIGHT, {"ok": True, "figures": {} if others is None else {"other processes": others}}
+        known = "figures" if isinstance(others, int) else "unknown"
+        yield _PREFLIGHT, {"ok": True, known: {"other processes": others}}
         try:
             canary = _Canary(context)
         except VmemError as failed:
@@ -207,6 +222,7 @@ def run_selftest(
     for stage, result in _results(backend, device, shared, unknown_driver):
         seconds = time.monotonic() - started
         figures = ", ".join(f"{n:,} {what}" for what, n in result.get("figures", {}).items())
+        figures += ", ".join(f"{what}: unknown ({why})" for what, why in result.get("unknown", {}).items())
         verdict = "ok    " if result["ok"] else "FAILED"
         say(f"{len(stages):2} {stage.name:12} {verdict} {seconds:6.1f} s  {figures or stage.proves}")
         if not result["ok"]:

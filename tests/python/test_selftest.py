@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from pyvmem import selftest
+
 TOP = Path(__file__).parents[2]
 FAKE = TOP / "build/fakegpu/libcuda.so.1"
 
@@ -180,6 +182,51 @@ def test_the_first_failure_ends_it_and_takes_the_stamp(broken, what, tmp_path):
     assert left.name.endswith(".failed") and len(json.loads(left.read_text())["stages"]) == 2
     assert said(CHOSEN, tmp_path) == "stock stock"
     assert "its self-test has FAILED here" in said(["doctor"], tmp_path)
+
+
+# nvidia-smi's script, whose parent is the process that asks; whether that is in the machine's first PID namespace; and
+# how many others it finds, or what it says of why that is unknown
+LISTED = {
+    "this one alone": ("echo $PPID", True, 0),
+    "this one twice, as of two instances": ("echo $PPID; echo $PPID", True, 0),
+    "this one and two": ("echo 7; echo $PPID; echo 8", True, 2),
+    "two, and not this one": ("echo 7; echo 8", True, 2),
+    "one, and not this one": ("echo 7", True, 1),
+    "none": ("true", True, "not even this one"),
+    "a namespace: one, which may be this one": ("echo 7", False, "namespace"),
+    "a namespace: this one's number, which may be another's": ("echo $PPID", False, "namespace"),
+    "a namespace: two, of which one may be this one": ("echo 7; echo 8", False, 1),
+    "a namespace: none": ("true", False, "namespace"),
+    "words": ("echo '[Not Supported]'", True, "[Not Supported]"),
+    "words and a number": ("echo 7; echo [N/A]", True, "[N/A]"),
+    "bytes": ("printf '\\377\\n'", True, "lists"),
+    "a failure": ("echo 'No devices were found'; exit 6", True, "exit status 6: No devices were found"),
+    "nothing": (None, True, "No such file"),
+}
+
+
+@pytest.mark.parametrize("case", LISTED)
+def test_others_are_counted_only_where_processes_can_be_told_apart(case, tmp_path, monkeypatch):
+    script, first, found = LISTED[case]
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(selftest, "_FIRST_PID_NAMESPACE", os.stat("/proc/self/ns/pid").st_ino if first else 0)
+    others = selftest._others(bytes(16))
+    assert others == found if isinstance(found, int) else found in others
+
+
+def test_others_are_refused_and_unknown_ones_reported(tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 7; echo 8\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    found = run(["doctor", "--selftest", "--backend", "stock"], tmp_path, PATH=str(tmp_path))
+    assert found.returncode == 1 and "other processes that compute on this GPU: seen" in found.stdout
+    found = run(["doctor", "--selftest", "--backend", "stock"], tmp_path, PATH="/nonexistent")
+    assert found.returncode == 0, found.stderr
+    assert "preflight    ok" in found.stdout and "other processes: unknown ([Errno 2]" in found.stdout
+    (stamp,) = (tmp_path / "vmem/selftest").iterdir()
+    assert "nvidia-smi" in json.loads(stamp.read_text())["stages"][0]["unknown"]["other processes"]
 
 
 def test_options_that_do_not_fit(tmp_path):
