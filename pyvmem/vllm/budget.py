@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import collections
 import heapq
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -75,6 +76,17 @@ class FreeQueue:
 
     def __iter__(self) -> Iterator[int]:
         return (b.block_id for b in self._queue.get_all_free_blocks())
+
+    def evicted_next(self, n: int) -> Iterator[int]:
+        """The numbers of the first `n` blocks with contents, which vLLM evicts before others."""
+
+        def blocks() -> Iterator[Any]:
+            block, end = self._queue.fake_free_list_head.next_free_block, self._queue.fake_free_list_tail
+            while block is not end:
+                yield block
+                block = block.next_free_block
+
+        return itertools.islice((b.block_id for b in blocks() if b.block_hash is not None), n)
 
     def _follow_queue(self) -> None:
         """Have the queue keep `empty` up to date."""
@@ -292,6 +304,10 @@ class VllmBudget(BlockBudget):
     def free_ids(self) -> Iterator[int]:
         """The numbers of these blocks."""
         return iter(self._free)
+
+    def evicted_next(self, n: int) -> Iterator[int]:
+        """The numbers of the first `n` blocks with contents, which vLLM evicts before others."""
+        return self._free.evicted_next(n)
 
     def moving(self) -> bool:
         """Return whether orders await answers, or workers have not yet read which blocks left."""

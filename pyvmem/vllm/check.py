@@ -80,8 +80,9 @@ NAMES = {
     "Scheduler": (_CORE + "sched/scheduler.py", "_inflight_prefills add_request connector "
                   "failed_recving_kv_req_ids finish_requests finished_req_ids "
                   "finished_recving_kv_req_ids get_request_counts has_requests kv_cache_config kv_cache_manager "
-                  "kv_holding_waiting>=0.31 max_num_scheduled_tokens need_mamba_block_aligned_split pause_state "
-                  "requests reset_prefix_cache running schedule scheduler_reserve_full_isl set_pause_state shutdown "
+                  "kv_holding_waiting>=0.31 max_num_running_reqs max_num_scheduled_tokens "
+                  "need_mamba_block_aligned_split pause_state requests reset_prefix_cache running schedule "
+                  "scheduler_reserve_full_isl set_pause_state shutdown "
                   "skipped_waiting<0.31 update_from_output vllm_config waiting"),
     "SchedulerInterface": (_CORE + "sched/interface.py", "has_unfinished_requests"),
     "Request": ("v1/request.py", "arrival_time block_hashes drop_stale_output num_computed_tokens num_preemptions "
@@ -91,11 +92,13 @@ NAMES = {
     "KVCacheCoordinator": (_CORE + "kv_cache_coordinator.py", "find_longest_cache_hit get_num_blocks_to_allocate"),
     "BlockPool": (_CORE + "block_pool.py", "blocks cache_full_blocks cached_block_hash_to_block evict_blocks "
                   "free_block_queue free_blocks get_cached_block get_new_blocks get_num_free_blocks get_usage "
-                  "metrics_collector num_gpu_blocks reset_prefix_cache touch"),
+                  "hash_block_size metrics_collector num_gpu_blocks reset_prefix_cache touch"),
     "BlockHashToBlockMap": (_CORE + "block_pool.py", "get_one_block insert"),
-    "FreeKVCacheBlockQueue": (_CORE + "kv_cache_utils.py", "get_all_free_blocks popleft popleft_n prepend_n remove"),
+    "FreeKVCacheBlockQueue": (_CORE + "kv_cache_utils.py", "fake_free_list_head fake_free_list_tail "
+                              "get_all_free_blocks popleft popleft_n prepend_n remove"),
     "KVCacheMetricsCollector": (_CORE + "kv_cache_metrics.py", "block_metrics"),
-    "KVCacheBlock": (_CORE + "kv_cache_utils.py", "block_hash block_id is_null ref_cnt set_block_hash"),
+    "KVCacheBlock": (_CORE + "kv_cache_utils.py", "block_hash block_id is_null next_free_block ref_cnt "
+                     "set_block_hash"),
     "KVCacheBlockCopy": (_CORE + "kv_cache_utils.py", "dst_block_id src_block_id"),
     "SchedulerOutput": (_CORE + "sched/output.py", "kv_cache_block_copies kv_connector_metadata "
                         "new_block_ids_to_zero num_scheduled_tokens preempted_req_ids scheduled_cached_reqs "

@@ -11,7 +11,7 @@ from typing import Any
 
 from pyvmem.vllm.budget import VllmBudget
 from pyvmem.vllm.plan import StepNeed
-from pyvmem.vllm.waiting import Lookup, Wants, waiting
+from pyvmem.vllm.waiting import Lookup, Prompts, Wants, waiting
 
 CHUNK = 512  # tokens of prompts that are worth a step of their own while memory for more is being backed
 
@@ -40,17 +40,40 @@ class Demand:
     def __init__(self, scheduler: Any, budget: VllmBudget, sizes: Sequence[int], drafts: int, plain: bool) -> None:
         self._scheduler, self._budget, self._sizes, self._drafts = scheduler, budget, sizes, drafts
         self.wants = Lookup(scheduler.kv_cache_manager, sizes, plain)
+        # A Mamba state is cached where a step ends, and not where prompts differ.
+        self._shared = not scheduler.need_mamba_block_aligned_split
         self.decodes = False
         self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `of_step` counts
 
-    def _step(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
-        """Yield the tokens that the next step may compute, in vLLM's order: (request, tokens before, tokens, wants)."""
+    def _in_turn(self, wait: list[Any]) -> Iterator[tuple[Any, Wants]]:
+        """Yield what waiting requests want if each begins behind those before it, whose prompts it finds in the cache.
+
+        vLLM caches a block when it schedules a step that computes it.
+        """
+        prompts = Prompts()
+        if wait and self._shared and not self.decodes:
+            for request in self._scheduler.running:
+                if request.num_tokens - request.num_computed_tokens > 1:
+                    self.wants.behind(prompts, request, request.num_computed_tokens)
+        for request in wait:
+            wants = self.wants(request)
+            if self._shared:
+                there = self.wants.behind(prompts, request, wants.computed)
+                wants = wants if there <= wants.computed else self.wants.with_more(wants, request, there)
+            yield request, wants
+
+    def _tokens(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
+        """Yield the tokens to compute that are known, in vLLM's order: (request, tokens before, tokens, wants)."""
         for request in self._scheduler.running:
             done = request.num_computed_tokens
             yield request, done, max(request.num_tokens - done, 1), None
-        for request in wait:
-            wants = self.wants(request)
+        for request, wants in self._in_turn(wait):
             yield request, wants.computed, max(request.num_tokens - wants.computed, 1), wants
+
+    def _step(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
+        """Yield those that the next step may compute: no more requests run than vLLM's ``max_num_seqs``."""
+        most = self._scheduler.max_num_running_reqs - len(self._scheduler.running)
+        return self._tokens(wait[: max(most, 0)])
 
     def _blocks(self, done: int, tokens: int, wants: Wants | None) -> int:
         """Blocks for so many tokens of a request behind those that are computed."""
@@ -100,11 +123,16 @@ class Demand:
         takes, begins = self.of_step(wait, self._scheduler.max_num_scheduled_tokens)
         worthwhile = self.of_step(wait, self._worthwhile_tokens())[0] + self.margin if parts else 0
         running = bool(self._scheduler.running)
+        return StepNeed(takes, begins, worthwhile, running=running, parts=parts, missing=self._missing,
+                        anyway=lambda evicts, comes: self._take_anyway(wait, evicts, comes))  # fmt: skip
 
-        def known() -> int:
-            return self.one_each + self.of_prompts() + sum(self.wants(request).rest for request in wait)
+    def _take_anyway(self, wait: list[Any], evicts: int, comes: int) -> bool:
+        """Return whether the next cached blocks that vLLM evicts leave even if so many blocks come without contents.
 
-        return StepNeed(takes, begins, worthwhile, running=running, parts=parts, missing=self._missing, known=known)
+        The known tokens of requests that run or wait take them, and none of these requests finds them.
+        """
+        known = sum(self._blocks(done, tokens, wants) for _, done, tokens, wants in self._tokens(wait))
+        return evicts <= known - comes and self.wants.found(wait).isdisjoint(self._budget.evicted_next(evicts))
 
     def takes_few(self) -> bool:
         """Return whether enough blocks are spare for whatever the running requests do in the next step."""
@@ -124,14 +152,14 @@ class Demand:
 
     def _of_waiting(self, wait: list[Any]) -> int:
         """Free blocks that waiting requests take when they begin. They may all share the same cached blocks."""
-        wants = list(map(self.wants, wait))
+        wants = [w for _, w in self._in_turn(wait)]
         return sum(w.rest for w in wants) + max((w.cached for w in wants), default=0)
 
     def of_next(self, wait: list[Any]) -> int:
         """Blocks for the waiting requests that may begin in the next step."""
-        left = self._scheduler.max_num_scheduled_tokens
-        for n, request in enumerate(wait, 1):
-            left -= request.num_tokens - self.wants(request).computed
+        left, n = self._scheduler.max_num_scheduled_tokens, 0
+        for n, (request, wants) in enumerate(self._in_turn(wait), 1):
+            left -= request.num_tokens - wants.computed
             if left <= 0:
                 break
         return self._budget.watermark + self._beyond + self._of_waiting(wait[:n])

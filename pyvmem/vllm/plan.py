@@ -33,7 +33,8 @@ class StepNeed(NamedTuple):
     running: bool  # requests run
     parts: bool  # a request may begin with a part of its prompt
     missing: Callable[[], int]  # what running requests take, if fewer are free, cached ones included; else 0
-    known: Callable[[], int]  # that all tokens take which are known of requests that run or wait
+    # Whether the known requests take so many of the cached blocks that vLLM evicts next, even if so many others come.
+    anyway: Callable[[int, int], bool]
 
 
 class StepPlan(NamedTuple):
@@ -58,7 +59,8 @@ def plan_step(need: StepNeed, supply: Supply) -> StepPlan:
 
     Where no waiting makes enough blocks spare, or others have to give some up first, cached blocks serve: vLLM evicts
     them. Only running requests wait then, as vLLM would preempt them. The same goes for cached blocks that the known
-    requests will take even if all memory comes: to wait for it, or to compute less meanwhile, keeps none of them.
+    requests will take even if all memory comes: to wait for it, or to compute less meanwhile, keeps none of them. If a
+    request needs more than is free to begin, it begins with a part and what comes.
     """
     takes = awaits = need.takes
     most = max(need.takes, need.begins)
@@ -69,7 +71,7 @@ def plan_step(need: StepNeed, supply: Supply) -> StepPlan:
         takes = awaits = most
     late = supply.waits_for_others or not supply.suffices(awaits)
     evicts, comes = need.takes - supply.spare, supply.spare + max(supply.more, 0)
-    lost = 0 < evicts <= supply.cached and evicts <= need.known() - comes
+    lost = evicts > 0 and most - supply.spare <= supply.cached and need.anyway(evicts, comes)
     if (awaits > supply.spare and late) or lost:
         awaits, parts = need.missing(), False
     return StepPlan(takes, need.begins, awaits, parts)

@@ -62,6 +62,27 @@ class Wants(NamedTuple):
     cached: int
 
 
+class Prompts:
+    """Finds what requests begin with that requests before them begin with, too."""
+
+    def __init__(self) -> None:
+        # The hashes of a prompt, by the first of them that no prompt before it has. A hash covers all blocks before it.
+        self._first: dict[Any, Sequence[Any]] = {}
+
+    def add(self, hashes: Sequence[Any], at: int) -> int:
+        """Add the prompt of a request from hash `at` on. Returns the first hash from there that none before has."""
+        while at < len(hashes):
+            other = self._first.setdefault(hashes[at], hashes)
+            if other is hashes:
+                break
+            at = self._differ(hashes, other, at)
+        return at
+
+    @staticmethod
+    def _differ(one: Sequence[Any], other: Sequence[Any], at: int) -> int:
+        return bisect.bisect_left(range(min(len(one), len(other))), True, at, key=lambda i: one[i] != other[i])
+
+
 class Lookup:
     """Counts the blocks of waiting requests, as vLLM will when it begins them.
 
@@ -84,7 +105,7 @@ class Lookup:
         self._plain = plain
         self._manager, self._coordinator, self._sizes = manager, manager.coordinator, sizes
         self._nothing: tuple[list[Any], ...] = tuple([] for _ in sizes)
-        # By request: its tokens then, the time, the last blocks found and their hashes, the result.
+        # By request: its tokens then, the time, the blocks found that leave first and their hashes, the result.
         self._known: dict[str, tuple[int, float, list[tuple[Any, Any]], Wants]] = {}
         self._next = 0.0  # time before which no look-up is repeated
 
@@ -105,6 +126,27 @@ class Lookup:
         elif len(self._known) > REMEMBERED:
             del self._known[next(iter(self._known))]
         return wants
+
+    def behind(self, prompts: Prompts, request: Any, done: int) -> int:
+        """Count the tokens that a request finds computed, `done` or more, once those of `prompts` are, and add it."""
+        pool = self._manager.block_pool
+        size = pool.hash_block_size
+        first = -(-done // size)
+        there = prompts.add(request.block_hashes, first)
+        if there == first or not self._manager.prefix_cache_lookup_enabled(request):
+            return done
+        return int(min(there, (request.num_tokens - 1) // size) * size)
+
+    def with_more(self, wants: Wants, request: Any, computed: int) -> Wants:
+        """What a request wants that finds so many tokens computed."""
+        found = tuple(max(n, computed // size) for n, size in zip(wants.found, self._sizes))
+        rest = sum(max(-(-request.num_tokens // size) - n, 0) for n, size in zip(found, self._sizes))
+        return Wants(computed, found, min(wants.rest, rest), wants.cached)
+
+    def found(self, wait: Sequence[Any]) -> set[int]:
+        """The blocks of each request's prefix in the cache that vLLM evicts first, as far as they are known."""
+        known = (self._known.get(request.request_id) for request in wait)
+        return {block.block_id for one in known if one is not None for block, _ in one[2]}
 
     def _held(self, tokens: int, done: int) -> Wants:
         found = tuple(-(-done // size) for size in self._sizes)
@@ -140,7 +182,9 @@ class Lookup:
             total_computed_tokens=computed, num_local_computed_tokens=computed, num_tokens_main_model=tokens,
             apply_admission_cap=True) - cached  # fmt: skip
         most = sum(max(-(-tokens // size) - n, 0) + 1 for size, n in zip(self._sizes, found))
-        last = [(ids[-1], ids[-1].block_hash) for ids in blocks if ids and not ids[-1].is_null]
+        # Blocks that a window passes are freed in their order, and those of a request that ends from its last one on.
+        there = ([block for block in ids if not block.is_null] for ids in blocks)
+        last = [(block, block.block_hash) for ids in there for block in {id(b): b for b in ids[:1] + ids[-1:]}.values()]
         return last, Wants(computed, found, min(rest, most), cached)
 
 

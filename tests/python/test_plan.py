@@ -5,8 +5,14 @@ import pytest
 from pyvmem.vllm.plan import StepNeed, StepPlan, Supply, plan_step
 
 # A step may take 40 blocks for 60 of the requests that begin in it; 6 are worth a step; running requests miss 3.
-NEED = StepNeed(takes=40, begins=60, worthwhile=6, running=True, parts=True, missing=lambda: 3, known=lambda: 0)
+NEED = StepNeed(takes=40, begins=60, worthwhile=6, running=True, parts=True, missing=lambda: 3, anyway=lambda *n: False)
 SUPPLY = Supply(spare=0, more=1000, ready=50)
+
+
+def known(n):
+    """Requests take `n` blocks."""
+    return lambda evicts, comes: evicts + comes <= n
+
 
 TABLE = {
     "the rest comes while a part of the prompts runs": ({}, {}, (40, 6, True)),
@@ -24,10 +30,10 @@ TABLE = {
     "and where others must give memory up first": ({}, dict(waits_for_others=True), (40, 3, False)),
     "nobody needs to give what is spare": ({}, dict(spare=40, waits_for_others=True), (40, 6, True)),
     "all are spare": ({}, dict(spare=60, more=0), (40, 6, True)),
-    "and that requests take anyway": (dict(known=lambda: 110), dict(spare=10, more=70, cached=30), (40, 3, False)),
-    "but none that may stay": (dict(known=lambda: 109), dict(spare=10, more=70, cached=30), (40, 6, True)),
-    "nor too few": (dict(known=lambda: 110), dict(spare=10, more=70, cached=29), (40, 6, True)),
-    "nor where enough are spare": (dict(known=lambda: 999), dict(spare=40, more=70, cached=30), (40, 6, True)),
+    "and that requests take anyway": (dict(anyway=known(110)), dict(spare=10, more=70, cached=50), (40, 3, False)),
+    "but none that may stay": (dict(anyway=known(109)), dict(spare=10, more=70, cached=50), (40, 6, True)),
+    "nor fewer than begin": (dict(anyway=known(110)), dict(spare=10, more=70, cached=49), (40, 6, True)),
+    "nor where enough are spare": (dict(anyway=known(999)), dict(spare=40, more=70, cached=50), (40, 6, True)),
 }
 
 

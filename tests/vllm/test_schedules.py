@@ -4,9 +4,10 @@ import collections
 import random
 
 import pytest
-from steps import TOKENS, Engine, make_scheduler
+from steps import TOKENS, Clock, Engine, make_scheduler
 
 from pyvmem.engine import control
+from pyvmem.vllm import budget, scheduler, waiting
 
 BLOCKS, PAGE = 400, 64 << 10
 
@@ -113,6 +114,62 @@ def test_a_burst_waits_for_no_memory_where_it_must_evict_anyway(both, few):
     assert vmem.memory.budget.growable() == few > vmem.memory.budget.spare
     want, got = (one.serve(requests) for one in (plain, vmem))
     assert got == want
+
+
+def memory_comes_late(vmem, monkeypatch, seconds):
+    """Workers answer orders so late. A step takes 6 ms."""
+    clock, since, told, step = Clock(), {}, vmem.memory.page.answer, vmem.step
+    for module in (budget, scheduler, waiting):
+        monkeypatch.setattr(module, "time", clock)
+
+    def answer(order, rank):
+        since.setdefault(order, clock.now)
+        return told(order, rank) if clock.now >= since[order] + seconds else -1
+
+    vmem.memory.page.answer = answer
+    vmem.step = lambda: clock.sleep(0.006) or step()
+
+
+def served_alike(both, monkeypatch, requests, seconds=0.02, **options):
+    """The blocks that vLLM evicts, and the tokens that its requests find cached, on its own and on vMem."""
+    plain, vmem = both(kinds=("full",), **options)
+    pool = plain.scheduler.kv_cache_manager.block_pool
+    pool.free_blocks(pool.get_new_blocks(options["few"]))  # what lost its memory on vMem has lost its contents, too
+    memory_comes_late(vmem, monkeypatch, seconds)
+    evicted, found = [], []
+    for one in (plain, vmem):
+        pool, number = one.scheduler.kv_cache_manager.block_pool, []
+        evict = pool._maybe_evict_cached_block
+        pool._maybe_evict_cached_block = lambda block, evict=evict, number=number: evict(block) and not number.append(1)
+        found.append(sum(sum(new.values()) for _, new, _ in one.serve(requests)))
+        evicted.append(len(number))
+    return evicted, found
+
+
+def test_blocks_that_requests_begin_with_alike_count_once(both, monkeypatch):
+    """A burst of one prompt: memory for one of them suffices, so nothing is evicted until it has come."""
+    requests = [(f"r{i}", [901] * 96 + [i + 3] * 4, 4) for i in range(40)]
+    evicted, found = served_alike(both, monkeypatch, requests, few=60, batch=64)
+    assert evicted == [0, 0] and found[0] == found[1] > 30 * 96
+
+
+def test_a_burst_evicts_no_prefix_that_one_of_its_requests_finds(both, monkeypatch):
+    """The burst takes cached blocks even if all memory comes, but not the oldest ones: the sixth request finds them."""
+    prompts = [[900 + i] * 100 for i in range(40)]
+    prompts[5] = [3 + 60] * 129  # of the oldest that are cached
+    requests = [(f"r{i}", prompt, 4) for i, prompt in enumerate(prompts)]
+    evicted, found = served_alike(both, monkeypatch, requests, seconds=0.1, few=60, batch=64)
+    assert found == [128, 128] and evicted[1] <= evicted[0] + 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_evicted_where_memory_comes_for_all(both, monkeypatch, seed):
+    draw = random.Random(seed)
+    prefixes = [[900 + i] * draw.choice((48, 96, 160)) for i in range(4)]
+    prompts = [draw.choice(prefixes) * draw.randrange(2) + [3 + i] * draw.randrange(1, 24) for i in range(40)]
+    requests = [(f"r{i}", prompt, draw.randrange(1, 20)) for i, prompt in enumerate(prompts)]
+    evicted, found = served_alike(both, monkeypatch, requests, few=180, batch=draw.choice((64, 256)))
+    assert evicted == [0, 0] and found[1] >= found[0]
 
 
 def stored_too_early(folder, batch):
