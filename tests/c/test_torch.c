@@ -770,7 +770,7 @@ static void test_leases_hand_their_memory_over(void)
 // Memory that the pool takes from a lease with small allocations is the device's, although its neighbours stay.
 static void test_segments_between_others_go_back(void)
 {
-    const uint64_t bytes = UINT64_C(8) << 20, pages = bytes / test_page; // of a segment
+    const uint64_t bytes = UINT64_C(6) << 20, pages = bytes / test_page; // of a segment
     char *segments[16];
     pool = k_pool(17 * pages);
     open_lease_with(0, 1, VMEM_TORCH_SMALL);

@@ -63,6 +63,7 @@ struct vmem__backend {
     _Atomic uint64_t n_absent;   // of all its reservations
     uint64_t arena_min;          // smallest arena worth allocating, a multiple of 2 MiB
     uint64_t arena_max;          // largest possible arena; arena_min == arena_max == 2 MiB: one arena per page
+    bool arenas_fit;             // an arena has no more than the call needs that makes it
     _Atomic bool beside_kernels; // an engine's kernels run beside: zeroing starts none, however much there is of it
 };
 

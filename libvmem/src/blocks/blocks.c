@@ -18,7 +18,7 @@ int vmem_blocks_create(vmem_context *ctx, const struct vmem_blocks_config *confi
     }
     // Device memory goes back an arena at a time, and blocks are unbacked in no order of their addresses: keep arenas
     // small.
-    vmem__limit_arenas(ctx, VMEM_PAGE_2M);
+    vmem__limit_arenas(ctx, VMEM_PAGE_2M, true);
     vmem__blocks_publish(b);
     *out = b;
     return 0;

@@ -251,11 +251,12 @@ static void arena_unlink(vmem_context *ctx, struct vmem__arena_rec *a)
     blocks_put(ctx, a);
 }
 
-void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes)
+void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes, bool fit)
 {
     struct vmem__backend *b = &ctx->b;
     vmem__lock(ctx);
     b->beside_kernels = true;
+    b->arenas_fit = b->arenas_fit || fit;
     if (!b->ops->populate && bytes < b->arena_max) {
         b->arena_max = bytes;
         b->arena_min = bytes < b->arena_min ? bytes : b->arena_min;
@@ -360,8 +361,8 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool zeroed
     const struct vmem__backend *b = &ctx->b;
     // Arenas grow with the memory in use, so that there are few, but waste at most an eighth.
     uint64_t size = round_up(granules * GRANULE, BLOCK), eighth = round_up(ctx->arena_bytes / 8, BLOCK);
-    size = size < eighth ? eighth : size;
-    size = size < b->arena_min ? b->arena_min : size;
+    const uint64_t most_spare = b->arenas_fit ? 0 : eighth < b->arena_min ? b->arena_min : eighth;
+    size = size < most_spare ? most_spare : size;
     size = size > b->arena_max ? b->arena_max : size;
     return new_arena(ctx, size, round_up(align * GRANULE, BLOCK), zeroed);
 }

@@ -79,8 +79,9 @@ static inline int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_
 // ---- preallocated and unused memory (page.c, arena.c) --------------------------------------------------------
 
 // Limits arenas that hold device memory to so many bytes, so that parts of the memory can go back. A new arena takes
-// the place of unused ones. Callers run an engine, so from now on no kernel zeroes memory.
-void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes);
+// the place of unused ones. fit: none has more than the call needs that makes it, so that what calls share is little.
+// Callers run an engine, so from now on no kernel zeroes memory.
+void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes, bool fit);
 // vmem_trim, but what anybody has taken ahead stays (struct vmem__ahead), and with `wanted` what callers wait for.
 void vmem__trim_unused(vmem_context *ctx, bool wanted);
 

@@ -257,7 +257,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
         free(m);
         return rc;
     }
-    vmem__limit_arenas(m->ctx, ARENA);
+    vmem__limit_arenas(m->ctx, ARENA, false);
     *out = m;
     return 0;
 }

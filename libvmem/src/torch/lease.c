@@ -26,9 +26,10 @@
 #define SLOT_BYTES (UINT64_C(32) << 20) // the least bytes of a slot. Most segments are of 2 or 20 MiB
 #define MOST_SLOTS 2048                 // that the lease's pages may fill; there are four times as many, and
 #define EXTRA_SLOTS 1024                // these, so that a large segment finds consecutive slots, too
-// The device memory that is allocated at once with VMEM_TORCH_SMALL: a GiB takes 24 ms in pieces of 2 MiB, and 6 ms in
-// pieces of 8 MiB (H100). What has left holds at most a piece at each of its ends.
-#define SMALL_ARENA (UINT64_C(8) << 20)
+// The device memory that is allocated at once with VMEM_TORCH_SMALL. A GiB takes 24 ms in pieces of 2 MiB, and 6 ms in
+// pieces of 8 MiB (H100); beside copies to the device, these take 25 ms, as each driver call does three times as long
+// (H200). Segments that came in one call share at most a piece, which stays if only one of them leaves.
+#define SMALL_ARENA (UINT64_C(32) << 20)
 #define WAIT_MS 10000
 #define ASK_AGAIN_NS 3000000 // a pool repeats its refusal for 2 ms without asking its members
 #define PATIENT_NS 20000000  // between the questions of an allocation that waits although it is refused
@@ -635,7 +636,7 @@ static int set_up(struct lease *l, vmem_context *ctx, vmem_kv_pool *pool, const 
     l->ranges = calloc(l->n_slots, sizeof(*l->ranges));
     rc = l->slots && l->ranges ? 0 : vmem__error(-ENOMEM, "no memory for bookkeeping");
     if (!rc && c->flags & VMEM_TORCH_SMALL)
-        vmem__limit_arenas(ctx, SMALL_ARENA);
+        vmem__limit_arenas(ctx, SMALL_ARENA, true);
     rc = rc ? rc : join(l, pool, c->name ? c->name : "torch");
     if (rc)
         free_lists(l);
