@@ -502,6 +502,37 @@ static void test_parked_pages_go_when_somebody_asks(void)
     close_all();
 }
 
+// What a cache keeps of an ended request stays while a segment is parked, whichever of the two joined first.
+static void test_parked_pages_go_before_what_a_cache_keeps(void)
+{
+    for (int cache_first = 0; cache_first < 2; cache_first++) {
+        pool = k_pool(120);
+        if (cache_first)
+            open_kv(0, 0);
+        open_lease(0, 60000);
+        if (!cache_first)
+            open_kv(0, 0);
+        void *parked = get(40 * test_page);
+        const uint32_t slot = kv_request(80, 1);
+        OK(vmem_kv_free(kv, slot, 0));
+        CHECK_EQ(k_stats(kv).held_pages, 40);
+        OK(park(parked));
+        const uint32_t first = place;
+        open_lease(0, 60000);
+        void *taken = get(70 * test_page); // 30 more than the pool has free
+        CHECK(taken);
+        CHECK_EQ(k_stats(kv).held_pages, 40);
+        put(taken);
+        OK(vmem_torch_close(place));
+        use(first);
+        ended = 0;
+        CHECK(!backed(parked, 40));
+        put(parked);
+        vmem_kv_destroy(kv);
+        close_all();
+    }
+}
+
 // Segments whose contents matter: the caller learns which of them went, and the others are as they were.
 static void test_only_what_went_is_lost(void)
 {
@@ -1310,6 +1341,7 @@ int main(int argc, char **argv)
     test_a_reservation_comes_and_stays();
     test_beside_a_reservation_an_allocation_waits_although_it_is_refused();
     test_parked_pages_go_when_somebody_asks();
+    test_parked_pages_go_before_what_a_cache_keeps();
     test_only_what_went_is_lost();
     test_an_unpark_in_portions_has_claimed_the_rest();
     test_an_unpark_that_fails_claims_nothing();

@@ -310,7 +310,7 @@ static bool update_table(vmem_kv_pool *pool)
         again |= grant_within_context(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
         grant_free_budget(pool, m);
-    for (struct vmem__member *m = pool->members; m; m = m->next)
+    for (struct vmem__member *m = pool->members; m; m = m->next) // the first of them give first
         again |= answer_questions(pool, m);
     for (struct vmem__member *m = pool->members; m; m = m->next)
         refuse_unsatisfiable(pool, m);

@@ -75,6 +75,8 @@ struct vmem__member_terms {
     const char *name;
     uint64_t min, max;              // bytes, as in struct vmem_kv_pool_share
     const struct vmem_info *device; // whose memory it holds; NULL: that of ctx
+    // It gives before the other members of its process: what it gives, its owner has somewhere else.
+    bool gives_first;
 };
 
 // A question for budget lapses after this time (250 ms) unless the member repeats it or waits. Tests change the time,

@@ -214,9 +214,25 @@ static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held
         m->entry.answer = VMEM_KV_DEFERRED;
         m->asked_at = vmem__now();
     }
-    m->next = pool->members;
-    pool->members = m;
     return 0;
+}
+
+// The members answer questions in the order of the list.
+static void enter_list(vmem_kv_pool *pool, struct vmem__member *m, bool gives_first)
+{
+    struct vmem__member **end = &pool->members;
+    while (*end && !gives_first)
+        end = &(*end)->next;
+    m->next = *end;
+    *end = m;
+}
+
+static void leave_list(vmem_kv_pool *pool, const struct vmem__member *m)
+{
+    struct vmem__member **at = &pool->members;
+    while (*at != m)
+        at = &(*at)->next;
+    *at = m->next;
 }
 
 int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void *self,
@@ -240,9 +256,11 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     if (!rc) {
         vmem__table_reap(pool);
         rc = enter_table(pool, m, terms->held << m->page_shift, terms->device);
+        if (!rc)
+            enter_list(pool, m, terms->gives_first);
         vmem__table_end(pool);
         if (!rc && m->unwritten) {
-            pool->members = m->next;
+            leave_list(pool, m);
             vmem__table_leave_place(pool, m->place, true);
             rc = vmem__table_unwritten(pool);
         }
@@ -286,12 +304,9 @@ void vmem__pool_leave(struct vmem__member *m, uint64_t held)
 // With the pool's lock held, which this drops. Frees the member.
 static void remove_member(struct vmem__member *m)
 {
-    struct vmem__member **at;
     vmem_kv_pool *pool = m->pool;
     const int rc = vmem__table_begin(pool, POOL_CALL_US);
-    for (at = &pool->members; *at != m; at = &(*at)->next)
-        ;
-    *at = m->next;
+    leave_list(pool, m);
     // Even if the table cannot be locked, other members then find nobody alive in this place.
     vmem__table_leave_place(pool, m->place, rc == -EBADMSG);
     if (!rc)
