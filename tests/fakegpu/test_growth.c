@@ -46,7 +46,7 @@ int main(int argc, char **argv)
     if (!fakegpu_fail)
         SKIP("the fake driver is not preloaded");
     ctx = test_context(0);
-    vmem__limit_arenas(ctx, PAGE); // as in an engine: a page goes back alone
+    vmem__limit_arenas(ctx, PAGE, true); // as in an engine: a page goes back alone
     OK(vMemReserve(ctx, PAGES * PAGE, VMEM_RESERVE_BACKDROP, &space));
     OK(vmem_backdrop(ctx, space, PAGES * PAGE));
     get(); // makes what the first pages need
