@@ -179,7 +179,7 @@ static void fresh_memory(void)
         uint64_t addr, at = 0;
         vmem_page pages[N];
         if (small)
-            vmem__limit_arenas(ctx, VMEM_PAGE_2M);
+            vmem__limit_arenas(ctx, VMEM_PAGE_2M, true);
         OK(vMemReserve(ctx, N * VMEM_PAGE_2M, 0, &addr));
         for (int n = 1; at + n <= N; at += n, n *= 2) {
             OK(vMemCreate(ctx, test_page, n, n == 4 ? VMEM_CREATE_ZERO : 0, pages + at));

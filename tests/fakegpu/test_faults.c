@@ -296,7 +296,7 @@ static void model(bool backdrop, bool small)
 {
     ctx = test_context(2 * GIB);
     if (small)
-        vmem__limit_arenas(ctx, VMEM_PAGE_2M);
+        vmem__limit_arenas(ctx, VMEM_PAGE_2M, true);
     readable = backdrop;
     failed = succeeded = 0;
     memset(pages, 0, sizeof pages);
@@ -337,7 +337,7 @@ static void zeroing(uint64_t length, bool engine, bool pinned, bool kernels)
     fakegpu_no_pinned(!pinned);
     ctx = test_context(0);
     if (engine)
-        vmem__limit_arenas(ctx, BLOCK);
+        vmem__limit_arenas(ctx, BLOCK, true);
     OK(vMemReserve(ctx, length, 0, &all.addr));
     const long before = fakegpu_fills();
     for (int again = 0; again < 2; again++) {
