@@ -143,8 +143,11 @@ static const struct vmem__member_ops ops = {
 static int join(struct lease *l, vmem_kv_pool *pool, const char *name)
 {
     // Whoever parks segments has a copy of them, or needs none. Rows that a cache keeps would be computed again.
-    const struct vmem__member_terms terms = {
-        .ctx = l->ctx, .page_size = l->page_size, .name = name, .max = l->most, .gives_first = true};
+    const struct vmem__member_terms terms = {.ctx = l->ctx,
+                                             .page_size = l->page_size,
+                                             .name = name,
+                                             .max = l->most,
+                                             .gives_first = true};
     struct membership *m = &l->member;
     m->budget = m->held = m->offered = 0;
     int rc = vMemReserve(l->ctx, l->n_slots * l->slot_bytes, 0, &l->base);
