@@ -31,6 +31,11 @@ class Kernel:
     output: Path  # headers or build tree, for external modules
     source: Path
 
+    @property
+    def key(self):
+        """What tells modules for this kernel from those for another."""
+        return f"{self.release}-{digest(self.output / '.config')}"
+
 
 def say(text):
     print(text, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import subprocess
@@ -57,29 +58,56 @@ def build_lock():
         yield
 
 
-def _stamped(folder, key, build):
-    """Run `build` unless the folder's stamp carries this key."""
+def made(name, key, build):
+    """The folder of the cache for `name` as `key` tells it apart. `build` fills it if nothing has yet.
+
+    Checkouts share a cache, so what is of other sources lies in another folder. make would go by times, which say
+    nothing between two checkouts, and a guest of the other one may be about to load what is there.
+    """
+    folder = CACHE / "modules" / f"{name}-{key}"
     stamp = folder / ".vmem-stamp"
-    if not stamp.is_file() or stamp.read_text() != key:
-        folder.mkdir(parents=True, exist_ok=True)
-        stamp.unlink(missing_ok=True)
-        build()
-        stamp.write_text(key)
+    if not stamp.is_file():
+        shutil.rmtree(folder, ignore_errors=True)  # what was interrupted
+        folder.mkdir(parents=True)
+        build(folder)
+        stamp.touch()
     return folder
 
 
-def simgpu(src, release, kernel):
-    """The stand-in nvidia.ko for one release of the interface; returns its folder (nvidia.ko, Module.symvers)."""
-    ours = HERE / "simgpu"
-    folder = CACHE / "modules" / f"simgpu-{release}-{kernel.release}"
+@functools.cache
+def source_key(src):
+    """What tells the driver's tree `src` from another of the same release."""
+    parts = [p for folder in ("common", "nvidia", "nvidia-uvm") for p in sorted((src / folder).rglob("*"))]
+    return digest(*(p for p in parts if p.suffix in (".c", ".h", ".Kbuild") and p.is_file()))
 
-    def build():
+
+def simgpu(src, release, kernel):
+    """The stand-in nvidia.ko for one release of the interface; returns its folder.
+
+    In it are nvidia.ko, stripped-nvidia.ko and Module.symvers.
+    """
+    ours = HERE / "simgpu"
+
+    def build(folder):
         say(f"building the simulated GPU for {release}, {kernel.release}")
         _make(["-C", ours, f"NVIDIA_SRC={src}", f"KDIR={kernel.output}", f"OUT={folder}"], folder, folder / "build.log",
               f"building the simulated GPU for {release}")  # fmt: skip
+        _strip(folder / "nvidia.ko")
 
     rm_abi = TOP / "libvmem/src/driver/rm_abi.h"
-    return _stamped(folder, digest(ours, rm_abi, release, kernel.release), build)
+    return made(f"simgpu-{release}", digest(ours, rm_abi, source_key(src), kernel.key), build)
+
+
+def simcuda(src, release):
+    """The stand-in libcuda.so.1 for one release of the interface; returns its path."""
+    ours, sim = HERE / "simcuda", HERE / "simgpu"
+
+    def build(folder):
+        _make(["-C", ours, f"NVIDIA_SRC={src}", f"OUT={folder}"], folder, folder / "build.log",
+              f"building the simulated CUDA for {release}")  # fmt: skip
+
+    headers = (sim / "simgpu_uapi.h", sim / "uvm_free.h", TOP / "libvmem/src/driver/rm_abi.h")
+    return made(f"simcuda-{release}", digest(ours, *headers, source_key(src)), build) / "libcuda.so.1"
 
 
 def _strip(module):
@@ -100,7 +128,7 @@ def _compile(tree, kernel, uvm_type, symvers):
 
 def uvm_tree(src, release, variant, kernel, uvm_type="release"):
     """Prepare (or bring up to date) the build tree of one nvidia-uvm.ko; returns its folder."""
-    tree = CACHE / "modules" / f"uvm-{variant}-{release}-{uvm_type}-{kernel.release}"
+    tree = CACHE / "modules" / f"tree-{variant}-{release}-{uvm_type}-{digest(source_key(src), kernel.key)}"
     if variant == "patched":
         for attempt in (0, 1):
             try:
@@ -124,21 +152,21 @@ def uvm_tree(src, release, variant, kernel, uvm_type="release"):
 
 def uvm(src, release, variant, kernel, sim, uvm_type="release"):
     """nvidia-uvm.ko, linked against the simulated GPU in folder `sim`; returns the path of the stripped module."""
-    tree = uvm_tree(src, release, variant, kernel, uvm_type)
-    ours = [TOP / "uvm_ext", TOP / "kernel-open" / "hooks.py"] if variant == "patched" else []
-    key = digest(release, variant, uvm_type, kernel.release, sim / "Module.symvers", *ours)
+    ours = [TOP / "kernel-open" / name for name in ("vmem.mk", "stock-symvers.sh")]
+    if variant == "patched":
+        ours += [TOP / "uvm_ext", *(TOP / "kernel-open" / name for name in ("hooks.py", "insert.py", "tree.py"))]
 
-    def build():
+    def build(folder):
         say(f"building nvidia-uvm.ko {release} ({variant}, {uvm_type}) for {kernel.release}")
-        _strip(_compile(tree, kernel, uvm_type, sim / "Module.symvers"))
+        tree = uvm_tree(src, release, variant, kernel, uvm_type)  # whose objects make the next build a short one
+        shutil.copyfile(_strip(_compile(tree, kernel, uvm_type, sim / "Module.symvers")), folder / "nvidia-uvm.ko")
 
-    _stamped(tree, key, build)
-    return tree / "stripped-nvidia-uvm.ko"
+    key = digest(variant, uvm_type, source_key(src), kernel.key, sim / "Module.symvers", *ours)
+    return made(f"uvm-{variant}-{release}", key, build) / "nvidia-uvm.ko"
 
 
 def rebuild(tree, kernel, sim, uvm_type="release"):
-    """Compile what changed in a tree and relink, past all stamps; for mutants. Returns the stripped module."""
-    (tree / ".vmem-stamp").unlink(missing_ok=True)
+    """Compile what changed in a tree and relink; for mutants. Returns the stripped module."""
     return _strip(_compile(tree, kernel, uvm_type, sim / "Module.symvers"))
 
 
@@ -147,7 +175,7 @@ def all_modules(release, kernel, variants=VARIANTS, uvm_type="release", source=N
     src, release = driver_source(release, source)
     with build_lock():
         sim = simgpu(src, release, kernel)
-        files = {"mod/nvidia.ko": _strip(sim / "nvidia.ko"), "mod/failmem.ko": failmem(kernel)}
+        files = {"mod/nvidia.ko": sim / "stripped-nvidia.ko", "mod/failmem.ko": failmem(kernel)}
         for variant in variants:
             files[f"mod/{variant}/nvidia-uvm.ko"] = uvm(src, release, variant, kernel, sim, uvm_type)
     return files, src, release
@@ -156,13 +184,11 @@ def all_modules(release, kernel, variants=VARIANTS, uvm_type="release", source=N
 def failmem(kernel):
     """The module that fails allocations of nvidia-uvm.ko."""
     ours = HERE / "failmem"
-    folder = CACHE / "modules" / f"failmem-{kernel.release}"
 
-    def build():
+    def build(folder):
         for file in ours.iterdir():
             shutil.copyfile(file, folder / file.name)
         _make(["-C", kernel.output, f"M={folder}", "modules"], folder, folder / "build.log", "building failmem.ko")
         _strip(folder / "failmem.ko")
 
-    _stamped(folder, digest(ours, kernel.release), build)
-    return folder / "stripped-failmem.ko"
+    return made("failmem", digest(ours, kernel.key), build) / "stripped-failmem.ko"

@@ -8,6 +8,7 @@ gone is an error: then it has to follow the source.
 
 import dataclasses
 import re
+import shutil
 
 import kernel as kernels
 import modules
@@ -55,26 +56,24 @@ def apply(sources):
 
 def build(src, release, kernel, sim):
     """The module with all mutants in it. Only our files differ from the patched module's, so its objects are reused."""
-    tree = modules.uvm_tree(src, release, "patched", kernel)
     patched = modules.uvm(src, release, "patched", kernel, sim)
-    ours = tree / "nvidia-uvm" / "uvm_ext"
     sources = {p.name: p.read_text() for p in sorted((TOP / "uvm_ext").glob("*.[ch]"))}
-    changed = apply(sources)
-    out = CACHE / "modules" / f"mutants-{release}-{digest(patched, *changed.values())}.ko"
-    if not out.is_file():
+    changed = {name: text for name, text in apply(sources).items() if text != sources[name]}
+
+    def compile_in(folder):
         say(f"building nvidia-uvm.ko {release} with {len(MUTANTS)} mutants")
+        tree = modules.uvm_tree(src, release, "patched", kernel)
+        ours = tree / "nvidia-uvm" / "uvm_ext"
         try:
             for name, text in changed.items():
-                if text != sources[name]:
-                    (ours / name).write_text(text)
-            out.write_bytes(modules.rebuild(tree, kernel, sim).read_bytes())
+                (ours / name).write_text(text)
+            shutil.copyfile(modules.rebuild(tree, kernel, sim), folder / "nvidia-uvm.ko")
         finally:
-            for name, text in sources.items():
-                if changed[name] != text:
-                    (ours / name).write_text(text)
-                    (ours / name).with_suffix(".o").unlink(missing_ok=True)
-            (tree / ".vmem-stamp").unlink(missing_ok=True)
-    return out
+            for name in changed:
+                (ours / name).write_text(sources[name])
+                (ours / name).with_suffix(".o").unlink(missing_ok=True)
+
+    return modules.made(f"mutants-{release}", digest(patched, *changed.values()), compile_in) / "nvidia-uvm.ko"
 
 
 def plan(number, mutant, arch):
@@ -128,8 +127,8 @@ def verdicts(args, kernel, files, todo, boot, arch):
 def main(args, boot, gather, src, release, arch):
     kernel = kernels.debian()
     files, release = gather(release, kernel, variants=("patched",), source=src)
-    sim = modules.simgpu(src, release, kernel)
     with modules.build_lock():
+        sim = modules.simgpu(src, release, kernel)
         files["mod/mutants/nvidia-uvm.ko"] = build(src, release, kernel, sim)
     chosen = [(n, m) for n, m in enumerate(MUTANTS, 1) if not args.lines or any(text in m.name for text in args.lines)]
     print(f"{len(chosen)} mutants of vMem on the simulated GPU ({arch}), driver {release}", flush=True)

@@ -58,9 +58,9 @@ def build(release):
     _run("make", "-s", "lib", "venv")
     _run("make", "-s", "-C", "tests/c", "KIND=plain", "OUT=../../build/tests-c/plain",
          *(f"../../build/tests-c/plain/{p.stem}" for p in sorted((TOP / "tests/c").glob("test_*.c"))))  # fmt: skip
-    cuda = CACHE / "modules" / f"simcuda-{release}"
-    _run("make", "-s", "-C", HERE / "simcuda", f"NVIDIA_SRC={src}", f"OUT={cuda}")
-    files = {"vmem/lib/libcuda.so.1": cuda / "libcuda.so.1", "vmem/build/libvmem.so": TOP / "build/libvmem.so",
+    with modules.build_lock():
+        cuda = modules.simcuda(src, release)
+    files = {"vmem/lib/libcuda.so.1": cuda, "vmem/build/libvmem.so": TOP / "build/libvmem.so",
              "vmem/kernel-open/load.py": TOP / "kernel-open/load.py"}  # fmt: skip
     files["vmem/hour/failing_map.py"] = TOP / "tests/hour/failing_map.py"
     files["bin/bash"] = Path(shutil.which("bash") or "/bin/bash")  # where the suite asks for it

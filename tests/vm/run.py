@@ -40,9 +40,10 @@ def test_programs(src, release):
         source = TESTS / f"{name}.c"
         if not source.is_file():
             continue
-        out = CACHE / "tests" / f"{name}-{release}-{digest(source, *common, *headers)}"
+        out = CACHE / "tests" / f"{name}-{release}-{digest(source, *common, *headers, modules.source_key(src))}"
         if not out.is_file():
             out.parent.mkdir(parents=True, exist_ok=True)
+            part = out.with_name(f"{out.name}.{os.getpid()}")
             folders = (
                 src / "nvidia-uvm",
                 src / "common/inc",
@@ -52,9 +53,10 @@ def test_programs(src, release):
                 DRIVER,
             )
             command = ["cc", "-std=gnu11", "-O1", "-g0", "-Wall", "-static", "-pthread", *(f"-I{d}" for d in folders),
-                       "-o", out, source, *common]  # fmt: skip
+                       "-o", part, source, *common]  # fmt: skip
             if subprocess.run(command).returncode:
                 raise Missing(f"compiling {source.name} failed")
+            part.rename(out)
         files[f"tests/{name}"] = out
     return files
 
