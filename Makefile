@@ -135,7 +135,7 @@ test-triton: venv ## The tests of Triton's kernels, in its interpreter on the CP
 	    $(PY) -m pip install -q --disable-pip-version-check --no-deps --upgrade --target build/triton $(TRITON) && touch build/triton/.ready; } || true
 	$(Q)if $(PY) -c 'import triton' 2>/dev/null || [ -f build/triton/.ready ]; then \
 	    PYTHONPATH=$(CURDIR)/build/triton $(PY) .ci/not_run.py --none $(PY) -m pytest -q tests/python/test_attention.py \
-	        tests/python/test_sums.py -k "interpreter or own_rows"; \
+	        tests/python/test_sums.py tests/python/test_to_device.py -k "interpreter or own_rows"; \
 	else echo "skipped: the registry does not give $(TRITON)"; fi
 
 TRANSFORMERS_RELEASES = 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0 5.24.0

@@ -588,6 +588,13 @@ def starting_before(page: Page, pool: int, seconds: float) -> list[int]:
     ]
 
 
+def others_compute(page: Page, pool: int) -> bool:
+    """Return whether another engine of a pool has running requests, and does not sleep. pool: its number."""
+    name = _engine_name(page)
+    return any(p[USED] and not p.asleep and e.name != name and pool in p.cells[POOL_OF : POOL_OF + RANKS].tolist()
+               for e, p in engines())  # fmt: skip
+
+
 def _engine_name(page: Page) -> str:
     place = _place(page.path) if page.path is not None else None
     return place[0] if place else ""

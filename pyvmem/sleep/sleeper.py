@@ -61,6 +61,7 @@ class Sleeper:
         self._name, seconds = f"weights {os.getpid()}", chosen.common
         self.weights: Weights = (CommonWeights(pool, own, self._name, chosen.logger, seconds) if seconds
                                  else Weights(pool, own, self._name, chosen.logger))  # fmt: skip
+        self.weights.is_alone = lambda: not control.others_compute(page, page[control.POOL_OF + rank])
         self._activations = Activations(self.weights)
         self._busy: Callable[[], bool] | None = None
         self._copies = False  # whether a copy has begun because a server lets the model sleep

@@ -8,7 +8,7 @@ wake is to take back what went, all or nothing, and to copy that alone.
 Weights may change in place, by reinforcement learning, adapters or a rebalancing of experts. Before they are parked,
 each segment is therefore compared with its copy by a sum over the device's memory, and copied again if it differs.
 
-`sleeper` calls it. It calls `sums`, and the pool's `pyvmem.lease`. Begin with `Weights.park` and `Weights.wake`.
+`sleeper` calls it. It calls `sums`, `to_device` and the pool's `pyvmem.lease`. Begin with `Weights.park` and `Weights.wake`.
 
 SPDX-License-Identifier: MIT
 """
@@ -32,6 +32,7 @@ from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.kv.pool import KVPool
 from pyvmem.lease import MIB, Lease, TorchPools
 from pyvmem.sleep.sums import Sums
+from pyvmem.sleep.to_device import ToDevice
 from pyvmem.tensor import tensor_at
 
 LOG = logging.getLogger(__name__)
@@ -153,6 +154,8 @@ class Weights:
     ----------
     lease : Lease
         The pool's member, whose segments hold the weights.
+    is_alone : Callable[[], bool]
+        Returns whether no other process computes on the device. Then a kernel may copy.
     """
 
     def __init__(self, pool: KVPool, context: Context, name: str = "weights", log: logging.Logger = LOG) -> None:
@@ -168,6 +171,8 @@ class Weights:
         self._lock = threading.RLock()
         self._copy = HostCopy(self._gpu)
         self._sum = Sums(self._device)
+        self._to_device = ToDevice(self._device)
+        self.is_alone: Callable[[], bool] = bool
         self._sums: dict[int, int | None] = {}  # of the segments whose copies are right, if they are known
         self._asleep = False
         self._parked: list[int] = []  # segments
@@ -289,6 +294,7 @@ class Weights:
                 self._log.info("vMem: %.2f GiB of weights are in the pool, and in pinned host memory after %.1f s",
                                size / 2**30, time.monotonic() - begin)  # fmt: skip
             self._missing = 0
+            self._to_device.prepare()
         except Exception as error:
             retry = time.monotonic() + AGAIN
             if self._missing != size - done:
@@ -435,14 +441,14 @@ class Weights:
         """Take the memory back in portions, and copy into each while the next one comes; returns the bytes copied."""
         lost, left = self.lease._unpark_segments(self._parked, wait, AT_ONCE)
         came()
-        segments, copied = self.lease._segments(), 0
+        segments, copied, by_kernel = self.lease._segments(), 0, self.is_alone()
         ready = self._lost.union(lost).difference(left)
         while True:
             self._lost.update(lost)
             for address in ready.intersection(self._sums):
                 memory = self._memory(address, segments[address])
                 for part, begin, end in self._copy.parts(address, segments[address]):
-                    memory[begin:end].copy_(part, non_blocking=True)
+                    self._to_device(memory[begin:end], part, by_kernel)
                     copied += end - begin
             if not left:
                 return copied
@@ -453,5 +459,7 @@ class Weights:
         """Leave the pool. The memory goes when the last tensor does."""
         self._stop = True
         with self._lock:
+            with contextlib.suppress(RuntimeError):  # of a device that has failed
+                self._synchronize()  # a kernel may read the copy
             self._copy.drop()
             self.lease.close()

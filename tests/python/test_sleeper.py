@@ -4,6 +4,7 @@ SPDX-License-Identifier: MIT
 """
 
 import contextlib
+import os
 import threading
 import time
 import uuid
@@ -283,6 +284,24 @@ def test_a_machine_that_has_just_booted_has_no_more_starts_than_others(pool, two
         pass
     first.warmed_up(bool)
     assert begun[control.PID] and control.starting_before(second._page, begun[control.POOL_OF], 600.0) == []
+
+
+def test_a_wake_copies_by_a_kernel_while_no_other_engine_of_the_pool_computes(pool, two):
+    (own, sleeper), (other, _) = two
+    own[control.PID] = other[control.PID] = os.getpid()
+    alone = sleeper.weights.is_alone
+    assert alone()
+    own[control.USED] = 3
+    assert alone()
+    other[control.USED] = 3
+    assert not alone()
+    other.cells[control.ASLEEP] = 1  # with its requests
+    assert alone()
+    other.cells[control.ASLEEP], number = 0, other[control.POOL_OF]
+    other[control.POOL_OF] = 0
+    assert alone()
+    other[control.POOL_OF] = number
+    assert not alone()
 
 
 def test_workers_of_one_engine_and_engines_of_other_pools_do_not_wait_for_each_other(pool, two):

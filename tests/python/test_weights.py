@@ -401,9 +401,13 @@ def test_a_full_device_has_no_memory_for_sums_and_loses_nothing(pool, weights, m
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_what_a_stream_still_copies_is_there_for_its_kernels_and_for_the_next_sleep(pool, context, device, queued):
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_a_stream_still_copies_is_there_for_its_kernels_and_for_the_next_sleep(
+    pool, context, device, alone, queued
+):
     """The stream is late: the copies have not begun when a wake that queues them returns."""
     weights, net = Weights(pool, context), Net()
+    weights.is_alone = lambda: alone
     told = tensors(net)
     with weights.loading():
         if device == "cpu":

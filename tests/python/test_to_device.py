@@ -1,0 +1,71 @@
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyvmem.sleep.to_device import ToDevice
+
+CPU = torch.device("cpu")
+
+
+def kernel_is_right(device):
+    """On a GPU, or with Triton's interpreter on the host."""
+    from pyvmem.sleep import to_device_kernel
+
+    pinned = device.type == "cuda"
+    draw = torch.Generator().manual_seed(3)
+    for words in (1, 100, 4096, 8 * 4096, 17 * 4096 + 3):
+        source = torch.randint(0, 256, (8 * words,), generator=draw, dtype=torch.uint8)
+        source = source.pin_memory() if pinned else source
+        room = torch.full((8 * words + 16,), 7, dtype=torch.uint8, device=device)
+        copies = ToDevice(device)
+        copies._kernel = to_device_kernel
+        copies(room[8 : 8 + 8 * words], source, by_kernel=True)
+        assert torch.equal(room[8 : 8 + 8 * words].cpu(), source), words
+        assert room[:8].eq(7).all() and room[8 + 8 * words :].eq(7).all(), words
+    print("the kernel is right")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_kernel_copies_and_is_compiled_before():
+    kernel_is_right(torch.device("cuda"))
+    copies = ToDevice(torch.device("cuda"))
+    copies.prepare()
+    assert copies._kernel is not None
+
+
+def test_the_kernel_in_tritons_interpreter():
+    pytest.importorskip("triton")
+    code = "import torch, test_to_device; test_to_device.kernel_is_right(torch.device('cpu'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True,
+                          env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300)  # fmt: skip
+    assert done.returncode == 0 and "the kernel is right" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("by_kernel, full", [(False, False), (True, False), (True, True)])
+def test_the_kernel_copies_where_it_is_wanted_and_the_copy_engine_where_the_device_is_full(by_kernel, full):
+    by = []
+
+    def copy(to, source):
+        if full:
+            raise torch.OutOfMemoryError("no memory to load the kernel")
+        by.append(len(source))
+        to.copy_(source)
+
+    copies, source = ToDevice(CPU), torch.arange(64, dtype=torch.uint8)
+    copies._kernel = types.SimpleNamespace(copy=copy)
+    to = torch.zeros_like(source)
+    copies(to, source, by_kernel)
+    assert torch.equal(to, source) and by == ([8] if by_kernel and not full else [])
+
+
+def test_without_a_kernel_the_copy_engine_copies():
+    copies, source = ToDevice(CPU), torch.arange(64, dtype=torch.uint8)
+    copies.prepare()
+    to = torch.zeros_like(source)
+    copies(to, source, by_kernel=True)
+    assert torch.equal(to, source)
