@@ -8,7 +8,8 @@ wake is to take back what went, all or nothing, and to copy that alone.
 Weights may change in place, by reinforcement learning, adapters or a rebalancing of experts. Before they are parked,
 each segment is therefore compared with its copy by a sum over the device's memory, and copied again if it differs.
 
-`sleeper` calls it. It calls `sums`, `to_device` and the pool's `pyvmem.lease`. Begin with `Weights.park` and `Weights.wake`.
+`sleeper` calls it. It calls `sums`, `to_device` and the pool's `pyvmem.lease`. Begin with `Weights.park` and
+`Weights.wake`.
 
 SPDX-License-Identifier: MIT
 """
