@@ -28,6 +28,10 @@ class ToDevice:
         self._device = device
         self._kernel: ModuleType | None = None
 
+    @property
+    def has_kernel(self) -> bool:
+        return self._kernel is not None
+
     def prepare(self) -> None:
         """Compile the kernel, which takes a second when it is done first. Without it, the copy engine copies."""
         if self._device.type != "cuda":

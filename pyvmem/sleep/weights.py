@@ -38,7 +38,7 @@ from pyvmem.tensor import tensor_at
 
 LOG = logging.getLogger(__name__)
 PAGE = 2 * MIB
-AT_ONCE = 256 * MIB  # of memory that comes back while the link copies into what came before
+AT_ONCE = 256 * MIB  # of memory that comes back while a kernel copies into what came before
 PORTION, BUSY = 256 * MIB, 1.0  # while requests run, so many bytes are copied, and then none for so many seconds
 ARENA = 32 * MIB  # pinned at once, in which few kernels begin; a power of two, to which torch's allocator rounds
 ALIGN = 512  # bytes, as of the blocks of torch's allocator
@@ -439,10 +439,15 @@ class Weights:
             return copied
 
     def _take_and_copy(self, wait: float, came: Callable[[], None]) -> int:
-        """Take the memory back in portions, and copy into each while the next one comes; returns the bytes copied."""
-        lost, left = self.lease._unpark_segments(self._parked, wait, AT_ONCE)
+        """Take the memory back in portions, and copy into each while the next one comes; returns the bytes copied.
+
+        A copy engine delays what still comes, so that it begins when all has.
+        """
+        by_kernel = self._to_device.has_kernel and self.is_alone()
+        at_once = AT_ONCE if by_kernel or not self._gpu else self.lease.stats().bytes
+        lost, left = self.lease._unpark_segments(self._parked, wait, at_once)
         came()
-        segments, copied, by_kernel = self.lease._segments(), 0, self.is_alone()
+        segments, copied = self.lease._segments(), 0
         ready = self._lost.union(lost).difference(left)
         while True:
             self._lost.update(lost)
@@ -453,7 +458,7 @@ class Weights:
                     copied += end - begin
             if not left:
                 return copied
-            lost, left = self.lease._unpark_segments(left, 0.0, AT_ONCE)
+            lost, left = self.lease._unpark_segments(left, 0.0, at_once)
             ready = set(lost)
 
     def close(self) -> None:

@@ -460,6 +460,30 @@ def test_copies_begin_while_memory_still_comes(weights, monkeypatch):
     same(*slept)
 
 
+@pytest.mark.parametrize("kernel, alone", [(True, True), (True, False), (False, True)])
+def test_on_a_gpu_copies_begin_meanwhile_by_a_kernel_and_else_when_all_memory_has_come(
+    weights, monkeypatch, kernel, alone
+):
+    slept, held, by = sleeping(weights), portions(weights, monkeypatch), []
+
+    class Copies:
+        has_kernel = kernel
+
+        def __call__(self, to, source, by_kernel):
+            by.append(by_kernel)
+            to.copy_(source)
+
+    monkeypatch.setattr(weights, "_to_device", Copies())
+    weights.is_alone = lambda: alone
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "_gpu", True)
+        patch.setattr(weights, "_synchronize", lambda: None)
+        assert weights.wake(0) == 16 * MIB
+    assert set(by) == {kernel and alone}
+    assert (held[0] < 16 * MIB) == (kernel and alone)
+    same(*slept)
+
+
 def test_a_neighbour_that_grows_meanwhile_gets_nothing_that_a_wake_has_claimed(pool, weights, monkeypatch):
     slept, cache, slots = sleeping(weights), make(pool, context=weights.lease.context), []
     portions(weights, monkeypatch, lambda number: slots.extend(load(cache, 8, pool)) if number == 1 else None)
