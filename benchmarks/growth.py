@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import argparse
+import contextlib
 import threading
 from collections.abc import Callable
 from time import perf_counter
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 SIZES = (64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB)
 GIB = 1 << 30
+COPIED = 32 * MIB  # at once
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +36,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--grow", action="append", type=argtypes.size, metavar="SIZE", help="bytes to grow by (64M, 256M, 1G and 4G)"
     )
+    text = "copy from pinned host memory to the GPU meanwhile, as a model that wakes does"
+    group.add_argument("--copies", choices=("engine", "kernel"), help=text)
 
 
 class Launches:
@@ -67,33 +71,74 @@ class Launches:
         self._thread.join()
 
 
-def launches(context: Context, device: int) -> Launches | None:
-    """None where torch cannot launch kernels on the context's device."""
-    if "cuda_pointer" not in context.info().capabilities:
-        return None
+class Copies:
+    """Copies from pinned host memory to the device in a thread, by the copy engine or by a kernel."""
+
+    def __init__(self, device: int, by_kernel: bool) -> None:
+        import torch
+
+        from pyvmem.sleep.to_device import ToDevice
+
+        self._torch, self._by_kernel, self._stop = torch, by_kernel, threading.Event()
+        self._device = torch.device("cuda", device)
+        self._copy = ToDevice(self._device)
+        self._copy.prepare()
+        if by_kernel and not self._copy.has_kernel:
+            raise ValueError("--copies kernel: Triton does not work here")
+        self._source = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+        self._to = torch.empty(COPIED, dtype=torch.uint8, device=self._device)
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        torch, queued = self._torch, []
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+            while not self._stop.is_set():
+                self._copy(self._to, self._source, self._by_kernel)
+                queued.append(torch.cuda.Event())
+                queued[-1].record()
+                if len(queued) > 4:
+                    queued.pop(0).synchronize()
+            torch.cuda.current_stream().synchronize()
+
+    def __enter__(self) -> Copies:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def beside(context: Context, args: argparse.Namespace) -> Launches | Copies | None:
+    """What runs beside; None where torch cannot launch kernels on the context's device."""
+    found = "cuda_pointer" in context.info().capabilities
     try:
         import torch
+
+        found = found and torch.cuda.is_available()
     except ImportError:
-        return None
-    return Launches(device) if torch.cuda.is_available() else None
+        found = False
+    if args.copies and not found:
+        raise ValueError(f"--copies {args.copies}: torch does not reach the device of the {context.backend} backend")
+    return None if not found else Copies(args.device, args.copies == "kernel") if args.copies else Launches(args.device)
 
 
-def turn(context: Context, page_size: int, size: int, beside: Launches | None) -> dict[tuple[str, str], float]:
+def turn(context: Context, page_size: int, size: int, launches: Launches | None) -> dict[tuple[str, str], float]:
     """{(metric, unit): value} of one growth by `size` bytes from nothing, and of giving all of it back."""
     n = size // page_size
     found: dict[tuple[str, str], float] = {}
 
     def timed(what: str, call: Callable[[], Any]) -> None:
         calls = context.stats().syscalls
-        if beside:
-            beside.longest = 0.0
+        if launches:
+            launches.longest = 0.0
         start = perf_counter()
         call()
         took = perf_counter() - start
         found[f"{what} {size_text(size)}", "GiB/s"] = size / GIB / took
         found[f"driver calls to {what} {size_text(size)}", "1/GiB"] = (context.stats().syscalls - calls) / (size / GIB)
-        if beside:
-            found[f"longest launch beside, {what} {size_text(size)}", "ms"] = beside.longest
+        if launches:
+            found[f"longest launch beside, {what} {size_text(size)}", "ms"] = launches.longest
 
     with context.reserve(n * page_size, backdrop=bool(backdrop_flag(context))) as space:
         with Blocks(space, [BlockRange(0, page_size, page_size)], n, page_size=page_size) as blocks:
@@ -126,12 +171,10 @@ def run(session: Session) -> list[Record]:
         sizes = session.args.grow or [size for size in SIZES[: 2 if session.quick else None] if size <= room]
         for page_size in session.track(page_sizes, "page sizes"):
             for size in sizes:
-                beside = launches(context, session.args.device)
-                if beside:
-                    with beside:
-                        turns = [turn(context, page_size, size, beside) for _ in range(repeats + 1)][1:]
-                else:
-                    turns = [turn(context, page_size, size, None) for _ in range(repeats + 1)][1:]
+                runs = beside(context, session.args)
+                launches = runs if isinstance(runs, Launches) else None
+                with runs or contextlib.nullcontext():
+                    turns = [turn(context, page_size, size, launches) for _ in range(repeats + 1)][1:]
                 for metric, unit in turns[0]:
                     samples = [found[metric, unit] for found in turns]
                     records.append(session.record(samples, context, metric, unit, page_size=page_size))
