@@ -45,8 +45,8 @@ class ToDevice:
                 self._kernel = to_device_kernel
         except ImportError:
             LOG.info("vMem: Triton is not installed, and models wake more slowly without it")
-        except Exception as error:  # it finds no compiler, or the device is full
-            LOG.info("vMem: models wake more slowly, as Triton fails here: %s", str(error)[:300])
+        except Exception as error:  # Triton finds no compiler, or the device is full
+            LOG.info("vMem: models wake more slowly, as there is no kernel that copies: %s", str(error)[:300])
 
     def __call__(self, to: torch.Tensor, source: torch.Tensor, by_kernel: bool) -> None:
         """Copy uint8[n], a multiple of 8 bytes that begins at one. by_kernel: if there is one."""

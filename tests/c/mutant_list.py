@@ -231,6 +231,7 @@ _MUTANTS = [
      replace("m && m->place == i ? m->entry.has :", ""), "test_kv_pool"),
     ("requests keep nothing from the pool", "pool/least_pages",
      replace("MAX(min, s->min_pages + s->margin)", "min + (s->min_pages & 0)"), "test_kv_pool"),
+    ("who joined last gives first", "pool/enter_list", replace("*end && !gives_first", "false"), "test_torch"),
     ("a grant does not arrive", "pool/apply_decisions",
      replace("ops->raise_budget(m->self, accepted)", "(void) accepted"), "test_kv_pool"),
     ("a question is refused at once", "pool/refuse_unsatisfiable", never("has_timed_out"), "test_kv_pool"),
