@@ -28,6 +28,7 @@ from pyvmem.engine import control, pool_policy
 from pyvmem.engine.budget import BlockBudget
 from pyvmem.engine.control import Page
 from pyvmem.engine.packing import PagePacking
+from pyvmem.engine.prompts import Prompts
 from pyvmem.errors import OutOfMemory
 from pyvmem.sglang.memory import KVMemory
 from pyvmem.sglang.ranks import Ranks
@@ -36,6 +37,7 @@ PART = 512 << 20  # bytes of blocks in one order: what is backed serves before t
 KEEP = 64 << 20  # bytes of free blocks at most that an idle engine keeps for the next request
 SOME = 8  # blocks beside those of the running requests that are kept ready
 MOST_WAITING = 64  # requests that are looked at
+PIECE = 16  # least tokens of a prompt that are compared at once
 CLIP = 4096  # output tokens of a request that SGLang reserves at most (CLIP_MAX_NEW_TOKENS)
 
 
@@ -61,6 +63,30 @@ class News(NamedTuple):
 
     def differs(self, view: View | None) -> bool:
         return bool(self.answers or self.num_left or self.view != view)
+
+
+def caches(tree: Any) -> bool:
+    """Return whether requests find in SGLang's cache what others have computed."""
+    if hasattr(tree, "supports_prefix_sharing"):
+        return bool(tree.supports_prefix_sharing())
+    return not tree.is_chunk_cache()  # until 0.5.21
+
+
+def compare(requests: Iterable[Any], size: int) -> None:
+    """Note how many tokens each of these requests begins with as one before it does, in pieces of `size` tokens.
+
+    That is noted once: the request before it may have begun meanwhile.
+    """
+    prompts = Prompts()
+    for request in requests:
+        if not hasattr(request, "_vmem_prompt"):
+            ids, before, pieces = request.origin_input_ids, hash((request.extra_key, request.cache_salt)), []
+            for at in range(0, len(ids) - size + 1, size):
+                before = hash((before, tuple(ids[at : at + size])))
+                pieces.append(before)
+            request._vmem_prompt, request._vmem_alike = pieces, prompts.add(pieces) * size
+        else:
+            prompts.add(request._vmem_prompt)
 
 
 def leading_answers(answers: Iterable[int]) -> tuple[int, ...]:
@@ -392,12 +418,37 @@ class PageBudget(BlockBudget):
     def waiting(self) -> Sequence[Any]:
         """The requests that wait, the first ones."""
         found: Sequence[Any] = self._scheduler.waiting_queue[:MOST_WAITING]
+        if not self.window and caches(self._scheduler.tree_cache):
+            compare(found, max(PIECE, self.tokens))
         return found
 
     def evicts(self, tokens: int) -> bool:
-        """Return whether SGLang may evict for so many tokens: requests will take these pages even if memory comes."""
-        lost = self._of(self.waiting) - self.spare - self.coming - max(self.growable(), 0)
-        return 0 < self._pages(tokens) - self.spare <= min(lost, self.cached)
+        """Return whether SGLang may evict for so many tokens: requests will take these pages even if memory comes.
+
+        What a request that waits finds in the radix cache it does not take. SGLang evicts it last, as it is looked up.
+        """
+        need, comes = self._pages(tokens) - self.spare, self.coming + self.growable()
+        if not (0 < need <= self.cached and comes > 0):
+            return False
+        wait = self.waiting
+        lost = self._decodes() + self.promised + sum(map(self._own_of, wait)) - self.spare - comes
+        for request in reversed(wait):
+            if need > lost:
+                return False
+            lost -= max(self._found(request) - self._alike(request), 0) // self.tokens
+        return need <= lost
+
+    def _found(self, request: Any) -> int:
+        """Tokens of a request that the radix cache has."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        tokens = request.origin_input_ids + request.output_ids
+        key = RadixKey(tokens, extra_key=request.extra_key, cache_salt=request.cache_salt)
+        found = self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
+        if hasattr(found, "device_prefix_len"):
+            return int(found.device_prefix_len)
+        return len(found.device_indices)  # until 0.5.21
 
     def ensure(self, tokens: int) -> bool:
         """The allocator must have so many tokens, or SGLang evicts or retracts. Returns whether it has."""
@@ -426,8 +477,23 @@ class PageBudget(BlockBudget):
     # ---- what others see -------------------------------------------------------------------------------------
 
     def _of(self, requests: Sequence[Any]) -> int:
-        """Pages that running requests may take in the next step, and the known tokens of these."""
-        return self._decodes() + self.promised + sum(map(self._rest_of, requests))
+        """Pages that running requests may take in the next step, and the known tokens of these.
+
+        Requests that begin together compute what they begin with alike. Those behind them find it in the radix cache.
+        """
+        scheduler = self._scheduler
+        need, left = self._decodes() + self.promised, scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        for request in requests:
+            need += self._rest_of(request) if left > 0 else self._own_of(request)
+            left -= self._known(request)
+        return need
+
+    def _own_of(self, request: Any) -> int:
+        """Pages of a request beside those that it begins with as one before it does."""
+        return self._rest_of(request) - self._alike(request) // self.tokens
+
+    def _alike(self, request: Any) -> int:
+        return 0 if self.window else int(getattr(request, "_vmem_alike", 0))
 
     def lacking(self, requests: Sequence[Any]) -> int:
         """Pages that running requests lack, and the known tokens of these.

@@ -43,8 +43,8 @@ NAMES = {
                   "last_batch max_prefill_tokens max_req_len pool_stats_observer running_batch server_args "
                   "sliding_window_size token_to_kv_pool_allocator tree_cache waiting_queue"),
     "ScheduleBatch": (_BATCH, "batch_is_full forward_mode reqs token_to_kv_pool_allocator"),
-    "Req": (_BATCH, "beam_group origin_input_ids output_ids prefix_indices<0.5.22 prefix_len>=0.5.22 "
-            "sampling_params"),
+    "Req": (_BATCH, "beam_group cache_salt extra_key origin_input_ids output_ids prefix_indices<0.5.22 "
+            "prefix_len>=0.5.22 sampling_params"),
     "BeamGroup": ("srt/beam_search/beam_group.py", "num_member_rows"),
     "SamplingParams": ("srt/sampling/sampling_params.py", "max_new_tokens"),
     "PrefillBudget": (_PREFILL, "check_prefill current_offset remaining_current total_offset"),
@@ -52,7 +52,10 @@ NAMES = {
                                    "merge_and_sort_free page_size"),
     "SWATokenToKVPoolAllocator": (_SWA, "full_attn_allocator swa_attn_allocator"),
     "BasePrefixCache": (_CACHE, "check_hicache_events evict evictable_size full_evictable_size "
-                        "is_chunk_cache<0.5.22 supports_prefix_sharing>=0.5.22 swa_evictable_size"),
+                        "is_chunk_cache<0.5.22 match_prefix supports_prefix_sharing>=0.5.22 swa_evictable_size"),
+    "MatchPrefixParams": (_CACHE, "key"),
+    "MatchResult": (_CACHE, "device_indices<0.5.22 device_prefix_len>=0.5.22"),
+    "RadixKey": ("srt/mem_cache/radix_cache.py", "cache_salt extra_key token_ids"),
     "EvictParams": (_CACHE, "num_tokens swa_num_tokens"),
     "KVCache": (_POOL, "device layer_num page_size size store_dtype"),
     "MHATokenToKVPool": (_POOL, "head_dim head_num k_buffer v_buffer v_head_dim"),

@@ -13,7 +13,7 @@ from pyvmem.engine import control, pool_policy
 from pyvmem.engine.budget import check_sizes, take_settings
 from pyvmem.engine.settings import cannot
 from pyvmem.sglang import memory, settings
-from pyvmem.sglang.budget import News, PageBudget, shares
+from pyvmem.sglang.budget import News, PageBudget, caches, shares
 from pyvmem.sglang.sleep import Sleep
 from pyvmem.sleep.sleeper import Sleeper
 
@@ -235,11 +235,7 @@ class SchedulerMemory:
         promised = max(k.promised for k in self.budgets) * self.budgets[0].tokens
         chunk = self._scheduler.chunked_prefill_size or 0
         budget.current_offset += max(promised - chunk, 0)
-        if hasattr(tree_cache, "supports_prefix_sharing"):
-            caches = tree_cache.supports_prefix_sharing()
-        else:  # until 0.5.21
-            caches = not tree_cache.is_chunk_cache()
-        if not caches:
+        if not caches(tree_cache):
             budget.current_offset -= more  # SGLang reserves answers here, too
         if self._seen.closed:
             budget.total_offset += NEVER

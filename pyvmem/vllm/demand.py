@@ -9,9 +9,10 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pyvmem.engine.prompts import Prompts
 from pyvmem.vllm.budget import VllmBudget
 from pyvmem.vllm.plan import StepNeed
-from pyvmem.vllm.waiting import Lookup, Prompts, Wants, waiting
+from pyvmem.vllm.waiting import Lookup, Wants, waiting
 
 CHUNK = 512  # tokens of prompts that are worth a step of their own while memory for more is being backed
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pyvmem.engine.prompts import Prompts
+
 MOST = 64  # most requests that are examined
 FRESH = 0.05  # seconds for which a look-up is valid
 SHARE = 20  # looking requests up again takes at most one part in so many of the time
@@ -60,27 +62,6 @@ class Wants(NamedTuple):
     found: tuple[int, ...]
     rest: int
     cached: int
-
-
-class Prompts:
-    """Finds what requests begin with that requests before them begin with, too."""
-
-    def __init__(self) -> None:
-        # The hashes of a prompt, by the first of them that no prompt before it has. A hash covers all blocks before it.
-        self._first: dict[Any, Sequence[Any]] = {}
-
-    def add(self, hashes: Sequence[Any], at: int) -> int:
-        """Add the prompt of a request from hash `at` on. Returns the first hash from there that none before has."""
-        while at < len(hashes):
-            other = self._first.setdefault(hashes[at], hashes)
-            if other is hashes:
-                break
-            at = self._differ(hashes, other, at)
-        return at
-
-    @staticmethod
-    def _differ(one: Sequence[Any], other: Sequence[Any], at: int) -> int:
-        return bisect.bisect_left(range(min(len(one), len(other))), True, at, key=lambda i: one[i] != other[i])
 
 
 class Lookup:

@@ -433,6 +433,34 @@ def test_a_burst_asks_the_pool_at_once_for_all_that_its_requests_lack():
     assert asked[-1] == wanted >= 30 * 480 // 16 - there > 0
 
 
+@pytest.mark.parametrize("found", [True, False], ids=["in the cache", "of the first of them"])
+def test_a_burst_of_prompts_that_begin_alike_evicts_nothing(found):
+    """They take few pages beside those that they share, for which there is memory."""
+    had, comes = 130, 110
+
+    def run():
+        from pyvmem.engine import control
+
+        engine = Engine(model("gqa"), page_size=16)
+        (budget,), page, tree = engine.memory.budgets, engine.memory.page, engine.scheduler.tree_cache
+        page[control.LIMIT] = had * budget.block_bytes
+        (alike, shared, n), *others = burst(4, 1)
+        engine.run([*others, ("more", [7] * 640, 2)])  # until few pages are spare
+        if found:
+            engine.run([(alike, shared, n)])
+        page[control.LIMIT] = (had + comes) * budget.block_bytes
+        evicted, evict, before = [], tree._evict, budget.num_backed
+        tree._evict = lambda *args, **more: evicted.append(args) or evict(*args, **more)
+        for i in range(20):
+            engine.submit(f"s{i}", shared + [3 + i] * 40, 2)
+        engine.run([])
+        return len(evicted), before, budget.num_backed - before
+
+    evicted, before, came = forked(run)
+    assert before == had
+    assert evicted == 0 < came <= comes
+
+
 def test_lending_waits_for_what_runs_and_then_gives_all():
     def run():
         from pyvmem.engine import control
