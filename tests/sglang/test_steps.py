@@ -507,6 +507,50 @@ def test_random_load_with_limits_flushes_aborts_and_retractions():
     assert aborted and flushed
 
 
+def test_whatever_others_in_the_pool_do_requests_end_on_rows_that_are_right():
+    """A neighbour takes and gives memory, orders are answered late or refused, and limits and minimums move."""
+
+    def run():
+        from pyvmem.engine import control
+
+        engine, draw, neighbour, since = Engine(model("gqa"), page_size=16), random.Random(1), Neighbour(), {}
+        engine.scheduler.max_running_requests = 8
+        (budget,), page = engine.memory.budgets, engine.memory.page
+        told, awaits = budget.memory.answer, budget._await_orders
+        late = [3]  # steps
+
+        def answer(order):
+            step, refused = since.setdefault(order, (engine.steps, draw.random() < 0.1))
+            got = told(order)
+            return 2 if engine.steps < step + late[0] else (refused if got == 0 else got)
+
+        def await_orders():
+            late[0] = 0
+            awaits()
+            late[0] = 3
+
+        budget.memory.answer, budget._await_orders = answer, await_orders
+
+        def move(engine):
+            if draw.random() < 0.05:
+                page[control.LIMIT] = draw.choice((control.NO_LIMIT, 4 * MIB, 9 * MIB))
+            if draw.random() < 0.05:
+                page[control.MIN] = draw.choice((0, 2 * MIB, 6 * MIB))
+            if draw.random() < 0.1:
+                neighbour.give()
+                neighbour.try_to_take(draw.choice((0, 2, 6, 14)) * MIB)
+
+        steps.random_load(engine, 300, move)
+        neighbour.give()
+        page[control.LIMIT], page[control.MIN] = control.NO_LIMIT, 0
+        engine.rest(20)
+        left = budget.used, budget.coming, page[control.WANTED], page[control.HEAD]
+        return left, page[control.REFUSED], engine.compared
+
+    left, refused, compared = forked(run, VMEM_SGLANG_POOL="world", VMEM_SGLANG_POOL_SIZE=str(24 * MIB))
+    assert left == (0, 0, 0, 0) and refused > 0 and compared > 100_000
+
+
 @pytest.mark.parametrize(
     "options, says",
     [
