@@ -75,6 +75,7 @@ enum vmem_kv_refusal {
 // Waits at most `ms` until the member's last request is answered. *answer, or NULL: an enum vmem_kv_answer.
 int vmem_kv_pool_wait(vmem_kv *kv, uint32_t ms, uint32_t *answer);
 
+// Grows at its end. Processes that share a pool need the same version of it.
 struct vmem_kv_pool_member {
     uint32_t size;     // sizeof(struct vmem_kv_pool_member), set by the caller
     uint32_t pid;      // of its process
@@ -91,6 +92,8 @@ struct vmem_kv_pool_member {
     uint32_t reply;      // its answer to the others: applied, deferred (it is giving), refused
     uint32_t why;        // enum vmem_kv_refusal
     char name[64];
+    uint32_t gives_first; // 1: the others give only what it cannot, as what it gives is somewhere else, too
+    uint32_t holds_back;  // changes while it leaves a question to members of other processes that give first
 };
 struct vmem_kv_pool_info {
     uint32_t size;     // sizeof(struct vmem_kv_pool_info), set by the caller

@@ -18,6 +18,7 @@
 #define PAGES 250 // of a request: 125 in each of two tensors
 #define ROWS (125 * 32)
 #define OTHER 1 // its place
+#define LEASE 2 // the place of another one, which gives first
 
 static vmem_context *ctx;
 static char path[] = "/tmp/vmem-test-XXXXXX";
@@ -50,21 +51,26 @@ static struct pool_table table(void)
     return t;
 }
 
+// With the file's lock held.
+static void write_row(uint32_t place, const struct vmem_kv_pool_member *row)
+{
+    const off_t at = (off_t)(offsetof(struct pool_table, entries) + place * sizeof *row);
+    CHECK(pwrite(file, row, sizeof *row, at) == sizeof *row);
+}
+
 // The other process begins to need that many pages. With the file's lock held.
 static uint64_t ask(uint64_t pages)
 {
     struct pool_table t = table();
     t.head.revision++;
-    t.entries[OTHER] = (struct vmem_kv_pool_member){.size = sizeof t.entries[OTHER],
-                                                    .max = t.head.budget,
-                                                    .needs = pages * test_page,
-                                                    .asked = t.head.revision,
-                                                    .looked = t.head.revision,
-                                                    .answer = VMEM_KV_DEFERRED,
-                                                    .name = "b"};
     CHECK(pwrite(file, &t.head, sizeof t.head, 0) == sizeof t.head);
-    CHECK(pwrite(file, &t.entries[OTHER], sizeof t.entries[OTHER],
-                 (off_t)(offsetof(struct pool_table, entries) + sizeof(t.entries[OTHER]))) == sizeof t.entries[OTHER]);
+    write_row(OTHER, &(struct vmem_kv_pool_member){.size = sizeof t.entries[OTHER],
+                                                   .max = t.head.budget,
+                                                   .needs = pages * test_page,
+                                                   .asked = t.head.revision,
+                                                   .looked = t.head.revision,
+                                                   .answer = VMEM_KV_DEFERRED,
+                                                   .name = "b"});
     return t.head.revision;
 }
 
@@ -210,6 +216,279 @@ static void test_budget_to_spare_is_what_nobody_waits_for(void)
     close(file);
 }
 
+// ---- members that give first ----------------------------------------------------------------------------------------
+
+#define KEPT 100   // pages of an ended request
+#define PARKED 100 // pages that the lease of another process could give
+#define ASKED 120  // pages, of which the pool has at most 50 free
+
+// A cache that keeps pages, a lease, and somebody who asks.
+static vmem_kv_pool *ask_beside_a_lease(vmem_kv **kv)
+{
+    vmem_kv_pool *pool = join(kv);
+    const int32_t lengths[2] = {KEPT / 2 * 32};
+    uint32_t slot;
+    lock(F_WRLCK, 1 + OTHER);
+    lock(F_WRLCK, 1 + LEASE);
+    OK(k_alloc(*kv, 0, &slot));
+    while (vmem_kv_step(*kv, lengths, 2, 0)) // the thread may be at the file
+        usleep(100);
+    OK(vmem_kv_free(*kv, slot, 0));
+    lock(F_WRLCK, 0);
+    struct vmem_kv_pool_member lease = {.size = sizeof lease,
+                                        .max = PAGES * test_page,
+                                        .has = PARKED * test_page,
+                                        .could_give = PARKED * test_page,
+                                        .looked = table().head.revision,
+                                        .gives_first = 1,
+                                        .name = "lease"};
+    write_row(LEASE, &lease);
+    question = ask(ASKED);
+    lock(F_UNLCK, 0);
+    return pool;
+}
+
+static void end_beside_a_lease(vmem_kv_pool *pool, vmem_kv *kv)
+{
+    vmem_kv_destroy(kv);
+    vmem_kv_pool_destroy(pool);
+    lock(F_UNLCK, 1 + OTHER);
+    lock(F_UNLCK, 1 + LEASE);
+    close(file);
+}
+
+// Until the thread has decided so often that the cache holds back. The question has no answer meanwhile.
+static void see_it_hold_back(vmem_kv *kv, uint32_t times)
+{
+    struct vmem__member *m = kv->membership.member;
+    for (uint32_t before = 0, seen = 0; seen < times; usleep(100)) {
+        vmem__pool_ring(m->pool);
+        pthread_mutex_lock(&m->pool->lock);
+        seen += seen ? m->entry.holds_back - before : m->entry.holds_back != before;
+        before = m->entry.holds_back;
+        CHECK(m->entry.looked < question);
+        CHECK(!m->to_give && !m->entry.giving);
+        pthread_mutex_unlock(&m->pool->lock);
+    }
+    CHECK_EQ(k_stats(kv).held_pages, KEPT);
+}
+
+// Changes the lease's entry, as a process does that runs.
+static struct pool_table let_the_lease_run(void)
+{
+    lock(F_WRLCK, 0);
+    struct pool_table t = table();
+    t.entries[LEASE].held ^= test_page;
+    if (t.entries[LEASE].size)
+        write_row(LEASE, &t.entries[LEASE]);
+    lock(F_UNLCK, 0);
+    return t;
+}
+
+// Until what was asked is free. Nobody may refuse the question before, whenever he reads the table.
+static void see_the_rest_come(uint64_t lease_has, bool lease_runs)
+{
+    for (;; usleep(1000)) {
+        const struct pool_table t = lease_runs ? let_the_lease_run() : table();
+        if ((PAGES - lease_has - ASKED) * test_page >= t.entries[0].has)
+            return;
+        CHECK(t.entries[0].looked < question || t.entries[0].giving);
+    }
+}
+
+static void change_lease(uint64_t has, uint64_t giving, uint64_t could_give)
+{
+    lock(F_WRLCK, 0);
+    struct vmem_kv_pool_member row = table().entries[LEASE];
+    row.has = has * test_page;
+    row.giving = giving * test_page;
+    row.could_give = could_give * test_page;
+    row.looked = question;
+    write_row(LEASE, &row);
+    lock(F_UNLCK, 0);
+}
+
+// What a lease of another process has parked goes first, and while it comes, the cache waits for it.
+static void test_a_cache_leaves_a_question_to_a_lease(void)
+{
+    vmem_kv *kv;
+    vmem_kv_pool *pool = ask_beside_a_lease(&kv);
+    see_it_hold_back(kv, 5);
+    change_lease(PARKED, 80, PARKED);
+    see_it_hold_back(kv, 5);
+    // Its thread sleeps meanwhile.
+    const uint32_t first = table().entries[0].holds_back;
+    while (table().entries[0].holds_back == first)
+        usleep(1000);
+    const uint32_t second = table().entries[0].holds_back;
+    while (table().entries[0].holds_back == second)
+        usleep(1000);
+    CHECK(table().entries[0].holds_back - second < 50);
+    change_lease(PARKED - 80, 0, PARKED - 80);
+    while (table().entries[0].looked < question)
+        usleep(100);
+    CHECK_EQ(k_stats(kv).held_pages, KEPT);
+    end_beside_a_lease(pool, kv);
+}
+
+// It gives the part that the lease cannot, and at once, whether or not the lease gives something already.
+static void test_a_cache_gives_what_a_lease_cannot(void)
+{
+    for (uint64_t giving = 0; giving <= 80; giving += 80) {
+        vmem_kv *kv;
+        vmem_kv_pool *pool = ask_beside_a_lease(&kv);
+        see_it_hold_back(kv, 1);
+        lock(F_WRLCK, 0);
+        struct vmem_kv_pool_member lease = table().entries[LEASE];
+        lease.giving = giving * test_page;
+        write_row(LEASE, &lease);
+        question = ask(ASKED + 80);
+        lock(F_UNLCK, 0);
+        while (table().entries[0].giving || table().entries[0].has > (PAGES - ASKED - 80) * test_page) {
+            let_the_lease_run();
+            usleep(1000);
+        }
+        CHECK(table().entries[0].looked < question);
+        CHECK_EQ(table().entries[0].has, (PAGES - ASKED - 80) * test_page); // the lease's part of the rest is still due
+        end_beside_a_lease(pool, kv);
+    }
+}
+
+// What it has answered already, such as when free budget was enough, it leaves to nobody: he who asks could be refused.
+static void test_a_cache_that_has_answered_gives(void)
+{
+    vmem_kv *kv;
+    vmem_kv_pool *pool = ask_beside_a_lease(&kv);
+    see_it_hold_back(kv, 1);
+    lock(F_WRLCK, 0);
+    question = ask(1);
+    lock(F_UNLCK, 0);
+    while (table().entries[0].looked < question)
+        usleep(100);
+    lock(F_WRLCK, 0);
+    struct vmem_kv_pool_member asks = table().entries[OTHER];
+    asks.needs = ASKED * test_page;
+    write_row(OTHER, &asks);
+    lock(F_UNLCK, 0);
+    while (table().entries[0].has > (PAGES - PARKED - ASKED) * test_page) {
+        let_the_lease_run();
+        usleep(1000);
+    }
+    end_beside_a_lease(pool, kv);
+}
+
+enum { REFUSES, REFUSES_AFTERWARDS, GIVES_LESS, HAS_ANSWERED, ASKS, IS_SILENT, STOPS, DIES, LEASE_ENDS };
+
+// Whatever becomes of the lease, the cache gives the rest.
+static void test_a_cache_gives_if_a_lease_does_not(void)
+{
+    for (int end = 0; end < LEASE_ENDS; end++) {
+        uint64_t has = PARKED;
+        vmem_kv *kv;
+        vmem_kv_pool *pool = ask_beside_a_lease(&kv);
+        see_it_hold_back(kv, 2);
+        if (end == REFUSES_AFTERWARDS || end == GIVES_LESS || end == STOPS) {
+            change_lease(PARKED, 80, PARKED);
+            see_it_hold_back(kv, 2);
+        }
+        if (end == REFUSES || end == REFUSES_AFTERWARDS)
+            change_lease(PARKED, 0, 0);
+        if (end == GIVES_LESS)
+            change_lease(has = PARKED - 30, 0, 0);
+        if (end == HAS_ANSWERED)
+            change_lease(PARKED, 0, PARKED);
+        if (end == ASKS) {
+            lock(F_WRLCK, 0);
+            struct vmem_kv_pool_member row = table().entries[LEASE];
+            row.needs = test_page;
+            write_row(LEASE, &row);
+            lock(F_UNLCK, 0);
+        }
+        if (end == IS_SILENT || end == STOPS) {
+            pthread_mutex_lock(&pool->lock);
+            pool->ran += UINT64_C(3000000000);
+            pthread_mutex_unlock(&pool->lock);
+        }
+        if (end == DIES) {
+            lock(F_UNLCK, 1 + LEASE);
+            has = 0;
+        }
+        see_the_rest_come(has, end < IS_SILENT);
+        end_beside_a_lease(pool, kv);
+    }
+}
+
+// However long a lease takes, a cache that holds back is not taken for one that is stopped.
+static void test_who_holds_back_is_not_silent(void)
+{
+    vmem_kv *kv;
+    vmem_kv_pool *pool = ask_beside_a_lease(&kv), *asks;
+    vmem_kv *asker = NULL;
+    const struct vmem_kv_tensor tensor = {.row_bytes = test_page / 32};
+    const struct vmem_kv_pool_config pool_cfg = {.size = sizeof pool_cfg, .path = path};
+    const struct vmem_kv_pool_share share = {.size = sizeof share, .name = "asker"};
+    const uint64_t lapse = vmem__pool_ask_ns;
+    uint32_t slot, answer;
+    int32_t lengths[1] = {ASKED * 32};
+    vmem__pool_ask_ns = UINT64_C(600000000000);
+    lock(F_UNLCK, 1 + OTHER); // it is this pool's instead
+    OK(vmem_kv_pool_create(&pool_cfg, &asks));
+    asker = k_create(ctx, .flags = VMEM_KV_DEFER | VMEM_KV_CHECK | VMEM_KV_LAZY, .tensors = &tensor, .n_tensors = 1,
+                     .slots = 1, .max_tokens = ASKED * 32, .budget = test_page);
+    OK(vmem_kv_pool_join(asks, asker, &share));
+    OK(k_alloc(asker, 0, &slot));
+    CHECK_EQ(vmem_kv_step(asker, lengths, 1, 0), -ENOMEM);
+    for (uint32_t i = 0, before = 0; i < 4; usleep(1000)) {
+        pthread_mutex_lock(&asks->lock);
+        if (asks->seen[0].entry.holds_back != before) {
+            before = asks->seen[0].entry.holds_back;
+            asks->ran += UINT64_C(1500000000);
+            i++;
+        }
+        pthread_mutex_unlock(&asks->lock);
+        vmem__pool_ring(asks);
+        OK(vmem_kv_pool_wait(asker, 0, &answer));
+        CHECK_EQ(answer, VMEM_KV_DEFERRED);
+    }
+    CHECK_EQ(k_stats(kv).held_pages, KEPT);
+    lock(F_UNLCK, 1 + LEASE);
+    while (vmem_kv_step(asker, lengths, 1, 0)) {
+        OK(vmem_kv_pool_wait(asker, 0, &answer));
+        CHECK(answer != VMEM_KV_REFUSED);
+        usleep(100);
+    }
+    vmem__pool_ask_ns = lapse;
+    vmem_kv_destroy(asker);
+    vmem_kv_pool_destroy(asks);
+    end_beside_a_lease(pool, kv);
+}
+
+// ---- the file ---------------------------------------------------------------------------------------------------------
+
+// The table of another version has rows of another size. Nobody can share its pool; once it has ended, a new one begins.
+static void test_a_file_of_another_version(void)
+{
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = PAGES * test_page, .path = path};
+    struct pool_table old = {.head = {.magic = 0x316c6f6f706b6d76, // "vmkpool1"
+                                      .size = sizeof old - VMEM_KV_POOL_MEMBERS * 8,
+                                      .entries = VMEM_KV_POOL_MEMBERS,
+                                      .budget = 2 * PAGES * test_page}};
+    vmem_kv_pool *pool;
+    memset(old.entries, 255, sizeof old.entries);
+    CHECK((file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600)) >= 0);
+    CHECK(pwrite(file, &old, old.head.size, 0) == old.head.size);
+    lock(F_WRLCK, 1 + VMEM_KV_POOL_MEMBERS); // somebody has it open
+    ERR(vmem_kv_pool_create(&cfg, &pool), EBADMSG, "another version");
+    lock(F_UNLCK, 1 + VMEM_KV_POOL_MEMBERS);
+    ERR(vmem_kv_pool_create(&(struct vmem_kv_pool_config){.size = sizeof cfg, .path = path}, &pool), EINVAL, "budget");
+    OK(vmem_kv_pool_create(&cfg, &pool));
+    CHECK_EQ(k_pool_info(pool).members, 0);
+    CHECK_EQ(k_pool_info(pool).budget, PAGES * test_page);
+    vmem_kv_pool_destroy(pool);
+    CHECK(access(path, F_OK));
+    close(file);
+}
+
 // A thread that a forked child has not held the pool's lock.
 static void test_a_forked_child_ends_its_pool(void)
 {
@@ -330,6 +609,12 @@ int main(int argc, char **argv)
     test_an_old_look_refuses_no_question();
     test_changes_are_published();
     test_budget_to_spare_is_what_nobody_waits_for();
+    test_a_cache_leaves_a_question_to_a_lease();
+    test_a_cache_gives_what_a_lease_cannot();
+    test_a_cache_that_has_answered_gives();
+    test_a_cache_gives_if_a_lease_does_not();
+    test_who_holds_back_is_not_silent();
+    test_a_file_of_another_version();
     test_a_forked_child_ends_its_pool();
     test_a_child_of_a_system_call_is_not_its_parent();
     test_a_child_of_a_system_call_does_not_lock_the_table();

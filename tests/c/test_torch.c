@@ -518,6 +518,8 @@ static void test_parked_pages_go_before_what_a_cache_keeps(void)
         CHECK_EQ(k_stats(kv).held_pages, 40);
         OK(park(parked));
         const uint32_t first = place;
+        while (k_pool_row(pool, "torch").could_give < 40 * test_page) // until the thread has looked
+            usleep(100);
         open_lease(0, 60000);
         void *taken = get(70 * test_page); // 30 more than the pool has free
         CHECK(taken);
@@ -531,6 +533,43 @@ static void test_parked_pages_go_before_what_a_cache_keeps(void)
         vmem_kv_destroy(kv);
         close_all();
     }
+}
+
+// Nor does it go before what a lease of another process has parked, here of another pool with the same file.
+static void test_parked_pages_of_others_go_first(void)
+{
+    char path[] = "/tmp/vmem-test-XXXXXX";
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .budget = 120 * test_page, .path = path};
+    CHECK(close(mkstemp(path)) == 0);
+    for (int i = 0; i < 5; i++) {
+        vmem_kv_pool *pools[2];
+        for (int n = 0; n < 2; n++)
+            OK(vmem_kv_pool_create(&cfg, &pools[n]));
+        pool = pools[1];
+        open_lease(0, 60000);
+        void *parked = get(40 * test_page);
+        pool = pools[0];
+        open_kv(0, 0);
+        const uint32_t slot = kv_request(80, 1), first = place;
+        OK(vmem_kv_free(kv, slot, 0));
+        OK(vmem_torch_park(first, &(uint64_t){at(parked)}, 1, NULL));
+        while (k_pool_row(pool, "torch").could_give < 40 * test_page) // as the table says
+            usleep(100);
+        open_lease(0, 60000);
+        void *taken = get(70 * test_page); // 30 more than the pool has free
+        CHECK(taken);
+        CHECK_EQ(k_stats(kv).held_pages, 40);
+        put(taken);
+        OK(vmem_torch_close(place));
+        use(first);
+        ended = 0;
+        CHECK(!backed(parked, 40));
+        put(parked);
+        vmem_kv_destroy(kv);
+        vmem_kv_pool_destroy(pools[1]);
+        close_all();
+    }
+    CHECK(access(path, F_OK));
 }
 
 // Segments whose contents matter: the caller learns which of them went, and the others are as they were.
@@ -1342,6 +1381,7 @@ int main(int argc, char **argv)
     test_beside_a_reservation_an_allocation_waits_although_it_is_refused();
     test_parked_pages_go_when_somebody_asks();
     test_parked_pages_go_before_what_a_cache_keeps();
+    test_parked_pages_of_others_go_first();
     test_only_what_went_is_lost();
     test_an_unpark_in_portions_has_claimed_the_rest();
     test_an_unpark_that_fails_claims_nothing();

@@ -223,9 +223,26 @@ static bool grant_within_context(vmem_kv_pool *pool, struct vmem__member *m)
     return left;
 }
 
+// The bytes that members of other processes which give first could give, and may still: they have not answered yet.
+// *giving: one of them gives now. A member that others have waited for too long does not count.
+static uint64_t due_first(const vmem_kv_pool *pool, bool *giving)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
+        const struct vmem_kv_pool_member *e = &pool->table.entries[i];
+        if (!e->size || !e->gives_first || pool_owns(pool, i) || has_timed_out(pool, i))
+            continue;
+        *giving |= e->giving != 0;
+        if (!e->needs && e->looked < pool->table.head.revision)
+            bytes = sat_add(bytes, sat_sub(e->could_give, e->giving));
+    }
+    return bytes;
+}
+
 // Decides how much a member gives, and records its reply; apply_decisions() carries it out. A member refuses only
-// questions that are older than the thread's look at it, because requests may have begun or ended since. Returns true
-// if a younger question waits for another look.
+// questions that are older than the thread's look at it, because requests may have begun or ended since. Nor does it
+// answer one that it leaves to members which give first: should they give less, the rest is still its own to give.
+// Returns true if a younger question waits for another look.
 static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
 {
     struct vmem_kv_pool_member *e = &m->entry;
@@ -233,10 +250,14 @@ static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
     // A member that waits for memory itself gives none. A refused member gives: it may have stopped trying.
     const bool waits = e->needs && e->answer != VMEM_KV_REFUSED;
     const uint64_t could = waits || m->leaving ? 0 : sat_sub(e->could_give, e->giving);
-    const uint64_t bytes = MIN(unmet, could);
     const uint64_t revision = pool->table.head.revision;
+    bool first_gives = false;
+    const uint64_t first = e->gives_first || e->looked == revision ? 0 : due_first(pool, &first_gives);
+    const uint64_t bytes = MIN(sat_sub(unmet, first), could);
+    const bool holds_back = bytes < could && (first_gives || (unmet && first));
     const bool waits_for_look = !m->leaving && (m->releasing || (unmet && !bytes));
-    const uint64_t looked = waits_for_look ? MAX(m->saw_revision, e->looked) : revision;
+    uint64_t looked = waits_for_look ? MAX(m->saw_revision, e->looked) : revision;
+    looked = holds_back ? e->looked : looked;
     const bool asked = e->looked < looked;
     uint32_t reply = e->reply, why = 0;
     if (bytes) {
@@ -252,10 +273,11 @@ static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
     if (reply == VMEM_KV_REFUSED)
         why = e->has <= e->min ? VMEM_KV_AT_MINIMUM : VMEM_KV_IN_USE;
     e->looked = looked;
+    e->holds_back += holds_back; // so that the others see that the process runs
     e->reply = reply;
     e->why = why;
     pool->table.entries[m->place] = *e;
-    return looked < revision && !m->releasing; // it rings when its pages have gone
+    return looked < revision && !m->releasing && !holds_back; // it rings when its pages have gone
 }
 
 static void refuse_question(struct vmem__member *m, uint32_t why)

@@ -75,7 +75,7 @@ struct vmem__member_terms {
     const char *name;
     uint64_t min, max;              // bytes, as in struct vmem_kv_pool_share
     const struct vmem_info *device; // whose memory it holds; NULL: that of ctx
-    // It gives before the other members of its process: what it gives, its owner has somewhere else.
+    // The other members give only what it cannot: what it gives, its owner has somewhere else.
     bool gives_first;
 };
 

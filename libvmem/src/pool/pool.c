@@ -218,10 +218,10 @@ static int enter_table(vmem_kv_pool *pool, struct vmem__member *m, uint64_t held
 }
 
 // The members answer questions in the order of the list.
-static void enter_list(vmem_kv_pool *pool, struct vmem__member *m, bool gives_first)
+static void enter_list(vmem_kv_pool *pool, struct vmem__member *m)
 {
     struct vmem__member **end = &pool->members;
-    while (*end && !gives_first)
+    while (*end && !m->entry.gives_first)
         end = &(*end)->next;
     m->next = *end;
     *end = m;
@@ -250,6 +250,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
     m->page_shift = (uint32_t)__builtin_ctzll(terms->page_size);
     m->entry.min = terms->min;
     m->entry.max = terms->max;
+    m->entry.gives_first = terms->gives_first;
     strncpy(m->entry.name, terms->name, sizeof(m->entry.name) - 1);
     pthread_mutex_lock(&pool->lock);
     int rc = vmem__table_begin(pool, POOL_CALL_US);
@@ -257,7 +258,7 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
         vmem__table_reap(pool);
         rc = enter_table(pool, m, terms->held << m->page_shift, terms->device);
         if (!rc)
-            enter_list(pool, m, terms->gives_first);
+            enter_list(pool, m);
         vmem__table_end(pool);
         if (!rc && m->unwritten) {
             leave_list(pool, m);

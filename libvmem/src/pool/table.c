@@ -254,7 +254,8 @@ static void revert_unwritten(struct vmem__member *m)
     m->entry.needs = sat_add(m->entry.needs, granted);
 }
 
-// True if the entry must be written now. Changes of `held`, `could_give` and a falling `giving` may wait for POLL_MS.
+// True if the entry must be written now. Changes of `held`, `could_give`, `holds_back` and a falling `giving` may wait
+// for POLL_MS.
 static bool must_write(const struct vmem__member *m)
 {
     const struct vmem_kv_pool_member *w = &m->written;
@@ -263,6 +264,7 @@ static bool must_write(const struct vmem__member *m)
         return true;
     entry.held = w->held;
     entry.could_give = w->could_give;
+    entry.holds_back = w->holds_back;
     if (entry.giving && entry.giving < w->giving)
         entry.giving = w->giving;
     return memcmp(w, &entry, sizeof entry);
@@ -353,9 +355,17 @@ static int check_file(vmem_kv_pool *pool, const char *path, bool *again)
     return 0;
 }
 
+// True if the file is a pool's of another version of libvmem, whose table has another size.
+static bool is_of_another_version(const vmem_kv_pool *pool)
+{
+    struct pool_head h;
+    return pread(pool->fd, &h, sizeof h, 0) == (ssize_t)sizeof h && h.magic == MAGIC &&
+           h.entries == VMEM_KV_POOL_MEMBERS && h.size > sizeof h && h.size != sizeof(pool->table);
+}
+
 static int check_or_make_table(vmem_kv_pool *pool, const char *path, uint64_t budget)
 {
-    const bool old = read_table(pool), alone = !others_have_open(pool);
+    const bool old = read_table(pool), alone = !others_have_open(pool), foreign = is_of_another_version(pool);
     if (old && !alone) {
         const uint64_t has = pool->table.head.budget;
         return !budget || budget == has ? 0
@@ -364,6 +374,8 @@ static int check_or_make_table(vmem_kv_pool *pool, const char *path, uint64_t bu
                                                       ", and all that use it give the same",
                                                       budget, path, has);
     }
+    if (!alone && foreign)
+        return vmem__error(-EBADMSG, "path %s: processes with another version of libvmem use the pool", path);
     if (!alone)
         return vmem__error(-EBADMSG, "path %s: the file does not hold a pool, but other processes use it", path);
     if (!budget)
@@ -372,7 +384,7 @@ static int check_or_make_table(vmem_kv_pool *pool, const char *path, uint64_t bu
         .head = {.magic = MAGIC, .size = sizeof(pool->table), .entries = VMEM_KV_POOL_MEMBERS, .budget = budget}};
     // Take over only an empty file or the table of a pool that has ended. Any other file belongs to somebody else.
     struct stat st;
-    if (!old && !fstat(pool->fd, &st) && st.st_size)
+    if (!old && !foreign && !fstat(pool->fd, &st) && st.st_size)
         return vmem__error(-EBADMSG, "path %s: the file exists and does not hold a pool", path);
     // An old file keeps its processes: of those that have ended, children may still have the locks.
     const struct pool_process nobody[PLACES] = {0};
