@@ -284,6 +284,15 @@ static int map_rest(vmem_blocks *b, struct block_call *c, struct page_batch *wor
     }
 }
 
+// An error if kernels could access blocks that a failed unmap left without their pages. Without the lock.
+static int check_pages(const vmem_blocks *b)
+{
+    int rc = 0;
+    for (const struct page_span *s = b->spans; s < b->spans + b->n_spans && !rc && *b->absent; s++)
+        rc = vmem__check_present(b->ctx, s->first << b->page_shift, s->pages << b->page_shift);
+    return rc;
+}
+
 static bool wanted(const vmem_blocks *b, const struct block_call *c, uint32_t id)
 {
     return b->blocks[id].state == BLOCK_UNBACKED && b->blocks[id].last_unback < c->number;
@@ -332,6 +341,11 @@ static int back_missing(vmem_blocks *b, const struct block_call *c, struct block
     int rc = map_batch(b, todo, *work);
     if (!rc && others)
         rc = map_rest(b, todo, *work);
+    if (!rc && *b->absent) { // an unmap of these pages may have failed since they were checked, before they had counts
+        pthread_mutex_unlock(&b->lock);
+        rc = check_pages(b);
+        pthread_mutex_lock(&b->lock);
+    }
     for (uint32_t i = 0; i < todo->n; i++) {
         struct block *block = &b->blocks[todo->ids[i]];
         block->state = rc ? BLOCK_UNBACKED : BLOCK_BACKED;
@@ -345,15 +359,6 @@ static int back_missing(vmem_blocks *b, const struct block_call *c, struct block
         drop_counts(b, todo, *work);
         *work = NULL;
     }
-    return rc;
-}
-
-// An error if kernels could access blocks that a failed unmap left without their pages. Without the lock.
-static int check_pages(const vmem_blocks *b)
-{
-    int rc = 0;
-    for (const struct page_span *s = b->spans; s < b->spans + b->n_spans && !rc && *b->absent; s++)
-        rc = vmem__check_present(b->ctx, s->first << b->page_shift, s->pages << b->page_shift);
     return rc;
 }
 
