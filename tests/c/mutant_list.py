@@ -384,6 +384,8 @@ _MUTANTS = [
     ("the end of a range leaves its absence", "core/vmem__unreserve", drop("n_absent", n=1), "test_absent"),
     ("a step uses absent rows", "kv/vmem_kv_step", replace("*kv->absent", "0"), "test_absent"),
     ("absent rows of later tensors are used", "kv/check_rows", replace("g->slot_stride * kv->n_slots", "0"), "test_absent"),
+    ("a page whose unmap has failed meanwhile is taken as it is", "blocks/back_missing",
+     replace("!rc && *b->absent", "false"), "test_absent"),
     ("blocks use absent pages", "blocks/check_pages", drop("vmem__check_present"), "test_absent"),
     ("blocks that are backed may be absent", "blocks/vmem_blocks_back",
      replace("|| *b->absent", ""), "test_absent"),

@@ -2,9 +2,9 @@
 // until the driver maps them again. The wrapped backend (checked.c) loses them.
 //
 // SPDX-License-Identifier: MIT
+#include "blocks/blocks.h"
 #include "checked.h"
 #include "kv.h"
-#include "vmem_blocks.h"
 
 #define N 8 // as many runs as a batch keeps without an allocation
 #define SPAN (128 * test_page)
@@ -205,6 +205,40 @@ static void refuse(bool on)
     checked_refuse_restores(on);
 }
 
+static vmem_blocks *blocks;
+static void *back_three(void *rc)
+{
+    *(int *)rc = vmem_blocks_back(blocks, (uint32_t[]){3}, 1, 0, NULL);
+    return NULL;
+}
+
+// A call that backs a block waits for its page, which is being unmapped: that fails, and leaves the page absent. The call
+// has looked for absent pages before.
+static void back_while_an_unmap_fails(uint64_t page)
+{
+    pthread_t t;
+    int rc = -1;
+    bool waits = false;
+    OK(vmem_blocks_back(blocks, (uint32_t[]){3}, 1, 0, NULL));
+    put_word(ctx, page, 9);
+    checked_hold();
+    OK(vmem_blocks_unback(blocks, (uint32_t[]){3}, 1, 0));
+    checked_held();
+    CHECK(!pthread_create(&t, NULL, back_three, &rc));
+    while (!waits) {
+        pthread_mutex_lock(&blocks->lock);
+        waits = blocks->blocks[3].state == BLOCK_BACKING;
+        pthread_mutex_unlock(&blocks->lock);
+    }
+    refuse(true);
+    checked_resume();
+    CHECK(!pthread_join(t, NULL));
+    CHECK_EQ(rc, -ENOMEM);
+    refuse(false);
+    OK(vmem_blocks_back(blocks, (uint32_t[]){3}, 1, 0, NULL));
+    CHECK_EQ(get_word(ctx, page), 9);
+}
+
 static void test_blocks(void)
 {
     struct vmem_block_range range = {.block_stride = test_page, .bytes = test_page, .layers = 1};
@@ -225,6 +259,8 @@ static void test_blocks(void)
     refuse(false);
     OK(vmem_blocks_back(b, (uint32_t[]){0, 1}, 2, 0, NULL));
     CHECK_EQ(get_word(ctx, range.addr), 7);
+    blocks = b;
+    back_while_an_unmap_fails(range.addr + 3 * test_page);
     // The end of blocks whose pages cannot be unmapped, and are absent, loses no page.
     refuse(true);
     ERR(vMemUnmap(ctx, range.addr, test_page), ENOMEM, "injected");
