@@ -72,11 +72,13 @@ def caches(tree: Any) -> bool:
     return not tree.is_chunk_cache()  # until 0.5.21
 
 
-def compare(requests: Iterable[Any], size: int) -> None:
+def compare(requests: Sequence[Any], size: int) -> None:
     """Note how many tokens each of these requests begins with as one before it does, in pieces of `size` tokens.
 
     That is noted once: the request before it may have begun meanwhile.
     """
+    if all(hasattr(request, "_vmem_prompt") for request in requests):
+        return
     prompts = Prompts()
     for request in requests:
         if not hasattr(request, "_vmem_prompt"):
