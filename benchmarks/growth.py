@@ -40,15 +40,30 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--copies", choices=("engine", "kernel"), help=text)
 
 
-class Launches:
-    """Launches a kernel, and waits for it, again and again in a thread; `longest` is the longest round in ms."""
+class Beside:
+    """What a thread does with a device while memory grows and goes back."""
 
     def __init__(self, device: int) -> None:
         import torch
 
-        self.longest = 0.0
-        self._torch, self._device, self._stop = torch, device, threading.Event()
+        self._torch, self._device, self._stop = torch, torch.device("cuda", device), threading.Event()
         self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Launches(Beside):
+    """Launches a kernel, and waits for it, again and again; `longest` is the longest round in ms."""
+
+    longest = 0.0
 
     def _run(self) -> None:
         torch = self._torch
@@ -62,32 +77,20 @@ class Launches:
                     pass
                 self.longest = max(self.longest, 1e3 * (perf_counter() - start))
 
-    def __enter__(self) -> Launches:
-        self._thread.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-class Copies:
-    """Copies from pinned host memory to the device in a thread, by the copy engine or by a kernel."""
+class Copies(Beside):
+    """Copies from pinned host memory to the device, by the copy engine or by a kernel."""
 
     def __init__(self, device: int, by_kernel: bool) -> None:
-        import torch
-
         from pyvmem.sleep.to_device import ToDevice
 
-        self._torch, self._by_kernel, self._stop = torch, by_kernel, threading.Event()
-        self._device = torch.device("cuda", device)
-        self._copy = ToDevice(self._device)
+        super().__init__(device)
+        self._by_kernel, self._copy = by_kernel, ToDevice(self._device)
         self._copy.prepare()
         if by_kernel and not self._copy.has_kernel:
             raise ValueError("--copies kernel: Triton does not work here")
-        self._source = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
-        self._to = torch.empty(COPIED, dtype=torch.uint8, device=self._device)
-        self._thread = threading.Thread(target=self._run)
+        self._source = self._torch.empty(COPIED, dtype=self._torch.uint8, pin_memory=True)
+        self._to = self._torch.empty(COPIED, dtype=self._torch.uint8, device=self._device)
 
     def _run(self) -> None:
         torch, queued = self._torch, []
@@ -100,16 +103,8 @@ class Copies:
                     queued.pop(0).synchronize()
             torch.cuda.current_stream().synchronize()
 
-    def __enter__(self) -> Copies:
-        self._thread.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-def beside(context: Context, args: argparse.Namespace) -> Launches | Copies | None:
+def beside(context: Context, args: argparse.Namespace) -> Beside | None:
     """What runs beside; None where torch cannot launch kernels on the context's device."""
     found = "cuda_pointer" in context.info().capabilities
     try:
@@ -120,7 +115,9 @@ def beside(context: Context, args: argparse.Namespace) -> Launches | Copies | No
         found = False
     if args.copies and not found:
         raise ValueError(f"--copies {args.copies}: torch does not reach the device of the {context.backend} backend")
-    return None if not found else Copies(args.device, args.copies == "kernel") if args.copies else Launches(args.device)
+    if args.copies:
+        return Copies(args.device, args.copies == "kernel")
+    return Launches(args.device) if found else None
 
 
 def turn(context: Context, page_size: int, size: int, launches: Launches | None) -> dict[tuple[str, str], float]:

@@ -502,7 +502,27 @@ static void test_parked_pages_go_when_somebody_asks(void)
     close_all();
 }
 
-// What a cache keeps of an ended request stays while a segment is parked, whichever of the two joined first.
+// A second lease takes 30 pages more than the pool has free: those of the first one that are parked go, and the 40 that
+// the cache keeps of an ended request stay. Ends both, and the cache.
+static void take_what_is_parked(void *parked, uint32_t first)
+{
+    CHECK_EQ(k_stats(kv).held_pages, 40);
+    while (k_pool_row(pool, "torch").could_give < 40 * test_page) // until a thread has looked, as the table says
+        usleep(100);
+    open_lease(0, 60000);
+    void *taken = get(70 * test_page);
+    CHECK(taken);
+    CHECK_EQ(k_stats(kv).held_pages, 40);
+    put(taken);
+    OK(vmem_torch_close(place));
+    use(first);
+    ended = 0;
+    CHECK(!backed(parked, 40));
+    put(parked);
+    vmem_kv_destroy(kv);
+}
+
+// Whichever of the two joined first.
 static void test_parked_pages_go_before_what_a_cache_keeps(void)
 {
     for (int cache_first = 0; cache_first < 2; cache_first++) {
@@ -513,29 +533,14 @@ static void test_parked_pages_go_before_what_a_cache_keeps(void)
         if (!cache_first)
             open_kv(0, 0);
         void *parked = get(40 * test_page);
-        const uint32_t slot = kv_request(80, 1);
-        OK(vmem_kv_free(kv, slot, 0));
-        CHECK_EQ(k_stats(kv).held_pages, 40);
+        OK(vmem_kv_free(kv, kv_request(80, 1), 0));
         OK(park(parked));
-        const uint32_t first = place;
-        while (k_pool_row(pool, "torch").could_give < 40 * test_page) // until the thread has looked
-            usleep(100);
-        open_lease(0, 60000);
-        void *taken = get(70 * test_page); // 30 more than the pool has free
-        CHECK(taken);
-        CHECK_EQ(k_stats(kv).held_pages, 40);
-        put(taken);
-        OK(vmem_torch_close(place));
-        use(first);
-        ended = 0;
-        CHECK(!backed(parked, 40));
-        put(parked);
-        vmem_kv_destroy(kv);
+        take_what_is_parked(parked, place);
         close_all();
     }
 }
 
-// Nor does it go before what a lease of another process has parked, here of another pool with the same file.
+// So do those of a lease of another process, here of another pool with the same file.
 static void test_parked_pages_of_others_go_first(void)
 {
     char path[] = "/tmp/vmem-test-XXXXXX";
@@ -550,22 +555,9 @@ static void test_parked_pages_of_others_go_first(void)
         void *parked = get(40 * test_page);
         pool = pools[0];
         open_kv(0, 0);
-        const uint32_t slot = kv_request(80, 1), first = place;
-        OK(vmem_kv_free(kv, slot, 0));
-        OK(vmem_torch_park(first, &(uint64_t){at(parked)}, 1, NULL));
-        while (k_pool_row(pool, "torch").could_give < 40 * test_page) // as the table says
-            usleep(100);
-        open_lease(0, 60000);
-        void *taken = get(70 * test_page); // 30 more than the pool has free
-        CHECK(taken);
-        CHECK_EQ(k_stats(kv).held_pages, 40);
-        put(taken);
-        OK(vmem_torch_close(place));
-        use(first);
-        ended = 0;
-        CHECK(!backed(parked, 40));
-        put(parked);
-        vmem_kv_destroy(kv);
+        OK(vmem_kv_free(kv, kv_request(80, 1), 0));
+        OK(park(parked));
+        take_what_is_parked(parked, place);
         vmem_kv_pool_destroy(pools[1]);
         close_all();
     }

@@ -1,9 +1,11 @@
-import os
-import subprocess
-import sys
-import types
-from pathlib import Path
+"""Copies to the device, by its copy engine and by the kernel in Triton.
 
+SPDX-License-Identifier: MIT
+"""
+
+import types
+
+import interpreter
 import pytest
 import torch
 
@@ -39,11 +41,7 @@ def test_the_kernel_copies_and_is_compiled_before():
 
 
 def test_the_kernel_in_tritons_interpreter():
-    pytest.importorskip("triton")
-    code = "import torch, test_to_device; test_to_device.kernel_is_right(torch.device('cpu'))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True,
-                          env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300)  # fmt: skip
-    assert done.returncode == 0 and "the kernel is right" in done.stdout, done.stdout + done.stderr[-2000:]
+    interpreter.kernel_is_right("test_to_device")
 
 
 @pytest.mark.parametrize("by_kernel, full", [(False, False), (True, False), (True, True)])
