@@ -94,21 +94,22 @@ static uint64_t could_give(vmem_kv *kv)
 
 static atomic_uint_fast64_t question;
 static atomic_bool refused; // the thread refused it, or an older one
+static struct vmem__member *seen; // the cache's, which forgets it before the thread's last look has ended
 static const struct vmem__member_ops *real_ops;
 
 // Stands in for the operation with which the thread begins each look at the cache, and so sees every reply.
 static void see_reply(void *self)
 {
-    const struct vmem__member *m = ((vmem_kv *)self)->membership.member;
-    pthread_mutex_lock(&m->pool->lock);
-    refused |= m->entry.reply == VMEM_KV_REFUSED && m->entry.looked >= question;
-    pthread_mutex_unlock(&m->pool->lock);
+    pthread_mutex_lock(&seen->pool->lock);
+    refused |= seen->entry.reply == VMEM_KV_REFUSED && seen->entry.looked >= question;
+    pthread_mutex_unlock(&seen->pool->lock);
     real_ops->lock(self);
 }
 
 static void see_replies(struct vmem__member *m)
 {
     static struct vmem__member_ops seeing;
+    seen = m;
     real_ops = m->ops;
     seeing = *real_ops;
     seeing.lock = see_reply;
