@@ -24,6 +24,7 @@ BENCH = [sys.executable, "-m", "benchmarks"]
 def figures() -> list[tuple[str, int, list[str]]]:
     """(name, seconds at most, command), in the order in which they run."""
     lease = [*BENCH, "lease", "--page-size", "2M", "--backend"]
+    growth = [*BENCH, "growth", "--backend", "stock", "--grow", "1G"]
     no_training = ["--part", "park", "--part", "block", "--part", "new"]
     return [
         ("lease-stock", 60, [*lease, "stock", *no_training]),
@@ -31,6 +32,7 @@ def figures() -> list[tuple[str, int, list[str]]]:
         ("lease-train", 180, [*lease, "stock", "--part", "train", "--steps", "100"]),
         ("lease-train-cuda", 120, [*lease, "cuda", "--part", "train"]),
         ("sums", 60, [*BENCH, "sums", "--backend", "stock"]),
+        ("growth-copies", 120, [*growth, "--copies", "none", "engine", *(f"kernel:{n}" for n in (2, 4, 8, 16))]),
         ("lease-saver", 60, [*lease, "stock", "--part", "saver"]),
         *(with_vllm() if importlib.util.find_spec("vllm") else ()),
         *(with_sglang() if importlib.util.find_spec("sglang") else ()),

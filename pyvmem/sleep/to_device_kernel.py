@@ -19,10 +19,10 @@ def copy_kernel(to, source, n, BLOCK: tl.constexpr):
         tl.store(to + places, tl.load(source + places, mask=places < n), mask=places < n)
 
 
-def copy(to: torch.Tensor, source: torch.Tensor) -> None:
+def copy(to: torch.Tensor, source: torch.Tensor, programs: int = PROGRAMS) -> None:
     """Copy int64[n] from pinned host memory to the device; n must be less than 2**31."""
     if to.is_cuda:
         with torch.cuda.device(to.device):  # on which Triton launches
-            copy_kernel[(PROGRAMS,)](to, source, len(to), BLOCK=BLOCK)
+            copy_kernel[(programs,)](to, source, len(to), BLOCK=BLOCK)
     else:  # in Triton's interpreter
-        copy_kernel[(PROGRAMS,)](to, source, len(to), BLOCK=BLOCK)
+        copy_kernel[(programs,)](to, source, len(to), BLOCK=BLOCK)

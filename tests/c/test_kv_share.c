@@ -93,7 +93,7 @@ static uint64_t could_give(vmem_kv *kv)
 }
 
 static atomic_uint_fast64_t question;
-static atomic_bool refused; // the thread refused it, or an older one
+static atomic_bool refused;       // the thread refused it, or an older one
 static struct vmem__member *seen; // the cache's, which forgets it before the thread's last look has ended
 static const struct vmem__member_ops *real_ops;
 

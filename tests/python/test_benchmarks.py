@@ -340,13 +340,17 @@ def test_bench_attention_lets_each_run_be_first_behind_a_busy_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("args, text", [
-    (["--figure", "5"], "'5' must be some of 2, 3, 4, 6, 7, 11"),
-    (["--table", "5,x"], "'5,x' must be some of 5, 6, 9"),
-    (["--fa3", "vllm"], "--fa3 vllm: No module named 'vllm'"),
+    (["attention", "--figure", "5"], "'5' must be some of 2, 3, 4, 6, 7, 11"),
+    (["attention", "--table", "5,x"], "'5,x' must be some of 5, 6, 9"),
+    (["attention", "--fa3", "vllm"], "--fa3 vllm: No module named 'vllm'"),
+    (["growth", "--copies", "none", "gpu"], "'gpu': must be none, engine, kernel, or kernel:N of N programs"),
+    (["growth", "--copies", "engine:4"], "'engine:4': must be none, engine"),
+    (["growth", "--copies", "kernel:0"], "'kernel:0': from 1 to 1024 programs"),
+    (["growth", "--grow", "2M", "--copies", "kernel:4"], "torch does not reach the device of the host backend"),
 ])  # fmt: skip
-def test_err_bench_attention(args, text, capsys):
+def test_err_bench(args, text, capsys):
     try:
-        assert main(["attention", "--quick", "--backend", "host", *args]) == 1
+        assert main([*args, "--quick", "--backend", "host"]) == 1
     except SystemExit as end:  # argparse's
         assert end.code == 2
     assert text in capsys.readouterr().err
