@@ -234,9 +234,10 @@ static void back_while_an_unmap_fails(uint64_t page)
     checked_resume();
     CHECK(!pthread_join(t, NULL));
     CHECK_EQ(rc, -ENOMEM);
-    refuse(false);
+    refuse(false); // from here on, the thread may unmap the page that nobody got, before the next call takes it
     OK(vmem_blocks_back(blocks, (uint32_t[]){3}, 1, 0, NULL));
-    CHECK_EQ(get_word(ctx, page), 9);
+    const uint64_t word = get_word(ctx, page);
+    CHECK(word == 9 || word == 0);
 }
 
 static void test_blocks(void)
