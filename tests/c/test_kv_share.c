@@ -324,7 +324,7 @@ static void test_a_cache_leaves_a_question_to_a_lease(void)
     const uint32_t second = table().entries[0].holds_back;
     while (table().entries[0].holds_back == second)
         usleep(1000);
-    CHECK(table().entries[0].holds_back - second < 50);
+    CHECK(table().entries[0].holds_back - second < 200);
     change_lease(PARKED - 80, 0, PARKED - 80);
     while (table().entries[0].looked < question)
         usleep(100);
@@ -407,7 +407,7 @@ static void test_a_cache_gives_if_a_lease_does_not(void)
         }
         if (end == IS_SILENT || end == STOPS) {
             pthread_mutex_lock(&pool->lock);
-            pool->ran += UINT64_C(3000000000);
+            pool->ran += vmem__pool_silent_ns + 1;
             pthread_mutex_unlock(&pool->lock);
         }
         if (end == DIES) {
@@ -443,7 +443,7 @@ static void test_who_holds_back_is_not_silent(void)
         pthread_mutex_lock(&asks->lock);
         if (asks->seen[0].entry.holds_back != before) {
             before = asks->seen[0].entry.holds_back;
-            asks->ran += UINT64_C(1500000000);
+            asks->ran += vmem__pool_silent_ns / 4 * 3;
             i++;
         }
         pthread_mutex_unlock(&asks->lock);
@@ -603,6 +603,7 @@ static void test_a_lost_lock_is_noticed(void)
 int main(int argc, char **argv)
 {
     test_start(argc, argv);
+    vmem__pool_silent_ns = UINT64_C(600000000000); // the lease, whose row the test writes, may be slow
     ctx = test_context(0);
     file = mkstemp(path);
     CHECK(file >= 0);

@@ -19,9 +19,10 @@
 
 #include "pool/pool.h"
 
-#define REAP_NS UINT64_C(100000000)    // interval between searches for members whose process has ended
-#define SILENT_NS UINT64_C(2000000000) // nobody waits for a member that has not answered for so long
-#define ROUND_NS UINT64_C(250000000)   // of the time between two rounds, so much counts as the thread's
+#define REAP_NS UINT64_C(100000000)  // interval between searches for members whose process has ended
+#define ROUND_NS UINT64_C(250000000) // of the time between two rounds, so much counts as the thread's
+
+_Atomic uint64_t vmem__pool_silent_ns = 2000000000;
 
 // ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ static void note_replies(vmem_kv_pool *pool)
 // True if a member has owed something for too long. Its process may be stopped, or wait in the driver for ever.
 static bool has_timed_out(const vmem_kv_pool *pool, uint32_t place)
 {
-    return pool->ran - pool->seen[place].at > SILENT_NS;
+    return pool->ran - pool->seen[place].at > vmem__pool_silent_ns;
 }
 
 // The bytes that members need and that neither free budget nor budget being given back covers.
@@ -317,7 +318,7 @@ static bool update_table(vmem_kv_pool *pool)
     pool->ran += MIN(t - pool->round_at, ROUND_NS);
     pool->round_at = t;
     pool->locked_at = rc != -EAGAIN ? pool->ran : pool->locked_at;
-    const bool locked = pool->ran - pool->locked_at > SILENT_NS;
+    const bool locked = pool->ran - pool->locked_at > vmem__pool_silent_ns;
     for (struct vmem__member *m = pool->members; m && (rc == -EBADMSG || locked); m = m->next)
         if (m->entry.needs) // no other member will read the question
             refuse_question(m, locked ? VMEM_KV_NO_ANSWER : VMEM_KV_FILE_DAMAGED);

@@ -79,9 +79,11 @@ struct vmem__member_terms {
     bool gives_first;
 };
 
-// A question for budget lapses after this time (250 ms) unless the member repeats it or waits. Tests change the time,
-// so that they do not depend on the machine's speed.
+// A question for budget lapses after this time (250 ms) unless the member repeats it or waits.
 extern _Atomic uint64_t vmem__pool_ask_ns;
+// Nobody waits any longer than this (2 s) for a member that does not answer. Tests change both times, so that they do not
+// depend on the machine's speed.
+extern _Atomic uint64_t vmem__pool_silent_ns;
 
 // ---- what members call -------------------------------------------------------------------------------------------------
 //
