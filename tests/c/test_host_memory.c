@@ -236,7 +236,8 @@ static int shared_memory(struct vmem__host_memory *out)
 static int shared_fallocate(uint64_t length)
 {
     const bool last = group->used >= GROUP - GROUP / 8;
-    usleep(last && ++group->calls % 3 == 0 ? 300000 : 300); // time in which others look at what there is
+    const unsigned calls = last ? ++group->calls : 0;
+    usleep(calls && calls % 3 == 0 && calls <= 12 ? 300000 : 300); // time in which others look at what there is
     while (atomic_flag_test_and_set(&group->busy))
         sched_yield();
     group->used += length;
@@ -291,6 +292,39 @@ static void one_stands_still_in_its_turn(void)
     close(other);
 }
 
+static int taken_meanwhile(uint64_t length)
+{
+    if (group->used < GROUP - GROUP / 64)
+        group->used = GROUP - GROUP / 64;
+    group->used += length;
+    group->killed = group->killed || group->used > GROUP;
+    publish_usage();
+    return 0;
+}
+
+// A call stands still between its look and its pages, in its turn or without one. The others take all but what stays. What
+// the call goes on to take is a part of that.
+static void one_stands_still_after_its_look(void)
+{
+    const struct vmem_options opts = {.size = sizeof opts, .backend = "host"};
+    vmem_context *ctx;
+    vmem_page page;
+    const int other = open(usage_path, O_RDONLY | O_CLOEXEC);
+    CHECK(other >= 0);
+    checked_fallocate = taken_meanwhile;
+    for (int turn = 0; turn < 2; turn++) {
+        group->used = GROUP / 4;
+        publish_usage();
+        CHECK(!flock(other, turn ? LOCK_UN : LOCK_EX));
+        OK(vmem_context_create(&opts, &ctx));
+        CHECK_EQ(vMemCreate(ctx, VMEM_PAGE_2M, 1, 0, &page), -ENOMEM);
+        CHECK(!group->killed);
+        vmem_context_destroy(ctx);
+    }
+    close(other);
+    checked_fallocate = shared_fallocate;
+}
+
 // None of them trusts an answer that the others have made untrue.
 static void the_last_of_it_in_processes(void)
 {
@@ -306,8 +340,10 @@ static void the_last_of_it_in_processes(void)
     checked_host_memory = shared_memory;
     checked_fallocate = shared_fallocate;
     one_stands_still_in_its_turn();
+    one_stands_still_after_its_look();
     for (size_t i = 0; i < COUNT(calls); i++) {
         group->used = 0;
+        group->calls = 0;
         publish_usage();
         for (int p = 0; p < PROCESSES; p++) {
             const pid_t pid = fork();

@@ -44,9 +44,10 @@
 #define QUIET_STEP (UINT64_C(1) << 20)
 // How long an answer about the available memory holds.
 #define CREDIT_MS 1000
-// In a control group it holds for calls of at most so many bytes, and of a part of what stays. So many other processes may
-// be in such a call, each stopped between its look and its pages, and the group still has enough.
+// In a control group it holds for calls of at most so many bytes.
 #define CREDIT_MOST (UINT64_C(2) << 20)
+// There, no call populates more after one look than so large a part of what stays. So many processes may be stopped, each
+// between its look and its pages, and the group still has enough.
 #define OTHERS 16
 // How long a call waits, in ms, for that of another process of the group that takes more. One that was stopped meanwhile
 // must not stop the others: without a turn, a call takes a part of what is left, as all of them may.
@@ -73,6 +74,7 @@ struct host {
     int usage;                 // the file with the bytes that the group uses; -1: none
     _Atomic uint64_t trusted;  // the usage up to which the last answer holds
     _Atomic uint64_t small;    // for calls of at most so many bytes
+    uint64_t part;             // bytes that a call may populate after one look at the memory; 0: any
     _Atomic int64_t unasked;   // bytes that may be populated before the system is asked again
     _Atomic uint64_t asked_ms; // when it was asked last, and how much these are
     // Bytes that were to be populated without a check of the available memory, and those that are.
@@ -388,7 +390,8 @@ static int check_memory(struct host *h, uint64_t length)
     h->unasked = 0; // from here on, no thread begins without a check
     const uint64_t ended = h->ended;
     uint64_t used;
-    h->trusted = 0;
+    h->trusted = h->part = 0;
+    const bool known = h->turn && usage(h, &used); // before the look: what others take meanwhile is not trusted
     if (vmem__host_memory("", &m))
         return 0;
     // The process itself needs some memory, also for page tables. What other threads were populating may be counted
@@ -397,8 +400,9 @@ static int check_memory(struct host *h, uint64_t length)
     const uint64_t stays = own + (h->begun - ended);
     const uint64_t left = (m.available > stays ? m.available - stays : 0) / (h->turn ? 1 : OTHERS);
     h->unasked = left > length ? (int64_t)((left - length) / 4) : 0;
+    h->part = h->usage < 0 ? 0 : own / OTHERS < GRANULE ? GRANULE : own / OTHERS / GRANULE * GRANULE;
     h->small = own / OTHERS < CREDIT_MOST ? own / OTHERS : CREDIT_MOST;
-    if (h->turn && left > length && usage(h, &used))
+    if (known && left > length)
         h->trusted = used + length + (left - length) / 4;
     h->asked_ms = now_ms();
     if (left < length)
@@ -460,6 +464,23 @@ static int allocate(struct vmem__backend *b, struct vmem__arena *a, uint64_t off
     return rc == -EINTR ? rc : vmem__error(rc, "%" PRIu64 " bytes of pages: fallocate: %s", length, strerror(-rc));
 }
 
+// After ask(): populates all, looking at the memory before each part.
+static int allocate_in_parts(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
+{
+    struct host *h = b->priv;
+    uint64_t done = 0;
+    int rc = 0;
+    for (uint64_t n; !rc && done < length; done += rc ? 0 : n) {
+        n = h->part && h->part < length - done ? h->part : length - done;
+        rc = done ? check_memory(h, length - done) : 0;
+        if (!rc)
+            rc = allocate(b, a, offset + done, n);
+    }
+    if (rc && done)
+        discard(b, a, offset, done);
+    return rc;
+}
+
 static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t offset, uint64_t length)
 {
     struct host *h = b->priv;
@@ -473,7 +494,7 @@ static int populate(struct vmem__backend *b, struct vmem__arena *a, uint64_t off
         return rc;
     rc = ask(h, length);
     if (!rc)
-        rc = allocate(b, a, offset, length);
+        rc = allocate_in_parts(b, a, offset, length);
     asked(h);
     return rc;
 }
