@@ -124,7 +124,7 @@ OWN_BLOCK = 64 + 9 * RANKS  # bytes of a block here: stages of a pipeline may di
 POOL_OF = 64 + 10 * RANKS  # number of the pool of this worker's device
 WEIGHTS = 64 + 11 * RANKS  # bytes of weights in the pool
 WEIGHTS_HELD = 64 + 12 * RANKS  # of these, bytes on the device
-ASLEEP = 64 + 13 * RANKS  # 1 while the worker sleeps; it reserves nothing then
+ASLEEP = 64 + 13 * RANKS  # `Sleeps` while the worker sleeps, and reserves nothing; else 0
 KEPT = 64 + 14 * RANKS  # times that the worker went to sleep and kept its blocks
 SHORT = 64 + 15 * RANKS  # bytes that the worker lacked when it last failed to wake
 WOKE = 64 + 16 * RANKS  # attempts to wake, times two; odd if the last one failed
@@ -143,6 +143,13 @@ WORDS = _SERVERS + SERVERS * SERVER_WORDS
 NO_LIMIT = (1 << 62) - 1
 
 Words = npt.NDArray[np.int64]
+
+
+class Sleeps(enum.IntEnum):
+    """What a worker that sleeps has of the memory that it needs."""
+
+    LACKS = 1  # a part, or nothing
+    CLAIMED = 2  # all: it wakes, unless the device, another worker or another engine fails it
 
 
 class State(enum.IntEnum):
@@ -310,6 +317,11 @@ class Page:
     def asleep(self) -> bool:
         """True if one of the engine's workers sleeps, or all do."""
         return any(self.cells[ASLEEP : ASLEEP + self.ranks])
+
+    @property
+    def claimed(self) -> bool:
+        """True if each of the engine's workers is awake, or has claimed what it needs to wake."""
+        return Sleeps.LACKS not in self.cells[ASLEEP : ASLEEP + self.ranks].tolist()
 
     @property
     def gives(self) -> int:

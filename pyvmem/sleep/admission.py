@@ -86,15 +86,20 @@ class Admission:
     def __init__(self, pages: ServerPages, patience: float, ends: Callable[[], bool]) -> None:
         self._pages, self._patience, self._ends = pages, patience, ends
         self._running = self._unserved = 0
-        self._waiting: dict[object, int] = {}  # when each request came that waits
-        self._silent: dict[object, int] = {}  # when each stream came that the engine has, and that has sent nothing
+        self._waiting: dict[Client, int] = {}  # when each request came that waits
+        self._early: dict[Client, int] = {}  # and each that the engine has, but has not been awake for
+        self._silent: dict[Client, int] = {}  # and each stream that the engine has, and that has sent nothing
         self._used, self._order = now_us(), Order.NONE
         self._changed, self.news = asyncio.Event(), asyncio.Event()
 
     def publish(self) -> None:
         """Write this process's words of the control pages."""
-        waits = [*self._waiting.values(), *(() if self._pages.is_awake() else self._silent.values())]
-        since = min(waits, default=0)
+        if self._pages.is_awake():
+            self._early.clear()
+            waits = self._waiting
+        else:  # they have had no turn, so they count with those that wait, too
+            waits = self._silent | self._early | self._waiting
+        since = min(waits.values(), default=0)
         for slot in self._pages.slots():
             slot[control.S_RUNNING], slot[control.S_QUEUED] = self._running, len(waits)
             slot[control.S_UNSERVED] = self._unserved
@@ -108,29 +113,36 @@ class Admission:
 
     # ---- requests --------------------------------------------------------------------------------------------
 
-    async def enter(self, client: Client) -> bool:
-        """Wait until a request may begin, and count it. False: it may not, or its client is gone."""
-        end, token = time.monotonic() + self._patience, object()
+    async def enter(self, client: Client, early: bool = False) -> bool:
+        """Wait until a request may begin, and count it. False: it may not, or its client is gone.
+
+        early: whether the engine queues it while it wakes. If it fails to wake, the request waits there.
+        """
+        end, came = time.monotonic() + self._patience, now_us()
         try:
             while True:
                 self._running += 1
                 self.publish()  # before the look, so that whoever closes sees it
                 if self._pages.is_open():
                     return True
+                if early and self._pages.admits():
+                    self._early[client] = came
+                    return True
                 self._running -= 1
-                self._waiting.setdefault(token, now_us())
+                self._waiting[client] = came
                 self.publish()
                 self.news.set()  # it need not wait for the next look
                 drained = self._pages.mine[0][control.DRAINED]
                 if drained or self._ends() or not await self._is_changed(client, end):
                     return False
         finally:
-            self._waiting.pop(token, None)
+            self._waiting.pop(client, None)
             self.publish()
 
-    def leave(self) -> None:
+    def leave(self, client: Client) -> None:
         """A request that has entered has ended."""
         self._running -= 1
+        self._early.pop(client, None)
         self.model_used()
         if not self._pages.is_open():  # who closes waits for it
             self.news.set()
@@ -145,25 +157,27 @@ class Admission:
         self._unserved += 1
         self.publish()
 
-    def set_silent(self, stream: object, since: int | None) -> None:
-        """Note since when a stream has been there that has sent nothing; None: it has, or has ended."""
+    def set_silent(self, client: Client, since: int | None) -> None:
+        """Note since when a client's stream has been there that has sent nothing; None: it has, or has ended."""
         if since is None:
-            self._silent.pop(stream, None)
+            self._silent.pop(client, None)
         else:
-            self._silent[stream] = since
+            self._silent[client] = since
 
     def is_in_vain(self, came: int, stream: bool, waited: int) -> bool:
         """Return whether a request that has sent nothing has waited too long for memory.
 
         came, waited : microseconds, when it came, and how long it has waited for its model.
 
-        One that answers as a whole may be half done if its model went on until it fell asleep: it goes on at the wake.
+        One that answers as a whole may be half done if it began before its model fell asleep, which had memory until
+        then: it goes on at the wake.
         """
         if not self._pages.mine:
             return False
         page = self._pages.mine[0]
         starved = page[control.STARVING]
-        if not starved or (not stream and starved >= page[control.CHANGED_AT] and not self._pages.is_awake()):
+        goes_on = not stream and came + waited <= page[control.CHANGED_AT] <= starved and not self._pages.is_awake()
+        if not starved or goes_on:
             return False
         return now_us() - max(starved - waited, came) > 1e6 * self._patience
 
@@ -185,11 +199,11 @@ class Admission:
 
     async def carry_out(self, order: Order, client: Client) -> bool:
         """Have the leader carry out an operator's order, which ends with this call; return whether it has in time."""
-        end, token = time.monotonic() + self._patience, object()
+        end = time.monotonic() + self._patience
         try:
             self._order = order
             if order == Order.WAKE:
-                self._waiting[token] = now_us()
+                self._waiting[client] = now_us()
             self.publish()
             self.news.set()
             while not (done := self._is_carried_out(order)):
@@ -197,7 +211,7 @@ class Admission:
                     break
             return done
         finally:
-            self._waiting.pop(token, None)
+            self._waiting.pop(client, None)
             self._order = Order.NONE
             self.publish()
 

@@ -66,16 +66,18 @@ class Leader:
 
     async def run(self) -> None:
         """Look at the pages for ever."""
-        failure, seen = "", (0, 0, False, False)
+        failure, seen = "", (0, 0, False, False, False)
         while True:
+            acts = self.is_acting() or seen[0] == State.WAKING
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two classes until Python 3.11
-                await asyncio.wait_for(self._admission.news.wait(), ACTS if self.is_acting() else TICK)
+                await asyncio.wait_for(self._admission.news.wait(), ACTS if acts else TICK)
             self._admission.news.clear()
             try:
                 if not self._pages.find():
                     continue
                 page = self._pages.mine[0]
-                now = page[control.STATE], page[control.DRAINED], page[control.RUNNING] > 0, self._model.ends()
+                now = (page[control.STATE], page[control.DRAINED], page[control.RUNNING] > 0, self._model.ends(),
+                       self._pages.admits())  # fmt: skip
                 if now != seen:
                     seen = now
                     self._admission.wake_waiters()

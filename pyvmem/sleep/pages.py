@@ -93,6 +93,14 @@ class ServerPages:
         """Return whether requests may begin."""
         return self.is_awake() and not self.mine[0][control.DRAINED]
 
+    def admits(self) -> bool:
+        """Return whether requests may come to engines that queue them while they wake.
+
+        It is so from the moment when all memory is claimed, while contents are copied.
+        """
+        wakes = all(p[control.STATE] == State.WAKING and p.claimed for p in self.mine)
+        return self.is_open() or (wakes and not self.mine[0][control.DRAINED])
+
     def has_sleepers(self) -> bool:
         """Return whether a worker of an engine sleeps."""
         return any(p.asleep for p in self.mine)

@@ -1,6 +1,7 @@
 """A model that sleeps while nobody uses it and wakes when a request comes: ASGI middleware in its own server.
 
-Requests are held while the model sleeps. The first wakes it, once for all. Those that run are counted until their last
+Requests are held while the model sleeps. The first wakes it, once for all. An engine that queues requests gets them
+once all memory is claimed, and reads them while the weights are copied. Those that run are counted until their last
 byte. When the model has been idle, it sleeps. If another one of its pool needs the memory (`turns`), it sleeps with its
 requests, which go on when it wakes. Or it drains: no further request begins until the last has ended. A request that
 waits too long for its model or its first token gets status 503 with Retry-After.
@@ -66,6 +67,10 @@ class Serve(http.Limits):
         """Return whether a request needs the model to be awake."""
         return method == "POST" and not path.startswith(self.free)
 
+    def queues(self, state: Any, path: str) -> bool:
+        """Return whether the engine only queues a POST for this path while it wakes, and if it sleeps on after all."""
+        return False
+
     def will_answer(self, scope: Scope) -> bool:
         """Return whether the server will not refuse a request for its key. A stranger's wakes no model."""
         return http.has_key(scope, self._keys_of(scope))
@@ -113,7 +118,7 @@ class Serve(http.Limits):
             await self._app(scope, receive, send)
             return
         client, came = Client(receive), now_us()
-        if not await self.admission.enter(client):
+        if not await self.admission.enter(client, kind == "http" and self.queues(self.host, path)):
             if not client.gone:
                 await self._refuse(kind, send)
             return
@@ -123,7 +128,7 @@ class Serve(http.Limits):
             nonlocal running
             if running:
                 running = False
-                self.admission.leave()
+                self.admission.leave(client)
 
         try:
             if kind == "websocket":
@@ -169,15 +174,15 @@ class Serve(http.Limits):
         A stream's headers wait for its first bytes, so that it can be refused until then. The request ends with its
         last byte: SGLang's application still waits for two seconds then.
         """
-        began, starts, sent, stream = now_us(), [], False, object()
+        began, starts, sent = now_us(), [], False
 
         async def tell(message: dict[str, Any]) -> None:
             nonlocal sent
             if message["type"] == "http.response.start":
                 starts.append(message)
-                self.admission.set_silent(stream, began)
+                self.admission.set_silent(client, began)
                 return
-            self.admission.set_silent(stream, None)
+            self.admission.set_silent(client, None)
             while starts:
                 await send(starts.pop())
             sent = True
@@ -196,7 +201,7 @@ class Serve(http.Limits):
                 await send(starts.pop())
             return True
         finally:
-            self.admission.set_silent(stream, None)
+            self.admission.set_silent(client, None)
             if not answers.done():
                 answers.cancel()
                 await asyncio.wait([answers])

@@ -19,7 +19,7 @@ import torch
 
 from pyvmem._clock import now_us
 from pyvmem.engine import control, pools
-from pyvmem.engine.control import Page
+from pyvmem.engine.control import Page, Sleeps
 from pyvmem.engine.memory import context_on
 from pyvmem.engine.settings import Refused, Settings
 from pyvmem.errors import OutOfMemory, VmemError
@@ -141,8 +141,8 @@ class Sleeper:
     def wake(self, seconds: float, waits: Callable[[], None] = lambda: None, queued: bool = False) -> None:
         """Take everything back, or raise OutOfMemory after so many seconds. Then `park` must follow.
 
-        Meanwhile, the page says how much is missing. waits : called while it waits for others. queued : as
-        `Weights.wake` has it.
+        Meanwhile, the page says how much is missing, and when all is claimed. waits : called while it waits for others.
+        queued : as `Weights.wake` has it.
         """
         end, asks = time.monotonic() + seconds, False
         with contextlib.suppress(VmemError):  # if the pool's file cannot be read, the attempt says why
@@ -152,10 +152,12 @@ class Sleeper:
             self._lacks(missing)
         while True:
             try:
-                # While the weights are copied, nobody need give more.
-                self.weights.wake(min(seconds, TELL if asks else TRY), lambda: self._lacks(0), queued)
+                self.weights.wake(min(seconds, TELL if asks else TRY), self._claimed, queued)
                 break
-            except OutOfMemory as error:
+            except BaseException as error:
+                self._sleeps(Sleeps.LACKS)
+                if not isinstance(error, OutOfMemory):
+                    raise
                 self._lacks(error.missing)  # type: ignore[attr-defined]
                 asks = True
                 if time.monotonic() >= end:
@@ -166,11 +168,20 @@ class Sleeper:
 
     def park(self, keep: bool = True) -> None:
         """Put everything to sleep, also after an attempt to wake that failed. keep: as `Weights.park` has it."""
+        self._sleeps(Sleeps.LACKS)
         self.weights.park(keep, self._busy)
         self._activations.drop()
 
+    def _claimed(self) -> None:
+        """While the weights are mapped and copied, nobody need give more, and requests may come to the engine."""
+        self._lacks(0)
+        self._sleeps(Sleeps.CLAIMED)
+
     def _lacks(self, missing: int) -> None:
         self._page.cells[control.SHORT + self._rank] = missing
+
+    def _sleeps(self, how: Sleeps) -> None:
+        self._page.cells[control.ASLEEP + self._rank] = how
 
     def publish(self) -> None:
         """Write this worker's column of the control page. It is called now and then: see `warmed_up`."""

@@ -115,7 +115,7 @@ NAMES = {
                    "model_config num_speculative_tokens parallel_config scheduler_config speculative_config "
                    "weight_transfer_config"),
     "CompilationConfig": (_CONFIG + "compilation.py", "static_all_moe_layers static_forward_context"),
-    "ParallelConfig": (_CONFIG + "parallel.py", "data_parallel_index decode_context_parallel_size "
+    "ParallelConfig": (_CONFIG + "parallel.py", "data_parallel_index data_parallel_size decode_context_parallel_size "
                        "distributed_executor_backend enable_elastic_ep enable_eplb enable_expert_parallel "
                        "pipeline_parallel_size "
                        "prefill_context_parallel_size tensor_parallel_size worker_cls world_size"),
@@ -139,8 +139,8 @@ NAMES = {
     "ModelRunnerOutput": ("v1/outputs.py", "kv_connector_output"),
     "KVConnectorOutput": ("v1/outputs.py", "kv_connector_worker_meta"),
     "ModelConfig": (_CONFIG + "model.py", "architecture convert_type dtype enable_sleep_mode enforce_eager hf_config "
-                    "is_hybrid max_model_len model model_impl multimodal_config quantization revision runner_type "
-                    "served_model_name trust_remote_code"),
+                    "is_hybrid is_moe max_model_len model model_impl multimodal_config quantization revision "
+                    "runner_type served_model_name trust_remote_code"),
     "LoadConfig": (_CONFIG + "load.py", "device download_dir load_format model_loader_extra_config"),
     "AttentionConfig": (_CONFIG + "attention.py", "hisparse_config>=0.30"),
     "Worker": ("v1/worker/gpu_worker.py", "_maybe_get_memory_pool_context compile_or_warm_up_model "
@@ -150,7 +150,7 @@ NAMES = {
                    "synchronize_device vllm_config"),
     "GPUModelRunner": ("v1/worker/gpu/model_runner.py", "get_kv_cache_spec get_model model"),
     "GPUModelRunner of V1": ("v1/worker/gpu_model_runner.py", "drafter"),
-    "AsyncLLM": ("v1/engine/async_llm.py", "collective_rpc sleep wake_up"),
+    "AsyncLLM": ("v1/engine/async_llm.py", "collective_rpc sleep vllm_config wake_up"),
     "Platform": ("platforms/interface.py", "is_zen_cpu"),
     "module platforms": ("platforms/__init__.py", "builtin_platform_plugins"),
     "module interface": ("platforms/interface.py", "UnspecifiedPlatform"),

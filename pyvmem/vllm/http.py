@@ -18,6 +18,7 @@ from pyvmem.sleep import serve
 from pyvmem.vllm import plugin
 
 PREFIX = "vllm:"
+QUEUED = {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"}
 
 
 def server() -> int:
@@ -68,6 +69,16 @@ class Serve(Limits, serve.Serve):
 
     def settings(self) -> Settings:
         return plugin.settings()
+
+    def queues(self, state: Any, path: str) -> bool:
+        """vLLM's engine is paused until it is awake. But it loads adapters at once. Data-parallel engines that step
+        together must all have resumed when one gets a request.
+        """
+        if path not in QUEUED or state is None:
+            return False
+        config = state.engine_client.vllm_config
+        parallel, model = config.parallel_config, config.model_config
+        return config.lora_config is None and not (parallel.data_parallel_size > 1 and model.is_moe)
 
     def number(self) -> int:
         found = re.fullmatch(r"ApiServer_([0-9]+)", multiprocessing.current_process().name)

@@ -14,12 +14,13 @@ import types
 import pytest
 
 from pyvmem.engine import control
-from pyvmem.engine.control import State
+from pyvmem.engine.control import Sleeps, State
 from pyvmem.sleep import leader, pages, serve, standby, turns
 from pyvmem.sleep.standby import Standby
 from pyvmem.vllm import plugin
 
 SLICE = 0.1
+QUEUED = "/v1/completions"  # while the engine wakes, it only queues requests for this path
 
 
 class Engine(serve.Serve):
@@ -30,6 +31,7 @@ class Engine(serve.Serve):
             VMEM_VLLM="1", VMEM_VLLM_POOL="p", VMEM_VLLM_POOL_SIZE="1G", VMEM_VLLM_WEIGHTS="1", VMEM_VLLM_SLEEP="keep",
             VMEM_VLLM_SLICE=str(SLICE), VMEM_VLLM_QUEUE=queue))  # fmt: skip
         super().__init__(app)
+        self.queues = lambda state, path: path == QUEUED
         self.page = page_of("mine", "chat")
         self.calls, self.lacks = [], 0
 
@@ -44,6 +46,7 @@ class Engine(serve.Serve):
         self.calls.append("wake")
         if self.lacks:
             self.page[control.SHORT] = self.lacks
+            self.page[control.ASLEEP] = Sleeps.LACKS
             await asyncio.sleep(0.02)
             raise MemoryError("no memory")
         self.page[control.ASLEEP] = 0
@@ -596,6 +599,274 @@ def test_this_process_is_the_server_that_leads(played):
     played(history)
 
 
+# ---- requests that come while the weights are copied ---------------------------------------------------------------
+
+
+class Wakes:
+    """An engine's wake in the hands of a test, and an application that sends when its engine has woken."""
+
+    def __init__(self, engine, app):
+        self._engine, self.begun, self.attempts = engine, [], 0
+        self._go: asyncio.Queue[str] = asyncio.Queue()
+        engine.wake, engine._app = self, self.answer
+        app.may.clear()
+        self._may = app.may
+
+    async def answer(self, scope, receive, send):
+        self.begun.append(scope["path"])
+        if scope["headers"]:  # a stream
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await self._may.wait()
+        if not scope["headers"]:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def __call__(self, state):
+        self.attempts += 1
+        page, number = self._engine.page, 2 * (self._engine.page[control.WOKE] // 2 + 1)
+        while (what := await self._go.get()) == "claim":
+            page[control.ASLEEP] = Sleeps.CLAIMED
+        page[control.SHORT], page[control.WOKE] = 5 * (what == "fail"), number + (what == "fail")
+        page[control.ASLEEP] = Sleeps.LACKS if what == "fail" else 0
+
+    def go(self, *what):
+        for one in what:
+            self._go.put_nowait(one)
+
+    async def reach(self, state):
+        await until(lambda: self._engine.page[control.STATE] == state and self._go.empty(), self._engine)
+
+    async def counts(self, running, queued):
+        page = self._engine.page
+        await until(lambda: (page[control.RUNNING], page[control.QUEUED]) == (running, queued), self._engine)
+
+
+async def looks(engine):
+    """Return when the leader has looked again."""
+    beat = engine.page[control.SERVER_BEAT]
+    await until(lambda: engine.page[control.SERVER_BEAT] > beat + 1, engine)
+
+
+def test_requests_come_to_an_engine_that_has_claimed_its_memory(played):
+    async def history(engine, app, other):
+        page, wakes = engine.page, Wakes(engine, app)
+        await ask(engine, "/vmem/sleep")
+        came = now()
+        asked = [asyncio.create_task(ask(engine, path, headers=headers))
+                 for path, headers in ((QUEUED, ()), (QUEUED, [(b"x", b"y")]), ("/pause", ()))]  # fmt: skip
+        await wakes.reach(State.WAKING)
+        await looks(engine)
+        assert not wakes.begun
+        wakes.go("claim")
+        await until(lambda: len(wakes.begun) == 2, engine)
+        asked.append(asyncio.create_task(ask(engine)))
+        await wakes.counts(3, 4)  # they are in the engine, and wait
+        assert wakes.begun == [QUEUED] * 3 and came <= page[control.SINCE] < came + 1_000_000
+        assert not page[control.WAKING] and page[control.STATE] == State.WAKING
+        app.may.set()
+        wakes.go("wake")
+        assert [(await one)[0] for one in asked] == [200] * 4
+        assert wakes.attempts == 1 and (page[control.WAKES], page[control.UNSERVED]) == (1, 0)
+        assert 0 < page[control.WAKING] <= now() - came
+        await wakes.counts(0, 0)
+
+    played(history)
+
+
+def test_a_wake_that_fails_after_its_claim_is_tried_again_for_who_has_come(played, monkeypatch):
+    """Its requests have had no turn, so it does not rest, and an earlier claim lets nobody in."""
+    monkeypatch.setattr(turns, "REST", 1e9)
+
+    async def history(engine, app, other):
+        other[control.RUNNING] = 1
+        page, wakes = engine.page, Wakes(engine, app)
+        await ask(engine, "/vmem/sleep")
+        asked = [asyncio.create_task(ask(engine))]
+        wakes.go("claim")
+        await until(lambda: wakes.begun, engine)
+        wakes.go("fail")
+        await until(lambda: wakes.attempts == 2, engine)
+        asked.append(asyncio.create_task(ask(engine)))
+        await wakes.counts(1, 2)
+        await looks(engine)
+        assert page[control.STATE] == State.WAKING and len(wakes.begun) == 1 and page[control.LACKS] == 5
+        wakes.go("claim")
+        await until(lambda: len(wakes.begun) == 2, engine)
+        app.may.set()
+        wakes.go("wake")
+        assert [(await one)[0] for one in asked] == [200, 200]
+        await ask(engine, "/vmem/sleep")
+        app.may.clear()
+        asked = asyncio.create_task(ask(engine))
+        await wakes.reach(State.WAKING)
+        await looks(engine)
+        assert len(wakes.begun) == 2
+        wakes.go("claim", "wake")
+        app.may.set()
+        assert (await asked)[0] == 200
+
+    played(history)
+
+
+@pytest.mark.parametrize("headers", [(), [(b"x", b"y")]])
+def test_who_has_come_to_an_engine_that_does_not_wake_is_refused_in_time(played, headers):
+    """Also if the model closed when it came: no part of its answer can be there."""
+
+    async def history(engine, app, other):
+        wakes = Wakes(engine, app)
+        app.may.set()
+        first = asyncio.create_task(ask(engine))
+        assert (await first)[0] == 200
+        engine.page[control.STATE] = State.CLOSING
+        app.may.clear()
+        engine.leader._act = asyncio.create_task(asyncio.sleep(3600))
+        asked = asyncio.create_task(ask(engine, headers=headers))
+        await until(lambda: engine.page[control.QUEUED] == 1, engine)
+        engine.page[control.ASLEEP] = Sleeps.LACKS
+        engine.leader._set_state(State.ASLEEP)
+        engine.leader._act.cancel()
+        wakes.go("claim")
+        await until(lambda: len(wakes.begun) == 2, engine)
+        wakes.go("fail")
+        assert (await asyncio.wait_for(asked, 30))[0] == 503
+        await wakes.counts(0, 0)
+        assert engine.page[control.UNSERVED] == 1
+        wakes.go("wake")
+        await until(lambda: not engine.leader.is_acting(), engine)
+
+    played(history, queue="0.3")
+
+
+def test_a_client_that_goes_while_its_model_wakes_is_forgotten(played):
+    async def history(engine, app, other):
+        wakes, gone = Wakes(engine, app), asyncio.Event()
+        await ask(engine, "/vmem/sleep")
+
+        async def answer(scope, receive, send):
+            wakes.begun.append(scope["path"])
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        async def receive():
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        engine._app = answer
+        scope = dict(type="http", method="POST", path=QUEUED, headers=(), app=types.SimpleNamespace(state=None))
+        asked = asyncio.create_task(engine(scope, receive, None))
+        wakes.go("claim")
+        await until(lambda: wakes.begun, engine)
+        await wakes.counts(1, 1)
+        gone.set()
+        await asked
+        await wakes.counts(0, 0)
+        wakes.go("wake")
+        await wakes.reach(State.AWAKE)
+        assert not engine.admission._early
+
+    played(history)
+
+
+@pytest.mark.parametrize("order", ["drain", "sleep"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_order_while_a_model_wakes_waits_for_who_has_come(played, order, fails):
+    async def history(engine, app, other):
+        page, wakes = engine.page, Wakes(engine, app)
+        await ask(engine, "/vmem/sleep")
+        asked = asyncio.create_task(ask(engine))
+        wakes.go("claim")
+        await until(lambda: wakes.begun, engine)
+        ordered = asyncio.create_task(ask(engine, f"/vmem/{order}"))
+        await until(lambda: page.server(0)[control.S_ORDER], engine)
+        await looks(engine)
+        if order == "drain":
+            assert (await ask(engine))[0] == 503 and len(wakes.begun) == 1
+        assert not ordered.done()
+        if fails:
+            wakes.go("fail")
+            await until(lambda: wakes.attempts == 2, engine)
+        wakes.go("claim", "wake")
+        await until(lambda: page[control.STATE] in (State.AWAKE, State.CLOSING), engine)
+        assert fails or not ordered.done()  # it had slept for a moment
+        app.may.set()
+        assert (await asked)[0] == 200 and (await ordered)[0] == 200
+        assert page[control.DRAINED] == (order == "drain") and (fails or page.asleep == (order == "sleep"))
+
+    played(history)
+
+
+def test_every_process_of_a_server_lets_requests_in_and_counts_them(played):
+    async def history(engine, app, other):
+        page, wakes = engine.page, Wakes(engine, app)
+        second = Engine(wakes.answer)
+        second.number = second.pages._number = 1
+        second.leader._lead = lambda servers: None  # it would take itself for the first: this is one process
+        assert (await ask(second, "/vmem/state", "GET"))[0] == 200
+        await ask(engine, "/vmem/sleep")
+        asked = [asyncio.create_task(ask(each)) for each in (engine, second, second)]
+        await wakes.reach(State.WAKING)
+        wakes.go("claim")
+        await wakes.counts(3, 3)
+        assert len(wakes.begun) == 3
+        wakes.go("wake")
+        await wakes.counts(3, 0)
+        other[control.RUNNING] = 1  # so that it rests once it sleeps
+        await engine.leader._sleep(True)
+        await looks(engine)
+        assert page[control.STATE] == State.ASLEEP
+        await wakes.counts(3, 0)  # they have had their turn
+        wakes.go("claim", "wake")
+        app.may.set()
+        assert [(await one)[0] for one in asked] == [200] * 3
+        second._task.cancel()
+
+    played(history)
+
+
+def test_engines_and_workers_have_all_claimed_before_requests_come(played, monkeypatch):
+    monkeypatch.setattr(pages, "FIND", 0)
+
+    async def history(engine, app, other):
+        wakes, second = Wakes(engine, app), page_of("minetoo", "chat")
+        engine.page[control.RANKS_USED] = 2
+        await until(lambda: second[control.STATE] == State.AWAKE, engine)
+        await ask(engine, "/vmem/sleep")
+        rest = [(engine.page, control.ASLEEP + 1), (second, control.ASLEEP)]
+        for page, word in rest:
+            page[word] = Sleeps.LACKS
+        asked = asyncio.create_task(ask(engine))
+        wakes.go("claim")
+        await wakes.reach(State.WAKING)
+        for page, word in rest:
+            await looks(engine)
+            assert not wakes.begun
+            page[word] = Sleeps.CLAIMED
+        await until(lambda: wakes.begun, engine)
+        for page, word in rest:
+            page[word] = 0
+        app.may.set()
+        wakes.go("wake")
+        assert (await asked)[0] == 200
+
+    played(history)
+
+
+def test_an_engine_that_wakes_by_its_own_ways_gets_requests_when_it_is_awake(played):
+    async def history(engine, app, other):
+        wakes = Wakes(engine, app)
+        await ask(engine, "/vmem/sleep")
+        engine.leader._choose = lambda order, running: turns.Action.NOTHING
+        asked = asyncio.create_task(ask(engine))
+        engine.page[control.ASLEEP] = Sleeps.CLAIMED
+        await looks(engine)
+        assert not wakes.begun
+        engine.page[control.ASLEEP] = 0
+        app.may.set()
+        assert (await asked)[0] == 200 and not wakes.attempts
+
+    played(history)
+
+
 # ---- many at once ---------------------------------------------------------------------------------------------------
 
 
@@ -603,7 +874,8 @@ class Busy:
     """An application that takes its time, and an engine that fails as engines do; each notes what must not be."""
 
     def __init__(self, draw, engine):
-        self.draw, self.engine, self.runs, self.wrong, self.paused = draw, engine, 0, [], False
+        self.draw, self.engine, self.runs, self.wrong = draw, engine, 0, []
+        self.paused = self.claimed = False  # claimed: since it fell asleep
         self._sleep, self._wake = engine.sleep, engine.wake
         engine._app, engine.sleep, engine.wake = self.answer, self.sleep, self.wake
 
@@ -617,8 +889,9 @@ class Busy:
             self.wrong.append((what, State(page[control.STATE]).name, page[control.ASLEEP], self.runs))
 
     async def answer(self, scope, receive, send):
-        # It was counted before, so that only a model which sleeps with its requests is asleep now.
-        self.note("begins", self.engine.page[control.ASLEEP] and self.engine.calls[-1] != "freeze")
+        # It was counted before, so that only a model which sleeps with its requests, or which claimed its memory and
+        # failed, is asleep now.
+        self.note("begins", self.engine.page[control.ASLEEP] and self.engine.calls[-1] != "freeze" and not self.claimed)
         self.runs += 1
         try:
             while self.paused:
@@ -637,10 +910,14 @@ class Busy:
         if self.draw.random() < 0.1:
             raise RuntimeError("the engine does not answer")
         await self._sleep(state, freeze)
+        self.claimed = False
 
     async def wake(self, state):
         await self.pause()
         if self.engine.page[control.ASLEEP]:  # else nothing can be lacking
+            if self.draw.random() < 0.7:
+                self.engine.page[control.ASLEEP], self.claimed = Sleeps.CLAIMED, True
+                await self.pause()
             await self._wake(state)
         self.paused = False
 

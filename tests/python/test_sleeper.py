@@ -4,6 +4,7 @@ SPDX-License-Identifier: MIT
 """
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -17,9 +18,10 @@ import pyvmem
 from pyvmem import KVPool
 from pyvmem.blocks import BlockRange
 from pyvmem.engine import control
-from pyvmem.engine.control import State
+from pyvmem.engine.control import Sleeps, State
 from pyvmem.engine.memory import BlockMemory
 from pyvmem.engine.settings import Refused, Settings
+from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.sleep.sleeper import Sleeper
 from pyvmem.tensor import VirtualTensor
 
@@ -155,6 +157,38 @@ def test_what_spare_memory_cannot_be_is_said_at_once_and_nothing_else_is(pool, p
     wakes.join()
     assert said[-1] == 0 and any(said) == (taken != "spare") == (asked[0] > 0)
     assert all(torch.equal(model.words, torch.arange(MIB)) for model in models)
+
+
+@pytest.mark.parametrize("fault", [None, OutOfMemory, VmemError])
+def test_a_wake_says_that_all_is_claimed_and_no_longer_once_it_has_failed(page, sleeper, monkeypatch, fault):
+    model, wake, seen = net(8 * MIB), sleeper.weights.wake, []
+
+    def wakes(wait, came, queued):
+        def told():
+            came()
+            seen.append(page[control.ASLEEP])
+            if fault and len(seen) == 2:
+                error = fault(errno.ENOMEM, "the driver has too little")
+                error.missing = 5
+                raise error
+
+        seen.append(page[control.ASLEEP])
+        return wake(wait, told, queued)
+
+    monkeypatch.setattr(sleeper.weights, "wake", wakes)
+    sleeper.weights.adopt([model])
+    for again in range(2):
+        sleeper.park()
+        copied(sleeper)
+        assert page[control.ASLEEP] == Sleeps.LACKS and not page.claimed
+        with pytest.raises(fault) if fault and not again else contextlib.nullcontext():
+            sleeper.wake(0)
+        if fault and not again:
+            assert page[control.ASLEEP] == Sleeps.LACKS
+            sleeper.wake(0)
+        assert page.claimed
+    assert seen == [Sleeps.LACKS, Sleeps.CLAIMED] * (3 if fault else 2)
+    assert torch.equal(model.words, torch.arange(MIB))
 
 
 def copied(sleeper):

@@ -375,6 +375,24 @@ def test_a_wake_in_vain_is_answered_and_not_raised(worker, mixed_in, monkeypatch
     assert page.asleep
 
 
+@pytest.mark.parametrize(
+    "path, ranks, moe, adapters, queued",
+    [
+        ("/v1/completions", 1, True, None, True),
+        ("/v1/completions", 2, False, None, True),
+        ("/v1/completions", 2, True, None, False),  # a rank that has not resumed would not hear of it
+        ("/v1/completions", 1, False, object(), False),  # one may be loaded into a model that sleeps on
+        ("/pause", 1, False, None, False),
+        ("/v1/responses", 1, False, None, False),  # may go on when its answer has ended, so that nobody counts it
+    ],
+)
+def test_requests_come_to_vllm_while_it_wakes_where_it_only_queues_them(path, ranks, moe, adapters, queued):
+    serve, made = object.__new__(http.Serve), config(parallel_config__data_parallel_size=ranks)
+    made.model_config.is_moe, made.lora_config = moe, adapters
+    state = types.SimpleNamespace(engine_client=types.SimpleNamespace(vllm_config=made))
+    assert serve.queues(state, path) == queued
+
+
 def config(**changes):
     parallel = types.SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1,
                                      tensor_parallel_size=1, pipeline_parallel_size=1,
