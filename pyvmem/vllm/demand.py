@@ -6,6 +6,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -147,23 +148,29 @@ class Demand:
     def lacking(self, need: int, wait: list[Any]) -> int:
         """Blocks that are lacking: running requests need `need`, and waiting ones all blocks of their known tokens."""
         budget = self._budget
+        most = budget.most - budget.num_backed
+        if most <= 0:  # nobody is looked up where all memory is there
+            return 0
         need += self._of_waiting(wait) + (budget.watermark + self._beyond if wait else 0)
-        need -= budget.num_free() + budget.coming
-        return max(min(need, budget.most - budget.num_backed), 0)
+        return max(min(need - budget.num_free() - budget.coming, most), 0)
 
-    def _of_waiting(self, wait: list[Any]) -> int:
-        """Free blocks that waiting requests take when they begin. They may all share the same cached blocks."""
-        wants = [w for _, w in self._in_turn(wait)]
-        return sum(w.rest for w in wants) + max((w.cached for w in wants), default=0)
+    def _of_waiting(self, wait: list[Any], left: int = sys.maxsize) -> int:
+        """Free blocks that waiting requests take when they begin, as far as `left` tokens go.
 
-    def of_next(self, wait: list[Any]) -> int:
-        """Blocks for the waiting requests that may begin in the next step."""
-        left, n = self._scheduler.max_num_scheduled_tokens, 0
-        for n, (request, wants) in enumerate(self._in_turn(wait), 1):
+        They may all share the same cached blocks.
+        """
+        rest = cached = 0
+        for request, wants in self._in_turn(wait):
+            rest, cached = rest + wants.rest, max(cached, wants.cached)
             left -= request.num_tokens - wants.computed
             if left <= 0:
                 break
-        return self._budget.watermark + self._beyond + self._of_waiting(wait[:n])
+        return rest + cached
+
+    def of_next(self, wait: list[Any]) -> int:
+        """Blocks for the waiting requests that may begin in the next step."""
+        left = self._scheduler.max_num_scheduled_tokens
+        return self._budget.watermark + self._beyond + self._of_waiting(wait, left)
 
     def of_prompts(self) -> int:
         """Blocks for the rest of the running requests' prompts."""

@@ -5,6 +5,7 @@ SPDX-License-Identifier: MIT
 
 import bisect
 import collections
+import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -29,8 +30,13 @@ def waiting(scheduler: Any) -> list[Any]:
     new = () if getattr(scheduler, "pause_state", None) else scheduler.waiting or ()
     if not held and not new:
         return []
-    ready = (r for r in itertools.chain(held, new) if not r.status.name.startswith("WAITING_FOR_"))
+    ready = (r for r in itertools.chain(held, new) if _may_begin(r.status))
     return list(itertools.islice(ready, MOST))
+
+
+@functools.cache
+def _may_begin(status: Any) -> bool:
+    return not status.name.startswith("WAITING_FOR_")
 
 
 def paused(scheduler: Any) -> bool:
@@ -41,6 +47,14 @@ def paused(scheduler: Any) -> bool:
 def stopped(scheduler: Any) -> bool:
     """Return whether no request goes on, because the user has paused the engine."""
     return getattr(scheduler, "pause_state", 0) > 1
+
+
+def _gone(found: Sequence[tuple[Any, Any]]) -> bool:
+    """Return whether one of these blocks no longer has the contents of this hash."""
+    for block, block_hash in found:  # faster than `any`
+        if block.block_hash != block_hash:
+            return True
+    return False
 
 
 class Wants(NamedTuple):
@@ -97,8 +111,7 @@ class Lookup:
             return self._held(tokens, request.num_computed_tokens)
         begin = time.monotonic()
         if known is not None and known[0] == tokens:
-            old = begin > known[1] + FRESH or any(block.block_hash != known_hash for block, known_hash in known[2])
-            if not old or begin < self._next:
+            if begin < self._next or not (begin > known[1] + FRESH or _gone(known[2])):
                 return known[3]
         last, wants = self._look_up(request, tokens)
         self._known[request.request_id] = tokens, begin, last, wants
