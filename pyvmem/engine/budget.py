@@ -127,6 +127,11 @@ class BlockBudget:
         most: int = min(max(self._most_bytes() // self.block_bytes, self.least), self.total)
         return most
 
+    def is_whole(self) -> bool:
+        """Return whether all blocks are backed, and no limit or pool can take any. Steps need not look after memory."""
+        taken = self.lent or self.page.cells[control.POOL] or self.num_withheld
+        return not taken and self._limit() >= self.total * self.block_bytes
+
     def allowed(self) -> int:
         """Blocks that may be backed now."""
         if self.lent:
@@ -267,10 +272,11 @@ class BlockBudget:
                 pages = min(pages, max(self._room_bytes() // packing.page_bytes - coming, 0))
         return packing.take(n, pages)
 
-    def publish_free(self) -> None:
-        """Write how many free blocks have contents, which a reset of the cache changes, and how many have none."""
-        spare = self.spare
-        self.page.cells[control.SPARE], self.page.cells[control.CACHED] = spare, self.num_free() - spare
+    def publish_free(self) -> tuple[int, int]:
+        """Write how many blocks are in use, and how many free ones have contents or none: (free, backed)."""
+        page, free, spare, backed = self.page.cells, self.num_free(), self.spare, self.num_backed
+        page[control.USED], page[control.SPARE], page[control.CACHED] = backed - free, spare, free - spare
+        return free, backed
 
     def publish(self, wanted: int = 0, yields: bool = False, keeps: int = 0) -> None:
         """Write the numbers of the control page.
@@ -278,10 +284,8 @@ class BlockBudget:
         wanted : blocks that requests lack. yields: whether requests give way to another engine's. keeps: free blocks
         that requests take next, and that are not offered to others.
         """
-        page, free, spare, backed = self.page.cells, self.num_free(), self.spare, self.num_backed
-        page[control.ALLOWED] = self.reachable()
-        page[control.COMING], page[control.SPARE], page[control.CACHED] = self.coming, spare, free - spare
-        page[control.USED], page[control.WANTED] = backed - free, wanted
+        (free, backed), page = self.publish_free(), self.page.cells
+        page[control.ALLOWED], page[control.COMING], page[control.WANTED] = self.reachable(), self.coming, wanted
         page[control.LENT] = self.lent and not backed
         minimum = 0 if self.page.asleep else -(-page[control.MIN] // self.block_bytes)
         # Without `yields`, others get what no request uses; with it, the engine preempts requests for them.

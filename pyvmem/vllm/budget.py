@@ -189,10 +189,12 @@ class BackingOrders:
 
         first, part : the most blocks of the first order and of the others.
         """
+        if not self.unsent:
+            return [], self.number + 1
         ids, self.unsent = self.unsent, []
         part = max(part, -(-len(ids) // (MOST_ORDERS - 1)))  # the page keeps only the last answers
         first = min(first, part) if first > 0 else part
-        parts = [ids[:first], *(ids[i : i + part] for i in range(first, len(ids), part))] if ids else []
+        parts = [ids[:first], *(ids[i : i + part] for i in range(first, len(ids), part))]
         number = self.number + 1
         for self.number, some in enumerate(parts, number):
             self._sent.append((self.number, step, some))
@@ -376,8 +378,12 @@ class VllmBudget(BlockBudget):
                 self.order(min(wanted, need, -above))
             elif 4 * wanted > ready or self.spare < need:  # not a few in each step: map calls disturb the device
                 self.order(min(wanted, -above))
-        self._taken.begin(self.spare)
+        self.begin_step()
         self._awaited = awaited - self.spare - self.coming
+
+    def begin_step(self) -> None:
+        """Count what the step takes that is about to be scheduled."""
+        self._taken.begin(self.spare)
 
     def await_blocks(self, need: int, seconds: float) -> float:
         """Wait until `need` blocks are spare, until workers have backed what was ordered, or for so many seconds.

@@ -159,6 +159,7 @@ class SchedulerMemory:
         self._tokens = 0  # vLLM's own limit of a step's tokens, while `_limit` has lowered it; else 0
         self._reserves = False  # whether vLLM begins requests only if all their blocks are free, but for this step
         self._split = False  # whether a part of a request could begin
+        self._whole = False  # whether all blocks were backed before this step, in which requests run
         self._busy = time.monotonic()  # when a step was last scheduled
         self._keeps = chosen.sleep == "keep"  # whether the prefix cache stays while the model sleeps
         self._stays_paused = False  # whether the user has paused the engine, which sleeps
@@ -178,8 +179,14 @@ class SchedulerMemory:
         self._apply_lend()
         if self._prefixes is not None:
             self._prefixes.look()
-        self._read_peers()
         budget, running = self.budget, self._scheduler.running
+        self._whole = budget.is_whole() and bool(running)
+        if self._whole:
+            budget.begin_step()
+            self.transfers.begin()
+            self._split = False
+            return
+        self._read_peers()
         if budget.lent or self._short:
             time.sleep(LENT_STEP)  # vLLM asks again and again while requests wait
         budget.refresh()
@@ -249,7 +256,10 @@ class SchedulerMemory:
         output.vmem = StepOrders(budget.step, position, gone, ahead, order=order, prefixes=prefixes)
         if requests:
             self.pace.begin(budget.step, output.total_num_scheduled_tokens, time.monotonic())
-        self.publish()
+        if self._whole:
+            budget.publish_free()
+        else:
+            self.publish()
 
     def step_ended(self, output: Any, answer: Any) -> None:
         """Take note of a step that has ended. answer: vLLM's ModelRunnerOutput."""

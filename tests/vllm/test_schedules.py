@@ -61,7 +61,8 @@ def both(tmp_path):
         plain, _ = make_scheduler(tmp_path, limit + 1, plain=True, page=PAGE, **options)
         e = Engine(tmp_path, blocks=BLOCKS, page=PAGE, **options)
         made.append(e)
-        e.page[control.LIMIT] = limit * e.budget.block_bytes
+        if limit < BLOCKS - 1:
+            e.page[control.LIMIT] = limit * e.budget.block_bytes
         served = Served(e, plain), Served(e, e.scheduler, e.memory, e.workers[0])
         with e.memory.lock:
             for one in served:
@@ -104,6 +105,38 @@ def test_where_all_blocks_have_memory_each_step_is_vllms(both, world, every):
         assert got == want
         if "limit" in WORLDS[world] and not every:
             assert any(preempted for *_, preempted in want)
+
+
+def test_while_requests_run_a_step_whose_memory_is_all_there_only_counts(both, monkeypatch):
+    _, vmem = both(kinds=("full",))
+    budget, page, looks, counts = vmem.memory.budget, vmem.memory.page, [], []
+    words = [getattr(control, name) for name in "ALLOWED USED CACHED SPARE COMING WANTED LENT".split()]
+    look, step = budget.refresh, vmem.step
+    monkeypatch.setattr(budget, "refresh", lambda: look() or looks.append(len(vmem.scheduler.running)))
+
+    def counted():
+        made = step()
+        counts.append([page[word] for word in words])
+        budget.publish()
+        assert [page[word] for word in words] == counts[-1]
+        return made
+
+    vmem.step = counted
+    vmem.serve(prompts(40, 1), lambda i: 3 * i)
+    assert not any(looks) and len(set(map(tuple, counts))) > 20
+
+
+@pytest.mark.parametrize("word", ["LIMIT", "MAX", "LEND"])
+def test_the_owners_order_reaches_the_next_step_after_those_that_only_counted(both, word):
+    _, vmem = both(kinds=("full",))
+    budget, page = vmem.memory.budget, vmem.memory.page
+    vmem.scheduler.add_request(vmem.engine.request("long", [3] * 100, 100))
+    for _ in range(3):
+        vmem.step()
+    assert vmem.scheduler.running and budget.num_backed == BLOCKS - 1
+    page[getattr(control, word)] = 1 if word == "LEND" else 40 * budget.block_bytes
+    vmem.step()
+    assert budget.num_backed == (0 if word == "LEND" else 40)
 
 
 @pytest.mark.parametrize("few", [1, 5, 60])
